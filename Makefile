@@ -1,0 +1,58 @@
+# `make demo` and `make test` need nothing but Python 3.11+ with venv: they build .venv themselves, once.
+
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+SOURCES := kvflow handshake tests
+TEXTS := $(SOURCES) docs README.md CHANGELOG.md Makefile pyproject.toml
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench compose-demo test-compose clean
+.SILENT:
+
+help:
+	echo 'make demo    prefill in one process, decode in another, compare with one process alone'
+	echo 'make test    lint, type checks, architecture contracts, then all tests'
+	echo 'make lint    the same without the tests'
+	echo 'make bench   every benchmark, one after the other'
+	echo 'make compose-demo   the demo in containers, over TCP and over shared memory; needs Docker and Compose'
+	echo 'make test-compose   the tests of that, with a container that is killed'
+	echo 'make clean   remove what was built and measured; .venv stays'
+
+# torch goes first and alone, so that pip settles on the pinned build before it looks at anything that wants torch.
+$(INSTALLED): pyproject.toml constraints.txt
+	echo 'installing into .venv (once; a few minutes)'
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install -qq --disable-pip-version-check --upgrade 'pip>=25.1'  # the first with --group
+	$(BIN)/pip install -qq --disable-pip-version-check --constraint constraints.txt "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[demo]' --group dev
+	touch $@
+
+demo: $(INSTALLED)
+	$(BIN)/kvflow demo
+
+# pytest is last, so that the output ends with its summary.
+test: lint
+	$(BIN)/python -m pytest --quiet
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check --quiet $(SOURCES)
+	$(BIN)/ruff format --quiet --check $(SOURCES)
+	$(BIN)/mypy --no-error-summary
+	report=$$($(BIN)/lint-imports --no-logo 2>&1) || { echo "$$report"; exit 1; }
+	$(BIN)/codespell $(TEXTS)
+
+bench: $(INSTALLED)
+	for script in tests/benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
+	for name in layouts pull loop idle; do echo "== kvflow bench $$name"; $(BIN)/kvflow bench $$name || exit 1; done
+
+# Leaves the image kvflow:local behind, and nothing else.
+compose-demo:
+	docker/demo.sh
+
+test-compose: $(INSTALLED)
+	KVFLOW_TEST_COMPOSE=1 $(BIN)/python -m pytest --quiet -o faulthandler_timeout=500 tests/compose
+
+clean:
+	rm -rf out dist build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	find $(SOURCES) -name __pycache__ -prune -exec rm -rf {} +
