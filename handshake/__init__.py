@@ -1,0 +1,98 @@
+"""Two workers meet over ZeroMQ: authenticated, of agreed version, each with one publication of the other.
+
+A server listens for any number of clients. Both prove that they hold one cluster secret, agree on a wire version
+and exchange one opaque, digest-checked publication each; from then on the client renews and releases leases, and
+the server answers. This package knows peers, versions, frames and keys, and nothing of what is published.
+"""
+
+# Shells.
+from handshake.client import HandshakeClient, open_client
+
+# Errors.
+from handshake.errors import (
+    AuthenticationFailed,
+    Closed,
+    ConfigInvalid,
+    ConnectionLost,
+    DeadlineExceeded,
+    FailureCode,
+    HandshakeError,
+    LocalProtocolError,
+    PeerRefused,
+    RemoteProtocolError,
+)
+
+# Events.
+from handshake.events import (
+    ConnectionClosed,
+    ConnectionFailed,
+    Ending,
+    Event,
+    PeerReady,
+    ReleaseAnswered,
+    ReleaseReceived,
+    RenewAnswered,
+    RenewReceived,
+)
+from handshake.limits import Limits
+
+# Messages and their parts.
+from handshake.messages import (
+    Identity,
+    LeaseAnswer,
+    LeaseRef,
+    Outcome,
+    Publication,
+    Release,
+    Released,
+    Renew,
+    Renewed,
+)
+from handshake.security import ClusterSecurity, check_bind, sign, verify
+from handshake.server import HandshakeServer, Peer, PeerKey, open_server
+from handshake.version import SUPPORTED, WIRE_VERSION, VersionRange
+
+__all__ = [
+    "SUPPORTED",
+    "WIRE_VERSION",
+    "AuthenticationFailed",
+    "Closed",
+    "ClusterSecurity",
+    "ConfigInvalid",
+    "ConnectionClosed",
+    "ConnectionFailed",
+    "ConnectionLost",
+    "DeadlineExceeded",
+    "Ending",
+    "Event",
+    "FailureCode",
+    "HandshakeClient",
+    "HandshakeError",
+    "HandshakeServer",
+    "Identity",
+    "LeaseAnswer",
+    "LeaseRef",
+    "Limits",
+    "LocalProtocolError",
+    "Outcome",
+    "Peer",
+    "PeerKey",
+    "PeerReady",
+    "PeerRefused",
+    "Publication",
+    "Release",
+    "ReleaseAnswered",
+    "ReleaseReceived",
+    "Released",
+    "RemoteProtocolError",
+    "Renew",
+    "RenewAnswered",
+    "RenewReceived",
+    "Renewed",
+    "VersionRange",
+    "check_bind",
+    "open_client",
+    "open_server",
+    "sign",
+    "verify",
+]

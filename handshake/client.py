@@ -1,0 +1,330 @@
+"""The dialling end: one connection to one server, entered when it is ready.
+
+Dialling is tried again, within ``Limits.connect_s``, when nobody listens yet, when the server is busy, and once
+when the server hangs up without a word. It is never tried again when the server gave a reason, and a connection
+that was ready and is lost stays lost: a restarted server has to be met with a new handshake.
+"""
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from msgspec import Struct
+
+from handshake.connection import Connection, check_introduction
+from handshake.driver import Driver
+from handshake.errors import (
+    AuthenticationFailed,
+    ConnectionLost,
+    DeadlineExceeded,
+    FailureCode,
+    HandshakeError,
+    PeerRefused,
+    RemoteProtocolError,
+)
+from handshake.events import ConnectionClosed, ConnectionFailed, Ending, Event, PeerReady
+from handshake.limits import DEFAULT_LIMITS, Limits
+from handshake.messages import Identity, Publication, Release, Renew
+from handshake.security import ClusterSecurity, check_endpoint
+from handshake.sockets import DialledChannel, LinkEvent, open_dialler, resolve, running
+from handshake.states import Role, State
+
+OnEvent = Callable[[Event], None]
+
+BACKOFF_S_MIN = 0.02
+"""The first pause between two attempts: a listener that is being replaced needs about as long."""
+BACKOFF_S_MAX = 0.25
+"""The longest pause: several attempts still fit into ``Limits.connect_s``."""
+
+CUTS_MAX = 2
+"""Connections in a row that end within ZeroMQ's handshake without a word. One may be a process that died just
+then; a second that was accepted again and ended again means that the server cannot read what we say."""
+
+
+class HandshakeClient:
+    """One connection that is or was ready. Made by ``open_client``.
+
+    Thread: the loop's only.
+
+    Attributes:
+        identity: the server's.
+        publication: the server's.
+        version: of the wire protocol.
+    """
+
+    def __init__(self, attempt: "_Attempt", ready: PeerReady) -> None:
+        self.identity = ready.identity
+        self.publication = ready.publication
+        self.version = ready.version
+        self._attempt = attempt
+
+    @property
+    def rtt_s(self) -> float | None:
+        """Seconds of the last measured round trip: the handshake's own, until silence asked for a ping."""
+        return self._attempt.connection.rtt_s
+
+    def send(self, message: Release | Renew) -> None:
+        """Ask the server. Never waits, and never calls ``on_event`` before it returns.
+
+        Raises:
+            Closed: the connection has ended.
+            LocalProtocolError: a field is out of its bounds.
+        """
+        self._attempt.driver.send(message)
+
+    def refuse(self, code: str, reason: str, remedy: str = "") -> None:
+        """Leave with a complaint, such as ``publication_refused``. Does nothing if the connection has ended.
+
+        ``on_event`` hears of it later, as ``ConnectionFailed`` with this code.
+
+        Raises:
+            LocalProtocolError: ``code`` is not lower-case words joined by underscores, at most 64 characters.
+        """
+        self._attempt.driver.refuse(code, reason, remedy)
+
+    async def wait_closed(self) -> Ending:
+        """Wait until the connection has ended, and return how.
+
+        Cancellation: safe.
+        """
+        return await asyncio.shield(self._attempt.ended)
+
+
+class _Attempt:
+    """One dialled channel with its connection, and how far they got.
+
+    Attributes:
+        outcome: the first of: ready, a setback of the link, the end of the connection.
+        ended: how the connection ended, ready before or not.
+    """
+
+    def __init__(self, channel: DialledChannel, connection: Connection, on_event: OnEvent, limits: Limits) -> None:
+        loop = asyncio.get_running_loop()
+        self.connection = connection
+        self.driver = Driver(connection, transmit=channel.send, on_event=self._report, on_settled=self._on_settled)
+        self.outcome: asyncio.Future[PeerReady | LinkEvent | Ending] = loop.create_future()
+        self.ended: asyncio.Future[Ending] = loop.create_future()
+        self._accepted: asyncio.Future[None] = loop.create_future()
+        self._closed = asyncio.Event()
+        self._gone = asyncio.Event()
+        self._on_event = on_event
+        self._was_ready = False
+        self._limits = limits
+
+    def on_link(self, event: LinkEvent) -> None:
+        """Take note of what the monitor saw."""
+        match event:
+            case LinkEvent.ACCEPTED:
+                self._accepted.set_result(None)
+            case LinkEvent.SECURED:
+                self.driver.greet()
+            case LinkEvent.UNREACHABLE | LinkEvent.DENIED | LinkEvent.CUT:
+                self._decide(event)
+            case LinkEvent.LOST:
+                self._gone.set()
+                self.driver.lost("the server hung up or died")
+
+    async def wait_outcome(self, connect_until_s: float) -> PeerReady | LinkEvent | Ending | None:
+        """Wait for the outcome; None if the TCP connection was neither accepted nor refused in time.
+
+        The time of the handshake that follows is the connection's own business, and too much of it an ending.
+        """
+        budget_s = max(0.0, connect_until_s - time.monotonic())
+        awaited = (self._accepted, self.outcome)
+        done, _ = await asyncio.wait(awaited, timeout=budget_s, return_when=asyncio.FIRST_COMPLETED)
+        return await self.outcome if done else None
+
+    async def leave(self) -> None:
+        """Exchange the last words, if the server can hear ours, within ``Limits.closing_s``.
+
+        Cancellation: safe; the connection is dropped.
+        """
+        try:
+            async with asyncio.timeout(self._limits.closing_s):
+                await self._part()
+        except TimeoutError:
+            pass  # the server finds us gone; that is the other way of saying goodbye
+        finally:
+            self.driver.lost("the client has left")
+
+    async def _part(self) -> None:
+        if self.connection.state is State.FRESH:
+            return
+        self.driver.close("the client is leaving")
+        if self.connection.state is State.CLOSING:
+            await self._closed.wait()
+        elif isinstance(self.connection.ending, ConnectionClosed):
+            # The server said goodbye and waits for our answer, which is on its way until it hangs up.
+            await self._gone.wait()
+
+    def _report(self, event: Event) -> None:
+        """Pass an event on. The program above hears nothing of a connection that never became ready."""
+        if isinstance(event, PeerReady):
+            self._was_ready = True
+        if isinstance(event, Ending):
+            self.ended.set_result(event)
+        try:
+            if self._was_ready:
+                self._on_event(event)
+        finally:
+            if isinstance(event, PeerReady | Ending):
+                self._decide(event)
+
+    def _decide(self, outcome: PeerReady | LinkEvent | Ending) -> None:
+        if not self.outcome.done():
+            self.outcome.set_result(outcome)
+
+    def _on_settled(self) -> None:
+        if self.connection.state is State.CLOSED:
+            self._closed.set()
+
+
+class _Dialling(Struct, frozen=True, kw_only=True):
+    """What all attempts of one client have in common."""
+
+    endpoint: str
+    identity: Identity
+    publication: Publication
+    security: ClusterSecurity | None
+    on_event: OnEvent
+    limits: Limits
+
+
+@asynccontextmanager
+async def open_client(
+    endpoint: str,
+    *,
+    identity: Identity,
+    publication: Publication,
+    security: ClusterSecurity | None,
+    on_event: OnEvent,
+    limits: Limits = DEFAULT_LIMITS,
+) -> AsyncIterator[HandshakeClient]:
+    """Connect to a server; enter when the handshake is done, leave with a goodbye.
+
+    Args:
+        endpoint: ``tcp://host:port`` of the server.
+        identity: who we are.
+        publication: what the server gets.
+        security: of the cluster; None speaks without encryption.
+        on_event: called on the loop with each event, from ``PeerReady`` (before the block is entered) to exactly
+            one ``ConnectionClosed`` or ``ConnectionFailed``. It must be quick. If it raises, the error is logged
+            and the connection ends. Without ``PeerReady`` there is no event, only an exception.
+        limits: how long we wait for what.
+
+    Raises:
+        ConfigInvalid: the endpoint is malformed.
+        LocalProtocolError: the identity or the publication is out of bounds.
+        AuthenticationFailed: the server has another secret, or only one side has one; known within a second.
+        PeerRefused: the server gave a reason; ``busy`` only after ``Limits.connect_s``.
+        RemoteProtocolError: the server broke the protocol.
+        ConnectionLost: nobody listens, or the server hung up.
+        DeadlineExceeded: the server did not answer (``connect``), or not to the end (``handshake``).
+
+    Cancellation: safe at any moment; no task and no socket is left behind.
+    """
+    check_endpoint(endpoint)
+    check_introduction(identity, publication, limits)
+    dialling = _Dialling(
+        endpoint=endpoint,
+        identity=identity,
+        publication=publication,
+        security=security,
+        on_event=on_event,
+        limits=limits,
+    )
+    async with AsyncExitStack() as stack:
+        yield await _connect(dialling, stack)
+
+
+async def _connect(dialling: _Dialling, stack: AsyncExitStack) -> HandshakeClient:
+    """Dial until an attempt is ready, and leave its end to ``stack``; give up as ``open_client`` says."""
+    until_s = time.monotonic() + dialling.limits.connect_s
+    backoff_s = BACKOFF_S_MIN
+    cuts = 0
+    error: HandshakeError = DeadlineExceeded(f"{dialling.endpoint} did not answer in time", phase="connect")
+    while True:
+        address = await _resolve(dialling.endpoint, until_s)
+        async with AsyncExitStack() as trial:
+            attempt = await trial.enter_async_context(_dialled(dialling, address))
+            outcome = await attempt.wait_outcome(until_s)
+            if isinstance(outcome, PeerReady):
+                await stack.enter_async_context(trial.pop_all())
+                return HandshakeClient(attempt, outcome)
+        if outcome is None:
+            raise error  # if an earlier attempt failed, why it did says more than that this one came late
+        cuts = cuts + 1 if outcome is LinkEvent.CUT else 0
+        error = _explain(outcome, dialling.endpoint, denied=cuts >= CUTS_MAX)
+        # Half of the pause is random, so that a herd of clients does not come back as one.
+        pause_s = backoff_s * random.uniform(0.5, 1.0)  # noqa: S311 - spreads load, protects nothing
+        if not _may_pass(outcome, cuts) or time.monotonic() + pause_s >= until_s:
+            raise error
+        await asyncio.sleep(pause_s)
+        backoff_s = min(2 * backoff_s, BACKOFF_S_MAX)
+
+
+async def _resolve(endpoint: str, until_s: float) -> str:
+    try:
+        async with asyncio.timeout(until_s - time.monotonic()):
+            return await resolve(endpoint)
+    except TimeoutError as error:
+        raise DeadlineExceeded(f"looking up {endpoint} took too long", phase="connect") from error
+    except OSError as error:
+        raise ConnectionLost(f"{endpoint} cannot be looked up: {error}") from error
+
+
+@asynccontextmanager
+async def _dialled(dialling: _Dialling, address: str) -> AsyncIterator[_Attempt]:
+    async with open_dialler(address, dialling.security, dialling.limits) as channel:
+        connection = Connection(
+            Role.CLIENT,
+            dialling.identity,
+            dialling.publication,
+            limits=dialling.limits,
+            now=time.monotonic(),
+        )
+        attempt = _Attempt(channel, connection, dialling.on_event, dialling.limits)
+        async with running(channel.read(attempt.driver.receive), channel.watch(attempt.on_link)):
+            try:
+                channel.dial()
+                yield attempt
+            finally:
+                await attempt.leave()
+
+
+def _may_pass(outcome: LinkEvent | Ending, cuts: int) -> bool:
+    """Tell whether the next attempt may fare better."""
+    match outcome:
+        case LinkEvent.UNREACHABLE:
+            return True
+        case LinkEvent.CUT:
+            return cuts < CUTS_MAX
+        case ConnectionFailed(code=FailureCode.BUSY, refused=True):
+            return True
+        case _:
+            return False
+
+
+def _explain(outcome: LinkEvent | Ending, endpoint: str, *, denied: bool) -> HandshakeError:
+    """Return the error that says what the outcome means to the caller."""
+    error: HandshakeError
+    match outcome:
+        case LinkEvent.UNREACHABLE:
+            error = ConnectionLost(f"nobody listens at {endpoint}")
+        case LinkEvent.CUT if not denied:
+            error = ConnectionLost(f"{endpoint} hung up within the encryption handshake")
+        case LinkEvent():
+            error = AuthenticationFailed(f"{endpoint} does not share our cluster secret")
+        case ConnectionClosed(reason=reason):
+            error = ConnectionLost(f"{endpoint} closed the connection within the handshake: {reason}")
+        case ConnectionFailed(code=code, reason=reason, remedy=remedy, refused=True):
+            error = PeerRefused(code, reason, remedy=remedy)
+        case ConnectionFailed(code=FailureCode.PROTOCOL_VIOLATION, reason=reason):
+            error = RemoteProtocolError(f"{endpoint} broke the protocol: {reason}", violation="unexpected")
+        case ConnectionFailed(code=FailureCode.HANDSHAKE_TIMEOUT, reason=reason):
+            error = DeadlineExceeded(f"{endpoint}: {reason}", phase="handshake")
+        case ConnectionFailed(reason=reason):
+            error = ConnectionLost(f"{endpoint} was lost within the handshake: {reason}")
+    return error

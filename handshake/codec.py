@@ -1,0 +1,68 @@
+"""Messages to frames and back: the only place that knows the bytes.
+
+A message is one frame: the format byte, then one MessagePack map whose ``type`` names the message. The format
+byte is 0xC1, the one byte that MessagePack never uses: neither a bare MessagePack document nor text is mistaken
+for ours, and another encoding would get another byte.
+"""
+
+from collections.abc import Sequence
+
+from msgspec import MsgspecError, msgpack
+
+from handshake.errors import LocalProtocolError, RemoteProtocolError
+from handshake.limits import Limits
+from handshake.messages import AnyMessage, Publish
+
+FORMAT = b"\xc1"
+
+_decoder: msgpack.Decoder[AnyMessage] = msgpack.Decoder(AnyMessage)
+_encoder = msgpack.Encoder()
+
+# What msgspec raises for bytes that it cannot take: its own errors, invalid UTF-8 in a key or a string, and
+# nesting that is too deep, in a field that would have been skipped.
+_DECODE_ERRORS = (MsgspecError, UnicodeDecodeError, RecursionError)
+
+
+def encode(message: AnyMessage, limits: Limits) -> list[bytes]:
+    """Return the frames of a message.
+
+    Structs do not check their fields when they are constructed, so what we are about to say is read back as the
+    peer will read it: our own mistake is then our error, and not the end of the connection.
+
+    Raises:
+        LocalProtocolError: a field is out of its bounds, or the frame is too large.
+    """
+    try:
+        frames = [FORMAT + _encoder.encode(message)]
+        decode(frames, limits)
+    except (MsgspecError, UnicodeEncodeError, TypeError, OverflowError) as error:
+        raise LocalProtocolError(f"{type(message).__name__} cannot be encoded: {error}") from error
+    except RemoteProtocolError as error:
+        raise LocalProtocolError(f"{type(message).__name__} is invalid: {error.message}") from error
+    return frames
+
+
+def decode(frames: Sequence[bytes], limits: Limits) -> AnyMessage:
+    """Return the message in the frames, whose sizes are checked first.
+
+    A publication that does not match its digest is not returned.
+
+    Raises:
+        RemoteProtocolError: for any bytes that are not a message; nothing else is raised for any bytes.
+    """
+    if len(frames) != 1:
+        raise RemoteProtocolError(f"a message is one frame, not {len(frames)}", violation="frame_count")
+    (frame,) = frames
+    if len(frame) > limits.frame_bytes_max:
+        raise RemoteProtocolError(
+            f"a frame of {len(frame)} bytes is above {limits.frame_bytes_max}", violation="frame_size"
+        )
+    if frame[:1] != FORMAT:
+        raise RemoteProtocolError(f"format byte {frame[:1].hex() or 'missing'}, not c1", violation="format")
+    try:
+        message = _decoder.decode(memoryview(frame)[1:])
+    except _DECODE_ERRORS as error:
+        raise RemoteProtocolError(f"message cannot be decoded: {error}", violation="malformed") from error
+    if isinstance(message, Publish) and not message.publication.is_intact():
+        raise RemoteProtocolError("publication does not match its digest", violation="digest")
+    return message

@@ -1,0 +1,291 @@
+"""One end of a connection, without I/O: frames and the time go in, frames and events come out.
+
+The shell calls ``receive``, ``send``, ``handle_deadline``, ``lost``, and after each of them sends
+``take_outgoing()``, publishes ``take_events()`` and arms a timer for ``next_deadline()``. ``now`` is always the
+time of one monotonic clock, in seconds.
+
+Nothing that a peer does raises here. The first violation ends the connection: the peer is told why with
+``Refuse``, and the program above with ``ConnectionFailed``.
+"""
+
+from collections.abc import Sequence
+
+from handshake import codec
+from handshake.errors import Closed, FailureCode, LocalProtocolError, RemoteProtocolError
+from handshake.events import (
+    ConnectionClosed,
+    ConnectionFailed,
+    Ending,
+    Event,
+    PeerReady,
+    ReleaseAnswered,
+    ReleaseReceived,
+    RenewAnswered,
+    RenewReceived,
+)
+from handshake.limits import Limits
+from handshake.messages import (
+    AnyMessage,
+    Bye,
+    Hello,
+    Identity,
+    Ping,
+    Pong,
+    Publication,
+    Publish,
+    Refuse,
+    Release,
+    Released,
+    Renew,
+    Renewed,
+    Welcome,
+)
+from handshake.states import Occurrence, Received, Role, Sent, State, Trigger, advance, budget_s
+from handshake.version import SUPPORTED, VersionRange, choose
+
+TEXT_MAX = 1024
+"""Characters of a reason or a remedy on the wire, as ``handshake.messages.Text`` bounds them."""
+
+
+def check_introduction(
+    identity: Identity, publication: Publication, limits: Limits, versions: VersionRange = SUPPORTED
+) -> None:
+    """Make sure that what a connection will say of us can be said, before any connection depends on it.
+
+    Raises:
+        LocalProtocolError: a field is out of its bounds, or the digest is not the payload's.
+    """
+    codec.encode(_hello(identity, versions), limits)
+    codec.encode(Publish(publication=publication), limits)
+
+
+def _hello(identity: Identity, versions: VersionRange) -> Hello:
+    return Hello(version_min=versions.lowest, version_max=versions.highest, identity=identity)
+
+
+class Connection:
+    """One end of one connection. A client says its Hello when ``greet`` is called.
+
+    What it is told of us has passed ``check_introduction``.
+
+    Attributes:
+        role: which end.
+        state: see ``handshake.states``.
+        rtt_s: seconds of the last measured round trip; the handshake itself is the first. None before.
+    """
+
+    def __init__(
+        self,
+        role: Role,
+        identity: Identity,
+        publication: Publication,
+        *,
+        limits: Limits,
+        now: float,
+        versions: VersionRange = SUPPORTED,
+    ) -> None:
+        self.role = role
+        self.state = State.FRESH
+        self.rtt_s: float | None = None
+        self._identity = identity
+        self._publication = publication
+        self._limits = limits
+        self._versions = versions
+        self._partner: Hello | Welcome | None = None
+        self._version = 0  # not agreed yet
+        self._ping_nonce = 0
+        self._since_s = now  # start of the handshake; later, when the last word was said
+        self._heard_s = now
+        self._asked_s = now  # when the last thing that wants an answer was said
+        self._outgoing: list[list[bytes]] = []
+        self._events: list[Event] = []
+        self._ending: Ending | None = None
+
+    @property
+    def ending(self) -> Ending | None:
+        """How the connection ended, or None while it has not."""
+        return self._ending
+
+    def take_outgoing(self) -> list[list[bytes]]:
+        """Return the messages to send, each a list of frames, and forget them."""
+        outgoing, self._outgoing = self._outgoing, []
+        return outgoing
+
+    def take_events(self) -> list[Event]:
+        """Return what happened since the last call, and forget it."""
+        events, self._events = self._events, []
+        return events
+
+    # What our side does.
+
+    def greet(self, now: float) -> None:
+        """Say Hello, as soon as the transport can carry it.
+
+        Raises:
+            LocalProtocolError: we are a server, or have said it.
+        """
+        self._say(_hello(self._identity, self._versions))
+        self._asked_s = now
+
+    def send(self, message: Release | Released | Renew | Renewed) -> None:
+        """Say something about leases.
+
+        Raises:
+            Closed: the connection has ended.
+            LocalProtocolError: it is not ours to say, or not now, or a field is out of bounds.
+        """
+        if self._ending is not None:
+            raise Closed(f"the connection has ended: {self._ending.reason}")
+        if not isinstance(message, (Release, Released, Renew, Renewed)):
+            raise LocalProtocolError(f"{type(message).__name__} is not said by the program above")
+        self._say(message)
+
+    def close(self, reason: str, now: float) -> None:
+        """Leave in peace. Does nothing if the connection has ended."""
+        if self._ending is None:
+            self._leave(Bye(reason=reason[:TEXT_MAX]), ConnectionClosed(reason=reason), now)
+
+    def refuse(self, code: str, reason: str, now: float, *, remedy: str = "") -> None:
+        """Leave with a complaint. Does nothing if the connection has ended."""
+        if self._ending is None:
+            farewell = Refuse(code=str(code), reason=reason[:TEXT_MAX], remedy=remedy[:TEXT_MAX])
+            self._leave(farewell, ConnectionFailed(code=str(code), reason=reason, remedy=remedy), now)
+
+    # What happens to us.
+
+    def receive(self, frames: Sequence[bytes], now: float) -> None:
+        """Take one message of the peer."""
+        if self.state is State.CLOSED:
+            return
+        self._heard_s = now
+        try:
+            message = codec.decode(frames, self._limits)
+            if self.state is not State.CLOSING and isinstance(message, (Bye, Refuse)):
+                self._answer_farewell(message, now)
+            self._advance(Received(type(message)))
+            if self.state is not State.CLOSING:
+                self._handle(message, now)
+        except RemoteProtocolError as error:
+            self.refuse(FailureCode.PROTOCOL_VIOLATION, error.message, now, remedy=error.remedy)
+
+    def lost(self, reason: str, *, code: str = FailureCode.CONNECTION_LOST) -> None:
+        """Take note that the transport is gone: nothing can be said or heard any more."""
+        if self.state is not State.CLOSED:
+            self._advance(Occurrence.LOST)
+            self._outgoing.clear()
+            self._end(ConnectionFailed(code=str(code), reason=reason))
+
+    def next_deadline(self) -> float | None:
+        """Return when ``handle_deadline`` wants to be called, or None if never."""
+        budget = budget_s(self.state, self._limits)
+        if budget is None:
+            return None
+        if self.state is State.READY:
+            return min(self._heard_s + budget, self._ping_due_s())
+        return self._since_s + budget
+
+    def handle_deadline(self, now: float) -> None:
+        """Do what is due at ``now``; does nothing if nothing is."""
+        deadline = self.next_deadline()
+        if deadline is None or now < deadline:
+            return
+        match self.state:
+            case State.READY if now >= self._heard_s + self._limits.silence_s_max:
+                silence_s = now - self._heard_s
+                self.refuse(FailureCode.SILENT, f"nothing was heard for {silence_s:.1f} s", now)
+            case State.READY:
+                self._ping_nonce += 1
+                self._asked_s = now
+                self._say(Ping(nonce=self._ping_nonce))
+            case State.CLOSING:
+                self._advance(Occurrence.EXPIRED)
+            case _:
+                reason = f"the handshake was {self.state} after {self._limits.handshake_s} s"
+                self.refuse(FailureCode.HANDSHAKE_TIMEOUT, reason, now)
+
+    # Below, a message was already allowed by the table.
+
+    def _handle(self, message: AnyMessage, now: float) -> None:
+        match message:
+            case Hello():
+                self._welcome(message, now)
+            case Welcome():
+                self._publish(message, now)
+            case Publish(publication=publication):
+                self._become_ready(publication, now)
+            case Release(leases=leases):
+                self._events.append(ReleaseReceived(leases=leases))
+            case Renew(leases=leases):
+                self._events.append(RenewReceived(leases=leases))
+            case Released(leases=leases):
+                self._events.append(ReleaseAnswered(leases=leases))
+            case Renewed(leases=leases, lease_s=lease_s):
+                self._events.append(RenewAnswered(leases=leases, lease_s=lease_s))
+            case Ping(nonce=nonce):
+                self._say(Pong(nonce=nonce))
+            case Pong(nonce=nonce) if nonce == self._ping_nonce:
+                self.rtt_s = now - self._asked_s
+            case _:  # a late Pong, or a last word: state and time are all there is to them
+                pass
+
+    def _welcome(self, hello: Hello, now: float) -> None:
+        theirs = VersionRange(hello.version_min, hello.version_max)
+        version = choose(self._versions, theirs)
+        if version is None:
+            reason = f"no common version: this side speaks {self._versions}, the peer {theirs}"
+            remedy = "Run releases whose wire versions overlap."
+            self.refuse(FailureCode.VERSION_UNSUPPORTED, reason, now, remedy=remedy)
+            return
+        self._partner = hello
+        self._version = version
+        self._say(Welcome(version=version, identity=self._identity))
+        self._say(Publish(publication=self._publication))
+        self._asked_s = now
+
+    def _publish(self, welcome: Welcome, now: float) -> None:
+        if not self._versions.lowest <= welcome.version <= self._versions.highest:
+            raise RemoteProtocolError(
+                f"the peer chose version {welcome.version}, offered were {self._versions}", violation="unexpected"
+            )
+        self._partner = welcome
+        self._version = welcome.version
+        self.rtt_s = now - self._asked_s
+        self._say(Publish(publication=self._publication))
+
+    def _become_ready(self, publication: Publication, now: float) -> None:
+        assert self._partner is not None, "the table lets no Publish pass before Hello or Welcome"
+        if self.role is Role.SERVER:
+            self.rtt_s = now - self._asked_s
+        identity = self._partner.identity
+        self._events.append(PeerReady(identity=identity, publication=publication, version=self._version))
+
+    def _answer_farewell(self, message: Bye | Refuse, now: float) -> None:
+        ending: Ending = ConnectionClosed(reason=message.reason)
+        if isinstance(message, Refuse):
+            ending = ConnectionFailed(code=message.code, reason=message.reason, remedy=message.remedy, refused=True)
+        self._leave(Bye(), ending, now)
+
+    def _leave(self, farewell: Bye | Refuse, ending: Ending, now: float) -> None:
+        self._say(farewell)
+        self._since_s = now
+        self._end(ending)
+
+    def _end(self, ending: Ending) -> None:
+        if self._ending is None:
+            self._ending = ending
+            self._events.append(ending)
+
+    def _say(self, message: AnyMessage) -> None:
+        state = advance(self.role, self.state, Sent(type(message)))
+        self._outgoing.append(codec.encode(message, self._limits))
+        self.state = state
+
+    def _advance(self, trigger: Trigger) -> None:
+        """Follow the peer or the transport; what the table forbids is the peer's fault."""
+        try:
+            self.state = advance(self.role, self.state, trigger)
+        except LocalProtocolError as error:
+            raise RemoteProtocolError(error.message, violation="unexpected") from error
+
+    def _ping_due_s(self) -> float:
+        return max(self._heard_s, self._asked_s) + self._limits.ping_interval_s

@@ -1,0 +1,141 @@
+"""Drive one connection on an event loop: send what it says, report what happened, keep its deadlines.
+
+Both shells have one driver per connection. A driver lets go of the loop when its connection is closed, so its
+owner ends it with ``lost``. Events are reported in order and one at a time, never from within a call of the
+program above: what that call caused is reported in the loop's next turn. Time is ``time.monotonic``, because
+uvloop's own clock counts whole milliseconds and a round trip takes less.
+"""
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable
+
+from handshake.connection import Connection
+from handshake.errors import FailureCode
+from handshake.events import Event
+from handshake.messages import Release, Released, Renew, Renewed
+from handshake.sockets import Delivery
+
+logger = logging.getLogger("handshake")
+
+TIMER_GRAIN_S = 0.001
+"""uvloop cuts delays down to whole milliseconds: without this, a timer fires several times before its deadline."""
+
+
+class Driver:
+    """One connection with its loop.
+
+    Thread: the loop's only.
+
+    Attributes:
+        connection: what is driven.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        *,
+        transmit: Callable[[list[bytes]], Delivery],
+        on_event: Callable[[Event], None],
+        on_settled: Callable[[], None],
+    ) -> None:
+        """Drive ``connection``.
+
+        Args:
+            connection: with nothing said or heard.
+            transmit: give one message to the socket.
+            on_event: of the program above. If it raises, the connection is refused with ``internal_error``.
+            on_settled: called each time when all events have been reported.
+        """
+        self.connection = connection
+        self._transmit = transmit
+        self._on_event = on_event
+        self._on_settled = on_settled
+        self._loop = asyncio.get_running_loop()
+        self._wakes_s = math.inf
+        self._timer: asyncio.Handle = self._loop.call_soon(self._arm)
+
+    def receive(self, frames: list[bytes]) -> None:
+        """Take one message of the peer."""
+        self.connection.receive(frames, time.monotonic())
+        self.settle()
+
+    def greet(self) -> None:
+        """Say Hello."""
+        self.connection.greet(time.monotonic())
+        self.settle()
+
+    def lost(self, reason: str) -> None:
+        """Take note that the transport is gone."""
+        self.connection.lost(reason)
+        self.settle()
+
+    def send(self, message: Release | Released | Renew | Renewed) -> None:
+        """Send one message for the program above.
+
+        Raises:
+            Closed: the connection has ended.
+            LocalProtocolError: the message is not allowed.
+        """
+        self.connection.send(message)
+        self._flush()
+        if self.connection.ending is not None:
+            self._loop.call_soon(self.settle)
+
+    def refuse(self, code: str, reason: str, remedy: str = "") -> None:
+        """Leave with a complaint, for the program above."""
+        self.connection.refuse(code, reason, time.monotonic(), remedy=remedy)
+        self._flush()
+        self._loop.call_soon(self.settle)
+
+    def close(self, reason: str) -> None:
+        """Leave in peace."""
+        self.connection.close(reason, time.monotonic())
+        self.settle()
+
+    def settle(self) -> None:
+        """Send what was said, report what happened, and wake up for the next deadline."""
+        self._flush()
+        while events := self.connection.take_events():
+            for event in events:
+                self._report(event)
+            self._flush()
+        self._on_settled()
+        self._arm()
+
+    def _flush(self) -> None:
+        for frames in self.connection.take_outgoing():
+            match self._transmit(frames):
+                case Delivery.FULL:
+                    self.connection.lost("the peer does not read what it is sent", code=FailureCode.CONGESTED)
+                    return
+                case Delivery.GONE:
+                    self.connection.lost("the peer has gone")
+                    return
+
+    def _report(self, event: Event) -> None:
+        try:
+            self._on_event(event)
+        except Exception:
+            logger.exception("handling %s failed; its connection ends", type(event).__name__)
+            reason = "the program failed to handle an event of this connection"
+            self.connection.refuse(FailureCode.INTERNAL_ERROR, reason, time.monotonic())
+
+    def _arm(self) -> None:
+        deadline = self.connection.next_deadline()
+        if deadline is None:
+            self._timer.cancel()
+        # Deadlines mostly move away as messages arrive. A timer that fires too early costs one look per
+        # interval; a timer moved with each message would cost a heap operation each.
+        elif deadline < self._wakes_s:
+            self._timer.cancel()
+            delay_s = max(0.0, deadline - time.monotonic()) + TIMER_GRAIN_S
+            self._timer = self._loop.call_later(delay_s, self._on_timer)
+            self._wakes_s = deadline
+
+    def _on_timer(self) -> None:
+        self._wakes_s = math.inf
+        self.connection.handle_deadline(time.monotonic())
+        self.settle()

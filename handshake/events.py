@@ -1,0 +1,71 @@
+"""What a connection tells the program above it: past participles, one per thing that happened.
+
+A connection ends with exactly one ``ConnectionClosed`` or ``ConnectionFailed``; nothing follows it.
+"""
+
+from msgspec import Struct
+
+from handshake.messages import Identity, LeaseAnswer, LeaseRef, Publication
+
+
+class PeerReady(Struct, frozen=True, kw_only=True):
+    """The handshake is done: this is the peer, this is what it published, this is the version."""
+
+    identity: Identity
+    publication: Publication
+    version: int
+
+
+class ReleaseReceived(Struct, frozen=True, kw_only=True):
+    """The peer, as known from ``PeerReady``, needs these leases no more."""
+
+    leases: tuple[LeaseRef, ...]
+
+
+class RenewReceived(Struct, frozen=True, kw_only=True):
+    """The peer still needs these leases."""
+
+    leases: tuple[LeaseRef, ...]
+
+
+class ReleaseAnswered(Struct, frozen=True, kw_only=True):
+    """What became of the leases that we released."""
+
+    leases: tuple[LeaseAnswer, ...]
+
+
+class RenewAnswered(Struct, frozen=True, kw_only=True):
+    """What became of the leases that we asked to renew.
+
+    Attributes:
+        lease_s: seconds for which the held ones are held, counted from the answer.
+    """
+
+    leases: tuple[LeaseAnswer, ...]
+    lease_s: float
+
+
+class ConnectionClosed(Struct, frozen=True, kw_only=True):
+    """One side left in peace."""
+
+    reason: str
+
+
+class ConnectionFailed(Struct, frozen=True, kw_only=True):
+    """The connection ended with a complaint.
+
+    Attributes:
+        code: see ``handshake.errors.FailureCode``; the peer's own word if it refused.
+        reason: what is wrong.
+        remedy: what to do about it.
+        refused: True if the peer refused us; False if we found the fault.
+    """
+
+    code: str
+    reason: str
+    remedy: str = ""
+    refused: bool = False
+
+
+Ending = ConnectionClosed | ConnectionFailed
+Event = PeerReady | ReleaseReceived | RenewReceived | ReleaseAnswered | RenewAnswered | Ending

@@ -1,0 +1,60 @@
+"""The bounds of one endpoint, each with its reason.
+
+There is no number of tolerated protocol errors: the first one ends the connection, because what follows a
+message that cannot be understood cannot be trusted either.
+"""
+
+import math
+
+from msgspec import Struct
+
+PUBLICATION_BYTES_MAX = 4 << 20
+"""A manifest of 128 layers with 8 components takes some 200 KiB; 4 MiB leave room and still fit one frame."""
+
+
+class Limits(Struct, frozen=True, kw_only=True):
+    """What one endpoint spends on its peers at most.
+
+    Attributes:
+        frame_bytes_max: of one frame. The largest publication, and 64 KiB for all that surrounds it.
+        peers_max: connections of one server. Two engines of 512 ranks each, one connection per pair of ranks.
+        pending_handshakes_max: connections of one server that are not ready yet. What a herd of restarting
+            clients may hold at once; those above it are told ``busy`` and dial again.
+        incoming_max: messages of one peer that wait to be read. Each may be a whole publication, and a reader
+            that keeps up never has more than a few.
+        outgoing_max: messages that wait for one peer to read. A peer that lets this many pile up is lost.
+        connect_s: to reach a listening peer, all attempts together.
+        handshake_s: from dialling, or from the first message heard, to ready. A CURVE handshake takes about
+            1 ms and a publication some ms: seconds pass only when a process is stopped or a network is broken.
+        ping_interval_s: silence after which a ping asks for a sign of life.
+        silence_s_max: silence after which the peer counts as dead. Four pings: one may be lost in a stall of
+            the interpreter (a first compilation takes 5 to 15 s), and it stays below a lease of 30 s.
+        closing_s: to exchange the last words. They need one round trip; a peer that is gone costs no more.
+
+    Raises:
+        ValueError: a limit is not positive and finite, or no ping would come before the end of patience.
+    """
+
+    frame_bytes_max: int = PUBLICATION_BYTES_MAX + (64 << 10)
+    peers_max: int = 1024
+    pending_handshakes_max: int = 64
+    incoming_max: int = 64
+    outgoing_max: int = 1024
+    connect_s: float = 2.0
+    handshake_s: float = 5.0
+    ping_interval_s: float = 5.0
+    silence_s_max: float = 20.0
+    closing_s: float = 0.5
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if not (value > 0 and math.isfinite(value)):
+                raise ValueError(f"limit {name} must be positive and finite, not {value!r}")
+        if self.ping_interval_s >= self.silence_s_max:
+            raise ValueError(
+                f"ping_interval_s ({self.ping_interval_s}) must be below silence_s_max ({self.silence_s_max})"
+            )
+
+
+DEFAULT_LIMITS = Limits()

@@ -1,0 +1,198 @@
+"""The messages of the wire protocol, version 1, and the bounds of every field.
+
+The conversation. Only the client may ask, renew and release; both may ping, refuse and leave::
+
+    client                          server
+    Hello         ->                              who speaks, which versions
+                  <-  Welcome or Refuse           the version, or why not
+                  <-  Publish
+    Publish       ->                              now both are ready
+    Release, Renew ->
+                  <-  Released, Renewed
+    Ping          <->  Pong
+    Bye, Refuse   <->  Bye                        the last words
+
+How the schema may change. A new field needs a default, because older peers do not send it; unknown fields are
+skipped. A field keeps its name, type and meaning for ever. A new message type, or a new word in a closed set
+(``Role``, ``Outcome``), needs a new wire version, because older peers treat it as a violation. ``Hello`` and
+``Refuse`` are read before a version is agreed and may only grow.
+"""
+
+import hashlib
+from typing import Annotated, Literal, Self
+
+from msgspec import Meta, Struct
+
+from handshake.limits import PUBLICATION_BYTES_MAX
+
+Role = Literal["prefill", "decode", "both"]
+Outcome = Literal["held", "counted", "ended", "unknown"]
+"""What became of a lease: still held; this release was counted and others are awaited; ended; never heard of."""
+
+Version = Annotated[int, Meta(ge=1, le=65535)]
+Rank = Annotated[int, Meta(ge=0, le=65535)]
+Text = Annotated[str, Meta(max_length=1024)]
+"""A sentence for humans, logged with ``repr`` because a peer chose its characters."""
+Epoch = Annotated[int, Meta(ge=0)]
+"""An unsigned number of 64 bits; MessagePack has no larger one."""
+Nonce = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+
+LEASES_MAX = 1024
+"""Leases in one message: 40 KiB, which is decoded in well under a millisecond."""
+
+
+class Identity(Struct, frozen=True, kw_only=True):
+    """Who speaks: one rank of one engine, since its last start.
+
+    Attributes:
+        engine_id: shared by all ranks of an engine.
+        rank: below ``num_ranks``.
+        num_ranks: of the engine.
+        incarnation: 32 lower-case hexadecimal digits, drawn at each start, never reused.
+        role: which of the two things this engine does.
+        software: name and version of the program, for humans.
+    """
+
+    engine_id: Annotated[str, Meta(min_length=1, max_length=256)]
+    rank: Rank
+    num_ranks: Annotated[int, Meta(ge=1, le=65536)]
+    incarnation: Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
+    role: Role
+    software: Annotated[str, Meta(max_length=64)] = ""
+
+    def __post_init__(self) -> None:
+        if self.rank >= self.num_ranks:
+            raise ValueError(f"rank {self.rank} is not below num_ranks {self.num_ranks}")
+
+
+class Publication(Struct, frozen=True, kw_only=True):
+    """What a peer has to say to the program above; opaque here. Make one with ``Publication.of``.
+
+    Attributes:
+        schema: version of the payload's own format.
+        digest: SHA-256 of the payload.
+        payload: the bytes.
+    """
+
+    schema: Annotated[int, Meta(ge=0, le=2**31 - 1)]
+    digest: Annotated[bytes, Meta(min_length=32, max_length=32)]
+    payload: Annotated[bytes, Meta(max_length=PUBLICATION_BYTES_MAX)]
+
+    @classmethod
+    def of(cls, payload: bytes, *, schema: int = 1) -> Self:
+        """Wrap a payload with its digest."""
+        return cls(schema=schema, digest=hashlib.sha256(payload).digest(), payload=payload)
+
+    def is_intact(self) -> bool:
+        """Tell whether the payload is what the digest was made of."""
+        return hashlib.sha256(self.payload).digest() == self.digest
+
+
+class LeaseRef(Struct, frozen=True, kw_only=True):
+    """One lease of a producer: its slot in the epoch table, and the epoch that the ticket named."""
+
+    slot: Annotated[int, Meta(ge=0, le=2**31)]
+    epoch: Epoch
+
+
+class LeaseAnswer(LeaseRef, frozen=True, kw_only=True):
+    """What became of one lease."""
+
+    outcome: Outcome
+
+
+class Message(Struct, frozen=True, kw_only=True, tag_field="type"):
+    """Base of all messages; each has its own explicit tag."""
+
+
+class Hello(Message, frozen=True, kw_only=True, tag="hello"):
+    """The client's first words."""
+
+    version_min: Version
+    version_max: Version
+    identity: Identity
+
+    def __post_init__(self) -> None:
+        if self.version_min > self.version_max:
+            raise ValueError(f"version_min {self.version_min} is above version_max {self.version_max}")
+
+
+class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
+    """The server's answer: the version that both speak from here on."""
+
+    version: Version
+    identity: Identity
+
+
+class Refuse(Message, frozen=True, kw_only=True, tag="refuse"):
+    """The last word of a peer that has a complaint.
+
+    Attributes:
+        code: stable name, see ``handshake.errors.FailureCode``; a newer peer may use another one.
+        reason: what is wrong.
+        remedy: what to do about it.
+    """
+
+    code: Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_]{0,63}\Z")]
+    reason: Text
+    remedy: Text = ""
+
+
+class Publish(Message, frozen=True, kw_only=True, tag="publish"):
+    """The sender's publication, once per connection."""
+
+    publication: Publication
+
+
+Leases = Annotated[tuple[LeaseRef, ...], Meta(min_length=1, max_length=LEASES_MAX)]
+LeaseAnswers = Annotated[tuple[LeaseAnswer, ...], Meta(min_length=1, max_length=LEASES_MAX)]
+
+
+class Release(Message, frozen=True, kw_only=True, tag="release"):
+    """The client's rank needs these leases no more. Repeating it is harmless."""
+
+    leases: Leases
+
+
+class Released(Message, frozen=True, kw_only=True, tag="released"):
+    """Answer to ``Release``, lease by lease."""
+
+    leases: LeaseAnswers
+
+
+class Renew(Message, frozen=True, kw_only=True, tag="renew"):
+    """The client still needs these leases."""
+
+    leases: Leases
+
+
+class Renewed(Message, frozen=True, kw_only=True, tag="renewed"):
+    """Answer to ``Renew``, lease by lease.
+
+    Attributes:
+        lease_s: seconds for which those that are ``held`` are held from now on.
+    """
+
+    leases: LeaseAnswers
+    lease_s: Annotated[float, Meta(ge=0, le=86400)]
+
+
+class Ping(Message, frozen=True, kw_only=True, tag="ping"):
+    """Ask for a sign of life."""
+
+    nonce: Nonce
+
+
+class Pong(Message, frozen=True, kw_only=True, tag="pong"):
+    """Answer to the ``Ping`` of that nonce."""
+
+    nonce: Nonce
+
+
+class Bye(Message, frozen=True, kw_only=True, tag="bye"):
+    """The last word of a peer that leaves in peace, and the answer to a last word."""
+
+    reason: Text = ""
+
+
+AnyMessage = Hello | Welcome | Refuse | Publish | Release | Released | Renew | Renewed | Ping | Pong | Bye

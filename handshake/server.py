@@ -1,0 +1,222 @@
+"""The listening end: any number of peers on one ROUTER socket.
+
+Nothing that a peer sends ends the listener. A peer that breaks the protocol is told why once, its state is
+dropped, and what it sends afterwards is read and forgotten.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import NewType
+
+from msgspec import Struct
+
+from handshake.connection import Connection, check_introduction
+from handshake.driver import Driver
+from handshake.errors import Closed, FailureCode
+from handshake.events import Event, PeerReady
+from handshake.limits import DEFAULT_LIMITS, Limits
+from handshake.messages import Identity, Publication, Released, Renewed
+from handshake.security import ClusterSecurity, check_bind
+from handshake.sockets import Channel, open_listener, running
+from handshake.states import Role, State
+
+logger = logging.getLogger("handshake")
+
+PeerKey = NewType("PeerKey", str)
+"""Names one connection for the life of the server: a peer that connects again gets another one."""
+
+OnPeerEvent = Callable[[PeerKey, Event], None]
+
+
+class Peer(Struct, frozen=True, kw_only=True):
+    """What is known of one peer that is ready.
+
+    Attributes:
+        key: of its connection.
+        identity: who it says it is.
+        version: of the wire protocol.
+        rtt_s: seconds of the last measured round trip.
+    """
+
+    key: PeerKey
+    identity: Identity
+    version: int
+    rtt_s: float | None
+
+
+class HandshakeServer:
+    """The peers of one listener. Made by ``open_server``.
+
+    Thread: the loop's only.
+    """
+
+    def __init__(
+        self, channel: Channel, identity: Identity, publication: Publication, on_event: OnPeerEvent, limits: Limits
+    ) -> None:
+        self._channel = channel
+        self._identity = identity
+        self._publication = publication
+        self._on_event = on_event
+        self._limits = limits
+        self._drivers: dict[PeerKey, Driver] = {}
+        self._ready: dict[PeerKey, PeerReady] = {}
+        # Connections that were dismissed may live on in ZeroMQ, which cannot be told to cut one. The oldest is
+        # forgotten first; should it still talk, it is refused once more.
+        self._dismissed: dict[PeerKey, None] = {}
+        self._leaving = False
+        self._emptied = asyncio.Event()
+
+    @property
+    def endpoint(self) -> str:
+        """The address we listen at, with its real port."""
+        return self._channel.endpoint
+
+    @property
+    def peers(self) -> tuple[Peer, ...]:
+        """The peers that are ready now, in the order in which they became so."""
+        return tuple(
+            Peer(
+                key=key,
+                identity=ready.identity,
+                version=ready.version,
+                rtt_s=self._drivers[key].connection.rtt_s,
+            )
+            for key, ready in self._ready.items()
+        )
+
+    def send(self, peer_key: PeerKey, message: Released | Renewed) -> None:
+        """Answer a peer. Never waits, and never calls ``on_event`` before it returns.
+
+        Raises:
+            Closed: the connection has ended.
+            LocalProtocolError: the peer is not ready, or a field is out of its bounds.
+        """
+        driver = self._drivers.get(peer_key)
+        if driver is None:
+            raise Closed(f"there is no connection {peer_key}")
+        driver.send(message)
+
+    def disconnect(self, peer_key: PeerKey, code: str, reason: str, remedy: str = "") -> None:
+        """Refuse a peer, whatever its state. Does nothing if its connection has ended.
+
+        ``on_event`` hears of it later, as ``ConnectionFailed`` with this code.
+
+        Raises:
+            LocalProtocolError: ``code`` is not lower-case words joined by underscores, at most 64 characters.
+        """
+        driver = self._drivers.get(peer_key)
+        if driver is not None:
+            driver.refuse(code, reason, remedy)
+
+    def receive(self, frames: list[bytes]) -> None:
+        """Take one message from the socket; its first frame names the connection."""
+        routing_id, *body = frames
+        key = PeerKey(routing_id.hex())
+        driver = self._drivers.get(key)
+        if driver is not None:
+            driver.receive(body)
+        elif key not in self._dismissed:
+            self._admit(key, routing_id).receive(body)
+
+    async def leave(self) -> None:
+        """Say goodbye to every peer and wait for the answers, ``Limits.closing_s`` at most.
+
+        Cancellation: safe; the peers are dropped.
+        """
+        self._leaving = True
+        self._emptied.clear()
+        try:
+            for driver in tuple(self._drivers.values()):
+                driver.close("the server is leaving")
+            if self._drivers:
+                async with asyncio.timeout(self._limits.closing_s):
+                    await self._emptied.wait()
+        except TimeoutError:
+            logger.debug("%d peers did not answer our goodbye", len(self._drivers))
+        finally:
+            for driver in tuple(self._drivers.values()):
+                driver.lost("the server has left")
+
+    def _admit(self, key: PeerKey, routing_id: bytes) -> Driver:
+        """Make a connection for a newcomer; if there is no room, one that has been refused already."""
+        connection = Connection(
+            Role.SERVER, self._identity, self._publication, limits=self._limits, now=time.monotonic()
+        )
+        driver = Driver(
+            connection,
+            transmit=lambda frames: self._channel.send([routing_id, *frames]),
+            on_event=lambda event: self._report(key, event),
+            on_settled=lambda: self._settled(key),
+        )
+        pending = len(self._drivers) - len(self._ready)
+        self._drivers[key] = driver
+        if self._leaving:
+            driver.refuse(FailureCode.CLOSING, "the server is leaving", "Dial its successor.")
+        elif len(self._drivers) > self._limits.peers_max:
+            reason = f"there are {self._limits.peers_max} connections already"
+            driver.refuse(FailureCode.TOO_MANY_PEERS, reason, "Raise peers_max, or use fewer peers.")
+        elif pending >= self._limits.pending_handshakes_max:
+            driver.refuse(FailureCode.BUSY, f"{pending} handshakes are under way", "Dial again in a moment.")
+        return driver
+
+    def _report(self, key: PeerKey, event: Event) -> None:
+        if isinstance(event, PeerReady):
+            self._ready[key] = event
+        self._on_event(key, event)
+
+    def _settled(self, key: PeerKey) -> None:
+        """Drop a connection that has ended, without waiting for the last word of a peer that we refused."""
+        driver = self._drivers.get(key)
+        if driver is None or driver.connection.ending is None:
+            return
+        self._ready.pop(key, None)
+        if driver.connection.state is State.CLOSING and self._leaving:
+            return
+        driver.connection.lost("dropped")
+        del self._drivers[key]
+        self._dismissed[key] = None
+        if len(self._dismissed) > self._limits.peers_max:
+            del self._dismissed[next(iter(self._dismissed))]
+        if not self._drivers:
+            self._emptied.set()
+
+
+@asynccontextmanager
+async def open_server(
+    *,
+    bind: str,
+    identity: Identity,
+    publication: Publication,
+    security: ClusterSecurity | None,
+    on_event: OnPeerEvent,
+    limits: Limits = DEFAULT_LIMITS,
+    insecure_allowed: bool = False,
+) -> AsyncIterator[HandshakeServer]:
+    """Listen for peers until the block is left; then say goodbye to them.
+
+    Args:
+        bind: ``tcp://host:port``; port 0 lets the system choose, see ``HandshakeServer.endpoint``.
+        identity: who we are.
+        publication: what every peer gets.
+        security: of the cluster; None admits everyone, without encryption.
+        on_event: called on the loop with each event of each connection, those that never became ready
+            included. It must be quick. If it raises, the error is logged and that peer is dropped.
+        limits: what peers may cost us.
+        insecure_allowed: allow ``security=None`` on an address that is not a loopback address.
+
+    Raises:
+        ConfigInvalid: the address cannot be bound, or would be unsafe.
+        LocalProtocolError: the identity or the publication is out of bounds.
+    """
+    check_bind(bind, security, insecure_allowed=insecure_allowed)
+    check_introduction(identity, publication, limits)
+    async with open_listener(bind, security, limits) as channel:
+        server = HandshakeServer(channel, identity, publication, on_event, limits)
+        async with running(channel.read(server.receive)):
+            try:
+                yield server
+            finally:
+                await server.leave()
