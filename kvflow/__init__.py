@@ -1,0 +1,93 @@
+"""kvflow moves the KV cache of a large language model from prefill workers to decode workers.
+
+The names below are the public face; everything else may move between releases. They are loaded on first use,
+so that importing kvflow loads neither torch nor nixl.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvflow import errors
+    from kvflow.cache.tickets import RankAddress, Ticket, join_tickets
+    from kvflow.config import WorkerConfig
+    from kvflow.layout.groups import Group, plan_groups, window_blocks
+    from kvflow.layout.manifest import Manifest
+    from kvflow.layout.shards import Shard
+    from kvflow.layout.specs import FullAttention, SlidingWindow
+    from kvflow.memory.cache import KVCache, allocate
+    from kvflow.rendezvous.mint import TicketMint
+    from kvflow.transfer.plan import TransferPlan, plan_transfer
+    from kvflow.transfer.report import TransferReport
+    from kvflow.worker.runtime import Worker, open_worker
+    from kvflow.worker.threaded import ThreadedWorker, run_worker
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    # describing a cache
+    "FullAttention": "kvflow.layout.specs",
+    "SlidingWindow": "kvflow.layout.specs",
+    "Group": "kvflow.layout.groups",
+    "plan_groups": "kvflow.layout.groups",
+    "window_blocks": "kvflow.layout.groups",
+    "Shard": "kvflow.layout.shards",
+    "Manifest": "kvflow.layout.manifest",
+    # having one in memory
+    "KVCache": "kvflow.memory.cache",
+    "allocate": "kvflow.memory.cache",
+    # running a worker
+    "WorkerConfig": "kvflow.config",
+    "Worker": "kvflow.worker.runtime",
+    "open_worker": "kvflow.worker.runtime",
+    "ThreadedWorker": "kvflow.worker.threaded",
+    "run_worker": "kvflow.worker.threaded",
+    # tickets
+    "RankAddress": "kvflow.cache.tickets",
+    "Ticket": "kvflow.cache.tickets",
+    "join_tickets": "kvflow.cache.tickets",
+    "TicketMint": "kvflow.rendezvous.mint",
+    # plans and reports
+    "TransferPlan": "kvflow.transfer.plan",
+    "plan_transfer": "kvflow.transfer.plan",
+    "TransferReport": "kvflow.transfer.report",
+}
+
+__all__ = [
+    "FullAttention",
+    "Group",
+    "KVCache",
+    "Manifest",
+    "RankAddress",
+    "Shard",
+    "SlidingWindow",
+    "ThreadedWorker",
+    "Ticket",
+    "TicketMint",
+    "TransferPlan",
+    "TransferReport",
+    "Worker",
+    "WorkerConfig",
+    "allocate",
+    "errors",
+    "join_tickets",
+    "open_worker",
+    "plan_groups",
+    "plan_transfer",
+    "run_worker",
+    "window_blocks",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "errors":
+        return importlib.import_module("kvflow.errors")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'kvflow' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,121 @@
+"""What the machine could do at best, measured in the same run: memcpy, process_vm_readv, and bare NIXL."""
+
+import ctypes
+import os
+import secrets
+import time
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from kvflow.bench.messages import Opened
+from kvflow.layout.manifest import Manifest
+from kvflow.memory.cache import KVCache
+from kvflow.transfer.bind import Binding, Bound
+from kvflow.transfer.pairs import Int64s, UnitPairs
+from kvflow.transfer.plan import plan_transfer
+from kvflow.transport.nixl_binding import Agent, load_binding
+
+UNCHUNKED = 1 << 62
+
+SPIN_S = 500e-6
+PAUSE_S = 200e-6
+"""How long a bare read polls without a pause, and the pause after that: what made it fastest. Small reads end within
+the first; during large ones over TCP, a reader that spins takes the core that the sender needs, and the rate halves."""
+
+
+class BareNixl:
+    """Read a source's memory with NIXL alone: the same descriptors in one post, no worker, no fence, no thread.
+
+    Used as a context manager, because a NIXL agent must be destroyed before the memory is freed.
+    """
+
+    def __init__(self, opened: Opened, cache: KVCache) -> None:
+        source = msgspec.msgpack.decode(opened.manifest, type=Manifest)
+        target = cache.manifest()
+        plan = plan_transfer(source, target)
+        assert len(plan.groups) == 1, "benchmarks use one group"
+        self.binding = Binding(
+            plan.groups[0],
+            source_regions=source.regions,
+            source_blocks=source.num_blocks,
+            target_regions=target.regions,
+            target_blocks=target.num_blocks,
+        )
+        # No progress thread, as in kvflow's own reader: this thread polls.
+        self._agent = Agent(load_binding(), f"bare-reader-{secrets.token_hex(8)}", progress=False)
+        self._agent.register(target.regions)
+        remote = self._agent.add_remote(opened.metadata)
+        self._remote = self._agent.prepare_remote(remote, self.binding.source.table, "DRAM")
+        self._local = self._agent.prepare_local(self.binding.target.table, "DRAM")
+
+    def bind(self, source_ids: Int64s, target_ids: Int64s) -> Bound:
+        """Compute the indices that kvflow would post for these blocks."""
+        order = np.argsort(source_ids, kind="stable")
+        pairs = UnitPairs(source_ids[order], target_ids[order])
+        return self.binding.bind(pairs, chunk_bytes=UNCHUNKED, chunk_descriptors=UNCHUNKED)
+
+    def read(self, bound: Bound) -> float:
+        """Read once; return the seconds from making the request to its last byte."""
+        started = time.perf_counter()
+        handle = self._agent.make_read(self._local, bound.target_index, self._remote, bound.source_index)
+        done = self._agent.post(handle)
+        while not done:
+            if time.perf_counter() - started > SPIN_S:
+                time.sleep(PAUSE_S)
+            done = self._agent.poll(handle)
+        elapsed = time.perf_counter() - started
+        self._agent.release(handle)
+        return elapsed
+
+    def close(self) -> None:
+        """Destroy the agent."""
+        self._agent.destroy()
+
+
+def memcpy(nbytes: int) -> float:
+    """Copy ``nbytes`` within this process on one thread; return seconds."""
+    source, target = np.ones(nbytes, np.uint8), np.ones(nbytes, np.uint8)
+    started = time.perf_counter()
+    np.copyto(target, source)
+    return time.perf_counter() - started
+
+
+def pid_namespace() -> str:
+    """Return a name for what a process id means here: the machine since its start, and the namespace on it."""
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{Path('/proc/self/ns/pid').readlink()}"
+
+
+class _Iovec(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.process_vm_readv.restype = ctypes.c_ssize_t
+
+
+def process_vm_readv(opened: Opened, cache: KVCache, nbytes: int) -> float | None:
+    """Have the kernel copy the first ``nbytes`` of the source's cache into ours; return seconds.
+
+    None if the source shares no PID namespace with us: its process id means another process here, or none.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    if opened.pid_namespace != pid_namespace():
+        return None
+    source = msgspec.msgpack.decode(opened.manifest, type=Manifest)
+    local = _Iovec(cache.backing.data_ptr(), nbytes)
+    remote = _Iovec(source.regions[0].address, nbytes)
+    started = time.perf_counter()
+    copied = 0
+    while copied < nbytes:
+        count = _libc.process_vm_readv(opened.pid, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0)
+        if count <= 0:
+            code = ctypes.get_errno()
+            raise OSError(code, f"process_vm_readv: {os.strerror(code)}")
+        copied += count
+        local = _Iovec(cache.backing.data_ptr() + copied, nbytes - copied)
+        remote = _Iovec(source.regions[0].address + copied, nbytes - copied)
+    return time.perf_counter() - started

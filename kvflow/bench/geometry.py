@@ -1,0 +1,45 @@
+"""Caches to measure with, small enough to be named in one line and sent to the other process."""
+
+from msgspec import Struct
+
+from kvflow.layout.specs import CacheSpec, FullAttention
+from kvflow.memory.cache import KVCache, allocate
+
+BLOCK_SIZE = 16
+
+
+class Geometry(Struct, frozen=True, kw_only=True):
+    """One cache of full-attention layers with bfloat16 and 16 tokens to a block.
+
+    Attributes:
+        layers: how many.
+        num_kv_heads: heads of each.
+        head_size: elements of one head of one token.
+        num_blocks: blocks in the pool.
+        layout: as ``kvflow.allocate`` names it.
+        kv: ``content`` or ``split``.
+    """
+
+    layers: int
+    num_kv_heads: int
+    head_size: int
+    num_blocks: int
+    layout: str
+    kv: str
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block of all layers, K and V."""
+        return self.layers * 2 * self.num_kv_heads * self.head_size * 2 * BLOCK_SIZE
+
+    def build(self) -> KVCache:
+        """Allocate the cache and touch every page, so that no measurement pays for page faults."""
+        specs: dict[str, CacheSpec] = {
+            f"layers.{index}": FullAttention(
+                block_size=BLOCK_SIZE, num_kv_heads=self.num_kv_heads, head_size=self.head_size, dtype="bfloat16"
+            )
+            for index in range(self.layers)
+        }
+        cache = allocate(specs, num_blocks=self.num_blocks, layout=self.layout, kv=self.kv)
+        cache.backing.fill_(1)
+        return cache

@@ -1,0 +1,114 @@
+"""Latency and throughput of one pull by size, with the fence, by phase, beside three ceilings."""
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from kvflow.bench.ceilings import memcpy, process_vm_readv
+from kvflow.bench.geometry import Geometry
+from kvflow.bench.result import Table
+from kvflow.bench.session import Session, open_session
+from kvflow.bench.sourcing import open_source
+from kvflow.bench.stats import median_ratio, summarise
+from kvflow.transfer.report import TransferReport
+
+KIB = 1024
+SMALL = Geometry(layers=1, num_kv_heads=1, head_size=32, num_blocks=1 << 10, layout="BLHNC", kv="content")
+"""Blocks of 2 KiB, for sizes below 64 KiB."""
+LARGE = Geometry(layers=4, num_kv_heads=2, head_size=128, num_blocks=1 << 12, layout="BLHNC", kv="content")
+"""Blocks of 64 KiB; the pool is 256 MiB."""
+
+SIZES = tuple(4 * KIB << shift for shift in range(0, 17, 2))
+"""4 KiB to 256 MiB in steps of four."""
+
+PHASES = ("handshake", "queue", "bind", "post", "wire", "fence", "total")
+BUDGET_S = 3.0
+"""Time for the rounds of one size: many of a small one, at least five of a large one."""
+
+
+async def run(
+    rounds: int, seed: int, progress: Callable[[str], None], source_address: str | None = None
+) -> tuple[Table, ...]:
+    """Measure every size.
+
+    Args:
+        rounds: the most rounds of one size.
+        seed: unused; ids are consecutive.
+        progress: is told what is measured.
+        source_address: ``host:port`` of a source process that runs already; None starts one.
+    """
+    del seed
+    speed: list[tuple[object, ...]] = []
+    phases: list[tuple[object, ...]] = []
+    for geometry, sizes in ((SMALL, [size for size in SIZES if size < 64 * KIB]), (LARGE, SIZES[2:])):
+        async with open_source(source_address) as source, open_session("pull", source, geometry) as session:
+            for size in sizes:
+                progress(f"pull {_name(size)}")
+                one_speed, one_phases = await _measure(session, size, geometry.block_bytes, rounds)
+                speed.append(one_speed)
+                phases.append(one_phases)
+    return (
+        Table(
+            title="one pull of consecutive blocks, with its fence",
+            columns=(
+                "size",
+                "rounds",
+                "p50 us",
+                "p99 us",
+                "GB/s",
+                "bare NIXL GB/s",
+                "readv GB/s",
+                "memcpy GB/s",
+                "of bare",
+            ),
+            rows=tuple(speed),
+            notes=(
+                "of bare: bare NIXL's time over ours, round by round; bare NIXL reads no fence.",
+                "readv: - if the two processes share no PID namespace; the kernel copies only within one.",
+            ),
+        ),
+        Table(
+            title="phases, median us",
+            columns=("size", *PHASES),
+            rows=tuple(phases),
+        ),
+    )
+
+
+async def _measure(
+    session: Session, size: int, block_bytes: int, rounds: int
+) -> tuple[tuple[object, ...], tuple[object, ...]]:
+    ids = np.arange(size // block_bytes)
+    await session.paired(ids, ids)
+    ours: list[float] = []
+    bare: list[float] = []
+    readv: list[float | None] = []
+    copied: list[float] = []
+    reports: list[TransferReport] = []
+    until = time.perf_counter() + BUDGET_S
+    while len(ours) < 5 or (len(ours) < rounds and time.perf_counter() < until):
+        one, other, report = await session.paired(ids, ids)
+        ours.append(one)
+        bare.append(other)
+        readv.append(process_vm_readv(session.opened, session.cache, size))
+        copied.append(memcpy(size))
+        reports.append(report)
+    summary = summarise(ours)
+    rates = [_rate(size, samples) for samples in (ours, bare, readv, copied)]
+    medians = [summarise([report.timings_s[phase] for report in reports]).p50 * 1e6 for phase in PHASES]
+    name = _name(size)
+    return (
+        (name, len(ours), summary.p50 * 1e6, summary.p99 * 1e6, *rates, median_ratio(bare, ours)),
+        (name, *medians),
+    )
+
+
+def _rate(size: int, samples: Sequence[float | None]) -> float | None:
+    """Return the median rate in 10**9 bytes per second, or None if that cannot be measured here."""
+    seconds = [sample for sample in samples if sample is not None]
+    return size / summarise(seconds).p50 / 1e9 if seconds else None
+
+
+def _name(size: int) -> str:
+    return f"{size // KIB} KiB" if size < 1 << 20 else f"{size >> 20} MiB"

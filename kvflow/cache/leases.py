@@ -1,0 +1,161 @@
+"""Leases: a producer's promises to keep blocks, and how they end.
+
+A lease ends by release, expiry or revocation, and each end raises the epoch *before* anyone learns that the
+blocks are free. It is released when all ranks of one consumer engine have said so, each counted once.
+"""
+
+import heapq
+from dataclasses import dataclass, field
+from typing import Literal
+
+from msgspec import Struct
+
+from kvflow.cache.epochs import EpochTable
+from kvflow.cache.tickets import Grant
+from kvflow.errors import BlockIdsInvalid, CapacityExceeded
+
+Outcome = Literal["released", "expired", "revoked"]
+Answer = Literal["held", "counted", "ended", "unknown"]
+
+
+class LeaseEnded(Struct, frozen=True):
+    """The epoch has been raised; the blocks may be reused now.
+
+    Attributes:
+        request_id: the producer's name of the request.
+        outcome: how it ended.
+        held_s: how long it was held.
+    """
+
+    request_id: str
+    outcome: Outcome
+    held_s: float
+
+
+class Reader(Struct, frozen=True):
+    """Who releases: one rank of a consumer engine."""
+
+    engine_id: str
+    rank: int
+    num_ranks: int
+
+
+@dataclass(slots=True)
+class Lease:
+    """One promise that is being kept."""
+
+    grant: Grant
+    admitted_at: float
+    ends_at: float
+    released_by: dict[tuple[str, int], set[int]] = field(default_factory=dict)
+
+
+class LeaseTable:
+    """The leases of one worker.
+
+    Thread: not thread-safe; the worker holds a lock around every call.
+    """
+
+    def __init__(self, epochs: EpochTable) -> None:
+        self._epochs = epochs
+        self._by_slot: dict[int, Lease] = {}
+        self._by_request: dict[str, Lease] = {}
+        # (time, slot, epoch), lazily: an entry may be of an ended lease, or earlier than a renewed one's end.
+        self._ends: list[tuple[float, int, int]] = []
+
+    def __len__(self) -> int:
+        return len(self._by_slot)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._by_request
+
+    @property
+    def highest_epoch(self) -> int:
+        """The highest epoch that any slot has held."""
+        return self._epochs.highest
+
+    def admit(self, grant: Grant, now: float) -> None:
+        """Start to keep a promise: from here on the slot holds the grant's epoch.
+
+        Raises:
+            BlockIdsInvalid: the request is on offer already, or the grant's epoch is not newer than the slot's.
+            CapacityExceeded: the slot is not in the table or is taken.
+        """
+        if grant.request_id in self._by_request:
+            raise BlockIdsInvalid(f"request {grant.request_id!r} is on offer already", remedy="Revoke it first.")
+        if grant.slot >= len(self._epochs) or grant.slot in self._by_slot:
+            raise CapacityExceeded(
+                "lease slots",
+                len(self._epochs),
+                remedy="Retire a lease in the mint only when it has ended on every rank.",
+            )
+        if grant.epoch_value <= self._epochs[grant.slot]:
+            raise BlockIdsInvalid(
+                f"the grant's epoch {grant.epoch} is not newer than slot {grant.slot}'s",
+                remedy="Admit each grant once, in this incarnation of the worker.",
+            )
+        lease = Lease(grant, now, now + grant.lease_s)
+        self._by_slot[grant.slot] = lease
+        self._by_request[grant.request_id] = lease
+        self._epochs.raise_to(grant.slot, grant.epoch_value)
+        heapq.heappush(self._ends, (lease.ends_at, grant.slot, grant.epoch_value))
+
+    def release(self, slot: int, epoch: int, reader: Reader, now: float) -> tuple[Answer, LeaseEnded | None]:
+        """Count one reader's release; the lease ends with the last rank of an engine."""
+        lease = self._find(slot, epoch)
+        if lease is None:
+            return ("ended" if self._is_past(slot, epoch) else "unknown"), None
+        ranks = lease.released_by.setdefault((reader.engine_id, reader.num_ranks), set())
+        ranks.add(reader.rank)
+        if len(ranks) < reader.num_ranks:
+            return "counted", None
+        return "ended", self._end(lease, "released", now)
+
+    def renew(self, slot: int, epoch: int, now: float) -> Answer:
+        """Let the lease last from now as long as it did from admission."""
+        lease = self._find(slot, epoch)
+        if lease is None:
+            return "ended" if self._is_past(slot, epoch) else "unknown"
+        lease.ends_at = max(lease.ends_at, now + lease.grant.lease_s)
+        return "held"
+
+    def revoke(self, request_id: str, now: float) -> LeaseEnded | None:
+        """End a lease now; None if it is unknown or has ended."""
+        lease = self._by_request.get(request_id)
+        return None if lease is None else self._end(lease, "revoked", now)
+
+    def revoke_all(self, now: float) -> list[LeaseEnded]:
+        """End every lease now."""
+        return [self._end(lease, "revoked", now) for lease in list(self._by_slot.values())]
+
+    def expire(self, now: float) -> list[LeaseEnded]:
+        """End the leases that have run out."""
+        ended = []
+        while self._ends and self._ends[0][0] <= now:
+            _, slot, epoch = heapq.heappop(self._ends)
+            lease = self._find(slot, epoch)
+            if lease is None:
+                continue
+            if lease.ends_at > now:
+                heapq.heappush(self._ends, (lease.ends_at, slot, epoch))
+            else:
+                ended.append(self._end(lease, "expired", now))
+        return ended
+
+    def next_deadline(self) -> float | None:
+        """Return when ``expire`` is worth calling: never later than the next lease runs out."""
+        return self._ends[0][0] if self._ends else None
+
+    def _find(self, slot: int, epoch: int) -> Lease | None:
+        lease = self._by_slot.get(slot)
+        return lease if lease is not None and lease.grant.epoch_value == epoch else None
+
+    def _is_past(self, slot: int, epoch: int) -> bool:
+        return slot < len(self._epochs) and self._epochs.base < epoch < self._epochs[slot]
+
+    def _end(self, lease: Lease, outcome: Outcome, now: float) -> LeaseEnded:
+        grant = lease.grant
+        self._epochs.raise_to(grant.slot, grant.epoch_value + 1)
+        del self._by_slot[grant.slot]
+        del self._by_request[grant.request_id]
+        return LeaseEnded(grant.request_id, outcome, now - lease.admitted_at)

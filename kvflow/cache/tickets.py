@@ -1,0 +1,186 @@
+"""Tickets: what a producer hands out for one request, and a router carries opaquely.
+
+A ticket is one or more *grants*. A grant is one signed promise of some ranks of one engine; a mint signs one
+grant for all ranks, ``worker.offer`` one for its own rank, and ``join_tickets`` puts several together.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+from kvflow.errors import TicketInvalid
+from kvflow.ids import PeerId, peer_id
+
+TICKET_VERSION = 1
+
+Name = Annotated[str, Meta(min_length=1, max_length=256)]
+Incarnation = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
+Endpoint = Annotated[str, Meta(min_length=1, max_length=512, pattern="^[a-z]+://")]
+# An epoch crosses JSON and msgpack, and JavaScript routers keep 53 bits of a number: it travels as text.
+Epoch = Annotated[str, Meta(pattern="^[0-9]{1,19}$")]
+BlockId = Annotated[int, Meta(ge=-1, le=(1 << 31) - 1)]
+BlockIds = Annotated[tuple[BlockId, ...], Meta(max_length=1 << 20)]
+NumTokens = Annotated[int, Meta(ge=1, le=1 << 40)]
+
+Sign = Callable[[bytes], bytes]
+Verify = Callable[[bytes, bytes], bool]
+
+
+class RankAddress(Struct, frozen=True):
+    """Where one rank of a producer is, and which life of it.
+
+    Attributes:
+        rank: of the engine.
+        incarnation: drawn at the start of the worker.
+        endpoint: its control endpoint, as peers reach it.
+        epoch_base: no epoch below this one was used in this incarnation; a mint starts above it.
+        slots: slots of its epoch table.
+    """
+
+    rank: Annotated[int, Meta(ge=0, le=1 << 16)]
+    incarnation: Incarnation
+    endpoint: Endpoint
+    epoch_base: Epoch = "0"
+    slots: Annotated[int, Meta(ge=1, le=1 << 24)] = 1
+
+
+class Member(Struct, frozen=True):
+    """One rank that a ticket names, with its lease there."""
+
+    engine_id: str
+    address: RankAddress
+    grant: "Grant"
+
+    @property
+    def peer(self) -> PeerId:
+        """Identity of the rank in this life."""
+        return peer_id(self.engine_id, self.address.rank, self.address.incarnation)
+
+
+class Grant(Struct, frozen=True, kw_only=True):
+    """One signed promise: these ranks keep these blocks while the slot holds this epoch.
+
+    Attributes:
+        version: of the grant's own format.
+        engine_id: the producer.
+        request_id: the producer's name of the request.
+        ranks: every rank that holds a share of the blocks.
+        slot: index into each rank's epoch table.
+        epoch: what the slot holds while the promise lasts, in decimal.
+        block_ids: one list per group, in the producer's order of groups.
+        num_tokens: tokens of the request, one number per group.
+        lease_s: how long the promise lasts from admission unless renewed: a hint, the fence decides.
+        mac: hexadecimal HMAC-SHA256 over all other fields.
+    """
+
+    version: Annotated[int, Meta(ge=1, le=255)] = TICKET_VERSION
+    engine_id: Name
+    request_id: Name
+    ranks: Annotated[tuple[RankAddress, ...], Meta(min_length=1, max_length=1024)]
+    slot: Annotated[int, Meta(ge=0, le=1 << 24)]
+    epoch: Epoch
+    block_ids: Annotated[tuple[BlockIds, ...], Meta(min_length=1, max_length=256)]
+    num_tokens: Annotated[tuple[NumTokens, ...], Meta(min_length=1, max_length=256)]
+    lease_s: Annotated[float, Meta(gt=0, le=86400)]
+    mac: Annotated[str, Meta(pattern="^([0-9a-f]{64})?$")] = ""
+
+    @property
+    def epoch_value(self) -> int:
+        """The epoch as a number."""
+        return int(self.epoch)
+
+    def signed(self, sign: Sign) -> "Grant":
+        """Return a copy with its MAC."""
+        return msgspec.structs.replace(self, mac=sign(self._payload()).hex())
+
+    def verify(self, verify: Verify) -> None:
+        """Check the MAC, and what relates the fields to each other.
+
+        Raises:
+            TicketInvalid: the grant was not signed with the cluster's secret.
+        """
+        try:
+            payload = self._payload()
+        except UnicodeEncodeError as error:  # JSON can carry half a surrogate pair, which no mint can have signed
+            raise TicketInvalid(f"the grant has text that is not Unicode: {error}") from error
+        if not self.mac or not verify(payload, bytes.fromhex(self.mac)):
+            raise TicketInvalid(f"the grant of {self.engine_id!r} for {self.request_id!r} has a wrong signature")
+        if len(self.num_tokens) != len(self.block_ids):
+            raise TicketInvalid(f"{len(self.num_tokens)} token counts for {len(self.block_ids)} groups")
+
+    def _payload(self) -> bytes:
+        return _encoder.encode(msgspec.structs.replace(self, mac=""))
+
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+class Ticket(Struct, frozen=True, kw_only=True):
+    """What a consumer needs to read one request's blocks. Opaque to routers.
+
+    Attributes:
+        grants: signed promises; all of one engine and request.
+    """
+
+    grants: Annotated[tuple[Grant, ...], Meta(min_length=1, max_length=1024)]
+
+    @property
+    def request_id(self) -> str:
+        """The producer's name of the request."""
+        return self.grants[0].request_id
+
+    @property
+    def engine_id(self) -> str:
+        """The producer."""
+        return self.grants[0].engine_id
+
+    def members(self) -> Iterator[Member]:
+        """Yield every rank that the ticket names."""
+        for grant in self.grants:
+            for address in grant.ranks:
+                yield Member(grant.engine_id, address, grant)
+
+    def to_params(self) -> dict[str, Any]:
+        """Return a JSON-safe dict for a router (``kv_transfer_params``)."""
+        return {"kvflow": msgspec.to_builtins(self)}
+
+    @staticmethod
+    def from_params(params: object) -> "Ticket":
+        """Read a ticket back. Its signatures are checked by ``worker.pull``, before anything is dialled.
+
+        Raises:
+            TicketInvalid: the parameters are truncated or malformed; says where.
+        """
+        if not isinstance(params, dict) or "kvflow" not in params:
+            raise TicketInvalid("the parameters have no 'kvflow' entry")
+        try:
+            ticket = msgspec.convert(params["kvflow"], type=Ticket)
+        except (msgspec.ValidationError, UnicodeEncodeError, RecursionError) as error:
+            raise TicketInvalid(f"the ticket is malformed: {error}") from error
+        return _checked(ticket)
+
+
+def join_tickets(tickets: Sequence[Ticket]) -> Ticket:
+    """Join the offers of all ranks of one engine into one ticket.
+
+    Raises:
+        TicketInvalid: they are of different engines or requests, or name a rank twice.
+    """
+    if not tickets:
+        raise TicketInvalid("there is no ticket to join")
+    return _checked(Ticket(grants=tuple(grant for ticket in tickets for grant in ticket.grants)))
+
+
+def _checked(ticket: Ticket) -> Ticket:
+    names = {(grant.engine_id, grant.request_id) for grant in ticket.grants}
+    if len(names) != 1:
+        raise TicketInvalid(f"the grants are of different engines or requests: {sorted(names)[:4]}")
+    tokens = {grant.num_tokens for grant in ticket.grants}
+    if len(tokens) != 1:
+        raise TicketInvalid(f"the grants are of different numbers of tokens: {sorted(tokens)[:4]}")
+    ranks = [address.rank for grant in ticket.grants for address in grant.ranks]
+    if len(set(ranks)) != len(ranks):
+        raise TicketInvalid("a rank is named twice")
+    return ticket

@@ -1,0 +1,60 @@
+"""``kvflow bench``: what kvflow costs beside bare NIXL, measured between two processes."""
+
+import argparse
+import importlib
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    # What argparse calls the object is private; this is its only use.
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001
+
+BENCHMARKS = {
+    "layouts": (15, "packed against per-layer, by block count and half-page size"),
+    "pull": (300, "latency and throughput of one pull by size, with its fence, by phase"),
+    "loop": (5, "lag of the event loop while 1 GiB moves, and idle"),
+    "idle": (5, "CPU of an idle worker, alone and with 50 peers"),
+}
+"""Name -> rounds unless told otherwise, and what it measures."""
+
+
+def add_parser(commands: "Subparsers") -> None:
+    """Add ``bench`` to the command line."""
+    parser = commands.add_parser("bench", help="measure kvflow beside bare NIXL, between two processes")
+    kinds = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
+    for name, (rounds, summary) in BENCHMARKS.items():
+        kind = kinds.add_parser(name, help=summary)
+        kind.add_argument("--rounds", type=int, default=rounds, help="paired rounds (default: %(default)s)")
+        kind.add_argument("--seed", type=int, default=0, help="of block ids (default: %(default)s)")
+        kind.add_argument("--json", action="store_true", help="print JSON instead of tables")
+        if name == "pull":
+            kind.add_argument(
+                "--source",
+                metavar="HOST:PORT",
+                help="a source that runs already: python -m kvflow.bench.source --listen HOST:PORT",
+            )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run one benchmark and print its tables."""
+    # Loaded here, so that other commands and --help wait for neither torch nor NIXL.
+    import msgspec  # noqa: PLC0415
+    import uvloop  # noqa: PLC0415
+
+    from kvflow.bench.result import Result, header  # noqa: PLC0415
+
+    about = header()
+    benchmark = importlib.import_module(f"kvflow.bench.{options.benchmark}")
+    elsewhere = [options.source] if options.benchmark == "pull" else []
+    tables = uvloop.run(benchmark.run(options.rounds, options.seed, _show_progress, *elsewhere))
+    _show_progress("")
+    result = Result(name=options.benchmark, header=about, tables=tables)
+    print(msgspec.json.encode(result).decode() if options.json else result)
+    return 0
+
+
+def _show_progress(text: str) -> None:
+    """Show one line that replaces itself, on a terminal only."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)

@@ -1,0 +1,74 @@
+"""``kvflow demo``: prefill in one process, decode in another, compare with one process alone."""
+
+import argparse
+import os
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvflow.observability.logs import configure_logging
+
+if TYPE_CHECKING:
+    # What argparse calls the object is private; this is its only use.
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001
+
+NUM_PROMPTS = 24
+
+ENGINES = {"prefill": "KVFLOW_DEMO_PREFILL", "decode": "KVFLOW_DEMO_DECODE"}
+"""Engines that may run elsewhere -> the variable that can name each, for containers."""
+
+
+def add_parser(commands: "Subparsers") -> None:
+    """Add ``demo`` to the command line."""
+    parser = commands.add_parser("demo", help="run a tiny engine over kvflow and compare its tokens")
+    parser.add_argument(
+        "--prompts", type=_prompt_count, default=NUM_PROMPTS, help="how many prompts, 2 or more (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--texts", type=Path, default=Path(), help="folder with README.md and docs/ to take prompts from"
+    )
+    parser.add_argument("--out", type=Path, default=Path("out/demo"), help="folder for logs (default: %(default)s)")
+    for role, variable in ENGINES.items():
+        parser.add_argument(
+            f"--{role}",
+            type=_address,
+            default=os.environ.get(variable),
+            metavar="HOST:PORT",
+            help=f"a {role} engine that runs already; give both or none [{variable}]",
+        )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the demo; 0 if every token is equal and nothing was left leased or quarantined."""
+    if find_spec("rich") is None:
+        print("the demo shows its progress with rich: pip install 'kvflow[demo]'", file=sys.stderr)
+        return 2
+    if (options.prefill is None) != (options.decode is None):
+        print("give both --prefill and --decode, or none of them", file=sys.stderr)
+        return 2
+    # Loaded here, so that other commands and --help do not wait for it.
+    from kvflow.demo import display, driver  # noqa: PLC0415
+
+    logs: Path = options.out
+    logs.mkdir(parents=True, exist_ok=True)
+    for stale in (*logs.glob("*.jsonl"), *logs.glob("*.stderr")):
+        stale.unlink()
+    configure_logging(logs / "driver.jsonl")
+    engines = driver.Engines(prefill=options.prefill, decode=options.decode) if options.prefill else None
+    return display.run_and_show(options.texts, options.prompts, logs, engines)
+
+
+def _address(text: str) -> str:
+    host, _, port = text.rpartition(":")
+    if not (host and port.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not host:port")
+    return text
+
+
+def _prompt_count(text: str) -> int:
+    count = int(text)
+    if count < 2:
+        raise argparse.ArgumentTypeError(f"{count} prompts cannot be both short and long: give 2 or more")
+    return count

@@ -1,0 +1,109 @@
+"""Settings of a worker: the only place that reads them, with a reason beside each default."""
+
+import os
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from kvflow.errors import ConfigInvalid
+
+SECRET_VARIABLE = "KVFLOW_CLUSTER_SECRET"  # noqa: S105  # the name of the variable, not a secret
+SECRET_LENGTH_MIN = 16
+WILDCARD_HOSTS = frozenset({"0.0.0.0", "*", "[::]"})  # noqa: S104  # recognised in order to be refused
+
+PORT_MAX = 65535
+
+Endpoint = Annotated[str, Meta(pattern=r"^tcp://(\[[^\[\]]+\]|[^\[\]:/]+):[0-9]{1,5}\Z")]
+Seconds = Annotated[float, Meta(gt=0, le=86400)]
+
+
+class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything that one worker is told.
+
+    Attributes:
+        engine_id: name of the engine; all its ranks share it.
+        rank: of this worker in its engine.
+        num_ranks: ranks of the engine.
+        role: what the engine does, for its peers' logs.
+        bind: control endpoint to listen on; port 0 takes a free one.
+        advertise: control endpoint as peers reach it; needed when ``bind`` is a wildcard.
+        cluster_secret: shared by all workers of a cluster; the variable KVFLOW_CLUSTER_SECRET when None.
+        transport: ``nixl``, or ``loopback`` between workers of one process.
+        lease_s: how long an offer lasts unless renewed.
+        lease_slots: offers that may be held at once.
+        connect_s: budget for reaching a peer's endpoint.
+        handshake_s: budget from there to its manifest.
+        queue_s: budget for a pull to be dispatched.
+        wire_s: budget without any completion from a peer that owes us one.
+        fence_s: budget from the last byte to the verdict, waiting for a late admission included.
+    """
+
+    engine_id: Annotated[str, Meta(min_length=1, max_length=256)]
+    rank: Annotated[int, Meta(ge=0, le=65535)] = 0
+    num_ranks: Annotated[int, Meta(ge=1, le=65536)] = 1
+    role: Literal["prefill", "decode", "both"] = "both"
+    bind: Endpoint = "tcp://127.0.0.1:0"  # unreachable until asked otherwise
+    advertise: Endpoint | None = None
+    cluster_secret: str | None = None
+    transport: Literal["nixl", "loopback"] = "nixl"
+    lease_s: Seconds = 30.0  # as vLLM's NixlConnector; a router's queue is shorter
+    lease_slots: Annotated[int, Meta(ge=1, le=1 << 20)] = 4096  # 32 KiB of epochs; more requests than one rank runs
+    connect_s: Seconds = 1.5  # a listening peer accepts within milliseconds; a death is to be known within 2 s
+    handshake_s: Seconds = 5.0  # one round trip and a manifest; the rest is a peer that is busy starting
+    queue_s: Seconds = 30.0
+    wire_s: Seconds = 30.0  # a hung peer is found only by this
+    fence_s: Seconds = 10.0
+
+    def check(self) -> None:
+        """Check every field, and what relates them.
+
+        Raises:
+            ConfigInvalid: names the setting.
+        """
+        try:
+            msgspec.convert(msgspec.to_builtins(self, builtin_types=(bytes,)), type=WorkerConfig)
+        except (msgspec.ValidationError, TypeError) as error:
+            raise ConfigInvalid(f"worker settings: {error}") from error
+        if self.rank >= self.num_ranks:
+            raise ConfigInvalid(f"rank is {self.rank}, but num_ranks is {self.num_ranks}")
+        bind_host, bind_port = _host_and_port(self.bind)
+        if bind_port > PORT_MAX:
+            raise ConfigInvalid(f"bind is {self.bind!r}, but no port is above {PORT_MAX}")
+        if self.advertise is None and bind_host in WILDCARD_HOSTS:
+            raise ConfigInvalid(
+                f"bind is {self.bind!r}, which no peer can dial",
+                remedy="Set advertise to the address that peers reach this worker at.",
+            )
+        if self.advertise is not None:
+            host, port = _host_and_port(self.advertise)
+            if host in WILDCARD_HOSTS or not 0 < port <= PORT_MAX:
+                raise ConfigInvalid(f"advertise is {self.advertise!r}, which no peer can dial")
+        self.secret()
+
+    def secret(self) -> str:
+        """Return the cluster secret, from the settings or the environment.
+
+        Raises:
+            ConfigInvalid: there is none, or it is too short to be one.
+        """
+        secret = self.cluster_secret or os.environ.get(SECRET_VARIABLE, "")
+        if len(secret) < SECRET_LENGTH_MIN:
+            raise ConfigInvalid(
+                f"the cluster secret has {len(secret)} characters, fewer than {SECRET_LENGTH_MIN}",
+                remedy=f"Set cluster_secret or {SECRET_VARIABLE} to the same long random string on every worker.",
+            )
+        return secret
+
+    def __repr__(self) -> str:
+        shown = (f"{name}={value!r}" for name, value in self.__rich_repr__())
+        return f"WorkerConfig({', '.join(shown)})"
+
+    def __rich_repr__(self) -> list[tuple[str, Any]]:
+        # Neither repr nor rich, whose tracebacks show locals, may print the secret.
+        return [(name, getattr(self, name)) for name in self.__struct_fields__ if name != "cluster_secret"]
+
+
+def _host_and_port(endpoint: str) -> tuple[str, int]:
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    return host, int(port)

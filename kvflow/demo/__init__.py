@@ -1,0 +1,1 @@
+"""A tiny engine and router around kvflow: a deterministic hybrid transformer, served by separate processes."""

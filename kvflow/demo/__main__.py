@@ -1,0 +1,62 @@
+"""The demo's engines as programs: ``python -m kvflow.demo prefill|decode|monolithic``."""
+
+import argparse
+import os
+from pathlib import Path
+
+import uvloop
+
+import kvflow
+from kvflow.demo.decode import serve_decode
+from kvflow.demo.engine import open_engine
+from kvflow.demo.monolithic import serve_monolithic
+from kvflow.demo.prefill import serve_prefill
+from kvflow.observability.logs import configure_logging
+
+SEEDS = {"prefill": 1, "decode": 2, "monolithic": 3}
+"""Of the order of blocks: different on every side, so that nothing is right by accident."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser; every flag can be given as an environment variable, for containers."""
+    parser = argparse.ArgumentParser(prog="python -m kvflow.demo", description=__doc__)
+    parser.add_argument("role", choices=sorted(SEEDS))
+    flags = {
+        "--layout": ("BHLNC", "layout of the cache"),
+        "--kv": ("content", "K and V side by side (content), or apart (split)"),
+        "--listen": ("127.0.0.1:0", "host:port for the router's requests"),
+        "--bind": ("tcp://127.0.0.1:0", "endpoint of the worker for its peers"),
+        "--advertise": (None, "the same as peers reach it; needed if --bind is a wildcard"),
+        "--engine-id": (None, "name of the engine; the role by default"),
+        "--log": (None, "file for the log, JSON lines; standard error by default"),
+    }
+    for flag, (default, text) in flags.items():
+        variable = f"KVFLOW_DEMO_{flag.strip('-').replace('-', '_').upper()}"
+        parser.add_argument(flag, default=os.environ.get(variable, default), help=f"{text} [{variable}]")
+    return parser
+
+
+async def run(options: argparse.Namespace) -> None:
+    """Run one engine until it is told to stop."""
+    async with open_engine(layout=options.layout, kv=options.kv, seed=SEEDS[options.role]) as engine:
+        if options.role == "monolithic":
+            return await serve_monolithic(engine, options.listen)
+        config = kvflow.WorkerConfig(
+            engine_id=options.engine_id or options.role,
+            role=options.role,
+            bind=options.bind,
+            advertise=options.advertise,
+        )
+        serve = serve_prefill if options.role == "prefill" else serve_decode
+        return await serve(engine, config, options.listen)
+
+
+def main() -> None:
+    """Run the engine that the command line names."""
+    options = build_parser().parse_args()
+    configure_logging(Path(options.log) if options.log else None)
+    uvloop.run(run(options))
+
+
+if __name__ == "__main__":
+    main()

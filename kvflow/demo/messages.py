@@ -1,0 +1,155 @@
+"""What the demo's router and engines say to each other: one request, one reply, as lines of JSON.
+
+``kv_transfer_params`` passes through the router unread, as it does in a real one.
+"""
+
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from kvflow.transfer.report import TransferReport
+
+
+class Prefill(Struct, frozen=True, kw_only=True, tag="prefill"):
+    """Compute a prompt and offer its cache.
+
+    Attributes:
+        request_id: unique among the engine's requests.
+        prompt: tokens are bytes.
+    """
+
+    request_id: str
+    prompt: bytes
+
+
+class Prefilled(Struct, frozen=True, kw_only=True, tag="prefilled"):
+    """The prompt is computed, and its cache waits to be pulled.
+
+    Attributes:
+        token: the first one generated.
+        kv_transfer_params: for the decode engine, opaque.
+    """
+
+    token: int
+    kv_transfer_params: dict[str, Any]
+
+
+class Decode(Struct, frozen=True, kw_only=True, tag="decode"):
+    """Pull the cache of a prompt and continue.
+
+    Attributes:
+        request_id: unique among the engine's requests.
+        num_prompt_tokens: length of the prompt.
+        token: the first one generated.
+        max_tokens: to be generated, ``token`` included.
+        kv_transfer_params: as the prefill engine gave them.
+    """
+
+    request_id: str
+    num_prompt_tokens: int
+    token: int
+    max_tokens: int
+    kv_transfer_params: dict[str, Any]
+
+
+class Generate(Struct, frozen=True, kw_only=True, tag="generate"):
+    """Compute a prompt and continue, in one engine.
+
+    Attributes:
+        request_id: unique among the engine's requests.
+        prompt: tokens are bytes.
+        max_tokens: to be generated.
+    """
+
+    request_id: str
+    prompt: bytes
+    max_tokens: int
+
+
+class Generated(Struct, frozen=True, kw_only=True, tag="generated"):
+    """The request is done.
+
+    Attributes:
+        tokens: all that were generated.
+        report: what the pull moved; None if nothing was pulled.
+    """
+
+    tokens: list[int]
+    report: TransferReport | None = None
+
+
+class Drain(Struct, frozen=True, kw_only=True, tag="drain"):
+    """Wait until nothing is open any more, and say what is left."""
+
+
+class Drained(Struct, frozen=True, kw_only=True, tag="drained"):
+    """What an engine still holds, when it should hold nothing.
+
+    Attributes:
+        blocks_used: not returned to the free list.
+        leases_held: offers that have not ended.
+        blocks_quarantined: destination blocks that a transfer may still write to.
+    """
+
+    blocks_used: int = 0
+    leases_held: int = 0
+    blocks_quarantined: int = 0
+
+    @property
+    def clean(self) -> bool:
+        """True if nothing is left."""
+        return not (self.blocks_used or self.leases_held or self.blocks_quarantined)
+
+
+class Failed(Struct, frozen=True, kw_only=True, tag="failed"):
+    """The request was not served.
+
+    Attributes:
+        code: stable name of the kind of error.
+        detail: in words, with what to do.
+    """
+
+    code: str
+    detail: str
+
+
+class Listening(Struct, frozen=True, kw_only=True):
+    """The first line that an engine prints: it is ready.
+
+    Attributes:
+        address: ``host:port``.
+    """
+
+    address: str
+
+
+Request = Prefill | Decode | Generate | Drain
+Reply = Prefilled | Generated | Drained | Failed
+
+_encoder = msgspec.json.Encoder()
+_requests: msgspec.json.Decoder[Request] = msgspec.json.Decoder(Request)
+_replies: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
+
+
+def to_line(message: Struct) -> bytes:
+    """Return a message as one line of JSON."""
+    return _encoder.encode(message) + b"\n"
+
+
+def request_from_line(line: bytes) -> Request:
+    """Read a request.
+
+    Raises:
+        msgspec.DecodeError: it is not one; says where.
+    """
+    return _requests.decode(line)
+
+
+def reply_from_line(line: bytes) -> Reply:
+    """Read a reply.
+
+    Raises:
+        msgspec.DecodeError: it is not one; says where.
+    """
+    return _replies.decode(line)

@@ -1,0 +1,102 @@
+"""What the demo found out: tokens compared, transfers summed up, and whether all is as it should be."""
+
+import statistics
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from kvflow.demo.messages import Drained
+from kvflow.demo.router import MAX_TOKENS, Answer
+from kvflow.transfer.report import TransferReport
+
+PHASES = ("queue", "handshake", "bind", "post", "wire", "fence")
+
+
+class Scenario(Struct, frozen=True, kw_only=True):
+    """One pair of engines to run with.
+
+    Attributes:
+        name: for logs and people.
+        layout: of both caches; empty if whoever started the engines chose it.
+        kv: ``content`` or ``split``; empty like ``layout``.
+    """
+
+    name: str
+    layout: str = ""
+    kv: str = ""
+
+    @property
+    def title(self) -> str:
+        """Say in one line what is run."""
+        return f"{self.name}: {self.layout}, kv={self.kv}" if self.layout else self.name
+
+
+class ScenarioResult(Struct, frozen=True, kw_only=True):
+    """What came out of one scenario.
+
+    Attributes:
+        scenario: what was run.
+        answers: one per prompt.
+        expected: tokens of the monolithic run, one list per prompt.
+        left: what the engines still held at the end, by role.
+    """
+
+    scenario: Scenario
+    answers: Sequence[Answer]
+    expected: Sequence[Sequence[int]]
+    left: dict[str, Drained]
+
+    @property
+    def reports(self) -> list[TransferReport]:
+        """The transfers, one per request that was served."""
+        generated = [answer.generated for answer in self.answers]
+        return [one.report for one in generated if one is not None and one.report is not None]
+
+    @property
+    def failures(self) -> list[str]:
+        """Why requests failed."""
+        return [answer.failure for answer in self.answers if answer.failure]
+
+    @property
+    def tokens_total(self) -> int:
+        """Tokens that should have come."""
+        return MAX_TOKENS * len(self.answers)
+
+    @property
+    def tokens_equal(self) -> int:
+        """Tokens that came and are those of the monolithic run."""
+        return sum(
+            ours == theirs
+            for answer, expected in zip(self.answers, self.expected, strict=True)
+            if answer.generated is not None
+            for ours, theirs in zip(answer.generated.tokens, expected, strict=False)
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes moved."""
+        return sum(report.nbytes for report in self.reports)
+
+    @property
+    def descriptors(self) -> int:
+        """Descriptors that the transport saw."""
+        return sum(report.descriptors for report in self.reports)
+
+    @property
+    def gb_per_s(self) -> float:
+        """Rate over the time in which bytes moved, in 10**9 bytes per second."""
+        moving_s = sum(report.timings_s["post"] + report.timings_s["wire"] for report in self.reports)
+        return self.nbytes / moving_s / 1e9 if moving_s else 0.0
+
+    @property
+    def passed(self) -> bool:
+        """True if every token is equal and nothing was left leased or quarantined."""
+        return self.tokens_equal == self.tokens_total and all(left.clean for left in self.left.values())
+
+    def quantiles_ms(self, phase: str) -> tuple[float, float]:
+        """Return the median and the 99th percentile of a phase, in milliseconds; ``total`` is the whole pull."""
+        samples = [report.timings_s.get(phase, 0.0) * 1e3 for report in self.reports]
+        if len(samples) < 2:
+            return (samples[0], samples[0]) if samples else (0.0, 0.0)
+        cuts = statistics.quantiles(samples, n=100, method="inclusive")
+        return cuts[49], cuts[98]

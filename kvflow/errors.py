@@ -1,0 +1,282 @@
+"""Every error that kvflow raises to its caller.
+
+The tree, by what the caller can do about it::
+
+    KvflowError
+    ├── ConfigInvalid            fix the configuration
+    ├── ArgumentInvalid          pass an argument of the right type
+    ├── SpecInvalid              fix the description of the cache
+    ├── WorkerClosed             the worker is closing or closed: nothing more is served
+    ├── TicketInvalid            the ticket is truncated, forged or from another cluster: refuse the request
+    ├── BlockIdsInvalid          fix the block ids of this call
+    │   └── BlockRangeMismatch   the ticket does not cover the tokens that are asked for
+    ├── RequestUnknown           no offer of that name is held or remembered
+    ├── LayoutMismatch           the two caches cannot be matched: do not pair these engines
+    ├── PlanUnsound              a plan failed its own proof: a defect of kvflow, nothing was moved
+    ├── CapacityExceeded         try again when something has ended
+    ├── TransportUnavailable     the data plane cannot start here
+    ├── AuthenticationFailed     the peer does not share our cluster secret
+    ├── PeerRefused              the peer gave a reason for not talking to us
+    └── TransferFailed           nothing was delivered; ask again, elsewhere, or recompute
+        ├── StaleLease           the producer's promise had ended
+        ├── PeerLost             the peer died, hung up or cannot be reached
+        ├── DeadlineExceeded     a phase took longer than its budget
+        ├── TransferCancelled    the consumer gave up
+        └── ProtocolViolation    the peer sent something that it must not
+
+Each has a stable ``code`` for machines, and its text ends with what to do.
+"""
+
+from typing import ClassVar
+
+
+class KvflowError(Exception):
+    """Base of all errors of kvflow.
+
+    Attributes:
+        code: stable name of the kind of error, for logs, metrics and tests.
+        remedy: what to do about it, one sentence.
+    """
+
+    code: ClassVar[str] = "kvflow_error"
+    default_remedy: ClassVar[str] = ""
+
+    def __init__(self, message: str, *, remedy: str = "") -> None:
+        self.message = message
+        self.remedy = remedy or self.default_remedy
+        super().__init__(message)
+
+    def __str__(self) -> str:
+        return f"{self.message} [{self.code}] {self.remedy}".rstrip()
+
+
+class ConfigInvalid(KvflowError):
+    """A setting is missing, malformed or unsafe."""
+
+    code = "config_invalid"
+    default_remedy = "See docs/reference/config.md for the settings and their bounds."
+
+
+class ArgumentInvalid(KvflowError):
+    """An argument of a call has the wrong type.
+
+    Attributes:
+        name: of the argument.
+    """
+
+    code = "argument_invalid"
+    default_remedy = "See the docstring of the call."
+
+    def __init__(self, name: str, expected: str, found: object, *, remedy: str = "") -> None:
+        super().__init__(f"{name} must be {expected}, not {type(found).__name__}", remedy=remedy)
+        self.name = name
+
+
+class SpecInvalid(KvflowError):
+    """A spec, group, shard or layout cannot describe a cache."""
+
+    code = "spec_invalid"
+    default_remedy = "Correct the named field of the spec."
+
+
+class WorkerClosed(KvflowError):
+    """The worker is closing or closed."""
+
+    code = "worker_closed"
+    default_remedy = "Open a new worker; tickets of this one are void."
+
+
+class TicketInvalid(KvflowError):
+    """A ticket is not what a producer of this cluster signed."""
+
+    code = "ticket_invalid"
+    default_remedy = "Pass the producer's kv_transfer_params through unchanged, and use one cluster secret."
+
+
+class BlockIdsInvalid(KvflowError):
+    """Block ids given by the caller cannot be used.
+
+    Attributes:
+        group: index of the group whose list is wrong, or None when the number of lists is.
+    """
+
+    code = "block_ids_invalid"
+    default_remedy = "Give one list of block ids per group, each in [0, num_blocks), targets without duplicates."
+
+    def __init__(self, message: str, *, group: int | None = None, remedy: str = "") -> None:
+        super().__init__(message, remedy=remedy)
+        self.group = group
+
+
+class BlockRangeMismatch(BlockIdsInvalid):
+    """The ticket does not cover the tokens that the target blocks stand for."""
+
+    code = "block_range_mismatch"
+    default_remedy = "Pull fewer blocks, or have the producer offer the missing ones."
+
+
+class RequestUnknown(KvflowError):
+    """No offer of this name is held, and none ended recently.
+
+    Attributes:
+        request_id: the name.
+    """
+
+    code = "request_unknown"
+    default_remedy = "Offer the request first; the outcome of an old one is kept for a while only."
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(f"there is no offer {request_id!r}")
+        self.request_id = request_id
+
+
+class LayoutMismatch(KvflowError):
+    """Two caches differ where they must agree, or in a way that no plan can express.
+
+    Attributes:
+        field: what differs, as a path such as ``layers.0.k.head_size``.
+        source: the producer's value.
+        target: the consumer's value.
+    """
+
+    code = "layout_mismatch"
+    default_remedy = "Pair only engines that serve the same model with convertible caches."
+
+    def __init__(self, field: str, source: object, target: object, *, remedy: str = "") -> None:
+        super().__init__(f"{field} differs: source has {source!r}, target has {target!r}", remedy=remedy)
+        self.field = field
+        self.source = source
+        self.target = target
+
+
+class PlanUnsound(KvflowError):
+    """A plan does not do what it should. Found before anything is moved."""
+
+    code = "plan_unsound"
+    default_remedy = "Report it with both manifests: this is a defect of kvflow."
+
+
+class CapacityExceeded(KvflowError):
+    """A bounded table, queue or plan is full.
+
+    Attributes:
+        resource: what is exhausted.
+        limit: its bound.
+    """
+
+    code = "capacity_exceeded"
+    default_remedy = "Wait until something has ended, or raise the limit."
+
+    def __init__(self, resource: str, limit: int, *, remedy: str = "") -> None:
+        super().__init__(f"no room for more {resource}: the limit is {limit}", remedy=remedy)
+        self.resource = resource
+        self.limit = limit
+
+
+class AuthenticationFailed(KvflowError):
+    """The peer does not hold our cluster secret, or speaks without encryption."""
+
+    code = "authentication_failed"
+    default_remedy = "Give every worker of the cluster the same KVFLOW_CLUSTER_SECRET."
+
+
+class PeerRefused(KvflowError):
+    """The peer answered the handshake with a refusal.
+
+    Attributes:
+        refusal: the peer's own stable code, for example ``version_unsupported``.
+    """
+
+    code = "peer_refused"
+    default_remedy = "Do what the peer's reason says."
+
+    def __init__(self, refusal: str, message: str, *, remedy: str = "") -> None:
+        super().__init__(f"the peer refused ({refusal}): {message}", remedy=remedy)
+        self.refusal = refusal
+
+
+class TransferFailed(KvflowError):
+    """A pull ended without delivering anything.
+
+    Attributes:
+        request_id: the request of the ticket.
+        peer: the source rank concerned, ``engine/rank/incarnation`` or an endpoint.
+        quarantined: True while the destination blocks may still be written to:
+            await ``worker.quiesced(request_id)`` before reusing them.
+    """
+
+    code = "transfer_failed"
+    default_remedy = "Pull again with a new ticket, or recompute the prompt."
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        request_id: str = "",
+        peer: str = "",
+        quarantined: bool = False,
+        remedy: str = "",
+    ) -> None:
+        super().__init__(message, remedy=remedy)
+        self.request_id = request_id
+        self.peer = peer
+        self.quarantined = quarantined
+
+
+class StaleLease(TransferFailed):
+    """The lease had ended when the fence was read: the bytes may be another request's."""
+
+    code = "stale_lease"
+    default_remedy = "Ask the producer for a new ticket, or recompute the prompt."
+
+
+class PeerLost(TransferFailed):
+    """The peer died, hung up, or cannot be reached."""
+
+    code = "peer_lost"
+    default_remedy = "Check that the producer runs and that its advertised endpoint is reachable from here."
+
+
+class DeadlineExceeded(TransferFailed):
+    """A phase of the pull used up its budget.
+
+    Attributes:
+        phase: ``connect``, ``handshake``, ``queue``, ``wire``, ``fence`` or ``total``.
+    """
+
+    code = "deadline_exceeded"
+    default_remedy = "Check the peer's load and the network; a hung peer is found only by its deadline."
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        phase: str = "total",
+        request_id: str = "",
+        peer: str = "",
+        quarantined: bool = False,
+        remedy: str = "",
+    ) -> None:
+        super().__init__(message, request_id=request_id, peer=peer, quarantined=quarantined, remedy=remedy)
+        self.phase = phase
+
+
+class TransferCancelled(TransferFailed):
+    """The pull was cancelled by its caller or by the closing worker."""
+
+    code = "transfer_cancelled"
+    default_remedy = "Nothing: the consumer asked for it."
+
+
+class ProtocolViolation(TransferFailed):
+    """The peer sent something that breaks the protocol, or describes memory that it does not own."""
+
+    code = "protocol_violation"
+    default_remedy = "Run the same kvflow release on both sides; if they do, treat the peer as hostile."
+
+
+class TransportUnavailable(KvflowError):
+    """The data plane cannot be started on this machine."""
+
+    code = "transport_unavailable"
+    default_remedy = "Install nixl>=1.5 with a working UCX, or use transport='loopback' within one process."

@@ -1,0 +1,1 @@
+"""Pure description of caches: specs, groups, placement, components, manifests."""

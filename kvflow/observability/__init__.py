@@ -1,0 +1,1 @@
+"""Seeing it run: the events that the core returns, as structured records."""

@@ -1,0 +1,90 @@
+"""Events of the shells, beside those of ``kvflow.transfer.events`` and ``kvflow.cache.leases``."""
+
+from msgspec import Struct
+
+
+class WorkerOpened(Struct, frozen=True):
+    """The worker listens.
+
+    Attributes:
+        endpoint: control endpoint as peers reach it.
+        transport: its data plane.
+        num_blocks: blocks of its cache.
+        bytes_per_block: of the backing allocation.
+    """
+
+    endpoint: str
+    transport: str
+    num_blocks: int
+    bytes_per_block: int
+
+
+class WorkerClosed(Struct, frozen=True):
+    """The worker is gone: its agents are destroyed, its leases revoked.
+
+    Attributes:
+        leases_revoked: how many were still held.
+        pulls_cancelled: how many were still open.
+    """
+
+    leases_revoked: int
+    pulls_cancelled: int
+
+
+class OfferAdmitted(Struct, frozen=True):
+    """A lease is held from here on.
+
+    Attributes:
+        request_id: our name of the request.
+        num_blocks: blocks of all groups.
+        lease_s: how long, unless renewed.
+    """
+
+    request_id: str
+    num_blocks: int
+    lease_s: float
+
+
+class PeerConnected(Struct, frozen=True):
+    """A peer was met and can be read from.
+
+    Attributes:
+        peer: ``engine/rank/incarnation``.
+        endpoint: where.
+        handshake_s: seconds from dialling to being ready.
+    """
+
+    peer: str
+    endpoint: str
+    handshake_s: float
+
+
+class PeerDropped(Struct, frozen=True):
+    """A peer cannot be read from any more; it is met anew when it is needed.
+
+    Attributes:
+        peer: ``engine/rank/incarnation``, or the endpoint if it was never met.
+        code: ``peer_lost``, ``peer_closed``, or what went wrong.
+        detail: in words.
+    """
+
+    peer: str
+    code: str
+    detail: str
+
+
+class ReaderRejected(Struct, frozen=True):
+    """A reader of ours broke the protocol and was dropped.
+
+    Attributes:
+        peer: who.
+        code: what it did.
+        detail: in words.
+    """
+
+    peer: str
+    code: str
+    detail: str
+
+
+ShellEvent = WorkerOpened | WorkerClosed | OfferAdmitted | PeerConnected | PeerDropped | ReaderRejected

@@ -1,0 +1,22 @@
+"""Errors of ``handshake`` as errors of kvflow: the only place that knows both."""
+
+from handshake import errors as theirs
+from kvflow import errors as ours
+
+
+def as_kvflow_error(error: theirs.HandshakeError, *, peer: str) -> ours.KvflowError:
+    """Return our error for theirs; chain it with ``raise ... from error``."""
+    match error:
+        case theirs.ConfigInvalid() | theirs.LocalProtocolError():  # such as a manifest too large to publish
+            return ours.ConfigInvalid(error.message, remedy=error.remedy)
+        case theirs.AuthenticationFailed():
+            return ours.AuthenticationFailed(f"{peer}: {error.message}", remedy=error.remedy)
+        case theirs.PeerRefused():
+            reason = error.message.removeprefix(f"the peer refused ({error.refusal}): ")
+            return ours.PeerRefused(error.refusal, f"{peer}: {reason}", remedy=error.remedy)
+        case theirs.RemoteProtocolError():
+            return ours.ProtocolViolation(error.message, peer=peer, remedy=error.remedy)
+        case theirs.DeadlineExceeded():
+            return ours.DeadlineExceeded(error.message, phase=error.phase, peer=peer, remedy=error.remedy)
+        case _:
+            return ours.PeerLost(error.message, peer=peer, remedy=error.remedy)

@@ -1,0 +1,106 @@
+"""The producer's end of the control channel: meets readers, and hands their releases and renewals down."""
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Protocol
+
+from handshake import HandshakeServer, PeerKey, open_server
+from handshake.errors import HandshakeError
+from handshake.events import ConnectionFailed, Event, PeerReady, ReleaseReceived, RenewReceived
+from handshake.messages import LeaseAnswer, LeaseRef, Released, Renewed
+from kvflow.cache.leases import Answer, Reader
+from kvflow.ids import peer_id
+from kvflow.observability.events import ReaderRejected
+from kvflow.rendezvous.failures import as_kvflow_error
+from kvflow.rendezvous.introduction import OurSide
+
+LeaseKey = tuple[int, int]
+"""Slot and epoch."""
+
+
+class LeaseKeeper(Protocol):
+    """Who counts releases and renews leases."""
+
+    def on_release(self, leases: Sequence[LeaseKey], reader: Reader) -> list[Answer]:
+        """Count a reader's releases; answer each."""
+        ...
+
+    def on_renew(self, leases: Sequence[LeaseKey]) -> tuple[list[Answer], float]:
+        """Renew leases; answer each, with the seconds that they last from now."""
+        ...
+
+
+class Listener:
+    """Readers of one worker.
+
+    Attributes:
+        endpoint: the address that is listened on.
+
+    Thread: the event loop.
+    """
+
+    def __init__(self, keeper: LeaseKeeper, report: Callable[[ReaderRejected], None]) -> None:
+        self._keeper = keeper
+        self._report = report
+        self._readers: dict[PeerKey, Reader] = {}
+        self._names: dict[PeerKey, str] = {}
+
+    def on_event(self, server: HandshakeServer, key: PeerKey, event: Event) -> None:
+        """Handle what one reader did. Its identity is that of its Hello, whatever it says later."""
+        match event:
+            case PeerReady(identity=identity):
+                self._readers[key] = Reader(identity.engine_id, identity.rank, identity.num_ranks)
+                self._names[key] = peer_id(identity.engine_id, identity.rank, identity.incarnation)
+            case ReleaseReceived(leases=refs):
+                answers = self._keeper.on_release(_keys(refs), self._readers[key])
+                server.send(key, Released(leases=_answered(refs, answers)))
+            case RenewReceived(leases=refs):
+                answers, lease_s = self._keeper.on_renew(_keys(refs))
+                server.send(key, Renewed(leases=_answered(refs, answers), lease_s=lease_s))
+            case ConnectionFailed(code=code, reason=reason):
+                self._report(ReaderRejected(self._forget(key), code, reason))
+            case _:
+                self._forget(key)
+
+    def _forget(self, key: PeerKey) -> str:
+        self._readers.pop(key, None)
+        return self._names.pop(key, str(key))
+
+
+@asynccontextmanager
+async def open_listener(
+    *,
+    bind: str,
+    ours: OurSide,
+    keeper: LeaseKeeper,
+    report: Callable[[ReaderRejected], None],
+) -> AsyncIterator[HandshakeServer]:
+    """Listen for readers.
+
+    Raises:
+        ConfigInvalid: the address cannot be bound.
+    """
+    listener = Listener(keeper, report)
+    try:
+        async with open_server(
+            bind=bind,
+            identity=ours.identity,
+            publication=ours.publication,
+            security=ours.security,
+            limits=ours.limits,
+            # No reader can be ready, and so none can release, before the server exists.
+            on_event=lambda key, event: listener.on_event(server, key, event),
+        ) as server:
+            yield server
+    except HandshakeError as error:
+        raise as_kvflow_error(error, peer=bind) from error
+
+
+def _keys(refs: Sequence[LeaseRef]) -> list[LeaseKey]:
+    return [(ref.slot, ref.epoch) for ref in refs]
+
+
+def _answered(refs: Sequence[LeaseRef], answers: Sequence[Answer]) -> tuple[LeaseAnswer, ...]:
+    return tuple(
+        LeaseAnswer(slot=ref.slot, epoch=ref.epoch, outcome=answer) for ref, answer in zip(refs, answers, strict=True)
+    )

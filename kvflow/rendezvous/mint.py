@@ -1,0 +1,53 @@
+"""Signing and verifying tickets with the cluster secret."""
+
+import secrets
+from collections.abc import Sequence
+
+from handshake.security import ClusterSecurity, sign, verify
+from kvflow.cache.mint import HEAD_START_BITS, Mint
+from kvflow.cache.tickets import RankAddress, Ticket
+from kvflow.config import SECRET_LENGTH_MIN
+from kvflow.errors import ConfigInvalid
+
+
+class TicketKey:
+    """The key that signs tickets: HKDF of the cluster secret with the label ``ticket``."""
+
+    def __init__(self, security: ClusterSecurity) -> None:
+        self._key = security.ticket_key
+
+    def sign(self, payload: bytes) -> bytes:
+        """Return the MAC of a grant's payload."""
+        return sign(self._key, payload)
+
+    def check(self, ticket: Ticket) -> None:
+        """Verify every grant, before anything that the ticket says is acted upon.
+
+        Raises:
+            TicketInvalid: a grant was not signed with the cluster's secret.
+        """
+        for grant in ticket.grants:
+            grant.verify(lambda payload, mac: verify(self._key, payload, mac))
+
+
+def draw_head_start() -> int:
+    """Draw where the epochs of a new mint begin."""
+    return secrets.randbits(HEAD_START_BITS)
+
+
+class TicketMint(Mint):
+    """The scheduler's side of an engine of several processes: mints tickets that its workers admit.
+
+    Example:
+        >>> mint = TicketMint(engine_id="prefill-0", ranks=[worker.rank_address], cluster_secret=secret)
+        >>> ticket, grant = mint.offer("request-1", block_ids=[[3, 4]], num_tokens=32)
+        >>> worker.admit(grant)  # on every rank
+    """
+
+    def __init__(
+        self, engine_id: str, ranks: Sequence[RankAddress], *, cluster_secret: str, lease_s: float = 30.0
+    ) -> None:
+        if len(cluster_secret) < SECRET_LENGTH_MIN:
+            raise ConfigInvalid(f"the cluster secret has fewer than {SECRET_LENGTH_MIN} characters")
+        key = TicketKey(ClusterSecurity.from_secret(cluster_secret))
+        super().__init__(engine_id, ranks, sign=key.sign, lease_s=lease_s, head_start=draw_head_start())

@@ -1,0 +1,72 @@
+"""What a worker publishes to its peers, encoded and checked.
+
+Everything that arrives is hostile: the decoder checks types and bounds, ``check`` what relates them. Nothing
+of it reaches the planner or NIXL before both have passed.
+"""
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+from handshake import Publication
+from kvflow.errors import LayoutMismatch, ProtocolViolation, SpecInvalid
+from kvflow.layout.manifest import MANIFEST_SCHEMA, Manifest
+from kvflow.layout.region import Region
+
+METADATA_BYTES_MAX = 1 << 20
+SLOT_BYTES = 8
+
+
+class Advertisement(Struct, frozen=True, kw_only=True):
+    """What a peer needs in order to read from this worker.
+
+    Attributes:
+        manifest: the canonical KV metadata.
+        epochs: the epoch table: DRAM, u64 slots.
+        transport: name of the data plane.
+        metadata: the exporter's own description; only the same transport can read it.
+    """
+
+    manifest: Manifest
+    epochs: Region
+    transport: Annotated[str, Meta(min_length=1, max_length=32)]
+    metadata: Annotated[bytes, Meta(max_length=METADATA_BYTES_MAX)]
+
+    def check(self) -> None:
+        """Check what the types cannot say.
+
+        Raises:
+            SpecInvalid: names what is wrong.
+        """
+        self.manifest.check()
+        if self.epochs.memory != "DRAM" or self.epochs.nbytes % SLOT_BYTES:
+            raise SpecInvalid(f"the epoch table is not an array of u64 in DRAM: {self.epochs}")
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Advertisement)
+
+
+def encode(advertisement: Advertisement) -> Publication:
+    """Wrap an advertisement for the handshake."""
+    return Publication.of(_encoder.encode(advertisement), schema=MANIFEST_SCHEMA)
+
+
+def decode(publication: Publication, *, peer: str) -> Advertisement:
+    """Read a peer's advertisement; the handshake has verified its digest.
+
+    Raises:
+        LayoutMismatch: the peer writes another version of the manifest.
+        ProtocolViolation: it cannot be what an honest worker sends.
+    """
+    if publication.schema != MANIFEST_SCHEMA:
+        raise LayoutMismatch("manifest.schema", publication.schema, MANIFEST_SCHEMA, remedy="Run the same release.")
+    try:
+        advertisement = _decoder.decode(publication.payload)
+        advertisement.check()
+    except SpecInvalid as error:
+        raise ProtocolViolation(f"the peer published a manifest that cannot be: {error.message}", peer=peer) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolViolation(f"the peer published a manifest that cannot be: {error}", peer=peer) from error
+    return advertisement

@@ -1,0 +1,175 @@
+"""Turn a plan into prepared descriptor rows, and pairs of units into descriptor indices.
+
+Rows are made once per peer and plan: one strided row per run, whatever the pool's size. Indices are made for
+every batch, vectorised: run by run, so that consecutive blocks are neighbours in a row and merge there.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import Struct
+
+from kvflow.errors import CapacityExceeded
+from kvflow.layout.region import Region
+from kvflow.transfer.pairs import UnitPairs
+from kvflow.transfer.plan import GroupPlan
+from kvflow.transfer.runs import Int64s
+
+Int32s = npt.NDArray[np.int32]
+DESCRIPTORS_MAX = (1 << 31) - 1
+"""Descriptor indices are int32."""
+ROWS_MAX = 1 << 20
+"""40 MiB of rows. Only a peer with absurdly large blocks, none of them dense, asks for more."""
+
+
+class Bound(Struct, frozen=True, eq=False):
+    """One batch as NIXL takes it.
+
+    Attributes:
+        source_index: int32, shape (n,).
+        target_index: int32, shape (n,).
+        cuts: int64: chunk ``c`` is ``[cuts[c], cuts[c + 1])``.
+        nbytes: total bytes.
+        descriptors: how many remain after merging neighbours.
+    """
+
+    source_index: Int32s
+    target_index: Int32s
+    cuts: Int64s
+    nbytes: int
+    descriptors: int
+
+
+class Rows:
+    """Descriptor rows of one side of one group plan.
+
+    Units that lie at one stride throughout the pool share a row (``linear``), so that they merge across
+    blocks; otherwise each unit of a block has a row of its own.
+
+    Attributes:
+        table: int64, shape (rows, 5): address, nbytes, device, stride, count.
+        memory: memory kind of all rows.
+        per_run: descriptors of one run.
+        stride: int64, shape (runs,): bytes between neighbouring descriptors of a run.
+    """
+
+    def __init__(self, side: Int64s, nbytes: Int64s, *, units: int, num_blocks: int, regions: Sequence[Region]) -> None:
+        region, offset, block_stride, unit_stride = side
+        self.per_run = units * num_blocks
+        if len(nbytes) * self.per_run > DESCRIPTORS_MAX:
+            raise CapacityExceeded("descriptors in one prepared list", DESCRIPTORS_MAX, remedy="Use fewer blocks.")
+        self._units = units
+        self._num_blocks = num_blocks
+        self._linear = units == 1 or bool(np.all(block_stride == units * unit_stride))
+        rows_per_run = 1 if self._linear else units
+        if len(nbytes) * rows_per_run > ROWS_MAX:
+            raise CapacityExceeded("rows in one prepared list", ROWS_MAX, remedy="Use block sizes that divide.")
+        unit = np.tile(np.arange(rows_per_run, dtype=np.int64), len(nbytes))
+        run = np.repeat(np.arange(len(nbytes)), rows_per_run)
+        self.stride = unit_stride if self._linear and units > 1 else block_stride
+        address = np.array([entry.address for entry in regions], np.int64)
+        device = np.array([entry.device for entry in regions], np.int64)
+        self.table = np.stack(
+            [
+                address[region[run]] + offset[run] + unit * unit_stride[run],
+                nbytes[run],
+                device[region[run]],
+                self.stride[run],
+                np.full(len(run), self.per_run // rows_per_run, np.int64),
+            ],
+            axis=1,
+        )
+        self.memory = regions[int(region[0])].memory
+
+    def local(self, units: Int64s) -> Int64s:
+        """Return the descriptor number of each unit within any run."""
+        if self._linear:
+            return units
+        block, unit = np.divmod(units, self._units)
+        return unit * self._num_blocks + block
+
+
+class Binding:
+    """A group plan with the sizes of two pools: everything ``bind`` needs, computed once.
+
+    Attributes:
+        group: the group plan.
+        source: the producer's rows.
+        target: our rows.
+        unit_bytes: bytes of one pair of units.
+        unit_descriptors: descriptors of one pair of units before merging.
+    """
+
+    def __init__(
+        self,
+        group: GroupPlan,
+        *,
+        source_regions: Sequence[Region],
+        source_blocks: int,
+        target_regions: Sequence[Region],
+        target_blocks: int,
+    ) -> None:
+        runs = group.runs
+        self.group = group
+        self.source = Rows(
+            runs.source,
+            runs.nbytes,
+            units=group.source_units,
+            num_blocks=source_blocks,
+            regions=source_regions,
+        )
+        self.target = Rows(
+            runs.target,
+            runs.nbytes,
+            units=group.target_units,
+            num_blocks=target_blocks,
+            regions=target_regions,
+        )
+        self.unit_bytes = runs.unit_bytes
+        self.unit_descriptors = len(runs)
+        self._nbytes = runs.nbytes
+        self._dense = (self.source.stride == runs.nbytes) & (self.target.stride == runs.nbytes)
+        run = np.arange(len(runs), dtype=np.int32)[:, None]
+        self._source_first = run * np.int32(self.source.per_run)
+        self._target_first = run * np.int32(self.target.per_run)
+
+    def bind(self, pairs: UnitPairs, *, chunk_bytes: int, chunk_descriptors: int) -> Bound:
+        """Return the indices of these pairs, cut into chunks.
+
+        Args:
+            pairs: at least one, ascending by source.
+            chunk_bytes: most bytes of one chunk; a single larger descriptor is a chunk of its own.
+            chunk_descriptors: most merged descriptors of one chunk.
+        """
+        source = self.source.local(pairs.source).astype(np.int32)
+        target = self.target.local(pairs.target).astype(np.int32)
+        follows = np.zeros(len(source), bool)
+        follows[1:] = (np.diff(source) == 1) & (np.diff(target) == 1)
+        breaks = int(len(source) - follows.sum())
+        num_dense = int(self._dense.sum())
+        return Bound(
+            source_index=(self._source_first + source).ravel(),
+            target_index=(self._target_first + target).ravel(),
+            cuts=self._cuts(follows, chunk_bytes, chunk_descriptors),
+            nbytes=len(source) * self.unit_bytes,
+            descriptors=num_dense * breaks + (len(self._nbytes) - num_dense) * len(source),
+        )
+
+    def _cuts(self, follows: npt.NDArray[np.bool_], chunk_bytes: int, chunk_descriptors: int) -> Int64s:
+        count = len(follows)
+        total = len(self._nbytes) * count
+        if total <= chunk_descriptors and count * self.unit_bytes <= chunk_bytes:
+            return np.array([0, total], np.int64)
+        starts = ~(self._dense[:, None] & follows)
+        ends = np.cumsum(np.repeat(self._nbytes, count))
+        merged = np.cumsum(starts.ravel())
+        cuts = [0]
+        while cuts[-1] < total:
+            first = cuts[-1]
+            sent = int(ends[first - 1]) if first else 0
+            by_bytes = int(np.searchsorted(ends, sent + chunk_bytes, side="right"))
+            # A cut inside a merged run starts a descriptor of its own, hence "- 1" from the first one's number.
+            by_count = int(np.searchsorted(merged, int(merged[first]) - 1 + chunk_descriptors, side="right"))
+            cuts.append(min(max(first + 1, min(by_bytes, by_count)), total))
+        return np.array(cuts, np.int64)

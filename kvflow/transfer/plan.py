@@ -1,0 +1,179 @@
+"""Plan a transfer: the intersection of two affine maps, as an address-free copy program.
+
+A plan names no address, no peer and no block: it can be made before anything is connected, kept for every
+pair of workers with the same geometry, and proven once.
+"""
+
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+from msgspec import Struct
+
+from kvflow.errors import CapacityExceeded
+from kvflow.layout.manifest import Manifest
+from kvflow.transfer.certificate import Certificate, certify
+from kvflow.transfer.match import GroupPair, match_groups
+from kvflow.transfer.runs import RunTable, fragments, merged
+
+
+class PlanLimits(Struct, frozen=True):
+    """Bounds that keep a hostile or absurd manifest from costing more than a refusal.
+
+    Attributes:
+        fragments_max: heads times tokens of all components of one group pair, before merging. 128 layers of
+            8 heads and 128-token blocks are 262,144.
+        runs_max: runs of one group pair after merging.
+    """
+
+    fragments_max: int = 1 << 21
+    runs_max: int = 1 << 17
+
+
+DEFAULT_LIMITS = PlanLimits()
+
+
+class GroupPlan(Struct, frozen=True, eq=False):
+    """What one pair of groups copies.
+
+    Attributes:
+        source_group: index of the group whose source block ids are read.
+        target_group: index of the group whose target block ids are written.
+        unit_tokens: tokens of one unit, the greatest common divisor of both block sizes.
+        source_units: units in one source block.
+        target_units: units in one target block.
+        runs: what one pair of units copies.
+    """
+
+    source_group: int
+    target_group: int
+    unit_tokens: int
+    source_units: int
+    target_units: int
+    runs: RunTable
+
+
+class TransferPlan(Struct, frozen=True, eq=False):
+    """An address-free copy program between two caches.
+
+    Attributes:
+        groups: one entry per pair of groups that share layers.
+        certificate: what was proven of it.
+    """
+
+    groups: tuple[GroupPlan, ...]
+    certificate: Certificate
+
+    def descriptors(self, num_blocks: int | Sequence[int], *, consecutive: bool = False) -> int:
+        """Count what NIXL sees for ``num_blocks`` target blocks in every group (or one number per group).
+
+        Args:
+            num_blocks: target blocks.
+            consecutive: whether block ids ascend by one on both sides.
+        """
+        total = 0
+        for group in self.groups:
+            blocks = num_blocks if isinstance(num_blocks, int) else num_blocks[group.target_group]
+            units = blocks * group.target_units
+            dense = dense_runs(group) if consecutive and units else 0
+            total += dense + (len(group.runs) - dense) * units
+        return total
+
+    def explain(self) -> str:
+        """Say in a few lines why this many descriptors."""
+        lines = []
+        for group in self.groups:
+            runs = group.runs
+            low, high = int(runs.nbytes.min()), int(runs.nbytes.max())
+            size = f"{low}" if low == high else f"{low} to {high}"
+            lines.append(
+                f"source group {group.source_group} -> target group {group.target_group}: "
+                f"{len(runs)} run(s) of {size} bytes for each unit of {group.unit_tokens} tokens "
+                f"({group.source_units} per source block, {group.target_units} per target block); "
+                f"{dense_runs(group)} of them merge over consecutive blocks"
+            )
+        written, page = self.certificate.written_bytes, self.certificate.page_bytes
+        lines.append(f"proven: {written} of {page} bytes of the target page are written exactly once")
+        lines += [
+            f"not transferred: {gap.layer}.{gap.role} heads {gap.first_head} to {gap.first_head + gap.num_heads - 1}"
+            for gap in self.certificate.missing[:8]
+        ]
+        return "\n".join(lines)
+
+
+def plan_transfer(source: Manifest, target: Manifest, *, limits: PlanLimits = DEFAULT_LIMITS) -> TransferPlan:
+    """Plan how to fill the target's blocks from the source's.
+
+    Args:
+        source: the producer's manifest.
+        target: the consumer's manifest.
+        limits: beyond them the plan is refused.
+
+    Returns:
+        A proven plan. The source may hold only a part of the target (another shard, a pipeline stage); what
+        it lacks is named in ``certificate.missing``.
+
+    Raises:
+        LayoutMismatch: the two differ where they must agree; names the field and both values.
+        CapacityExceeded: the plan would exceed ``limits``.
+    """
+    planned = [_plan_group(pair, limits) for pair in match_groups(source, target)]
+    groups = tuple(
+        GroupPlan(
+            source_group=pair.source_group,
+            target_group=pair.target_group,
+            unit_tokens=unit_tokens,
+            source_units=pair.source_block_size // unit_tokens,
+            target_units=pair.target_block_size // unit_tokens,
+            runs=runs,
+        )
+        for pair, runs, unit_tokens in planned
+    )
+    return TransferPlan(groups, certify(target, planned))
+
+
+def dense_runs(group: GroupPlan) -> int:
+    """Count the runs that join with those of the next block: dense on both sides."""
+    runs = group.runs
+    dense = np.ones(len(runs), bool)
+    for side, units in ((runs.source, group.source_units), (runs.target, group.target_units)):
+        dense &= side[2] == runs.nbytes * units
+        if units > 1:
+            dense &= side[3] == runs.nbytes
+    return int(dense.sum())
+
+
+def _plan_group(pair: GroupPair, limits: PlanLimits) -> tuple[GroupPair, RunTable, int]:
+    unit_tokens = math.gcd(pair.source_block_size, pair.target_block_size)
+    if sum(part.num_heads * unit_tokens for part in pair.pairs) > limits.fragments_max:
+        raise CapacityExceeded("fragments in one plan", limits.fragments_max, remedy="Use smaller blocks.")
+    runs = merged([fragments(part, unit_tokens) for part in pair.pairs])
+    if len(runs) > limits.runs_max:
+        raise CapacityExceeded("runs in one plan", limits.runs_max, remedy="Use layouts that merge further.")
+    return pair, runs, unit_tokens
+
+
+class PlanCache:
+    """The plans of the last pairs of geometries."""
+
+    def __init__(self, plans_max: int = 256) -> None:
+        self._plans: OrderedDict[tuple[bytes, bytes], TransferPlan] = OrderedDict()
+        self._plans_max = plans_max
+
+    def plan(self, source: Manifest, target: Manifest) -> TransferPlan:
+        """Return the plan for this pair, made now or before.
+
+        Raises:
+            LayoutMismatch: see ``plan_transfer``.
+            CapacityExceeded: see ``plan_transfer``.
+        """
+        key = (source.geometry_digest(), target.geometry_digest())
+        if key in self._plans:
+            self._plans.move_to_end(key)
+            return self._plans[key]
+        plan = plan_transfer(source, target)
+        self._plans[key] = plan
+        if len(self._plans) > self._plans_max:
+            self._plans.popitem(last=False)
+        return plan

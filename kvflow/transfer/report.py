@@ -1,0 +1,32 @@
+"""What one completed pull moved, and where its time went."""
+
+from msgspec import Struct
+
+
+class TransferReport(Struct, frozen=True, kw_only=True):
+    """The record of one completed pull.
+
+    Attributes:
+        request_id: the producer's name of the request.
+        nbytes: bytes moved.
+        descriptors: descriptors that the transport saw, after merging neighbours.
+        reads: batches that carried it, some of them shared with other pulls.
+        transport: ``nixl`` or ``loopback``.
+        timings_s: seconds per phase. ``handshake``: reaching the peers, 0 when they were known. ``queue``:
+            submission to the first dispatch. ``bind``: computing descriptor indices. ``post``: inside posting
+            calls; on shared memory this is the copy. ``wire``: first dispatch to the last byte, less ``post``.
+            ``fence``: reading the epochs. ``total``: the call of ``pull`` to its result.
+    """
+
+    request_id: str
+    nbytes: int
+    descriptors: int
+    reads: int
+    transport: str = ""
+    timings_s: dict[str, float]
+
+    @property
+    def gb_per_s(self) -> float:
+        """Rate over post and wire, in 10**9 bytes per second."""
+        moving = self.timings_s.get("post", 0.0) + self.timings_s.get("wire", 0.0)
+        return self.nbytes / moving / 1e9 if moving > 0 else 0.0

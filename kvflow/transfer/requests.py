@@ -1,0 +1,133 @@
+"""What goes into the scheduler and what it asks its shell to do."""
+
+import numpy as np
+from msgspec import Struct
+
+from kvflow.ids import PeerId
+from kvflow.transfer.events import TransferEvent
+from kvflow.transfer.pairs import Int64s, UnitPairs
+
+
+class Demand(Struct, frozen=True, eq=False):
+    """Unit pairs of one group of one source rank.
+
+    Attributes:
+        program_id: which prepared lists they index.
+        pairs: at least one pair.
+        unit_bytes: bytes of one pair.
+        unit_descriptors: descriptors of one pair before merging.
+    """
+
+    program_id: int
+    pairs: UnitPairs
+    unit_bytes: int
+    unit_descriptors: int
+
+
+class LegRequest(Struct, frozen=True, eq=False):
+    """Everything that one source rank must give to one pull, and the lease that vouches for it.
+
+    Attributes:
+        peer: the source rank.
+        slot: its epoch slot.
+        epoch: what the slot must hold.
+        lease_s: how long the lease lasts unless renewed.
+        demands: at least one.
+    """
+
+    peer: PeerId
+    slot: int
+    epoch: int
+    lease_s: float
+    demands: tuple[Demand, ...]
+
+
+class Budgets(Struct, frozen=True, kw_only=True):
+    """Seconds that each phase of a pull may take, each from its own start.
+
+    Attributes:
+        queue_s: submission to the first dispatch.
+        wire_s: without any completion from a peer that owes us one. A hung peer is found only by this.
+        fence_s: from the last byte to the verdict, all waiting for a late admission included.
+    """
+
+    queue_s: float = 30.0
+    wire_s: float = 30.0
+    fence_s: float = 10.0
+
+
+class PullRequest(Struct, frozen=True, eq=False):
+    """One pull.
+
+    Attributes:
+        pull_id: chosen by the caller, unique.
+        request_id: the producer's name of the request, for the record.
+        legs: one per source rank, at least one.
+        priority: lower is more urgent.
+        budgets: of its phases.
+    """
+
+    pull_id: int
+    request_id: str
+    legs: tuple[LegRequest, ...]
+    priority: int
+    budgets: Budgets
+
+
+class EpochCheck(Struct, frozen=True):
+    """A fence to be read once the reads in ``after`` are complete."""
+
+    fence_id: int
+    slot: int
+    epoch: int
+    after: tuple[int, ...]
+
+
+class Dispatch(Struct, frozen=True, eq=False):
+    """Post one batch.
+
+    Attributes:
+        read_id: names the batch in ``on_read_completed`` and ``on_read_failed``.
+        peer: the source rank.
+        program_id: prepared lists.
+        pairs: unit pairs of one or several pulls.
+        priority: lower is more urgent.
+        fences: fences that become due with this batch.
+        pull_ids: whose pairs these are.
+    """
+
+    read_id: int
+    peer: PeerId
+    program_id: int
+    pairs: UnitPairs
+    priority: int
+    fences: tuple[EpochCheck, ...]
+    pull_ids: tuple[int, ...]
+
+
+class CancelReads(Struct, frozen=True):
+    """Drop what was not posted yet of these batches; nobody wants them any more."""
+
+    read_ids: tuple[int, ...]
+
+
+class RenewLease(Struct, frozen=True):
+    """Ask the peer to keep a lease that a pull still needs."""
+
+    peer: PeerId
+    slot: int
+    epoch: int
+
+
+Effect = Dispatch | CancelReads | RenewLease | TransferEvent
+
+
+def join_pairs(parts: list[tuple[UnitPairs, int, int]]) -> UnitPairs:
+    """Join slices ``[first, last)`` of several pair lists into one batch, ascending by source."""
+    if len(parts) == 1:
+        pairs, first, last = parts[0]
+        return UnitPairs(pairs.source[first:last], pairs.target[first:last])
+    source: Int64s = np.concatenate([pairs.source[first:last] for pairs, first, last in parts])
+    target: Int64s = np.concatenate([pairs.target[first:last] for pairs, first, last in parts])
+    order = np.argsort(source, kind="stable")
+    return UnitPairs(source[order], target[order])

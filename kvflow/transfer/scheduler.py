@@ -1,0 +1,414 @@
+"""The scheduler: requests in, batches out, one decision per event. Sans-IO.
+
+Every method takes what happened and ``now`` (seconds of a monotonic clock) and returns what the shell must do,
+in order: ``Dispatch``, ``CancelReads``, ``RenewLease``, and the events to report. A completion frees window
+and dispatches the next batch in the same call; nothing waits for a timer or an engine step.
+
+A pull has one leg per source rank. Each leg is fenced by itself, after all its bytes have arrived; the pull is
+complete when every leg is delivered, and fails as a whole with the first leg that fails.
+"""
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from kvflow.cache.epochs import judge
+from kvflow.errors import CapacityExceeded
+from kvflow.ids import PeerId
+from kvflow.transfer.events import (
+    TransferCompleted,
+    TransferFailed,
+    TransferQuiesced,
+    TransferRetried,
+    TransferStarted,
+)
+from kvflow.transfer.queues import Batch, Limits, Piece, ReadyQueues
+from kvflow.transfer.report import TransferReport
+from kvflow.transfer.requests import (
+    CancelReads,
+    Dispatch,
+    Effect,
+    EpochCheck,
+    LegRequest,
+    PullRequest,
+    RenewLease,
+    join_pairs,
+)
+from kvflow.transfer.states import LegEvent, LegState, advance
+
+EARLY_RETRY_S = 0.005
+EARLY_RETRY_S_MAX = 0.5
+"""Pause before data of a lease that is not admitted yet is read again: an admission is one message away. Doubled
+each time, because what is read again is all of it."""
+
+RENEWALS_PER_LEASE = 3
+"""Two renewals may be lost before a lease runs out under a pull."""
+
+
+@dataclass(slots=True)
+class _Leg:
+    pull: "_Pull"
+    request: LegRequest
+    waiting: int
+    renew_at: float
+    state: LegState = "queued"
+    reads: set[int] = field(default_factory=set)
+    fence_id: int = -1
+    bytes_at: float | None = None
+    retry_at: float | None = None
+    pause_s: float = EARLY_RETRY_S
+
+
+@dataclass(slots=True)
+class _Pull:
+    request: PullRequest
+    submitted_at: float
+    legs: list[int] = field(default_factory=list)
+    started_at: float | None = None
+    arrived_at: float = 0.0
+    failed: bool = False
+    descriptors: int = 0
+    reads: int = 0
+    posted_s: float = 0.0
+    fence_s: float = 0.0
+    held_back: TransferFailed | None = None
+    held_since: float = 0.0
+
+
+@dataclass(slots=True)
+class _Flight:
+    batch: Batch
+    dispatched_at: float
+    counted: bool = True
+
+
+class Scheduler:
+    """Decide what is read when.
+
+    Thread: not thread-safe; it belongs to the worker's event loop.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._ready = ReadyQueues(limits)
+        self._pulls: dict[int, _Pull] = {}
+        self._legs: dict[int, _Leg] = {}
+        self._flights: dict[int, _Flight] = {}
+        self._fences: dict[int, int] = {}
+        self._progress: dict[PeerId, float] = {}
+        self._next_id = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether any pull is open, draining ones included: then ``tick`` must be called."""
+        return bool(self._pulls)
+
+    def open_pulls(self) -> tuple[int, ...]:
+        """Return the ids of all pulls that have not ended or are draining."""
+        return tuple(self._pulls)
+
+    def in_flight(self) -> tuple[int, int]:
+        """Return bytes and descriptors in flight."""
+        return self._ready.in_flight()
+
+    def submit(self, request: PullRequest, now: float) -> list[Effect]:
+        """Open a pull.
+
+        Raises:
+            CapacityExceeded: too many pulls are open.
+        """
+        if len(self._pulls) >= self._limits.pulls_max:
+            raise CapacityExceeded("open pulls", self._limits.pulls_max)
+        pull = _Pull(request, now)
+        self._pulls[request.pull_id] = pull
+        for leg_request in request.legs:
+            leg_id = self._new_id()
+            # A ticket may have spent most of its lease in a router: the first renewal is due at once.
+            leg = _Leg(pull, leg_request, 0, renew_at=now)
+            self._legs[leg_id] = leg
+            pull.legs.append(leg_id)
+            self._enqueue(leg_id, leg, now)
+        return self._pump(now)
+
+    def on_read_completed(self, read_id: int, *, descriptors: int, posted_s: float, now: float) -> list[Effect]:
+        """Note that every byte of a batch has arrived."""
+        batch = self._land(read_id)
+        self._progress[batch.peer] = now
+        effects: list[Effect] = []
+        shares = _shares(batch, descriptors)
+        for leg_id, share in shares.items():
+            leg = self._legs[leg_id]
+            leg.reads.discard(read_id)
+            leg.pull.descriptors += share
+            leg.pull.posted_s += posted_s
+            leg.pull.arrived_at = now
+            if leg.state == "draining":
+                effects += self._drain(leg.pull)
+            elif not leg.reads and not leg.waiting:
+                self._move(leg, "bytes_arrived")
+                # Kept when data are read again, so that one budget covers all waiting for an admission.
+                leg.bytes_at = now if leg.bytes_at is None else leg.bytes_at
+        return effects + self._pump(now)
+
+    def on_read_failed(self, read_id: int, *, code: str, detail: str, now: float) -> list[Effect]:
+        """Note that a batch has ended early, and will not write any more."""
+        batch = self._land(read_id)
+        legs = [self._legs[leg_id] for leg_id in dict.fromkeys(slice_[0] for slice_ in batch.slices)]
+        for leg in legs:
+            leg.reads.discard(read_id)
+        effects: list[Effect] = []
+        for leg in legs:
+            if leg.pull.failed:
+                effects += self._drain(leg.pull)
+            else:
+                effects += self._fail(leg.pull, code, phase="wire", peer=batch.peer, detail=detail, now=now)
+        return effects + self._pump(now)
+
+    def on_fence_judged(self, fence_id: int, *, observed: int, fence_s: float, now: float) -> list[Effect]:
+        """Take what the epoch slot held after the data had been read."""
+        leg = self._fenced(fence_id)
+        if leg is None:
+            return []
+        pull = leg.pull
+        pull.fence_s = max(pull.fence_s, fence_s)
+        verdict = judge(leg.request.epoch, observed)
+        if verdict == "stale":
+            detail = f"the lease ended before the read did: epoch {leg.request.epoch}, the slot holds {observed}"
+            return self._fail(
+                pull, "stale_lease", phase="fence", peer=leg.request.peer, detail=detail, now=now
+            ) + self._pump(now)
+        if verdict == "early":
+            self._move(leg, "fence_early")
+            leg.retry_at = now + leg.pause_s
+            leg.pause_s = min(EARLY_RETRY_S_MAX, 2 * leg.pause_s)
+            return [TransferRetried(pull.request.pull_id, pull.request.request_id, leg.request.peer)]
+        self._move(leg, "fence_held")
+        if any(self._legs[leg_id].state != "delivered" for leg_id in pull.legs):
+            return []
+        return [self._complete(pull, now)]
+
+    def on_fence_failed(self, fence_id: int, *, code: str, detail: str, now: float) -> list[Effect]:
+        """Note that the epoch could not be read: without it nothing is delivered."""
+        leg = self._fenced(fence_id)
+        if leg is None:
+            return []
+        return self._fail(leg.pull, code, phase="fence", peer=leg.request.peer, detail=detail, now=now) + self._pump(
+            now
+        )
+
+    def on_peer_failed(self, peer: PeerId, *, code: str, detail: str, now: float) -> list[Effect]:
+        """End every pull that needs this peer.
+
+        What it has in flight stays in quarantine, but no longer takes room from other peers.
+        """
+        effects: list[Effect] = []
+        self._ready.remove_peer(peer)
+        for flight in self._flights.values():
+            if flight.batch.peer == peer and flight.counted:
+                flight.counted = False
+                self._ready.landed(flight.batch)
+        for leg in list(self._legs.values()):
+            if leg.request.peer == peer and leg.state in ("queued", "reading", "fencing") and not leg.pull.failed:
+                effects += self._fail(leg.pull, code, phase="wire", peer=peer, detail=detail, now=now)
+        self._progress.pop(peer, None)
+        return effects + self._pump(now)
+
+    def cancel(self, pull_id: int, *, code: str, detail: str, now: float) -> list[Effect]:
+        """Give up a pull; does nothing if it has ended."""
+        pull = self._pulls.get(pull_id)
+        if pull is None or pull.failed:
+            return []
+        states = {self._legs[leg_id].state for leg_id in pull.legs}
+        phase = "wire" if "reading" in states else "queue" if "queued" in states else "fence"
+        return self._fail(pull, code, phase=phase, peer="", detail=detail, now=now) + self._pump(now)
+
+    def tick(self, now: float) -> list[Effect]:
+        """Apply deadlines, renewals and retries. Worth calling every few tens of milliseconds while ``busy``."""
+        effects: list[Effect] = []
+        for leg_id, leg in list(self._legs.items()):
+            if leg.pull.failed or leg.state == "delivered":
+                effects += self._stop_holding_back(leg.pull, now)
+                continue
+            if leg.retry_at is not None and leg.retry_at <= now:
+                leg.retry_at = None
+                self._enqueue(leg_id, leg, now)
+            if leg.renew_at <= now:
+                leg.renew_at = now + leg.request.lease_s / RENEWALS_PER_LEASE
+                effects.append(RenewLease(leg.request.peer, leg.request.slot, leg.request.epoch))
+            overdue = self._overdue(leg, now)
+            if overdue:
+                detail = f"{overdue} took longer than its budget"
+                effects += self._fail(
+                    leg.pull, "deadline_exceeded", phase=overdue, peer=leg.request.peer, detail=detail, now=now
+                )
+        return effects + self._pump(now)
+
+    def _enqueue(self, leg_id: int, leg: _Leg, now: float) -> None:
+        leg.waiting = 0
+        for demand in leg.request.demands:
+            leg.waiting += len(demand.pairs.source)
+            self._ready.add(leg.request.peer, leg.pull.request.priority, Piece(leg_id, demand, now))
+
+    def _pump(self, now: float) -> list[Effect]:
+        """Dispatch batches while there is work and room."""
+        effects: list[Effect] = []
+        while (batch := self._ready.cut(now)) is not None:
+            effects += self._dispatch(batch, now)
+        return effects
+
+    def _dispatch(self, batch: Batch, now: float) -> list[Effect]:
+        read_id = self._new_id()
+        self._flights[read_id] = _Flight(batch, now)
+        effects: list[Effect] = []
+        for leg_id, _, first, last in batch.slices:
+            leg = self._legs[leg_id]
+            pull = leg.pull
+            leg.reads.add(read_id)
+            leg.waiting -= last - first
+            self._move(leg, "dispatched")
+            if pull.started_at is None:
+                pull.started_at = now
+                queue_s = now - pull.submitted_at
+                effects.append(TransferStarted(pull.request.pull_id, pull.request.request_id, queue_s))
+        legs = dict.fromkeys(slice_[0] for slice_ in batch.slices)
+        for leg_id in legs:
+            self._legs[leg_id].pull.reads += 1
+        effects.append(
+            Dispatch(
+                read_id=read_id,
+                peer=batch.peer,
+                program_id=batch.program_id,
+                pairs=join_pairs([(demand.pairs, first, last) for _, demand, first, last in batch.slices]),
+                priority=batch.priority,
+                fences=tuple(self._fence(leg_id) for leg_id in legs if not self._legs[leg_id].waiting),
+                pull_ids=tuple(self._legs[leg_id].pull.request.pull_id for leg_id in legs),
+            )
+        )
+        return effects
+
+    def _fence(self, leg_id: int) -> EpochCheck:
+        """Fence a leg whose last pair has just been dispatched, behind all its reads in flight."""
+        leg = self._legs[leg_id]
+        leg.fence_id = self._new_id()
+        self._fences[leg.fence_id] = leg_id
+        return EpochCheck(leg.fence_id, leg.request.slot, leg.request.epoch, tuple(sorted(leg.reads)))
+
+    def _fenced(self, fence_id: int) -> _Leg | None:
+        """Return the leg that a verdict is about; None when its pull has ended meanwhile."""
+        leg = self._legs.get(self._fences.pop(fence_id, -1))
+        return leg if leg is not None and leg.fence_id == fence_id and leg.state == "fencing" else None
+
+    def _complete(self, pull: _Pull, now: float) -> TransferCompleted:
+        request = pull.request
+        self._forget(pull)
+        assert pull.started_at is not None
+        report = TransferReport(
+            request_id=request.request_id,
+            nbytes=_nbytes(request),
+            descriptors=pull.descriptors,
+            reads=pull.reads,
+            timings_s={
+                "queue": pull.started_at - pull.submitted_at,
+                "post": pull.posted_s,
+                "wire": max(0.0, pull.arrived_at - pull.started_at - pull.posted_s),
+                "fence": pull.fence_s,
+            },
+        )
+        return TransferCompleted(request.pull_id, request.request_id, report)
+
+    def _fail(self, pull: _Pull, code: str, *, phase: str, peer: str, detail: str, now: float) -> list[Effect]:
+        """End a pull: queued work is dropped, posted work is waited for."""
+        pull.failed = True
+        reads: set[int] = set()
+        for leg_id in pull.legs:
+            leg = self._legs[leg_id]
+            self._move(leg, "failed")
+            self._ready.remove_leg(leg_id)
+            self._fences.pop(leg.fence_id, None)
+            reads |= leg.reads
+        request = pull.request
+        failure = TransferFailed(
+            request.pull_id, request.request_id, code, phase, peer, detail, quarantined=bool(reads)
+        )
+        effects: list[Effect] = [failure]
+        if code == "stale_lease" and reads:
+            # A stale lease implies quiescence: it is told when the other ranks' reads have ended as well.
+            pull.held_back, pull.held_since = msgspec.structs.replace(failure, quarantined=False), now
+            effects.clear()
+        unwanted = tuple(sorted(read_id for read_id in reads if self._unwanted(read_id)))
+        if unwanted:
+            effects.append(CancelReads(unwanted))
+        return effects + self._drain(pull)
+
+    def _stop_holding_back(self, pull: _Pull, now: float) -> list[Effect]:
+        """Tell of a failure whose reads do not end, as what it is by now: a peer that took too long."""
+        failure = pull.held_back
+        if failure is None or now - pull.held_since <= pull.request.budgets.wire_s:
+            return []
+        pull.held_back = None
+        hung = next(leg.request.peer for leg in map(self._legs.__getitem__, pull.legs) if leg.reads)
+        detail = "wire took longer than its budget"
+        return [
+            msgspec.structs.replace(
+                failure, code="deadline_exceeded", phase="wire", peer=hung, detail=detail, quarantined=True
+            )
+        ]
+
+    def _land(self, read_id: int) -> Batch:
+        """Take a batch out of the window, unless its peer's failure did so before."""
+        flight = self._flights.pop(read_id)
+        if flight.counted:
+            self._ready.landed(flight.batch)
+        return flight.batch
+
+    def _unwanted(self, read_id: int) -> bool:
+        return all(self._legs[slice_[0]].pull.failed for slice_ in self._flights[read_id].batch.slices)
+
+    def _drain(self, pull: _Pull) -> list[Effect]:
+        """Report quiescence once nothing of a failed pull is in flight."""
+        if any(self._legs[leg_id].reads for leg_id in pull.legs):
+            return []
+        for leg_id in pull.legs:
+            self._move(self._legs[leg_id], "drained")
+        self._forget(pull)
+        held_back: list[Effect] = [] if pull.held_back is None else [pull.held_back]
+        return [*held_back, TransferQuiesced(pull.request.pull_id, pull.request.request_id)]
+
+    def _forget(self, pull: _Pull) -> None:
+        del self._pulls[pull.request.pull_id]
+        for leg_id in pull.legs:
+            self._fences.pop(self._legs[leg_id].fence_id, None)
+            del self._legs[leg_id]
+
+    def _overdue(self, leg: _Leg, now: float) -> str:
+        budgets = leg.pull.request.budgets
+        if leg.state == "queued" and leg.bytes_at is None:
+            return "queue" if now - leg.pull.submitted_at > budgets.queue_s else ""
+        if leg.state == "reading":
+            # Without a read of its own in flight a leg waits for room, and room comes with the peer's progress.
+            oldest = min((self._flights[read_id].dispatched_at for read_id in leg.reads), default=0.0)
+            since = max(oldest, self._progress.get(leg.request.peer, oldest))
+            return "wire" if now - since > budgets.wire_s else ""
+        return "fence" if leg.bytes_at is not None and now - leg.bytes_at > budgets.fence_s else ""
+
+    def _move(self, leg: _Leg, event: LegEvent) -> None:
+        leg.state = advance(leg.state, event)
+
+    def _new_id(self) -> int:
+        self._next_id += 1
+        return self._next_id
+
+
+def _shares(batch: Batch, descriptors: int) -> dict[int, int]:
+    """Divide a batch's descriptors among its legs by their part of the pairs; the first takes the rest."""
+    pairs: dict[int, int] = {}
+    for leg_id, _, first, last in batch.slices:
+        pairs[leg_id] = pairs.get(leg_id, 0) + last - first
+    total = sum(pairs.values())
+    shares = {leg_id: descriptors * count // total for leg_id, count in pairs.items()}
+    shares[next(iter(shares))] += descriptors - sum(shares.values())
+    return shares
+
+
+def _nbytes(request: PullRequest) -> int:
+    return sum(len(part.pairs.source) * part.unit_bytes for leg in request.legs for part in leg.demands)

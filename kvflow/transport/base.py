@@ -1,0 +1,264 @@
+"""The contract between a worker and its data plane.
+
+A transport is two independent agents of one worker. The *exporter* is what peers read from; the *reader*
+reads from peers. They share nothing, so destroying the reader harms nobody who reads from us.
+
+Lifecycle: construct -> ``start`` (registers memory, blocks) -> any of the other calls -> ``close`` (blocks).
+    After ``close`` has returned, no byte of the registered memory is written any more. A transport starts once;
+    commands given after ``close`` are ignored, and cause no event.
+Threading: every call but ``start`` and ``close`` may be made from any thread and returns at once: it puts a
+    command into the queue of the one owner thread. Events are passed to ``sink`` on the owner thread; the
+    sink must be quick and must not raise (a worker's sink is ``loop.call_soon_threadsafe``).
+Order: commands are taken in order, but the chunks of a read are posted one at a time, and chunks of other
+    peers, and adding and removing peers, run in between. Among waiting reads a lower ``priority`` goes first;
+    equals go peer by peer in rotation.
+Failure: a command never raises for what a peer does. Each accepted ``Read`` ends in exactly one
+    ``ReadCompleted`` or ``ReadFailed``, each fence in exactly one ``FenceJudged`` or ``FenceFailed``. These
+    events are *terminal*: when one is reported, nothing of that read will write to memory any more. An error
+    of one peer ends all reads of that peer at once, as far as they are terminal, and then reports
+    ``PeerFailed``; reads still in flight end later, each by itself. Other peers are not disturbed. Between
+    ``PeerFailed`` and the next ``PeerAdded``, reads of the peer fail with ``peer_lost``.
+Memory: the caller keeps registered regions alive until ``close`` returned. Index arrays belong to the
+    transport once posted.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import Struct
+
+from kvflow.ids import PeerId
+from kvflow.layout.region import Region
+
+CHUNK_BYTES_MAX = 8 << 20
+"""A post on shared memory is the copy itself: 8 MiB take about 1 ms, and splitting costs nothing measurable."""
+
+CHUNK_DESCRIPTORS_MAX = 256
+"""Each merged descriptor costs 2 to 9 us in a post, so that 256 of them stay near the same millisecond."""
+
+
+class PeerAddress(Struct, frozen=True):
+    """What a reader must know of a peer's exporter.
+
+    Attributes:
+        peer: identity of the peer, unique per incarnation.
+        metadata: the exporter's own opaque description (``Transport.metadata``), at most 1 MiB.
+        epochs: the peer's epoch table, ``epochs.nbytes // 8`` slots of u64.
+    """
+
+    peer: PeerId
+    metadata: bytes
+    epochs: Region
+
+
+class Program(Struct, frozen=True, eq=False):
+    """Two prepared descriptor lists: what can be read from one peer under one plan.
+
+    Attributes:
+        program_id: chosen by the caller, unique in this transport as long as the peer is added.
+        peer: whose memory ``source_rows`` names.
+        source_rows: int64, shape (rows, 5): address, nbytes, device, stride, count. One row is ``count``
+            descriptors; descriptor numbers run through the rows in order. All within the peer's regions.
+            A row with a count above one has ``stride >= nbytes``.
+        target_rows: the same for our own memory, each row within one registered region.
+        source_memory: memory kind of all source rows, ``DRAM`` or ``VRAM``.
+        target_memory: memory kind of all target rows.
+    """
+
+    program_id: int
+    peer: PeerId
+    source_rows: npt.NDArray[np.int64]
+    target_rows: npt.NDArray[np.int64]
+    source_memory: str = "DRAM"
+    target_memory: str = "DRAM"
+
+
+class Fence(Struct, frozen=True):
+    """Read one epoch slot of the peer once all reads in ``after`` have been observed complete.
+
+    Attributes:
+        fence_id: chosen by the caller, unique in this transport.
+        slot: index into the peer's epoch table.
+        epoch: what the ticket says the slot must hold.
+        after: ids of reads of the same peer that were posted before the fence's own read, which is always
+            among them. If one of them fails or failed, so does the fence (``FenceFailed``); an id that is
+            not known, or was forgotten after 65,536 later reads, counts as failed.
+    """
+
+    fence_id: int
+    slot: int
+    epoch: int
+    after: tuple[int, ...]
+
+
+class Read(Struct, frozen=True, eq=False):
+    """Copy descriptors ``source_index[i]`` to ``target_index[i]`` of a program.
+
+    Attributes:
+        read_id: chosen by the caller, unique in this transport.
+        peer: the peer of the program.
+        program_id: a program that was prepared before.
+        source_index: int32, shape (n,), n >= 1.
+        target_index: int32, shape (n,).
+        cuts: int64, ascending, first 0, last n: chunk ``c`` is ``[cuts[c], cuts[c + 1])``. The caller keeps
+            each chunk within ``CHUNK_BYTES_MAX`` and ``CHUNK_DESCRIPTORS_MAX`` merged descriptors.
+        nbytes: total bytes; must be what the descriptors hold.
+        priority: lower is more urgent.
+        fences: fences that become due with this read.
+    """
+
+    read_id: int
+    peer: PeerId
+    program_id: int
+    source_index: npt.NDArray[np.int32]
+    target_index: npt.NDArray[np.int32]
+    cuts: npt.NDArray[np.int64]
+    nbytes: int
+    priority: int = 0
+    fences: tuple[Fence, ...] = ()
+
+
+class PeerAdded(Struct, frozen=True):
+    """The peer is known. That it answers shows in the first read, which also connects (10 to 40 ms)."""
+
+    peer: PeerId
+
+
+class PeerFailed(Struct, frozen=True):
+    """The peer cannot be read from any more, or never could; its programs are gone. Add it anew to retry.
+
+    Attributes:
+        peer: who.
+        code: ``peer_lost``, ``metadata_invalid`` or ``transport_error``.
+        detail: the foreign library's own words.
+    """
+
+    peer: PeerId
+    code: str
+    detail: str
+
+
+class ReadCompleted(Struct, frozen=True):
+    """All bytes of the read have arrived.
+
+    Attributes:
+        read_id: which read.
+        descriptors: how many the library saw after merging.
+        posted_s: seconds spent in posting calls (on shared memory this is the copy).
+        wire_s: seconds from the end of the first posting call to the observed completion, less ``posted_s``
+            of later chunks; about zero on shared memory.
+    """
+
+    read_id: int
+    descriptors: int
+    posted_s: float
+    wire_s: float
+
+
+class ReadFailed(Struct, frozen=True):
+    """The read ended early, and nothing of it will write any more.
+
+    Attributes:
+        read_id: which read.
+        code: ``peer_lost``, ``cancelled``, ``program_unknown``, ``bounds`` or ``transport_error``.
+        detail: the foreign library's own words.
+    """
+
+    read_id: int
+    code: str
+    detail: str
+
+
+class FenceJudged(Struct, frozen=True):
+    """The epoch slot was read after the data.
+
+    Attributes:
+        fence_id: which fence.
+        observed: the slot's value. Equal to the fence's epoch: held. Above: stale. Below: not admitted yet.
+        fence_s: seconds from posting the fence read to its completion.
+    """
+
+    fence_id: int
+    observed: int
+    fence_s: float
+
+
+class FenceFailed(Struct, frozen=True):
+    """The fence cannot be judged.
+
+    Attributes:
+        fence_id: which fence.
+        code: of the read before it that failed, or ``peer_lost``, ``cancelled``, ``bounds`` (there is no such
+            slot) or ``transport_error``.
+        detail: the foreign library's own words.
+    """
+
+    fence_id: int
+    code: str
+    detail: str
+
+
+TransportEvent = PeerAdded | PeerFailed | ReadCompleted | ReadFailed | FenceJudged | FenceFailed
+Sink = Callable[[TransportEvent], None]
+
+
+class Transport(Protocol):
+    """The data plane of one worker. See the module's docstring for the contract."""
+
+    @property
+    def name(self) -> str:
+        """``nixl`` or ``loopback``; peers with different names cannot read each other."""
+        ...
+
+    def start(self, regions: Sequence[Region], epochs: Region) -> None:
+        """Register memory with both agents and start the owner thread.
+
+        Args:
+            regions: the cache. Peers may read it; our own reads may write to it.
+            epochs: our epoch table: DRAM, ``nbytes`` a multiple of 8. Peers may read it.
+
+        Raises:
+            TransportUnavailable: the library cannot be loaded or refuses the memory.
+        """
+        ...
+
+    def metadata(self) -> bytes:
+        """Return what a peer needs to read from us; constant between ``start`` and ``close``."""
+        ...
+
+    def add_peer(self, address: PeerAddress) -> None:
+        """Connect to a peer's exporter. Ends in ``PeerAdded`` or ``PeerFailed``; adding again is harmless.
+
+        A peer that was removed or failed is added again once nothing of it is in flight, which for a hung peer
+        may be never.
+        """
+        ...
+
+    def remove_peer(self, peer: PeerId) -> None:
+        """Forget a peer, its programs and its unposted reads (``ReadFailed``, ``cancelled``)."""
+        ...
+
+    def prepare(self, program: Program) -> None:
+        """Prepare descriptor lists. A failure shows as ``ReadFailed`` of the reads that use the program."""
+        ...
+
+    def post(self, read: Read) -> None:
+        """Start a read. Ends in ``ReadCompleted`` or ``ReadFailed``, then its fences are judged."""
+        ...
+
+    def cancel(self, read_ids: Sequence[int]) -> None:
+        """Drop chunks that were not posted yet.
+
+        Each unfinished read ends in ``ReadFailed`` (``cancelled``) once its posted chunks are terminal, which
+        for a hung peer may be never; or in ``ReadCompleted`` if nothing was left to drop.
+        """
+        ...
+
+    def close(self) -> None:
+        """Destroy both agents and join the owner thread. Idempotent. Pending reads end as ``cancelled``.
+
+        What is in flight gets two seconds to end by itself. Must not be called by the sink.
+        """
+        ...

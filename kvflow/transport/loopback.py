@@ -1,0 +1,142 @@
+"""The contract within one process: peers are found in a registry, and bytes are copied by the owner thread.
+
+It is for tests, demos and engines that share a process. Every post is done on return, as NIXL's is on shared
+memory. What NIXL cannot know, it does not know either: a peer that is gone shows only when it is read from.
+"""
+
+import ctypes
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from kvflow.errors import TransportUnavailable
+from kvflow.ids import PeerId
+from kvflow.layout.region import Region
+from kvflow.transport.base import PeerAddress, Sink
+from kvflow.transport.bounds import OutOfBounds, check_inside, merge
+from kvflow.transport.envelope import Envelope, seal, unseal
+from kvflow.transport.ledger import Chunk
+from kvflow.transport.mover import Flight, MoveFailed, Prepared
+from kvflow.transport.threaded import ThreadedTransport
+
+
+@dataclass(slots=True, eq=False)
+class _Exporter:
+    """Memory that peers may read. Whoever reads holds the lock, so that it is not freed meanwhile."""
+
+    regions: tuple[Region, ...]
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    closed: bool = False
+
+
+_exporters: dict[str, _Exporter] = {}
+_exporters_lock = threading.Lock()
+
+
+@dataclass(slots=True, eq=False)
+class _Peer:
+    exporter: _Exporter
+    epochs: Region
+    programs: dict[int, Prepared] = field(default_factory=dict)
+
+
+class LoopbackMover:
+    """Move bytes between transports of one process. See ``Mover`` for the contract.
+
+    Args:
+        agent_name: unique per incarnation.
+        regions: the cache, in DRAM.
+        epochs: our epoch table.
+
+    Raises:
+        TransportUnavailable: a region is not DRAM, or the name is taken.
+    """
+
+    def __init__(self, agent_name: str, regions: Sequence[Region], epochs: Region) -> None:
+        self._agent_name = agent_name
+        self._peers: dict[PeerId, _Peer] = {}
+        self.metadata = seal(Envelope("loopback", agent_name, b""))
+        if any(region.memory != "DRAM" for region in (*regions, epochs)):
+            raise TransportUnavailable("loopback copies DRAM only", remedy="Use transport='nixl' for VRAM.")
+        self._exporter = _Exporter((*regions, epochs))
+        with _exporters_lock:
+            if agent_name in _exporters:
+                raise TransportUnavailable(f"there is an exporter {agent_name!r} already", remedy="Choose another.")
+            _exporters[agent_name] = self._exporter
+
+    def add(self, address: PeerAddress) -> None:
+        """See ``Mover.add``."""
+        try:
+            envelope = unseal(address.metadata, transport="loopback")
+        except ValueError as error:
+            raise MoveFailed("metadata_invalid", str(error)) from error
+        with _exporters_lock:
+            exporter = _exporters.get(envelope.agent)
+        if exporter is None:
+            raise MoveFailed("peer_lost", f"there is no exporter {envelope.agent!r} in this process")
+        if any(peer.exporter is exporter for peer in self._peers.values()):
+            raise MoveFailed("metadata_invalid", f"{envelope.agent!r} is another peer already")
+        if address.epochs not in exporter.regions:
+            raise MoveFailed("metadata_invalid", f"{envelope.agent!r} does not export {address.epochs}")
+        self._peers[address.peer] = _Peer(exporter, address.epochs)
+
+    def remove(self, peer_id: PeerId) -> None:
+        """See ``Mover.remove``."""
+        del self._peers[peer_id]
+
+    def prepare(self, prepared: Prepared) -> None:
+        """See ``Mover.prepare``."""
+        peer = self._peers[prepared.program.peer]
+        try:
+            check_inside(prepared.source, peer.exporter.regions, prepared.program.source_memory)
+        except OutOfBounds as error:
+            raise MoveFailed("bounds", str(error)) from error
+        peer.programs[prepared.program.program_id] = prepared
+
+    def post(self, chunk: Chunk) -> Flight | int:
+        """See ``Mover.post``."""
+        peer, read = self._peers[chunk.peer], chunk.read
+        program = peer.programs[read.program_id]
+        part = slice(chunk.first, chunk.stop)
+        runs = merge(program.source, read.source_index[part], program.target, read.target_index[part])
+        with peer.exporter.lock:
+            _require_open(peer.exporter)
+            for run in runs:
+                ctypes.memmove(run.target_address, run.source_address, run.nbytes)
+        return 0
+
+    def post_fence(self, peer_id: PeerId, slot: int) -> Flight | int:
+        """See ``Mover.post_fence``."""
+        peer = self._peers[peer_id]
+        with peer.exporter.lock:
+            _require_open(peer.exporter)
+            return ctypes.c_uint64.from_address(peer.epochs.address + 8 * slot).value
+
+    def poll(self, flight: Flight) -> int | None:
+        """See ``Mover.poll``. Nothing ever flies."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """See ``Mover.close``. Returns when nobody reads from us any more."""
+        with _exporters_lock:
+            del _exporters[self._agent_name]
+        with self._exporter.lock:
+            self._exporter.closed = True
+
+
+class LoopbackTransport(ThreadedTransport):
+    """The data plane within one process. See ``Transport`` for the contract.
+
+    Args:
+        agent_name: unique per incarnation.
+        sink: called on the owner thread.
+    """
+
+    def __init__(self, agent_name: str, sink: Sink) -> None:
+        super().__init__("loopback", partial(LoopbackMover, agent_name), sink)
+
+
+def _require_open(exporter: _Exporter) -> None:
+    if exporter.closed:
+        raise MoveFailed("peer_lost", "the exporter was closed")

@@ -1,0 +1,256 @@
+"""NIXL as a mover: two agents, prepared strided lists, and NIXL's exceptions in our words.
+
+The exporter has a progress thread, which serves peers while nobody calls it. The reader has none: the owner
+thread polls whenever something is in flight, and a second thread would fight it for the UCX worker's lock.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+
+from kvflow.errors import TransportUnavailable
+from kvflow.ids import PeerId
+from kvflow.layout.region import Region
+from kvflow.transport.base import PeerAddress, Sink
+from kvflow.transport.envelope import Envelope, seal, unseal
+from kvflow.transport.ledger import Chunk
+from kvflow.transport.mover import Flight, MoveFailed, Prepared
+from kvflow.transport.nixl_binding import Agent, error_types, load_binding
+from kvflow.transport.threaded import ThreadedTransport
+
+_SCRATCH_SLOTS = 8192
+"""Where fences land: 64 KiB. A peer has at most eight fences in flight, so this is enough for 1,024 hung peers."""
+
+_MOVING = {
+    "nixlRemoteDisconnectError": "peer_lost",
+    # NIXL forgets a peer at its first endpoint error; everything else of that peer is then not found.
+    "nixlNotFoundError": "peer_lost",
+}
+_ADDING = {
+    "nixlRemoteDisconnectError": "peer_lost",
+    "nixlBackendError": "peer_lost",  # connecting to a process that is gone
+    "nixlInvalidParamError": "metadata_invalid",
+    "nixlMismatchError": "metadata_invalid",
+    "nixlNotFoundError": "metadata_invalid",
+}
+_PREPARING = {
+    "nixlNotFoundError": "bounds",  # not within what the peer registered
+    "nixlInvalidParamError": "bounds",
+}
+"""Names of NIXL's exceptions to our codes; every other exception is a ``transport_error``."""
+
+
+@dataclass(slots=True, eq=False)
+class _Peer:
+    agent: str
+    epochs: int
+    programs: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class _Posted(Flight):
+    """What was not done on return.
+
+    Attributes:
+        handle: of the read; 0 if nothing can tell when it ends.
+        peer: whose memory is read.
+        slot: scratch slot that it writes to, or -1.
+        failure: what to report once it is over.
+    """
+
+    handle: int
+    peer: _Peer
+    slot: int = -1
+    failure: MoveFailed | None = None
+
+
+class NixlMover:
+    """Move bytes with NIXL. See ``Mover`` for the contract.
+
+    Args:
+        agent_name: unique per incarnation.
+        regions: the cache.
+        epochs: our epoch table.
+
+    Raises:
+        TransportUnavailable: NIXL cannot be loaded, UCX cannot start, or the memory is refused.
+    """
+
+    def __init__(self, agent_name: str, regions: Sequence[Region], epochs: Region) -> None:
+        binding = load_binding()
+        self._errors = error_types(binding)
+        self._peers: dict[PeerId, _Peer] = {}
+        self._scratch = np.zeros(_SCRATCH_SLOTS, dtype=np.uint64)
+        self._free_slots = list(range(_SCRATCH_SLOTS))
+        refusals: tuple[type[Exception], ...] = (ValueError, *self._errors)
+        scratch = np.array([[self._scratch.ctypes.data, 8, 0, 8, _SCRATCH_SLOTS]], dtype=np.int64)
+        try:
+            with ExitStack() as agents:
+                exporter = Agent(binding, f"{agent_name}/exporter", progress=True)
+                agents.callback(exporter.destroy)
+                exporter.register([*regions, epochs])
+                self._reader = Agent(binding, f"{agent_name}/reader", progress=False)
+                agents.callback(self._reader.destroy)
+                self._reader.register([*regions, Region(self._scratch.ctypes.data, self._scratch.nbytes)])
+                self._scratch_list = self._reader.prepare_local(scratch, "DRAM")
+                self.metadata = seal(Envelope("nixl", f"{agent_name}/exporter", exporter.metadata()))
+                self._agents = agents.pop_all()  # closes in reverse: the reader goes first
+        except refusals as error:
+            raise TransportUnavailable(f"NIXL cannot start: {_words(error)}") from error
+
+    def add(self, address: PeerAddress) -> None:
+        """See ``Mover.add``."""
+        try:
+            envelope = unseal(address.metadata, transport="nixl")
+        except ValueError as error:
+            raise MoveFailed("metadata_invalid", str(error)) from error
+        if any(peer.agent == envelope.agent for peer in self._peers.values()):
+            raise MoveFailed("metadata_invalid", f"{envelope.agent!r} is another peer already")
+        epochs = address.epochs
+        rows = np.array([[epochs.address, 8, 0, 8, epochs.nbytes // 8]], dtype=np.int64)
+        try:
+            agent = self._reader.add_remote(envelope.blob)
+            peer = _Peer(agent, self._reader.prepare_remote(agent, rows, "DRAM"))
+        except self._errors as error:
+            self._forget(envelope.agent)
+            raise _failure(_ADDING, error) from error
+        if agent != envelope.agent:
+            self._reader.release_list(peer.epochs)
+            if all(known.agent != agent for known in self._peers.values()):
+                self._forget(agent)  # never another peer's: its reads would go on writing, unseen
+            raise MoveFailed("metadata_invalid", f"{envelope.agent!r} calls itself {agent!r}")
+        self._peers[address.peer] = peer
+
+    def remove(self, peer_id: PeerId) -> None:
+        """See ``Mover.remove``."""
+        peer = self._peers.pop(peer_id)
+        for prepared in (peer.epochs, *(prepared for program in peer.programs.values() for prepared in program)):
+            self._reader.release_list(prepared)
+        self._forget(peer.agent)
+
+    def prepare(self, prepared: Prepared) -> None:
+        """See ``Mover.prepare``."""
+        program = prepared.program
+        peer = self._peers[program.peer]
+        try:
+            source = self._reader.prepare_remote(peer.agent, prepared.source.table, program.source_memory)
+            try:
+                target = self._reader.prepare_local(prepared.target.table, program.target_memory)
+            except self._errors:
+                self._reader.release_list(source)
+                raise
+        except self._errors as error:
+            raise _failure(_PREPARING, error) from error
+        peer.programs[program.program_id] = (source, target)
+
+    def post(self, chunk: Chunk) -> Flight | int:
+        """See ``Mover.post``."""
+        read, peer = chunk.read, self._peers[chunk.peer]
+        source, target = peer.programs[read.program_id]
+        source_index = np.ascontiguousarray(read.source_index[chunk.first : chunk.stop])
+        target_index = np.ascontiguousarray(read.target_index[chunk.first : chunk.stop])
+        try:
+            handle = self._reader.make_read(target, target_index, source, source_index)
+        except self._errors as error:
+            raise _failure(_MOVING, error) from error
+        return self._post(_Posted(handle, peer))
+
+    def post_fence(self, peer_id: PeerId, slot: int) -> Flight | int:
+        """See ``Mover.post_fence``."""
+        peer = self._peers[peer_id]
+        if not self._free_slots:
+            raise MoveFailed("transport_error", "too many fences of hung peers are in flight")
+        scratch_slot = self._free_slots.pop()
+        try:
+            handle = self._make_fence(peer, scratch_slot, slot)
+        except self._errors as error:
+            self._free_slots.append(scratch_slot)
+            raise _failure(_MOVING, error) from error
+        return self._post(_Posted(handle, peer, slot=scratch_slot))
+
+    def poll(self, flight: Flight) -> int | None:
+        """See ``Mover.poll``."""
+        assert isinstance(flight, _Posted)
+        if not flight.handle:
+            return None
+        return self._ask(flight, self._reader.poll)
+
+    def close(self) -> None:
+        """See ``Mover.close``."""
+        self._agents.close()
+
+    def _post(self, posted: _Posted) -> Flight | int:
+        outcome = self._ask(posted, self._reader.post)
+        return posted if outcome is None else outcome
+
+    def _ask(self, posted: _Posted, question: Callable[[int], bool]) -> int | None:
+        """Post or poll a handle, and settle it if that ends it."""
+        try:
+            if not question(posted.handle):
+                return None
+        except self._errors as error:
+            self._reader.release(posted.handle)
+            failure = _failure(_MOVING, error)
+            if failure.reason.code != "peer_lost":
+                return self._flush(posted, failure)
+            self._settle(posted)
+            raise (posted.failure or failure) from error
+        self._reader.release(posted.handle)
+        value = self._settle(posted)
+        if posted.failure is not None:
+            raise posted.failure
+        return value
+
+    def _flush(self, posted: _Posted, failure: MoveFailed) -> int | None:
+        """Go on until nothing of a failed handle writes any more, then raise its failure.
+
+        The endpoint lives, so descriptors that were posted before the failing one may still be arriving. NIXL ends
+        every post with a flush of the endpoint: a later read that completes proves that they have arrived.
+        """
+        first = posted.failure is None
+        posted.failure = posted.failure or failure
+        posted.handle = 0
+        if first and (posted.slot >= 0 or self._free_slots):
+            posted.slot = posted.slot if posted.slot >= 0 else self._free_slots.pop()
+            with suppress(*self._errors):
+                posted.handle = self._make_fence(posted.peer, posted.slot, 0)
+                return self._ask(posted, self._reader.post)
+        return None
+
+    def _make_fence(self, peer: _Peer, scratch_slot: int, slot: int) -> int:
+        local, remote = np.array([scratch_slot], dtype=np.int32), np.array([slot], dtype=np.int32)
+        return self._reader.make_read(self._scratch_list, local, peer.epochs, remote)
+
+    def _settle(self, posted: _Posted) -> int:
+        """Give back the scratch slot of something that is over, and return what landed there."""
+        if posted.slot < 0:
+            return 0
+        self._free_slots.append(posted.slot)
+        return int(self._scratch[posted.slot])
+
+    def _forget(self, agent: str) -> None:
+        with suppress(*self._errors):  # NIXL forgets a peer by itself when its endpoint fails
+            self._reader.remove_remote(agent)
+
+
+class NixlTransport(ThreadedTransport):
+    """The data plane over NIXL and UCX: shared memory, TCP, RDMA, NVLink. See ``Transport`` for the contract.
+
+    Args:
+        agent_name: unique per incarnation.
+        sink: called on the owner thread.
+    """
+
+    def __init__(self, agent_name: str, sink: Sink) -> None:
+        super().__init__("nixl", partial(NixlMover, agent_name), sink)
+
+
+def _failure(codes: Mapping[str, str], error: Exception) -> MoveFailed:
+    return MoveFailed(codes.get(type(error).__name__, "transport_error"), _words(error))
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,315 @@
+"""Everything a transport decides, without a thread: commands in, steps, events out.
+
+The owner joins the ledger (what is next, what has ended) with a mover (how bytes move) and keeps the peers and
+programs. It is driven by ``transport/threaded.py``; a test can drive it by hand.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from msgspec import Struct
+
+from kvflow.ids import PeerId
+from kvflow.layout.region import ADDRESS_MAX, Region
+from kvflow.transport.base import (
+    PeerAdded,
+    PeerAddress,
+    PeerFailed,
+    Program,
+    Read,
+    Sink,
+    TransportEvent,
+)
+from kvflow.transport.bounds import OutOfBounds, check_inside, check_read, check_rows
+from kvflow.transport.ledger import Chunk, Ledger, Reason, Work
+from kvflow.transport.mover import Flight, MoveFailed, Mover, Prepared
+
+_logger = logging.getLogger(__name__)
+
+REMOVED = Reason("cancelled", "the peer was removed")
+CLOSING = Reason("cancelled", "the transport is closing")
+
+
+class RemovePeer(Struct, frozen=True):
+    """``Transport.remove_peer``."""
+
+    peer: PeerId
+
+
+class CancelReads(Struct, frozen=True):
+    """``Transport.cancel``."""
+
+    read_ids: tuple[int, ...]
+
+
+Command = PeerAddress | RemovePeer | Program | Read | CancelReads
+
+
+@dataclass(slots=True, eq=False)
+class _Peer:
+    """A peer that was added. When ``leaving`` it only drains; ``again`` is what to add after that."""
+
+    epoch_slots: int
+    programs: dict[int, Prepared | Reason] = field(default_factory=dict)
+    leaving: bool = False
+    again: PeerAddress | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Flying:
+    """Work in flight. When ``stuck`` nobody knows when it ends: it ends with the agents."""
+
+    work: Work
+    flight: Flight
+    posted_at: float
+    stuck: bool = False
+
+
+class Owner:
+    """Serve the commands of one transport. Thread: one only.
+
+    Args:
+        mover: opened already.
+        regions: what targets may lie in.
+        sink: where events go.
+        now: seconds of a monotonic clock.
+    """
+
+    def __init__(self, mover: Mover, regions: Sequence[Region], sink: Sink, now: Callable[[], float]) -> None:
+        self._mover = mover
+        self._regions = tuple(regions)
+        self._sink = sink
+        self._now = now
+        self._ledger = Ledger()
+        self._peers: dict[PeerId, _Peer] = {}
+        self._flying: list[_Flying] = []
+        self._outbox: list[TransportEvent] = []
+
+    @property
+    def in_flight(self) -> bool:
+        """Tell whether something posted has not ended."""
+        return bool(self._flying)
+
+    def handle(self, command: Command) -> None:
+        """Take one command. Whatever it causes shows as events."""
+        try:
+            match command:
+                case Read():
+                    self._admit(command)
+                case CancelReads(read_ids):
+                    self._emit(self._ledger.cancel(read_ids))
+                case PeerAddress():
+                    self._add(command)
+                case Program():
+                    self._prepare(command)
+                case RemovePeer(peer):
+                    self._remove(peer)
+            self._finish_leaving()
+        except Exception as error:  # noqa: BLE001 - the thread outlives our own defects, and tells of them
+            self._rescue(command, error)
+        self._publish()
+
+    def step(self) -> bool:
+        """Post one chunk at most and the fences that are due, then ask about all in flight. False: nothing changed.
+
+        What the step caused is published at its end: a read and its fence wake the event loop once, and the loop
+        does not fight this thread for the interpreter in between.
+        """
+        try:
+            work = self._ledger.take()
+            if work is not None:
+                self._post(work)
+            while self._ledger.fence_due and (fence := self._ledger.take()) is not None:
+                self._post(fence)
+            before = len(self._flying)
+            for flying in tuple(self._flying):
+                self._poll(flying)
+            landed = len(self._flying) < before
+            if work is not None or landed:
+                self._finish_leaving()
+        except Exception as error:  # noqa: BLE001 - as above
+            self._rescue(None, error)
+            return True
+        finally:
+            self._publish()
+        return work is not None or landed
+
+    def begin_close(self) -> None:
+        """Drop everything that is not posted. Steps may go on until nothing is in flight."""
+        for peer in tuple(self._peers):
+            self._leave(peer, CLOSING)
+        self._publish()
+
+    def end_close(self) -> None:
+        """Destroy the agents, then report what was still in flight: now nothing of it writes any more."""
+        self._mover.close()
+        for flying in self._flying:
+            self._emit(self._ledger.failed(flying.work, CLOSING))
+        self._flying.clear()
+        self._publish()
+
+    def _admit(self, read: Read) -> None:
+        try:
+            program = self._program_of(read)
+            descriptors = check_read(read, program.source, program.target)
+        except MoveFailed as failure:
+            self._emit(self._ledger.refuse(read, failure.reason))
+        except OutOfBounds as error:
+            self._emit(self._ledger.refuse(read, Reason("bounds", str(error))))
+        else:
+            self._emit(self._ledger.admit(read, descriptors))
+
+    def _program_of(self, read: Read) -> Prepared:
+        peer = self._peers.get(read.peer)
+        if peer is None or peer.leaving:
+            raise MoveFailed("peer_lost", f"{read.peer} is not added")
+        program = peer.programs.get(read.program_id)
+        if program is None:
+            raise MoveFailed("program_unknown", f"program {read.program_id} of {read.peer} was not prepared")
+        if isinstance(program, Reason):
+            raise MoveFailed(program.code, program.detail)
+        return program
+
+    def _prepare(self, program: Program) -> None:
+        peer = self._peers.get(program.peer)
+        if peer is None or peer.leaving:
+            return  # its reads fail as those of a peer that is not there
+        assert program.program_id not in peer.programs, f"program id {program.program_id} is used twice"
+        try:
+            source, target = check_rows(program.source_rows), check_rows(program.target_rows)
+            check_inside(target, self._regions, program.target_memory)
+            prepared = Prepared(program, source, target)
+            self._mover.prepare(prepared)
+        except OutOfBounds as error:
+            peer.programs[program.program_id] = Reason("bounds", str(error))
+        except MoveFailed as failure:
+            peer.programs[program.program_id] = failure.reason
+        else:
+            peer.programs[program.program_id] = prepared
+
+    def _add(self, address: PeerAddress) -> None:
+        peer = self._peers.get(address.peer)
+        if peer is not None and peer.leaving:
+            peer.again = address
+            return
+        if peer is None:
+            try:
+                _check_epochs(address.epochs)
+                self._mover.add(address)
+            except MoveFailed as failure:
+                self._emit([PeerFailed(address.peer, failure.reason.code, failure.reason.detail)])
+                return
+            self._peers[address.peer] = _Peer(epoch_slots=address.epochs.nbytes // 8)
+            self._ledger.open(address.peer)
+        self._emit([PeerAdded(address.peer)])
+
+    def _remove(self, peer_id: PeerId) -> None:
+        peer = self._peers.get(peer_id)
+        if peer is not None and peer.again is not None:
+            peer.again = None
+            self._emit([PeerFailed(peer_id, "peer_lost", "removed before it could be added again")])
+        if peer is not None:
+            self._leave(peer_id, REMOVED)
+
+    def _leave(self, peer_id: PeerId, reason: Reason) -> bool:
+        """Stop using a peer; it is removed once nothing of it is in flight. False: it was leaving already."""
+        peer = self._peers[peer_id]
+        if peer.leaving:
+            return False
+        peer.leaving = True
+        self._emit(self._ledger.abandon(peer_id, reason))
+        return True
+
+    def _finish_leaving(self) -> None:
+        for peer_id, peer in tuple(self._peers.items()):
+            if peer.leaving and self._ledger.drained(peer_id):
+                del self._peers[peer_id]
+                self._mover.remove(peer_id)
+                if peer.again is not None:
+                    self._add(peer.again)
+
+    def _lose(self, peer_id: PeerId, reason: Reason) -> None:
+        if peer_id in self._peers and self._leave(peer_id, reason):
+            self._emit([PeerFailed(peer_id, reason.code, reason.detail)])
+
+    def _post(self, work: Work) -> None:
+        started = self._now()
+        try:
+            if isinstance(work, Chunk):
+                outcome = self._mover.post(work)
+                self._ledger.posted(work, started, self._now())
+            elif work.fence.slot in range(self._peers[work.peer].epoch_slots):
+                outcome = self._mover.post_fence(work.peer, work.fence.slot)
+            else:
+                raise MoveFailed("bounds", f"{work.peer} has no epoch slot {work.fence.slot}")
+        except MoveFailed as failure:
+            self._fail(work, failure.reason)
+        except Exception as error:
+            if isinstance(work, Chunk):
+                # Nobody knows whether it had begun to write: only the end of the agents proves that it does not.
+                self._flying.append(_Flying(work, Flight(), started, stuck=True))
+            else:
+                self._fail(work, Reason("transport_error", repr(error)))
+            raise
+        else:
+            if isinstance(outcome, Flight):
+                self._flying.append(_Flying(work, outcome, started))
+            else:
+                self._land(work, outcome, started)
+
+    def _poll(self, flying: _Flying) -> None:
+        if flying.stuck:
+            return
+        try:
+            outcome = self._mover.poll(flying.flight)
+        except MoveFailed as failure:
+            self._flying.remove(flying)
+            self._fail(flying.work, failure.reason)
+        except Exception:
+            flying.stuck = True
+            raise
+        else:
+            if outcome is not None:
+                self._flying.remove(flying)
+                self._land(flying.work, outcome, flying.posted_at)
+
+    def _land(self, work: Work, value: int, posted_at: float) -> None:
+        now = self._now()
+        if isinstance(work, Chunk):
+            self._emit(self._ledger.arrived(work, now))
+        else:
+            self._emit(self._ledger.judged(work, value, now - posted_at))
+
+    def _fail(self, work: Work, reason: Reason) -> None:
+        self._emit(self._ledger.failed(work, reason))
+        if reason.code != "bounds":
+            self._lose(work.peer, reason)
+
+    def _rescue(self, command: Command | None, error: Exception) -> None:
+        """Fail everything after a defect of our own: nobody may wait for ever."""
+        _logger.error("kvflow.transport: unexpected error; all reads fail", exc_info=error)
+        reason = Reason("transport_error", repr(error))
+        if isinstance(command, PeerAddress) and command.peer not in self._peers:
+            self._emit([PeerFailed(command.peer, reason.code, reason.detail)])
+        if isinstance(command, Read) and command.read_id not in self._ledger.reads:
+            self._emit(self._ledger.refuse(command, reason))
+        for peer_id in tuple(self._peers):
+            self._lose(peer_id, reason)
+
+    def _emit(self, events: Sequence[TransportEvent]) -> None:
+        self._outbox += events
+
+    def _publish(self) -> None:
+        events, self._outbox = self._outbox, []
+        for event in events:
+            try:
+                self._sink(event)
+            except Exception:
+                _logger.exception("kvflow.transport: the sink raised; %r is lost", event)
+
+
+def _check_epochs(epochs: Region) -> None:
+    aligned = epochs.memory == "DRAM" and epochs.address % 8 == 0 and epochs.nbytes % 8 == 0
+    if not aligned or epochs.nbytes > ADDRESS_MAX - epochs.address:
+        raise MoveFailed("metadata_invalid", f"not a table of epochs: {epochs}")

@@ -1,0 +1,1 @@
+"""The asyncio shell: one worker is the runtime of one rank of an engine."""

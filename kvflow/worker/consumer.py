@@ -1,0 +1,356 @@
+"""The consumer's side of a worker: pulls, from a ticket to a report.
+
+The scheduler decides, this module does: it meets the peers, binds and posts what is dispatched, and settles
+each pull's future with what the scheduler reports.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+
+import msgspec
+
+from kvflow.cache.destinations import DestinationLedger, Quarantined
+from kvflow.cache.tickets import Member, Ticket
+from kvflow.clock import Clock
+from kvflow.errors import ArgumentInvalid, DeadlineExceeded, KvflowError, WorkerClosed
+from kvflow.ids import PeerId
+from kvflow.layout.manifest import Manifest
+from kvflow.transfer.cover import choose_sources
+from kvflow.transfer.events import TransferCompleted, TransferFailed, TransferQuiesced
+from kvflow.transfer.pairs import Int64s, check_block_ids
+from kvflow.transfer.report import TransferReport
+from kvflow.transfer.requests import (
+    Budgets,
+    CancelReads,
+    Dispatch,
+    Effect,
+    LegRequest,
+    PullRequest,
+    RenewLease,
+)
+from kvflow.transfer.scheduler import Scheduler
+from kvflow.transport.base import (
+    CHUNK_BYTES_MAX,
+    CHUNK_DESCRIPTORS_MAX,
+    Fence,
+    FenceFailed,
+    FenceJudged,
+    PeerAdded,
+    PeerFailed,
+    Read,
+    ReadCompleted,
+    ReadFailed,
+    Transport,
+    TransportEvent,
+)
+from kvflow.worker.demands import demands_of, empty_report, log_context
+from kvflow.worker.failures import transfer_error
+from kvflow.worker.peers import Peer, PeerPool
+
+TICK_S = 0.02
+"""Deadlines, renewals and retries are looked at this often while a pull is open; nothing else waits for it."""
+
+
+@dataclass(slots=True)
+class _Pull:
+    """One call of ``pull`` that has been submitted."""
+
+    ticket: Ticket
+    result: asyncio.Future[TransferReport]
+    called_at: float
+    handshake_s: float
+    context: dict[str, object]
+    bind_s: float = 0.0
+
+
+class Consumer:
+    """Pulls of one worker.
+
+    Thread: the event loop.
+    """
+
+    def __init__(
+        self,
+        *,
+        pool: PeerPool,
+        scheduler: Scheduler,
+        ledger: DestinationLedger,
+        transport: Transport,
+        manifest: Manifest,
+        budgets: Budgets,
+        verify: Callable[[Ticket], None],
+        clock: Clock,
+        report: Callable[..., None],
+    ) -> None:
+        self._pool = pool
+        self._scheduler = scheduler
+        self._ledger = ledger
+        self._transport = transport
+        self._manifest = manifest
+        self._budgets = budgets
+        self._verify = verify
+        self._clock = clock
+        self._report = report
+        self._pulls: dict[int, _Pull] = {}
+        self._unsettled: dict[int, str] = {}
+        self._waiters: dict[str, list[asyncio.Future[None]]] = {}
+        self._busy = asyncio.Event()
+        self._releases: dict[PeerId, list[tuple[int, int]]] = {}
+        self._ids = count(1)
+        self._closed = False
+
+    async def pull(self, ticket: Ticket, block_ids: Sequence[Sequence[int]], *, priority: int = 0) -> TransferReport:
+        """Read a ticket's blocks into ours. See ``Worker.pull``."""
+        called_at = self._clock()
+        if not isinstance(priority, int):
+            raise ArgumentInvalid("priority", "an integer", priority)
+        self._check(ticket)
+        targets = check_block_ids(
+            block_ids, num_blocks=self._manifest.num_blocks, aliases=self._ledger.aliases, unique=True
+        )
+        members = tuple(ticket.members())
+        peers = await self._meet(members)
+        legs = self._legs(members, peers, targets)
+        handshake_s = self._clock() - called_at
+        self._require_open()
+        if not legs:
+            self._release(members)
+            return empty_report(ticket, self._transport.name, handshake_s)
+        pull = _Pull(
+            ticket=ticket,
+            result=asyncio.get_running_loop().create_future(),
+            called_at=called_at,
+            handshake_s=handshake_s,
+            context=log_context(ticket, targets),
+        )
+        return await self._run(pull, targets, legs, priority)
+
+    async def release(self, ticket: Ticket) -> None:
+        """Give a ticket back without reading it. See ``Worker.release``."""
+        self._check(ticket)
+        lost: list[KvflowError] = []
+        for member in ticket.members():
+            try:
+                link = await self._pool.reach(member)
+            except KvflowError as error:
+                lost.append(error)  # the other ranks can be told all the same
+            else:
+                link.release([(member.grant.slot, member.grant.epoch_value)])
+        if lost:
+            raise lost[0]
+
+    async def quiesced(self, request_id: str) -> None:
+        """Wait until nothing may write into the request's blocks any more. See ``Worker.quiesced``."""
+        if request_id in self._unsettled.values():
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiters.setdefault(request_id, []).append(waiter)
+            await waiter
+
+    def quarantined(self) -> list[Quarantined]:
+        """List destinations whose pulls have ended while something may still write."""
+        return self._ledger.quarantined()
+
+    def open_pulls(self) -> int:
+        """Return how many pulls are open or draining."""
+        return len(self._unsettled)
+
+    def on_transport_event(self, event: TransportEvent) -> None:
+        """Feed what the data plane reports to whom it concerns."""
+        now = self._clock()
+        match event:
+            case ReadCompleted(read_id=read_id, descriptors=descriptors, posted_s=posted_s):
+                effects = self._scheduler.on_read_completed(
+                    read_id, descriptors=descriptors, posted_s=posted_s, now=now
+                )
+            case ReadFailed(read_id=read_id, code=code, detail=detail):
+                effects = self._scheduler.on_read_failed(read_id, code=code, detail=detail, now=now)
+            case FenceJudged(fence_id=fence_id, observed=observed, fence_s=fence_s):
+                effects = self._scheduler.on_fence_judged(fence_id, observed=observed, fence_s=fence_s, now=now)
+            case FenceFailed(fence_id=fence_id, code=code, detail=detail):
+                effects = self._scheduler.on_fence_failed(fence_id, code=code, detail=detail, now=now)
+            case PeerAdded(peer=peer):
+                self._pool.on_added(peer)
+                effects = []
+            case PeerFailed(peer=peer, code=code, detail=detail):
+                self._pool.drop(peer, code, detail)
+                effects = self._scheduler.on_peer_failed(peer, code=code, detail=detail, now=now)
+        self._apply(effects)
+
+    def on_peer_dropped(self, peer: PeerId, code: str, detail: str) -> None:
+        """End every pull that needs a peer which is gone."""
+        self._apply(self._scheduler.on_peer_failed(peer, code=code, detail=detail, now=self._clock()))
+
+    async def tick_while_busy(self) -> None:
+        """Drive deadlines, renewals and retries, for ever; costs nothing while no pull is open."""
+        while True:
+            await self._busy.wait()
+            self._apply(self._scheduler.tick(self._clock()))
+            if not self._scheduler.busy:
+                self._busy.clear()
+            await asyncio.sleep(TICK_S)
+
+    def close(self) -> int:
+        """Cancel every open pull and take no more; return how many there were."""
+        self._closed = True
+        open_pulls = self._scheduler.open_pulls()
+        for pull_id in open_pulls:
+            self._cancel(pull_id, "the worker is closing")
+        self._flush_releases()
+        return len(open_pulls)
+
+    async def _meet(self, members: Sequence[Member]) -> list[Peer]:
+        if len(members) == 1:
+            return [await self._pool.meet(members[0])]
+        return list(await asyncio.gather(*(self._pool.meet(member) for member in members)))
+
+    def _legs(
+        self, members: Sequence[Member], peers: Sequence[Peer], targets: Sequence[Int64s]
+    ) -> tuple[LegRequest, ...]:
+        """Say what each source rank must give; ranks that give nothing have no leg."""
+        chosen = choose_sources(self._manifest, [peer.plan for peer in peers])
+        legs = []
+        for index in chosen:
+            member, peer = members[index], peers[index]
+            demands = demands_of(member, peer, targets)
+            if demands:
+                grant = member.grant
+                legs.append(LegRequest(member.peer, grant.slot, grant.epoch_value, grant.lease_s, demands))
+        return tuple(legs)
+
+    async def _run(
+        self, pull: _Pull, targets: Sequence[Int64s], legs: tuple[LegRequest, ...], priority: int
+    ) -> TransferReport:
+        """Submit a pull and await its end; cancelling the await cancels the pull."""
+        pull_id, request_id = next(self._ids), pull.ticket.request_id
+        self._ledger.take(pull_id, targets)
+        self._pulls[pull_id] = pull
+        self._unsettled[pull_id] = request_id
+        request = PullRequest(pull_id, request_id, legs, priority, self._budgets)
+        try:
+            effects = self._scheduler.submit(request, self._clock())
+        except BaseException:
+            self._settle(pull_id)
+            raise
+        self._busy.set()
+        self._apply(effects)
+        try:
+            return await pull.result
+        except asyncio.CancelledError:
+            self._cancel(pull_id, "the caller cancelled the pull")
+            raise
+
+    def _cancel(self, pull_id: int, detail: str) -> None:
+        self._apply(self._scheduler.cancel(pull_id, code="transfer_cancelled", detail=detail, now=self._clock()))
+
+    def _apply(self, effects: Sequence[Effect]) -> None:
+        """Do what the scheduler says, in its order."""
+        for effect in effects:
+            match effect:
+                case Dispatch():
+                    self._post(effect)
+                case CancelReads(read_ids=read_ids):
+                    self._transport.cancel(read_ids)
+                case RenewLease(peer=peer, slot=slot, epoch=epoch):
+                    link = self._pool.link(peer)
+                    if link is not None:
+                        link.renew([(slot, epoch)])
+                case TransferCompleted():
+                    self._on_completed(effect)
+                case TransferFailed():
+                    self._on_failed(effect)
+                case TransferQuiesced(pull_id=pull_id):
+                    self._report(effect)
+                    self._settle(pull_id)
+                case _:
+                    self._report(effect)
+
+    def _post(self, dispatch: Dispatch) -> None:
+        started = self._clock()
+        binding = self._pool.bindings.get(dispatch.program_id)
+        if binding is None:
+            # The peer was dropped in this very moment; its end is on the way to the scheduler as well.
+            lost = partial(
+                self._scheduler.on_read_failed, dispatch.read_id, code="peer_lost", detail="the peer was dropped"
+            )
+            asyncio.get_running_loop().call_soon(lambda: self._apply(lost(now=self._clock())))
+            return
+        bound = binding.bind(dispatch.pairs, chunk_bytes=CHUNK_BYTES_MAX, chunk_descriptors=CHUNK_DESCRIPTORS_MAX)
+        self._transport.post(
+            Read(
+                read_id=dispatch.read_id,
+                peer=dispatch.peer,
+                program_id=dispatch.program_id,
+                source_index=bound.source_index,
+                target_index=bound.target_index,
+                cuts=bound.cuts,
+                nbytes=bound.nbytes,
+                priority=dispatch.priority,
+                fences=tuple(Fence(check.fence_id, check.slot, check.epoch, check.after) for check in dispatch.fences),
+            )
+        )
+        spent = self._clock() - started
+        for pull_id in dispatch.pull_ids:
+            self._pulls[pull_id].bind_s += spent
+
+    def _on_completed(self, event: TransferCompleted) -> None:
+        pull = self._pulls[event.pull_id]
+        timings = {
+            "handshake": pull.handshake_s,
+            "bind": pull.bind_s,
+            **event.report.timings_s,
+            "total": self._clock() - pull.called_at,
+        }
+        report = msgspec.structs.replace(event.report, transport=self._transport.name, timings_s=timings)
+        self._settle(event.pull_id)
+        # The caller's turn of the loop comes first, then the release and the record.
+        if not pull.result.done():
+            pull.result.set_result(report)
+        self._release(tuple(pull.ticket.members()))
+        self._report(msgspec.structs.replace(event, report=report), **pull.context)
+
+    def _on_failed(self, event: TransferFailed) -> None:
+        pull = self._pulls[event.pull_id]
+        self._ledger.quarantine(event.pull_id, event.code, self._clock())
+        self._report(event, **pull.context)
+        if not pull.result.done():
+            pull.result.set_exception(transfer_error(event))
+        if event.code == DeadlineExceeded.code and event.phase == "wire":
+            # It hangs, or its host does: what else it owes us ends now, and it is met anew when it is needed.
+            self._pool.drop(PeerId(event.peer), event.code, event.detail)
+
+    def _settle(self, pull_id: int) -> None:
+        """Give a pull's blocks back: nothing writes into them any more."""
+        self._ledger.give_back(pull_id)
+        del self._pulls[pull_id]
+        request_id = self._unsettled.pop(pull_id)
+        if request_id not in self._unsettled.values():
+            for waiter in self._waiters.pop(request_id, ()):
+                if not waiter.done():
+                    waiter.set_result(None)
+
+    def _release(self, members: Sequence[Member]) -> None:
+        """Release every rank that a ticket names; those of one turn of the loop travel together."""
+        if not self._releases:
+            asyncio.get_running_loop().call_soon(self._flush_releases)
+        for member in members:
+            self._releases.setdefault(member.peer, []).append((member.grant.slot, member.grant.epoch_value))
+
+    def _flush_releases(self) -> None:
+        releases, self._releases = self._releases, {}
+        for peer, leases in releases.items():
+            link = self._pool.link(peer)
+            if link is not None:
+                link.release(leases)
+
+    def _check(self, ticket: Ticket) -> None:
+        self._require_open()
+        if not isinstance(ticket, Ticket):
+            raise ArgumentInvalid("ticket", "a Ticket, made with Ticket.from_params", ticket)
+        self._verify(ticket)
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise WorkerClosed("the worker is closing and pulls nothing")

@@ -1,0 +1,62 @@
+"""From a ticket and our block ids to what each source rank must give."""
+
+from collections.abc import Sequence
+
+from kvflow.cache.tickets import Member, Ticket
+from kvflow.errors import BlockIdsInvalid, TicketInvalid
+from kvflow.transfer.pairs import Int64s, check_block_ids, pair_units
+from kvflow.transfer.report import TransferReport
+from kvflow.transfer.requests import Demand
+from kvflow.worker.peers import Peer
+
+
+def demands_of(member: Member, peer: Peer, targets: Sequence[Int64s]) -> tuple[Demand, ...]:
+    """Pair our blocks with the ticket's, group by group; groups that need nothing are left out.
+
+    Raises:
+        TicketInvalid: the ticket's lists do not fit the producer's own cache.
+        BlockRangeMismatch: our blocks stand for tokens that the ticket does not cover.
+    """
+    theirs = peer.link.advertisement.manifest
+    grant = member.grant
+    try:
+        sources = check_block_ids(
+            grant.block_ids, num_blocks=theirs.num_blocks, aliases=range(len(theirs.groups)), unique=False
+        )
+    except BlockIdsInvalid as error:
+        raise TicketInvalid(f"the ticket of {member.peer} does not fit its cache: {error.message}") from error
+    demands = []
+    for program_id, binding in peer.programs:
+        group = binding.group
+        pairs = pair_units(
+            group,
+            sources[group.source_group],
+            targets[group.target_group],
+            num_tokens=grant.num_tokens[group.source_group],
+        )
+        if len(pairs.source):
+            demands.append(Demand(program_id, pairs, binding.unit_bytes, binding.unit_descriptors))
+    return tuple(demands)
+
+
+def empty_report(ticket: Ticket, transport: str, handshake_s: float) -> TransferReport:
+    """Report a pull that had nothing to move: every target block was absent."""
+    return TransferReport(
+        request_id=ticket.request_id,
+        nbytes=0,
+        descriptors=0,
+        reads=0,
+        transport=transport,
+        timings_s={"handshake": handshake_s, "total": handshake_s},
+    )
+
+
+def log_context(ticket: Ticket, targets: Sequence[Int64s]) -> dict[str, object]:
+    """Return what a transfer's record says beside its event: under the names that vLLM's operators know."""
+    grant = ticket.grants[0]
+    return {
+        "remote_engine_id": ticket.engine_id,
+        "remote_endpoint": grant.ranks[0].endpoint,
+        "num_remote_blocks": sum(len(ids) for ids in grant.block_ids),
+        "num_local_blocks": sum(len(ids) for ids in targets),
+    }

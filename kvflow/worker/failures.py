@@ -1,0 +1,38 @@
+"""Which error a caller gets for a failed transfer: one table."""
+
+from kvflow.errors import (
+    DeadlineExceeded,
+    PeerLost,
+    ProtocolViolation,
+    StaleLease,
+    TransferCancelled,
+    TransferFailed,
+)
+from kvflow.transfer import events
+
+ERRORS: dict[str, type[TransferFailed]] = {
+    StaleLease.code: StaleLease,
+    PeerLost.code: PeerLost,
+    "peer_closed": PeerLost,
+    TransferCancelled.code: TransferCancelled,
+    "cancelled": TransferCancelled,
+    "closing": TransferCancelled,
+    "metadata_invalid": ProtocolViolation,
+    "bounds": ProtocolViolation,  # ours are checked when we bind, so that it is the peer's memory that is not there
+}
+"""Code of the scheduler or the transport -> error. Any other code is a plain ``TransferFailed``."""
+
+
+def transfer_error(event: events.TransferFailed) -> TransferFailed:
+    """Return the error that this event stands for."""
+    about = {"request_id": event.request_id, "peer": event.peer}
+    message = f"request {event.request_id!r}: {event.detail}"
+    if event.code == DeadlineExceeded.code:
+        return DeadlineExceeded(message, phase=event.phase, quarantined=event.quarantined, **about)
+    kind = ERRORS.get(event.code, TransferFailed)
+    return kind(message, quarantined=event.quarantined, **about)
+
+
+def meeting_error(peer: str, code: str, detail: str) -> TransferFailed:
+    """Return the error for whoever waits to meet a peer that is let go instead."""
+    return ERRORS.get(code, TransferFailed)(f"{peer} cannot be read from: {detail}", peer=peer)

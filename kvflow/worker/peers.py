@@ -1,0 +1,269 @@
+"""Producers that this worker reads from: met once, kept connected, dropped when they fail.
+
+Each peer has one task for its whole life. Meeting it is a single flight: whoever needs it awaits the same end.
+A restarted producer is another peer, because its identity holds its incarnation.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from msgspec import Struct
+
+from kvflow.cache.tickets import Member
+from kvflow.clock import Clock
+from kvflow.errors import (
+    CapacityExceeded,
+    DeadlineExceeded,
+    KvflowError,
+    LayoutMismatch,
+    PeerLost,
+    TransferFailed,
+    WorkerClosed,
+)
+from kvflow.ids import PeerId
+from kvflow.layout.manifest import Manifest
+from kvflow.observability.events import PeerConnected, PeerDropped
+from kvflow.rendezvous.dialer import Link, open_link
+from kvflow.rendezvous.introduction import OurSide
+from kvflow.transfer.bind import Binding
+from kvflow.transfer.plan import PlanCache, TransferPlan
+from kvflow.transport.base import PeerAddress, Program, Transport
+from kvflow.worker.failures import meeting_error
+
+logger = logging.getLogger("kvflow")
+
+CLOSING = ("closing", "the worker is closing")
+"""Code and detail of a peer that is let go because we leave."""
+
+
+@dataclass(slots=True)
+class Peer:
+    """A producer rank that can be read from.
+
+    Attributes:
+        link: its control connection.
+        plan: how to fill our cache from its.
+        programs: program id and binding for each group of the plan.
+    """
+
+    link: Link
+    plan: TransferPlan
+    programs: tuple[tuple[int, Binding], ...]
+
+
+@dataclass(slots=True)
+class _Entry:
+    """The life of one peer.
+
+    Attributes:
+        linked: resolves when its control connection is ready, or cannot be.
+        met: resolves when it can be read from, or cannot.
+        added: resolves when the transport has connected.
+        dropped: resolves with a code and a detail when it must be let go.
+        gone: resolves when it has been let go, and can be met anew.
+    """
+
+    linked: asyncio.Future[Link]
+    met: asyncio.Future[Peer]
+    added: asyncio.Future[None]
+    dropped: asyncio.Future[tuple[str, str]]
+    gone: asyncio.Future[None]
+    program_ids: list[int] = field(default_factory=list)
+
+
+class PeerPool:
+    """Every producer that is met or being met.
+
+    Attributes:
+        bindings: program id -> binding of all peers.
+
+    Thread: the event loop.
+    """
+
+    def __init__(
+        self,
+        *,
+        ours: OurSide,
+        manifest: Manifest,
+        transport: Transport,
+        tasks: asyncio.TaskGroup,
+        clock: Clock,
+        report: Callable[[Struct], None],
+        on_dropped: Callable[[PeerId, str, str], None],
+    ) -> None:
+        self._ours = ours
+        self._manifest = manifest
+        self._transport = transport
+        self._tasks = tasks
+        self._clock = clock
+        self._report = report
+        self._on_dropped = on_dropped
+        self._plans = PlanCache()
+        self._entries: dict[PeerId, _Entry] = {}
+        self._lives: dict[PeerId, asyncio.Task[None]] = {}
+        self._next_program = 0
+        self._closed = False
+        self.bindings: dict[int, Binding] = {}
+
+    async def meet(self, member: Member) -> Peer:
+        """Return the peer that a ticket names, meeting it first if need be.
+
+        Cancellation: safe; the meeting goes on for whoever else needs the peer.
+
+        Raises:
+            KvflowError: see ``open_link``; and ``LayoutMismatch`` if its cache cannot fill ours.
+        """
+        entry = await self._entry(member)
+        return await asyncio.shield(entry.met)
+
+    async def reach(self, member: Member) -> Link:
+        """Return the control connection of the peer that a ticket names, whether it can be read from or not.
+
+        Cancellation: safe.
+
+        Raises:
+            KvflowError: see ``open_link``.
+        """
+        entry = await self._entry(member)
+        return await asyncio.shield(entry.linked)
+
+    async def _entry(self, member: Member) -> _Entry:
+        """Return the life of a peer, begun now if need be; one that is being let go is waited for."""
+        while (entry := self._entries.get(member.peer)) is not None and entry.dropped.done():
+            await asyncio.shield(entry.gone)
+        if self._closed:
+            raise WorkerClosed("the worker is closing")
+        if entry is None:
+            create = asyncio.get_running_loop().create_future
+            entry = _Entry(linked=create(), met=create(), added=create(), dropped=create(), gone=create())
+            self._entries[member.peer] = entry
+            life = self._tasks.create_task(self._live(member, entry), name=f"peer {member.peer}")
+            self._lives[member.peer] = life
+        return entry
+
+    def link(self, peer: PeerId) -> Link | None:
+        """Return the control connection of a peer, if it is ready."""
+        entry = self._entries.get(peer)
+        if entry is None or not entry.linked.done() or entry.linked.exception() is not None:
+            return None
+        return entry.linked.result()
+
+    def on_added(self, peer: PeerId) -> None:
+        """Note that the transport has connected."""
+        entry = self._entries.get(peer)
+        if entry is not None and not entry.added.done():
+            entry.added.set_result(None)
+
+    def drop(self, peer: PeerId, code: str, detail: str) -> None:
+        """Let a peer go; it is met anew when it is needed."""
+        entry = self._entries.get(peer)
+        if entry is None or entry.dropped.done():
+            return
+        entry.dropped.set_result((code, detail))
+        if not entry.added.done():
+            entry.added.set_exception(meeting_error(peer, code, detail))
+            entry.added.exception()  # retrieved: it may still be dialling, and then nobody awaits it
+
+    def close(self) -> None:
+        """Let every peer go and meet no one any more; a peer that is still being met is not waited for."""
+        self._closed = True
+        for peer, entry in list(self._entries.items()):
+            self.drop(peer, *CLOSING)
+            if not entry.met.done():
+                _fail(entry, meeting_error(peer, *CLOSING))
+                self._lives[peer].cancel()
+
+    async def _live(self, member: Member, entry: _Entry) -> None:
+        started = self._clock()
+        code, detail = "peer_lost", ""
+        try:
+            ended = partial(self.drop, member.peer)
+            async with open_link(member.engine_id, member.address, ours=self._ours, on_ended=ended) as link:
+                entry.linked.set_result(link)
+                try:
+                    entry.met.set_result(await self._connect(link, entry))
+                    self._report(PeerConnected(link.peer, link.endpoint, self._clock() - started))
+                except (LayoutMismatch, CapacityExceeded) as error:
+                    # It cannot be read from in this life, but what it offers can be given back.
+                    _fail(entry, error)
+                code, detail = await entry.dropped
+        except asyncio.CancelledError:
+            code, detail = CLOSING
+            raise
+        except KvflowError as error:
+            code, detail = error.code, error.message
+            _fail(entry, error)
+        except Exception as error:  # a defect of ours ends this peer, and not the worker with all the others
+            logger.exception("meeting %s failed", member.peer)
+            code, detail = TransferFailed.code, repr(error)
+            _fail(entry, TransferFailed(f"meeting {member.peer} failed: {error!r}", peer=member.peer))
+        finally:
+            self._forget(member.peer, entry, code, detail)
+
+    async def _connect(self, link: Link, entry: _Entry) -> Peer:
+        """Plan, connect the transport, and prepare descriptor lists."""
+        theirs = link.advertisement
+        if theirs.transport != self._transport.name:
+            raise LayoutMismatch("transport", theirs.transport, self._transport.name)
+        plan = self._plans.plan(theirs.manifest, self._manifest)
+        self._transport.add_peer(PeerAddress(link.peer, theirs.metadata, theirs.epochs))
+        budget_s = self._ours.limits.handshake_s
+        try:
+            async with asyncio.timeout(budget_s):
+                await asyncio.shield(entry.added)
+        except TimeoutError:
+            # Reads of an earlier connection to it are still in flight, or the transport is busy for too long.
+            message = f"connecting the transport to {link.peer} took longer than {budget_s} s"
+            raise DeadlineExceeded(message, phase="handshake", peer=link.peer) from None
+        programs = tuple(self._program(link, binding, entry) for binding in self._bindings(plan, theirs.manifest))
+        return Peer(link, plan, programs)
+
+    def _bindings(self, plan: TransferPlan, theirs: Manifest) -> list[Binding]:
+        return [
+            Binding(
+                group,
+                source_regions=theirs.regions,
+                source_blocks=theirs.num_blocks,
+                target_regions=self._manifest.regions,
+                target_blocks=self._manifest.num_blocks,
+            )
+            for group in plan.groups
+        ]
+
+    def _program(self, link: Link, binding: Binding, entry: _Entry) -> tuple[int, Binding]:
+        self._next_program += 1
+        program_id = self._next_program
+        self.bindings[program_id] = binding
+        entry.program_ids.append(program_id)
+        self._transport.prepare(
+            Program(
+                program_id=program_id,
+                peer=link.peer,
+                source_rows=binding.source.table,
+                target_rows=binding.target.table,
+                source_memory=binding.source.memory,
+                target_memory=binding.target.memory,
+            )
+        )
+        return program_id, binding
+
+    def _forget(self, peer: PeerId, entry: _Entry, code: str, detail: str) -> None:
+        del self._entries[peer], self._lives[peer]
+        self._transport.remove_peer(peer)
+        for program_id in entry.program_ids:
+            self.bindings.pop(program_id, None)
+        _fail(entry, PeerLost(f"meeting {peer} was cut short", peer=peer))
+        entry.gone.set_result(None)
+        self._report(PeerDropped(peer, code, detail))
+        self._on_dropped(peer, code, detail)
+
+
+def _fail(entry: _Entry, error: KvflowError) -> None:
+    """Tell whoever waits for the peer, or for its connection alone, that it is not to be had."""
+    for future in (entry.linked, entry.met):
+        if not future.done():
+            future.set_exception(error)
+            future.exception()  # retrieved: whoever waited may have been cancelled meanwhile

@@ -1,0 +1,226 @@
+"""The producer's side of a worker: leases that are held, how they end, and the offers that start them.
+
+``offer``, ``admit`` and ``revoke`` are called by an engine from any thread and are effective on return: a lock
+guards the lease table, and the epoch is raised inside it. Whoever waits for an end is told on the event loop.
+"""
+
+import asyncio
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+from msgspec import Struct
+
+from kvflow.cache.leases import Answer, LeaseEnded, LeaseTable, Outcome, Reader
+from kvflow.cache.mint import Mint
+from kvflow.cache.tickets import Grant, Ticket
+from kvflow.clock import Clock
+from kvflow.errors import BlockIdsInvalid, RequestUnknown, WorkerClosed
+from kvflow.ids import PeerId, peer_id
+from kvflow.observability.events import OfferAdmitted
+from kvflow.transfer.pairs import check_block_ids
+
+LeaseKey = tuple[int, int]
+"""Slot and epoch."""
+
+ENDED_MAX = 65536
+"""Outcomes that are kept for a late ``wait_offer``."""
+
+
+_End = tuple[LeaseEnded, list["asyncio.Future[Outcome]"]]
+
+
+class LeaseKeeper:
+    """Leases of one worker.
+
+    Thread: ``admit``, ``revoke`` and ``held`` from any thread; everything else on the event loop.
+    """
+
+    def __init__(
+        self,
+        *,
+        leases: LeaseTable,
+        num_blocks: int,
+        block_sizes: Sequence[int],
+        lease_s: float,
+        peer: PeerId,
+        clock: Clock,
+        loop: asyncio.AbstractEventLoop,
+        report: Callable[[Struct], None],
+    ) -> None:
+        self._peer = peer
+        self._leases = leases
+        self._num_blocks = num_blocks
+        self._num_groups = len(block_sizes)
+        self._block_sizes = tuple(block_sizes)
+        self._lease_s = lease_s
+        self._clock = clock
+        self._loop = loop
+        self._report = report
+        self._lock = threading.Lock()
+        self._ended: OrderedDict[str, Outcome] = OrderedDict()
+        self._waiters: dict[str, list[asyncio.Future[Outcome]]] = {}
+        self._changed = asyncio.Event()
+        self._listeners: list[Callable[[str], object]] = []
+        self._closed = False
+
+    def call_when_ended(self, call: Callable[[str], object]) -> None:
+        """Have ``call`` told of every lease that ends, on whatever thread ended it; it must be quick."""
+        self._listeners.append(call)
+
+    def admit(self, grant: Grant) -> None:
+        """Hold the lease of a grant. See ``Worker.admit``."""
+        self._check(grant)
+        with self._lock:
+            if self._closed:
+                raise WorkerClosed("the worker is closing and takes no offers")
+            self._leases.admit(grant, self._clock())
+            self._ended.pop(grant.request_id, None)
+        self._report(OfferAdmitted(grant.request_id, sum(len(ids) for ids in grant.block_ids), grant.lease_s))
+        self._on_loop(self._changed.set)
+
+    def revoke(self, request_id: str) -> bool:
+        """End a lease now. See ``Worker.revoke``."""
+        with self._lock:
+            ended = self._note(self._leases.revoke(request_id, self._clock()))
+        self._announce(ended)
+        return bool(ended)
+
+    def held(self) -> int:
+        """Return how many leases are held."""
+        with self._lock:
+            return len(self._leases)
+
+    def highest_epoch(self) -> int:
+        """Return the highest epoch that any slot has held."""
+        with self._lock:
+            return self._leases.highest_epoch
+
+    async def wait_offer(self, request_id: str) -> Outcome:
+        """Wait until a lease has ended. See ``Worker.wait_offer``."""
+        with self._lock:
+            if request_id in self._ended:
+                return self._ended[request_id]
+            if request_id not in self._leases:
+                raise RequestUnknown(request_id)
+            future: asyncio.Future[Outcome] = self._loop.create_future()
+            self._waiters.setdefault(request_id, []).append(future)
+        return await future
+
+    def on_release(self, leases: Sequence[LeaseKey], reader: Reader) -> list[Answer]:
+        """Count a reader's releases; answer each."""
+        answers: list[Answer] = []
+        ended: list[_End] = []
+        with self._lock:
+            now = self._clock()
+            for slot, epoch in leases:
+                answer, end = self._leases.release(slot, epoch, reader, now)
+                answers.append(answer)
+                ended += self._note(end)
+        self._announce(ended)
+        return answers
+
+    def on_renew(self, leases: Sequence[LeaseKey]) -> tuple[list[Answer], float]:
+        """Renew leases; answer each, with the seconds that they last from now."""
+        with self._lock:
+            now = self._clock()
+            return [self._leases.renew(slot, epoch, now) for slot, epoch in leases], self._lease_s
+
+    async def expire_leases(self) -> None:
+        """End leases as they run out, for ever."""
+        while True:
+            self._changed.clear()
+            now = self._clock()
+            with self._lock:
+                ended = self._note(*self._leases.expire(now))
+                deadline = self._leases.next_deadline()
+            self._announce(ended)
+            delay = None if deadline is None else max(0.0, deadline - now)
+            try:
+                # Not ``wait_for``: before Python 3.12 it loses a cancellation that comes together with the event.
+                async with asyncio.timeout(delay):
+                    await self._changed.wait()
+            except TimeoutError:
+                continue
+
+    def close(self) -> int:
+        """Revoke every lease at once and refuse new ones; return how many there were."""
+        with self._lock:
+            self._closed = True
+            ended = self._note(*self._leases.revoke_all(self._clock()))
+        self._announce(ended)
+        return len(ended)
+
+    def _check(self, grant: Grant) -> None:
+        """Refuse a grant that is not for this worker in this life, or that does not fit its cache."""
+        if self._peer not in {peer_id(grant.engine_id, rank.rank, rank.incarnation) for rank in grant.ranks}:
+            raise BlockIdsInvalid(
+                f"the grant for {grant.request_id!r} does not name this worker, {self._peer}",
+                remedy="Make a new mint with the rank_address of every worker after a restart.",
+            )
+        check_block_ids(grant.block_ids, num_blocks=self._num_blocks, aliases=range(self._num_groups), unique=False)
+        for group, (ids, tokens, size) in enumerate(
+            zip(grant.block_ids, grant.num_tokens, self._block_sizes, strict=True)
+        ):
+            if len(ids) > -(-tokens // size):
+                raise BlockIdsInvalid(
+                    f"group {group}: {len(ids)} blocks of {size} for {tokens} tokens",
+                    group=group,
+                    remedy="The last block of a list must hold the last token: leave out blocks behind it.",
+                )
+
+    def _note(self, *ends: LeaseEnded | None) -> list[_End]:
+        """Remember what has ended, and who waits for it; under the lock."""
+        ended = [(end, self._waiters.pop(end.request_id, [])) for end in ends if end is not None]
+        for end, _ in ended:
+            self._ended[end.request_id] = end.outcome
+        while len(self._ended) > ENDED_MAX:
+            self._ended.popitem(last=False)
+        return ended
+
+    def _announce(self, ended: Sequence[_End]) -> None:
+        """Tell of ends; not under the lock, because whoever is told may ask in turn, or wait for a thread that does."""
+        for end, waiters in ended:
+            # Told before the name is free again: whoever hears of it must not take it for the next offer's end.
+            self._report(end)
+            for call in self._listeners:
+                call(end.request_id)
+            for future in waiters:
+                self._on_loop(_resolve, future, end.outcome)
+
+    def _on_loop(self, call: Callable[..., object], *args: object) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(call, *args)
+
+
+class Offers:
+    """Offers of an engine of one process: mint and admit in one.
+
+    Thread: any.
+    """
+
+    def __init__(self, mint: Mint, keeper: LeaseKeeper) -> None:
+        self._mint = mint
+        self._keeper = keeper
+        self._lock = threading.Lock()
+        keeper.call_when_ended(self._retire)
+
+    def offer(self, request_id: str, block_ids: Sequence[Sequence[int]], num_tokens: int | Sequence[int]) -> Ticket:
+        """Sign a ticket and hold its lease. See ``Worker.offer``."""
+        with self._lock:
+            ticket, grant = self._mint.offer(request_id, block_ids=block_ids, num_tokens=num_tokens)
+        try:
+            self._keeper.admit(grant)
+        except BaseException:
+            self._retire(request_id)
+            raise
+        return ticket
+
+    def _retire(self, request_id: str) -> None:
+        with self._lock:
+            self._mint.retire(request_id)
+
+
+def _resolve(future: asyncio.Future[Outcome], outcome: Outcome) -> None:
+    if not future.done():
+        future.set_result(outcome)

@@ -1,0 +1,358 @@
+"""``open_worker``: the runtime of one rank, from its first socket to its last goodbye."""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from typing import NamedTuple, Protocol
+
+import msgspec
+from msgspec import Struct
+
+from kvflow.cache.destinations import DestinationLedger, Quarantined
+from kvflow.cache.epochs import EPOCH_BITS, EpochTable
+from kvflow.cache.leases import LeaseTable, Outcome
+from kvflow.cache.mint import Mint
+from kvflow.cache.tickets import Grant, RankAddress, Ticket
+from kvflow.clock import monotonic
+from kvflow.config import WorkerConfig
+from kvflow.ids import peer_id
+from kvflow.layout.manifest import Manifest, alias_classes
+from kvflow.layout.region import Region
+from kvflow.observability import events
+from kvflow.observability.logs import EventLog
+from kvflow.rendezvous.introduction import OurSide, introduce
+from kvflow.rendezvous.listener import open_listener
+from kvflow.rendezvous.mint import TicketKey, draw_head_start
+from kvflow.rendezvous.publication import Advertisement
+from kvflow.transfer.queues import Limits
+from kvflow.transfer.report import TransferReport
+from kvflow.transfer.requests import Budgets
+from kvflow.transfer.scheduler import Scheduler
+from kvflow.transport.base import Transport
+from kvflow.transport.factory import create_transport
+from kvflow.worker.consumer import Consumer
+from kvflow.worker.inbox import Inbox
+from kvflow.worker.peers import PeerPool
+from kvflow.worker.producer import LeaseKeeper, Offers
+
+logger = logging.getLogger("kvflow")
+
+Hook = Callable[[Struct], None]
+"""Takes every event of a worker, on any thread; must be quick. What it raises is logged and ignored."""
+
+
+class Cache(Protocol):
+    """What a worker needs of a cache; ``kvflow.KVCache`` is one."""
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of the backing allocation per block."""
+        ...
+
+    def manifest(self) -> Manifest:
+        """Return the canonical KV metadata; the memory it names lives until the worker is closed."""
+        ...
+
+
+class Snapshot(Struct, frozen=True, kw_only=True):
+    """What a worker holds at one moment.
+
+    Attributes:
+        leases: offers that are held.
+        pulls: pulls that are open or draining.
+        quarantined: destinations that something may still write into.
+    """
+
+    leases: int
+    pulls: int
+    quarantined: tuple[Quarantined, ...]
+
+
+class Worker:
+    """One rank's runtime. Made by ``open_worker``.
+
+    Attributes:
+        endpoint: control endpoint as peers reach it.
+        incarnation: 32 hexadecimal digits, drawn at the start.
+
+    Thread: ``offer``, ``admit`` and ``revoke`` from any thread; everything else on the worker's event loop.
+    """
+
+    def __init__(self, rank_address: RankAddress, keeper: LeaseKeeper, offers: Offers, consumer: Consumer) -> None:
+        self._rank_address = rank_address
+        self.endpoint = rank_address.endpoint
+        self.incarnation = rank_address.incarnation
+        self._keeper = keeper
+        self._offers = offers
+        self._consumer = consumer
+
+    @property
+    def rank_address(self) -> RankAddress:
+        """What a ``TicketMint`` in another process needs to know of this worker; ask anew for every new mint."""
+        return msgspec.structs.replace(self._rank_address, epoch_base=str(self._keeper.highest_epoch()))
+
+    def offer(self, request_id: str, block_ids: Sequence[Sequence[int]], num_tokens: int | Sequence[int]) -> Ticket:
+        """Promise to keep blocks for a consumer; effective on return.
+
+        The blocks must have been written: on a GPU, synchronise the stream or event first.
+
+        Args:
+            request_id: not on offer at this moment.
+            block_ids: one list per group, in the order of ``cache.groups``. A list names consecutive blocks,
+                and its last block holds token ``num_tokens - 1``; -1 stands for an absent block.
+            num_tokens: tokens of the request, or one number per group.
+
+        Raises:
+            BlockIdsInvalid: the lists do not fit the cache, or the request is on offer already.
+            CapacityExceeded: every lease slot is taken.
+            WorkerClosed: the worker is closing.
+
+        Thread: any.
+        """
+        return self._offers.offer(request_id, block_ids, num_tokens)
+
+    def admit(self, grant: Grant) -> None:
+        """Hold the lease of a grant that this engine's ``TicketMint`` signed; effective on return.
+
+        Raises:
+            BlockIdsInvalid: the grant does not fit the cache, or was admitted before.
+            CapacityExceeded: its slot is taken.
+            WorkerClosed: the worker is closing.
+
+        Thread: any.
+        """
+        self._keeper.admit(grant)
+
+    def revoke(self, request_id: str) -> bool:
+        """End a lease now: on return its blocks may be reused, whoever still reads them gets ``StaleLease``.
+
+        Returns:
+            False if the lease is unknown or has ended.
+
+        Thread: any.
+        """
+        return self._keeper.revoke(request_id)
+
+    async def wait_offer(self, request_id: str) -> Outcome:
+        """Wait until a lease has ended: then its blocks may be reused.
+
+        Returns:
+            ``released``, ``expired`` or ``revoked``.
+
+        Raises:
+            RequestUnknown: no such offer is held, and none ended recently.
+
+        Cancellation: safe; the lease is not touched.
+        """
+        return await self._keeper.wait_offer(request_id)
+
+    async def pull(self, ticket: Ticket, block_ids: Sequence[Sequence[int]], *, priority: int = 0) -> TransferReport:
+        """Read a ticket's blocks into ours, and release it.
+
+        Args:
+            ticket: from ``Ticket.from_params``.
+            block_ids: one list per group of our cache; a shorter list than the ticket's means the last blocks,
+                -1 stands for an absent block. No block may be the target of another pull.
+            priority: lower is more urgent.
+
+        Returns:
+            What moved, after every fence was held.
+
+        Raises:
+            TicketInvalid: the ticket was not signed by this cluster. Nothing was dialled.
+            BlockIdsInvalid, BlockRangeMismatch: the target blocks are wrong.
+            LayoutMismatch: the two caches cannot be matched.
+            AuthenticationFailed, PeerRefused: the producer does not talk to us.
+            StaleLease, PeerLost, DeadlineExceeded, ProtocolViolation, TransferFailed: nothing was delivered;
+                ``.quarantined`` says whether the target blocks must wait for ``quiesced``.
+            CapacityExceeded: too many pulls are open.
+            WorkerClosed: the worker is closing.
+
+        Cancellation: cancels the pull; its blocks are quarantined until ``quiesced`` returns.
+        """
+        return await self._consumer.pull(ticket, block_ids, priority=priority)
+
+    async def release(self, ticket: Ticket) -> None:
+        """Give a ticket back unread, for example when the request was rejected before admission.
+
+        Raises:
+            TicketInvalid, AuthenticationFailed, PeerRefused, PeerLost, StaleLease, WorkerClosed: see ``pull``.
+        """
+        await self._consumer.release(ticket)
+
+    async def quiesced(self, request_id: str) -> None:
+        """Wait until no pull of this request may write any more; returns at once if none is open.
+
+        Cancellation: safe.
+        """
+        await self._consumer.quiesced(request_id)
+
+    def snapshot(self) -> Snapshot:
+        """Return what is held at this moment."""
+        return Snapshot(
+            leases=self._keeper.held(),
+            pulls=self._consumer.open_pulls(),
+            quarantined=tuple(self._consumer.quarantined()),
+        )
+
+
+@asynccontextmanager
+async def open_worker(config: WorkerConfig, cache: Cache, *, hooks: Sequence[Hook] = ()) -> AsyncIterator[Worker]:
+    """Open a worker on the running event loop.
+
+    Leaving revokes every lease at once, cancels every pull, says goodbye, and destroys the transport's agents:
+    after that nothing reads or writes the cache any more, and its memory may be freed.
+
+    Args:
+        config: the settings.
+        cache: the memory; it must outlive the worker.
+        hooks: take every event, beside the log.
+
+    Raises:
+        ConfigInvalid: a setting is missing, malformed or unsafe.
+        SpecInvalid: the cache's manifest contradicts itself.
+        TransportUnavailable: the data plane cannot start here.
+    """
+    config.check()
+    manifest = cache.manifest()
+    manifest.check()
+    incarnation = secrets.token_hex(16)
+    epochs = EpochTable(config.lease_slots, secrets.randbits(EPOCH_BITS))
+    inbox = Inbox(asyncio.get_running_loop())
+    async with _started_transport(config, incarnation, manifest, epochs, inbox) as transport:
+        advertisement = Advertisement(
+            manifest=manifest, epochs=_region(epochs), transport=transport.name, metadata=transport.metadata()
+        )
+        ours = introduce(config, incarnation, advertisement)
+        report = _reporter(config, incarnation, hooks)
+        parts = _Parts(config, cache, ours, epochs, transport, inbox, report)
+        async with _opened(parts) as worker:
+            yield worker
+
+
+class _Parts(NamedTuple):
+    """What a worker is wired from."""
+
+    config: WorkerConfig
+    cache: Cache
+    ours: OurSide
+    epochs: EpochTable
+    transport: Transport
+    inbox: Inbox
+    report: Callable[..., None]
+
+
+@asynccontextmanager
+async def _opened(parts: _Parts) -> AsyncIterator[Worker]:
+    """Wire both sides of a worker together, listen, and take them down in order."""
+    config, cache, ours, epochs, transport, inbox, report = parts
+    manifest = cache.manifest()
+    key = TicketKey(ours.security)
+    keeper = LeaseKeeper(
+        leases=LeaseTable(epochs),
+        num_blocks=manifest.num_blocks,
+        block_sizes=[group.block_size for group in manifest.groups],
+        lease_s=config.lease_s,
+        peer=peer_id(config.engine_id, config.rank, ours.identity.incarnation),
+        clock=monotonic,
+        loop=asyncio.get_running_loop(),
+        report=report,
+    )
+    failure: BaseException | None = None
+    async with open_listener(bind=config.bind, ours=ours, keeper=keeper, report=report) as server:
+        address = RankAddress(
+            rank=config.rank,
+            incarnation=ours.identity.incarnation,
+            endpoint=config.advertise or server.endpoint,
+            epoch_base=str(epochs.base),
+            slots=len(epochs),
+        )
+        mint = Mint(config.engine_id, [address], sign=key.sign, lease_s=config.lease_s, head_start=draw_head_start())
+        async with asyncio.TaskGroup() as tasks:
+            pool = PeerPool(
+                ours=ours,
+                manifest=manifest,
+                transport=transport,
+                tasks=tasks,
+                clock=monotonic,
+                report=report,
+                # Nothing is dropped before something was met, and that takes the consumer of the next line.
+                on_dropped=lambda *dropped: consumer.on_peer_dropped(*dropped),  # noqa: PLW0108
+            )
+            consumer = Consumer(
+                pool=pool,
+                scheduler=Scheduler(Limits()),
+                ledger=DestinationLedger(alias_classes(manifest), manifest.num_blocks),
+                transport=transport,
+                manifest=manifest,
+                budgets=Budgets(queue_s=config.queue_s, wire_s=config.wire_s, fence_s=config.fence_s),
+                verify=key.check,
+                clock=monotonic,
+                report=report,
+            )
+            inbox.connect(consumer.on_transport_event)
+            background = [tasks.create_task(keeper.expire_leases()), tasks.create_task(consumer.tick_while_busy())]
+            worker = Worker(address, keeper, Offers(mint, keeper), consumer)
+            report(events.WorkerOpened(worker.endpoint, transport.name, manifest.num_blocks, cache.bytes_per_block))
+            try:
+                yield worker
+            except BaseException as error:  # noqa: BLE001  # raised again below, not inside a group of exceptions
+                failure = error
+            closed = events.WorkerClosed(leases_revoked=keeper.close(), pulls_cancelled=consumer.close())
+            pool.close()
+            for task in background:
+                task.cancel()
+    report(closed)
+    if failure is not None:
+        raise failure
+
+
+@asynccontextmanager
+async def _started_transport(
+    config: WorkerConfig, incarnation: str, manifest: Manifest, epochs: EpochTable, inbox: Inbox
+) -> AsyncIterator[Transport]:
+    """Start the data plane, and destroy it whatever happens: it may write to memory until then."""
+    name = peer_id(config.engine_id, config.rank, incarnation)
+    # Loading NIXL and creating agents takes half a second; other tasks of the engine's loop go on meanwhile.
+    transport = await asyncio.to_thread(create_transport, config.transport, name, inbox.put)
+    try:
+        await asyncio.to_thread(transport.start, manifest.regions, _region(epochs))
+        yield transport
+    finally:
+        await _finish(asyncio.to_thread(transport.close))
+        inbox.drain()
+
+
+async def _finish(work: Coroutine[None, None, None]) -> None:
+    """Await work that must not be left half done: a cancellation waits for its end."""
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+    task.result()
+
+
+def _region(epochs: EpochTable) -> Region:
+    return Region(address=epochs.array.ctypes.data, nbytes=epochs.array.nbytes)
+
+
+def _reporter(config: WorkerConfig, incarnation: str, hooks: Sequence[Hook]) -> Callable[..., None]:
+    """Return what takes every event of the worker: its log, and the embedder's hooks."""
+    log = EventLog(engine_id=config.engine_id, rank=config.rank, incarnation=incarnation)
+
+    def report(event: Struct, **context: object) -> None:
+        log(event, **context)
+        for hook in hooks:
+            try:
+                hook(event)
+            except Exception:  # an observer's defect must not stop what it observes
+                logger.exception("a hook failed", extra={"event_type": type(event).__name__})
+
+    return report

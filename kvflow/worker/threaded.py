@@ -1,0 +1,184 @@
+"""``run_worker``: the same worker for an engine that is not asyncio, on a thread and event loop of its own."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, Literal, TypeVar
+
+import uvloop
+from msgspec import Struct
+
+from kvflow.cache.leases import LeaseEnded, Outcome
+from kvflow.cache.tickets import Grant, RankAddress, Ticket
+from kvflow.config import WorkerConfig
+from kvflow.errors import KvflowError, TransferCancelled, TransferFailed, WorkerClosed
+from kvflow.transfer.report import TransferReport
+from kvflow.worker.runtime import Cache, Hook, Snapshot, Worker, open_worker
+
+T = TypeVar("T")
+
+FINISHED_MAX = 65536
+"""Ends that are kept for an engine which does not ask; the oldest go first."""
+
+
+class Finished(Struct, frozen=True):
+    """Something that has ended since the engine last asked; its blocks may be reused or used.
+
+    Attributes:
+        request_id: the producer's name of the request.
+        side: ``producer``: a lease of ours has ended. ``consumer``: a pull of ours has.
+        outcome: ``released``, ``expired``, ``revoked``; or ``completed``, ``failed``.
+        report: of a completed pull.
+        error: of a failed pull; its blocks are quiescent by now.
+    """
+
+    request_id: str
+    side: Literal["producer", "consumer"]
+    outcome: str
+    report: TransferReport | None = None
+    error: KvflowError | None = None
+
+
+class ThreadedWorker:
+    """A worker whose event loop runs on its own thread. Made by ``run_worker``.
+
+    A failure of ``pull`` is reported only after quiescence, because an engine reuses blocks as soon as it
+    hears of it.
+
+    Thread: any.
+    """
+
+    def __init__(self, worker: Worker, loop: asyncio.AbstractEventLoop, finished: "_FinishedQueue") -> None:
+        self._worker = worker
+        self._loop = loop
+        self._finished = finished
+
+    @property
+    def endpoint(self) -> str:
+        """Control endpoint as peers reach it."""
+        return self._worker.endpoint
+
+    @property
+    def rank_address(self) -> RankAddress:
+        """What a ``TicketMint`` in another process needs to know of this worker."""
+        return self._worker.rank_address
+
+    def offer(self, request_id: str, block_ids: Sequence[Sequence[int]], num_tokens: int | Sequence[int]) -> Ticket:
+        """Promise to keep blocks for a consumer. See ``Worker.offer``."""
+        return self._worker.offer(request_id, block_ids, num_tokens)
+
+    def admit(self, grant: Grant) -> None:
+        """Hold the lease of a grant. See ``Worker.admit``."""
+        self._worker.admit(grant)
+
+    def revoke(self, request_id: str) -> bool:
+        """End a lease now. See ``Worker.revoke``."""
+        return self._worker.revoke(request_id)
+
+    def wait_offer(self, request_id: str) -> "Future[Outcome]":
+        """Wait until a lease has ended. See ``Worker.wait_offer``."""
+        return self._submit(self._worker.wait_offer(request_id))
+
+    def pull(
+        self, ticket: Ticket, block_ids: Sequence[Sequence[int]], *, priority: int = 0
+    ) -> "Future[TransferReport]":
+        """Read a ticket's blocks into ours. See ``Worker.pull``; cancelling the future cancels the pull."""
+        return self._submit(self._pull(ticket, block_ids, priority))
+
+    def release(self, ticket: Ticket) -> "Future[None]":
+        """Give a ticket back unread. See ``Worker.release``."""
+        return self._submit(self._worker.release(ticket))
+
+    def finished(self) -> list[Finished]:
+        """Drain what has ended, and is quiescent, since the last call."""
+        return self._finished.drain()
+
+    def snapshot(self) -> Snapshot:
+        """Return what is held at this moment."""
+        return self._submit(_call(self._worker.snapshot)).result()
+
+    async def _pull(self, ticket: Ticket, block_ids: Sequence[Sequence[int]], priority: int) -> TransferReport:
+        try:
+            report = await self._worker.pull(ticket, block_ids, priority=priority)
+        except KvflowError as error:
+            if isinstance(error, TransferFailed) and error.quarantined:
+                await self._worker.quiesced(ticket.request_id)
+            self._finished.put(Finished(ticket.request_id, "consumer", "failed", error=error))
+            raise
+        except asyncio.CancelledError:
+            # Its future says nothing more, and yet the engine must learn when the blocks may be reused.
+            await self._worker.quiesced(ticket.request_id)
+            cancelled = TransferCancelled("the caller cancelled the pull", request_id=ticket.request_id)
+            self._finished.put(Finished(ticket.request_id, "consumer", "failed", error=cancelled))
+            raise
+        self._finished.put(Finished(ticket.request_id, "consumer", "completed", report=report))
+        return report
+
+    def _submit(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self._loop)
+        except RuntimeError as error:  # the loop is closed
+            work.close()
+            raise WorkerClosed("the worker is closed") from error
+
+
+@contextmanager
+def run_worker(config: WorkerConfig, cache: Cache, *, hooks: Sequence[Hook] = ()) -> Iterator[ThreadedWorker]:
+    """Open a worker on a thread of its own. See ``open_worker``.
+
+    Raises:
+        ConfigInvalid, SpecInvalid, TransportUnavailable: see ``open_worker``.
+    """
+    opened: Future[tuple[ThreadedWorker, Callable[[], object]]] = Future()
+    finished = _FinishedQueue()
+    with ThreadPoolExecutor(1, thread_name_prefix=f"kvflow-{config.engine_id}") as thread:
+        life = thread.submit(lambda: uvloop.run(_live(config, cache, (*hooks, finished.on_event), finished, opened)))
+        worker, leave = opened.result()
+        try:
+            yield worker
+        finally:
+            leave()
+            life.result()
+
+
+async def _live(
+    config: WorkerConfig,
+    cache: Cache,
+    hooks: Sequence[Hook],
+    finished: "_FinishedQueue",
+    opened: "Future[tuple[ThreadedWorker, Callable[[], object]]]",
+) -> None:
+    loop, left = asyncio.get_running_loop(), asyncio.Event()
+    try:
+        async with open_worker(config, cache, hooks=hooks) as worker:
+            threaded = ThreadedWorker(worker, loop, finished)
+            opened.set_result((threaded, lambda: loop.call_soon_threadsafe(left.set)))
+            await left.wait()
+    except BaseException as error:
+        if not opened.done():
+            opened.set_exception(error)
+            return
+        raise
+
+
+class _FinishedQueue:
+    """What has ended and was not asked for yet. Thread: any."""
+
+    def __init__(self) -> None:
+        self._ends: deque[Finished] = deque(maxlen=FINISHED_MAX)
+
+    def put(self, end: Finished) -> None:
+        self._ends.append(end)
+
+    def on_event(self, event: Struct) -> None:
+        if isinstance(event, LeaseEnded):
+            self.put(Finished(event.request_id, "producer", event.outcome))
+
+    def drain(self) -> list[Finished]:
+        return [self._ends.popleft() for _ in range(len(self._ends))]
+
+
+async def _call(function: Callable[[], T]) -> T:
+    return function()
