@@ -1,0 +1,91 @@
+"""What importing the packages loads, and who may load what. The layers are import-linter's, in pyproject.toml."""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+NIXL = {"nixl", "nixl_cu12", "nixl_cu13"}
+
+
+def loaded_by(statement: str) -> set[str]:
+    """Return the top-level modules that a statement loads in a fresh interpreter."""
+    program = (
+        f"import json, sys\n{statement}\nprint(json.dumps(sorted({{name.split('.')[0] for name in sys.modules}})))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True, cwd=ROOT, timeout=60
+    )
+    return set(json.loads(done.stdout))
+
+
+@pytest.mark.parametrize("package", ["kvflow", "handshake"])
+def test_import_loads_neither_torch_nor_nixl(package):
+    assert loaded_by(f"import {package}") & ({"torch"} | NIXL) == set()
+
+
+def test_the_public_names_are_there_and_only_memory_loads_torch():
+    names = "Ticket, WorkerConfig, TransferReport, plan_transfer, plan_groups, errors"
+    assert "torch" not in loaded_by(f"from kvflow import {names}")
+    assert "torch" in loaded_by("from kvflow import allocate")
+
+
+def test_every_public_name_can_be_had():
+    assert "torch" in loaded_by("import kvflow\nassert kvflow.__all__\nfor n in kvflow.__all__: getattr(kvflow, n)")
+
+
+def test_nixl_is_loaded_only_when_asked_for():
+    assert not NIXL & loaded_by("from kvflow import open_worker, allocate")
+
+
+IMPORTERS = {
+    "nixl": {"kvflow/transport/nixl_binding.py"},
+    "nixl_cu12": {"kvflow/transport/nixl_binding.py"},
+    "nixl_cu13": {"kvflow/transport/nixl_binding.py"},
+    "torch": {"kvflow/memory", "kvflow/demo", "kvflow/integrations"},
+    "zmq": {"handshake/sockets.py", "handshake/security.py"},
+    "rich": {"kvflow/demo/display.py"},
+}
+"""Who may import a heavy library: modules or folders."""
+
+DYNAMIC_IMPORTERS = {"kvflow/__init__.py", "kvflow/cli/bench.py", "kvflow/transport/nixl_binding.py"}
+"""Who may import by a computed name, which no static check sees: lazy public names, benchmarks, variants of NIXL."""
+
+
+def imports(path: Path) -> set[str]:
+    """Return the top-level names that a module imports."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        match node:
+            case ast.Import(names=names):
+                found |= {alias.name.split(".")[0] for alias in names}
+            case ast.ImportFrom(module=str(module), level=0):
+                found.add(module.split(".")[0])
+    return found
+
+
+def modules() -> list[Path]:
+    return [path for package in ("kvflow", "handshake") for path in sorted((ROOT / package).rglob("*.py"))]
+
+
+@pytest.mark.parametrize("library", sorted(IMPORTERS))
+def test_heavy_libraries_have_few_importers(library):
+    for path in modules():
+        if library in imports(path):
+            name = path.relative_to(ROOT)
+            assert {str(name), *map(str, name.parents)} & IMPORTERS[library], f"{name} imports {library}"
+
+
+def test_imports_by_computed_name_are_few():
+    callers = {str(path.relative_to(ROOT)) for path in modules() if "import_module" in path.read_text()}
+    assert callers == DYNAMIC_IMPORTERS
+
+
+def test_imports_are_found(tmp_path):
+    module = tmp_path / "module.py"
+    module.write_text("import a.b\ndef f():\n    from c.d import e\n    from . import g\n")
+    assert imports(module) == {"a", "c"}

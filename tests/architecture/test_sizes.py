@@ -1,0 +1,78 @@
+"""Modules, functions and classes stay small enough to be read."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+MODULE_LINES_MAX = 500
+FUNCTION_LINES_MAX = 70
+CLASS_ATTRIBUTES_MAX = 20
+
+ROOT = Path(__file__).parents[2]
+MODULES = sorted(path for package in ("kvflow", "handshake") for path in (ROOT / package).rglob("*.py"))
+
+
+def excesses(source: str) -> Iterator[str]:
+    """Say what is too large in one module."""
+    if (lines := source.count("\n")) > MODULE_LINES_MAX:
+        yield f"the module has {lines} lines, more than {MODULE_LINES_MAX}"
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                if (lines := node.end_lineno - node.lineno + 1) > FUNCTION_LINES_MAX:
+                    yield f"{node.name} has {lines} lines, more than {FUNCTION_LINES_MAX}"
+            case ast.ClassDef():
+                if (count := len(attributes(node))) > CLASS_ATTRIBUTES_MAX:
+                    yield f"{node.name} has {count} attributes, more than {CLASS_ATTRIBUTES_MAX}"
+
+
+def attributes(definition: ast.ClassDef) -> set[str]:
+    """Return the names that a class declares as fields, or that its methods assign to ``self``."""
+    fields = {
+        node.target.id
+        for node in definition.body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
+    assigned = {
+        node.attr
+        for node in ast.walk(definition)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "self"
+    }
+    return fields | assigned
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_module_is_small(path):
+    assert list(excesses(path.read_text())) == []
+
+
+def test_there_are_modules_to_check():
+    assert {path.relative_to(ROOT).parts[0] for path in MODULES} == {"kvflow", "handshake"}
+
+
+def test_a_long_module_is_found():
+    assert list(excesses("pass\n" * MODULE_LINES_MAX)) == []
+    assert list(excesses("pass\n" * (MODULE_LINES_MAX + 1))) == ["the module has 501 lines, more than 500"]
+
+
+@pytest.mark.parametrize("keyword", ["def", "async def"])
+def test_a_long_function_is_found(keyword):
+    def function(lines):
+        return f"class A:\n    {keyword} f(self):\n" + "        pass\n" * (lines - 1)
+
+    assert list(excesses(function(FUNCTION_LINES_MAX))) == []
+    assert list(excesses(function(FUNCTION_LINES_MAX + 1))) == ["f has 71 lines, more than 70"]
+
+
+def test_a_class_with_many_attributes_is_found():
+    fields = "class A:\n" + "".join(f"    f{index}: int\n" for index in range(15)) + "    def f(self):\n"
+    few = (
+        fields + "        self.a, (self.b, self.c) = 1, (2, 3)\n        self.d: int = 4\n        self.f1 = self.e = 5\n"
+    )
+    assert list(excesses(few)) == []
+    assert list(excesses(few + "        self.one_too_many += 1\n")) == ["A has 21 attributes, more than 20"]

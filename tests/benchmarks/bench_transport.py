@@ -1,0 +1,172 @@
+# ruff: noqa: T201 - a benchmark prints its table
+"""What does kvflow's transport cost beside bare NIXL?
+
+Both read the same descriptors from the same exporter process, in interleaved rounds; the table shows medians. Bare
+NIXL makes, posts and polls one handle per chunk on the calling thread without pause, and reads no fence. kvflow's
+time runs from ``post`` on the calling thread to the event that arrives there: two hops between threads, and for
+the first row a fence. The ratio is the median of the rounds' own ratios, because the machine's speed drifts.
+
+    python tests/benchmarks/bench_transport.py [--rounds 200] [--tls tcp]
+"""
+
+import argparse
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from queue import SimpleQueue
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvflow.ids import PeerId
+from kvflow.layout.region import Region
+from kvflow.transport.base import (
+    Fence,
+    FenceJudged,
+    PeerAddress,
+    Program,
+    Read,
+    ReadCompleted,
+    TransportEvent,
+)
+from kvflow.transport.envelope import unseal
+from kvflow.transport.nixl import NixlTransport
+from kvflow.transport.nixl_binding import Agent, load_binding
+
+CACHE_BYTES = 192 << 20
+PEER = PeerId("p")
+EXPORTER = Path(__file__).parents[1] / "contract" / "exporter_process.py"
+
+
+class Case(msgspec.Struct, frozen=True):
+    """Blocks of equal size, read in chunks."""
+
+    title: str
+    block: int
+    count: int
+    chunk: int
+    fence: bool = False
+    scattered: bool = False
+
+    @property
+    def cuts(self) -> list[int]:
+        """Where chunks begin, and the end."""
+        return [*range(0, self.count, self.chunk), self.count]
+
+
+CASES = [
+    Case("64 KiB, then a fence", 64 << 10, 1, 1, fence=True),
+    Case("64 KiB, no fence", 64 << 10, 1, 1),
+    Case("64 MiB in 8 MiB chunks", 1 << 20, 64, 8),
+    Case("64 MiB in one chunk", 1 << 20, 64, 64),
+    Case("56 descriptors of 32 KiB", 32 << 10, 56, 56, scattered=True),
+]
+
+
+def main() -> None:
+    """Measure every case and print one line for each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--tls", default="", help="UCX_TLS of both processes, for example tcp")
+    args = parser.parse_args()
+    if args.tls:
+        os.environ["UCX_TLS"] = args.tls
+    options = [f"--name=bench-{os.getpid()}", f"--nbytes={CACHE_BYTES}", "--slots=8", "--seed=1"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, str(EXPORTER), *options]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as child:
+        assert child.stdout is not None
+        about = msgspec.msgpack.decode(bytes.fromhex(child.stdout.readline().decode()))
+        print(f"{platform.platform()}, {os.cpu_count()} cores, {args.tls or 'default transports'}")
+        print(f"{'':26}{'bare us':>10}{'kvflow us':>11}{'kvflow GB/s':>13}{'bare/kvflow':>13}")
+        measure(about, args.rounds)
+
+
+def measure(about: dict[str, object], rounds: int) -> None:
+    """Open both readers on one buffer and run all cases."""
+    buffer, epochs = np.zeros(CACHE_BYTES, np.uint8), np.zeros(8, np.uint64)
+    region = Region(buffer.ctypes.data, buffer.nbytes)
+    source_region, epochs_region = (msgspec.convert(about[name], Region) for name in ("cache", "epochs"))
+    metadata = msgspec.convert(about["metadata"], bytes)
+    events: SimpleQueue[TransportEvent] = SimpleQueue()
+    transport = NixlTransport(f"reader-{os.getpid()}", events.put)
+    transport.start([region], Region(epochs.ctypes.data, epochs.nbytes))
+    transport.add_peer(PeerAddress(PEER, metadata, epochs_region))
+    events.get(timeout=30)
+    bare = Agent(load_binding(), f"bare-{os.getpid()}", progress=False)
+    bare.register([region])
+    remote_name = bare.add_remote(unseal(metadata, transport="nixl").blob)
+    for number, case in enumerate(CASES):
+        rows = [np.array([[at.address, case.block, 0, case.block, case.count]]) for at in (source_region, region)]
+        transport.prepare(Program(number, PEER, *rows))
+        remote = bare.prepare_remote(remote_name, rows[0], "DRAM")
+        local = bare.prepare_local(rows[1], "DRAM")
+        index = np.arange(case.count, dtype=np.int32)
+        if case.scattered:
+            index = np.random.default_rng(0).permutation(index).astype(np.int32)
+        read_bare = partial(bare_read, bare, (local, remote), index, case)
+        read_ours = partial(our_read, transport, events, number, index, case)
+        bare_s, ours_s = [], []
+        for turn in range(max(10, rounds * (1 << 20) // max(1 << 20, case.block * case.count))):
+            if turn % 2:
+                bare_s.append(read_bare())
+            ours_s.append(read_ours(read_id=number << 32 | turn))
+            if not turn % 2:
+                bare_s.append(read_bare())
+        report(case, bare_s[2:], ours_s[2:])
+    transport.close()
+    bare.destroy()
+
+
+def bare_read(agent: Agent, lists: tuple[int, int], index: npt.NDArray[np.int32], case: Case) -> float:
+    """Post and poll chunk after chunk; return seconds."""
+    local, remote = lists
+    started = time.perf_counter()
+    for first, stop in pairwise(case.cuts):
+        handle = agent.make_read(local, index[first:stop], remote, index[first:stop])
+        done = agent.post(handle)
+        while not done:
+            done = agent.poll(handle)
+        agent.release(handle)
+    return time.perf_counter() - started
+
+
+def our_read(
+    transport: NixlTransport,
+    events: "SimpleQueue[TransportEvent]",
+    program: int,
+    index: npt.NDArray[np.int32],
+    case: Case,
+    *,
+    read_id: int,
+) -> float:
+    """Post one read and wait for its last event; return seconds."""
+    fences = (Fence(read_id, 0, 0, (read_id,)),) if case.fence else ()
+    cuts = np.array(case.cuts, dtype=np.int64)
+    started = time.perf_counter()
+    transport.post(Read(read_id, PEER, program, index, index, cuts, case.block * case.count, fences=fences))
+    event = events.get(timeout=60)
+    assert isinstance(event, ReadCompleted), event
+    if case.fence:
+        event = events.get(timeout=60)
+        assert isinstance(event, FenceJudged), event
+    return time.perf_counter() - started
+
+
+def report(case: Case, bare_s: list[float], ours_s: list[float]) -> None:
+    """Print the medians of one case."""
+    bare, ours = statistics.median(bare_s), statistics.median(ours_s)
+    ratio = statistics.median(b / o for b, o in zip(bare_s, ours_s, strict=True))
+    rate = case.block * case.count / ours / 1e9
+    print(f"{case.title:26}{bare * 1e6:10.1f}{ours * 1e6:11.1f}{rate:13.2f}{ratio:13.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,310 @@
+"""Two ends of a transport, in one process or in two, and an oracle that copies bytes one descriptor at a time.
+
+``KVFLOW_TEST_MEMORY=VRAM`` runs the NIXL half of the suite on a GPU.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import uuid
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvflow.layout.region import Region
+from kvflow.transport.base import (
+    Fence,
+    FenceFailed,
+    FenceJudged,
+    PeerAdded,
+    PeerAddress,
+    PeerFailed,
+    Program,
+    Read,
+    ReadCompleted,
+    ReadFailed,
+)
+from kvflow.transport.loopback import LoopbackTransport
+from kvflow.transport.nixl import NixlTransport
+
+MEMORY = os.environ.get("KVFLOW_TEST_MEMORY", "DRAM")
+PATIENCE_S = 60.0
+SLOTS = 64
+KINDS = {"loopback": LoopbackTransport, "nixl": NixlTransport}
+
+
+def key_of(event):
+    """What an event is about: ("read", 7), ("fence", 3) or ("peer", "p")."""
+    match event:
+        case ReadCompleted() | ReadFailed():
+            return ("read", event.read_id)
+        case FenceJudged() | FenceFailed():
+            return ("fence", event.fence_id)
+        case PeerAdded() | PeerFailed():
+            return ("peer", event.peer)
+
+
+class Recorder:
+    """A sink that remembers, can be waited on, and can hold the owner thread at a chosen event."""
+
+    def __init__(self):
+        self.events = []
+        self._changed = threading.Condition()
+        self._gates = {}
+        self._hooks = {}
+
+    def __call__(self, event):
+        with self._changed:
+            self.events.append(event)
+            self._changed.notify_all()
+        key = key_of(event)
+        if hook := self._hooks.get(key):
+            hook()
+        if gate := self._gates.pop(key, None):
+            assert gate.wait(PATIENCE_S)
+
+    def on(self, key, hook):
+        """Call a function on the owner thread when the event is passed."""
+        self._hooks[key] = hook
+
+    @contextlib.contextmanager
+    def holding(self, key):
+        """Hold the owner thread at the next such event, until the block ends."""
+        self._gates[key] = gate = threading.Event()
+        try:
+            yield
+        finally:
+            gate.set()
+
+    def forget(self, *keys):
+        """Drop what was recorded about these keys, to wait for news."""
+        with self._changed:
+            self.events = [event for event in self.events if key_of(event) not in keys]
+
+    def wait(self, *keys):
+        """Return the events about these keys once each has one, in the order of the keys."""
+
+        def found():
+            return set(keys) <= set(self.order())
+
+        with self._changed:
+            assert self._changed.wait_for(found, PATIENCE_S), f"waited for {keys}, got {self.events}"
+            latest = {key_of(event): event for event in self.events}
+        return [latest[key] for key in keys]
+
+    def order(self):
+        return [key_of(event) for event in self.events]
+
+
+class Buffer:
+    """Memory of the kind under test."""
+
+    def __init__(self, content, memory):
+        self._keep = content = np.ascontiguousarray(content, dtype=np.uint8)
+        self.region = Region(content.ctypes.data, content.nbytes)
+        if memory == "VRAM":
+            import torch
+
+            self._keep = torch.from_numpy(content).cuda()
+            torch.cuda.synchronize()
+            self.region = Region(self._keep.data_ptr(), content.nbytes, "VRAM", self._keep.device.index)
+
+    def bytes(self):
+        if isinstance(self._keep, np.ndarray):
+            return self._keep.copy()
+        return self._keep.cpu().numpy()
+
+
+class End:
+    """One transport with a cache and an epoch table."""
+
+    def __init__(self, kind, content, memory):
+        self.name = f"{kind}-{uuid.uuid4().hex}"
+        self.cache = Buffer(content, memory)
+        self.epochs = np.zeros(SLOTS, dtype=np.uint64)
+        self.epochs_region = Region(self.epochs.ctypes.data, self.epochs.nbytes)
+        self.sink = Recorder()
+        self.transport = KINDS[kind](self.name, self.sink)
+
+    def start(self):
+        self.transport.start([self.cache.region], self.epochs_region)
+        return self
+
+    def address(self, peer):
+        return PeerAddress(peer, self.transport.metadata(), self.epochs_region)
+
+    def nobody(self):
+        """An address that no transport accepts."""
+        return PeerAddress("nobody", b"", self.epochs_region)
+
+    def set_epoch(self, slot, value):
+        self.epochs[slot] = value
+
+    def go(self):
+        self.transport.close()
+
+
+class Elsewhere:
+    """A NIXL exporter in another process."""
+
+    def __init__(self, content_seed, nbytes, memory, env):
+        path = Path(__file__).with_name("exporter_process.py")
+        arguments = {"name": uuid.uuid4().hex, "nbytes": nbytes, "slots": SLOTS, "seed": content_seed}
+        options = [f"--{key}={value}" for key, value in (arguments | {"memory": memory}).items()]
+        self.process = subprocess.Popen(
+            [sys.executable, str(path), *options],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **env},
+        )
+        about = msgspec.msgpack.decode(bytes.fromhex(self.process.stdout.readline()))
+        self.metadata = about["metadata"]
+        self.epochs_region = msgspec.convert(about["epochs"], Region)
+        self.region = msgspec.convert(about["cache"], Region)
+        self.content = np.random.default_rng(content_seed).integers(0, 256, nbytes, dtype=np.uint8)
+
+    def address(self, peer):
+        return PeerAddress(peer, self.metadata, self.epochs_region)
+
+    def set_epoch(self, slot, value):
+        self.process.stdin.write(f"epoch {slot} {value}\n")
+        self.process.stdin.flush()
+        assert self.process.stdout.readline() == "ok\n"
+
+    def stop(self):
+        self.process.send_signal(signal.SIGSTOP)
+
+    def resume(self):
+        self.process.send_signal(signal.SIGCONT)
+
+    def kill(self):
+        self.process.kill()
+        self.process.wait(PATIENCE_S)
+
+    def go(self):
+        """End politely, and return when the process is gone."""
+        if self.process.poll() is None:
+            self.resume()
+            self.process.communicate("close\n", PATIENCE_S)
+        self.process.stdin.close()
+        self.process.stdout.close()
+
+
+class World:
+    """The ends of one test; all are closed when it ends, readers first."""
+
+    def __init__(self, kind):
+        self.kind = kind
+        self.memory = MEMORY if kind == "nixl" else "DRAM"
+        # Reads are posted in order. NIXL may leave one in flight, and then a later one can end before it.
+        self.in_order = kind == "loopback"
+        self.patience_s = PATIENCE_S
+        self.Recorder = Recorder
+        self._ends = []
+        self._shared = []
+
+    def end(self, nbytes, *, seed=None, start=True):
+        """An end whose cache is zero, or random for a seed."""
+        content = np.zeros(nbytes, dtype=np.uint8)
+        if seed is not None:
+            content = np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
+        end = End(self.kind, content, self.memory)
+        self._ends.insert(0, end)
+        return end.start() if start else end
+
+    def elsewhere(self, nbytes, *, seed, env=None):
+        end = Elsewhere(seed, nbytes, self.memory, env or {})
+        self._ends.append(end)
+        return end
+
+    def connect(self, reader, exporter, peer):
+        reader.transport.add_peer(exporter.address(peer))
+        assert reader.sink.wait(("peer", peer)) == [PeerAdded(peer)]
+
+    def rows(self, region, *rows):
+        """Rows from (offset, nbytes, stride, count) in a region."""
+        table = [(region.address + offset, nbytes, region.device, *rest) for offset, nbytes, *rest in rows]
+        return np.array(table, dtype=np.int64).reshape(-1, 5)
+
+    def program(self, program_id, peer, source, target):
+        return Program(program_id, peer, source, target, self.memory, self.memory)
+
+    def dense(self, program_id, peer, source, target, *, block, count):
+        """``count`` blocks, from the start of one region to the start of another."""
+        sides = [self.rows(region, (0, block, block, count)) for region in (source, target)]
+        return self.program(program_id, peer, *sides)
+
+    def read(self, read_id, program, source_index, target_index, *, cuts=None, fences=(), **rest):
+        source_index, target_index = (np.asarray(i, dtype=np.int32) for i in (source_index, target_index))
+        nbytes = int(lengths(program.source_rows)[source_index].sum())
+        cuts = np.array(cuts or [0, len(source_index)], dtype=np.int64)
+        index = {"source_index": source_index, "target_index": target_index}
+        return Read(read_id, program.peer, program.program_id, **index, cuts=cuts, nbytes=nbytes, fences=fences, **rest)
+
+    def fence(self, fence_id, slot, epoch, *after):
+        return Fence(fence_id, slot, epoch, after)
+
+    def oracle(self, exporter, reader, program, read):
+        """What the reader's cache must look like: each descriptor copied by itself into what was there before."""
+        content, expected = exporter.cache.bytes(), reader.cache.bytes()
+        source_at, target_at = starts(program.source_rows), starts(program.target_rows)
+        for i, j in zip(read.source_index, read.target_index, strict=True):
+            nbytes = lengths(program.source_rows)[i]
+            a, b = source_at[i] - exporter.cache.region.address, target_at[j] - reader.cache.region.address
+            expected[b : b + nbytes] = content[a : a + nbytes]
+        return expected
+
+    def connect_again(self, reader, exporter, peer):
+        """Add a peer after it failed."""
+        reader.sink.forget(("peer", peer))
+        self.connect(reader, exporter, peer)
+
+    def shared(self, nbytes):
+        """The same connected pair at every call."""
+        if not self._shared:
+            self._shared += [self.end(nbytes), self.end(nbytes, seed=1)]
+        return self._shared
+
+    def threads(self, count, target):
+        threads = [threading.Thread(target=target) for _ in range(count)]
+        for thread in threads:
+            thread.start()
+        return threads
+
+    def join(self, threads):
+        for thread in threads:
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive()
+
+    def close_all(self):
+        """Close every end. The world can go on with new ones."""
+        while self._ends:
+            self._ends.pop(0).go()
+
+
+def starts(rows):
+    return np.concatenate([address + np.arange(count) * stride for address, _, _, stride, count in rows])
+
+
+def lengths(rows):
+    return np.concatenate([np.full(count, nbytes) for _, nbytes, _, _, count in rows])
+
+
+@pytest.fixture(params=["loopback", pytest.param("nixl", marks=pytest.mark.nixl)])
+def world(request):
+    world = World(request.param)
+    yield world
+    world.close_all()
+
+
+@pytest.fixture
+def nixl_world():
+    world = World("nixl")
+    yield world
+    world.close_all()

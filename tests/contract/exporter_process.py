@@ -1,0 +1,53 @@
+# ruff: noqa: T201 - standard output is its answer
+"""A NIXL exporter in a process of its own, driven by lines on standard input.
+
+It fills its cache from a seed, writes one msgpack line (hexadecimal) about itself, then obeys ``epoch SLOT VALUE``
+(answered by ``ok``) and ``close``; the end of the input is ``close`` too.
+"""
+
+import argparse
+import sys
+
+import msgspec
+import numpy as np
+
+from kvflow.layout.region import Region
+from kvflow.transport.nixl import NixlTransport
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--nbytes", type=int, required=True)
+    parser.add_argument("--slots", type=int, required=True)
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--memory", default="DRAM")
+    args = parser.parse_args()
+    content = np.random.default_rng(args.seed).integers(0, 256, args.nbytes, dtype=np.uint8)
+    keep = content
+    region = Region(content.ctypes.data, content.nbytes)
+    if args.memory == "VRAM":
+        import torch
+
+        keep = torch.from_numpy(content).cuda()
+        torch.cuda.synchronize()
+        region = Region(keep.data_ptr(), content.nbytes, "VRAM", keep.device.index)
+    epochs = np.zeros(args.slots, dtype=np.uint64)
+    epochs_region = Region(epochs.ctypes.data, epochs.nbytes)
+    transport = NixlTransport(args.name, lambda _: None)
+    transport.start([region], epochs_region)
+    about = {"metadata": transport.metadata(), "epochs": epochs_region, "cache": region}
+    print(msgspec.msgpack.encode(about).hex(), flush=True)
+    for line in sys.stdin:
+        match line.split():
+            case ["epoch", slot, value]:
+                epochs[int(slot)] = int(value)
+                print("ok", flush=True)
+            case ["close"]:
+                break
+    transport.close()
+    del keep
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,291 @@
+"""Both transports: whatever a caller or a peer gets wrong is an event, and everybody else goes on."""
+
+import logging
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from kvflow.errors import TransportUnavailable
+from kvflow.layout.region import Region
+from kvflow.transport.base import PeerAdded, PeerAddress, PeerFailed, ReadCompleted, ReadFailed
+
+BLOCK = 4096
+FAR = 1 << 62
+
+
+@pytest.fixture
+def pair(world):
+    reader, exporter = world.end(64 * BLOCK), world.end(64 * BLOCK, seed=1)
+    world.connect(reader, exporter, "p")
+    return reader, exporter
+
+
+def still_works(world, reader, exporter, peer="p", number=1000):
+    program = world.dense(number, peer, exporter.cache.region, reader.cache.region, block=BLOCK, count=64)
+    reader.transport.prepare(program)
+    reader.transport.post(world.read(number, program, range(64), range(64)))
+    (event,) = reader.sink.wait(("read", number))
+    assert isinstance(event, ReadCompleted), event
+    assert np.array_equal(reader.cache.bytes(), exporter.cache.bytes())
+
+
+@pytest.mark.parametrize("side", ["source", "target"])
+@pytest.mark.parametrize(
+    ("offset", "nbytes", "stride", "count"),
+    [
+        (0, 0, BLOCK, 1),
+        (0, BLOCK, BLOCK, 0),
+        (0, BLOCK, BLOCK - 1, 2),
+        (0, BLOCK, BLOCK, 65),
+        (-1, BLOCK, BLOCK, 1),
+        (63 * BLOCK + 1, BLOCK, BLOCK, 1),
+        (0, BLOCK, FAR, 2),
+        (0, BLOCK, FAR, 8),
+        (0, BLOCK, 2**63 - 1, 2**31 - 1),
+        (0, BLOCK, BLOCK, 2**62),
+        (0, 2**63 - 1, 2**63 - 1, 1),
+        (0, -BLOCK, BLOCK, 1),
+        (0, BLOCK, -BLOCK, 2),
+        (0, BLOCK, BLOCK, -1),
+    ],
+)
+def test_rows_that_leave_the_memory_make_a_broken_program(world, pair, *, side, offset, nbytes, stride, count):
+    reader, exporter = pair
+    good = {"source": exporter.cache.region, "target": reader.cache.region}
+    rows = {name: world.rows(region, (0, BLOCK, BLOCK, 2)) for name, region in good.items()}
+    bad = world.program(2, "p", **(rows | {side: world.rows(good[side], (offset, nbytes, stride, count))}))
+    program = world.program(2, "p", **rows)
+    reader.transport.prepare(bad)
+    reader.transport.post(world.read(1, program, [0], [0], fences=(world.fence(3, 0, 0, 1),)))
+    read, fence = reader.sink.wait(("read", 1), ("fence", 3))
+    assert (read.code, fence.code) == ("bounds", "bounds")
+    assert not reader.cache.bytes().any()
+    still_works(world, reader, exporter)
+
+
+@pytest.mark.parametrize("table", [np.zeros((0, 5), np.int64), np.ones((2, 3), np.int64), np.ones((2, 5), np.uint64)])
+def test_arrays_that_are_no_rows_make_a_broken_program(world, pair, table):
+    reader, exporter = pair
+    program = world.dense(2, "p", exporter.cache.region, reader.cache.region, block=BLOCK, count=64)
+    reader.transport.prepare(world.program(2, "p", table, program.target_rows))
+    reader.transport.post(world.read(1, program, [0], [0]))
+    assert reader.sink.wait(("read", 1))[0].code == "bounds"
+    still_works(world, reader, exporter)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"source_index": [-1, 0]},
+        {"source_index": [0, 64]},
+        {"target_index": [0, 2**31 - 1]},
+        {"target_index": [0]},
+        {"source_index": [], "target_index": [], "cuts": [0]},
+        {"source_index": [], "target_index": [], "cuts": [0, 0]},
+        {"cuts": [0, 1]},
+        {"cuts": [0, 2, 1, 2]},
+        {"cuts": [0, 1, 1, 2]},
+        {"cuts": [1, 2]},
+        {"cuts": [2]},
+        {"nbytes": 2 * BLOCK + 1},
+    ],
+    ids=str,
+)
+def test_indices_and_cuts_that_do_not_fit_are_refused(world, pair, change):
+    reader, exporter = pair
+    program = world.dense(2, "p", exporter.cache.region, reader.cache.region, block=BLOCK, count=64)
+    reader.transport.prepare(program)
+    good = {"source_index": [0, 1], "target_index": [0, 1], "cuts": [0, 2], "nbytes": 2 * BLOCK}
+    parts = good | change
+    kinds = {"source_index": np.int32, "target_index": np.int32, "cuts": np.int64}
+    arrays = {name: np.array(parts[name], dtype=kind) for name, kind in kinds.items()}
+    sample = world.read(1, program, [0, 1], [0, 1])
+    reader.transport.post(type(sample)(1, "p", 2, nbytes=parts["nbytes"], **arrays))
+    (event,) = reader.sink.wait(("read", 1))
+    assert isinstance(event, ReadFailed)
+    assert event.code == "bounds"
+    assert not reader.cache.bytes().any()
+    still_works(world, reader, exporter)
+
+
+def test_descriptors_of_different_lengths_do_not_pair(world, pair):
+    reader, exporter = pair
+    source = world.rows(exporter.cache.region, (0, 512, 512, 4), (BLOCK, 1024, 1024, 4))
+    program = world.program(2, "p", source, world.rows(reader.cache.region, (0, 512, 512, 4)))
+    reader.transport.prepare(program)
+    reader.transport.post(world.read(1, program, [0, 4], [0, 1]))
+    assert reader.sink.wait(("read", 1))[0].code == "bounds"
+    still_works(world, reader, exporter)
+
+
+def test_a_program_must_be_prepared_and_belong_to_the_peer(world, pair):
+    reader, exporter = pair
+    other = world.end(64 * BLOCK, seed=2)
+    world.connect(reader, other, "q")
+    program = world.dense(2, "q", other.cache.region, reader.cache.region, block=BLOCK, count=64)
+    reader.transport.prepare(program)
+    wrong_peer = world.dense(2, "p", exporter.cache.region, reader.cache.region, block=BLOCK, count=64)
+    reader.transport.post(world.read(1, wrong_peer, [0], [0]))
+    reader.transport.post(world.read(2, replace(program, program_id=9), [0], [0]))
+    reader.transport.post(world.read(3, replace(program, peer="nobody"), [0], [0]))
+    events = reader.sink.wait(("read", 1), ("read", 2), ("read", 3))
+    assert [event.code for event in events] == ["program_unknown", "program_unknown", "peer_lost"]
+    still_works(world, reader, exporter)
+
+
+def test_removing_a_peer_cancels_what_waits_and_it_can_come_back(world, pair):
+    reader, exporter = pair
+    other = world.end(64 * BLOCK, seed=2)
+    world.connect(reader, other, "q")
+    program = world.dense(1, "p", exporter.cache.region, reader.cache.region, block=BLOCK, count=64)
+    reader.transport.prepare(program)
+    with reader.sink.holding(("read", 0)):
+        reader.transport.post(world.read(0, program, [0], [0]))
+        reader.sink.wait(("read", 0))
+        reader.transport.post(world.read(1, program, [1], [1], fences=(world.fence(1, 0, 0, 0, 1),)))
+        reader.transport.remove_peer("p")
+        reader.transport.remove_peer("p")
+        reader.transport.remove_peer("nobody")
+        reader.transport.post(world.read(2, program, [2], [2]))
+    waiting, fence, late = reader.sink.wait(("read", 1), ("fence", 1), ("read", 2))
+    assert (waiting.code, fence.code, late.code) == ("cancelled", "cancelled", "peer_lost")
+    still_works(world, reader, other, "q", 1001)
+    world.connect(reader, exporter, "p")
+    reader.transport.post(world.read(3, program, [3], [3]))
+    assert reader.sink.wait(("read", 3))[0].code == "program_unknown"
+    still_works(world, reader, exporter)
+
+
+def test_adding_a_peer_twice_is_harmless(world, pair):
+    reader, exporter = pair
+    program = world.dense(1, "p", exporter.cache.region, reader.cache.region, block=BLOCK, count=64)
+    reader.transport.prepare(program)
+    with reader.sink.holding(("peer", "p")):
+        reader.transport.add_peer(exporter.address("p"))
+        reader.transport.post(world.read(1, program, [1], [1]))
+    assert isinstance(reader.sink.wait(("read", 1))[0], ReadCompleted)
+    assert reader.sink.events.count(PeerAdded("p")) == 2
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_metadata_that_was_damaged_is_refused_and_the_good_one_still_works(world, data):
+    reader, exporter = world.shared(64 * BLOCK)
+    good = exporter.transport.metadata()
+    at = data.draw(st.integers(0, len(good) - 1))
+    flip = good[:at] + bytes([good[at] ^ 1 << data.draw(st.integers(0, 7))]) + good[at + 1 :]
+    cases = [flip, good[:at], good + b"\0", good[at + 1 :], data.draw(st.binary(max_size=600))]
+    bad = data.draw(st.sampled_from(cases))
+    number = data.draw(st.integers(0, 2**62))
+    reader.transport.add_peer(PeerAddress(f"bad-{number}", bad, exporter.epochs_region))
+    (event,) = reader.sink.wait(("peer", f"bad-{number}"))
+    assert isinstance(event, PeerFailed)
+    assert event.code == "metadata_invalid"
+    world.connect(reader, exporter, f"good-{number}")
+    reader.transport.remove_peer(f"good-{number}")
+
+
+def test_metadata_over_a_mebibyte_is_refused(world, pair):
+    reader, exporter = pair
+    reader.transport.add_peer(PeerAddress("q", bytes((1 << 20) + 1), exporter.epochs_region))
+    assert reader.sink.wait(("peer", "q"))[0].code == "metadata_invalid"
+
+
+def test_the_metadata_of_another_transport_is_refused(world, pair):
+    reader, _ = pair
+    other = type(world)({"nixl": "loopback", "loopback": "nixl"}[world.kind])
+    try:
+        end = other.end(BLOCK)
+        reader.transport.add_peer(end.address("q"))
+        assert reader.sink.wait(("peer", "q"))[0].code == "metadata_invalid"
+    finally:
+        other.close_all()
+
+
+def test_an_epoch_table_that_cannot_be_one_is_refused(world, pair):
+    reader, exporter = pair
+    at, metadata = exporter.epochs_region.address, exporter.transport.metadata()
+    tables = [
+        Region(at + 1, 8),
+        Region(at, 12),
+        Region((1 << 63) - 8, 64),
+        Region(at, 8, "VRAM"),
+        Region(at & ~0xFFF, 1 << 40),
+    ]
+    for number, table in enumerate(tables):
+        reader.transport.add_peer(PeerAddress(f"q{number}", metadata, table))
+        assert reader.sink.wait(("peer", f"q{number}"))[0].code == "metadata_invalid", table
+    still_works(world, reader, exporter)
+
+
+def test_a_sink_that_raises_loses_its_event_and_nothing_else(world, pair, caplog):
+    reader, exporter = pair
+    program = world.dense(1, "p", exporter.cache.region, reader.cache.region, block=BLOCK, count=64)
+    reader.transport.prepare(program)
+
+    def explode():
+        raise RuntimeError("loop is closed")
+
+    reader.sink.on(("read", 1), explode)
+    with caplog.at_level(logging.CRITICAL, "kvflow.transport.owner"):
+        reader.transport.post(world.read(1, program, [0], [0]))
+        still_works(world, reader, exporter)
+
+
+def test_two_commands_that_break_the_contract_fail_reads_but_not_the_transport(world, pair, caplog):
+    reader, exporter = pair
+    program = world.dense(1, "p", exporter.cache.region, reader.cache.region, block=BLOCK, count=64)
+    with caplog.at_level(logging.CRITICAL, "kvflow.transport.owner"), reader.sink.holding(("read", 0)):
+        reader.transport.prepare(program)
+        reader.transport.post(world.read(0, program, [0], [0]))
+        reader.sink.wait(("read", 0))
+        reader.transport.post(world.read(1, program, [1], [1]))
+        reader.transport.prepare(program)  # its id is taken
+    read, peer = reader.sink.wait(("read", 1), ("peer", "p"))
+    if isinstance(peer, PeerAdded):
+        pytest.fail("the peer must be reported as failed")
+    assert (read.code, peer.code) == ("transport_error", "transport_error")
+    world.connect_again(reader, exporter, "p")
+    still_works(world, reader, exporter)
+
+
+def test_close_ends_pending_reads_once_and_further_calls_do_nothing(world, pair):
+    reader, exporter = pair
+    program = world.dense(1, "p", exporter.cache.region, reader.cache.region, block=BLOCK, count=64)
+    reader.transport.prepare(program)
+    with reader.sink.holding(("read", 0)):
+        reader.transport.post(world.read(0, program, [0], [0]))
+        reader.sink.wait(("read", 0))
+        for number in (1, 2, 3):
+            fences = (world.fence(number, 0, 0, number),)
+            reader.transport.post(world.read(number, program, [number], [number], fences=fences))
+        closers = world.threads(3, reader.transport.close)
+    world.join(closers)
+    reader.transport.close()
+    ended = len(reader.sink.events)
+    for number in (1, 2, 3):
+        read, fence = reader.sink.wait(("read", number), ("fence", number))
+        assert (read.code, fence.code) == ("cancelled", "cancelled")
+    reader.transport.post(world.read(9, program, [0], [0]))
+    reader.transport.add_peer(exporter.address("q"))
+    reader.transport.cancel([9])
+    assert len(reader.sink.events) == ended
+    assert len(set(reader.sink.order())) == ended
+
+
+def test_close_before_start_is_fine(world):
+    end = world.end(BLOCK, start=False)
+    end.transport.close()
+    end.transport.close()
+
+
+def test_a_failed_start_says_what_to_do_and_can_be_closed(world):
+    end = world.end(BLOCK, start=False)
+    with pytest.raises(TransportUnavailable) as caught:
+        end.transport.start([Region(1 << 40, BLOCK, "VRAM", 1000)], end.epochs_region)
+    assert caught.value.remedy
+    end.transport.close()
+    end.transport.close()

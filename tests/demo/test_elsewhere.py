@@ -1,0 +1,78 @@
+"""The demo over engines that somebody else started, as in containers and on several machines."""
+
+import re
+from contextlib import AsyncExitStack
+
+import pytest
+
+from kvflow.cli import main
+from kvflow.demo.channel import EngineFailed, wait_until_reachable
+from kvflow.demo.driver import Engines, run_demo
+from kvflow.demo.processes import EngineCommand, engine_environment, open_process
+from kvflow.demo.results import Scenario
+
+NOBODY = "127.0.0.1:9"
+"""The discard service, which nobody runs."""
+
+
+class Silent:
+    """Progress that is not shown."""
+
+    def __init__(self):
+        self.stages = []
+
+    def begin(self, stage):
+        self.stages.append(stage)
+
+    def advance(self):
+        pass
+
+
+@pytest.mark.nixl
+@pytest.mark.processes
+@pytest.mark.timeout(300)  # three engines start one after the other, and every one imports torch
+async def test_engines_that_run_already_serve_the_demo_and_go_on(tmp_path):
+    environment, progress = engine_environment(), Silent()
+    async with AsyncExitStack() as stack:
+        engines = {
+            role: await stack.enter_async_context(
+                open_process(EngineCommand(name=role, role=role, layout="BLHNC", kv="content"), tmp_path, environment)
+            )
+            for role in ("prefill", "decode")
+        }
+        (result,) = await run_demo([b"one prompt", b"another one" * 40], tmp_path, progress, Engines(**engines))
+        for address in engines.values():
+            await wait_until_reachable(address, 5.0)
+    assert result.passed
+    assert len(result.reports) == 2
+    assert progress.stages == ["monolithic", f"{engines['prefill']} to {engines['decode']}"]
+
+
+async def test_an_engine_that_never_comes_is_named():
+    with pytest.raises(EngineFailed, match=f"{NOBODY} cannot be reached within 0 s: .*failed"):
+        await wait_until_reachable(NOBODY, 0.3)
+
+
+def test_one_engine_of_two_is_refused(capsys, tmp_path):
+    assert main(["demo", "--prefill", NOBODY, "--out", str(tmp_path / "out")]) == 2
+    assert "give both" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("address", ["prefill", "prefill:", ":8000", "prefill:http"])
+def test_an_address_needs_host_and_port(address, capsys):
+    with pytest.raises(SystemExit):
+        main(["demo", "--prefill", address, "--decode", NOBODY])
+    assert re.search(r"--prefill: .*is not host:port", capsys.readouterr().err)
+
+
+def test_engines_can_be_named_by_variables(monkeypatch, capsys):
+    monkeypatch.setenv("KVFLOW_DEMO_DECODE", "decode")
+    with pytest.raises(SystemExit):
+        main(["demo"])
+    assert "--decode: 'decode' is not host:port" in capsys.readouterr().err
+
+
+def test_a_layout_is_told_where_it_is_known():
+    assert Scenario(name="packed", layout="BHLNC", kv="content").title == "packed: BHLNC, kv=content"
+    assert Scenario(name="a:1 to b:2").title == "a:1 to b:2"

@@ -1,0 +1,29 @@
+"""Prompts are of very different lengths, and cut from real text."""
+
+import pytest
+
+from kvflow.demo.prompts import cut_prompts, read_texts
+
+
+@pytest.mark.parametrize("count", [2, 3, 24, 100])
+def test_prompts_are_pieces_of_the_text_from_5_to_2000_bytes(repository, count):
+    text = read_texts(repository)
+    prompts = cut_prompts(text, count)
+    assert len(prompts) == count
+    assert min(map(len, prompts)) == 5
+    assert max(map(len, prompts)) == 2000
+    assert all(prompt in text for prompt in prompts)
+
+
+def test_prompts_differ(repository):
+    prompts = cut_prompts(read_texts(repository), 24)
+    assert len(set(prompts)) == 24
+
+
+def test_a_text_as_long_as_the_longest_prompt_is_enough():
+    assert max(cut_prompts(bytes(2000), 24)) == bytes(2000)
+
+
+def test_a_folder_without_text_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="0 bytes: run it in a checkout"):
+        read_texts(tmp_path)

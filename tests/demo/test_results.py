@@ -1,0 +1,63 @@
+"""The verdict: one wrong token, one missing answer or one block that is left fails the demo."""
+
+import pytest
+
+from kvflow.demo.driver import PACKED
+from kvflow.demo.messages import Drained, Generated
+from kvflow.demo.results import ScenarioResult
+from kvflow.demo.router import MAX_TOKENS, Answer
+from kvflow.transfer.report import TransferReport
+
+TOKENS = list(range(MAX_TOKENS))
+
+
+def answer(tokens=TOKENS, *, wire=0.001):
+    timings = {"total": 0.01, "queue": 0.0, "handshake": 0.0, "bind": 0.0, "post": 0.001, "wire": wire, "fence": 0.0}
+    report = TransferReport(request_id="r", nbytes=1000, descriptors=3, reads=1, timings_s=timings)
+    return Answer(Generated(tokens=list(tokens), report=report))
+
+
+def result(*answers, left=None):
+    return ScenarioResult(
+        scenario=PACKED, answers=answers, expected=[TOKENS] * len(answers), left=left or {"decode": Drained()}
+    )
+
+
+def test_equal_tokens_pass():
+    outcome = result(answer(), answer())
+    assert outcome.passed
+    assert (outcome.tokens_equal, outcome.tokens_total) == (64, 64)
+    assert (outcome.nbytes, outcome.descriptors) == (2000, 6)
+
+
+def test_one_wrong_token_fails():
+    outcome = result(answer(), answer([*TOKENS[:-1], 99]))
+    assert outcome.tokens_equal == 63
+    assert not outcome.passed
+
+
+def test_too_few_tokens_fail():
+    assert not result(answer(TOKENS[:-1])).passed
+
+
+def test_a_failed_request_fails():
+    outcome = result(answer(), Answer(failure="the engine hung up"))
+    assert not outcome.passed
+    assert outcome.failures == ["the engine hung up"]
+
+
+@pytest.mark.parametrize("field", ["blocks_used", "leases_held", "blocks_quarantined"])
+def test_what_is_left_fails(field):
+    assert not result(answer(), left={"prefill": Drained(), "decode": Drained(**{field: 1})}).passed
+
+
+def test_rates_and_quantiles_are_over_the_time_on_the_way():
+    outcome = result(*(answer(wire=wire / 1000) for wire in range(101)))
+    assert outcome.quantiles_ms("wire") == pytest.approx((50, 99))
+    assert outcome.gb_per_s == pytest.approx(101 * 1000 / (5.05 + 0.101) / 1e9)
+
+
+def test_nothing_moved_has_no_rate():
+    outcome = result(Answer(failure="x"))
+    assert outcome.gb_per_s == 0
+    assert outcome.quantiles_ms("total") == (0, 0)

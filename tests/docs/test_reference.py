@@ -1,0 +1,129 @@
+"""What exists is documented: settings, events, errors and flags, each in a row of its table."""
+
+import argparse
+import inspect
+import logging
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import handshake.errors
+import kvflow.errors
+from handshake.limits import Limits
+from kvflow.cli.entry import build_parser
+from kvflow.config import WorkerConfig
+from kvflow.demo.__main__ import build_parser as build_engine_parser
+from kvflow.observability.logs import LEVELS, event_name
+from kvflow.transfer.report import TransferReport
+
+REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
+
+
+def section(page, heading):
+    """Return the text under a heading of level two."""
+    text = (REFERENCE / page).read_text()
+    found = re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    assert found, f"docs/reference/{page} has no section {heading!r}"
+    return found[1]
+
+
+def rows(text):
+    """Return the tables of a text, by the first cell without its marks: the other cells."""
+    lines = [line.strip("|") for line in text.splitlines() if line.startswith("|")]
+    cells = [[cell.strip() for cell in line.split("|")] for line in lines]
+    return {first.strip("`"): rest for first, *rest in cells}
+
+
+def errors_of(module, base):
+    found = [value for value in vars(module).values() if inspect.isclass(value) and issubclass(value, base)]
+    assert len(found) > 5
+    return found
+
+
+@pytest.mark.parametrize(("heading", "kind"), [("WorkerConfig", WorkerConfig), ("handshake.Limits", Limits)])
+def test_settings_and_their_defaults_are_documented(heading, kind):
+    documented = rows(section("config.md", heading))
+    for field in msgspec.structs.fields(kind):
+        default = "required" if field.required else f"`{field.default!r}`".replace("'", '"')
+        assert documented[field.encode_name][0] == default, field.name
+
+
+def test_no_setting_is_documented_that_is_not_there():
+    documented = {name for name in rows(section("config.md", "WorkerConfig")) if name.isidentifier()}
+    assert documented - {"setting"} == set(WorkerConfig.__struct_fields__)
+
+
+@pytest.mark.parametrize("kind", LEVELS, ids=event_name)
+def test_events_are_documented_with_level_and_fields(kind):
+    text = section("events.md", event_name(kind))
+    assert f"`{kind.__name__}`, level `{logging.getLevelName(LEVELS[kind])}`" in text
+    fields = set(kind.__struct_fields__)
+    if "report" in fields:
+        fields |= set(TransferReport.__struct_fields__) - {"timings_s"}
+    assert fields <= set(rows(text))
+
+
+def test_phases_of_a_transfer_are_documented():
+    phases = re.findall(r"``(\w+)``:", inspect.getdoc(TransferReport).partition("timings_s:")[2])
+    assert len(phases) == 7
+    assert {f"{phase}_s" for phase in phases} <= set(rows(section("events.md", "transfer.completed")))
+
+
+@pytest.mark.parametrize(
+    ("module", "base"),
+    [(kvflow.errors, kvflow.errors.KvflowError), (handshake.errors, handshake.errors.HandshakeError)],
+    ids=["kvflow", "handshake"],
+)
+def test_errors_are_documented_with_code_and_remedy(module, base):
+    text = section("errors.md", module.__name__)
+    for error in errors_of(module, base):
+        row = f"| `{error.__name__}` | `{error.code}` | `{error.__mro__[1].__name__}` |"
+        lines = [line for line in text.splitlines() if line.startswith(row)]
+        assert len(lines) == 1, row
+        assert error.default_remedy in lines[0]
+
+
+def test_refusals_are_documented():
+    assert set(handshake.errors.FailureCode) <= set(rows(section("errors.md", "Refusals")))
+
+
+def actions(parser):
+    """Return the flags of one parser, without its subcommands."""
+    return [action for action in parser._actions if action.option_strings]
+
+
+def commands(parser, name="kvflow"):
+    """Yield every command with its parser, subcommands included."""
+    yield name, parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for word, command in action.choices.items():
+                yield from commands(command, f"{name} {word}")
+
+
+@pytest.mark.parametrize(
+    ("name", "parser"), [*commands(build_parser()), ("python -m kvflow.demo", build_engine_parser())]
+)
+def test_flags_are_documented_with_defaults(name, parser):
+    documented = rows(section("cli.md", name))
+    for action in actions(parser):
+        cells = documented["`, `".join(action.option_strings)]
+        meaning = re.sub(r" \(default: .*\)$| \[KVFLOW_\w+\]$", "", action.help)
+        assert cells[-1].startswith(meaning)
+        if action.nargs != 0 and action.default is not None:
+            assert f"`{action.default}`" in cells
+
+
+def test_variables_of_the_engines_are_documented():
+    documented = set(re.findall("KVFLOW_DEMO_[A-Z_]+", section("cli.md", "python -m kvflow.demo")))
+    assert documented == set(re.findall("KVFLOW_DEMO_[A-Z_]+", build_engine_parser().format_help()))
+
+
+def test_a_missing_row_is_noticed():
+    text = "| setting | default |\n|---|---|\n| `rank` | `0` |\n"
+    assert rows(text)["rank"] == ["`0`"]
+    assert "num_ranks" not in rows(text)
+    with pytest.raises(AssertionError, match="has no section"):
+        section("config.md", "Nothing")

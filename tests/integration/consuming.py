@@ -1,0 +1,60 @@
+"""A consumer in the test's own process."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import kvflow
+
+from .producing import configured
+from .shapes import Shape, touched, wrong
+
+PATIENCE_S = 60.0
+AT_REST = {"pulls": 0, "quarantined": ()}
+
+
+async def until(condition):
+    """Wait for something that nobody reports."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():  # noqa: ASYNC110 - memory and file descriptors announce nothing
+            await asyncio.sleep(0.001)
+
+
+class Consumer:
+    """One worker that pulls, and its cache."""
+
+    def __init__(self, worker, cache):
+        self.worker = worker
+        self.cache = cache
+
+    async def pull(self, params, block_ids, **options):
+        """Pull what a router brought."""
+        return await self.worker.pull(kvflow.Ticket.from_params(params), block_ids, **options)
+
+    def has(self, request, block_ids, num_tokens):
+        """Assert that these blocks hold this request and that it ended where it should."""
+        assert wrong(self.cache, request, block_ids, num_tokens) == []
+
+    def untouched(self, *, but=()):
+        """Assert that nothing was written outside of these lists of blocks."""
+        assert touched(self.cache, but=but) == []
+
+    def at_rest(self):
+        """Assert that no pull has left anything behind."""
+        snapshot = self.worker.snapshot()
+        assert {"pulls": snapshot.pulls, "quarantined": snapshot.quarantined} == AT_REST
+
+
+async def works(producer, consumer, request="good", blocks=((0, 1), (2, 3)), num_tokens=8, *, sources=None):
+    """Assert that a pull from one to the other succeeds, into these blocks; by default the first of both sides."""
+    params = await producer.offer(request, sources or blocks, num_tokens)
+    await consumer.pull(params, blocks)
+    consumer.has(request, blocks, num_tokens)
+    assert await producer.outcome(request) == "released"
+
+
+@asynccontextmanager
+async def consuming(shape=Shape(), *, engine_id="decode-0", hooks=(), **settings):  # noqa: B008 - frozen
+    """Open a consumer."""
+    cache = shape.build()
+    async with kvflow.open_worker(configured(engine_id, **settings), cache, hooks=hooks) as worker:
+        yield Consumer(worker, cache)

@@ -1,0 +1,82 @@
+"""A producer that tests tell what to do: a worker, its cache of tagged bytes, and what it has on offer."""
+
+import json
+from contextlib import asynccontextmanager
+
+import msgspec
+
+import kvflow
+from kvflow.cache.tickets import Grant
+
+from .shapes import write
+
+SECRET = "the secret of the test cluster"
+
+
+class Producer:
+    """One worker that offers requests with tagged bytes."""
+
+    def __init__(self, worker, cache):
+        self.worker = worker
+        self.cache = cache
+        self.endpoint = worker.endpoint
+        self._offered = {}
+
+    async def offer(self, request, block_ids, num_tokens):
+        """Write the tags of a request and offer it; return what a router carries."""
+        self._write(request, block_ids, num_tokens)
+        return await self.offer_as_is(request, block_ids, num_tokens)
+
+    async def offer_as_is(self, request, block_ids, num_tokens):
+        """Offer whatever the blocks hold: tags for a large cache take longer than moving it."""
+        return json.loads(json.dumps(self.worker.offer(request, block_ids, num_tokens).to_params()))
+
+    async def address(self):
+        """What a mint in another process needs to know."""
+        return msgspec.to_builtins(self.worker.rank_address)
+
+    async def admit(self, grant):
+        """Hold a lease that a mint has signed."""
+        self.worker.admit(msgspec.convert(grant, Grant))
+
+    async def write(self, request, block_ids, num_tokens):
+        self._write(request, block_ids, num_tokens)
+
+    def _write(self, request, block_ids, num_tokens):
+        write(self.cache, request, block_ids, num_tokens)
+        self._offered[request] = (block_ids, num_tokens)
+
+    async def revoke(self, request):
+        return self.worker.revoke(request)
+
+    async def recycle(self, request):
+        """Revoke a request and give its blocks to another one at once, as an engine does."""
+        return self.recycle_now(request)
+
+    def recycle_now(self, request):
+        revoked = self.worker.revoke(request)
+        write(self.cache, f"whoever comes after {request}", *self._offered.pop(request))
+        return revoked
+
+    async def outcome(self, request):
+        """Wait until the lease has ended, and say how."""
+        try:
+            return await self.worker.wait_offer(request)
+        except kvflow.errors.RequestUnknown as error:
+            return error.code
+
+    async def leases(self):
+        return self.worker.snapshot().leases
+
+
+@asynccontextmanager
+async def producing(shape, *, engine_id="prefill-0", **settings):
+    """Open a producer in this process."""
+    cache = shape.build()
+    async with kvflow.open_worker(configured(engine_id, **settings), cache) as worker:
+        yield Producer(worker, cache)
+
+
+def configured(engine_id, **settings):
+    """Settings that all tests share."""
+    return kvflow.WorkerConfig(engine_id=engine_id, **{"cluster_secret": SECRET, **settings})

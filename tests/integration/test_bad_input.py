@@ -1,0 +1,346 @@
+"""Bad input of every kind: a typed error with a code and a remedy, nothing left behind, and the next pull works."""
+
+import copy
+import json
+import socket
+import time
+
+import pytest
+
+import handshake
+import kvflow
+from handshake import codec
+from handshake.limits import DEFAULT_LIMITS
+from handshake.messages import Refuse
+from handshake.states import Role
+from kvflow import errors
+
+from .consuming import works
+from .shapes import Shape
+from .strangers import IDENTITY, connection_of_newer_release, dialling, of_newer_release, publishing, ticket_to
+
+BLOCKS = [[0, 1], [2, 3]]
+OTHER_SECRET = "the secret of another cluster"
+
+TARGETS = {
+    "above the pool": ([[0, 1], [2, 32]], errors.BlockIdsInvalid),
+    "far above the pool": ([[0, 1], [2, 1 << 70]], errors.BlockIdsInvalid),
+    "below absent": ([[0, -2], [2, 3]], errors.BlockIdsInvalid),
+    "twice in a group": ([[0, 0], [2, 3]], errors.BlockIdsInvalid),
+    "twice in groups that share bytes": ([[0, 1], [2, 1]], errors.BlockIdsInvalid),
+    "a group too few": ([[0, 1]], errors.BlockIdsInvalid),
+    "a group too many": ([[0, 1], [2, 3], []], errors.BlockIdsInvalid),
+    "not a number": ([[0, 1.5], [2, 3]], errors.BlockIdsInvalid),
+    "not a list": ([0, 1], errors.BlockIdsInvalid),
+    "before the first token": ([[0, 1, 4], [2, 3]], errors.BlockRangeMismatch),
+}
+OFFERS = {
+    "above the pool": ([[0, 32], [2, 3]], 8, errors.BlockIdsInvalid),
+    "below absent": ([[0, -2], [2, 3]], 8, errors.BlockIdsInvalid),
+    "a group too few": ([[0, 1]], 8, errors.BlockIdsInvalid),
+    "no token": (BLOCKS, 0, errors.BlockIdsInvalid),
+    "token counts for another number of groups": (BLOCKS, [8, 8, 8], errors.BlockIdsInvalid),
+}
+OTHERS = {
+    "head size": (Shape(head_size=16), "layers.0.k.head_size", 16.0, 8.0),
+    "dtype": (Shape(dtype="float16"), "layers.0.k.dtype", "float16", "bfloat16"),
+    "heads": (Shape(heads=8), "layers.0.k.num_kv_heads", 8, 4),
+    "window": (Shape(window=12), "layers.1.window", 12, 8),
+    "layer name": (
+        Shape(prefix="model"),
+        "layers",
+        ["model.0", "model.2", "model.1", "model.3"],
+        ["layers.0", "layers.2", "layers.1", "layers.3"],
+    ),
+}
+
+
+def cut(params, *path):
+    """Return parameters without one entry."""
+    cut_off = copy.deepcopy(params)
+    inner = cut_off
+    for key in path[:-1]:
+        inner = inner[key]
+    del inner[path[-1]]
+    return cut_off
+
+
+def forge(params, **changes):
+    """Return parameters whose grant says something else than what was signed."""
+    forged = copy.deepcopy(params)
+    forged["kvflow"]["grants"][0].update(changes)
+    return json.loads(json.dumps(forged))
+
+
+FORGERIES = {
+    "other blocks": lambda params: forge(params, block_ids=[[0, 1], [2, 4]]),
+    "other tokens": lambda params: forge(params, num_tokens=[7, 8]),
+    "another slot": lambda params: forge(params, slot=5),
+    "another epoch": lambda params: forge(params, epoch="77"),
+    "another engine": lambda params: forge(params, engine_id="prefill-1"),
+    "another request": lambda params: forge(params, request_id="another"),
+    "a longer lease": lambda params: forge(params, lease_s=86400.0),
+    "another endpoint": lambda params: forge(
+        params, ranks=[params["kvflow"]["grants"][0]["ranks"][0] | {"endpoint": "tcp://127.0.0.1:9"}]
+    ),
+    "a signature of another grant": lambda params: forge(params, mac="00" * 32),
+    "no signature": lambda params: forge(params, mac=""),
+    "half a surrogate": lambda params: forge(params, request_id="\ud800"),
+    "text for a number": lambda params: forge(params, slot="0"),
+    "a field too few": lambda params: cut(params, "kvflow", "grants", 0, "block_ids"),
+    "no grant": lambda params: cut(params, "kvflow", "grants", 0),
+    "a grant too many": lambda params: {"kvflow": {"grants": params["kvflow"]["grants"] * 2}},
+    "nothing": lambda _params: {},
+    "no dictionary": lambda _params: None,
+    "another's parameters": lambda _params: {"do_remote_prefill": True},
+}
+
+
+def explains(caught, kind):
+    """Assert that an error is exactly of this kind and says what to do."""
+    error = caught.value
+    assert type(error) is kind
+    assert error.code == kind.code
+    assert error.remedy
+    assert str(error).endswith(error.remedy)
+    return error
+
+
+@pytest.mark.parametrize("case", TARGETS)
+async def test_targets_that_cannot_be_used(near_world, case):
+    targets, kind = TARGETS[case]
+    async with near_world.producing() as producer, near_world.consuming() as consumer:
+        params = await producer.offer("r", BLOCKS, 8)
+        with pytest.raises(kind) as caught:
+            await consumer.pull(params, targets)
+        explains(caught, kind)
+        consumer.at_rest()
+        consumer.untouched()
+        await works(producer, consumer)
+
+
+async def test_tokens_that_the_ticket_does_not_cover(world):
+    async with world.producing() as producer, world.consuming() as consumer:
+        for name, sources in {"shorter": [[1], [2, 3]], "absent": [[-1, 1], [2, 3]]}.items():
+            params = await producer.offer(name, sources, 8)
+            with pytest.raises(errors.BlockRangeMismatch) as caught:
+                await consumer.pull(params, BLOCKS)
+            assert explains(caught, errors.BlockRangeMismatch).group == 0
+            consumer.at_rest()
+            consumer.untouched()
+        await works(producer, consumer)
+
+
+@pytest.mark.parametrize("case", OFFERS)
+async def test_offers_that_cannot_be_made(near_world, case):
+    blocks, num_tokens, kind = OFFERS[case]
+    async with near_world.producing() as producer, near_world.consuming() as consumer:
+        with pytest.raises(kind) as caught:
+            producer.worker.offer("r", blocks, num_tokens)
+        explains(caught, kind)
+        assert producer.worker.snapshot().leases == 0
+        await works(producer, consumer, request="r")
+
+
+async def test_a_request_on_offer_cannot_be_offered_again_and_stays_on_offer(near_world):
+    async with near_world.producing() as producer, near_world.consuming() as consumer:
+        params = await producer.offer("r", BLOCKS, 8)
+        with pytest.raises(errors.BlockIdsInvalid) as caught:
+            producer.worker.offer("r", BLOCKS, 8)
+        explains(caught, errors.BlockIdsInvalid)
+        await consumer.pull(params, BLOCKS)
+        consumer.has("r", BLOCKS, 8)
+
+
+@pytest.mark.parametrize("case", FORGERIES)
+async def test_forged_and_truncated_tickets(near_world, case):
+    async with near_world.producing() as producer, near_world.consuming() as consumer:
+        params = await producer.offer("r", BLOCKS, 8)
+        with pytest.raises(errors.TicketInvalid) as caught:
+            await consumer.pull(FORGERIES[case](params), BLOCKS)
+        explains(caught, errors.TicketInvalid)
+        consumer.at_rest()
+        consumer.untouched()
+        await consumer.pull(params, BLOCKS)
+        consumer.has("r", BLOCKS, 8)
+
+
+@pytest.mark.parametrize("case", OTHERS)
+async def test_caches_of_another_model(near_world, case):
+    other, field, source, target = OTHERS[case]
+    async with near_world.producing() as producer, near_world.consuming() as consumer:
+        async with near_world.producing(other, engine_id="prefill-1") as stranger:
+            params = await stranger.offer("r", BLOCKS, 8)
+            for _ in range(2):  # the second time, too
+                with pytest.raises(errors.LayoutMismatch) as caught:
+                    await consumer.pull(params, BLOCKS)
+                error = explains(caught, errors.LayoutMismatch)
+                assert (error.field, error.source, error.target) == (field, source, target)
+                assert all(part in error.message for part in (field, repr(source), repr(target)))
+        consumer.at_rest()
+        consumer.untouched()
+        await works(producer, consumer)
+
+
+@pytest.mark.nixl
+@pytest.mark.processes
+async def test_a_data_plane_of_another_kind(near_world, far_world):
+    async with far_world.producing() as producer, near_world.consuming() as consumer:
+        params = await producer.offer("r", BLOCKS, 8)
+        with pytest.raises(errors.LayoutMismatch) as caught:
+            await consumer.pull(params, BLOCKS)
+        error = explains(caught, errors.LayoutMismatch)
+        assert (error.field, error.source, error.target) == ("transport", "nixl", "loopback")
+
+
+async def test_a_ticket_of_another_cluster_is_refused_before_anything_is_dialled(near_world):
+    async with near_world.producing(cluster_secret=OTHER_SECRET) as stranger, near_world.producing() as producer:
+        params = await stranger.offer("r", BLOCKS, 8)
+        async with near_world.consuming() as consumer:
+            with pytest.raises(errors.TicketInvalid) as caught:
+                await consumer.pull(params, BLOCKS)
+            explains(caught, errors.TicketInvalid)
+            await works(producer, consumer)
+
+
+@pytest.mark.both_loops
+async def test_a_producer_of_another_secret(world):
+    async with (
+        world.producing(cluster_secret=OTHER_SECRET) as stranger,
+        world.producing() as producer,
+        world.consuming() as consumer,
+    ):
+        begun_s = time.monotonic()
+        with pytest.raises(errors.AuthenticationFailed) as caught:
+            await consumer.pull(ticket_to(stranger.endpoint), BLOCKS)
+        assert time.monotonic() - begun_s < 2
+        explains(caught, errors.AuthenticationFailed)
+        consumer.at_rest()
+        await works(producer, consumer)
+
+
+async def test_a_producer_without_encryption(near_world):
+    async with near_world.producing() as producer, near_world.consuming() as consumer:
+        async with publishing(handshake.Publication.of(b"in clear"), security=None) as endpoint:
+            with pytest.raises(errors.AuthenticationFailed) as caught:
+                await consumer.pull(ticket_to(endpoint), BLOCKS)
+            explains(caught, errors.AuthenticationFailed)
+        consumer.at_rest()
+        await works(producer, consumer)
+
+
+@pytest.mark.parametrize("security", [None, handshake.ClusterSecurity.from_secret(OTHER_SECRET)], ids=str)
+async def test_a_reader_without_our_secret(near_world, security):
+    async with near_world.producing() as producer, near_world.consuming() as consumer:
+        with pytest.raises(handshake.AuthenticationFailed):
+            async with handshake.open_client(
+                producer.endpoint,
+                identity=IDENTITY,
+                publication=handshake.Publication.of(b"of a stranger"),
+                security=security,
+                on_event=lambda _event: None,
+            ):
+                pytest.fail("a stranger was let in")
+        await works(producer, consumer)
+
+
+async def test_a_producer_of_another_release(near_world):
+    async with near_world.producing() as producer, near_world.consuming() as consumer:
+        async with of_newer_release() as endpoint:
+            with pytest.raises(errors.PeerRefused) as caught:
+                await consumer.pull(ticket_to(endpoint), BLOCKS)
+        error = explains(caught, errors.PeerRefused)
+        assert error.refusal == "version_unsupported"
+        assert "7..9" in error.message
+        consumer.at_rest()
+        await works(producer, consumer)
+
+
+async def test_a_reader_of_another_release_is_told_so(near_world):
+    async with near_world.producing() as producer, near_world.consuming() as consumer:
+        newer = connection_of_newer_release(Role.CLIENT)
+        newer.greet(time.monotonic())
+        async with dialling(producer.endpoint) as dealer:
+            for frames in newer.take_outgoing():
+                await dealer.send_multipart(frames)
+            answer = codec.decode(await dealer.recv_multipart(), DEFAULT_LIMITS)
+        assert isinstance(answer, Refuse)
+        assert answer.code == "version_unsupported"
+        assert answer.remedy
+        await works(producer, consumer)
+
+
+GARBAGE = {
+    "no frame format": [b"garbage"],
+    "an empty frame": [b""],
+    "several frames": [b"\xc1\x80", b"more"],
+    "truncated": [b"\xc1\x85\xa4type"],
+    "bad text": [b"\xc1\x81\xa4type\xa2\xff\xff"],
+    "nested": [b"\xc1" + b"\x91" * 100_000],
+    "large": [b"\xc1" + bytes(1 << 20)],
+    "out of turn": [b"\xc1\x82\xa4type\xa4ping\xa5nonce\x01"],
+}
+
+
+@pytest.mark.parametrize("case", GARBAGE)
+async def test_garbage_on_the_listener(world, case):
+    async with world.producing() as producer, world.consuming() as consumer:
+        async with dialling(producer.endpoint) as dealer:
+            await dealer.send_multipart(GARBAGE[case])
+            answer = codec.decode(await dealer.recv_multipart(), DEFAULT_LIMITS)
+        assert isinstance(answer, Refuse)
+        assert answer.code == "protocol_violation"
+        await works(producer, consumer)
+
+
+async def test_bytes_that_are_not_even_zeromq(near_world):
+    async with near_world.producing() as producer, near_world.consuming() as consumer:
+        host, port = producer.endpoint.removeprefix("tcp://").split(":")
+        for nonsense in (b"GET / HTTP/1.1\r\n\r\n", bytes(64), b"\xff" * 4096):
+            with socket.create_connection((host, int(port))) as raw:
+                raw.sendall(nonsense)
+                await works(producer, consumer)
+
+
+@pytest.mark.parametrize("ending", ["revoke", "recycle"])
+async def test_a_ticket_whose_lease_was_revoked(world, ending):
+    async with world.producing() as producer, world.consuming() as consumer:
+        params = await producer.offer("r", BLOCKS, 8)
+        assert await getattr(producer, ending)("r") is True
+        with pytest.raises(errors.StaleLease) as caught:
+            await consumer.pull(params, BLOCKS)
+        error = explains(caught, errors.StaleLease)
+        assert error.request_id == "r"
+        assert error.quarantined is False
+        consumer.at_rest()
+        await works(producer, consumer)
+
+
+async def test_a_ticket_that_was_released(world):
+    async with world.producing() as producer, world.consuming() as consumer:
+        params = await producer.offer("r", BLOCKS, 8)
+        await consumer.pull(params, BLOCKS)
+        assert await producer.outcome("r") == "released"
+        with pytest.raises(errors.StaleLease) as caught:
+            await consumer.pull(params, BLOCKS)
+        explains(caught, errors.StaleLease)
+        await works(producer, consumer)
+
+
+async def test_nothing_is_pulled_or_offered_after_close(world):
+    async with world.producing() as producer:
+        params = await producer.offer("r", BLOCKS, 8)
+        async with world.consuming() as consumer:
+            pass
+        with pytest.raises(errors.WorkerClosed) as caught:
+            await consumer.pull(params, BLOCKS)
+        explains(caught, errors.WorkerClosed)
+        with pytest.raises(errors.WorkerClosed):
+            await consumer.worker.release(kvflow.Ticket.from_params(params))
+        with pytest.raises(errors.WorkerClosed) as caught:
+            consumer.worker.offer("r", BLOCKS, 8)
+        explains(caught, errors.WorkerClosed)
+        assert consumer.worker.snapshot().leases == 0
+        async with world.consuming() as another:
+            await another.pull(params, BLOCKS)
+            another.has("r", BLOCKS, 8)

@@ -1,0 +1,145 @@
+"""A producer that holds the cluster's secret and lies: an error for its readers, and nothing for anybody else."""
+
+import hashlib
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+import handshake
+from handshake import Publication
+from kvflow import errors
+from kvflow.layout.region import ADDRESS_MAX, Region
+from kvflow.rendezvous.publication import decode, encode
+from kvflow.transfer.plan import PlanCache
+from kvflow.transport.envelope import Envelope, seal
+
+from .consuming import works
+from .strangers import IDENTITY, SECURITY, publishing, ticket_to
+
+BLOCKS = [[0, 1], [2, 3]]
+
+
+async def published(endpoint):
+    """Return what a worker publishes."""
+    async with handshake.open_client(
+        endpoint,
+        identity=IDENTITY,
+        publication=Publication.of(b"of a stranger"),
+        security=SECURITY,
+        on_event=lambda _event: None,
+    ) as client:
+        return decode(client.publication, peer="")
+
+
+def with_components(whole, *, num_blocks=None, **changes):
+    """Change every component of every layer."""
+    groups = tuple(
+        replace(
+            group,
+            layers=tuple(
+                replace(layer, components=tuple(replace(part, **changes) for part in layer.components))
+                for layer in group.layers
+            ),
+        )
+        for group in whole.manifest.groups
+    )
+    return with_manifest(whole, groups=groups, num_blocks=num_blocks or whole.manifest.num_blocks)
+
+
+def with_manifest(whole, **changes):
+    return encode(replace(whole, manifest=replace(whole.manifest, **changes)))
+
+
+def far_away(whole):
+    """The same cache where the producer has none."""
+    (region,) = whole.manifest.regions
+    return (replace(region, address=4096),)
+
+
+ADVERTISEMENTS = {
+    "no bytes": (lambda _: Publication.of(b""), errors.ProtocolViolation),
+    "no manifest": (lambda _: Publication.of(msgspec.msgpack.encode({"manifest": 7})), errors.ProtocolViolation),
+    "half a manifest": (lambda it: Publication.of(encode(it).payload[:200]), errors.ProtocolViolation),
+    "text that is not Unicode": (
+        lambda it: Publication.of(encode(it).payload.replace(it.transport.encode(), b"\xff" * len(it.transport), 1)),
+        errors.ProtocolViolation,
+    ),
+    "another version": (lambda it: Publication.of(encode(it).payload, schema=2), errors.LayoutMismatch),
+    "a region beyond all addresses": (
+        lambda it: with_manifest(it, regions=(Region(address=ADDRESS_MAX, nbytes=ADDRESS_MAX),)),
+        errors.ProtocolViolation,
+    ),
+    "a region that is not its own": (lambda it: with_manifest(it, regions=far_away(it)), errors.ProtocolViolation),
+    "blocks beyond the region": (lambda it: with_manifest(it, num_blocks=33), errors.ProtocolViolation),
+    "a region that does not exist": (lambda it: with_components(it, region=1), errors.ProtocolViolation),
+    "a stride beyond memory": (lambda it: with_components(it, block_stride=ADDRESS_MAX), errors.ProtocolViolation),
+    "heads beyond the model": (lambda it: with_components(it, first_head=3), errors.ProtocolViolation),
+    "heads without end": (
+        lambda it: with_components(it, num_heads=1 << 31, total_heads=1 << 31, head_stride=0),
+        errors.LayoutMismatch,
+    ),
+    "blocks without end": (
+        lambda it: with_components(it, num_blocks=(1 << 31) - 1, block_stride=0), errors.ProtocolViolation
+    ),
+    "strides of zero": (
+        lambda it: with_components(it, block_stride=0, head_stride=0, token_stride=0), errors.ProtocolViolation
+    ),
+    "layers named twice": (lambda it: with_manifest(it, groups=it.manifest.groups * 2), errors.ProtocolViolation),
+    "half an epoch": (
+        lambda it: encode(replace(it, epochs=Region(address=4096, nbytes=7))), errors.ProtocolViolation
+    ),
+    "epochs that are not its own": (
+        lambda it: encode(replace(it, epochs=Region(address=4096, nbytes=4096))), errors.ProtocolViolation
+    ),
+    "epochs without end": (
+        lambda it: encode(replace(it, epochs=replace(it.epochs, nbytes=ADDRESS_MAX - 7))), errors.ProtocolViolation
+    ),
+    "no metadata": (lambda it: encode(replace(it, metadata=b"")), errors.ProtocolViolation),
+    "metadata with a flipped bit": (
+        lambda it: encode(replace(it, metadata=it.metadata[:-1] + bytes([it.metadata[-1] ^ 1]))),
+        errors.ProtocolViolation,
+    ),
+    "metadata that cannot be read": (
+        lambda it: encode(replace(it, metadata=sealed(b"\x93\xa2\xff\xff\xa1a\xc4\x00"))), errors.ProtocolViolation
+    ),
+}  # fmt: skip
+
+
+def sealed(body):
+    """Put an intact envelope around any bytes."""
+    honest = seal(Envelope("loopback", "nobody", b""))
+    return honest[:4] + hashlib.blake2b(body, digest_size=16).digest() + body
+
+
+async def test_a_lie_ends_its_own_pull_only(world):
+    async with world.producing() as producer, world.producing(engine_id="prefill-1") as liar:
+        about = await published(liar.endpoint)
+        async with world.consuming() as consumer:
+            await works(producer, consumer)
+            for lie, (tell, kind) in ADVERTISEMENTS.items():
+                async with publishing(tell(about)) as endpoint:
+                    with pytest.raises(errors.KvflowError) as caught:
+                        await consumer.pull(ticket_to(endpoint), BLOCKS)
+                assert type(caught.value) is kind, lie
+                assert caught.value.remedy, lie
+                consumer.at_rest()
+                await works(producer, consumer)
+
+
+async def test_a_defect_of_ours_in_meeting_a_peer_ends_that_peer_only(near_world, monkeypatch):
+    def stumble(*_):
+        raise ZeroDivisionError("as a defect would")
+
+    async with (
+        near_world.producing() as producer,
+        near_world.producing(engine_id="prefill-1") as another,
+        near_world.consuming() as consumer,
+    ):
+        await works(producer, consumer)
+        with monkeypatch.context() as patch:
+            patch.setattr(PlanCache, "plan", stumble)
+            with pytest.raises(errors.TransferFailed, match="as a defect would"):
+                await consumer.pull(await another.offer("r", BLOCKS, 8), BLOCKS)
+        await works(producer, consumer)
+        await works(another, consumer)

@@ -1,0 +1,88 @@
+"""A producer that hangs: the pull ends by its budget, and its blocks stay unused while anything may write to them."""
+
+import asyncio
+
+import msgspec
+import pytest
+
+from kvflow import errors
+
+from .conftest import ELSEWHERE
+from .consuming import consuming, until, works
+from .shapes import Shape
+
+pytestmark = ELSEWHERE
+
+LARGE = Shape(num_blocks=1024, block_size=16, heads=8, head_size=128)
+FEW = msgspec.structs.replace(LARGE, num_blocks=16)
+BLOCKS = [list(range(1000)), []]
+TOKENS = 1000 * 16
+OVERLAPPING = ([[998, 999], [1000, 1001]], [[1000, 1001], [998, 999]])
+
+
+async def test_blocks_of_a_hung_read_are_refused_until_it_is_over(elsewhere, spawn):
+    sleepy = spawn(UCX_TLS="tcp")
+    async with (
+        sleepy.producing(LARGE) as producer,
+        elsewhere.producing(FEW) as other,
+        consuming(LARGE, wire_s=0.5) as consumer,
+    ):
+        consumer.cache.backing.zero_()
+        params = await producer.offer_as_is("r", BLOCKS, TOKENS)
+        other_params = await other.offer("other", [[0, 1], [2, 3]], 32)
+        pull = asyncio.create_task(consumer.pull(params, BLOCKS))
+        await until(lambda: consumer.cache.backing[0] != 0)
+        sleepy.stop()
+        with pytest.raises(errors.DeadlineExceeded) as caught:
+            await pull
+        assert caught.value.phase == "wire"
+        assert caught.value.quarantined is True
+        assert caught.value.remedy
+
+        quarantined = consumer.worker.snapshot().quarantined
+        assert [(entry.reason, entry.num_blocks) for entry in quarantined] == [("deadline_exceeded", 1000)]
+        for targets in OVERLAPPING:
+            with pytest.raises(errors.BlockIdsInvalid) as refused:
+                await consumer.pull(other_params, targets)
+            assert "quiesced" in refused.value.remedy
+        await works(other, consumer, blocks=[[1002, 1003], [1004, 1005]], sources=[[4, 5], [6, 7]], num_tokens=32)
+        quiet = asyncio.create_task(consumer.worker.quiesced("r"))
+        await asyncio.sleep(0)
+        assert not quiet.done()
+
+        sleepy.resume()
+        await quiet
+        consumer.at_rest()
+        await consumer.pull(other_params, OVERLAPPING[0])
+        consumer.has("other", OVERLAPPING[0], 32)
+        # The producer has recovered: its ticket is as good as ever.
+        await consumer.pull(params, BLOCKS)
+
+
+async def test_a_hung_producer_that_was_never_met(spawn):
+    sleepy = spawn()
+    async with sleepy.producing(Shape()) as producer, consuming(handshake_s=0.3) as consumer:
+        params = await producer.offer("r", [[0, 1], [2, 3]], 8)
+        sleepy.stop()
+        with pytest.raises(errors.DeadlineExceeded) as caught:
+            await consumer.pull(params, [[0, 1], [2, 3]])
+        assert caught.value.phase == "handshake"
+        consumer.at_rest()
+        sleepy.resume()
+        await works(producer, consumer)
+
+
+async def test_leaving_with_a_hung_read(spawn):
+    sleepy = spawn(UCX_TLS="tcp")
+    async with sleepy.producing(LARGE) as producer:
+        params = await producer.offer_as_is("r", BLOCKS, TOKENS)
+        async with consuming(LARGE) as consumer:
+            consumer.cache.backing.zero_()
+            pull = asyncio.create_task(consumer.pull(params, BLOCKS))
+            await until(lambda: consumer.cache.backing[0] != 0)
+            sleepy.stop()
+        with pytest.raises(errors.TransferCancelled) as caught:
+            await pull
+        assert caught.value.quarantined is True
+        consumer.at_rest()
+        sleepy.kill()  # not woken: UCX may abort a process that finds a reader gone in the middle of its reads

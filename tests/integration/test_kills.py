@@ -1,0 +1,120 @@
+"""A producer that is killed: an error within two seconds, and everybody else is served as if nothing had happened."""
+
+import asyncio
+import time
+
+import msgspec
+import pytest
+
+from kvflow import errors
+from kvflow.transfer.events import TransferCompleted
+
+from .conftest import ELSEWHERE
+from .consuming import consuming, until, works
+from .shapes import Shape
+
+pytestmark = ELSEWHERE
+
+BLOCKS = [[0, 1], [2, 3]]
+OTHER_TARGETS = [[4090, 4091], [4092, 4093]]
+LARGE = Shape(num_blocks=4096, block_size=16, heads=8, head_size=128)
+FEW = msgspec.structs.replace(LARGE, num_blocks=16)
+MOST_BLOCKS = [list(range(4080)), []]
+"""510 MiB: a read of it takes a tenth of a second over shared memory."""
+MOST_TOKENS = 4080 * 16
+WIRES = {"shared memory": {}, "tcp": {"UCX_TLS": "tcp"}}
+
+
+async def lost_within_2_s(pull):
+    """Await the end of a pull from a process that was killed just now."""
+    begun_s = time.monotonic()
+    with pytest.raises(errors.PeerLost) as caught:
+        await pull
+    assert time.monotonic() - begun_s < 2.0
+    assert caught.value.code == "peer_lost"
+    assert caught.value.remedy
+
+
+@pytest.mark.both_loops
+async def test_before_it_was_ever_met(elsewhere, spawn):
+    doomed = spawn()
+    async with doomed.producing(Shape()) as victim, elsewhere.producing(Shape()) as other, consuming() as consumer:
+        params = await victim.offer("r", BLOCKS, 8)
+        doomed.kill()
+        await lost_within_2_s(consumer.pull(params, BLOCKS))
+        consumer.at_rest()
+        await works(other, consumer)
+
+
+async def test_after_it_was_met(elsewhere, spawn):
+    doomed = spawn()
+    async with (
+        doomed.producing(Shape()) as victim,
+        elsewhere.producing(Shape()) as other,
+        consuming(connect_s=0.3) as consumer,
+    ):
+        await works(victim, consumer)
+        params = await victim.offer("r", BLOCKS, 8)
+        doomed.kill()
+        for _ in range(2):  # before and after its death was noticed
+            await lost_within_2_s(consumer.pull(params, BLOCKS))
+            await consumer.worker.quiesced("r")
+            consumer.at_rest()
+        await works(other, consumer)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+async def test_while_it_is_read_from(elsewhere, spawn, wire):
+    doomed = spawn(**WIRES[wire])
+    async with doomed.producing(LARGE) as victim, elsewhere.producing(FEW) as other, consuming(LARGE) as consumer:
+        consumer.cache.backing.zero_()
+        params = await victim.offer_as_is("r", MOST_BLOCKS, MOST_TOKENS)
+        await works(other, consumer, num_tokens=32)
+        beside = await other.offer("beside", BLOCKS, 32)
+        pull = asyncio.create_task(consumer.pull(params, MOST_BLOCKS))
+        await until(lambda: consumer.cache.backing[0] != 0)
+        assert not pull.done(), "too late to be killed during the read"
+        doomed.kill()
+        small = asyncio.create_task(consumer.pull(beside, OTHER_TARGETS))
+        await lost_within_2_s(pull)
+        await small
+        consumer.has("beside", OTHER_TARGETS, 32)
+        await consumer.worker.quiesced("r")
+        consumer.at_rest()
+        await works(other, consumer, num_tokens=32)
+
+
+async def test_after_the_last_byte_but_before_it_heard_of_it(elsewhere, spawn):
+    doomed = spawn()
+
+    def kill_when_completed(event):
+        if isinstance(event, TransferCompleted) and event.request_id == "r":
+            doomed.kill()
+
+    async with (
+        doomed.producing(Shape()) as victim,
+        elsewhere.producing(Shape()) as other,
+        consuming(hooks=[kill_when_completed]) as consumer,
+    ):
+        params = await victim.offer("r", BLOCKS, 8)
+        await consumer.pull(params, BLOCKS)
+        consumer.has("r", BLOCKS, 8)  # the fence was held, so these bytes are right
+        assert doomed.process.poll() is not None
+        consumer.at_rest()
+        await works(other, consumer)
+
+
+async def test_a_restarted_producer_knows_its_old_tickets_no_more(spawn):
+    doomed = spawn()
+    async with doomed.producing(Shape()) as victim, consuming() as consumer:
+        await works(victim, consumer)
+        old = await victim.offer("r", BLOCKS, 8)
+        doomed.kill()
+        async with spawn().producing(Shape(), bind=victim.endpoint) as successor:
+            assert successor.endpoint == victim.endpoint
+            with pytest.raises(errors.TransferFailed) as caught:
+                await consumer.pull(old, BLOCKS)
+            assert isinstance(caught.value, errors.StaleLease), "its death must have been noticed by now"
+            await works(successor, consumer)
+            with pytest.raises(errors.StaleLease):
+                await consumer.pull(old, BLOCKS)

@@ -1,0 +1,274 @@
+"""A shell and a transport for the scheduler that keep books of their own, and check every effect against them.
+
+Every pair of units has a target number that no other pair has, so that each dispatched pair can be traced to
+the leg that asked for it.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvflow.cache.epochs import judge
+from kvflow.transfer.events import (
+    TransferCompleted,
+    TransferFailed,
+    TransferQuiesced,
+    TransferRetried,
+    TransferStarted,
+)
+from kvflow.transfer.pairs import UnitPairs
+from kvflow.transfer.queues import Limits
+from kvflow.transfer.requests import Budgets, CancelReads, Demand, Dispatch, LegRequest, PullRequest, RenewLease
+from kvflow.transfer.scheduler import Scheduler
+
+LIMITS = Limits(
+    batch_bytes=64,
+    batch_descriptors=12,
+    peer_bytes=128,
+    peer_descriptors=24,
+    total_bytes=256,
+    pulls_max=8,
+    aging_s=1.0,
+)
+BUDGETS = Budgets(queue_s=4.0, wire_s=3.0, fence_s=2.0)
+LEASE_S = 6.0
+PEERS = ("p/0/a", "p/1/b", "q/0/c")
+PROGRAMS = {10: (1, 1), 11: (16, 3), 20: (5, 2), 21: (100, 1), 30: (8, 20), 31: (32, 4)}
+"""Program -> bytes and descriptors of one pair; some pairs exceed a batch by themselves."""
+EPOCH = 1000
+
+
+def peer_of(program_id):
+    return PEERS[program_id // 10 - 1]
+
+
+@dataclass
+class Leg:
+    """One source rank of one pull."""
+
+    pull: "Pull"
+    peer: str
+    slot: int
+    pairs: dict
+    waiting: set
+    held: bool = False
+    early: bool = False
+
+
+@dataclass
+class Pull:
+    """What was submitted, and everything that was reported of it."""
+
+    request: PullRequest
+    submitted_at: float
+    legs: list = field(default_factory=list)
+    reported: list = field(default_factory=list)
+    doomed: bool = False  # a fence was stale, and it is told once the other ranks are quiet
+
+    @property
+    def kinds(self):
+        return [type(event) for event in self.reported]
+
+    @property
+    def live(self):
+        return not self.doomed and not {TransferCompleted, TransferFailed} & {*self.kinds}
+
+
+class World:
+    """The scheduler under test, and all that is known of what it did."""
+
+    def __init__(self, budgets=BUDGETS):
+        self.scheduler = Scheduler(LIMITS)
+        self.budgets = budgets
+        self.now = 100.0
+        self.pulls = {}
+        self.legs = {}
+        self.owner = {}
+        self.flights = {}
+        self.landed = set()
+        self.lost = set()
+        self.written_off = set()
+        self.fences = {}
+        self.renewals = []
+
+    def submit(self, parts, *, priority):
+        """Open a pull; ``parts`` is a list of (program, number of pairs)."""
+        pull_id = len(self.pulls) + 1
+        pull = Pull(None, self.now)
+        by_peer = {}
+        for program_id, count in parts:
+            first = len(self.owner)
+            targets = range(first, first + count)
+            nbytes, descriptors = PROGRAMS[program_id]
+            pairs = UnitPairs(np.arange(count, dtype=np.int64), np.array(targets, np.int64))
+            demands, numbers = by_peer.setdefault(peer_of(program_id), ([], {}))
+            demands.append(Demand(program_id, pairs, nbytes, descriptors))
+            numbers |= dict.fromkeys(targets, program_id)
+            self.owner |= dict.fromkeys(targets)
+        requests = []
+        for peer, (demands, numbers) in by_peer.items():
+            slot = len(self.legs)
+            leg = self.legs[slot] = Leg(pull, peer, slot, numbers, {*numbers})
+            pull.legs.append(leg)
+            self.owner |= dict.fromkeys(numbers, leg)
+            requests.append(LegRequest(peer, slot, EPOCH, LEASE_S, tuple(demands)))
+        pull.request = PullRequest(pull_id, f"request-{pull_id}", tuple(requests), priority, self.budgets)
+        self.pulls[pull_id] = pull
+        self.apply(self.scheduler.submit(pull.request, self.now))
+
+    def complete(self, read_id):
+        """Let the bytes of a batch arrive."""
+        self.flights.pop(read_id)
+        self.landed.add(read_id)
+        self.apply(self.scheduler.on_read_completed(read_id, descriptors=3, posted_s=0.001, now=self.now))
+
+    def fail(self, read_id, code="transport_error"):
+        """Let a batch end early."""
+        self.flights.pop(read_id)
+        self.lost.add(read_id)
+        self.apply(self.scheduler.on_read_failed(read_id, code=code, detail="as told", now=self.now))
+
+    def due_fences(self):
+        """Fences whose reads have all ended: the transport reports each once."""
+        return sorted(fence_id for fence_id, check in self.fences.items() if not {*check.after} & {*self.flights})
+
+    def settle_fence(self, fence_id, observed):
+        """Report a due fence: judged if its reads have arrived and something was observed, failed otherwise."""
+        check = self.fences.pop(fence_id)
+        leg = self.legs[check.slot]
+        if observed is None or {*check.after} & self.lost:
+            effects = self.scheduler.on_fence_failed(fence_id, code="peer_lost", detail="as told", now=self.now)
+            assert not leg.pull.live or effects
+        else:
+            if leg.pull.live:
+                leg.pull.doomed = judge(check.epoch, observed) == "stale" and self._in_flight(leg.pull)
+                leg.held = judge(check.epoch, observed) == "held"
+                leg.early = judge(check.epoch, observed) == "early"
+            effects = self.scheduler.on_fence_judged(fence_id, observed=observed, fence_s=0.001, now=self.now)
+        self.apply(effects)
+
+    def fail_peer(self, peer):
+        """Let a peer be lost: what it has in flight takes no room any more."""
+        self.written_off |= {read_id for read_id, flight in self.flights.items() if flight.peer == peer}
+        self.apply(self.scheduler.on_peer_failed(peer, code="peer_lost", detail="gone", now=self.now))
+
+    def tick(self, seconds):
+        self.now += seconds
+        self.apply(self.scheduler.tick(self.now))
+
+    def apply(self, effects):
+        for effect in effects:
+            match effect:
+                case Dispatch():
+                    self._dispatched(effect)
+                case CancelReads(read_ids=read_ids):
+                    for read_id in read_ids:
+                        assert not any(self.pulls[pull_id].live for pull_id in self.flights[read_id].pull_ids)
+                case RenewLease(slot=slot, epoch=epoch):
+                    assert self.legs[slot].pull.live
+                    assert epoch == EPOCH
+                    self.renewals.append((slot, self.now))
+                case _:
+                    self._reported(effect)
+        self.check()
+
+    def _dispatched(self, dispatch):
+        """A batch is within its budgets, its window was open, and its pairs were waiting for it."""
+        nbytes, descriptors = PROGRAMS[dispatch.program_id]
+        targets = dispatch.pairs.target.tolist()
+        count = len(targets)
+        assert count == 1 or count * nbytes <= LIMITS.batch_bytes
+        assert count == 1 or count * descriptors <= LIMITS.batch_descriptors
+        assert self.has_room(dispatch.peer)
+        assert dispatch.pairs.source.tolist() == sorted(dispatch.pairs.source.tolist())
+        legs = {id(self.owner[target]): self.owner[target] for target in targets}.values()
+        for target in targets:
+            leg = self.owner[target]
+            assert leg.pairs[target] == dispatch.program_id
+            leg.waiting.remove(target)
+        assert sorted(dispatch.pull_ids) == sorted(leg.pull.request.pull_id for leg in legs)
+        self.flights[dispatch.read_id] = dispatch
+        for leg in legs:
+            assert leg.pull.live
+            assert leg.peer == dispatch.peer
+            assert leg.pull.request.priority >= dispatch.priority  # waiting makes it more urgent
+            assert TransferStarted in leg.pull.kinds
+        fenced = {check.slot: check for check in dispatch.fences}
+        assert {*fenced} == {leg.slot for leg in legs if not leg.waiting}
+        for slot, check in fenced.items():
+            assert {*check.after} == {read_id for read_id in self.flights if self._carries(read_id, slot)}
+            assert check.fence_id not in self.fences
+            self.fences[check.fence_id] = check
+
+    def _reported(self, event):
+        """Each pull starts once, ends once, and is quiescent only after it has failed."""
+        pull = self.pulls[event.pull_id]
+        assert event.request_id == pull.request.request_id
+        match event:
+            case TransferStarted():
+                assert pull.kinds == []
+            case TransferRetried():
+                leg = next(leg for leg in pull.legs if leg.early and leg.peer == event.peer)
+                leg.early, leg.waiting = False, {*leg.pairs}
+                assert pull.live
+            case TransferCompleted(report=report):
+                assert pull.live
+                assert all(leg.held and not leg.waiting for leg in pull.legs)
+                assert not self._in_flight(pull)
+                assert report.nbytes == sum(PROGRAMS[part][0] for leg in pull.legs for part in leg.pairs.values())
+            case TransferFailed():
+                assert pull.live or (pull.doomed and TransferFailed not in pull.kinds)
+                assert event.quarantined == self._in_flight(pull)
+                if event.code == "deadline_exceeded":
+                    assert event.peer in PEERS
+                    blamed = {flight.peer for flight in self._flights_of(pull)}
+                    assert not (pull.doomed and blamed) or event.peer in blamed, "a peer that owes nothing is blamed"
+            case TransferQuiesced():
+                assert TransferFailed in pull.kinds
+                assert TransferQuiesced not in pull.kinds
+                assert not self._in_flight(pull)
+        pull.reported.append(event)
+
+    def has_room(self, peer):
+        """Whether a batch may be added: less is in flight than the windows hold."""
+        nbytes, descriptors = self.in_flight(peer)
+        return (
+            nbytes < LIMITS.peer_bytes
+            and descriptors < LIMITS.peer_descriptors
+            and self.in_flight()[0] < LIMITS.total_bytes
+        )
+
+    def in_flight(self, peer=None):
+        sizes = [
+            [len(flight.pairs.target) * unit for unit in PROGRAMS[flight.program_id]]
+            for read_id, flight in self.flights.items()
+            if peer in (None, flight.peer) and read_id not in self.written_off
+        ]
+        return tuple(sum(column) for column in zip(*sizes, strict=True)) or (0, 0)
+
+    def check(self):
+        """What holds after every call."""
+        assert self.scheduler.in_flight() == self.in_flight()
+        for pull in self.pulls.values():
+            failed, quiesced = TransferFailed in pull.kinds, TransferQuiesced in pull.kinds
+            assert quiesced == (failed and not self._in_flight(pull))
+        open_pulls = {number for number, pull in self.pulls.items() if pull.live or self._in_flight(pull)}
+        assert {*self.scheduler.open_pulls()} == open_pulls
+        assert self.scheduler.busy == bool(open_pulls)
+        for pull in self.pulls.values():
+            if pull.live:
+                for leg in pull.legs:
+                    idle = leg.waiting and self.has_room(leg.peer) and not self._awaits_retry(leg)
+                    assert not idle, "there is work and room, and nothing was dispatched"
+
+    def _awaits_retry(self, leg):
+        return leg.waiting == {*leg.pairs} and TransferRetried in leg.pull.kinds
+
+    def _in_flight(self, pull):
+        return bool(self._flights_of(pull))
+
+    def _flights_of(self, pull):
+        return [flight for flight in self.flights.values() if pull.request.pull_id in flight.pull_ids]
+
+    def _carries(self, read_id, slot):
+        return any(self.owner[target].slot == slot for target in self.flights[read_id].pairs.target.tolist())

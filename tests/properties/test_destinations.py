@@ -1,0 +1,110 @@
+"""The conservation law of destination blocks: after every step, what is taken is what open pulls took."""
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvflow.cache.destinations import DestinationLedger
+from kvflow.errors import BlockIdsInvalid
+
+from .caches import thorough
+
+NUM_BLOCKS = 12
+ALIASES = (0, 0, 2)
+"""Groups 0 and 1 share bytes; group 2 has its own."""
+
+
+@st.composite
+def destinations(draw):
+    """Block ids of three groups, no block twice within a class, some absent."""
+    shared = draw(st.lists(st.integers(0, NUM_BLOCKS - 1), max_size=4, unique=True))
+    cut = draw(st.integers(0, len(shared)))
+    other = draw(st.lists(st.integers(0, NUM_BLOCKS - 1), max_size=3, unique=True))
+    lists = [shared[:cut], shared[cut:], other]
+    if draw(st.booleans()):
+        lists[draw(st.integers(0, 2))].append(-1)
+    return tuple(np.array(ids, np.int64) for ids in lists)
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """Pulls take, some are quarantined, all give back."""
+
+    def __init__(self):
+        super().__init__()
+        self.ledger = DestinationLedger(ALIASES, NUM_BLOCKS)
+        self.open = {}
+        self.quarantined = {}
+        self.next_id = 0
+
+    @rule(ids=destinations())
+    def take(self, ids):
+        """All or nothing: a pull that meets a taken block takes none of its others."""
+        rows = blocks_of(ids)
+        taken = {row for other in self.open.values() for row in other}
+        if rows & taken:
+            with pytest.raises(BlockIdsInvalid, match="still the target") as caught:
+                self.ledger.take(self.next_id, ids)
+            assert {(ALIASES[caught.value.group], block) for block in ids[caught.value.group].tolist()} & taken
+        else:
+            self.ledger.take(self.next_id, ids)
+            self.open[self.next_id] = rows
+        self.next_id += 1
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def quarantine(self, data):
+        pull_id = data.draw(st.sampled_from(sorted(self.open)))
+        self.ledger.quarantine(pull_id, "peer_lost", float(pull_id))
+        self.quarantined[pull_id] = len(self.open[pull_id])
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def give_back(self, data):
+        pull_id = data.draw(st.sampled_from(sorted(self.open)))
+        self.ledger.give_back(pull_id)
+        del self.open[pull_id]
+        self.quarantined.pop(pull_id, None)
+
+    @invariant()
+    def the_law_holds(self):
+        self.ledger.check()
+        assert len(self.ledger) == len(self.open)
+        listed = {entry.pull_id: entry.num_blocks for entry in self.ledger.quarantined()}
+        assert listed == self.quarantined
+        assert all(entry.since == entry.pull_id for entry in self.ledger.quarantined())
+
+    def teardown(self):
+        """Everything given back, every block can be taken at once."""
+        for pull_id in list(self.open):
+            self.ledger.give_back(pull_id)
+        everything = np.arange(NUM_BLOCKS)
+        self.ledger.take(-1, (everything[:5], everything[5:], everything))
+        self.ledger.check()
+
+
+def blocks_of(ids):
+    return {
+        (alias, block) for alias, blocks in zip(ALIASES, ids, strict=True) for block in blocks.tolist() if block >= 0
+    }
+
+
+TestLedger = LedgerMachine.TestCase
+TestLedger.settings = settings(thorough, max_examples=100, stateful_step_count=30)
+
+
+def test_the_law_is_broken_by_a_block_that_nobody_took():
+    ledger = DestinationLedger(ALIASES, NUM_BLOCKS)
+    ledger._taken[0, 3] = True
+    with pytest.raises(AssertionError, match="differ"):
+        ledger.check()
+
+
+def test_a_block_cannot_be_given_back_twice():
+    ledger = DestinationLedger(ALIASES, NUM_BLOCKS)
+    ledger.take(1, (np.array([3]), np.array([4]), np.array([3])))
+    ledger.give_back(1)
+    with pytest.raises(KeyError):
+        ledger.give_back(1)
+    ledger.check()

@@ -1,0 +1,156 @@
+"""Leases under every order of admissions, releases, renewals, revocations and time.
+
+The epoch is raised before an end is reported; each rank's release counts once; slots are conserved between the
+mint, which allots them, and the table, which holds them.
+"""
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvflow.cache.epochs import EpochTable, judge
+from kvflow.cache.leases import LeaseTable, Reader
+from kvflow.cache.mint import Mint
+from kvflow.cache.tickets import RankAddress
+
+from .caches import thorough
+
+SLOTS = 3
+BASE = 500
+LEASE_S = 10.0
+SLOT_OUTSIDE = 99
+names = st.sampled_from([f"request-{number}" for number in range(5)])
+readers = st.builds(
+    lambda engine, rank_of: Reader(engine, rank_of[0], rank_of[1]),
+    st.sampled_from(("decode-a", "decode-b")),
+    st.sampled_from(((0, 1), (0, 2), (1, 2), (0, 3), (1, 3), (2, 3))),
+)
+
+
+class Promise:
+    """What is known of one grant."""
+
+    def __init__(self, grant, now):
+        self.grant = grant
+        self.ends_at = now + LEASE_S
+        self.released_by = set()
+
+    @property
+    def key(self):
+        return self.grant.slot, self.grant.epoch_value
+
+
+class LeaseMachine(RuleBasedStateMachine):
+    """One engine of one rank, as a worker drives it: an end retires the mint's slot."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = 0.0
+        self.epochs = EpochTable(SLOTS, BASE)
+        self.leases = LeaseTable(self.epochs)
+        address = RankAddress(0, "0" * 32, "tcp://127.0.0.1:1", str(BASE), SLOTS)
+        self.mint = Mint("prefill", [address], sign=lambda payload: bytes(32), lease_s=LEASE_S)
+        self.held = {}
+        self.past = []
+        self.seen = [self.epochs[slot] for slot in range(SLOTS)]
+
+    @rule(name=names)
+    def offer(self, name):
+        if name in self.held or len(self.held) == SLOTS:
+            return
+        _, grant = self.mint.offer(name, block_ids=[[1]], num_tokens=1)
+        assert grant.slot not in {promise.grant.slot for promise in self.held.values()}
+        assert judge(grant.epoch_value, self.epochs[grant.slot]) == "early"
+        self.leases.admit(grant, self.now)
+        self.held[name] = Promise(grant, self.now)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), reader=readers)
+    def release(self, data, reader):
+        promise = self.held[data.draw(st.sampled_from(sorted(self.held)))]
+        answer, ended = self.leases.release(*promise.key, reader, self.now)
+        promise.released_by.add(reader)
+        said = {
+            one.rank
+            for one in promise.released_by
+            if (one.engine_id, one.num_ranks) == (reader.engine_id, reader.num_ranks)
+        }
+        if said == set(range(reader.num_ranks)):
+            assert answer == "ended"
+            self.ended(ended, "released")
+        else:
+            assert (answer, ended) == ("counted", None)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def renew(self, data):
+        promise = self.held[data.draw(st.sampled_from(sorted(self.held)))]
+        assert self.leases.renew(*promise.key, self.now) == "held"
+        promise.ends_at = self.now + LEASE_S
+
+    @rule(name=names)
+    def revoke(self, name):
+        ended = self.leases.revoke(name, self.now)
+        assert (ended is not None) == (name in self.held)
+        if ended is not None:
+            self.ended(ended, "revoked")
+
+    @rule(seconds=st.sampled_from((0.0, 1.0, 4.0, 5.0, 6.0, 10.0, 11.0)))
+    def let_time_pass(self, seconds):
+        """Exactly the leases that have run out end, and the table asked to be woken in time for the first."""
+        self.now += seconds
+        due = {name for name, promise in self.held.items() if promise.ends_at <= self.now}
+        if self.held:
+            assert self.leases.next_deadline() <= min(promise.ends_at for promise in self.held.values())
+        ended = self.leases.expire(self.now)
+        assert {one.request_id for one in ended} == due
+        for one in ended:
+            self.ended(one, "expired")
+
+    @precondition(lambda self: self.past)
+    @rule(data=st.data(), reader=readers)
+    def speak_of_the_past(self, data, reader):
+        """A late or repeated word about a lease that has ended changes nothing, whoever holds the slot now."""
+        slot, epoch = data.draw(st.sampled_from(self.past))
+        assert self.leases.release(slot, epoch, reader, self.now) == ("ended", None)
+        assert self.leases.renew(slot, epoch, self.now) == "ended"
+
+    @rule(reader=readers, slot=st.sampled_from((0, 1, 2, SLOT_OUTSIDE)), ahead=st.integers(1, 9))
+    def speak_of_what_never_was(self, reader, slot, ahead):
+        highest = max(self.epochs[slot] for slot in range(SLOTS))
+        for epoch in (0, BASE, highest + 2 * ahead + 100):
+            assert self.leases.release(slot, epoch, reader, self.now) == ("unknown", None)
+            assert self.leases.renew(slot, epoch, self.now) == "unknown"
+
+    def ended(self, event, outcome):
+        """By the time anyone hears of an end, a fence finds the lease stale."""
+        promise = self.held.pop(event.request_id)
+        assert event.outcome == outcome
+        assert judge(promise.grant.epoch_value, self.epochs[promise.grant.slot]) == "stale"
+        self.past.append(promise.key)
+        assert self.mint.retire(event.request_id)
+        assert not self.mint.retire(event.request_id)
+
+    @invariant()
+    def a_slot_holds_what_is_promised(self):
+        assert len(self.leases) == len(self.held)
+        for name, promise in self.held.items():
+            assert name in self.leases
+            assert self.epochs[promise.grant.slot] == promise.grant.epoch_value
+
+    @invariant()
+    def epochs_only_grow(self):
+        seen = [self.epochs[slot] for slot in range(SLOTS)]
+        assert all(now >= before for now, before in zip(seen, self.seen, strict=True))
+        self.seen = seen
+
+    def teardown(self):
+        """Slots are conserved: once all leases have ended, every slot can be allotted again."""
+        for ended in self.leases.revoke_all(self.now):
+            self.ended(ended, "revoked")
+        slots = {self.mint.offer(f"last-{index}", block_ids=[[1]], num_tokens=1)[1].slot for index in range(SLOTS)}
+        assert slots == set(range(SLOTS))
+
+
+TestLeases = LeaseMachine.TestCase
+TestLeases.settings = settings(thorough, max_examples=150, stateful_step_count=40)

@@ -1,0 +1,225 @@
+"""What the tests of handshake share: example messages, joined connections, recorded events, raw sockets."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+import handshake
+from handshake.codec import encode
+from handshake.connection import Connection
+from handshake.events import Event
+from handshake.limits import Limits
+from handshake.messages import (
+    AnyMessage,
+    Bye,
+    Hello,
+    Identity,
+    LeaseAnswer,
+    LeaseRef,
+    Ping,
+    Pong,
+    Publication,
+    Publish,
+    Refuse,
+    Release,
+    Released,
+    Renew,
+    Renewed,
+    Welcome,
+)
+from handshake.security import ClusterSecurity
+from handshake.states import Role, State
+from handshake.version import SUPPORTED
+
+LIMITS = Limits()
+PATIENCE_S = 30.0
+"""How long a test waits for what must happen: only a defect takes this long."""
+
+PRODUCER = Identity(
+    engine_id="prefill-0", rank=1, num_ranks=2, incarnation="0" * 31 + "1", role="prefill", software="test 1.0"
+)
+CONSUMER = Identity(engine_id="decode-0", rank=0, num_ranks=1, incarnation="0" * 31 + "2", role="decode")
+PRODUCED = Publication.of(b"what the producer publishes", schema=3)
+CONSUMED = Publication.of(b"what the consumer publishes", schema=3)
+SECURITY = ClusterSecurity.from_secret("a secret of the tests")
+OTHER_SECURITY = ClusterSecurity.from_secret("another secret, as long")
+
+LEASES = (LeaseRef(slot=0, epoch=1), LeaseRef(slot=2**31, epoch=2**64 - 1))
+ANSWERS = (
+    LeaseAnswer(slot=0, epoch=1, outcome="held"),
+    LeaseAnswer(slot=1, epoch=2, outcome="counted"),
+    LeaseAnswer(slot=2, epoch=3, outcome="ended"),
+    LeaseAnswer(slot=2**31, epoch=2**64 - 1, outcome="unknown"),
+)
+
+EXAMPLES: dict[str, AnyMessage] = {
+    "hello": Hello(version_min=1, version_max=1, identity=CONSUMER),
+    "welcome": Welcome(version=1, identity=PRODUCER),
+    "refuse": Refuse(code="version_unsupported", reason="no common version", remedy="Upgrade."),
+    "publish": Publish(publication=PRODUCED),
+    "release": Release(leases=LEASES),
+    "released": Released(leases=ANSWERS),
+    "renew": Renew(leases=LEASES),
+    "renewed": Renewed(leases=ANSWERS, lease_s=30.0),
+    "ping": Ping(nonce=7),
+    "pong": Pong(nonce=7),
+    "bye": Bye(reason="leaving"),
+}
+"""One of each message; the golden frames are made of these."""
+
+
+def frames_of(message: AnyMessage) -> list[bytes]:
+    return encode(message, LIMITS)
+
+
+class Pair:
+    """A client and a server joined by plain function calls, and one clock for both."""
+
+    def __init__(self, *, limits=LIMITS, client_versions=SUPPORTED, server_versions=SUPPORTED):
+        self.now = 100.0
+        self.client = Connection(Role.CLIENT, CONSUMER, CONSUMED, limits=limits, now=self.now, versions=client_versions)
+        self.server = Connection(Role.SERVER, PRODUCER, PRODUCED, limits=limits, now=self.now, versions=server_versions)
+        self.client_events: list[Event] = []
+        self.server_events: list[Event] = []
+
+    def deliver(self) -> bool:
+        """Carry what both have to say to the other, once; tell whether there was anything."""
+        to_server, to_client = self.client.take_outgoing(), self.server.take_outgoing()
+        for frames in to_server:
+            self.server.receive(frames, self.now)
+        for frames in to_client:
+            self.client.receive(frames, self.now)
+        self.client_events += self.client.take_events()
+        self.server_events += self.server.take_events()
+        return bool(to_server or to_client)
+
+    def settle(self) -> None:
+        for _ in range(10):
+            if not self.deliver():
+                return
+        raise AssertionError("the two never stop talking")
+
+    def make_ready(self) -> "Pair":
+        self.client.greet(self.now)
+        self.settle()
+        assert (self.client.state, self.server.state) == (State.READY, State.READY)
+        return self
+
+
+def connection_in(role: Role, state: State, now: float = 100.0) -> Connection:
+    """Return a connection that has come as far as ``state`` by hearing what a peer says, queues emptied.
+
+    The states that a connection only passes through (a client that is welcomed, a server that is greeted or
+    welcomed) are not to be had.
+    """
+    identity, publication = (CONSUMER, CONSUMED) if role is Role.CLIENT else (PRODUCER, PRODUCED)
+    connection = Connection(role, identity, publication, limits=LIMITS, now=now)
+    heard = [EXAMPLES["welcome" if role is Role.CLIENT else "hello"], EXAMPLES["publish"]]
+    order = [State.PUBLISHED, State.READY, State.CLOSING, State.CLOSED]
+    if role is Role.CLIENT and state is not State.FRESH:
+        connection.greet(now)
+    if state in order:
+        connection.receive(frames_of(heard[0]), now)
+    if state in order[1:]:
+        connection.receive(frames_of(heard[1]), now)
+    if state in order[2:]:
+        connection.close("done", now)
+    if state is State.CLOSED:
+        connection.receive(frames_of(Bye()), now)
+    assert connection.state is state
+    connection.take_outgoing()
+    connection.take_events()
+    return connection
+
+
+REACHABLE = [
+    (role, state)
+    for role in Role
+    for state in State
+    if state is not State.WELCOMED and (role, state) != (Role.SERVER, State.GREETED)
+]
+
+
+class Recorder:
+    """An ``on_event`` that remembers, for servers (key, event) and clients (event)."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Any, ...]] = []
+        self._changed = asyncio.Event()
+
+    def __call__(self, *seen: Any) -> None:
+        self.seen.append(seen)
+        self._changed.set()
+
+    def of(self, kind: type) -> list[Any]:
+        return [seen[-1] for seen in self.seen if isinstance(seen[-1], kind)]
+
+    async def wait_for(self, condition: Callable[["Recorder"], bool]) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while not condition(self):
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def wait_of(self, kind: type, count: int = 1) -> list[Any]:
+        await self.wait_for(lambda recorder: len(recorder.of(kind)) >= count)
+        return self.of(kind)
+
+
+def ignore(*_seen: Any) -> None:
+    """Be an ``on_event`` that does not care."""
+
+
+@asynccontextmanager
+async def serving(
+    *, bind="tcp://127.0.0.1:0", security=SECURITY, on_event=ignore, limits=LIMITS, identity=PRODUCER
+) -> AsyncIterator[handshake.HandshakeServer]:
+    async with handshake.open_server(
+        bind=bind,
+        identity=identity,
+        publication=PRODUCED,
+        security=security,
+        on_event=on_event,
+        limits=limits,
+    ) as server:
+        yield server
+
+
+@asynccontextmanager
+async def connected(
+    endpoint: str, *, security=SECURITY, on_event=ignore, limits=LIMITS, identity=CONSUMER
+) -> AsyncIterator[handshake.HandshakeClient]:
+    async with handshake.open_client(
+        endpoint,
+        identity=identity,
+        publication=CONSUMED,
+        security=security,
+        on_event=on_event,
+        limits=limits,
+    ) as client:
+        yield client
+
+
+@asynccontextmanager
+async def raw_dealer(endpoint: str, security: ClusterSecurity | None = SECURITY) -> AsyncIterator[zmq.asyncio.Socket]:
+    """Connect a plain DEALER with the cluster's keys: a member of the cluster that may say anything."""
+    context = zmq.asyncio.Context()
+    socket = context.socket(zmq.DEALER)
+    try:
+        if security is not None:
+            socket.set(zmq.CURVE_SERVERKEY, security.server.public)
+            socket.set(zmq.CURVE_PUBLICKEY, security.client.public)
+            socket.set(zmq.CURVE_SECRETKEY, security.client.private)
+        socket.connect(endpoint)
+        yield socket
+    finally:
+        context.destroy(linger=0)
+
+
+async def patiently(awaitable: Any) -> Any:
+    """Await what must happen."""
+    async with asyncio.timeout(PATIENCE_S):
+        return await awaitable

@@ -1,0 +1,472 @@
+import asyncio
+import gc
+import time
+
+import msgspec
+import pytest
+import uvloop
+import zmq
+
+import handshake.client as client_module
+from handshake.codec import decode
+from handshake.errors import (
+    AuthenticationFailed,
+    Closed,
+    ConfigInvalid,
+    ConnectionLost,
+    DeadlineExceeded,
+    LocalProtocolError,
+    PeerRefused,
+    RemoteProtocolError,
+)
+from handshake.events import ConnectionClosed, ConnectionFailed, PeerReady, ReleaseAnswered, ReleaseReceived
+from handshake.limits import Limits
+from handshake.messages import Bye, Hello, Ping, Publish, Refuse, Released, Welcome
+from handshake.sockets import DialledChannel, open_listener, running
+
+from .helpers import (
+    ANSWERS,
+    CONSUMER,
+    EXAMPLES,
+    LIMITS,
+    OTHER_SECURITY,
+    PATIENCE_S,
+    PRODUCED,
+    PRODUCER,
+    SECURITY,
+    Recorder,
+    connected,
+    frames_of,
+    patiently,
+    raw_dealer,
+    serving,
+)
+from .processes import server_process
+
+SECRET = "a secret of the tests"
+PATIENT = Limits(connect_s=60, handshake_s=60)
+DEAF = Limits(ping_interval_s=300, silence_s_max=600)
+
+
+async def fails_to_connect(endpoint, error, **options):
+    recorder = Recorder()
+    with pytest.raises(error) as caught:
+        async with connected(endpoint, on_event=recorder, **options):
+            raise AssertionError("unreachable")
+    assert recorder.seen == [], "without PeerReady there is no event"
+    return caught.value
+
+
+async def talk():
+    """Two servers and two clients of each, in one process and on one loop."""
+    served = Recorder()
+    async with serving(on_event=served) as one, serving(on_event=served, security=None) as two:
+        for server, security in ((one, SECURITY), (two, None)):
+            answered = Recorder()
+            async with (
+                connected(server.endpoint, security=security, on_event=answered) as client,
+                connected(server.endpoint, security=security) as idle,
+            ):
+                assert (client.identity, client.publication, client.version) == (PRODUCER, PRODUCED, 1)
+                assert client.rtt_s >= 0
+                client.send(EXAMPLES["release"])
+                await served.wait_of(ReleaseReceived)
+                key = next(key for key, event in served.seen if isinstance(event, ReleaseReceived))
+                server.send(key, Released(leases=ANSWERS))
+                assert await answered.wait_of(ReleaseAnswered) == [ReleaseAnswered(leases=ANSWERS)]
+                assert [type(event) for (event,) in answered.seen] == [PeerReady, ReleaseAnswered]
+                assert len(server.peers) == 2
+            assert await client.wait_closed() == ConnectionClosed(reason="the client is leaving")
+            assert await idle.wait_closed() == ConnectionClosed(reason="the client is leaving")
+            await served.wait_of(ConnectionClosed, 2)
+            served.seen.clear()
+            with pytest.raises(Closed):
+                client.send(EXAMPLES["release"])
+
+
+@pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_peers_meet_talk_and_part(loop_factory):
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(talk())
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(OTHER_SECURITY, SECURITY), (None, SECURITY), (SECURITY, None)], ids=str)
+async def test_without_the_same_secret_the_answer_is_quick(ours, theirs):
+    took_s = []
+    async with serving(security=theirs) as server:
+        for _ in range(3):
+            begun_s = time.monotonic()
+            await fails_to_connect(server.endpoint, AuthenticationFailed, security=ours, limits=PATIENT)
+            took_s.append(time.monotonic() - begun_s)
+        async with connected(server.endpoint, security=theirs) as client:
+            assert client.identity == PRODUCER
+    assert min(took_s) < 1.0  # the promise; a stall of this machine may spoil one of them
+
+
+async def test_a_server_that_dies_within_the_handshake_is_not_taken_for_one_of_another_secret():
+    async def hang_up(_reader, writer):
+        writer.close()
+        listener.close()
+
+    listener = await asyncio.start_server(hang_up, "127.0.0.1", 0)
+    async with listener:
+        port = listener.sockets[0].getsockname()[1]
+        await fails_to_connect(f"tcp://127.0.0.1:{port}", ConnectionLost, limits=Limits(connect_s=0.5))
+
+
+async def test_nobody_listens():
+    async with serving() as server:
+        endpoint = server.endpoint
+    error = await fails_to_connect(endpoint, ConnectionLost, limits=Limits(connect_s=0.1))
+    assert endpoint in str(error)
+
+
+async def test_an_attempt_that_comes_too_late_does_not_hide_why_the_earlier_one_failed(monkeypatch):
+    async with serving() as server:
+        endpoint = server.endpoint
+    dial = DialledChannel.dial
+    dialled = []
+
+    def dial_once(channel):
+        dialled.append(channel)
+        if len(dialled) == 1:
+            dial(channel)
+
+    monkeypatch.setattr(DialledChannel, "dial", dial_once)
+    await fails_to_connect(endpoint, ConnectionLost, limits=Limits(connect_s=0.2))
+    assert len(dialled) == 2
+
+
+async def test_a_server_that_listens_a_little_later_is_met(monkeypatch):
+    async with serving() as server:
+        endpoint = server.endpoint
+    failed, ready = asyncio.Event(), asyncio.Event()
+    explain = client_module._explain
+
+    def explain_and_tell(*arguments, **options):
+        failed.set()
+        return explain(*arguments, **options)
+
+    monkeypatch.setattr(client_module, "_explain", explain_and_tell)
+
+    async def dial():
+        async with connected(endpoint, limits=PATIENT):
+            ready.set()
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(dial())
+        await patiently(failed.wait())
+        async with serving(bind=endpoint):
+            await patiently(ready.wait())
+
+
+async def test_a_server_that_accepts_and_says_nothing_runs_into_the_handshake_deadline():
+    async def say_nothing(reader, writer):
+        await reader.read()
+        writer.close()
+
+    async with await asyncio.start_server(say_nothing, "127.0.0.1", 0) as listener:
+        port = listener.sockets[0].getsockname()[1]
+        limits = Limits(handshake_s=0.2)
+        error = await fails_to_connect(f"tcp://127.0.0.1:{port}", DeadlineExceeded, limits=limits)
+    assert error.phase == "handshake"
+
+
+async def test_an_address_that_does_not_answer_runs_into_the_connect_deadline(monkeypatch):
+    # An address of TEST-NET-1 answers differently on different networks; a dialler that does not dial, never.
+    monkeypatch.setattr(DialledChannel, "dial", lambda _channel: None)
+    error = await fails_to_connect("tcp://192.0.2.1:9", DeadlineExceeded, limits=Limits(connect_s=0.05))
+    assert error.phase == "connect"
+
+
+@pytest.mark.parametrize("endpoint", ["", "localhost", "ipc:///tmp/x", "tcp://127.0.0.1:70000"])
+async def test_a_malformed_endpoint_is_a_configuration_error(endpoint):
+    await fails_to_connect(endpoint, ConfigInvalid)
+
+
+async def test_an_identity_out_of_bounds_is_found_before_anything_is_dialled():
+    nameless = msgspec.structs.replace(CONSUMER, engine_id="")
+    await fails_to_connect("tcp://127.0.0.1:9", LocalProtocolError, identity=nameless)
+
+
+async def meet_impostor(answers, error, **options):
+    """Dial a ROUTER with the right keys that answers a Hello with ``answers``."""
+    async with open_listener("tcp://127.0.0.1:0", SECURITY, LIMITS) as impostor:
+        unsaid = list(answers)
+
+        def answer(frames):
+            while unsaid:
+                impostor.send([frames[0], *unsaid.pop(0)])
+
+        async with running(impostor.read(answer)):
+            return await fails_to_connect(impostor.endpoint, error, **options)
+
+
+async def test_a_refusal_is_passed_on():
+    refusal = Refuse(code="version_unsupported", reason="we speak 99..99", remedy="Upgrade.")
+    error = await meet_impostor([frames_of(refusal)], PeerRefused)
+    assert (error.refusal, error.remedy) == ("version_unsupported", "Upgrade.")
+    assert "99..99" in str(error)
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        [[b"garbage"]],
+        [frames_of(Ping(nonce=1))],
+        [frames_of(Welcome(version=7, identity=PRODUCER))],
+        [frames_of(EXAMPLES["welcome"]), frames_of(EXAMPLES["released"])],
+    ],
+)
+async def test_a_server_that_breaks_the_protocol_is_not_met(answers):
+    await meet_impostor(answers, RemoteProtocolError, limits=Limits(closing_s=0.05))
+
+
+async def test_a_server_that_says_goodbye_within_the_handshake_is_lost():
+    await meet_impostor([frames_of(EXAMPLES["bye"])], ConnectionLost, limits=Limits(closing_s=0.05))
+
+
+async def test_a_server_that_stops_within_the_handshake_runs_into_its_deadline():
+    limits = Limits(handshake_s=0.2, closing_s=0.05)
+    error = await meet_impostor([frames_of(EXAMPLES["welcome"])], DeadlineExceeded, limits=limits)
+    assert error.phase == "handshake"
+
+
+async def test_a_busy_server_is_dialled_again():
+    limits = Limits(pending_handshakes_max=1, handshake_s=0.2)
+    recorder = Recorder()
+    async with serving(limits=limits, on_event=recorder) as server, raw_dealer(server.endpoint) as slow:
+        await slow.send_multipart(frames_of(EXAMPLES["hello"]))
+        await patiently(slow.recv_multipart())
+        async with connected(server.endpoint, limits=PATIENT) as client:
+            assert client.identity == PRODUCER
+    assert {failed.code for failed in recorder.of(ConnectionFailed)} >= {"busy", "handshake_timeout"}
+
+
+async def test_the_client_may_refuse_what_the_server_published():
+    served, dialled = Recorder(), Recorder()
+    async with serving(on_event=served) as server, connected(server.endpoint, on_event=dialled) as client:
+        client.refuse("publication_refused", "another model", "Serve the same model.")
+        (told,) = await served.wait_of(ConnectionFailed)
+        assert told == ConnectionFailed(
+            code="publication_refused", reason="another model", remedy="Serve the same model.", refused=True
+        )
+        ending = await patiently(client.wait_closed())
+        assert (ending.code, ending.refused) == ("publication_refused", False)
+
+
+async def test_a_server_that_leaves_is_an_end_in_peace():
+    recorder = Recorder()
+    left = asyncio.Event()
+    async with asyncio.TaskGroup() as group:
+
+        async def serve_for_a_while(opened):
+            async with serving() as server:
+                opened.set_result(server.endpoint)
+                await recorder.wait_of(PeerReady)
+            left.set()
+
+        opened = asyncio.get_running_loop().create_future()
+        group.create_task(serve_for_a_while(opened))
+        async with connected(await opened, on_event=recorder) as client:
+            assert await patiently(client.wait_closed()) == ConnectionClosed(reason="the server is leaving")
+        await patiently(left.wait())
+    assert [type(event) for (event,) in recorder.seen] == [PeerReady, ConnectionClosed]
+
+
+async def test_a_client_that_is_told_goodbye_stays_until_the_server_hangs_up():
+    """Else a server that leaves would wait for answers that died in the socket."""
+    opened = asyncio.get_running_loop().create_future()
+    answered, hung_up = asyncio.Event(), asyncio.Event()
+
+    async def host():
+        def answer(frames):
+            match decode(frames[1:], LIMITS):
+                case Hello():
+                    impostor.send([frames[0], *frames_of(EXAMPLES["welcome"])])
+                    impostor.send([frames[0], *frames_of(EXAMPLES["publish"])])
+                case Publish():
+                    impostor.send([frames[0], *frames_of(EXAMPLES["bye"])])
+                case Bye():
+                    answered.set()
+
+        async with open_listener("tcp://127.0.0.1:0", SECURITY, LIMITS) as impostor, running(impostor.read(answer)):
+            opened.set_result(impostor.endpoint)
+            await patiently(answered.wait())
+            async with serving() as server, connected(server.endpoint):
+                pass  # something that takes a while, for a client that does not wait
+            hung_up.set()
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(host())
+        async with connected(await opened, limits=Limits(closing_s=PATIENCE_S)) as client:
+            assert await patiently(client.wait_closed()) == ConnectionClosed(reason="leaving")
+        assert hung_up.is_set()
+
+
+async def test_a_client_that_says_goodbye_stays_until_it_is_answered():
+    """Else its goodbye could die in the socket, and the server would keep a connection of nobody."""
+    answered = asyncio.Event()
+
+    async def answer_slowly(key, told):
+        async with serving() as server, connected(server.endpoint):
+            pass  # something that takes a while, for a client that does not wait
+        answered.set()
+        impostor.send([key, *frames_of(told)])
+
+    def answer(frames):
+        match decode(frames[1:], LIMITS):
+            case Hello():
+                impostor.send([frames[0], *frames_of(EXAMPLES["welcome"])])
+                impostor.send([frames[0], *frames_of(EXAMPLES["publish"])])
+            case Bye():
+                group.create_task(answer_slowly(frames[0], Bye()))
+
+    async with (
+        open_listener("tcp://127.0.0.1:0", SECURITY, LIMITS) as impostor,
+        asyncio.TaskGroup() as group,
+        running(impostor.read(answer)),
+    ):
+        async with connected(impostor.endpoint, limits=Limits(closing_s=PATIENCE_S)):
+            pass
+        assert answered.is_set()
+
+
+async def test_a_program_that_fails_ends_its_own_connection(caplog):
+    def on_event(event):
+        if isinstance(event, PeerReady):
+            raise RuntimeError("a defect of the program")
+
+    served = Recorder()
+    async with serving(on_event=served) as server:
+        async with connected(server.endpoint, on_event=on_event) as client:
+            assert (await patiently(client.wait_closed())).code == "internal_error"
+        (told,) = await served.wait_of(ConnectionFailed)
+        assert (told.code, told.refused) == ("internal_error", True)
+    assert "a defect of the program" in caplog.text
+
+
+async def test_a_hundred_clients_are_served_at_once():
+    served = Recorder()
+    everyone = asyncio.Barrier(101)
+
+    async def visit(endpoint, number):
+        identity = msgspec.structs.replace(CONSUMER, incarnation=f"{number:032x}")
+        async with connected(endpoint, identity=identity, limits=PATIENT) as client:
+            await everyone.wait()
+            client.send(EXAMPLES["release"])
+            await everyone.wait()
+
+    async with serving(on_event=served) as server, asyncio.TaskGroup() as group:
+        for number in range(100):
+            group.create_task(visit(server.endpoint, number))
+        await patiently(everyone.wait())
+        await served.wait_of(PeerReady, 100)  # a client is ready a moment before the server knows
+        assert len({peer.identity.incarnation for peer in server.peers}) == 100
+        await served.wait_of(ReleaseReceived, 100)
+        await patiently(everyone.wait())
+        await served.wait_of(ConnectionClosed, 100)
+        assert server.peers == ()
+
+
+async def test_a_killed_server_is_reported_and_its_successor_needs_a_new_client():
+    recorder = Recorder()
+    async with (
+        server_process("tcp://127.0.0.1:0", SECRET) as first,
+        connected(first.endpoint, on_event=recorder, limits=DEAF) as client,
+    ):
+        assert client.identity.incarnation == first.incarnation
+        await first.kill()
+        ending = await patiently(client.wait_closed())  # the monitor told: a ping comes much later
+        assert (ending.code, ending.refused) == ("connection_lost", False)
+        assert recorder.seen[-1] == (ending,)
+        async with server_process(first.endpoint, SECRET) as second:
+            with pytest.raises(Closed):
+                client.send(EXAMPLES["release"])
+            async with connected(second.endpoint) as successor:
+                assert successor.identity.incarnation == second.incarnation != first.incarnation
+
+
+async def test_a_server_that_hangs_is_given_up_after_silence():
+    recorder = Recorder()
+    limits = Limits(ping_interval_s=0.1, silence_s_max=0.5, closing_s=0.05)
+    async with (
+        server_process("tcp://127.0.0.1:0", SECRET) as server,
+        connected(server.endpoint, on_event=recorder, limits=limits) as client,
+    ):
+        server.stop()
+        ending = await patiently(client.wait_closed())
+        assert (ending.code, ending.refused) == ("silent", False)
+
+
+async def test_waiting_for_the_end_may_be_cancelled():
+    async with serving() as server, connected(server.endpoint) as client:
+        for _ in range(2):
+            waiting = asyncio.ensure_future(client.wait_closed())
+            await asyncio.sleep(0)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+    assert await client.wait_closed() == ConnectionClosed(reason="the client is leaving")
+
+
+def open_contexts():
+    return {id(found) for found in gc.get_objects() if issubclass(type(found), zmq.Context) and not found.closed}
+
+
+async def test_cancelling_at_any_moment_leaves_nothing_behind():
+    async with serving() as server:
+        before = open_contexts()
+        entered = 0
+
+        async def visit():
+            nonlocal entered
+            async with connected(server.endpoint, limits=Limits(closing_s=0.02)):
+                entered += 1
+                await asyncio.Event().wait()
+
+        turns = 0
+        while not entered:
+            visiting = asyncio.ensure_future(visit())
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            visiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await visiting
+            assert open_contexts() == before
+            turns += 1 + turns // 8
+            assert turns < 100_000
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        assert len(others) == 2, "the server's reader and its doorkeeper"
+        async with connected(server.endpoint) as client:
+            assert client.identity == PRODUCER
+
+
+async def test_the_error_of_the_block_passes_unchanged():
+    async with serving() as server:
+        with pytest.raises(KeyError, match="mine"):
+            async with connected(server.endpoint):
+                raise KeyError("mine")
+
+
+async def test_a_name_is_looked_up_beside_the_loop_and_within_the_budget(monkeypatch):
+    """ZeroMQ looks names up itself, and blocks: a container that is gone stopped the loop for ten seconds."""
+    asked = asyncio.Event()
+
+    async def never(*_args, **_kwargs):
+        asked.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", never)
+    error = await fails_to_connect("tcp://gone.invalid:9", DeadlineExceeded, limits=Limits(connect_s=0.1))
+    assert asked.is_set()
+    assert error.phase == "connect"
+
+
+async def test_a_name_that_does_not_exist_is_a_peer_that_cannot_be_reached(monkeypatch):
+    async def unknown(*_args, **_kwargs):
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", unknown)
+    error = await fails_to_connect("tcp://gone.invalid:9", ConnectionLost)
+    assert "cannot be looked up" in error.message

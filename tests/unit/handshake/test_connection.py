@@ -1,0 +1,356 @@
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from handshake.codec import FORMAT, decode
+from handshake.connection import Connection, check_introduction
+from handshake.errors import Closed, LocalProtocolError
+from handshake.events import (
+    ConnectionClosed,
+    ConnectionFailed,
+    Ending,
+    PeerReady,
+    ReleaseAnswered,
+    ReleaseReceived,
+    RenewAnswered,
+    RenewReceived,
+)
+from handshake.messages import Bye, Hello, Ping, Pong, Publication, Publish, Refuse, Release, Welcome
+from handshake.states import Role, State
+from handshake.version import VersionRange
+
+from .helpers import (
+    CONSUMED,
+    CONSUMER,
+    EXAMPLES,
+    LIMITS,
+    PRODUCED,
+    PRODUCER,
+    REACHABLE,
+    Pair,
+    connection_in,
+    frames_of,
+)
+
+NOW = 100.0
+
+
+def said(connection):
+    return [decode(frames, LIMITS) for frames in connection.take_outgoing()]
+
+
+def test_two_ends_become_ready_and_know_each_other():
+    pair = Pair().make_ready()
+    assert pair.client_events == [PeerReady(identity=PRODUCER, publication=PRODUCED, version=1)]
+    assert pair.server_events == [PeerReady(identity=CONSUMER, publication=CONSUMED, version=1)]
+
+
+def test_the_version_is_agreed_before_anything_is_published():
+    pair = Pair()
+    pair.client.greet(pair.now)
+    assert [type(message) for message in said(pair.client)] == [Hello]
+    pair.server.receive(frames_of(EXAMPLES["hello"]), pair.now)
+    assert [type(message) for message in said(pair.server)] == [Welcome, Publish]
+
+
+def test_the_highest_common_version_is_chosen():
+    pair = Pair(client_versions=VersionRange(1, 3), server_versions=VersionRange(2, 9)).make_ready()
+    assert pair.client_events[0].version == pair.server_events[0].version == 3
+
+
+def test_a_peer_of_version_99_is_told_both_ranges():
+    pair = Pair(client_versions=VersionRange(99, 99))
+    pair.client.greet(pair.now)
+    pair.settle()
+    (told,) = pair.client_events
+    assert (told.code, told.refused) == ("version_unsupported", True)
+    assert "1..1" in told.reason
+    assert "99..99" in told.reason
+    assert told.remedy
+    (kept,) = pair.server_events
+    assert (kept.code, kept.refused) == ("version_unsupported", False)
+    assert (pair.client.state, pair.server.state) == (State.CLOSED, State.CLOSED)
+
+
+def test_a_version_that_was_not_offered_is_a_violation():
+    client = connection_in(Role.CLIENT, State.GREETED)
+    client.receive(frames_of(Welcome(version=2, identity=PRODUCER)), NOW)
+    (refusal,) = said(client)
+    assert refusal.code == "protocol_violation"
+    assert client.take_events()[0].code == "protocol_violation"
+
+
+def test_leases_are_renewed_and_released():
+    pair = Pair().make_ready()
+    for name in ("release", "renew"):
+        pair.client.send(EXAMPLES[name])
+    pair.settle()
+    leases = EXAMPLES["release"].leases
+    assert pair.server_events[1:] == [ReleaseReceived(leases=leases), RenewReceived(leases=leases)]
+    for name in ("released", "renewed"):
+        pair.server.send(EXAMPLES[name])
+    pair.settle()
+    answers = EXAMPLES["released"].leases
+    assert pair.client_events[1:] == [ReleaseAnswered(leases=answers), RenewAnswered(leases=answers, lease_s=30.0)]
+
+
+@pytest.mark.parametrize(("role", "wrong"), [(Role.CLIENT, "released"), (Role.SERVER, "release")])
+def test_what_is_not_ours_to_say_is_our_error_and_changes_nothing(role, wrong):
+    connection = connection_in(role, State.READY)
+    with pytest.raises(LocalProtocolError):
+        connection.send(EXAMPLES[wrong])
+    with pytest.raises(LocalProtocolError):
+        connection.send(EXAMPLES["hello"])
+    assert (connection.state, connection.take_outgoing(), connection.ending) == (State.READY, [], None)
+
+
+def test_a_message_out_of_bounds_is_our_error_and_changes_nothing():
+    connection = connection_in(Role.CLIENT, State.READY)
+    with pytest.raises(LocalProtocolError):
+        connection.send(Release(leases=()))
+    assert (connection.state, connection.take_outgoing(), connection.ending) == (State.READY, [], None)
+
+
+@pytest.mark.parametrize("state", [State.FRESH, State.GREETED, State.PUBLISHED])
+def test_nothing_is_sent_before_ready(state):
+    with pytest.raises(LocalProtocolError, match=str(state)):
+        connection_in(Role.CLIENT, state).send(EXAMPLES["release"])
+
+
+@pytest.mark.parametrize("state", [State.CLOSING, State.CLOSED])
+def test_nothing_is_sent_after_the_end(state):
+    with pytest.raises(Closed, match="done"):
+        connection_in(Role.CLIENT, state).send(EXAMPLES["release"])
+
+
+def test_a_goodbye_is_answered_and_ends_both():
+    pair = Pair().make_ready()
+    pair.client.close("enough", pair.now)
+    assert pair.client.state is State.CLOSING
+    pair.settle()
+    assert (pair.client.state, pair.server.state) == (State.CLOSED, State.CLOSED)
+    assert pair.client_events[1:] == pair.server_events[1:] == [ConnectionClosed(reason="enough")]
+
+
+def test_two_goodbyes_that_cross_end_both():
+    pair = Pair().make_ready()
+    pair.client.close("mine", pair.now)
+    pair.server.close("also mine", pair.now)
+    pair.settle()
+    assert (pair.client.state, pair.server.state) == (State.CLOSED, State.CLOSED)
+    assert pair.client_events[1:] == [ConnectionClosed(reason="mine")]
+
+
+def test_what_the_peer_said_before_it_heard_our_goodbye_is_let_pass():
+    pair = Pair().make_ready()
+    pair.server.close("leaving", pair.now)
+    pair.client.send(EXAMPLES["release"])
+    pair.server.receive([b"garbage"], pair.now)
+    pair.settle()
+    assert pair.server_events[1:] == [ConnectionClosed(reason="leaving")]
+    assert pair.client_events[1:] == [ConnectionClosed(reason="leaving")]
+
+
+def test_a_refusal_is_told_with_its_remedy():
+    pair = Pair().make_ready()
+    pair.client.refuse("publication_refused", "r" * 5000, pair.now, remedy="Publish less.")
+    pair.settle()
+    (told,) = pair.server_events[1:]
+    assert told == ConnectionFailed(code="publication_refused", reason="r" * 1024, remedy="Publish less.", refused=True)
+    assert pair.client_events[1:] == [
+        ConnectionFailed(code="publication_refused", reason="r" * 5000, remedy="Publish less.")
+    ]
+
+
+def test_a_connection_ends_once():
+    connection = connection_in(Role.SERVER, State.READY)
+    connection.refuse("busy", "later", NOW)
+    connection.close("never mind", NOW)
+    connection.refuse("closing", "too late", NOW)
+    connection.lost("gone")
+    connection.lost("gone again")
+    assert [type(message) for message in said(connection)] == []
+    assert connection.take_events() == [ConnectionFailed(code="busy", reason="later")]
+
+
+@pytest.mark.parametrize(("role", "state"), [pair for pair in REACHABLE if pair[1] is not State.CLOSED])
+def test_a_lost_transport_ends_every_state(role, state):
+    connection = connection_in(role, state)
+    connection.lost("the cable", code="connection_lost")
+    assert connection.state is State.CLOSED
+    assert connection.next_deadline() is None
+    expected = [] if state is State.CLOSING else [ConnectionFailed(code="connection_lost", reason="the cable")]
+    assert connection.take_events() == expected
+
+
+WELCOME_THERE = {(Role.SERVER, State.FRESH, "hello"), (Role.CLIENT, State.GREETED, "welcome")}
+VIOLATIONS = [
+    (role, state, name)
+    for role, state in REACHABLE
+    for name in ("garbage", "nothing", "hello", "welcome", "ping", "release", "released")
+    if state not in (State.READY, State.CLOSING, State.CLOSED) and (role, state, name) not in WELCOME_THERE
+]
+VIOLATIONS += [(role, State.READY, name) for role in Role for name in ("garbage", "hello", "welcome", "publish")]
+VIOLATIONS += [(Role.CLIENT, State.READY, "release"), (Role.SERVER, State.READY, "released")]
+
+
+@pytest.mark.parametrize(("role", "state", "name"), VIOLATIONS)
+def test_the_first_violation_ends_the_connection(role, state, name):
+    nonsense = {"garbage": [b"garbage"], "nothing": []}
+    frames = nonsense[name] if name in nonsense else frames_of(EXAMPLES[name])
+    connection = connection_in(role, state)
+    connection.receive(frames, NOW)
+    (event,) = connection.take_events()
+    assert (event.code, event.refused) == ("protocol_violation", False)
+    (refusal,) = said(connection)
+    assert (type(refusal), refusal.code) == (Refuse, "protocol_violation")
+    connection.receive(frames, NOW)
+    assert connection.take_outgoing() == connection.take_events() == []
+
+
+def test_a_tampered_publication_is_never_reported():
+    connection = connection_in(Role.SERVER, State.PUBLISHED)
+    tampered = msgspec.structs.replace(CONSUMED, payload=b"tampered with")
+    connection.receive([FORMAT + msgspec.msgpack.encode(Publish(publication=tampered))], NOW)
+    (event,) = connection.take_events()
+    assert event.code == "protocol_violation"
+    assert "digest" in event.reason
+
+
+@pytest.mark.parametrize(
+    ("role", "state"), [(Role.CLIENT, State.FRESH), (Role.CLIENT, State.GREETED), (Role.SERVER, State.PUBLISHED)]
+)
+def test_a_handshake_has_one_budget_that_no_message_extends(role, state):
+    connection = connection_in(role, state)
+    assert connection.next_deadline() == NOW + LIMITS.handshake_s
+    connection.handle_deadline(NOW + LIMITS.handshake_s - 0.001)
+    assert connection.state is state
+    connection.handle_deadline(NOW + LIMITS.handshake_s)
+    (refusal,) = said(connection)
+    assert refusal.code == "handshake_timeout"
+    assert connection.take_events()[0].code == "handshake_timeout"
+
+
+def test_silence_is_met_with_pings_and_then_ends_the_connection():
+    connection = connection_in(Role.CLIENT, State.READY)
+    pings, now = 0, NOW
+    while connection.state is State.READY:
+        now = connection.next_deadline()
+        connection.handle_deadline(now)
+        pings += sum(isinstance(message, Ping) for message in said(connection))
+    assert now == NOW + LIMITS.silence_s_max
+    assert pings == 3
+    assert connection.take_events()[0].code == "silent"
+
+
+def test_a_sign_of_life_is_as_good_as_an_answer():
+    pair = Pair().make_ready()
+    for _ in range(10):
+        pair.now += LIMITS.ping_interval_s * 0.9
+        pair.client.send(EXAMPLES["renew"])
+        pair.deliver()
+        pair.server.handle_deadline(pair.now)
+        assert said(pair.server) == []
+    assert pair.server.next_deadline() == pair.now + LIMITS.ping_interval_s
+
+
+def test_round_trips_are_measured():
+    pair = Pair()
+    pair.client.greet(pair.now)
+    pair.deliver()
+    pair.now += 0.25
+    pair.settle()
+    assert (pair.client.rtt_s, pair.server.rtt_s) == (0.25, 0.25)
+    pair.now += LIMITS.ping_interval_s
+    pair.client.handle_deadline(pair.now)
+    pair.deliver()
+    pair.now += 0.125
+    pair.settle()
+    assert (pair.client.rtt_s, pair.server.rtt_s) == (0.125, 0.25)
+
+
+def test_a_pong_that_nobody_asked_for_measures_nothing():
+    connection = connection_in(Role.CLIENT, State.READY)
+    before = connection.rtt_s
+    connection.receive(frames_of(Pong(nonce=12345)), NOW + 1)
+    assert connection.rtt_s == before
+    assert connection.state is State.READY
+
+
+def test_our_last_word_waits_for_an_answer_only_so_long():
+    connection = connection_in(Role.SERVER, State.CLOSING)
+    assert connection.next_deadline() == NOW + LIMITS.closing_s
+    connection.handle_deadline(NOW + LIMITS.closing_s)
+    assert connection.state is State.CLOSED
+    assert connection.next_deadline() is None
+    assert connection.take_events() == []
+
+
+def test_only_a_client_greets_and_only_once():
+    with pytest.raises(LocalProtocolError):
+        connection_in(Role.SERVER, State.FRESH).greet(NOW)
+    client = connection_in(Role.CLIENT, State.GREETED)
+    with pytest.raises(LocalProtocolError):
+        client.greet(NOW)
+    assert client.take_outgoing() == []
+
+
+@pytest.mark.parametrize(
+    ("identity", "publication"),
+    [
+        (msgspec.structs.replace(PRODUCER, engine_id=""), PRODUCED),
+        (msgspec.structs.replace(PRODUCER, incarnation="short"), PRODUCED),
+        (PRODUCER, Publication(schema=1, digest=bytes(32), payload=b"not its digest")),
+        (PRODUCER, Publication.of(b"", schema=-1)),
+    ],
+)
+def test_what_cannot_be_said_of_us_is_found_at_the_start(identity, publication):
+    with pytest.raises(LocalProtocolError):
+        check_introduction(identity, publication, LIMITS)
+    check_introduction(PRODUCER, PRODUCED, LIMITS)
+
+
+heard = st.lists(
+    st.one_of(
+        st.sampled_from([frames_of(message) for message in EXAMPLES.values()]),
+        st.lists(st.binary(max_size=40), max_size=3),
+        st.binary(max_size=40).map(lambda data: [FORMAT + data]),
+        st.tuples(st.sampled_from(sorted(EXAMPLES)), st.integers(0, 300), st.binary(min_size=1, max_size=2)).map(
+            lambda damage: [_damaged(frames_of(EXAMPLES[damage[0]])[0], damage[1], damage[2])]
+        ),
+    ),
+    max_size=8,
+)
+
+
+def _damaged(frame: bytes, position: int, data: bytes) -> bytes:
+    at = position % len(frame)
+    return frame[:at] + data + frame[at + len(data) :]
+
+
+@pytest.mark.parametrize(("role", "state"), REACHABLE)
+@given(heard, st.lists(st.floats(0, 30), min_size=8, max_size=8))
+@settings(max_examples=40)
+def test_no_peer_can_raise_an_exception_or_end_a_connection_twice(role, state, messages, pauses):
+    connection: Connection = connection_in(role, state)
+    now, events = NOW, []
+    for frames, pause in zip(messages, pauses, strict=False):
+        now += pause
+        connection.handle_deadline(now)
+        connection.receive(frames, now)
+        said(connection)  # whatever is said can be read
+        events += connection.take_events()
+        deadline = connection.next_deadline()
+        assert (deadline is None) == (connection.state is State.CLOSED)
+    endings = [event for event in events if isinstance(event, Ending)]
+    assert len(endings) <= 1
+    assert not endings or events[-1] is endings[0] is connection.ending
+
+
+def test_a_last_word_may_be_the_first():
+    connection = connection_in(Role.SERVER, State.FRESH)
+    connection.receive(frames_of(Bye(reason="wrong door")), NOW)
+    assert [type(message) for message in said(connection)] == [Bye]
+    assert connection.take_events() == [ConnectionClosed(reason="wrong door")]
+    assert connection.state is State.CLOSED

@@ -1,0 +1,158 @@
+import asyncio
+import logging
+
+import pytest
+
+from handshake.codec import decode
+from handshake.connection import Connection
+from handshake.driver import Driver
+from handshake.errors import Closed
+from handshake.events import ConnectionClosed, ConnectionFailed, PeerReady, ReleaseReceived
+from handshake.limits import Limits
+from handshake.messages import Bye, Ping, Publish, Refuse, Released, Welcome
+from handshake.sockets import Delivery
+from handshake.states import Role, State
+
+from .helpers import EXAMPLES, LIMITS, PRODUCED, PRODUCER, Recorder, frames_of
+
+
+class Wire:
+    """A ``transmit`` that remembers what was sent, or says that it cannot."""
+
+    def __init__(self):
+        self.sent = []
+        self.delivery = Delivery.QUEUED
+
+    def __call__(self, frames):
+        if self.delivery is Delivery.QUEUED:
+            self.sent.append(decode(frames, LIMITS))
+        return self.delivery
+
+    @property
+    def kinds(self):
+        return [type(message) for message in self.sent]
+
+
+def make_driver(on_event, wire, *, limits=LIMITS, settled=lambda: None):
+    loop = asyncio.get_running_loop()
+    connection = Connection(Role.SERVER, PRODUCER, PRODUCED, limits=limits, now=loop.time())
+    return Driver(connection, transmit=wire, on_event=on_event, on_settled=settled)
+
+
+def make_ready(driver):
+    driver.receive(frames_of(EXAMPLES["hello"]))
+    driver.receive(frames_of(EXAMPLES["publish"]))
+    assert driver.connection.state is State.READY
+
+
+@pytest.fixture
+async def recorder():
+    return Recorder()
+
+
+@pytest.fixture
+def wire():
+    return Wire()
+
+
+async def test_what_is_said_is_sent_and_what_happened_is_reported(recorder, wire):
+    driver = make_driver(recorder, wire)
+    make_ready(driver)
+    assert wire.kinds == [Welcome, Publish]
+    assert len(recorder.of(PeerReady)) == 1
+    driver.send(EXAMPLES["released"])
+    assert wire.kinds[2:] == [Released]
+    driver.close("enough")
+    driver.lost("over")
+    assert wire.kinds[3:] == [Bye]
+    assert recorder.seen[-1] == (ConnectionClosed(reason="enough"),)
+
+
+async def test_the_program_may_answer_from_within_an_event(wire):
+    seen = []
+
+    def on_event(event):
+        seen.append(type(event))
+        if isinstance(event, ReleaseReceived):
+            driver.send(EXAMPLES["released"])
+            driver.refuse("busy", "enough for today")
+            assert seen[-1] is ReleaseReceived, "no event is reported within another"
+
+    driver = make_driver(on_event, wire)
+    make_ready(driver)
+    driver.receive(frames_of(EXAMPLES["release"]))
+    assert seen == [PeerReady, ReleaseReceived, ConnectionFailed]
+    assert wire.kinds[2:] == [Released, Refuse]
+    driver.lost("over")
+
+
+async def test_an_event_that_a_call_caused_is_reported_in_the_next_turn(recorder, wire):
+    driver = make_driver(recorder, wire)
+    make_ready(driver)
+    driver.refuse("publication_refused", "not for us")
+    assert recorder.of(ConnectionFailed) == []
+    (failed,) = await recorder.wait_of(ConnectionFailed)
+    assert failed.code == "publication_refused"
+    with pytest.raises(Closed, match="not for us"):
+        driver.send(EXAMPLES["released"])
+    driver.lost("over")
+
+
+@pytest.mark.parametrize(("delivery", "code"), [(Delivery.FULL, "congested"), (Delivery.GONE, "connection_lost")])
+async def test_a_peer_that_cannot_be_told_is_lost(recorder, wire, delivery, code):
+    driver = make_driver(recorder, wire)
+    make_ready(driver)
+    wire.delivery = delivery
+    driver.send(EXAMPLES["released"])
+    assert recorder.of(ConnectionFailed) == [], "the program that sends is not interrupted by an event"
+    (failed,) = await recorder.wait_of(ConnectionFailed)
+    assert failed.code == code
+    assert driver.connection.state is State.CLOSED
+
+
+async def test_a_program_that_fails_ends_this_connection_and_is_logged(wire, caplog):
+    seen = []
+
+    def on_event(event):
+        seen.append(event)
+        raise RuntimeError("a defect of the program")
+
+    driver = make_driver(on_event, wire)
+    with caplog.at_level(logging.ERROR, logger="handshake"):
+        driver.receive(frames_of(EXAMPLES["hello"]))
+        driver.receive(frames_of(EXAMPLES["publish"]))
+    assert wire.sent[-1].code == "internal_error"
+    assert [type(event) for event in seen] == [PeerReady, ConnectionFailed]
+    assert "a defect of the program" in caplog.text
+    driver.lost("over")
+
+
+async def test_deadlines_are_kept(recorder, wire):
+    closed = asyncio.Event()
+
+    def settled():
+        if driver.connection.state is State.CLOSED:
+            closed.set()
+
+    driver = make_driver(recorder, wire, limits=Limits(handshake_s=0.02, closing_s=0.02), settled=settled)
+    (failed,) = await recorder.wait_of(ConnectionFailed)
+    assert failed.code == "handshake_timeout"
+    async with asyncio.timeout(30):
+        await closed.wait()
+
+
+async def test_a_silent_peer_is_pinged_and_given_up(recorder, wire):
+    driver = make_driver(recorder, wire, limits=Limits(ping_interval_s=0.02, silence_s_max=0.1))
+    make_ready(driver)
+    (failed,) = await recorder.wait_of(ConnectionFailed)
+    assert failed.code == "silent"
+    assert Ping in wire.kinds
+    driver.lost("over")
+
+
+async def test_a_closed_connection_leaves_no_timer(recorder, wire):
+    driver = make_driver(recorder, wire)
+    make_ready(driver)
+    await asyncio.sleep(0)
+    driver.lost("over")
+    assert driver._timer.cancelled()

@@ -1,0 +1,18 @@
+from typing import get_args
+
+import pytest
+
+from handshake.events import ConnectionClosed, ConnectionFailed, Ending, Event
+
+PARTICIPLES = ("Ready", "Received", "Answered", "Closed", "Failed")
+
+
+@pytest.mark.parametrize("kind", get_args(Event))
+def test_an_event_is_frozen_and_named_for_what_has_happened(kind):
+    assert kind.__struct_config__.frozen
+    assert kind.__name__.endswith(PARTICIPLES)
+
+
+def test_a_connection_ends_in_one_of_two_ways():
+    assert set(get_args(Ending)) == {ConnectionClosed, ConnectionFailed}
+    assert set(get_args(Ending)) < set(get_args(Event))

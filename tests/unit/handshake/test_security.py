@@ -1,0 +1,182 @@
+import asyncio
+
+import pytest
+import zmq
+import zmq.asyncio
+from hypothesis import given
+from hypothesis import strategies as st
+from zmq.utils import z85
+
+from handshake.errors import ConfigInvalid
+from handshake.security import (
+    ZAP_DOMAIN,
+    ZAP_ENDPOINT,
+    ClusterSecurity,
+    CurveKeys,
+    answer_admissions,
+    check_bind,
+    check_endpoint,
+    hkdf,
+    judge_admission,
+    sign,
+    verify,
+)
+
+from .helpers import OTHER_SECURITY, SECURITY, patiently
+
+# RFC 5869, appendix A, the cases with SHA-256: secret, salt, info, output.
+RFC_5869 = [
+    (
+        "0b" * 22,
+        "000102030405060708090a0b0c",
+        "f0f1f2f3f4f5f6f7f8f9",
+        "3cb25f25faacd57a90434f64d0362f2a2d2d0a90cf1a5a4c5db02d56ecc4c5bf34007208d5b887185865",
+    ),
+    (
+        bytes(range(0x50)).hex(),
+        bytes(range(0x60, 0xB0)).hex(),
+        bytes(range(0xB0, 0x100)).hex(),
+        (
+            "b11e398dc80327a1c8e7f78c596a49344f012eda2d4efad8a050cc4c19afa97c59045a99cac7827271cb41c65e590e09"
+            "da3275600c2f09b8367793a9aca3db71cc30c58179ec3e87c14c01d5c1f3434f1d87"
+        ),
+    ),
+    (
+        "0b" * 22,
+        "",
+        "",
+        "8da4e775a563c18f715f802a063c5a31b8a11f5c5ee1879ec3454e5f3c738d2d9d201395faa4b61a96c8",
+    ),
+]
+
+
+@pytest.mark.parametrize(("secret", "salt", "info", "output"), RFC_5869)
+def test_hkdf_gives_the_vectors_of_rfc_5869(secret, salt, info, output):
+    expected = bytes.fromhex(output)
+    derived = hkdf(bytes.fromhex(secret), salt=bytes.fromhex(salt), info=bytes.fromhex(info), nbytes=len(expected))
+    assert derived == expected
+
+
+def test_one_secret_gives_three_keys_that_are_always_the_same():
+    again = ClusterSecurity.from_secret("a secret of the tests")
+    assert again == SECURITY
+    assert len({SECURITY.server.private, SECURITY.client.private, z85.encode(SECURITY.ticket_key)}) == 3
+    assert len(SECURITY.ticket_key) == 32
+    for keys in (SECURITY.server, SECURITY.client):
+        assert keys.public == zmq.curve_public(keys.private)
+
+
+def test_the_derivation_never_changes():
+    """Workers of two releases share a cluster, so a change here needs a new label."""
+    derived = ClusterSecurity.from_secret("0123456789abcdef")
+    assert derived.server.public == b"UB3Z%hfUQ2-$*z5bGsAkrxH]4:[3Tl1?$.-wnKIC"
+    assert derived.client.public == b"dWiF]o]>nq7k]&+kUtB+0dmZa@<Q&G!lZW(FB8q:"
+    assert derived.ticket_key.hex() == "0746f0d77ba406c5825fa0df3cab4fd19c0c3eb2007eb65df7cb1bf1d2e4ea30"
+
+
+@given(st.text(min_size=16))
+def test_every_long_string_is_a_secret(secret):
+    assert ClusterSecurity.from_secret(secret) != SECURITY
+
+
+def test_a_secret_may_come_from_an_environment_that_is_not_utf8():
+    assert ClusterSecurity.from_secret("sixteen bytes \udcff\udcfe").ticket_key
+
+
+@pytest.mark.parametrize("secret", ["", "fifteen letters"])
+def test_a_short_secret_is_refused_without_repeating_it(secret):
+    with pytest.raises(ConfigInvalid) as caught:
+        ClusterSecurity.from_secret(secret)
+    assert "at least 16" in str(caught.value)
+    assert "fifteen" not in str(caught.value)
+
+
+def test_no_repr_shows_a_secret():
+    shown = repr(SECURITY) + str(SECURITY) + f"{SECURITY.server} {SECURITY.client!r}"
+    assert SECURITY.server.public.decode() in shown
+    for secret in (SECURITY.server.private, SECURITY.client.private):
+        assert secret.decode() not in shown
+    assert SECURITY.ticket_key.hex() not in shown
+    assert repr(SECURITY.ticket_key) not in shown
+
+
+def test_a_signature_holds_for_its_data_and_key_only():
+    signature = sign(SECURITY.ticket_key, b"data")
+    assert len(signature) == 32
+    assert verify(SECURITY.ticket_key, b"data", signature)
+    assert not verify(SECURITY.ticket_key, b"date", signature)
+    assert not verify(OTHER_SECURITY.ticket_key, b"data", signature)
+    assert not verify(SECURITY.ticket_key, b"data", signature[:-1])
+    assert not verify(SECURITY.ticket_key, b"data", b"")
+
+
+@pytest.mark.parametrize("bind", ["tcp://127.0.0.1:0", "tcp://127.1.2.3:5600", "tcp://localhost:*", "tcp://[::1]:5600"])
+def test_a_loopback_address_needs_no_security(bind):
+    check_bind(bind, None)
+
+
+@pytest.mark.parametrize(
+    "bind", ["tcp://0.0.0.0:0", "tcp://*:5600", "tcp://eth0:5600", "tcp://10.0.0.1:5600", "tcp://[::]:5600"]
+)
+def test_any_other_address_needs_security_or_a_word(bind):
+    check_bind(bind, SECURITY)
+    check_bind(bind, None, insecure_allowed=True)
+    with pytest.raises(ConfigInvalid, match="without a cluster secret"):
+        check_bind(bind, None)
+
+
+@pytest.mark.parametrize(
+    "bind",
+    ["", "127.0.0.1:5600", "tcp://127.0.0.1", "tcp://127.0.0.1:65536", "tcp://:1", "ipc:///tmp/x", "tcp://::1:5"],
+)
+def test_a_malformed_address_is_refused(bind):
+    with pytest.raises(ConfigInvalid, match="not an address"):
+        check_bind(bind, SECURITY)
+    with pytest.raises(ConfigInvalid, match="not an address"):
+        check_endpoint(bind)
+
+
+CREDENTIALS = z85.decode(SECURITY.client.public)
+REQUEST = [b"1.0", b"7", ZAP_DOMAIN, b"127.0.0.1", b"", b"CURVE", CREDENTIALS]
+
+
+def test_the_derived_key_is_admitted():
+    assert judge_admission(REQUEST, CREDENTIALS) == [b"1.0", b"7", b"200", b"", b"", b""]
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        [],
+        REQUEST[:6],
+        [*REQUEST, b""],
+        [*REQUEST[:6], z85.decode(OTHER_SECURITY.client.public)],
+        [*REQUEST[:6], b""],
+        [*REQUEST[:5], b"NULL", CREDENTIALS],
+        [*REQUEST[:2], b"another domain", *REQUEST[3:]],
+    ],
+)
+def test_everyone_else_is_turned_away(request_):
+    assert judge_admission(request_, CREDENTIALS)[2] == b"400"
+
+
+async def test_the_door_is_answered_until_it_is_cancelled():
+    context = zmq.asyncio.Context()
+    try:
+        replier, asker = context.socket(zmq.REP), context.socket(zmq.REQ)
+        replier.bind(ZAP_ENDPOINT)
+        asker.connect(ZAP_ENDPOINT)
+        async with asyncio.TaskGroup() as group:
+            door = group.create_task(answer_admissions(replier, SECURITY.client.public))
+            await asker.send_multipart(REQUEST)
+            assert (await patiently(asker.recv_multipart()))[2] == b"200"
+            await asker.send_multipart([b"1.0", b"8"])
+            assert (await patiently(asker.recv_multipart()))[1:3] == [b"8", b"400"]
+            door.cancel()
+    finally:
+        context.destroy(linger=0)
+
+
+def test_a_key_pair_is_completed_from_its_private_half():
+    public, private = zmq.curve_keypair()
+    assert CurveKeys.from_private(z85.decode(private)) == CurveKeys(public=public, private=private)

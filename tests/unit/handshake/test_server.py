@@ -1,0 +1,308 @@
+import asyncio
+import socket
+
+import pytest
+
+from handshake.codec import decode
+from handshake.errors import Closed, ConfigInvalid, LocalProtocolError
+from handshake.events import ConnectionClosed, ConnectionFailed, PeerReady, ReleaseReceived
+from handshake.limits import Limits
+from handshake.messages import Bye, Hello, Publication, Publish, Refuse, Released, Welcome
+from handshake.server import HandshakeServer, open_server
+from handshake.sockets import Channel, Delivery
+
+from .helpers import (
+    ANSWERS,
+    CONSUMED,
+    CONSUMER,
+    EXAMPLES,
+    LEASES,
+    LIMITS,
+    PATIENCE_S,
+    PRODUCED,
+    PRODUCER,
+    SECURITY,
+    Recorder,
+    connected,
+    frames_of,
+    ignore,
+    patiently,
+    raw_dealer,
+    serving,
+)
+
+HELLO = frames_of(EXAMPLES["hello"])
+PUBLISH = frames_of(Publish(publication=CONSUMED))
+
+
+class Switchboard(Channel):
+    """A channel without a socket: what the server sends is kept, by peer."""
+
+    def __init__(self):
+        self.endpoint = "tcp://127.0.0.1:1"
+        self.sent = {}
+
+    def send(self, frames):
+        routing_id, *body = frames
+        self.sent.setdefault(routing_id, []).append(decode(body, LIMITS))
+        return Delivery.QUEUED
+
+    def kinds_to(self, routing_id):
+        return [type(message) for message in self.sent.get(routing_id, [])]
+
+
+class Hall:
+    """A server on a switchboard: everything happens within the calls, in one order."""
+
+    def __init__(self, limits=LIMITS):
+        self.board = Switchboard()
+        self.recorder = Recorder()
+        self.server = HandshakeServer(self.board, PRODUCER, PRODUCED, self.recorder, limits)
+
+    def hear(self, routing_id, frames):
+        self.server.receive([routing_id, *frames])
+
+    def make_ready(self, routing_id):
+        self.hear(routing_id, HELLO)
+        self.hear(routing_id, PUBLISH)
+
+    def codes(self):
+        return [failed.code for failed in self.recorder.of(ConnectionFailed)]
+
+
+@pytest.fixture
+async def hall():
+    hall = Hall(Limits(closing_s=0.01))
+    yield hall
+    await hall.server.leave()
+
+
+async def test_each_connection_is_a_peer_of_its_own(hall):
+    hall.make_ready(b"one")
+    hall.make_ready(b"two")
+    assert [peer.identity for peer in hall.server.peers] == [CONSUMER, CONSUMER]
+    one, two = (peer.key for peer in hall.server.peers)
+    hall.hear(b"two", frames_of(EXAMPLES["release"]))
+    assert hall.recorder.seen[-1] == (two, ReleaseReceived(leases=LEASES))
+    hall.server.send(two, Released(leases=ANSWERS))
+    assert hall.board.kinds_to(b"two") == [Welcome, Publish, Released]
+    hall.hear(b"one", frames_of(Bye(reason="done")))
+    assert [peer.key for peer in hall.server.peers] == [two]
+    assert hall.recorder.seen[-1] == (one, ConnectionClosed(reason="done"))
+    with pytest.raises(Closed):
+        hall.server.send(one, Released(leases=ANSWERS))
+
+
+async def test_a_peer_that_breaks_the_protocol_is_told_once(hall):
+    for _ in range(100):
+        hall.hear(b"rude", [b"garbage"])
+        hall.hear(b"rude", HELLO)
+    assert hall.board.kinds_to(b"rude") == [Refuse]
+    assert hall.codes() == ["protocol_violation"]
+    hall.make_ready(b"polite")
+    assert len(hall.server.peers) == 1
+
+
+async def test_a_message_without_a_hello_before_is_a_violation(hall):
+    hall.hear(b"rude", frames_of(EXAMPLES["release"]))
+    assert hall.board.kinds_to(b"rude") == [Refuse]
+
+
+async def test_what_is_remembered_of_dismissed_connections_is_bounded():
+    hall = Hall(Limits(peers_max=8))
+    for number in range(100):
+        hall.hear(b"rude%d" % number, [b"garbage"])
+    assert len(hall.server._dismissed) == 8
+    assert hall.server._drivers == {}
+    hall.hear(b"rude99", [b"garbage"])
+    assert hall.board.kinds_to(b"rude99") == [Refuse]
+
+
+async def test_handshakes_under_way_are_bounded():
+    hall = Hall(Limits(pending_handshakes_max=2, closing_s=0.01))
+    for routing_id in (b"one", b"two", b"three"):
+        hall.hear(routing_id, HELLO)
+    assert hall.board.kinds_to(b"two") == [Welcome, Publish]
+    assert [message.code for message in hall.board.sent[b"three"]] == ["busy"]
+    hall.hear(b"one", PUBLISH)
+    hall.make_ready(b"four")
+    assert len(hall.server.peers) == 2
+    await hall.server.leave()
+
+
+async def test_peers_are_bounded():
+    hall = Hall(Limits(peers_max=2, closing_s=0.01))
+    for routing_id in (b"one", b"two", b"three"):
+        hall.make_ready(routing_id)
+    assert [message.code for message in hall.board.sent[b"three"]] == ["too_many_peers"]
+    assert len(hall.server.peers) == 2
+    hall.hear(b"one", frames_of(Bye()))
+    hall.make_ready(b"four")
+    assert len(hall.server.peers) == 2
+    await hall.server.leave()
+
+
+async def test_the_program_may_refuse_a_publication(hall):
+    hall.make_ready(b"odd")
+    (peer,) = hall.server.peers
+    with pytest.raises(LocalProtocolError):
+        hall.server.disconnect(peer.key, "No Such Code!", "")
+    hall.server.disconnect(peer.key, "publication_refused", "no manifest of this model", "Serve the same model.")
+    hall.server.disconnect(peer.key, "publication_refused", "again")
+    (failed,) = await hall.recorder.wait_of(ConnectionFailed)
+    assert (failed.code, failed.remedy) == ("publication_refused", "Serve the same model.")
+    assert hall.board.kinds_to(b"odd") == [Welcome, Publish, Refuse]
+    hall.server.disconnect(peer.key, "publication_refused", "and again")
+    assert hall.server.peers == ()
+
+
+async def test_leaving_is_answered_by_all_or_ends_at_its_deadline():
+    hall = Hall(Limits(closing_s=0.05))
+    for routing_id in (b"one", b"two"):
+        hall.make_ready(routing_id)
+    leaving = asyncio.ensure_future(hall.server.leave())
+    await asyncio.sleep(0)
+    hall.hear(b"one", frames_of(Bye()))
+    hall.hear(b"late", HELLO)
+    assert [message.code for message in hall.board.sent[b"late"]] == ["closing"]
+    await patiently(leaving)
+    assert hall.board.kinds_to(b"two") == [Welcome, Publish, Bye]
+    assert [event.reason for event in hall.recorder.of(ConnectionClosed)] == ["the server is leaving"] * 2
+    await hall.server.leave()  # leaving again changes nothing
+
+
+async def test_leaving_waits_for_those_that_are_there_now():
+    hall = Hall(Limits(closing_s=PATIENCE_S))
+    hall.make_ready(b"earlier")
+    hall.hear(b"earlier", frames_of(Bye()))
+    hall.make_ready(b"present")
+    leaving = asyncio.ensure_future(hall.server.leave())
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not leaving.done()
+    hall.hear(b"present", frames_of(Bye()))
+    await patiently(leaving)
+
+
+async def test_nobody_is_waited_for_when_nobody_is_there():
+    hall = Hall(Limits(closing_s=10 * PATIENCE_S))
+    await patiently(hall.server.leave())
+
+
+async def test_two_workers_meet_and_part_over_sockets():
+    served, dialled = Recorder(), Recorder()
+    async with serving(on_event=served) as server:
+        async with connected(server.endpoint, on_event=dialled) as client:
+            assert (client.identity, client.publication, client.version) == (PRODUCER, PRODUCED, 1)
+            ready = (await served.wait_of(PeerReady))[0]
+            assert (ready.identity, ready.publication, ready.version) == (CONSUMER, CONSUMED, 1)
+            assert server.peers[0].rtt_s is not None
+        assert await served.wait_of(ConnectionClosed) == [ConnectionClosed(reason="the client is leaving")]
+        assert server.peers == ()
+
+
+async def test_an_authenticated_peer_that_sends_rubbish_harms_nobody():
+    recorder = Recorder()
+    async with serving(on_event=recorder) as server, raw_dealer(server.endpoint) as rude:
+        async with connected(server.endpoint) as witness:
+            await rude.send(b"rubbish")
+            refusal = decode(await patiently(rude.recv_multipart()), LIMITS)
+            assert (type(refusal), refusal.code) == (Refuse, "protocol_violation")
+            for _ in range(200):
+                await rude.send_multipart([b"more", b"rubbish"])
+            async with connected(server.endpoint) as newcomer:
+                assert newcomer.identity == PRODUCER
+            witness.send(EXAMPLES["release"])
+            await recorder.wait_of(ReleaseReceived)
+        assert len(recorder.of(ConnectionFailed)) == 1
+
+
+async def test_a_tcp_client_that_sends_rubbish_harms_nobody():
+    recorder = Recorder()
+    async with serving(on_event=recorder) as server:
+        host, port = server.endpoint.removeprefix("tcp://").split(":")
+        rude = []
+        for rubbish in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 10_000, b"\xff" + bytes(8) + b"\x7f\x03", b""):
+            rude.append(socket.create_connection((host, int(port))))
+            rude[-1].sendall(rubbish)
+        async with connected(server.endpoint) as client:
+            assert client.identity == PRODUCER
+        for connection in rude:
+            connection.close()
+        assert recorder.of(ConnectionFailed) == []
+
+
+async def test_a_member_that_never_says_hello_costs_nothing():
+    async with serving() as server, raw_dealer(server.endpoint) as mute:
+        async with connected(server.endpoint):
+            assert len(server._drivers) == 1
+        await mute.send_multipart(HELLO)
+        assert isinstance(decode(await patiently(mute.recv_multipart()), LIMITS), Welcome)
+
+
+async def test_a_member_that_never_ends_its_handshake_is_refused():
+    recorder = Recorder()
+    async with (
+        serving(on_event=recorder, limits=Limits(handshake_s=0.2)) as server,
+        raw_dealer(server.endpoint) as slow,
+    ):
+        await slow.send_multipart(HELLO)
+        heard = [decode(await patiently(slow.recv_multipart()), LIMITS) for _ in range(3)]
+        assert [type(message) for message in heard] == [Welcome, Publish, Refuse]
+        assert heard[-1].code == "handshake_timeout"
+
+
+async def test_a_peer_of_version_99_is_told_why():
+    async with serving() as server, raw_dealer(server.endpoint) as modern:
+        await modern.send_multipart(frames_of(Hello(version_min=99, version_max=99, identity=CONSUMER)))
+        refusal = decode(await patiently(modern.recv_multipart()), LIMITS)
+        assert refusal.code == "version_unsupported"
+        assert "1..1" in refusal.reason
+        assert "99..99" in refusal.reason
+
+
+async def test_a_peer_that_vanished_is_noticed_by_the_next_ping():
+    recorder = Recorder()
+    limits = Limits(ping_interval_s=0.1, silence_s_max=1000)
+    async with serving(on_event=recorder, limits=limits) as server:
+        async with raw_dealer(server.endpoint) as vanishing:
+            await vanishing.send_multipart(HELLO)
+            await vanishing.send_multipart(PUBLISH)
+            await recorder.wait_of(PeerReady)
+        (failed,) = await recorder.wait_of(ConnectionFailed)
+        assert failed.code == "connection_lost"
+        assert server.peers == ()
+
+
+async def test_a_program_that_fails_harms_only_that_peer(caplog):
+    def on_event(_key, event):
+        if isinstance(event, ReleaseReceived):
+            raise RuntimeError("a defect of the program")
+
+    recorder = Recorder()
+    async with serving(on_event=on_event) as server, connected(server.endpoint, on_event=recorder) as client:
+        client.send(EXAMPLES["release"])
+        (failed,) = await recorder.wait_of(ConnectionFailed)
+        assert (failed.code, failed.refused) == ("internal_error", True)
+        async with connected(server.endpoint) as newcomer:
+            assert newcomer.identity == PRODUCER
+    assert "a defect of the program" in caplog.text
+
+
+async def test_what_would_be_unsafe_or_invalid_is_not_opened():
+    arguments = {"identity": PRODUCER, "publication": PRODUCED, "on_event": ignore}
+    with pytest.raises(ConfigInvalid, match="without a cluster secret"):
+        async with open_server(bind="tcp://0.0.0.0:0", security=None, **arguments):
+            raise AssertionError("unreachable")
+    broken = Publication(schema=1, digest=bytes(32), payload=b"")
+    with pytest.raises(LocalProtocolError, match="digest"):
+        async with open_server(bind="tcp://127.0.0.1:0", security=SECURITY, **{**arguments, "publication": broken}):
+            raise AssertionError("unreachable")
+    async with open_server(bind="tcp://0.0.0.0:0", security=None, insecure_allowed=True, **arguments) as server:
+        assert server.endpoint.startswith("tcp://0.0.0.0:")
+
+
+async def test_the_error_of_the_block_passes_unchanged():
+    with pytest.raises(KeyError, match="mine"):
+        async with serving():
+            raise KeyError("mine")

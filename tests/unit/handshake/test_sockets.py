@@ -1,0 +1,219 @@
+import asyncio
+from contextlib import AsyncExitStack
+
+import pytest
+import zmq
+
+from handshake.errors import ConfigInvalid
+from handshake.limits import Limits
+from handshake.sockets import MESSAGES_PER_TURN, Delivery, LinkEvent, open_dialler, open_listener, running
+
+from .helpers import LIMITS, OTHER_SECURITY, SECURITY, patiently
+
+ANY_PORT = "tcp://127.0.0.1:0"
+
+
+class Inbox:
+    """A callback that remembers what it was called with."""
+
+    def __init__(self):
+        self.queue = asyncio.Queue()
+
+    def __call__(self, item):
+        self.queue.put_nowait(item)
+
+    async def next(self):
+        return await patiently(self.queue.get())
+
+    async def until(self, item):
+        while await self.next() != item:
+            pass
+
+
+@pytest.mark.parametrize("security", [SECURITY, None])
+async def test_messages_travel_both_ways(security):
+    heard, answered, links = Inbox(), Inbox(), Inbox()
+    async with open_listener(ANY_PORT, security, LIMITS) as listener, running(listener.read(heard)):
+        assert listener.endpoint.startswith("tcp://127.0.0.1:")
+        assert not listener.endpoint.endswith(":0")
+        async with (
+            open_dialler(listener.endpoint, security, LIMITS) as dialler,
+            running(dialler.read(answered), dialler.watch(links)),
+        ):
+            dialler.dial()
+            assert [await links.next(), await links.next()] == [LinkEvent.ACCEPTED, LinkEvent.SECURED]
+            assert dialler.send([b"question"]) is Delivery.QUEUED
+            routing_id, question = await heard.next()
+            assert question == b"question"
+            assert listener.send([routing_id, b"answer"]) is Delivery.QUEUED
+            assert await answered.next() == [b"answer"]
+        # The dialler is gone; the listener finds out when it has something to say.
+        async with asyncio.timeout(30):
+            while listener.send([routing_id, b"anyone?"]) is not Delivery.GONE:  # noqa: ASYNC110 - no event tells
+                await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(SECURITY, OTHER_SECURITY), (SECURITY, None), (None, SECURITY)], ids=str)
+async def test_without_the_same_secret_nothing_passes(ours, theirs):
+    heard, links = Inbox(), Inbox()
+    async with (
+        open_listener(ANY_PORT, theirs, LIMITS) as listener,
+        running(listener.read(heard)),
+        open_dialler(listener.endpoint, ours, LIMITS) as dialler,
+        running(dialler.watch(links)),
+    ):
+        dialler.send([b"let me in"])
+        dialler.dial()
+        assert await links.next() is LinkEvent.ACCEPTED
+        assert await links.next() in (LinkEvent.DENIED, LinkEvent.CUT)
+        assert await links.next() is LinkEvent.LOST
+        assert heard.queue.empty()
+
+
+async def test_a_client_key_that_is_not_the_derived_one_is_denied():
+    """The server's public key is known to every client; only the derived client key opens the door."""
+    links = Inbox()
+    public, private = zmq.curve_keypair()
+    stranger = type(SECURITY)(
+        server=SECURITY.server, client=type(SECURITY.client)(public=public, private=private), ticket_key=b""
+    )
+    async with (
+        open_listener(ANY_PORT, SECURITY, LIMITS) as listener,
+        open_dialler(listener.endpoint, stranger, LIMITS) as dialler,
+        running(dialler.watch(links)),
+    ):
+        dialler.dial()
+        await links.until(LinkEvent.DENIED)
+
+
+async def test_an_unreachable_address_is_reported():
+    links = Inbox()
+    async with open_listener(ANY_PORT, None, LIMITS) as listener:
+        endpoint = listener.endpoint
+    async with open_dialler(endpoint, None, LIMITS) as dialler, running(dialler.watch(links)):
+        dialler.dial()
+        assert await links.next() is LinkEvent.UNREACHABLE
+
+
+async def test_a_dialler_never_dials_again():
+    links, other_links, heard = Inbox(), Inbox(), Inbox()
+    async with AsyncExitStack() as first:
+        listener = await first.enter_async_context(open_listener(ANY_PORT, None, LIMITS))
+        async with open_dialler(listener.endpoint, None, LIMITS) as dialler, running(dialler.watch(links)):
+            dialler.dial()
+            await links.until(LinkEvent.SECURED)
+            await first.aclose()
+            await links.until(LinkEvent.LOST)
+            # Somebody listens at the same address again, and is found by another dialler, but not by ours.
+            async with (
+                open_listener(listener.endpoint, None, LIMITS) as second,
+                running(second.read(heard)),
+                open_dialler(listener.endpoint, None, LIMITS) as other,
+                running(other.watch(other_links)),
+            ):
+                assert dialler.send([b"ours"]) is Delivery.FULL
+                other.dial()
+                await other_links.until(LinkEvent.SECURED)
+                assert other.send([b"the other's"]) is Delivery.QUEUED
+                assert (await heard.next())[1] == b"the other's"
+                assert links.queue.empty()
+
+
+async def test_a_full_queue_is_said_and_not_waited_for():
+    limits = Limits(outgoing_max=4)
+    async with open_dialler("tcp://127.0.0.1:9", None, limits) as dialler:
+        dialler.dial()
+        outcomes = [dialler.send([b"x"]) for _ in range(6)]
+    assert outcomes == [Delivery.QUEUED] * 4 + [Delivery.FULL] * 2
+
+
+async def test_a_frame_above_the_limit_never_arrives():
+    limits = Limits(frame_bytes_max=1000)
+    heard, links = Inbox(), Inbox()
+    async with (
+        open_listener(ANY_PORT, SECURITY, limits) as listener,
+        running(listener.read(heard)),
+        open_dialler(listener.endpoint, SECURITY, LIMITS) as dialler,
+        running(dialler.watch(links)),
+    ):
+        dialler.dial()
+        dialler.send([bytes(1000)])
+        assert len((await heard.next())[1]) == 1000
+        dialler.send([bytes(100_000)])
+        await links.until(LinkEvent.LOST)
+        assert heard.queue.empty()
+
+
+async def test_a_flood_does_not_starve_the_loop():
+    """Messages that are there already are received without suspending, so the reader has to step aside."""
+    turns = 0
+    limits = Limits(incoming_max=10_000, outgoing_max=10_000)
+    flood = MESSAGES_PER_TURN * 20
+    done = asyncio.Event()
+    seen = []
+
+    def on_frames(frames):
+        seen.append(turns)
+        if len(seen) == flood:
+            done.set()
+
+    async def count_turns():
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    links = Inbox()
+    async with (
+        open_listener(ANY_PORT, None, limits) as listener,
+        open_dialler(listener.endpoint, None, limits) as dialler,
+        running(dialler.watch(links)),
+    ):
+        dialler.dial()
+        await links.until(LinkEvent.SECURED)
+        for _ in range(flood):
+            assert dialler.send([b"x"]) is Delivery.QUEUED
+        async with running(listener.read(on_frames), count_turns()):
+            await patiently(done.wait())
+    runs = [seen.count(turn) for turn in set(seen)]
+    assert max(runs) <= 2 * MESSAGES_PER_TURN
+
+
+async def test_an_address_that_cannot_be_bound_is_a_configuration_error():
+    with pytest.raises(ConfigInvalid, match="cannot bind"):
+        async with open_listener("tcp://192.0.2.1:0", None, LIMITS):
+            raise AssertionError("unreachable")
+
+
+async def test_an_address_in_use_is_a_configuration_error():
+    async with open_listener(ANY_PORT, None, LIMITS) as listener:
+        with pytest.raises(ConfigInvalid, match="in use"):
+            async with open_listener(listener.endpoint, SECURITY, LIMITS):
+                raise AssertionError("unreachable")
+
+
+async def test_an_address_that_cannot_be_dialled_is_a_configuration_error():
+    async with open_dialler("nonsense", None, LIMITS) as dialler:
+        with pytest.raises(ConfigInvalid, match="cannot dial"):
+            dialler.dial()
+
+
+async def test_running_passes_the_error_of_its_block_unchanged():
+    with pytest.raises(KeyError, match="mine"):
+        async with running(asyncio.Event().wait()):
+            raise KeyError("mine")
+
+
+async def test_running_raises_the_error_of_its_tasks():
+    async def fail():
+        raise KeyError("the task's")
+
+    with pytest.raises(ExceptionGroup):
+        async with running(fail()):
+            await asyncio.Event().wait()
+
+
+async def test_running_leaves_no_task():
+    async with running(asyncio.Event().wait(), asyncio.Event().wait()):
+        assert len(asyncio.all_tasks()) == 3
+    assert len(asyncio.all_tasks()) == 1

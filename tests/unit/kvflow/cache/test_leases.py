@@ -1,0 +1,117 @@
+"""How a lease begins and ends. The state machine in tests/properties plays every order."""
+
+import pytest
+
+from kvflow.cache.epochs import EpochTable
+from kvflow.cache.leases import LeaseEnded, LeaseTable, Reader
+from kvflow.errors import BlockIdsInvalid, CapacityExceeded
+
+from .helpers import BASE, SLOTS, mint_of
+
+ALONE = Reader("decode-0", 0, 1)
+
+
+@pytest.fixture
+def epochs():
+    return EpochTable(SLOTS, BASE)
+
+
+@pytest.fixture
+def leases(epochs):
+    return LeaseTable(epochs)
+
+
+def grant_of(mint=None, request_id="r"):
+    return (mint or mint_of()).offer(request_id, block_ids=[[1]], num_tokens=1)[1]
+
+
+def test_admission_puts_the_epoch_into_the_slot(leases, epochs):
+    grant = grant_of()
+    leases.admit(grant, now=1.0)
+    assert epochs[grant.slot] == grant.epoch_value
+    assert "r" in leases
+    assert len(leases) == 1
+    assert leases.next_deadline() == 31.0
+
+
+def test_the_last_rank_of_one_engine_releases(leases, epochs):
+    grant = grant_of()
+    leases.admit(grant, now=1.0)
+    key = (grant.slot, grant.epoch_value)
+    for reader in (Reader("a", 0, 2), Reader("a", 0, 2), Reader("b", 1, 2)):
+        assert leases.release(*key, reader, 2.0) == ("counted", None)
+    answer, ended = leases.release(*key, Reader("a", 1, 2), 5.0)
+    assert (answer, ended) == ("ended", LeaseEnded("r", "released", 4.0))
+    assert epochs[grant.slot] == leases.highest_epoch == grant.epoch_value + 1
+    assert leases.release(*key, ALONE, 6.0) == ("ended", None)
+
+
+def test_a_renewed_lease_expires_later(leases):
+    grant = grant_of()
+    leases.admit(grant, now=0.0)
+    assert leases.renew(grant.slot, grant.epoch_value, 20.0) == "held"
+    assert leases.expire(49.0) == []
+    assert leases.next_deadline() == 50.0
+    assert leases.expire(50.0) == [LeaseEnded("r", "expired", 50.0)]
+    assert leases.next_deadline() is None
+    assert leases.renew(grant.slot, grant.epoch_value, 51.0) == "ended"
+
+
+def test_revocation_ends_at_once_and_once(leases):
+    leases.admit(grant_of(), now=0.0)
+    assert leases.revoke("r", 3.0) == LeaseEnded("r", "revoked", 3.0)
+    assert leases.revoke("r", 3.0) is None
+    assert leases.revoke("unknown", 3.0) is None
+
+
+def test_a_reused_slot_is_not_ended_by_the_word_about_its_past(leases, epochs):
+    mint = mint_of()
+    old = grant_of(mint)
+    leases.admit(old, now=0.0)
+    leases.revoke("r", 1.0)
+    mint.retire("r")
+    new = grant_of(mint)
+    assert new.slot == old.slot
+    leases.admit(new, now=1.0)
+    assert leases.release(old.slot, old.epoch_value, ALONE, 2.0) == ("ended", None)
+    assert leases.expire(30.5) == []
+    assert epochs[new.slot] == new.epoch_value
+
+
+@pytest.mark.parametrize(("slot", "epoch"), [(0, BASE + 99), (99, BASE + 1), (0, BASE), (0, 0)])
+def test_what_never_was_is_unknown(leases, slot, epoch):
+    leases.admit(grant_of(), now=0.0)
+    assert leases.release(slot, epoch, ALONE, 1.0) == ("unknown", None)
+    assert leases.renew(slot, epoch, 1.0) == "unknown"
+
+
+def test_a_grant_is_admitted_once(leases):
+    grant = grant_of()
+    leases.admit(grant, now=0.0)
+    with pytest.raises(BlockIdsInvalid, match="on offer already"):
+        leases.admit(grant, now=0.0)
+    leases.revoke("r", 1.0)
+    with pytest.raises(BlockIdsInvalid, match="not newer"):
+        leases.admit(grant, now=2.0)
+
+
+def test_slots_that_are_taken_or_not_there_are_refused(leases):
+    leases.admit(grant_of(), now=0.0)
+    with pytest.raises(CapacityExceeded, match="lease slots"):
+        leases.admit(grant_of(request_id="another mint, the same slot"), now=0.0)
+    small = LeaseTable(EpochTable(1, BASE))
+    mint = mint_of()
+    small.admit(grant_of(mint, "a"), now=0.0)
+    with pytest.raises(CapacityExceeded, match="lease slots"):
+        small.admit(grant_of(mint, "b"), now=0.0)
+
+
+def test_all_can_be_revoked(leases):
+    mint = mint_of()
+    for name in ("a", "b"):
+        leases.admit(grant_of(mint, name), now=0.0)
+    assert {(ended.request_id, ended.outcome) for ended in leases.revoke_all(1.0)} == {
+        ("a", "revoked"),
+        ("b", "revoked"),
+    }
+    assert len(leases) == 0

@@ -1,0 +1,110 @@
+"""The mint allots slots and epochs that every rank can admit, and an offer that fails costs nothing."""
+
+import numpy as np
+import pytest
+
+from kvflow.cache.mint import Mint
+from kvflow.errors import BlockIdsInvalid, CapacityExceeded, ConfigInvalid
+
+from .helpers import BASE, SLOTS, address, mint_of, sign, verify
+
+
+def offer(mint, request_id="r", block_ids=([1],), num_tokens=1):
+    return mint.offer(request_id, block_ids=block_ids, num_tokens=num_tokens)[1]
+
+
+def test_a_grant_says_everything_and_is_signed():
+    ticket, grant = mint_of(lease_s=12.5).offer("r", block_ids=[[3, -1], [4]], num_tokens=[32, 7])
+    assert ticket.grants == (grant,)
+    assert (grant.engine_id, grant.request_id, grant.lease_s) == ("prefill-0", "r", 12.5)
+    assert (grant.block_ids, grant.num_tokens) == (((3, -1), (4,)), (32, 7))
+    grant.verify(verify)
+
+
+def test_one_number_of_tokens_is_every_groups():
+    assert offer(mint_of(), block_ids=[[1], [2]], num_tokens=48).num_tokens == (48, 48)
+
+
+def test_epochs_start_above_every_rank_and_leave_room_for_an_end():
+    mint = mint_of(address(0, base=10), address(1, base=500))
+    epochs = [offer(mint, f"r{index}").epoch_value for index in range(3)]
+    assert epochs == [501, 503, 505]
+
+
+def test_a_head_start_keeps_a_new_mint_from_the_epochs_of_the_old_one():
+    assert offer(mint_of(head_start=10**6)).epoch_value == BASE + 1 + 10**6
+
+
+def test_slots_are_those_that_every_rank_has():
+    mint = mint_of(address(0, slots=3), address(1, slots=2))
+    assert {offer(mint, "a").slot, offer(mint, "b").slot} == {0, 1}
+    with pytest.raises(CapacityExceeded) as caught:
+        offer(mint, "c")
+    assert caught.value.limit == 2
+
+
+def test_a_retired_slot_is_allotted_again_with_a_higher_epoch():
+    mint = mint_of(address(slots=1))
+    first = offer(mint)
+    assert mint.retire("r")
+    second = offer(mint)
+    assert (second.slot, second.epoch_value) == (first.slot, first.epoch_value + 2)
+    assert not mint.retire("unknown")
+
+
+@pytest.mark.parametrize("number", [np.int64(48), np.int32(48), 48])
+def test_numpy_integers_are_integers(number):
+    grant = offer(mint_of(), block_ids=[np.array([3, 4])], num_tokens=number)
+    assert (grant.block_ids, grant.num_tokens) == (((3, 4),), (48,))
+    assert type(grant.num_tokens[0]) is type(grant.block_ids[0][0]) is int
+    assert offer(mint_of(), num_tokens=np.array([7])).num_tokens == (7,)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"num_tokens": 0},
+        {"num_tokens": -5},
+        {"num_tokens": 1.5},
+        {"num_tokens": None},
+        {"num_tokens": "48"},
+        {"num_tokens": [1, 2]},
+        {"num_tokens": []},
+        {"num_tokens": [1.5]},
+        {"num_tokens": 2**60},
+        {"block_ids": []},
+        {"block_ids": None},
+        {"block_ids": [1]},
+        {"block_ids": [[1.7]]},
+        {"block_ids": ["12"]},
+        {"block_ids": [[None]]},
+        {"block_ids": [[[1]]]},
+        {"block_ids": [[-2]]},
+        {"block_ids": [[2**31]]},
+        {"block_ids": [[2**70]]},
+        {"request_id": ""},
+        {"request_id": "x" * 257},
+        {"request_id": "\ud800"},
+    ],
+    ids=repr,
+)
+def test_an_offer_that_no_ticket_can_carry_is_refused_and_costs_nothing(wrong):
+    mint = mint_of()
+    with pytest.raises(BlockIdsInvalid):
+        offer(mint, **wrong)
+    grants = [offer(mint, f"request-{index}") for index in range(SLOTS)]
+    assert {grant.slot for grant in grants} == set(range(SLOTS))
+    assert grants[0].epoch_value == BASE + 1
+    assert not mint.retire("r")
+
+
+def test_a_name_is_on_offer_once():
+    mint = mint_of()
+    offer(mint)
+    with pytest.raises(BlockIdsInvalid, match="on offer already"):
+        offer(mint)
+
+
+def test_a_mint_needs_a_rank():
+    with pytest.raises(ConfigInvalid, match="at least one rank"):
+        Mint("prefill-0", [], sign=sign, lease_s=1.0)

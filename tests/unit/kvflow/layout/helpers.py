@@ -1,0 +1,52 @@
+"""What the tests of layouts share: specs in a word, components and manifests with one thing wrong."""
+
+from kvflow.layout.manifest import Layer, Manifest, ManifestGroup
+from kvflow.layout.placement import Component
+from kvflow.layout.region import Region
+from kvflow.layout.specs import FullAttention, SlidingWindow
+
+ROOMY = (Region(4096, 1 << 20),)
+
+
+def full(block_size=16, num_kv_heads=4, head_size=8, dtype="float16"):
+    return FullAttention(block_size=block_size, num_kv_heads=num_kv_heads, head_size=head_size, dtype=dtype)
+
+
+def sliding(block_size=16, num_kv_heads=4, head_size=8, dtype="float16", window=64):
+    return SlidingWindow(
+        block_size=block_size, num_kv_heads=num_kv_heads, head_size=head_size, dtype=dtype, window=window
+    )
+
+
+def model(*, layers, full_every=0, **fields):
+    """Layer name -> spec: every ``full_every``-th layer sees everything, the others slide; 0 for none that does."""
+    return {
+        f"layers.{index}": full(**fields) if full_every and (index + 1) % full_every == 0 else sliding(**fields)
+        for index in range(layers)
+    }
+
+
+def component(**changes):
+    """One head of four tokens of 16 bytes, dense, in blocks of 64 bytes."""
+    fields = {
+        "role": "k",
+        "dtype": "float16",
+        "first_head": 0,
+        "num_heads": 1,
+        "total_heads": 1,
+        "num_tokens": 4,
+        "content_bytes": 16,
+        "region": 0,
+        "offset": 0,
+        "block_stride": 64,
+        "head_stride": 64,
+        "token_stride": 16,
+    }
+    return Component(**fields | changes)
+
+
+def manifest(*components, names=("a",), num_blocks=2, block_size=4, regions=ROOMY):
+    """One group of layers, each with these components."""
+    parts = components or (component(),)
+    layers = tuple(Layer(name, parts) for name in names)
+    return Manifest(num_blocks, regions, (ManifestGroup("full", block_size, 0, layers),))

@@ -1,0 +1,76 @@
+"""From specs to a plan of one backing allocation: who shares bytes, how much there is, and what cannot be."""
+
+import pytest
+
+from kvflow.errors import SpecInvalid
+from kvflow.layout.describe import plan_cache
+from kvflow.layout.groups import Group, plan_groups
+from kvflow.layout.manifest import alias_classes
+from kvflow.layout.region import Region
+from kvflow.layout.shards import Shard
+
+from .helpers import full, model, sliding
+
+
+def planned(specs, *, layout="BLHNC", kv="content", shard=None, **budget):
+    return plan_cache(specs, plan_groups(specs), layout=layout, kv=kv, shard=shard or Shard(), **budget)
+
+
+def test_layers_of_different_groups_at_one_position_alias():
+    specs = model(layers=4, full_every=2)
+    plan = planned(specs, num_blocks=3)
+    first, second = plan.groups
+    assert [plan.placements[name].offset for name in first.layers] == [
+        plan.placements[name].offset for name in second.layers
+    ]
+    assert plan.bytes_per_block == 2 * 2048
+    assert plan.nbytes == 3 * plan.bytes_per_block
+    assert alias_classes(plan.manifest(specs, Region(4096, plan.nbytes))) == (0, 0)
+
+
+def test_a_shorter_group_leaves_the_last_positions_to_the_others():
+    specs = {"a": full(), "b": full(), "s": sliding()}
+    groups = (Group(("a", "b"), "full", 16), Group(("s",), "sliding", 16, 64))
+    plan = plan_cache(specs, groups, layout="BLHNC", kv="content", shard=Shard(), num_blocks=3)
+    assert plan.bytes_per_block == 2 * 2048
+    assert plan.placements["s"].offset == plan.placements["a"].offset
+
+
+@pytest.mark.parametrize(("memory_bytes", "num_blocks"), [(4096, 1), (8191, 1), (8192, 2)])
+def test_a_budget_is_filled_and_never_exceeded(memory_bytes, num_blocks):
+    assert planned(model(layers=2, full_every=1), memory_bytes=memory_bytes).num_blocks == num_blocks
+
+
+@pytest.mark.parametrize(
+    ("budget", "words"),
+    [
+        ({}, "exactly one"),
+        ({"num_blocks": 1, "memory_bytes": 1 << 20}, "exactly one"),
+        ({"memory_bytes": 4095}, "one block needs 4096 bytes"),
+        ({"num_blocks": 0}, "holds 0 blocks"),
+        ({"num_blocks": -1}, "holds -1 blocks"),
+    ],
+)
+def test_a_budget_that_holds_nothing_is_refused(budget, words):
+    with pytest.raises(SpecInvalid, match=words):
+        planned(model(layers=2, full_every=1), **budget)
+
+
+def test_a_shard_that_makes_pages_unequal_is_refused():
+    """Two heads of 8 and one of 16 fill equal pages, but rank 0 of 2 holds half of one and all of the other."""
+    specs = {"a": full(num_kv_heads=2, head_size=8), "b": sliding(num_kv_heads=1, head_size=16)}
+    assert planned(specs, num_blocks=2).bytes_per_block == 1024
+    with pytest.raises(SpecInvalid, match="'a' has 512 bytes, 'b' has 1024"):
+        planned(specs, num_blocks=2, shard=Shard(tp_rank=0, tp_size=2))
+
+
+def test_the_manifest_is_sound_in_every_layout():
+    specs = model(layers=5, full_every=2)
+    for layout in ("LBNHC", "LBHNC", "BLNHC", "BLHNC", "BHLNC"):
+        for kv in ("content", "split"):
+            plan = planned(specs, layout=layout, kv=kv, num_blocks=3)
+            manifest = plan.manifest(specs, Region(4096, plan.nbytes))
+            manifest.check()
+            assert [group.kind for group in manifest.groups] == [group.kind for group in plan.groups]
+            with pytest.raises(SpecInvalid, match="reaches byte"):
+                plan.manifest(specs, Region(4096, plan.nbytes - 1)).check()

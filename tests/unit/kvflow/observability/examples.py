@@ -1,0 +1,39 @@
+"""One example of every event, for the tests of whatever takes them all."""
+
+from kvflow.cache.leases import LeaseEnded
+from kvflow.observability import events as shell
+from kvflow.transfer import events as transfer
+from kvflow.transfer.report import TransferReport
+
+REPORT = TransferReport(
+    request_id="request-1",
+    nbytes=4096,
+    descriptors=3,
+    reads=2,
+    transport="nixl",
+    timings_s={
+        "handshake": 0.5,
+        "bind": 0.0001,
+        "queue": 0.001,
+        "post": 0.02,
+        "wire": 0.03,
+        "fence": 0.000005,
+        "total": 1 / 3,
+    },
+)
+PEER = "prefill-0/1/" + "0" * 32
+
+EVENTS = {
+    "worker.opened": shell.WorkerOpened("tcp://127.0.0.1:5000", "nixl", 1024, 65536),
+    "worker.closed": shell.WorkerClosed(2, 1),
+    "offer.admitted": shell.OfferAdmitted("request-1", 4, 30.0),
+    "peer.connected": shell.PeerConnected(PEER, "tcp://127.0.0.1:5000", 0.25),
+    "peer.dropped": shell.PeerDropped(PEER, "peer_lost", "silent for 20 s"),
+    "reader.rejected": shell.ReaderRejected(PEER, "malformed", "not a message"),
+    "lease.ended": LeaseEnded("request-1", "released", 1.5),
+    "transfer.started": transfer.TransferStarted(7, "request-1", 0.001),
+    "transfer.retried": transfer.TransferRetried(7, "request-1", PEER),
+    "transfer.completed": transfer.TransferCompleted(7, "request-1", REPORT),
+    "transfer.failed": transfer.TransferFailed(7, "request-1", "peer_lost", "wire", PEER, "gone", quarantined=True),
+    "transfer.quiesced": transfer.TransferQuiesced(7, "request-1"),
+}

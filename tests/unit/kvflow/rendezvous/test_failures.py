@@ -1,0 +1,38 @@
+"""Every error of the handshake becomes one of ours, with its words, its remedy and whom it is about."""
+
+import pytest
+
+from handshake import errors as theirs
+from kvflow import errors as ours
+from kvflow.rendezvous.failures import as_kvflow_error
+
+PEER = "tcp://127.0.0.1:5000"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (theirs.ConfigInvalid("m", remedy="do"), ours.ConfigInvalid),
+        (theirs.AuthenticationFailed("m", remedy="do"), ours.AuthenticationFailed),
+        (theirs.RemoteProtocolError("m", violation="malformed", remedy="do"), ours.ProtocolViolation),
+        (theirs.DeadlineExceeded("m", phase="connect", remedy="do"), ours.DeadlineExceeded),
+        (theirs.ConnectionLost("m", remedy="do"), ours.PeerLost),
+        (theirs.Closed("m", remedy="do"), ours.PeerLost),
+        (theirs.LocalProtocolError("m", remedy="do"), ours.ConfigInvalid),
+        (theirs.PeerRefused("busy", "m", remedy="do"), ours.PeerRefused),
+    ],
+)
+def test_each_kind(error, kind):
+    mapped = as_kvflow_error(error, peer=PEER)
+    assert type(mapped) is kind
+    assert mapped.remedy == "do"
+    assert "m" in mapped.message.split()
+    if isinstance(mapped, ours.TransferFailed):
+        assert mapped.peer == PEER
+
+
+def test_what_the_peer_said_is_kept_and_said_once():
+    refused = as_kvflow_error(theirs.PeerRefused("busy", "later, please"), peer=PEER)
+    assert refused.refusal == "busy"
+    assert refused.message == f"the peer refused (busy): {PEER}: later, please"
+    assert as_kvflow_error(theirs.DeadlineExceeded("m", phase="handshake"), peer=PEER).phase == "handshake"

@@ -1,0 +1,51 @@
+"""Tickets are signed with a key that follows from the cluster secret, in whatever process the mint is."""
+
+import msgspec
+import pytest
+
+from handshake import ClusterSecurity
+from kvflow.cache.tickets import Ticket
+from kvflow.errors import ConfigInvalid, TicketInvalid
+from kvflow.rendezvous.mint import TicketKey, TicketMint
+
+from .helpers import SECRET, SECURITY, address
+
+
+def ticket_of(secret=SECRET):
+    mint = TicketMint(engine_id="prefill-0", ranks=[address()], cluster_secret=secret, lease_s=5.0)
+    return mint.offer("r", block_ids=[[1]], num_tokens=1)[0]
+
+
+def test_any_member_of_the_cluster_can_check_a_ticket():
+    ticket = ticket_of()
+    TicketKey(SECURITY).check(Ticket.from_params(ticket.to_params()))
+    assert ticket.grants[0].lease_s == 5.0
+
+
+def test_two_mints_of_one_worker_do_not_sign_the_same_epoch():
+    """The second replaces the first, whose tickets nobody has admitted: they must not fit other blocks."""
+    epochs = {ticket_of().grants[0].epoch_value for _ in range(3)}
+    assert len(epochs) == 3
+    assert all(epoch < 2**63 for epoch in epochs)
+
+
+def test_another_cluster_cannot():
+    with pytest.raises(TicketInvalid, match="wrong signature"):
+        TicketKey(SECURITY).check(ticket_of("another secret, long enough"))
+    with pytest.raises(TicketInvalid):
+        TicketKey(ClusterSecurity.from_secret("another secret, long enough")).check(ticket_of())
+
+
+def test_every_grant_of_a_ticket_is_checked():
+    good, bad = ticket_of(), ticket_of("another secret, long enough")
+    joined = Ticket(grants=(*good.grants, *bad.grants))
+    with pytest.raises(TicketInvalid):
+        TicketKey(SECURITY).check(joined)
+    forged = msgspec.structs.replace(good.grants[0], slot=1)
+    with pytest.raises(TicketInvalid):
+        TicketKey(SECURITY).check(Ticket(grants=(forged,)))
+
+
+def test_a_short_secret_is_refused():
+    with pytest.raises(ConfigInvalid, match="fewer than 16"):
+        ticket_of("too short")

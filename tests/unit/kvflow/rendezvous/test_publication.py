@@ -1,0 +1,171 @@
+"""A publication is hostile until it is decoded and checked: whatever it says, the answer is quick and typed."""
+
+import time
+from contextlib import suppress
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from handshake import Publication
+from handshake.limits import PUBLICATION_BYTES_MAX
+from kvflow.errors import LayoutMismatch, ProtocolViolation
+from kvflow.layout.manifest import MANIFEST_SCHEMA
+from kvflow.layout.region import ADDRESS_MAX, Region
+from kvflow.rendezvous.publication import METADATA_BYTES_MAX, decode, encode
+
+from .helpers import DENSE, advertisement
+
+HONEST = msgspec.to_builtins(advertisement(metadata=b""))
+HONEST["metadata"] = b"how to read me"
+REGION = ("manifest", "regions", 0)
+GROUP = ("manifest", "groups", 0)
+PART = (*GROUP, "layers", 0, "components", 0)
+BUDGET_S = 5.0
+"""Of CPU, for what takes milliseconds: a few hundred times less than what quadratic work on 4 MiB takes."""
+
+
+def published(value, schema=MANIFEST_SCHEMA):
+    return Publication.of(msgspec.msgpack.encode(value), schema=schema)
+
+
+def with_(path, value):
+    """The honest advertisement with one thing replaced."""
+    changed = msgspec.json.decode(msgspec.json.encode(HONEST | {"metadata": None})) | {"metadata": b""}
+    holder = changed
+    for key in path[:-1]:
+        holder = holder[key]
+    holder[path[-1]] = value
+    return changed
+
+
+def refused(value):
+    started = time.process_time()
+    with pytest.raises(ProtocolViolation, match="cannot be") as caught:
+        decode(published(value), peer="p/0/x")
+    assert time.process_time() - started < BUDGET_S
+    assert caught.value.peer == "p/0/x"
+    return caught.value
+
+
+def test_what_is_encoded_is_decoded():
+    assert decode(encode(advertisement()), peer="p") == advertisement()
+    assert decode(published(HONEST), peer="p") == advertisement()
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ((*PART, "region"), 1),
+        ((*PART, "region"), -1),
+        ((*PART, "region"), 2**31),
+        ((*PART, "offset"), 4096),
+        ((*PART, "offset"), 2**62),
+        ((*PART, "offset"), 2**63),
+        ((*PART, "offset"), -1),
+        ((*PART, "block_stride"), 2**62),
+        ((*PART, "head_stride"), -64),
+        ((*PART, "token_stride"), 2**62),
+        ((*PART, "token_stride"), 2**63 - 1),
+        ((*PART, "num_heads"), 2),
+        ((*PART, "num_heads"), 0),
+        ((*PART, "num_heads"), 2**31),
+        ((*PART, "total_heads"), 2**31 + 1),
+        ((*PART, "first_head"), 1),
+        ((*PART, "first_head"), 2**62),
+        ((*PART, "num_tokens"), 2**31),
+        ((*PART, "num_tokens"), 8),
+        ((*PART, "content_bytes"), 2**31),
+        ((*PART, "content_bytes"), 0),
+        ((*PART, "role"), ""),
+        ((*PART, "role"), "k" * 65),
+        ((*PART, "dtype"), None),
+        ((*GROUP, "block_size"), 8),
+        ((*GROUP, "block_size"), 2**31),
+        ((*GROUP, "block_size"), 0),
+        ((*GROUP, "window"), -1),
+        ((*GROUP, "layers"), []),
+        ((*GROUP, "layers", 1, "name"), "a"),
+        ((*GROUP, "layers", 1, "name"), ""),
+        ((*GROUP, "layers", 1, "name"), "x" * 257),
+        ((*GROUP, "layers", 0, "components"), [DENSE, DENSE]),
+        ((*GROUP, "layers", 0, "components"), []),
+        ((*GROUP, "layers", 0, "components"), [DENSE | {"role": str(index)} for index in range(65)]),
+        (("manifest", "num_blocks"), 2**31 - 1),
+        (("manifest", "num_blocks"), 2**31),
+        (("manifest", "num_blocks"), 0),
+        (("manifest", "groups"), []),
+        (("manifest", "regions"), []),
+        ((*REGION, "nbytes"), 64),
+        ((*REGION, "nbytes"), 0),
+        ((*REGION, "nbytes"), 2**63),
+        ((*REGION, "address"), ADDRESS_MAX),
+        ((*REGION, "address"), 2**63),
+        ((*REGION, "memory"), "DISK"),
+        ((*REGION, "device"), 2**31),
+        (("epochs", "memory"), "VRAM"),
+        (("epochs", "nbytes"), 63),
+        (("epochs", "nbytes"), 0),
+        (("transport",), ""),
+        (("transport",), "x" * 33),
+        (("metadata",), b"x" * (METADATA_BYTES_MAX + 1)),
+        (("metadata",), "text"),
+        (("manifest",), None),
+        (("manifest",), []),
+    ],
+    ids=lambda value: ".".join(map(str, value)) if isinstance(value, tuple) else repr(value)[:20],
+)
+def test_a_lie_is_a_violation(path, value):
+    refused(with_(path, value))
+
+
+def test_the_largest_publication_with_one_name_twice_is_refused_as_quickly():
+    """Some 25,000 layers fit into one publication."""
+    layer = {"components": [DENSE]}
+    names = [f"{index:x}" for index in range(25_000)]
+    layers = [layer | {"name": name} for name in [*names, names[-1]]]
+    groups = [
+        HONEST["manifest"]["groups"][0] | {"layers": layers[first : first + 4096]}
+        for first in range(0, len(layers), 4096)
+    ]
+    lie = with_(("manifest", "groups"), groups)
+    assert 0.9 * PUBLICATION_BYTES_MAX < len(msgspec.msgpack.encode(lie)) < PUBLICATION_BYTES_MAX
+    assert "named twice" in refused(lie).message
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [b"", b"\xc1", b"\x81", b"\x91" * 100_000, b"\x81\xa1\xff\x01", b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff"],
+    ids=lambda payload: repr(payload[:8]),
+)
+def test_bytes_that_are_no_message_are_a_violation(payload):
+    with pytest.raises(ProtocolViolation):
+        decode(Publication.of(payload, schema=MANIFEST_SCHEMA), peer="p")
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_a_flipped_byte_is_a_violation_or_another_manifest(data):
+    payload = bytearray(msgspec.msgpack.encode(HONEST))
+    at = data.draw(st.integers(0, len(payload) - 1))
+    payload[at] ^= data.draw(st.integers(1, 255))
+    with suppress(ProtocolViolation):
+        decode(Publication.of(bytes(payload), schema=MANIFEST_SCHEMA), peer="p").check()
+
+
+def test_another_schema_is_a_mismatch_before_anything_is_decoded():
+    with pytest.raises(LayoutMismatch) as caught:
+        decode(Publication.of(b"\xc1", schema=MANIFEST_SCHEMA + 1), peer="p")
+    error = caught.value
+    assert (error.field, error.source, error.target) == ("manifest.schema", MANIFEST_SCHEMA + 1, MANIFEST_SCHEMA)
+
+
+def test_what_a_newer_release_adds_is_ignored():
+    assert decode(published(HONEST | {"note": [1, 2]}), peer="p") == advertisement()
+
+
+def test_an_advertisement_of_ours_is_checked_too():
+    wrong = advertisement(epochs=Region(4096, 12))
+    with pytest.raises(ProtocolViolation, match="not an array of u64"):
+        decode(encode(wrong), peer="p")

@@ -1,0 +1,125 @@
+"""Every setting is checked by name before anything starts, and the secret is never shown."""
+
+import pickle
+
+import pytest
+
+from kvflow.config import SECRET_LENGTH_MIN, SECRET_VARIABLE, WorkerConfig
+from kvflow.errors import ConfigInvalid
+
+SECRET = "a secret of the tests, long enough"
+
+
+def config(**settings):
+    return WorkerConfig(**{"engine_id": "prefill-0", "cluster_secret": SECRET} | settings)
+
+
+def test_the_defaults_are_valid():
+    config().check()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rank": 3, "num_ranks": 4},
+        {"bind": "tcp://[::1]:0"},
+        {"bind": "tcp://0.0.0.0:5000", "advertise": "tcp://node-7:5000"},
+        {"bind": "tcp://[::]:5000", "advertise": "tcp://[fd00::1]:65535"},
+        {"bind": "tcp://*:0", "advertise": "tcp://10.0.0.7:31000"},
+        {"lease_s": 30, "fence_s": 0.001},
+        {"role": "prefill", "transport": "loopback"},
+    ],
+    ids=repr,
+)
+def test_valid_settings(settings):
+    config(**settings).check()
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"engine_id": ""}, "engine_id"),
+        ({"engine_id": "x" * 257}, "engine_id"),
+        ({"engine_id": 7}, "engine_id"),
+        ({"rank": -1}, "rank"),
+        ({"rank": "0"}, "rank"),
+        ({"rank": True}, "rank"),
+        ({"rank": 1}, "rank is 1, but num_ranks is 1"),
+        ({"num_ranks": 0}, "num_ranks"),
+        ({"role": "router"}, "role"),
+        ({"transport": "tcp"}, "transport"),
+        ({"bind": "127.0.0.1:0"}, "bind"),
+        ({"bind": "ipc:///tmp/x"}, "bind"),
+        ({"bind": "tcp://127.0.0.1"}, "bind"),
+        ({"bind": "tcp://127.0.0.1:port"}, "bind"),
+        ({"bind": "tcp://127.0.0.1:5000\n"}, "bind"),
+        ({"bind": "tcp://127.0.0.1:65536"}, "bind"),
+        ({"bind": "tcp://127.0.0.1:5000/path"}, "bind"),
+        ({"bind": "tcp://[::1:5000"}, "bind"),
+        ({"bind": "tcp://::1:5000"}, "bind"),
+        ({"bind": None}, "bind"),
+        ({"bind": "tcp://0.0.0.0:0"}, "bind is 'tcp://0.0.0.0:0', which no peer can dial"),
+        ({"bind": "tcp://*:5000"}, "which no peer can dial"),
+        ({"bind": "tcp://[::]:5000"}, "which no peer can dial"),
+        ({"advertise": "tcp://0.0.0.0:5000"}, "advertise"),
+        ({"advertise": "tcp://[::]:5000"}, "advertise"),
+        ({"advertise": "tcp://node-7:0"}, "advertise"),
+        ({"advertise": "tcp://node-7:70000"}, "advertise"),
+        ({"advertise": "node-7:5000"}, "advertise"),
+        ({"cluster_secret": 123456789012345678}, "cluster_secret"),
+        ({"lease_s": 0}, "lease_s"),
+        ({"lease_s": float("nan")}, "lease_s"),
+        ({"lease_s": float("inf")}, "lease_s"),
+        ({"lease_slots": 0}, "lease_slots"),
+        ({"lease_slots": (1 << 20) + 1}, "lease_slots"),
+        *(({name: -1.0}, name) for name in ("connect_s", "handshake_s", "queue_s", "wire_s", "fence_s")),
+    ],
+    ids=repr,
+)
+def test_what_cannot_be_used_is_named(settings, named):
+    with pytest.raises(ConfigInvalid) as caught:
+        config(**settings).check()
+    assert named in caught.value.message
+
+
+def test_an_unknown_setting_is_refused():
+    with pytest.raises(TypeError, match="lease_ms"):
+        config(lease_ms=5)
+
+
+def test_the_secret_comes_from_the_settings_or_the_environment(monkeypatch):
+    monkeypatch.setenv(SECRET_VARIABLE, "the secret of the environment")
+    assert config().secret() == SECRET
+    assert config(cluster_secret=None).secret() == "the secret of the environment"
+    config(cluster_secret=None).check()
+
+
+@pytest.mark.parametrize("secret", [None, "", "x" * (SECRET_LENGTH_MIN - 1)])
+def test_a_secret_that_is_none_is_refused_with_the_name_of_the_variable(monkeypatch, secret):
+    monkeypatch.delenv(SECRET_VARIABLE, raising=False)
+    with pytest.raises(ConfigInvalid, match="fewer than 16") as caught:
+        config(cluster_secret=secret).check()
+    assert SECRET_VARIABLE in caught.value.remedy
+
+
+def test_the_shortest_secret_will_do(monkeypatch):
+    monkeypatch.setenv(SECRET_VARIABLE, "x" * SECRET_LENGTH_MIN)
+    config(cluster_secret=None).check()
+
+
+def test_the_secret_is_never_shown():
+    shown = config(rank=1, num_ranks=2)
+    assert SECRET not in repr(shown)
+    assert SECRET not in f"{shown} {[shown]}"
+    assert SECRET not in str(list(shown.__rich_repr__()))
+    assert "engine_id='prefill-0', rank=1" in repr(shown)
+
+
+def test_a_setting_of_a_wrong_type_does_not_show_the_secret():
+    with pytest.raises(ConfigInvalid) as caught:
+        config(cluster_secret=SECRET.encode()).check()
+    assert SECRET not in str(caught.value)
+
+
+def test_a_configuration_reaches_the_processes_of_an_engine():
+    assert pickle.loads(pickle.dumps(config())) == config()

@@ -1,0 +1,85 @@
+"""Every error has a stable code of its own, a remedy, and a text that ends with it."""
+
+import inspect
+
+import pytest
+
+from kvflow import errors
+from kvflow.errors import KvflowError
+
+ALL = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, KvflowError)]
+CODES = {
+    "argument_invalid",
+    "authentication_failed",
+    "block_ids_invalid",
+    "block_range_mismatch",
+    "capacity_exceeded",
+    "config_invalid",
+    "deadline_exceeded",
+    "kvflow_error",
+    "layout_mismatch",
+    "peer_lost",
+    "peer_refused",
+    "plan_unsound",
+    "protocol_violation",
+    "request_unknown",
+    "spec_invalid",
+    "stale_lease",
+    "ticket_invalid",
+    "transfer_cancelled",
+    "transfer_failed",
+    "transport_unavailable",
+    "worker_closed",
+}
+ARGUMENTS = {
+    errors.ArgumentInvalid: ("priority", "an integer", None),
+    errors.RequestUnknown: ("request-1",),
+    errors.LayoutMismatch: ("a.k.dtype", "float16", "int8"),
+    errors.CapacityExceeded: ("leases", 3),
+    errors.PeerRefused: ("version_unsupported", "too old"),
+}
+
+
+def made(kind, **fields):
+    return kind(*ARGUMENTS.get(kind, ("what happened",)), **fields)
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_each_has_a_code_a_remedy_and_a_place_in_the_tree(kind):
+    error = made(kind)
+    assert issubclass(kind, KvflowError)
+    assert kind is KvflowError or error.remedy
+    assert f"[{kind.code}]" in str(error)
+    assert str(error).endswith(error.remedy or "]")
+    assert kind.__name__ in errors.__doc__
+
+
+def test_codes_are_unique_and_do_not_change():
+    """Programs branch on them: one that changes breaks those programs."""
+    codes = [kind.code for kind in ALL]
+    assert len(set(codes)) == len(codes)
+    assert set(codes) == CODES
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ALL if kind is not errors.RequestUnknown])
+def test_a_better_remedy_replaces_the_default(kind):
+    assert str(made(kind, remedy="Do this instead.")).endswith("Do this instead.")
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ALL if issubclass(kind, errors.TransferFailed)])
+def test_a_failed_transfer_says_whose_it_was_and_whether_blocks_must_wait(kind):
+    error = kind("what happened", request_id="r", peer="p/0/x", quarantined=True)
+    assert (error.request_id, error.peer, error.quarantined) == ("r", "p/0/x", True)
+    assert not kind("what happened").quarantined
+
+
+def test_typed_attributes():
+    mismatch = errors.LayoutMismatch("a.k.head_size", 64, 128)
+    assert (mismatch.field, mismatch.source, mismatch.target) == ("a.k.head_size", 64, 128)
+    assert "source has 64, target has 128" in str(mismatch)
+    full = errors.CapacityExceeded("leases", 3)
+    assert (full.resource, full.limit) == ("leases", 3)
+    assert errors.BlockIdsInvalid("x", group=2).group == errors.BlockRangeMismatch("x", group=2).group == 2
+    assert errors.DeadlineExceeded("x", phase="wire").phase == "wire"
+    assert errors.PeerRefused("busy", "x").refusal == "busy"
+    assert errors.RequestUnknown("r").request_id == "r"

@@ -1,0 +1,105 @@
+"""Rows and indices as NIXL takes them, for cases small enough to write down."""
+
+import numpy as np
+import pytest
+
+from kvflow.errors import CapacityExceeded
+from kvflow.layout.region import Region
+from kvflow.transfer.bind import DESCRIPTORS_MAX, ROWS_MAX, Rows
+from kvflow.transfer.plan import plan_transfer
+
+from .helpers import binding_of, full, manifest_of, unit_pairs
+
+NO_LIMIT = {"chunk_bytes": 1 << 40, "chunk_descriptors": 1 << 30}
+
+
+def bound(source, target, pairs, **budgets):
+    source, target = manifest_of({"a": full(**source)}), manifest_of({"a": full(**target)})
+    binding = binding_of(plan_transfer(source, target), source, target)
+    return binding, binding.bind(unit_pairs(*pairs), **NO_LIMIT | budgets)
+
+
+def test_equal_blocks_are_one_row_and_neighbours_merge():
+    binding, batch = bound({}, {}, ([0, 1, 3], [1, 2, 0]))
+    page = 2 * 16 * 2 * 8 * 2
+    assert binding.source.table.tolist() == [[0, page, 0, page, 4]]
+    assert batch.source_index.tolist() == [0, 1, 3]
+    assert batch.target_index.tolist() == [1, 2, 0]
+    assert (batch.descriptors, batch.nbytes, batch.cuts.tolist()) == (2, 3 * page, [0, 3])
+    assert batch.source_index.dtype == batch.target_index.dtype == np.int32
+
+
+def test_tokens_before_heads_let_units_share_a_row():
+    """With NHD a unit of 16 tokens is dense, so that four of them fill a block of 64 as one descriptor."""
+    source = manifest_of({"a": full(16)}, layout="BLNHC")
+    target = manifest_of({"a": full(64)}, layout="BLNHC")
+    binding = binding_of(plan_transfer(source, target), source, target)
+    assert (len(binding.source.table), len(binding.target.table)) == (1, 1)
+    batch = binding.bind(unit_pairs([0, 1, 2, 3], [4, 5, 6, 7]), **NO_LIMIT)
+    assert batch.descriptors == 1
+
+
+def test_heads_before_tokens_give_each_unit_a_row():
+    """With HND the units of a block lie apart, head by head: unit u of block b is number ``u * num_blocks + b``."""
+    binding, batch = bound({"block_size": 16}, {"block_size": 32}, ([0, 1, 2], [6, 7, 1]))
+    assert (len(binding.source.table), len(binding.target.table)) == (2, 4)
+    assert binding.target.table[:, 4].tolist() == [4, 4, 4, 4]
+    assert batch.target_index.tolist() == [3, 7, 4, 11, 15, 12]
+    assert batch.source_index.tolist() == [0, 1, 2, 4, 5, 6]
+
+
+def test_a_region_gives_address_memory_and_device():
+    source = manifest_of({"a": full()})
+    plan = plan_transfer(source, source)
+    binding = binding_of(plan, source, source)
+    moved = Rows(
+        plan.groups[0].runs.source,
+        plan.groups[0].runs.nbytes,
+        units=1,
+        num_blocks=4,
+        regions=[Region(5000, 1 << 20, "VRAM", 3)],
+    )
+    assert moved.memory == "VRAM"
+    assert (moved.table - binding.source.table).tolist() == [[5000, 0, 3, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("budgets", "cuts"),
+    [
+        ({"chunk_bytes": 2048}, [0, 2, 4, 5]),
+        ({"chunk_bytes": 2047}, [0, 1, 2, 3, 4, 5]),
+        ({"chunk_bytes": 1}, [0, 1, 2, 3, 4, 5]),  # larger than any chunk: alone
+        ({"chunk_descriptors": 1}, [0, 2, 3, 5]),
+        ({"chunk_descriptors": 2}, [0, 3, 5]),
+        ({"chunk_descriptors": 3}, [0, 5]),
+        ({"chunk_bytes": 3 * 1024, "chunk_descriptors": 2}, [0, 3, 5]),
+        ({"chunk_bytes": 4 * 1024, "chunk_descriptors": 1}, [0, 2, 3, 5]),
+    ],
+)
+def test_cuts(budgets, cuts):
+    """Five pages of 1024 bytes: two neighbours, one alone, two neighbours."""
+    specs = {"a": full()}
+    cache = manifest_of(specs, num_blocks=10)
+    binding = binding_of(plan_transfer(cache, cache), cache, cache)
+    batch = binding.bind(unit_pairs([0, 1, 3, 5, 6], [0, 1, 7, 3, 4]), **NO_LIMIT | budgets)
+    assert batch.cuts.tolist() == cuts
+    assert batch.descriptors == 3
+
+
+def rows(*, num_runs, units, num_blocks, linear):
+    stride = np.full(num_runs, 64, np.int64)
+    block_stride = stride * units if linear else stride
+    side = np.array([np.zeros(num_runs), np.arange(num_runs) * 64, block_stride, stride], np.int64)
+    return Rows(side, np.full(num_runs, 64), units=units, num_blocks=num_blocks, regions=[Region(0, 1 << 40)])
+
+
+def test_lists_longer_than_int32_can_number_are_refused():
+    with pytest.raises(CapacityExceeded, match="descriptors in one prepared list"):
+        rows(num_runs=2, units=1, num_blocks=DESCRIPTORS_MAX // 2 + 1, linear=True)
+    assert rows(num_runs=1, units=1, num_blocks=DESCRIPTORS_MAX, linear=True).per_run == DESCRIPTORS_MAX
+
+
+def test_blocks_of_a_million_units_are_refused_before_they_cost_memory():
+    with pytest.raises(CapacityExceeded, match="rows in one prepared list"):
+        rows(num_runs=2, units=ROWS_MAX // 2 + 1, num_blocks=1, linear=False)
+    assert len(rows(num_runs=2, units=ROWS_MAX // 2 + 1, num_blocks=1, linear=True).table) == 2

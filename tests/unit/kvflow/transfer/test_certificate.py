@@ -1,0 +1,103 @@
+"""What a certificate says, and each way in which a plan can be unsound. Properties test many more."""
+
+import numpy as np
+import pytest
+
+from kvflow.errors import PlanUnsound
+from kvflow.transfer.certificate import Missing, certify
+from kvflow.transfer.match import match_groups
+from kvflow.transfer.plan import plan_transfer
+from kvflow.transfer.runs import RunTable, fragments
+
+from .helpers import full, manifest_of, sliding
+
+SPECS = {"a": full(num_kv_heads=4)}
+CACHE = manifest_of(SPECS)
+(PAIR,) = match_groups(CACHE, CACHE)
+
+
+def runs_of():
+    tables = [fragments(part, 16) for part in PAIR.pairs]
+    return RunTable(
+        *(
+            np.concatenate([getattr(table, name) for table in tables], axis=-1)
+            for name in ("nbytes", "source", "target")
+        )
+    )
+
+
+def test_a_complete_plan_writes_the_page():
+    certificate = certify(CACHE, [(PAIR, runs_of(), 16)])
+    assert certificate.written_bytes == certificate.page_bytes == 2 * 16 * 4 * 8 * 2
+    assert certificate.complete
+
+
+@pytest.mark.parametrize(
+    ("side", "row", "words"),
+    [
+        ("source", 0, "read from elsewhere"),
+        ("source", 1, "read from elsewhere"),
+        ("source", 2, "block strides differ"),
+        ("source", 3, "unit strides differ"),
+        ("target", 2, "block strides differ"),
+        ("target", 3, "unit strides differ"),
+    ],
+)
+def test_a_wrong_number_says_what_it_would_do(side, row, words):
+    runs = runs_of()
+    getattr(runs, side)[row, 5] += 1
+    with pytest.raises(PlanUnsound, match=words):
+        certify(CACHE, [(PAIR, runs, 16)])
+
+
+@pytest.mark.parametrize(("at", "to", "words"), [(5, 4, "write the same byte"), (0, 1 << 20, "not written")])
+def test_a_moved_target_leaves_a_hole_or_an_overlap(at, to, words):
+    runs = runs_of()
+    runs.target[1, at] = runs.target[1, to] if to < len(runs) else to
+    with pytest.raises(PlanUnsound, match=words):
+        certify(CACHE, [(PAIR, runs, 16)])
+
+
+def test_a_run_beside_the_components_is_found():
+    runs = runs_of()
+    extra = np.append(np.arange(len(runs)), 0)
+    wider = RunTable(runs.nbytes[extra], runs.source[:, extra], runs.target[:, extra])
+    wider.target[1, -1] = 1 << 20
+    with pytest.raises(PlanUnsound, match="runs write"):
+        certify(CACHE, [(PAIR, wider, 16)])
+
+
+def test_no_plan_at_all_leaves_everything_missing():
+    certificate = certify(CACHE, [])
+    assert certificate.written_bytes == 0
+    assert certificate.missing == (Missing("a", "k", 0, 4), Missing("a", "v", 0, 4))
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "missing"),
+    [
+        ((0, 1), (1, 2), ()),
+        ((0, 2), (0, 1), (Missing("a", "k", 2, 2), Missing("a", "v", 2, 2))),
+        (
+            (1, 3),
+            (0, 1),
+            (Missing("a", "k", 0, 2), Missing("a", "k", 3, 1), Missing("a", "v", 0, 2), Missing("a", "v", 3, 1)),
+        ),
+        ((1, 2), (0, 2), (Missing("a", "k", 0, 2), Missing("a", "v", 0, 2))),
+    ],
+)
+def test_heads_that_the_source_lacks_are_named(source, target, missing):
+    certificate = plan_transfer(manifest_of(SPECS, tp=source), manifest_of(SPECS, tp=target)).certificate
+    assert certificate.missing == missing
+    assert certificate.complete == (not missing)
+
+
+def test_layers_that_the_source_lacks_are_named():
+    specs = {"a": full(), "b": full(), "s": sliding()}
+    stage = {"b": full()}
+    certificate = plan_transfer(manifest_of(stage), manifest_of(specs)).certificate
+    assert {(gap.layer, gap.role, gap.num_heads) for gap in certificate.missing} == {
+        (layer, role, 2) for layer in ("a", "s") for role in ("k", "v")
+    }
+    assert certificate.written_bytes * 3 == certificate.page_bytes
+    assert plan_transfer(manifest_of(specs), manifest_of(stage)).certificate.complete

@@ -1,0 +1,81 @@
+"""Where two caches must agree they are compared, and every difference names the field and both values."""
+
+import pytest
+
+from kvflow.errors import LayoutMismatch
+from kvflow.layout.groups import Group
+from kvflow.layout.manifest import Layer, Manifest, ManifestGroup
+from kvflow.transfer.match import match_groups
+
+from .helpers import full, manifest_of, sliding
+
+
+def match(source, target):
+    return match_groups(manifest_of(source), manifest_of(target))
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "field", "values"),
+    [
+        ({"a": full(head_size=8)}, {"a": full(head_size=16)}, "a.k.head_size", (8.0, 16.0)),
+        ({"a": full(dtype="float16")}, {"a": full(dtype="bfloat16")}, "a.k.dtype", ("float16", "bfloat16")),
+        ({"a": full(num_kv_heads=2)}, {"a": full(num_kv_heads=4)}, "a.k.num_kv_heads", (2, 4)),
+        ({"a": full()}, {"b": full()}, "layers", (["a"], ["b"])),
+        ({"a": sliding(window=64)}, {"a": sliding(window=65)}, "a.window", (64, 65)),
+        ({"a": full()}, {"a": sliding()}, "a.kind", ("full", "sliding")),
+        ({"a": full(), "b": full()}, {"a": full(), "b": sliding()}, "b.kind", ("full", "sliding")),
+    ],
+)
+def test_a_difference_names_the_field_and_both_values(source, target, field, values):
+    with pytest.raises(LayoutMismatch) as caught:
+        match(source, target)
+    error = caught.value
+    assert error.field == field
+    assert (error.source, error.target) == values
+    assert field in str(error)
+    assert all(repr(value) in str(error) for value in values)
+
+
+def test_missing_roles_are_a_difference():
+    original = manifest_of({"a": full()})
+    (group,) = original.groups
+    keys_only = tuple(Layer(layer.name, layer.components[:1]) for layer in group.layers)
+    source = Manifest(4, original.regions, (ManifestGroup("full", 16, 0, keys_only),))
+    with pytest.raises(LayoutMismatch, match=r"a\.components") as caught:
+        match_groups(source, original)
+    assert (caught.value.source, caught.value.target) == (["k"], ["k", "v"])
+
+
+def test_many_layers_without_a_common_name_are_abbreviated():
+    with pytest.raises(LayoutMismatch) as caught:
+        match({f"x{index}": full() for index in range(40)}, {"y": full()})
+    assert caught.value.source == ["x0", "x1", "x2", "x3", "... 40 in all"]
+
+
+@pytest.mark.parametrize("difference", [{"block_size": 32}, {"block_size": 12}])
+def test_block_sizes_need_not_agree(difference):
+    (pair,) = match({"a": full()}, {"a": full(**difference)})
+    assert (pair.source_block_size, pair.target_block_size) == (16, difference["block_size"])
+
+
+def test_layers_match_by_name_whatever_group_they_are_in():
+    specs = {"a": full(), "b": full(), "c": full()}
+    source = manifest_of(specs, groups=(Group(("c", "a"), "full", 16), Group(("b",), "full", 16)))
+    target = manifest_of(specs, groups=(Group(("b", "a", "c"), "full", 16),))
+    found = {
+        (pair.source_group, pair.target_group): {part.layer for part in pair.pairs}
+        for pair in match_groups(source, target)
+    }
+    assert found == {(0, 0): {"a", "c"}, (1, 0): {"b"}}
+
+
+def test_only_the_heads_of_both_ranks_are_paired():
+    specs = {"a": full(num_kv_heads=8)}
+    source, target = manifest_of(specs, tp=(1, 4)), manifest_of(specs, tp=(0, 2))
+    (pair,) = match_groups(source, target)
+    assert {(part.first_head, part.num_heads) for part in pair.pairs} == {(2, 2)}
+
+
+def test_ranks_without_a_common_head_have_nothing_to_pair():
+    specs = {"a": full(num_kv_heads=8)}
+    assert match_groups(manifest_of(specs, tp=(0, 2)), manifest_of(specs, tp=(1, 2))) == ()

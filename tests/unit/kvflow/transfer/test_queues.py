@@ -1,0 +1,101 @@
+"""Who is served next, how much at once, and what holds it back."""
+
+import numpy as np
+
+from kvflow.transfer.pairs import UnitPairs
+from kvflow.transfer.queues import Limits, Piece, ReadyQueues
+from kvflow.transfer.requests import Demand
+
+LIMITS = Limits(
+    batch_bytes=100, batch_descriptors=10, peer_bytes=200, peer_descriptors=20, total_bytes=300, aging_s=1.0
+)
+
+
+def piece(leg_id, count, *, program_id=1, nbytes=10, descriptors=1, queued_at=0.0):
+    pairs = UnitPairs(np.arange(count), np.arange(count))
+    return Piece(leg_id, Demand(program_id, pairs, nbytes, descriptors), queued_at)
+
+
+def cuts(queues, now=0.0):
+    """Cut until nothing more may be cut; return each batch's peer and slices."""
+    found = []
+    while (batch := queues.cut(now)) is not None:
+        found.append((batch.peer, [(leg_id, first, last) for leg_id, _, first, last in batch.slices]))
+    return found
+
+
+def test_a_batch_joins_legs_up_to_its_budget():
+    queues = ReadyQueues(LIMITS)
+    queues.add("p", 0, piece(1, 4))
+    queues.add("p", 0, piece(2, 9))
+    assert cuts(queues) == [("p", [(1, 0, 4), (2, 0, 6)]), ("p", [(2, 6, 9)])]
+    assert queues.in_flight() == (130, 13)
+
+
+def test_descriptors_are_a_budget_as_well():
+    queues = ReadyQueues(LIMITS)
+    queues.add("p", 0, piece(1, 4, nbytes=1, descriptors=3))
+    assert cuts(queues) == [("p", [(1, 0, 3)]), ("p", [(1, 3, 4)])]
+
+
+def test_a_pair_larger_than_a_batch_travels_alone():
+    queues = ReadyQueues(LIMITS)
+    queues.add("p", 0, piece(1, 1))
+    queues.add("p", 0, piece(2, 1, nbytes=150))
+    queues.add("p", 0, piece(3, 1))
+    assert [slices for _, slices in cuts(queues)] == [[(1, 0, 1)], [(2, 0, 1)], [(3, 0, 1)]]
+
+
+def test_programs_and_priorities_do_not_share_a_batch():
+    queues = ReadyQueues(LIMITS)
+    queues.add("p", 0, piece(1, 1, program_id=1))
+    queues.add("p", 0, piece(2, 1, program_id=2))
+    queues.add("p", 1, piece(3, 1, program_id=1))
+    assert len(cuts(queues)) == 3
+
+
+def test_the_window_of_a_peer_opens_as_batches_land():
+    queues = ReadyQueues(LIMITS)
+    queues.add("p", 0, piece(1, 50))
+    first, second = queues.cut(0.0), queues.cut(0.0)
+    assert queues.cut(0.0) is None
+    queues.landed(first)
+    third = queues.cut(0.0)
+    assert third.slices[0][2:] == (20, 30)
+    for batch in (second, third):
+        queues.landed(batch)
+    assert queues.in_flight() == (0, 0)
+
+
+def test_the_window_of_all_peers_holds_back_a_peer_with_room():
+    queues = ReadyQueues(LIMITS)
+    for peer in ("p", "q", "r"):
+        queues.add(peer, 0, piece(1, 50))
+    assert [peer for peer, _ in cuts(queues)] == ["p", "q", "r"]
+    assert queues.in_flight() == (300, 30)
+
+
+def test_lower_priorities_go_first_until_others_have_waited():
+    queues = ReadyQueues(LIMITS)
+    queues.add("p", 2, piece(1, 1, queued_at=0.0))
+    queues.add("p", 0, piece(2, 1, queued_at=1.9))
+    assert [slices[0][0] for _, slices in cuts(queues, 1.9)] == [2, 1]
+    queues.add("p", 2, piece(1, 1, queued_at=0.0))
+    queues.add("p", 0, piece(2, 1, queued_at=3.0))
+    assert [slices[0][0] for _, slices in cuts(queues, 3.0)] == [1, 2]
+
+
+def test_equals_take_turns():
+    queues = ReadyQueues(LIMITS)
+    queues.add("p", 0, piece(1, 30))
+    queues.add("q", 0, piece(2, 30))
+    assert [peer for peer, _ in cuts(queues)] == ["p", "q", "p"]
+
+
+def test_a_leg_can_be_removed_from_all_its_queues():
+    queues = ReadyQueues(LIMITS)
+    queues.add("p", 0, piece(1, 5))
+    queues.add("p", 0, piece(2, 5))
+    queues.add("q", 1, piece(1, 5))
+    queues.remove_leg(1)
+    assert cuts(queues) == [("p", [(2, 0, 5)])]

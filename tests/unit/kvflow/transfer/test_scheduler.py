@@ -1,0 +1,332 @@
+"""The scheduler's promises one by one, each in the shortest story that needs it. Properties tell the long ones."""
+
+import numpy as np
+import pytest
+
+from kvflow.errors import CapacityExceeded
+from kvflow.transfer.events import (
+    TransferCompleted,
+    TransferFailed,
+    TransferQuiesced,
+    TransferRetried,
+    TransferStarted,
+)
+from kvflow.transfer.pairs import UnitPairs
+from kvflow.transfer.queues import Limits
+from kvflow.transfer.requests import Budgets, CancelReads, Demand, Dispatch, LegRequest, PullRequest, RenewLease
+from kvflow.transfer.scheduler import EARLY_RETRY_S, Scheduler
+
+EPOCH = 7
+BUDGETS = Budgets(queue_s=4.0, wire_s=3.0, fence_s=2.0)
+LIMITS = Limits(batch_bytes=100, batch_descriptors=100, peer_bytes=100, peer_descriptors=100, total_bytes=1000)
+
+
+def leg(peer="p", count=5, slot=0, first=0):
+    pairs = UnitPairs(np.arange(first, first + count), np.arange(first, first + count))
+    return LegRequest(peer, slot, EPOCH, 30.0, (Demand(1, pairs, 10, 1),))
+
+
+def pull(pull_id=1, *legs, priority=0):
+    return PullRequest(pull_id, f"request-{pull_id}", legs or (leg(),), priority, BUDGETS)
+
+
+def only(kind, effects):
+    (found,) = [effect for effect in effects if isinstance(effect, kind)]
+    return found
+
+
+def kinds(effects):
+    return [type(effect) for effect in effects]
+
+
+@pytest.fixture
+def scheduler():
+    return Scheduler(LIMITS)
+
+
+def arrive(scheduler, dispatch, now=1.0):
+    return scheduler.on_read_completed(dispatch.read_id, descriptors=2, posted_s=0.25, now=now)
+
+
+def judged(scheduler, dispatch, observed=EPOCH, now=1.0):
+    return scheduler.on_fence_judged(dispatch.fences[0].fence_id, observed=observed, fence_s=0.125, now=now)
+
+
+def test_a_pull_from_submission_to_report(scheduler):
+    effects = scheduler.submit(pull(), 0.5)
+    assert kinds(effects) == [TransferStarted, Dispatch]
+    dispatch = only(Dispatch, effects)
+    assert (dispatch.peer, dispatch.program_id, dispatch.pull_ids) == ("p", 1, (1,))
+    (fence,) = dispatch.fences
+    assert (fence.slot, fence.epoch, fence.after) == (0, EPOCH, (dispatch.read_id,))
+    assert arrive(scheduler, dispatch, now=1.5) == []
+    event = only(TransferCompleted, judged(scheduler, dispatch, now=2.0))
+    report = event.report
+    assert (event.pull_id, report.request_id) == (1, "request-1")
+    assert (report.nbytes, report.descriptors, report.reads) == (50, 2, 1)
+    assert report.timings_s == {"queue": 0.0, "post": 0.25, "wire": 0.75, "fence": 0.125}
+    assert not scheduler.busy
+    assert scheduler.in_flight() == (0, 0)
+
+
+def test_the_last_batch_is_fenced_behind_all_that_are_in_flight():
+    scheduler = Scheduler(Limits(batch_bytes=20))
+    dispatches = [effect for effect in scheduler.submit(pull(), 0.0) if isinstance(effect, Dispatch)]
+    assert [len(dispatch.fences) for dispatch in dispatches] == [0, 0, 1]
+    assert dispatches[-1].fences[0].after == tuple(dispatch.read_id for dispatch in dispatches)
+
+
+def test_a_completion_makes_room_for_the_next_batch_in_the_same_call(scheduler):
+    first = only(Dispatch, scheduler.submit(pull(1, leg(count=10)), 0.0))
+    assert scheduler.submit(pull(2, leg(first=20)), 0.0) == []
+    second = only(Dispatch, arrive(scheduler, first))
+    assert second.pull_ids == (2,)
+
+
+def test_pulls_of_one_program_share_a_batch(scheduler):
+    first = only(Dispatch, scheduler.submit(pull(1, leg(count=10)), 0.0))
+    for pull_id in (2, 3):
+        scheduler.submit(pull(pull_id, leg(count=2, slot=pull_id, first=10 * pull_id)), 0.0)
+    shared = only(Dispatch, arrive(scheduler, first))
+    assert shared.pull_ids == (2, 3)
+    assert [fence.slot for fence in shared.fences] == [2, 3]
+    assert sorted(shared.pairs.target.tolist()) == [20, 21, 30, 31]
+
+
+def test_a_pull_is_complete_when_every_rank_is_fenced(scheduler):
+    one, other = (
+        effect for effect in scheduler.submit(pull(1, leg("p"), leg("q", slot=3)), 0.0) if isinstance(effect, Dispatch)
+    )
+    assert arrive(scheduler, one) + judged(scheduler, one) + arrive(scheduler, other) == []
+    assert kinds(judged(scheduler, other)) == [TransferCompleted]
+
+
+def test_a_stale_fence_fails_at_once_and_is_quiescent(scheduler):
+    dispatch = only(Dispatch, scheduler.submit(pull(), 0.0))
+    arrive(scheduler, dispatch)
+    failed, quiesced = judged(scheduler, dispatch, EPOCH + 1)
+    assert (failed.code, failed.phase, failed.peer, failed.quarantined) == ("stale_lease", "fence", "p", False)
+    assert isinstance(quiesced, TransferQuiesced)
+
+
+def test_an_early_fence_reads_the_data_again(scheduler):
+    dispatch = only(Dispatch, scheduler.submit(pull(), 0.0))
+    arrive(scheduler, dispatch)
+    assert kinds(judged(scheduler, dispatch, EPOCH - 1, now=1.0)) == [TransferRetried]
+    assert Dispatch not in kinds(scheduler.tick(1.0 + EARLY_RETRY_S / 2))
+    again = only(Dispatch, scheduler.tick(1.0 + EARLY_RETRY_S))
+    assert again.pairs.target.tolist() == dispatch.pairs.target.tolist()
+    assert again.fences[0].fence_id != dispatch.fences[0].fence_id
+    assert judged(scheduler, dispatch) == []  # the verdict of another time counts no more
+    arrive(scheduler, again, now=1.5)
+    report = only(TransferCompleted, judged(scheduler, again, now=1.5)).report
+    assert (report.nbytes, report.reads) == (50, 2)
+
+
+def test_waiting_for_an_admission_becomes_patient_but_not_endlessly(scheduler):
+    """A budget of an hour is thousands of retries: the pause between them stays what it became."""
+    patient = PullRequest(1, "r", (leg(),), 0, Budgets(queue_s=9999.0, wire_s=9999.0, fence_s=9999.0))
+    dispatch, now, pauses = only(Dispatch, scheduler.submit(patient, 0.0)), 0.0, []
+    for _ in range(1200):
+        arrive(scheduler, dispatch, now)
+        judged(scheduler, dispatch, EPOCH - 1, now)
+        for pause in (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.5):
+            again = [effect for effect in scheduler.tick(now + pause) if isinstance(effect, Dispatch)]
+            if again:
+                break
+        (dispatch,), now = again, now + pause
+        pauses.append(pause)
+    assert pauses[:8] == [0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.5]
+    assert set(pauses[8:]) == {0.5}
+
+
+def test_waiting_for_an_admission_has_one_budget_in_all(scheduler):
+    dispatch, now = only(Dispatch, scheduler.submit(pull(), 0.0)), 0.0
+    effects = []
+    while TransferFailed not in kinds(effects):
+        assert now < 10 * BUDGETS.fence_s
+        arrive(scheduler, dispatch, now)
+        judged(scheduler, dispatch, EPOCH - 1, now)
+        now += 0.5
+        effects = scheduler.tick(now)
+        dispatch = next((effect for effect in effects if isinstance(effect, Dispatch)), None)
+    failed = only(TransferFailed, effects)
+    assert (failed.code, failed.phase) == ("deadline_exceeded", "fence")
+    assert now == BUDGETS.fence_s + 0.5
+
+
+def test_a_failed_read_fails_the_pull_and_drops_the_rest(scheduler):
+    dispatch = only(Dispatch, scheduler.submit(pull(1, leg(count=30)), 0.0))
+    effects = scheduler.on_read_failed(dispatch.read_id, code="peer_lost", detail="gone", now=1.0)
+    assert kinds(effects) == [TransferFailed, TransferQuiesced]
+    assert (effects[0].code, effects[0].detail, effects[0].quarantined) == ("peer_lost", "gone", False)
+    assert not scheduler.busy
+
+
+def test_a_pull_that_fails_while_it_is_read_is_quarantined_until_the_transport_is_done(scheduler):
+    one, other = (
+        effect for effect in scheduler.submit(pull(1, leg("p"), leg("q", slot=3)), 0.0) if isinstance(effect, Dispatch)
+    )
+    effects = scheduler.on_read_failed(one.read_id, code="transport_error", detail="", now=1.0)
+    assert only(TransferFailed, effects).quarantined
+    assert only(CancelReads, effects).read_ids == (other.read_id,)
+    assert scheduler.open_pulls() == (1,)
+    assert kinds(arrive(scheduler, other)) == [TransferQuiesced]
+    assert not scheduler.busy
+
+
+def test_a_batch_that_another_pull_still_wants_is_not_cancelled(scheduler):
+    first = only(Dispatch, scheduler.submit(pull(1, leg(count=10)), 0.0))
+    for pull_id in (2, 3):
+        scheduler.submit(pull(pull_id, leg(count=2, slot=pull_id, first=10 * pull_id)), 0.0)
+    shared = only(Dispatch, arrive(scheduler, first))
+    effects = scheduler.cancel(2, code="transfer_cancelled", detail="", now=1.0)
+    assert kinds(effects) == [TransferFailed]
+    effects = scheduler.cancel(3, code="transfer_cancelled", detail="", now=1.0)
+    assert only(CancelReads, effects).read_ids == (shared.read_id,)
+    effects = scheduler.on_read_failed(shared.read_id, code="cancelled", detail="", now=1.0)
+    assert [effect.pull_id for effect in effects] == [2, 3]
+
+
+def test_a_queued_pull_is_cancelled_at_once(scheduler):
+    scheduler.submit(pull(1, leg(count=10)), 0.0)
+    scheduler.submit(pull(2, leg(first=20)), 0.0)
+    effects = scheduler.cancel(2, code="transfer_cancelled", detail="enough", now=1.0)
+    assert kinds(effects) == [TransferFailed, TransferQuiesced]
+    assert effects[0].phase == "queue"
+    assert scheduler.cancel(2, code="transfer_cancelled", detail="", now=1.0) == []
+
+
+@pytest.mark.parametrize(("code", "detail"), [("peer_lost", "the agent is gone"), ("cancelled", "removed")])
+def test_a_fence_that_cannot_be_read_delivers_nothing(scheduler, code, detail):
+    dispatch = only(Dispatch, scheduler.submit(pull(), 0.0))
+    arrive(scheduler, dispatch)
+    effects = scheduler.on_fence_failed(dispatch.fences[0].fence_id, code=code, detail=detail, now=1.0)
+    assert kinds(effects) == [TransferFailed, TransferQuiesced]
+    assert (effects[0].code, effects[0].phase, effects[0].detail) == (code, "fence", detail)
+
+
+def test_a_peer_that_fails_ends_its_pulls_and_no_others(scheduler):
+    scheduler.submit(pull(1, leg("p")), 0.0)
+    scheduler.submit(pull(2, leg("q")), 0.0)
+    failed = only(TransferFailed, scheduler.on_peer_failed("p", code="peer_lost", detail="", now=1.0))
+    assert failed.pull_id == 1
+    assert scheduler.open_pulls() == (1, 2)
+
+
+def test_a_rank_that_has_delivered_may_fail_afterwards(scheduler):
+    one, other = (
+        effect for effect in scheduler.submit(pull(1, leg("p"), leg("q", slot=3)), 0.0) if isinstance(effect, Dispatch)
+    )
+    arrive(scheduler, one)
+    judged(scheduler, one)
+    assert scheduler.on_peer_failed("p", code="peer_lost", detail="", now=1.0) == []
+    arrive(scheduler, other)
+    assert kinds(judged(scheduler, other)) == [TransferCompleted]
+
+
+def test_a_pull_that_is_not_dispatched_in_time_fails(scheduler):
+    scheduler.submit(pull(1, leg(count=10)), 0.0)
+    scheduler.submit(pull(2, leg(first=20)), 0.0)
+    for now in (1.0, 2.0, 2.9):
+        assert TransferFailed not in kinds(scheduler.tick(now))
+    dispatch_progress = scheduler.tick(3.5)
+    assert [effect.phase for effect in dispatch_progress if isinstance(effect, TransferFailed)] == ["wire"]
+    effects = scheduler.tick(BUDGETS.queue_s + 0.5)
+    assert only(TransferFailed, effects).phase == "queue"
+
+
+def test_progress_of_the_peer_extends_the_wire_budget():
+    scheduler = Scheduler(Limits(batch_bytes=10, peer_bytes=20))
+    first, _ = [effect for effect in scheduler.submit(pull(), 0.0) if isinstance(effect, Dispatch)]
+    arrive(scheduler, first, now=2.0)
+    assert TransferFailed not in kinds(scheduler.tick(BUDGETS.wire_s + 1.9))
+    assert TransferFailed in kinds(scheduler.tick(BUDGETS.wire_s + 2.1))
+
+
+def test_a_pull_between_two_batches_of_a_hung_peer_has_a_deadline_too(scheduler):
+    """The window is full of another pull's reads, which never end: without a deadline this one waited for ever."""
+    scheduler.submit(pull(1, leg(count=5)), 0.0)
+    shared = only(Dispatch, scheduler.submit(pull(2, leg(count=20, slot=1, first=50)), 0.0))
+    hog = scheduler.submit(pull(3, leg(count=10, slot=2, first=100), priority=-1), 0.0)
+    assert hog == []
+    hog = only(Dispatch, arrive(scheduler, shared, now=1.0))
+    assert hog.pull_ids == (3,)
+    effects = scheduler.tick(1.1 + BUDGETS.wire_s)
+    failed = {
+        effect.pull_id: (effect.code, effect.phase, effect.quarantined)
+        for effect in effects
+        if isinstance(effect, TransferFailed)
+    }
+    assert failed[2] == ("deadline_exceeded", "wire", False)
+    assert failed[3] == ("deadline_exceeded", "wire", True)
+
+
+def test_a_lease_is_renewed_while_a_pull_needs_it(scheduler):
+    patient = PullRequest(1, "r", (leg(),), 0, Budgets(queue_s=99.0, wire_s=99.0, fence_s=99.0))
+    scheduler.submit(patient, 0.0)
+    # At once, because the ticket may be old, and then three times per lease.
+    assert [scheduler.tick(now) for now in (0.1, 10.0, 10.1, 20.0, 20.1)] == [
+        [RenewLease("p", 0, EPOCH)],
+        [],
+        [RenewLease("p", 0, EPOCH)],
+        [],
+        [RenewLease("p", 0, EPOCH)],
+    ]
+
+
+def test_a_stale_lease_is_told_when_the_other_ranks_are_quiet_too(scheduler):
+    effects = scheduler.submit(pull(1, leg(), leg("q")), 0.0)
+    one, other = (effect for effect in effects if isinstance(effect, Dispatch))
+    arrive(scheduler, one)
+    assert kinds(judged(scheduler, one, EPOCH + 1)) == [CancelReads]
+    assert TransferFailed not in kinds(scheduler.tick(BUDGETS.wire_s))
+    failed, quiesced = arrive(scheduler, other)
+    assert (failed.code, failed.quarantined) == ("stale_lease", False)
+    assert isinstance(quiesced, TransferQuiesced)
+
+
+def test_a_stale_lease_beside_a_hung_rank_is_told_in_the_end(scheduler):
+    effects = scheduler.submit(pull(1, leg(), leg("q")), 0.0)
+    one, _ = (effect for effect in effects if isinstance(effect, Dispatch))
+    arrive(scheduler, one)
+    judged(scheduler, one, EPOCH + 1)
+    failed = only(TransferFailed, scheduler.tick(BUDGETS.wire_s + 1.1))
+    assert (failed.code, failed.quarantined) == ("deadline_exceeded", True)
+    assert (failed.peer, failed.detail) == ("q", "wire took longer than its budget")  # not the rank that answered
+    assert TransferFailed not in kinds(scheduler.tick(BUDGETS.wire_s + 2.0))
+
+
+def test_what_a_lost_peer_has_in_flight_takes_no_room_from_others():
+    scheduler = Scheduler(Limits(batch_bytes=50, peer_bytes=50, total_bytes=50))
+    lost = only(Dispatch, scheduler.submit(pull(1), 0.0))
+    assert Dispatch not in kinds(scheduler.submit(pull(2, leg("q")), 0.0))
+    other = only(Dispatch, scheduler.on_peer_failed("p", code="peer_lost", detail="", now=0.0))
+    assert other.peer == "q"
+    assert kinds(scheduler.on_read_failed(lost.read_id, code="peer_lost", detail="", now=0.0)) == [TransferQuiesced]
+    arrive(scheduler, other)
+    assert scheduler.in_flight() == (0, 0)
+
+
+def test_open_pulls_are_bounded_and_draining_ones_count():
+    scheduler = Scheduler(Limits(pulls_max=1))
+    dispatch = only(Dispatch, scheduler.submit(pull(), 0.0))
+    scheduler.cancel(1, code="transfer_cancelled", detail="", now=0.0)
+    with pytest.raises(CapacityExceeded, match="open pulls") as caught:
+        scheduler.submit(pull(2), 0.0)
+    assert caught.value.limit == 1
+    arrive(scheduler, dispatch)
+    assert kinds(scheduler.submit(pull(2), 1.0)) == [TransferStarted, Dispatch]
+
+
+def test_descriptors_of_a_shared_batch_are_divided_by_pairs(scheduler):
+    first = only(Dispatch, scheduler.submit(pull(1, leg(count=10)), 0.0))
+    scheduler.submit(pull(2, leg(count=2, slot=2, first=20)), 0.0)
+    scheduler.submit(pull(3, leg(count=6, slot=3, first=30)), 0.0)
+    shared = only(Dispatch, arrive(scheduler, first))
+    scheduler.on_read_completed(shared.read_id, descriptors=5, posted_s=0.0, now=1.0)
+    counts = {}
+    for fence in shared.fences:
+        event = only(TransferCompleted, scheduler.on_fence_judged(fence.fence_id, observed=EPOCH, fence_s=0.0, now=1.0))
+        counts[event.pull_id] = event.report.descriptors
+    assert counts == {2: 2, 3: 3}

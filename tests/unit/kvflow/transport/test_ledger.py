@@ -1,0 +1,240 @@
+"""The ledger under random orders of commands and completions, and the few orders that matter by name."""
+
+from collections import Counter
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvflow.ids import PeerId
+from kvflow.transport.base import Fence, FenceFailed, FenceJudged, Read, ReadCompleted, ReadFailed
+from kvflow.transport.ledger import (
+    CHUNKS_IN_FLIGHT_MAX,
+    ENDED_MAX,
+    FENCES_IN_FLIGHT_MAX,
+    Chunk,
+    DueFence,
+    Ledger,
+    Reason,
+)
+
+LOST = Reason("peer_lost", "gone")
+
+
+def a_read(read_id, *, peer="p", chunks=1, priority=0, fences=()):
+    index = np.arange(chunks, dtype=np.int32)
+    cuts = np.arange(chunks + 1)
+    return Read(read_id, PeerId(peer), 1, index, index, cuts, chunks, priority=priority, fences=fences)
+
+
+def an_open_ledger(*peers):
+    ledger = Ledger()
+    for peer in peers or ("p",):
+        ledger.open(peer)
+    return ledger
+
+
+def names(works):
+    return [(work.read.read_id, work.first) if isinstance(work, Chunk) else work.fence.fence_id for work in works]
+
+
+def drain(ledger):
+    """Let everything arrive as soon as it is posted; return the pieces of work in order, and all events."""
+    works, events = [], []
+    while (work := ledger.take()) is not None:
+        works.append(work)
+        events += ledger.arrived(work, 0.0) if isinstance(work, Chunk) else ledger.judged(work, 7, 0.0)
+    return works, events
+
+
+class World:
+    """Drives a ledger and keeps the truth in sets of its own."""
+
+    def __init__(self):
+        self.ledger = an_open_ledger("a", "b")
+        self.flying = []
+        self.events = []
+        self.posted = {}
+        self.next_id = 0
+        self.open = {"a", "b"}
+
+    def take_in(self, events):
+        for event in events:
+            match event:
+                case ReadCompleted() | ReadFailed():
+                    flying = [work for work in self.flying if isinstance(work, Chunk)]
+                    assert event.read_id not in {work.read.read_id for work in flying}, "terminal while it flies"
+            self.events.append(event)
+
+    def completed(self):
+        return {event.read_id for event in self.events if isinstance(event, ReadCompleted)}
+
+    def post(self, peer, chunks, priority, after):
+        self.next_id += 1
+        earlier = [read_id for read_id, read in self.posted.items() if read.peer == peer]
+        named = {earlier[at % len(earlier)] for at in after if earlier}
+        fences = tuple(Fence(self.next_id * 10 + k, 0, 0, tuple(named)) for k in range(len(after) % 3))
+        read = a_read(self.next_id, peer=peer, chunks=chunks, priority=priority, fences=fences)
+        self.posted[read.read_id] = read
+        if peer in self.open:
+            self.take_in(self.ledger.admit(read, chunks))
+        else:
+            self.take_in(self.ledger.refuse(read, LOST))
+
+    def take(self):
+        work = self.ledger.take()
+        if work is None:
+            return
+        if isinstance(work, DueFence):
+            waited = next(read for read in self.posted.values() if work.fence in read.fences)
+            assert {*work.fence.after, waited.read_id} <= self.completed(), "a fence before its reads"
+        else:
+            self.ledger.posted(work, 1.0, 2.0)
+        self.flying.append(work)
+        for peer in ("a", "b"):
+            mine = [work for work in self.flying if work.peer == peer]
+            chunks = sum(isinstance(work, Chunk) for work in mine)
+            assert chunks <= CHUNKS_IN_FLIGHT_MAX
+            assert len(mine) - chunks <= FENCES_IN_FLIGHT_MAX
+
+    def land(self, at, fail):
+        if not self.flying:
+            return
+        work = self.flying.pop(at % len(self.flying))
+        if fail:
+            self.take_in(self.ledger.failed(work, LOST))
+        elif isinstance(work, Chunk):
+            self.take_in(self.ledger.arrived(work, 3.0))
+        else:
+            self.take_in(self.ledger.judged(work, 7, 0.5))
+
+    def abandon(self, peer):
+        if peer in self.open:
+            self.open.remove(peer)
+            self.take_in(self.ledger.abandon(peer, LOST))
+        elif self.ledger.drained(peer):
+            assert not [work for work in self.flying if work.peer == peer]
+            self.ledger.open(peer)
+            self.open.add(peer)
+
+    def settle(self):
+        for _ in range(100_000):
+            self.take()
+            if not self.flying:
+                break
+            self.land(0, fail=False)
+        else:
+            raise AssertionError("it never ends")
+
+
+steps = st.one_of(
+    st.tuples(
+        st.just("post"), st.sampled_from("ab"), st.integers(1, 5), st.integers(-1, 1), st.lists(st.integers(0, 99))
+    ),
+    st.tuples(st.just("take")),
+    st.tuples(st.just("land"), st.integers(0, 99), st.sampled_from([False, False, False, True])),
+    st.tuples(st.just("cancel"), st.lists(st.integers(0, 30), max_size=4)),
+    st.tuples(st.just("abandon"), st.sampled_from("ab")),
+)
+
+
+@given(st.lists(steps, max_size=80))
+def test_whatever_the_order_each_read_and_fence_ends_once_and_fences_come_last(script):
+    world = World()
+    for name, *args in script:
+        if name == "cancel":
+            world.take_in(world.ledger.cancel(args[0]))
+        else:
+            getattr(world, name)(*args)
+    world.settle()
+    reads = [event.read_id for event in world.events if isinstance(event, ReadCompleted | ReadFailed)]
+    fences = [event.fence_id for event in world.events if isinstance(event, FenceJudged | FenceFailed)]
+    assert Counter(reads) == Counter(list(world.posted))
+    assert Counter(fences) == Counter(fence.fence_id for read in world.posted.values() for fence in read.fences)
+    assert not world.ledger.reads
+    assert all(peer in world.open or world.ledger.drained(peer) for peer in "ab")
+
+
+def test_the_urgent_goes_first_and_equal_peers_take_turns():
+    ledger = an_open_ledger("a", "b")
+    for read_id, peer, chunks, priority in ((1, "a", 3, 0), (2, "b", 3, 0), (3, "a", 1, -1), (4, "b", 1, 1)):
+        ledger.admit(a_read(read_id, peer=peer, chunks=chunks, priority=priority), 1)
+    works, _ = drain(ledger)
+    assert names(works) == [(3, 0), (2, 0), (1, 0), (2, 1), (1, 1), (2, 2), (1, 2), (4, 0)]
+
+
+def test_a_hung_peer_stops_at_its_window_and_stops_nobody_else():
+    ledger = an_open_ledger("hung", "well")
+    ledger.admit(a_read(1, peer="hung", chunks=100), 1)
+    for _ in range(CHUNKS_IN_FLIGHT_MAX):
+        assert ledger.take() is not None
+    assert ledger.take() is None
+    ledger.admit(a_read(2, peer="well", chunks=5, priority=9), 1)
+    assert len(drain(ledger)[0]) == 5
+
+
+def test_a_due_fence_is_posted_before_any_chunk():
+    ledger = an_open_ledger()
+    ledger.admit(a_read(1, fences=(Fence(5, 0, 0, (1,)),)), 1)
+    ledger.admit(a_read(2, chunks=2, priority=-5), 1)
+    works, _ = drain(ledger)
+    assert names(works) == [(2, 0), (2, 1), (1, 0), 5]
+    ledger.admit(a_read(3, fences=(Fence(6, 0, 0, (3,)),)), 1)
+    ledger.admit(a_read(4, chunks=3), 1)
+    works, _ = drain(ledger)
+    assert names(works) == [(3, 0), 6, (4, 0), (4, 1), (4, 2)]
+
+
+def test_a_read_cancelled_in_flight_ends_when_its_last_chunk_does():
+    ledger = an_open_ledger()
+    ledger.admit(a_read(1, chunks=3), 1)
+    first, second = ledger.take(), ledger.take()
+    assert ledger.cancel([1]) == []
+    assert ledger.take() is None
+    assert ledger.arrived(first, 0.0) == []
+    (event,) = ledger.arrived(second, 0.0)
+    assert (type(event), event.code) == (ReadFailed, "cancelled")
+
+
+def test_cancelling_a_read_that_is_all_posted_changes_nothing():
+    ledger = an_open_ledger()
+    ledger.admit(a_read(1), 1)
+    chunk = ledger.take()
+    assert ledger.cancel([1]) == []
+    assert isinstance(ledger.arrived(chunk, 0.0)[0], ReadCompleted)
+
+
+def test_a_fence_on_a_read_that_failed_long_ago_tells_its_reason():
+    ledger = an_open_ledger()
+    ledger.refuse(a_read(1), Reason("bounds", "far out"))
+    assert ledger.admit(a_read(2, fences=(Fence(5, 0, 0, (1,)),)), 1) == [FenceFailed(5, "bounds", "far out")]
+
+
+def test_what_was_forgotten_counts_as_failed_never_as_complete():
+    ledger = an_open_ledger()
+    ledger.admit(a_read(0), 1)
+    drain(ledger)
+    for read_id in range(1, ENDED_MAX + 1):
+        ledger.refuse(a_read(read_id), LOST)
+    (event,) = ledger.admit(a_read(ENDED_MAX + 1, fences=(Fence(5, 0, 0, (0,)),)), 1)
+    assert (type(event), event.code) == (FenceFailed, "transport_error")
+
+
+def test_an_abandoned_peer_is_drained_only_when_nothing_flies():
+    ledger = an_open_ledger()
+    ledger.admit(a_read(1, fences=(Fence(5, 0, 0, (1,)),)), 1)
+    chunk = ledger.take()
+    assert ledger.abandon("p", LOST) == [FenceFailed(5, "peer_lost", "gone")]
+    assert not ledger.drained("p")
+    assert isinstance(ledger.arrived(chunk, 0.0)[0], ReadCompleted)
+    assert ledger.drained("p")
+
+
+def test_posting_time_and_wire_time_do_not_overlap():
+    ledger = an_open_ledger()
+    ledger.admit(a_read(1, chunks=2), 17)
+    first, second = ledger.take(), ledger.take()
+    ledger.posted(first, 10.0, 11.0)
+    ledger.posted(second, 11.0, 13.0)
+    ledger.arrived(first, 14.0)
+    assert ledger.arrived(second, 18.0) == [ReadCompleted(1, 17, posted_s=3.0, wire_s=5.0)]

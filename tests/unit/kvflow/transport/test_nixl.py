@@ -1,0 +1,137 @@
+"""What only NIXL can get wrong: errors on an endpoint that lives, and a NIXL that is not there."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from kvflow.errors import TransportUnavailable
+from kvflow.layout.region import Region
+from kvflow.transport import nixl_binding
+from kvflow.transport.base import PeerAddress, Program, Read
+from kvflow.transport.bounds import check_rows
+from kvflow.transport.ledger import Chunk
+from kvflow.transport.mover import Flight, MoveFailed, Prepared
+from kvflow.transport.nixl import NixlMover
+
+
+class FlakyAgent:
+    """A real agent whose posts or polls raise what the test wants, after they were made."""
+
+    def __init__(self, agent, errors):
+        self._agent = agent
+        self.posts = list(errors)
+
+    def __getattr__(self, name):
+        return getattr(self._agent, name)
+
+    def post(self, handle):
+        done = self._agent.post(handle)
+        if self.posts and (error := self.posts.pop(0)) is not None:
+            raise error
+        return done
+
+
+class Ends:
+    """A reader and an exporter, driven without a thread."""
+
+    def __init__(self):
+        self.caches = [np.zeros(4096, np.uint8), np.arange(4096, dtype=np.uint8)]
+        self.epochs = np.arange(100, 108, dtype=np.uint64)
+        table = Region(self.epochs.ctypes.data, self.epochs.nbytes)
+        regions = [Region(cache.ctypes.data, cache.nbytes) for cache in self.caches]
+        self.reader, self.exporter = (
+            NixlMover(name, [region], table) for name, region in zip(("reader", "exporter"), regions, strict=True)
+        )
+        self.reader.add(PeerAddress("p", self.exporter.metadata, table))
+        target, source = (np.array([[region.address, 64, 0, 64, 64]]) for region in regions)
+        program = Program(1, "p", source, target)
+        self.reader.prepare(Prepared(program, check_rows(source), check_rows(target)))
+
+    def chunk(self):
+        index = np.arange(64, dtype=np.int32)
+        return Chunk(Read(1, "p", 1, index, index, np.array([0, 64]), 4096), 0, 64)
+
+    def finish(self, outcome):
+        """Poll to the end. It is bounded by the test's own time limit."""
+        while isinstance(outcome, Flight):
+            value = self.reader.poll(outcome)
+            if value is not None:
+                return value
+        return outcome
+
+    def flaky(self, *errors):
+        self.reader._reader = FlakyAgent(self.reader._reader, errors)
+
+
+@pytest.fixture
+def ends():
+    ends = Ends()
+    yield ends
+    ends.reader.close()
+    ends.exporter.close()
+
+
+@pytest.mark.nixl
+def test_an_error_on_a_living_endpoint_is_reported_after_a_flush(ends):
+    """Descriptors before the failing one may still fly; a small read behind them proves that they have landed."""
+    slots = len(ends.reader._free_slots)
+    backend_error = type("nixlBackendError", (RuntimeError,), {})
+    ends.flaky(backend_error("NIXL_ERR_BACKEND"))
+    with pytest.raises(MoveFailed) as caught:
+        ends.finish(ends.reader.post(ends.chunk()))
+    assert caught.value.reason.code == "transport_error"
+    assert "NIXL_ERR_BACKEND" in caught.value.reason.detail
+    assert len(ends.reader._free_slots) == slots
+    assert ends.finish(ends.reader.post(ends.chunk())) == 0
+    assert np.array_equal(*ends.caches)
+    assert ends.finish(ends.reader.post_fence("p", 3)) == 103
+
+
+@pytest.mark.nixl
+def test_without_a_flush_nobody_can_tell_and_the_flight_never_ends(ends):
+    backend_error = type("nixlBackendError", (RuntimeError,), {})
+    ends.flaky(backend_error("first"), backend_error("the flush too"))
+    flight = ends.reader.post(ends.chunk())
+    assert isinstance(flight, Flight)
+    assert [ends.reader.poll(flight) for _ in range(3)] == [None] * 3
+
+
+@pytest.mark.nixl
+def test_a_lost_endpoint_is_terminal_at_once(ends):
+    ends.flaky(type("nixlRemoteDisconnectError", (RuntimeError,), {})("NIXL_ERR_REMOTE_DISCONNECT"))
+    with pytest.raises(MoveFailed) as caught:
+        ends.reader.post_fence("p", 0)
+    assert caught.value.reason.code == "peer_lost"
+
+
+@pytest.mark.nixl
+def test_fences_of_hung_peers_cannot_take_more_than_the_scratch_has(ends):
+    ends.reader._free_slots.clear()
+    with pytest.raises(MoveFailed, match="too many fences"):
+        ends.reader.post_fence("p", 0)
+
+
+@pytest.mark.nixl
+def test_two_peers_cannot_share_an_agent(ends):
+    table = Region(ends.epochs.ctypes.data, ends.epochs.nbytes)
+    with pytest.raises(MoveFailed, match="metadata_invalid"):
+        ends.reader.add(PeerAddress("q", ends.exporter.metadata, table))
+
+
+def test_a_missing_nixl_says_what_to_install(monkeypatch):
+    def refuse(name):
+        raise ImportError(f"no module {name}")
+
+    for name in [name for name in sys.modules if name.endswith("._bindings")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(nixl_binding.importlib, "import_module", refuse)
+    with pytest.raises(TransportUnavailable, match="Install nixl"):
+        nixl_binding.load_binding()
+
+
+def test_importing_the_transport_imports_neither_nixl_nor_torch():
+    script = "import sys, kvflow.transport.nixl; print([m for m in ('nixl', 'nixl_cu13', 'torch') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

@@ -1,0 +1,245 @@
+"""The owner driven by hand over a mover that does what the test says."""
+
+import logging
+from collections import deque
+
+import numpy as np
+import pytest
+
+from kvflow.layout.region import Region
+from kvflow.transport.base import Fence, PeerAdded, PeerAddress, PeerFailed, Program, Read, ReadCompleted
+from kvflow.transport.mover import Flight, MoveFailed
+from kvflow.transport.owner import CancelReads, Owner, RemovePeer
+
+MEMORY = Region(4096, 4096)
+EPOCHS = Region(8192, 64)
+
+
+class ScriptedFlight(Flight):
+    """In flight until the script lets it land."""
+
+    def __init__(self):
+        self.outcome = None
+
+
+class ScriptedMover:
+    """Posts what it is told; flies for ever unless ``land`` is called."""
+
+    metadata = b""
+
+    def __init__(self):
+        self.calls = []
+        self.flights = deque()
+        self.raising = {}
+
+    def _call(self, name, *args):
+        self.calls.append((name, *args))
+        if error := self.raising.get(name):
+            raise error
+
+    def add(self, address):
+        self._call("add", address.peer)
+
+    def remove(self, peer):
+        self._call("remove", peer)
+
+    def prepare(self, prepared):
+        self._call("prepare", prepared.program.program_id)
+
+    def post(self, chunk):
+        self._call("post", chunk.read.read_id)
+        return self._fly()
+
+    def post_fence(self, peer, slot):
+        self._call("post_fence", peer, slot)
+        return self._fly()
+
+    def poll(self, flight):
+        if isinstance(flight.outcome, Exception):
+            raise flight.outcome
+        return flight.outcome
+
+    def close(self):
+        self._call("close")
+
+    def _fly(self):
+        self.flights.append(ScriptedFlight())
+        return self.flights[-1]
+
+
+class Bench:
+    def __init__(self):
+        self.mover = ScriptedMover()
+        self.events = []
+        self.owner = Owner(self.mover, [MEMORY], self.events.append, lambda: 0.0)
+        self.owner.handle(PeerAddress("p", b"", EPOCHS))
+        self.owner.handle(PeerAddress("q", b"", EPOCHS))
+        rows = np.array([[4096, 64, 0, 64, 8]])
+        for number, peer in enumerate("pq"):
+            self.owner.handle(Program(number, peer, rows, rows))
+        assert self.seen() == ["PeerAdded", "PeerAdded"]
+
+    def post(self, read_id, peer="p", fences=()):
+        index = np.array([0], dtype=np.int32)
+        program = "pq".index(peer)
+        self.owner.handle(Read(read_id, peer, program, index, index, np.array([0, 1]), 64, fences=fences))
+
+    def land(self, outcome=0):
+        self.mover.flights.popleft().outcome = outcome
+        self.owner.step()
+
+    def seen(self):
+        """The events since the last look, as words."""
+        words = []
+        for event in self.events:
+            about = [str(getattr(event, name)) for name in ("read_id", "fence_id", "code") if hasattr(event, name)]
+            words.append(" ".join([type(event).__name__, *about]))
+        self.events.clear()
+        return words
+
+
+@pytest.fixture
+def bench():
+    return Bench()
+
+
+def test_a_step_posts_one_piece_and_tells_whether_anything_changed(bench):
+    assert not bench.owner.step()
+    bench.post(1, fences=(Fence(5, 3, 0, (1,)),))
+    bench.post(2)
+    assert bench.owner.step()
+    assert bench.mover.calls[-1] == ("post", 1)
+    assert bench.owner.step()
+    assert not bench.owner.step()
+    assert bench.owner.in_flight
+    bench.land()
+    assert bench.seen() == ["ReadCompleted 1"]
+    assert bench.owner.step()
+    assert bench.mover.calls[-1] == ("post_fence", "p", 3)
+    bench.land()
+    bench.land(77)
+    assert bench.seen() == ["ReadCompleted 2", "FenceJudged 5"]
+    assert not bench.owner.in_flight
+
+
+def test_a_lost_peer_is_removed_when_its_last_flight_has_ended(bench):
+    for read_id in (1, 2, 3):
+        bench.post(read_id)
+        bench.owner.step()
+    bench.land(MoveFailed("peer_lost", "reset"))
+    assert bench.seen() == ["ReadFailed 1 peer_lost", "ReadFailed 3 peer_lost", "PeerFailed peer_lost"]
+    assert ("remove", "p") not in bench.mover.calls
+    bench.owner.handle(PeerAddress("p", b"", EPOCHS))
+    assert bench.mover.calls.count(("add", "p")) == 1
+    bench.land(MoveFailed("peer_lost", "reset"))
+    assert bench.seen() == ["ReadFailed 2 peer_lost", "PeerAdded"]
+    assert bench.mover.calls[-2:] == [("remove", "p"), ("add", "p")]
+
+
+def test_removing_a_peer_that_waits_to_be_added_again_tells_so(bench):
+    bench.post(1)
+    bench.owner.step()
+    bench.owner.handle(RemovePeer("p"))
+    bench.owner.handle(PeerAddress("p", b"", EPOCHS))
+    bench.owner.handle(RemovePeer("p"))
+    assert bench.seen() == ["PeerFailed peer_lost"]
+    bench.land()
+    assert bench.seen() == ["ReadCompleted 1"]
+    assert bench.mover.calls.count(("add", "p")) == 1
+
+
+def test_bounds_blame_a_program_and_leave_the_peer(bench):
+    bench.mover.raising["post"] = MoveFailed("bounds", "no")
+    bench.post(1)
+    bench.owner.step()
+    assert bench.seen() == ["ReadFailed 1 bounds"]
+    del bench.mover.raising["post"]
+    bench.post(2)
+    bench.owner.step()
+    bench.land()
+    assert bench.seen() == ["ReadCompleted 2"]
+
+
+def test_a_chunk_whose_post_has_a_defect_may_write_until_the_agents_are_gone(bench, caplog):
+    with caplog.at_level(logging.CRITICAL, "kvflow.transport.owner"):
+        bench.mover.raising["post"] = ZeroDivisionError("a defect")
+        bench.post(1)
+        bench.owner.step()
+        assert bench.seen() == ["PeerFailed transport_error", "PeerFailed transport_error"]
+    bench.owner.begin_close()
+    assert bench.seen() == []
+    bench.owner.end_close()
+    assert bench.seen() == ["ReadFailed 1 cancelled"]
+
+
+def test_a_defect_while_posting_a_fence_fails_everything_and_serving_goes_on(bench, caplog):
+    with caplog.at_level(logging.CRITICAL, "kvflow.transport.owner"):
+        bench.post(1, fences=(Fence(5, 0, 0, (1,)),))
+        bench.post(2, "q")
+        bench.mover.raising["post_fence"] = ZeroDivisionError("a defect")
+        for _ in range(5):
+            bench.owner.step()
+            while bench.mover.flights:
+                bench.land()
+    words = bench.seen()
+    assert words.count("PeerFailed transport_error") == 2
+    assert {word.split()[1] for word in words if word.startswith("Read")} == {"1", "2"}
+    assert sum(word.startswith("Fence") for word in words) == 1
+    bench.mover.raising.clear()
+    bench.owner.handle(PeerAddress("p", b"", EPOCHS))
+    assert bench.seen() == ["PeerAdded"]
+
+
+def test_a_defect_while_polling_leaves_the_read_open_until_the_agents_are_gone(bench, caplog):
+    with caplog.at_level(logging.CRITICAL, "kvflow.transport.owner"):
+        bench.post(1)
+        bench.owner.step()
+        bench.land(ZeroDivisionError("a defect"))
+        assert bench.seen() == ["PeerFailed transport_error", "PeerFailed transport_error"]
+        assert bench.owner.in_flight
+        assert not bench.owner.step()
+    bench.owner.begin_close()
+    assert bench.seen() == []
+    bench.owner.end_close()
+    assert bench.mover.calls[-1] == ("close",)
+    assert bench.seen() == ["ReadFailed 1 cancelled"]
+
+
+def test_a_defect_while_adding_or_admitting_still_answers(bench, caplog):
+    with caplog.at_level(logging.CRITICAL, "kvflow.transport.owner"):
+        bench.mover.raising["add"] = ZeroDivisionError("a defect")
+        bench.owner.handle(PeerAddress("r", b"", EPOCHS))
+        assert bench.seen()[0] == "PeerFailed transport_error"
+        bench.mover.raising.clear()
+        bench.owner.handle(PeerAddress("p", b"", EPOCHS))
+        bench.owner.handle(Program(0, "p", *[np.array([[4096, 64, 0, 64, 8]])] * 2))
+        bench.seen()
+        scalar = np.array(0, dtype=np.int32)
+        bench.owner.handle(Read(1, "p", 0, scalar, scalar, "no array", 64, fences=(Fence(5, 0, 0, ()),)))
+        assert {"ReadFailed 1 bounds", "FenceFailed 5 bounds"} <= set(bench.seen())
+        index = np.array([0], dtype=np.int32)
+        bench.owner.handle(Read(2, "p", 0, index, index, "no array", 64, fences=(Fence(6, 0, 0, ()),)))
+        assert {"ReadFailed 2 transport_error", "FenceFailed 6 transport_error"} <= set(bench.seen())
+
+
+def test_close_reports_what_was_in_flight_only_after_the_agents_are_destroyed(bench):
+    order = []
+    bench.mover.close = lambda: order.append("destroyed")
+    bench.owner._sink = lambda event: order.append(type(event).__name__)
+    for read_id in (1, 2, 3):
+        bench.post(read_id)
+        bench.owner.step()
+    bench.owner.handle(CancelReads((1,)))
+    bench.owner.begin_close()
+    assert order == ["ReadFailed"]
+    bench.owner.end_close()
+    assert order == ["ReadFailed", "destroyed", "ReadFailed", "ReadFailed"]
+
+
+def test_the_events_are_the_contracts_own(bench):
+    bench.post(1)
+    bench.owner.step()
+    bench.mover.flights[0].outcome = 0
+    bench.owner.step()
+    assert isinstance(bench.events[0], ReadCompleted)
+    assert {PeerAdded, PeerFailed}.isdisjoint(map(type, bench.events))

@@ -1,0 +1,37 @@
+"""What the tests of a worker share: small caches, a clock that stands still, and a data plane that only remembers."""
+
+from kvflow.layout.specs import FullAttention
+from kvflow.memory.cache import allocate
+
+SECRET = "a secret of the tests, long enough"
+PATIENCE_S = 30.0
+SPECS = {name: FullAttention(block_size=4, num_kv_heads=2, head_size=8, dtype="float16") for name in ("a", "b")}
+
+
+def cache_of(num_blocks=8, specs=None, **how):
+    return allocate(specs or SPECS, num_blocks=num_blocks, layout="BLHNC", **how)
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    def __init__(self, now=100.0):
+        self.now = now
+
+    def __call__(self):
+        return self.now
+
+
+class Reports:
+    """Events with their context, as a worker reports them."""
+
+    def __init__(self):
+        self.events = []
+        self.contexts = []
+
+    def __call__(self, event, **context):
+        self.events.append(event)
+        self.contexts.append(context)
+
+    def of(self, kind):
+        return [event for event in self.events if isinstance(event, kind)]

@@ -1,0 +1,110 @@
+"""From a ticket and our blocks to what each rank must give, group by group."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from kvflow.cache.mint import Mint
+from kvflow.cache.tickets import RankAddress
+from kvflow.errors import BlockRangeMismatch, TicketInvalid
+from kvflow.layout.groups import Group
+from kvflow.transfer.bind import Binding
+from kvflow.transfer.plan import plan_transfer
+from kvflow.worker.demands import demands_of, empty_report, log_context
+from kvflow.worker.peers import Peer
+
+from .helpers import SPECS, cache_of
+
+ADDRESS = RankAddress(0, "0" * 32, "tcp://127.0.0.1:5000", "0", 4)
+TWO_GROUPS = tuple(Group((name,), "full", 4) for name in SPECS)
+
+
+def peer_of(source, target):
+    plan = plan_transfer(source, target)
+    programs = tuple(
+        (
+            10 + index,
+            Binding(
+                group,
+                source_regions=source.regions,
+                source_blocks=source.num_blocks,
+                target_regions=target.regions,
+                target_blocks=target.num_blocks,
+            ),
+        )
+        for index, group in enumerate(plan.groups)
+    )
+    return Peer(SimpleNamespace(advertisement=SimpleNamespace(manifest=source)), plan, programs)
+
+
+def ticket_of(block_ids, num_tokens):
+    mint = Mint("prefill-0", [ADDRESS], sign=lambda payload: bytes(32), lease_s=30.0)
+    return mint.offer("request-1", block_ids=block_ids, num_tokens=num_tokens)[0]
+
+
+def demanded(block_ids, num_tokens, *targets, source_groups=TWO_GROUPS, target_groups=TWO_GROUPS):
+    source = cache_of(groups=source_groups).manifest()
+    target = cache_of(groups=target_groups).manifest()
+    member = next(ticket_of(block_ids, num_tokens).members())
+    found = demands_of(member, peer_of(source, target), [np.array(ids, np.int64) for ids in targets])
+    return {
+        demand.program_id: list(zip(demand.pairs.source.tolist(), demand.pairs.target.tolist(), strict=True))
+        for demand in found
+    }
+
+
+def test_each_group_is_paired_by_itself():
+    assert demanded([[3, 4], [5]], [8, 4], [1, 2], [7]) == {10: [(3, 1), (4, 2)], 11: [(5, 7)]}
+
+
+def test_groups_that_need_nothing_are_left_out():
+    assert demanded([[3, 4], [5]], [8, 4], [], [7]) == {11: [(5, 7)]}
+    assert demanded([[3, 4], [5]], [8, 4], [-1, -1], []) == {}
+
+
+def test_each_side_has_its_own_order_of_groups():
+    reversed_groups = TWO_GROUPS[::-1]
+    found = demanded([[3], [5]], [4, 4], [1], [2], target_groups=reversed_groups)
+    assert sorted(found.values()) == [[(3, 2)], [(5, 1)]]
+
+
+def test_the_tokens_of_a_group_are_those_of_the_source_group():
+    one_group = (Group(tuple(SPECS), "full", 4),)
+    found = demanded([[3, 4], [5, 6]], [8, 5], [1, 2], target_groups=one_group)
+    assert sorted(found.values()) == [[(3, 1), (4, 2)], [(5, 1), (6, 2)]]
+
+
+def test_sizes_are_those_of_the_plan():
+    source = cache_of().manifest()
+    (demand,) = demands_of(next(ticket_of([[3]], 4).members()), peer_of(source, source), [np.array([1], np.int64)])
+    assert (demand.unit_bytes, demand.unit_descriptors) == (2 * 2 * 2 * 4 * 8 * 2, 1)
+
+
+@pytest.mark.parametrize("block_ids", [[[8], [1]], [[1]], [[1], [2], [3]]])
+def test_a_ticket_that_does_not_fit_the_peers_cache_is_invalid(block_ids):
+    with pytest.raises(TicketInvalid, match="does not fit its cache") as caught:
+        demanded(block_ids, 4, [1], [2])
+    assert "prefill-0/0/" in caught.value.message
+
+
+def test_tokens_that_the_ticket_lacks_are_refused():
+    with pytest.raises(BlockRangeMismatch):
+        demanded([[3], [5]], [8, 4], [1, 2], [7])
+
+
+def test_the_record_says_what_operators_look_for():
+    ticket = ticket_of([[3, 4, -1], [5]], [12, 4])
+    assert log_context(ticket, [np.array([1, 2]), np.array([3])]) == {
+        "remote_engine_id": "prefill-0",
+        "remote_endpoint": "tcp://127.0.0.1:5000",
+        "num_remote_blocks": 4,
+        "num_local_blocks": 3,
+    }
+
+
+def test_a_pull_of_nothing_is_a_report_of_nothing():
+    report = empty_report(ticket_of([[3]], 4), "loopback", 0.25)
+    assert (report.request_id, report.nbytes, report.descriptors, report.reads) == ("request-1", 0, 0, 0)
+    assert report.timings_s == {"handshake": 0.25, "total": 0.25}
+    assert report.transport == "loopback"

@@ -1,0 +1,60 @@
+"""Which error a caller gets for which code, and that it knows request, peer and quarantine."""
+
+import pytest
+
+from kvflow import errors
+from kvflow.transfer import events
+from kvflow.worker.failures import ERRORS, meeting_error, transfer_error
+
+
+def failed(code, phase="wire", *, quarantined=False):
+    return events.TransferFailed(7, "request-1", code, phase, "p/0/x", "what happened", quarantined=quarantined)
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        ("stale_lease", errors.StaleLease),
+        ("peer_lost", errors.PeerLost),
+        ("peer_closed", errors.PeerLost),
+        ("transfer_cancelled", errors.TransferCancelled),
+        ("cancelled", errors.TransferCancelled),
+        ("closing", errors.TransferCancelled),
+        ("metadata_invalid", errors.ProtocolViolation),
+        ("bounds", errors.ProtocolViolation),
+        ("deadline_exceeded", errors.DeadlineExceeded),
+        ("transport_error", errors.TransferFailed),
+        ("a code of a newer transport", errors.TransferFailed),
+    ],
+)
+@pytest.mark.parametrize("quarantined", [True, False])
+def test_errors(code, kind, quarantined):
+    error = transfer_error(failed(code, quarantined=quarantined))
+    assert type(error) is kind
+    assert (error.request_id, error.peer, error.quarantined) == ("request-1", "p/0/x", quarantined)
+    assert error.message == "request 'request-1': what happened"
+
+
+def test_the_table_is_tested():
+    assert set(ERRORS) == {
+        "stale_lease",
+        "peer_lost",
+        "peer_closed",
+        "transfer_cancelled",
+        "cancelled",
+        "closing",
+        "metadata_invalid",
+        "bounds",
+    }
+
+
+@pytest.mark.parametrize("phase", ["queue", "wire", "fence"])
+def test_a_deadline_names_its_phase(phase):
+    assert transfer_error(failed("deadline_exceeded", phase)).phase == phase
+
+
+@pytest.mark.parametrize(("code", "kind"), [("peer_lost", errors.PeerLost), ("odd", errors.TransferFailed)])
+def test_whoever_waits_for_a_peer_is_told_why_it_does_not_come(code, kind):
+    error = meeting_error("p/0/x", code, "gone")
+    assert type(error) is kind
+    assert (error.peer, error.message) == ("p/0/x", "p/0/x cannot be read from: gone")

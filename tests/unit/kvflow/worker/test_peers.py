@@ -1,0 +1,263 @@
+"""A producer is met once for all who need it, and anew after it was let go."""
+
+import asyncio
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+
+import pytest
+
+from handshake import Limits
+from kvflow.cache.mint import Mint
+from kvflow.cache.tickets import RankAddress
+from kvflow.errors import DeadlineExceeded, LayoutMismatch, PeerLost, StaleLease, TransferCancelled, WorkerClosed
+from kvflow.layout.region import Region
+from kvflow.observability.events import PeerConnected, PeerDropped
+from kvflow.worker.peers import PeerPool
+
+from .helpers import PATIENCE_S, Clock, Reports, cache_of
+
+ADDRESS = RankAddress(0, "0" * 32, "tcp://127.0.0.1:5000", "0", 4)
+SOURCE = cache_of(groups=None).manifest()
+
+
+class Transport:
+    """A data plane that connects when it is told to."""
+
+    name = "loopback"
+
+    def __init__(self):
+        self.added = []
+        self.removed = []
+        self.prepared = []
+
+    def add_peer(self, address):
+        self.added.append(address)
+
+    def remove_peer(self, peer):
+        self.removed.append(peer)
+
+    def prepare(self, program):
+        self.prepared.append(program)
+
+
+class Wire:
+    """Stands for ``open_link``: counts who dials, and fails or waits when told to."""
+
+    def __init__(self):
+        self.dialled = 0
+        self.left = 0
+        self.error = None
+        self.hung_up = None
+        self.open, self.leaving = asyncio.Event(), asyncio.Event()
+        self.open.set()
+        self.leaving.set()
+        self.transport = "loopback"
+
+    @asynccontextmanager
+    async def link(self, engine_id, address, *, ours, on_ended):
+        self.dialled += 1
+        await self.open.wait()
+        if self.error:
+            raise self.error
+        self.hung_up = on_ended
+        advertisement = SimpleNamespace(
+            manifest=SOURCE, transport=self.transport, metadata=b"", epochs=Region(8192, 64)
+        )
+        yield SimpleNamespace(peer=member().peer, endpoint=address.endpoint, advertisement=advertisement)
+        await self.leaving.wait()
+        self.left += 1
+
+
+class World:
+    def __init__(self, tasks, wire, handshake_s=PATIENCE_S):
+        self.wire, self.transport, self.reports, self.dropped = wire, Transport(), Reports(), []
+        self.pool = PeerPool(
+            ours=SimpleNamespace(limits=Limits(handshake_s=handshake_s)),
+            manifest=cache_of().manifest(),
+            transport=self.transport,
+            tasks=tasks,
+            clock=Clock(),
+            report=self.reports,
+            on_dropped=lambda *dropped: self.dropped.append(dropped),
+        )
+
+    async def meet(self):
+        task = asyncio.ensure_future(self.pool.meet(member()))
+        await settle()
+        return task
+
+    async def met(self):
+        task = await self.meet()
+        self.pool.on_added(member().peer)
+        async with asyncio.timeout(PATIENCE_S):
+            return await task
+
+
+def member():
+    mint = Mint("prefill-0", [ADDRESS], sign=lambda payload: bytes(32), lease_s=30.0)
+    return next(mint.offer("r", block_ids=[[1]], num_tokens=1)[0].members())
+
+
+async def settle():
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def world(monkeypatch):
+    wire = Wire()
+    monkeypatch.setattr("kvflow.worker.peers.open_link", wire.link)
+    async with asyncio.TaskGroup() as tasks:
+        world = World(tasks, wire)
+        yield world
+        wire.open.set()
+        world.pool.close()
+
+
+async def test_a_peer_is_met_once_for_all_who_need_it(world):
+    waiting = [await world.meet() for _ in range(3)]
+    assert not any(task.done() for task in waiting)
+    assert len(world.transport.added) == 1
+    world.pool.on_added(member().peer)
+    peers = await asyncio.gather(*waiting)
+    assert world.wire.dialled == 1
+    assert peers[0] is peers[1] is peers[2] is await world.pool.meet(member())
+    assert world.reports.events == [PeerConnected(member().peer, ADDRESS.endpoint, 0.0)]
+
+
+async def test_its_programs_are_prepared_and_known(world):
+    peer = await world.met()
+    assert [program.program_id for program in world.transport.prepared] == [
+        program_id for program_id, _ in peer.programs
+    ]
+    for program in world.transport.prepared:
+        binding = world.pool.bindings[program.program_id]
+        assert program.source_rows is binding.source.table
+        assert program.target_rows is binding.target.table
+    assert world.pool.link(member().peer) is peer.link
+
+
+async def test_whoever_gives_up_does_not_stop_the_meeting(world):
+    impatient, patient = await world.meet(), await world.meet()
+    impatient.cancel()
+    await settle()
+    world.pool.on_added(member().peer)
+    assert (await patient).link is world.pool.link(member().peer)
+
+
+@pytest.mark.parametrize("error", [StaleLease("restarted"), PeerLost("nobody"), ValueError("a defect")])
+async def test_a_meeting_that_fails_tells_all_and_is_tried_anew(world, error):
+    world.wire.error = error
+    world.wire.open.clear()
+    waiting = [await world.meet() for _ in range(2)]
+    world.wire.open.set()
+    for task in waiting:
+        with pytest.raises(Exception, match=str(error.args[0])) as caught:
+            await task
+        assert hasattr(caught.value, "code")
+    assert world.pool.link(member().peer) is None
+    (event,) = world.reports.of(PeerDropped)
+    assert world.dropped == [(member().peer, event.code, event.detail)]
+    world.wire.error = None
+    await world.met()
+    assert world.wire.dialled == 2
+
+
+async def test_another_data_plane_cannot_be_read(world):
+    world.wire.transport = "nixl"
+    task = await world.meet()
+    with pytest.raises(LayoutMismatch) as caught:
+        await task
+    assert (caught.value.field, caught.value.source, caught.value.target) == ("transport", "nixl", "loopback")
+    assert world.transport.added == []
+    # What it offers can be given back all the same, over the connection that stays.
+    link = await world.pool.reach(member())
+    assert world.pool.link(member().peer) is link
+    assert world.wire.dialled == 1
+
+
+@pytest.mark.parametrize("by", ["the transport", "the connection"])
+async def test_a_peer_that_is_let_go_is_forgotten_and_met_anew(world, by):
+    await world.met()
+    if by == "the transport":
+        world.pool.drop(member().peer, "peer_lost", "gone")
+    else:
+        world.wire.hung_up("peer_lost", "gone")
+    world.pool.drop(member().peer, "peer_lost", "told twice")
+    await settle()
+    assert world.pool.link(member().peer) is None
+    assert world.pool.bindings == {}
+    assert world.transport.removed == [member().peer]
+    assert world.dropped == [(member().peer, "peer_lost", "gone")]
+    assert world.wire.left == 1
+    await world.met()
+    assert world.wire.dialled == 2
+    assert {program.program_id for program in world.transport.prepared} == {1, 2}
+
+
+async def test_a_transport_that_cannot_connect_fails_the_meeting(world):
+    task = await world.meet()
+    world.pool.drop(member().peer, "peer_lost", "no route")
+    with pytest.raises(PeerLost, match="no route"):
+        await task
+    assert world.transport.removed == [member().peer]
+
+
+async def test_a_peer_can_be_reached_before_it_can_be_read_from(world):
+    task = await world.meet()
+    link = await world.pool.reach(member())
+    assert not task.done()
+    world.pool.on_added(member().peer)
+    assert (await task).link is link
+
+
+async def test_whoever_comes_while_a_peer_is_let_go_meets_it_anew(world):
+    await world.met()
+    world.wire.leaving.clear()
+    world.pool.drop(member().peer, "peer_lost", "gone")
+    late = await world.meet()
+    assert world.wire.dialled == 1
+    world.wire.leaving.set()
+    await settle()
+    assert world.wire.dialled == 2
+    world.pool.on_added(member().peer)
+    assert (await late).link is world.pool.link(member().peer)
+
+
+async def test_a_transport_that_says_nothing_has_a_deadline(monkeypatch):
+    wire = Wire()
+    monkeypatch.setattr("kvflow.worker.peers.open_link", wire.link)
+    async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as tasks:
+        world = World(tasks, wire, handshake_s=0.01)
+        with pytest.raises(DeadlineExceeded) as caught:
+            await world.pool.meet(member())
+        assert (caught.value.phase, caught.value.peer) == ("handshake", member().peer)
+        await settle()
+        assert world.dropped[0][:2] == (member().peer, "deadline_exceeded")
+
+
+async def test_closing_lets_all_go_and_meets_no_one(world):
+    await world.met()
+    world.pool.close()
+    await settle()
+    assert world.dropped == [(member().peer, "closing", "the worker is closing")]
+    with pytest.raises(WorkerClosed):
+        await world.pool.meet(member())
+
+
+@pytest.mark.parametrize("dialling", [True, False])
+async def test_closing_does_not_wait_for_a_peer_that_is_being_met(world, dialling):
+    if dialling:
+        world.wire.open.clear()
+    task = await world.meet()
+    world.pool.close()
+    with pytest.raises(TransferCancelled, match="closing"):
+        await task
+    await settle()
+    assert world.dropped == [(member().peer, "closing", "the worker is closing")]
+
+
+async def test_news_of_strangers_are_ignored(world):
+    world.pool.on_added("nobody")
+    world.pool.drop("nobody", "peer_lost", "")
+    assert world.pool.link("nobody") is None

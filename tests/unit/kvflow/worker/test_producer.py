@@ -1,0 +1,288 @@
+"""Leases as an engine sees them: effective on return, from any thread, and never a slot lost."""
+
+import asyncio
+import threading
+
+import pytest
+
+from kvflow.cache.epochs import EpochTable
+from kvflow.cache.leases import LeaseEnded, LeaseTable, Reader
+from kvflow.cache.mint import Mint
+from kvflow.cache.tickets import RankAddress
+from kvflow.errors import BlockIdsInvalid, CapacityExceeded, RequestUnknown, WorkerClosed
+from kvflow.ids import peer_id
+from kvflow.observability.events import OfferAdmitted
+from kvflow.worker.producer import ENDED_MAX, LeaseKeeper, Offers
+
+from .helpers import PATIENCE_S, Clock, Reports
+
+ALONE = Reader("decode-0", 0, 1)
+SLOTS = 3
+ADDRESS = RankAddress(0, "0" * 32, "tcp://127.0.0.1:5000", "0", SLOTS)
+
+
+def mint_of(address=ADDRESS, engine_id="prefill-0", **how):
+    return Mint(engine_id, [address], sign=lambda payload: bytes(32), lease_s=30.0, **how)
+
+
+class Producer:
+    """A keeper and its offers, over a table that a test can look into."""
+
+    def __init__(self, report=None):
+        self.clock = Clock()
+        self.reports = Reports()
+        self.epochs = EpochTable(SLOTS, 0)
+        self.keeper = LeaseKeeper(
+            leases=LeaseTable(self.epochs),
+            num_blocks=10,
+            block_sizes=[4, 4],
+            lease_s=30.0,
+            peer=peer_id("prefill-0", 0, ADDRESS.incarnation),
+            clock=self.clock,
+            loop=asyncio.get_running_loop(),
+            report=report or self.reports,
+        )
+        self.mint = mint_of()
+        self.offers = Offers(self.mint, self.keeper)
+
+    def offer(self, request_id="r", block_ids=((1, 2), (3,)), num_tokens=8):
+        return self.offers.offer(request_id, block_ids, num_tokens).grants[0]
+
+
+@pytest.fixture
+async def producer():
+    return Producer()
+
+
+def key(grant):
+    return grant.slot, grant.epoch_value
+
+
+async def test_an_offer_is_held_on_return(producer):
+    grant = producer.offer()
+    assert producer.epochs[grant.slot] == grant.epoch_value
+    assert producer.keeper.held() == 1
+    assert producer.reports.events == [OfferAdmitted("r", 3, 30.0)]
+
+
+async def test_a_revocation_is_effective_on_return_and_says_whether_there_was_one(producer):
+    grant = producer.offer()
+    assert producer.keeper.revoke("r")
+    assert producer.epochs[grant.slot] > grant.epoch_value
+    assert not producer.keeper.revoke("r")
+    assert not producer.keeper.revoke("unknown")
+    assert producer.reports.of(LeaseEnded) == [LeaseEnded("r", "revoked", 0.0)]
+
+
+async def test_releases_are_answered_one_by_one(producer):
+    one, other = producer.offer("a"), producer.offer("b")
+    answers = producer.keeper.on_release([key(one), (one.slot, one.epoch_value + 99), key(other)], Reader("d", 0, 2))
+    assert answers == ["counted", "unknown", "counted"]
+    assert producer.keeper.on_release([key(one)], Reader("d", 1, 2)) == ["ended"]
+    assert producer.keeper.held() == 1
+
+
+async def test_renewals_say_how_long(producer):
+    grant = producer.offer()
+    producer.clock.now += 20
+    assert producer.keeper.on_renew([key(grant), (0, 99)]) == (["held", "unknown"], 30.0)
+
+
+async def test_whoever_waits_is_told_and_whoever_asks_later_is_too(producer):
+    grant = producer.offer()
+    waiters = [asyncio.ensure_future(producer.keeper.wait_offer("r")) for _ in range(2)]
+    await asyncio.sleep(0)
+    producer.keeper.on_release([key(grant)], ALONE)
+    async with asyncio.timeout(PATIENCE_S):
+        assert await asyncio.gather(*waiters) == ["released", "released"]
+        assert await producer.keeper.wait_offer("r") == "released"
+
+
+async def test_a_waiter_that_gave_up_disturbs_nobody(producer):
+    producer.offer()
+    impatient = asyncio.ensure_future(producer.keeper.wait_offer("r"))
+    patient = asyncio.ensure_future(producer.keeper.wait_offer("r"))
+    await asyncio.sleep(0)
+    impatient.cancel()
+    producer.keeper.revoke("r")
+    async with asyncio.timeout(PATIENCE_S):
+        assert await patient == "revoked"
+        with pytest.raises(asyncio.CancelledError):
+            await impatient
+
+
+async def test_what_was_never_offered_is_unknown(producer):
+    with pytest.raises(RequestUnknown) as caught:
+        await producer.keeper.wait_offer("r")
+    assert caught.value.request_id == "r"
+
+
+async def test_a_name_that_is_offered_again_forgets_its_past(producer):
+    producer.offer()
+    producer.keeper.revoke("r")
+    producer.offer()
+    waiter = asyncio.ensure_future(producer.keeper.wait_offer("r"))
+    await asyncio.sleep(0)
+    assert not waiter.done()
+    producer.keeper.close()
+    async with asyncio.timeout(PATIENCE_S):
+        assert await waiter == "revoked"
+
+
+async def test_outcomes_are_kept_for_a_while_only(producer, monkeypatch):
+    assert ENDED_MAX > 1000
+    monkeypatch.setattr("kvflow.worker.producer.ENDED_MAX", 2)
+    for name in ("a", "b", "c"):
+        producer.offer(name)
+        producer.keeper.revoke(name)
+    assert await producer.keeper.wait_offer("b") == "revoked"
+    with pytest.raises(RequestUnknown):
+        await producer.keeper.wait_offer("a")
+
+
+async def test_leases_expire_by_the_clock_and_the_next_one_in_its_own_time(producer):
+    producer.offer("early")
+    producer.clock.now += 10
+    producer.offer("late")
+    producer.clock.now += 20
+    async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as tasks:
+        expiring = tasks.create_task(producer.keeper.expire_leases())
+        assert await producer.keeper.wait_offer("early") == "expired"
+        assert producer.keeper.held() == 1
+        producer.clock.now += 10
+        producer.offer("wakes the task")
+        assert await producer.keeper.wait_offer("late") == "expired"
+        expiring.cancel()
+    assert producer.keeper.held() == 1
+
+
+async def test_an_offer_that_is_refused_costs_no_slot(producer):
+    for wrong in (((1,),), ((10,), (1,)), ((1,), (-2,))):
+        for _ in range(SLOTS + 1):
+            with pytest.raises(BlockIdsInvalid):
+                producer.offer(block_ids=wrong)
+    for index in range(SLOTS):
+        producer.offer(str(index))
+    with pytest.raises(CapacityExceeded):
+        producer.offer("one too many")
+
+
+@pytest.mark.parametrize(
+    ("block_ids", "num_tokens", "group"),
+    [(((1, 2, 3), (4,)), 8, 0), (((1,), (2, 3)), (4, 4), 1), (((1, 2), (3,)), 4, 0)],
+)
+async def test_more_blocks_than_tokens_are_refused(producer, block_ids, num_tokens, group):
+    """The last block must hold the last token; a block behind it would shift everything by one."""
+    with pytest.raises(BlockIdsInvalid, match="blocks of 4 for") as caught:
+        producer.offer(block_ids=block_ids, num_tokens=num_tokens)
+    assert caught.value.group == group
+    assert producer.keeper.held() == 0
+
+
+@pytest.mark.parametrize(
+    "mint", [mint_of(engine_id="prefill-1"), mint_of(RankAddress(0, "1" * 32, "tcp://127.0.0.1:5000", "0", SLOTS))]
+)
+async def test_a_grant_for_another_worker_or_another_life_is_refused(producer, mint):
+    grant = mint.offer("r", block_ids=[[1], [2]], num_tokens=4)[1]
+    with pytest.raises(BlockIdsInvalid, match="does not name this worker"):
+        producer.keeper.admit(grant)
+
+
+async def test_a_new_mint_starts_above_what_was_held(producer):
+    last = [producer.offer(str(index)).epoch_value for index in range(SLOTS)][-1]
+    assert producer.keeper.highest_epoch() == last
+    producer.keeper.revoke(str(SLOTS - 1))
+    assert producer.keeper.highest_epoch() == last + 1
+
+
+async def test_an_end_is_told_before_the_name_is_free_again():
+    """Otherwise an engine could take it for the end of the next offer of that name, and reuse blocks that are held."""
+    refused = []
+
+    def hook(event):
+        if isinstance(event, LeaseEnded):
+            with pytest.raises(BlockIdsInvalid, match="on offer already") as caught:
+                producer.offer(event.request_id)
+            refused.append(caught.value)
+
+    producer = Producer(hook)
+    producer.offer("r")
+    producer.keeper.revoke("r")
+    assert len(refused) == 1
+    producer.offer("r")
+
+
+async def test_an_ended_lease_gives_its_slot_back_however_it_ended(producer):
+    for index in range(3 * SLOTS):
+        grant = producer.offer(str(index))
+        match index % 3:
+            case 0:
+                producer.keeper.revoke(str(index))
+            case 1:
+                producer.keeper.on_release([key(grant)], ALONE)
+            case _:
+                producer.clock.now += 31
+                await expired(producer, str(index))
+    for index in range(SLOTS):
+        producer.offer(f"again {index}")
+
+
+async def expired(producer, name):
+    async with asyncio.timeout(PATIENCE_S):
+        task = asyncio.ensure_future(producer.keeper.expire_leases())
+        assert await producer.keeper.wait_offer(name) == "expired"
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+
+async def test_closing_revokes_everything_and_refuses_the_rest(producer):
+    for name in ("a", "b"):
+        producer.offer(name)
+    assert producer.keeper.close() == 2
+    with pytest.raises(WorkerClosed):
+        producer.offer("c")
+    assert {event.outcome for event in producer.reports.of(LeaseEnded)} == {"revoked"}
+    assert producer.keeper.close() == 0
+
+
+async def test_a_hook_may_ask_and_act_when_it_hears_of_an_end():
+    """A hook runs where the end happened; it must not wait for what its own thread holds."""
+    heard = []
+
+    def hook(event):
+        if isinstance(event, LeaseEnded):
+            heard.append((event.request_id, producer.keeper.held(), producer.keeper.revoke("b")))
+            if event.request_id == "b":
+                producer.offer("c")
+
+    producer = Producer(hook)
+    for name in ("a", "b"):
+        producer.offer(name)
+    thread = threading.Thread(target=producer.keeper.revoke, args=("a",), daemon=True)
+    thread.start()
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+    assert sorted(heard) == [("a", 1, True), ("b", 0, False)]
+    assert producer.keeper.held() == 1
+
+
+async def test_threads_offer_and_revoke_at_once_and_every_slot_comes_back(producer):
+    failures = []
+
+    def engine(name):
+        for index in range(200):
+            try:
+                producer.offer(f"{name}-{index}")
+                assert producer.keeper.revoke(f"{name}-{index}")
+            except BaseException as error:  # noqa: BLE001 - shown by the assertion below
+                failures.append(error)
+
+    threads = [threading.Thread(target=engine, args=(name,)) for name in range(SLOTS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert failures == []
+    assert producer.keeper.held() == 0
+    assert len({producer.offer(str(index)).slot for index in range(SLOTS)}) == SLOTS

@@ -1,0 +1,147 @@
+"""Opening and leaving a worker: what is wired, what is reported, and what an exception inside it becomes."""
+
+import asyncio
+import logging
+
+import pytest
+
+from kvflow.config import WorkerConfig
+from kvflow.errors import ConfigInvalid, SpecInvalid, TicketInvalid, WorkerClosed
+from kvflow.layout.manifest import Manifest
+from kvflow.layout.region import Region
+from kvflow.observability import events
+from kvflow.transfer.events import TransferCompleted
+from kvflow.worker.runtime import open_worker
+
+from .helpers import PATIENCE_S, SECRET, cache_of
+
+
+def config(engine_id="prefill-0", **settings):
+    return WorkerConfig(**{"engine_id": engine_id, "cluster_secret": SECRET, "transport": "loopback"} | settings)
+
+
+async def test_a_worker_reads_from_another():
+    source, target = cache_of(), cache_of()
+    source.views["a"][3].fill_(7.0)
+    async with (
+        asyncio.timeout(PATIENCE_S),
+        open_worker(config(), source) as producer,
+        open_worker(config("decode-0"), target) as consumer,
+    ):
+        ticket = producer.offer("request-1", [[3]], 4)
+        assert producer.snapshot().leases == 1
+        report = await consumer.pull(ticket, [[5]])
+        assert bool((target.views["a"][5] == 7.0).all())
+        assert report.nbytes == source.bytes_per_block
+        assert await producer.wait_offer("request-1") == "released"
+        assert (consumer.snapshot().pulls, consumer.snapshot().quarantined) == (0, ())
+        await consumer.quiesced("request-1")
+
+
+async def test_a_ticket_can_be_given_back_unread():
+    async with (
+        asyncio.timeout(PATIENCE_S),
+        open_worker(config(), cache_of()) as producer,
+        open_worker(config("decode-0"), cache_of()) as consumer,
+    ):
+        await consumer.release(producer.offer("request-1", [[3]], 4))
+        assert await producer.wait_offer("request-1") == "released"
+
+
+async def test_hooks_hear_everything_and_a_failing_one_stops_nobody(caplog):
+    heard = []
+
+    def failing(event):
+        raise ValueError("a defect of the observer")
+
+    with caplog.at_level(logging.ERROR, "kvflow"):
+        async with open_worker(config(), cache_of(), hooks=[failing, heard.append]) as worker:
+            worker.offer("r", [[1]], 4)
+    assert [type(event) for event in heard][:2] == [events.WorkerOpened, events.OfferAdmitted]
+    assert heard[0] == events.WorkerOpened(worker.endpoint, "loopback", 8, cache_of().bytes_per_block)
+    assert heard[-1] == events.WorkerClosed(leases_revoked=1, pulls_cancelled=0)
+    assert "a hook failed" in caplog.text
+    assert "a defect of the observer" in caplog.text
+
+
+async def test_the_address_is_what_a_mint_elsewhere_needs():
+    settings = {"rank": 1, "num_ranks": 2, "lease_slots": 5, "advertise": "tcp://node-7:4000"}
+    async with open_worker(config(**settings), cache_of()) as worker:
+        address = worker.rank_address
+    assert (address.rank, address.slots, address.endpoint) == (1, 5, "tcp://node-7:4000")
+    assert worker.endpoint == "tcp://node-7:4000"
+    assert address.incarnation == worker.incarnation
+    assert int(address.epoch_base) < 2**62
+
+
+async def test_a_new_mint_learns_what_was_held_before():
+    async with open_worker(config(), cache_of()) as worker:
+        before = int(worker.rank_address.epoch_base)
+        epoch = worker.offer("r", [[1]], 4).grants[0].epoch_value
+        assert before < int(worker.rank_address.epoch_base) == epoch
+        worker.revoke("r")
+        assert int(worker.rank_address.epoch_base) == epoch + 1
+
+
+async def test_every_start_is_another_life():
+    lives = set()
+    for _ in range(3):
+        async with open_worker(config(), cache_of()) as worker:
+            lives.add((worker.incarnation, worker.rank_address.epoch_base))
+    assert len(lives) == 3
+
+
+async def test_what_is_raised_inside_comes_out_as_it_is():
+    with pytest.raises(KeyError, match="of the caller"):
+        async with open_worker(config(), cache_of()):
+            raise KeyError("of the caller")
+
+
+async def test_leaving_revokes_and_refuses():
+    async with open_worker(config(), cache_of()) as worker:
+        worker.offer("r", [[1]], 4)
+    assert worker.snapshot().leases == 0
+    assert await worker.wait_offer("r") == "revoked"
+    with pytest.raises(WorkerClosed):
+        worker.offer("s", [[1]], 4)
+    with pytest.raises(WorkerClosed):
+        await worker.release(None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"), [({"rank": 5}, ConfigInvalid), ({"cluster_secret": "short"}, ConfigInvalid)]
+)
+async def test_wrong_settings_start_nothing(settings, error):
+    with pytest.raises(error):
+        async with open_worker(config(**settings), cache_of()):
+            pytest.fail("it runs")
+
+
+async def test_a_cache_that_contradicts_itself_starts_nothing():
+    cache = cache_of()
+    sound = cache.manifest()
+
+    class Lying:
+        bytes_per_block = cache.bytes_per_block
+
+        def manifest(self):
+            region = sound.regions[0]
+            return Manifest(sound.num_blocks, (Region(region.address, region.nbytes - 1),), sound.groups)
+
+    with pytest.raises(SpecInvalid, match="reaches byte"):
+        async with open_worker(config(), Lying()):
+            pytest.fail("it runs")
+
+
+async def test_tickets_of_another_cluster_are_refused_before_anything_is_dialled():
+    heard = []
+    other = config(cluster_secret="another secret, long enough")
+    async with (
+        open_worker(other, cache_of()) as producer,
+        open_worker(config("decode-0"), cache_of(), hooks=[heard.append]) as consumer,
+    ):
+        with pytest.raises(TicketInvalid):
+            await consumer.pull(producer.offer("r", [[1]], 4), [[1]])
+    assert not [
+        event for event in heard if isinstance(event, (events.PeerConnected, events.PeerDropped, TransferCompleted))
+    ]

@@ -1,0 +1,151 @@
+"""The same worker for an engine that is not asyncio: futures, and a list of what has ended and is quiescent."""
+
+import threading
+from concurrent.futures import CancelledError
+
+import pytest
+
+from kvflow.cache.epochs import EPOCH_BITS
+from kvflow.cache.tickets import RankAddress
+from kvflow.config import WorkerConfig
+from kvflow.errors import ConfigInvalid, RequestUnknown, StaleLease, TransferCancelled, WorkerClosed
+from kvflow.rendezvous.mint import TicketMint
+from kvflow.transfer.events import TransferQuiesced, TransferRetried
+from kvflow.worker.threaded import run_worker
+
+from .helpers import PATIENCE_S, SECRET, cache_of
+
+
+def config(engine_id="prefill-0", **settings):
+    return WorkerConfig(**{"engine_id": engine_id, "cluster_secret": SECRET, "transport": "loopback"} | settings)
+
+
+class Heard:
+    """A hook that can be waited on."""
+
+    def __init__(self, kind):
+        self._kind = kind
+        self._event = threading.Event()
+
+    def __call__(self, event):
+        if isinstance(event, self._kind):
+            self._event.set()
+
+    def wait(self):
+        assert self._event.wait(PATIENCE_S)
+
+
+def not_admitted(producer, request_id="r"):
+    """A ticket whose grant no worker has admitted: a pull of it waits, and reads again, until it is cancelled."""
+    address = producer.rank_address
+    ahead = RankAddress(address.rank, address.incarnation, address.endpoint, str(2**EPOCH_BITS), address.slots)
+    mint = TicketMint("prefill-0", [ahead], cluster_secret=SECRET)
+    return mint.offer(request_id, block_ids=[[1]], num_tokens=4)
+
+
+def test_pull_release_and_what_has_finished():
+    source, target = cache_of(), cache_of()
+    source.views["b"][3].fill_(7.0)
+    with run_worker(config(), source) as producer, run_worker(config("decode-0"), target) as consumer:
+        waiting = producer.offer("request-1", [[3]], 4) and producer.wait_offer("request-1")
+        ticket = producer.offer("request-2", [[3, 4]], 8)
+        assert producer.finished() == []
+        report = consumer.pull(ticket, [[5, 6]]).result(PATIENCE_S)
+        assert bool((target.views["b"][5] == 7.0).all())
+        assert producer.wait_offer("request-2").result(PATIENCE_S) == "released"
+        assert producer.revoke("request-1")
+        assert waiting.result(PATIENCE_S) == "revoked"
+        ends = [(end.request_id, end.side, end.outcome) for end in producer.finished()]
+        assert ends == [("request-2", "producer", "released"), ("request-1", "producer", "revoked")]
+        (pulled,) = consumer.finished()
+        assert (pulled.request_id, pulled.side, pulled.outcome, pulled.report) == (
+            "request-2",
+            "consumer",
+            "completed",
+            report,
+        )
+        assert producer.finished() == consumer.finished() == []
+        assert (producer.snapshot().leases, consumer.snapshot().pulls) == (0, 0)
+
+
+def test_a_failure_is_an_exception_and_an_entry():
+    with run_worker(config(), cache_of()) as producer, run_worker(config("decode-0"), cache_of()) as consumer:
+        ticket = producer.offer("r", [[3]], 4)
+        producer.revoke("r")
+        future = consumer.pull(ticket, [[5]])
+        with pytest.raises(StaleLease):
+            future.result(PATIENCE_S)
+        (end,) = consumer.finished()
+        assert (end.request_id, end.outcome, end.report) == ("r", "failed", None)
+        assert isinstance(end.error, StaleLease)
+
+
+def test_a_cancelled_future_is_reported_once_its_blocks_may_be_reused():
+    retried, quiesced = Heard(TransferRetried), Heard(TransferQuiesced)
+    with (
+        run_worker(config(), cache_of()) as producer,
+        run_worker(config("decode-0"), cache_of(), hooks=[retried, quiesced]) as consumer,
+    ):
+        future = consumer.pull(not_admitted(producer)[0], [[5]])
+        retried.wait()
+        assert consumer.finished() == []
+        assert future.cancel()
+        quiesced.wait()
+        assert consumer.snapshot().pulls == 0  # a turn of the loop later, the entry is there
+        (end,) = consumer.finished()
+        assert (end.request_id, end.outcome) == ("r", "failed")
+        assert isinstance(end.error, TransferCancelled)
+        with pytest.raises(CancelledError):
+            future.result(PATIENCE_S)
+        ticket = producer.offer("again", [[3]], 4)
+        consumer.pull(ticket, [[5]]).result(PATIENCE_S)
+
+
+def test_an_admission_that_comes_late_is_waited_for():
+    retried = Heard(TransferRetried)
+    with (
+        run_worker(config(), cache_of()) as producer,
+        run_worker(config("decode-0"), cache_of(), hooks=[retried]) as consumer,
+    ):
+        ticket, grant = not_admitted(producer)
+        future = consumer.pull(ticket, [[5]])
+        retried.wait()
+        producer.admit(grant)
+        assert future.result(PATIENCE_S).nbytes > 0
+
+
+def test_a_ticket_can_be_given_back_unread():
+    with run_worker(config(), cache_of()) as producer, run_worker(config("decode-0"), cache_of()) as consumer:
+        ticket = producer.offer("r", [[3]], 4)
+        consumer.release(ticket).result(PATIENCE_S)
+        assert producer.wait_offer("r").result(PATIENCE_S) == "released"
+        with pytest.raises(RequestUnknown):
+            producer.wait_offer("never offered").result(PATIENCE_S)
+
+
+def test_what_cannot_be_opened_raises_where_it_was_asked_for():
+    with pytest.raises(ConfigInvalid), run_worker(config(rank=9), cache_of()):
+        pytest.fail("it runs")
+
+
+def test_what_is_raised_inside_comes_out_and_the_thread_ends():
+    before = threading.active_count()
+    with pytest.raises(KeyError), run_worker(config(), cache_of()):
+        raise KeyError
+    assert threading.active_count() <= before
+
+
+def test_a_closed_worker_refuses_by_its_own_error():
+    with run_worker(config(), cache_of()) as producer:
+        ticket = producer.offer("r", [[3]], 4)
+    for call in (
+        lambda: producer.pull(ticket, [[5]]),
+        lambda: producer.release(ticket),
+        lambda: producer.wait_offer("r"),
+        producer.snapshot,
+        lambda: producer.offer("s", [[3]], 4),
+    ):
+        with pytest.raises(WorkerClosed):
+            call()
+    assert not producer.revoke("r")
+    assert [(end.request_id, end.outcome) for end in producer.finished()] == [("r", "revoked")]
