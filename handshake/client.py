@@ -244,9 +244,12 @@ async def _connect(dialling: _Dialling, stack: AsyncExitStack) -> HandshakeClien
     until_s = time.monotonic() + dialling.limits.connect_s
     backoff_s = BACKOFF_S_MIN
     cuts = 0
-    error: HandshakeError = DeadlineExceeded(f"{dialling.endpoint} did not answer in time", phase="connect")
+    error: HandshakeError | None = None  # why an earlier attempt failed says more than that a later one came late
     while True:
-        address = await _resolve(dialling.endpoint, until_s)
+        try:
+            address = await _resolve(dialling.endpoint, until_s)
+        except DeadlineExceeded as late:
+            raise error or late from late.__cause__
         async with AsyncExitStack() as trial:
             attempt = await trial.enter_async_context(_dialled(dialling, address))
             outcome = await attempt.wait_outcome(until_s)
@@ -254,7 +257,7 @@ async def _connect(dialling: _Dialling, stack: AsyncExitStack) -> HandshakeClien
                 await stack.enter_async_context(trial.pop_all())
                 return HandshakeClient(attempt, outcome)
         if outcome is None:
-            raise error  # if an earlier attempt failed, why it did says more than that this one came late
+            raise error or DeadlineExceeded(f"{dialling.endpoint} did not answer in time", phase="connect")
         cuts = cuts + 1 if outcome is LinkEvent.CUT else 0
         error = _explain(outcome, dialling.endpoint, denied=cuts >= CUTS_MAX)
         # Half of the pause is random, so that a herd of clients does not come back as one.

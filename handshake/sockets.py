@@ -9,8 +9,9 @@ to be met with a new handshake.
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from enum import Enum, auto
+from ipaddress import ip_address
 from typing import cast
 
 import zmq
@@ -190,6 +191,9 @@ async def resolve(endpoint: str) -> str:
     Cancellation: safe; the look-up ends by itself, in a thread.
     """
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    with suppress(ValueError):
+        ip_address(host.strip("[]"))
+        return endpoint
     found = await asyncio.get_running_loop().getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
     address = str(found[0][4][0])
     return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"

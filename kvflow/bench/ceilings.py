@@ -1,9 +1,12 @@
 """What the machine could do at best, measured in the same run: memcpy, process_vm_readv, and bare NIXL."""
 
+import asyncio
 import ctypes
 import os
 import secrets
 import time
+from collections.abc import Callable
+from concurrent.futures import Executor
 from pathlib import Path
 
 import msgspec
@@ -12,7 +15,7 @@ import numpy as np
 from kvflow.bench.messages import Opened
 from kvflow.layout.manifest import Manifest
 from kvflow.memory.cache import KVCache
-from kvflow.transfer.bind import Binding, Bound
+from kvflow.transfer.bind import Binding, Bound, Int32s
 from kvflow.transfer.pairs import Int64s, UnitPairs
 from kvflow.transfer.plan import plan_transfer
 from kvflow.transport.nixl_binding import Agent, load_binding
@@ -49,6 +52,9 @@ class BareNixl:
         remote = self._agent.add_remote(opened.metadata)
         self._remote = self._agent.prepare_remote(remote, self.binding.source.table, "DRAM")
         self._local = self._agent.prepare_local(self.binding.target.table, "DRAM")
+        eight_bytes = [np.array([[manifest.regions[0].address, 8, 0, 8, 1]], np.int64) for manifest in (source, target)]
+        self._remote_word = self._agent.prepare_remote(remote, eight_bytes[0], "DRAM")
+        self._local_word = self._agent.prepare_local(eight_bytes[1], "DRAM")
 
     def bind(self, source_ids: Int64s, target_ids: Int64s) -> Bound:
         """Compute the indices that kvflow would post for these blocks."""
@@ -58,8 +64,16 @@ class BareNixl:
 
     def read(self, bound: Bound) -> float:
         """Read once; return the seconds from making the request to its last byte."""
+        return self._read(self._local, bound.target_index, self._remote, bound.source_index)
+
+    def read_word(self) -> float:
+        """Read eight bytes, as a fence does; return seconds."""
+        first = np.zeros(1, np.int32)
+        return self._read(self._local_word, first, self._remote_word, first)
+
+    def _read(self, local: int, local_index: Int32s, remote: int, remote_index: Int32s) -> float:
         started = time.perf_counter()
-        handle = self._agent.make_read(self._local, bound.target_index, self._remote, bound.source_index)
+        handle = self._agent.make_read(local, local_index, remote, remote_index)
         done = self._agent.post(handle)
         while not done:
             if time.perf_counter() - started > SPIN_S:
@@ -72,6 +86,17 @@ class BareNixl:
     def close(self) -> None:
         """Destroy the agent."""
         self._agent.destroy()
+
+
+async def handed_over(work: Callable[[], object], thread: Executor) -> float:
+    """Have another thread do something, and be woken by it; return seconds.
+
+    With a bare read of the data and one of eight bytes, this is the least that any pull costs which keeps NIXL off
+    the event loop and fences what it has read.
+    """
+    started = time.perf_counter()
+    await asyncio.get_running_loop().run_in_executor(thread, work)
+    return time.perf_counter() - started
 
 
 def memcpy(nbytes: int) -> float:

@@ -38,6 +38,7 @@ class Session:
     ) -> None:
         self._offer = offer
         self._worker = worker
+        self._bare_first = False
         self.opened = opened
         self.cache = cache
         self.bare = bare
@@ -55,10 +56,13 @@ class Session:
         return time.perf_counter() - started, report
 
     async def paired(self, source_ids: Int64s, target_ids: Int64s) -> tuple[float, float, TransferReport]:
-        """Measure kvflow and bare NIXL on the same blocks, one after the other."""
+        """Measure kvflow and bare NIXL on the same blocks, in turns one or the other first."""
         (ticket,) = await self.offer(source_ids)
-        ours, report = await self.pull(ticket, target_ids)
-        return ours, self.bare.read(self.bare.bind(source_ids, target_ids)), report
+        bound = self.bare.bind(source_ids, target_ids)
+        self._bare_first = not self._bare_first
+        bare_s = self.bare.read(bound) if self._bare_first else 0.0
+        ours_s, report = await self.pull(ticket, target_ids)
+        return ours_s, bare_s or self.bare.read(bound), report
 
 
 @asynccontextmanager

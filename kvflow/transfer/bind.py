@@ -31,14 +31,12 @@ class Bound(Struct, frozen=True, eq=False):
         target_index: int32, shape (n,).
         cuts: int64: chunk ``c`` is ``[cuts[c], cuts[c + 1])``.
         nbytes: total bytes.
-        descriptors: how many remain after merging neighbours.
     """
 
     source_index: Int32s
     target_index: Int32s
     cuts: Int64s
     nbytes: int
-    descriptors: int
 
 
 class Rows:
@@ -130,6 +128,7 @@ class Binding:
         self.unit_descriptors = len(runs)
         self._nbytes = runs.nbytes
         self._dense = (self.source.stride == runs.nbytes) & (self.target.stride == runs.nbytes)
+        self._num_dense = int(np.count_nonzero(self._dense))
         run = np.arange(len(runs), dtype=np.int32)[:, None]
         self._source_first = run * np.int32(self.source.per_run)
         self._target_first = run * np.int32(self.target.per_run)
@@ -144,23 +143,26 @@ class Binding:
         """
         source = self.source.local(pairs.source).astype(np.int32)
         target = self.target.local(pairs.target).astype(np.int32)
-        follows = np.zeros(len(source), bool)
-        follows[1:] = (np.diff(source) == 1) & (np.diff(target) == 1)
-        breaks = int(len(source) - follows.sum())
-        num_dense = int(self._dense.sum())
+        nbytes, total = len(source) * self.unit_bytes, len(source) * self.unit_descriptors
+        if nbytes <= chunk_bytes and total <= chunk_descriptors:
+            cuts = np.array([0, total], np.int64)
+        else:
+            cuts = self._cuts(_follows(source, target), chunk_bytes, chunk_descriptors)
         return Bound(
             source_index=(self._source_first + source).ravel(),
             target_index=(self._target_first + target).ravel(),
-            cuts=self._cuts(follows, chunk_bytes, chunk_descriptors),
-            nbytes=len(source) * self.unit_bytes,
-            descriptors=num_dense * breaks + (len(self._nbytes) - num_dense) * len(source),
+            cuts=cuts,
+            nbytes=nbytes,
         )
+
+    def merged(self, pairs: UnitPairs) -> int:
+        """Return how many descriptors these pairs are once neighbours have merged; batches and chunks not counted."""
+        follows = _follows(self.source.local(pairs.source), self.target.local(pairs.target))
+        return len(follows) * self.unit_descriptors - int(np.count_nonzero(follows)) * self._num_dense
 
     def _cuts(self, follows: npt.NDArray[np.bool_], chunk_bytes: int, chunk_descriptors: int) -> Int64s:
         count = len(follows)
         total = len(self._nbytes) * count
-        if total <= chunk_descriptors and count * self.unit_bytes <= chunk_bytes:
-            return np.array([0, total], np.int64)
         starts = ~(self._dense[:, None] & follows)
         ends = np.cumsum(np.repeat(self._nbytes, count))
         merged = np.cumsum(starts.ravel())
@@ -173,3 +175,10 @@ class Binding:
             by_count = int(np.searchsorted(merged, int(merged[first]) - 1 + chunk_descriptors, side="right"))
             cuts.append(min(max(first + 1, min(by_bytes, by_count)), total))
         return np.array(cuts, np.int64)
+
+
+def _follows(source: npt.NDArray[np.integer], target: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
+    """Tell of each pair whether it lies right behind the one before it on both sides; of the first: False."""
+    follows = np.zeros(len(source), bool)
+    np.logical_and(source[1:] - source[:-1] == 1, target[1:] - target[:-1] == 1, out=follows[1:])
+    return follows

@@ -121,7 +121,9 @@ def pair_units(group: GroupPlan, source_ids: Int64s, target_ids: Int64s, *, num_
         )
     if not wanted.all():
         picked, target_units = picked[wanted], target_units[wanted]
-    order = np.argsort(picked, kind="stable")
+    if (picked[1:] > picked[:-1]).all():
+        return UnitPairs(picked, target_units)
+    order = np.argsort(picked)
     return UnitPairs(picked[order], target_units[order])
 
 

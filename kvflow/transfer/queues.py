@@ -68,6 +68,10 @@ class Batch:
     descriptors: int
     slices: list[tuple[int, Demand, int, int]]
 
+    def legs(self) -> tuple[int, ...]:
+        """Return the ids of the legs that it serves, each once."""
+        return tuple(dict.fromkeys(leg_id for leg_id, _, _, _ in self.slices))
+
 
 @dataclass(slots=True)
 class _Window:

@@ -16,12 +16,14 @@ class Demand(Struct, frozen=True, eq=False):
         pairs: at least one pair.
         unit_bytes: bytes of one pair.
         unit_descriptors: descriptors of one pair before merging.
+        descriptors: of all pairs, neighbours merged.
     """
 
     program_id: int
     pairs: UnitPairs
     unit_bytes: int
     unit_descriptors: int
+    descriptors: int
 
 
 class LegRequest(Struct, frozen=True, eq=False):
@@ -129,5 +131,5 @@ def join_pairs(parts: list[tuple[UnitPairs, int, int]]) -> UnitPairs:
         return UnitPairs(pairs.source[first:last], pairs.target[first:last])
     source: Int64s = np.concatenate([pairs.source[first:last] for pairs, first, last in parts])
     target: Int64s = np.concatenate([pairs.target[first:last] for pairs, first, last in parts])
-    order = np.argsort(source, kind="stable")
+    order = np.argsort(source)
     return UnitPairs(source[order], target[order])

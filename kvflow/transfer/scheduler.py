@@ -67,7 +67,6 @@ class _Pull:
     started_at: float | None = None
     arrived_at: float = 0.0
     failed: bool = False
-    descriptors: int = 0
     reads: int = 0
     posted_s: float = 0.0
     fence_s: float = 0.0
@@ -130,16 +129,14 @@ class Scheduler:
             self._enqueue(leg_id, leg, now)
         return self._pump(now)
 
-    def on_read_completed(self, read_id: int, *, descriptors: int, posted_s: float, now: float) -> list[Effect]:
+    def on_read_completed(self, read_id: int, *, posted_s: float, now: float) -> list[Effect]:
         """Note that every byte of a batch has arrived."""
         batch = self._land(read_id)
         self._progress[batch.peer] = now
         effects: list[Effect] = []
-        shares = _shares(batch, descriptors)
-        for leg_id, share in shares.items():
+        for leg_id in batch.legs():
             leg = self._legs[leg_id]
             leg.reads.discard(read_id)
-            leg.pull.descriptors += share
             leg.pull.posted_s += posted_s
             leg.pull.arrived_at = now
             if leg.state == "draining":
@@ -153,7 +150,7 @@ class Scheduler:
     def on_read_failed(self, read_id: int, *, code: str, detail: str, now: float) -> list[Effect]:
         """Note that a batch has ended early, and will not write any more."""
         batch = self._land(read_id)
-        legs = [self._legs[leg_id] for leg_id in dict.fromkeys(slice_[0] for slice_ in batch.slices)]
+        legs = [self._legs[leg_id] for leg_id in batch.legs()]
         for leg in legs:
             leg.reads.discard(read_id)
         effects: list[Effect] = []
@@ -259,7 +256,7 @@ class Scheduler:
     def _dispatch(self, batch: Batch, now: float) -> list[Effect]:
         read_id = self._new_id()
         self._flights[read_id] = _Flight(batch, now)
-        effects: list[Effect] = []
+        started: list[Effect] = []
         for leg_id, _, first, last in batch.slices:
             leg = self._legs[leg_id]
             pull = leg.pull
@@ -269,22 +266,20 @@ class Scheduler:
             if pull.started_at is None:
                 pull.started_at = now
                 queue_s = now - pull.submitted_at
-                effects.append(TransferStarted(pull.request.pull_id, pull.request.request_id, queue_s))
-        legs = dict.fromkeys(slice_[0] for slice_ in batch.slices)
+                started.append(TransferStarted(pull.request.pull_id, pull.request.request_id, queue_s))
+        legs = batch.legs()
         for leg_id in legs:
             self._legs[leg_id].pull.reads += 1
-        effects.append(
-            Dispatch(
-                read_id=read_id,
-                peer=batch.peer,
-                program_id=batch.program_id,
-                pairs=join_pairs([(demand.pairs, first, last) for _, demand, first, last in batch.slices]),
-                priority=batch.priority,
-                fences=tuple(self._fence(leg_id) for leg_id in legs if not self._legs[leg_id].waiting),
-                pull_ids=tuple(self._legs[leg_id].pull.request.pull_id for leg_id in legs),
-            )
+        dispatch = Dispatch(
+            read_id=read_id,
+            peer=batch.peer,
+            program_id=batch.program_id,
+            pairs=join_pairs([(demand.pairs, first, last) for _, demand, first, last in batch.slices]),
+            priority=batch.priority,
+            fences=tuple(self._fence(leg_id) for leg_id in legs if not self._legs[leg_id].waiting),
+            pull_ids=tuple(self._legs[leg_id].pull.request.pull_id for leg_id in legs),
         )
-        return effects
+        return [dispatch, *started]  # bytes before words
 
     def _fence(self, leg_id: int) -> EpochCheck:
         """Fence a leg whose last pair has just been dispatched, behind all its reads in flight."""
@@ -302,10 +297,11 @@ class Scheduler:
         request = pull.request
         self._forget(pull)
         assert pull.started_at is not None
+        demands = [part for leg in request.legs for part in leg.demands]
         report = TransferReport(
             request_id=request.request_id,
-            nbytes=_nbytes(request),
-            descriptors=pull.descriptors,
+            nbytes=sum(len(part.pairs.source) * part.unit_bytes for part in demands),
+            descriptors=sum(part.descriptors for part in demands),
             reads=pull.reads,
             timings_s={
                 "queue": pull.started_at - pull.submitted_at,
@@ -397,18 +393,3 @@ class Scheduler:
     def _new_id(self) -> int:
         self._next_id += 1
         return self._next_id
-
-
-def _shares(batch: Batch, descriptors: int) -> dict[int, int]:
-    """Divide a batch's descriptors among its legs by their part of the pairs; the first takes the rest."""
-    pairs: dict[int, int] = {}
-    for leg_id, _, first, last in batch.slices:
-        pairs[leg_id] = pairs.get(leg_id, 0) + last - first
-    total = sum(pairs.values())
-    shares = {leg_id: descriptors * count // total for leg_id, count in pairs.items()}
-    shares[next(iter(shares))] += descriptors - sum(shares.values())
-    return shares
-
-
-def _nbytes(request: PullRequest) -> int:
-    return sum(len(part.pairs.source) * part.unit_bytes for leg in request.legs for part in leg.demands)

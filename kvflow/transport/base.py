@@ -145,14 +145,12 @@ class ReadCompleted(Struct, frozen=True):
 
     Attributes:
         read_id: which read.
-        descriptors: how many the library saw after merging.
         posted_s: seconds spent in posting calls (on shared memory this is the copy).
         wire_s: seconds from the end of the first posting call to the observed completion, less ``posted_s``
             of later chunks; about zero on shared memory.
     """
 
     read_id: int
-    descriptors: int
     posted_s: float
     wire_s: float
 

@@ -35,6 +35,7 @@ class Rows(Struct, frozen=True, eq=False):
         dense: shape (rows,): True where neighbours touch, so that they may merge.
         count: descriptors of all rows together, in [1, ``INDEX_MAX``].
         nbytes_max: length of the longest descriptor.
+        uniform: whether all descriptors are of that length.
     """
 
     table: Int64s
@@ -42,6 +43,7 @@ class Rows(Struct, frozen=True, eq=False):
     dense: Flags
     count: int
     nbytes_max: int
+    uniform: bool
 
 
 class Run(Struct, frozen=True):
@@ -87,6 +89,7 @@ def check_rows(table: Int64s) -> Rows:
         dense=stride == nbytes,
         count=int(count.sum()),
         nbytes_max=int(nbytes.max()),
+        uniform=bool((nbytes == nbytes[0]).all()),
     )
 
 
@@ -107,11 +110,8 @@ def check_inside(rows: Rows, regions: Sequence[Region], memory: str) -> None:
         raise OutOfBounds(f"row {_first(~inside)} lies outside the registered {memory} regions")
 
 
-def check_read(read: Read, source: Rows, target: Rows) -> int:
+def check_read(read: Read, source: Rows, target: Rows) -> None:
     """Check a read's index arrays and cuts against the rows of its program.
-
-    Returns:
-        How many descriptors NIXL sees after merging, all chunks together.
 
     Raises:
         OutOfBounds: wrong dtype or shape, an index that no descriptor has, a pair of different lengths, cuts
@@ -129,15 +129,18 @@ def check_read(read: Read, source: Rows, target: Rows) -> int:
         raise OutOfBounds(f"cuts must be int64 and lead from 0 to {n}")
     if len(cuts) > 2 and (cuts[1:] <= cuts[:-1]).any():
         raise OutOfBounds("cuts do not ascend")
-    source_row, target_row = _row_of(source, read.source_index), _row_of(target, read.target_index)
-    nbytes = source.table[source_row, 1]
-    if (nbytes != target.table[target_row, 1]).any():
+    if source.nbytes_max * n > ADDRESS_MAX:
+        raise OutOfBounds(f"{n} descriptors of this program are more than an address can count")
+    if source.uniform and target.uniform:
+        differ, nbytes = source.nbytes_max != target.nbytes_max, n * source.nbytes_max
+    else:
+        lengths = source.table[_row_of(source, read.source_index), 1]
+        differ = bool((lengths != target.table[_row_of(target, read.target_index), 1]).any())
+        nbytes = int(lengths.sum())
+    if differ:
         raise OutOfBounds("source and target descriptors differ in length")
-    if source.nbytes_max * n > ADDRESS_MAX or nbytes.sum() != read.nbytes:
-        raise OutOfBounds(f"the descriptors do not hold {read.nbytes} bytes")
-    joins = _joins(source, read.source_index, source_row) & _joins(target, read.target_index, target_row)
-    joins[cuts[1:-1] - 1] = False
-    return n - int(np.count_nonzero(joins))
+    if nbytes != read.nbytes:
+        raise OutOfBounds(f"the descriptors hold {nbytes} bytes, not {read.nbytes}")
 
 
 def merge(source: Rows, source_index: Int32s, target: Rows, target_index: Int32s) -> list[Run]:

@@ -80,7 +80,6 @@ class _WaitingFence:
 @dataclass(slots=True, eq=False)
 class _OpenRead:
     read: Read
-    descriptors: int
     chunk_next: int = 0
     in_flight: int = 0
     doom: Reason | None = None
@@ -128,14 +127,14 @@ class Ledger:
         """Tell whether a peer was abandoned, or never opened, and has nothing in flight."""
         return peer not in self._lanes
 
-    def admit(self, read: Read, descriptors: int) -> Events:
-        """Take a checked read of an open peer; ``descriptors`` is how many there are after merging."""
+    def admit(self, read: Read) -> Events:
+        """Take a checked read of an open peer."""
         assert read.read_id not in self._reads, f"read id {read.read_id} is used twice"
         lane = self._lanes[read.peer]
         assert lane.closed is None
         after = {read_id for fence in read.fences for read_id in fence.after} & self._reads.keys()
         assert all(self._reads[read_id].read.peer == read.peer for read_id in after), "a fence spans two peers"
-        opened = _OpenRead(read, descriptors)
+        opened = _OpenRead(read)
         self._reads[read.read_id] = opened
         self._turns += 1
         heapq.heappush(lane.waiting, (read.priority, self._turns, opened))
@@ -269,7 +268,7 @@ class Ledger:
             del self._reads[read.read_id]
             return events
         del self._reads[read.read_id]
-        events = [ReadCompleted(read.read_id, opened.descriptors, opened.posted_s, max(0.0, now - opened.wire_from))]
+        events = [ReadCompleted(read.read_id, opened.posted_s, max(0.0, now - opened.wire_from))]
         for waiting in opened.fences:
             waiting.missing.remove(read.read_id)
             if not waiting.missing:

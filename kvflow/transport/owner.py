@@ -152,13 +152,13 @@ class Owner:
     def _admit(self, read: Read) -> None:
         try:
             program = self._program_of(read)
-            descriptors = check_read(read, program.source, program.target)
+            check_read(read, program.source, program.target)
         except MoveFailed as failure:
             self._emit(self._ledger.refuse(read, failure.reason))
         except OutOfBounds as error:
             self._emit(self._ledger.refuse(read, Reason("bounds", str(error))))
         else:
-            self._emit(self._ledger.admit(read, descriptors))
+            self._emit(self._ledger.admit(read))
 
     def _program_of(self, read: Read) -> Prepared:
         peer = self._peers.get(read.peer)

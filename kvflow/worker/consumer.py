@@ -161,10 +161,8 @@ class Consumer:
         """Feed what the data plane reports to whom it concerns."""
         now = self._clock()
         match event:
-            case ReadCompleted(read_id=read_id, descriptors=descriptors, posted_s=posted_s):
-                effects = self._scheduler.on_read_completed(
-                    read_id, descriptors=descriptors, posted_s=posted_s, now=now
-                )
+            case ReadCompleted(read_id=read_id, posted_s=posted_s):
+                effects = self._scheduler.on_read_completed(read_id, posted_s=posted_s, now=now)
             case ReadFailed(read_id=read_id, code=code, detail=detail):
                 effects = self._scheduler.on_read_failed(read_id, code=code, detail=detail, now=now)
             case FenceJudged(fence_id=fence_id, observed=observed, fence_s=fence_s):
@@ -187,10 +185,10 @@ class Consumer:
         """Drive deadlines, renewals and retries, for ever; costs nothing while no pull is open."""
         while True:
             await self._busy.wait()
+            await asyncio.sleep(TICK_S)  # first: a pull is most often over by then
             self._apply(self._scheduler.tick(self._clock()))
             if not self._scheduler.busy:
                 self._busy.clear()
-            await asyncio.sleep(TICK_S)
 
     def close(self) -> int:
         """Cancel every open pull and take no more; return how many there were."""
@@ -305,11 +303,12 @@ class Consumer:
         }
         report = msgspec.structs.replace(event.report, transport=self._transport.name, timings_s=timings)
         self._settle(event.pull_id)
-        # The caller's turn of the loop comes first, then the release and the record.
         if not pull.result.done():
             pull.result.set_result(report)
+        # The caller's turn of the loop comes first, then the record and the release.
+        record = partial(self._report, msgspec.structs.replace(event, report=report), **pull.context)
+        asyncio.get_running_loop().call_soon(record)
         self._release(tuple(pull.ticket.members()))
-        self._report(msgspec.structs.replace(event, report=report), **pull.context)
 
     def _on_failed(self, event: TransferFailed) -> None:
         pull = self._pulls[event.pull_id]

@@ -35,7 +35,9 @@ def demands_of(member: Member, peer: Peer, targets: Sequence[Int64s]) -> tuple[D
             num_tokens=grant.num_tokens[group.source_group],
         )
         if len(pairs.source):
-            demands.append(Demand(program_id, pairs, binding.unit_bytes, binding.unit_descriptors))
+            demands.append(
+                Demand(program_id, pairs, binding.unit_bytes, binding.unit_descriptors, binding.merged(pairs))
+            )
     return tuple(demands)
 
 

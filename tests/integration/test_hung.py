@@ -25,7 +25,7 @@ async def test_blocks_of_a_hung_read_are_refused_until_it_is_over(elsewhere, spa
     async with (
         sleepy.producing(LARGE) as producer,
         elsewhere.producing(FEW) as other,
-        consuming(LARGE, wire_s=0.5) as consumer,
+        consuming(LARGE, wire_s=2.0) as consumer,
     ):
         consumer.cache.backing.zero_()
         params = await producer.offer_as_is("r", BLOCKS, TOKENS)
@@ -61,7 +61,7 @@ async def test_blocks_of_a_hung_read_are_refused_until_it_is_over(elsewhere, spa
 
 async def test_a_hung_producer_that_was_never_met(spawn):
     sleepy = spawn()
-    async with sleepy.producing(Shape()) as producer, consuming(handshake_s=0.3) as consumer:
+    async with sleepy.producing(Shape()) as producer, consuming(handshake_s=2.0) as consumer:
         params = await producer.offer("r", [[0, 1], [2, 3]], 8)
         sleepy.stop()
         with pytest.raises(errors.DeadlineExceeded) as caught:

@@ -15,7 +15,7 @@ BLOCKS = [[0, 1], [2, 3]]
 
 @pytest.mark.both_loops
 async def test_every_outcome(world):
-    async with world.producing(lease_s=0.2) as producer, world.consuming() as consumer:
+    async with world.producing() as producer, world.consuming() as consumer:
         assert await producer.outcome("never offered") == "request_unknown"
 
         await consumer.pull(await producer.offer("pulled", BLOCKS, 8), BLOCKS)
@@ -29,7 +29,12 @@ async def test_every_outcome(world):
         assert await producer.revoke("revoked") is True
         assert await producer.revoke("revoked") is False
         assert await producer.outcome("revoked") == "revoked"
+        assert await producer.leases() == 0
 
+
+@pytest.mark.both_loops
+async def test_a_lease_that_ran_out(world):
+    async with world.producing(lease_s=0.2) as producer, world.consuming() as consumer:
         expired = await producer.offer("expired", BLOCKS, 8)
         assert await producer.outcome("expired") == "expired"
         with pytest.raises(errors.StaleLease):
@@ -56,7 +61,7 @@ async def test_whoever_waits_for_an_offer_is_told_of_its_end(near_world):
 
 
 async def test_closing_revokes_what_is_on_offer(near_world):
-    async with near_world.consuming(connect_s=0.3) as consumer:
+    async with near_world.consuming(connect_s=2.0) as consumer:
         async with near_world.producing() as producer:
             await consumer.pull(await producer.offer("met", BLOCKS, 8), BLOCKS)
             params = await producer.offer("r", BLOCKS, 8)

@@ -102,7 +102,7 @@ class World:
             nbytes, descriptors = PROGRAMS[program_id]
             pairs = UnitPairs(np.arange(count, dtype=np.int64), np.array(targets, np.int64))
             demands, numbers = by_peer.setdefault(peer_of(program_id), ([], {}))
-            demands.append(Demand(program_id, pairs, nbytes, descriptors))
+            demands.append(Demand(program_id, pairs, nbytes, descriptors, descriptors * len(pairs.source)))
             numbers |= dict.fromkeys(targets, program_id)
             self.owner |= dict.fromkeys(targets)
         requests = []
@@ -120,7 +120,7 @@ class World:
         """Let the bytes of a batch arrive."""
         self.flights.pop(read_id)
         self.landed.add(read_id)
-        self.apply(self.scheduler.on_read_completed(read_id, descriptors=3, posted_s=0.001, now=self.now))
+        self.apply(self.scheduler.on_read_completed(read_id, posted_s=0.001, now=self.now))
 
     def fail(self, read_id, code="transport_error"):
         """Let a batch end early."""
@@ -170,6 +170,8 @@ class World:
                     self.renewals.append((slot, self.now))
                 case _:
                     self._reported(effect)
+        for dispatch in (effect for effect in effects if isinstance(effect, Dispatch)):
+            assert all(TransferStarted in self.pulls[pull_id].kinds for pull_id in dispatch.pull_ids)
         self.check()
 
     def _dispatched(self, dispatch):
@@ -192,7 +194,6 @@ class World:
             assert leg.pull.live
             assert leg.peer == dispatch.peer
             assert leg.pull.request.priority >= dispatch.priority  # waiting makes it more urgent
-            assert TransferStarted in leg.pull.kinds
         fenced = {check.slot: check for check in dispatch.fences}
         assert {*fenced} == {leg.slot for leg in legs if not leg.waiting}
         for slot, check in fenced.items():

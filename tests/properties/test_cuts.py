@@ -70,7 +70,7 @@ def test_chunks_cover_everything_within_their_budgets(batch, chunk_bytes, chunk_
     assert [one[2] for one in source] == [one[2] for one in target]
     assert bound.nbytes == sum(one[2] for one in source) == len(pairs.source) * binding.unit_bytes
     assert len(source) == len(pairs.source) * binding.unit_descriptors
-    assert bound.descriptors == merged_count(source, target)
+    assert binding.merged(pairs) == merged_count(source, target)
 
     cuts = bound.cuts.tolist()
     assert (cuts[0], cuts[-1]) == (0, len(source))

@@ -1,5 +1,6 @@
 import asyncio
 import gc
+import socket
 import time
 
 import msgspec
@@ -22,7 +23,7 @@ from handshake.errors import (
 from handshake.events import ConnectionClosed, ConnectionFailed, PeerReady, ReleaseAnswered, ReleaseReceived
 from handshake.limits import Limits
 from handshake.messages import Bye, Hello, Ping, Publish, Refuse, Released, Welcome
-from handshake.sockets import DialledChannel, open_listener, running
+from handshake.sockets import DialledChannel, open_listener, resolve, running
 
 from .helpers import (
     ANSWERS,
@@ -45,6 +46,9 @@ from .processes import server_process
 
 SECRET = "a secret of the tests"
 PATIENT = Limits(connect_s=60, handshake_s=60)
+SHORT = Limits(connect_s=2)
+"""To be waited for, and still longer than this machine stands still between a refusal and its news."""
+
 DEAF = Limits(ping_interval_s=300, silence_s_max=600)
 
 
@@ -75,6 +79,7 @@ async def talk():
                 server.send(key, Released(leases=ANSWERS))
                 assert await answered.wait_of(ReleaseAnswered) == [ReleaseAnswered(leases=ANSWERS)]
                 assert [type(event) for (event,) in answered.seen] == [PeerReady, ReleaseAnswered]
+                await served.wait_of(PeerReady, 2)  # a client may be ready a moment before its server is
                 assert len(server.peers) == 2
             assert await client.wait_closed() == ConnectionClosed(reason="the client is leaving")
             assert await idle.wait_closed() == ConnectionClosed(reason="the client is leaving")
@@ -111,13 +116,13 @@ async def test_a_server_that_dies_within_the_handshake_is_not_taken_for_one_of_a
     listener = await asyncio.start_server(hang_up, "127.0.0.1", 0)
     async with listener:
         port = listener.sockets[0].getsockname()[1]
-        await fails_to_connect(f"tcp://127.0.0.1:{port}", ConnectionLost, limits=Limits(connect_s=0.5))
+        await fails_to_connect(f"tcp://127.0.0.1:{port}", ConnectionLost, limits=SHORT)
 
 
 async def test_nobody_listens():
     async with serving() as server:
         endpoint = server.endpoint
-    error = await fails_to_connect(endpoint, ConnectionLost, limits=Limits(connect_s=0.1))
+    error = await fails_to_connect(endpoint, ConnectionLost, limits=SHORT)
     assert endpoint in str(error)
 
 
@@ -133,7 +138,7 @@ async def test_an_attempt_that_comes_too_late_does_not_hide_why_the_earlier_one_
             dial(channel)
 
     monkeypatch.setattr(DialledChannel, "dial", dial_once)
-    await fails_to_connect(endpoint, ConnectionLost, limits=Limits(connect_s=0.2))
+    await fails_to_connect(endpoint, ConnectionLost, limits=SHORT)
     assert len(dialled) == 2
 
 
@@ -470,3 +475,28 @@ async def test_a_name_that_does_not_exist_is_a_peer_that_cannot_be_reached(monke
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", unknown)
     error = await fails_to_connect("tcp://gone.invalid:9", ConnectionLost)
     assert "cannot be looked up" in error.message
+
+
+async def test_a_look_up_that_comes_too_late_does_not_hide_why_the_earlier_attempt_failed(monkeypatch):
+    async with serving() as server:
+        port = server.endpoint.rpartition(":")[2]
+    asked = []
+
+    async def once(*_args, **_kwargs):
+        asked.append(None)
+        if len(asked) > 1:
+            await asyncio.Event().wait()
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", int(port)))]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", once)
+    await fails_to_connect(f"tcp://gone.invalid:{port}", ConnectionLost, limits=SHORT)
+    assert len(asked) == 2
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+async def test_an_address_needs_no_look_up(monkeypatch, host):
+    async def never(*_args, **_kwargs):
+        raise AssertionError("there is nothing to look up")
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", never)
+    assert await resolve(f"tcp://{host}:9") == f"tcp://{host}:9"

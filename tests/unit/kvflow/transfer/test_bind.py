@@ -25,7 +25,8 @@ def test_equal_blocks_are_one_row_and_neighbours_merge():
     assert binding.source.table.tolist() == [[0, page, 0, page, 4]]
     assert batch.source_index.tolist() == [0, 1, 3]
     assert batch.target_index.tolist() == [1, 2, 0]
-    assert (batch.descriptors, batch.nbytes, batch.cuts.tolist()) == (2, 3 * page, [0, 3])
+    assert binding.merged(unit_pairs([0, 1, 3], [1, 2, 0])) == 2
+    assert (batch.nbytes, batch.cuts.tolist()) == (3 * page, [0, 3])
     assert batch.source_index.dtype == batch.target_index.dtype == np.int32
 
 
@@ -35,8 +36,7 @@ def test_tokens_before_heads_let_units_share_a_row():
     target = manifest_of({"a": full(64)}, layout="BLNHC")
     binding = binding_of(plan_transfer(source, target), source, target)
     assert (len(binding.source.table), len(binding.target.table)) == (1, 1)
-    batch = binding.bind(unit_pairs([0, 1, 2, 3], [4, 5, 6, 7]), **NO_LIMIT)
-    assert batch.descriptors == 1
+    assert binding.merged(unit_pairs([0, 1, 2, 3], [4, 5, 6, 7])) == 1
 
 
 def test_heads_before_tokens_give_each_unit_a_row():
@@ -81,9 +81,9 @@ def test_cuts(budgets, cuts):
     specs = {"a": full()}
     cache = manifest_of(specs, num_blocks=10)
     binding = binding_of(plan_transfer(cache, cache), cache, cache)
-    batch = binding.bind(unit_pairs([0, 1, 3, 5, 6], [0, 1, 7, 3, 4]), **NO_LIMIT | budgets)
-    assert batch.cuts.tolist() == cuts
-    assert batch.descriptors == 3
+    pairs = unit_pairs([0, 1, 3, 5, 6], [0, 1, 7, 3, 4])
+    assert binding.bind(pairs, **NO_LIMIT | budgets).cuts.tolist() == cuts
+    assert binding.merged(pairs) == 3  # whatever the cuts
 
 
 def rows(*, num_runs, units, num_blocks, linear):

@@ -13,7 +13,7 @@ LIMITS = Limits(
 
 def piece(leg_id, count, *, program_id=1, nbytes=10, descriptors=1, queued_at=0.0):
     pairs = UnitPairs(np.arange(count), np.arange(count))
-    return Piece(leg_id, Demand(program_id, pairs, nbytes, descriptors), queued_at)
+    return Piece(leg_id, Demand(program_id, pairs, nbytes, descriptors, count * descriptors), queued_at)
 
 
 def cuts(queues, now=0.0):

@@ -21,9 +21,9 @@ BUDGETS = Budgets(queue_s=4.0, wire_s=3.0, fence_s=2.0)
 LIMITS = Limits(batch_bytes=100, batch_descriptors=100, peer_bytes=100, peer_descriptors=100, total_bytes=1000)
 
 
-def leg(peer="p", count=5, slot=0, first=0):
+def leg(peer="p", count=5, slot=0, first=0, descriptors=2):
     pairs = UnitPairs(np.arange(first, first + count), np.arange(first, first + count))
-    return LegRequest(peer, slot, EPOCH, 30.0, (Demand(1, pairs, 10, 1),))
+    return LegRequest(peer, slot, EPOCH, 30.0, (Demand(1, pairs, 10, 1, descriptors),))
 
 
 def pull(pull_id=1, *legs, priority=0):
@@ -45,7 +45,7 @@ def scheduler():
 
 
 def arrive(scheduler, dispatch, now=1.0):
-    return scheduler.on_read_completed(dispatch.read_id, descriptors=2, posted_s=0.25, now=now)
+    return scheduler.on_read_completed(dispatch.read_id, posted_s=0.25, now=now)
 
 
 def judged(scheduler, dispatch, observed=EPOCH, now=1.0):
@@ -54,7 +54,7 @@ def judged(scheduler, dispatch, observed=EPOCH, now=1.0):
 
 def test_a_pull_from_submission_to_report(scheduler):
     effects = scheduler.submit(pull(), 0.5)
-    assert kinds(effects) == [TransferStarted, Dispatch]
+    assert kinds(effects) == [Dispatch, TransferStarted]
     dispatch = only(Dispatch, effects)
     assert (dispatch.peer, dispatch.program_id, dispatch.pull_ids) == ("p", 1, (1,))
     (fence,) = dispatch.fences
@@ -316,17 +316,17 @@ def test_open_pulls_are_bounded_and_draining_ones_count():
         scheduler.submit(pull(2), 0.0)
     assert caught.value.limit == 1
     arrive(scheduler, dispatch)
-    assert kinds(scheduler.submit(pull(2), 1.0)) == [TransferStarted, Dispatch]
+    assert kinds(scheduler.submit(pull(2), 1.0)) == [Dispatch, TransferStarted]
 
 
-def test_descriptors_of_a_shared_batch_are_divided_by_pairs(scheduler):
-    first = only(Dispatch, scheduler.submit(pull(1, leg(count=10)), 0.0))
-    scheduler.submit(pull(2, leg(count=2, slot=2, first=20)), 0.0)
-    scheduler.submit(pull(3, leg(count=6, slot=3, first=30)), 0.0)
-    shared = only(Dispatch, arrive(scheduler, first))
-    scheduler.on_read_completed(shared.read_id, descriptors=5, posted_s=0.0, now=1.0)
+def test_descriptors_are_those_of_the_demands_however_they_travel(scheduler):
+    pulls = {1: leg(count=13, descriptors=4), 2: leg(count=2, slot=2, first=20, descriptors=1)}
+    effects = [effect for pull_id, each in pulls.items() for effect in scheduler.submit(pull(pull_id, each), 0.0)]
     counts = {}
-    for fence in shared.fences:
-        event = only(TransferCompleted, scheduler.on_fence_judged(fence.fence_id, observed=EPOCH, fence_s=0.0, now=1.0))
-        counts[event.pull_id] = event.report.descriptors
-    assert counts == {2: 2, 3: 3}
+    while dispatches := [effect for effect in effects if isinstance(effect, Dispatch)]:
+        effects = [effect for dispatch in dispatches for effect in arrive(scheduler, dispatch)]
+        for fence in (fence for dispatch in dispatches for fence in dispatch.fences):
+            judged_ = scheduler.on_fence_judged(fence.fence_id, observed=EPOCH, fence_s=0.0, now=1.0)
+            event = only(TransferCompleted, judged_)
+            counts[event.pull_id] = (event.report.descriptors, event.report.reads)
+    assert counts == {1: (4, 2), 2: (1, 1)}

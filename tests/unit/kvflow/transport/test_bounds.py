@@ -92,7 +92,7 @@ def test_merging_moves_the_same_bytes_in_the_fewest_runs(source, target, data):
     for first, stop in pairwise(cuts):
         part = slice(first, stop)
         merged.append(merge(checked[0], index[0][part], checked[1], index[1][part]))
-    assert check_read(read, *checked) == sum(map(len, merged))
+    check_read(read, *checked)
     places = [
         [address + k * stride for address, _, _, stride, count in table for k in range(count)] for table in tables
     ]

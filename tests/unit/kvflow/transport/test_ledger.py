@@ -77,7 +77,7 @@ class World:
         read = a_read(self.next_id, peer=peer, chunks=chunks, priority=priority, fences=fences)
         self.posted[read.read_id] = read
         if peer in self.open:
-            self.take_in(self.ledger.admit(read, chunks))
+            self.take_in(self.ledger.admit(read))
         else:
             self.take_in(self.ledger.refuse(read, LOST))
 
@@ -158,36 +158,36 @@ def test_whatever_the_order_each_read_and_fence_ends_once_and_fences_come_last(s
 def test_the_urgent_goes_first_and_equal_peers_take_turns():
     ledger = an_open_ledger("a", "b")
     for read_id, peer, chunks, priority in ((1, "a", 3, 0), (2, "b", 3, 0), (3, "a", 1, -1), (4, "b", 1, 1)):
-        ledger.admit(a_read(read_id, peer=peer, chunks=chunks, priority=priority), 1)
+        ledger.admit(a_read(read_id, peer=peer, chunks=chunks, priority=priority))
     works, _ = drain(ledger)
     assert names(works) == [(3, 0), (2, 0), (1, 0), (2, 1), (1, 1), (2, 2), (1, 2), (4, 0)]
 
 
 def test_a_hung_peer_stops_at_its_window_and_stops_nobody_else():
     ledger = an_open_ledger("hung", "well")
-    ledger.admit(a_read(1, peer="hung", chunks=100), 1)
+    ledger.admit(a_read(1, peer="hung", chunks=100))
     for _ in range(CHUNKS_IN_FLIGHT_MAX):
         assert ledger.take() is not None
     assert ledger.take() is None
-    ledger.admit(a_read(2, peer="well", chunks=5, priority=9), 1)
+    ledger.admit(a_read(2, peer="well", chunks=5, priority=9))
     assert len(drain(ledger)[0]) == 5
 
 
 def test_a_due_fence_is_posted_before_any_chunk():
     ledger = an_open_ledger()
-    ledger.admit(a_read(1, fences=(Fence(5, 0, 0, (1,)),)), 1)
-    ledger.admit(a_read(2, chunks=2, priority=-5), 1)
+    ledger.admit(a_read(1, fences=(Fence(5, 0, 0, (1,)),)))
+    ledger.admit(a_read(2, chunks=2, priority=-5))
     works, _ = drain(ledger)
     assert names(works) == [(2, 0), (2, 1), (1, 0), 5]
-    ledger.admit(a_read(3, fences=(Fence(6, 0, 0, (3,)),)), 1)
-    ledger.admit(a_read(4, chunks=3), 1)
+    ledger.admit(a_read(3, fences=(Fence(6, 0, 0, (3,)),)))
+    ledger.admit(a_read(4, chunks=3))
     works, _ = drain(ledger)
     assert names(works) == [(3, 0), 6, (4, 0), (4, 1), (4, 2)]
 
 
 def test_a_read_cancelled_in_flight_ends_when_its_last_chunk_does():
     ledger = an_open_ledger()
-    ledger.admit(a_read(1, chunks=3), 1)
+    ledger.admit(a_read(1, chunks=3))
     first, second = ledger.take(), ledger.take()
     assert ledger.cancel([1]) == []
     assert ledger.take() is None
@@ -198,7 +198,7 @@ def test_a_read_cancelled_in_flight_ends_when_its_last_chunk_does():
 
 def test_cancelling_a_read_that_is_all_posted_changes_nothing():
     ledger = an_open_ledger()
-    ledger.admit(a_read(1), 1)
+    ledger.admit(a_read(1))
     chunk = ledger.take()
     assert ledger.cancel([1]) == []
     assert isinstance(ledger.arrived(chunk, 0.0)[0], ReadCompleted)
@@ -207,22 +207,22 @@ def test_cancelling_a_read_that_is_all_posted_changes_nothing():
 def test_a_fence_on_a_read_that_failed_long_ago_tells_its_reason():
     ledger = an_open_ledger()
     ledger.refuse(a_read(1), Reason("bounds", "far out"))
-    assert ledger.admit(a_read(2, fences=(Fence(5, 0, 0, (1,)),)), 1) == [FenceFailed(5, "bounds", "far out")]
+    assert ledger.admit(a_read(2, fences=(Fence(5, 0, 0, (1,)),))) == [FenceFailed(5, "bounds", "far out")]
 
 
 def test_what_was_forgotten_counts_as_failed_never_as_complete():
     ledger = an_open_ledger()
-    ledger.admit(a_read(0), 1)
+    ledger.admit(a_read(0))
     drain(ledger)
     for read_id in range(1, ENDED_MAX + 1):
         ledger.refuse(a_read(read_id), LOST)
-    (event,) = ledger.admit(a_read(ENDED_MAX + 1, fences=(Fence(5, 0, 0, (0,)),)), 1)
+    (event,) = ledger.admit(a_read(ENDED_MAX + 1, fences=(Fence(5, 0, 0, (0,)),)))
     assert (type(event), event.code) == (FenceFailed, "transport_error")
 
 
 def test_an_abandoned_peer_is_drained_only_when_nothing_flies():
     ledger = an_open_ledger()
-    ledger.admit(a_read(1, fences=(Fence(5, 0, 0, (1,)),)), 1)
+    ledger.admit(a_read(1, fences=(Fence(5, 0, 0, (1,)),)))
     chunk = ledger.take()
     assert ledger.abandon("p", LOST) == [FenceFailed(5, "peer_lost", "gone")]
     assert not ledger.drained("p")
@@ -232,9 +232,9 @@ def test_an_abandoned_peer_is_drained_only_when_nothing_flies():
 
 def test_posting_time_and_wire_time_do_not_overlap():
     ledger = an_open_ledger()
-    ledger.admit(a_read(1, chunks=2), 17)
+    ledger.admit(a_read(1, chunks=2))
     first, second = ledger.take(), ledger.take()
     ledger.posted(first, 10.0, 11.0)
     ledger.posted(second, 11.0, 13.0)
     ledger.arrived(first, 14.0)
-    assert ledger.arrived(second, 18.0) == [ReadCompleted(1, 17, posted_s=3.0, wire_s=5.0)]
+    assert ledger.arrived(second, 18.0) == [ReadCompleted(1, posted_s=3.0, wire_s=5.0)]
