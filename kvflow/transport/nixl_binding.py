@@ -16,9 +16,9 @@ import numpy.typing as npt
 from kvflow.errors import TransportUnavailable
 from kvflow.layout.region import Region
 
-_PROGRESS_DELAY_US = 10_000
-"""How long the progress thread sleeps when no socket wakes it: 0.9 % of a core instead of 100 %, and no later,
-because whatever arrives wakes it."""
+_PROGRESS_DELAY_US = 50_000
+"""How long the progress thread sleeps when no socket wakes it: 0.2 % of a core instead of 100 %, and nothing is served
+later, because whatever arrives wakes it."""
 
 
 def load_binding() -> ModuleType:
