@@ -4,6 +4,7 @@ A spec is the model's, not the rank's: head counts are global. Everything derive
 comes from the spec and a ``Shard``, so that no size is typed in twice.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -11,11 +12,17 @@ import msgspec
 from msgspec import Meta, Struct
 
 from kvflow.errors import SpecInvalid
+from kvflow.layout.shards import Shard
 
 LAYER_NAME_MAX = 256
 """Characters of a layer name; Hugging Face module paths stay far below."""
 
+DIMS_MAX = 8
+"""Axes of one component; attention has three, and no state of today's models has more."""
+
 Positive = Annotated[int, Meta(ge=1, le=1 << 24)]
+Natural = Annotated[int, Meta(ge=0, le=1 << 24)]
+Role = Annotated[str, Meta(min_length=1, max_length=64)]
 DType = Literal["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8"]
 
 ITEM_BYTES: dict[str, int] = {
@@ -29,79 +36,224 @@ ITEM_BYTES: dict[str, int] = {
 }
 """Bytes of one element, by torch's name of the dtype."""
 
+NVFP4_GROUP = 16
+"""Elements that share one scale in nvfp4; two elements are packed into one byte."""
+
 
 class ComponentSpec(Struct, frozen=True):
     """One named tensor inside a page, before any shard or address.
 
     Attributes:
-        role: ``k`` or ``v``.
-        total_heads: heads of the whole model.
-        num_tokens: tokens in one block.
-        content_bytes: bytes of one head of one token.
+        role: ``k``, ``v``, ``latent``, ``k_scale``, a state's name, ...
         dtype: element type.
+        shape: of one block in the whole model, in elements: (heads, tokens, content), or a state's own.
+        shard_axis: axis along which ranks divide it; -1 if every rank holds it whole.
+        token_axis: axis of the block's tokens; -1 for a state, which a block holds once.
     """
 
     role: str
-    total_heads: int
-    num_tokens: int
-    content_bytes: int
     dtype: str
+    shape: tuple[int, ...]
+    shard_axis: int = 0
+    token_axis: int = 1
+
+    def held_shape(self, shard: Shard) -> tuple[int, ...]:
+        """Return the shape of the part that one rank holds."""
+        if self.shard_axis < 0:
+            return self.shape
+        count = shard.heads(self.shape[self.shard_axis]).count
+        return (*self.shape[: self.shard_axis], count, *self.shape[self.shard_axis + 1 :])
+
+    def nbytes(self, shard: Shard) -> int:
+        """Return the bytes of one block on one rank."""
+        return math.prod(self.held_shape(shard)) * ITEM_BYTES[self.dtype]
 
 
-class _Attention(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What every kind of attention with keys and values per head has in common.
+class _Spec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What every kind of cache has in common.
 
     Attributes:
         block_size: tokens in one block.
-        num_kv_heads: the model's number of KV heads, not the rank's.
-        head_size: elements of one head of one token.
-        dtype: torch's name of the element type.
+        kernel_block_size: tokens in one block of the attention kernel, a divisor of ``block_size``; 0 if the kernel
+            takes whole blocks. A page then holds its kernel blocks one after the other.
+        page_bytes: bytes of one page on one rank, padding included; None without padding.
     """
 
     block_size: Positive
-    num_kv_heads: Positive
-    head_size: Positive
-    dtype: DType
+    kernel_block_size: Natural = 0
+    page_bytes: Annotated[int, Meta(ge=1, le=1 << 40)] | None = None
+
+    @property
+    def kind(self) -> str:
+        """Name of the kind, as in ``Group.kind``."""
+        return str(self.__struct_config__.tag)
+
+    @property
+    def window(self) -> int:
+        """Tokens that the layer looks back at, or its chunk; 0 if it sees everything."""
+        return 0
+
+    @property
+    def kernel_tokens(self) -> int:
+        """Tokens that lie together: of a kernel block, or of the whole one."""
+        return self.kernel_block_size or self.block_size
 
     @property
     def components(self) -> tuple[ComponentSpec, ...]:
-        """The tensors inside one page, in the order in which they lie side by side."""
-        content_bytes = self.head_size * ITEM_BYTES[self.dtype]
-        return tuple(
-            ComponentSpec(role, self.num_kv_heads, self.block_size, content_bytes, self.dtype) for role in ("k", "v")
-        )
+        """The tensors inside one kernel block, in the order in which they lie side by side."""
+        raise NotImplementedError
+
+
+class _Attention(_Spec, frozen=True, kw_only=True):
+    """What every kind of attention with keys and values per head has in common.
+
+    Attributes:
+        num_kv_heads: the model's number of KV heads, not the rank's.
+        head_size: elements of one head of one token.
+        head_size_v: the same of the values, where it differs; 0 if it does not.
+        dtype: torch's name of the element type.
+        quantization: ``fp8_per_token_head``: one float32 scale per head and token; ``nvfp4``: two elements in a byte
+            (``dtype`` is then ``uint8``) and a float8 scale for every 16; None: no scales.
+    """
+
+    num_kv_heads: Positive
+    head_size: Positive
+    head_size_v: Natural = 0
+    dtype: DType
+    quantization: Literal["fp8_per_token_head", "nvfp4"] | None = None
+
+    @property
+    def components(self) -> tuple[ComponentSpec, ...]:
+        """Keys and values, each followed by its scales if it has any."""
+        parts: list[ComponentSpec] = []
+        for role, size in (("k", self.head_size), ("v", self.head_size_v or self.head_size)):
+            cells = [(role, self.dtype, size)]
+            if self.quantization == "fp8_per_token_head":
+                cells.append((f"{role}_scale", "float32", 1))
+            elif self.quantization == "nvfp4":
+                cells = [(role, "uint8", size // 2), (f"{role}_scale", "float8_e4m3fn", size // NVFP4_GROUP)]
+            parts += [
+                ComponentSpec(name, dtype, (self.num_kv_heads, self.kernel_tokens, content))
+                for name, dtype, content in cells
+            ]
+        return tuple(parts)
 
 
 class FullAttention(_Attention, frozen=True, kw_only=True, tag="full", tag_field="kind"):
     """A layer that attends to every earlier token."""
 
-    @property
-    def kind(self) -> str:
-        """Name of the kind, as in ``Group.kind``."""
-        return "full"
 
-    @property
-    def window(self) -> int:
-        """Zero: the layer attends to everything."""
-        return 0
+class CrossAttention(_Attention, frozen=True, kw_only=True, tag="cross", tag_field="kind"):
+    """A layer that attends to the tokens of an encoder; its blocks count those."""
 
 
 class SlidingWindow(_Attention, frozen=True, kw_only=True, tag="sliding", tag_field="kind"):
     """A layer that attends to the last ``window`` tokens, the current one included."""
 
-    window: Positive
+    # Overrides the property of every other kind.
+    window: Positive  # type: ignore[assignment]
+
+
+class ChunkedLocal(_Attention, frozen=True, kw_only=True, tag="chunked", tag_field="kind"):
+    """A layer that attends to the tokens of the current chunk of ``chunk`` tokens, counted from token 0."""
+
+    chunk: Positive
 
     @property
-    def kind(self) -> str:
-        """Name of the kind, as in ``Group.kind``."""
-        return "sliding"
+    def window(self) -> int:
+        """The chunk."""
+        return self.chunk
 
 
-CacheSpec = FullAttention | SlidingWindow
+class MLA(_Spec, frozen=True, kw_only=True, tag="mla", tag_field="kind"):
+    """A layer that keeps one compressed vector per token, shared by all heads, and whole on every rank.
+
+    Attributes:
+        head_size: elements of that vector; the part with the position among them, unless ``rope_size`` names it.
+        dtype: torch's name of the element type.
+        rope_size: elements of a separate part with the position; 0 without one.
+        rope_dtype: its element type, where it differs.
+        scale_bytes: bytes of scales per token behind them, for quantised vectors; 0 without.
+        sliding_window: tokens that the layer looks back at; 0 if it sees everything.
+    """
+
+    head_size: Positive
+    dtype: DType
+    rope_size: Natural = 0
+    rope_dtype: DType | None = None
+    scale_bytes: Natural = 0
+    sliding_window: Natural = 0
+
+    @property
+    def window(self) -> int:
+        """As ``sliding_window``."""
+        return self.sliding_window
+
+    @property
+    def components(self) -> tuple[ComponentSpec, ...]:
+        """The vector, its part with the position, and its scales, as far as they are there."""
+        cells = [
+            ("latent", self.dtype, self.head_size),
+            ("rope", self.rope_dtype or self.dtype, self.rope_size),
+            ("scale", "uint8", self.scale_bytes),
+        ]
+        return tuple(
+            ComponentSpec(role, dtype, (1, self.kernel_tokens, content)) for role, dtype, content in cells if content
+        )
+
+
+class State(Struct, frozen=True, forbid_unknown_fields=True):
+    """One tensor of a recurrent layer's state.
+
+    Attributes:
+        name: its role: ``conv_x``, ``conv_B``, ``conv_C``, ``ssm``, ...
+        shape: in the whole model, in elements, in the order in which it lies in memory.
+        dtype: torch's name of the element type.
+        shard_axis: axis that tensor parallelism divides as it divides heads; None if every rank holds it whole.
+    """
+
+    name: Role
+    shape: Annotated[tuple[Positive, ...], Meta(min_length=1, max_length=DIMS_MAX)]
+    dtype: DType
+    shard_axis: Annotated[int, Meta(ge=0, le=DIMS_MAX - 1)] | None = 0
+
+
+class Mamba(_Spec, frozen=True, kw_only=True, tag="mamba", tag_field="kind"):
+    """A recurrent layer: Mamba 1, Mamba 2, gated delta net. A block holds one copy of its state.
+
+    Attributes:
+        states: in the order in which they lie in a page.
+    """
+
+    states: Annotated[tuple[State, ...], Meta(min_length=1, max_length=32)]
+
+    @property
+    def components(self) -> tuple[ComponentSpec, ...]:
+        """The states."""
+        return tuple(
+            ComponentSpec(
+                state.name, state.dtype, state.shape, -1 if state.shard_axis is None else state.shard_axis, -1
+            )
+            for state in self.states
+        )
+
+
+class Opaque(_Spec, frozen=True, kw_only=True, tag="opaque", tag_field="kind"):
+    """A layer of a kind that is not known here: ``nbytes`` per block that every rank holds whole, moved as they are."""
+
+    nbytes: Annotated[int, Meta(ge=1, le=1 << 40)]
+
+    @property
+    def components(self) -> tuple[ComponentSpec, ...]:
+        """All bytes of the page."""
+        return (ComponentSpec("page", "uint8", (self.nbytes,), -1, -1),)
+
+
+CacheSpec = FullAttention | SlidingWindow | ChunkedLocal | CrossAttention | MLA | Mamba | Opaque
 
 
 def validate_specs(specs: Mapping[Any, Any]) -> None:
-    """Check every field of every spec against its declared bounds.
+    """Check every field of every spec against its declared bounds, and those that must fit each other.
 
     A ``Struct`` checks its fields when it is decoded, not when it is constructed; this closes that gap.
 
@@ -119,3 +271,33 @@ def validate_specs(specs: Mapping[Any, Any]) -> None:
             msgspec.convert(msgspec.to_builtins(spec), type=type(spec))
         except msgspec.ValidationError as error:
             raise SpecInvalid(f"{name}: {error}") from error
+        problem = _problem(spec)
+        if problem:
+            raise SpecInvalid(f"{name}: {problem}")
+
+
+def _problem(spec: CacheSpec) -> str:
+    """Say in words which fields of a spec do not fit each other; empty if they all do."""
+    if spec.block_size % spec.kernel_tokens:
+        return f"kernel_block_size {spec.kernel_block_size} does not divide block_size {spec.block_size}"
+    match spec:
+        case FullAttention() | SlidingWindow() | ChunkedLocal() | CrossAttention() if spec.quantization == "nvfp4":
+            if spec.dtype != "uint8":
+                return f"dtype is {spec.dtype}; nvfp4 is kept as uint8, two elements in a byte"
+            if spec.head_size % NVFP4_GROUP or spec.head_size_v % NVFP4_GROUP:
+                return f"head_size {spec.head_size} is not a multiple of {NVFP4_GROUP}, the elements of one scale"
+        case FullAttention() | SlidingWindow() | ChunkedLocal() | CrossAttention() if spec.quantization is not None:
+            if ITEM_BYTES[spec.dtype] != 1:
+                return f"dtype is {spec.dtype}; {spec.quantization} needs one of one byte"
+        case Mamba():
+            names = [state.name for state in spec.states]
+            if len(set(names)) != len(names):
+                return f"states {names} are not all named differently"
+            if spec.kernel_block_size:
+                return "kernel_block_size has no meaning for a state"
+            for state in spec.states:
+                if state.shard_axis is not None and state.shard_axis >= len(state.shape):
+                    return f"state {state.name!r}: shard_axis {state.shard_axis} is not an axis of {state.shape}"
+        case _:
+            pass
+    return ""
