@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
-SOURCES := kvflow handshake tests
+SOURCES := kvflow handshake tests docker
 TEXTS := $(SOURCES) docs README.md CHANGELOG.md Makefile pyproject.toml
 
 .DEFAULT_GOAL := help

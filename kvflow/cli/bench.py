@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import socket
 import sys
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,9 @@ BENCHMARKS = {
 }
 """Name -> rounds unless told otherwise, and what it measures."""
 
+CONNECT_S = 10.0
+"""How long a source elsewhere may take to accept. A network that drops packets would have us wait for minutes."""
+
 
 def add_parser(commands: "Subparsers") -> None:
     """Add ``bench`` to the command line."""
@@ -30,6 +34,7 @@ def add_parser(commands: "Subparsers") -> None:
         if name == "pull":
             kind.add_argument(
                 "--source",
+                type=_address,
                 metavar="HOST:PORT",
                 help="a source that runs already: python -m kvflow.bench.source --listen HOST:PORT",
             )
@@ -37,7 +42,13 @@ def add_parser(commands: "Subparsers") -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run one benchmark and print its tables."""
+    """Run one benchmark and print its tables; 1 if the source that ``--source`` names cannot be reached."""
+    source = options.source if options.benchmark == "pull" else None
+    # Asked before torch and NIXL are loaded, which takes seconds.
+    if source is not None and (reason := _why_unreachable(source)):
+        remedy = "start one with python -m kvflow.bench.source --listen HOST:PORT"
+        print(f"no source at {source}: {reason}; {remedy}", file=sys.stderr)
+        return 1
     # Loaded here, so that other commands and --help wait for neither torch nor NIXL.
     import msgspec  # noqa: PLC0415
     import uvloop  # noqa: PLC0415
@@ -46,12 +57,29 @@ def run(options: argparse.Namespace) -> int:
 
     about = header()
     benchmark = importlib.import_module(f"kvflow.bench.{options.benchmark}")
-    elsewhere = [options.source] if options.benchmark == "pull" else []
+    elsewhere = [source] if options.benchmark == "pull" else []
     tables = uvloop.run(benchmark.run(options.rounds, options.seed, _show_progress, *elsewhere))
     _show_progress("")
     result = Result(name=options.benchmark, header=about, tables=tables)
     print(msgspec.json.encode(result).decode() if options.json else result)
     return 0
+
+
+def _address(text: str) -> str:
+    host, _, port = text.rpartition(":")
+    if not (host and port.isdecimal() and 0 < int(port) < 1 << 16):
+        raise argparse.ArgumentTypeError(f"{text!r} is not host:port with a port from 1 to 65535")
+    return text
+
+
+def _why_unreachable(address: str) -> str:
+    """Connect to ``host:port`` once and hang up, which a source takes no notice of; return what failed, or nothing."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
+    except (OSError, UnicodeError) as error:  # a name that no resolver would take is a UnicodeError
+        return str(error)
+    return ""
 
 
 def _show_progress(text: str) -> None:
