@@ -144,6 +144,6 @@ def _table(half_page: int, rows: list[tuple[object, ...]], rounds: int) -> Table
         rows=tuple(rows),
         notes=(
             "of bare: bare NIXL's time over ours.",
-            "x per-layer: how many times faster than per-layer; bare x: the same of bare NIXL, which is the most there is.",
+            "x per-layer: how many times faster than per-layer; bare x: the same of bare NIXL, the most there is.",
         ),
     )

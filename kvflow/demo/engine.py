@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 
@@ -40,7 +40,8 @@ class Engine:
         self.pool = BlockPool(num_blocks, seed)
         self._executor = executor
         self._model = Model(shape)
-        self._pages = {name: PagedKV(view, shape.head_size) for name, view in self.cache.views.items()}
+        views = cast("dict[str, torch.Tensor]", self.cache.views)  # attention only
+        self._pages = {name: PagedKV(view, shape.head_size) for name, view in views.items()}
 
     async def prefill(self, table: BlockTable, prompt: bytes) -> int:
         """Compute a prompt and return the first token; its keys and values are in the cache then."""

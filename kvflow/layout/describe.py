@@ -1,13 +1,16 @@
 """From specs, groups and a layout to a manifest, without touching memory."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 
+import msgspec
 from msgspec import Struct
 
 from kvflow.errors import SpecInvalid
-from kvflow.layout.groups import Group, check_groups, require_one_page_size
+from kvflow.layout.groups import Group, check_groups
 from kvflow.layout.manifest import Layer, Manifest, ManifestGroup
-from kvflow.layout.placement import Placement, page_bytes, place
+from kvflow.layout.pages import has_tokens, item_alignment, page_bytes, round_up
+from kvflow.layout.placement import PlacedLayer, Pool, axes_of, place_alone, place_row, row_bytes
 from kvflow.layout.region import Region
 from kvflow.layout.shards import Shard
 from kvflow.layout.specs import CacheSpec, validate_specs
@@ -18,16 +21,20 @@ class CachePlan(Struct, frozen=True):
 
     Attributes:
         groups: in the order in which block ids are given.
-        placements: layer name -> strides and offset.
+        specs: layer name -> spec, with the block size and the padding of its group.
+        layers: layer name -> components and views.
         bytes_per_block: of the backing allocation, all groups overlaid.
         num_blocks: blocks in the pool.
+        packed: whether a block of one group is one row.
         shard: the rank.
     """
 
     groups: tuple[Group, ...]
-    placements: dict[str, Placement]
+    specs: dict[str, CacheSpec]
+    layers: dict[str, PlacedLayer]
     bytes_per_block: int
     num_blocks: int
+    packed: bool
     shard: Shard
 
     @property
@@ -35,20 +42,34 @@ class CachePlan(Struct, frozen=True):
         """Bytes of the backing allocation."""
         return self.num_blocks * self.bytes_per_block
 
-    def manifest(self, specs: Mapping[str, CacheSpec], region: Region) -> Manifest:
+    def manifest(self, region: Region) -> Manifest:
         """Return the manifest of this cache once it lies in ``region``."""
-        groups = tuple(
-            ManifestGroup(
-                kind=group.kind,
-                block_size=group.block_size,
-                window=group.window,
-                layers=tuple(
-                    Layer(name, self.placements[name].components(specs[name], self.shard)) for name in group.layers
-                ),
-            )
-            for group in self.groups
-        )
+        groups = tuple(manifest_group(group, self.specs, self.layers) for group in self.groups)
         return Manifest(self.num_blocks, (region,), groups)
+
+
+def manifest_group(group: Group, specs: Mapping[str, CacheSpec], layers: Mapping[str, PlacedLayer]) -> ManifestGroup:
+    """Return what a manifest says of one group."""
+    return ManifestGroup(
+        kind=group.kind,
+        block_size=group.block_size,
+        layers=tuple(
+            Layer(name, specs[name].kind, specs[name].window, layers[name].components) for name in group.layers
+        ),
+    )
+
+
+def fitted_specs(specs: Mapping[str, CacheSpec], groups: Sequence[Group]) -> dict[str, CacheSpec]:
+    """Return the specs in model order, each with the block size and the padded page of its group."""
+    group_of = {name: group for group in groups for name in group.layers}
+    return {
+        name: msgspec.structs.replace(
+            spec,
+            block_size=group_of[name].block_size if has_tokens(spec) else spec.block_size,
+            page_bytes=group_of[name].page_bytes or spec.page_bytes,
+        )
+        for name, spec in specs.items()
+    }
 
 
 def plan_cache(
@@ -60,35 +81,72 @@ def plan_cache(
     shard: Shard,
     num_blocks: int | None = None,
     memory_bytes: int | None = None,
+    apart: Collection[str] = (),
+    alignment: int = 1,
 ) -> CachePlan:
-    """Place every layer in one backing allocation: layers of different groups at one position alias.
+    """Place every layer in one backing allocation: layers of different groups alias.
 
-    Exactly one of ``num_blocks`` and ``memory_bytes`` is given.
+    In a packed layout they share rows, in others the tensors of their positions. Exactly one of ``num_blocks`` and
+    ``memory_bytes`` is given.
+
+    Args:
+        specs: layer name -> spec.
+        groups: a partition of the layers.
+        layout: one of ``LAYOUTS``.
+        kv: one of ``KV_FORMS``.
+        shard: the rank.
+        num_blocks: blocks in the pool.
+        memory_bytes: budget of the backing allocation.
+        apart: layers that get a tensor of their own also in a packed layout, and share it with none.
+        alignment: bytes that the stride of a row, or of a tensor's blocks, is a multiple of.
 
     Raises:
         SpecInvalid: a spec, the groups, the layout or the budget cannot be used.
     """
     validate_specs(specs)
     check_groups(specs, groups)
-    require_one_page_size(specs, layout, shard)
-    page = page_bytes(next(iter(specs.values())), shard)
-    num_positions = max(len(group.layers) for group in groups)
-    bytes_per_block = page * num_positions
-    num_blocks = _budget(num_blocks, memory_bytes, bytes_per_block)
-    placements = {
-        name: place(
-            specs[name],
-            position=position,
-            num_positions=num_positions,
-            num_blocks=num_blocks,
-            layout=layout,
-            kv=kv,
-            shard=shard,
-        )
-        for group in groups
-        for position, name in enumerate(group.layers)
+    axes = axes_of(layout, kv)
+    unknown = sorted(set(apart) - set(specs))
+    if unknown:
+        raise SpecInvalid(f"apart names layers that are not there: {unknown[:5]}")
+    fitted = fitted_specs(specs, groups)
+    shared = [[name for name in group.layers if name not in apart] for group in groups]
+    heights = _heights(fitted, shared, Pool(1, shard, axes), alignment)
+    slots = [round_up(_slot_bytes(fitted[name], shard), alignment) for name in apart]
+    num_blocks = _budget(num_blocks, memory_bytes, sum(heights) + sum(slots))
+    layers = _place_shared(fitted, shared, Pool(num_blocks, shard, axes), heights)
+    alone = Pool(num_blocks, shard, axes_of("LBHNC" if axes.index("H") < axes.index("N") else "LBNHC", kv))
+    for index, name in enumerate(apart):
+        offset = num_blocks * (sum(heights) + sum(slots[:index]))
+        layers[name] = place_alone(fitted[name], alone, offset, slots[index])
+    return CachePlan(tuple(groups), fitted, layers, sum(heights) + sum(slots), num_blocks, axes[0] == "B", shard)
+
+
+def _heights(specs: Mapping[str, CacheSpec], shared: Sequence[Sequence[str]], pool: Pool, alignment: int) -> list[int]:
+    """Return the bytes of one block in each tensor that the groups share: of the row, or of one page per position."""
+    if pool.packed:
+        items = math.lcm(alignment, *(item_alignment(spec) for spec in specs.values()))
+        return [round_up(max(row_bytes(specs, names, pool) for names in shared), items)]
+    columns = [[names[at] for names in shared if at < len(names)] for at in range(max(map(len, shared)))]
+    return [round_up(max(_slot_bytes(specs[name], pool.shard) for name in column), alignment) for column in columns]
+
+
+def _place_shared(
+    specs: Mapping[str, CacheSpec], shared: Sequence[Sequence[str]], pool: Pool, heights: Sequence[int]
+) -> dict[str, PlacedLayer]:
+    """Place layers of different groups over each other: in one row, or position by position."""
+    if pool.packed:
+        rows = [place_row(specs, names, pool, heights[0]) for names in shared]
+        return {name: placed for row in rows for name, placed in row.items()}
+    return {
+        name: place_alone(specs[name], pool, pool.num_blocks * sum(heights[:at]), heights[at])
+        for names in shared
+        for at, name in enumerate(names)
     }
-    return CachePlan(tuple(groups), placements, bytes_per_block, num_blocks, shard)
+
+
+def _slot_bytes(spec: CacheSpec, shard: Shard) -> int:
+    return round_up(page_bytes(spec, shard), item_alignment(spec))
 
 
 def _budget(num_blocks: int | None, memory_bytes: int | None, bytes_per_block: int) -> int:

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from kvflow.errors import SpecInvalid
-from kvflow.layout.placement import Component
+from kvflow.layout.component import Component
 from kvflow.layout.region import ADDRESS_MAX, Region
 from kvflow.layout.specs import LAYER_NAME_MAX
 
@@ -26,10 +26,19 @@ COMPONENTS_MAX = 64
 GROUPS_MAX = 256
 
 
-class Layer(Struct, frozen=True):
-    """One layer's components in one group."""
+class Layer(Struct, frozen=True, array_like=True):
+    """One layer's components in one group.
+
+    Attributes:
+        name: as the model names it; what peers match layers by.
+        kind: of its cache, as the spec's.
+        window: tokens that it looks back at, or its chunk; 0 if it sees everything.
+        components: at least one; all have tokens, or all are states.
+    """
 
     name: Annotated[str, Meta(min_length=1, max_length=LAYER_NAME_MAX)]
+    kind: Annotated[str, Meta(min_length=1, max_length=32)]
+    window: Annotated[int, Meta(ge=0, le=1 << 40)]
     components: Annotated[tuple[Component, ...], Meta(min_length=1, max_length=COMPONENTS_MAX)]
 
 
@@ -37,16 +46,24 @@ class ManifestGroup(Struct, frozen=True):
     """Layers that share a block table, with where their bytes are.
 
     Attributes:
-        kind: ``full`` or ``sliding``.
+        kind: of its layers, or ``mixed``.
         block_size: tokens in one block.
-        window: tokens that a sliding window sees; 0 for full attention.
         layers: in the order of their positions.
     """
 
     kind: Annotated[str, Meta(min_length=1, max_length=32)]
     block_size: Annotated[int, Meta(ge=1, le=1 << 24)]
-    window: Annotated[int, Meta(ge=0, le=1 << 24)]
     layers: Annotated[tuple[Layer, ...], Meta(min_length=1, max_length=LAYERS_MAX)]
+
+    @property
+    def kernel_tokens(self) -> int:
+        """Tokens of one kernel block; 0 if the group keeps states."""
+        return self.layers[0].components[0].num_tokens
+
+    @property
+    def kernel_blocks(self) -> int:
+        """Kernel blocks of one block."""
+        return self.block_size // self.kernel_tokens if self.kernel_tokens else 1
 
 
 class Manifest(Struct, frozen=True):
@@ -87,15 +104,24 @@ class Manifest(Struct, frozen=True):
     def _check_component(self, path: str, group: ManifestGroup, component: Component) -> None:
         if component.region >= len(self.regions):
             raise SpecInvalid(f"{path}: region {component.region} does not exist")
-        if component.num_tokens != group.block_size:
-            raise SpecInvalid(f"{path}: {component.num_tokens} tokens in blocks of {group.block_size}")
-        if component.first_head + component.num_heads > component.total_heads:
+        axes = len(component.extents)
+        if len(component.strides) != axes or component.shard_axis >= axes or component.token_axis >= axes:
+            raise SpecInvalid(f"{path}: {axes} extents, {len(component.strides)} strides and its axes do not fit")
+        if component.shard_axis == component.token_axis >= 0:
+            raise SpecInvalid(f"{path}: tokens are not what ranks divide")
+        if component.num_tokens != group.kernel_tokens:
+            raise SpecInvalid(f"{path}: {component.num_tokens} tokens in kernel blocks of {group.kernel_tokens}")
+        if component.num_tokens and group.block_size % component.num_tokens:
+            raise SpecInvalid(f"{path}: {component.num_tokens} tokens do not divide blocks of {group.block_size}")
+        if component.first + component.held.count > component.total:
             raise SpecInvalid(f"{path}: holds {component.held}, which is out of range")
-        if component.num_tokens * component.token_stride > ADDRESS_MAX:
-            raise SpecInvalid(f"{path}: a block spans {component.num_tokens} tokens of {component.token_stride} bytes")
-        extent, nbytes = component.extent(self.num_blocks), self.regions[component.region].nbytes
-        if extent > nbytes:
-            raise SpecInvalid(f"{path}: reaches byte {extent} of a region of {nbytes}")
+        if component.nbytes > ADDRESS_MAX or component.num_tokens * _token_stride(component) > ADDRESS_MAX:
+            raise SpecInvalid(f"{path}: {component.extents} elements {component.strides} bytes apart are too many")
+        if component.kernel_stride * group.kernel_blocks > ADDRESS_MAX:
+            raise SpecInvalid(f"{path}: {group.kernel_blocks} kernel blocks of {component.kernel_stride} bytes")
+        end, nbytes = component.end(self.num_blocks, group.kernel_blocks), self.regions[component.region].nbytes
+        if end > nbytes:
+            raise SpecInvalid(f"{path}: reaches byte {end} of a region of {nbytes}")
 
     def geometry_digest(self) -> bytes:
         """Digest everything the planner reads: equal digests have equal plans, whatever the addresses."""
@@ -107,18 +133,30 @@ class Manifest(Struct, frozen=True):
         rows = sorted(
             (
                 layer.name,
-                group.kind,
-                group.window,
+                layer.kind,
+                layer.window,
                 part.role,
                 part.dtype,
-                part.content_bytes,
-                part.total_heads,
+                canonical_shape(part),
             )
             for group in self.groups
             for layer in group.layers
             for part in layer.components
         )
         return _digest(rows)
+
+
+def canonical_shape(component: Component) -> tuple[int, ...]:
+    """Return the component's extents in the whole model, its tokens left out: what must agree between peers."""
+    return tuple(
+        component.total if axis == component.shard_axis else extent
+        for axis, extent in enumerate(component.extents)
+        if axis != component.token_axis
+    )
+
+
+def _token_stride(component: Component) -> int:
+    return component.strides[component.token_axis] if component.token_axis >= 0 else 0
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -151,7 +189,7 @@ def alias_classes(manifest: Manifest) -> tuple[int, ...]:
 
 def _span(group: ManifestGroup) -> set[tuple[int, int, int]]:
     return {
-        (component.region, component.offset, component.extent(1))
+        (component.region, component.offset, component.end(1, group.kernel_blocks))
         for layer in group.layers
         for component in layer.components
     }

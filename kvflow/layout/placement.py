@@ -1,4 +1,4 @@
-"""Where each component lies in one backing allocation: strides by the order of axes.
+"""Where the layers of one group lie in a row or a tensor: strides by the order of axes.
 
 A layout is an order of axes, outermost first: ``L`` layers, ``B`` blocks, ``H`` heads, ``N`` tokens, and
 ``K`` the pair of keys and values, which lies right before the content (``kv="content"``: one head of one
@@ -6,13 +6,24 @@ token has K and V side by side) or further out (``kv="split"``). Strides are run
 order, innermost first. That is all a layout is; nothing outside this module knows their names.
 """
 
-from typing import Annotated
+from collections.abc import Mapping, Sequence
 
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from kvflow.errors import SpecInvalid
-from kvflow.layout.shards import Held, Shard
-from kvflow.layout.specs import CacheSpec
+from kvflow.layout.component import Component
+from kvflow.layout.pages import (
+    beside,
+    has_tokens,
+    item_alignment,
+    kernel_page_bytes,
+    page_bytes,
+    planes,
+    round_up,
+    states,
+)
+from kvflow.layout.shards import Shard
+from kvflow.layout.specs import ITEM_BYTES, CacheSpec, ComponentSpec
 
 AXIS_ORDERS: dict[tuple[str, str], str] = {
     ("LBNHC", "content"): "LBNHK",
@@ -31,137 +42,271 @@ AXIS_ORDERS: dict[tuple[str, str], str] = {
 LAYOUTS = tuple(dict.fromkeys(layout for layout, _ in AXIS_ORDERS))
 KV_FORMS = ("content", "split")
 
-Extent = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
-Count = Annotated[int, Meta(ge=1, le=1 << 31)]
+
+class View(Struct, frozen=True):
+    """A tensor as an attention backend wants it: strides and offset in bytes of the backing allocation."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
 
 
-class Component(Struct, frozen=True):
-    """One named tensor inside the pages of one layer, as an affine map from coordinates to bytes.
-
-    Content byte ``c`` of token ``t`` of held head ``h`` of block ``b`` lies at
-    ``offset + b * block_stride + h * head_stride + t * token_stride + c`` of its region.
+class PlacedLayer(Struct, frozen=True):
+    """One layer in the backing allocation, which is region 0.
 
     Attributes:
-        role: ``k`` or ``v``.
-        dtype: element type.
-        first_head: global number of the first head held here.
-        num_heads: heads held here.
-        total_heads: heads of the whole model.
-        num_tokens: tokens in one block.
-        content_bytes: bytes of one head of one token, contiguous.
-        region: index into the manifest's regions.
-        offset: bytes from the start of the region to block 0.
-        block_stride: bytes.
-        head_stride: bytes.
-        token_stride: bytes.
+        components: as the manifest names them.
+        views: one tensor, or one per state, or keys and values apart where their sizes differ.
     """
 
-    role: Annotated[str, Meta(min_length=1, max_length=64)]
-    dtype: Annotated[str, Meta(min_length=1, max_length=32)]
-    first_head: Extent
-    num_heads: Count
-    total_heads: Count
-    num_tokens: Count
-    content_bytes: Count
-    region: Annotated[int, Meta(ge=0, le=1 << 16)]
-    offset: Extent
-    block_stride: Extent
-    head_stride: Extent
-    token_stride: Extent
+    components: tuple[Component, ...]
+    views: tuple[View, ...]
+
+
+class Pool(Struct, frozen=True):
+    """What all layers of one allocation share."""
+
+    num_blocks: int
+    shard: Shard
+    axes: str
 
     @property
-    def held(self) -> Held:
-        """The part of the global head axis that is here."""
-        return Held(self.first_head, self.num_heads, self.total_heads)
-
-    def extent(self, num_blocks: int) -> int:
-        """Return the first byte of the region past the last one that ``num_blocks`` blocks reach."""
-        return (
-            self.offset
-            + (num_blocks - 1) * self.block_stride
-            + (self.num_heads - 1) * self.head_stride
-            + (self.num_tokens - 1) * self.token_stride
-            + self.content_bytes
-        )
+    def packed(self) -> bool:
+        """Whether a block of all layers is one row."""
+        return self.axes[0] == "B"
 
 
-class Placement(Struct, frozen=True):
-    """The strides of one layer's cache inside a backing allocation.
-
-    Attributes:
-        axes: order of axes, outermost first.
-        offset: bytes from the start of the allocation to block 0 of the layer.
-        strides: axis letter -> bytes.
-        extents: axis letter -> length.
-    """
-
-    axes: str
-    offset: int
-    strides: dict[str, int]
-    extents: dict[str, int]
-
-    def components(self, spec: CacheSpec, shard: Shard) -> tuple[Component, ...]:
-        """Describe the layer's components in region 0."""
-        return tuple(
-            Component(
-                role=part.role,
-                dtype=part.dtype,
-                first_head=shard.heads(part.total_heads).first,
-                num_heads=self.extents["H"],
-                total_heads=part.total_heads,
-                num_tokens=part.num_tokens,
-                content_bytes=part.content_bytes,
-                region=0,
-                offset=self.offset + index * self.strides["K"],
-                block_stride=self.strides["B"],
-                head_stride=self.strides["H"],
-                token_stride=self.strides["N"],
-            )
-            for index, part in enumerate(spec.components)
-        )
-
-
-def page_bytes(spec: CacheSpec, shard: Shard | None = None) -> int:
-    """Return the bytes of one layer in one block on one rank (without a shard: of the whole model)."""
-    shard = shard or Shard()
-    return sum(shard.heads(part.total_heads).count * part.num_tokens * part.content_bytes for part in spec.components)
-
-
-def place(
-    spec: CacheSpec, *, position: int, num_positions: int, num_blocks: int, layout: str, kv: str, shard: Shard
-) -> Placement:
-    """Place one layer at a position that layers of other groups share.
-
-    Args:
-        spec: the layer.
-        position: index of the layer in its group, in ``[0, num_positions)``.
-        num_positions: layers in the longest group.
-        num_blocks: blocks in the pool.
-        layout: one of ``LAYOUTS``.
-        kv: one of ``KV_FORMS``.
-        shard: the rank.
+def axes_of(layout: str, kv: str) -> str:
+    """Return the order of axes of a layout.
 
     Raises:
         SpecInvalid: the layout or the form of K and V is unknown.
     """
     try:
-        axes = AXIS_ORDERS[layout, kv]
+        return AXIS_ORDERS[layout, kv]
     except KeyError:
         raise SpecInvalid(
             f"layout {layout!r} with kv {kv!r} is unknown",
             remedy=f"Use one of {', '.join(LAYOUTS)} with one of {', '.join(KV_FORMS)}.",
         ) from None
-    first = spec.components[0]
-    extents = {
-        "L": num_positions,
-        "B": num_blocks,
-        "K": len(spec.components),
-        "H": shard.heads(first.total_heads).count,
-        "N": first.num_tokens,
-    }
-    strides: dict[str, int] = {}
-    running = first.content_bytes
+
+
+def place_row(
+    specs: Mapping[str, CacheSpec], names: Sequence[str], pool: Pool, row_bytes: int
+) -> dict[str, PlacedLayer]:
+    """Place the layers of one group in rows of ``row_bytes``, one row per block.
+
+    Layers whose pages have one shape may lie interleaved, as the layout says; bands of different shapes lie side
+    by side.
+    """
+    placed = {}
+    for band, offset in _bands(specs, names, pool)[0]:
+        first = specs[band[0]]
+        inner = pool.axes.replace("B", "")
+        if not _dense(first, pool.shard):
+            inner = "L" + inner.replace("L", "")  # padding and kernel blocks keep a page together
+        for position, name in enumerate(band):
+            slot = _Slot(inner, {"L": len(band)}, position, offset, row_bytes)
+            placed[name] = _place(specs[name], pool, slot)
+    return placed
+
+
+def row_bytes(specs: Mapping[str, CacheSpec], names: Sequence[str], pool: Pool) -> int:
+    """Return how many bytes the layers of one group need in a row."""
+    return _bands(specs, names, pool)[1]
+
+
+def place_alone(spec: CacheSpec, pool: Pool, offset: int, slot_bytes: int) -> PlacedLayer:
+    """Place one layer in a tensor of its own, ``num_blocks`` times ``slot_bytes`` long; the layout begins with ``L``."""
+    dense = _dense(spec, pool.shard) and slot_bytes == page_bytes(spec, pool.shard)
+    inner = pool.axes[1:] if dense else pool.axes[1:].replace("B", "")
+    return _place(spec, pool, _Slot(inner, {"B": pool.num_blocks}, 0, offset, slot_bytes))
+
+
+class _Slot(Struct, frozen=True):
+    """Where one layer goes.
+
+    Attributes:
+        inner: order of the axes that are strided within a row, or within a tensor of one layer.
+        extents: of layers or blocks, as far as ``inner`` names them.
+        position: of the layer among those it is interleaved with.
+        offset: of the first of them.
+        block_stride: bytes.
+    """
+
+    inner: str
+    extents: dict[str, int]
+    position: int
+    offset: int
+    block_stride: int
+
+
+class _Tensor(Struct, frozen=True):
+    """One plane of one layer, its axes as (extent, stride in bytes)."""
+
+    offset: int
+    cell_bytes: int
+    blocks: tuple[tuple[int, int], ...]
+    heads: tuple[int, int]
+    tokens: tuple[int, int]
+
+
+def _bands(specs: Mapping[str, CacheSpec], names: Sequence[str], pool: Pool) -> tuple[list[tuple[list[str], int]], int]:
+    """Put layers whose pages have one shape together; return each band with its offset, and the bytes of all."""
+    bands: dict[object, list[str]] = {}
+    for name in names:
+        spec = specs[name]
+        shapes = tuple((part.held_shape(pool.shard), part.dtype) for part in spec.components)
+        bands.setdefault((shapes, spec.block_size, spec.page_bytes), []).append(name)
+    sizes = []
+    for band in bands.values():
+        first = specs[band[0]]
+        alignment = item_alignment(first)
+        sizes.append((round_up(page_bytes(first, pool.shard), alignment) * len(band), alignment))
+    offsets, end = beside(sizes)
+    return list(zip(bands.values(), offsets, strict=True)), end
+
+
+def _dense(spec: CacheSpec, shard: Shard) -> bool:
+    """Tell whether a page is nothing but heads, tokens and content, so that any order of axes will do."""
+    whole = has_tokens(spec) and spec.kernel_tokens == spec.block_size
+    return whole and page_bytes(spec, shard) == kernel_page_bytes(spec, shard)
+
+
+def _place(spec: CacheSpec, pool: Pool, slot: _Slot) -> PlacedLayer:
+    if not has_tokens(spec):
+        page = round_up(page_bytes(spec, pool.shard), item_alignment(spec))
+        return _place_states(spec, pool, slot.offset + slot.position * page, slot.block_stride)
+    layer_planes = planes(spec)
+    heads = pool.shard.heads(spec.components[0].shape[0]).count
+    extents = {**slot.extents, "H": heads, "N": spec.kernel_tokens}
+    strides, starts = _running(slot.inner, extents, [plane.cell_bytes for plane in layer_planes])
+    for plane in strides:
+        plane.setdefault("B", slot.block_stride)
+        if not _dense(spec, pool.shard):
+            plane["L"] = round_up(page_bytes(spec, pool.shard), item_alignment(spec))
+    base = [slot.offset + slot.position * plane["L"] + start for plane, start in zip(strides, starts, strict=True)]
+    kernel_blocks = spec.block_size // spec.kernel_tokens
+    kernel_stride = kernel_page_bytes(spec, pool.shard) if kernel_blocks > 1 else 0
+    components = tuple(
+        _component(part, pool.shard, plane, start + inside, kernel_stride)
+        for plane, start, held in zip(strides, base, layer_planes, strict=True)
+        for part, inside in held.parts
+    )
+    tensors = [
+        _Tensor(
+            start,
+            held.cell_bytes,
+            _block_axes(pool.num_blocks, plane["B"], kernel_blocks, kernel_stride),
+            (heads, plane["H"]),
+            (spec.kernel_tokens, plane["N"]),
+        )
+        for plane, start, held in zip(strides, base, layer_planes, strict=True)
+    ]
+    return PlacedLayer(components, _views(spec, tensors, split=not slot.inner.endswith("K")))
+
+
+def _block_axes(
+    num_blocks: int, block_stride: int, kernel_blocks: int, kernel_stride: int
+) -> tuple[tuple[int, int], ...]:
+    """Return the axis of blocks as (extent, stride): of kernel blocks where one stride reaches them all, else of both."""
+    if kernel_blocks == 1:
+        return ((num_blocks, block_stride),)
+    if block_stride == kernel_blocks * kernel_stride:
+        return ((num_blocks * kernel_blocks, kernel_stride),)
+    return ((num_blocks, block_stride), (kernel_blocks, kernel_stride))
+
+
+def _running(axes: str, extents: Mapping[str, int], cells: Sequence[int]) -> tuple[list[dict[str, int]], list[int]]:
+    """Return the strides of each plane and where it begins, by running products over the order of axes."""
+    running = list(cells)
+    strides: list[dict[str, int]] = [{"L": 0} for _ in cells]
+    starts = [0] * len(cells)
     for axis in reversed(axes):
-        strides[axis] = running
-        running *= extents[axis]
-    return Placement(axes, position * strides["L"], strides, extents)
+        if axis == "K":
+            ends = [sum(running[: index + 1]) for index in range(len(running))]
+            starts = [0, *ends[:-1]]
+            running = [ends[-1]] * len(running)
+            continue
+        for plane, nbytes in enumerate(running):
+            strides[plane][axis] = nbytes
+            running[plane] = nbytes * extents[axis]
+    return strides, starts
+
+
+def _component(
+    part: ComponentSpec, shard: Shard, strides: Mapping[str, int], offset: int, kernel_stride: int
+) -> Component:
+    held = shard.heads(part.shape[0])
+    return Component(
+        role=part.role,
+        dtype=part.dtype,
+        region=0,
+        offset=offset,
+        block_stride=strides["B"],
+        kernel_stride=kernel_stride,
+        extents=part.held_shape(shard),
+        strides=(strides["H"], strides["N"], ITEM_BYTES[part.dtype]),
+        shard_axis=0,
+        first=held.first,
+        total=held.total,
+        token_axis=1,
+    )
+
+
+def _views(spec: CacheSpec, tensors: Sequence[_Tensor], *, split: bool) -> tuple[View, ...]:
+    """Return ``[block, head, token, content]``, with split K and V ``[2, block, token, head, content]``.
+
+    A latent is ``[block, token, content]``. Kernel blocks count as blocks where one stride reaches them all, and are an
+    axis of their own behind them otherwise. Where the components of a cell differ in dtype, the view is of bytes.
+    """
+    dtypes = {part.dtype for part in spec.components}
+    dtype = dtypes.pop() if len(dtypes) == 1 else "uint8"
+    size = ITEM_BYTES[dtype]
+    first, cells = tensors[0], [tensor.cell_bytes for tensor in tensors]
+    if len(tensors) == 1:
+        return (_view(dtype, first.offset, *first.blocks, first.tokens, (first.cell_bytes // size, size)),)
+    if not split:
+        return (_view(dtype, first.offset, *first.blocks, first.heads, first.tokens, (sum(cells) // size, size)),)
+    if len(set(cells)) == 1:
+        pair, content = (2, tensors[1].offset - first.offset), (first.cell_bytes // size, size)
+        return (_view(dtype, first.offset, pair, *first.blocks, first.tokens, first.heads, content),)
+    return tuple(
+        _view(dtype, each.offset, *each.blocks, each.tokens, each.heads, (each.cell_bytes // size, size))
+        for each in tensors
+    )
+
+
+def _view(dtype: str, offset: int, *axes: tuple[int, int]) -> View:
+    return View(dtype, tuple(extent for extent, _ in axes), tuple(stride for _, stride in axes), offset)
+
+
+def _place_states(spec: CacheSpec, pool: Pool, offset: int, block_stride: int) -> PlacedLayer:
+    """Place states one after the other; each is contiguous."""
+    components, views = [], []
+    for part, inside in states(spec, pool.shard):
+        extents = part.held_shape(pool.shard)
+        strides = [ITEM_BYTES[part.dtype]]
+        for extent in reversed(extents[1:]):
+            strides.insert(0, strides[0] * extent)
+        held = pool.shard.heads(part.shape[part.shard_axis]) if part.shard_axis >= 0 else None
+        components.append(
+            Component(
+                role=part.role,
+                dtype=part.dtype,
+                region=0,
+                offset=offset + inside,
+                block_stride=block_stride,
+                kernel_stride=0,
+                extents=extents,
+                strides=tuple(strides),
+                shard_axis=part.shard_axis,
+                first=held.first if held else 0,
+                total=held.total if held else 1,
+                token_axis=-1,
+            )
+        )
+        axes = ((pool.num_blocks, block_stride), *zip(extents, strides, strict=True))
+        views.append(_view(part.dtype, offset + inside, *axes))
+    return PlacedLayer(tuple(components), tuple(views))

@@ -52,7 +52,7 @@ class ComponentSpec(Struct, frozen=True):
     """
 
     role: str
-    dtype: str
+    dtype: DType
     shape: tuple[int, ...]
     shard_axis: int = 0
     token_axis: int = 1
@@ -151,7 +151,7 @@ class SlidingWindow(_Attention, frozen=True, kw_only=True, tag="sliding", tag_fi
     """A layer that attends to the last ``window`` tokens, the current one included."""
 
     # Overrides the property of every other kind.
-    window: Positive  # type: ignore[assignment]
+    window: Positive
 
 
 class ChunkedLocal(_Attention, frozen=True, kw_only=True, tag="chunked", tag_field="kind"):
@@ -280,24 +280,25 @@ def _problem(spec: CacheSpec) -> str:
     """Say in words which fields of a spec do not fit each other; empty if they all do."""
     if spec.block_size % spec.kernel_tokens:
         return f"kernel_block_size {spec.kernel_block_size} does not divide block_size {spec.block_size}"
-    match spec:
-        case FullAttention() | SlidingWindow() | ChunkedLocal() | CrossAttention() if spec.quantization == "nvfp4":
-            if spec.dtype != "uint8":
-                return f"dtype is {spec.dtype}; nvfp4 is kept as uint8, two elements in a byte"
-            if spec.head_size % NVFP4_GROUP or spec.head_size_v % NVFP4_GROUP:
-                return f"head_size {spec.head_size} is not a multiple of {NVFP4_GROUP}, the elements of one scale"
-        case FullAttention() | SlidingWindow() | ChunkedLocal() | CrossAttention() if spec.quantization is not None:
-            if ITEM_BYTES[spec.dtype] != 1:
-                return f"dtype is {spec.dtype}; {spec.quantization} needs one of one byte"
-        case Mamba():
-            names = [state.name for state in spec.states]
-            if len(set(names)) != len(names):
-                return f"states {names} are not all named differently"
-            if spec.kernel_block_size:
-                return "kernel_block_size has no meaning for a state"
-            for state in spec.states:
-                if state.shard_axis is not None and state.shard_axis >= len(state.shape):
-                    return f"state {state.name!r}: shard_axis {state.shard_axis} is not an axis of {state.shape}"
-        case _:
-            pass
+    if isinstance(spec, Mamba):
+        return _states_problem(spec)
+    if isinstance(spec, _Attention) and spec.quantization == "nvfp4":
+        if spec.dtype != "uint8":
+            return f"dtype is {spec.dtype}; nvfp4 is kept as uint8, two elements in a byte"
+        if spec.head_size % NVFP4_GROUP or spec.head_size_v % NVFP4_GROUP:
+            return f"head_size {spec.head_size} is not a multiple of {NVFP4_GROUP}, the elements of one scale"
+    elif isinstance(spec, _Attention) and spec.quantization is not None and ITEM_BYTES[spec.dtype] != 1:
+        return f"dtype is {spec.dtype}; {spec.quantization} needs one of one byte"
+    return ""
+
+
+def _states_problem(spec: Mamba) -> str:
+    names = [state.name for state in spec.states]
+    if len(set(names)) != len(names):
+        return f"states {names} are not all named differently"
+    if spec.kernel_block_size:
+        return "kernel_block_size has no meaning for a state"
+    for state in spec.states:
+        if state.shard_axis is not None and state.shard_axis >= len(state.shape):
+            return f"state {state.name!r}: shard_axis {state.shard_axis} is not an axis of {state.shape}"
     return ""

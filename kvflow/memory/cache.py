@@ -1,19 +1,19 @@
 """A cache in memory: one backing allocation, and views that alias it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
-from kvflow.layout.describe import CachePlan, plan_cache
-from kvflow.layout.groups import Group, plan_groups
+from kvflow.layout.describe import plan_cache
+from kvflow.layout.groups import Group, plan_groups, resolve_layout
 from kvflow.layout.manifest import Manifest
-from kvflow.layout.placement import Component, Placement
+from kvflow.layout.placement import View
 from kvflow.layout.region import Region
 from kvflow.layout.shards import Shard
 from kvflow.layout.specs import CacheSpec
 
-AUTO_LAYOUTS = {True: "BLHNC", False: "LBNHC"}
-"""``layout="auto"``, by ``enable_cross_layers_blocks``: packed, or a tensor per layer as every backend takes it."""
+Tensors = torch.Tensor | list[torch.Tensor]
+"""One layer's cache as its backend wants it; a list for states."""
 
 
 class KVCache:
@@ -23,61 +23,72 @@ class KVCache:
         groups: in the order in which block ids are given.
         views: layer name -> tensor, as an attention backend wants it. ``kv="content"``: logical shape
             ``[block, head, token, 2 * head_size]``, K before V. ``kv="split"``: ``[2, block, token, head,
-            head_size]``. Logical shapes do not depend on the layout; strides do.
+            head_size]``. A latent: ``[block, token, head_size]``. States: a list of ``[block, *shape]``. Logical shapes
+            do not depend on the layout; strides do.
         bytes_per_block: of the backing allocation, all groups overlaid.
         num_blocks: blocks in the pool.
-        backing: the allocation itself, uint8, shape ``[num_blocks * bytes_per_block]``.
+        storages: the memory itself, uint8, one per region of the manifest.
 
     Thread: immutable after construction; the bytes belong to whoever holds the block.
     """
 
-    def __init__(self, plan: CachePlan, specs: Mapping[str, CacheSpec], backing: torch.Tensor, kv: str) -> None:
-        device = backing.device
-        self.backing = backing
-        self.groups = plan.groups
-        self.bytes_per_block = plan.bytes_per_block
-        self.num_blocks = plan.num_blocks
-        self._manifest = plan.manifest(
-            specs,
-            Region(
-                address=backing.data_ptr(),
-                nbytes=backing.nbytes,
-                memory="DRAM" if device.type == "cpu" else "VRAM",
-                device=device.index or 0,
-            ),
-        )
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        manifest: Manifest,
+        storages: Sequence[torch.Tensor],
+        views: Mapping[str, Tensors],
+        bytes_per_block: int,
+    ) -> None:
+        self.groups = tuple(groups)
+        self.views = dict(views)
+        self.bytes_per_block = bytes_per_block
+        self.num_blocks = manifest.num_blocks
+        self.storages = tuple(storages)
+        self._manifest = manifest
         self._components = {
-            (layer.name, part.role): part
-            for group in self._manifest.groups
+            (layer.name, part.role): (part, part.kernel_blocks(group.block_size))
+            for group in manifest.groups
             for layer in group.layers
             for part in layer.components
         }
-        self.views = {name: _view(backing, specs[name], plan.placements[name], kv) for name in specs}
+
+    @property
+    def backing(self) -> torch.Tensor:
+        """The allocation itself, uint8, shape ``[num_blocks * bytes_per_block]``; of adopted memory, the first region."""
+        return self.storages[0]
 
     def manifest(self) -> Manifest:
         """Return the canonical KV metadata; needs no worker."""
         return self._manifest
 
     def component(self, layer: str, role: str) -> torch.Tensor:
-        """Return one component in canonical axes: ``[block, head held here, token, content]``, a view.
+        """Return one component in canonical axes, a view: ``[block, head held here, token, content]``, or a state's.
+
+        Where the kernel's blocks are smaller, they count as blocks, or are an axis behind them if no one stride
+        reaches them all.
 
         Raises:
             KeyError: the layer or the role is not there.
         """
-        part = self._components[layer, role]
-        dtype = getattr(torch, part.dtype)
-        shape = (self.num_blocks, part.num_heads, part.num_tokens, part.content_bytes // dtype.itemsize)
-        strides = (part.block_stride, part.head_stride, part.token_stride, dtype.itemsize)
-        return _strided(self.backing, dtype, shape, strides, part.offset)
+        part, kernel_blocks = self._components[layer, role]
+        axes = [(self.num_blocks, part.block_stride)]
+        if kernel_blocks > 1 and part.block_stride == kernel_blocks * part.kernel_stride:
+            axes = [(self.num_blocks * kernel_blocks, part.kernel_stride)]
+        elif kernel_blocks > 1:
+            axes.append((kernel_blocks, part.kernel_stride))
+        axes += zip(part.extents, part.strides, strict=True)
+        shape, strides = zip(*axes, strict=True)
+        return strided(self.storages[part.region], View(part.dtype, shape, strides, part.offset))
 
     def held(self, layer: str, role: str) -> tuple[int, int, int]:
-        """Return ``(first, count, total)`` along the head axis.
+        """Return ``(first, count, total)`` along the sharded axis; ``(0, 1, 1)`` for what is not divided.
 
         Raises:
             KeyError: the layer or the role is not there.
         """
-        part: Component = self._components[layer, role]
-        return (part.first_head, part.num_heads, part.total_heads)
+        held = self._components[layer, role][0].held
+        return (held.first, held.count, held.total)
 
 
 def allocate(
@@ -90,7 +101,9 @@ def allocate(
     groups: Sequence[Group] | None = None,
     shard: Shard | None = None,
     device: str = "cpu",
-    enable_cross_layers_blocks: bool = False,
+    enable_cross_layers_blocks: bool | str = False,
+    apart: Collection[str] = (),
+    alignment: int = 1,
 ) -> KVCache:
     """Allocate a zeroed cache: one backing allocation, layers of different groups overlaid.
 
@@ -104,45 +117,49 @@ def allocate(
         groups: as ``plan_groups`` forms them when None.
         shard: which heads this rank holds; all of them when None.
         device: torch's name of the device.
-        enable_cross_layers_blocks: with ``auto``, choose a packed layout.
+        enable_cross_layers_blocks: with ``auto``, choose a packed layout; a string such as ``"True"`` will do.
+        apart: layers that get a tensor of their own also in a packed layout, because their backend wants it so.
+        alignment: bytes that the stride of a row is a multiple of.
 
     Raises:
         SpecInvalid: names the field that cannot be used.
     """
-    if layout == "auto":
-        layout = AUTO_LAYOUTS[enable_cross_layers_blocks]
+    layout = resolve_layout(specs, layout, enable_cross_layers_blocks=enable_cross_layers_blocks)
+    shard = shard or Shard()
     plan = plan_cache(
         specs,
-        plan_groups(specs, layout=layout) if groups is None else groups,
+        plan_groups(specs, layout=layout, shard=shard) if groups is None else groups,
         layout=layout,
         kv=kv,
-        shard=shard or Shard(),
+        shard=shard,
         num_blocks=num_blocks,
         memory_bytes=memory_bytes,
+        apart=apart,
+        alignment=alignment,
     )
     backing = torch.zeros(plan.nbytes, dtype=torch.uint8, device=device)
-    return KVCache(plan, specs, backing, kv)
+    views: dict[str, Tensors] = {}
+    for name, placed in plan.layers.items():
+        tensors = [strided(backing, view) for view in placed.views]
+        views[name] = tensors[0] if plan.specs[name].kind != "mamba" and len(tensors) == 1 else tensors
+    return KVCache(plan.groups, plan.manifest(region_of(backing)), [backing], views, plan.bytes_per_block)
 
 
-def _view(backing: torch.Tensor, spec: CacheSpec, placement: Placement, kv: str) -> torch.Tensor:
-    dtype = getattr(torch, spec.dtype)
-    content, extents, strides = spec.head_size, placement.extents, placement.strides
-    if kv == "content":
-        axes, content = "BHN", content * extents["K"]
-    else:
-        axes = "KBNH"
-    return _strided(
-        backing,
-        dtype,
-        (*(extents[axis] for axis in axes), content),
-        (*(strides[axis] for axis in axes), dtype.itemsize),
-        placement.offset,
+def region_of(storage: torch.Tensor) -> Region:
+    """Return where a flat tensor of bytes lies."""
+    device = storage.device
+    return Region(
+        address=storage.data_ptr(),
+        nbytes=storage.nbytes,
+        memory="DRAM" if device.type in ("cpu", "meta") else "VRAM",
+        device=device.index or 0,
     )
 
 
-def _strided(
-    backing: torch.Tensor, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], offset: int
-) -> torch.Tensor:
-    """View bytes of ``backing`` as ``dtype``; strides and offset are in bytes."""
+def strided(storage: torch.Tensor, view: View) -> torch.Tensor:
+    """View bytes of a flat tensor as a view says: its strides and offset are in bytes."""
+    dtype = getattr(torch, view.dtype)
     size = dtype.itemsize
-    return torch.as_strided(backing.view(dtype), shape, [stride // size for stride in strides], offset // size)
+    # A tensor of larger elements needs a whole number of them.
+    typed = storage[: storage.nbytes // size * size].view(dtype)
+    return torch.as_strided(typed, view.shape, [stride // size for stride in view.strides], view.offset // size)

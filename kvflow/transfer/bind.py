@@ -14,7 +14,7 @@ from kvflow.errors import CapacityExceeded
 from kvflow.layout.region import Region
 from kvflow.transfer.pairs import UnitPairs
 from kvflow.transfer.plan import GroupPlan
-from kvflow.transfer.runs import Int64s
+from kvflow.transfer.runs import Int64s, Units
 
 Int32s = npt.NDArray[np.int32]
 DESCRIPTORS_MAX = (1 << 31) - 1
@@ -52,25 +52,29 @@ class Rows:
         stride: int64, shape (runs,): bytes between neighbouring descriptors of a run.
     """
 
-    def __init__(self, side: Int64s, nbytes: Int64s, *, units: int, num_blocks: int, regions: Sequence[Region]) -> None:
-        region, offset, block_stride, unit_stride = side
-        self.per_run = units * num_blocks
+    def __init__(
+        self, side: Int64s, nbytes: Int64s, *, units: Units, num_blocks: int, regions: Sequence[Region]
+    ) -> None:
+        region, offset, block_stride, kernel_stride, unit_stride = side
+        per_block = units.per_block
+        self.per_run = per_block * num_blocks
         if len(nbytes) * self.per_run > DESCRIPTORS_MAX:
             raise CapacityExceeded("descriptors in one prepared list", DESCRIPTORS_MAX, remedy="Use fewer blocks.")
-        self._units = units
+        self._units = per_block
         self._num_blocks = num_blocks
-        self._linear = units == 1 or bool(np.all(block_stride == units * unit_stride))
-        rows_per_run = 1 if self._linear else units
+        step, even = units.step(side)
+        self._linear = bool(even.all())
+        rows_per_run = 1 if self._linear else per_block
         if len(nbytes) * rows_per_run > ROWS_MAX:
             raise CapacityExceeded("rows in one prepared list", ROWS_MAX, remedy="Use block sizes that divide.")
-        unit = np.tile(np.arange(rows_per_run, dtype=np.int64), len(nbytes))
+        first = units.offsets(kernel_stride, unit_stride)[:rows_per_run].T.ravel()
         run = np.repeat(np.arange(len(nbytes)), rows_per_run)
-        self.stride = unit_stride if self._linear and units > 1 else block_stride
+        self.stride = step if self._linear else block_stride
         address = np.array([entry.address for entry in regions], np.int64)
         device = np.array([entry.device for entry in regions], np.int64)
         self.table = np.stack(
             [
-                address[region[run]] + offset[run] + unit * unit_stride[run],
+                address[region[run]] + offset[run] + first,
                 nbytes[run],
                 device[region[run]],
                 self.stride[run],
@@ -113,14 +117,14 @@ class Binding:
         self.source = Rows(
             runs.source,
             runs.nbytes,
-            units=group.source_units,
+            units=group.source,
             num_blocks=source_blocks,
             regions=source_regions,
         )
         self.target = Rows(
             runs.target,
             runs.nbytes,
-            units=group.target_units,
+            units=group.target,
             num_blocks=target_blocks,
             regions=target_regions,
         )

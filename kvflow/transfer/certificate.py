@@ -1,7 +1,7 @@
 """Proof that a plan writes every byte it should exactly once, and nothing else.
 
-The proof does not trust the merging: it walks the coordinates (head, token) of every target component, finds
-the one run that covers their bytes, and checks that the run reads the bytes of the same coordinates.
+The proof does not trust the merging: it walks the coordinates of every target component, finds the one run that
+covers their bytes, and checks that the run reads the bytes of the same coordinates.
 """
 
 from collections.abc import Sequence
@@ -12,16 +12,16 @@ from msgspec import Struct
 from kvflow.errors import PlanUnsound
 from kvflow.layout.manifest import Manifest
 from kvflow.transfer.match import ComponentPair, GroupPair
-from kvflow.transfer.runs import Int64s, RunTable
+from kvflow.transfer.runs import Int64s, RunTable, Units
 
 
 class Missing(Struct, frozen=True):
-    """Heads of one component of the target that this source does not hold."""
+    """Heads, or other indices of the sharded axis, of one component of the target that this source does not hold."""
 
     layer: str
     role: str
-    first_head: int
-    num_heads: int
+    first: int
+    count: int
 
 
 class Certificate(Struct, frozen=True):
@@ -43,24 +43,25 @@ class Certificate(Struct, frozen=True):
         return not self.missing
 
 
-def certify(target: Manifest, planned: Sequence[tuple[GroupPair, RunTable, int]]) -> Certificate:
+def certify(target: Manifest, planned: Sequence[tuple[GroupPair, RunTable, Units, Units]]) -> Certificate:
     """Prove every group's runs against the manifests' geometry.
 
     Args:
         target: the consumer's manifest.
-        planned: group pair, its runs, and tokens of one unit.
+        planned: group pair, its runs, and how both sides' blocks are cut.
 
     Raises:
         PlanUnsound: a byte is written twice, not at all, from elsewhere, or outside the components.
     """
     covered: dict[tuple[str, str], ComponentPair] = {}
     written = 0
-    for group, runs, unit_tokens in planned:
-        units = group.target_block_size // unit_tokens
-        cover = _Cover(runs, units)
-        expected = sum(_prove(cover, pair, unit_tokens, units) for pair in group.pairs)
-        if expected != runs.unit_bytes * units:
-            raise PlanUnsound(f"runs write {runs.unit_bytes * units} bytes, the components have {expected}")
+    for group, runs, source_units, target_units in planned:
+        cover = _Cover(runs, target_units)
+        expected = sum(_prove(cover, pair, source_units, target_units) for pair in group.pairs)
+        if expected != runs.unit_bytes * target_units.per_block:
+            raise PlanUnsound(
+                f"runs write {runs.unit_bytes * target_units.per_block} bytes, the components have {expected}"
+            )
         written += expected
         covered |= {(pair.layer, pair.target.role): pair for pair in group.pairs}
     return Certificate(_page_bytes(target), written, _missing(target, covered))
@@ -69,10 +70,9 @@ def certify(target: Manifest, planned: Sequence[tuple[GroupPair, RunTable, int]]
 class _Cover:
     """Runs of all units of one target block, sorted by region and offset, disjoint."""
 
-    def __init__(self, runs: RunTable, units: int) -> None:
-        unit = np.repeat(np.arange(units, dtype=np.int64), len(runs))
-        self.run = np.tile(np.arange(len(runs), dtype=np.int64), units)
-        self.start = runs.target[1, self.run] + unit * runs.target[3, self.run]
+    def __init__(self, runs: RunTable, units: Units) -> None:
+        self.run = np.tile(np.arange(len(runs), dtype=np.int64), units.per_block)
+        self.start = (runs.target[1] + units.offsets(runs.target[3], runs.target[4])).ravel()
         self.nbytes = runs.nbytes[self.run]
         self.region = runs.target[0, self.run]
         order = np.lexsort((self.start, self.region))
@@ -95,30 +95,38 @@ class _Cover:
         return self.run[at], inside
 
 
-def _prove(cover: _Cover, pair: ComponentPair, unit_tokens: int, units: int) -> int:
+def _prove(cover: _Cover, pair: ComponentPair, source_units: Units, target_units: Units) -> int:
     """Check one component of one target block; return its bytes."""
     source, target = pair.source, pair.target
-    heads = np.repeat(pair.first_head + np.arange(pair.num_heads, dtype=np.int64), units * unit_tokens)
-    tokens = np.tile(np.arange(units * unit_tokens, dtype=np.int64), pair.num_heads)
-    wanted = target.offset + (heads - target.first_head) * target.head_stride + tokens * target.token_stride
-    run, inside = cover.find(target.region, wanted, target.content_bytes)
-    # Where unit 0 of the source must be read for this token, whatever unit it is paired with.
-    right = source.offset + (heads - source.first_head) * source.head_stride
-    right += tokens % unit_tokens * source.token_stride
+    walked, nbytes = pair.walk
+    # Every coordinate of the whole block: its tokens run through its kernel blocks.
+    tokens = target.num_tokens * target_units.kernel_blocks
+    index = np.indices(pair.extents(tokens)[:walked], np.int64).reshape(walked, -1 if walked else 1)
+    within, first = index.copy(), index.copy()
+    kernel_block = np.zeros(index.shape[1], np.int64)
+    if tokens:
+        kernel_block, within[target.token_axis] = np.divmod(index[target.token_axis], target.num_tokens)
+        # Where unit 0 of the source must be read for this token, whatever unit it is paired with.
+        first[target.token_axis] %= target_units.tokens
+    wanted = pair.start(target) + np.array(target.strides[:walked], np.int64) @ within
+    run, inside = cover.find(target.region, wanted + kernel_block * target.kernel_stride, nbytes)
+    right = pair.start(source) + np.array(source.strides[:walked], np.int64) @ first
     runs = cover.runs
     if np.any(runs.source[1, run] + inside != right) or np.any(runs.source[0, run] != source.region):
         raise PlanUnsound(f"{pair.layer}.{target.role}: a byte is read from elsewhere")
-    for side, part in ((runs.source, source), (runs.target, target)):
+    for side, part, units in ((runs.source, source, source_units), (runs.target, target, target_units)):
         if np.any(side[2, run] != part.block_stride):
             raise PlanUnsound(f"{pair.layer}.{target.role}: block strides differ")
-        if np.any(side[3, run] != unit_tokens * part.token_stride):
+        if units.kernel_blocks > 1 and np.any(side[3, run] != part.kernel_stride):
+            raise PlanUnsound(f"{pair.layer}.{target.role}: kernel block strides differ")
+        if units.per_kernel_block > 1 and np.any(side[4, run] != units.tokens * part.strides[part.token_axis]):
             raise PlanUnsound(f"{pair.layer}.{target.role}: unit strides differ")
-    return len(wanted) * target.content_bytes
+    return len(wanted) * nbytes
 
 
 def _page_bytes(target: Manifest) -> int:
     return sum(
-        part.num_heads * part.num_tokens * part.content_bytes
+        part.nbytes * group.kernel_blocks
         for group in target.groups
         for layer in group.layers
         for part in layer.components
@@ -131,9 +139,8 @@ def _missing(target: Manifest, covered: dict[tuple[str, str], ComponentPair]) ->
         for layer in group.layers:
             for part in layer.components:
                 pair = covered.get((layer.name, part.role))
-                first = pair.first_head if pair else part.first_head
-                count = pair.num_heads if pair else 0
-                end = part.first_head + part.num_heads
-                spans = ((part.first_head, first), (first + count, end))
+                first = pair.first if pair else part.first
+                count = pair.count if pair else 0
+                spans = ((part.first, first), (first + count, part.first + part.held.count))
                 missing += [Missing(layer.name, part.role, low, high - low) for low, high in spans if high > low]
     return tuple(missing)

@@ -60,7 +60,7 @@ def _all_heads(target: Manifest) -> Heads:
         for group in target.groups
         for layer in group.layers
         for part in layer.components
-        for head in range(part.first_head, part.first_head + part.num_heads)
+        for head in range(part.first, part.first + part.held.count)
     )
 
 
@@ -68,5 +68,5 @@ def _missing_heads(plan: TransferPlan) -> Heads:
     return frozenset(
         (gap.layer, gap.role, head)
         for gap in plan.certificate.missing
-        for head in range(gap.first_head, gap.first_head + gap.num_heads)
+        for head in range(gap.first, gap.first + gap.count)
     )

@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from msgspec import Struct
 
 from kvflow.errors import LayoutMismatch
-from kvflow.layout.manifest import Layer, Manifest, ManifestGroup
-from kvflow.layout.placement import Component
-from kvflow.layout.specs import ITEM_BYTES
+from kvflow.layout.component import Component
+from kvflow.layout.manifest import Layer, Manifest, ManifestGroup, canonical_shape
 
 NAMES_SHOWN = 4
 
@@ -23,24 +22,57 @@ class ComponentPair(Struct, frozen=True):
         layer: name.
         source: the producer's component.
         target: the consumer's component.
-        first_head: global number of the first head that both hold.
-        num_heads: how many heads both hold.
+        first: number, in the whole model, of the first index along the sharded axis that both hold.
+        count: how many both hold.
     """
 
     layer: str
     source: Component
     target: Component
-    first_head: int
-    num_heads: int
+    first: int
+    count: int
+
+    def extents(self, tokens: int) -> tuple[int, ...]:
+        """Return the extents of what both hold, with so many tokens."""
+        named = {self.target.token_axis: tokens, self.target.shard_axis: self.count}
+        return tuple(named.get(axis, extent) for axis, extent in enumerate(self.target.extents))
+
+    def start(self, part: Component) -> int:
+        """Return where one of the two has the first byte that both hold."""
+        skipped = self.first - part.first
+        return part.offset + (skipped * part.strides[part.shard_axis] if part.shard_axis >= 0 else 0)
+
+    @property
+    def walk(self) -> tuple[int, int]:
+        """How many leading axes must be walked, and how many bytes lie together below them on both sides.
+
+        Tokens are always walked: blocks of another size cut there.
+        """
+        nbytes = self.target.item_bytes
+        extents = self.extents(0)
+        for axis in reversed(range(len(extents))):
+            touching = extents[axis] == 1 or self.source.strides[axis] == self.target.strides[axis] == nbytes
+            if axis == self.target.token_axis or not touching:
+                return axis + 1, nbytes
+            nbytes *= extents[axis]
+        return 0, nbytes
 
 
 class GroupPair(Struct, frozen=True):
-    """Layers that lie in one group on the source and in one group on the target."""
+    """Layers that lie in one group on the source and in one group on the target.
+
+    Attributes:
+        source_group: index.
+        target_group: index.
+        source: the producer's group.
+        target: our group.
+        pairs: what both hold of it.
+    """
 
     source_group: int
     target_group: int
-    source_block_size: int
-    target_block_size: int
+    source: ManifestGroup
+    target: ManifestGroup
     pairs: tuple[ComponentPair, ...]
 
 
@@ -50,16 +82,16 @@ def match_groups(source: Manifest, target: Manifest) -> tuple[GroupPair, ...]:
     Raises:
         LayoutMismatch: no layer is common, or a common one differs where it must agree.
     """
-    there = {layer.name: (index, group, layer) for index, group, layer in _layers(source)}
+    there = {layer.name: (index, layer) for index, _, layer in _layers(source)}
     found: dict[tuple[int, int], list[ComponentPair]] = {}
     common = False
-    for target_group, group, layer in _layers(target):
+    for target_group, _, layer in _layers(target):
         if layer.name not in there:
             continue
         common = True
-        source_group, group_there, layer_there = there[layer.name]
-        _require_equal(f"{layer.name}.kind", group_there.kind, group.kind)
-        _require_equal(f"{layer.name}.window", group_there.window, group.window)
+        source_group, layer_there = there[layer.name]
+        _require_equal(f"{layer.name}.kind", layer_there.kind, layer.kind)
+        _require_equal(f"{layer.name}.window", layer_there.window, layer.window)
         found.setdefault((source_group, target_group), []).extend(_match_components(layer_there, layer))
     if not common:
         raise LayoutMismatch("layers", _names(source), _names(target))
@@ -67,8 +99,8 @@ def match_groups(source: Manifest, target: Manifest) -> tuple[GroupPair, ...]:
         GroupPair(
             source_group,
             target_group,
-            source.groups[source_group].block_size,
-            target.groups[target_group].block_size,
+            source.groups[source_group],
+            target.groups[target_group],
             tuple(pairs),
         )
         for (source_group, target_group), pairs in found.items()
@@ -90,18 +122,26 @@ def _match_components(source: Layer, target: Layer) -> list[ComponentPair]:
         theirs = there[ours.role]
         path = f"{target.name}.{ours.role}"
         _require_equal(f"{path}.dtype", theirs.dtype, ours.dtype)
-        _require_equal(f"{path}.head_size", _head_size(theirs), _head_size(ours))
-        _require_equal(f"{path}.num_kv_heads", theirs.total_heads, ours.total_heads)
-        first = max(theirs.first_head, ours.first_head)
-        count = min(theirs.first_head + theirs.num_heads, ours.first_head + ours.num_heads) - first
+        _require_equal(f"{path}.axes", _axes(theirs), _axes(ours))
+        for field, there_, here in zip(_fields(ours), canonical_shape(theirs), canonical_shape(ours), strict=True):
+            _require_equal(f"{path}.{field}", there_, here)
+        first = max(theirs.first, ours.first)
+        count = min(theirs.first + theirs.held.count, ours.first + ours.held.count) - first
         if count > 0:
             pairs.append(ComponentPair(target.name, theirs, ours, first, count))
     return pairs
 
 
-def _head_size(component: Component) -> float:
-    """Elements of one head of one token: what a person configured, rather than bytes."""
-    return component.content_bytes / ITEM_BYTES.get(component.dtype, 1)
+def _axes(component: Component) -> tuple[int, int, int]:
+    """How many axes there are, which of them ranks divide and which counts tokens."""
+    return (len(component.extents), component.shard_axis, component.token_axis)
+
+
+def _fields(component: Component) -> tuple[str, ...]:
+    """Name the canonical extents as a person configured them."""
+    if component.token_axis >= 0:
+        return ("num_kv_heads", "head_size")
+    return tuple(f"shape[{axis}]" for axis in range(len(component.extents)))
 
 
 def _require_equal(field: str, source: object, target: object) -> None:

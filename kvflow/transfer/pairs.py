@@ -93,7 +93,7 @@ def pair_units(group: GroupPlan, source_ids: Int64s, target_ids: Int64s, *, num_
             before token 0: its last block then does not hold the last token, and nothing is where it seems.
         CapacityExceeded: the blocks are larger than any engine's by orders of magnitude.
     """
-    units_held = -(-num_tokens // group.unit_tokens)
+    units_held = -(-num_tokens // group.unit_tokens) if group.unit_tokens else 1  # a state is one unit
     source_first, source_units = _units(source_ids, group.source_units, units_held)
     target_first, target_units = _units(target_ids, group.target_units, units_held)
     for side, index, first, units in (

@@ -15,15 +15,15 @@ from kvflow.errors import CapacityExceeded
 from kvflow.layout.manifest import Manifest
 from kvflow.transfer.certificate import Certificate, certify
 from kvflow.transfer.match import GroupPair, match_groups
-from kvflow.transfer.runs import RunTable, fragments, merged
+from kvflow.transfer.runs import RunTable, Units, fragments, merged
 
 
 class PlanLimits(Struct, frozen=True):
     """Bounds that keep a hostile or absurd manifest from costing more than a refusal.
 
     Attributes:
-        fragments_max: heads times tokens of all components of one group pair, before merging. 128 layers of
-            8 heads and 128-token blocks are 262,144.
+        fragments_max: contiguous pieces of all components of one group pair, before merging. 128 layers of 8 heads
+            and 128-token blocks have 262,144.
         runs_max: runs of one group pair after merging.
     """
 
@@ -40,18 +40,31 @@ class GroupPlan(Struct, frozen=True, eq=False):
     Attributes:
         source_group: index of the group whose source block ids are read.
         target_group: index of the group whose target block ids are written.
-        unit_tokens: tokens of one unit, the greatest common divisor of both block sizes.
-        source_units: units in one source block.
-        target_units: units in one target block.
+        source: how source blocks are cut into units.
+        target: how target blocks are.
         runs: what one pair of units copies.
     """
 
     source_group: int
     target_group: int
-    unit_tokens: int
-    source_units: int
-    target_units: int
+    source: Units
+    target: Units
     runs: RunTable
+
+    @property
+    def unit_tokens(self) -> int:
+        """Tokens of one unit, the greatest common divisor of both kernel block sizes; 0 for states."""
+        return self.target.tokens
+
+    @property
+    def source_units(self) -> int:
+        """Units in one source block."""
+        return self.source.per_block
+
+    @property
+    def target_units(self) -> int:
+        """Units in one target block."""
+        return self.target.per_block
 
 
 class TransferPlan(Struct, frozen=True, eq=False):
@@ -89,14 +102,14 @@ class TransferPlan(Struct, frozen=True, eq=False):
             size = f"{low}" if low == high else f"{low} to {high}"
             lines.append(
                 f"source group {group.source_group} -> target group {group.target_group}: "
-                f"{len(runs)} run(s) of {size} bytes for each unit of {group.unit_tokens} tokens "
+                f"{len(runs)} run(s) of {size} bytes for each {_unit(group)} "
                 f"({group.source_units} per source block, {group.target_units} per target block); "
                 f"{dense_runs(group)} of them merge over consecutive blocks"
             )
         written, page = self.certificate.written_bytes, self.certificate.page_bytes
         lines.append(f"proven: {written} of {page} bytes of the target page are written exactly once")
         lines += [
-            f"not transferred: {gap.layer}.{gap.role} heads {gap.first_head} to {gap.first_head + gap.num_heads - 1}"
+            f"not transferred: {gap.layer}.{gap.role} heads {gap.first} to {gap.first + gap.count - 1}"
             for gap in self.certificate.missing[:8]
         ]
         return "\n".join(lines)
@@ -118,40 +131,44 @@ def plan_transfer(source: Manifest, target: Manifest, *, limits: PlanLimits = DE
         LayoutMismatch: the two differ where they must agree; names the field and both values.
         CapacityExceeded: the plan would exceed ``limits``.
     """
-    planned = [_plan_group(pair, limits) for pair in match_groups(source, target)]
-    groups = tuple(
-        GroupPlan(
-            source_group=pair.source_group,
-            target_group=pair.target_group,
-            unit_tokens=unit_tokens,
-            source_units=pair.source_block_size // unit_tokens,
-            target_units=pair.target_block_size // unit_tokens,
-            runs=runs,
-        )
-        for pair, runs, unit_tokens in planned
-    )
-    return TransferPlan(groups, certify(target, planned))
+    pairs = match_groups(source, target)
+    groups = tuple(_plan_group(pair, limits) for pair in pairs)
+    proofs = [(pair, group.runs, group.source, group.target) for pair, group in zip(pairs, groups, strict=True)]
+    return TransferPlan(groups, certify(target, proofs))
 
 
 def dense_runs(group: GroupPlan) -> int:
     """Count the runs that join with those of the next block: dense on both sides."""
     runs = group.runs
     dense = np.ones(len(runs), bool)
-    for side, units in ((runs.source, group.source_units), (runs.target, group.target_units)):
-        dense &= side[2] == runs.nbytes * units
-        if units > 1:
-            dense &= side[3] == runs.nbytes
+    for side, units in ((runs.source, group.source), (runs.target, group.target)):
+        step, even = units.step(side)
+        dense &= even & (step == runs.nbytes)
     return int(dense.sum())
 
 
-def _plan_group(pair: GroupPair, limits: PlanLimits) -> tuple[GroupPair, RunTable, int]:
-    unit_tokens = math.gcd(pair.source_block_size, pair.target_block_size)
-    if sum(part.num_heads * unit_tokens for part in pair.pairs) > limits.fragments_max:
+def _unit(group: GroupPlan) -> str:
+    return f"unit of {group.unit_tokens} tokens" if group.unit_tokens else "state"
+
+
+def _plan_group(pair: GroupPair, limits: PlanLimits) -> GroupPlan:
+    source, target = _units(pair)
+    if sum(math.prod(part.extents(target.tokens)[: part.walk[0]]) for part in pair.pairs) > limits.fragments_max:
         raise CapacityExceeded("fragments in one plan", limits.fragments_max, remedy="Use smaller blocks.")
-    runs = merged([fragments(part, unit_tokens) for part in pair.pairs])
+    runs = merged([fragments(part, source, target) for part in pair.pairs])
     if len(runs) > limits.runs_max:
         raise CapacityExceeded("runs in one plan", limits.runs_max, remedy="Use layouts that merge further.")
-    return pair, runs, unit_tokens
+    return GroupPlan(pair.source_group, pair.target_group, source, target, runs)
+
+
+def _units(pair: GroupPair) -> tuple[Units, Units]:
+    """Cut both sides' kernel blocks into units of one size; states are one unit each, whatever their block size."""
+    tokens = math.gcd(pair.source.kernel_tokens, pair.target.kernel_tokens)
+    source, target = (
+        Units(tokens, group.kernel_tokens // tokens if tokens else 1, group.kernel_blocks)
+        for group in (pair.source, pair.target)
+    )
+    return source, target
 
 
 class PlanCache:

@@ -1,9 +1,11 @@
 """Strided runs: what one pair of blocks copies, without an address.
 
-Blocks of different sizes on the two sides are cut into *units* of ``gcd`` tokens: a run copies ``nbytes``
-contiguous bytes of one unit; unit ``u`` of block ``b`` lies ``b * block_stride + u * unit_stride`` further on.
+Kernel blocks of different sizes on the two sides are cut into *units* of ``gcd`` tokens: a run copies ``nbytes``
+contiguous bytes of one unit. Unit ``u`` of kernel block ``r`` of block ``b`` lies ``b * block_stride +
+r * kernel_stride + u * unit_stride`` further on. A state is one unit.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -16,11 +18,12 @@ Int64s = npt.NDArray[np.int64]
 
 
 class Side(Struct, frozen=True):
-    """Where a run lies on one side: bytes from the start of a region, for unit 0 of block 0."""
+    """Where a run lies on one side: bytes from the start of a region, for unit 0 of block 0; unused strides are 0."""
 
     region: int
     offset: int
     block_stride: int
+    kernel_stride: int
     unit_stride: int
 
 
@@ -37,8 +40,8 @@ class RunTable:
 
     Attributes:
         nbytes: int64, shape (runs,).
-        source: int64, shape (4, runs): region, offset, block stride, unit stride.
-        target: int64, shape (4, runs).
+        source: int64, shape (5, runs): region, offset, block stride, kernel stride, unit stride.
+        target: int64, shape (5, runs).
     """
 
     def __init__(self, nbytes: Int64s, source: Int64s, target: Int64s) -> None:
@@ -63,21 +66,58 @@ class RunTable:
         return int(self.nbytes.sum())
 
 
-def fragments(pair: ComponentPair, unit_tokens: int) -> RunTable:
-    """Cut one component into runs of one head of one token each: the finest, always right."""
-    heads = pair.first_head + np.arange(pair.num_heads, dtype=np.int64)[:, None]
-    tokens = np.arange(unit_tokens, dtype=np.int64)[None, :]
+class Units(Struct, frozen=True):
+    """How the blocks of one side are cut.
+
+    Attributes:
+        tokens: tokens of one unit; 0 for a state.
+        per_kernel_block: units in one kernel block.
+        kernel_blocks: kernel blocks in one block.
+    """
+
+    tokens: int
+    per_kernel_block: int
+    kernel_blocks: int
+
+    @property
+    def per_block(self) -> int:
+        """Units in one block."""
+        return self.per_kernel_block * self.kernel_blocks
+
+    def offsets(self, kernel_stride: Int64s, unit_stride: Int64s) -> Int64s:
+        """Return where each unit of a block lies, shape (units, runs): bytes from the block's first."""
+        unit = np.arange(self.per_block, dtype=np.int64)[:, None]
+        inside = unit % self.per_kernel_block * unit_stride
+        offsets: Int64s = unit // self.per_kernel_block * kernel_stride + inside
+        return offsets
+
+    def step(self, side: Int64s) -> tuple[Int64s, npt.NDArray[np.bool_]]:
+        """Return the bytes from each unit to the next, and of which runs that holds throughout the pool."""
+        _, _, block_stride, kernel_stride, unit_stride = side
+        step = unit_stride if self.per_kernel_block > 1 else kernel_stride if self.kernel_blocks > 1 else block_stride
+        even = np.ones(len(step), bool)
+        if self.kernel_blocks > 1 and self.per_kernel_block > 1:
+            even &= kernel_stride == self.per_kernel_block * step
+        even &= block_stride == self.per_block * step
+        return step, even
+
+
+def fragments(pair: ComponentPair, source_units: Units, target_units: Units) -> RunTable:
+    """Cut one component into runs that are contiguous on both sides: the finest, always right."""
+    walked, nbytes = pair.walk
+    extents = pair.extents(target_units.tokens)[:walked]
+    index = np.indices(extents, np.int64).reshape(walked, math.prod(extents))
     sides = []
-    for part in (pair.source, pair.target):
-        offsets = part.offset + (heads - part.first_head) * part.head_stride + tokens * part.token_stride
-        columns = np.empty((4, offsets.size), np.int64)
+    for part, units in ((pair.source, source_units), (pair.target, target_units)):
+        columns = np.empty((5, index.shape[1]), np.int64)
         columns[0] = part.region
-        columns[1] = offsets.ravel()
+        columns[1] = pair.start(part) + np.array(part.strides[:walked], np.int64) @ index
         columns[2] = part.block_stride
-        columns[3] = unit_tokens * part.token_stride
+        columns[3] = part.kernel_stride if units.kernel_blocks > 1 else 0
+        columns[4] = units.tokens * part.strides[part.token_axis] if units.per_kernel_block > 1 else 0
         sides.append(columns)
     source, target = sides
-    return RunTable(np.full(source.shape[1], pair.target.content_bytes, np.int64), source, target)
+    return RunTable(np.full(source.shape[1], nbytes, np.int64), source, target)
 
 
 def merged(tables: Sequence[RunTable]) -> RunTable:
@@ -94,7 +134,7 @@ def merged(tables: Sequence[RunTable]) -> RunTable:
     joined[0] = False
     for side in (source, target):
         joined[1:] &= side[1, :-1] + nbytes[:-1] == side[1, 1:]
-        for row in (0, 2, 3):
+        for row in (0, 2, 3, 4):
             joined[1:] &= side[row, :-1] == side[row, 1:]
     starts = np.flatnonzero(~joined)
     return RunTable(np.add.reduceat(nbytes, starts), source[:, starts], target[:, starts])

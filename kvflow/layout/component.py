@@ -1,0 +1,85 @@
+"""One named tensor in memory, as an affine map from canonical coordinates to bytes."""
+
+import math
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from kvflow.layout.shards import Held
+from kvflow.layout.specs import DIMS_MAX, ITEM_BYTES, DType, Role
+
+Extent = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Count = Annotated[int, Meta(ge=1, le=1 << 40)]
+Axis = Annotated[int, Meta(ge=-1, le=DIMS_MAX - 1)]
+
+
+class Component(Struct, frozen=True, array_like=True):
+    """One named tensor inside the pages of one layer.
+
+    Element ``(i0, i1, ...)`` of kernel block ``r`` of block ``b`` lies at ``offset + b * block_stride +
+    r * kernel_stride + i0 * strides[0] + i1 * strides[1] + ...`` of its region. Attention has the axes (head held
+    here, token, content); a state has its own, and one kernel block.
+
+    Attributes:
+        role: ``k``, ``v``, ``latent``, ``conv_x``, ``ssm``, ``k_scale``, ...
+        dtype: element type.
+        region: index into the manifest's regions.
+        offset: bytes from the start of the region to block 0.
+        block_stride: bytes.
+        kernel_stride: bytes between kernel blocks of one block; 0 if there is one.
+        extents: of what is held here, in elements.
+        strides: bytes, one per axis.
+        shard_axis: axis that ranks divide; -1 if every rank holds all.
+        first: number, in the whole model, of the first index held along it.
+        total: extent of that axis in the whole model; 1 without such an axis.
+        token_axis: axis of tokens; -1 for a state, which a block holds once.
+    """
+
+    role: Role
+    dtype: DType
+    region: Annotated[int, Meta(ge=0, le=1 << 16)]
+    offset: Extent
+    block_stride: Extent
+    kernel_stride: Extent
+    extents: Annotated[tuple[Count, ...], Meta(min_length=1, max_length=DIMS_MAX)]
+    strides: Annotated[tuple[Extent, ...], Meta(min_length=1, max_length=DIMS_MAX)]
+    shard_axis: Axis = 0
+    first: Extent = 0
+    total: Count = 1
+    token_axis: Axis = 1
+
+    @property
+    def held(self) -> Held:
+        """The part of the sharded axis that is here; one of one without such an axis."""
+        count = self.extents[self.shard_axis] if self.shard_axis >= 0 else 1
+        return Held(self.first, count, self.total)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of one kernel block; 0 for a state."""
+        return self.extents[self.token_axis] if self.token_axis >= 0 else 0
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one element."""
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one kernel block, without whatever lies between its elements."""
+        return math.prod(self.extents) * self.item_bytes
+
+    @property
+    def span(self) -> int:
+        """Bytes from the first to the last of one kernel block."""
+        reach = sum((extent - 1) * stride for extent, stride in zip(self.extents, self.strides, strict=True))
+        return reach + self.item_bytes
+
+    def kernel_blocks(self, block_size: int) -> int:
+        """Return how many kernel blocks a block of that many tokens has."""
+        return block_size // self.num_tokens if self.num_tokens else 1
+
+    def end(self, num_blocks: int, kernel_blocks: int = 1) -> int:
+        """Return the first byte of the region past the last one that so many blocks reach."""
+        last = (num_blocks - 1) * self.block_stride + (kernel_blocks - 1) * self.kernel_stride
+        return self.offset + last + self.span
