@@ -1,0 +1,111 @@
+"""Families that mix attention with layers that keep a state instead of tokens.
+
+Convolution states are described as they lie in the "DS" layout: channels outermost, so that a rank's share of each
+of them is one range. A state's order in a page is that of vLLM.
+"""
+
+from kvflow.layout.specs import CacheSpec, Mamba, State
+from kvflow.models.attention import SELF_ATTENTION, attention
+from kvflow.models.config import ModelConfig, Options
+
+ATTENTION_TYPES = ("attention", "full_attention")
+RECURRENT_TYPES = ("mamba", "linear_attention")
+"""Entries of ``layer_types``, old and new."""
+
+
+def granite_hybrid(config: ModelConfig, options: Options) -> dict[str, CacheSpec]:
+    """Describe Granite 4 hybrids: Mamba 2, and attention where ``layer_types`` says so."""
+    types = _layer_types(config, [])
+    return _mixed(config, options, types, _mamba2(config, options), "mixer")
+
+
+def bamba(config: ModelConfig, options: Options) -> dict[str, CacheSpec]:
+    """Describe Bamba: Mamba 2, and attention in the layers of ``attn_layer_indices``."""
+    indices = config.keys.get("attn_layer_indices") or []
+    if not isinstance(indices, list):
+        raise config.odd("attn_layer_indices", indices, "a list of layer numbers")
+    types = ["attention" if index in indices else "mamba" for index in range(config.num_layers())]
+    return _mixed(config, options, types, _mamba2(config, options), "mixer")
+
+
+def qwen3_next(config: ModelConfig, options: Options) -> dict[str, CacheSpec]:
+    """Describe Qwen3-Next: gated delta nets, and every fourth layer full attention."""
+    interval = config.whole("full_attention_interval", "layers from one full one to the next", 4)
+    types = ["full_attention" if (index + 1) % interval == 0 else "mamba" for index in range(config.num_layers())]
+    return _mixed(config, options, _layer_types(config, types), _gated_delta_net(config, options), "linear_attn")
+
+
+def _layer_types(config: ModelConfig, otherwise: list[str]) -> list[str]:
+    num_layers = config.num_layers()
+    types = (
+        config.sequence("layer_types", num_layers, str)
+        or config.sequence("layers_block_type", num_layers, str)
+        or otherwise
+    )
+    if not types:
+        raise config.odd("layer_types", None, "a list that says which layers are recurrent")
+    return list(types)
+
+
+def _mixed(
+    config: ModelConfig, options: Options, types: list[str], recurrent: Mamba, recurrent_name: str
+) -> dict[str, CacheSpec]:
+    specs: dict[str, CacheSpec] = {}
+    for index, kind in enumerate(types):
+        if kind in RECURRENT_TYPES:
+            specs[config.layer_name(index, recurrent_name)] = recurrent
+        elif kind in ATTENTION_TYPES:
+            specs[config.layer_name(index, SELF_ATTENTION)] = attention(config, options, "full_attention")
+        else:
+            raise config.odd("layer_types", kind, f"one of {', '.join((*ATTENTION_TYPES, *RECURRENT_TYPES))}")
+    return specs
+
+
+def _mamba2(config: ModelConfig, options: Options) -> Mamba:
+    heads = config.whole("mamba_n_heads", "heads of a Mamba layer")
+    state_size = config.whole("mamba_d_state", "state of a Mamba head, per channel")
+    groups = config.whole("mamba_n_groups", "groups of Mamba heads that share B and C", 1)
+    kernel = config.whole("mamba_d_conv", "width of the convolution", 4)
+    if config.keys.get("mamba_d_head") in (None, "auto"):
+        width = config.whole("hidden_size", "width of the model")
+        head_size = config.whole("mamba_expand", "width of a Mamba layer over that of the model", 2) * width // heads
+    else:
+        head_size = config.whole("mamba_d_head", "channels of a Mamba head")
+    # Every head needs its group's B and C, so a single group is on every rank.
+    axis = None if groups == 1 else 0
+    history = kernel - 1
+    return _states(
+        options,
+        conv={
+            "conv_x": ((heads * head_size, history), 0),
+            "conv_B": ((groups * state_size, history), axis),
+            "conv_C": ((groups * state_size, history), axis),
+        },
+        ssm=(heads, head_size, state_size),
+    )
+
+
+def _gated_delta_net(config: ModelConfig, options: Options) -> Mamba:
+    key_heads = config.whole("linear_num_key_heads", "key heads of a linear layer")
+    value_heads = config.whole("linear_num_value_heads", "value heads of a linear layer")
+    key_size = config.whole("linear_key_head_dim", "channels of a key head of a linear layer")
+    value_size = config.whole("linear_value_head_dim", "channels of a value head of a linear layer")
+    history = config.whole("linear_conv_kernel_dim", "width of the convolution", 4) - 1
+    return _states(
+        options,
+        conv={
+            "conv_q": ((key_heads * key_size, history), 0),
+            "conv_k": ((key_heads * key_size, history), 0),
+            "conv_v": ((value_heads * value_size, history), 0),
+        },
+        ssm=(value_heads, value_size, key_size),
+    )
+
+
+def _states(
+    options: Options,
+    conv: dict[str, tuple[tuple[int, int], int | None]],
+    ssm: tuple[int, int, int],
+) -> Mamba:
+    parts = [State(name, shape, options.dtype, axis) for name, (shape, axis) in conv.items()]
+    return Mamba(block_size=options.block_size, states=(*parts, State("ssm", ssm, options.state_dtype, shard_axis=0)))
