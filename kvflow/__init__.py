@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from kvflow import errors
     from kvflow.cache.tickets import RankAddress, Ticket, join_tickets
     from kvflow.config import WorkerConfig
+    from kvflow.layout.compare import explain
     from kvflow.layout.groups import Group, plan_groups, window_blocks
     from kvflow.layout.manifest import Manifest
     from kvflow.layout.shards import Shard
@@ -33,6 +34,7 @@ _HOMES = {
     "window_blocks": "kvflow.layout.groups",
     "Shard": "kvflow.layout.shards",
     "Manifest": "kvflow.layout.manifest",
+    "explain": "kvflow.layout.compare",
     # having one in memory
     "KVCache": "kvflow.memory.cache",
     "allocate": "kvflow.memory.cache",
@@ -70,6 +72,7 @@ __all__ = [
     "WorkerConfig",
     "allocate",
     "errors",
+    "explain",
     "join_tickets",
     "open_worker",
     "plan_groups",

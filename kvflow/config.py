@@ -26,6 +26,9 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         rank: of this worker in its engine.
         num_ranks: ranks of the engine.
         role: what the engine does, for its peers' logs.
+        model: name of the model; peers that both name one must name the same.
+        model_revision: of its weights; likewise.
+        model_dtype: that it computes in; likewise.
         bind: control endpoint to listen on; port 0 takes a free one.
         advertise: control endpoint as peers reach it; needed when ``bind`` is a wildcard.
         cluster_secret: shared by all workers of a cluster; the variable KVFLOW_CLUSTER_SECRET when None.
@@ -43,6 +46,9 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     rank: Annotated[int, Meta(ge=0, le=65535)] = 0
     num_ranks: Annotated[int, Meta(ge=1, le=65536)] = 1
     role: Literal["prefill", "decode", "both"] = "both"
+    model: Annotated[str, Meta(max_length=256)] = ""  # what is not said is not compared
+    model_revision: Annotated[str, Meta(max_length=256)] = ""
+    model_dtype: Annotated[str, Meta(max_length=32)] = ""
     bind: Endpoint = "tcp://127.0.0.1:0"  # unreachable until asked otherwise
     advertise: Endpoint | None = None
     cluster_secret: str | None = None

@@ -7,6 +7,7 @@ an address such as 2**63 - 1 plus a huge stride is simply seen to lie outside.
 
 import hashlib
 from collections import Counter
+from collections.abc import Iterator
 from typing import Annotated
 
 import msgspec
@@ -41,6 +42,23 @@ class Layer(Struct, frozen=True, array_like=True):
     window: Annotated[int, Meta(ge=0, le=1 << 40)]
     components: Annotated[tuple[Component, ...], Meta(min_length=1, max_length=COMPONENTS_MAX)]
 
+    def must_agree(self) -> Iterator[tuple[str, object]]:
+        """Give every field that peers must agree on, whatever their layouts, shards and block sizes.
+
+        Each depends on those before it: compare in order, and stop at the first difference.
+        """
+        yield "kind", self.kind
+        yield "window", self.window
+        parts = sorted(self.components, key=lambda part: part.role)
+        yield "components", [part.role for part in parts]
+        for part in parts:
+            yield f"{part.role}.dtype", part.dtype
+            yield f"{part.role}.axes", (len(part.extents), part.shard_axis, part.token_axis)
+            for axis, extent in enumerate(part.extents):
+                if axis != part.token_axis:
+                    name = ("num_kv_heads", "", "head_size")[axis] if part.token_axis == 1 else f"shape[{axis}]"
+                    yield f"{part.role}.{name}", part.total if axis == part.shard_axis else extent
+
 
 class ManifestGroup(Struct, frozen=True):
     """Layers that share a block table, with where their bytes are.
@@ -66,6 +84,34 @@ class ManifestGroup(Struct, frozen=True):
         return self.block_size // self.kernel_tokens if self.kernel_tokens else 1
 
 
+class Identity(Struct, frozen=True, omit_defaults=True):
+    """Whose cache it is; empty fields say nothing.
+
+    Attributes:
+        model: name of the model.
+        revision: of its weights.
+        dtype: that it computes in.
+        engine_id: of the engine.
+        rank: of the worker in it.
+        num_ranks: ranks of the engine.
+        incarnation: of the worker.
+    """
+
+    model: Annotated[str, Meta(max_length=256)] = ""
+    revision: Annotated[str, Meta(max_length=256)] = ""
+    dtype: Annotated[str, Meta(max_length=32)] = ""
+    engine_id: Annotated[str, Meta(max_length=256)] = ""
+    rank: Annotated[int, Meta(ge=0, le=65535)] = 0
+    num_ranks: Annotated[int, Meta(ge=1, le=65536)] = 1
+    incarnation: Annotated[str, Meta(max_length=64)] = ""
+
+    def must_agree(self) -> Iterator[tuple[str, str]]:
+        """Give the fields that may not differ where both sides say something."""
+        yield "model", self.model
+        yield "revision", self.revision
+        yield "model_dtype", self.dtype
+
+
 class Manifest(Struct, frozen=True):
     """The canonical KV metadata of one rank.
 
@@ -73,11 +119,13 @@ class Manifest(Struct, frozen=True):
         num_blocks: blocks in the pool; block ids are in ``[0, num_blocks)``.
         regions: unique registered address ranges.
         groups: in the order in which block ids are given.
+        identity: whose cache it is.
     """
 
     num_blocks: Annotated[int, Meta(ge=1, le=(1 << 31) - 1)]
     regions: Annotated[tuple[Region, ...], Meta(min_length=1, max_length=REGIONS_MAX)]
     groups: Annotated[tuple[ManifestGroup, ...], Meta(min_length=1, max_length=GROUPS_MAX)]
+    identity: Identity = Identity()
 
     def check(self) -> None:
         """Check that every component lies inside its region and every layer is named once.
@@ -130,29 +178,8 @@ class Manifest(Struct, frozen=True):
 
     def compatibility_digest(self) -> bytes:
         """Digest only what must agree between peers, whatever their layouts, shards and block sizes."""
-        rows = sorted(
-            (
-                layer.name,
-                layer.kind,
-                layer.window,
-                part.role,
-                part.dtype,
-                canonical_shape(part),
-            )
-            for group in self.groups
-            for layer in group.layers
-            for part in layer.components
-        )
-        return _digest(rows)
-
-
-def canonical_shape(component: Component) -> tuple[int, ...]:
-    """Return the component's extents in the whole model, its tokens left out: what must agree between peers."""
-    return tuple(
-        component.total if axis == component.shard_axis else extent
-        for axis, extent in enumerate(component.extents)
-        if axis != component.token_axis
-    )
+        rows = sorted((layer.name, *layer.must_agree()) for group in self.groups for layer in group.layers)
+        return _digest((tuple(self.identity.must_agree()), rows))
 
 
 def _token_stride(component: Component) -> int:

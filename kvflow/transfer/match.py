@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from kvflow.errors import LayoutMismatch
 from kvflow.layout.component import Component
-from kvflow.layout.manifest import Layer, Manifest, ManifestGroup, canonical_shape
+from kvflow.layout.manifest import Layer, Manifest, ManifestGroup
 
 NAMES_SHOWN = 4
 
@@ -82,6 +82,9 @@ def match_groups(source: Manifest, target: Manifest) -> tuple[GroupPair, ...]:
     Raises:
         LayoutMismatch: no layer is common, or a common one differs where it must agree.
     """
+    for (field, theirs), (_, ours) in zip(source.identity.must_agree(), target.identity.must_agree(), strict=True):
+        if theirs and ours and theirs != ours:
+            raise LayoutMismatch(field, theirs, ours, remedy="Serve the same model on both sides.")
     there = {layer.name: (index, layer) for index, _, layer in _layers(source)}
     found: dict[tuple[int, int], list[ComponentPair]] = {}
     common = False
@@ -90,8 +93,9 @@ def match_groups(source: Manifest, target: Manifest) -> tuple[GroupPair, ...]:
             continue
         common = True
         source_group, layer_there = there[layer.name]
-        _require_equal(f"{layer.name}.kind", layer_there.kind, layer.kind)
-        _require_equal(f"{layer.name}.window", layer_there.window, layer.window)
+        for (path, value_there), (_, value) in zip(layer_there.must_agree(), layer.must_agree(), strict=False):
+            if value_there != value:
+                raise LayoutMismatch(f"{layer.name}.{path}", value_there, value)
         found.setdefault((source_group, target_group), []).extend(_match_components(layer_there, layer))
     if not common:
         raise LayoutMismatch("layers", _names(source), _names(target))
@@ -115,38 +119,16 @@ def _layers(manifest: Manifest) -> Iterator[tuple[int, ManifestGroup, Layer]]:
 
 
 def _match_components(source: Layer, target: Layer) -> list[ComponentPair]:
+    """Pair the components of two layers that agree."""
     there = {component.role: component for component in source.components}
-    _require_equal(f"{target.name}.components", sorted(there), sorted(part.role for part in target.components))
     pairs = []
     for ours in target.components:
         theirs = there[ours.role]
-        path = f"{target.name}.{ours.role}"
-        _require_equal(f"{path}.dtype", theirs.dtype, ours.dtype)
-        _require_equal(f"{path}.axes", _axes(theirs), _axes(ours))
-        for field, there_, here in zip(_fields(ours), canonical_shape(theirs), canonical_shape(ours), strict=True):
-            _require_equal(f"{path}.{field}", there_, here)
         first = max(theirs.first, ours.first)
         count = min(theirs.first + theirs.held.count, ours.first + ours.held.count) - first
         if count > 0:
             pairs.append(ComponentPair(target.name, theirs, ours, first, count))
     return pairs
-
-
-def _axes(component: Component) -> tuple[int, int, int]:
-    """How many axes there are, which of them ranks divide and which counts tokens."""
-    return (len(component.extents), component.shard_axis, component.token_axis)
-
-
-def _fields(component: Component) -> tuple[str, ...]:
-    """Name the canonical extents as a person configured them."""
-    if component.token_axis >= 0:
-        return ("num_kv_heads", "head_size")
-    return tuple(f"shape[{axis}]" for axis in range(len(component.extents)))
-
-
-def _require_equal(field: str, source: object, target: object) -> None:
-    if source != target:
-        raise LayoutMismatch(field, source, target)
 
 
 def _names(manifest: Manifest) -> list[str]:

@@ -18,7 +18,7 @@ from kvflow.cache.tickets import Grant, RankAddress, Ticket
 from kvflow.clock import monotonic
 from kvflow.config import WorkerConfig
 from kvflow.ids import peer_id
-from kvflow.layout.manifest import Manifest, alias_classes
+from kvflow.layout.manifest import Identity, Manifest, alias_classes
 from kvflow.layout.region import Region
 from kvflow.observability import events
 from kvflow.observability.logs import EventLog
@@ -219,6 +219,7 @@ async def open_worker(config: WorkerConfig, cache: Cache, *, hooks: Sequence[Hoo
     manifest = cache.manifest()
     manifest.check()
     incarnation = secrets.token_hex(16)
+    manifest = msgspec.structs.replace(manifest, identity=_identity(config, incarnation))
     epochs = EpochTable(config.lease_slots, secrets.randbits(EPOCH_BITS))
     inbox = Inbox(asyncio.get_running_loop())
     async with _started_transport(config, incarnation, manifest, epochs, inbox) as transport:
@@ -227,7 +228,7 @@ async def open_worker(config: WorkerConfig, cache: Cache, *, hooks: Sequence[Hoo
         )
         ours = introduce(config, incarnation, advertisement)
         report = _reporter(config, incarnation, hooks)
-        parts = _Parts(config, cache, ours, epochs, transport, inbox, report)
+        parts = _Parts(config, cache, manifest, ours, epochs, transport, inbox, report)
         async with _opened(parts) as worker:
             yield worker
 
@@ -237,6 +238,7 @@ class _Parts(NamedTuple):
 
     config: WorkerConfig
     cache: Cache
+    manifest: Manifest
     ours: OurSide
     epochs: EpochTable
     transport: Transport
@@ -247,8 +249,7 @@ class _Parts(NamedTuple):
 @asynccontextmanager
 async def _opened(parts: _Parts) -> AsyncIterator[Worker]:
     """Wire both sides of a worker together, listen, and take them down in order."""
-    config, cache, ours, epochs, transport, inbox, report = parts
-    manifest = cache.manifest()
+    config, cache, manifest, ours, epochs, transport, inbox, report = parts
     key = TicketKey(ours.security)
     keeper = LeaseKeeper(
         leases=LeaseTable(epochs),
@@ -337,6 +338,18 @@ async def _finish(work: Coroutine[None, None, None]) -> None:
     if cancelled is not None:
         raise cancelled
     task.result()
+
+
+def _identity(config: WorkerConfig, incarnation: str) -> Identity:
+    return Identity(
+        model=config.model,
+        revision=config.model_revision,
+        dtype=config.model_dtype,
+        engine_id=config.engine_id,
+        rank=config.rank,
+        num_ranks=config.num_ranks,
+        incarnation=incarnation,
+    )
 
 
 def _region(epochs: EpochTable) -> Region:
