@@ -27,7 +27,7 @@ class Limits(Struct, frozen=True, kw_only=True):
         handshake_s: from dialling, or from the first message heard, to ready. A CURVE handshake takes about
             1 ms and a publication some ms: seconds pass only when a process is stopped or a network is broken.
         ping_interval_s: silence after which a ping asks for a sign of life.
-        silence_s_max: silence after which the peer counts as dead. Four pings: one may be lost in a stall of
+        silence_s_max: silence after which the peer counts as dead. Three pings: two may be lost in a stall of
             the interpreter (a first compilation takes 5 to 15 s), and it stays below a lease of 30 s.
         closing_s: to exchange the last words. They need one round trip; a peer that is gone costs no more.
 
@@ -42,8 +42,8 @@ class Limits(Struct, frozen=True, kw_only=True):
     outgoing_max: int = 1024
     connect_s: float = 2.0
     handshake_s: float = 5.0
-    ping_interval_s: float = 5.0
-    silence_s_max: float = 20.0
+    ping_interval_s: float = 9.0
+    silence_s_max: float = 28.0
     closing_s: float = 0.5
 
     def __post_init__(self) -> None:
