@@ -67,7 +67,8 @@ class Rows:
         rows_per_run = 1 if self._linear else per_block
         if len(nbytes) * rows_per_run > ROWS_MAX:
             raise CapacityExceeded("rows in one prepared list", ROWS_MAX, remedy="Use block sizes that divide.")
-        first = units.offsets(kernel_stride, unit_stride)[:rows_per_run].T.ravel()
+        # A row that all units share begins with the first; listing the others would let a huge block cost memory.
+        first = np.zeros(len(nbytes), np.int64) if self._linear else units.offsets(kernel_stride, unit_stride).T.ravel()
         run = np.repeat(np.arange(len(nbytes)), rows_per_run)
         self.stride = step if self._linear else block_stride
         address = np.array([entry.address for entry in regions], np.int64)

@@ -74,16 +74,16 @@ ADVERTISEMENTS = {
     "blocks beyond the region": (lambda it: with_manifest(it, num_blocks=33), errors.ProtocolViolation),
     "a region that does not exist": (lambda it: with_components(it, region=1), errors.ProtocolViolation),
     "a stride beyond memory": (lambda it: with_components(it, block_stride=ADDRESS_MAX), errors.ProtocolViolation),
-    "heads beyond the model": (lambda it: with_components(it, first_head=3), errors.ProtocolViolation),
+    "heads beyond the model": (lambda it: with_components(it, first=3), errors.ProtocolViolation),
     "heads without end": (
-        lambda it: with_components(it, num_heads=1 << 31, total_heads=1 << 31, head_stride=0),
+        lambda it: with_components(it, extents=(1 << 31, 4, 8), total=1 << 31, strides=(0, 16, 2)),
         errors.LayoutMismatch,
     ),
     "blocks without end": (
         lambda it: with_components(it, num_blocks=(1 << 31) - 1, block_stride=0), errors.ProtocolViolation
     ),
     "strides of zero": (
-        lambda it: with_components(it, block_stride=0, head_stride=0, token_stride=0), errors.ProtocolViolation
+        lambda it: with_components(it, block_stride=0, strides=(0, 0, 0)), errors.ProtocolViolation
     ),
     "layers named twice": (lambda it: with_manifest(it, groups=it.manifest.groups * 2), errors.ProtocolViolation),
     "half an epoch": (

@@ -156,9 +156,7 @@ def test_the_certificate_names_what_the_source_lacks(case):
 
 
 def heads_in(gaps: tuple[Missing, ...]):
-    named = [
-        (gap.layer, gap.role, head) for gap in gaps for head in range(gap.first_head, gap.first_head + gap.num_heads)
-    ]
+    named = [(gap.layer, gap.role, head) for gap in gaps for head in range(gap.first, gap.first + gap.count)]
     assert len(set(named)) == len(named)
     return set(named)
 

@@ -3,8 +3,6 @@
 What leaves the copy the same (swapping a run with itself, for example) is not a defect.
 """
 
-import math
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,11 +10,12 @@ from hypothesis import strategies as st
 from kvflow.errors import PlanUnsound
 from kvflow.transfer.certificate import certify
 from kvflow.transfer.match import match_groups
-from kvflow.transfer.runs import RunTable, fragments, merged
+from kvflow.transfer.plan import plan_transfer
+from kvflow.transfer.runs import RunTable, fragments
 
 from .caches import models, sides, thorough
 
-SIDE_ROWS = ("region", "offset", "block stride", "unit stride")
+SIDE_ROWS = ("region", "offset", "block stride", "kernel stride", "unit stride")
 
 
 @st.composite
@@ -24,17 +23,21 @@ def planned_pairs(draw):
     """Two manifests, and for each pair of groups what ``certify`` takes."""
     model = draw(models())
     source, target = (draw(sides(model, tp_sizes=(1,))).cache(3).manifest() for _ in range(2))
-    planned = []
-    for pair in match_groups(source, target):
-        unit_tokens = math.gcd(pair.source_block_size, pair.target_block_size)
-        planned.append((pair, merged([fragments(part, unit_tokens) for part in pair.pairs]), unit_tokens))
-    return target, planned
+    groups = plan_transfer(source, target).groups
+    pairs = match_groups(source, target)
+    return target, [(pair, group.runs, group.source, group.target) for pair, group in zip(pairs, groups, strict=True)]
 
 
-def mutations(runs, rng):
+def rows_in_use(units):
+    """Rows of a side that say where its units lie: a stride that nothing is reached by means nothing."""
+    return [0, 1, 2, *([3] if units.kernel_blocks > 1 else []), *([4] if units.per_kernel_block > 1 else [])]
+
+
+def mutations(runs, source_units, target_units, rng):
     """Yield a name and a table for every kind of defect, each at a random place."""
-    for row, name in enumerate(SIDE_ROWS):
-        for side in ("source", "target"):
+    for side, units in (("source", source_units), ("target", target_units)):
+        for row in rows_in_use(units):
+            name = SIDE_ROWS[row]
             columns = {"source": runs.source.copy(), "target": runs.target.copy()}
             columns[side][row, rng.integers(len(runs))] += rng.choice((-1, 1))
             yield f"{side} {name} shifted", RunTable(runs.nbytes, **columns)
@@ -78,9 +81,9 @@ def test_a_wrong_run_fails_the_proof(case, seed):
     assert certify(target, planned).complete
     rng = np.random.default_rng(seed)
     at = int(rng.integers(len(planned)))
-    pair, runs, unit_tokens = planned[at]
-    for defect, wrong in mutations(runs, rng):
-        plan = [*planned[:at], (pair, wrong, unit_tokens), *planned[at + 1 :]]
+    pair, runs, *units = planned[at]
+    for defect, wrong in mutations(runs, *units, rng):
+        plan = [*planned[:at], (pair, wrong, *units), *planned[at + 1 :]]
         assert (defect, outcome_of(target, plan)) == (defect, "refused")
 
 
@@ -90,8 +93,8 @@ def test_merging_changes_no_byte(case):
     """Merged or not, a plan is proven: the proof stands on coordinates, not on how runs were cut."""
     target, planned = case
     finest = []
-    for pair, _, unit_tokens in planned:
-        tables = [fragments(part, unit_tokens) for part in pair.pairs]
+    for pair, _, *units in planned:
+        tables = [fragments(part, *units) for part in pair.pairs]
         columns = zip(*((table.nbytes, table.source, table.target) for table in tables), strict=True)
-        finest.append((pair, RunTable(*(np.concatenate(column, axis=-1) for column in columns)), unit_tokens))
+        finest.append((pair, RunTable(*(np.concatenate(column, axis=-1) for column in columns)), *units))
     assert certify(target, finest) == certify(target, planned)

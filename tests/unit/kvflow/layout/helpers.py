@@ -1,7 +1,7 @@
 """What the tests of layouts share: specs in a word, components and manifests with one thing wrong."""
 
+from kvflow.layout.component import Component
 from kvflow.layout.manifest import Layer, Manifest, ManifestGroup
-from kvflow.layout.placement import Component
 from kvflow.layout.region import Region
 from kvflow.layout.specs import FullAttention, SlidingWindow
 
@@ -31,22 +31,24 @@ def component(**changes):
     fields = {
         "role": "k",
         "dtype": "float16",
-        "first_head": 0,
-        "num_heads": 1,
-        "total_heads": 1,
-        "num_tokens": 4,
-        "content_bytes": 16,
         "region": 0,
         "offset": 0,
         "block_stride": 64,
-        "head_stride": 64,
-        "token_stride": 16,
+        "kernel_stride": 0,
+        "extents": (1, 4, 8),
+        "strides": (64, 16, 2),
     }
     return Component(**fields | changes)
+
+
+def state(**changes):
+    """A state of three rows of four numbers, dense, in blocks of 64 bytes."""
+    fields = {"role": "ssm", "dtype": "float32", "extents": (3, 4), "strides": (16, 4), "total": 3, "token_axis": -1}
+    return component(**fields | changes)
 
 
 def manifest(*components, names=("a",), num_blocks=2, block_size=4, regions=ROOMY):
     """One group of layers, each with these components."""
     parts = components or (component(),)
-    layers = tuple(Layer(name, parts) for name in names)
-    return Manifest(num_blocks, regions, (ManifestGroup("full", block_size, 0, layers),))
+    layers = tuple(Layer(name, "full", 0, parts) for name in names)
+    return Manifest(num_blocks, regions, (ManifestGroup("full", block_size, layers),))

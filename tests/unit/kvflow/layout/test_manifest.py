@@ -1,6 +1,7 @@
 """A manifest is trusted only after its check, and its digests tell exactly what they should."""
 
 import time
+from functools import partial
 
 import msgspec
 import pytest
@@ -10,7 +11,7 @@ from kvflow.layout.manifest import Layer, Manifest, ManifestGroup, alias_classes
 from kvflow.layout.region import ADDRESS_MAX, Region
 from kvflow.memory.cache import allocate
 
-from .helpers import component, manifest, model
+from .helpers import component, manifest, model, state
 
 HUGE = (Region(0, ADDRESS_MAX),)
 
@@ -21,19 +22,44 @@ HUGE = (Region(0, ADDRESS_MAX),)
         (manifest(names=("a", "b", "a")), "layer 'a' is named twice"),
         (manifest(component(), component()), "a: role 'k' is named twice"),
         (manifest(component(region=1)), "a.k: region 1 does not exist"),
-        (manifest(block_size=8), "a.k: 4 tokens in blocks of 8"),
-        (manifest(component(first_head=1)), "a.k: holds"),
-        (manifest(component(num_heads=2)), "a.k: holds"),
+        (manifest(block_size=6), "a.k: 4 tokens do not divide blocks of 6"),
+        (manifest(block_size=3), "a.k: 4 tokens do not divide blocks of 3"),
+        (manifest(component(), component(role="v", extents=(1, 2, 8))), "a.v: 2 tokens in kernel blocks of 4"),
+        (manifest(component(), state()), "a.ssm: 0 tokens in kernel blocks of 4"),
+        (manifest(state(), component()), "a.k: 4 tokens in kernel blocks of 0"),
+        (manifest(component(strides=(64, 16))), "a.k: 3 extents, 2 strides"),
+        (manifest(component(extents=(1, 4), strides=(64, 16, 2))), "a.k: 2 extents, 3 strides"),
+        (manifest(component(shard_axis=3)), "a.k: 3 extents, 3 strides and its axes do not fit"),
+        (manifest(component(token_axis=3)), "a.k: 3 extents, 3 strides and its axes do not fit"),
+        (manifest(component(shard_axis=1)), "a.k: tokens are not what ranks divide"),
+        (manifest(component(first=1)), "a.k: holds"),
+        (manifest(component(extents=(2, 4, 8))), "a.k: holds"),
+        (manifest(state(total=2)), "a.ssm: holds"),
+        (manifest(state(shard_axis=-1, first=3)), "a.ssm: holds"),
         (manifest(regions=(Region(4096, 127),)), "reaches byte 128 of a region of 127"),
+        (manifest(state(), regions=(Region(4096, 111),)), "reaches byte 112 of a region of 111"),
         (manifest(component(offset=1), regions=(Region(4096, 128),)), "reaches byte 129"),
         (manifest(component(block_stride=1 << 62)), "a.k: reaches byte"),
         (manifest(component(offset=1 << 62)), "a.k: reaches byte"),
-        (manifest(component(content_bytes=1 << 31)), "a.k: reaches byte"),
+        (manifest(component(extents=(1, 4, 1 << 31))), "a.k: reaches byte"),
         (manifest(num_blocks=(1 << 31) - 1), "a.k: reaches byte"),
-        (manifest(component(num_heads=1 << 31, total_heads=1 << 31)), "a.k: reaches byte"),
+        (manifest(component(extents=(1 << 31, 4, 8), total=1 << 31)), "a.k: reaches byte"),
+        (manifest(component(kernel_stride=64), block_size=8, regions=(Region(4096, 191),)), "reaches byte 192"),
+        (manifest(component(kernel_stride=1 << 62), block_size=8, regions=HUGE), "2 kernel blocks of"),
         (manifest(regions=(Region(ADDRESS_MAX, 128),)), "region 0 reaches beyond"),
         (manifest(regions=(Region(4096, 128), Region(1 << 62, 1 << 62))), "region 1 reaches beyond"),
-        (manifest(component(num_tokens=2, token_stride=1 << 62), block_size=2, num_blocks=1, regions=HUGE), "spans 2"),
+        (
+            manifest(component(extents=(1, 2, 8), strides=(0, 1 << 62, 2)), block_size=2, num_blocks=1, regions=HUGE),
+            "are too many",
+        ),
+        (
+            manifest(
+                component(extents=(1 << 40, 1 << 24, 8), strides=(0, 0, 0), total=1 << 40),
+                block_size=1 << 24,
+                regions=HUGE,
+            ),
+            "are too many",
+        ),
     ],
 )
 def test_a_manifest_that_contradicts_itself_is_refused(wrong, words):
@@ -41,8 +67,20 @@ def test_a_manifest_that_contradicts_itself_is_refused(wrong, words):
         wrong.check()
 
 
-def test_a_manifest_that_fits_to_the_byte_passes():
-    manifest(regions=(Region(4096, 128),)).check()
+@pytest.mark.parametrize(
+    ("right", "nbytes"),
+    [
+        (manifest, 128),
+        (partial(manifest, component(kernel_stride=64), block_size=8), 192),
+        (partial(manifest, state()), 112),
+        (partial(manifest, state(shard_axis=-1, total=1)), 112),
+        (partial(manifest, state(extents=(2, 4), first=1, total=3)), 96),
+    ],
+)
+def test_a_manifest_that_fits_to_the_byte_passes(right, nbytes):
+    right(regions=(Region(4096, nbytes),)).check()
+    with pytest.raises(SpecInvalid, match=f"reaches byte {nbytes} of a region of {nbytes - 1}"):
+        right(regions=(Region(4096, nbytes - 1),)).check()
 
 
 def test_a_name_given_twice_is_found_as_fast_as_one_given_once():
@@ -92,7 +130,7 @@ def test_a_manifest_survives_the_wire():
 
 
 def group_at(name, offset, region=0):
-    return ManifestGroup("full", 4, 0, (Layer(name, (component(offset=offset, region=region),)),))
+    return ManifestGroup("full", 4, (Layer(name, "full", 0, (component(offset=offset, region=region),)),))
 
 
 @pytest.mark.parametrize(

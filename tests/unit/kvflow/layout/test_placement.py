@@ -6,7 +6,8 @@ Five blocks of four tokens, two heads, three layers; one head of one token has 1
 import pytest
 
 from kvflow.errors import SpecInvalid
-from kvflow.layout.placement import AXIS_ORDERS, KV_FORMS, LAYOUTS, page_bytes, place
+from kvflow.layout.pages import page_bytes
+from kvflow.layout.placement import AXIS_ORDERS, KV_FORMS, LAYOUTS, Pool, axes_of, place_alone, place_row, row_bytes
 from kvflow.layout.shards import Shard
 
 from .helpers import full
@@ -29,8 +30,15 @@ STRIDES = {  # layer, block, head, token, from K to V
 # fmt: on
 
 
-def placed(layout, kv, position=0, shard=None):
-    return place(SPEC, position=position, num_positions=3, num_blocks=5, layout=layout, kv=kv, shard=shard or Shard())
+def placed(layout, kv, shard=None):
+    """Place three layers as one group: in rows, or each in a tensor behind the one before it."""
+    shard = shard or Shard()
+    pool, names = Pool(5, shard, axes_of(layout, kv)), ("a", "b", "c")
+    if pool.packed:
+        specs = dict.fromkeys(names, SPEC)
+        return list(place_row(specs, names, pool, row_bytes(specs, names, pool)).values())
+    page = page_bytes(SPEC, shard)
+    return [place_alone(SPEC, pool, position * 5 * page, page) for position in range(3)]
 
 
 def test_the_table_is_complete():
@@ -40,24 +48,25 @@ def test_the_table_is_complete():
 @pytest.mark.parametrize(("layout", "kv"), STRIDES)
 def test_strides(layout, kv):
     layer, block, head, token, k_to_v = STRIDES[layout, kv]
-    for position in range(3):
-        keys, values = placed(layout, kv, position).components(SPEC, Shard())
+    for position, place in enumerate(placed(layout, kv)):
+        keys, values = place.components
         for part in (keys, values):
-            assert (part.block_stride, part.head_stride, part.token_stride) == (block, head, token)
+            assert (part.block_stride, part.strides) == (block, (head, token, 2))
+            assert (part.extents, part.kernel_stride) == ((2, 4, 8), 0)
         assert (keys.role, keys.offset) == ("k", position * layer)
         assert (values.role, values.offset) == ("v", position * layer + k_to_v)
 
 
 @pytest.mark.parametrize(("layout", "kv"), STRIDES)
 def test_components_end_within_the_allocation_and_the_last_one_at_its_end(layout, kv):
-    ends = [part.extent(5) for position in range(3) for part in placed(layout, kv, position).components(SPEC, Shard())]
+    ends = [part.end(5) for place in placed(layout, kv) for part in place.components]
     assert max(ends) == 5 * 3 * page_bytes(SPEC)
 
 
 def test_a_shard_keeps_its_heads_only():
     shard = Shard(tp_rank=1, tp_size=2)
-    keys, values = placed("BLHNC", "content", shard=shard).components(SPEC, shard)
-    assert (keys.first_head, keys.num_heads, keys.total_heads) == (1, 1, 2)
+    keys, values = placed("BLHNC", "content", shard)[0].components
+    assert (keys.first, keys.held.count, keys.total, keys.extents) == (1, 1, 2, (1, 4, 8))
     assert (keys.block_stride, values.offset) == (384, 16)
     assert page_bytes(SPEC, shard) == 128
 
@@ -71,5 +80,5 @@ def test_page_bytes_are_those_of_the_whole_model_without_a_shard():
 )
 def test_an_unknown_layout_is_refused_with_the_known_ones(layout, kv):
     with pytest.raises(SpecInvalid, match="BHLNC") as caught:
-        placed(layout, kv)
+        axes_of(layout, kv)
     assert repr(layout) in caught.value.message

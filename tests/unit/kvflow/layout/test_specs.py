@@ -12,7 +12,8 @@ from .helpers import full, sliding
 def test_components_are_keys_then_values_of_the_whole_model():
     keys, values = full(block_size=16, num_kv_heads=4, head_size=8, dtype="float16").components
     assert (keys.role, values.role) == ("k", "v")
-    assert (keys.total_heads, keys.num_tokens, keys.content_bytes, keys.dtype) == (4, 16, 16, "float16")
+    assert (keys.shape, keys.dtype) == (values.shape, values.dtype) == ((4, 16, 8), "float16")
+    assert (keys.shard_axis, keys.token_axis) == (0, 1)
 
 
 def test_kinds_and_windows():

@@ -3,8 +3,8 @@
 from handshake import ClusterSecurity
 from kvflow.cache.tickets import RankAddress
 from kvflow.config import WorkerConfig
+from kvflow.layout.component import Component
 from kvflow.layout.manifest import Layer, Manifest, ManifestGroup
-from kvflow.layout.placement import Component
 from kvflow.layout.region import Region
 from kvflow.rendezvous.introduction import introduce
 from kvflow.rendezvous.publication import Advertisement
@@ -16,22 +16,24 @@ EPOCHS = Region(8192, 64)
 DENSE = {
     "role": "k",
     "dtype": "float16",
-    "first_head": 0,
-    "num_heads": 1,
-    "total_heads": 1,
-    "num_tokens": 4,
-    "content_bytes": 16,
     "region": 0,
     "offset": 0,
     "block_stride": 64,
-    "head_stride": 64,
-    "token_stride": 16,
+    "kernel_stride": 0,
+    "extents": (1, 4, 8),
+    "strides": (64, 16, 2),
+    "shard_axis": 0,
+    "first": 0,
+    "total": 1,
+    "token_axis": 1,
 }
 
 
 def manifest():
-    layers = (Layer("a", (Component(**DENSE),)), Layer("b", (Component(**DENSE | {"offset": 1024}),)))
-    return Manifest(2, (Region(4096, 4096),), (ManifestGroup("full", 4, 0, layers),))
+    layers = tuple(
+        Layer(name, "full", 0, (Component(**DENSE | {"offset": offset}),)) for name, offset in (("a", 0), ("b", 1024))
+    )
+    return Manifest(2, (Region(4096, 4096),), (ManifestGroup("full", 4, layers),))
 
 
 def advertisement(**changes):

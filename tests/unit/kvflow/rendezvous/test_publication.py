@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from handshake import Publication
 from handshake.limits import PUBLICATION_BYTES_MAX
 from kvflow.errors import LayoutMismatch, ProtocolViolation
-from kvflow.layout.manifest import MANIFEST_SCHEMA
+from kvflow.layout.component import Component
+from kvflow.layout.manifest import MANIFEST_SCHEMA, Layer
 from kvflow.layout.region import ADDRESS_MAX, Region
 from kvflow.rendezvous.publication import METADATA_BYTES_MAX, decode, encode
 
@@ -21,7 +22,10 @@ HONEST = msgspec.to_builtins(advertisement(metadata=b""))
 HONEST["metadata"] = b"how to read me"
 REGION = ("manifest", "regions", 0)
 GROUP = ("manifest", "groups", 0)
-PART = (*GROUP, "layers", 0, "components", 0)
+LAYER = (*GROUP, "layers", 0)
+PART = (*LAYER, "components", 0)
+AT = {field: index for kind in (Layer, Component) for index, field in enumerate(kind.__struct_fields__)}
+"""Layers and components travel as arrays: where each of their fields stands."""
 BUDGET_S = 5.0
 """Of CPU, for what takes milliseconds: a few hundred times less than what quadratic work on 4 MiB takes."""
 
@@ -35,9 +39,19 @@ def with_(path, value):
     changed = msgspec.json.decode(msgspec.json.encode(HONEST | {"metadata": None})) | {"metadata": b""}
     holder = changed
     for key in path[:-1]:
-        holder = holder[key]
-    holder[path[-1]] = value
+        holder = holder[place_in(holder, key)]
+    holder[place_in(holder, path[-1])] = value
     return changed
+
+
+def place_in(holder, key):
+    """Return where a field stands: in an array by its number."""
+    return AT[key] if isinstance(holder, list) and isinstance(key, str) else key
+
+
+def dense(**changes):
+    """A component as it travels."""
+    return list((DENSE | changes).values())
 
 
 def refused(value):
@@ -65,33 +79,61 @@ def test_what_is_encoded_is_decoded():
         ((*PART, "offset"), 2**63),
         ((*PART, "offset"), -1),
         ((*PART, "block_stride"), 2**62),
-        ((*PART, "head_stride"), -64),
-        ((*PART, "token_stride"), 2**62),
-        ((*PART, "token_stride"), 2**63 - 1),
-        ((*PART, "num_heads"), 2),
-        ((*PART, "num_heads"), 0),
-        ((*PART, "num_heads"), 2**31),
-        ((*PART, "total_heads"), 2**31 + 1),
-        ((*PART, "first_head"), 1),
-        ((*PART, "first_head"), 2**62),
-        ((*PART, "num_tokens"), 2**31),
-        ((*PART, "num_tokens"), 8),
-        ((*PART, "content_bytes"), 2**31),
-        ((*PART, "content_bytes"), 0),
+        ((*PART, "kernel_stride"), -1),
+        ((*PART, "kernel_stride"), 2**63),
+        ((*PART, "strides"), [-64, 16, 2]),
+        ((*PART, "strides"), [64, 2**62, 2]),
+        ((*PART, "strides"), [64, 2**63 - 1, 2]),
+        ((*PART, "strides"), [64, 16, 2**63]),
+        ((*PART, "strides"), [64, 16]),
+        ((*PART, "strides"), [64, 16, 2, 1]),
+        ((*PART, "strides"), []),
+        ((*PART, "extents"), [2, 4, 8]),
+        ((*PART, "extents"), [0, 4, 8]),
+        ((*PART, "extents"), [2**31, 4, 8]),
+        ((*PART, "extents"), [2**40 + 1, 4, 8]),
+        ((*PART, "extents"), [1, 2**31, 8]),
+        ((*PART, "extents"), [1, 8, 8]),
+        ((*PART, "extents"), [1, 3, 8]),
+        ((*PART, "extents"), [1, 4, 2**31]),
+        ((*PART, "extents"), [1, 4, 0]),
+        ((*PART, "extents"), [1, 4, 8.5]),
+        ((*PART, "extents"), [1, 4]),
+        ((*PART, "extents"), []),
+        ((*PART, "extents"), [1] * 9),
+        ((*PART, "shard_axis"), 1),
+        ((*PART, "shard_axis"), 3),
+        ((*PART, "shard_axis"), -2),
+        ((*PART, "total"), 2**40 + 1),
+        ((*PART, "total"), 0),
+        ((*PART, "first"), 1),
+        ((*PART, "first"), 2**62),
+        ((*PART, "token_axis"), 0),
+        ((*PART, "token_axis"), 2),
+        ((*PART, "token_axis"), 7),
+        ((*PART, "token_axis"), -1),  # a state among layers that have tokens
+        ((*PART, "token_axis"), -2),
         ((*PART, "role"), ""),
         ((*PART, "role"), "k" * 65),
         ((*PART, "dtype"), None),
-        ((*GROUP, "block_size"), 8),
+        ((*PART, "dtype"), "float4"),
+        (PART, DENSE),
+        (PART, dense()[:7]),
+        ((*GROUP, "block_size"), 2),
+        ((*GROUP, "block_size"), 6),
         ((*GROUP, "block_size"), 2**31),
         ((*GROUP, "block_size"), 0),
-        ((*GROUP, "window"), -1),
+        ((*LAYER, "window"), -1),
+        ((*LAYER, "window"), 2**41),
+        ((*LAYER, "kind"), ""),
+        ((*LAYER, "kind"), "x" * 33),
         ((*GROUP, "layers"), []),
         ((*GROUP, "layers", 1, "name"), "a"),
         ((*GROUP, "layers", 1, "name"), ""),
         ((*GROUP, "layers", 1, "name"), "x" * 257),
-        ((*GROUP, "layers", 0, "components"), [DENSE, DENSE]),
-        ((*GROUP, "layers", 0, "components"), []),
-        ((*GROUP, "layers", 0, "components"), [DENSE | {"role": str(index)} for index in range(65)]),
+        ((*LAYER, "components"), [dense(), dense()]),
+        ((*LAYER, "components"), []),
+        ((*LAYER, "components"), [dense(role=str(index)) for index in range(65)]),
         (("manifest", "num_blocks"), 2**31 - 1),
         (("manifest", "num_blocks"), 2**31),
         (("manifest", "num_blocks"), 0),
@@ -121,10 +163,9 @@ def test_a_lie_is_a_violation(path, value):
 
 
 def test_the_largest_publication_with_one_name_twice_is_refused_as_quickly():
-    """Some 25,000 layers fit into one publication."""
-    layer = {"components": [DENSE]}
-    names = [f"{index:x}" for index in range(25_000)]
-    layers = [layer | {"name": name} for name in [*names, names[-1]]]
+    """Some 100,000 layers fit into one publication."""
+    names = [f"{index:x}" for index in range(100_000)]
+    layers = [[name, "full", 0, [dense()]] for name in [*names, names[-1]]]
     groups = [
         HONEST["manifest"]["groups"][0] | {"layers": layers[first : first + 4096]}
         for first in range(0, len(layers), 4096)

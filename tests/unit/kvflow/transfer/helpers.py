@@ -8,10 +8,15 @@ from kvflow.memory.cache import allocate
 from kvflow.transfer.bind import Binding
 from kvflow.transfer.pairs import UnitPairs
 from kvflow.transfer.plan import plan_transfer
+from kvflow.transfer.runs import Units
 
 
-def full(block_size=16, num_kv_heads=2, head_size=8, dtype="float16"):
-    return FullAttention(block_size=block_size, num_kv_heads=num_kv_heads, head_size=head_size, dtype=dtype)
+WHOLE = Units(16, 1, 1)
+"""Blocks of 16 tokens that are not cut."""
+
+
+def full(block_size=16, num_kv_heads=2, head_size=8, dtype="float16", **fields):
+    return FullAttention(block_size=block_size, num_kv_heads=num_kv_heads, head_size=head_size, dtype=dtype, **fields)
 
 
 def sliding(block_size=16, num_kv_heads=2, head_size=8, dtype="float16", window=64):

@@ -1,5 +1,7 @@
 """Rows and indices as NIXL takes them, for cases small enough to write down."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
@@ -7,8 +9,9 @@ from kvflow.errors import CapacityExceeded
 from kvflow.layout.region import Region
 from kvflow.transfer.bind import DESCRIPTORS_MAX, ROWS_MAX, Rows
 from kvflow.transfer.plan import plan_transfer
+from kvflow.transfer.runs import Units
 
-from .helpers import binding_of, full, manifest_of, unit_pairs
+from .helpers import WHOLE, binding_of, full, manifest_of, unit_pairs
 
 NO_LIMIT = {"chunk_bytes": 1 << 40, "chunk_descriptors": 1 << 30}
 
@@ -55,7 +58,7 @@ def test_a_region_gives_address_memory_and_device():
     moved = Rows(
         plan.groups[0].runs.source,
         plan.groups[0].runs.nbytes,
-        units=1,
+        units=WHOLE,
         num_blocks=4,
         regions=[Region(5000, 1 << 20, "VRAM", 3)],
     )
@@ -89,8 +92,15 @@ def test_cuts(budgets, cuts):
 def rows(*, num_runs, units, num_blocks, linear):
     stride = np.full(num_runs, 64, np.int64)
     block_stride = stride * units if linear else stride
-    side = np.array([np.zeros(num_runs), np.arange(num_runs) * 64, block_stride, stride], np.int64)
-    return Rows(side, np.full(num_runs, 64), units=units, num_blocks=num_blocks, regions=[Region(0, 1 << 40)])
+    none = np.zeros(num_runs)
+    side = np.array([none, np.arange(num_runs) * 64, block_stride, none, stride], np.int64)
+    return Rows(
+        side,
+        np.full(num_runs, 64),
+        units=Units(1, units, 1),
+        num_blocks=num_blocks,
+        regions=[Region(0, 1 << 40)],
+    )
 
 
 def test_lists_longer_than_int32_can_number_are_refused():
@@ -103,3 +113,12 @@ def test_blocks_of_a_million_units_are_refused_before_they_cost_memory():
     with pytest.raises(CapacityExceeded, match="rows in one prepared list"):
         rows(num_runs=2, units=ROWS_MAX // 2 + 1, num_blocks=1, linear=False)
     assert len(rows(num_runs=2, units=ROWS_MAX // 2 + 1, num_blocks=1, linear=True).table) == 2
+
+
+def test_a_row_that_all_units_share_costs_nothing_for_each_of_them():
+    tracemalloc.start()
+    try:
+        rows(num_runs=8, units=1 << 18, num_blocks=1, linear=True)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20  # a number per unit and run would take 16 MiB
+    finally:
+        tracemalloc.stop()

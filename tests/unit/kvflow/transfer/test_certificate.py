@@ -7,17 +7,19 @@ from kvflow.errors import PlanUnsound
 from kvflow.transfer.certificate import Missing, certify
 from kvflow.transfer.match import match_groups
 from kvflow.transfer.plan import plan_transfer
-from kvflow.transfer.runs import RunTable, fragments
+from kvflow.transfer.runs import RunTable, Units, fragments
 
 from .helpers import full, manifest_of, sliding
 
 SPECS = {"a": full(num_kv_heads=4)}
-CACHE = manifest_of(SPECS)
+CACHE = manifest_of({"a": full(num_kv_heads=4, kernel_block_size=8)})
 (PAIR,) = match_groups(CACHE, CACHE)
+CUT = Units(tokens=4, per_kernel_block=2, kernel_blocks=2)
+"""Blocks of 16 tokens, cut so that every stride is in use."""
 
 
 def runs_of():
-    tables = [fragments(part, 16) for part in PAIR.pairs]
+    tables = [fragments(part, CUT, CUT) for part in PAIR.pairs]
     return RunTable(
         *(
             np.concatenate([getattr(table, name) for table in tables], axis=-1)
@@ -27,7 +29,7 @@ def runs_of():
 
 
 def test_a_complete_plan_writes_the_page():
-    certificate = certify(CACHE, [(PAIR, runs_of(), 16)])
+    certificate = certify(CACHE, [(PAIR, runs_of(), CUT, CUT)])
     assert certificate.written_bytes == certificate.page_bytes == 2 * 16 * 4 * 8 * 2
     assert certificate.complete
 
@@ -38,16 +40,18 @@ def test_a_complete_plan_writes_the_page():
         ("source", 0, "read from elsewhere"),
         ("source", 1, "read from elsewhere"),
         ("source", 2, "block strides differ"),
-        ("source", 3, "unit strides differ"),
+        ("source", 3, "kernel block strides differ"),
+        ("source", 4, "unit strides differ"),
         ("target", 2, "block strides differ"),
-        ("target", 3, "unit strides differ"),
+        ("target", 3, "write the same byte"),
+        ("target", 4, "write the same byte"),
     ],
 )
 def test_a_wrong_number_says_what_it_would_do(side, row, words):
     runs = runs_of()
     getattr(runs, side)[row, 5] += 1
     with pytest.raises(PlanUnsound, match=words):
-        certify(CACHE, [(PAIR, runs, 16)])
+        certify(CACHE, [(PAIR, runs, CUT, CUT)])
 
 
 @pytest.mark.parametrize(("at", "to", "words"), [(5, 4, "write the same byte"), (0, 1 << 20, "not written")])
@@ -55,7 +59,7 @@ def test_a_moved_target_leaves_a_hole_or_an_overlap(at, to, words):
     runs = runs_of()
     runs.target[1, at] = runs.target[1, to] if to < len(runs) else to
     with pytest.raises(PlanUnsound, match=words):
-        certify(CACHE, [(PAIR, runs, 16)])
+        certify(CACHE, [(PAIR, runs, CUT, CUT)])
 
 
 def test_a_run_beside_the_components_is_found():
@@ -64,7 +68,7 @@ def test_a_run_beside_the_components_is_found():
     wider = RunTable(runs.nbytes[extra], runs.source[:, extra], runs.target[:, extra])
     wider.target[1, -1] = 1 << 20
     with pytest.raises(PlanUnsound, match="runs write"):
-        certify(CACHE, [(PAIR, wider, 16)])
+        certify(CACHE, [(PAIR, wider, CUT, CUT)])
 
 
 def test_no_plan_at_all_leaves_everything_missing():
@@ -96,7 +100,7 @@ def test_layers_that_the_source_lacks_are_named():
     specs = {"a": full(), "b": full(), "s": sliding()}
     stage = {"b": full()}
     certificate = plan_transfer(manifest_of(stage), manifest_of(specs)).certificate
-    assert {(gap.layer, gap.role, gap.num_heads) for gap in certificate.missing} == {
+    assert {(gap.layer, gap.role, gap.count) for gap in certificate.missing} == {
         (layer, role, 2) for layer in ("a", "s") for role in ("k", "v")
     }
     assert certificate.written_bytes * 3 == certificate.page_bytes

@@ -17,7 +17,7 @@ def match(source, target):
 @pytest.mark.parametrize(
     ("source", "target", "field", "values"),
     [
-        ({"a": full(head_size=8)}, {"a": full(head_size=16)}, "a.k.head_size", (8.0, 16.0)),
+        ({"a": full(head_size=8)}, {"a": full(head_size=16)}, "a.k.head_size", (8, 16)),
         ({"a": full(dtype="float16")}, {"a": full(dtype="bfloat16")}, "a.k.dtype", ("float16", "bfloat16")),
         ({"a": full(num_kv_heads=2)}, {"a": full(num_kv_heads=4)}, "a.k.num_kv_heads", (2, 4)),
         ({"a": full()}, {"b": full()}, "layers", (["a"], ["b"])),
@@ -39,8 +39,8 @@ def test_a_difference_names_the_field_and_both_values(source, target, field, val
 def test_missing_roles_are_a_difference():
     original = manifest_of({"a": full()})
     (group,) = original.groups
-    keys_only = tuple(Layer(layer.name, layer.components[:1]) for layer in group.layers)
-    source = Manifest(4, original.regions, (ManifestGroup("full", 16, 0, keys_only),))
+    keys_only = tuple(Layer(layer.name, "full", 0, layer.components[:1]) for layer in group.layers)
+    source = Manifest(4, original.regions, (ManifestGroup("full", 16, keys_only),))
     with pytest.raises(LayoutMismatch, match=r"a\.components") as caught:
         match_groups(source, original)
     assert (caught.value.source, caught.value.target) == (["k"], ["k", "v"])
@@ -55,7 +55,7 @@ def test_many_layers_without_a_common_name_are_abbreviated():
 @pytest.mark.parametrize("difference", [{"block_size": 32}, {"block_size": 12}])
 def test_block_sizes_need_not_agree(difference):
     (pair,) = match({"a": full()}, {"a": full(**difference)})
-    assert (pair.source_block_size, pair.target_block_size) == (16, difference["block_size"])
+    assert (pair.source.block_size, pair.target.block_size) == (16, difference["block_size"])
 
 
 def test_layers_match_by_name_whatever_group_they_are_in():
@@ -73,7 +73,7 @@ def test_only_the_heads_of_both_ranks_are_paired():
     specs = {"a": full(num_kv_heads=8)}
     source, target = manifest_of(specs, tp=(1, 4)), manifest_of(specs, tp=(0, 2))
     (pair,) = match_groups(source, target)
-    assert {(part.first_head, part.num_heads) for part in pair.pairs} == {(2, 2)}
+    assert {(part.first, part.count) for part in pair.pairs} == {(2, 2)}
 
 
 def test_ranks_without_a_common_head_have_nothing_to_pair():
