@@ -1,21 +1,26 @@
-"""Which layers share a block table: groups as vLLM 0.32 forms them.
-
-Layers of one spec form a bucket. Buckets are cut into groups of about one size, because layers of different
-groups at the same position share memory: a group that is much longer than the others would leave most of
-that memory unused, and one that is a little shorter only wastes the padding.
-"""
+"""Which layers share a block table: groups as vLLM 0.32 forms them, and what may be said about a group."""
 
 from collections.abc import Mapping, Sequence
 
+import msgspec
 from msgspec import Struct
 
 from kvflow.errors import SpecInvalid
-from kvflow.layout.placement import page_bytes
+from kvflow.layout import grouping
+from kvflow.layout.grouping import Sized
+from kvflow.layout.pages import has_tokens, page_bytes
+from kvflow.layout.placement import LAYOUTS
 from kvflow.layout.shards import Shard
-from kvflow.layout.specs import CacheSpec, validate_specs
+from kvflow.layout.specs import MLA, CacheSpec, Mamba, Opaque, validate_specs
 
-GROUP_SIZE_RATIO_MAX = 1.5
-"""Source: vLLM's planner. Up to this ratio padding the shorter bucket wastes less than cutting the longer one."""
+LAYER_OUTERMOST = "LBNHC"
+"""What "auto" means for most models: every backend of attention reads it."""
+
+PACKED = "BLHNC"
+"""What "auto" means where one block shall be one row: the packed layout that shards by heads without gaps."""
+
+SPELLINGS = {"true": True, "1": True, "false": False, "0": False}
+"""How a switch may be spelled in a connector's extra configuration, in any case."""
 
 
 class Group(Struct, frozen=True):
@@ -23,69 +28,105 @@ class Group(Struct, frozen=True):
 
     Attributes:
         layers: names, in the order of their positions.
-        kind: ``full`` or ``sliding``.
-        block_size: tokens in one block.
-        window: tokens that a sliding window sees; 0 for full attention.
+        kind: of its layers: ``full``, ``sliding``, ``chunked``, ``mla``, ``cross``, ``mamba``, ``opaque``; ``mixed``
+            if they are of several kinds.
+        block_size: tokens in one block; it stands above the specs' own, which may be smaller.
+        window: tokens that a sliding window sees, or the chunk; 0 for other kinds.
+        page_bytes: bytes of one page of each layer on every rank, padding included; 0 if grouping added none.
     """
 
     layers: tuple[str, ...]
     kind: str
     block_size: int
     window: int = 0
+    page_bytes: int = 0
 
 
-def plan_groups(specs: Mapping[str, CacheSpec], *, layout: str = "auto") -> tuple[Group, ...]:
-    """Form the groups of a hybrid model.
+def plan_groups(
+    specs: Mapping[str, CacheSpec], *, layout: str = "auto", shard: Shard | None = None
+) -> tuple[Group, ...]:
+    """Form the groups of a model.
+
+    Pages are measured on the engine's first rank, which holds the most heads, so that all its ranks form the same
+    groups.
 
     Args:
         specs: layer name -> spec, in model order.
-        layout: layout the cache will have. Pages of one size give the same groups in every layout.
+        layout: layout that the cache will have, or ``auto``; pages of several sizes are grouped by it.
+        shard: a rank of the engine; None for an engine of one rank.
 
     Raises:
-        SpecInvalid: there is no layer, or the layers' pages differ in size.
+        SpecInvalid: there is no layer, a field is out of bounds, the layout is unknown, or pages of several sizes
+            cannot be made equal for a layout that needs it.
+    """
+    layout = resolve_layout(specs, layout, shard=shard)
+    shard = Shard(tp_size=shard.tp_size if shard else 1)
+    layers = grouping.measure(specs, shard)
+    if grouping.share_one_table(layers):
+        return (_group(layers),)
+    if layout.startswith("B") and len({layer.nbytes for layer in layers}) > 1:
+        return tuple(_group(group) for group in grouping.cut_to_one_row(layers))
+    try:
+        layers = grouping.with_equal_pages(layers)
+    except SpecInvalid:
+        promoted = grouping.promoted_to_full(layers)
+        if promoted is None:
+            raise
+        return (_group(promoted),)
+    padding = _padding_of_uneven_ranks(specs, layers, shard)
+    return tuple(_group(group, padding) for group in grouping.cut_to_one_length(layers))
+
+
+def resolve_layout(
+    specs: Mapping[str, CacheSpec],
+    layout: str,
+    *,
+    enable_cross_layers_blocks: bool | str = False,
+    shard: Shard | None = None,
+) -> str:
+    """Return the layout that ``auto`` stands for, or the one that is named.
+
+    A compound, MLA among attention with pages of several sizes, is always packed: its pages fit no common grid.
+    Any other model, of one group or of several, is packed only if asked for. Source: vLLM pull request 46252.
+
+    Args:
+        specs: layer name -> spec.
+        layout: ``auto``, or one of ``LAYOUTS``.
+        enable_cross_layers_blocks: ask ``auto`` for a packed layout; a bool, or how a configuration spells one.
+        shard: a rank of the engine; None for an engine of one rank.
+
+    Raises:
+        SpecInvalid: the layout is unknown, the switch is neither, or a spec's field is out of bounds.
     """
     validate_specs(specs)
-    require_one_page_size(specs, layout)
-    buckets: dict[CacheSpec, list[str]] = {}
-    for name, spec in specs.items():
-        buckets.setdefault(spec, []).append(name)
-    size = _group_size([len(names) for names in buckets.values()])
-    return tuple(
-        Group(tuple(layers), spec.kind, spec.block_size, spec.window)
-        for spec, names in buckets.items()
-        for layers in _cut(names, size)
-    )
-
-
-def require_one_page_size(specs: Mapping[str, CacheSpec], layout: str, shard: Shard | None = None) -> None:
-    """Refuse pages of different sizes: positions of different groups could not share memory.
-
-    Without a shard the whole model's pages are compared; ranks may still hold unequal parts of equal pages.
-
-    Raises:
-        SpecInvalid: names two layers whose pages differ.
-    """
-    sizes: dict[int, str] = {}
-    for name, spec in specs.items():
-        sizes.setdefault(page_bytes(spec, shard), name)
-    if len(sizes) > 1:
-        (bytes_a, name_a), (bytes_b, name_b), *_ = sizes.items()
-        raise SpecInvalid(
-            f"pages differ in size with layout {layout!r}: {name_a!r} has {bytes_a} bytes, {name_b!r} has {bytes_b}",
-            remedy="Give all layers one page size, for example by their block_size.",
-        )
+    packed = _switch(enable_cross_layers_blocks)
+    if layout in LAYOUTS:
+        return layout
+    if layout != "auto":
+        raise SpecInvalid(f"layout {layout!r} is unknown", remedy=f"Use auto, or one of {', '.join(LAYOUTS)}.")
+    first = Shard(tp_size=shard.tp_size if shard else 1)
+    attention = [spec for spec in specs.values() if has_tokens(spec)]
+    pages = {page_bytes(spec, first) for spec in attention}
+    compound = len(pages) > 1 and any(isinstance(spec, MLA) for spec in attention)
+    return PACKED if packed or compound else LAYER_OUTERMOST
 
 
 def window_blocks(group: Group, num_tokens: int) -> int:
-    """Return how many of the last blocks of ``num_tokens`` tokens the next token still reads.
+    """Return how many of the last blocks of ``num_tokens`` tokens the next token still needs.
 
-    For a sliding window that is the blocks which hold any of the last ``window - 1`` tokens; for other
-    kinds, all blocks.
+    For a sliding window that is the blocks from the first of the last ``window - 1`` tokens on; for a chunk, from the
+    first token of the next token's chunk on, a block that is still to be filled included. A state has one block.
+    Other kinds need all blocks.
     """
     total = -(-num_tokens // group.block_size)
-    if group.kind != "sliding":
+    if group.kind == "mamba":
+        return 1
+    if not group.window or group.kind == "mixed":
         return total
-    first_token = max(0, num_tokens - (group.window - 1))
+    if group.kind == "chunked":
+        first_token = num_tokens // group.window * group.window
+    else:
+        first_token = max(0, num_tokens - (group.window - 1))
     return total - min(total, first_token // group.block_size)
 
 
@@ -93,7 +134,7 @@ def check_groups(specs: Mapping[str, CacheSpec], groups: Sequence[Group]) -> Non
     """Check that ``groups`` partition the layers of ``specs`` and agree with them.
 
     Raises:
-        SpecInvalid: names the layer or field that is wrong.
+        SpecInvalid: names the group, the layer and the field that is wrong.
     """
     if not all(group.layers for group in groups):
         raise SpecInvalid("a group has no layers", remedy="Leave it out.")
@@ -103,17 +144,72 @@ def check_groups(specs: Mapping[str, CacheSpec], groups: Sequence[Group]) -> Non
         raise SpecInvalid(f"groups and specs do not name the same layers once each: {odd[:5]}")
     for index, group in enumerate(groups):
         for name in group.layers:
-            spec = specs[name]
-            if (spec.kind, spec.block_size, spec.window) != (group.kind, group.block_size, group.window):
-                raise SpecInvalid(f"group {index} is {group}, but its layer {name!r} is {spec}")
+            problem = _disagreement(group, specs[name])
+            if problem:
+                raise SpecInvalid(f"group {index}, layer {name!r}: {problem}", remedy="Form groups with plan_groups.")
 
 
-def _group_size(bucket_sizes: Sequence[int]) -> int:
-    smallest, largest = min(bucket_sizes), max(bucket_sizes)
-    return largest if largest < GROUP_SIZE_RATIO_MAX * smallest else smallest
+def _disagreement(group: Group, spec: CacheSpec) -> str:
+    """Say in words where a group and the spec of one of its layers contradict each other; empty if nowhere."""
+    if group.kind == "mixed":
+        # Windows of several kinds have nothing in common, so a mixed group keeps every block.
+        if group.window:
+            return f"window is {group.window}, but a group of kind 'mixed' has none: expected 0"
+    elif group.kind != spec.kind:
+        return f"kind is {group.kind!r}, but the spec is {spec.kind!r}"
+    elif group.window != spec.window:
+        return f"window is {group.window}, but the spec has {spec.window}"
+    match spec:
+        case Mamba():
+            return ""  # a state's page is the same for any number of tokens
+        case Opaque():
+            fits = group.block_size == spec.block_size
+        case _:
+            fits = group.block_size > 0 and group.block_size % spec.block_size == 0
+    return "" if fits else f"block_size is {group.block_size}, which is no multiple of the spec's {spec.block_size}"
 
 
-def _cut(names: Sequence[str], size: int) -> list[Sequence[str]]:
-    """Deal the layers out in turn, so that every pipeline stage keeps its groups about equally long."""
-    num_groups = -(-len(names) // size)
-    return [names[index::num_groups] for index in range(num_groups)]
+def _group(layers: Sequence[Sized], padding: int = 0) -> Group:
+    """Describe layers that share a table by what they have in common."""
+    first = layers[0].spec
+    mixed = len({layer.spec.kind for layer in layers}) > 1
+    return Group(
+        layers=tuple(layer.name for layer in layers),
+        kind="mixed" if mixed else first.kind,
+        block_size=first.block_size,
+        window=0 if mixed else first.window,
+        page_bytes=padding or max(layer.nbytes if layer.padded else 0 for layer in layers),
+    )
+
+
+def _switch(value: object) -> bool:
+    """Return the truth of a switch that may come from a configuration file as text."""
+    found = value if isinstance(value, bool) else SPELLINGS.get(value.lower()) if isinstance(value, str) else None
+    if found is None:
+        raise SpecInvalid(
+            f"enable_cross_layers_blocks is {value!r}: expected a bool, or one of {', '.join(SPELLINGS)}",
+            remedy="Give true or false.",
+        )
+    return found
+
+
+def _padding_of_uneven_ranks(specs: Mapping[str, CacheSpec], layers: Sequence[Sized], first: Shard) -> int:
+    """Return the page that all layers need on every rank if some rank's pages would differ from each other, else 0.
+
+    Layers with unlike numbers of heads may have equal pages on the first rank and unequal ones where the heads do not
+    divide evenly. What a rank holds changes only behind the last of those that hold one head more.
+    """
+    own = [
+        msgspec.structs.replace(spec, block_size=layer.spec.block_size)
+        for spec, layer in zip(specs.values(), layers, strict=True)
+        if not layer.padded
+    ]
+    page = layers[0].nbytes
+    agreed = {page} if any(layer.padded for layer in layers) else set()
+    parts = [part for spec in own for part in spec.components if part.shard_axis >= 0]
+    extents = {part.shape[part.shard_axis] for part in parts}
+    for rank in sorted({extent % first.tp_size for extent in extents if extent > first.tp_size} - {0}):
+        shard = Shard(tp_rank=rank, tp_size=first.tp_size)
+        if len(agreed | {page_bytes(spec, shard) for spec in own}) > 1:
+            return page
+    return 0

@@ -1,45 +1,36 @@
-"""Groups are those of vLLM's planner, figure for figure, and window blocks are those that the next token reads."""
+"""Groups have the published figures, window blocks are those that the next token needs, odd groups are refused."""
 
 import json
+from pathlib import Path
 
+import msgspec
 import pytest
 
 from kvflow.errors import SpecInvalid
-from kvflow.layout.groups import Group, check_groups, plan_groups, window_blocks
+from kvflow.layout.groups import Group, check_groups, plan_groups, resolve_layout, window_blocks
+from kvflow.layout.placement import LAYOUTS
+from kvflow.layout.shards import Shard
+from kvflow.layout.specs import MLA, Mamba, Opaque, State
 
 from .helpers import full, model, sliding
 
+FIGURES = json.loads((Path(__file__).parents[4] / "tests/data/figures.json").read_text())["tensors_after_grouping"]
 FULL_EVERY = {"gpt-2": 1, "gemma-3-4b-it": 6, "gemma-2-2b": 2, "gpt-oss-20b": 2}
 
+LATENT = MLA(block_size=16, head_size=32, dtype="float16")
+INDEX = MLA(block_size=16, head_size=12, dtype="float16")
+STATE = Mamba(block_size=16, states=(State("ssm", (1000,), "float16", None),))
 
-@pytest.mark.parametrize("name", FULL_EVERY)
-def test_published_models_have_the_published_groups(name, repository):
-    figures = json.loads((repository / "tests/data/figures.json").read_text())["tensors_after_grouping"]
-    figure = next(row for row in figures if row["model"] == name)
-    specs = model(layers=figure["layers"], full_every=FULL_EVERY[name])
+
+@pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: figure["model"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_published_models_have_the_published_groups(figure, layout):
+    specs = model(layers=figure["layers"], full_every=FULL_EVERY[figure["model"]])
     kinds = [spec.kind for spec in specs.values()]
     assert (kinds.count("full"), kinds.count("sliding")) == (figure["full"], figure["sliding"])
-    groups = plan_groups(specs)
+    groups = plan_groups(specs, layout=layout)
     assert len(groups) == figure.get("groups", 1)
     assert max(len(group.layers) for group in groups) == figure["tensors"]
-    assert sorted(layer for group in groups for layer in group.layers) == sorted(specs)
-
-
-@pytest.mark.parametrize(
-    ("num_full", "num_sliding", "sizes"),
-    [
-        (4, 5, [4, 5]),  # 5 < 1.5 * 4: padding is cheaper than cutting
-        (4, 6, [4, 3, 3]),  # 6 is not: buckets are cut at the shorter one's length
-        (3, 7, [3, 3, 2, 2]),
-        (1, 3, [1, 1, 1, 1]),
-        (5, 0, [5]),
-    ],
-)
-def test_buckets_are_cut_when_they_are_much_longer(num_full, num_sliding, sizes):
-    specs = {f"f{index}": full() for index in range(num_full)} | {
-        f"s{index}": sliding() for index in range(num_sliding)
-    }
-    assert [len(group.layers) for group in plan_groups(specs)] == sizes
 
 
 def test_a_cut_bucket_deals_its_layers_out_in_turn():
@@ -52,16 +43,66 @@ def test_groups_carry_what_their_layers_have_in_common():
     assert groups == (Group(("a",), "full", 32, 0), Group(("b",), "sliding", 16, 7))
 
 
-def test_windows_of_different_lengths_are_different_groups():
-    groups = plan_groups({"a": sliding(window=7), "b": sliding(window=8)})
-    assert [group.window for group in groups] == [7, 8]
+@pytest.mark.parametrize(
+    ("specs", "expected"),
+    [
+        ([full()], "LBNHC"),
+        ([full(), sliding()], "LBNHC"),
+        ([full(), full(head_size=16)], "LBNHC"),  # pages differ, but there is no MLA
+        ([LATENT], "LBNHC"),
+        ([LATENT, STATE], "LBNHC"),  # one page of attention; a state can be padded to it
+        ([LATENT, INDEX], "BLHNC"),
+        ([LATENT, full()], "BLHNC"),
+        ([MLA(block_size=16, head_size=64, dtype="float16"), full()], "LBNHC"),
+    ],
+)
+def test_auto_packs_compounds_and_whatever_it_is_asked_to(specs, expected):
+    named = {f"layers.{index}": spec for index, spec in enumerate(specs)}
+    assert resolve_layout(named, "auto") == expected
+    assert resolve_layout(named, "auto", enable_cross_layers_blocks=True) == "BLHNC"
 
 
-def test_pages_of_different_sizes_are_refused_by_name():
-    with pytest.raises(SpecInvalid, match=r"'a' has 2048 bytes, 'b' has 4096"):
-        plan_groups({"a": full(head_size=8), "b": full(head_size=16)})
+def test_auto_compares_the_pages_of_a_rank():
+    specs = {"a": MLA(block_size=16, head_size=32, dtype="float16"), "b": full()}
+    assert resolve_layout(specs, "auto") == "BLHNC"
+    assert resolve_layout(specs, "auto", shard=Shard(tp_rank=1, tp_size=2)) == "LBNHC"
 
 
+@pytest.mark.parametrize(
+    ("expected", "spellings"),
+    [("BLHNC", (True, "True", "true", "1")), ("LBNHC", (False, "False", "false", "0"))],
+)
+def test_a_switch_may_be_spelled_as_in_a_configuration(expected, spellings):
+    for switch in spellings:
+        assert resolve_layout({"a": full()}, "auto", enable_cross_layers_blocks=switch) == expected
+
+
+@pytest.mark.parametrize("switch", ["yes", "", 1, None, 0.5])
+def test_a_switch_that_is_neither_is_refused(switch):
+    with pytest.raises(SpecInvalid, match="enable_cross_layers_blocks is"):
+        resolve_layout({"a": full()}, "LBNHC", enable_cross_layers_blocks=switch)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_that_is_named_is_taken(layout):
+    assert resolve_layout({"a": LATENT, "b": INDEX}, layout, enable_cross_layers_blocks=True) == layout
+
+
+@pytest.mark.parametrize("layout", ["NHD", "", "lbnhc", "BNHLC"])
+def test_an_unknown_layout_is_refused(layout):
+    for ask in (resolve_layout, lambda specs, name: plan_groups(specs, layout=name)):
+        with pytest.raises(SpecInvalid, match="is unknown"):
+            ask({"a": full()}, layout)
+
+
+@pytest.mark.parametrize("specs", [{}, {"a": 7}, {"a": full(head_size=0)}])
+def test_specs_are_checked_first(specs):
+    for ask in (plan_groups, lambda specs: resolve_layout(specs, "auto")):
+        with pytest.raises(SpecInvalid):
+            ask(specs)
+
+
+@pytest.mark.parametrize("kind", ["sliding", "mla"])
 @pytest.mark.parametrize(
     ("window", "num_tokens", "expected"),
     [
@@ -80,31 +121,96 @@ def test_pages_of_different_sizes_are_refused_by_name():
         (1, 17, 1),
     ],
 )
-def test_window_blocks(window, num_tokens, expected):
-    group = Group(("a",), "sliding", 16, window)
+def test_window_blocks(kind, window, num_tokens, expected):
+    group = Group(("a",), kind, 16, window)
     in_all = -(-num_tokens // 16)
     read = {token // 16 for token in range(max(0, num_tokens - window + 1), num_tokens)}
     assert window_blocks(group, num_tokens) == expected
     assert read <= set(range(in_all - expected, in_all))
 
 
-def test_other_kinds_need_every_block():
-    assert window_blocks(Group(("a",), "full", 16), 33) == 3
+@pytest.mark.parametrize(
+    ("chunk", "num_tokens", "expected"),
+    [
+        (32, 1, 1),
+        (32, 31, 2),
+        (32, 32, 0),  # the next token begins a chunk, and a block
+        (32, 33, 1),
+        (32, 64, 0),
+        (32, 79, 1),
+        (32, 81, 2),
+        (24, 24, 1),  # it begins a chunk, but in a block that is still to be filled
+        (24, 33, 2),  # token 24 on, in block 1
+        (8192, 100, 7),
+    ],
+)
+def test_a_chunk_needs_the_blocks_from_its_first_token_on(chunk, num_tokens, expected):
+    read = {token // 16 for token in range(num_tokens // chunk * chunk, num_tokens)}
+    assert window_blocks(Group(("a",), "chunked", 16, chunk), num_tokens) == expected
+    in_all = -(-num_tokens // 16)
+    assert read <= set(range(in_all - expected, in_all))
+
+
+@pytest.mark.parametrize("kind", ["full", "mla", "cross", "opaque", "mixed"])
+def test_other_kinds_need_every_block(kind):
+    assert window_blocks(Group(("a",), kind, 16), 33) == 3
+
+
+@pytest.mark.parametrize("num_tokens", [1, 16, 1000])
+def test_a_state_is_one_block(num_tokens):
+    assert window_blocks(Group(("a",), "mamba", 16), num_tokens) == 1
+
+
+SPECS = {"a": full(), "b": full(), "c": sliding(window=8), "d": STATE, "e": Opaque(block_size=16, nbytes=9)}
+GROUPS = (
+    Group(("a", "b"), "full", 16),
+    Group(("c",), "sliding", 16, 8),
+    Group(("d",), "mamba", 16),
+    Group(("e",), "opaque", 16),
+)
 
 
 @pytest.mark.parametrize(
-    ("groups", "words"),
+    ("index", "changes"),
     [
-        ((Group(("a",), "full", 16),), r"\['b'\]"),
-        ((Group(("a", "b", "c"), "full", 16),), r"\['c'\]"),
-        ((Group(("a", "b"), "full", 16), Group(("a",), "full", 16)), r"\['a'\]"),
-        ((Group(("a",), "sliding", 16, 8), Group(("b",), "full", 16)), "layer 'a'"),
-        ((Group(("a", "b"), "full", 32),), "layer 'a'"),
-        ((Group(("a", "b"), "full", 16, 5),), "layer 'a'"),
-        ((Group(("a", "b"), "full", 16), Group((), "full", 16)), "no layers"),
-        ((), r"\['a', 'b'\]"),
+        (0, {}),
+        (0, {"block_size": 48}),
+        (0, {"kind": "mixed"}),
+        (1, {"page_bytes": 4096}),
+        (2, {"block_size": 1}),  # a state is the same for any number of tokens
+        (2, {"block_size": 1056}),
     ],
 )
-def test_groups_that_do_not_fit_the_specs_are_refused(groups, words):
+def test_groups_that_fit_the_specs_are_taken(index, changes):
+    groups = [*GROUPS]
+    groups[index] = msgspec.structs.replace(groups[index], **changes)
+    check_groups(SPECS, groups)
+
+
+def test_layers_of_several_kinds_may_share_a_mixed_group():
+    check_groups(SPECS, [Group(tuple(SPECS), "mixed", 16)])
+
+
+@pytest.mark.parametrize(
+    ("index", "changes", "words"),
+    [
+        (0, {"layers": ("a",)}, r"\['b'\]"),
+        (0, {"layers": ("a", "b", "x")}, r"\['x'\]"),
+        (0, {"layers": ("a", "b", "c")}, r"\['c'\]"),
+        (0, {"layers": ()}, "no layers"),
+        (0, {"kind": "sliding"}, "layer 'a': kind is 'sliding'"),
+        (0, {"window": 5}, "layer 'a': window is 5"),
+        (0, {"kind": "mixed", "window": 5}, "window is 5.*expected 0"),
+        (0, {"block_size": 8}, "layer 'a': block_size is 8"),
+        (0, {"block_size": 24}, "layer 'a': block_size is 24"),
+        (0, {"block_size": 0}, "layer 'a': block_size is 0"),
+        (1, {"window": 0}, "layer 'c': window is 0"),
+        (2, {"kind": "full"}, "layer 'd': kind is 'full'"),
+        (3, {"block_size": 32}, "layer 'e': block_size is 32"),
+    ],
+)
+def test_groups_that_do_not_fit_the_specs_are_refused(index, changes, words):
+    groups = [*GROUPS]
+    groups[index] = msgspec.structs.replace(groups[index], **changes)
     with pytest.raises(SpecInvalid, match=words):
-        check_groups({"a": full(), "b": full()}, groups)
+        check_groups(SPECS, groups)
