@@ -10,7 +10,7 @@ from kvflow.errors import SpecInvalid
 from kvflow.layout.groups import Group, check_groups
 from kvflow.layout.manifest import Layer, Manifest, ManifestGroup
 from kvflow.layout.pages import has_tokens, item_alignment, page_bytes, round_up
-from kvflow.layout.placement import PlacedLayer, Pool, axes_of, place_alone, place_row, row_bytes
+from kvflow.layout.placement import PlacedLayer, Pool, axes_of, place_column, place_row, row_bytes
 from kvflow.layout.region import Region
 from kvflow.layout.shards import Shard
 from kvflow.layout.specs import CacheSpec, validate_specs
@@ -118,7 +118,7 @@ def plan_cache(
     alone = Pool(num_blocks, shard, axes_of("LBHNC" if axes.index("H") < axes.index("N") else "LBNHC", kv))
     for index, name in enumerate(apart):
         offset = num_blocks * (sum(heights) + sum(slots[:index]))
-        layers[name] = place_alone(fitted[name], alone, offset, slots[index])
+        layers |= place_column(fitted, [name], alone, offset, slots[index])
     return CachePlan(tuple(groups), fitted, layers, sum(heights) + sum(slots), num_blocks, axes[0] == "B", shard)
 
 
@@ -127,8 +127,9 @@ def _heights(specs: Mapping[str, CacheSpec], shared: Sequence[Sequence[str]], po
     if pool.packed:
         items = math.lcm(alignment, *(item_alignment(spec) for spec in specs.values()))
         return [round_up(max(row_bytes(specs, names, pool) for names in shared), items)]
-    columns = [[names[at] for names in shared if at < len(names)] for at in range(max(map(len, shared)))]
-    return [round_up(max(_slot_bytes(specs[name], pool.shard) for name in column), alignment) for column in columns]
+    return [
+        round_up(max(_slot_bytes(specs[name], pool.shard) for name in column), alignment) for column in _columns(shared)
+    ]
 
 
 def _place_shared(
@@ -138,11 +139,15 @@ def _place_shared(
     if pool.packed:
         rows = [place_row(specs, names, pool, heights[0]) for names in shared]
         return {name: placed for row in rows for name, placed in row.items()}
-    return {
-        name: place_alone(specs[name], pool, pool.num_blocks * sum(heights[:at]), heights[at])
-        for names in shared
-        for at, name in enumerate(names)
-    }
+    placed: dict[str, PlacedLayer] = {}
+    for at, column in enumerate(_columns(shared)):
+        placed |= place_column(specs, column, pool, pool.num_blocks * sum(heights[:at]), heights[at])
+    return placed
+
+
+def _columns(shared: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Return the layers of all groups that stand at each position."""
+    return [[names[at] for names in shared if at < len(names)] for at in range(max(map(len, shared)))]
 
 
 def _slot_bytes(spec: CacheSpec, shard: Shard) -> int:

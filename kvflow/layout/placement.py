@@ -117,11 +117,19 @@ def row_bytes(specs: Mapping[str, CacheSpec], names: Sequence[str], pool: Pool) 
     return _bands(specs, names, pool)[1]
 
 
-def place_alone(spec: CacheSpec, pool: Pool, offset: int, slot_bytes: int) -> PlacedLayer:
-    """Place one layer in a tensor of its own, ``num_blocks`` times ``slot_bytes`` long; the layout begins with ``L``."""
-    dense = _dense(spec, pool.shard) and slot_bytes == page_bytes(spec, pool.shard)
-    inner = pool.axes[1:] if dense else pool.axes[1:].replace("B", "")
-    return _place(spec, pool, _Slot(inner, {"B": pool.num_blocks}, 0, offset, slot_bytes))
+def place_column(
+    specs: Mapping[str, CacheSpec], names: Sequence[str], pool: Pool, offset: int, slot_bytes: int
+) -> dict[str, PlacedLayer]:
+    """Place layers of different groups over each other, in a tensor ``num_blocks`` times ``slot_bytes`` long.
+
+    The layout begins with ``L``. Keys of all blocks lie before the values of all only if that puts no block of one
+    layer on another block of the next: if all cut the tensor at the same place.
+    """
+    cuts = {_plane_bytes(specs[name], pool.shard) for name in names}
+    whole = len(cuts) == 1 and sum(next(iter(cuts))) == slot_bytes
+    inner = pool.axes[1:] if whole else pool.axes[1:].replace("B", "")
+    slot = _Slot(inner, {"B": pool.num_blocks}, 0, offset, slot_bytes)
+    return {name: _place(specs[name], pool, slot) for name in names}
 
 
 class _Slot(Struct, frozen=True):
@@ -174,6 +182,14 @@ def _dense(spec: CacheSpec, shard: Shard) -> bool:
     return whole and page_bytes(spec, shard) == kernel_page_bytes(spec, shard)
 
 
+def _plane_bytes(spec: CacheSpec, shard: Shard) -> tuple[int, ...]:
+    """Return the bytes of each plane of a dense page; of any other, nothing."""
+    if not _dense(spec, shard):
+        return ()
+    heads = shard.heads(spec.components[0].shape[0]).count
+    return tuple(heads * spec.kernel_tokens * plane.cell_bytes for plane in planes(spec))
+
+
 def _place(spec: CacheSpec, pool: Pool, slot: _Slot) -> PlacedLayer:
     if not has_tokens(spec):
         page = round_up(page_bytes(spec, pool.shard), item_alignment(spec))
@@ -210,7 +226,7 @@ def _place(spec: CacheSpec, pool: Pool, slot: _Slot) -> PlacedLayer:
 def _block_axes(
     num_blocks: int, block_stride: int, kernel_blocks: int, kernel_stride: int
 ) -> tuple[tuple[int, int], ...]:
-    """Return the axis of blocks as (extent, stride): of kernel blocks where one stride reaches them all, else of both."""
+    """Return the axis of blocks as (extent, stride): of kernel blocks where one stride reaches all, else of both."""
     if kernel_blocks == 1:
         return ((num_blocks, block_stride),)
     if block_stride == kernel_blocks * kernel_stride:
