@@ -4,9 +4,9 @@ import argparse
 from collections.abc import Sequence
 
 from kvflow import __version__
-from kvflow.cli import bench, demo
+from kvflow.cli import bench, demo, layout
 
-COMMANDS = (bench, demo)
+COMMANDS = (layout, bench, demo)
 """Modules with ``add_parser`` and ``run``."""
 
 

@@ -1,6 +1,7 @@
 """The bundled models are the models that they are named after."""
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -8,8 +9,11 @@ from kvflow.errors import SpecInvalid
 from kvflow.layout.groups import plan_groups
 from kvflow.layout.pages import page_bytes
 from kvflow.models import load, names
+from kvflow.models.families import FAMILIES
 
-# name -> layers, kinds, bytes of the page of the first layer of each kind with 16 tokens (256 of DeepSeek V4).
+REFERENCE = Path(__file__).parents[4] / "docs" / "reference" / "models.md"
+
+# name -> caches, and how many of each kind.
 FIGURES = {
     "deepseek-v3": (61, {"mla": 61}),
     "deepseek-v4-style": (167, {"mla": 167}),
@@ -93,3 +97,8 @@ def test_an_unknown_name_is_refused_with_those_that_are_known(name):
     with pytest.raises(SpecInvalid) as refused:
         load(name)
     assert "gpt-oss-20b, " in refused.value.remedy
+
+
+def test_families_and_bundled_models_are_documented():
+    text = REFERENCE.read_text()
+    assert [name for name in (*FAMILIES, *names()) if f"`{name}`" not in text] == []

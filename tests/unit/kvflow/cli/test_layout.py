@@ -1,0 +1,155 @@
+"""``kvflow layout`` prints the figures of a cache, and refuses what it cannot describe."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvflow.cli.entry import main
+from kvflow.models import names
+
+ROOT = Path(__file__).parents[4]
+
+
+def shown(capsys, *arguments):
+    """Return the printed report, decoded."""
+    assert main(["layout", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("model", names())
+@pytest.mark.parametrize("layout", ["auto", "BLHNC"])
+def test_every_bundled_model_is_shown(capsys, model, layout):
+    report = shown(capsys, model, "--layout", layout, "--tp", "2", "--rank", "1")
+    assert report["nbytes"] == 1024 * report["bytes_per_block"]
+    for group in report["groups"]:
+        assert group["content_bytes"] + group["padding_bytes"] == report["bytes_per_block"]
+        assert group["padding_bytes"] >= 0
+
+
+def test_figures_of_gpt_oss_agree_with_the_published_packed_allocation(capsys):
+    report = shown(capsys, "gpt-oss-20b", "--cross-layers")
+    assert (report["layout"], report["tensors"], report["positions"]) == ("BLHNC", 1, 12)
+    assert report["bytes_per_block"] == 393216
+    assert [group["page_bytes"] for group in report["groups"]] == [[32768], [32768]]
+    assert [group["layer_stride"] for group in report["groups"]] == [32768, 32768]
+
+
+def test_two_ranks_hold_half_of_the_heads_each(capsys):
+    halves = [
+        shown(capsys, "gpt-oss-20b", "--tp", "2", "--rank", str(rank), "--layout", "BHLNC")["bytes_per_block"]
+        for rank in (0, 1)
+    ]
+    assert halves == [196608, 196608]
+
+
+def test_the_shorter_group_is_padded(capsys):
+    groups = shown(capsys, "gemma-3-4b")["groups"]
+    assert [group["layers"] for group in groups] == [5, 5, 5, 5, 5, 4, 5]
+    assert [group["padding_bytes"] for group in groups] == [0, 0, 0, 0, 0, 65536, 0]
+
+
+def test_blocks_of_a_model_with_states_are_enlarged(capsys):
+    report = shown(capsys, "qwen3-next")
+    assert report["enlarged"]
+    assert {group["block_size"] for group in report["groups"]} == {1056}
+    assert not shown(capsys, "llama-3.1-8b")["enlarged"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field", "value"),
+    [
+        (("--blocks", "7"), "num_blocks", 7),
+        (("--kv", "split"), "kv", "split"),
+        (("--block-size", "32"), "bytes_per_block", 2 * 12 * 2 * 16 * 12 * 64 * 2),
+        (("--layout", "BLNHC"), "layout", "BLNHC"),
+    ],
+)
+def test_options_reach_the_plan(capsys, arguments, field, value):
+    assert shown(capsys, "gpt-2", *arguments)[field] == value
+
+
+def test_strides_are_those_of_the_layout(capsys):
+    layer = shown(capsys, "gpt-2", "--layout", "LBNHC", "--kv", "split")["layers"]["transformer.h.1.attn.attn"]
+    k, v = layer["components"]
+    half, page = 16 * 12 * 64 * 2, 2 * 16 * 12 * 64 * 2
+    assert k == {
+        "role": "k",
+        "dtype": "bfloat16",
+        "extents": [12, 16, 64],
+        "strides": [64 * 2, 12 * 64 * 2, 2],
+        "offset": 1024 * page,
+        "block_stride": half,
+    }
+    assert v["offset"] == 1024 * (page + half)
+
+
+def test_tables_name_every_group_and_what_is_wasted(capsys):
+    assert main(["layout", "gemma-3-4b"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line.split() for line in lines if line.strip().startswith(tuple("0123456789"))]
+    assert rows[5] == ["5", "sliding", "4", "16", "1024", "65,536", "67,108,864", "65,536", "20.0"]
+    assert rows[7][:3] == ["0-6", "k", "bfloat16"]
+    assert "tensors          5 (one per position)" in lines
+
+
+def test_a_config_may_come_from_a_path(capsys, tmp_path):
+    config = {"model_type": "gpt2", "n_layer": 12, "n_head": 12, "n_embd": 768}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    by_path = shown(capsys, str(tmp_path))
+    assert by_path["model"] == tmp_path.name
+    assert by_path["layers"] == shown(capsys, "gpt-2")["layers"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("gpt-5",), "'gpt-5' is neither bundled nor a file or folder"),
+        (("gpt-2", "--tp", "2", "--rank", "2"), "tp_rank is 2, but tp_size is 2"),
+        (("gpt-2", "--tp", "0"), "tp_size"),
+        (("gpt-2", "--rank", "-1"), "tp_rank"),
+        (("gpt-2", "--block-size", "0"), "block_size"),
+        (("deepseek-v4-style", "--block-size", "16"), "multiple of 128"),
+        (("deepseek-v4-style", "--layout", "LBNHC"), "Use a layout with blocks outermost"),
+        ((".",), "config.json cannot be read"),
+    ],
+)
+def test_bad_input_is_told_and_ends_with_status_2(capsys, arguments, said):
+    assert main(["layout", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert said in printed.err
+    assert printed.err.startswith("kvflow layout: ")
+    assert printed.out == ""
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--layout", "NHD"), ("--blocks", "0"), ("--blocks", "many"), ("--json", "--svg", "map.svg")]
+)
+def test_a_wrong_flag_ends_with_status_2(capsys, arguments):
+    with pytest.raises(SystemExit, match="2"):
+        main(["layout", "gpt-2", *arguments])
+    assert "usage: kvflow layout" in capsys.readouterr().err
+
+
+def test_a_map_that_cannot_be_written_is_told(capsys, tmp_path):
+    path = tmp_path / "nowhere" / "map.svg"
+    assert main(["layout", "gpt-2", "--svg", str(path)]) == 2
+    assert f"{path} cannot be written" in capsys.readouterr().err
+
+
+def test_neither_torch_nor_nixl_is_loaded():
+    program = "import sys; from kvflow.cli import main; main(['layout', 'gpt-2']); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    loaded = done.stdout.splitlines()[-1].split()
+    assert "kvflow.layout.describe" in loaded
+    assert not {"torch", "nixl"} & set(loaded)
+
+
+def test_the_guide_prints_what_the_command_prints(capsys):
+    guide = (ROOT / "docs" / "howto" / "describe-a-model.md").read_text()
+    [printed] = re.findall(r"^```text\n(.*?)^```", guide, re.MULTILINE | re.DOTALL)
+    assert main(["layout", "gemma-3-4b"]) == 0
+    assert capsys.readouterr().out.startswith(printed)
