@@ -20,7 +20,12 @@ def names() -> tuple[str, ...]:
 
 
 def load(
-    name: str, *, block_size: int | None = None, dtype: str | None = None, cache_dtype: str | None = None
+    name: str,
+    *,
+    block_size: int | None = None,
+    dtype: str | None = None,
+    cache_dtype: str | None = None,
+    state_dtype: str | None = None,
 ) -> dict[str, CacheSpec]:
     """Describe the cache of a bundled model; the options are those of ``from_hf_config``.
 
@@ -30,7 +35,7 @@ def load(
     if name not in names():
         raise SpecInvalid(f"no model {name!r} is bundled", remedy=f"Use one of {', '.join(names())}.")
     config = msgspec.json.decode((_folder() / f"{name}{SUFFIX}").read_bytes())
-    return from_hf_config(config, block_size=block_size, dtype=dtype, cache_dtype=cache_dtype)
+    return from_hf_config(config, block_size=block_size, dtype=dtype, cache_dtype=cache_dtype, state_dtype=state_dtype)
 
 
 def _folder() -> Traversable:

@@ -63,6 +63,7 @@ def from_hf_config(
     block_size: int | None = None,
     dtype: str | None = None,
     cache_dtype: str | None = None,
+    state_dtype: str | None = None,
 ) -> dict[str, CacheSpec]:
     """Describe the cache of a model by its Hugging Face ``config.json``.
 
@@ -74,6 +75,7 @@ def from_hf_config(
         block_size: tokens in one block; None: 16, or 256 for DeepSeek V4.
         dtype: of the model; None: what the config says, else bfloat16.
         cache_dtype: of keys, values and latents; None: the model's.
+        state_dtype: of recurrent states; None: what the config says, else float32.
 
     Returns:
         Layer name, as vLLM registers it -> spec, in model order. Head counts are the model's, not a rank's.
@@ -88,7 +90,7 @@ def from_hf_config(
         "block_size": BLOCK_SIZES.get(model.model_type, BLOCK_SIZE) if block_size is None else block_size,
         "dtype": model_dtype,
         "cache_dtype": cache_dtype or model_dtype,
-        "state_dtype": model.state_dtype(),
+        "state_dtype": state_dtype or model.state_dtype(),
     }
     try:
         options = msgspec.convert(chosen, type=Options)

@@ -200,6 +200,12 @@ def test_the_config_may_name_the_dtype_of_states(key):
     assert state.dtype == "bfloat16"
 
 
+def test_the_caller_overrides_the_dtype_of_states():
+    config = {**QWEN3_NEXT, "mamba_ssm_dtype": "bfloat16"}
+    state = from_hf_config(config, state_dtype="float16")["model.layers.0.linear_attn"].states[-1]
+    assert state.dtype == "float16"
+
+
 @pytest.mark.parametrize(
     ("config", "missing"),
     [
