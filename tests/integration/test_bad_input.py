@@ -42,7 +42,7 @@ OFFERS = {
     "token counts for another number of groups": (BLOCKS, [8, 8, 8], errors.BlockIdsInvalid),
 }
 OTHERS = {
-    "head size": (Shape(head_size=16), "layers.0.k.head_size", 16.0, 8.0),
+    "head size": (Shape(head_size=16), "layers.0.k.head_size", 16, 8),
     "dtype": (Shape(dtype="float16"), "layers.0.k.dtype", "float16", "bfloat16"),
     "heads": (Shape(heads=8), "layers.0.k.num_kv_heads", 8, 4),
     "window": (Shape(window=12), "layers.1.window", 12, 8),

@@ -3,19 +3,37 @@
 from kvflow.layout.component import Component
 from kvflow.layout.manifest import Layer, Manifest, ManifestGroup
 from kvflow.layout.region import Region
-from kvflow.layout.specs import FullAttention, SlidingWindow
+from kvflow.layout.specs import FullAttention, Mamba, Opaque, SlidingWindow, State
 
 ROOMY = (Region(4096, 1 << 20),)
 
 
-def full(block_size=16, num_kv_heads=4, head_size=8, dtype="float16"):
-    return FullAttention(block_size=block_size, num_kv_heads=num_kv_heads, head_size=head_size, dtype=dtype)
+def full(block_size=16, num_kv_heads=4, head_size=8, dtype="float16", **fields):
+    return FullAttention(block_size=block_size, num_kv_heads=num_kv_heads, head_size=head_size, dtype=dtype, **fields)
 
 
 def sliding(block_size=16, num_kv_heads=4, head_size=8, dtype="float16", window=64):
     return SlidingWindow(
         block_size=block_size, num_kv_heads=num_kv_heads, head_size=head_size, dtype=dtype, window=window
     )
+
+
+def quantized(how, **fields):
+    return full(**{"dtype": {"nvfp4": "uint8"}.get(how, "float8_e4m3fn"), "quantization": how} | fields)
+
+
+def mamba(**fields):
+    """Two states that ranks divide, and between them one that every rank holds whole."""
+    states = (
+        State("conv_x", (6, 3), "float16"),
+        State("conv_B", (5, 3), "float16", shard_axis=None),
+        State("ssm", (4, 3, 2), "float32"),
+    )
+    return Mamba(**{"block_size": 16, "states": states} | fields)
+
+
+def opaque(nbytes, **fields):
+    return Opaque(**{"block_size": 16, "nbytes": nbytes} | fields)
 
 
 def model(*, layers, full_every=0, **fields):

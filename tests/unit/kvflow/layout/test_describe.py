@@ -3,13 +3,13 @@
 import pytest
 
 from kvflow.errors import SpecInvalid
-from kvflow.layout.describe import plan_cache
+from kvflow.layout.describe import fitted_specs, plan_cache
 from kvflow.layout.groups import Group, plan_groups
 from kvflow.layout.manifest import alias_classes
 from kvflow.layout.region import Region
 from kvflow.layout.shards import Shard
 
-from .helpers import full, model, sliding
+from .helpers import full, mamba, model, sliding
 
 
 def planned(specs, *, layout="BLHNC", kv="content", shard=None, **budget):
@@ -87,3 +87,104 @@ def test_the_manifest_is_sound_in_every_layout():
             assert [group.kind for group in manifest.groups] == [group.kind for group in plan.groups]
             with pytest.raises(SpecInvalid, match="reaches byte"):
                 plan.manifest(Region(4096, plan.nbytes - 1)).check()
+
+
+def spans_of(plan):
+    """First byte, and first byte behind the last, of each layer in the whole allocation."""
+    return {
+        name: (
+            min(part.offset for part in layer.components),
+            max(part.end(plan.num_blocks) for part in layer.components),
+        )
+        for name, layer in plan.layers.items()
+    }
+
+
+@pytest.mark.parametrize("layout", ["BLHNC", "BHLNC", "LBNHC"])
+@pytest.mark.parametrize("kv", ["content", "split"])
+def test_a_layer_apart_has_a_tensor_of_its_own_behind_what_is_shared(layout, kv):
+    specs = model(layers=4, full_every=2)
+    groups = plan_groups(specs, layout=layout)
+    plan = plan_cache(specs, groups, layout=layout, kv=kv, shard=Shard(), num_blocks=3, apart=("layers.1", "layers.2"))
+    assert plan.bytes_per_block == 3 * 2048  # one that the two groups share, and two apart
+    spans = spans_of(plan)
+    shared = max(spans.pop(name)[1] for name in ("layers.0", "layers.3"))
+    assert shared == 3 * 2048
+    assert spans == {"layers.1": (3 * 2048, 6 * 2048), "layers.2": (6 * 2048, 9 * 2048)}
+    assert {part.block_stride for part in plan.layers["layers.1"].components} == {2048 if kv == "content" else 1024}
+    plan.manifest(Region(4096, plan.nbytes)).check()
+
+
+def test_a_layer_apart_must_be_there():
+    specs = model(layers=2)
+    with pytest.raises(SpecInvalid, match=r"apart names layers that are not there: \['layers.2'\]"):
+        plan_cache(
+            specs, plan_groups(specs), layout="BLHNC", kv="content", shard=Shard(), num_blocks=1, apart=["layers.2"]
+        )
+
+
+@pytest.mark.parametrize(
+    ("layout", "alignment", "bytes_per_block"),
+    [
+        ("BLHNC", 1, 3 * 768),
+        ("BLHNC", 512, 2560),
+        ("BLHNC", 2304, 2304),
+        ("LBNHC", 1, 3 * 768),
+        ("LBNHC", 512, 3 * 1024),
+        ("LBNHC", 768, 3 * 768),
+    ],
+)
+def test_rows_and_the_blocks_of_tensors_are_aligned(layout, alignment, bytes_per_block):
+    specs = model(layers=3, full_every=1, num_kv_heads=3, head_size=4)
+    plan = plan_cache(
+        specs, plan_groups(specs), layout=layout, kv="content", shard=Shard(), num_blocks=5, alignment=alignment
+    )
+    assert plan.bytes_per_block == bytes_per_block
+    for layer in plan.layers.values():
+        assert all(part.block_stride % alignment == 0 for part in layer.components)
+    plan.manifest(Region(4096, plan.nbytes)).check()
+
+
+def test_a_layer_apart_is_aligned_too():
+    specs = model(layers=2, full_every=1, num_kv_heads=3, head_size=4)
+    plan = plan_cache(
+        specs,
+        plan_groups(specs),
+        layout="BLNHC",
+        kv="content",
+        shard=Shard(),
+        num_blocks=5,
+        apart=["layers.1"],
+        alignment=512,
+    )
+    assert plan.bytes_per_block == 2 * 1024
+    assert spans_of(plan)["layers.1"] == (5 * 1024, 10 * 1024 - 256)
+
+
+@pytest.mark.parametrize(("layout", "second"), [("BLHNC", 164), ("LBNHC", 3 * 1024)])
+def test_states_share_memory_with_attention(layout, second):
+    """In rows the two states of one group follow each other; in tensors each lies over one layer's page."""
+    specs = {"a": full(num_kv_heads=2), "m": mamba(), "b": full(num_kv_heads=2), "n": mamba()}
+    plan = plan_cache(
+        specs, plan_groups(specs, layout=layout), layout=layout, kv="content", shard=Shard(), num_blocks=3
+    )
+    assert [group.kind for group in plan.groups] == ["full", "mamba"]
+    assert plan.bytes_per_block == 2 * 1024
+    assert [offset_of(plan, name) for name in "amn"] == [0, 0, second]
+    assert alias_classes(plan.manifest(Region(4096, plan.nbytes))) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("spec", "group", "fitted"),
+    [
+        (full(block_size=16), Group(("a",), "full", 64), (64, None)),
+        (full(block_size=16, kernel_block_size=16), Group(("a",), "full", 64), (64, None)),
+        (full(block_size=16), Group(("a",), "full", 16, page_bytes=4096), (16, 4096)),
+        (full(block_size=16, page_bytes=3000), Group(("a",), "full", 16), (16, 3000)),
+        (mamba(), Group(("a",), "mamba", 64, page_bytes=4096), (16, 4096)),  # a state has no tokens to count
+    ],
+)
+def test_a_group_says_how_large_its_blocks_and_pages_are(spec, group, fitted):
+    chosen = fitted_specs({"a": spec}, (group,))["a"]
+    assert (chosen.block_size, chosen.page_bytes) == fitted
+    assert chosen.kernel_block_size == spec.kernel_block_size

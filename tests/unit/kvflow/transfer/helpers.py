@@ -8,11 +8,6 @@ from kvflow.memory.cache import allocate
 from kvflow.transfer.bind import Binding
 from kvflow.transfer.pairs import UnitPairs
 from kvflow.transfer.plan import plan_transfer
-from kvflow.transfer.runs import Units
-
-
-WHOLE = Units(16, 1, 1)
-"""Blocks of 16 tokens that are not cut."""
 
 
 def full(block_size=16, num_kv_heads=2, head_size=8, dtype="float16", **fields):

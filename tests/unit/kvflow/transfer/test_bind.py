@@ -11,7 +11,7 @@ from kvflow.transfer.bind import DESCRIPTORS_MAX, ROWS_MAX, Rows
 from kvflow.transfer.plan import plan_transfer
 from kvflow.transfer.runs import Units
 
-from .helpers import WHOLE, binding_of, full, manifest_of, unit_pairs
+from .helpers import binding_of, full, manifest_of, unit_pairs
 
 NO_LIMIT = {"chunk_bytes": 1 << 40, "chunk_descriptors": 1 << 30}
 
@@ -58,7 +58,7 @@ def test_a_region_gives_address_memory_and_device():
     moved = Rows(
         plan.groups[0].runs.source,
         plan.groups[0].runs.nbytes,
-        units=WHOLE,
+        units=Units(16, 1, 1),
         num_blocks=4,
         regions=[Region(5000, 1 << 20, "VRAM", 3)],
     )

@@ -1,0 +1,101 @@
+"""What lies in one page: which components stay together, where they are aligned to, how many bytes they are."""
+
+import pytest
+
+from kvflow.errors import SpecInvalid
+from kvflow.layout.pages import beside, content_bytes, item_alignment, page_bytes, planes, states
+from kvflow.layout.shards import Shard
+from kvflow.layout.specs import MLA
+
+from .helpers import full, mamba, opaque, quantized
+
+TP2 = Shard(tp_rank=1, tp_size=2)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ([(16, 2)], ([0], 16)),
+        ([(6, 1), (4, 4)], ([0, 8], 12)),
+        ([(4, 4), (6, 1)], ([0, 4], 12)),  # padded, so that the next one's floats are aligned
+        ([(3, 1), (2, 2), (1, 1)], ([0, 4, 6], 8)),
+        ([(3, 1), (5, 1)], ([0, 3], 8)),
+    ],
+)
+def test_pieces_lie_side_by_side_each_aligned(sizes, expected):
+    assert beside(sizes) == expected
+
+
+def named(plane):
+    return [(part.role, part.dtype, offset) for part, offset in plane.parts]
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        (full(head_size=8), [([("k", "float16", 0)], 16), ([("v", "float16", 0)], 16)]),
+        (full(head_size=8, head_size_v=4), [([("k", "float16", 0)], 16), ([("v", "float16", 0)], 8)]),
+        (
+            quantized("fp8_per_token_head", head_size=6),
+            [
+                ([("k", "float8_e4m3fn", 0), ("k_scale", "float32", 8)], 12),
+                ([("v", "float8_e4m3fn", 0), ("v_scale", "float32", 8)], 12),
+            ],
+        ),
+        (
+            quantized("nvfp4", head_size=32, head_size_v=64),
+            [
+                ([("k", "uint8", 0), ("k_scale", "float8_e4m3fn", 16)], 18),
+                ([("v", "uint8", 0), ("v_scale", "float8_e4m3fn", 32)], 36),
+            ],
+        ),
+        (MLA(block_size=4, head_size=8, dtype="bfloat16"), [([("latent", "bfloat16", 0)], 16)]),
+        (
+            MLA(block_size=4, head_size=7, dtype="uint8", rope_size=2, rope_dtype="bfloat16", scale_bytes=3),
+            [([("latent", "uint8", 0), ("rope", "bfloat16", 8), ("scale", "uint8", 12)], 16)],
+        ),
+    ],
+    ids=lambda value: getattr(value, "quantization", None) or getattr(value, "kind", ""),
+)
+def test_a_cell_holds_keys_with_their_scales_then_values_with_theirs(spec, expected):
+    assert [(named(plane), plane.cell_bytes) for plane in planes(spec)] == expected
+
+
+def test_states_lie_one_after_the_other_each_aligned():
+    """conv_x: 6 rows of three float16; conv_B: 5 such rows, whole on every rank; ssm: 4 heads of six float32."""
+    assert [(part.role, offset) for part, offset in states(mamba(), Shard())] == [
+        ("conv_x", 0),
+        ("conv_B", 36),
+        ("ssm", 68),  # 66 is no place for a float32
+    ]
+    assert [offset for _, offset in states(mamba(), TP2)] == [0, 18, 48]
+
+
+@pytest.mark.parametrize(
+    ("spec", "shard", "nbytes", "alignment"),
+    [
+        (full(block_size=4, num_kv_heads=4), Shard(), 4 * 4 * 32, 2),
+        (full(block_size=4, num_kv_heads=4), TP2, 4 * 2 * 32, 2),
+        (full(block_size=8, num_kv_heads=4, kernel_block_size=4), Shard(), 8 * 4 * 32, 2),
+        (full(block_size=4, num_kv_heads=4, page_bytes=600), Shard(), 600, 2),
+        (full(block_size=4, num_kv_heads=4, head_size_v=4), Shard(), 4 * 4 * 24, 2),
+        (quantized("fp8_per_token_head", head_size=6, block_size=4, num_kv_heads=4), Shard(), 4 * 4 * 24, 4),
+        (quantized("nvfp4", head_size=32, block_size=4, num_kv_heads=4), TP2, 4 * 2 * 36, 1),
+        (MLA(block_size=4, head_size=8, dtype="bfloat16"), TP2, 64, 2),
+        (mamba(), Shard(), 68 + 96, 4),
+        (mamba(), TP2, 48 + 48, 4),
+        (opaque(100), TP2, 100, 1),
+    ],
+    ids=lambda value: getattr(value, "kind", str(value)),
+)
+def test_page_bytes(spec, shard, nbytes, alignment):
+    assert (page_bytes(spec, shard), item_alignment(spec)) == (nbytes, alignment)
+
+
+def test_a_page_is_padded_to_what_the_spec_says_and_no_less():
+    padded = full(block_size=4, num_kv_heads=2, page_bytes=300)
+    assert (page_bytes(padded), content_bytes(padded, Shard())) == (300, 256)
+    assert page_bytes(full(block_size=4, num_kv_heads=2, page_bytes=256)) == 256
+    with pytest.raises(SpecInvalid, match="page_bytes is 255, but the page holds 256 bytes"):
+        page_bytes(full(block_size=4, num_kv_heads=2, page_bytes=255))
+    assert page_bytes(full(block_size=4, num_kv_heads=2, page_bytes=255), TP2) == 255
