@@ -10,7 +10,7 @@ from kvflow.errors import SpecInvalid
 from kvflow.layout.groups import Group, check_groups
 from kvflow.layout.manifest import Layer, Manifest, ManifestGroup
 from kvflow.layout.pages import has_tokens, item_alignment, page_bytes, round_up
-from kvflow.layout.placement import PlacedLayer, Pool, axes_of, place_column, place_row, row_bytes
+from kvflow.layout.placement import PlacedLayer, Pool, place_column, place_row, row_bytes
 from kvflow.layout.region import Region
 from kvflow.layout.shards import Shard
 from kvflow.layout.specs import CacheSpec, validate_specs
@@ -105,30 +105,32 @@ def plan_cache(
     """
     validate_specs(specs)
     check_groups(specs, groups)
-    axes = axes_of(layout, kv)
+    probe = Pool(1, shard, layout, kv)
+    axes = probe.axes
     unknown = sorted(set(apart) - set(specs))
     if unknown:
         raise SpecInvalid(f"apart names layers that are not there: {unknown[:5]}")
     fitted = fitted_specs(specs, groups)
     shared = [[name for name in group.layers if name not in apart] for group in groups]
-    heights = _heights(fitted, shared, Pool(1, shard, axes), alignment)
-    slots = [round_up(_slot_bytes(fitted[name], shard), alignment) for name in apart]
+    # Every tensor begins where the elements of any layer may.
+    alignment = math.lcm(alignment, *(item_alignment(spec) for spec in fitted.values()))
+    heights = _heights(fitted, shared, probe, alignment)
+    slots = [round_up(page_bytes(fitted[name], shard), alignment) for name in apart]
     num_blocks = _budget(num_blocks, memory_bytes, sum(heights) + sum(slots))
-    layers = _place_shared(fitted, shared, Pool(num_blocks, shard, axes), heights)
-    alone = Pool(num_blocks, shard, axes_of("LBHNC" if axes.index("H") < axes.index("N") else "LBNHC", kv))
+    layers = _place_shared(fitted, shared, Pool(num_blocks, shard, layout, kv), heights)
+    alone = Pool(num_blocks, shard, "LBHNC" if axes.index("H") < axes.index("N") else "LBNHC", kv)
     for index, name in enumerate(apart):
         offset = num_blocks * (sum(heights) + sum(slots[:index]))
         layers |= place_column(fitted, [name], alone, offset, slots[index])
-    return CachePlan(tuple(groups), fitted, layers, sum(heights) + sum(slots), num_blocks, axes[0] == "B", shard)
+    return CachePlan(tuple(groups), fitted, layers, sum(heights) + sum(slots), num_blocks, probe.packed, shard)
 
 
 def _heights(specs: Mapping[str, CacheSpec], shared: Sequence[Sequence[str]], pool: Pool, alignment: int) -> list[int]:
     """Return the bytes of one block in each tensor that the groups share: of the row, or of one page per position."""
     if pool.packed:
-        items = math.lcm(alignment, *(item_alignment(spec) for spec in specs.values()))
-        return [round_up(max(row_bytes(specs, names, pool) for names in shared), items)]
+        return [round_up(max(row_bytes(specs, names, pool) for names in shared), alignment)]
     return [
-        round_up(max(_slot_bytes(specs[name], pool.shard) for name in column), alignment) for column in _columns(shared)
+        round_up(max(page_bytes(specs[name], pool.shard) for name in column), alignment) for column in _columns(shared)
     ]
 
 
@@ -148,10 +150,6 @@ def _place_shared(
 def _columns(shared: Sequence[Sequence[str]]) -> list[list[str]]:
     """Return the layers of all groups that stand at each position."""
     return [[names[at] for names in shared if at < len(names)] for at in range(max(map(len, shared)))]
-
-
-def _slot_bytes(spec: CacheSpec, shard: Shard) -> int:
-    return round_up(page_bytes(spec, shard), item_alignment(spec))
 
 
 def _budget(num_blocks: int | None, memory_bytes: int | None, bytes_per_block: int) -> int:

@@ -2,8 +2,9 @@
 
 A layout is an order of axes, outermost first: ``L`` layers, ``B`` blocks, ``H`` heads, ``N`` tokens, and
 ``K`` the pair of keys and values, which lies right before the content (``kv="content"``: one head of one
-token has K and V side by side) or further out (``kv="split"``). Strides are running products over that
-order, innermost first. That is all a layout is; nothing outside this module knows their names.
+token has K and V side by side), inside each block (``kv="block_split"``) or, where each layer has a tensor of its
+own, outside all blocks (``kv="split"``). Strides are running products over that order, innermost first. That is all
+a layout is; nothing outside this module knows their names.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,11 +37,16 @@ AXIS_ORDERS: dict[tuple[str, str], str] = {
     ("BLNHC", "split"): "BLKNH",
     ("BLHNC", "split"): "BLKHN",
     ("BHLNC", "split"): "BHLKN",
+    ("LBNHC", "block_split"): "LBKNH",
+    ("LBHNC", "block_split"): "LBKHN",
+    ("BLNHC", "block_split"): "BLKNH",
+    ("BLHNC", "block_split"): "BLKHN",
+    ("BHLNC", "block_split"): "BHLKN",
 }
 """(layout, kv) -> axes, outermost first. The content of one head of one token is innermost in all of them."""
 
 LAYOUTS = tuple(dict.fromkeys(layout for layout, _ in AXIS_ORDERS))
-KV_FORMS = ("content", "split")
+KV_FORMS = ("content", "split", "block_split")
 
 
 class View(Struct, frozen=True):
@@ -69,7 +75,13 @@ class Pool(Struct, frozen=True):
 
     num_blocks: int
     shard: Shard
-    axes: str
+    layout: str
+    kv: str
+
+    @property
+    def axes(self) -> str:
+        """Order of axes, outermost first."""
+        return axes_of(self.layout, self.kv)
 
     @property
     def packed(self) -> bool:
@@ -220,7 +232,7 @@ def _place(spec: CacheSpec, pool: Pool, slot: _Slot) -> PlacedLayer:
         )
         for plane, start, held in zip(strides, base, layer_planes, strict=True)
     ]
-    return PlacedLayer(components, _views(spec, tensors, split=not slot.inner.endswith("K")))
+    return PlacedLayer(components, _views(spec, tensors, pool.kv))
 
 
 def _block_axes(
@@ -271,11 +283,12 @@ def _component(
     )
 
 
-def _views(spec: CacheSpec, tensors: Sequence[_Tensor], *, split: bool) -> tuple[View, ...]:
-    """Return ``[block, head, token, content]``, with split K and V ``[2, block, token, head, content]``.
+def _views(spec: CacheSpec, tensors: Sequence[_Tensor], kv: str) -> tuple[View, ...]:
+    """Return ``[block, head, token, content]``; with ``split`` K and V ``[2, block, token, head, content]``.
 
-    A latent is ``[block, token, content]``. Kernel blocks count as blocks where one stride reaches them all, and are an
-    axis of their own behind them otherwise. Where the components of a cell differ in dtype, the view is of bytes.
+    With ``block_split`` the pair is behind the block. A latent is ``[block, token, content]``. Kernel blocks count as
+    blocks where one stride reaches them all, and are an axis of their own behind them otherwise. Where the components
+    of a cell differ in dtype, the view is of bytes.
     """
     dtypes = {part.dtype for part in spec.components}
     dtype = dtypes.pop() if len(dtypes) == 1 else "uint8"
@@ -283,11 +296,12 @@ def _views(spec: CacheSpec, tensors: Sequence[_Tensor], *, split: bool) -> tuple
     first, cells = tensors[0], [tensor.cell_bytes for tensor in tensors]
     if len(tensors) == 1:
         return (_view(dtype, first.offset, *first.blocks, first.tokens, (first.cell_bytes // size, size)),)
-    if not split:
+    if kv == "content":
         return (_view(dtype, first.offset, *first.blocks, first.heads, first.tokens, (sum(cells) // size, size)),)
     if len(set(cells)) == 1:
         pair, content = (2, tensors[1].offset - first.offset), (first.cell_bytes // size, size)
-        return (_view(dtype, first.offset, pair, *first.blocks, first.tokens, first.heads, content),)
+        outer = (pair, *first.blocks) if kv == "split" else (*first.blocks, pair)
+        return (_view(dtype, first.offset, *outer, first.tokens, first.heads, content),)
     return tuple(
         _view(dtype, each.offset, *each.blocks, each.tokens, each.heads, (each.cell_bytes // size, size))
         for each in tensors

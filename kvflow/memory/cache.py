@@ -23,8 +23,8 @@ class KVCache:
         groups: in the order in which block ids are given.
         views: layer name -> tensor, as an attention backend wants it. ``kv="content"``: logical shape
             ``[block, head, token, 2 * head_size]``, K before V. ``kv="split"``: ``[2, block, token, head,
-            head_size]``. A latent: ``[block, token, head_size]``. States: a list of ``[block, *shape]``. Logical shapes
-            do not depend on the layout; strides do.
+            head_size]``; ``kv="block_split"``: ``[block, 2, token, head, head_size]``. A latent: ``[block, token,
+            head_size]``. States: a list of ``[block, *shape]``. Logical shapes do not depend on the layout; strides do.
         bytes_per_block: of the backing allocation, all groups overlaid.
         num_blocks: blocks in the pool.
         storages: the memory itself, uint8, one per region of the manifest.
@@ -55,7 +55,7 @@ class KVCache:
 
     @property
     def backing(self) -> torch.Tensor:
-        """The allocation itself, uint8, shape ``[num_blocks * bytes_per_block]``; of adopted memory, the first region."""
+        """The allocation itself, flat, uint8; of adopted memory, the first region."""
         return self.storages[0]
 
     def manifest(self) -> Manifest:
@@ -113,7 +113,8 @@ def allocate(
         memory_bytes: budget of the backing allocation in bytes.
         layout: ``LBNHC``, ``LBHNC`` (a tensor per layer), ``BLHNC``, ``BLNHC``, ``BHLNC`` (one row per block)
             or ``auto``.
-        kv: ``content`` (K and V side by side in the content axis) or ``split``.
+        kv: ``content`` (K and V side by side in the content axis), ``split`` (all K before all V where each layer has a
+            tensor of its own) or ``block_split`` (K before V within a block).
         groups: as ``plan_groups`` forms them when None.
         shard: which heads this rank holds; all of them when None.
         device: torch's name of the device.
@@ -160,6 +161,8 @@ def strided(storage: torch.Tensor, view: View) -> torch.Tensor:
     """View bytes of a flat tensor as a view says: its strides and offset are in bytes."""
     dtype = getattr(torch, view.dtype)
     size = dtype.itemsize
-    # A tensor of larger elements needs a whole number of them.
-    typed = storage[: storage.nbytes // size * size].view(dtype)
-    return torch.as_strided(typed, view.shape, [stride // size for stride in view.strides], view.offset // size)
+    # A region of adopted memory may begin anywhere in its storage, and elements are counted from the storage's start.
+    offset = (int(storage.storage_offset()) + view.offset) // size
+    strides = [stride // size for stride in view.strides]
+    empty = torch.empty(0, dtype=dtype, device=storage.device)
+    return empty.set_(storage.untyped_storage(), offset, view.shape, strides)
