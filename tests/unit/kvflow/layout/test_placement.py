@@ -17,16 +17,21 @@ SPEC = full(block_size=4, num_kv_heads=2, head_size=8, dtype="float16")
 
 # fmt: off
 STRIDES = {  # layer, block, head, token, from K to V
-    ("LBNHC", "content"): (1280, 256,  32, 64,  16),
-    ("LBHNC", "content"): (1280, 256, 128, 32,  16),
-    ("BLNHC", "content"): ( 256, 768,  32, 64,  16),
-    ("BLHNC", "content"): ( 256, 768, 128, 32,  16),
-    ("BHLNC", "content"): ( 128, 768, 384, 32,  16),
-    ("LBNHC", "split"):   (1280, 128,  16, 32, 640),
-    ("LBHNC", "split"):   (1280, 128,  64, 16, 640),
-    ("BLNHC", "split"):   ( 256, 768,  16, 32, 128),
-    ("BLHNC", "split"):   ( 256, 768,  64, 16, 128),
-    ("BHLNC", "split"):   ( 128, 768, 384, 16,  64),
+    ("LBNHC", "content"):     (1280, 256,  32, 64,  16),
+    ("LBHNC", "content"):     (1280, 256, 128, 32,  16),
+    ("BLNHC", "content"):     ( 256, 768,  32, 64,  16),
+    ("BLHNC", "content"):     ( 256, 768, 128, 32,  16),
+    ("BHLNC", "content"):     ( 128, 768, 384, 32,  16),
+    ("LBNHC", "split"):       (1280, 128,  16, 32, 640),
+    ("LBHNC", "split"):       (1280, 128,  64, 16, 640),
+    ("BLNHC", "split"):       ( 256, 768,  16, 32, 128),
+    ("BLHNC", "split"):       ( 256, 768,  64, 16, 128),
+    ("BHLNC", "split"):       ( 128, 768, 384, 16,  64),
+    ("LBNHC", "block_split"): (1280, 256,  16, 32, 128),
+    ("LBHNC", "block_split"): (1280, 256,  64, 16, 128),
+    ("BLNHC", "block_split"): ( 256, 768,  16, 32, 128),
+    ("BLHNC", "block_split"): ( 256, 768,  64, 16, 128),
+    ("BHLNC", "block_split"): ( 128, 768, 384, 16,  64),
 }
 # fmt: on
 
@@ -34,7 +39,7 @@ STRIDES = {  # layer, block, head, token, from K to V
 def placed(layout, kv, shard=None):
     """Place three layers as one group: in rows, or each in a tensor behind the one before it."""
     shard = shard or Shard()
-    pool, names = Pool(5, shard, axes_of(layout, kv)), ("a", "b", "c")
+    pool, names = Pool(5, shard, layout, kv), ("a", "b", "c")
     if pool.packed:
         specs = dict.fromkeys(names, SPEC)
         return list(place_row(specs, names, pool, row_bytes(specs, names, pool)).values())
@@ -89,14 +94,14 @@ def test_an_unknown_layout_is_refused_with_the_known_ones(layout, kv):
 
 def in_row(specs, layout="BLHNC", kv="content", shard=None, num_blocks=5):
     """Place layers as one group in a row that is as long as they need; return them and its bytes."""
-    pool = Pool(num_blocks, shard or Shard(), axes_of(layout, kv))
+    pool = Pool(num_blocks, shard or Shard(), layout, kv)
     nbytes = row_bytes(specs, list(specs), pool)
     return place_row(specs, list(specs), pool, nbytes), nbytes
 
 
 def alone(spec, layout="LBNHC", kv="content", *, slot_bytes=None, offset=0, shard=None):
     """Place one layer in a tensor of its own."""
-    pool = Pool(5, shard or Shard(), axes_of(layout, kv))
+    pool = Pool(5, shard or Shard(), layout, kv)
     return place_column({"a": spec}, ["a"], pool, offset, slot_bytes or page_bytes(spec, pool.shard))["a"]
 
 
@@ -236,21 +241,32 @@ QUANTIZED = {
 def test_scales_lie_behind_their_elements_and_the_view_is_of_bytes(how, kv):
     spec, parts, cell = QUANTIZED[how]
     placed = alone(spec, "LBHNC", kv)
-    apart = cell if kv == "content" else 5 * 2 * 4 * cell
-    block, head, token = (16 * cell, 8 * cell, 2 * cell) if kv == "content" else (8 * cell, 4 * cell, cell)
+    apart, block, head, token = {  # in cells
+        "content": (1, 16, 8, 2),
+        "split": (5 * 8, 8, 4, 1),
+        "block_split": (8, 16, 4, 1),
+    }[kv]
     assert [
         (part.role, part.dtype, part.extents, part.offset, part.block_stride, part.strides)
         for part in placed.components
     ] == [
-        (role.replace("k", plane, 1), dtype, (2, 4, count), start + inside, block, (head, token, size))
-        for plane, start in (("k", 0), ("v", apart))
+        (
+            role.replace("k", plane, 1),
+            dtype,
+            (2, 4, count),
+            start + inside,
+            block * cell,
+            (head * cell, token * cell, size),
+        )
+        for plane, start in (("k", 0), ("v", apart * cell))
         for role, dtype, count, inside, size in parts
     ]
-    assert shapes(placed) == [
-        ("uint8", (5, 2, 4, 2 * cell), (block, head, token, 1), 0)
-        if kv == "content"
-        else ("uint8", (2, 5, 4, 2, cell), (apart, block, token, head, 1), 0)
-    ]
+    shape, strides = {
+        "content": ((5, 2, 4, 2 * cell), (block, head, token)),
+        "split": ((2, 5, 4, 2, cell), (apart, block, token, head)),
+        "block_split": ((5, 2, 4, 2, cell), (block, apart, token, head)),
+    }[kv]
+    assert shapes(placed) == [("uint8", shape, (*(stride * cell for stride in strides), 1), 0)]
 
 
 @pytest.mark.parametrize(("layout", "strides"), [("LBNHC", (24, 48)), ("LBHNC", (96, 24))])
@@ -309,7 +325,7 @@ def test_layers_of_other_shapes_lie_behind_each_other_in_a_row():
 )
 def test_keys_of_all_blocks_come_first_only_if_all_layers_of_a_column_cut_it_alike(other, k_to_v):
     """Otherwise a block of one layer would lie on another block of the next."""
-    pool = Pool(5, Shard(), axes_of("LBNHC", "split"))
+    pool = Pool(5, Shard(), "LBNHC", "split")
     keys, values = place_column({"a": SPEC, "b": other}, ["a", "b"], pool, 0, 256)["a"].components
     assert values.offset - keys.offset == k_to_v
     assert keys.block_stride == (128 if k_to_v == 640 else 256)
