@@ -15,7 +15,17 @@ if TYPE_CHECKING:
     from kvflow.layout.groups import Group, plan_groups, window_blocks
     from kvflow.layout.manifest import Manifest
     from kvflow.layout.shards import Shard
-    from kvflow.layout.specs import FullAttention, SlidingWindow
+    from kvflow.layout.specs import (
+        MLA,
+        ChunkedLocal,
+        CrossAttention,
+        FullAttention,
+        Mamba,
+        Opaque,
+        SlidingWindow,
+        State,
+    )
+    from kvflow.memory.adopt import adopt
     from kvflow.memory.cache import KVCache, allocate
     from kvflow.rendezvous.mint import TicketMint
     from kvflow.transfer.plan import TransferPlan, plan_transfer
@@ -29,6 +39,12 @@ _HOMES = {
     # describing a cache
     "FullAttention": "kvflow.layout.specs",
     "SlidingWindow": "kvflow.layout.specs",
+    "ChunkedLocal": "kvflow.layout.specs",
+    "CrossAttention": "kvflow.layout.specs",
+    "MLA": "kvflow.layout.specs",
+    "Mamba": "kvflow.layout.specs",
+    "State": "kvflow.layout.specs",
+    "Opaque": "kvflow.layout.specs",
     "Group": "kvflow.layout.groups",
     "plan_groups": "kvflow.layout.groups",
     "window_blocks": "kvflow.layout.groups",
@@ -38,6 +54,7 @@ _HOMES = {
     # having one in memory
     "KVCache": "kvflow.memory.cache",
     "allocate": "kvflow.memory.cache",
+    "adopt": "kvflow.memory.adopt",
     # running a worker
     "WorkerConfig": "kvflow.config",
     "Worker": "kvflow.worker.runtime",
@@ -56,13 +73,19 @@ _HOMES = {
 }
 
 __all__ = [
+    "MLA",
+    "ChunkedLocal",
+    "CrossAttention",
     "FullAttention",
     "Group",
     "KVCache",
+    "Mamba",
     "Manifest",
+    "Opaque",
     "RankAddress",
     "Shard",
     "SlidingWindow",
+    "State",
     "ThreadedWorker",
     "Ticket",
     "TicketMint",
@@ -70,6 +93,7 @@ __all__ = [
     "TransferReport",
     "Worker",
     "WorkerConfig",
+    "adopt",
     "allocate",
     "errors",
     "explain",

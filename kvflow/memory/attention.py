@@ -1,0 +1,135 @@
+"""Where the keys, values and latents of a layer lie in an engine's tensors, and the scales that go with them."""
+
+from collections.abc import Sequence
+
+from kvflow.errors import SpecInvalid
+from kvflow.layout.component import Component
+from kvflow.layout.pages import planes
+from kvflow.layout.shards import Shard
+from kvflow.layout.specs import ITEM_BYTES, CacheSpec
+from kvflow.memory.axes import (
+    RAW_DTYPES,
+    LayerSlice,
+    ReadTensor,
+    TensorLayout,
+    aligned,
+    blocks_of,
+    described,
+    forms_to_try,
+)
+
+
+def read_attention(
+    spec: CacheSpec, shard: Shard, tensors: Sequence[TensorLayout], place: LayerSlice, axes: str | None
+) -> tuple[ReadTensor, ...]:
+    """Find the axes of one layer's tensors; its components have tokens.
+
+    Args:
+        spec: with the block size of its group.
+        shard: the rank.
+        tensors: one, or keys and values apart.
+        place: of the layer, in a tensor of several.
+        axes: the form, if the caller knows better; None to try those that are usual.
+
+    Raises:
+        SpecInvalid: dtype or shape is none that the spec could have.
+    """
+    sizes = [plane.cell_bytes for plane in planes(spec)]
+    apart = len(tensors) > 1
+    if apart and len(tensors) != len(sizes):
+        raise SpecInvalid(
+            f"{tensors[0].path.partition('[')[0]}: found a list of {len(tensors)} tensors; expected one, "
+            f"or {len(sizes)} if keys and values are apart"
+        )
+    for tensor in tensors:
+        _check_dtype(spec, tensor)
+    extents = {
+        "K": 2,
+        "R": spec.block_size // spec.kernel_tokens,
+        "H": shard.heads(spec.components[0].shape[0]).count,
+        "N": spec.kernel_tokens,
+    }
+    tried = []
+    for form in forms_to_try(spec, apart, place, axes):
+        if "K" in form and len(set(sizes)) != 1:
+            continue  # keys and values of unlike size do not fit one axis of pairs
+        for count, position in place.choices if "L" in form else ((1, 0),):
+            each = sizes if apart else [sizes[0] if "K" in form else sum(sizes)]
+            wanted = [{**extents, "L": count, "C": nbytes} for nbytes in each]
+            blocks = {blocks_of(form, tensor, want) for tensor, want in zip(tensors, wanted, strict=True)}
+            if len(blocks) == 1 and 0 not in blocks:
+                num_blocks = blocks.pop()
+                return tuple(_dense(spec, ReadTensor(t, form, position, num_blocks, extents["R"])) for t in tensors)
+            tried.append(described(form, tensors, wanted))
+    shapes = " and ".join(str(list(tensor.shape)) for tensor in tensors)
+    raise SpecInvalid(
+        f"{tensors[0].path}: shape is {shapes}; tried {', '.join(dict.fromkeys(tried)) or 'no form'}",
+        remedy="Give tensors of the spec's heads, tokens and head size on this rank, or name their axes (axes=).",
+    )
+
+
+def attention_components(spec: CacheSpec, shard: Shard, found: Sequence[ReadTensor]) -> tuple[Component, ...]:
+    """Return the components of one layer with tokens, in the order of its spec.
+
+    Raises:
+        SpecInvalid: elements are not aligned to their size.
+    """
+    components = []
+    before = 0
+    for index, plane in enumerate(planes(spec)):
+        whole = found[index] if len(found) > 1 else found[0]
+        start = whole.start + index * whole.stride("K") if len(found) == 1 else whole.start
+        skipped = before if len(found) == 1 and "K" not in whole.form else 0
+        before += plane.cell_bytes
+        for part, inside in plane.parts:
+            item = ITEM_BYTES[part.dtype]
+            held = shard.heads(part.shape[0])
+            component = Component(
+                role=part.role,
+                dtype=part.dtype,
+                region=whole.tensor.region,
+                offset=start + whole.content(skipped + inside),
+                block_stride=whole.block_stride,
+                kernel_stride=whole.kernel_stride,
+                extents=part.held_shape(shard),
+                strides=(
+                    # One head has no stride in memory; what it would be with heads outside of tokens does no harm.
+                    whole.stride("H") if "H" in whole.form else spec.kernel_tokens * whole.stride("N"),
+                    whole.stride("N"),
+                    whole.stride("C") if whole.tensor.item_bytes == item else item,
+                ),
+                shard_axis=0,
+                first=held.first,
+                total=held.total,
+                token_axis=1,
+            )
+            components.append(aligned(component, whole.tensor))
+    return tuple(components)
+
+
+def _check_dtype(spec: CacheSpec, tensor: TensorLayout) -> None:
+    own = list(dict.fromkeys(part.dtype for part in spec.components))
+    if len(own) > 1:
+        own = [dtype for dtype in own if ITEM_BYTES[dtype] == 1]  # cells of several dtypes are counted in bytes
+    if tensor.dtype not in (*own, *RAW_DTYPES):
+        accepted = list(dict.fromkeys((*own, *RAW_DTYPES)))
+        raise SpecInvalid(
+            f"{tensor.path}: dtype is {tensor.dtype}; expected {' or '.join(accepted)}",
+            remedy="Give the tensor in the spec's dtype, or as bytes.",
+        )
+
+
+def _dense(spec: CacheSpec, found: ReadTensor) -> ReadTensor:
+    """Return the tensor if its bytes can be read as the spec's elements.
+
+    Raises:
+        SpecInvalid: the bytes of one element do not lie together.
+    """
+    tensor = found.tensor
+    if tensor.dense_content or all(ITEM_BYTES[part.dtype] == tensor.item_bytes for part in spec.components):
+        return found
+    raise SpecInvalid(
+        f"{tensor.path}: stride of the last axis is {tensor.strides[-1]} bytes; expected {tensor.item_bytes}, "
+        f"because {tensor.dtype} stands for elements of other sizes",
+        remedy="Let the content of one head of one token lie together.",
+    )

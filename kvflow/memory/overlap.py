@@ -1,0 +1,214 @@
+"""No byte serves two blocks, nor two components of one group: checked for memory that an engine laid out.
+
+Method. Each tensor of each layer is an affine map, checked by itself first: every stride must step over all that
+lies below it, so that no two of its elements meet. It is then cut at the axes outside of blocks into *pieces*: runs
+of bytes that recur every block stride. Pieces whose bytes interleave must recur at one stride, S. Taken modulo S,
+each run of block ``b`` is an interval with the number of the row, counted from ``b``, that it lies in. Two pieces
+share a byte only where their intervals intersect, and then at one block id only if the rows are equal. So two sorts
+of one interval per run decide for blocks of every id, however many there are.
+
+It is sound: nothing that overlaps passes. It is not complete: pieces that interleave at different strides, and maps
+whose axes interleave with each other, are refused even where no two bytes meet. No engine lays out memory so.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import product
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import Struct
+
+from kvflow.errors import SpecInvalid
+
+Int64s = npt.NDArray[np.int64]
+
+PIECES_MAX = 1 << 12
+"""Pieces of one tensor: layers, keys and values, and heads outside of blocks. More have blocks among their elements."""
+
+RUNS_MAX = 1 << 16
+"""Runs of one piece, 16 per token and head of a large block. Beyond, the gaps between them count as occupied."""
+
+ONE_BLOCK = 1 << 62
+"""Stride of a pool of one block: nothing recurs."""
+
+
+class LiveBytes(Struct, frozen=True):
+    """What one tensor holds of one layer.
+
+    Attributes:
+        path: what errors name it by.
+        group: index.
+        region: index.
+        offset: bytes from the start of the region to the first byte of block 0.
+        block_stride: bytes.
+        axes: of one block, (extent, stride in bytes).
+        item_bytes: bytes of one element.
+    """
+
+    path: str
+    group: int
+    region: int
+    offset: int
+    block_stride: int
+    axes: tuple[tuple[int, int], ...]
+    item_bytes: int
+
+
+class _Piece(Struct, frozen=True):
+    """Runs that recur every block stride.
+
+    Attributes:
+        owner: index of what they belong to.
+        start: address of the first byte, on an axis where regions are apart.
+        lows: of its runs, from the start.
+        run_bytes: of each run.
+    """
+
+    owner: int
+    start: int
+    lows: Int64s
+    run_bytes: int
+
+
+def check_overlaps(live: Sequence[LiveBytes], *, num_blocks: int, region_bytes: Sequence[int]) -> None:
+    """Check that no byte serves two blocks, nor two things in one block of one group.
+
+    Layers of different groups may have the same bytes under the same block id.
+
+    Args:
+        live: everything that is read or written.
+        num_blocks: blocks in the pool.
+        region_bytes: length of each region.
+
+    Raises:
+        SpecInvalid: names the layers, and the strides or blocks that meet.
+    """
+    bases = np.cumsum([0, *region_bytes])
+    stride = np.array([each.block_stride if num_blocks > 1 else ONE_BLOCK for each in live], np.int64)
+    pieces = [
+        piece
+        for owner, each in enumerate(live)
+        for piece in _pieces(owner, each, num_blocks, int(bases[each.region]) + each.region)
+    ]
+    cluster_start = _clusters(live, pieces, stride, num_blocks)
+    counts = [len(piece.lows) for piece in pieces]
+    owner = np.repeat([piece.owner for piece in pieces], counts)
+    base = np.repeat(cluster_start, counts)
+    low = np.concatenate([piece.start + piece.lows for piece in pieces]) - base
+    row, low = np.divmod(low, stride[owner])
+    high = low + np.repeat([piece.run_bytes for piece in pieces], counts)
+    # A run that reaches into the next row is two intervals.
+    wraps = high > stride[owner]
+    owner = np.concatenate([owner, owner[wraps]])
+    base = np.concatenate([base, base[wraps]])
+    rest = high[wraps] - stride[owner[: len(wraps)]][wraps]
+    row = np.concatenate([row, row[wraps] + 1])
+    low = np.concatenate([low, np.zeros_like(rest)]) + base
+    high = np.concatenate([np.where(wraps, stride[owner[: len(wraps)]], high), rest]) + base
+    _check_groups(live, owner, low, high, row)
+    _check_blocks(live, owner, low, high, row)
+
+
+def _pieces(owner: int, each: LiveBytes, num_blocks: int, base: int) -> Iterator[_Piece]:
+    """Cut what one tensor holds at the axes outside of blocks, and merge what is dense within."""
+    axes = sorted((stride, extent) for extent, stride in each.axes if extent > 1)
+    _check_nested(each, axes, num_blocks)
+    inner = [axis for axis in axes if num_blocks == 1 or axis[0] < each.block_stride]
+    outer = axes[len(inner) :]
+    run, lows = each.item_bytes, np.zeros(1, np.int64)
+    while inner and (inner[0][0] == run or math.prod(extent for _, extent in inner) > RUNS_MAX):
+        stride, extent = inner.pop(0)
+        run += (extent - 1) * stride
+    for stride, extent in inner:
+        lows = (np.arange(extent, dtype=np.int64)[:, None] * stride + lows).ravel()
+    if math.prod(extent for _, extent in outer) > PIECES_MAX:
+        raise SpecInvalid(
+            f"{each.path}: stride of blocks is {each.block_stride} bytes, below those of {outer}: expected at most "
+            f"{PIECES_MAX} pieces outside of blocks",
+            remedy="Let the tokens of a block lie together.",
+        )
+    for steps in product(*(range(0, extent * stride, stride) for stride, extent in outer)):
+        yield _Piece(owner, base + each.offset + sum(steps), lows, run)
+
+
+def _check_nested(each: LiveBytes, axes: Sequence[tuple[int, int]], num_blocks: int) -> None:
+    """Check that each stride steps over everything below it, that of blocks included."""
+    block = [(each.block_stride, num_blocks)] if num_blocks > 1 else []
+    reach = each.item_bytes
+    for stride, extent in sorted([*axes, *block]):
+        if stride < reach:
+            what = "blocks" if (stride, extent) in block else f"an axis of {extent}"
+            raise SpecInvalid(
+                f"{each.path}: stride of {what} is {stride} bytes, but {reach} bytes lie below it: expected at least "
+                f"{reach}",
+                remedy="Give tensors whose elements are all at different addresses, not expanded or overlapping ones.",
+            )
+        reach += (extent - 1) * stride
+
+
+def _clusters(live: Sequence[LiveBytes], pieces: Sequence[_Piece], stride: Int64s, num_blocks: int) -> Int64s:
+    """Return for each piece where the first of those begins that it interleaves with, by any chain of them.
+
+    Raises:
+        SpecInvalid: pieces that interleave recur at different strides.
+    """
+    start = np.array([piece.start for piece in pieces], np.int64)
+    owner = np.array([piece.owner for piece in pieces], np.int64)
+    reach = np.array([piece.lows[-1] + piece.run_bytes for piece in pieces], np.int64)
+    end = start + reach + (stride[owner] * (num_blocks - 1) if num_blocks > 1 else 0)
+    order = np.argsort(start, kind="stable")
+    first = _island_firsts(start[order], end[order])
+    differs = np.flatnonzero(stride[owner[order]] != stride[owner[order[first]]])
+    if differs.size:
+        ours, theirs = live[owner[order[differs[0]]]], live[owner[order[first[differs[0]]]]]
+        raise SpecInvalid(
+            f"{ours.path}: lies among the bytes of {theirs.path}, but its blocks are {ours.block_stride} bytes apart: "
+            f"expected {theirs.block_stride}",
+            remedy="Let tensors that share memory have one block stride, or memory of their own.",
+        )
+    starts = np.empty_like(start)
+    starts[order] = start[order[first]]
+    return starts
+
+
+def _island_firsts(low: Int64s, high: Int64s) -> Int64s:
+    """Return for each interval, sorted by where it begins, the first one that it is connected with by overlaps."""
+    reached = np.maximum.accumulate(high)
+    begins = np.ones(len(low), bool)
+    begins[1:] = low[1:] >= reached[:-1]
+    firsts: Int64s = np.flatnonzero(begins)[np.cumsum(begins) - 1]
+    return firsts
+
+
+def _check_groups(live: Sequence[LiveBytes], owner: Int64s, low: Int64s, high: Int64s, row: Int64s) -> None:
+    """Check that intervals of one group are disjoint: sorted, they are if none begins before its neighbor ends."""
+    group = np.array([each.group for each in live], np.int64)[owner]
+    order = np.lexsort((low, group))
+    before, after = order[:-1], order[1:]
+    meets = np.flatnonzero((group[before] == group[after]) & (high[before] > low[after]))
+    if meets.size:
+        ours, theirs = after[meets[0]], before[meets[0]]
+        apart = int(row[ours] - row[theirs])
+        raise _meeting(live[owner[ours]], live[owner[theirs]], apart, "a layer of its own group: expected none")
+
+
+def _check_blocks(live: Sequence[LiveBytes], owner: Int64s, low: Int64s, high: Int64s, row: Int64s) -> None:
+    """Check that intervals which intersect have one row number: if all that are connected agree, all pairs do."""
+    order = np.argsort(low, kind="stable")
+    first = order[_island_firsts(low[order], high[order])]
+    for ours in order[row[order] != row[first]]:
+        meets = np.flatnonzero((low < high[ours]) & (low[ours] < high) & (row != row[ours]))
+        if meets.size:
+            apart = int(row[ours] - row[meets[0]])
+            whose = "a layer of another group: expected those of the same block only"
+            raise _meeting(live[owner[ours]], live[owner[meets[0]]], apart, whose)
+
+
+def _meeting(ours: LiveBytes, theirs: LiveBytes, apart: int, whose: str) -> SpecInvalid:
+    """Say which blocks of which layers share bytes; ours lies ``apart`` rows further on than theirs."""
+    block = max(0, -apart)
+    return SpecInvalid(
+        f"{ours.path}: block {block} has bytes of block {block + apart} of {theirs.path}, {whose}",
+        remedy="Give layers of one group memory of their own; other groups may share it block by block.",
+    )
