@@ -16,6 +16,8 @@ from kvflow.layout.groups import Group
 from kvflow.layout.shards import Shard
 from kvflow.layout.specs import ITEM_BYTES, MLA, Mamba, State
 from kvflow.memory.cache import allocate
+from kvflow.transfer.certificate import Missing
+from kvflow.transfer.cover import choose_sources
 from kvflow.transfer.pairs import pair_units
 from kvflow.transfer.plan import plan_transfer
 
@@ -307,3 +309,68 @@ def test_one_source_fills_the_target(name):
     (plan,) = require_right_bytes([source], target)
     assert plan.certificate.complete
     assert plan.certificate.written_bytes == plan.certificate.page_bytes
+
+
+DIVIDED = tuple(state for state in STATES if state.shard_axis is not None)
+
+
+def divided(block_size=16):
+    """A window and two layers of states, of which no rank holds what another one has as well."""
+    specs = {
+        "s0": sliding(block_size, num_kv_heads=4),
+        "m0": mamba(DIVIDED, block_size=block_size),
+        "m1": mamba(DIVIDED, block_size=block_size),
+    }
+    return specs, {"s0": ATTENTION}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "needed", "target"),
+    [
+        (2, (0, 1), Side(*divided(), layout="LBNHC")),
+        (3, (0, 1, 2), Side(*divided(48))),
+        (4, (1, 2, 3), Side(*divided(), tp=(1, 2))),  # of conv_x, rank 1 of 4 holds rows 2 and 3 of six
+    ],
+)
+def test_several_ranks_fill_the_states_of_one(ranks, needed, target):
+    """Each writes its own slice, along whatever axis: together everything, and nothing twice."""
+    sources = [Side(*divided(), tp=(rank, ranks)) for rank in range(ranks)]
+    plans = require_right_bytes([sources[rank] for rank in needed], target)
+    whole = target.cache().manifest()
+    every = [plan_transfer(side.cache().manifest(), whole) for side in sources]
+    assert choose_sources(whole, every) == needed
+    assert sum(plan.certificate.written_bytes for plan in plans) == plans[0].certificate.page_bytes
+    assert not any(plan.certificate.complete for plan in plans)
+
+
+def test_a_certificate_names_the_slices_of_states_that_a_rank_lacks():
+    source, target = (Side(*hybrid(), tp=tp).cache().manifest() for tp in ((1, 2), (0, 1)))
+    missing = plan_transfer(source, target).certificate.missing
+    assert [gap for gap in missing if gap.layer == "m0"] == [
+        Missing("m0", "conv_x", 0, 3),  # conv_B is whole on every rank
+        Missing("m0", "conv_C", 0, 4),
+        Missing("m0", "ssm", 0, 2),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "runs", "consecutive"),
+    [
+        # Alone, kernel blocks are blocks of 16: whatever the block tables say, neighbours merge.
+        (Side(*attention(64, **KERNELS), layout="LBNHC"), Side(*attention(16), layout="LBNHC"), 2, 2),
+        (Side(*attention(16), layout="LBNHC"), Side(*attention(64, **KERNELS), layout="LBNHC"), 2, 2),
+        # In rows another layer lies between one block's last kernel block and the next one's first.
+        (Side(*attention(64, **KERNELS)), Side(*attention(64, **KERNELS)), 2, 24),
+        (Side(*attention(64, layers=1, **KERNELS)), Side(*attention(64, layers=1, **KERNELS)), 1, 1),
+        # Padding stands between blocks, or nothing does.
+        (Side(*attention(16, page_bytes=4096)), Side(*attention(16)), 2, 24),
+        # States of one layer touch where no padding aligns them.
+        (Side({"m": mamba()}, {}), Side({"m": mamba()}, {}), 2, 2),
+    ],
+)
+def test_runs_merge_as_far_as_both_sides_are_dense(source, target, runs, consecutive):
+    plan = plan_transfer(source.cache().manifest(), target.cache().manifest())
+    (group,) = plan.groups
+    blocks = 12 * 16 // (group.unit_tokens * group.target_units) if group.unit_tokens else 1
+    assert len(group.runs) == runs
+    assert plan.descriptors(blocks, consecutive=True) == consecutive

@@ -5,9 +5,18 @@ import pytest
 from kvflow.errors import LayoutMismatch
 from kvflow.layout.groups import Group
 from kvflow.layout.manifest import Layer, Manifest, ManifestGroup
+from kvflow.layout.specs import MLA, Mamba, State
 from kvflow.transfer.match import match_groups
 
 from .helpers import full, manifest_of, sliding
+
+
+def state(shape, **fields):
+    return Mamba(block_size=16, states=(State("ssm", shape, "float32", **fields),))
+
+
+def latent(**fields):
+    return MLA(block_size=16, head_size=8, dtype="float16", **fields)
 
 
 def match(source, target):
@@ -20,7 +29,16 @@ def match(source, target):
         ({"a": full(head_size=8)}, {"a": full(head_size=16)}, "a.k.head_size", (8, 16)),
         ({"a": full(dtype="float16")}, {"a": full(dtype="bfloat16")}, "a.k.dtype", ("float16", "bfloat16")),
         ({"a": full(num_kv_heads=2)}, {"a": full(num_kv_heads=4)}, "a.k.num_kv_heads", (2, 4)),
+        ({"a": full(head_size_v=4)}, {"a": full()}, "a.v.head_size", (4, 8)),
         ({"a": full()}, {"b": full()}, "layers", (["a"], ["b"])),
+        ({"a": state((4, 3))}, {"a": state((6, 3))}, "a.ssm.shape[0]", (4, 6)),
+        ({"a": state((4, 3))}, {"a": state((4, 2))}, "a.ssm.shape[1]", (3, 2)),
+        ({"a": state((4, 3))}, {"a": state((4, 3, 1))}, "a.ssm.axes", ((2, 0, -1), (3, 0, -1))),
+        ({"a": state((4, 3))}, {"a": state((4, 3), shard_axis=1)}, "a.ssm.axes", ((2, 0, -1), (2, 1, -1))),
+        ({"a": state((4, 3))}, {"a": state((4, 3), shard_axis=None)}, "a.ssm.axes", ((2, 0, -1), (2, -1, -1))),
+        ({"a": state((4, 3))}, {"a": full()}, "a.kind", ("mamba", "full")),
+        ({"a": latent()}, {"a": latent(rope_size=2)}, "a.components", (["latent"], ["latent", "rope"])),
+        ({"a": latent(sliding_window=8)}, {"a": latent()}, "a.window", (8, 0)),
         ({"a": sliding(window=64)}, {"a": sliding(window=65)}, "a.window", (64, 65)),
         ({"a": full()}, {"a": sliding()}, "a.kind", ("full", "sliding")),
         ({"a": full(), "b": full()}, {"a": full(), "b": sliding()}, "b.kind", ("full", "sliding")),
@@ -79,3 +97,21 @@ def test_only_the_heads_of_both_ranks_are_paired():
 def test_ranks_without_a_common_head_have_nothing_to_pair():
     specs = {"a": full(num_kv_heads=8)}
     assert match_groups(manifest_of(specs, tp=(0, 2)), manifest_of(specs, tp=(1, 2))) == ()
+
+
+def test_what_no_rank_divides_is_paired_whole_whatever_the_ranks():
+    specs = {"a": state((5, 3), shard_axis=None), "l": latent()}
+    pairs = match_groups(manifest_of(specs, tp=(1, 2)), manifest_of(specs, tp=(0, 4)))
+    parts = {part.layer: part for pair in pairs for part in pair.pairs}
+    assert {name: (part.first, part.count, part.extents(0)) for name, part in parts.items()} == {
+        "a": (0, 1, (5, 3)),
+        "l": (0, 1, (1, 0, 8)),
+    }
+
+
+def test_what_both_hold_starts_at_the_first_index_of_both():
+    """Rank 1 of 4 holds rows 2 and 3 of a state of eight, rank 0 of 2 the first four: 12 bytes each."""
+    specs = {"a": state((8, 3))}
+    ((pair,),) = (group.pairs for group in match_groups(manifest_of(specs, tp=(1, 4)), manifest_of(specs, tp=(0, 2))))
+    assert (pair.first, pair.count, pair.extents(0)) == (2, 2, (2, 3))
+    assert (pair.start(pair.source), pair.start(pair.target)) == (0, 24)

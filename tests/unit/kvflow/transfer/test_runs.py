@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from kvflow.layout.specs import Mamba, State
 from kvflow.transfer.match import ComponentPair, match_groups
 from kvflow.transfer.runs import Run, RunTable, Side, Units, fragments, merged
 
@@ -67,3 +68,61 @@ def test_fragments_of_a_part_start_at_its_heads_on_both_sides():
     runs = fragments(group.pairs[0], single, single)
     assert shapes(runs) == [(16, 0, 64), (16, 32, 96)]
     assert merged([runs]).unit_bytes == 32
+
+
+@pytest.mark.parametrize(
+    ("units", "offsets"),
+    [
+        (Units(16, 1, 1), [0]),
+        (Units(0, 1, 1), [0]),  # a state
+        (Units(4, 4, 1), [0, 10, 20, 30]),
+        (Units(16, 1, 4), [0, 100, 200, 300]),
+        (Units(8, 2, 3), [0, 10, 100, 110, 200, 210]),
+    ],
+)
+def test_units_lie_kernel_block_by_kernel_block(units, offsets):
+    kernel_stride, unit_stride = np.array([100, 0]), np.array([10, 0])
+    assert units.per_block == len(offsets)
+    assert units.offsets(kernel_stride, unit_stride).tolist() == [[offset, 0] for offset in offsets]
+
+
+@pytest.mark.parametrize(
+    ("units", "strides", "step", "even"),
+    [
+        (Units(16, 1, 1), (1000, 0, 0), 1000, True),
+        (Units(0, 1, 1), (1000, 0, 0), 1000, True),
+        (Units(4, 4, 1), (400, 0, 100), 100, True),
+        (Units(4, 4, 1), (1000, 0, 100), 100, False),  # something lies between two blocks
+        (Units(4, 4, 1), (400, 0, 10), 10, False),  # heads before tokens
+        (Units(16, 1, 4), (400, 100, 0), 100, True),
+        (Units(16, 1, 4), (1000, 100, 0), 100, False),
+        (Units(8, 2, 3), (300, 100, 50), 50, True),
+        (Units(8, 2, 3), (300, 100, 10), 10, False),  # even from kernel block to kernel block, but not inside
+        (Units(8, 2, 3), (300, 110, 50), 50, False),  # even from block to block, but not inside
+        (Units(8, 2, 3), (1000, 100, 50), 50, False),
+    ],
+)
+def test_a_step_holds_throughout_the_pool_only_where_nothing_lies_between(units, strides, step, even):
+    """The second run lies as a state does: it never holds for it unless a block is a unit."""
+    side = np.array([[0, 0], [0, 7], *([stride, 1] for stride in strides)])
+    steps, holds = units.step(side)
+    assert (steps[0], holds[0]) == (step, even)
+    assert steps[1] == 1
+    assert holds[1] == (units.per_block == 1)
+
+
+def test_tokens_are_always_walked_and_what_touches_on_both_sides_is_not():
+    """One head of one token is contiguous; a state may be as a whole."""
+    assert walk_of(full(), full()) == (2, 16)
+    assert walk_of(full(num_kv_heads=1), full(num_kv_heads=1)) == (2, 16)
+    state = Mamba(block_size=16, states=(State("ssm", (4, 3, 2), "float32"),))
+    assert walk_of(state, state) == (0, 96)
+    assert walk_of(state, state, tp=(1, 2)) == (0, 48)
+    across = Mamba(block_size=16, states=(State("conv", (3, 4), "float16", shard_axis=1),))
+    assert walk_of(across, across) == (0, 24)
+    assert walk_of(across, across, tp=(1, 2)) == (1, 4)  # half of each row: the rows are apart on the source
+
+
+def walk_of(source, target, tp=(0, 1)):
+    (group,) = match_groups(manifest_of({"a": source}), manifest_of({"a": target}, tp=tp))
+    return group.pairs[0].walk
