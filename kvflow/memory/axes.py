@@ -21,10 +21,11 @@ PAIR_FORMS = ("BNHC", "BHNC")
 WHOLE_FORMS = ("BHNC", "KBNHC", "BKNHC", "KBHNC", "BKHNC")
 """Of keys and values in one tensor. Tokens before heads come first: where N == H nothing else tells them apart."""
 CROSS_LAYER_FORMS = (
-    "LBHNC", "BLHNC", "BHLNC",
+    "LBHNC",
+    "BLHNC",
     *(order + inner for order in ("LKB", "BLK", "LBK", "KLB", "KBL", "BKL") for inner in ("NHC", "HNC")),
-    "BHLKNC",
-)  # fmt: skip
+)
+"""Of several layers in one tensor. Layers inside of heads must be named: there may be as many layers as heads."""
 CROSS_LAYER_LATENT_FORMS = ("LBNC", "BLNC")
 
 RAW_DTYPES = ("uint8", "int8")
