@@ -4,9 +4,20 @@ import pytest
 import torch
 
 from kvflow.errors import SpecInvalid
-from kvflow.layout.specs import ITEM_BYTES, LAYER_NAME_MAX, validate_specs
+from kvflow.layout.shards import Shard
+from kvflow.layout.specs import (
+    ITEM_BYTES,
+    LAYER_NAME_MAX,
+    MLA,
+    ChunkedLocal,
+    CrossAttention,
+    State,
+    validate_specs,
+)
 
-from .helpers import full, sliding
+from .helpers import full, mamba, opaque, quantized, sliding
+
+SSM = State("ssm", (4, 3), "float32")
 
 
 def test_components_are_keys_then_values_of_the_whole_model():
@@ -19,6 +30,32 @@ def test_components_are_keys_then_values_of_the_whole_model():
 def test_kinds_and_windows():
     assert (full().kind, full().window) == ("full", 0)
     assert (sliding(window=9).kind, sliding(window=9).window) == ("sliding", 9)
+    fields = {"block_size": 16, "num_kv_heads": 4, "head_size": 8, "dtype": "float16"}
+    chunked, cross = ChunkedLocal(**fields, chunk=64), CrossAttention(**fields)
+    assert (chunked.kind, chunked.window, cross.kind, cross.window) == ("chunked", 64, "cross", 0)
+    latent = MLA(block_size=16, head_size=8, dtype="float16", sliding_window=32)
+    assert (latent.kind, latent.window) == ("mla", 32)
+    assert (mamba().kind, mamba().window, opaque(7).kind, opaque(7).window) == ("mamba", 0, "opaque", 0)
+
+
+def test_a_kernel_block_is_what_lies_together():
+    parts = full(block_size=64, kernel_block_size=16).components
+    assert {part.shape for part in parts} == {(4, 16, 8)}
+
+
+@pytest.mark.parametrize(
+    ("state", "held", "nbytes"),
+    [
+        (State("conv", (6, 4), "float16"), (2, 4), 16),
+        (State("conv", (4, 6), "float16", shard_axis=1), (4, 2), 16),
+        (State("conv", (6, 4), "float16", shard_axis=None), (6, 4), 48),
+        (State("conv", (2, 4), "float32"), (1, 4), 16),  # fewer than ranks: replicated
+    ],
+)
+def test_ranks_divide_a_state_along_its_axis(state, held, nbytes):
+    (part,) = mamba(states=(state,)).components
+    shard = Shard(tp_rank=1, tp_size=3)
+    assert (part.held_shape(shard), part.nbytes(shard)) == (held, nbytes)
 
 
 @pytest.mark.parametrize("dtype", sorted(ITEM_BYTES))
@@ -41,6 +78,26 @@ def test_item_bytes_are_those_of_torch(dtype):
         ({"a": full(dtype="bf16")}, r"a: .*dtype"),
         ({"a": full(), "b": sliding(window=0)}, r"b: .*window"),
         ({"a": sliding(window="8")}, r"a: .*window"),
+        ({"a": full(kernel_block_size=5)}, "a: kernel_block_size 5 does not divide block_size 16"),
+        ({"a": full(kernel_block_size=32)}, "a: kernel_block_size 32 does not divide block_size 16"),
+        ({"a": full(page_bytes=0)}, r"a: .*page_bytes"),
+        ({"a": full(head_size_v=-1)}, r"a: .*head_size_v"),
+        ({"a": full(quantization="int4")}, r"a: .*quantization"),
+        (
+            {"a": full(quantization="fp8_per_token_head")},
+            "a: dtype is float16; fp8_per_token_head needs one of one byte",
+        ),
+        ({"a": full(quantization="nvfp4")}, "a: dtype is float16; nvfp4 is kept as uint8"),
+        ({"a": quantized("nvfp4", head_size=24)}, "a: head_size 24 is not a multiple of 16"),
+        ({"a": mamba(kernel_block_size=8)}, "a: kernel_block_size has no meaning for a state"),
+        ({"a": mamba(states=())}, r"a: .*states"),
+        ({"a": mamba(states=(SSM, SSM))}, r"a: states \['ssm', 'ssm'\] are not all named differently"),
+        ({"a": mamba(states=(State("ssm", (4,), "float32", shard_axis=1),))}, "shard_axis 1 is not an axis of"),
+        ({"a": mamba(states=(State("ssm", (), "float32"),))}, r"a: .*shape"),
+        ({"a": mamba(states=(State("ssm", (1,) * 9, "float32"),))}, r"a: .*shape"),
+        ({"a": mamba(states=(State("ssm", (0, 4), "float32"),))}, r"a: .*shape"),
+        ({"a": MLA(block_size=16, head_size=8, dtype="float16", rope_dtype="half")}, r"a: .*rope_dtype"),
+        ({"a": opaque(0)}, r"a: .*nbytes"),
     ],
 )
 def test_a_wrong_field_is_named(specs, words):
@@ -49,4 +106,6 @@ def test_a_wrong_field_is_named(specs, words):
 
 
 def test_right_specs_pass():
-    validate_specs({"x" * LAYER_NAME_MAX: full(), "b": sliding()})
+    validate_specs({"x" * LAYER_NAME_MAX: full(), "b": sliding(), "m": mamba(), "o": opaque(7)})
+    validate_specs({how: quantized(how, head_size=16) for how in ("nvfp4", "fp8_per_token_head")})
+    validate_specs({"a": full(kernel_block_size=16), "b": full(kernel_block_size=4, page_bytes=1 << 20)})

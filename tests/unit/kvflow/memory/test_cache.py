@@ -7,7 +7,7 @@ import torch
 
 from kvflow.errors import SpecInvalid
 from kvflow.layout.shards import Shard
-from kvflow.layout.specs import ITEM_BYTES, FullAttention, SlidingWindow
+from kvflow.layout.specs import ITEM_BYTES, MLA, FullAttention, Mamba, SlidingWindow, State
 from kvflow.memory.cache import allocate
 
 LAYOUTS = ("LBNHC", "LBHNC", "BLNHC", "BLHNC", "BHLNC")
@@ -55,7 +55,7 @@ def test_published_allocations(name, case, positions, how, repository):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kv", ["content", "split"])
+@pytest.mark.parametrize("kv", ["content", "split", "block_split"])
 def test_views_and_components_are_the_same_bytes(layout, kv):
     cache = allocate(specs_of(2, 2), num_blocks=3, layout=layout, kv=kv)
     for name, view in cache.views.items():
@@ -65,12 +65,16 @@ def test_views_and_components_are_the_same_bytes(layout, kv):
             assert torch.equal(keys, view[..., :8])
             assert torch.equal(values, view[..., 8:])
         else:
-            assert torch.equal(keys, view[0].transpose(1, 2))
-            assert torch.equal(values, view[1].transpose(1, 2))
+            pair = view if kv == "split" else view.transpose(0, 1)
+            assert torch.equal(keys, pair[0].transpose(1, 2))
+            assert torch.equal(values, pair[1].transpose(1, 2))
         assert keys.shape == (3, 4, 16, 8)
 
 
-@pytest.mark.parametrize(("kv", "shape"), [("content", (3, 2, 16, 16)), ("split", (2, 3, 16, 2, 8))])
+@pytest.mark.parametrize(
+    ("kv", "shape"),
+    [("content", (3, 2, 16, 16)), ("split", (2, 3, 16, 2, 8)), ("block_split", (3, 2, 16, 2, 8))],
+)
 def test_the_shape_of_a_view_does_not_depend_on_the_layout(kv, shape):
     shard = Shard(tp_rank=1, tp_size=2)
     for layout in LAYOUTS:
@@ -113,6 +117,119 @@ def test_memory_bytes_is_a_budget():
     specs = specs_of(2)
     per_block = allocate(specs, num_blocks=1).bytes_per_block
     assert allocate(specs, memory_bytes=3 * per_block + 7).num_blocks == 3
+
+
+MAMBA = Mamba(
+    block_size=16,
+    states=(
+        State("conv_x", (6, 3), "bfloat16"),
+        State("conv_B", (5, 3), "bfloat16", shard_axis=None),
+        State("ssm", (3, 4, 2), "float32", shard_axis=1),
+    ),
+)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_states_are_a_list_of_views_each_cut_to_what_is_held(layout):
+    shard = Shard(tp_rank=1, tp_size=2)
+    cache = allocate(specs_of(1) | {"m": MAMBA}, num_blocks=3, layout=layout, shard=shard)
+    views = cache.views["m"]
+    assert [(tuple(view.shape), view.dtype) for view in views] == [
+        ((3, 3, 3), torch.bfloat16),
+        ((3, 5, 3), torch.bfloat16),
+        ((3, 3, 2, 2), torch.float32),
+    ]
+    assert [cache.held("m", role) for role in ("conv_x", "conv_B", "ssm")] == [(3, 3, 6), (0, 1, 1), (2, 2, 4)]
+    for number, (role, view) in enumerate(zip(("conv_x", "conv_B", "ssm"), views, strict=True), start=1):
+        assert all(block.is_contiguous() for block in view)
+        view.fill_(number)
+        assert cache.component("m", role).data_ptr() == view.data_ptr()
+        assert cache.component("m", role).stride() == view.stride()
+    assert [view.unique().tolist() for view in views] == [[1.0], [2.0], [3.0]]
+
+
+def test_one_state_is_a_list_as_well():
+    one = Mamba(block_size=16, states=(State("ssm", (4, 2), "float32"),))
+    (view,) = allocate({"m": one}, num_blocks=3).views["m"]
+    assert view.shape == (3, 4, 2)
+
+
+@pytest.mark.parametrize(
+    ("how", "num_layers", "view", "component"),
+    [
+        ({"layout": "LBNHC"}, 2, (12, 4, 4, 16), (12, 4, 4, 8)),
+        ({"layout": "LBHNC", "kv": "split"}, 2, (2, 12, 4, 4, 8), (12, 4, 4, 8)),
+        ({"layout": "LBNHC", "kv": "block_split"}, 2, (12, 2, 4, 4, 8), (12, 4, 4, 8)),
+        ({"layout": "BLHNC"}, 1, (12, 4, 4, 16), (12, 4, 4, 8)),
+        ({"layout": "BLHNC"}, 2, (3, 4, 4, 4, 16), (3, 4, 4, 4, 8)),
+        ({"layout": "BHLNC", "kv": "split"}, 2, (2, 3, 4, 4, 4, 8), (3, 4, 4, 4, 8)),
+    ],
+)
+def test_kernel_blocks_count_as_blocks_where_one_stride_reaches_them(how, num_layers, view, component):
+    """Three blocks of 16 tokens, each of four kernel blocks of four."""
+    cache = allocate(specs_of(num_layers, kernel_block_size=4), num_blocks=3, **how)
+    tensor = cache.views["full.0"]
+    assert tensor.shape == view
+    assert cache.component("full.0", "v").shape == component
+    tensor.copy_(torch.arange(tensor.numel(), dtype=torch.float16).reshape(tensor.shape))
+    keys = cache.component("full.0", "k").reshape(3, 4, 4, 4, 8)
+    match how.get("kv"):
+        case "split":
+            seen = tensor[0].reshape(3, 4, 4, 4, 8).transpose(2, 3)
+        case "block_split":
+            seen = tensor[:, 0].reshape(3, 4, 4, 4, 8).transpose(2, 3)
+        case _:
+            seen = tensor[..., :8].reshape(3, 4, 4, 4, 8)
+    assert torch.equal(keys, seen)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_latent_has_no_axis_of_heads_in_its_view(layout):
+    specs = {name: MLA(block_size=16, head_size=12, dtype="bfloat16") for name in "ab"}
+    cache = allocate(specs, num_blocks=3, layout=layout, shard=Shard(tp_rank=3, tp_size=4))
+    view = cache.views["b"].fill_(1.0)
+    assert view.shape == (3, 16, 12)
+    assert cache.held("b", "latent") == (0, 1, 1)
+    assert torch.equal(cache.component("b", "latent"), view[:, None])
+    assert not cache.views["a"].any()
+
+
+@pytest.mark.parametrize("kv", ["content", "split", "block_split"])
+def test_scales_have_components_of_their_own_dtype_in_a_view_of_bytes(kv):
+    specs = specs_of(1, dtype="float8_e4m3fn", quantization="fp8_per_token_head")
+    cache = allocate(specs, num_blocks=3, layout="LBNHC", kv=kv)
+    cache.component("full.0", "k_scale").fill_(1.0)
+    cache.component("full.0", "v_scale").fill_(2.0)
+    view = cache.views["full.0"]
+    assert view.dtype == torch.uint8
+    if kv == "content":
+        assert view.shape == (3, 4, 16, 24)
+        pair = view.unflatten(-1, (2, 12)).movedim(-2, 0)
+    else:
+        pair = view if kv == "split" else view.transpose(0, 1)
+        assert pair.shape == (2, 3, 16, 4, 12)
+    scales = pair[..., 8:].contiguous().view(torch.float32)
+    assert [plane.unique().tolist() for plane in scales] == [[1.0], [2.0]]
+    assert not pair[..., :8].any()
+    assert cache.component("full.0", "v").dtype == torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize("kv", ["split", "block_split"])
+def test_values_of_another_size_apart_from_keys_are_a_list_of_two(kv):
+    cache = allocate(specs_of(2, head_size_v=4), num_blocks=3, layout="BLNHC", kv=kv)
+    keys, values = cache.views["full.1"]
+    assert (keys.shape, values.shape) == ((3, 16, 4, 8), (3, 16, 4, 4))
+    values.fill_(1.0)
+    assert bool((cache.component("full.1", "v") == 1.0).all())
+    assert not keys.any()
+    assert not any(view.any() for view in cache.views["full.0"])
+
+
+def test_a_layer_apart_shares_no_byte():
+    cache = allocate(specs_of(2, 2), num_blocks=3, layout="BLHNC", apart=["full.1"], alignment=4096)
+    cache.views["full.1"].fill_(1.0)
+    assert not any(view.any() for name, view in cache.views.items() if name != "full.1")
+    assert cache.bytes_per_block % 4096 == 0
 
 
 @pytest.mark.parametrize(("layer", "role"), [("full.0", "latent"), ("full.9", "k")])
