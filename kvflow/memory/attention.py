@@ -62,8 +62,9 @@ def read_attention(
                 return tuple(_dense(spec, ReadTensor(t, form, position, num_blocks, extents["R"])) for t in tensors)
             tried.append(described(form, tensors, wanted))
     shapes = " and ".join(str(list(tensor.shape)) for tensor in tensors)
+    several = ", given for several layers of its group" if place.crosses else ""
     raise SpecInvalid(
-        f"{tensors[0].path}: shape is {shapes}; tried {', '.join(dict.fromkeys(tried)) or 'no form'}",
+        f"{tensors[0].path}: shape is {shapes}{several}; tried {', '.join(dict.fromkeys(tried)) or 'no form'}",
         remedy="Give tensors of the spec's heads, tokens and head size on this rank, or name their axes (axes=).",
     )
 

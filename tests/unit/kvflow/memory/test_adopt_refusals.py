@@ -1,0 +1,328 @@
+"""What cannot be adopted is refused by name: layer, field, what was found, what was expected."""
+
+import math
+
+import pytest
+import torch
+
+import kvflow
+from kvflow.errors import ArgumentInvalid, SpecInvalid
+from kvflow.layout.groups import Group
+
+B, H, N, D = 6, 3, 4, 5
+PAGE = H * N * 2 * D
+
+
+def full(**fields):
+    return kvflow.FullAttention(**{"block_size": N, "num_kv_heads": H, "head_size": D, "dtype": "float32"} | fields)
+
+
+def sliding(**fields):
+    return kvflow.SlidingWindow(block_size=N, num_kv_heads=H, head_size=D, dtype="float32", window=9, **fields)
+
+
+def pages(*, blocks=B, dtype=torch.float32):
+    return torch.zeros(blocks, H, N, 2 * D, dtype=dtype)
+
+
+def refused(tensors, specs=None, groups=None, **how):
+    """Adopt in vain, and return what was said."""
+    with pytest.raises(SpecInvalid) as caught:
+        kvflow.adopt(tensors, specs or dict.fromkeys(tensors, full()), groups, **how)
+    assert caught.value.remedy
+    return caught.value.message
+
+
+def test_good_tensors_are_not_refused():
+    assert kvflow.adopt({"a": pages(), "b": pages()}, {"a": full(), "b": full()}).num_blocks == B
+
+
+@pytest.mark.parametrize(("names", "said"), [("a", "['b'] have no tensor"), ("abc", "['c'] have no spec")])
+def test_layers_must_be_those_of_the_specs(names, said):
+    assert said in refused({name: pages() for name in names}, dict.fromkeys("ab", full()))
+
+
+@pytest.mark.parametrize("tensors", [None, [1], "a"])
+def test_tensors_are_a_mapping(tensors):
+    with pytest.raises(ArgumentInvalid, match="tensors must be a mapping"):
+        kvflow.adopt(tensors, {"a": full()})
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (None, "a: found NoneType; expected a torch tensor"),
+        (pages().numpy(), "a: found ndarray; expected a torch tensor"),
+        ([pages(), 3], "a[1]: found int; expected a torch tensor"),
+        ([], "a: found an empty list; expected a tensor, or one per state"),
+        (pages().to("meta"), "a: found a meta tensor; expected a strided one in memory"),
+        (pages().to_sparse(), "a: found a torch.sparse_coo tensor; expected a strided one in memory"),
+        (pages()[:0], "a: shape is [0, 3, 4, 10]; expected axes of at least one element each"),
+        (pages(dtype=torch.float64), "a: dtype is float64; expected one of float32, float16"),
+        (pages(dtype=torch.bfloat16), "a: dtype is bfloat16; expected float32 or uint8 or int8"),
+        ([pages()] * 3, "a: found a list of 3 tensors; expected one, or 2 if keys and values are apart"),
+    ],
+)
+def test_a_layer_has_tensors_of_its_dtype_in_memory(value, said):
+    assert said in refused({"a": value})
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (B, H, N, D),  # only K
+        (B, H + 1, N, 2 * D),
+        (B, N, H, 2 * D),  # tokens before heads
+        (3, B, N, H, D),
+        (2, B, N + 1, H, D),
+        (B, H * N * 2 * D),
+        (2, 2, B, N, H, D),  # an axis of two layers, but one layer
+    ],
+)
+def test_a_shape_that_no_form_has_is_refused_with_those_that_were_tried(shape):
+    message = refused({"a": torch.zeros(shape)})
+    assert f"a: shape is {list(shape)}; tried BHNC = [B, 3, 4, 10], KBNHC = [2, B, 4, 3, 5], " in message
+
+
+def test_forms_are_described_in_elements_of_the_tensor():
+    message = refused({"a": torch.zeros(B, H, N, D, dtype=torch.int8)}, {"a": full(kernel_block_size=2)})
+    assert "BHNC = [2 * B, 3, 2, 40], BRHNC = [B, 2, 3, 2, 40]" in message
+
+
+def test_kernel_blocks_must_be_whole_blocks():
+    message = refused({"a": torch.zeros(5, H, 2, 2 * D)}, {"a": full(kernel_block_size=2)})
+    assert "a: shape is [5, 3, 2, 10]; tried BHNC = [2 * B, 3, 2, 10]" in message
+
+
+@pytest.mark.parametrize("shapes", [((B, N, H, D), (B, H, N, D)), ((B, N, H, D), (B - 1, N, H, D))])
+def test_keys_and_values_apart_have_one_form_and_as_many_blocks(shapes):
+    message = refused({"a": [torch.zeros(shape) for shape in shapes]})
+    assert "tried BNHC = [B, 4, 3, 5] and [B, 4, 3, 5], BHNC" in message
+
+
+def test_values_of_another_size_do_not_fit_an_axis_of_pairs():
+    assert "KBNHC" not in refused({"a": torch.zeros(2, B, N, H, D)}, {"a": full(head_size_v=2)})
+
+
+@pytest.mark.parametrize("blocks", [[6, 6, 5], [5, 6, 6], [6, 7, 6]])
+def test_all_layers_have_as_many_blocks(blocks):
+    odd = next(index for index, count in enumerate(blocks) if count != 6)
+    tensors = {f"layers.{index}": pages(blocks=count) for index, count in enumerate(blocks)}
+    said = f"layers.{odd}: num_blocks is {blocks[odd]}; expected 6, as layers.{0 if odd else 1} has"
+    assert said in refused(tensors)
+
+
+@pytest.mark.parametrize(
+    ("axes", "said"),
+    [
+        ({"b": "BHNC"}, "axes names layer 'b', which has no spec"),
+        ({"a": "BHN"}, "a: axes is 'BHN'; expected each of B, H, N, C once"),
+        ({"a": "BHNCX"}, "a: axes is 'BHNCX'"),
+        ({"a": "BHNNC"}, "a: axes is 'BHNNC'"),
+        ({"a": "BHCN"}, "a: axes is 'BHCN'"),
+        ({"a": "KBHNC"}, "a: shape is [6, 3, 4, 10]; tried KBHNC = [2, B, 3, 4, 5]"),
+    ],
+)
+def test_axes_name_what_is_there(axes, said):
+    assert said in refused({"a": pages()}, axes=axes)
+
+
+@pytest.mark.parametrize("axes", ["BHNC", {"a": 4}])
+def test_axes_are_strings_by_layer(axes):
+    with pytest.raises(ArgumentInvalid, match="axes"):
+        kvflow.adopt({"a": pages()}, {"a": full()}, axes=axes)
+
+
+@pytest.mark.parametrize("axis", range(4))
+def test_an_expanded_tensor_is_refused(axis):
+    shape = [B, H, N, 2 * D]
+    shape[axis] = 1
+    expanded = torch.zeros(shape).expand(B, H, N, 2 * D)
+    assert "bytes, but 4 bytes lie below it: expected at least 4" in refused({"a": expanded})
+
+
+@pytest.mark.parametrize("strides", [(PAGE - 1, N * 2 * D, 2 * D, 1), (PAGE, 2 * D, 2 * D, 1), (PAGE, 40, 9, 1)])
+def test_elements_that_meet_are_refused(strides):
+    message = refused({"a": torch.zeros(2 * B * PAGE).as_strided((B, H, N, 2 * D), strides)})
+    assert message.startswith("a: stride of ")
+    assert "lie below it: expected at least" in message
+
+
+def test_a_storage_that_ends_too_early_is_refused():
+    tensor = pages()
+    tensor.untyped_storage().resize_(100)
+    assert f"a: storage has 100 bytes; the tensor needs {4 * B * PAGE} of them" in refused({"a": tensor})
+
+
+@pytest.mark.parametrize("first", [1, 2])
+def test_bytes_that_are_not_aligned_to_elements_are_refused(first):
+    memory = torch.zeros(B * PAGE * 4 + 4, dtype=torch.int8)
+    shifted = memory[first : first + B * PAGE * 4].view(B, H, N, 2 * D * 4)
+    assert f"a.k: lies at byte {first} of its storage" in refused({"a": shifted})
+
+
+def test_bytes_of_an_element_lie_together():
+    wide = torch.zeros(B, H, N, 2 * D * 4 * 2, dtype=torch.int8)
+    assert "a: stride of the last axis is 2 bytes; expected 1" in refused({"a": wide[..., ::2]})
+
+
+# Two layers in one memory.
+
+
+def over(memory, first, *, stride=PAGE, blocks=B):
+    """A layer in the blocks of a flat memory, from an element on."""
+    return memory.as_strided((blocks, H, N, 2 * D), (stride, N * 2 * D, 2 * D, 1), first)
+
+
+def laid(*layers):
+    memory = torch.zeros(8 * B * PAGE)
+    return {name: over(memory, first, stride=stride) for name, (first, stride) in zip("ab", layers, strict=True)}
+
+
+OTHER = {"a": full(), "b": sliding()}
+SAME = {"a": full(), "b": full()}
+
+
+@pytest.mark.parametrize("start", [0, PAGE, 7 * PAGE])
+@pytest.mark.parametrize("gap", [0, PAGE, 2 * PAGE])
+def test_layers_beside_each_other_in_a_row_are_fine(start, gap):
+    row = 2 * PAGE + gap
+    for specs in (SAME, OTHER):
+        assert kvflow.adopt(laid((start, row), (start + PAGE, row)), specs).num_blocks == B
+
+
+@pytest.mark.parametrize("first", [0, PAGE // 2])
+def test_layers_of_different_groups_share_bytes_block_by_block(first):
+    """They may also share only a part of each block."""
+    assert kvflow.adopt(laid((0, 2 * PAGE), (first, 2 * PAGE)), OTHER).num_blocks == B
+
+
+@pytest.mark.parametrize("first", [PAGE - 1, 1, 2 * PAGE - 1])
+def test_layers_of_one_group_share_no_byte(first):
+    assert "a layer of its own group: expected none" in refused(laid((0, 2 * PAGE), (first, 2 * PAGE)), SAME)
+
+
+@pytest.mark.parametrize(
+    ("first", "said"),
+    [
+        (PAGE, "b: block 0 has bytes of block 1 of a, a layer of another group"),
+        (PAGE // 2, " of another group: expected those of the same block only"),
+        (3 * PAGE, "b: block 0 has bytes of block 3 of a"),
+    ],
+)
+def test_layers_of_different_groups_share_no_byte_across_blocks(first, said):
+    assert said in refused(laid((0, PAGE), (first, PAGE)), OTHER)
+
+
+def test_a_row_that_reaches_into_the_next_one_is_seen():
+    """Layer b lies behind a's page, half in the row that follows: it meets a's next block."""
+    assert " block " in refused(laid((0, 2 * PAGE), (3 * PAGE // 2, 2 * PAGE)), OTHER)
+    assert kvflow.adopt(laid((0, 3 * PAGE), (3 * PAGE // 2, 3 * PAGE)), OTHER).num_blocks == B
+
+
+def test_blocks_of_shared_memory_are_equally_far_apart():
+    said = f"b: lies among the bytes of a, but its blocks are {8 * PAGE} bytes apart: expected {4 * PAGE}"
+    assert said in refused(laid((0, PAGE), (0, 2 * PAGE)), OTHER)
+
+
+def test_keys_outside_of_blocks_meet_pages_of_another_group():
+    """Both have the same bytes, but block 1 of one has its keys where the other has values of block 0."""
+    memory = torch.zeros(B * PAGE)
+    split = memory.view(2, B, N, H, D)
+    message = refused({"a": memory.view(B, H, N, 2 * D), "b": split}, OTHER)
+    assert "lies among the bytes of" in message
+    assert kvflow.adopt({"a": split, "b": split}, OTHER).num_blocks == B
+
+
+def test_with_one_block_only_groups_matter():
+    memory = torch.zeros(2 * PAGE)
+    tensors = {"a": over(memory, 0, blocks=1), "b": over(memory, 7, stride=3, blocks=1)}
+    assert kvflow.adopt(tensors, OTHER).num_blocks == 1
+    assert "of its own group" in refused(tensors, SAME)
+
+
+def test_interleaved_heads_and_layers_share_no_byte():
+    """Head by head one layer behind the other, as BHLNC has them; one element off, and they meet."""
+    memory = torch.zeros(2 * B * PAGE + 1)
+    strides = (2 * PAGE, 2 * N * 2 * D, 2 * D, 1)
+    tensors = {name: memory.as_strided((B, H, N, 2 * D), strides, at * N * 2 * D) for at, name in enumerate("ab")}
+    assert kvflow.adopt(tensors, SAME).num_blocks == B
+    tensors["b"] = memory.as_strided((B, H, N, 2 * D), strides, N * 2 * D - 1)
+    assert "of its own group" in refused(tensors, SAME)
+
+
+def test_the_same_tensor_for_layers_of_one_group_needs_an_axis_of_layers():
+    tensor = torch.zeros(2, B, N, H, D)
+    message = refused({"a": tensor, "b": tensor})
+    assert (
+        "a: shape is [2, 6, 4, 3, 5], given for several layers of its group; tried LBHNC = [2, B, 3, 4, 10]" in message
+    )
+
+
+def test_blocks_inside_of_content_are_refused():
+    tensor = torch.zeros(64, 16, 16, B).permute(3, 0, 1, 2)
+    spec = kvflow.FullAttention(block_size=16, num_kv_heads=64, head_size=8, dtype="float32")
+    assert "expected at most 4096 pieces" in refused({"a": tensor}, {"a": spec})
+
+
+# States.
+
+
+def two_states(**fields):
+    states = (kvflow.State("conv", (6, 3), "float16"), kvflow.State("ssm", (4, 2, 5), "float32"))
+    return kvflow.Mamba(block_size=16, states=states, **fields)
+
+
+def conv(*shape, dtype=torch.float16):
+    return torch.zeros(shape or (B, 6, 3), dtype=dtype)
+
+
+def ssm(*shape):
+    return torch.zeros(shape or (B, 4, 2, 5))
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ([ssm(), conv()], "m[0]: dtype is float32; expected float16, or int8 or uint8 as bytes"),
+        ([conv()], "m: found 1 tensors; expected one for each of ['conv', 'ssm']"),
+        ([conv(B, 6, 4), ssm()], "m[0]: shape of conv is [6, 6, 4]; tried [B, 6, 3] and its two axes exchanged"),
+        ([conv(), ssm(B, 2, 4, 5)], "m[1]: shape of ssm is [6, 2, 4, 5]; tried [B, 4, 2, 5]"),
+        ([conv(), ssm(B - 1, 4, 2, 5)], "m[1]: has 5 blocks; expected 6 as m[0]"),
+        ([conv(), ssm()[:1].expand(B, 4, 2, 5)], "m.ssm: stride of blocks is 0 bytes"),
+        (conv(), "m: dtype is float16; expected int8 or uint8 for a page of states"),
+        (conv(B, 195, dtype=torch.int8), "m: shape is [6, 195]; tried [B, 196], [B, 1, 1, 196]"),
+        (conv(B, 197, dtype=torch.int8), "m: shape is [6, 197]; tried [B, 196]"),
+        (conv(B, 2, 1, 196, dtype=torch.int8), "m: shape is [6, 2, 1, 196]; tried"),
+        (conv(B, 392, dtype=torch.int8)[:, ::2], "m: stride of the last axis is 2 bytes; expected 1"),
+        (conv(B, 198, dtype=torch.int8)[:, :196], "m.ssm: lies at byte 36 of its storage with strides of 198"),
+    ],
+)
+def test_states_are_those_of_the_spec(value, said):
+    assert said in refused({"m": value}, {"m": two_states()})
+
+
+def test_states_have_no_axes_to_name():
+    said = "m: axes is 'BNC'; expected no entry for a layer of kind 'mamba'"
+    assert said in refused({"m": [conv(), ssm()]}, {"m": two_states()}, axes={"m": "BNC"})
+
+
+def test_bytes_of_a_state_s_element_lie_together():
+    wide = torch.zeros(B, 6, 12, dtype=torch.int8)[:, :, ::2]
+    assert "m[0]: stride of the last axis is 2 bytes; expected 1" in refused({"m": [wide, ssm()]}, {"m": two_states()})
+
+
+def test_states_of_one_layer_share_no_byte():
+    memory = torch.zeros(B, 50)
+    states = [memory.view(torch.float16)[:, :18].view(B, 6, 3), memory[:, 8:48].view(B, 4, 2, 5)]
+    assert "m.ssm: block 0 has bytes of block 0 of m.conv" in refused({"m": states}, {"m": two_states()})
+
+
+def test_padding_that_is_too_small_is_refused():
+    group = Group(("a",), "full", N, page_bytes=10)
+    assert "page_bytes is 10, but the page holds" in refused({"a": pages()}, groups=[group])
+
+
+def test_specs_and_groups_are_checked_as_everywhere():
+    assert "groups and specs" in refused({"a": pages()}, groups=[Group(("b",), "full", N)])
+    assert "head_size" in refused({"a": pages()}, {"a": full(head_size=math.pi)})
