@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvflow.layout.specs import Mamba, State
+from kvflow.layout.specs import MLA, Mamba, State
 from kvflow.transfer.match import ComponentPair, match_groups
 from kvflow.transfer.runs import Run, RunTable, Side, Units, fragments, merged
 
@@ -114,7 +114,8 @@ def test_a_step_holds_throughout_the_pool_only_where_nothing_lies_between(units,
 def test_tokens_are_always_walked_and_what_touches_on_both_sides_is_not():
     """One head of one token is contiguous; a state may be as a whole."""
     assert walk_of(full(), full()) == (2, 16)
-    assert walk_of(full(num_kv_heads=1), full(num_kv_heads=1)) == (2, 16)
+    latent = MLA(block_size=16, head_size=8, dtype="float16")
+    assert walk_of(latent, latent) == (2, 16)  # also where tokens touch each other
     state = Mamba(block_size=16, states=(State("ssm", (4, 3, 2), "float32"),))
     assert walk_of(state, state) == (0, 96)
     assert walk_of(state, state, tp=(1, 2)) == (0, 48)
