@@ -77,7 +77,7 @@ def tensors_of(specs, block_stride, head_stride, offsets):
 
 def states_and_attention(specs, page, attention_page):
     *recurrent_names, name = specs
-    return {each: page for each in recurrent_names} | {name: attention_page}
+    return dict.fromkeys(recurrent_names, page) | {name: attention_page}
 
 
 # Name -> specs, groups, tensors, bytes of the backing per block. There are 8 blocks.
