@@ -54,9 +54,10 @@ class Layer(Struct, frozen=True, array_like=True):
         for part in parts:
             yield f"{part.role}.dtype", part.dtype
             yield f"{part.role}.axes", (len(part.extents), part.shard_axis, part.token_axis)
+            attention = part.token_axis == 1 and len(part.extents) == 3
             for axis, extent in enumerate(part.extents):
                 if axis != part.token_axis:
-                    name = ("num_kv_heads", "", "head_size")[axis] if part.token_axis == 1 else f"shape[{axis}]"
+                    name = ("num_kv_heads", "", "head_size")[axis] if attention else f"shape[{axis}]"
                     yield f"{part.role}.{name}", part.total if axis == part.shard_axis else extent
 
 

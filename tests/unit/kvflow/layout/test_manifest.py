@@ -122,6 +122,24 @@ def test_the_compatibility_digest_forgets_what_a_plan_can_convert():
         assert changed.compatibility_digest() != digest
 
 
+def test_what_must_agree_is_named_as_a_person_configured_it():
+    """Also of a peer's component with tokens whose axes are not those of attention: it passes the check."""
+    odd = component(extents=(1, 4, 2, 4), strides=(64, 16, 8, 2))
+    assert fields_of(component(total=5)) == {"num_kv_heads": 5, "head_size": 8, "axes": (3, 0, 1)}
+    assert fields_of(state(total=9)) == {"shape[0]": 9, "shape[1]": 4, "axes": (2, 0, -1)}
+    assert fields_of(odd) == {"shape[0]": 1, "shape[2]": 2, "shape[3]": 4, "axes": (4, 0, 1)}
+    described = manifest(odd)
+    described.check()
+    assert described.compatibility_digest() != manifest().compatibility_digest()
+
+
+def fields_of(part):
+    """What must agree of one component, except its dtype."""
+    layer = Layer("a", "full", 0, (part,))
+    named = {path.removeprefix(f"{part.role}."): value for path, value in layer.must_agree()}
+    return {name: value for name, value in named.items() if name not in ("kind", "window", "components", "dtype")}
+
+
 def test_a_manifest_survives_the_wire():
     original = described()
     decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(original), type=Manifest)
