@@ -111,6 +111,7 @@ def plan_cache(
     if unknown:
         raise SpecInvalid(f"apart names layers that are not there: {unknown[:5]}")
     fitted = fitted_specs(specs, groups)
+    _check_kernel_blocks(fitted, groups)
     shared = [[name for name in group.layers if name not in apart] for group in groups]
     # Every tensor begins where the elements of any layer may.
     alignment = math.lcm(alignment, *(item_alignment(spec) for spec in fitted.values()))
@@ -123,6 +124,20 @@ def plan_cache(
         offset = num_blocks * (sum(heights) + sum(slots[:index]))
         layers |= place_column(fitted, [name], alone, offset, slots[index])
     return CachePlan(tuple(groups), fitted, layers, sum(heights) + sum(slots), num_blocks, probe.packed, shard)
+
+
+def _check_kernel_blocks(specs: Mapping[str, CacheSpec], groups: Sequence[Group]) -> None:
+    """Refuse groups whose layers would be cut differently: a block of a group is cut into units once, for all."""
+    for index, group in enumerate(groups):
+        tokens = {name: specs[name].kernel_tokens if has_tokens(specs[name]) else 0 for name in group.layers}
+        first = group.layers[0]
+        for name in group.layers:
+            if tokens[name] != tokens[first]:
+                raise SpecInvalid(
+                    f"group {index}: kernel blocks of {first!r} have {tokens[first]} tokens, "
+                    f"those of {name!r} have {tokens[name]}",
+                    remedy="Give the layers of a group one kernel_block_size, and states a group of their own.",
+                )
 
 
 def _heights(specs: Mapping[str, CacheSpec], shared: Sequence[Sequence[str]], pool: Pool, alignment: int) -> list[int]:

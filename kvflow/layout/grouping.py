@@ -42,7 +42,7 @@ class Sized:
 
     Attributes:
         name: of the layer.
-        spec: what the rank holds: its own head counts, and no kernel blocks, which play no part in grouping.
+        spec: what the rank holds: its own head counts.
         nbytes: bytes of one page, padding included.
         padded: whether grouping added padding to the page.
     """
@@ -214,7 +214,8 @@ def _same_type(first: Sized, other: Sized) -> bool:
             alike = isinstance(spec, CrossAttention)
         case Mamba() | Opaque():
             alike = spec.kind == first.spec.kind and other.nbytes == first.nbytes
-    return alike and spec.block_size == first.spec.block_size
+    kernels = spec.kernel_block_size == first.spec.kernel_block_size  # a plan cuts all layers of a group alike
+    return alike and kernels and spec.block_size == first.spec.block_size
 
 
 def _lasts(spec: CacheSpec) -> bool:
@@ -229,7 +230,6 @@ def _slides(spec: CacheSpec) -> bool:
 
 def _local(spec: CacheSpec, shard: Shard) -> CacheSpec:
     """Return what one rank holds: layers that differ only in what other ranks hold are alike here."""
-    spec = msgspec.structs.replace(spec, kernel_block_size=0)
     if isinstance(spec, FullAttention | SlidingWindow | ChunkedLocal | CrossAttention):
         return msgspec.structs.replace(spec, num_kv_heads=shard.heads(spec.num_kv_heads).count)
     return spec

@@ -125,8 +125,8 @@ def allocate(
     Raises:
         SpecInvalid: names the field that cannot be used.
     """
-    layout = resolve_layout(specs, layout, enable_cross_layers_blocks=enable_cross_layers_blocks)
     shard = shard or Shard()
+    layout = resolve_layout(specs, layout, enable_cross_layers_blocks=enable_cross_layers_blocks, shard=shard)
     plan = plan_cache(
         specs,
         plan_groups(specs, layout=layout, shard=shard) if groups is None else groups,

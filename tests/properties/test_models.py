@@ -35,7 +35,7 @@ CELLS = {  # quantization -> dtypes it goes with
 
 
 @st.composite
-def attention(draw, block_size, kernel_block_size):
+def attention(draw, block_size):
     kind, more = draw(
         st.sampled_from(
             [
@@ -50,7 +50,7 @@ def attention(draw, block_size, kernel_block_size):
     sizes = (16, 32) if quantization == "nvfp4" else (1, 3, 8, 16)
     return kind(
         block_size=block_size,
-        kernel_block_size=kernel_block_size,
+        kernel_block_size=draw(st.sampled_from([0, 0, block_size, block_size // 2])),
         num_kv_heads=draw(st.integers(1, 5)),
         head_size=draw(st.sampled_from(sizes)),
         head_size_v=draw(st.sampled_from([0, 0, *sizes])),
@@ -61,10 +61,10 @@ def attention(draw, block_size, kernel_block_size):
 
 
 @st.composite
-def latent(draw, block_size, kernel_block_size):
+def latent(draw, block_size):
     return MLA(
         block_size=block_size,
-        kernel_block_size=kernel_block_size,
+        kernel_block_size=draw(st.sampled_from([0, 0, block_size, block_size // 2])),
         head_size=draw(st.integers(1, 20)),
         dtype=draw(st.sampled_from(CELLS[None])),
         rope_size=draw(st.sampled_from([0, 4])),
@@ -92,8 +92,7 @@ def recurrent(draw, block_size):
 def models(draw):
     """Up to three kinds of layers, each up to four times, in a random order; some pages are padded."""
     block_size = draw(st.sampled_from([2, 4, 16]))
-    kernel_block_size = draw(st.sampled_from([0, 0, block_size, block_size // 2]))
-    kinds = [attention(block_size, kernel_block_size), latent(block_size, kernel_block_size), recurrent(block_size)]
+    kinds = [attention(block_size), latent(block_size), recurrent(block_size)]
     specs = [draw(st.one_of(kinds)) for _ in range(draw(st.integers(1, 3)))]
     if draw(st.booleans()):
         specs.append(Opaque(block_size=block_size, nbytes=draw(st.integers(1, 100))))

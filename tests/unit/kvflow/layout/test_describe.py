@@ -188,3 +188,14 @@ def test_a_group_says_how_large_its_blocks_and_pages_are(spec, group, fitted):
     chosen = fitted_specs({"a": spec}, (group,))["a"]
     assert (chosen.block_size, chosen.page_bytes) == fitted
     assert chosen.kernel_block_size == spec.kernel_block_size
+
+
+@pytest.mark.parametrize(
+    ("other", "tokens"),
+    [(full(kernel_block_size=8), 8), (full(block_size=8, kernel_block_size=4), 4), (mamba(), 0)],
+)
+def test_layers_of_one_group_that_are_cut_differently_are_refused(other, tokens):
+    groups = (Group(("a", "b"), "full" if tokens else "mixed", 16),)
+    words = f"group 0: kernel blocks of 'a' have 16 tokens, those of 'b' have {tokens}"
+    with pytest.raises(SpecInvalid, match=words):
+        plan_cache({"a": full(), "b": other}, groups, layout="BLHNC", kv="content", shard=Shard(), num_blocks=1)

@@ -222,9 +222,9 @@ def test_a_padded_page_stays_what_it_is_and_grows_by_padding():
     assert shown(plan_groups(specs)) == [("full", 1, 16, 0), ("sliding", 1, 16, 4096)]
 
 
-def test_kernel_blocks_make_no_difference_to_groups():
+def test_kernel_blocks_that_all_layers_have_make_no_difference_to_groups():
     specs = model(layers=4, full_every=2, block_size=32)
-    kernels = specs | {"layers.0": msgspec.structs.replace(specs["layers.0"], kernel_block_size=16)}
+    kernels = {name: msgspec.structs.replace(spec, kernel_block_size=16) for name, spec in specs.items()}
     assert plan_groups(kernels) == plan_groups(specs)
 
 
