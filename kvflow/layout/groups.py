@@ -147,12 +147,6 @@ def check_groups(specs: Mapping[str, CacheSpec], groups: Sequence[Group]) -> Non
             problem = _disagreement(group, specs[name])
             if problem:
                 raise SpecInvalid(f"group {index}, layer {name!r}: {problem}", remedy="Form groups with plan_groups.")
-        kernels = {specs[name].kernel_block_size if has_tokens(specs[name]) else "a state" for name in group.layers}
-        if len(kernels) > 1:
-            raise SpecInvalid(
-                f"group {index}: kernel_block_size differs among its layers: {sorted(map(str, kernels))}",
-                remedy="Form groups with plan_groups: one group is cut into blocks one way.",
-            )
 
 
 def _disagreement(group: Group, spec: CacheSpec) -> str:

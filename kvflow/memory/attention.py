@@ -37,9 +37,10 @@ def read_attention(
     sizes = [plane.cell_bytes for plane in planes(spec)]
     apart = len(tensors) > 1
     if apart and len(tensors) != len(sizes):
+        expected = "one" if len(sizes) == 1 else f"one, or {len(sizes)} if keys and values are apart"
         raise SpecInvalid(
-            f"{tensors[0].path.partition('[')[0]}: found a list of {len(tensors)} tensors; expected one, "
-            f"or {len(sizes)} if keys and values are apart"
+            f"{tensors[0].path.partition('[')[0]}: found a list of {len(tensors)} tensors; expected {expected}",
+            remedy="Give the layer one tensor.",
         )
     for tensor in tensors:
         _check_dtype(spec, tensor)

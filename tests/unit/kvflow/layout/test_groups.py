@@ -220,10 +220,3 @@ def test_groups_that_do_not_fit_the_specs_are_refused(index, changes, words):
 def test_layers_whose_kernels_take_other_blocks_are_groups_of_their_own():
     specs = {"a": full(block_size=64), "b": msgspec.structs.replace(full(block_size=64), kernel_block_size=16)}
     assert [group.layers for group in plan_groups(specs)] == [("a",), ("b",)]
-    with pytest.raises(SpecInvalid, match=r"group 0: kernel_block_size differs among its layers: \['0', '16'\]"):
-        check_groups(specs, [Group(("a", "b"), "full", 64)])
-
-
-def test_a_group_keeps_tokens_or_states():
-    with pytest.raises(SpecInvalid, match=r"group 0: .* \['0', 'a state'\]"):
-        check_groups({"a": full(), "m": STATE}, [Group(("a", "m"), "mixed", 16)])

@@ -67,6 +67,11 @@ def test_a_layer_has_tensors_of_its_dtype_in_memory(value, said):
     assert said in refused({"a": value})
 
 
+def test_a_latent_has_one_tensor():
+    spec = kvflow.MLA(block_size=N, head_size=D, dtype="float32")
+    assert "a: found a list of 2 tensors; expected one" in refused({"a": [torch.zeros(B, N, D)] * 2}, {"a": spec})
+
+
 @pytest.mark.parametrize(
     "shape",
     [
