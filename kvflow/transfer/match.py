@@ -4,7 +4,7 @@ Layers are matched by name and components by role, whatever group they are in. W
 (layout, block size, shard) is not compared; what it cannot is refused with the field and both values.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from msgspec import Struct
 
@@ -13,6 +13,16 @@ from kvflow.layout.component import Component
 from kvflow.layout.manifest import Layer, Manifest, ManifestGroup
 
 NAMES_SHOWN = 4
+
+
+PieceName = tuple[str, str]
+"""Layer and role."""
+
+Piece = tuple[int, int]
+"""First index and count along the sharded axis, in the numbers of the whole model."""
+
+Pieces = Mapping[PieceName, Piece]
+"""What is taken of one source: never more than it holds."""
 
 
 class ComponentPair(Struct, frozen=True):
@@ -76,8 +86,13 @@ class GroupPair(Struct, frozen=True):
     pairs: tuple[ComponentPair, ...]
 
 
-def match_groups(source: Manifest, target: Manifest) -> tuple[GroupPair, ...]:
+def match_groups(source: Manifest, target: Manifest, pieces: Pieces | None = None) -> tuple[GroupPair, ...]:
     """Match every layer that both manifests have.
+
+    Args:
+        source: the producer's manifest.
+        target: the consumer's manifest.
+        pieces: what is to be taken of this source; None: all that both sides hold.
 
     Raises:
         LayoutMismatch: no layer is common, or a common one differs where it must agree.
@@ -96,7 +111,7 @@ def match_groups(source: Manifest, target: Manifest) -> tuple[GroupPair, ...]:
         for (path, value_there), (_, value) in zip(layer_there.must_agree(), layer.must_agree(), strict=False):
             if value_there != value:
                 raise LayoutMismatch(f"{layer.name}.{path}", value_there, value)
-        found.setdefault((source_group, target_group), []).extend(_match_components(layer_there, layer))
+        found.setdefault((source_group, target_group), []).extend(_match_components(layer_there, layer, pieces))
     if not common:
         raise LayoutMismatch("layers", _names(source), _names(target))
     return tuple(
@@ -118,7 +133,7 @@ def _layers(manifest: Manifest) -> Iterator[tuple[int, ManifestGroup, Layer]]:
             yield index, group, layer
 
 
-def _match_components(source: Layer, target: Layer) -> list[ComponentPair]:
+def _match_components(source: Layer, target: Layer, pieces: Pieces | None) -> list[ComponentPair]:
     """Pair the components of two layers that agree."""
     there = {component.role: component for component in source.components}
     pairs = []
@@ -126,6 +141,8 @@ def _match_components(source: Layer, target: Layer) -> list[ComponentPair]:
         theirs = there[ours.role]
         first = max(theirs.first, ours.first)
         count = min(theirs.first + theirs.held.count, ours.first + ours.held.count) - first
+        if pieces is not None:
+            first, count = pieces.get((target.name, ours.role), (first, 0))
         if count > 0:
             pairs.append(ComponentPair(target.name, theirs, ours, first, count))
     return pairs

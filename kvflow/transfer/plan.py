@@ -14,7 +14,7 @@ from msgspec import Struct
 from kvflow.errors import CapacityExceeded
 from kvflow.layout.manifest import Manifest
 from kvflow.transfer.certificate import Certificate, certify
-from kvflow.transfer.match import GroupPair, match_groups
+from kvflow.transfer.match import GroupPair, Pieces, match_groups
 from kvflow.transfer.runs import RunTable, Units, fragments, merged
 
 
@@ -115,12 +115,15 @@ class TransferPlan(Struct, frozen=True, eq=False):
         return "\n".join(lines)
 
 
-def plan_transfer(source: Manifest, target: Manifest, *, limits: PlanLimits = DEFAULT_LIMITS) -> TransferPlan:
+def plan_transfer(
+    source: Manifest, target: Manifest, *, pieces: Pieces | None = None, limits: PlanLimits = DEFAULT_LIMITS
+) -> TransferPlan:
     """Plan how to fill the target's blocks from the source's.
 
     Args:
         source: the producer's manifest.
         target: the consumer's manifest.
+        pieces: what is to be taken of this source, if others give the rest; None: all that both sides hold.
         limits: beyond them the plan is refused.
 
     Returns:
@@ -131,7 +134,7 @@ def plan_transfer(source: Manifest, target: Manifest, *, limits: PlanLimits = DE
         LayoutMismatch: the two differ where they must agree; names the field and both values.
         CapacityExceeded: the plan would exceed ``limits``.
     """
-    pairs = match_groups(source, target)
+    pairs = match_groups(source, target, pieces)
     groups = tuple(_plan_group(pair, limits) for pair in pairs)
     proofs = [(pair, group.runs, group.source, group.target) for pair, group in zip(pairs, groups, strict=True)]
     return TransferPlan(groups, certify(target, proofs))
@@ -175,21 +178,22 @@ class PlanCache:
     """The plans of the last pairs of geometries."""
 
     def __init__(self, plans_max: int = 256) -> None:
-        self._plans: OrderedDict[tuple[bytes, bytes], TransferPlan] = OrderedDict()
+        self._plans: OrderedDict[object, TransferPlan] = OrderedDict()
         self._plans_max = plans_max
 
-    def plan(self, source: Manifest, target: Manifest) -> TransferPlan:
+    def plan(self, source: Manifest, target: Manifest, pieces: Pieces | None = None) -> TransferPlan:
         """Return the plan for this pair, made now or before.
 
         Raises:
             LayoutMismatch: see ``plan_transfer``.
             CapacityExceeded: see ``plan_transfer``.
         """
-        key = (source.geometry_digest(), target.geometry_digest())
+        taken = None if pieces is None else tuple(sorted(pieces.items()))
+        key = (source.geometry_digest(), target.geometry_digest(), taken)
         if key in self._plans:
             self._plans.move_to_end(key)
             return self._plans[key]
-        plan = plan_transfer(source, target)
+        plan = plan_transfer(source, target, pieces=pieces)
         self._plans[key] = plan
         if len(self._plans) > self._plans_max:
             self._plans.popitem(last=False)

@@ -18,7 +18,6 @@ from kvflow.clock import Clock
 from kvflow.errors import ArgumentInvalid, DeadlineExceeded, KvflowError, WorkerClosed
 from kvflow.ids import PeerId
 from kvflow.layout.manifest import Manifest
-from kvflow.transfer.cover import choose_sources
 from kvflow.transfer.events import TransferCompleted, TransferFailed, TransferQuiesced
 from kvflow.transfer.pairs import Int64s, check_block_ids
 from kvflow.transfer.report import TransferReport
@@ -208,11 +207,10 @@ class Consumer:
         self, members: Sequence[Member], peers: Sequence[Peer], targets: Sequence[Int64s]
     ) -> tuple[LegRequest, ...]:
         """Say what each source rank must give; ranks that give nothing have no leg."""
-        chosen = choose_sources(self._manifest, [peer.plan for peer in peers])
         legs = []
-        for index in chosen:
-            member, peer = members[index], peers[index]
-            demands = demands_of(member, peer, targets)
+        for leg in self._pool.legs(peers):
+            member = members[leg.member]
+            demands = demands_of(member, peers[leg.member].manifest, leg.programs, targets)
             if demands:
                 grant = member.grant
                 legs.append(LegRequest(member.peer, grant.slot, grant.epoch_value, grant.lease_s, demands))

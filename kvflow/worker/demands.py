@@ -4,20 +4,20 @@ from collections.abc import Sequence
 
 from kvflow.cache.tickets import Member, Ticket
 from kvflow.errors import BlockIdsInvalid, TicketInvalid
+from kvflow.layout.manifest import Manifest
 from kvflow.transfer.pairs import Int64s, check_block_ids, pair_units
 from kvflow.transfer.report import TransferReport
 from kvflow.transfer.requests import Demand
-from kvflow.worker.peers import Peer
+from kvflow.worker.peers import Programs
 
 
-def demands_of(member: Member, peer: Peer, targets: Sequence[Int64s]) -> tuple[Demand, ...]:
+def demands_of(member: Member, theirs: Manifest, programs: Programs, targets: Sequence[Int64s]) -> tuple[Demand, ...]:
     """Pair our blocks with the ticket's, group by group; groups that need nothing are left out.
 
     Raises:
         TicketInvalid: the ticket's lists do not fit the producer's own cache.
         BlockRangeMismatch: our blocks stand for tokens that the ticket does not cover.
     """
-    theirs = peer.link.advertisement.manifest
     grant = member.grant
     try:
         sources = check_block_ids(
@@ -26,7 +26,7 @@ def demands_of(member: Member, peer: Peer, targets: Sequence[Int64s]) -> tuple[D
     except BlockIdsInvalid as error:
         raise TicketInvalid(f"the ticket of {member.peer} does not fit its cache: {error.message}") from error
     demands = []
-    for program_id, binding in peer.programs:
+    for program_id, binding in programs:
         group = binding.group
         pairs = pair_units(
             group,

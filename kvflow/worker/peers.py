@@ -6,9 +6,10 @@ A restarted producer is another peer, because its identity holds its incarnation
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 from msgspec import Struct
 
@@ -29,6 +30,8 @@ from kvflow.observability.events import PeerConnected, PeerDropped
 from kvflow.rendezvous.dialer import Link, open_link
 from kvflow.rendezvous.introduction import OurSide
 from kvflow.transfer.bind import Binding
+from kvflow.transfer.cover import share_out
+from kvflow.transfer.match import Pieces
 from kvflow.transfer.plan import PlanCache, TransferPlan
 from kvflow.transport.base import PeerAddress, Program, Transport
 from kvflow.worker.failures import meeting_error
@@ -45,13 +48,25 @@ class Peer:
 
     Attributes:
         link: its control connection.
-        plan: how to fill our cache from its.
-        programs: program id and binding for each group of the plan.
     """
 
     link: Link
-    plan: TransferPlan
-    programs: tuple[tuple[int, Binding], ...]
+
+    @property
+    def manifest(self) -> Manifest:
+        """Of its cache."""
+        return self.link.advertisement.manifest
+
+
+Programs = tuple[tuple[int, Binding], ...]
+"""Program id and binding for each group of a plan."""
+
+
+class Leg(NamedTuple):
+    """What one peer gives, and the prepared lists that read it."""
+
+    member: int
+    programs: Programs
 
 
 @dataclass(slots=True)
@@ -102,6 +117,7 @@ class PeerPool:
         self._report = report
         self._on_dropped = on_dropped
         self._plans = PlanCache()
+        self._legs: dict[tuple[PeerId, ...], tuple[Leg, ...]] = {}
         self._entries: dict[PeerId, _Entry] = {}
         self._lives: dict[PeerId, asyncio.Task[None]] = {}
         self._next_program = 0
@@ -143,6 +159,22 @@ class PeerPool:
             life = self._tasks.create_task(self._live(member, entry), name=f"peer {member.peer}")
             self._lives[member.peer] = life
         return entry
+
+    def legs(self, peers: Sequence[Peer]) -> tuple[Leg, ...]:
+        """Divide our cache among the ranks of one ticket, and prepare to read from those that are needed.
+
+        Raises:
+            LayoutMismatch: together they cannot fill our cache.
+            CapacityExceeded: a plan would be too large.
+        """
+        key = tuple(peer.link.peer for peer in peers)
+        if key not in self._legs:
+            # Our ranks take turns, so that replicas on the other side are all of use.
+            shares = share_out(self._manifest, [peer.manifest for peer in peers], turn=self._ours.identity.rank)
+            self._legs[key] = tuple(
+                Leg(share.source, self._programs(peers[share.source], share.pieces)) for share in shares
+            )
+        return self._legs[key]
 
     def link(self, peer: PeerId) -> Link | None:
         """Return the control connection of a peer, if it is ready."""
@@ -208,7 +240,7 @@ class PeerPool:
         theirs = link.advertisement
         if theirs.transport != self._transport.name:
             raise LayoutMismatch("transport", theirs.transport, self._transport.name)
-        plan = self._plans.plan(theirs.manifest, self._manifest)
+        self._plans.plan(theirs.manifest, self._manifest)  # whatever cannot go together is told before anything is read
         self._transport.add_peer(PeerAddress(link.peer, theirs.metadata, theirs.epochs))
         budget_s = self._ours.limits.handshake_s
         try:
@@ -218,8 +250,12 @@ class PeerPool:
             # Reads of an earlier connection to it are still in flight, or the transport is busy for too long.
             message = f"connecting the transport to {link.peer} took longer than {budget_s} s"
             raise DeadlineExceeded(message, phase="handshake", peer=link.peer) from None
-        programs = tuple(self._program(link, binding, entry) for binding in self._bindings(plan, theirs.manifest))
-        return Peer(link, plan, programs)
+        return Peer(link)
+
+    def _programs(self, peer: Peer, pieces: Pieces | None) -> Programs:
+        plan = self._plans.plan(peer.manifest, self._manifest, pieces)
+        entry = self._entries[peer.link.peer]
+        return tuple(self._program(peer.link, binding, entry) for binding in self._bindings(plan, peer.manifest))
 
     def _bindings(self, plan: TransferPlan, theirs: Manifest) -> list[Binding]:
         return [
@@ -255,6 +291,7 @@ class PeerPool:
         self._transport.remove_peer(peer)
         for program_id in entry.program_ids:
             self.bindings.pop(program_id, None)
+        self._legs = {key: legs for key, legs in self._legs.items() if peer not in key}
         _fail(entry, PeerLost(f"meeting {peer} was cut short", peer=peer))
         entry.gone.set_result(None)
         self._report(PeerDropped(peer, code, detail))

@@ -29,13 +29,14 @@ from kvflow.layout.manifest import alias_classes
 from kvflow.layout.shards import Shard
 from kvflow.transfer import events
 from kvflow.transfer.bind import Binding
+from kvflow.transfer.cover import share_out
 from kvflow.transfer.plan import plan_transfer
 from kvflow.transfer.queues import Limits
 from kvflow.transfer.requests import Budgets
 from kvflow.transfer.scheduler import Scheduler
 from kvflow.transport.base import FenceFailed, FenceJudged, PeerFailed, ReadCompleted, ReadFailed
 from kvflow.worker.consumer import Consumer
-from kvflow.worker.peers import Peer
+from kvflow.worker.peers import Leg, Peer
 
 from .helpers import PATIENCE_S, Clock, Reports, cache_of
 
@@ -45,7 +46,8 @@ BUDGETS = Budgets(queue_s=4.0, wire_s=3.0, fence_s=2.0)
 class Link:
     """A control connection that remembers."""
 
-    def __init__(self, manifest):
+    def __init__(self, peer, manifest):
+        self.peer = peer
         self.advertisement = SimpleNamespace(manifest=manifest)
         self.released = []
         self.renewed = []
@@ -67,6 +69,7 @@ class Pool:
         self.bindings = {}
         self.links = {}
         self.peers = {}
+        self.programs = {}
         self.lost = None
         self.dropped = []
 
@@ -83,8 +86,9 @@ class Pool:
             )
             programs.append((len(self.bindings), binding))
             self.bindings[len(self.bindings)] = binding
-        self.links[member.peer] = Link(source)
-        self.peers[member.peer] = Peer(self.links[member.peer], plan, tuple(programs))
+        self.links[member.peer] = Link(member.peer, source)
+        self.peers[member.peer] = Peer(self.links[member.peer])
+        self.programs[member.peer] = tuple(programs)
 
     async def meet(self, member):
         if self.lost:
@@ -95,6 +99,10 @@ class Pool:
         if self.lost:
             raise self.lost
         return self.links[member.peer]
+
+    def legs(self, peers):
+        shares = share_out(self._target, [peer.manifest for peer in peers])
+        return tuple(Leg(share.source, self.programs[peers[share.source].link.peer]) for share in shares)
 
     def link(self, peer):
         return self.links.get(peer)

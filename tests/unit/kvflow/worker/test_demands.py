@@ -1,7 +1,5 @@
 """From a ticket and our blocks to what each rank must give, group by group."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 
@@ -12,7 +10,6 @@ from kvflow.layout.groups import Group
 from kvflow.transfer.bind import Binding
 from kvflow.transfer.plan import plan_transfer
 from kvflow.worker.demands import demands_of, empty_report, log_context
-from kvflow.worker.peers import Peer
 
 from .helpers import SPECS, cache_of
 
@@ -20,9 +17,9 @@ ADDRESS = RankAddress(0, "0" * 32, "tcp://127.0.0.1:5000", "0", 4)
 TWO_GROUPS = tuple(Group((name,), "full", 4) for name in SPECS)
 
 
-def peer_of(source, target):
+def programs_of(source, target):
     plan = plan_transfer(source, target)
-    programs = tuple(
+    return tuple(
         (
             10 + index,
             Binding(
@@ -35,7 +32,6 @@ def peer_of(source, target):
         )
         for index, group in enumerate(plan.groups)
     )
-    return Peer(SimpleNamespace(advertisement=SimpleNamespace(manifest=source)), plan, programs)
 
 
 def ticket_of(block_ids, num_tokens):
@@ -47,7 +43,8 @@ def demanded(block_ids, num_tokens, *targets, source_groups=TWO_GROUPS, target_g
     source = cache_of(groups=source_groups).manifest()
     target = cache_of(groups=target_groups).manifest()
     member = next(ticket_of(block_ids, num_tokens).members())
-    found = demands_of(member, peer_of(source, target), [np.array(ids, np.int64) for ids in targets])
+    lists = [np.array(ids, np.int64) for ids in targets]
+    found = demands_of(member, source, programs_of(source, target), lists)
     return {
         demand.program_id: list(zip(demand.pairs.source.tolist(), demand.pairs.target.tolist(), strict=True))
         for demand in found
@@ -77,7 +74,9 @@ def test_the_tokens_of_a_group_are_those_of_the_source_group():
 
 def test_sizes_are_those_of_the_plan():
     source = cache_of().manifest()
-    (demand,) = demands_of(next(ticket_of([[3]], 4).members()), peer_of(source, source), [np.array([1], np.int64)])
+    (demand,) = demands_of(
+        next(ticket_of([[3]], 4).members()), source, programs_of(source, source), [np.array([1], np.int64)]
+    )
     assert (demand.unit_bytes, demand.unit_descriptors) == (2 * 2 * 2 * 4 * 8 * 2, 1)
 
 

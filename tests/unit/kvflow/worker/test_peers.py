@@ -72,7 +72,7 @@ class World:
     def __init__(self, tasks, wire, handshake_s=PATIENCE_S):
         self.wire, self.transport, self.reports, self.dropped = wire, Transport(), Reports(), []
         self.pool = PeerPool(
-            ours=SimpleNamespace(limits=Limits(handshake_s=handshake_s)),
+            ours=SimpleNamespace(limits=Limits(handshake_s=handshake_s), identity=SimpleNamespace(rank=0)),
             manifest=cache_of().manifest(),
             transport=self.transport,
             tasks=tasks,
@@ -127,8 +127,12 @@ async def test_a_peer_is_met_once_for_all_who_need_it(world):
 
 async def test_its_programs_are_prepared_and_known(world):
     peer = await world.met()
+    assert world.transport.prepared == [], "nothing has been asked of it yet"
+    (leg,) = world.pool.legs([peer])
+    assert world.pool.legs([peer]) == (leg,)
+    assert leg.member == 0
     assert [program.program_id for program in world.transport.prepared] == [
-        program_id for program_id, _ in peer.programs
+        program_id for program_id, _ in leg.programs
     ]
     for program in world.transport.prepared:
         binding = world.pool.bindings[program.program_id]
@@ -178,7 +182,8 @@ async def test_another_data_plane_cannot_be_read(world):
 
 @pytest.mark.parametrize("by", ["the transport", "the connection"])
 async def test_a_peer_that_is_let_go_is_forgotten_and_met_anew(world, by):
-    await world.met()
+    world.pool.legs([await world.met()])
+    assert world.pool.bindings.keys() == {1}
     if by == "the transport":
         world.pool.drop(member().peer, "peer_lost", "gone")
     else:
@@ -190,7 +195,7 @@ async def test_a_peer_that_is_let_go_is_forgotten_and_met_anew(world, by):
     assert world.transport.removed == [member().peer]
     assert world.dropped == [(member().peer, "peer_lost", "gone")]
     assert world.wire.left == 1
-    await world.met()
+    world.pool.legs([await world.met()])
     assert world.wire.dialled == 2
     assert {program.program_id for program in world.transport.prepared} == {1, 2}
 
