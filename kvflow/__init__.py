@@ -8,7 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvflow import errors
+    from kvflow import errors, models
     from kvflow.cache.tickets import RankAddress, Ticket, join_tickets
     from kvflow.config import WorkerConfig
     from kvflow.layout.compare import explain
@@ -98,6 +98,7 @@ __all__ = [
     "errors",
     "explain",
     "join_tickets",
+    "models",
     "open_worker",
     "plan_groups",
     "plan_transfer",
@@ -107,8 +108,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "errors":
-        return importlib.import_module("kvflow.errors")
+    if name in ("errors", "models"):
+        return importlib.import_module(f"kvflow.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'kvflow' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), name)

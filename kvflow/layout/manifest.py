@@ -166,6 +166,8 @@ class Manifest(Struct, frozen=True):
             raise SpecInvalid(f"{path}: holds {component.held}, which is out of range")
         if component.nbytes > ADDRESS_MAX or component.num_tokens * _token_stride(component) > ADDRESS_MAX:
             raise SpecInvalid(f"{path}: {component.extents} elements {component.strides} bytes apart are too many")
+        if group.kernel_blocks > 1 and not component.kernel_stride:
+            raise SpecInvalid(f"{path}: {group.kernel_blocks} kernel blocks of one block, but no stride between them")
         if component.kernel_stride * group.kernel_blocks > ADDRESS_MAX:
             raise SpecInvalid(f"{path}: {group.kernel_blocks} kernel blocks of {component.kernel_stride} bytes")
         end, nbytes = component.end(self.num_blocks, group.kernel_blocks), self.regions[component.region].nbytes

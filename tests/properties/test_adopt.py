@@ -20,6 +20,7 @@ from kvflow.transfer.plan import plan_transfer
 from .caches import LAYOUTS, execute, fill_with_noise, mark_free, models, sides, thorough, write_tags
 
 hundred = settings(thorough, max_examples=100)
+many = settings(thorough, max_examples=500)
 """For those that move bytes, which take longest."""
 
 BLOCK_SIZE = 8
@@ -129,7 +130,7 @@ def described(cache):
     ]
 
 
-@thorough
+@many
 @given(st.data())
 def test_an_adopted_cache_is_described_as_it_was_allocated(data):
     specs, groups = data.draw(hybrids())

@@ -9,9 +9,10 @@ import pytest
 from kvflow.errors import SpecInvalid
 from kvflow.layout.manifest import Layer, Manifest, ManifestGroup, alias_classes
 from kvflow.layout.region import ADDRESS_MAX, Region
+from kvflow.layout.specs import Mamba, State
 from kvflow.memory.cache import allocate
 
-from .helpers import component, manifest, model, state
+from .helpers import component, full, manifest, model, state
 
 HUGE = (Region(0, ADDRESS_MAX),)
 
@@ -46,6 +47,7 @@ HUGE = (Region(0, ADDRESS_MAX),)
         (manifest(component(extents=(1 << 31, 4, 8), total=1 << 31)), "a.k: reaches byte"),
         (manifest(component(kernel_stride=64), block_size=8, regions=(Region(4096, 191),)), "reaches byte 192"),
         (manifest(component(kernel_stride=1 << 62), block_size=8, regions=HUGE), "2 kernel blocks of"),
+        (manifest(component(kernel_stride=0), block_size=8), "2 kernel blocks of one block, but no stride"),
         (manifest(regions=(Region(ADDRESS_MAX, 128),)), "region 0 reaches beyond"),
         (manifest(regions=(Region(4096, 128), Region(1 << 62, 1 << 62))), "region 1 reaches beyond"),
         (
@@ -167,3 +169,17 @@ def test_groups_that_share_bytes_are_of_one_class(places, classes):
     regions = (Region(4096, 1 << 20), Region(1 << 30, 1 << 20))
     numbers = alias_classes(Manifest(1, regions, groups))
     assert tuple(numbers.index(number) for number in numbers) == classes
+
+
+def test_a_hybrid_of_a_hundred_layers_fits_64_kib():
+    conv = [
+        State(f"conv_{name}", (channels, 3), "bfloat16") for name, channels in (("x", 8192), ("B", 1024), ("C", 1024))
+    ]
+    states = (*conv, State("ssm", (128, 64, 128), "float32"))
+    attention = {f"model.layers.{index}.self_attn.attn": full() for index in range(0, 100, 4)}
+    recurrent = {
+        f"model.layers.{index}.mixer": Mamba(block_size=16, states=states) for index in range(100) if index % 4
+    }
+    for layout in ("LBNHC", "BHLNC"):
+        cache = allocate(attention | recurrent, num_blocks=100_000, layout=layout, device="meta")
+        assert len(msgspec.msgpack.encode(cache.manifest())) < 64 << 10
