@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from kvflow.errors import BlockIdsInvalid
+from kvflow.cache.blocks import BlockAccount
 
 Int64s = npt.NDArray[np.int64]
 
@@ -43,12 +43,12 @@ class DestinationLedger:
     """Every block that a pull may write into.
 
     Attributes:
-        aliases: alias class of each group; groups of one class share bytes, and so share the ledger's rows.
+        aliases: alias class of each group.
     """
 
-    def __init__(self, aliases: Sequence[int], num_blocks: int) -> None:
-        self.aliases = tuple(aliases)
-        self._taken = np.zeros((max(self.aliases) + 1, num_blocks), bool)
+    def __init__(self, account: BlockAccount) -> None:
+        self.aliases = account.aliases
+        self._account = account
         self._open: dict[int, _Destination] = {}
 
     def __len__(self) -> int:
@@ -62,20 +62,10 @@ class DestinationLedger:
             ids: checked block ids, one array per group.
 
         Raises:
-            BlockIdsInvalid: a block is a target of another pull, or still quarantined.
+            BlockIdsInvalid: a block is a target of another pull, still quarantined, or on offer.
         """
-        present = tuple(array[array >= 0] for array in ids)
-        for group, (alias, array) in enumerate(zip(self.aliases, present, strict=True)):
-            busy = array[self._taken[alias, array]]
-            if busy.size:
-                raise BlockIdsInvalid(
-                    f"group {group}: block {busy[0]} is still the target of another pull",
-                    group=group,
-                    remedy="Wait for worker.quiesced() of that pull before reusing its blocks.",
-                )
-        for alias, array in zip(self.aliases, present, strict=True):
-            self._taken[alias, array] = True
-        self._open[pull_id] = _Destination(present)
+        self._account.receive(ids)
+        self._open[pull_id] = _Destination(tuple(ids))
 
     def quarantine(self, pull_id: int, reason: str, now: float) -> None:
         """Note that the pull has ended, but not its writes."""
@@ -84,24 +74,16 @@ class DestinationLedger:
 
     def give_back(self, pull_id: int) -> None:
         """Give back the blocks of a pull that is quiescent."""
-        destination = self._open.pop(pull_id)
-        for alias, array in zip(self.aliases, destination.ids, strict=True):
-            assert self._taken[alias, array].all(), "a block was given back twice"
-            self._taken[alias, array] = False
+        self._account.end_receipt(self._open.pop(pull_id).ids)
 
     def quarantined(self) -> list[Quarantined]:
         """List what is in quarantine."""
         return [
-            Quarantined(pull_id, entry.reason, entry.since, sum(len(array) for array in entry.ids))
+            Quarantined(pull_id, entry.reason, entry.since, sum(int((array >= 0).sum()) for array in entry.ids))
             for pull_id, entry in self._open.items()
             if entry.reason
         ]
 
     def check(self) -> None:
-        """Check the law: what is taken is exactly the sum of the open destinations."""
-        counted = np.zeros_like(self._taken, dtype=np.int64)
-        for entry in self._open.values():
-            for alias, array in zip(self.aliases, entry.ids, strict=True):
-                np.add.at(counted[alias], array, 1)
-        assert counted.max(initial=0) <= 1, "a block is in two destinations"
-        assert np.array_equal(counted.astype(bool), self._taken), "taken blocks and destinations differ"
+        """Check the law: what receives is exactly the sum of the open destinations."""
+        self._account.check(receiving=[entry.ids for entry in self._open.values()])

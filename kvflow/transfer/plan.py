@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from msgspec import Struct
 
-from kvflow.errors import CapacityExceeded
+from kvflow.errors import CapacityExceeded, LayoutMismatch
 from kvflow.layout.manifest import Manifest
 from kvflow.transfer.certificate import Certificate, certify
 from kvflow.transfer.match import GroupPair, Pieces, match_groups
@@ -165,7 +165,17 @@ def _plan_group(pair: GroupPair, limits: PlanLimits) -> GroupPlan:
 
 
 def _units(pair: GroupPair) -> tuple[Units, Units]:
-    """Cut both sides' kernel blocks into units of one size; states are one unit each, whatever their block size."""
+    """Cut both sides' kernel blocks into units of one size; states are one unit each, whatever their block size.
+
+    Raises:
+        LayoutMismatch: pages of an unknown kind are not cut, so both sides' blocks must be of one size.
+    """
+    if pair.target.kind == "opaque":
+        if pair.source.block_size != pair.target.block_size:
+            field = f"{pair.target.layers[0].name}.block_size"
+            raise LayoutMismatch(field, pair.source.block_size, pair.target.block_size)
+        whole = Units(pair.target.block_size, 1, 1)
+        return whole, whole
     tokens = math.gcd(pair.source.kernel_tokens, pair.target.kernel_tokens)
     source, target = (
         Units(tokens, group.kernel_tokens // tokens if tokens else 1, group.kernel_blocks)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
+from kvflow.cache.blocks import BlockAccount
 from kvflow.cache.leases import Answer, LeaseEnded, LeaseTable, Outcome, Reader
 from kvflow.cache.mint import Mint
 from kvflow.cache.tickets import Grant, Ticket
@@ -18,7 +19,7 @@ from kvflow.clock import Clock
 from kvflow.errors import BlockIdsInvalid, RequestUnknown, WorkerClosed
 from kvflow.ids import PeerId, peer_id
 from kvflow.observability.events import OfferAdmitted
-from kvflow.transfer.pairs import check_block_ids
+from kvflow.transfer.pairs import Int64s, check_block_ids
 
 LeaseKey = tuple[int, int]
 """Slot and epoch."""
@@ -33,6 +34,17 @@ _End = tuple[LeaseEnded, list["asyncio.Future[Outcome]"]]
 class LeaseKeeper:
     """Leases of one worker.
 
+    Args:
+        leases: the table, over the worker's epochs.
+        account: of the worker's blocks, which it lends.
+        num_blocks: blocks in the pool.
+        block_sizes: tokens in one block, group by group; 0 for states, of which a request has one.
+        lease_s: how long a renewed lease lasts.
+        peer: who we are.
+        clock: of the leases.
+        loop: on which waiters are told.
+        report: takes events.
+
     Thread: ``admit``, ``revoke`` and ``held`` from any thread; everything else on the event loop.
     """
 
@@ -40,6 +52,7 @@ class LeaseKeeper:
         self,
         *,
         leases: LeaseTable,
+        account: BlockAccount,
         num_blocks: int,
         block_sizes: Sequence[int],
         lease_s: float,
@@ -50,6 +63,8 @@ class LeaseKeeper:
     ) -> None:
         self._peer = peer
         self._leases = leases
+        self._account = account
+        self._lent: dict[str, tuple[Int64s, ...]] = {}
         self._num_blocks = num_blocks
         self._num_groups = len(block_sizes)
         self._block_sizes = tuple(block_sizes)
@@ -70,11 +85,17 @@ class LeaseKeeper:
 
     def admit(self, grant: Grant) -> None:
         """Hold the lease of a grant. See ``Worker.admit``."""
-        self._check(grant)
+        ids = self._check(grant)
         with self._lock:
             if self._closed:
                 raise WorkerClosed("the worker is closing and takes no offers")
-            self._leases.admit(grant, self._clock())
+            self._account.lend(ids)
+            try:
+                self._leases.admit(grant, self._clock())
+            except BaseException:
+                self._account.end_loan(ids)
+                raise
+            self._lent[grant.request_id] = ids
             self._ended.pop(grant.request_id, None)
         self._report(OfferAdmitted(grant.request_id, sum(len(ids) for ids in grant.block_ids), grant.lease_s))
         self._on_loop(self._changed.set)
@@ -151,28 +172,38 @@ class LeaseKeeper:
         self._announce(ended)
         return len(ended)
 
-    def _check(self, grant: Grant) -> None:
-        """Refuse a grant that is not for this worker in this life, or that does not fit its cache."""
+    def check(self) -> None:
+        """Check the law: what is lent is exactly the sum of the leases that are held."""
+        with self._lock:
+            self._account.check(lent=self._lent.values())
+
+    def _check(self, grant: Grant) -> tuple[Int64s, ...]:
+        """Refuse a grant that is not for this worker in this life, or that does not fit its cache; return its ids."""
         if self._peer not in {peer_id(grant.engine_id, rank.rank, rank.incarnation) for rank in grant.ranks}:
             raise BlockIdsInvalid(
                 f"the grant for {grant.request_id!r} does not name this worker, {self._peer}",
                 remedy="Make a new mint with the rank_address of every worker after a restart.",
             )
-        check_block_ids(grant.block_ids, num_blocks=self._num_blocks, aliases=range(self._num_groups), unique=False)
+        checked = check_block_ids(
+            grant.block_ids, num_blocks=self._num_blocks, aliases=range(self._num_groups), unique=False
+        )
         for group, (ids, tokens, size) in enumerate(
             zip(grant.block_ids, grant.num_tokens, self._block_sizes, strict=True)
         ):
-            if len(ids) > -(-tokens // size):
+            most = -(-tokens // size) if size else 1  # a request has one state
+            if len(ids) > most:
                 raise BlockIdsInvalid(
-                    f"group {group}: {len(ids)} blocks of {size} for {tokens} tokens",
+                    f"group {group}: {len(ids)} blocks for {tokens} tokens, which at most {most} can hold",
                     group=group,
                     remedy="The last block of a list must hold the last token: leave out blocks behind it.",
                 )
+        return checked
 
     def _note(self, *ends: LeaseEnded | None) -> list[_End]:
         """Remember what has ended, and who waits for it; under the lock."""
         ended = [(end, self._waiters.pop(end.request_id, [])) for end in ends if end is not None]
         for end, _ in ended:
+            self._account.end_loan(self._lent.pop(end.request_id))
             self._ended[end.request_id] = end.outcome
         while len(self._ended) > ENDED_MAX:
             self._ended.popitem(last=False)

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import secrets
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import NamedTuple, Protocol
@@ -10,6 +11,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 from msgspec import Struct
 
+from kvflow.cache.blocks import BlockAccount
 from kvflow.cache.destinations import DestinationLedger, Quarantined
 from kvflow.cache.epochs import EPOCH_BITS, EpochTable
 from kvflow.cache.leases import LeaseTable, Outcome
@@ -251,10 +253,12 @@ async def _opened(parts: _Parts) -> AsyncIterator[Worker]:
     """Wire both sides of a worker together, listen, and take them down in order."""
     config, cache, manifest, ours, epochs, transport, inbox, report = parts
     key = TicketKey(ours.security)
+    account = BlockAccount(alias_classes(manifest), manifest.num_blocks, threading.Lock())
     keeper = LeaseKeeper(
         leases=LeaseTable(epochs),
+        account=account,
         num_blocks=manifest.num_blocks,
-        block_sizes=[group.block_size for group in manifest.groups],
+        block_sizes=[0 if group.kind == "mamba" else group.block_size for group in manifest.groups],
         lease_s=config.lease_s,
         peer=peer_id(config.engine_id, config.rank, ours.identity.incarnation),
         clock=monotonic,
@@ -285,7 +289,7 @@ async def _opened(parts: _Parts) -> AsyncIterator[Worker]:
             consumer = Consumer(
                 pool=pool,
                 scheduler=Scheduler(Limits()),
-                ledger=DestinationLedger(alias_classes(manifest), manifest.num_blocks),
+                ledger=DestinationLedger(account),
                 transport=transport,
                 manifest=manifest,
                 budgets=Budgets(queue_s=config.queue_s, wire_s=config.wire_s, fence_s=config.fence_s),

@@ -6,6 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from kvflow.cache.blocks import BlockAccount
 from kvflow.cache.destinations import DestinationLedger
 from kvflow.errors import BlockIdsInvalid
 
@@ -33,7 +34,9 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.ledger = DestinationLedger(ALIASES, NUM_BLOCKS)
+        self.account = BlockAccount(ALIASES, NUM_BLOCKS)
+        self.ledger = DestinationLedger(self.account)
+        self.loans = []
         self.open = {}
         self.quarantined = {}
         self.next_id = 0
@@ -43,14 +46,33 @@ class LedgerMachine(RuleBasedStateMachine):
         """All or nothing: a pull that meets a taken block takes none of its others."""
         rows = blocks_of(ids)
         taken = {row for other in self.open.values() for row in other}
-        if rows & taken:
-            with pytest.raises(BlockIdsInvalid, match="still the target") as caught:
+        lent = {row for loan in self.loans for row in blocks_of(loan)}
+        if rows & (taken | lent):
+            words = "still the target" if rows & taken else "is on offer"
+            with pytest.raises(BlockIdsInvalid, match=words) as caught:
                 self.ledger.take(self.next_id, ids)
-            assert {(ALIASES[caught.value.group], block) for block in ids[caught.value.group].tolist()} & taken
+            odd = {(ALIASES[caught.value.group], block) for block in ids[caught.value.group].tolist()}
+            assert odd & (taken if rows & taken else lent)
         else:
             self.ledger.take(self.next_id, ids)
             self.open[self.next_id] = rows
         self.next_id += 1
+
+    @rule(ids=destinations())
+    def lend(self, ids):
+        """As often as one likes, but not what receives."""
+        taken = {row for other in self.open.values() for row in other}
+        if blocks_of(ids) & taken:
+            with pytest.raises(BlockIdsInvalid, match="cannot be offered"):
+                self.account.lend(ids)
+        else:
+            self.account.lend(ids)
+            self.loans.append(ids)
+
+    @precondition(lambda self: self.loans)
+    @rule(data=st.data())
+    def end_loan(self, data):
+        self.account.end_loan(self.loans.pop(data.draw(st.integers(0, len(self.loans) - 1))))
 
     @precondition(lambda self: self.open)
     @rule(data=st.data())
@@ -70,6 +92,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @invariant()
     def the_law_holds(self):
         self.ledger.check()
+        self.account.check(lent=self.loans)
         assert len(self.ledger) == len(self.open)
         listed = {entry.pull_id: entry.num_blocks for entry in self.ledger.quarantined()}
         assert listed == self.quarantined
@@ -79,6 +102,8 @@ class LedgerMachine(RuleBasedStateMachine):
         """Everything given back, every block can be taken at once."""
         for pull_id in list(self.open):
             self.ledger.give_back(pull_id)
+        for loan in self.loans:
+            self.account.end_loan(loan)
         everything = np.arange(NUM_BLOCKS)
         self.ledger.take(-1, (everything[:5], everything[5:], everything))
         self.ledger.check()
@@ -95,14 +120,23 @@ TestLedger.settings = settings(thorough, max_examples=100, stateful_step_count=3
 
 
 def test_the_law_is_broken_by_a_block_that_nobody_took():
-    ledger = DestinationLedger(ALIASES, NUM_BLOCKS)
-    ledger._taken[0, 3] = True
-    with pytest.raises(AssertionError, match="differ"):
-        ledger.check()
+    account = BlockAccount(ALIASES, NUM_BLOCKS)
+    account.receive((np.array([3]), np.array([], np.int64), np.array([], np.int64)))
+    with pytest.raises(AssertionError, match="were lost"):
+        DestinationLedger(account).check()
+
+
+def test_a_loan_ends_once():
+    account, ids = BlockAccount(ALIASES, NUM_BLOCKS), (np.array([3, 3]), np.array([-1]), np.array([4]))
+    account.lend(ids)
+    account.end_loan(ids)
+    account.check(lent=[])
+    with pytest.raises(AssertionError, match="ended twice"):
+        account.end_loan(ids)
 
 
 def test_a_block_cannot_be_given_back_twice():
-    ledger = DestinationLedger(ALIASES, NUM_BLOCKS)
+    ledger = DestinationLedger(BlockAccount(ALIASES, NUM_BLOCKS))
     ledger.take(1, (np.array([3]), np.array([4]), np.array([3])))
     ledger.give_back(1)
     with pytest.raises(KeyError):

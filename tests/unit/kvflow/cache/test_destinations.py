@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from kvflow.cache.blocks import BlockAccount
 from kvflow.cache.destinations import DestinationLedger, Quarantined
 from kvflow.errors import BlockIdsInvalid
 
@@ -14,7 +15,7 @@ def ids(*lists):
 @pytest.fixture
 def ledger():
     """Groups 0 and 1 overlay the same bytes, group 2 has its own."""
-    return DestinationLedger([0, 0, 2], 10)
+    return DestinationLedger(BlockAccount([0, 0, 2], 10))
 
 
 def test_a_block_of_an_overlaid_group_is_the_same_block(ledger):

@@ -4,9 +4,11 @@ import pytest
 
 from kvflow.errors import CapacityExceeded, LayoutMismatch
 from kvflow.layout.groups import Group
+from kvflow.layout.specs import Opaque
+from kvflow.transfer.pairs import pair_units
 from kvflow.transfer.plan import PlanCache, PlanLimits, plan_transfer
 
-from .helpers import full, manifest_of, sliding
+from .helpers import full, ids, manifest_of, sliding
 
 LAYERS_28 = {f"layers.{index}": full(num_kv_heads=4, head_size=128, dtype="bfloat16") for index in range(28)}
 LAYOUTS = ("LBNHC", "LBHNC", "BLNHC", "BLHNC", "BHLNC")
@@ -123,3 +125,14 @@ def test_a_plan_explains_itself():
     assert plan.certificate.written_bytes * 2 == plan.certificate.page_bytes
     assert "not transferred: a.k heads 2 to 3" in said
     assert not plan.certificate.complete
+
+
+def test_pages_of_an_unknown_kind_move_whole_and_only_between_blocks_of_one_size():
+    source = manifest_of({"a": Opaque(block_size=16, nbytes=24)}, layout="LBNHC")
+    (group,) = plan_transfer(source, manifest_of({"a": Opaque(block_size=16, nbytes=24)})).groups
+    pairs = pair_units(group, ids(3, 1, 2), ids(0, 2), num_tokens=40)
+    assert (pairs.source.tolist(), pairs.target.tolist()) == ([1, 2], [0, 2])
+    assert group.runs.nbytes.tolist() == [24]
+    with pytest.raises(LayoutMismatch) as caught:
+        plan_transfer(source, manifest_of({"a": Opaque(block_size=32, nbytes=24)}))
+    assert (caught.value.field, caught.value.source, caught.value.target) == ("a.block_size", 16, 32)

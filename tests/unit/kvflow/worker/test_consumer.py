@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvflow.cache.blocks import BlockAccount
 from kvflow.cache.destinations import DestinationLedger
 from kvflow.cache.mint import Mint
 from kvflow.cache.tickets import RankAddress, join_tickets
@@ -135,7 +136,7 @@ class World:
         self.clock, self.reports, self.transport = Clock(), Reports(), Transport()
         self.manifest = cache_of(num_blocks).manifest()
         self.pool = Pool(self.manifest)
-        self.ledger = DestinationLedger(alias_classes(self.manifest), num_blocks)
+        self.ledger = DestinationLedger(BlockAccount(alias_classes(self.manifest), num_blocks))
         self.invalid = None
         self.consumer = Consumer(
             pool=self.pool,

@@ -3,8 +3,10 @@
 import asyncio
 import threading
 
+import numpy as np
 import pytest
 
+from kvflow.cache.blocks import BlockAccount
 from kvflow.cache.epochs import EpochTable
 from kvflow.cache.leases import LeaseEnded, LeaseTable, Reader
 from kvflow.cache.mint import Mint
@@ -28,14 +30,16 @@ def mint_of(address=ADDRESS, engine_id="prefill-0", **how):
 class Producer:
     """A keeper and its offers, over a table that a test can look into."""
 
-    def __init__(self, report=None):
+    def __init__(self, report=None, block_sizes=(4, 4)):
         self.clock = Clock()
         self.reports = Reports()
         self.epochs = EpochTable(SLOTS, 0)
+        self.account = BlockAccount([0, 0], 10)
         self.keeper = LeaseKeeper(
             leases=LeaseTable(self.epochs),
+            account=self.account,
             num_blocks=10,
-            block_sizes=[4, 4],
+            block_sizes=block_sizes,
             lease_s=30.0,
             peer=peer_id("prefill-0", 0, ADDRESS.incarnation),
             clock=self.clock,
@@ -173,7 +177,7 @@ async def test_an_offer_that_is_refused_costs_no_slot(producer):
 )
 async def test_more_blocks_than_tokens_are_refused(producer, block_ids, num_tokens, group):
     """The last block must hold the last token; a block behind it would shift everything by one."""
-    with pytest.raises(BlockIdsInvalid, match="blocks of 4 for") as caught:
+    with pytest.raises(BlockIdsInvalid, match="blocks for") as caught:
         producer.offer(block_ids=block_ids, num_tokens=num_tokens)
     assert caught.value.group == group
     assert producer.keeper.held() == 0
@@ -286,3 +290,41 @@ async def test_threads_offer_and_revoke_at_once_and_every_slot_comes_back(produc
     assert failures == []
     assert producer.keeper.held() == 0
     assert len({producer.offer(str(index)).slot for index in range(SLOTS)}) == SLOTS
+
+
+async def test_blocks_are_lent_as_long_as_a_lease_lasts_and_to_as_many_as_ask(producer):
+    grant = producer.offer("a", ((1, 2), (3,)))
+    producer.offer("b", ((2,), (-1,)))
+    producer.keeper.check()
+    for ids in ([[1], []], [[], [1]], [[2], []], [[3], []]):
+        with pytest.raises(BlockIdsInvalid, match="is on offer"):
+            producer.account.receive([np.array(each, np.int64) for each in ids])
+    producer.keeper.on_release([key(grant)], ALONE)
+    producer.keeper.check()
+    producer.account.receive([np.array([1, 3]), np.array([], np.int64)])
+    with pytest.raises(BlockIdsInvalid, match="is on offer"):
+        producer.account.receive([np.array([2]), np.array([], np.int64)])
+    assert producer.keeper.revoke("b")
+    producer.account.receive([np.array([2]), np.array([], np.int64)])
+    producer.account.check(lent=[])
+
+
+async def test_blocks_that_receive_are_not_offered_and_nothing_is_held_of_a_refused_offer(producer):
+    ids = [np.array([2]), np.array([], np.int64)]
+    producer.account.receive(ids)
+    with pytest.raises(BlockIdsInvalid, match="group 0: block 2 cannot be offered") as caught:
+        producer.offer("a", ((1, 2), (3,)))
+    assert caught.value.remedy
+    assert producer.keeper.held() == 0
+    producer.account.end_receipt(ids)
+    producer.offer("a", ((1, 2), (3,)))
+    with pytest.raises(BlockIdsInvalid, match="on offer already"):
+        producer.offer("a", ((4,), (5,)))
+    producer.keeper.check()
+
+
+async def test_a_request_has_one_state():
+    keeper = Producer(block_sizes=[4, 0])
+    keeper.offer("a", ((1, 2), (3,)))
+    with pytest.raises(BlockIdsInvalid, match="group 1: 2 blocks for 8 tokens, which at most 1 can hold"):
+        keeper.offer("b", ((1, 2), (3, 4)))
