@@ -381,9 +381,15 @@ class Scheduler:
         if leg.state == "queued" and leg.bytes_at is None:
             return "queue" if now - leg.pull.submitted_at > budgets.queue_s else ""
         if leg.state == "reading":
-            # Without a read of its own in flight a leg waits for room, and room comes with the peer's progress.
-            oldest = min((self._flights[read_id].dispatched_at for read_id in leg.reads), default=0.0)
-            since = max(oldest, self._progress.get(leg.request.peer, oldest))
+            peer = leg.request.peer
+            # Without a read of its own in flight a leg waits for room. If its peer has reads in flight, room comes with
+            # their progress; if it has none, others take all the room there is, and that is no fault of this peer.
+            reads = leg.reads or {read_id for read_id, flight in self._flights.items() if flight.batch.peer == peer}
+            if not reads:
+                since = self._progress.get(peer, leg.pull.submitted_at)
+                return "queue" if now - since > budgets.queue_s else ""
+            oldest = min(self._flights[read_id].dispatched_at for read_id in reads)
+            since = max(oldest, self._progress.get(peer, oldest))
             return "wire" if now - since > budgets.wire_s else ""
         return "fence" if leg.bytes_at is not None and now - leg.bytes_at > budgets.fence_s else ""
 

@@ -1,5 +1,6 @@
 """The scheduler's promises one by one, each in the shortest story that needs it. Properties tell the long ones."""
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -260,6 +261,24 @@ def test_a_pull_between_two_batches_of_a_hung_peer_has_a_deadline_too(scheduler)
     }
     assert failed[2] == ("deadline_exceeded", "wire", False)
     assert failed[3] == ("deadline_exceeded", "wire", True)
+
+
+def test_a_pull_that_others_leave_no_room_is_no_fault_of_its_own_peer():
+    """A hung peer fills the total window: whoever waits for room runs into the budget of the queue, not of the wire."""
+    scheduler = Scheduler(msgspec.structs.replace(LIMITS, batch_bytes=50, total_bytes=100))
+    patient = Budgets(queue_s=6.0, wire_s=3.0, fence_s=2.0)
+    scheduler.submit(PullRequest(1, "r", (leg("hung", count=5),), 0, patient), 0.0)
+    first = only(Dispatch, scheduler.submit(PullRequest(2, "s", (leg(count=15, slot=1),), 0, patient), 0.0))
+    scheduler.submit(PullRequest(3, "t", (leg("hung", count=5, slot=2, first=90),), -1, patient), 0.0)
+    assert only(Dispatch, arrive(scheduler, first, now=1.0)).pull_ids == (3,)
+    effects = scheduler.tick(4.5)
+    failed = [effect for effect in effects if isinstance(effect, TransferFailed)]
+    assert {(effect.pull_id, effect.phase, effect.peer) for effect in failed} == {
+        (1, "wire", "hung"),
+        (3, "wire", "hung"),
+    }
+    failed = only(TransferFailed, scheduler.tick(7.5))
+    assert (failed.pull_id, failed.phase, failed.peer) == (2, "queue", "p")
 
 
 def test_a_lease_is_renewed_while_a_pull_needs_it(scheduler):
