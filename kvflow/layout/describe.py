@@ -12,7 +12,7 @@ from kvflow.layout.manifest import Layer, Manifest, ManifestGroup
 from kvflow.layout.pages import has_tokens, item_alignment, page_bytes, round_up
 from kvflow.layout.placement import PlacedLayer, Pool, place_column, place_row, row_bytes
 from kvflow.layout.region import Region
-from kvflow.layout.shards import Shard
+from kvflow.layout.shards import Shard, require_integer
 from kvflow.layout.specs import CacheSpec, validate_specs
 
 
@@ -107,6 +107,9 @@ def plan_cache(
     check_groups(specs, groups)
     probe = Pool(1, shard, layout, kv)
     axes = probe.axes
+    require_integer("alignment", alignment)
+    if alignment < 1:
+        raise SpecInvalid(f"alignment is {alignment}: expected at least 1")
     unknown = sorted(set(apart) - set(specs))
     if unknown:
         raise SpecInvalid(f"apart names layers that are not there: {unknown[:5]}")
@@ -170,6 +173,9 @@ def _columns(shared: Sequence[Sequence[str]]) -> list[list[str]]:
 def _budget(num_blocks: int | None, memory_bytes: int | None, bytes_per_block: int) -> int:
     if (num_blocks is None) == (memory_bytes is None):
         raise SpecInvalid("give exactly one of num_blocks and memory_bytes")
+    for name, value in (("num_blocks", num_blocks), ("memory_bytes", memory_bytes)):
+        if value is not None:
+            require_integer(name, value)
     if num_blocks is None:
         assert memory_bytes is not None
         num_blocks = memory_bytes // bytes_per_block

@@ -1,12 +1,25 @@
 """Which heads a rank holds: the only place that reasons about tensor parallelism."""
 
-from typing import Annotated
+import operator
+from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
 from kvflow.errors import SpecInvalid
 
 Rank = Annotated[int, Meta(ge=0, le=1 << 16)]
+
+
+def require_integer(name: str, value: Any) -> None:
+    """Refuse what is no whole number; numpy's are.
+
+    Raises:
+        SpecInvalid: names the field and the value.
+    """
+    try:
+        operator.index(value)
+    except TypeError as error:
+        raise SpecInvalid(f"{name} is {value!r}: expected an integer") from error
 
 
 class Held(Struct, frozen=True):
@@ -24,6 +37,8 @@ class Shard(Struct, frozen=True, kw_only=True):
     tp_size: Annotated[int, Meta(ge=1, le=1 << 16)] = 1
 
     def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            require_integer(f"shard.{name}", getattr(self, name))
         if not 0 <= self.tp_rank < self.tp_size:
             raise SpecInvalid(f"shard.tp_rank is {self.tp_rank}, but tp_size is {self.tp_size}")
 

@@ -52,11 +52,19 @@ def test_a_budget_is_filled_and_never_exceeded(memory_bytes, num_blocks):
         ({"memory_bytes": 4095}, "one block needs 4096 bytes"),
         ({"num_blocks": 0}, "holds 0 blocks"),
         ({"num_blocks": -1}, "holds -1 blocks"),
+        ({"num_blocks": 2.5}, "num_blocks is 2.5: expected an integer"),
+        ({"memory_bytes": 1e6}, "memory_bytes is 1000000.0: expected an integer"),
     ],
 )
 def test_a_budget_that_holds_nothing_is_refused(budget, words):
     with pytest.raises(SpecInvalid, match=words):
         planned(model(layers=2, full_every=1), **budget)
+
+
+@pytest.mark.parametrize(("alignment", "words"), [(0, "is 0: expected at least 1"), (2.0, "expected an integer")])
+def test_an_alignment_that_is_none_is_refused(alignment, words):
+    with pytest.raises(SpecInvalid, match=words):
+        planned(model(layers=2, full_every=1), num_blocks=1, alignment=alignment)
 
 
 @pytest.mark.parametrize(("layout", "bytes_per_block"), [("BLHNC", 1536), ("LBNHC", 2048)])

@@ -49,3 +49,10 @@ def test_what_is_held_says_of_how_much():
 def test_a_rank_outside_its_group_is_refused(tp_rank, tp_size):
     with pytest.raises(SpecInvalid, match="tp_rank"):
         Shard(tp_rank=tp_rank, tp_size=tp_size)
+
+
+@pytest.mark.parametrize("fields", [{"tp_size": 2.0}, {"tp_rank": "0"}, {"tp_rank": None}])
+def test_a_number_that_is_not_whole_is_refused_by_name(fields):
+    (name,) = fields
+    with pytest.raises(SpecInvalid, match=f"shard.{name} is .*: expected an integer"):
+        Shard(**fields)
