@@ -9,13 +9,13 @@ class TransferReport(Struct, frozen=True, kw_only=True):
     Attributes:
         request_id: the producer's name of the request.
         nbytes: bytes moved.
-        descriptors: descriptors that the transport saw, after merging neighbours.
+        descriptors: how many the pull's block lists make once neighbours have merged; pacing may cut them further.
         reads: batches that carried it, some of them shared with other pulls.
         transport: ``nixl`` or ``loopback``.
-        timings_s: seconds per phase. ``handshake``: reaching the peers, 0 when they were known. ``queue``:
+        timings_s: seconds per phase. ``handshake``: reaching the peers, and checking ticket and block ids. ``queue``:
             submission to the first dispatch. ``bind``: computing descriptor indices. ``post``: inside posting
-            calls; on shared memory this is the copy. ``wire``: first dispatch to the last byte, less ``post``.
-            ``fence``: reading the epochs. ``total``: the call of ``pull`` to its result.
+            calls; on shared memory this is the copy. ``wire``: first dispatch to the last byte, as the event loop hears
+            of it, less ``post``. ``fence``: reading the epochs. ``total``: the call of ``pull`` to its result.
     """
 
     request_id: str
