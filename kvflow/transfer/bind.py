@@ -12,6 +12,7 @@ from msgspec import Struct
 
 from kvflow.errors import CapacityExceeded
 from kvflow.layout.region import Region
+from kvflow.transfer.chunks import Cutter, neighbors
 from kvflow.transfer.pairs import UnitPairs
 from kvflow.transfer.plan import GroupPlan
 from kvflow.transfer.runs import Int64s, Units
@@ -131,9 +132,8 @@ class Binding:
         )
         self.unit_bytes = runs.unit_bytes
         self.unit_descriptors = len(runs)
-        self._nbytes = runs.nbytes
-        self._dense = (self.source.stride == runs.nbytes) & (self.target.stride == runs.nbytes)
-        self._num_dense = int(np.count_nonzero(self._dense))
+        dense = (self.source.stride == runs.nbytes) & (self.target.stride == runs.nbytes)
+        self._cutter = Cutter(runs.nbytes, dense)
         run = np.arange(len(runs), dtype=np.int32)[:, None]
         self._source_first = run * np.int32(self.source.per_run)
         self._target_first = run * np.int32(self.target.per_run)
@@ -148,42 +148,18 @@ class Binding:
         """
         source = self.source.local(pairs.source).astype(np.int32)
         target = self.target.local(pairs.target).astype(np.int32)
-        nbytes, total = len(source) * self.unit_bytes, len(source) * self.unit_descriptors
-        if nbytes <= chunk_bytes and total <= chunk_descriptors:
-            cuts = np.array([0, total], np.int64)
-        else:
-            cuts = self._cuts(_follows(source, target), chunk_bytes, chunk_descriptors)
+        # One array for both: NumPy asks for huge pages from 4 MiB on; small pages take longer than the sums.
+        index = np.empty((2, self.unit_descriptors, len(source)), np.int32)
+        np.add(self._source_first, source, out=index[0])
+        np.add(self._target_first, target, out=index[1])
         return Bound(
-            source_index=(self._source_first + source).ravel(),
-            target_index=(self._target_first + target).ravel(),
-            cuts=cuts,
-            nbytes=nbytes,
+            source_index=index[0].ravel(),
+            target_index=index[1].ravel(),
+            cuts=self._cutter.cuts(source, target, chunk_bytes, chunk_descriptors),
+            nbytes=len(source) * self.unit_bytes,
         )
 
     def merged(self, pairs: UnitPairs) -> int:
         """Return how many descriptors these pairs are once neighbours have merged; batches and chunks not counted."""
-        follows = _follows(self.source.local(pairs.source), self.target.local(pairs.target))
-        return len(follows) * self.unit_descriptors - int(np.count_nonzero(follows)) * self._num_dense
-
-    def _cuts(self, follows: npt.NDArray[np.bool_], chunk_bytes: int, chunk_descriptors: int) -> Int64s:
-        count = len(follows)
-        total = len(self._nbytes) * count
-        starts = ~(self._dense[:, None] & follows)
-        ends = np.cumsum(np.repeat(self._nbytes, count))
-        merged = np.cumsum(starts.ravel())
-        cuts = [0]
-        while cuts[-1] < total:
-            first = cuts[-1]
-            sent = int(ends[first - 1]) if first else 0
-            by_bytes = int(np.searchsorted(ends, sent + chunk_bytes, side="right"))
-            # A cut inside a merged run starts a descriptor of its own, hence "- 1" from the first one's number.
-            by_count = int(np.searchsorted(merged, int(merged[first]) - 1 + chunk_descriptors, side="right"))
-            cuts.append(min(max(first + 1, min(by_bytes, by_count)), total))
-        return np.array(cuts, np.int64)
-
-
-def _follows(source: npt.NDArray[np.integer], target: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
-    """Tell of each pair whether it lies right behind the one before it on both sides; of the first: False."""
-    follows = np.zeros(len(source), bool)
-    np.logical_and(source[1:] - source[:-1] == 1, target[1:] - target[:-1] == 1, out=follows[1:])
-    return follows
+        follows = neighbors(self.source.local(pairs.source), self.target.local(pairs.target))
+        return len(follows) * self.unit_descriptors - int(np.count_nonzero(follows)) * self._cutter.num_dense

@@ -1,0 +1,118 @@
+"""How long does it take to turn pairs of blocks into the indices of descriptors?
+
+Three sizes: 64 blocks of 8 layers; 607 blocks of 28 layers with keys and values apart; 8192 blocks, which are 131,072
+tokens, of 64 layers. Ids ascend or are random, and chunks are those of a pull, or one for all. The floor is what NumPy
+needs for the same two arrays and nothing else: an outer sum each. Bounds: 25 us, 150 us, 3 ms.
+
+    python tests/benchmarks/bench_bind.py [--rounds 300]
+"""
+
+# ruff: noqa: T201  # a benchmark prints
+
+import argparse
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+from msgspec import Struct
+
+from kvflow.layout.describe import plan_cache
+from kvflow.layout.groups import plan_groups
+from kvflow.layout.region import Region
+from kvflow.layout.shards import Shard
+from kvflow.layout.specs import FullAttention
+from kvflow.transfer.bind import Binding, Int32s
+from kvflow.transfer.pairs import UnitPairs
+from kvflow.transfer.plan import plan_transfer
+
+UNCHUNKED = 1 << 62
+CHUNKINGS = {"of a pull": (8 << 20, 256), "one": (UNCHUNKED, UNCHUNKED)}
+"""Most bytes, and most merged descriptors, of one chunk."""
+
+
+class Case(Struct, frozen=True):
+    """A cache, how many of its blocks are read, and how long binding them may take."""
+
+    num_layers: int
+    kv: str
+    num_kv_heads: int
+    num_blocks: int
+    bound_us: float
+
+    def binding(self) -> Binding:
+        """Bind the plan between two caches of this form."""
+        spec = FullAttention(block_size=16, num_kv_heads=self.num_kv_heads, head_size=128, dtype="bfloat16")
+        specs = {f"layers.{index}": spec for index in range(self.num_layers)}
+        groups = plan_groups(specs, layout="LBNHC")
+        cache = plan_cache(specs, groups, layout="LBNHC", kv=self.kv, shard=Shard(), num_blocks=self.num_blocks)
+        manifest = cache.manifest(Region(1 << 30, cache.nbytes))
+        sizes = {"source_blocks": self.num_blocks, "target_blocks": self.num_blocks}
+        (group,) = plan_transfer(manifest, manifest).groups
+        return Binding(group, source_regions=manifest.regions, target_regions=manifest.regions, **sizes)
+
+
+CASES = (
+    Case(8, "content", 8, 64, 25),
+    Case(8, "content", 1, 64, 25),
+    Case(28, "split", 4, 607, 150),
+    Case(64, "content", 8, 8192, 3000),
+    Case(64, "content", 1, 8192, 3000),
+)
+
+
+def floor(first: Int32s, numbers: Int32s) -> tuple[Int32s, Int32s]:
+    """Compute two arrays of that size as plainly as NumPy can."""
+    return (first + numbers).ravel(), (first + numbers).ravel()
+
+
+def microseconds(functions: Sequence[Callable[[], object]], rounds: int) -> list[float]:
+    """Return the median time of one call of each, hot; they take turns, so that both find memory in the same state."""
+    samples: list[list[float]] = [[] for _ in functions]
+    for _ in range(rounds):
+        for function, times in zip(functions, samples, strict=True):
+            started = time.perf_counter()
+            function()
+            times.append((time.perf_counter() - started) * 1e6)
+    return [statistics.median(times) for times in samples]
+
+
+def main() -> int:
+    """Print the medians beside their bounds; the exit status is 1 if one is over."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=300)
+    rounds = parser.parse_args().rounds
+    print(f"{platform.platform()}, Python {platform.python_version()}, NumPy {np.__version__}, {rounds} rounds, us")
+    print(f"{'descriptors':>11}  {'ids':10}  {'chunks':>15}{'bind':>9}{'floor':>9}{'bound':>8}")
+    missed = False
+    for case in CASES:
+        binding = case.binding()
+        ascending = np.arange(case.num_blocks, dtype=np.int64)
+        targets = {"ascending": ascending, "random": np.random.default_rng(0).permutation(ascending)}
+        first = np.arange(binding.unit_descriptors, dtype=np.int32)[:, None] * np.int32(case.num_blocks)
+        plain = partial(floor, first, ascending.astype(np.int32))
+        for ids, target in targets.items():
+            for chunking, (chunk_bytes, chunk_descriptors) in CHUNKINGS.items():
+                bind = partial(
+                    binding.bind,
+                    UnitPairs(ascending, target),
+                    chunk_bytes=chunk_bytes,
+                    chunk_descriptors=chunk_descriptors,
+                )
+                bound = bind()
+                median, least = microseconds((bind, plain), rounds)
+                chunks = f"{chunking}, {len(bound.cuts) - 1}"
+                print(
+                    f"{len(bound.source_index):11,}  {ids:10}  {chunks:>15}"
+                    f"{median:9.1f}{least:9.1f}{case.bound_us:8.0f}"
+                )
+                missed |= median > case.bound_us
+    print("MISSED" if missed else "kept")
+    return int(missed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
