@@ -1,5 +1,6 @@
 """The one thread of a transport: it alone touches the owner and the mover."""
 
+import logging
 import threading
 import time
 from collections import deque
@@ -13,10 +14,15 @@ from kvflow.transport.base import PeerAddress, Program, Read, Sink
 from kvflow.transport.mover import MoverFactory
 from kvflow.transport.owner import CancelReads, Command, Owner, RemovePeer
 
+_logger = logging.getLogger(__name__)
+
 PAUSE_S_MIN = 20e-6
 PAUSE_S_MAX = 1e-3
 """Between two polls; doubled while nothing happens. A small TCP read takes 25 to 70 us, and polling without
 pause takes the core that the bytes need. A command ends the pause at once."""
+
+HANGS_S = 10.0
+"""After this long without a word, ``close`` says what it waits for."""
 
 CLOSE_GRACE_S = 2.0
 """How long ``close`` lets what is in flight end by itself before it destroys the agents."""
@@ -86,13 +92,19 @@ class ThreadedTransport:
         self._command(CancelReads(tuple(read_ids)))
 
     def close(self) -> None:
-        """See ``Transport.close``. Blocks for at most about two seconds."""
+        """See ``Transport.close``. Blocks for about two seconds at most, unless a call into the library hangs.
+
+        Then it says so again and again: the memory must not be freed before that call has returned.
+        """
         with self._lock:
             if not self._closed:
                 self._closed = True
                 self._put(None)
         for thread in self._threads:
-            thread.join()
+            thread.join(HANGS_S)
+            while thread.is_alive():
+                _logger.error("kvflow.transport: closing waits for a call into %s that does not return", self._name)
+                thread.join(HANGS_S)
 
     def _command(self, command: Command) -> None:
         # The lock orders commands and the end of commands: what is queued is served.
