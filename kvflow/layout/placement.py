@@ -25,6 +25,7 @@ from kvflow.layout.pages import (
 )
 from kvflow.layout.shards import Shard
 from kvflow.layout.specs import ITEM_BYTES, CacheSpec, ComponentSpec
+from kvflow.layout.views import PlaneAxes, View, attention_views, block_axes, view_of
 
 AXIS_ORDERS: dict[tuple[str, str], str] = {
     ("LBNHC", "content"): "LBNHK",
@@ -47,15 +48,6 @@ AXIS_ORDERS: dict[tuple[str, str], str] = {
 
 LAYOUTS = tuple(dict.fromkeys(layout for layout, _ in AXIS_ORDERS))
 KV_FORMS = ("content", "split", "block_split")
-
-
-class View(Struct, frozen=True):
-    """A tensor as an attention backend wants it: strides and offset in bytes of the backing allocation."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
 
 
 class PlacedLayer(Struct, frozen=True):
@@ -162,16 +154,6 @@ class _Slot(Struct, frozen=True):
     block_stride: int
 
 
-class _Tensor(Struct, frozen=True):
-    """One plane of one layer, its axes as (extent, stride in bytes)."""
-
-    offset: int
-    cell_bytes: int
-    blocks: tuple[tuple[int, int], ...]
-    heads: tuple[int, int]
-    tokens: tuple[int, int]
-
-
 def _bands(specs: Mapping[str, CacheSpec], names: Sequence[str], pool: Pool) -> tuple[list[tuple[list[str], int]], int]:
     """Put layers whose pages have one shape together; return each band with its offset, and the bytes of all."""
     bands: dict[object, list[str]] = {}
@@ -223,27 +205,16 @@ def _place(spec: CacheSpec, pool: Pool, slot: _Slot) -> PlacedLayer:
         for part, inside in held.parts
     )
     tensors = [
-        _Tensor(
+        PlaneAxes(
             start,
             held.cell_bytes,
-            _block_axes(pool.num_blocks, plane["B"], kernel_blocks, kernel_stride),
+            block_axes(pool.num_blocks, plane["B"], kernel_blocks, kernel_stride),
             (heads, plane["H"]),
             (spec.kernel_tokens, plane["N"]),
         )
         for plane, start, held in zip(strides, base, layer_planes, strict=True)
     ]
-    return PlacedLayer(components, _views(spec, tensors, pool.kv))
-
-
-def _block_axes(
-    num_blocks: int, block_stride: int, kernel_blocks: int, kernel_stride: int
-) -> tuple[tuple[int, int], ...]:
-    """Return the axis of blocks as (extent, stride): of kernel blocks where one stride reaches all, else of both."""
-    if kernel_blocks == 1:
-        return ((num_blocks, block_stride),)
-    if block_stride == kernel_blocks * kernel_stride:
-        return ((num_blocks * kernel_blocks, kernel_stride),)
-    return ((num_blocks, block_stride), (kernel_blocks, kernel_stride))
+    return PlacedLayer(components, attention_views(spec, tensors, pool.kv))
 
 
 def _running(axes: str, extents: Mapping[str, int], cells: Sequence[int]) -> tuple[list[dict[str, int]], list[int]]:
@@ -283,35 +254,6 @@ def _component(
     )
 
 
-def _views(spec: CacheSpec, tensors: Sequence[_Tensor], kv: str) -> tuple[View, ...]:
-    """Return ``[block, head, token, content]``; with ``split`` K and V ``[2, block, token, head, content]``.
-
-    With ``block_split`` the pair is behind the block. A latent is ``[block, token, content]``. Kernel blocks count as
-    blocks where one stride reaches them all, and are an axis of their own behind them otherwise. Where the components
-    of a cell differ in dtype, the view is of bytes.
-    """
-    dtypes = {part.dtype for part in spec.components}
-    dtype = dtypes.pop() if len(dtypes) == 1 else "uint8"
-    size = ITEM_BYTES[dtype]
-    first, cells = tensors[0], [tensor.cell_bytes for tensor in tensors]
-    if len(tensors) == 1:
-        return (_view(dtype, first.offset, *first.blocks, first.tokens, (first.cell_bytes // size, size)),)
-    if kv == "content":
-        return (_view(dtype, first.offset, *first.blocks, first.heads, first.tokens, (sum(cells) // size, size)),)
-    if len(set(cells)) == 1:
-        pair, content = (2, tensors[1].offset - first.offset), (first.cell_bytes // size, size)
-        outer = (pair, *first.blocks) if kv == "split" else (*first.blocks, pair)
-        return (_view(dtype, first.offset, *outer, first.tokens, first.heads, content),)
-    return tuple(
-        _view(dtype, each.offset, *each.blocks, each.tokens, each.heads, (each.cell_bytes // size, size))
-        for each in tensors
-    )
-
-
-def _view(dtype: str, offset: int, *axes: tuple[int, int]) -> View:
-    return View(dtype, tuple(extent for extent, _ in axes), tuple(stride for _, stride in axes), offset)
-
-
 def _place_states(spec: CacheSpec, pool: Pool, offset: int, block_stride: int) -> PlacedLayer:
     """Place states one after the other; each is contiguous."""
     components, views = [], []
@@ -338,5 +280,5 @@ def _place_states(spec: CacheSpec, pool: Pool, offset: int, block_stride: int) -
             )
         )
         axes = ((pool.num_blocks, block_stride), *zip(extents, strides, strict=True))
-        views.append(_view(part.dtype, offset + inside, *axes))
+        views.append(view_of(part.dtype, offset + inside, *axes))
     return PlacedLayer(tuple(components), tuple(views))

@@ -7,10 +7,10 @@ import torch
 from kvflow.layout.describe import plan_cache
 from kvflow.layout.groups import Group, plan_groups, resolve_layout
 from kvflow.layout.manifest import Manifest
-from kvflow.layout.placement import View
 from kvflow.layout.region import Region
 from kvflow.layout.shards import Shard
 from kvflow.layout.specs import CacheSpec
+from kvflow.layout.views import View
 
 Tensors = torch.Tensor | list[torch.Tensor]
 """One layer's cache as its backend wants it; a list for states."""
