@@ -8,6 +8,7 @@ an address such as 2**63 - 1 plus a huge stride is simply seen to lie outside.
 import hashlib
 from collections import Counter
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Annotated
 
 import msgspec
@@ -113,7 +114,7 @@ class Identity(Struct, frozen=True, omit_defaults=True):
         yield "model_dtype", self.dtype
 
 
-class Manifest(Struct, frozen=True):
+class Manifest(Struct, frozen=True, dict=True):
     """The canonical KV metadata of one rank.
 
     Attributes:
@@ -175,7 +176,14 @@ class Manifest(Struct, frozen=True):
             raise SpecInvalid(f"{path}: reaches byte {end} of a region of {nbytes}")
 
     def geometry_digest(self) -> bytes:
-        """Digest everything the planner reads: equal digests have equal plans, whatever the addresses."""
+        """Digest everything the planner reads: equal digests have equal plans, whatever the addresses.
+
+        It is computed once, and may be asked for on every pull: nothing of a manifest changes.
+        """
+        return self._geometry_digest
+
+    @cached_property
+    def _geometry_digest(self) -> bytes:
         memory = [region.memory for region in self.regions]
         return _digest((self.num_blocks, memory, self.groups))
 

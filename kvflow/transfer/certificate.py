@@ -4,15 +4,23 @@ The proof does not trust the merging: it walks the coordinates of every target c
 covers their bytes, and checks that the run reads the bytes of the same coordinates.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 
 import numpy as np
+import numpy.typing as npt
 from msgspec import Struct
 
 from kvflow.errors import PlanUnsound
+from kvflow.layout.component import Component
 from kvflow.layout.manifest import Manifest
 from kvflow.transfer.match import ComponentPair, GroupPair
-from kvflow.transfer.runs import Int64s, RunTable, Units
+from kvflow.transfer.runs import Int64s, RunTable, Units, alike
+
+Bools = npt.NDArray[np.bool_]
+
+PROVEN_AT_ONCE = 1 << 18
+"""Pieces that are checked together: some 30 MiB of numbers."""
 
 
 class Missing(Struct, frozen=True):
@@ -57,7 +65,10 @@ def certify(target: Manifest, planned: Sequence[tuple[GroupPair, RunTable, Units
     written = 0
     for group, runs, source_units, target_units in planned:
         cover = _Cover(runs, target_units)
-        expected = sum(_prove(cover, pair, source_units, target_units) for pair in group.pairs)
+        expected = 0
+        for pairs in alike(group.pairs):
+            for some in _batches(pairs, target_units):
+                expected += _prove(cover, some, source_units, target_units)
         if expected != runs.unit_bytes * target_units.per_block:
             raise PlanUnsound(
                 f"runs write {runs.unit_bytes * target_units.per_block} bytes, the components have {expected}"
@@ -71,57 +82,89 @@ class _Cover:
     """Runs of all units of one target block, sorted by region and offset, disjoint."""
 
     def __init__(self, runs: RunTable, units: Units) -> None:
+        self.runs = runs
         self.run = np.tile(np.arange(len(runs), dtype=np.int64), units.per_block)
         self.start = (runs.target[1] + units.offsets(runs.target[3], runs.target[4])).ravel()
-        self.nbytes = runs.nbytes[self.run]
         self.region = runs.target[0, self.run]
         order = np.lexsort((self.start, self.region))
-        self.run, self.start = self.run[order], self.start[order]
-        self.nbytes, self.region = self.nbytes[order], self.region[order]
+        self.run, self.start, self.region = self.run[order], self.start[order], self.region[order]
+        self.nbytes = runs.nbytes[self.run]
         same = self.region[1:] == self.region[:-1]
         if np.any(same & (self.start[:-1] + self.nbytes[:-1] > self.start[1:])):
             raise PlanUnsound("two runs write the same byte")
-        self.runs = runs
+        # Region and offset as one number, small enough for int64: what counts is the order of offsets, not their size.
+        self._offsets, rank = np.unique(self.start, return_inverse=True)
+        self._place = self.region * len(self._offsets) + rank
 
-    def find(self, region: int, starts: Int64s, nbytes: int) -> tuple[Int64s, Int64s]:
+    def find(self, region: Int64s, start: Int64s, nbytes: int) -> tuple[Int64s, Int64s]:
         """Return for each byte range the run that covers it, and how far inside the run it starts."""
-        low, high = np.searchsorted(self.region, (region, region + 1))
-        at = low + np.searchsorted(self.start[low:high], starts, side="right") - 1
-        if np.any(at < low):
+        rank = np.searchsorted(self._offsets, start, side="right") - 1
+        at = np.searchsorted(self._place, region * len(self._offsets) + rank, side="right") - 1
+        if np.any(at < 0) or np.any(self.region[at] != region):
             raise PlanUnsound("a byte of the target is not written")
-        inside = starts - self.start[at]
+        inside = start - self.start[at]
         if np.any(inside + nbytes > self.nbytes[at]):
             raise PlanUnsound("a byte of the target is not written")
         return self.run[at], inside
 
 
-def _prove(cover: _Cover, pair: ComponentPair, source_units: Units, target_units: Units) -> int:
-    """Check one component of one target block; return its bytes."""
-    source, target = pair.source, pair.target
-    walked, nbytes = pair.walk
+def _batches(pairs: Sequence[ComponentPair], units: Units) -> Iterator[Sequence[ComponentPair]]:
+    """Divide pairs of one shape so that proving some of them at once takes bounded memory."""
+    walked, _ = pairs[0].walk
+    pieces = math.prod(pairs[0].extents(units.tokens * units.per_block)[:walked])
+    many = max(1, PROVEN_AT_ONCE // pieces)
+    return (pairs[first : first + many] for first in range(0, len(pairs), many))
+
+
+def _prove(cover: _Cover, pairs: Sequence[ComponentPair], source_units: Units, target_units: Units) -> int:
+    """Check components of one shape in one target block; return their bytes."""
+    walked, nbytes = pairs[0].walk
+    part = pairs[0].target
     # Every coordinate of the whole block: its tokens run through its kernel blocks.
-    tokens = target.num_tokens * target_units.kernel_blocks
-    index = np.indices(pair.extents(tokens)[:walked], np.int64).reshape(walked, -1 if walked else 1)
+    tokens = part.num_tokens * target_units.kernel_blocks
+    index = np.indices(pairs[0].extents(tokens)[:walked], np.int64).reshape(walked, -1 if walked else 1)
     within, first = index.copy(), index.copy()
     kernel_block = np.zeros(index.shape[1], np.int64)
     if tokens:
-        kernel_block, within[target.token_axis] = np.divmod(index[target.token_axis], target.num_tokens)
+        kernel_block, within[part.token_axis] = np.divmod(index[part.token_axis], part.num_tokens)
         # Where unit 0 of the source must be read for this token, whatever unit it is paired with.
-        first[target.token_axis] %= target_units.tokens
-    wanted = pair.start(target) + np.array(target.strides[:walked], np.int64) @ within
-    run, inside = cover.find(target.region, wanted + kernel_block * target.kernel_stride, nbytes)
-    right = pair.start(source) + np.array(source.strides[:walked], np.int64) @ first
+        first[part.token_axis] %= target_units.tokens
+    source = np.array([_first_bytes(pair, pair.source) for pair in pairs], np.int64).T[:, :, None]
+    target = np.array([_first_bytes(pair, pair.target) for pair in pairs], np.int64).T[:, :, None]
+    wanted = target[1] + kernel_block * target[3] + np.array(part.strides[:walked], np.int64) @ within
+    run, inside = cover.find(target[0], wanted, nbytes)
+    right = source[1] + np.array(pairs[0].source.strides[:walked], np.int64) @ first
     runs = cover.runs
-    if np.any(runs.source[1, run] + inside != right) or np.any(runs.source[0, run] != source.region):
-        raise PlanUnsound(f"{pair.layer}.{target.role}: a byte is read from elsewhere")
-    for side, part, units in ((runs.source, source, source_units), (runs.target, target, target_units)):
-        if np.any(side[2, run] != part.block_stride):
-            raise PlanUnsound(f"{pair.layer}.{target.role}: block strides differ")
-        if units.kernel_blocks > 1 and np.any(side[3, run] != part.kernel_stride):
-            raise PlanUnsound(f"{pair.layer}.{target.role}: kernel block strides differ")
-        if units.per_kernel_block > 1 and np.any(side[4, run] != units.tokens * part.strides[part.token_axis]):
-            raise PlanUnsound(f"{pair.layer}.{target.role}: unit strides differ")
-    return len(wanted) * nbytes
+    elsewhere = (runs.source[1, run] + inside != right) | (runs.source[0, run] != source[0])
+    _refuse(pairs, elsewhere, "a byte is read from elsewhere")
+    for side, rows, where, units in (
+        (runs.source, source, pairs[0].source, source_units),
+        (runs.target, target, part, target_units),
+    ):
+        _refuse(pairs, side[2, run] != rows[2], "block strides differ")
+        if units.kernel_blocks > 1:
+            _refuse(pairs, side[3, run] != rows[3], "kernel block strides differ")
+        if units.per_kernel_block > 1:
+            _refuse(pairs, side[4, run] != units.tokens * where.strides[where.token_axis], "unit strides differ")
+    return index.shape[1] * len(pairs) * nbytes
+
+
+def _first_bytes(pair: ComponentPair, part: Component) -> tuple[int, int, int, int]:
+    """Return region, offset, block stride and kernel stride of what a pair has in common."""
+    return part.region, pair.start(part), part.block_stride, part.kernel_stride
+
+
+def _refuse(pairs: Sequence[ComponentPair], wrong: Bools, words: str) -> None:
+    """Raise ``PlanUnsound`` for the first pair of which anything is wrong.
+
+    Args:
+        pairs: of one shape.
+        wrong: shape (pairs, pieces).
+        words: what is wrong.
+    """
+    if wrong.any():
+        pair = pairs[int(wrong.any(axis=1).argmax())]
+        raise PlanUnsound(f"{pair.layer}.{pair.target.role}: {words}")
 
 
 def _page_bytes(target: Manifest) -> int:

@@ -15,7 +15,7 @@ from kvflow.errors import CapacityExceeded, LayoutMismatch
 from kvflow.layout.manifest import Manifest
 from kvflow.transfer.certificate import Certificate, certify
 from kvflow.transfer.match import GroupPair, Pieces, match_groups
-from kvflow.transfer.runs import RunTable, Units, fragments, merged
+from kvflow.transfer.runs import RunTable, Units, alike, fragments, merged
 
 
 class PlanLimits(Struct, frozen=True):
@@ -156,9 +156,11 @@ def _unit(group: GroupPlan) -> str:
 
 def _plan_group(pair: GroupPair, limits: PlanLimits) -> GroupPlan:
     source, target = _units(pair)
-    if sum(math.prod(part.extents(target.tokens)[: part.walk[0]]) for part in pair.pairs) > limits.fragments_max:
+    shapes = alike(pair.pairs)
+    total = sum(math.prod(parts[0].extents(target.tokens)[: parts[0].walk[0]]) * len(parts) for parts in shapes)
+    if total > limits.fragments_max:
         raise CapacityExceeded("fragments in one plan", limits.fragments_max, remedy="Use smaller blocks.")
-    runs = merged([fragments(part, source, target) for part in pair.pairs])
+    runs = merged([fragments(parts, source, target) for parts in shapes])
     if len(runs) > limits.runs_max:
         raise CapacityExceeded("runs in one plan", limits.runs_max, remedy="Use layouts that merge further.")
     return GroupPlan(pair.source_group, pair.target_group, source, target, runs)
@@ -200,9 +202,10 @@ class PlanCache:
         """
         taken = None if pieces is None else tuple(sorted(pieces.items()))
         key = (source.geometry_digest(), target.geometry_digest(), taken)
-        if key in self._plans:
+        plan = self._plans.get(key)
+        if plan is not None:
             self._plans.move_to_end(key)
-            return self._plans[key]
+            return plan
         plan = plan_transfer(source, target, pieces=pieces)
         self._plans[key] = plan
         if len(self._plans) > self._plans_max:

@@ -102,19 +102,49 @@ class Units(Struct, frozen=True):
         return step, even
 
 
-def fragments(pair: ComponentPair, source_units: Units, target_units: Units) -> RunTable:
-    """Cut one component into runs that are contiguous on both sides: the finest, always right."""
-    walked, nbytes = pair.walk
-    extents = pair.extents(target_units.tokens)[:walked]
+def alike(pairs: Sequence[ComponentPair]) -> list[list[ComponentPair]]:
+    """Sort pairs by extents and strides: one walk over coordinates serves all of a list, wherever each of them begins.
+
+    The layers of a model are of few shapes, so that there are a handful of lists and not one for each layer.
+    """
+    found: dict[object, list[ComponentPair]] = {}
+    for pair in pairs:
+        source, target = pair.source, pair.target
+        axes = (target.shard_axis, target.token_axis, target.item_bytes)
+        key = (pair.count, target.extents, axes, source.strides, target.strides)
+        found.setdefault(key, []).append(pair)
+    return list(found.values())
+
+
+def fragments(pairs: Sequence[ComponentPair], source_units: Units, target_units: Units) -> RunTable:
+    """Cut components into runs that are contiguous on both sides: the finest, always right.
+
+    Args:
+        pairs: of one shape, see ``alike``.
+        source_units: how source blocks are cut.
+        target_units: how target blocks are.
+    """
+    walked, nbytes = pairs[0].walk
+    extents = pairs[0].extents(target_units.tokens)[:walked]
     index = np.indices(extents, np.int64).reshape(walked, math.prod(extents))
     sides = []
-    for part, units in ((pair.source, source_units), (pair.target, target_units)):
-        columns = np.empty((5, index.shape[1]), np.int64)
-        columns[0] = part.region
-        columns[1] = pair.start(part) + np.array(part.strides[:walked], np.int64) @ index
-        columns[2] = part.block_stride
-        columns[3] = part.kernel_stride if units.kernel_blocks > 1 else 0
-        columns[4] = units.tokens * part.strides[part.token_axis] if units.per_kernel_block > 1 else 0
+    for parts, units in (
+        ([pair.source for pair in pairs], source_units),
+        ([pair.target for pair in pairs], target_units),
+    ):
+        unit_stride = units.tokens * parts[0].strides[parts[0].token_axis] if units.per_kernel_block > 1 else 0
+        firsts = [
+            (
+                part.region,
+                pair.start(part),
+                part.block_stride,
+                part.kernel_stride if units.kernel_blocks > 1 else 0,
+                unit_stride,
+            )
+            for pair, part in zip(pairs, parts, strict=True)
+        ]
+        columns = np.repeat(np.array(firsts, np.int64).T, index.shape[1], axis=1)
+        columns[1] += np.tile(np.array(parts[0].strides[:walked], np.int64) @ index, len(pairs))
         sides.append(columns)
     source, target = sides
     return RunTable(np.full(source.shape[1], nbytes, np.int64), source, target)

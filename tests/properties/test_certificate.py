@@ -94,7 +94,7 @@ def test_merging_changes_no_byte(case):
     target, planned = case
     finest = []
     for pair, _, *units in planned:
-        tables = [fragments(part, *units) for part in pair.pairs]
+        tables = [fragments([part], *units) for part in pair.pairs]
         columns = zip(*((table.nbytes, table.source, table.target) for table in tables), strict=True)
         finest.append((pair, RunTable(*(np.concatenate(column, axis=-1) for column in columns)), *units))
     assert certify(target, finest) == certify(target, planned)

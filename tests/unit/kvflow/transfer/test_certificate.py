@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 
 from kvflow.errors import PlanUnsound
+from kvflow.transfer import certificate
 from kvflow.transfer.certificate import Missing, certify
 from kvflow.transfer.match import match_groups
 from kvflow.transfer.plan import plan_transfer
-from kvflow.transfer.runs import RunTable, Units, fragments
+from kvflow.transfer.runs import RunTable, Units, alike, fragments
 
 from .helpers import full, manifest_of, sliding
 
@@ -19,7 +20,7 @@ CUT = Units(tokens=4, per_kernel_block=2, kernel_blocks=2)
 
 
 def runs_of():
-    tables = [fragments(part, CUT, CUT) for part in PAIR.pairs]
+    tables = [fragments([part], CUT, CUT) for part in PAIR.pairs]
     return RunTable(
         *(
             np.concatenate([getattr(table, name) for table in tables], axis=-1)
@@ -29,9 +30,25 @@ def runs_of():
 
 
 def test_a_complete_plan_writes_the_page():
-    certificate = certify(CACHE, [(PAIR, runs_of(), CUT, CUT)])
-    assert certificate.written_bytes == certificate.page_bytes == 2 * 16 * 4 * 8 * 2
-    assert certificate.complete
+    proven = certify(CACHE, [(PAIR, runs_of(), CUT, CUT)])
+    assert proven.written_bytes == proven.page_bytes == 2 * 16 * 4 * 8 * 2
+    assert proven.complete
+
+
+@pytest.mark.parametrize("proven_at_once", [1, 100, 1 << 18])
+def test_of_many_layers_of_one_shape_the_wrong_one_is_named(monkeypatch, proven_at_once):
+    """They are checked together, or some at a time."""
+    monkeypatch.setattr(certificate, "PROVEN_AT_ONCE", proven_at_once)
+    cache = manifest_of({name: full(num_kv_heads=4) for name in ("a", "b", "c")}, layout="LBNHC", kv="split")
+    (pair,) = match_groups(cache, cache)
+    assert [len(pairs) for pairs in alike(pair.pairs)] == [6]
+    whole = Units(tokens=16, per_kernel_block=1, kernel_blocks=1)
+    runs = fragments(pair.pairs, whole, whole)
+    assert certify(cache, [(pair, runs, whole, whole)]).complete
+    (of_v,) = np.flatnonzero(runs.target[1] == pair.pairs[3].target.offset)
+    runs.source[1, of_v] += 1
+    with pytest.raises(PlanUnsound, match=r"b\.v: a byte is read from elsewhere"):
+        certify(cache, [(pair, runs, whole, whole)])
 
 
 @pytest.mark.parametrize(
@@ -80,9 +97,9 @@ def test_a_run_beside_the_components_is_found():
 
 
 def test_no_plan_at_all_leaves_everything_missing():
-    certificate = certify(CACHE, [])
-    assert certificate.written_bytes == 0
-    assert certificate.missing == (Missing("a", "k", 0, 4), Missing("a", "v", 0, 4))
+    proven = certify(CACHE, [])
+    assert proven.written_bytes == 0
+    assert proven.missing == (Missing("a", "k", 0, 4), Missing("a", "v", 0, 4))
 
 
 @pytest.mark.parametrize(
@@ -99,17 +116,17 @@ def test_no_plan_at_all_leaves_everything_missing():
     ],
 )
 def test_heads_that_the_source_lacks_are_named(source, target, missing):
-    certificate = plan_transfer(manifest_of(SPECS, tp=source), manifest_of(SPECS, tp=target)).certificate
-    assert certificate.missing == missing
-    assert certificate.complete == (not missing)
+    proven = plan_transfer(manifest_of(SPECS, tp=source), manifest_of(SPECS, tp=target)).certificate
+    assert proven.missing == missing
+    assert proven.complete == (not missing)
 
 
 def test_layers_that_the_source_lacks_are_named():
     specs = {"a": full(), "b": full(), "s": sliding()}
     stage = {"b": full()}
-    certificate = plan_transfer(manifest_of(stage), manifest_of(specs)).certificate
-    assert {(gap.layer, gap.role, gap.count) for gap in certificate.missing} == {
+    proven = plan_transfer(manifest_of(stage), manifest_of(specs)).certificate
+    assert {(gap.layer, gap.role, gap.count) for gap in proven.missing} == {
         (layer, role, 2) for layer in ("a", "s") for role in ("k", "v")
     }
-    assert certificate.written_bytes * 3 == certificate.page_bytes
+    assert proven.written_bytes * 3 == proven.page_bytes
     assert plan_transfer(manifest_of(specs), manifest_of(stage)).certificate.complete

@@ -54,10 +54,11 @@ def test_fragments_are_one_head_of_one_token():
     (group,) = match_groups(manifest, manifest)
     keys, values = group.pairs
     halves = Units(2, 2, 1)
-    runs = fragments(keys, halves, halves)
+    runs = fragments([keys], halves, halves)
     assert shapes(runs) == [(16, at, at) for at in (0, 32, 16, 48)]
     assert {(run.source.block_stride, run.source.unit_stride) for run in runs} == {(256, 64)}
-    assert next(iter(fragments(values, halves, halves))) == Run(16, Side(0, 128, 256, 0, 64), Side(0, 128, 256, 0, 64))
+    [first, *_] = fragments([values], halves, halves)
+    assert first == Run(16, Side(0, 128, 256, 0, 64), Side(0, 128, 256, 0, 64))
 
 
 def test_fragments_of_a_part_start_at_its_heads_on_both_sides():
@@ -65,7 +66,7 @@ def test_fragments_of_a_part_start_at_its_heads_on_both_sides():
     (group,) = match_groups(manifest_of(specs, tp=(1, 2)), manifest_of(specs))
     assert isinstance(group.pairs[0], ComponentPair)
     single = Units(1, 1, 1)
-    runs = fragments(group.pairs[0], single, single)
+    runs = fragments([group.pairs[0]], single, single)
     assert shapes(runs) == [(16, 0, 64), (16, 32, 96)]
     assert merged([runs]).unit_bytes == 32
 
