@@ -219,8 +219,8 @@ def execute(plan, source, target, *, source_ids, target_ids, num_tokens):
         target_at, target_lengths = descriptors(binding.target.table, bound.target_index)
         assert np.array_equal(lengths, target_lengths)
         assert lengths.sum() == bound.nbytes
-        _require_inside(source_at, lengths, theirs.regions)
-        _require_inside(target_at, lengths, ours.regions)
+        require_inside(source_at, lengths, theirs.regions)
+        require_inside(target_at, lengths, ours.regions)
         for to, at, nbytes in zip(target_at.tolist(), source_at.tolist(), lengths.tolist(), strict=True):
             ctypes.memmove(to, at, nbytes)
 
@@ -248,7 +248,7 @@ def descriptors(table, index):
     return table[row, 0] + within * table[row, 3], table[row, 1]
 
 
-def _require_inside(addresses, lengths, regions):
+def require_inside(addresses, lengths, regions):
     """Each descriptor lies in one region; regions are sorted by address."""
     starts = np.array([region.address for region in regions])
     ends = np.array([region.address + region.nbytes for region in regions])

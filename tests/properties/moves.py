@@ -1,0 +1,203 @@
+"""A request of one target rank, carried out and compared with what a copy by coordinates makes of it."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from kvflow.errors import BlockRangeMismatch
+from kvflow.transfer.cover import share_out
+from kvflow.transfer.pairs import check_block_ids, pair_units
+from kvflow.transfer.plan import plan_transfer
+
+from .caches import bindings, descriptors, require_inside
+from .oracle import ABSENT, tokens_by_block, write
+from .pools import open_pool
+
+
+def require_right_bytes(case):
+    """Pull a request: every wanted byte arrives once and is right, and nothing else is written."""
+    rng = np.random.default_rng(case.seed)
+    sources = open_sources(case, rng)
+    for number, (stage, rank) in enumerate(case.targets):
+        target = open_pool(stage, rank, case.model, rng, thinning=(case.seed, 99 + number))
+        require_pulled(case, sources, target)
+
+
+def open_sources(case, rng):
+    """Open the pools of all source ranks, with the model's bytes in them; the ranks of a stage leave out the same."""
+    stages = list(dict.fromkeys(id(stage) for stage, _ in case.sources))
+    pools = []
+    for stage, rank in case.sources:
+        pool = open_pool(stage, rank, case.model, rng, thinning=(case.seed, stages.index(id(stage))))
+        write(pool, case.model, lambda _, total, pool=pool: pool.held(total))
+        pools.append(pool)
+    return pools
+
+
+def require_pulled(case, sources, target):
+    """Check one target rank against what the sources have."""
+    plans = planned(case, sources, target)
+    shared = shared_with(case, sources, target)
+    require_true_certificates([plan.certificate for _, plan in plans], target, shared)
+    kept, lacking = without_uncovered(case, sources, target, shared)
+    noise = target.memory.copy()
+    if lacking:
+        with pytest.raises(BlockRangeMismatch):
+            carry_out(case, plans, target)
+        target.memory[:] = noise
+    target = replace(target, block_ids=kept)
+    before = [source.memory.copy() for source, _ in plans]
+    writes = carry_out(case, plans, target)
+    for (source, _), memory in zip(plans, before, strict=True):
+        assert np.array_equal(source.memory, memory), "a source was written"
+    require_arrived(case.model, target, noise, writes, shared)
+
+
+def planned(case, sources, target):
+    """Return (source, plan) for each source that gives something."""
+    ours, theirs = target.cache.manifest(), [source.cache.manifest() for source in sources]
+    if not case.whole:
+        return [(sources[0], plan_transfer(theirs[0], ours))]
+    shares = share_out(ours, theirs, turn=case.turn)
+    return [(sources[share.source], plan_transfer(theirs[share.source], ours, pieces=share.pieces)) for share in shares]
+
+
+def shared_with(case, sources, target):
+    """Return a function of a layer and an extent: the numbers that the target holds of it, and some source as well."""
+
+    def shared(layer, total):
+        ours = target.held(total)
+        if case.whole:
+            return ours
+        (source,) = sources
+        theirs = source.held(total) if layer in source.stage.layers else []
+        return [number for number in ours if number in theirs]
+
+    return shared
+
+
+def require_true_certificates(certificates, target, shared):
+    """Together they write what is shared, and name the rest."""
+    page, written, lacked = 0, 0, set()
+    for group, _ in target.groups():
+        for layer in group.layers:
+            for role, total, nbytes in pieces_of(target.stage.layers[layer], group):
+                ours, both = target.held(total), shared(layer, total)
+                page += len(ours) * nbytes
+                written += len(both) * nbytes
+                lacked |= {(layer, role, number) for number in ours if number not in both}
+    assert {certificate.page_bytes for certificate in certificates} == {page}
+    assert sum(certificate.written_bytes for certificate in certificates) == written
+    assert set.intersection(*(named_gaps(certificate) for certificate in certificates)) == lacked
+    assert [certificate.complete for certificate in certificates] == [
+        not named_gaps(certificate) for certificate in certificates
+    ]
+
+
+def pieces_of(kind, group):
+    """Yield role, extent of the axis that ranks divide, and bytes of one of its indices in a block."""
+    if kind.tokens:
+        for _, parts in kind.planes:
+            yield from ((role, kind.heads, group.block_size * nbytes) for role, _, nbytes in parts)
+        return
+    for role, shape, item, axis in kind.states:
+        total = 1 if axis is None else shape[axis]
+        yield role, total, math.prod(shape) * item // total
+
+
+def named_gaps(certificate):
+    gaps = [
+        (gap.layer, gap.role, number)
+        for gap in certificate.missing
+        for number in range(gap.first, gap.first + gap.count)
+    ]
+    assert len(set(gaps)) == len(gaps)
+    return set(gaps)
+
+
+def without_uncovered(case, sources, target, shared):
+    """Let those target blocks be absent of which some holder lacks a token; tell whether all lack one of some block."""
+    lists, lacking = [], False
+    for group, ids in target.groups():
+        kept = list(ids)
+        for layer in group.layers:
+            pieces = pieces_of(target.stage.layers[layer], group)
+            if not any(shared(layer, total) for _, total, _ in pieces):
+                continue
+            holders = [
+                set().union(*tokens_by_block(pool, case.model, layer).values())
+                for pool in sources
+                if layer in pool.stage.layers
+            ]
+            for block, needed in tokens_by_block(target, case.model, layer).items():
+                lacking |= not set.union(*holders) >= needed
+                if not set.intersection(*holders) >= needed:
+                    kept[ids.index(block)] = ABSENT
+        lists.append(kept)
+    return lists, lacking
+
+
+def carry_out(case, plans, target):
+    """Copy what each plan says, descriptor by descriptor; return how often each byte of the target was written."""
+    writes = np.zeros(target.memory.shape, np.uint8)
+    ours = target.cache.manifest()
+    wanted = check_block_ids(target.block_ids, num_blocks=ours.num_blocks, aliases=range(len(ours.groups)), unique=True)
+    for source, plan in plans:
+        theirs = source.cache.manifest()
+        offered = check_block_ids(
+            source.block_ids, num_blocks=theirs.num_blocks, aliases=range(len(theirs.groups)), unique=False
+        )
+        for group, binding in zip(plan.groups, bindings(plan, theirs, ours), strict=True):
+            pairs = pair_units(
+                group,
+                offered[group.source_group],
+                wanted[group.target_group],
+                num_tokens=_num_tokens(case.model, target, group.target_group),
+            )
+            if len(pairs.source):
+                _copy(binding, pairs, source, target, writes)
+    return writes
+
+
+def _num_tokens(model, pool, group):
+    return model.tokens_of(pool.stage.groups[group].layers[0])
+
+
+def _copy(binding, pairs, source, target, writes):
+    bound = binding.bind(pairs, chunk_bytes=1 << 23, chunk_descriptors=256)
+    assert bound.source_index.dtype == bound.target_index.dtype == np.int32
+    source_at, lengths = descriptors(binding.source.table, bound.source_index)
+    target_at, target_lengths = descriptors(binding.target.table, bound.target_index)
+    assert np.array_equal(lengths, target_lengths)
+    assert lengths.sum() == bound.nbytes
+    require_inside(source_at, lengths, source.cache.manifest().regions)
+    require_inside(target_at, lengths, target.cache.manifest().regions)
+    for nbytes in np.unique(lengths):
+        chosen = lengths == nbytes
+        steps = np.arange(nbytes)
+        at = (source_at[chosen] - source.address)[:, None] + steps
+        to = (target_at[chosen] - target.address)[:, None] + steps
+        target.memory[to] = source.memory[at]
+        np.add.at(writes, to, 1)
+
+
+def require_arrived(model, target, noise, writes, shared):
+    """Compare all memory with what a copy by coordinates makes of the noise that was there."""
+    after = target.memory.copy()
+    target.memory[:] = noise
+    write(target, model, shared)
+    expected = target.memory.copy()
+    wanted, free = marked(target, model, shared), marked(target, model, shared, past_the_end=True)
+    assert np.array_equal(after[~free], expected[~free]), "a byte is wrong"
+    assert np.all(writes[wanted] == 1), "a wanted byte is not written once"
+    assert not np.any(writes[~wanted & ~free]), "a byte outside is written"
+    assert np.all(writes <= 1), "a byte is written twice"
+
+
+def marked(pool, model, shared, **where):
+    """Tell of every byte of a pool whether ``write`` reaches it."""
+    pool.memory[:] = 0
+    write(pool, model, shared, value=1, **where)
+    return pool.memory == 1
