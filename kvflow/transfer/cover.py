@@ -6,7 +6,7 @@ from msgspec import Struct
 
 from kvflow.errors import LayoutMismatch
 from kvflow.layout.manifest import Manifest
-from kvflow.transfer.match import Piece, PieceName, Pieces
+from kvflow.transfer.match import Piece, PieceName, Pieces, require_common_layer
 
 
 class Share(Struct, frozen=True):
@@ -35,6 +35,7 @@ def share_out(target: Manifest, sources: Sequence[Manifest], *, turn: int = 0) -
     Raises:
         LayoutMismatch: the sources together lack a part of the target.
     """
+    require_common_layer(sources, target)
     wanted, held = _pieces(target), [_pieces(source) for source in sources]
     complete = [index for index, there in enumerate(held) if _all_common(there, wanted) == wanted]
     if complete:

@@ -4,7 +4,7 @@ Layers are matched by name and components by role, whatever group they are in. W
 (layout, block size, shard) is not compared; what it cannot is refused with the field and both values.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from msgspec import Struct
 
@@ -97,23 +97,18 @@ def match_groups(source: Manifest, target: Manifest, pieces: Pieces | None = Non
     Raises:
         LayoutMismatch: no layer is common, or a common one differs where it must agree.
     """
-    for (field, theirs), (_, ours) in zip(source.identity.must_agree(), target.identity.must_agree(), strict=True):
-        if theirs and ours and theirs != ours:
-            raise LayoutMismatch(field, theirs, ours, remedy="Serve the same model on both sides.")
+    require_same_model(source, target)
+    require_common_layer([source], target)
     there = {layer.name: (index, layer) for index, _, layer in _layers(source)}
     found: dict[tuple[int, int], list[ComponentPair]] = {}
-    common = False
     for target_group, _, layer in _layers(target):
         if layer.name not in there:
             continue
-        common = True
         source_group, layer_there = there[layer.name]
         for (path, value_there), (_, value) in zip(layer_there.must_agree(), layer.must_agree(), strict=False):
             if value_there != value:
                 raise LayoutMismatch(f"{layer.name}.{path}", value_there, value)
         found.setdefault((source_group, target_group), []).extend(_match_components(layer_there, layer, pieces))
-    if not common:
-        raise LayoutMismatch("layers", _names(source), _names(target))
     return tuple(
         GroupPair(
             source_group,
@@ -125,6 +120,33 @@ def match_groups(source: Manifest, target: Manifest, pieces: Pieces | None = Non
         for (source_group, target_group), pairs in found.items()
         if pairs
     )
+
+
+def require_same_model(source: Manifest, target: Manifest) -> None:
+    """Check that two workers that say what they serve serve the same.
+
+    Raises:
+        LayoutMismatch: names the model, its revision or its dtype, and both values.
+    """
+    for (field, theirs), (_, ours) in zip(source.identity.must_agree(), target.identity.must_agree(), strict=True):
+        if theirs and ours and theirs != ours:
+            raise LayoutMismatch(field, theirs, ours, remedy="Serve the same model on both sides.")
+
+
+def have_common_layer(source: Manifest, target: Manifest) -> bool:
+    """Tell whether any layer is in both; pipeline stages of one model may have none."""
+    there = {layer.name for _, _, layer in _layers(source)}
+    return any(layer.name in there for _, _, layer in _layers(target))
+
+
+def require_common_layer(sources: Sequence[Manifest], target: Manifest) -> None:
+    """Check that any of the sources has any layer of the target.
+
+    Raises:
+        LayoutMismatch: none has; names the layers of the first.
+    """
+    if sources and not any(have_common_layer(source, target) for source in sources):
+        raise LayoutMismatch("layers", _names(sources[0]), _names(target))
 
 
 def _layers(manifest: Manifest) -> Iterator[tuple[int, ManifestGroup, Layer]]:

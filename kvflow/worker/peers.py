@@ -31,7 +31,7 @@ from kvflow.rendezvous.dialer import Link, open_link
 from kvflow.rendezvous.introduction import OurSide
 from kvflow.transfer.bind import Binding
 from kvflow.transfer.cover import share_out
-from kvflow.transfer.match import Pieces
+from kvflow.transfer.match import Pieces, have_common_layer, require_same_model
 from kvflow.transfer.plan import PlanCache, TransferPlan
 from kvflow.transport.base import PeerAddress, Program, Transport
 from kvflow.worker.failures import meeting_error
@@ -240,7 +240,10 @@ class PeerPool:
         theirs = link.advertisement
         if theirs.transport != self._transport.name:
             raise LayoutMismatch("transport", theirs.transport, self._transport.name)
-        self._plans.plan(theirs.manifest, self._manifest)  # whatever cannot go together is told before anything is read
+        # Whatever cannot go together is told before anything is read.
+        require_same_model(theirs.manifest, self._manifest)
+        if have_common_layer(theirs.manifest, self._manifest):
+            self._plans.plan(theirs.manifest, self._manifest)  # another pipeline stage may have nothing for us
         self._transport.add_peer(PeerAddress(link.peer, theirs.metadata, theirs.epochs))
         budget_s = self._ours.limits.handshake_s
         try:

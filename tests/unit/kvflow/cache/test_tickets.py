@@ -146,6 +146,15 @@ def test_members_are_the_ranks_in_order():
     assert (ticket.engine_id, ticket.request_id) == ("prefill-0", "request-1")
 
 
+def stage_of(num_tokens):
+    """The offer of a pipeline stage that has one group where another one has two."""
+    return mint_of(address(1)).offer("request-1", block_ids=[[5]], num_tokens=num_tokens)[0]
+
+
+def test_stages_with_fewer_groups_join():
+    assert join_tickets([stage_of(16), ticket_of(num_tokens=(48, 16))]).grants[0].num_tokens == (16,)
+
+
 @pytest.mark.parametrize(
     ("tickets", "words"),
     [
@@ -154,6 +163,7 @@ def test_members_are_the_ranks_in_order():
         ([ticket_of(), ticket_of("request-2", rank=1)], "different engines or requests"),
         ([ticket_of(), ticket_of(rank=1, engine_id="prefill-1")], "different engines or requests"),
         ([ticket_of(), ticket_of(rank=1, num_tokens=(48, 15))], "different numbers of tokens"),
+        ([ticket_of(), stage_of(47)], "different numbers of tokens"),
     ],
 )
 def test_tickets_that_do_not_belong_together_are_not_joined(tickets, words):

@@ -47,6 +47,13 @@ def test_what_no_rank_has_is_named(sources, head):
         shared(sources)
 
 
+def test_stages_without_any_layer_of_ours_are_named():
+    stages = [manifest_of({name: SPECS["a"]}) for name in ("x", "y")]
+    with pytest.raises(LayoutMismatch, match=r"layers differs: source has \['x'\], target has \['a', 'b'\]"):
+        share_out(manifest_of(SPECS), stages)
+    assert share_out(manifest_of({"x": SPECS["a"]}), stages) == (Share(0, None),)
+
+
 def test_replicated_heads_are_read_once_and_from_the_rank_in_turn():
     few = {"a": full(num_kv_heads=2)}
     ranks = [(rank, 4) for rank in range(4)]

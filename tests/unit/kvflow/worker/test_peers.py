@@ -4,17 +4,19 @@ import asyncio
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from handshake import Limits
 from kvflow.cache.mint import Mint
 from kvflow.cache.tickets import RankAddress
 from kvflow.errors import DeadlineExceeded, LayoutMismatch, PeerLost, StaleLease, TransferCancelled, WorkerClosed
+from kvflow.layout.manifest import Identity
 from kvflow.layout.region import Region
 from kvflow.observability.events import PeerConnected, PeerDropped
 from kvflow.worker.peers import PeerPool
 
-from .helpers import PATIENCE_S, Clock, Reports, cache_of
+from .helpers import PATIENCE_S, SPECS, Clock, Reports, cache_of
 
 ADDRESS = RankAddress(0, "0" * 32, "tcp://127.0.0.1:5000", "0", 4)
 SOURCE = cache_of(groups=None).manifest()
@@ -52,6 +54,7 @@ class Wire:
         self.open.set()
         self.leaving.set()
         self.transport = "loopback"
+        self.manifest = SOURCE
 
     @asynccontextmanager
     async def link(self, engine_id, address, *, ours, on_ended):
@@ -61,7 +64,7 @@ class Wire:
             raise self.error
         self.hung_up = on_ended
         advertisement = SimpleNamespace(
-            manifest=SOURCE, transport=self.transport, metadata=b"", epochs=Region(8192, 64)
+            manifest=self.manifest, transport=self.transport, metadata=b"", epochs=Region(8192, 64)
         )
         yield SimpleNamespace(peer=member().peer, endpoint=address.endpoint, advertisement=advertisement)
         await self.leaving.wait()
@@ -73,7 +76,7 @@ class World:
         self.wire, self.transport, self.reports, self.dropped = wire, Transport(), Reports(), []
         self.pool = PeerPool(
             ours=SimpleNamespace(limits=Limits(handshake_s=handshake_s), identity=SimpleNamespace(rank=0)),
-            manifest=cache_of().manifest(),
+            manifest=msgspec.structs.replace(cache_of().manifest(), identity=Identity(model="ours")),
             transport=self.transport,
             tasks=tasks,
             clock=Clock(),
@@ -178,6 +181,31 @@ async def test_another_data_plane_cannot_be_read(world):
     link = await world.pool.reach(member())
     assert world.pool.link(member().peer) is link
     assert world.wire.dialled == 1
+
+
+async def test_a_stage_with_none_of_our_layers_is_met_and_gives_nothing(world):
+    world.wire.manifest = cache_of(specs={"of another stage": SPECS["a"]}).manifest()
+    other = await world.met()
+    with pytest.raises(LayoutMismatch) as caught:  # alone it is of no use
+        world.pool.legs([other])
+    assert (caught.value.field, caught.value.source, caught.value.target) == (
+        "layers",
+        ["of another stage"],
+        ["a", "b"],
+    )
+    world.pool.drop(member().peer, "peer_lost", "gone")
+    await settle()
+    world.wire.manifest = SOURCE
+    (leg,) = world.pool.legs([other, await world.met()])
+    assert leg.member == 1
+
+
+async def test_a_stage_of_another_model_is_refused_whatever_its_layers_are(world):
+    manifest = cache_of(specs={"of another stage": SPECS["a"]}).manifest()
+    world.wire.manifest = msgspec.structs.replace(manifest, identity=Identity(model="theirs"))
+    task = await world.meet()
+    with pytest.raises(LayoutMismatch, match="model"):
+        await task
 
 
 @pytest.mark.parametrize("by", ["the transport", "the connection"])
