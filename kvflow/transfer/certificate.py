@@ -24,12 +24,26 @@ PROVEN_AT_ONCE = 1 << 18
 
 
 class Missing(Struct, frozen=True):
-    """Heads, or other indices of the sharded axis, of one component of the target that this source does not hold."""
+    """A part of one component of the target that this source does not hold.
+
+    Attributes:
+        layer: name.
+        role: of the component.
+        first: number, in the whole model, of the first index along the sharded axis.
+        count: how many.
+        indices: what they are: ``heads``, ``slices`` of a state, or ``whole`` if ranks do not divide the component.
+    """
 
     layer: str
     role: str
     first: int
     count: int
+    indices: str = "heads"
+
+    @property
+    def part(self) -> str:
+        """Which part, in words."""
+        return "all" if self.indices == "whole" else f"{self.indices} {self.first} to {self.first + self.count - 1}"
 
 
 class Certificate(Struct, frozen=True):
@@ -185,5 +199,8 @@ def _missing(target: Manifest, covered: dict[tuple[str, str], ComponentPair]) ->
                 first = pair.first if pair else part.first
                 count = pair.count if pair else 0
                 spans = ((part.first, first), (first + count, part.first + part.held.count))
-                missing += [Missing(layer.name, part.role, low, high - low) for low, high in spans if high > low]
+                indices = "whole" if part.total == 1 else "heads" if part.token_axis >= 0 else "slices"
+                missing += [
+                    Missing(layer.name, part.role, low, high - low, indices) for low, high in spans if high > low
+                ]
     return tuple(missing)

@@ -14,7 +14,8 @@ from msgspec import Struct
 from kvflow.errors import CapacityExceeded, LayoutMismatch
 from kvflow.layout.manifest import Manifest
 from kvflow.transfer.certificate import Certificate, certify
-from kvflow.transfer.match import GroupPair, Pieces, match_groups
+from kvflow.transfer.explain import explain_proof, explain_stop
+from kvflow.transfer.match import ComponentPair, GroupPair, Pieces, match_groups
 from kvflow.transfer.runs import RunTable, Units, alike, fragments, merged
 
 
@@ -43,6 +44,7 @@ class GroupPlan(Struct, frozen=True, eq=False):
         source: how source blocks are cut into units.
         target: how target blocks are.
         runs: what one pair of units copies.
+        pairs: the components that they copy, all of these groups.
     """
 
     source_group: int
@@ -50,6 +52,7 @@ class GroupPlan(Struct, frozen=True, eq=False):
     source: Units
     target: Units
     runs: RunTable
+    pairs: tuple[ComponentPair, ...]
 
     @property
     def unit_tokens(self) -> int:
@@ -94,25 +97,20 @@ class TransferPlan(Struct, frozen=True, eq=False):
         return total
 
     def explain(self) -> str:
-        """Say in a few lines why this many descriptors."""
+        """Say in a few lines why this many descriptors: what ends a run, and what one run is."""
         lines = []
         for group in self.groups:
             runs = group.runs
             low, high = int(runs.nbytes.min()), int(runs.nbytes.max())
-            size = f"{low}" if low == high else f"{low} to {high}"
+            size = f"{low:,}" if low == high else f"{low:,} to {high:,}"
             lines.append(
                 f"source group {group.source_group} -> target group {group.target_group}: "
-                f"{len(runs)} run(s) of {size} bytes for each {_unit(group)} "
-                f"({group.source_units} per source block, {group.target_units} per target block); "
-                f"{dense_runs(group)} of them merge over consecutive blocks"
+                f"{len(runs):,} run{'s' if len(runs) > 1 else ''} of {size} bytes for each {_unit(group)} "
+                f"({group.source_units} per source block, {group.target_units} per target block)"
             )
-        written, page = self.certificate.written_bytes, self.certificate.page_bytes
-        lines.append(f"proven: {written} of {page} bytes of the target page are written exactly once")
-        lines += [
-            f"not transferred: {gap.layer}.{gap.role} heads {gap.first} to {gap.first + gap.count - 1}"
-            for gap in self.certificate.missing[:8]
-        ]
-        return "\n".join(lines)
+            merging = f"{dense_runs(group):,} of {len(runs):,} merge over consecutive blocks"
+            lines.append(f"  {explain_stop(runs, group.pairs, group.unit_tokens)}; {merging}")
+        return "\n".join([*lines, *explain_proof(self.certificate)])
 
 
 def plan_transfer(
@@ -163,7 +161,7 @@ def _plan_group(pair: GroupPair, limits: PlanLimits) -> GroupPlan:
     runs = merged([fragments(parts, source, target) for parts in shapes])
     if len(runs) > limits.runs_max:
         raise CapacityExceeded("runs in one plan", limits.runs_max, remedy="Use layouts that merge further.")
-    return GroupPlan(pair.source_group, pair.target_group, source, target, runs)
+    return GroupPlan(pair.source_group, pair.target_group, source, target, runs, pair.pairs)
 
 
 def _units(pair: GroupPair) -> tuple[Units, Units]:

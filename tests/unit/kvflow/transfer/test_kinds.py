@@ -343,9 +343,9 @@ def test_a_certificate_names_the_slices_of_states_that_a_rank_lacks():
     source, target = (Side(*hybrid(), tp=tp).cache().manifest() for tp in ((1, 2), (0, 1)))
     missing = plan_transfer(source, target).certificate.missing
     assert [gap for gap in missing if gap.layer == "m0"] == [
-        Missing("m0", "conv_x", 0, 3),  # conv_B is whole on every rank
-        Missing("m0", "conv_C", 0, 4),
-        Missing("m0", "ssm", 0, 2),
+        Missing("m0", "conv_x", 0, 3, "slices"),  # conv_B is whole on every rank
+        Missing("m0", "conv_C", 0, 4, "slices"),
+        Missing("m0", "ssm", 0, 2, "slices"),
     ]
 
 
