@@ -19,11 +19,11 @@ _names = count()
 
 
 class Child:
-    """A process that hosts producers."""
+    """A process that hosts producers, and runs a module of this folder."""
 
-    def __init__(self, **environment):
+    def __init__(self, module="producer_process", **environment):
         self.process = subprocess.Popen(
-            [sys.executable, "-m", f"{Path(__file__).parent.name}.producer_process"],
+            [sys.executable, "-m", f"{Path(__file__).parent.name}.{module}"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
