@@ -26,6 +26,16 @@ def windowed(block_size=16, *, layers=4, window=64, **fields):
     return {name: sliding if index % 2 else spec for index, (name, spec) in enumerate(specs.items())}
 
 
+def chunked(block_size=16, *, chunk=128):
+    """Describe a model of which every other layer sees a chunk."""
+    return {
+        name: kvflow.ChunkedLocal(block_size=block_size, num_kv_heads=8, head_size=8, dtype="bfloat16", chunk=chunk)
+        if isinstance(spec, kvflow.SlidingWindow)
+        else spec
+        for name, spec in windowed(block_size).items()
+    }
+
+
 def latent(block_size=16, *, layers=2, **fields):
     """Describe a model that keeps one vector per token."""
     spec = kvflow.MLA(**{"block_size": block_size, "head_size": 24, "dtype": "bfloat16", **fields})
@@ -134,6 +144,11 @@ COMBINATIONS = {
         Engine(latent(64, dtype="uint8", scale_bytes=4, **KERNEL)),
         Engine(latent(48, dtype="uint8", scale_bytes=4), layout="LBNHC"),
         "one byte per element and scales behind them",
+    ),
+    "latents with a part of another type": Combination(
+        Engine(latent(dtype="uint8", rope_size=4, rope_dtype="bfloat16"), tp=2),
+        Engine(latent(64, dtype="uint8", rope_size=4, rope_dtype="bfloat16"), layout="LBNHC"),
+        "the part with the position keeps its type beside the rest",
     ),
     "latents beside heads, TP 2 to 4": Combination(
         Engine(beside(), tp=2), Engine(beside(), tp=4), "latents whole, keys and values by heads, in one pull"
@@ -279,6 +294,10 @@ COMBINATIONS = {
     "a window, blocks of 16 to 48, TP 2 to 1": Combination(
         Engine(windowed(16), tp=2), Engine(windowed(48)), "the source offers all, the target asks for the window",
         target_window=True,
+    ),
+    "chunks, TP 2 to 1": Combination(
+        Engine(chunked(), tp=2), Engine(chunked(), layout="BLNHC"), "the chunk of the next token, on both sides",
+        source_window=True, target_window=True,
     ),
     "a prefix": Combination(
         Engine(full()), Engine(full(), **PER_LAYER), "the consumer has the first 80 tokens", prefix_tokens=80
