@@ -96,8 +96,10 @@ def generate_case(pick, seed):
     whole = pick((True, True, True, False))
     tp_size = pick(TP_SIZES)
     if whole:
-        stages = [generate_stage(pick, model, part, tp_size) for part in _stages(pick, names)]
-        sources = [(stage, rank) for stage in stages for rank in range(tp_size)]
+        # Stages of unlike parallelism that overlap hold parts of the same that end at different heads.
+        sizes = (tp_size, tp_size, pick(TP_SIZES))
+        stages = [generate_stage(pick, model, part, pick(sizes)) for part in _stages(pick, names)]
+        sources = [(stage, rank) for stage in stages for rank in range(stage.tp_size)]
     else:
         sources = [(generate_stage(pick, model, _slice(pick, names), tp_size), pick(range(tp_size)))]
     targets = []

@@ -11,8 +11,8 @@ from kvflow.memory.cache import allocate
 
 from .oracle import ABSENT, Pool
 
-ALIGNMENT = 16
-"""Where an engine's tensors begin; more than any element needs."""
+ALIGNMENT = 4
+"""Where an engine's tensors begin: as much as any element needs."""
 
 
 def open_pool(stage, tp_rank, model, rng, *, thinning):
@@ -23,7 +23,7 @@ def open_pool(stage, tp_rank, model, rng, *, thinning):
         tp_rank: its number.
         model: the request.
         rng: of places and noise.
-        thinning: seed of which blocks are left out; the ranks of an engine have one.
+        thinning: seed of which blocks are left out, which the ranks of an engine have in common; None: none are.
     """
     counts = [
         1 if stage.layers[group.layers[0]].recurrent else math.ceil(model.tokens_of(group.layers[0]) / group.block_size)
@@ -35,10 +35,11 @@ def open_pool(stage, tp_rank, model, rng, *, thinning):
     if rng.random() < 0.3:
         order = np.sort(order)
     ids = [order[sum(counts[:index]) :][:count].tolist() for index, count in enumerate(counts)]
-    leaving = np.random.default_rng(thinning)
-    pool = Pool(stage, tp_rank, cache, memory, [_thinned(blocks, leaving) for blocks in ids])
-    pool.memory[:] = rng.integers(0, 256, memory.shape, np.uint8)
-    return pool
+    if thinning is not None:
+        leaving = np.random.default_rng(thinning)
+        ids = [_thinned(blocks, leaving) for blocks in ids]
+    memory[:] = rng.integers(0, 256, memory.shape, np.uint8)
+    return Pool(stage, tp_rank, cache, memory, ids)
 
 
 def _thinned(blocks, rng):
@@ -90,7 +91,7 @@ def _own_tensors(views, rng):
     """Return tensors of the same shapes, each dense in an order of axes of its own, with gaps between them."""
     flat = [tensor for view in views.values() for tensor in (view if isinstance(view, list) else [view])]
     sizes = [math.ceil(tensor.numel() * tensor.element_size() / ALIGNMENT) * ALIGNMENT for tensor in flat]
-    gaps = rng.integers(0, 3, len(flat)) * ALIGNMENT
+    gaps = rng.choice((0, 0, ALIGNMENT), len(flat))
     memory = torch.zeros(sum(sizes) + int(gaps.sum()), dtype=torch.uint8)
     made, at = [], 0
     for tensor, size, gap in zip(flat, sizes, gaps.tolist(), strict=True):
