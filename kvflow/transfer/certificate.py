@@ -73,11 +73,13 @@ def certify(target: Manifest, planned: Sequence[tuple[GroupPair, RunTable, Units
         planned: group pair, its runs, and how both sides' blocks are cut.
 
     Raises:
-        PlanUnsound: a byte is written twice, not at all, from elsewhere, or outside the components.
+        PlanUnsound: a byte is written twice, not at all, from elsewhere, or outside the components; or blocks are cut
+            so that other tokens would be paired.
     """
     covered: dict[tuple[str, str], ComponentPair] = {}
     written = 0
     for group, runs, source_units, target_units in planned:
+        _prove_cut(group, source_units, target_units)
         cover = _Cover(runs, target_units)
         expected = 0
         for pairs in alike(group.pairs):
@@ -92,10 +94,26 @@ def certify(target: Manifest, planned: Sequence[tuple[GroupPair, RunTable, Units
     return Certificate(_page_bytes(target), written, _missing(target, covered))
 
 
+def _prove_cut(pair: GroupPair, source: Units, target: Units) -> None:
+    """Check that equal units fill the blocks of both sides: block ids become numbers of units by nothing else."""
+    for side, group, units in (("source", pair.source, source), ("target", pair.target, target)):
+        if units.tokens:
+            fills = units.tokens * units.per_block == group.block_size and units.kernel_blocks == group.kernel_blocks
+        else:
+            fills = units.per_block == 1 and not group.kernel_tokens
+        if not fills or source.tokens != target.tokens:
+            raise PlanUnsound(
+                f"{side} blocks of {group.block_size} tokens are cut into {units.kernel_blocks} times "
+                f"{units.per_kernel_block} units of {units.tokens}"
+            )
+
+
 class _Cover:
     """Runs of all units of one target block, sorted by region and offset, disjoint."""
 
     def __init__(self, runs: RunTable, units: Units) -> None:
+        if np.any(runs.nbytes < 1):
+            raise PlanUnsound("a run has no bytes")
         self.runs = runs
         self.run = np.tile(np.arange(len(runs), dtype=np.int64), units.per_block)
         self.start = (runs.target[1] + units.offsets(runs.target[3], runs.target[4])).ravel()

@@ -7,10 +7,11 @@ is reached by is left alone, and runs are only exchanged with others that read e
 import random
 from collections import Counter
 from dataclasses import dataclass
-from itertools import cycle
+from itertools import cycle, product
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from kvflow.errors import PlanUnsound
 from kvflow.layout.manifest import Manifest
@@ -36,8 +37,11 @@ class Planned:
     pair: GroupPair
     plan: GroupPlan
 
-    def certified(self, runs):
-        return certify(self.target, [(self.pair, runs, self.plan.source, self.plan.target)])
+    def certified(self, *, runs=None, source=None, target=None):
+        """Certify the plan, or what a defect made of its runs or of how blocks are cut."""
+        plan = self.plan
+        runs = plan.runs if runs is None else runs  # a table without runs is false
+        return certify(self.target, [(self.pair, runs, source or plan.source, target or plan.target)])
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +156,13 @@ def another(planned, at):
     return None if np.array_equal(runs.source[:, at], runs.source[:, other]) else other
 
 
+def followed_by_nothing(planned, at):
+    """A run of no bytes more: no byte is wrong, but no transport takes it."""
+    runs = duplicated(planned, at)
+    runs.nbytes[at + 1] = 0
+    return runs
+
+
 def halves_exchanged(planned, at):
     if planned.plan.runs.nbytes[at] < 2:
         return None
@@ -190,6 +201,7 @@ KINDS = {
     "sources exchanged": exchanged("source"),
     "targets exchanged": exchanged("target"),
     "halves exchanged": halves_exchanged,
+    "followed by nothing": followed_by_nothing,
 }
 
 
@@ -203,7 +215,7 @@ def test_each_of_ten_thousand_defects_fails_the_proof(plans):
         if runs is None:
             continue
         try:
-            planned.certified(runs)
+            planned.certified(runs=runs)
         except PlanUnsound:
             caught[name] += 1
         else:
@@ -212,10 +224,20 @@ def test_each_of_ten_thousand_defects_fails_the_proof(plans):
     assert min(caught[name] for name in KINDS) > DEFECTS // 500, "some defect hardly ever applied"
 
 
+def test_blocks_that_are_cut_otherwise_fail_the_proof(plans):
+    """How block ids become numbers of units is part of the plan, too."""
+    for planned in plans:
+        for side, field, by in product(("source", "target"), ("tokens", "per_kernel_block", "kernel_blocks"), (-1, 1)):
+            units = getattr(planned.plan, side)
+            cut = replace(units, **{field: getattr(units, field) + by})
+            with pytest.raises(PlanUnsound):
+                planned.certified(**{side: cut})
+
+
 def test_merging_changes_no_byte(plans):
     """Merged or not, a plan is proven: the proof stands on coordinates, not on how runs were cut."""
     for planned in plans:
         tables = [fragments([part], planned.plan.source, planned.plan.target) for part in planned.pair.pairs]
         columns = zip(*((table.nbytes, table.source, table.target) for table in tables), strict=True)
         finest = RunTable(*(np.concatenate(column, axis=-1) for column in columns))
-        assert planned.certified(finest) == planned.certified(planned.plan.runs)
+        assert planned.certified(runs=finest) == planned.certified()

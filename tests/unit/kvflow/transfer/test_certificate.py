@@ -96,6 +96,27 @@ def test_a_run_beside_the_components_is_found():
         certify(CACHE, [(PAIR, wider, CUT, CUT)])
 
 
+def test_a_run_without_bytes_is_refused():
+    runs = runs_of()
+    runs.nbytes[3] = 0
+    with pytest.raises(PlanUnsound, match="no bytes"):
+        certify(CACHE, [(PAIR, runs, CUT, CUT)])
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "words"),
+    [
+        (Units(4, 2, 1), CUT, "source blocks of 16 tokens are cut into 1 times 2 units of 4"),
+        (CUT, Units(4, 4, 1), "target blocks of 16 tokens are cut into 1 times 4 units of 4"),
+        (CUT, Units(8, 1, 2), "units of 4"),
+        (Units(0, 1, 1), Units(0, 1, 1), "units of 0"),
+    ],
+)
+def test_blocks_that_units_do_not_fill_are_named(source, target, words):
+    with pytest.raises(PlanUnsound, match=words):
+        certify(CACHE, [(PAIR, runs_of(), source, target)])
+
+
 def test_no_plan_at_all_leaves_everything_missing():
     proven = certify(CACHE, [])
     assert proven.written_bytes == 0
