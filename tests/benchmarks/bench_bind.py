@@ -4,7 +4,7 @@ Three sizes: 64 blocks of 8 layers; 607 blocks of 28 layers with keys and values
 tokens, of 64 layers. Ids ascend or are random, and chunks are those of a pull, or one for all. The floor is what NumPy
 needs for the same two arrays and nothing else: an outer sum each. Bounds: 25 us, 150 us, 3 ms.
 
-    python tests/benchmarks/bench_bind.py [--rounds 50]
+    python tests/benchmarks/bench_bind.py [--rounds 200]
 """
 
 # ruff: noqa: T201  # a benchmark prints
@@ -91,7 +91,7 @@ def microseconds(functions: Sequence[Callable[[], object]], rounds: int) -> list
 def main() -> int:
     """Print the medians beside their bounds; the exit status is 1 if one is over."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--rounds", type=int, default=200)
     rounds = parser.parse_args().rounds
     print(f"{platform.platform()}, Python {platform.python_version()}, NumPy {np.__version__}")
     print(f"{STRETCHES} times {rounds} rounds, us")
