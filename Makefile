@@ -17,7 +17,7 @@ help:
 	echo 'make bench   every benchmark, one after the other'
 	echo 'make compose-demo   the demo in containers, over TCP and over shared memory; needs Docker and Compose'
 	echo 'make test-compose   the tests of that, with a container that is killed'
-	echo 'make test-exhaustive   100,000 generated pairs, and every parallelism and layout to every other; an hour'
+	echo 'make test-exhaustive   100,000 generated pairs, and every parallelism and layout to every other; most of an hour'
 	echo 'make clean   remove what was built and measured; .venv stays'
 
 # torch goes first and alone, so that pip settles on the pinned build before it looks at anything that wants torch.

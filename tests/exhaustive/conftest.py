@@ -1,4 +1,4 @@
-"""These tests take hours: ``make test-exhaustive`` runs them, ``make test`` leaves them out.
+"""These tests take most of an hour: ``make test-exhaustive`` runs them, ``make test`` leaves them out.
 
 ``KVFLOW_TEST_EXHAUSTIVE`` says how much of them: ``1`` for all, ``0.02`` for every fiftieth.
 """

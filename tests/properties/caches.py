@@ -31,7 +31,7 @@ thorough = settings(
     phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],  # explaining takes minutes
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-"""What each property of this folder runs with, so that all of them stay under a minute on two slow cores."""
+"""What each property of this folder runs with, so that all of them stay under two minutes on two slow cores."""
 
 
 @dataclass(frozen=True)
@@ -187,19 +187,6 @@ def spans(ids, block_size, num_tokens):
     for position, block in enumerate(ids, start=in_all - len(ids)):
         if block != ABSENT:
             yield block, position * block_size, min(block_size, num_tokens - position * block_size)
-
-
-def covered_tokens(cache, block_ids, num_tokens):
-    """Layer name -> set of tokens that the listed blocks hold."""
-    covered = {}
-    for group, ids in zip(cache.groups, block_ids, strict=True):
-        held = {
-            token
-            for _, first, count in spans(ids, group.block_size, num_tokens)
-            for token in range(first, first + count)
-        }
-        covered |= dict.fromkeys(group.layers, held)
-    return covered
 
 
 def execute(plan, source, target, *, source_ids, target_ids, num_tokens):

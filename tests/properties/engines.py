@@ -77,7 +77,7 @@ class Case:
         sources: (stage, rank) of every rank that is asked.
         targets: (stage, rank) of each that pulls, alone.
         whole: whether the sources together have everything, and share it out; otherwise one gives what it can.
-        turn: of the targets, among sources that would do equally well.
+        turn: of the targets, among sources that would do equally well; None: whoever holds something may give it.
         seed: of block ids, noise and gaps.
     """
 
@@ -85,7 +85,7 @@ class Case:
     sources: tuple
     targets: tuple
     whole: bool
-    turn: int
+    turn: int | None
     seed: int
 
 
@@ -109,7 +109,7 @@ def generate_case(pick, seed):
             wanted = names
         tp_size = pick(TP_SIZES)
         targets.append((generate_stage(pick, model, wanted, tp_size), pick(range(tp_size))))
-    return Case(model, tuple(sources), tuple(targets), whole, pick(range(3)), seed)
+    return Case(model, tuple(sources), tuple(targets), whole, pick((0, 1, 2, None)), seed)
 
 
 def generate_model(pick):
@@ -173,9 +173,10 @@ def _slice(pick, names):
 
 
 def _stages(pick, names):
-    """Cut the layers into pipeline stages; a stage may hold layers of the next one as well."""
+    """Cut the layers into pipeline stages; a stage may hold layers of the next one as well, and one more holds all."""
     cuts = sorted({0, *(pick(range(len(names))) for _ in range(pick((0, 0, 0, 1, 2)))), len(names)})
-    return [names[low : high + pick((0, 0, 1))] for low, high in pairwise(cuts)]
+    stages = [names[low : high + pick((0, 0, 1))] for low, high in pairwise(cuts)]
+    return [*stages, *pick(([], [], [], [names]))]
 
 
 def generate_stage(pick, model, names, tp_size):

@@ -60,8 +60,37 @@ def planned(case, sources, target):
     ours, theirs = target.cache.manifest(), [source.cache.manifest() for source in sources]
     if not case.whole:
         return [(sources[0], plan_transfer(theirs[0], ours))]
-    shares = share_out(ours, theirs, turn=case.turn)
-    return [(sources[share.source], plan_transfer(theirs[share.source], ours, pieces=share.pieces)) for share in shares]
+    shares = {} if case.turn is not None else shared_out_anyhow(case, sources, target)
+    if not shares:
+        shares = {share.source: share.pieces for share in share_out(ours, theirs, turn=case.turn or 0)}
+    return [
+        (sources[index], plan_transfer(theirs[index], ours, pieces=pieces)) for index, pieces in sorted(shares.items())
+    ]
+
+
+def shared_out_anyhow(case, sources, target):
+    """Divide the target among whoever holds its parts, without any order; return nothing where that leads nowhere."""
+    rng = np.random.default_rng(case.seed)
+    shares = {}
+    for group, _ in target.groups():
+        for layer in group.layers:
+            for role, total, _ in pieces_of(target.stage.layers[layer], group):
+                wanted = target.held(total)
+                while wanted:
+                    holders = {
+                        index: [number for number in source.held(total) if number in wanted]
+                        for index, source in enumerate(sources)
+                        if layer in source.stage.layers
+                        and wanted[0] in source.held(total)
+                        and (layer, role) not in shares.get(index, {})
+                    }
+                    if not holders:
+                        return {}
+                    index = int(rng.choice(list(holders)))
+                    count = len(holders[index]) if rng.random() < 0.7 else 1
+                    shares.setdefault(index, {})[layer, role] = (wanted[0], count)
+                    wanted = wanted[count:]
+    return shares
 
 
 def shared_with(case, sources, target):

@@ -57,7 +57,7 @@ def planned_pairs(seed):
     for stage, rank in case.targets:
         target = open_cache(stage, rank, 3, rng)[0].manifest()
         if case.whole:
-            taken = [(sources[share.source], share.pieces) for share in share_out(target, sources, turn=case.turn)]
+            taken = [(sources[share.source], share.pieces) for share in share_out(target, sources, turn=case.turn or 0)]
         else:
             taken = [(sources[0], None)]
         for source, pieces in taken:
