@@ -19,7 +19,7 @@ KVFLOW = [sys.executable, "-c", "import sys; from kvflow.cli import main; sys.ex
 def test_every_token_is_equal_and_packed_needs_few_descriptors(repository, tmp_path):
     (tmp_path / "stale.jsonl").write_text("of an earlier run")
     done = subprocess.run(
-        [*KVFLOW, "demo", "--prompts", "8", "--out", str(tmp_path)],
+        [*KVFLOW, "demo", "--prompts", "4", "--out", str(tmp_path)],
         cwd=repository,
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -29,8 +29,8 @@ def test_every_token_is_equal_and_packed_needs_few_descriptors(repository, tmp_p
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
-    assert done.stdout.count("8 of 8") == 2
-    assert done.stdout.count("256 of 256") == 2
+    assert done.stdout.count("4 of 4") == 2
+    assert done.stdout.count("128 of 128") == 2
     for phase in ("pull", "queue", "handshake", "bind", "post", "wire", "fence"):
         assert len(re.findall(rf"│ +{phase} +│ +[0-9.]+ ms │ +[0-9.]+ ms │", done.stdout)) == 2
     per_layer, packed = re.search(r"descriptors: ([\d,]+) per-layer, ([\d,]+) packed", done.stdout).groups()
@@ -40,7 +40,7 @@ def test_every_token_is_equal_and_packed_needs_few_descriptors(repository, tmp_p
     }
     assert {path.stem for path in tmp_path.glob("*.jsonl")} == roles
     pulls = [json.loads(line) for line in (tmp_path / "packed-decode.jsonl").read_text().splitlines()]
-    assert sum(record["event"] == "transfer.completed" for record in pulls) == 8
+    assert sum(record["event"] == "transfer.completed" for record in pulls) == 4
 
 
 def test_one_prompt_is_refused(capsys):
