@@ -21,3 +21,7 @@ PeerId = NewType("PeerId", str)
 def peer_id(engine_id: str, rank: int, incarnation: str) -> PeerId:
     """Name the worker that these three identify."""
     return PeerId(f"{engine_id}/{rank}/{incarnation}")
+
+
+LeaseKey = tuple[int, int]
+"""A lease as its readers name it: epoch slot and epoch."""

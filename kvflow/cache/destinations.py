@@ -7,13 +7,9 @@ pull has ended while something may still write, and leaves the ledger when the t
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 from msgspec import Struct
 
-from kvflow.cache.blocks import BlockAccount
-
-Int64s = npt.NDArray[np.int64]
+from kvflow.cache.blocks import BlockAccount, Int64s
 
 
 class Quarantined(Struct, frozen=True):

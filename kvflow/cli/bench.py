@@ -6,6 +6,8 @@ import socket
 import sys
 from typing import TYPE_CHECKING
 
+from kvflow.cli.arguments import address
+
 if TYPE_CHECKING:
     # What argparse calls the object is private; this is its only use.
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001
@@ -34,7 +36,7 @@ def add_parser(commands: "Subparsers") -> None:
         if name == "pull":
             kind.add_argument(
                 "--source",
-                type=_address,
+                type=address,
                 metavar="HOST:PORT",
                 help="a source that runs already: python -m kvflow.bench.source --listen HOST:PORT",
             )
@@ -63,13 +65,6 @@ def run(options: argparse.Namespace) -> int:
     result = Result(name=options.benchmark, header=about, tables=tables)
     print(msgspec.json.encode(result).decode() if options.json else result)
     return 0
-
-
-def _address(text: str) -> str:
-    host, _, port = text.rpartition(":")
-    if not (host and port.isdecimal() and 0 < int(port) < 1 << 16):
-        raise argparse.ArgumentTypeError(f"{text!r} is not host:port with a port from 1 to 65535")
-    return text
 
 
 def _why_unreachable(address: str) -> str:

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvflow.cli.arguments import address
 from kvflow.observability.logs import configure_logging
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def add_parser(commands: "Subparsers") -> None:
     for role, variable in ENGINES.items():
         parser.add_argument(
             f"--{role}",
-            type=_address,
+            type=address,
             default=os.environ.get(variable),
             metavar="HOST:PORT",
             help=f"a {role} engine that runs already; give both or none [{variable}]",
@@ -58,13 +59,6 @@ def run(options: argparse.Namespace) -> int:
     configure_logging(logs / "driver.jsonl")
     engines = driver.Engines(prefill=options.prefill, decode=options.decode) if options.prefill else None
     return display.run_and_show(options.texts, options.prompts, logs, engines)
-
-
-def _address(text: str) -> str:
-    host, _, port = text.rpartition(":")
-    if not (host and port.isdecimal()):
-        raise argparse.ArgumentTypeError(f"{text!r} is not host:port")
-    return text
 
 
 def _prompt_count(text: str) -> int:

@@ -9,13 +9,10 @@ from handshake.events import ConnectionClosed, ConnectionFailed, Event
 from handshake.messages import LEASES_MAX, LeaseRef, Release, Renew
 from kvflow.cache.tickets import RankAddress
 from kvflow.errors import PeerLost, StaleLease
-from kvflow.ids import PeerId, peer_id
+from kvflow.ids import LeaseKey, PeerId, peer_id
 from kvflow.rendezvous.failures import as_kvflow_error
 from kvflow.rendezvous.introduction import OurSide
 from kvflow.rendezvous.publication import Advertisement, decode
-
-LeaseKey = tuple[int, int]
-"""Slot and epoch."""
 
 
 class Link:

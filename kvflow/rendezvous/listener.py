@@ -9,13 +9,10 @@ from handshake.errors import HandshakeError
 from handshake.events import ConnectionFailed, Event, PeerReady, ReleaseReceived, RenewReceived
 from handshake.messages import LeaseAnswer, LeaseRef, Released, Renewed
 from kvflow.cache.leases import Answer, Reader
-from kvflow.ids import peer_id
+from kvflow.ids import LeaseKey, peer_id
 from kvflow.observability.events import ReaderRejected
 from kvflow.rendezvous.failures import as_kvflow_error
 from kvflow.rendezvous.introduction import OurSide
-
-LeaseKey = tuple[int, int]
-"""Slot and epoch."""
 
 
 class LeaseKeeper(Protocol):

@@ -17,12 +17,9 @@ from kvflow.cache.mint import Mint
 from kvflow.cache.tickets import Grant, Ticket
 from kvflow.clock import Clock
 from kvflow.errors import BlockIdsInvalid, RequestUnknown, WorkerClosed
-from kvflow.ids import PeerId, peer_id
+from kvflow.ids import LeaseKey, PeerId, peer_id
 from kvflow.observability.events import OfferAdmitted
 from kvflow.transfer.pairs import Int64s, check_block_ids
-
-LeaseKey = tuple[int, int]
-"""Slot and epoch."""
 
 ENDED_MAX = 65536
 """Outcomes that are kept for a late ``wait_offer``."""
