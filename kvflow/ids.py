@@ -2,18 +2,6 @@
 
 from typing import NewType
 
-EngineId = NewType("EngineId", str)
-"""Name of one engine; its ranks share it. Chosen by the operator."""
-
-Incarnation = NewType("Incarnation", str)
-"""32 hexadecimal digits, drawn at each start of a worker, never reused."""
-
-RequestId = NewType("RequestId", str)
-"""The engine's own name of a request; a producer and a consumer may use different ones."""
-
-LayerName = NewType("LayerName", str)
-"""Name of a layer, the same on both sides: layers are matched by it."""
-
 PeerId = NewType("PeerId", str)
 """``engine/rank/incarnation`` of a peer: a restarted worker is another peer."""
 
