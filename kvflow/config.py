@@ -71,6 +71,9 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             msgspec.convert(msgspec.to_builtins(self, builtin_types=(bytes,)), type=WorkerConfig)
         except (msgspec.ValidationError, TypeError) as error:
             raise ConfigInvalid(f"worker settings: {error}") from error
+        for name, value in zip(self.__struct_fields__, msgspec.structs.astuple(self), strict=True):
+            if isinstance(value, str) and not _is_unicode(value):
+                raise ConfigInvalid(f"{name} is not Unicode text: it holds half of a surrogate pair")
         if self.rank >= self.num_ranks:
             raise ConfigInvalid(f"rank is {self.rank}, but num_ranks is {self.num_ranks}")
         bind_host, bind_port = _host_and_port(self.bind)
@@ -108,6 +111,15 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def __rich_repr__(self) -> list[tuple[str, Any]]:
         # Neither repr nor rich, whose tracebacks show locals, may print the secret.
         return [(name, getattr(self, name)) for name in self.__struct_fields__ if name != "cluster_secret"]
+
+
+def _is_unicode(text: str) -> bool:
+    """Tell whether a text can be sent and hashed; Python itself carries halves of surrogate pairs."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _host_and_port(endpoint: str) -> tuple[str, int]:

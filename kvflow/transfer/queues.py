@@ -1,7 +1,8 @@
 """Which work is dispatched next: queues per peer, program and priority, and windows of what is in flight.
 
 Fairness has two rules. Urgency grows with waiting, one step of priority for every ``aging_s``, so that no one
-starves. Among equally urgent queues the one served longest ago goes first, so that peers take turns.
+starves. Among equally urgent queues the one served longest ago goes first, so that peers take turns; a new queue counts
+as served just now, or a stream of small pulls, each a new queue, would always go before a long one.
 """
 
 from collections import deque
@@ -81,8 +82,8 @@ class _Window:
 
 @dataclass(slots=True)
 class _Queue:
+    served: int
     pieces: deque[Piece] = field(default_factory=deque)
-    served: int = 0
 
 
 _Key = tuple[PeerId, int, int]
@@ -100,7 +101,10 @@ class ReadyQueues:
 
     def add(self, peer: PeerId, priority: int, piece: Piece) -> None:
         """Queue a piece."""
-        self._queues.setdefault((peer, piece.demand.program_id, priority), _Queue()).pieces.append(piece)
+        key = (peer, piece.demand.program_id, priority)
+        if key not in self._queues:
+            self._queues[key] = _Queue(served=self._turn)
+        self._queues[key].pieces.append(piece)
 
     def remove_leg(self, leg_id: int) -> None:
         """Drop all pieces of a leg."""

@@ -16,7 +16,7 @@ from kvflow.cache.destinations import DestinationLedger, Quarantined
 from kvflow.cache.tickets import Member, Ticket
 from kvflow.clock import Clock
 from kvflow.errors import ArgumentInvalid, DeadlineExceeded, KvflowError, WorkerClosed
-from kvflow.ids import PeerId
+from kvflow.ids import LeaseKey, PeerId
 from kvflow.layout.manifest import Manifest
 from kvflow.transfer.events import TransferCompleted, TransferFailed, TransferQuiesced
 from kvflow.transfer.pairs import Int64s, check_block_ids
@@ -242,7 +242,8 @@ class Consumer:
         self._apply(self._scheduler.cancel(pull_id, code="transfer_cancelled", detail=detail, now=self._clock()))
 
     def _apply(self, effects: Sequence[Effect]) -> None:
-        """Do what the scheduler says, in its order."""
+        """Do what the scheduler says, in its order; the renewals of one peer travel together."""
+        renewals: dict[PeerId, dict[LeaseKey, None]] = {}
         for effect in effects:
             match effect:
                 case Dispatch():
@@ -250,9 +251,8 @@ class Consumer:
                 case CancelReads(read_ids=read_ids):
                     self._transport.cancel(read_ids)
                 case RenewLease(peer=peer, slot=slot, epoch=epoch):
-                    link = self._pool.link(peer)
-                    if link is not None:
-                        link.renew([(slot, epoch)])
+                    # Pulls of one ticket need its lease together, and it is renewed for all of them once.
+                    renewals.setdefault(peer, {})[slot, epoch] = None
                 case TransferCompleted():
                     self._on_completed(effect)
                 case TransferFailed():
@@ -262,6 +262,10 @@ class Consumer:
                     self._settle(pull_id)
                 case _:
                     self._report(effect)
+        for peer, leases in renewals.items():
+            link = self._pool.link(peer)
+            if link is not None:
+                link.renew(list(leases))
 
     def _post(self, dispatch: Dispatch) -> None:
         started = self._clock()

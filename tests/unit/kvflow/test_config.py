@@ -41,6 +41,8 @@ def test_valid_settings(settings):
         ({"engine_id": ""}, "engine_id"),
         ({"engine_id": "x" * 257}, "engine_id"),
         ({"engine_id": 7}, "engine_id"),
+        ({"engine_id": "half a \ud800"}, "engine_id"),
+        ({"model": "half a \udfff"}, "model"),
         ({"rank": -1}, "rank"),
         ({"rank": "0"}, "rank"),
         ({"rank": True}, "rank"),

@@ -128,6 +128,14 @@ def test_a_grant_of_another_secret_is_refused():
         grant.verify(lambda payload, mac: False)
 
 
+def test_a_grant_of_a_newer_release_says_so():
+    params = copy.deepcopy(PARAMS)
+    params["kvflow"]["grants"][0]["version"] = 2
+    with pytest.raises(TicketInvalid, match="is of version 2, and this release reads 1") as caught:
+        checked(params)
+    assert "same release" in caught.value.remedy
+
+
 def test_a_signed_grant_with_lists_that_do_not_fit_is_refused():
     """Nobody but a holder of the secret can make one; it is still not believed."""
     (grant,) = ticket_of().grants

@@ -92,6 +92,19 @@ def test_equals_take_turns():
     assert [peer for peer, _ in cuts(queues)] == ["p", "q", "p"]
 
 
+def test_a_stream_of_new_queues_does_not_go_before_one_that_waits():
+    """Each small pull is a queue of its own, which is gone when it is served and new when the next one comes."""
+    queues = ReadyQueues(Limits(batch_bytes=100, batch_descriptors=10, peer_bytes=100, total_bytes=100))
+    queues.add("p", 0, piece(1, 50))
+    served = []
+    for leg_id in range(2, 8):
+        queues.add("q", 0, piece(leg_id, 1, nbytes=100))
+        batch = queues.cut(0.0)
+        served.append(batch.peer)
+        queues.landed(batch)
+    assert served == ["p", "q"] * 3
+
+
 def test_a_leg_can_be_removed_from_all_its_queues():
     queues = ReadyQueues(LIMITS)
     queues.add("p", 0, piece(1, 5))

@@ -474,6 +474,23 @@ async def test_leases_of_open_pulls_are_renewed():
     ticking.cancel()
 
 
+async def test_leases_of_one_peer_are_renewed_in_one_message():
+    world = World(num_blocks=16, budgets=Budgets(queue_s=99.0, wire_s=99.0, fence_s=99.0))
+    ticking, renewed = asyncio.ensure_future(world.consumer.tick_while_busy()), asyncio.Queue()
+    tickets = [world.ticket(f"r{index}") for index in range(3)]
+    (link,) = world.pool.links.values()
+    link.renew = renewed.put_nowait
+    pulls = [await world.pull(ticket, blocks=(2 * index, 2 * index + 1)) for index, ticket in enumerate(tickets)]
+    pulls.append(await world.pull(tickets[0], blocks=(8, 9)))  # its lease is renewed once for both
+    leases = [(ticket.grants[0].slot, ticket.grants[0].epoch_value) for ticket in tickets]
+    async with asyncio.timeout(PATIENCE_S):
+        assert await renewed.get() == leases
+    world.deliver()
+    await asyncio.gather(*pulls)
+    assert renewed.empty()
+    ticking.cancel()
+
+
 async def test_a_ticket_can_be_given_back_unread(world):
     ticket = world.ticket()
     await world.consumer.release(ticket)
