@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from kvflow.rendezvous.mint import TicketMint
     from kvflow.transfer.plan import TransferPlan, plan_transfer
     from kvflow.transfer.report import TransferReport
-    from kvflow.worker.runtime import Worker, open_worker
+    from kvflow.worker.runtime import open_worker
     from kvflow.worker.threaded import ThreadedWorker, run_worker
+    from kvflow.worker.worker import Worker
 
 __version__ = "0.1.0"
 
@@ -57,7 +58,7 @@ _HOMES = {
     "adopt": "kvflow.memory.adopt",
     # running a worker
     "WorkerConfig": "kvflow.config",
-    "Worker": "kvflow.worker.runtime",
+    "Worker": "kvflow.worker.worker",
     "open_worker": "kvflow.worker.runtime",
     "ThreadedWorker": "kvflow.worker.threaded",
     "run_worker": "kvflow.worker.threaded",

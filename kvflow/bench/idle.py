@@ -12,7 +12,8 @@ from kvflow.bench.result import Table
 from kvflow.bench.sourcing import SourceProcess, open_source
 from kvflow.bench.stats import summarise
 from kvflow.config import WorkerConfig
-from kvflow.worker.runtime import Worker, open_worker
+from kvflow.worker.runtime import open_worker
+from kvflow.worker.worker import Worker
 
 PEERS = 50
 WINDOW_S = 2.0

@@ -16,7 +16,8 @@ from kvflow.config import WorkerConfig
 from kvflow.memory.cache import KVCache
 from kvflow.transfer.pairs import Int64s
 from kvflow.transfer.report import TransferReport
-from kvflow.worker.runtime import Worker, open_worker
+from kvflow.worker.runtime import open_worker
+from kvflow.worker.worker import Worker
 
 
 class Session:

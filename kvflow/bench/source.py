@@ -21,7 +21,8 @@ from kvflow.bench.messages import LINE_BYTES_MAX, CloseCaches, Closed, OfferBloc
 from kvflow.config import WorkerConfig
 from kvflow.memory.cache import KVCache
 from kvflow.transport.nixl_binding import Agent, load_binding
-from kvflow.worker.runtime import Worker, open_worker
+from kvflow.worker.runtime import open_worker
+from kvflow.worker.worker import Worker
 
 LEASE_S = 600.0
 """Longer than any benchmark: a lease that runs out would measure something else."""

@@ -104,7 +104,7 @@ class Grant(Struct, frozen=True, kw_only=True):
         if self.version != TICKET_VERSION:
             # Before the MAC: fields that this release does not know are lost by now, and no MAC would fit.
             raise TicketInvalid(
-                f"the grant of {self.engine_id!r} is of version {self.version}, and this release reads {TICKET_VERSION}",
+                f"the grant of {self.engine_id!r} has version {self.version}, this release reads {TICKET_VERSION}",
                 remedy="Run the same release of kvflow on both sides.",
             )
         try:

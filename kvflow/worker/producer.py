@@ -1,6 +1,6 @@
-"""The producer's side of a worker: leases that are held, how they end, and the offers that start them.
+"""The producer's side of a worker: leases that are held, and how they end.
 
-``offer``, ``admit`` and ``revoke`` are called by an engine from any thread and are effective on return: a lock
+``admit`` and ``revoke`` are called by an engine from any thread and are effective on return: a lock
 guards the lease table, and the epoch is raised inside it. Whoever waits for an end is told on the event loop.
 """
 
@@ -13,8 +13,7 @@ from msgspec import Struct
 
 from kvflow.cache.blocks import BlockAccount
 from kvflow.cache.leases import Answer, LeaseEnded, LeaseTable, Outcome, Reader
-from kvflow.cache.mint import Mint
-from kvflow.cache.tickets import Grant, Ticket
+from kvflow.cache.tickets import Grant
 from kvflow.clock import Clock
 from kvflow.errors import BlockIdsInvalid, RequestUnknown, WorkerClosed
 from kvflow.ids import LeaseKey, PeerId, peer_id
@@ -219,34 +218,6 @@ class LeaseKeeper:
     def _on_loop(self, call: Callable[..., object], *args: object) -> None:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(call, *args)
-
-
-class Offers:
-    """Offers of an engine of one process: mint and admit in one.
-
-    Thread: any.
-    """
-
-    def __init__(self, mint: Mint, keeper: LeaseKeeper) -> None:
-        self._mint = mint
-        self._keeper = keeper
-        self._lock = threading.Lock()
-        keeper.call_when_ended(self._retire)
-
-    def offer(self, request_id: str, block_ids: Sequence[Sequence[int]], num_tokens: int | Sequence[int]) -> Ticket:
-        """Sign a ticket and hold its lease. See ``Worker.offer``."""
-        with self._lock:
-            ticket, grant = self._mint.offer(request_id, block_ids=block_ids, num_tokens=num_tokens)
-        try:
-            self._keeper.admit(grant)
-        except BaseException:
-            self._retire(request_id)
-            raise
-        return ticket
-
-    def _retire(self, request_id: str) -> None:
-        with self._lock:
-            self._mint.retire(request_id)
 
 
 def _resolve(future: asyncio.Future[Outcome], outcome: Outcome) -> None:

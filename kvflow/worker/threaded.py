@@ -15,7 +15,8 @@ from kvflow.cache.tickets import Grant, RankAddress, Ticket
 from kvflow.config import WorkerConfig
 from kvflow.errors import KvflowError, TransferCancelled, TransferFailed, WorkerClosed
 from kvflow.transfer.report import TransferReport
-from kvflow.worker.runtime import Cache, Hook, Snapshot, Worker, open_worker
+from kvflow.worker.runtime import Cache, Hook, open_worker
+from kvflow.worker.worker import Snapshot, Worker
 
 T = TypeVar("T")
 

@@ -131,7 +131,7 @@ def test_a_grant_of_another_secret_is_refused():
 def test_a_grant_of_a_newer_release_says_so():
     params = copy.deepcopy(PARAMS)
     params["kvflow"]["grants"][0]["version"] = 2
-    with pytest.raises(TicketInvalid, match="is of version 2, and this release reads 1") as caught:
+    with pytest.raises(TicketInvalid, match="has version 2, this release reads 1") as caught:
         checked(params)
     assert "same release" in caught.value.remedy
 

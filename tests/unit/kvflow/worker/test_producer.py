@@ -14,7 +14,8 @@ from kvflow.cache.tickets import RankAddress
 from kvflow.errors import BlockIdsInvalid, CapacityExceeded, RequestUnknown, WorkerClosed
 from kvflow.ids import peer_id
 from kvflow.observability.events import OfferAdmitted
-from kvflow.worker.producer import ENDED_MAX, LeaseKeeper, Offers
+from kvflow.worker.offers import Offers
+from kvflow.worker.producer import ENDED_MAX, LeaseKeeper
 
 from .helpers import PATIENCE_S, Clock, Reports
 

@@ -1,0 +1,156 @@
+"""What an engine calls: one rank's offers, pulls, and how they end."""
+
+from collections.abc import Sequence
+
+import msgspec
+from msgspec import Struct
+
+from kvflow.cache.destinations import Quarantined
+from kvflow.cache.leases import Outcome
+from kvflow.cache.tickets import Grant, RankAddress, Ticket
+from kvflow.transfer.report import TransferReport
+from kvflow.worker.consumer import Consumer
+from kvflow.worker.offers import Offers
+from kvflow.worker.producer import LeaseKeeper
+
+
+class Snapshot(Struct, frozen=True, kw_only=True):
+    """What a worker holds at one moment.
+
+    Attributes:
+        leases: offers that are held.
+        pulls: pulls that are open or draining.
+        quarantined: destinations that something may still write into.
+    """
+
+    leases: int
+    pulls: int
+    quarantined: tuple[Quarantined, ...]
+
+
+class Worker:
+    """One rank's runtime. Made by ``open_worker``.
+
+    Attributes:
+        endpoint: control endpoint as peers reach it.
+        incarnation: 32 hexadecimal digits, drawn at the start.
+
+    Thread: ``offer``, ``admit`` and ``revoke`` from any thread; everything else on the worker's event loop.
+    """
+
+    def __init__(self, rank_address: RankAddress, keeper: LeaseKeeper, offers: Offers, consumer: Consumer) -> None:
+        self._rank_address = rank_address
+        self.endpoint = rank_address.endpoint
+        self.incarnation = rank_address.incarnation
+        self._keeper = keeper
+        self._offers = offers
+        self._consumer = consumer
+
+    @property
+    def rank_address(self) -> RankAddress:
+        """What a ``TicketMint`` in another process needs to know of this worker; ask anew for every new mint."""
+        return msgspec.structs.replace(self._rank_address, epoch_base=str(self._keeper.highest_epoch()))
+
+    def offer(self, request_id: str, block_ids: Sequence[Sequence[int]], num_tokens: int | Sequence[int]) -> Ticket:
+        """Promise to keep blocks for a consumer; effective on return.
+
+        The blocks must have been written: on a GPU, synchronise the stream or event first.
+
+        Args:
+            request_id: not on offer at this moment.
+            block_ids: one list per group, in the order of ``cache.groups``. A list names consecutive blocks,
+                and its last block holds token ``num_tokens - 1``; -1 stands for an absent block.
+            num_tokens: tokens of the request, or one number per group.
+
+        Raises:
+            BlockIdsInvalid: the lists do not fit the cache, or the request is on offer already.
+            CapacityExceeded: every lease slot is taken.
+            WorkerClosed: the worker is closing.
+
+        Thread: any.
+        """
+        return self._offers.offer(request_id, block_ids, num_tokens)
+
+    def admit(self, grant: Grant) -> None:
+        """Hold the lease of a grant that this engine's ``TicketMint`` signed; effective on return.
+
+        Raises:
+            BlockIdsInvalid: the grant does not fit the cache, or was admitted before.
+            CapacityExceeded: its slot is taken.
+            WorkerClosed: the worker is closing.
+
+        Thread: any.
+        """
+        self._keeper.admit(grant)
+
+    def revoke(self, request_id: str) -> bool:
+        """End a lease now: on return its blocks may be reused, whoever still reads them gets ``StaleLease``.
+
+        Returns:
+            False if the lease is unknown or has ended.
+
+        Thread: any.
+        """
+        return self._keeper.revoke(request_id)
+
+    async def wait_offer(self, request_id: str) -> Outcome:
+        """Wait until a lease has ended: then its blocks may be reused.
+
+        Returns:
+            ``released``, ``expired`` or ``revoked``.
+
+        Raises:
+            RequestUnknown: no such offer is held, and none ended recently.
+
+        Cancellation: safe; the lease is not touched.
+        """
+        return await self._keeper.wait_offer(request_id)
+
+    async def pull(self, ticket: Ticket, block_ids: Sequence[Sequence[int]], *, priority: int = 0) -> TransferReport:
+        """Read a ticket's blocks into ours, and release it.
+
+        Args:
+            ticket: from ``Ticket.from_params``.
+            block_ids: one list per group of our cache; a shorter list than the ticket's means the last blocks,
+                -1 stands for an absent block. No block may be the target of another pull.
+            priority: lower is more urgent.
+
+        Returns:
+            What moved, after every fence was held.
+
+        Raises:
+            TicketInvalid: the ticket was not signed by this cluster. Nothing was dialled.
+            BlockIdsInvalid, BlockRangeMismatch: the target blocks are wrong.
+            LayoutMismatch: the two caches cannot be matched.
+            AuthenticationFailed, PeerRefused: the producer does not talk to us.
+            StaleLease, PeerLost, DeadlineExceeded, ProtocolViolation, TransferFailed: nothing was delivered;
+                ``.quarantined`` says whether the target blocks must wait for ``quiesced``.
+            CapacityExceeded: too many pulls are open.
+            WorkerClosed: the worker is closing.
+
+        Cancellation: cancels the pull; its blocks are quarantined until ``quiesced`` returns.
+        """
+        return await self._consumer.pull(ticket, block_ids, priority=priority)
+
+    async def release(self, ticket: Ticket) -> None:
+        """Give a ticket back unread, for example when the request was rejected before admission.
+
+        Raises:
+            TicketInvalid, AuthenticationFailed, PeerRefused, PeerLost, StaleLease, WorkerClosed: see ``pull``.
+        """
+        await self._consumer.release(ticket)
+
+    async def quiesced(self, request_id: str) -> None:
+        """Wait until no pull of this request may write any more; returns at once if none is open.
+
+        Cancellation: safe.
+        """
+        await self._consumer.quiesced(request_id)
+
+    def snapshot(self) -> Snapshot:
+        """Return what is held at this moment."""
+        return Snapshot(
+            leases=self._keeper.held(),
+            pulls=self._consumer.open_pulls(),
+            quarantined=tuple(self._consumer.quarantined()),
+        )
