@@ -6,8 +6,6 @@ that was ready and is lost stays lost: a restarted server has to be met with a n
 """
 
 import asyncio
-import random
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -27,8 +25,9 @@ from handshake.errors import (
 from handshake.events import ConnectionClosed, ConnectionFailed, Ending, Event, PeerReady
 from handshake.limits import DEFAULT_LIMITS, Limits
 from handshake.messages import Identity, Publication, Release, Renew
+from handshake.network import ZEROMQ, DialledChannel, Network
 from handshake.security import ClusterSecurity, check_endpoint
-from handshake.sockets import DialledChannel, LinkEvent, open_dialler, resolve, running
+from handshake.sockets import LinkEvent, running
 from handshake.states import Role, State
 
 OnEvent = Callable[[Event], None]
@@ -100,10 +99,18 @@ class _Attempt:
         ended: how the connection ended, ready before or not.
     """
 
-    def __init__(self, channel: DialledChannel, connection: Connection, on_event: OnEvent, limits: Limits) -> None:
+    def __init__(
+        self, channel: DialledChannel, connection: Connection, on_event: OnEvent, limits: Limits, network: Network
+    ) -> None:
         loop = asyncio.get_running_loop()
         self.connection = connection
-        self.driver = Driver(connection, transmit=channel.send, on_event=self._report, on_settled=self._on_settled)
+        self.driver = Driver(
+            connection,
+            transmit=channel.send,
+            on_event=self._report,
+            on_settled=self._on_settled,
+            now=network.now,
+        )
         self.outcome: asyncio.Future[PeerReady | LinkEvent | Ending] = loop.create_future()
         self.ended: asyncio.Future[Ending] = loop.create_future()
         self._accepted: asyncio.Future[None] = loop.create_future()
@@ -112,6 +119,7 @@ class _Attempt:
         self._on_event = on_event
         self._was_ready = False
         self._limits = limits
+        self._now = network.now
 
     def on_link(self, event: LinkEvent) -> None:
         """Take note of what the monitor saw."""
@@ -131,7 +139,7 @@ class _Attempt:
 
         The time of the handshake that follows is the connection's own business, and too much of it an ending.
         """
-        budget_s = max(0.0, connect_until_s - time.monotonic())
+        budget_s = max(0.0, connect_until_s - self._now())
         awaited = (self._accepted, self.outcome)
         done, _ = await asyncio.wait(awaited, timeout=budget_s, return_when=asyncio.FIRST_COMPLETED)
         return await self.outcome if done else None
@@ -190,6 +198,7 @@ class _Dialling(Struct, frozen=True, kw_only=True):
     security: ClusterSecurity | None
     on_event: OnEvent
     limits: Limits
+    network: Network
 
 
 @asynccontextmanager
@@ -201,6 +210,7 @@ async def open_client(
     security: ClusterSecurity | None,
     on_event: OnEvent,
     limits: Limits = DEFAULT_LIMITS,
+    network: Network = ZEROMQ,
 ) -> AsyncIterator[HandshakeClient]:
     """Connect to a server; enter when the handshake is done, leave with a goodbye.
 
@@ -213,6 +223,7 @@ async def open_client(
             one ``ConnectionClosed`` or ``ConnectionFailed``. It must be quick. If it raises, the error is logged
             and the connection ends. Without ``PeerReady`` there is no event, only an exception.
         limits: how long we wait for what.
+        network: where we dial.
 
     Raises:
         ConfigInvalid: the endpoint is malformed.
@@ -234,6 +245,7 @@ async def open_client(
         security=security,
         on_event=on_event,
         limits=limits,
+        network=network,
     )
     async with AsyncExitStack() as stack:
         yield await _connect(dialling, stack)
@@ -241,13 +253,14 @@ async def open_client(
 
 async def _connect(dialling: _Dialling, stack: AsyncExitStack) -> HandshakeClient:
     """Dial until an attempt is ready, and leave its end to ``stack``; give up as ``open_client`` says."""
-    until_s = time.monotonic() + dialling.limits.connect_s
+    network = dialling.network
+    until_s = network.now() + dialling.limits.connect_s
     backoff_s = BACKOFF_S_MIN
     cuts = 0
     error: HandshakeError | None = None  # why an earlier attempt failed says more than that a later one came late
     while True:
         try:
-            address = await _resolve(dialling.endpoint, until_s)
+            address = await _resolve(dialling, until_s)
         except DeadlineExceeded as late:
             raise error or late from late.__cause__
         async with AsyncExitStack() as trial:
@@ -261,17 +274,18 @@ async def _connect(dialling: _Dialling, stack: AsyncExitStack) -> HandshakeClien
         cuts = cuts + 1 if outcome is LinkEvent.CUT else 0
         error = _explain(outcome, dialling.endpoint, denied=cuts >= CUTS_MAX)
         # Half of the pause is random, so that a herd of clients does not come back as one.
-        pause_s = backoff_s * random.uniform(0.5, 1.0)  # noqa: S311 - spreads load, protects nothing
-        if not _may_pass(outcome, cuts) or time.monotonic() + pause_s >= until_s:
+        pause_s = backoff_s * (0.5 + 0.5 * network.draw())
+        if not _may_pass(outcome, cuts) or network.now() + pause_s >= until_s:
             raise error
         await asyncio.sleep(pause_s)
         backoff_s = min(2 * backoff_s, BACKOFF_S_MAX)
 
 
-async def _resolve(endpoint: str, until_s: float) -> str:
+async def _resolve(dialling: _Dialling, until_s: float) -> str:
+    endpoint, network = dialling.endpoint, dialling.network
     try:
-        async with asyncio.timeout(until_s - time.monotonic()):
-            return await resolve(endpoint)
+        async with asyncio.timeout(until_s - network.now()):
+            return await network.resolve(endpoint)
     except TimeoutError as error:
         raise DeadlineExceeded(f"looking up {endpoint} took too long", phase="connect") from error
     except OSError as error:
@@ -280,15 +294,15 @@ async def _resolve(endpoint: str, until_s: float) -> str:
 
 @asynccontextmanager
 async def _dialled(dialling: _Dialling, address: str) -> AsyncIterator[_Attempt]:
-    async with open_dialler(address, dialling.security, dialling.limits) as channel:
+    async with dialling.network.open_dialler(address, dialling.security, dialling.limits) as channel:
         connection = Connection(
             Role.CLIENT,
             dialling.identity,
             dialling.publication,
             limits=dialling.limits,
-            now=time.monotonic(),
+            now=dialling.network.now(),
         )
-        attempt = _Attempt(channel, connection, dialling.on_event, dialling.limits)
+        attempt = _Attempt(channel, connection, dialling.on_event, dialling.limits, dialling.network)
         async with running(channel.read(attempt.driver.receive), channel.watch(attempt.on_link)):
             try:
                 channel.dial()

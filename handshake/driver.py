@@ -2,20 +2,20 @@
 
 Both shells have one driver per connection. A driver lets go of the loop when its connection is closed, so its
 owner ends it with ``lost``. Events are reported in order and one at a time, never from within a call of the
-program above: what that call caused is reported in the loop's next turn. Time is ``time.monotonic``, because
-uvloop's own clock counts whole milliseconds and a round trip takes less.
+program above: what that call caused is reported in the loop's next turn. Time is the network's, not the loop's,
+because uvloop's own clock counts whole milliseconds and a round trip takes less.
 """
 
 import asyncio
 import logging
 import math
-import time
 from collections.abc import Callable
 
 from handshake.connection import Connection
 from handshake.errors import FailureCode
 from handshake.events import Event
 from handshake.messages import Release, Released, Renew, Renewed
+from handshake.network import ZEROMQ
 from handshake.sockets import Delivery
 
 logger = logging.getLogger("handshake")
@@ -40,6 +40,7 @@ class Driver:
         transmit: Callable[[list[bytes]], Delivery],
         on_event: Callable[[Event], None],
         on_settled: Callable[[], None],
+        now: Callable[[], float] = ZEROMQ.now,
     ) -> None:
         """Drive ``connection``.
 
@@ -48,23 +49,25 @@ class Driver:
             transmit: give one message to the socket.
             on_event: of the program above. If it raises, the connection is refused with ``internal_error``.
             on_settled: called each time when all events have been reported.
+            now: seconds of a monotonic clock.
         """
         self.connection = connection
         self._transmit = transmit
         self._on_event = on_event
         self._on_settled = on_settled
+        self._now = now
         self._loop = asyncio.get_running_loop()
         self._wakes_s = math.inf
         self._timer: asyncio.Handle = self._loop.call_soon(self._arm)
 
     def receive(self, frames: list[bytes]) -> None:
         """Take one message of the peer."""
-        self.connection.receive(frames, time.monotonic())
+        self.connection.receive(frames, self._now())
         self.settle()
 
     def greet(self) -> None:
         """Say Hello."""
-        self.connection.greet(time.monotonic())
+        self.connection.greet(self._now())
         self.settle()
 
     def lost(self, reason: str) -> None:
@@ -86,13 +89,13 @@ class Driver:
 
     def refuse(self, code: str, reason: str, remedy: str = "") -> None:
         """Leave with a complaint, for the program above."""
-        self.connection.refuse(code, reason, time.monotonic(), remedy=remedy)
+        self.connection.refuse(code, reason, self._now(), remedy=remedy)
         self._flush()
         self._loop.call_soon(self.settle)
 
     def close(self, reason: str) -> None:
         """Leave in peace."""
-        self.connection.close(reason, time.monotonic())
+        self.connection.close(reason, self._now())
         self.settle()
 
     def settle(self) -> None:
@@ -121,7 +124,7 @@ class Driver:
         except Exception:
             logger.exception("handling %s failed; its connection ends", type(event).__name__)
             reason = "the program failed to handle an event of this connection"
-            self.connection.refuse(FailureCode.INTERNAL_ERROR, reason, time.monotonic())
+            self.connection.refuse(FailureCode.INTERNAL_ERROR, reason, self._now())
 
     def _arm(self) -> None:
         deadline = self.connection.next_deadline()
@@ -131,11 +134,11 @@ class Driver:
         # interval; a timer moved with each message would cost a heap operation each.
         elif deadline < self._wakes_s:
             self._timer.cancel()
-            delay_s = max(0.0, deadline - time.monotonic()) + TIMER_GRAIN_S
+            delay_s = max(0.0, deadline - self._now()) + TIMER_GRAIN_S
             self._timer = self._loop.call_later(delay_s, self._on_timer)
             self._wakes_s = deadline
 
     def _on_timer(self) -> None:
         self._wakes_s = math.inf
-        self.connection.handle_deadline(time.monotonic())
+        self.connection.handle_deadline(self._now())
         self.settle()

@@ -6,7 +6,6 @@ dropped, and what it sends afterwards is read and forgotten.
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import NewType
@@ -19,8 +18,9 @@ from handshake.errors import Closed, FailureCode
 from handshake.events import Event, PeerReady
 from handshake.limits import DEFAULT_LIMITS, Limits
 from handshake.messages import Identity, Publication, Released, Renewed
+from handshake.network import ZEROMQ, Channel, Network
 from handshake.security import ClusterSecurity, check_bind
-from handshake.sockets import Channel, open_listener, running
+from handshake.sockets import running
 from handshake.states import Role, State
 
 logger = logging.getLogger("handshake")
@@ -54,9 +54,17 @@ class HandshakeServer:
     """
 
     def __init__(
-        self, channel: Channel, identity: Identity, publication: Publication, on_event: OnPeerEvent, limits: Limits
+        self,
+        channel: Channel,
+        identity: Identity,
+        publication: Publication,
+        on_event: OnPeerEvent,
+        limits: Limits,
+        *,
+        network: Network = ZEROMQ,
     ) -> None:
         self._channel = channel
+        self._network = network
         self._identity = identity
         self._publication = publication
         self._on_event = on_event
@@ -143,13 +151,14 @@ class HandshakeServer:
     def _admit(self, key: PeerKey, routing_id: bytes) -> Driver:
         """Make a connection for a newcomer; if there is no room, one that has been refused already."""
         connection = Connection(
-            Role.SERVER, self._identity, self._publication, limits=self._limits, now=time.monotonic()
+            Role.SERVER, self._identity, self._publication, limits=self._limits, now=self._network.now()
         )
         driver = Driver(
             connection,
             transmit=lambda frames: self._channel.send([routing_id, *frames]),
             on_event=lambda event: self._report(key, event),
             on_settled=lambda: self._settled(key),
+            now=self._network.now,
         )
         pending = len(self._drivers) - len(self._ready)
         self._drivers[key] = driver
@@ -194,6 +203,7 @@ async def open_server(
     on_event: OnPeerEvent,
     limits: Limits = DEFAULT_LIMITS,
     insecure_allowed: bool = False,
+    network: Network = ZEROMQ,
 ) -> AsyncIterator[HandshakeServer]:
     """Listen for peers until the block is left; then say goodbye to them.
 
@@ -206,6 +216,7 @@ async def open_server(
             included. It must be quick. If it raises, the error is logged and that peer is dropped.
         limits: what peers may cost us.
         insecure_allowed: allow ``security=None`` on an address that is not a loopback address.
+        network: where we listen.
 
     Raises:
         ConfigInvalid: the address cannot be bound, or would be unsafe.
@@ -213,8 +224,8 @@ async def open_server(
     """
     check_bind(bind, security, insecure_allowed=insecure_allowed)
     check_introduction(identity, publication, limits)
-    async with open_listener(bind, security, limits) as channel:
-        server = HandshakeServer(channel, identity, publication, on_event, limits)
+    async with network.open_listener(bind, security, limits) as channel:
+        server = HandshakeServer(channel, identity, publication, on_event, limits, network=network)
         async with running(channel.read(server.receive)):
             try:
                 yield server

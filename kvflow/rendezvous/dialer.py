@@ -91,6 +91,7 @@ async def open_link(
             publication=ours.publication,
             security=ours.security,
             limits=ours.limits,
+            network=ours.network,
             on_event=on_event,
         ) as client:
             _require_peer(client.identity, engine_id, address)

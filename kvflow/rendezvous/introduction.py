@@ -3,9 +3,12 @@
 from msgspec import Struct
 
 from handshake import ClusterSecurity, Identity, Limits, Publication
+from handshake.network import ZEROMQ, Network
 from kvflow import __version__
 from kvflow.config import WorkerConfig
 from kvflow.rendezvous.publication import Advertisement, encode
+
+__all__ = ["ZEROMQ", "Network", "OurSide", "introduce"]
 
 
 class OurSide(Struct, frozen=True):
@@ -16,15 +19,19 @@ class OurSide(Struct, frozen=True):
         publication: our manifest.
         security: the cluster's keys.
         limits: budgets and bounds.
+        network: where we meet peers.
     """
 
     identity: Identity
     publication: Publication
     security: ClusterSecurity
     limits: Limits
+    network: Network = ZEROMQ
 
 
-def introduce(config: WorkerConfig, incarnation: str, advertisement: Advertisement) -> OurSide:
+def introduce(
+    config: WorkerConfig, incarnation: str, advertisement: Advertisement, network: Network = ZEROMQ
+) -> OurSide:
     """Say who we are and what we publish.
 
     Raises:
@@ -42,4 +49,5 @@ def introduce(config: WorkerConfig, incarnation: str, advertisement: Advertiseme
         publication=encode(advertisement),
         security=ClusterSecurity.from_secret(config.secret()),
         limits=Limits(connect_s=config.connect_s, handshake_s=config.handshake_s),
+        network=network,
     )

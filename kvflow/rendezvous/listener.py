@@ -85,6 +85,7 @@ async def open_listener(
             publication=ours.publication,
             security=ours.security,
             limits=ours.limits,
+            network=ours.network,
             # No reader can be ready, and so none can release, before the server exists.
             on_event=lambda key, event: listener.on_event(server, key, event),
         ) as server:

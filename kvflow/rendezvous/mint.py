@@ -1,7 +1,7 @@
 """Signing and verifying tickets with the cluster secret."""
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from handshake.security import ClusterSecurity, sign, verify
 from kvflow.cache.mint import HEAD_START_BITS, Mint
@@ -30,9 +30,9 @@ class TicketKey:
             grant.verify(lambda payload, mac: verify(self._key, payload, mac))
 
 
-def draw_head_start() -> int:
+def draw_head_start(draw_bits: Callable[[int], int] = secrets.randbits) -> int:
     """Draw where the epochs of a new mint begin."""
-    return secrets.randbits(HEAD_START_BITS)
+    return draw_bits(HEAD_START_BITS)
 
 
 class TicketMint(Mint):

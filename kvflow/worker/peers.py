@@ -108,6 +108,7 @@ class PeerPool:
         clock: Clock,
         report: Callable[[Struct], None],
         on_dropped: Callable[[PeerId, str, str], None],
+        plans: PlanCache,
     ) -> None:
         self._ours = ours
         self._manifest = manifest
@@ -116,7 +117,7 @@ class PeerPool:
         self._clock = clock
         self._report = report
         self._on_dropped = on_dropped
-        self._plans = PlanCache()
+        self._plans = plans
         self._legs: dict[tuple[PeerId, ...], tuple[Leg, ...]] = {}
         self._entries: dict[PeerId, _Entry] = {}
         self._lives: dict[PeerId, asyncio.Task[None]] = {}

@@ -2,10 +2,10 @@
 
 import asyncio
 import logging
-import secrets
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -17,7 +17,6 @@ from kvflow.cache.epochs import EPOCH_BITS, EpochTable
 from kvflow.cache.leases import LeaseTable
 from kvflow.cache.mint import Mint
 from kvflow.cache.tickets import RankAddress
-from kvflow.clock import monotonic
 from kvflow.config import WorkerConfig
 from kvflow.ids import peer_id
 from kvflow.layout.manifest import Identity, Manifest, alias_classes
@@ -28,16 +27,15 @@ from kvflow.rendezvous.introduction import OurSide, introduce
 from kvflow.rendezvous.listener import open_listener
 from kvflow.rendezvous.mint import TicketKey, draw_head_start
 from kvflow.rendezvous.publication import Advertisement
-from kvflow.transfer.queues import Limits
 from kvflow.transfer.requests import Budgets
 from kvflow.transfer.scheduler import Scheduler
 from kvflow.transport.base import Transport
-from kvflow.transport.factory import create_transport
 from kvflow.worker.consumer import Consumer
 from kvflow.worker.inbox import Inbox
 from kvflow.worker.offers import Offers
 from kvflow.worker.peers import PeerPool
 from kvflow.worker.producer import LeaseKeeper
+from kvflow.worker.surroundings import REAL, Surroundings
 from kvflow.worker.worker import Worker
 
 logger = logging.getLogger("kvflow")
@@ -60,7 +58,9 @@ class Cache(Protocol):
 
 
 @asynccontextmanager
-async def open_worker(config: WorkerConfig, cache: Cache, *, hooks: Sequence[Hook] = ()) -> AsyncIterator[Worker]:
+async def open_worker(
+    config: WorkerConfig, cache: Cache, *, hooks: Sequence[Hook] = (), surroundings: Surroundings = REAL
+) -> AsyncIterator[Worker]:
     """Open a worker on the running event loop.
 
     Leaving revokes every lease at once, cancels every pull, says goodbye, and destroys the transport's agents:
@@ -70,6 +70,7 @@ async def open_worker(config: WorkerConfig, cache: Cache, *, hooks: Sequence[Hoo
         config: the settings.
         cache: the memory; it must outlive the worker.
         hooks: take every event, beside the log.
+        surroundings: what it runs in; a simulator gives its own.
 
     Raises:
         ConfigInvalid: a setting is missing, malformed or unsafe.
@@ -79,17 +80,19 @@ async def open_worker(config: WorkerConfig, cache: Cache, *, hooks: Sequence[Hoo
     config.check()
     manifest = cache.manifest()
     manifest.check()
-    incarnation = secrets.token_hex(16)
+    incarnation = f"{surroundings.draw_bits(128):032x}"
     manifest = msgspec.structs.replace(manifest, identity=_identity(config, incarnation))
-    epochs = EpochTable(config.lease_slots, secrets.randbits(EPOCH_BITS))
+    epochs = EpochTable(config.lease_slots, surroundings.draw_bits(EPOCH_BITS))
     inbox = Inbox(asyncio.get_running_loop())
-    async with _started_transport(config, incarnation, manifest, epochs, inbox) as transport:
+    name = peer_id(config.engine_id, config.rank, incarnation)
+    make = partial(surroundings.open_transport, config.transport, name, inbox.put)
+    async with _started_transport(make, manifest, epochs, inbox) as transport:
         advertisement = Advertisement(
             manifest=manifest, epochs=_region(epochs), transport=transport.name, metadata=transport.metadata()
         )
-        ours = introduce(config, incarnation, advertisement)
+        ours = introduce(config, incarnation, advertisement, surroundings.network)
         report = _reporter(config, incarnation, hooks)
-        parts = _Parts(config, cache, manifest, ours, epochs, transport, inbox, report)
+        parts = _Parts(config, cache, manifest, ours, epochs, transport, inbox, report, surroundings)
         async with _opened(parts) as worker:
             yield worker
 
@@ -105,12 +108,13 @@ class _Parts(NamedTuple):
     transport: Transport
     inbox: Inbox
     report: Callable[..., None]
+    surroundings: Surroundings
 
 
 @asynccontextmanager
 async def _opened(parts: _Parts) -> AsyncIterator[Worker]:
     """Wire both sides of a worker together, listen, and take them down in order."""
-    config, cache, manifest, ours, epochs, transport, inbox, report = parts
+    config, cache, manifest, ours, epochs, transport, inbox, report, surroundings = parts
     key = TicketKey(ours.security)
     account = BlockAccount(alias_classes(manifest), manifest.num_blocks, threading.Lock())
     keeper = LeaseKeeper(
@@ -120,7 +124,7 @@ async def _opened(parts: _Parts) -> AsyncIterator[Worker]:
         block_sizes=[0 if group.kind == "mamba" else group.block_size for group in manifest.groups],
         lease_s=config.lease_s,
         peer=peer_id(config.engine_id, config.rank, ours.identity.incarnation),
-        clock=monotonic,
+        clock=surroundings.clock,
         loop=asyncio.get_running_loop(),
         report=report,
     )
@@ -133,27 +137,29 @@ async def _opened(parts: _Parts) -> AsyncIterator[Worker]:
             epoch_base=str(epochs.base),
             slots=len(epochs),
         )
-        mint = Mint(config.engine_id, [address], sign=key.sign, lease_s=config.lease_s, head_start=draw_head_start())
+        head_start = draw_head_start(surroundings.draw_bits)
+        mint = Mint(config.engine_id, [address], sign=key.sign, lease_s=config.lease_s, head_start=head_start)
         async with asyncio.TaskGroup() as tasks:
             pool = PeerPool(
                 ours=ours,
                 manifest=manifest,
                 transport=transport,
                 tasks=tasks,
-                clock=monotonic,
+                clock=surroundings.clock,
                 report=report,
                 # Nothing is dropped before something was met, and that takes the consumer of the next line.
                 on_dropped=lambda *dropped: consumer.on_peer_dropped(*dropped),  # noqa: PLW0108
+                plans=surroundings.make_plans(),
             )
             consumer = Consumer(
                 pool=pool,
-                scheduler=Scheduler(Limits()),
+                scheduler=Scheduler(surroundings.limits),
                 ledger=DestinationLedger(account),
                 transport=transport,
                 manifest=manifest,
                 budgets=Budgets(queue_s=config.queue_s, wire_s=config.wire_s, fence_s=config.fence_s),
                 verify=key.check,
-                clock=monotonic,
+                clock=surroundings.clock,
                 report=report,
             )
             inbox.connect(consumer.on_transport_event)
@@ -175,12 +181,11 @@ async def _opened(parts: _Parts) -> AsyncIterator[Worker]:
 
 @asynccontextmanager
 async def _started_transport(
-    config: WorkerConfig, incarnation: str, manifest: Manifest, epochs: EpochTable, inbox: Inbox
+    make: Callable[[], Transport], manifest: Manifest, epochs: EpochTable, inbox: Inbox
 ) -> AsyncIterator[Transport]:
     """Start the data plane, and destroy it whatever happens: it may write to memory until then."""
-    name = peer_id(config.engine_id, config.rank, incarnation)
     # Loading NIXL and creating agents takes half a second; other tasks of the engine's loop go on meanwhile.
-    transport = await asyncio.to_thread(create_transport, config.transport, name, inbox.put)
+    transport = await asyncio.to_thread(make)
     try:
         await asyncio.to_thread(transport.start, manifest.regions, _region(epochs))
         yield transport

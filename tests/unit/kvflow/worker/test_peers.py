@@ -14,6 +14,7 @@ from kvflow.errors import DeadlineExceeded, LayoutMismatch, PeerLost, StaleLease
 from kvflow.layout.manifest import Identity
 from kvflow.layout.region import Region
 from kvflow.observability.events import PeerConnected, PeerDropped
+from kvflow.transfer.plan import PlanCache
 from kvflow.worker.peers import PeerPool
 
 from .helpers import PATIENCE_S, SPECS, Clock, Reports, cache_of
@@ -82,6 +83,7 @@ class World:
             clock=Clock(),
             report=self.reports,
             on_dropped=lambda *dropped: self.dropped.append(dropped),
+            plans=PlanCache(),
         )
 
     async def meet(self):

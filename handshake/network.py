@@ -1,0 +1,103 @@
+"""What the shells take from outside: sockets, names, a clock and chance.
+
+``ZEROMQ`` is the real thing. Whoever gives another network drives the same clients and servers over it, as the
+simulator does on virtual time.
+"""
+
+import random
+import time
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
+
+from handshake.limits import Limits
+from handshake.security import ClusterSecurity
+from handshake.sockets import Delivery, LinkEvent, open_dialler, open_listener, resolve
+
+
+class Channel(Protocol):
+    """A socket that listens. See ``handshake.sockets.Channel``."""
+
+    @property
+    def endpoint(self) -> str:
+        """Its address, with its real port."""
+        ...
+
+    def send(self, frames: list[bytes]) -> Delivery:
+        """Queue one message, or say why not, at once."""
+        ...
+
+    async def read(self, on_frames: Callable[[list[bytes]], None]) -> None:
+        """Pass on each message that arrives, until cancelled."""
+        ...
+
+
+class DialledChannel(Channel, Protocol):
+    """A socket that dials once. See ``handshake.sockets.DialledChannel``."""
+
+    def dial(self) -> None:
+        """Start the one attempt to connect."""
+        ...
+
+    async def watch(self, on_link: Callable[[LinkEvent], None]) -> None:
+        """Pass on what happens to the connection, until cancelled."""
+        ...
+
+
+class Network(Protocol):
+    """Where connections are made, and what time it is there."""
+
+    def now(self) -> float:
+        """Return the seconds of a monotonic clock."""
+        ...
+
+    def draw(self) -> float:
+        """Return a random number in [0, 1), which spreads load and protects nothing."""
+        ...
+
+    def open_listener(
+        self, bind: str, security: ClusterSecurity | None, limits: Limits
+    ) -> AbstractAsyncContextManager[Channel]:
+        """Listen. See ``handshake.sockets.open_listener``."""
+        ...
+
+    def open_dialler(
+        self, endpoint: str, security: ClusterSecurity | None, limits: Limits
+    ) -> AbstractAsyncContextManager[DialledChannel]:
+        """Get ready to dial. See ``handshake.sockets.open_dialler``."""
+        ...
+
+    async def resolve(self, endpoint: str) -> str:
+        """Look a name up. See ``handshake.sockets.resolve``."""
+        ...
+
+
+class ZeroMqNetwork:
+    """ZeroMQ over TCP, and this machine's clock. See ``Network``."""
+
+    def now(self) -> float:
+        """See ``Network.now``."""
+        return time.monotonic()
+
+    def draw(self) -> float:
+        """See ``Network.draw``."""
+        return random.random()  # noqa: S311 - as the contract says
+
+    def open_listener(
+        self, bind: str, security: ClusterSecurity | None, limits: Limits
+    ) -> AbstractAsyncContextManager[Channel]:
+        """See ``Network.open_listener``."""
+        return open_listener(bind, security, limits)
+
+    def open_dialler(
+        self, endpoint: str, security: ClusterSecurity | None, limits: Limits
+    ) -> AbstractAsyncContextManager[DialledChannel]:
+        """See ``Network.open_dialler``."""
+        return open_dialler(endpoint, security, limits)
+
+    async def resolve(self, endpoint: str) -> str:
+        """See ``Network.resolve``."""
+        return await resolve(endpoint)
+
+
+ZEROMQ: Network = ZeroMqNetwork()

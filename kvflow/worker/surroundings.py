@@ -1,0 +1,39 @@
+"""What a worker takes from outside: time, chance, a network, a data plane, and how much is read at once.
+
+``REAL`` is what every worker runs in. The simulator gives its own, and so drives the same worker on virtual time.
+"""
+
+import secrets
+from collections.abc import Callable
+
+from msgspec import Struct
+
+from kvflow.clock import Clock, monotonic
+from kvflow.rendezvous.introduction import ZEROMQ, Network
+from kvflow.transfer.plan import PlanCache
+from kvflow.transfer.queues import Limits
+from kvflow.transport.base import Sink, Transport
+from kvflow.transport.factory import create_transport
+
+
+class Surroundings(Struct, frozen=True, kw_only=True):
+    """Everything that differs between a real worker and a simulated one.
+
+    Attributes:
+        clock: seconds of a monotonic clock.
+        network: where peers are met.
+        open_transport: makes a transport that has not started, from its kind, the agent's name and the sink.
+        draw_bits: draws a number of that many random bits, which nobody can guess.
+        limits: of batches, and of what is in flight.
+        make_plans: makes the worker's cache of plans.
+    """
+
+    clock: Clock = monotonic
+    network: Network = ZEROMQ
+    open_transport: Callable[[str, str, Sink], Transport] = create_transport
+    draw_bits: Callable[[int], int] = secrets.randbits
+    limits: Limits = Limits()
+    make_plans: Callable[[], PlanCache] = PlanCache
+
+
+REAL = Surroundings()
