@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from kvflow.rendezvous.mint import TicketMint
     from kvflow.transfer.plan import TransferPlan, plan_transfer
     from kvflow.transfer.report import TransferReport
+    from kvflow.worker.drain import DrainReport
     from kvflow.worker.runtime import open_worker
     from kvflow.worker.threaded import ThreadedWorker, run_worker
     from kvflow.worker.worker import Worker
@@ -60,6 +61,7 @@ _HOMES = {
     "WorkerConfig": "kvflow.config",
     "Worker": "kvflow.worker.worker",
     "open_worker": "kvflow.worker.runtime",
+    "DrainReport": "kvflow.worker.drain",
     "ThreadedWorker": "kvflow.worker.threaded",
     "run_worker": "kvflow.worker.threaded",
     # tickets
@@ -77,6 +79,7 @@ __all__ = [
     "MLA",
     "ChunkedLocal",
     "CrossAttention",
+    "DrainReport",
     "FullAttention",
     "Group",
     "KVCache",

@@ -7,6 +7,7 @@ The tree, by what the caller can do about it::
     ├── ArgumentInvalid          pass an argument of the right type
     ├── SpecInvalid              fix the description of the cache
     ├── WorkerClosed             the worker is closing or closed: nothing more is served
+    │   └── WorkerDraining       the worker finishes what it has begun: begin nothing new here
     ├── TicketInvalid            the ticket is truncated, forged or from another cluster: refuse the request
     ├── BlockIdsInvalid          fix the block ids of this call
     │   └── BlockRangeMismatch   the ticket does not cover the tokens that are asked for
@@ -84,6 +85,13 @@ class WorkerClosed(KvflowError):
 
     code = "worker_closed"
     default_remedy = "Open a new worker; tickets of this one are void."
+
+
+class WorkerDraining(WorkerClosed):
+    """The worker is draining: it keeps its promises and makes no new ones."""
+
+    code = "worker_draining"
+    default_remedy = "Use another worker; tickets of this one are good until it closes."
 
 
 class TicketInvalid(KvflowError):

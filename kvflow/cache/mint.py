@@ -25,6 +25,7 @@ class Mint:
     Attributes:
         engine_id: the producer.
         ranks: every rank, as the workers report them (``worker.rank_address``).
+        slots: leases that may be held at once.
     """
 
     def __init__(
@@ -49,9 +50,9 @@ class Mint:
         self.ranks = tuple(ranks)
         self._sign = sign
         self._lease_s = lease_s
-        self._slots_max = min(address.slots for address in ranks)
-        self._free = list(range(self._slots_max - 1, -1, -1))
-        self._slots: dict[str, int] = {}
+        self.slots = min(address.slots for address in ranks)
+        self._free = list(range(self.slots - 1, -1, -1))
+        self._slots: dict[str, int | None] = {}
         self._epoch = max(int(address.epoch_base) for address in ranks) + 1 + head_start
 
     def offer(
@@ -76,7 +77,7 @@ class Mint:
             raise BlockIdsInvalid(f"request {request_id!r} is on offer already", remedy="Revoke it first.")
         lists, tokens = _as_integers(block_ids, num_tokens)
         if not self._free:
-            raise CapacityExceeded("leases", self._slots_max, remedy="Wait for a lease to end, or raise lease_slots.")
+            raise CapacityExceeded("leases", self.slots, remedy="Wait for a lease to end, or raise lease_slots.")
         slot = self._free[-1]
         grant = Grant(
             engine_id=self.engine_id,
@@ -98,12 +99,17 @@ class Mint:
         self._epoch += EPOCH_STEP
         return Ticket(grants=(grant,)), grant
 
-    def retire(self, request_id: str) -> bool:
-        """Free the slot of a lease that has ended on every rank; False if it is unknown."""
-        slot = self._slots.pop(request_id, None)
+    def vacate(self, request_id: str) -> None:
+        """Free the slot of a lease that has ended on every rank, and keep its name taken until ``retire``."""
+        slot = self._slots.get(request_id)
         if slot is not None:
+            self._slots[request_id] = None
             self._free.append(slot)
-        return slot is not None
+
+    def retire(self, request_id: str) -> bool:
+        """Free the slot, and the name, of a lease that has ended on every rank; False if it is unknown."""
+        self.vacate(request_id)
+        return self._slots.pop(request_id, -1) != -1
 
 
 def _as_integers(

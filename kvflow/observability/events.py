@@ -31,6 +31,22 @@ class WorkerClosed(Struct, frozen=True):
     pulls_cancelled: int
 
 
+class WorkerDrained(Struct, frozen=True):
+    """The worker has begun nothing new since it was told to drain, and has waited for what had begun.
+
+    Attributes:
+        leases_left: leases that are still held.
+        pulls_left: pulls that are still open or draining.
+        quarantined_left: destinations that something may still write into.
+        waited_s: seconds that it took.
+    """
+
+    leases_left: int
+    pulls_left: int
+    quarantined_left: int
+    waited_s: float
+
+
 class OfferAdmitted(Struct, frozen=True):
     """A lease is held from here on.
 
@@ -87,4 +103,4 @@ class ReaderRejected(Struct, frozen=True):
     detail: str
 
 
-ShellEvent = WorkerOpened | WorkerClosed | OfferAdmitted | PeerConnected | PeerDropped | ReaderRejected
+ShellEvent = WorkerOpened | WorkerDrained | WorkerClosed | OfferAdmitted | PeerConnected | PeerDropped | ReaderRejected

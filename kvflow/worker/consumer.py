@@ -15,7 +15,7 @@ import msgspec
 from kvflow.cache.destinations import DestinationLedger, Quarantined
 from kvflow.cache.tickets import Member, Ticket
 from kvflow.clock import Clock
-from kvflow.errors import ArgumentInvalid, DeadlineExceeded, KvflowError, WorkerClosed
+from kvflow.errors import ArgumentInvalid, DeadlineExceeded, KvflowError
 from kvflow.ids import LeaseKey, PeerId
 from kvflow.layout.manifest import Manifest
 from kvflow.transfer.events import TransferCompleted, TransferFailed, TransferQuiesced
@@ -48,6 +48,8 @@ from kvflow.transport.base import (
 from kvflow.worker.demands import demands_of, empty_report, log_context
 from kvflow.worker.failures import transfer_error
 from kvflow.worker.peers import Peer, PeerPool
+from kvflow.worker.stages import Stage, later, require_open, require_running
+from kvflow.worker.unsettled import Unsettled
 
 TICK_S = 0.02
 """Deadlines, renewals and retries are looked at this often while a pull is open; nothing else waits for it."""
@@ -94,41 +96,54 @@ class Consumer:
         self._clock = clock
         self._report = report
         self._pulls: dict[int, _Pull] = {}
-        self._unsettled: dict[int, str] = {}
-        self._waiters: dict[str, list[asyncio.Future[None]]] = {}
+        self._unsettled = Unsettled()
         self._busy = asyncio.Event()
         self._releases: dict[PeerId, list[tuple[int, int]]] = {}
         self._ids = count(1)
-        self._closed = False
+        self._stage: Stage = "open"
 
     async def pull(self, ticket: Ticket, block_ids: Sequence[Sequence[int]], *, priority: int = 0) -> TransferReport:
         """Read a ticket's blocks into ours. See ``Worker.pull``."""
         called_at = self._clock()
         if not isinstance(priority, int):
             raise ArgumentInvalid("priority", "an integer", priority)
+        require_open(self._stage, "pulls nothing")
         self._check(ticket)
         targets = check_block_ids(
             block_ids, num_blocks=self._manifest.num_blocks, aliases=self._ledger.aliases, unique=True
         )
-        members = tuple(ticket.members())
-        peers = await self._meet(members)
-        legs = self._legs(members, peers, targets)
-        handshake_s = self._clock() - called_at
-        self._require_open()
+        pull_id = next(self._ids)
+        self._unsettled.begin(pull_id, ticket.request_id)
+        try:
+            members = tuple(ticket.members())
+            legs = self._legs(members, await self._meet(members), targets)
+            pull = _Pull(
+                ticket=ticket,
+                result=asyncio.get_running_loop().create_future(),
+                called_at=called_at,
+                handshake_s=self._clock() - called_at,
+                context=log_context(ticket, targets),
+            )
+            require_running(self._stage, "pulls nothing")  # one that drains finishes what was called before
+            effects = self._submit(pull_id, pull, targets, legs, priority) if legs else []
+        except BaseException:
+            self._unsettled.end(pull_id)
+            raise
         if not legs:
+            self._unsettled.end(pull_id)
             self._release(members)
-            return empty_report(ticket, self._transport.name, handshake_s)
-        pull = _Pull(
-            ticket=ticket,
-            result=asyncio.get_running_loop().create_future(),
-            called_at=called_at,
-            handshake_s=handshake_s,
-            context=log_context(ticket, targets),
-        )
-        return await self._run(pull, targets, legs, priority)
+            return empty_report(ticket, self._transport.name, pull.handshake_s)
+        self._busy.set()
+        self._apply(effects)
+        try:
+            return await pull.result
+        except asyncio.CancelledError:
+            self._cancel(pull_id, "the caller cancelled the pull")
+            raise
 
     async def release(self, ticket: Ticket) -> None:
         """Give a ticket back without reading it. See ``Worker.release``."""
+        require_running(self._stage, "releases nothing")
         self._check(ticket)
         lost: list[KvflowError] = []
         for member in ticket.members():
@@ -143,10 +158,14 @@ class Consumer:
 
     async def quiesced(self, request_id: str) -> None:
         """Wait until nothing may write into the request's blocks any more. See ``Worker.quiesced``."""
-        if request_id in self._unsettled.values():
-            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiters.setdefault(request_id, []).append(waiter)
-            await waiter
+        await self._unsettled.quiesced(request_id)
+
+    async def wait_idle(self) -> None:
+        """Wait until no pull is left; of use when new ones are refused.
+
+        Cancellation: safe.
+        """
+        await self._unsettled.wait_idle()
 
     def quarantined(self) -> list[Quarantined]:
         """List destinations whose pulls have ended while something may still write."""
@@ -155,6 +174,10 @@ class Consumer:
     def open_pulls(self) -> int:
         """Return how many pulls are open or draining."""
         return len(self._unsettled)
+
+    def requests(self) -> tuple[str, ...]:
+        """Return the producers' names of what these pulls read."""
+        return self._unsettled.requests()
 
     def on_transport_event(self, event: TransportEvent) -> None:
         """Feed what the data plane reports to whom it concerns."""
@@ -189,9 +212,13 @@ class Consumer:
             if not self._scheduler.busy:
                 self._busy.clear()
 
+    def drain(self) -> None:
+        """Take no more pulls, and finish those that were called."""
+        self._stage = later(self._stage, "draining")
+
     def close(self) -> int:
         """Cancel every open pull and take no more; return how many there were."""
-        self._closed = True
+        self._stage = "closing"
         open_pulls = self._scheduler.open_pulls()
         for pull_id in open_pulls:
             self._cancel(pull_id, "the worker is closing")
@@ -216,27 +243,19 @@ class Consumer:
                 legs.append(LegRequest(member.peer, grant.slot, grant.epoch_value, grant.lease_s, demands))
         return tuple(legs)
 
-    async def _run(
-        self, pull: _Pull, targets: Sequence[Int64s], legs: tuple[LegRequest, ...], priority: int
-    ) -> TransferReport:
-        """Submit a pull and await its end; cancelling the await cancels the pull."""
-        pull_id, request_id = next(self._ids), pull.ticket.request_id
+    def _submit(
+        self, pull_id: int, pull: _Pull, targets: Sequence[Int64s], legs: tuple[LegRequest, ...], priority: int
+    ) -> list[Effect]:
+        """Take the blocks of a pull and hand it to the scheduler, or leave everything as it was."""
         self._ledger.take(pull_id, targets)
-        self._pulls[pull_id] = pull
-        self._unsettled[pull_id] = request_id
-        request = PullRequest(pull_id, request_id, legs, priority, self._budgets)
         try:
+            request = PullRequest(pull_id, pull.ticket.request_id, legs, priority, self._budgets)
             effects = self._scheduler.submit(request, self._clock())
         except BaseException:
-            self._settle(pull_id)
+            self._ledger.give_back(pull_id)
             raise
-        self._busy.set()
-        self._apply(effects)
-        try:
-            return await pull.result
-        except asyncio.CancelledError:
-            self._cancel(pull_id, "the caller cancelled the pull")
-            raise
+        self._pulls[pull_id] = pull
+        return effects
 
     def _cancel(self, pull_id: int, detail: str) -> None:
         self._apply(self._scheduler.cancel(pull_id, code="transfer_cancelled", detail=detail, now=self._clock()))
@@ -326,11 +345,7 @@ class Consumer:
         """Give a pull's blocks back: nothing writes into them any more."""
         self._ledger.give_back(pull_id)
         del self._pulls[pull_id]
-        request_id = self._unsettled.pop(pull_id)
-        if request_id not in self._unsettled.values():
-            for waiter in self._waiters.pop(request_id, ()):
-                if not waiter.done():
-                    waiter.set_result(None)
+        self._unsettled.end(pull_id)
 
     def _release(self, members: Sequence[Member]) -> None:
         """Release every rank that a ticket names; those of one turn of the loop travel together."""
@@ -347,11 +362,6 @@ class Consumer:
                 link.release(leases)
 
     def _check(self, ticket: Ticket) -> None:
-        self._require_open()
         if not isinstance(ticket, Ticket):
             raise ArgumentInvalid("ticket", "a Ticket, made with Ticket.from_params", ticket)
         self._verify(ticket)
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise WorkerClosed("the worker is closing and pulls nothing")

@@ -1,27 +1,100 @@
-"""Offers of an engine of one process."""
+"""Offers of an engine of one process: mint and admit in one, and a line for those that find every slot taken."""
 
+import asyncio
 import threading
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from kvflow.cache.mint import Mint
 from kvflow.cache.tickets import Ticket
+from kvflow.errors import CapacityExceeded, KvflowError
 from kvflow.worker.producer import LeaseKeeper
+
+WAITING_MAX = 4096
+"""Offers that may wait for a slot: as many again as there are slots. An engine with more to offer prefills too much."""
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """One offer that waits for a slot."""
+
+    request_id: str
+    block_ids: Sequence[Sequence[int]]
+    num_tokens: int | Sequence[int]
+    ticket: asyncio.Future[Ticket]
 
 
 class Offers:
-    """Offers of an engine of one process: mint and admit in one.
+    """Offers of one worker.
 
-    Thread: any.
+    Thread: ``offer`` from any thread; everything else on the event loop.
     """
 
-    def __init__(self, mint: Mint, keeper: LeaseKeeper) -> None:
+    def __init__(self, mint: Mint, keeper: LeaseKeeper, loop: asyncio.AbstractEventLoop) -> None:
         self._mint = mint
         self._keeper = keeper
+        self._loop = loop
         self._lock = threading.Lock()
-        keeper.call_when_ended(self._retire)
+        self._line: deque[_Waiting] = deque()
+        keeper.call_around_ends(self._vacate, self._retire)
 
     def offer(self, request_id: str, block_ids: Sequence[Sequence[int]], num_tokens: int | Sequence[int]) -> Ticket:
         """Sign a ticket and hold its lease. See ``Worker.offer``."""
+        if self._line:
+            self._keeper.require_open()
+            raise CapacityExceeded(
+                "leases", self._mint.slots, remedy="Others wait for the next slot: use offer_when_possible."
+            )
+        return self._offer(request_id, block_ids, num_tokens)
+
+    async def offer_when_possible(
+        self,
+        request_id: str,
+        block_ids: Sequence[Sequence[int]],
+        num_tokens: int | Sequence[int],
+        *,
+        timeout_s: float | None,
+    ) -> Ticket:
+        """Wait for a slot, then offer. See ``Worker.offer_when_possible``."""
+        if len(self._line) >= WAITING_MAX:
+            raise CapacityExceeded("offers that wait for a slot", WAITING_MAX)
+        waiting = _Waiting(request_id, block_ids, num_tokens, self._loop.create_future())
+        self._line.append(waiting)
+        # Also where others wait: a slot that came free before we stood in line is announced to nobody.
+        self.serve()
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await waiting.ticket
+        except TimeoutError:
+            if waiting.ticket.done() and not waiting.ticket.cancelled():
+                return waiting.ticket.result()  # it came in the very moment
+            self._leave(waiting)
+            raise CapacityExceeded("leases", self._mint.slots, remedy=f"No slot came free in {timeout_s} s.") from None
+        except asyncio.CancelledError:
+            if _has_ticket(waiting):
+                self._keeper.revoke(request_id)  # nobody will hear of this ticket
+            self._leave(waiting)
+            raise
+
+    def serve(self) -> None:
+        """Offer for those in line, first come, first served, until every slot is taken or the line is at its end."""
+        while self._line:
+            waiting = self._line[0]
+            if waiting.ticket.cancelled():  # and its caller has not had its turn of the loop yet
+                self._line.popleft()
+                continue
+            try:
+                waiting.ticket.set_result(self._offer(waiting.request_id, waiting.block_ids, waiting.num_tokens))
+            except CapacityExceeded:
+                return  # the end of the next lease comes here again
+            except KvflowError as error:
+                waiting.ticket.set_exception(error)
+            # Only now, so that no other thread's offer slips in before the one whose turn it is.
+            self._line.popleft()
+
+    def _offer(self, request_id: str, block_ids: Sequence[Sequence[int]], num_tokens: int | Sequence[int]) -> Ticket:
+        self._keeper.require_open()
         with self._lock:
             ticket, grant = self._mint.offer(request_id, block_ids=block_ids, num_tokens=num_tokens)
         try:
@@ -31,6 +104,22 @@ class Offers:
             raise
         return ticket
 
+    def _leave(self, waiting: _Waiting) -> None:
+        waiting.ticket.cancel()
+        if waiting in self._line:
+            self._line.remove(waiting)
+
+    def _vacate(self, request_id: str) -> None:
+        with self._lock:
+            self._mint.vacate(request_id)
+        if self._line and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self.serve)
+
     def _retire(self, request_id: str) -> None:
         with self._lock:
             self._mint.retire(request_id)
+
+
+def _has_ticket(waiting: _Waiting) -> bool:
+    future = waiting.ticket
+    return future.done() and not future.cancelled() and future.exception() is None

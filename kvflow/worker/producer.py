@@ -8,6 +8,7 @@ import asyncio
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from msgspec import Struct
 
@@ -15,14 +16,17 @@ from kvflow.cache.blocks import BlockAccount
 from kvflow.cache.leases import Answer, LeaseEnded, LeaseTable, Outcome, Reader
 from kvflow.cache.tickets import Grant
 from kvflow.clock import Clock
-from kvflow.errors import BlockIdsInvalid, RequestUnknown, WorkerClosed
+from kvflow.errors import BlockIdsInvalid, RequestUnknown
 from kvflow.ids import LeaseKey, PeerId, peer_id
 from kvflow.observability.events import OfferAdmitted
 from kvflow.transfer.pairs import Int64s, check_block_ids
+from kvflow.worker.stages import Stage, later, require_open
 
 ENDED_MAX = 65536
 """Outcomes that are kept for a late ``wait_offer``."""
 
+
+T = TypeVar("T")
 
 _End = tuple[LeaseEnded, list["asyncio.Future[Outcome]"]]
 
@@ -72,19 +76,49 @@ class LeaseKeeper:
         self._ended: OrderedDict[str, Outcome] = OrderedDict()
         self._waiters: dict[str, list[asyncio.Future[Outcome]]] = {}
         self._changed = asyncio.Event()
-        self._listeners: list[Callable[[str], object]] = []
-        self._closed = False
+        self._idle: list[asyncio.Future[None]] = []
+        self._around_ends: list[tuple[Callable[[str], object], Callable[[str], object]]] = []
+        self._stage: Stage = "open"
 
-    def call_when_ended(self, call: Callable[[str], object]) -> None:
-        """Have ``call`` told of every lease that ends, on whatever thread ended it; it must be quick."""
-        self._listeners.append(call)
+    def call_around_ends(self, before: Callable[[str], object], after: Callable[[str], object]) -> None:
+        """Have both called for every lease that ends, on whatever thread ended it; they must be quick.
+
+        Args:
+            before: called before anyone hears of the end.
+            after: called when everyone has.
+        """
+        self._around_ends.append((before, after))
+
+    def require_open(self) -> None:
+        """Refuse what would be a new promise.
+
+        Raises:
+            WorkerDraining, WorkerClosed: the worker makes none any more.
+        """
+        require_open(self._stage, "takes no offers")
+
+    def drain(self) -> None:
+        """Refuse new leases, and keep those that are held."""
+        with self._lock:
+            self._stage = later(self._stage, "draining")
+
+    async def wait_idle(self) -> None:
+        """Wait until no lease is held; of use when new ones are refused.
+
+        Cancellation: safe.
+        """
+        with self._lock:
+            if not len(self._leases):
+                return
+            future: asyncio.Future[None] = self._loop.create_future()
+            self._idle.append(future)
+        await future
 
     def admit(self, grant: Grant) -> None:
         """Hold the lease of a grant. See ``Worker.admit``."""
         ids = self._check(grant)
         with self._lock:
-            if self._closed:
-                raise WorkerClosed("the worker is closing and takes no offers")
+            self.require_open()
             self._account.lend(ids)
             try:
                 self._leases.admit(grant, self._clock())
@@ -107,6 +141,11 @@ class LeaseKeeper:
         """Return how many leases are held."""
         with self._lock:
             return len(self._leases)
+
+    def requests(self) -> tuple[str, ...]:
+        """Return the requests whose leases are held."""
+        with self._lock:
+            return tuple(self._lent)
 
     def highest_epoch(self) -> int:
         """Return the highest epoch that any slot has held."""
@@ -163,7 +202,7 @@ class LeaseKeeper:
     def close(self) -> int:
         """Revoke every lease at once and refuse new ones; return how many there were."""
         with self._lock:
-            self._closed = True
+            self._stage = "closing"
             ended = self._note(*self._leases.revoke_all(self._clock()))
         self._announce(ended)
         return len(ended)
@@ -208,18 +247,29 @@ class LeaseKeeper:
     def _announce(self, ended: Sequence[_End]) -> None:
         """Tell of ends; not under the lock, because whoever is told may ask in turn, or wait for a thread that does."""
         for end, waiters in ended:
-            # Told before the name is free again: whoever hears of it must not take it for the next offer's end.
+            # Whoever hears of it may offer in turn, so its slot must be free by then; but not its name, because the
+            # end must not be taken for that of the next offer of that name.
+            for before, _ in self._around_ends:
+                before(end.request_id)
             self._report(end)
-            for call in self._listeners:
-                call(end.request_id)
+            for _, after in self._around_ends:
+                after(end.request_id)
             for future in waiters:
                 self._on_loop(_resolve, future, end.outcome)
+        if ended:
+            self._on_loop(self._tell_if_idle)
+
+    def _tell_if_idle(self) -> None:
+        if not self.held():
+            waiting, self._idle = self._idle, []
+            for future in waiting:
+                _resolve(future, None)
 
     def _on_loop(self, call: Callable[..., object], *args: object) -> None:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(call, *args)
 
 
-def _resolve(future: asyncio.Future[Outcome], outcome: Outcome) -> None:
+def _resolve(future: asyncio.Future[T], result: T) -> None:
     if not future.done():
-        future.set_result(outcome)
+        future.set_result(result)

@@ -31,6 +31,7 @@ from kvflow.transfer.requests import Budgets
 from kvflow.transfer.scheduler import Scheduler
 from kvflow.transport.base import Transport
 from kvflow.worker.consumer import Consumer
+from kvflow.worker.drain import Drain
 from kvflow.worker.inbox import Inbox
 from kvflow.worker.offers import Offers
 from kvflow.worker.peers import PeerPool
@@ -164,13 +165,15 @@ async def _opened(parts: _Parts) -> AsyncIterator[Worker]:
             )
             inbox.connect(consumer.on_transport_event)
             background = [tasks.create_task(keeper.expire_leases()), tasks.create_task(consumer.tick_while_busy())]
-            worker = Worker(address, keeper, Offers(mint, keeper), consumer)
+            offers = Offers(mint, keeper, asyncio.get_running_loop())
+            worker = Worker(address, keeper, offers, consumer, Drain(keeper, offers, consumer, monotonic, report))
             report(events.WorkerOpened(worker.endpoint, transport.name, manifest.num_blocks, cache.bytes_per_block))
             try:
                 yield worker
             except BaseException as error:  # noqa: BLE001  # raised again below, not inside a group of exceptions
                 failure = error
             closed = events.WorkerClosed(leases_revoked=keeper.close(), pulls_cancelled=consumer.close())
+            offers.serve()  # those in line are refused
             pool.close()
             for task in background:
                 task.cancel()

@@ -2,10 +2,11 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, Literal, TypeVar
+from functools import partial
+from typing import Literal, TypeVar
 
 import uvloop
 from msgspec import Struct
@@ -13,8 +14,10 @@ from msgspec import Struct
 from kvflow.cache.leases import LeaseEnded, Outcome
 from kvflow.cache.tickets import Grant, RankAddress, Ticket
 from kvflow.config import WorkerConfig
-from kvflow.errors import KvflowError, TransferCancelled, TransferFailed, WorkerClosed
+from kvflow.errors import KvflowError, TransferCancelled, TransferFailed
 from kvflow.transfer.report import TransferReport
+from kvflow.worker.bridge import Bridge
+from kvflow.worker.drain import DrainReport
 from kvflow.worker.runtime import Cache, Hook, open_worker
 from kvflow.worker.worker import Snapshot, Worker
 
@@ -51,9 +54,9 @@ class ThreadedWorker:
     Thread: any.
     """
 
-    def __init__(self, worker: Worker, loop: asyncio.AbstractEventLoop, finished: "_FinishedQueue") -> None:
+    def __init__(self, worker: Worker, bridge: Bridge, finished: "_FinishedQueue") -> None:
         self._worker = worker
-        self._loop = loop
+        self._bridge = bridge
         self._finished = finished
 
     @property
@@ -70,6 +73,20 @@ class ThreadedWorker:
         """Promise to keep blocks for a consumer. See ``Worker.offer``."""
         return self._worker.offer(request_id, block_ids, num_tokens)
 
+    def offer_when_possible(
+        self,
+        request_id: str,
+        block_ids: Sequence[Sequence[int]],
+        num_tokens: int | Sequence[int],
+        *,
+        timeout_s: float | None = None,
+    ) -> "Future[Ticket]":
+        """Wait until a lease slot is free, then offer. See ``Worker.offer_when_possible``."""
+        return self._bridge.submit(
+            self._worker.offer_when_possible(request_id, block_ids, num_tokens, timeout_s=timeout_s),
+            on_unwanted=lambda _: self._worker.revoke(request_id),
+        )
+
     def admit(self, grant: Grant) -> None:
         """Hold the lease of a grant. See ``Worker.admit``."""
         self._worker.admit(grant)
@@ -80,17 +97,24 @@ class ThreadedWorker:
 
     def wait_offer(self, request_id: str) -> "Future[Outcome]":
         """Wait until a lease has ended. See ``Worker.wait_offer``."""
-        return self._submit(self._worker.wait_offer(request_id))
+        return self._bridge.submit(self._worker.wait_offer(request_id))
 
     def pull(
         self, ticket: Ticket, block_ids: Sequence[Sequence[int]], *, priority: int = 0
     ) -> "Future[TransferReport]":
         """Read a ticket's blocks into ours. See ``Worker.pull``; cancelling the future cancels the pull."""
-        return self._submit(self._pull(ticket, block_ids, priority))
+        request_id = getattr(ticket, "request_id", "")  # whatever was passed, its refusal is reported
+        return self._bridge.submit(
+            self._pull(ticket, block_ids, priority), on_end=partial(self._finished.on_pull_ended, request_id)
+        )
 
     def release(self, ticket: Ticket) -> "Future[None]":
         """Give a ticket back unread. See ``Worker.release``."""
-        return self._submit(self._worker.release(ticket))
+        return self._bridge.submit(self._worker.release(ticket))
+
+    def drain(self, deadline_s: float) -> "Future[DrainReport]":
+        """Begin nothing new, and wait for what has begun. See ``Worker.drain``."""
+        return self._bridge.submit(self._worker.drain(deadline_s))
 
     def finished(self) -> list[Finished]:
         """Drain what has ended, and is quiescent, since the last call."""
@@ -98,31 +122,15 @@ class ThreadedWorker:
 
     def snapshot(self) -> Snapshot:
         """Return what is held at this moment."""
-        return self._submit(_call(self._worker.snapshot)).result()
+        return self._bridge.submit(_call(self._worker.snapshot)).result()
 
     async def _pull(self, ticket: Ticket, block_ids: Sequence[Sequence[int]], priority: int) -> TransferReport:
         try:
-            report = await self._worker.pull(ticket, block_ids, priority=priority)
-        except KvflowError as error:
-            if isinstance(error, TransferFailed) and error.quarantined:
+            return await self._worker.pull(ticket, block_ids, priority=priority)
+        except (TransferFailed, asyncio.CancelledError) as error:
+            if not isinstance(error, TransferFailed) or error.quarantined:
                 await self._worker.quiesced(ticket.request_id)
-            self._finished.put(Finished(ticket.request_id, "consumer", "failed", error=error))
             raise
-        except asyncio.CancelledError:
-            # Its future says nothing more, and yet the engine must learn when the blocks may be reused.
-            await self._worker.quiesced(ticket.request_id)
-            cancelled = TransferCancelled("the caller cancelled the pull", request_id=ticket.request_id)
-            self._finished.put(Finished(ticket.request_id, "consumer", "failed", error=cancelled))
-            raise
-        self._finished.put(Finished(ticket.request_id, "consumer", "completed", report=report))
-        return report
-
-    def _submit(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
-        try:
-            return asyncio.run_coroutine_threadsafe(work, self._loop)
-        except RuntimeError as error:  # the loop is closed
-            work.close()
-            raise WorkerClosed("the worker is closed") from error
 
 
 @contextmanager
@@ -152,11 +160,15 @@ async def _live(
     opened: "Future[tuple[ThreadedWorker, Callable[[], object]]]",
 ) -> None:
     loop, left = asyncio.get_running_loop(), asyncio.Event()
+    bridge = Bridge(loop)
     try:
-        async with open_worker(config, cache, hooks=hooks) as worker:
-            threaded = ThreadedWorker(worker, loop, finished)
-            opened.set_result((threaded, lambda: loop.call_soon_threadsafe(left.set)))
-            await left.wait()
+        try:
+            async with open_worker(config, cache, hooks=hooks) as worker:
+                threaded = ThreadedWorker(worker, bridge, finished)
+                opened.set_result((threaded, lambda: loop.call_soon_threadsafe(left.set)))
+                await left.wait()
+        finally:
+            await bridge.close()
     except BaseException as error:
         if not opened.done():
             opened.set_exception(error)
@@ -176,6 +188,17 @@ class _FinishedQueue:
     def on_event(self, event: Struct) -> None:
         if isinstance(event, LeaseEnded):
             self.put(Finished(event.request_id, "producer", event.outcome))
+
+    def on_pull_ended(self, request_id: str, task: "asyncio.Task[TransferReport]") -> None:
+        """Take the end of a pull; a task that was cancelled before its first step ends like any other."""
+        if task.cancelled():
+            error: BaseException | None = TransferCancelled("the caller cancelled the pull", request_id=request_id)
+        else:
+            error = task.exception()
+        if error is None:
+            self.put(Finished(request_id, "consumer", "completed", report=task.result()))
+        elif isinstance(error, KvflowError):
+            self.put(Finished(request_id, "consumer", "failed", error=error))
 
     def drain(self) -> list[Finished]:
         return [self._ends.popleft() for _ in range(len(self._ends))]

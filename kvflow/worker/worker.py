@@ -1,5 +1,6 @@
 """What an engine calls: one rank's offers, pulls, and how they end."""
 
+import math
 from collections.abc import Sequence
 
 import msgspec
@@ -8,8 +9,10 @@ from msgspec import Struct
 from kvflow.cache.destinations import Quarantined
 from kvflow.cache.leases import Outcome
 from kvflow.cache.tickets import Grant, RankAddress, Ticket
+from kvflow.errors import ArgumentInvalid
 from kvflow.transfer.report import TransferReport
 from kvflow.worker.consumer import Consumer
+from kvflow.worker.drain import Drain, DrainReport
 from kvflow.worker.offers import Offers
 from kvflow.worker.producer import LeaseKeeper
 
@@ -38,13 +41,16 @@ class Worker:
     Thread: ``offer``, ``admit`` and ``revoke`` from any thread; everything else on the worker's event loop.
     """
 
-    def __init__(self, rank_address: RankAddress, keeper: LeaseKeeper, offers: Offers, consumer: Consumer) -> None:
+    def __init__(
+        self, rank_address: RankAddress, keeper: LeaseKeeper, offers: Offers, consumer: Consumer, drain: Drain
+    ) -> None:
         self._rank_address = rank_address
         self.endpoint = rank_address.endpoint
         self.incarnation = rank_address.incarnation
         self._keeper = keeper
         self._offers = offers
         self._consumer = consumer
+        self._drain = drain
 
     @property
     def rank_address(self) -> RankAddress:
@@ -64,12 +70,39 @@ class Worker:
 
         Raises:
             BlockIdsInvalid: the lists do not fit the cache, or the request is on offer already.
-            CapacityExceeded: every lease slot is taken.
-            WorkerClosed: the worker is closing.
+            CapacityExceeded: every lease slot is taken, or is for those who wait in ``offer_when_possible``.
+            WorkerDraining, WorkerClosed: the worker makes no promises any more.
 
         Thread: any.
         """
         return self._offers.offer(request_id, block_ids, num_tokens)
+
+    async def offer_when_possible(
+        self,
+        request_id: str,
+        block_ids: Sequence[Sequence[int]],
+        num_tokens: int | Sequence[int],
+        *,
+        timeout_s: float | None = None,
+    ) -> Ticket:
+        """Wait until a lease slot is free, then ``offer``; first come, first served.
+
+        Args:
+            request_id: as in ``offer``.
+            block_ids: as in ``offer``; they are promised, and so must stay as they are, from the call on.
+            num_tokens: as in ``offer``.
+            timeout_s: how long to wait; None for as long as it takes.
+
+        Raises:
+            BlockIdsInvalid: as in ``offer``; found when the turn comes.
+            CapacityExceeded: no slot came free in time, or too many wait already.
+            WorkerDraining, WorkerClosed: the worker makes no promises any more.
+
+        Cancellation: safe; nothing is on offer afterwards.
+        """
+        if timeout_s is not None:
+            require_seconds("timeout_s", timeout_s)
+        return await self._offers.offer_when_possible(request_id, block_ids, num_tokens, timeout_s=timeout_s)
 
     def admit(self, grant: Grant) -> None:
         """Hold the lease of a grant that this engine's ``TicketMint`` signed; effective on return.
@@ -77,7 +110,7 @@ class Worker:
         Raises:
             BlockIdsInvalid: the grant does not fit the cache, or was admitted before.
             CapacityExceeded: its slot is taken.
-            WorkerClosed: the worker is closing.
+            WorkerDraining, WorkerClosed: the worker makes no promises any more.
 
         Thread: any.
         """
@@ -126,7 +159,7 @@ class Worker:
             StaleLease, PeerLost, DeadlineExceeded, ProtocolViolation, TransferFailed: nothing was delivered;
                 ``.quarantined`` says whether the target blocks must wait for ``quiesced``.
             CapacityExceeded: too many pulls are open.
-            WorkerClosed: the worker is closing.
+            WorkerDraining, WorkerClosed: the worker pulls nothing any more.
 
         Cancellation: cancels the pull; its blocks are quarantined until ``quiesced`` returns.
         """
@@ -147,6 +180,26 @@ class Worker:
         """
         await self._consumer.quiesced(request_id)
 
+    async def drain(self, deadline_s: float) -> DrainReport:
+        """Begin nothing new, and wait until every lease and every pull has ended.
+
+        From the call on, offers, admissions and pulls are refused with ``WorkerDraining``. Readers go on: their pulls,
+        releases and renewals are served. There is no way back; leave ``open_worker`` when this returns.
+
+        Args:
+            deadline_s: how long to wait at most; 0 to see what is held.
+
+        Returns:
+            What is left: nothing, unless the deadline came first.
+
+        Raises:
+            ArgumentInvalid: the deadline is no number of seconds.
+
+        Cancellation: safe; the worker goes on draining.
+        """
+        require_seconds("deadline_s", deadline_s)
+        return await self._drain.run(deadline_s)
+
     def snapshot(self) -> Snapshot:
         """Return what is held at this moment."""
         return Snapshot(
@@ -154,3 +207,13 @@ class Worker:
             pulls=self._consumer.open_pulls(),
             quarantined=tuple(self._consumer.quarantined()),
         )
+
+
+def require_seconds(name: str, value: object) -> None:
+    """Refuse an argument that is no duration.
+
+    Raises:
+        ArgumentInvalid: names it.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ArgumentInvalid(name, "a number of seconds, 0 or more", value)

@@ -30,6 +30,7 @@ CODES = {
     "transfer_failed",
     "transport_unavailable",
     "worker_closed",
+    "worker_draining",
 }
 ARGUMENTS = {
     errors.ArgumentInvalid: ("priority", "an integer", None),

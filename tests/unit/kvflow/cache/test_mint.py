@@ -98,6 +98,23 @@ def test_an_offer_that_no_ticket_can_carry_is_refused_and_costs_nothing(wrong):
     assert not mint.retire("r")
 
 
+def test_a_slot_can_be_free_before_its_name_is():
+    mint = mint_of()
+    grants = [offer(mint, f"request-{index}") for index in range(SLOTS)]
+    mint.vacate("request-0")
+    mint.vacate("request-0")
+    mint.vacate("unknown")
+    with pytest.raises(BlockIdsInvalid, match="on offer already"):
+        offer(mint, "request-0")
+    assert offer(mint, "another").slot == grants[0].slot
+    with pytest.raises(CapacityExceeded):
+        offer(mint, "one too many")
+    assert mint.retire("request-0")
+    assert not mint.retire("request-0")
+    with pytest.raises(CapacityExceeded):
+        offer(mint, "request-0")
+
+
 def test_a_name_is_on_offer_once():
     mint = mint_of()
     offer(mint)

@@ -48,7 +48,7 @@ class Producer:
             report=report or self.reports,
         )
         self.mint = mint_of()
-        self.offers = Offers(self.mint, self.keeper)
+        self.offers = Offers(self.mint, self.keeper, asyncio.get_running_loop())
 
     def offer(self, request_id="r", block_ids=((1, 2), (3,)), num_tokens=8):
         return self.offers.offer(request_id, block_ids, num_tokens).grants[0]

@@ -101,6 +101,19 @@ def test_a_cancelled_future_is_reported_once_its_blocks_may_be_reused():
         consumer.pull(ticket, [[5]]).result(PATIENCE_S)
 
 
+def test_every_pull_is_reported_however_early_it_is_cancelled_or_its_worker_closed():
+    calls = 40
+    with run_worker(config(), cache_of()) as producer:
+        tickets = [producer.offer(f"r{index}", [[3]], 4) for index in range(calls)]
+        with run_worker(config("decode-0"), cache_of()) as consumer:
+            futures = [consumer.pull(ticket, [[5]]) for ticket in tickets]
+            for future in futures[::2]:
+                future.cancel()
+        assert all(future.done() for future in futures), "whoever waits for one would wait for ever"
+    ended = [end.request_id for end in consumer.finished()]
+    assert sorted(ended) == sorted(ticket.request_id for ticket in tickets)
+
+
 def test_an_admission_that_comes_late_is_waited_for():
     retried = Heard(TransferRetried)
     with (

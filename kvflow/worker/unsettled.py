@@ -1,0 +1,61 @@
+"""Pulls that are not over: whose blocks may still be written to, and who waits until they may not."""
+
+import asyncio
+
+
+class Unsettled:
+    """The pulls of one worker, from the call to quiescence.
+
+    Thread: the event loop.
+    """
+
+    def __init__(self) -> None:
+        self._requests: dict[int, str] = {}
+        self._waiters: dict[str, list[asyncio.Future[None]]] = {}
+        self._idle: list[asyncio.Future[None]] = []
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def begin(self, pull_id: int, request_id: str) -> None:
+        """Note that a pull has been called."""
+        self._requests[pull_id] = request_id
+
+    def end(self, pull_id: int) -> None:
+        """Note that nothing writes for a pull any more, and tell whoever waits for that."""
+        request_id = self._requests.pop(pull_id)
+        if request_id not in self._requests.values():
+            _tell(self._waiters.pop(request_id, []))
+        if not self._requests:
+            _tell(self._idle)
+            self._idle = []
+
+    def requests(self) -> tuple[str, ...]:
+        """Return the producers' names of what is pulled, one for each pull."""
+        return tuple(self._requests.values())
+
+    async def quiesced(self, request_id: str) -> None:
+        """Wait until no pull of a request is left.
+
+        Cancellation: safe.
+        """
+        if request_id in self._requests.values():
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiters.setdefault(request_id, []).append(waiter)
+            await waiter
+
+    async def wait_idle(self) -> None:
+        """Wait until no pull at all is left; of use when new ones are refused.
+
+        Cancellation: safe.
+        """
+        if self._requests:
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._idle.append(waiter)
+            await waiter
+
+
+def _tell(waiters: list[asyncio.Future[None]]) -> None:
+    for waiter in waiters:
+        if not waiter.done():
+            waiter.set_result(None)
