@@ -166,7 +166,8 @@ async def _opened(parts: _Parts) -> AsyncIterator[Worker]:
             inbox.connect(consumer.on_transport_event)
             background = [tasks.create_task(keeper.expire_leases()), tasks.create_task(consumer.tick_while_busy())]
             offers = Offers(mint, keeper, asyncio.get_running_loop())
-            worker = Worker(address, keeper, offers, consumer, Drain(keeper, offers, consumer, monotonic, report))
+            drain = Drain(keeper, offers, consumer, surroundings.clock, report)
+            worker = Worker(address, keeper, offers, consumer, drain)
             report(events.WorkerOpened(worker.endpoint, transport.name, manifest.num_blocks, cache.bytes_per_block))
             try:
                 yield worker
