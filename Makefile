@@ -32,9 +32,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)
 	$(BIN)/kvflow demo
 
-# pytest is last, so that the output ends with its summary.
+# pytest is last, so that the output ends with its summary. A process for every core, up to four; each takes work from
+# the others when it has none left, because a few tests take as long as a thousand.
 test: lint
-	$(BIN)/python -m pytest --quiet
+	$(BIN)/python -m pytest --quiet --numprocesses auto --maxprocesses 4 --dist worksteal
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check --quiet $(SOURCES)

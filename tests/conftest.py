@@ -1,8 +1,13 @@
 """What every test relies on."""
 
+import os
 from pathlib import Path
 
 import pytest
+
+# Before anybody loads torch: the copies of tests are small, and torch's threads, which spin, would take the cores of
+# the processes that run other tests. Processes that tests start inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session")
