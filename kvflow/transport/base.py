@@ -18,6 +18,8 @@ Failure: a command never raises for what a peer does. Each accepted ``Read`` end
     of one peer ends all reads of that peer at once, as far as they are terminal, and then reports
     ``PeerFailed``; reads still in flight end later, each by itself. Other peers are not disturbed. Between
     ``PeerFailed`` and the next ``PeerAdded``, reads of the peer fail with ``peer_lost``.
+Last resort: what is in flight from a peer that hangs may be terminal never. ``renew_reader`` makes it so: it
+    destroys the reader and makes another. The exporter is not touched, so whoever reads from us notices nothing.
 Memory: the caller keeps registered regions alive until ``close`` returned. Index arrays belong to the
     transport once posted.
 """
@@ -37,6 +39,11 @@ CHUNK_BYTES_MAX = 8 << 20
 
 CHUNK_DESCRIPTORS_MAX = 256
 """Each merged descriptor costs 2 to 9 us in a post, so that 256 of them stay near the same millisecond."""
+
+
+RENEWAL_DRAIN_S = 2.0
+"""What renewing the reader may cost healthy peers. Two chunks in flight are 16 MiB: 20 ms over loopback TCP, and 2 s at
+70 Mbit/s."""
 
 
 class PeerAddress(Struct, frozen=True):
@@ -198,7 +205,22 @@ class FenceFailed(Struct, frozen=True):
     detail: str
 
 
-TransportEvent = PeerAdded | PeerFailed | ReadCompleted | ReadFailed | FenceJudged | FenceFailed
+class RenewalEnded(Struct, frozen=True):
+    """A renewal of the reader is over, and its terminal events have been passed before.
+
+    Attributes:
+        ended: chunks and fences that were still in flight, and were ended by destroying the reader; 0 if all had
+            ended by themselves, and then the reader was kept.
+        drain_s: seconds without new chunks, while others were given time to land.
+        renew_s: seconds to destroy the reader, to make another, and to add peers and programs again.
+    """
+
+    ended: int
+    drain_s: float
+    renew_s: float
+
+
+TransportEvent = PeerAdded | PeerFailed | ReadCompleted | ReadFailed | FenceJudged | FenceFailed | RenewalEnded
 Sink = Callable[[TransportEvent], None]
 
 
@@ -254,9 +276,23 @@ class Transport(Protocol):
         """
         ...
 
+    def renew_reader(self) -> None:
+        """End what is in flight from peers that hang: destroy the reader and make another.
+
+        No new chunk is posted until that is done. Peers that were not removed get ``RENEWAL_DRAIN_S`` for what they
+        have in flight; what has not landed by then ends with ``peer_lost``, and its peer with ``PeerFailed``. All other
+        peers and their programs are kept, and their reads go on. Ends in ``RenewalEnded``, unless closed before.
+
+        Over TCP a peer that hangs and wakes up later finds its reader gone in the middle of reads, and UCX may abort
+        it then: see "Known limits" in docs/explanation/architecture.md.
+        """
+        ...
+
     def close(self) -> None:
         """Destroy both agents and join the owner thread. Idempotent. Pending reads end as ``cancelled``.
 
-        What is in flight gets two seconds to end by itself. Must not be called by the sink.
+        What is in flight gets two seconds to end by itself. There is no other bound: a call into the library that does
+        not return may still write to memory, so the caller may not be told that it can be freed. Must not be called by
+        the sink.
         """
         ...

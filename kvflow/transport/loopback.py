@@ -83,7 +83,7 @@ class LoopbackMover:
 
     def remove(self, peer_id: PeerId) -> None:
         """See ``Mover.remove``."""
-        del self._peers[peer_id]
+        self._peers.pop(peer_id, None)
 
     def prepare(self, prepared: Prepared) -> None:
         """See ``Mover.prepare``."""
@@ -116,6 +116,10 @@ class LoopbackMover:
     def poll(self, flight: Flight) -> int | None:
         """See ``Mover.poll``. Nothing ever flies."""
         raise NotImplementedError
+
+    def renew(self) -> None:
+        """See ``Mover.renew``. Nothing ever flies, so that there is nothing to destroy."""
+        self._peers.clear()
 
     def close(self) -> None:
         """See ``Mover.close``. Returns when nobody reads from us any more."""

@@ -65,7 +65,7 @@ class Mover(Protocol):
         ...
 
     def remove(self, peer: PeerId) -> None:
-        """Forget a peer and its programs."""
+        """Forget a peer and its programs, if it is known."""
         ...
 
     def prepare(self, prepared: Prepared) -> None:
@@ -97,6 +97,14 @@ class Mover(Protocol):
 
         Raises:
             MoveFailed: as the class says; the flight is over.
+        """
+        ...
+
+    def renew(self) -> None:
+        """Destroy the reader and make another, which knows no peer. Nothing that was in flight writes any more.
+
+        Raises:
+            MoveFailed: there is no reader now; each ``add`` tries again to make one.
         """
         ...
 

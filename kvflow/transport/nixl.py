@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
+from types import ModuleType
 
 import numpy as np
 
@@ -67,6 +69,27 @@ class _Posted(Flight):
     failure: MoveFailed | None = None
 
 
+class _Reader:
+    """An agent that reads, and the scratch memory that its fences land in.
+
+    Args:
+        binding: from ``load_binding``.
+        name: of the agent.
+        regions: what reads may write to.
+    """
+
+    def __init__(self, binding: ModuleType, name: str, regions: Sequence[Region]) -> None:
+        self.scratch = np.zeros(_SCRATCH_SLOTS, dtype=np.uint64)
+        self.free_slots = list(range(_SCRATCH_SLOTS))
+        rows = np.array([[self.scratch.ctypes.data, 8, 0, 8, _SCRATCH_SLOTS]], dtype=np.int64)
+        with ExitStack() as undo:
+            self.agent = Agent(binding, name, progress=False)
+            undo.callback(self.agent.destroy)
+            self.agent.register([*regions, Region(self.scratch.ctypes.data, self.scratch.nbytes)])
+            self.scratch_list = self.agent.prepare_local(rows, "DRAM")
+            undo.pop_all()
+
+
 class NixlMover:
     """Move bytes with NIXL. See ``Mover`` for the contract.
 
@@ -81,23 +104,22 @@ class NixlMover:
 
     def __init__(self, agent_name: str, regions: Sequence[Region], epochs: Region) -> None:
         binding = load_binding()
+        self._binding = binding
+        self._agent_name = agent_name
+        self._regions = tuple(regions)
         self._errors = error_types(binding)
         self._peers: dict[PeerId, _Peer] = {}
-        self._scratch = np.zeros(_SCRATCH_SLOTS, dtype=np.uint64)
-        self._free_slots = list(range(_SCRATCH_SLOTS))
+        self._numbers = count()
         refusals: tuple[type[Exception], ...] = (ValueError, *self._errors)
-        scratch = np.array([[self._scratch.ctypes.data, 8, 0, 8, _SCRATCH_SLOTS]], dtype=np.int64)
         try:
-            with ExitStack() as agents:
+            with ExitStack() as exporting:
                 exporter = Agent(binding, f"{agent_name}/exporter", progress=True)
-                agents.callback(exporter.destroy)
+                exporting.callback(exporter.destroy)
                 exporter.register([*regions, epochs])
-                self._reader = Agent(binding, f"{agent_name}/reader", progress=False)
-                agents.callback(self._reader.destroy)
-                self._reader.register([*regions, Region(self._scratch.ctypes.data, self._scratch.nbytes)])
-                self._scratch_list = self._reader.prepare_local(scratch, "DRAM")
                 self.metadata = seal(Envelope("nixl", f"{agent_name}/exporter", exporter.metadata()))
-                self._agents = agents.pop_all()  # closes in reverse: the reader goes first
+                self._reader = self._make_reader()
+                self._reader_is_gone = False
+                self._exporting = exporting.pop_all()
         except refusals as error:
             raise TransportUnavailable(f"NIXL cannot start: {_words(error)}") from error
 
@@ -109,16 +131,17 @@ class NixlMover:
             raise MoveFailed("metadata_invalid", str(error)) from error
         if any(peer.agent == envelope.agent for peer in self._peers.values()):
             raise MoveFailed("metadata_invalid", f"{envelope.agent!r} is another peer already")
+        self._require_reader()
         epochs = address.epochs
         rows = np.array([[epochs.address, 8, 0, 8, epochs.nbytes // 8]], dtype=np.int64)
         try:
-            agent = self._reader.add_remote(envelope.blob)
-            peer = _Peer(agent, self._reader.prepare_remote(agent, rows, "DRAM"))
+            agent = self._reader.agent.add_remote(envelope.blob)
+            peer = _Peer(agent, self._reader.agent.prepare_remote(agent, rows, "DRAM"))
         except self._errors as error:
             self._forget(envelope.agent)
             raise _failure(_ADDING, error) from error
         if agent != envelope.agent:
-            self._reader.release_list(peer.epochs)
+            self._reader.agent.release_list(peer.epochs)
             if all(known.agent != agent for known in self._peers.values()):
                 self._forget(agent)  # never another peer's: its reads would go on writing, unseen
             raise MoveFailed("metadata_invalid", f"{envelope.agent!r} calls itself {agent!r}")
@@ -126,9 +149,11 @@ class NixlMover:
 
     def remove(self, peer_id: PeerId) -> None:
         """See ``Mover.remove``."""
-        peer = self._peers.pop(peer_id)
+        peer = self._peers.pop(peer_id, None)
+        if peer is None:
+            return
         for prepared in (peer.epochs, *(prepared for program in peer.programs.values() for prepared in program)):
-            self._reader.release_list(prepared)
+            self._reader.agent.release_list(prepared)
         self._forget(peer.agent)
 
     def prepare(self, prepared: Prepared) -> None:
@@ -136,11 +161,11 @@ class NixlMover:
         program = prepared.program
         peer = self._peers[program.peer]
         try:
-            source = self._reader.prepare_remote(peer.agent, prepared.source.table, program.source_memory)
+            source = self._reader.agent.prepare_remote(peer.agent, prepared.source.table, program.source_memory)
             try:
-                target = self._reader.prepare_local(prepared.target.table, program.target_memory)
+                target = self._reader.agent.prepare_local(prepared.target.table, program.target_memory)
             except self._errors:
-                self._reader.release_list(source)
+                self._reader.agent.release_list(source)
                 raise
         except self._errors as error:
             raise _failure(_PREPARING, error) from error
@@ -153,7 +178,7 @@ class NixlMover:
         source_index = np.ascontiguousarray(read.source_index[chunk.first : chunk.stop])
         target_index = np.ascontiguousarray(read.target_index[chunk.first : chunk.stop])
         try:
-            handle = self._reader.make_read(target, target_index, source, source_index)
+            handle = self._reader.agent.make_read(target, target_index, source, source_index)
         except self._errors as error:
             raise _failure(_MOVING, error) from error
         return self._post(_Posted(handle, peer))
@@ -161,13 +186,13 @@ class NixlMover:
     def post_fence(self, peer_id: PeerId, slot: int) -> Flight | int:
         """See ``Mover.post_fence``."""
         peer = self._peers[peer_id]
-        if not self._free_slots:
+        if not self._reader.free_slots:
             raise MoveFailed("transport_error", "too many fences of hung peers are in flight")
-        scratch_slot = self._free_slots.pop()
+        scratch_slot = self._reader.free_slots.pop()
         try:
             handle = self._make_fence(peer, scratch_slot, slot)
         except self._errors as error:
-            self._free_slots.append(scratch_slot)
+            self._reader.free_slots.append(scratch_slot)
             raise _failure(_MOVING, error) from error
         return self._post(_Posted(handle, peer, slot=scratch_slot))
 
@@ -176,14 +201,37 @@ class NixlMover:
         assert isinstance(flight, _Posted)
         if not flight.handle:
             return None
-        return self._ask(flight, self._reader.poll)
+        return self._ask(flight, self._reader.agent.poll)
+
+    def renew(self) -> None:
+        """See ``Mover.renew``."""
+        # The handles in flight are not released: that stops nothing, and only the end of their agent does.
+        self._peers.clear()
+        self._reader.agent.destroy()
+        self._reader_is_gone = True
+        self._require_reader()
 
     def close(self) -> None:
         """See ``Mover.close``."""
-        self._agents.close()
+        with self._exporting:  # is destroyed after the reader, even if destroying that fails
+            if not self._reader_is_gone:
+                self._reader.agent.destroy()
+
+    def _make_reader(self) -> _Reader:
+        # A name of its own for each: peers that hang may still know an earlier one.
+        return _Reader(self._binding, f"{self._agent_name}/reader/{next(self._numbers)}", self._regions)
+
+    def _require_reader(self) -> None:
+        """Make a reader if the last renewal could not."""
+        if self._reader_is_gone:
+            try:
+                self._reader = self._make_reader()
+            except self._errors as error:
+                raise MoveFailed("transport_error", f"the reader cannot be made anew: {_words(error)}") from error
+            self._reader_is_gone = False
 
     def _post(self, posted: _Posted) -> Flight | int:
-        outcome = self._ask(posted, self._reader.post)
+        outcome = self._ask(posted, self._reader.agent.post)
         return posted if outcome is None else outcome
 
     def _ask(self, posted: _Posted, question: Callable[[int], bool]) -> int | None:
@@ -192,13 +240,13 @@ class NixlMover:
             if not question(posted.handle):
                 return None
         except self._errors as error:
-            self._reader.release(posted.handle)
+            self._reader.agent.release(posted.handle)
             failure = _failure(_MOVING, error)
             if failure.reason.code != "peer_lost":
                 return self._flush(posted, failure)
             self._settle(posted)
             raise (posted.failure or failure) from error
-        self._reader.release(posted.handle)
+        self._reader.agent.release(posted.handle)
         value = self._settle(posted)
         if posted.failure is not None:
             raise posted.failure
@@ -213,27 +261,27 @@ class NixlMover:
         first = posted.failure is None
         posted.failure = posted.failure or failure
         posted.handle = 0
-        if first and (posted.slot >= 0 or self._free_slots):
-            posted.slot = posted.slot if posted.slot >= 0 else self._free_slots.pop()
+        if first and (posted.slot >= 0 or self._reader.free_slots):
+            posted.slot = posted.slot if posted.slot >= 0 else self._reader.free_slots.pop()
             with suppress(*self._errors):
                 posted.handle = self._make_fence(posted.peer, posted.slot, 0)
-                return self._ask(posted, self._reader.post)
+                return self._ask(posted, self._reader.agent.post)
         return None
 
     def _make_fence(self, peer: _Peer, scratch_slot: int, slot: int) -> int:
         local, remote = np.array([scratch_slot], dtype=np.int32), np.array([slot], dtype=np.int32)
-        return self._reader.make_read(self._scratch_list, local, peer.epochs, remote)
+        return self._reader.agent.make_read(self._reader.scratch_list, local, peer.epochs, remote)
 
     def _settle(self, posted: _Posted) -> int:
         """Give back the scratch slot of something that is over, and return what landed there."""
         if posted.slot < 0:
             return 0
-        self._free_slots.append(posted.slot)
-        return int(self._scratch[posted.slot])
+        self._reader.free_slots.append(posted.slot)
+        return int(self._reader.scratch[posted.slot])
 
     def _forget(self, agent: str) -> None:
         with suppress(*self._errors):  # NIXL forgets a peer by itself when its endpoint fails
-            self._reader.remove_remote(agent)
+            self._reader.agent.remove_remote(agent)
 
 
 class NixlTransport(ThreadedTransport):

@@ -6,6 +6,7 @@ programs. It is driven by ``transport/threaded.py``; a test can drive it by hand
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from msgspec import Struct
@@ -13,11 +14,13 @@ from msgspec import Struct
 from kvflow.ids import PeerId
 from kvflow.layout.region import ADDRESS_MAX, Region
 from kvflow.transport.base import (
+    RENEWAL_DRAIN_S,
     PeerAdded,
     PeerAddress,
     PeerFailed,
     Program,
     Read,
+    RenewalEnded,
     Sink,
     TransportEvent,
 )
@@ -29,6 +32,7 @@ _logger = logging.getLogger(__name__)
 
 REMOVED = Reason("cancelled", "the peer was removed")
 CLOSING = Reason("cancelled", "the transport is closing")
+RENEWED = Reason("peer_lost", "it did not answer, and the reader was renewed to end its reads")
 
 
 class RemovePeer(Struct, frozen=True):
@@ -43,14 +47,18 @@ class CancelReads(Struct, frozen=True):
     read_ids: tuple[int, ...]
 
 
-Command = PeerAddress | RemovePeer | Program | Read | CancelReads
+class RenewReader(Struct, frozen=True):
+    """``Transport.renew_reader``."""
+
+
+Command = PeerAddress | RemovePeer | Program | Read | CancelReads | RenewReader
 
 
 @dataclass(slots=True, eq=False)
 class _Peer:
     """A peer that was added. When ``leaving`` it only drains; ``again`` is what to add after that."""
 
-    epoch_slots: int
+    address: PeerAddress
     programs: dict[int, Prepared | Reason] = field(default_factory=dict)
     leaving: bool = False
     again: PeerAddress | None = None
@@ -85,6 +93,7 @@ class Owner:
         self._peers: dict[PeerId, _Peer] = {}
         self._flying: list[_Flying] = []
         self._outbox: list[TransportEvent] = []
+        self._renewing_since: float | None = None
 
     @property
     def in_flight(self) -> bool:
@@ -105,6 +114,8 @@ class Owner:
                     self._prepare(command)
                 case RemovePeer(peer):
                     self._remove(peer)
+                case RenewReader():
+                    self._begin_renewal()
             self._finish_leaving()
         except Exception as error:  # noqa: BLE001 - the thread outlives our own defects, and tells of them
             self._rescue(command, error)
@@ -117,7 +128,7 @@ class Owner:
         does not fight this thread for the interpreter in between.
         """
         try:
-            work = self._ledger.take()
+            work = self._ledger.take() if self._renewing_since is None else None
             if work is not None:
                 self._post(work)
             while self._ledger.fence_due and (fence := self._ledger.take()) is not None:
@@ -125,7 +136,7 @@ class Owner:
             before = len(self._flying)
             for flying in tuple(self._flying):
                 self._poll(flying)
-            landed = len(self._flying) < before
+            landed = self._renew_if_drained() or len(self._flying) < before
             if work is not None or landed:
                 self._finish_leaving()
         except Exception as error:  # noqa: BLE001 - as above
@@ -137,6 +148,7 @@ class Owner:
 
     def begin_close(self) -> None:
         """Drop everything that is not posted. Steps may go on until nothing is in flight."""
+        self._renewing_since = None
         for peer in tuple(self._peers):
             self._leave(peer, CLOSING)
         self._publish()
@@ -148,6 +160,47 @@ class Owner:
             self._emit(self._ledger.failed(flying.work, CLOSING))
         self._flying.clear()
         self._publish()
+
+    def _begin_renewal(self) -> None:
+        if self._renewing_since is None:
+            self._renewing_since = self._now()
+        self._renew_if_drained()
+
+    def _renew_if_drained(self) -> bool:
+        """Renew the reader once the peers that were not given up have landed, or have had their time for it.
+
+        False: no renewal was asked for, or it has to wait.
+        """
+        since, now = self._renewing_since, self._now()
+        if since is None:
+            return False
+        healthy = any(not flying.stuck and not self._peers[flying.work.peer].leaving for flying in self._flying)
+        if healthy and now - since < RENEWAL_DRAIN_S:
+            return False
+        self._renewing_since = None
+        ended = len(self._flying)
+        if ended:
+            self._renew()
+        self._emit([RenewalEnded(ended, drain_s=now - since, renew_s=self._now() - now)])
+        return True
+
+    def _renew(self) -> None:
+        """Destroy the reader, end all that is in flight, and give the next reader the peers that are left."""
+        with suppress(MoveFailed):  # then no peer can be added below, and each says why
+            self._mover.renew()
+        flying, self._flying = self._flying, []
+        for each in flying:
+            self._fail(each.work, RENEWED)
+        for peer_id, peer in tuple(self._peers.items()):
+            if peer.leaving:
+                continue
+            try:
+                self._mover.add(peer.address)
+                for program in peer.programs.values():
+                    if isinstance(program, Prepared):
+                        self._mover.prepare(program)
+            except MoveFailed as failure:
+                self._lose(peer_id, Reason("peer_lost", failure.reason.detail))
 
     def _admit(self, read: Read) -> None:
         try:
@@ -200,7 +253,7 @@ class Owner:
             except MoveFailed as failure:
                 self._emit([PeerFailed(address.peer, failure.reason.code, failure.reason.detail)])
                 return
-            self._peers[address.peer] = _Peer(epoch_slots=address.epochs.nbytes // 8)
+            self._peers[address.peer] = _Peer(address)
             self._ledger.open(address.peer)
         self._emit([PeerAdded(address.peer)])
 
@@ -239,7 +292,7 @@ class Owner:
             if isinstance(work, Chunk):
                 outcome = self._mover.post(work)
                 self._ledger.posted(work, started, self._now())
-            elif work.fence.slot in range(self._peers[work.peer].epoch_slots):
+            elif work.fence.slot in range(self._peers[work.peer].address.epochs.nbytes // 8):
                 outcome = self._mover.post_fence(work.peer, work.fence.slot)
             else:
                 raise MoveFailed("bounds", f"{work.peer} has no epoch slot {work.fence.slot}")

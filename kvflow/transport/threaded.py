@@ -12,7 +12,7 @@ from kvflow.ids import PeerId
 from kvflow.layout.region import Region
 from kvflow.transport.base import PeerAddress, Program, Read, Sink
 from kvflow.transport.mover import MoverFactory
-from kvflow.transport.owner import CancelReads, Command, Owner, RemovePeer
+from kvflow.transport.owner import CancelReads, Command, Owner, RemovePeer, RenewReader
 
 _logger = logging.getLogger(__name__)
 
@@ -90,6 +90,10 @@ class ThreadedTransport:
     def cancel(self, read_ids: Sequence[int]) -> None:
         """See ``Transport.cancel``."""
         self._command(CancelReads(tuple(read_ids)))
+
+    def renew_reader(self) -> None:
+        """See ``Transport.renew_reader``."""
+        self._command(RenewReader())
 
     def close(self) -> None:
         """See ``Transport.close``. Blocks for about two seconds at most, unless a call into the library hangs.

@@ -42,6 +42,7 @@ from kvflow.transport.base import (
     Read,
     ReadCompleted,
     ReadFailed,
+    RenewalEnded,
     Transport,
     TransportEvent,
 )
@@ -197,6 +198,8 @@ class Consumer:
             case PeerFailed(peer=peer, code=code, detail=detail):
                 self._pool.drop(peer, code, detail)
                 effects = self._scheduler.on_peer_failed(peer, code=code, detail=detail, now=now)
+            case RenewalEnded():
+                effects = []
         self._apply(effects)
 
     def on_peer_dropped(self, peer: PeerId, code: str, detail: str) -> None:

@@ -28,6 +28,7 @@ from kvflow.transport.base import (
     Read,
     ReadCompleted,
     ReadFailed,
+    RenewalEnded,
 )
 from kvflow.transport.loopback import LoopbackTransport
 from kvflow.transport.nixl import NixlTransport
@@ -39,7 +40,7 @@ KINDS = {"loopback": LoopbackTransport, "nixl": NixlTransport}
 
 
 def key_of(event):
-    """What an event is about: ("read", 7), ("fence", 3) or ("peer", "p")."""
+    """What an event is about: ("read", 7), ("fence", 3), ("peer", "p") or ("renewal",)."""
     match event:
         case ReadCompleted() | ReadFailed():
             return ("read", event.read_id)
@@ -47,6 +48,8 @@ def key_of(event):
             return ("fence", event.fence_id)
         case PeerAdded() | PeerFailed():
             return ("peer", event.peer)
+        case RenewalEnded():
+            return ("renewal",)
 
 
 class Recorder:

@@ -62,7 +62,7 @@ class Ends:
         return outcome
 
     def flaky(self, *errors):
-        self.reader._reader = FlakyAgent(self.reader._reader, errors)
+        self.reader._reader.agent = FlakyAgent(self.reader._reader.agent, errors)
 
 
 @pytest.fixture
@@ -76,14 +76,14 @@ def ends():
 @pytest.mark.nixl
 def test_an_error_on_a_living_endpoint_is_reported_after_a_flush(ends):
     """Descriptors before the failing one may still fly; a small read behind them proves that they have landed."""
-    slots = len(ends.reader._free_slots)
+    slots = len(ends.reader._reader.free_slots)
     backend_error = type("nixlBackendError", (RuntimeError,), {})
     ends.flaky(backend_error("NIXL_ERR_BACKEND"))
     with pytest.raises(MoveFailed) as caught:
         ends.finish(ends.reader.post(ends.chunk()))
     assert caught.value.reason.code == "transport_error"
     assert "NIXL_ERR_BACKEND" in caught.value.reason.detail
-    assert len(ends.reader._free_slots) == slots
+    assert len(ends.reader._reader.free_slots) == slots
     assert ends.finish(ends.reader.post(ends.chunk())) == 0
     assert np.array_equal(*ends.caches)
     assert ends.finish(ends.reader.post_fence("p", 3)) == 103
@@ -108,7 +108,7 @@ def test_a_lost_endpoint_is_terminal_at_once(ends):
 
 @pytest.mark.nixl
 def test_fences_of_hung_peers_cannot_take_more_than_the_scratch_has(ends):
-    ends.reader._free_slots.clear()
+    ends.reader._reader.free_slots.clear()
     with pytest.raises(MoveFailed, match="too many fences"):
         ends.reader.post_fence("p", 0)
 

@@ -7,9 +7,18 @@ import numpy as np
 import pytest
 
 from kvflow.layout.region import Region
-from kvflow.transport.base import Fence, PeerAdded, PeerAddress, PeerFailed, Program, Read, ReadCompleted
+from kvflow.transport.base import (
+    RENEWAL_DRAIN_S,
+    Fence,
+    PeerAdded,
+    PeerAddress,
+    PeerFailed,
+    Program,
+    Read,
+    ReadCompleted,
+)
 from kvflow.transport.mover import Flight, MoveFailed
-from kvflow.transport.owner import CancelReads, Owner, RemovePeer
+from kvflow.transport.owner import CancelReads, Owner, RemovePeer, RenewReader
 
 MEMORY = Region(4096, 4096)
 EPOCHS = Region(8192, 64)
@@ -59,6 +68,10 @@ class ScriptedMover:
             raise flight.outcome
         return flight.outcome
 
+    def renew(self):
+        self._call("renew")
+        self.flights.clear()
+
     def close(self):
         self._call("close")
 
@@ -71,7 +84,8 @@ class Bench:
     def __init__(self):
         self.mover = ScriptedMover()
         self.events = []
-        self.owner = Owner(self.mover, [MEMORY], self.events.append, lambda: 0.0)
+        self.now = 0.0
+        self.owner = Owner(self.mover, [MEMORY], self.events.append, lambda: self.now)
         self.owner.handle(PeerAddress("p", b"", EPOCHS))
         self.owner.handle(PeerAddress("q", b"", EPOCHS))
         rows = np.array([[4096, 64, 0, 64, 8]])
@@ -92,7 +106,9 @@ class Bench:
         """The events since the last look, as words."""
         words = []
         for event in self.events:
-            about = [str(getattr(event, name)) for name in ("read_id", "fence_id", "code") if hasattr(event, name)]
+            about = [
+                str(getattr(event, name)) for name in ("read_id", "fence_id", "code", "ended") if hasattr(event, name)
+            ]
             words.append(" ".join([type(event).__name__, *about]))
         self.events.clear()
         return words
@@ -234,6 +250,124 @@ def test_close_reports_what_was_in_flight_only_after_the_agents_are_destroyed(be
     assert order == ["ReadFailed"]
     bench.owner.end_close()
     assert order == ["ReadFailed", "destroyed", "ReadFailed", "ReadFailed"]
+
+
+@pytest.fixture
+def hung(bench):
+    """One peer that was given up, with a read in flight, and one that is well, with one in flight and one waiting."""
+    for read_id, peer in ((1, "p"), (2, "p"), (3, "q")):
+        bench.post(read_id, peer)
+        bench.owner.step()
+    bench.owner.handle(RemovePeer("p"))
+    bench.post(4, "q", fences=(Fence(5, 3, 0, (3, 4)),))
+    assert bench.seen() == []
+    return bench
+
+
+def test_a_renewal_waits_for_peers_that_were_not_given_up_and_posts_no_chunk_meanwhile(hung):
+    hung.owner.handle(RenewReader())
+    hung.owner.handle(RenewReader())
+    assert not hung.owner.step()
+    assert hung.mover.calls[-1] == ("post", 3)
+    hung.mover.flights[2].outcome = 0
+    assert hung.owner.step()
+    renewal = hung.mover.calls.index(("renew",))
+    assert hung.mover.calls[renewal:] == [("renew",), ("add", "q"), ("prepare", 1), ("remove", "p")]
+    assert hung.seen() == ["ReadCompleted 3", "ReadFailed 1 peer_lost", "ReadFailed 2 peer_lost", "RenewalEnded 2"]
+    assert not hung.owner.in_flight
+
+
+def test_reads_that_wait_go_on_with_the_next_reader(hung):
+    hung.owner.handle(RenewReader())
+    hung.mover.flights[2].outcome = 0
+    hung.owner.step()
+    hung.seen()
+    hung.owner.step()
+    hung.land()
+    hung.owner.step()
+    hung.land()
+    assert hung.seen() == ["ReadCompleted 4", "FenceJudged 5"]
+
+
+def test_who_does_not_land_in_time_is_lost_with_all_it_has(hung):
+    hung.owner.handle(RenewReader())
+    hung.now = RENEWAL_DRAIN_S - 0.001
+    assert not hung.owner.step()
+    hung.now = RENEWAL_DRAIN_S
+    assert hung.owner.step()
+    assert hung.seen() == [
+        "ReadFailed 1 peer_lost",
+        "ReadFailed 2 peer_lost",
+        "ReadFailed 3 peer_lost",
+        "FenceFailed 5 peer_lost",
+        "ReadFailed 4 peer_lost",
+        "PeerFailed peer_lost",
+        "RenewalEnded 3",
+    ]
+    hung.owner.handle(PeerAddress("q", b"", EPOCHS))
+    assert hung.seen() == ["PeerAdded"]
+
+
+def test_a_hung_peer_that_waits_to_be_added_again_is_added_to_the_next_reader(hung):
+    hung.owner.handle(PeerAddress("p", b"", EPOCHS))
+    hung.owner.handle(RenewReader())
+    hung.mover.flights[2].outcome = 0
+    hung.owner.step()
+    assert hung.seen()[-2:] == ["RenewalEnded 2", "PeerAdded"]
+
+
+def test_a_reader_with_nothing_in_flight_is_kept(bench):
+    bench.owner.handle(RenewReader())
+    assert bench.seen() == ["RenewalEnded 0"]
+    bench.post(1)
+    bench.owner.step()
+    bench.owner.handle(RenewReader())
+    bench.land()
+    assert bench.seen() == ["ReadCompleted 1", "RenewalEnded 0"]
+    assert ("renew",) not in bench.mover.calls
+
+
+def test_what_nobody_can_ask_about_ends_with_a_renewal(bench, caplog):
+    with caplog.at_level(logging.CRITICAL, "kvflow.transport.owner"):
+        bench.mover.raising["post"] = ZeroDivisionError("a defect")
+        bench.post(1)
+        bench.owner.step()
+    bench.seen()
+    bench.owner.handle(RenewReader())
+    assert bench.seen() == ["ReadFailed 1 peer_lost", "RenewalEnded 1"]
+
+
+@pytest.mark.parametrize("call", ["renew", "add", "prepare"])
+def test_whom_the_next_reader_does_not_take_is_lost(hung, call):
+    hung.mover.raising[call] = MoveFailed("transport_error", "no")
+    if call == "renew":
+        hung.mover.raising["add"] = MoveFailed("transport_error", "no reader")
+    hung.owner.handle(RenewReader())
+    hung.mover.flights[2].outcome = 0
+    hung.owner.step()
+    words = hung.seen()
+    assert words[-4:] == ["ReadFailed 4 peer_lost", "FenceFailed 5 peer_lost", "PeerFailed peer_lost", "RenewalEnded 2"]
+    assert not hung.owner.in_flight
+
+
+def test_closing_ends_a_renewal(hung):
+    hung.owner.handle(RenewReader())
+    hung.owner.begin_close()
+    hung.now = RENEWAL_DRAIN_S
+    assert not hung.owner.step()
+    hung.owner.end_close()
+    assert ("renew",) not in hung.mover.calls
+    assert hung.seen()[-1] == "ReadFailed 3 cancelled"
+
+
+def test_a_defect_while_renewing_leaves_open_what_may_still_be_written(hung, caplog):
+    hung.mover.raising["renew"] = ZeroDivisionError("a defect")
+    hung.mover.flights[2].outcome = 0
+    with caplog.at_level(logging.CRITICAL, "kvflow.transport.owner"):
+        hung.owner.handle(RenewReader())
+        hung.owner.step()
+    assert not {"ReadFailed 1 peer_lost", "ReadFailed 2 peer_lost"} & set(hung.seen())
+    assert hung.owner.in_flight
 
 
 def test_the_events_are_the_contracts_own(bench):
