@@ -126,6 +126,8 @@ def _compare_layer(theirs_at: Place, ours_at: Place) -> Iterator[Field]:
     yield _convertible("group", source_index, index, "each side has its own order of groups")
     cut = "blocks are cut where both sides' end"
     yield _convertible("block_size", source_group.block_size, group.block_size, cut)
+    by_rank = "a rank takes its tokens from who has them"
+    yield _convertible("tokens", str(source_group.stripe), str(group.stripe), by_rank)
     yield _convertible("kernel_block_size", source_group.kernel_tokens, group.kernel_tokens, cut)
     there = {part.role: part for part in source.components}
     for ours_part in target.components:

@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Struct
 
 from kvflow.errors import SpecInvalid
-from kvflow.layout.groups import Group, check_groups
+from kvflow.layout.groups import Group, check_groups, stripe_of
 from kvflow.layout.manifest import Layer, Manifest, ManifestGroup
 from kvflow.layout.pages import has_tokens, item_alignment, page_bytes, round_up
 from kvflow.layout.placement import PlacedLayer, Pool, place_column, place_row, row_bytes
@@ -44,11 +44,13 @@ class CachePlan(Struct, frozen=True):
 
     def manifest(self, region: Region) -> Manifest:
         """Return the manifest of this cache once it lies in ``region``."""
-        groups = tuple(manifest_group(group, self.specs, self.layers) for group in self.groups)
+        groups = tuple(manifest_group(group, self.specs, self.layers, self.shard) for group in self.groups)
         return Manifest(self.num_blocks, (region,), groups)
 
 
-def manifest_group(group: Group, specs: Mapping[str, CacheSpec], layers: Mapping[str, PlacedLayer]) -> ManifestGroup:
+def manifest_group(
+    group: Group, specs: Mapping[str, CacheSpec], layers: Mapping[str, PlacedLayer], shard: Shard
+) -> ManifestGroup:
     """Return what a manifest says of one group."""
     return ManifestGroup(
         kind=group.kind,
@@ -56,6 +58,7 @@ def manifest_group(group: Group, specs: Mapping[str, CacheSpec], layers: Mapping
         layers=tuple(
             Layer(name, specs[name].kind, specs[name].window, layers[name].components) for name in group.layers
         ),
+        stripe=stripe_of(group, shard),
     )
 
 
@@ -104,7 +107,7 @@ def plan_cache(
         SpecInvalid: a spec, the groups, the layout or the budget cannot be used.
     """
     validate_specs(specs)
-    check_groups(specs, groups)
+    check_groups(specs, groups, shard)
     probe = Pool(1, shard, layout, kv)
     axes = probe.axes
     require_integer("alignment", alignment)

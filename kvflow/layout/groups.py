@@ -12,12 +12,16 @@ from kvflow.layout.pages import has_tokens, page_bytes
 from kvflow.layout.placement import LAYOUTS
 from kvflow.layout.shards import Shard
 from kvflow.layout.specs import MLA, CacheSpec, Mamba, Opaque, validate_specs
+from kvflow.layout.stripes import ALL_TOKENS, Stripe
 
 LAYER_OUTERMOST = "LBNHC"
 """What "auto" means for most models: every backend of attention reads it."""
 
 PACKED = "BLHNC"
 """What "auto" means where one block shall be one row: the packed layout that shards by heads without gaps."""
+
+STRIPED = ("full", "mla", "mixed")
+"""Kinds of groups whose tokens decode context parallelism divides: those that keep every token."""
 
 SPELLINGS = {"true": True, "1": True, "false": False, "0": False}
 """How a switch may be spelled in a connector's extra configuration, in any case."""
@@ -111,14 +115,25 @@ def resolve_layout(
     return PACKED if packed or compound else LAYER_OUTERMOST
 
 
-def window_blocks(group: Group, num_tokens: int) -> int:
+def stripe_of(group: Group, shard: Shard) -> Stripe:
+    """Return which tokens of a request a rank holds of one group.
+
+    Decode context parallelism divides the tokens of full attention, of latents, and of mixed groups, which keep every
+    block as full attention does. Windows and chunks are short, an encoder's tokens are not decoded and a state has no
+    tokens, so that each rank of a group of ranks keeps them whole. Source: vLLM 0.33, ``dcp_sharded`` of its specs; it
+    refuses what it cannot keep whole, and pull request 47181 replicates windows.
+    """
+    return shard.stripe if shard.dcp_size > 1 and group.kind in STRIPED and not group.window else ALL_TOKENS
+
+
+def window_blocks(group: Group, num_tokens: int, *, shard: Shard | None = None) -> int:
     """Return how many of the last blocks of ``num_tokens`` tokens the next token still needs.
 
     For a sliding window that is the blocks from the first of the last ``window - 1`` tokens on; for a chunk, from the
     first token of the next token's chunk on, a block that is still to be filled included. A state has one block.
-    Other kinds need all blocks.
+    Other kinds need all blocks: fewer where ``shard`` divides tokens among ranks, and a block stands for more of them.
     """
-    total = -(-num_tokens // group.block_size)
+    total = -(-num_tokens // (group.block_size * stripe_of(group, shard or Shard()).size))
     if group.kind == "mamba":
         return 1
     if not group.window:
@@ -130,8 +145,8 @@ def window_blocks(group: Group, num_tokens: int) -> int:
     return total - min(total, first_token // group.block_size)
 
 
-def check_groups(specs: Mapping[str, CacheSpec], groups: Sequence[Group]) -> None:
-    """Check that ``groups`` partition the layers of ``specs`` and agree with them.
+def check_groups(specs: Mapping[str, CacheSpec], groups: Sequence[Group], shard: Shard | None = None) -> None:
+    """Check that ``groups`` partition the layers of ``specs`` and agree with them and with the rank.
 
     Raises:
         SpecInvalid: names the group, the layer and the field that is wrong.
@@ -147,6 +162,34 @@ def check_groups(specs: Mapping[str, CacheSpec], groups: Sequence[Group]) -> Non
             problem = _disagreement(group, specs[name])
             if problem:
                 raise SpecInvalid(f"group {index}, layer {name!r}: {problem}", remedy="Form groups with plan_groups.")
+        _check_tokens(index, group, [specs[name] for name in group.layers], shard or Shard())
+
+
+def _check_tokens(index: int, group: Group, specs: Sequence[CacheSpec], shard: Shard) -> None:
+    """Refuse groups of which no one could say what tokens their blocks stand for."""
+    unknown = [isinstance(spec, Opaque) for spec in specs]
+    if any(unknown) and not all(unknown):
+        raise SpecInvalid(
+            f"group {index}: layers of kind 'opaque' share a block table with {sorted({spec.kind for spec in specs})}",
+            remedy="Give them a group of their own: what their blocks stand for is not known.",
+        )
+    stripe = stripe_of(group, shard)
+    if shard.dcp_size > 1 and any(unknown):
+        raise SpecInvalid(
+            f"group {index} is of kind 'opaque' and dcp_size is {shard.dcp_size}: where its tokens lie is not known",
+            remedy="Describe its layers by what they keep.",
+        )
+    if stripe.size > 1 and not has_tokens(specs[0]):
+        raise SpecInvalid(
+            f"group {index} is of kind {group.kind!r} and keeps states, but dcp_size is {shard.dcp_size}",
+            remedy="Form groups with plan_groups.",
+        )
+    if stripe.size > 1 and group.block_size % stripe.width:
+        raise SpecInvalid(
+            f"dcp_interleave is {stripe.width}: expected a divisor of the {group.block_size} tokens "
+            f"in a block of group {index}",
+            remedy="Choose another interleave or block size.",
+        )
 
 
 def _disagreement(group: Group, spec: CacheSpec) -> str:

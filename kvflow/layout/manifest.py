@@ -18,8 +18,9 @@ from kvflow.errors import SpecInvalid
 from kvflow.layout.component import Component
 from kvflow.layout.region import ADDRESS_MAX, Region
 from kvflow.layout.specs import LAYER_NAME_MAX
+from kvflow.layout.stripes import ALL_TOKENS, Stripe
 
-MANIFEST_SCHEMA = 1
+MANIFEST_SCHEMA = 2
 """Version of the manifest's own format; travels in the publication's envelope."""
 
 REGIONS_MAX = 4096
@@ -67,13 +68,25 @@ class ManifestGroup(Struct, frozen=True):
 
     Attributes:
         kind: of its layers, or ``mixed``.
-        block_size: tokens in one block.
+        block_size: tokens in one block, of those that are here.
         layers: in the order of their positions.
+        stripe: which tokens of a request are here.
     """
 
     kind: Annotated[str, Meta(min_length=1, max_length=32)]
     block_size: Annotated[int, Meta(ge=1, le=1 << 24)]
     layers: Annotated[tuple[Layer, ...], Meta(min_length=1, max_length=LAYERS_MAX)]
+    stripe: Stripe = ALL_TOKENS
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a request that one block id stands for, those on other ranks included."""
+        return self.block_size * self.stripe.size
+
+    @property
+    def opaque(self) -> bool:
+        """Whether its pages are of a kind that is not known, which no one can cut."""
+        return self.layers[0].kind == "opaque"
 
     @property
     def kernel_tokens(self) -> int:
@@ -143,7 +156,8 @@ class Manifest(Struct, frozen=True, dict=True):
         names = [layer.name for group in self.groups for layer in group.layers]
         if len(set(names)) != len(names):
             raise SpecInvalid(f"layer {_first_duplicate(names)!r} is named twice")
-        for group in self.groups:
+        for index, group in enumerate(self.groups):
+            _check_group(index, group)
             for layer in group.layers:
                 roles = [component.role for component in layer.components]
                 if len(set(roles)) != len(roles):
@@ -191,6 +205,20 @@ class Manifest(Struct, frozen=True, dict=True):
         """Digest only what must agree between peers, whatever their layouts, shards and block sizes."""
         rows = sorted((layer.name, *layer.must_agree()) for group in self.groups for layer in group.layers)
         return _digest((tuple(self.identity.must_agree()), rows))
+
+
+def _check_group(index: int, group: ManifestGroup) -> None:
+    """Check what concerns all layers of a group: their block ids have to mean one thing."""
+    kinds = {layer.kind for layer in group.layers}
+    if "opaque" in kinds and len(kinds) > 1:
+        raise SpecInvalid(f"group {index}: pages of an unknown kind share a block table with {sorted(kinds)}")
+    stripe = group.stripe
+    if stripe.rank >= stripe.size:
+        raise SpecInvalid(f"group {index}: stripe.rank is {stripe.rank}, but stripe.size is {stripe.size}")
+    if stripe.size > 1 and not group.kernel_tokens:
+        raise SpecInvalid(f"group {index}: tokens divided among {stripe.size} ranks, but it keeps none")
+    if stripe.size > 1 and group.block_size % stripe.width:
+        raise SpecInvalid(f"group {index}: stripe.width {stripe.width} does not divide blocks of {group.block_size}")
 
 
 def _token_stride(component: Component) -> int:

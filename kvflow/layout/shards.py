@@ -1,4 +1,4 @@
-"""Which heads a rank holds: the only place that reasons about tensor parallelism."""
+"""Which part of the cache a rank holds: the only place that reasons about tensor parallelism."""
 
 import operator
 from typing import Annotated, Any
@@ -6,6 +6,7 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 
 from kvflow.errors import SpecInvalid
+from kvflow.layout.stripes import RANKS_MAX, TOKENS_MAX, Stripe
 
 Rank = Annotated[int, Meta(ge=0, le=1 << 16)]
 
@@ -31,16 +32,38 @@ class Held(Struct, frozen=True):
 
 
 class Shard(Struct, frozen=True, kw_only=True):
-    """One rank's place in the parallel group of its engine."""
+    """One rank's place in the parallel groups of its engine.
+
+    Attributes:
+        tp_rank: in the group of ranks that divide the heads.
+        tp_size: ranks of that group.
+        dcp_rank: in the group of ranks that divide the tokens (decode context parallelism). Engines take ranks that
+            would hold the same heads: ``tp_rank % dcp_size``.
+        dcp_size: ranks of that group; 1 if every rank holds every token.
+        dcp_interleave: consecutive tokens that lie on one of them, a divisor of the block size.
+    """
 
     tp_rank: Rank = 0
     tp_size: Annotated[int, Meta(ge=1, le=1 << 16)] = 1
+    dcp_rank: Annotated[int, Meta(ge=0, le=RANKS_MAX - 1)] = 0
+    dcp_size: Annotated[int, Meta(ge=1, le=RANKS_MAX)] = 1
+    dcp_interleave: Annotated[int, Meta(ge=1, le=TOKENS_MAX)] = 1
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
             require_integer(f"shard.{name}", getattr(self, name))
-        if not 0 <= self.tp_rank < self.tp_size:
-            raise SpecInvalid(f"shard.tp_rank is {self.tp_rank}, but tp_size is {self.tp_size}")
+        for group in ("tp", "dcp"):
+            rank, size = getattr(self, f"{group}_rank"), getattr(self, f"{group}_size")
+            if not 0 <= rank < size:
+                raise SpecInvalid(f"shard.{group}_rank is {rank}, but {group}_size is {size}")
+        for name, most in (("dcp_size", RANKS_MAX), ("dcp_interleave", TOKENS_MAX)):
+            if not 1 <= getattr(self, name) <= most:
+                raise SpecInvalid(f"shard.{name} is {getattr(self, name)}: expected 1 to {most}")
+
+    @property
+    def stripe(self) -> Stripe:
+        """The tokens that the rank holds, in caches whose tokens are divided at all."""
+        return Stripe(self.dcp_rank, self.dcp_size, self.dcp_interleave)
 
     def heads(self, total: int) -> Held:
         """Return the heads held of ``total``.

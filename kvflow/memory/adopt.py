@@ -50,7 +50,7 @@ def adopt(
             bytes.
         specs: layer name -> spec, of the whole model.
         groups: as ``plan_groups`` forms them when None.
-        shard: which heads this rank holds; all of them when None.
+        shard: which heads and tokens this rank holds; all of them when None.
         axes: layer name -> form, where the first that fits would not be the right one.
 
     Returns:
@@ -65,7 +65,7 @@ def adopt(
     validate_specs(specs)
     shard = shard or Shard()
     groups = tuple(plan_groups(specs, shard=shard) if groups is None else groups)
-    check_groups(specs, groups)
+    check_groups(specs, groups, shard)
     fitted = fitted_specs(specs, groups)
     forms = _forms(axes, fitted)
     given = check_tensors(tensors, specs)
@@ -86,7 +86,7 @@ def adopt(
     manifest = Manifest(
         num_blocks,
         tuple(region_of(storage) for storage in storages),
-        tuple(manifest_group(group, fitted, placed) for group in groups),
+        tuple(manifest_group(group, fitted, placed, shard) for group in groups),
     )
     manifest.check()
     views: dict[str, Tensors] = {name: found if name in lists else found[0] for name, found in given.items()}

@@ -116,7 +116,7 @@ def allocate(
         kv: ``content`` (K and V side by side in the content axis), ``split`` (all K before all V where each layer has a
             tensor of its own) or ``block_split`` (K before V within a block).
         groups: as ``plan_groups`` forms them when None.
-        shard: which heads this rank holds; all of them when None.
+        shard: which heads and tokens this rank holds; all of them when None.
         device: torch's name of the device.
         enable_cross_layers_blocks: with ``auto``, choose a packed layout; a string such as ``"True"`` will do.
         apart: layers that get a tensor of their own also in a packed layout, because their backend wants it so.

@@ -31,7 +31,8 @@ class Missing(Struct, frozen=True):
         role: of the component.
         first: number, in the whole model, of the first index along the sharded axis.
         count: how many.
-        indices: what they are: ``heads``, ``slices`` of a state, or ``whole`` if ranks do not divide the component.
+        indices: what they are: ``heads``, ``slices`` of a state, or ``whole`` if ranks do not divide the component;
+            ``tokens`` if only those tokens of them are missing that the source's rank does not hold.
     """
 
     layer: str
@@ -43,6 +44,8 @@ class Missing(Struct, frozen=True):
     @property
     def part(self) -> str:
         """Which part, in words."""
+        if self.indices == "tokens":
+            return "tokens of other source ranks"
         return "all" if self.indices == "whole" else f"{self.indices} {self.first} to {self.first + self.count - 1}"
 
 
@@ -51,7 +54,8 @@ class Certificate(Struct, frozen=True):
 
     Attributes:
         page_bytes: bytes that the target's layers keep in one block of each group, all groups added up.
-        written_bytes: how many of them the plan writes, each exactly once.
+        written_bytes: how many of them the plan writes, each exactly once; of blocks whose tokens come from several
+            ranks, their part of a block on the average, rounded down.
         missing: what it does not write, by name.
     """
 
@@ -76,7 +80,7 @@ def certify(target: Manifest, planned: Sequence[tuple[GroupPair, RunTable, Units
         PlanUnsound: a byte is written twice, not at all, from elsewhere, or outside the components; or blocks are cut
             so that other tokens would be paired.
     """
-    covered: dict[tuple[str, str], ComponentPair] = {}
+    covered: dict[tuple[str, str], tuple[ComponentPair, bool]] = {}
     written = 0
     for group, runs, source_units, target_units in planned:
         _prove_cut(group, source_units, target_units)
@@ -89,13 +93,17 @@ def certify(target: Manifest, planned: Sequence[tuple[GroupPair, RunTable, Units
             raise PlanUnsound(
                 f"runs write {runs.unit_bytes * target_units.per_block} bytes, the components have {expected}"
             )
-        written += expected
-        covered |= {(pair.layer, pair.target.role): pair for pair in group.pairs}
+        written += int(expected * group.token_share)
+        partly = group.token_share < 1
+        covered |= {(pair.layer, pair.target.role): (pair, partly) for pair in group.pairs}
     return Certificate(_page_bytes(target), written, _missing(target, covered))
 
 
 def _prove_cut(pair: GroupPair, source: Units, target: Units) -> None:
-    """Check that equal units fill the blocks of both sides: block ids become numbers of units by nothing else."""
+    """Check that equal units fill the blocks of both sides: block ids become numbers of units by nothing else.
+
+    Where the two sides hold different tokens, each unit must lie on one rank of either, so that it has one place there.
+    """
     for side, group, units in (("source", pair.source, source), ("target", pair.target, target)):
         if units.tokens:
             fills = units.tokens * units.per_block == group.block_size and units.kernel_blocks == group.kernel_blocks
@@ -106,6 +114,10 @@ def _prove_cut(pair: GroupPair, source: Units, target: Units) -> None:
                 f"{side} blocks of {group.block_size} tokens are cut into {units.kernel_blocks} times "
                 f"{units.per_kernel_block} units of {units.tokens}"
             )
+        stripe = group.stripe
+        whole = pair.aligned or stripe.size == 1 or stripe.width % units.tokens == 0
+        if stripe != units.stripe or not whole:
+            raise PlanUnsound(f"{side} tokens ({stripe}) are cut into units of {units.tokens} ({units.stripe})")
 
 
 class _Cover:
@@ -208,12 +220,12 @@ def _page_bytes(target: Manifest) -> int:
     )
 
 
-def _missing(target: Manifest, covered: dict[tuple[str, str], ComponentPair]) -> tuple[Missing, ...]:
+def _missing(target: Manifest, covered: dict[tuple[str, str], tuple[ComponentPair, bool]]) -> tuple[Missing, ...]:
     missing = []
     for group in target.groups:
         for layer in group.layers:
             for part in layer.components:
-                pair = covered.get((layer.name, part.role))
+                pair, partly = covered.get((layer.name, part.role), (None, False))
                 first = pair.first if pair else part.first
                 count = pair.count if pair else 0
                 spans = ((part.first, first), (first + count, part.first + part.held.count))
@@ -221,4 +233,6 @@ def _missing(target: Manifest, covered: dict[tuple[str, str], ComponentPair]) ->
                 missing += [
                     Missing(layer.name, part.role, low, high - low, indices) for low, high in spans if high > low
                 ]
+                if partly:
+                    missing.append(Missing(layer.name, part.role, first, count, "tokens"))
     return tuple(missing)

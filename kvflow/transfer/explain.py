@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from kvflow.layout.stripes import Stripe
 from kvflow.transfer.certificate import Certificate, Missing
 from kvflow.transfer.match import ComponentPair
 from kvflow.transfer.runs import Int64s, Run, RunTable, alike
@@ -33,6 +34,13 @@ def explain_stop(runs: RunTable, pairs: Sequence[ComponentPair], unit_tokens: in
     sides = (("source", runs.source), ("target", runs.target))
     apart = " and the ".join(name for name, side in sides if not _touching(side, runs.nbytes))
     return f"merging stops at {what}, which " + (f"lie apart on the {apart}" if apart else "have strides of their own")
+
+
+def explain_stripes(source: Stripe, target: Stripe) -> str:
+    """Say which part of the target's tokens this source gives."""
+    part = source.share_of(target)
+    share = "all of them" if part == 1 else f"{part.numerator} of {part.denominator} of them"
+    return f"tokens are divided among ranks: source has {source}; target has {target}, and {share} from this source"
 
 
 def explain_proof(proof: Certificate) -> Iterator[str]:

@@ -5,6 +5,7 @@ Layers are matched by name and components by role, whatever group they are in. W
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
 
 from msgspec import Struct
 
@@ -85,6 +86,16 @@ class GroupPair(Struct, frozen=True):
     target: ManifestGroup
     pairs: tuple[ComponentPair, ...]
 
+    @property
+    def aligned(self) -> bool:
+        """Whether both sides hold the same tokens of a request, at the same local positions."""
+        return self.source.stripe.aligned(self.target.stripe)
+
+    @property
+    def token_share(self) -> Fraction:
+        """Which part of the target's tokens the source holds; 1 where ranks do not divide them."""
+        return self.source.stripe.share_of(self.target.stripe)
+
 
 def match_groups(source: Manifest, target: Manifest, pieces: Pieces | None = None) -> tuple[GroupPair, ...]:
     """Match every layer that both manifests have.
@@ -93,6 +104,9 @@ def match_groups(source: Manifest, target: Manifest, pieces: Pieces | None = Non
         source: the producer's manifest.
         target: the consumer's manifest.
         pieces: what is to be taken of this source; None: all that both sides hold.
+
+    Returns:
+        Pairs of groups of which both sides hold a part of the heads, or of what else ranks divide, and some tokens.
 
     Raises:
         LayoutMismatch: no layer is common, or a common one differs where it must agree.
@@ -109,7 +123,7 @@ def match_groups(source: Manifest, target: Manifest, pieces: Pieces | None = Non
             if value_there != value:
                 raise LayoutMismatch(f"{layer.name}.{path}", value_there, value)
         found.setdefault((source_group, target_group), []).extend(_match_components(layer_there, layer, pieces))
-    return tuple(
+    matched = (
         GroupPair(
             source_group,
             target_group,
@@ -120,6 +134,7 @@ def match_groups(source: Manifest, target: Manifest, pieces: Pieces | None = Non
         for (source_group, target_group), pairs in found.items()
         if pairs
     )
+    return tuple(pair for pair in matched if pair.token_share)
 
 
 def require_same_model(source: Manifest, target: Manifest) -> None:

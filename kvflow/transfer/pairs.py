@@ -3,9 +3,13 @@
 A list of block ids names consecutive blocks of its group, and its last block holds token ``num_tokens - 1``;
 a shorter list therefore means the last blocks. ``-1`` stands for an absent block. Nothing is clipped: a token
 range of the target that the source does not cover is refused.
+
+Where ranks divide the tokens of a request, a list names blocks of all of them, and a rank's own units are those of
+its stripe. Units that the source's stripe lacks are other sources' to give: which these are is ``share_out``'s to say.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,12 +17,10 @@ from msgspec import Struct
 
 from kvflow.errors import BlockIdsInvalid, BlockRangeMismatch, CapacityExceeded
 from kvflow.transfer.plan import GroupPlan
+from kvflow.transfer.runs import UNITS_MAX, Bools, Units
 
 Int64s = npt.NDArray[np.int64]
 ABSENT = -1
-
-UNITS_MAX = 1 << 22
-"""Units of one list: 4 M are 64 M tokens of 16; they take 100 MiB while they are paired."""
 
 
 class UnitPairs(Struct, frozen=True, eq=False):
@@ -80,7 +82,7 @@ def _as_ids(ids: Sequence[int], group: int, num_blocks: int) -> Int64s:
 
 
 def pair_units(group: GroupPlan, source_ids: Int64s, target_ids: Int64s, *, num_tokens: int) -> UnitPairs:
-    """Pair every unit of the target that holds a token with the source unit of the same tokens.
+    """Pair every unit of the target that holds a token, and that both sides hold, with the source unit of its tokens.
 
     Args:
         group: the pair of groups.
@@ -89,55 +91,86 @@ def pair_units(group: GroupPlan, source_ids: Int64s, target_ids: Int64s, *, num_
         num_tokens: tokens of the request in the source group.
 
     Raises:
-        BlockRangeMismatch: the target names tokens that the source does not cover, or a list names blocks
+        BlockRangeMismatch: the target names tokens that the source holds but does not cover, or a list names blocks
             before token 0: its last block then does not hold the last token, and nothing is where it seems.
         CapacityExceeded: the blocks are larger than any engine's by orders of magnitude.
     """
-    units_held = -(-num_tokens // group.unit_tokens) if group.unit_tokens else 1  # a state is one unit
-    source_first, source_units = _units(source_ids, group.source_units, units_held)
-    target_first, target_units = _units(target_ids, group.target_units, units_held)
-    for side, index, first, units in (
-        ("source", group.source_group, source_first, source_units),
-        ("target", group.target_group, target_first, target_units),
-    ):
-        if first < 0 and np.any(units[:-first] >= 0):
+    source, target = (
+        _listed(ids, units, num_tokens) for ids, units in ((source_ids, group.source), (target_ids, group.target))
+    )
+    for side, index, listed in (("source", group.source_group, source), ("target", group.target_group, target)):
+        if listed.first < 0 and np.any(listed.units[: -listed.first] >= 0):
             raise BlockRangeMismatch(
                 f"{side} group {index}: its blocks are too many for {num_tokens} tokens and reach before token 0",
                 group=group.target_group,
             )
-    # Both lists lie on one axis of units from token 0; ``picked`` is the source's as the target sees it.
-    picked = np.full(len(target_units), ABSENT, np.int64)
-    low, high = max(source_first, target_first), min(source_first + len(source_units), units_held)
-    if low < high:
-        picked[low - target_first : high - target_first] = source_units[low - source_first : high - source_first]
-    wanted = target_units >= 0
+    wanted = target.units >= 0
+    if group.aligned:
+        picked = _side_by_side(source, target)
+    else:
+        picked, here = _by_token(group, source, target)
+        wanted &= here
     lacking = wanted & (picked < 0)
     if lacking.any():
-        token = (target_first + int(lacking.argmax())) * group.unit_tokens
+        position = (target.first + int(lacking.argmax())) * group.unit_tokens
         raise BlockRangeMismatch(
             f"group {group.target_group}: the ticket's {len(source_ids)} blocks of source group "
-            f"{group.source_group} do not cover token {token}",
+            f"{group.source_group} do not cover token {group.target.stripe.token(position)}",
             group=group.target_group,
         )
+    units = target.units
     if not wanted.all():
-        picked, target_units = picked[wanted], target_units[wanted]
+        picked, units = picked[wanted], units[wanted]
     if (picked[1:] > picked[:-1]).all():
-        return UnitPairs(picked, target_units)
+        return UnitPairs(picked, units)
     order = np.argsort(picked)
-    return UnitPairs(picked[order], target_units[order])
+    return UnitPairs(picked[order], units[order])
 
 
-def _units(ids: Int64s, units: int, units_held: int) -> tuple[int, Int64s]:
-    """Cut blocks into units, without those past the last token, which hold nothing that anyone reads.
+class _Listed(NamedTuple):
+    """A list of blocks, cut into units.
 
-    Returns:
-        The number of the first unit, counted from token 0, and ``block * units + unit`` of each, or ``ABSENT``.
+    Attributes:
+        first: number of the first unit, of those that this side holds, counted from token 0.
+        units: ``block * units per block + unit`` of each, or ``ABSENT``.
     """
-    first = (-(-units_held // units) - len(ids)) * units
-    if units == 1:
-        return first, ids
-    if len(ids) * units > UNITS_MAX:
+
+    first: int
+    units: Int64s
+
+
+def _listed(ids: Int64s, units: Units, num_tokens: int) -> _Listed:
+    """Cut blocks into units, without those past the last token, which hold nothing that anyone reads."""
+    per_block = units.per_block
+    if not units.tokens:  # a state is one unit, and a request has one
+        return _Listed(1 - len(ids), ids)
+    blocks_held = -(-num_tokens // (units.tokens * per_block * units.stripe.size))
+    units_held = -(-units.stripe.count(num_tokens) // units.tokens)
+    first = (blocks_held - len(ids)) * per_block
+    if per_block == 1:
+        return _Listed(first, ids[: max(0, units_held - first)])
+    if len(ids) * per_block > UNITS_MAX:
         raise CapacityExceeded("units of one request", UNITS_MAX, remedy="Use block sizes that divide.")
-    values = (ids[:, None] * units + np.arange(units, dtype=np.int64)).ravel()
-    values[np.repeat(ids == ABSENT, units)] = ABSENT
-    return first, values[: max(0, units_held - first)]
+    values = (ids[:, None] * per_block + np.arange(per_block, dtype=np.int64)).ravel()
+    values[np.repeat(ids == ABSENT, per_block)] = ABSENT
+    return _Listed(first, values[: max(0, units_held - first)])
+
+
+def _side_by_side(source: _Listed, target: _Listed) -> Int64s:
+    """Return the source unit of each target unit, or ``ABSENT``: both lists lie on one axis of units."""
+    picked = np.full(len(target.units), ABSENT, np.int64)
+    low = max(source.first, target.first)
+    high = min(source.first + len(source.units), target.first + len(target.units))
+    if low < high:
+        picked[low - target.first : high - target.first] = source.units[low - source.first : high - source.first]
+    return picked
+
+
+def _by_token(group: GroupPlan, source: _Listed, target: _Listed) -> tuple[Int64s, Bools]:
+    """Return the source unit of each target unit, or ``ABSENT``, and whether the source's stripe has it at all."""
+    picked = np.full(len(target.units), ABSENT, np.int64)
+    here, numbers = group.shared_units(target.first, len(target.units))
+    at = numbers - source.first
+    found = np.flatnonzero(here & (at >= 0) & (at < len(source.units)))
+    picked[found] = source.units[at[found]]
+    return picked, here

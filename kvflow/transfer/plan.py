@@ -14,9 +14,9 @@ from msgspec import Struct
 from kvflow.errors import CapacityExceeded, LayoutMismatch
 from kvflow.layout.manifest import Manifest
 from kvflow.transfer.certificate import Certificate, certify
-from kvflow.transfer.explain import explain_proof, explain_stop
+from kvflow.transfer.explain import explain_proof, explain_stop, explain_stripes
 from kvflow.transfer.match import ComponentPair, GroupPair, Pieces, match_groups
-from kvflow.transfer.runs import RunTable, Units, alike, fragments, merged
+from kvflow.transfer.runs import UNITS_MAX, Bools, Int64s, RunTable, Units, alike, fragments, merged
 
 
 class PlanLimits(Struct, frozen=True):
@@ -55,9 +55,46 @@ class GroupPlan(Struct, frozen=True, eq=False):
     pairs: tuple[ComponentPair, ...]
 
     @property
+    def aligned(self) -> bool:
+        """Whether both sides hold the same tokens of a request: their units then correspond one to one, in order."""
+        return self.source.stripe.aligned(self.target.stripe)
+
+    @property
     def unit_tokens(self) -> int:
-        """Tokens of one unit, the greatest common divisor of both kernel block sizes; 0 for states."""
+        """Tokens of one unit, the greatest common divisor of what lies together on either side; 0 for states."""
         return self.target.tokens
+
+    def shared_units(self, first: int, count: int) -> tuple[Bools, Int64s]:
+        """Tell of target units, counted from token 0, whether the source holds their tokens, and as which of its units.
+
+        Args:
+            first: number of the first.
+            count: how many.
+
+        Returns:
+            Whether the source's stripe has it, and its number there, which means nothing where it has not.
+        """
+        tokens = self.target.stripe.token(np.arange(first, first + count, dtype=np.int64) * self.unit_tokens)
+        stripe = self.source.stripe
+        return stripe.holds(tokens), stripe.position(tokens) // self.unit_tokens
+
+    def moved(self, num_blocks: int) -> tuple[int, int]:
+        """Count the units that so many target blocks from token 0 on take, and the stretches in which they lie.
+
+        Units of one stretch follow each other on both sides if block ids do.
+
+        Raises:
+            CapacityExceeded: the blocks are larger than any engine's by orders of magnitude.
+        """
+        units = num_blocks * self.target_units
+        if self.aligned or not units:
+            return units, min(units, 1)
+        if units > UNITS_MAX:
+            raise CapacityExceeded("units of one request", UNITS_MAX, remedy="Ask for fewer blocks.")
+        here, numbers = self.shared_units(0, units)
+        unit = np.flatnonzero(here)
+        breaks = (np.diff(unit) != 1) | (np.diff(numbers[unit]) != 1)
+        return len(unit), int(np.count_nonzero(breaks)) + min(len(unit), 1)
 
     @property
     def source_units(self) -> int:
@@ -82,7 +119,7 @@ class TransferPlan(Struct, frozen=True, eq=False):
     certificate: Certificate
 
     def descriptors(self, num_blocks: int | Sequence[int], *, consecutive: bool = False) -> int:
-        """Count what NIXL sees for ``num_blocks`` target blocks in every group (or one number per group).
+        """Count what NIXL sees for the first ``num_blocks`` target blocks of every group (or one number per group).
 
         Args:
             num_blocks: target blocks.
@@ -91,9 +128,9 @@ class TransferPlan(Struct, frozen=True, eq=False):
         total = 0
         for group in self.groups:
             blocks = num_blocks if isinstance(num_blocks, int) else num_blocks[group.target_group]
-            units = blocks * group.target_units
-            dense = dense_runs(group) if consecutive and units else 0
-            total += dense + (len(group.runs) - dense) * units
+            units, stretches = group.moved(blocks)
+            dense = dense_runs(group) if consecutive else 0
+            total += dense * stretches + (len(group.runs) - dense) * units
         return total
 
     def explain(self) -> str:
@@ -110,6 +147,8 @@ class TransferPlan(Struct, frozen=True, eq=False):
             )
             merging = f"{dense_runs(group):,} of {len(runs):,} merge over consecutive blocks"
             lines.append(f"  {explain_stop(runs, group.pairs, group.unit_tokens)}; {merging}")
+            if not group.aligned:
+                lines.append(f"  {explain_stripes(group.source.stripe, group.target.stripe)}")
         return "\n".join([*lines, *explain_proof(self.certificate)])
 
 
@@ -170,15 +209,19 @@ def _units(pair: GroupPair) -> tuple[Units, Units]:
     Raises:
         LayoutMismatch: pages of an unknown kind are not cut, so both sides' blocks must be of one size.
     """
-    if pair.target.kind == "opaque":
+    if pair.target.opaque:
         if pair.source.block_size != pair.target.block_size:
             field = f"{pair.target.layers[0].name}.block_size"
             raise LayoutMismatch(field, pair.source.block_size, pair.target.block_size)
         whole = Units(pair.target.block_size, 1, 1)
         return whole, whole
-    tokens = math.gcd(pair.source.kernel_tokens, pair.target.kernel_tokens)
+    together = [pair.source.kernel_tokens, pair.target.kernel_tokens]
+    if not pair.aligned:
+        # A unit then lies on one rank of either side. Equal stripes are cut as if there were none.
+        together += [group.stripe.width for group in (pair.source, pair.target) if group.stripe.size > 1]
+    tokens = math.gcd(*together)
     source, target = (
-        Units(tokens, group.kernel_tokens // tokens if tokens else 1, group.kernel_blocks)
+        Units(tokens, group.kernel_tokens // tokens if tokens else 1, group.kernel_blocks, group.stripe)
         for group in (pair.source, pair.target)
     )
     return source, target

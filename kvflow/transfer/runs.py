@@ -1,8 +1,8 @@
 """Strided runs: what one pair of blocks copies, without an address.
 
-Kernel blocks of different sizes on the two sides are cut into *units* of ``gcd`` tokens: a run copies ``nbytes``
-contiguous bytes of one unit. Unit ``u`` of kernel block ``r`` of block ``b`` lies ``b * block_stride +
-r * kernel_stride + u * unit_stride`` further on. A state is one unit.
+Kernel blocks of different sizes on the two sides are cut into *units* of ``gcd`` tokens, which also divide what lies
+together of a stripe: a run copies ``nbytes`` contiguous bytes of one unit. Unit ``u`` of kernel block ``r`` of block
+``b`` lies ``b * block_stride + r * kernel_stride + u * unit_stride`` further on. A state is one unit.
 """
 
 import math
@@ -12,9 +12,14 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
+from kvflow.layout.stripes import ALL_TOKENS, Stripe
 from kvflow.transfer.match import ComponentPair
 
+Bools = npt.NDArray[np.bool_]
 Int64s = npt.NDArray[np.int64]
+
+UNITS_MAX = 1 << 22
+"""Units of one list: 4 M are 64 M tokens of 16; they take 100 MiB while they are paired."""
 
 
 class Side(Struct, frozen=True):
@@ -73,11 +78,13 @@ class Units(Struct, frozen=True):
         tokens: tokens of one unit; 0 for a state.
         per_kernel_block: units in one kernel block.
         kernel_blocks: kernel blocks in one block.
+        stripe: which tokens of a request they are.
     """
 
     tokens: int
     per_kernel_block: int
     kernel_blocks: int
+    stripe: Stripe = ALL_TOKENS
 
     @property
     def per_block(self) -> int:
@@ -91,7 +98,7 @@ class Units(Struct, frozen=True):
         offsets: Int64s = unit // self.per_kernel_block * kernel_stride + inside
         return offsets
 
-    def step(self, side: Int64s) -> tuple[Int64s, npt.NDArray[np.bool_]]:
+    def step(self, side: Int64s) -> tuple[Int64s, Bools]:
         """Return the bytes from each unit to the next, and of which runs that holds throughout the pool."""
         _, _, block_stride, kernel_stride, unit_stride = side
         step = unit_stride if self.per_kernel_block > 1 else kernel_stride if self.kernel_blocks > 1 else block_stride

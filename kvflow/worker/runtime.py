@@ -122,7 +122,7 @@ async def _opened(parts: _Parts) -> AsyncIterator[Worker]:
         leases=LeaseTable(epochs),
         account=account,
         num_blocks=manifest.num_blocks,
-        block_sizes=[0 if group.kind == "mamba" else group.block_size for group in manifest.groups],
+        block_sizes=[0 if group.kind == "mamba" else group.block_tokens for group in manifest.groups],
         lease_s=config.lease_s,
         peer=peer_id(config.engine_id, config.rank, ours.identity.incarnation),
         clock=surroundings.clock,

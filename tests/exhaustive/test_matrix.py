@@ -13,7 +13,7 @@ from kvflow.layout.groups import Group
 from kvflow.layout.specs import State
 from tests.properties.engines import KV_FORMS, LAYOUTS, Case, Stage, spec_of
 from tests.properties.moves import require_pulled
-from tests.properties.oracle import Kind, Model, write
+from tests.properties.oracle import Kind, Model, Shared, write
 from tests.properties.pools import open_pool
 
 TP_SIZES = range(1, 9)
@@ -82,7 +82,7 @@ def test_every_tensor_parallelism_layout_and_block_size_to_every_other(source_si
     for turn, how in enumerate(sources):
         theirs = open_engine(*how)
         for pool in theirs:
-            write(pool, MODEL, lambda _, total, pool=pool: pool.held(total))
+            write(pool, MODEL, Shared(lambda _, total, pool=pool: pool.held(total)))
         # A third still has all parallelisms and layouts, with block sizes in turns.
         targets = engines(TP_SIZES, turn)[(turn + turn // len(BLOCK_SIZES)) % every :: every]
         for target in targets:

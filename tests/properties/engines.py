@@ -21,7 +21,7 @@ from kvflow.layout.specs import (
     State,
 )
 
-from .oracle import Kind, Model, content_bytes
+from .oracle import Kind, Model, content_bytes, held, keeps_every_token
 
 SPECS = {
     "full": FullAttention,
@@ -35,9 +35,12 @@ SPECS = {
 LAYOUTS = ("LBNHC", "LBHNC", "BLHNC", "BLNHC", "BHLNC")
 KV_FORMS = ("content", "split", "block_split")
 TP_SIZES = (1, 1, 1, 2, 2, 2, 3, 3, 4, 5, 6, 7, 8)
+DCP_SIZES = (1, 1, 2, 3, 4)
 TARGETS = 2
 """Ranks of unlike engines that pull one request: what the source engine took to make is used twice."""
 BLOCK_SIZES = (4, 1, 2, 3, 6, 8, 12)
+RANKS_MAX = 8
+"""Of an engine, where tokens are divided among ranks of their own: more would only take time."""
 MEMORIES = ("allocated", "allocated", "adopted", "own")
 """Who made the tensors: kvflow, kvflow but described anew from the views, or the engine with strides of its own."""
 CONTENTS = ("uint8", "bfloat16", "float32", "float8_e4m3fn")
@@ -51,11 +54,14 @@ class Stage:
         layers: layer name -> kind.
         specs: the same as kvflow wants it.
         groups: a partition of them.
-        tp_size: of the engine.
+        tp_size: ranks that divide the heads.
         layout: of the allocation.
         kv: form of keys and values.
         memory: one of ``MEMORIES``.
         options: of ``allocate``.
+        dcp_size: ranks that divide the tokens.
+        interleave: tokens in a row that lie on one of them.
+        nested: whether those ranks are neighbors among the ``tp_size``, as vLLM has it, or a factor of their own.
     """
 
     layers: dict
@@ -66,6 +72,27 @@ class Stage:
     kv: str
     memory: str = "allocated"
     options: dict = field(default_factory=dict)
+    dcp_size: int = 1
+    interleave: int = 1
+    nested: bool = False
+
+    @property
+    def num_ranks(self):
+        return self.tp_size if self.nested else self.tp_size * self.dcp_size
+
+    def place(self, rank):
+        """Return a rank's number among those that divide the heads, and among those that divide the tokens."""
+        return (rank if self.nested else rank // self.dcp_size), rank % self.dcp_size
+
+    def shard(self, rank):
+        tp_rank, dcp_rank = self.place(rank)
+        return Shard(
+            tp_rank=tp_rank,
+            tp_size=self.tp_size,
+            dcp_rank=dcp_rank,
+            dcp_size=self.dcp_size,
+            dcp_interleave=self.interleave,
+        )
 
 
 @dataclass(frozen=True)
@@ -99,16 +126,17 @@ def generate_case(pick, seed):
         # Stages of unlike parallelism that overlap hold parts of the same that end at different heads.
         sizes = (tp_size, tp_size, pick(TP_SIZES))
         stages = [generate_stage(pick, model, part, pick(sizes)) for part in _stages(pick, names)]
-        sources = [(stage, rank) for stage in stages for rank in range(stage.tp_size)]
+        sources = [(stage, rank) for stage in stages for rank in range(stage.num_ranks)]
     else:
-        sources = [(generate_stage(pick, model, _slice(pick, names), tp_size), pick(range(tp_size)))]
+        stage = generate_stage(pick, model, _slice(pick, names), tp_size)
+        sources = [(stage, pick(range(stage.num_ranks)))]
     targets = []
     for _ in range(TARGETS):
         wanted = _slice(pick, names)
         if not whole and not sources[0][0].layers.keys() & set(wanted):
             wanted = names
-        tp_size = pick(TP_SIZES)
-        targets.append((generate_stage(pick, model, wanted, tp_size), pick(range(tp_size))))
+        stage = generate_stage(pick, model, wanted, pick(TP_SIZES))
+        targets.append((stage, pick(range(stage.num_ranks))))
     return Case(model, tuple(sources), tuple(targets), whole, pick((0, 1, 2, None)), seed)
 
 
@@ -194,7 +222,30 @@ def generate_stage(pick, model, names, tp_size):
         groups = _planned(specs, layout, tp_size)
     if groups is None:
         specs, groups = _grouped(pick, layers, block_size, mixed=grouping == "mixed")
-    return Stage(layers, specs, groups, tp_size, layout, kv, pick(MEMORIES), options)
+    divided = _divided_tokens(pick, layers, groups, tp_size)
+    return Stage(layers, specs, groups, tp_size, layout, kv, pick(MEMORIES), options, *divided)
+
+
+def _divided_tokens(pick, layers, groups, tp_size):
+    """Choose decode context parallelism that the stage can have: its size, interleave, and where its ranks are."""
+    striped = [group for group in groups if keeps_every_token(group)]
+    if not striped or any(kind.name == "opaque" for kind in layers.values()):
+        return 1, 1, False
+    heads = {layers[name].heads for group in striped for name in group.layers}
+    ways = [(size, False) for size in DCP_SIZES if tp_size * size <= RANKS_MAX]
+    ways += [(size, True) for size in DCP_SIZES if size > 1 and _neighbors_hold_the_same(heads, tp_size, size)]
+    size, nested = pick(ways or [(1, False)])
+    widths = [width for width in range(1, 13) if not any(group.block_size % width for group in striped)]
+    return (size, pick(widths), nested) if size > 1 else (1, 1, False)
+
+
+def _neighbors_hold_the_same(heads, tp_size, size):
+    """Whether ``size`` neighbors hold the same heads, so that they can divide the tokens."""
+    return tp_size % size == 0 and all(
+        held(total, rank, tp_size) == held(total, rank - rank % size, tp_size)
+        for total in heads
+        for rank in range(tp_size)
+    )
 
 
 def spec_of(kind, block_size, kernel_block_size=0):

@@ -116,20 +116,46 @@ def held(total, tp_rank, tp_size):
     return [int(head) for head in np.array_split(np.arange(total), tp_size)[tp_rank]]
 
 
+def keeps_every_token(group):
+    """Whether decode context parallelism divides the tokens of a group: where no window lets blocks be dropped."""
+    return group.kind in ("full", "mixed") or (group.kind == "mla" and not group.window)
+
+
+@lru_cache(4096)
+def held_tokens(end, rank, size, interleave):
+    """Tokens before ``end`` that a rank holds, in the order in which they lie, by the written rule."""
+    return np.array([token for token in range(end) if token // interleave % size == rank], np.int64)
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What of a target moves: which heads, or what else ranks divide, and which tokens.
+
+    Attributes:
+        heads: (layer, extent of the divided axis) -> global numbers along it; an undivided axis has one.
+        tokens: (layer, token numbers) -> whether each moves.
+        part: layer -> which part of the target's tokens they are.
+    """
+
+    heads: object
+    tokens: object = lambda layer, tokens: np.ones(len(tokens), bool)
+    part: object = lambda layer: 1
+
+
 @dataclass(frozen=True)
 class Pool:
     """One rank's cache, and the blocks that a request has in it.
 
     Attributes:
         stage: what the rank has in common with others.
-        tp_rank: its number.
+        rank: its number.
         cache: the cache.
         memory: all its bytes, and others around them: uint8, flat.
         block_ids: one list per group.
     """
 
     stage: object
-    tp_rank: int
+    rank: int
     cache: object
     memory: np.ndarray
     block_ids: list
@@ -139,7 +165,21 @@ class Pool:
         return self.memory.ctypes.data
 
     def held(self, total):
-        return held(total, self.tp_rank, self.stage.tp_size)
+        return held(total, self.stage.place(self.rank)[0], self.stage.tp_size)
+
+    def dcp_size(self, group):
+        """Ranks among which the tokens of a group are divided."""
+        return self.stage.dcp_size if keeps_every_token(group) else 1
+
+    def dcp_size_of(self, layer):
+        """Ranks among which the tokens of a layer are divided."""
+        (group,) = (group for group in self.stage.groups if layer in group.layers)
+        return self.dcp_size(group)
+
+    def has_token(self, layer, tokens):
+        """Tell of each token whether this rank holds it."""
+        size = self.dcp_size_of(layer)
+        return tokens // self.stage.interleave % size == self.stage.place(self.rank)[1] % size
 
     def groups(self):
         """Yield each group with its list of blocks."""
@@ -182,15 +222,19 @@ class Pool:
         return tensor.view(torch.uint8).unflatten(-1, (-1, item)).numpy()
 
     def listed_tokens(self, group, ids, num_tokens):
-        """Token numbers that the listed blocks have room for, and the block of each."""
-        first = math.ceil(num_tokens / group.block_size) - len(ids)
+        """Token numbers that the listed blocks have room for, and the block and the place in it of each."""
+        size = self.dcp_size(group)
+        num_blocks = math.ceil(num_tokens / (group.block_size * size))
+        rank = self.stage.place(self.rank)[1] % size
+        here = held_tokens(num_blocks * group.block_size * size, rank, size, self.stage.interleave)
+        by_block = here.reshape(num_blocks, group.block_size)
         placed = [
-            ((first + position) * group.block_size + token, block)
-            for position, block in enumerate(ids)
-            for token in range(group.block_size)
+            (token, block, place)
+            for position, block in enumerate(ids, start=num_blocks - len(ids))
             if block != ABSENT
+            for place, token in enumerate(by_block[position].tolist())
         ]
-        return np.array(placed, np.int64).reshape(-1, 2).T
+        return np.array(placed, np.int64).reshape(-1, 3).T
 
 
 def write(pool, model, shared, *, past_the_end=False, value=None):
@@ -199,7 +243,7 @@ def write(pool, model, shared, *, past_the_end=False, value=None):
     Args:
         pool: where.
         model: whose bytes.
-        shared: (layer, extent of the divided axis) -> global numbers to write along it; an undivided axis has one.
+        shared: what of it to write.
         past_the_end: write where a listed block holds no token of the request, rather than where it does.
         value: write this instead of the model's bytes.
     """
@@ -211,15 +255,15 @@ def write(pool, model, shared, *, past_the_end=False, value=None):
                     _write_states(pool, model, layer, shared, value)
                 continue
             end = model.tokens_of(layer)
-            token, block = pool.listed_tokens(group, ids, end)
-            chosen = (token >= end) == past_the_end
-            token, block = token[chosen], block[chosen]
+            token, block, place = pool.listed_tokens(group, ids, end)
+            chosen = (token >= end) if past_the_end else (token < end) & shared.tokens(layer, token)
+            token, block, place = token[chosen], block[chosen], place[chosen]
             for role, cells in pool.cells(layer):
                 _, _, _, kernel_tokens, nbytes = cells.shape
-                kernel, slot = np.divmod(token % group.block_size, kernel_tokens)
+                kernel, slot = np.divmod(place, kernel_tokens)
                 content = model.content(layer, role, end, kind.heads, nbytes) if value is None else None
                 for here, head in pool.heads(layer):
-                    if head in shared(layer, kind.heads):
+                    if head in shared.heads(layer, kind.heads):
                         cells[block, kernel, here, slot] = content[token, head] if value is None else value
 
 
@@ -231,11 +275,11 @@ def _write_states(pool, model, layer, shared, value):
             name = f"{role} {min(tokens)}"
             content = model.content(layer, name, *shape, item) if value is None else np.full((*shape, item), value)
             if axis is None:
-                if shared(layer, 1):
+                if shared.heads(layer, 1):
                     state[...] = content
                 continue
             for here, number in enumerate(pool.held(shape[axis])):
-                if number in shared(layer, shape[axis]):
+                if number in shared.heads(layer, shape[axis]):
                     np.moveaxis(state, axis, 0)[here] = content.take(number, axis)
 
 
@@ -246,7 +290,7 @@ def tokens_by_block(pool, model, layer):
         return {block: {0} for block in ids[-1:] if block != ABSENT}
     end = model.tokens_of(layer)
     held_by = {}
-    for token, block in pool.listed_tokens(group, ids, end).T.tolist():
+    for token, block, _ in pool.listed_tokens(group, ids, end).T.tolist():
         if token < end:
             held_by.setdefault(block, set()).add(token)
     return held_by

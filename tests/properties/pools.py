@@ -5,32 +5,35 @@ import math
 import numpy as np
 import torch
 
-from kvflow.layout.shards import Shard
 from kvflow.memory.adopt import adopt
 from kvflow.memory.cache import allocate
 
-from .oracle import ABSENT, Pool
+from .oracle import ABSENT, Pool, keeps_every_token
 
 ALIGNMENT = 4
 """Where an engine's tensors begin: as much as any element needs."""
 
 
-def open_pool(stage, tp_rank, model, rng, *, thinning):
+def open_pool(stage, rank, model, rng, *, thinning):
     """Make a cache with room for one request in every group and some blocks more, full of noise, and list blocks.
 
     Args:
         stage: what the rank has in common with others.
-        tp_rank: its number.
+        rank: its number.
         model: the request.
         rng: of places and noise.
         thinning: seed of which blocks are left out, which the ranks of an engine have in common; None: none are.
     """
     counts = [
-        1 if stage.layers[group.layers[0]].recurrent else math.ceil(model.tokens_of(group.layers[0]) / group.block_size)
+        1
+        if stage.layers[group.layers[0]].recurrent
+        else math.ceil(
+            model.tokens_of(group.layers[0]) / (group.block_size * (stage.dcp_size if keeps_every_token(group) else 1))
+        )
         for group in stage.groups
     ]
     num_blocks = sum(counts) + int(rng.integers(0, 3))
-    cache, memory = open_cache(stage, tp_rank, num_blocks, rng)
+    cache, memory = open_cache(stage, rank, num_blocks, rng)
     order = rng.permutation(num_blocks)
     if rng.random() < 0.3:
         order = np.sort(order)
@@ -39,7 +42,7 @@ def open_pool(stage, tp_rank, model, rng, *, thinning):
         leaving = np.random.default_rng(thinning)
         ids = [_thinned(blocks, leaving) for blocks in ids]
     memory[:] = rng.integers(0, 256, memory.shape, np.uint8)
-    return Pool(stage, tp_rank, cache, memory, ids)
+    return Pool(stage, rank, cache, memory, ids)
 
 
 def _thinned(blocks, rng):
@@ -53,9 +56,9 @@ def _thinned(blocks, rng):
     return blocks
 
 
-def open_cache(stage, tp_rank, num_blocks, rng):
+def open_cache(stage, rank, num_blocks, rng):
     """Return a cache, and all its bytes as one flat array."""
-    shard = Shard(tp_rank=tp_rank, tp_size=stage.tp_size)
+    shard = stage.shard(rank)
     cache = allocate(
         stage.specs,
         num_blocks=num_blocks,

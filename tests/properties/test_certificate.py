@@ -15,6 +15,9 @@ from msgspec.structs import replace
 
 from kvflow.errors import PlanUnsound
 from kvflow.layout.manifest import Manifest
+from kvflow.layout.shards import Shard
+from kvflow.layout.specs import FullAttention
+from kvflow.memory.cache import allocate
 from kvflow.transfer.certificate import certify
 from kvflow.transfer.cover import share_out
 from kvflow.transfer.match import GroupPair, match_groups
@@ -232,6 +235,34 @@ def test_blocks_that_are_cut_otherwise_fail_the_proof(plans):
             cut = replace(units, **{field: getattr(units, field) + by})
             with pytest.raises(PlanUnsound):
                 planned.certified(**{side: cut})
+
+
+def test_tokens_of_another_rank_fail_the_proof(plans):
+    """And so is which tokens of a request a unit holds."""
+    divided = 0
+    for planned in plans:
+        divided += not planned.plan.aligned
+        for side, field, by in product(("source", "target"), ("rank", "size", "width"), (-1, 1)):
+            units = getattr(planned.plan, side)
+            stripe = replace(units.stripe, **{field: getattr(units.stripe, field) + by})
+            with pytest.raises(PlanUnsound):
+                planned.certified(**{side: replace(units, stripe=stripe)})
+    assert divided > CASES // 10, "tokens are hardly ever divided"
+
+
+def test_a_unit_that_lies_on_two_ranks_fails_the_proof():
+    """One token lies on each rank in turn, so that no unit of four has a place on any."""
+    shards = [Shard(dcp_rank=0, dcp_size=2, dcp_interleave=width) for width in (4, 1)]
+    spec = FullAttention(block_size=4, num_kv_heads=1, head_size=8, dtype="bfloat16")
+    target, finer, whole = (
+        allocate({"a": spec}, num_blocks=2, shard=shard, device="meta").manifest() for shard in (*shards, None)
+    )
+    plan = plan_transfer(whole, target).groups[0]
+    assert plan.unit_tokens == 4
+    (pair,) = match_groups(whole, finer)
+    cut = replace(plan.target, stripe=shards[1].stripe)
+    with pytest.raises(PlanUnsound, match="are cut into units of 4"):
+        certify(finer, [(pair, plan.runs, plan.source, cut)])
 
 
 def test_merging_changes_no_byte(plans):
