@@ -48,20 +48,24 @@ from handshake.messages import (
     Renew,
     Renewed,
 )
-from handshake.security import ClusterSecurity, check_bind, sign, verify
+from handshake.offsets import ClockOffset
+from handshake.security import AllowedKeys, ClusterSecurity, CurveKeys, check_bind, sign, verify
 from handshake.server import HandshakeServer, Peer, PeerKey, open_server
 from handshake.version import SUPPORTED, WIRE_VERSION, VersionRange
 
 __all__ = [
     "SUPPORTED",
     "WIRE_VERSION",
+    "AllowedKeys",
     "AuthenticationFailed",
+    "ClockOffset",
     "Closed",
     "ClusterSecurity",
     "ConfigInvalid",
     "ConnectionClosed",
     "ConnectionFailed",
     "ConnectionLost",
+    "CurveKeys",
     "DeadlineExceeded",
     "Ending",
     "Event",

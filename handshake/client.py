@@ -26,7 +26,8 @@ from handshake.events import ConnectionClosed, ConnectionFailed, Ending, Event, 
 from handshake.limits import DEFAULT_LIMITS, Limits
 from handshake.messages import Identity, Publication, Release, Renew
 from handshake.network import ZEROMQ, DialledChannel, Network
-from handshake.security import ClusterSecurity, check_endpoint
+from handshake.offsets import ClockOffset
+from handshake.security import ClusterSecurity, PublicKey, check_endpoint
 from handshake.sockets import LinkEvent, running
 from handshake.states import Role, State
 
@@ -63,6 +64,11 @@ class HandshakeClient:
     def rtt_s(self) -> float | None:
         """Seconds of the last measured round trip: the handshake's own, until silence asked for a ping."""
         return self._attempt.connection.rtt_s
+
+    @property
+    def clock_offset(self) -> ClockOffset | None:
+        """How far the server's wall clock is ahead of ours; None if it does not tell."""
+        return self._attempt.connection.clock_offset
 
     def send(self, message: Release | Renew) -> None:
         """Ask the server. Never waits, and never calls ``on_event`` before it returns.
@@ -211,6 +217,7 @@ async def open_client(
     on_event: OnEvent,
     limits: Limits = DEFAULT_LIMITS,
     network: Network = ZEROMQ,
+    server_key: PublicKey = "",
 ) -> AsyncIterator[HandshakeClient]:
     """Connect to a server; enter when the handshake is done, leave with a goodbye.
 
@@ -224,11 +231,13 @@ async def open_client(
             and the connection ends. Without ``PeerReady`` there is no event, only an exception.
         limits: how long we wait for what.
         network: where we dial.
+        server_key: the server's public key, needed if it has one of its own; nobody else is taken for it.
 
     Raises:
         ConfigInvalid: the endpoint is malformed.
         LocalProtocolError: the identity or the publication is out of bounds.
-        AuthenticationFailed: the server has another secret, or only one side has one; known within a second.
+        AuthenticationFailed: the server has another secret or key, or only one side has one; known within a
+            second. Or we do not trust ``server_key``: then nothing was dialled.
         PeerRefused: the server gave a reason; ``busy`` only after ``Limits.connect_s``.
         RemoteProtocolError: the server broke the protocol.
         ConnectionLost: nobody listens, or the server hung up.
@@ -242,7 +251,7 @@ async def open_client(
         endpoint=endpoint,
         identity=identity,
         publication=publication,
-        security=security,
+        security=None if security is None else security.towards(server_key),
         on_event=on_event,
         limits=limits,
         network=network,
@@ -301,6 +310,7 @@ async def _dialled(dialling: _Dialling, address: str) -> AsyncIterator[_Attempt]
             dialling.publication,
             limits=dialling.limits,
             now=dialling.network.now(),
+            wall_ahead_s=dialling.network.wall() - dialling.network.now(),
         )
         attempt = _Attempt(channel, connection, dialling.on_event, dialling.limits, dialling.network)
         async with running(channel.read(attempt.driver.receive), channel.watch(attempt.on_link)):
@@ -333,7 +343,7 @@ def _explain(outcome: LinkEvent | Ending, endpoint: str, *, denied: bool) -> Han
         case LinkEvent.CUT if not denied:
             error = ConnectionLost(f"{endpoint} hung up within the encryption handshake")
         case LinkEvent():
-            error = AuthenticationFailed(f"{endpoint} does not share our cluster secret")
+            error = AuthenticationFailed(f"{endpoint} does not share our cluster secret, or does not trust our key")
         case ConnectionClosed(reason=reason):
             error = ConnectionLost(f"{endpoint} closed the connection within the handshake: {reason}")
         case ConnectionFailed(code=code, reason=reason, remedy=remedy, refused=True):

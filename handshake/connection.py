@@ -10,6 +10,8 @@ Nothing that a peer does raises here. The first violation ends the connection: t
 
 from collections.abc import Sequence
 
+from msgspec import UnsetType
+
 from handshake import codec
 from handshake.errors import Closed, FailureCode, LocalProtocolError, RemoteProtocolError
 from handshake.events import (
@@ -27,6 +29,7 @@ from handshake.limits import Limits
 from handshake.messages import (
     AnyMessage,
     Bye,
+    ClockTime,
     Hello,
     Identity,
     Ping,
@@ -40,6 +43,8 @@ from handshake.messages import (
     Renewed,
     Welcome,
 )
+from handshake.offsets import ClockOffset, OffsetFilter
+from handshake.rates import Allowance
 from handshake.states import Occurrence, Received, Role, Sent, State, Trigger, advance, budget_s
 from handshake.version import SUPPORTED, VersionRange, choose
 
@@ -83,7 +88,21 @@ class Connection:
         limits: Limits,
         now: float,
         versions: VersionRange = SUPPORTED,
+        allowance: Allowance | None = None,
+        wall_ahead_s: float = 0.0,
     ) -> None:
+        """Begin.
+
+        Args:
+            role: which end we are.
+            identity: ours.
+            publication: ours.
+            limits: what the peer may cost.
+            now: monotonic seconds.
+            versions: that we speak.
+            allowance: of the peer's key, if other connections share it.
+            wall_ahead_s: seconds by which our wall clock is ahead of the monotonic one.
+        """
         self.role = role
         self.state = State.FRESH
         self.rtt_s: float | None = None
@@ -91,6 +110,9 @@ class Connection:
         self._publication = publication
         self._limits = limits
         self._versions = versions
+        self._allowance = allowance or Allowance(limits, now)
+        self._wall_ahead_s = wall_ahead_s
+        self._offsets = OffsetFilter()
         self._partner: Hello | Welcome | None = None
         self._version = 0  # not agreed yet
         self._ping_nonce = 0
@@ -105,6 +127,11 @@ class Connection:
     def ending(self) -> Ending | None:
         """How the connection ended, or None while it has not."""
         return self._ending
+
+    @property
+    def clock_offset(self) -> ClockOffset | None:
+        """How far the peer's wall clock is ahead of ours, as the shortest of the last round trips says it."""
+        return self._offsets.best
 
     def take_outgoing(self) -> list[list[bytes]]:
         """Return the messages to send, each a list of frames, and forget them."""
@@ -158,6 +185,9 @@ class Connection:
         if self.state is State.CLOSED:
             return
         self._heard_s = now
+        if not self._allowance.takes_message(now):
+            self._refuse_rate("messages", self._limits.messages_per_s_max, now)
+            return
         try:
             message = codec.decode(frames, self._limits)
             if self.state is not State.CLOSING and isinstance(message, (Bye, Refuse)):
@@ -211,8 +241,10 @@ class Connection:
                 self._welcome(message, now)
             case Welcome():
                 self._publish(message, now)
-            case Publish(publication=publication):
-                self._become_ready(publication, now)
+            case Publish():
+                self._become_ready(message, now)
+            case Release(leases=leases) | Renew(leases=leases) if not self._allowance.takes_leases(len(leases), now):
+                self._refuse_rate("leases", self._limits.leases_per_s_max, now)
             case Release(leases=leases):
                 self._events.append(ReleaseReceived(leases=leases))
             case Renew(leases=leases):
@@ -222,9 +254,9 @@ class Connection:
             case Renewed(leases=leases, lease_s=lease_s):
                 self._events.append(RenewAnswered(leases=leases, lease_s=lease_s))
             case Ping(nonce=nonce):
-                self._say(Pong(nonce=nonce))
-            case Pong(nonce=nonce) if nonce == self._ping_nonce:
-                self.rtt_s = now - self._asked_s
+                self._say(Pong(nonce=nonce, clock_s=now + self._wall_ahead_s))
+            case Pong(nonce=nonce, clock_s=clock_s) if nonce == self._ping_nonce:
+                self._measure(clock_s, now)
             case _:  # a late Pong, or a last word: state and time are all there is to them
                 pass
 
@@ -238,7 +270,7 @@ class Connection:
             return
         self._partner = hello
         self._version = version
-        self._say(Welcome(version=version, identity=self._identity))
+        self._say(Welcome(version=version, identity=self._identity, clock_s=now + self._wall_ahead_s))
         self._say(Publish(publication=self._publication))
         self._asked_s = now
 
@@ -249,15 +281,26 @@ class Connection:
             )
         self._partner = welcome
         self._version = welcome.version
-        self.rtt_s = now - self._asked_s
-        self._say(Publish(publication=self._publication))
+        self._measure(welcome.clock_s, now)
+        self._say(Publish(publication=self._publication, clock_s=now + self._wall_ahead_s))
 
-    def _become_ready(self, publication: Publication, now: float) -> None:
+    def _become_ready(self, publish: Publish, now: float) -> None:
         assert self._partner is not None, "the table lets no Publish pass before Hello or Welcome"
         if self.role is Role.SERVER:
-            self.rtt_s = now - self._asked_s
+            self._measure(publish.clock_s, now)
         identity = self._partner.identity
-        self._events.append(PeerReady(identity=identity, publication=publication, version=self._version))
+        self._events.append(PeerReady(identity=identity, publication=publish.publication, version=self._version))
+
+    def _measure(self, clock_s: ClockTime, now: float) -> None:
+        """Take note of the round trip that ``_asked_s`` began."""
+        self.rtt_s = now - self._asked_s
+        if not isinstance(clock_s, UnsetType):
+            asked_at, answered_at = self._asked_s + self._wall_ahead_s, now + self._wall_ahead_s
+            self._offsets.add(asked_at=asked_at, answered_at=answered_at, clock_s=clock_s)
+
+    def _refuse_rate(self, what: str, per_s: float, now: float) -> None:
+        reason = f"more than {per_s:g} {what} per second"
+        self.refuse(FailureCode.RATE_EXCEEDED, reason, now, remedy="Say more in fewer messages, or say less.")
 
     def _answer_farewell(self, message: Bye | Refuse, now: float) -> None:
         ending: Ending = ConnectionClosed(reason=message.reason)

@@ -11,6 +11,9 @@ from msgspec import Struct
 PUBLICATION_BYTES_MAX = 4 << 20
 """A manifest of 128 layers with 8 components takes some 200 KiB; 4 MiB leave room and still fit one frame."""
 
+LEASES_MAX = 1024
+"""Leases in one message: 40 KiB, which is decoded in well under a millisecond."""
+
 
 class Limits(Struct, frozen=True, kw_only=True):
     """What one endpoint spends on its peers at most.
@@ -20,6 +23,11 @@ class Limits(Struct, frozen=True, kw_only=True):
         peers_max: connections of one server. Two engines of 512 ranks each, one connection per pair of ranks.
         pending_handshakes_max: connections of one server that are not ready yet. What a herd of restarting
             clients may hold at once; those above it are told ``busy`` and dial again.
+        connections_per_key_max: connections of one client's own key. A worker has one at a time; those of its earlier
+            lives end within ``silence_s_max``. Where all share the secret's key, they are not told apart.
+        messages_per_s_max: of one key, or of one connection where all share a key. A reader says at most one or
+            two things per turn of its loop, which takes some 100 us.
+        leases_per_s_max: named in those messages.
         incoming_max: messages of one peer that wait to be read. Each may be a whole publication, and a reader
             that keeps up never has more than a few.
         outgoing_max: messages that wait for one peer to read. A peer that lets this many pile up is lost.
@@ -32,12 +40,16 @@ class Limits(Struct, frozen=True, kw_only=True):
         closing_s: to exchange the last words. They need one round trip; a peer that is gone costs no more.
 
     Raises:
-        ValueError: a limit is not positive and finite, or no ping would come before the end of patience.
+        ValueError: a limit is not positive and finite, no ping would come before the end of patience, or the
+            rate of leases is below what one message may name.
     """
 
     frame_bytes_max: int = PUBLICATION_BYTES_MAX + (64 << 10)
     peers_max: int = 1024
     pending_handshakes_max: int = 64
+    connections_per_key_max: int = 16
+    messages_per_s_max: float = 20_000.0
+    leases_per_s_max: float = 200_000.0
     incoming_max: int = 64
     outgoing_max: int = 1024
     connect_s: float = 2.0
@@ -55,6 +67,8 @@ class Limits(Struct, frozen=True, kw_only=True):
             raise ValueError(
                 f"ping_interval_s ({self.ping_interval_s}) must be below silence_s_max ({self.silence_s_max})"
             )
+        if self.leases_per_s_max < LEASES_MAX:
+            raise ValueError(f"leases_per_s_max ({self.leases_per_s_max}) must not be below {LEASES_MAX}")
 
 
 DEFAULT_LIMITS = Limits()

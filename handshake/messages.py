@@ -21,9 +21,9 @@ skipped. A field keeps its name, type and meaning for ever. A new message type, 
 import hashlib
 from typing import Annotated, Literal, Self
 
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
-from handshake.limits import PUBLICATION_BYTES_MAX
+from handshake.limits import LEASES_MAX, PUBLICATION_BYTES_MAX
 
 Role = Literal["prefill", "decode", "both"]
 Outcome = Literal["held", "counted", "ended", "unknown"]
@@ -37,8 +37,8 @@ Epoch = Annotated[int, Meta(ge=0)]
 """An unsigned number of 64 bits; MessagePack has no larger one."""
 Nonce = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
-LEASES_MAX = 1024
-"""Leases in one message: 40 KiB, which is decoded in well under a millisecond."""
+ClockTime = Annotated[float, Meta(ge=0, le=2**40)] | UnsetType
+"""Seconds since 1970 on the speaker's wall clock when it spoke; absent from peers that do not tell."""
 
 
 class Identity(Struct, frozen=True, kw_only=True):
@@ -122,6 +122,7 @@ class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
 
     version: Version
     identity: Identity
+    clock_s: ClockTime = UNSET
 
 
 class Refuse(Message, frozen=True, kw_only=True, tag="refuse"):
@@ -142,6 +143,7 @@ class Publish(Message, frozen=True, kw_only=True, tag="publish"):
     """The sender's publication, once per connection."""
 
     publication: Publication
+    clock_s: ClockTime = UNSET
 
 
 Leases = Annotated[tuple[LeaseRef, ...], Meta(min_length=1, max_length=LEASES_MAX)]
@@ -187,6 +189,7 @@ class Pong(Message, frozen=True, kw_only=True, tag="pong"):
     """Answer to the ``Ping`` of that nonce."""
 
     nonce: Nonce
+    clock_s: ClockTime = UNSET
 
 
 class Bye(Message, frozen=True, kw_only=True, tag="bye"):

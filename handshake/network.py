@@ -6,17 +6,17 @@ simulator does on virtual time.
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 from handshake.limits import Limits
-from handshake.security import ClusterSecurity
+from handshake.security import ClusterSecurity, PublicKey
 from handshake.sockets import Delivery, LinkEvent, open_dialler, open_listener, resolve
 
 
 class Channel(Protocol):
-    """A socket that listens. See ``handshake.sockets.Channel``."""
+    """What both kinds of sockets have."""
 
     @property
     def endpoint(self) -> str:
@@ -27,8 +27,17 @@ class Channel(Protocol):
         """Queue one message, or say why not, at once."""
         ...
 
-    async def read(self, on_frames: Callable[[list[bytes]], None]) -> None:
-        """Pass on each message that arrives, until cancelled."""
+
+class ListeningChannel(Channel, Protocol):
+    """A socket that listens. See ``handshake.sockets.ListeningChannel``."""
+
+    @property
+    def strangers(self) -> Mapping[str, int]:
+        """How many connections were not let in, by code."""
+        ...
+
+    async def read(self, on_frames: Callable[[list[bytes], PublicKey], None]) -> None:
+        """Pass on each message that arrives, with the key of its connection, until cancelled."""
         ...
 
 
@@ -37,6 +46,10 @@ class DialledChannel(Channel, Protocol):
 
     def dial(self) -> None:
         """Start the one attempt to connect."""
+        ...
+
+    async def read(self, on_frames: Callable[[list[bytes]], None]) -> None:
+        """Pass on each message that arrives, until cancelled."""
         ...
 
     async def watch(self, on_link: Callable[[LinkEvent], None]) -> None:
@@ -51,13 +64,17 @@ class Network(Protocol):
         """Return the seconds of a monotonic clock."""
         ...
 
+    def wall(self) -> float:
+        """Return the seconds since 1970 on the wall clock, which may jump."""
+        ...
+
     def draw(self) -> float:
         """Return a random number in [0, 1), which spreads load and protects nothing."""
         ...
 
     def open_listener(
         self, bind: str, security: ClusterSecurity | None, limits: Limits
-    ) -> AbstractAsyncContextManager[Channel]:
+    ) -> AbstractAsyncContextManager[ListeningChannel]:
         """Listen. See ``handshake.sockets.open_listener``."""
         ...
 
@@ -79,13 +96,17 @@ class ZeroMqNetwork:
         """See ``Network.now``."""
         return time.monotonic()
 
+    def wall(self) -> float:
+        """See ``Network.wall``."""
+        return time.time()
+
     def draw(self) -> float:
         """See ``Network.draw``."""
         return random.random()  # noqa: S311 - as the contract says
 
     def open_listener(
         self, bind: str, security: ClusterSecurity | None, limits: Limits
-    ) -> AbstractAsyncContextManager[Channel]:
+    ) -> AbstractAsyncContextManager[ListeningChannel]:
         """See ``Network.open_listener``."""
         return open_listener(bind, security, limits)
 

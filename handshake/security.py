@@ -1,22 +1,25 @@
-"""One cluster secret, and all that follows from it: CURVE keys, the ticket key, who is let in, what may be bound.
+"""Keys and who is trusted: CURVE keys, the ticket key, who is let in, what may be bound.
 
-A cluster shares one secret. Every server has the key pair derived for servers, every client the pair derived for
-clients, so that a client knows the server's public key without asking, and a server admits exactly one key.
-CURVE draws fresh session keys for each connection. What the secret cannot do: tell two members of the cluster
-apart, or slow down the guessing of a weak secret.
+A cluster shares one secret. By itself it gives every server the key pair derived for servers and every client the
+pair derived for clients, so that a client knows the server's public key without asking. What the secret cannot do:
+tell two members of the cluster apart, or slow down the guessing of a weak secret. For that, each worker may have a
+key pair of its own beside the secret, and a list of the public keys that it talks to. CURVE draws fresh session
+keys for each connection in either case.
 """
 
 import hmac
 import ipaddress
 import re
+import secrets
+from collections.abc import Callable, Iterable
 from typing import Self
 
 import zmq
 import zmq.asyncio
-from msgspec import Struct
+from msgspec import Struct, structs
 from zmq.utils import z85
 
-from handshake.errors import ConfigInvalid
+from handshake.errors import AuthenticationFailed, ConfigInvalid
 
 SECRET_CHARACTERS_MIN = 16
 """Short of this a secret is a word that someone typed, and an offline search finds it."""
@@ -54,6 +57,17 @@ def verify(key: bytes, data: bytes, signature: bytes) -> bool:
     return hmac.compare_digest(sign(key, data), signature)
 
 
+PublicKey = str
+"""A public key as 64 lower-case hexadecimal digits: Z85 has characters that shells and YAML take for their own."""
+
+PUBLIC_KEY = re.compile(r"[0-9a-f]{64}\Z")
+
+
+def draw_secret() -> str:
+    """Draw a cluster secret of 256 bits."""
+    return secrets.token_urlsafe(32)
+
+
 class CurveKeys(Struct, frozen=True):
     """A CURVE key pair, each key as 40 characters of Z85. Its ``repr`` shows the public key only."""
 
@@ -66,22 +80,68 @@ class CurveKeys(Struct, frozen=True):
         encoded = z85.encode(private)
         return cls(public=zmq.curve_public(encoded), private=encoded)
 
+    @classmethod
+    def draw(cls) -> Self:
+        """Draw a new pair."""
+        public, private = zmq.curve_keypair()
+        return cls(public=public, private=private)
+
+    @property
+    def public_key(self) -> PublicKey:
+        """The public key as lists of allowed keys and tickets have it."""
+        return z85.decode(self.public).hex()
+
     def __repr__(self) -> str:
         return f"CurveKeys(public={self.public!r})"
 
 
+class AllowedKeys:
+    """The public keys of all workers that one worker talks to, whichever of the two dials.
+
+    Thread: any; a list is replaced as a whole.
+    """
+
+    def __init__(self, keys: Iterable[PublicKey]) -> None:
+        self._keys = _checked(keys)
+
+    def __contains__(self, key: PublicKey) -> bool:
+        return key in self._keys
+
+    def replace(self, keys: Iterable[PublicKey]) -> None:
+        """Trust these from now on, and no others.
+
+        Raises:
+            ConfigInvalid: a key is malformed; nothing has changed.
+        """
+        self._keys = _checked(keys)
+
+
+def _checked(keys: Iterable[object]) -> frozenset[PublicKey]:
+    found = set()
+    for key in keys:
+        if not isinstance(key, str) or not PUBLIC_KEY.match(key):
+            # Not repeated: what was pasted into the wrong setting may be a private key.
+            raise ConfigInvalid("an allowed key is malformed", remedy="Give 64 lower-case hexadecimal digits for each.")
+        found.add(key)
+    return frozenset(found)
+
+
 class ClusterSecurity(Struct, frozen=True):
-    """What the members of one cluster derive from their secret. Its ``repr`` shows no secret.
+    """The keys of one worker, and whom it trusts. Its ``repr`` shows no secret.
 
     Attributes:
-        server: the key pair of every server.
-        client: the key pair of every client; the only one that servers admit.
+        server: the key pair of our listener.
+        client: the key pair that we dial with.
         ticket_key: 32 bytes for ``sign`` and ``verify``.
+        other: what a second secret derives, while a cluster changes from one to the other.
+        allowed: the keys of all workers that we talk to; None if they are those that the secrets derive.
     """
 
     server: CurveKeys
     client: CurveKeys
     ticket_key: bytes
+    other: Self | None = None
+    allowed: AllowedKeys | None = None
 
     @classmethod
     def from_secret(cls, secret: str) -> Self:
@@ -106,6 +166,53 @@ class ClusterSecurity(Struct, frozen=True):
             client=CurveKeys.from_private(derive(b"curve client")),
             ticket_key=derive(b"ticket"),
         )
+
+    def accepting(self, secret: str) -> Self:
+        """Return the same that takes a second secret's tickets and peers, too, while it says the first's.
+
+        Raises:
+            ConfigInvalid: the secret is too short.
+        """
+        return structs.replace(self, other=type(self).from_secret(secret))
+
+    def with_own_key(self, private: bytes, allowed: AllowedKeys) -> Self:
+        """Return the same with a key pair of our own at both ends, that trusts a list; the secrets sign tickets only.
+
+        Args:
+            private: the 32 bytes of our private key.
+            allowed: whom we talk to; may be replaced later.
+        """
+        own = CurveKeys.from_private(private)
+        return structs.replace(self, server=own, client=own, allowed=allowed)
+
+    def admits(self, key: PublicKey) -> bool:
+        """Tell whether a client with this public key may talk to us."""
+        if self.allowed is not None:
+            return key in self.allowed
+        return any(key == each.client.public_key for each in (self, self.other) if each is not None)
+
+    def towards(self, server_key: PublicKey = "") -> Self:
+        """Return the keys with which we dial the server of this public key; without one, a server of our secret.
+
+        Raises:
+            AuthenticationFailed: we do not trust that key. Nothing was dialled.
+        """
+        if self.allowed is not None:
+            if server_key not in self.allowed:
+                raise AuthenticationFailed(
+                    f"the server's key {server_key or '(none)'} is not among our allowed keys",
+                    remedy="Add the server's public key to allowed_keys, if it is a worker of this cluster.",
+                )
+            theirs = CurveKeys(public=z85.encode(bytes.fromhex(server_key)), private=b"")
+            return structs.replace(self, server=theirs)
+        for each in (self, self.other):
+            if each is not None and server_key in ("", each.server.public_key):
+                return each
+        raise AuthenticationFailed(f"the server's key {server_key} does not follow from our cluster secret")
+
+    def verifies(self, data: bytes, signature: bytes) -> bool:
+        """Tell whether a holder of a secret that we accept has signed ``data``."""
+        return any(verify(each.ticket_key, data, signature) for each in (self, self.other) if each is not None)
 
     def __repr__(self) -> str:
         return f"ClusterSecurity(server={self.server!r}, client={self.client!r})"
@@ -153,33 +260,39 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"  # any other name may resolve to anything
 
 
-async def answer_admissions(replier: zmq.asyncio.Socket, admitted: bytes) -> None:
-    """Let clients with the public key ``admitted`` (Z85) in, and nobody else. Runs until it is cancelled.
+async def answer_admissions(replier: zmq.asyncio.Socket, admits: Callable[[PublicKey], bool]) -> None:
+    """Let clients in whose public key is admitted, and nobody else. Runs until it is cancelled.
 
     While nobody runs this, nobody is let in.
 
     Args:
         replier: a REP socket, bound to ``ZAP_ENDPOINT`` in the server's context before the server binds.
-        admitted: the one public key.
+        admits: tells of a public key whether it may enter; asked anew for each connection.
     """
-    credentials = z85.decode(admitted)
     while True:
         request = await replier.recv_multipart()
-        await replier.send_multipart(judge_admission(request, credentials))
+        key = key_of_request(request)
+        admitted = key is not None and admits(key)
+        await replier.send_multipart(answer_request(request, key if admitted else None))
 
 
-def judge_admission(request: list[bytes], credentials: bytes) -> list[bytes]:
-    """Return the answer to one request of ZeroMQ RFC 27: status 200, or 400 for whoever else.
+def key_of_request(request: list[bytes]) -> PublicKey | None:
+    """Return the public key of one request of ZeroMQ RFC 27, or None if it has none, or is not ours to answer.
 
-    Frames of a request: version, request id, domain, address, routing id, mechanism, credentials. Frames of an
-    answer: version, request id, status, reason, user id, metadata.
+    Frames of a request: version, request id, domain, address, routing id, mechanism, credentials.
+    """
+    if len(request) == 7 and request[2] == ZAP_DOMAIN and request[5] == b"CURVE" and len(request[6]) == 32:
+        return request[6].hex()
+    return None
+
+
+def answer_request(request: list[bytes], admitted: PublicKey | None) -> list[bytes]:
+    """Return the answer to one request of ZeroMQ RFC 27: status 200 with the key as the user's id, or else 400.
+
+    Frames of an answer: version, request id, status, reason, user id, metadata.
     """
     request_id = request[1] if len(request) > 1 else b""
-    admitted = (
-        len(request) == 7
-        and request[2] == ZAP_DOMAIN
-        and request[5] == b"CURVE"
-        and hmac.compare_digest(request[6], credentials)
-    )
-    status, reason = (b"200", b"") if admitted else (b"400", b"unknown key")
-    return [b"1.0", request_id, status, reason, b"", b""]
+    if admitted is None:
+        return [b"1.0", request_id, b"400", b"unknown key", b"", b""]
+    # libzmq hands the user's id out with every message of the connection: that is how the server knows whose it is.
+    return [b"1.0", request_id, b"200", b"", admitted.encode(), b""]

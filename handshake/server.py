@@ -6,20 +6,24 @@ dropped, and what it sends afterwards is read and forgotten.
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import NewType
+from weakref import WeakValueDictionary
 
 from msgspec import Struct
 
 from handshake.connection import Connection, check_introduction
 from handshake.driver import Driver
 from handshake.errors import Closed, FailureCode
-from handshake.events import Event, PeerReady
+from handshake.events import ConnectionFailed, Event, PeerReady
 from handshake.limits import DEFAULT_LIMITS, Limits
 from handshake.messages import Identity, Publication, Released, Renewed
-from handshake.network import ZEROMQ, Channel, Network
-from handshake.security import ClusterSecurity, check_bind
+from handshake.network import ZEROMQ, ListeningChannel, Network
+from handshake.offsets import ClockOffset
+from handshake.rates import Allowance
+from handshake.security import ClusterSecurity, PublicKey, check_bind
 from handshake.sockets import running
 from handshake.states import Role, State
 
@@ -27,6 +31,8 @@ logger = logging.getLogger("handshake")
 
 PeerKey = NewType("PeerKey", str)
 """Names one connection for the life of the server: a peer that connects again gets another one."""
+
+_REMOVED = (FailureCode.KEY_REMOVED, "this key is not allowed any more", "Ask whoever keeps the list of allowed keys.")
 
 OnPeerEvent = Callable[[PeerKey, Event], None]
 
@@ -39,12 +45,16 @@ class Peer(Struct, frozen=True, kw_only=True):
         identity: who it says it is.
         version: of the wire protocol.
         rtt_s: seconds of the last measured round trip.
+        clock_offset: how far its wall clock is ahead of ours; None if it does not tell.
+        public_key: that it has proved to hold; empty without encryption.
     """
 
     key: PeerKey
     identity: Identity
     version: int
     rtt_s: float | None
+    clock_offset: ClockOffset | None
+    public_key: PublicKey
 
 
 class HandshakeServer:
@@ -55,15 +65,17 @@ class HandshakeServer:
 
     def __init__(
         self,
-        channel: Channel,
+        channel: ListeningChannel,
         identity: Identity,
         publication: Publication,
         on_event: OnPeerEvent,
         limits: Limits,
         *,
+        security: ClusterSecurity | None = None,
         network: Network = ZEROMQ,
     ) -> None:
         self._channel = channel
+        self._security = security
         self._network = network
         self._identity = identity
         self._publication = publication
@@ -71,6 +83,10 @@ class HandshakeServer:
         self._limits = limits
         self._drivers: dict[PeerKey, Driver] = {}
         self._ready: dict[PeerKey, PeerReady] = {}
+        self._public_keys: dict[PeerKey, PublicKey] = {}
+        # Kept alive by the connections of that key: whoever dials again at once finds what it has used up.
+        self._allowances: WeakValueDictionary[PublicKey, Allowance] = WeakValueDictionary()
+        self._failures: Counter[str] = Counter()
         # Connections that were dismissed may live on in ZeroMQ, which cannot be told to cut one. The oldest is
         # forgotten first; should it still talk, it is refused once more.
         self._dismissed: dict[PeerKey, None] = {}
@@ -91,9 +107,16 @@ class HandshakeServer:
                 identity=ready.identity,
                 version=ready.version,
                 rtt_s=self._drivers[key].connection.rtt_s,
+                clock_offset=self._drivers[key].connection.clock_offset,
+                public_key=self._public_keys[key],
             )
             for key, ready in self._ready.items()
         )
+
+    @property
+    def failures(self) -> dict[str, int]:
+        """How many connections have failed since the start, by code, those that were never let in included."""
+        return {**self._failures, **self._channel.strangers}
 
     def send(self, peer_key: PeerKey, message: Released | Renewed) -> None:
         """Answer a peer. Never waits, and never calls ``on_event`` before it returns.
@@ -119,15 +142,21 @@ class HandshakeServer:
         if driver is not None:
             driver.refuse(code, reason, remedy)
 
-    def receive(self, frames: list[bytes]) -> None:
-        """Take one message from the socket; its first frame names the connection."""
+    def recheck_keys(self) -> None:
+        """Refuse every peer whose key is not allowed any more, after the list of allowed keys was replaced."""
+        for key, public_key in tuple(self._public_keys.items()):
+            if not self._trusts(public_key):
+                self.disconnect(key, *_REMOVED)
+
+    def receive(self, frames: list[bytes], public_key: PublicKey = "") -> None:
+        """Take one message from the socket; its first frame names the connection, and the connection has one key."""
         routing_id, *body = frames
         key = PeerKey(routing_id.hex())
         driver = self._drivers.get(key)
         if driver is not None:
             driver.receive(body)
         elif key not in self._dismissed:
-            self._admit(key, routing_id).receive(body)
+            self._admit(key, routing_id, public_key).receive(body)
 
     async def leave(self) -> None:
         """Say goodbye to every peer and wait for the answers, ``Limits.closing_s`` at most.
@@ -148,10 +177,16 @@ class HandshakeServer:
             for driver in tuple(self._drivers.values()):
                 driver.lost("the server has left")
 
-    def _admit(self, key: PeerKey, routing_id: bytes) -> Driver:
+    def _admit(self, key: PeerKey, routing_id: bytes, public_key: PublicKey) -> Driver:
         """Make a connection for a newcomer; if there is no room, one that has been refused already."""
         connection = Connection(
-            Role.SERVER, self._identity, self._publication, limits=self._limits, now=self._network.now()
+            Role.SERVER,
+            self._identity,
+            self._publication,
+            limits=self._limits,
+            now=self._network.now(),
+            allowance=self._allowance(public_key),
+            wall_ahead_s=self._network.wall() - self._network.now(),
         )
         driver = Driver(
             connection,
@@ -160,20 +195,52 @@ class HandshakeServer:
             on_settled=lambda: self._settled(key),
             now=self._network.now,
         )
-        pending = len(self._drivers) - len(self._ready)
+        objection = self._objection(public_key)
         self._drivers[key] = driver
-        if self._leaving:
-            driver.refuse(FailureCode.CLOSING, "the server is leaving", "Dial its successor.")
-        elif len(self._drivers) > self._limits.peers_max:
-            reason = f"there are {self._limits.peers_max} connections already"
-            driver.refuse(FailureCode.TOO_MANY_PEERS, reason, "Raise peers_max, or use fewer peers.")
-        elif pending >= self._limits.pending_handshakes_max:
-            driver.refuse(FailureCode.BUSY, f"{pending} handshakes are under way", "Dial again in a moment.")
+        self._public_keys[key] = public_key
+        if objection is not None:
+            driver.refuse(*objection)
         return driver
+
+    def _objection(self, public_key: PublicKey) -> tuple[FailureCode, str, str] | None:
+        """Return code, reason and remedy if there is no room for one more connection of this key."""
+        limits, pending = self._limits, len(self._drivers) - len(self._ready)
+        if self._leaving:
+            return FailureCode.CLOSING, "the server is leaving", "Dial its successor."
+        if not self._trusts(public_key):  # removed since it passed the door
+            return _REMOVED
+        if self._tells_apart and self._connections_of(public_key) >= limits.connections_per_key_max:
+            reason = f"there are {limits.connections_per_key_max} connections of this key already"
+            return FailureCode.TOO_MANY_CONNECTIONS, reason, "Give every worker a key of its own."
+        if len(self._drivers) >= limits.peers_max:
+            reason = f"there are {limits.peers_max} connections already"
+            return FailureCode.TOO_MANY_PEERS, reason, "Raise peers_max, or use fewer peers."
+        if pending >= limits.pending_handshakes_max:
+            return FailureCode.BUSY, f"{pending} handshakes are under way", "Dial again in a moment."
+        return None
+
+    @property
+    def _tells_apart(self) -> bool:
+        """Whether a key stands for one worker: the secret's own keys are everybody's."""
+        return self._security is not None and self._security.allowed is not None
+
+    def _trusts(self, public_key: PublicKey) -> bool:
+        return self._security is None or self._security.admits(public_key)
+
+    def _connections_of(self, public_key: PublicKey) -> int:
+        return sum(each == public_key for each in self._public_keys.values())
+
+    def _allowance(self, public_key: PublicKey) -> Allowance:
+        if not self._tells_apart:
+            return Allowance(self._limits, self._network.now())
+        return self._allowances.setdefault(public_key, Allowance(self._limits, self._network.now()))
 
     def _report(self, key: PeerKey, event: Event) -> None:
         if isinstance(event, PeerReady):
             self._ready[key] = event
+        if isinstance(event, ConnectionFailed):
+            # What a peer gives as its code is its own word, and would make a counter of its own.
+            self._failures["refused" if event.refused else event.code] += 1
         self._on_event(key, event)
 
     def _settled(self, key: PeerKey) -> None:
@@ -185,7 +252,7 @@ class HandshakeServer:
         if driver.connection.state is State.CLOSING and self._leaving:
             return
         driver.connection.lost("dropped")
-        del self._drivers[key]
+        del self._drivers[key], self._public_keys[key]
         self._dismissed[key] = None
         if len(self._dismissed) > self._limits.peers_max:
             del self._dismissed[next(iter(self._dismissed))]
@@ -225,7 +292,7 @@ async def open_server(
     check_bind(bind, security, insecure_allowed=insecure_allowed)
     check_introduction(identity, publication, limits)
     async with network.open_listener(bind, security, limits) as channel:
-        server = HandshakeServer(channel, identity, publication, on_event, limits, network=network)
+        server = HandshakeServer(channel, identity, publication, on_event, limits, security=security, network=network)
         async with running(channel.read(server.receive)):
             try:
                 yield server

@@ -1,32 +1,43 @@
 """ZeroMQ as the shells need it: one socket, its reader task, and what the monitor saw, as plain values.
 
-A channel owns a context of its own, so that closing it depends on nobody else. Sending never waits: a message
-is queued or it is not. Receiving is one task for the life of the socket, because a time limit around ``recv``
-loses messages. A dialled channel is one TCP connection and never dials again by itself: a restarted server has
-to be met with a new handshake.
+A listener owns a context of its own, because who is let in is asked within it. All diallers of a process share
+one, so that hundreds of peers cost two threads and not hundreds. Sending never waits: a message is queued or it
+is not. Receiving is one task for the life of the socket, because a time limit around ``recv`` loses messages. A
+dialled channel is one TCP connection and never dials again by itself: a restarted server has to be met with a new
+handshake.
 """
 
 import asyncio
+import os
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager, suppress
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from enum import Enum, auto
 from ipaddress import ip_address
+from itertools import count
 from typing import cast
 
 import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
-from handshake.errors import ConfigInvalid
+from handshake.errors import ConfigInvalid, ConnectionLost, FailureCode
 from handshake.limits import Limits
-from handshake.security import ZAP_DOMAIN, ZAP_ENDPOINT, ClusterSecurity, answer_admissions
+from handshake.security import ZAP_DOMAIN, ZAP_ENDPOINT, ClusterSecurity, PublicKey, answer_admissions
 
 MESSAGES_PER_TURN = 32
 """A flood must not starve the loop: receiving what has already arrived never suspends the reader."""
 
 CURVE_BYTES = 64
 """What encryption adds to a frame at most; the exact bound on what we read is the codec's."""
+
+
+DESCRIPTORS_OF_A_CONTEXT = 32
+"""A context takes about ten: two threads with a queue and an epoll each, and the first sockets."""
+
+OPEN_FILES_REMEDY = "Raise this process's limit of open files."
 
 
 class Delivery(Enum):
@@ -67,6 +78,13 @@ _LINK_EVENTS = {
     zmq.Event.DISCONNECTED: LinkEvent.LOST,
 }
 
+_NOT_LET_IN = {
+    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: FailureCode.UNAUTHENTICATED,
+    zmq.Event.HANDSHAKE_FAILED_PROTOCOL: FailureCode.UNAUTHENTICATED,
+    zmq.Event.HANDSHAKE_FAILED_AUTH: FailureCode.KEY_UNKNOWN,
+}
+"""What the monitor of a listener is asked for, and what it means. No more: each event takes a turn of the loop."""
+
 
 class Channel:
     """One ZeroMQ socket.
@@ -92,12 +110,46 @@ class Channel:
             return Delivery.GONE
         return Delivery.QUEUED
 
-    async def read(self, on_frames: Callable[[list[bytes]], None]) -> None:
-        """Pass on each message that arrives. Runs until it is cancelled; ``on_frames`` must not raise."""
+
+class ListeningChannel(Channel):
+    """A channel that any number of peers talk to; a message's first frame names the connection.
+
+    Attributes:
+        strangers: how many connections were not let in, by code.
+    """
+
+    def __init__(self, socket: zmq.asyncio.Socket, endpoint: str, monitor: zmq.asyncio.Socket) -> None:
+        super().__init__(socket, endpoint)
+        self._monitor = monitor
+        self.strangers: Counter[str] = Counter()
+
+    async def read(self, on_frames: Callable[[list[bytes], PublicKey], None]) -> None:
+        """Pass on each message that arrives, with the key that its connection has proved to hold, or an empty one.
+
+        Runs until it is cancelled; ``on_frames`` must not raise.
+        """
         while True:
             for _ in range(MESSAGES_PER_TURN):
-                on_frames(await self._socket.recv_multipart())
+                frames = await self._socket.recv_multipart(copy=False)
+                on_frames([frame.bytes for frame in frames], _key_of(frames[-1]))
             await asyncio.sleep(0)
+
+    async def count_strangers(self) -> None:
+        """Count whoever is not let in. Runs until it is cancelled; ZeroMQ may have to wait for it."""
+        while True:
+            for _ in range(MESSAGES_PER_TURN):
+                seen = parse_monitor_message(await self._monitor.recv_multipart())
+                code = _NOT_LET_IN.get(zmq.Event(seen["event"]))
+                if code is not None:
+                    self.strangers[code] += 1
+            await asyncio.sleep(0)
+
+
+def _key_of(frame: zmq.Frame) -> PublicKey:
+    try:
+        return PublicKey(frame.get("User-Id"))
+    except zmq.ZMQError:  # a listener without encryption asks nobody for a key
+        return ""
 
 
 class DialledChannel(Channel):
@@ -117,6 +169,13 @@ class DialledChannel(Channel):
             self._socket.connect(self.endpoint)
         except zmq.ZMQError as error:
             raise ConfigInvalid(f"cannot dial {self.endpoint!r}: {error}") from error
+
+    async def read(self, on_frames: Callable[[list[bytes]], None]) -> None:
+        """Pass on each message that arrives. Runs until it is cancelled; ``on_frames`` must not raise."""
+        while True:
+            for _ in range(MESSAGES_PER_TURN):
+                on_frames(await self._socket.recv_multipart())
+            await asyncio.sleep(0)
 
     async def watch(self, on_link: Callable[[LinkEvent], None]) -> None:
         """Pass on what happens to the connection. Runs until it is cancelled; ``on_link`` must not raise."""
@@ -149,32 +208,44 @@ async def running(*coroutines: Coroutine[object, object, None]) -> AsyncIterator
 
 
 @asynccontextmanager
-async def open_listener(bind: str, security: ClusterSecurity | None, limits: Limits) -> AsyncIterator[Channel]:
-    """Bind a ROUTER socket that admits the cluster's clients, or everyone if there is no security.
+async def open_listener(bind: str, security: ClusterSecurity | None, limits: Limits) -> AsyncIterator[ListeningChannel]:
+    """Listen on a ROUTER socket, with the doorkeeper that CURVE asks, if there is ``security``.
 
     Raises:
         ConfigInvalid: the address cannot be bound.
+        ConnectionLost: this process has no file descriptors left.
     """
+    _require_descriptors()
     context = zmq.asyncio.Context()
-    try:
-        router = _socket(context, zmq.ROUTER, bind, limits)
-        router.set(zmq.ROUTER_MANDATORY, 1)  # so that a vanished peer is noticed when it is sent something
+    # Who listens will dial, too, perhaps when a flood of connections has taken every descriptor.
+    with _diallers.borrowed(), _destroying(context):
+        router = _configured(context.socket(zmq.ROUTER), bind, limits)
+        router.set(zmq.ROUTER_MANDATORY, 1)  # sending to a peer that is gone is an error, not silence
         router.set(zmq.ROUTER_HANDOVER, 0)  # nobody takes over another's connection by claiming its name
         router.set(zmq.BACKLOG, limits.peers_max)
-        admissions = []
+        tasks = []
         if security is not None:
             router.set(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
             router.set(zmq.CURVE_SERVER, 1)
             router.set(zmq.CURVE_SECRETKEY, security.server.private)
             replier = context.socket(zmq.REP)
             replier.bind(ZAP_ENDPOINT)
-            admissions.append(answer_admissions(replier, security.client.public))
-        async with running(*admissions):
+            tasks.append(answer_admissions(replier, security.admits))
+        channel = ListeningChannel(router, bind, router.get_monitor_socket(sum(_NOT_LET_IN)))
+        async with running(*tasks, channel.count_strangers()):
             try:
                 router.bind(bind)
             except zmq.ZMQError as error:
                 raise ConfigInvalid(f"cannot bind {bind!r}: {error}") from error
-            yield Channel(router, router.get_string(zmq.LAST_ENDPOINT))
+            channel.endpoint = router.get_string(zmq.LAST_ENDPOINT)
+            yield channel
+
+
+@contextmanager
+def _destroying(context: zmq.asyncio.Context) -> Iterator[None]:
+    """Close a context with all its sockets, in whatever way the block is left."""
+    try:
+        yield
     finally:
         context.destroy(linger=0)
 
@@ -199,30 +270,111 @@ async def resolve(endpoint: str) -> str:
     return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
 
 
+def _require_descriptors() -> None:
+    """Make sure that a context can start: libzmq ends the whole process where it finds no descriptor for its threads.
+
+    Raises:
+        ConnectionLost: this process has no file descriptors left.
+    """
+    opened: list[int] = []
+    try:
+        for _ in range(DESCRIPTORS_OF_A_CONTEXT):
+            opened.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))  # noqa: PERF401 - closed one by one below
+    except OSError as error:
+        raise ConnectionLost(f"no ZeroMQ context can be made: {error}", remedy=OPEN_FILES_REMEDY) from error
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+
+
+class _SharedContext:
+    """The one context of all diallers of this process: there while anyone needs it.
+
+    Thread: any; the sockets belong to the loop that makes them.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+
+    def forget(self) -> None:
+        """Start anew in a forked child, which has the numbers of the sockets and none of their threads."""
+        self._lock = threading.Lock()
+        self._users = 0
+        self._context = None
+
+    @contextmanager
+    def borrowed(self) -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
+        """Borrow the context; whoever leaves last, with every socket closed, ends it."""
+        with self._lock:
+            if self._context is None:
+                _require_descriptors()
+                self._context = zmq.Context()
+                self._context.socket(zmq.PAIR).close()  # its threads start with the first socket
+            self._users += 1
+            context = self._context
+        try:
+            yield context
+        finally:
+            with self._lock:
+                self._users -= 1
+                if not self._users:
+                    context.term()
+                    self._context = None
+
+
+_diallers = _SharedContext()
+os.register_at_fork(after_in_child=_diallers.forget)
+_links = count()
+
+
+@contextmanager
+def _closing() -> Iterator[list[zmq.asyncio.Socket]]:
+    """Close the sockets in a list, in whatever way the block is left."""
+    sockets: list[zmq.asyncio.Socket] = []
+    try:
+        yield sockets
+    finally:
+        for each in sockets:
+            each.close(linger=0)
+
+
 @asynccontextmanager
 async def open_dialler(
     endpoint: str, security: ClusterSecurity | None, limits: Limits
 ) -> AsyncIterator[DialledChannel]:
-    """Make a DEALER socket for one connection to one server."""
-    context = zmq.asyncio.Context()
-    try:
-        dealer = _socket(context, zmq.DEALER, endpoint, limits)
-        dealer.set(zmq.RECONNECT_IVL, -1)
-        if security is not None:
-            dealer.set(zmq.CURVE_SERVERKEY, security.server.public)
-            dealer.set(zmq.CURVE_PUBLICKEY, security.client.public)
-            dealer.set(zmq.CURVE_SECRETKEY, security.client.private)
-        monitor = dealer.get_monitor_socket()
+    """Make a DEALER socket for one connection to one server, whose key is that of ``security``'s server.
+
+    Raises:
+        ConnectionLost: this process has no file descriptors left.
+    """
+    with _diallers.borrowed() as context, _closing() as sockets:
+        try:
+            dealer = zmq.asyncio.Socket(context, zmq.DEALER)
+            sockets.append(dealer)
+            _configured(dealer, endpoint, limits)
+            dealer.set(zmq.RECONNECT_IVL, -1)
+            if security is not None:
+                dealer.set(zmq.CURVE_SERVERKEY, security.server.public)
+                dealer.set(zmq.CURVE_PUBLICKEY, security.client.public)
+                dealer.set(zmq.CURVE_SECRETKEY, security.client.private)
+            monitor = zmq.asyncio.Socket(context, zmq.PAIR)
+            sockets.append(monitor)
+            # pyzmq would name it after a file descriptor, which another dialler may have had before.
+            links = f"inproc://links/{next(_links)}"
+            dealer.monitor(links, zmq.EVENT_ALL)
+            monitor.connect(links)
+        except zmq.ZMQError as error:
+            reason = f"no socket can be made for {endpoint}: {error}"
+            raise ConnectionLost(reason, remedy=OPEN_FILES_REMEDY) from error
         try:
             yield DialledChannel(dealer, endpoint, monitor)
         finally:
             dealer.disable_monitor()
-    finally:
-        context.destroy(linger=0)
 
 
-def _socket(context: zmq.asyncio.Context, kind: int, endpoint: str, limits: Limits) -> zmq.asyncio.Socket:
-    made = context.socket(kind)
+def _configured(made: zmq.asyncio.Socket, endpoint: str, limits: Limits) -> zmq.asyncio.Socket:
     made.set(zmq.LINGER, 0)  # last words are acknowledged; nothing else is worth waiting for
     made.set(zmq.SNDHWM, limits.outgoing_max)
     made.set(zmq.RCVHWM, limits.incoming_max)

@@ -6,7 +6,8 @@ from contextlib import asynccontextmanager
 from handshake import HandshakeClient, Identity, open_client
 from handshake.errors import Closed, HandshakeError
 from handshake.events import ConnectionClosed, ConnectionFailed, Event
-from handshake.messages import LEASES_MAX, LeaseRef, Release, Renew
+from handshake.limits import LEASES_MAX
+from handshake.messages import LeaseRef, Release, Renew
 from kvflow.cache.tickets import RankAddress
 from kvflow.errors import PeerLost, StaleLease
 from kvflow.ids import LeaseKey, PeerId, peer_id

@@ -31,6 +31,7 @@ from handshake.messages import (
     Renewed,
     Welcome,
 )
+from handshake.rates import Allowance
 from handshake.security import ClusterSecurity
 from handshake.states import Role, State
 from handshake.version import SUPPORTED
@@ -79,10 +80,34 @@ def frames_of(message: AnyMessage) -> list[bytes]:
 class Pair:
     """A client and a server joined by plain function calls, and one clock for both."""
 
-    def __init__(self, *, limits=LIMITS, client_versions=SUPPORTED, server_versions=SUPPORTED):
+    def __init__(
+        self,
+        *,
+        limits=LIMITS,
+        client_versions=SUPPORTED,
+        server_versions=SUPPORTED,
+        client_ahead_s=0.0,
+        server_ahead_s=0.0,
+    ):
         self.now = 100.0
-        self.client = Connection(Role.CLIENT, CONSUMER, CONSUMED, limits=limits, now=self.now, versions=client_versions)
-        self.server = Connection(Role.SERVER, PRODUCER, PRODUCED, limits=limits, now=self.now, versions=server_versions)
+        self.client = Connection(
+            Role.CLIENT,
+            CONSUMER,
+            CONSUMED,
+            limits=limits,
+            now=self.now,
+            versions=client_versions,
+            wall_ahead_s=client_ahead_s,
+        )
+        self.server = Connection(
+            Role.SERVER,
+            PRODUCER,
+            PRODUCED,
+            limits=limits,
+            now=self.now,
+            versions=server_versions,
+            wall_ahead_s=server_ahead_s,
+        )
         self.client_events: list[Event] = []
         self.server_events: list[Event] = []
 
@@ -110,14 +135,16 @@ class Pair:
         return self
 
 
-def connection_in(role: Role, state: State, now: float = 100.0) -> Connection:
+def connection_in(
+    role: Role, state: State, now: float = 100.0, *, limits: Limits = LIMITS, allowance: Allowance | None = None
+) -> Connection:
     """Return a connection that has come as far as ``state`` by hearing what a peer says, queues emptied.
 
     The states that a connection only passes through (a client that is welcomed, a server that is greeted or
     welcomed) are not to be had.
     """
     identity, publication = (CONSUMER, CONSUMED) if role is Role.CLIENT else (PRODUCER, PRODUCED)
-    connection = Connection(role, identity, publication, limits=LIMITS, now=now)
+    connection = Connection(role, identity, publication, limits=limits, now=now, allowance=allowance)
     heard = [EXAMPLES["welcome" if role is Role.CLIENT else "hello"], EXAMPLES["publish"]]
     order = [State.PUBLISHED, State.READY, State.CLOSING, State.CLOSED]
     if role is Role.CLIENT and state is not State.FRESH:
@@ -190,12 +217,13 @@ async def serving(
 
 @asynccontextmanager
 async def connected(
-    endpoint: str, *, security=SECURITY, on_event=ignore, limits=LIMITS, identity=CONSUMER
+    endpoint: str, *, security=SECURITY, on_event=ignore, limits=LIMITS, identity=CONSUMER, server_key=""
 ) -> AsyncIterator[handshake.HandshakeClient]:
     async with handshake.open_client(
         endpoint,
         identity=identity,
         publication=CONSUMED,
+        server_key=server_key,
         security=security,
         on_event=on_event,
         limits=limits,

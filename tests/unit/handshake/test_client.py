@@ -199,7 +199,7 @@ async def meet_impostor(answers, error, **options):
     async with open_listener("tcp://127.0.0.1:0", SECURITY, LIMITS) as impostor:
         unsaid = list(answers)
 
-        def answer(frames):
+        def answer(frames, _key):
             while unsaid:
                 impostor.send([frames[0], *unsaid.pop(0)])
 
@@ -285,7 +285,7 @@ async def test_a_client_that_is_told_goodbye_stays_until_the_server_hangs_up():
     answered, hung_up = asyncio.Event(), asyncio.Event()
 
     async def host():
-        def answer(frames):
+        def answer(frames, _key):
             match decode(frames[1:], LIMITS):
                 case Hello():
                     impostor.send([frames[0], *frames_of(EXAMPLES["welcome"])])
@@ -319,7 +319,7 @@ async def test_a_client_that_says_goodbye_stays_until_it_is_answered():
         answered.set()
         impostor.send([key, *frames_of(told)])
 
-    def answer(frames):
+    def answer(frames, _key):
         match decode(frames[1:], LIMITS):
             case Hello():
                 impostor.send([frames[0], *frames_of(EXAMPLES["welcome"])])
@@ -442,7 +442,7 @@ async def test_cancelling_at_any_moment_leaves_nothing_behind():
             turns += 1 + turns // 8
             assert turns < 100_000
         others = asyncio.all_tasks() - {asyncio.current_task()}
-        assert len(others) == 2, "the server's reader and its doorkeeper"
+        assert len(others) == 3, "the server's reader, its doorkeeper, and who counts strangers"
         async with connected(server.endpoint) as client:
             assert client.identity == PRODUCER
 

@@ -16,7 +16,22 @@ from handshake.events import (
     RenewAnswered,
     RenewReceived,
 )
-from handshake.messages import Bye, Hello, Ping, Pong, Publication, Publish, Refuse, Release, Welcome
+from handshake.limits import LEASES_MAX, Limits
+from handshake.messages import (
+    Bye,
+    Hello,
+    LeaseRef,
+    Ping,
+    Pong,
+    Publication,
+    Publish,
+    Refuse,
+    Release,
+    Renew,
+    Welcome,
+)
+from handshake.offsets import ClockOffset
+from handshake.rates import Allowance
 from handshake.states import Role, State
 from handshake.version import VersionRange
 
@@ -354,3 +369,71 @@ def test_a_last_word_may_be_the_first():
     assert [type(message) for message in said(connection)] == [Bye]
     assert connection.take_events() == [ConnectionClosed(reason="wrong door")]
     assert connection.state is State.CLOSED
+
+
+def test_both_ends_learn_how_far_the_other_clock_is_ahead():
+    pair = Pair(client_ahead_s=1000.0, server_ahead_s=1030.0).make_ready()
+    assert pair.client.clock_offset == ClockOffset(30.0, 0.0)
+    assert pair.server.clock_offset == ClockOffset(-30.0, 0.0)
+
+
+def test_a_ping_measures_again():
+    pair = Pair(client_ahead_s=1000.0, server_ahead_s=1030.0)
+    pair.client.greet(pair.now)
+    (hello,) = pair.client.take_outgoing()
+    pair.now += 4.0  # the way there took long
+    pair.server.receive(hello, pair.now)
+    pair.settle()
+    assert pair.client.clock_offset == ClockOffset(32.0, 2.0)
+    pair.now += LIMITS.ping_interval_s
+    pair.client.handle_deadline(pair.now)
+    pair.settle()
+    assert pair.client.clock_offset == ClockOffset(30.0, 0.0)
+
+
+@pytest.mark.parametrize("role", Role)
+def test_a_peer_that_does_not_tell_the_time_is_met_all_the_same(role):
+    connection = connection_in(role, State.READY)
+    assert connection.clock_offset is None
+    assert connection.rtt_s == 0.0
+
+
+QUIET = Limits(messages_per_s_max=10.0, leases_per_s_max=float(LEASES_MAX))
+
+
+@pytest.mark.parametrize("role", Role)
+def test_who_says_too_much_is_told_and_dropped(role):
+    connection = connection_in(role, State.READY, limits=QUIET)
+    for _ in range(8):  # of ten; the handshake took two
+        connection.receive(frames_of(Ping(nonce=1)), NOW)
+    assert connection.ending is None
+    connection.receive(frames_of(Ping(nonce=1)), NOW)
+    assert connection.ending.code == "rate_exceeded"
+    assert "10 messages per second" in connection.ending.reason
+    assert said(connection)[-1].code == "rate_exceeded"
+
+
+def test_who_says_as_much_over_time_is_heard():
+    connection = connection_in(Role.SERVER, State.READY, limits=QUIET)
+    for turn in range(100):
+        connection.receive(frames_of(Ping(nonce=1)), NOW + turn * 0.11)
+    assert connection.ending is None
+
+
+def test_who_names_too_many_leases_is_told_and_dropped():
+    connection = connection_in(Role.SERVER, State.READY, limits=QUIET)
+    many = tuple(LeaseRef(slot=0, epoch=epoch) for epoch in range(LEASES_MAX))
+    connection.receive(frames_of(Renew(leases=many)), NOW)
+    assert connection.take_events() == [RenewReceived(leases=many)]
+    connection.receive(frames_of(Release(leases=many[:1])), NOW)
+    assert connection.ending.code == "rate_exceeded"
+    assert connection.take_events() == [connection.ending]
+
+
+def test_connections_of_one_key_share_what_it_may_say():
+    allowance = Allowance(QUIET, NOW)
+    one, two = (connection_in(Role.SERVER, State.READY, limits=QUIET, allowance=allowance) for _ in range(2))
+    for _ in range(6):
+        one.receive(frames_of(Ping(nonce=1)), NOW)
+    two.receive(frames_of(Ping(nonce=1)), NOW)
+    assert (one.ending, two.ending.code) == (None, "rate_exceeded")

@@ -14,10 +14,11 @@ from handshake.security import (
     ClusterSecurity,
     CurveKeys,
     answer_admissions,
+    answer_request,
     check_bind,
     check_endpoint,
     hkdf,
-    judge_admission,
+    key_of_request,
     sign,
     verify,
 )
@@ -136,12 +137,13 @@ def test_a_malformed_address_is_refused(bind):
         check_endpoint(bind)
 
 
-CREDENTIALS = z85.decode(SECURITY.client.public)
-REQUEST = [b"1.0", b"7", ZAP_DOMAIN, b"127.0.0.1", b"", b"CURVE", CREDENTIALS]
+KEY = SECURITY.client.public_key
+REQUEST = [b"1.0", b"7", ZAP_DOMAIN, b"127.0.0.1", b"", b"CURVE", bytes.fromhex(KEY)]
 
 
-def test_the_derived_key_is_admitted():
-    assert judge_admission(REQUEST, CREDENTIALS) == [b"1.0", b"7", b"200", b"", b"", b""]
+def test_who_is_admitted_is_named_in_every_message_of_its_connection():
+    assert key_of_request(REQUEST) == KEY
+    assert answer_request(REQUEST, KEY) == [b"1.0", b"7", b"200", b"", KEY.encode(), b""]
 
 
 @pytest.mark.parametrize(
@@ -150,14 +152,14 @@ def test_the_derived_key_is_admitted():
         [],
         REQUEST[:6],
         [*REQUEST, b""],
-        [*REQUEST[:6], z85.decode(OTHER_SECURITY.client.public)],
         [*REQUEST[:6], b""],
-        [*REQUEST[:5], b"NULL", CREDENTIALS],
+        [*REQUEST[:5], b"NULL", bytes.fromhex(KEY)],
         [*REQUEST[:2], b"another domain", *REQUEST[3:]],
     ],
 )
-def test_everyone_else_is_turned_away(request_):
-    assert judge_admission(request_, CREDENTIALS)[2] == b"400"
+def test_a_request_without_a_key_is_turned_away(request_):
+    assert key_of_request(request_) is None
+    assert answer_request(request_, None)[2] == b"400"
 
 
 async def test_the_door_is_answered_until_it_is_cancelled():
@@ -167,11 +169,12 @@ async def test_the_door_is_answered_until_it_is_cancelled():
         replier.bind(ZAP_ENDPOINT)
         asker.connect(ZAP_ENDPOINT)
         async with asyncio.TaskGroup() as group:
-            door = group.create_task(answer_admissions(replier, SECURITY.client.public))
+            door = group.create_task(answer_admissions(replier, SECURITY.admits))
             await asker.send_multipart(REQUEST)
             assert (await patiently(asker.recv_multipart()))[2] == b"200"
-            await asker.send_multipart([b"1.0", b"8"])
-            assert (await patiently(asker.recv_multipart()))[1:3] == [b"8", b"400"]
+            for denied in ([b"1.0", b"8"], [*REQUEST[:6], bytes.fromhex(OTHER_SECURITY.client.public_key)]):
+                await asker.send_multipart(denied)
+                assert (await patiently(asker.recv_multipart()))[1:3] == [denied[1], b"400"]
             door.cancel()
     finally:
         context.destroy(linger=0)

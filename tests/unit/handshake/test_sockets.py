@@ -1,10 +1,14 @@
 import asyncio
+import os
+import resource
 from contextlib import AsyncExitStack
+from pathlib import Path
 
 import pytest
 import zmq
 
-from handshake.errors import ConfigInvalid
+import handshake.sockets
+from handshake.errors import ConfigInvalid, ConnectionLost
 from handshake.limits import Limits
 from handshake.sockets import MESSAGES_PER_TURN, Delivery, LinkEvent, open_dialler, open_listener, running
 
@@ -19,7 +23,7 @@ class Inbox:
     def __init__(self):
         self.queue = asyncio.Queue()
 
-    def __call__(self, item):
+    def __call__(self, item, *_key):
         self.queue.put_nowait(item)
 
     async def next(self):
@@ -152,7 +156,7 @@ async def test_a_flood_does_not_starve_the_loop():
     done = asyncio.Event()
     seen = []
 
-    def on_frames(frames):
+    def on_frames(frames, _key):
         seen.append(turns)
         if len(seen) == flood:
             done.set()
@@ -217,3 +221,44 @@ async def test_running_leaves_no_task():
     async with running(asyncio.Event().wait(), asyncio.Event().wait()):
         assert len(asyncio.all_tasks()) == 3
     assert len(asyncio.all_tasks()) == 1
+
+
+def threads():
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+async def test_hundreds_of_diallers_cost_no_threads_of_their_own():
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(open_dialler("tcp://127.0.0.1:9", SECURITY, LIMITS))
+        before = threads()
+        for _ in range(50):
+            await stack.enter_async_context(open_dialler("tcp://127.0.0.1:9", SECURITY, LIMITS))
+        assert threads() == before
+
+
+def descriptors():
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+async def test_without_a_file_descriptor_left_nothing_is_dialled_and_the_peer_counts_as_lost():
+    """libzmq would end the whole process, where it starts its threads."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors(), hard))
+        with pytest.raises(ConnectionLost, match="limit of open files"):
+            async with open_dialler("tcp://127.0.0.1:9", SECURITY, LIMITS):
+                raise AssertionError("unreachable")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    async with open_dialler("tcp://127.0.0.1:9", SECURITY, LIMITS) as dialler:
+        dialler.dial()
+
+
+async def test_a_forked_child_makes_a_context_of_its_own():
+    """It has inherited the numbers of the sockets, and waiting for them would be for ever."""
+    async with open_dialler("tcp://127.0.0.1:9", SECURITY, LIMITS):
+        code = os.fork()
+        if not code:
+            with handshake.sockets._diallers.borrowed() as context:
+                os._exit(0 if not context.closed else 1)
+        assert await asyncio.to_thread(os.waitpid, code, 0) == (code, 0)

@@ -1,0 +1,50 @@
+"""What a peer may say per second: token buckets, filled by the time that passes."""
+
+from handshake.limits import Limits
+
+BURST_S = 1.0
+"""A bucket holds what a peer may say in one second: whoever is quiet meanwhile may say it at once."""
+
+
+class Bucket:
+    """Tokens that come back at a constant rate.
+
+    Args:
+        per_s: tokens that come back in a second.
+        now: monotonic seconds.
+    """
+
+    def __init__(self, per_s: float, now: float) -> None:
+        self._per_s = per_s
+        self._held = self._held_max = per_s * BURST_S
+        self._filled_at = now
+
+    def take(self, tokens: float, now: float) -> bool:
+        """Take tokens; False, and nothing is taken, if there are too few."""
+        self._held = min(self._held_max, self._held + (now - self._filled_at) * self._per_s)
+        self._filled_at = now
+        if tokens > self._held:
+            return False
+        self._held -= tokens
+        return True
+
+
+class Allowance:
+    """What one key, or one connection where all share a key, may say.
+
+    Args:
+        limits: the rates.
+        now: monotonic seconds.
+    """
+
+    def __init__(self, limits: Limits, now: float) -> None:
+        self._messages = Bucket(limits.messages_per_s_max, now)
+        self._leases = Bucket(limits.leases_per_s_max, now)
+
+    def takes_message(self, now: float) -> bool:
+        """Count one message; False if it is one too many."""
+        return self._messages.take(1, now)
+
+    def takes_leases(self, count: int, now: float) -> bool:
+        """Count the leases that a message names; False if they are too many."""
+        return self._leases.take(count, now)

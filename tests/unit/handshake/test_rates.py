@@ -1,0 +1,33 @@
+import pytest
+
+from handshake.limits import LEASES_MAX, Limits
+from handshake.rates import Allowance, Bucket
+
+NOW = 100.0
+
+
+def test_a_bucket_holds_a_second_and_fills_at_its_rate():
+    bucket = Bucket(10.0, NOW)
+    assert [bucket.take(1, NOW) for _ in range(11)] == [True] * 10 + [False]
+    assert not bucket.take(1, NOW + 0.09)
+    assert bucket.take(1, NOW + 0.11)
+    assert not bucket.take(1, NOW + 0.11)
+    assert [bucket.take(1, NOW + 3600) for _ in range(11)] == [True] * 10 + [False]
+
+
+def test_what_is_refused_costs_nothing():
+    bucket = Bucket(10.0, NOW)
+    assert not bucket.take(11, NOW)
+    assert bucket.take(10, NOW)
+
+
+def test_messages_and_leases_are_counted_apart():
+    allowance = Allowance(Limits(messages_per_s_max=2.0, leases_per_s_max=LEASES_MAX), NOW)
+    assert [allowance.takes_message(NOW) for _ in range(3)] == [True, True, False]
+    assert allowance.takes_leases(LEASES_MAX, NOW)
+    assert not allowance.takes_leases(1, NOW)
+
+
+def test_the_largest_message_fits_every_allowance():
+    with pytest.raises(ValueError, match="leases_per_s_max"):
+        Limits(leases_per_s_max=LEASES_MAX - 1)
