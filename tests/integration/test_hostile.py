@@ -9,6 +9,7 @@ from msgspec.structs import replace
 import handshake
 from handshake import Publication
 from kvflow import errors
+from kvflow.layout.manifest import MANIFEST_SCHEMA
 from kvflow.layout.region import ADDRESS_MAX, Region
 from kvflow.rendezvous.publication import decode, encode
 from kvflow.transfer.plan import PlanCache
@@ -51,6 +52,10 @@ def with_manifest(whole, **changes):
     return encode(replace(whole, manifest=replace(whole.manifest, **changes)))
 
 
+def told(payload):
+    return Publication.of(payload, schema=MANIFEST_SCHEMA)
+
+
 def far_away(whole):
     """The same cache where the producer has none."""
     (region,) = whole.manifest.regions
@@ -58,14 +63,14 @@ def far_away(whole):
 
 
 ADVERTISEMENTS = {
-    "no bytes": (lambda _: Publication.of(b""), errors.ProtocolViolation),
-    "no manifest": (lambda _: Publication.of(msgspec.msgpack.encode({"manifest": 7})), errors.ProtocolViolation),
-    "half a manifest": (lambda it: Publication.of(encode(it).payload[:200]), errors.ProtocolViolation),
+    "no bytes": (lambda _: told(b""), errors.ProtocolViolation),
+    "no manifest": (lambda _: told(msgspec.msgpack.encode({"manifest": 7})), errors.ProtocolViolation),
+    "half a manifest": (lambda it: told(encode(it).payload[:200]), errors.ProtocolViolation),
     "text that is not Unicode": (
-        lambda it: Publication.of(encode(it).payload.replace(it.transport.encode(), b"\xff" * len(it.transport), 1)),
+        lambda it: told(encode(it).payload.replace(it.transport.encode(), b"\xff" * len(it.transport), 1)),
         errors.ProtocolViolation,
     ),
-    "another version": (lambda it: Publication.of(encode(it).payload, schema=2), errors.LayoutMismatch),
+    "another version": (lambda it: Publication.of(encode(it).payload, schema=MANIFEST_SCHEMA + 1), errors.LayoutMismatch),
     "a region beyond all addresses": (
         lambda it: with_manifest(it, regions=(Region(address=ADDRESS_MAX, nbytes=ADDRESS_MAX),)),
         errors.ProtocolViolation,
