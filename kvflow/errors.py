@@ -21,6 +21,7 @@ The tree, by what the caller can do about it::
     └── TransferFailed           nothing was delivered; ask again, elsewhere, or recompute
         ├── StaleLease           the producer's promise had ended
         ├── PeerLost             the peer died, hung up or cannot be reached
+        │   └── PeerUnavailable  it has failed too often, and is not dialled before its time
         ├── DeadlineExceeded     a phase took longer than its budget
         ├── TransferCancelled    the consumer gave up
         └── ProtocolViolation    the peer sent something that it must not
@@ -243,6 +244,30 @@ class PeerLost(TransferFailed):
 
     code = "peer_lost"
     default_remedy = "Check that the producer runs and that its advertised endpoint is reachable from here."
+
+
+class PeerUnavailable(PeerLost):
+    """The peer's address has failed several times in a row, and is not dialled before its time.
+
+    Attributes:
+        retry_after_s: seconds until it is dialled again; 0 while that is under way.
+    """
+
+    code = "peer_unavailable"
+    default_remedy = "Use another producer, or pull again when retry_after_s has passed."
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        retry_after_s: float = 0.0,
+        request_id: str = "",
+        peer: str = "",
+        quarantined: bool = False,
+        remedy: str = "",
+    ) -> None:
+        super().__init__(message, request_id=request_id, peer=peer, quarantined=quarantined, remedy=remedy)
+        self.retry_after_s = retry_after_s
 
 
 class DeadlineExceeded(TransferFailed):

@@ -89,6 +89,30 @@ class PeerDropped(Struct, frozen=True):
     detail: str
 
 
+class BreakerOpened(Struct, frozen=True):
+    """An address has failed too often in a row: it is left alone for a while, and pulls from it fail at once.
+
+    Attributes:
+        endpoint: the address.
+        failures: attempts that have failed.
+        retry_s: seconds until the next one.
+    """
+
+    endpoint: str
+    failures: int
+    retry_s: float
+
+
+class BreakerClosed(Struct, frozen=True):
+    """An address that had failed too often answers again.
+
+    Attributes:
+        endpoint: the address.
+    """
+
+    endpoint: str
+
+
 class ReaderRejected(Struct, frozen=True):
     """A reader of ours broke the protocol and was dropped.
 
@@ -103,4 +127,14 @@ class ReaderRejected(Struct, frozen=True):
     detail: str
 
 
-ShellEvent = WorkerOpened | WorkerDrained | WorkerClosed | OfferAdmitted | PeerConnected | PeerDropped | ReaderRejected
+ShellEvent = (
+    WorkerOpened
+    | WorkerDrained
+    | WorkerClosed
+    | OfferAdmitted
+    | PeerConnected
+    | PeerDropped
+    | BreakerOpened
+    | BreakerClosed
+    | ReaderRejected
+)

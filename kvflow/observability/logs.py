@@ -24,6 +24,8 @@ LEVELS: dict[type[Struct], int] = {
     shell.OfferAdmitted: logging.DEBUG,
     shell.PeerConnected: logging.INFO,
     shell.PeerDropped: logging.WARNING,
+    shell.BreakerOpened: logging.WARNING,
+    shell.BreakerClosed: logging.INFO,
     shell.ReaderRejected: logging.WARNING,
     LeaseEnded: logging.DEBUG,
     transfer.TransferStarted: logging.DEBUG,

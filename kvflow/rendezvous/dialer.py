@@ -50,6 +50,22 @@ class Link:
             return  # the producer's leases end by themselves
 
 
+class Replaced(PeerLost):
+    """Another engine or rank answers at the address."""
+
+
+class Restarted(StaleLease):
+    """The same rank answers in another incarnation.
+
+    Attributes:
+        incarnation: the new one.
+    """
+
+    def __init__(self, message: str, *, peer: str, incarnation: str) -> None:
+        super().__init__(message, peer=peer)
+        self.incarnation = incarnation
+
+
 @asynccontextmanager
 async def open_link(
     engine_id: str,
@@ -104,12 +120,14 @@ async def open_link(
 
 def _require_peer(identity: Identity, engine_id: str, address: RankAddress) -> None:
     if (identity.engine_id, identity.rank) != (engine_id, address.rank):
-        raise PeerLost(
+        raise Replaced(
             f"{address.endpoint} is {identity.engine_id!r} rank {identity.rank} now, not {engine_id!r} "
             f"rank {address.rank}",
             peer=address.endpoint,
         )
     if identity.incarnation != address.incarnation:
-        raise StaleLease(
-            f"{engine_id!r} rank {address.rank} was restarted since it gave this ticket", peer=address.endpoint
+        raise Restarted(
+            f"{engine_id!r} rank {address.rank} was restarted since it gave this ticket",
+            peer=address.endpoint,
+            incarnation=identity.incarnation,
         )

@@ -7,10 +7,12 @@ A restarted producer is another peer, because its identity holds its incarnation
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
+import msgspec
 from msgspec import Struct
 
 from kvflow.cache.tickets import Member
@@ -27,16 +29,24 @@ from kvflow.errors import (
 from kvflow.ids import PeerId
 from kvflow.layout.manifest import Manifest
 from kvflow.observability.events import PeerConnected, PeerDropped
-from kvflow.rendezvous.dialer import Link, open_link
+from kvflow.rendezvous.dialer import Link, Restarted, open_link
 from kvflow.rendezvous.introduction import OurSide
 from kvflow.transfer.bind import Binding
 from kvflow.transfer.cover import share_out
 from kvflow.transfer.match import Pieces, have_common_layer, require_same_model
 from kvflow.transfer.plan import PlanCache, TransferPlan
 from kvflow.transport.base import PeerAddress, Program, Transport
+from kvflow.worker.dialling import DiallingRecord
 from kvflow.worker.failures import meeting_error
+from kvflow.worker.redial import redial
 
 logger = logging.getLogger("kvflow")
+
+GOODBYE = "peer_closed"
+"""Code of a peer that has left: a worker says goodbye once, at its end."""
+
+REDIALLING_MAX = 256
+"""Peers that are dialled again in the background; when a whole cluster is lost, the rest is met when it is needed."""
 
 CLOSING = ("closing", "the worker is closing")
 """Code and detail of a peer that is let go because we leave."""
@@ -74,18 +84,22 @@ class _Entry:
     """The life of one peer.
 
     Attributes:
+        member: who it is, and where.
         linked: resolves when its control connection is ready, or cannot be.
         met: resolves when it can be read from, or cannot.
         added: resolves when the transport has connected.
         dropped: resolves with a code and a detail when it must be let go.
         gone: resolves when it has been let go, and can be met anew.
+        unasked: nobody has asked for it by a ticket; it was found where another peer had been.
     """
 
+    member: Member
     linked: asyncio.Future[Link]
     met: asyncio.Future[Peer]
     added: asyncio.Future[None]
     dropped: asyncio.Future[tuple[str, str]]
     gone: asyncio.Future[None]
+    unasked: bool = False
     program_ids: list[int] = field(default_factory=list)
 
 
@@ -109,6 +123,7 @@ class PeerPool:
         report: Callable[[Struct], None],
         on_dropped: Callable[[PeerId, str, str], None],
         plans: PlanCache,
+        draw: Callable[[], float],
     ) -> None:
         self._ours = ours
         self._manifest = manifest
@@ -121,6 +136,9 @@ class PeerPool:
         self._legs: dict[tuple[PeerId, ...], tuple[Leg, ...]] = {}
         self._entries: dict[PeerId, _Entry] = {}
         self._lives: dict[PeerId, asyncio.Task[None]] = {}
+        self._redials: dict[PeerId, asyncio.Task[None]] = {}
+        self._draw = draw
+        self._record = DiallingRecord(clock=clock, draw=draw, report=report)
         self._next_program = 0
         self._closed = False
         self.bindings: dict[int, Binding] = {}
@@ -131,7 +149,8 @@ class PeerPool:
         Cancellation: safe; the meeting goes on for whoever else needs the peer.
 
         Raises:
-            KvflowError: see ``open_link``; and ``LayoutMismatch`` if its cache cannot fill ours.
+            KvflowError: see ``open_link``; ``LayoutMismatch`` if its cache cannot fill ours; ``PeerUnavailable`` or
+                ``StaleLease`` at once if nothing can come of dialling it.
         """
         entry = await self._entry(member)
         return await asyncio.shield(entry.met)
@@ -153,12 +172,16 @@ class PeerPool:
             await asyncio.shield(entry.gone)
         if self._closed:
             raise WorkerClosed("the worker is closing")
-        if entry is None:
-            create = asyncio.get_running_loop().create_future
-            entry = _Entry(linked=create(), met=create(), added=create(), dropped=create(), gone=create())
-            self._entries[member.peer] = entry
-            life = self._tasks.create_task(self._live(member, entry), name=f"peer {member.peer}")
-            self._lives[member.peer] = life
+        return self._begin(member) if entry is None else entry
+
+    def _begin(self, member: Member) -> _Entry:
+        """Begin the life of a peer, unless nothing can come of it."""
+        self._record.require(member)
+        create = asyncio.get_running_loop().create_future
+        entry = _Entry(member, linked=create(), met=create(), added=create(), dropped=create(), gone=create())
+        self._entries[member.peer] = entry
+        life = self._tasks.create_task(self._live(member, entry), name=f"peer {member.peer}")
+        self._lives[member.peer] = life
         return entry
 
     def legs(self, peers: Sequence[Peer]) -> tuple[Leg, ...]:
@@ -203,6 +226,8 @@ class PeerPool:
     def close(self) -> None:
         """Let every peer go and meet no one any more; a peer that is still being met is not waited for."""
         self._closed = True
+        for task in self._redials.values():
+            task.cancel()
         for peer, entry in list(self._entries.items()):
             self.drop(peer, *CLOSING)
             if not entry.met.done():
@@ -216,22 +241,26 @@ class PeerPool:
             ended = partial(self.drop, member.peer)
             async with open_link(member.engine_id, member.address, ours=self._ours, on_ended=ended) as link:
                 entry.linked.set_result(link)
+                self._drop_predecessors(link)
                 try:
                     entry.met.set_result(await self._connect(link, entry))
                     self._report(PeerConnected(link.peer, link.endpoint, self._clock() - started))
                 except (LayoutMismatch, CapacityExceeded) as error:
                     # It cannot be read from in this life, but what it offers can be given back.
                     _fail(entry, error)
+                self._record.on_answered(link.endpoint)
                 code, detail = await entry.dropped
         except asyncio.CancelledError:
             code, detail = CLOSING
             raise
         except KvflowError as error:
             code, detail = error.code, error.message
+            self._note_failure(entry, error)
             _fail(entry, error)
         except Exception as error:  # a defect of ours ends this peer, and not the worker with all the others
             logger.exception("meeting %s failed", member.peer)
             code, detail = TransferFailed.code, repr(error)
+            self._note_failure(entry, error)
             _fail(entry, TransferFailed(f"meeting {member.peer} failed: {error!r}", peer=member.peer))
         finally:
             self._forget(member.peer, entry, code, detail)
@@ -290,6 +319,34 @@ class PeerPool:
         )
         return program_id, binding
 
+    def _note_failure(self, entry: _Entry, error: Exception) -> None:
+        """Learn from a meeting that has failed."""
+        if entry.met.done():
+            return
+        self._record.on_failed(entry.member, error)
+        # Only one step: an address that answers with another name each time is not followed for ever.
+        if isinstance(error, Restarted) and not entry.unasked and not self._closed:
+            address = msgspec.structs.replace(entry.member.address, incarnation=error.incarnation)
+            successor = msgspec.structs.replace(entry.member, address=address)
+            # The tickets that come next are its own: its first pull shall not pay for the meeting.
+            if successor.peer not in self._entries:
+                with suppress(KvflowError):
+                    self._begin(successor).unasked = True
+
+    def _drop_predecessors(self, link: Link) -> None:
+        """Let go of whoever lived at this address before; its end may not have been noticed yet."""
+        for peer, entry in list(self._entries.items()):
+            if entry.member.address.endpoint == link.endpoint and peer != link.peer:
+                self._record.on_gone(entry.member, f"{link.peer} answers at its address")
+                self.drop(peer, PeerLost.code, f"{link.peer} answers at its address")
+
+    def _redial_later(self, member: Member) -> None:
+        peer = member.peer
+        if not self._closed and peer not in self._redials and len(self._redials) < REDIALLING_MAX:
+            task = self._tasks.create_task(redial(self.meet, member, self._draw), name=f"redial {peer}")
+            self._redials[peer] = task
+            task.add_done_callback(lambda _: self._redials.pop(peer, None))
+
     def _forget(self, peer: PeerId, entry: _Entry, code: str, detail: str) -> None:
         del self._entries[peer], self._lives[peer]
         self._transport.remove_peer(peer)
@@ -298,6 +355,10 @@ class PeerPool:
         self._legs = {key: legs for key, legs in self._legs.items() if peer not in key}
         _fail(entry, PeerLost(f"meeting {peer} was cut short", peer=peer))
         entry.gone.set_result(None)
+        if code == GOODBYE:
+            self._record.on_gone(entry.member, "it said goodbye")
+        elif entry.program_ids:
+            self._redial_later(entry.member)  # it was in use
         self._report(PeerDropped(peer, code, detail))
         self._on_dropped(peer, code, detail)
 

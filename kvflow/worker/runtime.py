@@ -151,6 +151,7 @@ async def _opened(parts: _Parts) -> AsyncIterator[Worker]:
                 # Nothing is dropped before something was met, and that takes the consumer of the next line.
                 on_dropped=lambda *dropped: consumer.on_peer_dropped(*dropped),  # noqa: PLW0108
                 plans=surroundings.make_plans(),
+                draw=surroundings.network.draw,
             )
             consumer = Consumer(
                 pool=pool,

@@ -20,6 +20,7 @@ CODES = {
     "layout_mismatch",
     "peer_lost",
     "peer_refused",
+    "peer_unavailable",
     "plan_unsound",
     "protocol_violation",
     "request_unknown",

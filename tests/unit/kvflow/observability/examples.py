@@ -30,6 +30,8 @@ EVENTS = {
     "offer.admitted": shell.OfferAdmitted("request-1", 4, 30.0),
     "peer.connected": shell.PeerConnected(PEER, "tcp://127.0.0.1:5000", 0.25),
     "peer.dropped": shell.PeerDropped(PEER, "peer_lost", "silent for 20 s"),
+    "breaker.opened": shell.BreakerOpened("tcp://127.0.0.1:5000", 3, 0.5),
+    "breaker.closed": shell.BreakerClosed("tcp://127.0.0.1:5000"),
     "reader.rejected": shell.ReaderRejected(PEER, "malformed", "not a message"),
     "lease.ended": LeaseEnded("request-1", "released", 1.5),
     "transfer.started": transfer.TransferStarted(7, "request-1", 0.001),

@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from types import SimpleNamespace
 
 import msgspec
@@ -10,11 +11,22 @@ import pytest
 from handshake import Limits
 from kvflow.cache.mint import Mint
 from kvflow.cache.tickets import RankAddress
-from kvflow.errors import DeadlineExceeded, LayoutMismatch, PeerLost, StaleLease, TransferCancelled, WorkerClosed
+from kvflow.errors import (
+    DeadlineExceeded,
+    LayoutMismatch,
+    PeerLost,
+    PeerUnavailable,
+    StaleLease,
+    TransferCancelled,
+    WorkerClosed,
+)
+from kvflow.ids import peer_id
 from kvflow.layout.manifest import Identity
 from kvflow.layout.region import Region
 from kvflow.observability.events import PeerConnected, PeerDropped
+from kvflow.rendezvous.dialer import Restarted
 from kvflow.transfer.plan import PlanCache
+from kvflow.worker.breaker import FAILURES_MAX
 from kvflow.worker.peers import PeerPool
 
 from .helpers import PATIENCE_S, SPECS, Clock, Reports, cache_of
@@ -50,6 +62,7 @@ class Wire:
         self.dialled = 0
         self.left = 0
         self.error = None
+        self.moved_on = {}
         self.hung_up = None
         self.open, self.leaving = asyncio.Event(), asyncio.Event()
         self.open.set()
@@ -61,13 +74,14 @@ class Wire:
     async def link(self, engine_id, address, *, ours, on_ended):
         self.dialled += 1
         await self.open.wait()
-        if self.error:
-            raise self.error
+        if error := self.moved_on.get(address.incarnation, self.error):
+            raise error
         self.hung_up = on_ended
         advertisement = SimpleNamespace(
             manifest=self.manifest, transport=self.transport, metadata=b"", epochs=Region(8192, 64)
         )
-        yield SimpleNamespace(peer=member().peer, endpoint=address.endpoint, advertisement=advertisement)
+        peer = peer_id(engine_id, address.rank, address.incarnation)
+        yield SimpleNamespace(peer=peer, endpoint=address.endpoint, advertisement=advertisement)
         await self.leaving.wait()
         self.left += 1
 
@@ -84,6 +98,7 @@ class World:
             report=self.reports,
             on_dropped=lambda *dropped: self.dropped.append(dropped),
             plans=PlanCache(),
+            draw=lambda: 0.5,
         )
 
     async def meet(self):
@@ -101,6 +116,15 @@ class World:
 def member():
     mint = Mint("prefill-0", [ADDRESS], sign=lambda payload: bytes(32), lease_s=30.0)
     return next(mint.offer("r", block_ids=[[1]], num_tokens=1)[0].members())
+
+
+def successor():
+    address = msgspec.structs.replace(ADDRESS, incarnation="1" * 32)
+    return msgspec.structs.replace(member(), address=address)
+
+
+def restarted_as(name):
+    return Restarted("restarted", peer=ADDRESS.endpoint, incarnation=name * 32)
 
 
 async def settle():
@@ -290,6 +314,113 @@ async def test_closing_does_not_wait_for_a_peer_that_is_being_met(world, diallin
         await task
     await settle()
     assert world.dropped == [(member().peer, "closing", "the worker is closing")]
+
+
+async def test_a_peer_that_was_in_use_and_is_lost_is_met_again_without_being_asked_for(world, monkeypatch):
+    monkeypatch.setattr("kvflow.worker.redial.PAUSE_S", 0.0)
+    world.pool.legs([await world.met()])
+    world.wire.hung_up("peer_lost", "silent")
+    async with asyncio.timeout(PATIENCE_S):
+        while world.wire.dialled < 2:  # noqa: ASYNC110 - nothing announces an attempt
+            await asyncio.sleep(0)
+        await settle()
+        world.pool.on_added(member().peer)
+        await world.pool.meet(member())
+    assert world.wire.dialled == 2
+
+
+@pytest.mark.parametrize("why", ["it was never in use", "it said goodbye", "we leave"])
+async def test_who_is_not_met_again_by_itself(world, monkeypatch, why):
+    monkeypatch.setattr("kvflow.worker.redial.PAUSE_S", 0.0)
+    peer = await world.met()
+    if why != "it was never in use":
+        world.pool.legs([peer])
+    if why == "we leave":
+        world.pool.close()
+    else:
+        world.wire.hung_up("peer_closed" if why == "it said goodbye" else "peer_lost", why)
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert world.wire.dialled == 1
+
+
+async def test_whoever_said_goodbye_is_gone_and_not_dialled_any_more(world):
+    await world.met()
+    world.wire.hung_up("peer_closed", "the server is leaving")
+    await settle()
+    for ask in (world.pool.meet, world.pool.reach):
+        with pytest.raises(StaleLease, match="it said goodbye"):
+            await ask(member())
+    assert world.wire.dialled == 1
+
+
+async def test_a_successor_is_met_by_itself_and_its_predecessor_is_never_dialled_again(world):
+    world.wire.moved_on[ADDRESS.incarnation] = restarted_as("1")
+    with pytest.raises(StaleLease):
+        await (await world.meet())
+    await settle()
+    assert [address.peer for address in world.transport.added] == [successor().peer]
+    world.pool.on_added(successor().peer)
+    async with asyncio.timeout(PATIENCE_S):
+        await world.pool.meet(successor())
+    dialled = world.wire.dialled
+    with pytest.raises(StaleLease, match="gone for ever"):
+        await world.pool.meet(member())
+    assert world.wire.dialled == dialled == 2
+
+
+async def test_an_address_that_has_another_name_each_time_is_not_followed_for_ever(world):
+    names = "0123456789abcdef"
+    for name, next_name in pairwise(names):
+        world.wire.moved_on[name * 32] = restarted_as(next_name)
+    with pytest.raises(StaleLease):
+        await (await world.meet())
+    await settle()
+    assert world.wire.dialled == 2
+
+
+async def test_an_answer_of_a_successor_ends_whoever_lived_there_before(world):
+    await world.met()
+    task = asyncio.ensure_future(world.pool.meet(successor()))
+    await settle()
+    world.pool.on_added(successor().peer)
+    async with asyncio.timeout(PATIENCE_S):
+        await task
+    assert world.dropped[0][:2] == (member().peer, "peer_lost")
+    with pytest.raises(StaleLease, match="answers at its address"):
+        await world.pool.meet(member())
+
+
+async def test_a_dead_address_is_dialled_some_times_and_then_left_alone(world):
+    world.wire.error = PeerLost("nobody listens")
+    for _ in range(FAILURES_MAX):
+        with pytest.raises(PeerLost, match="nobody listens"):
+            await world.pool.meet(member())
+    for ask in (world.pool.meet, world.pool.reach):
+        with pytest.raises(PeerUnavailable) as caught:
+            await ask(member())
+        assert caught.value.retry_after_s > 0
+    assert world.wire.dialled == FAILURES_MAX
+    world.pool._clock.now += 60
+    world.wire.error = None
+    await world.met()
+    assert world.wire.dialled == FAILURES_MAX + 1
+
+
+async def test_whoever_needs_the_peer_that_is_probed_waits_for_the_probe(world):
+    world.wire.error = PeerLost("nobody listens")
+    for _ in range(FAILURES_MAX):
+        with pytest.raises(PeerLost):
+            await world.pool.meet(member())
+    world.pool._clock.now += 60
+    world.wire.error = None
+    probing = [await world.meet() for _ in range(3)]
+    with pytest.raises(PeerUnavailable, match="being tried"):
+        await world.pool.meet(successor())  # another life at that address: one attempt at a time
+    world.pool.on_added(member().peer)
+    async with asyncio.timeout(PATIENCE_S):
+        await asyncio.gather(*probing)
+    assert world.wire.dialled == FAILURES_MAX + 1
 
 
 async def test_news_of_strangers_are_ignored(world):
