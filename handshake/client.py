@@ -133,7 +133,8 @@ class _Attempt:
             case LinkEvent.ACCEPTED:
                 self._accepted.set_result(None)
             case LinkEvent.SECURED:
-                self.driver.greet()
+                if self.connection.state is State.FRESH:  # it may have run out of time just before
+                    self.driver.greet()
             case LinkEvent.UNREACHABLE | LinkEvent.DENIED | LinkEvent.CUT:
                 self._decide(event)
             case LinkEvent.LOST:

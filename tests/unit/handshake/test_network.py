@@ -1,0 +1,69 @@
+"""Clients over a network of their own, where things happen in the order that a real one has them once in a while."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import pytest
+
+from handshake.client import open_client
+from handshake.errors import DeadlineExceeded
+from handshake.limits import Limits
+from handshake.network import ZeroMqNetwork
+from handshake.sockets import Delivery, LinkEvent
+
+from .helpers import CONSUMER, PRODUCED, patiently
+
+
+class LateNetwork(ZeroMqNetwork):
+    """Encrypts a connection only when the client has given the handshake up."""
+
+    endpoint = "tcp://127.0.0.1:9"
+
+    def __init__(self):
+        self.said = asyncio.Event()
+        self.secured = asyncio.Event()
+
+    @asynccontextmanager
+    async def open_dialler(self, endpoint, security, limits):
+        yield self
+
+    def dial(self):
+        pass
+
+    def send(self, frames):
+        self.said.set()
+        return Delivery.QUEUED
+
+    async def read(self, on_frames):
+        await asyncio.Event().wait()
+
+    async def watch(self, on_link):
+        on_link(LinkEvent.ACCEPTED)
+        await self.said.wait()
+        on_link(LinkEvent.SECURED)
+        self.secured.set()
+        await asyncio.Event().wait()
+
+
+async def test_a_connection_that_is_secured_after_the_deadline_changes_nothing():
+    network = LateNetwork()
+
+    async def dial():
+        with pytest.raises(DeadlineExceeded) as caught:
+            async with open_client(
+                network.endpoint,
+                identity=CONSUMER,
+                publication=PRODUCED,
+                security=None,
+                on_event=lambda event: None,
+                limits=Limits(handshake_s=0.05, closing_s=60),
+                network=network,
+            ):
+                raise AssertionError("unreachable")
+        assert caught.value.phase == "handshake"
+
+    task = asyncio.ensure_future(dial())
+    await patiently(network.secured.wait())
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled() or task.exception() is None
