@@ -188,9 +188,12 @@ class PeerPool:
         """Divide our cache among the ranks of one ticket, and prepare to read from those that are needed.
 
         Raises:
+            PeerLost: one of them was let go while others were being met; it may be met anew already, as another.
             LayoutMismatch: together they cannot fill our cache.
             CapacityExceeded: a plan would be too large.
         """
+        for peer in peers:
+            self._require_current(peer)
         key = tuple(peer.link.peer for peer in peers)
         if key not in self._legs:
             # Our ranks take turns, so that replicas on the other side are all of use.
@@ -199,6 +202,12 @@ class PeerPool:
                 Leg(share.source, self._programs(peers[share.source], share.pieces)) for share in shares
             )
         return self._legs[key]
+
+    def _require_current(self, peer: Peer) -> None:
+        """Refuse a peer whose life has ended: what is prepared for it now would be lost, or belong to its next life."""
+        peer_id = peer.link.peer
+        if self.link(peer_id) is not peer.link or self._entries[peer_id].dropped.done():
+            raise PeerLost(f"{peer_id} was lost while others of its engine were met", peer=peer_id)
 
     def link(self, peer: PeerId) -> Link | None:
         """Return the control connection of a peer, if it is ready."""

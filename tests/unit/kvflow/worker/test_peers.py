@@ -101,20 +101,21 @@ class World:
             draw=lambda: 0.5,
         )
 
-    async def meet(self):
-        task = asyncio.ensure_future(self.pool.meet(member()))
+    async def meet(self, rank=0):
+        task = asyncio.ensure_future(self.pool.meet(member(rank)))
         await settle()
         return task
 
-    async def met(self):
-        task = await self.meet()
-        self.pool.on_added(member().peer)
+    async def met(self, rank=0):
+        task = await self.meet(rank)
+        self.pool.on_added(member(rank).peer)
         async with asyncio.timeout(PATIENCE_S):
             return await task
 
 
-def member():
-    mint = Mint("prefill-0", [ADDRESS], sign=lambda payload: bytes(32), lease_s=30.0)
+def member(rank=0):
+    address = msgspec.structs.replace(ADDRESS, rank=rank, endpoint=f"tcp://127.0.0.1:{5000 + rank}")
+    mint = Mint("prefill-0", [address], sign=lambda payload: bytes(32), lease_s=30.0)
     return next(mint.offer("r", block_ids=[[1]], num_tokens=1)[0].members())
 
 
@@ -219,10 +220,8 @@ async def test_a_stage_with_none_of_our_layers_is_met_and_gives_nothing(world):
         ["of another stage"],
         ["a", "b"],
     )
-    world.pool.drop(member().peer, "peer_lost", "gone")
-    await settle()
     world.wire.manifest = SOURCE
-    (leg,) = world.pool.legs([other, await world.met()])
+    (leg,) = world.pool.legs([other, await world.met(rank=1)])
     assert leg.member == 1
 
 
@@ -252,6 +251,19 @@ async def test_a_peer_that_is_let_go_is_forgotten_and_met_anew(world, by):
     world.pool.legs([await world.met()])
     assert world.wire.dialled == 2
     assert {program.program_id for program in world.transport.prepared} == {1, 2}
+
+
+@pytest.mark.parametrize("state", ["is let go", "is forgotten", "is met anew"])
+async def test_a_peer_that_is_lost_while_another_is_met_gives_nothing(world, state):
+    lost, other = await world.met(), await world.met(rank=1)
+    world.pool.drop(member().peer, "peer_lost", "gone")
+    if state != "is let go":
+        await settle()
+    if state == "is met anew":
+        await world.met()
+    with pytest.raises(PeerLost, match="while others"):
+        world.pool.legs([lost, other])
+    assert world.transport.prepared == []
 
 
 async def test_a_transport_that_cannot_connect_fails_the_meeting(world):
