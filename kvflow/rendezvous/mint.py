@@ -45,9 +45,15 @@ class TicketMint(Mint):
     """
 
     def __init__(
-        self, engine_id: str, ranks: Sequence[RankAddress], *, cluster_secret: str, lease_s: float = 30.0
+        self,
+        engine_id: str,
+        ranks: Sequence[RankAddress],
+        *,
+        cluster_secret: str,
+        lease_s: float = 30.0,
+        draw_bits: Callable[[int], int] = secrets.randbits,
     ) -> None:
         if len(cluster_secret) < SECRET_LENGTH_MIN:
             raise ConfigInvalid(f"the cluster secret has fewer than {SECRET_LENGTH_MIN} characters")
         key = TicketKey(ClusterSecurity.from_secret(cluster_secret))
-        super().__init__(engine_id, ranks, sign=key.sign, lease_s=lease_s, head_start=draw_head_start())
+        super().__init__(engine_id, ranks, sign=key.sign, lease_s=lease_s, head_start=draw_head_start(draw_bits))

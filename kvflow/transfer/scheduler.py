@@ -110,6 +110,12 @@ class Scheduler:
         """Return bytes and descriptors in flight."""
         return self._ready.in_flight()
 
+    def check(self) -> None:
+        """Check the law: the windows hold exactly what is in flight, less what lost peers owe."""
+        batches = [flight.batch for flight in self._flights.values() if flight.counted]
+        held = (sum(batch.nbytes for batch in batches), sum(batch.descriptors for batch in batches))
+        assert held == self._ready.in_flight(), "room in a window was lost or given back twice"
+
     def submit(self, request: PullRequest, now: float) -> list[Effect]:
         """Open a pull.
 

@@ -168,6 +168,11 @@ class Consumer:
         """
         await self._unsettled.wait_idle()
 
+    def check(self) -> None:
+        """Check the laws: of destination blocks, and of windows."""
+        self._ledger.check()
+        self._scheduler.check()
+
     def quarantined(self) -> list[Quarantined]:
         """List destinations whose pulls have ended while something may still write."""
         return self._ledger.quarantined()

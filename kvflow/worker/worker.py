@@ -200,6 +200,15 @@ class Worker:
         require_seconds("deadline_s", deadline_s)
         return await self._drain.run(deadline_s)
 
+    def check(self) -> None:
+        """Check the laws of conservation: every reference to a block, and all room in flight, is accounted for.
+
+        Raises:
+            AssertionError: one is broken, by a defect of kvflow; says which.
+        """
+        self._keeper.check()
+        self._consumer.check()
+
     def snapshot(self) -> Snapshot:
         """Return what is held at this moment."""
         return Snapshot(
