@@ -29,7 +29,14 @@ class Mint:
     """
 
     def __init__(
-        self, engine_id: str, ranks: Sequence[RankAddress], *, sign: Sign, lease_s: float, head_start: int = 0
+        self,
+        engine_id: str,
+        ranks: Sequence[RankAddress],
+        *,
+        sign: Sign,
+        lease_s: float,
+        head_start: int = 0,
+        admitted: bool = False,
     ) -> None:
         """Start above everything that the ranks have held.
 
@@ -40,6 +47,7 @@ class Mint:
             lease_s: how long a lease lasts unless renewed.
             head_start: random, in ``[0, 2**HEAD_START_BITS)``: a mint that replaces another one, whose last
                 tickets nobody has admitted, must not sign the same epoch for other blocks.
+            admitted: whether every lease is held before its ticket is handed out.
 
         Raises:
             ConfigInvalid: there is no rank.
@@ -50,6 +58,7 @@ class Mint:
         self.ranks = tuple(ranks)
         self._sign = sign
         self._lease_s = lease_s
+        self._admitted = admitted
         self.slots = min(address.slots for address in ranks)
         self._free = list(range(self.slots - 1, -1, -1))
         self._slots: dict[str, int | None] = {}
@@ -88,6 +97,7 @@ class Mint:
             block_ids=lists,
             num_tokens=tokens,
             lease_s=self._lease_s,
+            admitted=self._admitted,
         )
         try:
             grant = msgspec.convert(msgspec.to_builtins(grant), type=Grant).signed(self._sign)

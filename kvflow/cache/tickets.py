@@ -72,6 +72,8 @@ class Grant(Struct, frozen=True, kw_only=True):
         block_ids: one list per group, in the producer's order of groups.
         num_tokens: tokens of the request, one number per group.
         lease_s: how long the promise lasts from admission unless renewed: a hint, the fence decides.
+        admitted: whether the promise was being kept before the ticket was handed out. If not, a reader looks before it
+            reads: bytes that it reads before the admission may be those of another request.
         mac: hexadecimal HMAC-SHA256 over all other fields.
     """
 
@@ -84,6 +86,7 @@ class Grant(Struct, frozen=True, kw_only=True):
     block_ids: Annotated[tuple[BlockIds, ...], Meta(min_length=1, max_length=256)]
     num_tokens: Annotated[tuple[NumTokens, ...], Meta(min_length=1, max_length=256)]
     lease_s: Annotated[float, Meta(gt=0, le=86400)]
+    admitted: bool
     mac: Annotated[str, Meta(pattern="^([0-9a-f]{64})?$")] = ""
 
     @property

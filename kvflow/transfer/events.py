@@ -23,7 +23,7 @@ class TransferStarted(Struct, frozen=True):
 
 
 class TransferRetried(Struct, frozen=True):
-    """A fence found the lease not admitted yet: the data will be read again.
+    """A fence found the lease not admitted yet: it will be looked at again.
 
     Attributes:
         pull_id: the pull.

@@ -35,6 +35,8 @@ class LegRequest(Struct, frozen=True, eq=False):
         epoch: what the slot must hold.
         lease_s: how long the lease lasts unless renewed.
         demands: at least one.
+        admitted: whether the lease was held before anyone had the ticket. If not, it may be admitted, and its blocks
+            be written, while we read: then it must be seen to be held before the read that counts.
     """
 
     peer: PeerId
@@ -42,6 +44,7 @@ class LegRequest(Struct, frozen=True, eq=False):
     epoch: int
     lease_s: float
     demands: tuple[Demand, ...]
+    admitted: bool = True
 
 
 class Budgets(Struct, frozen=True, kw_only=True):
@@ -122,6 +125,12 @@ class RenewLease(Struct, frozen=True):
 
 
 Effect = Dispatch | CancelReads | RenewLease | TransferEvent
+
+
+def first_pair(demand: Demand) -> Demand:
+    """Return the least that can be read of a demand."""
+    pairs = UnitPairs(demand.pairs.source[:1], demand.pairs.target[:1])
+    return Demand(demand.program_id, pairs, demand.unit_bytes, demand.unit_descriptors, demand.unit_descriptors)
 
 
 def join_pairs(parts: list[tuple[UnitPairs, int, int]]) -> UnitPairs:

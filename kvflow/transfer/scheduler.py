@@ -5,7 +5,9 @@ in order: ``Dispatch``, ``CancelReads``, ``RenewLease``, and the events to repor
 and dispatches the next batch in the same call; nothing waits for a timer or an engine step.
 
 A pull has one leg per source rank. Each leg is fenced by itself, after all its bytes have arrived; the pull is
-complete when every leg is delivered, and fails as a whole with the first leg that fails.
+complete when every leg is delivered, and fails as a whole with the first leg that fails. A fence that finds the lease
+held proves that it had not ended before the bytes were read, and not that it had begun: of a lease that may be admitted
+after its ticket was handed out, one pair is read and fenced first, and again until the lease is found held.
 """
 
 from dataclasses import dataclass, field
@@ -32,14 +34,15 @@ from kvflow.transfer.requests import (
     LegRequest,
     PullRequest,
     RenewLease,
+    first_pair,
     join_pairs,
 )
 from kvflow.transfer.states import LegEvent, LegState, advance
 
 EARLY_RETRY_S = 0.005
 EARLY_RETRY_S_MAX = 0.5
-"""Pause before data of a lease that is not admitted yet is read again: an admission is one message away. Doubled
-each time, because what is read again is all of it."""
+"""Pause before a lease that is not admitted yet is looked at again: an admission is one message away. Doubled each
+time, because an engine that still computes what it has promised may take seconds."""
 
 RENEWALS_PER_LEASE = 3
 """Two renewals may be lost before a lease runs out under a pull."""
@@ -51,6 +54,8 @@ class _Leg:
     request: LegRequest
     waiting: int
     renew_at: float
+    queued_at: float
+    admitted: bool
     state: LegState = "queued"
     reads: set[int] = field(default_factory=set)
     fence_id: int = -1
@@ -129,7 +134,7 @@ class Scheduler:
         for leg_request in request.legs:
             leg_id = self._new_id()
             # A ticket may have spent most of its lease in a router: the first renewal is due at once.
-            leg = _Leg(pull, leg_request, 0, renew_at=now)
+            leg = _Leg(pull, leg_request, 0, renew_at=now, queued_at=now, admitted=leg_request.admitted)
             self._legs[leg_id] = leg
             pull.legs.append(leg_id)
             self._enqueue(leg_id, leg, now)
@@ -169,7 +174,7 @@ class Scheduler:
 
     def on_fence_judged(self, fence_id: int, *, observed: int, fence_s: float, now: float) -> list[Effect]:
         """Take what the epoch slot held after the data had been read."""
-        leg = self._fenced(fence_id)
+        leg_id, leg = self._fences.get(fence_id, -1), self._fenced(fence_id)
         if leg is None:
             return []
         pull = leg.pull
@@ -182,9 +187,12 @@ class Scheduler:
             ) + self._pump(now)
         if verdict == "early":
             self._move(leg, "fence_early")
+            leg.admitted = False
             leg.retry_at = now + leg.pause_s
             leg.pause_s = min(EARLY_RETRY_S_MAX, 2 * leg.pause_s)
             return [TransferRetried(pull.request.pull_id, pull.request.request_id, leg.request.peer)]
+        if not leg.admitted:
+            return self._read_admitted(leg_id, leg, now)
         self._move(leg, "fence_held")
         if any(self._legs[leg_id].state != "delivered" for leg_id in pull.legs):
             return []
@@ -246,9 +254,17 @@ class Scheduler:
                 )
         return effects + self._pump(now)
 
+    def _read_admitted(self, leg_id: int, leg: _Leg, now: float) -> list[Effect]:
+        """Read all that a leg must give, now that its lease has been found held."""
+        leg.admitted, leg.queued_at, leg.bytes_at = True, now, None
+        self._move(leg, "lease_found")
+        self._enqueue(leg_id, leg, now)
+        return self._pump(now)
+
     def _enqueue(self, leg_id: int, leg: _Leg, now: float) -> None:
+        """Queue all that a leg must give, or one pair while its lease is not known to be held."""
         leg.waiting = 0
-        for demand in leg.request.demands:
+        for demand in leg.request.demands if leg.admitted else [first_pair(leg.request.demands[0])]:
             leg.waiting += len(demand.pairs.source)
             self._ready.add(leg.request.peer, leg.pull.request.priority, Piece(leg_id, demand, now))
 
@@ -385,14 +401,14 @@ class Scheduler:
     def _overdue(self, leg: _Leg, now: float) -> str:
         budgets = leg.pull.request.budgets
         if leg.state == "queued" and leg.bytes_at is None:
-            return "queue" if now - leg.pull.submitted_at > budgets.queue_s else ""
+            return "queue" if now - leg.queued_at > budgets.queue_s else ""
         if leg.state == "reading":
             peer = leg.request.peer
             # Without a read of its own in flight a leg waits for room. If its peer has reads in flight, room comes with
             # their progress; if it has none, others take all the room there is, and that is no fault of this peer.
             reads = leg.reads or {read_id for read_id, flight in self._flights.items() if flight.batch.peer == peer}
             if not reads:
-                since = self._progress.get(peer, leg.pull.submitted_at)
+                since = self._progress.get(peer, leg.queued_at)
                 return "queue" if now - since > budgets.queue_s else ""
             oldest = min(self._flights[read_id].dispatched_at for read_id in reads)
             since = max(oldest, self._progress.get(peer, oldest))

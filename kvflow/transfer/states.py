@@ -15,7 +15,7 @@ state          what holds                                             deadline
 from typing import Literal
 
 LegState = Literal["queued", "reading", "fencing", "delivered", "draining", "dead"]
-LegEvent = Literal["dispatched", "bytes_arrived", "fence_held", "fence_early", "failed", "drained"]
+LegEvent = Literal["dispatched", "bytes_arrived", "fence_held", "fence_early", "lease_found", "failed", "drained"]
 
 TRANSITIONS: dict[tuple[LegState, LegEvent], LegState] = {
     ("queued", "dispatched"): "reading",
@@ -23,6 +23,7 @@ TRANSITIONS: dict[tuple[LegState, LegEvent], LegState] = {
     ("reading", "bytes_arrived"): "fencing",
     ("fencing", "fence_held"): "delivered",
     ("fencing", "fence_early"): "queued",
+    ("fencing", "lease_found"): "queued",  # held, and only from here on its bytes are worth reading
     ("queued", "failed"): "draining",
     ("reading", "failed"): "draining",
     ("fencing", "failed"): "draining",

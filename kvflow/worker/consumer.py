@@ -248,7 +248,8 @@ class Consumer:
             demands = demands_of(member, peers[leg.member].manifest, leg.programs, targets)
             if demands:
                 grant = member.grant
-                legs.append(LegRequest(member.peer, grant.slot, grant.epoch_value, grant.lease_s, demands))
+                lease = (grant.slot, grant.epoch_value, grant.lease_s)
+                legs.append(LegRequest(member.peer, *lease, demands, admitted=grant.admitted))
         return tuple(legs)
 
     def _submit(

@@ -138,8 +138,7 @@ async def _opened(parts: _Parts) -> AsyncIterator[Worker]:
             epoch_base=str(epochs.base),
             slots=len(epochs),
         )
-        head_start = draw_head_start(surroundings.draw_bits)
-        mint = Mint(config.engine_id, [address], sign=key.sign, lease_s=config.lease_s, head_start=head_start)
+        mint = _mint_of_offers(config, address, key, surroundings)
         async with asyncio.TaskGroup() as tasks:
             pool = PeerPool(
                 ours=ours,
@@ -182,6 +181,14 @@ async def _opened(parts: _Parts) -> AsyncIterator[Worker]:
     report(closed)
     if failure is not None:
         raise failure
+
+
+def _mint_of_offers(config: WorkerConfig, address: RankAddress, key: TicketKey, surroundings: Surroundings) -> Mint:
+    """Make the mint of a worker's own offers, of which none gives its ticket away before the lease is held."""
+    head_start = draw_head_start(surroundings.draw_bits)
+    return Mint(
+        config.engine_id, [address], sign=key.sign, lease_s=config.lease_s, head_start=head_start, admitted=True
+    )
 
 
 @asynccontextmanager

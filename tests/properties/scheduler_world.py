@@ -51,8 +51,13 @@ class Leg:
     slot: int
     pairs: dict
     waiting: set
+    admitted: bool = True  # known to be; else its first pair is read until the lease is found held
     held: bool = False
     early: bool = False
+
+    @property
+    def first(self):
+        return {next(iter(self.pairs))}
 
 
 @dataclass
@@ -91,7 +96,7 @@ class World:
         self.fences = {}
         self.renewals = []
 
-    def submit(self, parts, *, priority):
+    def submit(self, parts, *, priority, admitted=True):
         """Open a pull; ``parts`` is a list of (program, number of pairs)."""
         pull_id = len(self.pulls) + 1
         pull = Pull(None, self.now)
@@ -108,10 +113,11 @@ class World:
         requests = []
         for peer, (demands, numbers) in by_peer.items():
             slot = len(self.legs)
-            leg = self.legs[slot] = Leg(pull, peer, slot, numbers, {*numbers})
+            leg = self.legs[slot] = Leg(pull, peer, slot, numbers, {*numbers}, admitted)
+            leg.waiting = {*numbers} if admitted else leg.first
             pull.legs.append(leg)
             self.owner |= dict.fromkeys(numbers, leg)
-            requests.append(LegRequest(peer, slot, EPOCH, LEASE_S, tuple(demands)))
+            requests.append(LegRequest(peer, slot, EPOCH, LEASE_S, tuple(demands), admitted))
         pull.request = PullRequest(pull_id, f"request-{pull_id}", tuple(requests), priority, self.budgets)
         self.pulls[pull_id] = pull
         self.apply(self.scheduler.submit(pull.request, self.now))
@@ -142,8 +148,11 @@ class World:
         else:
             if leg.pull.live:
                 leg.pull.doomed = judge(check.epoch, observed) == "stale" and self._in_flight(leg.pull)
-                leg.held = judge(check.epoch, observed) == "held"
+                held = judge(check.epoch, observed) == "held"
                 leg.early = judge(check.epoch, observed) == "early"
+                leg.held = held and leg.admitted
+                if held and not leg.admitted:
+                    leg.admitted, leg.waiting = True, {*leg.pairs}
             effects = self.scheduler.on_fence_judged(fence_id, observed=observed, fence_s=0.001, now=self.now)
         self.apply(effects)
 
@@ -210,11 +219,11 @@ class World:
                 assert pull.kinds == []
             case TransferRetried():
                 leg = next(leg for leg in pull.legs if leg.early and leg.peer == event.peer)
-                leg.early, leg.waiting = False, {*leg.pairs}
+                leg.early, leg.admitted, leg.waiting = False, False, leg.first
                 assert pull.live
             case TransferCompleted(report=report):
                 assert pull.live
-                assert all(leg.held and not leg.waiting for leg in pull.legs)
+                assert all(leg.admitted and leg.held and not leg.waiting for leg in pull.legs)
                 assert not self._in_flight(pull)
                 assert report.nbytes == sum(PROGRAMS[part][0] for leg in pull.legs for part in leg.pairs.values())
             case TransferFailed():
@@ -263,7 +272,7 @@ class World:
                     assert not idle, "there is work and room, and nothing was dispatched"
 
     def _awaits_retry(self, leg):
-        return leg.waiting == {*leg.pairs} and TransferRetried in leg.pull.kinds
+        return leg.waiting == leg.first and not leg.admitted and TransferRetried in leg.pull.kinds
 
     def _in_flight(self, pull):
         return bool(self._flights_of(pull))

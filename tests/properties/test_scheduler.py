@@ -28,10 +28,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         super().__init__()
         self.world = World()
 
-    @rule(parts=parts, priority=st.integers(-1, 3))
-    def submit(self, parts, priority):
+    @rule(parts=parts, priority=st.integers(-1, 3), admitted=st.booleans())
+    def submit(self, parts, priority, admitted):
         if len(self.world.scheduler.open_pulls()) < LIMITS.pulls_max:
-            self.world.submit(parts, priority=priority)
+            self.world.submit(parts, priority=priority, admitted=admitted)
 
     @precondition(lambda self: self.world.flights)
     @rule(data=st.data())

@@ -22,9 +22,9 @@ BUDGETS = Budgets(queue_s=4.0, wire_s=3.0, fence_s=2.0)
 LIMITS = Limits(batch_bytes=100, batch_descriptors=100, peer_bytes=100, peer_descriptors=100, total_bytes=1000)
 
 
-def leg(peer="p", count=5, slot=0, first=0, descriptors=2):
+def leg(peer="p", count=5, slot=0, first=0, descriptors=2, **how):
     pairs = UnitPairs(np.arange(first, first + count), np.arange(first, first + count))
-    return LegRequest(peer, slot, EPOCH, 30.0, (Demand(1, pairs, 10, 1, descriptors),))
+    return LegRequest(peer, slot, EPOCH, 30.0, (Demand(1, pairs, 10, 1, descriptors),), **how)
 
 
 def pull(pull_id=1, *legs, priority=0):
@@ -110,18 +110,43 @@ def test_a_stale_fence_fails_at_once_and_is_quiescent(scheduler):
     assert isinstance(quiesced, TransferQuiesced)
 
 
+def test_of_a_lease_that_may_be_admitted_later_nothing_counts_that_was_read_before_it_was_found_held(scheduler):
+    """A read may begin before the admission, and its fence come after it: held, and yet not the request's bytes."""
+    look = only(Dispatch, scheduler.submit(pull(1, leg(admitted=False)), 0.0))
+    assert look.pairs.target.tolist() == [0]
+    arrive(scheduler, look)
+    read = only(Dispatch, judged(scheduler, look))
+    assert read.pairs.target.tolist() == [0, 1, 2, 3, 4]
+    assert arrive(scheduler, read) == []
+    report = only(TransferCompleted, judged(scheduler, read)).report
+    assert (report.nbytes, report.reads) == (50, 2)
+
+
+def test_a_lease_that_is_found_held_has_its_budgets_anew(scheduler):
+    look = only(Dispatch, scheduler.submit(pull(1, leg(admitted=False)), 0.0))
+    arrive(scheduler, look, now=0.0)
+    late = BUDGETS.fence_s - 0.1
+    read = only(Dispatch, judged(scheduler, look, now=late))
+    assert TransferFailed not in kinds(scheduler.tick(late + BUDGETS.wire_s - 0.1))
+    arrive(scheduler, read, now=late + BUDGETS.wire_s)
+    assert TransferFailed not in kinds(scheduler.tick(late + BUDGETS.wire_s + BUDGETS.fence_s - 0.1))
+
+
 def test_an_early_fence_reads_the_data_again(scheduler):
     dispatch = only(Dispatch, scheduler.submit(pull(), 0.0))
     arrive(scheduler, dispatch)
     assert kinds(judged(scheduler, dispatch, EPOCH - 1, now=1.0)) == [TransferRetried]
     assert Dispatch not in kinds(scheduler.tick(1.0 + EARLY_RETRY_S / 2))
-    again = only(Dispatch, scheduler.tick(1.0 + EARLY_RETRY_S))
-    assert again.pairs.target.tolist() == dispatch.pairs.target.tolist()
-    assert again.fences[0].fence_id != dispatch.fences[0].fence_id
+    look = only(Dispatch, scheduler.tick(1.0 + EARLY_RETRY_S))
+    assert look.pairs.target.tolist() == [0]
+    assert look.fences[0].fence_id != dispatch.fences[0].fence_id
     assert judged(scheduler, dispatch) == []  # the verdict of another time counts no more
+    arrive(scheduler, look, now=1.5)
+    again = only(Dispatch, judged(scheduler, look, now=1.5))
+    assert again.pairs.target.tolist() == dispatch.pairs.target.tolist()
     arrive(scheduler, again, now=1.5)
     report = only(TransferCompleted, judged(scheduler, again, now=1.5)).report
-    assert (report.nbytes, report.reads) == (50, 2)
+    assert (report.nbytes, report.reads) == (50, 3)
 
 
 def test_waiting_for_an_admission_becomes_patient_but_not_endlessly(scheduler):

@@ -155,6 +155,7 @@ class World:
                 [RankAddress(rank, "0" * 32, f"tcp://127.0.0.1:{5000 + rank}", "0", 16)],
                 sign=lambda payload: bytes(32),
                 lease_s=30.0,
+                admitted=True,
             )
             for rank in range(ranks)
         ]
