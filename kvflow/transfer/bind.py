@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from kvflow.errors import CapacityExceeded
+from kvflow.errors import CapacityExceeded, PlanUnsound
 from kvflow.layout.region import Region
 from kvflow.transfer.chunks import Cutter, neighbors
 from kvflow.transfer.pairs import UnitPairs
@@ -84,6 +84,7 @@ class Rows:
             ],
             axis=1,
         )
+        _require_inside(self.table, regions, region[run])
         self.memory = regions[int(region[0])].memory
 
     def local(self, units: Int64s) -> Int64s:
@@ -101,9 +102,13 @@ class Binding:
         group: the group plan.
         source: the producer's rows.
         target: our rows.
+        scatter: None: what is read lands where it belongs.
         unit_bytes: bytes of one pair of units.
+        read_bytes: bytes that are read for it, the same.
         unit_descriptors: descriptors of one pair of units before merging.
     """
+
+    scatter: None = None
 
     def __init__(
         self,
@@ -130,7 +135,7 @@ class Binding:
             num_blocks=target_blocks,
             regions=target_regions,
         )
-        self.unit_bytes = runs.unit_bytes
+        self.unit_bytes = self.read_bytes = runs.unit_bytes
         self.unit_descriptors = len(runs)
         dense = (self.source.stride == runs.nbytes) & (self.target.stride == runs.nbytes)
         self._cutter = Cutter(runs.nbytes, dense)
@@ -163,3 +168,17 @@ class Binding:
         """Return how many descriptors these pairs are once neighbours have merged; batches and chunks not counted."""
         follows = neighbors(self.source.local(pairs.source), self.target.local(pairs.target))
         return len(follows) * self.unit_descriptors - int(np.count_nonzero(follows)) * self._cutter.num_dense
+
+
+def _require_inside(table: Int64s, regions: Sequence[Region], region: Int64s) -> None:
+    """Check that every row lies in the region that it is meant to lie in: what was proven is what is bound.
+
+    Raises:
+        PlanUnsound: one does not.
+    """
+    address, nbytes, _, stride, count = table.T
+    first = np.array([entry.address for entry in regions], np.int64)[region]
+    length = np.array([entry.nbytes for entry in regions], np.int64)[region]
+    room = length - (address - first) - nbytes  # no term overflows: all are in [0, 2**63)
+    if np.any((address < first) | (room < 0) | ((count > 1) & (stride > room // np.maximum(count - 1, 1)))):
+        raise PlanUnsound("a row leaves its region")

@@ -8,15 +8,19 @@ import math
 from collections import OrderedDict
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 from msgspec import Struct
 
-from kvflow.errors import CapacityExceeded, LayoutMismatch
+from kvflow.errors import CapacityExceeded, LayoutMismatch, PlanUnsound
 from kvflow.layout.manifest import Manifest
 from kvflow.transfer.certificate import Certificate, certify
+from kvflow.transfer.choice import NOT_CALIBRATED, UNCALIBRATED, Between, Choice, choose, explain_choice
+from kvflow.transfer.costs import Costs
 from kvflow.transfer.explain import explain_proof, explain_stop, explain_stripes
 from kvflow.transfer.match import ComponentPair, GroupPair, Pieces, match_groups
 from kvflow.transfer.runs import UNITS_MAX, Bools, Int64s, RunTable, Units, alike, fragments, merged
+from kvflow.transfer.staging import StagedRuns
 
 
 class PlanLimits(Struct, frozen=True):
@@ -43,8 +47,9 @@ class GroupPlan(Struct, frozen=True, eq=False):
         target_group: index of the group whose target block ids are written.
         source: how source blocks are cut into units.
         target: how target blocks are.
-        runs: what one pair of units copies.
+        runs: what one pair of units copies if it is read directly.
         pairs: the components that they copy, all of these groups.
+        choice: whether it is read directly, or staged.
     """
 
     source_group: int
@@ -53,6 +58,12 @@ class GroupPlan(Struct, frozen=True, eq=False):
     target: Units
     runs: RunTable
     pairs: tuple[ComponentPair, ...]
+    choice: Choice = UNCALIBRATED
+
+    @property
+    def staged(self) -> StagedRuns | None:
+        """The runs of a staged read; None: it is read directly."""
+        return self.choice.staged
 
     @property
     def aligned(self) -> bool:
@@ -112,14 +123,18 @@ class TransferPlan(Struct, frozen=True, eq=False):
 
     Attributes:
         groups: one entry per pair of groups that share layers.
-        certificate: what was proven of it.
+        certificate: what was proven of it; of a staged group, direct and staged runs were proven to do the same.
+        geometry: digests of both manifests' geometry, source first: binding it to others is refused.
     """
 
     groups: tuple[GroupPlan, ...]
     certificate: Certificate
+    geometry: tuple[bytes, bytes]
 
     def descriptors(self, num_blocks: int | Sequence[int], *, consecutive: bool = False) -> int:
         """Count what NIXL sees for the first ``num_blocks`` target blocks of every group (or one number per group).
+
+        Of a staged group these are the descriptors that fetch; how chunks cut them is not counted.
 
         Args:
             num_blocks: target blocks.
@@ -129,8 +144,9 @@ class TransferPlan(Struct, frozen=True, eq=False):
         for group in self.groups:
             blocks = num_blocks if isinstance(num_blocks, int) else num_blocks[group.target_group]
             units, stretches = group.moved(blocks)
-            dense = dense_runs(group) if consecutive else 0
-            total += dense * stretches + (len(group.runs) - dense) * units
+            runs, units_there = posted(group)
+            dense = dense_runs(runs, group.source, units_there) if consecutive else 0
+            total += dense * stretches + (len(runs) - dense) * units
         return total
 
     def explain(self) -> str:
@@ -145,15 +161,25 @@ class TransferPlan(Struct, frozen=True, eq=False):
                 f"{len(runs):,} run{'s' if len(runs) > 1 else ''} of {size} bytes for each {_unit(group)} "
                 f"({group.source_units} per source block, {group.target_units} per target block)"
             )
-            merging = f"{dense_runs(group):,} of {len(runs):,} merge over consecutive blocks"
+            merging = f"{dense_runs(runs, group.source, group.target):,} of {len(runs):,} merge over consecutive blocks"
             lines.append(f"  {explain_stop(runs, group.pairs, group.unit_tokens)}; {merging}")
             if not group.aligned:
                 lines.append(f"  {explain_stripes(group.source.stripe, group.target.stripe)}")
-        return "\n".join([*lines, *explain_proof(self.certificate)])
+            lines += explain_choice(group.choice)
+        lines += explain_proof(self.certificate)
+        if any(group.choice is UNCALIBRATED for group in self.groups):
+            lines.append(f"costs: {NOT_CALIBRATED}")
+        return "\n".join(lines)
 
 
 def plan_transfer(
-    source: Manifest, target: Manifest, *, pieces: Pieces | None = None, limits: PlanLimits = DEFAULT_LIMITS
+    source: Manifest,
+    target: Manifest,
+    *,
+    pieces: Pieces | None = None,
+    limits: PlanLimits = DEFAULT_LIMITS,
+    costs: Costs | None = None,
+    staging_bytes: int = 0,
 ) -> TransferPlan:
     """Plan how to fill the target's blocks from the source's.
 
@@ -162,6 +188,8 @@ def plan_transfer(
         target: the consumer's manifest.
         pieces: what is to be taken of this source, if others give the rest; None: all that both sides hold.
         limits: beyond them the plan is refused.
+        costs: measured on this machine; with them each group is read in the cheaper way. None: all are read directly.
+        staging_bytes: staging memory that the target's worker has.
 
     Returns:
         A proven plan. The source may hold only a part of the target (another shard, a pipeline stage); what
@@ -172,19 +200,56 @@ def plan_transfer(
         CapacityExceeded: the plan would exceed ``limits``.
     """
     pairs = match_groups(source, target, pieces)
-    groups = tuple(_plan_group(pair, limits) for pair in pairs)
-    proofs = [(pair, group.runs, group.source, group.target) for pair, group in zip(pairs, groups, strict=True)]
-    return TransferPlan(groups, certify(target, proofs))
+    groups = [_plan_group(pair, limits) for pair in pairs]
+    certificate = certify(
+        target, [(pair, group.runs, group.source, group.target) for pair, group in zip(pairs, groups, strict=True)]
+    )
+    if costs is not None:
+        groups = [
+            msgspec.structs.replace(
+                group,
+                choice=choose(
+                    Between(pair, group.source, group.target), group.runs, (source, target), costs, staging_bytes
+                ),
+            )
+            for pair, group in zip(pairs, groups, strict=True)
+        ]
+        _prove_staged(target, pairs, groups, certificate)
+    return TransferPlan(tuple(groups), certificate, (source.geometry_digest(), target.geometry_digest()))
 
 
-def dense_runs(group: GroupPlan) -> int:
+def posted(group: GroupPlan) -> tuple[RunTable, Units]:
+    """Return the runs that NIXL reads, and how blocks are cut where they are written: direct, or those that fetch."""
+    return (group.runs, group.target) if group.staged is None else (group.staged.fetch, group.staged.units)
+
+
+def dense_runs(runs: RunTable, source: Units, target: Units) -> int:
     """Count the runs that join with those of the next block: dense on both sides."""
-    runs = group.runs
     dense = np.ones(len(runs), bool)
-    for side, units in ((runs.source, group.source), (runs.target, group.target)):
+    for side, units in ((runs.source, source), (runs.target, target)):
         step, even = units.step(side)
         dense &= even & (step == runs.nbytes)
     return int(dense.sum())
+
+
+def _prove_staged(
+    target: Manifest, pairs: Sequence[GroupPair], groups: Sequence[GroupPlan], certificate: Certificate
+) -> None:
+    """Prove that what is scattered from staging slots fills the target as the direct runs do.
+
+    Raises:
+        PlanUnsound: it does not.
+    """
+    if all(group.staged is None for group in groups):
+        return
+    chosen = [
+        (pair, group.runs, group.source, group.target)
+        if group.staged is None
+        else (group.staged.landing, group.staged.scatter, group.staged.units, group.target)
+        for pair, group in zip(pairs, groups, strict=True)
+    ]
+    if certify(target, chosen) != certificate:
+        raise PlanUnsound("staged runs fill other bytes of the target than direct ones")
 
 
 def _unit(group: GroupPlan) -> str:
@@ -234,20 +299,28 @@ class PlanCache:
         self._plans: OrderedDict[object, TransferPlan] = OrderedDict()
         self._plans_max = plans_max
 
-    def plan(self, source: Manifest, target: Manifest, pieces: Pieces | None = None) -> TransferPlan:
-        """Return the plan for this pair, made now or before.
+    def plan(
+        self,
+        source: Manifest,
+        target: Manifest,
+        pieces: Pieces | None = None,
+        *,
+        costs: Costs | None = None,
+        staging_bytes: int = 0,
+    ) -> TransferPlan:
+        """Return the plan for this pair, made now or before on the same terms.
 
         Raises:
             LayoutMismatch: see ``plan_transfer``.
             CapacityExceeded: see ``plan_transfer``.
         """
         taken = None if pieces is None else tuple(sorted(pieces.items()))
-        key = (source.geometry_digest(), target.geometry_digest(), taken)
+        key = (source.geometry_digest(), target.geometry_digest(), taken, costs, staging_bytes)
         plan = self._plans.get(key)
         if plan is not None:
             self._plans.move_to_end(key)
             return plan
-        plan = plan_transfer(source, target, pieces=pieces)
+        plan = plan_transfer(source, target, pieces=pieces, costs=costs, staging_bytes=staging_bytes)
         self._plans[key] = plan
         if len(self._plans) > self._plans_max:
             self._plans.popitem(last=False)

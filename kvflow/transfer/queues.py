@@ -170,7 +170,7 @@ class ReadyQueues:
             piece = queue.pieces[0]
             demand = piece.demand
             room = min(
-                (self._limits.batch_bytes - batch.nbytes) // demand.unit_bytes,
+                (self._limits.batch_bytes - batch.nbytes) // demand.read_bytes,
                 (self._limits.batch_descriptors - batch.descriptors) // demand.unit_descriptors,
             )
             count = min(piece.remaining, room)
@@ -179,7 +179,7 @@ class ReadyQueues:
                     break
                 count = 1  # a pair that exceeds the budget by itself travels alone
             batch.slices.append((piece.leg_id, demand, piece.cursor, piece.cursor + count))
-            batch.nbytes += count * demand.unit_bytes
+            batch.nbytes += count * demand.read_bytes
             batch.descriptors += count * demand.unit_descriptors
             piece.cursor += count
             if not piece.remaining:

@@ -8,20 +8,25 @@ class TransferReport(Struct, frozen=True, kw_only=True):
 
     Attributes:
         request_id: the producer's name of the request.
-        nbytes: bytes moved.
-        descriptors: how many the pull's block lists make once neighbours have merged; pacing may cut them further.
+        nbytes: bytes that arrived where they belong.
+        read_bytes: bytes that were read for them: more, where dense pieces of a source went through staging buffers.
+        descriptors: how many the pull's block lists make once neighbors have merged; pacing may cut them further.
+        merged: share of the descriptors that merging saved, from 0 (ids apart, or runs too short) to nearly 1.
         reads: batches that carried it, some of them shared with other pulls.
         transport: ``nixl`` or ``loopback``.
         timings_s: seconds per phase. ``handshake``: reaching the peers, and checking ticket and block ids. ``queue``:
             submission to the first dispatch. ``bind``: computing descriptor indices. ``post``: inside posting
             calls; on shared memory this is the copy. ``wire``: first dispatch to the last byte, as the event loop hears
-            of it, less ``post``. ``fence``: reading the epochs. ``total``: the call of ``pull`` to its result.
+            of it, less ``post`` and ``scatter``. ``scatter``: copies from staging buffers to where the bytes belong.
+            ``fence``: reading the epochs. ``total``: the call of ``pull`` to its result.
     """
 
     request_id: str
     nbytes: int
     descriptors: int
     reads: int
+    read_bytes: int = 0
+    merged: float = 0.0
     transport: str = ""
     timings_s: dict[str, float]
 

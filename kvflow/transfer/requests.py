@@ -14,9 +14,10 @@ class Demand(Struct, frozen=True, eq=False):
     Attributes:
         program_id: which prepared lists they index.
         pairs: at least one pair.
-        unit_bytes: bytes of one pair.
+        unit_bytes: bytes that one pair fills.
         unit_descriptors: descriptors of one pair before merging.
         descriptors: of all pairs, neighbours merged.
+        extra_bytes: bytes that are read for one pair beyond those that it fills, because it is staged.
     """
 
     program_id: int
@@ -24,6 +25,12 @@ class Demand(Struct, frozen=True, eq=False):
     unit_bytes: int
     unit_descriptors: int
     descriptors: int
+    extra_bytes: int = 0
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that are read for one pair."""
+        return self.unit_bytes + self.extra_bytes
 
 
 class LegRequest(Struct, frozen=True, eq=False):

@@ -74,6 +74,7 @@ class _Pull:
     failed: bool = False
     reads: int = 0
     posted_s: float = 0.0
+    scattered_s: float = 0.0
     fence_s: float = 0.0
     held_back: TransferFailed | None = None
     held_since: float = 0.0
@@ -140,7 +141,7 @@ class Scheduler:
             self._enqueue(leg_id, leg, now)
         return self._pump(now)
 
-    def on_read_completed(self, read_id: int, *, posted_s: float, now: float) -> list[Effect]:
+    def on_read_completed(self, read_id: int, *, posted_s: float, now: float, scattered_s: float = 0.0) -> list[Effect]:
         """Note that every byte of a batch has arrived."""
         batch = self._land(read_id)
         self._progress[batch.peer] = now
@@ -149,6 +150,7 @@ class Scheduler:
             leg = self._legs[leg_id]
             leg.reads.discard(read_id)
             leg.pull.posted_s += posted_s
+            leg.pull.scattered_s += scattered_s
             leg.pull.arrived_at = now
             if leg.state == "draining":
                 effects += self._drain(leg.pull)
@@ -320,15 +322,20 @@ class Scheduler:
         self._forget(pull)
         assert pull.started_at is not None
         demands = [part for leg in request.legs for part in leg.demands]
+        descriptors = sum(part.descriptors for part in demands)
+        moved_s = pull.arrived_at - pull.started_at
         report = TransferReport(
             request_id=request.request_id,
             nbytes=sum(len(part.pairs.source) * part.unit_bytes for part in demands),
-            descriptors=sum(part.descriptors for part in demands),
+            read_bytes=sum(len(part.pairs.source) * part.read_bytes for part in demands),
+            descriptors=descriptors,
+            merged=1 - descriptors / sum(len(part.pairs.source) * part.unit_descriptors for part in demands),
             reads=pull.reads,
             timings_s={
                 "queue": pull.started_at - pull.submitted_at,
                 "post": pull.posted_s,
-                "wire": max(0.0, pull.arrived_at - pull.started_at - pull.posted_s),
+                "wire": max(0.0, moved_s - pull.posted_s - pull.scattered_s),
+                "scatter": pull.scattered_s,
                 "fence": pull.fence_s,
             },
         )

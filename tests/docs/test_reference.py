@@ -67,7 +67,7 @@ def test_events_are_documented_with_level_and_fields(kind):
 
 def test_phases_of_a_transfer_are_documented():
     phases = re.findall(r"``(\w+)``:", inspect.getdoc(TransferReport).partition("timings_s:")[2])
-    assert len(phases) == 7
+    assert len(phases) == 8
     assert {f"{phase}_s" for phase in phases} <= set(rows(section("events.md", "transfer.completed")))
 
 

@@ -10,6 +10,8 @@ REPORT = TransferReport(
     nbytes=4096,
     descriptors=3,
     reads=2,
+    read_bytes=8192,
+    merged=0.25,
     transport="nixl",
     timings_s={
         "handshake": 0.5,
@@ -17,6 +19,7 @@ REPORT = TransferReport(
         "queue": 0.001,
         "post": 0.02,
         "wire": 0.03,
+        "scatter": 0.004,
         "fence": 0.000005,
         "total": 1 / 3,
     },

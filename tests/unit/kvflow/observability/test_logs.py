@@ -94,6 +94,7 @@ def test_the_record_of_a_transfer_answers_where_the_time_went(log, caplog):
         "queue_s": 0.001,
         "post_s": 0.02,
         "wire_s": 0.03,
+        "scatter_s": 0.004,
         "fence_s": 0.000005,
         "total_s": 0.333333333,
     }

@@ -65,7 +65,7 @@ def test_a_pull_from_submission_to_report(scheduler):
     report = event.report
     assert (event.pull_id, report.request_id) == (1, "request-1")
     assert (report.nbytes, report.descriptors, report.reads) == (50, 2, 1)
-    assert report.timings_s == {"queue": 0.0, "post": 0.25, "wire": 0.75, "fence": 0.125}
+    assert report.timings_s == {"queue": 0.0, "post": 0.25, "wire": 0.75, "scatter": 0.0, "fence": 0.125}
     assert not scheduler.busy
     assert scheduler.in_flight() == (0, 0)
 

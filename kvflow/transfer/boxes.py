@@ -1,0 +1,125 @@
+"""From runs to strided copies: runs that lie at regular distances on both sides are one box.
+
+A staging buffer is scattered by as few local copies as possible, because each costs as much as some KiB of bytes. The
+rows of a token-major page, its keys and values, and its layers are axes of one box, wherever they are evenly spaced.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import Struct
+
+from kvflow.transfer.runs import Int64s, RunTable
+
+AXES_MAX = 6
+"""Axes of one box beside its contiguous bytes: tokens, heads, keys and values, layers, and two to spare."""
+
+FIXED = 7
+"""Columns before those of the axes, see ``Scatter``."""
+
+COLUMNS = FIXED + 3 * AXES_MAX
+
+
+class Scatter(Struct, frozen=True, eq=False):
+    """How what lies in a staging buffer gets to where it belongs.
+
+    Attributes:
+        table: int64, shape (boxes, 25). Of each box: bytes of one contiguous piece; offset in the buffer, for slot 0;
+            bytes between slots; address in the target, for unit 0; bytes between the target's blocks, kernel blocks and
+            units; and for each of six axes its count, and the bytes between its elements in the buffer and in the
+            target. Unused axes count 1.
+        slots: units that a buffer holds.
+        units: extents of the target's unit numbers: blocks, kernel blocks of a block, units of a kernel block.
+    """
+
+    table: npt.NDArray[np.int64]
+    slots: int
+    units: tuple[int, int, int]
+
+
+@dataclass(slots=True, frozen=True)
+class _Item:
+    """Some runs that make one box: all that must be equal, where it begins on both sides, and its axes."""
+
+    alike: tuple[int, ...]
+    source: int
+    target: int
+    axes: tuple[tuple[int, int, int], ...] = ()
+
+
+class Boxes:
+    """The boxes of one staged group, without addresses.
+
+    Attributes:
+        table: as ``Scatter.table``, with offsets in regions instead of addresses in the target.
+        region: int64, shape (boxes,): region of each box in the target.
+    """
+
+    def __init__(self, scatter: RunTable) -> None:
+        columns = np.stack(
+            [
+                scatter.nbytes,
+                scatter.source[2],
+                *scatter.target[[0, 2, 3, 4]],
+                scatter.source[1],
+                scatter.target[1],
+            ],
+            axis=1,
+        ).tolist()
+        items = [_Item(tuple(row[:6]), row[6], row[7]) for row in columns]
+        for _ in range(AXES_MAX):
+            items = _folded(items)
+        self.region: Int64s = np.array([item.alike[2] for item in items], np.int64)
+        self.table: Int64s = np.array([_row(item) for item in items], np.int64)
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+
+def _folded(items: list[_Item]) -> list[_Item]:
+    """Join neighbors that are alike and at one distance on both sides; each gets an axis more, or none does.
+
+    Greedy, from the first on: runs come sorted by target, so that the innermost distance repeats before it changes.
+    """
+    joined: list[_Item] = []
+    at = 0
+    while at < len(items):
+        first, end = items[at], at + 1
+        steps = (0, 0)
+        while end < len(items) and _alike(first, items[end]):
+            found = (items[end].source - items[end - 1].source, items[end].target - items[end - 1].target)
+            if found[0] < 0 or found[1] < 0 or (end > at + 1 and found != steps):
+                break
+            steps, end = found, end + 1
+        axes = ((end - at, *steps), *first.axes) if end > at + 1 else first.axes
+        joined.append(_Item(first.alike, first.source, first.target, axes))
+        at = end
+    return joined
+
+
+def _alike(one: _Item, other: _Item) -> bool:
+    return one.alike == other.alike and one.axes == other.axes
+
+
+def _row(item: _Item) -> list[int]:
+    nbytes, slot_stride, _, *strides = item.alike
+    axes = [*item.axes, *[(1, 0, 0)] * (AXES_MAX - len(item.axes))]
+    return [nbytes, item.source, slot_stride, item.target, *strides, *(number for axis in axes for number in axis)]
+
+
+def room_left(room: Int64s, counts: Int64s, strides: Int64s) -> Int64s:
+    """Return the bytes that are left of some room once every axis has been walked to its end; -1 where one leaves it.
+
+    No term may overflow, so nothing is multiplied before it is known to fit.
+
+    Args:
+        room: int64, shape (boxes,): bytes behind the first piece.
+        counts: int64, shape (boxes, axes), at least 1.
+        strides: int64, the same shape, not negative.
+    """
+    for axis in range(counts.shape[1]):
+        steps, stride = counts[:, axis] - 1, strides[:, axis]
+        fits = (steps == 0) | ((room >= 0) & (stride <= room // np.maximum(steps, 1)))
+        room = np.where(fits, room - np.where(fits, stride, 0) * steps, -1)
+    return room

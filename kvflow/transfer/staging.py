@@ -1,0 +1,198 @@
+"""Read dense pieces of a source into a staging buffer, and scatter them from there: two plans by the same planner.
+
+The staging buffer is described as one more cache. Its blocks, the *slots*, have exactly one unit each, and hold what
+the source holds of the components that both sides have. *Fetch* is the plan from the source to the slots, *scatter* the
+one from the slots to the target. A slot is one unit, so the pairs of units of the direct plan serve both.
+
+Inside a buffer all slots of one fetched run lie together. What follows on the source then follows in the buffer as
+well, and merges.
+"""
+
+import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
+
+from kvflow.errors import PlanUnsound
+from kvflow.layout.component import Component
+from kvflow.layout.manifest import Layer, Manifest, ManifestGroup
+from kvflow.layout.region import Region
+from kvflow.layout.stripes import ALL_TOKENS
+from kvflow.transfer.boxes import Boxes
+from kvflow.transfer.certificate import certify
+from kvflow.transfer.match import ComponentPair, GroupPair
+from kvflow.transfer.runs import Int64s, RunTable, Units, alike, fragments, merged
+
+STAGING_BUFFERS = 8
+"""Into how many buffers the staging memory is divided: two for each of four peers, as many as each has chunks in
+flight. More would make each too small for a unit of a large model."""
+
+FETCH_RUNS_MAX = 512
+"""Descriptors of one unit. A unit is fetched by one post, which must not keep other peers waiting for long."""
+
+SCATTER_RUNS_MAX = 1 << 16
+"""Runs of one unit: folding them into boxes takes 1 us each."""
+
+
+class CannotStage(Exception):
+    """This group is read directly whatever it costs; the text says why."""
+
+
+class StagedRuns(Struct, frozen=True, eq=False):
+    """What one pair of units copies on its way through a slot.
+
+    Attributes:
+        slots: units that one buffer holds.
+        buffer_bytes: length of one buffer.
+        fetch: from the source to a slot.
+        scatter: from a slot to the target.
+        boxes: the same as few strided copies.
+        units: how slots are cut: each is one unit.
+        landing: the pair of groups that ``scatter`` was planned for, slots to target.
+    """
+
+    slots: int
+    buffer_bytes: int
+    fetch: RunTable
+    scatter: RunTable
+    boxes: Boxes
+    units: Units
+    landing: GroupPair
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes that are read for one unit."""
+        return self.fetch.unit_bytes
+
+
+def buffer_bytes_of(staging_bytes: int) -> int:
+    """Return the length of one of the buffers that so much memory is divided into: whole pages."""
+    return staging_bytes // STAGING_BUFFERS // 4096 * 4096
+
+
+def stage(pair: GroupPair, source: Units, target: Units, *, staging_bytes: int) -> StagedRuns:
+    """Plan both halves of a staged read, and prove the first; the second is proven with the whole plan.
+
+    Args:
+        pair: what both sides hold.
+        source: how source blocks are cut.
+        target: how target blocks are.
+        staging_bytes: of all buffers.
+
+    Raises:
+        CannotStage: a unit does not fit, or its pieces cannot lie densely in a slot.
+        PlanUnsound: the proof has failed.
+    """
+    buffer_bytes = buffer_bytes_of(staging_bytes)
+    hull = [_all_held(each.layer, each.source, each.source) for each in pair.pairs]
+    pieces = [(parts, fragments(parts, source, source)) for parts in alike(hull)]
+    stretches = merged([table for _, table in pieces])
+    if len(stretches) > FETCH_RUNS_MAX:
+        raise CannotStage(f"the source's unit has {len(stretches):,} pieces, more than {FETCH_RUNS_MAX}")
+    slots = buffer_bytes // stretches.unit_bytes
+    if not slots:
+        size = f"a unit of {stretches.unit_bytes:,} bytes"
+        raise CannotStage(f"{size} does not fit a staging buffer of {buffer_bytes:,}")
+    units = Units(source.tokens, 1, 1, source.stripe)
+    buffer = _Buffer(stretches, slots, units.tokens)
+    staged = {
+        (each.layer, each.source.role): buffer.component(each, starts)
+        for parts, table in pieces
+        for each, starts in zip(parts, table.source[1].reshape(len(parts), -1), strict=True)
+    }
+    group = _slots_group(pair, staged, units)
+    fetched = [_all_held(each.layer, each.source, staged[each.layer, each.source.role]) for each in pair.pairs]
+    landed = [replace(each, source=staged[each.layer, each.source.role]) for each in pair.pairs]
+    fetching = replace(pair, target=group, pairs=tuple(fetched))
+    landing = replace(pair, source=group, pairs=tuple(landed))
+    fetch = merged([fragments(parts, source, units) for parts in alike(fetching.pairs)])
+    scatter = merged([fragments(parts, units, target) for parts in alike(landing.pairs)])
+    if len(scatter) > SCATTER_RUNS_MAX:
+        raise CannotStage(f"a unit is scattered in {len(scatter):,} pieces, more than {SCATTER_RUNS_MAX:,}")
+    cache = Manifest(slots, (Region(0, buffer_bytes),), (group,))
+    # A slot may be smaller than a stripe is wide; blocks of caches may not.
+    replace(cache, groups=(replace(group, stripe=ALL_TOKENS),)).check()
+    if not certify(cache, [(fetching, fetch, source, units)]).complete:
+        raise PlanUnsound("a byte of a staging slot is not read")
+    _prove_apart(fetch, slots)
+    return StagedRuns(slots, buffer_bytes, fetch, scatter, Boxes(scatter), units, landing)
+
+
+class _Buffer:
+    """Where the dense pieces of a source's unit lie in a buffer: one after the other, all slots of each together."""
+
+    def __init__(self, stretches: RunTable, slots: int, tokens: int) -> None:
+        self._region, self._offset = stretches.source[:2]
+        self._nbytes = stretches.nbytes
+        self._base = (np.cumsum(stretches.nbytes) - stretches.nbytes) * slots
+        self._tokens = tokens
+
+    def component(self, pair: ComponentPair, starts: Int64s) -> Component:
+        """Describe a component of the source as it lies in the slots.
+
+        Args:
+            pair: all that the source holds of it.
+            starts: int64, where its fragments of one unit begin on the source.
+
+        Raises:
+            CannotStage: it is no affine map any more.
+        """
+        part, (walked, nbytes) = pair.source, pair.walk
+        first, last = (int(np.searchsorted(self._region, part.region, side)) for side in ("left", "right"))
+        at = first + np.searchsorted(self._offset[first:last], starts, side="right") - 1
+        inside = starts - self._offset[at]
+        sizes = self._nbytes[at]
+        if np.any(inside + nbytes > sizes):
+            raise CannotStage(f"{part.role} shares bytes with another component of the source")
+        if np.any(sizes != sizes[0]):
+            raise CannotStage(f"{part.role} lies in pieces of unlike sizes on the source")
+        extents = pair.extents(self._tokens)
+        places = (self._base[at] + inside).reshape(extents[:walked])
+        return replace(
+            part,
+            region=0,
+            offset=int(places.flat[0]),
+            block_stride=int(sizes[0]),
+            kernel_stride=0,
+            extents=extents,
+            strides=(*_strides(places), *part.strides[walked:]),
+        )
+
+
+def _strides(places: Int64s) -> list[int]:
+    """Return the strides of fragments that lie at these places, one axis for each that was walked.
+
+    Raises:
+        CannotStage: none lead there.
+    """
+    origin = places[(0,) * places.ndim]
+    strides = [
+        int(places[tuple(int(axis == other) for other in range(places.ndim))] - origin) if extent > 1 else 0
+        for axis, extent in enumerate(places.shape)
+    ]
+    reached = origin + np.tensordot(np.array(strides, np.int64), np.indices(places.shape, np.int64), 1)
+    if np.any(reached != places):
+        raise CannotStage("the source's pieces are unevenly spaced")
+    return strides
+
+
+def _slots_group(pair: GroupPair, staged: dict[tuple[str, str], Component], units: Units) -> ManifestGroup:
+    """Describe the slots of a buffer as a group: one block for each, one unit in each block."""
+    layers = []
+    for layer in pair.source.layers:
+        parts = tuple(staged[layer.name, part.role] for part in layer.components if (layer.name, part.role) in staged)
+        if parts:
+            layers.append(Layer(layer.name, layer.kind, layer.window, parts))
+    return ManifestGroup(pair.source.kind, units.tokens or pair.source.block_size, tuple(layers), units.stripe)
+
+
+def _all_held(layer: str, source: Component, target: Component) -> ComponentPair:
+    """Pair all that the source holds of a component with the same elsewhere."""
+    return ComponentPair(layer, source, target, source.held.first, source.held.count)
+
+
+def _prove_apart(fetch: RunTable, slots: int) -> None:
+    """Check that no two slots share a byte: the certificate knows of one at a time."""
+    order = np.argsort(fetch.target[1])
+    offset, nbytes = fetch.target[1, order], fetch.nbytes[order]
+    if np.any(fetch.target[2] != fetch.nbytes) or np.any(offset[1:] - offset[:-1] < slots * nbytes[:-1]):
+        raise PlanUnsound("two staging slots share a byte")
