@@ -9,6 +9,7 @@ from msgspec import Meta, Struct
 from kvflow.errors import ConfigInvalid
 
 SECRET_VARIABLE = "KVFLOW_CLUSTER_SECRET"  # noqa: S105  # the name of the variable, not a secret
+CALIBRATION_VARIABLE = "KVFLOW_CALIBRATION"
 SECRET_LENGTH_MIN = 16
 WILDCARD_HOSTS = frozenset({"0.0.0.0", "*", "[::]"})  # noqa: S104  # recognised in order to be refused
 
@@ -40,6 +41,9 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         queue_s: budget for a pull to be dispatched.
         wire_s: budget without any completion from a peer that owes us one.
         fence_s: budget from the last byte to the verdict, waiting for a late admission included.
+        calibration: file of ``kvflow bench descriptors --calibrate``; the variable KVFLOW_CALIBRATION when None.
+            Without one all is read directly.
+        staging_bytes: memory for staged reads, taken if there is a calibration; 0 never stages.
     """
 
     engine_id: Annotated[str, Meta(min_length=1, max_length=256)]
@@ -60,6 +64,8 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     queue_s: Seconds = 30.0
     wire_s: Seconds = 30.0  # a hung peer is found only by this
     fence_s: Seconds = 10.0
+    calibration: Annotated[str, Meta(min_length=1, max_length=4096)] | None = None
+    staging_bytes: Annotated[int, Meta(ge=0, le=1 << 40)] = 64 << 20  # eight buffers of 8 MiB, each as large as a chunk
 
     def check(self) -> None:
         """Check every field, and what relates them.
@@ -103,6 +109,10 @@ class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                 remedy=f"Set cluster_secret or {SECRET_VARIABLE} to the same long random string on every worker.",
             )
         return secret
+
+    def calibration_path(self) -> str | None:
+        """Return the calibration file, from the settings or the environment; None if there is none."""
+        return self.calibration or os.environ.get(CALIBRATION_VARIABLE) or None
 
     def __repr__(self) -> str:
         shown = (f"{name}={value!r}" for name, value in self.__rich_repr__())

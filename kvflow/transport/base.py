@@ -20,6 +20,9 @@ Failure: a command never raises for what a peer does. Each accepted ``Read`` end
     ``PeerFailed`` and the next ``PeerAdded``, reads of the peer fail with ``peer_lost``.
 Last resort: what is in flight from a peer that hangs may be terminal never. ``renew_reader`` makes it so: it
     destroys the reader and makes another. The exporter is not touched, so whoever reads from us notices nothing.
+Staging: a transport with staging buffers (see ``Program``) posts a chunk of a staged read only while one is free;
+    until then the reads of that peer wait, and other peers' go on. A buffer is free again when its chunk is terminal.
+    A cancelled read copies nothing out of its buffers any more.
 Memory: the caller keeps registered regions alive until ``close`` returned. Index arrays belong to the
     transport once posted.
 """
@@ -33,6 +36,7 @@ from msgspec import Struct
 
 from kvflow.ids import PeerId
 from kvflow.layout.region import Region
+from kvflow.transfer.boxes import Scatter
 
 CHUNK_BYTES_MAX = 8 << 20
 """A post on shared memory is the copy itself: 8 MiB take about 1 ms, and splitting costs nothing measurable."""
@@ -63,15 +67,22 @@ class PeerAddress(Struct, frozen=True):
 class Program(Struct, frozen=True, eq=False):
     """Two prepared descriptor lists: what can be read from one peer under one plan.
 
+    A program with ``scatter`` is *staged*: each chunk of its reads gets a free staging buffer, is fetched into it, and
+    is scattered from there when it has arrived. Its lists then fetch one *unit* with one descriptor of each row: the
+    rows of one buffer are its target rows, with a descriptor for each slot, and the source's descriptors are divided
+    evenly among them, in order.
+
     Attributes:
         program_id: chosen by the caller, unique in this transport as long as the peer is added.
         peer: whose memory ``source_rows`` names.
         source_rows: int64, shape (rows, 5): address, nbytes, device, stride, count. One row is ``count``
             descriptors; descriptor numbers run through the rows in order. All within the peer's regions.
             A row with a count above one has ``stride >= nbytes``.
-        target_rows: the same for our own memory, each row within one registered region.
+        target_rows: the same for our own memory, each row within one registered region; of a staged program
+            addressed from the start of a staging buffer.
         source_memory: memory kind of all source rows, ``DRAM`` or ``VRAM``.
         target_memory: memory kind of all target rows.
+        scatter: the copies from a buffer to our own memory, all in DRAM; None: not staged.
     """
 
     program_id: int
@@ -80,6 +91,7 @@ class Program(Struct, frozen=True, eq=False):
     target_rows: npt.NDArray[np.int64]
     source_memory: str = "DRAM"
     target_memory: str = "DRAM"
+    scatter: Scatter | None = None
 
 
 class Fence(Struct, frozen=True):
@@ -101,7 +113,7 @@ class Fence(Struct, frozen=True):
 
 
 class Read(Struct, frozen=True, eq=False):
-    """Copy descriptors ``source_index[i]`` to ``target_index[i]`` of a program.
+    """Copy descriptors ``source_index[i]`` to ``target_index[i]`` of a program; of a staged one, units.
 
     Attributes:
         read_id: chosen by the caller, unique in this transport.
@@ -110,8 +122,9 @@ class Read(Struct, frozen=True, eq=False):
         source_index: int32, shape (n,), n >= 1.
         target_index: int32, shape (n,).
         cuts: int64, ascending, first 0, last n: chunk ``c`` is ``[cuts[c], cuts[c + 1])``. The caller keeps
-            each chunk within ``CHUNK_BYTES_MAX`` and ``CHUNK_DESCRIPTORS_MAX`` merged descriptors.
-        nbytes: total bytes; must be what the descriptors hold.
+            each chunk within ``CHUNK_BYTES_MAX`` and ``CHUNK_DESCRIPTORS_MAX`` merged descriptors; a chunk of
+            a staged program has at most as many units as a buffer has slots.
+        nbytes: total bytes; must be what the descriptors hold; of a staged program, what its units write in the end.
         priority: lower is more urgent.
         fences: fences that become due with this read.
     """
@@ -125,6 +138,28 @@ class Read(Struct, frozen=True, eq=False):
     nbytes: int
     priority: int = 0
     fences: tuple[Fence, ...] = ()
+
+
+class StagingUse(Struct, frozen=True, kw_only=True):
+    """The staging buffers of a transport at one moment. Each is free, or has one chunk in flight.
+
+    Attributes:
+        buffers: how many there are.
+        buffer_bytes: length of each.
+        in_use: how many have a chunk in flight.
+        quarantined: how many of these have one whose read was cancelled, or whose peer failed: they are free again
+            when the transport knows that nothing is written there any more.
+    """
+
+    buffers: int = 0
+    buffer_bytes: int = 0
+    in_use: int = 0
+    quarantined: int = 0
+
+    @property
+    def quarantined_bytes(self) -> int:
+        """Bytes of the buffers that something unwanted may still write to."""
+        return self.quarantined * self.buffer_bytes
 
 
 class PeerAdded(Struct, frozen=True):
@@ -148,18 +183,20 @@ class PeerFailed(Struct, frozen=True):
 
 
 class ReadCompleted(Struct, frozen=True):
-    """All bytes of the read have arrived.
+    """All bytes of the read have arrived, and are where they belong.
 
     Attributes:
         read_id: which read.
         posted_s: seconds spent in posting calls (on shared memory this is the copy).
         wire_s: seconds from the end of the first posting call to the observed completion, less ``posted_s``
-            of later chunks; about zero on shared memory.
+            of later chunks and ``scattered_s``; about zero on shared memory.
+        scattered_s: seconds spent in copies from staging buffers.
     """
 
     read_id: int
     posted_s: float
     wire_s: float
+    scattered_s: float = 0.0
 
 
 class ReadFailed(Struct, frozen=True):
@@ -242,6 +279,10 @@ class Transport(Protocol):
         Raises:
             TransportUnavailable: the library cannot be loaded or refuses the memory.
         """
+        ...
+
+    def staging(self) -> StagingUse:
+        """Return how many staging buffers are taken. Thread: any."""
         ...
 
     def metadata(self) -> bytes:

@@ -4,6 +4,7 @@ NIXL's own bounds checks have holes: it accepts zero lengths, and its sums wrap 
 here can be added up in int64 without overflow. What the peer registered is for its manifest and NIXL to tell.
 """
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,7 +12,8 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from kvflow.layout.region import ADDRESS_MAX, Region
-from kvflow.transport.base import Read
+from kvflow.transfer.boxes import COLUMNS, FIXED, room_left
+from kvflow.transport.base import Program, Read
 
 INDEX_MAX = (1 << 31) - 1
 """Descriptors are numbered by int32."""
@@ -44,6 +46,28 @@ class Rows(Struct, frozen=True, eq=False):
     count: int
     nbytes_max: int
     uniform: bool
+
+
+class CheckedScatter(Struct, frozen=True, eq=False):
+    """The copies of a staged program, and how its units are fetched.
+
+    Attributes:
+        table: as ``Scatter.table``.
+        slots: units that a buffer holds.
+        units: extents of the target's unit numbers.
+        reach: int64, shape (boxes,): bytes of the target from a box's address to the last that any unit reaches.
+        unit_bytes: bytes that one unit of the target gets.
+        fetch_runs: descriptors that fetch one unit.
+        source_units: units of the source; each run has a descriptor for each of them.
+    """
+
+    table: Int64s
+    slots: int
+    units: tuple[int, int, int]
+    reach: Int64s
+    unit_bytes: int
+    fetch_runs: int
+    source_units: int
 
 
 class Run(Struct, frozen=True):
@@ -117,18 +141,8 @@ def check_read(read: Read, source: Rows, target: Rows) -> None:
         OutOfBounds: wrong dtype or shape, an index that no descriptor has, a pair of different lengths, cuts
             that do not ascend from 0 to n, or a total that is not ``nbytes``.
     """
-    n = read.source_index.size
-    for name, index, rows in (("source", read.source_index, source), ("target", read.target_index, target)):
-        if index.dtype != np.int32 or index.shape != (n,) or not n:
-            raise OutOfBounds(f"{name}_index must be int32 of shape (n,), not {index.dtype} of {index.shape}")
-        # Seen as unsigned, a negative index is a huge one.
-        if index.view(np.uint32).max() >= rows.count:
-            raise OutOfBounds(f"{name}_index leaves [0, {rows.count})")
-    cuts = read.cuts
-    if cuts.dtype != np.int64 or cuts.ndim != 1 or len(cuts) < 2 or cuts[0] != 0 or cuts[-1] != n:
-        raise OutOfBounds(f"cuts must be int64 and lead from 0 to {n}")
-    if len(cuts) > 2 and (cuts[1:] <= cuts[:-1]).any():
-        raise OutOfBounds("cuts do not ascend")
+    n = _check_index(read, source.count, target.count)
+    _check_cuts(read.cuts, n)
     if source.nbytes_max * n > ADDRESS_MAX:
         raise OutOfBounds(f"{n} descriptors of this program are more than an address can count")
     if source.uniform and target.uniform:
@@ -141,6 +155,111 @@ def check_read(read: Read, source: Rows, target: Rows) -> None:
         raise OutOfBounds("source and target descriptors differ in length")
     if nbytes != read.nbytes:
         raise OutOfBounds(f"the descriptors hold {nbytes} bytes, not {read.nbytes}")
+
+
+def _check_index(read: Read, source_count: int, target_count: int) -> int:
+    """Check both index arrays, and return how long they are."""
+    n = read.source_index.size
+    for name, index, count in (
+        ("source", read.source_index, source_count),
+        ("target", read.target_index, target_count),
+    ):
+        if index.dtype != np.int32 or index.shape != (n,) or not n:
+            raise OutOfBounds(f"{name}_index must be int32 of shape (n,), not {index.dtype} of {index.shape}")
+        # Seen as unsigned, a negative index is a huge one.
+        if index.view(np.uint32).max() >= count:
+            raise OutOfBounds(f"{name}_index leaves [0, {count})")
+    return n
+
+
+def _check_cuts(cuts: Int64s, n: int) -> None:
+    if cuts.dtype != np.int64 or cuts.ndim != 1 or len(cuts) < 2 or cuts[0] != 0 or cuts[-1] != n:
+        raise OutOfBounds(f"cuts must be int64 and lead from 0 to {n}")
+    if len(cuts) > 2 and (cuts[1:] <= cuts[:-1]).any():
+        raise OutOfBounds("cuts do not ascend")
+
+
+def check_scatter(
+    program: Program, source: Rows, target: Rows, *, buffer_bytes: int, regions: Sequence[Region]
+) -> CheckedScatter:
+    """Check a staged program: what it fetches fits a buffer, and every copy stays in the buffer and in one region.
+
+    Args:
+        program: staged.
+        source: its checked source rows.
+        target: its checked target rows, addressed from the start of a buffer.
+        buffer_bytes: length of each buffer; 0 if there are none.
+        regions: what targets may lie in.
+
+    Raises:
+        OutOfBounds: naming what cannot be used, and why.
+    """
+    scatter = program.scatter
+    assert scatter is not None
+    table, slots, units = scatter.table, scatter.slots, scatter.units
+    if table.dtype != np.int64 or table.ndim != 2 or table.shape[1] != COLUMNS or not len(table):
+        raise OutOfBounds(f"copies must be int64 of shape (boxes, {COLUMNS}), not {table.dtype} of {table.shape}")
+    counts, here, there = (table[:, FIXED + first :: 3] for first in range(3))
+    if (table < 0).any() or (table[:, 0] < 1).any() or (counts < 1).any():
+        raise OutOfBounds("a copy has a negative number, or no bytes")
+    if slots < 1 or min(units) < 1 or units[0] > INDEX_MAX // units[1] // units[2]:
+        raise OutOfBounds(f"{slots} slots and units of {units} cannot be numbered")
+    source_units = _check_fetch(source, target, slots)
+    check_inside(target, [Region(0, buffer_bytes)] if buffer_bytes else [], "DRAM")
+    slot_count = np.full((len(table), 1), slots, np.int64)
+    left = room_left(
+        np.where(table[:, 1] > buffer_bytes, 0, buffer_bytes - table[:, 1]) - table[:, 0],
+        np.concatenate([slot_count, counts], axis=1),
+        np.concatenate([table[:, 2:3], here], axis=1),
+    )
+    if (left < 0).any():
+        raise OutOfBounds(f"copy {_first(left < 0)} leaves its staging buffer")
+    reach = np.full(len(table), -1, np.int64)
+    numbers = np.broadcast_to(np.array(units, np.int64), (len(table), 3))
+    for region in regions if program.target_memory == "DRAM" else ():
+        behind = region.nbytes - np.maximum(table[:, 3] - region.address, 0)
+        room = np.where((table[:, 3] < region.address) | (table[:, 0] > behind), -1, behind - table[:, 0])
+        left = room_left(room, np.concatenate([numbers, counts], axis=1), np.concatenate([table[:, 4:FIXED], there], 1))
+        if region.memory == "DRAM":
+            reach = np.where(left >= 0, table[:, 0] + room - left, reach)
+    if (reach < 0).any():
+        raise OutOfBounds(f"copy {_first(reach < 0)} lies outside the registered DRAM regions")
+    return CheckedScatter(
+        table=np.ascontiguousarray(table),
+        slots=slots,
+        units=units,
+        reach=reach,
+        unit_bytes=sum(row[0] * math.prod(row[FIXED::3]) for row in table.tolist()),
+        fetch_runs=len(target.table),
+        source_units=source_units,
+    )
+
+
+def _check_fetch(source: Rows, target: Rows, slots: int) -> int:
+    """Check that each row of a buffer is filled from descriptors of its own and of its length; return how many."""
+    runs = len(target.table)
+    units, rest = divmod(source.count, runs)
+    if rest or (target.table[:, 4] != slots).any():
+        raise OutOfBounds(f"{source.count} source descriptors do not fill {runs} rows of {slots} slots")
+    run = source.firsts // units
+    ends = source.firsts + source.table[:, 4] - 1
+    if (ends // units != run).any() or (source.table[:, 1] != target.table[run, 1]).any():
+        raise OutOfBounds("source rows and the rows of a staging buffer differ")
+    return units
+
+
+def check_staged_read(read: Read, scatter: CheckedScatter) -> None:
+    """Check the unit numbers and cuts of a read of a staged program.
+
+    Raises:
+        OutOfBounds: as ``check_read``; or a chunk has more units than a buffer has slots.
+    """
+    n = _check_index(read, scatter.source_units, math.prod(scatter.units))
+    _check_cuts(read.cuts, n)
+    if (read.cuts[1:] - read.cuts[:-1]).max() > scatter.slots:
+        raise OutOfBounds(f"a chunk has more units than the {scatter.slots} slots of a staging buffer")
+    if n * scatter.unit_bytes != read.nbytes:
+        raise OutOfBounds(f"the units hold {n * scatter.unit_bytes} bytes, not {read.nbytes}")
 
 
 def merge(source: Rows, source_index: Int32s, target: Rows, target_index: Int32s) -> list[Run]:

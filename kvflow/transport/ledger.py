@@ -25,6 +25,7 @@ from kvflow.transport.base import (
     ReadFailed,
     TransportEvent,
 )
+from kvflow.transport.buffers import Buffers
 
 CHUNKS_IN_FLIGHT_MAX = 2
 """Per peer. On shared memory none is ever in flight: the post is the copy. On TCP the second keeps the wire busy
@@ -37,15 +38,19 @@ FENCES_IN_FLIGHT_MAX = 8
 ENDED_MAX = 1 << 16
 """How many ended reads are remembered for fences that name them later: hundreds of requests of hundreds of reads."""
 
+NO_BUFFER = -1
+"""Of a chunk that lands where it belongs."""
+
 Events = list[TransportEvent]
 
 
 class Chunk(Struct, frozen=True, eq=False):
-    """Descriptors ``[first, stop)`` of a read."""
+    """Descriptors ``[first, stop)`` of a read, or units if it has a staging ``buffer``."""
 
     read: Read
     first: int
     stop: int
+    buffer: int = NO_BUFFER
 
     @property
     def peer(self) -> PeerId:
@@ -80,16 +85,23 @@ class _WaitingFence:
 @dataclass(slots=True, eq=False)
 class _OpenRead:
     read: Read
+    staged: bool = False
     chunk_next: int = 0
     in_flight: int = 0
     doom: Reason | None = None
     posted_s: float = 0.0
+    scattered_s: float = 0.0
     wire_from: float = 0.0
     fences: list[_WaitingFence] = field(default_factory=list)
 
     @property
     def unposted(self) -> bool:
         return self.doom is None and self.chunk_next < len(self.read.cuts) - 1
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether there is anything left to drop: a chunk that is not posted, or one that was not scattered."""
+        return self.unposted or (self.doom is None and self.staged and self.in_flight > 0)
 
 
 @dataclass(slots=True, eq=False)
@@ -105,9 +117,14 @@ class _Lane:
 
 
 class Ledger:
-    """Account for the reads and fences of one transport. Thread: one only."""
+    """Account for the reads and fences of one transport. Thread: one only.
 
-    def __init__(self) -> None:
+    Args:
+        num_buffers: staging buffers for the chunks of staged reads.
+    """
+
+    def __init__(self, num_buffers: int = 0) -> None:
+        self._buffers = Buffers(num_buffers)
         self._lanes: dict[PeerId, _Lane] = {}
         self._reads: dict[int, _OpenRead] = {}
         self._ended: OrderedDict[int, Reason | None] = OrderedDict()
@@ -127,14 +144,33 @@ class Ledger:
         """Tell whether a peer was abandoned, or never opened, and has nothing in flight."""
         return peer not in self._lanes
 
-    def admit(self, read: Read) -> Events:
-        """Take a checked read of an open peer."""
+    def staging(self) -> tuple[int, int]:
+        """Return how many staging buffers are taken, and how many of these by chunks that nobody wants any more."""
+        taken = self._buffers.taken
+        return len(taken), sum(self._reads[read_id].doom is not None for read_id in taken.values())
+
+    def check(self) -> None:
+        """Check the law of staging: each buffer is free, or has one chunk in flight of a read that has not ended."""
+        self._buffers.check()
+        assert set(self._buffers.taken.values()) <= self._reads.keys(), "a staging buffer has the chunk of no read"
+
+    def wanted(self, chunk: Chunk) -> bool:
+        """Tell whether a chunk that has arrived is to be scattered: its read is neither cancelled nor failed."""
+        return self._reads[chunk.read.read_id].doom is None
+
+    def admit(self, read: Read, *, staged: bool = False) -> Events:
+        """Take a checked read of an open peer.
+
+        Args:
+            read: checked.
+            staged: whether each of its chunks needs a staging buffer.
+        """
         assert read.read_id not in self._reads, f"read id {read.read_id} is used twice"
         lane = self._lanes[read.peer]
         assert lane.closed is None
         after = {read_id for fence in read.fences for read_id in fence.after} & self._reads.keys()
         assert all(self._reads[read_id].read.peer == read.peer for read_id in after), "a fence spans two peers"
-        opened = _OpenRead(read)
+        opened = _OpenRead(read, staged)
         self._reads[read.read_id] = opened
         self._turns += 1
         heapq.heappush(lane.waiting, (read.priority, self._turns, opened))
@@ -147,7 +183,7 @@ class Ledger:
         return [ReadFailed(read.read_id, reason.code, reason.detail), *failed]
 
     def cancel(self, read_ids: Iterable[int]) -> Events:
-        """Drop the unposted chunks of these reads; those with none left to drop go on."""
+        """Drop what is not posted, or not scattered, of these reads; those with nothing left to drop go on."""
         reads = [self._reads[read_id] for read_id in read_ids if read_id in self._reads]
         return self._drop(reads, Reason("cancelled", "cancelled by the caller"))
 
@@ -189,7 +225,7 @@ class Ledger:
         first, stop = opened.read.cuts[opened.chunk_next : opened.chunk_next + 2].tolist()
         opened.chunk_next += 1
         opened.in_flight += 1
-        return Chunk(opened.read, first, stop)
+        return Chunk(opened.read, first, stop, self._buffers.take(opened.read.read_id) if opened.staged else NO_BUFFER)
 
     def posted(self, chunk: Chunk, started: float, ended: float) -> None:
         """Note how long a posting call took, in seconds of one clock."""
@@ -198,8 +234,14 @@ class Ledger:
         # Time that later chunks spend in posting calls is not wire time: the origin moves along with it.
         opened.wire_from = ended if chunk.first == 0 else opened.wire_from + ended - started
 
+    def scattered(self, chunk: Chunk, elapsed: float) -> None:
+        """Note how long it took to copy a chunk out of its buffer, in seconds."""
+        opened = self._reads[chunk.read.read_id]
+        opened.scattered_s += elapsed
+        opened.wire_from += elapsed
+
     def arrived(self, chunk: Chunk, now: float) -> Events:
-        """Report that all bytes of a chunk are there."""
+        """Report that all bytes of a chunk are there, and scattered if that is wanted."""
         return self._leave_flight(chunk, now)
 
     def judged(self, due: DueFence, observed: int, fence_s: float) -> Events:
@@ -243,7 +285,7 @@ class Ledger:
     def _drop(self, reads: Iterable[_OpenRead], reason: Reason) -> Events:
         events: Events = []
         for opened in reads:
-            if opened.unposted:
+            if opened.unfinished:
                 opened.doom = reason
                 if not opened.in_flight:
                     events += self._end(opened, 0.0)
@@ -251,6 +293,8 @@ class Ledger:
 
     def _leave_flight(self, chunk: Chunk, now: float) -> Events:
         opened = self._reads[chunk.read.read_id]
+        if chunk.buffer != NO_BUFFER:
+            self._buffers.give_back(chunk.buffer)
         opened.in_flight -= 1
         events = [] if opened.in_flight or opened.unposted else self._end(opened, now)
         self._lanes[chunk.peer].chunks_in_flight -= 1
@@ -268,7 +312,8 @@ class Ledger:
             del self._reads[read.read_id]
             return events
         del self._reads[read.read_id]
-        events = [ReadCompleted(read.read_id, opened.posted_s, max(0.0, now - opened.wire_from))]
+        wire_s = max(0.0, now - opened.wire_from)
+        events = [ReadCompleted(read.read_id, opened.posted_s, wire_s, opened.scattered_s)]
         for waiting in opened.fences:
             waiting.missing.remove(read.read_id)
             if not waiting.missing:
@@ -283,7 +328,9 @@ class Ledger:
     def _ready(self, lane: _Lane) -> bool:
         while lane.waiting and not lane.waiting[0][2].unposted:
             heapq.heappop(lane.waiting)
-        return bool(lane.waiting) and lane.chunks_in_flight < CHUNKS_IN_FLIGHT_MAX
+        if not lane.waiting or lane.chunks_in_flight >= CHUNKS_IN_FLIGHT_MAX:
+            return False
+        return self._buffers.has_free or not lane.waiting[0][2].staged
 
     def _forget_if_drained(self, peer: PeerId) -> None:
         lane = self._lanes[peer]

@@ -18,6 +18,7 @@ from kvflow.transport.bounds import OutOfBounds, check_inside, merge
 from kvflow.transport.envelope import Envelope, seal, unseal
 from kvflow.transport.ledger import Chunk
 from kvflow.transport.mover import Flight, MoveFailed, Prepared
+from kvflow.transport.staging import StagingMemory
 from kvflow.transport.threaded import ThreadedTransport
 
 
@@ -135,10 +136,11 @@ class LoopbackTransport(ThreadedTransport):
     Args:
         agent_name: unique per incarnation.
         sink: called on the owner thread.
+        staging_bytes: memory for staged programs; 0 for none.
     """
 
-    def __init__(self, agent_name: str, sink: Sink) -> None:
-        super().__init__("loopback", partial(LoopbackMover, agent_name), sink)
+    def __init__(self, agent_name: str, sink: Sink, staging_bytes: int = 0) -> None:
+        super().__init__("loopback", partial(LoopbackMover, agent_name), sink, StagingMemory(staging_bytes))
 
 
 def _require_open(exporter: _Exporter) -> None:

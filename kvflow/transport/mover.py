@@ -12,8 +12,9 @@ from msgspec import Struct
 from kvflow.ids import PeerId
 from kvflow.layout.region import Region
 from kvflow.transport.base import PeerAddress, Program
-from kvflow.transport.bounds import Rows
+from kvflow.transport.bounds import CheckedScatter, Rows
 from kvflow.transport.ledger import Chunk, Reason
+from kvflow.transport.staging import Scatterer
 
 
 class MoveFailed(Exception):
@@ -28,18 +29,32 @@ class MoveFailed(Exception):
         self.reason = Reason(code, detail)
 
 
+class Staged(Struct, frozen=True, eq=False):
+    """What a staged program needs beside its rows.
+
+    Attributes:
+        checked: its copies.
+        scatterer: carries them out.
+    """
+
+    checked: CheckedScatter
+    scatterer: Scatterer
+
+
 class Prepared(Struct, frozen=True, eq=False):
     """A program whose rows are checked.
 
     Attributes:
         program: as the caller gave it.
         source: its source rows.
-        target: its target rows.
+        target: its target rows; of a staged program those of all staging buffers, one after the other.
+        staged: of a staged program, how its units are fetched and scattered.
     """
 
     program: Program
     source: Rows
     target: Rows
+    staged: Staged | None = None
 
 
 class Flight:

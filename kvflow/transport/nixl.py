@@ -21,6 +21,7 @@ from kvflow.transport.envelope import Envelope, seal, unseal
 from kvflow.transport.ledger import Chunk
 from kvflow.transport.mover import Flight, MoveFailed, Prepared
 from kvflow.transport.nixl_binding import Agent, error_types, load_binding
+from kvflow.transport.staging import StagingMemory
 from kvflow.transport.threaded import ThreadedTransport
 
 _SCRATCH_SLOTS = 8192
@@ -97,16 +98,19 @@ class NixlMover:
         agent_name: unique per incarnation.
         regions: the cache.
         epochs: our epoch table.
+        staging: memory that only the reader knows.
 
     Raises:
         TransportUnavailable: NIXL cannot be loaded, UCX cannot start, or the memory is refused.
     """
 
-    def __init__(self, agent_name: str, regions: Sequence[Region], epochs: Region) -> None:
+    def __init__(
+        self, agent_name: str, regions: Sequence[Region], epochs: Region, staging: Sequence[Region] = ()
+    ) -> None:
         binding = load_binding()
         self._binding = binding
         self._agent_name = agent_name
-        self._regions = tuple(regions)
+        self._regions = (*regions, *staging)
         self._errors = error_types(binding)
         self._peers: dict[PeerId, _Peer] = {}
         self._numbers = count()
@@ -290,10 +294,12 @@ class NixlTransport(ThreadedTransport):
     Args:
         agent_name: unique per incarnation.
         sink: called on the owner thread.
+        staging_bytes: memory for staged programs; 0 for none.
     """
 
-    def __init__(self, agent_name: str, sink: Sink) -> None:
-        super().__init__("nixl", partial(NixlMover, agent_name), sink)
+    def __init__(self, agent_name: str, sink: Sink, staging_bytes: int = 0) -> None:
+        staging = StagingMemory(staging_bytes)
+        super().__init__("nixl", partial(NixlMover, agent_name, staging=staging.regions), sink, staging)
 
 
 def _failure(codes: Mapping[str, str], error: Exception) -> MoveFailed:

@@ -24,9 +24,17 @@ from kvflow.transport.base import (
     Sink,
     TransportEvent,
 )
-from kvflow.transport.bounds import OutOfBounds, check_inside, check_read, check_rows
-from kvflow.transport.ledger import Chunk, Ledger, Reason, Work
-from kvflow.transport.mover import Flight, MoveFailed, Mover, Prepared
+from kvflow.transport.bounds import (
+    OutOfBounds,
+    check_inside,
+    check_read,
+    check_rows,
+    check_scatter,
+    check_staged_read,
+)
+from kvflow.transport.ledger import NO_BUFFER, Chunk, Ledger, Reason, Work
+from kvflow.transport.mover import Flight, MoveFailed, Mover, Prepared, Staged
+from kvflow.transport.staging import Scatterer, StagingMemory, fetching
 
 _logger = logging.getLogger(__name__)
 
@@ -82,14 +90,23 @@ class Owner:
         regions: what targets may lie in.
         sink: where events go.
         now: seconds of a monotonic clock.
+        staging: buffers for staged programs.
     """
 
-    def __init__(self, mover: Mover, regions: Sequence[Region], sink: Sink, now: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        mover: Mover,
+        regions: Sequence[Region],
+        sink: Sink,
+        now: Callable[[], float],
+        staging: StagingMemory | None = None,
+    ) -> None:
         self._mover = mover
         self._regions = tuple(regions)
         self._sink = sink
         self._now = now
-        self._ledger = Ledger()
+        self._staging = staging or StagingMemory(0)
+        self._ledger = Ledger(len(self._staging.buffers))
         self._peers: dict[PeerId, _Peer] = {}
         self._flying: list[_Flying] = []
         self._outbox: list[TransportEvent] = []
@@ -205,13 +222,16 @@ class Owner:
     def _admit(self, read: Read) -> None:
         try:
             program = self._program_of(read)
-            check_read(read, program.source, program.target)
+            if program.staged is None:
+                check_read(read, program.source, program.target)
+            else:
+                check_staged_read(read, program.staged.checked)
         except MoveFailed as failure:
             self._emit(self._ledger.refuse(read, failure.reason))
         except OutOfBounds as error:
             self._emit(self._ledger.refuse(read, Reason("bounds", str(error))))
         else:
-            self._emit(self._ledger.admit(read))
+            self._emit(self._ledger.admit(read, staged=program.staged is not None))
 
     def _program_of(self, read: Read) -> Prepared:
         peer = self._peers.get(read.peer)
@@ -230,9 +250,7 @@ class Owner:
             return  # its reads fail as those of a peer that is not there
         assert program.program_id not in peer.programs, f"program id {program.program_id} is used twice"
         try:
-            source, target = check_rows(program.source_rows), check_rows(program.target_rows)
-            check_inside(target, self._regions, program.target_memory)
-            prepared = Prepared(program, source, target)
+            prepared = self._checked(program)
             self._mover.prepare(prepared)
         except OutOfBounds as error:
             peer.programs[program.program_id] = Reason("bounds", str(error))
@@ -240,6 +258,15 @@ class Owner:
             peer.programs[program.program_id] = failure.reason
         else:
             peer.programs[program.program_id] = prepared
+
+    def _checked(self, program: Program) -> Prepared:
+        source, target = check_rows(program.source_rows), check_rows(program.target_rows)
+        if program.scatter is None:
+            check_inside(target, self._regions, program.target_memory)
+            return Prepared(program, source, target)
+        nbytes = self._staging.use.buffer_bytes
+        checked = check_scatter(program, source, target, buffer_bytes=nbytes, regions=self._regions)
+        return Prepared(program, source, self._staging.rows(target), Staged(checked, Scatterer(checked)))
 
     def _add(self, address: PeerAddress) -> None:
         peer = self._peers.get(address.peer)
@@ -290,7 +317,8 @@ class Owner:
         started = self._now()
         try:
             if isinstance(work, Chunk):
-                outcome = self._mover.post(work)
+                staged = self._staged(work)
+                outcome = self._mover.post(work if staged is None else fetching(work, staged.checked))
                 self._ledger.posted(work, started, self._now())
             elif work.fence.slot in range(self._peers[work.peer].address.epochs.nbytes // 8):
                 outcome = self._mover.post_fence(work.peer, work.fence.slot)
@@ -328,11 +356,34 @@ class Owner:
                 self._land(flying.work, outcome, flying.posted_at)
 
     def _land(self, work: Work, value: int, posted_at: float) -> None:
-        now = self._now()
         if isinstance(work, Chunk):
-            self._emit(self._ledger.arrived(work, now))
+            self._scatter(work)
+            self._emit(self._ledger.arrived(work, self._now()))
         else:
-            self._emit(self._ledger.judged(work, value, now - posted_at))
+            self._emit(self._ledger.judged(work, value, self._now() - posted_at))
+
+    def _staged(self, chunk: Chunk) -> Staged | None:
+        """Return what a chunk's program needs to be staged; None if it is not."""
+        if chunk.buffer == NO_BUFFER:
+            return None
+        program = self._peers[chunk.peer].programs[chunk.read.program_id]
+        assert isinstance(program, Prepared)
+        return program.staged
+
+    def _scatter(self, chunk: Chunk) -> None:
+        """Copy a chunk that has arrived from its buffer to where it belongs, unless nobody wants it any more."""
+        staged = self._staged(chunk)
+        if staged is None or not self._ledger.wanted(chunk):
+            return
+        started = self._now()
+        try:
+            content = self._staging.content(chunk.buffer)
+            staged.scatterer.run(content, chunk.read.target_index[chunk.first : chunk.stop])
+        except Exception as error:
+            # Half of it may be there, but nothing writes any more: the read ends before the defect is told.
+            self._emit(self._ledger.failed(chunk, Reason("transport_error", repr(error))))
+            raise
+        self._ledger.scattered(chunk, self._now() - started)
 
     def _fail(self, work: Work, reason: Reason) -> None:
         self._emit(self._ledger.failed(work, reason))
@@ -354,6 +405,7 @@ class Owner:
         self._outbox += events
 
     def _publish(self) -> None:
+        self._staging.note(*self._ledger.staging())
         events, self._outbox = self._outbox, []
         for event in events:
             try:

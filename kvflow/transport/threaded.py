@@ -10,9 +10,10 @@ from contextlib import suppress
 
 from kvflow.ids import PeerId
 from kvflow.layout.region import Region
-from kvflow.transport.base import PeerAddress, Program, Read, Sink
+from kvflow.transport.base import PeerAddress, Program, Read, Sink, StagingUse
 from kvflow.transport.mover import MoverFactory
 from kvflow.transport.owner import CancelReads, Command, Owner, RemovePeer, RenewReader
+from kvflow.transport.staging import StagingMemory
 
 _logger = logging.getLogger(__name__)
 
@@ -35,10 +36,12 @@ class ThreadedTransport:
         name: of the kind of transport.
         open_mover: called on the owner thread, as is all of the mover.
         sink: called on the owner thread.
+        staging: buffers for staged programs.
     """
 
-    def __init__(self, name: str, open_mover: MoverFactory, sink: Sink) -> None:
+    def __init__(self, name: str, open_mover: MoverFactory, sink: Sink, staging: StagingMemory) -> None:
         self._name = name
+        self._staging = staging
         self._open_mover = open_mover
         self._sink = sink
         self._commands: deque[Command | None] = deque()
@@ -65,6 +68,10 @@ class ThreadedTransport:
             self._threads.append(thread)
             thread.start()
         self._metadata.result()
+
+    def staging(self) -> StagingUse:
+        """See ``Transport.staging``."""
+        return self._staging.use
 
     def metadata(self) -> bytes:
         """See ``Transport.metadata``."""
@@ -127,7 +134,7 @@ class ThreadedTransport:
         except BaseException as error:  # noqa: BLE001 - start raises it, in the caller's thread
             self._metadata.set_exception(error)
             return
-        owner = Owner(mover, regions, self._sink, time.monotonic)
+        owner = Owner(mover, regions, self._sink, time.monotonic, self._staging)
         self._metadata.set_result(mover.metadata)
         self._serve(owner)
         owner.begin_close()

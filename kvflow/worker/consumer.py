@@ -43,6 +43,7 @@ from kvflow.transport.base import (
     ReadCompleted,
     ReadFailed,
     RenewalEnded,
+    StagingUse,
     Transport,
     TransportEvent,
 )
@@ -177,6 +178,10 @@ class Consumer:
         """List destinations whose pulls have ended while something may still write."""
         return self._ledger.quarantined()
 
+    def staging(self) -> StagingUse:
+        """Return how many staging buffers are taken."""
+        return self._transport.staging()
+
     def open_pulls(self) -> int:
         """Return how many pulls are open or draining."""
         return len(self._unsettled)
@@ -189,8 +194,10 @@ class Consumer:
         """Feed what the data plane reports to whom it concerns."""
         now = self._clock()
         match event:
-            case ReadCompleted(read_id=read_id, posted_s=posted_s):
-                effects = self._scheduler.on_read_completed(read_id, posted_s=posted_s, now=now)
+            case ReadCompleted(read_id=read_id, posted_s=posted_s, scattered_s=scattered_s):
+                effects = self._scheduler.on_read_completed(
+                    read_id, posted_s=posted_s, scattered_s=scattered_s, now=now
+                )
             case ReadFailed(read_id=read_id, code=code, detail=detail):
                 effects = self._scheduler.on_read_failed(read_id, code=code, detail=detail, now=now)
             case FenceJudged(fence_id=fence_id, observed=observed, fence_s=fence_s):

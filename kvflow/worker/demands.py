@@ -36,7 +36,14 @@ def demands_of(member: Member, theirs: Manifest, programs: Programs, targets: Se
         )
         if len(pairs.source):
             demands.append(
-                Demand(program_id, pairs, binding.unit_bytes, binding.unit_descriptors, binding.merged(pairs))
+                Demand(
+                    program_id=program_id,
+                    pairs=pairs,
+                    unit_bytes=binding.unit_bytes,
+                    unit_descriptors=binding.unit_descriptors,
+                    descriptors=binding.merged(pairs),
+                    extra_bytes=binding.read_bytes - binding.unit_bytes,
+                )
             )
     return tuple(demands)
 

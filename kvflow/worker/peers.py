@@ -31,11 +31,12 @@ from kvflow.layout.manifest import Manifest
 from kvflow.observability.events import PeerConnected, PeerDropped
 from kvflow.rendezvous.dialer import Link, Restarted, open_link
 from kvflow.rendezvous.introduction import OurSide
-from kvflow.transfer.bind import Binding
+from kvflow.transfer.bind_plan import AnyBinding, bind_plan
 from kvflow.transfer.cover import share_out
 from kvflow.transfer.match import Pieces, have_common_layer, require_same_model
 from kvflow.transfer.plan import PlanCache, TransferPlan
 from kvflow.transport.base import PeerAddress, Program, Transport
+from kvflow.worker.calibration import NEVER, Staging
 from kvflow.worker.dialling import DiallingRecord
 from kvflow.worker.failures import meeting_error
 from kvflow.worker.redial import redial
@@ -68,7 +69,7 @@ class Peer:
         return self.link.advertisement.manifest
 
 
-Programs = tuple[tuple[int, Binding], ...]
+Programs = tuple[tuple[int, AnyBinding], ...]
 """Program id and binding for each group of a plan."""
 
 
@@ -124,6 +125,7 @@ class PeerPool:
         on_dropped: Callable[[PeerId, str, str], None],
         plans: PlanCache,
         draw: Callable[[], float],
+        staging: Staging = NEVER,
     ) -> None:
         self._ours = ours
         self._manifest = manifest
@@ -133,6 +135,7 @@ class PeerPool:
         self._report = report
         self._on_dropped = on_dropped
         self._plans = plans
+        self._staging = staging
         self._legs: dict[tuple[PeerId, ...], tuple[Leg, ...]] = {}
         self._entries: dict[PeerId, _Entry] = {}
         self._lives: dict[PeerId, asyncio.Task[None]] = {}
@@ -141,7 +144,7 @@ class PeerPool:
         self._record = DiallingRecord(clock=clock, draw=draw, report=report)
         self._next_program = 0
         self._closed = False
-        self.bindings: dict[int, Binding] = {}
+        self.bindings: dict[int, AnyBinding] = {}
 
     async def meet(self, member: Member) -> Peer:
         """Return the peer that a ticket names, meeting it first if need be.
@@ -282,7 +285,7 @@ class PeerPool:
         # Whatever cannot go together is told before anything is read.
         require_same_model(theirs.manifest, self._manifest)
         if have_common_layer(theirs.manifest, self._manifest):
-            self._plans.plan(theirs.manifest, self._manifest)  # another pipeline stage may have nothing for us
+            self._plan(theirs.manifest, None)  # another pipeline stage may have nothing for us
         self._transport.add_peer(PeerAddress(link.peer, theirs.metadata, theirs.epochs))
         budget_s = self._ours.limits.handshake_s
         try:
@@ -294,24 +297,17 @@ class PeerPool:
             raise DeadlineExceeded(message, phase="handshake", peer=link.peer) from None
         return Peer(link)
 
+    def _plan(self, theirs: Manifest, pieces: Pieces | None) -> TransferPlan:
+        terms = self._staging
+        return self._plans.plan(theirs, self._manifest, pieces, costs=terms.costs, staging_bytes=terms.nbytes)
+
     def _programs(self, peer: Peer, pieces: Pieces | None) -> Programs:
-        plan = self._plans.plan(peer.manifest, self._manifest, pieces)
+        plan = self._plan(peer.manifest, pieces)
         entry = self._entries[peer.link.peer]
-        return tuple(self._program(peer.link, binding, entry) for binding in self._bindings(plan, peer.manifest))
+        bindings = bind_plan(plan, peer.manifest, self._manifest)
+        return tuple(self._program(peer.link, binding, entry) for binding in bindings)
 
-    def _bindings(self, plan: TransferPlan, theirs: Manifest) -> list[Binding]:
-        return [
-            Binding(
-                group,
-                source_regions=theirs.regions,
-                source_blocks=theirs.num_blocks,
-                target_regions=self._manifest.regions,
-                target_blocks=self._manifest.num_blocks,
-            )
-            for group in plan.groups
-        ]
-
-    def _program(self, link: Link, binding: Binding, entry: _Entry) -> tuple[int, Binding]:
+    def _program(self, link: Link, binding: AnyBinding, entry: _Entry) -> tuple[int, AnyBinding]:
         self._next_program += 1
         program_id = self._next_program
         self.bindings[program_id] = binding
@@ -324,6 +320,7 @@ class PeerPool:
                 target_rows=binding.target.table,
                 source_memory=binding.source.memory,
                 target_memory=binding.target.memory,
+                scatter=binding.scatter,
             )
         )
         return program_id, binding

@@ -30,6 +30,7 @@ from kvflow.rendezvous.publication import Advertisement
 from kvflow.transfer.requests import Budgets
 from kvflow.transfer.scheduler import Scheduler
 from kvflow.transport.base import Transport
+from kvflow.worker.calibration import Staging, staging_of
 from kvflow.worker.consumer import Consumer
 from kvflow.worker.drain import Drain
 from kvflow.worker.inbox import Inbox
@@ -86,14 +87,17 @@ async def open_worker(
     epochs = EpochTable(config.lease_slots, surroundings.draw_bits(EPOCH_BITS))
     inbox = Inbox(asyncio.get_running_loop())
     name = peer_id(config.engine_id, config.rank, incarnation)
+    staging = staging_of(config, manifest)
     make = partial(surroundings.open_transport, config.transport, name, inbox.put)
+    if staging.nbytes:
+        make = partial(surroundings.open_transport, config.transport, name, inbox.put, staging.nbytes)
     async with _started_transport(make, manifest, epochs, inbox) as transport:
         advertisement = Advertisement(
             manifest=manifest, epochs=_region(epochs), transport=transport.name, metadata=transport.metadata()
         )
         ours = introduce(config, incarnation, advertisement, surroundings.network)
         report = _reporter(config, incarnation, hooks)
-        parts = _Parts(config, cache, manifest, ours, epochs, transport, inbox, report, surroundings)
+        parts = _Parts(config, cache, manifest, ours, epochs, transport, inbox, report, surroundings, staging)
         async with _opened(parts) as worker:
             yield worker
 
@@ -110,12 +114,13 @@ class _Parts(NamedTuple):
     inbox: Inbox
     report: Callable[..., None]
     surroundings: Surroundings
+    staging: Staging
 
 
 @asynccontextmanager
 async def _opened(parts: _Parts) -> AsyncIterator[Worker]:
     """Wire both sides of a worker together, listen, and take them down in order."""
-    config, cache, manifest, ours, epochs, transport, inbox, report, surroundings = parts
+    config, cache, manifest, ours, epochs, transport, inbox, report, surroundings, staging = parts
     key = TicketKey(ours.security)
     account = BlockAccount(alias_classes(manifest), manifest.num_blocks, threading.Lock())
     keeper = LeaseKeeper(
@@ -151,6 +156,7 @@ async def _opened(parts: _Parts) -> AsyncIterator[Worker]:
                 on_dropped=lambda *dropped: consumer.on_peer_dropped(*dropped),  # noqa: PLW0108
                 plans=surroundings.make_plans(),
                 draw=surroundings.network.draw,
+                staging=staging,
             )
             consumer = Consumer(
                 pool=pool,

@@ -5,6 +5,7 @@
 
 import secrets
 from collections.abc import Callable
+from typing import Protocol
 
 from msgspec import Struct
 
@@ -16,13 +17,21 @@ from kvflow.transport.base import Sink, Transport
 from kvflow.transport.factory import create_transport
 
 
+class OpenTransport(Protocol):
+    """Makes a transport that has not started. The last argument is given only where reads may be staged."""
+
+    def __call__(self, name: str, agent_name: str, sink: Sink, staging_bytes: int = 0) -> Transport:
+        """See ``create_transport``."""
+        ...
+
+
 class Surroundings(Struct, frozen=True, kw_only=True):
     """Everything that differs between a real worker and a simulated one.
 
     Attributes:
         clock: seconds of a monotonic clock.
         network: where peers are met.
-        open_transport: makes a transport that has not started, from its kind, the agent's name and the sink.
+        open_transport: makes a transport that has not started.
         draw_bits: draws a number of that many random bits, which nobody can guess.
         limits: of batches, and of what is in flight.
         make_plans: makes the worker's cache of plans.
@@ -30,7 +39,7 @@ class Surroundings(Struct, frozen=True, kw_only=True):
 
     clock: Clock = monotonic
     network: Network = ZEROMQ
-    open_transport: Callable[[str, str, Sink], Transport] = create_transport
+    open_transport: OpenTransport = create_transport
     draw_bits: Callable[[int], int] = secrets.randbits
     limits: Limits = Limits()
     make_plans: Callable[[], PlanCache] = PlanCache

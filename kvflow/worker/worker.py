@@ -11,6 +11,7 @@ from kvflow.cache.leases import Outcome
 from kvflow.cache.tickets import Grant, RankAddress, Ticket
 from kvflow.errors import ArgumentInvalid
 from kvflow.transfer.report import TransferReport
+from kvflow.transport.base import StagingUse
 from kvflow.worker.consumer import Consumer
 from kvflow.worker.drain import Drain, DrainReport
 from kvflow.worker.offers import Offers
@@ -24,11 +25,13 @@ class Snapshot(Struct, frozen=True, kw_only=True):
         leases: offers that are held.
         pulls: pulls that are open or draining.
         quarantined: destinations that something may still write into.
+        staging: staging buffers: how many there are, are in use, and are in quarantine.
     """
 
     leases: int
     pulls: int
     quarantined: tuple[Quarantined, ...]
+    staging: StagingUse = StagingUse()
 
 
 class Worker:
@@ -215,6 +218,7 @@ class Worker:
             leases=self._keeper.held(),
             pulls=self._consumer.open_pulls(),
             quarantined=tuple(self._consumer.quarantined()),
+            staging=self._consumer.staging(),
         )
 
 

@@ -4,6 +4,7 @@ import threading
 
 from kvflow.layout.region import Region
 from kvflow.transport import threaded
+from kvflow.transport.staging import StagingMemory
 from kvflow.transport.threaded import ThreadedTransport
 
 PATIENCE_S = 60
@@ -25,7 +26,7 @@ class StuckMover:
 def test_closing_waits_for_a_call_that_hangs_and_says_so(monkeypatch):
     monkeypatch.setattr(threaded, "HANGS_S", 0.01)
     mover = StuckMover()
-    transport = ThreadedTransport("stuck", lambda _regions, _epochs: mover, lambda _event: None)
+    transport = ThreadedTransport("stuck", lambda _regions, _epochs: mover, lambda _event: None, StagingMemory(0))
     transport.start([Region(4096, 64)], Region(8192, 64))
     told, words = threading.Event(), []
 

@@ -231,7 +231,7 @@ async def test_a_pull_posts_reports_releases_and_gives_back(world):
         read.nbytes,
         1,  # 3 and 4 to 1 and 2: neighbours on both sides
     )
-    assert report.timings_s.keys() == {"handshake", "bind", "queue", "post", "wire", "fence", "total"}
+    assert report.timings_s.keys() == {"handshake", "bind", "queue", "post", "wire", "scatter", "fence", "total"}
     assert (report.timings_s["total"], report.timings_s["post"], report.timings_s["fence"]) == (1.0, 0.25, 0.125)
     assert world.released() == {read.peer: [(grant.slot, grant.epoch_value)]}
     assert len(world.ledger) == world.consumer.open_pulls() == 0
