@@ -7,7 +7,7 @@ SOURCES := kvflow handshake tests docker
 TEXTS := $(SOURCES) docs README.md CHANGELOG.md Makefile pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench compose-demo test-compose test-exhaustive clean
+.PHONY: help demo test lint bench compose-demo test-compose test-exhaustive test-fence clean
 .SILENT:
 
 help:
@@ -18,6 +18,7 @@ help:
 	echo 'make compose-demo   the demo in containers, over TCP and over shared memory; needs Docker and Compose'
 	echo 'make test-compose   the tests of that, with a container that is killed'
 	echo 'make test-exhaustive   100,000 generated pairs, and every parallelism and layout to every other; most of an hour'
+	echo 'make test-fence   100,000 reads of blocks that are recycled meanwhile, and no wrong byte; a quarter of an hour'
 	echo 'make clean   remove what was built and measured; .venv stays'
 
 # torch goes first and alone, so that pip settles on the pinned build before it looks at anything that wants torch.
@@ -57,6 +58,9 @@ test-compose: $(INSTALLED)
 
 test-exhaustive: $(INSTALLED)
 	KVFLOW_TEST_EXHAUSTIVE=$${KVFLOW_TEST_EXHAUSTIVE:-1} $(BIN)/python -m pytest --quiet -o faulthandler_timeout=0 tests/exhaustive
+
+test-fence: $(INSTALLED)
+	KVFLOW_TEST_READS=$${KVFLOW_TEST_READS:-100000} $(BIN)/python -m pytest --quiet -o faulthandler_timeout=500 tests/integration/test_fenced_reads.py
 
 clean:
 	rm -rf out dist build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

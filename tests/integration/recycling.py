@@ -1,0 +1,205 @@
+"""Engines that take their blocks back at random moments while somebody reads them, in a process of their own.
+
+An offer lives until its reader has released it, until its lease of a few milliseconds has run out, or until it is
+revoked at a random moment about when a read of it may go on. In the last two cases its blocks are written over at once.
+
+``["one rank", 4, 0]`` on standard input (path, blocks of each group, seed) is answered by one more offer: the number
+that names its bytes, and what a router would carry. The end of the input ends the process.
+"""
+
+import asyncio
+import json
+import logging
+import random
+import sys
+import time
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from itertools import count
+
+import msgspec
+import uvloop
+from msgspec import Struct
+
+import kvflow
+from kvflow import errors
+
+from .producing import SECRET, configured
+from .shapes import Shape
+from .words import Words
+
+NUM_BLOCKS = 512
+REVOKED = 0.6
+"""Share of the offers that are revoked, if they live so long."""
+TARGET = Shape(num_blocks=NUM_BLOCKS, block_size=16, heads=4, head_size=32)
+
+
+class Path(Struct, frozen=True, kw_only=True):
+    """One way in which a ticket and its bytes come about.
+
+    Attributes:
+        source: how one rank keeps its cache; the target is ``TARGET``.
+        ranks: that divide the heads.
+        lease_s: of every offer.
+        minted: whether a mint signs one ticket for all ranks, who write and admit it later; else every rank offers.
+        blocks_max: most blocks of one request, per group.
+        target: more settings of the reader.
+    """
+
+    source: Shape = TARGET
+    ranks: int = 1
+    lease_s: float = 0.005
+    minted: bool = False
+    blocks_max: int = 8
+    target: dict = {}
+
+
+PATHS = {
+    "one rank": Path(),
+    # Tokens of a head lie apart here, heads of a token there: every head of every token is a descriptor.
+    "many chunks": Path(source=msgspec.structs.replace(TARGET, layout="LBNHC"), blocks_max=6, lease_s=0.02),
+    "two ranks": Path(ranks=2, lease_s=0.008),
+    "admitted late": Path(ranks=2, minted=True, lease_s=0.06),
+}
+"""Name -> path. A path that moves its bytes in another way is one more entry."""
+
+
+class Recycler:
+    """An engine that offers, and takes back.
+
+    Args:
+        name: of the engine.
+        path: what it is like.
+        workers: one per rank.
+        words: of each rank's cache.
+        rng: of all that is random.
+    """
+
+    def __init__(self, name, path, workers, words, rng):
+        self._path = path
+        self._workers = workers
+        self._words = words
+        self._rng = rng
+        self._free = list(range(NUM_BLOCKS))
+        self._freed = asyncio.Event()
+        self._numbers = count(1)
+        self._usual_s = 0.002
+        self._tasks = asyncio.TaskGroup()
+        if path.minted:
+            ranks = [worker.rank_address for worker in workers]
+            self._mint = kvflow.TicketMint(name, ranks, cluster_secret=SECRET, lease_s=path.lease_s)
+
+    async def __aenter__(self):
+        await self._tasks.__aenter__()
+        return self
+
+    async def __aexit__(self, *error):
+        return await self._tasks.__aexit__(*error)
+
+    async def offer(self, num_blocks):
+        """Offer so many blocks of each group; return their request's number and parameters."""
+        block_ids = await self._take(2 * num_blocks)
+        block_ids = [block_ids[:num_blocks], block_ids[num_blocks:]]
+        number, num_tokens = next(self._numbers), num_blocks * TARGET.block_size
+        name = str(number)
+        if self._path.minted:
+            ticket, grant = self._mint.offer(name, block_ids=block_ids, num_tokens=num_tokens)
+            self._tasks.create_task(self._admit_late(number, grant))
+        else:
+            self._write(number, block_ids)
+            ticket = kvflow.join_tickets([worker.offer(name, block_ids, num_tokens) for worker in self._workers])
+            self._follow(number, block_ids)
+        return {"number": number, "params": ticket.to_params()}
+
+    def _follow(self, number, block_ids):
+        """Let an offer live, and revoke it or not."""
+        delay_s = self._rng.uniform(0, 2 * self._usual_s) if self._rng.random() < REVOKED else None
+        self._tasks.create_task(self._live(number, block_ids, next(self._numbers), delay_s))
+
+    async def _admit_late(self, number, grant):
+        delay_s = self._rng.uniform(0, 2 * self._usual_s)
+        await asyncio.to_thread(self._write_and_admit, number, grant, delay_s)
+        self._follow(number, grant.block_ids)
+
+    def _write_and_admit(self, number, grant, delay_s):
+        time.sleep(delay_s)  # this is the random moment, about when the blocks are read
+        for worker, words in zip(self._workers, self._words, strict=True):
+            words.write(number, grant.block_ids)
+            worker.admit(grant)
+
+    async def _live(self, number, block_ids, successor, delay_s):
+        """Follow one offer to its end on every rank, then its blocks are free."""
+        began_s = time.monotonic()
+        async with asyncio.TaskGroup() as ends:
+            if delay_s is not None:
+                ends.create_task(asyncio.to_thread(self._recycle, number, block_ids, successor, delay_s))
+            outcomes = [
+                ends.create_task(self._end(rank, number, block_ids, successor)) for rank in range(self._path.ranks)
+            ]
+        if {outcome.result() for outcome in outcomes} == {"released"}:
+            self._usual_s += 0.05 * (time.monotonic() - began_s - self._usual_s)
+        if self._path.minted:
+            self._mint.retire(str(number))
+        self._free += [block for ids in block_ids for block in ids]
+        self._freed.set()
+
+    def _recycle(self, number, block_ids, successor, delay_s):
+        """Revoke an offer, and write over its blocks the moment after: in a thread, as fast as an engine would."""
+        time.sleep(delay_s)  # this is the random moment, about when the blocks are read
+        for worker, words in zip(self._workers, self._words, strict=True):
+            if worker.revoke(str(number)):
+                words.write(successor, block_ids)
+
+    async def _end(self, rank, number, block_ids, successor):
+        outcome = "released"
+        with suppress(errors.RequestUnknown):
+            outcome = await self._workers[rank].wait_offer(str(number))
+        if outcome == "expired":
+            self._words[rank].write(successor, block_ids)
+        return outcome
+
+    def _write(self, number, block_ids):
+        for words in self._words:
+            words.write(number, block_ids)
+
+    async def _take(self, num_blocks):
+        """Take blocks that nobody reads, at random."""
+        while len(self._free) < num_blocks:
+            self._freed.clear()
+            await self._freed.wait()
+        self._rng.shuffle(self._free)
+        taken, self._free = self._free[:num_blocks], self._free[num_blocks:]
+        return taken
+
+
+@asynccontextmanager
+async def recycling(name, seed):
+    """Open the engine of one path."""
+    path = PATHS[name]
+    async with AsyncExitStack() as stack:
+        workers, words = [], []
+        for rank in range(path.ranks):
+            cache = msgspec.structs.replace(path.source, tp_rank=rank, tp_size=path.ranks).build()
+            config = configured(name, rank=rank, num_ranks=path.ranks, lease_s=path.lease_s)
+            workers.append(await stack.enter_async_context(kvflow.open_worker(config, cache)))
+            words.append(Words(cache))
+        async with Recycler(name, path, workers, words, random.Random(f"{name} {seed}")) as recycler:
+            yield recycler
+
+
+async def main():
+    logging.getLogger("kvflow").setLevel(logging.CRITICAL)  # every second lease runs out or is revoked
+    loop = asyncio.get_running_loop()
+    lines = asyncio.StreamReader()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+    async with AsyncExitStack() as stack:
+        recyclers = {}
+        while line := await lines.readline():
+            path, num_blocks, seed = json.loads(line)
+            if path not in recyclers:
+                recyclers[path] = await stack.enter_async_context(recycling(path, seed))
+            sys.stdout.write(json.dumps(await recyclers[path].offer(num_blocks)) + "\n")
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    uvloop.run(main())

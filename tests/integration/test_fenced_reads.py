@@ -1,0 +1,83 @@
+"""Producers recycle their blocks at random, with leases of milliseconds, while others read them: no wrong byte arrives.
+
+``KVFLOW_TEST_READS`` says how many reads, in runs of five thousand; ``make test-fence`` makes a hundred thousand.
+"""
+
+import logging
+import os
+import sys
+from collections import defaultdict
+
+import msgspec
+import pytest
+
+from kvflow.transport.base import CHUNK_DESCRIPTORS_MAX
+from kvflow.worker.surroundings import REAL
+
+from .fenceless import open_fenceless
+from .reading import Tally, read
+
+READS = 5000
+"""Of one run: it takes half a minute on two cores."""
+RUNS = -(-int(os.environ.get("KVFLOW_TEST_READS", READS)) // READS)
+FEW = 3
+"""Wrong reads that show that the fence is needed."""
+ENOUGH = 3000
+"""Reads after which a run without the fence must have shown them."""
+
+pytestmark = [pytest.mark.nixl, pytest.mark.processes, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(autouse=True)
+def few_words():
+    """Log no stale read: there are thousands."""
+    log = logging.getLogger("kvflow")
+    before = log.level
+    log.setLevel(logging.CRITICAL)
+    yield
+    log.setLevel(before)
+
+
+@pytest.fixture
+def show(capsys):
+    """Return a function that prints past pytest's capturing."""
+
+    def write(text):
+        with capsys.disabled():
+            sys.stdout.write(f"\n{text}")
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def totals():
+    """What became of the reads of all runs so far, by path."""
+    return defaultdict(Tally)
+
+
+@pytest.mark.parametrize("seed", range(RUNS))
+async def test_no_wrong_byte_is_delivered(seed, totals, show):
+    tallies = await read(until=lambda tallies: sum(tally.reads for tally in tallies.values()) >= READS, seed=seed)
+    for path, tally in tallies.items():
+        totals[path].add(tally)
+        show(f"{path}: {totals[path]}")
+    for tally in tallies.values():
+        assert tally.wrong == 0, tally.examples
+        assert tally.delivered > 0
+        assert tally.stale > 0
+    chunked = tallies["many chunks"]
+    assert chunked.descriptors > 2 * CHUNK_DESCRIPTORS_MAX * chunked.delivered, "a read of two groups is two chunks"
+
+
+async def test_without_the_fence_wrong_bytes_are_delivered(show):
+    def until(tallies):
+        shown = all(tally.wrong >= FEW for tally in tallies.values()) and sum(t.torn for t in tallies.values()) > 0
+        return shown or sum(tally.reads for tally in tallies.values()) >= ENOUGH
+
+    tallies = await read(until=until, surroundings=msgspec.structs.replace(REAL, open_transport=open_fenceless))
+    for path, tally in tallies.items():
+        show(f"{path}, without the fence: {tally}")
+    for tally in tallies.values():
+        assert tally.wrong >= FEW
+        assert tally.examples
+    assert any(tally.torn for tally in tallies.values())
