@@ -19,7 +19,19 @@ Endpoint = Annotated[str, Meta(pattern=r"^tcp://(\[[^\[\]]+\]|[^\[\]:/]+):[0-9]{
 Seconds = Annotated[float, Meta(gt=0, le=86400)]
 
 
-class WorkerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class QuarantineLimits(Struct, frozen=True, kw_only=True):
+    """What failed pulls may keep from reuse; above it the reader is renewed.
+
+    Attributes:
+        quarantine_s_max: how long a failed pull may keep its blocks, before the reader is renewed to free them.
+        quarantine_bytes_max: bytes of blocks that failed pulls may keep, all together, before that.
+    """
+
+    quarantine_s_max: Seconds = 120.0  # four times wire_s: who has not answered by then hangs, and will for long
+    quarantine_bytes_max: Annotated[int, Meta(ge=0)] = 4 << 30  # 32,768 tokens of an 8B model: one long prompt
+
+
+class WorkerConfig(QuarantineLimits, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything that one worker is told.
 
     Attributes:

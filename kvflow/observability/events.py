@@ -127,6 +127,24 @@ class ReaderRejected(Struct, frozen=True):
     detail: str
 
 
+class ReaderRenewed(Struct, frozen=True):
+    """The agent that reads from peers was destroyed and made anew, to end reads that might never have ended.
+
+    Attributes:
+        setting: the limit that was exceeded, ``quarantine_bytes_max`` or ``quarantine_s_max``.
+        num_blocks: blocks that were in quarantine.
+        ended: chunks and fences in flight that were ended by it.
+        drain_s: seconds in which no new chunk was posted, while healthy peers finished theirs.
+        renew_s: seconds in which nothing moved, until every healthy peer could be read from again.
+    """
+
+    setting: str
+    num_blocks: int
+    ended: int
+    drain_s: float
+    renew_s: float
+
+
 ShellEvent = (
     WorkerOpened
     | WorkerDrained
@@ -137,4 +155,5 @@ ShellEvent = (
     | BreakerOpened
     | BreakerClosed
     | ReaderRejected
+    | ReaderRenewed
 )

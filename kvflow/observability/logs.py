@@ -27,6 +27,7 @@ LEVELS: dict[type[Struct], int] = {
     shell.BreakerOpened: logging.WARNING,
     shell.BreakerClosed: logging.INFO,
     shell.ReaderRejected: logging.WARNING,
+    shell.ReaderRenewed: logging.WARNING,
     LeaseEnded: logging.DEBUG,
     transfer.TransferStarted: logging.DEBUG,
     transfer.TransferRetried: logging.DEBUG,

@@ -13,11 +13,13 @@ from itertools import count
 import msgspec
 
 from kvflow.cache.destinations import DestinationLedger, Quarantined
+from kvflow.cache.quarantine import LastResort
 from kvflow.cache.tickets import Member, Ticket
 from kvflow.clock import Clock
 from kvflow.errors import ArgumentInvalid, DeadlineExceeded, KvflowError
 from kvflow.ids import LeaseKey, PeerId
 from kvflow.layout.manifest import Manifest
+from kvflow.observability.events import ReaderRenewed
 from kvflow.transfer.events import TransferCompleted, TransferFailed, TransferQuiesced
 from kvflow.transfer.pairs import Int64s, check_block_ids
 from kvflow.transfer.report import TransferReport
@@ -81,6 +83,7 @@ class Consumer:
         pool: PeerPool,
         scheduler: Scheduler,
         ledger: DestinationLedger,
+        last_resort: LastResort,
         transport: Transport,
         manifest: Manifest,
         budgets: Budgets,
@@ -91,6 +94,7 @@ class Consumer:
         self._pool = pool
         self._scheduler = scheduler
         self._ledger = ledger
+        self._last_resort = last_resort
         self._transport = transport
         self._manifest = manifest
         self._budgets = budgets
@@ -211,6 +215,7 @@ class Consumer:
                 self._pool.drop(peer, code, detail)
                 effects = self._scheduler.on_peer_failed(peer, code=code, detail=detail, now=now)
             case RenewalEnded():
+                self._on_renewal_ended(event)
                 effects = []
         self._apply(effects)
 
@@ -223,7 +228,10 @@ class Consumer:
         while True:
             await self._busy.wait()
             await asyncio.sleep(TICK_S)  # first: a pull is most often over by then
-            self._apply(self._scheduler.tick(self._clock()))
+            now = self._clock()
+            self._apply(self._scheduler.tick(now))
+            if self._last_resort.due(self._ledger.quarantined(), now):
+                self._transport.renew_reader()
             if not self._scheduler.busy:
                 self._busy.clear()
 
@@ -329,6 +337,11 @@ class Consumer:
         spent = self._clock() - started
         for pull_id in dispatch.pull_ids:
             self._pulls[pull_id].bind_s += spent
+
+    def _on_renewal_ended(self, event: RenewalEnded) -> None:
+        demand = self._last_resort.ended()
+        if event.ended:
+            self._report(ReaderRenewed(demand.setting, demand.num_blocks, event.ended, event.drain_s, event.renew_s))
 
     def _on_completed(self, event: TransferCompleted) -> None:
         pull = self._pulls[event.pull_id]

@@ -16,6 +16,7 @@ from kvflow.cache.destinations import DestinationLedger
 from kvflow.cache.epochs import EPOCH_BITS, EpochTable
 from kvflow.cache.leases import LeaseTable
 from kvflow.cache.mint import Mint
+from kvflow.cache.quarantine import LastResort
 from kvflow.cache.tickets import RankAddress
 from kvflow.config import WorkerConfig
 from kvflow.ids import peer_id
@@ -162,6 +163,7 @@ async def _opened(parts: _Parts) -> AsyncIterator[Worker]:
                 pool=pool,
                 scheduler=Scheduler(surroundings.limits),
                 ledger=DestinationLedger(account),
+                last_resort=LastResort(config, cache.bytes_per_block),
                 transport=transport,
                 manifest=manifest,
                 budgets=Budgets(queue_s=config.queue_s, wire_s=config.wire_s, fence_s=config.fence_s),

@@ -4,6 +4,7 @@ import asyncio
 from contextlib import asynccontextmanager
 
 import kvflow
+from kvflow.worker.surroundings import REAL
 
 from .producing import configured
 from .shapes import Shape, touched, wrong
@@ -53,8 +54,9 @@ async def works(producer, consumer, request="good", blocks=((0, 1), (2, 3)), num
 
 
 @asynccontextmanager
-async def consuming(shape=Shape(), *, engine_id="decode-0", hooks=(), **settings):  # noqa: B008 - frozen
+async def consuming(shape=Shape(), *, engine_id="decode-0", hooks=(), surroundings=REAL, **settings):  # noqa: B008 - frozen
     """Open a consumer."""
     cache = shape.build()
-    async with kvflow.open_worker(configured(engine_id, **settings), cache, hooks=hooks) as worker:
+    config = configured(engine_id, **settings)
+    async with kvflow.open_worker(config, cache, hooks=hooks, surroundings=surroundings) as worker:
         yield Consumer(worker, cache)

@@ -12,7 +12,9 @@ import pytest
 from kvflow.cache.blocks import BlockAccount
 from kvflow.cache.destinations import DestinationLedger
 from kvflow.cache.mint import Mint
+from kvflow.cache.quarantine import LastResort
 from kvflow.cache.tickets import RankAddress, join_tickets
+from kvflow.config import QuarantineLimits
 from kvflow.errors import (
     ArgumentInvalid,
     BlockIdsInvalid,
@@ -28,6 +30,7 @@ from kvflow.errors import (
 )
 from kvflow.layout.manifest import alias_classes
 from kvflow.layout.shards import Shard
+from kvflow.observability.events import ReaderRenewed
 from kvflow.transfer import events
 from kvflow.transfer.bind import Binding
 from kvflow.transfer.cover import share_out
@@ -35,7 +38,7 @@ from kvflow.transfer.plan import plan_transfer
 from kvflow.transfer.queues import Limits
 from kvflow.transfer.requests import Budgets
 from kvflow.transfer.scheduler import Scheduler
-from kvflow.transport.base import FenceFailed, FenceJudged, PeerFailed, ReadCompleted, ReadFailed
+from kvflow.transport.base import FenceFailed, FenceJudged, PeerFailed, ReadCompleted, ReadFailed, RenewalEnded
 from kvflow.worker.consumer import Consumer
 from kvflow.worker.peers import Leg, Peer
 
@@ -121,6 +124,11 @@ class Transport:
     def __init__(self):
         self.posted = []
         self.cancelled = []
+        self.renewed = asyncio.Event()
+
+    def renew_reader(self):
+        assert not self.renewed.is_set(), "one renewal at a time"
+        self.renewed.set()
 
     def post(self, read):
         self.posted.append(read)
@@ -142,6 +150,7 @@ class World:
             pool=self.pool,
             scheduler=Scheduler(limits),
             ledger=self.ledger,
+            last_resort=LastResort(QuarantineLimits(quarantine_s_max=60.0), 1),
             transport=self.transport,
             manifest=self.manifest,
             budgets=budgets,
@@ -457,6 +466,25 @@ async def test_deadlines_and_renewals_are_driven_while_a_pull_is_open(world):
     ticking.cancel()
 
 
+@pytest.mark.parametrize("ended", [0, 2])
+async def test_what_stays_in_quarantine_for_too_long_is_ended_by_renewing_the_reader(world, ended):
+    ticking = asyncio.ensure_future(world.consumer.tick_while_busy())
+    task = await world.pull()
+    (read,) = world.transport.posted
+    task.cancel()
+    await asyncio.wait([task])
+    world.clock.now += 60.5
+    async with asyncio.timeout(PATIENCE_S):
+        await world.transport.renewed.wait()
+    assert world.consumer.quarantined()
+    world.say(ReadFailed(read.read_id, "cancelled", ""))
+    world.say(RenewalEnded(ended, 0.02, 0.06))
+    assert world.consumer.quarantined() == []
+    demanded = [ReaderRenewed("quarantine_s_max", 2, ended, 0.02, 0.06)] if ended else []
+    assert world.reports.of(ReaderRenewed) == demanded
+    ticking.cancel()
+
+
 async def test_leases_of_open_pulls_are_renewed():
     world = World(budgets=Budgets(queue_s=99.0, wire_s=99.0, fence_s=99.0))
     ticking, renewed = asyncio.ensure_future(world.consumer.tick_while_busy()), asyncio.Queue()
@@ -477,12 +505,13 @@ async def test_leases_of_open_pulls_are_renewed():
 
 async def test_leases_of_one_peer_are_renewed_in_one_message():
     world = World(num_blocks=16, budgets=Budgets(queue_s=99.0, wire_s=99.0, fence_s=99.0))
-    ticking, renewed = asyncio.ensure_future(world.consumer.tick_while_busy()), asyncio.Queue()
+    renewed = asyncio.Queue()
     tickets = [world.ticket(f"r{index}") for index in range(3)]
     (link,) = world.pool.links.values()
     link.renew = renewed.put_nowait
     pulls = [await world.pull(ticket, blocks=(2 * index, 2 * index + 1)) for index, ticket in enumerate(tickets)]
     pulls.append(await world.pull(tickets[0], blocks=(8, 9)))  # its lease is renewed once for both
+    ticking = asyncio.ensure_future(world.consumer.tick_while_busy())
     leases = [(ticket.grants[0].slot, ticket.grants[0].epoch_value) for ticket in tickets]
     async with asyncio.timeout(PATIENCE_S):
         assert await renewed.get() == leases

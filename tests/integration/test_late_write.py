@@ -1,0 +1,187 @@
+"""Bytes that arrive late: a producer is stopped in the middle of a read, and the engine reuses what it may.
+
+Every test here ends with the same question: of the blocks that the engine took back, how many bytes did the old read
+write? With quarantine it is none. The same story with a data plane that takes a cancel for the end of a read, which is
+what an engine without quarantine believes, must find some: otherwise these tests could not fail.
+"""
+
+import asyncio
+import threading
+from contextlib import asynccontextmanager, suppress
+from typing import NamedTuple
+
+import msgspec
+import pytest
+import torch
+
+from kvflow.observability.events import ReaderRenewed
+from kvflow.transport.base import ReadCompleted, ReadFailed
+from kvflow.transport.nixl import NixlTransport
+from kvflow.worker.surroundings import REAL
+
+from .conftest import ELSEWHERE
+from .consuming import PATIENCE_S, Consumer, consuming, until, works
+from .elsewhere import Child, RemoteProducer
+from .shapes import Shape
+
+pytestmark = ELSEWHERE
+
+LARGE = Shape(num_blocks=520, block_size=16, heads=8, head_size=128)
+FEW = msgspec.structs.replace(LARGE, num_blocks=16)
+BLOCKS = [list(range(500)), []]
+"""62 MiB, of which 16 are in flight: more than sockets buffer."""
+SPARE = list(range(500, 518))
+AFTER = [[518, 519], []]
+TOKENS = 500 * 16
+THE_ENGINES = 0xA5
+"""What the engine writes into blocks that it reuses. The producer's cache never holds it everywhere."""
+
+
+class Hasty:
+    """A data plane that takes a cancel for the end of a read. Whatever its reads do after that, nobody hears of.
+
+    Attributes:
+        over: set once all reads that were called over have really ended.
+    """
+
+    def __init__(self, agent_name, sink):
+        self._inner = NixlTransport(agent_name, self._hear)
+        self._sink = sink
+        self._lock = threading.Lock()
+        self._ended = set()
+        self._owed = set()
+        self.over = threading.Event()
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    def cancel(self, read_ids):
+        with self._lock:
+            called_over = set(read_ids) - self._ended - self._owed
+            self._owed |= called_over
+        for read_id in called_over:
+            self._sink(ReadFailed(read_id, "cancelled", "or so it believes"))
+        self._inner.cancel(read_ids)
+
+    def _hear(self, event):
+        with self._lock:
+            if isinstance(event, ReadCompleted | ReadFailed):
+                self._ended.add(event.read_id)
+                if event.read_id in self._owed:
+                    if self._owed <= self._ended:
+                        self.over.set()
+                    return
+        self._sink(event)
+
+
+class Engine:
+    """Reuses blocks, and counts what others write into them."""
+
+    def __init__(self, cache):
+        self._content = [
+            cache.component(layer, role).view(torch.uint8) for layer in cache.groups[0].layers for role in "kv"
+        ]
+        self._taken = []
+
+    def reuse(self, blocks):
+        self._taken += blocks
+        for content in self._content:
+            content[blocks] = THE_ENGINES
+
+    def overwritten(self):
+        """Return how many bytes of the blocks that it has reused are not its own any more."""
+        return sum(int((content[self._taken] != THE_ENGINES).sum()) for content in self._content)
+
+
+class Scene(NamedTuple):
+    """Who is on it: a process that does not run, its producer, and who has read from it."""
+
+    sleepy: Child
+    producer: RemoteProducer
+    consumer: Consumer
+    engine: Engine
+
+
+@asynccontextmanager
+async def stopped_mid_read(spawn, **options):
+    """A consumer, its engine, and a producer over TCP that stopped while all its blocks were read; the pull is over."""
+    sleepy = spawn(UCX_TLS="tcp")
+    async with sleepy.producing(LARGE) as producer, consuming(LARGE, **options) as consumer:
+        consumer.cache.backing.zero_()
+        engine = Engine(consumer.cache)
+        engine.reuse(SPARE)
+        pull = asyncio.create_task(consumer.pull(await producer.offer_as_is("r", BLOCKS, TOKENS), BLOCKS))
+        await until(lambda: consumer.cache.backing[0] != 0)
+        sleepy.stop()
+        assert not pull.done(), "too late to be stopped during the read"
+        pull.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await pull
+        try:
+            yield Scene(sleepy, producer, consumer, engine)
+        finally:
+            # Killed, because UCX 1.23 may abort a process that finds its reader gone, and then it cannot be closed.
+            sleepy.kill()
+
+
+async def test_with_quarantine_nothing_is_written_into_blocks_that_were_reused(spawn):
+    async with stopped_mid_read(spawn) as (sleepy, producer, consumer, engine):
+        (entry,) = consumer.worker.snapshot().quarantined
+        assert (entry.reason, entry.num_blocks) == ("transfer_cancelled", 500)
+        quiet = asyncio.create_task(consumer.worker.quiesced("r"))
+        await asyncio.sleep(0)
+        assert not quiet.done()  # so the engine leaves these blocks alone
+        sleepy.resume()
+        await quiet
+        engine.reuse(BLOCKS[0])
+        consumer.at_rest()
+        # A read over the same connection comes after all that the old one had sent.
+        await works(producer, consumer, "after", AFTER, 32, sources=[[0, 1], []])
+        assert engine.overwritten() == 0
+
+
+async def test_without_quarantine_the_same_read_overwrites_them(spawn):
+    made = []
+
+    def make(_kind, agent_name, sink):
+        made.append(Hasty(agent_name, sink))
+        return made[0]
+
+    surroundings = msgspec.structs.replace(REAL, open_transport=make)
+    async with stopped_mid_read(spawn, surroundings=surroundings) as (sleepy, _, consumer, engine):
+        await consumer.worker.quiesced("r")  # or so it believes
+        consumer.at_rest()
+        engine.reuse(BLOCKS[0])
+        sleepy.resume()
+        assert await asyncio.to_thread(made[0].over.wait, PATIENCE_S)
+        assert engine.overwritten() > 0
+
+
+@pytest.mark.parametrize(
+    "limit", [{"quarantine_s_max": 0.2}, {"quarantine_bytes_max": 0}], ids=["too long", "too much"]
+)
+async def test_blocks_of_a_read_that_never_ends_are_freed_by_renewing_the_reader(elsewhere, spawn, limit):
+    renewed = []
+
+    def notice(event):
+        if isinstance(event, ReaderRenewed):
+            renewed.append(event)
+
+    async with (
+        elsewhere.producing(FEW) as other,
+        stopped_mid_read(spawn, hooks=[notice], **limit) as (sleepy, producer, consumer, engine),
+    ):
+        beside = asyncio.create_task(works(other, consumer, "beside", AFTER, 32, sources=[[0, 1], []]))
+        await consumer.worker.quiesced("r")
+        await beside
+        consumer.at_rest()
+        await until(lambda: renewed)
+        (event,) = renewed
+        assert event.setting == next(iter(limit))
+        assert (event.num_blocks, event.ended > 0) == (500, True)
+        engine.reuse(BLOCKS[0])
+        sleepy.resume()
+        with suppress(AssertionError):
+            await producer.leases()  # it runs, or UCX has aborted it
+        await works(other, consumer, "after", AFTER, 32, sources=[[0, 1], []])
+        assert engine.overwritten() == 0

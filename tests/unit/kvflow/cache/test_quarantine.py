@@ -1,0 +1,48 @@
+"""When the last resort is due: at a number of bytes, or at an age."""
+
+import pytest
+
+from kvflow.cache.destinations import Quarantined
+from kvflow.cache.quarantine import Demand, LastResort
+from kvflow.config import QuarantineLimits
+
+BLOCK = 1000
+
+
+@pytest.fixture
+def resort():
+    return LastResort(QuarantineLimits(quarantine_bytes_max=10 * BLOCK, quarantine_s_max=60.0), BLOCK)
+
+
+def entries(*blocks_and_since):
+    return [Quarantined(number, "why", since, blocks) for number, (blocks, since) in enumerate(blocks_and_since)]
+
+
+@pytest.mark.parametrize(
+    ("held", "setting"),
+    [
+        ([], None),
+        ([(10, 0.0)], None),
+        ([(6, 0.0), (4, 50.0)], None),
+        ([(6, 59.0), (5, 60.0)], "quarantine_bytes_max"),
+        ([(1, -0.5), (1, 59.0)], "quarantine_s_max"),
+        ([(11, -0.5)], "quarantine_bytes_max"),
+    ],
+)
+def test_it_is_due_above_a_limit_and_not_at_it(resort, held, setting):
+    assert resort.due(entries(*held), 60.0) == (setting is not None)
+    if setting:
+        assert resort.ended() == Demand(setting, sum(blocks for blocks, _ in held))
+
+
+def test_it_is_demanded_once_at_a_time(resort):
+    held = entries((11, 0.0))
+    assert resort.due(held, 1.0)
+    assert not resort.due(held, 1.1)
+    resort.ended()
+    assert resort.due(held, 1.2)
+
+
+def test_an_answer_that_nobody_asked_for_is_a_defect(resort):
+    with pytest.raises(AssertionError):
+        resort.ended()
