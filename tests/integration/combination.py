@@ -55,7 +55,7 @@ class Combination:
         """Return the block ids of every rank of the source; all the same unless each offers for itself."""
         lists = []
         for number, rank in enumerate(ranks):
-            counts = [self._count(group, windowed=self.source_window) for group in rank.cache.groups]
+            counts = [self._count(rank, group, windowed=self.source_window) for group in rank.cache.groups]
             seed = f"source {number}" if self.joined else "source"
             lists.append(rank.scattered(counts, seed, ascending=self.ascending))
         return lists
@@ -66,7 +66,8 @@ class Combination:
         for number, rank in enumerate(ranks):
             groups = rank.cache.groups
             counts = [
-                min(self._count(group, windowed=self.target_window), self._behind_the_prefix(group)) for group in groups
+                min(self._count(rank, group, windowed=self.target_window), self._behind_the_prefix(rank, group))
+                for group in groups
             ]
             block_ids = rank.scattered(counts, f"target {number}", ascending=self.ascending)
             for ids in block_ids:
@@ -75,13 +76,15 @@ class Combination:
             lists.append(block_ids)
         return lists
 
-    def _count(self, group, *, windowed):
+    def _count(self, rank, group, *, windowed):
         if group.kind == "mamba":
             return 1
-        return kvflow.window_blocks(group, self.num_tokens) if windowed else -(-self.num_tokens // group.block_size)
+        windowed = windowed and group.window
+        return kvflow.window_blocks(group, self.num_tokens) if windowed else rank.num_blocks(group, self.num_tokens)
 
-    def _behind_the_prefix(self, group):
-        return -(-self.num_tokens // group.block_size) - self.prefix_tokens // group.block_size
+    def _behind_the_prefix(self, rank, group):
+        block_tokens = group.block_size * rank.ranks_of_tokens(group)
+        return rank.num_blocks(group, self.num_tokens) - self.prefix_tokens // block_tokens
 
     def descriptors_per_block(self):
         """Count what one target block of every group takes, without neighbours: fewest and most of the ranks."""

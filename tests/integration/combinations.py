@@ -42,9 +42,9 @@ def latent(block_size=16, *, layers=2, **fields):
     return {f"layers.{index}": spec for index in range(layers)}
 
 
-def beside(block_size=16):
+def beside(block_size=16, *, heads=8):
     """Describe a model with latents and with keys and values."""
-    return {"layers.0": latent(block_size)["layers.0"], "layers.1": full(block_size)["layers.0"]}
+    return {"layers.0": latent(block_size)["layers.0"], "layers.1": full(block_size, heads=heads)["layers.0"]}
 
 
 STATES = (
@@ -55,9 +55,9 @@ STATES = (
 )
 
 
-def hybrid(block_size=16):
+def hybrid(block_size=16, *, heads=8):
     """Describe a model of two layers of attention and two of Mamba."""
-    specs = full(block_size, layers=4)
+    specs = full(block_size, layers=4, heads=heads)
     state = kvflow.Mamba(block_size=block_size, states=STATES)
     return {name: state if index % 2 else spec for index, (name, spec) in enumerate(specs.items())}
 
@@ -264,6 +264,55 @@ COMBINATIONS = {
     ),
     "hybrid, blocks of 48 to 16, TP 1 to 2": Combination(
         Engine(hybrid(48), layout="LBHNC"), Engine(hybrid(16), tp=2), "other blocks and other ranks of states"
+    ),
+    # Tokens that ranks divide among themselves.
+    "latents, DCP 1 to 2": Combination(
+        Engine(latent(), tp=2), Engine(latent(), tp=2, dcp=2), "each rank takes every other token"
+    ),
+    "latents, DCP 2 to 1": Combination(
+        Engine(latent(), tp=2, dcp=2), Engine(latent()), "a rank reads both, token by token", num_tokens=181
+    ),
+    "latents, DCP 2 to 2": Combination(
+        Engine(latent(), tp=2, dcp=2), Engine(latent(), tp=2, dcp=2), "equal stripes: whole blocks, as if undivided"
+    ),
+    "latents, DCP 2 to 2, blocks of 48 to 32": Combination(
+        Engine(latent(48), tp=2, dcp=2, interleave=16), Engine(latent(32), tp=2, dcp=2, interleave=16, layout="LBNHC"),
+        "equal stripes in blocks of other sizes", num_tokens=181,
+    ),
+    "latents, DCP 2 to 3": Combination(
+        Engine(latent(), tp=2, dcp=2, interleave=16), Engine(latent(48), tp=3, dcp=3, interleave=8, layout="LBNHC"),
+        "neither sizes, nor interleaves, nor blocks divide", num_tokens=181,
+    ),
+    "latents, DCP 4 to 2": Combination(
+        Engine(latent(), tp=4, dcp=4), Engine(latent(), tp=2, dcp=2), "each rank reads every other one"
+    ),
+    "latents, DCP 2 to 4, of 4 and 8 ranks": Combination(
+        Engine(latent(), tp=4, dcp=2, interleave=4), Engine(latent(64, **KERNEL), tp=8, dcp=4, interleave=16),
+        "replicas on both sides, and kernel blocks", num_tokens=250,
+    ),
+    "2 heads, TP 4 DCP 2 to TP 1": Combination(
+        Engine(full(heads=2), tp=4, dcp=2, interleave=16), Engine(full(heads=2), **PER_LAYER),
+        "four ranks: half of the heads, every other block", joined=True,
+    ),
+    "2 heads, TP 1 to TP 4 DCP 2": Combination(
+        Engine(full(heads=2), **PER_LAYER), Engine(full(heads=2), tp=4, dcp=2, interleave=8), "and back", num_tokens=181
+    ),
+    "2 heads, TP 4 DCP 2 to TP 6 DCP 3, adopted": Combination(
+        Engine(full(heads=2), tp=4, dcp=2, interleave=4, form="KBNHC"),
+        Engine(full(48, heads=2), tp=6, dcp=3, interleave=12, layout="LBHNC"),
+        "an engine's tensors to a third as many tokens on each rank", num_tokens=250,
+    ),
+    "latents beside heads, DCP 2 to 1, a prefix": Combination(
+        Engine(beside(heads=2), tp=4, dcp=2), Engine(beside(32, heads=2), tp=2),
+        "each rank reads one replica of the latents; the first 64 tokens are not asked for", prefix_tokens=64,
+    ),
+    "a window, DCP 2 to 1": Combination(
+        Engine(windowed(heads=1), tp=2, dcp=2, interleave=16), Engine(windowed(48, heads=1)),
+        "every rank has the window whole: it comes from one of them", target_window=True,
+    ),
+    "hybrid, DCP 1 to 2": Combination(
+        Engine(hybrid(heads=1)), Engine(hybrid(64, heads=1), tp=2, dcp=2, interleave=16),
+        "states have no tokens to divide: every rank has its share of heads",
     ),
     # Pages.
     "padded to unpadded": Combination(

@@ -50,6 +50,8 @@ class Engine:
     Attributes:
         specs: of the whole model.
         tp: ranks that divide the heads, in each stage.
+        dcp: neighbors among them that divide the tokens.
+        interleave: tokens in a row that lie on one of those.
         layout: of ``kvflow.allocate``.
         kv: likewise.
         stages: names of the layers of each pipeline stage; empty for one stage with all.
@@ -61,6 +63,8 @@ class Engine:
 
     specs: Mapping[str, object]
     tp: int = 1
+    dcp: int = 1
+    interleave: int = 1
     layout: str = "BLHNC"
     kv: str = "content"
     stages: tuple[tuple[str, ...], ...] = ()
@@ -78,7 +82,8 @@ class Engine:
         kinds = {(spec.block_size, spec.kernel_block_size) for spec in self.specs.values() if not is_state(spec)}
         sizes = [f"{size} (kernel {kernel})" if kernel else f"{size}" for size, kernel in sorted(kinds)]
         kept = f"adopted {self.form}" + (f" in memory as {self.order}" if self.order else "")
-        words = [f"TP {self.tp}", f"{self.layout} {self.kv}" if not self.form else kept]
+        ranks = f"TP {self.tp}" + (f" DCP {self.dcp} by {self.interleave}" if self.dcp > 1 else "")
+        words = [ranks, f"{self.layout} {self.kv}" if not self.form else kept]
         words[:0] = [f"{len(self.stages)} stages of"] if self.stages else []
         text = f"{' '.join(words[:-1])}, {words[-1]}, blocks of {', '.join(sizes)}"
         return f"{text}, {self.note}" if self.note else text
@@ -101,7 +106,14 @@ class Rank:
         self.engine = engine
         self.tp_rank = tp_rank
         self.specs = {name: engine.specs[name] for name in layers}
-        shard = kvflow.Shard(tp_rank=tp_rank, tp_size=engine.tp)
+        self.dcp_rank = tp_rank % engine.dcp
+        shard = kvflow.Shard(
+            tp_rank=tp_rank,
+            tp_size=engine.tp,
+            dcp_rank=self.dcp_rank,
+            dcp_size=engine.dcp,
+            dcp_interleave=engine.interleave,
+        )
         if engine.form:
             whole, self.tensors, self.memory = self._engines_own()
             axes = {name: engine.form for name, spec in self.specs.items() if not is_state(spec)}
@@ -119,6 +131,22 @@ class Rank:
             return [self.tp_rank * total // size]
         return [int(head) for head in np.array_split(np.arange(total), size)[self.tp_rank]]
 
+    def ranks_of_tokens(self, group):
+        """Return among how many ranks the tokens of a group are divided: where no window lets blocks be dropped."""
+        return self.engine.dcp if group.kind in ("full", "mla", "mixed") and not group.window else 1
+
+    def num_blocks(self, group, num_tokens):
+        """Return how many block ids so many tokens of a request take."""
+        return -(-num_tokens // (group.block_size * self.ranks_of_tokens(group)))
+
+    def tokens(self, group, num_blocks):
+        """Return the tokens that a request's first blocks have room for, in the order in which they lie here."""
+        size = self.ranks_of_tokens(group)
+        every = range(num_blocks * group.block_size * size)
+        return torch.tensor(
+            [token for token in every if token // self.engine.interleave % size == self.dcp_rank % size]
+        )
+
     def fill(self, seed):
         """Fill all memory with noise that depends on a text, so that a byte that nobody may touch is seen to be."""
         rng = np.random.default_rng(zlib.crc32(seed.encode()))
@@ -132,33 +160,34 @@ class Rank:
                 if is_state(self.specs[layer]):
                     self._write_states(request, layer, blocks)
                 else:
-                    self._write_tokens(request, layer, group.block_size, blocks)
+                    self._write_tokens(request, layer, group, blocks)
 
     def forget_past(self, request, block_ids):
         """Zero the tokens past the end of a request: what they hold means nothing."""
         for group, blocks in zip(self.cache.groups, block_ids, strict=True):
-            past = -request.num_tokens % group.block_size
-            for layer in group.layers if past and blocks and blocks[-1] >= 0 else ():
+            last = self.tokens(group, self.num_blocks(group, request.num_tokens))[-group.block_size :]
+            past = torch.nonzero(last >= request.num_tokens).flatten()
+            for layer in group.layers if len(past) and blocks and blocks[-1] >= 0 else ():
                 if is_state(self.specs[layer]):
                     continue
                 for _, cells in self._cells(layer, group.block_size):
                     # A block's tokens have no axis of their own beside kernel blocks: indices instead of a slice.
-                    tokens = torch.arange(group.block_size - past, group.block_size)
-                    kernel, token = tokens // cells.shape[3], tokens % cells.shape[3]
+                    kernel, token = past // cells.shape[3], past % cells.shape[3]
                     cells[blocks[-1]].transpose(1, 2)[kernel, token] = 0
 
-    def _write_tokens(self, request, layer, block_size, blocks):
-        first_token = (-(-request.num_tokens // block_size) - len(blocks)) * block_size
-        end = first_token + len(blocks) * block_size
+    def _write_tokens(self, request, layer, group, blocks):
+        block_size, in_all = group.block_size, self.num_blocks(group, request.num_tokens)
+        here = self.tokens(group, in_all)
+        first = (in_all - len(blocks)) * block_size
         for role, cells in self._cells(layer, block_size):
             total = getattr(self.specs[layer], "num_kv_heads", 1)
             content = request.content(layer, role, request.num_tokens, total, cells.shape[-1])
-            past = torch.zeros(end - request.num_tokens, total, cells.shape[-1], dtype=torch.uint8)
-            content = torch.cat([content, past])[:, self.held(total)].transpose(0, 1)
+            past = torch.zeros(int(here.max()) + 1, total, cells.shape[-1], dtype=torch.uint8)
+            content = torch.cat([content, past])[here][:, self.held(total)].transpose(0, 1)
             tokens = cells.shape[3]
             for number, block in enumerate(blocks):
                 for kernel in range(cells.shape[1] if block >= 0 else 0):
-                    at = first_token + number * block_size + kernel * tokens
+                    at = first + number * block_size + kernel * tokens
                     cells[block, kernel] = content[:, at : at + tokens]
 
     def _write_states(self, request, layer, blocks):

@@ -76,7 +76,7 @@ def merged_descriptors(plan, source_ids, target_ids, num_tokens):
     for group in plan.groups:
         there = units_of(source_ids[group.source_group], group.source, num_tokens)
         here = units_of(target_ids[group.target_group], group.target, num_tokens)
-        pairs = sorted((there[token], unit) for token, unit in here.items())
+        pairs = sorted((there[token], unit) for token, unit in here.items() if token in there)
         follow = sum(pair == (before[0] + 1, before[1] + 1) for before, pair in pairwise(pairs))
         dense = dense_runs(group)
         total += len(group.runs) * len(pairs) - dense * follow
@@ -87,15 +87,13 @@ def units_of(block_ids, units, num_tokens):
     """Return the number of the unit that holds each first token; of a state, of token 0."""
     if not units.tokens:
         return {0: block_ids[-1]}
-    block_size = units.tokens * units.per_block
-    first = -(-num_tokens // block_size) * block_size - len(block_ids) * block_size
-    numbered = {
-        first + place * block_size + unit * units.tokens: block * units.per_block + unit
-        for place, block in enumerate(block_ids)
-        if block >= 0
-        for unit in range(units.per_block)
-    }
-    return {token: unit for token, unit in numbered.items() if token < num_tokens}
+    block_size, stripe = units.tokens * units.per_block, units.stripe
+    in_all = -(-num_tokens // (block_size * stripe.size))
+    every = range(in_all * block_size * stripe.size)
+    here = [token for token in every if token // stripe.width % stripe.size == stripe.rank]
+    firsts = here[(in_all - len(block_ids)) * block_size :: units.tokens]
+    numbers = [block * units.per_block + unit for block in block_ids for unit in range(units.per_block)]
+    return {token: number for token, number in zip(firsts, numbers, strict=True) if number >= 0 and token < num_tokens}
 
 
 @pytest.fixture(scope="module")
