@@ -33,6 +33,20 @@ def add_parser(commands: "Subparsers") -> None:
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="ranks of the engine (default: %(default)s)")
     parser.add_argument("--rank", type=int, default=0, metavar="R", help="which of them (default: %(default)s)")
     parser.add_argument(
+        "--dcp",
+        type=int,
+        default=1,
+        metavar="N",
+        help="neighbors among them that divide the tokens (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--dcp-interleave",
+        type=int,
+        default=1,
+        metavar="N",
+        help="tokens in a row on one of those (default: %(default)s)",
+    )
+    parser.add_argument(
         "--layout", choices=("auto", *LAYOUTS), default="auto", help="order of the axes (default: %(default)s)"
     )
     parser.add_argument(
@@ -72,7 +86,16 @@ def run(options: argparse.Namespace) -> int:
 
 def _describe(options: argparse.Namespace) -> tuple[layout_report.Report, str]:
     """Return the figures of the cache, and its picture if one is asked for."""
-    shard = msgspec.convert({"tp_rank": options.rank, "tp_size": options.tp}, type=Shard)
+    shard = msgspec.convert(
+        {
+            "tp_rank": options.rank,
+            "tp_size": options.tp,
+            "dcp_rank": options.rank % max(1, options.dcp),
+            "dcp_size": options.dcp,
+            "dcp_interleave": options.dcp_interleave,
+        },
+        type=Shard,
+    )
     given = _specs(options.model, options.block_size)
     specs = models.align_states(given, shard=shard)
     layout = resolve_layout(specs, options.layout, enable_cross_layers_blocks=options.cross_layers, shard=shard)

@@ -6,7 +6,7 @@ from itertools import pairwise
 from msgspec import Struct
 
 from kvflow.layout.describe import CachePlan
-from kvflow.layout.groups import Group
+from kvflow.layout.groups import Group, stripe_of
 from kvflow.layout.pages import page_bytes
 
 
@@ -35,7 +35,8 @@ class GroupFigures(Struct, frozen=True):
     Attributes:
         kind: of its layers.
         layers: how many; each takes one position.
-        block_size: tokens in one block.
+        block_size: tokens in one block, of those that are on this rank.
+        block_tokens: tokens of a request that one block id stands for.
         window: tokens that a window or chunk holds; 0 for other kinds.
         page_bytes: the different sizes of its pages.
         layer_stride: bytes from one layer to the next; None where that differs, or for a single layer.
@@ -46,6 +47,7 @@ class GroupFigures(Struct, frozen=True):
     kind: str
     layers: int
     block_size: int
+    block_tokens: int
     window: int
     page_bytes: tuple[int, ...]
     layer_stride: int | None
@@ -62,6 +64,9 @@ class Report(Struct, frozen=True):
         kv: form of keys and values.
         tp_rank: the rank.
         tp_size: ranks of the engine.
+        dcp_rank: among those that divide the tokens.
+        dcp_size: how many those are.
+        dcp_interleave: tokens in a row on one of them.
         num_blocks: blocks in the pool.
         positions: layers of the longest group, which others share memory with.
         tensors: separate ranges of the allocation: one if it is packed, else one per position.
@@ -78,6 +83,9 @@ class Report(Struct, frozen=True):
     kv: str
     tp_rank: int
     tp_size: int
+    dcp_rank: int
+    dcp_size: int
+    dcp_interleave: int
     num_blocks: int
     positions: int
     tensors: int
@@ -100,6 +108,9 @@ def summarize(plan: CachePlan, model: str, *, layout: str, kv: str, enlarged: bo
         kv=kv,
         tp_rank=plan.shard.tp_rank,
         tp_size=plan.shard.tp_size,
+        dcp_rank=plan.shard.dcp_rank,
+        dcp_size=plan.shard.dcp_size,
+        dcp_interleave=plan.shard.dcp_interleave,
         num_blocks=plan.num_blocks,
         positions=positions,
         tensors=1 if plan.packed else positions,
@@ -125,6 +136,7 @@ def _group_figures(plan: CachePlan, group: Group) -> GroupFigures:
         kind=group.kind,
         layers=len(group.layers),
         block_size=group.block_size,
+        block_tokens=group.block_size * stripe_of(group, plan.shard).size,
         window=group.window,
         page_bytes=tuple(sorted({page_bytes(plan.specs[name], plan.shard) for name in group.layers})),
         layer_stride=steps.pop() if len(steps) == 1 else None,
@@ -153,6 +165,11 @@ def as_text(report: Report) -> str:
         ),
         ("padding", f"{report.padding_percent:.1f} % of one block of every group"),
     ]
+    if report.dcp_size > 1:
+        divided = [index for index, group in enumerate(report.groups) if group.block_tokens > group.block_size]
+        which = f"groups {_ranges(divided)}" if divided else "no group"
+        stripe = f"rank {report.dcp_rank} of {report.dcp_size}, {report.dcp_interleave} at a time"
+        facts.append(("tokens", f"of {which} divided: {stripe}"))
     if report.enlarged:
         facts.append(("block sizes", "enlarged, so that a page of attention holds a state"))
     width = max(len(label) for label, _ in facts)

@@ -143,13 +143,23 @@ class Manifest(Struct, frozen=True, dict=True):
     identity: Identity = Identity()
 
     def check(self) -> None:
-        """Check that every component lies inside its region and every layer is named once.
+        """Check that every component lies inside its region, has no byte twice, and every layer is named once.
 
-        What passes can be added up in int64: the planner and the binding rely on it.
+        What passes can be added up in int64: the planner and the binding rely on it. It is done once: nothing of a
+        manifest changes.
 
         Raises:
             SpecInvalid: names the layer, role and numbers.
         """
+        _ = self._checked
+
+    @cached_property
+    def _checked(self) -> bool:
+        try:
+            # A Struct checks its fields when it is decoded, not when it is constructed.
+            _decoder.decode(_encoder.encode(self))
+        except (msgspec.ValidationError, OverflowError, TypeError) as error:
+            raise SpecInvalid(f"the manifest has a field that is out of bounds: {error}") from error
         for index, region in enumerate(self.regions):
             if region.address + region.nbytes > ADDRESS_MAX:
                 raise SpecInvalid(f"region {index} reaches beyond the address space: {region}")
@@ -164,6 +174,7 @@ class Manifest(Struct, frozen=True, dict=True):
                     raise SpecInvalid(f"{layer.name}: role {_first_duplicate(roles)!r} is named twice")
                 for component in layer.components:
                     self._check_component(f"{layer.name}.{component.role}", group, component)
+        return True
 
     def _check_component(self, path: str, group: ManifestGroup, component: Component) -> None:
         if component.region >= len(self.regions):
@@ -188,6 +199,19 @@ class Manifest(Struct, frozen=True, dict=True):
         end, nbytes = component.end(self.num_blocks, group.kernel_blocks), self.regions[component.region].nbytes
         if end > nbytes:
             raise SpecInvalid(f"{path}: reaches byte {end} of a region of {nbytes}")
+        self._check_strides(path, group, component)
+
+    def _check_strides(self, path: str, group: ManifestGroup, component: Component) -> None:
+        """Check that each stride steps over all that lies below it, so that no two elements share a byte."""
+        axes = [*zip(component.strides, component.extents, strict=True)]
+        axes += [(component.kernel_stride, group.kernel_blocks), (component.block_stride, self.num_blocks)]
+        reach = component.item_bytes
+        for stride, extent in sorted(axes):
+            if extent > 1 and stride < reach:
+                raise SpecInvalid(
+                    f"{path}: {extent} elements or blocks {stride} bytes apart, but each has {reach} bytes"
+                )
+            reach += (extent - 1) * stride
 
     def geometry_digest(self) -> bytes:
         """Digest everything the planner reads: equal digests have equal plans, whatever the addresses.
@@ -226,6 +250,7 @@ def _token_stride(component: Component) -> int:
 
 
 _encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Manifest)
 
 
 def _digest(value: object) -> bytes:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from kvflow.errors import CapacityExceeded, PlanUnsound
+from kvflow.errors import CapacityExceeded, LayoutMismatch, PlanUnsound
 from kvflow.layout.region import Region
 from kvflow.transfer.chunks import Cutter, neighbors
 from kvflow.transfer.pairs import UnitPairs
@@ -48,7 +48,7 @@ class Rows:
 
     Attributes:
         table: int64, shape (rows, 5): address, nbytes, device, stride, count.
-        memory: memory kind of all rows.
+        memory: memory kind of all rows, which ``Binding`` has checked: a prepared list has but one.
         per_run: descriptors of one run.
         stride: int64, shape (runs,): bytes between neighbouring descriptors of a run.
     """
@@ -95,6 +95,21 @@ class Rows:
         return unit * self._num_blocks + block
 
 
+def _require_one_memory(group: GroupPlan, source_regions: Sequence[Region], target_regions: Sequence[Region]) -> None:
+    """Refuse a group that lies in memory of several kinds on one side: one list of descriptors has one kind."""
+    source, target = (
+        sorted({regions[index].memory for index in np.unique(side[0]).tolist()})
+        for side, regions in ((group.runs.source, source_regions), (group.runs.target, target_regions))
+    )
+    if len(source) > 1 or len(target) > 1:
+        raise LayoutMismatch(
+            f"memory of source group {group.source_group} and target group {group.target_group}",
+            source,
+            target,
+            remedy="Keep all layers of a group in memory of one kind, or give them groups of their own.",
+        )
+
+
 class Binding:
     """A group plan with the sizes of two pools: everything ``bind`` needs, computed once.
 
@@ -120,6 +135,7 @@ class Binding:
         target_blocks: int,
     ) -> None:
         runs = group.runs
+        _require_one_memory(group, source_regions, target_regions)
         self.group = group
         self.source = Rows(
             runs.source,

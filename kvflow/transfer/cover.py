@@ -54,6 +54,8 @@ def share_out(target: Manifest, sources: Sequence[Manifest], *, turn: int = 0) -
     wanted, held = _holdings(target), [_holdings(source) for source in sources]
     complete = [index for index, there in enumerate(held) if _is_complete(there, wanted)]
     if complete:
+        there = held[complete[0]]
+        turn = min(_turn_among(there[name].stripe.lattice, holding.stripe, turn) for name, holding in wanted.items())
         return (Share(complete[turn % len(complete)], None),)
     taken: list[dict[PieceName, Piece]] = [{} for _ in sources]
     needs = _Needs()

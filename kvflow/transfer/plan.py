@@ -30,10 +30,15 @@ class PlanLimits(Struct, frozen=True):
         fragments_max: contiguous pieces of all components of one group pair, before merging. 128 layers of 8 heads
             and 128-token blocks have 262,144.
         runs_max: runs of one group pair after merging.
+        segments_max: components of all layers that both sides have. The largest of today's models has some two
+            thousand.
+        bytes_max: what one target block of every group holds together of them.
     """
 
     fragments_max: int = 1 << 21
     runs_max: int = 1 << 17
+    segments_max: int = 1 << 16
+    bytes_max: int = 1 << 41
 
 
 DEFAULT_LIMITS = PlanLimits()
@@ -196,10 +201,15 @@ def plan_transfer(
         it lacks is named in ``certificate.missing``.
 
     Raises:
+        SpecInvalid: a manifest contradicts itself.
         LayoutMismatch: the two differ where they must agree; names the field and both values.
         CapacityExceeded: the plan would exceed ``limits``.
     """
+    source.check()
+    target.check()
+    _require_few_segments(limits, source, target)
     pairs = match_groups(source, target, pieces)
+    _require_few_bytes(limits, pairs)
     groups = [_plan_group(pair, limits) for pair in pairs]
     certificate = certify(
         target, [(pair, group.runs, group.source, group.target) for pair, group in zip(pairs, groups, strict=True)]
@@ -254,6 +264,25 @@ def _prove_staged(
 
 def _unit(group: GroupPlan) -> str:
     return f"unit of {group.unit_tokens} tokens" if group.unit_tokens else "state"
+
+
+def _require_few_segments(limits: PlanLimits, source: Manifest, target: Manifest) -> None:
+    """Refuse more components than any model has, before they cost more than counting them."""
+    there = {layer.name for group in source.groups for layer in group.layers}
+    common = (layer for group in target.groups for layer in group.layers if layer.name in there)
+    if sum(len(layer.components) for layer in common) > limits.segments_max:
+        raise CapacityExceeded("segments in one plan", limits.segments_max, remedy="Cache fewer layers on one rank.")
+
+
+def _require_few_bytes(limits: PlanLimits, pairs: Sequence[GroupPair]) -> None:
+    """Refuse blocks that no machine has memory for."""
+    nbytes = sum(
+        math.prod(part.extents(pair.target.block_size)) * part.target.item_bytes
+        for pair in pairs
+        for part in pair.pairs
+    )
+    if nbytes > limits.bytes_max:
+        raise CapacityExceeded("bytes in one block of a plan", limits.bytes_max, remedy="Use smaller blocks.")
 
 
 def _plan_group(pair: GroupPair, limits: PlanLimits) -> GroupPlan:

@@ -153,3 +153,20 @@ def test_the_guide_prints_what_the_command_prints(capsys):
     [printed] = re.findall(r"^```text\n(.*?)^```", guide, re.MULTILINE | re.DOTALL)
     assert main(["layout", "gemma-3-4b"]) == 0
     assert capsys.readouterr().out.startswith(printed)
+
+
+def test_ranks_that_divide_tokens_are_shown(capsys):
+    report = shown(capsys, "gpt-oss-20b", "--tp", "16", "--rank", "3", "--dcp", "2", "--dcp-interleave", "16")
+    assert (report["dcp_rank"], report["dcp_size"], report["dcp_interleave"]) == (1, 2, 16)
+    tokens = {group["kind"]: (group["block_size"], group["block_tokens"]) for group in report["groups"]}
+    assert tokens == {"full": (16, 32), "sliding": (16, 16)}
+    assert main(["layout", "gpt-oss-20b", "--tp", "16", "--rank", "3", "--dcp", "2"]) == 0
+    assert re.search(r"tokens +of groups \d divided: rank 1 of 2, 1 at a time", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"), [(["--dcp", "0"], "dcp_size"), (["--dcp", "2", "--dcp-interleave", "3"], "dcp_interleave is 3")]
+)
+def test_tokens_that_cannot_be_divided_so_are_refused(capsys, flags, words):
+    assert main(["layout", "gpt-oss-20b", *flags]) == 2
+    assert words in capsys.readouterr().err

@@ -7,10 +7,11 @@ import msgspec
 import pytest
 
 from kvflow.errors import SpecInvalid
-from kvflow.layout.groups import Group, check_groups, plan_groups, resolve_layout, window_blocks
+from kvflow.layout.groups import Group, check_groups, plan_groups, resolve_layout, stripe_of, window_blocks
 from kvflow.layout.placement import LAYOUTS
 from kvflow.layout.shards import Shard
 from kvflow.layout.specs import MLA, Mamba, Opaque, State
+from kvflow.layout.stripes import ALL_TOKENS
 
 from .helpers import full, model, sliding
 
@@ -220,3 +221,53 @@ def test_groups_that_do_not_fit_the_specs_are_refused(index, changes, words):
 def test_layers_whose_kernels_take_other_blocks_are_groups_of_their_own():
     specs = {"a": full(block_size=64), "b": msgspec.structs.replace(full(block_size=64), kernel_block_size=16)}
     assert [group.layers for group in plan_groups(specs)] == [("a",), ("b",)]
+
+
+HALF = Shard(dcp_rank=1, dcp_size=2, dcp_interleave=8)
+
+
+@pytest.mark.parametrize(
+    ("group", "divided"),
+    [
+        (Group(("a",), "full", 16), True),
+        (Group(("a",), "mla", 16), True),
+        (Group(("a",), "mixed", 16), True),
+        (Group(("a",), "mla", 16, 64), False),
+        (Group(("a",), "sliding", 16, 64), False),
+        (Group(("a",), "chunked", 16, 64), False),
+        (Group(("a",), "cross", 16), False),
+        (Group(("a",), "mamba", 16), False),
+    ],
+    ids=lambda value: f"{value.kind} {value.window}" if isinstance(value, Group) else str(value),
+)
+def test_ranks_divide_tokens_where_every_block_is_kept(group, divided):
+    assert stripe_of(group, HALF) == (HALF.stripe if divided else ALL_TOKENS)
+    assert stripe_of(group, Shard()) == ALL_TOKENS
+    assert window_blocks(group, 33) == (1 if group.kind == "mamba" else 3)
+    assert window_blocks(group, 33, shard=HALF) == (2 if divided else window_blocks(group, 33))
+
+
+@pytest.mark.parametrize(
+    ("specs", "group", "words"),
+    [
+        ({"a": full()}, Group(("a",), "full", 20), "dcp_interleave is 8: expected a divisor of the 20 tokens"),
+        ({"e": Opaque(block_size=16, nbytes=9)}, Group(("e",), "opaque", 16), "'opaque' and dcp_size is 2"),
+        ({"d": STATE}, Group(("d",), "mixed", 16), "kind 'mixed' and keeps states, but dcp_size is 2"),
+    ],
+)
+def test_what_ranks_cannot_divide_is_refused(specs, group, words):
+    specs = {name: msgspec.structs.replace(spec, block_size=group.block_size) for name, spec in specs.items()}
+    check_groups(specs, [group])
+    with pytest.raises(SpecInvalid, match=words):
+        check_groups(specs, [group], HALF)
+
+
+@pytest.mark.parametrize("other", [STATE, full()], ids=["states", "tokens"])
+def test_pages_of_an_unknown_kind_share_no_block_table(other):
+    """Of one block id a request has one state, or some tokens: which it is of theirs, nobody knows."""
+    specs = {"a": other, "e": Opaque(block_size=16, nbytes=9)}
+    with pytest.raises(SpecInvalid, match="layers of kind 'opaque' share a block table"):
+        check_groups(specs, [Group(("a", "e"), "mixed", 16)])
+    with pytest.raises(SpecInvalid, match="layers of kind 'opaque' share a block table"):
+        check_groups(specs, [Group(("e", "a"), "mixed", 16)])
+    check_groups({"e": specs["e"]}, [Group(("e",), "mixed", 16)])

@@ -7,12 +7,29 @@ import msgspec
 import pytest
 
 from kvflow.errors import SpecInvalid
-from kvflow.layout.manifest import Layer, Manifest, ManifestGroup, alias_classes
+from kvflow.layout.manifest import LAYERS_MAX, Layer, Manifest, ManifestGroup, alias_classes
 from kvflow.layout.region import ADDRESS_MAX, Region
+from kvflow.layout.shards import Shard
 from kvflow.layout.specs import Mamba, State
+from kvflow.layout.stripes import Stripe
 from kvflow.memory.cache import allocate
 
-from .helpers import component, full, manifest, model, state
+from .helpers import ROOMY, component, full, manifest, model, state
+
+
+def striped(stripe, *components, **fields):
+    """A group of which ranks divide the tokens."""
+    whole = manifest(*components, **fields)
+    return msgspec.structs.replace(whole, groups=(msgspec.structs.replace(whole.groups[0], stripe=stripe),))
+
+
+def layers_of(*kinds):
+    """One group whose layers are of these kinds."""
+    whole = manifest(state(), names=map(str, range(len(kinds))))
+    layers = zip(whole.groups[0].layers, kinds, strict=True)
+    layers = tuple(msgspec.structs.replace(layer, kind=kind) for layer, kind in layers)
+    return msgspec.structs.replace(whole, groups=(ManifestGroup("mixed", 4, layers),))
+
 
 HUGE = (Region(0, ADDRESS_MAX),)
 
@@ -48,6 +65,32 @@ HUGE = (Region(0, ADDRESS_MAX),)
         (manifest(component(kernel_stride=64), block_size=8, regions=(Region(4096, 191),)), "reaches byte 192"),
         (manifest(component(kernel_stride=1 << 62), block_size=8, regions=HUGE), "2 kernel blocks of"),
         (manifest(component(kernel_stride=0), block_size=8), "2 kernel blocks of one block, but no stride"),
+        (striped(Stripe(2, 2, 1)), "group 0: stripe.rank is 2, but stripe.size is 2"),
+        (striped(Stripe(1, 1, 1)), "group 0: stripe.rank is 1, but stripe.size is 1"),
+        (striped(Stripe(0, 2, 3)), "group 0: stripe.width 3 does not divide blocks of 4"),
+        (striped(Stripe(0, 2, 8)), "group 0: stripe.width 8 does not divide blocks of 4"),
+        (striped(Stripe(0, 2, 1), state()), "group 0: tokens divided among 2 ranks, but it keeps none"),
+        (striped(Stripe(0, 2**62, 1)), r"out of bounds: Expected `int` <= 1024 .*stripe"),
+        (striped(Stripe(0, 2, 0)), r"out of bounds: Expected `int` >= 1 .*stripe"),
+        (layers_of("mamba", "opaque"), "group 0: pages of an unknown kind share a block table with"),
+        (manifest(component(extents=(0, 4, 8))), "out of bounds: Expected `int` >= 1"),
+        (manifest(component(extents=(1, 4, 2**62))), "out of bounds: Expected `int` <="),
+        (manifest(component(strides=(64, -16, 2))), "out of bounds: Expected `int` >= 0"),
+        (manifest(component(offset=2**64)), "out of bounds"),
+        (manifest(component(block_stride=-64)), "out of bounds: Expected `int` >= 0"),
+        (manifest(num_blocks=2**62), "out of bounds: Expected `int` <="),
+        (manifest(num_blocks=0), "out of bounds: Expected `int` >= 1"),
+        (manifest(block_size=2**62), "out of bounds: Expected `int` <="),
+        (manifest(regions=(Region(4096, 0),)), "out of bounds: Expected `int` >= 1"),
+        (manifest(regions=()), "out of bounds: Expected `array` of length >= 1"),
+        (manifest(num_blocks=1.5), "out of bounds: Expected `int`, got `float`"),
+        (manifest(num_blocks=object()), "out of bounds"),
+        (manifest(component(block_stride=63)), "a.k: 2 elements or blocks 63 bytes apart, but each has 64 bytes"),
+        (manifest(component(block_stride=0)), "a.k: 2 elements or blocks 0 bytes apart, but each has 2 bytes"),
+        (manifest(component(strides=(64, 15, 2))), "a.k: 4 elements or blocks 15 bytes apart, but each has 16 bytes"),
+        (manifest(component(strides=(64, 2, 2))), "a.k: 8 elements or blocks 2 bytes apart"),
+        (manifest(component(strides=(64, 16, 0))), "a.k: 8 elements or blocks 0 bytes apart, but each has 2 bytes"),
+        (manifest(component(kernel_stride=64), block_size=8), "a.k: 2 elements or blocks 64 bytes apart"),
         (manifest(regions=(Region(ADDRESS_MAX, 128),)), "region 0 reaches beyond"),
         (manifest(regions=(Region(4096, 128), Region(1 << 62, 1 << 62))), "region 1 reaches beyond"),
         (
@@ -73,7 +116,8 @@ def test_a_manifest_that_contradicts_itself_is_refused(wrong, words):
     ("right", "nbytes"),
     [
         (manifest, 128),
-        (partial(manifest, component(kernel_stride=64), block_size=8), 192),
+        (partial(manifest, component(kernel_stride=64, block_stride=128), block_size=8), 256),
+        (partial(manifest, component(kernel_stride=128), block_size=8), 256),  # blocks and kernel blocks in turns
         (partial(manifest, state()), 112),
         (partial(manifest, state(shard_axis=-1, total=1)), 112),
         (partial(manifest, state(extents=(2, 4), first=1, total=3)), 96),
@@ -87,9 +131,13 @@ def test_a_manifest_that_fits_to_the_byte_passes(right, nbytes):
 
 def test_a_name_given_twice_is_found_as_fast_as_one_given_once():
     names = [f"{index:x}" for index in range(30_000)]
+    names.append(names[-1])
+    (group,) = manifest(names=names).groups
+    parts = [group.layers[first : first + LAYERS_MAX] for first in range(0, len(names), LAYERS_MAX)]
+    groups = tuple(ManifestGroup("full", 4, layers) for layers in parts)
     started = time.process_time()
     with pytest.raises(SpecInvalid, match="'752f' is named twice"):
-        manifest(names=(*names, names[-1])).check()
+        Manifest(2, ROOMY, groups).check()
     assert time.process_time() - started < 5  # every pair compared would take some 20 s of CPU
 
 
@@ -109,7 +157,8 @@ def test_the_geometry_digest_forgets_addresses_only():
     one, other = (cache.manifest() for cache in caches)
     assert one.regions != other.regions
     assert one.geometry_digest() == other.geometry_digest()
-    for changed in (described(num_blocks=4), described(layout="BLNHC"), described(kv="split")):
+    odd = described(shard=Shard(dcp_rank=1, dcp_size=2))
+    for changed in (described(num_blocks=4), described(layout="BLNHC"), described(kv="split"), odd):
         assert changed.geometry_digest() != one.geometry_digest()
 
 
@@ -117,6 +166,7 @@ def test_the_compatibility_digest_forgets_what_a_plan_can_convert():
     digest = described().compatibility_digest()
     for converted in (described(num_blocks=4), described(layout="LBNHC"), described(kv="split")):
         assert converted.compatibility_digest() == digest
+    assert described(shard=Shard(dcp_rank=1, dcp_size=2)).compatibility_digest() == digest
     other_blocks = allocate(model(layers=4, full_every=2, block_size=32), num_blocks=3).manifest()
     assert other_blocks.compatibility_digest() == digest
     for changes in ({"head_size": 16}, {"dtype": "bfloat16"}, {"num_kv_heads": 2}):

@@ -4,6 +4,7 @@ import pytest
 
 from kvflow.errors import SpecInvalid
 from kvflow.layout.shards import Held, Shard
+from kvflow.layout.stripes import ALL_TOKENS, Stripe
 
 
 def held(total, tp_size):
@@ -56,3 +57,28 @@ def test_a_number_that_is_not_whole_is_refused_by_name(fields):
     (name,) = fields
     with pytest.raises(SpecInvalid, match=f"shard.{name} is .*: expected an integer"):
         Shard(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"dcp_rank": 1}, "dcp_rank is 1, but dcp_size is 1"),
+        ({"dcp_rank": 2, "dcp_size": 2}, "dcp_rank is 2, but dcp_size is 2"),
+        ({"dcp_rank": -1, "dcp_size": 2}, "dcp_rank is -1"),
+        ({"dcp_size": 0}, "dcp_size is 0"),
+        ({"dcp_size": 2**62}, "dcp_size is 4611686018427387904: expected 1 to 1024"),
+        ({"dcp_size": 2, "dcp_interleave": 0}, "dcp_interleave is 0: expected 1 to"),
+        ({"dcp_size": 2, "dcp_interleave": 2**62}, "dcp_interleave is 4611686018427387904"),
+        ({"dcp_size": 1.5}, "dcp_size is 1.5: expected an integer"),
+    ],
+)
+def test_a_stripe_that_cannot_be_is_refused(fields, words):
+    with pytest.raises(SpecInvalid, match=words):
+        Shard(**fields)
+
+
+def test_heads_and_tokens_are_divided_independently():
+    shard = Shard(tp_rank=3, tp_size=4, dcp_rank=1, dcp_size=2, dcp_interleave=16)
+    assert shard.heads(2) == Held(1, 1, 2)
+    assert shard.stripe == Stripe(1, 2, 16)
+    assert Shard().stripe == ALL_TOKENS

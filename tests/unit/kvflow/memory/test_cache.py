@@ -8,6 +8,8 @@ import torch
 from kvflow.errors import SpecInvalid
 from kvflow.layout.shards import Shard
 from kvflow.layout.specs import ITEM_BYTES, MLA, FullAttention, Mamba, SlidingWindow, State
+from kvflow.layout.stripes import ALL_TOKENS, Stripe
+from kvflow.memory.adopt import adopt
 from kvflow.memory.cache import allocate
 
 LAYOUTS = ("LBNHC", "LBHNC", "BLNHC", "BLHNC", "BHLNC")
@@ -244,3 +246,22 @@ def test_what_is_not_there_is_a_key_error(layer, role):
 def test_what_cannot_be_allocated_is_refused(wrong):
     with pytest.raises(SpecInvalid):
         allocate(specs_of(1), **{"num_blocks": 1} | wrong)
+
+
+def test_a_rank_that_has_some_of_the_tokens_says_which():
+    """Half of the tokens take half of the blocks: what a block holds does not change."""
+    shard = Shard(tp_rank=1, tp_size=2, dcp_rank=1, dcp_size=2, dcp_interleave=8)
+    cache = allocate(specs_of(1, 1), num_blocks=3, shard=shard)
+    whole = allocate(specs_of(1, 1), num_blocks=3, shard=Shard(tp_rank=1, tp_size=2))
+    assert cache.groups == whole.groups
+    stripes = {group.kind: (group.stripe, group.block_tokens) for group in cache.manifest().groups}
+    assert stripes == {"full": (Stripe(1, 2, 8), 32), "sliding": (ALL_TOKENS, 16)}
+    assert {group.stripe for group in whole.manifest().groups} == {ALL_TOKENS}
+    assert cache.held("full.0", "k") == whole.held("full.0", "k") == (2, 2, 4)
+    assert cache.backing.nbytes == whole.backing.nbytes
+    adopted = adopt(cache.views, specs_of(1, 1), cache.groups, shard=shard)
+    assert [group.stripe for group in adopted.manifest().groups] == [g.stripe for g in cache.manifest().groups]
+    with pytest.raises(SpecInvalid, match="dcp_interleave is 3: expected a divisor of the 16 tokens"):
+        allocate(specs_of(1), num_blocks=3, shard=Shard(dcp_size=2, dcp_interleave=3))
+    with pytest.raises(SpecInvalid, match="dcp_interleave is 3: expected a divisor of the 16 tokens"):
+        adopt(cache.views, specs_of(1, 1), shard=Shard(dcp_size=2, dcp_interleave=3))

@@ -4,8 +4,9 @@ import tracemalloc
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
-from kvflow.errors import CapacityExceeded
+from kvflow.errors import CapacityExceeded, LayoutMismatch
 from kvflow.layout.region import Region
 from kvflow.transfer.bind import DESCRIPTORS_MAX, ROWS_MAX, Rows
 from kvflow.transfer.plan import plan_transfer
@@ -122,3 +123,42 @@ def test_a_row_that_all_units_share_costs_nothing_for_each_of_them():
         assert tracemalloc.get_traced_memory()[1] < 1 << 20  # a number per unit and run would take 16 MiB
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (["DRAM", "VRAM"], ["DRAM", "DRAM"]),
+        (["DRAM", "DRAM"], ["VRAM", "DRAM"]),
+        (["VRAM", "DRAM"], ["DRAM", "VRAM"]),
+    ],
+)
+def test_a_group_in_memory_of_two_kinds_is_refused(source, target):
+    """One prepared list has one kind: the first region's would have been taken for all."""
+    sides = [apart(kinds) for kinds in (source, target)]
+    plan = plan_transfer(*sides)
+    with pytest.raises(LayoutMismatch, match="memory of source group 0 and target group 0") as caught:
+        binding_of(plan, *sides)
+    assert (caught.value.source, caught.value.target) == (sorted({*source}), sorted({*target}))
+
+
+@pytest.mark.parametrize(("source", "target"), [("DRAM", "VRAM"), ("VRAM", "VRAM"), ("VRAM", "DRAM")])
+def test_each_side_may_have_memory_of_its_own_kind(source, target):
+    sides = [apart([kind] * 2) for kind in (source, target)]
+    binding = binding_of(plan_transfer(*sides), *sides)
+    assert (binding.source.memory, binding.target.memory) == (source, target)
+
+
+def apart(kinds):
+    """Two layers of one group, each in a region of its own."""
+    layers = [manifest_of({name: full()}) for name in "ab"]
+    parts = [
+        replace(layer, components=tuple(replace(part, region=index) for part in layer.components))
+        for index, each in enumerate(layers)
+        for layer in each.groups[0].layers
+    ]
+    regions = [
+        replace(each.regions[0], address=(index + 1) << 40, memory=kind)
+        for index, (each, kind) in enumerate(zip(layers, kinds, strict=True))
+    ]
+    return replace(layers[0], regions=tuple(regions), groups=(replace(layers[0].groups[0], layers=tuple(parts)),))

@@ -106,6 +106,8 @@ def test_a_mismatch_is_not_kept():
     [
         (PlanLimits(fragments_max=2 * 2 * 16 - 1), "fragments in one plan"),
         (PlanLimits(runs_max=31), "runs in one plan"),
+        (PlanLimits(segments_max=1), "segments in one plan"),
+        (PlanLimits(bytes_max=2 * 2 * 16 * 8 * 2 - 1), "bytes in one block of a plan"),
     ],
 )
 def test_absurd_plans_are_refused(limits, resource):
@@ -113,7 +115,8 @@ def test_absurd_plans_are_refused(limits, resource):
     with pytest.raises(CapacityExceeded) as caught:
         plan_transfer(source, target, limits=limits)
     assert caught.value.resource == resource
-    assert len(plan_transfer(source, target, limits=PlanLimits(2 * 2 * 16, 32)).groups) == 1
+    enough = PlanLimits(2 * 2 * 16, 32, segments_max=2, bytes_max=2 * 2 * 16 * 8 * 2)
+    assert len(plan_transfer(source, target, limits=enough).groups) == 1
 
 
 def test_pages_of_an_unknown_kind_move_whole_and_only_between_blocks_of_one_size():
