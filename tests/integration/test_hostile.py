@@ -70,7 +70,10 @@ ADVERTISEMENTS = {
         lambda it: told(encode(it).payload.replace(it.transport.encode(), b"\xff" * len(it.transport), 1)),
         errors.ProtocolViolation,
     ),
-    "another version": (lambda it: Publication.of(encode(it).payload, schema=MANIFEST_SCHEMA + 1), errors.LayoutMismatch),
+    "another version": (
+        lambda it: Publication.of(encode(it).payload, schema=MANIFEST_SCHEMA + 1),
+        errors.LayoutMismatch,
+    ),
     "a region beyond all addresses": (
         lambda it: with_manifest(it, regions=(Region(address=ADDRESS_MAX, nbytes=ADDRESS_MAX),)),
         errors.ProtocolViolation,
