@@ -7,6 +7,9 @@ from msgspec import Meta, Struct
 ADDRESS_MAX = (1 << 63) - 1
 """Addresses and lengths are int64 in descriptor lists; no user address of a 64-bit machine reaches this."""
 
+METADATA_BYTES_MAX = 1 << 20
+"""Of what a transport publishes about its regions. NIXL needs about 44 bytes for each: room for more than 20,000."""
+
 Address = Annotated[int, Meta(ge=0, le=ADDRESS_MAX)]
 
 

@@ -12,9 +12,8 @@ from msgspec import Meta, Struct
 from handshake import Publication
 from kvflow.errors import LayoutMismatch, ProtocolViolation, SpecInvalid
 from kvflow.layout.manifest import MANIFEST_SCHEMA, Manifest
-from kvflow.layout.region import Region
+from kvflow.layout.region import METADATA_BYTES_MAX, Region
 
-METADATA_BYTES_MAX = 1 << 20
 SLOT_BYTES = 8
 
 

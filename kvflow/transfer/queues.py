@@ -20,9 +20,10 @@ class Limits(Struct, frozen=True, kw_only=True):
     Attributes:
         batch_bytes: most bytes of one batch. Four chunks: binding is amortised, urgent pulls wait little.
         batch_descriptors: most descriptors of one batch before merging: about 100 us of binding.
-        peer_bytes: most bytes in flight from one peer. Two batches: one is read while the next is bound.
+        peer_bytes: a peer with as much in flight gets no further batch; the last one may exceed it. Three batches: one
+            is read while the others are bound and posted.
         peer_descriptors: the same in descriptors.
-        total_bytes: most bytes in flight from all peers.
+        total_bytes: the same for all peers together, in bytes.
         pulls_max: pulls that may be open.
         aging_s: waiting time that is worth one step of priority.
     """
@@ -113,11 +114,6 @@ class ReadyQueues:
             queue.pieces = kept
             if not kept:
                 del self._queues[key]
-
-    def remove_peer(self, peer: PeerId) -> None:
-        """Drop everything that waits for a peer."""
-        for key in [key for key in self._queues if key[0] == peer]:
-            del self._queues[key]
 
     def cut(self, now: float) -> Batch | None:
         """Cut the next batch and count it as in flight; None when nothing waits or the windows are full."""

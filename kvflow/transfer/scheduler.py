@@ -215,7 +215,6 @@ class Scheduler:
         What it has in flight stays in quarantine, but no longer takes room from other peers.
         """
         effects: list[Effect] = []
-        self._ready.remove_peer(peer)
         for flight in self._flights.values():
             if flight.batch.peer == peer and flight.counted:
                 flight.counted = False

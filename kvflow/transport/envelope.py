@@ -12,8 +12,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-METADATA_BYTES_MAX = 1 << 20
-"""NIXL needs about 44 bytes per region: room for more than 20,000 regions."""
+from kvflow.layout.region import METADATA_BYTES_MAX
 
 _MAGIC = b"kvt1"
 _DIGEST_BYTES = 16

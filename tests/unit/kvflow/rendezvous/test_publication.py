@@ -13,8 +13,8 @@ from handshake.limits import PUBLICATION_BYTES_MAX
 from kvflow.errors import LayoutMismatch, ProtocolViolation
 from kvflow.layout.component import Component
 from kvflow.layout.manifest import MANIFEST_SCHEMA, Layer
-from kvflow.layout.region import ADDRESS_MAX, Region
-from kvflow.rendezvous.publication import METADATA_BYTES_MAX, decode, encode
+from kvflow.layout.region import ADDRESS_MAX, METADATA_BYTES_MAX, Region
+from kvflow.rendezvous.publication import decode, encode
 
 from .helpers import DENSE, advertisement
 

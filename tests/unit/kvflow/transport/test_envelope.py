@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvflow.transport.envelope import METADATA_BYTES_MAX, Envelope, _digest, seal, unseal
+from kvflow.layout.region import METADATA_BYTES_MAX
+from kvflow.transport.envelope import Envelope, _digest, seal, unseal
 
 GOOD = Envelope("nixl", "agent", b"blob" * 50)
 
