@@ -78,7 +78,7 @@ def merged_descriptors(plan, source_ids, target_ids, num_tokens):
         here = units_of(target_ids[group.target_group], group.target, num_tokens)
         pairs = sorted((there[token], unit) for token, unit in here.items() if token in there)
         follow = sum(pair == (before[0] + 1, before[1] + 1) for before, pair in pairwise(pairs))
-        dense = dense_runs(group)
+        dense = dense_runs(group.runs, group.source, group.target)
         total += len(group.runs) * len(pairs) - dense * follow
     return total
 

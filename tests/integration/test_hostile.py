@@ -83,9 +83,10 @@ ADVERTISEMENTS = {
     "a region that does not exist": (lambda it: with_components(it, region=1), errors.ProtocolViolation),
     "a stride beyond memory": (lambda it: with_components(it, block_stride=ADDRESS_MAX), errors.ProtocolViolation),
     "heads beyond the model": (lambda it: with_components(it, first=3), errors.ProtocolViolation),
-    "heads without end": (
+    "heads without end": (lambda it: with_components(it, total=1 << 31), errors.LayoutMismatch),
+    "heads without end in one place": (
         lambda it: with_components(it, extents=(1 << 31, 4, 8), total=1 << 31, strides=(0, 16, 2)),
-        errors.LayoutMismatch,
+        errors.ProtocolViolation,
     ),
     "blocks without end": (
         lambda it: with_components(it, num_blocks=(1 << 31) - 1, block_stride=0), errors.ProtocolViolation
@@ -136,7 +137,7 @@ async def test_a_lie_ends_its_own_pull_only(world):
 
 
 async def test_a_defect_of_ours_in_meeting_a_peer_ends_that_peer_only(near_world, monkeypatch):
-    def stumble(*_):
+    def stumble(*_, **__):
         raise ZeroDivisionError("as a defect would")
 
     async with (
