@@ -91,6 +91,11 @@ class CurveKeys(Struct, frozen=True):
         """The public key as lists of allowed keys and tickets have it."""
         return z85.decode(self.public).hex()
 
+    @property
+    def private_key(self) -> str:
+        """The private key, in hexadecimal digits like the public one."""
+        return z85.decode(self.private).hex()
+
     def __repr__(self) -> str:
         return f"CurveKeys(public={self.public!r})"
 

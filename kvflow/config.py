@@ -10,12 +10,17 @@ from kvflow.errors import ConfigInvalid
 
 SECRET_VARIABLE = "KVFLOW_CLUSTER_SECRET"  # noqa: S105  # the name of the variable, not a secret
 CALIBRATION_VARIABLE = "KVFLOW_CALIBRATION"
+ACCEPTED_VARIABLE = "KVFLOW_CLUSTER_SECRET_ACCEPTED"
+KEY_VARIABLE = "KVFLOW_PRIVATE_KEY"
 SECRET_LENGTH_MIN = 16
+SECRETS = frozenset({"cluster_secret", "cluster_secret_accepted", "private_key"})
+"""Settings that are never printed."""
 WILDCARD_HOSTS = frozenset({"0.0.0.0", "*", "[::]"})  # noqa: S104  # recognised in order to be refused
 
 PORT_MAX = 65535
 
 Endpoint = Annotated[str, Meta(pattern=r"^tcp://(\[[^\[\]]+\]|[^\[\]:/]+):[0-9]{1,5}\Z")]
+Key = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 Seconds = Annotated[float, Meta(gt=0, le=86400)]
 
 
@@ -31,8 +36,70 @@ class QuarantineLimits(Struct, frozen=True, kw_only=True):
     quarantine_bytes_max: Annotated[int, Meta(ge=0)] = 4 << 30  # 32,768 tokens of an 8B model: one long prompt
 
 
-class WorkerConfig(QuarantineLimits, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything that one worker is told.
+class SecuritySettings(QuarantineLimits, frozen=True, kw_only=True):
+    """What one worker is told of secrets and keys. A Struct has one line of ancestors, hence the base.
+
+    Attributes:
+        cluster_secret: shared by all workers of a cluster; the variable KVFLOW_CLUSTER_SECRET when None.
+        cluster_secret_accepted: a second secret that is accepted, too, while a cluster changes from one to the other;
+            the variable KVFLOW_CLUSTER_SECRET_ACCEPTED when None.
+        private_key: of this worker alone, 64 hexadecimal digits, beside the secret; the variable KVFLOW_PRIVATE_KEY
+            when None. Needs ``allowed_keys``.
+        allowed_keys: public keys of all workers that this one talks to, as reader or as producer; may be replaced with
+            ``worker.allow_keys``. Needs ``private_key``.
+    """
+
+    cluster_secret: str | None = None
+    cluster_secret_accepted: str | None = None
+    private_key: Key | None = None  # the secret's own keys cannot tell two workers apart
+    allowed_keys: Annotated[tuple[Key, ...], Meta(max_length=65536)] | None = None
+
+    def check_secrets(self) -> None:
+        """Check that secrets and keys are usable, and given together where they belong together.
+
+        Raises:
+            ConfigInvalid: names the setting.
+        """
+        self.secret()
+        self.accepted_secret()
+        if (self.own_key() is None) != (self.allowed_keys is None):
+            raise ConfigInvalid(
+                "private_key and allowed_keys are given together or not at all",
+                remedy=f"Draw a pair with kvflow keys, set private_key or {KEY_VARIABLE}, and list all others.",
+            )
+
+    def secret(self) -> str:
+        """Return the cluster secret, from the settings or the environment.
+
+        Raises:
+            ConfigInvalid: there is none, or it is too short to be one.
+        """
+        return _long_enough("cluster secret", self.cluster_secret or os.environ.get(SECRET_VARIABLE, ""))
+
+    def accepted_secret(self) -> str | None:
+        """Return the second secret that is accepted, from the settings or the environment; None if there is none.
+
+        Raises:
+            ConfigInvalid: it is too short to be one.
+        """
+        secret = self.cluster_secret_accepted or os.environ.get(ACCEPTED_VARIABLE)
+        return _long_enough("accepted cluster secret", secret) if secret else None
+
+    def own_key(self) -> bytes | None:
+        """Return the 32 bytes of this worker's private key, from the settings or the environment; None if it has none.
+
+        Raises:
+            ConfigInvalid: the environment's is malformed.
+        """
+        key = self.private_key or os.environ.get(KEY_VARIABLE)
+        try:
+            return bytes.fromhex(msgspec.convert(key, type=Key)) if key else None
+        except msgspec.ValidationError as error:
+            raise ConfigInvalid(f"{KEY_VARIABLE} is not 64 lower-case hexadecimal digits") from error
+
+
+class WorkerConfig(SecuritySettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything that one worker is told, secrets and keys included.
 
     Attributes:
         engine_id: name of the engine; all its ranks share it.
@@ -44,7 +111,6 @@ class WorkerConfig(QuarantineLimits, frozen=True, kw_only=True, forbid_unknown_f
         model_dtype: that it computes in; likewise.
         bind: control endpoint to listen on; port 0 takes a free one.
         advertise: control endpoint as peers reach it; needed when ``bind`` is a wildcard.
-        cluster_secret: shared by all workers of a cluster; the variable KVFLOW_CLUSTER_SECRET when None.
         transport: ``nixl``, or ``loopback`` between workers of one process.
         lease_s: how long an offer lasts unless renewed.
         lease_slots: offers that may be held at once.
@@ -67,7 +133,6 @@ class WorkerConfig(QuarantineLimits, frozen=True, kw_only=True, forbid_unknown_f
     model_dtype: Annotated[str, Meta(max_length=32)] = ""
     bind: Endpoint = "tcp://127.0.0.1:0"  # unreachable until asked otherwise
     advertise: Endpoint | None = None
-    cluster_secret: str | None = None
     transport: Literal["nixl", "loopback"] = "nixl"
     lease_s: Seconds = 30.0  # as vLLM's NixlConnector; a router's queue is shorter
     lease_slots: Annotated[int, Meta(ge=1, le=1 << 20)] = 4096  # 32 KiB of epochs; more requests than one rank runs
@@ -106,21 +171,7 @@ class WorkerConfig(QuarantineLimits, frozen=True, kw_only=True, forbid_unknown_f
             host, port = _host_and_port(self.advertise)
             if host in WILDCARD_HOSTS or not 0 < port <= PORT_MAX:
                 raise ConfigInvalid(f"advertise is {self.advertise!r}, which no peer can dial")
-        self.secret()
-
-    def secret(self) -> str:
-        """Return the cluster secret, from the settings or the environment.
-
-        Raises:
-            ConfigInvalid: there is none, or it is too short to be one.
-        """
-        secret = self.cluster_secret or os.environ.get(SECRET_VARIABLE, "")
-        if len(secret) < SECRET_LENGTH_MIN:
-            raise ConfigInvalid(
-                f"the cluster secret has {len(secret)} characters, fewer than {SECRET_LENGTH_MIN}",
-                remedy=f"Set cluster_secret or {SECRET_VARIABLE} to the same long random string on every worker.",
-            )
-        return secret
+        self.check_secrets()
 
     def calibration_path(self) -> str | None:
         """Return the calibration file, from the settings or the environment; None if there is none."""
@@ -131,8 +182,17 @@ class WorkerConfig(QuarantineLimits, frozen=True, kw_only=True, forbid_unknown_f
         return f"WorkerConfig({', '.join(shown)})"
 
     def __rich_repr__(self) -> list[tuple[str, Any]]:
-        # Neither repr nor rich, whose tracebacks show locals, may print the secret.
-        return [(name, getattr(self, name)) for name in self.__struct_fields__ if name != "cluster_secret"]
+        # Neither repr nor rich, whose tracebacks show locals, may print a secret.
+        return [(name, getattr(self, name)) for name in self.__struct_fields__ if name not in SECRETS]
+
+
+def _long_enough(name: str, secret: str) -> str:
+    if len(secret) < SECRET_LENGTH_MIN:
+        raise ConfigInvalid(
+            f"the {name} has {len(secret)} characters, fewer than {SECRET_LENGTH_MIN}",
+            remedy=f"Set cluster_secret or {SECRET_VARIABLE} to the same long random string on every worker.",
+        )
+    return secret
 
 
 def _is_unicode(text: str) -> bool:

@@ -3,11 +3,12 @@
 Pure and free of NIXL: it can live in another process than the workers, as an engine's scheduler does.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import index
 
 import msgspec
 import numpy as np
+from msgspec import UNSET
 
 from kvflow.cache.tickets import Grant, RankAddress, Sign, Ticket
 from kvflow.errors import BlockIdsInvalid, CapacityExceeded, ConfigInvalid
@@ -37,6 +38,7 @@ class Mint:
         lease_s: float,
         head_start: int = 0,
         admitted: bool = False,
+        wall_clock: Callable[[], float] | None = None,
     ) -> None:
         """Start above everything that the ranks have held.
 
@@ -48,6 +50,7 @@ class Mint:
             head_start: random, in ``[0, 2**HEAD_START_BITS)``: a mint that replaces another one, whose last
                 tickets nobody has admitted, must not sign the same epoch for other blocks.
             admitted: whether every lease is held before its ticket is handed out.
+            wall_clock: seconds since 1970, for ``Grant.issued_at``; None leaves it out.
 
         Raises:
             ConfigInvalid: there is no rank.
@@ -59,6 +62,7 @@ class Mint:
         self._sign = sign
         self._lease_s = lease_s
         self._admitted = admitted
+        self._wall_clock = wall_clock
         self.slots = min(address.slots for address in ranks)
         self._free = list(range(self.slots - 1, -1, -1))
         self._slots: dict[str, int | None] = {}
@@ -98,6 +102,7 @@ class Mint:
             num_tokens=tokens,
             lease_s=self._lease_s,
             admitted=self._admitted,
+            issued_at=UNSET if self._wall_clock is None else self._wall_clock(),
         )
         try:
             grant = msgspec.convert(msgspec.to_builtins(grant), type=Grant).signed(self._sign)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from kvflow.errors import TicketInvalid
 from kvflow.ids import PeerId, peer_id
@@ -24,6 +24,12 @@ BlockId = Annotated[int, Meta(ge=-1, le=(1 << 31) - 1)]
 BlockIds = Annotated[tuple[BlockId, ...], Meta(max_length=1 << 20)]
 NumTokens = Annotated[int, Meta(ge=1, le=1 << 40)]
 
+WallTime = Annotated[float, Meta(ge=0, le=2**40)]
+PublicKey = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+
+OVERDUE_S = 1.0
+"""How long after its end a ticket is asked about: reading on is cheaper for those that are admitted a little late."""
+
 Sign = Callable[[bytes], bytes]
 Verify = Callable[[bytes, bytes], bool]
 
@@ -37,6 +43,7 @@ class RankAddress(Struct, frozen=True):
         endpoint: its control endpoint, as peers reach it.
         epoch_base: no epoch below this one was used in this incarnation; a mint starts above it.
         slots: slots of its epoch table.
+        public_key: that its control endpoint proves to hold; absent from workers that do not say.
     """
 
     rank: Annotated[int, Meta(ge=0, le=1 << 16)]
@@ -44,6 +51,7 @@ class RankAddress(Struct, frozen=True):
     endpoint: Endpoint
     epoch_base: Epoch = "0"
     slots: Annotated[int, Meta(ge=1, le=1 << 24)] = 1
+    public_key: PublicKey | UnsetType = UNSET
 
 
 class Member(Struct, frozen=True):
@@ -74,6 +82,7 @@ class Grant(Struct, frozen=True, kw_only=True):
         lease_s: how long the promise lasts from admission unless renewed: a hint, the fence decides.
         admitted: whether the promise was being kept before the ticket was handed out. If not, a reader looks before it
             reads: bytes that it reads before the admission may be those of another request.
+        issued_at: when it was signed, in seconds since 1970 on the clock of whoever signed: only a hint.
         mac: hexadecimal HMAC-SHA256 over all other fields.
     """
 
@@ -87,6 +96,7 @@ class Grant(Struct, frozen=True, kw_only=True):
     num_tokens: Annotated[tuple[NumTokens, ...], Meta(min_length=1, max_length=256)]
     lease_s: Annotated[float, Meta(gt=0, le=86400)]
     admitted: bool
+    issued_at: WallTime | UnsetType = UNSET
     mac: Annotated[str, Meta(pattern="^([0-9a-f]{64})?$")] = ""
 
     @property
@@ -118,6 +128,19 @@ class Grant(Struct, frozen=True, kw_only=True):
             raise TicketInvalid(f"the grant of {self.engine_id!r} for {self.request_id!r} has a wrong signature")
         if len(self.num_tokens) != len(self.block_ids):
             raise TicketInvalid(f"{len(self.num_tokens)} token counts for {len(self.block_ids)} groups")
+
+    def seems_over(self, wall_s: float, error_s: float) -> bool:
+        """Tell whether the promise has run out, if nobody has renewed it and the clocks are right.
+
+        That is worth a question to the producer, and no reason to refuse the ticket: only the producer knows.
+
+        Args:
+            wall_s: seconds since 1970 on the producer's clock.
+            error_s: by how much that may be wrong.
+        """
+        if isinstance(self.issued_at, UnsetType):
+            return False
+        return wall_s - self.issued_at > self.lease_s + error_s + OVERDUE_S
 
     def _payload(self) -> bytes:
         return _encoder.encode(msgspec.structs.replace(self, mac=""))

@@ -4,9 +4,9 @@ import argparse
 from collections.abc import Sequence
 
 from kvflow import __version__
-from kvflow.cli import bench, demo, layout
+from kvflow.cli import bench, demo, keys, layout
 
-COMMANDS = (layout, bench, demo)
+COMMANDS = (layout, keys, bench, demo)
 """Modules with ``add_parser`` and ``run``."""
 
 

@@ -68,11 +68,15 @@ class PeerConnected(Struct, frozen=True):
         peer: ``engine/rank/incarnation``.
         endpoint: where.
         handshake_s: seconds from dialling to being ready.
+        clock_ahead_s: seconds by which its wall clock is ahead of ours; None if it does not tell.
+        clock_error_s: by how much that may be wrong, either way.
     """
 
     peer: str
     endpoint: str
     handshake_s: float
+    clock_ahead_s: float | None = None
+    clock_error_s: float | None = None
 
 
 class PeerDropped(Struct, frozen=True):

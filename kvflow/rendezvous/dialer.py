@@ -1,19 +1,47 @@
 """The consumer's end of the control channel: one connection to one producer rank."""
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
-from handshake import HandshakeClient, Identity, open_client
+from msgspec import UnsetType
+
+from handshake import ClockOffset, HandshakeClient, Identity, open_client
 from handshake.errors import Closed, HandshakeError
-from handshake.events import ConnectionClosed, ConnectionFailed, Event
+from handshake.events import ConnectionClosed, ConnectionFailed, Event, RenewAnswered
 from handshake.limits import LEASES_MAX
-from handshake.messages import LeaseRef, Release, Renew
-from kvflow.cache.tickets import RankAddress
-from kvflow.errors import PeerLost, StaleLease
+from handshake.messages import LeaseAnswer, LeaseRef, Release, Renew
+from handshake.network import ZEROMQ, Network
+from kvflow.cache.leases import Answer
+from kvflow.cache.tickets import Grant, RankAddress
+from kvflow.errors import DeadlineExceeded, PeerLost, StaleLease
 from kvflow.ids import LeaseKey, PeerId, peer_id
 from kvflow.rendezvous.failures import as_kvflow_error
 from kvflow.rendezvous.introduction import OurSide
 from kvflow.rendezvous.publication import Advertisement, decode
+
+
+class Questions:
+    """Leases that a producer was asked about, and who waits for its answer.
+
+    Thread: the event loop.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[LeaseKey, list[asyncio.Future[Answer]]] = {}
+
+    def add(self, lease: LeaseKey) -> asyncio.Future[Answer]:
+        """Wait for what is said of a lease."""
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(lease, []).append(future)
+        return future
+
+    def answer(self, answers: Sequence[LeaseAnswer]) -> None:
+        """Tell whoever waits; most renewals are nobody's question."""
+        for each in answers:
+            for future in self._waiting.pop((each.slot, each.epoch), ()):
+                if not future.done():
+                    future.set_result(each.outcome)
 
 
 class Link:
@@ -27,11 +55,59 @@ class Link:
     Thread: the event loop.
     """
 
-    def __init__(self, client: HandshakeClient, peer: PeerId, endpoint: str, advertisement: Advertisement) -> None:
+    def __init__(
+        self,
+        client: HandshakeClient,
+        peer: PeerId,
+        endpoint: str,
+        advertisement: Advertisement,
+        *,
+        questions: Questions,
+        network: Network = ZEROMQ,
+    ) -> None:
         self._client = client
+        self._questions = questions
+        self._network = network
         self.peer = peer
         self.endpoint = endpoint
         self.advertisement = advertisement
+
+    @property
+    def clock_offset(self) -> ClockOffset | None:
+        """How far the producer's wall clock is ahead of ours; None if it does not tell."""
+        return self._client.clock_offset
+
+    async def require_held(self, grant: Grant, *, within_s: float) -> None:
+        """Make sure that a ticket whose time seems to be up is still good, before anything is read for it.
+
+        Clocks only decide whether the producer is asked: whoever signed the ticket may have another clock than the
+        producer, and another reader may have renewed the lease. What it does not know yet may still be admitted.
+
+        Args:
+            grant: what the ticket says.
+            within_s: how long to wait for the answer.
+
+        Raises:
+            StaleLease: the lease has ended.
+            PeerLost, DeadlineExceeded: there was no answer.
+
+        Cancellation: safe.
+        """
+        offset = self.clock_offset
+        if offset is None or not grant.seems_over(self._network.wall() + offset.ahead_s, offset.error_s):
+            return
+        lease = (grant.slot, grant.epoch_value)
+        answered = self._questions.add(lease)
+        self.renew([lease])
+        try:
+            async with asyncio.timeout(within_s):
+                answer = await answered
+        except TimeoutError:
+            message = f"{self.peer} did not say whether a lease is held within {within_s} s"
+            raise DeadlineExceeded(message, phase="handshake", peer=self.peer) from None
+        if answer == "ended":
+            message = f"the lease of {grant.request_id!r} has ended, {self.peer} says"
+            raise StaleLease(message, request_id=grant.request_id, peer=self.peer)
 
     def release(self, leases: Sequence[LeaseKey]) -> None:
         """Tell the producer that our rank needs these leases no more; nothing happens if it is gone."""
@@ -83,7 +159,7 @@ async def open_link(
         on_ended: called once with a code and a detail when a connection that was ready has ended.
 
     Raises:
-        AuthenticationFailed: it does not hold our secret.
+        AuthenticationFailed: it does not hold our secret or its key, or we do not trust that key.
         PeerLost: it cannot be reached, or another worker answers there.
         StaleLease: the same rank answers in another incarnation: its leases are gone.
         ProtocolViolation: what it sends cannot be.
@@ -92,8 +168,12 @@ async def open_link(
     """
     peer = peer_id(engine_id, address.rank, address.incarnation)
 
+    questions = Questions()
+
     def on_event(event: Event) -> None:
         match event:
+            case RenewAnswered(leases=answers):
+                questions.answer(answers)
             case ConnectionClosed(reason=reason):
                 on_ended("peer_closed", reason)
             case ConnectionFailed(code=code, reason=reason):
@@ -110,10 +190,11 @@ async def open_link(
             limits=ours.limits,
             network=ours.network,
             on_event=on_event,
+            server_key="" if isinstance(address.public_key, UnsetType) else address.public_key,
         ) as client:
             _require_peer(client.identity, engine_id, address)
             advertisement = decode(client.publication, peer=peer)
-            yield Link(client, peer, address.endpoint, advertisement)
+            yield Link(client, peer, address.endpoint, advertisement, questions=questions, network=ours.network)
     except HandshakeError as error:
         raise as_kvflow_error(error, peer=address.endpoint) from error
 

@@ -1,11 +1,17 @@
 """What this worker says of itself when it meets a peer, as either end of a connection."""
 
-from msgspec import Struct
+from collections.abc import Iterable
 
-from handshake import ClusterSecurity, Identity, Limits, Publication
+from msgspec import Struct, UnsetType
+
+from handshake import AllowedKeys, ClusterSecurity, Identity, Limits, Publication
+from handshake.errors import AuthenticationFailed, HandshakeError
 from handshake.network import ZEROMQ, Network
 from kvflow import __version__
+from kvflow.cache.tickets import RankAddress
 from kvflow.config import WorkerConfig
+from kvflow.errors import ConfigInvalid
+from kvflow.rendezvous.failures import as_kvflow_error
 from kvflow.rendezvous.publication import Advertisement, encode
 
 __all__ = ["ZEROMQ", "Network", "OurSide", "introduce"]
@@ -17,7 +23,7 @@ class OurSide(Struct, frozen=True):
     Attributes:
         identity: who we are.
         publication: our manifest.
-        security: the cluster's keys.
+        security: our keys, and whom we trust.
         limits: budgets and bounds.
         network: where we meet peers.
     """
@@ -27,6 +33,33 @@ class OurSide(Struct, frozen=True):
     security: ClusterSecurity
     limits: Limits
     network: Network = ZEROMQ
+
+    @property
+    def public_key(self) -> str:
+        """The public key that our control endpoint proves to hold."""
+        return self.security.server.public_key
+
+    def trusts(self, address: RankAddress) -> bool:
+        """Tell whether we would dial this producer rank now."""
+        key = address.public_key
+        try:
+            self.security.towards("" if isinstance(key, UnsetType) else key)
+        except AuthenticationFailed:
+            return False
+        return True
+
+    def allow_keys(self, keys: Iterable[str]) -> None:
+        """Replace the list of allowed keys; whoever is connected is not looked at.
+
+        Raises:
+            ConfigInvalid: a key is malformed, or we have no key of our own; nothing has changed.
+        """
+        if self.security.allowed is None:
+            raise ConfigInvalid("this worker has no key of its own, and so no list of allowed keys")
+        try:
+            self.security.allowed.replace(keys)
+        except HandshakeError as error:
+            raise as_kvflow_error(error, peer="") from error
 
 
 def introduce(
@@ -47,7 +80,17 @@ def introduce(
             software=f"kvflow {__version__}",
         ),
         publication=encode(advertisement),
-        security=ClusterSecurity.from_secret(config.secret()),
+        security=_security(config),
         limits=Limits(connect_s=config.connect_s, handshake_s=config.handshake_s),
         network=network,
     )
+
+
+def _security(config: WorkerConfig) -> ClusterSecurity:
+    security = ClusterSecurity.from_secret(config.secret())
+    accepted, own = config.accepted_secret(), config.own_key()
+    if accepted is not None:
+        security = security.accepting(accepted)
+    if own is not None:
+        security = security.with_own_key(own, AllowedKeys(config.allowed_keys or ()))
+    return security

@@ -1,9 +1,10 @@
 """Signing and verifying tickets with the cluster secret."""
 
 import secrets
+import time
 from collections.abc import Callable, Sequence
 
-from handshake.security import ClusterSecurity, sign, verify
+from handshake.security import ClusterSecurity, sign
 from kvflow.cache.mint import HEAD_START_BITS, Mint
 from kvflow.cache.tickets import RankAddress, Ticket
 from kvflow.config import SECRET_LENGTH_MIN
@@ -11,14 +12,17 @@ from kvflow.errors import ConfigInvalid
 
 
 class TicketKey:
-    """The key that signs tickets: HKDF of the cluster secret with the label ``ticket``."""
+    """The key that signs tickets: HKDF of the cluster secret with the label ``ticket``.
+
+    What was signed with an accepted second secret is valid, too.
+    """
 
     def __init__(self, security: ClusterSecurity) -> None:
-        self._key = security.ticket_key
+        self._security = security
 
     def sign(self, payload: bytes) -> bytes:
         """Return the MAC of a grant's payload."""
-        return sign(self._key, payload)
+        return sign(self._security.ticket_key, payload)
 
     def check(self, ticket: Ticket) -> None:
         """Verify every grant, before anything that the ticket says is acted upon.
@@ -27,7 +31,7 @@ class TicketKey:
             TicketInvalid: a grant was not signed with the cluster's secret.
         """
         for grant in ticket.grants:
-            grant.verify(lambda payload, mac: verify(self._key, payload, mac))
+            grant.verify(self._security.verifies)
 
 
 def draw_head_start(draw_bits: Callable[[int], int] = secrets.randbits) -> int:
@@ -56,4 +60,11 @@ class TicketMint(Mint):
         if len(cluster_secret) < SECRET_LENGTH_MIN:
             raise ConfigInvalid(f"the cluster secret has fewer than {SECRET_LENGTH_MIN} characters")
         key = TicketKey(ClusterSecurity.from_secret(cluster_secret))
-        super().__init__(engine_id, ranks, sign=key.sign, lease_s=lease_s, head_start=draw_head_start(draw_bits))
+        super().__init__(
+            engine_id,
+            ranks,
+            sign=key.sign,
+            lease_s=lease_s,
+            head_start=draw_head_start(draw_bits),
+            wall_clock=time.time,
+        )

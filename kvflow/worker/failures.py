@@ -17,6 +17,7 @@ ERRORS: dict[str, type[TransferFailed]] = {
     TransferCancelled.code: TransferCancelled,
     "cancelled": TransferCancelled,
     "closing": TransferCancelled,
+    "key_removed": PeerLost,
     "metadata_invalid": ProtocolViolation,
     "bounds": ProtocolViolation,  # ours are checked when we bind, so that it is the peer's memory that is not there
 }

@@ -6,6 +6,7 @@ A restarted producer is another peer, because its identity holds its incarnation
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -45,6 +46,9 @@ logger = logging.getLogger("kvflow")
 
 GOODBYE = "peer_closed"
 """Code of a peer that has left: a worker says goodbye once, at its end."""
+
+DISTRUSTED = "key_removed"
+"""Code of a peer whose key was taken off the list: it is not dialled again by itself."""
 
 REDIALLING_MAX = 256
 """Peers that are dialled again in the background; when a whole cluster is lost, the rest is met when it is needed."""
@@ -109,6 +113,7 @@ class PeerPool:
 
     Attributes:
         bindings: program id -> binding of all peers.
+        drops: how many peers were let go since the start, by code.
 
     Thread: the event loop.
     """
@@ -145,6 +150,7 @@ class PeerPool:
         self._next_program = 0
         self._closed = False
         self.bindings: dict[int, AnyBinding] = {}
+        self.drops: Counter[str] = Counter()
 
     async def meet(self, member: Member) -> Peer:
         """Return the peer that a ticket names, meeting it first if need be.
@@ -152,11 +158,13 @@ class PeerPool:
         Cancellation: safe; the meeting goes on for whoever else needs the peer.
 
         Raises:
-            KvflowError: see ``open_link``; ``LayoutMismatch`` if its cache cannot fill ours; ``PeerUnavailable`` or
-                ``StaleLease`` at once if nothing can come of dialling it.
+            KvflowError: see ``open_link`` and ``Link.require_held``; ``LayoutMismatch`` if its cache cannot fill ours;
+                ``PeerUnavailable`` or ``StaleLease`` at once if nothing can come of dialling it.
         """
         entry = await self._entry(member)
-        return await asyncio.shield(entry.met)
+        peer = await asyncio.shield(entry.met)
+        await peer.link.require_held(member.grant, within_s=self._ours.limits.handshake_s)
+        return peer
 
     async def reach(self, member: Member) -> Link:
         """Return the control connection of the peer that a ticket names, whether it can be read from or not.
@@ -235,6 +243,12 @@ class PeerPool:
             entry.added.set_exception(meeting_error(peer, code, detail))
             entry.added.exception()  # retrieved: it may still be dialling, and then nobody awaits it
 
+    def drop_distrusted(self) -> None:
+        """Let every peer go whose key is not allowed any more, after the list of allowed keys was replaced."""
+        for peer, entry in list(self._entries.items()):
+            if not self._ours.trusts(entry.member.address):
+                self.drop(peer, DISTRUSTED, "its public key is not among our allowed keys any more")
+
     def close(self) -> None:
         """Let every peer go and meet no one any more; a peer that is still being met is not waited for."""
         self._closed = True
@@ -256,7 +270,7 @@ class PeerPool:
                 self._drop_predecessors(link)
                 try:
                     entry.met.set_result(await self._connect(link, entry))
-                    self._report(PeerConnected(link.peer, link.endpoint, self._clock() - started))
+                    self._report(_connected(link, self._clock() - started))
                 except (LayoutMismatch, CapacityExceeded) as error:
                     # It cannot be read from in this life, but what it offers can be given back.
                     _fail(entry, error)
@@ -363,10 +377,17 @@ class PeerPool:
         entry.gone.set_result(None)
         if code == GOODBYE:
             self._record.on_gone(entry.member, "it said goodbye")
-        elif entry.program_ids:
+        elif entry.program_ids and code != DISTRUSTED:
             self._redial_later(entry.member)  # it was in use
+        self.drops[code] += 1
         self._report(PeerDropped(peer, code, detail))
         self._on_dropped(peer, code, detail)
+
+
+def _connected(link: Link, handshake_s: float) -> PeerConnected:
+    offset = link.clock_offset
+    clock = (None, None) if offset is None else (offset.ahead_s, offset.error_s)
+    return PeerConnected(link.peer, link.endpoint, handshake_s, *clock)
 
 
 def _fail(entry: _Entry, error: KvflowError) -> None:

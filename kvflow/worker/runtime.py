@@ -39,6 +39,7 @@ from kvflow.worker.offers import Offers
 from kvflow.worker.peers import PeerPool
 from kvflow.worker.producer import LeaseKeeper
 from kvflow.worker.surroundings import REAL, Surroundings
+from kvflow.worker.trust import Trust
 from kvflow.worker.worker import Worker
 
 logger = logging.getLogger("kvflow")
@@ -137,13 +138,7 @@ async def _opened(parts: _Parts) -> AsyncIterator[Worker]:
     )
     failure: BaseException | None = None
     async with open_listener(bind=config.bind, ours=ours, keeper=keeper, report=report) as server:
-        address = RankAddress(
-            rank=config.rank,
-            incarnation=ours.identity.incarnation,
-            endpoint=config.advertise or server.endpoint,
-            epoch_base=str(epochs.base),
-            slots=len(epochs),
-        )
+        address = _address(config, ours, epochs, server.endpoint)
         mint = _mint_of_offers(config, address, key, surroundings)
         async with asyncio.TaskGroup() as tasks:
             pool = PeerPool(
@@ -175,7 +170,7 @@ async def _opened(parts: _Parts) -> AsyncIterator[Worker]:
             background = [tasks.create_task(keeper.expire_leases()), tasks.create_task(consumer.tick_while_busy())]
             offers = Offers(mint, keeper, asyncio.get_running_loop())
             drain = Drain(keeper, offers, consumer, surroundings.clock, report)
-            worker = Worker(address, keeper, offers, consumer, drain)
+            worker = Worker(address, keeper, offers, consumer, drain, trust=Trust(ours, server, pool))
             report(events.WorkerOpened(worker.endpoint, transport.name, manifest.num_blocks, cache.bytes_per_block))
             try:
                 yield worker
@@ -191,11 +186,29 @@ async def _opened(parts: _Parts) -> AsyncIterator[Worker]:
         raise failure
 
 
+def _address(config: WorkerConfig, ours: OurSide, epochs: EpochTable, endpoint: str) -> RankAddress:
+    """Say where this worker is for its peers."""
+    return RankAddress(
+        rank=config.rank,
+        incarnation=ours.identity.incarnation,
+        endpoint=config.advertise or endpoint,
+        epoch_base=str(epochs.base),
+        slots=len(epochs),
+        public_key=ours.public_key,
+    )
+
+
 def _mint_of_offers(config: WorkerConfig, address: RankAddress, key: TicketKey, surroundings: Surroundings) -> Mint:
     """Make the mint of a worker's own offers, of which none gives its ticket away before the lease is held."""
     head_start = draw_head_start(surroundings.draw_bits)
     return Mint(
-        config.engine_id, [address], sign=key.sign, lease_s=config.lease_s, head_start=head_start, admitted=True
+        config.engine_id,
+        [address],
+        sign=key.sign,
+        lease_s=config.lease_s,
+        head_start=head_start,
+        wall_clock=surroundings.network.wall,
+        admitted=True,
     )
 
 

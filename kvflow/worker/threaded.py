@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -115,6 +115,10 @@ class ThreadedWorker:
     def drain(self, deadline_s: float) -> "Future[DrainReport]":
         """Begin nothing new, and wait for what has begun. See ``Worker.drain``."""
         return self._bridge.submit(self._worker.drain(deadline_s))
+
+    def allow_keys(self, keys: Iterable[str]) -> None:
+        """Replace the list of allowed keys. See ``Worker.allow_keys``."""
+        self._bridge.submit(_call(partial(self._worker.allow_keys, tuple(keys)))).result()
 
     def finished(self) -> list[Finished]:
         """Drain what has ended, and is quiescent, since the last call."""

@@ -1,7 +1,7 @@
 """What an engine calls: one rank's offers, pulls, and how they end."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 from msgspec import Struct
@@ -16,6 +16,7 @@ from kvflow.worker.consumer import Consumer
 from kvflow.worker.drain import Drain, DrainReport
 from kvflow.worker.offers import Offers
 from kvflow.worker.producer import LeaseKeeper
+from kvflow.worker.trust import Trust
 
 
 class Snapshot(Struct, frozen=True, kw_only=True):
@@ -26,12 +27,16 @@ class Snapshot(Struct, frozen=True, kw_only=True):
         pulls: pulls that are open or draining.
         quarantined: destinations that something may still write into.
         staging: staging buffers: how many there are, are in use, and are in quarantine.
+        rejected: connections to us that have failed since the start, by code, strangers included.
+        dropped: producers that were let go since the start, by code.
     """
 
     leases: int
     pulls: int
     quarantined: tuple[Quarantined, ...]
     staging: StagingUse = StagingUse()
+    rejected: dict[str, int] = {}
+    dropped: dict[str, int] = {}
 
 
 class Worker:
@@ -45,7 +50,14 @@ class Worker:
     """
 
     def __init__(
-        self, rank_address: RankAddress, keeper: LeaseKeeper, offers: Offers, consumer: Consumer, drain: Drain
+        self,
+        rank_address: RankAddress,
+        keeper: LeaseKeeper,
+        offers: Offers,
+        consumer: Consumer,
+        drain: Drain,
+        *,
+        trust: Trust,
     ) -> None:
         self._rank_address = rank_address
         self.endpoint = rank_address.endpoint
@@ -54,6 +66,7 @@ class Worker:
         self._offers = offers
         self._consumer = consumer
         self._drain = drain
+        self._trust = trust
 
     @property
     def rank_address(self) -> RankAddress:
@@ -212,13 +225,29 @@ class Worker:
         self._keeper.check()
         self._consumer.check()
 
+    def allow_keys(self, keys: Iterable[str]) -> None:
+        """Replace the list of allowed keys: new ones are met at once, and connections of those that are gone end.
+
+        What is being read from a producer that is not trusted any more fails with ``PeerLost``. What a reader that is
+        not trusted any more has begun to read goes on until its leases end: revoke them if it must not.
+
+        Args:
+            keys: public keys of all workers that this one talks to, 64 hexadecimal digits each.
+
+        Raises:
+            ConfigInvalid: a key is malformed, or this worker has no key of its own; nothing has changed.
+        """
+        self._trust.allow_keys(keys)
+
     def snapshot(self) -> Snapshot:
-        """Return what is held at this moment."""
+        """Return what is held at this moment, and what was counted since the start."""
         return Snapshot(
             leases=self._keeper.held(),
             pulls=self._consumer.open_pulls(),
             quarantined=tuple(self._consumer.quarantined()),
             staging=self._consumer.staging(),
+            rejected=self._trust.rejected(),
+            dropped=self._trust.dropped(),
         )
 
 

@@ -4,10 +4,11 @@ import pickle
 
 import pytest
 
-from kvflow.config import SECRET_LENGTH_MIN, SECRET_VARIABLE, WorkerConfig
+from kvflow.config import ACCEPTED_VARIABLE, KEY_VARIABLE, SECRET_LENGTH_MIN, SECRET_VARIABLE, WorkerConfig
 from kvflow.errors import ConfigInvalid
 
 SECRET = "a secret of the tests, long enough"
+PRIVATE = "0123456789abcdef" * 4
 
 
 def config(**settings):
@@ -28,6 +29,9 @@ def test_the_defaults_are_valid():
         {"bind": "tcp://*:0", "advertise": "tcp://10.0.0.7:31000"},
         {"lease_s": 30, "fence_s": 0.001},
         {"role": "prefill", "transport": "loopback"},
+        {"cluster_secret_accepted": "the secret that comes next"},
+        {"private_key": PRIVATE, "allowed_keys": ()},
+        {"private_key": PRIVATE, "allowed_keys": ("a" * 64, "0" * 64)},
     ],
     ids=repr,
 )
@@ -69,6 +73,13 @@ def test_valid_settings(settings):
         ({"advertise": "tcp://node-7:70000"}, "advertise"),
         ({"advertise": "node-7:5000"}, "advertise"),
         ({"cluster_secret": 123456789012345678}, "cluster_secret"),
+        ({"cluster_secret_accepted": "fifteen letters"}, "the accepted cluster secret has 15 characters"),
+        ({"private_key": PRIVATE}, "private_key and allowed_keys"),
+        ({"allowed_keys": ()}, "private_key and allowed_keys"),
+        ({"private_key": PRIVATE[1:], "allowed_keys": ()}, "private_key"),
+        ({"private_key": PRIVATE.upper(), "allowed_keys": ()}, "private_key"),
+        ({"private_key": PRIVATE, "allowed_keys": ("a" * 63,)}, "allowed_keys"),
+        ({"private_key": PRIVATE, "allowed_keys": "a" * 64}, "allowed_keys"),
         ({"lease_s": 0}, "lease_s"),
         ({"lease_s": float("nan")}, "lease_s"),
         ({"lease_s": float("inf")}, "lease_s"),
@@ -109,11 +120,30 @@ def test_the_shortest_secret_will_do(monkeypatch):
     config(cluster_secret=None).check()
 
 
-def test_the_secret_is_never_shown():
-    shown = config(rank=1, num_ranks=2)
-    assert SECRET not in repr(shown)
-    assert SECRET not in f"{shown} {[shown]}"
-    assert SECRET not in str(list(shown.__rich_repr__()))
+def test_the_second_secret_and_the_key_come_from_the_settings_or_the_environment(monkeypatch):
+    assert (config().accepted_secret(), config().own_key()) == (None, None)
+    monkeypatch.setenv(ACCEPTED_VARIABLE, "the next secret of the environment")
+    monkeypatch.setenv(KEY_VARIABLE, "f" * 64)
+    assert config().accepted_secret() == "the next secret of the environment"
+    assert config().own_key() == bytes.fromhex("f" * 64)
+    told = config(cluster_secret_accepted="another secret, long enough", private_key=PRIVATE, allowed_keys=())
+    assert (told.accepted_secret(), told.own_key()) == ("another secret, long enough", bytes.fromhex(PRIVATE))
+
+
+def test_a_key_of_the_environment_is_checked_and_not_shown(monkeypatch):
+    monkeypatch.setenv(KEY_VARIABLE, PRIVATE + "f")
+    with pytest.raises(ConfigInvalid, match=KEY_VARIABLE) as caught:
+        config(allowed_keys=()).check()
+    assert PRIVATE not in str(caught.value)
+
+
+def test_no_secret_is_ever_shown():
+    secrets = {"cluster_secret_accepted": "the secret that comes next", "private_key": PRIVATE}
+    shown = config(rank=1, num_ranks=2, allowed_keys=(), **secrets)
+    for secret in (SECRET, *secrets.values()):
+        assert secret not in repr(shown)
+        assert secret not in f"{shown} {[shown]}"
+        assert secret not in str(list(shown.__rich_repr__()))
     assert "engine_id='prefill-0', rank=1" in repr(shown)
 
 

@@ -23,8 +23,15 @@ def address(rank=0, *, incarnation="0" * 32, base=BASE, slots=SLOTS):
     return RankAddress(rank, incarnation, f"tcp://127.0.0.1:{5000 + rank}", str(base), slots)
 
 
-def mint_of(*addresses, engine_id="prefill-0", lease_s=30.0, head_start=0):
-    return Mint(engine_id, addresses or (address(),), sign=sign, lease_s=lease_s, head_start=head_start)
+def mint_of(*addresses, engine_id="prefill-0", lease_s=30.0, head_start=0, wall_clock=None):
+    return Mint(
+        engine_id,
+        addresses or (address(),),
+        sign=sign,
+        lease_s=lease_s,
+        head_start=head_start,
+        wall_clock=wall_clock,
+    )
 
 
 def ticket_of(request_id="request-1", rank=0, engine_id="prefill-0", num_tokens=(48, 16)):

@@ -183,3 +183,34 @@ def test_one_grant_can_name_every_rank():
     ticket, grant = mint_of(address(0), address(1)).offer("r", block_ids=[[1]], num_tokens=1)
     assert {member.grant for member in ticket.members()} == {grant}
     assert len(list(checked(params_of(ticket)).members())) == 2
+
+
+def test_what_a_ticket_of_an_older_release_does_not_say_is_not_signed():
+    """Fields were added: a ticket without them has the MAC that it always had."""
+    ticket = ticket_of()
+    shown = params_of(ticket)["kvflow"]["grants"][0]
+    assert "issued_at" not in shown
+    assert "public_key" not in shown["ranks"][0]
+    assert checked(params_of(ticket)) == ticket
+
+
+@pytest.mark.parametrize(
+    ("age_s", "error_s", "over"),
+    [
+        (0.0, 0.0, False),
+        (-1e6, 0.0, False),
+        (12.9, 0.0, False),
+        (13.6, 0.0, True),
+        (13.6, 0.5, False),
+        (14.1, 0.5, True),
+    ],
+)
+def test_a_ticket_seems_over_when_its_lease_and_every_doubt_have_passed(age_s, error_s, over):
+    _, grant = mint_of(lease_s=12.5, wall_clock=lambda: 1000.0).offer("r", block_ids=[[1]], num_tokens=1)
+    assert grant.issued_at == 1000.0
+    grant.verify(verify)
+    assert grant.seems_over(1000.0 + age_s, error_s) is over
+
+
+def test_a_ticket_that_does_not_say_when_it_was_signed_never_seems_over():
+    assert not ticket_of().grants[0].seems_over(1e12, 0.0)

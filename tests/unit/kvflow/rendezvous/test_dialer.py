@@ -1,16 +1,22 @@
 """A consumer reaches the rank that the ticket names, in the life that it names, or learns why not."""
 
 import asyncio
+import time
 from contextlib import asynccontextmanager
 
+import msgspec
 import pytest
 
+from handshake import ClockOffset
 from handshake.errors import Closed
-from handshake.messages import LEASES_MAX, Release, Renew
+from handshake.limits import LEASES_MAX
+from handshake.messages import Release, Renew
+from handshake.network import ZEROMQ, ZeroMqNetwork
 from kvflow.cache.leases import Reader
+from kvflow.cache.mint import Mint
 from kvflow.errors import AuthenticationFailed, DeadlineExceeded, PeerLost, StaleLease
 from kvflow.ids import peer_id
-from kvflow.rendezvous.dialer import Link, open_link
+from kvflow.rendezvous.dialer import Link, Questions, open_link
 from kvflow.rendezvous.listener import open_listener
 
 from .helpers import INCARNATION, address, advertisement, side
@@ -24,6 +30,7 @@ class Keeper:
 
     def __init__(self):
         self.told = asyncio.Queue()
+        self.answer = "held"
 
     def on_release(self, leases, reader):
         self.told.put_nowait(("release", list(leases), reader))
@@ -31,13 +38,13 @@ class Keeper:
 
     def on_renew(self, leases):
         self.told.put_nowait(("renew", list(leases)))
-        return ["held"] * len(leases), 30.0
+        return [self.answer] * len(leases), 30.0
 
 
 @asynccontextmanager
-async def listening(**settings):
+async def listening(network=ZEROMQ, **settings):
     keeper = Keeper()
-    ours = side(**settings)
+    ours = msgspec.structs.replace(side(**settings), network=network)
     async with open_listener(bind="tcp://127.0.0.1:0", ours=ours, keeper=keeper, report=lambda event: None) as server:
         yield server.endpoint, keeper
 
@@ -122,7 +129,7 @@ class Client:
 
 def test_many_leases_travel_in_messages_of_bounded_size():
     client = Client()
-    link = Link(client, "p", "tcp://127.0.0.1:5000", advertisement())
+    link = Link(client, "p", "tcp://127.0.0.1:5000", advertisement(), questions=Questions())
     leases = [(index, index + 100) for index in range(2 * LEASES_MAX + 1)]
     link.release(leases)
     link.renew(leases[:LEASES_MAX])
@@ -136,6 +143,77 @@ def test_many_leases_travel_in_messages_of_bounded_size():
 
 
 def test_nothing_happens_when_the_producer_is_gone():
-    link = Link(Client(closed=True), "p", "tcp://127.0.0.1:5000", advertisement())
+    link = Link(Client(closed=True), "p", "tcp://127.0.0.1:5000", advertisement(), questions=Questions())
     link.release([(1, 1)])
     link.renew([(1, 1)])
+
+
+class Skewed(ZeroMqNetwork):
+    """Another host's wall clock."""
+
+    def __init__(self, ahead_s=0.0):
+        self.ahead_s = ahead_s
+
+    def wall(self):
+        return super().wall() + self.ahead_s
+
+
+def granted(age_s, lease_s=30.0, ahead_s=0.0):
+    """A grant that was signed some time ago, by a clock that is ahead of this machine's."""
+    mint = Mint(
+        "prefill-0",
+        [address()],
+        sign=lambda payload: bytes(32),
+        lease_s=lease_s,
+        wall_clock=lambda: time.time() + ahead_s - age_s,
+    )
+    return mint.offer("r", block_ids=[[1]], num_tokens=1)[1]
+
+
+async def asked(link, keeper, grant):
+    """Tell whether the producer was asked about a grant; ``StaleLease`` is passed on."""
+    try:
+        await link.require_held(grant, within_s=PATIENCE_S)
+    finally:
+        link.release([(99, 99)])  # whatever was asked was asked before
+        async with asyncio.timeout(PATIENCE_S):
+            told = [await keeper.told.get()]
+            while told[-1][0] != "release":
+                told.append(await keeper.told.get())
+    return [each[:2] for each in told[:-1]] == [("renew", [(grant.slot, grant.epoch_value)])]
+
+
+@pytest.mark.parametrize("ours_ahead_s", [0.0, 3600.0, -3600.0])
+@pytest.mark.parametrize("theirs_ahead_s", [0.0, 7200.0])
+async def test_a_ticket_is_asked_about_when_its_time_is_up_however_far_the_clocks_are_apart(
+    ours_ahead_s, theirs_ahead_s
+):
+    ours = msgspec.structs.replace(OURS, network=Skewed(ours_ahead_s))
+    async with listening(network=Skewed(theirs_ahead_s)) as (endpoint, keeper), linked(endpoint, ours=ours) as link:
+        assert link.clock_offset.ahead_s == pytest.approx(theirs_ahead_s - ours_ahead_s, abs=1.0)
+        assert not await asked(link, keeper, granted(age_s=10.0, ahead_s=theirs_ahead_s))
+        old = granted(age_s=60.0, ahead_s=theirs_ahead_s)
+        assert await asked(link, keeper, old)  # another reader has renewed it
+        keeper.answer = "unknown"
+        assert await asked(link, keeper, old)  # it may still be admitted
+        keeper.answer = "ended"
+        assert not await asked(link, keeper, granted(age_s=10.0, ahead_s=theirs_ahead_s))
+        with pytest.raises(StaleLease, match="has ended") as caught:
+            await asked(link, keeper, old)
+        assert caught.value.request_id == "r"
+
+
+async def test_a_ticket_that_does_not_say_when_it_was_signed_is_never_asked_about():
+    grant = msgspec.structs.replace(granted(age_s=1e6), issued_at=msgspec.UNSET)
+    async with listening() as (endpoint, keeper), linked(endpoint) as link:
+        keeper.answer = "ended"
+        assert not await asked(link, keeper, grant)
+
+
+async def test_a_question_without_an_answer_has_a_deadline():
+    client = Client()
+    client.clock_offset = ClockOffset(0.0, 0.0)
+    link = Link(client, "p", "tcp://127.0.0.1:5000", advertisement(), questions=Questions())
+    with pytest.raises(DeadlineExceeded) as caught:
+        await link.require_held(granted(age_s=60.0), within_s=0.01)
+    assert caught.value.phase == "handshake"

@@ -1,13 +1,15 @@
 """What a worker says of itself follows from its settings; its secrets are not in what can be printed."""
 
+import msgspec
 import pytest
 
+from handshake import ClusterSecurity, CurveKeys
 from kvflow import __version__
 from kvflow.errors import ConfigInvalid
 from kvflow.rendezvous.introduction import introduce
 from kvflow.rendezvous.publication import decode
 
-from .helpers import INCARNATION, SECRET, SECURITY, advertisement, config, side
+from .helpers import INCARNATION, SECRET, SECURITY, address, advertisement, config, side
 
 
 def test_our_side():
@@ -31,3 +33,45 @@ def test_without_a_secret_nobody_is_introduced(monkeypatch):
     monkeypatch.delenv("KVFLOW_CLUSTER_SECRET", raising=False)
     with pytest.raises(ConfigInvalid, match="cluster secret"):
         introduce(config(cluster_secret=None), INCARNATION, advertisement())
+
+
+KEYS = {"private_key": "12" * 32, "allowed_keys": ("ab" * 32,)}
+
+
+def test_a_worker_with_a_key_of_its_own_shows_it_at_both_ends_and_trusts_its_list():
+    ours = side(**KEYS)
+    own = CurveKeys.from_private(bytes.fromhex("12" * 32))
+    assert (ours.security.server, ours.security.client) == (own, own)
+    assert ours.public_key == own.public_key
+    assert ours.trusts(keyed("ab" * 32))
+    assert not ours.trusts(keyed("cd" * 32))
+    assert not ours.trusts(address())
+    ours.allow_keys(["cd" * 32])
+    assert ours.trusts(keyed("cd" * 32))
+    assert not ours.trusts(keyed("ab" * 32))
+
+
+def keyed(public_key):
+    return msgspec.structs.replace(address(), public_key=public_key)
+
+
+def test_a_list_that_is_malformed_changes_nothing():
+    ours = side(**KEYS)
+    with pytest.raises(ConfigInvalid, match="allowed key"):
+        ours.allow_keys(["cd" * 32, "not a key"])
+    assert ours.trusts(keyed("ab" * 32))
+
+
+def test_a_worker_that_shares_the_secret_has_no_list():
+    with pytest.raises(ConfigInvalid, match="no key of its own"):
+        side().allow_keys([])
+    assert side().trusts(address())
+    assert side().trusts(keyed(SECURITY.server.public_key))
+
+
+def test_two_secrets_are_trusted_while_one_is_shown():
+    other = ClusterSecurity.from_secret("the secret that comes next")
+    ours = side(cluster_secret_accepted="the secret that comes next")
+    assert ours.public_key == SECURITY.server.public_key
+    assert ours.trusts(keyed(other.server.public_key))
+    assert not side().trusts(keyed(other.server.public_key))

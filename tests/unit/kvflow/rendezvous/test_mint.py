@@ -1,5 +1,7 @@
 """Tickets are signed with a key that follows from the cluster secret, in whatever process the mint is."""
 
+import time
+
 import msgspec
 import pytest
 
@@ -34,6 +36,19 @@ def test_another_cluster_cannot():
         TicketKey(SECURITY).check(ticket_of("another secret, long enough"))
     with pytest.raises(TicketInvalid):
         TicketKey(ClusterSecurity.from_secret("another secret, long enough")).check(ticket_of())
+
+
+def test_what_either_of_two_secrets_signed_is_good_while_both_are_accepted():
+    key = TicketKey(SECURITY.accepting("another secret, long enough"))
+    key.check(ticket_of())
+    key.check(ticket_of("another secret, long enough"))
+    with pytest.raises(TicketInvalid):
+        key.check(ticket_of("a third secret, long enough"))
+
+
+def test_a_ticket_says_when_it_was_signed():
+    before_s = time.time()
+    assert before_s <= ticket_of().grants[0].issued_at <= time.time()
 
 
 def test_every_grant_of_a_ticket_is_checked():

@@ -20,6 +20,7 @@ def failed(code, phase="wire", *, quarantined=False):
         ("transfer_cancelled", errors.TransferCancelled),
         ("cancelled", errors.TransferCancelled),
         ("closing", errors.TransferCancelled),
+        ("key_removed", errors.PeerLost),
         ("metadata_invalid", errors.ProtocolViolation),
         ("bounds", errors.ProtocolViolation),
         ("deadline_exceeded", errors.DeadlineExceeded),
@@ -43,6 +44,7 @@ def test_the_table_is_tested():
         "transfer_cancelled",
         "cancelled",
         "closing",
+        "key_removed",
         "metadata_invalid",
         "bounds",
     }

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from handshake import Limits
+from handshake import ClockOffset, Limits
 from kvflow.cache.mint import Mint
 from kvflow.cache.tickets import RankAddress
 from kvflow.errors import (
@@ -69,6 +69,12 @@ class Wire:
         self.leaving.set()
         self.transport = "loopback"
         self.manifest = SOURCE
+        self.clock_offset = None
+        self.over = False
+
+    async def require_held(self, grant, *, within_s):
+        if self.over:
+            raise StaleLease(f"{grant.request_id} has ended")
 
     @asynccontextmanager
     async def link(self, engine_id, address, *, ours, on_ended):
@@ -81,7 +87,13 @@ class Wire:
             manifest=self.manifest, transport=self.transport, metadata=b"", epochs=Region(8192, 64)
         )
         peer = peer_id(engine_id, address.rank, address.incarnation)
-        yield SimpleNamespace(peer=peer, endpoint=address.endpoint, advertisement=advertisement)
+        yield SimpleNamespace(
+            peer=peer,
+            endpoint=address.endpoint,
+            advertisement=advertisement,
+            clock_offset=self.clock_offset,
+            require_held=self.require_held,
+        )
         await self.leaving.wait()
         self.left += 1
 
@@ -89,8 +101,13 @@ class Wire:
 class World:
     def __init__(self, tasks, wire, handshake_s=PATIENCE_S):
         self.wire, self.transport, self.reports, self.dropped = wire, Transport(), Reports(), []
+        self.trusted = True
         self.pool = PeerPool(
-            ours=SimpleNamespace(limits=Limits(handshake_s=handshake_s), identity=SimpleNamespace(rank=0)),
+            ours=SimpleNamespace(
+                limits=Limits(handshake_s=handshake_s),
+                identity=SimpleNamespace(rank=0),
+                trusts=lambda _address: self.trusted,
+            ),
             manifest=msgspec.structs.replace(cache_of().manifest(), identity=Identity(model="ours")),
             transport=self.transport,
             tasks=tasks,
@@ -439,3 +456,43 @@ async def test_news_of_strangers_are_ignored(world):
     world.pool.on_added("nobody")
     world.pool.drop("nobody", "peer_lost", "")
     assert world.pool.link("nobody") is None
+
+
+async def test_a_peer_that_is_not_trusted_any_more_is_let_go(world):
+    await world.met()
+    world.pool.drop_distrusted()
+    await settle()
+    assert world.dropped == []
+    world.trusted = False
+    world.pool.drop_distrusted()
+    await settle()
+    assert [code for _, code, _ in world.dropped] == ["key_removed"]
+    assert world.pool.drops == {"key_removed": 1}
+
+
+async def test_a_peer_that_is_not_trusted_while_it_is_met_is_let_go_as_soon_as_it_is(world):
+    world.wire.open.clear()
+    meeting = await world.meet()
+    world.trusted = False
+    world.pool.drop_distrusted()
+    world.wire.open.set()
+    with pytest.raises(PeerLost, match="not among our allowed keys"):
+        async with asyncio.timeout(PATIENCE_S):
+            await meeting
+    assert [detail for _, _, detail in world.dropped] == [str(meeting.exception().message)]
+
+
+async def test_a_lease_that_has_ended_is_told_before_anything_is_read_and_the_peer_stays(world):
+    peer = await world.met()
+    world.wire.over = True
+    with pytest.raises(StaleLease):
+        await world.pool.meet(member())
+    world.wire.over = False
+    assert await world.pool.meet(member()) is peer
+
+
+async def test_how_far_the_clocks_are_apart_is_reported(world):
+    world.wire.clock_offset = ClockOffset(2.5, 0.25)
+    await world.met()
+    (event,) = world.reports.events
+    assert (event.clock_ahead_s, event.clock_error_s) == (2.5, 0.25)
