@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 BENCHMARKS = {
     "layouts": (15, "packed against per-layer, by block count and half-page size"),
     "pull": (300, "latency and throughput of one pull by size, with its fence, by phase"),
+    "fence": (300, "what the fence and the release add to a pull, paired"),
     "loop": (5, "lag of the event loop while 1 GiB moves, and idle"),
     "idle": (5, "CPU of an idle worker, alone and with 50 peers"),
 }

@@ -13,6 +13,7 @@ import logging
 import random
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from itertools import count
 
@@ -30,6 +31,13 @@ from .words import Words
 NUM_BLOCKS = 512
 REVOKED = 0.6
 """Share of the offers that are revoked, if they live so long."""
+LATE_S = 0.02
+"""How long after its ticket a lease may be admitted: about two looks of a reader."""
+USUAL_S_MAX = 0.05
+"""A read on a machine that is busy. Revocations come about when reads go on; without a bound they come later and later,
+since a reader that waits for an admission looks less and less often, which makes the usual read longer."""
+THREADS = 32
+"""More than there are offers at a time: none waits for another one's moment."""
 TARGET = Shape(num_blocks=NUM_BLOCKS, block_size=16, heads=4, head_size=32)
 
 
@@ -116,7 +124,7 @@ class Recycler:
         self._tasks.create_task(self._live(number, block_ids, next(self._numbers), delay_s))
 
     async def _admit_late(self, number, grant):
-        delay_s = self._rng.uniform(0, 2 * self._usual_s)
+        delay_s = self._rng.uniform(0, LATE_S)
         await asyncio.to_thread(self._write_and_admit, number, grant, delay_s)
         self._follow(number, grant.block_ids)
 
@@ -136,7 +144,7 @@ class Recycler:
                 ends.create_task(self._end(rank, number, block_ids, successor)) for rank in range(self._path.ranks)
             ]
         if {outcome.result() for outcome in outcomes} == {"released"}:
-            self._usual_s += 0.05 * (time.monotonic() - began_s - self._usual_s)
+            self._usual_s += 0.05 * (min(USUAL_S_MAX, time.monotonic() - began_s) - self._usual_s)
         if self._path.minted:
             self._mint.retire(str(number))
         self._free += [block for ids in block_ids for block in ids]
@@ -189,6 +197,7 @@ async def recycling(name, seed):
 async def main():
     logging.getLogger("kvflow").setLevel(logging.CRITICAL)  # every second lease runs out or is revoked
     loop = asyncio.get_running_loop()
+    loop.set_default_executor(ThreadPoolExecutor(THREADS))
     lines = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
     async with AsyncExitStack() as stack:

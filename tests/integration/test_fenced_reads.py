@@ -11,10 +11,10 @@ from collections import defaultdict
 import msgspec
 import pytest
 
+from kvflow.bench.fenceless import open_fenceless
 from kvflow.transport.base import CHUNK_DESCRIPTORS_MAX
 from kvflow.worker.surroundings import REAL
 
-from .fenceless import open_fenceless
 from .reading import Tally, read
 
 READS = 5000
