@@ -58,6 +58,10 @@ from kvflow.worker.unsettled import Unsettled
 TICK_S = 0.02
 """Deadlines, renewals and retries are looked at this often while a pull is open; nothing else waits for it."""
 
+RELEASE_PAUSE_S = 0.005
+"""A release is a message, encrypted, answered and decrypted: ten times the work of a fence, and it falls into the next
+pull. What is read by then is released with it. The producer has its blocks back so much later."""
+
 
 @dataclass(slots=True)
 class _Pull:
@@ -377,9 +381,9 @@ class Consumer:
         self._unsettled.end(pull_id)
 
     def _release(self, members: Sequence[Member]) -> None:
-        """Release every rank that a ticket names; those of one turn of the loop travel together."""
+        """Release every rank that a ticket names; those of a few milliseconds travel together."""
         if not self._releases:
-            asyncio.get_running_loop().call_soon(self._flush_releases)
+            asyncio.get_running_loop().call_later(RELEASE_PAUSE_S, self._flush_releases)
         for member in members:
             self._releases.setdefault(member.peer, []).append((member.grant.slot, member.grant.epoch_value))
 

@@ -194,6 +194,7 @@ def test_offers_from_many_threads(pair):
             pair.works(f"pulled {number}")
         for future in busy:
             future.result(PATIENCE_S)
+    assert pair.producer.wait_offer(f"pulled {number}").result(PATIENCE_S) == "released"
     assert pair.producer.snapshot().leases == 0
 
 

@@ -39,7 +39,7 @@ from kvflow.transfer.queues import Limits
 from kvflow.transfer.requests import Budgets
 from kvflow.transfer.scheduler import Scheduler
 from kvflow.transport.base import FenceFailed, FenceJudged, PeerFailed, ReadCompleted, ReadFailed, RenewalEnded
-from kvflow.worker.consumer import Consumer
+from kvflow.worker.consumer import RELEASE_PAUSE_S, Consumer
 from kvflow.worker.peers import Leg, Peer
 
 from .helpers import PATIENCE_S, Clock, Reports, cache_of
@@ -220,6 +220,14 @@ async def ended(task):
         return await task
 
 
+async def released(world, count=1):
+    """Return the releases by peer once there are so many."""
+    async with asyncio.timeout(PATIENCE_S):
+        while sum(map(len, world.released().values())) < count:  # noqa: ASYNC110 - the links only count
+            await asyncio.sleep(RELEASE_PAUSE_S)
+    return world.released()
+
+
 async def test_a_pull_posts_reports_releases_and_gives_back(world):
     ticket = world.ticket()
     task = await world.pull(ticket, priority=3)
@@ -242,7 +250,7 @@ async def test_a_pull_posts_reports_releases_and_gives_back(world):
     )
     assert report.timings_s.keys() == {"handshake", "bind", "queue", "post", "wire", "scatter", "fence", "total"}
     assert (report.timings_s["total"], report.timings_s["post"], report.timings_s["fence"]) == (1.0, 0.25, 0.125)
-    assert world.released() == {read.peer: [(grant.slot, grant.epoch_value)]}
+    assert await released(world) == {read.peer: [(grant.slot, grant.epoch_value)]}
     assert len(world.ledger) == world.consumer.open_pulls() == 0
     world.ledger.check()
 
@@ -267,16 +275,17 @@ async def test_every_rank_is_released_whether_it_was_read_or_not():
     assert len(world.transport.posted) == 2
     world.deliver()
     await ended(task)
-    assert [len(leases) for leases in world.released().values()] == [1, 1]
+    assert [len(leases) for leases in (await released(world, 2)).values()] == [1, 1]
 
 
-async def test_releases_of_one_turn_travel_together(world):
+async def test_releases_of_one_moment_travel_together(world):
     one, other = world.ticket("a"), world.ticket("b")
     tasks = [await world.pull(one, (1, 2)), await world.pull(other, (5, 6))]
     world.deliver()
     assert list(world.released().values()) == [[]]
     for task in tasks:
         await ended(task)
+    await released(world, 2)
     assert [(link.messages, len(link.released)) for link in world.pool.links.values()] == [(1, 2)]
 
 
@@ -284,8 +293,7 @@ async def test_a_pull_of_absent_blocks_moves_nothing_and_releases(world):
     report = await ended(await world.pull(blocks=(-1, -1)))
     assert (report.nbytes, report.reads) == (0, 0)
     assert world.transport.posted == []
-    await asyncio.sleep(0)
-    assert [len(leases) for leases in world.released().values()] == [1]
+    assert [len(leases) for leases in (await released(world)).values()] == [1]
     assert len(world.ledger) == 0
 
 
@@ -356,7 +364,7 @@ async def test_a_stale_fence_is_quiescent_and_releases_nothing(world):
         await ended(task)
     assert not caught.value.quarantined
     assert (caught.value.request_id, caught.value.peer) == ("request-1", read.peer)
-    await asyncio.sleep(0)
+    world.consumer.close()  # sends what is still to be released
     assert world.released() == {read.peer: []}
     assert len(world.ledger) == 0
 
