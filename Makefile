@@ -47,7 +47,7 @@ lint: $(INSTALLED)
 
 bench: $(INSTALLED)
 	for script in tests/benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
-	for name in layouts pull fence loop idle; do echo "== kvflow bench $$name"; $(BIN)/kvflow bench $$name || exit 1; done
+	for name in descriptors layouts pull fence loop idle; do echo "== kvflow bench $$name"; $(BIN)/kvflow bench $$name || exit 1; done
 
 # Leaves the image kvflow:local behind, and nothing else.
 compose-demo:

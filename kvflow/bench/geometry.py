@@ -2,6 +2,7 @@
 
 from msgspec import Struct
 
+from kvflow.layout.shards import Shard
 from kvflow.layout.specs import CacheSpec, FullAttention
 from kvflow.memory.cache import KVCache, allocate
 
@@ -18,6 +19,7 @@ class Geometry(Struct, frozen=True, kw_only=True):
         num_blocks: blocks in the pool.
         layout: as ``kvflow.allocate`` names it.
         kv: ``content`` or ``split``.
+        tp_size: ranks that divide the heads; this is the first of them.
     """
 
     layers: int
@@ -26,10 +28,11 @@ class Geometry(Struct, frozen=True, kw_only=True):
     num_blocks: int
     layout: str
     kv: str
+    tp_size: int = 1
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block of all layers, K and V."""
+        """Bytes of one block of all layers, K and V, where heads are not divided."""
         return self.layers * 2 * self.num_kv_heads * self.head_size * 2 * BLOCK_SIZE
 
     def build(self) -> KVCache:
@@ -40,6 +43,7 @@ class Geometry(Struct, frozen=True, kw_only=True):
             )
             for index in range(self.layers)
         }
-        cache = allocate(specs, num_blocks=self.num_blocks, layout=self.layout, kv=self.kv)
+        shard = Shard(tp_size=self.tp_size)
+        cache = allocate(specs, num_blocks=self.num_blocks, layout=self.layout, kv=self.kv, shard=shard)
         cache.backing.fill_(1)
         return cache

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001
 
 BENCHMARKS = {
+    "descriptors": (15, "cost of descriptors by count and size, and direct against staged reads"),
     "layouts": (15, "packed against per-layer, by block count and half-page size"),
     "pull": (300, "latency and throughput of one pull by size, with its fence, by phase"),
     "fence": (300, "what the fence and the release add to a pull, paired"),
@@ -20,6 +21,11 @@ BENCHMARKS = {
     "idle": (5, "CPU of an idle worker, alone and with 50 peers"),
 }
 """Name -> rounds unless told otherwise, and what it measures."""
+
+AT_SOURCES = ("pull", "descriptors")
+"""Benchmarks that can read from a source elsewhere."""
+
+CALIBRATION_FILE = "kvflow-calibration.json"
 
 CONNECT_S = 10.0
 """How long a source elsewhere may take to accept. A network that drops packets would have us wait for minutes."""
@@ -34,19 +40,24 @@ def add_parser(commands: "Subparsers") -> None:
         kind.add_argument("--rounds", type=int, default=rounds, help="paired rounds (default: %(default)s)")
         kind.add_argument("--seed", type=int, default=0, help="of block ids (default: %(default)s)")
         kind.add_argument("--json", action="store_true", help="print JSON instead of tables")
-        if name == "pull":
+        if name in AT_SOURCES:
             kind.add_argument(
                 "--source",
                 type=address,
                 metavar="HOST:PORT",
                 help="a source that runs already: python -m kvflow.bench.source --listen HOST:PORT",
             )
+        if name == "descriptors":
+            kind.add_argument(
+                "--calibrate", action="store_true", help="write the measured constants into a file, and stop"
+            )
+            kind.add_argument("--output", default=CALIBRATION_FILE, help="that file (default: %(default)s)")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run one benchmark and print its tables; 1 if the source that ``--source`` names cannot be reached."""
-    source = options.source if options.benchmark == "pull" else None
+    """Run one benchmark and print its tables; 1 if a source cannot be reached, or a calibration not be written."""
+    source = options.source if options.benchmark in AT_SOURCES else None
     # Asked before torch and NIXL are loaded, which takes seconds.
     if source is not None and (reason := _why_unreachable(source)):
         remedy = "start one with python -m kvflow.bench.source --listen HOST:PORT"
@@ -60,8 +71,16 @@ def run(options: argparse.Namespace) -> int:
 
     about = header()
     benchmark = importlib.import_module(f"kvflow.bench.{options.benchmark}")
-    elsewhere = [source] if options.benchmark == "pull" else []
-    tables = uvloop.run(benchmark.run(options.rounds, options.seed, _show_progress, *elsewhere))
+    extra = [source] if options.benchmark in AT_SOURCES else []
+    if options.benchmark == "descriptors":
+        extra.append(options.output if options.calibrate else None)
+    try:
+        tables = uvloop.run(benchmark.run(options.rounds, options.seed, _show_progress, *extra))
+    except OSError as error:
+        if error.filename != getattr(options, "output", ""):
+            raise
+        print(f"the calibration cannot be written: {error}", file=sys.stderr)
+        return 1
     _show_progress("")
     result = Result(name=options.benchmark, header=about, tables=tables)
     print(msgspec.json.encode(result).decode() if options.json else result)

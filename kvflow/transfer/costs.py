@@ -11,9 +11,6 @@ from msgspec import Meta, Struct
 
 from kvflow.errors import ConfigInvalid
 
-CALIBRATION_SCHEMA = 1
-"""Version of the file's format."""
-
 CALIBRATION_BYTES_MAX = 1 << 16
 """A calibration is a few hundred bytes; whatever is larger is another file."""
 

@@ -1,0 +1,199 @@
+"""Measure the five constants of the cost model: what kvflow itself takes to read and to scatter here.
+
+Reads are pulls through two workers, with ids apart so that nothing merges. Copies are carried out by the transport's
+own code. Each is fitted by least squares of the relative error, so that small sizes count as much as large ones.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import Struct
+
+from kvflow.bench.geometry import Geometry
+from kvflow.bench.result import Table
+from kvflow.bench.session import open_session
+from kvflow.bench.sourcing import SourceProcess
+from kvflow.bench.stats import summarise
+from kvflow.transfer.boxes import AXES_MAX, FIXED
+from kvflow.transfer.costs import Costs
+from kvflow.transport.bounds import CheckedScatter
+from kvflow.transport.staging import Scatterer
+
+READS = {(1, 32): 1024, (2, 64): 4096, (4, 128): 16384, (8, 256): 65536}
+"""KV heads and head size of one layer -> bytes of a block, K and V: two descriptors of half as much."""
+
+COUNTS = (256, 1024)
+"""Blocks of one pull; twice as many descriptors."""
+
+READ_BYTES_MAX = 32 << 20
+"""Of one pull: more says nothing new, and takes longer."""
+
+COPIES = ((1, 64), (1, 4096), (16, 65536), (256, 256), (1024, 64), (1024, 1024), (256, 4096))
+"""Pieces of one copy, and bytes of each."""
+
+COPY_BYTES = 8 << 20
+"""Scattered in one measurement, from as much to twice as much: no core's own cache holds it, as in a transfer."""
+
+COPIES_MAX = 512
+"""In one measurement."""
+
+
+class Measured(Struct, frozen=True):
+    """Constants, and what they were fitted to."""
+
+    costs: Costs
+    tables: tuple[Table, ...]
+
+
+async def measure(
+    source: SourceProcess, rounds: int, rng: np.random.Generator, progress: Callable[[str], None]
+) -> Measured:
+    """Measure reads from a source process, then copies here.
+
+    Args:
+        source: where to read from.
+        rounds: of each size.
+        rng: of block ids.
+        progress: is told what is measured.
+    """
+    counted, read_s = await _reads(source, rounds, rng, progress)
+    reading = fit([(1, descriptors, nbytes) for descriptors, nbytes in counted], read_s)
+    copied, copy_s = [], []
+    for pieces, nbytes in COPIES:
+        progress(f"copies of {pieces} x {nbytes} bytes")
+        copies, seconds = _copies(pieces, nbytes, rounds)
+        copied.append((copies, pieces, nbytes))
+        copy_s.append(seconds)
+    copying = fit([(n, n * pieces, n * pieces * nbytes) for n, pieces, nbytes in copied], copy_s)
+    costs = Costs(
+        descriptor_s=reading[1],
+        read_byte_s=reading[2],
+        copy_s=copying[0],
+        piece_s=copying[1],
+        copied_byte_s=copying[2],
+    )
+    reads = [
+        (descriptors, nbytes // descriptors, seconds * 1e3, seconds / descriptors * 1e6, nbytes / seconds / 1e9)
+        for (descriptors, nbytes), seconds in zip(counted, read_s, strict=True)
+    ]
+    scatters = [
+        (pieces, nbytes, seconds / copies * 1e6, copies * pieces * nbytes / seconds / 1e9)
+        for (copies, pieces, nbytes), seconds in zip(copied, copy_s, strict=True)
+    ]
+    return Measured(costs, (_read_table(reads), _copy_table(scatters), _constants(costs)))
+
+
+def fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
+    """Return what one of each thing costs, none of it negative.
+
+    Args:
+        rows: how many of each thing one measurement had.
+        seconds: what it took.
+    """
+    weights = 1 / np.array(seconds)
+    matrix = np.array(rows, float) * weights[:, None]
+    scale = np.abs(matrix).max(axis=0)
+    kept = list(range(matrix.shape[1]))
+    while kept:
+        found, *_ = np.linalg.lstsq(matrix[:, kept] / scale[kept], np.ones(len(rows)), rcond=None)
+        if found.min() >= 0:
+            break
+        del kept[int(found.argmin())]  # what seems to cost less than nothing is lost in the noise
+    costs = [0.0] * matrix.shape[1]
+    for index, value in zip(kept, (found / scale[kept]).tolist() if kept else [], strict=True):
+        costs[index] = value
+    return costs
+
+
+async def _reads(
+    source: SourceProcess, rounds: int, rng: np.random.Generator, progress: Callable[[str], None]
+) -> tuple[list[tuple[int, int]], list[float]]:
+    """Pull blocks of several sizes; return descriptors and bytes, and median seconds, of each."""
+    counted, seconds = [], []
+    async with AsyncExitStack() as stack:
+        for (heads, head_size), block_bytes in READS.items():
+            geometry = Geometry(
+                layers=1, num_kv_heads=heads, head_size=head_size // 2, num_blocks=2048, layout="LBNHC", kv="split"
+            )
+            assert geometry.block_bytes == block_bytes
+            session = await stack.enter_async_context(open_session(f"read-{block_bytes}", source, geometry))
+            for blocks in COUNTS:
+                if blocks * block_bytes > READ_BYTES_MAX:
+                    continue
+                progress(f"reads of {2 * blocks} x {block_bytes // 2} bytes")
+                samples = []
+                for _ in range(rounds):
+                    source_ids, target_ids = (rng.permutation(geometry.num_blocks)[:blocks] for _ in range(2))
+                    (ticket,) = await session.offer(source_ids)
+                    _, report = await session.pull(ticket, target_ids)
+                    samples.append(report.timings_s["post"] + report.timings_s["wire"])
+                    descriptors = report.descriptors
+                counted.append((descriptors, blocks * block_bytes))
+                seconds.append(summarise(samples).p50)
+    await source.close_caches()
+    return counted, seconds
+
+
+def _copies(pieces: int, nbytes: int, rounds: int) -> tuple[int, float]:
+    """Scatter pieces that lie apart in a buffer, copy by copy; return how many copies, and median seconds of them."""
+    copies = max(1, min(COPIES_MAX, COPY_BYTES // (2 * pieces * nbytes)))
+    content = np.ones(2 * copies * pieces * nbytes, np.uint8)
+    target = np.ones(copies * pieces * nbytes, np.uint8)
+    scatterer = Scatterer(_one_box(target, copies, pieces, nbytes))
+    # Descending ids: no two units are joined into one copy.
+    units: npt.NDArray[np.int32] = np.arange(copies, dtype=np.int32)
+    units = np.concatenate([units[::2], units[1::2][::-1]])
+    units = units[np.random.default_rng(0).permutation(copies)]
+    samples = []
+    for _ in range(max(rounds, 5)):
+        started = time.perf_counter()
+        scatterer.run(content, units)
+        samples.append(time.perf_counter() - started)
+    return copies, summarise(samples).p50
+
+
+def _one_box(target: npt.NDArray[np.uint8], copies: int, pieces: int, nbytes: int) -> CheckedScatter:
+    """Describe one copy to a unit: its pieces touch in the target, and lie apart in the buffer."""
+    unit_bytes = pieces * nbytes
+    axes = [pieces, 2 * nbytes, nbytes, *[1, 0, 0] * (AXES_MAX - 1)]
+    row = [nbytes, 0, 2 * unit_bytes, target.ctypes.data, unit_bytes, 0, 0, *axes]
+    assert len(row) == FIXED + 3 * AXES_MAX
+    return CheckedScatter(
+        table=np.array([row], np.int64),
+        slots=copies,
+        units=(copies, 1, 1),
+        reach=np.array([target.nbytes], np.int64),
+        unit_bytes=unit_bytes,
+        fetch_runs=1,
+        source_units=copies,
+    )
+
+
+def _read_table(rows: list[tuple[int, int, float, float, float]]) -> Table:
+    return Table(
+        title="reads: pulls of descriptors that do not merge, medians",
+        columns=("descriptors", "bytes each", "ms", "us each", "GB/s"),
+        rows=tuple(rows),
+    )
+
+
+def _copy_table(rows: list[tuple[int, int, float, float]]) -> Table:
+    return Table(
+        title="copies from a staging buffer, medians",
+        columns=("pieces", "bytes each", "us per copy", "GB/s"),
+        rows=tuple(rows),
+    )
+
+
+def _constants(costs: Costs) -> Table:
+    rows = (
+        ("a descriptor", costs.descriptor_s * 1e9),
+        ("a KiB that is read", costs.read_byte_s * 1e9 * 1024),
+        ("a copy", costs.copy_s * 1e9),
+        ("a piece of a copy", costs.piece_s * 1e9),
+        ("a KiB that is copied", costs.copied_byte_s * 1e9 * 1024),
+    )
+    return Table(title="constants of the cost model", columns=("of", "ns"), rows=rows)
