@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
+from kvflow.errors import PlanUnsound
 from kvflow.transfer.runs import Int64s, RunTable
 
 AXES_MAX = 6
@@ -57,17 +58,7 @@ class Boxes:
     """
 
     def __init__(self, scatter: RunTable) -> None:
-        columns = np.stack(
-            [
-                scatter.nbytes,
-                scatter.source[2],
-                *scatter.target[[0, 2, 3, 4]],
-                scatter.source[1],
-                scatter.target[1],
-            ],
-            axis=1,
-        ).tolist()
-        items = [_Item(tuple(row[:6]), row[6], row[7]) for row in columns]
+        items = [_Item(tuple(column[:6]), column[6], column[7]) for column in _columns(scatter).T.tolist()]
         for _ in range(AXES_MAX):
             items = _folded(items)
         self.region: Int64s = np.array([item.alike[2] for item in items], np.int64)
@@ -75,6 +66,17 @@ class Boxes:
 
     def __len__(self) -> int:
         return len(self.table)
+
+    def prove(self, scatter: RunTable) -> None:
+        """Check that the boxes copy what the runs do, and nothing else: opened up, they are the runs in their order.
+
+        Raises:
+            PlanUnsound: they are not.
+        """
+        pieces = [(_opened(row, int(region))) for row, region in zip(self.table, self.region, strict=True)]
+        opened = np.concatenate(pieces, axis=1)
+        if opened.shape != _columns(scatter).shape or np.any(opened != _columns(scatter)):
+            raise PlanUnsound("the boxes of a staged read are not its runs")
 
 
 def _folded(items: list[_Item]) -> list[_Item]:
@@ -100,6 +102,21 @@ def _folded(items: list[_Item]) -> list[_Item]:
 
 def _alike(one: _Item, other: _Item) -> bool:
     return one.alike == other.alike and one.axes == other.axes
+
+
+def _columns(scatter: RunTable) -> Int64s:
+    """Return what makes a run of slots: all that boxes have in common, then offsets in the buffer and in the target."""
+    source, target = scatter.source, scatter.target
+    return np.stack([scatter.nbytes, source[2], *target[[0, 2, 3, 4]], source[1], target[1]])
+
+
+def _opened(row: Int64s, region: int) -> Int64s:
+    """Return the runs of one box, as ``_columns`` does."""
+    axes = row[FIXED:].reshape(AXES_MAX, 3)
+    index = np.indices(axes[:, 0].tolist(), np.int64).reshape(AXES_MAX, -1)
+    source, target = row[1] + axes[:, 1] @ index, row[3] + axes[:, 2] @ index
+    alike = np.array([row[0], row[2], region, *row[4:FIXED]], np.int64)
+    return np.concatenate([np.repeat(alike[:, None], index.shape[1], axis=1), [source, target]])
 
 
 def _row(item: _Item) -> list[int]:

@@ -47,7 +47,8 @@ class StagedRuns(Struct, frozen=True, eq=False):
         scatter: from a slot to the target.
         boxes: the same as few strided copies.
         units: how slots are cut: each is one unit.
-        landing: the pair of groups that ``scatter`` was planned for, slots to target.
+        fetching: the pair of groups that ``fetch`` is planned for, source to slots.
+        landing: the pair of groups that ``scatter`` is planned for, slots to target.
     """
 
     slots: int
@@ -56,6 +57,7 @@ class StagedRuns(Struct, frozen=True, eq=False):
     scatter: RunTable
     boxes: Boxes
     units: Units
+    fetching: GroupPair
     landing: GroupPair
 
     @property
@@ -108,13 +110,36 @@ def stage(pair: GroupPair, source: Units, target: Units, *, staging_bytes: int) 
     scatter = merged([fragments(parts, units, target) for parts in alike(landing.pairs)])
     if len(scatter) > SCATTER_RUNS_MAX:
         raise CannotStage(f"a unit is scattered in {len(scatter):,} pieces, more than {SCATTER_RUNS_MAX:,}")
-    cache = Manifest(slots, (Region(0, buffer_bytes),), (group,))
+    staged_runs = StagedRuns(slots, buffer_bytes, fetch, scatter, Boxes(scatter), units, fetching, landing)
+    prove(staged_runs, source)
+    return staged_runs
+
+
+def prove(staged: StagedRuns, source: Units) -> None:
+    """Prove that a unit is fetched into a slot byte for byte, that slots lie apart, and that boxes are what scatters.
+
+    That the right bytes are scattered is proven with the whole plan.
+
+    Args:
+        staged: the runs.
+        source: how source blocks are cut.
+
+    Raises:
+        PlanUnsound: the proof has failed.
+        SpecInvalid: the slots leave the buffer.
+    """
+    group, fetch = staged.fetching.target, staged.fetch
+    cache = Manifest(staged.slots, (Region(0, staged.buffer_bytes),), (group,))
     # A slot may be smaller than a stripe is wide; blocks of caches may not.
     replace(cache, groups=(replace(group, stripe=ALL_TOKENS),)).check()
-    if not certify(cache, [(fetching, fetch, source, units)]).complete:
+    if not certify(cache, [(staged.fetching, fetch, source, staged.units)]).complete:
         raise PlanUnsound("a byte of a staging slot is not read")
-    _prove_apart(fetch, slots)
-    return StagedRuns(slots, buffer_bytes, fetch, scatter, Boxes(scatter), units, landing)
+    # The certificate knows of one slot at a time.
+    order = np.argsort(fetch.target[1])
+    offset, nbytes = fetch.target[1, order], fetch.nbytes[order]
+    if np.any(fetch.target[2] != fetch.nbytes) or np.any(offset[1:] - offset[:-1] < staged.slots * nbytes[:-1]):
+        raise PlanUnsound("two staging slots share a byte")
+    staged.boxes.prove(staged.scatter)
 
 
 class _Buffer:
@@ -188,11 +213,3 @@ def _slots_group(pair: GroupPair, staged: dict[tuple[str, str], Component], unit
 def _all_held(layer: str, source: Component, target: Component) -> ComponentPair:
     """Pair all that the source holds of a component with the same elsewhere."""
     return ComponentPair(layer, source, target, source.held.first, source.held.count)
-
-
-def _prove_apart(fetch: RunTable, slots: int) -> None:
-    """Check that no two slots share a byte: the certificate knows of one at a time."""
-    order = np.argsort(fetch.target[1])
-    offset, nbytes = fetch.target[1, order], fetch.nbytes[order]
-    if np.any(fetch.target[2] != fetch.nbytes) or np.any(offset[1:] - offset[:-1] < slots * nbytes[:-1]):
-        raise PlanUnsound("two staging slots share a byte")

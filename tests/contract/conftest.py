@@ -126,13 +126,13 @@ class Buffer:
 class End:
     """One transport with a cache and an epoch table."""
 
-    def __init__(self, kind, content, memory):
+    def __init__(self, kind, content, memory, staging_bytes=0):
         self.name = f"{kind}-{uuid.uuid4().hex}"
         self.cache = Buffer(content, memory)
         self.epochs = np.zeros(SLOTS, dtype=np.uint64)
         self.epochs_region = Region(self.epochs.ctypes.data, self.epochs.nbytes)
         self.sink = Recorder()
-        self.transport = KINDS[kind](self.name, self.sink)
+        self.transport = KINDS[kind](self.name, self.sink, staging_bytes)
 
     def start(self):
         self.transport.start([self.cache.region], self.epochs_region)
@@ -212,12 +212,12 @@ class World:
         self._ends = []
         self._shared = []
 
-    def end(self, nbytes, *, seed=None, start=True):
+    def end(self, nbytes, *, seed=None, start=True, staging_bytes=0):
         """An end whose cache is zero, or random for a seed."""
         content = np.zeros(nbytes, dtype=np.uint8)
         if seed is not None:
             content = np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
-        end = End(self.kind, content, self.memory)
+        end = End(self.kind, content, self.memory, staging_bytes)
         self._ends.insert(0, end)
         return end.start() if start else end
 

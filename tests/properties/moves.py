@@ -8,22 +8,29 @@ import numpy as np
 import pytest
 
 from kvflow.errors import BlockRangeMismatch
+from kvflow.transfer.bind_plan import bind_plan
 from kvflow.transfer.cover import share_out
 from kvflow.transfer.pairs import check_block_ids, pair_units
 from kvflow.transfer.plan import plan_transfer
 
-from .caches import bindings, descriptors, require_inside
+from .caches import descriptors, require_inside
 from .oracle import ABSENT, Shared, tokens_by_block, write
 from .pools import open_pool
+from .staged import copy_staged
 
 
-def require_right_bytes(case):
-    """Pull a request: every wanted byte arrives once and is right, and nothing else is written."""
+def require_right_bytes(case, **terms):
+    """Pull a request: every wanted byte arrives once and is right, and nothing else is written.
+
+    ``terms`` are what plans are made on; return those plans.
+    """
+    plans = []
     rng = np.random.default_rng(case.seed)
     sources = open_sources(case, rng)
     for number, (stage, rank) in enumerate(case.targets):
         target = open_pool(stage, rank, case.model, rng, thinning=(case.seed, 99 + number))
-        require_pulled(case, sources, target)
+        plans += require_pulled(case, sources, target, **terms)
+    return plans
 
 
 def open_sources(case, rng):
@@ -37,9 +44,9 @@ def open_sources(case, rng):
     return pools
 
 
-def require_pulled(case, sources, target):
-    """Check one target rank against what the sources have."""
-    plans = planned(case, sources, target)
+def require_pulled(case, sources, target, **terms):
+    """Check one target rank against what the sources have; return the plans."""
+    plans = planned(case, sources, target, **terms)
     shared = shared_with(case, sources, target)
     require_true_certificates([(source, plan.certificate) for source, plan in plans], target, shared)
     kept, lacking = without_uncovered(case, sources, target, shared)
@@ -54,18 +61,20 @@ def require_pulled(case, sources, target):
     for (source, _), memory in zip(plans, before, strict=True):
         assert np.array_equal(source.memory, memory), "a source was written"
     require_arrived(case.model, target, noise, writes, shared)
+    return [plan for _, plan in plans]
 
 
-def planned(case, sources, target):
+def planned(case, sources, target, **terms):
     """Return (source, plan) for each source that gives something."""
     ours, theirs = target.cache.manifest(), [source.cache.manifest() for source in sources]
     if not case.whole:
-        return [(sources[0], plan_transfer(theirs[0], ours))]
+        return [(sources[0], plan_transfer(theirs[0], ours, **terms))]
     shares = {} if case.turn is not None else shared_out_anyhow(case, sources, target)
     if not shares:
         shares = {share.source: share.pieces for share in share_out(ours, theirs, turn=case.turn or 0)}
     return [
-        (sources[index], plan_transfer(theirs[index], ours, pieces=pieces)) for index, pieces in sorted(shares.items())
+        (sources[index], plan_transfer(theirs[index], ours, pieces=pieces, **terms))
+        for index, pieces in sorted(shares.items())
     ]
 
 
@@ -239,7 +248,7 @@ def carry_out(case, plans, target):
         offered = check_block_ids(
             source.block_ids, num_blocks=theirs.num_blocks, aliases=range(len(theirs.groups)), unique=False
         )
-        for group, binding in zip(plan.groups, bindings(plan, theirs, ours), strict=True):
+        for group, binding in zip(plan.groups, bind_plan(plan, theirs, ours), strict=True):
             pairs = pair_units(
                 group,
                 offered[group.source_group],
@@ -247,7 +256,8 @@ def carry_out(case, plans, target):
                 num_tokens=_num_tokens(case.model, target, group.target_group),
             )
             if len(pairs.source):
-                _copy(binding, pairs, source, target, writes)
+                copy = _copy if group.staged is None else copy_staged
+                copy(binding, pairs, source, target, writes)
     return writes
 
 

@@ -238,3 +238,109 @@ def test_posting_time_and_wire_time_do_not_overlap():
     ledger.posted(second, 11.0, 13.0)
     ledger.arrived(first, 14.0)
     assert ledger.arrived(second, 18.0) == [ReadCompleted(1, posted_s=3.0, wire_s=5.0)]
+
+
+def staged_ledger(*peers, buffers):
+    ledger = Ledger(buffers)
+    for peer in peers:
+        ledger.open(peer)
+    return ledger
+
+
+def test_a_peer_that_holds_every_buffer_delays_staged_reads_and_no_others():
+    ledger = staged_ledger("p", "q", "r", buffers=2)
+    ledger.admit(a_read(1, peer="p", chunks=3), staged=True)
+    hung = [ledger.take(), ledger.take()]
+    assert sorted(chunk.buffer for chunk in hung) == [0, 1]
+    ledger.admit(a_read(2, peer="q"), staged=True)
+    ledger.admit(a_read(3, peer="q"))  # behind it
+    ledger.admit(a_read(4, peer="r"))
+    works, _ = drain(ledger)
+    assert names(works) == [(4, 0)]
+    assert ledger.staging() == (2, 0)
+    ledger.check()
+    assert [event.code for event in ledger.failed(hung[0], LOST)] == []  # its second chunk is still in flight
+    works, _ = drain(ledger)
+    assert names(works) == [(2, 0), (3, 0)]
+    assert ledger.staging() == (1, 1)
+    assert [event.code for event in ledger.failed(hung[1], LOST)] == ["peer_lost"]
+    assert ledger.staging() == (0, 0)
+    ledger.check()
+
+
+def test_two_peers_that_hang_hold_every_buffer_until_they_are_given_up():
+    ledger = staged_ledger("p", "q", "r", buffers=4)
+    for number, peer in enumerate("pq"):
+        ledger.admit(a_read(number, peer=peer, chunks=9), staged=True)
+    hung = [ledger.take() for _ in range(4)]
+    assert Counter(chunk.peer for chunk in hung) == {"p": 2, "q": 2}
+    ledger.admit(a_read(9, peer="r", chunks=9), staged=True)
+    assert ledger.take() is None
+    for peer in "pq":
+        ledger.abandon(peer, LOST)
+    assert ledger.staging() == (4, 4)
+    ledger.check()
+    for chunk in hung:
+        ledger.failed(chunk, LOST)
+        ledger.check()
+    works, events = drain(ledger)
+    assert names(works) == [(9, first) for first in range(9)]
+    assert all(isinstance(event, ReadCompleted) for event in events)
+    assert ledger.staging() == (0, 0)
+
+
+def test_a_staged_read_that_is_all_posted_can_still_be_cancelled():
+    """Its bytes have not been scattered: there is something left to drop."""
+    ledger = staged_ledger("p", buffers=1)
+    ledger.admit(a_read(1, fences=(Fence(5, 0, 0, (1,)),)), staged=True)
+    chunk = ledger.take()
+    assert ledger.wanted(chunk)
+    assert ledger.cancel([1]) == []
+    assert not ledger.wanted(chunk)
+    assert ledger.staging() == (1, 1)
+    read, fence = ledger.arrived(chunk, 0.0)
+    assert (read.code, fence.code) == ("cancelled", "cancelled")
+    assert ledger.staging() == (0, 0)
+
+
+def test_scattering_is_counted_by_itself():
+    ledger = staged_ledger("p", buffers=1)
+    ledger.admit(a_read(1), staged=True)
+    chunk = ledger.take()
+    ledger.posted(chunk, 10.0, 11.0)
+    ledger.scattered(chunk, 2.0)
+    assert ledger.arrived(chunk, 18.0) == [ReadCompleted(1, posted_s=1.0, wire_s=5.0, scattered_s=2.0)]
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["post", "take", "land", "fail", "cancel", "abandon"]), st.integers(0, 7)),
+        max_size=60,
+    ),
+    st.integers(1, 3),
+)
+def test_no_order_of_events_loses_a_buffer(steps, buffers):
+    ledger, flying, open_peers, count = staged_ledger("p", "q", buffers=buffers), [], {"p", "q"}, 0
+    for what, number in steps:
+        peer = "pq"[number % 2]
+        if what == "post" and peer in open_peers:
+            count += 1
+            ledger.admit(a_read(count, peer=peer, chunks=1 + number % 3), staged=number < 6)
+        elif what == "take" and (work := ledger.take()) is not None:
+            flying.append(work)
+        elif what in ("land", "fail") and flying:
+            work = flying.pop(number % len(flying))
+            ledger.arrived(work, 0.0) if what == "land" else ledger.failed(work, LOST)
+        elif what == "cancel":
+            ledger.cancel([number])
+        elif what == "abandon" and peer in open_peers and number == 7:
+            open_peers.remove(peer)
+            ledger.abandon(peer, LOST)
+        ledger.check()
+        in_use = [work.buffer for work in flying if work.buffer >= 0]
+        assert len(set(in_use)) == len(in_use) == ledger.staging()[0]
+    for work in flying:
+        ledger.arrived(work, 0.0)
+    drain(ledger)
+    ledger.check()
+    assert ledger.staging() == (0, 0)

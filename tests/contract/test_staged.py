@@ -1,0 +1,242 @@
+"""Both transports: staged programs. Chunks go through buffers, and no buffer is lost, whatever happens to them."""
+
+import math
+
+import numpy as np
+import pytest
+
+from kvflow.transfer.boxes import AXES_MAX, Scatter
+from kvflow.transport.base import FenceJudged, PeerFailed, Program, ReadCompleted, ReadFailed, StagingUse
+from kvflow.transport.staging import StagingMemory
+
+PIECE = 64
+TOKENS = 4
+LAYERS = 2
+UNITS = 48
+PAGE = 2 * PIECE * TOKENS  # of the source: pieces of two ranks, token by token
+BUFFER = 4096
+SLOTS = BUFFER // (LAYERS * PAGE)
+SOURCE = LAYERS * UNITS * PAGE
+TARGET = SOURCE // 2
+STAGING = 8 * BUFFER
+
+
+@pytest.fixture(autouse=True)
+def only_in_memory(world):
+    if world.memory != "DRAM":
+        pytest.skip("what lies in VRAM is not staged")
+
+
+def staged_program(world, program_id, peer, source, target):
+    """Take the second half of each token of a source page: two layers, one behind the other, blocks in each."""
+    rows = world.rows(source, *((layer * UNITS * PAGE, PAGE, PAGE, UNITS) for layer in range(LAYERS)))
+    buffer = [(layer * SLOTS * PAGE, PAGE, 0, PAGE, SLOTS) for layer in range(LAYERS)]
+    axes = [(LAYERS, SLOTS * PAGE, UNITS * PAGE // 2), (TOKENS, 2 * PIECE, PIECE), *[(1, 0, 0)] * (AXES_MAX - 2)]
+    box = [PIECE, PIECE, PAGE, target.address, PAGE // 2, 0, 0, *(number for axis in axes for number in axis)]
+    scatter = Scatter(np.array([box], np.int64), SLOTS, (UNITS, 1, 1))
+    # A row is address, nbytes, device, stride, count.
+    return Program(program_id, peer, rows, np.array(buffer, np.int64), scatter=scatter)
+
+
+def staged_read(world, read_id, program, source, target, **rest):
+    """A read of units, a full buffer to a chunk."""
+    count = len(source)
+    cuts = [*range(0, count, SLOTS), count]
+    read = world.read(read_id, program, [0], [0], **rest)
+    index = (np.array(units, np.int32) for units in (source, target))
+    nbytes = count * LAYERS * PAGE // 2
+    fields = {name: getattr(read, name) for name in ("priority", "fences")}
+    return type(read)(read_id, program.peer, program.program_id, *index, np.array(cuts), nbytes, **fields)
+
+
+def expected(content, before, source, target):
+    """What the target holds afterwards: half of each token's bytes of these pages."""
+    pages = content.reshape(LAYERS, UNITS, TOKENS, 2, PIECE)
+    after = before.copy().reshape(LAYERS, UNITS, TOKENS, PIECE)
+    for here, there in zip(source, target, strict=True):
+        after[:, there] = pages[:, here, :, 1]
+    return after.ravel()
+
+
+def pair(world):
+    """A reader with staging buffers and an exporter of random bytes, a program between them."""
+    reader, exporter = world.end(TARGET, seed=9, staging_bytes=STAGING), world.end(SOURCE, seed=1)
+    world.connect(reader, exporter, "p")
+    program = staged_program(world, 1, "p", exporter.cache.region, reader.cache.region)
+    reader.transport.prepare(program)
+    return reader, exporter, program
+
+
+def at_rest(reader):
+    """No buffer is taken once every read has ended. A buffer is free before its read's end is told."""
+    use = reader.transport.staging()
+    return (use.buffers, use.buffer_bytes, use.in_use, use.quarantined) == (8, BUFFER, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (range(UNITS), range(UNITS)),
+        (range(UNITS), range(UNITS - 1, -1, -1)),
+        ([5], [40]),
+        (range(0, 40, 3), [7, 8, 9, 1, 0, 47, 46, 20, 22, 24, 30, 31, 33, 36]),
+        ([3, 3, 4], [1, 2, 0]),
+    ],
+    ids=["in order", "backwards", "one", "apart", "a source unit twice"],
+)
+def test_units_arrive_and_nothing_else_changes(world, source, target):
+    reader, exporter, program = pair(world)
+    before = reader.cache.bytes()
+    fence = world.fence(5, 3, 0, 1)
+    reader.transport.post(staged_read(world, 1, program, list(source), list(target), fences=(fence,)))
+    read, judged = reader.sink.wait(("read", 1), ("fence", 5))
+    assert isinstance(read, ReadCompleted)
+    assert isinstance(judged, FenceJudged)
+    assert read.scattered_s > 0
+    assert np.array_equal(reader.cache.bytes(), expected(exporter.cache.bytes(), before, source, target))
+    assert at_rest(reader)
+
+
+def test_staged_and_direct_reads_of_two_peers_go_on_beside_each_other(world):
+    reader, exporter, program = pair(world)
+    other = world.end(SOURCE, seed=2)
+    world.connect(reader, other, "q")
+    second = staged_program(world, 2, "q", other.cache.region, reader.cache.region)
+    direct = world.dense(3, "p", exporter.cache.region, reader.cache.region, block=PIECE, count=8)
+    for each in (second, direct):
+        reader.transport.prepare(each)
+    before = reader.cache.bytes()
+    low, high = list(range(0, UNITS, 2)), list(range(1, UNITS, 2))
+    for turn in range(3):
+        reader.transport.post(staged_read(world, 10 + turn, program, low, low))
+        reader.transport.post(staged_read(world, 20 + turn, second, high, high))
+    keys = [("read", number + turn) for number in (10, 20) for turn in range(3)]
+    assert all(isinstance(event, ReadCompleted) for event in reader.sink.wait(*keys))
+    after = expected(exporter.cache.bytes(), before, low, low)
+    after = expected(other.cache.bytes(), after, high, high)
+    assert np.array_equal(reader.cache.bytes(), after)
+    reader.transport.post(world.read(30, direct, range(8), range(8)))
+    assert isinstance(reader.sink.wait(("read", 30))[0], ReadCompleted)
+    assert at_rest(reader)
+
+
+def test_a_cancelled_read_scatters_nothing_more(world):
+    reader, exporter, program = pair(world)
+    before = reader.cache.bytes()
+    with reader.sink.holding(("read", 0)):
+        reader.transport.post(staged_read(world, 0, program, [0], [0]))
+        reader.sink.wait(("read", 0))
+        fence = world.fence(1, 0, 0, 1)
+        reader.transport.post(staged_read(world, 1, program, list(range(1, 40)), list(range(1, 40)), fences=(fence,)))
+        reader.transport.cancel([1])
+    read, failed = reader.sink.wait(("read", 1), ("fence", 1))
+    assert (read.code, failed.code) == ("cancelled", "cancelled")
+    assert np.array_equal(reader.cache.bytes(), expected(exporter.cache.bytes(), before, [0], [0]))
+    assert at_rest(reader)
+    reader.transport.post(staged_read(world, 2, program, [1], [1]))
+    assert isinstance(reader.sink.wait(("read", 2))[0], ReadCompleted)
+
+
+def changed(program, **fields):
+    values = {name: getattr(program, name) for name in program.__struct_fields__}
+    return Program(**values | fields)
+
+
+def with_box(program, **columns):
+    table = program.scatter.table.copy()
+    for column, value in columns.items():
+        table[0, int(column[1:])] = value
+    return changed(program, scatter=Scatter(table, program.scatter.slots, program.scatter.units))
+
+
+REFUSED = {
+    "beyond the buffer": lambda it: with_box(it, c1=BUFFER),
+    "an axis beyond the buffer": lambda it: with_box(it, c8=BUFFER),
+    "an overflowing axis of the buffer": lambda it: with_box(it, c7=1 << 62, c8=1 << 62),
+    "slots beyond the buffer": lambda it: with_box(it, c2=PAGE + 1),
+    "before the region": lambda it: with_box(it, c3=int(it.scatter.table[0, 3]) - 1),
+    "units beyond the region": lambda it: with_box(it, c4=PAGE // 2 + 1),
+    "an overflowing stride of units": lambda it: with_box(it, c4=1 << 62),
+    "an overflowing axis of the target": lambda it: with_box(it, c9=(1 << 63) - 1),
+    "no bytes": lambda it: with_box(it, c0=0),
+    "an axis of nothing": lambda it: with_box(it, c7=0),
+    "a negative number": lambda it: with_box(it, c5=-1),
+    "a table of another shape": lambda it: changed(
+        it, scatter=Scatter(np.ones((1, 7), np.int64), SLOTS, (UNITS, 1, 1))
+    ),
+    "a table of another type": lambda it: changed(
+        it, scatter=Scatter(it.scatter.table.astype(np.int32), SLOTS, (UNITS, 1, 1))
+    ),
+    "more units than int32 can number": lambda it: changed(
+        it, scatter=Scatter(it.scatter.table, SLOTS, (UNITS, 1 << 20, 1 << 20))
+    ),
+    "more slots than rows have": lambda it: changed(it, scatter=Scatter(it.scatter.table, SLOTS + 1, (UNITS, 1, 1))),
+    "rows beyond the buffer": lambda it: changed(it, target_rows=it.target_rows + np.array([BUFFER, 0, 0, 0, 0])),
+    "source rows of another length": lambda it: changed(it, source_rows=it.source_rows - [0, 1, 0, 0, 0]),
+    "source rows that do not divide": lambda it: changed(it, source_rows=it.source_rows[:1] - [0, 0, 0, 0, 1]),
+    "a target in VRAM": lambda it: changed(it, target_memory="VRAM"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_copies_that_leave_their_bounds_are_refused_before_anything_is_read(world, kind):
+    reader, _, program = pair(world)
+    before = reader.cache.bytes()
+    bad = changed(REFUSED[kind](program), program_id=2)
+    reader.transport.prepare(bad)
+    reader.transport.post(staged_read(world, 1, bad, [0], [0]))
+    (event,) = reader.sink.wait(("read", 1))
+    assert isinstance(event, ReadFailed)
+    assert event.code == "bounds", event.detail
+    assert np.array_equal(reader.cache.bytes(), before)
+    assert at_rest(reader)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "wrong"),
+    [
+        ([UNITS], [0], {}),
+        ([0], [UNITS], {}),
+        ([-1], [0], {}),
+        ([0], [0], {"nbytes": 1}),
+        (list(range(SLOTS + 1)), list(range(SLOTS + 1)), {"cuts": np.array([0, SLOTS + 1])}),
+    ],
+    ids=["source", "target", "negative", "bytes", "more than slots"],
+)
+def test_units_that_are_not_there_are_refused(world, source, target, wrong):
+    reader, _, program = pair(world)
+    read = staged_read(world, 1, program, source, target)
+    values = {name: getattr(read, name) for name in read.__struct_fields__}
+    reader.transport.post(type(read)(**values | wrong))
+    assert reader.sink.wait(("read", 1))[0].code == "bounds"
+    assert at_rest(reader)
+
+
+def test_a_transport_without_staging_refuses_staged_programs(world):
+    reader, exporter = world.end(TARGET), world.end(SOURCE, seed=1)
+    world.connect(reader, exporter, "p")
+    program = staged_program(world, 1, "p", exporter.cache.region, reader.cache.region)
+    reader.transport.prepare(program)
+    reader.transport.post(staged_read(world, 1, program, [0], [0]))
+    assert reader.sink.wait(("read", 1))[0].code == "bounds"
+    assert reader.transport.staging() == StagingUse()
+
+
+def test_a_peer_that_ends_fails_staged_reads_and_frees_their_buffers(world):
+    reader, exporter, program = pair(world)
+    reader.transport.post(staged_read(world, 1, program, [0], [0]))
+    reader.sink.wait(("read", 1))
+    exporter.go()
+    reader.transport.post(staged_read(world, 2, program, list(range(40)), list(range(40))))
+    read, peer = reader.sink.wait(("read", 2), ("peer", "p"))
+    assert read.code == "peer_lost"
+    assert isinstance(peer, PeerFailed)
+    assert at_rest(reader)
+
+
+def test_staging_memory_is_divided_into_whole_pages():
+    memory = StagingMemory(8 * BUFFER + 100)
+    assert [region.nbytes for region in memory.buffers] == [BUFFER] * 8
+    assert memory.regions[0].nbytes == 8 * BUFFER
+    assert StagingMemory(8 * 4096 - 1).buffers == StagingMemory(0).regions == ()
+    assert math.prod(memory.content(7).shape) == BUFFER
