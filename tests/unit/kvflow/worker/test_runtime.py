@@ -6,9 +6,10 @@ import logging
 import pytest
 
 from kvflow.config import WorkerConfig
-from kvflow.errors import ConfigInvalid, SpecInvalid, TicketInvalid, WorkerClosed
+from kvflow.errors import BlockIdsInvalid, ConfigInvalid, SpecInvalid, TicketInvalid, WorkerClosed
 from kvflow.layout.manifest import Manifest
 from kvflow.layout.region import Region
+from kvflow.layout.shards import Shard
 from kvflow.observability import events
 from kvflow.transfer.events import TransferCompleted
 from kvflow.worker.runtime import open_worker
@@ -36,6 +37,15 @@ async def test_a_worker_reads_from_another():
         assert await producer.wait_offer("request-1") == "released"
         assert (consumer.snapshot().pulls, consumer.snapshot().quarantined) == (0, ())
         await consumer.quiesced("request-1")
+
+
+async def test_a_block_stands_for_tokens_of_all_ranks_that_divide_them():
+    """Blocks of four tokens on each of two ranks: eight tokens are one block, and nine are two."""
+    shard = Shard(dcp_rank=1, dcp_size=2, dcp_interleave=2)
+    async with open_worker(config(), cache_of(shard=shard)) as worker:
+        worker.offer("request-1", [[3, 4]], 9)
+        with pytest.raises(BlockIdsInvalid, match="2 blocks for 8 tokens, which at most 1 can hold"):
+            worker.offer("request-2", [[3, 4]], 8)
 
 
 async def test_a_ticket_can_be_given_back_unread():
