@@ -5,8 +5,11 @@ state        what holds                                                   who ma
 ===========  ===========================================================  =================================
 ``closed``   the address answers, or has not failed often enough          everybody
 ``open``     it has failed ``FAILURES_MAX`` times in a row                nobody, until ``retry_at``
-``probing``  one attempt is under way that decides                        nobody else
+``probing``  an attempt is under way that decides                         nobody else
 ===========  ===========================================================  =================================
+
+A peer that was not tried at the address may always be dialled: its ticket is younger than the failures, and so a sign
+that somebody lives there again. That is why a breaker never delays the first pull after a restart.
 
 Pure: time and chance are arguments.
 """
@@ -77,17 +80,12 @@ class Breaker:
     tried: dict[PeerId, None] = field(default_factory=dict)
 
     def ask(self, peer: PeerId, now: float) -> bool:
-        """Say whether ``peer`` may be dialled at this address now; if that is the probe, it has begun.
-
-        A peer that has not been tried here is let through: its ticket is younger than the failures, and so a sign
-        that somebody lives here again.
-        """
-        if self.state == "closed":
-            return True
-        if self.state == "open" and (now >= self.retry_at or peer not in self.tried):
+        """Say whether ``peer`` may be dialled at this address now; if that is the probe, it has begun."""
+        untried = peer not in self.tried
+        if self.state == "open" and (now >= self.retry_at or untried):
             self.state = advance(self.state, "probed")
             return True
-        return False
+        return self.state == "closed" or untried
 
     def answered(self) -> None:
         """Note that the address answers."""

@@ -61,6 +61,10 @@ class World:
     def consuming(self, shape=Shape(), **settings):  # noqa: B008 - frozen
         return consuming(shape, **{"transport": self.transport, **settings})
 
+    def consuming_whole(self, _shape, **settings):
+        """One of several ranks that all hold the whole cache, as those of a replicated one do."""
+        return self.consuming(**settings)
+
 
 @pytest.fixture(scope="session")
 def elsewhere():

@@ -6,11 +6,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from contextlib import asynccontextmanager, suppress
 from itertools import count
 from pathlib import Path
 
 import msgspec
+
+from .forked import ForkedProcess
 
 TESTS = Path(__file__).parents[1]
 PATIENCE_S = 60.0
@@ -21,22 +24,32 @@ _names = count()
 class Child:
     """A process that hosts producers, and runs a module of this folder."""
 
-    def __init__(self, module="producer_process", **environment):
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", f"{Path(__file__).parent.name}.{module}"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path]), **environment},
+    def __init__(self, module="producer_process", *, forked=False, **environment):
+        self._asking = threading.Lock()
+        self.process = (
+            ForkedProcess(module, environment)
+            if forked
+            else subprocess.Popen(
+                [sys.executable, "-m", f"{Path(__file__).parent.name}.{module}"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path]), **environment},
+            )
         )
 
     async def ask(self, op, **fields):
         return await asyncio.to_thread(self.ask_now, op, **fields)
 
-    def ask_now(self, op, **fields):
+    def say(self, op, **fields):
+        """Tell it what to do, and wait for no answer."""
         self.process.stdin.write(json.dumps({"op": op, **fields}) + "\n")
         self.process.stdin.flush()
-        answer = self.process.stdout.readline()
+
+    def ask_now(self, op, **fields):
+        with self._asking:  # one answer is awaited at a time
+            self.say(op, **fields)
+            answer = self.process.stdout.readline()
         assert answer, f"the child ended instead of answering {op}"
         return json.loads(answer)
 
@@ -113,6 +126,12 @@ class RemoteProducer:
 
     async def outcome(self, request):
         return await self._ask("outcome", request)
+
+    async def held(self):
+        return await self.child.ask("held", name=self._name)
+
+    async def check(self):
+        await self.child.ask("check", name=self._name)
 
     async def leases(self):
         return await self.child.ask("leases", name=self._name)

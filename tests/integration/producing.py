@@ -65,6 +65,14 @@ class Producer:
         except kvflow.errors.RequestUnknown as error:
             return error.code
 
+    async def held(self):
+        """Name the requests whose leases are held."""
+        return self.worker._keeper.requests()
+
+    async def check(self):
+        """Assert the law of blocks: what is lent is what the leases hold."""
+        self.worker._keeper.check()
+
     async def leases(self):
         return self.worker.snapshot().leases
 

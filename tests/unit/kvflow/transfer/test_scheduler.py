@@ -270,6 +270,65 @@ def test_progress_of_the_peer_extends_the_wire_budget():
     assert TransferFailed in kinds(scheduler.tick(BUDGETS.wire_s + 2.1))
 
 
+def test_each_budget_counts_from_the_start_of_its_own_phase(scheduler):
+    """Queued for almost all of one budget, read for almost all of the next, and so on: together longer than any."""
+    first = only(Dispatch, scheduler.submit(pull(1, leg(count=10)), 0.0))
+    assert scheduler.submit(pull(2, leg(slot=1, first=20)), 0.0) == []
+    assert TransferFailed not in kinds(scheduler.tick(2.9))
+    second = only(Dispatch, arrive(scheduler, first, now=2.9))
+    judged(scheduler, first, now=2.9)
+    dispatched, arrived = 2.9, 2.9 + 2.9
+    assert TransferFailed not in kinds(scheduler.tick(arrived))
+    arrive(scheduler, second, now=arrived)
+    judged_at = arrived + 1.9
+    assert judged_at > dispatched + max(BUDGETS.queue_s, BUDGETS.wire_s, BUDGETS.fence_s)
+    assert TransferFailed not in kinds(scheduler.tick(judged_at))
+    assert kinds(judged(scheduler, second, now=judged_at)) == [TransferCompleted]
+
+
+def test_a_fence_that_is_not_read_in_time_fails_in_its_own_phase(scheduler):
+    dispatch = only(Dispatch, scheduler.submit(pull(), 0.0))
+    arrive(scheduler, dispatch, now=2.5)
+    assert TransferFailed not in kinds(scheduler.tick(2.5 + BUDGETS.fence_s))
+    failed = only(TransferFailed, scheduler.tick(2.6 + BUDGETS.fence_s))
+    assert (failed.code, failed.phase, failed.peer) == ("deadline_exceeded", "fence", "p")
+
+
+def test_overload_does_not_fire_the_budget_of_the_wire():
+    """Two hundred pulls of a slow producer take a hundred times the budget, and a batch comes every other second."""
+    patient = Budgets(queue_s=10_000.0, wire_s=3.0, fence_s=2.0)
+    scheduler = Scheduler(LIMITS)
+    effects = []
+    for pull_id in range(1, 201):
+        request = PullRequest(pull_id, "r", (leg(slot=pull_id, first=10 * pull_id),), pull_id % 3, patient)
+        effects += scheduler.submit(request, 0.0)
+    waiting, now, completed = [effect for effect in effects if isinstance(effect, Dispatch)], 0.0, 0
+    while waiting:
+        dispatch, now = waiting.pop(0), now + 2.0
+        effects = scheduler.tick(now) + arrive(scheduler, dispatch, now)
+        for fence in dispatch.fences:
+            effects += scheduler.on_fence_judged(fence.fence_id, observed=EPOCH, fence_s=0.0, now=now)
+        assert TransferFailed not in kinds(effects)
+        waiting += [effect for effect in effects if isinstance(effect, Dispatch)]
+        completed += kinds(effects).count(TransferCompleted)
+    assert completed == 200
+    assert now > 60 * patient.wire_s
+
+
+def test_overload_ends_by_the_budget_of_the_queue_and_says_so():
+    scheduler = Scheduler(LIMITS)
+    waiting = [only(Dispatch, scheduler.submit(pull(1, leg(count=10)), 0.0))]
+    for pull_id in range(2, 20):
+        scheduler.submit(pull(pull_id, leg(count=10, slot=pull_id, first=10 * pull_id)), 0.0)
+    now, phases = 0.0, []
+    while waiting:
+        dispatch, now = waiting.pop(0), now + 1.0
+        effects = arrive(scheduler, dispatch, now) + judged(scheduler, dispatch, now=now) + scheduler.tick(now)
+        waiting += [effect for effect in effects if isinstance(effect, Dispatch)]
+        phases += [effect.phase for effect in effects if isinstance(effect, TransferFailed)]
+    assert set(phases) == {"queue"}
+
+
 def test_a_pull_between_two_batches_of_a_hung_peer_has_a_deadline_too(scheduler):
     """The window is full of another pull's reads, which never end: without a deadline this one waited for ever."""
     scheduler.submit(pull(1, leg(count=5)), 0.0)

@@ -60,7 +60,6 @@ def test_one_probe_at_a_time_when_it_is_due(opened):
     assert opened.ask("p", due)
     assert opened.state == "probing"
     assert not opened.ask("p", due)
-    assert not opened.ask("another", due)
     opened.answered()
     assert opened.state == "closed"
     assert opened.ask("p", due)
@@ -82,6 +81,9 @@ def test_a_probe_that_fails_waits_longer(opened):
 def test_a_peer_that_was_not_tried_here_is_a_reason_to_look(opened):
     assert not opened.ask("p", 0.0)
     assert opened.ask("its successor", 0.0)
+    assert opened.state == "probing"
+    assert opened.ask("the successor's successor", 0.0), "an old peer's probe must not hold up a new one"
+    assert not opened.ask("p", 0.0)
     opened.failed("its successor", 0.0, 0.0)
     assert not opened.ask("its successor", 0.0)
     assert not opened.ask("p", 0.0)

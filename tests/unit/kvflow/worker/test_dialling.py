@@ -128,7 +128,8 @@ def test_a_peer_whose_address_is_another_ones_is_gone_for_ever(world, error):
 def test_a_new_incarnation_is_tried_at_once(world):
     world.fail(member(), times=FAILURES_MAX)
     assert world.refused(member("1")) is None
-    assert isinstance(world.refused(member("2")), errors.PeerUnavailable)
+    assert isinstance(world.refused(member()), errors.PeerUnavailable)
+    assert world.refused(member("2")) is None
 
 
 def test_what_is_remembered_is_bounded(world, monkeypatch):

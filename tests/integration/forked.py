@@ -1,0 +1,61 @@
+"""Children that are forked off a process which has imported everything: a restart that takes no seconds of imports."""
+
+import importlib
+import multiprocessing
+import os
+import sys
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+TESTS = Path(__file__).parents[1]
+MODULES = ["producer_process", "consumer_process"]
+
+
+def run(module, environment, stdin, stdout):
+    """Be a child, in a process that was forked just now."""
+    for number, connection in ((0, stdin), (1, stdout)):
+        os.dup2(connection.fileno(), number)
+        connection.close()
+    sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
+    os.environ.update(environment)
+    child = importlib.import_module(module)
+    child.uvloop.run(child.main())
+
+
+class ForkedProcess:
+    """As much of ``subprocess.Popen`` as a child needs."""
+
+    def __init__(self, module, environment):
+        package = Path(__file__).parent.name
+        context = multiprocessing.get_context("forkserver")
+        sys.path.insert(0, str(TESTS))
+        try:
+            context.set_forkserver_preload([f"{package}.{name}" for name in MODULES])
+            target = importlib.import_module(f"{package}.forked").run
+            (their_stdin, self.stdin), (self.stdout, their_stdout) = self._pipe("w"), self._pipe("r")
+            arguments = (f"{package}.{module}", environment, their_stdin, their_stdout)
+            self._process = context.Process(target=target, args=arguments, daemon=True)
+            self._process.start()
+        finally:
+            sys.path.remove(str(TESTS))
+        their_stdin.close()
+        their_stdout.close()
+
+    def _pipe(self, mode):
+        reading, writing = os.pipe()
+        if mode == "w":
+            return Connection(reading, writable=False), os.fdopen(writing, "w")
+        return os.fdopen(reading), Connection(writing, readable=False)
+
+    def poll(self):
+        return self._process.exitcode
+
+    def send_signal(self, number):
+        os.kill(self._process.pid, number)
+
+    def kill(self):
+        self._process.kill()
+
+    def wait(self, timeout_s):
+        self._process.join(timeout_s)
+        assert self._process.exitcode is not None

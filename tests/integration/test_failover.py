@@ -1,0 +1,136 @@
+"""Workers of one name: a restart, a stand-in elsewhere, and two lives at once; nobody is taken for another one."""
+
+import asyncio
+import time
+
+import pytest
+
+from kvflow import errors
+from kvflow.observability.events import BreakerClosed, BreakerOpened, PeerConnected, PeerDropped
+from kvflow.worker.breaker import FAILURES_MAX
+
+from .consuming import consuming, works
+from .shapes import Shape
+
+BLOCKS = [[0, 1], [2, 3]]
+OTHER_BLOCKS = [[4, 5], [6, 7]]
+
+
+class Heard(list):
+    """A hook that remembers."""
+
+    def __call__(self, event):
+        self.append(event)
+
+    def of(self, kind):
+        return [event for event in self if isinstance(event, kind)]
+
+
+@pytest.mark.both_loops
+async def test_two_lives_of_one_name_work_beside_each_other(world):
+    """The same engine_id and rank at another address: a stand-in, while the first one still lives."""
+    async with world.consuming() as consumer, world.producing() as first, world.producing() as second:
+        assert first.endpoint != second.endpoint
+        for _ in range(3):
+            offers = [await producer.offer("r", BLOCKS, 8) for producer in (first, second)]
+            others = [await producer.offer("s", OTHER_BLOCKS, 8) for producer in (first, second)]
+            await asyncio.gather(consumer.pull(offers[0], BLOCKS), consumer.pull(others[1], OTHER_BLOCKS))
+            consumer.has("r", BLOCKS, 8)
+            consumer.has("s", OTHER_BLOCKS, 8)
+            assert await first.outcome("r") == await second.outcome("s") == "released"
+            assert [await producer.leases() for producer in (first, second)] == [1, 1]
+            assert await first.revoke("s")
+            assert await second.revoke("r")
+
+
+async def test_two_readers_of_one_name_work_beside_each_other(world):
+    async with world.producing() as producer, world.consuming() as one, world.consuming() as other:
+        for consumer in (one, other, one, other):
+            await works(producer, consumer)
+
+
+async def test_a_worker_that_left_is_not_dialled_for_its_old_tickets(world):
+    heard = Heard()
+    async with world.producing(engine_id="steady") as steady, world.consuming(hooks=[heard]) as consumer:
+        async with world.producing() as producer:
+            await works(producer, consumer)
+            tickets = [await producer.offer(f"r{number}", BLOCKS, 8) for number in range(20)]
+            beside = await steady.offer("beside", OTHER_BLOCKS, 8)
+        begun_s = time.monotonic()
+        for params in tickets:
+            with pytest.raises(errors.StaleLease):
+                await consumer.pull(params, BLOCKS)
+            consumer.at_rest()
+        assert time.monotonic() - begun_s < 20 * 0.5, "it was dialled, each time for the whole budget"
+        await consumer.pull(beside, OTHER_BLOCKS)
+        consumer.has("beside", OTHER_BLOCKS, 8)
+        assert len(heard.of(PeerDropped)) <= 2, "once when it left, and once more if that came late"
+
+
+async def test_a_successor_at_the_same_address_is_found_by_itself(world):
+    heard = Heard()
+    async with world.consuming(hooks=[heard]) as consumer:
+        async with world.producing() as producer:
+            await works(producer, consumer)
+            old = await producer.offer("old", BLOCKS, 8)
+        async with world.producing(bind=producer.endpoint) as successor:
+            await works(successor, consumer)
+            with pytest.raises(errors.StaleLease, match="gone for ever"):
+                await consumer.pull(old, BLOCKS)
+            lives = {event.peer for event in heard.of(PeerConnected)}
+            assert len(lives) == 2
+
+
+@pytest.mark.nixl
+@pytest.mark.processes
+async def test_a_dead_producer_costs_its_consumer_three_attempts_and_its_successor_nothing(elsewhere, spawn):
+    heard = Heard()
+    doomed = spawn()
+    async with (
+        doomed.producing(Shape()) as victim,
+        elsewhere.producing(Shape(), engine_id="steady") as steady,
+        consuming(connect_s=0.3, hooks=[heard]) as consumer,
+    ):
+        tickets = [await victim.offer(f"r{number}", BLOCKS, 8) for number in range(50)]
+        doomed.kill()
+        codes = []
+        for params in tickets:
+            with pytest.raises(errors.PeerLost) as caught:
+                await consumer.pull(params, BLOCKS)
+            codes.append(caught.value.code)
+        assert codes[:FAILURES_MAX] == ["peer_lost"] * FAILURES_MAX
+        assert codes.count("peer_lost") < 10, "the breaker never opened"
+        unavailable = caught.value
+        assert unavailable.code == "peer_unavailable"
+        assert 0 <= unavailable.retry_after_s <= 15
+        assert len(heard.of(BreakerOpened)) == 1
+        await works(steady, consumer)
+        async with elsewhere.producing(Shape(), bind=victim.endpoint) as successor:
+            await works(successor, consumer)  # at once: its ticket shows that somebody lives there again
+            assert len(heard.of(BreakerClosed)) == 1
+            with pytest.raises(errors.StaleLease):
+                await consumer.pull(tickets[0], BLOCKS)
+
+
+@pytest.mark.nixl
+@pytest.mark.processes
+async def test_a_killed_producer_that_was_in_use_has_its_successor_met_before_the_first_ticket(elsewhere, spawn):
+    heard, met = Heard(), asyncio.Event()
+
+    def notice(event):
+        heard(event)
+        if len(heard.of(PeerConnected)) == 2:
+            met.set()
+
+    doomed = spawn()
+    async with doomed.producing(Shape()) as victim, consuming(hooks=[notice]) as consumer:
+        await works(victim, consumer)
+        doomed.kill()
+        async with elsewhere.producing(Shape(), bind=victim.endpoint) as successor:
+            async with asyncio.timeout(60):
+                await met.wait()  # nobody has asked for it
+            params = await successor.offer("r", BLOCKS, 8)
+            report = await consumer.pull(params, BLOCKS)
+            consumer.has("r", BLOCKS, 8)
+            assert len(heard.of(PeerConnected)) == 2, "the pull found it met"
+            assert report.timings_s["handshake"] < heard.of(PeerConnected)[1].handshake_s
