@@ -190,8 +190,10 @@ async def test_a_consumer_is_killed_and_started_again(elsewhere, spawn, wire, ca
     async with (
         ready(kills + 1, lambda: Child("consumer_process", forked=True, **WIRES[wire])) as take,
         survivor.producing(SHAPE, lease_s=LEASE_S) as producer,
+        # In the same process, but for leases that outlast any stall of the machine.
+        survivor.producing(SHAPE, engine_id="steady") as steady,
         consuming(SHAPE) as consumer,
-        load_beside(producer, consumer) as beside,
+        load_beside(steady, consumer) as beside,
     ):
         for kill in range(kills + 1):
             child = await take()
