@@ -1,0 +1,150 @@
+"""Staged reads between workers: the right bytes, the fence, and no staging buffer left behind."""
+
+import asyncio
+import random
+from contextlib import AsyncExitStack
+
+import pytest
+
+import kvflow
+from kvflow import errors
+from kvflow.transfer.costs import Calibration, Costs, encode_calibration
+from kvflow.transfer.events import TransferCompleted, TransferStarted
+
+from .consuming import works
+from .shapes import Shape, wrong
+
+TOKEN_MAJOR = {"layout": "LBNHC", "kv": "split", "heads": 6, "block_size": 16, "head_size": 64}
+SOURCES = [[3, 4, 6, 9, 10, 20], [21, 24, 23, 30, 0, 1]]
+TARGETS = [[7, 8, 1, 30, 31, 2], [20, 11, 12, 13, 25, 26]]
+TOKENS = 6 * 16 - 5
+STAGING_BYTES = 8 * 64 * 1024
+"""Buffers of a few units, so that one pull takes several."""
+
+ROUNDS = 40
+
+
+@pytest.fixture
+def calibrated(world, tmp_path):
+    """Settings of a consumer that stages all that saves a descriptor."""
+    costs = Costs(descriptor_s=1e-3, read_byte_s=0.0, copy_s=1e-9, piece_s=0.0, copied_byte_s=0.0)
+    about = {"machine": "a test", "source": "same machine", "date": "2026-01-01T00:00:00Z"}
+    path = tmp_path / "calibration.json"
+    path.write_bytes(encode_calibration(Calibration(schema=1, transport=world.transport, costs=costs, **about)))
+    return {"calibration": str(path), "staging_bytes": STAGING_BYTES}
+
+
+def no_buffer_is_taken(consumer):
+    use = consumer.worker.snapshot().staging
+    assert (use.buffers, use.buffer_bytes, use.in_use, use.quarantined) == (8, 64 * 1024, 0, 0)
+
+
+@pytest.mark.parametrize(("source_tp", "target_tp"), [(1, 2), (2, 1), (3, 2)])
+async def test_token_major_pages_are_staged_between_unlike_engines(world, calibrated, source_tp, target_tp):
+    async with AsyncExitStack() as stack:
+        producers = [
+            await stack.enter_async_context(
+                world.producing(Shape(**TOKEN_MAJOR, tp_rank=rank, tp_size=source_tp), rank=rank, num_ranks=source_tp)
+            )
+            for rank in range(source_tp)
+        ]
+        for rank in range(target_tp):
+            reports = []
+            for settings in ({}, calibrated):
+                # Each rank reads by itself, as an engine of its own.
+                offers = [kvflow.Ticket.from_params(await each.offer("r", SOURCES, TOKENS)) for each in producers]
+                ticket = kvflow.join_tickets(offers)
+                shape = Shape(**TOKEN_MAJOR, tp_rank=rank, tp_size=target_tp)
+                async with world.consuming(shape, **settings) as consumer:
+                    reports.append(await consumer.pull(ticket.to_params(), TARGETS))
+                    consumer.has("r", TARGETS, TOKENS)
+                    consumer.untouched(but=TARGETS)
+                    consumer.at_rest()
+                    if settings:
+                        no_buffer_is_taken(consumer)
+                    else:
+                        assert consumer.worker.snapshot().staging.buffers == 0, "memory taken without a calibration"
+                    assert [await each.outcome("r") for each in producers] == ["released"] * source_tp
+            direct, staged = reports
+            assert staged.nbytes == direct.nbytes == direct.read_bytes
+            assert (staged.read_bytes > staged.nbytes) == (source_tp % target_tp > 0 or source_tp < target_tp)
+            assert staged.descriptors * 8 <= direct.descriptors
+            assert staged.timings_s["scatter"] > 0.0 == direct.timings_s["scatter"]
+
+
+async def attempt(consumer, params):
+    try:
+        await consumer.pull(params, TARGETS)
+    except errors.StaleLease as error:
+        return error.code
+    return "completed"
+
+
+async def recycle_after(turns, producer, request):
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    await producer.recycle(request)
+
+
+async def test_blocks_recycled_during_a_staged_read_are_never_delivered(world, calibrated):
+    rng, outcomes = random.Random(7), {"completed": 0, "stale_lease": 0}
+    half = Shape(**TOKEN_MAJOR, tp_rank=1, tp_size=2)
+    async with (
+        world.producing(Shape(**TOKEN_MAJOR)) as producer,
+        world.consuming(half, rank=0, num_ranks=1, **calibrated) as consumer,
+    ):
+        for number in range(ROUNDS):
+            params = await producer.offer(f"r{number % 3}", SOURCES, TOKENS)
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(recycle_after(rng.choice([0, 1, 3, 8, 30, 60]), producer, f"r{number % 3}"))
+                pull = tasks.create_task(attempt(consumer, params))
+            outcomes[pull.result()] += 1
+            if pull.result() == "completed":
+                assert wrong(consumer.cache, f"r{number % 3}", TARGETS, TOKENS) == [], f"round {number}"
+            await consumer.worker.quiesced(f"r{number % 3}")
+            consumer.at_rest()
+            no_buffer_is_taken(consumer)
+        await works(producer, consumer, sources=SOURCES, blocks=TARGETS, num_tokens=TOKENS)
+    assert outcomes["stale_lease"] > 0
+
+
+async def test_a_lease_that_ends_after_the_dispatch_of_a_staged_read_is_stale(world, calibrated):
+    seen = []
+
+    def recycle_when_started(event):
+        seen.append(type(event))
+        if isinstance(event, TransferStarted) and event.request_id == "r":
+            assert producer.recycle_now("r")
+
+    half = Shape(**TOKEN_MAJOR, tp_rank=1, tp_size=2)
+    async with (
+        world.producing(Shape(**TOKEN_MAJOR)) as producer,
+        world.consuming(half, hooks=[recycle_when_started], **calibrated) as consumer,
+    ):
+        params = await producer.offer("r", SOURCES, TOKENS)
+        with pytest.raises(errors.StaleLease) as caught:
+            await consumer.pull(params, TARGETS)
+        assert not caught.value.quarantined
+        assert TransferCompleted not in seen
+        consumer.at_rest()
+        no_buffer_is_taken(consumer)
+
+
+async def test_a_calibration_that_cannot_be_used_is_refused_by_name(world, tmp_path):
+    path = tmp_path / "calibration.json"
+    for text, words in ((None, "No such file"), (b"{}", "missing required field"), (b"nothing", "malformed")):
+        if text is not None:
+            path.write_bytes(text)
+        with pytest.raises(errors.ConfigInvalid, match=words) as caught:
+            async with world.consuming(Shape(), calibration=str(path)):
+                pass
+        assert str(path) in caught.value.message
+        assert caught.value.remedy
+
+
+async def test_the_environment_names_a_calibration_where_the_settings_do_not(world, calibrated, monkeypatch):
+    monkeypatch.setenv("KVFLOW_CALIBRATION", calibrated["calibration"])
+    async with world.consuming(Shape(), staging_bytes=STAGING_BYTES) as consumer:
+        no_buffer_is_taken(consumer)
+    async with world.consuming(Shape(), staging_bytes=0) as consumer:
+        assert consumer.worker.snapshot().staging.buffers == 0

@@ -1,0 +1,168 @@
+"""Scattering a buffer: as few copies as the target's units allow, and a defect in between loses nothing."""
+
+import logging
+
+import numpy as np
+import pytest
+
+from kvflow.layout.region import Region
+from kvflow.transfer.boxes import AXES_MAX, Scatter
+from kvflow.transport.base import PeerAddress, Program, Read
+from kvflow.transport.bounds import check_rows, check_scatter
+from kvflow.transport.mover import MoveFailed
+from kvflow.transport.owner import CancelReads, Owner
+from kvflow.transport.staging import Scatterer, StagingMemory, _evenly_spaced
+
+from .test_owner import EPOCHS, ScriptedMover
+
+PIECE, SLOTS, UNITS = 16, 8, 32
+BUFFER = 4096
+
+
+@pytest.mark.parametrize(
+    ("places", "stretches"),
+    [
+        ([], []),
+        ([5], [(0, 1, 5, 0)]),
+        ([0, 8, 16], [(0, 3, 0, 8)]),
+        ([16, 8, 0], [(0, 3, 16, -8)]),
+        ([0, 8, 24, 32, 40], [(0, 2, 0, 8), (2, 3, 24, 8)]),
+        ([7, 7], [(0, 2, 7, 0)]),
+        ([0, 1, 3, 4], [(0, 2, 0, 1), (2, 2, 3, 1)]),
+    ],
+)
+def test_places_are_divided_into_stretches_of_equal_steps(places, stretches):
+    assert list(_evenly_spaced(places)) == stretches
+
+
+@pytest.fixture
+def target():
+    return np.zeros(UNITS * 2 * PIECE, np.uint8)
+
+
+def staged_program(target, program_id=0):
+    """A unit has two pieces in a row; in the buffer they lie the other way around: all first ones, then all second."""
+    address = target.ctypes.data
+    axes = [2, SLOTS * PIECE, PIECE, *[1, 0, 0] * (AXES_MAX - 1)]
+    box = [PIECE, 0, PIECE, address, 2 * PIECE, 0, 0, *axes]
+    scatter = Scatter(np.array([box], np.int64), SLOTS, (UNITS, 1, 1))
+    source = np.array([[1 << 20, PIECE, 0, PIECE, UNITS], [1 << 21, PIECE, 0, PIECE, UNITS]])
+    buffer = np.array([[0, PIECE, 0, PIECE, SLOTS], [SLOTS * PIECE, PIECE, 0, PIECE, SLOTS]])
+    return Program(program_id, "p", source, buffer, scatter=scatter)
+
+
+@pytest.mark.parametrize("units", [[3], [0, 1, 2, 3], [9, 4, 31, 0], [7, 6, 5, 4, 3, 2, 1, 0]])
+def test_slots_are_copied_to_their_units(target, units):
+    program = staged_program(target)
+    rows = check_rows(program.source_rows), check_rows(program.target_rows)
+    region = Region(target.ctypes.data, target.nbytes)
+    checked = check_scatter(program, *rows, buffer_bytes=BUFFER, regions=[region])
+    content = np.random.default_rng(0).integers(1, 256, BUFFER, np.uint8)
+    Scatterer(checked).run(content, np.array(units, np.int32))
+    expected = np.zeros((UNITS, 2, PIECE), np.uint8)
+    expected[units] = content[: 2 * SLOTS * PIECE].reshape(2, SLOTS, PIECE).transpose(1, 0, 2)[: len(units)]
+    assert np.array_equal(target, expected.ravel())
+
+
+class Bench:
+    """An owner with staging buffers over a mover that does what the test says."""
+
+    def __init__(self, target):
+        self.mover, self.events = ScriptedMover(), []
+        self.memory = StagingMemory(8 * BUFFER)
+        region = Region(target.ctypes.data, target.nbytes)
+        self.owner = Owner(self.mover, [region], self.events.append, lambda: 0.0, self.memory)
+        self.owner.handle(PeerAddress("p", b"", EPOCHS))
+        self.owner.handle(staged_program(target))
+        self.memory._memory[:] = 7
+        self.events.clear()
+
+    def post(self, read_id, units):
+        index = np.array(units, np.int32)
+        cuts = np.array([*range(0, len(units), SLOTS), len(units)])
+        self.owner.handle(Read(read_id, "p", 0, index, index, cuts, len(units) * 2 * PIECE))
+
+    def land(self, outcome=0):
+        self.mover.flights.popleft().outcome = outcome
+        self.owner.step()
+        self.check()
+
+    def step(self):
+        self.owner.step()
+        self.check()
+
+    def check(self):
+        """The law of staging, and what the transport says of it."""
+        self.owner._ledger.check()
+        assert self.memory.use.in_use == self.owner._ledger.staging()[0]
+
+    def seen(self):
+        words = [" ".join([type(event).__name__, getattr(event, "code", "")]).strip() for event in self.events]
+        self.events.clear()
+        return words
+
+
+@pytest.fixture
+def bench(target):
+    return Bench(target)
+
+
+def test_a_chunk_has_a_buffer_from_its_post_until_it_is_scattered(bench, target):
+    bench.post(1, range(2 * SLOTS))
+    bench.step()
+    bench.step()
+    assert bench.memory.use.in_use == 2
+    assert not target.any()
+    bench.land()
+    assert target.reshape(UNITS, -1).any(axis=1).tolist() == [unit < SLOTS for unit in range(UNITS)]
+    assert bench.seen() == []
+    bench.land()
+    assert bench.seen() == ["ReadCompleted"]
+    assert target[: 2 * SLOTS * 2 * PIECE].all()
+    assert bench.memory.use.in_use == 0
+
+
+def test_nothing_is_scattered_once_a_read_is_cancelled_or_has_failed(bench, target):
+    bench.post(1, range(2 * SLOTS))
+    bench.step()
+    bench.step()
+    bench.owner.handle(CancelReads((1,)))
+    assert bench.memory.use.quarantined == 2
+    assert bench.memory.use.quarantined_bytes == 2 * BUFFER
+    bench.land()
+    bench.land()
+    assert bench.seen() == ["ReadFailed cancelled"]
+    bench.post(2, range(2 * SLOTS))
+    bench.step()
+    bench.step()
+    bench.land(MoveFailed("peer_lost", "reset"))
+    bench.land()
+    assert bench.seen() == ["PeerFailed peer_lost", "ReadFailed peer_lost"]
+    assert not target.any()
+    assert bench.memory.use.in_use == 0
+
+
+def test_a_defect_while_scattering_ends_the_read_and_frees_its_buffer(bench, monkeypatch, caplog):
+    def defect(*_):
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr(Scatterer, "run", defect)
+    with caplog.at_level(logging.CRITICAL, "kvflow.transport.owner"):
+        bench.post(1, range(SLOTS))
+        bench.step()
+        bench.land()
+    assert bench.seen() == ["ReadFailed transport_error", "PeerFailed transport_error"]
+    assert bench.memory.use.in_use == 0
+    assert not bench.owner.in_flight
+
+
+def test_closing_gives_every_buffer_back(bench, target):
+    bench.post(1, range(2 * SLOTS))
+    bench.step()
+    bench.owner.begin_close()
+    assert bench.memory.use.quarantined == 1
+    bench.owner.end_close()
+    bench.check()
+    assert bench.seen()[-1] == "ReadFailed cancelled"
+    assert bench.memory.use.in_use == 0
+    assert not target.any()
