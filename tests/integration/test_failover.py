@@ -1,7 +1,6 @@
 """Workers of one name: a restart, a stand-in elsewhere, and two lives at once; nobody is taken for another one."""
 
 import asyncio
-import time
 
 import pytest
 
@@ -56,15 +55,15 @@ async def test_a_worker_that_left_is_not_dialled_for_its_old_tickets(world):
             await works(producer, consumer)
             tickets = [await producer.offer(f"r{number}", BLOCKS, 8) for number in range(20)]
             beside = await steady.offer("beside", OTHER_BLOCKS, 8)
-        begun_s = time.monotonic()
         for params in tickets:
             with pytest.raises(errors.StaleLease):
                 await consumer.pull(params, BLOCKS)
             consumer.at_rest()
-        assert time.monotonic() - begun_s < 20 * 0.5, "it was dialled, each time for the whole budget"
         await consumer.pull(beside, OTHER_BLOCKS)
         consumer.has("beside", OTHER_BLOCKS, 8)
-        assert len(heard.of(PeerDropped)) <= 2, "once when it left, and once more if that came late"
+        assert len(heard.of(PeerDropped)) <= 2, (
+            "it was dialled again: once when it left, and once more if that came late, is enough"
+        )
 
 
 async def test_a_successor_at_the_same_address_is_found_by_itself(world):

@@ -166,7 +166,7 @@ async def test_a_producer_is_killed_and_started_again(elsewhere, wire, capsys):
     consumer.worker._consumer._ledger.check()
     assert len(consumer.worker._consumer._ledger) == 0
     assert beside.seconds
-    assert percentile(restarts[1:], 0.99) < FIRST_PULL_S
+    assert not KILLS or percentile(restarts[1:], 0.99) < FIRST_PULL_S  # one measurement on a busy machine says nothing
     assert descriptors() <= fds, "a killed peer has left descriptors behind"
 
 
@@ -232,4 +232,4 @@ async def test_a_consumer_is_killed_and_started_again(elsewhere, spawn, wire, ca
         report(capsys, f"consumers killed, {wire}", restarts[1:], ends, beside)
         assert survivor.process.poll() is None, "a reader that died took its producer with it"
     assert beside.seconds
-    assert percentile(restarts[1:], 0.99) < FIRST_PULL_S
+    assert not KILLS or percentile(restarts[1:], 0.99) < FIRST_PULL_S  # one measurement on a busy machine says nothing
