@@ -22,7 +22,7 @@ class Limits(Struct, frozen=True, kw_only=True):
         frame_bytes_max: of one frame. The largest publication, and 64 KiB for all that surrounds it.
         peers_max: connections of one server. Two engines of 512 ranks each, one connection per pair of ranks.
         pending_handshakes_max: connections of one server that are not ready yet. What a herd of restarting
-            clients may hold at once; those above it are told ``busy`` and dial again.
+            clients may hold at once; above it the oldest are told ``busy`` and dial again.
         connections_per_key_max: connections of one client's own key. A worker has one at a time; those of its earlier
             lives end within ``silence_s_max``. Where all share the secret's key, they are not told apart.
         messages_per_s_max: of one key, or of one connection where all share a key. A reader says at most one or

@@ -196,6 +196,8 @@ class HandshakeServer:
             now=self._network.now,
         )
         objection = self._objection(public_key)
+        if objection is None:
+            self._make_room()
         self._drivers[key] = driver
         self._public_keys[key] = public_key
         if objection is not None:
@@ -204,7 +206,7 @@ class HandshakeServer:
 
     def _objection(self, public_key: PublicKey) -> tuple[FailureCode, str, str] | None:
         """Return code, reason and remedy if there is no room for one more connection of this key."""
-        limits, pending = self._limits, len(self._drivers) - len(self._ready)
+        limits = self._limits
         if self._leaving:
             return FailureCode.CLOSING, "the server is leaving", "Dial its successor."
         if not self._trusts(public_key):  # removed since it passed the door
@@ -215,9 +217,21 @@ class HandshakeServer:
         if len(self._drivers) >= limits.peers_max:
             reason = f"there are {limits.peers_max} connections already"
             return FailureCode.TOO_MANY_PEERS, reason, "Raise peers_max, or use fewer peers."
-        if pending >= limits.pending_handshakes_max:
-            return FailureCode.BUSY, f"{pending} handshakes are under way", "Dial again in a moment."
         return None
+
+    def _make_room(self) -> None:
+        """Give up the oldest handshake if too many are under way.
+
+        An honest one takes milliseconds, so the newest may be the only honest one.
+        """
+        pending = [
+            driver
+            for key, driver in self._drivers.items()
+            if key not in self._ready and driver.connection.ending is None
+        ]
+        if len(pending) >= self._limits.pending_handshakes_max:
+            reason = f"{len(pending)} handshakes are under way, and this is the oldest"
+            pending[0].refuse(FailureCode.BUSY, reason, "Dial again in a moment.")
 
     @property
     def _tells_apart(self) -> bool:

@@ -21,6 +21,11 @@ PATIENCE_S = 60.0
 _names = count()
 
 
+def environment_of_children():
+    """The variables with which a child finds this package."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
+
+
 class Child:
     """A process that hosts producers, and runs a module of this folder."""
 
@@ -34,7 +39,7 @@ class Child:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path]), **environment},
+                env=environment_of_children() | environment,
             )
         )
 

@@ -122,12 +122,22 @@ async def test_handshakes_under_way_are_bounded():
     hall = Hall(Limits(pending_handshakes_max=2, closing_s=0.01))
     for routing_id in (b"one", b"two", b"three"):
         hall.hear(routing_id, HELLO)
-    assert hall.board.kinds_to(b"two") == [Welcome, Publish]
-    assert [message.code for message in hall.board.sent[b"three"]] == ["busy"]
-    hall.hear(b"one", PUBLISH)
+    assert hall.board.kinds_to(b"two") == hall.board.kinds_to(b"three") == [Welcome, Publish]
+    assert hall.board.kinds_to(b"one") == [Welcome, Publish, Refuse]
+    assert hall.board.sent[b"one"][-1].code == "busy"
+    hall.hear(b"two", PUBLISH)
     hall.make_ready(b"four")
     assert len(hall.server.peers) == 2
     await hall.server.leave()
+
+
+async def test_a_newcomer_gets_in_while_others_never_end_their_handshakes(hall):
+    for number in range(10 * LIMITS.pending_handshakes_max):
+        hall.hear(b"flood%d" % number, HELLO)
+        if not number % 10:
+            hall.make_ready(b"honest%d" % number)
+    assert len(hall.server.peers) == LIMITS.pending_handshakes_max
+    assert set(hall.codes()) <= {"busy"}
 
 
 async def test_peers_are_bounded():
