@@ -20,7 +20,7 @@ from kvflow.bench.stats import summarise
 from kvflow.transfer.boxes import AXES_MAX, FIXED
 from kvflow.transfer.costs import Costs
 from kvflow.transport.bounds import CheckedScatter
-from kvflow.transport.staging import Scatterer
+from kvflow.transport.staging import Scatterer, evenly_spaced
 
 READS = {(1, 32): 1024, (2, 64): 4096, (4, 128): 16384, (8, 256): 65536}
 """KV heads and head size of one layer -> bytes of a block, K and V: two descriptors of half as much."""
@@ -37,7 +37,7 @@ COPIES = ((1, 64), (1, 4096), (16, 65536), (256, 256), (1024, 64), (1024, 1024),
 COPY_BYTES = 8 << 20
 """Scattered in one measurement, from as much to twice as much: no core's own cache holds it, as in a transfer."""
 
-COPIES_MAX = 512
+UNITS_MAX = 512
 """In one measurement."""
 
 
@@ -64,10 +64,10 @@ async def measure(
     copied, copy_s = [], []
     for pieces, nbytes in COPIES:
         progress(f"copies of {pieces} x {nbytes} bytes")
-        copies, seconds = _copies(pieces, nbytes, rounds)
-        copied.append((copies, pieces, nbytes))
+        copies, units, seconds = _copies(pieces, nbytes, rounds)
+        copied.append((copies, units * pieces, units * pieces * nbytes))
         copy_s.append(seconds)
-    copying = fit([(n, n * pieces, n * pieces * nbytes) for n, pieces, nbytes in copied], copy_s)
+    copying = fit(copied, copy_s)
     costs = Costs(
         descriptor_s=reading[1],
         read_byte_s=reading[2],
@@ -80,8 +80,8 @@ async def measure(
         for (descriptors, nbytes), seconds in zip(counted, read_s, strict=True)
     ]
     scatters = [
-        (pieces, nbytes, seconds / copies * 1e6, copies * pieces * nbytes / seconds / 1e9)
-        for (copies, pieces, nbytes), seconds in zip(copied, copy_s, strict=True)
+        (copies, pieces, total // pieces, seconds / copies * 1e6, total / seconds / 1e9)
+        for (copies, pieces, total), seconds in zip(copied, copy_s, strict=True)
     ]
     return Measured(costs, (_read_table(reads), _copy_table(scatters), _constants(costs)))
 
@@ -137,25 +137,23 @@ async def _reads(
     return counted, seconds
 
 
-def _copies(pieces: int, nbytes: int, rounds: int) -> tuple[int, float]:
-    """Scatter pieces that lie apart in a buffer, copy by copy; return how many copies, and median seconds of them."""
-    copies = max(1, min(COPIES_MAX, COPY_BYTES // (2 * pieces * nbytes)))
-    content = np.ones(2 * copies * pieces * nbytes, np.uint8)
-    target = np.ones(copies * pieces * nbytes, np.uint8)
-    scatterer = Scatterer(_one_box(target, copies, pieces, nbytes))
-    # Descending ids: no two units are joined into one copy.
-    units: npt.NDArray[np.int32] = np.arange(copies, dtype=np.int32)
-    units = np.concatenate([units[::2], units[1::2][::-1]])
-    units = units[np.random.default_rng(0).permutation(copies)]
+def _copies(pieces: int, nbytes: int, rounds: int) -> tuple[int, int, float]:
+    """Scatter units of pieces that lie apart in a buffer; return copies, units and median seconds of all."""
+    units = max(2, min(UNITS_MAX, COPY_BYTES // (2 * pieces * nbytes)))
+    content = np.ones(2 * units * pieces * nbytes, np.uint8)
+    target = np.ones(units * pieces * nbytes, np.uint8)
+    scatterer = Scatterer(_one_box(target, units, pieces, nbytes))
+    numbers = np.random.default_rng(0).permutation(units).astype(np.int32)
+    copies = sum(1 for _ in evenly_spaced(numbers.tolist()))  # neighbors at one distance are one copy
     samples = []
     for _ in range(max(rounds, 5)):
         started = time.perf_counter()
-        scatterer.run(content, units)
+        scatterer.run(content, numbers)
         samples.append(time.perf_counter() - started)
-    return copies, summarise(samples).p50
+    return copies, units, summarise(samples).p50
 
 
-def _one_box(target: npt.NDArray[np.uint8], copies: int, pieces: int, nbytes: int) -> CheckedScatter:
+def _one_box(target: npt.NDArray[np.uint8], units: int, pieces: int, nbytes: int) -> CheckedScatter:
     """Describe one copy to a unit: its pieces touch in the target, and lie apart in the buffer."""
     unit_bytes = pieces * nbytes
     axes = [pieces, 2 * nbytes, nbytes, *[1, 0, 0] * (AXES_MAX - 1)]
@@ -163,12 +161,12 @@ def _one_box(target: npt.NDArray[np.uint8], copies: int, pieces: int, nbytes: in
     assert len(row) == FIXED + 3 * AXES_MAX
     return CheckedScatter(
         table=np.array([row], np.int64),
-        slots=copies,
-        units=(copies, 1, 1),
+        slots=units,
+        units=(units, 1, 1),
         reach=np.array([target.nbytes], np.int64),
         unit_bytes=unit_bytes,
         fetch_runs=1,
-        source_units=copies,
+        source_units=units,
     )
 
 
@@ -180,10 +178,10 @@ def _read_table(rows: list[tuple[int, int, float, float, float]]) -> Table:
     )
 
 
-def _copy_table(rows: list[tuple[int, int, float, float]]) -> Table:
+def _copy_table(rows: list[tuple[int, int, int, float, float]]) -> Table:
     return Table(
         title="copies from a staging buffer, medians",
-        columns=("pieces", "bytes each", "us per copy", "GB/s"),
+        columns=("copies", "pieces", "bytes each", "us per copy", "GB/s"),
         rows=tuple(rows),
     )
 

@@ -2,8 +2,10 @@
 
 import argparse
 import importlib
+import os
 import socket
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvflow.cli.arguments import address
@@ -63,6 +65,9 @@ def run(options: argparse.Namespace) -> int:
         remedy = "start one with python -m kvflow.bench.source --listen HOST:PORT"
         print(f"no source at {source}: {reason}; {remedy}", file=sys.stderr)
         return 1
+    if getattr(options, "calibrate", False) and not os.access(Path(options.output).parent, os.W_OK):
+        print(f"{options.output} cannot be written: its folder is missing, or not yours to write to", file=sys.stderr)
+        return 1
     # Loaded here, so that other commands and --help wait for neither torch nor NIXL.
     import msgspec  # noqa: PLC0415
     import uvloop  # noqa: PLC0415
@@ -74,13 +79,7 @@ def run(options: argparse.Namespace) -> int:
     extra = [source] if options.benchmark in AT_SOURCES else []
     if options.benchmark == "descriptors":
         extra.append(options.output if options.calibrate else None)
-    try:
-        tables = uvloop.run(benchmark.run(options.rounds, options.seed, _show_progress, *extra))
-    except OSError as error:
-        if error.filename != getattr(options, "output", ""):
-            raise
-        print(f"the calibration cannot be written: {error}", file=sys.stderr)
-        return 1
+    tables = uvloop.run(benchmark.run(options.rounds, options.seed, _show_progress, *extra))
     _show_progress("")
     result = Result(name=options.benchmark, header=about, tables=tables)
     print(msgspec.json.encode(result).decode() if options.json else result)

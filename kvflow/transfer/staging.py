@@ -8,6 +8,9 @@ Inside a buffer all slots of one fetched run lie together. What follows on the s
 well, and merges.
 """
 
+import math
+from collections.abc import Iterator, Sequence
+
 import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
@@ -97,9 +100,9 @@ def stage(pair: GroupPair, source: Units, target: Units, *, staging_bytes: int) 
     units = Units(source.tokens, 1, 1, source.stripe)
     buffer = _Buffer(stretches, slots, units.tokens)
     staged = {
-        (each.layer, each.source.role): buffer.component(each, starts)
+        (layer, part.role): part
         for parts, table in pieces
-        for each, starts in zip(parts, table.source[1].reshape(len(parts), -1), strict=True)
+        for layer, part in buffer.components(parts, table.source[:2].reshape(2, len(parts), -1))
     }
     group = _slots_group(pair, staged, units)
     fetched = [_all_held(each.layer, each.source, staged[each.layer, each.source.role]) for each in pair.pairs]
@@ -150,52 +153,64 @@ class _Buffer:
         self._nbytes = stretches.nbytes
         self._base = (np.cumsum(stretches.nbytes) - stretches.nbytes) * slots
         self._tokens = tokens
+        # Region and offset as one number, small enough for int64: what counts is the order of offsets, not their size.
+        self._offsets, rank = np.unique(self._offset, return_inverse=True)
+        self._place = self._region * len(self._offsets) + rank
 
-    def component(self, pair: ComponentPair, starts: Int64s) -> Component:
-        """Describe a component of the source as it lies in the slots.
+    def components(self, pairs: Sequence[ComponentPair], starts: Int64s) -> Iterator[tuple[str, Component]]:
+        """Describe components of one shape as they lie in the slots; yield layer and component.
 
         Args:
-            pair: all that the source holds of it.
-            starts: int64, where its fragments of one unit begin on the source.
+            pairs: all that the source holds of them.
+            starts: int64, shape (2, pairs, fragments): region and offset of their fragments of one unit on the source.
 
         Raises:
-            CannotStage: it is no affine map any more.
+            CannotStage: one is no affine map any more.
         """
-        part, (walked, nbytes) = pair.source, pair.walk
-        first, last = (int(np.searchsorted(self._region, part.region, side)) for side in ("left", "right"))
-        at = first + np.searchsorted(self._offset[first:last], starts, side="right") - 1
-        inside = starts - self._offset[at]
-        sizes = self._nbytes[at]
-        if np.any(inside + nbytes > sizes):
-            raise CannotStage(f"{part.role} shares bytes with another component of the source")
-        if np.any(sizes != sizes[0]):
-            raise CannotStage(f"{part.role} lies in pieces of unlike sizes on the source")
-        extents = pair.extents(self._tokens)
-        places = (self._base[at] + inside).reshape(extents[:walked])
-        return replace(
-            part,
-            region=0,
-            offset=int(places.flat[0]),
-            block_stride=int(sizes[0]),
-            kernel_stride=0,
-            extents=extents,
-            strides=(*_strides(places), *part.strides[walked:]),
-        )
+        walked, nbytes = pairs[0].walk
+        region, offset = starts
+        rank = np.searchsorted(self._offsets, offset, side="right") - 1
+        at = np.searchsorted(self._place, region * len(self._offsets) + rank, side="right") - 1
+        inside, sizes = offset - self._offset[at], self._nbytes[at]
+        if np.any(self._region[at] != region) or np.any(inside + nbytes > sizes):
+            raise CannotStage(f"{pairs[0].source.role} shares bytes with another component of the source")
+        if np.any(sizes != sizes[:, :1]):
+            raise CannotStage(f"{pairs[0].source.role} lies in pieces of unlike sizes on the source")
+        extents = pairs[0].extents(self._tokens)
+        places = self._base[at] + inside
+        strides = _strides(places, extents[:walked])
+        for pair, place, size, found in zip(
+            pairs, places[:, 0].tolist(), sizes[:, 0].tolist(), strides.tolist(), strict=True
+        ):
+            part = pair.source
+            yield (
+                pair.layer,
+                replace(
+                    part,
+                    region=0,
+                    offset=place,
+                    block_stride=size,
+                    kernel_stride=0,
+                    extents=extents,
+                    strides=(*found, *part.strides[walked:]),
+                ),
+            )
 
 
-def _strides(places: Int64s) -> list[int]:
-    """Return the strides of fragments that lie at these places, one axis for each that was walked.
+def _strides(places: Int64s, extents: Sequence[int]) -> Int64s:
+    """Return the strides of fragments that lie at these places, shape (components, axes that were walked).
+
+    Args:
+        places: int64, shape (components, fragments).
+        extents: of the axes that were walked.
 
     Raises:
         CannotStage: none lead there.
     """
-    origin = places[(0,) * places.ndim]
-    strides = [
-        int(places[tuple(int(axis == other) for other in range(places.ndim))] - origin) if extent > 1 else 0
-        for axis, extent in enumerate(places.shape)
-    ]
-    reached = origin + np.tensordot(np.array(strides, np.int64), np.indices(places.shape, np.int64), 1)
-    if np.any(reached != places):
+    steps = [math.prod(extents[axis + 1 :]) if extent > 1 else 0 for axis, extent in enumerate(extents)]
+    strides = places[:, steps] - places[:, :1]
+    index = np.indices(extents, np.int64).reshape(len(extents), places.shape[1])
+    if np.any(places[:, :1] + strides @ index != places):
         raise CannotStage("the source's pieces are unevenly spaced")
     return strides
 

@@ -108,7 +108,7 @@ class Scatterer:
         for box in self._boxes:
             if box.strides not in segments:
                 places = block * box.strides[0] + kernel_block * box.strides[1] + unit * box.strides[2]
-                segments[box.strides] = list(_evenly_spaced(places.tolist()))
+                segments[box.strides] = list(evenly_spaced(places.tolist()))
             for slot, count, place, step in segments[box.strides]:
                 shape = (count, *box.shape)
                 there = (step, *box.target_strides)
@@ -137,7 +137,7 @@ class _Box:
         self.memory = np.ctypeslib.as_array((ctypes.c_uint8 * reach).from_address(address))
 
 
-def _evenly_spaced(places: list[int]) -> Iterator[tuple[int, int, int, int]]:
+def evenly_spaced(places: list[int]) -> Iterator[tuple[int, int, int, int]]:
     """Divide places into stretches of equal steps; yield index of the first, count, first place and step."""
     at = 0
     while at < len(places):

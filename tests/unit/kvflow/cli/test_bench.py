@@ -47,3 +47,11 @@ def test_a_source_that_listens_is_taken(bound):
     assert "refused" in bench._why_unreachable(address_of(bound))
     bound.listen()
     assert bench._why_unreachable(address_of(bound)) == ""
+
+
+def test_a_calibration_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path, capsys):
+    path = tmp_path / "no such folder" / "calibration.json"
+    assert main(["bench", "descriptors", "--calibrate", "--output", str(path)]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(f"{path} cannot be written: ")

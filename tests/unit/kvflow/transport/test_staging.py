@@ -11,7 +11,7 @@ from kvflow.transport.base import PeerAddress, Program, Read
 from kvflow.transport.bounds import check_rows, check_scatter
 from kvflow.transport.mover import MoveFailed
 from kvflow.transport.owner import CancelReads, Owner
-from kvflow.transport.staging import Scatterer, StagingMemory, _evenly_spaced
+from kvflow.transport.staging import Scatterer, StagingMemory, evenly_spaced
 
 from .test_owner import EPOCHS, ScriptedMover
 
@@ -32,7 +32,7 @@ BUFFER = 4096
     ],
 )
 def test_places_are_divided_into_stretches_of_equal_steps(places, stretches):
-    assert list(_evenly_spaced(places)) == stretches
+    assert list(evenly_spaced(places)) == stretches
 
 
 @pytest.fixture
