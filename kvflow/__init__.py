@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kvflow.memory.adopt import adopt
     from kvflow.memory.cache import KVCache, allocate
     from kvflow.rendezvous.mint import TicketMint
+    from kvflow.transfer.costs import Costs
     from kvflow.transfer.plan import TransferPlan, plan_transfer
     from kvflow.transfer.report import TransferReport
     from kvflow.worker.drain import DrainReport
@@ -70,6 +71,7 @@ _HOMES = {
     "join_tickets": "kvflow.cache.tickets",
     "TicketMint": "kvflow.rendezvous.mint",
     # plans and reports
+    "Costs": "kvflow.transfer.costs",
     "TransferPlan": "kvflow.transfer.plan",
     "plan_transfer": "kvflow.transfer.plan",
     "TransferReport": "kvflow.transfer.report",
@@ -78,6 +80,7 @@ _HOMES = {
 __all__ = [
     "MLA",
     "ChunkedLocal",
+    "Costs",
     "CrossAttention",
     "DrainReport",
     "FullAttention",
