@@ -36,6 +36,14 @@ SCATTER_RUNS_MAX = 1 << 16
 """Runs of one unit: folding them into boxes takes 1 us each."""
 
 
+HULL_FRAGMENTS_MAX = 1 << 18
+"""Fragments of all that the source holds of one unit, before merging: some 30 MiB of numbers. 128 layers of 128-token
+blocks have 32,768."""
+
+SLOTS_MAX = 4096
+"""Units of one buffer. More tiny ones gain nothing, and the descriptors of all slots are numbered by int32."""
+
+
 class CannotStage(Exception):
     """This group is read directly whatever it costs; the text says why."""
 
@@ -89,14 +97,11 @@ def stage(pair: GroupPair, source: Units, target: Units, *, staging_bytes: int) 
     """
     buffer_bytes = buffer_bytes_of(staging_bytes)
     hull = [_all_held(each.layer, each.source, each.source) for each in pair.pairs]
+    slots = _slots(alike(hull), source.tokens, buffer_bytes)
     pieces = [(parts, fragments(parts, source, source)) for parts in alike(hull)]
     stretches = merged([table for _, table in pieces])
     if len(stretches) > FETCH_RUNS_MAX:
         raise CannotStage(f"the source's unit has {len(stretches):,} pieces, more than {FETCH_RUNS_MAX}")
-    slots = buffer_bytes // stretches.unit_bytes
-    if not slots:
-        size = f"a unit of {stretches.unit_bytes:,} bytes"
-        raise CannotStage(f"{size} does not fit a staging buffer of {buffer_bytes:,}")
     units = Units(source.tokens, 1, 1, source.stripe)
     buffer = _Buffer(stretches, slots, units.tokens)
     staged = {
@@ -143,6 +148,30 @@ def prove(staged: StagedRuns, source: Units) -> None:
     if np.any(fetch.target[2] != fetch.nbytes) or np.any(offset[1:] - offset[:-1] < staged.slots * nbytes[:-1]):
         raise PlanUnsound("two staging slots share a byte")
     staged.boxes.prove(staged.scatter)
+
+
+def _slots(shapes: Sequence[Sequence[ComponentPair]], tokens: int, buffer_bytes: int) -> int:
+    """Return how many units a buffer holds. What the source holds may be hostile, and is not walked before this.
+
+    Args:
+        shapes: all that the source holds, by shape.
+        tokens: of one unit.
+        buffer_bytes: length of the buffer.
+
+    Raises:
+        CannotStage: not one, or its fragments are too many.
+    """
+    nbytes = fragments = 0
+    for parts in shapes:
+        extents, (walked, _) = parts[0].extents(tokens), parts[0].walk
+        # Integers of Python, which do not overflow.
+        nbytes += math.prod(extents) * parts[0].source.item_bytes * len(parts)
+        fragments += math.prod(extents[:walked]) * len(parts)
+    if nbytes > buffer_bytes:
+        raise CannotStage(f"a unit of {nbytes:,} bytes does not fit a staging buffer of {buffer_bytes:,}")
+    if fragments > HULL_FRAGMENTS_MAX:
+        raise CannotStage(f"the source's unit has {fragments:,} fragments, more than {HULL_FRAGMENTS_MAX:,}")
+    return min(SLOTS_MAX, buffer_bytes // nbytes)
 
 
 class _Buffer:

@@ -4,6 +4,9 @@ import numpy as np
 
 from kvflow.transfer.boxes import COLUMNS, FIXED
 from kvflow.transfer.costs import Costs
+from kvflow.transport.base import Program
+from kvflow.transport.bounds import check_rows, check_scatter
+from kvflow.transport.staging import Scatterer
 
 from .caches import descriptors, require_inside
 
@@ -48,12 +51,21 @@ def pieces(table, units, slot, unit):
         yield row[0], row[1] + slot * row[2] + index @ axes[:, 1], row[3] + where @ row[4:FIXED] + index @ axes[:, 2]
 
 
+def scatterer_of(binding, regions):
+    """What the transport carries out, after its own checks."""
+    program = Program(1, "p", binding.source.table, binding.target.table, scatter=binding.scatter)
+    rows = check_rows(program.source_rows), check_rows(program.target_rows)
+    return Scatterer(check_scatter(program, *rows, buffer_bytes=binding.group.staged.buffer_bytes, regions=regions))
+
+
 def copy_staged(binding, pairs, source, target, writes):
     """Do what ``moves`` does for direct bindings."""
     bound = binding.bind(pairs, chunk_bytes=1 << 23, chunk_descriptors=256)
     assert bound.source_index.dtype == bound.target_index.dtype == np.int32
     regions, moved = target.cache.manifest().regions, 0
+    scatterer = scatterer_of(binding, regions)
     for content, units in fetched(binding, bound, source):
+        before = target.memory.copy()
         for slot, unit in enumerate(units):
             for nbytes, at, to in pieces(binding.scatter.table, binding.scatter.units, slot, unit):
                 assert at.min() >= 0
@@ -64,4 +76,8 @@ def copy_staged(binding, pairs, source, target, writes):
                 target.memory[there] = content[at[:, None] + steps]
                 np.add.at(writes, there, 1)
                 moved += nbytes * len(at)
+        after = target.memory.copy()
+        target.memory[:] = before
+        scatterer.run(content, np.array(units, np.int32))
+        assert np.array_equal(target.memory, after), "the strided copies differ from the pieces one by one"
     assert moved == bound.nbytes

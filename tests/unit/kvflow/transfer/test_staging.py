@@ -1,5 +1,7 @@
 """Direct or staged: which is chosen, what is said of it, and what a staged plan posts."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from msgspec.structs import replace
@@ -105,6 +107,43 @@ def test_components_that_lie_in_pieces_of_unlike_sizes_are_read_directly():
         return replace(SOURCE, groups=(replace(group, block_size=1, layers=(replace(layer, components=parts),)),))
 
     assert "lies in pieces of unlike sizes" in planned(manifest(2 * SIZE), manifest(4096)).explain()
+
+
+def test_a_source_of_absurd_extents_costs_no_memory_to_refuse():
+    """Valid, and all that it costs a hostile peer is a message: a direct plan never looks at heads that we lack."""
+    group = HALF.groups[0]
+    layer = group.layers[0]
+
+    def with_heads(count, stride):
+        parts = tuple(
+            replace(part, extents=(count, 16, SIZE), strides=(stride, SIZE * 2, 2), total=1 << 40)
+            for part in layer.components
+        )
+        parts = tuple(
+            replace(part, offset=index * 16 * SIZE * 2, block_stride=1 << 60) for index, part in enumerate(parts)
+        )
+        regions = (Region(0, 1 << 62),)
+        return replace(
+            HALF, num_blocks=1, regions=regions, groups=(replace(group, layers=(replace(layer, components=parts),)),)
+        )
+
+    tracemalloc.start()
+    try:
+        for count, words in ((1 << 36, "does not fit a staging buffer"), (1 << 15, "fragments, more than")):
+            source = with_heads(count, 16 * SIZE * 2 * 8)
+            explained = planned(source, with_heads(1, 16 * SIZE * 2 * 3), staging_bytes=1 << 40).explain()
+            assert words in explained
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_buffer_has_a_bounded_number_of_slots():
+    tiny = {"a": full(block_size=2, num_kv_heads=2, head_size=2)}
+    source, target = (manifest_of(tiny, layout="LBNHC", kv="split", tp=tp) for tp in ((0, 1), (0, 2)))
+    dear = replace(DEAR, copy_s=0.0, piece_s=0.0, descriptor_s=1.0)
+    (group,) = planned(source, target, costs=dear, staging_bytes=1 << 40).groups
+    assert group.staged.slots == 4096
 
 
 @pytest.mark.parametrize("staging_bytes", [0, 1, 8 * 4096 - 1, 8 * 4096, 8 * 4096 + 1, 1 << 30])
