@@ -193,7 +193,13 @@ class PeerPool:
         self._entries[member.peer] = entry
         life = self._tasks.create_task(self._live(member, entry), name=f"peer {member.peer}")
         self._lives[member.peer] = life
+        life.add_done_callback(partial(self._end_unbegun, member.peer, entry))
         return entry
+
+    def _end_unbegun(self, peer: PeerId, entry: _Entry, _life: asyncio.Task[None]) -> None:
+        """End a life that was cancelled before its first step: its own end has not been run."""
+        if not entry.gone.done():
+            self._forget(peer, entry, *CLOSING)
 
     def legs(self, peers: Sequence[Peer]) -> tuple[Leg, ...]:
         """Divide our cache among the ranks of one ticket, and prepare to read from those that are needed.
@@ -377,8 +383,8 @@ class PeerPool:
         entry.gone.set_result(None)
         if code == GOODBYE:
             self._record.on_gone(entry.member, "it said goodbye")
-        elif entry.program_ids and code != DISTRUSTED:
-            self._redial_later(entry.member)  # it was in use
+        elif entry.program_ids and code not in (DISTRUSTED, CLOSING[0]):
+            self._redial_later(entry.member)  # it was in use, and whoever used it goes on
         self.drops[code] += 1
         self._report(PeerDropped(peer, code, detail))
         self._on_dropped(peer, code, detail)

@@ -283,6 +283,20 @@ async def test_a_peer_that_is_lost_while_another_is_met_gives_nothing(world, sta
     assert world.transport.prepared == []
 
 
+async def test_closing_ends_a_life_that_has_not_begun(world):
+    first = asyncio.ensure_future(world.pool.meet(member()))
+    await asyncio.sleep(0)  # the life is a task now, and has not taken its first step
+    assert world.wire.dialled == 0
+    late = asyncio.ensure_future(world.pool.meet(member()))
+    world.pool.close()
+    async with asyncio.timeout(PATIENCE_S):
+        with pytest.raises(TransferCancelled):
+            await first
+        with pytest.raises(WorkerClosed):
+            await late
+    assert world.wire.dialled == 0
+
+
 async def test_a_transport_that_cannot_connect_fails_the_meeting(world):
     task = await world.meet()
     world.pool.drop(member().peer, "peer_lost", "no route")
