@@ -27,14 +27,28 @@ class Questions:
     Thread: the event loop.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, peer: PeerId) -> None:
+        self._peer = peer
         self._waiting: dict[LeaseKey, list[asyncio.Future[Answer]]] = {}
+        self._lost = ""
 
     def add(self, lease: LeaseKey) -> asyncio.Future[Answer]:
-        """Wait for what is said of a lease."""
+        """Wait for what is said of a lease; ``PeerLost`` if nothing will be."""
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(lease, []).append(future)
+        if self._lost:
+            future.set_exception(PeerLost(self._lost, peer=self._peer))
+        else:
+            self._waiting.setdefault(lease, []).append(future)
         return future
+
+    def lose(self, reason: str) -> None:
+        """Tell whoever waits, and whoever is going to, that the connection has ended."""
+        self._lost = f"the connection ended before it was said whether a lease is held: {reason}"
+        for futures in self._waiting.values():
+            for future in futures:
+                if not future.done():
+                    future.set_exception(PeerLost(self._lost, peer=self._peer))
+        self._waiting.clear()
 
     def answer(self, answers: Sequence[LeaseAnswer]) -> None:
         """Tell whoever waits; most renewals are nobody's question."""
@@ -168,15 +182,17 @@ async def open_link(
     """
     peer = peer_id(engine_id, address.rank, address.incarnation)
 
-    questions = Questions()
+    questions = Questions(peer)
 
     def on_event(event: Event) -> None:
         match event:
             case RenewAnswered(leases=answers):
                 questions.answer(answers)
             case ConnectionClosed(reason=reason):
+                questions.lose(reason)
                 on_ended("peer_closed", reason)
             case ConnectionFailed(code=code, reason=reason):
+                questions.lose(reason)
                 on_ended("peer_lost", f"{code}: {reason}")
             case _:
                 pass

@@ -129,7 +129,7 @@ class Client:
 
 def test_many_leases_travel_in_messages_of_bounded_size():
     client = Client()
-    link = Link(client, "p", "tcp://127.0.0.1:5000", advertisement(), questions=Questions())
+    link = Link(client, "p", "tcp://127.0.0.1:5000", advertisement(), questions=Questions("p"))
     leases = [(index, index + 100) for index in range(2 * LEASES_MAX + 1)]
     link.release(leases)
     link.renew(leases[:LEASES_MAX])
@@ -143,7 +143,7 @@ def test_many_leases_travel_in_messages_of_bounded_size():
 
 
 def test_nothing_happens_when_the_producer_is_gone():
-    link = Link(Client(closed=True), "p", "tcp://127.0.0.1:5000", advertisement(), questions=Questions())
+    link = Link(Client(closed=True), "p", "tcp://127.0.0.1:5000", advertisement(), questions=Questions("p"))
     link.release([(1, 1)])
     link.renew([(1, 1)])
 
@@ -213,7 +213,26 @@ async def test_a_ticket_that_does_not_say_when_it_was_signed_is_never_asked_abou
 async def test_a_question_without_an_answer_has_a_deadline():
     client = Client()
     client.clock_offset = ClockOffset(0.0, 0.0)
-    link = Link(client, "p", "tcp://127.0.0.1:5000", advertisement(), questions=Questions())
+    link = Link(client, "p", "tcp://127.0.0.1:5000", advertisement(), questions=Questions("p"))
     with pytest.raises(DeadlineExceeded) as caught:
         await link.require_held(granted(age_s=60.0), within_s=0.01)
     assert caught.value.phase == "handshake"
+
+
+async def test_a_question_ends_with_its_connection():
+    ours = msgspec.structs.replace(OURS, network=Skewed())
+    old = granted(age_s=60.0)
+    async with asyncio.timeout(PATIENCE_S):
+        async with listening() as (endpoint, keeper):
+            keeper.on_renew = lambda leases: (
+                keeper.told.put_nowait("asked") or ([], 0.0)
+            )  # and no answer: the connection ends
+            ended = asyncio.Event()
+            async with linked(endpoint, ours=ours, on_ended=lambda code, detail: ended.set()) as link:
+                question = asyncio.ensure_future(link.require_held(old, within_s=1000.0))
+                await keeper.told.get()
+            await ended.wait()
+            with pytest.raises(PeerLost, match="before it was said"):
+                await question
+            with pytest.raises(PeerLost, match="before it was said"):
+                await link.require_held(old, within_s=1000.0)
