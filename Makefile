@@ -7,7 +7,7 @@ SOURCES := kvflow handshake tests docker
 TEXTS := $(SOURCES) docs README.md CHANGELOG.md Makefile pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench compose-demo test-compose test-exhaustive test-fence clean
+.PHONY: help demo test lint bench simulate compose-demo test-compose test-exhaustive test-fence clean
 .SILENT:
 
 help:
@@ -15,6 +15,7 @@ help:
 	echo 'make test    lint, type checks, architecture contracts, then all tests'
 	echo 'make lint    the same without the tests'
 	echo 'make bench   every benchmark, one after the other'
+	echo 'make simulate   20,000 scenarios of real workers on virtual time, with every fault; SEEDS=N for fewer; half an hour'
 	echo 'make compose-demo   the demo in containers, over TCP and over shared memory; needs Docker and Compose'
 	echo 'make test-compose   the tests of that, with a container that is killed'
 	echo 'make test-exhaustive   100,000 generated pairs, and every parallelism and layout to every other; most of an hour'
@@ -48,6 +49,9 @@ lint: $(INSTALLED)
 bench: $(INSTALLED)
 	for script in tests/benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
 	for name in descriptors layouts pull fence loop idle; do echo "== kvflow bench $$name"; $(BIN)/kvflow bench $$name || exit 1; done
+
+simulate: $(INSTALLED)
+	$(BIN)/kvflow simulate --seeds $${SEEDS:-20000} --first $${FIRST:-0}
 
 # Leaves the image kvflow:local behind, and nothing else.
 compose-demo:

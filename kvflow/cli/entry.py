@@ -4,9 +4,9 @@ import argparse
 from collections.abc import Sequence
 
 from kvflow import __version__
-from kvflow.cli import bench, demo, keys, layout
+from kvflow.cli import bench, demo, keys, layout, simulate
 
-COMMANDS = (layout, keys, bench, demo)
+COMMANDS = (layout, keys, bench, simulate, demo)
 """Modules with ``add_parser`` and ``run``."""
 
 

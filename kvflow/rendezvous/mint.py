@@ -56,6 +56,7 @@ class TicketMint(Mint):
         cluster_secret: str,
         lease_s: float = 30.0,
         draw_bits: Callable[[int], int] = secrets.randbits,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         if len(cluster_secret) < SECRET_LENGTH_MIN:
             raise ConfigInvalid(f"the cluster secret has fewer than {SECRET_LENGTH_MIN} characters")
@@ -66,5 +67,5 @@ class TicketMint(Mint):
             sign=key.sign,
             lease_s=lease_s,
             head_start=draw_head_start(draw_bits),
-            wall_clock=time.time,
+            wall_clock=wall_clock,
         )

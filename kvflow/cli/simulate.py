@@ -1,0 +1,81 @@
+"""``kvflow simulate``: real workers on virtual time, with everything that can go wrong, from seeds."""
+
+import argparse
+import os
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvflow.testing.runner import Summary
+
+    # What argparse calls the object is private; this is its only use.
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001
+
+SHOWN_MAX = 10
+"""Broken seeds that are printed; the others are only counted."""
+
+
+def add_parser(commands: "Subparsers") -> None:
+    """Add ``simulate`` to the command line."""
+    parser = commands.add_parser("simulate", help="run real workers on virtual time, with every fault, from seeds")
+    parser.add_argument("--seeds", type=_positive, default=100, help="how many scenarios (default: %(default)s)")
+    parser.add_argument("--first", type=int, default=0, metavar="SEED", help="the first seed (default: %(default)s)")
+    parser.add_argument("--replay", type=int, metavar="SEED", help="run one seed and print every event of it")
+    parser.add_argument("--jobs", type=_natural, default=0, help="processes; 0 for one per core (default: %(default)s)")
+    parser.add_argument("--calm", action="store_true", help="let nothing go wrong: every pull must be delivered")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the scenarios; 0 if no promise was broken, else 1."""
+    # Loaded here, so that other commands and --help do not wait for it.
+    from kvflow.testing.runner import run_seeds  # noqa: PLC0415
+    from kvflow.testing.scenario import simulate  # noqa: PLC0415
+
+    if options.replay is not None:
+        outcome = simulate(options.replay, calm=options.calm, recording=True)
+        print(*outcome.record, sep="\n")
+        print(f"seed {outcome.seed}: {outcome.violation or 'every promise was kept'}", file=sys.stderr)
+        return 1 if outcome.violation else 0
+    jobs = options.jobs or os.cpu_count() or 1
+    summary = run_seeds(options.first, options.seeds, jobs=jobs, calm=options.calm, on_progress=_show_progress)
+    if sys.stderr.isatty():
+        print(file=sys.stderr)
+    _print(summary, calm=options.calm)
+    return 1 if summary.broken else 0
+
+
+def _print(summary: "Summary", *, calm: bool) -> None:
+    kept = summary.scenarios - len(summary.broken)
+    print(f"{summary.scenarios} scenarios, {'no faults' if calm else 'every fault on'}: {kept} kept every promise")
+    print(f"{summary.requests} requests, at least {summary.requests_min} in each; their pulls:")
+    for ending, count in summary.outcomes.items():
+        print(f"  {count:>9} {ending}")
+    print(
+        f"{summary.virtual_s:.0f} virtual seconds in {summary.elapsed_s:.1f} s: "
+        f"{summary.scenarios_per_s:.1f} scenarios per second"
+    )
+    for outcome in summary.broken[:SHOWN_MAX]:
+        print(f"seed {outcome.seed}: {outcome.violation}")
+    if summary.broken:
+        print(f"{len(summary.broken)} seeds broke a promise; see each with: kvflow simulate --replay SEED")
+
+
+def _show_progress(summary: "Summary") -> None:
+    if sys.stderr.isatty():
+        text = f"{summary.scenarios} scenarios, {summary.scenarios_per_s:.1f} per second, {len(summary.broken)} broken"
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+
+def _natural(text: str) -> int:
+    count = int(text)
+    if count < 0:
+        raise argparse.ArgumentTypeError(f"{count} is not 0 or more")
+    return count
+
+
+def _positive(text: str) -> int:
+    count = int(text)
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"{count} is not 1 or more")
+    return count

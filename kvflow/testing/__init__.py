@@ -1,0 +1,30 @@
+"""Real workers on virtual time: processes, a network and a data plane that break on command, and a simulator of them.
+
+``simulate`` runs one scenario, ``run_seeds`` many. What they are made of can be used by itself: a ``World`` has the
+time and the chance, a ``Process`` is an event loop in it, ``Wires`` and a ``Fabric`` connect processes.
+"""
+
+from kvflow.testing.fabric import Fabric, FabricFaults
+from kvflow.testing.faults import CALM, Faults
+from kvflow.testing.process import Process
+from kvflow.testing.runner import Summary, run_seeds
+from kvflow.testing.scenario import Outcome, Scenario, simulate
+from kvflow.testing.wires import NetworkFaults, Wires
+from kvflow.testing.world import Violation, World
+
+__all__ = [
+    "CALM",
+    "Fabric",
+    "FabricFaults",
+    "Faults",
+    "NetworkFaults",
+    "Outcome",
+    "Process",
+    "Scenario",
+    "Summary",
+    "Violation",
+    "Wires",
+    "World",
+    "run_seeds",
+    "simulate",
+]

@@ -1,0 +1,311 @@
+"""Simulated engines: ranks with real workers, a pool of blocks that all ranks share, and books of who owns which block.
+
+The engine knows nothing of kvflow's own accounts. It believes only what the public face tells it, reuses a block in
+the very moment in which it may, and overwrites it at once, so that whoever still uses it is seen.
+"""
+
+import asyncio
+from collections.abc import Callable
+from itertools import count
+from typing import TYPE_CHECKING
+
+import msgspec
+from msgspec import Struct
+
+from kvflow.cache.leases import LeaseEnded
+from kvflow.config import WorkerConfig
+from kvflow.observability.events import OfferAdmitted
+from kvflow.rendezvous.mint import TicketMint
+from kvflow.testing.fabric import NOBODY, Fabric
+from kvflow.testing.memory import CONTENTS_MAX, SimulatedCache
+from kvflow.testing.models import NUM_BLOCKS, Shape, plan_of
+from kvflow.testing.network import SimulatedNetwork
+from kvflow.testing.process import OUR_TASKS, Process
+from kvflow.testing.transport import opener
+from kvflow.testing.world import World
+from kvflow.transfer.plan import PlanCache
+from kvflow.transfer.queues import Limits
+from kvflow.worker.runtime import open_worker
+from kvflow.worker.surroundings import Surroundings
+from kvflow.worker.worker import Worker
+
+if TYPE_CHECKING:
+    from kvflow.testing.requests import Request
+
+SECRET = "the secret of a simulated cluster"  # noqa: S105 - it protects nothing
+PORT = 5000
+
+PLANS = PlanCache(plans_max=100_000)
+"""Plans of all scenarios: a plan depends on nothing but the two layouts."""
+
+LIMITS = Limits(
+    batch_bytes=768,
+    batch_descriptors=160,
+    peer_bytes=1536,
+    peer_descriptors=320,
+    total_bytes=3072,
+    pulls_max=64,
+    aging_s=0.05,
+)
+"""Small, so that the windows are full now and then."""
+
+
+class Settings(Struct, frozen=True, kw_only=True):
+    """What every worker of a scenario is told. See ``WorkerConfig``."""
+
+    lease_s: float
+    lease_slots: int
+    connect_s: float
+    handshake_s: float
+    queue_s: float
+    wire_s: float
+    fence_s: float
+    quarantine_s_max: float
+    quarantine_bytes_max: int
+    staging_bytes: int = 0
+
+
+class Setting(Struct, frozen=True):
+    """What every engine of a scenario lives in."""
+
+    world: World
+    fabric: Fabric
+    settings: Settings
+    skew_s: float
+    hang_up_s: float
+    contents: "count[int]"
+    pulls: "count[int]"
+
+    def content(self) -> int:
+        """Return the number of a new content."""
+        return next(self.contents) % CONTENTS_MAX
+
+
+class Rank:
+    """One rank in one life: a process, its memory, and its worker.
+
+    Attributes:
+        engine: whose rank.
+        rank: its number.
+        process: that it runs in.
+        cache: its memory.
+        owners: for each block, the number of the pull that may write into it.
+        uses: for each block, how many requests on offer need what it holds.
+        offered: requests that are to be held here.
+        held: those whose lease is held, and since when.
+        worker: while it is open.
+        left: whether it has closed.
+    """
+
+    def __init__(self, engine: "Engine", rank: int, address: int) -> None:
+        world = engine.setting.world
+        self.engine = engine
+        self.rank = rank
+        self.name = f"{engine.name}.{engine.life}/{rank}"
+        began_s, skew_s = 1000.0 * world.chance.random(), world.chance.gauss(0.0, engine.setting.skew_s)
+        host = engine.host(rank)
+        # What the interface of a loop has besides, no worker asks for.
+        self.process = Process(world, self.name, host, began_s=began_s, skew_s=skew_s)  # type: ignore[abstract]
+        self.cache = SimulatedCache(engine.shape, rank, address)
+        self.owners = [NOBODY] * NUM_BLOCKS
+        self.uses = [0] * NUM_BLOCKS
+        self.offered: dict[str, Request] = {}
+        self.held: dict[str, tuple[Request, float]] = {}
+        self.worker: Worker | None = None
+        self.left = False
+        self._leaving: asyncio.Future[None] = self.process.create_future()
+        self._world = world
+        self.process.create_task(self._live(), name=f"life of {self.name}")
+
+    @property
+    def endpoint(self) -> str:
+        """Where it listens: the same in every life."""
+        return f"tcp://{self.process.host}:{PORT}"
+
+    def leave(self) -> None:
+        """Close the worker in peace."""
+        if not self._leaving.done():
+            self._leaving.set_result(None)
+
+    def own(self, blocks: list[int], pull: int) -> None:
+        """Let a pull write into blocks; until then they hold something that nobody asked for."""
+        self.cache.overwrite(blocks, self.engine.setting.content())
+        for block in blocks:
+            if self.owners[block] != NOBODY or self.uses[block]:
+                self._world.fail(f"{self.name}: the books give block {block} away twice")
+            self.owners[block] = pull
+
+    def disown(self, blocks: list[int]) -> None:
+        """Let nothing write into blocks any more."""
+        for block in blocks:
+            self.owners[block] = NOBODY
+
+    def drop_use(self, blocks: list[int]) -> None:
+        """Note that a request needs blocks no more; whatever nobody needs is overwritten at once."""
+        unused = []
+        for block in blocks:
+            self.uses[block] -= 1
+            if not self.uses[block]:
+                unused.append(block)
+        if unused:
+            self.cache.overwrite(unused, self.engine.setting.content())
+
+    async def _live(self) -> None:
+        engine = self.engine
+        settings = engine.setting.settings
+        config = WorkerConfig(
+            engine_id=engine.name,
+            rank=self.rank,
+            num_ranks=engine.shape.num_ranks,
+            bind=self.endpoint,
+            cluster_secret=SECRET,
+            **msgspec.structs.asdict(settings),
+        )
+        fabric = engine.setting.fabric
+        surroundings = Surroundings(
+            clock=self.process.time,
+            network=SimulatedNetwork(fabric.wires, self.process),
+            open_transport=opener(fabric, self.process, self.cache, self.owners),
+            draw_bits=self._world.chance.getrandbits,
+            limits=LIMITS,
+            make_plans=lambda: PLANS,
+        )
+        try:
+            async with open_worker(config, self.cache, hooks=(self._on_event,), surroundings=surroundings) as worker:
+                self.worker = worker
+                await self._leaving
+                self.worker = None
+            self._check_left(worker)
+        except BaseException as error:
+            if not isinstance(error, asyncio.CancelledError):
+                self._world.fail(error)
+            raise
+        finally:
+            self.worker = None
+            self.left = True
+
+    def _check_left(self, worker: Worker) -> None:
+        """Check that a worker that was closed has left nothing behind."""
+        left = worker.snapshot()
+        if left.leases or left.pulls or left.quarantined:
+            self._world.fail(f"{self.name} was closed and left {left}")
+        names = [task.get_name() for task in self.process.pending()]
+        if any(not name.startswith(OUR_TASKS) for name in names):
+            self._world.fail(f"{self.name} was closed and left tasks: {names}")
+
+    def _on_event(self, event: Struct) -> None:
+        """Take what the worker reports; it may be in the middle of something."""
+        self._world.note(self.name, "event", event)
+        worker = self.worker
+        if worker is not None:
+            try:
+                worker.check()
+            except AssertionError as error:
+                self._world.fail(f"{self.name}: {error}")
+        if isinstance(event, OfferAdmitted):
+            self.held[event.request_id] = (self.offered.pop(event.request_id), self.process.time())
+        if isinstance(event, LeaseEnded):
+            request, since = self.held.pop(event.request_id, (None, 0.0))
+            if request is None:
+                self._world.fail(f"{self.name}: a lease ended that is not held: {event}")
+                return
+            if wrong := request.wrong_end(self, event, since):
+                self._world.fail(f"{self.name}: {event}: {wrong}")
+            request.on_lease_ended(self)
+
+
+class Engine:
+    """One engine in one life: its ranks, its blocks, and its mint if another process signs for it.
+
+    Attributes:
+        name: the same in every life.
+        life: number of this life.
+        shape: how its ranks hold the model.
+        setting: what it lives in.
+        ranks: of this life.
+        minted: whether a mint in another process signs its tickets, instead of each rank for itself.
+        alive: whether it was not killed.
+    """
+
+    def __init__(self, setting: Setting, name: str, number: int, *, shape: Shape, minted: bool, life: int = 0) -> None:
+        self.name = name
+        self.life = life
+        self.shape = shape
+        self.setting = setting
+        self.minted = minted
+        self.alive = True
+        self._number = number
+        self._free = list(range(NUM_BLOCKS))
+        self._claims = [0] * NUM_BLOCKS
+        self.groups = plan_of(shape, 0).groups
+        # No two lives share an address: whoever uses an old one is seen.
+        self.ranks = [
+            Rank(self, rank, ((number * 64 + rank) * 4096 + life + 1) << 32) for rank in range(shape.num_ranks)
+        ]
+        self._mints: list[TicketMint] = []
+        self._when_killed: list[Callable[[], object]] = []
+
+    @property
+    def open(self) -> bool:
+        """Whether every rank's worker is open."""
+        return self.alive and all(rank.worker is not None for rank in self.ranks)
+
+    def host(self, rank: int) -> str:
+        """Return the address of a rank: each has a host of its own."""
+        return f"10.0.{self._number}.{rank + 1}"
+
+    def mint(self, make: Callable[[], TicketMint]) -> TicketMint:
+        """Return the engine's mint, made when it is first needed."""
+        if not self._mints:
+            self._mints.append(make())
+        return self._mints[0]
+
+    def claim(self, num_blocks: int) -> list[int] | None:
+        """Take free blocks, those first that were freed last; None if there are too few."""
+        if num_blocks > len(self._free):
+            return None
+        taken = [self._free.pop() for _ in range(num_blocks)]
+        self.claim_also(taken)
+        return taken
+
+    def claim_also(self, blocks: list[int]) -> None:
+        """Claim blocks that are claimed already, as requests with a common prefix do."""
+        for block in blocks:
+            self._claims[block] += 1
+
+    def give_back(self, blocks: list[int]) -> None:
+        """End one claim to each block."""
+        for block in blocks:
+            self._claims[block] -= 1
+            if not self._claims[block]:
+                self._free.append(block)
+
+    def unclaimed(self) -> int:
+        """Return how many blocks are free."""
+        return len(self._free)
+
+    def call_when_killed(self, call: Callable[[], object]) -> None:
+        """Have ``call`` told when the engine is killed."""
+        self._when_killed.append(call)
+
+    def next_life(self) -> "Engine":
+        """Start it anew."""
+        return Engine(self.setting, self.name, self._number, shape=self.shape, minted=self.minted, life=self.life + 1)
+
+    def leave(self) -> None:
+        """Close every rank in peace."""
+        for rank in self.ranks:
+            rank.process.call_soon(rank.leave)
+
+    def kill(self) -> None:
+        """Kill every rank."""
+        self.alive = False
+        for rank in self.ranks:
+            rank.process.kill()
+            rank.worker = None
+            self.setting.fabric.kill(rank.process)
+            # The kernel closes its sockets when it gets to it: a process with much memory takes a while to be gone.
+            world = self.setting.world
+            world.after(world.delay(self.setting.hang_up_s), self.setting.fabric.wires.hang_up, rank.process)
+        for call in self._when_killed:
+            call()

@@ -1,0 +1,271 @@
+"""The network between simulated processes: what ZeroMQ over TCP does to messages, and nothing that it cannot do.
+
+On one connection messages arrive in order; connections overtake each other. A partition holds messages back until it
+heals, as TCP does; a clog holds back one direction of one connection; a cut loses whatever is on its way. A message
+may come twice, which TCP prevents and a program that resends does not. A killed process hangs up, as its kernel does;
+a stopped one still accepts connections, and says nothing.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal
+
+from msgspec import Struct
+
+from handshake.limits import Limits
+from handshake.sockets import Delivery, LinkEvent
+from kvflow.testing.process import Process
+from kvflow.testing.world import World
+
+if TYPE_CHECKING:
+    from kvflow.testing.network import DialledWire, ListeningWire, _Wire
+
+
+class NetworkFaults(Struct, frozen=True, kw_only=True):
+    """What the network does to messages.
+
+    Attributes:
+        delay_s: mean delay of one message.
+        duplicated: share of messages that come twice.
+        cut: share of messages after which their connection is cut.
+        clogged: share of messages that clog their direction.
+        clog_s: mean duration of a clog.
+    """
+
+    delay_s: float = 50e-6
+    duplicated: float = 0.0
+    cut: float = 0.0
+    clogged: float = 0.0
+    clog_s: float = 0.0
+
+
+class Wires:
+    """The network between all processes of a world.
+
+    Attributes:
+        faults: what happens to messages from now on.
+
+    Args:
+        world: whose time it is.
+        faults: as above.
+    """
+
+    def __init__(self, world: World, faults: NetworkFaults) -> None:
+        self.world = world
+        self.faults = faults
+        self._listeners: dict[str, ListeningWire] = {}
+        self._connections: dict[int, Line] = {}
+        self._parted: set[frozenset[str]] = set()
+        self._held: deque[Callable[[], object]] = deque()
+        self._made = 0
+
+    def part(self, one: str, other: str) -> None:
+        """Part two hosts: nothing passes between them until they are joined."""
+        self._parted.add(frozenset((one, other)))
+        self.world.note("network", "parted", one, other)
+
+    def join(self) -> None:
+        """End every partition; what was held back goes on."""
+        self._parted.clear()
+        self.world.note("network", "joined")
+        held, self._held = self._held, deque()
+        for call in held:
+            call()
+
+    def parted(self, one: str, other: str) -> bool:
+        """Tell whether two hosts are parted."""
+        return bool(self._parted) and frozenset((one, other)) in self._parted
+
+    def hold(self, call: Callable[[], object]) -> None:
+        """Do something when the hosts are joined again."""
+        self._held.append(call)
+
+    def hang_up(self, process: Process) -> None:
+        """Close every socket of a process that was killed, as its kernel does."""
+        for endpoint, listener in list(self._listeners.items()):
+            if listener.process is process:
+                del self._listeners[endpoint]
+        for connection in list(self._connections.values()):
+            if process in (connection.client.process, connection.server):
+                connection.cut()
+
+    def open_connections(self) -> int:
+        """Return how many connections are open or being opened."""
+        return len(self._connections)
+
+    def listen(self, listener: "ListeningWire") -> None:
+        """Answer at an endpoint."""
+        self._listeners[listener.endpoint] = listener
+
+    def unlisten(self, listener: "ListeningWire") -> None:
+        """Answer no more, and hang up on every client."""
+        if self._listeners.get(listener.endpoint) is listener:
+            del self._listeners[listener.endpoint]
+        for connection in list(self._connections.values()):
+            if connection.listener is listener:
+                connection.cut()
+
+    def listener(self, endpoint: str) -> "ListeningWire | None":
+        """Return who listens at an endpoint."""
+        return self._listeners.get(endpoint)
+
+    def host_of(self, endpoint: str) -> str:
+        """Return the host of an endpoint: its address."""
+        return endpoint.removeprefix("tcp://").rpartition(":")[0]
+
+    def add(self, connection: "Line") -> int:
+        """Number a connection."""
+        self._made += 1
+        self._connections[self._made] = connection
+        return self._made
+
+    def forget(self, number: int) -> None:
+        """Forget a connection that was cut."""
+        self._connections.pop(number, None)
+
+
+class _Direction:
+    """One direction of a connection: messages arrive in the order in which they were sent."""
+
+    def __init__(self, wires: Wires, arrive: Callable[[list[bytes]], None]) -> None:
+        self._wires = wires
+        self._arrive = arrive
+        self._free_at = 0.0
+        self.under_way = 0
+
+    def send(self, frames: list[bytes]) -> None:
+        wires, world = self._wires, self._wires.world
+        faults = wires.faults
+        if world.happens(faults.clogged):
+            self._free_at = world.now + world.delay(faults.clog_s)
+            world.note("network", "clogged", f"{self._free_at:.6f}")
+        for _ in range(1 + world.happens(faults.duplicated)):
+            arrives_at = max(self._free_at, world.now + world.delay(faults.delay_s))
+            self._free_at = arrives_at
+            self.under_way += 1
+            world.after(arrives_at - world.now, self._arrive, frames)
+
+
+class Line:
+    """One TCP connection with ZeroMQ's handshake on it.
+
+    Args:
+        wires: the network.
+        client: the dialling end.
+        endpoint: whom it dials.
+    """
+
+    def __init__(self, wires: Wires, client: "DialledWire", endpoint: str) -> None:
+        self.client = client
+        self.listener: ListeningWire | None = None
+        self.state: Literal["dialled", "open", "cut"] = "dialled"
+        self._wires = wires
+        self._endpoint = endpoint
+        self._host = wires.host_of(endpoint)
+        self._number = wires.add(self)
+        self.routing_id = self._number.to_bytes(5, "big")
+        self._up = _Direction(wires, self._arrive_up)
+        self._down = _Direction(wires, self._arrive_down)
+        self._later(self._accept)
+
+    @property
+    def server(self) -> Process | None:
+        """The process that listens, if it is known."""
+        return self.listener.process if self.listener else None
+
+    def send_up(self, frames: list[bytes]) -> Delivery:
+        """Send to the server. A message on a dead connection is taken, and lost, until its end is known."""
+        if self.state == "cut":
+            return Delivery.QUEUED
+        if self._up.under_way >= self.client.limits.outgoing_max:
+            return Delivery.FULL
+        self._send(self._up, frames)
+        return Delivery.QUEUED
+
+    def send_down(self, frames: list[bytes], limits: Limits) -> Delivery:
+        """Send to the client."""
+        if self.state == "cut":
+            return Delivery.GONE
+        if self._down.under_way >= limits.outgoing_max:
+            return Delivery.FULL
+        self._send(self._down, frames)
+        return Delivery.QUEUED
+
+    def cut(self) -> None:
+        """End it; what is on its way is lost. The client hears of it, unless the hosts are parted."""
+        if self.state == "cut":
+            return
+        self.state = "cut"
+        self._wires.forget(self._number)
+        if self.listener is not None:
+            self.listener.connections.pop(self.routing_id, None)
+        self._wires.world.note("network", "cut", self._number)
+        self._later(self.client.hear, LinkEvent.LOST)
+
+    def _send(self, lane: _Direction, frames: list[bytes]) -> None:
+        lane.send(frames)
+        if self._wires.world.happens(self._wires.faults.cut):
+            self._wires.world.after(self._wires.world.delay(self._wires.faults.delay_s), self.cut)
+
+    def _later(self, call: Callable[..., object], *arguments: object) -> None:
+        world = self._wires.world
+        world.after(world.delay(self._wires.faults.delay_s), self._unless_parted, call, *arguments)
+
+    def _unless_parted(self, call: Callable[..., object], *arguments: object) -> None:
+        if self._wires.parted(self.client.process.host, self._host):
+            self._wires.hold(lambda: self._unless_parted(call, *arguments))
+        else:
+            call(*arguments)
+
+    def _accept(self) -> None:
+        listener = self._wires.listener(self._endpoint)
+        if self.state == "cut":
+            return
+        if listener is None:
+            self._refuse(LinkEvent.UNREACHABLE)
+            return
+        self.listener = listener
+        self.client.hear(LinkEvent.ACCEPTED)
+        self._later(self._secure)
+
+    def _refuse(self, event: LinkEvent) -> None:
+        self.state = "cut"
+        self._wires.forget(self._number)
+        self.client.hear(event)
+
+    def _secure(self) -> None:
+        """Finish ZeroMQ's handshake, which the server's own process does."""
+        listener = self.listener
+        if self.state == "cut" or listener is None:
+            return
+        if not listener.process.running:
+            listener.process.postpone(self._secure)
+            return
+        ours, theirs = self.client.security, listener.security
+        public_key = ours.client.public_key if ours else ""
+        if (ours and ours.server.public_key) != (theirs and theirs.server.public_key):
+            self._refuse(LinkEvent.CUT)  # they cannot read what we say
+            return
+        if theirs and not theirs.admits(public_key):
+            self._refuse(LinkEvent.DENIED)
+            return
+        self.state = "open"
+        listener.keys[self.routing_id] = public_key
+        listener.connections[self.routing_id] = self
+        self._wires.world.note("network", "opened", self._number, self.client.process.name, self._endpoint)
+        self.client.hear(LinkEvent.SECURED)
+
+    def _arrive_up(self, frames: list[bytes]) -> None:
+        self._arrive(self._up, self.listener, [self.routing_id, *frames])
+
+    def _arrive_down(self, frames: list[bytes]) -> None:
+        self._arrive(self._down, self.client, frames)
+
+    def _arrive(self, lane: _Direction, end: "_Wire | None", frames: list[bytes]) -> None:
+        if self.state == "cut" or end is None:
+            return
+        if self._wires.parted(self.client.process.host, self._host):
+            self._wires.hold(lambda: self._arrive(lane, end, frames))
+            return
+        lane.under_way -= 1
+        end.deliver(frames)

@@ -1,0 +1,102 @@
+"""The simulator runs what is shipped: it drives the production classes and decides nothing of their business itself."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvflow.testing.scenario import simulate
+
+ROOT = Path(__file__).parents[2]
+TESTING = sorted((ROOT / "kvflow" / "testing").glob("*.py"))
+
+DRIVEN = (
+    "handshake/client.py",
+    "handshake/codec.py",
+    "handshake/connection.py",
+    "handshake/driver.py",
+    "handshake/server.py",
+    "handshake/states.py",
+    "kvflow/cache/blocks.py",
+    "kvflow/cache/destinations.py",
+    "kvflow/cache/epochs.py",
+    "kvflow/cache/leases.py",
+    "kvflow/cache/mint.py",
+    "kvflow/cache/tickets.py",
+    "kvflow/rendezvous/dialer.py",
+    "kvflow/rendezvous/listener.py",
+    "kvflow/rendezvous/mint.py",
+    "kvflow/transfer/bind.py",
+    "kvflow/transfer/pairs.py",
+    "kvflow/transfer/queues.py",
+    "kvflow/transfer/scheduler.py",
+    "kvflow/transfer/states.py",
+    "kvflow/transport/ledger.py",
+    "kvflow/transport/owner.py",
+    "kvflow/worker/consumer.py",
+    "kvflow/worker/offers.py",
+    "kvflow/worker/peers.py",
+    "kvflow/worker/producer.py",
+    "kvflow/worker/runtime.py",
+)
+"""Where scheduling, leases, handshake, quarantine and their glue are decided."""
+
+NOT_ITS_BUSINESS = {
+    "handshake.connection",  # what is said when
+    "handshake.states",
+    "kvflow.cache.destinations",  # quarantine
+    "kvflow.cache.epochs",
+    "kvflow.transfer.scheduler",
+    "kvflow.transfer.states",
+}
+"""What the simulator must not even import: it can only be driven from above, through a worker."""
+
+
+def functions_of(path):
+    return {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
+
+
+def defined_in(path):
+    return {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)}
+
+
+@pytest.fixture(scope="module")
+def functions_run():
+    """The functions that one scenario runs, by module."""
+    found = {}
+
+    def note(frame, event, argument):
+        if event == "call":
+            code = frame.f_code
+            found.setdefault(code.co_filename, set()).add(code.co_name)
+
+    sys.setprofile(note)
+    try:
+        assert simulate(2).violation == ""
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+@pytest.mark.parametrize("module", DRIVEN)
+def test_a_scenario_runs_the_production_code(module, functions_run):
+    run = functions_run.get(str(ROOT / module), set())
+    assert run & functions_of(ROOT / module), f"nothing of {module} is run"
+
+
+@pytest.mark.parametrize("path", TESTING, ids=lambda path: path.name)
+def test_the_simulator_defines_no_class_of_the_library_again(path):
+    shipped = set().union(*(defined_in(ROOT / module) for module in DRIVEN))
+    assert len(shipped) > 30
+    assert not defined_in(path) & shipped
+
+
+@pytest.mark.parametrize("path", TESTING, ids=lambda path: path.name)
+def test_the_simulator_imports_nothing_that_decides(path):
+    imported = {
+        node.module
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module
+    }
+    assert not imported & NOT_ITS_BUSINESS
