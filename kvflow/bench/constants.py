@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 
 import numpy as np
-import numpy.typing as npt
 from msgspec import Struct
 
 from kvflow.bench.geometry import Geometry
@@ -21,7 +20,7 @@ from kvflow.bench.stats import summarise
 from kvflow.transfer.boxes import AXES_MAX, FIXED
 from kvflow.transfer.costs import Costs
 from kvflow.transport.bounds import CheckedScatter
-from kvflow.transport.staging import Scatterer, evenly_spaced
+from kvflow.transport.staging import Bytes, Scatterer, StagingMemory, evenly_spaced
 
 READS = {(1, 32): 1024, (2, 64): 4096, (4, 128): 16384, (8, 256): 65536}
 """KV heads and head size of one layer -> bytes of a block, K and V: two descriptors of half as much."""
@@ -35,8 +34,11 @@ READ_BYTES_MAX = 32 << 20
 COPIES = ((1, 64), (1, 4096), (16, 65536), (256, 256), (1024, 64), (1024, 1024), (256, 4096))
 """Pieces of one copy, and bytes of each."""
 
-COPY_BYTES = 8 << 20
-"""Scattered in one measurement, from as much to twice as much: no core's own cache holds it, as in a transfer."""
+STAGING_BYTES = 64 << 20
+"""As a worker has by default: buffers of 8 MiB."""
+
+TARGET = Geometry(layers=4, num_kv_heads=8, head_size=128, num_blocks=256, layout="LBNHC", kv="split")
+"""Where copies go: 64 MiB, more than a cache of the processor holds."""
 
 UNITS_MAX = 512
 """In one measurement."""
@@ -63,9 +65,10 @@ async def measure(
     counted, read_s = await _reads(source, rounds, rng, progress)
     reading = fit([(1, descriptors, nbytes) for descriptors, nbytes in counted], read_s)
     copied, copy_s = [], []
+    memory = copy_memory()
     for pieces, nbytes in COPIES:
         progress(f"copies of {pieces} x {nbytes} bytes")
-        copies, units, seconds = _copies(pieces, nbytes, rounds)
+        copies, units, seconds = _copies(memory, pieces, nbytes, rounds, rng)
         copied.append((copies, units * pieces, units * pieces * nbytes))
         copy_s.append(seconds)
     copying = fit(copied, copy_s)
@@ -109,6 +112,13 @@ def fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float
     return costs
 
 
+def copy_memory() -> tuple[Bytes, Bytes]:
+    """Return a staging buffer and a cache, all of whose pages were touched."""
+    content = StagingMemory(STAGING_BYTES).content(0)
+    content[:] = 1
+    return content, TARGET.build().backing.numpy()
+
+
 async def _reads(
     source: SourceProcess, rounds: int, rng: np.random.Generator, progress: Callable[[str], None]
 ) -> tuple[list[tuple[int, int]], list[float]]:
@@ -138,23 +148,33 @@ async def _reads(
     return counted, seconds
 
 
-def _copies(pieces: int, nbytes: int, rounds: int) -> tuple[int, int, float]:
-    """Scatter units of pieces that lie apart in a buffer; return copies, units and seconds."""
-    units = max(2, min(UNITS_MAX, COPY_BYTES // (2 * pieces * nbytes)))
-    content = np.ones(2 * units * pieces * nbytes, np.uint8)
-    target = np.ones(units * pieces * nbytes, np.uint8)
-    scatterer = Scatterer(_one_box(target, units, pieces, nbytes))
-    numbers = np.random.default_rng(0).permutation(units).astype(np.int32)
-    copies = sum(1 for _ in evenly_spaced(numbers.tolist()))  # neighbors at one distance are one copy
+def _copies(
+    memory: tuple[Bytes, Bytes], pieces: int, nbytes: int, rounds: int, rng: np.random.Generator
+) -> tuple[int, int, float]:
+    """Scatter units of pieces that lie apart in a buffer; return copies, units and seconds.
+
+    Args:
+        memory: a staging buffer and a cache. What a page costs depends on where it comes from, so these are real ones.
+        pieces: of one unit.
+        nbytes: of each.
+        rounds: at least five are made.
+        rng: of units, new ones in each round: a transfer writes where nothing was read before.
+    """
+    content, target = memory
+    units = min(UNITS_MAX, len(content) // (2 * pieces * nbytes))
+    in_all = len(target) // (pieces * nbytes)
+    scatterer = Scatterer(_one_box(target, (units, in_all), pieces, nbytes))
     samples = []
     for _ in range(max(rounds, 5)):
+        numbers = rng.permutation(in_all)[:units].astype(np.int32)
         started = time.perf_counter()
         scatterer.run(content, numbers)
         samples.append(time.perf_counter() - started)
+    copies = sum(1 for _ in evenly_spaced(numbers.tolist()))  # two neighbors at any distance are one copy
     return copies, units, summarise(samples).p10
 
 
-def _one_box(target: npt.NDArray[np.uint8], units: int, pieces: int, nbytes: int) -> CheckedScatter:
+def _one_box(target: Bytes, units: tuple[int, int], pieces: int, nbytes: int) -> CheckedScatter:
     """Describe one copy to a unit: its pieces touch in the target, and lie apart in the buffer."""
     unit_bytes = pieces * nbytes
     axes = [pieces, 2 * nbytes, nbytes, *[1, 0, 0] * (AXES_MAX - 1)]
@@ -162,12 +182,12 @@ def _one_box(target: npt.NDArray[np.uint8], units: int, pieces: int, nbytes: int
     assert len(row) == FIXED + 3 * AXES_MAX
     return CheckedScatter(
         table=np.array([row], np.int64),
-        slots=units,
-        units=(units, 1, 1),
+        slots=units[0],
+        units=(units[1], 1, 1),
         reach=np.array([target.nbytes], np.int64),
         unit_bytes=unit_bytes,
         fetch_runs=1,
-        source_units=units,
+        source_units=units[0],
     )
 
 

@@ -3,7 +3,12 @@
 import numpy as np
 import pytest
 
-from kvflow.bench.constants import COPIES, _copies, fit
+from kvflow.bench.constants import COPIES, _copies, copy_memory, fit
+
+
+@pytest.fixture(scope="module")
+def memory():
+    return copy_memory()
 
 
 @pytest.mark.parametrize(
@@ -26,7 +31,7 @@ def test_noise_makes_nothing_cost_less_than_nothing():
 
 
 @pytest.mark.parametrize(("pieces", "nbytes"), COPIES)
-def test_copies_are_counted_and_take_time(pieces, nbytes):
-    copies, units, seconds = _copies(pieces, nbytes, 1)
+def test_copies_are_counted_and_take_time(memory, pieces, nbytes):
+    copies, units, seconds = _copies(memory, pieces, nbytes, 1, np.random.default_rng(0))
     assert 1 <= copies <= units
     assert 0 < seconds < 60
