@@ -4,7 +4,14 @@ import pickle
 
 import pytest
 
-from kvflow.config import ACCEPTED_VARIABLE, KEY_VARIABLE, SECRET_LENGTH_MIN, SECRET_VARIABLE, WorkerConfig
+from kvflow.config import (
+    ACCEPTED_VARIABLE,
+    CALIBRATION_VARIABLE,
+    KEY_VARIABLE,
+    SECRET_LENGTH_MIN,
+    SECRET_VARIABLE,
+    WorkerConfig,
+)
 from kvflow.errors import ConfigInvalid
 
 SECRET = "a secret of the tests, long enough"
@@ -29,6 +36,7 @@ def test_the_defaults_are_valid():
         {"bind": "tcp://*:0", "advertise": "tcp://10.0.0.7:31000"},
         {"lease_s": 30, "fence_s": 0.001},
         {"role": "prefill", "transport": "loopback"},
+        {"calibration": "/etc/kvflow.json", "staging_bytes": 0},
         {"cluster_secret_accepted": "the secret that comes next"},
         {"private_key": PRIVATE, "allowed_keys": ()},
         {"private_key": PRIVATE, "allowed_keys": ("a" * 64, "0" * 64)},
@@ -54,6 +62,10 @@ def test_valid_settings(settings):
         ({"num_ranks": 0}, "num_ranks"),
         ({"role": "router"}, "role"),
         ({"transport": "tcp"}, "transport"),
+        ({"staging_bytes": -1}, "staging_bytes"),
+        ({"staging_bytes": 1 << 41}, "staging_bytes"),
+        ({"calibration": ""}, "calibration"),
+        ({"calibration": 7}, "calibration"),
         ({"bind": "127.0.0.1:0"}, "bind"),
         ({"bind": "ipc:///tmp/x"}, "bind"),
         ({"bind": "tcp://127.0.0.1"}, "bind"),
@@ -155,3 +167,14 @@ def test_a_setting_of_a_wrong_type_does_not_show_the_secret():
 
 def test_a_configuration_reaches_the_processes_of_an_engine():
     assert pickle.loads(pickle.dumps(config())) == config()
+
+
+@pytest.mark.parametrize(
+    ("setting", "variable", "path"),
+    [(None, None, None), (None, "", None), (None, "a.json", "a.json"), ("b.json", "a.json", "b.json")],
+)
+def test_a_calibration_is_named_by_the_settings_or_the_environment(monkeypatch, setting, variable, path):
+    monkeypatch.delenv(CALIBRATION_VARIABLE, raising=False)
+    if variable is not None:
+        monkeypatch.setenv(CALIBRATION_VARIABLE, variable)
+    assert config(calibration=setting).calibration_path() == path
