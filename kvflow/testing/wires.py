@@ -137,13 +137,13 @@ class _Direction:
         wires, world = self._wires, self._wires.world
         faults = wires.faults
         if world.happens(faults.clogged):
-            self._free_at = world.now + world.delay(faults.clog_s)
+            self._free_at = max(self._free_at, world.now + world.delay(faults.clog_s))
             world.note("network", "clogged", f"{self._free_at:.6f}")
         for _ in range(1 + world.happens(faults.duplicated)):
             arrives_at = max(self._free_at, world.now + world.delay(faults.delay_s))
             self._free_at = arrives_at
             self.under_way += 1
-            world.after(arrives_at - world.now, self._arrive, frames)
+            world.at(arrives_at, self._arrive, frames)
 
 
 class Line:

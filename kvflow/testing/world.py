@@ -60,8 +60,12 @@ class World:
 
     def after(self, delay_s: float, call: Callable[..., object], *arguments: object) -> Event:
         """Let something happen ``delay_s`` from now; things of one moment happen in the order of these calls."""
+        return self.at(self.now + delay_s, call, *arguments)
+
+    def at(self, moment: float, call: Callable[..., object], *arguments: object) -> Event:
+        """Let something happen at a moment, or now if that has passed."""
         event = Event(call, arguments)
-        heapq.heappush(self._agenda, (self.now + max(0.0, delay_s), next(self._order), event))
+        heapq.heappush(self._agenda, (max(self.now, moment), next(self._order), event))
         return event
 
     def run(self, until: Callable[[], bool], deadline_s: float) -> bool:
