@@ -95,6 +95,8 @@ class _Entry:
         added: resolves when the transport has connected.
         dropped: resolves with a code and a detail when it must be let go.
         gone: resolves when it has been let go, and can be met anew.
+        begun_at: when it was begun to be dialled.
+        linked_at: when its control connection was ready; None before.
         unasked: nobody has asked for it by a ticket; it was found where another peer had been.
     """
 
@@ -104,6 +106,8 @@ class _Entry:
     added: asyncio.Future[None]
     dropped: asyncio.Future[tuple[str, str]]
     gone: asyncio.Future[None]
+    begun_at: float
+    linked_at: float | None = None
     unasked: bool = False
     program_ids: list[int] = field(default_factory=list)
 
@@ -189,7 +193,15 @@ class PeerPool:
         """Begin the life of a peer, unless nothing can come of it."""
         self._record.require(member)
         create = asyncio.get_running_loop().create_future
-        entry = _Entry(member, linked=create(), met=create(), added=create(), dropped=create(), gone=create())
+        entry = _Entry(
+            member,
+            linked=create(),
+            met=create(),
+            added=create(),
+            dropped=create(),
+            gone=create(),
+            begun_at=self._clock(),
+        )
         self._entries[member.peer] = entry
         life = self._tasks.create_task(self._live(member, entry), name=f"peer {member.peer}")
         self._lives[member.peer] = life
@@ -273,7 +285,8 @@ class PeerPool:
             ended = partial(self.drop, member.peer)
             async with open_link(member.engine_id, member.address, ours=self._ours, on_ended=ended) as link:
                 entry.linked.set_result(link)
-                self._drop_predecessors(link)
+                entry.linked_at = self._clock()
+                self._drop_predecessors(link, entry.begun_at)
                 try:
                     entry.met.set_result(await self._connect(link, entry))
                     self._report(_connected(link, self._clock() - started))
@@ -359,10 +372,15 @@ class PeerPool:
                 with suppress(KvflowError):
                     self._begin(successor).unasked = True
 
-    def _drop_predecessors(self, link: Link) -> None:
-        """Let go of whoever lived at this address before; its end may not have been noticed yet."""
+    def _drop_predecessors(self, link: Link, begun_at: float) -> None:
+        """Let go of whoever lived at this address before; its end may not have been noticed yet.
+
+        Whoever was connected before we began to dial lived before. Of two that were dialled side by side nobody knows:
+        the last words of the one that died may come after the first of its successor.
+        """
         for peer, entry in list(self._entries.items()):
-            if entry.member.address.endpoint == link.endpoint and peer != link.peer:
+            before = entry.linked_at is not None and entry.linked_at <= begun_at
+            if before and entry.member.address.endpoint == link.endpoint and peer != link.peer:
                 self._record.on_gone(entry.member, f"{link.peer} answers at its address")
                 self.drop(peer, PeerLost.code, f"{link.peer} answers at its address")
 

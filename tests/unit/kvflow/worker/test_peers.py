@@ -102,6 +102,7 @@ class World:
     def __init__(self, tasks, wire, handshake_s=PATIENCE_S):
         self.wire, self.transport, self.reports, self.dropped = wire, Transport(), Reports(), []
         self.trusted = True
+        self.clock = Clock()
         self.pool = PeerPool(
             ours=SimpleNamespace(
                 limits=Limits(handshake_s=handshake_s),
@@ -111,7 +112,7 @@ class World:
             manifest=msgspec.structs.replace(cache_of().manifest(), identity=Identity(model="ours")),
             transport=self.transport,
             tasks=tasks,
-            clock=Clock(),
+            clock=self.clock,
             report=self.reports,
             on_dropped=lambda *dropped: self.dropped.append(dropped),
             plans=PlanCache(),
@@ -508,3 +509,19 @@ async def test_how_far_the_clocks_are_apart_is_reported(world):
     await world.met()
     (event,) = world.reports.events
     assert (event.clock_ahead_s, event.clock_error_s) == (2.5, 0.25)
+
+
+async def test_of_two_that_are_dialled_side_by_side_neither_ends_the_other(world):
+    world.wire.open.clear()
+    both = [asyncio.ensure_future(world.pool.meet(each)) for each in (successor(), member())]
+    await settle()
+    world.clock.now += 1.0  # both are connected later than either was dialled, the one that died as the last
+    world.wire.open.set()
+    await settle()
+    for each in (successor(), member()):
+        world.pool.on_added(each.peer)
+    async with asyncio.timeout(PATIENCE_S):
+        met = [await task for task in both]
+        assert [peer.link.peer for peer in met] == [successor().peer, member().peer]
+        assert await world.pool.meet(successor()) is met[0]
+    assert world.dropped == []
