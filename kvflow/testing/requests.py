@@ -85,6 +85,7 @@ class Request:
         self._routed = False
         self._revoked = False
         self._gave_back: dict[str, set[int]] = {}
+        self._taken_back: list[Rank] = []  # whose lease ended before all ranks had offered
 
     @property
     def ended(self) -> bool:
@@ -139,13 +140,16 @@ class Request:
                 return f"after {lasted:.6f} s of {lease_s:.6f}"
             case "released" if not any(self._released_by(name) for name in self._gave_back):
                 return f"no reader has given it back on every rank: {self._gave_back}"
-            case "revoked" if not self._revoked and rank.worker is not None:
+            # An offer that waited is taken back by the worker itself if its turn and the end of its time come together.
+            case "revoked" if not self._revoked and rank.worker is not None and not self._unsettled:
                 return "nobody has revoked it"
         return ""
 
     def on_lease_ended(self, rank: Rank) -> None:
         """Reuse the blocks of a lease that has ended: on its rank at once, and for all when it was the last."""
         rank.drop_use(self._blocks)
+        if self._unsettled:
+            self._taken_back.append(rank)
         self._settle()
 
     def _prefix(self) -> list[int]:
@@ -205,7 +209,7 @@ class Request:
             if grant is not None and isinstance(error, CapacityExceeded):
                 self._world.fail(f"{rank.name}: the mint's slot {grant.slot} is not free: {error}")
             self._world.note(rank.name, "refused", self.name, error.code)
-            rank.drop_use(self._blocks)
+            self._give_up(rank)
         except asyncio.CancelledError:
             return
         except Exception as error:  # noqa: BLE001 - whatever else it is, the call was right
@@ -219,6 +223,11 @@ class Request:
                 self._refuse("lease table full")
                 for other in self.source.ranks:
                     self._on(other, 0.0, self._revoke, other)
+
+    def _give_up(self, rank: Rank) -> None:
+        """Need the blocks no more on a rank that does not hold the lease, or holds it no more."""
+        if rank not in self._taken_back:
+            rank.drop_use(self._blocks)
 
     def _revoke(self, rank: Rank) -> None:
         if rank.worker is not None:

@@ -262,8 +262,8 @@ class Line:
         self._arrive(self._down, self.client, frames)
 
     def _arrive(self, lane: _Direction, end: "_Wire | None", frames: list[bytes]) -> None:
-        if self.state == "cut" or end is None:
-            return
+        if self.state != "open" or end is None:
+            return  # what was said before the connection was secured is never sent
         if self._wires.parted(self.client.process.host, self._host):
             self._wires.hold(lambda: self._arrive(lane, end, frames))
             return

@@ -17,7 +17,7 @@ BUGS = {
     planted.release_counted_twice: (1, "no reader has given it back on every rank"),
     planted.lease_renewed_after_its_end: (0, "would not grow|TaskGroup|is not free|that is not held|left Snapshot"),
     planted.completion_of_a_dead_incarnation_accepted: (7, r"was delivered wrong: block \d+"),
-    planted.another_incarnation_taken_for_the_one_that_died: (0, "was delivered wrong|was called stale"),
+    planted.another_incarnation_taken_for_the_one_that_died: (1, "was delivered wrong|was called stale"),
     planted.window_not_given_back_on_failure: (2, "room in a window was lost"),
     planted.peer_lost_while_others_are_met_is_used: (10, "KeyError"),
 }
