@@ -2,6 +2,7 @@
 
 Most of what is quarantined ends by itself: its reads land, fail, or die with their peer. What a peer that hangs has in
 flight may end never. It is ended by destroying the agent that reads, which costs every peer a pause: the last resort.
+Staging buffers are as good as blocks here: once all are in quarantine, no healthy peer can be read through them.
 """
 
 from collections.abc import Sequence
@@ -11,12 +12,17 @@ from msgspec import Struct
 from kvflow.cache.destinations import Quarantined
 from kvflow.config import QuarantineLimits
 
+STARVED_S_MAX = 5.0
+"""How long peers may wait for a staging buffer while all are in quarantine. Who holds them was given up, or whoever
+wanted the bytes has gone; a buffer of 8 MiB that still comes takes 5 s at 13 Mbit/s."""
+
 
 class Demand(Struct, frozen=True):
     """Why the reader is to be renewed.
 
     Attributes:
-        setting: the limit that was exceeded, ``quarantine_bytes_max`` or ``quarantine_s_max``.
+        setting: the limit that was exceeded, ``quarantine_bytes_max`` or ``quarantine_s_max``; ``staging_bytes`` if all
+            staging memory was in quarantine.
         num_blocks: in quarantine at that moment.
     """
 
@@ -36,21 +42,29 @@ class LastResort:
         self._limits = limits
         self._block_nbytes = block_nbytes
         self._demand: Demand | None = None
+        self._starved_since: float | None = None
 
-    def due(self, entries: Sequence[Quarantined], now: float) -> bool:
+    def due(self, entries: Sequence[Quarantined], now: float, *, starved: bool = False) -> bool:
         """Tell whether to renew the reader now; False while that is under way.
 
         Args:
             entries: what is in quarantine.
             now: on the clock of the entries.
+            starved: whether peers wait for a staging buffer while every one is in quarantine.
         """
-        if not entries or self._demand is not None:
+        if not starved:
+            self._starved_since = None
+        elif self._starved_since is None:
+            self._starved_since = now
+        if self._demand is not None:
             return False
         num_blocks = sum(entry.num_blocks for entry in entries)
         if num_blocks * self._block_nbytes > self._limits.quarantine_bytes_max:
             self._demand = Demand("quarantine_bytes_max", num_blocks)
-        elif now - min(entry.since for entry in entries) > self._limits.quarantine_s_max:
+        elif now - min((entry.since for entry in entries), default=now) > self._limits.quarantine_s_max:
             self._demand = Demand("quarantine_s_max", num_blocks)
+        elif self._starved_since is not None and now - self._starved_since > STARVED_S_MAX:
+            self._demand = Demand("staging_bytes", num_blocks)
         return self._demand is not None
 
     def ended(self) -> Demand:

@@ -135,7 +135,8 @@ class ReaderRenewed(Struct, frozen=True):
     """The agent that reads from peers was destroyed and made anew, to end reads that might never have ended.
 
     Attributes:
-        setting: the limit that was exceeded, ``quarantine_bytes_max`` or ``quarantine_s_max``.
+        setting: the limit that was exceeded, ``quarantine_bytes_max`` or ``quarantine_s_max``; ``staging_bytes`` if all
+            staging memory was in quarantine.
         num_blocks: blocks that were in quarantine.
         ended: chunks and fences in flight that were ended by it.
         drain_s: seconds in which no new chunk was posted, while healthy peers finished theirs.

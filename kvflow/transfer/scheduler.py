@@ -10,6 +10,7 @@ held proves that it had not ended before the bytes were read, and not that it ha
 after its ticket was handed out, one pair is read and fenced first, and again until the lease is found held.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import msgspec
@@ -234,8 +235,14 @@ class Scheduler:
         phase = "wire" if "reading" in states else "queue" if "queued" in states else "fence"
         return self._fail(pull, code, phase=phase, peer="", detail=detail, now=now) + self._pump(now)
 
-    def tick(self, now: float) -> list[Effect]:
-        """Apply deadlines, renewals and retries. Worth calling every few tens of milliseconds while ``busy``."""
+    def tick(self, now: float, held_up: Collection[PeerId] = ()) -> list[Effect]:
+        """Apply deadlines, renewals and retries. Worth calling every few tens of milliseconds while ``busy``.
+
+        Args:
+            now: seconds.
+            held_up: peers that the transport has asked for nothing yet of what was dispatched. They owe us no
+                completion, so their budgets begin when they are asked.
+        """
         effects: list[Effect] = []
         for leg_id, leg in list(self._legs.items()):
             if leg.pull.failed or leg.state == "delivered":
@@ -247,6 +254,8 @@ class Scheduler:
             if leg.renew_at <= now:
                 leg.renew_at = now + leg.request.lease_s / RENEWALS_PER_LEASE
                 effects.append(RenewLease(leg.request.peer, leg.request.slot, leg.request.epoch))
+            if leg.request.peer in held_up:
+                self._progress[leg.request.peer] = now
             overdue = self._overdue(leg, now)
             if overdue:
                 detail = f"{overdue} took longer than its budget"

@@ -21,8 +21,9 @@ Failure: a command never raises for what a peer does. Each accepted ``Read`` end
 Last resort: what is in flight from a peer that hangs may be terminal never. ``renew_reader`` makes it so: it
     destroys the reader and makes another. The exporter is not touched, so whoever reads from us notices nothing.
 Staging: a transport with staging buffers (see ``Program``) posts a chunk of a staged read only while one is free;
-    until then the reads of that peer wait, and other peers' go on. A buffer is free again when its chunk is terminal.
-    A cancelled read copies nothing out of its buffers any more.
+    until then what the peer is to be read waits behind it, and peers of whom nothing is staged go on. A buffer is free
+    again when its chunk is terminal, so that peers that hang may keep them all: ``StagingUse`` says who waits then, and
+    ``renew_reader`` frees them. A cancelled read copies nothing out of its buffers any more.
 Memory: the caller keeps registered regions alive until ``close`` returned. Index arrays belong to the
     transport once posted.
 """
@@ -149,17 +150,25 @@ class StagingUse(Struct, frozen=True, kw_only=True):
         in_use: how many have a chunk in flight.
         quarantined: how many of these have one whose read was cancelled, or whose peer failed: they are free again
             when the transport knows that nothing is written there any more.
+        waiting: peers of whom nothing is in flight, because what is next of them needs a buffer and none is free. They
+            owe us nothing.
     """
 
     buffers: int = 0
     buffer_bytes: int = 0
     in_use: int = 0
     quarantined: int = 0
+    waiting: frozenset[PeerId] = frozenset()
 
     @property
     def quarantined_bytes(self) -> int:
         """Bytes of the buffers that something unwanted may still write to."""
         return self.quarantined * self.buffer_bytes
+
+    @property
+    def starved(self) -> bool:
+        """Whether peers wait for a buffer while every one is in quarantine."""
+        return bool(self.waiting) and self.quarantined == self.buffers
 
 
 class PeerAdded(Struct, frozen=True):

@@ -149,6 +149,16 @@ class Ledger:
         taken = self._buffers.taken
         return len(taken), sum(self._reads[read_id].doom is not None for read_id in taken.values())
 
+    def waiting_for_buffer(self) -> frozenset[PeerId]:
+        """Return the peers that owe us nothing, because what is next of them needs a buffer and none is free."""
+        if self._buffers.has_free or not self._buffers.taken:
+            return frozenset()
+        return frozenset(
+            peer
+            for peer, lane in self._lanes.items()
+            if not lane.chunks_in_flight and (opened := _next_read(lane)) is not None and opened.staged
+        )
+
     def check(self) -> None:
         """Check the law of staging: each buffer is free, or has one chunk in flight of a read that has not ended."""
         self._buffers.check()
@@ -326,13 +336,19 @@ class Ledger:
             self._ended.popitem(last=False)
 
     def _ready(self, lane: _Lane) -> bool:
-        while lane.waiting and not lane.waiting[0][2].unposted:
-            heapq.heappop(lane.waiting)
-        if not lane.waiting or lane.chunks_in_flight >= CHUNKS_IN_FLIGHT_MAX:
+        opened = _next_read(lane)
+        if opened is None or lane.chunks_in_flight >= CHUNKS_IN_FLIGHT_MAX:
             return False
-        return self._buffers.has_free or not lane.waiting[0][2].staged
+        return self._buffers.has_free or not opened.staged
 
     def _forget_if_drained(self, peer: PeerId) -> None:
         lane = self._lanes[peer]
         if lane.closed is not None and not lane.chunks_in_flight and not lane.fences_in_flight:
             del self._lanes[peer]
+
+
+def _next_read(lane: _Lane) -> _OpenRead | None:
+    """Return the read of which the next chunk is, and forget those before it that have none left."""
+    while lane.waiting and not lane.waiting[0][2].unposted:
+        heapq.heappop(lane.waiting)
+    return lane.waiting[0][2] if lane.waiting else None

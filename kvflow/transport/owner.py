@@ -405,7 +405,7 @@ class Owner:
         self._outbox += events
 
     def _publish(self) -> None:
-        self._staging.note(*self._ledger.staging())
+        self._staging.note(*self._ledger.staging(), self._ledger.waiting_for_buffer())
         events, self._outbox = self._outbox, []
         for event in events:
             try:

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
+from kvflow.ids import PeerId
 from kvflow.layout.region import Region
 from kvflow.transfer.boxes import FIXED
 from kvflow.transfer.staging import STAGING_BUFFERS, buffer_bytes_of
@@ -40,10 +41,11 @@ class StagingMemory:
         self.buffers = tuple(Region(first + at * nbytes, nbytes) for at in range(STAGING_BUFFERS if nbytes else 0))
         self.use = StagingUse(buffers=len(self.buffers), buffer_bytes=nbytes)
 
-    def note(self, in_use: int, quarantined: int) -> None:
-        """Publish how many buffers are taken."""
-        if (in_use, quarantined) != (self.use.in_use, self.use.quarantined):
-            self.use = replace(self.use, in_use=in_use, quarantined=quarantined)
+    def note(self, in_use: int, quarantined: int, waiting: frozenset[PeerId]) -> None:
+        """Publish how many buffers are taken, and who waits for one."""
+        use = self.use
+        if (in_use, quarantined, waiting) != (use.in_use, use.quarantined, use.waiting):
+            self.use = replace(use, in_use=in_use, quarantined=quarantined, waiting=waiting)
 
     @property
     def regions(self) -> tuple[Region, ...]:

@@ -233,8 +233,9 @@ class Consumer:
             await self._busy.wait()
             await asyncio.sleep(TICK_S)  # first: a pull is most often over by then
             now = self._clock()
-            self._apply(self._scheduler.tick(now))
-            if self._last_resort.due(self._ledger.quarantined(), now):
+            staging = self._transport.staging()
+            self._apply(self._scheduler.tick(now, held_up=staging.waiting))
+            if self._last_resort.due(self._ledger.quarantined(), now, starved=staging.starved):
                 self._transport.renew_reader()
             if not self._scheduler.busy:
                 self._busy.clear()

@@ -3,7 +3,7 @@
 import pytest
 
 from kvflow.cache.destinations import Quarantined
-from kvflow.cache.quarantine import Demand, LastResort
+from kvflow.cache.quarantine import STARVED_S_MAX, Demand, LastResort
 from kvflow.config import QuarantineLimits
 
 BLOCK = 1000
@@ -33,6 +33,17 @@ def test_it_is_due_above_a_limit_and_not_at_it(resort, held, setting):
     assert resort.due(entries(*held), 60.0) == (setting is not None)
     if setting:
         assert resort.ended() == Demand(setting, sum(blocks for blocks, _ in held))
+
+
+def test_it_is_due_when_peers_have_waited_too_long_for_staging_buffers(resort):
+    held = entries((2, 0.0))
+    assert not resort.due(held, 1.0, starved=True)
+    assert not resort.due(held, 1.0 + STARVED_S_MAX, starved=True)
+    assert not resort.due(held, 1.5 + STARVED_S_MAX)  # a buffer came back: the wait begins anew
+    assert not resort.due(held, 2.0 + STARVED_S_MAX, starved=True)
+    assert not resort.due(held, 2.0 + 2 * STARVED_S_MAX, starved=True)
+    assert resort.due(held, 2.5 + 2 * STARVED_S_MAX, starved=True)
+    assert resort.ended() == Demand("staging_bytes", 2)
 
 
 def test_it_is_demanded_once_at_a_time(resort):

@@ -132,6 +132,16 @@ def test_a_lease_that_is_found_held_has_its_budgets_anew(scheduler):
     assert TransferFailed not in kinds(scheduler.tick(late + BUDGETS.wire_s + BUDGETS.fence_s - 0.1))
 
 
+def test_a_peer_that_the_transport_has_asked_for_nothing_owes_nothing(scheduler):
+    read = only(Dispatch, scheduler.submit(pull(), 0.0))
+    held_until = 3 * BUDGETS.wire_s
+    for now in np.arange(0.0, held_until + 1, BUDGETS.wire_s / 2):
+        assert TransferFailed not in kinds(scheduler.tick(now, held_up={read.peer}))
+    assert TransferFailed not in kinds(scheduler.tick(held_until + BUDGETS.wire_s, held_up={"another"}))
+    failed = only(TransferFailed, scheduler.tick(held_until + 2 * BUDGETS.wire_s))
+    assert (failed.code, failed.phase) == ("deadline_exceeded", "wire")
+
+
 def test_an_early_fence_reads_the_data_again(scheduler):
     dispatch = only(Dispatch, scheduler.submit(pull(), 0.0))
     arrive(scheduler, dispatch)

@@ -10,7 +10,7 @@ from kvflow.transfer.boxes import AXES_MAX, Scatter
 from kvflow.transport.base import PeerAddress, Program, Read
 from kvflow.transport.bounds import check_rows, check_scatter
 from kvflow.transport.mover import MoveFailed
-from kvflow.transport.owner import CancelReads, Owner
+from kvflow.transport.owner import CancelReads, Owner, RemovePeer, RenewReader
 from kvflow.transport.staging import Scatterer, StagingMemory, evenly_spaced
 
 from .test_owner import EPOCHS, ScriptedMover
@@ -40,7 +40,7 @@ def target():
     return np.zeros(UNITS * 2 * PIECE, np.uint8)
 
 
-def staged_program(target, program_id=0):
+def staged_program(target, program_id=0, peer="p"):
     """A unit has two pieces in a row; in the buffer they lie the other way around: all first ones, then all second."""
     address = target.ctypes.data
     axes = [2, SLOTS * PIECE, PIECE, *[1, 0, 0] * (AXES_MAX - 1)]
@@ -48,7 +48,7 @@ def staged_program(target, program_id=0):
     scatter = Scatter(np.array([box], np.int64), SLOTS, (UNITS, 1, 1))
     source = np.array([[1 << 20, PIECE, 0, PIECE, UNITS], [1 << 21, PIECE, 0, PIECE, UNITS]])
     buffer = np.array([[0, PIECE, 0, PIECE, SLOTS], [SLOTS * PIECE, PIECE, 0, PIECE, SLOTS]])
-    return Program(program_id, "p", source, buffer, scatter=scatter)
+    return Program(program_id, peer, source, buffer, scatter=scatter)
 
 
 @pytest.mark.parametrize("units", [[3], [0, 1, 2, 3], [9, 4, 31, 0], [7, 6, 5, 4, 3, 2, 1, 0]])
@@ -77,10 +77,22 @@ class Bench:
         self.memory._memory[:] = 7
         self.events.clear()
 
-    def post(self, read_id, units):
+    def post(self, read_id, units, peer="p"):
         index = np.array(units, np.int32)
         cuts = np.array([*range(0, len(units), SLOTS), len(units)])
-        self.owner.handle(Read(read_id, "p", 0, index, index, cuts, len(units) * 2 * PIECE))
+        self.owner.handle(Read(read_id, peer, 0, index, index, cuts, len(units) * 2 * PIECE))
+
+    def take_all_buffers(self, target):
+        """Have four peers read more than lands; return them. Their reads are numbered from 0."""
+        peers = [f"hung{number}" for number in range(4)]
+        for number, peer in enumerate(peers):
+            self.owner.handle(PeerAddress(peer, b"", EPOCHS))
+            self.owner.handle(staged_program(target, peer=peer))
+            self.post(number, range(3 * SLOTS), peer)
+        for _ in range(2 * len(peers)):
+            self.step()
+        assert self.memory.use.in_use == self.memory.use.buffers
+        return peers
 
     def land(self, outcome=0):
         self.mover.flights.popleft().outcome = outcome
@@ -140,6 +152,41 @@ def test_nothing_is_scattered_once_a_read_is_cancelled_or_has_failed(bench, targ
     assert bench.seen() == ["PeerFailed peer_lost", "ReadFailed peer_lost"]
     assert not target.any()
     assert bench.memory.use.in_use == 0
+
+
+def test_whoever_waits_for_the_buffers_of_hung_peers_is_named_and_goes_on_with_the_next_reader(bench, target):
+    hung = bench.take_all_buffers(target)
+    assert bench.memory.use.waiting == frozenset()  # what they are to be read next waits behind what they owe
+    bench.post(9, range(2 * SLOTS))
+    assert bench.memory.use.waiting == {"p"}
+    assert not bench.memory.use.starved
+    bench.owner.handle(CancelReads(tuple(range(len(hung)))))
+    for peer in hung:
+        bench.owner.handle(RemovePeer(peer))
+    bench.step()
+    assert bench.memory.use.waiting == {"p"}
+    assert bench.memory.use.starved
+    bench.owner.handle(RenewReader())
+    assert not bench.memory.use.starved
+    assert bench.memory.use.waiting == frozenset()
+    bench.events.clear()
+    for _ in range(2):
+        bench.step()
+        bench.land()
+    assert bench.seen() == ["ReadCompleted"]
+    assert bench.memory.use.in_use == 0
+
+
+def test_who_is_read_directly_waits_for_no_buffer(bench, target):
+    bench.take_all_buffers(target)
+    bench.owner.handle(PeerAddress("q", b"", EPOCHS))
+    rows = np.array([[target.ctypes.data, PIECE, 0, PIECE, 1]])
+    bench.owner.handle(Program(0, "q", rows, rows))
+    index = np.zeros(1, np.int32)
+    bench.owner.handle(Read(9, "q", 0, index, index, np.array([0, 1]), PIECE))
+    assert bench.memory.use.waiting == frozenset()
+    bench.step()
+    assert bench.mover.calls[-1] == ("post", 9)
 
 
 def test_a_defect_while_scattering_ends_the_read_and_frees_its_buffer(bench, monkeypatch, caplog):

@@ -38,7 +38,15 @@ from kvflow.transfer.plan import plan_transfer
 from kvflow.transfer.queues import Limits
 from kvflow.transfer.requests import Budgets
 from kvflow.transfer.scheduler import Scheduler
-from kvflow.transport.base import FenceFailed, FenceJudged, PeerFailed, ReadCompleted, ReadFailed, RenewalEnded
+from kvflow.transport.base import (
+    FenceFailed,
+    FenceJudged,
+    PeerFailed,
+    ReadCompleted,
+    ReadFailed,
+    RenewalEnded,
+    StagingUse,
+)
 from kvflow.worker.consumer import RELEASE_PAUSE_S, Consumer
 from kvflow.worker.peers import Leg, Peer
 
@@ -125,6 +133,12 @@ class Transport:
         self.posted = []
         self.cancelled = []
         self.renewed = asyncio.Event()
+        self.use = StagingUse()
+        self.looked = asyncio.Event()
+
+    def staging(self):
+        self.looked.set()
+        return self.use
 
     def renew_reader(self):
         assert not self.renewed.is_set(), "one renewal at a time"
@@ -490,6 +504,29 @@ async def test_what_stays_in_quarantine_for_too_long_is_ended_by_renewing_the_re
     assert world.consumer.quarantined() == []
     demanded = [ReaderRenewed("quarantine_s_max", 2, ended, 0.02, 0.06)] if ended else []
     assert world.reports.of(ReaderRenewed) == demanded
+    ticking.cancel()
+
+
+async def test_a_peer_that_waits_for_staging_buffers_is_not_blamed_and_the_reader_is_renewed():
+    world = World(budgets=Budgets(queue_s=3.0, wire_s=3.0, fence_s=3.0))
+    task = await world.pull()
+    (read,) = world.transport.posted
+    world.transport.use = StagingUse(
+        buffers=8, buffer_bytes=4096, in_use=8, quarantined=8, waiting=frozenset([read.peer])
+    )
+    ticking = asyncio.ensure_future(world.consumer.tick_while_busy())
+    async with asyncio.timeout(PATIENCE_S):
+        for _ in range(3):
+            world.transport.looked.clear()
+            await world.transport.looked.wait()
+            world.clock.now += 4.0
+        await world.transport.renewed.wait()
+    world.transport.use = StagingUse(buffers=8, buffer_bytes=4096)
+    world.say(RenewalEnded(8, 0.02, 0.06))
+    world.deliver()
+    await ended(task)
+    assert world.pool.dropped == []
+    assert world.reports.of(ReaderRenewed) == [ReaderRenewed("staging_bytes", 0, 8, 0.02, 0.06)]
     ticking.cancel()
 
 
