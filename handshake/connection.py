@@ -205,6 +205,10 @@ class Connection:
             self._outgoing.clear()
             self._end(ConnectionFailed(code=str(code), reason=reason))
 
+    def handshake_age(self, now: float) -> float:
+        """Return the seconds since the handshake began; means something until it has ended."""
+        return now - self._since_s
+
     def next_deadline(self) -> float | None:
         """Return when ``handle_deadline`` wants to be called, or None if never."""
         budget = budget_s(self.state, self._limits)

@@ -42,7 +42,7 @@ class FailureCode(StrEnum):
     UNAUTHENTICATED = "unauthenticated"
     """No encryption, another secret, or not a word. Never on the wire: ZeroMQ turns it away."""
     BUSY = "busy"
-    """``Limits.pending_handshakes_max`` handshakes are under way, this the oldest: dial again in a moment."""
+    """``Limits.pending_handshakes_max`` are under way, this the oldest or the newest: dial again in a moment."""
     PUBLICATION_REFUSED = "publication_refused"
     """The program above cannot use what the peer published."""
     CLOSING = "closing"

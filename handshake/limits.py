@@ -22,7 +22,9 @@ class Limits(Struct, frozen=True, kw_only=True):
         frame_bytes_max: of one frame. The largest publication, and 64 KiB for all that surrounds it.
         peers_max: connections of one server. Two engines of 512 ranks each, one connection per pair of ranks.
         pending_handshakes_max: connections of one server that are not ready yet. What a herd of restarting
-            clients may hold at once; above it the oldest are told ``busy`` and dial again.
+            clients may hold at once; above it one of them is told ``busy`` and dials again.
+        handshake_grace_s: above that, a handshake that has taken so long is given up for a newcomer; before, the
+            newcomer is refused. Honest ones are long over by then, also those of a herd, which take 1 to 3 ms each.
         connections_per_key_max: connections of one client's own key. A worker has one at a time; those of its earlier
             lives end within ``silence_s_max``. Where all share the secret's key, they are not told apart.
         messages_per_s_max: of one key, or of one connection where all share a key. A reader says at most one or
@@ -47,6 +49,7 @@ class Limits(Struct, frozen=True, kw_only=True):
     frame_bytes_max: int = PUBLICATION_BYTES_MAX + (64 << 10)
     peers_max: int = 1024
     pending_handshakes_max: int = 64
+    handshake_grace_s: float = 0.3
     connections_per_key_max: int = 16
     messages_per_s_max: float = 20_000.0
     leases_per_s_max: float = 200_000.0

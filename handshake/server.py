@@ -32,7 +32,11 @@ logger = logging.getLogger("handshake")
 PeerKey = NewType("PeerKey", str)
 """Names one connection for the life of the server: a peer that connects again gets another one."""
 
+Objection = tuple[FailureCode, str, str]
+"""Code, reason and remedy of a refusal."""
+
 _REMOVED = (FailureCode.KEY_REMOVED, "this key is not allowed any more", "Ask whoever keeps the list of allowed keys.")
+_DIAL_AGAIN = "Dial again in a moment."
 
 OnPeerEvent = Callable[[PeerKey, Event], None]
 
@@ -195,17 +199,15 @@ class HandshakeServer:
             on_settled=lambda: self._settled(key),
             now=self._network.now,
         )
-        objection = self._objection(public_key)
-        if objection is None:
-            self._make_room()
+        objection = self._objection(public_key) or self._make_room()
         self._drivers[key] = driver
         self._public_keys[key] = public_key
         if objection is not None:
             driver.refuse(*objection)
         return driver
 
-    def _objection(self, public_key: PublicKey) -> tuple[FailureCode, str, str] | None:
-        """Return code, reason and remedy if there is no room for one more connection of this key."""
+    def _objection(self, public_key: PublicKey) -> Objection | None:
+        """Say why there is no room for one more connection of this key, if so."""
         limits = self._limits
         if self._leaving:
             return FailureCode.CLOSING, "the server is leaving", "Dial its successor."
@@ -219,19 +221,24 @@ class HandshakeServer:
             return FailureCode.TOO_MANY_PEERS, reason, "Raise peers_max, or use fewer peers."
         return None
 
-    def _make_room(self) -> None:
-        """Give up the oldest handshake if too many are under way.
+    def _make_room(self) -> Objection | None:
+        """Give up the oldest handshake if too many are under way; object to the newcomer if it is too young for that.
 
-        An honest one takes milliseconds, so the newest may be the only honest one.
+        An honest one takes milliseconds, so the newest may be the only honest one. But in a herd of honest ones the
+        oldest is the next to be ready, and giving it up would serve nobody.
         """
         pending = [
             driver
             for key, driver in self._drivers.items()
             if key not in self._ready and driver.connection.ending is None
         ]
-        if len(pending) >= self._limits.pending_handshakes_max:
-            reason = f"{len(pending)} handshakes are under way, and this is the oldest"
-            pending[0].refuse(FailureCode.BUSY, reason, "Dial again in a moment.")
+        if len(pending) < self._limits.pending_handshakes_max:
+            return None
+        oldest, under_way = pending[0], f"{len(pending)} handshakes are under way"
+        if oldest.connection.handshake_age(self._network.now()) < self._limits.handshake_grace_s:
+            return FailureCode.BUSY, under_way, _DIAL_AGAIN
+        oldest.refuse(FailureCode.BUSY, f"{under_way}, and this is the oldest", _DIAL_AGAIN)
+        return None
 
     @property
     def _tells_apart(self) -> bool:

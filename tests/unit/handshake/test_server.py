@@ -51,6 +51,10 @@ class Switchboard(Channel):
         return [type(message) for message in self.sent.get(routing_id, [])]
 
 
+NO_GRACE_S = 1e-12
+"""Shorter than one turn of anything: whoever is older gives way."""
+
+
 class Hall:
     """A server on a switchboard: everything happens within the calls, in one order."""
 
@@ -119,7 +123,7 @@ async def test_what_is_remembered_of_dismissed_connections_is_bounded():
 
 
 async def test_handshakes_under_way_are_bounded():
-    hall = Hall(Limits(pending_handshakes_max=2, closing_s=0.01))
+    hall = Hall(Limits(pending_handshakes_max=2, handshake_grace_s=NO_GRACE_S, closing_s=0.01))
     for routing_id in (b"one", b"two", b"three"):
         hall.hear(routing_id, HELLO)
     assert hall.board.kinds_to(b"two") == hall.board.kinds_to(b"three") == [Welcome, Publish]
@@ -131,13 +135,27 @@ async def test_handshakes_under_way_are_bounded():
     await hall.server.leave()
 
 
-async def test_a_newcomer_gets_in_while_others_never_end_their_handshakes(hall):
+async def test_a_handshake_is_not_given_up_for_a_newcomer_before_it_had_time_to_end():
+    hall = Hall(Limits(pending_handshakes_max=2, handshake_grace_s=3600, closing_s=0.01))
+    for routing_id in (b"one", b"two", b"three"):
+        hall.hear(routing_id, HELLO)
+    assert hall.board.kinds_to(b"three") == [Refuse]
+    assert hall.board.sent[b"three"][-1].code == "busy"
+    hall.hear(b"one", PUBLISH)
+    hall.make_ready(b"four")
+    assert len(hall.server.peers) == 2
+    await hall.server.leave()
+
+
+async def test_a_newcomer_gets_in_while_others_never_end_their_handshakes():
+    hall = Hall(Limits(handshake_grace_s=NO_GRACE_S, closing_s=0.01))
     for number in range(10 * LIMITS.pending_handshakes_max):
         hall.hear(b"flood%d" % number, HELLO)
         if not number % 10:
             hall.make_ready(b"honest%d" % number)
     assert len(hall.server.peers) == LIMITS.pending_handshakes_max
     assert set(hall.codes()) <= {"busy"}
+    await hall.server.leave()
 
 
 async def test_peers_are_bounded():
