@@ -125,7 +125,11 @@ def _compare_layer(theirs_at: Place, ours_at: Place) -> Iterator[Field]:
         yield Field(name, theirs, ours, "same")
     yield _convertible("group", source_index, index, "each side has its own order of groups")
     cut = "blocks are cut where both sides' end"
-    yield _convertible("block_size", source_group.block_size, group.block_size, cut)
+    if group.opaque and source_group.block_size != group.block_size:
+        uncut = "where the tokens of an opaque page lie is not known, so that its blocks are not cut"
+        yield Field("block_size", source_group.block_size, group.block_size, "incompatible", uncut)
+    else:
+        yield _convertible("block_size", source_group.block_size, group.block_size, cut)
     by_rank = "a rank takes its tokens from who has them"
     yield _convertible("tokens", str(source_group.stripe), str(group.stripe), by_rank)
     yield _convertible("kernel_block_size", source_group.kernel_tokens, group.kernel_tokens, cut)

@@ -12,7 +12,7 @@ from kvflow.layout.manifest import Layer, Manifest, ManifestGroup
 from kvflow.layout.pages import has_tokens, item_alignment, page_bytes, round_up
 from kvflow.layout.placement import PlacedLayer, Pool, place_column, place_row, row_bytes
 from kvflow.layout.region import Region
-from kvflow.layout.shards import Shard, require_integer
+from kvflow.layout.shards import Shard, whole_number
 from kvflow.layout.specs import CacheSpec, validate_specs
 
 
@@ -110,7 +110,7 @@ def plan_cache(
     check_groups(specs, groups, shard)
     probe = Pool(1, shard, layout, kv)
     axes = probe.axes
-    require_integer("alignment", alignment)
+    alignment = whole_number("alignment", alignment)
     if alignment < 1:
         raise SpecInvalid(f"alignment is {alignment}: expected at least 1")
     unknown = sorted(set(apart) - set(specs))
@@ -176,12 +176,10 @@ def _columns(shared: Sequence[Sequence[str]]) -> list[list[str]]:
 def _budget(num_blocks: int | None, memory_bytes: int | None, bytes_per_block: int) -> int:
     if (num_blocks is None) == (memory_bytes is None):
         raise SpecInvalid("give exactly one of num_blocks and memory_bytes")
-    for name, value in (("num_blocks", num_blocks), ("memory_bytes", memory_bytes)):
-        if value is not None:
-            require_integer(name, value)
     if num_blocks is None:
-        assert memory_bytes is not None
-        num_blocks = memory_bytes // bytes_per_block
+        num_blocks = whole_number("memory_bytes", memory_bytes) // bytes_per_block
+    else:
+        num_blocks = whole_number("num_blocks", num_blocks)
     if num_blocks < 1:
         raise SpecInvalid(
             f"the budget holds {num_blocks} blocks; one block needs {bytes_per_block} bytes",

@@ -4,6 +4,7 @@ import operator
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct
+from msgspec.structs import force_setattr
 
 from kvflow.errors import SpecInvalid
 from kvflow.layout.stripes import RANKS_MAX, TOKENS_MAX, Stripe
@@ -11,14 +12,14 @@ from kvflow.layout.stripes import RANKS_MAX, TOKENS_MAX, Stripe
 Rank = Annotated[int, Meta(ge=0, le=1 << 16)]
 
 
-def require_integer(name: str, value: Any) -> None:
-    """Refuse what is no whole number; numpy's are.
+def whole_number(name: str, value: Any) -> int:
+    """Return a whole number as Python's own; numpy's are whole numbers too, but no manifest can be encoded with them.
 
     Raises:
         SpecInvalid: names the field and the value.
     """
     try:
-        operator.index(value)
+        return int(operator.index(value))
     except TypeError as error:
         raise SpecInvalid(f"{name} is {value!r}: expected an integer") from error
 
@@ -51,7 +52,8 @@ class Shard(Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
-            require_integer(f"shard.{name}", getattr(self, name))
+            # Frozen for others: what stands here was given in the same moment.
+            force_setattr(self, name, whole_number(f"shard.{name}", getattr(self, name)))
         for group in ("tp", "dcp"):
             rank, size = getattr(self, f"{group}_rank"), getattr(self, f"{group}_size")
             if not 0 <= rank < size:

@@ -271,6 +271,8 @@ def validate_specs(specs: Mapping[Any, Any]) -> None:
             msgspec.convert(msgspec.to_builtins(spec), type=type(spec))
         except msgspec.ValidationError as error:
             raise SpecInvalid(f"{name}: {error}") from error
+        except TypeError as error:  # a number of numpy's, for one; the error does not name the field
+            raise SpecInvalid(f"{name}: {spec!r}: {error}", remedy="Give Python's own numbers and strings.") from error
         problem = _problem(spec)
         if problem:
             raise SpecInvalid(f"{name}: {problem}")

@@ -22,6 +22,7 @@ def bind_plan(plan: TransferPlan, source: Manifest, target: Manifest) -> tuple[A
 
     Raises:
         PlanUnsound: the plan is of other caches, or a row leaves its region.
+        LayoutMismatch: a group lies in VRAM and in DRAM, on one side.
         CapacityExceeded: a prepared list would be too long.
     """
     if plan.geometry != (source.geometry_digest(), target.geometry_digest()):

@@ -35,7 +35,8 @@ class StagingMemory:
 
     def __init__(self, staging_bytes: int) -> None:
         nbytes = buffer_bytes_of(staging_bytes)
-        # Not touched before the first staged read, so that memory which nobody needs costs addresses only.
+        # Not touched before the first staged read: where registering pins no pages, as over shared memory and TCP,
+        # memory which nobody needs costs addresses only. Over RDMA all of it is pinned at once.
         self._memory = np.empty(STAGING_BUFFERS * nbytes, np.uint8)
         first = self._memory.ctypes.data
         self.buffers = tuple(Region(first + at * nbytes, nbytes) for at in range(STAGING_BUFFERS if nbytes else 0))

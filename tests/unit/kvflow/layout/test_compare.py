@@ -7,6 +7,7 @@ from kvflow.errors import LayoutMismatch
 from kvflow.layout.compare import explain
 from kvflow.layout.manifest import Identity
 from kvflow.layout.shards import Shard
+from kvflow.layout.specs import Opaque
 from kvflow.memory.cache import allocate
 from kvflow.transfer.plan import plan_transfer
 
@@ -70,7 +71,15 @@ def test_what_a_plan_converts_is_said_to_be_convertible_and_why(target, fields):
     ],
 )
 def test_what_no_plan_converts_is_incompatible_and_the_planner_says_the_same(target, field):
-    source, target = manifest_of({"a": full()}), manifest_of(target)
+    refused_by_both({"a": full()}, target, field)
+
+
+def test_opaque_pages_of_unlike_blocks_are_incompatible_although_they_are_equally_large():
+    refused_by_both({"a": Opaque(block_size=16, nbytes=64)}, {"a": Opaque(block_size=32, nbytes=64)}, "block_size")
+
+
+def refused_by_both(source, target, field):
+    source, target = manifest_of(source), manifest_of(target)
     comparison = explain(source, target)
     assert comparison.verdict == "incompatible"
     (worst,) = [found for found in comparison.fields if found.verdict == "incompatible"]

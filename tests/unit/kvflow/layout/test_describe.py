@@ -1,5 +1,7 @@
 """From specs to a plan of one backing allocation: who shares bytes, how much there is, and what cannot be."""
 
+import msgspec
+import numpy as np
 import pytest
 
 from kvflow.errors import SpecInvalid
@@ -59,6 +61,17 @@ def test_a_budget_is_filled_and_never_exceeded(memory_bytes, num_blocks):
 def test_a_budget_that_holds_nothing_is_refused(budget, words):
     with pytest.raises(SpecInvalid, match=words):
         planned(model(layers=2, full_every=1), **budget)
+
+
+@pytest.mark.parametrize("budget", [{"num_blocks": 3}, {"memory_bytes": 3 * 2048}])
+def test_whole_numbers_of_numpy_make_the_plan_that_pythons_make(budget):
+    specs = model(layers=1, full_every=1)
+    options = {"shard": Shard(tp_size=1), "alignment": 64}
+    plan = planned(specs, **budget, **options)
+    given = {name: np.int64(value) for name, value in (budget | {"alignment": 64}).items()}
+    numpys = planned(specs, shard=Shard(tp_size=np.int64(1)), **given)
+    assert numpys == plan
+    assert msgspec.msgpack.encode(numpys) == msgspec.msgpack.encode(plan), "a manifest must go over the wire"
 
 
 @pytest.mark.parametrize(("alignment", "words"), [(0, "is 0: expected at least 1"), (2.0, "expected an integer")])

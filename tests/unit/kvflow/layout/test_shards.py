@@ -1,5 +1,6 @@
 """Which heads each rank holds: all of them together, evenly, and replicated where ranks outnumber heads."""
 
+import numpy as np
 import pytest
 
 from kvflow.errors import SpecInvalid
@@ -82,3 +83,11 @@ def test_heads_and_tokens_are_divided_independently():
     assert shard.heads(2) == Held(1, 1, 2)
     assert shard.stripe == Stripe(1, 2, 16)
     assert Shard().stripe == ALL_TOKENS
+
+
+def test_whole_numbers_of_numpy_become_pythons():
+    """Arithmetic with a rank of numpy's gives numbers that no manifest can be encoded with."""
+    fields = {"tp_rank": 1, "tp_size": 2, "dcp_rank": 3, "dcp_size": 4, "dcp_interleave": 8}
+    shard = Shard(**{name: np.int64(value) for name, value in fields.items()})
+    assert shard == Shard(**fields)
+    assert {type(getattr(shard, name)) for name in fields} == {int}

@@ -1,5 +1,6 @@
 """Specs are checked when they are used, because a Struct checks its fields only when it is decoded."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -98,6 +99,7 @@ def test_item_bytes_are_those_of_torch(dtype):
         ({"a": mamba(states=(State("ssm", (0, 4), "float32"),))}, r"a: .*shape"),
         ({"a": MLA(block_size=16, head_size=8, dtype="float16", rope_dtype="half")}, r"a: .*rope_dtype"),
         ({"a": opaque(0)}, r"a: .*nbytes"),
+        ({"a": full(block_size=np.int64(16))}, r"a: .*block_size=np.int64\(16\).*numpy.int64 is unsupported"),
     ],
 )
 def test_a_wrong_field_is_named(specs, words):
