@@ -21,9 +21,10 @@ from kvflow.bench.geometry import BLOCK_SIZE, Geometry
 from kvflow.bench.result import Table, header
 from kvflow.bench.sourcing import SourceProcess, open_source
 from kvflow.bench.stats import median_ratio, summarise
+from kvflow.bench.writing import replace_file
 from kvflow.config import WorkerConfig
 from kvflow.layout.manifest import Manifest
-from kvflow.transfer.costs import Calibration, Costs, encode_calibration
+from kvflow.transfer.costs import MACHINE_LENGTH_MAX, Calibration, Costs, encode_calibration
 from kvflow.transfer.pairs import Int64s
 from kvflow.transfer.plan import plan_transfer
 from kvflow.transfer.report import TransferReport
@@ -69,13 +70,15 @@ async def run(
 
     Raises:
         OSError: the file cannot be written.
+        ConfigInvalid: what was measured cannot be; nothing is written.
+        PeerLost: the source process has ended.
     """
     rng = np.random.default_rng(seed)
     async with open_source(source_address) as source:
         measured = await measure(source, rounds, rng, progress)
         if output is not None:
             text = encode_calibration(_calibration(measured.costs, source_address))
-            await asyncio.to_thread(Path(output).write_bytes, text)
+            await asyncio.to_thread(replace_file, Path(output), text)
             return (*measured.tables, _written(output))
         rows: list[tuple[object, ...]] = []
         for heads in LAYERS:
@@ -87,7 +90,7 @@ def _calibration(costs: Costs, source_address: str | None) -> Calibration:
     about = header()
     return Calibration(
         schema=1,
-        machine=f"{about.machine}, {about.cores} cores",
+        machine=f"{about.machine}, {about.cores} cores"[:MACHINE_LENGTH_MAX],
         transport="nixl",
         source=source_address or "same machine",
         date=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

@@ -18,7 +18,7 @@ from msgspec import Struct
 
 from kvflow.bench.ceilings import pid_namespace
 from kvflow.bench.messages import LINE_BYTES_MAX, CloseCaches, Closed, OfferBlocks, Offered, OpenCache, Opened, Request
-from kvflow.config import WorkerConfig
+from kvflow.config import CALIBRATION_VARIABLE, WorkerConfig
 from kvflow.memory.cache import KVCache
 from kvflow.transport.nixl_binding import Agent, load_binding
 from kvflow.worker.runtime import open_worker
@@ -123,6 +123,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m kvflow.bench.source", description=__doc__)
     parser.add_argument("--listen", metavar="HOST:PORT", help="serve whoever connects, not standard input")
     listen = parser.parse_args().listen
+    os.environ.pop(CALIBRATION_VARIABLE, None)  # a source reads nothing
     uvloop.run(serve_network(listen) if listen else serve_pipe())
 
 

@@ -15,6 +15,7 @@ from kvflow.bench.geometry import Geometry
 from kvflow.bench.messages import LINE_BYTES_MAX, CloseCaches, Closed, OfferBlocks, Offered, OpenCache, Opened
 from kvflow.cache.tickets import Ticket
 from kvflow.config import SECRET_VARIABLE
+from kvflow.errors import PeerLost
 
 R = TypeVar("R", Opened, Offered, Closed)
 
@@ -40,9 +41,17 @@ class SourceProcess:
         await self._ask(CloseCaches(), Closed)
 
     async def _ask(self, request: Struct, reply: type[R]) -> R:
-        self._writer.write(msgspec.json.encode(request) + b"\n")
-        await self._writer.drain()
-        return msgspec.json.decode(await self._reader.readline(), type=reply)
+        try:
+            self._writer.write(msgspec.json.encode(request) + b"\n")
+            await self._writer.drain()
+            line = await self._reader.readline()
+        except ConnectionError:  # it ended before it had read the request
+            line = b""
+        if not line.endswith(b"\n"):
+            name = type(request).__name__
+            remedy = "Read what the source process itself has printed."
+            raise PeerLost(f"the source process ended before it had answered {name}", peer="source", remedy=remedy)
+        return msgspec.json.decode(line, type=reply)
 
 
 @asynccontextmanager
@@ -54,6 +63,7 @@ async def open_source(address: str | None = None) -> AsyncIterator[SourceProcess
 
     Raises:
         OSError: nothing listens there.
+        PeerLost: it ended before it had answered.
     """
     if address is not None:
         host, port = address.rsplit(":", 1)

@@ -8,7 +8,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvflow.bench.writing import try_to_write
 from kvflow.cli.arguments import address
+from kvflow.config import CALIBRATION_VARIABLE
+from kvflow.errors import KvflowError
 
 if TYPE_CHECKING:
     # What argparse calls the object is private; this is its only use.
@@ -60,14 +63,14 @@ def add_parser(commands: "Subparsers") -> None:
 def run(options: argparse.Namespace) -> int:
     """Run one benchmark and print its tables; 1 if a source cannot be reached, or a calibration not be written."""
     source = options.source if options.benchmark in AT_SOURCES else None
+    output = options.output if getattr(options, "calibrate", False) else None
     # Asked before torch and NIXL are loaded, which takes seconds.
-    if source is not None and (reason := _why_unreachable(source)):
-        remedy = "start one with python -m kvflow.bench.source --listen HOST:PORT"
-        print(f"no source at {source}: {reason}; {remedy}", file=sys.stderr)
+    if problem := _problem(source, output):
+        print(problem, file=sys.stderr)
         return 1
-    if getattr(options, "calibrate", False) and not os.access(Path(options.output).parent, os.W_OK):
-        print(f"{options.output} cannot be written: its folder is missing, or not yours to write to", file=sys.stderr)
-        return 1
+    # What is measured is direct, and the file that is named may be the one that is to be written. Source processes
+    # that are started here inherit it.
+    os.environ.pop(CALIBRATION_VARIABLE, None)
     # Loaded here, so that other commands and --help wait for neither torch nor NIXL.
     import msgspec  # noqa: PLC0415
     import uvloop  # noqa: PLC0415
@@ -78,12 +81,30 @@ def run(options: argparse.Namespace) -> int:
     benchmark = importlib.import_module(f"kvflow.bench.{options.benchmark}")
     extra = [source] if options.benchmark in AT_SOURCES else []
     if options.benchmark == "descriptors":
-        extra.append(options.output if options.calibrate else None)
-    tables = uvloop.run(benchmark.run(options.rounds, options.seed, _show_progress, *extra))
+        extra.append(output)
+    try:
+        tables = uvloop.run(benchmark.run(options.rounds, options.seed, _show_progress, *extra))
+    except KvflowError as error:
+        _show_progress("")
+        print(error, file=sys.stderr)
+        return 1
     _show_progress("")
     result = Result(name=options.benchmark, header=about, tables=tables)
     print(msgspec.json.encode(result).decode() if options.json else result)
     return 0
+
+
+def _problem(source: str | None, output: str | None) -> str:
+    """Say what would end the benchmark in vain: a source that is not there, a file that cannot be written."""
+    if source is not None and (reason := _why_unreachable(source)):
+        remedy = "start one with python -m kvflow.bench.source --listen HOST:PORT"
+        return f"no source at {source}: {reason}; {remedy}"
+    if output is not None:
+        try:
+            try_to_write(Path(output))
+        except (OSError, ValueError) as error:  # a path with a zero byte is a ValueError
+            return f"{output} cannot be written: {error}"
+    return ""
 
 
 def _why_unreachable(address: str) -> str:

@@ -14,6 +14,9 @@ from kvflow.errors import ConfigInvalid
 CALIBRATION_BYTES_MAX = 1 << 16
 """A calibration is a few hundred bytes; whatever is larger is another file."""
 
+MACHINE_LENGTH_MAX = 256
+"""Characters that name a machine."""
+
 Seconds = Annotated[float, Meta(ge=0, le=1)]
 
 
@@ -76,7 +79,7 @@ class Calibration(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """
 
     schema: Literal[1]
-    machine: Annotated[str, Meta(max_length=256)]
+    machine: Annotated[str, Meta(max_length=MACHINE_LENGTH_MAX)]
     transport: Annotated[str, Meta(max_length=32)]
     source: Annotated[str, Meta(max_length=512)]
     date: Annotated[str, Meta(max_length=32)]
@@ -84,17 +87,23 @@ class Calibration(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 def encode_calibration(calibration: Calibration) -> bytes:
-    """Return the calibration as the text of its file."""
-    return msgspec.json.format(msgspec.json.encode(calibration), indent=2) + b"\n"
+    """Return the calibration as the text of its file.
+
+    Raises:
+        ConfigInvalid: a field is out of its bounds, which are checked when a file is read; names it.
+    """
+    text = msgspec.json.format(msgspec.json.encode(calibration), indent=2) + b"\n"
+    decode_calibration(text, name="as measured")
+    return text
 
 
-def decode_calibration(text: bytes, *, name: str, transport: str) -> Calibration:
+def decode_calibration(text: bytes, *, name: str, transport: str | None = None) -> Calibration:
     """Check the text of a calibration file.
 
     Args:
         text: what the file holds.
         name: of the file, for the error.
-        transport: the data plane that the constants are wanted for.
+        transport: the data plane that the constants are wanted for; None: any.
 
     Raises:
         ConfigInvalid: it is no calibration, or one of another data plane; names the file and the field.
@@ -108,7 +117,9 @@ def decode_calibration(text: bytes, *, name: str, transport: str) -> Calibration
         calibration = msgspec.json.decode(text, type=Calibration)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigInvalid(f"calibration {name}: {error}", remedy=remedy) from error
-    if calibration.transport != transport:
-        found = f"measured over transport {calibration.transport!r}, but the worker's is {transport!r}"
-        raise ConfigInvalid(f"calibration {name}: {found}", remedy=remedy)
+    if transport is not None and calibration.transport != transport:
+        raise ConfigInvalid(
+            f"calibration {name}: measured over transport {calibration.transport!r}, but the worker's is {transport!r}",
+            remedy="kvflow bench descriptors --calibrate measures nixl; for another transport name no calibration.",
+        )
     return calibration

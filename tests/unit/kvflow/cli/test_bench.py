@@ -1,11 +1,16 @@
-"""``kvflow bench pull --source``: an address that leads nowhere ends with one line that says so."""
+"""``kvflow bench``: what would be measured in vain ends with one line that says so, and no calibration is taken."""
 
+import asyncio
 import socket
+import sys
 from contextlib import closing
 
 import pytest
 
+from kvflow.bench import source
 from kvflow.cli import bench, main
+from kvflow.config import CALIBRATION_VARIABLE, WorkerConfig
+from kvflow.errors import PeerLost
 
 
 @pytest.fixture
@@ -55,3 +60,58 @@ def test_a_calibration_that_cannot_be_written_is_refused_before_anything_is_meas
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith(f"{path} cannot be written: ")
+
+
+@pytest.mark.parametrize("output", ["", "nul\0"])
+def test_a_path_that_is_no_file_is_refused_before_anything_is_measured(tmp_path, capsys, output):
+    assert main(["bench", "descriptors", "--calibrate", "--output", str(tmp_path) + "/" + output]) == 1
+    assert " cannot be written: " in capsys.readouterr().err
+
+
+@pytest.fixture
+def measuring(monkeypatch):
+    """Have something else measured by ``kvflow bench idle``, where the environment names a calibration that is not."""
+
+    def instead(run):
+        monkeypatch.setenv(CALIBRATION_VARIABLE, "/no such folder/calibration.json")
+        monkeypatch.setattr("kvflow.bench.idle.run", run)
+        return main(["bench", "idle", "--rounds", "1"])
+
+    return instead
+
+
+def test_workers_that_are_measured_take_no_calibration_from_the_environment(measuring):
+    """The remedy for a calibration that is missing is a benchmark: it must not need one."""
+    named = []
+
+    async def run(*_):
+        named.append(WorkerConfig(engine_id="idle").calibration_path())
+        child = "import os; raise SystemExit('KVFLOW_CALIBRATION' in os.environ)"
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", child)
+        named.append(await process.wait())
+        return ()
+
+    assert measuring(run) == 0
+    assert named == [None, 0]
+
+
+def test_a_source_takes_no_calibration_from_the_environment(monkeypatch):
+    monkeypatch.setenv(CALIBRATION_VARIABLE, "/no such folder/calibration.json")
+    monkeypatch.setattr(sys, "argv", ["source"])
+    named = []
+
+    def run(serving):
+        serving.close()
+        named.append(WorkerConfig(engine_id="source").calibration_path())
+
+    monkeypatch.setattr(source.uvloop, "run", run)
+    source.main()
+    assert named == [None]
+
+
+def test_a_benchmark_that_fails_says_why_in_a_line(measuring, capsys):
+    async def run(*_):
+        raise PeerLost("the source process ended", remedy="Look there.")
+
+    assert measuring(run) == 1
+    assert capsys.readouterr().err == "the source process ended [peer_lost] Look there.\n"
