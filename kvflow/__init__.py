@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvflow.memory.adopt import adopt
     from kvflow.memory.cache import KVCache, allocate
     from kvflow.rendezvous.mint import TicketMint
-    from kvflow.transfer.costs import Costs
+    from kvflow.transfer.costs import Calibration, Costs
     from kvflow.transfer.plan import TransferPlan, plan_transfer
     from kvflow.transfer.report import TransferReport
     from kvflow.worker.drain import DrainReport
@@ -71,6 +71,7 @@ _HOMES = {
     "join_tickets": "kvflow.cache.tickets",
     "TicketMint": "kvflow.rendezvous.mint",
     # plans and reports
+    "Calibration": "kvflow.transfer.costs",
     "Costs": "kvflow.transfer.costs",
     "TransferPlan": "kvflow.transfer.plan",
     "plan_transfer": "kvflow.transfer.plan",
@@ -79,6 +80,7 @@ _HOMES = {
 
 __all__ = [
     "MLA",
+    "Calibration",
     "ChunkedLocal",
     "Costs",
     "CrossAttention",

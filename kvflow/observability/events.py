@@ -19,6 +19,20 @@ class WorkerOpened(Struct, frozen=True):
     bytes_per_block: int
 
 
+class CalibrationIgnored(Struct, frozen=True):
+    """The calibration that the environment names is of another transport: this worker reads everything directly.
+
+    Attributes:
+        path: of the file.
+        measured: the transport that it was measured over.
+        transport: the worker's.
+    """
+
+    path: str
+    measured: str
+    transport: str
+
+
 class WorkerClosed(Struct, frozen=True):
     """The worker is gone: its agents are destroyed, its leases revoked.
 
@@ -152,6 +166,7 @@ class ReaderRenewed(Struct, frozen=True):
 
 ShellEvent = (
     WorkerOpened
+    | CalibrationIgnored
     | WorkerDrained
     | WorkerClosed
     | OfferAdmitted

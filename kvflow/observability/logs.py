@@ -19,6 +19,7 @@ from kvflow.transfer import events as transfer
 
 LEVELS: dict[type[Struct], int] = {
     shell.WorkerOpened: logging.INFO,
+    shell.CalibrationIgnored: logging.WARNING,
     shell.WorkerDrained: logging.INFO,
     shell.WorkerClosed: logging.INFO,
     shell.OfferAdmitted: logging.DEBUG,

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from msgspec import Struct
 
 from kvflow.layout.manifest import Manifest
-from kvflow.transfer.costs import Costs, Work
+from kvflow.transfer.costs import Calibration, Costs, Work
 from kvflow.transfer.match import GroupPair
 from kvflow.transfer.runs import RunTable, Units
 from kvflow.transfer.staging import CannotStage, StagedRuns, stage
@@ -41,7 +41,11 @@ class Between(Struct, frozen=True):
 
 
 def choose(
-    between: Between, runs: RunTable, sides: tuple[Manifest, Manifest], costs: Costs, staging_bytes: int
+    between: Between,
+    runs: RunTable,
+    sides: tuple[Manifest, Manifest],
+    terms: Costs | Calibration,
+    staging_bytes: int,
 ) -> Choice:
     """Compare what a unit costs directly with what it costs through a staging buffer; among equals direct is chosen.
 
@@ -52,15 +56,16 @@ def choose(
         between: what both sides hold.
         runs: the direct ones.
         sides: both manifests, source first.
-        costs: measured.
+        terms: measured costs; a calibration's are told together with where they were measured.
         staging_bytes: of all buffers; 0: never stage.
 
     Raises:
         PlanUnsound: a staged plan failed its proof.
     """
+    costs, basis = (terms, "") if isinstance(terms, Costs) else (terms.costs, _basis(terms))
     direct = Work(len(runs), runs.unit_bytes)
     direct_s = costs.seconds(direct)
-    told = f"direct takes {_count(direct.descriptors, 'descriptor')} and {direct_s * 1e6:,.1f} us"
+    told = f"{basis}direct takes {_count(direct.descriptors, 'descriptor')} and {direct_s * 1e6:,.1f} us"
     if not staging_bytes:
         return Choice(None, f"{told}; not staged, because staging_bytes is 0", direct_s)
     for side, manifest, numbers in zip(("source", "target"), sides, (runs.source[0], runs.target[0]), strict=True):
@@ -87,6 +92,11 @@ def explain_choice(choice: Choice) -> Iterator[str]:
     """Say how a group is read, and what the alternative costs; nothing where nothing was calibrated."""
     if choice is not UNCALIBRATED:
         yield f"  for each unit {choice.reason}"
+
+
+def _basis(calibration: Calibration) -> str:
+    """Say whose costs are compared: a source elsewhere may cost more, or less."""
+    return f"by costs measured over {calibration.transport} (source: {calibration.source}), "
 
 
 def _count(number: int, one: str, many: str = "") -> str:

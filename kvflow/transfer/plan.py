@@ -16,7 +16,7 @@ from kvflow.errors import CapacityExceeded, LayoutMismatch, PlanUnsound
 from kvflow.layout.manifest import Manifest
 from kvflow.transfer.certificate import Certificate, certify
 from kvflow.transfer.choice import NOT_CALIBRATED, UNCALIBRATED, Between, Choice, choose, explain_choice
-from kvflow.transfer.costs import Costs
+from kvflow.transfer.costs import Calibration, Costs
 from kvflow.transfer.explain import explain_proof, explain_stop, explain_stripes
 from kvflow.transfer.match import ComponentPair, GroupPair, Pieces, match_groups
 from kvflow.transfer.runs import UNITS_MAX, Bools, Int64s, RunTable, Units, alike, fragments, merged
@@ -183,7 +183,7 @@ def plan_transfer(
     *,
     pieces: Pieces | None = None,
     limits: PlanLimits = DEFAULT_LIMITS,
-    costs: Costs | None = None,
+    costs: Costs | Calibration | None = None,
     staging_bytes: int = 0,
 ) -> TransferPlan:
     """Plan how to fill the target's blocks from the source's.
@@ -193,7 +193,8 @@ def plan_transfer(
         target: the consumer's manifest.
         pieces: what is to be taken of this source, if others give the rest; None: all that both sides hold.
         limits: beyond them the plan is refused.
-        costs: measured on this machine; with them each group is read in the cheaper way. None: all are read directly.
+        costs: measured on this machine; with them each group is read in the cheaper way, and of a ``Calibration`` the
+            plan says where that was. None: all are read directly.
         staging_bytes: staging memory that the target's worker has.
 
     Returns:
@@ -334,7 +335,7 @@ class PlanCache:
         target: Manifest,
         pieces: Pieces | None = None,
         *,
-        costs: Costs | None = None,
+        costs: Costs | Calibration | None = None,
         staging_bytes: int = 0,
     ) -> TransferPlan:
         """Return the plan for this pair, made now or before on the same terms.

@@ -7,19 +7,22 @@ from msgspec import Struct
 from kvflow.config import WorkerConfig
 from kvflow.errors import ConfigInvalid
 from kvflow.layout.manifest import Manifest
-from kvflow.transfer.costs import CALIBRATION_BYTES_MAX, Costs, decode_calibration
+from kvflow.observability.events import CalibrationIgnored
+from kvflow.transfer.costs import CALIBRATION_BYTES_MAX, Calibration, decode_calibration
 
 
 class Staging(Struct, frozen=True):
     """On what terms reads may be staged.
 
     Attributes:
-        costs: measured constants; None: nothing was calibrated, and all is read directly.
+        calibration: measured constants; None: nothing was calibrated, and all is read directly.
         nbytes: staging memory; 0: none.
+        ignored: the calibration that the environment names, if it is not for us.
     """
 
-    costs: Costs | None = None
+    calibration: Calibration | None = None
     nbytes: int = 0
+    ignored: CalibrationIgnored | None = None
 
 
 NEVER = Staging()
@@ -29,12 +32,15 @@ NEVER = Staging()
 def staging_of(config: WorkerConfig, manifest: Manifest) -> Staging:
     """Read the calibration file, if the settings or the environment name one.
 
+    Workers of several transports share an environment: what it names counts for those that it was measured over.
+
     Args:
         config: the settings.
         manifest: our cache; in VRAM alone nothing is staged, and no memory is taken.
 
     Raises:
-        ConfigInvalid: the file cannot be read, or is no calibration for this transport.
+        ConfigInvalid: the file cannot be read, is no calibration, or is of another transport although the settings
+            name it.
     """
     path = config.calibration_path()
     if path is None:
@@ -46,6 +52,8 @@ def staging_of(config: WorkerConfig, manifest: Manifest) -> Staging:
         raise ConfigInvalid(
             f"calibration {path}: {error}", remedy="Write it with kvflow bench descriptors --calibrate."
         ) from error
-    costs = decode_calibration(text, name=path, transport=config.transport).costs
+    calibration = decode_calibration(text, name=path, transport=config.transport if config.calibration else None)
+    if calibration.transport != config.transport:
+        return Staging(ignored=CalibrationIgnored(path, calibration.transport, config.transport))
     in_memory = any(region.memory == "DRAM" for region in manifest.regions)
-    return Staging(costs, config.staging_bytes if in_memory else 0)
+    return Staging(calibration, config.staging_bytes if in_memory else 0)

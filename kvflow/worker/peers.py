@@ -332,7 +332,7 @@ class PeerPool:
 
     def _plan(self, theirs: Manifest, pieces: Pieces | None) -> TransferPlan:
         terms = self._staging
-        return self._plans.plan(theirs, self._manifest, pieces, costs=terms.costs, staging_bytes=terms.nbytes)
+        return self._plans.plan(theirs, self._manifest, pieces, costs=terms.calibration, staging_bytes=terms.nbytes)
 
     def _programs(self, peer: Peer, pieces: Pieces | None) -> Programs:
         plan = self._plan(peer.manifest, pieces)

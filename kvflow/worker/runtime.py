@@ -172,6 +172,8 @@ async def _opened(parts: _Parts) -> AsyncIterator[Worker]:
             drain = Drain(keeper, offers, consumer, surroundings.clock, report)
             worker = Worker(address, keeper, offers, consumer, drain, trust=Trust(ours, server, pool))
             report(events.WorkerOpened(worker.endpoint, transport.name, manifest.num_blocks, cache.bytes_per_block))
+            if staging.ignored is not None:
+                report(staging.ignored)
             try:
                 yield worker
             except BaseException as error:  # noqa: BLE001  # raised again below, not inside a group of exceptions

@@ -28,6 +28,7 @@ PEER = "prefill-0/1/" + "0" * 32
 
 EVENTS = {
     "worker.opened": shell.WorkerOpened("tcp://127.0.0.1:5000", "nixl", 1024, 65536),
+    "calibration.ignored": shell.CalibrationIgnored("/etc/kvflow.json", "nixl", "loopback"),
     "worker.drained": shell.WorkerDrained(1, 2, 1, 30.0),
     "worker.closed": shell.WorkerClosed(2, 1),
     "offer.admitted": shell.OfferAdmitted("request-1", 4, 30.0),

@@ -10,7 +10,7 @@ from kvflow.errors import PlanUnsound
 from kvflow.layout.region import Region
 from kvflow.transfer.bind_plan import bind_plan
 from kvflow.transfer.bind_staged import StagedBinding
-from kvflow.transfer.costs import Costs
+from kvflow.transfer.costs import Calibration, Costs
 from kvflow.transfer.plan import PlanCache, plan_transfer
 from kvflow.transfer.staging import STAGING_BUFFERS, buffer_bytes_of
 
@@ -81,6 +81,17 @@ def test_a_plan_says_both_costs_and_why_one_was_chosen(how, words):
     explained = planned(**how).explain()
     assert words in explained
     assert "costs:" not in explained
+
+
+def test_a_plan_by_a_calibration_says_where_its_costs_were_measured():
+    about = {"schema": 1, "machine": "a machine", "transport": "nixl", "date": "2026-01-01T00:00:00Z"}
+    plain = planned(costs=DEAR)
+    for place in ("same machine", "prefill-7:8300"):
+        plan = planned(costs=Calibration(source=place, costs=DEAR, **about))
+        words = f"  for each unit by costs measured over nixl (source: {place}), direct takes 128 descriptors"
+        assert words in plan.explain()
+        assert plan.groups[0].staged is not None
+        assert plan.explain().replace(f"by costs measured over nixl (source: {place}), ", "") == plain.explain()
 
 
 def test_among_equals_direct_is_chosen():

@@ -5,12 +5,13 @@ import logging
 
 import pytest
 
-from kvflow.config import WorkerConfig
+from kvflow.config import CALIBRATION_VARIABLE, WorkerConfig
 from kvflow.errors import BlockIdsInvalid, ConfigInvalid, SpecInvalid, TicketInvalid, WorkerClosed
 from kvflow.layout.manifest import Manifest
 from kvflow.layout.region import Region
 from kvflow.layout.shards import Shard
 from kvflow.observability import events
+from kvflow.transfer.costs import Calibration, Costs, encode_calibration
 from kvflow.transfer.events import TransferCompleted
 from kvflow.worker.runtime import open_worker
 
@@ -72,6 +73,33 @@ async def test_hooks_hear_everything_and_a_failing_one_stops_nobody(caplog):
     assert heard[-1] == events.WorkerClosed(leases_revoked=1, pulls_cancelled=0)
     assert "a hook failed" in caplog.text
     assert "a defect of the observer" in caplog.text
+
+
+def measured_over(transport, path):
+    costs = Costs(descriptor_s=1e-6, read_byte_s=1e-10, copy_s=1e-6, piece_s=1e-8, copied_byte_s=1e-10)
+    about = {"schema": 1, "machine": "a machine", "source": "same machine", "date": "2026-01-01T00:00:00Z"}
+    path.write_bytes(encode_calibration(Calibration(transport=transport, costs=costs, **about)))
+    return str(path)
+
+
+async def test_a_calibration_of_another_transport_in_the_environment_is_ignored_and_told(tmp_path, monkeypatch):
+    path = measured_over("nixl", tmp_path / "calibration.json")
+    monkeypatch.setenv(CALIBRATION_VARIABLE, path)
+    heard = []
+    async with open_worker(config(), cache_of(), hooks=[heard.append]) as worker:
+        assert worker.snapshot().staging.buffers == 0
+    assert events.CalibrationIgnored(path, "nixl", "loopback") in heard
+    with pytest.raises(ConfigInvalid, match="measured over transport 'nixl', but the worker's is 'loopback'"):
+        async with open_worker(config(calibration=path), cache_of()):
+            pass
+
+
+async def test_a_calibration_of_our_transport_in_the_environment_is_taken(tmp_path, monkeypatch):
+    monkeypatch.setenv(CALIBRATION_VARIABLE, measured_over("loopback", tmp_path / "calibration.json"))
+    heard = []
+    async with open_worker(config(), cache_of(), hooks=[heard.append]) as worker:
+        assert worker.snapshot().staging.buffers == 8
+    assert not [event for event in heard if isinstance(event, events.CalibrationIgnored)]
 
 
 async def test_the_address_is_what_a_mint_elsewhere_needs():
