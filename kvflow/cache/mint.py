@@ -11,7 +11,7 @@ import numpy as np
 from msgspec import UNSET
 
 from kvflow.cache.tickets import Grant, RankAddress, Sign, Ticket
-from kvflow.errors import BlockIdsInvalid, CapacityExceeded, ConfigInvalid
+from kvflow.errors import ArgumentInvalid, BlockIdsInvalid, CapacityExceeded, ConfigInvalid
 
 EPOCH_STEP = 2
 """A held epoch and the ended one after it."""
@@ -74,7 +74,7 @@ class Mint:
         """Sign a ticket.
 
         Args:
-            request_id: must not be on offer already.
+            request_id: text that is not on offer already.
             block_ids: one list per group.
             num_tokens: tokens of the request, or one number per group.
 
@@ -82,10 +82,14 @@ class Mint:
             The ticket for the consumer, and the grant that every rank must admit.
 
         Raises:
+            ArgumentInvalid: the request's name is no text.
             BlockIdsInvalid: lists and token counts are no integers, do not fit each other or no ticket, or the
                 request is on offer already.
             CapacityExceeded: every slot is taken.
         """
+        # Whatever else a ticket could carry, such as a UUID, comes back as text, under which no slot would be found.
+        if not isinstance(request_id, str):
+            raise ArgumentInvalid("request_id", "text", request_id)
         if request_id in self._slots:
             raise BlockIdsInvalid(f"request {request_id!r} is on offer already", remedy="Revoke it first.")
         lists, tokens = _as_integers(block_ids, num_tokens)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvflow.cache.mint import Mint
 from kvflow.cache.tickets import Ticket
-from kvflow.errors import CapacityExceeded, KvflowError
+from kvflow.errors import CapacityExceeded
 from kvflow.worker.producer import LeaseKeeper
 
 WAITING_MAX = 4096
@@ -81,15 +81,15 @@ class Offers:
         """Offer for those in line, first come, first served, until every slot is taken or the line is at its end."""
         while self._line:
             waiting = self._line[0]
-            if waiting.ticket.cancelled():  # and its caller has not had its turn of the loop yet
-                self._line.popleft()
-                continue
-            try:
-                waiting.ticket.set_result(self._offer(waiting.request_id, waiting.block_ids, waiting.num_tokens))
-            except CapacityExceeded:
-                return  # the end of the next lease comes here again
-            except KvflowError as error:
-                waiting.ticket.set_exception(error)
+            if not waiting.ticket.cancelled():  # if it is, its caller has not had its turn of the loop yet
+                try:
+                    ticket = self._offer(waiting.request_id, waiting.block_ids, waiting.num_tokens)
+                except CapacityExceeded:
+                    return  # the end of the next lease comes here again
+                except Exception as error:  # noqa: BLE001 - its caller gets it; those behind it must not wait for ever
+                    waiting.ticket.set_exception(error)
+                else:
+                    waiting.ticket.set_result(ticket)
             # Only now, so that no other thread's offer slips in before the one whose turn it is.
             self._line.popleft()
 

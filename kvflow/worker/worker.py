@@ -79,12 +79,13 @@ class Worker:
         The blocks must have been written: on a GPU, synchronise the stream or event first.
 
         Args:
-            request_id: not on offer at this moment.
+            request_id: text that is not on offer at this moment.
             block_ids: one list per group, in the order of ``cache.groups``. A list names consecutive blocks,
                 and its last block holds token ``num_tokens - 1``; -1 stands for an absent block.
             num_tokens: tokens of the request, or one number per group.
 
         Raises:
+            ArgumentInvalid: the request's name is no text.
             BlockIdsInvalid: the lists do not fit the cache, or the request is on offer already.
             CapacityExceeded: every lease slot is taken, or is for those who wait in ``offer_when_possible``.
             WorkerDraining, WorkerClosed: the worker makes no promises any more.
@@ -110,7 +111,7 @@ class Worker:
             timeout_s: how long to wait; None for as long as it takes.
 
         Raises:
-            BlockIdsInvalid: as in ``offer``; found when the turn comes.
+            ArgumentInvalid, BlockIdsInvalid: as in ``offer``; found when the turn comes.
             CapacityExceeded: no slot came free in time, or too many wait already.
             WorkerDraining, WorkerClosed: the worker makes no promises any more.
 

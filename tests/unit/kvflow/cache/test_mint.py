@@ -1,10 +1,12 @@
 """The mint allots slots and epochs that every rank can admit, and an offer that fails costs nothing."""
 
+from uuid import UUID
+
 import numpy as np
 import pytest
 
 from kvflow.cache.mint import Mint
-from kvflow.errors import BlockIdsInvalid, CapacityExceeded, ConfigInvalid
+from kvflow.errors import ArgumentInvalid, BlockIdsInvalid, CapacityExceeded, ConfigInvalid
 
 from .helpers import BASE, SLOTS, address, mint_of, sign, verify
 
@@ -58,6 +60,16 @@ def test_numpy_integers_are_integers(number):
     assert (grant.block_ids, grant.num_tokens) == (((3, 4),), (48,))
     assert type(grant.num_tokens[0]) is type(grant.block_ids[0][0]) is int
     assert offer(mint_of(), num_tokens=np.array([7])).num_tokens == (7,)
+
+
+@pytest.mark.parametrize("name", [UUID(int=1), b"r", 7, None, ["unhashable"]], ids=repr)
+def test_a_name_that_is_no_text_is_refused_and_costs_no_slot(name):
+    """A UUID would fit the ticket, as text, and its slot would not be found under that text when the lease ends."""
+    mint = mint_of(address(slots=1))
+    with pytest.raises(ArgumentInvalid, match="request_id must be text") as caught:
+        offer(mint, name)
+    assert caught.value.name == "request_id"
+    offer(mint)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from kvflow.cache.leases import LeaseEnded
-from kvflow.errors import BlockIdsInvalid, CapacityExceeded, WorkerClosed, WorkerDraining
+from kvflow.errors import ArgumentInvalid, BlockIdsInvalid, CapacityExceeded, WorkerClosed, WorkerDraining
 from kvflow.observability.events import OfferAdmitted
 
 from .helpers import PATIENCE_S
@@ -121,6 +121,32 @@ async def test_a_wrong_offer_holds_up_nobody_behind_it(full):
         with pytest.raises(BlockIdsInvalid):
             await wrong
         assert (await right).request_id == "b"
+
+
+class Broken:
+    """Lists that fail in a way that nobody foresaw."""
+
+    def __iter__(self):
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [({"name": ["unhashable"]}, ArgumentInvalid), ({"name": "a", "block_ids": Broken()}, ZeroDivisionError)],
+    ids=["name", "lists"],
+)
+async def test_an_offer_that_fails_in_any_way_stops_neither_those_behind_it_nor_later_ones(full, wrong, error):
+    broken, right = waiting(full, **wrong), waiting(full, "b")
+    await turns()
+    full.keeper.revoke("0")
+    async with asyncio.timeout(PATIENCE_S):
+        with pytest.raises(error):
+            await broken
+        assert (await right).request_id == "b"
+    full.keeper.revoke("1")
+    with pytest.raises(error):
+        await waiting(full, **wrong)  # it finds a slot, and an empty line
+    full.offer("c")
 
 
 @pytest.mark.parametrize(("stop", "kind"), [("drain", WorkerDraining), ("close", WorkerClosed)])
