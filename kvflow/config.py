@@ -29,7 +29,7 @@ class QuarantineLimits(Struct, frozen=True, kw_only=True):
 
     Attributes:
         quarantine_s_max: how long a failed pull may keep its blocks, before the reader is renewed to free them.
-        quarantine_bytes_max: bytes of blocks that failed pulls may keep, all together, before that.
+        quarantine_bytes_max: bytes of blocks that failed pulls may keep for more than 5 s, all together, before that.
     """
 
     quarantine_s_max: Seconds = 120.0  # four times wire_s: who has not answered by then hangs, and will for long

@@ -16,6 +16,10 @@ STARVED_S_MAX = 5.0
 """How long peers may wait for a staging buffer while all are in quarantine. Who holds them was given up, or whoever
 wanted the bytes has gone; a buffer of 8 MiB that still comes takes 5 s at 13 Mbit/s."""
 
+DUE_AFTER_S = 5.0
+"""Blocks that have been in quarantine for less count for no limit of bytes: the last chunks of a long prompt that was
+cancelled land by themselves. More than the two seconds that a renewal gives healthy peers to land what they have."""
+
 
 class Demand(Struct, frozen=True):
     """Why the reader is to be renewed.
@@ -59,7 +63,8 @@ class LastResort:
         if self._demand is not None:
             return False
         num_blocks = sum(entry.num_blocks for entry in entries)
-        if num_blocks * self._block_nbytes > self._limits.quarantine_bytes_max:
+        lasting = sum(entry.num_blocks for entry in entries if now - entry.since > DUE_AFTER_S)
+        if lasting * self._block_nbytes > self._limits.quarantine_bytes_max:
             self._demand = Demand("quarantine_bytes_max", num_blocks)
         elif now - min((entry.since for entry in entries), default=now) > self._limits.quarantine_s_max:
             self._demand = Demand("quarantine_s_max", num_blocks)

@@ -1,10 +1,11 @@
-"""When the last resort is due: at a number of bytes, or at an age."""
+"""When the last resort is due: at a number of bytes that have been there for a while, or at an age."""
 
 import pytest
 
 from kvflow.cache.destinations import Quarantined
-from kvflow.cache.quarantine import STARVED_S_MAX, Demand, LastResort
+from kvflow.cache.quarantine import DUE_AFTER_S, STARVED_S_MAX, Demand, LastResort
 from kvflow.config import QuarantineLimits
+from kvflow.transport.base import RENEWAL_DRAIN_S
 
 BLOCK = 1000
 
@@ -24,7 +25,10 @@ def entries(*blocks_and_since):
         ([], None),
         ([(10, 0.0)], None),
         ([(6, 0.0), (4, 50.0)], None),
-        ([(6, 59.0), (5, 60.0)], "quarantine_bytes_max"),
+        ([(6, 0.0), (5, 54.9)], "quarantine_bytes_max"),
+        ([(6, 0.0), (5, 55.0)], None),
+        ([(1000, 59.9)], None),
+        ([(11, 0.0), (5, 60.0)], "quarantine_bytes_max"),
         ([(1, -0.5), (1, 59.0)], "quarantine_s_max"),
         ([(11, -0.5)], "quarantine_bytes_max"),
     ],
@@ -46,12 +50,16 @@ def test_it_is_due_when_peers_have_waited_too_long_for_staging_buffers(resort):
     assert resort.ended() == Demand("staging_bytes", 2)
 
 
+def test_a_pull_that_was_cancelled_has_longer_to_end_than_a_renewal_would_give_it():
+    assert DUE_AFTER_S > RENEWAL_DRAIN_S
+
+
 def test_it_is_demanded_once_at_a_time(resort):
     held = entries((11, 0.0))
-    assert resort.due(held, 1.0)
-    assert not resort.due(held, 1.1)
+    assert resort.due(held, 6.0)
+    assert not resort.due(held, 6.1)
     resort.ended()
-    assert resort.due(held, 1.2)
+    assert resort.due(held, 6.2)
 
 
 def test_an_answer_that_nobody_asked_for_is_a_defect(resort):
