@@ -112,7 +112,11 @@ class LeaseKeeper:
                 return
             future: asyncio.Future[None] = self._loop.create_future()
             self._idle.append(future)
-        await future
+        try:
+            await future
+        finally:
+            if future in self._idle:  # it gave up
+                self._idle.remove(future)
 
     def admit(self, grant: Grant) -> None:
         """Hold the lease of a grant. See ``Worker.admit``."""
@@ -161,7 +165,10 @@ class LeaseKeeper:
                 raise RequestUnknown(request_id)
             future: asyncio.Future[Outcome] = self._loop.create_future()
             self._waiters.setdefault(request_id, []).append(future)
-        return await future
+        try:
+            return await future
+        finally:
+            self._forget(request_id, future)
 
     def on_release(self, leases: Sequence[LeaseKey], reader: Reader) -> list[Answer]:
         """Count a reader's releases; answer each."""
@@ -258,6 +265,15 @@ class LeaseKeeper:
                 self._on_loop(_resolve, future, end.outcome)
         if ended:
             self._on_loop(self._tell_if_idle)
+
+    def _forget(self, request_id: str, future: "asyncio.Future[Outcome]") -> None:
+        """Drop one that waits no more: whoever asks again and again, with a time limit, must not fill the list."""
+        with self._lock:
+            waiters = self._waiters.get(request_id, [])
+            if future in waiters:
+                waiters.remove(future)
+                if not waiters:
+                    del self._waiters[request_id]
 
     def _tell_if_idle(self) -> None:
         if not self.held():

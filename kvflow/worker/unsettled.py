@@ -40,9 +40,12 @@ class Unsettled:
         Cancellation: safe.
         """
         if request_id in self._requests.values():
-            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiters.setdefault(request_id, []).append(waiter)
-            await waiter
+            waiters = self._waiters.setdefault(request_id, [])
+            try:
+                await _wait_in(waiters)
+            finally:
+                if not waiters and self._waiters.get(request_id) is waiters:
+                    del self._waiters[request_id]
 
     async def wait_idle(self) -> None:
         """Wait until no pull at all is left; of use when new ones are refused.
@@ -50,9 +53,17 @@ class Unsettled:
         Cancellation: safe.
         """
         if self._requests:
-            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._idle.append(waiter)
-            await waiter
+            await _wait_in(self._idle)
+
+
+async def _wait_in(waiters: list[asyncio.Future[None]]) -> None:
+    """Wait to be told, and leave the list then: whoever asks again and again, with a time limit, must not fill it."""
+    waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    waiters.append(waiter)
+    try:
+        await waiter
+    finally:
+        waiters.remove(waiter)
 
 
 def _tell(waiters: list[asyncio.Future[None]]) -> None:

@@ -1,5 +1,9 @@
 """What the tests of a worker share: small caches, a clock that stands still, and a data plane that only remembers."""
 
+import asyncio
+import gc
+import weakref
+
 from kvflow.layout.specs import FullAttention
 from kvflow.memory.cache import allocate
 
@@ -35,3 +39,27 @@ class Reports:
 
     def of(self, kind):
         return [event for event in self.events if isinstance(event, kind)]
+
+
+async def futures_left(call, monkeypatch):
+    """Wait for a call and give up, a few times over; return how many futures are kept of that."""
+    loop, made = asyncio.get_running_loop(), []
+    create = loop.create_future
+
+    def remembered():
+        future = create()
+        made.append(weakref.ref(future))
+        return future
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "create_future", remembered)
+        for _ in range(3):
+            impatient = asyncio.ensure_future(call())
+            await asyncio.sleep(0)
+            impatient.cancel()
+            await asyncio.wait([impatient])
+    assert len(made) >= 3
+    del impatient
+    await asyncio.sleep(0)  # this very turn of the loop holds the future that it was woken by
+    gc.collect()
+    return sum(future() is not None for future in made)

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from kvflow.observability.events import OfferAdmitted
 from kvflow.worker.offers import Offers
 from kvflow.worker.producer import ENDED_MAX, LeaseKeeper
 
-from .helpers import PATIENCE_S, Clock, Reports
+from .helpers import PATIENCE_S, Clock, Reports, futures_left
 
 ALONE = Reader("decode-0", 0, 1)
 SLOTS = 3
@@ -114,6 +115,18 @@ async def test_a_waiter_that_gave_up_disturbs_nobody(producer):
         assert await patient == "revoked"
         with pytest.raises(asyncio.CancelledError):
             await impatient
+
+
+@pytest.mark.parametrize("wait", ["wait_offer", "wait_idle"])
+async def test_whoever_gives_up_waiting_is_forgotten(producer, wait, monkeypatch):
+    producer.offer()
+    call = partial(producer.keeper.wait_offer, "r") if wait == "wait_offer" else producer.keeper.wait_idle
+    patient = asyncio.ensure_future(call())
+    await asyncio.sleep(0)
+    assert await futures_left(call, monkeypatch) == 0
+    producer.keeper.revoke("r")
+    async with asyncio.timeout(PATIENCE_S):
+        assert await patient in ("revoked", None)
 
 
 async def test_what_was_never_offered_is_unknown(producer):
