@@ -53,8 +53,13 @@ def check_block_ids(
     Raises:
         BlockIdsInvalid: names the group and the offending id.
     """
-    if len(block_ids) != len(aliases):
-        raise BlockIdsInvalid(f"{len(block_ids)} lists of block ids for {len(aliases)} groups")
+    try:
+        num_lists = len(block_ids)
+    except TypeError as error:
+        found = type(block_ids).__name__
+        raise BlockIdsInvalid(f"block ids must be one list per group, not {found}") from error
+    if num_lists != len(aliases):
+        raise BlockIdsInvalid(f"{num_lists} lists of block ids for {len(aliases)} groups")
     arrays = tuple(_as_ids(ids, group, num_blocks) for group, ids in enumerate(block_ids))
     if unique:
         for alias in sorted(set(aliases)):

@@ -4,7 +4,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Literal, TypeVar
 
@@ -131,9 +131,10 @@ class ThreadedWorker:
     async def _pull(self, ticket: Ticket, block_ids: Sequence[Sequence[int]], priority: int) -> TransferReport:
         try:
             return await self._worker.pull(ticket, block_ids, priority=priority)
-        except (TransferFailed, asyncio.CancelledError) as error:
-            if not isinstance(error, TransferFailed) or error.quarantined:
-                await self._worker.quiesced(ticket.request_id)
+        except (Exception, asyncio.CancelledError) as error:
+            # Where the error is not ours nobody knows how far the pull had come.
+            if not isinstance(error, KvflowError) or (isinstance(error, TransferFailed) and error.quarantined):
+                await self._worker.quiesced(getattr(ticket, "request_id", ""))
             raise
 
 
@@ -143,17 +144,30 @@ def run_worker(config: WorkerConfig, cache: Cache, *, hooks: Sequence[Hook] = ()
 
     Raises:
         ConfigInvalid, SpecInvalid, TransportUnavailable: see ``open_worker``.
+
+    Cancellation: Ctrl-C while it opens closes it as soon as it is open.
     """
-    opened: Future[tuple[ThreadedWorker, Callable[[], object]]] = Future()
+    opened: Future[ThreadedWorker] = Future()
+    left: Future[None] = Future()
+    ended: Future[None] = Future()
     finished = _FinishedQueue()
-    with ThreadPoolExecutor(1, thread_name_prefix=f"kvflow-{config.engine_id}") as thread:
-        life = thread.submit(lambda: uvloop.run(_live(config, cache, (*hooks, finished.on_event), finished, opened)))
-        worker, leave = opened.result()
+
+    def live() -> None:
         try:
-            yield worker
-        finally:
-            leave()
-            life.result()
+            uvloop.run(_live(config, cache, (*hooks, finished.on_event), finished, opened=opened, left=left))
+        except BaseException as error:  # noqa: BLE001 - raised in the caller's thread, also if there is no loop at all
+            (ended if opened.done() else opened).set_exception(error)
+
+    thread = ThreadPoolExecutor(1, thread_name_prefix=f"kvflow-{config.engine_id}")
+    try:
+        thread.submit(live)
+        yield opened.result()
+    finally:
+        # Whatever interrupted us, in whatever state the loop is: a thread that is not told lives for ever.
+        left.set_result(None)
+        thread.shutdown()
+        if ended.done():
+            ended.result()
 
 
 async def _live(
@@ -161,23 +175,24 @@ async def _live(
     cache: Cache,
     hooks: Sequence[Hook],
     finished: "_FinishedQueue",
-    opened: "Future[tuple[ThreadedWorker, Callable[[], object]]]",
+    *,
+    opened: "Future[ThreadedWorker]",
+    left: "Future[None]",
 ) -> None:
-    loop, left = asyncio.get_running_loop(), asyncio.Event()
+    loop, leaving = asyncio.get_running_loop(), asyncio.Event()
     bridge = Bridge(loop)
+
+    def leave(_: "Future[None]") -> None:
+        with suppress(RuntimeError):  # the loop has died, of an error that ``ended`` tells
+            loop.call_soon_threadsafe(leaving.set)
+
     try:
-        try:
-            async with open_worker(config, cache, hooks=hooks) as worker:
-                threaded = ThreadedWorker(worker, bridge, finished)
-                opened.set_result((threaded, lambda: loop.call_soon_threadsafe(left.set)))
-                await left.wait()
-        finally:
-            await bridge.close()
-    except BaseException as error:
-        if not opened.done():
-            opened.set_exception(error)
-            return
-        raise
+        async with open_worker(config, cache, hooks=hooks) as worker:
+            opened.set_result(ThreadedWorker(worker, bridge, finished))
+            left.add_done_callback(leave)
+            await leaving.wait()
+    finally:
+        await bridge.close()
 
 
 class _FinishedQueue:
@@ -201,11 +216,20 @@ class _FinishedQueue:
             error = task.exception()
         if error is None:
             self.put(Finished(request_id, "consumer", "completed", report=task.result()))
-        elif isinstance(error, KvflowError):
-            self.put(Finished(request_id, "consumer", "failed", error=error))
+        else:
+            self.put(Finished(request_id, "consumer", "failed", error=_as_ours(error, request_id)))
 
     def drain(self) -> list[Finished]:
         return [self._ends.popleft() for _ in range(len(self._ends))]
+
+
+def _as_ours(error: BaseException, request_id: str) -> KvflowError:
+    """Return the error of a pull as one of ours: its blocks are the engine's again, whatever ended it."""
+    if isinstance(error, KvflowError):
+        return error
+    failed = TransferFailed(f"the pull ended with {type(error).__name__}: {error}", request_id=request_id)
+    failed.__cause__ = error  # as ``raise ... from`` does it
+    return failed
 
 
 async def _call(function: Callable[[], T]) -> T:

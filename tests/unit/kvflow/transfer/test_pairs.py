@@ -81,6 +81,12 @@ def test_one_list_per_group(lists):
     assert caught.value.group is None
 
 
+@pytest.mark.parametrize("wrong", [None, 5, iter([[1], [2]])], ids=lambda wrong: type(wrong).__name__)
+def test_what_has_no_number_of_lists_is_refused(wrong):
+    with pytest.raises(BlockIdsInvalid, match="one list per group, not"):
+        check_block_ids(wrong, num_blocks=10, aliases=[0, 1], unique=True)
+
+
 @pytest.mark.parametrize(
     ("lists", "aliases", "group"),
     [([[3, 4, 3]], [0], 0), ([[3], [4, 3]], [0, 0], 0), ([[1], [2], [5, 2]], [0, 1, 1], 1)],

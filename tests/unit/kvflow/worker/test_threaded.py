@@ -1,17 +1,29 @@
 """The same worker for an engine that is not asyncio: futures, and a list of what has ended and is quiescent."""
 
+import asyncio
 import threading
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
+from contextlib import asynccontextmanager
 
 import pytest
 
 from kvflow.cache.epochs import EPOCH_BITS
 from kvflow.cache.tickets import RankAddress
 from kvflow.config import WorkerConfig
-from kvflow.errors import ConfigInvalid, RequestUnknown, StaleLease, TransferCancelled, WorkerClosed
+from kvflow.errors import (
+    BlockIdsInvalid,
+    ConfigInvalid,
+    RequestUnknown,
+    StaleLease,
+    TransferCancelled,
+    TransferFailed,
+    WorkerClosed,
+)
 from kvflow.rendezvous.mint import TicketMint
 from kvflow.transfer.events import TransferQuiesced, TransferRetried
+from kvflow.worker import threaded
 from kvflow.worker.threaded import run_worker
+from kvflow.worker.worker import Worker
 
 from .helpers import PATIENCE_S, SECRET, cache_of
 
@@ -80,6 +92,31 @@ def test_a_failure_is_an_exception_and_an_entry():
         assert isinstance(end.error, StaleLease)
 
 
+@pytest.mark.parametrize("wrong", [None, 5], ids=repr)
+def test_a_pull_that_is_refused_for_its_arguments_is_an_entry(wrong):
+    with run_worker(config(), cache_of()) as producer, run_worker(config("decode-0"), cache_of()) as consumer:
+        future = consumer.pull(producer.offer("r", [[3]], 4), wrong)
+        with pytest.raises(BlockIdsInvalid):
+            future.result(PATIENCE_S)
+        (end,) = consumer.finished()
+        assert (end.request_id, end.outcome, end.error) == ("r", "failed", future.exception())
+
+
+def test_a_pull_that_ends_with_an_error_of_anybody_else_is_an_entry(monkeypatch):
+    async def pull(self, ticket, block_ids, *, priority):
+        raise ZeroDivisionError("nobody foresaw it")
+
+    monkeypatch.setattr(Worker, "pull", pull)
+    with run_worker(config(), cache_of()) as worker:
+        future = worker.pull(worker.offer("r", [[3]], 4), [[5]])
+        with pytest.raises(ZeroDivisionError):
+            future.result(PATIENCE_S)
+        (end,) = worker.finished()
+    assert (end.request_id, end.outcome, type(end.error)) == ("r", "failed", TransferFailed)
+    assert "ZeroDivisionError: nobody foresaw it" in str(end.error)
+    assert end.error.__cause__ is future.exception()
+
+
 def test_a_cancelled_future_is_reported_once_its_blocks_may_be_reused():
     retried, quiesced = Heard(TransferRetried), Heard(TransferQuiesced)
     with (
@@ -146,6 +183,63 @@ def test_what_is_raised_inside_comes_out_and_the_thread_ends():
     with pytest.raises(KeyError), run_worker(config(), cache_of()):
         raise KeyError
     assert threading.active_count() <= before
+
+
+def test_an_interruption_while_it_opens_ends_it(monkeypatch):
+    class Interrupted(Future):
+        def result(self, timeout=None):
+            raise KeyboardInterrupt
+
+    seen, before = [], set(threading.enumerate())
+
+    def engine():
+        try:
+            with run_worker(config(), cache_of()):
+                pytest.fail("it runs")
+        except KeyboardInterrupt as interruption:
+            seen.append(interruption)
+
+    monkeypatch.setattr(threaded, "Future", Interrupted)
+    thread = threading.Thread(target=engine, daemon=True)
+    thread.start()
+    thread.join(PATIENCE_S)
+    assert seen, "it hangs"
+    assert set(threading.enumerate()) <= before
+
+
+def test_a_loop_that_cannot_be_made_raises_where_it_was_asked_for(monkeypatch):
+    def run(life):
+        life.close()
+        raise OSError("too many open files")
+
+    monkeypatch.setattr("kvflow.worker.threaded.uvloop.run", run)
+    with pytest.raises(OSError, match="too many"), run_worker(config(), cache_of()):
+        pytest.fail("it runs")
+
+
+def test_what_a_loop_died_of_is_raised_on_leaving(monkeypatch):
+    open_worker, run, died = threaded.open_worker, threaded.uvloop.run, threading.Event()
+
+    async def fail():
+        raise ZeroDivisionError("what it died of")
+
+    @asynccontextmanager
+    async def open_mortal(*args, **how):
+        async with open_worker(*args, **how) as worker, asyncio.TaskGroup() as tasks:
+            tasks.create_task(fail())
+            yield worker
+
+    def run_and_tell(life):
+        try:
+            run(life)
+        finally:
+            died.set()
+
+    monkeypatch.setattr(threaded, "open_worker", open_mortal)
+    monkeypatch.setattr(threaded.uvloop, "run", run_and_tell)
+    with pytest.raises(ExceptionGroup) as caught, run_worker(config(), cache_of()):
+        assert died.wait(PATIENCE_S)
+    assert caught.group_contains(ZeroDivisionError, match="what it died of")
 
 
 def test_a_closed_worker_refuses_by_its_own_error():
