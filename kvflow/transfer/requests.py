@@ -2,6 +2,7 @@
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
 from kvflow.ids import PeerId
 from kvflow.transfer.events import TransferEvent
@@ -137,7 +138,7 @@ Effect = Dispatch | CancelReads | RenewLease | TransferEvent
 def first_pair(demand: Demand) -> Demand:
     """Return the least that can be read of a demand."""
     pairs = UnitPairs(demand.pairs.source[:1], demand.pairs.target[:1])
-    return Demand(demand.program_id, pairs, demand.unit_bytes, demand.unit_descriptors, demand.unit_descriptors)
+    return replace(demand, pairs=pairs, descriptors=demand.unit_descriptors)
 
 
 def join_pairs(parts: list[tuple[UnitPairs, int, int]]) -> UnitPairs:

@@ -175,11 +175,24 @@ def _slots(shapes: Sequence[Sequence[ComponentPair]], tokens: int, buffer_bytes:
 
 
 class _Buffer:
-    """Where the dense pieces of a source's unit lie in a buffer: one after the other, all slots of each together."""
+    """Where the dense pieces of a source's unit lie in a buffer: one after the other, all slots of each together.
+
+    Args:
+        stretches: the pieces, by region and offset.
+        slots: units that the buffer holds.
+        tokens: of one unit.
+
+    Raises:
+        CannotStage: two pieces share bytes, so that they cannot lie apart.
+    """
 
     def __init__(self, stretches: RunTable, slots: int, tokens: int) -> None:
         self._region, self._offset = stretches.source[:2]
         self._nbytes = stretches.nbytes
+        # They are sorted, and whatever lies behind one another without a gap is one of them.
+        shared = self._offset[1:] < self._offset[:-1] + self._nbytes[:-1]
+        if np.any(shared & (self._region[1:] == self._region[:-1])):
+            raise CannotStage("components share bytes on the source")
         self._base = (np.cumsum(stretches.nbytes) - stretches.nbytes) * slots
         self._tokens = tokens
         # Region and offset as one number, small enough for int64: what counts is the order of offsets, not their size.
@@ -196,13 +209,11 @@ class _Buffer:
         Raises:
             CannotStage: one is no affine map any more.
         """
-        walked, nbytes = pairs[0].walk
+        walked, _ = pairs[0].walk
         region, offset = starts
         rank = np.searchsorted(self._offsets, offset, side="right") - 1
         at = np.searchsorted(self._place, region * len(self._offsets) + rank, side="right") - 1
         inside, sizes = offset - self._offset[at], self._nbytes[at]
-        if np.any(self._region[at] != region) or np.any(inside + nbytes > sizes):
-            raise CannotStage(f"{pairs[0].source.role} shares bytes with another component of the source")
         if np.any(sizes != sizes[:, :1]):
             raise CannotStage(f"{pairs[0].source.role} lies in pieces of unlike sizes on the source")
         extents = pairs[0].extents(self._tokens)

@@ -13,6 +13,9 @@ def create_transport(name: str, agent_name: str, sink: Sink, staging_bytes: int 
         agent_name: unique per incarnation.
         sink: takes the events, on the owner thread.
         staging_bytes: memory for staged programs; 0 for none.
+
+    Raises:
+        ConfigInvalid: there is not so much memory for staged programs.
     """
     if name == "loopback":
         return LoopbackTransport(agent_name, sink, staging_bytes)

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
+from kvflow.errors import ConfigInvalid
 from kvflow.ids import PeerId
 from kvflow.layout.region import Region
 from kvflow.transfer.boxes import FIXED
@@ -31,13 +32,22 @@ class StagingMemory:
 
     Args:
         staging_bytes: of all buffers together; 0 for none.
+
+    Raises:
+        ConfigInvalid: there is not so much memory.
     """
 
     def __init__(self, staging_bytes: int) -> None:
         nbytes = buffer_bytes_of(staging_bytes)
-        # Not touched before the first staged read: where registering pins no pages, as over shared memory and TCP,
-        # memory which nobody needs costs addresses only. Over RDMA all of it is pinned at once.
-        self._memory = np.empty(STAGING_BUFFERS * nbytes, np.uint8)
+        try:
+            # Not touched before the first staged read: where registering pins no pages, as over shared memory and TCP,
+            # memory which nobody needs costs addresses only. Over RDMA all of it is pinned at once.
+            self._memory = np.empty(STAGING_BUFFERS * nbytes, np.uint8)
+        except MemoryError as error:
+            raise ConfigInvalid(
+                f"staging_bytes is {staging_bytes:,}, and this process cannot get so much memory",
+                remedy="Lower staging_bytes; the default is 64 MiB, and 0 never stages.",
+            ) from error
         first = self._memory.ctypes.data
         self.buffers = tuple(Region(first + at * nbytes, nbytes) for at in range(STAGING_BUFFERS if nbytes else 0))
         self.use = StagingUse(buffers=len(self.buffers), buffer_bytes=nbytes)

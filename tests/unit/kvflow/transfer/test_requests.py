@@ -1,6 +1,6 @@
 """Batches of several pulls ascend by source, whoever's pairs they are."""
 
-from kvflow.transfer.requests import join_pairs
+from kvflow.transfer.requests import Demand, first_pair, join_pairs
 
 from .helpers import unit_pairs
 
@@ -14,3 +14,11 @@ def test_slices_are_merged_by_source():
     joined = join_pairs([(unit_pairs([1, 5, 6], [7, 8, 9]), 0, 2), (unit_pairs([0, 1, 4], [1, 2, 3]), 1, 3)])
     assert joined.source.tolist() == [1, 1, 4, 5]
     assert joined.target.tolist() == [7, 2, 3, 8]
+
+
+def test_the_first_pair_of_a_staged_demand_is_read_as_all_of_them_are():
+    demand = Demand(3, unit_pairs([1, 2, 3], [7, 8, 9]), 10, 2, 4, extra_bytes=6)
+    first = first_pair(demand)
+    assert (first.pairs.source.tolist(), first.pairs.target.tolist()) == ([1], [7])
+    assert (first.program_id, first.unit_bytes, first.unit_descriptors, first.descriptors) == (3, 10, 2, 2)
+    assert first.read_bytes == demand.read_bytes == 16

@@ -99,6 +99,17 @@ def test_among_equals_direct_is_chosen():
     assert planned(costs=free).groups[0].staged is None
 
 
+@pytest.mark.parametrize("distance", [0, 2 * SIZE], ids=["the same bytes", "some bytes"])
+def test_components_that_share_bytes_on_the_source_are_read_directly(distance):
+    group = SOURCE.groups[0]
+    first, *others = group.layers
+    keys, values = first.components
+    first = replace(first, components=(keys, replace(values, offset=keys.offset + distance)))
+    shared = replace(SOURCE, groups=(replace(group, layers=(first, *others)),))
+    assert "not staged, because components share bytes on the source" in planned(shared).explain()
+    assert planned(shared).certificate.complete
+
+
 def test_a_unit_with_very_many_pieces_is_read_directly():
     """One post fetches a unit, and must not keep others waiting."""
     specs = {f"layers.{index}": full(num_kv_heads=4) for index in range(300)}

@@ -5,6 +5,7 @@ import logging
 import numpy as np
 import pytest
 
+from kvflow.errors import ConfigInvalid
 from kvflow.layout.region import Region
 from kvflow.transfer.boxes import AXES_MAX, Scatter
 from kvflow.transport.base import PeerAddress, Program, Read
@@ -62,6 +63,11 @@ def test_slots_are_copied_to_their_units(target, units):
     expected = np.zeros((UNITS, 2, PIECE), np.uint8)
     expected[units] = content[: 2 * SLOTS * PIECE].reshape(2, SLOTS, PIECE).transpose(1, 0, 2)[: len(units)]
     assert np.array_equal(target, expected.ravel())
+
+
+def test_more_staging_memory_than_there_is_names_its_setting():
+    with pytest.raises(ConfigInvalid, match="staging_bytes is 1,152,921,504,606,846,976"):
+        StagingMemory(1 << 60)
 
 
 class Bench:
