@@ -16,10 +16,24 @@ from kvflow.transfer.runs import Int64s, RunTable
 AXES_MAX = 6
 """Axes of one box beside its contiguous bytes: tokens, heads, keys and values, layers, and two to spare."""
 
+RUNS_MAX = 1 << 16
+"""Runs of one unit. Finding those at even distances, and proving them, takes about half a microsecond each."""
+
+FOLDED_MAX = 8192
+"""Stretches of runs at even distances: folding these further takes 7 us each. Keys and values of 128 layers of 32 heads
+have as many."""
+
+COPIES_MAX = 512
+"""Copies of one unit. Proving one takes 70 us, and making one some us of the owner thread's time, for every unit."""
+
 FIXED = 7
 """Columns before those of the axes, see ``Scatter``."""
 
 COLUMNS = FIXED + 3 * AXES_MAX
+
+
+class TooManyCopies(Exception):
+    """A unit cannot be scattered by a few copies; the text says how many it would take."""
 
 
 class Scatter(Struct, frozen=True, eq=False):
@@ -55,12 +69,19 @@ class Boxes:
     Attributes:
         table: as ``Scatter.table``, with offsets in regions instead of addresses in the target.
         region: int64, shape (boxes,): region of each box in the target.
+
+    Raises:
+        TooManyCopies: the runs are too many, or too uneven.
     """
 
     def __init__(self, scatter: RunTable) -> None:
-        items = [_Item(tuple(column[:6]), column[6], column[7]) for column in _columns(scatter).T.tolist()]
-        for _ in range(AXES_MAX):
+        if len(scatter) > RUNS_MAX:
+            raise TooManyCopies(f"a unit is scattered in {len(scatter):,} pieces, more than {RUNS_MAX:,}")
+        items = _folded_runs(_columns(scatter))
+        for _ in range(AXES_MAX - 1):
             items = _folded(items)
+        if len(items) > COPIES_MAX:
+            raise TooManyCopies(f"a unit is scattered by {len(items):,} copies, more than {COPIES_MAX:,}")
         self.region: Int64s = np.array([item.alike[2] for item in items], np.int64)
         self.table: Int64s = np.array([_row(item) for item in items], np.int64)
 
@@ -77,6 +98,35 @@ class Boxes:
         opened = np.concatenate(pieces, axis=1)
         if opened.shape != _columns(scatter).shape or np.any(opened != _columns(scatter)):
             raise PlanUnsound("the boxes of a staged read are not its runs")
+
+
+def _folded_runs(columns: Int64s) -> list[_Item]:
+    """Return items of one axis at most, folded as ``_folded`` does, with a step of Python for each item only.
+
+    Args:
+        columns: of all runs, see ``_columns``.
+
+    Raises:
+        TooManyCopies: the items are too many.
+    """
+    count = columns.shape[1]
+    steps = np.diff(columns[6:])
+    joins = np.all(columns[:6, 1:] == columns[:6, :-1], axis=0) & np.all(steps >= 0, axis=0)
+    goes_on = joins[1:] & joins[:-1] & np.all(steps[:, 1:] == steps[:, :-1], axis=0)
+    ends = np.append(np.flatnonzero(~goes_on) + 2, count)  # a stretch of even steps ends before these
+    stops = np.where(joins, ends[np.searchsorted(ends, np.arange(2, count + 1))], np.arange(1, count)).tolist()
+    starts, at = [0], 0
+    while at < count - 1 and (at := stops[at]) < count:
+        starts.append(at)
+    if len(starts) > FOLDED_MAX:
+        raise TooManyCopies(f"a unit is scattered in {len(starts):,} uneven stretches, more than {FOLDED_MAX:,}")
+    counts = np.diff(starts, append=count).tolist()
+    firsts = columns[:, starts].T.tolist()
+    axes = np.append(steps, [[0], [0]], axis=1)[:, starts].T.tolist()
+    return [
+        _Item(tuple(first[:6]), first[6], first[7], ((number, *step),) if number > 1 else ())
+        for first, number, step in zip(firsts, counts, axes, strict=True)
+    ]
 
 
 def _folded(items: list[_Item]) -> list[_Item]:

@@ -20,7 +20,7 @@ from kvflow.layout.component import Component
 from kvflow.layout.manifest import Layer, Manifest, ManifestGroup
 from kvflow.layout.region import Region
 from kvflow.layout.stripes import ALL_TOKENS
-from kvflow.transfer.boxes import Boxes
+from kvflow.transfer.boxes import Boxes, TooManyCopies
 from kvflow.transfer.certificate import certify
 from kvflow.transfer.match import ComponentPair, GroupPair
 from kvflow.transfer.runs import Int64s, RunTable, Units, alike, fragments, merged
@@ -31,10 +31,6 @@ flight. More would make each too small for a unit of a large model."""
 
 FETCH_RUNS_MAX = 512
 """Descriptors of one unit. A unit is fetched by one post, which must not keep other peers waiting for long."""
-
-SCATTER_RUNS_MAX = 1 << 16
-"""Runs of one unit: folding them into boxes takes 1 us each."""
-
 
 HULL_FRAGMENTS_MAX = 1 << 18
 """Fragments of all that the source holds of one unit, before merging: some 30 MiB of numbers. 128 layers of 128-token
@@ -116,9 +112,11 @@ def stage(pair: GroupPair, source: Units, target: Units, *, staging_bytes: int) 
     landing = replace(pair, source=group, pairs=tuple(landed))
     fetch = merged([fragments(parts, source, units) for parts in alike(fetching.pairs)])
     scatter = merged([fragments(parts, units, target) for parts in alike(landing.pairs)])
-    if len(scatter) > SCATTER_RUNS_MAX:
-        raise CannotStage(f"a unit is scattered in {len(scatter):,} pieces, more than {SCATTER_RUNS_MAX:,}")
-    staged_runs = StagedRuns(slots, buffer_bytes, fetch, scatter, Boxes(scatter), units, fetching, landing)
+    try:
+        boxes = Boxes(scatter)
+    except TooManyCopies as error:
+        raise CannotStage(str(error)) from error
+    staged_runs = StagedRuns(slots, buffer_bytes, fetch, scatter, boxes, units, fetching, landing)
     prove(staged_runs, source)
     return staged_runs
 

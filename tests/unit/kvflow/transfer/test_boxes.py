@@ -4,7 +4,17 @@ import numpy as np
 import pytest
 
 from kvflow.layout.region import ADDRESS_MAX
-from kvflow.transfer.boxes import AXES_MAX, COLUMNS, FIXED, Boxes, room_left
+from kvflow.transfer.boxes import (
+    AXES_MAX,
+    COLUMNS,
+    COPIES_MAX,
+    FIXED,
+    FOLDED_MAX,
+    RUNS_MAX,
+    Boxes,
+    TooManyCopies,
+    room_left,
+)
 from kvflow.transfer.runs import RunTable
 
 
@@ -73,6 +83,35 @@ def test_whatever_is_folded_every_piece_is_moved_once(seed):
     runs = sorted(runs, key=lambda run: run[2])
     dropped = [run for run in runs if rng.random() < 0.8] or runs
     assert moved(Boxes(table_of(*dropped))) == sorted(dropped)
+
+
+def regular(count):
+    """Runs at even distances."""
+    return [(8, 16 * index, 8 * index) for index in range(count)]
+
+
+def uneven(count):
+    """Pairs of runs, each pair at a distance from the next that differs from all others: two pairs make one box."""
+    return [(8, 100 * index * index + 16 * half, 64 * index + 8 * half) for index in range(count) for half in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("runs", "words"),
+    [
+        (regular(RUNS_MAX + 1), "in 65,537 pieces, more than 65,536"),
+        (uneven(FOLDED_MAX + 1), "in 8,193 uneven stretches, more than 8,192"),
+        (uneven(2 * COPIES_MAX + 1), "by 513 copies, more than 512"),
+    ],
+    ids=["runs", "stretches", "copies"],
+)
+def test_what_would_take_long_to_fold_or_to_prove_is_refused(runs, words):
+    with pytest.raises(TooManyCopies, match=words):
+        Boxes(table_of(*runs))
+
+
+def test_as_much_as_the_bounds_allow_is_folded():
+    assert axes_of(Boxes(table_of(*regular(RUNS_MAX)))) == [[(RUNS_MAX, 16, 8)]]
+    assert len(Boxes(table_of(*uneven(2 * COPIES_MAX)))) == COPIES_MAX
 
 
 def test_more_axes_than_there_are_columns_make_more_boxes():

@@ -99,6 +99,11 @@ def test_among_equals_direct_is_chosen():
     assert planned(costs=free).groups[0].staged is None
 
 
+def test_a_unit_that_takes_very_many_copies_is_read_directly(monkeypatch):
+    monkeypatch.setattr("kvflow.transfer.boxes.COPIES_MAX", 0)
+    assert "not staged, because a unit is scattered by 1 copies, more than 0" in planned().explain()
+
+
 @pytest.mark.parametrize("distance", [0, 2 * SIZE], ids=["the same bytes", "some bytes"])
 def test_components_that_share_bytes_on_the_source_are_read_directly(distance):
     group = SOURCE.groups[0]
