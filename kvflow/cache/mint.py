@@ -90,6 +90,7 @@ class Mint:
         # Whatever else a ticket could carry, such as a UUID, comes back as text, under which no slot would be found.
         if not isinstance(request_id, str):
             raise ArgumentInvalid("request_id", "text", request_id)
+        request_id = str.__str__(request_id)  # a subclass, numpy's for one, has no place in a ticket
         if request_id in self._slots:
             raise BlockIdsInvalid(f"request {request_id!r} is on offer already", remedy="Revoke it first.")
         lists, tokens = _as_integers(block_ids, num_tokens)

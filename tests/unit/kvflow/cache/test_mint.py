@@ -62,6 +62,12 @@ def test_numpy_integers_are_integers(number):
     assert offer(mint_of(), num_tokens=np.array([7])).num_tokens == (7,)
 
 
+def test_text_of_numpy_is_text():
+    mint = mint_of(address(slots=1))
+    assert type(offer(mint, np.str_("r")).request_id) is str
+    assert mint.retire("r")
+
+
 @pytest.mark.parametrize("name", [UUID(int=1), b"r", 7, None, ["unhashable"]], ids=repr)
 def test_a_name_that_is_no_text_is_refused_and_costs_no_slot(name):
     """A UUID would fit the ticket, as text, and its slot would not be found under that text when the lease ends."""
