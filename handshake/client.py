@@ -266,13 +266,16 @@ async def _connect(dialling: _Dialling, stack: AsyncExitStack) -> HandshakeClien
     network = dialling.network
     until_s = network.now() + dialling.limits.connect_s
     backoff_s = BACKOFF_S_MIN
-    cuts = 0
+    attempts = cuts = 0
     error: HandshakeError | None = None  # why an earlier attempt failed says more than that a later one came late
     while True:
         try:
-            address = await _resolve(dialling, until_s)
+            addresses = await _resolve(dialling, until_s)
         except DeadlineExceeded as late:
             raise error or late from late.__cause__
+        # A server may listen at only one of the addresses that its name has.
+        address = addresses[attempts % len(addresses)]
+        attempts += 1
         async with AsyncExitStack() as trial:
             attempt = await trial.enter_async_context(_dialled(dialling, address))
             outcome = await attempt.wait_outcome(until_s)
@@ -291,14 +294,14 @@ async def _connect(dialling: _Dialling, stack: AsyncExitStack) -> HandshakeClien
         backoff_s = min(2 * backoff_s, BACKOFF_S_MAX)
 
 
-async def _resolve(dialling: _Dialling, until_s: float) -> str:
+async def _resolve(dialling: _Dialling, until_s: float) -> tuple[str, ...]:
     endpoint, network = dialling.endpoint, dialling.network
     try:
         async with asyncio.timeout(until_s - network.now()):
             return await network.resolve(endpoint)
     except TimeoutError as error:
         raise DeadlineExceeded(f"looking up {endpoint} took too long", phase="connect") from error
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise ConnectionLost(f"{endpoint} cannot be looked up: {error}") from error
 
 

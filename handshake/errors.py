@@ -65,14 +65,16 @@ class HandshakeError(Exception):
     Attributes:
         code: stable name of the kind of error, for logs, metrics and tests.
         remedy: what to do about it, one sentence.
+        local: nothing was sent, for a reason of our own: the peer may be well.
     """
 
     code: ClassVar[str] = "handshake_error"
     default_remedy: ClassVar[str] = ""
 
-    def __init__(self, message: str, *, remedy: str = "") -> None:
+    def __init__(self, message: str, *, remedy: str = "", local: bool = False) -> None:
         self.message = message
         self.remedy = remedy or self.default_remedy
+        self.local = local
         super().__init__(message)
 
     def __str__(self) -> str:

@@ -84,8 +84,8 @@ class Network(Protocol):
         """Get ready to dial. See ``handshake.sockets.open_dialler``."""
         ...
 
-    async def resolve(self, endpoint: str) -> str:
-        """Look a name up. See ``handshake.sockets.resolve``."""
+    async def resolve(self, endpoint: str) -> tuple[str, ...]:
+        """Look a name up, which may have several addresses. See ``handshake.sockets.resolve``."""
         ...
 
 
@@ -116,7 +116,7 @@ class ZeroMqNetwork:
         """See ``Network.open_dialler``."""
         return open_dialler(endpoint, security, limits)
 
-    async def resolve(self, endpoint: str) -> str:
+    async def resolve(self, endpoint: str) -> tuple[str, ...]:
         """See ``Network.resolve``."""
         return await resolve(endpoint)
 

@@ -207,13 +207,14 @@ class ClusterSecurity(Struct, frozen=True):
                 raise AuthenticationFailed(
                     f"the server's key {server_key or '(none)'} is not among our allowed keys",
                     remedy="Add the server's public key to allowed_keys, if it is a worker of this cluster.",
+                    local=True,
                 )
             theirs = CurveKeys(public=z85.encode(bytes.fromhex(server_key)), private=b"")
             return structs.replace(self, server=theirs)
         for each in (self, self.other):
             if each is not None and server_key in ("", each.server.public_key):
                 return each
-        raise AuthenticationFailed(f"the server's key {server_key} does not follow from our cluster secret")
+        raise AuthenticationFailed(f"the server's key {server_key} does not follow from our cluster secret", local=True)
 
     def verifies(self, data: bytes, signature: bytes) -> bool:
         """Tell whether a holder of a secret that we accept has signed ``data``."""

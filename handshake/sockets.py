@@ -114,13 +114,23 @@ class Channel:
 class ListeningChannel(Channel):
     """A channel that any number of peers talk to; a message's first frame names the connection.
 
+    Args:
+        socket: bound, or about to be.
+        endpoint: where.
+        monitor: of the socket.
+        secured: whether each connection had to prove that it holds a key.
+
     Attributes:
         strangers: how many connections were not let in, by code.
     """
 
-    def __init__(self, socket: zmq.asyncio.Socket, endpoint: str, monitor: zmq.asyncio.Socket) -> None:
+    def __init__(
+        self, socket: zmq.asyncio.Socket, endpoint: str, monitor: zmq.asyncio.Socket, *, secured: bool
+    ) -> None:
         super().__init__(socket, endpoint)
         self._monitor = monitor
+        # Without encryption a client may name itself as it likes, in any bytes, and has proved nothing.
+        self._key_of = _proved_key if secured else _no_key
         self.strangers: Counter[str] = Counter()
 
     async def read(self, on_frames: Callable[[list[bytes], PublicKey], None]) -> None:
@@ -131,7 +141,7 @@ class ListeningChannel(Channel):
         while True:
             for _ in range(MESSAGES_PER_TURN):
                 frames = await self._socket.recv_multipart(copy=False)
-                on_frames([frame.bytes for frame in frames], _key_of(frames[-1]))
+                on_frames([frame.bytes for frame in frames], self._key_of(frames[-1]))
             await asyncio.sleep(0)
 
     async def count_strangers(self) -> None:
@@ -145,11 +155,12 @@ class ListeningChannel(Channel):
             await asyncio.sleep(0)
 
 
-def _key_of(frame: zmq.Frame) -> PublicKey:
-    try:
-        return PublicKey(frame.get("User-Id"))
-    except zmq.ZMQError:  # a listener without encryption asks nobody for a key
-        return ""
+def _proved_key(frame: zmq.Frame) -> PublicKey:
+    return PublicKey(frame.get("User-Id"))  # as our own doorkeeper has named the connection
+
+
+def _no_key(_frame: zmq.Frame) -> PublicKey:
+    return ""
 
 
 class DialledChannel(Channel):
@@ -231,7 +242,8 @@ async def open_listener(bind: str, security: ClusterSecurity | None, limits: Lim
             replier = context.socket(zmq.REP)
             replier.bind(ZAP_ENDPOINT)
             tasks.append(answer_admissions(replier, security.admits))
-        channel = ListeningChannel(router, bind, router.get_monitor_socket(sum(_NOT_LET_IN)))
+        monitor = router.get_monitor_socket(sum(_NOT_LET_IN))
+        channel = ListeningChannel(router, bind, monitor, secured=security is not None)
         async with running(*tasks, channel.count_strangers()):
             try:
                 router.bind(bind)
@@ -250,24 +262,25 @@ def _destroying(context: zmq.asyncio.Context) -> Iterator[None]:
         context.destroy(linger=0)
 
 
-async def resolve(endpoint: str) -> str:
-    """Return ``endpoint`` with an address in place of its name.
+async def resolve(endpoint: str) -> tuple[str, ...]:
+    """Return ``endpoint`` with an address in place of its name, once for each address that the name has.
 
     ZeroMQ would look the name up itself, within ``connect``, and the event loop would stand still meanwhile: for
     seconds, if it is that of a container that is gone.
 
     Raises:
         OSError: there is no such name, or nobody to ask.
+        UnicodeError: no name can be written so: a part of it is empty or too long.
 
     Cancellation: safe; the look-up ends by itself, in a thread.
     """
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     with suppress(ValueError):
         ip_address(host.strip("[]"))
-        return endpoint
+        return (endpoint,)
     found = await asyncio.get_running_loop().getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-    address = str(found[0][4][0])
-    return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
+    addresses = dict.fromkeys(str(each[4][0]) for each in found)
+    return tuple(f"tcp://[{each}]:{port}" if ":" in each else f"tcp://{each}:{port}" for each in addresses)
 
 
 def _require_descriptors() -> None:
@@ -281,7 +294,7 @@ def _require_descriptors() -> None:
         for _ in range(DESCRIPTORS_OF_A_CONTEXT):
             opened.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))  # noqa: PERF401 - closed one by one below
     except OSError as error:
-        raise ConnectionLost(f"no ZeroMQ context can be made: {error}", remedy=OPEN_FILES_REMEDY) from error
+        raise ConnectionLost(f"no ZeroMQ context can be made: {error}", remedy=OPEN_FILES_REMEDY, local=True) from error
     finally:
         for descriptor in opened:
             os.close(descriptor)
@@ -367,7 +380,7 @@ async def open_dialler(
             monitor.connect(links)
         except zmq.ZMQError as error:
             reason = f"no socket can be made for {endpoint}: {error}"
-            raise ConnectionLost(reason, remedy=OPEN_FILES_REMEDY) from error
+            raise ConnectionLost(reason, remedy=OPEN_FILES_REMEDY, local=True) from error
         try:
             yield DialledChannel(dealer, endpoint, monitor)
         finally:

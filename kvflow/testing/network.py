@@ -146,9 +146,9 @@ class SimulatedNetwork:
         finally:
             dialled.close()
 
-    async def resolve(self, endpoint: str) -> str:
+    async def resolve(self, endpoint: str) -> tuple[str, ...]:
         """See ``Network.resolve``."""
-        return endpoint
+        return (endpoint,)
 
 
 def _wake(waiting: asyncio.Future[None] | None) -> None:

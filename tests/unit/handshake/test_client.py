@@ -493,10 +493,27 @@ async def test_a_look_up_that_comes_too_late_does_not_hide_why_the_earlier_attem
     assert len(asked) == 2
 
 
+async def test_every_address_of_a_name_is_tried(monkeypatch):
+    async def two(*_args, **_kwargs):
+        return [(0, 0, 0, "", (address, port)) for address in ("127.0.0.2", "127.0.0.2", "127.0.0.1")]
+
+    async with serving() as server:
+        port = int(server.endpoint.rpartition(":")[2])
+        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", two)
+        async with connected(f"tcp://dual.invalid:{port}") as client:
+            assert client.identity == PRODUCER
+
+
+@pytest.mark.parametrize("host", ["a..b", "a" * 64 + ".b"])
+async def test_a_name_that_cannot_be_written_is_a_peer_that_cannot_be_reached(host):
+    error = await fails_to_connect(f"tcp://{host}:9", ConnectionLost)
+    assert "cannot be looked up" in error.message
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
 async def test_an_address_needs_no_look_up(monkeypatch, host):
     async def never(*_args, **_kwargs):
         raise AssertionError("there is nothing to look up")
 
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", never)
-    assert await resolve(f"tcp://{host}:9") == f"tcp://{host}:9"
+    assert await resolve(f"tcp://{host}:9") == (f"tcp://{host}:9",)

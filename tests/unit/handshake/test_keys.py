@@ -190,8 +190,9 @@ async def test_workers_of_two_steps_of_a_change_of_secret_meet_either_way(before
 def test_a_secret_that_is_no_longer_accepted_opens_nothing():
     assert not SECURITY.admits(OTHER_SECURITY.client.public_key)
     assert not SECURITY.verifies(b"ticket", sign(OTHER_SECURITY.ticket_key, b"ticket"))
-    with pytest.raises(AuthenticationFailed, match="does not follow from our cluster secret"):
+    with pytest.raises(AuthenticationFailed, match="does not follow from our cluster secret") as caught:
         SECURITY.towards(OTHER_SECURITY.server.public_key)
+    assert caught.value.local
 
 
 @pytest.mark.parametrize("key", ["", "0" * 63, "0" * 65, "A" * 64, "0" * 64 + "\n", 7, None])

@@ -148,6 +148,28 @@ async def test_a_frame_above_the_limit_never_arrives():
         assert heard.queue.empty()
 
 
+async def test_without_encryption_nobody_is_who_he_says_he_is():
+    """A client may send any properties within ZeroMQ's handshake, such as the one that names a key, in any bytes."""
+    heard = asyncio.Queue()
+
+    def named(name, value):
+        return bytes([len(name)]) + name + len(value).to_bytes(4, "big") + value
+
+    async with (
+        open_listener(ANY_PORT, None, LIMITS) as listener,
+        running(listener.read(lambda frames, key: heard.put_nowait((frames[1:], key)))),
+    ):
+        for user_id in (b"\xff\xfe", b"0" * 64):
+            host, port = listener.endpoint.removeprefix("tcp://").split(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
+            await patiently(reader.readexactly(64))
+            ready = b"\x05READY" + named(b"Socket-Type", b"DEALER") + named(b"User-Id", user_id)
+            writer.write(b"\x04" + bytes([len(ready)]) + ready + b"\x00\x05hello")
+            assert await patiently(heard.get()) == ([b"hello"], "")
+            writer.close()
+
+
 async def test_a_flood_does_not_starve_the_loop():
     """Messages that are there already are received without suspending, so the reader has to step aside."""
     turns = 0
@@ -245,9 +267,10 @@ async def test_without_a_file_descriptor_left_nothing_is_dialled_and_the_peer_co
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors(), hard))
-        with pytest.raises(ConnectionLost, match="limit of open files"):
+        with pytest.raises(ConnectionLost, match="limit of open files") as caught:
             async with open_dialler("tcp://127.0.0.1:9", SECURITY, LIMITS):
                 raise AssertionError("unreachable")
+        assert caught.value.local
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     async with open_dialler("tcp://127.0.0.1:9", SECURITY, LIMITS) as dialler:
