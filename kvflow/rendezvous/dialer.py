@@ -41,6 +41,14 @@ class Questions:
             self._waiting.setdefault(lease, []).append(future)
         return future
 
+    def withdraw(self, lease: LeaseKey, future: asyncio.Future[Answer]) -> None:
+        """Forget who waits no more; nothing happens if there was an answer."""
+        waiting = self._waiting.get(lease, [])
+        if future in waiting:
+            waiting.remove(future)
+        if not waiting:
+            self._waiting.pop(lease, None)
+
     def lose(self, reason: str) -> None:
         """Tell whoever waits, and whoever is going to, that the connection has ended."""
         self._lost = f"the connection ended before it was said whether a lease is held: {reason}"
@@ -112,13 +120,15 @@ class Link:
             return
         lease = (grant.slot, grant.epoch_value)
         answered = self._questions.add(lease)
-        self.renew([lease])
         try:
+            self.renew([lease])
             async with asyncio.timeout(within_s):
                 answer = await answered
         except TimeoutError:
             message = f"{self.peer} did not say whether a lease is held within {within_s} s"
             raise DeadlineExceeded(message, phase="handshake", peer=self.peer) from None
+        finally:
+            self._questions.withdraw(lease, answered)
         if answer == "ended":
             message = f"the lease of {grant.request_id!r} has ended, {self.peer} says"
             raise StaleLease(message, request_id=grant.request_id, peer=self.peer)

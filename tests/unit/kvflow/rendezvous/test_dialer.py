@@ -10,7 +10,7 @@ import pytest
 from handshake import ClockOffset
 from handshake.errors import Closed
 from handshake.limits import LEASES_MAX
-from handshake.messages import Release, Renew
+from handshake.messages import LeaseAnswer, Release, Renew
 from handshake.network import ZEROMQ, ZeroMqNetwork
 from kvflow.cache.leases import Reader
 from kvflow.cache.mint import Mint
@@ -213,10 +213,21 @@ async def test_a_ticket_that_does_not_say_when_it_was_signed_is_never_asked_abou
 async def test_a_question_without_an_answer_has_a_deadline():
     client = Client()
     client.clock_offset = ClockOffset(0.0, 0.0)
-    link = Link(client, "p", "tcp://127.0.0.1:5000", advertisement(), questions=Questions("p"))
+    questions = Questions("p")
+    link = Link(client, "p", "tcp://127.0.0.1:5000", advertisement(), questions=questions)
+    grant = granted(age_s=60.0)
+    patient = asyncio.ensure_future(link.require_held(grant, within_s=PATIENCE_S))
     with pytest.raises(DeadlineExceeded) as caught:
-        await link.require_held(granted(age_s=60.0), within_s=0.01)
+        await link.require_held(grant, within_s=0.01)
     assert caught.value.phase == "handshake"
+    (waiting,) = questions._waiting.values()
+    assert len(waiting) == 1, "who waits no more is forgotten, and who waits is not"
+    questions.answer([LeaseAnswer(slot=grant.slot, epoch=grant.epoch_value, outcome="held")])
+    await patient
+    assert questions._waiting == {}
+    with pytest.raises(DeadlineExceeded):
+        await link.require_held(grant, within_s=0.01)
+    assert questions._waiting == {}
 
 
 async def test_a_question_ends_with_its_connection():
