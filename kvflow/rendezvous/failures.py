@@ -4,13 +4,22 @@ from handshake import errors as theirs
 from kvflow import errors as ours
 
 
+class Distrusted(ours.AuthenticationFailed):
+    """We do not trust the key that the ticket names, and nothing was dialled."""
+
+
+class NotDialled(ours.PeerLost):
+    """This process lacks what it needs to dial, and nothing was dialled."""
+
+
 def as_kvflow_error(error: theirs.HandshakeError, *, peer: str) -> ours.KvflowError:
     """Return our error for theirs; chain it with ``raise ... from error``."""
     match error:
         case theirs.ConfigInvalid() | theirs.LocalProtocolError():  # such as a manifest too large to publish
             return ours.ConfigInvalid(error.message, remedy=error.remedy)
         case theirs.AuthenticationFailed():
-            return ours.AuthenticationFailed(f"{peer}: {error.message}", remedy=error.remedy)
+            kind = Distrusted if error.local else ours.AuthenticationFailed
+            return kind(f"{peer}: {error.message}", remedy=error.remedy)
         case theirs.PeerRefused():
             reason = error.message.removeprefix(f"the peer refused ({error.refusal}): ")
             return ours.PeerRefused(error.refusal, f"{peer}: {reason}", remedy=error.remedy)
@@ -19,4 +28,5 @@ def as_kvflow_error(error: theirs.HandshakeError, *, peer: str) -> ours.KvflowEr
         case theirs.DeadlineExceeded():
             return ours.DeadlineExceeded(error.message, phase=error.phase, peer=peer, remedy=error.remedy)
         case _:
-            return ours.PeerLost(error.message, peer=peer, remedy=error.remedy)
+            lost = NotDialled if error.local else ours.PeerLost
+            return lost(error.message, peer=peer, remedy=error.remedy)

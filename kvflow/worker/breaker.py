@@ -30,20 +30,24 @@ TRIED_MAX = 16
 """Peers that are remembered to have failed at an address; an engine that restarts more often is not worth a probe."""
 
 State = Literal["closed", "open", "probing"]
-Event = Literal["answered", "failed", "failed_too_often", "probed"]
+Event = Literal["answered", "failed", "failed_too_often", "probed", "abandoned"]
 
 TRANSITIONS: dict[tuple[State, Event], State] = {
     ("closed", "answered"): "closed",
     ("closed", "failed"): "closed",
     ("closed", "failed_too_often"): "open",
+    ("closed", "abandoned"): "closed",
     ("open", "probed"): "probing",
     # An attempt that was begun before the others had failed may end now.
     ("open", "answered"): "closed",
     ("open", "failed"): "open",
     ("open", "failed_too_often"): "open",
+    ("open", "abandoned"): "open",
     ("probing", "answered"): "closed",
     ("probing", "failed"): "open",
     ("probing", "failed_too_often"): "open",
+    # Nothing was dialled, so nothing was decided: whoever asks next is the probe, if its time has come.
+    ("probing", "abandoned"): "open",
 }
 
 
@@ -92,6 +96,10 @@ class Breaker:
         self.state = advance(self.state, "answered")
         self.failures = 0
         self.tried.clear()
+
+    def abandoned(self) -> None:
+        """Note that an attempt has ended before it has decided anything."""
+        self.state = advance(self.state, "abandoned")
 
     def failed(self, peer: PeerId, now: float, chance: float) -> None:
         """Note that an attempt has failed.

@@ -1,15 +1,29 @@
-"""What dialling has taught: which addresses do not answer, and which peers are gone for ever."""
+"""What dialling has taught: which addresses do not answer, and which peers are gone."""
 
+import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 from msgspec import Struct
 
 from kvflow.cache.tickets import Member
 from kvflow.clock import Clock
-from kvflow.errors import DeadlineExceeded, KvflowError, PeerLost, PeerUnavailable, StaleLease, TransferFailed
+from kvflow.errors import (
+    AuthenticationFailed,
+    DeadlineExceeded,
+    KvflowError,
+    LayoutMismatch,
+    PeerLost,
+    PeerRefused,
+    PeerUnavailable,
+    ProtocolViolation,
+    StaleLease,
+    TransferFailed,
+)
 from kvflow.ids import PeerId
 from kvflow.observability.events import BreakerClosed, BreakerOpened
 from kvflow.rendezvous.dialer import Replaced, Restarted
+from kvflow.rendezvous.failures import Distrusted, NotDialled
 from kvflow.worker.breaker import Breaker
 
 BREAKERS_MAX = 1024
@@ -17,6 +31,17 @@ BREAKERS_MAX = 1024
 
 GONE_MAX = 4096
 """Peers that are remembered to be gone. A ticket of one that was forgotten costs an attempt, and is refused then."""
+
+ELSEWHERE_S = 30.0
+"""How long a peer counts as gone because another one answers at its address. The address may be a name, and what a name
+server says is old for some seconds: one stale answer must not condemn a peer that lives."""
+
+
+class _Gone(NamedTuple):
+    """Why a peer is gone, and until when that holds; infinity if it is gone for ever."""
+
+    why: str
+    until: float
 
 
 class DiallingRecord:
@@ -30,20 +55,22 @@ class DiallingRecord:
         self._draw = draw
         self._report = report
         self._breakers: dict[str, Breaker] = {}
-        self._gone: dict[tuple[PeerId, str], str] = {}
+        self._gone: dict[tuple[PeerId, str], _Gone] = {}
 
     def require(self, member: Member) -> None:
         """Refuse to dial where nothing can come of it; otherwise the caller must dial, and say how that ended.
 
         Raises:
-            StaleLease: the peer is gone for ever, and its leases with it.
+            StaleLease: the peer is gone, and its leases with it.
             PeerUnavailable: its address does not answer; says when it is tried again.
         """
         peer, endpoint = member.peer, member.address.endpoint
-        why = self._gone.get((peer, endpoint))
-        if why is not None:
-            raise StaleLease(f"{peer} is gone for ever: {why}", peer=peer)
         breaker, now = self._breakers.get(endpoint), self._clock()
+        gone = self._gone.get((peer, endpoint))
+        if gone is not None:
+            if now < gone.until:
+                raise StaleLease(f"{peer} is gone: {gone.why}", peer=peer)
+            del self._gone[peer, endpoint]
         if breaker is not None and not breaker.ask(peer, now):
             retry_after_s = max(0.0, breaker.retry_at - now)
             when = "is being tried right now" if breaker.state == "probing" else f"is tried in {retry_after_s:.1f} s"
@@ -61,24 +88,46 @@ class DiallingRecord:
             self._report(BreakerClosed(endpoint))
 
     def on_failed(self, member: Member, error: Exception) -> None:
-        """Note how a meeting has failed: only silence and hanging up count against the address."""
+        """Note how a meeting has failed: only silence and hanging up count against the address.
+
+        What never left this process, such as our own distrust of a key, teaches nothing of the address either way.
+        """
         endpoint = member.address.endpoint
         match error:
             case Restarted() | Replaced():
-                self.on_gone(member, error.message)
+                self.on_elsewhere(member, error.message)
                 self.on_answered(endpoint)
+            case Distrusted() | NotDialled():
+                self._abandon(endpoint)
             case PeerLost() | DeadlineExceeded():
                 self._count(member.peer, endpoint)
-            case KvflowError() if type(error) is not TransferFailed:
+            case AuthenticationFailed() | PeerRefused() | ProtocolViolation() | LayoutMismatch():
                 self.on_answered(endpoint)
+            case KvflowError() if type(error) is not TransferFailed:
+                self._abandon(endpoint)
             case _:  # the data plane cannot connect, or a defect of ours; in either case it costs what silence costs
                 self._count(member.peer, endpoint)
 
-    def on_gone(self, member: Member, why: str) -> None:
-        """Note that a peer is gone from its address for ever: an incarnation never comes back."""
-        self._gone[member.peer, member.address.endpoint] = why
+    def on_goodbye(self, member: Member) -> None:
+        """Note that a peer has left: an incarnation says goodbye once, and never comes back."""
+        self._remember(member, _Gone("it said goodbye", math.inf))
+
+    def on_elsewhere(self, member: Member, why: str) -> None:
+        """Note that another peer answers at a peer's address, which holds for a while."""
+        self._remember(member, _Gone(why, self._clock() + ELSEWHERE_S))
+
+    def _remember(self, member: Member, gone: _Gone) -> None:
+        key = (member.peer, member.address.endpoint)
+        before = self._gone.pop(key, gone)
+        self._gone[key] = max(before, gone, key=lambda each: each.until)  # the latest last: the oldest is forgotten
         if len(self._gone) > GONE_MAX:
             del self._gone[next(iter(self._gone))]
+
+    def _abandon(self, endpoint: str) -> None:
+        """End an attempt that has taught nothing: if it was the probe, another one may be made."""
+        breaker = self._breakers.get(endpoint)
+        if breaker is not None:
+            breaker.abandoned()
 
     def _count(self, peer: PeerId, endpoint: str) -> None:
         breaker = self._breakers.pop(endpoint, None) or Breaker()

@@ -381,7 +381,7 @@ class PeerPool:
         for peer, entry in list(self._entries.items()):
             before = entry.linked_at is not None and entry.linked_at <= begun_at
             if before and entry.member.address.endpoint == link.endpoint and peer != link.peer:
-                self._record.on_gone(entry.member, f"{link.peer} answers at its address")
+                self._record.on_elsewhere(entry.member, f"{link.peer} answers at its address")
                 self.drop(peer, PeerLost.code, f"{link.peer} answers at its address")
 
     def _redial_later(self, member: Member) -> None:
@@ -400,7 +400,7 @@ class PeerPool:
         _fail(entry, PeerLost(f"meeting {peer} was cut short", peer=peer))
         entry.gone.set_result(None)
         if code == GOODBYE:
-            self._record.on_gone(entry.member, "it said goodbye")
+            self._record.on_goodbye(entry.member)
         elif entry.program_ids and code not in (DISTRUSTED, CLOSING[0]):
             self._redial_later(entry.member)  # it was in use, and whoever used it goes on
         self.drops[code] += 1

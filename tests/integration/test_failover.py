@@ -74,7 +74,7 @@ async def test_a_successor_at_the_same_address_is_found_by_itself(world):
             old = await producer.offer("old", BLOCKS, 8)
         async with world.producing(bind=producer.endpoint) as successor:
             await works(successor, consumer)
-            with pytest.raises(errors.StaleLease, match="gone for ever"):
+            with pytest.raises(errors.StaleLease, match="is gone"):
                 await consumer.pull(old, BLOCKS)
             lives = {event.peer for event in heard.of(PeerConnected)}
             assert len(lives) == 2

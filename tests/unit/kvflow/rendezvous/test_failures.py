@@ -4,7 +4,7 @@ import pytest
 
 from handshake import errors as theirs
 from kvflow import errors as ours
-from kvflow.rendezvous.failures import as_kvflow_error
+from kvflow.rendezvous.failures import Distrusted, NotDialled, as_kvflow_error
 
 PEER = "tcp://127.0.0.1:5000"
 
@@ -20,6 +20,8 @@ PEER = "tcp://127.0.0.1:5000"
         (theirs.Closed("m", remedy="do"), ours.PeerLost),
         (theirs.LocalProtocolError("m", remedy="do"), ours.ConfigInvalid),
         (theirs.PeerRefused("busy", "m", remedy="do"), ours.PeerRefused),
+        (theirs.AuthenticationFailed("m", remedy="do", local=True), Distrusted),
+        (theirs.ConnectionLost("m", remedy="do", local=True), NotDialled),
     ],
 )
 def test_each_kind(error, kind):

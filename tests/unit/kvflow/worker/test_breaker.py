@@ -15,7 +15,7 @@ from kvflow.worker.breaker import (
 )
 
 STATES = {"closed", "open", "probing"}
-EVENTS = {"answered", "failed", "failed_too_often", "probed"}
+EVENTS = {"answered", "failed", "failed_too_often", "probed", "abandoned"}
 
 
 @pytest.fixture

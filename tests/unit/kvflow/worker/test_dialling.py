@@ -1,4 +1,4 @@
-"""What counts against an address, what tells that a peer is gone for ever, and what is forgotten."""
+"""What counts against an address, what tells that a peer is gone, and what is forgotten."""
 
 import msgspec
 import pytest
@@ -8,8 +8,9 @@ from kvflow.cache.mint import Mint
 from kvflow.cache.tickets import RankAddress
 from kvflow.observability.events import BreakerClosed, BreakerOpened
 from kvflow.rendezvous.dialer import Replaced, Restarted
+from kvflow.rendezvous.failures import Distrusted, NotDialled
 from kvflow.worker.breaker import BACKOFF_S, FAILURES_MAX
-from kvflow.worker.dialling import DiallingRecord
+from kvflow.worker.dialling import ELSEWHERE_S, DiallingRecord
 
 from .helpers import Clock, Reports
 
@@ -105,8 +106,31 @@ def test_an_answer_is_an_answer_whatever_it_says(world, error):
     assert world.refused(member()) is None
     world.fail(member(), error)
     assert world.refused(member()) is None
+    assert world.reports.of(BreakerClosed) == [BreakerClosed(ENDPOINT)]
     world.fail(member(), error, times=10)
     assert world.refused(member()) is None
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        Distrusted("a key that is not allowed"),
+        NotDialled("no file descriptors left"),
+        errors.ConfigInvalid("malformed"),
+        errors.TransferCancelled("the worker is closing"),
+    ],
+    ids=repr,
+)
+def test_what_never_left_this_process_is_no_answer_and_no_silence(world, error):
+    world.fail(member(), error, times=10)
+    assert world.refused(member()) is None, "the address was not even tried"
+    world.fail(member(), times=FAILURES_MAX)
+    world.clock.now += BACKOFF_S
+    assert world.refused(member()) is None
+    world.fail(member(), error)
+    assert world.reports.of(BreakerClosed) == []
+    assert world.refused(member()) is None, "the probe has ended, and another one may be made"
+    assert "right now" in world.refused(member()).message
 
 
 @pytest.mark.parametrize(
@@ -117,12 +141,23 @@ def test_an_answer_is_an_answer_whatever_it_says(world, error):
     ],
     ids=repr,
 )
-def test_a_peer_whose_address_is_another_ones_is_gone_for_ever(world, error):
+def test_a_peer_whose_address_is_another_ones_is_gone_for_a_while(world, error):
     world.fail(member(), error)
     refused = world.refused(member())
     assert isinstance(refused, errors.StaleLease)
     assert error.message in refused.message
     assert world.refused(member("1")) is None, "whoever answers there now is as good as any"
+    world.clock.now += ELSEWHERE_S
+    assert world.refused(member()) is None, "a name server may have given an old address"
+    world.fail(member(), error)
+    assert isinstance(world.refused(member()), errors.StaleLease)
+
+
+def test_a_goodbye_is_for_ever_whoever_answers_there_later(world):
+    world.record.on_goodbye(member())
+    world.record.on_elsewhere(member(), "another one answers")
+    world.clock.now += 1e6
+    assert "it said goodbye" in world.refused(member()).message
 
 
 def test_a_new_incarnation_is_tried_at_once(world):
@@ -140,7 +175,7 @@ def test_what_is_remembered_is_bounded(world, monkeypatch):
         world.fail(member(endpoint=endpoint), times=FAILURES_MAX)
     assert [world.refused(member(endpoint=endpoint)) is None for endpoint in endpoints] == [True, False, False]
     for incarnation in "abc":
-        world.record.on_gone(member(incarnation), "it said goodbye")
+        world.record.on_goodbye(member(incarnation))
     assert [type(world.refused(member(incarnation))) for incarnation in "bc"] == [errors.StaleLease] * 2
 
 
@@ -152,6 +187,6 @@ def test_a_member_is_judged_by_its_own_address(world):
 
 def test_gone_is_who_was_at_that_address(world):
     """Somebody else may say the same name elsewhere; what he does is not held against it."""
-    world.record.on_gone(member(), "it said goodbye")
+    world.record.on_goodbye(member())
     assert isinstance(world.refused(member()), errors.StaleLease)
     assert world.refused(member(endpoint=OTHER_ENDPOINT)) is None
