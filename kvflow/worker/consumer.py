@@ -125,7 +125,8 @@ class Consumer:
         pull_id = next(self._ids)
         self._unsettled.begin(pull_id, ticket.request_id)
         try:
-            members = tuple(ticket.members())
+            # However they were joined: ranks in another order are the same ranks, divided and prepared once.
+            members = tuple(sorted(ticket.members(), key=lambda member: member.address.rank))
             legs = self._legs(members, await self._meet(members), targets)
             pull = _Pull(
                 ticket=ticket,

@@ -34,7 +34,7 @@ from kvflow.rendezvous.dialer import Link, Restarted, open_link
 from kvflow.rendezvous.introduction import OurSide
 from kvflow.transfer.bind_plan import AnyBinding, bind_plan
 from kvflow.transfer.cover import share_out
-from kvflow.transfer.match import Pieces, have_common_layer, require_same_model
+from kvflow.transfer.match import Piece, PieceName, Pieces, have_common_layer, require_same_model
 from kvflow.transfer.plan import PlanCache, TransferPlan
 from kvflow.transport.base import PeerAddress, Program, Transport
 from kvflow.worker.calibration import NEVER, Staging
@@ -49,6 +49,14 @@ GOODBYE = "peer_closed"
 
 DISTRUSTED = "key_removed"
 """Code of a peer whose key was taken off the list: it is not dialled again by itself."""
+
+DIVISIONS_MAX = 4096
+"""Sets of ranks that are remembered with what each rank gives. One that was forgotten is divided again, with the
+programs that are there already."""
+
+PROGRAMS_MAX = 64
+"""Different parts of our cache that one peer is prepared to give: one for each set of ranks that it is read with, at
+most. A ticket names all ranks of its engine, so that one or two are enough; who joins any sets at all is stopped."""
 
 REDIALLING_MAX = 256
 """Peers that are dialled again in the background; when a whole cluster is lost, the rest is met when it is needed."""
@@ -76,6 +84,9 @@ class Peer:
 Programs = tuple[tuple[int, AnyBinding], ...]
 """Program id and binding for each group of a plan."""
 
+Taken = tuple[tuple[PieceName, Piece], ...]
+"""The pieces of our cache that one peer gives, in their order."""
+
 
 class Leg(NamedTuple):
     """What one peer gives, and the prepared lists that read it."""
@@ -98,6 +109,7 @@ class _Entry:
         begun_at: when it was begun to be dialled.
         linked_at: when its control connection was ready; None before.
         unasked: nobody has asked for it by a ticket; it was found where another peer had been.
+        programs: by the pieces of our cache that it gives; None: all that both sides hold.
     """
 
     member: Member
@@ -109,7 +121,7 @@ class _Entry:
     begun_at: float
     linked_at: float | None = None
     unasked: bool = False
-    program_ids: list[int] = field(default_factory=list)
+    programs: "dict[Taken | None, Programs]" = field(default_factory=dict)
 
 
 class PeerPool:
@@ -216,10 +228,13 @@ class PeerPool:
     def legs(self, peers: Sequence[Peer]) -> tuple[Leg, ...]:
         """Divide our cache among the ranks of one ticket, and prepare to read from those that are needed.
 
+        Args:
+            peers: the ranks, ascending: each order is a division of its own.
+
         Raises:
             PeerLost: one of them was let go while others were being met; it may be met anew already, as another.
             LayoutMismatch: together they cannot fill our cache.
-            CapacityExceeded: a plan would be too large.
+            CapacityExceeded: a plan would be too large, or a rank is read with too many different sets of others.
         """
         for peer in peers:
             self._require_current(peer)
@@ -227,9 +242,10 @@ class PeerPool:
         if key not in self._legs:
             # Our ranks take turns, so that replicas on the other side are all of use.
             shares = share_out(self._manifest, [peer.manifest for peer in peers], turn=self._ours.identity.rank)
-            self._legs[key] = tuple(
-                Leg(share.source, self._programs(peers[share.source], share.pieces)) for share in shares
-            )
+            legs = tuple(Leg(share.source, self._programs(peers[share.source], share.pieces)) for share in shares)
+            if len(self._legs) >= DIVISIONS_MAX:
+                del self._legs[next(iter(self._legs))]
+            self._legs[key] = legs
         return self._legs[key]
 
     def _require_current(self, peer: Peer) -> None:
@@ -335,16 +351,24 @@ class PeerPool:
         return self._plans.plan(theirs, self._manifest, pieces, costs=terms.calibration, staging_bytes=terms.nbytes)
 
     def _programs(self, peer: Peer, pieces: Pieces | None) -> Programs:
-        plan = self._plan(peer.manifest, pieces)
-        entry = self._entries[peer.link.peer]
-        bindings = bind_plan(plan, peer.manifest, self._manifest)
-        return tuple(self._program(peer.link, binding, entry) for binding in bindings)
+        """Return what reads these pieces, prepared now or before: the same part may be given beside other ranks."""
+        prepared = self._entries[peer.link.peer].programs
+        taken = None if pieces is None else tuple(sorted(pieces.items()))
+        if taken not in prepared:
+            if len(prepared) >= PROGRAMS_MAX:
+                remedy = "Join the offers of the same ranks into each ticket: of all ranks of the engine."
+                raise CapacityExceeded(
+                    f"different parts that are read from {peer.link.peer}", PROGRAMS_MAX, remedy=remedy
+                )
+            plan = self._plan(peer.manifest, pieces)
+            bindings = bind_plan(plan, peer.manifest, self._manifest)
+            prepared[taken] = tuple(self._program(peer.link, binding) for binding in bindings)
+        return prepared[taken]
 
-    def _program(self, link: Link, binding: AnyBinding, entry: _Entry) -> tuple[int, AnyBinding]:
+    def _program(self, link: Link, binding: AnyBinding) -> tuple[int, AnyBinding]:
         self._next_program += 1
         program_id = self._next_program
         self.bindings[program_id] = binding
-        entry.program_ids.append(program_id)
         self._transport.prepare(
             Program(
                 program_id=program_id,
@@ -394,14 +418,15 @@ class PeerPool:
     def _forget(self, peer: PeerId, entry: _Entry, code: str, detail: str) -> None:
         del self._entries[peer], self._lives[peer]
         self._transport.remove_peer(peer)
-        for program_id in entry.program_ids:
-            self.bindings.pop(program_id, None)
+        for programs in entry.programs.values():
+            for program_id, _ in programs:
+                self.bindings.pop(program_id, None)
         self._legs = {key: legs for key, legs in self._legs.items() if peer not in key}
         _fail(entry, PeerLost(f"meeting {peer} was cut short", peer=peer))
         entry.gone.set_result(None)
         if code == GOODBYE:
             self._record.on_goodbye(entry.member)
-        elif entry.program_ids and code not in (DISTRUSTED, CLOSING[0]):
+        elif entry.programs and code not in (DISTRUSTED, CLOSING[0]):
             self._redial_later(entry.member)  # it was in use, and whoever used it goes on
         self.drops[code] += 1
         self._report(PeerDropped(peer, code, detail))

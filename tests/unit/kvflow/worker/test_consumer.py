@@ -7,6 +7,7 @@ fences observe.
 import asyncio
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from kvflow.cache.blocks import BlockAccount
@@ -84,6 +85,7 @@ class Pool:
         self.programs = {}
         self.lost = None
         self.dropped = []
+        self.divided = set()
 
     def add(self, member, source):
         plan = plan_transfer(source, self._target)
@@ -113,6 +115,7 @@ class Pool:
         return self.links[member.peer]
 
     def legs(self, peers):
+        self.divided.add(tuple(peer.link.peer for peer in peers))
         shares = share_out(self._target, [peer.manifest for peer in peers])
         return tuple(Leg(share.source, self.programs[peers[share.source].link.peer]) for share in shares)
 
@@ -611,3 +614,14 @@ async def test_closing_cancels_what_is_open_and_takes_no_more(world):
     assert world.consumer.open_pulls() == 1
     world.complete(world.transport.posted[0])
     assert world.consumer.open_pulls() == 0
+
+
+async def test_ranks_are_divided_in_one_order_however_their_offers_were_joined():
+    world = World(ranks=2)
+    ticket = world.ticket()
+    turned = msgspec.structs.replace(ticket, grants=ticket.grants[::-1])
+    pulls = [await world.pull(each, blocks) for each, blocks in ((ticket, (1, 2)), (turned, (3, 4)))]
+    assert [member.address.rank for member in turned.members()] == [1, 0]
+    assert world.pool.divided == {tuple(member.peer for member in ticket.members())}
+    world.consumer.close()
+    await asyncio.gather(*pulls, return_exceptions=True)

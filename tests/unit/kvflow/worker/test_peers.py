@@ -12,6 +12,7 @@ from handshake import ClockOffset, Limits
 from kvflow.cache.mint import Mint
 from kvflow.cache.tickets import RankAddress
 from kvflow.errors import (
+    CapacityExceeded,
     DeadlineExceeded,
     LayoutMismatch,
     PeerLost,
@@ -25,6 +26,7 @@ from kvflow.layout.manifest import Identity
 from kvflow.layout.region import Region
 from kvflow.observability.events import PeerConnected, PeerDropped
 from kvflow.rendezvous.dialer import Restarted
+from kvflow.transfer.cover import Share
 from kvflow.transfer.plan import PlanCache
 from kvflow.worker.breaker import FAILURES_MAX
 from kvflow.worker.peers import PeerPool
@@ -187,6 +189,42 @@ async def test_its_programs_are_prepared_and_known(world):
         assert program.source_rows is binding.source.table
         assert program.target_rows is binding.target.table
     assert world.pool.link(member().peer) is peer.link
+
+
+async def test_a_set_of_ranks_is_prepared_again_only_in_part_when_one_of_them_is_another(world):
+    world.pool.legs([await world.met(), await world.met(rank=1)])
+    prepared = len(world.transport.prepared)
+    world.pool.drop(member(rank=1).peer, "peer_lost", "gone")
+    await settle()
+    bindings = set(world.pool.bindings)
+    for _ in range(3):
+        world.pool.legs([await world.met(), await world.met(rank=1)])
+        world.pool.drop(member(rank=1).peer, "peer_lost", "gone")
+        await settle()
+        assert set(world.pool.bindings) == bindings, "what the other rank gives is the same"
+    assert prepared > 0
+
+
+async def test_what_is_prepared_for_any_sets_of_ranks_is_bounded(world, monkeypatch):
+    monkeypatch.setattr("kvflow.worker.peers.PROGRAMS_MAX", 1)
+    monkeypatch.setattr("kvflow.worker.peers.DIVISIONS_MAX", 2)
+    world.wire.manifest = cache_of(specs={"a": SPECS["a"]}).manifest()
+    first = await world.met()
+    world.wire.manifest = cache_of(specs={"b": SPECS["b"]}).manifest()
+    second = await world.met(rank=1)
+    world.wire.manifest = SOURCE
+    whole = await world.met(rank=2)
+    world.pool.legs([first, second])
+    world.pool.legs([whole])
+    prepared = len(world.transport.prepared)
+    world.pool.legs([second, first])
+    assert len(world.pool._legs) == 2
+    world.pool.legs([first, second])
+    assert len(world.transport.prepared) == prepared, "one that was forgotten is divided again, and not prepared"
+    monkeypatch.setattr("kvflow.worker.peers.share_out", lambda *_args, **_kwargs: [Share(0, {})])
+    with pytest.raises(CapacityExceeded, match="different parts"):
+        world.pool.legs([first, whole])
+    assert len(world.transport.prepared) == prepared
 
 
 async def test_whoever_gives_up_does_not_stop_the_meeting(world):
