@@ -169,7 +169,7 @@ class WorkerConfig(SecuritySettings, frozen=True, kw_only=True, forbid_unknown_f
             )
         if self.advertise is not None:
             host, port = _host_and_port(self.advertise)
-            if host in WILDCARD_HOSTS or not 0 < port <= PORT_MAX:
+            if host in WILDCARD_HOSTS or not _is_written_as_a_host(host) or not 0 < port <= PORT_MAX:
                 raise ConfigInvalid(f"advertise is {self.advertise!r}, which no peer can dial")
         self.check_secrets()
 
@@ -200,6 +200,15 @@ def _is_unicode(text: str) -> bool:
     try:
         text.encode()
     except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _is_written_as_a_host(host: str) -> bool:
+    """Tell whether a resolver would take it: no part of a name is empty, or longer than 63 bytes."""
+    try:
+        host.encode("idna")
+    except UnicodeError:
         return False
     return True
 

@@ -83,6 +83,8 @@ def test_valid_settings(settings):
         ({"advertise": "tcp://[::]:5000"}, "advertise"),
         ({"advertise": "tcp://node-7:0"}, "advertise"),
         ({"advertise": "tcp://node-7:70000"}, "advertise"),
+        ({"advertise": "tcp://node..7:5000"}, "advertise"),
+        ({"advertise": f"tcp://{'n' * 64}:5000"}, "advertise"),
         ({"advertise": "node-7:5000"}, "advertise"),
         ({"cluster_secret": 123456789012345678}, "cluster_secret"),
         ({"cluster_secret_accepted": "fifteen letters"}, "the accepted cluster secret has 15 characters"),
