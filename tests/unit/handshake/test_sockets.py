@@ -255,7 +255,7 @@ async def test_hundreds_of_diallers_cost_no_threads_of_their_own():
         before = threads()
         for _ in range(50):
             await stack.enter_async_context(open_dialler("tcp://127.0.0.1:9", SECURITY, LIMITS))
-        assert threads() == before
+        assert threads() <= before  # one of an earlier test may end meanwhile
 
 
 def descriptors():
