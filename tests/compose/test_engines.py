@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(600)  # containers start within seconds, engine
 
 TRAFFIC = ("python", "-c", (Path(__file__).parent / "traffic.py").read_text())
 
-TYPED = {"peer_lost", "stale_lease", "deadline_exceeded"}
+TYPED = {"peer_lost", "peer_unavailable", "stale_lease", "deadline_exceeded"}
 """Codes that a pull may end with when its producer dies."""
 
 ENDED_S = 5.0
