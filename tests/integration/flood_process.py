@@ -31,7 +31,7 @@ def tcp(endpoint, count, words):
         held.append(socket.socket())
         held[-1].setblocking(False)
         held[-1].connect_ex((host, int(port)))  # whoever finds no room waits in the kernel, and we do not
-    time.sleep(0.2)
+    time.sleep(0.2)  # most are through by then; some never are, so that there is nothing to wait for
     for each in held:
         with suppress(OSError):
             each.sendall(words)

@@ -12,6 +12,7 @@ from kvflow.transfer.costs import Calibration, Costs, encode_calibration
 from kvflow.transfer.events import TransferCompleted, TransferStarted
 
 from .consuming import works
+from .recycled import attempt, recycle_after
 from .shapes import Shape, wrong
 
 TOKEN_MAJOR = {"layout": "LBNHC", "kv": "split", "heads": 6, "block_size": 16, "head_size": 64}
@@ -72,20 +73,6 @@ async def test_token_major_pages_are_staged_between_unlike_engines(world, calibr
             assert staged.timings_s["scatter"] > 0.0 == direct.timings_s["scatter"]
 
 
-async def attempt(consumer, params):
-    try:
-        await consumer.pull(params, TARGETS)
-    except errors.StaleLease as error:
-        return error.code
-    return "completed"
-
-
-async def recycle_after(turns, producer, request):
-    for _ in range(turns):
-        await asyncio.sleep(0)
-    await producer.recycle(request)
-
-
 async def test_blocks_recycled_during_a_staged_read_are_never_delivered(world, calibrated):
     rng, outcomes = random.Random(7), {"completed": 0, "stale_lease": 0}
     half = Shape(**TOKEN_MAJOR, tp_rank=1, tp_size=2)
@@ -97,7 +84,7 @@ async def test_blocks_recycled_during_a_staged_read_are_never_delivered(world, c
             params = await producer.offer(f"r{number % 3}", SOURCES, TOKENS)
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(recycle_after(rng.choice([0, 1, 3, 8, 30, 60]), producer, f"r{number % 3}"))
-                pull = tasks.create_task(attempt(consumer, params))
+                pull = tasks.create_task(attempt(consumer, params, TARGETS))
             outcomes[pull.result()] += 1
             if pull.result() == "completed":
                 assert wrong(consumer.cache, f"r{number % 3}", TARGETS, TOKENS) == [], f"round {number}"

@@ -9,27 +9,13 @@ from kvflow import errors
 from kvflow.transfer.events import TransferCompleted, TransferStarted
 
 from .consuming import works
+from .recycled import attempt, recycle_after
 from .shapes import Shape, wrong
 
 ROUNDS = 200
 BLOCKS = [[3, 4, 5, 6, 7, 8, 9, 10], [20, 21, 22, 23, 24, 25, 26, 27]]
 BIG = Shape(block_size=64, head_size=64)
 TOKENS = 8 * 64
-
-
-async def attempt(consumer, params):
-    try:
-        await consumer.pull(params, BLOCKS)
-    except errors.StaleLease as error:
-        return error.code
-    return "completed"
-
-
-async def recycle_after(turns, producer, request):
-    """Recycle a request after some turns of the loop."""
-    for _ in range(turns):
-        await asyncio.sleep(0)
-    await producer.recycle(request)
 
 
 async def test_no_report_about_recycled_bytes(world):
@@ -42,7 +28,7 @@ async def test_no_report_about_recycled_bytes(world):
             params = await producer.offer(request, BLOCKS, TOKENS)
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(recycle_after(rng.choice([0, 1, 2, 3, 5, 8, 13, 30, 60]), producer, request))
-                pull = tasks.create_task(attempt(consumer, params))
+                pull = tasks.create_task(attempt(consumer, params, BLOCKS))
             outcomes[pull.result()] += 1
             if pull.result() == "completed":
                 assert wrong(consumer.cache, request, BLOCKS, TOKENS) == [], f"round {number}"
