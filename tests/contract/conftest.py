@@ -32,6 +32,7 @@ from kvflow.transport.base import (
 )
 from kvflow.transport.loopback import LoopbackTransport
 from kvflow.transport.nixl import NixlTransport
+from tests.stopping import stop_process
 
 MEMORY = os.environ.get("KVFLOW_TEST_MEMORY", "DRAM")
 PATIENCE_S = 60.0
@@ -181,7 +182,7 @@ class Elsewhere:
         assert self.process.stdout.readline() == "ok\n"
 
     def stop(self):
-        self.process.send_signal(signal.SIGSTOP)
+        stop_process(self.process.pid)
 
     def resume(self):
         self.process.send_signal(signal.SIGCONT)

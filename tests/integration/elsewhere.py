@@ -13,6 +13,8 @@ from pathlib import Path
 
 import msgspec
 
+from tests.stopping import stop_process
+
 from .forked import ForkedProcess
 
 TESTS = Path(__file__).parents[1]
@@ -71,7 +73,7 @@ class Child:
 
     def stop(self):
         """Let it hang: its kernel answers, it does not."""
-        self.process.send_signal(signal.SIGSTOP)
+        stop_process(self.process.pid)
 
     def resume(self):
         self.process.send_signal(signal.SIGCONT)

@@ -47,6 +47,10 @@ class ForkedProcess:
             return Connection(reading, writable=False), os.fdopen(writing, "w")
         return os.fdopen(reading), Connection(writing, readable=False)
 
+    @property
+    def pid(self):
+        return self._process.pid
+
     def poll(self):
         return self._process.exitcode
 

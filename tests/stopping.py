@@ -1,0 +1,29 @@
+"""SIGSTOP, for tests that need a process to do nothing more from now on."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+PATIENCE_S = 60.0
+
+
+def stop_process(pid: int) -> None:
+    """Stop a process, and return when none of its threads runs any more.
+
+    The signal alone is a request: it stops the process when one thread has taken it, and until that thread is given a
+    core the others go on, a data plane's among them.
+    """
+    os.kill(pid, signal.SIGSTOP)
+    deadline = time.monotonic() + PATIENCE_S
+    while not all(_state(task) in "TtZX" for task in Path(f"/proc/{pid}/task").iterdir()):
+        assert time.monotonic() < deadline, f"process {pid} does not stop"
+        time.sleep(0.001)
+
+
+def _state(task: Path) -> str:
+    """Return the letter of a thread's state, that of a dead one if it has ended meanwhile. Source: proc(5)."""
+    try:
+        return (task / "stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "X"
