@@ -1,0 +1,209 @@
+"""One vLLM engine in this process, driven by lines of JSON: ``python -m tests.vllm.engine_process SETTINGS``.
+
+``SETTINGS`` is a JSON object with ``llm``, the arguments of ``vllm.LLM``, and ``cpu_layouts``, which replaces the list
+of layouts that the CPU's attention declares (null leaves it). Commands come on standard input, one a line, and have an
+``op``; answers go to standard output and carry the ``id`` of what they answer. What vLLM writes there goes to standard
+error instead.
+
+========  ==================================================  =========================================================
+op        fields                                              answer
+========  ==================================================  =========================================================
+generate  id, prompt, max_tokens, kv_transfer_params, chunk   id, tokens, finish_reason, kv_transfer_params, or error
+abort     id, of a request                                    the request's, with finish_reason ``abort``
+state     id                                                  id and the fields of ``state``
+reset     id                                                  id, reset: whether the prefix cache was emptied
+stop                                                          none; the engine is shut down
+========  ==================================================  =========================================================
+
+``{"ready": ...}`` is the first answer, ``{"fatal": ...}`` the last of an engine that an exception has ended.
+A request with ``progress`` is answered ``{"id": ..., "progress": number of tokens}`` at each of its steps, too.
+"""
+
+import json
+import os
+import queue
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+IDLE_S = 0.001
+"""How long vLLM's own loop sleeps after a step that ran no model."""
+
+
+def take_standard_output() -> TextIO:
+    """Return the real standard output, and let everybody else who writes there write to standard error."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    return answers
+
+
+class Transfers:
+    """Counts what NIXL is asked to read, at its binding, so that all connectors are counted alike."""
+
+    def __init__(self) -> None:
+        self.descriptors: list[int] = []
+        """Descriptors of each prepared read, in order, before NIXL merges any."""
+
+    def watch(self) -> None:
+        """Count from now on; NIXL may not be loaded yet."""
+        from nixl_cu12 import _bindings
+
+        original = _bindings.nixlAgent.makeXferReq
+
+        def counted(agent: Any, operation: Any, local: Any, indices: Any, *rest: Any, **named: Any) -> Any:
+            self.descriptors.append(len(indices))
+            return original(agent, operation, local, indices, *rest, **named)
+
+        _bindings.nixlAgent.makeXferReq = counted
+
+    def take(self) -> list[int]:
+        """Return what was counted since the last call."""
+        taken, self.descriptors = self.descriptors, []
+        return taken
+
+
+def declare_layouts(names: list[str]) -> None:
+    """Let the CPU's attention declare other layouts than its one; its kernels go by strides, and read them well."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+    from vllm.v1.kv_cache_interface import KVCacheLayout
+
+    layouts = tuple(KVCacheLayout[name] for name in names)
+    CPUAttentionBackend.supported_kv_cache_layouts = classmethod(lambda cls: layouts)  # type: ignore[method-assign]
+
+
+class Served:
+    """An engine and the requests that it has."""
+
+    def __init__(self, settings: dict[str, Any], answers: TextIO) -> None:
+        self.transfers = Transfers()
+        self.transfers.watch()
+        if settings["cpu_layouts"] is not None:
+            declare_layouts(settings["cpu_layouts"])
+        import vllm
+
+        self.answers = answers
+        self.engine = vllm.LLM(**settings["llm"]).llm_engine
+        self.core = self.engine.engine_core.engine_core
+        self.scheduler = self.core.scheduler
+        self.tokens_per_step = self.scheduler.max_num_scheduled_tokens
+        self.requests: dict[str, dict[str, Any]] = {}
+        self.steps = 0
+
+    def answer(self, **fields: Any) -> None:
+        self.answers.write(json.dumps(fields) + "\n")
+
+    def generate(self, command: dict[str, Any]) -> None:
+        from vllm import SamplingParams
+
+        params = command.get("kv_transfer_params")
+        sampling = SamplingParams(
+            temperature=0.0,
+            max_tokens=command.get("max_tokens", 32),
+            ignore_eos=True,
+            detokenize=False,
+            extra_args=None if params is None else {"kv_transfer_params": params},
+        )
+        self.requests[command["id"]] = command
+        # Where a prompt is cut decides about the last bits of a state. Only a request that is alone can say it.
+        self.scheduler.max_num_scheduled_tokens = command.get("chunk") or self.tokens_per_step
+        try:
+            self.engine.add_request(command["id"], {"prompt_token_ids": command["prompt"]}, sampling)
+        except Exception as error:  # noqa: BLE001 - the driver is told, whatever it is
+            del self.requests[command["id"]]
+            self.answer(id=command["id"], error=f"{type(error).__name__}: {error}")
+
+    def abort(self, command: dict[str, Any]) -> None:
+        if self.requests.pop(command["id"], None) is None:
+            return
+        self.engine.abort_request([command["id"]])
+        self.answer(id=command["id"], tokens=[], finish_reason="abort", kv_transfer_params=None)
+
+    def state(self, command: dict[str, Any]) -> None:
+        """Answer how many blocks and requests there are; ``held`` counts requests that wait to be freed, too."""
+        pool = self.scheduler.kv_cache_manager.block_pool
+        groups = self.core.scheduler.kv_cache_config.kv_cache_groups
+        self.answer(
+            id=command["id"],
+            free_blocks=pool.get_num_free_blocks(),
+            blocks=pool.num_gpu_blocks,
+            held=len(self.scheduler.requests),
+            block_sizes=[group.kv_cache_spec.block_size for group in groups],
+            layout=str(getattr(self.core.scheduler.kv_cache_config, "kv_cache_layout", None)),
+            descriptors=self.transfers.take(),
+            steps=self.steps,
+        )
+
+    def reset(self, command: dict[str, Any]) -> None:
+        self.answer(id=command["id"], reset=self.engine.reset_prefix_cache())
+
+    def step(self) -> None:
+        """Run one step and answer what has ended in it."""
+        outputs = self.engine.step()
+        self.steps += 1
+        for output in outputs:
+            completion = output.outputs[0]
+            if (request := self.requests.get(output.request_id)) is None:
+                continue
+            if not output.finished:
+                if request.get("progress"):
+                    self.answer(id=output.request_id, progress=len(completion.token_ids))
+                continue
+            del self.requests[output.request_id]
+            self.answer(
+                id=output.request_id,
+                tokens=list(completion.token_ids),
+                finish_reason=completion.finish_reason,
+                stop_reason=completion.stop_reason,
+                cached_tokens=output.num_cached_tokens,
+                kv_transfer_params=output.kv_transfer_params,
+            )
+        if not outputs:
+            time.sleep(IDLE_S)
+
+    def serve(self, commands: "queue.Queue[dict[str, Any]]") -> None:
+        """Obey until told to stop, and step while there is work, as vLLM's own loop does."""
+        for command in self.pending(commands):
+            match command.get("op"):
+                case "stop":
+                    return
+                case None:
+                    self.step()
+                case "generate" | "abort" | "state" | "reset" as op:
+                    getattr(self, op)(command)
+
+    def pending(self, commands: "queue.Queue[dict[str, Any]]") -> Iterator[dict[str, Any]]:
+        """Yield commands as they come, and an empty one where the engine should take a step."""
+        while True:
+            try:
+                yield commands.get(block=not self.scheduler.has_requests())
+            except queue.Empty:
+                yield {}
+
+
+def main() -> None:
+    answers = take_standard_output()
+    settings = json.loads(sys.argv[1])
+    commands: queue.Queue[dict[str, Any]] = queue.Queue()
+
+    def listen() -> None:
+        for line in sys.stdin:
+            commands.put(json.loads(line))
+        commands.put({"op": "stop"})  # whoever drove us is gone
+
+    try:
+        served = Served(settings, answers)
+        threading.Thread(target=listen, daemon=True).start()
+        served.answer(ready=True)
+        served.serve(commands)
+    except BaseException as error:
+        answers.write(json.dumps({"fatal": f"{type(error).__name__}: {error}"}) + "\n")
+        traceback.print_exc()
+        raise
+    served.core.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""Make small models with random weights, which vLLM runs as it runs the large ones of their families.
+
+The weights are drawn again, wider than a library initializes them: with the usual ones a model repeats one token, and
+every comparison of tokens would succeed. The seed is fixed, so that a model is the same wherever it is made::
+
+    python -m tests.vllm.tiny_models out/vllm llama gptoss
+"""
+
+import hashlib
+import math
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+SEED = 20
+VOCABULARY = 1024
+CONTEXT = 1024
+"""Tokens, of prompt and output together."""
+WINDOW = 64
+"""Tokens of a sliding window: less than a block of 128, so that blocks fall out of it."""
+GAIN = 1.5
+"""Weights have this standard deviation, divided by the root of the number of inputs."""
+
+COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"num_hidden_layers": 4, "head_dim": 64, "intermediate_size": 512}),
+    "gemma3": (
+        "gemma3_text",
+        {
+            "num_hidden_layers": 6,
+            "head_dim": 64,
+            "intermediate_size": 512,
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+            "query_pre_attn_scalar": 64,
+        },
+    ),
+    "gptoss": (
+        "gpt_oss",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 64,
+            "intermediate_size": 256,
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 2.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": CONTEXT // 2,
+            },
+        }
+        | EXPERTS,
+    ),
+    "granite": (
+        "granitemoehybrid",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["mamba", "mamba", "mamba", "attention"],
+            "intermediate_size": 256,
+            "shared_intermediate_size": 256,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 64,
+            "mamba_d_state": 64,
+            "mamba_n_groups": 1,
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+        }
+        | EXPERTS,
+    ),
+    "qwen3next": (
+        "qwen3_next",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 64,
+            "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+            "intermediate_size": 256,
+            "moe_intermediate_size": 128,
+            "shared_expert_intermediate_size": 128,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 64,
+            "linear_value_head_dim": 64,
+        },
+    ),
+}
+"""Name -> transformers' type of model, and its fields."""
+
+EMBEDDING_DEVIATION = {"gemma3": 0.004}
+"""Deviation of embeddings that are also the output's weights and are scaled on the way in."""
+
+
+def folder_of(name: str, parent: Path) -> Path:
+    """Return where a model is kept: another folder whenever this file changes."""
+    digest = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
+    return parent / f"{name}-{digest}"
+
+
+def redraw(name: str, model: Any) -> None:
+    """Draw every matrix again."""
+    import torch
+
+    generator = torch.Generator().manual_seed(SEED)
+    for parameter_name, parameter in model.named_parameters():
+        if parameter.ndim < 2:
+            continue
+        deviation = GAIN / math.sqrt(parameter.shape[-1])
+        if "embed_tokens" in parameter_name:
+            deviation = EMBEDDING_DEVIATION.get(name, deviation)
+        parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * deviation)
+
+
+def make(name: str, parent: Path) -> Path:
+    """Make a model unless it is there, and return its folder.
+
+    The folder appears complete or not at all.
+    """
+    folder = folder_of(name, parent)
+    if folder.exists():
+        return folder
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kind, fields = CONFIGS[name]
+    torch.manual_seed(SEED)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **COMMON | fields))
+    redraw(name, model)
+    parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=parent, ignore_cleanup_errors=True) as scratch:
+        model.to(torch.bfloat16).save_pretrained(scratch)
+        Path(scratch).rename(folder)
+    return folder
+
+
+def main() -> None:
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    parent, *names = sys.argv[1:]
+    for name in names or CONFIGS:
+        sys.stdout.write(f"{make(name, Path(parent))}\n")
+
+
+if __name__ == "__main__":
+    main()
