@@ -15,7 +15,7 @@ import msgspec
 
 from tests.stopping import stop_process
 
-from .forked import ForkedProcess
+from .forked import ForkedProcess, whole_name
 
 TESTS = Path(__file__).parents[1]
 PATIENCE_S = 60.0
@@ -29,15 +29,22 @@ def environment_of_children():
 
 
 class Child:
-    """A process that hosts producers, and runs a module of this folder."""
+    """A process that hosts producers, and runs a module of this folder, or the one that its whole name says.
 
-    def __init__(self, module="producer_process", *, forked=False, **environment):
+    Args:
+        module: that it runs.
+        forked: whether it is forked off a process that has imported everything.
+        prefix: command that starts it in another world, if it is not forked.
+        environment: more variables.
+    """
+
+    def __init__(self, module="producer_process", *, forked=False, prefix=(), **environment):
         self._asking = threading.Lock()
         self.process = (
             ForkedProcess(module, environment)
             if forked
             else subprocess.Popen(
-                [sys.executable, "-m", f"{Path(__file__).parent.name}.{module}"],
+                [*prefix, sys.executable, "-m", whole_name(module)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,

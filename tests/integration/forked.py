@@ -11,6 +11,11 @@ TESTS = Path(__file__).parents[1]
 MODULES = ["producer_process", "consumer_process"]
 
 
+def whole_name(module):
+    """Return the name under which a child finds a module: of this folder, if it names no other."""
+    return module if "." in module else f"{Path(__file__).parent.name}.{module}"
+
+
 def run(module, environment, stdin, stdout):
     """Be a child, in a process that was forked just now."""
     for number, connection in ((0, stdin), (1, stdout)):
@@ -26,18 +31,25 @@ class ForkedProcess:
     """As much of ``subprocess.Popen`` as a child needs."""
 
     def __init__(self, module, environment):
-        package = Path(__file__).parent.name
         context = multiprocessing.get_context("forkserver")
         sys.path.insert(0, str(TESTS))
+        # For the server that is forked off: Python 3.11 tells it our path too late, and what it then cannot import
+        # beforehand it leaves to each child, without a word.
+        before = os.environ.get("PYTHONPATH")
+        os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
         try:
-            context.set_forkserver_preload([f"{package}.{name}" for name in MODULES])
-            target = importlib.import_module(f"{package}.forked").run
+            context.set_forkserver_preload([whole_name(name) for name in [*MODULES, module]])
+            target = importlib.import_module(whole_name("forked")).run
             (their_stdin, self.stdin), (self.stdout, their_stdout) = self._pipe("w"), self._pipe("r")
-            arguments = (f"{package}.{module}", environment, their_stdin, their_stdout)
+            arguments = (whole_name(module), environment, their_stdin, their_stdout)
             self._process = context.Process(target=target, args=arguments, daemon=True)
             self._process.start()
         finally:
             sys.path.remove(str(TESTS))
+            if before is None:
+                del os.environ["PYTHONPATH"]
+            else:
+                os.environ["PYTHONPATH"] = before
         their_stdin.close()
         their_stdout.close()
 
