@@ -196,7 +196,7 @@ def test_cancel_ends_what_waits_and_leaves_what_is_done_or_unknown(world, pair):
     assert len(set(reader.sink.order())) == len(reader.sink.order())
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(reads=st.lists(st.tuples(st.integers(0, 1), st.integers(1, 6), st.integers(-1, 1), st.booleans()), max_size=25))
 def test_every_read_and_every_fence_ends_exactly_once(world, reads):
     reader = world.end(64 * BLOCK)

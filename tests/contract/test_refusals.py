@@ -170,7 +170,7 @@ def test_adding_a_peer_twice_is_harmless(world, pair):
     assert reader.sink.events.count(PeerAdded("p")) == 2
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_metadata_that_was_damaged_is_refused_and_the_good_one_still_works(world, data):
     reader, exporter = world.shared(64 * BLOCK)

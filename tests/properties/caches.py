@@ -26,7 +26,6 @@ ABSENT = -1
 
 thorough = settings(
     max_examples=150,
-    deadline=None,  # a shared machine may stall at any moment
     print_blob=True,
     phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],  # explaining takes minutes
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

@@ -197,7 +197,7 @@ def test_bytes_that_are_no_message_are_a_violation(payload):
         decode(Publication.of(payload, schema=MANIFEST_SCHEMA), peer="p")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_a_flipped_byte_is_a_violation_or_another_manifest(data):
     payload = bytearray(msgspec.msgpack.encode(HONEST))
