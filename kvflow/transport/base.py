@@ -58,11 +58,13 @@ class PeerAddress(Struct, frozen=True):
         peer: identity of the peer, unique per incarnation.
         metadata: the exporter's own opaque description (``Transport.metadata``), at most 1 MiB.
         epochs: the peer's epoch table, ``epochs.nbytes // 8`` slots of u64.
+        agent: the name that the peer's transport was constructed with; metadata of another is refused. None: any.
     """
 
     peer: PeerId
     metadata: bytes
     epochs: Region
+    agent: str | None = None
 
 
 class Program(Struct, frozen=True, eq=False):

@@ -1,7 +1,8 @@
 """What an exporter tells about itself, with a digest around it.
 
 NIXL's metadata has no checksum, and a flipped bit in it can crash the process that loads it. So no byte reaches
-NIXL that the digest does not cover. It protects against accidents only; forgery is for the channel to prevent.
+NIXL that the digest does not cover. It protects against accidents only: forgery is for the channel to prevent, and what
+a member forges is for ``nixl_metadata`` to find.
 
 On the wire: 4 bytes of magic, 16 bytes of BLAKE2b over the rest, and the rest, which is msgpack.
 """
@@ -28,7 +29,7 @@ class Envelope(Struct, frozen=True):
     """
 
     transport: Annotated[str, Meta(max_length=32)]
-    agent: Annotated[str, Meta(min_length=1, max_length=255)]
+    agent: Annotated[str, Meta(min_length=1, max_length=512)]
     blob: bytes
 
 
@@ -48,11 +49,16 @@ def seal(envelope: Envelope) -> bytes:
     return sealed
 
 
-def unseal(sealed: bytes, *, transport: str) -> Envelope:
+def unseal(sealed: bytes, *, transport: str, agent: str | None = None) -> Envelope:
     """Decode what ``seal`` made for the same transport.
 
+    Args:
+        sealed: the bytes.
+        transport: that reads them.
+        agent: whose they must be; None: anybody's.
+
     Raises:
-        ValueError: it is too large, truncated, changed, or made by another transport.
+        ValueError: it is too large, truncated, changed, of another agent, or made by another transport.
     """
     if len(sealed) > METADATA_BYTES_MAX:
         raise ValueError(f"{len(sealed)} bytes of metadata; the limit is {METADATA_BYTES_MAX}")
@@ -64,6 +70,9 @@ def unseal(sealed: bytes, *, transport: str) -> Envelope:
     envelope = _decoder.decode(body)
     if envelope.transport != transport:
         raise ValueError(f"the peer's transport is {envelope.transport!r}, ours is {transport!r}")
+    if agent is not None and envelope.agent != agent:
+        # Whoever takes another's name keeps that one from being read.
+        raise ValueError(f"the metadata is that of {envelope.agent!r}, not of {agent!r}")
     return envelope
 
 

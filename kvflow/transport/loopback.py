@@ -69,7 +69,7 @@ class LoopbackMover:
     def add(self, address: PeerAddress) -> None:
         """See ``Mover.add``."""
         try:
-            envelope = unseal(address.metadata, transport="loopback")
+            envelope = unseal(address.metadata, transport="loopback", agent=address.agent)
         except ValueError as error:
             raise MoveFailed("metadata_invalid", str(error)) from error
         with _exporters_lock:

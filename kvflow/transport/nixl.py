@@ -4,6 +4,7 @@ The exporter has a progress thread, which serves peers while nobody calls it. Th
 thread polls whenever something is in flight, and a second thread would fight it for the UCX worker's lock.
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -21,8 +22,11 @@ from kvflow.transport.envelope import Envelope, seal, unseal
 from kvflow.transport.ledger import Chunk
 from kvflow.transport.mover import Flight, MoveFailed, Prepared
 from kvflow.transport.nixl_binding import Agent, error_types, load_binding
+from kvflow.transport.nixl_metadata import inspect
 from kvflow.transport.staging import StagingMemory
 from kvflow.transport.threaded import ThreadedTransport
+
+_logger = logging.getLogger(__name__)
 
 _SCRATCH_SLOTS = 8192
 """Where fences land: 64 KiB. A peer has at most eight fences in flight, so this is enough for 1,024 hung peers."""
@@ -117,10 +121,12 @@ class NixlMover:
         refusals: tuple[type[Exception], ...] = (ValueError, *self._errors)
         try:
             with ExitStack() as exporting:
-                exporter = Agent(binding, f"{agent_name}/exporter", progress=True)
+                exporter = Agent(binding, exporter_name(agent_name), progress=True)
                 exporting.callback(exporter.destroy)
                 exporter.register([*regions, epochs])
-                self.metadata = seal(Envelope("nixl", f"{agent_name}/exporter", exporter.metadata()))
+                envelope = Envelope("nixl", exporter_name(agent_name), exporter.metadata())
+                self.metadata = seal(envelope)
+                self._inspects = _can_inspect(envelope)
                 self._reader = self._make_reader()
                 self._reader_is_gone = False
                 self._exporting = exporting.pop_all()
@@ -130,7 +136,10 @@ class NixlMover:
     def add(self, address: PeerAddress) -> None:
         """See ``Mover.add``."""
         try:
-            envelope = unseal(address.metadata, transport="nixl")
+            agent = None if address.agent is None else exporter_name(address.agent)
+            envelope = unseal(address.metadata, transport="nixl", agent=agent)
+            if self._inspects:
+                inspect(envelope.blob, envelope.agent)
         except ValueError as error:
             raise MoveFailed("metadata_invalid", str(error)) from error
         if any(peer.agent == envelope.agent for peer in self._peers.values()):
@@ -300,6 +309,21 @@ class NixlTransport(ThreadedTransport):
     def __init__(self, agent_name: str, sink: Sink, staging_bytes: int = 0) -> None:
         staging = StagingMemory(staging_bytes)
         super().__init__("nixl", partial(NixlMover, agent_name, staging=staging.regions), sink, staging)
+
+
+def exporter_name(agent_name: str) -> str:
+    """Return the name of the NIXL agent that peers of this worker read from."""
+    return f"{agent_name}/exporter"
+
+
+def _can_inspect(ours: Envelope) -> bool:
+    """Tell whether metadata of this NIXL has the form that we know: that of our peers is then read before NIXL does."""
+    try:
+        inspect(ours.blob, ours.agent)
+    except ValueError as error:
+        _logger.warning("metadata of peers is given to NIXL unread, since ours has an unknown form: %s", error)
+        return False
+    return True
 
 
 def _failure(codes: Mapping[str, str], error: Exception) -> MoveFailed:

@@ -335,7 +335,7 @@ class PeerPool:
         require_same_model(theirs.manifest, self._manifest)
         if have_common_layer(theirs.manifest, self._manifest):
             self._plan(theirs.manifest, None)  # another pipeline stage may have nothing for us
-        self._transport.add_peer(PeerAddress(link.peer, theirs.metadata, theirs.epochs))
+        self._transport.add_peer(PeerAddress(link.peer, theirs.metadata, theirs.epochs, agent=link.peer))
         budget_s = self._ours.limits.handshake_s
         try:
             async with asyncio.timeout(budget_s):

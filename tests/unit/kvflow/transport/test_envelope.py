@@ -5,8 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvflow.ids import peer_id
 from kvflow.layout.region import METADATA_BYTES_MAX
 from kvflow.transport.envelope import Envelope, _digest, seal, unseal
+from kvflow.transport.nixl import exporter_name
 
 GOOD = Envelope("nixl", "agent", b"blob" * 50)
 
@@ -37,9 +39,21 @@ def test_limits_hold_on_both_sides():
         seal(Envelope("nixl", "agent", bytes(METADATA_BYTES_MAX)))
     with pytest.raises(ValueError, match="limit"):
         unseal(bytes(METADATA_BYTES_MAX + 1), transport="nixl")
-    body = msgspec.msgpack.encode({"transport": "nixl", "agent": "x" * 256, "blob": b""})
+    body = msgspec.msgpack.encode({"transport": "nixl", "agent": "x" * 513, "blob": b""})
     with pytest.raises(msgspec.ValidationError):
         unseal(b"kvt1" + _digest(body) + body, transport="nixl")
+
+
+def test_metadata_of_another_agent_is_refused():
+    assert unseal(seal(GOOD), transport="nixl", agent="agent") == GOOD
+    with pytest.raises(ValueError, match="'agent', not of 'another'"):
+        unseal(seal(GOOD), transport="nixl", agent="another")
+
+
+def test_the_longest_name_of_an_engine_fits():
+    name = peer_id("e" * 256, 65535, "f" * 32)
+    envelope = Envelope("nixl", exporter_name(name), b"")
+    assert unseal(seal(envelope), transport="nixl") == envelope
 
 
 def test_another_transport_is_named():

@@ -1,0 +1,222 @@
+"""Read NIXL's metadata before NIXL does, so that bytes that would crash the process never reach it.
+
+NIXL and UCX read what a peer has published without looking where it ends: of bytes that were changed at random, one
+in a hundred to one in ten ended the process with SIGSEGV or SIGABRT. A digest tells nothing here, because whoever
+publishes makes the digest, too. So each length, count and index in it is read here first, with bounds.
+
+There are three formats inside each other, all of them little-endian, none of them documented:
+
+- NIXL's: fields of a tag, a length (u64), the bytes, and a bar;
+- the address of a UCX worker, version 1, with a device for each network and in it an interface for each transport;
+- UCX's key of one region, for each region.
+
+Source: NIXL 1.5.1 ``serdes.cpp``, ``nixl_descriptors.cpp``; UCX 1.23 ``ucp/wireup/address.c``, ``ucp/core/ucp_rkey.c``.
+"""
+
+import math
+import struct
+from typing import NoReturn
+
+from kvflow.layout.region import ADDRESS_MAX
+
+REGIONS_MAX = 20_000
+"""As many as fit into the largest metadata that is published."""
+
+_ADDRESS_VERSION = 0
+"""What UCX calls version 1, in the low half of the first byte."""
+
+_HAS_UUID = 2
+"""The only flag that the addresses of workers have, in the high half of the first byte."""
+
+_INTERFACES_MAX = 128
+"""UCX has room for so many."""
+
+_DEVICE_INDEX_MAX = 1023
+
+_MEMORY_TYPE_MAX = 8
+"""Kinds of memory that UCX knows; the number is an index into its tables."""
+
+_LAST, _SECOND, _THIRD = 0x80, 0x40, 0x20
+"""Flags above a length: the last of its kind; then, of an interface, endpoints follow; of a device, a number of paths
+follows, and the device of the system."""
+
+_NO_SYSTEM_DEVICE = 0xFF
+"""Also the end of a list of distances."""
+
+_LENGTHS_MIN = {
+    "self": (0, 8),
+    "tcp": (6, 2),
+    "sysv": (8, 8),
+    "posix": (8, 8),
+    "cma": (8, 4),
+    "cuda_copy": (0, 8),
+    "cuda_ipc": (8, 4),
+}
+"""Transport -> bytes that its device's address and its own have at least. UCX takes an empty one for a null pointer,
+and these transports follow it. In containers they are longer."""
+
+
+def inspect(blob: bytes, agent: str) -> None:
+    """Make sure that NIXL can read what an exporter has published.
+
+    Args:
+        blob: what ``nixlAgent.getLocalMD`` returns for an agent with the UCX backend.
+        agent: the name that it must have.
+
+    Raises:
+        ValueError: says what cannot be; NIXL must not see it.
+    """
+    cursor = _Cursor(blob, "metadata")
+    cursor.require(cursor.take(11) == b"nixlSerDes|", "it is not NIXL's")
+    cursor.require(cursor.field(b"Agent") == agent.encode(), f"it is not that of {agent!r}")
+    cursor.require(cursor.number(b"Conns") == 1, "it has not one connection")
+    cursor.require(cursor.field(b"t") == b"UCX", "its connection is not one of UCX")
+    _inspect_address(_Cursor(cursor.field(b"c"), "UCX address"))
+    cursor.require(cursor.field(b"") == b"MemSection", "it has no memory")
+    kinds: set[int] = set()
+    for _ in range(cursor.number(b"nixlSecElms")):
+        cursor.require(cursor.field(b"bknd") == b"UCX", "its memory is not registered with UCX")
+        cursor.require(cursor.field(b"nixlDList") == b"nixlSDList", "its memory is not a list of regions")
+        kind = cursor.number(b"t", nbytes=4)
+        cursor.require(kind in _KINDS and kind not in kinds, f"memory of kind {kind}")
+        kinds.add(kind)
+        regions = cursor.number(b"n")
+        cursor.require(1 <= regions <= REGIONS_MAX, f"{regions} regions")
+        for _ in range(regions):
+            _inspect_region(_Cursor(cursor.field(b""), "region"))
+    cursor.require(bool(kinds), "it has no memory")
+    cursor.end()
+
+
+_KINDS = (0, 1)
+"""DRAM and VRAM as NIXL numbers them."""
+
+
+class _Cursor:
+    """A place in some bytes that cannot be left at their end.
+
+    Args:
+        data: the bytes.
+        name: of what they are, for errors.
+    """
+
+    def __init__(self, data: bytes, name: str) -> None:
+        self._data = data
+        self._name = name
+        self._at = 0
+
+    @property
+    def left(self) -> int:
+        """How many bytes are to come."""
+        return len(self._data) - self._at
+
+    def refuse(self, complaint: str) -> NoReturn:
+        """Raise, with the name of what is being read."""
+        raise ValueError(f"the {self._name} cannot be: {complaint}")
+
+    def require(self, condition: bool, complaint: str) -> None:
+        """Raise unless the condition holds. Where it is asked for each region, ``refuse`` saves making the words."""
+        if not condition:
+            self.refuse(complaint)
+
+    def take(self, nbytes: int) -> bytes:
+        """Return the next bytes."""
+        end = self._at + nbytes
+        if end > len(self._data):
+            self.refuse(f"{nbytes} bytes where {self.left} are left")
+        taken = self._data[self._at : end]
+        self._at = end
+        return taken
+
+    def unsigned(self, nbytes: int) -> int:
+        """Return the next bytes as a number."""
+        return int.from_bytes(self.take(nbytes), "little")
+
+    def field(self, tag: bytes) -> bytes:
+        """Return the value of the next of NIXL's fields."""
+        known = self.take(len(tag)) == tag
+        value = self.take(self.unsigned(8)) if known else b""
+        if not known or self.take(1) != b"|":
+            self.refuse(f"no field {tag.decode()!r}")
+        return value
+
+    def number(self, tag: bytes, *, nbytes: int = 8) -> int:
+        """Return the value of the next of NIXL's fields, which is a number of so many bytes."""
+        value = self.field(tag)
+        self.require(len(value) == nbytes, f"{len(value)} bytes for the number {tag.decode()!r}")
+        return int.from_bytes(value, "little")
+
+    def end(self) -> None:
+        """Make sure that nothing is left."""
+        self.require(self.left == 0, f"{self.left} bytes too many")
+
+
+def _inspect_address(cursor: _Cursor) -> None:
+    """Go through the address of a UCX worker as UCX does."""
+    header = cursor.unsigned(1)
+    cursor.require(header == _HAS_UUID << 4 | _ADDRESS_VERSION, f"header {header:#x}")
+    cursor.take(8)
+    interfaces = 0
+    while True:
+        domain, flags = cursor.unsigned(1), cursor.unsigned(1)
+        if domain & _LAST:  # an empty device, which only the end has: it tells UCX's release
+            cursor.require(flags == _LAST, f"a device without interfaces, and flags {flags:#x}")
+            cursor.end()
+            return
+        cursor.require(not flags & _LAST, "an end without a release")
+        cursor.require(domain < 64, f"memory domain {domain}")
+        cursor.take(bool(flags & _SECOND) + bool(flags & _THIRD))
+        device = flags & (_THIRD - 1)
+        cursor.take(device)
+        last = False
+        while not last:
+            interfaces += 1
+            cursor.require(interfaces <= _INTERFACES_MAX, "too many interfaces")
+            last = _inspect_interface(cursor, device)
+
+
+def _inspect_interface(cursor: _Cursor, device: int) -> bool:
+    """Go through one interface of a device whose address has so many bytes; True if it is the last one there."""
+    checksum = cursor.unsigned(2)
+    figures = struct.unpack("<fff", cursor.take(12))  # overhead, bandwidth, latency
+    cursor.require(all(math.isfinite(each) for each in figures), f"figures {figures}")
+    cursor.take(4)
+    flags = cursor.unsigned(1)
+    cursor.require(not flags & _SECOND, "endpoints of an interface")
+    length = flags & (_SECOND - 1)
+    cursor.take(length)
+    device_min, length_min = _LENGTHS_BY_CHECKSUM.get(checksum, (0, 0))
+    cursor.require(device >= device_min and length >= length_min, f"addresses of {device} and {length} bytes")
+    return bool(flags & _LAST)
+
+
+def _inspect_region(cursor: _Cursor) -> None:
+    """Go through one region and its key, whose end UCX is not told."""
+    address, nbytes, device, domains, memory_type = _REGION.unpack(cursor.take(_REGION.size))
+    if not 0 < nbytes <= ADDRESS_MAX - address:
+        cursor.refuse(f"{nbytes} bytes at {address:#x}")
+    if device > _DEVICE_INDEX_MAX or memory_type > _MEMORY_TYPE_MAX:
+        cursor.refuse(f"device {device}, memory of type {memory_type}")
+    for _ in range(domains.bit_count()):
+        cursor.take(cursor.unsigned(1))
+    if domains and cursor.unsigned(1) != _NO_SYSTEM_DEVICE:
+        while cursor.unsigned(1) != _NO_SYSTEM_DEVICE:
+            cursor.take(2)  # latency and bandwidth to that device
+    cursor.end()
+
+
+_REGION = struct.Struct("<QQQQB")
+"""Address, length, device; then the key: a bit for each memory domain, and the type of memory."""
+
+
+def _checksum(name: str) -> int:
+    """Return what stands for a transport's name in an address: CRC-16/X-25."""
+    remainder = 0xFFFF
+    for byte in name.encode():
+        remainder ^= byte
+        for _ in range(8):
+            remainder = remainder >> 1 ^ (0x8408 if remainder & 1 else 0)
+    return remainder ^ 0xFFFF
+
+
+_LENGTHS_BY_CHECKSUM = {_checksum(name): lengths for name, lengths in _LENGTHS_MIN.items()}

@@ -1,0 +1,120 @@
+"""What NIXL publishes is read to its end; what it cannot have published is refused, whatever it is."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvflow.layout.region import Region
+from kvflow.transport import nixl
+from kvflow.transport.base import PeerAddress
+from kvflow.transport.envelope import Envelope, seal, unseal
+from kvflow.transport.mover import MoveFailed
+from kvflow.transport.nixl import NixlMover
+from kvflow.transport.nixl_metadata import _checksum, inspect
+
+CORPUS = Path(__file__).parents[3] / "fuzz" / "corpus"
+VALID = bytes.fromhex((CORPUS / "metadata-valid.txt").read_text())
+AGENT = VALID[24:36].decode()
+ADDRESS_AT = 81  # of the UCX address
+KIND_AT = VALID.index(b"nixlSDList|t") + len(b"nixlSDList|t") + 8
+KEY_AT = KIND_AT + 31 + 24  # of the first region's key
+
+
+def changed(at, new):
+    return VALID[:at] + new + VALID[at + len(new) :]
+
+
+def test_what_nixl_has_published_is_taken():
+    inspect(VALID, AGENT)
+
+
+def test_no_beginning_of_it_is_taken():
+    for at in range(len(VALID)):
+        with pytest.raises(ValueError, match="cannot be"):
+            inspect(VALID[:at], AGENT)
+
+
+IMPOSSIBLE = {
+    "bytes after the end": (VALID + b"|", "too many"),
+    "another name": (changed(24, b"x"), "is not that of"),
+    "two connections": (changed(VALID.index(b"Conns") + 13, b"\2"), "one connection"),
+    "a length beyond all memory": (changed(16, b"\xff" * 8), "left"),
+    "a length that wraps around": (changed(VALID.index(b"|c") + 2, (2**64 - 90).to_bytes(8, "little")), "left"),
+    "another version of addresses": (changed(ADDRESS_AT, b"\x22"), "header"),
+    "a flag that no worker has": (changed(ADDRESS_AT, b"\x60"), "header"),
+    "a bandwidth that is no number": (changed(ADDRESS_AT + 17, b"\x00\x00\xc0\x7f"), "figures"),
+    "a device without an address": (changed(ADDRESS_AT + 11, b"\x47\x8b"), "addresses of 0 and 8 bytes"),
+    "endpoints": (changed(ADDRESS_AT + 29, b"\xc8"), "endpoints"),
+    "a kind of memory beyond the table": (changed(KIND_AT, b"\xff"), "kind 255"),
+    "regions without end": (changed(KIND_AT + 4 + 2 + 8, (2**62).to_bytes(8, "little")), "regions"),
+    "no regions": (changed(KIND_AT + 4 + 2 + 8, bytes(8)), "regions"),
+    "a region beyond all addresses": (changed(KEY_AT - 16, b"\xff" * 8), "bytes at"),
+    "a device that nobody has": (changed(KEY_AT - 8, b"\xff" * 8), "device"),
+    "a type of memory beyond the table": (changed(KEY_AT + 8, b"\x09"), "type 9"),
+    "a key of more domains than it has": (changed(KEY_AT, b"\xff" * 8), "left"),
+    "a key without its end": (changed(KEY_AT + 10, b"\0"), "left"),
+}
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_what_cannot_be_is_refused(name):
+    blob, why = IMPOSSIBLE[name]
+    with pytest.raises(ValueError, match=why):
+        inspect(blob, AGENT)
+
+
+@pytest.mark.parametrize("line", (CORPUS / "metadata-crashes.txt").read_text().split())
+def test_what_has_crashed_nixl_is_refused(line):
+    blob = bytes.fromhex(line)
+    with pytest.raises(ValueError, match="cannot be"):
+        inspect(blob, blob[24:36].decode())
+
+
+def test_bytes_from_nothing_raise_only_value_error():
+    draw = random.Random(0)
+    for _ in range(2000):
+        at = draw.randrange(len(VALID))
+        with pytest.raises(ValueError, match="cannot be"):
+            inspect(VALID[:at] + draw.randbytes(draw.randrange(600)), AGENT)
+
+
+def test_checksums_of_transports_are_those_of_ucx():
+    for name in ("self", "tcp", "sysv", "posix", "cma"):
+        assert _checksum(name).to_bytes(2, "little") in VALID
+
+
+@pytest.fixture
+def exporter():
+    memory = [np.zeros(4096 * size, np.uint8) for size in (1, 2, 3)]
+    *regions, epochs = (Region(each.ctypes.data, each.nbytes) for each in memory)
+    mover = NixlMover("an engine", regions, epochs)
+    yield mover, epochs
+    mover.close()
+
+
+@pytest.mark.nixl
+def test_the_installed_nixl_publishes_what_is_understood(exporter):
+    mover, _ = exporter
+    envelope = unseal(mover.metadata, transport="nixl", agent="an engine/exporter")
+    inspect(envelope.blob, envelope.agent)
+    assert mover._inspects
+
+
+@pytest.mark.nixl
+def test_the_reader_refuses_what_would_crash_it_and_whatever_has_another_name(exporter):
+    mover, epochs = exporter
+    for line in (CORPUS / "metadata-crashes.txt").read_text().split():
+        blob = bytes.fromhex(line)
+        sealed = seal(Envelope("nixl", blob[24:36].decode(), blob))
+        with pytest.raises(MoveFailed, match="metadata_invalid"):
+            mover.add(PeerAddress("p", sealed, epochs))
+    with pytest.raises(MoveFailed, match="not of 'another engine/exporter'"):
+        mover.add(PeerAddress("p", mover.metadata, epochs, agent="another engine"))
+
+
+def test_a_nixl_that_publishes_in_another_form_is_said_once_and_used(caplog):
+    assert not nixl._can_inspect(Envelope("nixl", AGENT, b"nixlSerDes 2.0|"))
+    assert "unknown form" in caplog.text
+    assert nixl._can_inspect(Envelope("nixl", AGENT, VALID))
