@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvflow import errors, models
-    from kvflow.cache.tickets import RankAddress, Ticket, join_tickets
+    from kvflow.cache.tickets import Grant, RankAddress, Ticket, join_tickets
     from kvflow.config import WorkerConfig
     from kvflow.layout.compare import explain
     from kvflow.layout.groups import Group, plan_groups, window_blocks
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from kvflow.transfer.report import TransferReport
     from kvflow.worker.drain import DrainReport
     from kvflow.worker.runtime import open_worker
-    from kvflow.worker.threaded import ThreadedWorker, run_worker
+    from kvflow.worker.threaded import Finished, ThreadedWorker, run_worker
     from kvflow.worker.worker import Worker
 
 __version__ = "0.1.0"
@@ -63,9 +63,11 @@ _HOMES = {
     "Worker": "kvflow.worker.worker",
     "open_worker": "kvflow.worker.runtime",
     "DrainReport": "kvflow.worker.drain",
+    "Finished": "kvflow.worker.threaded",
     "ThreadedWorker": "kvflow.worker.threaded",
     "run_worker": "kvflow.worker.threaded",
     # tickets
+    "Grant": "kvflow.cache.tickets",
     "RankAddress": "kvflow.cache.tickets",
     "Ticket": "kvflow.cache.tickets",
     "join_tickets": "kvflow.cache.tickets",
@@ -85,7 +87,9 @@ __all__ = [
     "Costs",
     "CrossAttention",
     "DrainReport",
+    "Finished",
     "FullAttention",
+    "Grant",
     "Group",
     "KVCache",
     "Mamba",

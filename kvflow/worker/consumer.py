@@ -112,7 +112,9 @@ class Consumer:
         self._ids = count(1)
         self._stage: Stage = "open"
 
-    async def pull(self, ticket: Ticket, block_ids: Sequence[Sequence[int]], *, priority: int = 0) -> TransferReport:
+    async def pull(
+        self, ticket: Ticket, block_ids: Sequence[Sequence[int]], *, priority: int = 0, local_request_id: str = ""
+    ) -> TransferReport:
         """Read a ticket's blocks into ours. See ``Worker.pull``."""
         called_at = self._clock()
         if not isinstance(priority, int):
@@ -133,7 +135,7 @@ class Consumer:
                 result=asyncio.get_running_loop().create_future(),
                 called_at=called_at,
                 handshake_s=self._clock() - called_at,
-                context=log_context(ticket, targets),
+                context=log_context(ticket, targets, local_request_id),
             )
             require_running(self._stage, "pulls nothing")  # one that drains finishes what was called before
             effects = self._submit(pull_id, pull, targets, legs, priority) if legs else []

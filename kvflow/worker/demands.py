@@ -60,10 +60,11 @@ def empty_report(ticket: Ticket, transport: str, handshake_s: float) -> Transfer
     )
 
 
-def log_context(ticket: Ticket, targets: Sequence[Int64s]) -> dict[str, object]:
+def log_context(ticket: Ticket, targets: Sequence[Int64s], local_request_id: str = "") -> dict[str, object]:
     """Return what a transfer's record says beside its event: under the names that vLLM's operators know."""
     grant = ticket.grants[0]
     return {
+        **({"local_request_id": local_request_id} if local_request_id else {}),
         "remote_engine_id": ticket.engine_id,
         "remote_endpoint": grant.ranks[0].endpoint,
         "num_remote_blocks": sum(len(ids) for ids in grant.block_ids),

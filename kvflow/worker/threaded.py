@@ -36,6 +36,7 @@ class Finished(Struct, frozen=True):
         outcome: ``released``, ``expired``, ``revoked``; or ``completed``, ``failed``.
         report: of a completed pull.
         error: of a failed pull; its blocks are quiescent by now.
+        local_request_id: the caller's own name of the request, if it gave one to ``pull``.
     """
 
     request_id: str
@@ -43,6 +44,7 @@ class Finished(Struct, frozen=True):
     outcome: str
     report: TransferReport | None = None
     error: KvflowError | None = None
+    local_request_id: str = ""
 
 
 class ThreadedWorker:
@@ -100,12 +102,13 @@ class ThreadedWorker:
         return self._bridge.submit(self._worker.wait_offer(request_id))
 
     def pull(
-        self, ticket: Ticket, block_ids: Sequence[Sequence[int]], *, priority: int = 0
+        self, ticket: Ticket, block_ids: Sequence[Sequence[int]], *, priority: int = 0, local_request_id: str = ""
     ) -> "Future[TransferReport]":
         """Read a ticket's blocks into ours. See ``Worker.pull``; cancelling the future cancels the pull."""
         request_id = getattr(ticket, "request_id", "")  # whatever was passed, its refusal is reported
         return self._bridge.submit(
-            self._pull(ticket, block_ids, priority), on_end=partial(self._finished.on_pull_ended, request_id)
+            self._pull(ticket, block_ids, priority, local_request_id),
+            on_end=partial(self._finished.on_pull_ended, request_id, local_request_id),
         )
 
     def release(self, ticket: Ticket) -> "Future[None]":
@@ -128,9 +131,11 @@ class ThreadedWorker:
         """Return what is held at this moment."""
         return self._bridge.submit(_call(self._worker.snapshot)).result()
 
-    async def _pull(self, ticket: Ticket, block_ids: Sequence[Sequence[int]], priority: int) -> TransferReport:
+    async def _pull(
+        self, ticket: Ticket, block_ids: Sequence[Sequence[int]], priority: int, local_request_id: str
+    ) -> TransferReport:
         try:
-            return await self._worker.pull(ticket, block_ids, priority=priority)
+            return await self._worker.pull(ticket, block_ids, priority=priority, local_request_id=local_request_id)
         except (Exception, asyncio.CancelledError) as error:
             # Where the error is not ours nobody knows how far the pull had come.
             if not isinstance(error, KvflowError) or (isinstance(error, TransferFailed) and error.quarantined):
@@ -208,16 +213,18 @@ class _FinishedQueue:
         if isinstance(event, LeaseEnded):
             self.put(Finished(event.request_id, "producer", event.outcome))
 
-    def on_pull_ended(self, request_id: str, task: "asyncio.Task[TransferReport]") -> None:
+    def on_pull_ended(self, request_id: str, local_request_id: str, task: "asyncio.Task[TransferReport]") -> None:
         """Take the end of a pull; a task that was cancelled before its first step ends like any other."""
         if task.cancelled():
             error: BaseException | None = TransferCancelled("the caller cancelled the pull", request_id=request_id)
         else:
             error = task.exception()
         if error is None:
-            self.put(Finished(request_id, "consumer", "completed", report=task.result()))
+            end = Finished(request_id, "consumer", "completed", task.result(), local_request_id=local_request_id)
         else:
-            self.put(Finished(request_id, "consumer", "failed", error=_as_ours(error, request_id)))
+            ours = _as_ours(error, request_id)
+            end = Finished(request_id, "consumer", "failed", error=ours, local_request_id=local_request_id)
+        self.put(end)
 
     def drain(self) -> list[Finished]:
         return [self._ends.popleft() for _ in range(len(self._ends))]

@@ -156,7 +156,9 @@ class Worker:
         """
         return await self._keeper.wait_offer(request_id)
 
-    async def pull(self, ticket: Ticket, block_ids: Sequence[Sequence[int]], *, priority: int = 0) -> TransferReport:
+    async def pull(
+        self, ticket: Ticket, block_ids: Sequence[Sequence[int]], *, priority: int = 0, local_request_id: str = ""
+    ) -> TransferReport:
         """Read a ticket's blocks into ours, and release it.
 
         Args:
@@ -164,6 +166,7 @@ class Worker:
             block_ids: one list per group of our cache; a shorter list than the ticket's means the last blocks,
                 -1 stands for an absent block. No block may be the target of another pull.
             priority: lower is more urgent.
+            local_request_id: the engine's own name of the request, for the log; the ticket has the producer's.
 
         Returns:
             What moved, after every fence was held.
@@ -180,7 +183,7 @@ class Worker:
 
         Cancellation: cancels the pull; its blocks are quarantined until ``quiesced`` returns.
         """
-        return await self._consumer.pull(ticket, block_ids, priority=priority)
+        return await self._consumer.pull(ticket, block_ids, priority=priority, local_request_id=local_request_id)
 
     async def release(self, ticket: Ticket) -> None:
         """Give a ticket back unread, for example when the request was rejected before admission.

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import kvflow
+
 ROOT = Path(__file__).parents[2]
 NIXL = {"nixl", "nixl_cu12", "nixl_cu13"}
 
@@ -49,6 +51,13 @@ IMPORTERS = {
     "torch": {"kvflow/memory", "kvflow/demo", "kvflow/integrations"},
     "zmq": {"handshake/sockets.py", "handshake/security.py"},
     "rich": {"kvflow/demo/display.py"},
+    "vllm": {
+        "kvflow/integrations/vllm/connector.py",
+        "kvflow/integrations/vllm/engine.py",
+        "kvflow/integrations/vllm/metadata.py",
+        "kvflow/integrations/vllm/scheduler.py",  # types alone
+        "kvflow/integrations/vllm/stats.py",
+    },
 }
 """Who may import a heavy library: modules or folders."""
 
@@ -89,3 +98,29 @@ def test_imports_are_found(tmp_path):
     module = tmp_path / "module.py"
     module.write_text("import a.b\ndef f():\n    from c.d import e\n    from . import g\n")
     assert imports(module) == {"a", "c"}
+
+
+def foreign_imports(path: Path) -> set[str]:
+    """Return what a module imports of kvflow and handshake, as ``module`` or ``module:name``."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        match node:
+            case ast.Import(names=names):
+                found |= {alias.name for alias in names if alias.name.split(".")[0] in ("kvflow", "handshake")}
+            case ast.ImportFrom(module=str(module), names=names) if module.split(".")[0] in ("kvflow", "handshake"):
+                found |= {f"{module}:{alias.name}" for alias in names}
+    return found
+
+
+def test_integrations_know_public_names_only():
+    public = set(kvflow.__all__)
+    for path in sorted((ROOT / "kvflow" / "integrations").rglob("*.py")):
+        for imported in foreign_imports(path):
+            module, _, name = imported.partition(":")
+            own = module.startswith("kvflow.integrations.")
+            assert own or module == "kvflow.errors" or (module == "kvflow" and name in public), f"{path}: {imported}"
+
+
+def test_the_pure_parts_of_an_integration_load_no_engine():
+    loaded = loaded_by("import kvflow.integrations.vllm.scheduler, kvflow.integrations.vllm.worker")
+    assert not loaded & {"vllm", "torch"}

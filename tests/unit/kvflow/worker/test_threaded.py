@@ -92,6 +92,16 @@ def test_a_failure_is_an_exception_and_an_entry():
         assert isinstance(end.error, StaleLease)
 
 
+def test_two_pulls_of_one_ticket_are_told_apart_by_the_names_that_the_caller_gave():
+    with run_worker(config(), cache_of()) as producer, run_worker(config("decode-0"), cache_of()) as consumer:
+        ticket = producer.offer("r", [[3]], 4)
+        consumer.pull(ticket, [[5]], local_request_id="first").result(PATIENCE_S)
+        with pytest.raises(BlockIdsInvalid):
+            consumer.pull(ticket, [[5, 5]], local_request_id="second").result(PATIENCE_S)
+        ends = {end.local_request_id: (end.request_id, end.outcome) for end in consumer.finished()}
+        assert ends == {"first": ("r", "completed"), "second": ("r", "failed")}
+
+
 @pytest.mark.parametrize("wrong", [None, 5], ids=repr)
 def test_a_pull_that_is_refused_for_its_arguments_is_an_entry(wrong):
     with run_worker(config(), cache_of()) as producer, run_worker(config("decode-0"), cache_of()) as consumer:
@@ -103,7 +113,7 @@ def test_a_pull_that_is_refused_for_its_arguments_is_an_entry(wrong):
 
 
 def test_a_pull_that_ends_with_an_error_of_anybody_else_is_an_entry(monkeypatch):
-    async def pull(self, ticket, block_ids, *, priority):
+    async def pull(self, ticket, block_ids, *, priority, local_request_id):
         raise ZeroDivisionError("nobody foresaw it")
 
     monkeypatch.setattr(Worker, "pull", pull)

@@ -1,0 +1,1 @@
+"""Engines that embed kvflow. Each folder knows one engine, and of kvflow its public names only."""

@@ -1,0 +1,94 @@
+"""Block ids as vLLM's manager lists them -> as a ticket names them.
+
+vLLM lists the blocks of a request from its first token on, with the null block where a window has moved on. kvflow
+names the last blocks, up to the one that holds the last token; -1 stands for a block that is not there.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from msgspec import Struct
+
+from kvflow import Group, window_blocks
+from kvflow.errors import BlockIdsInvalid
+from kvflow.integrations.vllm.specs import state_block
+
+NULL_BLOCK = 0
+"""vLLM's block that stands for one which is not there. Nobody is ever given it."""
+
+ABSENT = -1
+
+BlockIds = tuple[tuple[int, ...], ...]
+
+
+class TransferGroup(Struct, frozen=True):
+    """One group whose blocks travel.
+
+    Attributes:
+        index: of the group among all of vLLM's.
+        group: as kvflow names it.
+        spec: vLLM's spec of it.
+    """
+
+    index: int
+    group: Group
+    spec: Any
+
+    @property
+    def is_state(self) -> bool:
+        """Whether a request has one block, with its running state."""
+        return self.group.kind == "mamba"
+
+
+def offered_blocks(groups: Sequence[TransferGroup], listed: Sequence[Sequence[int]], num_tokens: int) -> BlockIds:
+    """Return what a producer gives of a request: for each group, the blocks that the next token needs.
+
+    Args:
+        groups: those that travel.
+        listed: one list for each of vLLM's groups.
+        num_tokens: that are computed.
+
+    Raises:
+        BlockIdsInvalid: a list is shorter than the tokens need.
+    """
+    return tuple(_wanted(each, listed[each.index], first_token=0, end=num_tokens) for each in groups)
+
+
+def loaded_blocks(
+    groups: Sequence[TransferGroup], listed: Sequence[Sequence[int]], *, first_token: int, end: int, num_tokens: int
+) -> BlockIds:
+    """Return where a consumer wants the blocks of a ticket.
+
+    Args:
+        groups: those that travel.
+        listed: one list for each of vLLM's groups.
+        first_token: first one that is not in our cache.
+        end: one past the last token that is wanted.
+        num_tokens: of the ticket, which may go further.
+
+    Raises:
+        BlockIdsInvalid: a list is shorter than the tokens need.
+    """
+    found = []
+    for each in groups:
+        ids = _wanted(each, listed[each.index], first_token=first_token, end=end)
+        behind = 0 if each.is_state else -(-num_tokens // each.group.block_size) - -(-end // each.group.block_size)
+        found.append(ids + (ABSENT,) * behind)
+    return tuple(found)
+
+
+def _wanted(each: TransferGroup, ids: Sequence[int], *, first_token: int, end: int) -> tuple[int, ...]:
+    if each.is_state:
+        block = state_block(list(ids), each.spec)
+        return (ABSENT if block in (None, NULL_BLOCK) else block,)
+    size = each.group.block_size
+    num_blocks = -(-end // size)
+    if len(ids) < num_blocks:
+        raise BlockIdsInvalid(
+            f"group {each.index}: {len(ids)} blocks for {end} tokens, which need {num_blocks}", group=each.index
+        )
+    first = max(first_token // size, num_blocks - window_blocks(each.group, end))
+    named = [ABSENT if block == NULL_BLOCK else int(block) for block in ids[first:num_blocks]]
+    while named and named[0] == ABSENT:
+        del named[0]
+    return tuple(named)

@@ -1,0 +1,176 @@
+"""``KVFlowConnector``: what vLLM calls, routed to the scheduler's side or to the worker's.
+
+Nothing that a client sends may raise out of these methods, because vLLM would end with it; what is wrong with a request
+goes to ``Loading.refuse``. What is wrong with the configuration does raise, at the start.
+"""
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvflow.integrations.vllm.engine import engine_facts, engine_shape
+from kvflow.integrations.vllm.metadata import RankIntroduction, StepOrders
+from kvflow.integrations.vllm.scheduler import SchedulerSide
+from kvflow.integrations.vllm.settings import PACKED_LAYOUT, check_keys, read_settings, wants_packed
+from kvflow.integrations.vllm.tensors import adopt_caches
+from kvflow.integrations.vllm.worker import RankRuntime
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger("vllm.kvflow")  # vLLM shows what stands below its own name
+
+
+class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM is not there to check against
+    """One side of the connector: vLLM makes one in its scheduler's process, and one in the process of each rank."""
+
+    _cache_hit_source = CacheHitSource.P2P
+
+    def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        self._settings = read_settings(extra, engine_facts(vllm_config, ranked=role is KVConnectorRole.WORKER))
+        self._groups = kv_cache_config.transfer_groups
+        self._scheduler: SchedulerSide | None = None
+        self._runtime: RankRuntime | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = SchedulerSide(self._settings, vllm_config, kv_cache_config)
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str | None:
+        """Ask for a packed layout, if the configuration says so; kvflow moves any, so it asks for nothing else."""
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        check_keys(extra)
+        return PACKED_LAYOUT if wants_packed(extra) else None
+
+    # The scheduler's side.
+
+    @property
+    def _decides(self) -> SchedulerSide:
+        assert self._scheduler is not None
+        return self._scheduler
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        """Take what the workers say of themselves."""
+        ranks = [each.address for each in metadata.values() if isinstance(each, RankIntroduction)]
+        self._decides.meet_ranks(ranks)
+
+    def on_new_request(self, request: "Request") -> None:
+        """Read what a request wants of other engines."""
+        self._decides.on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Return how many tokens can be loaded, and that they are loaded between steps."""
+        found = self._decides.loading.matched(request.request_id, num_computed_tokens)
+        return found, found > 0
+
+    def get_loaded_kv_cache_group_ids(self, request: "Request") -> tuple[int, ...]:
+        """Return the groups that a load fills: all that travel."""
+        return tuple(self._kv_cache_config.transfer_group_ids)
+
+    def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
+        """Order the load of a request that has room now."""
+        listed = [[block.block_id for block in group] for group in blocks.blocks]
+        self._decides.loading.allocated(request.request_id, listed, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
+        """Return the orders of this step."""
+        return StepOrders(self._decides.take_orders())
+
+    def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
+        """Note what the workers have reported."""
+        for request_id in connector_output.finished_recving or ():
+            self._decides.loading.received(request_id)
+        for request_id in connector_output.finished_sending or ():
+            self._decides.offering.sent(request_id)
+
+    def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Offer the blocks of a request that has ended, where there is one group."""
+        return self._decides.on_finished(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: "Request", block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Offer the blocks of a request that has ended, or give back what it did not use."""
+        return self._decides.on_finished(request, block_ids)
+
+    # The worker's side.
+
+    @property
+    def _does(self) -> RankRuntime:
+        assert self._runtime is not None
+        return self._runtime
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """Put this rank's cache on the network."""
+        config = self._settings.worker
+        shape = engine_shape(self._vllm_config)
+        cache = adopt_caches(kv_caches, self._groups, shape, tp_rank=config.rank)
+        if self._settings.enable_cross_layers_blocks and self._kv_cache_config.kv_cache_layout != PACKED_LAYOUT:
+            logger.warning(
+                "kvflow: enable_cross_layers_blocks asks for layout %s, but vLLM has chosen %s: its attention backend "
+                "does not allow the former, or VLLM_KV_CACHE_LAYOUT names the latter. Transfers work, with a "
+                "descriptor for each layer of a block.",
+                PACKED_LAYOUT,
+                self._kv_cache_config.kv_cache_layout,
+            )
+        self._runtime = RankRuntime(config, cache)
+        logger.info(
+            "kvflow: rank %d of %d of engine %s is at %s: %d groups, %d blocks, layout %s",
+            config.rank,
+            config.num_ranks,
+            config.engine_id,
+            self._runtime.rank.address.endpoint,
+            len(cache.groups),
+            cache.num_blocks,
+            self._kv_cache_config.kv_cache_layout,
+        )
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """Return what the scheduler's mint must know of this rank."""
+        return RankIntroduction(self._does.rank.address)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Hand this step's orders to kvflow's thread."""
+        orders = self._connector_metadata
+        assert isinstance(orders, StepOrders)
+        self._does.rank.execute(orders.orders)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Return at once: a request runs only when all its blocks are there."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Return at once: others read the cache itself."""
+
+    def wait_for_save(self) -> None:
+        """Return at once, likewise."""
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Return what has ended since the last step."""
+        results = self._does.rank.collect()
+        return KVConnectorTransferResults(set(results.sent), set(results.received), set(results.failed))
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Return what has ended since the last step, for callers that do not know of failures."""
+        results = self._does.rank.collect()
+        return set(results.sent), set(results.received)
+
+    def shutdown(self) -> None:
+        """Leave the network: leases end, pulls are cancelled, and nothing touches the cache any more."""
+        if self._runtime is not None:
+            self._runtime.close()
+            self._runtime = None

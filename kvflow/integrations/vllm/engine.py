@@ -1,0 +1,48 @@
+"""What vLLM's configuration says of the engine and of this rank, read in one place."""
+
+from typing import TYPE_CHECKING
+
+from kvflow.integrations.vllm.settings import EngineFacts, model_name
+from kvflow.integrations.vllm.specs import EngineShape, dtype_name
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def engine_facts(vllm_config: "VllmConfig", *, ranked: bool) -> EngineFacts:
+    """Return who the engine is.
+
+    Args:
+        vllm_config: the engine's.
+        ranked: whether this process has a rank; a scheduler has none, and its settings are those of rank 0.
+    """
+    parallel = vllm_config.parallel_config
+    rank = _tp_rank() if ranked else 0
+    model = vllm_config.model_config
+    return EngineFacts(
+        engine_id=vllm_config.kv_transfer_config.engine_id,
+        kv_role=vllm_config.kv_transfer_config.kv_role,
+        rank=rank,
+        num_ranks=parallel.tensor_parallel_size,
+        port_offset=parallel.data_parallel_index * parallel.tensor_parallel_size + rank,
+        model=model_name(str(model.model)),
+        model_revision=str(model.revision or ""),
+        model_dtype=dtype_name(model.dtype),
+    )
+
+
+def engine_shape(vllm_config: "VllmConfig") -> EngineShape:
+    """Return what the engine's specs must be read with."""
+    from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first  # noqa: PLC0415 - loads models
+
+    return EngineShape(
+        tp_size=vllm_config.parallel_config.tensor_parallel_size,
+        num_kv_heads=vllm_config.model_config.get_total_num_kv_heads(),
+        conv_channels_first=is_conv_state_dim_first(),
+    )
+
+
+def _tp_rank() -> int:
+    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank  # noqa: PLC0415 - after its start only
+
+    return int(get_tensor_model_parallel_rank())

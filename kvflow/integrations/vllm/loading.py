@@ -1,0 +1,169 @@
+"""The consumer's side of the scheduler: which requests read their prompt from a ticket, and how far they are.
+
+Pure: it is told what the engine does with a request, and collects orders for the workers.
+
+A request is *announced* when it arrives, *loading* from the moment it has blocks to load into until the workers report
+it, and not ours any more after that: whatever the engine asks of a request that is not known here, the answer is that
+there is nothing to load. That is how a request goes on that was preempted, or whose load has failed.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvflow import Ticket
+from kvflow.errors import BlockRangeMismatch, KvflowError
+from kvflow.integrations.vllm.blocks import TransferGroup, loaded_blocks
+from kvflow.integrations.vllm.orders import Cancel, Fail, Order, Pull, Release
+
+logger = logging.getLogger("vllm.kvflow")  # vLLM shows what stands below its own name
+
+
+@dataclass(slots=True)
+class _Load:
+    """One request that reads its prompt, or was refused to.
+
+    Attributes:
+        ticket: None if the request was refused.
+        refusal: why, if it was.
+        wanted: tokens of the prompt that are to be loaded: the last one may be left for us to compute.
+        computed: tokens that were in our cache when the engine asked last.
+        loading: whether workers were told, and have not reported yet.
+    """
+
+    ticket: Ticket | None
+    refusal: KvflowError | None
+    wanted: int
+    computed: int = 0
+    loading: bool = False
+
+    @property
+    def end(self) -> int:
+        """One past the last token that is loaded."""
+        if self.ticket is None:
+            return self.wanted
+        return min(self.wanted, max(self.ticket.grants[0].num_tokens))
+
+
+class Loading:
+    """Requests of one engine that read their prompts from others.
+
+    Attributes:
+        groups: those whose blocks travel.
+
+    Thread: the scheduler's.
+    """
+
+    def __init__(self, groups: Sequence[TransferGroup]) -> None:
+        self.groups = tuple(groups)
+        self._has_states = any(each.is_state for each in groups)
+        self._loads: dict[str, _Load] = {}
+        self._orders: list[Order] = []
+
+    def announce(self, request_id: str, ticket: Ticket, *, wanted: int) -> None:
+        """Take a request with a ticket.
+
+        Args:
+            request_id: the engine's name of it.
+            ticket: well-formed; nobody has checked its signature.
+            wanted: tokens of the prompt that can be of use.
+        """
+        load = _Load(ticket, None, wanted)
+        try:
+            self._check_range(load)
+        except KvflowError as error:
+            self.refuse(request_id, error, wanted=wanted)
+        else:
+            self._loads[request_id] = load
+
+    def refuse(self, request_id: str, error: KvflowError, *, wanted: int) -> None:
+        """Take a request that must fail, or be computed here: as ``kv_load_failure_policy`` says.
+
+        It goes the way of a load that fails, because that is what an engine can be told of a single request.
+        """
+        logger.warning("kvflow: request %s is refused: %s", request_id, error)
+        self._loads[request_id] = _Load(None, error, wanted)
+
+    def matched(self, request_id: str, computed: int) -> int:
+        """Return how many tokens behind those that are computed can be loaded; changes nothing that counts."""
+        load = self._loads.get(request_id)
+        if load is None or load.loading:
+            return 0
+        load.computed = computed
+        return max(0, load.end - computed)
+
+    def allocated(self, request_id: str, listed: Sequence[Sequence[int]], num_tokens: int) -> None:
+        """Order what the engine has made room for.
+
+        Args:
+            request_id: the engine's name of the request.
+            listed: its block ids, one list for each of vLLM's groups.
+            num_tokens: to load; 0 if all that the ticket covers is computed already.
+        """
+        load = self._loads.get(request_id)
+        if load is None or load.loading:
+            return
+        if not num_tokens:
+            del self._loads[request_id]
+            self._release(request_id, load)
+            return
+        load.loading = True
+        if load.ticket is None or load.refusal is not None:
+            self._orders.append(_failure(request_id, load.refusal))
+            return
+        try:
+            block_ids = loaded_blocks(
+                self.groups,
+                listed,
+                first_token=load.computed,
+                end=load.computed + num_tokens,
+                num_tokens=max(load.ticket.grants[0].num_tokens),
+            )
+        except KvflowError as error:
+            logger.warning("kvflow: request %s cannot be loaded: %s", request_id, error)
+            self._orders.append(_failure(request_id, error))
+        else:
+            self._orders.append(Pull(request_id, load.ticket, block_ids))
+
+    def received(self, request_id: str) -> None:
+        """Note that all workers have reported a request."""
+        self._loads.pop(request_id, None)
+
+    def finished(self, request_id: str) -> None:
+        """Note that a request has ended: by itself, or aborted at any stage."""
+        load = self._loads.get(request_id)
+        if load is None:
+            return
+        if load.loading:
+            # Its blocks are the workers' until they report it; that ends the entry as well.
+            self._orders.append(Cancel(request_id))
+            return
+        del self._loads[request_id]
+        self._release(request_id, load)
+
+    def take_orders(self) -> list[Order]:
+        """Return what the workers must be told, once."""
+        orders, self._orders = self._orders, []
+        return orders
+
+    def _release(self, request_id: str, load: _Load) -> None:
+        if load.ticket is not None:
+            self._orders.append(Release(request_id, load.ticket))
+
+    def _check_range(self, load: _Load) -> None:
+        """Refuse a ticket whose state is that of a later token than we can use.
+
+        Raises:
+            BlockRangeMismatch: it is.
+        """
+        assert load.ticket is not None
+        covered = max(load.ticket.grants[0].num_tokens)
+        if self._has_states and covered > load.wanted > 0:
+            raise BlockRangeMismatch(
+                f"the ticket has the state after {covered} tokens, and the prompt can use that after {load.wanted}",
+                remedy="Send the prompt that was prefilled, with the parameters of its own prefill.",
+            )
+
+
+def _failure(request_id: str, error: KvflowError | None) -> Fail:
+    return Fail(request_id, error.code if error else "", error.message if error else "")

@@ -1,0 +1,228 @@
+"""vLLM's description of its cache -> kvflow's specs and groups.
+
+vLLM's specs are told apart by the names of their classes, so that this module needs no vLLM.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from msgspec import Struct
+
+from kvflow import MLA, ChunkedLocal, FullAttention, Group, Mamba, SlidingWindow, State
+from kvflow.errors import SpecInvalid
+
+CacheSpec = FullAttention | SlidingWindow | ChunkedLocal | MLA | Mamba
+
+QUANTIZATIONS = {"NONE": None, "FP8_PER_TENSOR": None, "FP8_PER_TOKEN_HEAD": "fp8_per_token_head"}
+"""vLLM's ``KVQuantMode`` -> kvflow's quantization. Scales per tensor are not in the cache."""
+
+PORTABLE_STATES = ("conv", "ssm")
+"""What Mamba 1, Mamba 2 and gated delta nets keep, in the order of a page."""
+
+
+class EngineShape(Struct, frozen=True, kw_only=True):
+    """What the specs of an engine must be read with.
+
+    Attributes:
+        tp_size: ranks that divide the heads: vLLM's specs count those of one rank.
+        num_kv_heads: of the model, where it tells.
+        kernel_tokens: layer name -> tokens of one block of the attention kernel, as the layer's tensor has them.
+        conv_channels_first: whether convolution states lie channels first (vLLM's layout ``DS``).
+    """
+
+    tp_size: int = 1
+    num_kv_heads: int = 0
+    kernel_tokens: Mapping[str, int] = {}
+    conv_channels_first: bool = True
+
+
+def read_groups(groups: Iterable[Any]) -> tuple[Group, ...]:
+    """Return the groups of vLLM's ``KVCacheGroupSpec``, in their order.
+
+    Raises:
+        SpecInvalid: a group has layers of kinds that share no table, or that are not known.
+    """
+    return tuple(_read_group(group) for group in groups)
+
+
+def read_specs(groups: Iterable[Any], shape: EngineShape) -> dict[str, CacheSpec]:
+    """Return kvflow's spec of every layer of vLLM's ``KVCacheGroupSpec``.
+
+    Raises:
+        SpecInvalid: names the layer whose cache cannot be described.
+    """
+    return {name: read_spec(name, spec, shape) for group in groups for name, spec in layer_specs(group)}
+
+
+def layer_specs(group: Any) -> Iterator[tuple[str, Any]]:
+    """Yield name and vLLM's spec of each layer of a group; a group may have one for all, or one for each."""
+    own: Mapping[str, Any] | None = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+    for name in group.layer_names:
+        yield name, group.kv_cache_spec if own is None else own[name]
+
+
+def read_spec(name: str, spec: Any, shape: EngineShape) -> CacheSpec:
+    """Return kvflow's spec of one layer.
+
+    Raises:
+        SpecInvalid: its cache cannot be described, or its page is not what the description says.
+    """
+    return _reader(name, spec)(name, spec, shape)
+
+
+def state_block(ids: list[int], spec: Any) -> int | None:
+    """Return the block with the running state of a request: the last one before those for speculation.
+
+    Args:
+        ids: of the request, as vLLM's manager lists them.
+        spec: vLLM's spec of the group.
+    """
+    scratch = spec.num_speculative_blocks
+    running = ids[: len(ids) - scratch] if scratch else ids
+    return running[-1] if running else None
+
+
+def dtype_name(dtype: Any) -> Any:
+    """Return torch's name of a dtype, without its module."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _read_group(group: Any) -> Group:
+    named = dict(layer_specs(group))
+    kinds = {_kind(name, spec) for name, spec in named.items()}
+    kind, window = kinds.pop() if len(kinds) == 1 else ("mixed", 0)
+    return Group(layers=tuple(named), kind=kind, block_size=group.kv_cache_spec.block_size, window=window)
+
+
+def _kind(name: str, spec: Any) -> tuple[str, int]:
+    """Return kind and window, which layers of one group have in common."""
+    reader = _reader(name, spec)
+    if reader is _read_state:
+        return "mamba", 0
+    if reader is _read_latent:
+        return "mla", getattr(spec, "sliding_window", None) or 0
+    if reader is _read_sliding:
+        return "sliding", spec.sliding_window
+    if reader is _read_chunked:
+        return "chunked", spec.attention_chunk_size
+    return "full", 0
+
+
+def _read_full(name: str, spec: Any, shape: EngineShape) -> FullAttention:
+    return FullAttention(**_attention(name, spec, shape))
+
+
+def _read_sliding(name: str, spec: Any, shape: EngineShape) -> SlidingWindow:
+    return SlidingWindow(window=spec.sliding_window, **_attention(name, spec, shape))
+
+
+def _read_chunked(name: str, spec: Any, shape: EngineShape) -> ChunkedLocal:
+    return ChunkedLocal(chunk=spec.attention_chunk_size, **_attention(name, spec, shape))
+
+
+def _read_latent(name: str, spec: Any, shape: EngineShape) -> MLA:
+    """Describe one vector per token; whatever it is made of, it lies together and moves as a whole."""
+    _require_plain(name, spec)
+    nbytes = spec.state_content_size_bytes
+    dense = nbytes == spec.head_size * spec.dtype.itemsize
+    return MLA(
+        head_size=spec.head_size if dense else nbytes,
+        dtype=dtype_name(spec.dtype) if dense else "uint8",
+        sliding_window=getattr(spec, "sliding_window", None) or 0,
+        **_pages(name, spec, shape),
+    )
+
+
+def _read_state(name: str, spec: Any, shape: EngineShape) -> Mamba:
+    """Describe the states of a recurrent layer as its rank has them.
+
+    What is in a rank's convolution state depends on how many ranks there are: its parts are divided one by one. So
+    the number of ranks is in the names, and engines of different sizes refuse each other instead of mixing the parts.
+    """
+    shapes = [tuple(each) for each in spec.shapes]
+    names = PORTABLE_STATES if len(shapes) == 2 else tuple(f"state_{index}" for index in range(len(shapes)))
+    suffix = "" if shape.tp_size == 1 or spec.tp_replicated else f"_of_{shape.tp_size}"
+    states = []
+    for state, extents, dtype in zip(names, shapes, spec.dtypes, strict=True):
+        turned = state == "conv" and len(extents) == 2 and not shape.conv_channels_first
+        whole = extents[::-1] if turned else extents
+        axis = None if spec.tp_replicated else 0
+        if axis is not None:
+            whole = (whole[0] * shape.tp_size, *whole[1:])
+        states.append(State(f"{state}{suffix}", whole, dtype_name(dtype), shard_axis=axis))
+    return Mamba(block_size=spec.block_size, page_bytes=spec.page_size_padded, states=tuple(states))
+
+
+def _attention(name: str, spec: Any, shape: EngineShape) -> dict[str, Any]:
+    """Return what all kinds of attention with heads have in common."""
+    _require_plain(name, spec)
+    mode = getattr(spec.kv_quant_mode, "name", str(spec.kv_quant_mode))
+    if mode not in QUANTIZATIONS:
+        raise SpecInvalid(
+            f"{name}: a cache quantized as {mode} cannot be described",
+            remedy=f"Use a kv_cache_dtype of {', '.join(QUANTIZATIONS)}.",
+        )
+    if spec.num_heads != spec.num_kv_heads:
+        raise SpecInvalid(f"{name}: {spec.num_heads} slots for {spec.num_kv_heads} heads: expected one each")
+    fields = {
+        "num_kv_heads": _heads(spec.num_kv_heads, shape),
+        "head_size": spec.head_size,
+        "head_size_v": 0 if spec.head_size_v == spec.head_size else spec.head_size_v,
+        "dtype": dtype_name(spec.dtype),
+        "quantization": QUANTIZATIONS[mode],
+        **_pages(name, spec, shape),
+    }
+    described = (spec.head_size + spec.head_size_v) * spec.dtype.itemsize
+    described += 2 * 4 if QUANTIZATIONS[mode] else 0
+    if described != spec.state_content_size_bytes:
+        raise SpecInvalid(
+            f"{name}: a head of a token has {spec.state_content_size_bytes} bytes: expected {described}, "
+            f"of {spec.head_size} and {spec.head_size_v} elements of {dtype_name(spec.dtype)}",
+            remedy="Use another attention backend or kv_cache_dtype.",
+        )
+    return fields
+
+
+def _require_plain(name: str, spec: Any) -> None:
+    if spec.tokens_per_state != 1:
+        raise SpecInvalid(f"{name}: {spec.tokens_per_state} tokens share a cell of the cache: expected 1")
+
+
+def _pages(name: str, spec: Any, shape: EngineShape) -> dict[str, Any]:
+    kernel = shape.kernel_tokens.get(name, spec.block_size)
+    return {
+        "block_size": spec.block_size,
+        "kernel_block_size": 0 if kernel == spec.block_size else kernel,
+        "page_bytes": spec.page_size_padded,
+    }
+
+
+def _heads(held: int, shape: EngineShape) -> int:
+    """Return the heads of the model, of which this rank holds so many."""
+    total = shape.num_kv_heads
+    if total and max(1, total // shape.tp_size) == held:
+        return total
+    return held * shape.tp_size  # of a draft model, which tells nothing
+
+
+Reader = Callable[[str, Any, EngineShape], CacheSpec]
+
+READERS: dict[str, Reader] = {
+    "FullAttentionSpec": _read_full,
+    "SlidingWindowSpec": _read_sliding,
+    "ChunkedLocalAttentionSpec": _read_chunked,
+    "MLAAttentionSpec": _read_latent,
+    "SlidingWindowMLASpec": _read_latent,
+    "MambaSpec": _read_state,
+}
+"""Class of vLLM -> what reads it. Classes derived from these for a model of their own need an entry of their own."""
+
+
+def _reader(name: str, spec: Any) -> Reader:
+    kind = type(spec).__name__
+    if kind not in READERS:
+        raise SpecInvalid(
+            f"{name}: a cache of {kind} cannot be described",
+            remedy=f"Serve a model whose caches are of {', '.join(READERS)}.",
+        )
+    return READERS[kind]

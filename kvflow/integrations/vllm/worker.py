@@ -1,0 +1,178 @@
+"""The worker's side: one rank's cache on the network, orders carried out, and what has ended.
+
+Reads are posted, polled and fenced on kvflow's own thread; a step of the engine only hands orders over and collects
+what has ended since the last one.
+"""
+
+import logging
+from collections.abc import Iterable
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from msgspec import Struct
+
+from kvflow import Finished, RankAddress, ThreadedWorker, Ticket, TransferReport, WorkerConfig, run_worker
+from kvflow.errors import (
+    AuthenticationFailed,
+    KvflowError,
+    PeerLost,
+    PeerRefused,
+    StaleLease,
+    TicketInvalid,
+    WorkerClosed,
+)
+from kvflow.integrations.vllm.orders import Admit, Cancel, Fail, Order, Pull, Release
+from kvflow.integrations.vllm.tally import Tally, count, count_end, empty_tally
+
+if TYPE_CHECKING:
+    from kvflow import KVCache  # it loads torch
+
+logger = logging.getLogger("vllm.kvflow")  # vLLM shows what stands below its own name
+
+NOT_RELEASED = (AuthenticationFailed, PeerLost, PeerRefused, StaleLease, TicketInvalid, WorkerClosed)
+"""After these nobody would hear that the ticket is given back, or nobody needs to."""
+
+
+class Results(Struct, frozen=True):
+    """Requests that have ended since the last time.
+
+    Attributes:
+        sent: their leases have ended, so that the engine may reuse their blocks.
+        received: their loads have ended, and nothing writes into their blocks any more.
+        failed: those of ``received`` whose blocks were not loaded.
+    """
+
+    sent: frozenset[str]
+    received: frozenset[str]
+    failed: frozenset[str]
+
+
+@dataclass(slots=True)
+class _OpenPull:
+    """One pull that has not ended."""
+
+    ticket: Ticket
+    future: "Future[TransferReport]"
+
+
+class RankWorker:
+    """One rank of an engine on the network.
+
+    Thread: the engine's, all of it.
+    """
+
+    def __init__(self, worker: ThreadedWorker) -> None:
+        self._worker = worker
+        self._pulls: dict[str, _OpenPull] = {}
+        self._sent: set[str] = set()
+        self._received: set[str] = set()
+        self._failed: set[str] = set()
+        self._tally = empty_tally()
+
+    @property
+    def address(self) -> RankAddress:
+        """What the scheduler's mint must know of this rank."""
+        return self._worker.rank_address
+
+    def execute(self, orders: Iterable[Order]) -> None:
+        """Carry out what the scheduler has ordered; nothing of it waits for the network."""
+        for order in orders:
+            match order:
+                case Admit():
+                    self._admit(order)
+                case Pull():
+                    self._pull(order)
+                case Cancel(request_id=request_id):
+                    if request_id in self._pulls:
+                        self._pulls[request_id].future.cancel()
+                case Release(request_id=request_id, ticket=ticket):
+                    self._release(request_id, ticket)
+                case Fail(request_id=request_id, code=code):
+                    count(self._tally, "failed", code)
+                    self._end_received(request_id, failed=True)
+
+    def collect(self) -> Results:
+        """Return what has ended since the last call."""
+        for end in self._worker.finished():
+            count_end(self._tally, end)
+            if end.side == "producer":
+                self._sent.add(end.request_id)
+            else:
+                self._end_pull(end)
+        results = Results(frozenset(self._sent), frozenset(self._received), frozenset(self._failed))
+        self._sent, self._received, self._failed = set(), set(), set()
+        return results
+
+    def take_tally(self) -> Tally:
+        """Return what was counted since the last call."""
+        tally, self._tally = self._tally, empty_tally()
+        return tally
+
+    def _admit(self, order: Admit) -> None:
+        try:
+            self._worker.admit(order.grant)
+        except KvflowError as error:
+            logger.error("kvflow: request %s is not offered, its ticket is void: %s", order.request_id, error)
+            count(self._tally, "leases", "refused")
+            self._sent.add(order.request_id)
+
+    def _pull(self, order: Pull) -> None:
+        try:
+            future = self._worker.pull(order.ticket, order.block_ids, local_request_id=order.request_id)
+        except KvflowError as error:
+            logger.warning("kvflow: loading request %s has failed: %s", order.request_id, error)
+            count(self._tally, "failed", error.code)
+            self._end_received(order.request_id, failed=True)
+        else:
+            self._pulls[order.request_id] = _OpenPull(order.ticket, future)
+
+    def _end_pull(self, end: Finished) -> None:
+        pull = self._pulls.pop(end.local_request_id)
+        if end.error is not None:
+            logger.warning(
+                "kvflow: loading request %s, %s of engine %s, has failed: %s",
+                end.local_request_id,
+                end.request_id,
+                pull.ticket.engine_id,
+                end.error,
+            )
+            if not isinstance(end.error, NOT_RELEASED):
+                self._release(end.local_request_id, pull.ticket)
+        self._end_received(end.local_request_id, failed=end.error is not None)
+
+    def _end_received(self, request_id: str, *, failed: bool) -> None:
+        self._received.add(request_id)
+        if failed:
+            self._failed.add(request_id)
+
+    def _release(self, request_id: str, ticket: Ticket) -> None:
+        """Give a ticket back, so that the producer has its blocks before the lease runs out; if not, it runs out."""
+
+        def note(done: "Future[None]") -> None:
+            error = None if done.cancelled() else done.exception()
+            if error is not None:
+                logger.info("kvflow: the ticket of request %s was not given back: %s", request_id, error)
+
+        try:
+            self._worker.release(ticket).add_done_callback(note)
+        except KvflowError as error:
+            logger.info("kvflow: the ticket of request %s was not given back: %s", request_id, error)
+
+
+class RankRuntime:
+    """A rank's worker, from the registration of its cache to the engine's end. Thread: the engine's."""
+
+    def __init__(self, config: WorkerConfig, cache: "KVCache") -> None:
+        """Open the worker.
+
+        Raises:
+            ConfigInvalid, SpecInvalid, TransportUnavailable: see ``kvflow.open_worker``.
+        """
+        self._stack = ExitStack()
+        self.rank = RankWorker(self._stack.enter_context(run_worker(config, cache)))
+
+    def close(self) -> None:
+        """Revoke every lease, cancel every pull, and let go of the memory."""
+        self._stack.close()

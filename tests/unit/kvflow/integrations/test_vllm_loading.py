@@ -1,0 +1,175 @@
+"""The life of a request that reads its prompt: announced, loading, gone; at each stage it may end."""
+
+import pytest
+
+from kvflow.errors import BlockIdsInvalid, TicketInvalid
+from kvflow.integrations.vllm.blocks import loaded_blocks, offered_blocks
+from kvflow.integrations.vllm.loading import Loading
+from kvflow.integrations.vllm.orders import Cancel, Fail, Pull, Release
+
+from .vllm_like import FullAttentionSpec, MambaSpec, SlidingWindowSpec, groups_of, new_ticket
+
+FULL = groups_of(FullAttentionSpec())
+HYBRID = groups_of(SlidingWindowSpec(), MambaSpec(), FullAttentionSpec())
+"""Blocks of 16 tokens, a window of 64."""
+TICKET = new_ticket(num_tokens=48)
+
+
+def loading(*, wanted=48, ticket=TICKET, groups=FULL):
+    found = Loading(groups)
+    found.announce("r", ticket, wanted=wanted)
+    return found
+
+
+def test_a_prompt_is_loaded_whole():
+    requests = loading()
+    assert requests.matched("r", 0) == 48
+    requests.allocated("r", [[1, 2, 3]], 48)
+    assert requests.take_orders() == [Pull("r", TICKET, ((1, 2, 3),))]
+    assert requests.take_orders() == []
+    requests.received("r")
+    assert requests.matched("r", 0) == 0  # preempted, or computed anew after a failure
+
+
+def test_only_what_is_not_in_the_cache_is_loaded():
+    requests = loading()
+    assert requests.matched("r", 16) == 32
+    requests.allocated("r", [[1, 2, 3]], 32)
+    assert requests.take_orders() == [Pull("r", TICKET, ((2, 3),))]
+
+
+def test_asking_changes_nothing():
+    requests = loading()
+    assert [requests.matched("r", computed) for computed in (0, 32, 0)] == [48, 16, 48]
+    assert requests.take_orders() == []
+
+
+def test_a_prompt_that_is_in_the_cache_gives_its_ticket_back():
+    requests = loading()
+    assert requests.matched("r", 48) == 0
+    requests.allocated("r", [[1, 2, 3]], 0)
+    assert requests.take_orders() == [Release("r", TICKET)]
+    requests.finished("r")
+    assert requests.take_orders() == []
+
+
+def test_a_request_that_is_rejected_before_it_has_blocks_gives_its_ticket_back():
+    requests = loading()
+    requests.finished("r")
+    assert requests.take_orders() == [Release("r", TICKET)]
+    assert requests.matched("r", 0) == 0
+
+
+def test_a_request_that_is_aborted_while_it_loads_is_canceled_once():
+    requests = loading()
+    requests.matched("r", 0)
+    requests.allocated("r", [[1, 2, 3]], 48)
+    requests.finished("r")
+    assert requests.take_orders() == [Pull("r", TICKET, ((1, 2, 3),)), Cancel("r")]
+    requests.received("r")
+    requests.finished("r")
+    assert requests.take_orders() == []
+
+
+def test_a_request_that_has_loaded_ends_without_orders():
+    requests = loading()
+    requests.matched("r", 0)
+    requests.allocated("r", [[1, 2, 3]], 48)
+    requests.take_orders()
+    requests.received("r")
+    requests.allocated("r", [[1, 2, 3, 4]], 0)  # the engine calls it again, for the rest of its blocks
+    requests.finished("r")
+    assert requests.take_orders() == []
+
+
+def test_a_ticket_that_goes_further_is_read_as_far_as_the_prompt_goes():
+    requests = loading(wanted=33)
+    assert requests.matched("r", 0) == 33
+    requests.allocated("r", [[1, 2, 3]], 33)
+    assert requests.take_orders() == [Pull("r", TICKET, ((1, 2, 3),))]
+    assert loaded_blocks(FULL, [[1, 2]], first_token=0, end=20, num_tokens=48) == ((1, 2, -1),)
+
+
+def test_a_prompt_that_goes_further_than_the_ticket_is_computed_from_there():
+    requests = loading(wanted=100)
+    assert requests.matched("r", 0) == 48
+    requests.allocated("r", [[1, 2, 3]], 48)
+    assert requests.take_orders() == [Pull("r", TICKET, ((1, 2, 3),))]
+
+
+def test_a_state_of_a_later_token_is_refused():
+    ticket = new_ticket(num_tokens=48, block_ids=((3,), (4,), (5,)))
+    requests = loading(wanted=47, ticket=ticket, groups=HYBRID)
+    assert requests.matched("r", 0) == 47
+    requests.allocated("r", [[1, 2, 3], [4], [5, 6, 7]], 47)
+    (order,) = requests.take_orders()
+    assert (type(order), order.code) == (Fail, "block_range_mismatch")
+
+
+def test_a_prompt_of_one_token_has_nothing_to_load_where_the_last_one_is_computed():
+    ticket = new_ticket(num_tokens=1, block_ids=((3,), (4,), (5,)))
+    requests = loading(wanted=0, ticket=ticket, groups=HYBRID)
+    assert requests.matched("r", 0) == 0
+    requests.allocated("r", [[1], [4], [5]], 0)
+    assert requests.take_orders() == [Release("r", ticket)]
+
+
+def test_a_refused_request_fails_as_a_load_does():
+    requests = Loading(FULL)
+    requests.refuse("r", TicketInvalid("forged"), wanted=48)
+    assert requests.matched("r", 16) == 32
+    requests.allocated("r", [[1, 2, 3]], 32)
+    assert requests.take_orders() == [Fail("r", "ticket_invalid", "forged")]
+    requests.received("r")
+    assert requests.matched("r", 0) == 0
+
+
+def test_a_refused_request_that_ends_before_leaves_nothing():
+    requests = Loading(FULL)
+    requests.refuse("r", TicketInvalid("forged"), wanted=48)
+    requests.finished("r")
+    assert requests.take_orders() == []
+
+
+def test_requests_that_nobody_announced_have_nothing_to_load():
+    requests = Loading(FULL)
+    assert requests.matched("other", 0) == 0
+    requests.allocated("other", [[1]], 0)
+    requests.received("other")
+    requests.finished("other")
+    assert requests.take_orders() == []
+
+
+def test_too_few_blocks_fail_the_request():
+    requests = loading()
+    requests.matched("r", 0)
+    requests.allocated("r", [[1, 2]], 48)
+    (order,) = requests.take_orders()
+    assert (type(order), order.code) == (Fail, "block_ids_invalid")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "listed", "offered"),
+    [
+        (48, [[1, 2, 3], [9], [4, 5, 6]], ((1, 2, 3), (9,), (4, 5, 6))),
+        # The next token looks at the last 63: blocks from token 97 on.
+        (160, [[0, 0, 0, 0, 0, 0, 1, 2, 3, 4], [9], list(range(11, 21))], ((1, 2, 3, 4), (9,), tuple(range(11, 21)))),
+        # vLLM has not let go yet of what it needs no more.
+        (160, [list(range(21, 31)), [0, 9], list(range(11, 21))], ((27, 28, 29, 30), (9,), tuple(range(11, 21)))),
+        # Blocks behind the last token hold nothing.
+        (16, [[1, 2], [9], [3, 4]], ((1,), (9,), (3,))),
+    ],
+)
+def test_a_producer_offers_what_the_next_token_needs(tokens, listed, offered):
+    assert offered_blocks(HYBRID, listed, tokens) == offered
+
+
+def test_blocks_that_are_not_there_are_absent():
+    full = [[0, 2, 0, 4]]
+    assert loaded_blocks(FULL, full, first_token=0, end=64, num_tokens=64) == ((2, -1, 4),)
+    assert offered_blocks(HYBRID, [[0], [0], [1]], 16) == ((), (-1,), (1,))
+
+
+def test_a_producer_without_enough_blocks_offers_none():
+    with pytest.raises(BlockIdsInvalid, match="2 blocks for 48 tokens"):
+        offered_blocks(FULL, [[1, 2]], 48)

@@ -1,0 +1,134 @@
+"""vLLM's description of a cache, read as kvflow's."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from kvflow import MLA, ChunkedLocal, FullAttention, Mamba, SlidingWindow, State
+from kvflow.errors import SpecInvalid
+from kvflow.integrations.vllm.specs import EngineShape, read_groups, read_spec, state_block
+
+from .vllm_like import (
+    BFLOAT16,
+    FLOAT32,
+    UINT8,
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SinkFullAttentionSpec,
+    SlidingWindowSpec,
+    group,
+)
+
+ATTENTION = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": "bfloat16"}
+STATES = (State("conv", (640, 3), "bfloat16"), State("ssm", (8, 64, 64), "float32"))
+
+
+def quantized(mode):
+    return SimpleNamespace(name=mode)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        (FullAttentionSpec(), FullAttention(**ATTENTION)),
+        (FullAttentionSpec(page_size_padded=16384), FullAttention(**ATTENTION, page_bytes=16384)),
+        (FullAttentionSpec(head_size_v=128), FullAttention(**ATTENTION, head_size_v=128)),
+        (SlidingWindowSpec(), SlidingWindow(**ATTENTION, window=64)),
+        (ChunkedLocalAttentionSpec(), ChunkedLocal(**ATTENTION, chunk=64)),
+        (
+            FullAttentionSpec(dtype=UINT8, kv_quant_mode=quantized("FP8_PER_TOKEN_HEAD"), content=136),
+            FullAttention(**ATTENTION | {"dtype": "uint8"}, quantization="fp8_per_token_head"),
+        ),
+        (
+            MLAAttentionSpec(head_size=576, head_size_v=0, num_kv_heads=1),
+            MLA(block_size=16, head_size=576, dtype="bfloat16"),
+        ),
+        (
+            MLAAttentionSpec(head_size=576, head_size_v=0, dtype=UINT8, content=656),
+            MLA(block_size=16, head_size=656, dtype="uint8"),
+        ),
+        (MambaSpec(page_size_padded=196608), Mamba(block_size=1024, page_bytes=196608, states=STATES)),
+    ],
+    ids=lambda spec: type(spec).__name__,
+)
+def test_every_kind_of_layer(theirs, ours):
+    assert read_spec("layer", theirs, EngineShape()) == ours
+
+
+def test_channels_are_outermost_in_a_convolution_state_however_it_lies():
+    turned = read_spec("layer", MambaSpec(shapes=((3, 640), (8, 64, 64))), EngineShape(conv_channels_first=False))
+    assert turned.states == STATES
+
+
+def test_states_of_engines_with_different_numbers_of_ranks_have_different_names():
+    whole = read_spec("layer", MambaSpec(), EngineShape(tp_size=1))
+    half = read_spec("layer", MambaSpec(shapes=((320, 3), (4, 64, 64))), EngineShape(tp_size=2))
+    assert [state.shape for state in half.states] == [state.shape for state in whole.states]
+    assert {state.name for state in half.states}.isdisjoint(state.name for state in whole.states)
+
+
+def test_a_replicated_state_is_whole_on_every_rank():
+    spec = MambaSpec(shapes=((64, 3),), dtypes=(BFLOAT16,), tp_replicated=True)
+    found = read_spec("layer", spec, EngineShape(tp_size=4))
+    assert found.states == (State("state_0", (64, 3), "bfloat16", shard_axis=None),)
+
+
+@pytest.mark.parametrize(
+    ("held", "tp_size", "told", "total"), [(2, 1, 2, 2), (2, 4, 8, 8), (1, 4, 2, 2), (1, 4, 9, 4), (3, 2, 0, 6)]
+)
+def test_heads_are_those_of_the_model(held, tp_size, told, total):
+    spec = FullAttentionSpec(num_kv_heads=held, num_heads=held)
+    assert read_spec("layer", spec, EngineShape(tp_size=tp_size, num_kv_heads=told)).num_kv_heads == total
+
+
+def test_blocks_of_the_kernel_may_be_smaller():
+    spec = read_spec("layer", FullAttentionSpec(block_size=64), EngineShape(kernel_tokens={"layer": 16}))
+    assert (spec.block_size, spec.kernel_block_size) == (64, 16)
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        (SinkFullAttentionSpec(), "SinkFullAttentionSpec"),
+        (FullAttentionSpec(content=300), "300 bytes"),
+        (FullAttentionSpec(kv_quant_mode=quantized("TURBOQUANT_4BIT_NC")), "TURBOQUANT"),
+        (FullAttentionSpec(num_heads=4), "4 slots for 2 heads"),
+        (MLAAttentionSpec(tokens_per_state=4), "4 tokens"),
+    ],
+)
+def test_what_cannot_be_described_is_refused_by_name(spec, said):
+    with pytest.raises(SpecInvalid, match=said) as caught:
+        read_spec("model.layers.7", spec, EngineShape())
+    assert "model.layers.7" in str(caught.value)
+
+
+def test_groups_keep_their_order_and_name_their_kinds():
+    one_for_each = SimpleNamespace(block_size=16, kv_cache_specs={"e": FullAttentionSpec(), "f": FullAttentionSpec()})
+    found = read_groups(
+        [
+            group(SlidingWindowSpec(), "a", "b"),
+            group(FullAttentionSpec(), "c"),
+            group(MambaSpec(), "d"),
+            group(one_for_each, "e", "f"),
+        ]
+    )
+    assert [(each.kind, each.layers, each.window) for each in found] == [
+        ("sliding", ("a", "b"), 64),
+        ("full", ("c",), 0),
+        ("mamba", ("d",), 0),
+        ("full", ("e", "f"), 0),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ids", "scratch", "block"), [([7], 0, 7), ([0, 0, 5], 0, 5), ([0, 5, 8, 9], 2, 5), ([], 0, None), ([4], 1, None)]
+)
+def test_the_running_state_stands_before_the_blocks_for_speculation(ids, scratch, block):
+    assert state_block(ids, MambaSpec(num_speculative_blocks=scratch)) == block
+
+
+def test_dtypes_have_the_names_that_torch_gives_them():
+    states = read_spec("layer", MambaSpec(dtypes=(FLOAT32, FLOAT32)), EngineShape()).states
+    assert [state.dtype for state in states] == ["float32", "float32"]

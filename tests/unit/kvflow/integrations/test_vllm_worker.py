@@ -1,0 +1,161 @@
+"""Orders carried out on a worker, and what has ended reported once."""
+
+from concurrent.futures import Future
+
+from kvflow import Finished, TransferReport
+from kvflow.errors import CapacityExceeded, LayoutMismatch, StaleLease, TicketInvalid, WorkerClosed
+from kvflow.integrations.vllm.orders import Admit, Cancel, Fail, Pull, Release
+from kvflow.integrations.vllm.tally import add_tallies, empty_tally, is_empty, summary
+from kvflow.integrations.vllm.worker import RankWorker
+
+from .vllm_like import new_mint, new_ticket
+
+TICKET = new_ticket()
+PULL = Pull("r", TICKET, ((1, 2, 3),))
+REPORT = TransferReport(
+    request_id="request-1", nbytes=1 << 20, descriptors=12, reads=1, timings_s={"total": 0.5, "wire": 0.4}
+)
+
+
+class FakeWorker:
+    """A worker that does what a test says."""
+
+    def __init__(self):
+        self.futures = {}
+        self.released = []
+        self.ends = []
+        self.admitted = []
+        self.refusal = None
+
+    def admit(self, grant):
+        if self.refusal:
+            raise self.refusal
+        self.admitted.append(grant)
+
+    def pull(self, ticket, block_ids, *, local_request_id):
+        if self.refusal:
+            raise self.refusal
+        return self.futures.setdefault(local_request_id, Future())
+
+    def release(self, ticket):
+        self.released.append(ticket)
+        done = Future()
+        done.set_exception(StaleLease("gone"))
+        return done
+
+    def finished(self):
+        ends, self.ends = self.ends, []
+        return ends
+
+    def end(self, request_id="r", error=None):
+        outcome, report = ("failed", None) if error else ("completed", REPORT)
+        self.ends.append(
+            Finished("request-1", "consumer", outcome, report=report, error=error, local_request_id=request_id)
+        )
+
+
+def told(*orders, refusal=None):
+    fake = FakeWorker()
+    fake.refusal = refusal
+    rank = RankWorker(fake)
+    rank.execute(orders)
+    return fake, rank
+
+
+def test_a_pull_is_reported_when_it_has_ended_and_once():
+    fake, rank = told(PULL)
+    assert not rank.collect().received
+    fake.end()
+    results = rank.collect()
+    assert (results.received, results.failed) == ({"r"}, frozenset())
+    assert not rank.collect().received
+    assert fake.released == []
+
+
+def test_two_requests_may_read_one_ticket():
+    fake, rank = told(PULL, Pull("s", TICKET, ((4, 5, 6),)))
+    fake.end("s", error=StaleLease("gone"))
+    assert rank.collect().failed == {"s"}
+    fake.end("r")
+    results = rank.collect()
+    assert (results.received, results.failed) == ({"r"}, frozenset())
+
+
+def test_a_pull_that_fails_is_received_and_failed_and_gives_its_ticket_back():
+    fake, rank = told(PULL)
+    fake.end(error=LayoutMismatch("layers.0.k.head_size", 64, 128))
+    results = rank.collect()
+    assert results.received == results.failed == {"r"}
+    assert fake.released == [TICKET]
+
+
+def test_a_ticket_of_nobody_is_not_given_back():
+    fake, rank = told(PULL)
+    fake.end(error=TicketInvalid("forged"))
+    assert rank.collect().failed == {"r"}
+    assert fake.released == []
+
+
+def test_a_canceled_pull_is_reported_when_its_blocks_are_quiet():
+    fake, rank = told(PULL, Cancel("r"))
+    assert fake.futures["r"].cancelled()
+    assert not rank.collect().received
+
+
+def test_a_cancel_that_comes_late_does_nothing():
+    fake, rank = told(PULL)
+    fake.end()
+    rank.collect()
+    rank.execute([Cancel("r")])
+    assert not rank.collect().received
+
+
+def test_a_pull_that_a_closed_worker_refuses_has_failed():
+    _, rank = told(PULL, refusal=WorkerClosed("closed"))
+    results = rank.collect()
+    assert results.received == results.failed == {"r"}
+
+
+def test_a_refused_request_is_reported_as_failed():
+    _, rank = told(Fail("r", "ticket_invalid", "forged"))
+    results = rank.collect()
+    assert results.received == results.failed == {"r"}
+    assert rank.take_tally()["failed"] == {"ticket_invalid": 1}
+
+
+def test_a_ticket_is_given_back_unread():
+    fake, rank = told(Release("r", TICKET))
+    assert fake.released == [TICKET]
+    assert not rank.collect().received
+
+
+def test_a_lease_is_reported_when_it_has_ended():
+    grant = new_mint().offer("request-2", block_ids=[[1]], num_tokens=3)[1]
+    fake, rank = told(Admit("request-2", grant))
+    assert fake.admitted == [grant]
+    assert not rank.collect().sent
+    fake.ends.append(Finished("request-2", "producer", "expired"))
+    assert rank.collect().sent == {"request-2"}
+    assert rank.take_tally()["leases"] == {"expired": 1}
+
+
+def test_a_grant_that_is_refused_gives_its_blocks_back_at_once():
+    grant = new_mint().offer("request-2", block_ids=[[1]], num_tokens=3)[1]
+    _, rank = told(Admit("request-2", grant), refusal=CapacityExceeded("leases", 8))
+    assert rank.collect().sent == {"request-2"}
+
+
+def test_what_was_counted_is_added_up_and_told_in_a_line():
+    fake, rank = told(PULL, Pull("s", TICKET, ((4, 5, 6),)))
+    fake.end("r")
+    fake.end("s", error=StaleLease("gone"))
+    rank.collect()
+    tally = rank.take_tally()
+    assert (tally["total_s"], tally["wire_s"], tally["nbytes"], tally["descriptors"]) == ([0.5], [0.4], [1 << 20], [12])
+    both = add_tallies(add_tallies(empty_tally(), tally), tally)
+    assert both["failed"] == {"stale_lease": 2}
+    line = summary(both)
+    assert (line["Num successful transfers"], line["Num failed transfers"]) == (2, 2)
+    assert line["Throughput (MB/s)"] == 2.0
+    assert is_empty(rank.take_tally())
+    assert summary(empty_tally())["Num successful transfers"] == 0
