@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     )
     from kvflow.memory.adopt import adopt
     from kvflow.memory.cache import KVCache, allocate
+    from kvflow.observability.logs import configure_logging
     from kvflow.rendezvous.mint import TicketMint
     from kvflow.transfer.costs import Calibration, Costs
     from kvflow.transfer.plan import TransferPlan, plan_transfer
@@ -66,6 +67,7 @@ _HOMES = {
     "Finished": "kvflow.worker.threaded",
     "ThreadedWorker": "kvflow.worker.threaded",
     "run_worker": "kvflow.worker.threaded",
+    "configure_logging": "kvflow.observability.logs",
     # tickets
     "Grant": "kvflow.cache.tickets",
     "RankAddress": "kvflow.cache.tickets",
@@ -108,6 +110,7 @@ __all__ = [
     "WorkerConfig",
     "adopt",
     "allocate",
+    "configure_logging",
     "errors",
     "explain",
     "join_tickets",

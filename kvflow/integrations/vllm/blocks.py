@@ -14,7 +14,8 @@ from kvflow.errors import BlockIdsInvalid
 from kvflow.integrations.vllm.specs import state_block
 
 NULL_BLOCK = 0
-"""vLLM's block that stands for one which is not there. Nobody is ever given it."""
+"""vLLM's block that stands for one which is not there. Nobody is ever given it. Here it also stands for a block that
+has its tokens already, from the prefix cache: others may be reading it, so that nothing is to be written there."""
 
 ABSENT = -1
 
@@ -51,18 +52,17 @@ def offered_blocks(groups: Sequence[TransferGroup], listed: Sequence[Sequence[in
     Raises:
         BlockIdsInvalid: a list is shorter than the tokens need.
     """
-    return tuple(_wanted(each, listed[each.index], first_token=0, end=num_tokens) for each in groups)
+    return tuple(_wanted(each, listed[each.index], num_tokens) for each in groups)
 
 
 def loaded_blocks(
-    groups: Sequence[TransferGroup], listed: Sequence[Sequence[int]], *, first_token: int, end: int, num_tokens: int
+    groups: Sequence[TransferGroup], listed: Sequence[Sequence[int]], *, end: int, num_tokens: int
 ) -> BlockIds:
     """Return where a consumer wants the blocks of a ticket.
 
     Args:
         groups: those that travel.
-        listed: one list for each of vLLM's groups.
-        first_token: first one that is not in our cache.
+        listed: one list for each of vLLM's groups, ``NULL_BLOCK`` for what is in our cache already.
         end: one past the last token that is wanted.
         num_tokens: of the ticket, which may go further.
 
@@ -71,13 +71,13 @@ def loaded_blocks(
     """
     found = []
     for each in groups:
-        ids = _wanted(each, listed[each.index], first_token=first_token, end=end)
+        ids = _wanted(each, listed[each.index], end)
         behind = 0 if each.is_state else -(-num_tokens // each.group.block_size) - -(-end // each.group.block_size)
         found.append(ids + (ABSENT,) * behind)
     return tuple(found)
 
 
-def _wanted(each: TransferGroup, ids: Sequence[int], *, first_token: int, end: int) -> tuple[int, ...]:
+def _wanted(each: TransferGroup, ids: Sequence[int], end: int) -> tuple[int, ...]:
     if each.is_state:
         block = state_block(list(ids), each.spec)
         return (ABSENT if block in (None, NULL_BLOCK) else block,)
@@ -87,7 +87,7 @@ def _wanted(each: TransferGroup, ids: Sequence[int], *, first_token: int, end: i
         raise BlockIdsInvalid(
             f"group {each.index}: {len(ids)} blocks for {end} tokens, which need {num_blocks}", group=each.index
         )
-    first = max(first_token // size, num_blocks - window_blocks(each.group, end))
+    first = num_blocks - window_blocks(each.group, end)
     named = [ABSENT if block == NULL_BLOCK else int(block) for block in ids[first:num_blocks]]
     while named and named[0] == ABSENT:
         del named[0]

@@ -5,6 +5,7 @@ goes to ``Loading.refuse``. What is wrong with the configuration does raise, at 
 """
 
 import logging
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -17,10 +18,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvflow import configure_logging
+from kvflow.integrations.vllm.blocks import NULL_BLOCK
 from kvflow.integrations.vllm.engine import engine_facts, engine_shape
 from kvflow.integrations.vllm.metadata import RankIntroduction, StepOrders
 from kvflow.integrations.vllm.scheduler import SchedulerSide
-from kvflow.integrations.vllm.settings import PACKED_LAYOUT, check_keys, read_settings, wants_packed
+from kvflow.integrations.vllm.settings import PACKED_LAYOUT, SECRET_KEYS, check_keys, read_settings, wants_packed
+from kvflow.integrations.vllm.stats import KVFlowMetrics, KVFlowStats
 from kvflow.integrations.vllm.tensors import adopt_caches
 from kvflow.integrations.vllm.worker import RankRuntime
 
@@ -49,6 +53,11 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         self._runtime: RankRuntime | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerSide(self._settings, vllm_config, kv_cache_config)
+            printed = sorted(SECRET_KEYS & set(extra))
+            if printed:
+                logger.warning("kvflow: vLLM prints its configuration, and %s with it: set the variables", printed)
+        elif self._settings.log_file:
+            configure_logging(Path(self._settings.log_file))
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str | None:
@@ -57,7 +66,33 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         check_keys(extra)
         return PACKED_LAYOUT if wants_packed(extra) else None
 
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """Tell that the memory of a registered cache must stay where it is."""
+        return False
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVFlowStats:
+        """Return statistics, of what a worker has sent or empty."""
+        return KVFlowStats(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: "VllmConfig",
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVFlowMetrics:
+        """Return what Prometheus is told."""
+        return KVFlowMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
     # The scheduler's side.
+
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        """Tell that a load brings the state, however deep the local hit of other layers is."""
+        return True
 
     @property
     def _decides(self) -> SchedulerSide:
@@ -84,7 +119,11 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
         """Order the load of a request that has room now."""
-        listed = [[block.block_id for block in group] for group in blocks.blocks]
+        # A block with a hash is in the prefix cache: it has its tokens, and others may read it.
+        listed = [
+            [NULL_BLOCK if block.block_hash is not None else block.block_id for block in group]
+            for group in blocks.blocks
+        ]
         self._decides.loading.allocated(request.request_id, listed, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
@@ -168,6 +207,13 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         """Return what has ended since the last step, for callers that do not know of failures."""
         results = self._does.rank.collect()
         return set(results.sent), set(results.received)
+
+    def get_kv_connector_stats(self) -> KVFlowStats | None:
+        """Return what this rank has counted since the last step."""
+        if self._runtime is None:
+            return None  # the scheduler's side counts nothing
+        stats = KVFlowStats(self._runtime.rank.take_tally())
+        return None if stats.is_empty() else stats
 
     def shutdown(self) -> None:
         """Leave the network: leases end, pulls are cancelled, and nothing touches the cache any more."""

@@ -1,7 +1,8 @@
 """What vLLM's configuration says of the engine and of this rank, read in one place."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from kvflow.errors import ConfigInvalid
 from kvflow.integrations.vllm.settings import EngineFacts, model_name
 from kvflow.integrations.vllm.specs import EngineShape, dtype_name
 
@@ -17,6 +18,7 @@ def engine_facts(vllm_config: "VllmConfig", *, ranked: bool) -> EngineFacts:
         ranked: whether this process has a rank; a scheduler has none, and its settings are those of rank 0.
     """
     parallel = vllm_config.parallel_config
+    require_parallelism(parallel)
     rank = _tp_rank() if ranked else 0
     model = vllm_config.model_config
     return EngineFacts(
@@ -29,6 +31,20 @@ def engine_facts(vllm_config: "VllmConfig", *, ranked: bool) -> EngineFacts:
         model_revision=str(model.revision or ""),
         model_dtype=dtype_name(model.dtype),
     )
+
+
+def require_parallelism(parallel: Any) -> None:
+    """Refuse ways to divide a model that the connector does not describe.
+
+    Raises:
+        ConfigInvalid: names the setting.
+    """
+    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+        size = getattr(parallel, name, 1)
+        if size != 1:
+            raise ConfigInvalid(
+                f"{name} is {size}, but KVFlowConnector supports 1 only", remedy="Divide the model by tensors alone."
+            )
 
 
 def engine_shape(vllm_config: "VllmConfig") -> EngineShape:

@@ -97,7 +97,7 @@ class Loading:
 
         Args:
             request_id: the engine's name of the request.
-            listed: its block ids, one list for each of vLLM's groups.
+            listed: its block ids, one list for each of vLLM's groups, ``NULL_BLOCK`` for what is in our cache already.
             num_tokens: to load; 0 if all that the ticket covers is computed already.
         """
         load = self._loads.get(request_id)
@@ -115,7 +115,6 @@ class Loading:
             block_ids = loaded_blocks(
                 self.groups,
                 listed,
-                first_token=load.computed,
                 end=load.computed + num_tokens,
                 num_tokens=max(load.ticket.grants[0].num_tokens),
             )

@@ -9,13 +9,16 @@ from msgspec import Struct
 from kvflow import WorkerConfig
 from kvflow.errors import ConfigInvalid
 
-OWN_KEYS = frozenset({"enable_cross_layers_blocks"})
+OWN_KEYS = frozenset({"enable_cross_layers_blocks", "log_file"})
 """Keys that are the connector's and not the worker's."""
 
 FROM_ENGINE = frozenset({"engine_id", "rank", "num_ranks", "role"})
 """Settings of a worker that the engine decides; a value of the user's could only contradict it."""
 
 KEYS = OWN_KEYS | set(WorkerConfig.__struct_fields__) - FROM_ENGINE
+
+SECRET_KEYS = frozenset({"cluster_secret", "cluster_secret_accepted", "private_key"})
+"""Keys that better stand in the environment: vLLM prints its configuration."""
 
 PACKED_LAYOUT = "BLHNC"
 """One block of all layers is one row, and the heads of a rank lie together in it. Also valid for mixed page sizes."""
@@ -61,12 +64,14 @@ class Settings(Struct, frozen=True, kw_only=True):
         produces: whether this engine hands out tickets.
         consumes: whether it reads those of others.
         enable_cross_layers_blocks: ask vLLM for a packed layout.
+        log_file: where kvflow writes its records, one JSON object a line; None leaves them to Python's logging.
     """
 
     worker: WorkerConfig
     produces: bool
     consumes: bool
     enable_cross_layers_blocks: bool = False
+    log_file: str | None = None
 
 
 def read_settings(extra: Mapping[str, Any], facts: EngineFacts) -> Settings:
@@ -104,6 +109,7 @@ def read_settings(extra: Mapping[str, Any], facts: EngineFacts) -> Settings:
         produces=facts.kv_role != "kv_consumer",
         consumes=facts.kv_role != "kv_producer",
         enable_cross_layers_blocks=wants_packed(extra),
+        log_file=_log_file(extra),
     )
 
 
@@ -143,6 +149,13 @@ def wants_packed(extra: Mapping[str, Any]) -> bool:
 def model_name(model: str) -> str:
     """Return the name under which peers compare a model: a path differs between hosts, its last part rarely does."""
     return model.rstrip("/").rpartition("/")[2][-256:] if model.startswith(("/", ".", "~")) else model[-256:]
+
+
+def _log_file(extra: Mapping[str, Any]) -> str | None:
+    value = extra.get("log_file")
+    if value is not None and not (isinstance(value, str) and value):
+        raise ConfigInvalid(f"log_file is {value!r}: expected the path of a file")
+    return value
 
 
 def _moved(endpoint: str, offset: int) -> str:

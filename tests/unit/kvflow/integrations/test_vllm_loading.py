@@ -34,7 +34,7 @@ def test_a_prompt_is_loaded_whole():
 def test_only_what_is_not_in_the_cache_is_loaded():
     requests = loading()
     assert requests.matched("r", 16) == 32
-    requests.allocated("r", [[1, 2, 3]], 32)
+    requests.allocated("r", [[0, 2, 3]], 32)
     assert requests.take_orders() == [Pull("r", TICKET, ((2, 3),))]
 
 
@@ -87,7 +87,7 @@ def test_a_ticket_that_goes_further_is_read_as_far_as_the_prompt_goes():
     assert requests.matched("r", 0) == 33
     requests.allocated("r", [[1, 2, 3]], 33)
     assert requests.take_orders() == [Pull("r", TICKET, ((1, 2, 3),))]
-    assert loaded_blocks(FULL, [[1, 2]], first_token=0, end=20, num_tokens=48) == ((1, 2, -1),)
+    assert loaded_blocks(FULL, [[1, 2]], end=20, num_tokens=48) == ((1, 2, -1),)
 
 
 def test_a_prompt_that_goes_further_than_the_ticket_is_computed_from_there():
@@ -166,7 +166,7 @@ def test_a_producer_offers_what_the_next_token_needs(tokens, listed, offered):
 
 def test_blocks_that_are_not_there_are_absent():
     full = [[0, 2, 0, 4]]
-    assert loaded_blocks(FULL, full, first_token=0, end=64, num_tokens=64) == ((2, -1, 4),)
+    assert loaded_blocks(FULL, full, end=64, num_tokens=64) == ((2, -1, 4),)
     assert offered_blocks(HYBRID, [[0], [0], [1]], 16) == ((), (-1,), (1,))
 
 

@@ -1,9 +1,12 @@
 """The extra configuration of a connector: every setting of a worker by its own name, and nothing else."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from kvflow.config import SECRET_VARIABLE
 from kvflow.errors import ConfigInvalid
+from kvflow.integrations.vllm.engine import require_parallelism
 from kvflow.integrations.vllm.settings import EngineFacts, model_name, read_settings, wants_packed
 from kvflow.integrations.vllm.versions import check_release
 
@@ -80,6 +83,12 @@ def test_a_switch_may_be_text(value, wanted):
     assert wants_packed({"enable_cross_layers_blocks": value}) is wanted
 
 
+@pytest.mark.parametrize("path", ["", 7, ["a"]])
+def test_a_log_file_that_is_no_path_is_refused(path):
+    with pytest.raises(ConfigInvalid, match="log_file"):
+        read_settings({"cluster_secret": SECRET, "log_file": path}, facts())
+
+
 def test_a_switch_that_is_none_is_refused():
     with pytest.raises(ConfigInvalid, match="enable_cross_layers_blocks"):
         wants_packed({"enable_cross_layers_blocks": "perhaps"})
@@ -102,3 +111,12 @@ def test_supported_releases(release):
 def test_other_releases_are_refused_with_the_range(release):
     with pytest.raises(ConfigInvalid, match=r"0\.32 to 0\.33"):
         check_release(release)
+
+
+@pytest.mark.parametrize(
+    "name", ["pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"]
+)
+def test_parallelism_that_is_not_described_is_refused(name):
+    require_parallelism(SimpleNamespace(tensor_parallel_size=8))
+    with pytest.raises(ConfigInvalid, match=name):
+        require_parallelism(SimpleNamespace(**{name: 2}))
