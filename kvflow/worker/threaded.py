@@ -1,9 +1,11 @@
 """``run_worker``: the same worker for an engine that is not asyncio, on a thread and event loop of its own."""
 
 import asyncio
+import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Literal, TypeVar
@@ -163,14 +165,16 @@ def run_worker(config: WorkerConfig, cache: Cache, *, hooks: Sequence[Hook] = ()
         except BaseException as error:  # noqa: BLE001 - raised in the caller's thread, also if there is no loop at all
             (ended if opened.done() else opened).set_exception(error)
 
-    thread = ThreadPoolExecutor(1, thread_name_prefix=f"kvflow-{config.engine_id}")
+    # A daemon: an engine that ends without leaving this block must not wait for a thread that waits for it.
+    thread = threading.Thread(target=live, name=f"kvflow-{config.engine_id}", daemon=True)
     try:
-        thread.submit(live)
+        thread.start()
         yield opened.result()
     finally:
         # Whatever interrupted us, in whatever state the loop is: a thread that is not told lives for ever.
         left.set_result(None)
-        thread.shutdown()
+        if thread.is_alive() and not sys.is_finalizing():  # by then the thread does not run any more
+            thread.join()
         if ended.done():
             ended.result()
 
