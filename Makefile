@@ -7,7 +7,7 @@ SOURCES := kvflow handshake tests docker
 TEXTS := $(SOURCES) docs README.md CHANGELOG.md Makefile pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench simulate compose-demo test-compose test-exhaustive test-fence clean
+.PHONY: help demo test lint bench simulate fuzz compose-demo test-compose test-exhaustive test-fence clean
 .SILENT:
 
 help:
@@ -16,6 +16,7 @@ help:
 	echo 'make lint    the same without the tests'
 	echo 'make bench   every benchmark, one after the other'
 	echo 'make simulate   20,000 scenarios of real workers on virtual time, with every fault; SEEDS=N for fewer; half an hour'
+	echo 'make fuzz    a million mutated messages and 40,000 lies to real workers; FRAMES=N and LIES=N for fewer; twenty minutes'
 	echo 'make compose-demo   the demo in containers, over TCP and over shared memory; needs Docker and Compose'
 	echo 'make test-compose   the tests of that, with a container that is killed'
 	echo 'make test-exhaustive   100,000 generated pairs, and every parallelism and layout to every other; most of an hour'
@@ -52,6 +53,9 @@ bench: $(INSTALLED)
 
 simulate: $(INSTALLED)
 	$(BIN)/kvflow simulate --seeds $${SEEDS:-20000} --first $${FIRST:-0}
+
+fuzz: $(INSTALLED)
+	$(BIN)/python -m tests.fuzz --seed $${SEED:-0} --frames $${FRAMES:-1000000} --lies $${LIES:-10000}
 
 # Leaves the image kvflow:local behind, and nothing else.
 compose-demo:

@@ -65,7 +65,7 @@ def test_what_cannot_be_is_refused(name):
         inspect(blob, AGENT)
 
 
-@pytest.mark.parametrize("line", (CORPUS / "metadata-crashes.txt").read_text().split())
+@pytest.mark.parametrize("line", (CORPUS / "metadata.txt").read_text().split())
 def test_what_has_crashed_nixl_is_refused(line):
     blob = bytes.fromhex(line)
     with pytest.raises(ValueError, match="cannot be"):
@@ -105,7 +105,7 @@ def test_the_installed_nixl_publishes_what_is_understood(exporter):
 @pytest.mark.nixl
 def test_the_reader_refuses_what_would_crash_it_and_whatever_has_another_name(exporter):
     mover, epochs = exporter
-    for line in (CORPUS / "metadata-crashes.txt").read_text().split():
+    for line in (CORPUS / "metadata.txt").read_text().split():
         blob = bytes.fromhex(line)
         sealed = seal(Envelope("nixl", blob[24:36].decode(), blob))
         with pytest.raises(MoveFailed, match="metadata_invalid"):

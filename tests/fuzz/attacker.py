@@ -1,0 +1,104 @@
+"""A member of the cluster that lies, in a process of its own: many short conversations with one listener.
+
+Arguments: the endpoint, the secret, the seed, the first conversation and the step to the next, and how many mutated
+messages to send. Every line on standard output is a report, the last one included. Conversation ``i`` is drawn from
+``seed/i``.
+"""
+
+import json
+import sys
+import time
+
+import zmq
+
+import handshake
+
+from .frames import conversation
+
+AT_ONCE = 12
+"""Conversations: far below what a listener takes at once, so that it turns none away unheard."""
+
+PATIENCE_S = 60.0
+REPORT_S = 1.0
+
+
+class Attack:
+    """The conversations of one process.
+
+    Attributes:
+        told: what is reported: messages and connections so far, and the numbers of those under way.
+    """
+
+    def __init__(self, endpoint, secret, seed, numbers):
+        self._endpoint = endpoint
+        self._security = handshake.ClusterSecurity.from_secret(secret)
+        self._seed = seed
+        self._numbers = numbers
+        self._context = zmq.Context()
+        self._poller = zmq.Poller()
+        self._under_way = {}
+        self.told = {"mutated": 0, "other": 0, "conversations": 0, "unanswered": 0, "under_way": []}
+
+    def begin(self):
+        number = next(self._numbers)
+        said = conversation(f"{self._seed}/{number}")
+        dealer = self._context.socket(zmq.DEALER)
+        dealer.linger = 0
+        dealer.reconnect_ivl = -1
+        dealer.curve_serverkey = self._security.server.public
+        dealer.curve_publickey = self._security.client.public
+        dealer.curve_secretkey = self._security.client.private
+        dealer.connect(self._endpoint)
+        for message in said.messages:
+            dealer.send_multipart(message)
+        self._poller.register(dealer, zmq.POLLIN)
+        self._under_way[dealer] = (number, time.monotonic(), said)
+
+    def step(self):
+        """Hear what was answered; a conversation is over with the listener's last word."""
+        for dealer, _ in self._poller.poll(100):
+            while dealer in self._under_way:
+                try:
+                    answer = dealer.recv(zmq.NOBLOCK)
+                except zmq.Again:
+                    break
+                if b"\xa4type\xa3bye" in answer or b"\xa4type\xa6refuse" in answer:
+                    self._end(dealer)
+        late = time.monotonic() - PATIENCE_S
+        for dealer, (_, begun_at, _) in tuple(self._under_way.items()):
+            if begun_at < late:
+                self.told["unanswered"] += 1
+                self._end(dealer)
+
+    def _end(self, dealer):
+        _, _, said = self._under_way.pop(dealer)
+        self._poller.unregister(dealer)
+        dealer.close()
+        self.told["mutated"] += said.mutated
+        self.told["other"] += len(said.messages) - said.mutated
+        self.told["conversations"] += 1
+
+    def run(self, goal):
+        reported_at = 0.0
+        while self.told["mutated"] < goal:
+            while len(self._under_way) < AT_ONCE:
+                self.begin()
+            self.step()
+            if time.monotonic() - reported_at > REPORT_S:
+                self.report()
+                reported_at = time.monotonic()
+        self.report()
+
+    def report(self):
+        self.told["under_way"] = [number for number, *_ in self._under_way.values()]
+        sys.stdout.write(json.dumps(self.told) + "\n")
+        sys.stdout.flush()
+
+
+def main(endpoint, secret, seed, *numbers):
+    first, step, goal = map(int, numbers)
+    Attack(endpoint, secret, seed, iter(range(first, 1 << 62, step))).run(goal)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

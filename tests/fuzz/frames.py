@@ -1,0 +1,134 @@
+"""Conversations of a member that lies: what it says is valid for a while, then not."""
+
+import time
+
+import msgspec
+
+from handshake import Identity, Publication
+from handshake.codec import FORMAT, encode
+from handshake.connection import Connection
+from handshake.limits import DEFAULT_LIMITS
+from handshake.messages import (
+    Bye,
+    Hello,
+    LeaseAnswer,
+    LeaseRef,
+    Ping,
+    Pong,
+    Publish,
+    Refuse,
+    Release,
+    Released,
+    Renew,
+    Renewed,
+    Welcome,
+)
+from handshake.states import Role
+
+from .mutations import Mutator
+
+IDENTITY = Identity(engine_id="fuzz", rank=0, num_ranks=1, incarnation="f" * 32, role="decode")
+PUBLICATION = Publication.of(b"of a fuzzer" * 20)
+_HELLO = Hello(version_min=1, version_max=1, identity=IDENTITY)
+_PUBLISH = Publish(publication=PUBLICATION)
+_LEASES = tuple(LeaseRef(slot=slot, epoch=(1 << 40) + slot) for slot in range(3))
+_ANSWERS = tuple(LeaseAnswer(slot=each.slot, epoch=each.epoch, outcome="held") for each in _LEASES)
+
+SEEDS = tuple(
+    encode(message, DEFAULT_LIMITS)[0]
+    for message in (
+        _HELLO,
+        Welcome(version=1, identity=IDENTITY, clock_s=1.0),
+        _PUBLISH,
+        Refuse(code="busy", reason="a reason", remedy="a remedy"),
+        Release(leases=_LEASES),
+        Released(leases=_ANSWERS),
+        Renew(leases=_LEASES),
+        Renewed(leases=_ANSWERS, lease_s=30.0),
+        Ping(nonce=7),
+        Pong(nonce=7, clock_s=1.0),
+        Bye(reason="a reason"),
+    )
+)
+HELLO, PUBLISH, BYE = SEEDS[0], SEEDS[2], SEEDS[-1]
+
+FRAMES_MAX = 100
+"""Of one conversation that break nothing."""
+
+
+class Conversation(msgspec.Struct, frozen=True):
+    """What one connection sends.
+
+    Attributes:
+        messages: lists of frames, in order; the last ends the connection.
+        mutated: how many of the messages are mutated.
+    """
+
+    messages: list[list[bytes]]
+    mutated: int
+
+
+def conversation(seed):
+    """Draw one. Everything before its last message is allowed, so that a listener judges every one of them.
+
+    The last one is either what a listener must refuse, or a goodbye.
+    """
+    mutator = Mutator(seed)
+    # What a listener would say of it, without one: the same class, and another instance.
+    judge = Connection(Role.SERVER, IDENTITY, PUBLICATION, limits=DEFAULT_LIMITS, now=time.monotonic())
+    messages, mutated = [], 0
+    for frame in (HELLO, PUBLISH):
+        message, strange = _opening(mutator, frame)
+        messages.append(message)
+        mutated += strange
+        judge.receive(message, time.monotonic())
+        if judge.ending is not None:
+            return Conversation(messages, mutated)
+    for _ in range(mutator.draw.randrange(FRAMES_MAX)):
+        message = [strange_but_valid(mutator)] if mutator.draw.random() < 0.96 else broken(mutator)
+        messages.append(message)
+        mutated += 1
+        judge.receive(message, time.monotonic())
+        judge.take_events()
+        if judge.ending is not None:
+            return Conversation(messages, mutated)
+    messages.append([BYE])
+    return Conversation(messages, mutated)
+
+
+def _opening(mutator, frame):
+    if mutator.draw.random() < 0.9:
+        return [frame], False
+    return broken(mutator, frame), True
+
+
+def broken(mutator, frame=None):
+    """Draw a message that is most probably not one."""
+    draw = mutator.draw
+    frame = draw.choice(SEEDS) if frame is None else frame
+    made = mutator.of_packed(frame[1:], draw.choice(SEEDS)[1:])
+    made = (draw.randbytes(1) if draw.random() < 0.03 else FORMAT) + made
+    return [made, made] if draw.random() < 0.02 else [made]
+
+
+def strange_but_valid(mutator):
+    """Draw a message in words that no worker uses: any numbers, fields that nobody knows, any order."""
+    draw = mutator.draw
+    fields = msgspec.to_builtins(draw.choice((Ping(nonce=draw.getrandbits(63)), _about_leases(draw))))
+    items = list(fields.items())
+    if draw.random() < 0.5:
+        items.append((draw.choice(("x", "é", "Type", "lease", "a" * 300)), mutator.of_value([1, {"a": b"x"}])))
+    if draw.random() < 0.5:
+        draw.shuffle(items)
+    return FORMAT + msgspec.msgpack.encode(dict(items))
+
+
+def _about_leases(draw):
+    kind = draw.choice((Release, Renew))
+    bits = draw.choice((1, 20, 40, 63))
+    slot = draw.choice((0, 1, 2**31, draw.getrandbits(30)))
+    leases = [
+        LeaseRef(slot=slot, epoch=draw.getrandbits(bits))
+        for _ in range(draw.choice((1, 1, 1, 1, 2, 3, 3, 30) if bits > 40 else (1, 1, 2)))
+    ]
+    return kind(leases=tuple(leases))

@@ -1,0 +1,208 @@
+"""A producer that is a member and lies: it publishes manifests and metadata that are wrong, in right digests, and signs
+tickets that are wrong. A real worker dials it, and must live."""
+
+import json
+from contextlib import AsyncExitStack, suppress
+
+import msgspec
+import numpy as np
+
+import handshake
+from handshake import Publication
+from kvflow.cache.tickets import Grant, RankAddress
+from kvflow.ids import peer_id
+from kvflow.layout.manifest import MANIFEST_SCHEMA
+from kvflow.layout.region import Region
+from kvflow.rendezvous.mint import TicketKey
+from kvflow.rendezvous.publication import Advertisement
+from kvflow.transport.envelope import Envelope, seal, unseal
+from kvflow.transport.nixl import NixlMover, exporter_name
+from kvflow.transport.nixl_metadata import inspect
+from tests.integration.shapes import Shape
+
+from .mutations import HOSTILE, Mutator
+from .processes import SECRET, Died
+
+ENGINE = "liar"
+BLOCKS = [[0, 1], [2, 3]]
+"""Of the liar."""
+
+TOKENS = 8
+TEXTS = (*(each for each in HOSTILE if not isinstance(each, bytes)), "\ud800", 10**30, {"kvflow": 1}, [2**31 - 1] * 5)
+"""What JSON can carry."""
+
+SLOTS = 64
+SECURITY = handshake.ClusterSecurity.from_secret(SECRET)
+KEY = TicketKey(SECURITY)
+
+
+def incarnation_of(number):
+    return f"{number:032x}"
+
+
+class Truth:
+    """What an honest producer would publish: a cache, an exporter of it, and how it names itself.
+
+    One exporter serves all lies: each bears the name of the incarnation that tells it.
+    """
+
+    def __init__(self):
+        self._cache = Shape().build()
+        self._manifest = self._cache.manifest()
+        self._table = np.zeros(SLOTS, np.uint64)
+        self._epochs = Region(self._table.ctypes.data, self._table.nbytes)
+        name = peer_id(ENGINE, 0, incarnation_of(0))
+        self._mover = NixlMover(name, self._manifest.regions, self._epochs)
+        self._blob = unseal(self._mover.metadata, transport="nixl").blob
+
+    def close(self):
+        self._mover.close()
+
+    def blob(self, number):
+        """What NIXL publishes, in the name of an incarnation."""
+        return self._blob.replace(incarnation_of(0).encode(), incarnation_of(number).encode())
+
+    def advertisement(self, number, blob):
+        """What a worker publishes, around a blob."""
+        name = exporter_name(peer_id(ENGINE, 0, incarnation_of(number)))
+        sealed = seal(Envelope("nixl", name, blob))
+        return Advertisement(manifest=self._manifest, epochs=self._epochs, transport="nixl", metadata=sealed)
+
+    def honest(self, number):
+        """What a worker publishes, encoded."""
+        return msgspec.msgpack.encode(self.advertisement(number, self.blob(number)))
+
+
+def mutated_manifest(truth, seed, number):
+    """Draw what is published with honest metadata."""
+    honest = truth.honest(number)
+    return Mutator(f"{seed}/manifest/{number}").of_packed(honest, honest)
+
+
+def mutated_blob(truth, seed, number):
+    """Draw what is published with an honest manifest: half of the blobs are still what NIXL might publish."""
+    mutator = Mutator(f"{seed}/blob/{number}")
+    honest = truth.blob(number)
+    blob = _changed(mutator, honest)
+    if mutator.draw.random() < 0.5:
+        for _ in range(200):
+            try:
+                inspect(blob, exporter_name(peer_id(ENGINE, 0, incarnation_of(number))))
+            except ValueError:
+                blob = _changed(mutator, honest)
+            else:
+                break
+    return msgspec.msgpack.encode(truth.advertisement(number, blob))
+
+
+def _changed(mutator, blob):
+    """Change the bytes anywhere, or those of one field, whose length is then made right."""
+    if mutator.draw.random() < 0.4:
+        return mutator.of_bytes(blob, blob)
+    tag, skipped = mutator.draw.choice(((b"|c", 0), (b"|c", 0), (b"|#", 24), (b"|#", 0)))
+    places = [at for at in range(len(blob)) if blob.startswith(tag, at)]
+    at = mutator.draw.choice(places)
+    at += 2 if tag == b"|c" else 1
+    end = at + 8 + int.from_bytes(blob[at : at + 8], "little")
+    if end > len(blob):
+        return mutator.of_bytes(blob, blob)
+    begin = at + 8 + skipped
+    value = blob[at + 8 : begin] + mutator.of_bytes(blob[begin:end], blob[begin:end])
+    return blob[:at] + len(value).to_bytes(8, "little") + value + blob[end:]
+
+
+def ticket(endpoint, number, **changes):
+    """Sign a ticket, whatever it says."""
+    address = RankAddress(rank=0, incarnation=incarnation_of(number), endpoint=endpoint, slots=SLOTS)
+    fields = {
+        "engine_id": ENGINE,
+        "request_id": f"lie {number}",
+        "ranks": (address,),
+        "slot": 0,
+        "epoch": "0",
+        "block_ids": BLOCKS,
+        "num_tokens": (TOKENS, TOKENS),
+        "lease_s": 30.0,
+        "admitted": True,
+    }
+    grant = Grant(**{**fields, **changes})
+    with suppress(TypeError, OverflowError, UnicodeEncodeError):  # nobody can sign that; it is sent without
+        grant = grant.signed(KEY.sign)
+    try:
+        return {"kvflow": json.loads(json.dumps(msgspec.to_builtins({"grants": [grant]})))}
+    except (TypeError, OverflowError):
+        return {"kvflow": {"grants": [None]}}
+
+
+def mutated_ticket(endpoint, seed, number):
+    """Draw a ticket that a router changed, or one that says nonsense and is signed."""
+    mutator = Mutator(f"{seed}/ticket/{number}")
+    if mutator.draw.random() < 0.5:
+        return mutator.of_value(ticket(endpoint, number), TEXTS)
+    field = mutator.draw.choice(("slot", "epoch", "block_ids", "num_tokens", "lease_s", "ranks", "request_id"))
+    honest = ticket(endpoint, number)["kvflow"]["grants"][0]
+    return ticket(endpoint, number, **{field: mutator.of_value(honest[field], TEXTS)})
+
+
+def mutated_blocks(seed, number):
+    """Draw lists of blocks, and a number of tokens."""
+    mutator = Mutator(f"{seed}/blocks/{number}")
+    return mutator.of_value(BLOCKS, TEXTS), mutator.of_value(TOKENS, TEXTS)
+
+
+class Liar:
+    """One listener that tells each dialler what it was last told to.
+
+    Attributes:
+        endpoint: where it listens.
+        blocks: where its dialler is to put what it reads: nobody else's.
+    """
+
+    def __init__(self, server, number):
+        self._server = server
+        self.endpoint = server.endpoint
+        self.blocks = [[4 * number, 4 * number + 1], [4 * number + 2, 4 * number + 3]]
+
+    def tell(self, payload, number):
+        self._server._identity = _identity(number)
+        self._server._publication = Publication.of(payload, schema=MANIFEST_SCHEMA)
+
+    def let_go(self):
+        """Say goodbye on whatever connection is left: nobody dials again who heard it, and the next is another's."""
+        for driver in tuple(self._server._drivers.values()):
+            driver.close("a lie is over")
+
+    async def lie(self, worker, payload, number):
+        """Have the worker pull from us; return what it said.
+
+        Raises:
+            Died: it has, or it answered with anything but an error of its own.
+        """
+        self.tell(payload, number)
+        try:
+            return await worker.ask("pull", params=ticket(self.endpoint, number), block_ids=self.blocks)
+        except Died as died:
+            raise Died(f"{died}\nlie {number}: {payload.hex()}") from died
+        finally:
+            self.let_go()
+
+
+def _identity(number):
+    return handshake.Identity(engine_id=ENGINE, rank=0, num_ranks=1, incarnation=incarnation_of(number), role="prefill")
+
+
+async def open_liars(stack: AsyncExitStack, count, truth):
+    """Open so many listeners."""
+    liars = []
+    for number in range(count):
+        server = await stack.enter_async_context(
+            handshake.open_server(
+                bind="tcp://127.0.0.1:0",
+                identity=_identity(0),
+                publication=Publication.of(truth.honest(0)),
+                security=SECURITY,
+                on_event=lambda _key, _event: None,
+            )
+        )
+        liars.append(Liar(server, number))
+    return liars

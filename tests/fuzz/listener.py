@@ -1,0 +1,151 @@
+"""A listening worker and members that lie to it; beside them, somebody honest."""
+
+import asyncio
+import json
+import random
+import time
+from contextlib import suppress
+
+from msgspec import Struct
+
+import handshake
+
+from .frames import IDENTITY, PUBLICATION
+from .mutations import Mutator
+from .processes import SECRET, Died, start
+
+ATTACKERS = 2
+WARM = 0.2
+"""Of the messages: before that, allocators and caches fill, afterwards memory is flat."""
+
+RAW_AT_ONCE = 50
+BETWEEN_HONEST_S = 0.1
+
+
+class Attacked(Struct):
+    """What came of it.
+
+    Attributes:
+        mutated: messages that were mutated, as the attackers counted those that were answered.
+        received: messages that the worker has decoded, or refused to.
+        invalid: those that it refused.
+        conversations: connections of the attackers.
+        unanswered: those that had no last word within a minute.
+        raw: connections that were no members, or no ZeroMQ.
+        seconds: that it took.
+        honest: seconds of each honest handshake meanwhile.
+        rss_warm: resident bytes after the first fifth.
+        rss_end: at the end.
+    """
+
+    mutated: int = 0
+    received: int = 0
+    invalid: int = 0
+    conversations: int = 0
+    unanswered: int = 0
+    raw: int = 0
+    seconds: float = 0.0
+    honest: list[float] = []
+    rss_warm: int = 0
+    rss_end: int = 0
+
+
+async def attack(worker, messages, seed, *, raw=2000, first=0, tell=lambda *_: None):
+    """Send so many mutated messages to a listening worker, and shake hands with it honestly meanwhile.
+
+    Raises:
+        Died: the worker has, or has logged a defect; says how to draw again what was sent last.
+    """
+    attacked = Attacked()
+    await _shake_hands(worker.endpoint)
+    begun_at = time.monotonic()
+    reports = [{"mutated": 0} for _ in range(ATTACKERS)]
+    async with asyncio.TaskGroup() as group:
+        honest = group.create_task(_be_honest(worker.endpoint, attacked))
+        others = [group.create_task(_be_raw(worker.endpoint, seed, raw, attacked))]
+        for each in range(ATTACKERS):
+            numbers = (first + each, ATTACKERS, -(-messages // ATTACKERS))
+            attacker = await start("attacker", worker.endpoint, SECRET, seed, *numbers, stdout=asyncio.subprocess.PIPE)
+            others.append(group.create_task(_follow(worker, attacker, reports, each)))
+        while not all(task.done() for task in others):
+            await asyncio.sleep(0.2)
+            done = sum(report["mutated"] for report in reports)
+            if not attacked.rss_warm and done >= messages * WARM:
+                attacked.rss_warm = worker.rss()
+            tell(done, messages)
+        honest.cancel()
+    attacked.seconds = time.monotonic() - begun_at
+    await _shake_hands(worker.endpoint)
+    received = await worker.ask("counts")
+    attacked.received, attacked.invalid = sum(received.values()), received["invalid"]
+    if defects := (await worker.ask("left"))["defects"]:
+        raise Died("\n".join(defects))
+    attacked.rss_end = worker.rss()
+    for name in ("mutated", "conversations", "unanswered"):
+        setattr(attacked, name, sum(report[name] for report in reports))
+    return attacked
+
+
+async def _follow(worker, process, reports, each):
+    """Read what an attacker reports, to its end."""
+    try:
+        while line := await process.stdout.readline():
+            reports[each] = json.loads(line)
+            if not worker.lives:
+                under_way = [report.get("under_way") for report in reports]
+                raise Died(f"the worker ended; conversations {under_way} were under way, or a little later ones")
+        if await process.wait():
+            raise Died(f"an attacker ended with {process.returncode}")
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def _shake_hands(endpoint):
+    begun_at = time.monotonic()
+    async with handshake.open_client(
+        endpoint,
+        identity=IDENTITY,
+        publication=PUBLICATION,
+        security=handshake.ClusterSecurity.from_secret(SECRET),
+        on_event=lambda _event: None,
+        limits=handshake.Limits(connect_s=60.0, handshake_s=60.0),
+    ):
+        return time.monotonic() - begun_at
+
+
+async def _be_honest(endpoint, attacked):
+    while True:
+        attacked.honest.append(await _shake_hands(endpoint))
+        await asyncio.sleep(BETWEEN_HONEST_S)
+
+
+async def _be_raw(endpoint, seed, connections, attacked):
+    """Connect without CURVE, and say what may resemble a greeting of ZeroMQ."""
+    host, port = endpoint.removeprefix("tcp://").split(":")
+    greeting = (
+        b"\xff" + bytes(8) + b"\x7f\x03\x01CURVE" + bytes(48) + b"\x04\x26\x05READY\x0bSocket-Type\0\0\0\x06DEALER"
+    )
+    draw = random.Random(f"{seed}/raw")
+    room = asyncio.Semaphore(RAW_AT_ONCE)
+
+    async def one(number):
+        mutator = Mutator(f"{seed}/raw/{number}")
+        more = mutator.draw.randbytes(mutator.draw.choice((0, 9, 5000)))
+        words = mutator.of_bytes(greeting, draw.randbytes(64)) + more
+        async with room:
+            with suppress(OSError, TimeoutError):
+                async with asyncio.timeout(1.0):
+                    reader, writer = await asyncio.open_connection(host, int(port))
+                try:
+                    writer.write(words)
+                    async with asyncio.timeout(0.05):
+                        await reader.read()
+                finally:
+                    writer.close()
+            attacked.raw += 1
+
+    async with asyncio.TaskGroup() as group:
+        for number in range(connections):
+            group.create_task(one(number))

@@ -1,0 +1,201 @@
+"""What takes bytes from outside, alone and at full speed: each target takes anything, and raises nothing.
+
+A target returns a word for what became of the input. Its own errors are caught; whatever else is raised is a finding.
+"""
+
+import json
+import time
+
+import msgspec
+
+from handshake import Publication, codec
+from handshake.connection import Connection
+from handshake.errors import RemoteProtocolError
+from handshake.events import ConnectionFailed
+from handshake.limits import DEFAULT_LIMITS
+from handshake.states import Role, State
+from kvflow.cache.tickets import RankAddress, Ticket
+from kvflow.errors import KvflowError, PlanUnsound
+from kvflow.layout.manifest import MANIFEST_SCHEMA
+from kvflow.layout.region import Region
+from kvflow.rendezvous.publication import Advertisement, decode
+from kvflow.transfer.pairs import check_block_ids, pair_units
+from kvflow.transfer.plan import plan_transfer
+from kvflow.transport.envelope import Envelope, seal, unseal
+from kvflow.transport.nixl_metadata import inspect
+from tests.integration.shapes import Shape
+
+from .corpus import AGENT, METADATA
+from .frames import IDENTITY, PUBLICATION, SEEDS
+from .liar import TEXTS
+from .mutations import Mutator
+
+MANIFEST = Shape().build().manifest()
+PLAN = plan_transfer(MANIFEST, MANIFEST)
+ADVERTISED = msgspec.msgpack.encode(
+    Advertisement(
+        manifest=MANIFEST,
+        epochs=Region(address=4096, nbytes=512),
+        transport="nixl",
+        metadata=seal(Envelope("nixl", AGENT, METADATA)),
+    )
+)
+ADDRESS = RankAddress(rank=0, incarnation="a" * 32, endpoint="tcp://127.0.0.1:1", slots=8)
+
+
+def take_frame(data):
+    """Decode, then say it to both ends of a connection in every state that a peer can bring about."""
+    try:
+        codec.decode([data], DEFAULT_LIMITS)
+        word = "valid"
+    except RemoteProtocolError:
+        word = "invalid"
+    for role, said in _BEFORE:
+        connection = Connection(role, IDENTITY, PUBLICATION, limits=DEFAULT_LIMITS, now=0.0)
+        if role is Role.CLIENT:
+            connection.greet(0.0)
+        for frame in said:
+            connection.receive([frame], 0.0)
+        assert connection.state is not State.CLOSED
+        connection.receive([data], 1.0)
+        for frames in connection.take_outgoing():
+            codec.decode(frames, DEFAULT_LIMITS)
+        failed = isinstance(connection.ending, ConnectionFailed)
+        assert failed or word == "valid", f"{role} took what cannot be decoded"
+        deadline = connection.next_deadline()
+        connection.handle_deadline(1.0 if deadline is None else deadline)
+    return word
+
+
+_HELLO, _WELCOME, _PUBLISH = SEEDS[:3]
+_BEFORE = (
+    (Role.SERVER, ()),
+    (Role.SERVER, (_HELLO,)),
+    (Role.SERVER, (_HELLO, _PUBLISH)),
+    (Role.CLIENT, ()),
+    (Role.CLIENT, (_WELCOME,)),
+    (Role.CLIENT, (_WELCOME, _PUBLISH)),
+)
+
+
+def take_manifest(data):
+    """Read a publication, plan with it, and read its metadata. That a plan is unsound is a defect of the planner."""
+    try:
+        theirs = decode(Publication.of(data, schema=MANIFEST_SCHEMA), peer="a liar")
+        unseal(theirs.metadata, transport="nixl", agent=AGENT)
+        plan_transfer(theirs.manifest, MANIFEST)
+    except PlanUnsound:
+        raise
+    except (KvflowError, ValueError) as error:
+        return type(error).__name__
+    return "planned"
+
+
+def take_metadata(data):
+    """Read what NIXL would be given."""
+    for sealed in (data, seal(Envelope("nixl", AGENT, data))):
+        try:
+            envelope = unseal(sealed, transport="nixl")
+            inspect(envelope.blob, envelope.agent)
+        except ValueError:
+            continue
+        return "taken"
+    return "refused"
+
+
+def take_ticket(data):
+    """Read what a router brought, and check its signatures."""
+    try:
+        ticket = Ticket.from_params(json.loads(data))
+        for grant in ticket.grants:
+            grant.verify(lambda _payload, _mac: True)
+        list(ticket.members())
+    except (KvflowError, ValueError) as error:  # what is no JSON does not reach us
+        return type(error).__name__
+    return "signed"
+
+
+def take_blocks(data):
+    """Check lists of blocks and pair their units."""
+    try:
+        lists = json.loads(data)
+    except (ValueError, RecursionError):
+        return "no JSON"
+    try:
+        ids = check_block_ids(lists, num_blocks=MANIFEST.num_blocks, aliases=(0, 0), unique=True)
+        for group, target in zip(PLAN.groups, ids, strict=True):
+            pair_units(group, target, target, num_tokens=8)
+    except KvflowError as error:
+        return type(error).__name__
+    return "paired"
+
+
+def _json(value):
+    return json.dumps(value).encode()
+
+
+_TICKET = {
+    "version": 1,
+    "engine_id": "e",
+    "request_id": "r",
+    "ranks": [msgspec.to_builtins(ADDRESS)],
+    "slot": 1,
+    "epoch": "77",
+    "block_ids": [[0, 1], [2, 3]],
+    "num_tokens": [8, 8],
+    "lease_s": 30.0,
+    "admitted": True,
+    "mac": "ab" * 32,
+}
+
+
+def _draw_frame(mutator):
+    frame = mutator.draw.choice(SEEDS)
+    return frame[:1] + mutator.of_packed(frame[1:], mutator.draw.choice(SEEDS)[1:])
+
+
+def _draw_metadata(mutator):
+    return mutator.of_bytes(METADATA, METADATA)
+
+
+def _draw_ticket(mutator):
+    grants = {"grants": [_TICKET, _TICKET][: mutator.draw.choice((1, 2))]}
+    drawn = _json({"kvflow": mutator.of_value(grants, TEXTS)})
+    return drawn if mutator.draw.random() < 0.9 else mutator.of_bytes(drawn, drawn)
+
+
+TARGETS = {
+    "frame": (take_frame, _draw_frame),
+    "manifest": (take_manifest, lambda mutator: mutator.of_packed(ADVERTISED, ADVERTISED)),
+    "metadata": (take_metadata, _draw_metadata),
+    "ticket": (take_ticket, _draw_ticket),
+    "blocks": (take_blocks, lambda mutator: _json(mutator.of_value([[0, 1], [2, 3]], TEXTS))),
+}
+"""Name -> what takes the bytes, and what draws them."""
+
+
+def drawn(name, seed, number):
+    """Draw one input of a target."""
+    return TARGETS[name][1](Mutator(f"{seed}/{name}/{number}"))
+
+
+class Finding(Exception):
+    """A target raised something else than its own errors."""
+
+
+def run(name, seed, numbers):
+    """Give a target its inputs; return how often it said what, and the seconds that it took.
+
+    Raises:
+        Finding: says the input, and how to draw it again.
+    """
+    take, words, begun_at = TARGETS[name][0], {}, time.monotonic()
+    for number in numbers:
+        data = drawn(name, seed, number)
+        try:
+            word = take(data)
+        except Exception as error:
+            again = f"python -m tests.fuzz --seed {seed} --target {name} --number {number}"
+            raise Finding(f"{name}: {error!r} for {data.hex()}\nagain: {again}") from error
+        words[word] = words.get(word, 0) + 1
+    return words, time.monotonic() - begun_at
