@@ -8,36 +8,23 @@ import pytest
 
 import kvflow
 from kvflow import errors
-from kvflow.transfer.costs import Calibration, Costs, encode_calibration
 from kvflow.transfer.events import TransferCompleted, TransferStarted
 
 from .consuming import works
 from .recycled import attempt, recycle_after
 from .shapes import Shape, wrong
+from .staging import STAGING_BYTES, calibrate, no_buffer_is_taken
 
 TOKEN_MAJOR = {"layout": "LBNHC", "kv": "split", "heads": 6, "block_size": 16, "head_size": 64}
 SOURCES = [[3, 4, 6, 9, 10, 20], [21, 24, 23, 30, 0, 1]]
 TARGETS = [[7, 8, 1, 30, 31, 2], [20, 11, 12, 13, 25, 26]]
 TOKENS = 6 * 16 - 5
-STAGING_BYTES = 8 * 64 * 1024
-"""Buffers of a few units, so that one pull takes several."""
-
 ROUNDS = 40
 
 
 @pytest.fixture
 def calibrated(world, tmp_path):
-    """Settings of a consumer that stages all that saves a descriptor."""
-    costs = Costs(descriptor_s=1e-3, read_byte_s=0.0, copy_s=1e-9, piece_s=0.0, copied_byte_s=0.0)
-    about = {"machine": "a test", "source": "same machine", "date": "2026-01-01T00:00:00Z"}
-    path = tmp_path / "calibration.json"
-    path.write_bytes(encode_calibration(Calibration(schema=1, transport=world.transport, costs=costs, **about)))
-    return {"calibration": str(path), "staging_bytes": STAGING_BYTES}
-
-
-def no_buffer_is_taken(consumer):
-    use = consumer.worker.snapshot().staging
-    assert (use.buffers, use.buffer_bytes, use.in_use, use.quarantined) == (8, 64 * 1024, 0, 0)
+    return calibrate(tmp_path / "calibration.json", world.transport)
 
 
 @pytest.mark.parametrize(("source_tp", "target_tp"), [(1, 2), (2, 1), (3, 2)])

@@ -1,0 +1,60 @@
+"""Peers that hang with every staging buffer: whoever is healthy waits, and then is read through buffers made anew."""
+
+import asyncio
+from contextlib import AsyncExitStack
+
+from kvflow.cache import quarantine
+from kvflow.observability.events import ReaderRenewed
+
+from .conftest import ELSEWHERE
+from .consuming import consuming, until, works
+from .shapes import Shape
+from .staging import calibrate, no_buffer_is_taken
+
+pytestmark = ELSEWHERE
+
+WHOLE = Shape(layout="LBNHC", kv="split", heads=6, block_size=16, head_size=64, num_blocks=64)
+HALF = Shape(layout="LBNHC", kv="split", heads=6, block_size=16, head_size=64, num_blocks=64, tp_rank=1, tp_size=2)
+PEERS = 4
+"""They hold two buffers each, which is all there are."""
+TOKENS = 6 * 16
+
+
+def blocks(number):
+    """Blocks of which nobody else reads."""
+    return [list(range(12 * number, 12 * number + 6)), list(range(12 * number + 6, 12 * number + 12))]
+
+
+async def test_four_hung_peers_with_all_staging_buffers_do_not_stop_a_fifth_for_ever(
+    elsewhere, spawn, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(quarantine, "STARVED_S_MAX", 0.2)
+    events = []
+    settings = calibrate(tmp_path / "calibration.json", "nixl")
+    async with AsyncExitStack() as stack:
+        healthy = await stack.enter_async_context(elsewhere.producing(WHOLE))
+        sleepy = spawn(forked=True, UCX_TLS="tcp")  # on shared memory a reader needs nobody who is awake
+        hung = [
+            await stack.enter_async_context(sleepy.producing(WHOLE, engine_id=f"sleepy-{number}"))
+            for number in range(PEERS)
+        ]
+        consumer = await stack.enter_async_context(consuming(HALF, hooks=[events.append], **settings))
+        stack.callback(sleepy.kill)  # not woken: UCX may abort a process that finds its reader gone
+        for producer in (healthy, *hung):
+            await works(producer, consumer, "met", blocks(0), TOKENS)
+        offers = [await producer.offer("hangs", blocks(0), TOKENS) for producer in hung]
+        sleepy.stop()
+        pulls = [asyncio.create_task(consumer.pull(offer, blocks(n))) for n, offer in enumerate(offers)]
+        await until(lambda: consumer.worker.snapshot().staging.in_use == 8)
+        for pull in pulls:
+            pull.cancel()
+        await asyncio.wait(pulls)
+        await until(lambda: consumer.worker.snapshot().staging.quarantined == 8)
+        assert not [event for event in events if isinstance(event, ReaderRenewed)]
+
+        await works(healthy, consumer, "after", blocks(PEERS), TOKENS, sources=blocks(0))
+        (renewed,) = (event for event in events if isinstance(event, ReaderRenewed))
+        assert (renewed.setting, renewed.ended > 0) == ("staging_bytes", True)
+        await consumer.worker.quiesced("hangs")
+        consumer.at_rest()
+        no_buffer_is_taken(consumer)
