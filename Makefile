@@ -7,7 +7,7 @@ SOURCES := kvflow handshake tests docker
 TEXTS := $(SOURCES) docs README.md CHANGELOG.md Makefile pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench simulate fuzz compose-demo test-compose test-exhaustive test-fence clean
+.PHONY: help demo test lint bench simulate fuzz soak compose-demo test-compose test-exhaustive test-fence clean
 .SILENT:
 
 help:
@@ -17,6 +17,7 @@ help:
 	echo 'make bench   every benchmark, one after the other'
 	echo 'make simulate   20,000 scenarios of real workers on virtual time, with every fault; SEEDS=N for fewer; half an hour'
 	echo 'make fuzz    a million mutated messages and 40,000 lies to real workers; FRAMES=N and LIES=N for fewer; twenty minutes'
+	echo 'make soak    100,000 pulls among processes that are killed and restarted; PULLS=N for fewer; ten minutes or more'
 	echo 'make compose-demo   the demo in containers, over TCP and over shared memory; needs Docker and Compose'
 	echo 'make test-compose   the tests of that, with a container that is killed'
 	echo 'make test-exhaustive   100,000 generated pairs, and every parallelism and layout to every other; most of an hour'
@@ -56,6 +57,9 @@ simulate: $(INSTALLED)
 
 fuzz: $(INSTALLED)
 	$(BIN)/python -m tests.fuzz --seed $${SEED:-0} --frames $${FRAMES:-1000000} --lies $${LIES:-10000}
+
+soak: $(INSTALLED)
+	$(BIN)/python -m tests.soak --pulls $${PULLS:-100000} --seed $${SEED:-0}
 
 # Leaves the image kvflow:local behind, and nothing else.
 compose-demo:

@@ -30,7 +30,7 @@ from .words import Words
 
 NUM_BLOCKS = 512
 REVOKED = 0.6
-"""Share of the offers that are revoked, if they live so long."""
+"""Where nothing else is said."""
 LATE_S = 0.02
 """How long after its ticket a lease may be admitted: about two looks of a reader."""
 USUAL_S_MAX = 0.05
@@ -50,6 +50,7 @@ class Path(Struct, frozen=True, kw_only=True):
         lease_s: of every offer.
         minted: whether a mint signs one ticket for all ranks, who write and admit it later; else every rank offers.
         blocks_max: most blocks of one request, per group.
+        revoked: share of the offers that are revoked, if they live so long.
         target: more settings of the reader.
     """
 
@@ -58,6 +59,7 @@ class Path(Struct, frozen=True, kw_only=True):
     lease_s: float = 0.005
     minted: bool = False
     blocks_max: int = 8
+    revoked: float = REVOKED
     target: dict = {}
 
 
@@ -80,16 +82,17 @@ class Recycler:
         workers: one per rank.
         words: of each rank's cache.
         rng: of all that is random.
+        first: number of the first request.
     """
 
-    def __init__(self, name, path, workers, words, rng):
+    def __init__(self, name, path, workers, words, rng, *, first=1):
         self._path = path
         self._workers = workers
         self._words = words
         self._rng = rng
         self._free = list(range(NUM_BLOCKS))
         self._freed = asyncio.Event()
-        self._numbers = count(1)
+        self._numbers = count(first)
         self._usual_s = 0.002
         self._tasks = asyncio.TaskGroup()
         if path.minted:
@@ -104,35 +107,37 @@ class Recycler:
         return await self._tasks.__aexit__(*error)
 
     async def offer(self, num_blocks):
-        """Offer so many blocks of each group; return their request's number and parameters."""
+        """Offer so many blocks of each group; return their request's number and parameters, and if it is revoked."""
         block_ids = await self._take(2 * num_blocks)
         block_ids = [block_ids[:num_blocks], block_ids[num_blocks:]]
         number, num_tokens = next(self._numbers), num_blocks * TARGET.block_size
         name = str(number)
+        revoked = self._rng.random() < self._path.revoked
         if self._path.minted:
             ticket, grant = self._mint.offer(name, block_ids=block_ids, num_tokens=num_tokens)
-            self._tasks.create_task(self._admit_late(number, grant))
+            self._tasks.create_task(self._admit_late(number, grant, revoked))
         else:
             self._write(number, block_ids)
             ticket = kvflow.join_tickets([worker.offer(name, block_ids, num_tokens) for worker in self._workers])
-            self._follow(number, block_ids)
-        return {"number": number, "params": ticket.to_params()}
+            self._follow(number, block_ids, revoked)
+        return {"number": number, "params": ticket.to_params(), "revoked": revoked}
 
-    def _follow(self, number, block_ids):
+    def _follow(self, number, block_ids, revoked):
         """Let an offer live, and revoke it or not."""
-        delay_s = self._rng.uniform(0, 2 * self._usual_s) if self._rng.random() < REVOKED else None
+        delay_s = self._rng.uniform(0, 2 * self._usual_s) if revoked else None
         self._tasks.create_task(self._live(number, block_ids, next(self._numbers), delay_s))
 
-    async def _admit_late(self, number, grant):
+    async def _admit_late(self, number, grant, revoked):
         delay_s = self._rng.uniform(0, LATE_S)
         await asyncio.to_thread(self._write_and_admit, number, grant, delay_s)
-        self._follow(number, grant.block_ids)
+        self._follow(number, grant.block_ids, revoked)
 
     def _write_and_admit(self, number, grant, delay_s):
         time.sleep(delay_s)  # this is the random moment, about when the blocks are read
         for worker, words in zip(self._workers, self._words, strict=True):
             words.write(number, grant.block_ids)
-            worker.admit(grant)
+            with suppress(errors.WorkerClosed):  # of an engine that is restarted
+                worker.admit(grant)
 
     async def _live(self, number, block_ids, successor, delay_s):
         """Follow one offer to its end on every rank, then its blocks are free."""
@@ -168,6 +173,10 @@ class Recycler:
     def _write(self, number, block_ids):
         for words in self._words:
             words.write(number, block_ids)
+
+    def free(self):
+        """Return how many blocks nobody reads."""
+        return len(self._free)
 
     async def _take(self, num_blocks):
         """Take blocks that nobody reads, at random."""

@@ -3,6 +3,8 @@
 import asyncio
 from contextlib import AsyncExitStack
 
+import pytest
+
 from kvflow.cache import quarantine
 from kvflow.observability.events import ReaderRenewed
 
@@ -11,7 +13,7 @@ from .consuming import consuming, until, works
 from .shapes import Shape
 from .staging import calibrate, no_buffer_is_taken
 
-pytestmark = ELSEWHERE
+pytestmark = [*ELSEWHERE, pytest.mark.timeout(300)]
 
 WHOLE = Shape(layout="LBNHC", kv="split", heads=6, block_size=16, head_size=64, num_blocks=64)
 HALF = Shape(layout="LBNHC", kv="split", heads=6, block_size=16, head_size=64, num_blocks=64, tp_rank=1, tp_size=2)
