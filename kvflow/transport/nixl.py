@@ -13,6 +13,7 @@ from itertools import count
 from types import ModuleType
 
 import numpy as np
+import numpy.typing as npt
 
 from kvflow.errors import TransportUnavailable
 from kvflow.ids import PeerId
@@ -30,6 +31,9 @@ _logger = logging.getLogger(__name__)
 
 _SCRATCH_SLOTS = 8192
 """Where fences land: 64 KiB. A peer has at most eight fences in flight, so this is enough for 1,024 hung peers."""
+
+_KEPT_MAX = 64
+"""Connections to peers that were removed, in case they come again. A dead one's kernel closes its own by itself."""
 
 _MOVING = {
     "nixlRemoteDisconnectError": "peer_lost",
@@ -52,9 +56,21 @@ _PREPARING = {
 
 @dataclass(slots=True, eq=False)
 class _Peer:
+    """Whom we read from.
+
+    Attributes:
+        agent: its exporter's name.
+        blob: its exporter's metadata.
+        epochs: prepared list of its epoch table.
+        programs: number of a program -> prepared lists, of the source and the target.
+        failed: whether its connection may have.
+    """
+
     agent: str
+    blob: bytes
     epochs: int
     programs: dict[int, tuple[int, int]] = field(default_factory=dict)
+    failed: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -117,6 +133,7 @@ class NixlMover:
         self._regions = (*regions, *staging)
         self._errors = error_types(binding)
         self._peers: dict[PeerId, _Peer] = {}
+        self._kept: dict[str, bytes] = {}
         self._numbers = count()
         refusals: tuple[type[Exception], ...] = (ValueError, *self._errors)
         try:
@@ -148,16 +165,16 @@ class NixlMover:
         epochs = address.epochs
         rows = np.array([[epochs.address, 8, 0, 8, epochs.nbytes // 8]], dtype=np.int64)
         try:
-            agent = self._reader.agent.add_remote(envelope.blob)
-            peer = _Peer(agent, self._reader.agent.prepare_remote(agent, rows, "DRAM"))
+            peer = self._connect(envelope, rows)
         except self._errors as error:
             self._forget(envelope.agent)
             raise _failure(_ADDING, error) from error
-        if agent != envelope.agent:
+        if peer.agent != envelope.agent:
             self._reader.agent.release_list(peer.epochs)
-            if all(known.agent != agent for known in self._peers.values()):
-                self._forget(agent)  # never another peer's: its reads would go on writing, unseen
-            raise MoveFailed("metadata_invalid", f"{envelope.agent!r} calls itself {agent!r}")
+            if all(known.agent != peer.agent for known in self._peers.values()):
+                self._kept.pop(peer.agent, None)
+                self._forget(peer.agent)  # never another peer's: its reads would go on writing, unseen
+            raise MoveFailed("metadata_invalid", f"{envelope.agent!r} calls itself {peer.agent!r}")
         self._peers[address.peer] = peer
 
     def remove(self, peer_id: PeerId) -> None:
@@ -167,7 +184,16 @@ class NixlMover:
             return
         for prepared in (peer.epochs, *(prepared for program in peer.programs.values() for prepared in program)):
             self._reader.agent.release_list(prepared)
-        self._forget(peer.agent)
+        if peer.failed:
+            self._forget(peer.agent)
+            return
+        # Over shared memory, too, UCX has a socket to each peer, and closing our end of it leaves both open for as long
+        # as both processes live: the other agent still counts on it. So whoever comes again gets the same one.
+        self._kept[peer.agent] = peer.blob
+        if len(self._kept) > _KEPT_MAX:
+            oldest = next(iter(self._kept))
+            del self._kept[oldest]
+            self._forget(oldest)
 
     def prepare(self, prepared: Prepared) -> None:
         """See ``Mover.prepare``."""
@@ -193,6 +219,7 @@ class NixlMover:
         try:
             handle = self._reader.agent.make_read(target, target_index, source, source_index)
         except self._errors as error:
+            peer.failed = True
             raise _failure(_MOVING, error) from error
         return self._post(_Posted(handle, peer))
 
@@ -206,6 +233,7 @@ class NixlMover:
             handle = self._make_fence(peer, scratch_slot, slot)
         except self._errors as error:
             self._reader.free_slots.append(scratch_slot)
+            peer.failed = True
             raise _failure(_MOVING, error) from error
         return self._post(_Posted(handle, peer, slot=scratch_slot))
 
@@ -220,6 +248,7 @@ class NixlMover:
         """See ``Mover.renew``."""
         # The handles in flight are not released: that stops nothing, and only the end of their agent does.
         self._peers.clear()
+        self._kept.clear()
         self._reader.agent.destroy()
         self._reader_is_gone = True
         self._require_reader()
@@ -229,6 +258,18 @@ class NixlMover:
         with self._exporting:  # is destroyed after the reader, even if destroying that fails
             if not self._reader_is_gone:
                 self._reader.agent.destroy()
+
+    def _connect(self, envelope: Envelope, epochs: npt.NDArray[np.int64]) -> _Peer:
+        """Get ready to read an epoch table, over the connection that was kept if there is one that has not failed."""
+        kept = self._kept.pop(envelope.agent, None)
+        if kept == envelope.blob:
+            with suppress(*self._errors):
+                prepared = self._reader.agent.prepare_remote(envelope.agent, epochs, "DRAM")
+                return _Peer(envelope.agent, envelope.blob, prepared)
+        if kept is not None:
+            self._forget(envelope.agent)
+        agent = self._reader.agent.add_remote(envelope.blob)
+        return _Peer(agent, envelope.blob, self._reader.agent.prepare_remote(agent, epochs, "DRAM"))
 
     def _make_reader(self) -> _Reader:
         # A name of its own for each: peers that hang may still know an earlier one.
@@ -254,6 +295,7 @@ class NixlMover:
                 return None
         except self._errors as error:
             self._reader.agent.release(posted.handle)
+            posted.peer.failed = True
             failure = _failure(_MOVING, error)
             if failure.reason.code != "peer_lost":
                 return self._flush(posted, failure)

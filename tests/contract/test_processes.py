@@ -6,6 +6,7 @@ import sys
 import textwrap
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -125,6 +126,40 @@ def test_a_peer_that_lives_can_be_removed_and_added_again(nixl_world, reader, wi
         nixl_world.connect_again(reader, exporter, "p")
         reader.transport.prepare(program)
     read_all(nixl_world, reader, exporter, program, 4)
+
+
+def descriptors(pid):
+    return sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
+
+
+def test_a_peer_that_comes_and_goes_leaves_no_descriptor_on_either_side(nixl_world, reader, wire):
+    exporter, program = join(nixl_world, reader, "p", 1, wire)
+    pids = (os.getpid(), exporter.process.pid)
+    counts = []
+    for number in range(1, 6):
+        read_all(nixl_world, reader, exporter, program, number)
+        counts.append([descriptors(pid) for pid in pids])
+        reader.transport.remove_peer("p")
+        nixl_world.connect_again(reader, exporter, "p")
+        reader.transport.prepare(program)
+    assert counts == counts[:1] * 5
+
+
+def test_a_peer_that_died_after_it_was_removed_fails_when_it_is_added_again(nixl_world, reader, wire):
+    lost, program = join(nixl_world, reader, "lost", 1, wire)
+    alive, alive_program = join(nixl_world, reader, "alive", 2, wire)
+    read_all(nixl_world, reader, lost, program, 1)
+    reader.transport.remove_peer("lost")
+    lost.kill()
+    read_all(nixl_world, reader, alive, alive_program, 2)
+    for read_id in (10, 11):
+        reader.sink.forget(("peer", "lost"))
+        reader.transport.add_peer(lost.address("lost"))
+        reader.transport.prepare(program)
+        reader.transport.post(nixl_world.read(read_id, program, [0], [0]))
+        assert reader.sink.wait(("read", read_id))[0].code == "peer_lost"
+        flush_commands(reader)
+    read_all(nixl_world, reader, alive, alive_program, 12)
 
 
 @pytest.fixture
