@@ -7,7 +7,7 @@ SOURCES := kvflow handshake tests docker
 TEXTS := $(SOURCES) docs README.md CHANGELOG.md Makefile pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench simulate fuzz soak compose-demo test-compose test-exhaustive test-fence clean
+.PHONY: help demo test lint bench simulate chaos fuzz soak compose-demo test-compose test-exhaustive test-fence clean
 .SILENT:
 
 help:
@@ -18,6 +18,7 @@ help:
 	echo 'make simulate   20,000 scenarios of real workers on virtual time, with every fault; SEEDS=N for fewer; half an hour'
 	echo 'make fuzz    a million mutated messages and 40,000 lies to real workers; FRAMES=N and LIES=N for fewer; twenty minutes'
 	echo 'make soak    100,000 pulls among processes that are killed and restarted; PULLS=N for fewer; ten minutes or more'
+	echo 'make chaos   real processes killed, stopped and cut off for three minutes; MINUTES=N, SEED=N'
 	echo 'make compose-demo   the demo in containers, over TCP and over shared memory; needs Docker and Compose'
 	echo 'make test-compose   the tests of that, with a container that is killed'
 	echo 'make test-exhaustive   100,000 generated pairs, and every parallelism and layout to every other; most of an hour'
@@ -60,6 +61,9 @@ fuzz: $(INSTALLED)
 
 soak: $(INSTALLED)
 	$(BIN)/python -m tests.soak --pulls $${PULLS:-100000} --seed $${SEED:-0}
+
+chaos: $(INSTALLED)
+	$(BIN)/python -m tests.chaos --minutes $${MINUTES:-3} $${SEED:+--seed $$SEED}
 
 # Leaves the image kvflow:local behind, and nothing else.
 compose-demo:

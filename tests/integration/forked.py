@@ -75,3 +75,7 @@ class ForkedProcess:
     def wait(self, timeout_s):
         self._process.join(timeout_s)
         assert self._process.exitcode is not None
+
+    def close(self):
+        """Forget a process that has ended, with its descriptors here."""
+        self._process.close()

@@ -1,0 +1,208 @@
+"""One worker and the engine around it, which reuses its blocks as soon as it may, and notices what it should not find.
+
+Every element of its cache says whose it is (``tests.integration.words``). Numbers name requests, and nothing
+else has a number that another thing has: what was on offer is written over with its successor's number in the moment
+its lease has ended, and the target of a pull with a mark of its own when nothing may write to it any more. So a byte
+that comes from a block too late, or goes into one, is seen, and tells where it comes from.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from contextlib import asynccontextmanager
+
+import kvflow
+from kvflow import errors
+from tests.integration.producing import configured
+from tests.integration.shapes import Shape
+from tests.integration.words import Words
+
+from .blame import foreign
+from .descriptors import descriptors
+
+BLOCK_SIZE = 16
+BLOCKS_MAX = 32
+"""Of one request and group: 1 MiB in all, some 5 ms over TCP."""
+HELD = ("leases", "pulls", "quarantined", "blocks", "slots")
+"""What an audit counts that must be nothing in the end."""
+RIGHT = "right"
+WRONG = "wrong"
+
+
+def shape(num_offered, num_slots):
+    """A cache with room for so many blocks on offer, beside the slots that pulls go into."""
+    num_blocks = num_offered + 2 * num_slots * BLOCKS_MAX
+    return Shape(num_blocks=num_blocks, block_size=BLOCK_SIZE, heads=4, head_size=32)
+
+
+class LoggedErrors(logging.Handler):
+    """Remembers every error that anybody logs: each is a defect."""
+
+    def __init__(self):
+        super().__init__(logging.ERROR)
+        self.texts = []
+
+    def emit(self, record):
+        self.texts.append(self.format(record))
+
+
+class Slot:
+    """Blocks that pulls go into, and the number of whoever has written to them last."""
+
+    def __init__(self, first):
+        ids = list(range(first, first + 2 * BLOCKS_MAX))
+        self.targets = [ids[::2], ids[1::2]]
+        self.mark = 0
+
+    def of(self, num_blocks):
+        return [ids[:num_blocks] for ids in self.targets]
+
+
+class Engine:
+    """Offers and pulls, each beside the others; ends all of them in ``__aexit__``.
+
+    Args:
+        worker: its worker.
+        cache: its cache, as ``shape`` has it.
+        num_slots: pulls at the same time, blocks in quarantine included.
+    """
+
+    def __init__(self, worker, cache, num_slots):
+        self.worker = worker
+        self._words = Words(cache)
+        self._slots: asyncio.Queue[Slot] = asyncio.Queue()
+        for number in range(num_slots):
+            slot = Slot(number * 2 * BLOCKS_MAX)
+            self._words.write(slot.mark, slot.targets)
+            self._slots.put_nowait(slot)
+        self._num_slots = num_slots
+        self._free = list(range(2 * num_slots * BLOCKS_MAX, cache.num_blocks))
+        self._num_offered = len(self._free)
+        self._freed = asyncio.Condition()
+        self._tasks = set()
+        self._overwritten = []
+
+    async def offer(self, number, successor, num_blocks, *, patience_s=0.0):
+        """Write a request and offer it; return what a router carries, or the code of the refusal.
+
+        Args:
+            number: of the request.
+            successor: of whoever gets its blocks.
+            num_blocks: of each group.
+            patience_s: how long to wait for a lease slot.
+        """
+        ids = await self._take(2 * num_blocks)
+        block_ids = [ids[:num_blocks], ids[num_blocks:]]
+        self._words.write(number, block_ids)
+        request = (str(number), block_ids, num_blocks * BLOCK_SIZE)
+        try:
+            if patience_s:
+                ticket = await self.worker.offer_when_possible(*request, timeout_s=patience_s)
+            else:
+                ticket = self.worker.offer(*request)
+        except errors.CapacityExceeded as error:
+            await self._give_back(ids)
+            return error.code
+        self._spawn(self._reuse(number, successor, block_ids))
+        return ticket.to_params()
+
+    def revoke(self, number):
+        """End a lease."""
+        return self.worker.revoke(str(number))
+
+    async def pull(self, number, mark, params, num_blocks):
+        """Pull a request into free blocks; return how it ended, and of wrong words where they come from.
+
+        Args:
+            number: of the request.
+            mark: number that is written over it when it is over.
+            params: of its ticket.
+            num_blocks: of each group.
+        """
+        slot = await self._slots.get()
+        self._overwritten += foreign(self._words, slot.mark, slot.targets)
+        targets = slot.of(num_blocks)
+        try:
+            await self.worker.pull(kvflow.Ticket.from_params(params), targets)
+        except errors.KvflowError as error:
+            return error.code, []
+        else:
+            wrong = foreign(self._words, number, targets)
+            return (WRONG if wrong else RIGHT), wrong
+        finally:
+            self._spawn(self._settle(number, mark, slot))
+
+    async def audit(self):
+        """Check every law, and say what is held; see ``at_rest``."""
+        self.worker.check()
+        snapshot = self.worker.snapshot()
+        return {
+            "leases": snapshot.leases,
+            "pulls": snapshot.pulls,
+            "quarantined": len(snapshot.quarantined),
+            "blocks": self._num_offered - len(self._free),
+            "slots": self._num_slots - self._slots.qsize(),
+            "overwritten": self._overwritten,
+            "descriptors": descriptors(),
+            "threads": threading.active_count(),
+        }
+
+    async def at_rest(self, patience_s):
+        """Return the audit once nothing is held any more, or when patience ends."""
+        deadline = time.monotonic() + patience_s
+        while True:
+            audit = await self.audit()
+            if not any(audit[name] for name in HELD) or time.monotonic() > deadline:
+                return audit
+            await asyncio.sleep(0.05)  # leases that nobody releases end by themselves, and file descriptors tell nobody
+
+    async def logged(self):
+        """Return what was logged as an error in this process, if anybody listens."""
+        handlers = logging.getLogger().handlers
+        return [text for handler in handlers if isinstance(handler, LoggedErrors) for text in handler.texts]
+
+    async def aclose(self):
+        """Forget what has not ended."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _reuse(self, number, successor, block_ids):
+        await self.worker.wait_offer(str(number))
+        self._words.write(successor, block_ids)
+        await self._give_back([block for ids in block_ids for block in ids])
+
+    async def _settle(self, number, mark, slot):
+        await self.worker.quiesced(str(number))
+        self._words.write(mark, slot.targets)
+        slot.mark = mark
+        self._slots.put_nowait(slot)
+
+    async def _take(self, num_blocks):
+        async with self._freed:
+            await self._freed.wait_for(lambda: len(self._free) >= num_blocks)
+            taken, self._free = self._free[:num_blocks], self._free[num_blocks:]
+        return taken
+
+    async def _give_back(self, ids):
+        async with self._freed:
+            self._free += ids
+            self._freed.notify_all()
+
+    def _spawn(self, coroutine):
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+@asynccontextmanager
+async def engine(engine_id, num_offered, num_slots, **settings):
+    """Open one."""
+    cache = shape(num_offered, num_slots).build()
+    async with kvflow.open_worker(configured(engine_id, **settings), cache) as worker:
+        running = Engine(worker, cache, num_slots)
+        try:
+            yield running
+        finally:
+            await running.aclose()

@@ -1,0 +1,181 @@
+"""What is done to victims, and how pulls may end because of it.
+
+A fault is an asynchronous context manager: the harm is done when it is entered, and over when it is left. Pulls have
+begun before, and more begin meanwhile.
+"""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+
+from msgspec import Struct
+
+from .engine import RIGHT
+
+HELD_BACK_S = 0.05
+"""Longest wait of a message of a slow control channel. There are some ten of them in a pull from a new peer."""
+
+HARMLESS = frozenset({RIGHT})
+STALE = HARMLESS | {"stale_lease"}
+LOST = STALE | {"peer_lost", "peer_unavailable"}
+HUNG = LOST | {"deadline_exceeded"}
+
+
+class Fault(Struct, frozen=True, kw_only=True):
+    """One kind of harm.
+
+    Attributes:
+        name: of it.
+        strike: takes the victim and a source of chance.
+        ends: how pulls from the victim, or by it, may end.
+        brief: whether it is over within about a second.
+    """
+
+    name: str
+    strike: Callable[..., AbstractAsyncContextManager[None]]
+    ends: frozenset[str]
+    brief: bool = True
+
+
+@asynccontextmanager
+async def killed(victim, _rng):
+    victim.node.kill()
+    yield
+    await victim.restart()
+
+
+@asynccontextmanager
+async def stopped(victim, rng, longest_s=1.5):
+    victim.node.stop()
+    try:
+        yield
+        await asyncio.sleep(rng.uniform(0.1, longest_s))
+    finally:
+        victim.node.resume()
+
+
+@asynccontextmanager
+async def stopped_for_long(victim, _rng):
+    """Longer than reads may take, and than blocks may be in quarantine: the consumer renews its reader."""
+    victim.node.stop()
+    try:
+        yield
+        await asyncio.sleep(9.0)
+    finally:
+        victim.node.resume()
+
+
+@asynccontextmanager
+async def stopped_and_killed(victim, rng):
+    victim.node.stop()
+    yield
+    await asyncio.sleep(rng.uniform(0.1, 1.0))
+    victim.node.kill()
+    await victim.restart()
+
+
+@asynccontextmanager
+async def delayed(victim, rng):
+    victim.proxy.delay_s = rng.uniform(0.002, HELD_BACK_S)
+    yield
+    await asyncio.sleep(0.3)
+    victim.proxy.calm()
+
+
+@asynccontextmanager
+async def trickling(victim, _rng):
+    victim.proxy.trickle = True
+    yield
+    await asyncio.sleep(0.3)
+    victim.proxy.calm()
+
+
+@asynccontextmanager
+async def garbled(victim, rng):
+    victim.proxy.garble = rng.choice([0.1, 0.5, 1.0])
+    yield
+    await asyncio.sleep(0.5)
+    victim.proxy.calm()
+
+
+@asynccontextmanager
+async def cut(victim, rng):
+    for _ in range(rng.randint(1, 3)):
+        victim.proxy.cut()
+        await asyncio.sleep(rng.uniform(0, 0.1))
+    yield
+    victim.proxy.cut()
+
+
+@asynccontextmanager
+async def half_closed(victim, rng):
+    victim.proxy.half_close(rng.randrange(2))
+    yield
+    await asyncio.sleep(0.3)
+    victim.proxy.cut()
+
+
+@asynccontextmanager
+async def stalled(victim, rng, longest_s=1.0):
+    victim.proxy.stall()
+    yield
+    await asyncio.sleep(rng.uniform(0.1, longest_s))
+    victim.proxy.flow()
+
+
+@asynccontextmanager
+async def stalled_for_long(victim, rng):
+    """Longer than leases last, and than anybody waits for an answer."""
+    victim.proxy.cut()  # so that somebody dials
+    victim.proxy.stall()
+    yield
+    await asyncio.sleep(rng.uniform(6.0, 9.0))
+    victim.proxy.flow()
+
+
+@asynccontextmanager
+async def forgotten(victim, rng):
+    """As by a firewall that has forgotten its connections: silence, then a reset, and all that was said is lost."""
+    victim.proxy.stall()
+    yield
+    await asyncio.sleep(rng.uniform(0.1, 1.0))
+    victim.proxy.cut()
+    victim.proxy.flow()
+
+
+@asynccontextmanager
+async def refused(victim, rng):
+    victim.proxy.refuse()
+    victim.proxy.cut()
+    yield
+    await asyncio.sleep(rng.uniform(0.1, 1.0))
+    await victim.proxy.listen()
+
+
+@asynccontextmanager
+async def offered_too_much(_victim, _rng):
+    """The victim does it to itself."""
+    yield
+
+
+OF_TABLES = (
+    Fault(name="more offers than slots", strike=offered_too_much, ends=STALE | {"capacity_exceeded", "never pulled"}),
+)
+OF_PROCESSES = (
+    Fault(name="killed", strike=killed, ends=LOST),
+    Fault(name="stopped for a moment", strike=stopped, ends=HUNG),
+    Fault(name="stopped, then killed", strike=stopped_and_killed, ends=HUNG),
+    Fault(name="stopped for long", strike=stopped_for_long, ends=HUNG, brief=False),
+)
+OF_CONTROL = (
+    Fault(name="delayed", strike=delayed, ends=HARMLESS),
+    Fault(name="byte by byte", strike=trickling, ends=HARMLESS),
+    Fault(name="garbled", strike=garbled, ends=HUNG),
+    Fault(name="cut", strike=cut, ends=LOST),
+    Fault(name="half closed", strike=half_closed, ends=LOST),
+    Fault(name="stalled", strike=stalled, ends=STALE),
+    Fault(name="stalled for long", strike=stalled_for_long, ends=HUNG, brief=False),
+    Fault(name="forgotten", strike=forgotten, ends=LOST),
+    Fault(name="refused", strike=refused, ends=LOST),
+    Fault(name="producer killed behind it", strike=killed, ends=HUNG),
+)

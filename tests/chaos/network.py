@@ -1,0 +1,144 @@
+"""A producer and a reader in network namespaces, with a bad wire between them, and what is done to that."""
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+from tests.integration.elsewhere import environment_of_children
+
+from .faults import HARMLESS, HUNG, Fault
+from .nodes import NodeDied
+from .victims import BRIEF_LEASE_S, LOAD, OFFERED, PATIENCE_S, Victim
+from .wire import DEVICE, address, namespaces
+
+PORT = 5555
+PATIENT = {"wire_s": 10.0, "handshake_s": 10.0, "connect_s": 5.0, "quarantine_s_max": 12.0}
+"""Settings of the reader: who loses packets is slow and not dead."""
+
+
+def missing():
+    """Say why there can be no namespaces here; empty if there can be."""
+    if os.geteuid() != 0:
+        return "only root can make network namespaces"
+    if shutil.which("ip") is None:
+        return "there is no ip (iproute2)"
+    if not Path("/dev/net/tun").exists():
+        return "there is no /dev/net/tun"
+    return ""
+
+
+@asynccontextmanager
+async def bad(victim, rng):
+    """A wire that loses, delays and doubles packets, and has them overtake each other."""
+    with victim.wire_being(
+        loss=rng.choice([0.001, 0.01, 0.03]), delay_s=rng.uniform(0, 0.01), jitter_s=rng.uniform(0, 0.003), double=0.01
+    ):
+        yield
+        await asyncio.sleep(1.0)
+
+
+@asynccontextmanager
+async def slow(victim, rng):
+    with victim.wire_being(delay_s=rng.uniform(0.01, 0.05)):
+        yield
+        await asyncio.sleep(1.0)
+
+
+@asynccontextmanager
+async def parted(victim, rng):
+    """No packet arrives, for less and for more than a read may take."""
+    with victim.wire_being(loss=1.0):
+        yield
+        await asyncio.sleep(rng.choice([0.5, 2.0, 15.0]))
+
+
+OF_WIRES = (
+    Fault(name="packets lost, late, doubled, out of order", strike=bad, ends=HARMLESS | {"stale_lease"}),
+    Fault(name="packets late", strike=slow, ends=HARMLESS | {"stale_lease"}),
+    Fault(name="parted", strike=parted, ends=HUNG, brief=False),
+)
+
+
+class Netted(Victim):
+    """A pair in namespaces; both bytes and control traffic go over the wire."""
+
+    over_tcp = True
+
+    def __init__(self, chaos, name, seed):
+        super().__init__(chaos, name, OF_WIRES)
+        self._seed = seed
+        self._wire = None
+        self._producer = None
+        self.node = None
+
+    @asynccontextmanager
+    async def living(self):
+        self._wire = subprocess.Popen(  # noqa: ASYNC220 - it takes milliseconds
+            [sys.executable, "-m", "tests.chaos.wire", str(self._seed)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment_of_children(),
+        )
+        try:
+            assert await asyncio.to_thread(self._wire.stdout.readline) == "ready\n", "there is no wire"
+            await asyncio.gather(self._restart_producer(), self._restart_reader())
+            yield self
+        finally:
+            self._wire.stdin.close()
+            await asyncio.to_thread(self._wire.wait, PATIENCE_S)
+            self._wire.stdout.close()
+
+    @contextmanager
+    def wire_being(self, **how):
+        """Have the wire be bad for a while."""
+        self._tell(how)
+        try:
+            yield
+        finally:
+            self._tell({})
+
+    async def offer(self, num_blocks):
+        number = self.chaos.numbers.take()
+        return number, await self._producer.offer(number, self.chaos.numbers.take(), num_blocks), num_blocks
+
+    async def pull(self, number, params, num_blocks):
+        try:
+            return await self.chaos.pulled(self.node, number, params, num_blocks)
+        except NodeDied:
+            return "died"
+
+    async def attempt(self, row):
+        try:
+            return await self.chaos.moves(self._producer, self.node)
+        except NodeDied:
+            dead = self._producer if self._producer.process.poll() is not None else self.node
+            await self.aborted(dead, row)
+            await (self._restart_producer() if dead is self._producer else self._restart_reader())
+            return "died"
+
+    def _tell(self, how):
+        self._wire.stdin.write(json.dumps(how) + "\n")
+        self._wire.stdin.flush()
+
+    async def _restart_producer(self):
+        if self._producer is not None:
+            self.chaos.end(self._producer)
+        self._producer = self._start("far producer", 0)
+        bind = f"tcp://{address(0)}:{PORT}"
+        await self._producer.open(num_offered=OFFERED, bind=bind, lease_s=2 * BRIEF_LEASE_S)
+
+    async def _restart_reader(self):
+        if self.node is not None:
+            self.chaos.end(self.node)
+        self.node = self._start("far reader", 1)
+        await self.node.open(num_slots=4 * LOAD, **PATIENT)
+
+    def _start(self, name, side):
+        prefix = ("ip", "netns", "exec", namespaces(self._wire.pid)[side])
+        return self.chaos.start(name, prefix=prefix, UCX_TLS="tcp", UCX_NET_DEVICES=DEVICE)

@@ -1,0 +1,123 @@
+"""A few seconds of chaos, and the parts it is made of; ``make chaos`` does it for minutes, with all that takes long."""
+
+import asyncio
+
+import pytest
+
+from tests.integration.shapes import Shape
+from tests.integration.words import Words
+
+from .blame import foreign
+from .driver import Until, run
+from .engine import RIGHT
+from .proxy import proxy
+
+
+@pytest.mark.nixl
+@pytest.mark.processes
+@pytest.mark.timeout(600)
+async def test_whoever_is_harmed_gets_well_and_nobody_else_notices(tmp_path):
+    record = await run(7, Until(rounds=1), tmp_path, names=["producer", "control channel", "reader"])
+    assert record.complaints == [], str(record)
+    assert len(record.beside) > 0
+    assert record.ends()[RIGHT] > 0
+
+
+def test_a_wrong_word_tells_whose_it_is():
+    words = Words(cache := Shape(head_size=32).build())
+    words.write(7, [[3, 5], [4, 6]])
+    assert foreign(words, 7, [[3, 5], [4, 6]]) == []
+    words.write(9, [[20], [1]])
+    layer = cache.groups[1].layers[0]
+    cells = cache.component(layer, "v")
+    cells[6, 2, 1] = cells[1, 2, 1]
+    text, *_, count = foreign(words, 7, [[3, 5], [4, 6]])
+    number = layer.rpartition(".")[2]
+    assert text == f"request 7 holds v of request 9, block 0, layer {number}, head 2, token 1"
+    assert count.startswith("8 such words of ")
+    untouched = foreign(words, 7, [[0, 5], [4, 6]])
+    assert untouched[0] == "request 7 holds nobody's: it was never written"
+
+
+def test_a_torn_word_is_nobodys():
+    words = Words(cache := Shape(head_size=32).build())
+    words.write(7, [[3], [4]])
+    cache.component(cache.groups[0].layers[0], "k").view(dtype=cache.backing.dtype)[3, 0, 0, 7] = 0xFF
+    assert "is no word of a request" in foreign(words, 7, [[3], [4]])[0]
+
+
+HARM = {
+    "delay": (lambda wire: setattr(wire, "delay_s", 0.01), True),
+    "trickle": (lambda wire: setattr(wire, "trickle", True), True),
+    "garble": (lambda wire: setattr(wire, "garble", 1.0), False),
+    "stall": (lambda wire: wire.stall(), False),
+    "cut": (lambda wire: wire.cut(), False),
+    "half close": (lambda wire: wire.half_close(0), False),
+}
+"""Name -> what is done, and whether all that is said arrives nevertheless."""
+SAID = b"what a worker says to another" * 10
+MOMENT_S = 0.3
+PATIENCE_S = 60.0
+
+
+async def echo(reader, writer):
+    while piece := await reader.read(1 << 16):
+        writer.write(piece)
+    writer.close()
+
+
+async def answer(port, patience_s=PATIENCE_S):
+    """Yield a writer to say something through a proxy, then what has come back in time, or why nothing has."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    yield writer
+    try:
+        async with asyncio.timeout(patience_s):
+            yield await reader.readexactly(len(SAID))
+    except (TimeoutError, asyncio.IncompleteReadError, ConnectionError) as error:
+        yield type(error).__name__
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize(("harm", "arrives"), HARM.values(), ids=HARM)
+async def test_a_proxy_does_the_harm_that_it_is_told_to(harm, arrives):
+    async with (
+        await asyncio.start_server(echo, "127.0.0.1", 0) as server,
+        proxy(server.sockets[0].getsockname()[1]) as wire,
+    ):
+        port = int(wire.endpoint.rpartition(":")[2])
+        conversation = answer(port, PATIENCE_S if arrives else MOMENT_S)
+        writer = await anext(conversation)
+        writer.write(SAID[:1])
+        await writer.drain()
+        while not wire.connections():  # noqa: ASYNC110 - nobody is told of them
+            await asyncio.sleep(0)
+        harm(wire)
+        writer.write(SAID[1:])
+        heard = await anext(conversation)
+        assert (heard == SAID) is arrives, heard
+        await conversation.aclose()
+        wire.calm()
+        wire.flow()
+        again = answer(port)
+        (await anext(again)).write(SAID)
+        assert await anext(again) == SAID
+        await again.aclose()
+
+
+async def test_a_proxy_that_refuses_listens_again_at_the_same_address():
+    async with (
+        await asyncio.start_server(echo, "127.0.0.1", 0) as server,
+        proxy(server.sockets[0].getsockname()[1]) as wire,
+    ):
+        before = wire.endpoint
+        port = int(before.rpartition(":")[2])
+        wire.refuse()
+        with pytest.raises(OSError, match=r"refused|Connect call failed"):
+            await asyncio.open_connection("127.0.0.1", port)
+        await wire.listen()
+        assert wire.endpoint == before
+        conversation = answer(port)
+        (await anext(conversation)).write(SAID)
+        assert await anext(conversation) == SAID
+        await conversation.aclose()

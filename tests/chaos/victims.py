@@ -1,0 +1,319 @@
+"""Those that are harmed, each with the pulls that are under way meanwhile, and how it is seen to be well again."""
+
+import asyncio
+import signal
+import time
+from contextlib import asynccontextmanager
+
+from tests.integration.forked import ForkedProcess
+
+from .engine import BLOCKS_MAX, RIGHT
+from .nodes import Node, NodeDied
+from .proxy import free_port, proxy
+
+LOAD = 4
+"""Pulls that are under way when harm is done; half of them begin before."""
+FEW = 2
+"""Blocks of the pull that shows that all is well again."""
+OFFERED = 512
+LEASE_SLOTS = 4
+"""Leases at once, of whoever has too few."""
+TINY_LEASE_S = 1.0
+BURST = 12
+PATIENCE_S = 60.0
+RETRY_S = 0.02
+BRIEF_LEASE_S = 4.0
+"""Of those whose readers die: what they have not released is free again after that."""
+
+
+class Numbers:
+    """Numbers of requests and marks; none twice in a run."""
+
+    def __init__(self):
+        self._last = 0
+
+    def take(self):
+        self._last += 1
+        return self._last
+
+
+class Chaos:
+    """What all victims share.
+
+    Attributes:
+        survivor: engine that pulls, in this process; nobody harms it.
+        numbers: see ``Numbers``.
+        record: what happens.
+        folder: for what processes say last.
+    """
+
+    def __init__(self, survivor, numbers, record, folder):
+        self.survivor = survivor
+        self.numbers = numbers
+        self.record = record
+        self.folder = folder
+        self.nodes = []
+
+    def start(self, name, **options):
+        """Start a process; it ends with the run."""
+        words = self.folder / f"{name.replace(' ', '-')}-{len(self.nodes)}.txt"
+        words.touch()
+        self.nodes.append(Node(name, words, **options))
+        return self.nodes[-1]
+
+    def end(self, node):
+        """End a process, and forget it."""
+        self.nodes.remove(node)
+        node.go()
+        if isinstance(node.process, ForkedProcess):
+            node.process.close()
+
+    def end_all(self):
+        """End all processes."""
+        for node in list(self.nodes):
+            self.end(node)
+
+    async def moves(self, producer, consumer, num_blocks=FEW):
+        """Offer and pull once; return how that ended."""
+        number = self.numbers.take()
+        params = await producer.offer(number, self.numbers.take(), num_blocks)
+        if isinstance(params, str):
+            return params
+        return await self.pulled(consumer, number, params, num_blocks)
+
+    async def pulled(self, consumer, number, params, num_blocks):
+        """Pull; complain of a wrong byte; return how it ended."""
+        end, wrong = await consumer.pull(number, self.numbers.take(), params, num_blocks)
+        for text in wrong:
+            self.record.complain(f"wrong byte: {text}")
+        return end
+
+
+class Victim:
+    """One that is harmed.
+
+    Args:
+        chaos: what all share.
+        name: of it.
+        faults: that are done to it.
+    """
+
+    over_tcp = False
+    """Whether UCX may abort a producer because of it."""
+
+    def __init__(self, chaos, name, faults):
+        self.chaos = chaos
+        self.name = name
+        self.faults = faults
+
+    async def suffer(self, fault, rng):
+        """Do harm once while there is load, and wait until all is well."""
+        row = self.chaos.record.row(self.name, fault.name)
+        row.times += 1
+        offers = await self._offers([rng.randint(1, BLOCKS_MAX) for _ in range(LOAD)], row)
+        pulls = [asyncio.create_task(self.pull(*offer)) for offer in offers[: LOAD // 2]]
+        await asyncio.sleep(rng.choice([0, 0.001, 0.003, 0.01, 0.03]))  # a moment of the reads, by chance
+        async with fault.strike(self, rng):
+            pulls += [asyncio.create_task(self.pull(*offer)) for offer in offers[LOAD // 2 :]]
+            await asyncio.sleep(rng.uniform(0, 0.1))
+        over_s = time.monotonic()
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                await self.recover(row)
+                row.recovery_s = max(row.recovery_s, time.monotonic() - over_s)
+                ends = await asyncio.gather(*pulls)
+        except TimeoutError:
+            self.chaos.record.complain(f"{self.name}: not well again {PATIENCE_S:.0f} s after it was {fault.name}")
+            for pull in pulls:
+                pull.cancel()
+            return
+        row.ends.update(ends)
+        for end in set(ends) - fault.ends - {"died"}:
+            self.chaos.record.complain(f"{self.name}: a pull ended with {end} because it was {fault.name}")
+
+    async def _offers(self, sizes, row):
+        """Offer what is pulled during the harm."""
+        while True:
+            try:
+                return [await self.offer(num_blocks) for num_blocks in sizes]
+            except NodeDied:  # of what was done before
+                await self.recover(row)
+
+    async def recover(self, row):
+        """Wait until a new pull succeeds."""
+        while (end := await self.attempt(row)) != RIGHT:
+            assert end != "wrong"
+            await asyncio.sleep(RETRY_S)
+
+    async def attempt(self, row):
+        """Try one new pull."""
+        raise NotImplementedError
+
+    async def aborted(self, node, row):
+        """Tell whether UCX has aborted a process over TCP; if so, count it. Any other death is a crash."""
+        await asyncio.to_thread(node.process.wait, PATIENCE_S)
+        if self.over_tcp and node.ended() == signal.SIGABRT:
+            self.chaos.record.known[node.last_words()] += 1
+            row.aborts += 1
+        else:
+            self.chaos.record.complain(f"{node.name} crashed, signal {node.ended()}: {node.last_words()}")
+
+
+class DoomedProducer(Victim):
+    """A producer that is harmed while the survivor reads from it."""
+
+    def __init__(self, chaos, name, faults, *, proxied=False, **environment):
+        super().__init__(chaos, name, faults)
+        self.over_tcp = environment.get("UCX_TLS") == "tcp"
+        self._environment = environment
+        self._proxied = proxied
+        self.node = None
+        self.proxy = None
+        self._bind = "tcp://127.0.0.1:0"
+        self._advertised = {}
+
+    @asynccontextmanager
+    async def living(self):
+        """Start it."""
+        if not self._proxied:
+            await self.restart()
+            self._bind = self.node.endpoint
+            yield self
+            return
+        port = free_port()
+        async with proxy(port) as self.proxy:
+            self._bind, self._advertised = f"tcp://127.0.0.1:{port}", {"advertise": self.proxy.endpoint}
+            await self.restart()
+            yield self
+
+    async def restart(self):
+        """Start it anew, at the same address."""
+        if self.node is not None:
+            self.chaos.end(self.node)
+        self.node = self.chaos.start(self.name, **self._environment)
+        await self.node.open(num_offered=OFFERED, bind=self._bind, lease_s=BRIEF_LEASE_S, **self._advertised)
+
+    async def offer(self, num_blocks):
+        number = self.chaos.numbers.take()
+        return number, await self.node.offer(number, self.chaos.numbers.take(), num_blocks), num_blocks
+
+    async def pull(self, number, params, num_blocks):
+        return await self.chaos.pulled(self.chaos.survivor, number, params, num_blocks)
+
+    async def attempt(self, row):
+        try:
+            return await self.chaos.moves(self.node, self.chaos.survivor)
+        except NodeDied:
+            await self.aborted(self.node, row)
+            await self.restart()
+            return "died"
+
+
+class DoomedReader(Victim):
+    """A consumer that is harmed while it reads from a producer that must survive, unless UCX aborts it."""
+
+    def __init__(self, chaos, name, faults, producer, **environment):
+        super().__init__(chaos, name, faults)
+        self.over_tcp = environment.get("UCX_TLS") == "tcp"
+        self._environment = environment
+        self._producer = producer
+        self.node = None
+
+    @asynccontextmanager
+    async def living(self):
+        await self.restart()
+        yield self
+
+    async def restart(self):
+        if self.node is not None:
+            self.chaos.end(self.node)
+        self.node = self.chaos.start(self.name, **self._environment)
+        await self.node.open(num_slots=2 * LOAD)
+
+    async def offer(self, num_blocks):
+        number = self.chaos.numbers.take()
+        return number, await self._producer.node.offer(number, self.chaos.numbers.take(), num_blocks), num_blocks
+
+    async def pull(self, number, params, num_blocks):
+        try:
+            return await self.chaos.pulled(self.node, number, params, num_blocks)
+        except NodeDied:
+            return "died"
+
+    async def attempt(self, row):
+        producer = self._producer
+        try:
+            return await self.chaos.moves(producer.node, self.node)
+        except NodeDied:
+            dead = producer if producer.node.process.poll() is not None else self
+            await self.aborted(dead.node, row)
+            await dead.restart()
+            return "died"
+
+
+class Cramped(Victim):
+    """A producer with fewer lease slots than it has requests to offer."""
+
+    def __init__(self, chaos, name, faults):
+        super().__init__(chaos, name, faults)
+        self.node = None
+
+    @asynccontextmanager
+    async def living(self):
+        self.node = self.chaos.start(self.name)
+        await self.node.open(num_offered=OFFERED, lease_s=TINY_LEASE_S, lease_slots=LEASE_SLOTS)
+        yield self
+
+    async def suffer(self, fault, rng):
+        """Offer more than there is room for, some to wait and some not; pull some, leave some, revoke some."""
+        row = self.chaos.record.row(self.name, fault.name)
+        row.times += 1
+        async with asyncio.TaskGroup() as offers:
+            for _ in range(BURST):
+                fate = rng.choice(["pulled", "left", "revoked"])
+                offers.create_task(self._one(row, fate, rng.randint(1, 8), rng.choice([0.0, PATIENCE_S])))
+        for end in set(row.ends) - fault.ends:
+            self.chaos.record.complain(f"{self.name}: a pull ended with {end}")
+        over_s = time.monotonic()
+        await self.recover(row)
+        row.recovery_s = max(row.recovery_s, time.monotonic() - over_s)
+
+    async def _one(self, row, fate, num_blocks, patience_s):
+        number, successor = self.chaos.numbers.take(), self.chaos.numbers.take()
+        params = await self.node.offer(number, successor, num_blocks, patience_s=patience_s)
+        if isinstance(params, str):
+            row.ends[params] += 1
+        elif fate == "left":
+            row.ends["never pulled"] += 1
+        else:
+            pull = asyncio.create_task(self.chaos.pulled(self.chaos.survivor, number, params, num_blocks))
+            if fate == "revoked":
+                await self.node.revoke(number)
+            row.ends[await pull] += 1
+
+    async def attempt(self, _row):
+        """Use every slot at once."""
+        ends = await asyncio.gather(*(self.chaos.moves(self.node, self.chaos.survivor) for _ in range(LEASE_SLOTS)))
+        return RIGHT if set(ends) == {RIGHT} else "not all"
+
+
+class Served:
+    """A producer whose readers are harmed.
+
+    Attributes:
+        node: its process.
+    """
+
+    def __init__(self, chaos, name, *, lease_s=BRIEF_LEASE_S, **environment):
+        self._chaos = chaos
+        self._name = name
+        self._lease_s = lease_s
+        self._environment = environment
+        self.node = None
+
+    async def restart(self):
+        """Start it, or start it anew."""
+        if self.node is not None:
+            self._chaos.end(self.node)
+        self.node = self._chaos.start(self._name, **self._environment)
+        await self.node.open(num_offered=OFFERED, lease_s=self._lease_s)
