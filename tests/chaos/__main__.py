@@ -3,6 +3,7 @@
 
 import argparse
 import asyncio
+import logging
 import os
 import random
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before anybody loads torch, whose threads spin
 
 from .driver import Until, run
+from .engine import LoggedErrors
 from .network import missing
 
 LOG = Path("out/chaos")
@@ -24,6 +26,8 @@ def main():
     args = parser.parse_args()
     seed = random.randrange(1 << 31) if args.seed is None else args.seed
     LOG.mkdir(parents=True, exist_ok=True)
+    handlers = [LoggedErrors(), logging.FileHandler(LOG / "survivor.txt", mode="w")]
+    logging.basicConfig(handlers=handlers, level=logging.WARNING)
     print(f"seed {seed}, {args.minutes:g} minutes; what processes say last goes to {LOG}", flush=True)
     if reason := missing():
         print(f"NO NETWORK NAMESPACES, SO NO PACKET IS LOST: {reason}", flush=True)

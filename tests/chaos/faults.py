@@ -19,6 +19,9 @@ HARMLESS = frozenset({RIGHT})
 STALE = HARMLESS | {"stale_lease"}
 LOST = STALE | {"peer_lost", "peer_unavailable"}
 HUNG = LOST | {"deadline_exceeded"}
+SHUT = HUNG | {"authentication_failed"}
+"""A connection that ends twice in a row within the encryption handshake, without a word: so does a server that cannot
+decrypt what we say, and nobody can tell the two apart."""
 
 
 class Fault(Struct, frozen=True, kw_only=True):
@@ -170,12 +173,12 @@ OF_PROCESSES = (
 OF_CONTROL = (
     Fault(name="delayed", strike=delayed, ends=HARMLESS),
     Fault(name="byte by byte", strike=trickling, ends=HARMLESS),
-    Fault(name="garbled", strike=garbled, ends=HUNG),
-    Fault(name="cut", strike=cut, ends=LOST),
-    Fault(name="half closed", strike=half_closed, ends=LOST),
+    Fault(name="garbled", strike=garbled, ends=SHUT),
+    Fault(name="cut", strike=cut, ends=SHUT),
+    Fault(name="half closed", strike=half_closed, ends=SHUT),
     Fault(name="stalled", strike=stalled, ends=STALE),
     Fault(name="stalled for long", strike=stalled_for_long, ends=HUNG, brief=False),
-    Fault(name="forgotten", strike=forgotten, ends=LOST),
+    Fault(name="forgotten", strike=forgotten, ends=SHUT),
     Fault(name="refused", strike=refused, ends=LOST),
-    Fault(name="producer killed behind it", strike=killed, ends=HUNG),
+    Fault(name="producer killed behind it", strike=killed, ends=SHUT),
 )

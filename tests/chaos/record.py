@@ -54,6 +54,8 @@ class Record:
     def __str__(self):
         lines = [HEADER]
         for (victim, fault), row in sorted(self.rows.items()):
+            if not row.times and not row.aborts:
+                continue
             ends = ", ".join(f"{number} {end}" for end, number in row.ends.most_common())
             ends += f"; {row.aborts} aborted by UCX" if row.aborts else ""
             times, pulls = str(row.times), str(row.ends.total())
