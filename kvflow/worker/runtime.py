@@ -225,8 +225,18 @@ async def _started_transport(
         await asyncio.to_thread(transport.start, manifest.regions, _region(epochs))
         yield transport
     finally:
-        await _finish(asyncio.to_thread(transport.close))
+        await _finish(_close(transport))
         inbox.drain()
+
+
+async def _close(transport: Transport) -> None:
+    """Close the transport, beside the loop if the interpreter still lets a thread do it."""
+    try:
+        closed = asyncio.get_running_loop().run_in_executor(None, transport.close)
+    except RuntimeError:  # an engine that closes when the interpreter is ending; nobody else needs this loop by then
+        transport.close()
+    else:
+        await closed
 
 
 async def _finish(work: Coroutine[None, None, None]) -> None:

@@ -278,8 +278,11 @@ config = kvflow.WorkerConfig(engine_id="decode-0", cluster_secret=secret, transp
 opened = kvflow.run_worker(config, kvflow.allocate({"a": spec}, num_blocks=8))
 print(opened.__enter__().endpoint)
 """
+CLOSED_LATE = "import atexit\natexit.register(opened.__exit__, None, None, None)"
 
 
-def test_a_program_that_never_closes_its_worker_ends():
-    done = subprocess.run([sys.executable, "-c", UNCLOSED], capture_output=True, timeout=100, check=True)
+@pytest.mark.parametrize("ending", ["", CLOSED_LATE], ids=["never", "at exit"])
+def test_a_program_that_closes_its_worker_too_late_ends(ending):
+    done = subprocess.run([sys.executable, "-c", UNCLOSED + ending], capture_output=True, timeout=100, check=True)
     assert done.stdout.startswith(b"tcp://")
+    assert b"Error" not in done.stderr
