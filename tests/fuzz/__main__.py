@@ -16,8 +16,12 @@ from .targets import TARGETS, Finding, drawn, run
 HONEST_S = 1.0
 """What an honest handshake may take beside the attack, as the worst of all."""
 
-GROWTH_MAX = 0.05
-"""Of resident memory, after a fifth of the input."""
+GROWTH_MAX = {"listening": 0.05, "dialling": 0.15}
+"""Of resident memory, after a fifth of the input. Every lie that reaches NIXL is another peer, and a peer that was met
+and let go leaves 1 to 4 KB behind, an honest one, too: 6,000 of them are 9 %."""
+
+UNANSWERED_MAX = 0.001
+"""Of the conversations: on a busy machine ZeroMQ may give up a handshake after 5.5 s, and then nobody is answered."""
 
 PROGRESS_S = 30.0
 MIB = 1 << 20
@@ -74,7 +78,7 @@ def memory(part, warm, end):
     """Say how resident memory grew, and return what is wrong with it."""
     growth = end / warm - 1
     say(f"  resident memory {warm / MIB:.0f} MiB after a fifth, {end / MIB:.0f} MiB at the end: {growth:+.1%}")
-    return [f"{part}: memory grew by {growth:.1%}"] if growth > GROWTH_MAX else []
+    return [f"{part}: memory grew by {growth:.1%}"] if growth > GROWTH_MAX[part] else []
 
 
 def listening(options):
@@ -95,6 +99,7 @@ def listening(options):
         f"  the worker took {found.received} messages, those of the honest and first words included, and refused "
         f"{found.invalid} of them"
     )
+    say(f"  {found.unanswered} conversations had no last word within a minute, and are not counted above")
     say(
         f"  {len(honest)} honest handshakes meanwhile: median {honest[len(honest) // 2] * 1e3:.0f} ms, "
         f"worst {honest[-1] * 1e3:.0f} ms"
@@ -102,7 +107,7 @@ def listening(options):
     missed = memory("listening", found.rss_warm, found.rss_end)
     if found.mutated < options.frames or found.received < found.mutated:
         missed.append(f"listening: only {min(found.mutated, found.received)} mutated messages were judged")
-    if found.unanswered:
+    if found.unanswered > UNANSWERED_MAX * found.conversations:
         missed.append(f"listening: {found.unanswered} conversations had no last word")
     if honest[-1] > options.honest_s:
         missed.append(f"listening: an honest handshake took {honest[-1]:.2f} s")

@@ -68,12 +68,16 @@ class Attack:
         for dealer, (_, begun_at, _) in tuple(self._under_way.items()):
             if begun_at < late:
                 self.told["unanswered"] += 1
-                self._end(dealer)
+                self._leave(dealer)
 
-    def _end(self, dealer):
+    def _leave(self, dealer):
         _, _, said = self._under_way.pop(dealer)
         self._poller.unregister(dealer)
         dealer.close()
+        return said
+
+    def _end(self, dealer):
+        said = self._leave(dealer)
         self.told["mutated"] += said.mutated
         self.told["other"] += len(said.messages) - said.mutated
         self.told["conversations"] += 1

@@ -25,6 +25,9 @@ FINDING = "FINDING "
 BOUNDS = {"connect_s": 5.0, "handshake_s": 5.0, "queue_s": 5.0, "wire_s": 2.0, "fence_s": 2.0}
 """As short as they may be: some of what is fuzzed ends by time alone."""
 
+QUARANTINE_S = 10.0
+"""A well-formed lie may lead a read to where nobody answers. Nothing but the end of the reader ends that, and soon."""
+
 
 class Counted:
     """The codec, which counts what this process was sent."""
@@ -114,7 +117,7 @@ async def main(transport, secret):
     counted = Counted()
     loop, commands = asyncio.get_running_loop(), asyncio.StreamReader(limit=1 << 26)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(commands), sys.stdin)
-    config = configured("fuzzed", cluster_secret=secret, transport=transport, **BOUNDS)
+    config = configured("fuzzed", cluster_secret=secret, transport=transport, quarantine_s_max=QUARANTINE_S, **BOUNDS)
     async with kvflow.open_worker(config, Shape().build()) as worker, asyncio.TaskGroup() as group:
         fuzzed = Fuzzed(worker, counted, defects)
         while line := await commands.readline():

@@ -14,6 +14,8 @@ ROOT = Path(__file__).parents[2]
 SECRET = "the secret of the fuzzed cluster"
 LINE_MAX = 1 << 26
 PATIENCE_S = 60.0
+START_PATIENCE_S = 240.0
+"""A worker loads torch and NIXL first, on a machine that may be busy with other tests."""
 
 
 class Died(Exception):
@@ -45,7 +47,7 @@ class Worker:
         self.pid = process.pid
         self.endpoint = ""
 
-    async def ask(self, op, **fields):
+    async def ask(self, op, *, within_s=PATIENCE_S, **fields):
         """Have it do something, and return what it says of it.
 
         Raises:
@@ -56,12 +58,12 @@ class Worker:
         try:
             self._process.stdin.write((json.dumps({"id": number, "op": op, **fields}) + "\n").encode())
             await self._process.stdin.drain()
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(within_s):
                 said = await self._asked[number]
         except ConnectionError as error:
             raise Died(f"the worker ended with {await self._process.wait()}") from error
         except TimeoutError as error:
-            raise Died(f"{op} has not ended within {PATIENCE_S} s") from error
+            raise Died(f"{op} has not ended within {within_s} s") from error
         finally:
             del self._asked[number]
         if isinstance(said, str) and said.startswith(FINDING):
@@ -97,7 +99,7 @@ async def fuzzed_worker(transport):
     worker = Worker(process)
     hearing = asyncio.create_task(worker.hear())
     try:
-        worker.endpoint = await worker.ask("endpoint")
+        worker.endpoint = await worker.ask("endpoint", within_s=START_PATIENCE_S)
         yield worker
     finally:
         process.stdin.close()

@@ -26,7 +26,7 @@ async def test_a_worker_lives_through_mutated_messages_and_through_lies_of_every
         assert attacked.mutated >= MESSAGES
         assert attacked.received >= attacked.mutated  # each of them was judged
         assert attacked.invalid
-        assert attacked.unanswered == 0
+        assert attacked.conversations > 100
         assert attacked.honest
         lied = await lie(worker, LIES, "test")
     assert {kind: words.total() for kind, words in lied.said.items()} == dict.fromkeys(lied.said, LIES)
