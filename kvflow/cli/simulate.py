@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 SHOWN_MAX = 10
 """Broken seeds that are printed; the others are only counted."""
 
+SCENARIOS_PER_LINE = 1000
+"""How often a log is told how far we are; a terminal is told all the time."""
+
 
 def add_parser(commands: "Subparsers") -> None:
     """Add ``simulate`` to the command line."""
@@ -27,7 +30,7 @@ def add_parser(commands: "Subparsers") -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the scenarios; 0 if no promise was broken, else 1."""
+    """Run the scenarios; 0 if all were run and no promise was broken, else 1."""
     # Loaded here, so that other commands and --help do not wait for it.
     from kvflow.testing.runner import run_seeds  # noqa: PLC0415
     from kvflow.testing.scenario import simulate  # noqa: PLC0415
@@ -38,15 +41,17 @@ def run(options: argparse.Namespace) -> int:
         print(f"seed {outcome.seed}: {outcome.violation or 'every promise was kept'}", file=sys.stderr)
         return 1 if outcome.violation else 0
     jobs = options.jobs or os.cpu_count() or 1
-    summary = run_seeds(options.first, options.seeds, jobs=jobs, calm=options.calm, on_progress=_show_progress)
+    summary = run_seeds(options.first, options.seeds, jobs=jobs, calm=options.calm, on_progress=_Progress())
     if sys.stderr.isatty():
         print(file=sys.stderr)
     _print(summary, calm=options.calm)
-    return 1 if summary.broken else 0
+    return 1 if summary.broken or summary.interrupted else 0
 
 
 def _print(summary: "Summary", *, calm: bool) -> None:
     kept = summary.scenarios - len(summary.broken)
+    if summary.interrupted:
+        print("interrupted; so far:")
     print(f"{summary.scenarios} scenarios, {'no faults' if calm else 'every fault on'}: {kept} kept every promise")
     print(f"{summary.requests} requests, at least {summary.requests_min} in each; their pulls:")
     for ending, count in summary.outcomes.items():
@@ -61,10 +66,19 @@ def _print(summary: "Summary", *, calm: bool) -> None:
         print(f"{len(summary.broken)} seeds broke a promise; see each with: kvflow simulate --replay SEED")
 
 
-def _show_progress(summary: "Summary") -> None:
-    if sys.stderr.isatty():
+class _Progress:
+    """Tells how far a series is: a terminal in one line, a log now and then."""
+
+    def __init__(self) -> None:
+        self._lines = 0
+
+    def __call__(self, summary: "Summary") -> None:
         text = f"{summary.scenarios} scenarios, {summary.scenarios_per_s:.1f} per second, {len(summary.broken)} broken"
-        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+        if sys.stderr.isatty():
+            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+        elif summary.scenarios // SCENARIOS_PER_LINE > self._lines:
+            self._lines = summary.scenarios // SCENARIOS_PER_LINE
+            print(text, file=sys.stderr, flush=True)
 
 
 def _natural(text: str) -> int:

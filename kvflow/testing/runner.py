@@ -1,6 +1,7 @@
 """Many scenarios, in several processes: which seeds break a promise, and how fast they were run."""
 
 import multiprocessing
+import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ class Summary(Struct, frozen=True, kw_only=True):
         virtual_s: seconds on the clocks of the scenarios, together.
         elapsed_s: seconds on ours.
         broken: scenarios in which a promise was broken, by seed.
+        interrupted: whether somebody ended the series early, by SIGINT.
     """
 
     scenarios: int = 0
@@ -34,6 +36,7 @@ class Summary(Struct, frozen=True, kw_only=True):
     virtual_s: float = 0.0
     elapsed_s: float = 0.0
     broken: tuple[Outcome, ...] = ()
+    interrupted: bool = False
 
     @property
     def scenarios_per_s(self) -> float:
@@ -44,7 +47,7 @@ class Summary(Struct, frozen=True, kw_only=True):
 def run_seeds(
     first: int, seeds: int, *, jobs: int, calm: bool = False, on_progress: Callable[[Summary], None] = lambda _: None
 ) -> Summary:
-    """Run the scenarios of ``seeds`` seeds from ``first`` on.
+    """Run the scenarios of ``seeds`` seeds from ``first`` on. Interrupted, return what there is until then.
 
     Args:
         first: the first seed.
@@ -55,10 +58,14 @@ def run_seeds(
     """
     began_s = time.monotonic()
     outcomes: list[Outcome] = []
-    for part in _parts(first, seeds, jobs, calm=calm):
-        outcomes += part
-        on_progress(_sum(outcomes, time.monotonic() - began_s))
-    return _sum(outcomes, time.monotonic() - began_s)
+    interrupted = False
+    try:
+        for part in _parts(first, seeds, jobs, calm=calm):
+            outcomes += part
+            on_progress(_sum(outcomes, time.monotonic() - began_s))
+    except KeyboardInterrupt:
+        interrupted = True
+    return _sum(outcomes, time.monotonic() - began_s, interrupted=interrupted)
 
 
 def _parts(first: int, seeds: int, jobs: int, *, calm: bool) -> Iterator[list[Outcome]]:
@@ -68,16 +75,22 @@ def _parts(first: int, seeds: int, jobs: int, *, calm: bool) -> Iterator[list[Ou
         yield from (_run_part(*part) for part in parts)
         return
     # Not forked: a test or an embedder that asks may have threads.
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for done in as_completed([pool.submit(_run_part, *part) for part in parts]):
-            yield done.result()
+    context = multiprocessing.get_context("spawn")
+    # A terminal interrupts the children as well; it is for us to end them.
+    with ProcessPoolExecutor(jobs, context, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
+        try:
+            for done in as_completed([pool.submit(_run_part, *part) for part in parts]):
+                yield done.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 def _run_part(first: int, seeds: int, calm: bool) -> list[Outcome]:
     return [simulate(seed, calm=calm) for seed in range(first, first + seeds)]
 
 
-def _sum(outcomes: list[Outcome], elapsed_s: float) -> Summary:
+def _sum(outcomes: list[Outcome], elapsed_s: float, *, interrupted: bool = False) -> Summary:
     counted: Counter[str] = Counter()
     for outcome in outcomes:
         counted.update(outcome.outcomes)
@@ -89,4 +102,5 @@ def _sum(outcomes: list[Outcome], elapsed_s: float) -> Summary:
         virtual_s=sum(outcome.virtual_s for outcome in outcomes),
         elapsed_s=elapsed_s,
         broken=tuple(sorted((each for each in outcomes if each.violation), key=lambda each: each.seed)),
+        interrupted=interrupted,
     )
