@@ -3,6 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+VLLM := .venv-vllm
 SOURCES := kvflow handshake tests docker
 TEXTS := $(SOURCES) docs README.md CHANGELOG.md Makefile pyproject.toml
 
@@ -21,9 +22,11 @@ help:
 	echo 'make chaos   real processes killed, stopped and cut off for three minutes; MINUTES=N, SEED=N'
 	echo 'make compose-demo   the demo in containers, over TCP and over shared memory; needs Docker and Compose'
 	echo 'make test-compose   the tests of that, with a container that is killed'
+	echo 'make test-vllm   a real vLLM, prefill and decode, on the CPU; builds .venv-vllm once (2 GB), then some minutes'
+	echo 'make test-vllm-full   the same with every model, layout and block size, and a table; most of an hour'
 	echo 'make test-exhaustive   100,000 generated pairs, and every parallelism and layout to every other; most of an hour'
 	echo 'make test-fence   100,000 reads of blocks that are recycled meanwhile, and no wrong byte; a quarter of an hour'
-	echo 'make clean   remove what was built and measured; .venv stays'
+	echo 'make clean   remove what was built and measured; .venv and .venv-vllm stay'
 
 # torch goes first and alone, so that pip settles on the pinned build before it looks at anything that wants torch.
 $(INSTALLED): pyproject.toml constraints.txt
@@ -32,6 +35,17 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/pip install -qq --disable-pip-version-check --upgrade 'pip>=25.1'  # the first with --group
 	$(BIN)/pip install -qq --disable-pip-version-check --constraint constraints.txt "$$(grep '^torch==' constraints.txt)"
 	$(BIN)/pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[demo]' --group dev
+	touch $@
+
+# The engine's environment is its own: it pins what kvflow leaves open. vLLM and kvflow come last and without their
+# dependencies, so that nothing pulls another torch or a second NIXL.
+$(VLLM)/.installed: pyproject.toml tests/vllm/packages.txt tests/vllm/requirements.txt
+	echo 'installing vLLM into $(VLLM) (once; a few minutes)'
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/pip install -qq --disable-pip-version-check --upgrade 'pip>=25.1'
+	$(VLLM)/bin/pip install -qq --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
+	$(VLLM)/bin/pip install -qq --disable-pip-version-check --requirement tests/vllm/requirements.txt structlog --group test
+	$(VLLM)/bin/pip install -qq --disable-pip-version-check --no-deps --requirement tests/vllm/packages.txt --editable .
 	touch $@
 
 demo: $(INSTALLED)
@@ -71,6 +85,13 @@ compose-demo:
 
 test-compose: $(INSTALLED)
 	KVFLOW_TEST_COMPOSE=1 $(BIN)/python -m pytest --quiet -o faulthandler_timeout=500 tests/compose
+
+.PHONY: test-vllm test-vllm-full
+test-vllm: $(VLLM)/.installed
+	KVFLOW_TEST_VLLM=usual $(VLLM)/bin/python -m pytest --quiet -o timeout=600 -o faulthandler_timeout=0 tests/vllm
+
+test-vllm-full: $(VLLM)/.installed
+	KVFLOW_TEST_VLLM=full $(VLLM)/bin/python -m pytest --quiet -o timeout=900 -o faulthandler_timeout=0 tests/vllm
 
 test-exhaustive: $(INSTALLED)
 	KVFLOW_TEST_EXHAUSTIVE=$${KVFLOW_TEST_EXHAUSTIVE:-1} $(BIN)/python -m pytest --quiet -o faulthandler_timeout=0 tests/exhaustive

@@ -1,9 +1,8 @@
-"""One vLLM engine in this process, driven by lines of JSON: ``python -m tests.vllm.engine_process SETTINGS``.
+"""One vLLM engine in this process, driven by lines of JSON over a socket; ``nursery`` forks it.
 
-``SETTINGS`` is a JSON object with ``llm``, the arguments of ``vllm.LLM``, and ``cpu_layouts``, which replaces the list
-of layouts that the CPU's attention declares (null leaves it). Commands come on standard input, one a line, and have an
-``op``; answers go to standard output and carry the ``id`` of what they answer. What vLLM writes there goes to standard
-error instead.
+The settings have ``llm``, the arguments of ``vllm.LLM``, and ``cpu_layouts``, which replaces the list of layouts that
+the CPU's attention declares (null leaves it). Commands come one a line, and have an ``op``; answers carry the ``id`` of
+what they answer.
 
 ========  ==================================================  =========================================================
 op        fields                                              answer
@@ -15,14 +14,14 @@ reset     id                                                  id, reset: whether
 stop                                                          none; the engine is shut down
 ========  ==================================================  =========================================================
 
-``{"ready": ...}`` is the first answer, ``{"fatal": ...}`` the last of an engine that an exception has ended.
+``{"pid": ...}`` is the first answer, ``{"ready": ...}`` the second, and ``{"fatal": ...}`` the last of an engine that
+an exception has ended.
 A request with ``progress`` is answered ``{"id": ..., "progress": number of tokens}`` at each of its steps, too.
 """
 
 import json
 import os
 import queue
-import sys
 import threading
 import time
 import traceback
@@ -31,13 +30,6 @@ from typing import Any, TextIO
 
 IDLE_S = 0.001
 """How long vLLM's own loop sleeps after a step that ran no model."""
-
-
-def take_standard_output() -> TextIO:
-    """Return the real standard output, and let everybody else who writes there write to standard error."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    return answers
 
 
 class Transfers:
@@ -74,6 +66,11 @@ def declare_layouts(names: list[str]) -> None:
     CPUAttentionBackend.supported_kv_cache_layouts = classmethod(lambda cls: layouts)  # type: ignore[method-assign]
 
 
+def send(answers: TextIO, **fields: Any) -> None:
+    answers.write(json.dumps(fields) + "\n")
+    answers.flush()
+
+
 class Served:
     """An engine and the requests that it has."""
 
@@ -93,27 +90,27 @@ class Served:
         self.steps = 0
 
     def answer(self, **fields: Any) -> None:
-        self.answers.write(json.dumps(fields) + "\n")
+        send(self.answers, **fields)
 
     def generate(self, command: dict[str, Any]) -> None:
         from vllm import SamplingParams
 
         params = command.get("kv_transfer_params")
-        sampling = SamplingParams(
-            temperature=0.0,
-            max_tokens=command.get("max_tokens", 32),
-            ignore_eos=True,
-            detokenize=False,
-            extra_args=None if params is None else {"kv_transfer_params": params},
-        )
-        self.requests[command["id"]] = command
         # Where a prompt is cut decides about the last bits of a state. Only a request that is alone can say it.
         self.scheduler.max_num_scheduled_tokens = command.get("chunk") or self.tokens_per_step
         try:
+            sampling = SamplingParams(
+                temperature=0.0,
+                max_tokens=command.get("max_tokens", 32),
+                ignore_eos=True,
+                detokenize=False,
+                extra_args=None if params is None else {"kv_transfer_params": params},
+            )
             self.engine.add_request(command["id"], {"prompt_token_ids": command["prompt"]}, sampling)
         except Exception as error:  # noqa: BLE001 - the driver is told, whatever it is
-            del self.requests[command["id"]]
             self.answer(id=command["id"], error=f"{type(error).__name__}: {error}")
+        else:
+            self.requests[command["id"]] = command
 
     def abort(self, command: dict[str, Any]) -> None:
         if self.requests.pop(command["id"], None) is None:
@@ -183,27 +180,24 @@ class Served:
                 yield {}
 
 
-def main() -> None:
-    answers = take_standard_output()
-    settings = json.loads(sys.argv[1])
+def run(settings: dict[str, Any], lines: TextIO, answers: TextIO) -> None:
+    """Start an engine and obey commands until told to stop, or until whoever sent them is gone."""
     commands: queue.Queue[dict[str, Any]] = queue.Queue()
+    send(answers, pid=os.getpid())
 
     def listen() -> None:
-        for line in sys.stdin:
+        for line in lines:
             commands.put(json.loads(line))
-        commands.put({"op": "stop"})  # whoever drove us is gone
+        commands.put({"op": "stop"})
 
     try:
         served = Served(settings, answers)
         threading.Thread(target=listen, daemon=True).start()
         served.answer(ready=True)
         served.serve(commands)
-    except BaseException as error:
-        answers.write(json.dumps({"fatal": f"{type(error).__name__}: {error}"}) + "\n")
+    except BaseException as error:  # noqa: BLE001 - the driver is told, and the process ends
+        send(answers, fatal=f"{type(error).__name__}: {error}")
         traceback.print_exc()
-        raise
+        os._exit(1)  # whatever threads there are
     served.core.shutdown()
-
-
-if __name__ == "__main__":
-    main()
+    os._exit(0)  # taking the interpreter down, module by module, takes longer than all the rest

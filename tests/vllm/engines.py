@@ -4,15 +4,18 @@ import itertools
 import json
 import os
 import random
+import re
 import secrets
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -24,16 +27,29 @@ PYTHON = os.environ.get("KVFLOW_TEST_VLLM_PYTHON", sys.executable)
 """The interpreter of an environment with vLLM."""
 OUT = ROOT / "out" / "vllm"
 """Models and logs."""
-START_S = 300.0
-"""An engine is ready in 15 s when nothing else runs."""
+START_S = 480.0
+"""An engine is ready in 10 s when nothing else runs."""
 ANSWER_S = 120.0
 STOP_S = 60.0
 
-KVFLOW = "KVFlowConnector"
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # otherwise all engines of a host are bound to the same core
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+"""Of every engine, from before vLLM is imported."""
+
+KVFLOW = os.environ.get("KVFLOW_TEST_VLLM_CONNECTOR", "KVFlowConnector")
+"""What is proved. vLLM's own passes what does not speak of tickets, which is how the proofs are proved."""
 NIXL = "NixlConnector"
 
 DTYPES = {"granite": "float32"}
 """Models whose tokens differ in bfloat16 when the last one of a prompt is computed alone."""
+LAST_TOKEN_ALONE = ("qwen3next",)
+"""Models whose tokens differ thus, too, and that cannot compute in float32: alone, they compute it in its own step."""
 LOG_TAIL = 6000
 
 
@@ -74,6 +90,10 @@ class Options:
     extra: Mapping[str, Any] = field(default_factory=dict)
     llm: Mapping[str, Any] = field(default_factory=dict)
 
+    def __str__(self) -> str:
+        block_size = str(self.block_size) if self.block_size else "usual"
+        return f"{self.layout or 'usual'}, blocks {block_size}{', cached' if self.prefix_caching else ''}"
+
 
 def transfer_config(options: Options, role: str, engine_id: str, secret: str) -> dict[str, Any] | None:
     """Return what ``--kv-transfer-config`` says."""
@@ -106,9 +126,12 @@ class Engine:
         role: ``kv_producer``, ``kv_consumer`` or ``kv_both``.
         name: for the log and as the engine's id.
         secret: of the cluster.
+        nursery: forks it.
     """
 
-    def __init__(self, options: Options, folder: Path, *, role: str, name: str, secret: str = "") -> None:
+    def __init__(
+        self, options: Options, folder: Path, *, role: str, name: str, secret: str, nursery: "Nursery"
+    ) -> None:
         self.options = options
         self.name = name
         self.log = OUT / "logs" / f"{name}.log"
@@ -135,17 +158,12 @@ class Engine:
             "llm": llm | options.llm,
             "cpu_layouts": ["LBHNC", "BLHNC", "BHLNC"] if options.layout else None,
         }
-        with self.log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [PYTHON, "-m", "tests.vllm.engine_process", json.dumps(settings)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                cwd=ROOT,
-                env=environment(options),
-                text=True,
-                bufsize=1,
-            )
+        wanted = {"root": str(ROOT), "log": str(self.log), "environment": environment(options), "settings": settings}
+        self._connection = nursery.connect()
+        self._commands = self._connection.makefile("w")
+        self._answered = self._connection.makefile("r")
+        self._send(wanted)
+        self.pid = json.loads(self._answered.readline())["pid"]
         self._reader = threading.Thread(target=self._read, name=f"answers of {name}", daemon=True)
         self._reader.start()
 
@@ -156,15 +174,17 @@ class Engine:
         self.stop()
 
     @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
     def alive(self) -> bool:
-        return self._process.poll() is None
+        return self._reader.is_alive()
 
     def log_tail(self) -> str:
         return self.log.read_text(errors="replace")[-LOG_TAIL:]
+
+    def reason(self, request_id: str) -> str:
+        """Return the code of the error that the connector has logged for a request; empty if none."""
+        lines = [line for line in self.log.read_text(errors="replace").splitlines() if f"request {request_id}-" in line]
+        codes = re.findall(r"\[([a-z_]+)\]", lines[-1]) if lines else []
+        return codes[0] if codes else ""
 
     def wait_ready(self) -> "Engine":
         self._await(self._ready, START_S)
@@ -222,15 +242,13 @@ class Engine:
         """End the process; one that does not obey is killed."""
         with suppress(OSError, ValueError):
             self._send({"op": "stop"})
-        try:
-            self._process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait(STOP_S)
         self._reader.join(STOP_S)
-        for pipe in (self._process.stdin, self._process.stdout):
+        if self._reader.is_alive():
+            os.kill(self.pid, signal.SIGKILL)
+            self._reader.join(STOP_S)
+        for end in (self._commands, self._answered, self._connection):
             with suppress(OSError):
-                pipe.close()
+                end.close()
 
     def _command(self, op: str, command_id: str, **fields: Any) -> "Future[dict[str, Any]]":
         answer: Future[dict[str, Any]] = Future()
@@ -244,8 +262,8 @@ class Engine:
 
     def _send(self, command: dict[str, Any]) -> None:
         with self._lock:
-            self._process.stdin.write(json.dumps(command) + "\n")
-            self._process.stdin.flush()
+            self._commands.write(json.dumps(command) + "\n")
+            self._commands.flush()
 
     def _await(self, answer: "Future[dict[str, Any]]", timeout_s: float) -> dict[str, Any]:
         try:
@@ -256,7 +274,7 @@ class Engine:
     def _read(self) -> None:
         """Hand out answers until the engine's output ends; what is still asked for then has failed."""
         fatal = "it ended"
-        for line in self._process.stdout:
+        for line in self._answered:
             answer = json.loads(line)
             if "ready" in answer:
                 self._ready.set_result(answer)
@@ -273,6 +291,52 @@ class Engine:
             self._answers.clear()
         for answer in waiting:
             answer.set_exception(EngineFailed(f"{self.name}: {fatal}\n{self.log_tail()}"))
+
+
+class Nursery:
+    """The process that forks engines, started by the first who needs it unless the environment names another.
+
+    Use it as a context manager.
+    """
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+        self._path = os.environ.get("KVFLOW_TEST_VLLM_NURSERY", "")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def connect(self) -> socket.socket:
+        """Return a connection, which is an engine's from now on."""
+        if not self._path:
+            self._path = self._start()
+        connection = socket.socket(socket.AF_UNIX)
+        deadline = time.monotonic() + START_S
+        while connection.connect_ex(self._path) != 0:
+            if time.monotonic() > deadline:
+                raise EngineFailed(f"vLLM is not imported after {START_S} s; see {OUT}/logs/nursery.log")
+            time.sleep(0.1)
+        return connection
+
+    def _start(self) -> str:
+        folder = self._stack.enter_context(tempfile.TemporaryDirectory())
+        path = f"{folder}/nursery"
+        (OUT / "logs").mkdir(parents=True, exist_ok=True)
+        log = self._stack.enter_context((OUT / "logs" / "nursery.log").open("wb"))
+        self._stack.enter_context(
+            subprocess.Popen(
+                [PYTHON, "-m", "tests.vllm.nursery", path],
+                stdin=subprocess.PIPE,  # closed on the way out, which ends it
+                stdout=log,
+                stderr=log,
+                cwd=ROOT,
+                env=os.environ | ENVIRONMENT,
+            )
+        )
+        return path
 
 
 @dataclass(frozen=True)
@@ -292,20 +356,11 @@ class Request:
 
 
 def environment(options: Options) -> dict[str, str]:
-    """Return the environment that one engine on shared cores needs."""
-    variables = {
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",  # the threads of two engines would be bound to the same core
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
-        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
+    """Return what one engine's environment has that another's has not."""
+    variables = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
     if options.layout:
         variables["VLLM_KV_CACHE_LAYOUT"] = options.layout
-    return os.environ | variables
+    return ENVIRONMENT | variables
 
 
 PREFILL_PARAMS = {
@@ -328,33 +383,52 @@ class Pair:
         prefill: how the one is started.
         decode: how the other is; None for the same.
         folder: of the model.
+        nursery: forks them.
     """
 
-    def __init__(self, folder: Path, prefill: Options, decode: Options | None = None) -> None:
+    def __init__(self, folder: Path, prefill: Options, decode: Options | None = None, *, nursery: Nursery) -> None:
         secret = secrets.token_hex(32)
         name = f"{prefill.model}-{secrets.token_hex(2)}"
         self.secret = secret
-        self.prefill = Engine(prefill, folder, role="kv_producer", name=f"{name}-prefill", secret=secret)
-        self.decode = Engine(decode or prefill, folder, role="kv_consumer", name=f"{name}-decode", secret=secret)
+        self.free_blocks: dict[Engine, int] = {}
+        common = {"secret": secret, "nursery": nursery}
+        self.prefill = Engine(prefill, folder, role="kv_producer", name=f"{name}-prefill", **common)
+        self.decode = Engine(decode or prefill, folder, role="kv_consumer", name=f"{name}-decode", **common)
 
     def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> Self:
+        """Wait until both are ready."""
         try:
             self.prefill.wait_ready()
             self.decode.wait_ready()
+            self.free_blocks = {engine: engine.state()["free_blocks"] for engine in (self.prefill, self.decode)}
         except BaseException:
             self.stop()
             raise
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
     def stop(self) -> None:
         self.prefill.stop()
         self.decode.stop()
 
+    @property
+    def alive(self) -> bool:
+        return self.prefill.alive and self.decode.alive
+
+    def settle(self) -> None:
+        """Wait until neither engine keeps a request, and every block is free that was free at the start."""
+        for engine, free_blocks in self.free_blocks.items():
+            engine.wait_state(lambda state, free=free_blocks: state["held"] == 0 and state["free_blocks"] == free)
+
     def monolithic(self, prompt: Sequence[int], **named: Any) -> list[int]:
         """Return the tokens that the prefill engine makes of a prompt on its own."""
+        if self.prefill.options.model in LAST_TOKEN_ALONE:
+            named.setdefault("chunk", len(prompt) - 1)
         return self.prefill.generate(prompt, **named)["tokens"]
 
     def ticket(self, prompt: Sequence[int], **named: Any) -> dict[str, Any]:

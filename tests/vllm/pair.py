@@ -20,7 +20,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from .engines import KVFLOW, OUT, Options, Pair
+from .engines import KVFLOW, OUT, Nursery, Options, Pair
 from .prompts import PROMPT_LENGTHS, prompt_of
 from .tiny_models import CONFIGS, make
 
@@ -88,7 +88,7 @@ def main() -> int:
     chosen = arguments()
     folder = make(chosen.model, OUT / "models")
     started = time.monotonic()
-    with Pair(folder, *options_of(chosen)) as pair:
+    with Nursery() as nursery, Pair(folder, *options_of(chosen), nursery=nursery) as pair:
         print(f"ready in {time.monotonic() - started:.1f} s; {pair.prefill.log} {pair.decode.log}")
         print("prefill", pair.prefill.state(), "\ndecode ", pair.decode.state())
         outcomes = [show(pair, length, chosen) for length in chosen.lengths]

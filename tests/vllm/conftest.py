@@ -1,0 +1,72 @@
+"""These tests need vLLM and minutes: ``make test-vllm`` runs them, ``make test`` leaves them out."""
+
+import os
+from collections import Counter
+
+import pytest
+
+if "KVFLOW_TEST_VLLM" not in os.environ:
+    collect_ignore_glob = ["test_*.py"]
+elif os.environ["KVFLOW_TEST_VLLM"] != "full":
+    collect_ignore = ["test_cached.py"]
+
+from .engines import Nursery
+from .pairs import PAIRS, Pairs
+from .tables import TABLES
+
+
+def pytest_collection_modifyitems(items):
+    """Run what needs the same pair in a row: a pair takes as long to start as its tests take."""
+    order = {name: index for index, name in enumerate(PAIRS)}
+
+    def place(item):
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        return order.get(params.get("pair"), len(order))
+
+    items.sort(key=place)
+
+
+@pytest.fixture(scope="session")
+def pairs():
+    """Starts pairs; at the end none is left."""
+    with Nursery() as nursery:
+        pairs = Pairs(nursery)
+        try:
+            yield pairs
+        finally:
+            pairs.stop()
+
+
+@pytest.fixture
+def pair(request, pairs):
+    """A pair of engines by name. After every test both live, and every block of both is free again."""
+    request.node.user_properties.append(("pair", request.param))
+    pair = pairs.get(request.param)
+    yield pair
+    pair.settle()
+
+
+def outcomes(terminalreporter):
+    """Return a row for each pair: how its sides keep their caches, and how many tests have passed with it."""
+    passed, failed = Counter(), Counter()
+    for outcome, counter in (("passed", passed), ("failed", failed), ("error", failed)):
+        for report in terminalreporter.stats.get(outcome, []):
+            counter.update(value for name, value in report.user_properties if name == "pair")
+    rows = [("pair", "connector", "prefill", "decode", "on failure", "passed", "failed")]
+    for name, (prefill, decode) in PAIRS.items():
+        if passed[name] + failed[name]:
+            sides = (str(prefill), str(decode))
+            rows.append((name, prefill.connector, *sides, decode.failure_policy, passed[name], failed[name]))
+    return rows
+
+
+def pytest_terminal_summary(terminalreporter):
+    tables = {"pairs of engines": outcomes(terminalreporter)} | TABLES
+    for title, rows in tables.items():
+        if len(rows) < 2:
+            continue
+        terminalreporter.section(title)
+        widths = [max(len(str(row[column])) for row in rows) for column in range(len(rows[0]))]
+        for row in rows:
+            cells = (str(cell).ljust(width) for cell, width in zip(row, widths, strict=True))
+            terminalreporter.write_line("  ".join(cells).rstrip())

@@ -1,0 +1,116 @@
+"""The pairs of engines that tests talk about, by name, and one of them running at a time."""
+
+import os
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+from .engines import NIXL, OUT, PYTHON, ROOT, EngineFailed, Nursery, Options, Pair
+from .tiny_models import CONFIGS, folder_of
+
+FULL = os.environ.get("KVFLOW_TEST_VLLM") == "full"
+
+LEASE_S = 15.0
+"""A test that lets a lease run out waits for it; no other leaves a ticket unused."""
+
+# gpt-oss computes what it could not read, the others fail: both policies are met without further engines.
+LLAMA = Options("llama", extra={"lease_s": LEASE_S})
+GPTOSS = Options("gptoss", extra={"lease_s": LEASE_S}, failure_policy="recompute")
+
+MODELS = {
+    "llama": LLAMA,
+    "gptoss": GPTOSS,
+    "granite": Options("granite"),
+    "gemma3": Options("gemma3"),
+    "qwen3next": Options("qwen3next"),
+}
+"""The usual pair of each model: both sides alike, and as vLLM would have them."""
+USUAL = ("llama", "gptoss", "granite")
+
+
+def _variants(model: str, options: Options) -> dict[str, tuple[Options, Options]]:
+    """Return the pairs of a model whose sides keep their caches in other ways."""
+    packed = replace(options, layout="BLHNC")
+    heads_first = replace(options, layout="BHLNC")
+    small, large = replace(options, block_size=32), replace(options, block_size=128)
+    cached = replace(options, prefix_caching=True)
+    return {
+        f"{model}-packed": (packed, packed),
+        f"{model}-packed-heads-first": (heads_first, heads_first),
+        f"{model}-packed-to-layers": (packed, options),
+        f"{model}-layers-to-packed": (options, packed),
+        f"{model}-32-to-128": (small, large),
+        f"{model}-128-to-32": (large, small),
+        f"{model}-cached": (cached, cached),
+        f"{model}-cached-32": (replace(cached, block_size=32),) * 2,
+    }
+
+
+def _with_nixl(options: Options) -> tuple[Options, Options]:
+    """Return the same pair with vLLM's own connector."""
+    return (replace(options, connector=NIXL, extra={}),) * 2
+
+
+PAIRS: dict[str, tuple[Options, Options]] = {name: (options, options) for name, options in MODELS.items()}
+PAIRS |= {
+    # The policy that the model's usual pair has not.
+    "llama-recompute": (replace(LLAMA, failure_policy="recompute"),) * 2,
+    "gptoss-fail": (replace(GPTOSS, failure_policy="fail"),) * 2,
+}
+VARIANTS = _variants("llama", LLAMA) | _variants("gptoss", GPTOSS)
+PAIRS |= VARIANTS
+CACHED = [name for name in VARIANTS if "-cached" in name]
+PACKED = ("llama-packed", "llama-packed-heads-first", "gptoss-packed")
+BESIDE = {f"{name}-nixl": _with_nixl(PAIRS[name][0]) for name in (*MODELS, *PACKED)}
+PAIRS |= BESIDE
+
+
+def chosen(*names: str) -> list[str]:
+    """Return those of the pairs that this run starts: all, or only the usual models."""
+    return [name for name in names if FULL or name in USUAL]
+
+
+def model_folder(name: str) -> Path:
+    """Return a model's folder, and make the model first if nobody has."""
+    folder = folder_of(name, OUT / "models")
+    if not folder.exists():
+        # All at once: half a minute is mostly imports.
+        names = list(CONFIGS) if FULL else sorted({*USUAL, name})
+        command = [PYTHON, "-m", "tests.vllm.tiny_models", str(folder.parent), *names]
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=300)
+    return folder
+
+
+class Pairs:
+    """Starts pairs by name; the last one runs until another is asked for."""
+
+    def __init__(self, nursery: Nursery) -> None:
+        self.nursery = nursery
+        self.name = ""
+        self.running: Pair | None = None
+        self.broken: dict[str, str] = {}
+
+    def get(self, name: str) -> Pair:
+        """Return a running pair.
+
+        Raises:
+            EngineFailed: it did not start, now or when it was asked for before.
+        """
+        if name == self.name and self.running is not None and self.running.alive:
+            return self.running
+        if name in self.broken:
+            raise EngineFailed(f"{name} did not start: {self.broken[name]}")
+        self.stop()
+        prefill, decode = PAIRS[name]
+        try:
+            self.running = Pair(model_folder(prefill.model), prefill, decode, nursery=self.nursery).start()
+        except EngineFailed as error:
+            self.broken[name] = str(error)
+            raise
+        self.name = name
+        return self.running
+
+    def stop(self) -> None:
+        if self.running is not None:
+            self.running.stop()
+        self.running = None

@@ -1,0 +1,69 @@
+"""How much NIXL is asked for, beside what vLLM's own connector asks it for on the same prompts."""
+
+import pytest
+
+from .pairs import BESIDE, FULL, PAIRS, chosen
+from .prompts import prompt_of
+from .tables import DESCRIPTORS, TABLES
+
+LENGTHS = (40, 150, 333)
+"""One block of 128 tokens, two, and three."""
+
+OWN = {
+    "llama": (4, 8, 12),
+    "gptoss": (4, 8, 8),
+    "granite": (13, 13, 13),
+    "gemma3": (6, 12, 8),
+    "qwen3next": (13, 13, 14),
+    "llama-packed": (4, 8, 12),
+    "llama-packed-heads-first": (1, 2, 3),
+    "gptoss-packed": (4, 8, 8),
+}
+"""Descriptors that vLLM's NixlConnector asks for, as measured; ``make test-vllm-full`` measures them again."""
+
+MEASURED = chosen(*OWN) + ([*BESIDE] if FULL else [])
+
+
+def reads_of(pair, length):
+    """Return the descriptors of each read that NIXL was asked for by one request, in order."""
+    prompt = prompt_of(length)
+    ticket = pair.ticket(prompt)
+    pair.decode.state()
+    assert pair.decode.generate(prompt, ticket)["finish_reason"] == "length"
+    return pair.decode.state()["descriptors"]
+
+
+def note(name, connector, cells):
+    """Put a row into the table, which has a head above the first."""
+    table = TABLES[DESCRIPTORS]
+    if not table:
+        table.append(("pair", "connector", *(f"{length} tokens" for length in LENGTHS)))
+    table.append((name, connector, *cells))
+
+
+@pytest.mark.parametrize("pair", MEASURED, indirect=True)
+def test_no_more_descriptors_than_the_engines_own_connector(pair, request):
+    name = request.node.callspec.params["pair"]
+    own = OWN[name.removesuffix("-nixl")]
+    requests = [min((reads_of(pair, length) for _ in range(3)), key=sum) for length in LENGTHS]
+    if name in BESIDE:
+        note(name, PAIRS[name][0].connector, [" ".join(map(str, reads)) for reads in requests])
+        assert [sum(reads) for reads in requests] == list(own)
+        return
+    note(name, PAIRS[name][0].connector, [shown(reads) for reads in requests])
+    if not FULL:
+        note(name, "NixlConnector, as measured", own)
+    for reads, limit in zip(requests, own, strict=True):
+        assert reads[1] == reads[-1] == 1, "the fences"
+        assert sum(reads[2:-1]) <= limit
+
+
+def shown(reads):
+    """Return what a reader of the table sees of one request.
+
+    A ticket is in a router's hands before its lease is held: one block and the fence are read to see that it is; every
+    look that comes too early is one more, which is why a test takes the best of three. Then come the groups, and the
+    fence again.
+    """
+    look, fence, *data, last_fence = reads
+    return f"{sum(data)} (+{look}+{fence} before, +{last_fence} after)"

@@ -1,0 +1,99 @@
+"""Reads that fail, requests that are aborted: what is asked for next is right, and every block comes back."""
+
+import threading
+
+import pytest
+
+from .engines import PREFILL_PARAMS
+from .pairs import LEASE_S, chosen
+from .prompts import prompt_of
+from .test_hostile import failed, reason_of, serves
+
+LENGTH = 300
+PATIENCE_S = 60.0
+
+
+@pytest.mark.parametrize("pair", chosen("llama", "gptoss", "llama-recompute", "gptoss-fail"), indirect=True)
+def test_a_ticket_that_is_used_up_fails_or_is_computed_anew(pair):
+    prompt = prompt_of(LENGTH)
+    alone = pair.monolithic(prompt)
+    ticket = pair.ticket(prompt)
+    assert pair.decode.generate(prompt, ticket)["tokens"] == alone
+    pair.settle()
+    answer = pair.decode.generate(prompt, ticket)
+    expect_policy(pair, answer, alone)
+    serves(pair)
+
+
+def expect_policy(pair, answer, alone):
+    """Check what an engine makes of a cache that it could not read."""
+    assert reason_of(pair, answer) == "stale_lease"
+    match pair.decode.options.failure_policy:
+        case "fail":
+            assert failed(answer), answer
+        case "recompute":
+            assert answer["tokens"] == alone
+
+
+@pytest.mark.parametrize("pair", chosen("llama", "gptoss"), indirect=True)
+def test_a_ticket_that_nobody_uses_expires(pair):
+    prompt = prompt_of(LENGTH)
+    alone = pair.monolithic(prompt)
+    ticket = pair.ticket(prompt)
+    # As of a request that the decode engine rejects before it is admitted.
+    rejected = pair.decode.generate(prompt_of(LENGTH) * 5, ticket)
+    assert "error" in rejected
+    pair.prefill.wait_state(lambda state: state["held"] == 0, LEASE_S + PATIENCE_S)
+    expect_policy(pair, pair.decode.generate(prompt, ticket), alone)
+
+
+@pytest.mark.parametrize("pair", chosen("llama", "gptoss", "granite"), indirect=True)
+def test_a_decode_request_is_aborted_before_and_while_it_reads(pair):
+    prompt = prompt_of(700)
+    for delay_s in (0.0, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1):
+        request = pair.decode.submit(prompt, pair.ticket(prompt))
+        threading.Event().wait(delay_s)
+        request.abort()
+        assert request.wait()["finish_reason"] in ("abort", "length")
+    serves(pair)
+
+
+@pytest.mark.parametrize("pair", chosen("llama", "gptoss", "granite"), indirect=True)
+def test_a_decode_request_is_aborted_while_it_decodes(pair):
+    prompt = prompt_of(LENGTH)
+    several = threading.Event()
+    request = pair.decode.submit(
+        prompt, pair.ticket(prompt), max_tokens=600, progress=lambda tokens: tokens > 3 and several.set()
+    )
+    assert several.wait(PATIENCE_S)
+    request.abort()
+    assert request.wait()["finish_reason"] == "abort"
+    serves(pair)
+
+
+@pytest.mark.parametrize("pair", chosen("llama", "gptoss", "granite"), indirect=True)
+def test_a_prefill_request_is_aborted(pair):
+    prompt = prompt_of(700)
+    requests = [pair.prefill.submit(prompt, PREFILL_PARAMS, max_tokens=1) for _ in range(4)]
+    for request in requests:
+        request.abort()
+    for request in requests:
+        answer = request.wait()
+        if answer["finish_reason"] != "abort":  # it was faster; its ticket must not keep blocks for long
+            assert pair.decode.generate(prompt, answer["kv_transfer_params"])["finish_reason"] == "length"
+    serves(pair)
+
+
+@pytest.mark.parametrize("pair", chosen("llama"), indirect=True)
+def test_one_of_several_requests_fails_alone(pair):
+    prompts = [prompt_of(length, "several") for length in (40, 150, 333, 700)]
+    alone = [pair.monolithic(prompt) for prompt in prompts]
+    tickets = [pair.ticket(prompt) for prompt in prompts]
+    spoiled = prompt_of(LENGTH)
+    used = pair.ticket(spoiled)
+    pair.decode.generate(spoiled, used)
+    pair.decode.state()
+    requests = [pair.decode.submit(prompt, ticket) for prompt, ticket in zip(prompts, tickets, strict=True)]
+    late = pair.decode.submit(spoiled, used)
+    assert [request.wait()["tokens"] for request in requests] == alone
+    assert failed(late.wait())

@@ -1,0 +1,192 @@
+"""Whatever a client writes into ``kv_transfer_params``: that request fails, and the engine serves the next one."""
+
+import socket
+
+import pytest
+
+from .engines import PREFILL_PARAMS
+from .prompts import prompt_of
+from .tampering import at_address, changed, in_grant, nested, only, signed_with, without, without_in_grant
+
+LENGTH = 300
+OTHER_SECRET = "0123456789abcdef" * 4
+TRAP = "trap"
+"""Stands for an address at which a test listens."""
+
+FORGED = {
+    "other blocks": in_grant(block_ids=[[1001, 1002, 1003]]),
+    "no block ids": in_grant(block_ids=[[]]),
+    "no groups": in_grant(block_ids=[]),
+    "another slot": in_grant(slot=7),
+    "another epoch": in_grant(epoch="1"),
+    "a longer lease": in_grant(lease_s=86_400.0),
+    "more tokens": in_grant(num_tokens=[LENGTH + 1000]),
+    "another engine": in_grant(engine_id="somebody"),
+    "another request": in_grant(request_id="a,b:1"),
+    "another version": in_grant(version=2),
+    "no signature": in_grant(mac=""),
+    "half a surrogate pair": in_grant(request_id="\ud800"),
+    "a signature of zeros": in_grant(mac="0" * 64),
+    "another secret": lambda params: signed_with(params, OTHER_SECRET),
+}
+TRUNCATED = {
+    "no ticket": without("kvflow"),
+    "no grants": changed(kvflow={"grants": []}),
+    "an empty ticket": changed(kvflow={}),
+    "a ticket of text": changed(kvflow="ticket"),
+    "a ticket of nothing": changed(kvflow=None),
+    "no mac": without_in_grant("mac"),
+    "no epoch": without_in_grant("epoch"),
+    "no ranks": without_in_grant("ranks"),
+    "no ranks in the list": in_grant(ranks=[]),
+    "half a mac": in_grant(mac="ab" * 16),
+}
+DISAGREEING = {
+    "other block ids": changed(remote_block_ids=[[1001, 1002, 1003]]),
+    "block ids of no group": changed(remote_block_ids=[]),
+    "too many groups": changed(remote_block_ids=[[1], [2], [3], [4], [5], [6], [7], [8]]),
+    "another host": changed(remote_host="192.0.2.1"),
+    "another port": changed(remote_port=1),
+    "another engine id": changed(remote_engine_id="somebody"),
+    "another request id": changed(remote_request_id="3,4:1000"),
+    "more ranks": changed(tp_size=2),
+}
+ABSURD = {
+    "nothing but the wish": only(do_remote_prefill=True),
+    "block ids and no engine": only(do_remote_prefill=True, remote_block_ids=[[1, 2, 3]]),
+    "what vLLM's own connector needs, and no ticket": only(
+        do_remote_prefill=True,
+        remote_block_ids=[[1, 2, 3]],
+        remote_engine_id="engine",
+        remote_request_id="request",
+        remote_host="192.0.2.1",
+        remote_port=5600,
+        tp_size=1,
+    ),
+    "both wishes": changed(do_remote_decode=True),
+    "a wish of text": changed(do_remote_prefill="yes"),
+    "a wish of a number": changed(do_remote_prefill=7),
+    "block ids of text": changed(remote_block_ids="1, 2, 3"),
+    "block ids of an object": changed(remote_block_ids={"0": [1]}),
+    "block ids below zero": changed(remote_block_ids=[[-5, -6]]),
+    "block ids beyond all pools": changed(remote_block_ids=[[1 << 62]]),
+    "block ids that are fractions": changed(remote_block_ids=[[0.5]]),
+    "a port of text": changed(remote_port="5600; rm"),
+    "a port below zero": changed(remote_port=-1),
+    "no ranks at all": changed(tp_size=0),
+    "half a rank": changed(tp_size=0.5),
+    "a number beyond all numbers": changed(remote_num_tokens=10**400),
+    "a nest": changed(remote_block_ids=nested(50)),
+    "a ticket that is a nest": changed(kvflow=nested(50)),
+    "a deep nest": changed(remote_block_ids=nested(500)),
+    "a ticket that is a deep nest": changed(kvflow=nested(500)),
+    "a host of a million letters": changed(remote_host="a" * 1_000_000),
+    "a million block ids": changed(remote_block_ids=[list(range(1_000_000))]),
+}
+NOT_OBJECTS = {"a text": "kvflow", "a number": 7, "a list": [1, 2], "a switch": True}
+NOTHING_ASKED = {
+    "an empty object": {},
+    "no wish": {"do_remote_prefill": False, "do_remote_decode": False},
+    "no wish and a field that nobody knows": {"do_remote_prefill": None, "color": "green"},
+}
+REFUSED = FORGED | TRUNCATED | DISAGREEING | ABSURD
+
+
+def serves(pair, params=None):
+    """Check that the pair still says what one engine says; use the ticket that is there, so that its lease ends."""
+    prompt = prompt_of(LENGTH)
+    answer = pair.decode.generate(prompt, params or pair.ticket(prompt))
+    assert answer["finish_reason"] == "length", answer
+    assert answer["tokens"] == pair.monolithic(prompt)
+
+
+@pytest.mark.parametrize("tamper", REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize("pair", ["llama"], indirect=True)
+def test_the_request_fails_and_the_engine_serves_the_next(pair, tamper):
+    prompt = prompt_of(LENGTH)
+    ticket = pair.ticket(prompt)
+    answer = pair.decode.generate(prompt, tamper(ticket))
+    assert failed(answer), answer
+    # vLLM itself refuses what it could not send to another process, before any connector sees it.
+    assert "error" in answer or reason_of(pair, answer) == "ticket_invalid"
+    serves(pair, ticket)
+
+
+def failed(answer):
+    """Return whether a request has ended with an error."""
+    return answer.get("finish_reason") == "error" or "error" in answer
+
+
+def reason_of(pair, answer):
+    """Return the code of the error with which a decode request has ended."""
+    return pair.decode.reason(answer["id"])
+
+
+@pytest.mark.parametrize("params", NOT_OBJECTS.values(), ids=NOT_OBJECTS)
+@pytest.mark.parametrize("pair", ["llama"], indirect=True)
+def test_parameters_that_are_no_object_fail(pair, params):
+    assert failed(pair.decode.generate(prompt_of(LENGTH), params))
+    assert failed(pair.prefill.generate(prompt_of(LENGTH), params))
+    serves(pair)
+
+
+@pytest.mark.parametrize("params", NOTHING_ASKED.values(), ids=NOTHING_ASKED)
+@pytest.mark.parametrize("pair", ["llama"], indirect=True)
+def test_who_asks_for_nothing_is_served_by_one_engine(pair, params):
+    prompt = prompt_of(LENGTH)
+    alone = pair.monolithic(prompt)
+    assert pair.decode.generate(prompt, params)["tokens"] == alone
+    assert pair.prefill.generate(prompt, params)["tokens"] == alone
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"do_remote_decode": "yes"}, {"remote_block_ids": "x"}, {"remote_port": -1}, {"kvflow": 7}],
+    ids=lambda fields: next(iter(fields)),
+)
+@pytest.mark.parametrize("pair", ["llama"], indirect=True)
+def test_a_prefill_engine_outlives_absurd_parameters(pair, fields):
+    answer = pair.prefill.generate(prompt_of(LENGTH), PREFILL_PARAMS | fields, max_tokens=1)
+    ticket = answer.get("kv_transfer_params") or {}
+    assert failed(answer) or ticket.get("kvflow"), answer  # what it does not look at does not matter to it
+    if ticket.get("kvflow"):
+        serves(pair, ticket)
+    serves(pair)
+
+
+@pytest.mark.parametrize("where", ["beside the ticket", "in the ticket", "without a ticket"])
+@pytest.mark.parametrize("pair", ["llama"], indirect=True)
+def test_nobody_but_a_member_is_dialed(pair, where):
+    prompt = prompt_of(LENGTH)
+    ticket = pair.ticket(prompt)
+    with socket.create_server(("127.0.0.1", 0)) as trap:
+        trap.setblocking(False)
+        port = trap.getsockname()[1]
+        tamper = {
+            "beside the ticket": changed(remote_host="127.0.0.1", remote_port=port),
+            "in the ticket": at_address(f"tcp://127.0.0.1:{port}"),
+            "without a ticket": only(
+                do_remote_prefill=True, remote_host="127.0.0.1", remote_port=port, remote_block_ids=[[1, 2, 3]]
+            ),
+        }[where]
+        assert failed(pair.decode.generate(prompt, tamper(ticket)))
+        serves(pair, ticket)
+        with pytest.raises(BlockingIOError):
+            trap.accept()
+
+
+@pytest.mark.parametrize("length", [40, 128, 200])
+@pytest.mark.parametrize("pair", ["llama"], indirect=True)
+def test_a_ticket_of_the_beginning_of_a_prompt_serves_as_far_as_it_goes(pair, length):
+    prompt = prompt_of(LENGTH)
+    answer = pair.decode.generate(prompt, pair.ticket(prompt[:length]))
+    assert answer["tokens"] == pair.monolithic(prompt)
+
+
+@pytest.mark.parametrize("pair", ["llama"], indirect=True)
+def test_a_ticket_of_a_longer_prompt_gives_no_wrong_token(pair):
+    prompt = prompt_of(LENGTH)
+    ticket = pair.ticket(prompt)
+    answer = pair.decode.generate(prompt[:40], ticket)
+    assert failed(answer) or answer["tokens"] == pair.monolithic(prompt[:40])
+    serves(pair)

@@ -1,0 +1,73 @@
+"""What two engines say together is what one says alone, token for token."""
+
+import pytest
+
+from .engines import KVFLOW
+from .pairs import MODELS, PAIRS, VARIANTS, chosen
+from .prompts import PROMPT_LENGTHS, prompt_of
+from .tampering import of_other_blocks
+from .tiny_models import VOCABULARY
+
+TOKENS = 32
+OURS = chosen(*(name for name, sides in PAIRS.items() if sides[0].connector == KVFLOW))
+"""Every pair with kvflow's connector."""
+BASE = chosen(*MODELS)
+
+
+@pytest.mark.parametrize("length", PROMPT_LENGTHS)
+@pytest.mark.parametrize("pair", OURS, indirect=True)
+def test_two_engines_say_what_one_says(pair, length):
+    prompt = prompt_of(length)
+    alone = pair.monolithic(prompt)
+    assert len(alone) == TOKENS
+    assert len(set(alone)) > TOKENS // 4, "a model that repeats itself would prove nothing"
+    assert pair.disaggregated(prompt) == alone
+
+
+@pytest.mark.parametrize("pair", BASE, indirect=True)
+def test_one_engine_says_the_same_twice(pair):
+    prompt = prompt_of(333)
+    assert pair.monolithic(prompt) == pair.monolithic(prompt)
+    assert pair.monolithic(prompt) != pair.monolithic(prompt_of(333, "another"))
+
+
+@pytest.mark.parametrize("pair", BASE, indirect=True)
+def test_a_ticket_for_other_blocks_changes_the_tokens(pair):
+    prompt = prompt_of(333)
+    alone = pair.monolithic(prompt)
+    # The pool is fresh or holds other prompts there: either way not this one.
+    params = of_other_blocks(pair.ticket(prompt), pair.secret)
+    answer = pair.decode.generate(prompt, params)
+    assert answer["finish_reason"] == "length", answer
+    assert answer["tokens"] != alone
+
+
+@pytest.mark.parametrize(("length", "changed"), [(12, 1), (333, 332)], ids=["first token", "all but the last token"])
+@pytest.mark.parametrize("pair", BASE, indirect=True)
+def test_a_prompt_with_the_ticket_of_another_continues_the_other(pair, length, changed):
+    # A short prompt for one token: what a recurrent state remembers of it fades.
+    original = prompt_of(length)
+    asked = [*((token + 1) % VOCABULARY for token in original[:changed]), *original[changed:]]
+    alone = pair.monolithic(original)
+    assert pair.monolithic(asked) != alone
+    answer = pair.decode.generate(asked, pair.ticket(original))
+    assert answer["tokens"] == alone
+
+
+@pytest.mark.parametrize("pair", chosen("llama", "gptoss", *VARIANTS), indirect=True)
+def test_requests_in_flight_do_not_disturb_each_other(pair):
+    prompts = [prompt_of(length, "in flight") for length in PROMPT_LENGTHS]
+    alone = [pair.monolithic(prompt) for prompt in prompts]
+    tickets = [pair.ticket(prompt) for prompt in prompts]
+    requests = [pair.decode.submit(prompt, ticket) for prompt, ticket in zip(prompts, tickets, strict=True)]
+    assert [request.wait()["tokens"] for request in requests] == alone
+
+
+@pytest.mark.parametrize("pair", chosen("llama", "gptoss", *VARIANTS), indirect=True)
+def test_a_conversation_goes_on_over_the_same_pair(pair):
+    conversation = prompt_of(200, "conversation")
+    for turn in range(4):
+        alone = pair.monolithic(conversation)
+        answer = pair.disaggregated(conversation)
+        assert answer == alone, f"turn {turn}"
+        conversation += answer + prompt_of(50, f"turn {turn}")
