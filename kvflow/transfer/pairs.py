@@ -2,7 +2,8 @@
 
 A list of block ids names consecutive blocks of its group, and its last block holds token ``num_tokens - 1``;
 a shorter list therefore means the last blocks. ``-1`` stands for an absent block. Nothing is clipped: a token
-range of the target that the source does not cover is refused.
+range of the target that the source does not cover is refused, but for what a sliding window has passed in the block
+where it begins.
 
 Where ranks divide the tokens of a request, a list names blocks of all of them, and a rank's own units are those of
 its stripe. Units that the source's stripe lacks are other sources' to give: which these are is ``share_out``'s to say.
@@ -115,6 +116,7 @@ def pair_units(group: GroupPlan, source_ids: Int64s, target_ids: Int64s, *, num_
     else:
         picked, here = _by_token(group, source, target)
         wanted &= here
+    wanted &= (picked >= 0) | ~_outside_window(group, target, num_tokens)
     lacking = wanted & (picked < 0)
     if lacking.any():
         position = (target.first + int(lacking.argmax())) * group.unit_tokens
@@ -159,6 +161,20 @@ def _listed(ids: Int64s, units: Units, num_tokens: int) -> _Listed:
     values = (ids[:, None] * per_block + np.arange(per_block, dtype=np.int64)).ravel()
     values[np.repeat(ids == ABSENT, per_block)] = ABSENT
     return _Listed(first, values[: max(0, units_held - first)])
+
+
+def _outside_window(group: GroupPlan, target: _Listed, num_tokens: int) -> Bools:
+    """Tell which units of the block in which a sliding window begins lie before it.
+
+    The source may have let go of them, if its blocks are smaller: nobody will look at them any more. Blocks that lie
+    before the window as a whole are not for us to leave out.
+    """
+    if not group.window:
+        return np.zeros(len(target.units), bool)
+    first_token = max(0, num_tokens - (group.window - 1))
+    first_unit = first_token // (group.unit_tokens * group.target.per_block) * group.target.per_block
+    numbers = np.arange(target.first, target.first + len(target.units))
+    return (numbers >= first_unit) & ((numbers + 1) * group.unit_tokens <= first_token)
 
 
 def _side_by_side(source: _Listed, target: _Listed) -> Int64s:

@@ -55,6 +55,7 @@ class GroupPlan(Struct, frozen=True, eq=False):
         runs: what one pair of units copies if it is read directly.
         pairs: the components that they copy, all of these groups.
         choice: whether it is read directly, or staged.
+        window: tokens that a sliding window looks back at; 0 for other kinds.
     """
 
     source_group: int
@@ -64,6 +65,7 @@ class GroupPlan(Struct, frozen=True, eq=False):
     runs: RunTable
     pairs: tuple[ComponentPair, ...]
     choice: Choice = UNCALIBRATED
+    window: int = 0
 
     @property
     def staged(self) -> StagedRuns | None:
@@ -295,7 +297,9 @@ def _plan_group(pair: GroupPair, limits: PlanLimits) -> GroupPlan:
     runs = merged([fragments(parts, source, target) for parts in shapes])
     if len(runs) > limits.runs_max:
         raise CapacityExceeded("runs in one plan", limits.runs_max, remedy="Use layouts that merge further.")
-    return GroupPlan(pair.source_group, pair.target_group, source, target, runs, pair.pairs)
+    windows = {layer.window if layer.kind != "chunked" else 0 for layer in pair.target.layers}
+    window = windows.pop() if len(windows) == 1 else 0
+    return GroupPlan(pair.source_group, pair.target_group, source, target, runs, pair.pairs, window=window)
 
 
 def _units(pair: GroupPair) -> tuple[Units, Units]:

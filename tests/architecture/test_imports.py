@@ -53,6 +53,7 @@ IMPORTERS = {
     "rich": {"kvflow/demo/display.py"},
     "vllm": {
         "kvflow/integrations/vllm/connector.py",
+        "kvflow/integrations/vllm/cpu_attention.py",
         "kvflow/integrations/vllm/engine.py",
         "kvflow/integrations/vllm/metadata.py",
         "kvflow/integrations/vllm/scheduler.py",  # types alone

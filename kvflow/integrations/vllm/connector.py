@@ -8,6 +8,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -20,6 +21,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvflow import configure_logging
 from kvflow.integrations.vllm.blocks import NULL_BLOCK
+from kvflow.integrations.vllm.cpu_attention import cpu_kernels, marker
 from kvflow.integrations.vllm.engine import engine_facts, engine_shape
 from kvflow.integrations.vllm.metadata import RankIntroduction, StepOrders
 from kvflow.integrations.vllm.scheduler import SchedulerSide
@@ -158,7 +160,10 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         """Put this rank's cache on the network."""
         config = self._settings.worker
         shape = engine_shape(self._vllm_config)
-        cache = adopt_caches(kv_caches, self._groups, shape, tp_rank=config.rank)
+        kernels = cpu_kernels(self._vllm_config, [name for group in self._groups for name in group.layer_names])
+        cache = adopt_caches(kv_caches, self._groups, shape, tp_rank=config.rank, kernels=kernels)
+        # Peers compare it: where no description tells them apart, this must.
+        config = msgspec.structs.replace(config, model_dtype=config.model_dtype + marker(kernels, kv_caches))
         if self._settings.enable_cross_layers_blocks and self._kv_cache_config.kv_cache_layout != PACKED_LAYOUT:
             logger.warning(
                 "kvflow: enable_cross_layers_blocks asks for layout %s, but vLLM has chosen %s: its attention backend "

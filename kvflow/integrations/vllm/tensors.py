@@ -7,13 +7,21 @@ import msgspec
 
 from kvflow import KVCache, Shard, adopt
 from kvflow.errors import SpecInvalid
+from kvflow.integrations.vllm.cpu_attention import keys_and_values, strided
 from kvflow.integrations.vllm.specs import EngineShape, layer_specs, read_groups, read_specs
 
 Tensor = Any
 """A tensor of torch, which only ``kvflow.memory`` imports."""
 
 
-def adopt_caches(kv_caches: Mapping[str, Tensor], groups: Iterable[Any], shape: EngineShape, tp_rank: int) -> KVCache:
+def adopt_caches(
+    kv_caches: Mapping[str, Tensor],
+    groups: Iterable[Any],
+    shape: EngineShape,
+    *,
+    tp_rank: int,
+    kernels: Mapping[str, str] = {},
+) -> KVCache:
     """Describe vLLM's cache as one of kvflow's.
 
     Args:
@@ -22,6 +30,7 @@ def adopt_caches(kv_caches: Mapping[str, Tensor], groups: Iterable[Any], shape: 
         groups: vLLM's groups that travel.
         shape: of the engine; the kernels' blocks are read from the tensors.
         tp_rank: of this worker.
+        kernels: layers whose attention is that of CPUs, and its kernel; see ``cpu_attention``.
 
     Raises:
         SpecInvalid: names the layer, what is wrong with its cache, and what was expected.
@@ -34,11 +43,16 @@ def adopt_caches(kv_caches: Mapping[str, Tensor], groups: Iterable[Any], shape: 
     tensors = {name: kv_caches[name] for name in named}
     kernel_tokens = {name: tensor.shape[2] for name, tensor in tensors.items() if not hasattr(named[name], "shapes")}
     shape = msgspec.structs.replace(shape, kernel_tokens=kernel_tokens)
+    apart = kernels if strided(kernels, tensors) else {}
     return adopt(
-        {name: states_of(tensor, named[name]) for name, tensor in tensors.items()},
+        {
+            name: keys_and_values(tensor) if name in apart else states_of(tensor, named[name])
+            for name, tensor in tensors.items()
+        },
         read_specs(groups, shape),
         read_groups(groups),
         shard=Shard(tp_rank=tp_rank, tp_size=shape.tp_size),
+        axes=dict.fromkeys(apart, "BHNC"),
     )
 
 

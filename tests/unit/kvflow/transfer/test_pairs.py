@@ -1,5 +1,6 @@
 """Block ids that cannot be used are refused by group; lists of any length pair the tokens they stand for."""
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -184,3 +185,33 @@ def test_targets_before_token_0_are_refused(target, num_tokens):
     with pytest.raises(BlockRangeMismatch, match="reach before token 0") as caught:
         paired(group_plan(), [4, 5, 6, 7], target, num_tokens)
     assert caught.value.group == 0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "source", "target", "num_tokens", "expected"),
+    [
+        # The last 29 tokens of 80, from token 51 on: the source has let go of all before 48, in the block of 64.
+        ((16, 64), [6, 5], [0, 1], 80, [(3, 6), (4, 5)]),
+        ((16, 64), [7, 6, 5], [0, 1], 80, [(2, 7), (3, 6), (4, 5)]),
+        ((16, 64), [6, 5], [-1, 1], 80, [(4, 5)]),
+        ((16, 16), [6, 5], [3, 4], 80, [(3, 6), (4, 5)]),
+        ((16, 64), [9], [0], 10, [(0, 9)]),
+    ],
+)
+def test_what_lies_before_a_window_in_its_first_block_may_be_gone(sizes, source, target, num_tokens, expected):
+    plan = msgspec.structs.replace(group_plan(*sizes), window=30)
+    assert paired(plan, source, target, num_tokens) == expected
+
+
+@pytest.mark.parametrize(
+    ("sizes", "source", "target", "num_tokens", "token"),
+    [
+        ((16, 64), [5], [0, 1], 80, 48),  # within the window
+        ((16, 16), [6, 5], [2, 3, 4], 80, 32),  # a whole block before it, that nobody should ask for
+        ((16, 64), [6, 5], [0, 1, 2], 144, 0),
+    ],
+)
+def test_a_window_does_not_excuse_other_tokens(sizes, source, target, num_tokens, token):
+    plan = msgspec.structs.replace(group_plan(*sizes), window=30)
+    with pytest.raises(BlockRangeMismatch, match=f"do not cover token {token} "):
+        paired(plan, source, target, num_tokens)
