@@ -141,8 +141,18 @@ class ThreadedWorker:
         except (Exception, asyncio.CancelledError) as error:
             # Where the error is not ours nobody knows how far the pull had come.
             if not isinstance(error, KvflowError) or (isinstance(error, TransferFailed) and error.quarantined):
-                await self._worker.quiesced(getattr(ticket, "request_id", ""))
+                await self._wait_quiesced(getattr(ticket, "request_id", ""))
             raise
+
+    async def _wait_quiesced(self, request_id: str) -> None:
+        """Wait until nothing writes for a request, also when its pull is cancelled meanwhile.
+
+        An engine that gives up a request whose pull has failed already still may not have its blocks back.
+        """
+        waiting = asyncio.ensure_future(self._worker.quiesced(request_id))
+        while not waiting.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.shield(waiting)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from kvflow.config import WorkerConfig
 from kvflow.errors import (
     BlockIdsInvalid,
     ConfigInvalid,
+    DeadlineExceeded,
     RequestUnknown,
     StaleLease,
     TransferCancelled,
@@ -148,6 +149,34 @@ def test_a_cancelled_future_is_reported_once_its_blocks_may_be_reused():
             future.result(PATIENCE_S)
         ticket = producer.offer("again", [[3]], 4)
         consumer.pull(ticket, [[5]]).result(PATIENCE_S)
+
+
+def test_a_pull_that_is_cancelled_when_it_has_failed_still_is_not_reported_before_its_blocks_may_be_reused(monkeypatch):
+    waited, quiet = threading.Event(), asyncio.Event()
+
+    async def pull(self, ticket, block_ids, *, priority, local_request_id):
+        raise DeadlineExceeded("it hangs", phase="wire", quarantined=True)
+
+    async def quiesced(self, request_id):
+        waited.set()
+        await quiet.wait()
+
+    monkeypatch.setattr(Worker, "pull", pull)
+    monkeypatch.setattr(Worker, "quiesced", quiesced)
+    ended = Future()
+    with run_worker(config(), cache_of()) as worker:
+        note = worker._finished.put
+        monkeypatch.setattr(worker._finished, "put", lambda end: (note(end), ended.set_result(None)))
+        future = worker.pull(worker.offer("r", [[3]], 4), [[5]])
+        assert waited.wait(PATIENCE_S)
+        assert future.cancel()
+        worker.snapshot()  # the loop has had its turn: the cancellation has come
+        worker.snapshot()
+        assert worker.finished() == []
+        worker._bridge._loop.call_soon_threadsafe(quiet.set)
+        ended.result(PATIENCE_S)
+        (end,) = worker.finished()
+    assert (end.request_id, end.outcome, type(end.error)) == ("r", "failed", DeadlineExceeded)
 
 
 def test_every_pull_is_reported_however_early_it_is_cancelled_or_its_worker_closed():
