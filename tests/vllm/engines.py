@@ -436,5 +436,7 @@ class Pair:
         return self.prefill.generate(prompt, PREFILL_PARAMS, max_tokens=1, **named)["kv_transfer_params"]
 
     def disaggregated(self, prompt: Sequence[int], **named: Any) -> list[int]:
-        """Return the tokens of a prompt that one engine prefills and the other decodes."""
-        return self.decode.generate(prompt, self.ticket(prompt), **named)["tokens"]
+        """Return the tokens of a prompt that one engine prefills and the other decodes, without computing it itself."""
+        answer = self.decode.generate(prompt, self.ticket(prompt), **named)
+        assert not (reason := self.decode.reason(answer["id"])), reason
+        return answer["tokens"]

@@ -29,7 +29,11 @@ USUAL = ("llama", "gptoss", "granite")
 
 
 def _variants(model: str, options: Options) -> dict[str, tuple[Options, Options]]:
-    """Return the pairs of a model whose sides keep their caches in other ways."""
+    """Return the pairs of a model whose sides keep their caches in other ways.
+
+    What cannot be read fails: an engine that computes it instead would say the same.
+    """
+    options = replace(options, failure_policy="fail")
     packed = replace(options, layout="BLHNC")
     heads_first = replace(options, layout="BHLNC")
     small, large = replace(options, block_size=32), replace(options, block_size=128)
