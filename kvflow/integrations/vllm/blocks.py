@@ -7,7 +7,7 @@ names the last blocks, up to the one that holds the last token; -1 stands for a 
 from collections.abc import Sequence
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from kvflow import Group, window_blocks
 from kvflow.errors import BlockIdsInvalid
@@ -29,11 +29,20 @@ class TransferGroup(Struct, frozen=True):
         index: of the group among all of vLLM's.
         group: as kvflow names it.
         spec: vLLM's spec of it.
+        retained: tokens before a sliding window that are needed as well.
     """
 
     index: int
     group: Group
     spec: Any
+    retained: int = 0
+
+    def blocks_needed(self, num_tokens: int) -> int:
+        """Return how many of the last blocks of so many tokens the next token still needs."""
+        reach = self.group
+        if reach.window and self.retained:
+            reach = structs.replace(reach, window=reach.window + self.retained)
+        return window_blocks(reach, num_tokens)
 
     @property
     def is_state(self) -> bool:
@@ -67,11 +76,14 @@ def loaded_blocks(
         num_tokens: of the ticket, which may go further.
 
     Raises:
-        BlockIdsInvalid: a list is shorter than the tokens need.
+        BlockIdsInvalid: a list is shorter than the tokens need, or has no block for a state.
     """
     found = []
     for each in groups:
         ids = _wanted(each, listed[each.index], end)
+        if each.is_state and ids == (ABSENT,):
+            # Nothing would be loaded, nothing would fail, and the tokens would be wrong.
+            raise BlockIdsInvalid(f"group {each.index}: there is no block to load the state into", group=each.index)
         behind = 0 if each.is_state else -(-num_tokens // each.group.block_size) - -(-end // each.group.block_size)
         found.append(ids + (ABSENT,) * behind)
     return tuple(found)
@@ -87,7 +99,7 @@ def _wanted(each: TransferGroup, ids: Sequence[int], end: int) -> tuple[int, ...
         raise BlockIdsInvalid(
             f"group {each.index}: {len(ids)} blocks for {end} tokens, which need {num_blocks}", group=each.index
         )
-    first = num_blocks - window_blocks(each.group, end)
+    first = num_blocks - each.blocks_needed(end)
     named = [ABSENT if block == NULL_BLOCK else int(block) for block in ids[first:num_blocks]]
     while named and named[0] == ABSENT:
         del named[0]

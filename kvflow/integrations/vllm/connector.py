@@ -113,7 +113,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens can be loaded, and that they are loaded between steps."""
         found = self._decides.loading.matched(request.request_id, num_computed_tokens)
-        return found, found > 0
+        return found, bool(found)
 
     def get_loaded_kv_cache_group_ids(self, request: "Request") -> tuple[int, ...]:
         """Return the groups that a load fills: all that travel."""

@@ -5,6 +5,9 @@ Pure: it is told what the engine does with a request, and collects orders for th
 A request is *announced* when it arrives, *loading* from the moment it has blocks to load into until the workers report
 it, and not ours any more after that: whatever the engine asks of a request that is not known here, the answer is that
 there is nothing to load. That is how a request goes on that was preempted, or whose load has failed.
+
+A ticket is read once: reading it ends its lease. Where several requests have the same one, as the samples of one
+prompt do (``n``), the first loads it, and the others *follow*: they wait, and take what it leaves in the prefix cache.
 """
 
 import logging
@@ -24,11 +27,12 @@ class _Load:
     """One request that reads its prompt, or was refused to.
 
     Attributes:
-        ticket: None if the request was refused.
-        refusal: why, if it was.
+        ticket: None if the request was refused, or follows another.
+        refusal: why, if it was refused.
         wanted: tokens of the prompt that are to be loaded: the last one may be left for us to compute.
         computed: tokens that were in our cache when the engine asked last.
         loading: whether workers were told, and have not reported yet.
+        follows: request that loads the same ticket; empty if this one loads its own.
     """
 
     ticket: Ticket | None
@@ -36,6 +40,7 @@ class _Load:
     wanted: int
     computed: int = 0
     loading: bool = False
+    follows: str = ""
 
     @property
     def end(self) -> int:
@@ -58,6 +63,7 @@ class Loading:
         self.groups = tuple(groups)
         self._has_states = any(each.is_state for each in groups)
         self._loads: dict[str, _Load] = {}
+        self._loaders: dict[Ticket, str] = {}
         self._orders: list[Order] = []
 
     def announce(self, request_id: str, ticket: Ticket, *, wanted: int) -> None:
@@ -68,6 +74,9 @@ class Loading:
             ticket: well-formed; nobody has checked its signature.
             wanted: tokens of the prompt that can be of use.
         """
+        if ticket in self._loaders:
+            self._loads[request_id] = _Load(None, None, wanted, follows=self._loaders[ticket])
+            return
         load = _Load(ticket, None, wanted)
         try:
             self._check_range(load)
@@ -75,6 +84,7 @@ class Loading:
             self.refuse(request_id, error, wanted=wanted)
         else:
             self._loads[request_id] = load
+            self._loaders[ticket] = request_id
 
     def refuse(self, request_id: str, error: KvflowError, *, wanted: int) -> None:
         """Take a request that must fail, or be computed here: as ``kv_load_failure_policy`` says.
@@ -84,11 +94,17 @@ class Loading:
         logger.warning("kvflow: request %s is refused: %s", request_id, error)
         self._loads[request_id] = _Load(None, error, wanted)
 
-    def matched(self, request_id: str, computed: int) -> int:
-        """Return how many tokens behind those that are computed can be loaded; changes nothing that counts."""
+    def matched(self, request_id: str, computed: int) -> int | None:
+        """Return how many tokens behind those that are computed can be loaded; changes nothing that counts.
+
+        Returns:
+            None while that cannot be said, because another request loads the ticket: the engine asks again.
+        """
         load = self._loads.get(request_id)
         if load is None or load.loading:
             return 0
+        if load.follows:
+            return None if load.follows in self._loads else 0
         load.computed = computed
         return max(0, load.end - computed)
 
@@ -104,7 +120,7 @@ class Loading:
         if load is None or load.loading:
             return
         if not num_tokens:
-            del self._loads[request_id]
+            self._forget(request_id)
             self._release(request_id, load)
             return
         load.loading = True
@@ -126,7 +142,7 @@ class Loading:
 
     def received(self, request_id: str) -> None:
         """Note that all workers have reported a request."""
-        self._loads.pop(request_id, None)
+        self._forget(request_id)
 
     def finished(self, request_id: str) -> None:
         """Note that a request has ended: by itself, or aborted at any stage."""
@@ -137,13 +153,18 @@ class Loading:
             # Its blocks are the workers' until they report it; that ends the entry as well.
             self._orders.append(Cancel(request_id))
             return
-        del self._loads[request_id]
+        self._forget(request_id)
         self._release(request_id, load)
 
     def take_orders(self) -> list[Order]:
         """Return what the workers must be told, once."""
         orders, self._orders = self._orders, []
         return orders
+
+    def _forget(self, request_id: str) -> None:
+        load = self._loads.pop(request_id, None)
+        if load is not None and load.ticket is not None:
+            self._loaders.pop(load.ticket, None)
 
     def _release(self, request_id: str, load: _Load) -> None:
         if load.ticket is not None:

@@ -12,7 +12,7 @@ from kvflow.integrations.vllm.offering import Offering
 from kvflow.integrations.vllm.orders import Order
 from kvflow.integrations.vllm.params import LoadWanted, OfferWanted, read_params
 from kvflow.integrations.vllm.settings import Settings
-from kvflow.integrations.vllm.specs import read_groups
+from kvflow.integrations.vllm.specs import read_groups, retained_tokens
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -98,10 +98,11 @@ class SchedulerSide:
 
 def transfer_groups(kv_cache_config: Any) -> tuple[TransferGroup, ...]:
     """Return the groups of vLLM's configuration whose blocks travel."""
-    indices = kv_cache_config.transfer_group_ids
-    named = read_groups(kv_cache_config.transfer_groups)
-    specs = [group.kv_cache_spec for group in kv_cache_config.transfer_groups]
-    return tuple(TransferGroup(*each) for each in zip(indices, named, specs, strict=True))
+    groups = kv_cache_config.transfer_groups
+    return tuple(
+        TransferGroup(index, named, group.kv_cache_spec, retained_tokens(group))
+        for index, named, group in zip(kv_cache_config.transfer_group_ids, read_groups(groups), groups, strict=True)
+    )
 
 
 def prefill_backoff(groups: Sequence[TransferGroup], lookahead: int) -> int:

@@ -77,9 +77,19 @@ def state_block(ids: list[int], spec: Any) -> int | None:
         ids: of the request, as vLLM's manager lists them.
         spec: vLLM's spec of the group.
     """
-    scratch = spec.num_speculative_blocks
-    running = ids[: len(ids) - scratch] if scratch else ids
-    return running[-1] if running else None
+    if not ids:
+        return None
+    scratch: int = min(spec.num_speculative_blocks, len(ids) - 1)  # they may come later
+    return ids[-1 - scratch]
+
+
+def retained_tokens(group: Any) -> int:
+    """Return how many tokens before its window vLLM keeps in a group: its draft layers look at them.
+
+    Args:
+        group: one of vLLM's ``KVCacheGroupSpec``.
+    """
+    return max(getattr(spec, "extra_retained_tokens", 0) for _, spec in layer_specs(group))
 
 
 def dtype_name(dtype: Any) -> Any:

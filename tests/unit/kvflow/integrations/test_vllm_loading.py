@@ -97,6 +97,74 @@ def test_a_prompt_that_goes_further_than_the_ticket_is_computed_from_there():
     assert requests.take_orders() == [Pull("r", TICKET, ((1, 2, 3),))]
 
 
+def test_what_waits_for_a_load_that_the_engine_begins_later_gives_its_ticket_back():
+    requests = loading()
+    requests.matched("r", 0)  # it has blocks now, of which a step in flight may still write some
+    requests.finished("r")
+    assert requests.take_orders() == [Release("r", TICKET)]
+
+
+def samples(*names):
+    requests = Loading(FULL)
+    for name in names:
+        requests.announce(name, TICKET, wanted=48)
+    return requests
+
+
+def test_of_several_samples_of_a_prompt_one_loads_and_the_others_take_what_it_has_left_in_the_cache():
+    requests = samples("0_r", "1_r", "2_r")
+    assert [requests.matched(name, 0) for name in ("1_r", "0_r", "2_r")] == [None, 48, None]
+    requests.allocated("0_r", [[1, 2, 3]], 48)
+    assert requests.matched("1_r", 0) is None
+    requests.received("0_r")
+    assert [requests.matched(name, 32) for name in ("1_r", "2_r")] == [0, 0]
+    requests.allocated("1_r", [[1, 2, 4]], 0)
+    requests.finished("2_r")
+    assert requests.take_orders() == [Pull("0_r", TICKET, ((1, 2, 3),))]
+
+
+def test_a_sample_whose_leader_was_aborted_is_computed():
+    requests = samples("0_r", "1_r")
+    requests.finished("0_r")
+    assert requests.matched("1_r", 0) == 0
+    assert requests.take_orders() == [Release("0_r", TICKET)]
+
+
+def test_a_ticket_that_comes_again_after_its_load_is_tried_again():
+    requests = loading()
+    requests.matched("r", 0)
+    requests.allocated("r", [[1, 2, 3]], 48)
+    requests.received("r")
+    requests.announce("later", TICKET, wanted=48)
+    assert requests.matched("later", 0) == 48
+
+
+@pytest.mark.parametrize("listed", [[], [0], [0, 0, 0]], ids=repr)
+def test_a_state_that_has_no_block_to_be_loaded_into_fails(listed):
+    with pytest.raises(BlockIdsInvalid, match="state"):
+        loaded_blocks(groups_of(MambaSpec()), [listed], end=47, num_tokens=47)
+
+
+@pytest.mark.parametrize(
+    ("listed", "scratch", "state"),
+    [([7], 0, 7), ([6, 7], 0, 7), ([0, 7, 8, 9], 2, 7), ([7], 2, 7), ([7, 8], 2, 7)],
+    ids=repr,
+)
+def test_a_state_is_in_the_last_block_before_those_for_speculation(listed, scratch, state):
+    groups = groups_of(MambaSpec(num_speculative_blocks=scratch))
+    assert loaded_blocks(groups, [listed], end=47, num_tokens=47) == ((state,),)
+
+
+@pytest.mark.parametrize(
+    ("retained", "loaded"), [(0, (10, 11, 12, 13)), (1, (10, 11, 12, 13)), (2, (9, 10, 11, 12, 13))]
+)
+def test_tokens_before_the_window_are_loaded_where_draft_layers_look_at_them(retained, loaded):
+    spec = SlidingWindowSpec()
+    spec.extra_retained_tokens = retained
+    listed = [list(range(1, 14))]
+    assert loaded_blocks(groups_of(spec), listed, end=208, num_tokens=208) == (loaded,)
+
+
 def test_a_state_of_a_later_token_is_refused():
     ticket = new_ticket(num_tokens=48, block_ids=((3,), (4,), (5,)))
     requests = loading(wanted=47, ticket=ticket, groups=HYBRID)

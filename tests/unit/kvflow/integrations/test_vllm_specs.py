@@ -123,7 +123,7 @@ def test_groups_keep_their_order_and_name_their_kinds():
 
 
 @pytest.mark.parametrize(
-    ("ids", "scratch", "block"), [([7], 0, 7), ([0, 0, 5], 0, 5), ([0, 5, 8, 9], 2, 5), ([], 0, None), ([4], 1, None)]
+    ("ids", "scratch", "block"), [([7], 0, 7), ([0, 0, 5], 0, 5), ([0, 5, 8, 9], 2, 5), ([], 0, None), ([4], 1, 4)]
 )
 def test_the_running_state_stands_before_the_blocks_for_speculation(ids, scratch, block):
     assert state_block(ids, MambaSpec(num_speculative_blocks=scratch)) == block
