@@ -51,10 +51,10 @@ $(VLLM)/.installed: pyproject.toml tests/vllm/packages.txt tests/vllm/requiremen
 demo: $(INSTALLED)
 	$(BIN)/kvflow demo
 
-# pytest is last, so that the output ends with its summary. A process for every core, up to four; each takes work from
-# the others when it has none left, because a few tests take as long as a thousand.
+# pytest is last, so that the output ends with its summary. Three processes keep two cores busy, since half of what tests
+# do is to wait; each takes work from the others when it has none left, because a few tests take as long as a thousand.
 test: lint
-	$(BIN)/python -m pytest --quiet --numprocesses auto --maxprocesses 4 --dist worksteal
+	$(BIN)/python -m pytest --quiet --numprocesses 3 --dist worksteal
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check --quiet $(SOURCES)
