@@ -19,6 +19,7 @@ def engine_facts(vllm_config: "VllmConfig", *, ranked: bool) -> EngineFacts:
     """
     parallel = vllm_config.parallel_config
     require_parallelism(parallel)
+    require_awake(vllm_config.model_config)
     rank = _tp_rank() if ranked else 0
     model = vllm_config.model_config
     return EngineFacts(
@@ -45,6 +46,19 @@ def require_parallelism(parallel: Any) -> None:
             raise ConfigInvalid(
                 f"{name} is {size}, but KVFlowConnector supports 1 only", remedy="Divide the model by tensors alone."
             )
+
+
+def require_awake(model: Any) -> None:
+    """Refuse sleep mode: peers read the cache at its addresses at any time. vLLM 0.33 asks before, 0.32 does not.
+
+    Raises:
+        ConfigInvalid: it is enabled.
+    """
+    if getattr(model, "enable_sleep_mode", False):
+        raise ConfigInvalid(
+            "enable_sleep_mode is on, but the cache of an engine that sleeps is not where its peers read it",
+            remedy="Leave out --enable-sleep-mode.",
+        )
 
 
 def engine_shape(vllm_config: "VllmConfig") -> EngineShape:

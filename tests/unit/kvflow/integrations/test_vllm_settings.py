@@ -6,7 +6,7 @@ import pytest
 
 from kvflow.config import SECRET_VARIABLE
 from kvflow.errors import ConfigInvalid
-from kvflow.integrations.vllm.engine import require_parallelism
+from kvflow.integrations.vllm.engine import require_awake, require_parallelism
 from kvflow.integrations.vllm.settings import EngineFacts, model_name, read_settings, wants_packed
 from kvflow.integrations.vllm.versions import check_release
 
@@ -120,3 +120,9 @@ def test_parallelism_that_is_not_described_is_refused(name):
     require_parallelism(SimpleNamespace(tensor_parallel_size=8))
     with pytest.raises(ConfigInvalid, match=name):
         require_parallelism(SimpleNamespace(**{name: 2}))
+
+
+def test_an_engine_that_can_sleep_is_refused():
+    require_awake(SimpleNamespace(enable_sleep_mode=False))
+    with pytest.raises(ConfigInvalid, match="enable_sleep_mode"):
+        require_awake(SimpleNamespace(enable_sleep_mode=True))
