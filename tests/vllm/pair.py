@@ -65,7 +65,8 @@ def options_of(chosen: argparse.Namespace) -> tuple[Options, Options]:
 def show(pair: Pair, length: int, chosen: argparse.Namespace) -> bool:
     """Compare one prompt, print a line, and return whether the tokens are equal."""
     prompt = prompt_of(length)
-    alone = pair.monolithic(prompt, max_tokens=chosen.tokens, chunk=length - 1 if chosen.chunk else 0)
+    last_alone = {"chunk": length - 1} if chosen.chunk else {}
+    alone = pair.monolithic(prompt, max_tokens=chosen.tokens, **last_alone)
     pair.decode.state()
     started = time.monotonic()
     params: Any = pair.ticket(prompt)

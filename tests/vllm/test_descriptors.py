@@ -12,9 +12,9 @@ LENGTHS = (40, 150, 333)
 OWN = {
     "llama": (4, 8, 12),
     "gptoss": (4, 8, 8),
-    "granite": (13, 13, 13),
+    "granite": (13, 13, 14),
     "gemma3": (6, 12, 8),
-    "qwen3next": (13, 13, 14),
+    "qwen3next": (13, 14, 15),
     "llama-packed": (4, 8, 12),
     "llama-packed-heads-first": (1, 2, 3),
     "gptoss-packed": (4, 8, 8),
