@@ -8,7 +8,6 @@ that comes from a block too late, or goes into one, is seen, and tells where it 
 
 import asyncio
 import logging
-import threading
 import time
 from contextlib import asynccontextmanager
 
@@ -121,7 +120,7 @@ class Engine:
             num_blocks: of each group.
         """
         slot = await self._slots.get()
-        self._overwritten += foreign(self._words, slot.mark, slot.targets)
+        self._look_at(slot)
         targets = slot.of(num_blocks)
         try:
             await self.worker.pull(kvflow.Ticket.from_params(params), targets)
@@ -143,9 +142,7 @@ class Engine:
             "quarantined": len(snapshot.quarantined),
             "blocks": self._num_offered - len(self._free),
             "slots": self._num_slots - self._slots.qsize(),
-            "overwritten": self._overwritten,
             "descriptors": descriptors(),
-            "threads": threading.active_count(),
         }
 
     async def at_rest(self, patience_s):
@@ -156,6 +153,13 @@ class Engine:
             if not any(audit[name] for name in HELD) or time.monotonic() > deadline:
                 return audit
             await asyncio.sleep(0.05)  # leases that nobody releases end by themselves, and file descriptors tell nobody
+
+    async def overwritten(self):
+        """Return what was found in blocks that nobody may write to, all that are free now included."""
+        for _ in range(self._slots.qsize()):
+            self._look_at(slot := self._slots.get_nowait())
+            self._slots.put_nowait(slot)
+        return self._overwritten
 
     async def logged(self):
         """Return what was logged as an error in this process, if anybody listens."""
@@ -178,6 +182,9 @@ class Engine:
         self._words.write(mark, slot.targets)
         slot.mark = mark
         self._slots.put_nowait(slot)
+
+    def _look_at(self, slot):
+        self._overwritten += foreign(self._words, slot.mark, slot.targets)
 
     async def _take(self, num_blocks):
         async with self._freed:

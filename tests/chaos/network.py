@@ -118,7 +118,7 @@ class Netted(Victim):
             return await self.chaos.moves(self._producer, self.node)
         except NodeDied:
             dead = self._producer if self._producer.process.poll() is not None else self.node
-            await self.aborted(dead, row)
+            await self.ended(dead, row, exports=dead is self._producer)
             await (self._restart_producer() if dead is self._producer else self._restart_reader())
             return "died"
 

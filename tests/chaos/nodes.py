@@ -69,6 +69,9 @@ class Node(Child):
     async def at_rest(self, patience_s):
         return await self.ask("at_rest", patience_s=patience_s)
 
+    async def overwritten(self):
+        return await self.ask("overwritten")
+
     async def logged(self):
         return await self.ask("logged")
 

@@ -22,6 +22,8 @@ TINY_LEASE_S = 1.0
 BURST = 12
 PATIENCE_S = 60.0
 RETRY_S = 0.02
+KNOWN_PLACES = ("ucp_request.inl", "stubs.c")
+"""Where UCX aborts an exporter over TCP; see "Known limits" in docs/explanation/architecture.md."""
 BRIEF_LEASE_S = 4.0
 """Of those whose readers die: what they have not released is free again after that."""
 
@@ -149,14 +151,22 @@ class Victim:
         """Try one new pull."""
         raise NotImplementedError
 
-    async def aborted(self, node, row):
-        """Tell whether UCX has aborted a process over TCP; if so, count it. Any other death is a crash."""
+    async def ended(self, node, row, *, exports):
+        """Count the end of a process that nobody has killed, if UCX has aborted it as is known; else it is a crash.
+
+        Args:
+            node: the process.
+            row: of what was done.
+            exports: whether somebody reads from it: only then it is known to happen.
+        """
         await asyncio.to_thread(node.process.wait, PATIENCE_S)
-        if self.over_tcp and node.ended() == signal.SIGABRT:
-            self.chaos.record.known[node.last_words()] += 1
+        words = node.last_words()
+        aborted = node.ended() == signal.SIGABRT and any(place in words for place in KNOWN_PLACES)
+        if self.over_tcp and exports and aborted:
+            self.chaos.record.known[words] += 1
             row.aborts += 1
         else:
-            self.chaos.record.complain(f"{node.name} crashed, signal {node.ended()}: {node.last_words()}")
+            self.chaos.record.complain(f"{node.name} crashed, signal {node.ended()}: {words}")
 
 
 class DoomedProducer(Victim):
@@ -204,7 +214,7 @@ class DoomedProducer(Victim):
         try:
             return await self.chaos.moves(self.node, self.chaos.survivor)
         except NodeDied:
-            await self.aborted(self.node, row)
+            await self.ended(self.node, row, exports=True)
             await self.restart()
             return "died"
 
@@ -246,7 +256,7 @@ class DoomedReader(Victim):
             return await self.chaos.moves(producer.node, self.node)
         except NodeDied:
             dead = producer if producer.node.process.poll() is not None else self
-            await self.aborted(dead.node, row)
+            await self.ended(dead.node, row, exports=dead is producer)
             await dead.restart()
             return "died"
 

@@ -2,8 +2,8 @@
 
 ``open`` opens one, on the addresses of an earlier life if there are any, and is answered with its addresses. ``offer``
 is answered with what a router carries, or with nothing if there is no such engine. ``check`` asserts the law of blocks
-and says how many are not free. ``close`` closes an engine in the middle of whatever its readers do. The end of the
-input ends the process.
+and says how many are not free. ``outcome`` waits for the end of a lease, and says how it ended. ``close`` closes an
+engine in the middle of whatever its readers do. The end of the input ends the process.
 """
 
 import asyncio
@@ -40,6 +40,10 @@ class Life:
         for worker in self._workers:
             worker.check()
         return NUM_BLOCKS - self._recycler.free()
+
+    async def outcome(self, number):
+        """Wait until the lease of an offer has ended, and say how."""
+        return await self._workers[0].wait_offer(str(number))
 
     async def close(self):
         """Close the workers, which ends all leases, and then wait for those who follow them."""

@@ -148,5 +148,9 @@ class Engine:
         """Have the law of blocks checked; return how many blocks are not free."""
         return await self._ask("check")
 
+    async def outcome(self, number):
+        """Wait until the lease of an offer has ended; return how."""
+        return await self._ask("outcome", number=number)
+
     async def _ask(self, op, **fields):
         return await self.host.ask(op, name=self.name, **fields)

@@ -50,6 +50,7 @@ def missed(soak):
         (tally.wrong == 0, f"{tally.wrong} wrong words were delivered"),
         (tally.late == 0, f"{tally.late} words were written into blocks after the end of their pull"),
         (not soak.unexplained, f"pulls that nobody disturbed: {soak.unexplained[:5]}"),
+        (not soak.unreleased, f"leases that no reader gave back: {soak.unreleased[:5]}"),
         (not soak.unsteady, f"files and threads: {soak.unsteady[:5] + soak.unsteady[-1:]}"),
         (soak.blocks_left == 0, f"{soak.blocks_left} blocks were never given back"),
         (set(tally.ends) <= DOCUMENTED, f"ends: {sorted(set(tally.ends) - DOCUMENTED)}"),

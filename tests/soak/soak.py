@@ -34,6 +34,8 @@ PATIENCE_S = 60.0
 STEADY_S = 20.0
 """Until whatever a restart has left open is closed."""
 PAUSE_S = 0.02
+ATTEMPTS = 3
+"""A machine that stalls for ``LEASE_S`` may let one lease run out that its reader has given back."""
 MANY_PIECES = msgspec.structs.replace(TARGET, layout="LBNHC")
 
 
@@ -50,6 +52,7 @@ class Soak:
         blocks_left: blocks that were not free at the end.
         undisturbed: pulls that must have been delivered.
         unexplained: those of them that were not.
+        unreleased: engines whose leases ran out although their readers had all they wanted.
         unsteady: whose files or threads were more than at the first rest.
         restarts: how often what was done.
         samples: of each process, one of each round.
@@ -63,6 +66,7 @@ class Soak:
         self.blocks_left = 0
         self.undisturbed = 0
         self.unexplained = []
+        self.unreleased = []
         self.unsteady = []
         self.restarts = Counter()
         self.samples = defaultdict(list)
@@ -84,6 +88,7 @@ class Soak:
         ]
         self._other_ready = asyncio.Event()
         self._left = 0
+        self._delivered = 0
 
     @asynccontextmanager
     async def everybody(self):
@@ -124,6 +129,8 @@ class Soak:
             pulls = (partial(self._pull_once, self._lanes[0], engine, None), partial(self._pull_from_other, engine, 1))
             for pull in pulls:
                 await (self._until_completed(pull) if engine.certain else pull())
+            if engine.certain and not await self._is_released(engine):
+                self.unreleased.append(engine.name)
         await self._check()
         for name, pid in {"reader": None, **{name: host.pid for name, host in self._hosts.items()}}.items():
             self.samples[name].append(await self._steady_sample(name, pid or "self"))
@@ -199,6 +206,8 @@ class Soak:
         priority = self._rng.choice(PRIORITIES)
         end = await lane.pull(offer.number, offer.params, offer.num_blocks, priority=priority, abort=abort)
         self.pulls += 1
+        if end == "completed":
+            self._delivered = offer.number
         same = (offer.lives, lives) == (engine.lives, self._station.lives)
         prompt = time.monotonic() - offer.asked_s < PROMPT_S
         if engine.certain and same and prompt and abort is None and not offer.revoked:
@@ -233,6 +242,14 @@ class Soak:
         async with asyncio.timeout(PATIENCE_S):
             while await pull() not in ("completed", ["completed"]):
                 pass
+
+    async def _is_released(self, engine):
+        """Tell whether the lease of a delivered pull ends before its time, as its reader gives it back."""
+        for _ in range(ATTEMPTS):
+            await self._until_completed(partial(self._pull_once, self._lanes[0], engine, None))
+            if await engine.outcome(self._delivered) != "expired":
+                return True
+        return False
 
     async def _check(self):
         self._station.worker.check()
