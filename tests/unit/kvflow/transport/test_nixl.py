@@ -8,7 +8,7 @@ import pytest
 
 from kvflow.errors import TransportUnavailable
 from kvflow.layout.region import Region
-from kvflow.transport import nixl_binding
+from kvflow.transport import nixl, nixl_binding
 from kvflow.transport.base import PeerAddress, Program, Read
 from kvflow.transport.bounds import check_rows
 from kvflow.transport.ledger import Chunk
@@ -39,13 +39,20 @@ class Ends:
     def __init__(self):
         self.caches = [np.zeros(4096, np.uint8), np.arange(4096, dtype=np.uint8)]
         self.epochs = np.arange(100, 108, dtype=np.uint64)
-        table = Region(self.epochs.ctypes.data, self.epochs.nbytes)
-        regions = [Region(cache.ctypes.data, cache.nbytes) for cache in self.caches]
+        self.table = Region(self.epochs.ctypes.data, self.epochs.nbytes)
+        self.regions = [Region(cache.ctypes.data, cache.nbytes) for cache in self.caches]
         self.reader, self.exporter = (
-            NixlMover(name, [region], table) for name, region in zip(("reader", "exporter"), regions, strict=True)
+            NixlMover(name, [region], self.table)
+            for name, region in zip(("reader", "exporter"), self.regions, strict=True)
         )
-        self.reader.add(PeerAddress("p", self.exporter.metadata, table))
-        target, source = (np.array([[region.address, 64, 0, 64, 64]]) for region in regions)
+        self.meet(self.exporter)
+
+    def meet(self, exporter, region=None):
+        """Add an exporter as the peer, and prepare to read a region of it; that of ``exporter`` if none is named."""
+        self.reader.add(PeerAddress("p", exporter.metadata, self.table))
+        target, source = (
+            np.array([[each.address, 64, 0, 64, 64]]) for each in (self.regions[0], region or self.regions[1])
+        )
         program = Program(1, "p", source, target)
         self.reader.prepare(Prepared(program, check_rows(source), check_rows(target)))
 
@@ -135,3 +142,62 @@ def test_importing_the_transport_imports_neither_nixl_nor_torch():
     script = "import sys, kvflow.transport.nixl; print([m for m in ('nixl', 'nixl_cu13', 'torch') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+class ForgettingAgent:
+    """A real agent that says whom it was told to forget."""
+
+    def __init__(self, agent):
+        self._agent = agent
+        self.forgotten = []
+
+    def __getattr__(self, name):
+        return getattr(self._agent, name)
+
+    def remove_remote(self, name):
+        self.forgotten.append(name)
+        self._agent.remove_remote(name)
+
+
+@pytest.fixture
+def forgotten(ends):
+    """Names of the agents whose connections were closed, as the test goes on."""
+    ends.reader._reader.agent = agent = ForgettingAgent(ends.reader._reader.agent)
+    return agent.forgotten
+
+
+@pytest.mark.nixl
+def test_of_the_connections_that_are_kept_the_oldest_is_closed_when_there_are_too_many(ends, forgotten, monkeypatch):
+    monkeypatch.setattr(nixl, "_KEPT_MAX", 1)
+    ends.reader.remove("p")
+    assert forgotten == []
+    ends.reader.add(PeerAddress("itself", ends.reader.metadata, ends.table))
+    ends.reader.remove("itself")
+    assert forgotten == ["exporter/exporter"]
+    ends.meet(ends.exporter)
+    assert ends.finish(ends.reader.post(ends.chunk())) == 0
+    assert np.array_equal(*ends.caches)
+
+
+@pytest.mark.nixl
+def test_a_connection_over_which_something_failed_is_not_kept(ends, forgotten):
+    ends.flaky(type("nixlRemoteDisconnectError", (RuntimeError,), {})())
+    with pytest.raises(MoveFailed, match="peer_lost"):
+        ends.finish(ends.reader.post(ends.chunk()))
+    ends.reader.remove("p")
+    assert forgotten == ["exporter/exporter"]
+
+
+@pytest.mark.nixl
+def test_another_one_of_the_same_name_is_not_read_from_over_the_connection_that_was_kept(ends, forgotten):
+    ends.reader.remove("p")
+    other = np.full(4096, 7, np.uint8)
+    region = Region(other.ctypes.data, other.nbytes)
+    successor = NixlMover("exporter", [region], ends.table)
+    try:
+        ends.meet(successor, region)
+        assert forgotten == ["exporter/exporter"]
+        assert ends.finish(ends.reader.post(ends.chunk())) == 0
+        assert np.array_equal(ends.caches[0], other)
+    finally:
+        successor.close()
