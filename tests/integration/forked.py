@@ -1,14 +1,19 @@
 """Children that are forked off a process which has imported everything: a restart that takes no seconds of imports."""
 
+import ctypes
 import importlib
 import multiprocessing
 import os
+import signal
 import sys
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
 MODULES = ["producer_process", "consumer_process"]
+PR_SET_PDEATHSIG = 1
+"""Source: prctl(2)."""
 
 
 def whole_name(module):
@@ -18,6 +23,7 @@ def whole_name(module):
 
 def run(module, environment, stdin, stdout):
     """Be a child, in a process that was forked just now."""
+    end_with_parent()
     for number, connection in ((0, stdin), (1, stdout)):
         os.dup2(connection.fileno(), number)
         connection.close()
@@ -25,6 +31,18 @@ def run(module, environment, stdin, stdout):
     os.environ.update(environment)
     child = importlib.import_module(module)
     child.uvloop.run(child.main())
+
+
+def end_with_parent():
+    """Have this process killed with the server that it was forked off, which ends with whoever has started that.
+
+    A process that is stopped does not notice that its input has ended. If its starter is killed meanwhile it would stay
+    for ever.
+    """
+    # Every child inherits what tells the server that somebody may still want a child: a stopped one would keep it alive.
+    os.close(forkserver._forkserver._forkserver_alive_fd)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class ForkedProcess:
