@@ -12,10 +12,11 @@ from collections import Counter
 from contextlib import AsyncExitStack
 
 from . import faults, network
+from .cramped import Cramped
 from .engine import HELD, RIGHT, engine
 from .nodes import NodeDied, NodeFailed
 from .record import Record
-from .victims import PATIENCE_S, Chaos, Cramped, DoomedProducer, DoomedReader, Numbers, Served
+from .victims import PATIENCE_S, Chaos, DoomedProducer, DoomedReader, Numbers, Served
 
 TCP = {"UCX_TLS": "tcp"}
 SURVIVOR = {"wire_s": 3.0, "quarantine_s_max": 4.0, "handshake_s": 4.0}

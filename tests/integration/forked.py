@@ -39,7 +39,7 @@ def end_with_parent():
     A process that is stopped does not notice that its input has ended. If its starter is killed meanwhile it would stay
     for ever.
     """
-    # Every child inherits what tells the server that somebody may still want a child: a stopped one would keep it alive.
+    # Every child inherits what tells the server that it is still wanted: a stopped one would keep it alive.
     os.close(forkserver._forkserver._forkserver_alive_fd)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
