@@ -10,6 +10,7 @@ handshake.
 import asyncio
 import os
 import socket
+import struct
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
@@ -21,7 +22,6 @@ from typing import cast
 
 import zmq
 import zmq.asyncio
-from zmq.utils.monitor import parse_monitor_message
 
 from handshake.errors import ConfigInvalid, ConnectionLost, FailureCode
 from handshake.limits import Limits
@@ -68,7 +68,7 @@ class LinkEvent(Enum):
     """The connection ended."""
 
 
-_LINK_EVENTS = {
+_LINK_EVENTS: dict[int, LinkEvent] = {
     zmq.Event.CONNECTED: LinkEvent.ACCEPTED,
     zmq.Event.HANDSHAKE_SUCCEEDED: LinkEvent.SECURED,
     zmq.Event.CLOSED: LinkEvent.UNREACHABLE,
@@ -78,12 +78,16 @@ _LINK_EVENTS = {
     zmq.Event.DISCONNECTED: LinkEvent.LOST,
 }
 
-_NOT_LET_IN = {
+_NOT_LET_IN: dict[int, FailureCode] = {
     zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: FailureCode.UNAUTHENTICATED,
     zmq.Event.HANDSHAKE_FAILED_PROTOCOL: FailureCode.UNAUTHENTICATED,
     zmq.Event.HANDSHAKE_FAILED_AUTH: FailureCode.KEY_UNKNOWN,
 }
 """What the monitor of a listener is asked for, and what it means. No more: each event takes a turn of the loop."""
+
+
+_MONITORED = struct.Struct("=Hi")
+"""Event and value, in this machine's order of bytes."""
 
 
 class Channel:
@@ -148,11 +152,20 @@ class ListeningChannel(Channel):
         """Count whoever is not let in. Runs until it is cancelled; ZeroMQ may have to wait for it."""
         while True:
             for _ in range(MESSAGES_PER_TURN):
-                seen = parse_monitor_message(await self._monitor.recv_multipart())
-                code = _NOT_LET_IN.get(zmq.Event(seen["event"]))
+                code = _NOT_LET_IN.get(_event_of(await self._monitor.recv_multipart()))
                 if code is not None:
                     self.strangers[code] += 1
             await asyncio.sleep(0)
+
+
+def _event_of(frames: list[bytes]) -> int:
+    """Return the number of the event that a monitor tells of. Source: zmq_socket_monitor(3).
+
+    pyzmq's own parser makes a flag of the value beside it, too, and Python remembers each flag for ever: one for each
+    number that a file descriptor ever had.
+    """
+    event, _ = _MONITORED.unpack(frames[0])
+    return int(event)
 
 
 def _proved_key(frame: zmq.Frame) -> PublicKey:
@@ -191,8 +204,7 @@ class DialledChannel(Channel):
     async def watch(self, on_link: Callable[[LinkEvent], None]) -> None:
         """Pass on what happens to the connection. Runs until it is cancelled; ``on_link`` must not raise."""
         while True:
-            seen = parse_monitor_message(await self._monitor.recv_multipart())
-            event = _LINK_EVENTS.get(zmq.Event(seen["event"]))
+            event = _LINK_EVENTS.get(_event_of(await self._monitor.recv_multipart()))
             if event is not None:
                 on_link(event)
 

@@ -99,6 +99,18 @@ async def test_an_unreachable_address_is_reported():
         assert await links.next() is LinkEvent.UNREACHABLE
 
 
+async def test_what_a_monitor_tells_leaves_nothing_behind():
+    known = len(zmq.Event._value2member_map_)  # flags are for ever, also those that have no name
+    async with open_listener(ANY_PORT, SECURITY, LIMITS) as listener, AsyncExitStack() as stack:
+        for _ in range(5):  # each with another file descriptor, which the monitor tells
+            links = Inbox()
+            dialler = await stack.enter_async_context(open_dialler(listener.endpoint, SECURITY, LIMITS))
+            await stack.enter_async_context(running(dialler.watch(links)))
+            dialler.dial()
+            await links.until(LinkEvent.SECURED)
+    assert len(zmq.Event._value2member_map_) == known
+
+
 async def test_a_dialler_never_dials_again():
     links, other_links, heard = Inbox(), Inbox(), Inbox()
     async with AsyncExitStack() as first:
