@@ -167,7 +167,7 @@ class SimulatedMover:
             raise MoveFailed("metadata_invalid", f"there never was an agent {address.metadata.decode()!r}")
         self._peers[address.peer] = source
 
-    def remove(self, peer_id: PeerId) -> None:
+    def remove(self, peer_id: PeerId, *, gone: bool) -> None:
         """See ``Mover.remove``."""
         self._peers.pop(peer_id, None)
         self._programs = {key: program for key, program in self._programs.items() if key[0] != peer_id}

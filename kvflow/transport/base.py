@@ -308,8 +308,13 @@ class Transport(Protocol):
         """
         ...
 
-    def remove_peer(self, peer: PeerId) -> None:
-        """Forget a peer, its programs and its unposted reads (``ReadFailed``, ``cancelled``)."""
+    def remove_peer(self, peer: PeerId, *, gone: bool = False) -> None:
+        """Forget a peer, its programs and its unposted reads (``ReadFailed``, ``cancelled``).
+
+        Args:
+            peer: that was added, or removed already.
+            gone: it never comes again, so that its connection is not kept for that either.
+        """
         ...
 
     def prepare(self, program: Program) -> None:

@@ -82,7 +82,7 @@ class LoopbackMover:
             raise MoveFailed("metadata_invalid", f"{envelope.agent!r} does not export {address.epochs}")
         self._peers[address.peer] = _Peer(exporter, address.epochs)
 
-    def remove(self, peer_id: PeerId) -> None:
+    def remove(self, peer_id: PeerId, *, gone: bool) -> None:
         """See ``Mover.remove``."""
         self._peers.pop(peer_id, None)
 

@@ -79,8 +79,8 @@ class Mover(Protocol):
         """
         ...
 
-    def remove(self, peer: PeerId) -> None:
-        """Forget a peer and its programs, if it is known."""
+    def remove(self, peer: PeerId, *, gone: bool) -> None:
+        """Forget a peer and its programs, if it is known; unless it is gone, it may come again soon."""
         ...
 
     def prepare(self, prepared: Prepared) -> None:

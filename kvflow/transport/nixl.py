@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from types import ModuleType
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -73,6 +74,13 @@ class _Peer:
     failed: bool = False
 
 
+class _Kept(NamedTuple):
+    """A connection that may be used again: whose, and to what metadata."""
+
+    peer: PeerId
+    blob: bytes
+
+
 @dataclass(slots=True, eq=False)
 class _Posted(Flight):
     """What was not done on return.
@@ -133,7 +141,7 @@ class NixlMover:
         self._regions = (*regions, *staging)
         self._errors = error_types(binding)
         self._peers: dict[PeerId, _Peer] = {}
-        self._kept: dict[str, bytes] = {}
+        self._kept: dict[str, _Kept] = {}
         self._numbers = count()
         refusals: tuple[type[Exception], ...] = (ValueError, *self._errors)
         try:
@@ -177,19 +185,21 @@ class NixlMover:
             raise MoveFailed("metadata_invalid", f"{envelope.agent!r} calls itself {peer.agent!r}")
         self._peers[address.peer] = peer
 
-    def remove(self, peer_id: PeerId) -> None:
+    def remove(self, peer_id: PeerId, *, gone: bool) -> None:
         """See ``Mover.remove``."""
         peer = self._peers.pop(peer_id, None)
         if peer is None:
+            if gone:
+                self._drop_kept(peer_id)
             return
         for prepared in (peer.epochs, *(prepared for program in peer.programs.values() for prepared in program)):
             self._reader.agent.release_list(prepared)
-        if peer.failed:
+        if peer.failed or gone:
             self._forget(peer.agent)
             return
         # Over shared memory, too, UCX has a socket to each peer, and closing our end of it leaves both open for as long
         # as both processes live: the other agent still counts on it. So whoever comes again gets the same one.
-        self._kept[peer.agent] = peer.blob
+        self._kept[peer.agent] = _Kept(peer_id, peer.blob)
         if len(self._kept) > _KEPT_MAX:
             oldest = next(iter(self._kept))
             del self._kept[oldest]
@@ -262,7 +272,7 @@ class NixlMover:
     def _connect(self, envelope: Envelope, epochs: npt.NDArray[np.int64]) -> _Peer:
         """Get ready to read an epoch table, over the connection that was kept if there is one that has not failed."""
         kept = self._kept.pop(envelope.agent, None)
-        if kept == envelope.blob:
+        if kept is not None and kept.blob == envelope.blob:
             with suppress(*self._errors):
                 prepared = self._reader.agent.prepare_remote(envelope.agent, epochs, "DRAM")
                 return _Peer(envelope.agent, envelope.blob, prepared)
@@ -333,6 +343,11 @@ class NixlMover:
             return 0
         self._reader.free_slots.append(posted.slot)
         return int(self._reader.scratch[posted.slot])
+
+    def _drop_kept(self, peer_id: PeerId) -> None:
+        for agent in [agent for agent, kept in self._kept.items() if kept.peer == peer_id]:
+            del self._kept[agent]
+            self._forget(agent)
 
     def _forget(self, agent: str) -> None:
         with suppress(*self._errors):  # NIXL forgets a peer by itself when its endpoint fails

@@ -47,6 +47,7 @@ class RemovePeer(Struct, frozen=True):
     """``Transport.remove_peer``."""
 
     peer: PeerId
+    gone: bool = False
 
 
 class CancelReads(Struct, frozen=True):
@@ -64,11 +65,12 @@ Command = PeerAddress | RemovePeer | Program | Read | CancelReads | RenewReader
 
 @dataclass(slots=True, eq=False)
 class _Peer:
-    """A peer that was added. When ``leaving`` it only drains; ``again`` is what to add after that."""
+    """A peer that was added. When ``leaving`` it only drains; ``again`` is what to add after that, unless ``gone``."""
 
     address: PeerAddress
     programs: dict[int, Prepared | Reason] = field(default_factory=dict)
     leaving: bool = False
+    gone: bool = False
     again: PeerAddress | None = None
 
 
@@ -129,8 +131,8 @@ class Owner:
                     self._add(command)
                 case Program():
                     self._prepare(command)
-                case RemovePeer(peer):
-                    self._remove(peer)
+                case RemovePeer(peer, gone):
+                    self._remove(peer, gone=gone)
                 case RenewReader():
                     self._begin_renewal()
             self._finish_leaving()
@@ -284,12 +286,15 @@ class Owner:
             self._ledger.open(address.peer)
         self._emit([PeerAdded(address.peer)])
 
-    def _remove(self, peer_id: PeerId) -> None:
+    def _remove(self, peer_id: PeerId, *, gone: bool) -> None:
         peer = self._peers.get(peer_id)
+        if peer is None and gone:
+            self._mover.remove(peer_id, gone=True)  # it was let go before, and only now is known not to come again
         if peer is not None and peer.again is not None:
             peer.again = None
             self._emit([PeerFailed(peer_id, "peer_lost", "removed before it could be added again")])
         if peer is not None:
+            peer.gone = gone
             self._leave(peer_id, REMOVED)
 
     def _leave(self, peer_id: PeerId, reason: Reason) -> bool:
@@ -305,7 +310,7 @@ class Owner:
         for peer_id, peer in tuple(self._peers.items()):
             if peer.leaving and self._ledger.drained(peer_id):
                 del self._peers[peer_id]
-                self._mover.remove(peer_id)
+                self._mover.remove(peer_id, gone=peer.gone)
                 if peer.again is not None:
                     self._add(peer.again)
 

@@ -82,9 +82,9 @@ class ThreadedTransport:
         """See ``Transport.add_peer``."""
         self._command(address)
 
-    def remove_peer(self, peer: PeerId) -> None:
+    def remove_peer(self, peer: PeerId, *, gone: bool = False) -> None:
         """See ``Transport.remove_peer``."""
-        self._command(RemovePeer(peer))
+        self._command(RemovePeer(peer, gone))
 
     def prepare(self, program: Program) -> None:
         """See ``Transport.prepare``."""

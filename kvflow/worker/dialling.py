@@ -80,6 +80,11 @@ class DiallingRecord:
                 retry_after_s=retry_after_s,
             )
 
+    def is_gone(self, member: Member) -> bool:
+        """Tell whether a peer has left, or another one answers at its address."""
+        gone = self._gone.get((member.peer, member.address.endpoint))
+        return gone is not None and self._clock() < gone.until
+
     def on_answered(self, endpoint: str) -> None:
         """Note that somebody answers there, whatever is said."""
         breaker = self._breakers.pop(endpoint, None)

@@ -417,16 +417,17 @@ class PeerPool:
 
     def _forget(self, peer: PeerId, entry: _Entry, code: str, detail: str) -> None:
         del self._entries[peer], self._lives[peer]
-        self._transport.remove_peer(peer)
+        if code == GOODBYE:
+            self._record.on_goodbye(entry.member)
+        gone = self._record.is_gone(entry.member)
+        self._transport.remove_peer(peer, gone=gone)
         for programs in entry.programs.values():
             for program_id, _ in programs:
                 self.bindings.pop(program_id, None)
         self._legs = {key: legs for key, legs in self._legs.items() if peer not in key}
         _fail(entry, PeerLost(f"meeting {peer} was cut short", peer=peer))
         entry.gone.set_result(None)
-        if code == GOODBYE:
-            self._record.on_goodbye(entry.member)
-        elif entry.programs and code not in (DISTRUSTED, CLOSING[0]):
+        if code not in (GOODBYE, DISTRUSTED, CLOSING[0]) and entry.programs:
             self._redial_later(entry.member)  # it was in use, and whoever used it goes on
         self.drops[code] += 1
         self._report(PeerDropped(peer, code, detail))

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from kvflow.transport.base import FenceJudged, PeerFailed, ReadCompleted, ReadFailed
+from kvflow.transport.nixl_binding import Agent
 
 pytestmark = [pytest.mark.nixl, pytest.mark.processes]
 
@@ -143,6 +144,26 @@ def test_a_peer_that_comes_and_goes_leaves_no_descriptor_on_either_side(nixl_wor
         nixl_world.connect_again(reader, exporter, "p")
         reader.transport.prepare(program)
     assert counts == counts[:1] * 5
+
+
+@pytest.mark.parametrize(
+    ("words", "forgets"),
+    [((False,), False), ((True,), True), ((False, True), True)],
+    ids=["may come again", "gone", "gone, as is learned later"],
+)
+def test_the_connection_to_a_peer_that_is_gone_is_not_kept(nixl_world, reader, monkeypatch, words, forgets):
+    forgotten = []
+    forget = Agent.remove_remote
+    monkeypatch.setattr(Agent, "remove_remote", lambda agent, name: (forgotten.append(name), forget(agent, name)))
+    exporter, program = join(nixl_world, reader, "p", 1, WIRES["shared memory"])
+    read_all(nixl_world, reader, exporter, program, 1)
+    for gone in words:
+        reader.transport.remove_peer("p", gone=gone)
+    flush_commands(reader)
+    assert len(forgotten) == int(forgets)
+    nixl_world.connect_again(reader, exporter, "p")
+    reader.transport.prepare(program)
+    read_all(nixl_world, reader, exporter, program, 2)  # should it come after all
 
 
 def test_a_peer_that_died_after_it_was_removed_fails_when_it_is_added_again(nixl_world, reader, wire):

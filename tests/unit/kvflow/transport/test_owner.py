@@ -49,8 +49,8 @@ class ScriptedMover:
     def add(self, address):
         self._call("add", address.peer)
 
-    def remove(self, peer):
-        self._call("remove", peer)
+    def remove(self, peer, *, gone):
+        self._call("remove", peer, *(["gone"] if gone else []))
 
     def prepare(self, prepared):
         self._call("prepare", prepared.program.program_id)
@@ -150,6 +150,23 @@ def test_a_lost_peer_is_removed_when_its_last_flight_has_ended(bench):
     bench.land(MoveFailed("peer_lost", "reset"))
     assert bench.seen() == ["ReadFailed 2 peer_lost", "PeerAdded"]
     assert bench.mover.calls[-2:] == [("remove", "p"), ("add", "p")]
+
+
+@pytest.mark.parametrize("words", [(True,), (False, True)], ids=["said at once", "said later"])
+def test_the_mover_is_told_that_a_removed_peer_never_comes_again(bench, words):
+    for gone in words:
+        bench.owner.handle(RemovePeer("p", gone))
+    assert bench.mover.calls[-1] == ("remove", "p", "gone")
+    assert len([call for call in bench.mover.calls if call[0] == "remove"]) == len(words)
+
+
+def test_a_peer_that_is_in_use_and_gone_is_forgotten_when_nothing_of_it_is_in_flight(bench):
+    bench.post(1)
+    bench.owner.step()
+    bench.owner.handle(RemovePeer("p", gone=True))
+    assert bench.mover.calls[-1] == ("post", 1)
+    bench.land()
+    assert bench.mover.calls[-1] == ("remove", "p", "gone")
 
 
 def test_removing_a_peer_that_waits_to_be_added_again_tells_so(bench):

@@ -45,13 +45,15 @@ class Transport:
     def __init__(self):
         self.added = []
         self.removed = []
+        self.gone = []
         self.prepared = []
 
     def add_peer(self, address):
         self.added.append(address)
 
-    def remove_peer(self, peer):
+    def remove_peer(self, peer, *, gone=False):
         self.removed.append(peer)
+        self.gone += [peer] if gone else []
 
     def prepare(self, program):
         self.prepared.append(program)
@@ -434,6 +436,15 @@ async def test_whoever_said_goodbye_is_gone_and_not_dialled_any_more(world):
         with pytest.raises(StaleLease, match="it said goodbye"):
             await ask(member())
     assert world.wire.dialled == 1
+    assert world.transport.gone == [member().peer]
+
+
+async def test_whoever_is_lost_without_a_word_may_come_again(world):
+    await world.met()
+    world.wire.hung_up("peer_lost", "silent")
+    await settle()
+    assert world.transport.removed == [member().peer]
+    assert world.transport.gone == []
 
 
 async def test_a_successor_is_met_by_itself_and_its_predecessor_is_never_dialled_again(world):
@@ -449,6 +460,7 @@ async def test_a_successor_is_met_by_itself_and_its_predecessor_is_never_dialled
     with pytest.raises(StaleLease, match="is gone"):
         await world.pool.meet(member())
     assert world.wire.dialled == dialled == 2
+    assert world.transport.gone == [member().peer]
 
 
 async def test_an_address_that_has_another_name_each_time_is_not_followed_for_ever(world):
