@@ -17,8 +17,8 @@ HONEST_S = 1.0
 """What an honest handshake may take beside the attack, as the worst of all."""
 
 GROWTH_MAX = {"listening": 0.05, "dialling": 0.15}
-"""Of resident memory, after a fifth of the input. Every lie that reaches NIXL is another peer, and a peer that was met
-and let go leaves 1 to 4 KB behind, an honest one, too: 6,000 of them are 9 %."""
+"""Of resident memory, after a fifth of the input. Every lie that reaches NIXL is another peer. A peer that was met and
+let go leaves 0.5 KB in UCX, one with wrong metadata some 5 KB: "Known limits" in docs/explanation/architecture.md."""
 
 UNANSWERED_MAX = 0.001
 """Of the conversations: on a busy machine ZeroMQ may give up a handshake after 5.5 s, and then nobody is answered."""

@@ -131,10 +131,10 @@ async def _be_raw(endpoint, seed, connections, attacked):
     room = asyncio.Semaphore(RAW_AT_ONCE)
 
     async def one(number):
-        mutator = Mutator(f"{seed}/raw/{number}")
-        more = mutator.draw.randbytes(mutator.draw.choice((0, 9, 5000)))
-        words = mutator.of_bytes(greeting, draw.randbytes(64)) + more
-        async with room:
+        async with room:  # drawn one by one: all at once would keep the loop of the honest for a second
+            mutator = Mutator(f"{seed}/raw/{number}")
+            more = mutator.draw.randbytes(mutator.draw.choice((0, 9, 5000)))
+            words = mutator.of_bytes(greeting, draw.randbytes(64)) + more
             with suppress(OSError, TimeoutError):
                 async with asyncio.timeout(1.0):
                     reader, writer = await asyncio.open_connection(host, int(port))
