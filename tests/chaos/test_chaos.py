@@ -10,15 +10,22 @@ from tests.integration.words import Words
 from .blame import foreign
 from .driver import Until, run
 from .engine import RIGHT
+from .faults import OF_PROCESSES
 from .proxy import proxy
+
+ROUNDS = 3
+"""Each brief harm to a process once, and as many to a control channel."""
 
 
 @pytest.mark.nixl
 @pytest.mark.processes
 @pytest.mark.timeout(600)
 async def test_whoever_is_harmed_gets_well_and_nobody_else_notices(tmp_path):
-    record = await run(7, Until(rounds=1), tmp_path, names=["producer", "control channel", "reader"])
+    record = await run(7, Until(rounds=ROUNDS), tmp_path, names=["producer", "control channel", "reader"])
     assert record.complaints == [], str(record)
+    for victim in ("producer", "reader"):
+        done = {fault for (name, fault), row in record.rows.items() if name == victim and row.times}
+        assert done == {fault.name for fault in OF_PROCESSES if fault.brief}
     assert len(record.beside) > 0
     assert record.ends()[RIGHT] > 0
 
