@@ -169,10 +169,10 @@ def forgotten(ends):
 @pytest.mark.nixl
 def test_of_the_connections_that_are_kept_the_oldest_is_closed_when_there_are_too_many(ends, forgotten, monkeypatch):
     monkeypatch.setattr(nixl, "_KEPT_MAX", 1)
-    ends.reader.remove("p")
+    ends.reader.remove("p", gone=False)
     assert forgotten == []
     ends.reader.add(PeerAddress("itself", ends.reader.metadata, ends.table))
-    ends.reader.remove("itself")
+    ends.reader.remove("itself", gone=False)
     assert forgotten == ["exporter/exporter"]
     ends.meet(ends.exporter)
     assert ends.finish(ends.reader.post(ends.chunk())) == 0
@@ -184,13 +184,19 @@ def test_a_connection_over_which_something_failed_is_not_kept(ends, forgotten):
     ends.flaky(type("nixlRemoteDisconnectError", (RuntimeError,), {})())
     with pytest.raises(MoveFailed, match="peer_lost"):
         ends.finish(ends.reader.post(ends.chunk()))
-    ends.reader.remove("p")
+    ends.reader.remove("p", gone=False)
+    assert forgotten == ["exporter/exporter"]
+
+
+@pytest.mark.nixl
+def test_a_connection_to_a_peer_that_is_gone_is_not_kept(ends, forgotten):
+    ends.reader.remove("p", gone=True)
     assert forgotten == ["exporter/exporter"]
 
 
 @pytest.mark.nixl
 def test_another_one_of_the_same_name_is_not_read_from_over_the_connection_that_was_kept(ends, forgotten):
-    ends.reader.remove("p")
+    ends.reader.remove("p", gone=False)
     other = np.full(4096, 7, np.uint8)
     region = Region(other.ctypes.data, other.nbytes)
     successor = NixlMover("exporter", [region], ends.table)
