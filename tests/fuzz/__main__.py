@@ -18,7 +18,7 @@ HONEST_S = 1.0
 
 GROWTH_MAX = {"listening": 0.05, "dialling": 0.15}
 """Of resident memory, after a fifth of the input. Every lie that reaches NIXL is another peer. A peer that was met and
-let go leaves 0.5 KB in UCX, one with wrong metadata some 5 KB: "Known limits" in docs/explanation/architecture.md."""
+let go leaves 0.5 KB in UCX, one with wrong metadata at most 5 KB: "Known limits" in the architecture page."""
 
 UNANSWERED_MAX = 0.001
 """Of the conversations: on a busy machine ZeroMQ may give up a handshake after 5.5 s, and then nobody is answered."""
