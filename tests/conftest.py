@@ -1,6 +1,8 @@
 """What every test relies on."""
 
+import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,3 +21,13 @@ settings.load_profile("patient")
 def repository() -> Path:
     """The root of the checkout."""
     return Path(__file__).parents[1]
+
+
+@pytest.fixture
+def few_words() -> Iterator[None]:
+    """Keep kvflow's log quiet, for tests in which thousands of things go wrong as they should."""
+    log = logging.getLogger("kvflow")
+    before = log.level
+    log.setLevel(logging.CRITICAL)
+    yield
+    log.setLevel(before)

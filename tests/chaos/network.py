@@ -103,15 +103,8 @@ class Netted(Victim):
         finally:
             self._tell({})
 
-    async def offer(self, num_blocks):
-        number = self.chaos.numbers.take()
-        return number, await self._producer.offer(number, self.chaos.numbers.take(), num_blocks), num_blocks
-
-    async def pull(self, number, params, num_blocks):
-        try:
-            return await self.chaos.pulled(self.node, number, params, num_blocks)
-        except NodeDied:
-            return "died"
+    def pair(self):
+        return self._producer, self.node
 
     async def attempt(self, row):
         try:

@@ -109,10 +109,10 @@ class Victim:
         row = self.chaos.record.row(self.name, fault.name)
         row.times += 1
         offers = await self._offers([rng.randint(1, BLOCKS_MAX) for _ in range(LOAD)], row)
-        pulls = [asyncio.create_task(self.pull(*offer)) for offer in offers[: LOAD // 2]]
+        pulls = [asyncio.create_task(self._pull(*offer)) for offer in offers[: LOAD // 2]]
         await asyncio.sleep(rng.choice([0, 0.001, 0.003, 0.01, 0.03]))  # a moment of the reads, by chance
         async with fault.strike(self, rng):
-            pulls += [asyncio.create_task(self.pull(*offer)) for offer in offers[LOAD // 2 :]]
+            pulls += [asyncio.create_task(self._pull(*offer)) for offer in offers[LOAD // 2 :]]
             await asyncio.sleep(rng.uniform(0, 0.1))
         over_s = time.monotonic()
         try:
@@ -133,9 +133,25 @@ class Victim:
         """Offer what is pulled during the harm."""
         while True:
             try:
-                return [await self.offer(num_blocks) for num_blocks in sizes]
+                return [await self._offer(num_blocks) for num_blocks in sizes]
             except NodeDied:  # of what was done before
                 await self.recover(row)
+
+    async def _offer(self, num_blocks):
+        source, _ = self.pair()
+        number = self.chaos.numbers.take()
+        return number, await source.offer(number, self.chaos.numbers.take(), num_blocks), num_blocks
+
+    async def _pull(self, number, params, num_blocks):
+        _, reader = self.pair()
+        try:
+            return await self.chaos.pulled(reader, number, params, num_blocks)
+        except NodeDied:
+            return "died"
+
+    def pair(self):
+        """Return who is read from and who reads, as they are now: either may have been started anew."""
+        raise NotImplementedError
 
     async def recover(self, row):
         """Wait until a new pull succeeds."""
@@ -199,12 +215,8 @@ class DoomedProducer(Victim):
         self.node = self.chaos.start(self.name, **self._environment)
         await self.node.open(num_offered=OFFERED, bind=self._bind, lease_s=BRIEF_LEASE_S, **self._advertised)
 
-    async def offer(self, num_blocks):
-        number = self.chaos.numbers.take()
-        return number, await self.node.offer(number, self.chaos.numbers.take(), num_blocks), num_blocks
-
-    async def pull(self, number, params, num_blocks):
-        return await self.chaos.pulled(self.chaos.survivor, number, params, num_blocks)
+    def pair(self):
+        return self.node, self.chaos.survivor
 
     async def attempt(self, row):
         try:
@@ -236,15 +248,8 @@ class DoomedReader(Victim):
         self.node = self.chaos.start(self.name, **self._environment)
         await self.node.open(num_slots=2 * LOAD)
 
-    async def offer(self, num_blocks):
-        number = self.chaos.numbers.take()
-        return number, await self._producer.node.offer(number, self.chaos.numbers.take(), num_blocks), num_blocks
-
-    async def pull(self, number, params, num_blocks):
-        try:
-            return await self.chaos.pulled(self.node, number, params, num_blocks)
-        except NodeDied:
-            return "died"
+    def pair(self):
+        return self._producer.node, self.node
 
     async def attempt(self, row):
         producer = self._producer

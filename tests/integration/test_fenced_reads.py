@@ -3,7 +3,6 @@
 ``KVFLOW_TEST_READS`` says how many reads, in runs of five thousand; ``make test-fence`` makes a hundred thousand.
 """
 
-import logging
 import os
 import sys
 from collections import defaultdict
@@ -25,17 +24,12 @@ FEW = 3
 ENOUGH = 3000
 """Reads after which a run without the fence must have shown them."""
 
-pytestmark = [pytest.mark.nixl, pytest.mark.processes, pytest.mark.timeout(600)]
-
-
-@pytest.fixture(autouse=True)
-def few_words():
-    """Log no stale read: there are thousands."""
-    log = logging.getLogger("kvflow")
-    before = log.level
-    log.setLevel(logging.CRITICAL)
-    yield
-    log.setLevel(before)
+pytestmark = [
+    pytest.mark.nixl,
+    pytest.mark.processes,
+    pytest.mark.timeout(600),
+    pytest.mark.usefixtures("few_words"),
+]
 
 
 @pytest.fixture

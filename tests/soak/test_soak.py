@@ -1,7 +1,6 @@
 """Every kind of disturbance once, and a look at everybody after each: the short form of ``make soak``."""
 
 import asyncio
-import logging
 
 import pytest
 
@@ -9,20 +8,15 @@ from .processes import thread_pool
 from .report import missed
 from .soak import DISTURBANCES, run
 
-pytestmark = [pytest.mark.nixl, pytest.mark.processes, pytest.mark.timeout(600)]  # seconds, unless others are busy
+pytestmark = [
+    pytest.mark.nixl,
+    pytest.mark.processes,
+    pytest.mark.timeout(600),  # seconds, unless others are busy
+    pytest.mark.usefixtures("few_words"),
+]
 
 OF_ROUND = 75
 THREADS = 8
-
-
-@pytest.fixture(autouse=True)
-def few_words():
-    """Log no lease that runs out: hundreds do."""
-    log = logging.getLogger("kvflow")
-    before = log.level
-    log.setLevel(logging.CRITICAL)
-    yield
-    log.setLevel(before)
 
 
 async def test_pulls_that_are_disturbed_in_every_way_leave_nothing_behind():
