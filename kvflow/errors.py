@@ -7,7 +7,8 @@ The tree, by what the caller can do about it::
     ├── ArgumentInvalid          pass an argument of the right type
     ├── SpecInvalid              fix the description of the cache
     ├── WorkerClosed             the worker is closing or closed: nothing more is served
-    │   └── WorkerDraining       the worker finishes what it has begun: begin nothing new here
+    │   ├── WorkerDraining       the worker finishes what it has begun: begin nothing new here
+    │   └── WorkerSuspended      the worker's cache is withdrawn: ask again when it was resumed
     ├── TicketInvalid            the ticket is truncated, forged or from another cluster: refuse the request
     ├── BlockIdsInvalid          fix the block ids of this call
     │   └── BlockRangeMismatch   the ticket does not cover the tokens that are asked for
@@ -93,6 +94,13 @@ class WorkerDraining(WorkerClosed):
 
     code = "worker_draining"
     default_remedy = "Use another worker; tickets of this one are good until it closes."
+
+
+class WorkerSuspended(WorkerClosed):
+    """The worker is suspended: its cache is withdrawn, and nothing is served until it is resumed."""
+
+    code = "worker_suspended"
+    default_remedy = "Resume the worker first; tickets of before are void."
 
 
 class TicketInvalid(KvflowError):

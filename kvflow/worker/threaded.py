@@ -1,7 +1,10 @@
-"""``run_worker``: the same worker for an engine that is not asyncio, on a thread and event loop of its own."""
+"""``run_worker``: the same worker for an engine that is not asyncio, on a thread and event loop of its own.
+
+Where the engine sleeps, the worker is suspended meanwhile: it has one life after the other, each with a registration,
+an incarnation and a thread of its own (``worker.life``).
+"""
 
 import asyncio
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -10,17 +13,17 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Literal, TypeVar
 
-import uvloop
+import msgspec
 from msgspec import Struct
 
 from kvflow.cache.leases import LeaseEnded, Outcome
 from kvflow.cache.tickets import Grant, RankAddress, Ticket
 from kvflow.config import WorkerConfig
-from kvflow.errors import KvflowError, TransferCancelled, TransferFailed
+from kvflow.errors import KvflowError, TransferCancelled, TransferFailed, WorkerClosed, WorkerSuspended
 from kvflow.transfer.report import TransferReport
-from kvflow.worker.bridge import Bridge
 from kvflow.worker.drain import DrainReport
-from kvflow.worker.runtime import Cache, Hook, open_worker
+from kvflow.worker.life import Life, begin_life
+from kvflow.worker.runtime import Cache, Hook
 from kvflow.worker.worker import Snapshot, Worker
 
 T = TypeVar("T")
@@ -55,27 +58,70 @@ class ThreadedWorker:
     A failure of ``pull`` is reported only after quiescence, because an engine reuses blocks as soon as it
     hears of it.
 
-    Thread: any.
+    While it is suspended, whatever asks for something raises ``WorkerSuspended``; only ``revoke`` and ``finished`` tell
+    of what was before.
+
+    Thread: any, but not from a hook: that is the worker's own.
     """
 
-    def __init__(self, worker: Worker, bridge: Bridge, finished: "_FinishedQueue") -> None:
-        self._worker = worker
-        self._bridge = bridge
-        self._finished = finished
+    def __init__(self, config: WorkerConfig, hooks: Sequence[Hook], cache: Cache) -> None:
+        self._config = config
+        self._finished = _FinishedQueue()
+        self._hooks = (*hooks, self._finished.on_event)
+        self._changing = threading.Lock()
+        self._stage: Literal["open", "suspended", "closed"] = "open"
+        self._life = begin_life(config, cache, self._hooks)
 
     @property
     def endpoint(self) -> str:
-        """Control endpoint as peers reach it."""
-        return self._worker.endpoint
+        """Control endpoint as peers reach it; that of its last life, if it has none now."""
+        return self._life.worker.endpoint
 
     @property
     def rank_address(self) -> RankAddress:
-        """What a ``TicketMint`` in another process needs to know of this worker."""
-        return self._worker.rank_address
+        """What a ``TicketMint`` in another process needs to know of this worker; ask anew after ``resume``.
+
+        Raises:
+            WorkerSuspended: nobody can be told where it is.
+        """
+        return self._awake().worker.rank_address
+
+    def suspend(self) -> None:
+        """Withdraw the cache: on return nothing reads or writes its memory any more, and the engine may unmap it.
+
+        As leaving ``run_worker`` does it, and as slowly: every lease ends before the memory is let go, so that whoever
+        still reads finds that out and delivers nothing; every pull is cancelled, and waited for until nothing writes;
+        peers hear a goodbye; the transport is destroyed. Tickets of before are void for ever. What has ended is told by
+        ``finished``, but what was read before is where the engine's memory was. Does nothing the second time.
+
+        Raises:
+            WorkerClosed: its block has been left.
+            BaseException: what its loop had died of; nothing touches the memory then, either.
+        """
+        with self._changing:
+            self._withdraw()
+
+    def resume(self, cache: Cache) -> None:
+        """Register a cache and serve it, at whatever addresses it has now; suspends first what is not suspended.
+
+        This is another incarnation under the same settings: it listens where ``bind`` says, peers meet it anew and
+        plan anew, and a mint in another process must be made anew with its ``rank_address``.
+
+        Args:
+            cache: the same one if its memory is back where it was, or another.
+
+        Raises:
+            ConfigInvalid, SpecInvalid, TransportUnavailable: see ``open_worker``; it stays suspended.
+            WorkerClosed: its block has been left.
+        """
+        with self._changing:
+            self._withdraw()
+            self._life = begin_life(self._config, cache, self._hooks)
+            self._stage = "open"
 
     def offer(self, request_id: str, block_ids: Sequence[Sequence[int]], num_tokens: int | Sequence[int]) -> Ticket:
         """Promise to keep blocks for a consumer. See ``Worker.offer``."""
-        return self._worker.offer(request_id, block_ids, num_tokens)
+        return self._awake().worker.offer(request_id, block_ids, num_tokens)
 
     def offer_when_possible(
         self,
@@ -86,44 +132,55 @@ class ThreadedWorker:
         timeout_s: float | None = None,
     ) -> "Future[Ticket]":
         """Wait until a lease slot is free, then offer. See ``Worker.offer_when_possible``."""
-        return self._bridge.submit(
-            self._worker.offer_when_possible(request_id, block_ids, num_tokens, timeout_s=timeout_s),
-            on_unwanted=lambda _: self._worker.revoke(request_id),
+        life = self._awake()
+        return life.bridge.submit(
+            life.worker.offer_when_possible(request_id, block_ids, num_tokens, timeout_s=timeout_s),
+            on_unwanted=lambda _: life.worker.revoke(request_id),
         )
 
     def admit(self, grant: Grant) -> None:
         """Hold the lease of a grant. See ``Worker.admit``."""
-        self._worker.admit(grant)
+        self._awake().worker.admit(grant)
 
     def revoke(self, request_id: str) -> bool:
         """End a lease now. See ``Worker.revoke``."""
-        return self._worker.revoke(request_id)
+        return self._life.worker.revoke(request_id)
 
     def wait_offer(self, request_id: str) -> "Future[Outcome]":
         """Wait until a lease has ended. See ``Worker.wait_offer``."""
-        return self._bridge.submit(self._worker.wait_offer(request_id))
+        life = self._awake()
+        return life.bridge.submit(life.worker.wait_offer(request_id))
 
     def pull(
         self, ticket: Ticket, block_ids: Sequence[Sequence[int]], *, priority: int = 0, local_request_id: str = ""
     ) -> "Future[TransferReport]":
         """Read a ticket's blocks into ours. See ``Worker.pull``; cancelling the future cancels the pull."""
         request_id = getattr(ticket, "request_id", "")  # whatever was passed, its refusal is reported
-        return self._bridge.submit(
-            self._pull(ticket, block_ids, priority, local_request_id),
+        life = self._awake()
+        return life.bridge.submit(
+            _pull(life.worker, ticket, block_ids, priority, local_request_id),
             on_end=partial(self._finished.on_pull_ended, request_id, local_request_id),
         )
 
     def release(self, ticket: Ticket) -> "Future[None]":
         """Give a ticket back unread. See ``Worker.release``."""
-        return self._bridge.submit(self._worker.release(ticket))
+        life = self._awake()
+        return life.bridge.submit(life.worker.release(ticket))
 
     def drain(self, deadline_s: float) -> "Future[DrainReport]":
         """Begin nothing new, and wait for what has begun. See ``Worker.drain``."""
-        return self._bridge.submit(self._worker.drain(deadline_s))
+        life = self._awake()
+        return life.bridge.submit(life.worker.drain(deadline_s))
 
     def allow_keys(self, keys: Iterable[str]) -> None:
-        """Replace the list of allowed keys. See ``Worker.allow_keys``."""
-        self._bridge.submit(_call(partial(self._worker.allow_keys, tuple(keys)))).result()
+        """Replace the list of allowed keys, also that of later lives. See ``Worker.allow_keys``."""
+        config = msgspec.structs.replace(self._config, allowed_keys=tuple(keys))
+        with self._changing:
+            if self._stage == "suspended":
+                config.check()
+            else:
+                self._call(partial(self._life.worker.allow_keys, config.allowed_keys or ()))
+            self._config = config
 
     def finished(self) -> list[Finished]:
         """Drain what has ended, and is quiescent, since the last call."""
@@ -131,28 +188,36 @@ class ThreadedWorker:
 
     def snapshot(self) -> Snapshot:
         """Return what is held at this moment."""
-        return self._bridge.submit(_call(self._worker.snapshot)).result()
+        return self._call(self._awake().worker.snapshot)
 
-    async def _pull(
-        self, ticket: Ticket, block_ids: Sequence[Sequence[int]], priority: int, local_request_id: str
-    ) -> TransferReport:
-        try:
-            return await self._worker.pull(ticket, block_ids, priority=priority, local_request_id=local_request_id)
-        except (Exception, asyncio.CancelledError) as error:
-            # Where the error is not ours nobody knows how far the pull had come.
-            if not isinstance(error, KvflowError) or (isinstance(error, TransferFailed) and error.quarantined):
-                await self._wait_quiesced(getattr(ticket, "request_id", ""))
-            raise
+    def close(self) -> None:
+        """End it for good, as leaving ``run_worker`` does.
 
-    async def _wait_quiesced(self, request_id: str) -> None:
-        """Wait until nothing writes for a request, also when its pull is cancelled meanwhile.
-
-        An engine that gives up a request whose pull has failed already still may not have its blocks back.
+        Raises:
+            BaseException: what its loop had died of.
         """
-        waiting = asyncio.ensure_future(self._worker.quiesced(request_id))
-        while not waiting.done():
-            with suppress(asyncio.CancelledError):
-                await asyncio.shield(waiting)
+        with self._changing:
+            self._stage = "closed"
+            self._life.end()
+
+    def _awake(self) -> Life:
+        """Return the present life, or the last one, whose worker says by itself that it is closed.
+
+        Raises:
+            WorkerSuspended: there is none at present.
+        """
+        if self._stage == "suspended":
+            raise WorkerSuspended("the worker is suspended: its cache is withdrawn")
+        return self._life
+
+    def _withdraw(self) -> None:
+        if self._stage == "closed":
+            raise WorkerClosed("the worker is closed")
+        self._stage = "suspended"
+        self._life.end()
+
+    def _call(self, function: Callable[[], T]) -> T:
+        return self._life.bridge.submit(_call(function)).result()
 
 
 @contextmanager
@@ -164,54 +229,34 @@ def run_worker(config: WorkerConfig, cache: Cache, *, hooks: Sequence[Hook] = ()
 
     Cancellation: Ctrl-C while it opens closes it as soon as it is open.
     """
-    opened: Future[ThreadedWorker] = Future()
-    left: Future[None] = Future()
-    ended: Future[None] = Future()
-    finished = _FinishedQueue()
-
-    def live() -> None:
-        try:
-            uvloop.run(_live(config, cache, (*hooks, finished.on_event), finished, opened=opened, left=left))
-        except BaseException as error:  # noqa: BLE001 - raised in the caller's thread, also if there is no loop at all
-            (ended if opened.done() else opened).set_exception(error)
-
-    # A daemon: an engine that ends without leaving this block must not wait for a thread that waits for it.
-    thread = threading.Thread(target=live, name=f"kvflow-{config.engine_id}", daemon=True)
+    worker = ThreadedWorker(config, hooks, cache)
     try:
-        thread.start()
-        yield opened.result()
+        yield worker
     finally:
-        # Whatever interrupted us, in whatever state the loop is: a thread that is not told lives for ever.
-        left.set_result(None)
-        if thread.is_alive() and not sys.is_finalizing():  # by then the thread does not run any more
-            thread.join()
-        if ended.done():
-            ended.result()
+        worker.close()
 
 
-async def _live(
-    config: WorkerConfig,
-    cache: Cache,
-    hooks: Sequence[Hook],
-    finished: "_FinishedQueue",
-    *,
-    opened: "Future[ThreadedWorker]",
-    left: "Future[None]",
-) -> None:
-    loop, leaving = asyncio.get_running_loop(), asyncio.Event()
-    bridge = Bridge(loop)
-
-    def leave(_: "Future[None]") -> None:
-        with suppress(RuntimeError):  # the loop has died, of an error that ``ended`` tells
-            loop.call_soon_threadsafe(leaving.set)
-
+async def _pull(
+    worker: Worker, ticket: Ticket, block_ids: Sequence[Sequence[int]], priority: int, local_request_id: str
+) -> TransferReport:
     try:
-        async with open_worker(config, cache, hooks=hooks) as worker:
-            opened.set_result(ThreadedWorker(worker, bridge, finished))
-            left.add_done_callback(leave)
-            await leaving.wait()
-    finally:
-        await bridge.close()
+        return await worker.pull(ticket, block_ids, priority=priority, local_request_id=local_request_id)
+    except (Exception, asyncio.CancelledError) as error:
+        # Where the error is not ours nobody knows how far the pull had come.
+        if not isinstance(error, KvflowError) or (isinstance(error, TransferFailed) and error.quarantined):
+            await _wait_quiesced(worker, getattr(ticket, "request_id", ""))
+        raise
+
+
+async def _wait_quiesced(worker: Worker, request_id: str) -> None:
+    """Wait until nothing writes for a request, also when its pull is cancelled meanwhile.
+
+    An engine that gives up a request whose pull has failed already still may not have its blocks back.
+    """
+    waiting = asyncio.ensure_future(worker.quiesced(request_id))
+    while not waiting.done():
+        with suppress(asyncio.CancelledError):
+            await asyncio.shield(waiting)
 
 
 class _FinishedQueue:

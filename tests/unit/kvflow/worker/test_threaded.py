@@ -24,7 +24,7 @@ from kvflow.errors import (
 )
 from kvflow.rendezvous.mint import TicketMint
 from kvflow.transfer.events import TransferQuiesced, TransferRetried
-from kvflow.worker import threaded
+from kvflow.worker import life
 from kvflow.worker.threaded import run_worker
 from kvflow.worker.worker import Worker
 
@@ -174,7 +174,7 @@ def test_a_pull_that_is_cancelled_when_it_has_failed_still_is_not_reported_befor
         worker.snapshot()  # the loop has had its turn: the cancellation has come
         worker.snapshot()
         assert worker.finished() == []
-        worker._bridge._loop.call_soon_threadsafe(quiet.set)
+        worker._life.bridge._loop.call_soon_threadsafe(quiet.set)
         ended.result(PATIENCE_S)
         (end,) = worker.finished()
     assert (end.request_id, end.outcome, type(end.error)) == ("r", "failed", DeadlineExceeded)
@@ -241,7 +241,7 @@ def test_an_interruption_while_it_opens_ends_it(monkeypatch):
         except KeyboardInterrupt as interruption:
             seen.append(interruption)
 
-    monkeypatch.setattr(threaded, "Future", Interrupted)
+    monkeypatch.setattr(life, "Future", Interrupted)
     thread = threading.Thread(target=engine, daemon=True)
     thread.start()
     thread.join(PATIENCE_S)
@@ -250,17 +250,17 @@ def test_an_interruption_while_it_opens_ends_it(monkeypatch):
 
 
 def test_a_loop_that_cannot_be_made_raises_where_it_was_asked_for(monkeypatch):
-    def run(life):
-        life.close()
+    def run(living):
+        living.close()
         raise OSError("too many open files")
 
-    monkeypatch.setattr("kvflow.worker.threaded.uvloop.run", run)
+    monkeypatch.setattr("kvflow.worker.life.uvloop.run", run)
     with pytest.raises(OSError, match="too many"), run_worker(config(), cache_of()):
         pytest.fail("it runs")
 
 
 def test_what_a_loop_died_of_is_raised_on_leaving(monkeypatch):
-    open_worker, run, died = threaded.open_worker, threaded.uvloop.run, threading.Event()
+    open_worker, run, died = life.open_worker, life.uvloop.run, threading.Event()
 
     async def fail():
         raise ZeroDivisionError("what it died of")
@@ -271,14 +271,14 @@ def test_what_a_loop_died_of_is_raised_on_leaving(monkeypatch):
             tasks.create_task(fail())
             yield worker
 
-    def run_and_tell(life):
+    def run_and_tell(living):
         try:
-            run(life)
+            run(living)
         finally:
             died.set()
 
-    monkeypatch.setattr(threaded, "open_worker", open_mortal)
-    monkeypatch.setattr(threaded.uvloop, "run", run_and_tell)
+    monkeypatch.setattr(life, "open_worker", open_mortal)
+    monkeypatch.setattr(life.uvloop, "run", run_and_tell)
     with pytest.raises(ExceptionGroup) as caught, run_worker(config(), cache_of()):
         assert died.wait(PATIENCE_S)
     assert caught.group_contains(ZeroDivisionError, match="what it died of")

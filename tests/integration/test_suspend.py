@@ -1,0 +1,182 @@
+"""An engine that sleeps: its memory goes away while others know where it was, and it comes back elsewhere."""
+
+import asyncio
+import time
+
+import msgspec
+import pytest
+import torch
+
+import kvflow
+from kvflow import errors
+from tests.ports import free_port
+
+from .consuming import PATIENCE_S, consuming, until, works
+from .elsewhere import Child
+from .producing import SECRET, configured
+from .shapes import Shape, write, wrong
+from .test_late_write import AFTER, BLOCKS, LARGE, TOKENS, Engine
+
+SMALL_BLOCKS = [[0, 1], [2, 3]]
+AWAKE = 0x11
+"""What lies in the memory of an engine while it is awake, where its content does not matter."""
+GONE = {errors.StaleLease.code, errors.PeerLost.code, errors.PeerUnavailable.code}
+REFUSED_S = 10.0
+"""No budget of a pull: whoever is told goodbye waits for none, and whoever dials nobody waits for ``connect_s``."""
+
+
+class Sleeper:
+    """The parent's end of ``sleeper_process``."""
+
+    def __init__(self, shape, **environment):
+        self._shape = shape
+        self.child = Child("sleeper_process", forked=True, **environment)
+
+    async def open(self, **settings):
+        settings = {"engine_id": "prefill-0"} | settings
+        await self.child.ask("open", shape=msgspec.to_builtins(self._shape), settings=settings)
+        return self
+
+    def __getattr__(self, op):
+        async def ask(**fields):
+            return await self.child.ask(op, **fields)
+
+        return ask
+
+    async def offer(self, request, block_ids, num_tokens):
+        return await self.child.ask("offer", request=request, block_ids=block_ids, num_tokens=num_tokens)
+
+    async def outcome(self, request):
+        return await self.child.ask("outcome", request=request)
+
+
+@pytest.fixture
+def sleeping():
+    """Start engines that sleep, each in a process of its own."""
+    sleepers = []
+
+    def start(shape=Shape(), **environment):  # noqa: B008 - frozen
+        sleepers.append(Sleeper(shape, **environment))
+        return sleepers[-1]
+
+    yield start
+    for sleeper in sleepers:
+        sleeper.child.go()
+
+
+async def refused(consumer, params, blocks=SMALL_BLOCKS):
+    """Pull what cannot be had, and return the code of the error, which comes soon."""
+    begun_s = time.monotonic()
+    with pytest.raises(errors.TransferFailed) as caught:
+        await consumer.pull(params, blocks)
+    assert time.monotonic() - begun_s < REFUSED_S
+    return caught.value.code
+
+
+@pytest.mark.parametrize("memory", ["unmapped", "overwritten"])
+@pytest.mark.nixl
+@pytest.mark.processes
+async def test_a_producer_sleeps_and_serves_the_same_consumers_from_other_memory(sleeping, memory):
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    sleeper = await sleeping().open(bind=endpoint)
+    async with consuming() as consumer, consuming(engine_id="stranger") as stranger:
+        await works(sleeper, consumer, "before")
+        old = await sleeper.offer("old", SMALL_BLOCKS, 8)
+        await sleeper.suspend(memory=memory)
+        assert await refused(consumer, old) == "stale_lease"
+        assert await refused(stranger, old) in GONE
+        assert await sleeper.resume() == endpoint
+        assert await refused(consumer, old) == "stale_lease"
+        assert await refused(stranger, old) == "stale_lease"
+        for each in (consumer, stranger):
+            await works(sleeper, each, f"for {each.worker.incarnation}")
+            each.untouched(but=SMALL_BLOCKS)
+            each.at_rest()
+        assert await refused(consumer, old) == "stale_lease"
+
+
+@pytest.mark.parametrize("wire", [{}, {"UCX_TLS": "tcp"}], ids=["shared memory", "tcp"])
+@pytest.mark.parametrize("memory", ["unmapped", "overwritten"])
+@pytest.mark.nixl
+@pytest.mark.processes
+async def test_a_producer_falls_asleep_while_it_is_read(sleeping, memory, wire):
+    sleeper = await sleeping(LARGE, **wire).open()
+    async with consuming(LARGE) as consumer:
+        for turn in range(2):
+            await sleeper.fill(byte=AWAKE)
+            consumer.cache.backing.zero_()
+            params = await sleeper.offer_as_is(request="r", block_ids=BLOCKS, num_tokens=TOKENS)
+            pull = asyncio.create_task(ending(consumer, params))
+            await until(lambda: consumer.cache.backing[0] != 0)
+            await sleeper.suspend(memory=memory)
+            async with asyncio.timeout(PATIENCE_S):
+                end = await pull
+                await consumer.worker.quiesced("r")
+            assert end in GONE | {"right"}, f"turn {turn}"
+            consumer.at_rest()
+            await sleeper.resume()
+        await works(sleeper, consumer, "after", AFTER, 32, sources=[[0, 1], []])
+
+
+async def ending(consumer, params):
+    """Pull a cache that holds one byte everywhere, and say how that has ended."""
+    try:
+        await consumer.pull(params, BLOCKS)
+    except errors.TransferFailed as error:
+        return error.code
+    read = [consumer.cache.component(layer, role) for layer in consumer.cache.groups[0].layers for role in "kv"]
+    return "right" if all(bool((part[BLOCKS[0]].view(torch.uint8) == AWAKE).all()) for part in read) else "wrong"
+
+
+@pytest.mark.nixl
+@pytest.mark.processes
+async def test_nothing_is_written_into_the_memory_of_a_consumer_that_sleeps(elsewhere, spawn):
+    """The producer hangs in the middle of a read over TCP, and goes on when the memory is somebody else's."""
+    sleepy, first, second = spawn(forked=True, UCX_TLS="tcp"), LARGE.build(), LARGE.build()
+    first.backing.zero_()
+    with kvflow.run_worker(configured("decode-0"), first) as consumer:
+        async with sleepy.producing(LARGE) as producer, elsewhere.producing(LARGE) as other:
+            ticket = kvflow.Ticket.from_params(await producer.offer_as_is("r", BLOCKS, TOKENS))
+            pull = consumer.pull(ticket, BLOCKS)
+            await until(lambda: first.backing[0] != 0)
+            sleepy.stop()
+            assert not pull.done(), "too late to be stopped during the read"
+            await asyncio.to_thread(consumer.suspend)
+            assert isinstance(pull.exception(), errors.TransferCancelled)
+            assert [(end.request_id, end.outcome) for end in consumer.finished()] == [("r", "failed")]
+            engine = Engine(first)
+            engine.reuse(list(range(LARGE.num_blocks)))
+            sleepy.resume()
+            await asyncio.to_thread(consumer.resume, second)
+            params = await other.offer("after", AFTER, 32)
+            await asyncio.wrap_future(consumer.pull(kvflow.Ticket.from_params(params), AFTER))
+            assert wrong(second, "after", AFTER, 32) == []
+            assert engine.overwritten() == 0
+            sleepy.kill()  # UCX may have aborted it, when it found its reader gone
+
+
+def test_grants_of_before_are_not_admitted_and_those_of_a_new_mint_are():
+    source, target = Shape().build(), Shape().build()
+    with (
+        kvflow.run_worker(configured("prefill-0", transport="loopback"), source) as producer,
+        kvflow.run_worker(configured("decode-0", transport="loopback"), target) as consumer,
+    ):
+        mint = kvflow.TicketMint("prefill-0", [producer.rank_address], cluster_secret=SECRET)
+        admitted, grant = mint.offer("admitted", block_ids=SMALL_BLOCKS, num_tokens=8)
+        producer.admit(grant)
+        unadmitted, late_grant = mint.offer("late", block_ids=SMALL_BLOCKS, num_tokens=8)
+        producer.suspend()
+        source = Shape().build()
+        producer.resume(source)
+        for refused_grant in (grant, late_grant):
+            with pytest.raises(errors.BlockIdsInvalid, match="does not name this worker"):
+                producer.admit(refused_grant)
+        for void in (admitted, unadmitted):
+            with pytest.raises(errors.TransferFailed):
+                consumer.pull(void, SMALL_BLOCKS).result(PATIENCE_S)
+        mint = kvflow.TicketMint("prefill-0", [producer.rank_address], cluster_secret=SECRET)
+        write(source, "new", SMALL_BLOCKS, 8)
+        ticket, grant = mint.offer("new", block_ids=SMALL_BLOCKS, num_tokens=8)
+        producer.admit(grant)
+        consumer.pull(ticket, SMALL_BLOCKS).result(PATIENCE_S)
+        assert wrong(target, "new", SMALL_BLOCKS, 8) == []
