@@ -11,6 +11,8 @@ generate  id, prompt, max_tokens, kv_transfer_params, chunk   id, tokens, finish
 abort     id, of a request                                    the request's, with finish_reason ``abort``
 state     id                                                  id and the fields of ``state``
 reset     id                                                  id, reset: whether the prefix cache was emptied
+sleep     id, beneath: whether vLLM's scheduler is left out   id, or error
+wake      id, beneath                                         id, or error
 stop                                                          none; the engine is shut down
 ========  ==================================================  =========================================================
 
@@ -25,7 +27,7 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 IDLE_S = 0.001
@@ -64,6 +66,15 @@ def declare_layouts(names: list[str]) -> None:
 
     layouts = tuple(KVCacheLayout[name] for name in names)
     CPUAttentionBackend.supported_kv_cache_layouts = classmethod(lambda cls: layouts)  # type: ignore[method-assign]
+
+
+def outcome(call: Callable[[], object]) -> dict[str, str]:
+    """Return nothing, or what a call has raised as the field ``error``."""
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001 - the driver is told, whatever it is
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {}
 
 
 def send(answers: TextIO, **fields: Any) -> None:
@@ -136,6 +147,20 @@ class Served:
     def reset(self, command: dict[str, Any]) -> None:
         self.answer(id=command["id"], reset=self.engine.reset_prefix_cache())
 
+    def sleep(self, command: dict[str, Any]) -> None:
+        """Sleep as vLLM does, or have only its workers sleep, whatever its scheduler knows of."""
+        from tests.vllm.sleeping import teach_sleep
+
+        teach_sleep()
+        asleep = self.core.model_executor.sleep if command["beneath"] else self.engine.sleep
+        self.answer(id=command["id"], **outcome(asleep))
+
+    def wake(self, command: dict[str, Any]) -> None:
+        from tests.vllm.sleeping import introduce_ranks
+
+        awake = self.core.model_executor.wake_up if command["beneath"] else self.engine.wake_up
+        self.answer(id=command["id"], **outcome(lambda: (awake(), introduce_ranks(self.core))))
+
     def step(self) -> None:
         """Run one step and answer what has ended in it."""
         outputs = self.engine.step()
@@ -168,7 +193,7 @@ class Served:
                     return
                 case None:
                     self.step()
-                case "generate" | "abort" | "state" | "reset" as op:
+                case "generate" | "abort" | "state" | "reset" | "sleep" | "wake" as op:
                     getattr(self, op)(command)
 
     def pending(self, commands: "queue.Queue[dict[str, Any]]") -> Iterator[dict[str, Any]]:

@@ -3,7 +3,6 @@
 import itertools
 import json
 import os
-import random
 import re
 import secrets
 import signal
@@ -19,6 +18,8 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
+
+from tests.ports import free_port
 
 from .tiny_models import CONTEXT
 
@@ -55,15 +56,6 @@ LOG_TAIL = 6000
 
 class EngineFailed(AssertionError):
     """An engine has ended, or does not answer; the message has the end of its log."""
-
-
-def free_port() -> int:
-    """Return a port that is free and stays so: the kernel gives none below 32768 to who asks for any."""
-    while True:
-        port = random.randrange(20_000, 30_000)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 @dataclass(frozen=True)
@@ -228,6 +220,21 @@ class Engine:
     def reset_prefix_cache(self) -> bool:
         answer = self._await(self._command("reset", f"reset-{next(self._ids)}"), ANSWER_S)
         return bool(answer["reset"])
+
+    def sleep(self, *, beneath: bool = False) -> None:
+        """Have it sleep.
+
+        Args:
+            beneath: only its workers, whatever its scheduler waits for; that would otherwise refuse.
+        """
+        self._change("sleep", beneath)
+
+    def wake(self, *, beneath: bool = False) -> None:
+        self._change("wake", beneath)
+
+    def _change(self, op: str, beneath: bool) -> None:
+        answer = self._await(self._command(op, f"{op}-{next(self._ids)}", beneath=beneath), ANSWER_S)
+        assert "error" not in answer, answer["error"]
 
     def wait_state(self, condition: Callable[[dict[str, Any]], bool], timeout_s: float = ANSWER_S) -> dict[str, Any]:
         """Ask until the state is as wanted."""

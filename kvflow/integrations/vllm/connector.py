@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.kvflow")  # vLLM shows what stands below its own name
 
+TOLD_OF_SLEEP = hasattr(KVConnectorBase_V1, "restore_kv_caches")
+"""From 0.33 on."""
+
 
 class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM is not there to check against
     """One side of the connector: vLLM makes one in its scheduler's process, and one in the process of each rank."""
@@ -49,7 +52,8 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-        self._settings = read_settings(extra, engine_facts(vllm_config, ranked=role is KVConnectorRole.WORKER))
+        facts = engine_facts(vllm_config, ranked=role is KVConnectorRole.WORKER, told_of_sleep=TOLD_OF_SLEEP)
+        self._settings = read_settings(extra, facts)
         self._groups = kv_cache_config.transfer_groups
         self._scheduler: SchedulerSide | None = None
         self._runtime: RankRuntime | None = None
@@ -70,8 +74,8 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """Tell that the memory of a registered cache must stay where it is."""
-        return False
+        """Tell that the cache may go and come back, if ``unregister_kv_caches`` and ``restore_kv_caches`` say so."""
+        return True
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVFlowStats:
@@ -183,6 +187,16 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
             cache.num_blocks,
             self._kv_cache_config.kv_cache_layout,
         )
+
+    def unregister_kv_caches(self) -> None:
+        """Take this rank's cache off the network before its memory goes; does nothing the second time."""
+        if self._runtime is not None:
+            self._runtime.suspend()
+
+    def restore_kv_caches(self) -> None:
+        """Put the cache on the network again, where its memory was before; vLLM then asks where the rank is."""
+        if self._runtime is not None:
+            self._runtime.resume()
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Return what the scheduler's mint must know of this rank."""

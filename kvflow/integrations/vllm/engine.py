@@ -10,16 +10,18 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-def engine_facts(vllm_config: "VllmConfig", *, ranked: bool) -> EngineFacts:
+def engine_facts(vllm_config: "VllmConfig", *, ranked: bool, told_of_sleep: bool) -> EngineFacts:
     """Return who the engine is.
 
     Args:
         vllm_config: the engine's.
         ranked: whether this process has a rank; a scheduler has none, and its settings are those of rank 0.
+        told_of_sleep: whether this release of vLLM tells a connector when the engine sleeps and wakes.
     """
     parallel = vllm_config.parallel_config
     require_parallelism(parallel)
-    require_awake(vllm_config.model_config)
+    if not told_of_sleep:
+        require_awake(vllm_config.model_config)
     rank = _tp_rank() if ranked else 0
     model = vllm_config.model_config
     return EngineFacts(
@@ -49,15 +51,15 @@ def require_parallelism(parallel: Any) -> None:
 
 
 def require_awake(model: Any) -> None:
-    """Refuse sleep mode: peers read the cache at its addresses at any time. vLLM 0.33 asks before, 0.32 does not.
+    """Refuse sleep mode, for releases that tell no connector of it: peers would go on to read where the cache was.
 
     Raises:
         ConfigInvalid: it is enabled.
     """
     if getattr(model, "enable_sleep_mode", False):
         raise ConfigInvalid(
-            "enable_sleep_mode is on, but the cache of an engine that sleeps is not where its peers read it",
-            remedy="Leave out --enable-sleep-mode.",
+            "enable_sleep_mode is on, but this release of vLLM does not tell its connectors when the engine sleeps",
+            remedy="Leave out --enable-sleep-mode, or install vLLM 0.33.",
         )
 
 

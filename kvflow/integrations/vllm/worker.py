@@ -93,14 +93,16 @@ class RankWorker:
                     count(self._tally, "failed", code)
                     self._end_received(request_id, failed=True)
 
+    def suspend(self) -> None:
+        """Take the cache off the network. What was loaded and is not collected yet has failed: its bytes are gone."""
+        try:
+            self._worker.suspend()
+        finally:
+            self._take_ends(lost=True)
+
     def collect(self) -> Results:
         """Return what has ended since the last call."""
-        for end in self._worker.finished():
-            count_end(self._tally, end)
-            if end.side == "producer":
-                self._sent.add(end.request_id)
-            else:
-                self._end_pull(end)
+        self._take_ends()
         results = Results(frozenset(self._sent), frozenset(self._received), frozenset(self._failed))
         self._sent, self._received, self._failed = set(), set(), set()
         return results
@@ -128,8 +130,20 @@ class RankWorker:
         else:
             self._pulls[order.request_id] = _OpenPull(order.ticket, future)
 
-    def _end_pull(self, end: Finished) -> None:
+    def _take_ends(self, *, lost: bool = False) -> None:
+        for end in self._worker.finished():
+            count_end(self._tally, end)
+            if end.side == "producer":
+                self._sent.add(end.request_id)
+            else:
+                self._end_pull(end, lost=lost)
+
+    def _end_pull(self, end: Finished, *, lost: bool) -> None:
         pull = self._pulls.pop(end.local_request_id)
+        if lost and end.error is None:
+            logger.warning(
+                "kvflow: request %s was loaded, and the engine sleeps before it is used", end.local_request_id
+            )
         if end.error is not None:
             logger.warning(
                 "kvflow: loading request %s, %s of engine %s, has failed: %s",
@@ -140,7 +154,7 @@ class RankWorker:
             )
             if not isinstance(end.error, NOT_RELEASED):
                 self._release(end.local_request_id, pull.ticket)
-        self._end_received(end.local_request_id, failed=end.error is not None)
+        self._end_received(end.local_request_id, failed=lost or end.error is not None)
 
     def _end_received(self, request_id: str, *, failed: bool) -> None:
         self._received.add(request_id)
@@ -171,7 +185,26 @@ class RankRuntime:
             ConfigInvalid, SpecInvalid, TransportUnavailable: see ``kvflow.open_worker``.
         """
         self._stack = ExitStack()
-        self.rank = RankWorker(self._stack.enter_context(run_worker(config, cache)))
+        self._cache = cache
+        self._worker = self._stack.enter_context(run_worker(config, cache))
+        self._asleep = False
+        self.rank = RankWorker(self._worker)
+
+    def suspend(self) -> None:
+        """Revoke every lease, cancel every pull, and let go of the memory until ``resume``."""
+        self._asleep = True
+        self.rank.suspend()
+
+    def resume(self) -> None:
+        """Serve the cache again, if it was suspended; its memory is where it was.
+
+        Raises:
+            ConfigInvalid, TransportUnavailable: see ``kvflow.open_worker``; it stays suspended.
+        """
+        if self._asleep:
+            self._worker.resume(self._cache)
+            self._asleep = False
+            logger.info("kvflow: awake, and at %s", self.rank.address.endpoint)
 
     def close(self) -> None:
         """Revoke every lease, cancel every pull, and let go of the memory."""

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from kvflow.integrations.vllm.orders import Admit, Fail, Pull
@@ -64,6 +65,22 @@ def test_a_prefilled_request_is_offered_and_its_blocks_are_kept():
     assert isinstance(order, Admit)
     assert order.grant.block_ids == ((1, 2, 3),)
     producer.offering.sent("r")
+
+
+def test_ranks_that_have_slept_are_met_anew_and_what_they_had_offered_is_forgotten():
+    producer = side(FullAttentionSpec())
+    request = new_request(OFFER, request_id="before")
+    producer.on_new_request(request)
+    finished(producer, request, ([1, 2, 3],))
+    (before,) = producer.take_orders()
+    producer.meet_ranks([msgspec.structs.replace(rank_address(), incarnation="b" * 32)])
+    producer.offering.sent("before")
+    request = new_request(OFFER, request_id="after")
+    producer.on_new_request(request)
+    finished(producer, request, ([1, 2, 3],))
+    (after,) = producer.take_orders()
+    incarnations = [order.grant.ranks[0].incarnation for order in (before, after)]
+    assert incarnations == [rank_address().incarnation, "b" * 32]
 
 
 def test_a_consumer_reads_what_a_producer_has_answered():

@@ -122,7 +122,7 @@ def test_parallelism_that_is_not_described_is_refused(name):
         require_parallelism(SimpleNamespace(**{name: 2}))
 
 
-def test_an_engine_that_can_sleep_is_refused():
+def test_an_engine_that_can_sleep_is_refused_where_nobody_tells_of_it():
     require_awake(SimpleNamespace(enable_sleep_mode=False))
     with pytest.raises(ConfigInvalid, match="enable_sleep_mode"):
         require_awake(SimpleNamespace(enable_sleep_mode=True))

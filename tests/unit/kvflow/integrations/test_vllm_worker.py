@@ -2,13 +2,15 @@
 
 from concurrent.futures import Future
 
-from kvflow import Finished, TransferReport
-from kvflow.errors import CapacityExceeded, LayoutMismatch, StaleLease, TicketInvalid, WorkerClosed
+import pytest
+
+from kvflow import Finished, FullAttention, TransferReport, WorkerConfig, allocate
+from kvflow.errors import CapacityExceeded, LayoutMismatch, StaleLease, TicketInvalid, WorkerClosed, WorkerSuspended
 from kvflow.integrations.vllm.orders import Admit, Cancel, Fail, Pull, Release
 from kvflow.integrations.vllm.tally import add_tallies, empty_tally, is_empty, summary
-from kvflow.integrations.vllm.worker import RankWorker
+from kvflow.integrations.vllm.worker import RankRuntime, RankWorker
 
-from .vllm_like import new_mint, new_ticket
+from .vllm_like import SECRET, new_mint, new_ticket
 
 TICKET = new_ticket()
 PULL = Pull("r", TICKET, ((1, 2, 3),))
@@ -42,6 +44,9 @@ class FakeWorker:
         done = Future()
         done.set_exception(StaleLease("gone"))
         return done
+
+    def suspend(self):
+        self.refusal = WorkerSuspended("suspended")
 
     def finished(self):
         ends, self.ends = self.ends, []
@@ -114,6 +119,46 @@ def test_a_pull_that_a_closed_worker_refuses_has_failed():
     _, rank = told(PULL, refusal=WorkerClosed("closed"))
     results = rank.collect()
     assert results.received == results.failed == {"r"}
+
+
+def test_what_was_loaded_and_not_reported_before_the_engine_sleeps_has_failed():
+    fake, rank = told(PULL, Pull("s", TICKET, ((4, 5, 6),)))
+    fake.end("r")
+    rank.suspend()
+    fake.end("s", error=WorkerClosed("it ended with the worker"))
+    results = rank.collect()
+    assert results.received == results.failed == {"r", "s"}
+    assert fake.released == []
+
+
+def test_orders_that_come_while_the_engine_sleeps_end_at_once():
+    grant = new_mint().offer("request-2", block_ids=[[1]], num_tokens=3)[1]
+    _, rank = told()
+    rank.suspend()
+    rank.execute([PULL, Cancel("r"), Admit("request-2", grant), Release("t", TICKET)])
+    results = rank.collect()
+    assert (results.received, results.failed, results.sent) == ({"r"}, {"r"}, {"request-2"})
+
+
+def test_a_rank_that_has_slept_is_served_as_another_incarnation():
+    spec = FullAttention(block_size=4, num_kv_heads=2, head_size=8, dtype="float16")
+    config = WorkerConfig(engine_id="engine", cluster_secret=SECRET, transport="loopback")
+    runtime = RankRuntime(config, allocate({"a": spec}, num_blocks=8))
+    try:
+        addresses = [runtime.rank.address]
+        runtime.resume()  # it does not sleep
+        assert runtime.rank.address == addresses[0]
+        for _ in range(2):
+            runtime.suspend()
+            runtime.suspend()
+            with pytest.raises(WorkerSuspended):
+                _ = runtime.rank.address
+            runtime.resume()
+            addresses.append(runtime.rank.address)
+        assert len({address.incarnation for address in addresses}) == 3
+        runtime.suspend()
+    finally:
+        runtime.close()
 
 
 def test_a_refused_request_is_reported_as_failed():
