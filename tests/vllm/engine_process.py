@@ -13,6 +13,7 @@ state     id                                                  id and the fields 
 reset     id                                                  id, reset: whether the prefix cache was emptied
 sleep     id, beneath: whether vLLM's scheduler is left out   id, or error
 wake      id, beneath                                         id, or error
+ranks     id, broken, of a rank                               id, ranks: one object each, see ``rank_process``
 stop                                                          none; the engine is shut down
 ========  ==================================================  =========================================================
 
@@ -22,6 +23,7 @@ A request with ``progress`` is answered ``{"id": ..., "progress": number of toke
 """
 
 import json
+import multiprocessing
 import os
 import queue
 import threading
@@ -30,33 +32,10 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
+from . import rank_process
+
 IDLE_S = 0.001
 """How long vLLM's own loop sleeps after a step that ran no model."""
-
-
-class Transfers:
-    """Counts what NIXL is asked to read, at its binding, so that all connectors are counted alike."""
-
-    def __init__(self) -> None:
-        self.descriptors: list[int] = []
-        """Descriptors of each prepared read, in order, before NIXL merges any."""
-
-    def watch(self) -> None:
-        """Count from now on; NIXL may not be loaded yet."""
-        from nixl_cu12 import _bindings
-
-        original = _bindings.nixlAgent.makeXferReq
-
-        def counted(agent: Any, operation: Any, local: Any, indices: Any, *rest: Any, **named: Any) -> Any:
-            self.descriptors.append(len(indices))
-            return original(agent, operation, local, indices, *rest, **named)
-
-        _bindings.nixlAgent.makeXferReq = counted
-
-    def take(self) -> list[int]:
-        """Return what was counted since the last call."""
-        taken, self.descriptors = self.descriptors, []
-        return taken
 
 
 def declare_layouts(names: list[str]) -> None:
@@ -77,6 +56,16 @@ def outcome(call: Callable[[], object]) -> dict[str, str]:
     return {}
 
 
+def fork_workers() -> None:
+    """Let the processes of tensor-parallel ranks be forked: nothing has run in this one that a fork would harm.
+
+    vLLM for CPUs spawns them, and each would import vLLM again, which takes longer than all the rest.
+    """
+    from vllm.v1.executor import multiproc_executor
+
+    multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
+
+
 def send(answers: TextIO, **fields: Any) -> None:
     answers.write(json.dumps(fields) + "\n")
     answers.flush()
@@ -86,10 +75,11 @@ class Served:
     """An engine and the requests that it has."""
 
     def __init__(self, settings: dict[str, Any], answers: TextIO) -> None:
-        self.transfers = Transfers()
-        self.transfers.watch()
+        rank_process.watch()
         if settings["cpu_layouts"] is not None:
             declare_layouts(settings["cpu_layouts"])
+        if settings["llm"]["tensor_parallel_size"] > 1:
+            fork_workers()
         import vllm
 
         self.answers = answers
@@ -140,7 +130,7 @@ class Served:
             held=len(self.scheduler.requests),
             block_sizes=[group.kv_cache_spec.block_size for group in groups],
             layout=str(getattr(self.core.scheduler.kv_cache_config, "kv_cache_layout", None)),
-            descriptors=self.transfers.take(),
+            descriptors=rank_process.READS.take(),
             steps=self.steps,
         )
 
@@ -160,6 +150,13 @@ class Served:
 
         awake = self.core.model_executor.wake_up if command["beneath"] else self.engine.wake_up
         self.answer(id=command["id"], **outcome(lambda: (awake(), introduce_ranks(self.core))))
+
+    def ranks(self, command: dict[str, Any]) -> None:
+        """Answer what each rank says of itself; let the next read of one fail, if the command names it."""
+        executor = self.core.model_executor
+        if (broken := command.get("broken")) is not None:
+            executor.collective_rpc(rank_process.break_next_read, args=(broken,))
+        self.answer(id=command["id"], ranks=executor.collective_rpc(rank_process.describe))
 
     def step(self) -> None:
         """Run one step and answer what has ended in it."""
@@ -193,7 +190,7 @@ class Served:
                     return
                 case None:
                     self.step()
-                case "generate" | "abort" | "state" | "reset" | "sleep" | "wake" as op:
+                case "generate" | "abort" | "state" | "reset" | "sleep" | "wake" | "ranks" as op:
                     getattr(self, op)(command)
 
     def pending(self, commands: "queue.Queue[dict[str, Any]]") -> Iterator[dict[str, Any]]:

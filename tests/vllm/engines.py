@@ -69,6 +69,8 @@ class Options:
         layout: of the cache; empty leaves it to vLLM.
         prefix_caching: whether blocks of one request serve the next.
         failure_policy: ``kv_load_failure_policy``.
+        ranks: that divide the heads, a process each if there are several: ``tensor_parallel_size``.
+        dtype: that the model computes in; empty for the usual one.
         extra: ``kv_connector_extra_config`` beside what the connector needs.
         llm: arguments of ``vllm.LLM`` beside the usual ones.
     """
@@ -79,12 +81,17 @@ class Options:
     layout: str = ""
     prefix_caching: bool = False
     failure_policy: str = "fail"
+    ranks: int = 1
+    dtype: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict)
     llm: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         block_size = str(self.block_size) if self.block_size else "usual"
-        return f"{self.layout or 'usual'}, blocks {block_size}{', cached' if self.prefix_caching else ''}"
+        ranks = f", {self.ranks} ranks" if self.ranks > 1 else ""
+        dtype = f", {self.dtype}" if self.dtype else ""
+        cached = ", cached" if self.prefix_caching else ""
+        return f"{self.layout or 'usual'}, blocks {block_size}{cached}{ranks}{dtype}"
 
 
 def transfer_config(options: Options, role: str, engine_id: str, secret: str) -> dict[str, Any] | None:
@@ -135,7 +142,8 @@ class Engine:
         self._ready: Future[dict[str, Any]] = Future()
         llm = {
             "model": str(folder),
-            "dtype": DTYPES.get(options.model, "bfloat16"),
+            "dtype": options.dtype or DTYPES.get(options.model, "bfloat16"),
+            "tensor_parallel_size": options.ranks,
             "max_model_len": CONTEXT,
             "max_num_seqs": 16,
             "max_num_batched_tokens": CONTEXT,
@@ -216,6 +224,14 @@ class Engine:
     def state(self) -> dict[str, Any]:
         """Return the blocks and requests of the engine, and the descriptors of reads since the last call."""
         return self._await(self._command("state", f"state-{next(self._ids)}"), ANSWER_S)
+
+    def ranks(self, *, broken: int | None = None) -> list[dict[str, Any]]:
+        """Return what each rank says of itself: see ``rank_process.describe``.
+
+        Args:
+            broken: rank whose next read fails before NIXL has seen it; None for none.
+        """
+        return list(self._await(self._command("ranks", f"ranks-{next(self._ids)}", broken=broken), ANSWER_S)["ranks"])
 
     def reset_prefix_cache(self) -> bool:
         answer = self._await(self._command("reset", f"reset-{next(self._ids)}"), ANSWER_S)
@@ -434,9 +450,13 @@ class Pair:
 
     def monolithic(self, prompt: Sequence[int], **named: Any) -> list[int]:
         """Return the tokens that the prefill engine makes of a prompt on its own."""
-        if self.prefill.options.model in LAST_TOKEN_ALONE:
+        return self.alone(self.prefill, prompt, **named)
+
+    def alone(self, engine: Engine, prompt: Sequence[int], **named: Any) -> list[int]:
+        """Return the tokens that one of the engines makes of a prompt on its own."""
+        if engine.options.model in LAST_TOKEN_ALONE:
             named.setdefault("chunk", len(prompt) - 1)
-        return self.prefill.generate(prompt, **named)["tokens"]
+        return engine.generate(prompt, **named)["tokens"]
 
     def ticket(self, prompt: Sequence[int], **named: Any) -> dict[str, Any]:
         """Prefill a prompt and return the ``kv_transfer_params`` that a router carries to the decode engine."""

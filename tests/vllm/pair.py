@@ -40,6 +40,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--decode-layout")
     parser.add_argument("--block-size", type=int, default=0)
     parser.add_argument("--decode-block-size", type=int)
+    parser.add_argument("--ranks", type=int, default=1, help="tensor parallel")
+    parser.add_argument("--decode-ranks", type=int)
+    parser.add_argument("--dtype", default="")
     parser.add_argument("--extra", type=json.loads, default={}, help="kv_connector_extra_config, JSON")
     parser.add_argument("--llm", type=json.loads, default={}, help="further arguments of vllm.LLM, JSON")
     parser.add_argument("--ask", action="store_true", help="afterwards open a Python prompt with `pair`")
@@ -54,12 +57,15 @@ def options_of(chosen: argparse.Namespace) -> tuple[Options, Options]:
         layout=chosen.layout,
         prefix_caching=chosen.prefix_caching,
         failure_policy=chosen.policy,
+        ranks=chosen.ranks,
+        dtype=chosen.dtype,
         extra=chosen.extra,
         llm=chosen.llm,
     )
     layout = chosen.layout if chosen.decode_layout is None else chosen.decode_layout
     block_size = chosen.block_size if chosen.decode_block_size is None else chosen.decode_block_size
-    return prefill, replace(prefill, layout=layout, block_size=block_size)
+    ranks = chosen.ranks if chosen.decode_ranks is None else chosen.decode_ranks
+    return prefill, replace(prefill, layout=layout, block_size=block_size, ranks=ranks)
 
 
 def show(pair: Pair, length: int, chosen: argparse.Namespace) -> bool:
