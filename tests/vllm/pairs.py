@@ -27,6 +27,9 @@ MODELS = {
 """The usual pair of each model: both sides alike, and as vLLM would have them."""
 USUAL = ("llama", "gptoss", "granite")
 
+RANKS_LOG = OUT / "logs" / "ranks.jsonl"
+"""Records of all ranks of all engines that have several or read them."""
+
 
 def _variants(model: str, options: Options) -> dict[str, tuple[Options, Options]]:
     """Return the pairs of a model whose sides keep their caches in other ways.
@@ -50,6 +53,36 @@ def _variants(model: str, options: Options) -> dict[str, tuple[Options, Options]
     }
 
 
+def _ranks(options: Options, prefill: int, decode: int) -> tuple[Options, Options]:
+    """Return a pair whose sides divide the heads among so many ranks.
+
+    Two ranks add what one adds in another order, which shows in the tokens of a small model in bfloat16. In float32 it
+    does not: there, one engine alone says the same whatever its ranks. Leases are long, for tests that hold readers up.
+    """
+    options = replace(options, dtype="float32", extra={"lease_s": 120.0, "log_file": str(RANKS_LOG)})
+    return replace(options, ranks=prefill), replace(options, ranks=decode)
+
+
+def _parallel() -> dict[str, tuple[Options, Options]]:
+    """Return the pairs of which at least one side has several ranks."""
+    one_head = replace(LLAMA, model="llama-one-head")
+    twice = replace(LLAMA, ranks=2)
+    small, large = replace(LLAMA, block_size=32, layout="BLHNC"), replace(LLAMA, block_size=128)
+    return {
+        "llama-ranks-2-to-1": _ranks(LLAMA, 2, 1),
+        "llama-ranks-1-to-2": _ranks(LLAMA, 1, 2),
+        "llama-ranks-2-to-2": (twice, twice),  # alike, so that bfloat16 will do; leases end
+        "gptoss-ranks-1-to-2": _ranks(GPTOSS, 1, 2),
+        "gptoss-ranks-2-to-1": _ranks(replace(GPTOSS, failure_policy="fail"), 2, 1),
+        "gptoss-ranks-2-to-2": _ranks(replace(GPTOSS, failure_policy="fail"), 2, 2),
+        "llama-one-head-ranks-1-to-2": _ranks(one_head, 1, 2),
+        "llama-one-head-ranks-2-to-1": _ranks(one_head, 2, 1),
+        "llama-ranks-2-to-1-packed-32-to-128": (_ranks(small, 2, 1)[0], _ranks(large, 2, 1)[1]),
+        "granite-ranks-2-to-2": _ranks(Options("granite"), 2, 2),
+        "qwen3next-ranks-2-to-2": (Options("qwen3next", ranks=2),) * 2,
+    }
+
+
 def _with_nixl(options: Options) -> tuple[Options, Options]:
     """Return the same pair with vLLM's own connector."""
     return (replace(options, connector=NIXL, extra={}),) * 2
@@ -63,6 +96,11 @@ PAIRS |= {
 }
 VARIANTS = _variants("llama", LLAMA) | _variants("gptoss", GPTOSS)
 PAIRS |= VARIANTS
+PARALLEL = _parallel()
+USUAL_PARALLEL = ("llama-ranks-2-to-1", "gptoss-ranks-1-to-2")
+REFUSED = {"granite-ranks-2-to-1": _ranks(Options("granite"), 2, 1)}
+"""What one rank has of a state is no part of what two have: such engines do not read each other."""
+PAIRS |= PARALLEL | REFUSED
 CACHED = [name for name in VARIANTS if "-cached" in name]
 PACKED = ("llama-packed", "llama-packed-heads-first", "gptoss-packed")
 BESIDE = {f"{name}-nixl": _with_nixl(PAIRS[name][0]) for name in (*MODELS, *PACKED)}
@@ -70,8 +108,8 @@ PAIRS |= BESIDE
 
 
 def chosen(*names: str) -> list[str]:
-    """Return those of the pairs that this run starts: all, or only the usual models."""
-    return [name for name in names if FULL or name in USUAL]
+    """Return those of the pairs that this run starts: all, or only the usual ones."""
+    return [name for name in names if FULL or name in (*USUAL, *USUAL_PARALLEL)]
 
 
 def model_folder(name: str) -> Path:

@@ -11,9 +11,11 @@ from .test_hostile import failed, reason_of, serves
 
 LENGTH = 300
 PATIENCE_S = 60.0
+RANKS = "llama-ranks-2-to-2"
+"""Two ranks on both sides: what ends, ends for both."""
 
 
-@pytest.mark.parametrize("pair", chosen("llama", "gptoss", "llama-recompute", "gptoss-fail"), indirect=True)
+@pytest.mark.parametrize("pair", chosen("llama", "gptoss", "llama-recompute", "gptoss-fail", RANKS), indirect=True)
 def test_a_ticket_that_is_used_up_fails_or_is_computed_anew(pair):
     prompt = prompt_of(LENGTH)
     alone = pair.monolithic(prompt)
@@ -35,7 +37,7 @@ def expect_policy(pair, answer, alone):
             assert answer["tokens"] == alone
 
 
-@pytest.mark.parametrize("pair", chosen("llama", "gptoss"), indirect=True)
+@pytest.mark.parametrize("pair", chosen("llama", "gptoss", RANKS), indirect=True)
 def test_a_ticket_that_nobody_uses_expires(pair):
     prompt = prompt_of(LENGTH)
     alone = pair.monolithic(prompt)
@@ -47,7 +49,7 @@ def test_a_ticket_that_nobody_uses_expires(pair):
     expect_policy(pair, pair.decode.generate(prompt, ticket), alone)
 
 
-@pytest.mark.parametrize("pair", chosen("llama", "gptoss", "granite"), indirect=True)
+@pytest.mark.parametrize("pair", chosen("llama", "gptoss", "granite", RANKS), indirect=True)
 def test_a_decode_request_is_aborted_before_and_while_it_reads(pair):
     prompt = prompt_of(700)
     for delay_s in (0.0, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1):
@@ -58,7 +60,7 @@ def test_a_decode_request_is_aborted_before_and_while_it_reads(pair):
     serves(pair)
 
 
-@pytest.mark.parametrize("pair", chosen("llama", "gptoss", "granite"), indirect=True)
+@pytest.mark.parametrize("pair", chosen("llama", "gptoss", "granite", RANKS), indirect=True)
 def test_a_decode_request_is_aborted_while_it_decodes(pair):
     prompt = prompt_of(LENGTH)
     several = threading.Event()
@@ -71,7 +73,7 @@ def test_a_decode_request_is_aborted_while_it_decodes(pair):
     serves(pair)
 
 
-@pytest.mark.parametrize("pair", chosen("llama", "gptoss", "granite"), indirect=True)
+@pytest.mark.parametrize("pair", chosen("llama", "gptoss", "granite", RANKS), indirect=True)
 def test_a_prefill_request_is_aborted(pair):
     prompt = prompt_of(700)
     requests = [pair.prefill.submit(prompt, PREFILL_PARAMS, max_tokens=1) for _ in range(4)]
@@ -84,7 +86,7 @@ def test_a_prefill_request_is_aborted(pair):
     serves(pair)
 
 
-@pytest.mark.parametrize("pair", chosen("llama"), indirect=True)
+@pytest.mark.parametrize("pair", chosen("llama", RANKS), indirect=True)
 def test_one_of_several_requests_fails_alone(pair):
     prompts = [prompt_of(length, "several") for length in (40, 150, 333, 700)]
     alone = [pair.monolithic(prompt) for prompt in prompts]

@@ -37,6 +37,10 @@ EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"num_hidden_layers": 4, "head_dim": 64, "intermediate_size": 512}),
+    "llama-one-head": (
+        "llama",
+        {"num_hidden_layers": 4, "head_dim": 64, "intermediate_size": 512, "num_key_value_heads": 1},
+    ),
     "gemma3": (
         "gemma3_text",
         {

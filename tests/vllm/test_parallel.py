@@ -1,0 +1,165 @@
+"""Engines that divide the heads among ranks: one ticket names them all, and each is read, fenced and released."""
+
+import itertools
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+import kvflow
+
+from .pairs import FULL, PAIRS, PARALLEL, RANKS_LOG, REFUSED, chosen
+from .prompts import PROMPT_LENGTHS, prompt_of
+from .test_hostile import failed, reason_of, serves
+
+LENGTH = 333
+TOKENS = 8
+"""Ranks wait for each other in every layer, which takes long where there are fewer cores than processes."""
+PATIENCE_S = 60.0
+ALL = chosen(*PARALLEL)
+LOGGED = [name for name in ALL if "log_file" in PAIRS[name][0].extra]
+READ_BY_TWO = [name for name in ALL if PAIRS[name][1].ranks == 2]
+HELD_UP = [name for name in LOGGED if name in READ_BY_TWO]
+
+
+def test_there_are_pairs_to_read_and_pairs_to_be_read():
+    assert {(prefill.ranks, decode.ranks) for prefill, decode in PARALLEL.values()} == {(1, 2), (2, 1), (2, 2)}
+
+
+@pytest.mark.parametrize("length", PROMPT_LENGTHS if FULL else [150])
+@pytest.mark.parametrize("pair", ALL, indirect=True)
+def test_the_decode_engine_alone_says_what_both_say(pair, length):
+    prompt = prompt_of(length)  # ``test_tokens`` asks the prefill engine
+    assert pair.alone(pair.decode, prompt, max_tokens=TOKENS) == pair.disaggregated(prompt, max_tokens=TOKENS)
+
+
+@pytest.mark.parametrize("pair", ALL, indirect=True)
+def test_one_ticket_names_every_rank_once(pair):
+    prompt = prompt_of(LENGTH)
+    params = pair.ticket(prompt)
+    (grant,) = kvflow.Ticket.from_params(params).grants
+    num_ranks = pair.prefill.options.ranks
+    assert [rank.rank for rank in grant.ranks] == list(range(num_ranks))
+    assert len({rank.endpoint for rank in grant.ranks}) == num_ranks == params["tp_size"]
+    serves_ticket(pair, prompt, params)
+
+
+def serves_ticket(pair, prompt, params):
+    """Read a ticket, so that its lease ends, and return the answer."""
+    answer = pair.decode.generate(prompt, params, max_tokens=TOKENS)
+    assert answer["finish_reason"] == "length", answer
+    return answer
+
+
+@pytest.mark.parametrize("pair", ALL, indirect=True)
+def test_each_source_rank_is_fenced_once_after_its_data(pair):
+    prompt = prompt_of(LENGTH)
+    serves_ticket(pair, prompt, pair.ticket(prompt))  # the ranks have met
+    params = pair.ticket(prompt)
+    pair.decode.ranks()
+    serves_ticket(pair, prompt, params)
+    read = [sources_of(rank["reads"]) for rank in pair.decode.ranks()]
+    for sources in read:
+        assert sources, "every rank of the reader needs some of the heads"
+        for kinds in sources.values():
+            # Perhaps a look at one block, or several; then all the rest, and a fence behind it. Never one without data.
+            assert kinds[-1] == "fence"
+            assert ("fence", "fence") not in itertools.pairwise(kinds)
+    assert len({source for sources in read for source in sources}) == sources_needed(pair)
+
+
+def sources_of(reads):
+    """Return what was read of each agent, in order: ``data`` or ``fence``."""
+    return {name: [kind for source, kind, _ in reads if source == name] for name in {read[0] for read in reads}}
+
+
+def sources_needed(pair):
+    """Return how many ranks of the prefill engine have something that the decode engine reads."""
+    one_copy = pair.prefill.options.model == "llama-one-head" and pair.decode.options.ranks == 1
+    return 1 if one_copy else pair.prefill.options.ranks
+
+
+@pytest.mark.parametrize("pair", LOGGED, indirect=True)
+def test_each_reading_rank_writes_one_record(pair):
+    prompt = prompt_of(LENGTH)
+    answer = serves_ticket(pair, prompt, pair.ticket(prompt))
+    records = records_of(pair.decode, answer["id"])
+    assert sorted(record["rank"] for record in records) == list(range(pair.decode.options.ranks))
+    assert {record["event"] for record in records} == {"transfer.completed"}
+    assert len({record["nbytes"] for record in records}) == 1, "the ranks have equal shares"
+
+
+def records_of(engine, request_id):
+    """Return the records of a request's transfers, of all ranks of the engine that read."""
+    with RANKS_LOG.open() as lines:
+        records = [json.loads(line) for line in lines if request_id in line and engine.name in line]
+    return [
+        record
+        for record in records
+        if record["engine_id"] == engine.name and record.get("local_request_id", "").startswith(f"{request_id}-")
+    ]
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """Hold a process up."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("pair", HELD_UP, indirect=True)
+def test_a_lease_ends_with_its_last_reader(pair):
+    prompt = prompt_of(LENGTH)
+    alone = pair.monolithic(prompt, max_tokens=TOKENS)
+    serves_ticket(pair, prompt, pair.ticket(prompt))  # the ranks have met
+    params = pair.ticket(prompt)
+    with stopped(pair.decode.ranks()[1]["pid"]):
+        request = pair.decode.submit(prompt, params, max_tokens=TOKENS)
+        await_record(pair.decode, request.request_id)  # of rank 0, which gives the ticket back at once
+        pair.prefill.generate(prompt)  # dozens of steps: what has ended would be known
+        assert pair.prefill.state()["held"] == 1
+    assert request.wait()["tokens"] == alone
+    pair.settle()
+
+
+def await_record(engine, request_id):
+    """Wait until a rank has recorded the end of its transfer."""
+    for _ in range(int(PATIENCE_S / 0.05)):
+        if RANKS_LOG.exists() and records_of(engine, request_id):
+            return
+        threading.Event().wait(0.05)
+    raise AssertionError(f"no rank of {engine.name} has ended its transfer\n{engine.log_tail()}")
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+@pytest.mark.parametrize("pair", READ_BY_TWO, indirect=True)
+def test_a_request_fails_if_one_rank_cannot_read(pair, broken):
+    prompt = prompt_of(LENGTH)
+    alone = pair.alone(pair.decode, prompt, max_tokens=TOKENS)
+    ticket = pair.ticket(prompt)
+    pair.decode.ranks(broken=broken)
+    answer = pair.decode.generate(prompt, ticket, max_tokens=TOKENS)
+    assert reason_of(pair, answer) == "transfer_failed"
+    match pair.decode.options.failure_policy:
+        case "fail":
+            assert failed(answer), answer
+        case "recompute":
+            assert answer["tokens"] == alone
+    pair.settle()  # both ranks have given the ticket back
+    serves(pair)
+
+
+@pytest.mark.parametrize("pair", chosen(*REFUSED), indirect=True)
+def test_states_of_another_number_of_ranks_are_refused(pair):
+    prompt = prompt_of(LENGTH)
+    answer = pair.decode.generate(prompt, pair.ticket(prompt))
+    assert reason_of(pair, answer) == "layout_mismatch"
+    assert failed(answer), answer
+    assert pair.alone(pair.decode, prompt) == pair.monolithic(prompt)
