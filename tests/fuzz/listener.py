@@ -62,7 +62,7 @@ async def attack(worker, messages, seed, *, raw=2000, first=0, tell=lambda *_: N
     reports = [{"mutated": 0} for _ in range(ATTACKERS)]
     async with asyncio.TaskGroup() as group:
         honest = group.create_task(_be_honest(worker.endpoint, attacked))
-        others = [group.create_task(_be_raw(worker.endpoint, seed, raw, attacked))]
+        others = [group.create_task(be_raw(worker.endpoint, seed, raw, attacked))]
         for each in range(ATTACKERS):
             numbers = (first + each, ATTACKERS, -(-messages // ATTACKERS))
             attacker = await start("attacker", worker.endpoint, SECRET, seed, *numbers, stdout=asyncio.subprocess.PIPE)
@@ -121,7 +121,7 @@ async def _be_honest(endpoint, attacked):
         await asyncio.sleep(BETWEEN_HONEST_S)
 
 
-async def _be_raw(endpoint, seed, connections, attacked):
+async def be_raw(endpoint, seed, connections, attacked):
     """Connect without CURVE, and say what may resemble a greeting of ZeroMQ."""
     host, port = endpoint.removeprefix("tcp://").split(":")
     greeting = (

@@ -1,8 +1,8 @@
 """One vLLM engine in this process, driven by lines of JSON over a socket; ``nursery`` forks it.
 
 The settings have ``llm``, the arguments of ``vllm.LLM``, and ``cpu_layouts``, which replaces the list of layouts that
-the CPU's attention declares (null leaves it). Commands come one a line, and have an ``op``; answers carry the ``id`` of
-what they answer.
+the CPU's attention declares (null leaves it). Some have ``served``, a module whose ``Served`` obeys further
+commands. Commands come one a line, and have an ``op``; answers carry the ``id`` of what they answer.
 
 ========  ==================================================  =========================================================
 op        fields                                              answer
@@ -22,6 +22,7 @@ an exception has ended.
 A request with ``progress`` is answered ``{"id": ..., "progress": number of tokens}`` at each of its steps, too.
 """
 
+import importlib
 import json
 import multiprocessing
 import os
@@ -36,6 +37,8 @@ from . import rank_process
 
 IDLE_S = 0.001
 """How long vLLM's own loop sleeps after a step that ran no model."""
+LISTENER = "commands"
+"""Name of the thread that takes commands: neither the engine's nor a connector's."""
 
 
 def declare_layouts(names: list[str]) -> None:
@@ -72,7 +75,13 @@ def send(answers: TextIO, **fields: Any) -> None:
 
 
 class Served:
-    """An engine and the requests that it has."""
+    """An engine and the requests that it has.
+
+    Attributes:
+        ops: commands that are methods of the same name.
+    """
+
+    ops = frozenset({"generate", "abort", "state", "reset", "sleep", "wake", "ranks"})
 
     def __init__(self, settings: dict[str, Any], answers: TextIO) -> None:
         rank_process.watch()
@@ -190,7 +199,7 @@ class Served:
                     return
                 case None:
                     self.step()
-                case "generate" | "abort" | "state" | "reset" | "sleep" | "wake" | "ranks" as op:
+                case op if op in self.ops:
                     getattr(self, op)(command)
 
     def pending(self, commands: "queue.Queue[dict[str, Any]]") -> Iterator[dict[str, Any]]:
@@ -213,8 +222,8 @@ def run(settings: dict[str, Any], lines: TextIO, answers: TextIO) -> None:
         commands.put({"op": "stop"})
 
     try:
-        served = Served(settings, answers)
-        threading.Thread(target=listen, daemon=True).start()
+        served = importlib.import_module(settings.get("served", __name__)).Served(settings, answers)
+        threading.Thread(target=listen, name=LISTENER, daemon=True).start()
         served.answer(ready=True)
         served.serve(commands)
     except BaseException as error:  # noqa: BLE001 - the driver is told, and the process ends

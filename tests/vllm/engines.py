@@ -73,6 +73,8 @@ class Options:
         dtype: that the model computes in; empty for the usual one.
         extra: ``kv_connector_extra_config`` beside what the connector needs.
         llm: arguments of ``vllm.LLM`` beside the usual ones.
+        served: module of the engine's process whose ``Served`` obeys commands; empty for the usual.
+        variables: of its environment, beside the usual ones.
     """
 
     model: str = "llama"
@@ -85,6 +87,8 @@ class Options:
     dtype: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict)
     llm: Mapping[str, Any] = field(default_factory=dict)
+    served: str = ""
+    variables: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         block_size = str(self.block_size) if self.block_size else "usual"
@@ -158,6 +162,8 @@ class Engine:
             "llm": llm | options.llm,
             "cpu_layouts": ["LBHNC", "BLHNC", "BHLNC"] if options.layout else None,
         }
+        if options.served:
+            settings["served"] = options.served
         wanted = {"root": str(ROOT), "log": str(self.log), "environment": environment(options), "settings": settings}
         self._connection = nursery.connect()
         self._commands = self._connection.makefile("w")
@@ -383,7 +389,7 @@ def environment(options: Options) -> dict[str, str]:
     variables = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
     if options.layout:
         variables["VLLM_KV_CACHE_LAYOUT"] = options.layout
-    return ENVIRONMENT | variables
+    return ENVIRONMENT | variables | dict(options.variables)
 
 
 PREFILL_PARAMS = {

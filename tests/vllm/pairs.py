@@ -11,7 +11,7 @@ from .tiny_models import CONFIGS, folder_of
 FULL = os.environ.get("KVFLOW_TEST_VLLM") == "full"
 
 LEASE_S = 15.0
-"""A test that lets a lease run out waits for it; no other leaves a ticket unused."""
+"""A test that lets a lease run out waits for it."""
 
 # gpt-oss computes what it could not read, the others fail: both policies are met without further engines.
 LLAMA = Options("llama", extra={"lease_s": LEASE_S})

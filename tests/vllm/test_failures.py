@@ -37,7 +37,7 @@ def expect_policy(pair, answer, alone):
             assert answer["tokens"] == alone
 
 
-@pytest.mark.parametrize("pair", chosen("llama", "gptoss", RANKS), indirect=True)
+@pytest.mark.parametrize("pair", chosen(RANKS), indirect=True)
 def test_a_ticket_that_nobody_uses_expires(pair):
     prompt = prompt_of(LENGTH)
     alone = pair.monolithic(prompt)

@@ -1,0 +1,111 @@
+"""Requests to decode engines of a cluster, and what must become of them."""
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+from .engines import PREFILL_PARAMS, Request
+from .prompts import prompt_of
+from .tables import FAULTS, TABLES
+from .victims import Cluster, Victim
+
+LENGTH = 300
+LONG = 600
+"""Tokens of an answer that is not complete when the harm is done."""
+PATIENCE_S = 60.0
+"""What a busy machine may add to a deadline."""
+
+
+def ticket(prefill: Victim, prompt: Sequence[int], **named: Any) -> dict[str, Any]:
+    """Prefill a prompt and return what a router carries to a decode engine."""
+    answer = prefill.generate(prompt, PREFILL_PARAMS, max_tokens=1, **named)
+    params: dict[str, Any] = answer["kv_transfer_params"]
+    return params
+
+
+class Asked:
+    """One prompt for each decode engine, with a ticket of its own, sent with ``submit``.
+
+    Args:
+        cluster: whose decode engines they are sent to.
+        prefill: hands out the tickets.
+        name: of the prompt.
+        decodes: engines that are asked; both if none is named.
+        tickets: to use, instead of new ones.
+        max_tokens: of each answer.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        prefill: Victim,
+        name: str,
+        *,
+        decodes: Sequence[Victim] = (),
+        tickets: Sequence[Mapping[str, Any]] = (),
+        max_tokens: int = 32,
+    ) -> None:
+        self.prompt = prompt_of(LENGTH, name)
+        self.max_tokens = max_tokens
+        self.alone = cluster.second.generate(self.prompt, max_tokens=max_tokens)["tokens"]
+        self.decodes = decodes or cluster.decodes
+        self.tickets = tickets or [ticket(prefill, self.prompt) for _ in self.decodes]
+        self.requests: list[Request] = []
+        self.begun = threading.Semaphore(0)
+        self._since_s = 0.0
+        self._ended_s: dict[str, float] = {}
+
+    def submit(self) -> Self:
+        """Send them."""
+        for decode, params in zip(self.decodes, self.tickets, strict=True):
+            request = decode.submit(self.prompt, params, max_tokens=self.max_tokens, progress=self._progressed)
+            request.answer.add_done_callback(lambda _, name=request.request_id: self._note_end(name))
+            self.requests.append(request)
+        return self.count()
+
+    def count(self) -> Self:
+        """Count seconds from now on."""
+        self._since_s = time.monotonic()
+        return self
+
+    def wait_begun(self) -> Self:
+        """Wait until all have read their caches and have first tokens; none has ended."""
+        for _ in self.requests:
+            assert self.begun.acquire(timeout=PATIENCE_S)
+        assert not any(request.answer.done() for request in self.requests)
+        return self
+
+    def expect_right(self) -> None:
+        """Check that all read the cache, and say what one engine says."""
+        for request in self.requests:
+            answer = request.wait()
+            assert not (reason := request.engine.reason(request.request_id)), reason
+            assert answer["tokens"] == self.alone
+
+    def expect_policy(self, fault: str, reasons: set[str], bound_s: float) -> None:
+        """Check that none could read the cache, why, and what each has made of it within the bound."""
+        for request in self.requests:
+            answer = request.wait()
+            took_s = self._ended_s[request.request_id] - self._since_s
+            reason = request.engine.reason(request.request_id)
+            policy = request.engine.options.failure_policy
+            TABLES[FAULTS].append((fault, policy, reason, answer["finish_reason"], f"{took_s:.1f}", f"{bound_s:g}"))
+            assert reason in reasons, answer
+            assert took_s < bound_s + PATIENCE_S
+            if policy == "recompute":
+                assert answer["tokens"] == self.alone
+            else:
+                assert answer["finish_reason"] == "error"
+
+    def _progressed(self, tokens: int) -> None:
+        if tokens == 1:
+            self.begun.release()
+
+    def _note_end(self, request_id: str) -> None:
+        self._ended_s[request_id] = time.monotonic()
+
+
+def serves(cluster: Cluster, prefill: Victim) -> None:
+    """Check that both decode engines say of a prompt what one engine says."""
+    Asked(cluster, prefill, "serves", max_tokens=8).submit().expect_right()
