@@ -5,6 +5,7 @@ each pull's future with what the scheduler reports.
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -108,6 +109,7 @@ class Consumer:
         self._pulls: dict[int, _Pull] = {}
         self._unsettled = Unsettled()
         self._busy = asyncio.Event()
+        self._delivered: deque[tuple[Member, ...]] = deque()
         self._releases: dict[PeerId, list[tuple[int, int]]] = {}
         self._ids = count(1)
         self._stage: Stage = "open"
@@ -253,6 +255,7 @@ class Consumer:
         open_pulls = self._scheduler.open_pulls()
         for pull_id in open_pulls:
             self._cancel(pull_id, "the worker is closing")
+        self._release_delivered()
         self._flush_releases()
         return len(open_pulls)
 
@@ -363,10 +366,12 @@ class Consumer:
         self._settle(event.pull_id)
         if not pull.result.done():
             pull.result.set_result(report)
-        # The caller's turn of the loop comes first, then the record and the release.
-        record = partial(self._report, msgspec.structs.replace(event, report=report), **pull.context)
-        asyncio.get_running_loop().call_soon(record)
-        self._release(tuple(pull.ticket.members()))
+        # The caller's turn of the loop comes first, then the record and the release. Added to them now, it would overtake
+        # the caller where releases are sent in this very turn.
+        loop = asyncio.get_running_loop()
+        loop.call_soon(partial(self._report, msgspec.structs.replace(event, report=report), **pull.context))
+        self._delivered.append(tuple(pull.ticket.members()))
+        loop.call_soon(self._release_delivered)
 
     def _on_failed(self, event: TransferFailed) -> None:
         pull = self._pulls[event.pull_id]
@@ -383,6 +388,11 @@ class Consumer:
         self._ledger.give_back(pull_id)
         del self._pulls[pull_id]
         self._unsettled.end(pull_id)
+
+    def _release_delivered(self) -> None:
+        """Release what was delivered before this turn."""
+        while self._delivered:
+            self._release(self._delivered.popleft())
 
     def _release(self, members: Sequence[Member]) -> None:
         """Release every rank that a ticket names; those of a few milliseconds travel together."""

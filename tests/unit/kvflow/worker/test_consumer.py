@@ -5,6 +5,7 @@ fences observe.
 """
 
 import asyncio
+import time
 from types import SimpleNamespace
 
 import msgspec
@@ -304,6 +305,29 @@ async def test_releases_of_one_moment_travel_together(world):
         await ended(task)
     await released(world, 2)
     assert [(link.messages, len(link.released)) for link in world.pool.links.values()] == [(1, 2)]
+
+
+async def test_no_release_overtakes_the_caller(world):
+    first, second = await world.pull(world.ticket("a"), (1, 2)), await world.pull(world.ticket("b"), (5, 6))
+    one, other = world.transport.posted
+    world.complete(one)
+    world.judge(one)
+    await ended(first)
+    heard = []
+    second.add_done_callback(lambda _: heard.extend(world.released().values()))
+    time.sleep(2 * RELEASE_PAUSE_S)  # noqa: ASYNC251 - by now the loop wants to send the first release
+    asyncio.get_running_loop().call_soon(lambda: (world.complete(other), world.judge(other)))
+    await ended(second)
+    assert len(heard[0]) == 1
+    await released(world, 2)
+
+
+async def test_what_is_delivered_when_the_worker_closes_is_released(world):
+    task = await world.pull()
+    world.deliver()
+    world.consumer.close()
+    assert [len(leases) for leases in world.released().values()] == [1]
+    await ended(task)
 
 
 async def test_a_pull_of_absent_blocks_moves_nothing_and_releases(world):
