@@ -67,12 +67,18 @@ def _print(summary: "Summary", *, calm: bool) -> None:
 
 
 class _Progress:
-    """Tells how far a series is: a terminal in one line, a log now and then."""
+    """Tells how far a series is: a terminal in one line, a log now and then. A broken seed is told at once."""
 
     def __init__(self) -> None:
         self._lines = 0
+        self._told: set[int] = set()
 
     def __call__(self, summary: "Summary") -> None:
+        for outcome in summary.broken:
+            if outcome.seed not in self._told and len(self._told) < SHOWN_MAX:
+                self._told.add(outcome.seed)
+                start = "\r\x1b[K" if sys.stderr.isatty() else ""
+                print(f"{start}seed {outcome.seed}: {outcome.violation}", file=sys.stderr, flush=True)
         text = f"{summary.scenarios} scenarios, {summary.scenarios_per_s:.1f} per second, {len(summary.broken)} broken"
         if sys.stderr.isatty():
             print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)

@@ -82,6 +82,7 @@ def test_the_command_replays_a_seed(capsys):
 def test_the_command_names_broken_seeds(capsys, monkeypatch):
     planted.window_not_given_back_on_failure(monkeypatch)
     assert main(["simulate", "--seeds", "3", "--jobs", "1"]) == 1
-    told = capsys.readouterr().out
+    told, at_once = capsys.readouterr()
     assert "room in a window was lost" in told
+    assert "room in a window was lost" in at_once
     assert "broke a promise; see each with: kvflow simulate --replay SEED" in told
