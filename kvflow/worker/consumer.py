@@ -366,8 +366,8 @@ class Consumer:
         self._settle(event.pull_id)
         if not pull.result.done():
             pull.result.set_result(report)
-        # The caller's turn of the loop comes first, then the record and the release. Added to them now, it would overtake
-        # the caller where releases are sent in this very turn.
+        # The caller's turn of the loop comes first, then the record and the release. The release would overtake both
+        # if it were added now, and releases were sent in this very turn.
         loop = asyncio.get_running_loop()
         loop.call_soon(partial(self._report, msgspec.structs.replace(event, report=report), **pull.context))
         self._delivered.append(tuple(pull.ticket.members()))
