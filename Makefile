@@ -34,7 +34,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -qq --disable-pip-version-check --upgrade 'pip>=25.1'  # the first with --group
 	$(BIN)/pip install -qq --disable-pip-version-check --constraint constraints.txt "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[demo]' --group dev
+	$(BIN)/pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[demo,proxy]' --group dev
 	touch $@
 
 # The engine's environment is its own: it pins what kvflow leaves open. vLLM and kvflow come last and without their

@@ -4,9 +4,9 @@ import argparse
 from collections.abc import Sequence
 
 from kvflow import __version__
-from kvflow.cli import bench, demo, keys, layout, simulate
+from kvflow.cli import bench, demo, keys, layout, proxy, simulate
 
-COMMANDS = (layout, keys, bench, simulate, demo)
+COMMANDS = (layout, keys, bench, simulate, demo, proxy)
 """Modules with ``add_parser`` and ``run``."""
 
 

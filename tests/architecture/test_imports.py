@@ -51,6 +51,7 @@ IMPORTERS = {
     "torch": {"kvflow/memory", "kvflow/demo", "kvflow/integrations"},
     "zmq": {"handshake/sockets.py", "handshake/security.py"},
     "rich": {"kvflow/demo/display.py"},
+    "aiohttp": {"kvflow/demo/proxy.py"},
     "vllm": {
         "kvflow/integrations/vllm/connector.py",
         "kvflow/integrations/vllm/cpu_attention.py",
