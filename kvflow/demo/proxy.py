@@ -81,12 +81,18 @@ class _AnswerTooLong(Exception):
 
 UPSTREAM_ERRORS: Final = (aiohttp.ClientError, TimeoutError, _AnswerTooLong)
 
+NOT_CONNECTED: Final = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
+
 
 class _InTurn:
     """Servers, of which each request begins with another one."""
 
     def __init__(self, servers: Sequence[str]) -> None:
         self._servers = deque(servers)
+
+    def all(self) -> list[str]:
+        """Return all servers, and leave the turn to who has it."""
+        return list(self._servers)
 
     def order(self) -> list[str]:
         """Return all servers, beginning with the next one."""
@@ -125,6 +131,7 @@ class Proxy:
         started = monotonic()
         prefilled = await self._prefill_at_one(request.path, completion, headers)
         if isinstance(prefilled, _Refused):
+            _log.info("request.refused", request_id=headers[REQUEST_ID], status=prefilled.status)
             return web.Response(status=prefilled.status, body=prefilled.body, content_type=JSON)
         prefill_s = monotonic() - started
         response = await self._decode_at_one(request, decode_body(completion, prefilled), headers)
@@ -175,7 +182,7 @@ class Proxy:
                     server + request.path, data=body, headers=headers, timeout=self._decode_timeout
                 ) as answer:
                     return await _pass_on(request, answer, headers[REQUEST_ID])
-            except aiohttp.ClientConnectorError as error:
+            except NOT_CONNECTED as error:
                 log.warning("decode.unreachable", server=server, error=repr(error))  # so it has not used the ticket
             except UPSTREAM_ERRORS as error:
                 log.warning("decode.failed", server=server, error=repr(error))
@@ -184,14 +191,10 @@ class Proxy:
 
     async def models(self, request: web.Request) -> web.StreamResponse:
         """Answer which models there are: those of a decode server."""
-        return await self._decode_get(request)
-
-    async def _decode_get(self, request: web.Request) -> web.StreamResponse:
-        for server in self._decode.order():
+        headers, timeout = _headers(request), aiohttp.ClientTimeout(total=HEALTH_S)
+        for server in self._decode.all():
             try:
-                async with self._session.get(
-                    server + request.path, headers=_headers(request), timeout=aiohttp.ClientTimeout(total=HEALTH_S)
-                ) as answer:
+                async with self._session.get(server + request.path, headers=headers, timeout=timeout) as answer:
                     return web.Response(status=answer.status, body=await _read(answer), content_type=JSON)
             except UPSTREAM_ERRORS as error:
                 _log.warning("decode.failed", server=server, error=repr(error))
@@ -199,15 +202,12 @@ class Proxy:
 
     async def health(self, request: web.Request) -> web.Response:
         """Answer which servers live; 200 if a request would be answered, which takes a decode server."""
-        prefill, decode = self._prefill.order(), self._decode.order()
-        alive = dict(
-            zip((*prefill, *decode), await asyncio.gather(*map(self._lives, (*prefill, *decode))), strict=True)
-        )
+        prefill, decode = self._prefill.all(), self._decode.all()
+        lives = await asyncio.gather(*map(self._lives, (*prefill, *decode)))
+        alive = dict(zip((*prefill, *decode), lives, strict=True))
+        sides = {"prefill": prefill, "decode": decode}
+        found = {name: {server: alive[server] for server in side} for name, side in sides.items()}
         status = 200 if any(alive[server] for server in decode) else 503
-        found = {
-            "prefill": {server: alive[server] for server in sorted(prefill)},
-            "decode": {server: alive[server] for server in sorted(decode)},
-        }
         return web.Response(status=status, body=msgspec.json.encode(found), content_type=JSON)
 
     async def _lives(self, server: str) -> bool:

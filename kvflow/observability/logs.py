@@ -1,7 +1,8 @@
 """Events as structured log records: one per event, named after its type.
 
 ``TransferCompleted`` is logged as ``transfer.completed``. A completed or failed transfer is one canonical
-record that answers what moved, how, and where the time went; everything else about it is DEBUG.
+record that answers what moved, how, and where the time went; at the producer it is the lease that has ended. Everything
+else about it is DEBUG.
 """
 
 import logging
@@ -29,7 +30,7 @@ LEVELS: dict[type[Struct], int] = {
     shell.BreakerClosed: logging.INFO,
     shell.ReaderRejected: logging.WARNING,
     shell.ReaderRenewed: logging.WARNING,
-    LeaseEnded: logging.DEBUG,
+    LeaseEnded: logging.INFO,
     transfer.TransferStarted: logging.DEBUG,
     transfer.TransferRetried: logging.DEBUG,
     transfer.TransferCompleted: logging.INFO,

@@ -112,6 +112,10 @@ EMBEDDING_DEVIATION = {"gemma3": 0.004}
 """Deviation of embeddings that are also the output's weights and are scaled on the way in."""
 
 
+CHAT_TEMPLATE = """{% for message in messages %}{{ message.role }}: {{ message.content }}
+{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"""
+
+
 def folder_of(name: str, parent: Path) -> Path:
     """Return where a model is kept: another folder whenever this file changes."""
     digest = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
@@ -132,6 +136,28 @@ def redraw(name: str, model: Any) -> None:
         parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * deviation)
 
 
+def save_tokenizer(folder: str) -> None:
+    """Save a tokenizer of as many tokens as the models know, none of them special, for servers that speak text.
+
+    Tokens are bytes, and what this file says often: any text is a prompt, and any tokens are a text.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        min_frequency=1,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([Path(__file__).read_text()], trainer)
+    assert tokenizer.get_vocab_size() == VOCABULARY
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=CHAT_TEMPLATE).save_pretrained(folder)
+
+
 def make(name: str, parent: Path) -> Path:
     """Make a model unless it is there, and return its folder.
 
@@ -150,6 +176,7 @@ def make(name: str, parent: Path) -> Path:
     parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=parent, ignore_cleanup_errors=True) as scratch:
         model.to(torch.bfloat16).save_pretrained(scratch)
+        save_tokenizer(scratch)
         Path(scratch).rename(folder)
     return folder
 

@@ -69,8 +69,8 @@ def test_every_event_is_one_record_with_identity_and_context(name, log, caplog):
 @pytest.mark.parametrize(
     ("event", "level"),
     [
-        (LeaseEnded("r", "released", 1.0), DEBUG),
-        (LeaseEnded("r", "revoked", 1.0), DEBUG),
+        (LeaseEnded("r", "released", 1.0), INFO),
+        (LeaseEnded("r", "revoked", 1.0), INFO),
         (LeaseEnded("r", "expired", 1.0), WARNING),
         (shell.PeerDropped(PEER, "peer_lost", ""), WARNING),
         (shell.PeerDropped(PEER, "closing", ""), DEBUG),

@@ -1,0 +1,185 @@
+"""``vllm serve`` on both sides, one server alone, and a proxy: what the howto tells to start, as processes."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import time
+import urllib.request
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any, Self
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from .engines import ANSWER_S, ENVIRONMENT, OUT, PYTHON, ROOT, START_S, EngineFailed, free_port
+from .howto import DECODE_PORT, PREFILL_PORT, PROXY_PORT, command
+
+LOGS = OUT / "logs"
+STOP_S = 30.0
+LOG_TAIL = 6000
+PAUSE_S = 0.1
+"""Between two looks at something that will come."""
+
+PROGRAMS = {
+    # Nothing is compiled, which would take longer than all the rest. That is all that the page does not say.
+    "vllm": f'exec {shlex.quote(PYTHON)} -m tests.vllm.vllm_command "$@" --enforce-eager',
+    "kvflow": f'exec {shlex.quote(PYTHON)} -c "import sys; from kvflow.cli import main; sys.exit(main())" "$@"',
+}
+"""What the page's commands start."""
+
+
+def fetch(url: str) -> bytes:
+    """Return what a server answers.
+
+    Raises:
+        OSError: it answers with an error, or not at all.
+    """
+    with urllib.request.urlopen(url, timeout=STOP_S) as answer:
+        content: bytes = answer.read()
+        return content
+
+
+class Server:
+    """A process that serves HTTP.
+
+    Args:
+        name: for its log.
+        shell: the command that starts it.
+        port: at which it will serve.
+        environment: of the process, whole.
+        folder: in which it runs.
+    """
+
+    def __init__(self, name: str, shell: str, port: int, environment: Mapping[str, str], folder: Path) -> None:
+        self.name = name
+        self.url = f"http://127.0.0.1:{port}"
+        self.log = LOGS / f"serve-{name}.log"
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                ["bash", "-c", f"exec {shell}"],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=folder,
+                env=dict(environment),
+                start_new_session=True,
+            )
+
+    def wait_ready(self) -> None:
+        deadline = time.monotonic() + START_S
+        while True:
+            with suppress(OSError):
+                fetch(f"{self.url}/health")
+                return
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise EngineFailed(f"{self.name} does not serve\n{self.log.read_text(errors='replace')[-LOG_TAIL:]}")
+            time.sleep(PAUSE_S)
+
+    def stop(self) -> int:
+        """End it, and what it has started, and return its exit status."""
+        with suppress(ProcessLookupError):
+            self._process.terminate()
+        try:
+            self._process.wait(STOP_S)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        return self._process.wait(STOP_S)
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Return the sum of a metric over all series that have these labels; 0 if there is none."""
+        families = text_string_to_metric_families(fetch(f"{self.url}/metrics").decode())
+        samples = (sample for family in families for sample in family.samples if sample.name == name)
+        return sum(each.value for each in samples if labels.items() <= each.labels.items())
+
+    def wait_metric(self, value: float, name: str, **labels: str) -> None:
+        """Wait until a metric has a value: vLLM tells of a step after the step."""
+        deadline = time.monotonic() + ANSWER_S
+        while (found := self.metric(name, **labels)) != value:
+            if time.monotonic() > deadline:
+                raise EngineFailed(f"{self.name}: {name} {labels} is {found} and not {value}")
+            time.sleep(PAUSE_S)
+
+
+class Deployment:
+    """A pair of servers, a proxy before them, and one server alone.
+
+    Use it as a context manager.
+
+    Args:
+        model: its folder.
+        folder: for programs and records.
+    """
+
+    def __init__(self, model: Path, folder: Path) -> None:
+        self.folder = folder
+        self.model = str(model)
+        self.ports = {port: free_port() for port in (PREFILL_PORT, DECODE_PORT, PROXY_PORT)}
+        self.alone_port = free_port()
+        self._stack = ExitStack()
+        self._environment = self._make_environment()
+        self._environment["KVFLOW_CLUSTER_SECRET"] = self.run(f"{command('export')}echo $KVFLOW_CLUSTER_SECRET").strip()
+
+    def __enter__(self) -> Self:
+        try:
+            self.prefill = self._start("prefill", command("vllm serve", "kv_producer"), PREFILL_PORT)
+            self.decode = self._start("decode", command("vllm serve", "kv_consumer"), DECODE_PORT)
+            self.alone = self._serve("alone", f"vllm serve {self.model} --port {self.alone_port}", self.alone_port)
+            self.proxy = self._start("proxy", f"{command('kvflow proxy').strip()} --listen 127.0.0.1:8000", PROXY_PORT)
+            for server in (self.prefill, self.decode, self.alone, self.proxy):
+                server.wait_ready()
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def fitted(self, text: str) -> str:
+        """Return a text of the page with this model, and with ports that are free."""
+        ports = "|".join(map(str, self.ports))
+        moved = re.sub(
+            rf"(?<=:)({ports})\b|(?<=--port )({ports})\b", lambda found: str(self.ports[int(found[0])]), text
+        )
+        return moved.replace("MODEL", self.model)
+
+    def run(self, shell: str) -> str:
+        """Run commands of the page and return what they print."""
+        done = subprocess.run(
+            ["bash", "-ec", self.fitted(shell)],
+            capture_output=True,
+            text=True,
+            cwd=self.folder,
+            env=self._environment,
+            timeout=START_S,
+            check=True,
+        )
+        return done.stdout
+
+    def records(self, side: str) -> list[dict[str, Any]]:
+        """Return the records that one side's ``log_file`` has."""
+        return [json.loads(line) for line in (self.folder / f"{side}.jsonl").read_text().splitlines()]
+
+    def _start(self, name: str, shell: str, port: int) -> Server:
+        return self._serve(name, self.fitted(shell), self.ports[port])
+
+    def _serve(self, name: str, shell: str, port: int) -> Server:
+        server = Server(name, shell, port, self._environment, self.folder)
+        self._stack.callback(server.stop)
+        return server
+
+    def _make_environment(self) -> dict[str, str]:
+        programs = self.folder / "bin"
+        programs.mkdir()
+        LOGS.mkdir(parents=True, exist_ok=True)
+        for name, script in PROGRAMS.items():
+            (programs / name).write_text(f"#!/bin/sh\n{script}\n")
+            (programs / name).chmod(0o755)
+        paths = {"PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+        servers = {name: value for name, value in ENVIRONMENT.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+        return {**os.environ, **servers, **paths}
