@@ -12,7 +12,7 @@ import pytest
 
 import kvflow
 
-from .pairs import FULL, PAIRS, PARALLEL, RANKS_LOG, REFUSED, chosen
+from .pairs import FULL, PAIRS, PARALLEL, RANKS_LOG, chosen
 from .prompts import PROMPT_LENGTHS, prompt_of
 from .test_hostile import failed, reason_of, serves
 
@@ -138,7 +138,7 @@ def await_record(engine, request_id):
     raise AssertionError(f"no rank of {engine.name} has ended its transfer\n{engine.log_tail()}")
 
 
-@pytest.mark.parametrize("broken", [0, 1])
+@pytest.mark.parametrize("broken", [0, 1] if FULL else [1])
 @pytest.mark.parametrize("pair", READ_BY_TWO, indirect=True)
 def test_a_request_fails_if_one_rank_cannot_read(pair, broken):
     prompt = prompt_of(LENGTH)
@@ -154,12 +154,3 @@ def test_a_request_fails_if_one_rank_cannot_read(pair, broken):
             assert answer["tokens"] == alone
     pair.settle()  # both ranks have given the ticket back
     serves(pair)
-
-
-@pytest.mark.parametrize("pair", chosen(*REFUSED), indirect=True)
-def test_states_of_another_number_of_ranks_are_refused(pair):
-    prompt = prompt_of(LENGTH)
-    answer = pair.decode.generate(prompt, pair.ticket(prompt))
-    assert reason_of(pair, answer) == "layout_mismatch"
-    assert failed(answer), answer
-    assert pair.alone(pair.decode, prompt) == pair.monolithic(prompt)
