@@ -142,6 +142,7 @@ async def test_nothing_is_written_into_the_memory_of_a_consumer_that_sleeps(else
             sleepy.stop()
             assert not pull.done(), "too late to be stopped during the read"
             await asyncio.to_thread(consumer.suspend)
+            assert pull.done(), "it is suspended, and something may still write"
             assert isinstance(pull.exception(), errors.TransferCancelled)
             assert [(end.request_id, end.outcome) for end in consumer.finished()] == [("r", "failed")]
             engine = Engine(first)

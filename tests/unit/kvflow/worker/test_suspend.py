@@ -1,6 +1,7 @@
 """A threaded worker that is suspended refuses by its own error, and lives again under the same settings."""
 
 import asyncio
+import socket
 import threading
 from contextlib import asynccontextmanager
 
@@ -14,6 +15,7 @@ from kvflow.rendezvous.mint import TicketMint
 from kvflow.transfer.events import TransferRetried
 from kvflow.worker import life
 from kvflow.worker.threaded import run_worker
+from tests.ports import free_port
 
 from .helpers import PATIENCE_S, SECRET, cache_of
 
@@ -123,6 +125,20 @@ def test_what_cannot_be_resumed_stays_suspended(worker):
         worker.snapshot()
     worker.resume(cache_of())
     assert worker.snapshot().leases == 0
+
+
+def test_it_comes_back_where_it_was_or_waits_until_it_can():
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    with run_worker(config(bind=endpoint), cache_of()) as worker:
+        worker.suspend()
+        with socket.create_server(("127.0.0.1", int(endpoint.rpartition(":")[2]))):
+            with pytest.raises(ConfigInvalid, match="bind"):
+                worker.resume(cache_of())
+            with pytest.raises(WorkerSuspended):
+                worker.snapshot()
+        worker.resume(cache_of())
+        assert worker.endpoint == endpoint
+        assert worker.rank_address.endpoint == endpoint
 
 
 def test_a_closed_worker_is_neither_suspended_nor_resumed(worker):
