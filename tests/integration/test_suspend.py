@@ -1,6 +1,7 @@
 """An engine that sleeps: its memory goes away while others know where it was, and it comes back elsewhere."""
 
 import asyncio
+import threading
 import time
 
 import msgspec
@@ -9,6 +10,7 @@ import torch
 
 import kvflow
 from kvflow import errors
+from kvflow.transfer.events import TransferStarted
 from tests.ports import free_port
 
 from .consuming import PATIENCE_S, consuming, until, works
@@ -128,32 +130,53 @@ async def ending(consumer, params):
     return "right" if all(bool((part[BLOCKS[0]].view(torch.uint8) == AWAKE).all()) for part in read) else "wrong"
 
 
+class Held:
+    """A hook that holds a worker's loop when it has begun a pull, until somebody lets it go on.
+
+    Attributes:
+        reached: set when it holds the loop.
+    """
+
+    def __init__(self):
+        self.reached = threading.Event()
+        self._go_on = threading.Event()
+
+    def __call__(self, event):
+        if isinstance(event, TransferStarted):
+            self.reached.set()
+            assert self._go_on.wait(PATIENCE_S)
+
+    def let_go(self):
+        self._go_on.set()
+
+
 @pytest.mark.nixl
 @pytest.mark.processes
 async def test_nothing_is_written_into_the_memory_of_a_consumer_that_sleeps(elsewhere, spawn):
-    """The producer hangs in the middle of a read over TCP, and goes on when the memory is somebody else's."""
-    sleepy, first, second = spawn(forked=True, UCX_TLS="tcp"), LARGE.build(), LARGE.build()
-    first.backing.zero_()
-    with kvflow.run_worker(configured("decode-0"), first) as consumer:
+    """The producer hangs while it is read over TCP, and goes on when the memory is somebody else's."""
+    sleepy, first, second, held = spawn(forked=True, UCX_TLS="tcp"), LARGE.build(), LARGE.build(), Held()
+    with kvflow.run_worker(configured("decode-0"), first, hooks=[held]) as consumer:
         async with sleepy.producing(LARGE) as producer, elsewhere.producing(LARGE) as other:
             ticket = kvflow.Ticket.from_params(await producer.offer_as_is("r", BLOCKS, TOKENS))
             pull = consumer.pull(ticket, BLOCKS)
-            await until(lambda: first.backing[0] != 0)
+            assert await asyncio.to_thread(held.reached.wait, PATIENCE_S)
             sleepy.stop()
-            assert not pull.done(), "too late to be stopped during the read"
-            await asyncio.to_thread(consumer.suspend)
-            assert pull.done(), "it is suspended, and something may still write"
-            assert isinstance(pull.exception(), errors.TransferCancelled)
-            assert [(end.request_id, end.outcome) for end in consumer.finished()] == [("r", "failed")]
-            engine = Engine(first)
-            engine.reuse(list(range(LARGE.num_blocks)))
-            sleepy.resume()
-            await asyncio.to_thread(consumer.resume, second)
-            params = await other.offer("after", AFTER, 32)
-            await asyncio.wrap_future(consumer.pull(kvflow.Ticket.from_params(params), AFTER))
-            assert wrong(second, "after", AFTER, 32) == []
-            assert engine.overwritten() == 0
-            sleepy.kill()  # UCX may have aborted it, when it found its reader gone
+            try:
+                held.let_go()
+                await asyncio.to_thread(consumer.suspend)
+                assert pull.done(), "it is suspended, and something may still write"
+                assert isinstance(pull.exception(), errors.TransferCancelled)
+                assert [(end.request_id, end.outcome) for end in consumer.finished()] == [("r", "failed")]
+                engine = Engine(first)
+                engine.reuse(list(range(LARGE.num_blocks)))
+                sleepy.resume()
+                await asyncio.to_thread(consumer.resume, second)
+                params = await other.offer("after", AFTER, 32)
+                await asyncio.wrap_future(consumer.pull(kvflow.Ticket.from_params(params), AFTER))
+                assert wrong(second, "after", AFTER, 32) == []
+                assert engine.overwritten() == 0
+            finally:
+                sleepy.kill()  # stopped it could not be closed, and UCX may abort it when it finds its reader gone
 
 
 def test_grants_of_before_are_not_admitted_and_those_of_a_new_mint_are():
