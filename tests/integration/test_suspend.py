@@ -23,8 +23,8 @@ SMALL_BLOCKS = [[0, 1], [2, 3]]
 AWAKE = 0x11
 """What lies in the memory of an engine while it is awake, where its content does not matter."""
 GONE = {errors.StaleLease.code, errors.PeerLost.code, errors.PeerUnavailable.code}
-REFUSED_S = 10.0
-"""No budget of a pull: whoever is told goodbye waits for none, and whoever dials nobody waits for ``connect_s``."""
+REFUSED_S = 25.0
+"""Less than ``queue_s`` and ``wire_s``: nobody waits for a producer that has said goodbye, or that nobody reaches."""
 
 
 class Sleeper:
