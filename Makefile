@@ -22,6 +22,7 @@ help:
 	echo 'make chaos   real processes killed, stopped and cut off for three minutes; MINUTES=N, SEED=N'
 	echo 'make compose-demo   the demo in containers, over TCP and over shared memory; needs Docker and Compose'
 	echo 'make test-compose   the tests of that, with a container that is killed'
+	echo 'make bench-vllm   first tokens and CPU beside those of the connector that vLLM has; half an hour'
 	echo 'make test-vllm   a real vLLM, prefill and decode, on the CPU; builds .venv-vllm once (2 GB), then some minutes'
 	echo 'make test-vllm-full   the same with every model, layout and block size, and a table; most of an hour'
 	echo 'make test-exhaustive   100,000 generated pairs, and every parallelism and layout to every other; most of an hour'
@@ -86,12 +87,15 @@ compose-demo:
 test-compose: $(INSTALLED)
 	KVFLOW_TEST_COMPOSE=1 $(BIN)/python -m pytest --quiet -o faulthandler_timeout=500 tests/compose
 
-.PHONY: test-vllm test-vllm-full
+.PHONY: test-vllm test-vllm-full bench-vllm
 test-vllm: $(VLLM)/.installed
 	KVFLOW_TEST_VLLM=usual $(VLLM)/bin/python -m pytest --quiet -o timeout=600 -o faulthandler_timeout=0 tests/vllm
 
 test-vllm-full: $(VLLM)/.installed
 	KVFLOW_TEST_VLLM=full $(VLLM)/bin/python -m pytest --quiet -o timeout=900 -o faulthandler_timeout=0 tests/vllm
+
+bench-vllm: $(VLLM)/.installed
+	$(VLLM)/bin/python -m tests.benchmarks.beside_vllm --markdown --json out/beside-vllm.json
 
 test-exhaustive: $(INSTALLED)
 	KVFLOW_TEST_EXHAUSTIVE=$${KVFLOW_TEST_EXHAUSTIVE:-1} $(BIN)/python -m pytest --quiet -o faulthandler_timeout=0 tests/exhaustive

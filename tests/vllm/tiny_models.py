@@ -41,6 +41,17 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "llama",
         {"num_hidden_layers": 4, "head_dim": 64, "intermediate_size": 512, "num_key_value_heads": 1},
     ),
+    # 64 KiB for each token, as a model of eight billion weights has them, so that to read a prompt takes its time.
+    "wide": (
+        "llama",
+        {
+            "num_hidden_layers": 16,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "intermediate_size": 512,
+        },
+    ),
     "gemma3": (
         "gemma3_text",
         {
