@@ -6,6 +6,7 @@ an incarnation and a thread of its own (``worker.life``).
 
 import asyncio
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -186,6 +187,13 @@ class ThreadedWorker:
         """Drain what has ended, and is quiescent, since the last call."""
         return self._finished.drain()
 
+    def wait_finished(self, timeout_s: float) -> bool:
+        """Wait until ``finished`` has something to tell, at most this long; return whether it has.
+
+        Thread: any; if several wait, an end may wake only one of them.
+        """
+        return self._finished.wait(timeout_s)
+
     def snapshot(self) -> Snapshot:
         """Return what is held at this moment."""
         return self._call(self._awake().worker.snapshot)
@@ -264,9 +272,21 @@ class _FinishedQueue:
 
     def __init__(self) -> None:
         self._ends: deque[Finished] = deque(maxlen=FINISHED_MAX)
+        self._arrived = threading.Lock()  # held while nothing has come since somebody waited
+        self._arrived.acquire()
 
     def put(self, end: Finished) -> None:
         self._ends.append(end)
+        with suppress(RuntimeError):  # released already
+            self._arrived.release()
+
+    def wait(self, timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        while not self._ends:
+            # What released the lock may have been drained before, hence the loop. An Event would take longer to wake.
+            if not self._arrived.acquire(timeout=max(0.0, deadline - time.monotonic())):
+                return bool(self._ends)
+        return True
 
     def on_event(self, event: Struct) -> None:
         if isinstance(event, LeaseEnded):

@@ -40,6 +40,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.kvflow")  # vLLM shows what stands below its own name
 
+LOAD_WAIT_S = 0.002
+"""How long a step that has nothing to compute waits for a load to end. vLLM takes such steps one after the other, a
+millisecond apart, and holds the interpreter, which kvflow's threads need, for most of each. Whoever waits here lets go
+of it, and hears of the end at once. A request that arrives meanwhile waits as long at most, and nothing else does."""
+
 TOLD_OF_SLEEP = hasattr(KVConnectorBase_V1, "restore_kv_caches")
 """From 0.33 on."""
 
@@ -134,7 +139,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
         """Return the orders of this step."""
-        return StepOrders(self._decides.take_orders())
+        return StepOrders(self._decides.take_orders(), idle=not scheduler_output.total_num_scheduled_tokens)
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         """Note what the workers have reported."""
@@ -202,11 +207,18 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         """Return what the scheduler's mint must know of this rank."""
         return RankIntroduction(self._does.rank.address)
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Hand this step's orders to kvflow's thread.
+
+        Not in ``start_load_kv``, which vLLM calls when the model has run: what is ordered here is read meanwhile, and a
+        lease whose ticket is out already is held before the prompts of others are computed.
+        """
+        super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, StepOrders)
+        self._does.rank.execute(connector_metadata.orders)
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Hand this step's orders to kvflow's thread."""
-        orders = self._connector_metadata
-        assert isinstance(orders, StepOrders)
-        self._does.rank.execute(orders.orders)
+        """Return at once: the orders are carried out already."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Return at once: a request runs only when all its blocks are there."""
@@ -218,8 +230,10 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         """Return at once, likewise."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Return what has ended since the last step."""
-        results = self._does.rank.collect()
+        """Return what has ended since the last step; in a step without a model wait a little for a load to end."""
+        step = self._connector_metadata
+        assert isinstance(step, StepOrders)
+        results = self._does.rank.collect(wait_s=LOAD_WAIT_S if step.idle else 0.0)
         return KVConnectorTransferResults(set(results.sent), set(results.received), set(results.failed))
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:

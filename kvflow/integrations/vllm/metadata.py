@@ -10,9 +10,15 @@ from kvflow.integrations.vllm.orders import Order
 
 @dataclass
 class StepOrders(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not installed where types are checked
-    """Orders of one step, from the scheduler to every worker."""
+    """Orders of one step, from the scheduler to every worker.
+
+    Attributes:
+        orders: in the order in which they are carried out.
+        idle: whether the step has nothing to compute.
+    """
 
     orders: list[Order] = field(default_factory=list)
+    idle: bool = False
 
 
 @dataclass

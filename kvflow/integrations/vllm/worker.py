@@ -100,8 +100,14 @@ class RankWorker:
         finally:
             self._take_ends(lost=True)
 
-    def collect(self) -> Results:
-        """Return what has ended since the last call."""
+    def collect(self, wait_s: float = 0.0) -> Results:
+        """Return what has ended since the last call.
+
+        Args:
+            wait_s: how long to wait for the first end of a pull, while pulls are open and nothing else has ended.
+        """
+        if wait_s and self._pulls and not (self._received or self._sent):
+            self._worker.wait_finished(wait_s)
         self._take_ends()
         results = Results(frozenset(self._sent), frozenset(self._received), frozenset(self._failed))
         self._sent, self._received, self._failed = set(), set(), set()

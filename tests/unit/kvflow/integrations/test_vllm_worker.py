@@ -27,6 +27,7 @@ class FakeWorker:
         self.released = []
         self.ends = []
         self.admitted = []
+        self.waited = []
         self.refusal = None
 
     def admit(self, grant):
@@ -52,6 +53,10 @@ class FakeWorker:
         ends, self.ends = self.ends, []
         return ends
 
+    def wait_finished(self, timeout_s):
+        self.waited.append(timeout_s)
+        return bool(self.ends)
+
     def end(self, request_id="r", error=None):
         outcome, report = ("failed", None) if error else ("completed", REPORT)
         self.ends.append(
@@ -75,6 +80,20 @@ def test_a_pull_is_reported_when_it_has_ended_and_once():
     assert (results.received, results.failed) == ({"r"}, frozenset())
     assert not rank.collect().received
     assert fake.released == []
+
+
+def test_a_step_with_nothing_to_compute_waits_for_a_load_and_for_nothing_else():
+    fake, rank = told()
+    rank.collect(wait_s=1.0)
+    assert fake.waited == []  # no load is open
+    rank.execute([PULL])
+    rank.collect()
+    assert fake.waited == []  # the step has something to compute
+    rank.execute([Fail("other", "ticket_invalid", "")])
+    assert rank.collect(wait_s=1.0).failed == {"other"}
+    assert fake.waited == []  # there is something to report
+    rank.collect(wait_s=1.0)
+    assert fake.waited == [1.0]
 
 
 def test_two_requests_may_read_one_ticket():

@@ -83,6 +83,20 @@ def test_pull_release_and_what_has_finished():
         assert (producer.snapshot().leases, consumer.snapshot().pulls) == (0, 0)
 
 
+def test_an_engine_that_has_nothing_to_do_can_wait_for_an_end():
+    """Also when an end that was told before has released whoever waits."""
+    with run_worker(config(), cache_of()) as worker:
+        for request_id in ("first", "second"):
+            assert not worker.wait_finished(0.0)
+            worker.offer(request_id, [[1]], 4)
+            revoked = threading.Timer(0.0, worker.revoke, [request_id])
+            revoked.start()
+            assert worker.wait_finished(60.0)
+            assert worker.wait_finished(0.0)  # nobody has drained it
+            assert [end.request_id for end in worker.finished()] == [request_id]
+            revoked.join()
+
+
 def test_a_failure_is_an_exception_and_an_entry():
     with run_worker(config(), cache_of()) as producer, run_worker(config("decode-0"), cache_of()) as consumer:
         ticket = producer.offer("r", [[3]], 4)
