@@ -34,11 +34,13 @@ class Fenceless:
         return getattr(self._transports[0], name)
 
     def post(self, read: Read) -> None:
-        """Post a read without its fences."""
+        """Post a read without its fences and looks."""
         self._open.add(read.read_id)
         if read.fences:
             self._waiting[read.read_id] = read.fences
-        self._transports[0].post(msgspec.structs.replace(read, fences=()))
+        for look in read.looks:
+            self._sink(FenceJudged(look.fence_id, look.epoch, 0.0))
+        self._transports[0].post(msgspec.structs.replace(read, fences=(), looks=()))
 
     def on_event(self, event: Event) -> None:
         """Pass an event on, and judge the fences that are due with it."""

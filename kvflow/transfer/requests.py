@@ -106,6 +106,7 @@ class Dispatch(Struct, frozen=True, eq=False):
         pairs: unit pairs of one or several pulls.
         priority: lower is more urgent.
         fences: fences that become due with this batch.
+        looks: fences to be read before this batch is.
         pull_ids: whose pairs these are.
     """
 
@@ -115,6 +116,7 @@ class Dispatch(Struct, frozen=True, eq=False):
     pairs: UnitPairs
     priority: int
     fences: tuple[EpochCheck, ...]
+    looks: tuple[EpochCheck, ...]
     pull_ids: tuple[int, ...]
 
 

@@ -6,8 +6,9 @@ and dispatches the next batch in the same call; nothing waits for a timer or an 
 
 A pull has one leg per source rank. Each leg is fenced by itself, after all its bytes have arrived; the pull is
 complete when every leg is delivered, and fails as a whole with the first leg that fails. A fence that finds the lease
-held proves that it had not ended before the bytes were read, and not that it had begun: of a lease that may be admitted
-after its ticket was handed out, one pair is read and fenced first, and again until the lease is found held.
+held proves that it had not ended before the bytes were read, and not that it had begun. A lease that may be admitted
+after its ticket was handed out is therefore looked at before its bytes are read, too, by the transport, in the same go.
+If it was not held then, all is read again once it is; while it is not, one pair is read and fenced every now and then.
 """
 
 from collections.abc import Collection
@@ -57,8 +58,10 @@ class _Leg:
     renew_at: float
     queued_at: float
     admitted: bool
+    retried: bool = False
     state: LegState = "queued"
     reads: set[int] = field(default_factory=set)
+    look_id: int = -1
     fence_id: int = -1
     bytes_at: float | None = None
     retry_at: float | None = None
@@ -101,6 +104,7 @@ class Scheduler:
         self._legs: dict[int, _Leg] = {}
         self._flights: dict[int, _Flight] = {}
         self._fences: dict[int, int] = {}
+        self._looks: dict[int, int] = {}
         self._progress: dict[PeerId, float] = {}
         self._next_id = 0
 
@@ -176,33 +180,16 @@ class Scheduler:
         return effects + self._pump(now)
 
     def on_fence_judged(self, fence_id: int, *, observed: int, fence_s: float, now: float) -> list[Effect]:
-        """Take what the epoch slot held after the data had been read."""
-        leg_id, leg = self._fences.get(fence_id, -1), self._fenced(fence_id)
-        if leg is None:
-            return []
-        pull = leg.pull
-        pull.fence_s = max(pull.fence_s, fence_s)
-        verdict = judge(leg.request.epoch, observed)
-        if verdict == "stale":
-            detail = f"the lease ended before the read did: epoch {leg.request.epoch}, the slot holds {observed}"
-            return self._fail(
-                pull, "stale_lease", phase="fence", peer=leg.request.peer, detail=detail, now=now
-            ) + self._pump(now)
-        if verdict == "early":
-            self._move(leg, "fence_early")
-            leg.admitted = False
-            leg.retry_at = now + leg.pause_s
-            leg.pause_s = min(EARLY_RETRY_S_MAX, 2 * leg.pause_s)
-            return [TransferRetried(pull.request.pull_id, pull.request.request_id, leg.request.peer)]
-        if not leg.admitted:
-            return self._read_admitted(leg_id, leg, now)
-        self._move(leg, "fence_held")
-        if any(self._legs[leg_id].state != "delivered" for leg_id in pull.legs):
-            return []
-        return [self._complete(pull, now)]
+        """Take what the epoch slot held after the data had been read, or before if it was a look."""
+        if fence_id in self._looks:
+            return self._on_looked(self._looks.pop(fence_id), observed, now)
+        return self._on_fenced(fence_id, observed, fence_s, now)
 
     def on_fence_failed(self, fence_id: int, *, code: str, detail: str, now: float) -> list[Effect]:
         """Note that the epoch could not be read: without it nothing is delivered."""
+        if fence_id in self._looks:  # its reads have failed with it
+            del self._looks[fence_id]
+            return []
         leg = self._fenced(fence_id)
         if leg is None:
             return []
@@ -264,6 +251,43 @@ class Scheduler:
                 )
         return effects + self._pump(now)
 
+    def _on_fenced(self, fence_id: int, observed: int, fence_s: float, now: float) -> list[Effect]:
+        """Take what the epoch slot held after the data had been read."""
+        leg_id, leg = self._fences.get(fence_id, -1), self._fenced(fence_id)
+        if leg is None:
+            return []
+        pull = leg.pull
+        pull.fence_s = max(pull.fence_s, fence_s)
+        verdict = judge(leg.request.epoch, observed)
+        if verdict == "stale":
+            return self._fail_stale(leg, observed, now)
+        if verdict == "early":
+            self._move(leg, "fence_early")
+            leg.admitted, leg.retried = False, True
+            leg.retry_at = now + leg.pause_s
+            leg.pause_s = min(EARLY_RETRY_S_MAX, 2 * leg.pause_s)
+            return [TransferRetried(pull.request.pull_id, pull.request.request_id, leg.request.peer)]
+        if not leg.admitted:
+            return self._read_admitted(leg_id, leg, now)
+        self._move(leg, "fence_held")
+        if any(self._legs[leg_id].state != "delivered" for leg_id in pull.legs):
+            return []
+        return [self._complete(pull, now)]
+
+    def _on_looked(self, leg_id: int, observed: int, now: float) -> list[Effect]:
+        """Take what the epoch slot held before the data were read."""
+        leg = self._legs[leg_id]
+        verdict = judge(leg.request.epoch, observed)
+        if verdict == "stale":
+            return self._fail_stale(leg, observed, now)
+        leg.admitted = verdict == "held"
+        return []
+
+    def _fail_stale(self, leg: _Leg, observed: int, now: float) -> list[Effect]:
+        detail = f"the lease ended before the read did: epoch {leg.request.epoch}, the slot holds {observed}"
+        failed = self._fail(leg.pull, "stale_lease", phase="fence", peer=leg.request.peer, detail=detail, now=now)
+        return failed + self._pump(now)
+
     def _read_admitted(self, leg_id: int, leg: _Leg, now: float) -> list[Effect]:
         """Read all that a leg must give, now that its lease has been found held."""
         leg.admitted, leg.queued_at, leg.bytes_at = True, now, None
@@ -272,9 +296,9 @@ class Scheduler:
         return self._pump(now)
 
     def _enqueue(self, leg_id: int, leg: _Leg, now: float) -> None:
-        """Queue all that a leg must give, or one pair while its lease is not known to be held."""
+        """Queue all that a leg must give, or one pair while its lease was found not to be held."""
         leg.waiting = 0
-        for demand in leg.request.demands if leg.admitted else [first_pair(leg.request.demands[0])]:
+        for demand in [first_pair(leg.request.demands[0])] if leg.retried and not leg.admitted else leg.request.demands:
             leg.waiting += len(demand.pairs.source)
             self._ready.add(leg.request.peer, leg.pull.request.priority, Piece(leg_id, demand, now))
 
@@ -309,6 +333,7 @@ class Scheduler:
             pairs=join_pairs([(demand.pairs, first, last) for _, demand, first, last in batch.slices]),
             priority=batch.priority,
             fences=tuple(self._fence(leg_id) for leg_id in legs if not self._legs[leg_id].waiting),
+            looks=tuple(self._look(leg_id) for leg_id in legs if self._must_look(leg_id)),
             pull_ids=tuple(self._legs[leg_id].pull.request.pull_id for leg_id in legs),
         )
         return [dispatch, *started]  # bytes before words
@@ -319,6 +344,19 @@ class Scheduler:
         leg.fence_id = self._new_id()
         self._fences[leg.fence_id] = leg_id
         return EpochCheck(leg.fence_id, leg.request.slot, leg.request.epoch, tuple(sorted(leg.reads)))
+
+    def _must_look(self, leg_id: int) -> bool:
+        """Tell whether what is read for a leg now may count, if the lease is held before."""
+        leg = self._legs[leg_id]
+        return not leg.admitted and not leg.retried
+
+    def _look(self, leg_id: int) -> EpochCheck:
+        """Return the look at a leg's lease, one for all batches until its verdict is known."""
+        leg = self._legs[leg_id]
+        if leg.look_id < 0:
+            leg.look_id = self._new_id()
+            self._looks[leg.look_id] = leg_id
+        return EpochCheck(leg.look_id, leg.request.slot, leg.request.epoch, ())
 
     def _fenced(self, fence_id: int) -> _Leg | None:
         """Return the leg that a verdict is about; None when its pull has ended meanwhile."""
@@ -358,6 +396,7 @@ class Scheduler:
             self._move(leg, "failed")
             self._ready.remove_leg(leg_id)
             self._fences.pop(leg.fence_id, None)
+            self._looks.pop(leg.look_id, None)
             reads |= leg.reads
         request = pull.request
         failure = TransferFailed(
@@ -411,6 +450,7 @@ class Scheduler:
         del self._pulls[pull.request.pull_id]
         for leg_id in pull.legs:
             self._fences.pop(self._legs[leg_id].fence_id, None)
+            self._looks.pop(self._legs[leg_id].look_id, None)
             del self._legs[leg_id]
 
     def _overdue(self, leg: _Leg, now: float) -> str:

@@ -130,6 +130,8 @@ class Read(Struct, frozen=True, eq=False):
         nbytes: total bytes; must be what the descriptors hold; of a staged program, what its units write in the end.
         priority: lower is more urgent.
         fences: fences that become due with this read.
+        looks: fences that are judged before any chunk of this read is posted, whatever they say; several reads may
+            have the same one, which is judged once. If one fails, so does the read. Their ``after`` means nothing.
     """
 
     read_id: int
@@ -141,6 +143,7 @@ class Read(Struct, frozen=True, eq=False):
     nbytes: int
     priority: int = 0
     fences: tuple[Fence, ...] = ()
+    looks: tuple[Fence, ...] = ()
 
 
 class StagingUse(Struct, frozen=True, kw_only=True):

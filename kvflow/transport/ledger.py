@@ -2,7 +2,8 @@
 
 Every read that is admitted or refused here ends in exactly one ``ReadCompleted`` or ``ReadFailed``, each of its
 fences in exactly one ``FenceJudged`` or ``FenceFailed``. A read ends only when none of its chunks is in flight:
-the events are terminal by construction. A fence becomes due only when each read it waits for has completed.
+the events are terminal by construction. A fence becomes due only when each read it waits for has completed; a look is
+a fence that is due at once, and the reads that have it wait for it.
 
 The caller alternates: ``take`` a piece of work, post it, and report ``arrived``, ``judged`` or ``failed`` once
 it is terminal. Methods return the events that follow, in order.
@@ -93,6 +94,7 @@ class _OpenRead:
     scattered_s: float = 0.0
     wire_from: float = 0.0
     fences: list[_WaitingFence] = field(default_factory=list)
+    looks: set[int] = field(default_factory=set)
 
     @property
     def unposted(self) -> bool:
@@ -128,6 +130,8 @@ class Ledger:
         self._lanes: dict[PeerId, _Lane] = {}
         self._reads: dict[int, _OpenRead] = {}
         self._ended: OrderedDict[int, Reason | None] = OrderedDict()
+        self._looks: dict[int, list[_OpenRead]] = {}
+        self._looked: OrderedDict[int, Reason | None] = OrderedDict()
         self._turns = 0
 
     @property
@@ -184,12 +188,15 @@ class Ledger:
         self._reads[read.read_id] = opened
         self._turns += 1
         heapq.heappush(lane.waiting, (read.priority, self._turns, opened))
-        return self._admit_fences(read)
+        return self._admit_fences(read) + self._admit_looks(lane, opened)
 
     def refuse(self, read: Read, reason: Reason) -> Events:
         """End a read that was not admitted, and its fences."""
         self._remember(read.read_id, reason)
-        failed = [FenceFailed(fence.fence_id, reason.code, reason.detail) for fence in read.fences]
+        looks = [look for look in read.looks if look.fence_id not in self._looks.keys() | self._looked.keys()]
+        failed = [FenceFailed(fence.fence_id, reason.code, reason.detail) for fence in (*looks, *read.fences)]
+        for look in looks:
+            self._remember_look(look.fence_id, reason)
         return [ReadFailed(read.read_id, reason.code, reason.detail), *failed]
 
     def cancel(self, read_ids: Iterable[int]) -> Events:
@@ -208,7 +215,8 @@ class Ledger:
         for opened in reads:
             for waiting in tuple(opened.fences):
                 events += self._fail_fence(waiting, reason)
-        events += [FenceFailed(due.fence.fence_id, reason.code, reason.detail) for due in lane.due]
+        for due in lane.due:
+            events += [FenceFailed(due.fence.fence_id, reason.code, reason.detail), *self._end_look(due, reason)]
         lane.due.clear()
         self._forget_if_drained(peer)
         return events
@@ -256,9 +264,10 @@ class Ledger:
 
     def judged(self, due: DueFence, observed: int, fence_s: float) -> Events:
         """Report the value of an epoch slot."""
+        events = self._end_look(due, None)
         self._lanes[due.peer].fences_in_flight -= 1
         self._forget_if_drained(due.peer)
-        return [FenceJudged(due.fence.fence_id, observed, fence_s)]
+        return [FenceJudged(due.fence.fence_id, observed, fence_s), *events]
 
     def failed(self, work: Work, reason: Reason) -> Events:
         """Report that a piece of work failed and that nothing of it will write any more."""
@@ -266,9 +275,10 @@ class Ledger:
             opened = self._reads[work.read.read_id]
             opened.doom = opened.doom or reason
             return self._leave_flight(work, 0.0)
+        events = self._end_look(work, reason)
         self._lanes[work.peer].fences_in_flight -= 1
         self._forget_if_drained(work.peer)
-        return [FenceFailed(work.fence.fence_id, reason.code, reason.detail)]
+        return [FenceFailed(work.fence.fence_id, reason.code, reason.detail), *events]
 
     def _admit_fences(self, read: Read) -> Events:
         events: Events = []
@@ -282,6 +292,39 @@ class Ledger:
                 if reason is not None:
                     events += self._fail_fence(waiting, reason)
         return events
+
+    def _admit_looks(self, lane: _Lane, opened: _OpenRead) -> Events:
+        """Have a read wait for its looks, of which those that no read before it has had are due now."""
+        for look in opened.read.looks:
+            if look.fence_id in self._looked:
+                reason = self._looked[look.fence_id]
+                if reason is not None:
+                    return self._drop([opened], reason)
+                continue
+            if look.fence_id not in self._looks:
+                self._looks[look.fence_id] = []
+                lane.due.append(DueFence(opened.read.peer, look))
+            self._looks[look.fence_id].append(opened)
+            opened.looks.add(look.fence_id)
+        return []
+
+    def _end_look(self, due: DueFence, reason: Reason | None) -> Events:
+        """Let the reads go on that have waited for a look, or fail with it; nothing happens if it is no look."""
+        reads = self._looks.pop(due.fence.fence_id, None)
+        if reads is None:
+            return []
+        self._remember_look(due.fence.fence_id, reason)
+        for opened in reads:
+            opened.looks.discard(due.fence.fence_id)
+        # Some have ended meanwhile, because nobody wanted them any more.
+        return (
+            [] if reason is None else self._drop([each for each in reads if each.read.read_id in self._reads], reason)
+        )
+
+    def _remember_look(self, fence_id: int, reason: Reason | None) -> None:
+        self._looked[fence_id] = reason
+        if len(self._looked) > ENDED_MAX:
+            self._looked.popitem(last=False)
 
     def _fail_fence(self, waiting: _WaitingFence, reason: Reason) -> Events:
         """Fail a fence once: it is taken off every read that it waits for."""
@@ -337,8 +380,8 @@ class Ledger:
 
     def _ready(self, lane: _Lane) -> bool:
         opened = _next_read(lane)
-        if opened is None or lane.chunks_in_flight >= CHUNKS_IN_FLIGHT_MAX:
-            return False
+        if opened is None or opened.looks or lane.chunks_in_flight >= CHUNKS_IN_FLIGHT_MAX:
+            return False  # what waits behind a look waits as well: it is over in one small read
         return self._buffers.has_free or not opened.staged
 
     def _forget_if_drained(self, peer: PeerId) -> None:

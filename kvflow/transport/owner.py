@@ -143,27 +143,36 @@ class Owner:
     def step(self) -> bool:
         """Post one chunk at most and the fences that are due, then ask about all in flight. False: nothing changed.
 
-        What the step caused is published at its end: a read and its fence wake the event loop once, and the loop
-        does not fight this thread for the interpreter in between.
+        What the step caused is published at its end: a look, its read and the fence wake the event loop once, and the
+        loop does not fight this thread for the interpreter in between.
         """
         try:
+            looked = self._post_fences()
             work = self._ledger.take() if self._renewing_since is None else None
             if work is not None:
                 self._post(work)
-            while self._ledger.fence_due and (fence := self._ledger.take()) is not None:
-                self._post(fence)
+            self._post_fences()
             before = len(self._flying)
             for flying in tuple(self._flying):
                 self._poll(flying)
             landed = self._renew_if_drained() or len(self._flying) < before
-            if work is not None or landed:
+            changed = looked or work is not None or landed
+            if changed:
                 self._finish_leaving()
         except Exception as error:  # noqa: BLE001 - as above
             self._rescue(None, error)
             return True
         finally:
             self._publish()
-        return work is not None or landed
+        return changed
+
+    def _post_fences(self) -> bool:
+        """Post all fences that are due; False: there were none."""
+        posted = False
+        while self._ledger.fence_due and (fence := self._ledger.take()) is not None:
+            self._post(fence)
+            posted = True
+        return posted
 
     def begin_close(self) -> None:
         """Drop everything that is not posted. Steps may go on until nothing is in flight."""

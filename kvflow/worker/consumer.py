@@ -29,6 +29,7 @@ from kvflow.transfer.requests import (
     CancelReads,
     Dispatch,
     Effect,
+    EpochCheck,
     LegRequest,
     PullRequest,
     RenewLease,
@@ -342,7 +343,8 @@ class Consumer:
                 cuts=bound.cuts,
                 nbytes=bound.nbytes,
                 priority=dispatch.priority,
-                fences=tuple(Fence(check.fence_id, check.slot, check.epoch, check.after) for check in dispatch.fences),
+                fences=tuple(_fence(check) for check in dispatch.fences),
+                looks=tuple(_fence(check) for check in dispatch.looks),
             )
         )
         spent = self._clock() - started
@@ -412,3 +414,7 @@ class Consumer:
         if not isinstance(ticket, Ticket):
             raise ArgumentInvalid("ticket", "a Ticket, made with Ticket.from_params", ticket)
         self._verify(ticket)
+
+
+def _fence(check: EpochCheck) -> Fence:
+    return Fence(check.fence_id, check.slot, check.epoch, check.after)

@@ -76,6 +76,20 @@ def test_a_fence_reports_what_its_slot_holds(world, pair, observed):
     assert reader.sink.order()[-2:] == [("read", 1), ("fence", 5)]
 
 
+@pytest.mark.parametrize("observed", [41, 42, 43], ids=["below", "equal", "above"])
+def test_a_look_is_told_before_its_read_whatever_it_says(world, pair, observed):
+    reader, exporter = pair
+    exporter.epochs[9] = observed
+    program = world.dense(1, "p", exporter.cache.region, reader.cache.region, block=BLOCK, count=64)
+    reader.transport.prepare(program)
+    look = world.fence(5, 9, 42)
+    fence = world.fence(6, 9, 42, 1)
+    reader.transport.post(world.read(1, program, [0], [0], fences=(fence,), looks=(look,)))
+    assert reader.sink.wait(("fence", 6))[0].observed == observed
+    assert reader.sink.wait(("fence", 5))[0].observed == observed
+    assert reader.sink.order()[-3:] == [("fence", 5), ("read", 1), ("fence", 6)]
+
+
 def test_an_epoch_has_all_64_bits(world, pair):
     reader, exporter = pair
     exporter.epochs[63] = 2**64 - 1

@@ -110,23 +110,68 @@ def test_a_stale_fence_fails_at_once_and_is_quiescent(scheduler):
     assert isinstance(quiesced, TransferQuiesced)
 
 
-def test_of_a_lease_that_may_be_admitted_later_nothing_counts_that_was_read_before_it_was_found_held(scheduler):
+def looked(scheduler, dispatch, observed=EPOCH, now=1.0):
+    return scheduler.on_fence_judged(dispatch.looks[0].fence_id, observed=observed, fence_s=0.125, now=now)
+
+
+def test_a_lease_that_may_be_admitted_later_is_looked_at_before_its_bytes_are_read(scheduler):
+    read = only(Dispatch, scheduler.submit(pull(1, leg(admitted=False)), 0.0))
+    assert [(look.slot, look.epoch, look.after) for look in read.looks] == [(0, EPOCH, ())]
+    assert looked(scheduler, read) + arrive(scheduler, read) == []
+    report = only(TransferCompleted, judged(scheduler, read)).report
+    assert (report.nbytes, report.reads) == (50, 1)
+
+
+def test_a_lease_that_was_held_before_its_ticket_was_out_is_not_looked_at(scheduler):
+    assert only(Dispatch, scheduler.submit(pull(), 0.0)).looks == ()
+
+
+def test_nothing_counts_that_was_read_before_a_lease_was_found_held(scheduler):
     """A read may begin before the admission, and its fence come after it: held, and yet not the request's bytes."""
-    look = only(Dispatch, scheduler.submit(pull(1, leg(admitted=False)), 0.0))
-    assert look.pairs.target.tolist() == [0]
-    arrive(scheduler, look)
-    read = only(Dispatch, judged(scheduler, look))
-    assert read.pairs.target.tolist() == [0, 1, 2, 3, 4]
+    early = only(Dispatch, scheduler.submit(pull(1, leg(admitted=False)), 0.0))
+    looked(scheduler, early, EPOCH - 1)
+    arrive(scheduler, early)
+    read = only(Dispatch, judged(scheduler, early))
+    assert read.pairs.target.tolist() == early.pairs.target.tolist() == [0, 1, 2, 3, 4]
+    assert read.looks == ()  # the fence has found it held
     assert arrive(scheduler, read) == []
     report = only(TransferCompleted, judged(scheduler, read)).report
     assert (report.nbytes, report.reads) == (50, 2)
 
 
+def test_all_batches_wait_for_one_look_until_its_verdict_is_known(scheduler):
+    one, other = leg(admitted=False).demands[0], msgspec.structs.replace(leg().demands[0], program_id=2)
+    request = LegRequest("p", 0, EPOCH, 30.0, (one, other), admitted=False)
+    first, second = (e for e in scheduler.submit(pull(1, request), 0.0) if isinstance(e, Dispatch))
+    assert first.looks == second.looks
+    looked(scheduler, first)
+    arrive(scheduler, first)
+    arrive(scheduler, second)
+    assert only(TransferCompleted, judged(scheduler, second)).report.reads == 2
+
+
+def test_a_look_that_finds_the_lease_ended_fails_the_pull_when_nothing_writes_any_more(scheduler):
+    read = only(Dispatch, scheduler.submit(pull(1, leg(admitted=False)), 0.0))
+    assert kinds(looked(scheduler, read, EPOCH + 1)) == [CancelReads]
+    ended = scheduler.on_read_failed(read.read_id, code="cancelled", detail="", now=1.0)
+    assert kinds(ended) == [TransferFailed, TransferQuiesced]
+    assert ended[0].code == "stale_lease"
+    assert looked(scheduler, read) == judged(scheduler, read) == []
+
+
+def test_a_look_that_fails_leaves_the_failure_to_its_reads(scheduler):
+    read = only(Dispatch, scheduler.submit(pull(1, leg(admitted=False)), 0.0))
+    assert scheduler.on_fence_failed(read.looks[0].fence_id, code="bounds", detail="", now=1.0) == []
+    failed = scheduler.on_read_failed(read.read_id, code="bounds", detail="no such slot", now=1.0)
+    assert kinds(failed) == [TransferFailed, TransferQuiesced]
+
+
 def test_a_lease_that_is_found_held_has_its_budgets_anew(scheduler):
-    look = only(Dispatch, scheduler.submit(pull(1, leg(admitted=False)), 0.0))
-    arrive(scheduler, look, now=0.0)
+    early = only(Dispatch, scheduler.submit(pull(1, leg(admitted=False)), 0.0))
+    looked(scheduler, early, EPOCH - 1)
+    arrive(scheduler, early, now=0.0)
     late = BUDGETS.fence_s - 0.1
-    read = only(Dispatch, judged(scheduler, look, now=late))
+    read = only(Dispatch, judged(scheduler, early, now=late))
     assert TransferFailed not in kinds(scheduler.tick(late + BUDGETS.wire_s - 0.1))
     arrive(scheduler, read, now=late + BUDGETS.wire_s)
     assert TransferFailed not in kinds(scheduler.tick(late + BUDGETS.wire_s + BUDGETS.fence_s - 0.1))

@@ -21,10 +21,10 @@ from kvflow.transport.ledger import (
 LOST = Reason("peer_lost", "gone")
 
 
-def a_read(read_id, *, peer="p", chunks=1, priority=0, fences=()):
+def a_read(read_id, *, peer="p", chunks=1, priority=0, fences=(), looks=()):
     index = np.arange(chunks, dtype=np.int32)
     cuts = np.arange(chunks + 1)
-    return Read(read_id, PeerId(peer), 1, index, index, cuts, chunks, priority=priority, fences=fences)
+    return Read(read_id, PeerId(peer), 1, index, index, cuts, chunks, priority=priority, fences=fences, looks=looks)
 
 
 def an_open_ledger(*peers):
@@ -66,15 +66,20 @@ class World:
                     assert event.read_id not in {work.read.read_id for work in flying}, "terminal while it flies"
             self.events.append(event)
 
+    def looked(self):
+        return {event.fence_id for event in self.events if isinstance(event, FenceJudged) and event.fence_id < 0}
+
     def completed(self):
         return {event.read_id for event in self.events if isinstance(event, ReadCompleted)}
 
-    def post(self, peer, chunks, priority, after):
+    def post(self, peer, chunks, priority, after, look):
         self.next_id += 1
         earlier = [read_id for read_id, read in self.posted.items() if read.peer == peer]
         named = {earlier[at % len(earlier)] for at in after if earlier}
         fences = tuple(Fence(self.next_id * 10 + k, 0, 0, tuple(named)) for k in range(len(after) % 3))
-        read = a_read(self.next_id, peer=peer, chunks=chunks, priority=priority, fences=fences)
+        # Three reads in a row have the same look, where they have one and read the same peer.
+        looks = (Fence(-10 * (self.next_id // 3) - "ab".index(peer) - 1, 0, 0, ()),) if look else ()
+        read = a_read(self.next_id, peer=peer, chunks=chunks, priority=priority, fences=fences, looks=looks)
         self.posted[read.read_id] = read
         if peer in self.open:
             self.take_in(self.ledger.admit(read))
@@ -85,10 +90,13 @@ class World:
         work = self.ledger.take()
         if work is None:
             return
-        if isinstance(work, DueFence):
+        if isinstance(work, DueFence) and work.fence.fence_id < 0:
+            assert work.fence.fence_id not in self.looked(), "a look twice"
+        elif isinstance(work, DueFence):
             waited = next(read for read in self.posted.values() if work.fence in read.fences)
             assert {*work.fence.after, waited.read_id} <= self.completed(), "a fence before its reads"
         else:
+            assert {look.fence_id for look in work.read.looks} <= self.looked(), "a chunk before its look"
             self.ledger.posted(work, 1.0, 2.0)
         self.flying.append(work)
         for peer in ("a", "b"):
@@ -129,7 +137,12 @@ class World:
 
 steps = st.one_of(
     st.tuples(
-        st.just("post"), st.sampled_from("ab"), st.integers(1, 5), st.integers(-1, 1), st.lists(st.integers(0, 99))
+        st.just("post"),
+        st.sampled_from("ab"),
+        st.integers(1, 5),
+        st.integers(-1, 1),
+        st.lists(st.integers(0, 99)),
+        st.booleans(),
     ),
     st.tuples(st.just("take")),
     st.tuples(st.just("land"), st.integers(0, 99), st.sampled_from([False, False, False, True])),
@@ -150,9 +163,44 @@ def test_whatever_the_order_each_read_and_fence_ends_once_and_fences_come_last(s
     reads = [event.read_id for event in world.events if isinstance(event, ReadCompleted | ReadFailed)]
     fences = [event.fence_id for event in world.events if isinstance(event, FenceJudged | FenceFailed)]
     assert Counter(reads) == Counter(list(world.posted))
-    assert Counter(fences) == Counter(fence.fence_id for read in world.posted.values() for fence in read.fences)
+    looks = {look.fence_id for read in world.posted.values() for look in read.looks}
+    assert Counter(fences) == Counter(
+        [fence.fence_id for read in world.posted.values() for fence in read.fences] + [*looks]
+    )
     assert not world.ledger.reads
     assert all(peer in world.open or world.ledger.drained(peer) for peer in "ab")
+
+
+def test_a_look_is_judged_before_the_first_chunk_of_all_reads_that_have_it():
+    ledger = an_open_ledger()
+    look = Fence(9, 3, 7, ())
+    for read_id in (1, 2):
+        ledger.admit(a_read(read_id, chunks=2, looks=(look,)))
+    looking = ledger.take()
+    assert looking.fence == look
+    assert ledger.take() is None
+    assert ledger.judged(looking, 6, 0.0) == [FenceJudged(9, 6, 0.0)]
+    ledger.admit(a_read(3, looks=(look,)))
+    assert names(drain(ledger)[0]) == [(1, 0), (1, 1), (2, 0), (2, 1), (3, 0)]
+
+
+def test_a_read_fails_with_its_look_also_when_it_comes_later():
+    ledger = an_open_ledger()
+    look = Fence(9, 99, 7, ())
+    ledger.admit(a_read(1, looks=(look,), fences=(Fence(5, 99, 7, ()),)))
+    bounds = Reason("bounds", "no such slot")
+    ended = ledger.failed(ledger.take(), bounds)
+    assert ended == [
+        FenceFailed(9, *words_of(bounds)),
+        ReadFailed(1, *words_of(bounds)),
+        FenceFailed(5, *words_of(bounds)),
+    ]
+    assert ledger.admit(a_read(2, looks=(look,))) == [ReadFailed(2, *words_of(bounds))]
+    assert ledger.take() is None
+
+
+def words_of(reason):
+    return reason.code, reason.detail
 
 
 def test_the_urgent_goes_first_and_equal_peers_take_turns():

@@ -93,10 +93,10 @@ class Bench:
             self.owner.handle(Program(number, peer, rows, rows))
         assert self.seen() == ["PeerAdded", "PeerAdded"]
 
-    def post(self, read_id, peer="p", fences=()):
+    def post(self, read_id, peer="p", fences=(), looks=()):
         index = np.array([0], dtype=np.int32)
         program = "pq".index(peer)
-        self.owner.handle(Read(read_id, peer, program, index, index, np.array([0, 1]), 64, fences=fences))
+        self.owner.handle(Read(read_id, peer, program, index, index, np.array([0, 1]), 64, fences=fences, looks=looks))
 
     def land(self, outcome=0):
         self.mover.flights.popleft().outcome = outcome
@@ -203,6 +203,19 @@ def test_a_chunk_whose_post_has_a_defect_may_write_until_the_agents_are_gone(ben
     assert bench.seen() == []
     bench.owner.end_close()
     assert bench.seen() == ["ReadFailed 1 cancelled"]
+
+
+def test_a_read_waits_for_its_look_whatever_that_says(bench):
+    bench.post(1, looks=(Fence(5, 3, 7, ()),))
+    assert bench.owner.step()
+    assert bench.mover.calls[-1] == ("post_fence", "p", 3)
+    assert not bench.owner.step()
+    bench.land(6)
+    assert bench.seen() == ["FenceJudged 5"]
+    assert bench.owner.step()
+    assert bench.mover.calls[-1] == ("post", 1)
+    bench.land()
+    assert bench.seen() == ["ReadCompleted 1"]
 
 
 def test_a_defect_while_posting_a_fence_fails_everything_and_serving_goes_on(bench, caplog):
