@@ -66,7 +66,7 @@ def test_each_source_rank_is_fenced_once_after_its_data(pair):
     for sources in read:
         assert sources, "every rank of the reader needs some of the heads"
         for kinds in sources.values():
-            # Perhaps a look at one block, or several; then all the rest, and a fence behind it. Never one without data.
+            # A look at the lease, perhaps several; then all the data, and a fence behind it. Never one without data.
             assert kinds[-1] == "fence"
             assert ("fence", "fence") not in itertools.pairwise(kinds)
     assert len({source for sources in read for source in sources}) == sources_needed(pair)
