@@ -53,6 +53,7 @@ from kvflow.transport.base import (
 )
 from kvflow.worker.demands import demands_of, empty_report, log_context
 from kvflow.worker.failures import transfer_error
+from kvflow.worker.keeping import Keeping
 from kvflow.worker.peers import Peer, PeerPool
 from kvflow.worker.stages import Stage, later, require_open, require_running
 from kvflow.worker.unsettled import Unsettled
@@ -109,6 +110,8 @@ class Consumer:
         self._report = report
         self._pulls: dict[int, _Pull] = {}
         self._unsettled = Unsettled()
+        self._keeping = Keeping(pool, clock)
+        self.renew_kept = self._keeping.renew_while_any
         self._busy = asyncio.Event()
         self._delivered: deque[tuple[Member, ...]] = deque()
         self._releases: dict[PeerId, list[tuple[int, int]]] = {}
@@ -145,6 +148,8 @@ class Consumer:
         except BaseException:
             self._unsettled.end(pull_id)
             raise
+        finally:
+            self._keeping.end(ticket.members())
         if not legs:
             self._unsettled.end(pull_id)
             self._release(members)
@@ -157,10 +162,17 @@ class Consumer:
             self._cancel(pull_id, "the caller cancelled the pull")
             raise
 
+    def keep(self, ticket: Ticket) -> None:
+        """Renew a ticket's leases until it is pulled or released. See ``Worker.keep``."""
+        require_open(self._stage, "keeps nothing")
+        self._check(ticket)
+        self._keeping.begin(ticket.members())
+
     async def release(self, ticket: Ticket) -> None:
         """Give a ticket back without reading it. See ``Worker.release``."""
         require_running(self._stage, "releases nothing")
         self._check(ticket)
+        self._keeping.end(ticket.members())
         lost: list[KvflowError] = []
         for member in ticket.members():
             try:

@@ -193,6 +193,15 @@ class PeerPool:
         entry = await self._entry(member)
         return await asyncio.shield(entry.linked)
 
+    def begin(self, member: Member) -> None:
+        """Begin to meet the peer that a ticket names, unless it is met or being met already; wait for nothing.
+
+        Raises:
+            StaleLease, PeerUnavailable: nothing can come of dialling it now.
+        """
+        if member.peer not in self._entries and not self._closed:
+            self._begin(member)
+
     async def _entry(self, member: Member) -> _Entry:
         """Return the life of a peer, begun now if need be; one that is being let go is waited for."""
         while (entry := self._entries.get(member.peer)) is not None and entry.dropped.done():

@@ -167,7 +167,8 @@ async def _opened(parts: _Parts) -> AsyncIterator[Worker]:
                 report=report,
             )
             inbox.connect(consumer.on_transport_event)
-            background = [tasks.create_task(keeper.expire_leases()), tasks.create_task(consumer.tick_while_busy())]
+            for_ever = (keeper.expire_leases, consumer.tick_while_busy, consumer.renew_kept)
+            background = [tasks.create_task(work()) for work in for_ever]
             offers = Offers(mint, keeper, asyncio.get_running_loop())
             drain = Drain(keeper, offers, consumer, surroundings.clock, report)
             worker = Worker(address, keeper, offers, consumer, drain, trust=Trust(ours, server, pool))

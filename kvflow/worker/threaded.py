@@ -163,6 +163,11 @@ class ThreadedWorker:
             on_end=partial(self._finished.on_pull_ended, request_id, local_request_id),
         )
 
+    def keep(self, ticket: Ticket) -> "Future[None]":
+        """Renew a ticket's leases until it is pulled or released. See ``Worker.keep``."""
+        life = self._awake()
+        return life.bridge.submit(_call(partial(life.worker.keep, ticket)))
+
     def release(self, ticket: Ticket) -> "Future[None]":
         """Give a ticket back unread. See ``Worker.release``."""
         life = self._awake()

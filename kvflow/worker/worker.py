@@ -185,6 +185,20 @@ class Worker:
         """
         return await self._consumer.pull(ticket, block_ids, priority=priority, local_request_id=local_request_id)
 
+    def keep(self, ticket: Ticket) -> None:
+        """Renew a ticket's leases until it is pulled or released: of a request that waits for room in our engine.
+
+        What becomes of them is told by the pull. Kept, a lease lasts for as long as this worker does.
+
+        Raises:
+            TicketInvalid: the ticket was not signed by this cluster. Nothing was dialled.
+            CapacityExceeded: too many tickets are kept.
+            WorkerDraining, WorkerClosed: the worker pulls nothing any more.
+
+        Thread: the event loop.
+        """
+        self._consumer.keep(ticket)
+
     async def release(self, ticket: Ticket) -> None:
         """Give a ticket back unread, for example when the request was rejected before admission.
 

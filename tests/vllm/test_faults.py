@@ -178,6 +178,24 @@ def test_a_lease_runs_out_and_its_blocks_are_used_again_unless_a_read_renews_it(
     unused.submit().expect_policy("lease over before it is asked", {"stale_lease"}, SETTINGS["handshake_s"])
 
 
+def test_a_request_that_waits_for_room_keeps_its_lease(cluster):
+    with ExitStack() as stack:
+        for decode in cluster.decodes:
+            stack.enter_context(decode.paused())
+            for number in range(3):  # the last of them waits, too, and before ours
+                filler = decode.submit(prompt_of(CONTEXT - 2 * BLOCK_SIZE, f"filler {number}"), max_tokens=BLOCK_SIZE)
+                stack.callback(filler.abort)
+            decode.step(3)
+        asked = Asked(cluster, cluster.first, "waiting").submit()
+        for decode in cluster.decodes:
+            decode.step(2)  # what comes now, kvflow does by itself
+            assert decode.stages()[-1] == "WAITING"
+        unused = ticket(cluster.first, prompt_of(LENGTH, "unused"))
+        cluster.first.wait_state(lambda state: state["held"] == 2, LEASE_S + PATIENCE_S)
+        assert cluster.first.lease_end(unused) == "expired"
+    asked.expect_right()
+
+
 def test_engines_that_are_flooded_with_garbage_answer_right(cluster, tmp_path):
     ends = {"second": cluster.endpoint("second"), "failing": cluster.endpoint("failing")}
     with ExitStack() as stack:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from kvflow import Ticket
 from kvflow.errors import BlockRangeMismatch, KvflowError
 from kvflow.integrations.vllm.blocks import TransferGroup, loaded_blocks
-from kvflow.integrations.vllm.orders import Cancel, Fail, Order, Pull, Release
+from kvflow.integrations.vllm.orders import Cancel, Fail, Keep, Order, Pull, Release
 
 logger = logging.getLogger("vllm.kvflow")  # vLLM shows what stands below its own name
 
@@ -65,6 +65,8 @@ class Loading:
         self._loads: dict[str, _Load] = {}
         self._loaders: dict[Ticket, str] = {}
         self._orders: list[Order] = []
+        self._new: list[str] = []
+        self._waited: list[str] = []
 
     def announce(self, request_id: str, ticket: Ticket, *, wanted: int) -> None:
         """Take a request with a ticket.
@@ -85,6 +87,7 @@ class Loading:
         else:
             self._loads[request_id] = load
             self._loaders[ticket] = request_id
+            self._new.append(request_id)
 
     def refuse(self, request_id: str, error: KvflowError, *, wanted: int) -> None:
         """Take a request that must fail, or be computed here: as ``kv_load_failure_policy`` says.
@@ -137,6 +140,7 @@ class Loading:
         except KvflowError as error:
             logger.warning("kvflow: request %s cannot be loaded: %s", request_id, error)
             self._orders.append(_failure(request_id, error))
+            self._release(request_id, load)
         else:
             self._orders.append(Pull(request_id, load.ticket, block_ids))
 
@@ -157,8 +161,17 @@ class Loading:
         self._release(request_id, load)
 
     def take_orders(self) -> list[Order]:
-        """Return what the workers must be told, once."""
+        """Return what the workers must be told, once.
+
+        Who got no room in the step of its arrival waits, maybe for longer than its lease: that is kept from the next
+        step on. Most need not wait, and cost nobody a message.
+        """
         orders, self._orders = self._orders, []
+        for request_id in self._waited:
+            load = self._loads.get(request_id)
+            if load is not None and load.ticket is not None and not load.loading:
+                orders.append(Keep(request_id, load.ticket))
+        self._waited, self._new = self._new, []
         return orders
 
     def _forget(self, request_id: str) -> None:

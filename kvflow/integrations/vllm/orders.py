@@ -26,6 +26,13 @@ class Pull(Struct, frozen=True):
     block_ids: tuple[tuple[int, ...], ...]
 
 
+class Keep(Struct, frozen=True):
+    """Renew a ticket's leases until it is pulled or given back: its request waits for room."""
+
+    request_id: str
+    ticket: Ticket
+
+
 class Cancel(Struct, frozen=True):
     """End a pull that nobody waits for; its blocks are reported when nothing writes into them any more."""
 
@@ -53,4 +60,4 @@ class Fail(Struct, frozen=True):
     reason: str
 
 
-Order = Admit | Pull | Cancel | Release | Fail
+Order = Admit | Pull | Keep | Cancel | Release | Fail

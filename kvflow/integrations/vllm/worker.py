@@ -23,7 +23,7 @@ from kvflow.errors import (
     TicketInvalid,
     WorkerClosed,
 )
-from kvflow.integrations.vllm.orders import Admit, Cancel, Fail, Order, Pull, Release
+from kvflow.integrations.vllm.orders import Admit, Cancel, Fail, Keep, Order, Pull, Release
 from kvflow.integrations.vllm.tally import Tally, count, count_end, empty_tally
 
 if TYPE_CHECKING:
@@ -84,6 +84,8 @@ class RankWorker:
                     self._admit(order)
                 case Pull():
                     self._pull(order)
+                case Keep(request_id=request_id, ticket=ticket):
+                    self._keep(request_id, ticket)
                 case Cancel(request_id=request_id):
                     if request_id in self._pulls:
                         self._pulls[request_id].future.cancel()
@@ -166,6 +168,14 @@ class RankWorker:
         self._received.add(request_id)
         if failed:
             self._failed.add(request_id)
+
+    def _keep(self, request_id: str, ticket: Ticket) -> None:
+        """Have a ticket's leases renewed while its request waits; one rank does it for all, on all that it names."""
+        try:
+            if self._worker.rank_address.rank == 0:
+                self._worker.keep(ticket)
+        except KvflowError as error:
+            logger.info("kvflow: the ticket of request %s is not kept: %s", request_id, error)
 
     def _release(self, request_id: str, ticket: Ticket) -> None:
         """Give a ticket back, so that the producer has its blocks before the lease runs out; if not, it runs out."""

@@ -5,7 +5,7 @@ import pytest
 from kvflow.errors import BlockIdsInvalid, TicketInvalid
 from kvflow.integrations.vllm.blocks import loaded_blocks, offered_blocks
 from kvflow.integrations.vllm.loading import Loading
-from kvflow.integrations.vllm.orders import Cancel, Fail, Pull, Release
+from kvflow.integrations.vllm.orders import Cancel, Fail, Keep, Pull, Release
 
 from .vllm_like import FullAttentionSpec, MambaSpec, SlidingWindowSpec, groups_of, new_ticket
 
@@ -42,6 +42,33 @@ def test_asking_changes_nothing():
     requests = loading()
     assert [requests.matched("r", computed) for computed in (0, 32, 0)] == [48, 16, 48]
     assert requests.take_orders() == []
+
+
+def test_a_request_that_waits_for_room_has_its_ticket_kept_once():
+    requests = loading()
+    requests.matched("r", 0)
+    assert requests.take_orders() == []  # most get room in the step of their arrival
+    assert requests.take_orders() == [Keep("r", TICKET)]
+    assert requests.take_orders() == []
+    requests.allocated("r", [[1, 2, 3]], 48)
+    assert requests.take_orders() == [Pull("r", TICKET, ((1, 2, 3),))]
+
+
+@pytest.mark.parametrize(
+    "end", [lambda requests: requests.finished("r"), lambda requests: requests.allocated("r", [[1, 2, 3]], 48)]
+)
+def test_a_request_that_waits_no_more_has_no_ticket_kept(end):
+    requests = loading()
+    requests.matched("r", 0)
+    requests.take_orders()
+    end(requests)
+    assert Keep not in [type(order) for order in requests.take_orders()]
+
+
+def test_a_refused_request_has_no_ticket_that_could_be_kept():
+    requests = Loading(FULL)
+    requests.refuse("r", TicketInvalid("forged"), wanted=48)
+    assert [requests.take_orders() for _ in range(3)] == [[], [], []]
 
 
 def test_a_prompt_that_is_in_the_cache_gives_its_ticket_back():
@@ -212,8 +239,9 @@ def test_too_few_blocks_fail_the_request():
     requests = loading()
     requests.matched("r", 0)
     requests.allocated("r", [[1, 2]], 48)
-    (order,) = requests.take_orders()
-    assert (type(order), order.code) == (Fail, "block_ids_invalid")
+    failure, given_back = requests.take_orders()
+    assert (type(failure), failure.code) == (Fail, "block_ids_invalid")
+    assert given_back == Release("r", TICKET)
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,13 @@
 """Orders carried out on a worker, and what has ended reported once."""
 
 from concurrent.futures import Future
+from types import SimpleNamespace
 
 import pytest
 
 from kvflow import Finished, FullAttention, TransferReport, WorkerConfig, allocate
 from kvflow.errors import CapacityExceeded, LayoutMismatch, StaleLease, TicketInvalid, WorkerClosed, WorkerSuspended
-from kvflow.integrations.vllm.orders import Admit, Cancel, Fail, Pull, Release
+from kvflow.integrations.vllm.orders import Admit, Cancel, Fail, Keep, Pull, Release
 from kvflow.integrations.vllm.tally import add_tallies, empty_tally, is_empty, summary
 from kvflow.integrations.vllm.worker import RankRuntime, RankWorker
 
@@ -22,9 +23,11 @@ REPORT = TransferReport(
 class FakeWorker:
     """A worker that does what a test says."""
 
-    def __init__(self):
+    def __init__(self, rank=0):
         self.futures = {}
         self.released = []
+        self.kept = []
+        self.rank_address = SimpleNamespace(rank=rank)
         self.ends = []
         self.admitted = []
         self.waited = []
@@ -39,6 +42,11 @@ class FakeWorker:
         if self.refusal:
             raise self.refusal
         return self.futures.setdefault(local_request_id, Future())
+
+    def keep(self, ticket):
+        if self.refusal:
+            raise self.refusal
+        self.kept.append(ticket)
 
     def release(self, ticket):
         self.released.append(ticket)
@@ -64,8 +72,8 @@ class FakeWorker:
         )
 
 
-def told(*orders, refusal=None):
-    fake = FakeWorker()
+def told(*orders, refusal=None, rank=0):
+    fake = FakeWorker(rank)
     fake.refusal = refusal
     rank = RankWorker(fake)
     rank.execute(orders)
@@ -111,6 +119,17 @@ def test_a_pull_that_fails_is_received_and_failed_and_gives_its_ticket_back():
     results = rank.collect()
     assert results.received == results.failed == {"r"}
     assert fake.released == [TICKET]
+
+
+@pytest.mark.parametrize(("rank", "kept"), [(0, [TICKET]), (1, [])])
+def test_one_rank_keeps_a_ticket_for_all(rank, kept):
+    fake, _ = told(Keep("r", TICKET), rank=rank)
+    assert fake.kept == kept
+
+
+def test_a_ticket_that_cannot_be_kept_is_the_affair_of_its_pull():
+    _, ours = told(Keep("r", TICKET), refusal=WorkerClosed("closed"))
+    assert not ours.collect().received
 
 
 def test_a_ticket_of_nobody_is_not_given_back():

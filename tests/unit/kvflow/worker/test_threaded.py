@@ -18,6 +18,7 @@ from kvflow.errors import (
     DeadlineExceeded,
     RequestUnknown,
     StaleLease,
+    TicketInvalid,
     TransferCancelled,
     TransferFailed,
     WorkerClosed,
@@ -218,6 +219,28 @@ def test_an_admission_that_comes_late_is_waited_for():
         retried.wait()
         producer.admit(grant)
         assert future.result(PATIENCE_S).nbytes > 0
+
+
+def test_a_ticket_that_is_kept_outlives_its_lease_until_it_is_pulled():
+    source, target = cache_of(), cache_of()
+    with run_worker(config(lease_s=3.0), source) as producer, run_worker(config("decode-0"), target) as consumer:
+        tickets = [producer.offer(name, [[3]], 4) for name in ("kept and pulled", "kept and released", "left alone")]
+        ends = [producer.wait_offer(ticket.request_id) for ticket in tickets]
+        for ticket in tickets[:2]:
+            consumer.keep(ticket).result(PATIENCE_S)
+        assert ends[2].result(PATIENCE_S) == "expired"
+        assert not ends[0].done()
+        consumer.pull(tickets[0], [[5]]).result(PATIENCE_S)
+        consumer.release(tickets[1]).result(PATIENCE_S)
+        assert [end.result(PATIENCE_S) for end in ends] == ["released", "released", "expired"]
+
+
+def test_a_ticket_of_a_stranger_is_not_kept():
+    stranger = config(cluster_secret="another secret of the tests")
+    with run_worker(stranger, cache_of()) as producer, run_worker(config("decode-0"), cache_of()) as consumer:
+        kept = consumer.keep(producer.offer("r", [[3]], 4))
+        with pytest.raises(TicketInvalid):
+            kept.result(PATIENCE_S)
 
 
 def test_a_ticket_can_be_given_back_unread():
