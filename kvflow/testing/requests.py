@@ -94,7 +94,7 @@ class Request:
         return not held and not self._open and (self._routed or not self.source.alive)
 
     def begin(self) -> None:
-        """Prefill it: claim blocks, write, and offer it on every rank."""
+        """Prefill it: claim blocks, then write and offer it on every rank."""
         source, plan = self.source, self.plan
         if not source.open:
             self._refuse("source not open")
@@ -123,7 +123,6 @@ class Request:
         if source.minted and grant is None:
             return
         for rank in source.ranks:
-            rank.cache.write(self.block_ids, self.written)
             self._on(rank, self._world.delay(plan.admit_s) if grant else 0.0, self._offer, rank, grant)
         if grant is not None:
             self._route()
@@ -197,6 +196,8 @@ class Request:
         try:
             if worker is None:
                 raise WorkerClosed("not open")
+            # Not before: the ticket of a mint may be out by now, and whoever reads too early must find other bytes.
+            rank.cache.write(self.block_ids, self.written)
             if grant is not None:
                 worker.admit(grant)
             elif self.plan.patience_s:

@@ -132,6 +132,17 @@ def window_not_given_back_on_failure(patch):
     patch.setattr(Scheduler, "on_read_failed", keep_room)
 
 
+def look_before_the_read_left_out(patch):
+    """What was read counts if the lease is held afterwards, whenever it was admitted."""
+    looked = Scheduler._on_looked
+
+    def see_what_will_be(self, leg_id, observed, now):
+        leg = self._legs[leg_id]
+        return looked(self, leg_id, max(observed, leg.request.epoch), now)
+
+    patch.setattr(Scheduler, "_on_looked", see_what_will_be)
+
+
 def peer_lost_while_others_are_met_is_used(patch):
     """A pull of several ranks uses one that was let go while the others were being met. So it was once."""
     patch.setattr(PeerPool, "_require_current", lambda self, peer: None)

@@ -19,6 +19,7 @@ BUGS = {
     planted.completion_of_a_dead_incarnation_accepted: (7, r"was delivered wrong: block \d+"),
     planted.another_incarnation_taken_for_the_one_that_died: (1, "was delivered wrong|was called stale"),
     planted.window_not_given_back_on_failure: (2, "room in a window was lost"),
+    planted.look_before_the_read_left_out: (1, r"was delivered wrong: block \d+"),
     planted.peer_lost_while_others_are_met_is_used: (10, "KeyError"),
 }
 """Bug -> the first seed that is known to find it, and what is found. A change of the library may move the seed."""
