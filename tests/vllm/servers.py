@@ -31,6 +31,9 @@ PROGRAMS = {
 }
 """What the page's commands start."""
 
+PATIENCE = {"lease_s": 300, "fence_s": ANSWER_S, "wire_s": ANSWER_S}
+"""Settings that the page leaves as they are: on a busy machine a step of a tiny model takes seconds."""
+
 
 def fetch(url: str) -> bytes:
     """Return what a server answers.
@@ -81,13 +84,15 @@ class Server:
 
     def stop(self) -> int:
         """End it, and what it has started, and return its exit status."""
-        with suppress(ProcessLookupError):
-            self._process.terminate()
-        try:
+        self._process.terminate()
+        with suppress(subprocess.TimeoutExpired):
             self._process.wait(STOP_S)
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+        return self.kill()
+
+    def kill(self) -> int:
+        """End it, and what it has started, at once; return its exit status."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         return self._process.wait(STOP_S)
 
     def metric(self, name: str, **labels: str) -> float:
@@ -141,12 +146,13 @@ class Deployment:
         self._stack.close()
 
     def fitted(self, text: str) -> str:
-        """Return a text of the page with this model, and with ports that are free."""
+        """Return a text of the page with this model, with ports that are free, and with more patience."""
         ports = "|".join(map(str, self.ports))
         moved = re.sub(
             rf"(?<=:)({ports})\b|(?<=--port )({ports})\b", lambda found: str(self.ports[int(found[0])]), text
         )
-        return moved.replace("MODEL", self.model)
+        patient = moved.replace('_config": {', f'_config": {{{json.dumps(PATIENCE)[1:-1]}, ')
+        return patient.replace("MODEL", self.model)
 
     def run(self, shell: str) -> str:
         """Run commands of the page and return what they print."""
