@@ -125,6 +125,18 @@ def test_concurrent_streams_are_the_tokens_of_one_server_and_every_transfer_is_a
         assert leases[pull["request_id"]]["outcome"] == "released"
 
 
+@pytest.mark.parametrize("several", [{"n": 3}, {"prompt": [prompt_of(40, "one"), prompt_of(150, "another")]}], ids=list)
+def test_several_samples_and_several_prompts_are_those_of_one_server(settled, several):
+    asked = {"model": settled.model, "prompt": prompt_of(200, "several"), "max_tokens": TOKENS, "temperature": 0}
+    said = []
+    for server in (settled.alone, settled.proxy):
+        with client_of(server) as client:
+            answer = client.completions.create(**asked | several, extra_body={"return_token_ids": True})
+        said.append([choice.token_ids for choice in answer.choices])
+    assert said[0] == said[1]
+    assert len(said[0]) > 1
+
+
 def test_a_client_that_hangs_up_in_the_middle_leaves_nothing_behind(settled):
     made, ended = (settled.decode.metric(name) for name in ("vllm:generation_tokens_total", ENDED))
     with client_of(settled.proxy) as client:

@@ -8,9 +8,11 @@ there is nothing to load. That is how a request goes on that was preempted, or w
 
 A ticket is read once: reading it ends its lease. Where several requests have the same one, as the samples of one
 prompt do (``n``), the first loads it, and the others *follow*: they wait, and take what it leaves in the prefix cache.
+A sample that arrives when that is over is computed: vLLM sends them one by one, and a short prompt is read sooner.
 """
 
 import logging
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,6 +22,12 @@ from kvflow.integrations.vllm.blocks import TransferGroup, loaded_blocks
 from kvflow.integrations.vllm.orders import Cancel, Fail, Keep, Order, Pull, Release
 
 logger = logging.getLogger("vllm.kvflow")  # vLLM shows what stands below its own name
+
+SAMPLE = re.compile(r"\d+_(?P<prompt>.+)", re.DOTALL)
+"""vLLM names a sample after the request of its prompt, behind its number; other requests have no number before them."""
+
+SAMPLED_MAX = 1024
+"""Prompts with samples that are remembered. Their samples arrive within a step or two."""
 
 
 @dataclass(slots=True)
@@ -64,6 +72,7 @@ class Loading:
         self._has_states = any(each.is_state for each in groups)
         self._loads: dict[str, _Load] = {}
         self._loaders: dict[Ticket, str] = {}
+        self._sampled: dict[str, None] = {}
         self._orders: list[Order] = []
         self._new: list[str] = []
         self._waited: list[str] = []
@@ -79,6 +88,9 @@ class Loading:
         if ticket in self._loaders:
             self._loads[request_id] = _Load(None, None, wanted, follows=self._loaders[ticket])
             return
+        sample = SAMPLE.fullmatch(request_id)
+        if sample is not None and sample["prompt"] in self._sampled:
+            return
         load = _Load(ticket, None, wanted)
         try:
             self._check_range(load)
@@ -88,6 +100,8 @@ class Loading:
             self._loads[request_id] = load
             self._loaders[ticket] = request_id
             self._new.append(request_id)
+            if sample is not None:
+                self._remember(sample["prompt"])
 
     def refuse(self, request_id: str, error: KvflowError, *, wanted: int) -> None:
         """Take a request that must fail, or be computed here: as ``kv_load_failure_policy`` says.
@@ -173,6 +187,11 @@ class Loading:
                 orders.append(Keep(request_id, load.ticket))
         self._waited, self._new = self._new, []
         return orders
+
+    def _remember(self, prompt: str) -> None:
+        self._sampled[prompt] = None
+        if len(self._sampled) > SAMPLED_MAX:
+            del self._sampled[next(iter(self._sampled))]
 
     def _forget(self, request_id: str) -> None:
         load = self._loads.pop(request_id, None)

@@ -3,6 +3,7 @@
 import pytest
 
 from kvflow.errors import BlockIdsInvalid, TicketInvalid
+from kvflow.integrations.vllm import loading as loading_module
 from kvflow.integrations.vllm.blocks import loaded_blocks, offered_blocks
 from kvflow.integrations.vllm.loading import Loading
 from kvflow.integrations.vllm.orders import Cancel, Fail, Keep, Pull, Release
@@ -155,6 +156,43 @@ def test_a_sample_whose_leader_was_aborted_is_computed():
     requests.finished("0_r")
     assert requests.matched("1_r", 0) == 0
     assert requests.take_orders() == [Release("0_r", TICKET)]
+
+
+@pytest.mark.parametrize("aborted", [False, True])
+def test_a_sample_that_comes_when_its_leader_is_through_is_computed(aborted):
+    requests = samples("0_cmpl-r")
+    if aborted:
+        requests.finished("0_cmpl-r")
+    else:
+        requests.matched("0_cmpl-r", 0)
+        requests.allocated("0_cmpl-r", [[1, 2, 3]], 48)
+        requests.received("0_cmpl-r")
+    requests.take_orders()
+    requests.announce("1_cmpl-r", TICKET, wanted=48)
+    assert requests.matched("1_cmpl-r", 0) == 0
+    requests.allocated("1_cmpl-r", [[1, 2, 4]], 0)
+    requests.finished("1_cmpl-r")
+    assert requests.take_orders() == []
+
+
+def test_samples_of_another_prompt_are_no_late_ones():
+    requests = samples("0_cmpl-r")
+    requests.finished("0_cmpl-r")
+    requests.announce("1_cmpl-s", TICKET, wanted=48)
+    assert requests.matched("1_cmpl-s", 0) == 48
+
+
+def test_the_prompts_whose_samples_are_remembered_are_bounded(monkeypatch):
+    monkeypatch.setattr(loading_module, "SAMPLED_MAX", 2)
+    requests = Loading(FULL)
+    for prompt in ("a", "b", "c"):
+        requests.announce(f"0_{prompt}", TICKET, wanted=48)
+        requests.finished(f"0_{prompt}")
+    found = []
+    for prompt in ("b", "c", "a"):
+        requests.announce(f"1_{prompt}", TICKET, wanted=48)
+        found.append(requests.matched(f"1_{prompt}", 0))
+    assert found == [0, 0, 48]
 
 
 def test_a_ticket_that_comes_again_after_its_load_is_tried_again():
