@@ -63,6 +63,13 @@ def tokens_of(deployment, server, prompt, *, name=None):
         return [token for chunk in streamed for choice in chunk.choices for token in choice.token_ids or ()]
 
 
+def completed(deployment, server, **asked):
+    """Return what a server answers as a whole."""
+    usual = {"model": deployment.model, "max_tokens": TOKENS, "temperature": 0}
+    with client_of(server) as client:
+        return client.completions.create(**usual | asked, extra_body={"return_token_ids": True}).choices
+
+
 def moved(deployment):
     """Return how many transfers there were, their bytes and descriptors, and the leases that ended well."""
     names = ("transfer_seconds_count", "transfer_bytes_sum", "transfer_descriptors_sum")
@@ -125,16 +132,17 @@ def test_concurrent_streams_are_the_tokens_of_one_server_and_every_transfer_is_a
         assert leases[pull["request_id"]]["outcome"] == "released"
 
 
-@pytest.mark.parametrize("several", [{"n": 3}, {"prompt": [prompt_of(40, "one"), prompt_of(150, "another")]}], ids=list)
-def test_several_samples_and_several_prompts_are_those_of_one_server(settled, several):
-    asked = {"model": settled.model, "prompt": prompt_of(200, "several"), "max_tokens": TOKENS, "temperature": 0}
-    said = []
-    for server in (settled.alone, settled.proxy):
-        with client_of(server) as client:
-            answer = client.completions.create(**asked | several, extra_body={"return_token_ids": True})
-        said.append([choice.token_ids for choice in answer.choices])
-    assert said[0] == said[1]
-    assert len(said[0]) > 1
+def test_several_prompts_in_one_request_are_continued_as_by_one_server(settled):
+    prompts = [prompt_of(40, "one"), prompt_of(150, "another")]
+    said = [completed(settled, server, prompt=prompts) for server in (settled.alone, settled.proxy)]
+    assert [choice.token_ids for choice in said[0]] == [choice.token_ids for choice in said[1]]
+    assert len(said[0]) == 2
+
+
+def test_every_sample_of_a_prompt_is_made(settled):
+    for number in range(3):
+        made = completed(settled, settled.proxy, prompt=prompt_of(200, f"samples {number}"), n=4, temperature=1)
+        assert [(choice.finish_reason, len(choice.token_ids)) for choice in made] == [("length", TOKENS)] * 4
 
 
 def test_a_client_that_hangs_up_in_the_middle_leaves_nothing_behind(settled):
