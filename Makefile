@@ -95,7 +95,7 @@ test-vllm-full: $(VLLM)/.installed
 	KVFLOW_TEST_VLLM=full $(VLLM)/bin/python -m pytest --quiet -o timeout=900 -o faulthandler_timeout=0 tests/vllm
 
 bench-vllm: $(VLLM)/.installed
-	$(VLLM)/bin/python -m tests.benchmarks.beside_vllm --markdown --json out/beside-vllm.json
+	$(VLLM)/bin/python -m tests.benchmarks.beside_vllm --json out/beside-vllm.json
 
 test-exhaustive: $(INSTALLED)
 	KVFLOW_TEST_EXHAUSTIVE=$${KVFLOW_TEST_EXHAUSTIVE:-1} $(BIN)/python -m pytest --quiet -o faulthandler_timeout=0 tests/exhaustive

@@ -68,8 +68,9 @@ class EventLog:
 
     def __init__(self, **identity: Any) -> None:
         self.identity = identity
+        self._standard = logging.getLogger("kvflow")
         self._logger: structlog.stdlib.BoundLogger = structlog.wrap_logger(
-            logging.getLogger("kvflow"),
+            self._standard,
             wrapper_class=structlog.stdlib.BoundLogger,
             processors=[
                 structlog.stdlib.add_log_level,
@@ -88,7 +89,7 @@ class EventLog:
                 level = logging.DEBUG
             case _:
                 pass
-        if self._logger.isEnabledFor(level):
+        if self._standard.isEnabledFor(level):  # asked through structlog, it costs more than all the rest of this call
             self._logger.log(level, event_name(type(event)), **self.identity, **context, **event_fields(event))
 
 

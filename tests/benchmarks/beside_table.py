@@ -1,4 +1,3 @@
-# ruff: noqa: T201 - it prints
 """What ``beside_vllm`` has measured, and how it is shown: medians, spreads, and ratios of paired rounds."""
 
 import importlib.metadata
@@ -15,6 +14,8 @@ from pathlib import Path
 from kvflow.bench.stats import quantile
 
 SIDES = ("kvflow", "NixlConnector")
+BEGIN, END = "<!-- measured -->", "<!-- end of what was measured -->"
+"""Lines of a page between which the tables stand."""
 
 
 @dataclass(frozen=True)
@@ -140,24 +141,39 @@ def title(findings: Findings) -> str:
     )
 
 
-def show(all_findings: Sequence[Findings], *, markdown: bool, json_path: Path | None) -> None:
-    """Print a table for each model, and write every single figure where that is wanted."""
-    print(head())
-    for findings in all_findings:
-        print(f"\n{title(findings)}\n")
-        table = list(rows(findings))
-        for number, row in enumerate(table):
-            if markdown:
-                print(f"| {' | '.join(row)} |")
-                if number == 0:
-                    print("|" + "---|" * len(row))
-                continue
-            widths = [max(len(line[column]) for line in table) for column in range(len(row))]
-            cells = [
-                cell.ljust(width) if column < 2 else cell.rjust(width)
-                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ]
-            print("  ".join(cells).rstrip())
-    if json_path is not None:
-        json_path.parent.mkdir(parents=True, exist_ok=True)
-        json_path.write_text(json.dumps([asdict(findings) for findings in all_findings]))
+def text(all_findings: Sequence[Findings], *, markdown: bool) -> str:
+    """Return a table for each model, with a head over all."""
+    tables = [(title(findings), list(rows(findings))) for findings in all_findings]
+    draw = _markdown if markdown else _aligned
+    return "\n\n".join([head() + ".", *(part for heading, table in tables for part in (heading + ":", draw(table)))])
+
+
+def write_between_marks(page: Path, drawn: str) -> None:
+    """Replace what a page has between the two marks."""
+    before, begin, rest = page.read_text().partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"{page} has not the lines {BEGIN!r} and {END!r}")
+    page.write_text(f"{before}{BEGIN}\n\n{drawn}\n\n{END}{after}")
+
+
+def _markdown(table: Sequence[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(row)} |" for row in table]
+    return "\n".join([lines[0], "|" + "---|" * len(table[0]), *lines[1:]])
+
+
+def _aligned(table: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
+    lines = []
+    for row in table:
+        cells = (
+            cell.ljust(width) if column < 2 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def as_json(all_findings: Sequence[Findings]) -> str:
+    """Return every single figure."""
+    return json.dumps([asdict(findings) for findings in all_findings])

@@ -3,14 +3,11 @@
 
 Two pairs of real engines on this machine, prefill and decode, one with each connector, in turns: A B, B A, and so on.
 While one is measured, all processes of the other are stopped, so that nothing of it takes a core. Prompts are computed
-before the clock starts; no two are alike. The prefill engine is stopped as well while the decode engine is measured, as
-if it had a host of its own: threads that spin there would take a core from the decode engine here (``--one-host`` lets
-them). What is read from it are bytes of its memory, which either connector gets without it. From the root of the
-repository::
+before the clock starts; no two are alike. From the root of the repository::
 
     make bench-vllm
     .venv-vllm/bin/python -m tests.benchmarks.beside_vllm --models llama --rounds 4 --in-flight 1 4
-    .venv-vllm/bin/python -m tests.benchmarks.beside_vllm --markdown --json out/beside.json
+    .venv-vllm/bin/python -m tests.benchmarks.beside_vllm --page docs/explanation/beside-vllm.md
 """
 
 import argparse
@@ -22,11 +19,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.beside_table import SIDES, Findings, Sample, show
+from tests.benchmarks.beside_table import SIDES, Findings, Sample, as_json, text, write_between_marks
 from tests.vllm.engines import (
     KVFLOW,
     NIXL,
@@ -127,21 +124,9 @@ class Side:
         finally:
             self.signal(signal.SIGSTOP)
 
-    @contextmanager
-    def decode_alone(self) -> Iterator[None]:
-        """Stop the prefill engine meanwhile."""
-        self._signal(self._pair.prefill, signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            self._signal(self._pair.prefill, signal.SIGCONT)
-
     def signal(self, number: int) -> None:
         for engine in (self._pair.prefill, self._pair.decode):
-            self._signal(engine, number)
-
-    def _signal(self, engine: Engine, number: int) -> None:
-        os.kill(engine.pid, number)
+            os.kill(engine.pid, number)
 
     def idle_share(self) -> float:
         """Return what the threads of a side take of a core while nothing is asked of it, both engines together."""
@@ -152,13 +137,8 @@ class Side:
             time.sleep(IDLE_WINDOW_S)
             return (self._decode.take() + self._prefill.take()) / (time.monotonic() - started)
 
-    def burst(self, in_flight: int, *, one_host: bool) -> Sample:
-        """Measure requests that arrive together, and whose prompts are computed by then.
-
-        Args:
-            in_flight: how many.
-            one_host: whether the prefill engine runs meanwhile.
-        """
+    def burst(self, in_flight: int) -> Sample:
+        """Measure requests that arrive together, and whose prompts are computed by then."""
         prompts = [fresh_prompt(self._length) for _ in range(in_flight)]
         prefill, decode = self._pair.prefill, self._pair.decode
         with self.awake():
@@ -169,9 +149,7 @@ class Side:
             decode.state()  # takes the descriptors that were counted before
             self._decode.take()
             requests = requests_of(prompts, tickets)
-            self._hold()
-            with nullcontext() if one_host else self.decode_alone():
-                answer = self._ask_burst(requests)
+            answer = self._ask_burst(requests)
             settle(prefill)
             decode_s = (answer["connector_s"], self._decode.take())
             prefill_s = (meter(prefill)["connector_s"], self._prefill.take())
@@ -194,14 +172,8 @@ class Side:
         prompts = [fresh_prompt(self._length) for _ in range(in_flight)]
         with self.awake():
             requests = requests_of(prompts, [None] * in_flight)
-            with self.decode_alone():
-                answer = self._ask_burst(requests)
+            answer = self._ask_burst(requests)
         return [each["ttft_s"] for each in answer["requests"]]
-
-    def _hold(self) -> None:
-        """Let the prefill engine take two more steps, in which it says whatever it has to say of its blocks."""
-        first = self._pair.prefill.state()["steps"]
-        self._pair.prefill.wait_state(lambda state: state["steps"] >= first + 2)
 
     def _ask_burst(self, requests: Sequence[dict[str, Any]]) -> dict[str, Any]:
         answer = ask(self._pair.decode, "burst", requests=requests)
@@ -237,7 +209,7 @@ def measure(model: str, chosen: argparse.Namespace, nursery: Nursery) -> Finding
             sides.append(side)
         for side in sides:  # the first requests warm everything up
             for in_flight in chosen.in_flight * 2:
-                side.burst(in_flight, one_host=True)
+                side.burst(in_flight)
         samples = {in_flight: {side.name: [] for side in sides} for in_flight in chosen.in_flight}
         recomputed: dict[int, list[float]] = {in_flight: [] for in_flight in chosen.in_flight}
         idle: dict[str, list[float]] = {side.name: [] for side in sides}
@@ -245,7 +217,7 @@ def measure(model: str, chosen: argparse.Namespace, nursery: Nursery) -> Finding
             turn = sides if number % 2 == 0 else sides[::-1]
             for in_flight, side in itertools.product(chosen.in_flight, turn):
                 bursts = range(BURSTS.get(in_flight, 1))
-                samples[in_flight][side.name].append([side.burst(in_flight, one_host=chosen.one_host) for _ in bursts])
+                samples[in_flight][side.name].append([side.burst(in_flight) for _ in bursts])
             for in_flight in chosen.in_flight:
                 recomputed[in_flight] += sides[0].recompute(in_flight)
             for side in turn:
@@ -267,8 +239,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", default=list(PROMPTS), choices=PROMPTS)
     parser.add_argument("--rounds", type=int, default=8, help="each measures all in flight with both pairs")
     parser.add_argument("--in-flight", type=int, nargs="+", default=list(BURSTS), help="requests that arrive together")
-    parser.add_argument("--one-host", action="store_true", help="let the prefill engine run while decode is measured")
     parser.add_argument("--markdown", action="store_true", help="tables for a document")
+    parser.add_argument("--page", type=Path, help="document whose tables are replaced: docs/explanation/beside-vllm.md")
     parser.add_argument("--json", type=Path, help="where every single figure goes")
     return parser.parse_args()
 
@@ -277,7 +249,12 @@ def main() -> int:
     chosen = arguments()
     with Nursery() as nursery:
         findings = [measure(model, chosen, nursery) for model in chosen.models]
-    show(findings, markdown=chosen.markdown, json_path=chosen.json)
+    print(text(findings, markdown=chosen.markdown))
+    if chosen.page is not None:
+        write_between_marks(chosen.page, text(findings, markdown=True))
+    if chosen.json is not None:
+        chosen.json.parent.mkdir(parents=True, exist_ok=True)
+        chosen.json.write_text(as_json(findings))
     return 0
 
 
