@@ -200,6 +200,7 @@ def restarted_as_it_was(harm: Harm) -> None:
 
 def stopped_met(harm: Harm) -> None:
     asked = Asked(harm.cluster, harm.cluster.first, "stopped")
+    harm.cluster.first.generate(asked.prompt, max_tokens=1)  # kvflow admits a lease in the step after its ticket's
     with harm.cluster.first.frozen():
         harm.done()
         asked.submit()
@@ -251,6 +252,7 @@ def late(harm: Harm) -> None:
 
 def late_in_the_middle(harm: Harm) -> None:
     cluster = harm.cluster
+    harm.next_request(cluster.second)  # nobody can be met over a wire that is stalled
     asked = Asked(cluster, cluster.second, "late")
     with cluster.wire.stalled():
         with ExitStack() as stack:
