@@ -185,7 +185,11 @@ async def test_a_decode_server_that_does_not_listen_leaves_the_ticket_to_the_nex
         assert TICKET.encode() in rig.decode[1].bodies[0]
 
 
-@pytest.mark.parametrize(("decode", "reason"), [((None, None), "reached"), ((hang_up,), "failed")], ids=str)
+@pytest.mark.parametrize(
+    ("decode", "reason"),
+    [((None, None), "reached"), ((hang_up,), "failed")],
+    ids=["two that do not listen", "hangs up"],
+)
 async def test_a_request_that_no_decode_server_answers_fails(decode, reason):
     async with open_rig(decode=decode) as rig:
         status, body = await rig.send()
