@@ -40,10 +40,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.kvflow")  # vLLM shows what stands below its own name
 
-LOAD_WAIT_S = 0.002
-"""How long a step that has nothing to compute waits for a load to end. vLLM takes such steps one after the other, a
-millisecond apart, and holds the interpreter, which kvflow's threads need, for most of each. Whoever waits here lets go
-of it, and hears of the end at once. A request that arrives meanwhile waits as long at most, and nothing else does."""
+LOAD_WAIT_S = 0.004
+"""How long a step that has nothing to compute waits for all open loads to end. vLLM takes such steps one after the
+other, a millisecond apart, and holds the interpreter, which kvflow's threads need, for most of each. Whoever waits here
+lets go of it, and hears of an end at once. For all, because a load that ends a moment after the step waits for the
+whole next one, which computes for the others. A request that arrives meanwhile waits that long at most.
+"""
 
 TOLD_OF_SLEEP = hasattr(KVConnectorBase_V1, "restore_kv_caches")
 """From 0.33 on."""
@@ -230,7 +232,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         """Return at once, likewise."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Return what has ended since the last step; in a step without a model wait a little for a load to end."""
+        """Return what has ended since the last step; in a step without a model wait a little for the loads."""
         step = self._connector_metadata
         assert isinstance(step, StepOrders)
         results = self._does.rank.collect(wait_s=LOAD_WAIT_S if step.idle else 0.0)

@@ -5,6 +5,7 @@ what has ended since the last one.
 """
 
 import logging
+import time
 from collections.abc import Iterable
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -106,11 +107,15 @@ class RankWorker:
         """Return what has ended since the last call.
 
         Args:
-            wait_s: how long to wait for the first end of a pull, while pulls are open and nothing else has ended.
+            wait_s: how long to wait until every open pull has ended, unless something else is to be reported.
         """
-        if wait_s and self._pulls and not (self._received or self._sent):
-            self._worker.wait_finished(wait_s)
         self._take_ends()
+        until = time.monotonic() + wait_s
+        while wait_s and self._pulls and not (self._failed or self._sent):
+            left_s = until - time.monotonic()
+            if left_s <= 0 or not self._worker.wait_finished(left_s):
+                break
+            self._take_ends()
         results = Results(frozenset(self._sent), frozenset(self._received), frozenset(self._failed))
         self._sent, self._received, self._failed = set(), set(), set()
         return results

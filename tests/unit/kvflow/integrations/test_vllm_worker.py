@@ -100,8 +100,20 @@ def test_a_step_with_nothing_to_compute_waits_for_a_load_and_for_nothing_else():
     rank.execute([Fail("other", "ticket_invalid", "")])
     assert rank.collect(wait_s=1.0).failed == {"other"}
     assert fake.waited == []  # there is something to report
-    rank.collect(wait_s=1.0)
-    assert fake.waited == [1.0]
+    rank.collect(wait_s=60.0)
+    assert len(fake.waited) == 1
+
+
+def test_a_step_that_waits_waits_for_all_loads():
+    fake, rank = told(PULL, Pull("s", TICKET, ((4, 5, 6),)))
+    ends = iter(("r", "s"))
+
+    def wait_finished(timeout_s):
+        fake.end(next(ends))
+        return True
+
+    fake.wait_finished = wait_finished
+    assert rank.collect(wait_s=60.0).received == {"r", "s"}
 
 
 def test_two_requests_may_read_one_ticket():
