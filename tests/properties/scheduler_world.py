@@ -51,7 +51,8 @@ class Leg:
     slot: int
     pairs: dict
     waiting: set
-    admitted: bool = True  # known to be; else its first pair is read until the lease is found held
+    admitted: bool = True  # known to be held before what is read now
+    retried: bool = False  # found not to be held after a read: its first pair is read until it is
     held: bool = False
     early: bool = False
 
@@ -94,6 +95,8 @@ class World:
         self.lost = set()
         self.written_off = set()
         self.fences = {}
+        self.looks = {}
+        self.looked = set()
         self.renewals = []
 
     def submit(self, parts, *, priority, admitted=True):
@@ -114,7 +117,6 @@ class World:
         for peer, (demands, numbers) in by_peer.items():
             slot = len(self.legs)
             leg = self.legs[slot] = Leg(pull, peer, slot, numbers, {*numbers}, admitted)
-            leg.waiting = {*numbers} if admitted else leg.first
             pull.legs.append(leg)
             self.owner |= dict.fromkeys(numbers, leg)
             requests.append(LegRequest(peer, slot, EPOCH, LEASE_S, tuple(demands), admitted))
@@ -123,7 +125,9 @@ class World:
         self.apply(self.scheduler.submit(pull.request, self.now))
 
     def complete(self, read_id):
-        """Let the bytes of a batch arrive."""
+        """Let the bytes of a batch arrive; nothing of it is read before its looks were judged."""
+        for look_id in self.open_looks(read_id):
+            self.settle_look(look_id, EPOCH)
         self.flights.pop(read_id)
         self.landed.add(read_id)
         self.apply(self.scheduler.on_read_completed(read_id, posted_s=0.001, now=self.now))
@@ -133,6 +137,28 @@ class World:
         self.flights.pop(read_id)
         self.lost.add(read_id)
         self.apply(self.scheduler.on_read_failed(read_id, code=code, detail="as told", now=self.now))
+
+    def open_looks(self, read_id=None):
+        """Looks that are not judged yet: all, or those that a read waits for."""
+        wanted = self.looks if read_id is None else [look.fence_id for look in self.flights[read_id].looks]
+        return sorted(look_id for look_id in wanted if look_id not in self.looked)
+
+    def settle_look(self, look_id, observed):
+        """Report a look: judged, or failed together with every read that waits for it."""
+        check = self.looks[look_id]
+        self.looked.add(look_id)
+        if observed is None:
+            effects = self.scheduler.on_fence_failed(look_id, code="peer_lost", detail="as told", now=self.now)
+            assert not effects
+            for read_id in [read_id for read_id, flight in self.flights.items() if check in flight.looks]:
+                self.fail(read_id, "peer_lost")
+            return
+        leg = self.legs[check.slot]
+        if leg.pull.live:
+            verdict = judge(check.epoch, observed)
+            leg.admitted = verdict == "held"
+            leg.pull.doomed = verdict == "stale" and self._in_flight(leg.pull)
+        self.apply(self.scheduler.on_fence_judged(look_id, observed=observed, fence_s=0.001, now=self.now))
 
     def due_fences(self):
         """Fences whose reads have all ended: the transport reports each once."""
@@ -203,6 +229,12 @@ class World:
             assert leg.pull.live
             assert leg.peer == dispatch.peer
             assert leg.pull.request.priority >= dispatch.priority  # waiting makes it more urgent
+        unknown = {leg.slot for leg in legs if not leg.admitted and not leg.retried}
+        assert {check.slot for check in dispatch.looks} == unknown
+        for check in dispatch.looks:
+            assert check.fence_id not in self.fences
+            self.looks[check.fence_id] = check
+        assert len({check.slot for check in self.looks.values()}) == len(self.looks), "a lease is looked at once"
         fenced = {check.slot: check for check in dispatch.fences}
         assert {*fenced} == {leg.slot for leg in legs if not leg.waiting}
         for slot, check in fenced.items():
@@ -219,7 +251,7 @@ class World:
                 assert pull.kinds == []
             case TransferRetried():
                 leg = next(leg for leg in pull.legs if leg.early and leg.peer == event.peer)
-                leg.early, leg.admitted, leg.waiting = False, False, leg.first
+                leg.early, leg.admitted, leg.retried, leg.waiting = False, False, True, leg.first
                 assert pull.live
             case TransferCompleted(report=report):
                 assert pull.live

@@ -49,6 +49,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     def fail_read(self, data, code):
         self.world.fail(data.draw(st.sampled_from(sorted(self.world.flights))), code)
 
+    @precondition(lambda self: self.world.open_looks())
+    @rule(data=st.data(), observed=verdicts)
+    def settle_look(self, data, observed):
+        self.world.settle_look(data.draw(st.sampled_from(self.world.open_looks())), observed)
+
     @precondition(lambda self: self.world.due_fences())
     @rule(data=st.data(), observed=verdicts)
     def settle_fence(self, data, observed):

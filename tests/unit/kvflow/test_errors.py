@@ -31,6 +31,7 @@ CODES = {
     "transfer_failed",
     "transport_unavailable",
     "worker_closed",
+    "worker_suspended",
     "worker_draining",
 }
 ARGUMENTS = {
