@@ -2,10 +2,13 @@
 
 import asyncio
 import gc
+import threading
 import weakref
+from contextlib import asynccontextmanager
 
 from kvflow.layout.specs import FullAttention
 from kvflow.memory.cache import allocate
+from kvflow.worker import life
 
 SECRET = "a secret of the tests, long enough"
 PATIENCE_S = 30.0
@@ -63,3 +66,27 @@ async def futures_left(call, monkeypatch):
     await asyncio.sleep(0)  # this very turn of the loop holds the future that it was woken by
     gc.collect()
     return sum(future() is not None for future in made)
+
+
+def make_mortal(monkeypatch):
+    """Have the loops of threaded workers die as soon as they are open; return what is set when one has."""
+    open_worker, run, died = life.open_worker, life.uvloop.run, threading.Event()
+
+    async def fail():
+        raise ZeroDivisionError("what it died of")
+
+    @asynccontextmanager
+    async def open_mortal(*args, **how):
+        async with open_worker(*args, **how) as worker, asyncio.TaskGroup() as tasks:
+            tasks.create_task(fail())
+            yield worker
+
+    def run_and_tell(living):
+        try:
+            run(living)
+        finally:
+            died.set()
+
+    monkeypatch.setattr(life, "open_worker", open_mortal)
+    monkeypatch.setattr(life.uvloop, "run", run_and_tell)
+    return died

@@ -1,9 +1,7 @@
 """A threaded worker that is suspended refuses by its own error, and lives again under the same settings."""
 
-import asyncio
 import socket
 import threading
-from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
@@ -17,7 +15,7 @@ from kvflow.worker import life
 from kvflow.worker.threaded import run_worker
 from tests.ports import free_port
 
-from .helpers import PATIENCE_S, SECRET, cache_of
+from .helpers import PATIENCE_S, SECRET, cache_of, make_mortal
 
 KEYS = {"private_key": "01" * 32, "allowed_keys": ("02" * 32,)}
 
@@ -181,25 +179,7 @@ def allowed(worker, *keys):
 
 
 def test_what_a_loop_died_of_is_told_once_and_does_not_keep_it_from_resuming(monkeypatch):
-    open_worker, run, died = life.open_worker, life.uvloop.run, threading.Event()
-
-    async def fail():
-        raise ZeroDivisionError("what it died of")
-
-    @asynccontextmanager
-    async def open_mortal(*args, **how):
-        async with open_worker(*args, **how) as worker, asyncio.TaskGroup() as tasks:
-            tasks.create_task(fail())
-            yield worker
-
-    def run_and_tell(living):
-        try:
-            run(living)
-        finally:
-            died.set()
-
-    monkeypatch.setattr(life, "open_worker", open_mortal)
-    monkeypatch.setattr(life.uvloop, "run", run_and_tell)
+    open_worker, died = life.open_worker, make_mortal(monkeypatch)
     with run_worker(config(), cache_of()) as worker:
         assert died.wait(PATIENCE_S)
         with pytest.raises(ExceptionGroup) as caught:

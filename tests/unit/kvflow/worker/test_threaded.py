@@ -5,7 +5,6 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import CancelledError, Future
-from contextlib import asynccontextmanager
 
 import pytest
 
@@ -29,7 +28,7 @@ from kvflow.worker import life
 from kvflow.worker.threaded import run_worker
 from kvflow.worker.worker import Worker
 
-from .helpers import PATIENCE_S, SECRET, cache_of
+from .helpers import PATIENCE_S, SECRET, cache_of, make_mortal
 
 
 def config(engine_id="prefill-0", **settings):
@@ -297,25 +296,7 @@ def test_a_loop_that_cannot_be_made_raises_where_it_was_asked_for(monkeypatch):
 
 
 def test_what_a_loop_died_of_is_raised_on_leaving(monkeypatch):
-    open_worker, run, died = life.open_worker, life.uvloop.run, threading.Event()
-
-    async def fail():
-        raise ZeroDivisionError("what it died of")
-
-    @asynccontextmanager
-    async def open_mortal(*args, **how):
-        async with open_worker(*args, **how) as worker, asyncio.TaskGroup() as tasks:
-            tasks.create_task(fail())
-            yield worker
-
-    def run_and_tell(living):
-        try:
-            run(living)
-        finally:
-            died.set()
-
-    monkeypatch.setattr(life, "open_worker", open_mortal)
-    monkeypatch.setattr(life.uvloop, "run", run_and_tell)
+    died = make_mortal(monkeypatch)
     with pytest.raises(ExceptionGroup) as caught, run_worker(config(), cache_of()):
         assert died.wait(PATIENCE_S)
     assert caught.group_contains(ZeroDivisionError, match="what it died of")
