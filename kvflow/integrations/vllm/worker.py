@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
@@ -178,22 +179,22 @@ class RankWorker:
         """Have a ticket's leases renewed while its request waits; one rank does it for all, on all that it names."""
         try:
             if self._worker.rank_address.rank == 0:
-                self._worker.keep(ticket)
+                self._worker.keep(ticket).add_done_callback(partial(_tell_failure, request_id, "is not kept"))
         except KvflowError as error:
             logger.info("kvflow: the ticket of request %s is not kept: %s", request_id, error)
 
     def _release(self, request_id: str, ticket: Ticket) -> None:
         """Give a ticket back, so that the producer has its blocks before the lease runs out; if not, it runs out."""
-
-        def note(done: "Future[None]") -> None:
-            error = None if done.cancelled() else done.exception()
-            if error is not None:
-                logger.info("kvflow: the ticket of request %s was not given back: %s", request_id, error)
-
         try:
-            self._worker.release(ticket).add_done_callback(note)
+            self._worker.release(ticket).add_done_callback(partial(_tell_failure, request_id, "was not given back"))
         except KvflowError as error:
             logger.info("kvflow: the ticket of request %s was not given back: %s", request_id, error)
+
+
+def _tell_failure(request_id: str, what: str, done: "Future[None]") -> None:
+    error = None if done.cancelled() else done.exception()
+    if error is not None:
+        logger.info("kvflow: the ticket of request %s %s: %s", request_id, what, error)
 
 
 class RankRuntime:

@@ -47,6 +47,9 @@ class FakeWorker:
         if self.refusal:
             raise self.refusal
         self.kept.append(ticket)
+        done = Future()
+        done.set_exception(StaleLease("nobody keeps it"))
+        return done
 
     def release(self, ticket):
         self.released.append(ticket)
@@ -142,6 +145,12 @@ def test_one_rank_keeps_a_ticket_for_all(rank, kept):
 def test_a_ticket_that_cannot_be_kept_is_the_affair_of_its_pull():
     _, ours = told(Keep("r", TICKET), refusal=WorkerClosed("closed"))
     assert not ours.collect().received
+
+
+def test_the_log_says_which_ticket_is_not_kept(caplog):
+    with caplog.at_level("INFO", logger="vllm.kvflow"):
+        told(Keep("r", TICKET))
+    assert "the ticket of request r is not kept: nobody keeps it" in caplog.text
 
 
 def test_a_ticket_of_nobody_is_not_given_back():
