@@ -12,7 +12,6 @@ If it was not held then, all is read again once it is; while it is not, one pair
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
 
 import msgspec
 
@@ -20,75 +19,27 @@ from kvflow.cache.epochs import judge
 from kvflow.errors import CapacityExceeded
 from kvflow.ids import PeerId
 from kvflow.transfer.events import (
-    TransferCompleted,
     TransferFailed,
     TransferQuiesced,
     TransferRetried,
     TransferStarted,
 )
+from kvflow.transfer.flights import Flights
+from kvflow.transfer.pulls import Leg, Pull
 from kvflow.transfer.queues import Batch, Limits, Piece, ReadyQueues
-from kvflow.transfer.report import TransferReport
 from kvflow.transfer.requests import (
     CancelReads,
     Dispatch,
     Effect,
     EpochCheck,
-    LegRequest,
     PullRequest,
     RenewLease,
     first_pair,
     join_pairs,
 )
-from kvflow.transfer.states import LegEvent, LegState, advance
-
-EARLY_RETRY_S = 0.005
-EARLY_RETRY_S_MAX = 0.5
-"""Pause before a lease that is not admitted yet is looked at again: an admission is one message away. Doubled each
-time, because an engine that still computes what it has promised may take seconds."""
 
 RENEWALS_PER_LEASE = 3
 """Two renewals may be lost before a lease runs out under a pull."""
-
-
-@dataclass(slots=True)
-class _Leg:
-    pull: "_Pull"
-    request: LegRequest
-    waiting: int
-    renew_at: float
-    queued_at: float
-    admitted: bool
-    retried: bool = False
-    state: LegState = "queued"
-    reads: set[int] = field(default_factory=set)
-    look_id: int = -1
-    fence_id: int = -1
-    bytes_at: float | None = None
-    retry_at: float | None = None
-    pause_s: float = EARLY_RETRY_S
-
-
-@dataclass(slots=True)
-class _Pull:
-    request: PullRequest
-    submitted_at: float
-    legs: list[int] = field(default_factory=list)
-    started_at: float | None = None
-    arrived_at: float = 0.0
-    failed: bool = False
-    reads: int = 0
-    posted_s: float = 0.0
-    scattered_s: float = 0.0
-    fence_s: float = 0.0
-    held_back: TransferFailed | None = None
-    held_since: float = 0.0
-
-
-@dataclass(slots=True)
-class _Flight:
-    batch: Batch
-    dispatched_at: float
-    counted: bool = True
 
 
 class Scheduler:
@@ -100,12 +51,11 @@ class Scheduler:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._ready = ReadyQueues(limits)
-        self._pulls: dict[int, _Pull] = {}
-        self._legs: dict[int, _Leg] = {}
-        self._flights: dict[int, _Flight] = {}
+        self._pulls: dict[int, Pull] = {}
+        self._legs: dict[int, Leg] = {}
+        self._flights = Flights(self._ready)
         self._fences: dict[int, int] = {}
         self._looks: dict[int, int] = {}
-        self._progress: dict[PeerId, float] = {}
         self._next_id = 0
 
     @property
@@ -123,9 +73,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Check the law: the windows hold exactly what is in flight, less what lost peers owe."""
-        batches = [flight.batch for flight in self._flights.values() if flight.counted]
-        held = (sum(batch.nbytes for batch in batches), sum(batch.descriptors for batch in batches))
-        assert held == self._ready.in_flight(), "room in a window was lost or given back twice"
+        self._flights.check()
 
     def submit(self, request: PullRequest, now: float) -> list[Effect]:
         """Open a pull.
@@ -135,12 +83,12 @@ class Scheduler:
         """
         if len(self._pulls) >= self._limits.pulls_max:
             raise CapacityExceeded("open pulls", self._limits.pulls_max)
-        pull = _Pull(request, now)
+        pull = Pull(request, now)
         self._pulls[request.pull_id] = pull
         for leg_request in request.legs:
             leg_id = self._new_id()
             # A ticket may have spent most of its lease in a router: the first renewal is due at once.
-            leg = _Leg(pull, leg_request, 0, renew_at=now, queued_at=now, admitted=leg_request.admitted)
+            leg = Leg(pull, leg_request, renew_at=now, queued_at=now, admitted=leg_request.admitted)
             self._legs[leg_id] = leg
             pull.legs.append(leg_id)
             self._enqueue(leg_id, leg, now)
@@ -148,8 +96,8 @@ class Scheduler:
 
     def on_read_completed(self, read_id: int, *, posted_s: float, now: float, scattered_s: float = 0.0) -> list[Effect]:
         """Note that every byte of a batch has arrived."""
-        batch = self._land(read_id)
-        self._progress[batch.peer] = now
+        batch = self._flights.land(read_id)
+        self._flights.progressed(batch.peer, now)
         effects: list[Effect] = []
         for leg_id in batch.legs():
             leg = self._legs[leg_id]
@@ -160,14 +108,14 @@ class Scheduler:
             if leg.state == "draining":
                 effects += self._drain(leg.pull)
             elif not leg.reads and not leg.waiting:
-                self._move(leg, "bytes_arrived")
+                leg.move("bytes_arrived")
                 # Kept when data are read again, so that one budget covers all waiting for an admission.
                 leg.bytes_at = now if leg.bytes_at is None else leg.bytes_at
         return effects + self._pump(now)
 
     def on_read_failed(self, read_id: int, *, code: str, detail: str, now: float) -> list[Effect]:
         """Note that a batch has ended early, and will not write any more."""
-        batch = self._land(read_id)
+        batch = self._flights.land(read_id)
         legs = [self._legs[leg_id] for leg_id in batch.legs()]
         for leg in legs:
             leg.reads.discard(read_id)
@@ -203,14 +151,10 @@ class Scheduler:
         What it has in flight stays in quarantine, but no longer takes room from other peers.
         """
         effects: list[Effect] = []
-        for flight in self._flights.values():
-            if flight.batch.peer == peer and flight.counted:
-                flight.counted = False
-                self._ready.landed(flight.batch)
+        self._flights.write_off(peer)
         for leg in list(self._legs.values()):
             if leg.request.peer == peer and leg.state in ("queued", "reading", "fencing") and not leg.pull.failed:
                 effects += self._fail(leg.pull, code, phase="wire", peer=peer, detail=detail, now=now)
-        self._progress.pop(peer, None)
         return effects + self._pump(now)
 
     def cancel(self, pull_id: int, *, code: str, detail: str, now: float) -> list[Effect]:
@@ -242,8 +186,8 @@ class Scheduler:
                 leg.renew_at = now + leg.request.lease_s / RENEWALS_PER_LEASE
                 effects.append(RenewLease(leg.request.peer, leg.request.slot, leg.request.epoch))
             if leg.request.peer in held_up:
-                self._progress[leg.request.peer] = now
-            overdue = self._overdue(leg, now)
+                self._flights.progressed(leg.request.peer, now)
+            overdue = self._flights.overdue(leg, now)
             if overdue:
                 detail = f"{overdue} took longer than its budget"
                 effects += self._fail(
@@ -262,17 +206,16 @@ class Scheduler:
         if verdict == "stale":
             return self._fail_stale(leg, observed, now)
         if verdict == "early":
-            self._move(leg, "fence_early")
-            leg.admitted, leg.retried = False, True
-            leg.retry_at = now + leg.pause_s
-            leg.pause_s = min(EARLY_RETRY_S_MAX, 2 * leg.pause_s)
+            leg.move("fence_early")
+            leg.wait_for_admission(now)
             return [TransferRetried(pull.request.pull_id, pull.request.request_id, leg.request.peer)]
         if not leg.admitted:
             return self._read_admitted(leg_id, leg, now)
-        self._move(leg, "fence_held")
+        leg.move("fence_held")
         if any(self._legs[leg_id].state != "delivered" for leg_id in pull.legs):
             return []
-        return [self._complete(pull, now)]
+        self._forget(pull)
+        return [pull.completed()]
 
     def _on_looked(self, leg_id: int, observed: int, now: float) -> list[Effect]:
         """Take what the epoch slot held before the data were read."""
@@ -283,22 +226,22 @@ class Scheduler:
         leg.admitted = verdict == "held"
         return []
 
-    def _fail_stale(self, leg: _Leg, observed: int, now: float) -> list[Effect]:
+    def _fail_stale(self, leg: Leg, observed: int, now: float) -> list[Effect]:
         detail = f"the lease ended before the read did: epoch {leg.request.epoch}, the slot holds {observed}"
         failed = self._fail(leg.pull, "stale_lease", phase="fence", peer=leg.request.peer, detail=detail, now=now)
         return failed + self._pump(now)
 
-    def _read_admitted(self, leg_id: int, leg: _Leg, now: float) -> list[Effect]:
+    def _read_admitted(self, leg_id: int, leg: Leg, now: float) -> list[Effect]:
         """Read all that a leg must give, now that its lease has been found held."""
         leg.admitted, leg.queued_at, leg.bytes_at = True, now, None
-        self._move(leg, "lease_found")
+        leg.move("lease_found")
         self._enqueue(leg_id, leg, now)
         return self._pump(now)
 
-    def _enqueue(self, leg_id: int, leg: _Leg, now: float) -> None:
+    def _enqueue(self, leg_id: int, leg: Leg, now: float) -> None:
         """Queue all that a leg must give, or one pair while its lease was found not to be held."""
         leg.waiting = 0
-        for demand in [first_pair(leg.request.demands[0])] if leg.retried and not leg.admitted else leg.request.demands:
+        for demand in [first_pair(leg.request.demands[0])] if leg.probes else leg.request.demands:
             leg.waiting += len(demand.pairs.source)
             self._ready.add(leg.request.peer, leg.pull.request.priority, Piece(leg_id, demand, now))
 
@@ -311,14 +254,14 @@ class Scheduler:
 
     def _dispatch(self, batch: Batch, now: float) -> list[Effect]:
         read_id = self._new_id()
-        self._flights[read_id] = _Flight(batch, now)
+        self._flights.begin(read_id, batch, now)
         started: list[Effect] = []
         for leg_id, _, first, last in batch.slices:
             leg = self._legs[leg_id]
             pull = leg.pull
             leg.reads.add(read_id)
             leg.waiting -= last - first
-            self._move(leg, "dispatched")
+            leg.move("dispatched")
             if pull.started_at is None:
                 pull.started_at = now
                 queue_s = now - pull.submitted_at
@@ -333,7 +276,7 @@ class Scheduler:
             pairs=join_pairs([(demand.pairs, first, last) for _, demand, first, last in batch.slices]),
             priority=batch.priority,
             fences=tuple(self._fence(leg_id) for leg_id in legs if not self._legs[leg_id].waiting),
-            looks=tuple(self._look(leg_id) for leg_id in legs if self._must_look(leg_id)),
+            looks=tuple(self._look(leg_id) for leg_id in legs if self._legs[leg_id].must_look),
             pull_ids=tuple(self._legs[leg_id].pull.request.pull_id for leg_id in legs),
         )
         return [dispatch, *started]  # bytes before words
@@ -345,11 +288,6 @@ class Scheduler:
         self._fences[leg.fence_id] = leg_id
         return EpochCheck(leg.fence_id, leg.request.slot, leg.request.epoch, tuple(sorted(leg.reads)))
 
-    def _must_look(self, leg_id: int) -> bool:
-        """Tell whether what is read for a leg now may count, if the lease is held before."""
-        leg = self._legs[leg_id]
-        return not leg.admitted and not leg.retried
-
     def _look(self, leg_id: int) -> EpochCheck:
         """Return the look at a leg's lease, one for all batches until its verdict is known."""
         leg = self._legs[leg_id]
@@ -358,42 +296,18 @@ class Scheduler:
             self._looks[leg.look_id] = leg_id
         return EpochCheck(leg.look_id, leg.request.slot, leg.request.epoch, ())
 
-    def _fenced(self, fence_id: int) -> _Leg | None:
+    def _fenced(self, fence_id: int) -> Leg | None:
         """Return the leg that a verdict is about; None when its pull has ended meanwhile."""
         leg = self._legs.get(self._fences.pop(fence_id, -1))
         return leg if leg is not None and leg.fence_id == fence_id and leg.state == "fencing" else None
 
-    def _complete(self, pull: _Pull, now: float) -> TransferCompleted:
-        request = pull.request
-        self._forget(pull)
-        assert pull.started_at is not None
-        demands = [part for leg in request.legs for part in leg.demands]
-        descriptors = sum(part.descriptors for part in demands)
-        moved_s = pull.arrived_at - pull.started_at
-        report = TransferReport(
-            request_id=request.request_id,
-            nbytes=sum(len(part.pairs.source) * part.unit_bytes for part in demands),
-            read_bytes=sum(len(part.pairs.source) * part.read_bytes for part in demands),
-            descriptors=descriptors,
-            merged=1 - descriptors / sum(len(part.pairs.source) * part.unit_descriptors for part in demands),
-            reads=pull.reads,
-            timings_s={
-                "queue": pull.started_at - pull.submitted_at,
-                "post": pull.posted_s,
-                "wire": max(0.0, moved_s - pull.posted_s - pull.scattered_s),
-                "scatter": pull.scattered_s,
-                "fence": pull.fence_s,
-            },
-        )
-        return TransferCompleted(request.pull_id, request.request_id, report)
-
-    def _fail(self, pull: _Pull, code: str, *, phase: str, peer: str, detail: str, now: float) -> list[Effect]:
+    def _fail(self, pull: Pull, code: str, *, phase: str, peer: str, detail: str, now: float) -> list[Effect]:
         """End a pull: queued work is dropped, posted work is waited for."""
         pull.failed = True
         reads: set[int] = set()
         for leg_id in pull.legs:
             leg = self._legs[leg_id]
-            self._move(leg, "failed")
+            leg.move("failed")
             self._ready.remove_leg(leg_id)
             self._fences.pop(leg.fence_id, None)
             self._looks.pop(leg.look_id, None)
@@ -412,7 +326,7 @@ class Scheduler:
             effects.append(CancelReads(unwanted))
         return effects + self._drain(pull)
 
-    def _stop_holding_back(self, pull: _Pull, now: float) -> list[Effect]:
+    def _stop_holding_back(self, pull: Pull, now: float) -> list[Effect]:
         """Tell of a failure whose reads do not end, as what it is by now: a peer that took too long."""
         failure = pull.held_back
         if failure is None or now - pull.held_since <= pull.request.budgets.wire_s:
@@ -426,52 +340,25 @@ class Scheduler:
             )
         ]
 
-    def _land(self, read_id: int) -> Batch:
-        """Take a batch out of the window, unless its peer's failure did so before."""
-        flight = self._flights.pop(read_id)
-        if flight.counted:
-            self._ready.landed(flight.batch)
-        return flight.batch
-
     def _unwanted(self, read_id: int) -> bool:
-        return all(self._legs[slice_[0]].pull.failed for slice_ in self._flights[read_id].batch.slices)
+        return all(self._legs[leg_id].pull.failed for leg_id in self._flights.legs(read_id))
 
-    def _drain(self, pull: _Pull) -> list[Effect]:
+    def _drain(self, pull: Pull) -> list[Effect]:
         """Report quiescence once nothing of a failed pull is in flight."""
         if any(self._legs[leg_id].reads for leg_id in pull.legs):
             return []
         for leg_id in pull.legs:
-            self._move(self._legs[leg_id], "drained")
+            self._legs[leg_id].move("drained")
         self._forget(pull)
         held_back: list[Effect] = [] if pull.held_back is None else [pull.held_back]
         return [*held_back, TransferQuiesced(pull.request.pull_id, pull.request.request_id)]
 
-    def _forget(self, pull: _Pull) -> None:
+    def _forget(self, pull: Pull) -> None:
         del self._pulls[pull.request.pull_id]
         for leg_id in pull.legs:
             self._fences.pop(self._legs[leg_id].fence_id, None)
             self._looks.pop(self._legs[leg_id].look_id, None)
             del self._legs[leg_id]
-
-    def _overdue(self, leg: _Leg, now: float) -> str:
-        budgets = leg.pull.request.budgets
-        if leg.state == "queued" and leg.bytes_at is None:
-            return "queue" if now - leg.queued_at > budgets.queue_s else ""
-        if leg.state == "reading":
-            peer = leg.request.peer
-            # Without a read of its own in flight a leg waits for room. If its peer has reads in flight, room comes with
-            # their progress; if it has none, others take all the room there is, and that is no fault of this peer.
-            reads = leg.reads or {read_id for read_id, flight in self._flights.items() if flight.batch.peer == peer}
-            if not reads:
-                since = self._progress.get(peer, leg.queued_at)
-                return "queue" if now - since > budgets.queue_s else ""
-            oldest = min(self._flights[read_id].dispatched_at for read_id in reads)
-            since = max(oldest, self._progress.get(peer, oldest))
-            return "wire" if now - since > budgets.wire_s else ""
-        return "fence" if leg.bytes_at is not None and now - leg.bytes_at > budgets.fence_s else ""
-
-    def _move(self, leg: _Leg, event: LegEvent) -> None:
-        leg.state = advance(leg.state, event)
 
     def _new_id(self) -> int:
         self._next_id += 1

@@ -5,7 +5,6 @@ each pull's future with what the scheduler reports.
 """
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -54,16 +53,14 @@ from kvflow.transport.base import (
 from kvflow.worker.demands import demands_of, empty_report, log_context
 from kvflow.worker.failures import transfer_error
 from kvflow.worker.keeping import Keeping
-from kvflow.worker.peers import Peer, PeerPool
+from kvflow.worker.peers import PeerPool
+from kvflow.worker.programs import Peer
+from kvflow.worker.releasing import Releasing
 from kvflow.worker.stages import Stage, later, require_open, require_running
 from kvflow.worker.unsettled import Unsettled
 
 TICK_S = 0.02
 """Deadlines, renewals and retries are looked at this often while a pull is open; nothing else waits for it."""
-
-RELEASE_PAUSE_S = 0.005
-"""A release is a message, encrypted, answered and decrypted: ten times the work of a fence, and it falls into the next
-pull. What is read by then is released with it. The producer has its blocks back so much later."""
 
 
 @dataclass(slots=True)
@@ -113,8 +110,7 @@ class Consumer:
         self._keeping = Keeping(pool, clock)
         self.renew_kept = self._keeping.renew_while_any
         self._busy = asyncio.Event()
-        self._delivered: deque[tuple[Member, ...]] = deque()
-        self._releases: dict[PeerId, list[tuple[int, int]]] = {}
+        self._releasing = Releasing(pool)
         self._ids = count(1)
         self._stage: Stage = "open"
 
@@ -152,7 +148,7 @@ class Consumer:
             self._keeping.end(ticket.members())
         if not legs:
             self._unsettled.end(pull_id)
-            self._release(members)
+            self._releasing.add(members)
             return empty_report(ticket, self._transport.name, pull.handshake_s)
         self._busy.set()
         self._apply(effects)
@@ -268,8 +264,7 @@ class Consumer:
         open_pulls = self._scheduler.open_pulls()
         for pull_id in open_pulls:
             self._cancel(pull_id, "the worker is closing")
-        self._release_delivered()
-        self._flush_releases()
+        self._releasing.flush()
         return len(open_pulls)
 
     async def _meet(self, members: Sequence[Member]) -> list[Peer]:
@@ -380,12 +375,10 @@ class Consumer:
         self._settle(event.pull_id)
         if not pull.result.done():
             pull.result.set_result(report)
-        # The caller's turn of the loop comes first, then the record and the release. The release would overtake both
-        # if it were added now, and releases were sent in this very turn.
-        loop = asyncio.get_running_loop()
-        loop.call_soon(partial(self._report, msgspec.structs.replace(event, report=report), **pull.context))
-        self._delivered.append(tuple(pull.ticket.members()))
-        loop.call_soon(self._release_delivered)
+        # The caller's turn of the loop comes first, then the record and the release.
+        record = partial(self._report, msgspec.structs.replace(event, report=report), **pull.context)
+        asyncio.get_running_loop().call_soon(record)
+        self._releasing.after_caller(tuple(pull.ticket.members()))
 
     def _on_failed(self, event: TransferFailed) -> None:
         pull = self._pulls[event.pull_id]
@@ -402,25 +395,6 @@ class Consumer:
         self._ledger.give_back(pull_id)
         del self._pulls[pull_id]
         self._unsettled.end(pull_id)
-
-    def _release_delivered(self) -> None:
-        """Release what was delivered before this turn."""
-        while self._delivered:
-            self._release(self._delivered.popleft())
-
-    def _release(self, members: Sequence[Member]) -> None:
-        """Release every rank that a ticket names; those of a few milliseconds travel together."""
-        if not self._releases:
-            asyncio.get_running_loop().call_later(RELEASE_PAUSE_S, self._flush_releases)
-        for member in members:
-            self._releases.setdefault(member.peer, []).append((member.grant.slot, member.grant.epoch_value))
-
-    def _flush_releases(self) -> None:
-        releases, self._releases = self._releases, {}
-        for peer, leases in releases.items():
-            link = self._pool.link(peer)
-            if link is not None:
-                link.release(leases)
 
     def _check(self, ticket: Ticket) -> None:
         if not isinstance(ticket, Ticket):

@@ -8,7 +8,7 @@ from kvflow.layout.manifest import Manifest
 from kvflow.transfer.pairs import Int64s, check_block_ids, pair_units
 from kvflow.transfer.report import TransferReport
 from kvflow.transfer.requests import Demand
-from kvflow.worker.peers import Programs
+from kvflow.worker.programs import Programs
 
 
 def demands_of(member: Member, theirs: Manifest, programs: Programs, targets: Sequence[Int64s]) -> tuple[Demand, ...]:

@@ -9,9 +9,8 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import msgspec
 from msgspec import Struct
@@ -32,14 +31,12 @@ from kvflow.layout.manifest import Manifest
 from kvflow.observability.events import PeerConnected, PeerDropped
 from kvflow.rendezvous.dialer import Link, Restarted, open_link
 from kvflow.rendezvous.introduction import OurSide
-from kvflow.transfer.bind_plan import AnyBinding, bind_plan
-from kvflow.transfer.cover import share_out
-from kvflow.transfer.match import Piece, PieceName, Pieces, have_common_layer, require_same_model
-from kvflow.transfer.plan import PlanCache, TransferPlan
-from kvflow.transport.base import PeerAddress, Program, Transport
+from kvflow.transfer.plan import PlanCache
+from kvflow.transport.base import PeerAddress, Transport
 from kvflow.worker.calibration import NEVER, Staging
 from kvflow.worker.dialling import DiallingRecord
 from kvflow.worker.failures import meeting_error
+from kvflow.worker.programs import Leg, Peer, ProgramTable
 from kvflow.worker.redial import redial
 
 logger = logging.getLogger("kvflow")
@@ -50,49 +47,11 @@ GOODBYE = "peer_closed"
 DISTRUSTED = "key_removed"
 """Code of a peer whose key was taken off the list: it is not dialled again by itself."""
 
-DIVISIONS_MAX = 4096
-"""Sets of ranks that are remembered with what each rank gives. One that was forgotten is divided again, with the
-programs that are there already."""
-
-PROGRAMS_MAX = 64
-"""Different parts of our cache that one peer is prepared to give: one for each set of ranks that it is read with, at
-most. A ticket names all ranks of its engine, so that one or two are enough; who joins any sets at all is stopped."""
-
 REDIALLING_MAX = 256
 """Peers that are dialled again in the background; when a whole cluster is lost, the rest is met when it is needed."""
 
 CLOSING = ("closing", "the worker is closing")
 """Code and detail of a peer that is let go because we leave."""
-
-
-@dataclass(slots=True)
-class Peer:
-    """A producer rank that can be read from.
-
-    Attributes:
-        link: its control connection.
-    """
-
-    link: Link
-
-    @property
-    def manifest(self) -> Manifest:
-        """Of its cache."""
-        return self.link.advertisement.manifest
-
-
-Programs = tuple[tuple[int, AnyBinding], ...]
-"""Program id and binding for each group of a plan."""
-
-Taken = tuple[tuple[PieceName, Piece], ...]
-"""The pieces of our cache that one peer gives, in their order."""
-
-
-class Leg(NamedTuple):
-    """What one peer gives, and the prepared lists that read it."""
-
-    member: int
-    programs: Programs
 
 
 @dataclass(slots=True)
@@ -109,7 +68,6 @@ class _Entry:
         begun_at: when it was begun to be dialled.
         linked_at: when its control connection was ready; None before.
         unasked: nobody has asked for it by a ticket; it was found where another peer had been.
-        programs: by the pieces of our cache that it gives; None: all that both sides hold.
     """
 
     member: Member
@@ -121,7 +79,6 @@ class _Entry:
     begun_at: float
     linked_at: float | None = None
     unasked: bool = False
-    programs: "dict[Taken | None, Programs]" = field(default_factory=dict)
 
 
 class PeerPool:
@@ -149,23 +106,21 @@ class PeerPool:
         staging: Staging = NEVER,
     ) -> None:
         self._ours = ours
-        self._manifest = manifest
         self._transport = transport
         self._tasks = tasks
         self._clock = clock
         self._report = report
         self._on_dropped = on_dropped
-        self._plans = plans
-        self._staging = staging
-        self._legs: dict[tuple[PeerId, ...], tuple[Leg, ...]] = {}
         self._entries: dict[PeerId, _Entry] = {}
         self._lives: dict[PeerId, asyncio.Task[None]] = {}
         self._redials: dict[PeerId, asyncio.Task[None]] = {}
         self._draw = draw
         self._record = DiallingRecord(clock=clock, draw=draw, report=report)
-        self._next_program = 0
+        self._programs = ProgramTable(
+            manifest=manifest, turn=ours.identity.rank, transport=transport, plans=plans, staging=staging
+        )
         self._closed = False
-        self.bindings: dict[int, AnyBinding] = {}
+        self.bindings = self._programs.bindings
         self.drops: Counter[str] = Counter()
 
     async def meet(self, member: Member) -> Peer:
@@ -247,15 +202,7 @@ class PeerPool:
         """
         for peer in peers:
             self._require_current(peer)
-        key = tuple(peer.link.peer for peer in peers)
-        if key not in self._legs:
-            # Our ranks take turns, so that replicas on the other side are all of use.
-            shares = share_out(self._manifest, [peer.manifest for peer in peers], turn=self._ours.identity.rank)
-            legs = tuple(Leg(share.source, self._programs(peers[share.source], share.pieces)) for share in shares)
-            if len(self._legs) >= DIVISIONS_MAX:
-                del self._legs[next(iter(self._legs))]
-            self._legs[key] = legs
-        return self._legs[key]
+        return self._programs.legs(tuple(peers))
 
     def _require_current(self, peer: Peer) -> None:
         """Refuse a peer whose life has ended: what is prepared for it now would be lost, or belong to its next life."""
@@ -340,10 +287,7 @@ class PeerPool:
         theirs = link.advertisement
         if theirs.transport != self._transport.name:
             raise LayoutMismatch("transport", theirs.transport, self._transport.name)
-        # Whatever cannot go together is told before anything is read.
-        require_same_model(theirs.manifest, self._manifest)
-        if have_common_layer(theirs.manifest, self._manifest):
-            self._plan(theirs.manifest, None)  # another pipeline stage may have nothing for us
+        self._programs.require_readable(theirs.manifest)
         self._transport.add_peer(PeerAddress(link.peer, theirs.metadata, theirs.epochs, agent=link.peer))
         budget_s = self._ours.limits.handshake_s
         try:
@@ -353,43 +297,8 @@ class PeerPool:
             # Reads of an earlier connection to it are still in flight, or the transport is busy for too long.
             message = f"connecting the transport to {link.peer} took longer than {budget_s} s"
             raise DeadlineExceeded(message, phase="handshake", peer=link.peer) from None
+        self._programs.begin(link.peer)
         return Peer(link)
-
-    def _plan(self, theirs: Manifest, pieces: Pieces | None) -> TransferPlan:
-        terms = self._staging
-        return self._plans.plan(theirs, self._manifest, pieces, costs=terms.calibration, staging_bytes=terms.nbytes)
-
-    def _programs(self, peer: Peer, pieces: Pieces | None) -> Programs:
-        """Return what reads these pieces, prepared now or before: the same part may be given beside other ranks."""
-        prepared = self._entries[peer.link.peer].programs
-        taken = None if pieces is None else tuple(sorted(pieces.items()))
-        if taken not in prepared:
-            if len(prepared) >= PROGRAMS_MAX:
-                remedy = "Join the offers of the same ranks into each ticket: of all ranks of the engine."
-                raise CapacityExceeded(
-                    f"different parts that are read from {peer.link.peer}", PROGRAMS_MAX, remedy=remedy
-                )
-            plan = self._plan(peer.manifest, pieces)
-            bindings = bind_plan(plan, peer.manifest, self._manifest)
-            prepared[taken] = tuple(self._program(peer.link, binding) for binding in bindings)
-        return prepared[taken]
-
-    def _program(self, link: Link, binding: AnyBinding) -> tuple[int, AnyBinding]:
-        self._next_program += 1
-        program_id = self._next_program
-        self.bindings[program_id] = binding
-        self._transport.prepare(
-            Program(
-                program_id=program_id,
-                peer=link.peer,
-                source_rows=binding.source.table,
-                target_rows=binding.target.table,
-                source_memory=binding.source.memory,
-                target_memory=binding.target.memory,
-                scatter=binding.scatter,
-            )
-        )
-        return program_id, binding
 
     def _note_failure(self, entry: _Entry, error: Exception) -> None:
         """Learn from a meeting that has failed."""
@@ -430,13 +339,10 @@ class PeerPool:
             self._record.on_goodbye(entry.member)
         gone = self._record.is_gone(entry.member)
         self._transport.remove_peer(peer, gone=gone)
-        for programs in entry.programs.values():
-            for program_id, _ in programs:
-                self.bindings.pop(program_id, None)
-        self._legs = {key: legs for key, legs in self._legs.items() if peer not in key}
+        was_read = self._programs.forget(peer)
         _fail(entry, PeerLost(f"meeting {peer} was cut short", peer=peer))
         entry.gone.set_result(None)
-        if code not in (GOODBYE, DISTRUSTED, CLOSING[0]) and entry.programs:
+        if code not in (GOODBYE, DISTRUSTED, CLOSING[0]) and was_read:
             self._redial_later(entry.member)  # it was in use, and whoever used it goes on
         self.drops[code] += 1
         self._report(PeerDropped(peer, code, detail))

@@ -28,7 +28,9 @@ DRIVEN = (
     "kvflow/rendezvous/listener.py",
     "kvflow/rendezvous/mint.py",
     "kvflow/transfer/bind.py",
+    "kvflow/transfer/flights.py",
     "kvflow/transfer/pairs.py",
+    "kvflow/transfer/pulls.py",
     "kvflow/transfer/queues.py",
     "kvflow/transfer/scheduler.py",
     "kvflow/transfer/states.py",
@@ -38,6 +40,8 @@ DRIVEN = (
     "kvflow/worker/offers.py",
     "kvflow/worker/peers.py",
     "kvflow/worker/producer.py",
+    "kvflow/worker/programs.py",
+    "kvflow/worker/releasing.py",
     "kvflow/worker/runtime.py",
 )
 """Where scheduling, leases, handshake, quarantine and their glue are decided."""
@@ -47,6 +51,8 @@ NOT_ITS_BUSINESS = {
     "handshake.states",
     "kvflow.cache.destinations",  # quarantine
     "kvflow.cache.epochs",
+    "kvflow.transfer.flights",
+    "kvflow.transfer.pulls",
     "kvflow.transfer.scheduler",
     "kvflow.transfer.states",
 }

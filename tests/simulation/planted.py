@@ -126,7 +126,7 @@ def window_not_given_back_on_failure(patch):
     failed = Scheduler.on_read_failed
 
     def keep_room(self, read_id, **about):
-        self._flights[read_id].counted = False
+        self._flights._flights[read_id].counted = False
         return failed(self, read_id, **about)
 
     patch.setattr(Scheduler, "on_read_failed", keep_room)

@@ -13,9 +13,10 @@ from kvflow.transfer.events import (
     TransferStarted,
 )
 from kvflow.transfer.pairs import UnitPairs
+from kvflow.transfer.pulls import EARLY_RETRY_S
 from kvflow.transfer.queues import Limits
 from kvflow.transfer.requests import Budgets, CancelReads, Demand, Dispatch, LegRequest, PullRequest, RenewLease
-from kvflow.transfer.scheduler import EARLY_RETRY_S, Scheduler
+from kvflow.transfer.scheduler import Scheduler
 
 EPOCH = 7
 BUDGETS = Budgets(queue_s=4.0, wire_s=3.0, fence_s=2.0)

@@ -49,8 +49,9 @@ from kvflow.transport.base import (
     RenewalEnded,
     StagingUse,
 )
-from kvflow.worker.consumer import RELEASE_PAUSE_S, Consumer
-from kvflow.worker.peers import Leg, Peer
+from kvflow.worker.consumer import Consumer
+from kvflow.worker.programs import Leg, Peer
+from kvflow.worker.releasing import RELEASE_PAUSE_S
 
 from .helpers import PATIENCE_S, Clock, Reports, cache_of
 

@@ -208,8 +208,8 @@ async def test_a_set_of_ranks_is_prepared_again_only_in_part_when_one_of_them_is
 
 
 async def test_what_is_prepared_for_any_sets_of_ranks_is_bounded(world, monkeypatch):
-    monkeypatch.setattr("kvflow.worker.peers.PROGRAMS_MAX", 1)
-    monkeypatch.setattr("kvflow.worker.peers.DIVISIONS_MAX", 2)
+    monkeypatch.setattr("kvflow.worker.programs.PROGRAMS_MAX", 1)
+    monkeypatch.setattr("kvflow.worker.programs.DIVISIONS_MAX", 2)
     world.wire.manifest = cache_of(specs={"a": SPECS["a"]}).manifest()
     first = await world.met()
     world.wire.manifest = cache_of(specs={"b": SPECS["b"]}).manifest()
@@ -220,10 +220,10 @@ async def test_what_is_prepared_for_any_sets_of_ranks_is_bounded(world, monkeypa
     world.pool.legs([whole])
     prepared = len(world.transport.prepared)
     world.pool.legs([second, first])
-    assert len(world.pool._legs) == 2
+    assert len(world.pool._programs._divisions) == 2
     world.pool.legs([first, second])
     assert len(world.transport.prepared) == prepared, "one that was forgotten is divided again, and not prepared"
-    monkeypatch.setattr("kvflow.worker.peers.share_out", lambda *_args, **_kwargs: [Share(0, {})])
+    monkeypatch.setattr("kvflow.worker.programs.share_out", lambda *_args, **_kwargs: [Share(0, {})])
     with pytest.raises(CapacityExceeded, match="different parts"):
         world.pool.legs([first, whole])
     assert len(world.transport.prepared) == prepared
