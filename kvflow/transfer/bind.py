@@ -163,7 +163,7 @@ class Binding:
         """Return the indices of these pairs, cut into chunks.
 
         Args:
-            pairs: at least one, ascending by source.
+            pairs: at least one; ascending by source, those of one request.
             chunk_bytes: most bytes of one chunk; a single larger descriptor is a chunk of its own.
             chunk_descriptors: most merged descriptors of one chunk.
         """

@@ -64,7 +64,7 @@ class StagedBinding:
         """Return the unit numbers of these pairs, cut into chunks.
 
         Args:
-            pairs: at least one, ascending by source.
+            pairs: at least one; ascending by source, those of one request.
             chunk_bytes: most bytes that one chunk reads; a single larger unit is a chunk of its own.
             chunk_descriptors: most merged descriptors that one chunk reads; likewise.
 

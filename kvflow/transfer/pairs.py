@@ -25,7 +25,7 @@ ABSENT = -1
 
 
 class UnitPairs(Struct, frozen=True, eq=False):
-    """Pairs of units, ascending by source.
+    """Pairs of units; those of one request ascend by source.
 
     Attributes:
         source: int64, shape (n,): ``block * source_units + unit``.

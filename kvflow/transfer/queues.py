@@ -20,6 +20,8 @@ class Limits(Struct, frozen=True, kw_only=True):
     Attributes:
         batch_bytes: most bytes of one batch. Four chunks: binding is amortised, urgent pulls wait little.
         batch_descriptors: most descriptors of one batch before merging: about 100 us of binding.
+        shared_bytes: a batch with as much takes no pairs of a further leg, which would wait for these bytes and save
+            only the millisecond that a batch of its own costs.
         peer_bytes: a peer with as much in flight gets no further batch; the last one may exceed it. Three batches: one
             is read while the others are bound and posted.
         peer_descriptors: the same in descriptors.
@@ -30,6 +32,7 @@ class Limits(Struct, frozen=True, kw_only=True):
 
     batch_bytes: int = 32 << 20
     batch_descriptors: int = 8192
+    shared_bytes: int = 4 << 20
     peer_bytes: int = 96 << 20
     peer_descriptors: int = 3 * 8192
     total_bytes: int = 384 << 20
@@ -180,4 +183,6 @@ class ReadyQueues:
             piece.cursor += count
             if not piece.remaining:
                 queue.pieces.popleft()
+            if batch.nbytes >= self._limits.shared_bytes:
+                break
         return batch

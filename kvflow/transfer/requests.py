@@ -144,11 +144,13 @@ def first_pair(demand: Demand) -> Demand:
 
 
 def join_pairs(parts: list[tuple[UnitPairs, int, int]]) -> UnitPairs:
-    """Join slices ``[first, last)`` of several pair lists into one batch, ascending by source."""
+    """Join slices ``[first, last)`` of several pair lists into one batch.
+
+    Each stays together: if all were sorted by source, two readers of the same blocks would break each other's runs.
+    """
     if len(parts) == 1:
         pairs, first, last = parts[0]
         return UnitPairs(pairs.source[first:last], pairs.target[first:last])
     source: Int64s = np.concatenate([pairs.source[first:last] for pairs, first, last in parts])
     target: Int64s = np.concatenate([pairs.target[first:last] for pairs, first, last in parts])
-    order = np.argsort(source)
-    return UnitPairs(source[order], target[order])
+    return UnitPairs(source, target)

@@ -75,8 +75,14 @@ class Scheduler:
         """Check the law: the windows hold exactly what is in flight, less what lost peers owe."""
         self._flights.check()
 
-    def submit(self, request: PullRequest, now: float) -> list[Effect]:
+    def submit(self, request: PullRequest, now: float, *, hold: bool = False) -> list[Effect]:
         """Open a pull.
+
+        Args:
+            request: what to read.
+            now: seconds.
+            hold: dispatch nothing yet, because others are submitted in the same turn; ``pump`` does. Requests that are
+                there together share batches: a small one costs more to bind, post and fence than to read.
 
         Raises:
             CapacityExceeded: too many pulls are open.
@@ -92,7 +98,14 @@ class Scheduler:
             self._legs[leg_id] = leg
             pull.legs.append(leg_id)
             self._enqueue(leg_id, leg, now)
-        return self._pump(now)
+        return [] if hold else self.pump(now)
+
+    def pump(self, now: float) -> list[Effect]:
+        """Dispatch batches while there is work and room."""
+        effects: list[Effect] = []
+        while (batch := self._ready.cut(now)) is not None:
+            effects += self._dispatch(batch, now)
+        return effects
 
     def on_read_completed(self, read_id: int, *, posted_s: float, now: float, scattered_s: float = 0.0) -> list[Effect]:
         """Note that every byte of a batch has arrived."""
@@ -111,7 +124,7 @@ class Scheduler:
                 leg.move("bytes_arrived")
                 # Kept when data are read again, so that one budget covers all waiting for an admission.
                 leg.bytes_at = now if leg.bytes_at is None else leg.bytes_at
-        return effects + self._pump(now)
+        return effects + self.pump(now)
 
     def on_read_failed(self, read_id: int, *, code: str, detail: str, now: float) -> list[Effect]:
         """Note that a batch has ended early, and will not write any more."""
@@ -125,7 +138,7 @@ class Scheduler:
                 effects += self._drain(leg.pull)
             else:
                 effects += self._fail(leg.pull, code, phase="wire", peer=batch.peer, detail=detail, now=now)
-        return effects + self._pump(now)
+        return effects + self.pump(now)
 
     def on_fence_judged(self, fence_id: int, *, observed: int, fence_s: float, now: float) -> list[Effect]:
         """Take what the epoch slot held after the data had been read, or before if it was a look."""
@@ -141,9 +154,7 @@ class Scheduler:
         leg = self._fenced(fence_id)
         if leg is None:
             return []
-        return self._fail(leg.pull, code, phase="fence", peer=leg.request.peer, detail=detail, now=now) + self._pump(
-            now
-        )
+        return self._fail(leg.pull, code, phase="fence", peer=leg.request.peer, detail=detail, now=now) + self.pump(now)
 
     def on_peer_failed(self, peer: PeerId, *, code: str, detail: str, now: float) -> list[Effect]:
         """End every pull that needs this peer.
@@ -155,7 +166,7 @@ class Scheduler:
         for leg in list(self._legs.values()):
             if leg.request.peer == peer and leg.state in ("queued", "reading", "fencing") and not leg.pull.failed:
                 effects += self._fail(leg.pull, code, phase="wire", peer=peer, detail=detail, now=now)
-        return effects + self._pump(now)
+        return effects + self.pump(now)
 
     def cancel(self, pull_id: int, *, code: str, detail: str, now: float) -> list[Effect]:
         """Give up a pull; does nothing if it has ended."""
@@ -164,7 +175,7 @@ class Scheduler:
             return []
         states = {self._legs[leg_id].state for leg_id in pull.legs}
         phase = "wire" if "reading" in states else "queue" if "queued" in states else "fence"
-        return self._fail(pull, code, phase=phase, peer="", detail=detail, now=now) + self._pump(now)
+        return self._fail(pull, code, phase=phase, peer="", detail=detail, now=now) + self.pump(now)
 
     def tick(self, now: float, held_up: Collection[PeerId] = ()) -> list[Effect]:
         """Apply deadlines, renewals and retries. Worth calling every few tens of milliseconds while ``busy``.
@@ -193,7 +204,7 @@ class Scheduler:
                 effects += self._fail(
                     leg.pull, "deadline_exceeded", phase=overdue, peer=leg.request.peer, detail=detail, now=now
                 )
-        return effects + self._pump(now)
+        return effects + self.pump(now)
 
     def _on_fenced(self, fence_id: int, observed: int, fence_s: float, now: float) -> list[Effect]:
         """Take what the epoch slot held after the data had been read."""
@@ -229,14 +240,14 @@ class Scheduler:
     def _fail_stale(self, leg: Leg, observed: int, now: float) -> list[Effect]:
         detail = f"the lease ended before the read did: epoch {leg.request.epoch}, the slot holds {observed}"
         failed = self._fail(leg.pull, "stale_lease", phase="fence", peer=leg.request.peer, detail=detail, now=now)
-        return failed + self._pump(now)
+        return failed + self.pump(now)
 
     def _read_admitted(self, leg_id: int, leg: Leg, now: float) -> list[Effect]:
         """Read all that a leg must give, now that its lease has been found held."""
         leg.admitted, leg.queued_at, leg.bytes_at = True, now, None
         leg.move("lease_found")
         self._enqueue(leg_id, leg, now)
-        return self._pump(now)
+        return self.pump(now)
 
     def _enqueue(self, leg_id: int, leg: Leg, now: float) -> None:
         """Queue all that a leg must give, or one pair while its lease was found not to be held."""
@@ -244,13 +255,6 @@ class Scheduler:
         for demand in [first_pair(leg.request.demands[0])] if leg.probes else leg.request.demands:
             leg.waiting += len(demand.pairs.source)
             self._ready.add(leg.request.peer, leg.pull.request.priority, Piece(leg_id, demand, now))
-
-    def _pump(self, now: float) -> list[Effect]:
-        """Dispatch batches while there is work and room."""
-        effects: list[Effect] = []
-        while (batch := self._ready.cut(now)) is not None:
-            effects += self._dispatch(batch, now)
-        return effects
 
     def _dispatch(self, batch: Batch, now: float) -> list[Effect]:
         read_id = self._new_id()

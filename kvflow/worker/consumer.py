@@ -110,6 +110,7 @@ class Consumer:
         self._keeping = Keeping(pool, clock)
         self.renew_kept = self._keeping.renew_while_any
         self._busy = asyncio.Event()
+        self._pumping = False
         self._releasing = Releasing(pool)
         self._ids = count(1)
         self._stage: Stage = "open"
@@ -140,7 +141,8 @@ class Consumer:
                 context=log_context(ticket, targets, local_request_id),
             )
             require_running(self._stage, "pulls nothing")  # one that drains finishes what was called before
-            effects = self._submit(pull_id, pull, targets, legs, priority) if legs else []
+            if legs:
+                self._submit(pull_id, pull, targets, legs, priority)
         except BaseException:
             self._unsettled.end(pull_id)
             raise
@@ -151,7 +153,7 @@ class Consumer:
             self._releasing.add(members)
             return empty_report(ticket, self._transport.name, pull.handshake_s)
         self._busy.set()
-        self._apply(effects)
+        self._pump_soon()
         try:
             return await pull.result
         except asyncio.CancelledError:
@@ -288,17 +290,26 @@ class Consumer:
 
     def _submit(
         self, pull_id: int, pull: _Pull, targets: Sequence[Int64s], legs: tuple[LegRequest, ...], priority: int
-    ) -> list[Effect]:
+    ) -> None:
         """Take the blocks of a pull and hand it to the scheduler, or leave everything as it was."""
         self._ledger.take(pull_id, targets)
         try:
             request = PullRequest(pull_id, pull.ticket.request_id, legs, priority, self._budgets)
-            effects = self._scheduler.submit(request, self._clock())
+            self._scheduler.submit(request, self._clock(), hold=True)
         except BaseException:
             self._ledger.give_back(pull_id)
             raise
         self._pulls[pull_id] = pull
-        return effects
+
+    def _pump_soon(self) -> None:
+        """Dispatch at the end of this turn of the loop, and what is submitted in it all together."""
+        if not self._pumping:
+            self._pumping = True
+            asyncio.get_running_loop().call_soon(self._pump)
+
+    def _pump(self) -> None:
+        self._pumping = False
+        self._apply(self._scheduler.pump(self._clock()))
 
     def _cancel(self, pull_id: int, detail: str) -> None:
         self._apply(self._scheduler.cancel(pull_id, code="transfer_cancelled", detail=detail, now=self._clock()))

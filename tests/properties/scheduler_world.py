@@ -5,6 +5,7 @@ the leg that asked for it.
 """
 
 from dataclasses import dataclass, field
+from itertools import chain, groupby
 
 import numpy as np
 
@@ -90,6 +91,7 @@ class World:
         self.pulls = {}
         self.legs = {}
         self.owner = {}
+        self.demand = {}
         self.flights = {}
         self.landed = set()
         self.lost = set()
@@ -113,6 +115,7 @@ class World:
             demands.append(Demand(program_id, pairs, nbytes, descriptors, descriptors * len(pairs.source)))
             numbers |= dict.fromkeys(targets, program_id)
             self.owner |= dict.fromkeys(targets)
+            self.demand |= dict.fromkeys(targets, first)
         requests = []
         for peer, (demands, numbers) in by_peer.items():
             slot = len(self.legs)
@@ -217,7 +220,9 @@ class World:
         assert count == 1 or count * nbytes <= LIMITS.batch_bytes
         assert count == 1 or count * descriptors <= LIMITS.batch_descriptors
         assert self.has_room(dispatch.peer)
-        assert dispatch.pairs.source.tolist() == sorted(dispatch.pairs.source.tolist())
+        runs = [[*run] for _, run in groupby(targets, key=self.demand.__getitem__)]
+        assert len(runs) == len({self.demand[run[0]] for run in runs}), "the pairs of one demand stay together"
+        assert [*chain(*map(sorted, runs))] == targets, "and ascend"
         legs = {id(self.owner[target]): self.owner[target] for target in targets}.values()
         for target in targets:
             leg = self.owner[target]

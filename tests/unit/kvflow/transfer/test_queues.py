@@ -1,5 +1,6 @@
 """Who is served next, how much at once, and what holds it back."""
 
+import msgspec
 import numpy as np
 
 from kvflow.transfer.pairs import UnitPairs
@@ -30,6 +31,14 @@ def test_a_batch_joins_legs_up_to_its_budget():
     queues.add("p", 0, piece(2, 9))
     assert cuts(queues) == [("p", [(1, 0, 4), (2, 0, 6)]), ("p", [(2, 6, 9)])]
     assert queues.in_flight() == (130, 13)
+
+
+def test_a_batch_that_is_worth_its_cost_is_not_shared():
+    queues = ReadyQueues(msgspec.structs.replace(LIMITS, shared_bytes=50))
+    queues.add("p", 0, piece(1, 2))
+    queues.add("p", 0, piece(2, 7))
+    queues.add("p", 0, piece(3, 1))
+    assert [slices for _, slices in cuts(queues)] == [[(1, 0, 2), (2, 0, 7)], [(3, 0, 1)]]
 
 
 def test_descriptors_are_a_budget_as_well():

@@ -1,4 +1,4 @@
-"""Batches of several pulls ascend by source, whoever's pairs they are."""
+"""What a batch reads of several pulls, and in which order."""
 
 from kvflow.transfer.requests import Demand, first_pair, join_pairs
 
@@ -10,10 +10,10 @@ def test_one_slice_stays_as_it_is():
     assert (joined.source.tolist(), joined.target.tolist()) == ([2, 3], [8, 9])
 
 
-def test_slices_are_merged_by_source():
-    joined = join_pairs([(unit_pairs([1, 5, 6], [7, 8, 9]), 0, 2), (unit_pairs([0, 1, 4], [1, 2, 3]), 1, 3)])
-    assert joined.source.tolist() == [1, 1, 4, 5]
-    assert joined.target.tolist() == [7, 2, 3, 8]
+def test_slices_stay_together_so_that_two_readers_of_the_same_blocks_each_read_runs():
+    joined = join_pairs([(unit_pairs([1, 5, 6], [7, 8, 9]), 1, 3), (unit_pairs([4, 5, 6], [1, 2, 3]), 0, 3)])
+    assert joined.source.tolist() == [5, 6, 4, 5, 6]
+    assert joined.target.tolist() == [8, 9, 1, 2, 3]
 
 
 def test_the_first_pair_of_a_staged_demand_is_read_as_all_of_them_are():

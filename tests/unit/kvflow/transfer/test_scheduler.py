@@ -95,6 +95,16 @@ def test_pulls_of_one_program_share_a_batch(scheduler):
     assert sorted(shared.pairs.target.tolist()) == [20, 21, 30, 31]
 
 
+def test_pulls_that_are_held_go_together_and_the_urgent_first():
+    scheduler = Scheduler(Limits())
+    for pull_id, priority in ((1, 1), (2, 1), (3, 0)):
+        held = scheduler.submit(pull(pull_id, leg(first=10 * pull_id), priority=priority), 0.0, hold=True)
+        assert held == []
+    dispatches = [effect for effect in scheduler.pump(0.0) if isinstance(effect, Dispatch)]
+    assert [dispatch.pull_ids for dispatch in dispatches] == [(3,), (1, 2)]
+    assert scheduler.pump(0.0) == []
+
+
 def test_a_pull_is_complete_when_every_rank_is_fenced(scheduler):
     one, other = (
         effect for effect in scheduler.submit(pull(1, leg("p"), leg("q", slot=3)), 0.0) if isinstance(effect, Dispatch)

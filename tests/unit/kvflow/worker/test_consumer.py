@@ -204,7 +204,10 @@ class World:
 
     async def pull(self, ticket=None, blocks=(1, 2), **how):
         """Start a pull; it runs as far as it can without the transport."""
-        task = asyncio.ensure_future(self.consumer.pull(ticket or self.ticket(), [list(blocks)], **how))
+        return await self.started(self.consumer.pull(ticket or self.ticket(), [list(blocks)], **how))
+
+    async def started(self, pull):
+        task = asyncio.create_task(pull)
         for _ in range(5):
             await asyncio.sleep(0)
         return task
@@ -286,6 +289,17 @@ async def test_the_record_has_report_and_context(world):
         2,
         2,
     )
+
+
+async def test_pulls_of_one_turn_share_a_read(world):
+    one, other = world.consumer.pull(world.ticket("a"), [[1, 2]]), world.consumer.pull(world.ticket("b"), [[5, 6]])
+    tasks = [asyncio.create_task(one), await world.started(other)]
+    (read,) = world.transport.posted
+    assert read.target_index.tolist() == [1, 2, 5, 6]
+    assert len(read.fences) == 2
+    world.deliver()
+    assert [(await ended(task)).request_id for task in tasks] == ["a", "b"]
+    await released(world, 2)
 
 
 async def test_every_rank_is_released_whether_it_was_read_or_not():
