@@ -17,7 +17,7 @@ help:
 	echo 'make lint    the same without the tests'
 	echo 'make bench   every benchmark, one after the other'
 	echo 'make simulate   20,000 scenarios of real workers on virtual time, with every fault; SEEDS=N for fewer; an hour'
-	echo 'make fuzz    a million mutated messages and 40,000 lies to real workers; FRAMES=N and LIES=N for fewer; half an hour'
+	echo 'make fuzz    a million mutated messages and 40,000 lies to real workers; FRAMES=N and LIES=N for fewer; ten minutes or more'
 	echo 'make soak    100,000 pulls among processes that are killed and restarted; PULLS=N for fewer; ten minutes or more'
 	echo 'make chaos   real processes killed, stopped and cut off for three minutes; MINUTES=N, SEED=N'
 	echo 'make compose-demo   the demo in containers, over TCP and over shared memory; needs Docker and Compose'
