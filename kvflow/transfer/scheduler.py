@@ -81,7 +81,7 @@ class Scheduler:
         Args:
             request: what to read.
             now: seconds.
-            hold: dispatch nothing yet, because others are submitted in the same turn; ``pump`` does. Requests that are
+            hold: dispatch nothing yet, because others may follow in the same turn; ``pump`` does. Requests that are
                 there together share batches: a small one costs more to bind, post and fence than to read.
 
         Raises:

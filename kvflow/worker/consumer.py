@@ -141,8 +141,7 @@ class Consumer:
                 context=log_context(ticket, targets, local_request_id),
             )
             require_running(self._stage, "pulls nothing")  # one that drains finishes what was called before
-            if legs:
-                self._submit(pull_id, pull, targets, legs, priority)
+            effects = self._submit(pull_id, pull, targets, legs, priority) if legs else []
         except BaseException:
             self._unsettled.end(pull_id)
             raise
@@ -153,7 +152,7 @@ class Consumer:
             self._releasing.add(members)
             return empty_report(ticket, self._transport.name, pull.handshake_s)
         self._busy.set()
-        self._pump_soon()
+        self._apply(effects)
         try:
             return await pull.result
         except asyncio.CancelledError:
@@ -290,22 +289,23 @@ class Consumer:
 
     def _submit(
         self, pull_id: int, pull: _Pull, targets: Sequence[Int64s], legs: tuple[LegRequest, ...], priority: int
-    ) -> None:
-        """Take the blocks of a pull and hand it to the scheduler, or leave everything as it was."""
+    ) -> list[Effect]:
+        """Take the blocks of a pull and hand it to the scheduler, or leave everything as it was.
+
+        The first of a turn of the loop is dispatched at once, and all that follow it together at the end of the turn.
+        """
         self._ledger.take(pull_id, targets)
         try:
             request = PullRequest(pull_id, pull.ticket.request_id, legs, priority, self._budgets)
-            self._scheduler.submit(request, self._clock(), hold=True)
+            effects = self._scheduler.submit(request, self._clock(), hold=self._pumping)
         except BaseException:
             self._ledger.give_back(pull_id)
             raise
         self._pulls[pull_id] = pull
-
-    def _pump_soon(self) -> None:
-        """Dispatch at the end of this turn of the loop, and what is submitted in it all together."""
         if not self._pumping:
             self._pumping = True
             asyncio.get_running_loop().call_soon(self._pump)
+        return effects
 
     def _pump(self) -> None:
         self._pumping = False

@@ -291,15 +291,15 @@ async def test_the_record_has_report_and_context(world):
     )
 
 
-async def test_pulls_of_one_turn_share_a_read(world):
-    one, other = world.consumer.pull(world.ticket("a"), [[1, 2]]), world.consumer.pull(world.ticket("b"), [[5, 6]])
-    tasks = [asyncio.create_task(one), await world.started(other)]
-    (read,) = world.transport.posted
-    assert read.target_index.tolist() == [1, 2, 5, 6]
-    assert len(read.fences) == 2
+async def test_of_the_pulls_of_one_turn_the_first_goes_at_once_and_the_others_share_a_read(world):
+    calls = {"a": [1, 2], "b": [5, 6], "c": [3]}
+    pulls = [world.consumer.pull(world.ticket(name, blocks), [blocks]) for name, blocks in calls.items()]
+    tasks = [asyncio.create_task(pull) for pull in pulls[:-1]] + [await world.started(pulls[-1])]
+    assert [read.target_index.tolist() for read in world.transport.posted] == [[1, 2], [5, 6, 3]]
+    assert [len(read.fences) for read in world.transport.posted] == [1, 2]
     world.deliver()
-    assert [(await ended(task)).request_id for task in tasks] == ["a", "b"]
-    await released(world, 2)
+    assert [(await ended(task)).request_id for task in tasks] == ["a", "b", "c"]
+    await released(world, 3)
 
 
 async def test_every_rank_is_released_whether_it_was_read_or_not():
