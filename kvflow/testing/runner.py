@@ -77,13 +77,12 @@ def _parts(first: int, seeds: int, jobs: int, *, calm: bool) -> Iterator[list[Ou
     # Not forked: a test or an embedder that asks may have threads.
     context = multiprocessing.get_context("spawn")
     # A terminal interrupts the children as well; it is for us to end them.
-    with ProcessPoolExecutor(jobs, context, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
-        try:
-            for done in as_completed([pool.submit(_run_part, *part) for part in parts]):
-                yield done.result()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    pool = ProcessPoolExecutor(jobs, context, signal.signal, (signal.SIGINT, signal.SIG_IGN))
+    try:
+        for done in as_completed([pool.submit(_run_part, *part) for part in parts]):
+            yield done.result()
+    finally:
+        pool.shutdown(cancel_futures=True)  # once: what a second call says counts, and the end of a ``with`` is one
 
 
 def _run_part(first: int, seeds: int, calm: bool) -> list[Outcome]:

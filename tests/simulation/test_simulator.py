@@ -1,6 +1,7 @@
 """Real workers on virtual time, with every fault: no promise is broken, and a seed is the same run every time."""
 
 import hashlib
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import sys
 import pytest
 
 from kvflow.cli.entry import main
+from kvflow.testing import runner
 from kvflow.testing.runner import run_seeds
 from kvflow.testing.scenario import REQUESTS_MIN, simulate
 
@@ -63,6 +65,17 @@ def test_several_processes_find_what_one_finds():
     alone, together = run_seeds(40, 2, jobs=1), run_seeds(40, 2, jobs=2)
     assert together.outcomes == alone.outcomes
     assert together.virtual_s == pytest.approx(alone.virtual_s)
+
+
+def test_a_series_that_is_interrupted_ends_with_what_is_under_way(monkeypatch):
+    def interrupt(summary):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "SEEDS_AT_ONCE", 1)
+    before = multiprocessing.active_children()
+    summary = run_seeds(40, 1000, jobs=2, on_progress=interrupt)
+    assert (summary.scenarios, summary.interrupted) == (1, True)
+    assert multiprocessing.active_children() == before
 
 
 def test_the_command_says_how_many_were_kept_and_how_fast(capsys):
