@@ -23,6 +23,7 @@ from kvflow.errors import (
     KvflowError,
     LayoutMismatch,
     PeerLost,
+    TicketInvalid,
     TransferFailed,
     WorkerClosed,
 )
@@ -130,10 +131,13 @@ class PeerPool:
 
         Raises:
             KvflowError: see ``open_link`` and ``Link.require_held``; ``LayoutMismatch`` if its cache cannot fill ours;
-                ``PeerUnavailable`` or ``StaleLease`` at once if nothing can come of dialling it.
+                ``PeerUnavailable`` or ``StaleLease`` at once if nothing can come of dialling it; ``TicketInvalid`` if
+                it has no such slot.
         """
         entry = await self._entry(member)
         peer = await asyncio.shield(entry.met)
+        if member.grant.slot >= peer.num_slots:  # a read that others share would fail with its look
+            raise TicketInvalid(f"{member.peer} has no epoch slot {member.grant.slot}")
         await peer.link.require_held(member.grant, within_s=self._ours.limits.handshake_s)
         return peer
 

@@ -38,6 +38,11 @@ class Peer:
         """Of its cache."""
         return self.link.advertisement.manifest
 
+    @property
+    def num_slots(self) -> int:
+        """Slots of its epoch table."""
+        return self.link.advertisement.epochs.nbytes // 8
+
 
 Programs = tuple[tuple[int, AnyBinding], ...]
 """Program id and binding for each group of a plan."""

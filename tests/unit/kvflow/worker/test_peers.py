@@ -18,6 +18,7 @@ from kvflow.errors import (
     PeerLost,
     PeerUnavailable,
     StaleLease,
+    TicketInvalid,
     TransferCancelled,
     WorkerClosed,
 )
@@ -175,6 +176,14 @@ async def test_a_peer_is_met_once_for_all_who_need_it(world):
     assert world.wire.dialled == 1
     assert peers[0] is peers[1] is peers[2] is await world.pool.meet(member())
     assert world.reports.events == [PeerConnected(member().peer, ADDRESS.endpoint, 0.0)]
+
+
+async def test_a_ticket_that_names_no_slot_of_the_peer_is_invalid_before_anything_is_read(world):
+    await world.met()
+    lying = member()
+    lying = msgspec.structs.replace(lying, grant=msgspec.structs.replace(lying.grant, slot=8))
+    with pytest.raises(TicketInvalid, match="no epoch slot 8"):
+        await world.pool.meet(lying)
 
 
 async def test_its_programs_are_prepared_and_known(world):
