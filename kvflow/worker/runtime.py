@@ -129,7 +129,7 @@ async def _opened(parts: _Parts) -> AsyncIterator[Worker]:
         leases=LeaseTable(epochs),
         account=account,
         num_blocks=manifest.num_blocks,
-        block_sizes=[0 if group.kind == "mamba" else group.block_tokens for group in manifest.groups],
+        block_sizes=[group.tokens_per_id for group in manifest.groups],
         lease_s=config.lease_s,
         peer=peer_id(config.engine_id, config.rank, ours.identity.incarnation),
         clock=surroundings.clock,
@@ -139,7 +139,7 @@ async def _opened(parts: _Parts) -> AsyncIterator[Worker]:
     failure: BaseException | None = None
     async with open_listener(bind=config.bind, ours=ours, keeper=keeper, report=report) as server:
         address = _address(config, ours, epochs, server.endpoint)
-        mint = _mint_of_offers(config, address, key, surroundings)
+        mint = _mint_of_offers(config, address, key, manifest, surroundings)
         async with asyncio.TaskGroup() as tasks:
             pool = PeerPool(
                 ours=ours,
@@ -201,7 +201,9 @@ def _address(config: WorkerConfig, ours: OurSide, epochs: EpochTable, endpoint: 
     )
 
 
-def _mint_of_offers(config: WorkerConfig, address: RankAddress, key: TicketKey, surroundings: Surroundings) -> Mint:
+def _mint_of_offers(
+    config: WorkerConfig, address: RankAddress, key: TicketKey, manifest: Manifest, surroundings: Surroundings
+) -> Mint:
     """Make the mint of a worker's own offers, of which none gives its ticket away before the lease is held."""
     head_start = draw_head_start(surroundings.draw_bits)
     return Mint(
@@ -212,6 +214,7 @@ def _mint_of_offers(config: WorkerConfig, address: RankAddress, key: TicketKey, 
         head_start=head_start,
         wall_clock=surroundings.network.wall,
         admitted=True,
+        block_sizes=[group.tokens_per_id for group in manifest.groups],
     )
 
 

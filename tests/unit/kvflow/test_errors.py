@@ -15,6 +15,7 @@ CODES = {
     "block_range_mismatch",
     "capacity_exceeded",
     "config_invalid",
+    "content_mismatch",
     "deadline_exceeded",
     "kvflow_error",
     "layout_mismatch",
