@@ -21,9 +21,9 @@ from kvflow.ids import PeerId, peer_id
 FORMAT = "kvf2"
 """The first part of a ticket's text. It changes when this release cannot read the tickets of an older one."""
 
-TICKET_CHARS_MAX = 8 << 20
-"""Longest text that is looked at. One million tokens in blocks of 16, with a digest each, take 2.2 million characters
-a group. To decode 8 Mi characters and check their MAC takes about 20 ms; an engine that knows its longest prompt sets
+TICKET_CHARS_MAX = 4 << 20
+"""Longest text that is looked at. One million tokens in blocks of 16, with a digest each, take 1.9 million characters
+a group. To decode 4 Mi characters and check their MAC takes about 20 ms; an engine that knows its longest prompt sets
 a lower limit."""
 
 GRANTS_MAX = 1024
