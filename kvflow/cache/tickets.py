@@ -16,7 +16,7 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from kvflow.errors import TicketInvalid
-from kvflow.ids import PeerId, peer_id
+from kvflow.ids import PeerId
 
 FORMAT = "kvf2"
 """The first part of a ticket's text. It changes when this release cannot read the tickets of an older one."""
@@ -81,8 +81,10 @@ class Member(Struct, frozen=True):
 
     @property
     def peer(self) -> PeerId:
-        """Identity of the rank in this life."""
-        return peer_id(self.engine_id, self.address.rank, self.address.incarnation)
+        """Identity of the rank in this life, at this endpoint, with this key."""
+        address = self.address
+        public_key = "" if isinstance(address.public_key, UnsetType) else address.public_key
+        return PeerId(self.engine_id, address.rank, address.incarnation, address.endpoint, public_key)
 
 
 class Content(Struct, frozen=True):

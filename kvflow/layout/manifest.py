@@ -179,6 +179,7 @@ class Manifest(Struct, frozen=True, dict=True):
                     raise SpecInvalid(f"{layer.name}: role {_first_duplicate(roles)!r} is named twice")
                 for component in layer.components:
                     self._check_component(f"{layer.name}.{component.role}", group, component)
+        _ = self.aliases  # a pull needs them, and must not wait for thousands of components to be sorted
         return True
 
     def _check_component(self, path: str, group: ManifestGroup, component: Component) -> None:
@@ -230,6 +231,24 @@ class Manifest(Struct, frozen=True, dict=True):
         memory = [region.memory for region in self.regions]
         return _digest((self.num_blocks, memory, self.groups))
 
+    @cached_property
+    def aliases(self) -> tuple[int, ...]:
+        """A class number per group: groups of one class share bytes, so a block id serves one at a time.
+
+        Two groups share bytes when the address ranges that their pages of block 0 span intersect.
+        """
+        spans = sorted(span for index, group in enumerate(self.groups) for span in _spans(index, group))
+        classes = list(range(len(self.groups)))
+        here, reached, other = -1, 0, 0  # region, end and group of the spans that overlap one after the other
+        for region, begin, end, group in spans:
+            if region != here or begin >= reached:
+                here, reached, other = region, end, group
+            elif classes[group] != classes[other]:
+                kept, merged = sorted((classes[group], classes[other]))
+                classes = [kept if value == merged else value for value in classes]
+            reached = max(reached, end)
+        return tuple(classes)
+
     def compatibility_digest(self) -> bytes:
         """Digest only what must agree between peers, whatever their layouts, shards and block sizes."""
         rows = sorted((layer.name, *layer.must_agree()) for group in self.groups for layer in group.layers)
@@ -266,26 +285,10 @@ def _first_duplicate(names: list[str]) -> str:
     return next(name for name, count in Counter(names).items() if count > 1)
 
 
-def alias_classes(manifest: Manifest) -> tuple[int, ...]:
-    """Return a class number per group: groups of one class share bytes, so a block id serves one at a time.
-
-    Two groups share bytes when the address ranges that their pages of block 0 span intersect.
-    """
-    spans = [_span(group) for group in manifest.groups]
-    classes = list(range(len(spans)))
-    for later, span in enumerate(spans):
-        for earlier in range(later):
-            if any(low < other_high and other_low < high and region == other_region
-                   for region, low, high in span
-                   for other_region, other_low, other_high in spans[earlier]):  # fmt: skip
-                merged, kept = classes[later], classes[earlier]
-                classes = [kept if value == merged else value for value in classes]
-    return tuple(classes)
-
-
-def _span(group: ManifestGroup) -> set[tuple[int, int, int]]:
+def _spans(index: int, group: ManifestGroup) -> set[tuple[int, int, int, int]]:
+    """Return where a group's page of block 0 lies: region, begin, end, and the group's index again."""
     return {
-        (component.region, component.offset, component.end(1, group.kernel_blocks))
+        (component.region, component.offset, component.end(1, group.kernel_blocks), index)
         for layer in group.layers
         for component in layer.components
     }

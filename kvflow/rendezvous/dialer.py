@@ -4,8 +4,6 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
-from msgspec import UnsetType
-
 from handshake import ClockOffset, HandshakeClient, Identity, open_client
 from handshake.errors import Closed, HandshakeError
 from handshake.events import ConnectionClosed, ConnectionFailed, Event, RenewAnswered
@@ -13,9 +11,9 @@ from handshake.limits import LEASES_MAX
 from handshake.messages import LeaseAnswer, LeaseRef, Release, Renew
 from handshake.network import ZEROMQ, Network
 from kvflow.cache.leases import Answer
-from kvflow.cache.tickets import Grant, RankAddress
+from kvflow.cache.tickets import Grant
 from kvflow.errors import DeadlineExceeded, PeerLost, StaleLease
-from kvflow.ids import LeaseKey, PeerId, peer_id
+from kvflow.ids import LeaseKey, PeerId, agent_name
 from kvflow.rendezvous.failures import as_kvflow_error
 from kvflow.rendezvous.introduction import OurSide
 from kvflow.rendezvous.publication import Advertisement, decode
@@ -36,7 +34,7 @@ class Questions:
         """Wait for what is said of a lease; ``PeerLost`` if nothing will be."""
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         if self._lost:
-            future.set_exception(PeerLost(self._lost, peer=self._peer))
+            future.set_exception(PeerLost(self._lost, peer=str(self._peer)))
         else:
             self._waiting.setdefault(lease, []).append(future)
         return future
@@ -55,7 +53,7 @@ class Questions:
         for futures in self._waiting.values():
             for future in futures:
                 if not future.done():
-                    future.set_exception(PeerLost(self._lost, peer=self._peer))
+                    future.set_exception(PeerLost(self._lost, peer=str(self._peer)))
         self._waiting.clear()
 
     def answer(self, answers: Sequence[LeaseAnswer]) -> None:
@@ -70,8 +68,8 @@ class Link:
     """A connection that is ready.
 
     Attributes:
-        peer: who is at the other end.
-        endpoint: where.
+        peer: who is at the other end, and where.
+        agent: the name that its transport must bear, which nobody with another key can.
         advertisement: what it published, checked.
 
     Thread: the event loop.
@@ -81,7 +79,7 @@ class Link:
         self,
         client: HandshakeClient,
         peer: PeerId,
-        endpoint: str,
+        agent: str,
         advertisement: Advertisement,
         *,
         questions: Questions,
@@ -91,7 +89,7 @@ class Link:
         self._questions = questions
         self._network = network
         self.peer = peer
-        self.endpoint = endpoint
+        self.agent = agent
         self.advertisement = advertisement
 
     @property
@@ -126,12 +124,12 @@ class Link:
                 answer = await answered
         except TimeoutError:
             message = f"{self.peer} did not say whether a lease is held within {within_s} s"
-            raise DeadlineExceeded(message, phase="handshake", peer=self.peer) from None
+            raise DeadlineExceeded(message, phase="handshake", peer=str(self.peer)) from None
         finally:
             self._questions.withdraw(lease, answered)
         if answer == "ended":
             message = f"the lease of {grant.request_id!r} has ended, {self.peer} says"
-            raise StaleLease(message, request_id=grant.request_id, peer=self.peer)
+            raise StaleLease(message, request_id=grant.request_id, peer=str(self.peer))
 
     def release(self, leases: Sequence[LeaseKey]) -> None:
         """Tell the producer that our rank needs these leases no more; nothing happens if it is gone."""
@@ -168,8 +166,7 @@ class Restarted(StaleLease):
 
 @asynccontextmanager
 async def open_link(
-    engine_id: str,
-    address: RankAddress,
+    peer: PeerId,
     *,
     ours: OurSide,
     on_ended: Callable[[str, str], None],
@@ -177,8 +174,7 @@ async def open_link(
     """Dial one producer rank and read its manifest.
 
     Args:
-        engine_id: whom the ticket names.
-        address: where, and which incarnation.
+        peer: whom the ticket names, and where.
         ours: what we say.
         on_ended: called once with a code and a detail when a connection that was ready has ended.
 
@@ -190,8 +186,6 @@ async def open_link(
         LayoutMismatch: it writes another version of the manifest.
         DeadlineExceeded: it is silent.
     """
-    peer = peer_id(engine_id, address.rank, address.incarnation)
-
     questions = Questions(peer)
 
     def on_event(event: Event) -> None:
@@ -208,33 +202,35 @@ async def open_link(
                 pass
 
     try:
+        server_key = ours.key_of(peer)
         async with open_client(
-            address.endpoint,
+            peer.endpoint,
             identity=ours.identity,
             publication=ours.publication,
             security=ours.security,
             limits=ours.limits,
             network=ours.network,
             on_event=on_event,
-            server_key="" if isinstance(address.public_key, UnsetType) else address.public_key,
+            server_key=server_key,
         ) as client:
-            _require_peer(client.identity, engine_id, address)
-            advertisement = decode(client.publication, peer=peer)
-            yield Link(client, peer, address.endpoint, advertisement, questions=questions, network=ours.network)
+            _require_peer(client.identity, peer)
+            advertisement = decode(client.publication, peer=str(peer))
+            agent = agent_name(str(peer), server_key)
+            yield Link(client, peer, agent, advertisement, questions=questions, network=ours.network)
     except HandshakeError as error:
-        raise as_kvflow_error(error, peer=address.endpoint) from error
+        raise as_kvflow_error(error, peer=peer.endpoint) from error
 
 
-def _require_peer(identity: Identity, engine_id: str, address: RankAddress) -> None:
-    if (identity.engine_id, identity.rank) != (engine_id, address.rank):
+def _require_peer(identity: Identity, peer: PeerId) -> None:
+    if (identity.engine_id, identity.rank) != (peer.engine_id, peer.rank):
         raise Replaced(
-            f"{address.endpoint} is {identity.engine_id!r} rank {identity.rank} now, not {engine_id!r} "
-            f"rank {address.rank}",
-            peer=address.endpoint,
+            f"{peer.endpoint} is {identity.engine_id!r} rank {identity.rank} now, not {peer.engine_id!r} "
+            f"rank {peer.rank}",
+            peer=peer.endpoint,
         )
-    if identity.incarnation != address.incarnation:
+    if identity.incarnation != peer.incarnation:
         raise Restarted(
-            f"{engine_id!r} rank {address.rank} was restarted since it gave this ticket",
-            peer=address.endpoint,
+            f"{peer.engine_id!r} rank {peer.rank} was restarted since it gave this ticket",
+            peer=peer.endpoint,
             incarnation=identity.incarnation,
         )

@@ -2,19 +2,19 @@
 
 from collections.abc import Iterable
 
-from msgspec import Struct, UnsetType
+from msgspec import Struct
 
 from handshake import AllowedKeys, ClusterSecurity, Identity, Limits, Publication
 from handshake.errors import AuthenticationFailed, HandshakeError
 from handshake.network import ZEROMQ, Network
 from kvflow import __version__
-from kvflow.cache.tickets import RankAddress
 from kvflow.config import WorkerConfig
 from kvflow.errors import ConfigInvalid
+from kvflow.ids import PeerId
 from kvflow.rendezvous.failures import as_kvflow_error
 from kvflow.rendezvous.publication import Advertisement, encode
 
-__all__ = ["ZEROMQ", "Network", "OurSide", "introduce"]
+__all__ = ["ZEROMQ", "Network", "OurSide", "introduce", "security_of"]
 
 
 class OurSide(Struct, frozen=True):
@@ -39,11 +39,18 @@ class OurSide(Struct, frozen=True):
         """The public key that our control endpoint proves to hold."""
         return self.security.server.public_key
 
-    def trusts(self, address: RankAddress) -> bool:
+    def key_of(self, peer: PeerId) -> str:
+        """Return the public key that a producer rank must prove to hold; that of our secret if its ticket says none.
+
+        Raises:
+            handshake.errors.AuthenticationFailed: we do not trust that key.
+        """
+        return self.security.towards(peer.public_key).server.public_key
+
+    def trusts(self, peer: PeerId) -> bool:
         """Tell whether we would dial this producer rank now."""
-        key = address.public_key
         try:
-            self.security.towards("" if isinstance(key, UnsetType) else key)
+            self.key_of(peer)
         except AuthenticationFailed:
             return False
         return True
@@ -63,13 +70,13 @@ class OurSide(Struct, frozen=True):
 
 
 def introduce(
-    config: WorkerConfig, incarnation: str, advertisement: Advertisement, network: Network = ZEROMQ
+    config: WorkerConfig,
+    incarnation: str,
+    advertisement: Advertisement,
+    security: ClusterSecurity,
+    network: Network = ZEROMQ,
 ) -> OurSide:
-    """Say who we are and what we publish.
-
-    Raises:
-        ConfigInvalid: there is no usable cluster secret.
-    """
+    """Say who we are and what we publish; ``security`` is ``security_of`` these settings."""
     return OurSide(
         identity=Identity(
             engine_id=config.engine_id,
@@ -80,13 +87,18 @@ def introduce(
             software=f"kvflow {__version__}",
         ),
         publication=encode(advertisement),
-        security=_security(config),
+        security=security,
         limits=Limits(connect_s=config.connect_s, handshake_s=config.handshake_s),
         network=network,
     )
 
 
-def _security(config: WorkerConfig) -> ClusterSecurity:
+def security_of(config: WorkerConfig) -> ClusterSecurity:
+    """Return a worker's keys, and whom it trusts.
+
+    Raises:
+        ConfigInvalid: there is no usable cluster secret.
+    """
     security = ClusterSecurity.from_secret(config.secret())
     accepted, own = config.accepted_secret(), config.own_key()
     if accepted is not None:

@@ -9,7 +9,7 @@ from handshake.errors import HandshakeError
 from handshake.events import ConnectionFailed, Event, PeerReady, ReleaseReceived, RenewReceived
 from handshake.messages import LeaseAnswer, LeaseRef, Released, Renewed
 from kvflow.cache.leases import Answer, Reader
-from kvflow.ids import LeaseKey, peer_id
+from kvflow.ids import LeaseKey, worker_name
 from kvflow.observability.events import ReaderRejected
 from kvflow.rendezvous.failures import as_kvflow_error
 from kvflow.rendezvous.introduction import OurSide
@@ -47,7 +47,7 @@ class Listener:
         match event:
             case PeerReady(identity=identity):
                 self._readers[key] = Reader(identity.engine_id, identity.rank, identity.num_ranks)
-                self._names[key] = peer_id(identity.engine_id, identity.rank, identity.incarnation)
+                self._names[key] = worker_name(identity.engine_id, identity.rank, identity.incarnation)
             case ReleaseReceived(leases=refs):
                 answers = self._keeper.on_release(_keys(refs), self._readers[key])
                 server.send(key, Released(leases=_answered(refs, answers)))

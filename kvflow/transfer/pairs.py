@@ -48,8 +48,8 @@ def check_block_ids(
     Args:
         block_ids: one list per group.
         num_blocks: ids are in ``[0, num_blocks)``, or ``ABSENT``.
-        aliases: alias class of each group; within one class an id may stand only once, if ``unique``.
-        unique: whether duplicates are refused (they are, among targets).
+        aliases: alias class of each group; within one class an id may stand in one group only, whose bytes it names.
+        unique: whether it may stand there only once (it may, among targets).
 
     Raises:
         BlockIdsInvalid: names the group and the offending id.
@@ -62,16 +62,34 @@ def check_block_ids(
     if num_lists != len(aliases):
         raise BlockIdsInvalid(f"{num_lists} lists of block ids for {len(aliases)} groups")
     arrays = tuple(_as_ids(ids, group, num_blocks) for group, ids in enumerate(block_ids))
-    if unique:
-        for alias in sorted(set(aliases)):
-            members = [group for group, value in enumerate(aliases) if value == alias]
-            ids = np.concatenate([arrays[group] for group in members])
-            ids = np.sort(ids[ids != ABSENT])
-            twice = ids[1:][ids[1:] == ids[:-1]]
-            if twice.size:
-                group = next(group for group in members if twice[0] in arrays[group])
-                raise BlockIdsInvalid(f"block {twice[0]} is a target twice", group=group)
+    for alias in sorted(set(aliases)):
+        members = [group for group, value in enumerate(aliases) if value == alias]
+        if unique or len(members) > 1:
+            _check_class(arrays, members, unique=unique)
     return arrays
+
+
+def _check_class(arrays: Sequence[Int64s], members: Sequence[int], *, unique: bool) -> None:
+    """Check the lists of groups that share their bytes: a block holds those of one group at a time."""
+    # One sort, by block and then by group: a pull waits for it.
+    keys = np.concatenate([arrays[group] * len(arrays) + group for group in members])
+    keys.sort()
+    keys = keys[np.searchsorted(keys, 0) :]  # without those that are absent
+    blocks = keys // len(arrays)
+    again = blocks[1:] == blocks[:-1]
+    if not unique:
+        again &= keys[1:] != keys[:-1]
+    if not again.any():
+        return
+    at = int(again.argmax())
+    block, (group, other) = blocks[at], (keys[at : at + 2] % len(arrays)).tolist()
+    if group == other:
+        raise BlockIdsInvalid(f"block {block} is a target twice", group=group)
+    raise BlockIdsInvalid(
+        f"block {block} is in groups {group} and {other}, whose pages share their bytes",
+        group=group,
+        remedy="List a block in the one group whose pages it holds.",
+    )
 
 
 def _as_ids(ids: Sequence[int], group: int, num_blocks: int) -> Int64s:

@@ -175,7 +175,7 @@ class Scheduler:
             return []
         states = {self._legs[leg_id].state for leg_id in pull.legs}
         phase = "wire" if "reading" in states else "queue" if "queued" in states else "fence"
-        return self._fail(pull, code, phase=phase, peer="", detail=detail, now=now) + self.pump(now)
+        return self._fail(pull, code, phase=phase, peer=None, detail=detail, now=now) + self.pump(now)
 
     def tick(self, now: float, held_up: Collection[PeerId] = ()) -> list[Effect]:
         """Apply deadlines, renewals and retries. Worth calling every few tens of milliseconds while ``busy``.
@@ -219,7 +219,7 @@ class Scheduler:
         if verdict == "early":
             leg.move("fence_early")
             leg.wait_for_admission(now)
-            return [TransferRetried(pull.request.pull_id, pull.request.request_id, leg.request.peer)]
+            return [TransferRetried(pull.request.pull_id, pull.request.request_id, str(leg.request.peer))]
         if not leg.admitted:
             return self._read_admitted(leg_id, leg, now)
         leg.move("fence_held")
@@ -305,7 +305,7 @@ class Scheduler:
         leg = self._legs.get(self._fences.pop(fence_id, -1))
         return leg if leg is not None and leg.fence_id == fence_id and leg.state == "fencing" else None
 
-    def _fail(self, pull: Pull, code: str, *, phase: str, peer: str, detail: str, now: float) -> list[Effect]:
+    def _fail(self, pull: Pull, code: str, *, phase: str, peer: PeerId | None, detail: str, now: float) -> list[Effect]:
         """End a pull: queued work is dropped, posted work is waited for."""
         pull.failed = True
         reads: set[int] = set()
@@ -318,7 +318,13 @@ class Scheduler:
             reads |= leg.reads
         request = pull.request
         failure = TransferFailed(
-            request.pull_id, request.request_id, code, phase, peer, detail, quarantined=bool(reads)
+            request.pull_id,
+            request.request_id,
+            code,
+            phase,
+            peer="" if peer is None else str(peer),
+            detail=detail,
+            quarantined=bool(reads),
         )
         effects: list[Effect] = [failure]
         if code == "stale_lease" and reads:
@@ -340,7 +346,7 @@ class Scheduler:
         detail = "wire took longer than its budget"
         return [
             msgspec.structs.replace(
-                failure, code="deadline_exceeded", phase="wire", peer=hung, detail=detail, quarantined=True
+                failure, code="deadline_exceeded", phase="wire", peer=str(hung), detail=detail, quarantined=True
             )
         ]
 

@@ -54,8 +54,11 @@ RENEWAL_DRAIN_S = 2.0
 class PeerAddress(Struct, frozen=True):
     """What a reader must know of a peer's exporter.
 
+    Two peers may have one exporter: a worker that is reached at two endpoints. They share its connection, and what
+    fails for one of them has failed for both.
+
     Attributes:
-        peer: identity of the peer, unique per incarnation.
+        peer: identity of the peer.
         metadata: the exporter's own opaque description (``Transport.metadata``), at most 1 MiB.
         epochs: the peer's epoch table, ``epochs.nbytes // 8`` slots of u64.
         agent: the name that the peer's transport was constructed with; metadata of another is refused. None: any.

@@ -76,8 +76,6 @@ class LoopbackMover:
             exporter = _exporters.get(envelope.agent)
         if exporter is None:
             raise MoveFailed("peer_lost", f"there is no exporter {envelope.agent!r} in this process")
-        if any(peer.exporter is exporter for peer in self._peers.values()):
-            raise MoveFailed("metadata_invalid", f"{envelope.agent!r} is another peer already")
         if address.epochs not in exporter.regions:
             raise MoveFailed("metadata_invalid", f"{envelope.agent!r} does not export {address.epochs}")
         self._peers[address.peer] = _Peer(exporter, address.epochs)

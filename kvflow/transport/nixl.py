@@ -167,19 +167,19 @@ class NixlMover:
                 inspect(envelope.blob, envelope.agent)
         except ValueError as error:
             raise MoveFailed("metadata_invalid", str(error)) from error
-        if any(peer.agent == envelope.agent for peer in self._peers.values()):
-            raise MoveFailed("metadata_invalid", f"{envelope.agent!r} is another peer already")
         self._require_reader()
         epochs = address.epochs
         rows = np.array([[epochs.address, 8, 0, 8, epochs.nbytes // 8]], dtype=np.int64)
+        sharing = self._sharing(envelope.agent)
         try:
-            peer = self._connect(envelope, rows)
+            peer = self._share(sharing[0], envelope, rows) if sharing else self._connect(envelope, rows)
         except self._errors as error:
-            self._forget(envelope.agent)
+            if not sharing:
+                self._forget(envelope.agent)
             raise _failure(_ADDING, error) from error
         if peer.agent != envelope.agent:
             self._reader.agent.release_list(peer.epochs)
-            if all(known.agent != peer.agent for known in self._peers.values()):
+            if not self._sharing(peer.agent):
                 self._kept.pop(peer.agent, None)
                 self._forget(peer.agent)  # never another peer's: its reads would go on writing, unseen
             raise MoveFailed("metadata_invalid", f"{envelope.agent!r} calls itself {peer.agent!r}")
@@ -194,6 +194,10 @@ class NixlMover:
             return
         for prepared in (peer.epochs, *(prepared for program in peer.programs.values() for prepared in program)):
             self._reader.agent.release_list(prepared)
+        sharing = self._sharing(peer.agent)
+        if sharing:  # the last of them closes the connection: before that, reads of another one may be in flight
+            sharing[0].failed |= peer.failed or gone
+            return
         if peer.failed or gone:
             self._forget(peer.agent)
             return
@@ -280,6 +284,18 @@ class NixlMover:
             self._forget(envelope.agent)
         agent = self._reader.agent.add_remote(envelope.blob)
         return _Peer(agent, envelope.blob, self._reader.agent.prepare_remote(agent, epochs, "DRAM"))
+
+    def _sharing(self, agent: str) -> list[_Peer]:
+        """Return the peers that are read from over the connection to an exporter."""
+        return [peer for peer in self._peers.values() if peer.agent == agent]
+
+    def _share(self, known: _Peer, envelope: Envelope, epochs: npt.NDArray[np.int64]) -> _Peer:
+        """Get ready to read an epoch table over a connection that another peer has: it is the same worker."""
+        if known.blob != envelope.blob:
+            raise MoveFailed("metadata_invalid", f"{envelope.agent!r} is another peer already")
+        if any(peer.failed for peer in self._sharing(known.agent)):
+            raise MoveFailed("peer_lost", f"the connection to {known.agent!r} has failed, and reads over it still end")
+        return _Peer(known.agent, known.blob, self._reader.agent.prepare_remote(known.agent, epochs, "DRAM"))
 
     def _make_reader(self) -> _Reader:
         # A name of its own for each: peers that hang may still know an earlier one.

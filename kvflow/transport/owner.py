@@ -324,8 +324,12 @@ class Owner:
                     self._add(peer.again)
 
     def _lose(self, peer_id: PeerId, reason: Reason) -> None:
-        if peer_id in self._peers and self._leave(peer_id, reason):
-            self._emit([PeerFailed(peer_id, reason.code, reason.detail)])
+        """Stop using a peer whose connection has failed, and whoever else shares that."""
+        lost = self._peers.get(peer_id)
+        for each, peer in self._peers.items():
+            shares = lost is not None and peer.address.agent is not None and peer.address.agent == lost.address.agent
+            if (peer is lost or shares) and self._leave(each, reason):
+                self._emit([PeerFailed(each, reason.code, reason.detail)])
 
     def _post(self, work: Work) -> None:
         started = self._now()

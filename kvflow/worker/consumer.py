@@ -416,7 +416,9 @@ class Consumer:
             pull.result.set_exception(transfer_error(event))
         if event.code == DeadlineExceeded.code and event.phase == "wire":
             # It hangs, or its host does: what else it owes us ends now, and it is met anew when it is needed.
-            self._pool.drop(PeerId(event.peer), event.code, event.detail)
+            for member in pull.ticket.members():
+                if str(member.peer) == event.peer:
+                    self._pool.drop(member.peer, event.code, event.detail)
 
     def _settle(self, pull_id: int) -> None:
         """Give a pull's blocks back: nothing writes into them any more."""

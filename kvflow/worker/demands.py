@@ -22,9 +22,7 @@ def demands_of(member: Member, theirs: Manifest, programs: Programs, targets: Se
     """
     grant = member.grant
     try:
-        sources = check_block_ids(
-            grant.block_ids, num_blocks=theirs.num_blocks, aliases=range(len(theirs.groups)), unique=False
-        )
+        sources = check_block_ids(grant.block_ids, num_blocks=theirs.num_blocks, aliases=theirs.aliases, unique=False)
     except BlockIdsInvalid as error:
         raise TicketInvalid(f"the ticket of {member.peer} does not fit its cache: {error.message}") from error
     demands = []

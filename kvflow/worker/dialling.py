@@ -55,7 +55,7 @@ class DiallingRecord:
         self._draw = draw
         self._report = report
         self._breakers: dict[str, Breaker] = {}
-        self._gone: dict[tuple[PeerId, str], _Gone] = {}
+        self._gone: dict[PeerId, _Gone] = {}
 
     def require(self, member: Member) -> None:
         """Refuse to dial where nothing can come of it; otherwise the caller must dial, and say how that ended.
@@ -66,23 +66,23 @@ class DiallingRecord:
         """
         peer, endpoint = member.peer, member.address.endpoint
         breaker, now = self._breakers.get(endpoint), self._clock()
-        gone = self._gone.get((peer, endpoint))
+        gone = self._gone.get(peer)
         if gone is not None:
             if now < gone.until:
-                raise StaleLease(f"{peer} is gone: {gone.why}", peer=peer)
-            del self._gone[peer, endpoint]
+                raise StaleLease(f"{peer} is gone: {gone.why}", peer=str(peer))
+            del self._gone[peer]
         if breaker is not None and not breaker.ask(peer, now):
             retry_after_s = max(0.0, breaker.retry_at - now)
             when = "is being tried right now" if breaker.state == "probing" else f"is tried in {retry_after_s:.1f} s"
             raise PeerUnavailable(
                 f"{endpoint} has failed {breaker.failures} times in a row, and {when}",
-                peer=peer,
+                peer=str(peer),
                 retry_after_s=retry_after_s,
             )
 
     def is_gone(self, member: Member) -> bool:
         """Tell whether a peer has left, or another one answers at its address."""
-        gone = self._gone.get((member.peer, member.address.endpoint))
+        gone = self._gone.get(member.peer)
         return gone is not None and self._clock() < gone.until
 
     def on_answered(self, endpoint: str) -> None:
@@ -122,9 +122,8 @@ class DiallingRecord:
         self._remember(member, _Gone(why, self._clock() + ELSEWHERE_S))
 
     def _remember(self, member: Member, gone: _Gone) -> None:
-        key = (member.peer, member.address.endpoint)
-        before = self._gone.pop(key, gone)
-        self._gone[key] = max(before, gone, key=lambda each: each.until)  # the latest last: the oldest is forgotten
+        before = self._gone.pop(member.peer, gone)  # the latest last, so that the oldest is forgotten first
+        self._gone[member.peer] = max(before, gone, key=lambda each: each.until)
         if len(self._gone) > GONE_MAX:
             del self._gone[next(iter(self._gone))]
 

@@ -212,7 +212,7 @@ class PeerPool:
         """Refuse a peer whose life has ended: what is prepared for it now would be lost, or belong to its next life."""
         peer_id = peer.link.peer
         if self.link(peer_id) is not peer.link or self._entries[peer_id].dropped.done():
-            raise PeerLost(f"{peer_id} was lost while others of its engine were met", peer=peer_id)
+            raise PeerLost(f"{peer_id} was lost while others of its engine were met", peer=str(peer_id))
 
     def link(self, peer: PeerId) -> Link | None:
         """Return the control connection of a peer, if it is ready."""
@@ -234,13 +234,13 @@ class PeerPool:
             return
         entry.dropped.set_result((code, detail))
         if not entry.added.done():
-            entry.added.set_exception(meeting_error(peer, code, detail))
+            entry.added.set_exception(meeting_error(str(peer), code, detail))
             entry.added.exception()  # retrieved: it may still be dialling, and then nobody awaits it
 
     def drop_distrusted(self) -> None:
         """Let every peer go whose key is not allowed any more, after the list of allowed keys was replaced."""
-        for peer, entry in list(self._entries.items()):
-            if not self._ours.trusts(entry.member.address):
+        for peer in list(self._entries):
+            if not self._ours.trusts(peer):
                 self.drop(peer, DISTRUSTED, "its public key is not among our allowed keys any more")
 
     def close(self) -> None:
@@ -251,7 +251,7 @@ class PeerPool:
         for peer, entry in list(self._entries.items()):
             self.drop(peer, *CLOSING)
             if not entry.met.done():
-                _fail(entry, meeting_error(peer, *CLOSING))
+                _fail(entry, meeting_error(str(peer), *CLOSING))
                 self._lives[peer].cancel()
 
     async def _live(self, member: Member, entry: _Entry) -> None:
@@ -259,17 +259,17 @@ class PeerPool:
         code, detail = "peer_lost", ""
         try:
             ended = partial(self.drop, member.peer)
-            async with open_link(member.engine_id, member.address, ours=self._ours, on_ended=ended) as link:
+            async with open_link(member.peer, ours=self._ours, on_ended=ended) as link:
                 entry.linked.set_result(link)
                 entry.linked_at = self._clock()
-                self._drop_predecessors(link, entry.begun_at)
+                self._drop_predecessors(link.peer, entry.begun_at)
                 try:
                     entry.met.set_result(await self._connect(link, entry))
                     self._report(_connected(link, self._clock() - started))
                 except (LayoutMismatch, CapacityExceeded) as error:
                     # It cannot be read from in this life, but what it offers can be given back.
                     _fail(entry, error)
-                self._record.on_answered(link.endpoint)
+                self._record.on_answered(link.peer.endpoint)
                 code, detail = await entry.dropped
         except asyncio.CancelledError:
             code, detail = CLOSING
@@ -282,7 +282,7 @@ class PeerPool:
             logger.exception("meeting %s failed", member.peer)
             code, detail = TransferFailed.code, repr(error)
             self._note_failure(entry, error)
-            _fail(entry, TransferFailed(f"meeting {member.peer} failed: {error!r}", peer=member.peer))
+            _fail(entry, TransferFailed(f"meeting {member.peer} failed: {error!r}", peer=str(member.peer)))
         finally:
             self._forget(member.peer, entry, code, detail)
 
@@ -292,7 +292,7 @@ class PeerPool:
         if theirs.transport != self._transport.name:
             raise LayoutMismatch("transport", theirs.transport, self._transport.name)
         self._programs.require_readable(theirs.manifest)
-        self._transport.add_peer(PeerAddress(link.peer, theirs.metadata, theirs.epochs, agent=link.peer))
+        self._transport.add_peer(PeerAddress(link.peer, theirs.metadata, theirs.epochs, agent=link.agent))
         budget_s = self._ours.limits.handshake_s
         try:
             async with asyncio.timeout(budget_s):
@@ -300,7 +300,7 @@ class PeerPool:
         except TimeoutError:
             # Reads of an earlier connection to it are still in flight, or the transport is busy for too long.
             message = f"connecting the transport to {link.peer} took longer than {budget_s} s"
-            raise DeadlineExceeded(message, phase="handshake", peer=link.peer) from None
+            raise DeadlineExceeded(message, phase="handshake", peer=str(link.peer)) from None
         self._programs.begin(link.peer)
         return Peer(link)
 
@@ -318,17 +318,18 @@ class PeerPool:
                 with suppress(KvflowError):
                     self._begin(successor).unasked = True
 
-    def _drop_predecessors(self, link: Link, begun_at: float) -> None:
+    def _drop_predecessors(self, successor: PeerId, begun_at: float) -> None:
         """Let go of whoever lived at this address before; its end may not have been noticed yet.
 
         Whoever was connected before we began to dial lived before. Of two that were dialled side by side nobody knows:
-        the last words of the one that died may come after the first of its successor.
+        the last words of the one that died may come after the first of its successor. A peer of the same name is no
+        predecessor: it is the same worker, which one ticket names with its key and another one without.
         """
         for peer, entry in list(self._entries.items()):
             before = entry.linked_at is not None and entry.linked_at <= begun_at
-            if before and entry.member.address.endpoint == link.endpoint and peer != link.peer:
-                self._record.on_elsewhere(entry.member, f"{link.peer} answers at its address")
-                self.drop(peer, PeerLost.code, f"{link.peer} answers at its address")
+            if before and peer.endpoint == successor.endpoint and str(peer) != str(successor):
+                self._record.on_elsewhere(entry.member, f"{successor} answers at its address")
+                self.drop(peer, PeerLost.code, f"{successor} answers at its address")
 
     def _redial_later(self, member: Member) -> None:
         peer = member.peer
@@ -344,19 +345,19 @@ class PeerPool:
         gone = self._record.is_gone(entry.member)
         self._transport.remove_peer(peer, gone=gone)
         was_read = self._programs.forget(peer)
-        _fail(entry, PeerLost(f"meeting {peer} was cut short", peer=peer))
+        _fail(entry, PeerLost(f"meeting {peer} was cut short", peer=str(peer)))
         entry.gone.set_result(None)
         if code not in (GOODBYE, DISTRUSTED, CLOSING[0]) and was_read:
             self._redial_later(entry.member)  # it was in use, and whoever used it goes on
         self.drops[code] += 1
-        self._report(PeerDropped(peer, code, detail))
+        self._report(PeerDropped(str(peer), code, detail))
         self._on_dropped(peer, code, detail)
 
 
 def _connected(link: Link, handshake_s: float) -> PeerConnected:
     offset = link.clock_offset
     clock = (None, None) if offset is None else (offset.ahead_s, offset.error_s)
-    return PeerConnected(link.peer, link.endpoint, handshake_s, *clock)
+    return PeerConnected(str(link.peer), link.peer.endpoint, handshake_s, *clock)
 
 
 def _fail(entry: _Entry, error: KvflowError) -> None:

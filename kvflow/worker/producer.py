@@ -17,7 +17,7 @@ from kvflow.cache.leases import Answer, LeaseEnded, LeaseTable, Outcome, Reader
 from kvflow.cache.tickets import Grant
 from kvflow.clock import Clock
 from kvflow.errors import BlockIdsInvalid, RequestUnknown
-from kvflow.ids import LeaseKey, PeerId, peer_id
+from kvflow.ids import LeaseKey, worker_name
 from kvflow.observability.events import OfferAdmitted
 from kvflow.transfer.pairs import Int64s, check_block_ids
 from kvflow.worker.stages import Stage, later, require_open
@@ -40,7 +40,7 @@ class LeaseKeeper:
         num_blocks: blocks in the pool.
         block_sizes: tokens in one block, group by group; 0 for states, of which a request has one.
         lease_s: how long a renewed lease lasts.
-        peer: who we are.
+        name: our own, ``engine/rank/incarnation``.
         clock: of the leases.
         loop: on which waiters are told.
         report: takes events.
@@ -56,17 +56,16 @@ class LeaseKeeper:
         num_blocks: int,
         block_sizes: Sequence[int],
         lease_s: float,
-        peer: PeerId,
+        name: str,
         clock: Clock,
         loop: asyncio.AbstractEventLoop,
         report: Callable[[Struct], None],
     ) -> None:
-        self._peer = peer
+        self._name = name
         self._leases = leases
         self._account = account
         self._lent: dict[str, tuple[Int64s, ...]] = {}
         self._num_blocks = num_blocks
-        self._num_groups = len(block_sizes)
         self._block_sizes = tuple(block_sizes)
         self._lease_s = lease_s
         self._clock = clock
@@ -221,13 +220,14 @@ class LeaseKeeper:
 
     def _check(self, grant: Grant) -> tuple[Int64s, ...]:
         """Refuse a grant that is not for this worker in this life, or that does not fit its cache; return its ids."""
-        if self._peer not in {peer_id(grant.engine_id, rank.rank, rank.incarnation) for rank in grant.ranks}:
+        # By its name only: a mint may know us by another endpoint than we do.
+        if self._name not in {worker_name(grant.engine_id, rank.rank, rank.incarnation) for rank in grant.ranks}:
             raise BlockIdsInvalid(
-                f"the grant for {grant.request_id!r} does not name this worker, {self._peer}",
+                f"the grant for {grant.request_id!r} does not name this worker, {self._name}",
                 remedy="Make a new mint with the rank_address of every worker after a restart.",
             )
         checked = check_block_ids(
-            grant.block_ids, num_blocks=self._num_blocks, aliases=range(self._num_groups), unique=False
+            grant.block_ids, num_blocks=self._num_blocks, aliases=self._account.aliases, unique=False
         )
         for group, (ids, tokens, size) in enumerate(
             zip(grant.block_ids, grant.num_tokens, self._block_sizes, strict=True)

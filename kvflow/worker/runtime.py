@@ -19,12 +19,12 @@ from kvflow.cache.mint import Mint
 from kvflow.cache.quarantine import LastResort
 from kvflow.cache.tickets import RankAddress
 from kvflow.config import WorkerConfig
-from kvflow.ids import peer_id
-from kvflow.layout.manifest import Identity, Manifest, alias_classes
+from kvflow.ids import agent_name, worker_name
+from kvflow.layout.manifest import Identity, Manifest
 from kvflow.layout.region import Region
 from kvflow.observability import events
 from kvflow.observability.logs import EventLog
-from kvflow.rendezvous.introduction import OurSide, introduce
+from kvflow.rendezvous.introduction import OurSide, introduce, security_of
 from kvflow.rendezvous.listener import open_listener
 from kvflow.rendezvous.mint import TicketKey, draw_head_start
 from kvflow.rendezvous.publication import Advertisement
@@ -84,11 +84,12 @@ async def open_worker(
     config.check()
     manifest = cache.manifest()
     manifest.check()
+    security = security_of(config)
     incarnation = f"{surroundings.draw_bits(128):032x}"
     manifest = msgspec.structs.replace(manifest, identity=_identity(config, incarnation))
     epochs = EpochTable(config.lease_slots, surroundings.draw_bits(EPOCH_BITS))
     inbox = Inbox(asyncio.get_running_loop())
-    name = peer_id(config.engine_id, config.rank, incarnation)
+    name = agent_name(worker_name(config.engine_id, config.rank, incarnation), security.server.public_key)
     staging = staging_of(config, manifest)
     make = partial(surroundings.open_transport, config.transport, name, inbox.put)
     if staging.nbytes:
@@ -97,7 +98,7 @@ async def open_worker(
         advertisement = Advertisement(
             manifest=manifest, epochs=_region(epochs), transport=transport.name, metadata=transport.metadata()
         )
-        ours = introduce(config, incarnation, advertisement, surroundings.network)
+        ours = introduce(config, incarnation, advertisement, security, surroundings.network)
         report = _reporter(config, incarnation, hooks)
         parts = _Parts(config, cache, manifest, ours, epochs, transport, inbox, report, surroundings, staging)
         async with _opened(parts) as worker:
@@ -124,14 +125,14 @@ async def _opened(parts: _Parts) -> AsyncIterator[Worker]:
     """Wire both sides of a worker together, listen, and take them down in order."""
     config, cache, manifest, ours, epochs, transport, inbox, report, surroundings, staging = parts
     key = TicketKey(ours.security)
-    account = BlockAccount(alias_classes(manifest), manifest.num_blocks, threading.Lock())
+    account = BlockAccount(manifest.aliases, manifest.num_blocks, threading.Lock())
     keeper = LeaseKeeper(
         leases=LeaseTable(epochs),
         account=account,
         num_blocks=manifest.num_blocks,
         block_sizes=[group.tokens_per_id for group in manifest.groups],
         lease_s=config.lease_s,
-        peer=peer_id(config.engine_id, config.rank, ours.identity.incarnation),
+        name=worker_name(config.engine_id, config.rank, ours.identity.incarnation),
         clock=surroundings.clock,
         loop=asyncio.get_running_loop(),
         report=report,

@@ -41,7 +41,7 @@ from kvflow.transport.nixl import NixlTransport
 from kvflow.transport.nixl_binding import Agent, load_binding
 
 CACHE_BYTES = 192 << 20
-PEER = PeerId("p")
+PEER = PeerId("p", 0, "0" * 32, "tcp://127.0.0.1:1", "")
 EXPORTER = Path(__file__).parents[1] / "contract" / "exporter_process.py"
 
 

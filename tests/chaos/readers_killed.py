@@ -38,7 +38,7 @@ BLOCK = 1 << 20
 COUNT = CACHE_BYTES // BLOCK
 CHUNK = 8
 """Blocks: 8 MiB, as a worker reads them; two chunks are in flight."""
-PEER = PeerId("exporter")
+PEER = PeerId("exporter", 0, "0" * 32, "tcp://127.0.0.1:1", "")
 
 
 class Exporter:

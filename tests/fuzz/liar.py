@@ -9,7 +9,7 @@ import numpy as np
 import handshake
 from handshake import Publication
 from kvflow.cache.tickets import FORMAT, RankAddress
-from kvflow.ids import peer_id
+from kvflow.ids import agent_name, worker_name
 from kvflow.layout.manifest import MANIFEST_SCHEMA
 from kvflow.layout.region import Region
 from kvflow.rendezvous.mint import TicketKey
@@ -40,6 +40,10 @@ def incarnation_of(number):
     return f"{number:032x}"
 
 
+def agent_of(number):
+    return agent_name(worker_name(ENGINE, 0, incarnation_of(number)), SECURITY.server.public_key)
+
+
 class Truth:
     """What an honest producer would publish: a cache, an exporter of it, and how it names itself.
 
@@ -51,8 +55,7 @@ class Truth:
         self._manifest = self._cache.manifest()
         self._table = np.zeros(SLOTS, np.uint64)
         self._epochs = Region(self._table.ctypes.data, self._table.nbytes)
-        name = peer_id(ENGINE, 0, incarnation_of(0))
-        self._mover = NixlMover(name, self._manifest.regions, self._epochs)
+        self._mover = NixlMover(agent_of(0), self._manifest.regions, self._epochs)
         self._blob = unseal(self._mover.metadata, transport="nixl").blob
 
     def close(self):
@@ -64,7 +67,7 @@ class Truth:
 
     def advertisement(self, number, blob):
         """What a worker publishes, around a blob."""
-        name = exporter_name(peer_id(ENGINE, 0, incarnation_of(number)))
+        name = exporter_name(agent_of(number))
         sealed = seal(Envelope("nixl", name, blob))
         return Advertisement(manifest=self._manifest, epochs=self._epochs, transport="nixl", metadata=sealed)
 
@@ -87,7 +90,7 @@ def mutated_blob(truth, seed, number):
     if mutator.draw.random() < 0.5:
         for _ in range(200):
             try:
-                inspect(blob, exporter_name(peer_id(ENGINE, 0, incarnation_of(number))))
+                inspect(blob, exporter_name(agent_of(number)))
             except ValueError:
                 blob = _changed(mutator, honest)
             else:

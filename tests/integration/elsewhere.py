@@ -128,6 +128,9 @@ class RemoteProducer:
     async def admit(self, grant):
         await self.child.ask("admit", name=self._name, grant=msgspec.to_builtins(grant))
 
+    async def refusal(self, grant):
+        return await self.child.ask("refusal", name=self._name, grant=msgspec.to_builtins(grant))
+
     async def revoke(self, request):
         return await self._ask("revoke", request)
 

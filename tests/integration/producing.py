@@ -7,6 +7,7 @@ import msgspec
 
 import kvflow
 from kvflow.cache.tickets import Grant
+from kvflow.worker.surroundings import REAL
 
 from .shapes import write
 
@@ -38,6 +39,13 @@ class Producer:
     async def admit(self, grant):
         """Hold a lease that a mint has signed."""
         self.worker.admit(msgspec.convert(grant, Grant))
+
+    async def refusal(self, grant):
+        """Say why a lease that a mint has signed is not held."""
+        try:
+            await self.admit(grant)
+        except kvflow.errors.KvflowError as error:
+            return str(error)
 
     async def write(self, request, block_ids, num_tokens):
         self._write(request, block_ids, num_tokens)
@@ -78,10 +86,11 @@ class Producer:
 
 
 @asynccontextmanager
-async def producing(shape, *, engine_id="prefill-0", **settings):
-    """Open a producer in this process."""
+async def producing(shape, *, engine_id="prefill-0", alike=False, **settings):
+    """Open a producer in this process; all that are ``alike`` have one incarnation, and the same epochs."""
     cache = shape.build()
-    async with kvflow.open_worker(configured(engine_id, **settings), cache) as worker:
+    surroundings = msgspec.structs.replace(REAL, draw_bits=lambda _bits: 7) if alike else REAL
+    async with kvflow.open_worker(configured(engine_id, **settings), cache, surroundings=surroundings) as worker:
         yield Producer(worker, cache)
 
 

@@ -3,6 +3,7 @@
 import socket
 import time
 
+import msgspec
 import pytest
 
 import handshake
@@ -12,10 +13,11 @@ from handshake.limits import DEFAULT_LIMITS
 from handshake.messages import Refuse
 from handshake.states import Role
 from kvflow import errors
-from kvflow.cache.tickets import MAC_BYTES
+from kvflow.cache.tickets import MAC_BYTES, RankAddress
 from kvflow.testing import tickets
 
 from .consuming import works
+from .producing import SECRET
 from .shapes import Shape
 from .strangers import IDENTITY, connection_of_newer_release, dialling, of_newer_release, publishing, ticket_to
 
@@ -38,6 +40,7 @@ OFFERS = {
     "above the pool": ([[0, 32], [2, 3]], 8, errors.BlockIdsInvalid),
     "below absent": ([[0, -2], [2, 3]], 8, errors.BlockIdsInvalid),
     "a group too few": ([[0, 1]], 8, errors.BlockIdsInvalid),
+    "one block in groups that share bytes": ([[0, 1], [2, 1]], 8, errors.BlockIdsInvalid),
     "no token": (BLOCKS, 0, errors.BlockIdsInvalid),
     "token counts for another number of groups": (BLOCKS, [8, 8, 8], errors.BlockIdsInvalid),
 }
@@ -162,6 +165,20 @@ async def test_offers_that_cannot_be_made(near_world, case):
         explains(caught, kind)
         assert producer.worker.snapshot().leases == 0
         await works(producer, consumer, request="r")
+
+
+async def test_a_minted_ticket_with_one_block_in_two_groups_is_refused_by_its_worker_and_by_readers(world):
+    """A mint does not know which groups share bytes."""
+    async with world.producing() as producer, world.consuming() as consumer:
+        address = msgspec.convert(await producer.address(), RankAddress)
+        mint = kvflow.TicketMint("prefill-0", [address], cluster_secret=SECRET)
+        ticket, grant = mint.offer("r", block_ids=[[0, 1], [2, 1]], num_tokens=8)
+        assert "block 1 is in groups 0 and 1" in await producer.refusal(grant)
+        with pytest.raises(errors.TicketInvalid, match="block 1 is in groups 0 and 1"):
+            await consumer.pull(ticket.to_params(), BLOCKS)
+        consumer.at_rest()
+        consumer.untouched()
+        await works(producer, consumer)
 
 
 async def test_a_request_on_offer_cannot_be_offered_again_and_stays_on_offer(near_world):

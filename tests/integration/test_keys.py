@@ -3,15 +3,21 @@
 import asyncio
 from contextlib import asynccontextmanager
 
+import msgspec
 import pytest
 
+import kvflow
 from kvflow import errors
+from kvflow.cache.tickets import RankAddress
 from kvflow.rendezvous.keys import draw_pair
 
 from .consuming import until, works
 from .producing import SECRET
+from .shapes import Shape
 
 BLOCKS = [[0, 1], [2, 3]]
+OTHER_BLOCKS = [[4, 5], [6, 7]]
+LAST_BLOCKS = [[8, 9], [10, 11]]
 PRODUCER, CONSUMER, ANOTHER, STRANGER = (draw_pair() for _ in range(4))
 
 
@@ -76,6 +82,69 @@ async def test_a_pull_from_a_producer_that_is_no_longer_trusted_fails(near_world
             await pulling
         gate.open()
         await consumer.worker.quiesced("r")
+
+
+@pytest.mark.nixl
+@pytest.mark.processes
+@pytest.mark.parametrize("first", ["the impostor", "the real one"])
+async def test_a_member_that_takes_the_name_of_another_is_not_taken_for_it(far_world, spawn, first):
+    """It has the secret, a key that is allowed, and copies engine, rank, incarnation and epochs."""
+    impostors = spawn()
+    async with (
+        far_world.producing(alike=True, **key(PRODUCER, CONSUMER)) as real,
+        impostors.producing(Shape(), transport="nixl", alike=True, **key(ANOTHER, CONSUMER)) as impostor,
+        far_world.consuming(**key(CONSUMER, PRODUCER, ANOTHER)) as consumer,
+    ):
+        met, other = (impostor, real) if first == "the impostor" else (real, impostor)
+        await works(met, consumer, "met")
+        await other.offer("met", BLOCKS, 8)
+        assert await other.revoke("met")  # so that what both offer next has one slot and one epoch
+        params = await real.offer("r", BLOCKS, 8)
+        forged = await impostor.offer("forged", BLOCKS, 8)
+        assert named(params) == named(forged)
+        await consumer.pull(params, BLOCKS)
+        consumer.has("r", BLOCKS, 8)
+        assert await real.outcome("r") == "released"
+        assert await impostor.held() == ["forged"]
+        # Nor does its end, or its breach, keep the real one from being read.
+        await consumer.pull(forged, OTHER_BLOCKS)
+        consumer.has("forged", OTHER_BLOCKS, 8)
+        impostors.kill()
+        await until(lambda: consumer.worker.snapshot().dropped)
+        await works(real, consumer, "after it")
+        assert await real.leases() == 0
+
+
+def named(params):
+    """Whom a ticket names, and its lease."""
+    (grant,) = kvflow.Ticket.from_params(params).grants
+    return grant.engine_id, grant.ranks[0].rank, grant.ranks[0].incarnation, grant.slot, grant.epoch
+
+
+@pytest.mark.parametrize("changes", ["another endpoint", "no key"])
+async def test_a_worker_that_a_mint_names_otherwise_is_read_under_both_names(world, changes):
+    """Its own tickets have one endpoint, those of a mint behind a gateway another; or a mint leaves the key out."""
+    async with world.producing() as producer, world.consuming() as consumer:
+        first = await producer.offer("first", BLOCKS, 8)
+        last = await producer.offer("last", LAST_BLOCKS, 8)
+        await consumer.pull(first, BLOCKS)
+        assert await producer.outcome("first") == "released"
+        address = await producer.address()
+        if changes == "another endpoint":
+            address["endpoint"] = address["endpoint"].replace("127.0.0.1", "localhost")
+        else:
+            del address["public_key"]
+        mint = kvflow.TicketMint("prefill-0", [msgspec.convert(address, RankAddress)], cluster_secret=SECRET)
+        ticket, grant = mint.offer("minted", block_ids=OTHER_BLOCKS, num_tokens=8)
+        await producer.write("minted", OTHER_BLOCKS, 8)
+        await producer.admit(grant)
+        await consumer.pull(ticket.to_params(), OTHER_BLOCKS)
+        assert await producer.outcome("minted") == "released"
+        await consumer.pull(last, LAST_BLOCKS)
+        assert await producer.outcome("last") == "released"
+        for request, blocks in (("first", BLOCKS), ("minted", OTHER_BLOCKS), ("last", LAST_BLOCKS)):
+            consumer.has(request, blocks, 8)
+        assert consumer.worker.snapshot().dropped == {}
 
 
 async def test_a_malformed_list_changes_nothing(near_world):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvflow.cache.tickets import FORMAT, GRANTS_MAX, MAC_BYTES, Ticket, block_ends, join_tickets
 from kvflow.errors import ArgumentInvalid, BlockIdsInvalid, ConfigInvalid, TicketInvalid
-from kvflow.ids import peer_id
+from kvflow.ids import PeerId
 from kvflow.testing.tickets import damage, forge, grants_of
 
 from .helpers import address, mint_of, sign, ticket_of, verify
@@ -209,7 +209,7 @@ def test_members_are_the_ranks_in_order():
     ticket = join_tickets([ticket_of(rank=1), ticket_of(rank=0)])
     assert [member.address.rank for member in ticket.members()] == [1, 0]
     first = next(ticket.members())
-    assert first.peer == peer_id("prefill-0", 1, "0" * 32)
+    assert first.peer == PeerId("prefill-0", 1, "0" * 32, first.address.endpoint, "")
     assert first.grant is ticket.grants[0]
     assert (ticket.engine_id, ticket.request_id) == ("prefill-0", "request-1")
     assert checked(params_of(ticket)) == ticket

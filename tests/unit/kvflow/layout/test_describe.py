@@ -7,7 +7,6 @@ import pytest
 from kvflow.errors import SpecInvalid
 from kvflow.layout.describe import fitted_specs, plan_cache
 from kvflow.layout.groups import Group, plan_groups
-from kvflow.layout.manifest import alias_classes
 from kvflow.layout.region import Region
 from kvflow.layout.shards import Shard
 
@@ -30,7 +29,7 @@ def test_layers_of_different_groups_at_one_position_alias():
     assert [offset_of(plan, name) for name in first.layers] == [offset_of(plan, name) for name in second.layers]
     assert plan.bytes_per_block == 2 * 2048
     assert plan.nbytes == 3 * plan.bytes_per_block
-    assert alias_classes(plan.manifest(Region(4096, plan.nbytes))) == (0, 0)
+    assert plan.manifest(Region(4096, plan.nbytes)).aliases == (0, 0)
 
 
 def test_a_shorter_group_leaves_the_last_positions_to_the_others():
@@ -192,7 +191,7 @@ def test_states_share_memory_with_attention(layout, second):
     assert [group.kind for group in plan.groups] == ["full", "mamba"]
     assert plan.bytes_per_block == 2 * 1024
     assert [offset_of(plan, name) for name in "amn"] == [0, 0, second]
-    assert alias_classes(plan.manifest(Region(4096, plan.nbytes))) == (0, 0)
+    assert plan.manifest(Region(4096, plan.nbytes)).aliases == (0, 0)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from kvflow.errors import SpecInvalid
-from kvflow.layout.manifest import LAYERS_MAX, Layer, Manifest, ManifestGroup, alias_classes
+from kvflow.layout.manifest import LAYERS_MAX, Layer, Manifest, ManifestGroup
 from kvflow.layout.region import ADDRESS_MAX, Region
 from kvflow.layout.shards import Shard
 from kvflow.layout.specs import Mamba, State
@@ -217,7 +217,7 @@ def group_at(name, offset, region=0):
 def test_groups_that_share_bytes_are_of_one_class(places, classes):
     groups = tuple(group_at(f"layer{index}", offset, region) for index, (offset, region) in enumerate(places))
     regions = (Region(4096, 1 << 20), Region(1 << 30, 1 << 20))
-    numbers = alias_classes(Manifest(1, regions, groups))
+    numbers = Manifest(1, regions, groups).aliases
     assert tuple(numbers.index(number) for number in numbers) == classes
 
 

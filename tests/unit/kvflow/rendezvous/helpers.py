@@ -3,10 +3,11 @@
 from handshake import ClusterSecurity
 from kvflow.cache.tickets import RankAddress
 from kvflow.config import WorkerConfig
+from kvflow.ids import PeerId
 from kvflow.layout.component import Component
 from kvflow.layout.manifest import Layer, Manifest, ManifestGroup
 from kvflow.layout.region import Region
-from kvflow.rendezvous.introduction import introduce
+from kvflow.rendezvous.introduction import introduce, security_of
 from kvflow.rendezvous.publication import Advertisement
 
 SECRET = "a secret of the tests, long enough"
@@ -46,8 +47,13 @@ def config(**settings):
 
 
 def side(incarnation=INCARNATION, **settings):
-    return introduce(config(**settings), incarnation, advertisement())
+    settings = config(**settings)
+    return introduce(settings, incarnation, advertisement(), security_of(settings))
 
 
 def address(endpoint="tcp://127.0.0.1:5000", rank=0, incarnation=INCARNATION):
     return RankAddress(rank, incarnation, endpoint)
+
+
+def peer(endpoint="tcp://127.0.0.1:5000", rank=0, incarnation=INCARNATION, *, engine_id="prefill-0", public_key=""):
+    return PeerId(engine_id, rank, incarnation, endpoint, public_key)

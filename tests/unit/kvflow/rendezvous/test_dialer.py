@@ -15,11 +15,11 @@ from handshake.network import ZEROMQ, ZeroMqNetwork
 from kvflow.cache.leases import Reader
 from kvflow.cache.mint import Mint
 from kvflow.errors import AuthenticationFailed, DeadlineExceeded, PeerLost, StaleLease
-from kvflow.ids import peer_id
+from kvflow.ids import agent_name
 from kvflow.rendezvous.dialer import Link, Questions, open_link
 from kvflow.rendezvous.listener import open_listener
 
-from .helpers import INCARNATION, address, advertisement, side
+from .helpers import INCARNATION, SECURITY, address, advertisement, peer, side
 
 PATIENCE_S = 30.0
 OURS = side(engine_id="decode-0", incarnation="b" * 32)
@@ -52,12 +52,14 @@ async def listening(network=ZEROMQ, **settings):
 def linked(
     endpoint, *, rank=0, incarnation=INCARNATION, engine_id="prefill-0", ours=OURS, on_ended=lambda code, detail: None
 ):
-    return open_link(engine_id, address(endpoint, rank, incarnation), ours=ours, on_ended=on_ended)
+    named = peer(endpoint, rank, incarnation, engine_id=engine_id)
+    return open_link(named, ours=ours, on_ended=on_ended)
 
 
 async def test_a_link_knows_its_peer_and_speaks_of_leases():
     async with listening() as (endpoint, keeper), linked(endpoint) as link:
-        assert (link.peer, link.endpoint) == (peer_id("prefill-0", 0, INCARNATION), endpoint)
+        assert link.peer == peer(endpoint)
+        assert link.agent == agent_name(f"prefill-0/0/{INCARNATION}", SECURITY.server.public_key)
         assert link.advertisement == advertisement()
         link.renew([(3, 33)])
         link.release([(3, 33), (4, 2**62)])
@@ -129,7 +131,7 @@ class Client:
 
 def test_many_leases_travel_in_messages_of_bounded_size():
     client = Client()
-    link = Link(client, "p", "tcp://127.0.0.1:5000", advertisement(), questions=Questions("p"))
+    link = Link(client, "p", "agent of p", advertisement(), questions=Questions("p"))
     leases = [(index, index + 100) for index in range(2 * LEASES_MAX + 1)]
     link.release(leases)
     link.renew(leases[:LEASES_MAX])
@@ -143,7 +145,7 @@ def test_many_leases_travel_in_messages_of_bounded_size():
 
 
 def test_nothing_happens_when_the_producer_is_gone():
-    link = Link(Client(closed=True), "p", "tcp://127.0.0.1:5000", advertisement(), questions=Questions("p"))
+    link = Link(Client(closed=True), "p", "agent of p", advertisement(), questions=Questions("p"))
     link.release([(1, 1)])
     link.renew([(1, 1)])
 
@@ -214,7 +216,7 @@ async def test_a_question_without_an_answer_has_a_deadline():
     client = Client()
     client.clock_offset = ClockOffset(0.0, 0.0)
     questions = Questions("p")
-    link = Link(client, "p", "tcp://127.0.0.1:5000", advertisement(), questions=questions)
+    link = Link(client, "p", "agent of p", advertisement(), questions=questions)
     grant = granted(age_s=60.0)
     patient = asyncio.ensure_future(link.require_held(grant, within_s=PATIENCE_S))
     with pytest.raises(DeadlineExceeded) as caught:

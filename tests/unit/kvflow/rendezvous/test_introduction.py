@@ -1,15 +1,14 @@
 """What a worker says of itself follows from its settings; its secrets are not in what can be printed."""
 
-import msgspec
 import pytest
 
 from handshake import ClusterSecurity, CurveKeys
 from kvflow import __version__
 from kvflow.errors import ConfigInvalid
-from kvflow.rendezvous.introduction import introduce
+from kvflow.rendezvous.introduction import security_of
 from kvflow.rendezvous.publication import decode
 
-from .helpers import INCARNATION, SECRET, SECURITY, address, advertisement, config, side
+from .helpers import INCARNATION, SECRET, SECURITY, advertisement, config, peer, side
 
 
 def test_our_side():
@@ -32,7 +31,7 @@ def test_no_secret_is_shown():
 def test_without_a_secret_nobody_is_introduced(monkeypatch):
     monkeypatch.delenv("KVFLOW_CLUSTER_SECRET", raising=False)
     with pytest.raises(ConfigInvalid, match="cluster secret"):
-        introduce(config(cluster_secret=None), INCARNATION, advertisement())
+        security_of(config(cluster_secret=None))
 
 
 KEYS = {"private_key": "12" * 32, "allowed_keys": ("ab" * 32,)}
@@ -45,14 +44,14 @@ def test_a_worker_with_a_key_of_its_own_shows_it_at_both_ends_and_trusts_its_lis
     assert ours.public_key == own.public_key
     assert ours.trusts(keyed("ab" * 32))
     assert not ours.trusts(keyed("cd" * 32))
-    assert not ours.trusts(address())
+    assert not ours.trusts(peer())
     ours.allow_keys(["cd" * 32])
     assert ours.trusts(keyed("cd" * 32))
     assert not ours.trusts(keyed("ab" * 32))
 
 
 def keyed(public_key):
-    return msgspec.structs.replace(address(), public_key=public_key)
+    return peer(public_key=public_key)
 
 
 def test_a_list_that_is_malformed_changes_nothing():
@@ -65,7 +64,7 @@ def test_a_list_that_is_malformed_changes_nothing():
 def test_a_worker_that_shares_the_secret_has_no_list():
     with pytest.raises(ConfigInvalid, match="no key of its own"):
         side().allow_keys([])
-    assert side().trusts(address())
+    assert side().trusts(peer())
     assert side().trusts(keyed(SECURITY.server.public_key))
 
 

@@ -88,15 +88,32 @@ def test_what_has_no_number_of_lists_is_refused(wrong):
         check_block_ids(wrong, num_blocks=10, aliases=[0, 1], unique=True)
 
 
-@pytest.mark.parametrize(
-    ("lists", "aliases", "group"),
-    [([[3, 4, 3]], [0], 0), ([[3], [4, 3]], [0, 0], 0), ([[1], [2], [5, 2]], [0, 1, 1], 1)],
-)
-def test_a_block_is_a_target_once(lists, aliases, group):
+@pytest.mark.parametrize(("lists", "aliases", "group"), [([[3, 4, 3]], [0], 0), ([[1], [5], [2, 2]], [0, 1, 1], 2)])
+def test_a_block_is_a_target_once_and_a_source_as_often_as_it_is_listed(lists, aliases, group):
     with pytest.raises(BlockIdsInvalid, match="is a target twice") as caught:
         check(*lists, aliases=aliases)
     assert caught.value.group == group
     assert len(check(*lists, aliases=aliases, unique=False)) == len(lists)
+
+
+@pytest.mark.parametrize("unique", [True, False], ids=["targets", "sources"])
+@pytest.mark.parametrize(
+    ("lists", "aliases", "named"),
+    [
+        ([[3], [4, 3]], [0, 0], "block 3 is in groups 0 and 1"),
+        ([[1], [2], [5, 2]], [0, 1, 1], "block 2 is in groups 1 and 2"),
+        ([[-1, 7], [8], [-1, 7]], [0, 0, 0], "block 7 is in groups 0 and 2"),
+    ],
+)
+def test_a_block_holds_pages_of_one_group_of_those_that_share_bytes(lists, aliases, named, unique):
+    with pytest.raises(BlockIdsInvalid, match=named) as caught:
+        check(*lists, aliases=aliases, unique=unique)
+    assert caught.value.remedy
+    assert len(check(*lists, aliases=range(len(lists)), unique=unique)) == len(lists), "these share no bytes"
+
+
+def test_absent_blocks_and_duplicates_of_one_group_are_right_among_sources():
+    assert len(check([-1, 3, 3], [-1, 4], aliases=[0, 0], unique=False)) == 2
 
 
 def test_groups_of_different_memory_may_use_one_id_and_absent_blocks_repeat():

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvflow.ids import peer_id
+from kvflow.ids import agent_name, worker_name
 from kvflow.layout.region import METADATA_BYTES_MAX
 from kvflow.transport.envelope import Envelope, _digest, seal, unseal
 from kvflow.transport.nixl import exporter_name
@@ -51,7 +51,7 @@ def test_metadata_of_another_agent_is_refused():
 
 
 def test_the_longest_name_of_an_engine_fits():
-    name = peer_id("e" * 256, 65535, "f" * 32)
+    name = agent_name(worker_name("e" * 256, 65535, "f" * 32), "a" * 64)
     envelope = Envelope("nixl", exporter_name(name), b"")
     assert unseal(seal(envelope), transport="nixl") == envelope
 

@@ -6,7 +6,6 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvflow.ids import PeerId
 from kvflow.transport.base import Fence, FenceFailed, FenceJudged, Read, ReadCompleted, ReadFailed
 from kvflow.transport.ledger import (
     CHUNKS_IN_FLIGHT_MAX,
@@ -24,7 +23,7 @@ LOST = Reason("peer_lost", "gone")
 def a_read(read_id, *, peer="p", chunks=1, priority=0, fences=(), looks=()):
     index = np.arange(chunks, dtype=np.int32)
     cuts = np.arange(chunks + 1)
-    return Read(read_id, PeerId(peer), 1, index, index, cuts, chunks, priority=priority, fences=fences, looks=looks)
+    return Read(read_id, peer, 1, index, index, cuts, chunks, priority=priority, fences=fences, looks=looks)
 
 
 def an_open_ledger(*peers):

@@ -121,10 +121,28 @@ def test_fences_of_hung_peers_cannot_take_more_than_the_scratch_has(ends):
 
 
 @pytest.mark.nixl
-def test_two_peers_cannot_share_an_agent(ends):
-    table = Region(ends.epochs.ctypes.data, ends.epochs.nbytes)
-    with pytest.raises(MoveFailed, match="metadata_invalid"):
-        ends.reader.add(PeerAddress("q", ends.exporter.metadata, table))
+def test_a_connection_that_has_failed_is_not_shared_and_made_anew_when_nobody_has_it(ends):
+    ends.reader.add(PeerAddress("q", ends.exporter.metadata, ends.table))
+    ends.flaky(type("nixlRemoteDisconnectError", (RuntimeError,), {})("NIXL_ERR_REMOTE_DISCONNECT"))
+    with pytest.raises(MoveFailed):
+        ends.reader.post_fence("p", 0)
+    ends.reader.remove("p", gone=False)
+    with pytest.raises(MoveFailed, match="peer_lost"):
+        ends.reader.add(PeerAddress("p", ends.exporter.metadata, ends.table))
+    ends.reader.remove("q", gone=False)
+    ends.meet(ends.exporter)
+    assert ends.finish(ends.reader.post_fence("p", 3)) == 103
+
+
+@pytest.mark.nixl
+def test_two_workers_cannot_share_an_agent(ends):
+    impostor = NixlMover("exporter", [ends.regions[0]], ends.table)
+    try:
+        with pytest.raises(MoveFailed, match="metadata_invalid"):
+            ends.reader.add(PeerAddress("q", impostor.metadata, ends.table))
+        assert ends.finish(ends.reader.post_fence("p", 3)) == 103
+    finally:
+        impostor.close()
 
 
 def test_a_missing_nixl_says_what_to_install(monkeypatch):
@@ -207,3 +225,16 @@ def test_another_one_of_the_same_name_is_not_read_from_over_the_connection_that_
         assert np.array_equal(ends.caches[0], other)
     finally:
         successor.close()
+
+
+@pytest.mark.nixl
+@pytest.mark.parametrize("first", ["p", "q"])
+def test_two_peers_of_one_worker_share_its_connection_until_the_last_has_gone(ends, forgotten, first):
+    ends.reader.add(PeerAddress("q", ends.exporter.metadata, ends.table))
+    assert [ends.finish(ends.reader.post_fence(peer, 3)) for peer in "pq"] == [103, 103]
+    ends.reader.remove(first, gone=True)
+    last = "q" if first == "p" else "p"
+    assert ends.finish(ends.reader.post_fence(last, 4)) == 104
+    assert forgotten == []
+    ends.reader.remove(last, gone=False)
+    assert forgotten == ["exporter/exporter"], "one of them has said that it is gone"

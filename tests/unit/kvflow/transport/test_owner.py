@@ -152,6 +152,20 @@ def test_a_lost_peer_is_removed_when_its_last_flight_has_ended(bench):
     assert bench.mover.calls[-2:] == [("remove", "p"), ("add", "p")]
 
 
+def test_peers_that_share_an_exporter_are_lost_together(bench):
+    for peer in ("a", "b"):
+        bench.owner.handle(PeerAddress(peer, b"", EPOCHS, agent="one worker"))
+    bench.owner.handle(PeerAddress("c", b"", EPOCHS, agent="another worker"))
+    bench.seen()
+    rows = np.array([[4096, 64, 0, 64, 8]])
+    bench.owner.handle(Program(7, "a", rows, rows))
+    index = np.array([0], dtype=np.int32)
+    bench.owner.handle(Read(1, "a", 7, index, index, np.array([0, 1]), 64))
+    bench.owner.step()
+    bench.land(MoveFailed("peer_lost", "reset"))
+    assert {event.peer for event in bench.events if isinstance(event, PeerFailed)} == {"a", "b"}
+
+
 @pytest.mark.parametrize("words", [(True,), (False, True)], ids=["said at once", "said later"])
 def test_the_mover_is_told_that_a_removed_peer_never_comes_again(bench, words):
     for gone in words:

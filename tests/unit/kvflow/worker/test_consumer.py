@@ -30,7 +30,6 @@ from kvflow.errors import (
     TransferCancelled,
     WorkerClosed,
 )
-from kvflow.layout.manifest import alias_classes
 from kvflow.layout.shards import Shard
 from kvflow.observability.events import ReaderRenewed
 from kvflow.transfer import events
@@ -163,7 +162,7 @@ class World:
         self.clock, self.reports, self.transport = Clock(), Reports(), Transport()
         self.manifest = cache_of(num_blocks).manifest()
         self.pool = Pool(self.manifest)
-        self.ledger = DestinationLedger(BlockAccount(alias_classes(self.manifest), num_blocks))
+        self.ledger = DestinationLedger(BlockAccount(self.manifest.aliases, num_blocks))
         self.invalid = None
         self.consumer = Consumer(
             pool=self.pool,
@@ -254,7 +253,7 @@ async def test_a_pull_posts_reports_releases_and_gives_back(world):
     ticket = world.ticket()
     task = await world.pull(ticket, priority=3)
     (read,) = world.transport.posted
-    assert (read.peer, read.priority, read.nbytes) == ("prefill-0/0/" + "0" * 32, 3, 2 * 2 * 2 * 2 * 4 * 8 * 2)
+    assert (str(read.peer), read.priority, read.nbytes) == ("prefill-0/0/" + "0" * 32, 3, 2 * 2 * 2 * 2 * 4 * 8 * 2)
     assert read.source_index.tolist() == [3, 4]
     assert read.target_index.tolist() == [1, 2]
     grant = ticket.grants[0]
@@ -419,7 +418,7 @@ async def test_a_stale_fence_is_quiescent_and_releases_nothing(world):
     with pytest.raises(StaleLease) as caught:
         await ended(task)
     assert not caught.value.quarantined
-    assert (caught.value.request_id, caught.value.peer) == ("request-1", read.peer)
+    assert (caught.value.request_id, caught.value.peer) == ("request-1", str(read.peer))
     world.consumer.close()  # sends what is still to be released
     assert world.released() == {read.peer: []}
     assert len(world.ledger) == 0

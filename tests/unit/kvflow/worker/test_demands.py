@@ -73,6 +73,12 @@ def test_the_tokens_of_a_group_are_those_of_the_source_group():
     assert sorted(found.values()) == [[(3, 1), (4, 2)], [(5, 1), (6, 2)]]
 
 
+def test_a_ticket_with_one_block_in_groups_that_share_bytes_is_refused_at_once():
+    """Its producer has refused the grant, so that its lease would be waited for in vain."""
+    with pytest.raises(TicketInvalid, match="block 3 is in groups 0 and 1"):
+        demanded([[3], [3]], [4, 4], [1], [2])
+
+
 def test_sizes_are_those_of_the_plan():
     source = cache_of().manifest()
     (demand,) = demands_of(

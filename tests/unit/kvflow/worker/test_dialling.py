@@ -56,7 +56,7 @@ def test_an_address_that_fails_is_left_alone_and_the_refusal_says_until_when(wor
     assert isinstance(error, errors.PeerLost), "whoever handles a lost peer handles this"
     assert error.code == "peer_unavailable"
     assert error.retry_after_s == BACKOFF_S / 2
-    assert error.peer == member().peer
+    assert error.peer == str(member().peer)
     assert "failed 3 times in a row, and is tried in 0.2 s" in error.message
     assert world.refused(member(endpoint=OTHER_ENDPOINT)) is None
     assert world.reports.events == [BreakerOpened(ENDPOINT, 3, BACKOFF_S / 2)]

@@ -22,7 +22,6 @@ from kvflow.errors import (
     TransferCancelled,
     WorkerClosed,
 )
-from kvflow.ids import peer_id
 from kvflow.layout.manifest import Identity
 from kvflow.layout.region import Region
 from kvflow.observability.events import PeerConnected, PeerDropped
@@ -82,19 +81,18 @@ class Wire:
             raise StaleLease(f"{grant.request_id} has ended")
 
     @asynccontextmanager
-    async def link(self, engine_id, address, *, ours, on_ended):
+    async def link(self, peer, *, ours, on_ended):
         self.dialled += 1
         await self.open.wait()
-        if error := self.moved_on.get(address.incarnation, self.error):
+        if error := self.moved_on.get(peer.incarnation, self.error):
             raise error
         self.hung_up = on_ended
         advertisement = SimpleNamespace(
             manifest=self.manifest, transport=self.transport, metadata=b"", epochs=Region(8192, 64)
         )
-        peer = peer_id(engine_id, address.rank, address.incarnation)
         yield SimpleNamespace(
             peer=peer,
-            endpoint=address.endpoint,
+            agent=f"agent of {peer}",
             advertisement=advertisement,
             clock_offset=self.clock_offset,
             require_held=self.require_held,
@@ -112,7 +110,7 @@ class World:
             ours=SimpleNamespace(
                 limits=Limits(handshake_s=handshake_s),
                 identity=SimpleNamespace(rank=0),
-                trusts=lambda _address: self.trusted,
+                trusts=lambda _peer: self.trusted,
             ),
             manifest=msgspec.structs.replace(cache_of().manifest(), identity=Identity(model="ours")),
             transport=self.transport,
@@ -175,7 +173,7 @@ async def test_a_peer_is_met_once_for_all_who_need_it(world):
     peers = await asyncio.gather(*waiting)
     assert world.wire.dialled == 1
     assert peers[0] is peers[1] is peers[2] is await world.pool.meet(member())
-    assert world.reports.events == [PeerConnected(member().peer, ADDRESS.endpoint, 0.0)]
+    assert world.reports.events == [PeerConnected(str(member().peer), ADDRESS.endpoint, 0.0)]
 
 
 async def test_a_ticket_that_names_no_slot_of_the_peer_is_invalid_before_anything_is_read(world):
@@ -184,6 +182,36 @@ async def test_a_ticket_that_names_no_slot_of_the_peer_is_invalid_before_anythin
     lying = msgspec.structs.replace(lying, grant=msgspec.structs.replace(lying.grant, slot=8))
     with pytest.raises(TicketInvalid, match="no epoch slot 8"):
         await world.pool.meet(lying)
+
+
+def named_otherwise(**changes):
+    """A ticket of the same name that leads to another endpoint, or to another key."""
+    return msgspec.structs.replace(member(), address=msgspec.structs.replace(ADDRESS, **changes))
+
+
+@pytest.mark.parametrize("changes", [{"endpoint": "tcp://127.0.0.1:6000"}, {"public_key": "ab" * 32}], ids=str)
+async def test_whoever_was_met_under_a_name_is_not_taken_for_another_endpoint_or_key(world, changes):
+    impostor, real = named_otherwise(**changes), member()
+    meetings = []
+    for each in (impostor, real):
+        meetings.append(asyncio.ensure_future(world.pool.meet(each)))
+        await settle()
+        world.clock.now += 1.0
+    assert world.wire.dialled == 2
+    for each in (impostor, real):
+        world.pool.on_added(each.peer)
+    met = await asyncio.gather(*meetings)
+    assert [peer.link.peer for peer in met] == [impostor.peer, real.peer]
+    assert world.dropped == []
+    world.pool.drop(impostor.peer, "peer_lost", "gone")
+    await settle()
+    assert world.pool.link(real.peer) is met[1].link
+    assert world.transport.removed == [impostor.peer]
+
+
+async def test_the_agent_that_a_peer_must_bear_is_that_of_its_link(world):
+    peer = await world.met()
+    assert [address.agent for address in world.transport.added] == [peer.link.agent]
 
 
 async def test_its_programs_are_prepared_and_known(world):
@@ -383,7 +411,7 @@ async def test_a_transport_that_says_nothing_has_a_deadline(monkeypatch):
         world = World(tasks, wire, handshake_s=0.01)
         with pytest.raises(DeadlineExceeded) as caught:
             await world.pool.meet(member())
-        assert (caught.value.phase, caught.value.peer) == ("handshake", member().peer)
+        assert (caught.value.phase, caught.value.peer) == ("handshake", str(member().peer))
         await settle()
         assert world.dropped[0][:2] == (member().peer, "deadline_exceeded")
 

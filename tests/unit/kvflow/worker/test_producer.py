@@ -13,7 +13,7 @@ from kvflow.cache.leases import LeaseEnded, LeaseTable, Reader
 from kvflow.cache.mint import Mint
 from kvflow.cache.tickets import RankAddress
 from kvflow.errors import BlockIdsInvalid, CapacityExceeded, RequestUnknown, WorkerClosed
-from kvflow.ids import peer_id
+from kvflow.ids import worker_name
 from kvflow.observability.events import OfferAdmitted
 from kvflow.worker.offers import Offers
 from kvflow.worker.producer import ENDED_MAX, LeaseKeeper
@@ -43,7 +43,7 @@ class Producer:
             num_blocks=10,
             block_sizes=block_sizes,
             lease_s=30.0,
-            peer=peer_id("prefill-0", 0, ADDRESS.incarnation),
+            name=worker_name("prefill-0", 0, ADDRESS.incarnation),
             clock=self.clock,
             loop=asyncio.get_running_loop(),
             report=report or self.reports,
@@ -69,6 +69,15 @@ async def test_an_offer_is_held_on_return(producer):
     assert producer.epochs[grant.slot] == grant.epoch_value
     assert producer.keeper.held() == 1
     assert producer.reports.events == [OfferAdmitted("r", 3, 30.0)]
+
+
+async def test_a_block_in_two_groups_that_share_bytes_is_not_lent_and_costs_no_slot(producer):
+    for number in range(2 * SLOTS):
+        with pytest.raises(BlockIdsInvalid, match="block 3 is in groups 0 and 1"):
+            producer.offer(f"r{number}", ((3,), (3,)), 4)
+    assert producer.keeper.held() == 0
+    assert producer.offer("r", ((3, 3), (4,)), 8), "twice in one group is a matter of whoever reads it"
+    producer.keeper.check()
 
 
 async def test_a_revocation_is_effective_on_return_and_says_whether_there_was_one(producer):
