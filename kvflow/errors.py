@@ -10,7 +10,6 @@ The tree, by what the caller can do about it::
     │   ├── WorkerDraining       the worker finishes what it has begun: begin nothing new here
     │   └── WorkerSuspended      the worker's cache is withdrawn: ask again when it was resumed
     ├── TicketInvalid            the ticket is truncated, forged or from another cluster: refuse the request
-    ├── ContentMismatch          the ticket's blocks hold other tokens than the request: refuse it, or recompute
     ├── BlockIdsInvalid          fix the block ids of this call
     │   └── BlockRangeMismatch   the ticket does not cover the tokens that are asked for
     ├── RequestUnknown           no offer of that name is held or remembered
@@ -109,21 +108,6 @@ class TicketInvalid(KvflowError):
 
     code = "ticket_invalid"
     default_remedy = "Pass the producer's kv_transfer_params through unchanged, and use one cluster secret."
-
-
-class ContentMismatch(KvflowError):
-    """The blocks of a ticket hold something else than what the caller expects: nothing was read.
-
-    Attributes:
-        group: index of the group that differs, or None if the ticket does not say what its blocks hold.
-    """
-
-    code = "content_mismatch"
-    default_remedy = "Send each request with the kv_transfer_params of its own prefill, or compute the prompt here."
-
-    def __init__(self, message: str, *, group: int | None = None, remedy: str = "") -> None:
-        super().__init__(message, remedy=remedy)
-        self.group = group
 
 
 class BlockIdsInvalid(KvflowError):

@@ -24,17 +24,14 @@ class TicketKey:
         """Return the MAC of a grant's payload."""
         return sign(self._security.ticket_key, payload)
 
-    def verifies(self, payload: bytes, mac: bytes) -> bool:
-        """Tell whether a member of the cluster signed a grant's payload; for ``Ticket.from_params``."""
-        return self._security.verifies(payload, mac)
-
     def check(self, ticket: Ticket) -> None:
         """Verify every grant, before anything that the ticket says is acted upon.
 
         Raises:
             TicketInvalid: a grant was not signed with the cluster's secret.
         """
-        ticket.verify(self._security.verifies)
+        for grant in ticket.grants:
+            grant.verify(self._security.verifies)
 
 
 def draw_head_start(draw_bits: Callable[[int], int] = secrets.randbits) -> int:
@@ -60,7 +57,6 @@ class TicketMint(Mint):
         lease_s: float = 30.0,
         draw_bits: Callable[[int], int] = secrets.randbits,
         wall_clock: Callable[[], float] = time.time,
-        block_sizes: Sequence[int] = (),
     ) -> None:
         if len(cluster_secret) < SECRET_LENGTH_MIN:
             raise ConfigInvalid(f"the cluster secret has fewer than {SECRET_LENGTH_MIN} characters")
@@ -72,5 +68,4 @@ class TicketMint(Mint):
             lease_s=lease_s,
             head_start=draw_head_start(draw_bits),
             wall_clock=wall_clock,
-            block_sizes=block_sizes,
         )

@@ -130,7 +130,7 @@ async def _opened(parts: _Parts) -> AsyncIterator[Worker]:
         leases=LeaseTable(epochs),
         account=account,
         num_blocks=manifest.num_blocks,
-        block_sizes=[group.tokens_per_id for group in manifest.groups],
+        block_sizes=[0 if group.kind == "mamba" else group.block_tokens for group in manifest.groups],
         lease_s=config.lease_s,
         name=worker_name(config.engine_id, config.rank, ours.identity.incarnation),
         clock=surroundings.clock,
@@ -140,7 +140,7 @@ async def _opened(parts: _Parts) -> AsyncIterator[Worker]:
     failure: BaseException | None = None
     async with open_listener(bind=config.bind, ours=ours, keeper=keeper, report=report) as server:
         address = _address(config, ours, epochs, server.endpoint)
-        mint = _mint_of_offers(config, address, key, manifest, surroundings)
+        mint = _mint_of_offers(config, address, key, surroundings)
         async with asyncio.TaskGroup() as tasks:
             pool = PeerPool(
                 ours=ours,
@@ -202,9 +202,7 @@ def _address(config: WorkerConfig, ours: OurSide, epochs: EpochTable, endpoint: 
     )
 
 
-def _mint_of_offers(
-    config: WorkerConfig, address: RankAddress, key: TicketKey, manifest: Manifest, surroundings: Surroundings
-) -> Mint:
+def _mint_of_offers(config: WorkerConfig, address: RankAddress, key: TicketKey, surroundings: Surroundings) -> Mint:
     """Make the mint of a worker's own offers, of which none gives its ticket away before the lease is held."""
     head_start = draw_head_start(surroundings.draw_bits)
     return Mint(
@@ -215,7 +213,6 @@ def _mint_of_offers(
         head_start=head_start,
         wall_clock=surroundings.network.wall,
         admitted=True,
-        block_sizes=[group.tokens_per_id for group in manifest.groups],
     )
 
 

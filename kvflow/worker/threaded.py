@@ -8,7 +8,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -24,7 +24,6 @@ from kvflow.errors import KvflowError, TransferCancelled, TransferFailed, Worker
 from kvflow.transfer.report import TransferReport
 from kvflow.worker.drain import DrainReport
 from kvflow.worker.life import Life, begin_life
-from kvflow.worker.offers import Digests
 from kvflow.worker.runtime import Cache, Hook
 from kvflow.worker.worker import Snapshot, Worker
 
@@ -121,16 +120,9 @@ class ThreadedWorker:
             self._life = begin_life(self._config, cache, self._hooks)
             self._stage = "open"
 
-    def offer(
-        self,
-        request_id: str,
-        block_ids: Sequence[Sequence[int]],
-        num_tokens: int | Sequence[int],
-        *,
-        digests: Digests = None,
-    ) -> Ticket:
+    def offer(self, request_id: str, block_ids: Sequence[Sequence[int]], num_tokens: int | Sequence[int]) -> Ticket:
         """Promise to keep blocks for a consumer. See ``Worker.offer``."""
-        return self._awake().worker.offer(request_id, block_ids, num_tokens, digests=digests)
+        return self._awake().worker.offer(request_id, block_ids, num_tokens)
 
     def offer_when_possible(
         self,
@@ -138,13 +130,12 @@ class ThreadedWorker:
         block_ids: Sequence[Sequence[int]],
         num_tokens: int | Sequence[int],
         *,
-        digests: Digests = None,
         timeout_s: float | None = None,
     ) -> "Future[Ticket]":
         """Wait until a lease slot is free, then offer. See ``Worker.offer_when_possible``."""
         life = self._awake()
         return life.bridge.submit(
-            life.worker.offer_when_possible(request_id, block_ids, num_tokens, digests=digests, timeout_s=timeout_s),
+            life.worker.offer_when_possible(request_id, block_ids, num_tokens, timeout_s=timeout_s),
             on_unwanted=lambda _: life.worker.revoke(request_id),
         )
 
@@ -162,27 +153,13 @@ class ThreadedWorker:
         return life.bridge.submit(life.worker.wait_offer(request_id))
 
     def pull(
-        self,
-        ticket: Ticket,
-        block_ids: Sequence[Sequence[int]],
-        *,
-        priority: int = 0,
-        local_request_id: str = "",
-        expected_digests: Digests = None,
+        self, ticket: Ticket, block_ids: Sequence[Sequence[int]], *, priority: int = 0, local_request_id: str = ""
     ) -> "Future[TransferReport]":
         """Read a ticket's blocks into ours. See ``Worker.pull``; cancelling the future cancels the pull."""
         request_id = getattr(ticket, "request_id", "")  # whatever was passed, its refusal is reported
         life = self._awake()
-        pull = partial(
-            life.worker.pull,
-            ticket,
-            block_ids,
-            priority=priority,
-            local_request_id=local_request_id,
-            expected_digests=expected_digests,
-        )
         return life.bridge.submit(
-            _pull(life.worker, ticket, pull),
+            _pull(life.worker, ticket, block_ids, priority, local_request_id),
             on_end=partial(self._finished.on_pull_ended, request_id, local_request_id),
         )
 
@@ -273,10 +250,10 @@ def run_worker(config: WorkerConfig, cache: Cache, *, hooks: Sequence[Hook] = ()
 
 
 async def _pull(
-    worker: Worker, ticket: Ticket, pull: Callable[[], Coroutine[None, None, TransferReport]]
+    worker: Worker, ticket: Ticket, block_ids: Sequence[Sequence[int]], priority: int, local_request_id: str
 ) -> TransferReport:
     try:
-        return await pull()
+        return await worker.pull(ticket, block_ids, priority=priority, local_request_id=local_request_id)
     except (Exception, asyncio.CancelledError) as error:
         # Where the error is not ours nobody knows how far the pull had come.
         if not isinstance(error, KvflowError) or (isinstance(error, TransferFailed) and error.quarantined):

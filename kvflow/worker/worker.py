@@ -14,7 +14,7 @@ from kvflow.transfer.report import TransferReport
 from kvflow.transport.base import StagingUse
 from kvflow.worker.consumer import Consumer
 from kvflow.worker.drain import Drain, DrainReport
-from kvflow.worker.offers import Digests, Offers
+from kvflow.worker.offers import Offers
 from kvflow.worker.producer import LeaseKeeper
 from kvflow.worker.trust import Trust
 
@@ -73,14 +73,7 @@ class Worker:
         """What a ``TicketMint`` in another process needs to know of this worker; ask anew for every new mint."""
         return msgspec.structs.replace(self._rank_address, epoch_base=str(self._keeper.highest_epoch()))
 
-    def offer(
-        self,
-        request_id: str,
-        block_ids: Sequence[Sequence[int]],
-        num_tokens: int | Sequence[int],
-        *,
-        digests: Digests = None,
-    ) -> Ticket:
+    def offer(self, request_id: str, block_ids: Sequence[Sequence[int]], num_tokens: int | Sequence[int]) -> Ticket:
         """Promise to keep blocks for a consumer; effective on return.
 
         The blocks must have been written: on a GPU, synchronise the stream or event first.
@@ -90,19 +83,16 @@ class Worker:
             block_ids: one list per group, in the order of ``cache.groups``. A list names consecutive blocks,
                 and its last block holds token ``num_tokens - 1``; -1 stands for an absent block.
             num_tokens: tokens of the request, or one number per group.
-            digests: the content of each block, at most 64 bytes, in lists like those of ``block_ids``; empty for an
-                absent block. Make each a chained hash of all tokens up to the end of its block, and of whatever else
-                keys and values follow from. A consumer that passes ``expected_digests`` reads nothing else.
 
         Raises:
-            ArgumentInvalid: the request's name is no text, or the digests are not one for each block.
+            ArgumentInvalid: the request's name is no text.
             BlockIdsInvalid: the lists do not fit the cache, or the request is on offer already.
             CapacityExceeded: every lease slot is taken, or is for those who wait in ``offer_when_possible``.
             WorkerDraining, WorkerClosed: the worker makes no promises any more.
 
         Thread: any.
         """
-        return self._offers.offer(request_id, block_ids, num_tokens, digests)
+        return self._offers.offer(request_id, block_ids, num_tokens)
 
     async def offer_when_possible(
         self,
@@ -110,7 +100,6 @@ class Worker:
         block_ids: Sequence[Sequence[int]],
         num_tokens: int | Sequence[int],
         *,
-        digests: Digests = None,
         timeout_s: float | None = None,
     ) -> Ticket:
         """Wait until a lease slot is free, then ``offer``; first come, first served.
@@ -119,7 +108,6 @@ class Worker:
             request_id: as in ``offer``.
             block_ids: as in ``offer``; they are promised, and so must stay as they are, from the call on.
             num_tokens: as in ``offer``.
-            digests: as in ``offer``.
             timeout_s: how long to wait; None for as long as it takes.
 
         Raises:
@@ -131,9 +119,7 @@ class Worker:
         """
         if timeout_s is not None:
             require_seconds("timeout_s", timeout_s)
-        return await self._offers.offer_when_possible(
-            request_id, block_ids, num_tokens, digests=digests, timeout_s=timeout_s
-        )
+        return await self._offers.offer_when_possible(request_id, block_ids, num_tokens, timeout_s=timeout_s)
 
     def admit(self, grant: Grant) -> None:
         """Hold the lease of a grant that this engine's ``TicketMint`` signed; effective on return.
@@ -171,13 +157,7 @@ class Worker:
         return await self._keeper.wait_offer(request_id)
 
     async def pull(
-        self,
-        ticket: Ticket,
-        block_ids: Sequence[Sequence[int]],
-        *,
-        priority: int = 0,
-        local_request_id: str = "",
-        expected_digests: Digests = None,
+        self, ticket: Ticket, block_ids: Sequence[Sequence[int]], *, priority: int = 0, local_request_id: str = ""
     ) -> TransferReport:
         """Read a ticket's blocks into ours, and release it.
 
@@ -187,19 +167,13 @@ class Worker:
                 -1 stands for an absent block. No block may be the target of another pull.
             priority: lower is more urgent.
             local_request_id: the engine's own name of the request, for the log; the ticket has the producer's.
-            expected_digests: what each of our blocks is to hold, in lists like those of ``block_ids``; empty where
-                nothing is expected. They are compared with the ticket's where a block of ours and one of the
-                producer's end at the same token, and each list must have at least one such block.
 
         Returns:
             What moved, after every fence was held.
 
         Raises:
             TicketInvalid: the ticket was not signed by this cluster. Nothing was dialled.
-            ArgumentInvalid: ``expected_digests`` has another shape than ``block_ids``.
             BlockIdsInvalid, BlockRangeMismatch: the target blocks are wrong.
-            ContentMismatch: the ticket's blocks hold something else than ``expected_digests``. Nothing was read, and
-                the ticket was released.
             LayoutMismatch: the two caches cannot be matched.
             AuthenticationFailed, PeerRefused: the producer does not talk to us.
             StaleLease, PeerLost, DeadlineExceeded, ProtocolViolation, TransferFailed: nothing was delivered;
@@ -209,13 +183,7 @@ class Worker:
 
         Cancellation: cancels the pull; its blocks are quarantined until ``quiesced`` returns.
         """
-        return await self._consumer.pull(
-            ticket,
-            block_ids,
-            priority=priority,
-            local_request_id=local_request_id,
-            expected_digests=expected_digests,
-        )
+        return await self._consumer.pull(ticket, block_ids, priority=priority, local_request_id=local_request_id)
 
     def keep(self, ticket: Ticket) -> None:
         """Renew a ticket's leases until it is pulled or released: of a request that waits for room in our engine.

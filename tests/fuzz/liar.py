@@ -1,20 +1,20 @@
 """A producer that is a member and lies: it publishes manifests and metadata that are wrong, in right digests, and signs
 tickets that are wrong. A real worker dials it, and must live."""
 
-from contextlib import AsyncExitStack
+import json
+from contextlib import AsyncExitStack, suppress
 
 import msgspec
 import numpy as np
 
 import handshake
 from handshake import Publication
-from kvflow.cache.tickets import FORMAT, RankAddress
+from kvflow.cache.tickets import Grant, RankAddress
 from kvflow.ids import agent_name, worker_name
 from kvflow.layout.manifest import MANIFEST_SCHEMA
 from kvflow.layout.region import Region
 from kvflow.rendezvous.mint import TicketKey
 from kvflow.rendezvous.publication import Advertisement
-from kvflow.testing.tickets import grants_of, packed
 from kvflow.transport.envelope import Envelope, seal, unseal
 from kvflow.transport.nixl import NixlMover, exporter_name
 from kvflow.transport.nixl_metadata import inspect
@@ -120,20 +120,21 @@ def ticket(endpoint, number, **changes):
     fields = {
         "engine_id": ENGINE,
         "request_id": f"lie {number}",
-        "ranks": [msgspec.to_builtins(address)],
+        "ranks": (address,),
         "slot": 0,
         "epoch": "0",
         "block_ids": BLOCKS,
         "num_tokens": (TOKENS, TOKENS),
-        "lease_ms": 30_000,
+        "lease_s": 30.0,
         "admitted": True,
-        **changes,
     }
+    grant = Grant(**{**fields, **changes})
+    with suppress(TypeError, OverflowError, UnicodeEncodeError):  # nobody can sign that; it is sent without
+        grant = grant.signed(KEY.sign)
     try:
-        payload = msgspec.msgpack.encode(fields)
-    except (TypeError, OverflowError, UnicodeEncodeError):  # nobody can sign that
-        payload = b"\xc0"
-    return {"kvflow": f"{FORMAT}.{packed(KEY.sign(payload) + payload)}"}
+        return {"kvflow": json.loads(json.dumps(msgspec.to_builtins({"grants": [grant]})))}
+    except (TypeError, OverflowError):
+        return {"kvflow": {"grants": [None]}}
 
 
 def mutated_ticket(endpoint, seed, number):
@@ -141,8 +142,8 @@ def mutated_ticket(endpoint, seed, number):
     mutator = Mutator(f"{seed}/ticket/{number}")
     if mutator.draw.random() < 0.5:
         return mutator.of_value(ticket(endpoint, number), TEXTS)
-    field = mutator.draw.choice(("slot", "epoch", "block_ids", "num_tokens", "lease_ms", "ranks", "request_id"))
-    honest = grants_of(ticket(endpoint, number))[0]
+    field = mutator.draw.choice(("slot", "epoch", "block_ids", "num_tokens", "lease_s", "ranks", "request_id"))
+    honest = ticket(endpoint, number)["kvflow"]["grants"][0]
     return ticket(endpoint, number, **{field: mutator.of_value(honest[field], TEXTS)})
 
 

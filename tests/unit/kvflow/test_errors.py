@@ -15,7 +15,6 @@ CODES = {
     "block_range_mismatch",
     "capacity_exceeded",
     "config_invalid",
-    "content_mismatch",
     "deadline_exceeded",
     "kvflow_error",
     "layout_mismatch",
