@@ -9,7 +9,10 @@ The tree, by what the caller can do about it::
     ├── WorkerClosed             the worker is closing or closed: nothing more is served
     │   ├── WorkerDraining       the worker finishes what it has begun: begin nothing new here
     │   └── WorkerSuspended      the worker's cache is withdrawn: ask again when it was resumed
+    ├── ForkedProcess            open it in this process: what a parent has opened is the parent's
+    ├── WrongEventLoop           call it on the worker's event loop, or use run_worker
     ├── TicketInvalid            the ticket is truncated, forged or from another cluster: refuse the request
+    ├── ContentMismatch          the ticket's blocks hold other tokens than the request: refuse it, or recompute
     ├── BlockIdsInvalid          fix the block ids of this call
     │   └── BlockRangeMismatch   the ticket does not cover the tokens that are asked for
     ├── RequestUnknown           no offer of that name is held or remembered
@@ -103,11 +106,40 @@ class WorkerSuspended(WorkerClosed):
     default_remedy = "Resume the worker first; tickets of before are void."
 
 
+class ForkedProcess(KvflowError):
+    """A forked child called a worker, or a mint, of its parent."""
+
+    code = "forked_process"
+    default_remedy = "Open workers, and make mints, in the process that uses them: after the fork."
+
+
+class WrongEventLoop(KvflowError):
+    """A worker of ``open_worker`` was called from another event loop than its own, or from none."""
+
+    code = "wrong_event_loop"
+    default_remedy = "Call it on the event loop of open_worker, or use run_worker, which any thread may call."
+
+
 class TicketInvalid(KvflowError):
     """A ticket is not what a producer of this cluster signed."""
 
     code = "ticket_invalid"
     default_remedy = "Pass the producer's kv_transfer_params through unchanged, and use one cluster secret."
+
+
+class ContentMismatch(KvflowError):
+    """The blocks of a ticket hold something else than what the caller expects: nothing was read.
+
+    Attributes:
+        group: index of the group that differs, or None if the ticket does not say what its blocks hold.
+    """
+
+    code = "content_mismatch"
+    default_remedy = "Send each request with the kv_transfer_params of its own prefill, or compute the prompt here."
+
+    def __init__(self, message: str, *, group: int | None = None, remedy: str = "") -> None:
+        super().__init__(message, remedy=remedy)
+        self.group = group
 
 
 class BlockIdsInvalid(KvflowError):

@@ -6,12 +6,11 @@ Pure and free of NIXL: it can live in another process than the workers, as an en
 from collections.abc import Callable, Sequence
 from operator import index
 
-import msgspec
 import numpy as np
 from msgspec import UNSET
 
-from kvflow.cache.tickets import Grant, RankAddress, Sign, Ticket
-from kvflow.errors import ArgumentInvalid, BlockIdsInvalid, CapacityExceeded, ConfigInvalid
+from kvflow.cache.tickets import Content, Grant, RankAddress, Sign, Ticket, unseal
+from kvflow.errors import ArgumentInvalid, BlockIdsInvalid, CapacityExceeded, ConfigInvalid, TicketInvalid
 
 EPOCH_STEP = 2
 """A held epoch and the ended one after it."""
@@ -39,6 +38,7 @@ class Mint:
         head_start: int = 0,
         admitted: bool = False,
         wall_clock: Callable[[], float] | None = None,
+        block_sizes: Sequence[int] = (),
     ) -> None:
         """Start above everything that the ranks have held.
 
@@ -50,7 +50,8 @@ class Mint:
             head_start: random, in ``[0, 2**HEAD_START_BITS)``: a mint that replaces another one, whose last
                 tickets nobody has admitted, must not sign the same epoch for other blocks.
             admitted: whether every lease is held before its ticket is handed out.
-            wall_clock: seconds since 1970, for ``Grant.issued_at``; None leaves it out.
+            wall_clock: seconds since 1970, for ``Grant.issued_ms``; None leaves it out.
+            block_sizes: tokens in one block, group by group, 0 for states. Only offers with digests need them.
 
         Raises:
             ConfigInvalid: there is no rank.
@@ -60,7 +61,8 @@ class Mint:
         self.engine_id = engine_id
         self.ranks = tuple(ranks)
         self._sign = sign
-        self._lease_s = lease_s
+        self._lease_ms = max(1, round(lease_s * 1000))
+        self._block_sizes = tuple(block_sizes)
         self._admitted = admitted
         self._wall_clock = wall_clock
         self.slots = min(address.slots for address in ranks)
@@ -69,7 +71,12 @@ class Mint:
         self._epoch = max(int(address.epoch_base) for address in ranks) + 1 + head_start
 
     def offer(
-        self, request_id: str, *, block_ids: Sequence[Sequence[int]], num_tokens: int | Sequence[int]
+        self,
+        request_id: str,
+        *,
+        block_ids: Sequence[Sequence[int]],
+        num_tokens: int | Sequence[int],
+        digests: Sequence[Sequence[bytes]] | None = None,
     ) -> tuple[Ticket, Grant]:
         """Sign a ticket.
 
@@ -77,12 +84,14 @@ class Mint:
             request_id: text that is not on offer already.
             block_ids: one list per group.
             num_tokens: tokens of the request, or one number per group.
+            digests: the content of each block, at most 64 bytes, in lists like those of ``block_ids``; empty for an
+                absent block. A consumer that expects other content reads nothing.
 
         Returns:
             The ticket for the consumer, and the grant that every rank must admit.
 
         Raises:
-            ArgumentInvalid: the request's name is no text.
+            ArgumentInvalid: the request's name is no text, or the digests are not one for each block.
             BlockIdsInvalid: lists and token counts are no integers, do not fit each other or no ticket, or the
                 request is on offer already.
             CapacityExceeded: every slot is taken.
@@ -94,6 +103,7 @@ class Mint:
         if request_id in self._slots:
             raise BlockIdsInvalid(f"request {request_id!r} is on offer already", remedy="Revoke it first.")
         lists, tokens = _as_integers(block_ids, num_tokens)
+        contents = UNSET if digests is None else self._contents(digests, lists)
         if not self._free:
             raise CapacityExceeded("leases", self.slots, remedy="Wait for a lease to end, or raise lease_slots.")
         slot = self._free[-1]
@@ -105,19 +115,38 @@ class Mint:
             epoch=str(self._epoch),
             block_ids=lists,
             num_tokens=tokens,
-            lease_s=self._lease_s,
+            lease_ms=self._lease_ms,
             admitted=self._admitted,
-            issued_at=UNSET if self._wall_clock is None else self._wall_clock(),
+            issued_ms=UNSET if self._wall_clock is None else int(self._wall_clock() * 1000),
+            contents=contents,
         )
         try:
-            grant = msgspec.convert(msgspec.to_builtins(grant), type=Grant).signed(self._sign)
-        except (msgspec.ValidationError, UnicodeEncodeError) as error:
+            sealed = grant.seal(self._sign)
+            grant = unseal(sealed)  # what no reader could decode is refused here
+        except (TicketInvalid, UnicodeEncodeError, OverflowError) as error:
             raise BlockIdsInvalid(f"the offer fits no ticket: {error}", remedy="Correct the named field.") from error
         # Nothing is taken before everything is right: an offer that fails must not cost a slot.
         self._free.pop()
         self._slots[request_id] = slot
         self._epoch += EPOCH_STEP
-        return Ticket(grants=(grant,)), grant
+        return Ticket(grants=(grant,), sealed=(sealed,)), grant
+
+    def _contents(
+        self, digests: Sequence[Sequence[bytes]], block_ids: tuple[tuple[int, ...], ...]
+    ) -> tuple[Content, ...]:
+        """Return the digests of an offer, one for each block that is there."""
+        if len(self._block_sizes) != len(block_ids):
+            raise ConfigInvalid(
+                f"the mint has {len(self._block_sizes)} block sizes for {len(block_ids)} groups",
+                remedy="Give the mint block_sizes, one for each group, to offer digests.",
+            )
+        lists = tuple(tuple(each) for each in digests)
+        if len(lists) != len(block_ids):
+            raise ArgumentInvalid("digests", f"{len(block_ids)} lists, one for each group", digests)
+        for group, (found, ids) in enumerate(zip(lists, block_ids, strict=True)):
+            if len(found) != len(ids) or not all(map(_is_digest, found, ids)):
+                raise ArgumentInvalid(f"digests[{group}]", f"a list of {len(ids)} bytes, one for each block", found)
+        return tuple(Content(size, found) for size, found in zip(self._block_sizes, lists, strict=True))
 
     def vacate(self, request_id: str) -> None:
         """Free the slot of a lease that has ended on every rank, and keep its name taken until ``retire``."""
@@ -130,6 +159,10 @@ class Mint:
         """Free the slot, and the name, of a lease that has ended on every rank; False if it is unknown."""
         self.vacate(request_id)
         return self._slots.pop(request_id, -1) != -1
+
+
+def _is_digest(value: object, block_id: int) -> bool:
+    return isinstance(value, bytes) and (bool(value) or block_id < 0)
 
 
 def _as_integers(

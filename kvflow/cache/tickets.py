@@ -2,10 +2,15 @@
 
 A ticket is one or more *grants*. A grant is one signed promise of some ranks of one engine; a mint signs one
 grant for all ranks, ``worker.offer`` one for its own rank, and ``join_tickets`` puts several together.
+
+A ticket travels as one word of ASCII: ``kvf2``, then each grant behind a dot, base64url of its MAC and its msgpack. A
+router that parses and rewrites JSON cannot change a word, and a reader checks the MAC before it decodes anything.
 """
 
+import base64
+import binascii
 from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -13,18 +18,31 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from kvflow.errors import TicketInvalid
 from kvflow.ids import PeerId
 
-TICKET_VERSION = 1
+FORMAT = "kvf2"
+"""The first part of a ticket's text. It changes when this release cannot read the tickets of an older one."""
+
+TICKET_CHARS_MAX = 4 << 20
+"""Longest text that is looked at. One million tokens in blocks of 16, with a digest each, take 1.9 million characters
+a group. To decode 4 Mi characters and check their MAC takes about 20 ms; an engine that knows its longest prompt sets
+a lower limit."""
+
+GRANTS_MAX = 1024
+MAC_BYTES = 32  # HMAC-SHA256
+DIGEST_BYTES_MAX = 64
 
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Incarnation = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
 Endpoint = Annotated[str, Meta(min_length=1, max_length=512, pattern="^[a-z]+://")]
-# An epoch crosses JSON and msgpack, and JavaScript routers keep 53 bits of a number: it travels as text.
 Epoch = Annotated[str, Meta(pattern="^[0-9]{1,19}$")]
 BlockId = Annotated[int, Meta(ge=-1, le=(1 << 31) - 1)]
 BlockIds = Annotated[tuple[BlockId, ...], Meta(max_length=1 << 20)]
 NumTokens = Annotated[int, Meta(ge=1, le=1 << 40)]
+BlockSize = Annotated[int, Meta(ge=0, le=1 << 30)]
+Digest = Annotated[bytes, Meta(max_length=DIGEST_BYTES_MAX)]
+Digests = Annotated[tuple[Digest, ...], Meta(max_length=1 << 20)]
 
-WallTime = Annotated[float, Meta(ge=0, le=2**40)]
+Milliseconds = Annotated[int, Meta(ge=1, le=86_400_000)]
+WallTimeMs = Annotated[int, Meta(ge=0, le=1 << 52)]
 PublicKey = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 
 OVERDUE_S = 1.0
@@ -69,11 +87,28 @@ class Member(Struct, frozen=True):
         return PeerId(self.engine_id, address.rank, address.incarnation, address.endpoint, public_key)
 
 
+class Content(Struct, frozen=True):
+    """What the blocks of one group hold, so that a reader can tell whether it wants them.
+
+    Attributes:
+        block_size: tokens in one block; 0 for a state, of which a request has one.
+        digests: one for each block id of the grant, in the same order; empty bytes for an absent block. Two blocks are
+            equal if their digests are: each covers all tokens up to the end of its block, and whatever else the
+            engine makes keys and values from. kvflow compares them and never looks inside.
+    """
+
+    block_size: BlockSize
+    digests: Digests
+
+    def ends(self, num_tokens: int) -> list[int]:
+        """Return one past the last token of each block, for a request of so many tokens."""
+        return block_ends(len(self.digests), self.block_size, num_tokens)
+
+
 class Grant(Struct, frozen=True, kw_only=True):
     """One signed promise: these ranks keep these blocks while the slot holds this epoch.
 
     Attributes:
-        version: of the grant's own format.
         engine_id: the producer.
         request_id: the producer's name of the request.
         ranks: every rank that holds a share of the blocks.
@@ -81,14 +116,13 @@ class Grant(Struct, frozen=True, kw_only=True):
         epoch: what the slot holds while the promise lasts, in decimal.
         block_ids: one list per group, in the producer's order of groups.
         num_tokens: tokens of the request, one number per group.
-        lease_s: how long the promise lasts from admission unless renewed: a hint, the fence decides.
+        lease_ms: how long the promise lasts from admission unless renewed: a hint, the fence decides.
         admitted: whether the promise was being kept before the ticket was handed out. If not, a reader looks before it
             reads: bytes that it reads before the admission may be those of another request.
-        issued_at: when it was signed, in seconds since 1970 on the clock of whoever signed: only a hint.
-        mac: hexadecimal HMAC-SHA256 over all other fields.
+        issued_ms: when it was signed, in milliseconds since 1970 on the signer's clock: only a hint.
+        contents: what the blocks hold, one for each group; absent if the producer did not say.
     """
 
-    version: Annotated[int, Meta(ge=1, le=255)] = TICKET_VERSION
     engine_id: Name
     request_id: Name
     ranks: Annotated[tuple[RankAddress, ...], Meta(min_length=1, max_length=1024)]
@@ -96,40 +130,56 @@ class Grant(Struct, frozen=True, kw_only=True):
     epoch: Epoch
     block_ids: Annotated[tuple[BlockIds, ...], Meta(min_length=1, max_length=256)]
     num_tokens: Annotated[tuple[NumTokens, ...], Meta(min_length=1, max_length=256)]
-    lease_s: Annotated[float, Meta(gt=0, le=86400)]
+    lease_ms: Milliseconds
     admitted: bool
-    issued_at: WallTime | UnsetType = UNSET
-    mac: Annotated[str, Meta(pattern="^([0-9a-f]{64})?$")] = ""
+    issued_ms: WallTimeMs | UnsetType = UNSET
+    contents: Annotated[tuple[Content, ...], Meta(min_length=1, max_length=256)] | UnsetType = UNSET
 
     @property
     def epoch_value(self) -> int:
         """The epoch as a number."""
         return int(self.epoch)
 
-    def signed(self, sign: Sign) -> "Grant":
-        """Return a copy with its MAC."""
-        return msgspec.structs.replace(self, mac=sign(self._payload()).hex())
+    @property
+    def lease_s(self) -> float:
+        """How long the promise lasts from admission, in seconds."""
+        return self.lease_ms / 1000
 
-    def verify(self, verify: Verify) -> None:
-        """Check the version, the MAC, and what relates the fields to each other.
+    @property
+    def issued_at(self) -> float | UnsetType:
+        """When it was signed, in seconds since 1970 on the signer's clock."""
+        return UNSET if isinstance(self.issued_ms, UnsetType) else self.issued_ms / 1000
+
+    def seal(self, sign: Sign) -> bytes:
+        """Return the grant as it travels: its MAC and its encoding.
 
         Raises:
-            TicketInvalid: the grant is of another version, or was not signed with the cluster's secret.
+            UnicodeEncodeError: a name is no Unicode text.
         """
-        if self.version != TICKET_VERSION:
-            # Before the MAC: fields that this release does not know are lost by now, and no MAC would fit.
-            raise TicketInvalid(
-                f"the grant of {self.engine_id!r} has version {self.version}, this release reads {TICKET_VERSION}",
-                remedy="Run the same release of kvflow on both sides.",
-            )
-        try:
-            payload = self._payload()
-        except UnicodeEncodeError as error:  # JSON can carry half a surrogate pair, which no mint can have signed
-            raise TicketInvalid(f"the grant has text that is not Unicode: {error}") from error
-        if not self.mac or not verify(payload, bytes.fromhex(self.mac)):
-            raise TicketInvalid(f"the grant of {self.engine_id!r} for {self.request_id!r} has a wrong signature")
+        payload = _encoder.encode(self)
+        return sign(payload) + payload
+
+    def require_consistent(self) -> None:
+        """Check what relates the fields to each other.
+
+        Raises:
+            TicketInvalid: lists of groups differ in length, or digests do not go with the block ids.
+        """
         if len(self.num_tokens) != len(self.block_ids):
             raise TicketInvalid(f"{len(self.num_tokens)} token counts for {len(self.block_ids)} groups")
+        if isinstance(self.contents, UnsetType):
+            return
+        if len(self.contents) != len(self.block_ids):
+            raise TicketInvalid(f"{len(self.contents)} contents for {len(self.block_ids)} groups")
+        for group, (content, ids, tokens) in enumerate(
+            zip(self.contents, self.block_ids, self.num_tokens, strict=True)
+        ):
+            most = -(-tokens // content.block_size) if content.block_size else 1
+            if len(content.digests) != len(ids) or len(ids) > most:
+                raise TicketInvalid(
+                    f"group {group}: {len(content.digests)} digests and {len(ids)} blocks for {tokens} tokens, "
+                    f"which {most} blocks hold"
+                )
 
     def seems_over(self, wall_s: float, error_s: float) -> bool:
         """Tell whether the promise has run out, if nobody has renewed it and the clocks are right.
@@ -140,15 +190,42 @@ class Grant(Struct, frozen=True, kw_only=True):
             wall_s: seconds since 1970 on the producer's clock.
             error_s: by how much that may be wrong.
         """
-        if isinstance(self.issued_at, UnsetType):
-            return False
-        return wall_s - self.issued_at > self.lease_s + error_s + OVERDUE_S
+        issued_at = self.issued_at
+        return not isinstance(issued_at, UnsetType) and wall_s - issued_at > self.lease_s + error_s + OVERDUE_S
 
-    def _payload(self) -> bytes:
-        return _encoder.encode(msgspec.structs.replace(self, mac=""))
+
+def unseal(sealed: bytes) -> Grant:
+    """Decode a grant that has travelled. The caller checks its MAC first, or believes nothing that it says.
+
+    Raises:
+        TicketInvalid: it is malformed; says where.
+    """
+    try:
+        grant = _decoder.decode(sealed[MAC_BYTES:])
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise TicketInvalid(f"the ticket is malformed: {error}") from error
+    grant.require_consistent()
+    return grant
+
+
+def block_ends(num_blocks: int, block_size: int, num_tokens: int) -> list[int]:
+    """Return one past the last token of each of the last blocks of a request.
+
+    Args:
+        num_blocks: how many of the last blocks.
+        block_size: tokens in one; 0 for a state.
+        num_tokens: of the request.
+    """
+    if not num_blocks:
+        return []
+    if not block_size:
+        return [num_tokens] * num_blocks
+    last = -(-num_tokens // block_size)
+    return [*(index * block_size for index in range(last - num_blocks + 1, last)), num_tokens]
 
 
 _encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Grant)
 
 
 class Ticket(Struct, frozen=True, kw_only=True):
@@ -156,9 +233,11 @@ class Ticket(Struct, frozen=True, kw_only=True):
 
     Attributes:
         grants: signed promises; all of one engine and request.
+        sealed: the same as they travel, each with its MAC.
     """
 
-    grants: Annotated[tuple[Grant, ...], Meta(min_length=1, max_length=1024)]
+    grants: tuple[Grant, ...]
+    sealed: tuple[bytes, ...]
 
     @property
     def request_id(self) -> str:
@@ -176,24 +255,40 @@ class Ticket(Struct, frozen=True, kw_only=True):
             for address in grant.ranks:
                 yield Member(grant.engine_id, address, grant)
 
-    def to_params(self) -> dict[str, Any]:
-        """Return a JSON-safe dict for a router (``kv_transfer_params``)."""
-        return {"kvflow": msgspec.to_builtins(self)}
-
-    @staticmethod
-    def from_params(params: object) -> "Ticket":
-        """Read a ticket back. Its signatures are checked by ``worker.pull``, before anything is dialled.
+    def verify(self, verify: Verify) -> None:
+        """Check every MAC.
 
         Raises:
-            TicketInvalid: the parameters are truncated or malformed; says where.
+            TicketInvalid: a grant was not signed with the cluster's secret.
+        """
+        for sealed in self.sealed:
+            _check_mac(sealed, verify)
+
+    def to_params(self) -> dict[str, str]:
+        """Return a JSON-safe dict for a router (``kv_transfer_params``)."""
+        texts = (base64.urlsafe_b64encode(sealed).rstrip(b"=").decode("ascii") for sealed in self.sealed)
+        return {"kvflow": ".".join((FORMAT, *texts))}
+
+    @staticmethod
+    def from_params(params: object, *, verify: Verify | None = None, chars_max: int = TICKET_CHARS_MAX) -> "Ticket":
+        """Read a ticket back.
+
+        Args:
+            params: as ``to_params`` made them, maybe with other entries beside.
+            verify: checks a MAC. Given, nothing is decoded that was not signed. Without it, believe nothing that the
+                ticket says: ``worker.pull`` checks the MAC before anything is dialled.
+            chars_max: longest text that is looked at.
+
+        Raises:
+            TicketInvalid: the parameters are too long, truncated, malformed, or not signed; says which.
         """
         if not isinstance(params, dict) or "kvflow" not in params:
             raise TicketInvalid("the parameters have no 'kvflow' entry")
-        try:
-            ticket = msgspec.convert(params["kvflow"], type=Ticket)
-        except (msgspec.ValidationError, UnicodeEncodeError, RecursionError) as error:
-            raise TicketInvalid(f"the ticket is malformed: {error}") from error
-        return _checked(ticket)
+        sealed = _read_text(params["kvflow"], chars_max)
+        if verify is not None:
+            for each in sealed:
+                _check_mac(each, verify)
+        return _checked(tuple(unseal(each) for each in sealed), sealed)
 
 
 def join_tickets(tickets: Sequence[Ticket]) -> Ticket:
@@ -204,19 +299,55 @@ def join_tickets(tickets: Sequence[Ticket]) -> Ticket:
     """
     if not tickets:
         raise TicketInvalid("there is no ticket to join")
-    return _checked(Ticket(grants=tuple(grant for ticket in tickets for grant in ticket.grants)))
+    grants = tuple(grant for ticket in tickets for grant in ticket.grants)
+    return _checked(grants, tuple(sealed for ticket in tickets for sealed in ticket.sealed))
 
 
-def _checked(ticket: Ticket) -> Ticket:
-    names = {(grant.engine_id, grant.request_id) for grant in ticket.grants}
+def _read_text(text: object, chars_max: int) -> tuple[bytes, ...]:
+    """Return the sealed grants of a ticket's text."""
+    if not isinstance(text, str):
+        raise TicketInvalid(
+            f"the ticket is {type(text).__name__}: expected text",
+            remedy="Run the same release of kvflow on both sides, and pass kv_transfer_params through unchanged.",
+        )
+    if len(text) > chars_max:
+        raise TicketInvalid(f"the ticket has {len(text)} characters, and at most {chars_max} are read")
+    head, *parts = text.split(".", GRANTS_MAX + 1)
+    if head != FORMAT:
+        raise TicketInvalid(
+            f"the ticket has the format {head[:16]!r}, this release reads {FORMAT!r}",
+            remedy="Run the same release of kvflow on both sides, and pass kv_transfer_params through unchanged.",
+        )
+    if not 1 <= len(parts) <= GRANTS_MAX:
+        raise TicketInvalid(f"the ticket has no grants, or more than {GRANTS_MAX}")
+    return tuple(_read_part(part) for part in parts)
+
+
+def _read_part(part: str) -> bytes:
+    try:
+        sealed = base64.b64decode(part + "=" * (-len(part) % 4), altchars=b"-_", validate=True)
+    except (binascii.Error, ValueError) as error:  # the latter for text that is not ASCII
+        raise TicketInvalid(f"the ticket is malformed: {error}") from error
+    if len(sealed) <= MAC_BYTES:
+        raise TicketInvalid("the ticket is malformed: a grant is truncated")
+    return sealed
+
+
+def _check_mac(sealed: bytes, verify: Verify) -> None:
+    if not verify(sealed[MAC_BYTES:], sealed[:MAC_BYTES]):
+        raise TicketInvalid("the ticket has a wrong signature")
+
+
+def _checked(grants: tuple[Grant, ...], sealed: tuple[bytes, ...]) -> Ticket:
+    names = {(grant.engine_id, grant.request_id) for grant in grants}
     if len(names) != 1:
         raise TicketInvalid(f"the grants are of different engines or requests: {sorted(names)[:4]}")
-    tokens = {grant.num_tokens for grant in ticket.grants}
+    tokens = {grant.num_tokens for grant in grants}
     # A pipeline stage may have fewer groups than another one.
     most = max(tokens, key=len)
     if any(set(each) - set(most) or (len(each) == len(most) and each != most) for each in tokens):
         raise TicketInvalid(f"the grants are of different numbers of tokens: {sorted(tokens)[:4]}")
-    ranks = [address.rank for grant in ticket.grants for address in grant.ranks]
+    ranks = [address.rank for grant in grants for address in grant.ranks]
     if len(set(ranks)) != len(ranks):
         raise TicketInvalid("a rank is named twice")
-    return ticket
+    return Ticket(grants=grants, sealed=sealed)

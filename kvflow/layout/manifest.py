@@ -84,6 +84,11 @@ class ManifestGroup(Struct, frozen=True):
         return self.block_size * self.stripe.size
 
     @property
+    def tokens_per_id(self) -> int:
+        """``block_tokens``, or 0 if the group keeps states, of which a request has one."""
+        return 0 if self.kind == "mamba" else self.block_tokens
+
+    @property
     def opaque(self) -> bool:
         """Whether its pages are of a kind that is not known, which no one can cut."""
         return self.layers[0].kind == "opaque"

@@ -9,6 +9,7 @@ from kvflow.cache.mint import HEAD_START_BITS, Mint
 from kvflow.cache.tickets import RankAddress, Ticket
 from kvflow.config import SECRET_LENGTH_MIN
 from kvflow.errors import ConfigInvalid
+from kvflow.forks import Origin
 
 
 class TicketKey:
@@ -19,10 +20,20 @@ class TicketKey:
 
     def __init__(self, security: ClusterSecurity) -> None:
         self._security = security
+        self._origin = Origin("the key that signs tickets")
 
     def sign(self, payload: bytes) -> bytes:
-        """Return the MAC of a grant's payload."""
+        """Return the MAC of a grant's payload.
+
+        Raises:
+            ForkedProcess: this is a forked child: its parent signs the same slots and epochs.
+        """
+        self._origin.require()
         return sign(self._security.ticket_key, payload)
+
+    def verifies(self, payload: bytes, mac: bytes) -> bool:
+        """Tell whether a member of the cluster signed a grant's payload; for ``Ticket.from_params``."""
+        return self._security.verifies(payload, mac)
 
     def check(self, ticket: Ticket) -> None:
         """Verify every grant, before anything that the ticket says is acted upon.
@@ -30,8 +41,7 @@ class TicketKey:
         Raises:
             TicketInvalid: a grant was not signed with the cluster's secret.
         """
-        for grant in ticket.grants:
-            grant.verify(self._security.verifies)
+        ticket.verify(self._security.verifies)
 
 
 def draw_head_start(draw_bits: Callable[[int], int] = secrets.randbits) -> int:
@@ -57,6 +67,7 @@ class TicketMint(Mint):
         lease_s: float = 30.0,
         draw_bits: Callable[[int], int] = secrets.randbits,
         wall_clock: Callable[[], float] = time.time,
+        block_sizes: Sequence[int] = (),
     ) -> None:
         if len(cluster_secret) < SECRET_LENGTH_MIN:
             raise ConfigInvalid(f"the cluster secret has fewer than {SECRET_LENGTH_MIN} characters")
@@ -68,4 +79,5 @@ class TicketMint(Mint):
             lease_s=lease_s,
             head_start=draw_head_start(draw_bits),
             wall_clock=wall_clock,
+            block_sizes=block_sizes,
         )

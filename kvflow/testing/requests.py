@@ -12,12 +12,13 @@ import numpy as np
 from msgspec import Struct
 
 from kvflow.cache.leases import LeaseEnded
-from kvflow.cache.tickets import Grant, Ticket, join_tickets
+from kvflow.cache.tickets import MAC_BYTES, Grant, Ticket, join_tickets
 from kvflow.errors import CapacityExceeded, WorkerClosed
 from kvflow.rendezvous.mint import TicketMint
 from kvflow.testing.engines import SECRET, Engine, Rank
 from kvflow.testing.memory import Written
 from kvflow.testing.readings import Reading
+from kvflow.testing.tickets import damage, forge, grants_of
 from kvflow.testing.world import World
 
 SLACK_S = 1e-6
@@ -262,7 +263,7 @@ class Request:
         self._routed = True
         params = json.loads(json.dumps(join_tickets(self._tickets).to_params()))
         if self.plan.forged:
-            _forge(params, self._world)
+            params = _forged(params, self._world)
         for number in self.plan.readers:
             engine = self._engines(number)
             if engine.open:
@@ -298,16 +299,20 @@ class Request:
         )
 
 
-def _forge(params: dict[str, Any], world: World) -> None:
-    """Change one field of one grant; each of them is signed."""
-    grants = params["kvflow"]["grants"]
-    grant = grants[world.chance.randrange(len(grants))]
-    match world.chance.randrange(4):
-        case 0:
-            grant["slot"] += 1
-        case 1:
-            grant["epoch"] = str(int(grant["epoch"]) + 2)
-        case 2:
-            grant["mac"] = "0" * 64
-        case _:
-            grant["lease_s"] += 1.0
+def _forged(params: dict[str, Any], world: World) -> dict[str, Any]:
+    """Return parameters with one field of one grant changed, or its MAC; all of it is signed."""
+
+    def change(grant: dict[str, Any]) -> None:
+        match kind:
+            case 0:
+                grant["slot"] += 1
+            case 1:
+                grant["epoch"] = str(int(grant["epoch"]) + 2)
+            case _:
+                grant["lease_ms"] += 1000
+
+    which = world.chance.randrange(len(grants_of(params)))
+    kind = world.chance.randrange(4)
+    if kind == 3:
+        return damage(params, lambda sealed: bytes(MAC_BYTES) + sealed[MAC_BYTES:], grant=which)
+    return forge(params, change, grant=which)

@@ -16,7 +16,7 @@ from kvflow.cache.destinations import DestinationLedger, Quarantined
 from kvflow.cache.quarantine import LastResort
 from kvflow.cache.tickets import Member, Ticket
 from kvflow.clock import Clock
-from kvflow.errors import ArgumentInvalid, DeadlineExceeded, KvflowError
+from kvflow.errors import ArgumentInvalid, ContentMismatch, DeadlineExceeded, KvflowError
 from kvflow.ids import LeaseKey, PeerId
 from kvflow.layout.manifest import Manifest
 from kvflow.observability.events import ReaderRenewed
@@ -50,7 +50,7 @@ from kvflow.transport.base import (
     Transport,
     TransportEvent,
 )
-from kvflow.worker.demands import demands_of, empty_report, log_context
+from kvflow.worker.demands import check_expected, demands_of, empty_report, log_context, require_content
 from kvflow.worker.failures import transfer_error
 from kvflow.worker.keeping import Keeping
 from kvflow.worker.peers import PeerPool
@@ -116,7 +116,13 @@ class Consumer:
         self._stage: Stage = "open"
 
     async def pull(
-        self, ticket: Ticket, block_ids: Sequence[Sequence[int]], *, priority: int = 0, local_request_id: str = ""
+        self,
+        ticket: Ticket,
+        block_ids: Sequence[Sequence[int]],
+        *,
+        priority: int = 0,
+        local_request_id: str = "",
+        expected_digests: Sequence[Sequence[bytes]] | None = None,
     ) -> TransferReport:
         """Read a ticket's blocks into ours. See ``Worker.pull``."""
         called_at = self._clock()
@@ -127,12 +133,13 @@ class Consumer:
         targets = check_block_ids(
             block_ids, num_blocks=self._manifest.num_blocks, aliases=self._ledger.aliases, unique=True
         )
+        expected = None if expected_digests is None else check_expected(expected_digests, targets)
         pull_id = next(self._ids)
         self._unsettled.begin(pull_id, ticket.request_id)
         try:
             # However they were joined: ranks in another order are the same ranks, divided and prepared once.
             members = tuple(sorted(ticket.members(), key=lambda member: member.address.rank))
-            legs = self._legs(members, await self._meet(members), targets)
+            legs = self._legs(members, await self._meet(members), targets, expected)
             pull = _Pull(
                 ticket=ticket,
                 result=asyncio.get_running_loop().create_future(),
@@ -142,6 +149,10 @@ class Consumer:
             )
             require_running(self._stage, "pulls nothing")  # one that drains finishes what was called before
             effects = self._submit(pull_id, pull, targets, legs, priority) if legs else []
+        except ContentMismatch:
+            self._unsettled.end(pull_id)
+            self._releasing.add(members)  # nobody will read it for this request
+            raise
         except BaseException:
             self._unsettled.end(pull_id)
             raise
@@ -274,13 +285,19 @@ class Consumer:
         return list(await asyncio.gather(*(self._pool.meet(member) for member in members)))
 
     def _legs(
-        self, members: Sequence[Member], peers: Sequence[Peer], targets: Sequence[Int64s]
+        self,
+        members: Sequence[Member],
+        peers: Sequence[Peer],
+        targets: Sequence[Int64s],
+        expected: tuple[tuple[bytes, ...], ...] | None,
     ) -> tuple[LegRequest, ...]:
         """Say what each source rank must give; ranks that give nothing have no leg."""
         legs = []
         for leg in self._pool.legs(peers):
             member = members[leg.member]
             demands = demands_of(member, peers[leg.member].manifest, leg.programs, targets)
+            if expected is not None:
+                require_content(member.grant, leg.programs, self._manifest, expected)
             if demands:
                 grant = member.grant
                 lease = (grant.slot, grant.epoch_value, grant.lease_s)

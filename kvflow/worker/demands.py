@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 
-from kvflow.cache.tickets import Member, Ticket
-from kvflow.errors import BlockIdsInvalid, TicketInvalid
+from msgspec import UnsetType
+
+from kvflow.cache.tickets import Grant, Member, Ticket, block_ends
+from kvflow.errors import ArgumentInvalid, BlockIdsInvalid, ContentMismatch, TicketInvalid
 from kvflow.layout.manifest import Manifest
 from kvflow.transfer.pairs import Int64s, check_block_ids, pair_units
 from kvflow.transfer.report import TransferReport
@@ -44,6 +46,40 @@ def demands_of(member: Member, theirs: Manifest, programs: Programs, targets: Se
                 )
             )
     return tuple(demands)
+
+
+def check_expected(expected: Sequence[Sequence[bytes]], targets: Sequence[Int64s]) -> tuple[tuple[bytes, ...], ...]:
+    """Return a caller's expected digests, which must go with its block ids.
+
+    Raises:
+        ArgumentInvalid: they do not.
+    """
+    lists = tuple(tuple(each) for each in expected)
+    shape = [len(ids) for ids in targets]
+    if [len(each) for each in lists] != shape or not all(isinstance(one, bytes) for each in lists for one in each):
+        raise ArgumentInvalid("expected_digests", f"lists of {shape} bytes, one for each block", expected)
+    return lists
+
+
+def require_content(grant: Grant, programs: Programs, ours: Manifest, expected: Sequence[Sequence[bytes]]) -> None:
+    """Refuse a ticket whose blocks hold something else than is expected of them, group by group.
+
+    Raises:
+        ContentMismatch: names our group.
+    """
+    if isinstance(grant.contents, UnsetType):
+        raise ContentMismatch("the ticket does not say what its blocks hold")
+    for _, binding in programs:
+        source, target = binding.group.source_group, binding.group.target_group
+        wanted = expected[target]
+        if not any(wanted):
+            continue
+        content, num_tokens = grant.contents[source], grant.num_tokens[source]
+        given = dict(zip(content.ends(num_tokens), content.digests, strict=True))
+        ends = block_ends(len(wanted), ours.groups[target].tokens_per_id, num_tokens)
+        compared = [(given[end], digest) for end, digest in zip(ends, wanted, strict=True) if digest and given.get(end)]
+        if not compared or any(found != digest for found, digest in compared):
+            raise ContentMismatch(f"group {target}: the ticket's blocks hold something else", group=target)
 
 
 def empty_report(ticket: Ticket, transport: str, handshake_s: float) -> TransferReport:

@@ -14,6 +14,9 @@ from kvflow.worker.producer import LeaseKeeper
 WAITING_MAX = 4096
 """Offers that may wait for a slot: as many again as there are slots. An engine with more to offer prefills too much."""
 
+Digests = Sequence[Sequence[bytes]] | None
+"""The content of each block of an offer, group by group; None if the engine does not say."""
+
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
@@ -22,6 +25,7 @@ class _Waiting:
     request_id: str
     block_ids: Sequence[Sequence[int]]
     num_tokens: int | Sequence[int]
+    digests: Digests
     ticket: asyncio.Future[Ticket]
 
 
@@ -39,14 +43,20 @@ class Offers:
         self._line: deque[_Waiting] = deque()
         keeper.call_around_ends(self._vacate, self._retire)
 
-    def offer(self, request_id: str, block_ids: Sequence[Sequence[int]], num_tokens: int | Sequence[int]) -> Ticket:
+    def offer(
+        self,
+        request_id: str,
+        block_ids: Sequence[Sequence[int]],
+        num_tokens: int | Sequence[int],
+        digests: Digests = None,
+    ) -> Ticket:
         """Sign a ticket and hold its lease. See ``Worker.offer``."""
         if self._line:
             self._keeper.require_open()
             raise CapacityExceeded(
                 "leases", self._mint.slots, remedy="Others wait for the next slot: use offer_when_possible."
             )
-        return self._offer(request_id, block_ids, num_tokens)
+        return self._offer(request_id, block_ids, num_tokens, digests)
 
     async def offer_when_possible(
         self,
@@ -54,12 +64,13 @@ class Offers:
         block_ids: Sequence[Sequence[int]],
         num_tokens: int | Sequence[int],
         *,
+        digests: Digests = None,
         timeout_s: float | None,
     ) -> Ticket:
         """Wait for a slot, then offer. See ``Worker.offer_when_possible``."""
         if len(self._line) >= WAITING_MAX:
             raise CapacityExceeded("offers that wait for a slot", WAITING_MAX)
-        waiting = _Waiting(request_id, block_ids, num_tokens, self._loop.create_future())
+        waiting = _Waiting(request_id, block_ids, num_tokens, digests, self._loop.create_future())
         self._line.append(waiting)
         # Also where others wait: a slot that came free before we stood in line is announced to nobody.
         self.serve()
@@ -83,7 +94,7 @@ class Offers:
             waiting = self._line[0]
             if not waiting.ticket.cancelled():  # if it is, its caller has not had its turn of the loop yet
                 try:
-                    ticket = self._offer(waiting.request_id, waiting.block_ids, waiting.num_tokens)
+                    ticket = self._offer(waiting.request_id, waiting.block_ids, waiting.num_tokens, waiting.digests)
                 except CapacityExceeded:
                     return  # the end of the next lease comes here again
                 except Exception as error:  # noqa: BLE001 - its caller gets it; those behind it must not wait for ever
@@ -93,10 +104,16 @@ class Offers:
             # Only now, so that no other thread's offer slips in before the one whose turn it is.
             self._line.popleft()
 
-    def _offer(self, request_id: str, block_ids: Sequence[Sequence[int]], num_tokens: int | Sequence[int]) -> Ticket:
+    def _offer(
+        self,
+        request_id: str,
+        block_ids: Sequence[Sequence[int]],
+        num_tokens: int | Sequence[int],
+        digests: Digests,
+    ) -> Ticket:
         self._keeper.require_open()
         with self._lock:
-            ticket, grant = self._mint.offer(request_id, block_ids=block_ids, num_tokens=num_tokens)
+            ticket, grant = self._mint.offer(request_id, block_ids=block_ids, num_tokens=num_tokens, digests=digests)
         try:
             self._keeper.admit(grant)
         except BaseException:

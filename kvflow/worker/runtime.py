@@ -2,11 +2,12 @@
 
 import asyncio
 import logging
+import os
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, NoReturn, Protocol
 
 import msgspec
 from msgspec import Struct
@@ -34,6 +35,7 @@ from kvflow.transport.base import Transport
 from kvflow.worker.calibration import Staging, staging_of
 from kvflow.worker.consumer import Consumer
 from kvflow.worker.drain import Drain
+from kvflow.worker.home import Home
 from kvflow.worker.inbox import Inbox
 from kvflow.worker.offers import Offers
 from kvflow.worker.peers import PeerPool
@@ -69,6 +71,9 @@ async def open_worker(
 
     Leaving revokes every lease at once, cancels every pull, says goodbye, and destroys the transport's agents:
     after that nothing reads or writes the cache any more, and its memory may be freed.
+
+    A child that is forked meanwhile must not leave: end it with ``os._exit`` or ``exec``, as ``multiprocessing`` and
+    ``subprocess`` do. If it leaves all the same it is ended at once, with the status of its ``SystemExit``, or 1.
 
     Args:
         config: the settings.
@@ -130,7 +135,7 @@ async def _opened(parts: _Parts) -> AsyncIterator[Worker]:
         leases=LeaseTable(epochs),
         account=account,
         num_blocks=manifest.num_blocks,
-        block_sizes=[0 if group.kind == "mamba" else group.block_tokens for group in manifest.groups],
+        block_sizes=[group.tokens_per_id for group in manifest.groups],
         lease_s=config.lease_s,
         name=worker_name(config.engine_id, config.rank, ours.identity.incarnation),
         clock=surroundings.clock,
@@ -140,7 +145,7 @@ async def _opened(parts: _Parts) -> AsyncIterator[Worker]:
     failure: BaseException | None = None
     async with open_listener(bind=config.bind, ours=ours, keeper=keeper, report=report) as server:
         address = _address(config, ours, epochs, server.endpoint)
-        mint = _mint_of_offers(config, address, key, surroundings)
+        mint = _mint_of_offers(config, address, key, manifest, surroundings)
         async with asyncio.TaskGroup() as tasks:
             pool = PeerPool(
                 ours=ours,
@@ -172,7 +177,8 @@ async def _opened(parts: _Parts) -> AsyncIterator[Worker]:
             background = [tasks.create_task(work()) for work in for_ever]
             offers = Offers(mint, keeper, asyncio.get_running_loop())
             drain = Drain(keeper, offers, consumer, surroundings.clock, report)
-            worker = Worker(address, keeper, offers, consumer, drain, trust=Trust(ours, server, pool))
+            home = Home(asyncio.get_running_loop())
+            worker = Worker(address, keeper, offers, consumer, drain, trust=Trust(ours, server, pool), home=home)
             report(events.WorkerOpened(worker.endpoint, transport.name, manifest.num_blocks, cache.bytes_per_block))
             if staging.ignored is not None:
                 report(staging.ignored)
@@ -180,6 +186,8 @@ async def _opened(parts: _Parts) -> AsyncIterator[Worker]:
                 yield worker
             except BaseException as error:  # noqa: BLE001  # raised again below, not inside a group of exceptions
                 failure = error
+            if home.origin.is_elsewhere:
+                _end_child(failure)
             closed = events.WorkerClosed(leases_revoked=keeper.close(), pulls_cancelled=consumer.close())
             offers.serve()  # those in line are refused
             pool.close()
@@ -188,6 +196,18 @@ async def _opened(parts: _Parts) -> AsyncIterator[Worker]:
     report(closed)
     if failure is not None:
         raise failure
+
+
+def _end_child(failure: BaseException | None) -> NoReturn:
+    """End a forked child that leaves the block of its parent's worker.
+
+    Its event loop has the parent's epoll: what it stops to watch there the parent does not hear of any more. And its
+    ZeroMQ waits for threads that it does not have. ``multiprocessing`` ends the children that it forks in the same way.
+    """
+    message = "kvflow: a forked child left the block of open_worker, which belongs to its parent: it ends here"
+    logger.critical(message, exc_info=failure)
+    status = failure.code if isinstance(failure, SystemExit) else 1
+    os._exit(status if isinstance(status, int) else int(status is not None))
 
 
 def _address(config: WorkerConfig, ours: OurSide, epochs: EpochTable, endpoint: str) -> RankAddress:
@@ -202,7 +222,9 @@ def _address(config: WorkerConfig, ours: OurSide, epochs: EpochTable, endpoint: 
     )
 
 
-def _mint_of_offers(config: WorkerConfig, address: RankAddress, key: TicketKey, surroundings: Surroundings) -> Mint:
+def _mint_of_offers(
+    config: WorkerConfig, address: RankAddress, key: TicketKey, manifest: Manifest, surroundings: Surroundings
+) -> Mint:
     """Make the mint of a worker's own offers, of which none gives its ticket away before the lease is held."""
     head_start = draw_head_start(surroundings.draw_bits)
     return Mint(
@@ -213,6 +235,7 @@ def _mint_of_offers(config: WorkerConfig, address: RankAddress, key: TicketKey, 
         head_start=head_start,
         wall_clock=surroundings.network.wall,
         admitted=True,
+        block_sizes=[group.tokens_per_id for group in manifest.groups],
     )
 
 

@@ -8,7 +8,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -21,9 +21,11 @@ from kvflow.cache.leases import LeaseEnded, Outcome
 from kvflow.cache.tickets import Grant, RankAddress, Ticket
 from kvflow.config import WorkerConfig
 from kvflow.errors import KvflowError, TransferCancelled, TransferFailed, WorkerClosed, WorkerSuspended
+from kvflow.forks import Origin
 from kvflow.transfer.report import TransferReport
 from kvflow.worker.drain import DrainReport
 from kvflow.worker.life import Life, begin_life
+from kvflow.worker.offers import Digests
 from kvflow.worker.runtime import Cache, Hook
 from kvflow.worker.worker import Snapshot, Worker
 
@@ -62,10 +64,15 @@ class ThreadedWorker:
     While it is suspended, whatever asks for something raises ``WorkerSuspended``; only ``revoke`` and ``finished`` tell
     of what was before.
 
+    Raises:
+        ForkedProcess: by every method that a forked child of the worker's process calls, but for ``close``: there is
+            nothing in the child to close.
+
     Thread: any, but not from a hook: that is the worker's own.
     """
 
     def __init__(self, config: WorkerConfig, hooks: Sequence[Hook], cache: Cache) -> None:
+        self._origin = Origin("the worker")
         self._config = config
         self._finished = _FinishedQueue()
         self._hooks = (*hooks, self._finished.on_event)
@@ -99,6 +106,7 @@ class ThreadedWorker:
             WorkerClosed: its block has been left.
             BaseException: what its loop had died of; nothing touches the memory then, either.
         """
+        self._origin.require()  # before the lock, which a thread of the parent may have held
         with self._changing:
             self._withdraw()
 
@@ -115,14 +123,22 @@ class ThreadedWorker:
             ConfigInvalid, SpecInvalid, TransportUnavailable: see ``open_worker``; it stays suspended.
             WorkerClosed: its block has been left.
         """
+        self._origin.require()
         with self._changing:
             self._withdraw()
             self._life = begin_life(self._config, cache, self._hooks)
             self._stage = "open"
 
-    def offer(self, request_id: str, block_ids: Sequence[Sequence[int]], num_tokens: int | Sequence[int]) -> Ticket:
+    def offer(
+        self,
+        request_id: str,
+        block_ids: Sequence[Sequence[int]],
+        num_tokens: int | Sequence[int],
+        *,
+        digests: Digests = None,
+    ) -> Ticket:
         """Promise to keep blocks for a consumer. See ``Worker.offer``."""
-        return self._awake().worker.offer(request_id, block_ids, num_tokens)
+        return self._awake().worker.offer(request_id, block_ids, num_tokens, digests=digests)
 
     def offer_when_possible(
         self,
@@ -130,12 +146,13 @@ class ThreadedWorker:
         block_ids: Sequence[Sequence[int]],
         num_tokens: int | Sequence[int],
         *,
+        digests: Digests = None,
         timeout_s: float | None = None,
     ) -> "Future[Ticket]":
         """Wait until a lease slot is free, then offer. See ``Worker.offer_when_possible``."""
         life = self._awake()
         return life.bridge.submit(
-            life.worker.offer_when_possible(request_id, block_ids, num_tokens, timeout_s=timeout_s),
+            life.worker.offer_when_possible(request_id, block_ids, num_tokens, digests=digests, timeout_s=timeout_s),
             on_unwanted=lambda _: life.worker.revoke(request_id),
         )
 
@@ -153,13 +170,27 @@ class ThreadedWorker:
         return life.bridge.submit(life.worker.wait_offer(request_id))
 
     def pull(
-        self, ticket: Ticket, block_ids: Sequence[Sequence[int]], *, priority: int = 0, local_request_id: str = ""
+        self,
+        ticket: Ticket,
+        block_ids: Sequence[Sequence[int]],
+        *,
+        priority: int = 0,
+        local_request_id: str = "",
+        expected_digests: Digests = None,
     ) -> "Future[TransferReport]":
         """Read a ticket's blocks into ours. See ``Worker.pull``; cancelling the future cancels the pull."""
         request_id = getattr(ticket, "request_id", "")  # whatever was passed, its refusal is reported
         life = self._awake()
+        pull = partial(
+            life.worker.pull,
+            ticket,
+            block_ids,
+            priority=priority,
+            local_request_id=local_request_id,
+            expected_digests=expected_digests,
+        )
         return life.bridge.submit(
-            _pull(life.worker, ticket, block_ids, priority, local_request_id),
+            _pull(life.worker, ticket, pull),
             on_end=partial(self._finished.on_pull_ended, request_id, local_request_id),
         )
 
@@ -180,6 +211,7 @@ class ThreadedWorker:
 
     def allow_keys(self, keys: Iterable[str]) -> None:
         """Replace the list of allowed keys, also that of later lives. See ``Worker.allow_keys``."""
+        self._origin.require()
         config = msgspec.structs.replace(self._config, allowed_keys=tuple(keys))
         with self._changing:
             if self._stage == "suspended":
@@ -190,6 +222,7 @@ class ThreadedWorker:
 
     def finished(self) -> list[Finished]:
         """Drain what has ended, and is quiescent, since the last call."""
+        self._origin.require()
         return self._finished.drain()
 
     def wait_finished(self, timeout_s: float) -> bool:
@@ -197,6 +230,7 @@ class ThreadedWorker:
 
         Thread: any; if several wait, an end may wake only one of them.
         """
+        self._origin.require()
         return self._finished.wait(timeout_s)
 
     def snapshot(self) -> Snapshot:
@@ -209,6 +243,8 @@ class ThreadedWorker:
         Raises:
             BaseException: what its loop had died of.
         """
+        if self._origin.is_elsewhere:
+            return
         with self._changing:
             self._stage = "closed"
             self._life.end()
@@ -219,6 +255,7 @@ class ThreadedWorker:
         Raises:
             WorkerSuspended: there is none at present.
         """
+        self._origin.require()
         if self._stage == "suspended":
             raise WorkerSuspended("the worker is suspended: its cache is withdrawn")
         return self._life
@@ -250,10 +287,10 @@ def run_worker(config: WorkerConfig, cache: Cache, *, hooks: Sequence[Hook] = ()
 
 
 async def _pull(
-    worker: Worker, ticket: Ticket, block_ids: Sequence[Sequence[int]], priority: int, local_request_id: str
+    worker: Worker, ticket: Ticket, pull: Callable[[], Coroutine[None, None, TransferReport]]
 ) -> TransferReport:
     try:
-        return await worker.pull(ticket, block_ids, priority=priority, local_request_id=local_request_id)
+        return await pull()
     except (Exception, asyncio.CancelledError) as error:
         # Where the error is not ours nobody knows how far the pull had come.
         if not isinstance(error, KvflowError) or (isinstance(error, TransferFailed) and error.quarantined):

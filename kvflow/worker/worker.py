@@ -14,7 +14,8 @@ from kvflow.transfer.report import TransferReport
 from kvflow.transport.base import StagingUse
 from kvflow.worker.consumer import Consumer
 from kvflow.worker.drain import Drain, DrainReport
-from kvflow.worker.offers import Offers
+from kvflow.worker.home import Home
+from kvflow.worker.offers import Digests, Offers
 from kvflow.worker.producer import LeaseKeeper
 from kvflow.worker.trust import Trust
 
@@ -46,7 +47,12 @@ class Worker:
         endpoint: control endpoint as peers reach it.
         incarnation: 32 hexadecimal digits, drawn at the start.
 
-    Thread: ``offer``, ``admit`` and ``revoke`` from any thread; everything else on the worker's event loop.
+    Raises:
+        WrongEventLoop: by every method that is called elsewhere than its thread says.
+        ForkedProcess: by every method that a forked child of the worker's process calls.
+
+    Thread: ``rank_address``, ``offer``, ``admit`` and ``revoke`` from any thread; everything else on the worker's event
+        loop.
     """
 
     def __init__(
@@ -58,6 +64,7 @@ class Worker:
         drain: Drain,
         *,
         trust: Trust,
+        home: Home,
     ) -> None:
         self._rank_address = rank_address
         self.endpoint = rank_address.endpoint
@@ -67,13 +74,22 @@ class Worker:
         self._consumer = consumer
         self._drain = drain
         self._trust = trust
+        self._home = home
 
     @property
     def rank_address(self) -> RankAddress:
         """What a ``TicketMint`` in another process needs to know of this worker; ask anew for every new mint."""
+        self._home.require_process()
         return msgspec.structs.replace(self._rank_address, epoch_base=str(self._keeper.highest_epoch()))
 
-    def offer(self, request_id: str, block_ids: Sequence[Sequence[int]], num_tokens: int | Sequence[int]) -> Ticket:
+    def offer(
+        self,
+        request_id: str,
+        block_ids: Sequence[Sequence[int]],
+        num_tokens: int | Sequence[int],
+        *,
+        digests: Digests = None,
+    ) -> Ticket:
         """Promise to keep blocks for a consumer; effective on return.
 
         The blocks must have been written: on a GPU, synchronise the stream or event first.
@@ -83,16 +99,20 @@ class Worker:
             block_ids: one list per group, in the order of ``cache.groups``. A list names consecutive blocks,
                 and its last block holds token ``num_tokens - 1``; -1 stands for an absent block.
             num_tokens: tokens of the request, or one number per group.
+            digests: the content of each block, at most 64 bytes, in lists like those of ``block_ids``; empty for an
+                absent block. Make each a chained hash of all tokens up to the end of its block, and of whatever else
+                keys and values follow from. A consumer that passes ``expected_digests`` reads nothing else.
 
         Raises:
-            ArgumentInvalid: the request's name is no text.
+            ArgumentInvalid: the request's name is no text, or the digests are not one for each block.
             BlockIdsInvalid: the lists do not fit the cache, or the request is on offer already.
             CapacityExceeded: every lease slot is taken, or is for those who wait in ``offer_when_possible``.
             WorkerDraining, WorkerClosed: the worker makes no promises any more.
 
         Thread: any.
         """
-        return self._offers.offer(request_id, block_ids, num_tokens)
+        self._home.require_process()
+        return self._offers.offer(request_id, block_ids, num_tokens, digests)
 
     async def offer_when_possible(
         self,
@@ -100,6 +120,7 @@ class Worker:
         block_ids: Sequence[Sequence[int]],
         num_tokens: int | Sequence[int],
         *,
+        digests: Digests = None,
         timeout_s: float | None = None,
     ) -> Ticket:
         """Wait until a lease slot is free, then ``offer``; first come, first served.
@@ -108,6 +129,7 @@ class Worker:
             request_id: as in ``offer``.
             block_ids: as in ``offer``; they are promised, and so must stay as they are, from the call on.
             num_tokens: as in ``offer``.
+            digests: as in ``offer``.
             timeout_s: how long to wait; None for as long as it takes.
 
         Raises:
@@ -117,9 +139,12 @@ class Worker:
 
         Cancellation: safe; nothing is on offer afterwards.
         """
+        self._home.require_loop()
         if timeout_s is not None:
             require_seconds("timeout_s", timeout_s)
-        return await self._offers.offer_when_possible(request_id, block_ids, num_tokens, timeout_s=timeout_s)
+        return await self._offers.offer_when_possible(
+            request_id, block_ids, num_tokens, digests=digests, timeout_s=timeout_s
+        )
 
     def admit(self, grant: Grant) -> None:
         """Hold the lease of a grant that this engine's ``TicketMint`` signed; effective on return.
@@ -131,6 +156,7 @@ class Worker:
 
         Thread: any.
         """
+        self._home.require_process()
         self._keeper.admit(grant)
 
     def revoke(self, request_id: str) -> bool:
@@ -141,6 +167,7 @@ class Worker:
 
         Thread: any.
         """
+        self._home.require_process()
         return self._keeper.revoke(request_id)
 
     async def wait_offer(self, request_id: str) -> Outcome:
@@ -154,10 +181,17 @@ class Worker:
 
         Cancellation: safe; the lease is not touched.
         """
+        self._home.require_loop()
         return await self._keeper.wait_offer(request_id)
 
     async def pull(
-        self, ticket: Ticket, block_ids: Sequence[Sequence[int]], *, priority: int = 0, local_request_id: str = ""
+        self,
+        ticket: Ticket,
+        block_ids: Sequence[Sequence[int]],
+        *,
+        priority: int = 0,
+        local_request_id: str = "",
+        expected_digests: Digests = None,
     ) -> TransferReport:
         """Read a ticket's blocks into ours, and release it.
 
@@ -167,13 +201,19 @@ class Worker:
                 -1 stands for an absent block. No block may be the target of another pull.
             priority: lower is more urgent.
             local_request_id: the engine's own name of the request, for the log; the ticket has the producer's.
+            expected_digests: what each of our blocks is to hold, in lists like those of ``block_ids``; empty where
+                nothing is expected. They are compared with the ticket's where a block of ours and one of the
+                producer's end at the same token, and each list must have at least one such block.
 
         Returns:
             What moved, after every fence was held.
 
         Raises:
             TicketInvalid: the ticket was not signed by this cluster. Nothing was dialled.
+            ArgumentInvalid: ``expected_digests`` has another shape than ``block_ids``.
             BlockIdsInvalid, BlockRangeMismatch: the target blocks are wrong.
+            ContentMismatch: the ticket's blocks hold something else than ``expected_digests``. Nothing was read, and
+                the ticket was released.
             LayoutMismatch: the two caches cannot be matched.
             AuthenticationFailed, PeerRefused: the producer does not talk to us.
             StaleLease, PeerLost, DeadlineExceeded, ProtocolViolation, TransferFailed: nothing was delivered;
@@ -183,7 +223,14 @@ class Worker:
 
         Cancellation: cancels the pull; its blocks are quarantined until ``quiesced`` returns.
         """
-        return await self._consumer.pull(ticket, block_ids, priority=priority, local_request_id=local_request_id)
+        self._home.require_loop()
+        return await self._consumer.pull(
+            ticket,
+            block_ids,
+            priority=priority,
+            local_request_id=local_request_id,
+            expected_digests=expected_digests,
+        )
 
     def keep(self, ticket: Ticket) -> None:
         """Renew a ticket's leases until it is pulled or released: of a request that waits for room in our engine.
@@ -197,6 +244,7 @@ class Worker:
 
         Thread: the event loop.
         """
+        self._home.require_loop()
         self._consumer.keep(ticket)
 
     async def release(self, ticket: Ticket) -> None:
@@ -205,6 +253,7 @@ class Worker:
         Raises:
             TicketInvalid, AuthenticationFailed, PeerRefused, PeerLost, StaleLease, WorkerClosed: see ``pull``.
         """
+        self._home.require_loop()
         await self._consumer.release(ticket)
 
     async def quiesced(self, request_id: str) -> None:
@@ -212,6 +261,7 @@ class Worker:
 
         Cancellation: safe.
         """
+        self._home.require_loop()
         await self._consumer.quiesced(request_id)
 
     async def drain(self, deadline_s: float) -> DrainReport:
@@ -231,6 +281,7 @@ class Worker:
 
         Cancellation: safe; the worker goes on draining.
         """
+        self._home.require_loop()
         require_seconds("deadline_s", deadline_s)
         return await self._drain.run(deadline_s)
 
@@ -240,6 +291,7 @@ class Worker:
         Raises:
             AssertionError: one is broken, by a defect of kvflow; says which.
         """
+        self._home.require_loop()
         self._keeper.check()
         self._consumer.check()
 
@@ -255,10 +307,12 @@ class Worker:
         Raises:
             ConfigInvalid: a key is malformed, or this worker has no key of its own; nothing has changed.
         """
+        self._home.require_loop()
         self._trust.allow_keys(keys)
 
     def snapshot(self) -> Snapshot:
         """Return what is held at this moment, and what was counted since the start."""
+        self._home.require_loop()
         return Snapshot(
             leases=self._keeper.held(),
             pulls=self._consumer.open_pulls(),

@@ -13,6 +13,7 @@ from kvflow.demo.engine import Engine
 from kvflow.demo.messages import Decode, Drain, Drained, Failed, Generate, Generated, Prefill, Prefilled
 from kvflow.demo.monolithic import MonolithicEngine
 from kvflow.demo.prefill import PrefillEngine
+from kvflow.testing.tickets import forge
 
 PROMPTS = [b"short", b"The cache of this prompt fills several blocks. " * 5]
 MAX_TOKENS = 8
@@ -109,7 +110,7 @@ async def test_a_forged_ticket_leaves_nothing_behind(executor):
     async with open_pair(executor) as (prefill, decode):
         prefilled = await prefill.answer(Prefill(request_id="r0", prompt=PROMPTS[0]))
         params = prefilled.kv_transfer_params
-        params["kvflow"]["grants"][0]["slot"] += 1
+        params = forge(params, lambda grant: grant.update(slot=grant["slot"] + 1))
         with pytest.raises(kvflow.errors.TicketInvalid):
             await decode.answer(decode_request(0, PROMPTS[0], prefilled, kv_transfer_params=params))
         assert await decode.answer(Drain()) == Drained()

@@ -1,20 +1,20 @@
 """A producer that is a member and lies: it publishes manifests and metadata that are wrong, in right digests, and signs
 tickets that are wrong. A real worker dials it, and must live."""
 
-import json
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 
 import msgspec
 import numpy as np
 
 import handshake
 from handshake import Publication
-from kvflow.cache.tickets import Grant, RankAddress
+from kvflow.cache.tickets import FORMAT, RankAddress
 from kvflow.ids import agent_name, worker_name
 from kvflow.layout.manifest import MANIFEST_SCHEMA
 from kvflow.layout.region import Region
 from kvflow.rendezvous.mint import TicketKey
 from kvflow.rendezvous.publication import Advertisement
+from kvflow.testing.tickets import grants_of, packed
 from kvflow.transport.envelope import Envelope, seal, unseal
 from kvflow.transport.nixl import NixlMover, exporter_name
 from kvflow.transport.nixl_metadata import inspect
@@ -120,21 +120,20 @@ def ticket(endpoint, number, **changes):
     fields = {
         "engine_id": ENGINE,
         "request_id": f"lie {number}",
-        "ranks": (address,),
+        "ranks": [msgspec.to_builtins(address)],
         "slot": 0,
         "epoch": "0",
         "block_ids": BLOCKS,
         "num_tokens": (TOKENS, TOKENS),
-        "lease_s": 30.0,
+        "lease_ms": 30_000,
         "admitted": True,
+        **changes,
     }
-    grant = Grant(**{**fields, **changes})
-    with suppress(TypeError, OverflowError, UnicodeEncodeError):  # nobody can sign that; it is sent without
-        grant = grant.signed(KEY.sign)
     try:
-        return {"kvflow": json.loads(json.dumps(msgspec.to_builtins({"grants": [grant]})))}
-    except (TypeError, OverflowError):
-        return {"kvflow": {"grants": [None]}}
+        payload = msgspec.msgpack.encode(fields)
+    except (TypeError, OverflowError, UnicodeEncodeError):  # nobody can sign that
+        payload = b"\xc0"
+    return {"kvflow": f"{FORMAT}.{packed(KEY.sign(payload) + payload)}"}
 
 
 def mutated_ticket(endpoint, seed, number):
@@ -142,8 +141,8 @@ def mutated_ticket(endpoint, seed, number):
     mutator = Mutator(f"{seed}/ticket/{number}")
     if mutator.draw.random() < 0.5:
         return mutator.of_value(ticket(endpoint, number), TEXTS)
-    field = mutator.draw.choice(("slot", "epoch", "block_ids", "num_tokens", "lease_s", "ranks", "request_id"))
-    honest = ticket(endpoint, number)["kvflow"]["grants"][0]
+    field = mutator.draw.choice(("slot", "epoch", "block_ids", "num_tokens", "lease_ms", "ranks", "request_id"))
+    honest = grants_of(ticket(endpoint, number))[0]
     return ticket(endpoint, number, **{field: mutator.of_value(honest[field], TEXTS)})
 
 

@@ -1,7 +1,5 @@
 """Bad input of every kind: a typed error with a code and a remedy, nothing left behind, and the next pull works."""
 
-import copy
-import json
 import socket
 import time
 
@@ -15,7 +13,8 @@ from handshake.limits import DEFAULT_LIMITS
 from handshake.messages import Refuse
 from handshake.states import Role
 from kvflow import errors
-from kvflow.cache.tickets import RankAddress
+from kvflow.cache.tickets import MAC_BYTES, RankAddress
+from kvflow.testing import tickets
 
 from .consuming import works
 from .producing import SECRET
@@ -59,21 +58,23 @@ OTHERS = {
 }
 
 
-def cut(params, *path):
-    """Return parameters without one entry."""
-    cut_off = copy.deepcopy(params)
-    inner = cut_off
-    for key in path[:-1]:
-        inner = inner[key]
-    del inner[path[-1]]
-    return cut_off
-
-
 def forge(params, **changes):
     """Return parameters whose grant says something else than what was signed."""
-    forged = copy.deepcopy(params)
-    forged["kvflow"]["grants"][0].update(changes)
-    return json.loads(json.dumps(forged))
+    return tickets.forge(params, lambda grant: grant.update(changes))
+
+
+def elsewhere(grant):
+    grant["ranks"][0]["endpoint"] = "tcp://127.0.0.1:9"
+
+
+def new_mac(params, mac):
+    """Return parameters with another MAC."""
+    return tickets.damage(params, lambda sealed: mac + sealed[MAC_BYTES:])
+
+
+def new_text(params, change):
+    """Return parameters with another text for a ticket."""
+    return params | {"kvflow": change(params["kvflow"])}
 
 
 FORGERIES = {
@@ -83,17 +84,18 @@ FORGERIES = {
     "another epoch": lambda params: forge(params, epoch="77"),
     "another engine": lambda params: forge(params, engine_id="prefill-1"),
     "another request": lambda params: forge(params, request_id="another"),
-    "a longer lease": lambda params: forge(params, lease_s=86400.0),
-    "another endpoint": lambda params: forge(
-        params, ranks=[params["kvflow"]["grants"][0]["ranks"][0] | {"endpoint": "tcp://127.0.0.1:9"}]
-    ),
-    "a signature of another grant": lambda params: forge(params, mac="00" * 32),
-    "no signature": lambda params: forge(params, mac=""),
-    "half a surrogate": lambda params: forge(params, request_id="\ud800"),
+    "a longer lease": lambda params: forge(params, lease_ms=86_400_000),
+    "another endpoint": lambda params: tickets.forge(params, elsewhere),
+    "a signature of another grant": lambda params: new_mac(params, bytes(MAC_BYTES)),
+    "no signature": lambda params: new_mac(params, b""),
+    "half a surrogate": lambda params: new_text(params, lambda text: text + "\ud800"),
     "text for a number": lambda params: forge(params, slot="0"),
-    "a field too few": lambda params: cut(params, "kvflow", "grants", 0, "block_ids"),
-    "no grant": lambda params: cut(params, "kvflow", "grants", 0),
-    "a grant too many": lambda params: {"kvflow": {"grants": params["kvflow"]["grants"] * 2}},
+    "a field too few": lambda params: tickets.forge(params, lambda grant: grant.pop("block_ids")),
+    "no text": lambda params: new_text(params, lambda text: {"grants": [text]}),
+    "no grant": lambda params: new_text(params, lambda text: text.split(".")[0]),
+    "a grant too many": lambda params: new_text(params, lambda text: f"{text}.{text.split('.')[1]}"),
+    "another format": lambda params: new_text(params, lambda text: f"kvf1{text[4:]}"),
+    "nine megabytes": lambda params: new_text(params, lambda text: text + "A" * (9 << 20)),
     "nothing": lambda _params: {},
     "no dictionary": lambda _params: None,
     "another's parameters": lambda _params: {"do_remote_prefill": True},
@@ -133,6 +135,25 @@ async def test_tokens_that_the_ticket_does_not_cover(world):
             consumer.at_rest()
             consumer.untouched()
         await works(producer, consumer)
+
+
+async def test_a_ticket_for_other_content_is_given_back_unread(near_world):
+    """A client may bring the ticket of one prompt with another one: whoever reads it says what it expects."""
+    async with near_world.producing() as producer, near_world.consuming() as consumer:
+        digests = [[b"a0", b"a1"], [b"a0", b"a1"]]
+        told = producer.worker.offer("r", BLOCKS, 8, digests=digests).to_params()
+        untold = producer.worker.offer("s", BLOCKS, 8).to_params()
+        for params, request in ((told, "r"), (untold, "s")):
+            with pytest.raises(errors.ContentMismatch) as caught:
+                await consumer.pull(params, BLOCKS, expected_digests=[[b"a0", b"b1"], [b"a0", b"b1"]])
+            explains(caught, errors.ContentMismatch)
+            assert await producer.outcome(request) == "released"
+            consumer.at_rest()
+            consumer.untouched()
+        producer._write("t", BLOCKS, 8)
+        params = producer.worker.offer("t", BLOCKS, 8, digests=digests).to_params()
+        await consumer.pull(params, BLOCKS, expected_digests=digests)
+        consumer.has("t", BLOCKS, 8)
 
 
 @pytest.mark.parametrize("case", OFFERS)

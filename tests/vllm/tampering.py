@@ -4,10 +4,9 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-from msgspec.structs import replace
-
-import kvflow
 from handshake.security import ClusterSecurity, sign
+from kvflow.cache.tickets import MAC_BYTES
+from kvflow.testing.tickets import damage, forge, grants_of
 
 Params = dict[str, Any]
 
@@ -17,18 +16,17 @@ def of_other_blocks(params: Params, secret: str, distance: int = 40) -> Params:
     if "kvflow" not in params:  # vLLM's own connector believes what it is told
         told = [[block + distance for block in blocks] for blocks in params["remote_block_ids"]]
         return params | {"remote_block_ids": told}
-    ticket = kvflow.Ticket.from_params(params)
     key = ClusterSecurity.from_secret(secret).ticket_key
 
-    def moved(grant):
-        shifted = tuple(
-            tuple(block + distance if block >= 0 else block for block in blocks) for blocks in grant.block_ids
-        )
-        return replace(grant, block_ids=shifted).signed(lambda payload: sign(key, payload))
+    def move(grant):
+        grant["block_ids"] = [
+            [block + distance if block >= 0 else block for block in blocks] for blocks in grant["block_ids"]
+        ]
 
-    forged = replace(ticket, grants=tuple(moved(grant) for grant in ticket.grants))
-    blocks = [list(ids) for ids in forged.grants[0].block_ids]
-    return copy.deepcopy(params) | {"remote_block_ids": blocks} | forged.to_params()
+    forged = params
+    for which in range(len(grants_of(params))):
+        forged = forge(forged, move, grant=which, sign=lambda payload: sign(key, payload))
+    return forged | {"remote_block_ids": grants_of(forged)[0]["block_ids"]}
 
 
 def signed_with(params: Params, secret: str) -> Params:
@@ -54,35 +52,35 @@ def only(**fields: Any) -> Callable[[Params], Params]:
 def in_grant(**fields: Any) -> Callable[[Params], Params]:
     """Return what replaces fields of the ticket's grant and leaves its signature."""
 
-    def change(params: Params) -> Params:
-        params = copy.deepcopy(params)
-        params["kvflow"]["grants"][0].update(fields)
-        return params
+    return lambda params: forge(params, lambda grant: grant.update(fields))
 
-    return change
+
+def with_mac(mac: bytes) -> Callable[[Params], Params]:
+    """Return what replaces the MAC of the ticket's grant."""
+    return lambda params: damage(params, lambda sealed: mac + sealed[MAC_BYTES:])
+
+
+def with_text(change: Callable[[str], str]) -> Callable[[Params], Params]:
+    """Return what replaces the ticket's text."""
+    return lambda params: params | {"kvflow": change(params["kvflow"])}
 
 
 def without_in_grant(*names: str) -> Callable[[Params], Params]:
     """Return what takes fields of the ticket's grant away."""
 
-    def change(params: Params) -> Params:
-        params = copy.deepcopy(params)
-        for name in names:
-            params["kvflow"]["grants"][0].pop(name)
-        return params
-
-    return change
+    return lambda params: forge(params, lambda grant: [grant.pop(name) for name in names])
 
 
 def at_address(endpoint: str) -> Callable[[Params], Params]:
     """Return what sends the reader elsewhere, in the grant and beside it."""
 
-    def change(params: Params) -> Params:
-        params = copy.deepcopy(params)
-        for rank in params["kvflow"]["grants"][0]["ranks"]:
+    def move(grant: dict[str, Any]) -> None:
+        for rank in grant["ranks"]:
             rank["endpoint"] = endpoint
+
+    def change(params: Params) -> Params:
         host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-        return params | {"remote_host": host, "remote_port": int(port)}
+        return forge(params, move) | {"remote_host": host, "remote_port": int(port)}
 
     return change
 

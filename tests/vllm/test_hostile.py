@@ -4,9 +4,22 @@ import socket
 
 import pytest
 
+from kvflow.cache.tickets import MAC_BYTES
+
 from .engines import PREFILL_PARAMS
 from .prompts import prompt_of
-from .tampering import at_address, changed, in_grant, nested, only, signed_with, without, without_in_grant
+from .tampering import (
+    at_address,
+    changed,
+    in_grant,
+    nested,
+    only,
+    signed_with,
+    with_mac,
+    with_text,
+    without,
+    without_in_grant,
+)
 
 LENGTH = 300
 OTHER_SECRET = "0123456789abcdef" * 4
@@ -19,14 +32,14 @@ FORGED = {
     "no groups": in_grant(block_ids=[]),
     "another slot": in_grant(slot=7),
     "another epoch": in_grant(epoch="1"),
-    "a longer lease": in_grant(lease_s=86_400.0),
+    "a longer lease": in_grant(lease_ms=86_400_000),
     "more tokens": in_grant(num_tokens=[LENGTH + 1000]),
     "another engine": in_grant(engine_id="somebody"),
     "another request": in_grant(request_id="a,b:1"),
-    "another version": in_grant(version=2),
-    "no signature": in_grant(mac=""),
-    "half a surrogate pair": in_grant(request_id="\ud800"),
-    "a signature of zeros": in_grant(mac="0" * 64),
+    "another format": with_text(lambda text: f"kvf1{text[4:]}"),
+    "no signature": with_mac(b""),
+    "half a surrogate pair": with_text(lambda text: f"{text}\ud800"),
+    "a signature of zeros": with_mac(bytes(MAC_BYTES)),
     "another secret": lambda params: signed_with(params, OTHER_SECRET),
 }
 TRUNCATED = {
@@ -35,11 +48,11 @@ TRUNCATED = {
     "an empty ticket": changed(kvflow={}),
     "a ticket of text": changed(kvflow="ticket"),
     "a ticket of nothing": changed(kvflow=None),
-    "no mac": without_in_grant("mac"),
+    "no grant": with_text(lambda text: text.split(".")[0]),
     "no epoch": without_in_grant("epoch"),
     "no ranks": without_in_grant("ranks"),
     "no ranks in the list": in_grant(ranks=[]),
-    "half a mac": in_grant(mac="ab" * 16),
+    "half a mac": with_mac(b"ab" * 8),
 }
 DISAGREEING = {
     "other block ids": changed(remote_block_ids=[[1001, 1002, 1003]]),

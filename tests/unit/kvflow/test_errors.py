@@ -15,7 +15,9 @@ CODES = {
     "block_range_mismatch",
     "capacity_exceeded",
     "config_invalid",
+    "content_mismatch",
     "deadline_exceeded",
+    "forked_process",
     "kvflow_error",
     "layout_mismatch",
     "peer_lost",
@@ -33,6 +35,7 @@ CODES = {
     "worker_closed",
     "worker_suspended",
     "worker_draining",
+    "wrong_event_loop",
 }
 ARGUMENTS = {
     errors.ArgumentInvalid: ("priority", "an integer", None),

@@ -23,7 +23,7 @@ def address(rank=0, *, incarnation="0" * 32, base=BASE, slots=SLOTS):
     return RankAddress(rank, incarnation, f"tcp://127.0.0.1:{5000 + rank}", str(base), slots)
 
 
-def mint_of(*addresses, engine_id="prefill-0", lease_s=30.0, head_start=0, wall_clock=None):
+def mint_of(*addresses, engine_id="prefill-0", lease_s=30.0, head_start=0, wall_clock=None, block_sizes=()):
     return Mint(
         engine_id,
         addresses or (address(),),
@@ -31,6 +31,7 @@ def mint_of(*addresses, engine_id="prefill-0", lease_s=30.0, head_start=0, wall_
         lease_s=lease_s,
         head_start=head_start,
         wall_clock=wall_clock,
+        block_sizes=block_sizes,
     )
 
 

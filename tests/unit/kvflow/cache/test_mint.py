@@ -20,7 +20,7 @@ def test_a_grant_says_everything_and_is_signed():
     assert ticket.grants == (grant,)
     assert (grant.engine_id, grant.request_id, grant.lease_s) == ("prefill-0", "r", 12.5)
     assert (grant.block_ids, grant.num_tokens) == (((3, -1), (4,)), (32, 7))
-    grant.verify(verify)
+    ticket.verify(verify)
 
 
 def test_one_number_of_tokens_is_every_groups():

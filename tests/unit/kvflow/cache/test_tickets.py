@@ -1,16 +1,19 @@
 """Tickets survive routers and nothing else: truncated, forged or joined wrongly they are ``TicketInvalid``."""
 
-import copy
 import json
-import math
+import string
 
+import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kvflow.cache.tickets import Ticket, join_tickets
-from kvflow.errors import TicketInvalid
+from kvflow.cache.tickets import FORMAT, GRANTS_MAX, MAC_BYTES, Ticket, block_ends, join_tickets
+from kvflow.errors import ArgumentInvalid, BlockIdsInvalid, ConfigInvalid, TicketInvalid
 from kvflow.ids import PeerId
+from kvflow.testing.tickets import damage, forge, grants_of
 
-from .helpers import address, mint_of, ticket_of, verify
+from .helpers import address, mint_of, sign, ticket_of, verify
 
 
 def params_of(ticket):
@@ -19,130 +22,187 @@ def params_of(ticket):
 
 
 def checked(params):
-    """Read a ticket as a consumer does: parse, then verify every grant."""
-    ticket = Ticket.from_params(params)
-    for grant in ticket.grants:
-        grant.verify(verify)
-    return ticket
+    """Read a ticket as a consumer does: verify every grant, then decode."""
+    return Ticket.from_params(params, verify=verify)
 
 
 def paths(value, path=()):
-    """Yield the path of every key and index in nested JSON."""
+    """Yield the path of every key and index in nested values."""
     children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, child in children:
         yield (*path, key)
         yield from paths(child, (*path, key))
 
 
-def parent(params, path):
+def parent(fields, path):
     for key in path[:-1]:
-        params = params[key]
-    return params
+        fields = fields[key]
+    return fields
 
 
-PARAMS = params_of(join_tickets([ticket_of(rank=0), ticket_of(rank=1)]))
-PATHS = list(paths(PARAMS))
+def told_ticket():
+    """A ticket with every field that there is."""
+    mint = mint_of(address(0), address(1), wall_clock=lambda: 1000.0, block_sizes=(16, 0))
+    digests = [[b"a", b"b", b""], [b"c"]]
+    return mint.offer("r", block_ids=[[3, 4, -1], [17]], num_tokens=(48, 16), digests=digests)[0]
+
+
+PARAMS = params_of(told_ticket())
+PATHS = list(paths(grants_of(PARAMS)[0]))
+OPTIONAL = {("contents",), ("issued_ms",)}
+"""Fields that an honest producer may leave out."""
+
+WORD = string.ascii_letters + string.digits + "-_."
 
 
 def test_a_ticket_survives_json():
-    ticket = ticket_of()
+    ticket = told_ticket()
     assert checked(params_of(ticket)) == ticket
+    assert Ticket.from_params(params_of(ticket)) == ticket
 
 
-def test_javascript_keeps_every_number():
-    """A router written in JavaScript has 53 bits for a number: an epoch travels as text."""
+def test_a_ticket_is_one_word_that_no_router_rewrites():
+    """Numbers, keys and escapes are what routers change when they parse and write JSON. There are none."""
+    assert set(PARAMS) == {"kvflow"}
+    assert set(PARAMS["kvflow"]) <= set(WORD)
+
+
+def test_an_epoch_beyond_53_bits_survives():
     epochs_start = 2**62 - 1
     ticket, grant = mint_of(address(base=epochs_start)).offer("r", block_ids=[[1]], num_tokens=1)
-    through = json.loads(json.dumps(ticket.to_params()), parse_int=lambda digits: int(float(digits)))
-    assert checked(through).grants[0].epoch_value == grant.epoch_value == epochs_start + 1
+    assert checked(params_of(ticket)).grants[0].epoch_value == grant.epoch_value == epochs_start + 1
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: ".".join(map(str, path)))
-def test_a_ticket_that_lost_anything_is_refused(path):
-    params = copy.deepcopy(PARAMS)
-    del parent(params, path)[path[-1]]
-    if path[-1] == "version":  # this release's own, when nothing is said
-        assert checked(params) == checked(PARAMS)
-        return
-    if path in {("kvflow", "grants", 0), ("kvflow", "grants", 1)}:  # one grant is a ticket too, of fewer ranks
-        assert len(checked(params).grants) == 1
-        return
-    with pytest.raises(TicketInvalid):
-        checked(params)
+def test_a_grant_that_lost_anything_is_refused(path):
+    def lose(fields):
+        del parent(fields, path)[path[-1]]
+
+    with pytest.raises(TicketInvalid, match="wrong signature"):
+        checked(forge(PARAMS, lose))
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: ".".join(map(str, path)))
 @pytest.mark.parametrize(
     "value",
-    [
-        None,
-        True,
-        "",
-        "x",
-        "0",
-        "1" * 64,
-        -1,
-        0,
-        1,
-        7,
-        2**31,
-        2**70,
-        1.5,
-        math.nan,
-        math.inf,
-        [],
-        [1],
-        [[0]],
-        {},
-        "\ud800",
-    ],
+    [None, True, "", "x", "1" * 64, -2, 2**31, 2**63, 1.5, [], [1], [[0]], {}, b"", b"x" * 65],
     ids=repr,
 )
-def test_a_ticket_with_anything_changed_is_refused(path, value):
-    params = copy.deepcopy(PARAMS)
-    holder = parent(params, path)
-    if holder[path[-1]] == value and type(holder[path[-1]]) is type(value):
+def test_a_signed_grant_of_the_wrong_types_is_refused(path, value):
+    """Only a holder of the secret can make one. It must still decode to something, or be ``TicketInvalid``."""
+
+    def change(fields):
+        parent(fields, path)[path[-1]] = value
+
+    forged = forge(PARAMS, change, sign=sign)
+    if forged != forge(PARAMS, lambda _fields: None, sign=sign):
+        with pytest.raises(TicketInvalid, match="wrong signature"):
+            checked(forge(PARAMS, change))
+    try:
+        ticket = checked(forged)
+    except TicketInvalid:
         return
-    holder[path[-1]] = value
-    with pytest.raises(TicketInvalid):
-        checked(params)
+    assert msgspec.msgpack.decode(ticket.sealed[0][MAC_BYTES:]) == grants_of(forged)[0]
+
+
+@given(st.integers(0), st.binary(min_size=1, max_size=40))
+def test_a_grant_with_other_bytes_is_refused(at, junk):
+    def change(sealed):
+        where = at % len(sealed)
+        return sealed[:where] + junk + sealed[where + len(junk) :]
+
+    forged = damage(PARAMS, change)
+    if forged != PARAMS:
+        with pytest.raises(TicketInvalid, match="wrong signature"):
+            checked(forged)
+
+
+@given(st.integers(0), st.text(max_size=8))
+def test_a_ticket_with_other_text_is_refused_or_the_same(at, junk):
+    text = PARAMS["kvflow"]
+    where = at % (len(text) + 1)
+    for other in (text[:where], text[:where] + junk + text[where:], text[:where] + junk + text[where + len(junk) :]):
+        try:
+            ticket = checked({"kvflow": other})
+        except TicketInvalid:
+            continue
+        assert ticket == checked(PARAMS)  # base64 has bits at its end that mean nothing
 
 
 @pytest.mark.parametrize(
-    "params", [None, 7, "kvflow", [], {}, {"other": 1}, {"kvflow": None}, {"kvflow": [1]}, b"{}"], ids=repr
+    "params",
+    [
+        *(None, 7, "kvflow", [], {}, {"other": 1}, b"{}"),
+        *({"kvflow": value} for value in (None, [1], {"grants": []}, "", ".", FORMAT, f"{FORMAT}.", f"{FORMAT}..")),
+        *({"kvflow": f"{FORMAT}.{part}"} for part in ("A", "AAAA", "ä" * 99, "\ud800", "A A A", "A" * 43)),
+        {"kvflow": FORMAT + ".AAAA" * (GRANTS_MAX + 1)},
+    ],
+    ids=lambda params: repr(params)[:40],
 )
 def test_what_is_no_ticket_is_refused(params):
-    with pytest.raises(TicketInvalid):
-        Ticket.from_params(params)
+    for read in (Ticket.from_params, checked):
+        with pytest.raises(TicketInvalid):
+            read(params)
+
+
+def test_a_long_text_is_refused_before_it_is_looked_at():
+    with pytest.raises(TicketInvalid, match="has 101 characters, and at most 100 are read"):
+        Ticket.from_params({"kvflow": "x" * 101}, chars_max=100)
+
+
+def test_nothing_is_decoded_that_was_not_signed():
+    """Text that would decode to a million numbers is refused by its MAC."""
+    mac = bytes(MAC_BYTES)
+    huge = mac + msgspec.msgpack.encode({"block_ids": [[0] * 1_000_000]})
+    forged = damage(PARAMS, lambda _sealed: huge)
+    with pytest.raises(TicketInvalid, match="wrong signature"):
+        checked(forged)
+    with pytest.raises(TicketInvalid, match="malformed"):
+        Ticket.from_params(forged)
 
 
 def test_what_routers_add_is_ignored():
-    params = copy.deepcopy(PARAMS) | {"do_remote_prefill": True}
-    params["kvflow"]["note"] = "from a newer release"
-    assert len(checked(params).grants) == 2
+    assert checked(PARAMS | {"do_remote_prefill": True, "note": None}) == checked(PARAMS)
 
 
-def test_a_grant_of_another_secret_is_refused():
-    (grant,) = ticket_of().grants
+def test_a_field_of_a_newer_release_is_signed_and_ignored():
+    newer = forge(PARAMS, lambda fields: fields.update(note="from a newer release"), sign=sign)
+    assert checked(newer).grants == checked(PARAMS).grants
+
+
+def test_a_ticket_of_another_secret_is_refused():
     with pytest.raises(TicketInvalid, match="wrong signature"):
-        grant.verify(lambda payload, mac: False)
+        ticket_of().verify(lambda payload, mac: False)
 
 
-def test_a_grant_of_a_newer_release_says_so():
-    params = copy.deepcopy(PARAMS)
-    params["kvflow"]["grants"][0]["version"] = 2
-    with pytest.raises(TicketInvalid, match="has version 2, this release reads 1") as caught:
-        checked(params)
+def test_every_grant_of_a_ticket_is_checked():
+    joined = join_tickets([ticket_of(rank=0), ticket_of(rank=1)])
+    for grant in (0, 1):
+        with pytest.raises(TicketInvalid, match="wrong signature"):
+            checked(damage(joined.to_params(), lambda sealed: bytes(MAC_BYTES) + sealed[MAC_BYTES:], grant=grant))
+
+
+@pytest.mark.parametrize("text", ["kvf1.AAAA", "kvf3.AAAA", "jwt", {"grants": [{}]}], ids=repr)
+def test_a_ticket_of_another_release_says_so(text):
+    with pytest.raises(TicketInvalid) as caught:
+        checked({"kvflow": text})
     assert "same release" in caught.value.remedy
 
 
-def test_a_signed_grant_with_lists_that_do_not_fit_is_refused():
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"num_tokens": [48]}, "1 token counts for 2 groups"),
+        ({"contents": [[16, []]]}, "malformed"),
+        ({"contents": [{"block_size": 16, "digests": [b"a", b"b", b"c"]}]}, "1 contents for 2 groups"),
+        ({"block_ids": [[3, 4], [17]]}, "3 digests and 2 blocks"),
+        ({"num_tokens": [32, 16]}, "3 digests and 3 blocks for 32 tokens, which 2 blocks hold"),
+    ],
+)
+def test_a_signed_grant_with_lists_that_do_not_fit_is_refused(fields, words):
     """Nobody but a holder of the secret can make one; it is still not believed."""
-    (grant,) = ticket_of().grants
-    params = grant.signed(lambda payload: b"\0" * 32)
-    short = type(grant)(**{name: getattr(params, name) for name in params.__struct_fields__} | {"num_tokens": (48,)})
-    with pytest.raises(TicketInvalid, match="1 token counts for 2 groups"):
-        short.verify(lambda payload, mac: True)
+    with pytest.raises(TicketInvalid, match=words):
+        checked(forge(PARAMS, lambda grant: grant.update(fields), sign=sign))
 
 
 def test_members_are_the_ranks_in_order():
@@ -152,6 +212,7 @@ def test_members_are_the_ranks_in_order():
     assert first.peer == PeerId("prefill-0", 1, "0" * 32, first.address.endpoint, "")
     assert first.grant is ticket.grants[0]
     assert (ticket.engine_id, ticket.request_id) == ("prefill-0", "request-1")
+    assert checked(params_of(ticket)) == ticket
 
 
 def stage_of(num_tokens):
@@ -185,13 +246,9 @@ def test_one_grant_can_name_every_rank():
     assert len(list(checked(params_of(ticket)).members())) == 2
 
 
-def test_what_a_ticket_of_an_older_release_does_not_say_is_not_signed():
-    """Fields were added: a ticket without them has the MAC that it always had."""
-    ticket = ticket_of()
-    shown = params_of(ticket)["kvflow"]["grants"][0]
-    assert "issued_at" not in shown
-    assert "public_key" not in shown["ranks"][0]
-    assert checked(params_of(ticket)) == ticket
+def test_what_a_producer_does_not_say_is_not_in_its_ticket():
+    assert {"issued_ms", "contents"}.isdisjoint(grants_of(params_of(ticket_of()))[0])
+    assert {path for path in PATHS if len(path) == 1} >= OPTIONAL
 
 
 @pytest.mark.parametrize(
@@ -206,11 +263,57 @@ def test_what_a_ticket_of_an_older_release_does_not_say_is_not_signed():
     ],
 )
 def test_a_ticket_seems_over_when_its_lease_and_every_doubt_have_passed(age_s, error_s, over):
-    _, grant = mint_of(lease_s=12.5, wall_clock=lambda: 1000.0).offer("r", block_ids=[[1]], num_tokens=1)
+    ticket, grant = mint_of(lease_s=12.5, wall_clock=lambda: 1000.0).offer("r", block_ids=[[1]], num_tokens=1)
     assert grant.issued_at == 1000.0
-    grant.verify(verify)
+    ticket.verify(verify)
     assert grant.seems_over(1000.0 + age_s, error_s) is over
 
 
 def test_a_ticket_that_does_not_say_when_it_was_signed_never_seems_over():
     assert not ticket_of().grants[0].seems_over(1e12, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "block_size", "num_tokens", "ends"),
+    [
+        (3, 16, 48, [16, 32, 48]),
+        (3, 16, 40, [16, 32, 40]),
+        (2, 16, 40, [32, 40]),
+        (1, 16, 1, [1]),
+        (0, 16, 40, []),
+        (1, 0, 40, [40]),
+    ],
+)
+def test_blocks_end_behind_their_last_token(num_blocks, block_size, num_tokens, ends):
+    assert block_ends(num_blocks, block_size, num_tokens) == ends
+
+
+def test_digests_go_with_their_blocks():
+    grant = told_ticket().grants[0]
+    assert [(content.block_size, content.digests) for content in grant.contents] == [
+        (16, (b"a", b"b", b"")),
+        (0, (b"c",)),
+    ]
+    assert [content.ends(48) for content in grant.contents] == [[16, 32, 48], [48]]
+
+
+@pytest.mark.parametrize(
+    ("digests", "error"),
+    [
+        ([[b"a", b"b"], [b"c"]], ArgumentInvalid),  # one too few
+        ([[b"a", b"b", b"c"]], ArgumentInvalid),  # a group too few
+        ([[b"a", b"", b"c"], [b"c"]], ArgumentInvalid),  # a block that is there without one
+        ([["a", "b", "c"], ["c"]], ArgumentInvalid),  # text
+        ([[b"a", b"x" * 65, b"c"], [b"c"]], BlockIdsInvalid),  # too long for a ticket
+    ],
+)
+def test_digests_that_do_not_go_with_the_blocks_are_refused_and_cost_no_slot(digests, error):
+    mint = mint_of(address(slots=1), block_sizes=(16, 16))
+    with pytest.raises(error):
+        mint.offer("r", block_ids=[[3, 4, -1], [17]], num_tokens=(48, 16), digests=digests)
+    mint.offer("r", block_ids=[[3, 4, -1], [17]], num_tokens=(48, 16))
+
+
+def test_a_mint_without_block_sizes_takes_no_digests():
+    with pytest.raises(ConfigInvalid, match="0 block sizes for 1 groups"):
+        mint_of().offer("r", block_ids=[[1]], num_tokens=1, digests=[[b"a"]])

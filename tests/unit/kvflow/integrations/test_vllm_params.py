@@ -98,11 +98,6 @@ def test_what_is_absurd_is_refused(params):
 
 
 def test_a_truncated_ticket_is_refused():
-    grant = dict(PARAMS["kvflow"]["grants"][0])
-    for name in grant:
-        short = {key: value for key, value in grant.items() if key != name}
-        params = {"do_remote_prefill": True, "kvflow": {"grants": [short]}}
-        if name in ("version", "mac", "issued_at"):  # these may be absent: the signature is looked at by the worker
-            continue
+    for length in range(len(PARAMS["kvflow"]) - 2):
         with pytest.raises(TicketInvalid):
-            read_params(params)
+            read_params({"do_remote_prefill": True, "kvflow": PARAMS["kvflow"][:length]})

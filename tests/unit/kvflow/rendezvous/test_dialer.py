@@ -206,7 +206,7 @@ async def test_a_ticket_is_asked_about_when_its_time_is_up_however_far_the_clock
 
 
 async def test_a_ticket_that_does_not_say_when_it_was_signed_is_never_asked_about():
-    grant = msgspec.structs.replace(granted(age_s=1e6), issued_at=msgspec.UNSET)
+    grant = msgspec.structs.replace(granted(age_s=1e6), issued_ms=msgspec.UNSET)
     async with listening() as (endpoint, keeper), linked(endpoint) as link:
         keeper.answer = "ended"
         assert not await asked(link, keeper, grant)

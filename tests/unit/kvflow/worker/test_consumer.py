@@ -383,7 +383,7 @@ async def test_a_peer_that_cannot_be_met_fails_the_pull(world):
 async def test_one_rank_of_two_is_not_enough():
     world = World(ranks=2)
     ticket = world.ticket()
-    half = type(ticket)(grants=ticket.grants[:1])
+    half = type(ticket)(grants=ticket.grants[:1], sealed=ticket.sealed[:1])
     with pytest.raises(LayoutMismatch, match="absent"):
         await ended(await world.pull(half))
 

@@ -1,15 +1,16 @@
 """From a ticket and our blocks to what each rank must give, group by group."""
 
+import msgspec
 import numpy as np
 import pytest
 
 from kvflow.cache.mint import Mint
-from kvflow.cache.tickets import RankAddress
-from kvflow.errors import BlockRangeMismatch, TicketInvalid
+from kvflow.cache.tickets import RankAddress, block_ends
+from kvflow.errors import ArgumentInvalid, BlockRangeMismatch, ContentMismatch, TicketInvalid
 from kvflow.layout.groups import Group
 from kvflow.transfer.bind import Binding
 from kvflow.transfer.plan import plan_transfer
-from kvflow.worker.demands import demands_of, empty_report, log_context
+from kvflow.worker.demands import check_expected, demands_of, empty_report, log_context, require_content
 
 from .helpers import SPECS, cache_of
 
@@ -113,3 +114,63 @@ def test_a_pull_of_nothing_is_a_report_of_nothing():
     assert (report.request_id, report.nbytes, report.descriptors, report.reads) == ("request-1", 0, 0, 0)
     assert report.timings_s == {"handshake": 0.25, "total": 0.25}
     assert report.transport == "loopback"
+
+
+TOKENS = {4: b"four", 8: b"eight", 6: b"six"}
+"""End of a block -> the digest of what stands before it."""
+
+
+def told(block_ids, num_tokens, digests, block_sizes=(4, 4)):
+    mint = Mint("prefill-0", [ADDRESS], sign=lambda payload: bytes(32), lease_s=30.0, block_sizes=block_sizes)
+    return mint.offer("request-1", block_ids=block_ids, num_tokens=num_tokens, digests=digests)[1]
+
+
+def compared(grant, expected, *, source=None, target=None):
+    source, target = source or cache_of(groups=TWO_GROUPS).manifest(), target or cache_of(groups=TWO_GROUPS).manifest()
+    require_content(grant, programs_of(source, target), target, expected)
+
+
+def test_equal_content_is_held_and_other_content_is_not():
+    grant = told([[3, 4], [5]], [8, 4], [[b"four", b"eight"], [b"four"]])
+    compared(grant, [(b"four", b"eight"), (b"four",)])
+    compared(grant, [(b"eight",), (b"four",)])  # a shorter list means the last blocks
+    compared(grant, [(b"", b"eight"), ()])  # nothing is expected of these
+    for expected in ([(b"four", b"other"), (b"four",)], [(b"other", b"eight"), (b"four",)], [(), (b"eight",)]):
+        with pytest.raises(ContentMismatch) as caught:
+            compared(grant, expected)
+        assert caught.value.group == (1 if not expected[0] else 0)
+
+
+def test_a_ticket_that_does_not_say_what_it_holds_is_refused_where_content_is_expected():
+    with pytest.raises(ContentMismatch, match="does not say"):
+        compared(ticket_of([[3], [5]], 4).grants[0], [(b"four",), (b"four",)])
+
+
+def test_a_block_that_the_producer_left_out_is_not_compared():
+    grant = told([[-1, 4], [5]], [8, 4], [[b"", b"eight"], [b"four"]])
+    compared(grant, [(b"anything", b"eight"), (b"four",)])
+
+
+def manifest_of(block_size):
+    specs = {name: msgspec.structs.replace(spec, block_size=block_size) for name, spec in SPECS.items()}
+    return cache_of(specs=specs, groups=(Group(tuple(specs), "full", block_size),)).manifest()
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [(4, 8), (8, 4)])
+def test_blocks_of_different_sizes_are_compared_where_they_end_together(theirs, ours):
+    sides = {"source": manifest_of(theirs), "target": manifest_of(ours)}
+    given, wanted = ([TOKENS[end] for end in block_ends(-(-6 // size), size, 6)] for size in (theirs, ours))
+    ids = [[3, 4][: len(given)]]
+    grant = told(ids, [6], [given], block_sizes=(theirs,))
+    compared(grant, [wanted], **sides)
+    with pytest.raises(ContentMismatch):
+        compared(grant, [[*wanted[:-1], b"other"]], **sides)
+    nowhere = told([[-1] * len(given)], [6], [[b""] * len(given)], block_sizes=(theirs,))
+    with pytest.raises(ContentMismatch):  # nothing is left that could be compared
+        compared(nowhere, [wanted], **sides)
+
+
+@pytest.mark.parametrize("expected", [[[b"a"]], [[b"a"], [b"b", b"c"]], [["a"], [b"b"]], [[None], [b"b"]]])
+def test_expected_digests_go_with_the_blocks(expected):
+    with pytest.raises(ArgumentInvalid, match="expected_digests"):
+        check_expected(expected, [np.array([1]), np.array([2])])

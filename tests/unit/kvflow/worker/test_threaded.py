@@ -130,7 +130,7 @@ def test_a_pull_that_is_refused_for_its_arguments_is_an_entry(wrong):
 
 
 def test_a_pull_that_ends_with_an_error_of_anybody_else_is_an_entry(monkeypatch):
-    async def pull(self, ticket, block_ids, *, priority, local_request_id):
+    async def pull(self, ticket, block_ids, *, priority, local_request_id, expected_digests):
         raise ZeroDivisionError("nobody foresaw it")
 
     monkeypatch.setattr(Worker, "pull", pull)
@@ -169,7 +169,7 @@ def test_a_cancelled_future_is_reported_once_its_blocks_may_be_reused():
 def test_a_pull_that_is_cancelled_when_it_has_failed_still_is_not_reported_before_its_blocks_may_be_reused(monkeypatch):
     waited, quiet = threading.Event(), asyncio.Event()
 
-    async def pull(self, ticket, block_ids, *, priority, local_request_id):
+    async def pull(self, ticket, block_ids, *, priority, local_request_id, expected_digests):
         raise DeadlineExceeded("it hangs", phase="wire", quarantined=True)
 
     async def quiesced(self, request_id):

@@ -1,0 +1,37 @@
+"""Every call of a worker, as an engine would make it."""
+
+from functools import partial
+
+BLOCKS = [[0, 1], [2, 3]]
+
+
+def calls_of(worker, ticket, grant, cache):
+    """Return the public calls of an asyncio or threaded worker by name, but for ``endpoint`` and ``close``."""
+    every = {
+        "offer": ("another", BLOCKS, 8),
+        "offer_when_possible": ("another", BLOCKS, 8),
+        "admit": (grant,),
+        "revoke": ("r",),
+        "wait_offer": ("r",),
+        "pull": (ticket, BLOCKS),
+        "keep": (ticket,),
+        "release": (ticket,),
+        "quiesced": ("r",),
+        "drain": (0,),
+        "check": (),
+        "allow_keys": ([],),
+        "snapshot": (),
+        "finished": (),
+        "wait_finished": (0,),
+        "suspend": (),
+        "resume": (cache,),
+    }
+    calls = {
+        name: partial(getattr(type(worker), name), worker, *given)
+        for name, given in every.items()
+        if hasattr(worker, name)
+    }
+    calls["rank_address"] = lambda: worker.rank_address
+    public = {name for name in vars(type(worker)) if not name.startswith("_")} - {"endpoint", "close"}
+    assert calls.keys() == public, "a call was added, and is to be tried here"
+    return calls
