@@ -11,6 +11,7 @@ from handshake.client import HandshakeClient, open_client
 # Errors.
 from handshake.errors import (
     AuthenticationFailed,
+    CapacityExceeded,
     Closed,
     ConfigInvalid,
     ConnectionLost,
@@ -58,6 +59,7 @@ __all__ = [
     "WIRE_VERSION",
     "AllowedKeys",
     "AuthenticationFailed",
+    "CapacityExceeded",
     "ClockOffset",
     "Closed",
     "ClusterSecurity",

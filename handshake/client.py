@@ -43,6 +43,10 @@ CUTS_MAX = 2
 then; a second that was accepted again and ended again means that the server cannot read what we say."""
 
 
+NOTHING_TO_PUBLISH = Publication.of(b"")
+"""A client asks; only what a server publishes is of use to the other side."""
+
+
 class HandshakeClient:
     """One connection that is or was ready. Made by ``open_client``.
 
@@ -213,7 +217,7 @@ async def open_client(
     endpoint: str,
     *,
     identity: Identity,
-    publication: Publication,
+    publication: Publication = NOTHING_TO_PUBLISH,
     security: ClusterSecurity | None,
     on_event: OnEvent,
     limits: Limits = DEFAULT_LIMITS,
@@ -225,7 +229,7 @@ async def open_client(
     Args:
         endpoint: ``tcp://host:port`` of the server.
         identity: who we are.
-        publication: what the server gets.
+        publication: what the server gets; small, see ``Limits.client_frame_bytes_max``.
         security: of the cluster; None speaks without encryption.
         on_event: called on the loop with each event, from ``PeerReady`` (before the block is entered) to exactly
             one ``ConnectionClosed`` or ``ConnectionFailed``. It must be quick. If it raises, the error is logged
@@ -237,6 +241,7 @@ async def open_client(
     Raises:
         ConfigInvalid: the endpoint is malformed.
         LocalProtocolError: the identity or the publication is out of bounds.
+        CapacityExceeded: this process can open no more sockets or files; nothing was dialled.
         AuthenticationFailed: the server has another secret or key, or only one side has one; known within a
             second. Or we do not trust ``server_key``: then nothing was dialled.
         PeerRefused: the server gave a reason; ``busy`` only after ``Limits.connect_s``.
@@ -247,7 +252,7 @@ async def open_client(
     Cancellation: safe at any moment; no task and no socket is left behind.
     """
     check_endpoint(endpoint)
-    check_introduction(identity, publication, limits)
+    check_introduction(Role.CLIENT, identity, publication, limits)
     dialling = _Dialling(
         endpoint=endpoint,
         identity=identity,

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from msgspec import MsgspecError, msgpack
 
 from handshake.errors import LocalProtocolError, RemoteProtocolError
-from handshake.limits import Limits
 from handshake.messages import AnyMessage, Publish
 
 FORMAT = b"\xc1"
@@ -23,8 +22,8 @@ _encoder = msgpack.Encoder()
 _DECODE_ERRORS = (MsgspecError, UnicodeDecodeError, RecursionError)
 
 
-def encode(message: AnyMessage, limits: Limits) -> list[bytes]:
-    """Return the frames of a message.
+def encode(message: AnyMessage, nbytes_max: int) -> list[bytes]:
+    """Return the frames of a message, which have so many bytes at most.
 
     Structs do not check their fields when they are constructed, so what we are about to say is read back as the
     peer will read it: our own mistake is then our error, and not the end of the connection.
@@ -34,7 +33,7 @@ def encode(message: AnyMessage, limits: Limits) -> list[bytes]:
     """
     try:
         frames = [FORMAT + _encoder.encode(message)]
-        decode(frames, limits)
+        decode(frames, nbytes_max)
     except (MsgspecError, UnicodeEncodeError, TypeError, OverflowError) as error:
         raise LocalProtocolError(f"{type(message).__name__} cannot be encoded: {error}") from error
     except RemoteProtocolError as error:
@@ -42,8 +41,8 @@ def encode(message: AnyMessage, limits: Limits) -> list[bytes]:
     return frames
 
 
-def decode(frames: Sequence[bytes], limits: Limits) -> AnyMessage:
-    """Return the message in the frames, whose sizes are checked first.
+def decode(frames: Sequence[bytes], nbytes_max: int) -> AnyMessage:
+    """Return the message in the frames, whose number and size are checked first.
 
     A publication that does not match its digest is not returned.
 
@@ -51,12 +50,11 @@ def decode(frames: Sequence[bytes], limits: Limits) -> AnyMessage:
         RemoteProtocolError: for any bytes that are not a message; nothing else is raised for any bytes.
     """
     if len(frames) != 1:
-        raise RemoteProtocolError(f"a message is one frame, not {len(frames)}", violation="frame_count")
+        # Who reads from the socket keeps the first that is too many, and no more.
+        raise RemoteProtocolError("a message is one frame, no fewer and no more", violation="frame_count")
     (frame,) = frames
-    if len(frame) > limits.frame_bytes_max:
-        raise RemoteProtocolError(
-            f"a frame of {len(frame)} bytes is above {limits.frame_bytes_max}", violation="frame_size"
-        )
+    if len(frame) > nbytes_max:
+        raise RemoteProtocolError(f"a frame of {len(frame)} bytes is above {nbytes_max}", violation="frame_size")
     if frame[:1] != FORMAT:
         raise RemoteProtocolError(f"format byte {frame[:1].hex() or 'missing'}, not c1", violation="format")
     try:

@@ -53,15 +53,26 @@ TEXT_MAX = 1024
 
 
 def check_introduction(
-    identity: Identity, publication: Publication, limits: Limits, versions: VersionRange = SUPPORTED
+    role: Role, identity: Identity, publication: Publication, limits: Limits, versions: VersionRange = SUPPORTED
 ) -> None:
     """Make sure that what a connection will say of us can be said, before any connection depends on it.
 
     Raises:
-        LocalProtocolError: a field is out of its bounds, or the digest is not the payload's.
+        LocalProtocolError: a field is out of its bounds, or the digest is not the payload's; or a client publishes
+            more than a server hears.
     """
-    codec.encode(_hello(identity, versions), limits)
-    codec.encode(Publish(publication=publication), limits)
+    codec.encode(_hello(identity, versions), _said_bytes_max(role, limits))
+    codec.encode(Publish(publication=publication), _said_bytes_max(role, limits))
+
+
+def _said_bytes_max(role: Role, limits: Limits) -> int:
+    """Return how many bytes a frame of this end has at most."""
+    return limits.client_frame_bytes_max if role is Role.CLIENT else limits.frame_bytes_max
+
+
+def _heard_bytes_max(role: Role, limits: Limits) -> int:
+    """Return how many bytes a frame of the other end has at most."""
+    return _said_bytes_max(Role.SERVER if role is Role.CLIENT else Role.CLIENT, limits)
 
 
 def _hello(identity: Identity, versions: VersionRange) -> Hello:
@@ -189,7 +200,7 @@ class Connection:
             self._refuse_rate("messages", self._limits.messages_per_s_max, now)
             return
         try:
-            message = codec.decode(frames, self._limits)
+            message = codec.decode(frames, _heard_bytes_max(self.role, self._limits))
             if self.state is not State.CLOSING and isinstance(message, (Bye, Refuse)):
                 self._answer_farewell(message, now)
             self._advance(Received(type(message)))
@@ -324,7 +335,7 @@ class Connection:
 
     def _say(self, message: AnyMessage) -> None:
         state = advance(self.role, self.state, Sent(type(message)))
-        self._outgoing.append(codec.encode(message, self._limits))
+        self._outgoing.append(codec.encode(message, _said_bytes_max(self.role, self._limits)))
         self.state = state
 
     def _advance(self, trigger: Trigger) -> None:

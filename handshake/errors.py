@@ -9,6 +9,7 @@ The tree, by whose fault it is and what the caller can do about it::
     ├── PeerRefused            the peer gave a reason for not talking to us
     ├── AuthenticationFailed   the peer does not hold our cluster secret
     ├── ConnectionLost         the peer died, hung up or cannot be reached
+    ├── CapacityExceeded       this process can open no more sockets or files
     ├── DeadlineExceeded       a phase took longer than its budget
     └── Closed                 the connection has ended; open another one
 
@@ -53,6 +54,8 @@ class FailureCode(StrEnum):
     """Nothing was heard for ``Limits.silence_s_max``."""
     CONGESTED = "congested"
     """The peer does not read what it is sent: its queue is full. Never on the wire."""
+    OVERFLOWED = "overflowed"
+    """More bytes than messages may have, such as one of many frames: the connection was cut. Never on the wire."""
     CONNECTION_LOST = "connection_lost"
     """The transport is gone. Never on the wire."""
     INTERNAL_ERROR = "internal_error"
@@ -138,6 +141,23 @@ class ConnectionLost(HandshakeError):
 
     code = "connection_lost"
     default_remedy = "Check that the peer runs and that its address is reachable from here."
+
+
+class CapacityExceeded(HandshakeError):
+    """This process can open no more sockets or files; nothing was dialled.
+
+    Attributes:
+        resource: what is exhausted.
+        limit: its bound.
+    """
+
+    code = "capacity_exceeded"
+    default_remedy = "Raise the limit, or divide the work among more processes."
+
+    def __init__(self, resource: str, limit: int, *, remedy: str = "") -> None:
+        super().__init__(f"no room for more {resource}: the limit is {limit}", remedy=remedy, local=True)
+        self.resource = resource
+        self.limit = limit
 
 
 class DeadlineExceeded(HandshakeError):

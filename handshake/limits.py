@@ -8,8 +8,8 @@ import math
 
 from msgspec import Struct
 
-PUBLICATION_BYTES_MAX = 4 << 20
-"""A manifest of 128 layers with 8 components takes some 200 KiB; 4 MiB leave room and still fit one frame."""
+PUBLICATION_BYTES_MAX = 2 << 20
+"""A manifest of 128 layers with 8 components takes some 60 KiB, NIXL's metadata some 44 bytes a region."""
 
 LEASES_MAX = 1024
 """Leases in one message: 40 KiB, which is decoded in well under a millisecond."""
@@ -19,7 +19,11 @@ class Limits(Struct, frozen=True, kw_only=True):
     """What one endpoint spends on its peers at most.
 
     Attributes:
-        frame_bytes_max: of one frame. The largest publication, and 64 KiB for all that surrounds it.
+        frame_bytes_max: of one frame that a server sends. The largest publication, and 64 KiB for all that surrounds
+            it.
+        client_frame_bytes_max: of one frame that a client sends. A client has next to nothing to publish; its largest
+            message is a ``Release`` of 1,024 leases, 27 KiB. A stranger can make a server hold one such frame for each
+            connection, before it has proved anything.
         peers_max: connections of one server. Two engines of 512 ranks each, one connection per pair of ranks.
         pending_handshakes_max: connections of one server that are not ready yet. What a herd of restarting
             clients may hold at once; above it one of them is told ``busy`` and dials again.
@@ -30,8 +34,9 @@ class Limits(Struct, frozen=True, kw_only=True):
         messages_per_s_max: of one key, or of one connection where all share a key. A reader says at most one or
             two things per turn of its loop, which takes some 100 us.
         leases_per_s_max: named in those messages.
-        incoming_max: messages of one peer that wait to be read. Each may be a whole publication, and a reader
-            that keeps up never has more than a few.
+        incoming_max: messages of one peer that wait to be read. A reader that keeps up never has more than a few.
+        incoming_bytes_max: of those messages. Fewer of them wait where each may be a whole publication. A peer whose
+            bytes are more than its messages can be is cut off.
         outgoing_max: messages that wait for one peer to read. A peer that lets this many pile up is lost.
         connect_s: to reach a listening peer, all attempts together.
         handshake_s: from dialling, or from the first message heard, to ready. A CURVE handshake takes about
@@ -47,6 +52,7 @@ class Limits(Struct, frozen=True, kw_only=True):
     """
 
     frame_bytes_max: int = PUBLICATION_BYTES_MAX + (64 << 10)
+    client_frame_bytes_max: int = 64 << 10
     peers_max: int = 1024
     pending_handshakes_max: int = 64
     handshake_grace_s: float = 0.3
@@ -54,6 +60,7 @@ class Limits(Struct, frozen=True, kw_only=True):
     messages_per_s_max: float = 20_000.0
     leases_per_s_max: float = 200_000.0
     incoming_max: int = 64
+    incoming_bytes_max: int = 8 << 20
     outgoing_max: int = 1024
     connect_s: float = 2.0
     handshake_s: float = 5.0

@@ -33,10 +33,10 @@ class ListeningChannel(Channel, Protocol):
 
     @property
     def strangers(self) -> Mapping[str, int]:
-        """How many connections were not let in, by code."""
+        """How many connections were not let in, or were cut off, by code."""
         ...
 
-    async def read(self, on_frames: Callable[[list[bytes], PublicKey], None]) -> None:
+    async def read(self, on_frames: Callable[[list[bytes], PublicKey], bool]) -> None:
         """Pass on each message that arrives, with the key of its connection, until cancelled."""
         ...
 

@@ -1,7 +1,7 @@
 """The listening end: any number of peers on one ROUTER socket.
 
 Nothing that a peer sends ends the listener. A peer that breaks the protocol is told why once, its state is
-dropped, and what it sends afterwards is read and forgotten.
+dropped, and what it sends afterwards is read and forgotten, until it is too much and the connection is cut.
 """
 
 import asyncio
@@ -91,8 +91,8 @@ class HandshakeServer:
         # Kept alive by the connections of that key: whoever dials again at once finds what it has used up.
         self._allowances: WeakValueDictionary[PublicKey, Allowance] = WeakValueDictionary()
         self._failures: Counter[str] = Counter()
-        # Connections that were dismissed may live on in ZeroMQ, which cannot be told to cut one. The oldest is
-        # forgotten first; should it still talk, it is refused once more.
+        # Connections that were dismissed may live on until they have said too much, see ``handshake.intake``. The
+        # oldest is forgotten first; should it still talk, it is refused once more.
         self._dismissed: dict[PeerKey, None] = {}
         self._leaving = False
         self._emptied = asyncio.Event()
@@ -119,7 +119,7 @@ class HandshakeServer:
 
     @property
     def failures(self) -> dict[str, int]:
-        """How many connections have failed since the start, by code, those that were never let in included."""
+        """How many connections have failed since the start, by code, those never let in or cut off included."""
         return {**self._failures, **self._channel.strangers}
 
     def send(self, peer_key: PeerKey, message: Released | Renewed) -> None:
@@ -152,15 +152,22 @@ class HandshakeServer:
             if not self._trusts(public_key):
                 self.disconnect(key, *_REMOVED)
 
-    def receive(self, frames: list[bytes], public_key: PublicKey = "") -> None:
-        """Take one message from the socket; its first frame names the connection, and the connection has one key."""
+    def receive(self, frames: list[bytes], public_key: PublicKey = "") -> bool:
+        """Take one message from the socket; its first frame names the connection, and the connection has one key.
+
+        Returns:
+            Whether it was listened to; not that of a peer that was dismissed.
+        """
         routing_id, *body = frames
         key = PeerKey(routing_id.hex())
         driver = self._drivers.get(key)
         if driver is not None:
             driver.receive(body)
-        elif key not in self._dismissed:
+        elif key in self._dismissed:
+            return False
+        else:
             self._admit(key, routing_id, public_key).receive(body)
+        return True
 
     async def leave(self) -> None:
         """Say goodbye to every peer and wait for the answers, ``Limits.closing_s`` at most.
@@ -311,7 +318,7 @@ async def open_server(
         LocalProtocolError: the identity or the publication is out of bounds.
     """
     check_bind(bind, security, insecure_allowed=insecure_allowed)
-    check_introduction(identity, publication, limits)
+    check_introduction(Role.SERVER, identity, publication, limits)
     async with network.open_listener(bind, security, limits) as channel:
         server = HandshakeServer(channel, identity, publication, on_event, limits, security=security, network=network)
         async with running(channel.read(server.receive)):

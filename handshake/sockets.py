@@ -2,13 +2,14 @@
 
 A listener owns a context of its own, because who is let in is asked within it. All diallers of a process share
 one, so that hundreds of peers cost two threads and not hundreds. Sending never waits: a message is queued or it
-is not. Receiving is one task for the life of the socket, because a time limit around ``recv`` loses messages. A
-dialled channel is one TCP connection and never dials again by itself: a restarted server has to be met with a new
-handshake.
+is not. Receiving is one task for the life of the socket, because a time limit around ``recv`` loses messages; of the
+frames that a message has too many it keeps the first. A dialled channel is one TCP connection and never dials again by
+itself: a restarted server has to be met with a new handshake.
 """
 
 import asyncio
 import os
+import resource
 import socket
 import struct
 import threading
@@ -23,21 +24,27 @@ from typing import cast
 import zmq
 import zmq.asyncio
 
-from handshake.errors import ConfigInvalid, ConnectionLost, FailureCode
+from handshake.errors import CapacityExceeded, ConfigInvalid, FailureCode
+from handshake.intake import Intake, watched, wire_bytes
 from handshake.limits import Limits
 from handshake.security import ZAP_DOMAIN, ZAP_ENDPOINT, ClusterSecurity, PublicKey, answer_admissions
 
 MESSAGES_PER_TURN = 32
 """A flood must not starve the loop: receiving what has already arrived never suspends the reader."""
 
+FRAMES_PER_TURN = 1024
+"""Frames that are too many are read, because nothing that follows can be read before, and dropped: in half a
+millisecond so many."""
+
 CURVE_BYTES = 64
 """What encryption adds to a frame at most; the exact bound on what we read is the codec's."""
-
 
 DESCRIPTORS_OF_A_CONTEXT = 32
 """A context takes about ten: two threads with a queue and an epoll each, and the first sockets."""
 
-OPEN_FILES_REMEDY = "Raise this process's limit of open files."
+DESCRIPTORS_OF_A_LINK = 8
+"""A link takes four: one for each of its three ZeroMQ sockets, and that of TCP. The rest is for whoever else opens
+files meanwhile: ZeroMQ says nothing where it finds none for TCP."""
 
 
 class Delivery(Enum):
@@ -93,13 +100,20 @@ _MONITORED = struct.Struct("=Hi")
 class Channel:
     """One ZeroMQ socket.
 
+    Args:
+        socket: of ZeroMQ.
+        endpoint: as below.
+        intake: of its connections.
+
     Attributes:
         endpoint: its address: the real one of a listener, the dialled one of a dialler.
     """
 
-    def __init__(self, socket: zmq.asyncio.Socket, endpoint: str) -> None:
+    def __init__(self, socket: zmq.asyncio.Socket, endpoint: str, intake: Intake) -> None:
         self.endpoint = endpoint
+        self.intake = intake
         self._socket = socket
+        self._at_once: zmq.Socket[bytes] = zmq.Socket.shadow(socket)
 
     def send(self, frames: list[bytes]) -> Delivery:
         """Queue one message, or say why not, at once. A listener's first frame names the peer."""
@@ -114,6 +128,26 @@ class Channel:
             return Delivery.GONE
         return Delivery.QUEUED
 
+    async def _message(self, num_frames: int) -> list[zmq.Frame]:
+        """Return the frames of the next message; where it has more than it may have, one more than that.
+
+        Cancellation: safe; the socket is not read any more.
+        """
+        frames = [await self._socket.recv(copy=False)]
+        while frames[-1].more and len(frames) <= num_frames:
+            frames.append(self._at_once.recv(zmq.NOBLOCK, copy=False))  # all frames of a message arrive together
+        dropped, more = 0, frames[-1].more
+        while more:
+            more = self._at_once.recv(zmq.NOBLOCK, copy=False).more
+            dropped += 1
+            if dropped % FRAMES_PER_TURN == 0:
+                await asyncio.sleep(0)
+        return frames
+
+    def _took(self, frame: zmq.Frame, *, secured: bool) -> None:
+        """Count a message of one frame as taken."""
+        self.intake.took(frame.get(zmq.SRCFD), wire_bytes(len(frame), secured=secured))
+
 
 class ListeningChannel(Channel):
     """A channel that any number of peers talk to; a message's first frame names the connection.
@@ -122,50 +156,57 @@ class ListeningChannel(Channel):
         socket: bound, or about to be.
         endpoint: where.
         monitor: of the socket.
+        held_max: bytes that ZeroMQ may hold of one connection.
         secured: whether each connection had to prove that it holds a key.
 
     Attributes:
-        strangers: how many connections were not let in, by code.
+        strangers: how many connections were not let in, or were cut off, by code.
     """
 
     def __init__(
-        self, socket: zmq.asyncio.Socket, endpoint: str, monitor: zmq.asyncio.Socket, *, secured: bool
+        self, socket: zmq.asyncio.Socket, endpoint: str, monitor: zmq.asyncio.Socket, held_max: int, *, secured: bool
     ) -> None:
-        super().__init__(socket, endpoint)
+        super().__init__(socket, endpoint, Intake(held_max, lambda _: self.strangers.update([FailureCode.OVERFLOWED])))
         self._monitor = monitor
+        self._secured = secured
         # Without encryption a client may name itself as it likes, in any bytes, and has proved nothing.
         self._key_of = _proved_key if secured else _no_key
         self.strangers: Counter[str] = Counter()
 
-    async def read(self, on_frames: Callable[[list[bytes], PublicKey], None]) -> None:
+    async def read(self, on_frames: Callable[[list[bytes], PublicKey], bool]) -> None:
         """Pass on each message that arrives, with the key that its connection has proved to hold, or an empty one.
 
-        Runs until it is cancelled; ``on_frames`` must not raise.
+        Runs until it is cancelled; ``on_frames`` must not raise, and returns whether it listened. A connection that it
+        does not listen to, and one that sends messages of several frames, is cut when it has sent too much.
         """
         while True:
             for _ in range(MESSAGES_PER_TURN):
-                frames = await self._socket.recv_multipart(copy=False)
-                on_frames([frame.bytes for frame in frames], self._key_of(frames[-1]))
+                frames = await self._message(2)
+                listened = on_frames([frame.bytes for frame in frames], self._key_of(frames[-1]))
+                if listened and len(frames) == 2:
+                    self._took(frames[-1], secured=self._secured)
             await asyncio.sleep(0)
 
     async def count_strangers(self) -> None:
         """Count whoever is not let in. Runs until it is cancelled; ZeroMQ may have to wait for it."""
         while True:
             for _ in range(MESSAGES_PER_TURN):
-                code = _NOT_LET_IN.get(_event_of(await self._monitor.recv_multipart()))
-                if code is not None:
-                    self.strangers[code] += 1
+                event, value = _event_of(await self._monitor.recv_multipart())
+                if event == zmq.Event.ACCEPTED:
+                    self.intake.opened(value)
+                elif event in _NOT_LET_IN:
+                    self.strangers[_NOT_LET_IN[event]] += 1
             await asyncio.sleep(0)
 
 
-def _event_of(frames: list[bytes]) -> int:
-    """Return the number of the event that a monitor tells of. Source: zmq_socket_monitor(3).
+def _event_of(frames: list[bytes]) -> tuple[int, int]:
+    """Return the number of the event that a monitor tells of, and its value. Source: zmq_socket_monitor(3).
 
     pyzmq's own parser makes a flag of the value beside it, too, and Python remembers each flag for ever: one for each
     number that a file descriptor ever had.
     """
-    event, _ = _MONITORED.unpack(frames[0])
-    return int(event)
+    event, value = _MONITORED.unpack(frames[0])
+    return event, value
 
 
 def _proved_key(frame: zmq.Frame) -> PublicKey:
@@ -179,9 +220,12 @@ def _no_key(_frame: zmq.Frame) -> PublicKey:
 class DialledChannel(Channel):
     """A channel with a monitor. Nothing happens on it before ``dial``."""
 
-    def __init__(self, socket: zmq.asyncio.Socket, endpoint: str, monitor: zmq.asyncio.Socket) -> None:
-        super().__init__(socket, endpoint)
+    def __init__(
+        self, socket: zmq.asyncio.Socket, endpoint: str, monitor: zmq.asyncio.Socket, held_max: int, *, secured: bool
+    ) -> None:
+        super().__init__(socket, endpoint, Intake(held_max))
         self._monitor = monitor
+        self._secured = secured
 
     def dial(self) -> None:
         """Start the one attempt to connect.
@@ -198,13 +242,19 @@ class DialledChannel(Channel):
         """Pass on each message that arrives. Runs until it is cancelled; ``on_frames`` must not raise."""
         while True:
             for _ in range(MESSAGES_PER_TURN):
-                on_frames(await self._socket.recv_multipart())
+                frames = await self._message(1)
+                on_frames([frame.bytes for frame in frames])
+                if len(frames) == 1:
+                    self._took(frames[0], secured=self._secured)
             await asyncio.sleep(0)
 
     async def watch(self, on_link: Callable[[LinkEvent], None]) -> None:
         """Pass on what happens to the connection. Runs until it is cancelled; ``on_link`` must not raise."""
         while True:
-            event = _LINK_EVENTS.get(_event_of(await self._monitor.recv_multipart()))
+            number, value = _event_of(await self._monitor.recv_multipart())
+            event = _LINK_EVENTS.get(number)
+            if event is LinkEvent.ACCEPTED:
+                self.intake.opened(value)
             if event is not None:
                 on_link(event)
 
@@ -236,13 +286,13 @@ async def open_listener(bind: str, security: ClusterSecurity | None, limits: Lim
 
     Raises:
         ConfigInvalid: the address cannot be bound.
-        ConnectionLost: this process has no file descriptors left.
+        CapacityExceeded: this process has no file descriptors left.
     """
-    _require_descriptors()
+    _require_descriptors(DESCRIPTORS_OF_A_CONTEXT)
     context = zmq.asyncio.Context()
     # Who listens will dial, too, perhaps when a flood of connections has taken every descriptor.
     with _diallers.borrowed(), _destroying(context):
-        router = _configured(context.socket(zmq.ROUTER), bind, limits)
+        router, held_max = _configured(context.socket(zmq.ROUTER), bind, limits, limits.client_frame_bytes_max)
         router.set(zmq.ROUTER_MANDATORY, 1)  # sending to a peer that is gone is an error, not silence
         router.set(zmq.ROUTER_HANDOVER, 0)  # nobody takes over another's connection by claiming its name
         router.set(zmq.BACKLOG, limits.peers_max)
@@ -254,15 +304,16 @@ async def open_listener(bind: str, security: ClusterSecurity | None, limits: Lim
             replier = context.socket(zmq.REP)
             replier.bind(ZAP_ENDPOINT)
             tasks.append(answer_admissions(replier, security.admits))
-        monitor = router.get_monitor_socket(sum(_NOT_LET_IN))
-        channel = ListeningChannel(router, bind, monitor, secured=security is not None)
+        monitor = router.get_monitor_socket(zmq.Event.ACCEPTED | sum(_NOT_LET_IN))
+        channel = ListeningChannel(router, bind, monitor, held_max, secured=security is not None)
         async with running(*tasks, channel.count_strangers()):
             try:
                 router.bind(bind)
             except zmq.ZMQError as error:
                 raise ConfigInvalid(f"cannot bind {bind!r}: {error}") from error
             channel.endpoint = router.get_string(zmq.LAST_ENDPOINT)
-            yield channel
+            with watched(channel.intake):
+                yield channel
 
 
 @contextmanager
@@ -295,18 +346,20 @@ async def resolve(endpoint: str) -> tuple[str, ...]:
     return tuple(f"tcp://[{each}]:{port}" if ":" in each else f"tcp://{each}:{port}" for each in addresses)
 
 
-def _require_descriptors() -> None:
-    """Make sure that a context can start: libzmq ends the whole process where it finds no descriptor for its threads.
+def _require_descriptors(count: int) -> None:
+    """Make sure that ZeroMQ finds so many descriptors: where there is none for its threads, it ends the whole process.
 
     Raises:
-        ConnectionLost: this process has no file descriptors left.
+        CapacityExceeded: this process has too few left.
     """
     opened: list[int] = []
     try:
-        for _ in range(DESCRIPTORS_OF_A_CONTEXT):
+        for _ in range(count):
             opened.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))  # noqa: PERF401 - closed one by one below
     except OSError as error:
-        raise ConnectionLost(f"no ZeroMQ context can be made: {error}", remedy=OPEN_FILES_REMEDY, local=True) from error
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        remedy = "Raise this process's limit of open files: ulimit -n, LimitNOFILE=, or RLIMIT_NOFILE."
+        raise CapacityExceeded("open files (RLIMIT_NOFILE)", soft, remedy=remedy) from error
     finally:
         for descriptor in opened:
             os.close(descriptor)
@@ -334,8 +387,9 @@ class _SharedContext:
         """Borrow the context; whoever leaves last, with every socket closed, ends it."""
         with self._lock:
             if self._context is None:
-                _require_descriptors()
+                _require_descriptors(DESCRIPTORS_OF_A_CONTEXT)
                 self._context = zmq.Context()
+                self._context.set(zmq.MAX_SOCKETS, _sockets_max(self._context))
                 self._context.socket(zmq.PAIR).close()  # its threads start with the first socket
             self._users += 1
             context = self._context
@@ -347,6 +401,16 @@ class _SharedContext:
                 if not self._users:
                     context.term()
                     self._context = None
+
+
+def _sockets_max(context: zmq.Context[zmq.Socket[bytes]]) -> int:
+    """Return as many sockets as ZeroMQ can number, or as may ever be open: each needs a file descriptor.
+
+    That is the hard limit; the soft one may be raised as long as the process lives.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = int(context.get(zmq.SOCKET_LIMIT))
+    return most if hard == resource.RLIM_INFINITY else min(most, hard)
 
 
 _diallers = _SharedContext()
@@ -372,13 +436,14 @@ async def open_dialler(
     """Make a DEALER socket for one connection to one server, whose key is that of ``security``'s server.
 
     Raises:
-        ConnectionLost: this process has no file descriptors left.
+        CapacityExceeded: this process can open no more sockets or files.
     """
     with _diallers.borrowed() as context, _closing() as sockets:
+        _require_descriptors(DESCRIPTORS_OF_A_LINK)
         try:
             dealer = zmq.asyncio.Socket(context, zmq.DEALER)
             sockets.append(dealer)
-            _configured(dealer, endpoint, limits)
+            _, held_max = _configured(dealer, endpoint, limits, limits.frame_bytes_max)
             dealer.set(zmq.RECONNECT_IVL, -1)
             if security is not None:
                 dealer.set(zmq.CURVE_SERVERKEY, security.server.public)
@@ -391,20 +456,36 @@ async def open_dialler(
             dealer.monitor(links, zmq.EVENT_ALL)
             monitor.connect(links)
         except zmq.ZMQError as error:
-            reason = f"no socket can be made for {endpoint}: {error}"
-            raise ConnectionLost(reason, remedy=OPEN_FILES_REMEDY, local=True) from error
+            remedy = "Divide the work among more processes: ZeroMQ numbers no more sockets in one."
+            raise CapacityExceeded("ZeroMQ sockets", context.get(zmq.MAX_SOCKETS), remedy=remedy) from error
+        channel = DialledChannel(dealer, endpoint, monitor, held_max, secured=security is not None)
         try:
-            yield DialledChannel(dealer, endpoint, monitor)
+            with watched(channel.intake):
+                yield channel
         finally:
             dealer.disable_monitor()
 
 
-def _configured(made: zmq.asyncio.Socket, endpoint: str, limits: Limits) -> zmq.asyncio.Socket:
+def _configured(
+    made: zmq.asyncio.Socket, endpoint: str, limits: Limits, heard_bytes_max: int
+) -> tuple[zmq.asyncio.Socket, int]:
+    """Set what all sockets have in common, before they are bound or connected.
+
+    Args:
+        made: the socket.
+        endpoint: where it will be bound or connected.
+        limits: what peers may cost.
+        heard_bytes_max: of one frame that it receives.
+
+    Returns:
+        The socket, and how many bytes ZeroMQ may hold of one of its connections.
+    """
+    waiting_max = min(limits.incoming_max, max(1, limits.incoming_bytes_max // heard_bytes_max))
     made.set(zmq.LINGER, 0)  # last words are acknowledged; nothing else is worth waiting for
     made.set(zmq.SNDHWM, limits.outgoing_max)
-    made.set(zmq.RCVHWM, limits.incoming_max)
-    made.set(zmq.MAXMSGSIZE, limits.frame_bytes_max + CURVE_BYTES)
+    made.set(zmq.RCVHWM, waiting_max)
+    made.set(zmq.MAXMSGSIZE, heard_bytes_max + CURVE_BYTES)
     # A little longer than the connection's own deadline, which comes first and says what happened.
     made.set(zmq.HANDSHAKE_IVL, round((limits.handshake_s + 0.5) * 1000))
     made.set(zmq.IPV6, int("[" in endpoint))
-    return made
+    return made, (waiting_max + 2) * (heard_bytes_max + CURVE_BYTES)  # one more is decoded, and one is being read

@@ -23,10 +23,16 @@ from kvflow.layout.stripes import ALL_TOKENS, Stripe
 MANIFEST_SCHEMA = 2
 """Version of the manifest's own format; travels in the publication's envelope."""
 
-REGIONS_MAX = 4096
+MANIFEST_BYTES_MAX = 256 << 10
+"""Of one that is published. 128 layers of 8 components take some 60 KiB; decoding holds the interpreter throughout."""
+
+REGIONS_MAX = 2048
 LAYERS_MAX = 4096
-COMPONENTS_MAX = 64
-GROUPS_MAX = 256
+GROUPS_MAX = 64
+"""The models that are known have ten."""
+
+COMPONENTS_MAX = 4096
+"""Of all layers together. The models that are known have up to 200; 128 layers with scales would have a thousand."""
 
 
 class Layer(Struct, frozen=True, array_like=True):
@@ -36,7 +42,7 @@ class Layer(Struct, frozen=True, array_like=True):
         name: as the model names it; what peers match layers by.
         kind: of its cache, as the spec's.
         window: tokens that it looks back at, or its chunk; 0 if it sees everything.
-        components: at least one; all have tokens, or all are states.
+        components: at least one; all have tokens, or all are states. See ``COMPONENTS_MAX``.
     """
 
     name: Annotated[str, Meta(min_length=1, max_length=LAYER_NAME_MAX)]
@@ -168,6 +174,8 @@ class Manifest(Struct, frozen=True, dict=True):
         for index, region in enumerate(self.regions):
             if region.address + region.nbytes > ADDRESS_MAX:
                 raise SpecInvalid(f"region {index} reaches beyond the address space: {region}")
+        if sum(len(layer.components) for group in self.groups for layer in group.layers) > COMPONENTS_MAX:
+            raise SpecInvalid(f"the layers have more than {COMPONENTS_MAX} components together")
         names = [layer.name for group in self.groups for layer in group.layers]
         if len(set(names)) != len(names):
             raise SpecInvalid(f"layer {_first_duplicate(names)!r} is named twice")

@@ -206,7 +206,6 @@ async def open_link(
         async with open_client(
             peer.endpoint,
             identity=ours.identity,
-            publication=ours.publication,
             security=ours.security,
             limits=ours.limits,
             network=ours.network,
@@ -214,7 +213,7 @@ async def open_link(
             server_key=server_key,
         ) as client:
             _require_peer(client.identity, peer)
-            advertisement = decode(client.publication, peer=str(peer))
+            advertisement = await asyncio.to_thread(decode, client.publication, peer=str(peer))
             agent = agent_name(str(peer), server_key)
             yield Link(client, peer, agent, advertisement, questions=questions, network=ours.network)
     except HandshakeError as error:

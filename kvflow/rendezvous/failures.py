@@ -8,25 +8,28 @@ class Distrusted(ours.AuthenticationFailed):
     """We do not trust the key that the ticket names, and nothing was dialled."""
 
 
-class NotDialled(ours.PeerLost):
+class NotDialled(ours.CapacityExceeded):
     """This process lacks what it needs to dial, and nothing was dialled."""
 
 
 def as_kvflow_error(error: theirs.HandshakeError, *, peer: str) -> ours.KvflowError:
     """Return our error for theirs; chain it with ``raise ... from error``."""
+    mapped: ours.KvflowError
     match error:
         case theirs.ConfigInvalid() | theirs.LocalProtocolError():  # such as a manifest too large to publish
-            return ours.ConfigInvalid(error.message, remedy=error.remedy)
+            mapped = ours.ConfigInvalid(error.message, remedy=error.remedy)
+        case theirs.CapacityExceeded():
+            mapped = NotDialled(error.resource, error.limit, remedy=error.remedy)
         case theirs.AuthenticationFailed():
             kind = Distrusted if error.local else ours.AuthenticationFailed
-            return kind(f"{peer}: {error.message}", remedy=error.remedy)
+            mapped = kind(f"{peer}: {error.message}", remedy=error.remedy)
         case theirs.PeerRefused():
             reason = error.message.removeprefix(f"the peer refused ({error.refusal}): ")
-            return ours.PeerRefused(error.refusal, f"{peer}: {reason}", remedy=error.remedy)
+            mapped = ours.PeerRefused(error.refusal, f"{peer}: {reason}", remedy=error.remedy)
         case theirs.RemoteProtocolError():
-            return ours.ProtocolViolation(error.message, peer=peer, remedy=error.remedy)
+            mapped = ours.ProtocolViolation(error.message, peer=peer, remedy=error.remedy)
         case theirs.DeadlineExceeded():
-            return ours.DeadlineExceeded(error.message, phase=error.phase, peer=peer, remedy=error.remedy)
+            mapped = ours.DeadlineExceeded(error.message, phase=error.phase, peer=peer, remedy=error.remedy)
         case _:
-            lost = NotDialled if error.local else ours.PeerLost
-            return lost(error.message, peer=peer, remedy=error.remedy)
+            mapped = ours.PeerLost(error.message, peer=peer, remedy=error.remedy)
+    return mapped

@@ -22,7 +22,7 @@ class OurSide(Struct, frozen=True):
 
     Attributes:
         identity: who we are.
-        publication: our manifest.
+        publication: our manifest, for those that dial us.
         security: our keys, and whom we trust.
         limits: budgets and bounds.
         network: where we meet peers.

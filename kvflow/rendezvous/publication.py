@@ -11,7 +11,7 @@ from msgspec import Meta, Struct
 
 from handshake import Publication
 from kvflow.errors import LayoutMismatch, ProtocolViolation, SpecInvalid
-from kvflow.layout.manifest import MANIFEST_SCHEMA, Manifest
+from kvflow.layout.manifest import MANIFEST_BYTES_MAX, MANIFEST_SCHEMA, Manifest
 from kvflow.layout.region import METADATA_BYTES_MAX, Region
 
 SLOT_BYTES = 8
@@ -43,17 +43,33 @@ class Advertisement(Struct, frozen=True, kw_only=True):
             raise SpecInvalid(f"the epoch table is not an array of u64 in DRAM: {self.epochs}")
 
 
+class _Sized(Struct, frozen=True):
+    """An advertisement whose manifest is not decoded yet."""
+
+    manifest: msgspec.Raw
+
+
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Advertisement)
+_sized_decoder = msgspec.msgpack.Decoder(_Sized)
 
 
 def encode(advertisement: Advertisement) -> Publication:
-    """Wrap an advertisement for the handshake."""
+    """Wrap an advertisement for the handshake.
+
+    Raises:
+        SpecInvalid: the manifest is larger than any peer would read.
+    """
+    nbytes = len(_encoder.encode(advertisement.manifest))
+    if nbytes > MANIFEST_BYTES_MAX:
+        raise SpecInvalid(f"the manifest has {nbytes} bytes, more than {MANIFEST_BYTES_MAX}")
     return Publication.of(_encoder.encode(advertisement), schema=MANIFEST_SCHEMA)
 
 
 def decode(publication: Publication, *, peer: str) -> Advertisement:
     """Read a peer's advertisement; the handshake has verified its digest.
+
+    Thread: any. The largest takes a tenth of a second, too long for the event loop.
 
     Raises:
         LayoutMismatch: the peer writes another version of the manifest.
@@ -62,8 +78,12 @@ def decode(publication: Publication, *, peer: str) -> Advertisement:
     if publication.schema != MANIFEST_SCHEMA:
         raise LayoutMismatch("manifest.schema", publication.schema, MANIFEST_SCHEMA, remedy="Run the same release.")
     try:
+        nbytes = len(memoryview(_sized_decoder.decode(publication.payload).manifest))
+        if nbytes > MANIFEST_BYTES_MAX:  # before it is decoded, which nothing can interrupt
+            raise SpecInvalid(f"it has {nbytes} bytes, more than {MANIFEST_BYTES_MAX}")
         advertisement = _decoder.decode(publication.payload)
         advertisement.check()
+        advertisement.manifest.geometry_digest()  # which the loop would have to compute otherwise
     except SpecInvalid as error:
         raise ProtocolViolation(f"the peer published a manifest that cannot be: {error.message}", peer=peer) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -36,7 +36,8 @@ class _Wire:
             while self._arrived:
                 frames = self._arrived.popleft()
                 if self._world.recording:
-                    self._world.note(self.process.name, "heard", type(decode(frames[-1:], self.limits)).__name__)
+                    message = decode(frames[-1:], self.limits.frame_bytes_max)
+                    self._world.note(self.process.name, "heard", type(message).__name__)
                 yield frames
             self._waiting = self.process.create_future()
             await self._waiting
@@ -54,7 +55,7 @@ class ListeningWire(_Wire):
         self.keys: dict[bytes, PublicKey] = {}
         self.strangers: Mapping[str, int] = {}
 
-    async def read(self, on_frames: Callable[[list[bytes], PublicKey], None]) -> None:
+    async def read(self, on_frames: Callable[[list[bytes], PublicKey], bool]) -> None:
         """See ``handshake.network.ListeningChannel.read``."""
         async for frames in self.arrivals():
             on_frames(frames, self.keys[frames[0]])

@@ -27,17 +27,14 @@ class PlanLimits(Struct, frozen=True):
     """Bounds that keep a hostile or absurd manifest from costing more than a refusal.
 
     Attributes:
-        fragments_max: contiguous pieces of all components of one group pair, before merging. 128 layers of 8 heads
-            and 128-token blocks have 262,144.
-        runs_max: runs of one group pair after merging.
-        segments_max: components of all layers that both sides have. The largest of today's models has some two
-            thousand.
+        fragments_max: contiguous pieces of all components, before merging. 128 layers of 8 heads and 128-token blocks
+            have 262,144.
+        runs_max: runs after merging.
         bytes_max: what one target block of every group holds together of them.
     """
 
-    fragments_max: int = 1 << 21
+    fragments_max: int = 1 << 19
     runs_max: int = 1 << 17
-    segments_max: int = 1 << 16
     bytes_max: int = 1 << 41
 
 
@@ -210,10 +207,12 @@ def plan_transfer(
     """
     source.check()
     target.check()
-    _require_few_segments(limits, source, target)
     pairs = match_groups(source, target, pieces)
     _require_few_bytes(limits, pairs)
-    groups = [_plan_group(pair, limits) for pair in pairs]
+    _require_few_fragments(limits, pairs)
+    groups = [_plan_group(pair) for pair in pairs]
+    if sum(len(group.runs) for group in groups) > limits.runs_max:
+        raise CapacityExceeded("runs in one plan", limits.runs_max, remedy="Use layouts that merge further.")
     certificate = certify(
         target, [(pair, group.runs, group.source, group.target) for pair, group in zip(pairs, groups, strict=True)]
     )
@@ -269,12 +268,15 @@ def _unit(group: GroupPlan) -> str:
     return f"unit of {group.unit_tokens} tokens" if group.unit_tokens else "state"
 
 
-def _require_few_segments(limits: PlanLimits, source: Manifest, target: Manifest) -> None:
-    """Refuse more components than any model has, before they cost more than counting them."""
-    there = {layer.name for group in source.groups for layer in group.layers}
-    common = (layer for group in target.groups for layer in group.layers if layer.name in there)
-    if sum(len(layer.components) for layer in common) > limits.segments_max:
-        raise CapacityExceeded("segments in one plan", limits.segments_max, remedy="Cache fewer layers on one rank.")
+def _require_few_fragments(limits: PlanLimits, pairs: Sequence[GroupPair]) -> None:
+    """Refuse more pieces than any model has, before they cost more than counting them."""
+    total = sum(
+        math.prod(parts[0].extents(_units(pair)[1].tokens)[: parts[0].walk[0]]) * len(parts)
+        for pair in pairs
+        for parts in alike(pair.pairs)
+    )
+    if total > limits.fragments_max:
+        raise CapacityExceeded("fragments in one plan", limits.fragments_max, remedy="Use smaller blocks.")
 
 
 def _require_few_bytes(limits: PlanLimits, pairs: Sequence[GroupPair]) -> None:
@@ -288,15 +290,9 @@ def _require_few_bytes(limits: PlanLimits, pairs: Sequence[GroupPair]) -> None:
         raise CapacityExceeded("bytes in one block of a plan", limits.bytes_max, remedy="Use smaller blocks.")
 
 
-def _plan_group(pair: GroupPair, limits: PlanLimits) -> GroupPlan:
+def _plan_group(pair: GroupPair) -> GroupPlan:
     source, target = _units(pair)
-    shapes = alike(pair.pairs)
-    total = sum(math.prod(parts[0].extents(target.tokens)[: parts[0].walk[0]]) * len(parts) for parts in shapes)
-    if total > limits.fragments_max:
-        raise CapacityExceeded("fragments in one plan", limits.fragments_max, remedy="Use smaller blocks.")
-    runs = merged([fragments(parts, source, target) for parts in shapes])
-    if len(runs) > limits.runs_max:
-        raise CapacityExceeded("runs in one plan", limits.runs_max, remedy="Use layouts that merge further.")
+    runs = merged([fragments(parts, source, target) for parts in alike(pair.pairs)])
     windows = {layer.window if layer.kind != "chunked" else 0 for layer in pair.target.layers}
     window = windows.pop() if len(windows) == 1 else 0
     return GroupPlan(pair.source_group, pair.target_group, source, target, runs, pair.pairs, window=window)

@@ -150,9 +150,11 @@ def fragments(pairs: Sequence[ComponentPair], source_units: Units, target_units:
             )
             for pair, part in zip(pairs, parts, strict=True)
         ]
-        columns = np.repeat(np.array(firsts, np.int64).T, index.shape[1], axis=1)
-        columns[1] += np.tile(np.array(parts[0].strides[:walked], np.int64) @ index, len(pairs))
-        sides.append(columns)
+        # By broadcasting, which lets other threads run; ``repeat`` and ``tile`` do not.
+        columns = np.empty((len(firsts[0]), len(pairs), index.shape[1]), np.int64)
+        columns[...] = np.array(firsts, np.int64).T[:, :, None]
+        columns[1] += np.array(parts[0].strides[:walked], np.int64) @ index
+        sides.append(columns.reshape(len(columns), -1))
     source, target = sides
     return RunTable(np.full(source.shape[1], nbytes, np.int64), source, target)
 

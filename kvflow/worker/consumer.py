@@ -139,7 +139,7 @@ class Consumer:
         try:
             # However they were joined: ranks in another order are the same ranks, divided and prepared once.
             members = tuple(sorted(ticket.members(), key=lambda member: member.address.rank))
-            legs = self._legs(members, await self._meet(members), targets, expected)
+            legs = await self._legs(members, await self._meet(members), targets, expected)
             pull = _Pull(
                 ticket=ticket,
                 result=asyncio.get_running_loop().create_future(),
@@ -284,7 +284,7 @@ class Consumer:
             return [await self._pool.meet(members[0])]
         return list(await asyncio.gather(*(self._pool.meet(member) for member in members)))
 
-    def _legs(
+    async def _legs(
         self,
         members: Sequence[Member],
         peers: Sequence[Peer],
@@ -293,7 +293,7 @@ class Consumer:
     ) -> tuple[LegRequest, ...]:
         """Say what each source rank must give; ranks that give nothing have no leg."""
         legs = []
-        for leg in self._pool.legs(peers):
+        for leg in await self._pool.legs(peers):
             member = members[leg.member]
             demands = demands_of(member, peers[leg.member].manifest, leg.programs, targets)
             if expected is not None:

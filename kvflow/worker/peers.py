@@ -193,7 +193,7 @@ class PeerPool:
         if not entry.gone.done():
             self._forget(peer, entry, *CLOSING)
 
-    def legs(self, peers: Sequence[Peer]) -> tuple[Leg, ...]:
+    async def legs(self, peers: Sequence[Peer]) -> tuple[Leg, ...]:
         """Divide our cache among the ranks of one ticket, and prepare to read from those that are needed.
 
         Args:
@@ -206,7 +206,7 @@ class PeerPool:
         """
         for peer in peers:
             self._require_current(peer)
-        return self._programs.legs(tuple(peers))
+        return await self._programs.legs(tuple(peers))
 
     def _require_current(self, peer: Peer) -> None:
         """Refuse a peer whose life has ended: what is prepared for it now would be lost, or belong to its next life."""
@@ -291,7 +291,7 @@ class PeerPool:
         theirs = link.advertisement
         if theirs.transport != self._transport.name:
             raise LayoutMismatch("transport", theirs.transport, self._transport.name)
-        self._programs.require_readable(theirs.manifest)
+        await self._programs.require_readable(theirs.manifest)
         self._transport.add_peer(PeerAddress(link.peer, theirs.metadata, theirs.epochs, agent=link.agent))
         budget_s = self._ours.limits.handshake_s
         try:

@@ -1,9 +1,15 @@
-"""What each peer gives us, and the prepared lists that read it: planned, bound and prepared once for each part."""
+"""What each peer gives us, and the prepared lists that read it: planned, bound and prepared once for each part.
 
+A manifest is a peer's, and planning for the largest takes a good part of a second. So it is planned and bound in a
+thread, one plan at a time; what is prepared already is found without leaving the event loop.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, ParamSpec, TypeVar
 
-from kvflow.errors import CapacityExceeded
+from kvflow.errors import CapacityExceeded, PeerLost
 from kvflow.ids import PeerId
 from kvflow.layout.manifest import Manifest
 from kvflow.rendezvous.dialer import Link
@@ -44,6 +50,9 @@ class Peer:
         return self.link.advertisement.epochs.nbytes // 8
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 Programs = tuple[tuple[int, AnyBinding], ...]
 """Program id and binding for each group of a plan."""
 
@@ -56,6 +65,20 @@ class Leg(NamedTuple):
 
     member: int
     programs: Programs
+
+
+class _Part(NamedTuple):
+    """What one peer gives, before it is prepared.
+
+    Attributes:
+        member: number of the peer.
+        taken: its pieces; None: all that both sides hold.
+        bindings: of its groups; empty if they are prepared already.
+    """
+
+    member: int
+    taken: Taken | None
+    bindings: tuple[AnyBinding, ...]
 
 
 class ProgramTable:
@@ -85,10 +108,12 @@ class ProgramTable:
         self._staging = staging
         self._divisions: dict[tuple[PeerId, ...], tuple[Leg, ...]] = {}
         self._prepared: dict[PeerId, dict[Taken | None, Programs]] = {}
+        self._dividing = asyncio.Lock()
+        self._thread_free = asyncio.Lock()
         self._last_id = 0
         self.bindings: dict[int, AnyBinding] = {}
 
-    def require_readable(self, theirs: Manifest) -> None:
+    async def require_readable(self, theirs: Manifest) -> None:
         """Refuse a cache that cannot fill ours, before anything is read of it.
 
         Raises:
@@ -97,14 +122,16 @@ class ProgramTable:
         """
         require_same_model(theirs, self._manifest)
         if have_common_layer(theirs, self._manifest):
-            self._plan(theirs, None)  # another pipeline stage may have nothing for us
+            await self._in_thread(self._plan, theirs, None)  # another pipeline stage may have nothing for us
 
     def begin(self, peer: PeerId) -> None:
         """Take programs of a peer that can be read from, until it is forgotten."""
         self._prepared[peer] = {}
 
-    def legs(self, peers: tuple[Peer, ...]) -> tuple[Leg, ...]:
+    async def legs(self, peers: tuple[Peer, ...]) -> tuple[Leg, ...]:
         """Divide our cache among the ranks of one ticket, and prepare to read from those that are needed.
+
+        Cancellation: safe. Where all is prepared it does not give way to anybody.
 
         Args:
             peers: the ranks, begun and ascending: each order is a division of its own.
@@ -112,15 +139,53 @@ class ProgramTable:
         Raises:
             LayoutMismatch: together they cannot fill our cache.
             CapacityExceeded: a plan would be too large, or a rank is read with too many different sets of others.
+            PeerLost: a rank was let go meanwhile.
         """
         key = tuple(peer.link.peer for peer in peers)
         if key not in self._divisions:
-            shares = share_out(self._manifest, [peer.manifest for peer in peers], turn=self._turn)
-            legs = tuple(Leg(share.source, self._programs(peers[share.source], share.pieces)) for share in shares)
-            if len(self._divisions) >= DIVISIONS_MAX:
-                del self._divisions[next(iter(self._divisions))]
-            self._divisions[key] = legs
+            lives = [self._prepared[peer] for peer in key]
+            async with self._dividing:
+                parts = [] if key in self._divisions else await self._divide(peers, lives)
+            for peer, life in zip(key, lives, strict=True):
+                if self._prepared.get(peer) is not life:
+                    raise PeerLost(f"{peer} was lost while its plan was made", peer=str(peer))
+            if key not in self._divisions:
+                self._keep(key, tuple(Leg(part.member, self._programs(key[part.member], part)) for part in parts))
         return self._divisions[key]
+
+    async def _divide(self, peers: tuple[Peer, ...], lives: Sequence[dict[Taken | None, Programs]]) -> list[_Part]:
+        known = [frozenset(life) for life in lives]
+        return await self._in_thread(self._parts, [peer.manifest for peer in peers], known)
+
+    def _parts(self, manifests: Sequence[Manifest], known: Sequence[frozenset[Taken | None]]) -> list[_Part]:
+        """Divide, plan and bind. Thread: any, one at a time."""
+        parts = []
+        for share in share_out(self._manifest, manifests, turn=self._turn):
+            taken = None if share.pieces is None else tuple(sorted(share.pieces.items()))
+            bindings: tuple[AnyBinding, ...] = ()
+            # Whoever has too many programs is refused, and planned for no more.
+            if taken not in known[share.source] and len(known[share.source]) < PROGRAMS_MAX:
+                theirs = manifests[share.source]
+                bindings = bind_plan(self._plan(theirs, share.pieces), theirs, self._manifest)
+            parts.append(_Part(share.source, taken, bindings))
+        return parts
+
+    async def _in_thread(self, function: Callable[P, R], *arguments: P.args, **_: P.kwargs) -> R:
+        """Run what takes long beside the loop, after what is run so already; also if nobody waits for it any more."""
+        await self._thread_free.acquire()
+        work = asyncio.get_running_loop().run_in_executor(None, function, *arguments)
+        work.add_done_callback(self._on_thread_done)
+        return await asyncio.shield(work)
+
+    def _on_thread_done(self, work: asyncio.Future[R]) -> None:
+        self._thread_free.release()
+        if not work.cancelled():
+            work.exception()  # retrieved: whoever waited may have been cancelled
+
+    def _keep(self, key: tuple[PeerId, ...], legs: tuple[Leg, ...]) -> None:
+        if len(self._divisions) >= DIVISIONS_MAX:
+            del self._divisions[next(iter(self._divisions))]
+        self._divisions[key] = legs
 
     def forget(self, peer: PeerId) -> bool:
         """Forget what a peer gives, as it was let go; tell whether anything was prepared."""
@@ -135,19 +200,15 @@ class ProgramTable:
         terms = self._staging
         return self._plans.plan(theirs, self._manifest, pieces, costs=terms.calibration, staging_bytes=terms.nbytes)
 
-    def _programs(self, peer: Peer, pieces: Pieces | None) -> Programs:
-        """Return what reads these pieces, prepared now or before: the same part may be given beside other ranks."""
-        prepared = self._prepared[peer.link.peer]
-        taken = None if pieces is None else tuple(sorted(pieces.items()))
-        if taken not in prepared:
+    def _programs(self, peer: PeerId, part: _Part) -> Programs:
+        """Return what reads a part, prepared now or before: the same part may be given beside other ranks."""
+        prepared = self._prepared[peer]
+        if part.taken not in prepared:
             if len(prepared) >= PROGRAMS_MAX:
                 remedy = "Join the offers of the same ranks into each ticket: of all ranks of the engine."
-                raise CapacityExceeded(
-                    f"different parts that are read from {peer.link.peer}", PROGRAMS_MAX, remedy=remedy
-                )
-            bindings = bind_plan(self._plan(peer.manifest, pieces), peer.manifest, self._manifest)
-            prepared[taken] = tuple(self._prepare(peer.link.peer, binding) for binding in bindings)
-        return prepared[taken]
+                raise CapacityExceeded(f"different parts that are read from {peer}", PROGRAMS_MAX, remedy=remedy)
+            prepared[part.taken] = tuple(self._prepare(peer, binding) for binding in part.bindings)
+        return prepared[part.taken]
 
     def _prepare(self, peer: PeerId, binding: AnyBinding) -> tuple[int, AnyBinding]:
         self._last_id += 1

@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable
 
 from kvflow.cache.tickets import Member
 from kvflow.errors import DeadlineExceeded, KvflowError, PeerLost, PeerUnavailable
+from kvflow.rendezvous.failures import NotDialled
 from kvflow.worker.breaker import pause_s
 
 REDIALS_MAX = 6
@@ -32,7 +33,7 @@ async def redial(meet: Callable[[Member], Awaitable[object]], member: Member, dr
             await meet(member)
         except PeerUnavailable as error:
             await asyncio.sleep(error.retry_after_s)
-        except (PeerLost, DeadlineExceeded):
+        except (PeerLost, DeadlineExceeded, NotDialled):
             continue
         except KvflowError:
             return  # it has answered, and said why not

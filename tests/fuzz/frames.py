@@ -35,7 +35,7 @@ _LEASES = tuple(LeaseRef(slot=slot, epoch=(1 << 40) + slot) for slot in range(3)
 _ANSWERS = tuple(LeaseAnswer(slot=each.slot, epoch=each.epoch, outcome="held") for each in _LEASES)
 
 SEEDS = tuple(
-    encode(message, DEFAULT_LIMITS)[0]
+    encode(message, DEFAULT_LIMITS.frame_bytes_max)[0]
     for message in (
         _HELLO,
         Welcome(version=1, identity=IDENTITY, clock_s=1.0),

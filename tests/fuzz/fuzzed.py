@@ -36,9 +36,9 @@ class Counted:
         self.received = {"valid": 0, "invalid": 0}
         connection.codec = SimpleNamespace(encode=codec.encode, decode=self.decode)
 
-    def decode(self, frames, limits):
+    def decode(self, frames, nbytes_max):
         try:
-            message = codec.decode(frames, limits)
+            message = codec.decode(frames, nbytes_max)
         except Exception:
             self.received["invalid"] += 1
             raise

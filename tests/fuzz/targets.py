@@ -47,7 +47,7 @@ ADDRESS = RankAddress(rank=0, incarnation="a" * 32, endpoint="tcp://127.0.0.1:1"
 def take_frame(data):
     """Decode, then say it to both ends of a connection in every state that a peer can bring about."""
     try:
-        codec.decode([data], DEFAULT_LIMITS)
+        codec.decode([data], DEFAULT_LIMITS.frame_bytes_max)
         word = "valid"
     except RemoteProtocolError:
         word = "invalid"
@@ -60,7 +60,7 @@ def take_frame(data):
         assert connection.state is not State.CLOSED
         connection.receive([data], 1.0)
         for frames in connection.take_outgoing():
-            codec.decode(frames, DEFAULT_LIMITS)
+            codec.decode(frames, DEFAULT_LIMITS.frame_bytes_max)
         failed = isinstance(connection.ending, ConnectionFailed)
         assert failed or word == "valid", f"{role} took what cannot be decoded"
         deadline = connection.next_deadline()

@@ -58,7 +58,7 @@ def dealers(endpoint, count, secret, frames=()):
 
 
 def said(*messages):
-    return [encode(message, DEFAULT_LIMITS) for message in messages]
+    return [encode(message, DEFAULT_LIMITS.frame_bytes_max) for message in messages]
 
 
 HELLO = Hello(version_min=1, version_max=1, identity=IDENTITY)

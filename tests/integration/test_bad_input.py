@@ -302,7 +302,7 @@ async def test_a_reader_of_another_release_is_told_so(near_world):
         async with dialling(producer.endpoint) as dealer:
             for frames in newer.take_outgoing():
                 await dealer.send_multipart(frames)
-            answer = codec.decode(await dealer.recv_multipart(), DEFAULT_LIMITS)
+            answer = codec.decode(await dealer.recv_multipart(), DEFAULT_LIMITS.frame_bytes_max)
         assert isinstance(answer, Refuse)
         assert answer.code == "version_unsupported"
         assert answer.remedy
@@ -315,8 +315,8 @@ GARBAGE = {
     "several frames": [b"\xc1\x80", b"more"],
     "truncated": [b"\xc1\x85\xa4type"],
     "bad text": [b"\xc1\x81\xa4type\xa2\xff\xff"],
-    "nested": [b"\xc1" + b"\x91" * 100_000],
-    "large": [b"\xc1" + bytes(1 << 20)],
+    "nested": [b"\xc1" + b"\x91" * 60_000],
+    "large": [b"\xc1" + bytes(DEFAULT_LIMITS.client_frame_bytes_max - 1)],
     "out of turn": [b"\xc1\x82\xa4type\xa4ping\xa5nonce\x01"],
 }
 
@@ -326,7 +326,7 @@ async def test_garbage_on_the_listener(world, case):
     async with world.producing() as producer, world.consuming() as consumer:
         async with dialling(producer.endpoint) as dealer:
             await dealer.send_multipart(GARBAGE[case])
-            answer = codec.decode(await dealer.recv_multipart(), DEFAULT_LIMITS)
+            answer = codec.decode(await dealer.recv_multipart(), DEFAULT_LIMITS.frame_bytes_max)
         assert isinstance(answer, Refuse)
         assert answer.code == "protocol_violation"
         await works(producer, consumer)

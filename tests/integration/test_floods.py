@@ -137,7 +137,7 @@ async def test_when_file_descriptors_run_out_the_connected_are_served_and_the_wo
         async with flood("connections that say nothing", producer.endpoint, leaving=8):
             for turn in range(3):
                 await works(producer, consumer, request=f"while there are none {turn}")
-            with pytest.raises(kvflow.errors.TransferFailed):  # whom it does not know it has to dial
+            with pytest.raises(kvflow.errors.CapacityExceeded, match="open files"):  # whom it does not know it dials
                 await consumer.pull(ticket_to("tcp://127.0.0.1:9"), [[0, 1], [2, 3]])
         await until_served(near_world, producer, consumer)
 

@@ -46,7 +46,8 @@ PRODUCER = Identity(
 CONSUMER = Identity(engine_id="decode-0", rank=0, num_ranks=1, incarnation="0" * 31 + "2", role="decode")
 PRODUCED = Publication.of(b"what the producer publishes", schema=3)
 CONSUMED = Publication.of(b"what the consumer publishes", schema=3)
-SECURITY = ClusterSecurity.from_secret("a secret of the tests")
+SECRET = "a secret of the tests"
+SECURITY = ClusterSecurity.from_secret(SECRET)
 OTHER_SECURITY = ClusterSecurity.from_secret("another secret, as long")
 
 LEASES = (LeaseRef(slot=0, epoch=1), LeaseRef(slot=2**31, epoch=2**64 - 1))
@@ -74,7 +75,7 @@ EXAMPLES: dict[str, AnyMessage] = {
 
 
 def frames_of(message: AnyMessage) -> list[bytes]:
-    return encode(message, LIMITS)
+    return encode(message, LIMITS.frame_bytes_max)
 
 
 class Pair:

@@ -291,7 +291,7 @@ async def test_a_client_that_is_told_goodbye_stays_until_the_server_hangs_up():
 
     async def host():
         def answer(frames, _key):
-            match decode(frames[1:], LIMITS):
+            match decode(frames[1:], LIMITS.frame_bytes_max):
                 case Hello():
                     impostor.send([frames[0], *frames_of(EXAMPLES["welcome"])])
                     impostor.send([frames[0], *frames_of(EXAMPLES["publish"])])
@@ -325,7 +325,7 @@ async def test_a_client_that_says_goodbye_stays_until_it_is_answered():
         impostor.send([key, *frames_of(told)])
 
     def answer(frames, _key):
-        match decode(frames[1:], LIMITS):
+        match decode(frames[1:], LIMITS.frame_bytes_max):
             case Hello():
                 impostor.send([frames[0], *frames_of(EXAMPLES["welcome"])])
                 impostor.send([frames[0], *frames_of(EXAMPLES["publish"])])

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from handshake.codec import FORMAT, decode, encode
 from handshake.errors import LocalProtocolError, RemoteProtocolError
-from handshake.limits import PUBLICATION_BYTES_MAX, Limits
+from handshake.limits import PUBLICATION_BYTES_MAX
 from handshake.messages import LeaseRef, Ping, Publication, Publish, Refuse, Release, Renewed
 
 from .helpers import ANSWERS, EXAMPLES, LIMITS, frames_of
@@ -16,10 +16,10 @@ from .helpers import ANSWERS, EXAMPLES, LIMITS, frames_of
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "handshake_v1.json").read_text())
 
 
-def violation_of(frames, limits=LIMITS):
+def violation_of(frames, nbytes_max=LIMITS.frame_bytes_max):
     """Return the kind of violation, or None for a message. Any other exception fails the test."""
     try:
-        decode(frames, limits)
+        decode(frames, nbytes_max)
     except RemoteProtocolError as error:
         return error.violation
     return None
@@ -32,8 +32,8 @@ def test_there_is_a_golden_frame_of_every_message():
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_bytes_of_version_1_never_change(name):
     frames = [bytes.fromhex(GOLDEN[name])]
-    assert encode(EXAMPLES[name], LIMITS) == frames
-    assert decode(frames, LIMITS) == EXAMPLES[name]
+    assert encode(EXAMPLES[name], LIMITS.frame_bytes_max) == frames
+    assert decode(frames, LIMITS.frame_bytes_max) == EXAMPLES[name]
 
 
 @pytest.mark.parametrize(
@@ -67,9 +67,9 @@ def test_a_publication_is_seen_only_if_it_is_intact():
 
 def test_the_largest_publication_passes_and_a_larger_one_does_not():
     largest = Publish(publication=Publication.of(bytes(PUBLICATION_BYTES_MAX)))
-    assert decode(encode(largest, LIMITS), LIMITS) == largest
+    assert decode(encode(largest, LIMITS.frame_bytes_max), LIMITS.frame_bytes_max) == largest
     with pytest.raises(LocalProtocolError, match="payload"):
-        encode(Publish(publication=Publication.of(bytes(PUBLICATION_BYTES_MAX + 1))), LIMITS)
+        encode(Publish(publication=Publication.of(bytes(PUBLICATION_BYTES_MAX + 1))), LIMITS.frame_bytes_max)
 
 
 @pytest.mark.parametrize(
@@ -87,12 +87,12 @@ def test_the_largest_publication_passes_and_a_larger_one_does_not():
 )
 def test_our_own_mistake_is_found_before_it_is_sent(message):
     with pytest.raises(LocalProtocolError, match=type(message).__name__):
-        encode(message, LIMITS)
+        encode(message, LIMITS.frame_bytes_max)
 
 
 def test_a_frame_that_the_peer_may_not_read_is_not_sent():
     with pytest.raises(LocalProtocolError, match="frame of"):
-        encode(EXAMPLES["publish"], Limits(frame_bytes_max=64))
+        encode(EXAMPLES["publish"], 64)
 
 
 @given(st.lists(st.binary(max_size=200), max_size=3))

@@ -3,9 +3,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from handshake.codec import FORMAT, decode
+from handshake.codec import FORMAT, decode, encode
 from handshake.connection import Connection, check_introduction
-from handshake.errors import Closed, LocalProtocolError
+from handshake.errors import Closed, FailureCode, LocalProtocolError
 from handshake.events import (
     ConnectionClosed,
     ConnectionFailed,
@@ -52,7 +52,7 @@ NOW = 100.0
 
 
 def said(connection):
-    return [decode(frames, LIMITS) for frames in connection.take_outgoing()]
+    return [decode(frames, LIMITS.frame_bytes_max) for frames in connection.take_outgoing()]
 
 
 def test_two_ends_become_ready_and_know_each_other():
@@ -322,8 +322,21 @@ def test_only_a_client_greets_and_only_once():
 )
 def test_what_cannot_be_said_of_us_is_found_at_the_start(identity, publication):
     with pytest.raises(LocalProtocolError):
-        check_introduction(identity, publication, LIMITS)
-    check_introduction(PRODUCER, PRODUCED, LIMITS)
+        check_introduction(Role.SERVER, identity, publication, LIMITS)
+    check_introduction(Role.SERVER, PRODUCER, PRODUCED, LIMITS)
+
+
+def test_a_client_publishes_less_than_a_server():
+    much = Publication.of(bytes(LIMITS.client_frame_bytes_max))
+    check_introduction(Role.SERVER, PRODUCER, much, LIMITS)
+    with pytest.raises(LocalProtocolError, match="above 65536"):
+        check_introduction(Role.CLIENT, CONSUMER, much, LIMITS)
+    server = connection_in(Role.SERVER, State.PUBLISHED)
+    server.receive(encode(Publish(publication=much), LIMITS.frame_bytes_max), NOW)
+    assert server.ending.code == FailureCode.PROTOCOL_VIOLATION
+    client = connection_in(Role.CLIENT, State.PUBLISHED)
+    client.receive(encode(Publish(publication=much), LIMITS.frame_bytes_max), NOW)
+    assert client.ending is None
 
 
 heard = st.lists(

@@ -25,7 +25,7 @@ class Wire:
 
     def __call__(self, frames):
         if self.delivery is Delivery.QUEUED:
-            self.sent.append(decode(frames, LIMITS))
+            self.sent.append(decode(frames, LIMITS.frame_bytes_max))
         return self.delivery
 
     @property

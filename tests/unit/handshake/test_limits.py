@@ -3,11 +3,29 @@ import math
 import msgspec
 import pytest
 
-from handshake.limits import DEFAULT_LIMITS, PUBLICATION_BYTES_MAX, Limits
+from handshake.codec import encode
+from handshake.limits import DEFAULT_LIMITS, LEASES_MAX, PUBLICATION_BYTES_MAX, Limits
+from handshake.messages import Bye, Hello, Identity, LeaseRef, Refuse, Release, Renew
 
 
 def test_the_largest_publication_fits_a_frame():
     assert DEFAULT_LIMITS.frame_bytes_max >= PUBLICATION_BYTES_MAX + 1024
+
+
+def test_all_that_a_client_says_fits_its_frame():
+    most = (1 << 64) - 1
+    leases = tuple(LeaseRef(slot=1 << 31, epoch=most) for _ in range(LEASES_MAX))
+    words = "\U0001f600" * 1024
+    identity = Identity(engine_id=words[:256], rank=65535, num_ranks=65536, incarnation="f" * 32, role="prefill",
+                        software=words[:64])  # fmt: skip
+    for message in (
+        Hello(version_min=1, version_max=65535, identity=identity),
+        Release(leases=leases),
+        Renew(leases=leases),
+        Refuse(code="x" * 64, reason=words, remedy=words),
+        Bye(reason=words),
+    ):
+        encode(message, DEFAULT_LIMITS.client_frame_bytes_max)
 
 
 def test_every_limit_is_described():

@@ -2,6 +2,7 @@ import asyncio
 import socket
 
 import pytest
+import zmq
 
 from handshake.codec import decode
 from handshake.errors import Closed, ConfigInvalid, LocalProtocolError
@@ -44,7 +45,7 @@ class Switchboard(Channel):
 
     def send(self, frames):
         routing_id, *body = frames
-        self.sent.setdefault(routing_id, []).append(decode(body, LIMITS))
+        self.sent.setdefault(routing_id, []).append(decode(body, LIMITS.frame_bytes_max))
         return Delivery.QUEUED
 
     def kinds_to(self, routing_id):
@@ -234,7 +235,7 @@ async def test_an_authenticated_peer_that_sends_rubbish_harms_nobody():
     async with serving(on_event=recorder) as server, raw_dealer(server.endpoint) as rude:
         async with connected(server.endpoint) as witness:
             await rude.send(b"rubbish")
-            refusal = decode(await patiently(rude.recv_multipart()), LIMITS)
+            refusal = decode(await patiently(rude.recv_multipart()), LIMITS.frame_bytes_max)
             assert (type(refusal), refusal.code) == (Refuse, "protocol_violation")
             for _ in range(200):
                 await rude.send_multipart([b"more", b"rubbish"])
@@ -243,6 +244,19 @@ async def test_an_authenticated_peer_that_sends_rubbish_harms_nobody():
             witness.send(EXAMPLES["release"])
             await recorder.wait_of(ReleaseReceived)
         assert len(recorder.of(ConnectionFailed)) == 1
+
+
+async def test_whoever_goes_on_talking_after_a_refusal_is_cut_off():
+    async with serving() as server, raw_dealer(server.endpoint) as rude, connected(server.endpoint) as witness:
+        monitor = rude.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        cut = asyncio.ensure_future(monitor.recv_multipart())
+        while not cut.done():
+            await rude.send(bytes(60_000))  # each is no message
+            await asyncio.sleep(0)
+        rude.disable_monitor()
+        assert server.failures["overflowed"] == 1
+        witness.send(EXAMPLES["release"])
+        assert server.peers[0].identity == CONSUMER
 
 
 async def test_a_tcp_client_that_sends_rubbish_harms_nobody():
@@ -265,7 +279,7 @@ async def test_a_member_that_never_says_hello_costs_nothing():
         async with connected(server.endpoint):
             assert len(server._drivers) == 1
         await mute.send_multipart(HELLO)
-        assert isinstance(decode(await patiently(mute.recv_multipart()), LIMITS), Welcome)
+        assert isinstance(decode(await patiently(mute.recv_multipart()), LIMITS.frame_bytes_max), Welcome)
 
 
 async def test_a_member_that_never_ends_its_handshake_is_refused():
@@ -275,7 +289,7 @@ async def test_a_member_that_never_ends_its_handshake_is_refused():
         raw_dealer(server.endpoint) as slow,
     ):
         await slow.send_multipart(HELLO)
-        heard = [decode(await patiently(slow.recv_multipart()), LIMITS) for _ in range(3)]
+        heard = [decode(await patiently(slow.recv_multipart()), LIMITS.frame_bytes_max) for _ in range(3)]
         assert [type(message) for message in heard] == [Welcome, Publish, Refuse]
         assert heard[-1].code == "handshake_timeout"
 
@@ -283,7 +297,7 @@ async def test_a_member_that_never_ends_its_handshake_is_refused():
 async def test_a_peer_of_version_99_is_told_why():
     async with serving() as server, raw_dealer(server.endpoint) as modern:
         await modern.send_multipart(frames_of(Hello(version_min=99, version_max=99, identity=CONSUMER)))
-        refusal = decode(await patiently(modern.recv_multipart()), LIMITS)
+        refusal = decode(await patiently(modern.recv_multipart()), LIMITS.frame_bytes_max)
         assert refusal.code == "version_unsupported"
         assert "1..1" in refusal.reason
         assert "99..99" in refusal.reason

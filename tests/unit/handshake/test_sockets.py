@@ -8,7 +8,7 @@ import pytest
 import zmq
 
 import handshake.sockets
-from handshake.errors import ConfigInvalid, ConnectionLost
+from handshake.errors import CapacityExceeded, ConfigInvalid
 from handshake.limits import Limits
 from handshake.sockets import MESSAGES_PER_TURN, Delivery, LinkEvent, open_dialler, open_listener, running
 
@@ -144,7 +144,7 @@ async def test_a_full_queue_is_said_and_not_waited_for():
 
 
 async def test_a_frame_above_the_limit_never_arrives():
-    limits = Limits(frame_bytes_max=1000)
+    limits = Limits(client_frame_bytes_max=1000)
     heard, links = Inbox(), Inbox()
     async with (
         open_listener(ANY_PORT, SECURITY, limits) as listener,
@@ -274,12 +274,12 @@ def descriptors():
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-async def test_without_a_file_descriptor_left_nothing_is_dialled_and_the_peer_counts_as_lost():
+async def test_without_a_file_descriptor_left_nothing_is_dialled():
     """libzmq would end the whole process, where it starts its threads."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors(), hard))
-        with pytest.raises(ConnectionLost, match="limit of open files") as caught:
+        with pytest.raises(CapacityExceeded, match="limit of open files") as caught:
             async with open_dialler("tcp://127.0.0.1:9", SECURITY, LIMITS):
                 raise AssertionError("unreachable")
         assert caught.value.local

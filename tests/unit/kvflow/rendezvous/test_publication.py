@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from handshake import Publication
 from handshake.limits import PUBLICATION_BYTES_MAX
-from kvflow.errors import LayoutMismatch, ProtocolViolation
+from kvflow.errors import LayoutMismatch, ProtocolViolation, SpecInvalid
 from kvflow.layout.component import Component
-from kvflow.layout.manifest import MANIFEST_SCHEMA, Layer
+from kvflow.layout.manifest import COMPONENTS_MAX, MANIFEST_BYTES_MAX, MANIFEST_SCHEMA, Layer
 from kvflow.layout.region import ADDRESS_MAX, METADATA_BYTES_MAX, Region
 from kvflow.rendezvous.publication import decode, encode
 
@@ -145,7 +145,7 @@ def test_what_is_encoded_is_decoded():
         ((*GROUP, "layers", 1, "name"), "x" * 257),
         ((*LAYER, "components"), [dense(), dense()]),
         ((*LAYER, "components"), []),
-        ((*LAYER, "components"), [dense(role=str(index)) for index in range(65)]),
+        ((*LAYER, "components"), [dense(role=str(index)) for index in range(COMPONENTS_MAX + 1)]),
         (("manifest", "num_blocks"), 2**31 - 1),
         (("manifest", "num_blocks"), 2**31),
         (("manifest", "num_blocks"), 0),
@@ -174,17 +174,34 @@ def test_a_lie_is_a_violation(path, value):
     refused(with_(path, value))
 
 
-def test_the_largest_publication_with_one_name_twice_is_refused_as_quickly():
-    """Some 100,000 layers fit into one publication."""
-    names = [f"{index:x}" for index in range(100_000)]
-    layers = [[name, "full", 0, [dense()]] for name in [*names, names[-1]]]
-    groups = [
-        HONEST["manifest"]["groups"][0] | {"layers": layers[first : first + 4096]}
-        for first in range(0, len(layers), 4096)
-    ]
-    lie = with_(("manifest", "groups"), groups)
-    assert 0.9 * PUBLICATION_BYTES_MAX < len(msgspec.msgpack.encode(lie)) < PUBLICATION_BYTES_MAX
+def of_layers(names):
+    """The honest advertisement with a layer of each name."""
+    layers = [[name, "full", 0, [dense()]] for name in names]
+    return with_(("manifest", "groups"), [HONEST["manifest"]["groups"][0] | {"layers": layers}])
+
+
+def test_the_largest_manifest_with_one_name_twice_is_refused_as_quickly():
+    names = [f"{index:x}".rjust(24) for index in range(COMPONENTS_MAX - 1)]
+    lie = of_layers([*names, names[-1]])
+    assert 0.9 * MANIFEST_BYTES_MAX < len(msgspec.msgpack.encode(lie["manifest"])) < MANIFEST_BYTES_MAX
     assert "named twice" in refused(lie).message
+
+
+def test_a_larger_manifest_is_refused_before_it_is_decoded():
+    lie = of_layers([7])  # which no decoder would take
+    lie["manifest"]["padding"] = bytes(MANIFEST_BYTES_MAX)
+    assert "more than 262144" in refused(lie).message
+
+
+def test_a_manifest_of_ours_that_nobody_would_read_is_not_published():
+    group = advertisement().manifest.groups[0]
+    names = [str(index).rjust(100) for index in range(COMPONENTS_MAX)]
+    layers = tuple(msgspec.structs.replace(group.layers[0], name=name) for name in names)
+    manifest = msgspec.structs.replace(
+        advertisement().manifest, groups=(msgspec.structs.replace(group, layers=layers),)
+    )
+    with pytest.raises(SpecInvalid, match="more than 262144"):
+        encode(advertisement(manifest=manifest))
 
 
 @pytest.mark.parametrize(
@@ -212,6 +229,10 @@ def test_another_schema_is_a_mismatch_before_anything_is_decoded():
         decode(Publication.of(b"\xc1", schema=MANIFEST_SCHEMA + 1), peer="p")
     error = caught.value
     assert (error.field, error.source, error.target) == ("manifest.schema", MANIFEST_SCHEMA + 1, MANIFEST_SCHEMA)
+
+
+def test_the_largest_manifest_and_metadata_fit_a_publication():
+    assert MANIFEST_BYTES_MAX + METADATA_BYTES_MAX + (64 << 10) < PUBLICATION_BYTES_MAX
 
 
 def test_what_a_newer_release_adds_is_ignored():

@@ -8,12 +8,12 @@ from msgspec.structs import replace
 
 from kvflow.errors import CapacityExceeded, KvflowError, LayoutMismatch, PlanUnsound, SpecInvalid
 from kvflow.layout.component import Component
-from kvflow.layout.manifest import GROUPS_MAX, Identity, Layer, Manifest, ManifestGroup
+from kvflow.layout.manifest import COMPONENTS_MAX, GROUPS_MAX, Identity, Layer, Manifest, ManifestGroup
 from kvflow.layout.region import ADDRESS_MAX, Region
 from kvflow.layout.specs import MLA, ChunkedLocal, Mamba, State
 from kvflow.layout.stripes import Stripe
 from kvflow.transfer.cover import share_out
-from kvflow.transfer.plan import DEFAULT_LIMITS, PlanLimits, plan_transfer
+from kvflow.transfer.plan import PlanLimits, plan_transfer
 
 from .helpers import full, manifest_of, sliding
 
@@ -200,11 +200,19 @@ def test_thousands_of_components_are_planned():
 
 
 def test_more_components_than_a_model_has_are_refused():
-    assert DEFAULT_LIMITS.segments_max == 1 << 16
-    manifest, limits = many(GROUPS_MAX, 17, 1), PlanLimits(segments_max=17 * GROUPS_MAX - 1)
-    with pytest.raises(CapacityExceeded) as caught:
-        plan_transfer(manifest, manifest, limits=limits)
-    assert (caught.value.resource, caught.value.limit) == ("segments in one plan", 17 * GROUPS_MAX - 1)
+    """Of all layers and groups together: each by itself is small."""
+    layers = COMPONENTS_MAX // GROUPS_MAX
+    plan_transfer(many(GROUPS_MAX, layers, 1), many(1, 1, 1))
+    manifest = many(GROUPS_MAX, layers + 1, 1)
+    assert refused(manifest, manifest, SpecInvalid).message.startswith("the layers have more than 4096 components")
+
+
+def test_pieces_and_runs_are_bounded_for_all_groups_together():
+    source, target = many(8, 2, 1, heads=4), many(8, 2, 1, heads=4)
+    assert len(plan_transfer(source, target).groups) == 8
+    for limits in (PlanLimits(fragments_max=8 * 2 * 4 * 4 - 1), PlanLimits(runs_max=7)):
+        with pytest.raises(CapacityExceeded):
+            plan_transfer(source, target, limits=limits)
 
 
 def test_blocks_of_more_bytes_than_a_machine_has_are_refused():

@@ -106,7 +106,6 @@ def test_a_mismatch_is_not_kept():
     [
         (PlanLimits(fragments_max=2 * 2 * 16 - 1), "fragments in one plan"),
         (PlanLimits(runs_max=31), "runs in one plan"),
-        (PlanLimits(segments_max=1), "segments in one plan"),
         (PlanLimits(bytes_max=2 * 2 * 16 * 8 * 2 - 1), "bytes in one block of a plan"),
     ],
 )
@@ -115,7 +114,7 @@ def test_absurd_plans_are_refused(limits, resource):
     with pytest.raises(CapacityExceeded) as caught:
         plan_transfer(source, target, limits=limits)
     assert caught.value.resource == resource
-    enough = PlanLimits(2 * 2 * 16, 32, segments_max=2, bytes_max=2 * 2 * 16 * 8 * 2)
+    enough = PlanLimits(2 * 2 * 16, 32, bytes_max=2 * 2 * 16 * 8 * 2)
     assert len(plan_transfer(source, target, limits=enough).groups) == 1
 
 

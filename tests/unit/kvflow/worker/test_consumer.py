@@ -115,7 +115,7 @@ class Pool:
             raise self.lost
         return self.links[member.peer]
 
-    def legs(self, peers):
+    async def legs(self, peers):
         self.divided.add(tuple(peer.link.peer for peer in peers))
         shares = share_out(self._target, [peer.manifest for peer in peers])
         return tuple(Leg(share.source, self.programs[peers[share.source].link.peer]) for share in shares)

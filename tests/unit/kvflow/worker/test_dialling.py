@@ -115,7 +115,7 @@ def test_an_answer_is_an_answer_whatever_it_says(world, error):
     "error",
     [
         Distrusted("a key that is not allowed"),
-        NotDialled("no file descriptors left"),
+        NotDialled("open files", 1024),
         errors.ConfigInvalid("malformed"),
         errors.TransferCancelled("the worker is closing"),
     ],

@@ -1,6 +1,7 @@
 """A producer is met once for all who need it, and anew after it was let go."""
 
 import asyncio
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from itertools import pairwise
 from types import SimpleNamespace
@@ -149,14 +150,27 @@ def restarted_as(name):
     return Restarted("restarted", peer=ADDRESS.endpoint, incarnation=name * 32)
 
 
+class AtOnce(ThreadPoolExecutor):
+    """Runs what is given to a thread at once, so that a few turns of the loop are all that anything takes."""
+
+    def submit(self, function, /, *args, **kwargs):
+        done = Future()
+        try:
+            done.set_result(function(*args, **kwargs))
+        except Exception as error:  # noqa: BLE001 - it belongs to whoever awaits the thread
+            done.set_exception(error)
+        return done
+
+
 async def settle():
-    for _ in range(10):
+    for _ in range(20):
         await asyncio.sleep(0)
 
 
 @pytest.fixture
 async def world(monkeypatch):
     wire = Wire()
+    asyncio.get_running_loop().set_default_executor(AtOnce())
     monkeypatch.setattr("kvflow.worker.peers.open_link", wire.link)
     async with asyncio.TaskGroup() as tasks:
         world = World(tasks, wire)
@@ -217,8 +231,8 @@ async def test_the_agent_that_a_peer_must_bear_is_that_of_its_link(world):
 async def test_its_programs_are_prepared_and_known(world):
     peer = await world.met()
     assert world.transport.prepared == [], "nothing has been asked of it yet"
-    (leg,) = world.pool.legs([peer])
-    assert world.pool.legs([peer]) == (leg,)
+    (leg,) = await world.pool.legs([peer])
+    assert await world.pool.legs([peer]) == (leg,)
     assert leg.member == 0
     assert [program.program_id for program in world.transport.prepared] == [
         program_id for program_id, _ in leg.programs
@@ -231,13 +245,13 @@ async def test_its_programs_are_prepared_and_known(world):
 
 
 async def test_a_set_of_ranks_is_prepared_again_only_in_part_when_one_of_them_is_another(world):
-    world.pool.legs([await world.met(), await world.met(rank=1)])
+    await world.pool.legs([await world.met(), await world.met(rank=1)])
     prepared = len(world.transport.prepared)
     world.pool.drop(member(rank=1).peer, "peer_lost", "gone")
     await settle()
     bindings = set(world.pool.bindings)
     for _ in range(3):
-        world.pool.legs([await world.met(), await world.met(rank=1)])
+        await world.pool.legs([await world.met(), await world.met(rank=1)])
         world.pool.drop(member(rank=1).peer, "peer_lost", "gone")
         await settle()
         assert set(world.pool.bindings) == bindings, "what the other rank gives is the same"
@@ -253,16 +267,16 @@ async def test_what_is_prepared_for_any_sets_of_ranks_is_bounded(world, monkeypa
     second = await world.met(rank=1)
     world.wire.manifest = SOURCE
     whole = await world.met(rank=2)
-    world.pool.legs([first, second])
-    world.pool.legs([whole])
+    await world.pool.legs([first, second])
+    await world.pool.legs([whole])
     prepared = len(world.transport.prepared)
-    world.pool.legs([second, first])
+    await world.pool.legs([second, first])
     assert len(world.pool._programs._divisions) == 2
-    world.pool.legs([first, second])
+    await world.pool.legs([first, second])
     assert len(world.transport.prepared) == prepared, "one that was forgotten is divided again, and not prepared"
     monkeypatch.setattr("kvflow.worker.programs.share_out", lambda *_args, **_kwargs: [Share(0, {})])
     with pytest.raises(CapacityExceeded, match="different parts"):
-        world.pool.legs([first, whole])
+        await world.pool.legs([first, whole])
     assert len(world.transport.prepared) == prepared
 
 
@@ -309,14 +323,14 @@ async def test_a_stage_with_none_of_our_layers_is_met_and_gives_nothing(world):
     world.wire.manifest = cache_of(specs={"of another stage": SPECS["a"]}).manifest()
     other = await world.met()
     with pytest.raises(LayoutMismatch) as caught:  # alone it is of no use
-        world.pool.legs([other])
+        await world.pool.legs([other])
     assert (caught.value.field, caught.value.source, caught.value.target) == (
         "layers",
         ["of another stage"],
         ["a", "b"],
     )
     world.wire.manifest = SOURCE
-    (leg,) = world.pool.legs([other, await world.met(rank=1)])
+    (leg,) = await world.pool.legs([other, await world.met(rank=1)])
     assert leg.member == 1
 
 
@@ -330,7 +344,7 @@ async def test_a_stage_of_another_model_is_refused_whatever_its_layers_are(world
 
 @pytest.mark.parametrize("by", ["the transport", "the connection"])
 async def test_a_peer_that_is_let_go_is_forgotten_and_met_anew(world, by):
-    world.pool.legs([await world.met()])
+    await world.pool.legs([await world.met()])
     assert world.pool.bindings.keys() == {1}
     if by == "the transport":
         world.pool.drop(member().peer, "peer_lost", "gone")
@@ -343,7 +357,7 @@ async def test_a_peer_that_is_let_go_is_forgotten_and_met_anew(world, by):
     assert world.transport.removed == [member().peer]
     assert world.dropped == [(member().peer, "peer_lost", "gone")]
     assert world.wire.left == 1
-    world.pool.legs([await world.met()])
+    await world.pool.legs([await world.met()])
     assert world.wire.dialled == 2
     assert {program.program_id for program in world.transport.prepared} == {1, 2}
 
@@ -357,7 +371,7 @@ async def test_a_peer_that_is_lost_while_another_is_met_gives_nothing(world, sta
     if state == "is met anew":
         await world.met()
     with pytest.raises(PeerLost, match="while others"):
-        world.pool.legs([lost, other])
+        await world.pool.legs([lost, other])
     assert world.transport.prepared == []
 
 
@@ -406,6 +420,7 @@ async def test_whoever_comes_while_a_peer_is_let_go_meets_it_anew(world):
 
 async def test_a_transport_that_says_nothing_has_a_deadline(monkeypatch):
     wire = Wire()
+    asyncio.get_running_loop().set_default_executor(AtOnce())
     monkeypatch.setattr("kvflow.worker.peers.open_link", wire.link)
     async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as tasks:
         world = World(tasks, wire, handshake_s=0.01)
@@ -439,7 +454,7 @@ async def test_closing_does_not_wait_for_a_peer_that_is_being_met(world, diallin
 
 async def test_a_peer_that_was_in_use_and_is_lost_is_met_again_without_being_asked_for(world, monkeypatch):
     monkeypatch.setattr("kvflow.worker.redial.PAUSE_S", 0.0)
-    world.pool.legs([await world.met()])
+    await world.pool.legs([await world.met()])
     world.wire.hung_up("peer_lost", "silent")
     async with asyncio.timeout(PATIENCE_S):
         while world.wire.dialled < 2:  # noqa: ASYNC110 - nothing announces an attempt
@@ -455,7 +470,7 @@ async def test_who_is_not_met_again_by_itself(world, monkeypatch, why):
     monkeypatch.setattr("kvflow.worker.redial.PAUSE_S", 0.0)
     peer = await world.met()
     if why != "it was never in use":
-        world.pool.legs([peer])
+        await world.pool.legs([peer])
     if why == "we leave":
         world.pool.close()
     else:

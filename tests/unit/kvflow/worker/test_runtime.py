@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import threading
 
 import pytest
 
@@ -11,8 +12,11 @@ from kvflow.layout.manifest import Manifest
 from kvflow.layout.region import Region
 from kvflow.layout.shards import Shard
 from kvflow.observability import events
+from kvflow.rendezvous import dialer
+from kvflow.transfer import plan
 from kvflow.transfer.costs import Calibration, Costs, encode_calibration
 from kvflow.transfer.events import TransferCompleted
+from kvflow.worker import programs
 from kvflow.worker.runtime import open_worker
 
 from .helpers import PATIENCE_S, SECRET, cache_of
@@ -38,6 +42,33 @@ async def test_a_worker_reads_from_another():
         assert await producer.wait_offer("request-1") == "released"
         assert (consumer.snapshot().pulls, consumer.snapshot().quarantined) == (0, ())
         await consumer.quiesced("request-1")
+
+
+async def test_what_a_peer_can_make_long_is_done_beside_the_loop_and_once(monkeypatch):
+    done = []
+
+    def noted(owner, name):
+        real = getattr(owner, name)
+
+        def call(*args, **kwargs):
+            done.append((name, threading.get_ident()))
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, call)
+
+    noted(dialer, "decode")
+    noted(plan, "plan_transfer")
+    noted(programs, "share_out")
+    noted(programs, "bind_plan")
+    async with (
+        asyncio.timeout(PATIENCE_S),
+        open_worker(config(), cache_of()) as producer,
+        open_worker(config("decode-0"), cache_of()) as consumer,
+    ):
+        tickets = [producer.offer(f"request-{number}", [[number]], 4) for number in range(4)]
+        await asyncio.gather(*(consumer.pull(ticket, [[4 + at]]) for at, ticket in enumerate(tickets)))
+    assert sorted(name for name, _ in done) == ["bind_plan", "decode", "plan_transfer", "share_out"]
+    assert threading.get_ident() not in {thread for _, thread in done}
 
 
 async def test_a_block_stands_for_tokens_of_all_ranks_that_divide_them():

@@ -1,0 +1,167 @@
+"""What has arrived on a connection and was not taken: counted by the kernel, because ZeroMQ does not bound it.
+
+ZeroMQ's high-water mark counts messages. A message may have any number of frames, and ZeroMQ keeps them in memory until
+the last one is there; nothing tells of them before. So the bytes that the kernel has passed up are compared with those
+of the messages that were taken, and a connection is cut where more are between than the mark allows. That happens
+``SWEEP_S`` later at most, plus whatever the event loop stands still: meanwhile a peer can bring as much as the network
+carries.
+"""
+
+import asyncio
+import fcntl
+import logging
+import os
+import socket
+import struct
+import sys
+import termios
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from weakref import WeakKeyDictionary
+
+logger = logging.getLogger("handshake")
+
+SWEEP_S = 0.25
+"""Looking at one connection takes some 2 us, at a thousand of them two milliseconds."""
+
+CURVE_BYTES = 33
+"""What encryption adds to a frame: a name, a nonce, a checksum and flags. Source: ZeroMQ RFC 26, MESSAGE."""
+
+SLACK_BYTES = 1 << 20
+"""For what is not counted exactly: the greetings, and messages that are taken before the monitor tells of their
+connection."""
+
+_RECEIVED_AT = 128
+"""Where Linux's ``tcp_info`` has ``tcpi_bytes_received``, 64 bits. Source: linux/tcp.h."""
+
+
+def wire_bytes(nbytes: int, *, secured: bool) -> int:
+    """Return how many bytes a frame takes on the wire."""
+    nbytes += CURVE_BYTES if secured else 0
+    return nbytes + (2 if nbytes < 256 else 9)
+
+
+class Intake:
+    """The connections of one socket, by file descriptor.
+
+    A descriptor that was closed may soon be another connection's. Which one it is now is known by its inode, and only
+    what was counted of that one decides.
+
+    Args:
+        held_max: bytes that ZeroMQ may hold of one connection.
+        on_cut: called with the peer's address when its connection was cut.
+
+    Thread: the loop's only.
+    """
+
+    def __init__(self, held_max: int, on_cut: Callable[[str], None] = lambda _: None) -> None:
+        self._held_max = held_max + SLACK_BYTES
+        self._on_cut = on_cut
+        self._inodes: dict[int, int] = {}
+        self._taken: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._inodes)
+
+    def opened(self, descriptor: int) -> None:
+        """Begin to count a connection; does nothing if it is counted already."""
+        with suppress(OSError):  # it may be closed again
+            inode = os.fstat(descriptor).st_ino
+            if self._inodes.get(descriptor) != inode:
+                self._inodes[descriptor], self._taken[descriptor] = inode, 0
+
+    def took(self, descriptor: int, nbytes: int) -> None:
+        """Count a message that was taken, by what it was on the wire."""
+        if descriptor not in self._inodes:
+            self.opened(descriptor)
+        if descriptor in self._taken:
+            self._taken[descriptor] += nbytes
+
+    def sweep(self) -> None:
+        """Cut every connection of which too much is held, and forget those that have ended."""
+        for descriptor in list(self._inodes):
+            try:
+                excess = _received(descriptor) - self._taken[descriptor] > self._held_max
+                if excess and not self._cut(descriptor):
+                    continue
+            except OSError:
+                excess = True
+            if excess:
+                del self._inodes[descriptor], self._taken[descriptor]
+
+    def _cut(self, descriptor: int) -> bool:
+        """Cut a connection unless the excess is the kernel's; True if it is to be forgotten, cut or ended before."""
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM, fileno=os.dup(descriptor)) as pinned:
+            number = pinned.fileno()  # nobody closes this one meanwhile
+            if os.fstat(number).st_ino != self._inodes[descriptor]:
+                return True
+            held = _received(number) - _unread(number) - self._taken[descriptor]
+            if held <= self._held_max:
+                return False
+            address = "{}:{}".format(*pinned.getpeername()[:2])
+            logger.warning("%s sent %d bytes that make no message it may send; its connection is cut", address, held)
+            # ZeroMQ notices, and closes its end: a reset, so that what the peer still sends is not waited for.
+            pinned.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("=ii", 1, 0))
+            pinned.shutdown(socket.SHUT_RDWR)
+        self._on_cut(address)
+        return True
+
+
+def _received(descriptor: int) -> int:
+    """Return how many bytes have arrived on a TCP connection.
+
+    Raises:
+        OSError: it is none, or has ended.
+    """
+    borrowed = socket.socket(socket.AF_INET, socket.SOCK_STREAM, fileno=descriptor)
+    try:
+        counters = borrowed.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED_AT + 8)
+    finally:
+        borrowed.detach()  # it is ZeroMQ's
+    received: int = struct.unpack_from("=Q", counters, _RECEIVED_AT)[0] if len(counters) >= _RECEIVED_AT + 8 else 0
+    return received
+
+
+def _unread(descriptor: int) -> int:
+    """Return how many of them the kernel still has."""
+    (unread,) = struct.unpack("=i", fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)))
+    return int(unread)
+
+
+class _Sweeper:
+    """Looks at the intakes of one event loop, as long as there are any."""
+
+    def __init__(self) -> None:
+        self._intakes: set[Intake] = set()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, intake: Intake) -> None:
+        self._intakes.add(intake)
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
+
+    def remove(self, intake: Intake) -> None:
+        self._intakes.discard(intake)
+        if not self._intakes and self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _sweep(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
+        for intake in tuple(self._intakes):
+            intake.sweep()
+
+
+_sweepers: WeakKeyDictionary[asyncio.AbstractEventLoop, _Sweeper] = WeakKeyDictionary()
+
+
+@contextmanager
+def watched(intake: Intake) -> Iterator[None]:
+    """Sweep an intake now and then until the block is left; the kernel is asked on Linux only."""
+    sweeper = _sweepers.setdefault(asyncio.get_running_loop(), _Sweeper())
+    if sys.platform == "linux":
+        sweeper.add(intake)
+    try:
+        yield
+    finally:
+        sweeper.remove(intake)

@@ -1,0 +1,95 @@
+"""One process dials a thousand servers, and is told which limit stops it where there is one."""
+
+import asyncio
+import resource
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+import zmq
+
+import handshake.sockets
+from handshake.errors import CapacityExceeded
+from handshake.limits import Limits
+from handshake.sockets import DESCRIPTORS_OF_A_LINK, open_dialler
+
+from .helpers import LIMITS, SECURITY, connected, serving
+
+LINKS = 1024
+FILES = 6 * LINKS
+"""Four for each link here, and one at the server, which is in this process, too."""
+AT_ONCE = 16
+PATIENT = Limits(connect_s=60.0, handshake_s=60.0, pending_handshakes_max=LINKS)
+
+
+@pytest.fixture
+def many_files():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < FILES:
+        pytest.skip(f"{hard} open files are too few")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_one_process_has_a_thousand_links(many_files):
+    turn = asyncio.Semaphore(AT_ONCE)
+
+    async def link(stack, endpoint):
+        async with turn:
+            return await stack.enter_async_context(connected(endpoint, limits=PATIENT))
+
+    async with serving(limits=PATIENT) as server:
+        stacks = [AsyncExitStack() for _ in range(LINKS)]
+        try:
+            clients = await asyncio.gather(*(link(stack, server.endpoint) for stack in stacks))
+            assert len(server.peers) == LINKS
+            assert all(client.publication == clients[0].publication for client in clients)
+        finally:
+            await asyncio.gather(*(stack.aclose() for stack in stacks))
+
+
+def descriptors():
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+async def dial_until_refused(stack):
+    for _ in range(LINKS):
+        try:
+            await stack.enter_async_context(open_dialler("tcp://127.0.0.1:9", SECURITY, LIMITS))
+        except CapacityExceeded as refusal:
+            return refusal
+    raise AssertionError("nothing stopped it")
+
+
+async def test_too_few_open_files_are_named():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(open_dialler("tcp://127.0.0.1:9", SECURITY, LIMITS))
+        limit = descriptors() + 5 * DESCRIPTORS_OF_A_LINK
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+            refusal = await dial_until_refused(stack)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert (refusal.resource, refusal.limit) == ("open files (RLIMIT_NOFILE)", limit)
+    assert "ulimit -n" in refusal.remedy
+
+
+async def test_too_many_sockets_are_named(monkeypatch):
+    monkeypatch.setattr(handshake.sockets, "_sockets_max", lambda _context: 30)
+    async with AsyncExitStack() as stack:
+        refusal = await dial_until_refused(stack)
+    assert (refusal.resource, refusal.limit) == ("ZeroMQ sockets", 30)
+    assert "processes" in refusal.remedy
+
+
+async def test_as_many_sockets_as_files_may_be_open():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with zmq.Context() as context:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
+            expected = min(hard, context.get(zmq.SOCKET_LIMIT))
+            assert handshake.sockets._sockets_max(context) == expected, "the soft limit may be raised later"
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
