@@ -131,6 +131,7 @@ async def _compare(
                         for worker, ticket in zip((direct, staged), tickets, strict=True)
                     ]
                     await _round(pulls, cell, turn)
+                _require_both(cell)
                 rows.append(_row(cell, heads, blocks, ids, chosen))
     await source.close_caches()
     return rows
@@ -171,6 +172,13 @@ async def _round(pulls: Sequence[Callable[[], Awaitable[TransferReport]]], cell:
         cell.direct.append(seconds[0])
         cell.staged.append(seconds[1])
     cell.reports = (reports[0], reports[1])
+
+
+def _require_both(cell: _Cell) -> None:
+    """Make sure that two ways of reading were compared: a plan may not be one that can be staged."""
+    assert cell.reports is not None
+    copied = [report.timings_s["scatter"] > 0 for report in cell.reports]
+    assert copied == [False, True], f"read directly and staged: {copied}"
 
 
 def _ids(blocks: int, rng: np.random.Generator | None) -> Int64s:

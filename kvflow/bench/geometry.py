@@ -1,12 +1,17 @@
 """Caches to measure with, small enough to be named in one line and sent to the other process."""
 
-from msgspec import Struct
+from typing import Annotated
+
+from msgspec import Meta, Struct
 
 from kvflow.layout.shards import Shard
 from kvflow.layout.specs import CacheSpec, FullAttention
 from kvflow.memory.cache import KVCache, allocate
 
 BLOCK_SIZE = 16
+
+Count = Annotated[int, Meta(ge=1, le=1 << 20)]
+Word = Annotated[str, Meta(max_length=32)]
 
 
 class Geometry(Struct, frozen=True, kw_only=True):
@@ -22,13 +27,13 @@ class Geometry(Struct, frozen=True, kw_only=True):
         tp_size: ranks that divide the heads; this is the first of them.
     """
 
-    layers: int
-    num_kv_heads: int
-    head_size: int
-    num_blocks: int
-    layout: str
-    kv: str
-    tp_size: int = 1
+    layers: Count
+    num_kv_heads: Count
+    head_size: Count
+    num_blocks: Count
+    layout: Word
+    kv: Word
+    tp_size: Count = 1
 
     @property
     def block_bytes(self) -> int:

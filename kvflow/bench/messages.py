@@ -1,8 +1,8 @@
 """What the measuring process and the source process say to each other: JSON lines over a pipe or a TCP connection."""
 
-from typing import Any
+from typing import Annotated, Any
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from kvflow.bench.geometry import Geometry
 
@@ -10,20 +10,25 @@ LINE_BYTES_MAX = 256 << 20
 """A thousand tickets of a thousand blocks each, as JSON."""
 
 
+Name = Annotated[str, Meta(min_length=1, max_length=256)]
+BlockId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
+BlockIds = Annotated[list[BlockId], Meta(max_length=1 << 20)]
+
+
 class OpenCache(Struct, frozen=True, tag="open"):
     """Open one more worker with a cache."""
 
-    name: str
+    name: Name
     geometry: Geometry
 
 
 class OfferBlocks(Struct, frozen=True, tag="offer"):
     """Offer the same blocks of one worker several times."""
 
-    name: str
-    block_ids: list[list[int]]
-    num_tokens: int
-    count: int
+    name: Name
+    block_ids: Annotated[list[BlockIds], Meta(max_length=256)]
+    num_tokens: Annotated[int, Meta(ge=1, le=1 << 40)]
+    count: Annotated[int, Meta(ge=1, le=1 << 14)]
 
 
 class CloseCaches(Struct, frozen=True, tag="close"):

@@ -50,6 +50,11 @@ class Lease:
     released_by: dict[tuple[str, int], set[int]] = field(default_factory=dict)
 
 
+READERS_MAX = 1024
+"""Engines that count their ranks' releases of one lease: as many as a worker has peers. A reader says itself which
+engine it is of, and a lease may be renewed for ever."""
+
+
 class LeaseTable:
     """The leases of one worker.
 
@@ -105,7 +110,10 @@ class LeaseTable:
         lease = self._find(slot, epoch)
         if lease is None:
             return ("ended" if self._is_past(slot, epoch) else "unknown"), None
-        ranks = lease.released_by.setdefault((reader.engine_id, reader.num_ranks), set())
+        engine = (reader.engine_id, reader.num_ranks)
+        if len(lease.released_by) >= READERS_MAX and engine not in lease.released_by:
+            return "unknown", None  # the lease ends when it runs out
+        ranks = lease.released_by.setdefault(engine, set())
         ranks.add(reader.rank)
         if len(ranks) < reader.num_ranks:
             return "counted", None

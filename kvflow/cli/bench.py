@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import kvflow
 from kvflow.bench.writing import try_to_write
 from kvflow.cli.arguments import address
 from kvflow.config import CALIBRATION_VARIABLE
@@ -29,6 +30,12 @@ BENCHMARKS = {
 
 AT_SOURCES = ("pull", "descriptors")
 """Benchmarks that can read from a source elsewhere."""
+
+CHECKOUT = Path(kvflow.__file__).parents[1]
+"""Where kvflow's repository is, if this runs from one."""
+
+FROM_A_CHECKOUT = {"fence": "tests.benchmarks.fence"}
+"""Benchmarks that the package does not contain: a worker without a fence must not be had by installing it."""
 
 CALIBRATION_FILE = "kvflow-calibration.json"
 
@@ -61,7 +68,12 @@ def add_parser(commands: "Subparsers") -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run one benchmark and print its tables; 1 if a source cannot be reached, or a calibration not be written."""
+    """Run one benchmark and print its tables; 1 if it, or its source, is not there, or a file not written."""
+    module = FROM_A_CHECKOUT.get(options.benchmark)
+    if module is not None and not CHECKOUT.joinpath(*module.split(".")).with_suffix(".py").exists():
+        where = "a checkout of kvflow's repository"
+        print(f"kvflow bench {options.benchmark} runs from {where} only; this is {CHECKOUT}", file=sys.stderr)
+        return 1
     source = options.source if options.benchmark in AT_SOURCES else None
     output = options.output if getattr(options, "calibrate", False) else None
     # Asked before torch and NIXL are loaded, which takes seconds.
@@ -78,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
     from kvflow.bench.result import Result, header  # noqa: PLC0415
 
     about = header()
-    benchmark = importlib.import_module(f"kvflow.bench.{options.benchmark}")
+    benchmark = importlib.import_module(module or f"kvflow.bench.{options.benchmark}")
     extra = [source] if options.benchmark in AT_SOURCES else []
     if options.benchmark == "descriptors":
         extra.append(output)

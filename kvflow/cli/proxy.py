@@ -2,25 +2,43 @@
 
 import argparse
 import asyncio
+import resource
 import signal
 import sys
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+import msgspec
+
 from kvflow.cli.arguments import address
+from kvflow.demo.intake import ProxyConfig
 from kvflow.observability.logs import configure_logging
 
 if TYPE_CHECKING:
-    from kvflow.demo.proxy import ProxyConfig
-
     # What argparse calls the object is private; this is its only use.
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001
 
 LISTEN = "127.0.0.1:8000"
-PREFILL_TIMEOUT_S = 300.0
+
+FILES_MAX = 1 << 16
+"""Open files that the proxy asks for: more than its settings need by default, and what many systems allow."""
+
+SETTINGS = {
+    "prefill_timeout_s": "after which the next prefill server is asked",
+    "requests_max": "requests that are with a server at once; more are answered 503",
+    "connections_max": "connections of clients; above, the oldest without a whole request is closed",
+    "headers_timeout_s": "for the headers of a request, and for an idle connection",
+    "body_timeout_s": "for a body, in addition to its bytes at --body-rate-min",
+    "body_rate_min": "bytes a second that a body must come with",
+    "body_bytes_max": "bytes of a request, and of an answer that is not streamed",
+    "held_bytes_max": "bytes of all requests and answers together; above, a large and slow body is refused",
+    "write_timeout_s": "for a client to take 64 KiB of an answer",
+}
+"""Numbers of ``ProxyConfig``, each a flag of that name."""
 
 
 def add_parser(commands: "Subparsers") -> None:
@@ -38,13 +56,16 @@ def add_parser(commands: "Subparsers") -> None:
     parser.add_argument(
         "--listen", type=listening, default=LISTEN, metavar="HOST:PORT", help="for clients (default: %(default)s)"
     )
-    parser.add_argument(
-        "--prefill-timeout-s",
-        type=_seconds,
-        default=PREFILL_TIMEOUT_S,
-        metavar="SECONDS",
-        help="after which the next prefill server is asked (default: %(default)s)",
-    )
+    fields = {field.name: field for field in msgspec.structs.fields(ProxyConfig)}
+    for name, meaning in SETTINGS.items():
+        seconds = fields[name].type is float
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=_above_0(float if seconds else int),
+            default=fields[name].default,
+            metavar="SECONDS" if seconds else "N",
+            help=f"{meaning} (default: %(default)s)",
+        )
     parser.add_argument("--log", type=Path, help="file for the log, JSON lines; standard error by default")
     parser.set_defaults(run=run)
 
@@ -57,18 +78,25 @@ def run(options: argparse.Namespace) -> int:
     # Loaded here, so that other commands and --help do not wait for it.
     import uvloop  # noqa: PLC0415
 
-    from kvflow.demo.proxy import ProxyConfig  # noqa: PLC0415
-
     configure_logging(options.log)
     config = ProxyConfig(
         prefill=tuple(options.prefill),
         decode=tuple(options.decode),
-        prefill_timeout_s=options.prefill_timeout_s,
+        **{name: getattr(options, name) for name in SETTINGS},
     )
+    _raise_file_limit()
     return uvloop.run(_serve(config, options.listen))
 
 
-async def _serve(config: "ProxyConfig", listen: str) -> int:
+def _raise_file_limit() -> None:
+    """Allow this process as many open files as it may allow itself; the soft limit is often 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = FILES_MAX if hard == resource.RLIM_INFINITY else min(hard, FILES_MAX)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+async def _serve(config: ProxyConfig, listen: str) -> int:
     from kvflow.demo.proxy import open_proxy  # noqa: PLC0415
 
     stopped = asyncio.Event()
@@ -111,8 +139,14 @@ def listening(text: str) -> str:
     return text if text.rpartition(":")[0] and text.endswith(":0") else address(text)
 
 
-def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds above 0")
-    return seconds
+def _above_0(kind: type[float] | type[int]) -> Callable[[str], float]:
+    """Return what reads a number above 0."""
+
+    def read(text: str) -> float:
+        number = kind(text)
+        if not 0 < number < float("inf"):
+            raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
+        return number
+
+    read.__name__ = kind.__name__  # argparse names it where the text is no number
+    return read

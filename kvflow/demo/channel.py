@@ -91,7 +91,7 @@ async def serve(listen: str, handle: Handler) -> None:
             if line := await reader.readline():
                 writer.write(to_line(await _answer(line, handle)))
                 await writer.drain()
-        except OSError as error:
+        except (OSError, ValueError) as error:  # a line that is too long is a ValueError
             _log.info("router.hung_up", error=str(error))
         finally:
             writer.close()
@@ -116,7 +116,7 @@ def _announce(address: str) -> None:
 async def _answer(line: bytes, handle: Handler) -> Reply:
     try:
         request = request_from_line(line)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         return Failed(code="request_malformed", detail=str(error))
     started = monotonic()
     log = _log.bind(kind=type(request).__name__, request_id=getattr(request, "request_id", ""))

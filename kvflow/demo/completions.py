@@ -3,7 +3,8 @@
 A field that is not read here keeps the very bytes in which it came, and so does the ticket.
 """
 
-from typing import Any
+import re
+from typing import Any, Final
 
 import msgspec
 from msgspec import Raw, Struct
@@ -17,6 +18,16 @@ ONE_AT_MOST = ("max_tokens", "max_completion_tokens", "min_tokens", "n")
 """Numbers of tokens and samples: a prefill request ends when the prompt is computed."""
 
 NULL, FALSE, ONE, OFFERED = (Raw(msgspec.json.encode(value)) for value in (None, False, 1, OFFER))
+
+LONG: Final = ("prompt", "messages", "prompt_embeds")
+"""Fields whose values are not read here, however long they are."""
+
+OTHERS_BYTES_MAX: Final = 1 << 20
+"""Of all other fields, with their names: tools and schemas are some hundred KiB. Each takes a microsecond or more to
+read, and while they are read nobody else is served."""
+
+LIST_OF_PROMPTS: Final = re.compile(rb"\s*\[\s*[^\s\d\]-]")
+"""How a list begins that is not one of token ids: such a list is a single prompt."""
 
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What msgspec raises for bytes that are no JSON of the expected kind."""
@@ -38,6 +49,12 @@ class Completion(Struct, frozen=True):
     alone: str = ""
 
 
+class _LongFields(Struct, frozen=True):
+    prompt: Raw = NULL
+    messages: Raw = NULL
+    prompt_embeds: Raw = NULL
+
+
 class _PrefillAnswer(Struct, frozen=True):
     kv_transfer_params: Raw = NULL
 
@@ -50,11 +67,16 @@ def read_completion(body: bytes) -> Completion:
     """Read the body of a request for a completion.
 
     Raises:
-        RequestMalformed: it is no JSON object, or brings ``kv_transfer_params`` of its own.
+        RequestMalformed: it is no JSON object, brings ``kv_transfer_params`` of its own, or fields that are too long.
     """
     try:
         # As text: msgspec looks at no character of a field that it is not asked for.
-        fields = msgspec.json.decode(body.decode(), type=dict[str, Raw])
+        text = body.decode()
+        known = msgspec.json.decode(text, type=_LongFields)
+        others = len(body) - sum(len(getattr(known, name)) for name in LONG)
+        if others > OTHERS_BYTES_MAX:
+            raise RequestMalformed(f"the fields beside {', '.join(LONG)} have more than {OTHERS_BYTES_MAX} bytes")
+        fields = msgspec.json.decode(text, type=dict[str, Raw])
         if _value(fields, PARAMS) is not None:
             raise RequestMalformed(f"{PARAMS} is what the servers tell each other: leave it out")
         return Completion(fields, alone=_why_alone(fields))
@@ -122,11 +144,14 @@ def _why_alone(fields: dict[str, Raw]) -> str:
 
     A server answers one ticket for all prompts of a request, and it is that of the first.
     """
-    if _value(fields, "prompt_embeds") is not None:
+    if bytes(fields.get("prompt_embeds", NULL)) != bytes(NULL):
         return "prompt_embeds may be a prompt beside another one"
-    prompt = _value(fields, "prompt")
-    if isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int):
-        return "there are several prompts, and one ticket"
+    prompt = fields.get("prompt", NULL)
+    if LIST_OF_PROMPTS.match(prompt):
+        try:
+            msgspec.json.decode(prompt, type=tuple[Raw])  # ends at a second element
+        except msgspec.ValidationError:
+            return "there are several prompts, and one ticket"
     return ""
 
 

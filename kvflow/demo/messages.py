@@ -3,12 +3,21 @@
 ``kv_transfer_params`` passes through the router unread, as it does in a real one.
 """
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from kvflow.transfer.report import TransferReport
+
+Name = Annotated[str, Meta(min_length=1, max_length=256)]
+NumTokens = Annotated[int, Meta(ge=1, le=1 << 20)]
+"""More than the blocks of any demo hold; the pool refuses what is more than it has."""
+
+Prompt = Annotated[bytes, Meta(min_length=1, max_length=1 << 20)]
+Token = Annotated[int, Meta(ge=0, le=255)]
+Params = Annotated[dict[str, Any], Meta(max_length=64)]
+"""Read by ``Ticket.from_params``, which bounds the rest."""
 
 
 class Prefill(Struct, frozen=True, kw_only=True, tag="prefill"):
@@ -19,8 +28,8 @@ class Prefill(Struct, frozen=True, kw_only=True, tag="prefill"):
         prompt: tokens are bytes.
     """
 
-    request_id: str
-    prompt: bytes
+    request_id: Name
+    prompt: Prompt
 
 
 class Prefilled(Struct, frozen=True, kw_only=True, tag="prefilled"):
@@ -46,11 +55,11 @@ class Decode(Struct, frozen=True, kw_only=True, tag="decode"):
         kv_transfer_params: as the prefill engine gave them.
     """
 
-    request_id: str
-    num_prompt_tokens: int
-    token: int
-    max_tokens: int
-    kv_transfer_params: dict[str, Any]
+    request_id: Name
+    num_prompt_tokens: NumTokens
+    token: Token
+    max_tokens: NumTokens
+    kv_transfer_params: Params
 
 
 class Generate(Struct, frozen=True, kw_only=True, tag="generate"):
@@ -62,9 +71,9 @@ class Generate(Struct, frozen=True, kw_only=True, tag="generate"):
         max_tokens: to be generated.
     """
 
-    request_id: str
-    prompt: bytes
-    max_tokens: int
+    request_id: Name
+    prompt: Prompt
+    max_tokens: NumTokens
 
 
 class Generated(Struct, frozen=True, kw_only=True, tag="generated"):

@@ -2,14 +2,15 @@
 
 Clients see one server with OpenAI's interface. If a prefill server fails the next one is asked, and if none is left the
 decode server computes the prompt itself. What a client did wrong is answered in the words of the server that says so. A
-client that hangs up ends its request on the servers, too.
+client that hangs up ends its request on the servers, too. Clients that send or read slowly keep nobody else waiting.
 """
 
 import asyncio
+import resource
 import secrets
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import Final
 
 import aiohttp
@@ -29,20 +30,24 @@ from kvflow.demo.completions import (
     read_params,
     without_params,
 )
+from kvflow.demo.intake import Bodies, Connections, Holding, ProxyConfig, RequestRefused, within_files
 from kvflow.demo.log import demo_logger
 
 PATHS: Final = ("/v1/completions", "/v1/chat/completions")
 
-BODY_BYTES_MAX: Final = 64 << 20
-"""Of a request, and of an answer that is not streamed: a million token ids are 8 MiB, a picture may be more."""
-
-REQUESTS_MAX: Final = 1024
-"""In flight at once; a server has as many at most by default. What comes above is refused and may come again."""
-
 CONNECT_S: Final = 10.0
 HEALTH_S: Final = 5.0
+HEALTH_PAUSE_S: Final = 0.5
+"""Servers are asked for their health so often at most, however many clients ask."""
+
 GRACE_S: Final = 10.0
 """How long requests in flight may go on when the proxy is told to stop."""
+
+LINGER_S: Final = 1.0
+"""For a client to read why its body is refused while it still sends. A connection closed at once may lose that."""
+
+PIECE_BYTES: Final = 64 << 10
+"""Of an answer, which a client must take in ``write_timeout_s``."""
 
 REQUEST_ID: Final = "X-Request-Id"
 """vLLM makes its own name of a request from it: both servers' logs then have the same."""
@@ -50,22 +55,10 @@ REQUEST_ID: Final = "X-Request-Id"
 REQUEST_ID_CHARACTERS_MAX: Final = 128
 FORWARDED: Final = ("Authorization", "traceparent", "tracestate")
 JSON: Final = "application/json"
+INVALID: Final = "invalid_request_error"
+"""What OpenAI's clients are told of a request that is wrong."""
 
 _log = demo_logger()
-
-
-class ProxyConfig(Struct, frozen=True, kw_only=True):
-    """Where the servers are.
-
-    Attributes:
-        prefill: base URLs, at least one; taken in turn.
-        decode: likewise.
-        prefill_timeout_s: after which the next prefill server is asked.
-    """
-
-    prefill: tuple[str, ...]
-    decode: tuple[str, ...]
-    prefill_timeout_s: float = 300.0
 
 
 class _Refused(Struct, frozen=True):
@@ -77,6 +70,10 @@ class _Refused(Struct, frozen=True):
 
 class _AnswerTooLong(Exception):
     """A server answered more than a proxy keeps."""
+
+
+class _ClientLost(Exception):
+    """A client hung up, or takes no more of its answer."""
 
 
 UPSTREAM_ERRORS: Final = (aiohttp.ClientError, TimeoutError, _AnswerTooLong)
@@ -104,37 +101,80 @@ class _InTurn:
 class Proxy:
     """Answers clients. Thread: the loop's."""
 
-    def __init__(self, config: ProxyConfig, session: aiohttp.ClientSession) -> None:
+    def __init__(
+        self, config: ProxyConfig, session: aiohttp.ClientSession, connections: Connections, requests_max: int
+    ) -> None:
+        self._config = config
         self._prefill = _InTurn(config.prefill)
         self._decode = _InTurn(config.decode)
         self._prefill_timeout = aiohttp.ClientTimeout(total=config.prefill_timeout_s, sock_connect=CONNECT_S)
         self._decode_timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
         self._session = session
+        self._connections = connections
+        self._bodies = Bodies(config)
+        self._requests_max = requests_max
         self._in_flight = 0
+        self._checking = asyncio.Lock()
+        self._checked_at = -HEALTH_PAUSE_S
+        self._alive: dict[str, bool] = {}
 
-    async def complete(self, request: web.Request) -> web.StreamResponse:
-        """Answer a request for a completion. Cancellation: ends it on the server that has it."""
-        if self._in_flight >= REQUESTS_MAX:
-            return _failure(503, f"{REQUESTS_MAX} requests are in flight: try again")
+    @web.middleware
+    async def admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Let a client send one request and read its answer, and say in JSON why it gets none."""
+        transport = request.transport
+        if transport is not None:
+            self._connections.on_headers(transport)
+        try:
+            return await handler(request)
+        except RequestRefused as error:
+            _log.info("request.refused", status=error.status, error=str(error))
+            return _failure(error.status, str(error), "server_error" if error.status >= 500 else INVALID)
+        except web.HTTPException as error:
+            return _failure(error.status, error.text or error.reason, INVALID)
+        finally:
+            if transport is not None:
+                self._connections.begin(transport)
+
+    @contextmanager
+    def _admitted(self, request: web.Request) -> Iterator[None]:
+        """Count a request whose body is there.
+
+        Raises:
+            RequestRefused: there are too many.
+        """
+        if self._in_flight >= self._requests_max:
+            raise RequestRefused(503, f"{self._requests_max} requests are in flight: try again")
+        if request.transport is not None:
+            self._connections.on_request(request.transport)
         self._in_flight += 1
         try:
-            return await self._complete(request)
+            yield
         finally:
             self._in_flight -= 1
 
-    async def _complete(self, request: web.Request) -> web.StreamResponse:
-        try:
-            completion = read_completion(await request.read())
-        except RequestMalformed as error:
-            return _failure(400, str(error), "invalid_request_error")
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        """Answer a request for a completion. Cancellation: ends it on the server that has it."""
+        if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+            raise RequestRefused(415, "a compressed body is not taken: leave Content-Encoding out")
+        if (request.content_length or 0) > self._config.body_bytes_max:
+            raise RequestRefused(413, f"the body has more than {self._config.body_bytes_max} bytes")
+        with self._bodies.hold() as holding:
+            try:
+                completion = read_completion(await self._bodies.receive(request.content.iter_any(), holding))
+            except (RequestMalformed, web.RequestPayloadError) as error:
+                raise RequestRefused(400, str(error)) from error
+            with self._admitted(request):
+                return await self._complete(request, completion, holding)
+
+    async def _complete(self, request: web.Request, completion: Completion, holding: Holding) -> web.StreamResponse:
         headers = _headers(request)
         started = monotonic()
-        prefilled = await self._prefill_at_one(request.path, completion, headers)
+        prefilled = await self._prefill_at_one(request.path, completion, headers, holding)
         if isinstance(prefilled, _Refused):
             _log.info("request.refused", request_id=headers[REQUEST_ID], status=prefilled.status)
-            return web.Response(status=prefilled.status, body=prefilled.body, content_type=JSON)
+            return await self._give(request, web.StreamResponse(status=prefilled.status), prefilled.body)
         prefill_s = monotonic() - started
-        response = await self._decode_at_one(request, decode_body(completion, prefilled), headers)
+        response = await self._decode_at_one(request, decode_body(completion, prefilled), headers, holding)
         _log.info(
             "request.answered",
             request_id=headers[REQUEST_ID],
@@ -146,7 +186,7 @@ class Proxy:
         return response
 
     async def _prefill_at_one(
-        self, path: str, completion: Completion, headers: dict[str, str]
+        self, path: str, completion: Completion, headers: dict[str, str], holding: Holding
     ) -> Raw | _Refused | None:
         """Have a prompt computed; return its ticket, or None if the decode server must compute it."""
         log = _log.bind(request_id=headers[REQUEST_ID])
@@ -159,7 +199,7 @@ class Proxy:
                 async with self._session.post(
                     server + path, data=body, headers=headers, timeout=self._prefill_timeout
                 ) as answer:
-                    content = await _read(answer)
+                    content = await self._read(answer, holding)
             except UPSTREAM_ERRORS as error:
                 log.warning("prefill.failed", server=server, error=repr(error))
                 continue
@@ -173,7 +213,9 @@ class Proxy:
             log.warning("prefill.failed", server=server, status=answer.status)
         return None
 
-    async def _decode_at_one(self, request: web.Request, body: bytes, headers: dict[str, str]) -> web.StreamResponse:
+    async def _decode_at_one(
+        self, request: web.Request, body: bytes, headers: dict[str, str], holding: Holding
+    ) -> web.StreamResponse:
         """Pass a request to a decode server, and its answer to the client."""
         log = _log.bind(request_id=headers[REQUEST_ID])
         for server in self._decode.order():
@@ -181,7 +223,7 @@ class Proxy:
                 async with self._session.post(
                     server + request.path, data=body, headers=headers, timeout=self._decode_timeout
                 ) as answer:
-                    return await _pass_on(request, answer, headers[REQUEST_ID])
+                    return await self._pass_on(request, answer, headers[REQUEST_ID], holding)
             except NOT_CONNECTED as error:
                 log.warning("decode.unreachable", server=server, error=repr(error))  # so it has not used the ticket
             except UPSTREAM_ERRORS as error:
@@ -189,25 +231,105 @@ class Proxy:
                 return _failure(502, "the decode server failed")
         return _failure(502, "no decode server can be reached")
 
+    async def _pass_on(
+        self, request: web.Request, answer: aiohttp.ClientResponse, request_id: str, holding: Holding
+    ) -> web.StreamResponse:
+        """Give a client what a decode server answers: as it comes if it is a stream, else as a whole.
+
+        Raises:
+            ClientError, TimeoutError, _AnswerTooLong: the server fails before anything was given.
+        """
+        response = web.StreamResponse(status=answer.status, headers={REQUEST_ID: request_id})
+        if answer.content_type == JSON:
+            content = await self._read(answer, holding)
+            return await self._give(request, response, without_params(content, failed=answer.status >= 400))
+        response.headers["Content-Type"] = answer.headers.get("Content-Type", "application/octet-stream")
+        try:
+            await self._write(response.prepare(request))
+            async for chunk in answer.content.iter_any():
+                await self._write_pieces(response, chunk)
+            await self._write(response.write_eof())
+        except UPSTREAM_ERRORS as error:
+            # An end in order would tell the client that it has everything.
+            _log.warning("decode.broke_off", request_id=request_id, error=repr(error))
+            _abort(request)
+        except _ClientLost as error:
+            _log.info("client.lost", request_id=request_id, error=str(error))
+            _abort(request)
+        return response
+
+    async def _give(self, request: web.Request, response: web.StreamResponse, content: bytes) -> web.StreamResponse:
+        """Give a client a whole answer."""
+        response.content_type = JSON
+        response.content_length = len(content)
+        try:
+            await self._write(response.prepare(request))
+            await self._write_pieces(response, content)
+            await self._write(response.write_eof())
+        except _ClientLost as error:
+            _log.info("client.lost", error=str(error))
+            _abort(request)
+        return response
+
+    async def _write_pieces(self, response: web.StreamResponse, content: bytes) -> None:
+        for begin in range(0, len(content), PIECE_BYTES):
+            await self._write(response.write(content[begin : begin + PIECE_BYTES]))
+
+    async def _write(self, writing: Awaitable[object]) -> None:
+        """Wait until a client has taken enough of its answer.
+
+        Raises:
+            _ClientLost: it has not.
+        """
+        try:
+            async with asyncio.timeout(self._config.write_timeout_s):
+                await writing
+        except TimeoutError as error:
+            raise _ClientLost(f"it took nothing for {self._config.write_timeout_s} s") from error
+        except ConnectionError as error:
+            raise _ClientLost("it hung up") from error
+
+    async def _read(self, answer: aiohttp.ClientResponse, holding: Holding) -> bytes:
+        """Read a whole answer.
+
+        Raises:
+            _AnswerTooLong: by itself.
+            RequestRefused: together with all others.
+        """
+        content = bytearray()
+        async for chunk in answer.content.iter_any():
+            content += chunk
+            if len(content) > self._config.body_bytes_max:
+                raise _AnswerTooLong(f"more than {self._config.body_bytes_max} bytes")
+            self._bodies.add(holding, len(chunk))
+        return bytes(content)
+
     async def models(self, request: web.Request) -> web.StreamResponse:
         """Answer which models there are: those of a decode server."""
         headers, timeout = _headers(request), aiohttp.ClientTimeout(total=HEALTH_S)
-        for server in self._decode.all():
-            try:
-                async with self._session.get(server + request.path, headers=headers, timeout=timeout) as answer:
-                    return web.Response(status=answer.status, body=await _read(answer), content_type=JSON)
-            except UPSTREAM_ERRORS as error:
-                _log.warning("decode.failed", server=server, error=repr(error))
+        with self._admitted(request), self._bodies.hold() as holding:
+            for server in self._decode.all():
+                try:
+                    async with self._session.get(server + request.path, headers=headers, timeout=timeout) as answer:
+                        content = await self._read(answer, holding)
+                except UPSTREAM_ERRORS as error:
+                    _log.warning("decode.failed", server=server, error=repr(error))
+                else:
+                    return await self._give(request, web.StreamResponse(status=answer.status), content)
         return _failure(502, "no decode server can be reached")
 
     async def health(self, request: web.Request) -> web.Response:
         """Answer which servers live; 200 if a request would be answered, which takes a decode server."""
+        del request
         prefill, decode = self._prefill.all(), self._decode.all()
-        lives = await asyncio.gather(*map(self._lives, (*prefill, *decode)))
-        alive = dict(zip((*prefill, *decode), lives, strict=True))
+        async with self._checking:  # whoever asks meanwhile gets the same answer, so that servers are not flooded
+            if monotonic() - self._checked_at >= HEALTH_PAUSE_S:
+                lives = await asyncio.gather(*map(self._lives, (*prefill, *decode)))
+                self._alive = dict(zip((*prefill, *decode), lives, strict=True))
+                self._checked_at = monotonic()
         sides = {"prefill": prefill, "decode": decode}
-        found = {name: {server: alive[server] for server in side} for name, side in sides.items()}
-        status = 200 if any(alive[server] for server in decode) else 503
+        found = {name: {server: self._alive[server] for server in side} for name, side in sides.items()}
+        status = 200 if any(found["decode"].values()) else 503
         return web.Response(status=status, body=msgspec.json.encode(found), content_type=JSON)
 
     async def _lives(self, server: str) -> bool:
@@ -233,64 +355,45 @@ async def open_proxy(config: ProxyConfig, host: str, port: int) -> AsyncIterator
     Raises:
         OSError: there is no listening there.
     """
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    requests_max, connections_max = within_files(config, files)
+    if (requests_max, connections_max) != (config.requests_max, config.connections_max):
+        _log.warning("proxy.limited", files=files, requests_max=requests_max, connections_max=connections_max)
+    connections = Connections(connections_max, config.headers_timeout_s)
     # A connection per request: one that a server closes while it is idle would fail the next request.
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as session:
-        proxy = Proxy(config, session)
-        app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[_as_json])
+        proxy = Proxy(config, session, connections, requests_max)
+        app = web.Application(middlewares=[proxy.admit])
         app.add_routes([web.post(path, proxy.complete) for path in PATHS])
         app.add_routes([web.get("/v1/models", proxy.models), web.get("/health", proxy.health)])
-        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=GRACE_S)
+        runner = web.AppRunner(
+            app,
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=GRACE_S,
+            auto_decompress=False,
+            lingering_time=LINGER_S,
+        )
         await runner.setup()
+        make_protocol = runner.server
+        assert make_protocol is not None
         try:
-            await web.TCPSite(runner, host, port).start()
-            found_host, found_port = runner.addresses[0][:2]
-            yield f"{found_host}:{found_port}"
+            server = await asyncio.get_running_loop().create_server(
+                lambda: connections.watched(make_protocol()), host, port, backlog=connections_max
+            )
+            try:
+                found_host, found_port = server.sockets[0].getsockname()[:2]
+                yield f"{found_host}:{found_port}"
+            finally:
+                server.close()
         finally:
             await runner.cleanup()
 
 
-@web.middleware
-async def _as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Say in JSON what aiohttp says in words: that there is no such path, or that a body is too long."""
-    try:
-        return await handler(request)
-    except web.HTTPException as error:
-        return _failure(error.status, error.text or error.reason, "invalid_request_error")
-
-
-async def _pass_on(request: web.Request, answer: aiohttp.ClientResponse, request_id: str) -> web.StreamResponse:
-    """Give a client what a decode server answers: as it comes if it is a stream, else as a whole.
-
-    Raises:
-        ClientError, TimeoutError, _AnswerTooLong: the server fails before anything was given.
-    """
-    if answer.content_type == JSON:
-        content = without_params(await _read(answer), failed=answer.status >= 400)
-        return web.Response(status=answer.status, body=content, content_type=JSON, headers={REQUEST_ID: request_id})
-    response = web.StreamResponse(status=answer.status, headers={REQUEST_ID: request_id})
-    response.headers["Content-Type"] = answer.headers.get("Content-Type", "application/octet-stream")
-    await response.prepare(request)
-    try:
-        async for chunk in answer.content.iter_any():
-            await response.write(chunk)
-    except UPSTREAM_ERRORS as error:
-        # An end in order would tell the client that it has everything.
-        _log.warning("decode.broke_off", request_id=request_id, error=repr(error))
-        if request.transport is not None:
-            request.transport.abort()
-        return response
-    await response.write_eof()
-    return response
-
-
-async def _read(answer: aiohttp.ClientResponse) -> bytes:
-    content = bytearray()
-    async for chunk in answer.content.iter_any():
-        content += chunk
-        if len(content) > BODY_BYTES_MAX:
-            raise _AnswerTooLong(f"more than {BODY_BYTES_MAX} bytes")
-    return bytes(content)
+def _abort(request: web.Request) -> None:
+    if request.transport is not None:
+        request.transport.abort()
 
 
 def _headers(request: web.Request) -> dict[str, str]:

@@ -102,6 +102,37 @@ def test_imports_are_found(tmp_path):
     assert imports(module) == {"a", "c"}
 
 
+def replacements(text: str) -> list[int]:
+    """Return the lines that replace an attribute by its name, which nobody notices when it is renamed."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        match node:
+            case ast.Call(func=ast.Name(id="setattr" | "delattr") | ast.Attribute(attr="__setattr__" | "__delattr__")):
+                found.append(node.lineno)
+            case ast.Subscript(
+                value=ast.Call(func=ast.Name(id="vars")) | ast.Attribute(attr="__dict__"), ctx=ast.Store() | ast.Del()
+            ):
+                found.append(node.lineno)
+    return found
+
+
+def test_nothing_is_replaced_by_its_name():
+    found = {str(path.relative_to(ROOT)): replacements(path.read_text()) for path in modules()}
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
+def test_replacements_are_found():
+    text = 'setattr(a, "b", 1)\nvars(a)["b"] = 1\na.__dict__["b"] = 1\nobject.__setattr__(a, "b", 1)\nvars(a)["b"]\n'
+    assert replacements(text) == [1, 2, 3, 4]
+
+
+def test_the_package_contains_no_data_plane_without_a_fence():
+    names = {node.name for path in modules() for node in ast.walk(ast.parse(path.read_text())) if hasattr(node, "name")}
+    assert not {name for name in names if isinstance(name, str) and "fenceless" in name.lower()}
+    assert not {path.name for path in modules()} & {"fence.py", "fenceless.py"}
+    assert not {path for path in modules() if "tests" in imports(path)}
+
+
 def foreign_imports(path: Path) -> set[str]:
     """Return what a module imports of kvflow and handshake, as ``module`` or ``module:name``."""
     found = set()

@@ -1,11 +1,13 @@
 """What a proxy sends to whom, and what of it a client may see."""
 
 import json
+import tracemalloc
 
 import msgspec
 import pytest
 
 from kvflow.demo.completions import (
+    OTHERS_BYTES_MAX,
     PARAMS,
     RequestMalformed,
     decode_body,
@@ -114,6 +116,36 @@ def test_an_answer_without_a_ticket_has_none(answer):
 )
 def test_only_one_prompt_can_have_a_ticket(fields, alone):
     assert bool(read_completion(json.dumps(fields).encode()).alone) is alone
+
+
+@pytest.mark.parametrize("name", ["prompt", "messages", "prompt_embeds"])
+def test_what_the_model_is_given_may_be_long(name):
+    assert read_completion(json.dumps({name: "x" * (OTHERS_BYTES_MAX + 1)}).encode()).fields
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        json.dumps({"prompt": "a", "stream": [[]] * OTHERS_BYTES_MAX}),
+        json.dumps({f"{number:09}": 1 for number in range(OTHERS_BYTES_MAX // 9)}),
+        '{"prompt": "a", "prompt": "' + "x" * OTHERS_BYTES_MAX + '", "prompt": "a"}',
+    ],
+    ids=["a field", "many fields", "a field again"],
+)
+def test_what_the_proxy_reads_may_not(body):
+    with pytest.raises(RequestMalformed, match=f"more than {OTHERS_BYTES_MAX} bytes"):
+        read_completion(body.encode())
+
+
+def test_a_long_list_of_prompts_makes_no_objects():
+    body = b'{"prompt": [' + b"[[[]]], " * 200_000 + b"1]}"
+    tracemalloc.start()
+    try:
+        assert read_completion(body).alone
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 3 * len(body)  # 200,000 lists of lists take thirty times as much
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,11 @@ import socket
 import sys
 
 import aiohttp
+import msgspec
 import pytest
 
 from kvflow.cli.entry import build_parser
+from kvflow.demo.intake import ProxyConfig
 
 from .upstream import DECODED, PREFILLED, open_upstream
 
@@ -71,6 +73,9 @@ async def test_it_ends_where_another_listens():
         (*SERVERS, "--listen", "8000"),
         (*SERVERS, "--prefill-timeout-s", "0"),
         (*SERVERS, "--prefill-timeout-s", "inf"),
+        (*SERVERS, "--requests-max", "0"),
+        (*SERVERS, "--body-bytes-max", "1.5"),
+        (*SERVERS, "--held-bytes-max", "many"),
     ],
     ids=" ".join,
 )
@@ -79,6 +84,12 @@ def test_a_wrong_command_line_is_refused(arguments, capsys):
         build_parser().parse_args(["proxy", *arguments])
     assert ended.value.code == 2
     assert "error: " in capsys.readouterr().err
+
+
+def test_every_setting_is_a_flag_with_its_own_default():
+    options = build_parser().parse_args(["proxy", *SERVERS])
+    settings = {field.name: field.default for field in msgspec.structs.fields(ProxyConfig) if not field.required}
+    assert {name: getattr(options, name) for name in settings} == settings
 
 
 def test_several_servers_are_taken_and_a_slash_is_not():

@@ -24,6 +24,7 @@ class Upstream:
         headers: likewise.
         asked: set when there is one.
         cancelled: set when a request has ended because its client hung up.
+        checks: how often it was asked for its health.
     """
 
     behavior: Behavior
@@ -32,6 +33,7 @@ class Upstream:
     headers: list[Mapping[str, str]] = field(default_factory=list)
     asked: asyncio.Event = field(default_factory=asyncio.Event)
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+    checks: int = 0
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         self.bodies.append(await request.read())
@@ -95,6 +97,7 @@ async def open_upstream(behavior: Behavior) -> AsyncIterator[Upstream]:
         return web.json_response({"object": "list", "data": [{"id": "tiny"}]})
 
     async def health(request):
+        upstream.checks += 1
         return web.Response()
 
     app = web.Application()

@@ -7,12 +7,10 @@ import os
 import sys
 from collections import defaultdict
 
-import msgspec
 import pytest
 
-from kvflow.bench.fenceless import open_fenceless
 from kvflow.transport.base import CHUNK_DESCRIPTORS_MAX
-from kvflow.worker.surroundings import REAL
+from tests.benchmarks.fenceless import without_fence
 
 from .reading import Tally, read
 
@@ -68,7 +66,7 @@ async def test_without_the_fence_wrong_bytes_are_delivered(show):
         shown = all(tally.wrong >= FEW for tally in tallies.values()) and sum(t.torn for t in tallies.values()) > 0
         return shown or sum(tally.reads for tally in tallies.values()) >= ENOUGH
 
-    tallies = await read(until=until, surroundings=msgspec.structs.replace(REAL, open_transport=open_fenceless))
+    tallies = await read(until=until, surroundings=without_fence())
     for path, tally in tallies.items():
         show(f"{path}, without the fence: {tally}")
     for tally in tallies.values():

@@ -52,3 +52,10 @@ async def test_a_processor_with_a_long_name_is_cut(measuring, tmp_path, monkeypa
     path = tmp_path / "calibration.json"
     await calibrate(path)
     assert decode_calibration(path.read_bytes(), name="").machine == "m" * MACHINE_LENGTH_MAX
+
+
+@pytest.mark.parametrize(("direct_s", "staged_s"), [(0.0, 0.0), (1e-3, 1e-3), (1e-3, 0.0)])
+def test_two_ways_of_reading_are_compared_or_nothing(direct_s, staged_s):
+    reports = tuple(SimpleNamespace(timings_s={"scatter": scatter_s}) for scatter_s in (direct_s, staged_s))
+    with pytest.raises(AssertionError, match="read directly and staged"):
+        descriptors._require_both(SimpleNamespace(reports=reports))

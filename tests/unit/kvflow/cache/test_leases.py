@@ -3,7 +3,7 @@
 import pytest
 
 from kvflow.cache.epochs import EpochTable
-from kvflow.cache.leases import LeaseEnded, LeaseTable, Reader
+from kvflow.cache.leases import READERS_MAX, LeaseEnded, LeaseTable, Reader
 from kvflow.errors import BlockIdsInvalid, CapacityExceeded
 
 from .helpers import BASE, SLOTS, mint_of
@@ -44,6 +44,17 @@ def test_the_last_rank_of_one_engine_releases(leases, epochs):
     assert (answer, ended) == ("ended", LeaseEnded("r", "released", 4.0))
     assert epochs[grant.slot] == leases.highest_epoch == grant.epoch_value + 1
     assert leases.release(*key, ALONE, 6.0) == ("ended", None)
+
+
+def test_engines_that_release_in_part_are_bounded(leases):
+    grant = grant_of()
+    leases.admit(grant, now=1.0)
+    key = (grant.slot, grant.epoch_value)
+    for number in range(READERS_MAX):
+        assert leases.release(*key, Reader(f"engine {number}", 0, 2), 2.0) == ("counted", None)
+    assert leases.release(*key, Reader("one more", 0, 2), 2.0) == ("unknown", None)
+    assert leases.release(*key, Reader("engine 0", 0, 3), 2.0) == ("unknown", None)
+    assert leases.release(*key, Reader("engine 7", 1, 2), 2.0)[0] == "ended"
 
 
 def test_a_renewed_lease_expires_later(leases):

@@ -68,6 +68,21 @@ def test_a_path_that_is_no_file_is_refused_before_anything_is_measured(tmp_path,
     assert " cannot be written: " in capsys.readouterr().err
 
 
+def test_a_benchmark_that_the_package_does_not_contain_says_where_it_runs(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(bench, "CHECKOUT", tmp_path)
+    assert main(["bench", "fence"]) == 1
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err.count("\n")) == ("", 1)
+    assert "from a checkout of kvflow's repository only" in printed.err
+
+
+def test_every_benchmark_is_in_the_package_or_in_the_checkout(repository):
+    assert repository == bench.CHECKOUT
+    for name in bench.BENCHMARKS:
+        module = bench.FROM_A_CHECKOUT.get(name, f"kvflow.bench.{name}")
+        assert repository.joinpath(*module.split(".")).with_suffix(".py").exists()
+
+
 @pytest.fixture
 def measuring(monkeypatch):
     """Have something else measured by ``kvflow bench idle``, where the environment names a calibration that is not."""

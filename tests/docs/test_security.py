@@ -1,0 +1,237 @@
+"""The page on security lists every number from outside: its checks and tests are there, and no message is left out."""
+
+import ast
+import importlib
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import pytest
+from msgspec import Meta, Struct
+from msgspec import inspect as kinds
+
+import handshake.messages
+import kvflow.bench.messages
+import kvflow.demo.messages
+from kvflow.cache.tickets import Ticket
+from kvflow.demo import completions
+from kvflow.integrations.vllm.params import TransferParams
+from kvflow.rendezvous.publication import Advertisement
+from kvflow.transport.envelope import Envelope
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "explanation" / "security.md").read_text()
+HEADING = "## Numbers from outside\n"
+COLUMNS = ["input", "who sends it", "checked by", "bound", "at most it costs", "shown by"]
+
+WIRE = {
+    "handshake/codec.py": [handshake.messages.AnyMessage],
+    "kvflow/cache/tickets.py": [Ticket],
+    "kvflow/rendezvous/publication.py": [Advertisement],
+    "kvflow/transport/envelope.py": [Envelope],
+    "kvflow/integrations/vllm/params.py": [TransferParams],
+    "kvflow/demo/completions.py": [completions._LongFields, completions._PrefillAnswer, completions._TransferParams],
+    "kvflow/demo/messages.py": [kvflow.demo.messages.Request],  # replies come from engines that the demo names
+    "kvflow/bench/source.py": [kvflow.bench.messages.Request],
+}
+"""Modules that read what others send -> what they read it as."""
+
+NOT_WIRE = {
+    "kvflow/bench/ceilings.py": "replies of a source that the benchmark has named",
+    "kvflow/bench/descriptors.py": "likewise",
+    "kvflow/bench/sourcing.py": "likewise",
+    "kvflow/cache/mint.py": "what this process signs",
+    "kvflow/cli/layout.py": "flags",
+    "kvflow/config.py": "settings",
+    "kvflow/demo/processes.py": "processes that the demo has started",
+    "kvflow/integrations/vllm/settings.py": "settings",
+    "kvflow/layout/manifest.py": "manifests of this process; a peer's are read by rendezvous.publication",
+    "kvflow/layout/specs.py": "specs of this process",
+    "kvflow/models/bundled.py": "files of this package",
+    "kvflow/models/config.py": "files that the user names",
+    "kvflow/models/families.py": "options of the caller",
+    "kvflow/transfer/costs.py": "the calibration that the user names",
+}
+"""Modules that decode what nobody else sends, and what that is."""
+
+
+def read_table(page):
+    """Return the rows of the table, without its head."""
+    lines = [line for line in page.partition(HEADING)[2].splitlines() if line.startswith("|")]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert cells[0] == COLUMNS
+    return cells[2:]
+
+
+ROWS = read_table(PAGE)
+
+
+def names(cell):
+    """Return what a cell names: ``module:object``."""
+    return re.findall(r"`([\w.]+:[\w.]+)`", cell)
+
+
+def find(name):
+    """Return the object of a name; a field of a Struct is its type."""
+    module, _, path = name.partition(":")
+    found: Any = importlib.import_module(module)
+    for part in path.split("."):
+        fields = {field.name: field.type for field in msgspec.structs.fields(found)} if is_struct(found) else {}
+        found = fields[part] if part in fields else getattr(found, part)
+    return found
+
+
+def is_struct(value):
+    return isinstance(value, type) and issubclass(value, Struct)
+
+
+def name_of(kind):
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def within(kind):
+    """Return the types that a type consists of."""
+    match kind:
+        case kinds.UnionType(types=types) | kinds.TupleType(item_types=types):
+            return list(types)
+        case kinds.DictType(key_type=key, value_type=value):
+            return [key, value]
+        case kinds.Metadata(type=inner):
+            return [inner]
+        case kinds.CollectionType(item_type=item):
+            return [item]
+        case _:
+            return []
+
+
+BOUNDED = (kinds.BoolType, kinds.NoneType, kinds.LiteralType, kinds.EnumType, kinds.StructType)
+
+
+def is_bounded(kind):
+    """Tell whether a type says how large, or how long, a value may be."""
+    match kind:
+        case kinds.IntType() | kinds.FloatType():
+            low = kind.ge is not None or kind.gt is not None
+            return low and (kind.le is not None or kind.lt is not None)
+        case kinds.StrType(pattern=str(pattern), max_length=None):
+            return re.search(r"[*+]|,\}", pattern) is None
+        case kinds.StrType() | kinds.BytesType() | kinds.ByteArrayType():
+            return kind.max_length is not None
+        case kinds.CollectionType() | kinds.DictType():
+            return kind.max_length is not None and all(map(is_bounded, within(kind)))
+        case kinds.UnionType() | kinds.TupleType() | kinds.Metadata():
+            return all(map(is_bounded, within(kind)))
+    return isinstance(kind, BOUNDED)
+
+
+def structs_of(root):
+    """Return every Struct that is read with a type, and its fields."""
+    found = {}
+    waiting = [kinds.type_info(root)]
+    while waiting:
+        kind = waiting.pop()
+        if isinstance(kind, kinds.StructType):
+            if kind.cls in found:
+                continue
+            found[kind.cls] = {field.name: field.type for field in kind.fields}
+            waiting += found[kind.cls].values()
+        waiting += within(kind)
+    return found
+
+
+STRUCTS = {kind: fields for roots in WIRE.values() for root in roots for kind, fields in structs_of(root).items()}
+NAMED = {name for row in ROWS for name in names(row[0])}
+
+
+def uncovered(structs, named):
+    """Return the Structs without a row, and the fields without a bound in their type and without a row of their own."""
+    lacking = {name_of(kind) for kind in structs} - named
+    unbounded = {
+        f"{name_of(kind)}.{name}" for kind, fields in structs.items() for name in fields if not is_bounded(fields[name])
+    }
+    return sorted(lacking | (unbounded - named))
+
+
+def test_every_row_is_complete():
+    assert len(ROWS) > 25
+    for row in ROWS:
+        assert len(row) == len(COLUMNS)
+        assert all(row), row
+
+
+@pytest.mark.parametrize("name", sorted({name for row in ROWS for name in names(row[2])}))
+def test_a_check_that_is_named_is_there(name):
+    assert callable(find(name))
+
+
+def test_every_row_names_a_check():
+    assert all(names(row[2]) for row in ROWS)
+
+
+@pytest.mark.parametrize("name", sorted(NAMED))
+def test_an_input_that_is_named_is_there(name):
+    find(name)
+
+
+@pytest.mark.parametrize("cell", [row[5] for row in ROWS])
+def test_a_test_that_is_named_is_there(cell):
+    path, name = re.fullmatch(r"`(tests/[\w/]+\.py)::(\w+)`", cell).groups()
+    assert re.search(rf"^(async )?def {name}\(", (ROOT / path).read_text(), re.MULTILINE), cell
+
+
+def test_every_message_and_every_field_without_a_bound_has_a_row():
+    assert len(STRUCTS) > 30
+    assert uncovered(STRUCTS, NAMED) == []
+
+
+def decoders(text):
+    """Tell whether a module decodes into types, or any JSON."""
+    for node in ast.walk(ast.parse(text)):
+        match node:
+            case ast.Call(func=ast.Attribute(attr="Decoder" | "convert" | "loads")):
+                return True
+            case ast.Call(func=ast.Attribute(value=ast.Attribute(attr="json" | "msgpack"), attr="decode")):
+                return True
+    return False
+
+
+def test_every_module_that_decodes_says_whose_words_it_reads():
+    found = set()
+    for package in ("kvflow", "handshake"):
+        for path in (ROOT / package).rglob("*.py"):
+            name = path.relative_to(ROOT)
+            if "testing" not in name.parts and decoders(path.read_text()):
+                found.add(str(name))
+    assert found == WIRE.keys() | NOT_WIRE.keys()
+
+
+class Inner(Struct):
+    free: int
+
+
+class Outer(Struct):
+    held: Annotated[int, Meta(ge=0, le=1)]
+    half: Annotated[int, Meta(ge=0)]
+    text: str
+    word: Annotated[str, Meta(pattern="^[a-z]{3}$")]
+    words: Annotated[list[str], Meta(max_length=3)]
+    some: tuple[Annotated[int, Meta(ge=0, le=1)], ...]
+    inner: Annotated[dict[Annotated[str, Meta(max_length=1)], Inner], Meta(max_length=1)]
+    either: Annotated[float, Meta(ge=0, le=1)] | None
+    any: Any
+
+
+def test_what_has_no_bound_or_no_row_is_noticed():
+    outer, inner = name_of(Outer), name_of(Inner)
+    free = [f"{outer}.{name}" for name in ("half", "text", "words", "some", "any")]
+    expected = sorted([outer, inner, f"{inner}.free", *free])
+    assert uncovered(structs_of(Outer), set()) == expected
+    assert uncovered(structs_of(Outer), {*expected} - {f"{outer}.some"}) == [f"{outer}.some"]
+
+
+def test_what_decodes_is_noticed():
+    assert decoders("msgspec.msgpack.Decoder(X)")
+    assert decoders("msgspec.json.decode(b, type=X)")
+    assert decoders("msgspec.convert(b, X)")
+    assert not decoders("b.decode()")
