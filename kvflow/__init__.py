@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvflow.memory.adopt import adopt
     from kvflow.memory.cache import KVCache, allocate
     from kvflow.observability.logs import configure_logging
-    from kvflow.rendezvous.mint import TicketMint
+    from kvflow.rendezvous.mint import TicketKey, TicketMint
     from kvflow.transfer.costs import Calibration, Costs
     from kvflow.transfer.plan import TransferPlan, plan_transfer
     from kvflow.transfer.report import TransferReport
@@ -73,6 +73,7 @@ _HOMES = {
     "RankAddress": "kvflow.cache.tickets",
     "Ticket": "kvflow.cache.tickets",
     "join_tickets": "kvflow.cache.tickets",
+    "TicketKey": "kvflow.rendezvous.mint",
     "TicketMint": "kvflow.rendezvous.mint",
     # plans and reports
     "Calibration": "kvflow.transfer.costs",
@@ -103,6 +104,7 @@ __all__ = [
     "State",
     "ThreadedWorker",
     "Ticket",
+    "TicketKey",
     "TicketMint",
     "TransferPlan",
     "TransferReport",

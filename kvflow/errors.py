@@ -18,6 +18,7 @@ The tree, by what the caller can do about it::
     ├── RequestUnknown           no offer of that name is held or remembered
     ├── LayoutMismatch           the two caches cannot be matched: do not pair these engines
     ├── PlanUnsound              a plan failed its own proof: a defect of kvflow, nothing was moved
+    ├── DefectFound              something unforeseen failed: a defect of kvflow, the request is refused
     ├── CapacityExceeded         try again when something has ended
     ├── TransportUnavailable     the data plane cannot start here
     ├── AuthenticationFailed     the peer does not share our cluster secret
@@ -203,6 +204,13 @@ class PlanUnsound(KvflowError):
 
     code = "plan_unsound"
     default_remedy = "Report it with both manifests: this is a defect of kvflow."
+
+
+class DefectFound(KvflowError):
+    """Something failed that kvflow does not foresee. It costs the request during which it happened."""
+
+    code = "defect_found"
+    default_remedy = "Report it with the traceback from the log: this is a defect of kvflow."
 
 
 class CapacityExceeded(KvflowError):

@@ -3,24 +3,39 @@
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from typing import Self
 
 from handshake.security import ClusterSecurity, sign
 from kvflow.cache.mint import HEAD_START_BITS, Mint
 from kvflow.cache.tickets import RankAddress, Ticket
-from kvflow.config import SECRET_LENGTH_MIN
+from kvflow.config import SECRET_LENGTH_MIN, WorkerConfig
 from kvflow.errors import ConfigInvalid
 from kvflow.forks import Origin
+from kvflow.rendezvous.introduction import security_of
 
 
 class TicketKey:
     """The key that signs tickets: HKDF of the cluster secret with the label ``ticket``.
 
     What was signed with an accepted second secret is valid, too.
+
+    Example:
+        >>> key = TicketKey.of(config)
+        >>> ticket = Ticket.from_params(params, verify=key.verifies)  # decodes nothing that was not signed
     """
 
     def __init__(self, security: ClusterSecurity) -> None:
         self._security = security
         self._origin = Origin("the key that signs tickets")
+
+    @classmethod
+    def of(cls, config: WorkerConfig) -> Self:
+        """Return the key of a worker's settings, for a process that reads tickets and has no worker.
+
+        Raises:
+            ConfigInvalid: there is no usable cluster secret.
+        """
+        return cls(security_of(config))
 
     def sign(self, payload: bytes) -> bytes:
         """Return the MAC of a grant's payload.

@@ -4,7 +4,9 @@ A target returns a word for what became of the input. Its own errors are caught;
 """
 
 import json
+import logging
 import time
+from functools import partial
 
 import msgspec
 
@@ -16,6 +18,8 @@ from handshake.limits import DEFAULT_LIMITS
 from handshake.states import Role, State
 from kvflow.cache.tickets import FORMAT, MAC_BYTES, RankAddress, Ticket
 from kvflow.errors import KvflowError, PlanUnsound
+from kvflow.integrations.vllm.orders import Fail, Pull
+from kvflow.integrations.vllm.params import read_params, ticket_chars_max
 from kvflow.layout.manifest import MANIFEST_SCHEMA
 from kvflow.layout.region import Region
 from kvflow.rendezvous.publication import Advertisement, decode
@@ -25,11 +29,21 @@ from kvflow.transfer.plan import plan_transfer
 from kvflow.transport.envelope import Envelope, seal, unseal
 from kvflow.transport.nixl_metadata import inspect
 from tests.integration.shapes import Shape
+from tests.unit.kvflow.integrations.vllm_like import (
+    TOKENS_MAX,
+    FullAttentionSpec,
+    SlidingWindowSpec,
+    blocks_of,
+    new_request,
+    side,
+)
 
 from .corpus import AGENT, METADATA
 from .frames import IDENTITY, PUBLICATION, SEEDS
 from .liar import TEXTS
 from .mutations import Mutator
+
+logging.getLogger("vllm").addHandler(logging.NullHandler())  # each refusal is a line, and nobody reads thousands
 
 MANIFEST = Shape().build().manifest()
 PLAN = plan_transfer(MANIFEST, MANIFEST)
@@ -114,6 +128,45 @@ def take_ticket(data):
     return "signed"
 
 
+def take_request(data):
+    """Take a request of vLLM's through its life: of a client that nobody has let in, of a member, and of one that lies.
+
+    A member's ticket is signed; a liar's is believed to hold the request's own tokens, too.
+    """
+    try:
+        params = json.loads(data)
+    except (ValueError, RecursionError):  # what is no JSON does not reach us
+        return "no JSON"
+    words = []
+    for signed, believed in ((False, False), (True, False), (True, True)):
+        engine = side(FullAttentionSpec(), SlidingWindowSpec(block_size=32))
+        limit = ticket_chars_max([16, 32], TOKENS_MAX)
+        if signed:
+            engine._read_params = partial(read_params, verify=lambda _payload, _mac: True, chars_max=limit)
+        if believed:
+            engine._contents.require = lambda _request, _ticket: None
+        words.append(_live(engine, new_request(params, 64)))
+    assert words[0] != "loads", "nobody has signed it"
+    return words[2]
+
+
+def _live(engine, request):
+    engine.on_new_request(request)
+    wanted, waits = engine.matched(request, 0)
+    assert 0 <= wanted <= request.num_prompt_tokens
+    assert waits is bool(wanted)
+    room = -(-wanted // 16)
+    engine.allocated(request, blocks_of(range(1, room + 1), range(room + 1, 2 * room + 1)), wanted)
+    orders = engine.take_orders()
+    engine.on_finished(request, ([1], [2]))
+    assert not engine.guard.take(), "an exception that nobody has foreseen"
+    named = [block for order in orders if isinstance(order, Pull) for ids in order.block_ids for block in ids]
+    assert len(named) <= 2 * (TOKENS_MAX // 16)
+    found = [order for order in orders if isinstance(order, Fail | Pull)]
+    assert len(found) == bool(wanted), "vLLM waits for a request until it is reported, and for no other"
+    return found[0].code if found and isinstance(found[0], Fail) else "loads" if found else "nothing"
+
+
 def take_blocks(data):
     """Check lists of blocks and pair their units."""
     try:
@@ -170,11 +223,33 @@ def _draw_ticket(mutator):
     return drawn if mutator.draw.random() < 0.95 else mutator.of_bytes(drawn, drawn)
 
 
+def _draw_request(mutator):
+    """A ticket that is changed as above, often in its numbers, and what stands beside it."""
+    fields = dict(_TICKET)
+    extremes = (0, 1, 2, 63, 64, 65, TOKENS_MAX, TOKENS_MAX + 1, 2**20, 2**31 - 1, 2**40, 2**63, -1)
+    for name in ("num_tokens", "block_ids", "contents"):
+        drawn = [mutator.draw.choice(extremes) for _ in range(mutator.draw.choice((1, 2, 2, 2, 300)))]
+        if mutator.draw.random() < 0.3:
+            fields[name] = [drawn] * len(drawn) if name == "block_ids" else drawn
+    if mutator.draw.random() < 0.3:
+        fields["num_tokens"] = [mutator.draw.choice(extremes)] * 2
+    if mutator.draw.random() < 0.3:
+        size = mutator.draw.choice(extremes)
+        fields["contents"] = [{"block_size": size, "digests": [b"a" * 16, b"b" * 16]}] * 2
+    payload = msgspec.msgpack.encode(fields)
+    if mutator.draw.random() < 0.3:
+        payload = mutator.of_packed(payload, payload)
+    params = {"do_remote_prefill": True, "kvflow": f"{FORMAT}.{packed(bytes(MAC_BYTES) + payload)}"}
+    beside = {"remote_port": 5000, "remote_host": "10.0.0.1", "remote_block_ids": [[1, 2]], "tp_size": 1}
+    return _json(mutator.of_value(params | beside, TEXTS) if mutator.draw.random() < 0.3 else params)
+
+
 TARGETS = {
     "frame": (take_frame, _draw_frame),
     "manifest": (take_manifest, lambda mutator: mutator.of_packed(ADVERTISED, ADVERTISED)),
     "metadata": (take_metadata, _draw_metadata),
     "ticket": (take_ticket, _draw_ticket),
+    "request": (take_request, _draw_request),
     "blocks": (take_blocks, lambda mutator: _json(mutator.of_value([[0, 1], [2, 3]], TEXTS))),
 }
 """Name -> what takes the bytes, and what draws them."""

@@ -7,13 +7,15 @@ commands. Commands come one a line, and have an ``op``; answers carry the ``id``
 ========  ==================================================  =========================================================
 op        fields                                              answer
 ========  ==================================================  =========================================================
-generate  id, prompt, max_tokens, kv_transfer_params, chunk   id, tokens, finish_reason, kv_transfer_params, or error
+generate  id, prompt, max_tokens, kv_transfer_params, chunk,  id, tokens, finish_reason, kv_transfer_params, or error
+          salt
 abort     id, of a request                                    the request's, with finish_reason ``abort``
 state     id                                                  id and the fields of ``state``
 reset     id                                                  id, reset: whether the prefix cache was emptied
 sleep     id, beneath: whether vLLM's scheduler is left out   id, or error
 wake      id, beneath                                         id, or error
 ranks     id, broken, of a rank                               id, ranks: one object each, see ``rank_process``
+sabotage  id, method, error: name of an exception             id; the next call of that method of kvflow's raises it
 stop                                                          none; the engine is shut down
 ========  ==================================================  =========================================================
 
@@ -22,6 +24,7 @@ an exception has ended.
 A request with ``progress`` is answered ``{"id": ..., "progress": number of tokens}`` at each of its steps, too.
 """
 
+import builtins
 import importlib
 import json
 import multiprocessing
@@ -81,7 +84,7 @@ class Served:
         ops: commands that are methods of the same name.
     """
 
-    ops = frozenset({"generate", "abort", "state", "reset", "sleep", "wake", "ranks"})
+    ops = frozenset({"generate", "abort", "state", "reset", "sleep", "wake", "ranks", "sabotage"})
 
     def __init__(self, settings: dict[str, Any], answers: TextIO) -> None:
         rank_process.watch()
@@ -89,8 +92,12 @@ class Served:
             declare_layouts(settings["cpu_layouts"])
         if settings["llm"]["tensor_parallel_size"] > 1:
             fork_workers()
+        import torch
         import vllm
 
+        # Linux kills a process that uses AMX and has not asked for it. vLLM leaves that to a kernel of oneDNN's, which
+        # a decode engine may need later than its attention.
+        torch._C._cpu._init_amx()
         self.answers = answers
         self.engine = vllm.LLM(**settings["llm"]).llm_engine
         self.core = self.engine.engine_core.engine_core
@@ -116,7 +123,10 @@ class Served:
                 detokenize=False,
                 extra_args=None if params is None else {"kv_transfer_params": params},
             )
-            self.engine.add_request(command["id"], {"prompt_token_ids": command["prompt"]}, sampling)
+            prompt = {"prompt_token_ids": command["prompt"]}
+            if command.get("salt"):
+                prompt["cache_salt"] = command["salt"]
+            self.engine.add_request(command["id"], prompt, sampling)
         except Exception as error:  # noqa: BLE001 - the driver is told, whatever it is
             self.answer(id=command["id"], error=f"{type(error).__name__}: {error}")
         else:
@@ -166,6 +176,20 @@ class Served:
         if (broken := command.get("broken")) is not None:
             executor.collective_rpc(rank_process.break_next_read, args=(broken,))
         self.answer(id=command["id"], ranks=executor.collective_rpc(rank_process.describe))
+
+    def sabotage(self, command: dict[str, Any]) -> None:
+        """Have the next call of ``loading.matched``, say, raise an exception."""
+        owner, _, name = command["method"].rpartition(".")
+        target = self.scheduler.connector._decides
+        target = getattr(target, owner) if owner else target
+        whole = getattr(target, name)
+
+        def broken(*_: Any, **__: Any) -> None:
+            setattr(target, name, whole)
+            raise getattr(builtins, command["error"])("sabotage")
+
+        setattr(target, name, broken)
+        self.answer(id=command["id"])
 
     def step(self) -> None:
         """Run one step and answer what has ended in it."""

@@ -204,6 +204,7 @@ class Engine:
         max_tokens: int = 32,
         request_id: str | None = None,
         chunk: int = 0,
+        salt: str = "",
         progress: Callable[[int], None] | None = None,
     ) -> "Request":
         """Start a request.
@@ -214,13 +215,14 @@ class Engine:
             max_tokens: how many are generated.
             request_id: unique in this engine; chosen here if None.
             chunk: where nothing else runs, the tokens of a prompt that one step computes; 0 leaves it to vLLM.
+            salt: ``cache_salt``; empty for none.
             progress: called with the number of tokens after each step, on a thread of the engine's.
         """
         request_id = request_id or f"{self.name}-{next(self._ids)}"
         if progress is not None:
             self._progress[request_id] = progress
         fields = {"prompt": list(prompt), "max_tokens": max_tokens, "kv_transfer_params": params, "chunk": chunk}
-        answer = self._command("generate", request_id, **fields, progress=progress is not None)
+        answer = self._command("generate", request_id, **fields, salt=salt, progress=progress is not None)
         return Request(self, request_id, answer)
 
     def generate(self, prompt: Sequence[int], params: Mapping[str, Any] | None = None, **named: Any) -> dict[str, Any]:
@@ -238,6 +240,10 @@ class Engine:
             broken: rank whose next read fails before NIXL has seen it; None for none.
         """
         return list(self._await(self._command("ranks", f"ranks-{next(self._ids)}", broken=broken), ANSWER_S)["ranks"])
+
+    def sabotage(self, method: str, error: str) -> None:
+        """Have the next call of a method of kvflow's scheduler side raise an exception of Python's."""
+        self._await(self._command("sabotage", f"sabotage-{next(self._ids)}", method=method, error=error), ANSWER_S)
 
     def reset_prefix_cache(self) -> bool:
         answer = self._await(self._command("reset", f"reset-{next(self._ids)}"), ANSWER_S)

@@ -353,6 +353,20 @@ def absurd(harm: Harm) -> None:
     harm.ends(asked)
 
 
+def mixed_up(harm: Harm) -> None:
+    """A ticket of one prompt comes with another, which a system prompt may be; then others ask with that one."""
+    cluster = harm.cluster
+    tickets = Asked(cluster, cluster.first, "a prompt of its own").tickets
+    asked = Asked(cluster, cluster.second, "shared", tickets=tickets)
+    harm.done()
+    asked.submit()
+    harm.ends(asked)
+    others = Asked(cluster, cluster.second, "shared", tickets=[{}, {}]).submit()
+    since_s = time.monotonic()
+    ends = {end_of(request, others.alone, since_s).partition(",")[0] for request in others.requests}
+    harm.row.others = " / ".join(sorted(ends))
+
+
 FAULTS: dict[str, Callable[[Harm], None]] = {
     "prefill killed, then asked": killed_then_asked,
     "prefill killed in the middle of a read": killed_during,
@@ -370,7 +384,10 @@ FAULTS: dict[str, Callable[[Harm], None]] = {
     "three malformed messages at the control port, then a new decode engine": garbage,
     "a member floods the control port": flood,
     "a client sends {do_remote_prefill: true} and nothing else": absurd,
+    "a ticket of another prompt; next, others with that prompt and no ticket": mixed_up,
 }
+CACHED = (mixed_up,)
+"""Those that need engines with prefix caching."""
 
 
 def suffer(cluster: Cluster, fault: str) -> Row:
@@ -400,20 +417,30 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def table(model: str, connector: str, faults: Sequence[str], nursery: Nursery, *, cached: bool) -> list[str]:
+    """Do these harms to engines with one connector, and return a line for each."""
+    lines = []
+    settings = LEASES.get(connector, {})
+    with Cluster(
+        model_folder(model), model, nursery, connector=connector, settings=settings, prefix_caching=cached
+    ) as cluster:
+        warm = Harm(cluster, "")
+        print(connector, "serves:", warm.next_request(cluster.first), warm.next_request(cluster.second))
+        for fault in faults:
+            cells = suffer(cluster, fault).cells()
+            lines.append(f"| {connector} | {' | '.join(cells)} |")
+            print(lines[-1], flush=True)
+    return lines
+
+
 def main() -> int:
     chosen = arguments()
     lines = [f"| connector | {' | '.join(HEADS)} |", f"|{'---|' * (len(HEADS) + 1)}"]
     with Nursery() as nursery:
         for connector in chosen.connector:
-            settings = LEASES.get(connector, {})
-            folder = model_folder(chosen.model)
-            with Cluster(folder, chosen.model, nursery, connector=connector, settings=settings) as cluster:
-                warm = Harm(cluster, "")
-                print(connector, "serves:", warm.next_request(cluster.first), warm.next_request(cluster.second))
-                for fault in chosen.fault:
-                    cells = suffer(cluster, fault).cells()
-                    lines.append(f"| {connector} | {' | '.join(cells)} |")
-                    print(lines[-1], flush=True)
+            for cached in (False, True):
+                faults = [fault for fault in chosen.fault if (FAULTS[fault] in CACHED) is cached]
+                lines += table(chosen.model, connector, faults, nursery, cached=cached) if faults else []
     if chosen.output:
         chosen.output.write_text("\n".join(lines) + "\n")
     return 0

@@ -1,12 +1,16 @@
 """Whatever a client writes into ``kv_transfer_params``: that request fails, and the engine serves the next one."""
 
+import json
 import socket
 
 import pytest
 
+from handshake.security import ClusterSecurity, sign
 from kvflow.cache.tickets import MAC_BYTES
+from kvflow.testing.tickets import forge
 
 from .engines import PREFILL_PARAMS
+from .pairs import LEASE_S
 from .prompts import prompt_of
 from .tampering import (
     at_address,
@@ -34,6 +38,9 @@ FORGED = {
     "another epoch": in_grant(epoch="1"),
     "a longer lease": in_grant(lease_ms=86_400_000),
     "more tokens": in_grant(num_tokens=[LENGTH + 1000]),
+    "a billion tokens": in_grant(num_tokens=[2**30]),
+    "more tokens than there is memory for": in_grant(num_tokens=[2**40]),
+    "blocks of one token": in_grant(contents=[{"block_size": 1, "digests": [b"x"] * 3}], num_tokens=[2**40]),
     "another engine": in_grant(engine_id="somebody"),
     "another request": in_grant(request_id="a,b:1"),
     "another format": with_text(lambda text: f"kvf1{text[4:]}"),
@@ -54,16 +61,6 @@ TRUNCATED = {
     "no ranks in the list": in_grant(ranks=[]),
     "half a mac": with_mac(b"ab" * 8),
 }
-DISAGREEING = {
-    "other block ids": changed(remote_block_ids=[[1001, 1002, 1003]]),
-    "block ids of no group": changed(remote_block_ids=[]),
-    "too many groups": changed(remote_block_ids=[[1], [2], [3], [4], [5], [6], [7], [8]]),
-    "another host": changed(remote_host="192.0.2.1"),
-    "another port": changed(remote_port=1),
-    "another engine id": changed(remote_engine_id="somebody"),
-    "another request id": changed(remote_request_id="3,4:1000"),
-    "more ranks": changed(tp_size=2),
-}
 ABSURD = {
     "nothing but the wish": only(do_remote_prefill=True),
     "block ids and no engine": only(do_remote_prefill=True, remote_block_ids=[[1, 2, 3]]),
@@ -79,22 +76,33 @@ ABSURD = {
     "both wishes": changed(do_remote_decode=True),
     "a wish of text": changed(do_remote_prefill="yes"),
     "a wish of a number": changed(do_remote_prefill=7),
+    "a ticket that is a nest": changed(kvflow=nested(50)),
+    "a ticket that is a deep nest": changed(kvflow=nested(500)),
+    "a number beyond all numbers": changed(remote_num_tokens=10**400),
+    "a deep nest": changed(remote_block_ids=nested(500)),
+    "a ticket of a million letters": changed(kvflow="kvf2." + "a" * 1_000_000),
+}
+BESIDE = {
+    "other block ids": changed(remote_block_ids=[[1001, 1002, 1003]]),
+    "block ids of no group": changed(remote_block_ids=[]),
+    "too many groups": changed(remote_block_ids=[[1], [2], [3], [4], [5], [6], [7], [8]]),
+    "another host": changed(remote_host="192.0.2.1"),
+    "another port": changed(remote_port=1),
+    "another engine id": changed(remote_engine_id="somebody"),
+    "another request id": changed(remote_request_id="3,4:1000"),
+    "more ranks": changed(tp_size=2),
+    "numbers as doubles": lambda params: params | {"remote_port": float(params["remote_port"]), "tp_size": 1.0},
+    "nothing but the ticket": lambda params: only(do_remote_prefill=True, kvflow=params["kvflow"])(params),
     "block ids of text": changed(remote_block_ids="1, 2, 3"),
     "block ids of an object": changed(remote_block_ids={"0": [1]}),
     "block ids below zero": changed(remote_block_ids=[[-5, -6]]),
     "block ids beyond all pools": changed(remote_block_ids=[[1 << 62]]),
-    "block ids that are fractions": changed(remote_block_ids=[[0.5]]),
     "a port of text": changed(remote_port="5600; rm"),
-    "a port below zero": changed(remote_port=-1),
-    "no ranks at all": changed(tp_size=0),
     "half a rank": changed(tp_size=0.5),
-    "a number beyond all numbers": changed(remote_num_tokens=10**400),
     "a nest": changed(remote_block_ids=nested(50)),
-    "a ticket that is a nest": changed(kvflow=nested(50)),
-    "a deep nest": changed(remote_block_ids=nested(500)),
-    "a ticket that is a deep nest": changed(kvflow=nested(500)),
     "a host of a million letters": changed(remote_host="a" * 1_000_000),
     "a million block ids": changed(remote_block_ids=[list(range(1_000_000))]),
+    "a field that nobody knows": changed(color="green"),
 }
 NOT_OBJECTS = {"a text": "kvflow", "a number": 7, "a list": [1, 2], "a switch": True}
 NOTHING_ASKED = {
@@ -102,7 +110,9 @@ NOTHING_ASKED = {
     "no wish": {"do_remote_prefill": False, "do_remote_decode": False},
     "no wish and a field that nobody knows": {"do_remote_prefill": None, "color": "green"},
 }
-REFUSED = FORGED | TRUNCATED | DISAGREEING | ABSURD
+REFUSED = FORGED | TRUNCATED | ABSURD
+SMALL_BODY = 1024
+"""Bytes. A ticket that ended the engine took fewer."""
 
 
 def serves(pair, params=None):
@@ -123,6 +133,61 @@ def test_the_request_fails_and_the_engine_serves_the_next(pair, tamper):
     # vLLM itself refuses what it could not send to another process, before any connector sees it.
     assert "error" in answer or reason_of(pair, answer) == "ticket_invalid"
     serves(pair, ticket)
+
+
+@pytest.mark.parametrize("tamper", BESIDE.values(), ids=BESIDE)
+@pytest.mark.parametrize("pair", ["llama"], indirect=True)
+def test_what_stands_beside_the_ticket_changes_nothing(pair, tamper):
+    serves(pair, tamper(pair.ticket(prompt_of(LENGTH))))
+
+
+@pytest.mark.parametrize("num_tokens", [2**30, 2**40])
+@pytest.mark.parametrize("signed", [False, True], ids=["a stranger", "a member"])
+@pytest.mark.parametrize("pair", ["llama"], indirect=True)
+def test_a_small_request_does_not_end_an_engine(pair, signed, num_tokens):
+    prompt = prompt_of(40)
+    ticket = pair.ticket(prompt)
+    key = ClusterSecurity.from_secret(pair.secret).ticket_key
+
+    def enlarge(grant):
+        del grant["contents"]
+        grant["num_tokens"] = [num_tokens]
+
+    forged = forge(ticket, enlarge, sign=(lambda payload: sign(key, payload)) if signed else None)
+    body = {"do_remote_prefill": True, "kvflow": forged["kvflow"]}
+    assert len(json.dumps(body)) < SMALL_BODY
+    answer = pair.decode.generate(prompt, body)
+    assert failed(answer), answer
+    assert reason_of(pair, answer) == ("content_mismatch" if signed else "ticket_invalid")
+    serves(pair)
+
+
+@pytest.mark.parametrize("error", ["MemoryError", "RecursionError", "ValueError"])
+@pytest.mark.parametrize("method", ["_read_params", "loading.announce", "loading.matched", "loading.allocated"])
+@pytest.mark.parametrize("pair", ["llama"], indirect=True)
+def test_a_defect_of_the_connector_costs_one_request(pair, method, error):
+    prompt = prompt_of(LENGTH)
+    ticket = pair.ticket(prompt)
+    pair.decode.sabotage(method, error)
+    answer = pair.decode.generate(prompt, ticket)
+    assert failed(answer), answer
+    assert reason_of(pair, answer) == "defect_found"
+    serves(pair, ticket if method == "_read_params" else None)  # elsewhere it was read, and given back
+
+
+@pytest.mark.parametrize("method", ["offering.finished", "_contents", "offering.take_orders"])
+@pytest.mark.parametrize("pair", ["llama"], indirect=True)
+def test_a_defect_of_the_prefill_side_costs_one_ticket(pair, method):
+    prompt = prompt_of(LENGTH)
+    if method == "_contents":
+        pair.prefill.sabotage("_contents.digests", "MemoryError")
+    else:
+        pair.prefill.sabotage(method, "MemoryError")
+    answer = pair.prefill.generate(prompt, PREFILL_PARAMS, max_tokens=1)
+    assert answer["finish_reason"] == "length"
+    if answer["kv_transfer_params"]:  # the order comes a step later
+        serves(pair, answer["kv_transfer_params"])
+    serves(pair)
 
 
 def failed(answer):
@@ -182,8 +247,12 @@ def test_nobody_but_a_member_is_dialed(pair, where):
                 do_remote_prefill=True, remote_host="127.0.0.1", remote_port=port, remote_block_ids=[[1, 2, 3]]
             ),
         }[where]
-        assert failed(pair.decode.generate(prompt, tamper(ticket)))
-        serves(pair, ticket)
+        answer = pair.decode.generate(prompt, tamper(ticket))
+        if where == "beside the ticket":
+            assert answer["tokens"] == pair.monolithic(prompt)
+        else:
+            assert failed(answer)
+            serves(pair, ticket)
         with pytest.raises(BlockingIOError):
             trap.accept()
 
@@ -197,9 +266,10 @@ def test_a_ticket_of_the_beginning_of_a_prompt_serves_as_far_as_it_goes(pair, le
 
 
 @pytest.mark.parametrize("pair", ["llama"], indirect=True)
-def test_a_ticket_of_a_longer_prompt_gives_no_wrong_token(pair):
+def test_a_ticket_of_a_longer_prompt_is_refused_and_given_back(pair):
     prompt = prompt_of(LENGTH)
-    ticket = pair.ticket(prompt)
-    answer = pair.decode.generate(prompt[:40], ticket)
-    assert failed(answer) or answer["tokens"] == pair.monolithic(prompt[:40])
+    answer = pair.decode.generate(prompt[:40], pair.ticket(prompt))
+    assert failed(answer)
+    assert reason_of(pair, answer) == "content_mismatch"
+    pair.prefill.wait_state(lambda state: state["held"] == 0, LEASE_S / 2)
     serves(pair)

@@ -171,6 +171,7 @@ class Cluster:
         connector: of all.
         settings: ``kv_connector_extra_config``.
         variables: of every engine's environment.
+        prefix_caching: whether blocks of one request serve the next.
     """
 
     def __init__(
@@ -182,6 +183,7 @@ class Cluster:
         connector: str = KVFLOW,
         settings: Mapping[str, Any] = SETTINGS,
         variables: Mapping[str, str] | None = None,
+        prefix_caching: bool = False,
     ) -> None:
         self.folder = folder
         self.secret = secrets.token_hex(32)
@@ -195,6 +197,7 @@ class Cluster:
             model,
             connector,
             block_size=BLOCK_SIZE,
+            prefix_caching=prefix_caching,
             extra=settings,
             llm={"num_gpu_blocks_override": BLOCKS[model]},
             served="tests.vllm.faulty_engine",

@@ -1,7 +1,7 @@
 """``KVFlowConnector``: what vLLM calls, routed to the scheduler's side or to the worker's.
 
-Nothing that a client sends may raise out of these methods, because vLLM would end with it; what is wrong with a request
-goes to ``Loading.refuse``. What is wrong with the configuration does raise, at the start.
+Nothing may raise out of what vLLM's scheduler calls, because vLLM would end with it: ``SchedulerSide`` keeps it in.
+What is wrong with the configuration does raise, at the start.
 """
 
 import logging
@@ -17,16 +17,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvflow import configure_logging
-from kvflow.integrations.vllm.blocks import NULL_BLOCK
 from kvflow.integrations.vllm.cpu_attention import cpu_kernels, marker
 from kvflow.integrations.vllm.engine import engine_facts, engine_shape
 from kvflow.integrations.vllm.metadata import RankIntroduction, StepOrders
 from kvflow.integrations.vllm.scheduler import SchedulerSide
 from kvflow.integrations.vllm.settings import PACKED_LAYOUT, SECRET_KEYS, check_keys, read_settings, wants_packed
 from kvflow.integrations.vllm.stats import KVFlowMetrics, KVFlowStats
+from kvflow.integrations.vllm.tally import empty_tally
 from kvflow.integrations.vllm.tensors import adopt_caches
 from kvflow.integrations.vllm.worker import RankRuntime
 
@@ -65,7 +66,9 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         self._scheduler: SchedulerSide | None = None
         self._runtime: RankRuntime | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerSide(self._settings, vllm_config, kv_cache_config)
+            self._scheduler = SchedulerSide(
+                self._settings, vllm_config, kv_cache_config, generate_block_hash_extra_keys
+            )
             printed = sorted(SECRET_KEYS & set(extra))
             if printed:
                 logger.warning("kvflow: vLLM prints its configuration, and %s with it: set the variables", printed)
@@ -123,8 +126,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens can be loaded, and that they are loaded between steps."""
-        found = self._decides.loading.matched(request.request_id, num_computed_tokens)
-        return found, bool(found)
+        return self._decides.matched(request, num_computed_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: "Request") -> tuple[int, ...]:
         """Return the groups that a load fills: all that travel."""
@@ -132,12 +134,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
         """Order the load of a request that has room now."""
-        # A block with a hash is in the prefix cache: it has its tokens, and others may read it.
-        listed = [
-            [NULL_BLOCK if block.block_hash is not None else block.block_id for block in group]
-            for group in blocks.blocks
-        ]
-        self._decides.loading.allocated(request.request_id, listed, num_external_tokens)
+        self._decides.allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
         """Return the orders of this step."""
@@ -145,10 +142,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         """Note what the workers have reported."""
-        for request_id in connector_output.finished_recving or ():
-            self._decides.loading.received(request_id)
-        for request_id in connector_output.finished_sending or ():
-            self._decides.offering.sent(request_id)
+        self._decides.on_reported(connector_output.finished_recving, connector_output.finished_sending)
 
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Offer the blocks of a request that has ended, where there is one group."""
@@ -244,10 +238,13 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         return set(results.sent), set(results.received)
 
     def get_kv_connector_stats(self) -> KVFlowStats | None:
-        """Return what this rank has counted since the last step."""
-        if self._runtime is None:
-            return None  # the scheduler's side counts nothing
-        stats = KVFlowStats(self._runtime.rank.take_tally())
+        """Return what this side has counted since the last step."""
+        if self._scheduler is not None:
+            stats = KVFlowStats(empty_tally() | {"defects": self._scheduler.guard.take()})
+        elif self._runtime is not None:
+            stats = KVFlowStats(self._runtime.rank.take_tally())
+        else:
+            return None
         return None if stats.is_empty() else stats
 
     def shutdown(self) -> None:

@@ -35,7 +35,7 @@ class _Load:
     """One request that reads its prompt, or was refused to.
 
     Attributes:
-        ticket: None if the request was refused, or follows another.
+        ticket: verified; None if the request was refused, or follows another.
         refusal: why, if it was refused.
         wanted: tokens of the prompt that are to be loaded: the last one may be left for us to compute.
         computed: tokens that were in our cache when the engine asked last.
@@ -61,17 +61,22 @@ class _Load:
 class Loading:
     """Requests of one engine that read their prompts from others.
 
+    Args:
+        groups: those whose blocks travel.
+        tokens_max: of the longest request that this engine can hold.
+
     Attributes:
         groups: those whose blocks travel.
 
     Thread: the scheduler's.
     """
 
-    def __init__(self, groups: Sequence[TransferGroup]) -> None:
+    def __init__(self, groups: Sequence[TransferGroup], tokens_max: int) -> None:
         self.groups = tuple(groups)
+        self._tokens_max = tokens_max
         self._has_states = any(each.is_state for each in groups)
         self._loads: dict[str, _Load] = {}
-        self._loaders: dict[Ticket, str] = {}
+        self._loaders: dict[tuple[bytes, ...], str] = {}
         self._sampled: dict[str, None] = {}
         self._orders: list[Order] = []
         self._new: list[str] = []
@@ -82,11 +87,11 @@ class Loading:
 
         Args:
             request_id: the engine's name of it.
-            ticket: well-formed; nobody has checked its signature.
+            ticket: verified, and its blocks hold the beginning of this request.
             wanted: tokens of the prompt that can be of use.
         """
-        if ticket in self._loaders:
-            self._loads[request_id] = _Load(None, None, wanted, follows=self._loaders[ticket])
+        if ticket.sealed in self._loaders:
+            self._loads[request_id] = _Load(None, None, wanted, follows=self._loaders[ticket.sealed])
             return
         sample = SAMPLE.fullmatch(request_id)
         if sample is not None and sample["prompt"] in self._sampled:
@@ -95,21 +100,43 @@ class Loading:
         try:
             self._check_range(load)
         except KvflowError as error:
-            self.refuse(request_id, error, wanted=wanted)
+            self.refuse(request_id, error, wanted=wanted, ticket=ticket)
         else:
             self._loads[request_id] = load
-            self._loaders[ticket] = request_id
+            self._loaders[ticket.sealed] = request_id
             self._new.append(request_id)
             if sample is not None:
                 self._remember(sample["prompt"])
 
-    def refuse(self, request_id: str, error: KvflowError, *, wanted: int) -> None:
+    def refuse(self, request_id: str, error: KvflowError, *, wanted: int, ticket: Ticket | None = None) -> None:
         """Take a request that must fail, or be computed here: as ``kv_load_failure_policy`` says.
 
         It goes the way of a load that fails, because that is what an engine can be told of a single request.
+
+        Args:
+            request_id: the engine's name of it.
+            error: why.
+            wanted: tokens of its prompt.
+            ticket: verified, and of no use to this request: it is given back.
         """
         logger.warning("kvflow: request %s is refused: %s", request_id, error)
         self._loads[request_id] = _Load(None, error, wanted)
+        if ticket is not None:
+            self.give_back(request_id, ticket)
+
+    def give_back(self, request_id: str, ticket: Ticket) -> None:
+        """Give a ticket back that a request will not use, unless another request loads it."""
+        if ticket.sealed not in self._loaders:
+            self._orders.append(Release(request_id, ticket))
+
+    def fail(self, request_id: str, error: KvflowError, *, wanted: int) -> None:
+        """Have a request fail in whatever state it is, as far as it has asked for a load; give its ticket back."""
+        load = self._loads.get(request_id)
+        if load is not None and load.loading:
+            self._orders.append(Cancel(request_id))
+            return
+        self._forget(request_id)
+        self.refuse(request_id, error, wanted=wanted, ticket=load.ticket if load else None)
 
     def matched(self, request_id: str, computed: int) -> int | None:
         """Return how many tokens behind those that are computed can be loaded; changes nothing that counts.
@@ -138,25 +165,17 @@ class Loading:
             return
         if not num_tokens:
             self._forget(request_id)
-            self._release(request_id, load)
+            self._orders += _releases(request_id, load)
             return
-        load.loading = True
-        if load.ticket is None or load.refusal is not None:
-            self._orders.append(_failure(request_id, load.refusal))
-            return
+        orders: list[Order]
         try:
-            block_ids = loaded_blocks(
-                self.groups,
-                listed,
-                end=load.computed + num_tokens,
-                num_tokens=max(load.ticket.grants[0].num_tokens),
-            )
+            orders = [self._pull(request_id, load, listed, num_tokens)]
         except KvflowError as error:
-            logger.warning("kvflow: request %s cannot be loaded: %s", request_id, error)
-            self._orders.append(_failure(request_id, error))
-            self._release(request_id, load)
-        else:
-            self._orders.append(Pull(request_id, load.ticket, block_ids))
+            if load.refusal is None:
+                logger.warning("kvflow: request %s cannot be loaded: %s", request_id, error)
+            orders = [Fail(request_id, error.code, error.message), *_releases(request_id, load)]
+        self._orders += orders
+        load.loading = True
 
     def received(self, request_id: str) -> None:
         """Note that all workers have reported a request."""
@@ -172,7 +191,7 @@ class Loading:
             self._orders.append(Cancel(request_id))
             return
         self._forget(request_id)
-        self._release(request_id, load)
+        self._orders += _releases(request_id, load)
 
     def take_orders(self) -> list[Order]:
         """Return what the workers must be told, once.
@@ -180,12 +199,11 @@ class Loading:
         Who got no room in the step of its arrival waits, maybe for longer than its lease: that is kept from the next
         step on. Most need not wait, and cost nobody a message.
         """
-        orders, self._orders = self._orders, []
-        for request_id in self._waited:
-            load = self._loads.get(request_id)
-            if load is not None and load.ticket is not None and not load.loading:
-                orders.append(Keep(request_id, load.ticket))
-        self._waited, self._new = self._new, []
+        waiting = ((name, self._loads.get(name)) for name in self._waited)
+        kept = [Keep(name, load.ticket) for name, load in waiting if load and load.ticket and not load.loading]
+        orders = [*self._orders, *kept]
+        # Nothing is forgotten before everything is made: a request whose order is lost waits for ever.
+        self._orders, self._waited, self._new = [], self._new, []
         return orders
 
     def _remember(self, prompt: str) -> None:
@@ -196,20 +214,34 @@ class Loading:
     def _forget(self, request_id: str) -> None:
         load = self._loads.pop(request_id, None)
         if load is not None and load.ticket is not None:
-            self._loaders.pop(load.ticket, None)
+            self._loaders.pop(load.ticket.sealed, None)
 
-    def _release(self, request_id: str, load: _Load) -> None:
-        if load.ticket is not None:
-            self._orders.append(Release(request_id, load.ticket))
+    def _pull(self, request_id: str, load: _Load, listed: Sequence[Sequence[int]], num_tokens: int) -> Pull:
+        """Return the order to load a request.
+
+        Raises:
+            KvflowError: it was refused before, or its blocks are not what the ticket needs.
+        """
+        if load.refusal is not None:
+            raise load.refusal
+        assert load.ticket is not None
+        covered = max(load.ticket.grants[0].num_tokens)
+        end = load.computed + num_tokens
+        return Pull(request_id, load.ticket, loaded_blocks(self.groups, listed, end=end, num_tokens=covered))
 
     def _check_range(self, load: _Load) -> None:
-        """Refuse a ticket whose state is that of a later token than we can use.
+        """Refuse a ticket of more tokens than this engine holds, or whose state is of a later token than we can use.
 
         Raises:
             BlockRangeMismatch: it is.
         """
         assert load.ticket is not None
         covered = max(load.ticket.grants[0].num_tokens)
+        if covered > self._tokens_max:
+            raise BlockRangeMismatch(
+                f"the ticket has {covered} tokens, and a request of this engine at most {self._tokens_max}",
+                remedy="Set max_model_len of both engines to the same value.",
+            )
         if self._has_states and covered > load.wanted > 0:
             raise BlockRangeMismatch(
                 f"the ticket has the state after {covered} tokens, and the prompt can use that after {load.wanted}",
@@ -217,5 +249,5 @@ class Loading:
             )
 
 
-def _failure(request_id: str, error: KvflowError | None) -> Fail:
-    return Fail(request_id, error.code if error else "", error.message if error else "")
+def _releases(request_id: str, load: _Load) -> list[Order]:
+    return [] if load.ticket is None else [Release(request_id, load.ticket)]

@@ -9,7 +9,8 @@ from typing import Any
 
 from kvflow import RankAddress, TicketMint
 from kvflow.errors import KvflowError
-from kvflow.integrations.vllm.blocks import TransferGroup, offered_blocks
+from kvflow.integrations.vllm.blocks import BlockIds, TransferGroup, offered_blocks
+from kvflow.integrations.vllm.contents import Digests
 from kvflow.integrations.vllm.orders import Admit, Order
 from kvflow.integrations.vllm.params import no_ticket_params, ticket_params
 
@@ -44,7 +45,13 @@ class Offering:
         self._wanted.add(request_id)
 
     def finished(
-        self, request_id: str, listed: Sequence[Sequence[int]], *, num_tokens: int, computed: bool
+        self,
+        request_id: str,
+        listed: Sequence[Sequence[int]],
+        *,
+        num_tokens: int,
+        computed: bool,
+        digests: Callable[[BlockIds, int], Digests],
     ) -> tuple[bool, dict[str, Any] | None]:
         """Offer the blocks of a request that has ended.
 
@@ -53,6 +60,7 @@ class Offering:
             listed: its block ids, one list for each of vLLM's groups.
             num_tokens: whose keys, values or states are in them.
             computed: whether it ended by itself; False if it was aborted or has failed.
+            digests: says what the request's blocks hold, given their ids and ``num_tokens``.
 
         Returns:
             Whether the engine must keep the blocks until the workers report the request as sent, and its parameters
@@ -68,12 +76,19 @@ class Offering:
             return False, no_ticket_params()
         try:
             block_ids = offered_blocks(self.groups, listed, num_tokens)
-            ticket, grant = self._mint.offer(request_id, block_ids=block_ids, num_tokens=num_tokens)
+            contents = digests(block_ids, num_tokens)
+            ticket, grant = self._mint.offer(request_id, block_ids=block_ids, num_tokens=num_tokens, digests=contents)
         except KvflowError as error:
             logger.warning("kvflow: request %s is not offered: %s", request_id, error)
             return False, no_ticket_params()
-        self._orders.append(Admit(request_id, grant))
-        return True, ticket_params(ticket)
+        try:
+            params = ticket_params(ticket)
+            self._orders.append(Admit(request_id, grant))
+        except BaseException:
+            # The engine frees the blocks of a request that is not offered: no lease of them may be admitted.
+            self._mint.retire(request_id)
+            raise
+        return True, params
 
     def sent(self, request_id: str) -> None:
         """Note that the lease of a request has ended on every rank."""

@@ -1,50 +1,31 @@
 """``kv_transfer_params``: what a router carries from a prefill engine to a decode engine, and any client can write.
 
-The ticket is what counts: it is signed. The fields that today's routers know stand beside it and repeat what it says;
-they are never acted upon, and one that says something else fails the request.
+The ticket is what counts: it is signed, and nothing of it is decoded before its signature is checked. The fields that
+today's routers know stand beside it and repeat what it says. Nobody acts upon them: routers rewrite them.
 """
 
-from collections.abc import Mapping
-from typing import Annotated, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
-import msgspec
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from kvflow import Ticket
 from kvflow.errors import TicketInvalid
 
-Text = Annotated[str, Meta(max_length=512)]
-Natural = Annotated[int, Meta(ge=0, le=1 << 40)]
-BlockIds = Annotated[tuple[Annotated[int, Meta(ge=-1, le=(1 << 31) - 1)], ...], Meta(max_length=1 << 20)]
+Verify = Callable[[bytes, bytes], bool]
+"""Payload and MAC of a grant -> whether a member of the cluster signed it."""
 
-CONVERSION_ERRORS = (msgspec.ValidationError, TypeError, ValueError, OverflowError, RecursionError)
-"""What msgspec raises for objects that no JSON could hold: an engine in this process passes whatever it was given."""
+TICKET_CHARS_MAX = 8 << 20
+"""Longest ticket that is looked at, however much the engine holds: to check its signature takes some 20 ms."""
 
+TICKET_CHARS_BASE = 1 << 17
+"""Characters of a ticket without its blocks: 400 ranks with long names."""
 
-class TransferParams(Struct, frozen=True, kw_only=True):
-    """The fields that routers know, under the names of vLLM's own connector. None is as good as absent.
+CHARS_PER_BLOCK = 32
+"""A block id and a digest in msgpack, 23 bytes, take 31 characters of base64."""
 
-    Attributes:
-        do_remote_prefill: read the cache of this prompt from where the ticket says.
-        do_remote_decode: hand out a ticket when this prompt is computed.
-        remote_engine_id: the producer, as in the ticket.
-        remote_request_id: its name of the request, as in the ticket.
-        remote_host: of the ticket's first rank.
-        remote_port: of the ticket's first rank.
-        tp_size: how many ranks the ticket names.
-        remote_num_tokens: tokens that its blocks hold.
-        remote_block_ids: its block ids, one list per group.
-    """
-
-    do_remote_prefill: bool | None = None
-    do_remote_decode: bool | None = None
-    remote_engine_id: Text | None = None
-    remote_request_id: Text | None = None
-    remote_host: Text | None = None
-    remote_port: Natural | None = None
-    tp_size: Natural | None = None
-    remote_num_tokens: Natural | None = None
-    remote_block_ids: Annotated[tuple[BlockIds, ...], Meta(max_length=256)] | None = None
+FINER_BLOCKS = 8
+"""How many blocks of a producer one block of ours may stand for: 16 tokens and 128 are the usual extremes."""
 
 
 class Nothing(Struct, frozen=True):
@@ -59,41 +40,53 @@ class LoadWanted(Struct, frozen=True):
     """Read the blocks of a ticket instead of computing them.
 
     Attributes:
-        ticket: well-formed, in agreement with the fields beside it; its signature is checked by the worker.
+        ticket: signed by a member of the cluster.
+        rewritten: fields beside the ticket that say something else than it.
     """
 
     ticket: Ticket
+    rewritten: tuple[str, ...] = ()
 
 
 Wish = Nothing | OfferWanted | LoadWanted
 
 
-def read_params(params: object) -> Wish:
+def read_params(params: object, verify: Verify, chars_max: int) -> Wish:
     """Read what a request wants of other engines.
 
+    Args:
+        params: as the client sent them: an object, or anything else.
+        verify: tells whether a member of the cluster signed a grant.
+        chars_max: of the longest ticket that this engine can use.
+
     Raises:
-        TicketInvalid: a field is malformed, fields contradict each other or the ticket, or there is no ticket.
+        TicketInvalid: a wish is no switch, both are there, or there is no ticket of this cluster.
     """
     if params is None:
         return Nothing()
     if not isinstance(params, dict):
         raise TicketInvalid(f"kv_transfer_params is {type(params).__name__}: expected an object")
-    try:
-        known = msgspec.convert(params, type=TransferParams)
-    except CONVERSION_ERRORS as error:
-        raise TicketInvalid(f"kv_transfer_params: {error}") from error
-    if known.do_remote_prefill and known.do_remote_decode:
+    load, offer = _switch(params, "do_remote_prefill"), _switch(params, "do_remote_decode")
+    if load and offer:
         raise TicketInvalid("kv_transfer_params: do_remote_prefill and do_remote_decode are both true: expected one")
-    if known.do_remote_decode:
+    if offer:
         return OfferWanted()
-    if not known.do_remote_prefill:
+    if not load:
         return Nothing()
-    try:
-        ticket = Ticket.from_params(params)
-    except CONVERSION_ERRORS as error:
-        raise TicketInvalid(f"the ticket is malformed: {error}") from error
-    _require_agreement(known, ticket)
-    return LoadWanted(ticket)
+    ticket = Ticket.from_params(params, verify=verify, chars_max=chars_max)
+    return LoadWanted(ticket, _rewritten(params, ticket))
+
+
+def ticket_chars_max(block_sizes: Sequence[int], tokens_max: int) -> int:
+    """Return the length of the longest ticket that an engine can use.
+
+    Args:
+        block_sizes: tokens in a block of each of our groups, 0 for states.
+        tokens_max: of the longest prompt.
+    """
+    smallest = max(1, min([size for size in block_sizes if size], default=tokens_max) // FINER_BLOCKS)
+    groups = max(4, 2 * len(block_sizes))  # the producer may divide its layers into more
+    return min(TICKET_CHARS_MAX, TICKET_CHARS_BASE + groups * CHARS_PER_BLOCK * -(-tokens_max // smallest))
 
 
 def describe_ticket(ticket: Ticket) -> dict[str, Any]:
@@ -113,16 +106,20 @@ def describe_ticket(ticket: Ticket) -> dict[str, Any]:
         "remote_port": int(port),
         "tp_size": sum(len(each.ranks) for each in ticket.grants),
         "remote_num_tokens": max(grant.num_tokens),
-        "remote_block_ids": [list(ids) for ids in grant.block_ids],
     }
 
 
 def ticket_params(ticket: Ticket) -> dict[str, Any]:
-    """Return what a producer answers to a router: JSON-safe, and all that the decode request needs."""
+    """Return what a producer answers to a router: JSON-safe, and all that the decode request needs.
+
+    Raises:
+        TicketInvalid: the producer's endpoint has no port.
+    """
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
         **describe_ticket(ticket),
+        "remote_block_ids": [list(ids) for ids in ticket.grants[0].block_ids],
         "dcp_size": 1,
         "pp_size": 1,
         "remote_blocks_expiry_time": None,
@@ -136,18 +133,17 @@ def no_ticket_params() -> dict[str, Any]:
     return {"do_remote_prefill": False, "do_remote_decode": False}
 
 
-def _require_agreement(known: TransferParams, ticket: Ticket) -> None:
-    expected: Mapping[str, Any] = describe_ticket(ticket)
-    for name, signed in expected.items():
-        given = getattr(known, name)
-        found = [list(ids) for ids in given] if name == "remote_block_ids" and given is not None else given
-        if found is not None and found != signed:
-            raise TicketInvalid(
-                f"kv_transfer_params: {name} is {_short(found)}, but the ticket says {_short(signed)}",
-                remedy="Pass the producer's kv_transfer_params through unchanged.",
-            )
+def _switch(params: dict[Any, Any], name: str) -> bool:
+    value = params.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise TicketInvalid(f"kv_transfer_params: {name} is {type(value).__name__}: expected true or false")
+    return bool(value)
 
 
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+def _rewritten(params: dict[Any, Any], ticket: Ticket) -> tuple[str, ...]:
+    """Return the fields that do not say what the ticket says; null is as good as absent, and 5600.0 as 5600."""
+    try:
+        expected = describe_ticket(ticket)
+    except TicketInvalid:
+        return ()
+    return tuple(name for name, value in expected.items() if params.get(name) is not None and params[name] != value)

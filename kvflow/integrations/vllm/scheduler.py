@@ -1,60 +1,119 @@
 """The scheduler's side: vLLM's requests, read and handed to ``Loading`` or ``Offering``."""
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kvflow import TicketMint
-from kvflow.errors import KvflowError, TicketInvalid
-from kvflow.integrations.vllm.blocks import TransferGroup
+from kvflow import TicketKey, TicketMint
+from kvflow.errors import DefectFound, KvflowError, TicketInvalid
+from kvflow.integrations.vllm.blocks import NULL_BLOCK, BlockIds, TransferGroup
+from kvflow.integrations.vllm.contents import Contents, Digests, ExtraKeys
+from kvflow.integrations.vllm.guard import Guard, guarded
 from kvflow.integrations.vllm.loading import Loading
 from kvflow.integrations.vllm.offering import Offering
 from kvflow.integrations.vllm.orders import Order
-from kvflow.integrations.vllm.params import LoadWanted, OfferWanted, read_params
+from kvflow.integrations.vllm.params import LoadWanted, Nothing, OfferWanted, Wish, read_params, ticket_chars_max
 from kvflow.integrations.vllm.settings import Settings
 from kvflow.integrations.vllm.specs import read_groups, retained_tokens
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
+
+logger = logging.getLogger("vllm.kvflow")  # vLLM shows what stands below its own name
 
 ENDED_BY_ITSELF = frozenset({"FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"})
 """Statuses of a request whose blocks are worth something to others."""
 
 
 class SchedulerSide:
-    """What the scheduler's process decides.
+    """What the scheduler's process decides. What vLLM calls while it schedules never raises.
+
+    Args:
+        settings: of the connector.
+        vllm_config: the engine's.
+        kv_cache_config: the groups of its cache.
+        extra_keys: vLLM's ``generate_block_hash_extra_keys``.
 
     Attributes:
+        guard: exceptions that were kept from vLLM.
         loading: requests that read their prompts.
         offering: requests that others read.
 
     Thread: the scheduler's.
     """
 
-    def __init__(self, settings: Settings, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        vllm_config: "VllmConfig",
+        kv_cache_config: "KVCacheConfig",
+        extra_keys: ExtraKeys,
+    ) -> None:
         groups = transfer_groups(kv_cache_config)
         config = settings.worker
-        mint = partial(TicketMint, config.engine_id, cluster_secret=config.secret(), lease_s=config.lease_s)
+        tokens_max = vllm_config.model_config.max_model_len
+        self._block_sizes = [0 if each.is_state else each.group.block_size for each in groups]
+        mint = partial(
+            TicketMint,
+            config.engine_id,
+            cluster_secret=config.secret(),
+            lease_s=config.lease_s,
+            block_sizes=self._block_sizes,
+        )
         self._settings = settings
+        self._read_params = partial(
+            read_params,
+            verify=TicketKey.of(config).verifies,
+            chars_max=ticket_chars_max(self._block_sizes, tokens_max),
+        )
+        self._told_rewritten: set[str] = set()
+        self._contents = Contents(extra_keys)
         self._backoff = prefill_backoff(groups, getattr(vllm_config, "num_prefill_lookahead_tokens", 1))
-        self.loading = Loading(groups)
+        self.guard = Guard()
+        self.loading = Loading(groups, tokens_max)
         self.offering = Offering(groups, mint)
         self.meet_ranks = self.offering.meet_ranks
 
+    def _fail(self, error: Exception, request: "Request") -> None:
+        """Have a request fail after an exception that nobody foresaw."""
+        request.kv_transfer_params = {}  # vLLM itself reads it, and expects a dict
+        found = DefectFound(f"{type(error).__name__}: {error!s:.200}")
+        self.loading.fail(request.request_id, found, wanted=request.num_prompt_tokens)
+
+    def _fail_matched(self, error: Exception, request: "Request", computed: int) -> tuple[int | None, bool]:
+        self._fail(error, request)
+        found = self.loading.matched(request.request_id, computed)
+        return found, bool(found)
+
+    def _fail_allocated(self, error: Exception, request: "Request", blocks: "KVCacheBlocks", num_tokens: int) -> None:
+        self._fail(error, request)
+        self.loading.allocated(request.request_id, [], num_tokens)
+
+    @guarded(None, _fail)
     def on_new_request(self, request: "Request") -> None:
-        """Read what a request wants of other engines; whatever a client has sent, this returns."""
+        """Read what a request wants of other engines."""
         prompt = request.num_prompt_tokens
+        wish: Wish = Nothing()
         try:
-            wish = read_params(request.kv_transfer_params)
+            wish = self._read_params(request.kv_transfer_params)
             if isinstance(wish, LoadWanted) and not self._settings.consumes:
                 raise TicketInvalid("do_remote_prefill is true, but this engine's kv_role is kv_producer")
             if isinstance(wish, OfferWanted) and not self._settings.produces:
                 raise TicketInvalid("do_remote_decode is true, but this engine's kv_role is kv_consumer")
+            if isinstance(wish, LoadWanted):
+                if request.abort_immediately:  # the server has turned the request down; its prompt did not come here
+                    self.loading.give_back(request.request_id, wish.ticket)
+                    return
+                self._tell_rewritten(wish.rewritten)
+                self._contents.require(request, wish.ticket)
         except KvflowError as error:
             request.kv_transfer_params = {}  # vLLM itself reads it, and expects a dict
-            self.loading.refuse(request.request_id, error, wanted=prompt)
+            ticket = wish.ticket if isinstance(wish, LoadWanted) else None
+            self.loading.refuse(request.request_id, error, wanted=prompt, ticket=ticket)
             return
         match wish:
             case LoadWanted(ticket=ticket):
@@ -65,6 +124,23 @@ class SchedulerSide:
             case _:
                 pass
 
+    @guarded((0, False), _fail_matched)
+    def matched(self, request: "Request", computed: int) -> tuple[int | None, bool]:
+        """Return how many tokens behind those that are computed can be loaded, and whether that takes a while."""
+        found = self.loading.matched(request.request_id, computed)
+        return found, bool(found)
+
+    @guarded(None, _fail_allocated)
+    def allocated(self, request: "Request", blocks: "KVCacheBlocks", num_tokens: int) -> None:
+        """Order the load of a request that has room now."""
+        # A block with a hash is in the prefix cache: it has its tokens, and others may read it.
+        listed = [
+            [NULL_BLOCK if block.block_hash is not None else block.block_id for block in group]
+            for group in blocks.blocks
+        ]
+        self.loading.allocated(request.request_id, listed, num_tokens)
+
+    @guarded((False, None))
     def on_finished(self, request: "Request", listed: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
         """Offer what has ended, or give back what it did not use."""
         self.loading.finished(request.request_id)
@@ -73,11 +149,40 @@ class SchedulerSide:
             listed,
             num_tokens=request.num_computed_tokens - request.num_in_flight_tokens,
             computed=request.status.name in ENDED_BY_ITSELF,
+            digests=partial(self._digests, request),
         )
+
+    def on_reported(self, received: Iterable[str] | None, sent: Iterable[str] | None) -> None:
+        """Note what the workers have reported."""
+        for request_id in received or ():
+            self._received(request_id)
+        for request_id in sent or ():
+            self._sent(request_id)
 
     def take_orders(self) -> list[Order]:
         """Return what the workers must be told, once."""
-        return self.loading.take_orders() + self.offering.take_orders()
+        return [*self._take_orders(self.loading), *self._take_orders(self.offering)]
+
+    @guarded(())
+    def _take_orders(self, half: Loading | Offering) -> Iterable[Order]:
+        return half.take_orders()
+
+    @guarded(None)
+    def _received(self, request_id: str) -> None:
+        self.loading.received(request_id)
+
+    @guarded(None)
+    def _sent(self, request_id: str) -> None:
+        self.offering.sent(request_id)
+
+    def _digests(self, request: "Request", block_ids: BlockIds, num_tokens: int) -> Digests:
+        return self._contents.digests(request, block_ids, self._block_sizes, num_tokens)
+
+    def _tell_rewritten(self, names: Iterable[str]) -> None:
+        """Say once of each field that a router has rewritten it; nobody acts upon such fields."""
+        for name in set(names) - self._told_rewritten:
+            self._told_rewritten.add(name)
+            logger.info("kvflow: %s is not what the ticket says: a router writes it, and kvflow does not use it", name)
 
     def _leave_to_decode(self, request: "Request") -> None:
         """Drop the tokens from the end of a prompt that the decode engine computes.

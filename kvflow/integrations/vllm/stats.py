@@ -29,6 +29,7 @@ HISTOGRAMS = {
 COUNTERS = {
     "failed": ("failed_transfers", "Transfers that delivered nothing, by the code of the error", "code"),
     "leases": ("leases_ended", "Leases of this engine's prompts that have ended, by outcome", "outcome"),
+    "defects": ("defects", "Exceptions of kvflow's that were kept from the engine's scheduler, by method", "method"),
 }
 """Counts of a tally -> name after ``vllm:kvflow_``, meaning, and the label that has the key."""
 

@@ -7,8 +7,9 @@ from kvflow import Finished
 SERIES = ("total_s", "queue_s", "post_s", "wire_s", "fence_s", "nbytes", "descriptors")
 """One number for each completed pull: phases in seconds, as in ``TransferReport.timings_s``, bytes, descriptors."""
 
-COUNTS = ("failed", "leases")
-"""How often each thing happened, by name: pulls that failed, by the error's code; leases that ended, by outcome."""
+COUNTS = ("failed", "leases", "defects")
+"""How often each thing happened, by name: pulls that failed, by the error's code; leases that ended, by outcome;
+exceptions that were kept from vLLM's scheduler, by the method that raised them."""
 
 Tally = dict[str, Any]
 
@@ -67,6 +68,7 @@ def summary(tally: Tally) -> dict[str, int | float]:
     line["Num failed transfers"] = sum(tally["failed"].values())
     line |= {f"Num failed ({code})": number for code, number in sorted(tally["failed"].items())}
     line |= {f"Num leases {outcome}": number for outcome, number in sorted(tally["leases"].items())}
+    line |= {f"Num defects ({method})": number for method, number in sorted(tally["defects"].items())}
     return line
 
 

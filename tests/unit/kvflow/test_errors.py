@@ -17,6 +17,7 @@ CODES = {
     "config_invalid",
     "content_mismatch",
     "deadline_exceeded",
+    "defect_found",
     "forked_process",
     "kvflow_error",
     "layout_mismatch",

@@ -8,7 +8,7 @@ from kvflow.integrations.vllm.blocks import loaded_blocks, offered_blocks
 from kvflow.integrations.vllm.loading import Loading
 from kvflow.integrations.vllm.orders import Cancel, Fail, Keep, Pull, Release
 
-from .vllm_like import FullAttentionSpec, MambaSpec, SlidingWindowSpec, groups_of, new_ticket
+from .vllm_like import TOKENS_MAX, FullAttentionSpec, MambaSpec, SlidingWindowSpec, groups_of, new_ticket
 
 FULL = groups_of(FullAttentionSpec())
 HYBRID = groups_of(SlidingWindowSpec(), MambaSpec(), FullAttentionSpec())
@@ -17,7 +17,7 @@ TICKET = new_ticket(num_tokens=48)
 
 
 def loading(*, wanted=48, ticket=TICKET, groups=FULL):
-    found = Loading(groups)
+    found = Loading(groups, TOKENS_MAX)
     found.announce("r", ticket, wanted=wanted)
     return found
 
@@ -67,7 +67,7 @@ def test_a_request_that_waits_no_more_has_no_ticket_kept(end):
 
 
 def test_a_refused_request_has_no_ticket_that_could_be_kept():
-    requests = Loading(FULL)
+    requests = Loading(FULL, TOKENS_MAX)
     requests.refuse("r", TicketInvalid("forged"), wanted=48)
     assert [requests.take_orders() for _ in range(3)] == [[], [], []]
 
@@ -133,7 +133,7 @@ def test_what_waits_for_a_load_that_the_engine_begins_later_gives_its_ticket_bac
 
 
 def samples(*names):
-    requests = Loading(FULL)
+    requests = Loading(FULL, TOKENS_MAX)
     for name in names:
         requests.announce(name, TICKET, wanted=48)
     return requests
@@ -184,7 +184,7 @@ def test_samples_of_another_prompt_are_no_late_ones():
 
 def test_the_prompts_whose_samples_are_remembered_are_bounded(monkeypatch):
     monkeypatch.setattr(loading_module, "SAMPLED_MAX", 2)
-    requests = Loading(FULL)
+    requests = Loading(FULL, TOKENS_MAX)
     for prompt in ("a", "b", "c"):
         requests.announce(f"0_{prompt}", TICKET, wanted=48)
         requests.finished(f"0_{prompt}")
@@ -235,7 +235,8 @@ def test_a_state_of_a_later_token_is_refused():
     requests = loading(wanted=47, ticket=ticket, groups=HYBRID)
     assert requests.matched("r", 0) == 47
     requests.allocated("r", [[1, 2, 3], [4], [5, 6, 7]], 47)
-    (order,) = requests.take_orders()
+    release, order = requests.take_orders()
+    assert release == Release("r", ticket)
     assert (type(order), order.code) == (Fail, "block_range_mismatch")
 
 
@@ -248,7 +249,7 @@ def test_a_prompt_of_one_token_has_nothing_to_load_where_the_last_one_is_compute
 
 
 def test_a_refused_request_fails_as_a_load_does():
-    requests = Loading(FULL)
+    requests = Loading(FULL, TOKENS_MAX)
     requests.refuse("r", TicketInvalid("forged"), wanted=48)
     assert requests.matched("r", 16) == 32
     requests.allocated("r", [[1, 2, 3]], 32)
@@ -258,14 +259,14 @@ def test_a_refused_request_fails_as_a_load_does():
 
 
 def test_a_refused_request_that_ends_before_leaves_nothing():
-    requests = Loading(FULL)
+    requests = Loading(FULL, TOKENS_MAX)
     requests.refuse("r", TicketInvalid("forged"), wanted=48)
     requests.finished("r")
     assert requests.take_orders() == []
 
 
 def test_requests_that_nobody_announced_have_nothing_to_load():
-    requests = Loading(FULL)
+    requests = Loading(FULL, TOKENS_MAX)
     assert requests.matched("other", 0) == 0
     requests.allocated("other", [[1]], 0)
     requests.received("other")

@@ -1,20 +1,38 @@
-"""What a client may write into ``kv_transfer_params``: the ticket counts, and nothing else is believed."""
+"""What a client or a router may write into ``kv_transfer_params``: the ticket counts, and nothing else is believed."""
 
 import json
+import math
+import random
+import string
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvflow.errors import TicketInvalid
-from kvflow.integrations.vllm.params import LoadWanted, Nothing, OfferWanted, read_params, ticket_params
+from kvflow.integrations.vllm.params import (
+    TICKET_CHARS_MAX,
+    LoadWanted,
+    Nothing,
+    OfferWanted,
+    read_params,
+    ticket_chars_max,
+    ticket_params,
+)
 
-from .vllm_like import new_ticket
+from .vllm_like import new_key, new_ticket
 
 TICKET = new_ticket()
 PARAMS = ticket_params(TICKET)
+CHARS_MAX = ticket_chars_max([16], 1024)
+
+
+def read(params, chars_max=CHARS_MAX):
+    return read_params(params, new_key().verifies, chars_max)
 
 
 def test_what_a_producer_answers_is_understood_by_a_consumer_after_json():
-    assert read_params(json.loads(json.dumps(PARAMS))) == LoadWanted(TICKET)
+    assert read(json.loads(json.dumps(PARAMS))) == LoadWanted(TICKET)
 
 
 def test_routers_find_the_fields_that_they_know():
@@ -25,17 +43,19 @@ def test_routers_find_the_fields_that_they_know():
 
 
 def test_the_ticket_alone_is_enough():
-    assert read_params({"do_remote_prefill": True, **TICKET.to_params()}) == LoadWanted(TICKET)
+    assert read({"do_remote_prefill": True, **TICKET.to_params()}) == LoadWanted(TICKET)
 
 
-@pytest.mark.parametrize("params", [None, {}, {"do_remote_prefill": False}, {"do_remote_decode": None}, {"other": 1}])
+@pytest.mark.parametrize(
+    "params", [None, {}, {"do_remote_prefill": False}, {"do_remote_decode": None}, {"other": 1}, {1: 2}]
+)
 def test_a_request_may_want_nothing(params):
-    assert read_params(params) == Nothing()
+    assert read(params) == Nothing()
 
 
 def test_a_request_may_want_to_be_offered():
     wanted = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_host": None}
-    assert read_params(wanted) == OfferWanted()
+    assert read(wanted) == OfferWanted()
 
 
 def nested(depth):
@@ -51,18 +71,40 @@ def nested(depth):
         {"remote_engine_id": "another"},
         {"remote_request_id": "another"},
         {"remote_host": "10.0.0.66"},
+        {"remote_host": "x" * 10_000},
+        {"remote_host": nested(5000)},
         {"remote_port": 5001},
+        {"remote_port": 5000.5},
+        {"remote_port": -1},
+        {"remote_port": 10**400},
+        {"remote_port": math.nan},
         {"tp_size": 2},
-        {"remote_num_tokens": 47},
-        {"remote_block_ids": [[3, 4, 10]]},
-        {"remote_block_ids": [[3, 4, 9], []]},
-        {"remote_block_ids": []},
+        {"remote_num_tokens": 2**64},
     ],
-    ids=str,
+    ids=lambda change: next(iter(change)),
 )
-def test_a_field_that_contradicts_the_ticket_is_refused(change):
-    with pytest.raises(TicketInvalid, match=next(iter(change))):
-        read_params(PARAMS | change)
+def test_a_field_that_only_routers_use_is_named_and_changes_nothing(change):
+    assert read(PARAMS | change) == LoadWanted(TICKET, tuple(change))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"remote_block_ids": [[3, 4, 10]]},
+        {"remote_block_ids": []},
+        {"remote_block_ids": "3,4,9"},
+        {"remote_block_ids": [[-5, 2**70]]},
+        {"remote_block_ids": nested(5000)},
+        {"remote_block_ids": [list(range(1_000_000))]},
+        {"dcp_size": {}},
+        {"remote_port": 5000.0, "tp_size": 1.0, "remote_num_tokens": 48.0},
+        {"remote_host": None, "remote_port": None, "remote_engine_id": None},
+        {"": nested(5000), "color": "green"},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_what_says_the_same_or_nothing_changes_nothing(change):
+    assert read(PARAMS | change) == LoadWanted(TICKET)
 
 
 @pytest.mark.parametrize(
@@ -73,31 +115,110 @@ def test_a_field_that_contradicts_the_ticket_is_refused(change):
         7,
         {"do_remote_prefill": True},
         {"do_remote_prefill": "yes"},
+        {"do_remote_prefill": 1.0},
         {"do_remote_decode": 1},
         {"do_remote_prefill": True, "remote_block_ids": [[1]]},
         PARAMS | {"do_remote_decode": True},
-        PARAMS | {"remote_block_ids": "3,4,9"},
-        PARAMS | {"remote_block_ids": [[3, 4, 2**70]]},
-        PARAMS | {"remote_block_ids": [[-5]]},
-        PARAMS | {"remote_block_ids": nested(5000)},
-        PARAMS | {"remote_port": -1},
-        PARAMS | {"remote_port": 2**64},
-        PARAMS | {"remote_host": "x" * 10_000},
         PARAMS | {"kvflow": None},
         PARAMS | {"kvflow": {}},
-        PARAMS | {"kvflow": {"grants": []}},
         PARAMS | {"kvflow": {"grants": nested(5000)}},
         PARAMS | {"kvflow": object()},
-        {1: 2},
+        PARAMS | {"kvflow": PARAMS["kvflow"] + "A"},
+        PARAMS | {"kvflow": PARAMS["kvflow"] + "\ud800"},
         {"do_remote_prefill": object()},
     ],
 )
 def test_what_is_absurd_is_refused(params):
     with pytest.raises(TicketInvalid):
-        read_params(params)
+        read(params)
 
 
 def test_a_truncated_ticket_is_refused():
     for length in range(len(PARAMS["kvflow"]) - 2):
         with pytest.raises(TicketInvalid):
-            read_params({"do_remote_prefill": True, "kvflow": PARAMS["kvflow"][:length]})
+            read({"do_remote_prefill": True, "kvflow": PARAMS["kvflow"][:length]})
+
+
+def test_a_ticket_of_another_secret_is_refused_before_it_is_decoded():
+    forged = new_ticket(secret="another secret of the tests").to_params()
+    garbage = "kvf2." + "A" * 1000  # decoded, it would be malformed
+    for text in (forged["kvflow"], garbage):
+        with pytest.raises(TicketInvalid, match="wrong signature"):
+            read({"do_remote_prefill": True, "kvflow": text})
+
+
+def test_a_ticket_that_this_engine_could_never_need_is_refused_by_its_length():
+    with pytest.raises(TicketInvalid, match="characters"):
+        read({"do_remote_prefill": True, "kvflow": "A" * (CHARS_MAX + 1)})
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "tokens", "groups"), [(16, 16, 1024, 1), (128, 16, 32_768, 1), (16, 16, 131_072, 4)]
+)
+def test_the_longest_honest_ticket_is_read(ours, theirs, tokens, groups):
+    blocks = -(-tokens // theirs)
+    ticket = new_ticket(tokens, [range(2**30, 2**30 + blocks)] * groups, block_sizes=(theirs,) * groups)
+    limit = ticket_chars_max([ours] * groups, tokens)
+    text = ticket.to_params()["kvflow"]
+    assert len(text) < limit <= TICKET_CHARS_MAX
+    assert read({"do_remote_prefill": True, "kvflow": text}, limit) == LoadWanted(ticket)
+
+
+# What routers have been seen to do, and what JSON allows them to do.
+
+
+def floats(value, draw):
+    """Every integer as a double; every double one unit in the last place off."""
+    if isinstance(value, list):
+        return [floats(each, draw) for each in value]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value
+    if isinstance(value, int):
+        return float(value) if draw.random() < 0.5 else value
+    return math.nextafter(value, draw.choice((-math.inf, math.inf)))
+
+
+def escaped(text, draw):
+    """The same JSON with other escapes."""
+
+    def escape(character):
+        plain = character in string.ascii_letters + string.digits + "._-"
+        return f"\\u{ord(character):04x}" if plain and draw.random() < 0.3 else character
+
+    parts = text.split('"')  # no text of ours has a quotation mark in it: every other part is inside of a string
+    return '"'.join("".join(map(escape, part)) if number % 2 else part for number, part in enumerate(parts))
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    added=st.dictionaries(
+        st.text(max_size=8).filter(lambda name: name not in PARAMS and not name.startswith("do_remote")),
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.lists(st.integers()),
+        max_size=4,
+    ),
+    nulled=st.sets(st.sampled_from([name for name in PARAMS if name.startswith(("remote", "tp", "dcp", "pp"))])),
+)
+def test_a_ticket_goes_through_any_router(seed, added, nulled):
+    draw = random.Random(seed)
+    sent = {name: floats(value, draw) for name, value in (PARAMS | added).items()} | dict.fromkeys(nulled)
+    names = draw.sample(list(sent), len(sent))
+    plain = json.dumps({name: sent[name] for name in names})
+    text = plain if any('"' in str(value) or "\\" in plain for value in sent.values()) else escaped(plain, draw)
+    assert read(json.loads(text)) == LoadWanted(TICKET)
+
+
+@given(st.sampled_from(["kvflow", "do_remote_prefill"]), st.integers(0, 2**32))
+def test_a_changed_ticket_is_refused_or_wants_nothing(name, seed):
+    draw = random.Random(seed)
+    text = PARAMS["kvflow"]
+    place = draw.randrange(len(text))
+    changed = text[:place] + draw.choice(string.ascii_letters + "=-_.") + text[place + 1 :]
+    params = PARAMS | ({"kvflow": changed} if name == "kvflow" else {name: None})
+    if changed == text or name != "kvflow":
+        assert isinstance(read(params), LoadWanted | Nothing)
+        return
+    try:
+        found = read(params)
+    except TicketInvalid:
+        return
+    assert found.ticket == TICKET  # base64 has bits that say nothing in its last character

@@ -5,48 +5,21 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from kvflow.integrations.vllm.orders import Admit, Fail, Pull
-from kvflow.integrations.vllm.scheduler import SchedulerSide
-from kvflow.integrations.vllm.settings import EngineFacts, read_settings
+from kvflow.integrations.vllm.orders import Admit, Cancel, Fail, Pull, Release
 
 from .vllm_like import (
-    SECRET,
     FullAttentionSpec,
     MambaSpec,
     SlidingWindowSpec,
-    cache_config,
-    group,
+    blocks_of,
+    new_mint,
+    new_request,
     new_ticket,
     rank_address,
+    side,
 )
 
 OFFER = {"do_remote_decode": True, "do_remote_prefill": False}
-
-
-def side(*specs, role="kv_both", met=True, lookahead=1):
-    settings = read_settings({"cluster_secret": SECRET}, EngineFacts(engine_id="engine", kv_role=role))
-    config = cache_config(*(group(spec, f"layer.{index}") for index, spec in enumerate(specs)))
-    found = SchedulerSide(settings, SimpleNamespace(num_prefill_lookahead_tokens=lookahead), config)
-    if met:
-        found.meet_ranks([rank_address()])
-    return found
-
-
-def new_request(params, prompt=48, request_id="r", skips=False):
-    tokens = list(range(prompt))
-    return SimpleNamespace(
-        request_id=request_id,
-        kv_transfer_params=params,
-        prompt_token_ids=tokens,
-        prompt_embeds=None,
-        _all_token_ids=tokens.copy(),
-        num_prompt_tokens=prompt,
-        max_tokens=16,
-        num_computed_tokens=prompt,
-        num_in_flight_tokens=0,
-        status=SimpleNamespace(name="FINISHED_LENGTH_CAPPED"),
-        get_skip_reading_prefix_cache=lambda: skips,
-    )
 
 
 def finished(found, request, listed):
@@ -64,7 +37,7 @@ def test_a_prefilled_request_is_offered_and_its_blocks_are_kept():
     (order,) = producer.take_orders()
     assert isinstance(order, Admit)
     assert order.grant.block_ids == ((1, 2, 3),)
-    producer.offering.sent("r")
+    producer.on_reported(None, {"r"})
 
 
 def test_ranks_that_have_slept_are_met_anew_and_what_they_had_offered_is_forgotten():
@@ -74,7 +47,7 @@ def test_ranks_that_have_slept_are_met_anew_and_what_they_had_offered_is_forgott
     finished(producer, request, ([1, 2, 3],))
     (before,) = producer.take_orders()
     producer.meet_ranks([msgspec.structs.replace(rank_address(), incarnation="b" * 32)])
-    producer.offering.sent("before")
+    producer.on_reported(None, {"before"})
     request = new_request(OFFER, request_id="after")
     producer.on_new_request(request)
     finished(producer, request, ([1, 2, 3],))
@@ -89,8 +62,8 @@ def test_a_consumer_reads_what_a_producer_has_answered():
     producer.on_new_request(first)
     _, second.kv_transfer_params = finished(producer, first, ([1, 2, 3],))
     consumer.on_new_request(second)
-    assert consumer.loading.matched("s", 0) == 48
-    consumer.loading.allocated("s", [[7, 8, 9]], 48)
+    assert consumer.matched(second, 0) == (48, True)
+    consumer.allocated(second, blocks_of([7, 8, 9]), 48)
     (order,) = consumer.take_orders()
     assert (type(order), order.block_ids) == (Pull, ((7, 8, 9),))
 
@@ -135,7 +108,7 @@ def test_the_last_token_is_left_to_decode_where_the_cache_moves_on(specs):
     assert params["remote_num_tokens"] == 47
     second = new_request(params, request_id="s")
     consumer.on_new_request(second)
-    assert consumer.loading.matched("s", 0) == 47
+    assert consumer.matched(second, 0) == (47, True)
 
 
 def test_a_prompt_of_one_token_is_not_cut():
@@ -174,11 +147,11 @@ def test_a_request_that_is_refused_fails_by_itself(role, params):
     request = new_request(params)
     engine.on_new_request(request)
     assert request.kv_transfer_params == {}
-    assert engine.loading.matched("r", 0) == 48
-    engine.loading.allocated("r", [[1, 2, 3]], 48)
-    (order,) = engine.take_orders()
+    assert engine.matched(request, 0) == (48, True)
+    engine.allocated(request, blocks_of([1, 2, 3]), 48)
+    order = engine.take_orders()[-1]
     assert (type(order), order.code) == (Fail, "ticket_invalid")
-    engine.loading.received("r")
+    engine.on_reported({"r"}, None)
     assert finished(engine, request, ([1, 2, 3],)) == (False, None)
 
 
@@ -189,7 +162,211 @@ def test_slots_are_given_back_when_the_workers_have_sent():
         producer.on_new_request(request)
         keep, _ = finished(producer, request, ([1, 2, 3],))
         assert keep is (number < 8)
-    producer.offering.sent("r0")
+    producer.on_reported(None, {"r0"})
     request = new_request(OFFER, request_id="again")
     producer.on_new_request(request)
     assert finished(producer, request, ([1, 2, 3],))[0]
+
+
+# What a ticket's blocks hold.
+
+ADAPTER = {"lora": "sql"}
+PICTURE = {"media": ((17, "a picture"),)}
+SALT = {"cache_salt": "mine"}
+
+
+def prefilled(*specs, prompt=48, listed=None, **named):
+    """Parameters that a producer answers, and the prompt that it was asked."""
+    producer = side(*specs)
+    request = new_request(OFFER, prompt, **named)
+    producer.on_new_request(request)
+    _, params = finished(producer, request, listed or ([1, 2, 3],) * len(specs))
+    return params
+
+
+def outcome(params, *specs, prompt=48, **named):
+    """Code of the error with which a consumer refuses a request, empty if it loads; whether its ticket is returned."""
+    consumer = side(*(specs or (FullAttentionSpec(),)))
+    request = new_request(params, prompt, **named)
+    consumer.on_new_request(request)
+    wanted, _ = consumer.matched(request, 0)
+    consumer.allocated(request, blocks_of(*([7, 8, 9, 10, 11, 12],) * max(1, len(specs))), wanted)
+    orders = consumer.take_orders()
+    return orders[-1].code if isinstance(orders[-1], Fail) else "", Release in map(type, orders)
+
+
+@pytest.mark.parametrize("named", [{}, ADAPTER, PICTURE, SALT, ADAPTER | PICTURE | SALT], ids=str)
+def test_a_ticket_is_good_for_its_own_prompt(named):
+    params = prefilled(FullAttentionSpec(), **named)
+    assert outcome(params, **named) == ("", False)
+    assert outcome(params, prompt=60, **named) == ("", False)  # the prompt goes on, as a conversation does
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ({}, {"prompt": range(1, 49)}),
+        ({}, {"prompt": [*range(47), 0]}),
+        ({}, {"prompt": [1, *range(1, 48)]}),
+        ({}, {"prompt": 47}),
+        ({"prompt": 33}, {"prompt": [*range(32), 0, 1, 2]}),
+        (SALT, {}),
+        ({}, SALT),
+        (SALT, {"cache_salt": "theirs"}),
+        (ADAPTER, {}),
+        (ADAPTER, {"lora": "xml"}),
+        ({}, PICTURE),
+        (PICTURE, {"media": ((17, "another"),)}),
+        (PICTURE, {"media": ((18, "a picture"),)}),
+    ],
+    ids=str,
+)
+def test_a_ticket_of_something_else_is_refused_and_given_back(theirs, ours):
+    assert outcome(prefilled(FullAttentionSpec(), **theirs), **ours) == ("content_mismatch", True)
+
+
+def test_a_ticket_says_what_its_state_and_its_window_hold():
+    specs = (SlidingWindowSpec(), MambaSpec(), FullAttentionSpec())
+    listed = ([0, 0, 3, 4, 5, 6], [1], [11, 12, 13, 14, 15, 16])
+    params = prefilled(*specs, prompt=96, listed=listed)
+    assert outcome(params, *specs, prompt=96) == ("", False)
+    assert outcome(params, *specs, prompt=[*range(94), 0, 95]) == ("content_mismatch", True)
+
+
+def test_engines_with_other_block_sizes_agree_about_a_prompt():
+    params = prefilled(FullAttentionSpec(block_size=16))
+    assert outcome(params, FullAttentionSpec(block_size=64)) == ("", False)
+    assert outcome(params, FullAttentionSpec(block_size=64), prompt=range(1, 49)) == ("content_mismatch", True)
+
+
+def test_a_ticket_that_does_not_say_what_its_blocks_hold_is_refused():
+    ticket, _ = new_mint().offer("r", block_ids=[[1, 2, 3]], num_tokens=48)
+    assert outcome({"do_remote_prefill": True, **ticket.to_params()}) == ("content_mismatch", True)
+
+
+def test_a_ticket_that_another_request_loads_is_not_given_back_by_one_that_may_not():
+    params, consumer = prefilled(FullAttentionSpec()), side(FullAttentionSpec())
+    honest, other = new_request(params), new_request(params, range(1, 49), request_id="other")
+    consumer.on_new_request(honest)
+    consumer.on_new_request(other)
+    consumer.matched(honest, 0)
+    consumer.allocated(honest, blocks_of([7, 8, 9]), 48)
+    assert [type(order) for order in consumer.take_orders()] == [Pull]
+
+
+def test_a_request_that_the_server_has_turned_down_gives_its_ticket_back_and_is_no_mismatch(caplog):
+    consumer = side(FullAttentionSpec())
+    request = new_request(prefilled(FullAttentionSpec()), prompt=[0], abort_immediately=True)
+    consumer.on_new_request(request)
+    assert finished(consumer, request, ([],)) == (False, None)
+    assert [type(order) for order in consumer.take_orders()] == [Release]
+    assert not caplog.records
+
+
+def test_a_field_that_a_router_writes_is_told_once_in_a_process(caplog):
+    params, consumer = prefilled(FullAttentionSpec()), side(FullAttentionSpec())
+    with caplog.at_level("INFO", logger="vllm.kvflow"):
+        for number, host in enumerate(("10.0.0.1", "10.0.0.2")):
+            consumer.on_new_request(new_request(params | {"remote_host": host}, request_id=f"r{number}"))
+            assert consumer.loading.matched("r0", 0) == 48
+    assert [record.message for record in caplog.records].count(
+        "kvflow: remote_host is not what the ticket says: a router writes it, and kvflow does not use it"
+    ) == 1
+
+
+# What nobody has foreseen.
+
+
+class Broken:
+    """Fails, whatever is asked of it."""
+
+    def __init__(self, error):
+        self._error = error
+
+    def __getattr__(self, name):
+        raise self._error
+
+
+UNFORESEEN = [MemoryError(), RecursionError("deep"), OverflowError("large"), KeyError("r"), ValueError("x" * 500)]
+
+
+@pytest.fixture(params=UNFORESEEN, ids=lambda error: type(error).__name__)
+def broken(request):
+    return Broken(request.param)
+
+
+def test_a_request_that_cannot_be_read_fails_and_the_next_is_served(broken, caplog):
+    params, engine = prefilled(FullAttentionSpec()), side(FullAttentionSpec())
+    contents, engine._contents = engine._contents, broken
+    for name in ("r", "s"):
+        request = new_request(params, request_id=name)
+        engine.on_new_request(request)
+        assert request.kv_transfer_params == {}
+        assert engine.matched(request, 0) == (48, True)
+        engine.allocated(request, blocks_of([1, 2, 3]), 48)
+    assert [order.code for order in engine.take_orders() if isinstance(order, Fail)] == ["defect_found"] * 2
+    assert engine.guard.take() == {"on_new_request": 2}
+    assert [bool(record.exc_info) for record in caplog.records if "has failed" in record.message] == [True, False]
+    engine._contents = contents
+    assert engine.on_new_request(new_request(params, request_id="next")) is None
+    assert engine.matched(new_request(params, request_id="next"), 0) == (48, True)
+    assert engine.guard.take() == {}
+
+
+def test_a_request_whose_blocks_cannot_be_looked_at_fails(broken):
+    params, engine = prefilled(FullAttentionSpec()), side(FullAttentionSpec())
+    request = new_request(params)
+    engine.on_new_request(request)
+    engine.matched(request, 0)
+    engine.allocated(request, broken, 48)
+    release, fail = engine.take_orders()
+    assert (type(release), fail.code) == (Release, "defect_found")
+    engine.on_reported({"r"}, None)
+    assert finished(engine, request, ([1, 2, 3],)) == (False, None)
+    assert engine.guard.take() == {"allocated": 1}
+
+
+def test_a_request_that_waits_for_nothing_is_not_reported_when_it_fails(broken):
+    engine = side(FullAttentionSpec())
+    engine.allocated(new_request(None), broken, 0)  # vLLM does not wait for it: a report would end the engine
+    assert engine.take_orders() == []
+
+
+def test_a_load_that_is_under_way_is_cancelled(broken, monkeypatch):
+    params, engine = prefilled(FullAttentionSpec()), side(FullAttentionSpec())
+    request = new_request(params)
+    engine.on_new_request(request)
+    engine.matched(request, 0)
+    engine.allocated(request, blocks_of([1, 2, 3]), 48)
+    monkeypatch.setattr(engine.loading, "matched", lambda *_: broken.anything)
+    assert engine.matched(request, 0) == (0, False)
+    assert [type(order) for order in engine.take_orders()] == [Pull, Cancel]
+
+
+def test_a_prompt_that_cannot_be_offered_is_not_kept(broken, monkeypatch):
+    producer = side(FullAttentionSpec())
+    monkeypatch.setattr("kvflow.integrations.vllm.offering.ticket_params", lambda *_: broken.anything)
+    for number in range(9):  # one more than there are slots
+        request = new_request(OFFER, request_id=f"r{number}")
+        producer.on_new_request(request)
+        assert finished(producer, request, ([1, 2, 3],)) == (False, None)
+    assert producer.take_orders() == []
+    assert producer.guard.take() == {"on_finished": 9}
+    monkeypatch.undo()
+    request = new_request(OFFER, request_id="r0")
+    producer.on_new_request(request)
+    assert finished(producer, request, ([1, 2, 3],))[0]
+
+
+def test_reports_go_on_behind_one_that_cannot_be_noted(broken, monkeypatch):
+    engine = side(FullAttentionSpec())
+    request = new_request({"do_remote_prefill": True})
+    engine.on_new_request(request)
+    engine.matched(request, 0)
+    engine.allocated(request, blocks_of([1, 2, 3]), 48)
+    engine.offering = broken
+    engine.on_reported(["r"], ["s"])
+    assert engine.loading.matched("r", 0) == 0
+    assert engine.guard.take() == {"_sent": 1}
+    assert [type(order) for order in engine.take_orders()] == [Fail]
+    assert engine.guard.take() == {"_take_orders": 1}

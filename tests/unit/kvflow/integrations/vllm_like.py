@@ -3,8 +3,10 @@
 from dataclasses import dataclass, field, make_dataclass
 from types import SimpleNamespace
 
-from kvflow import RankAddress, TicketMint
-from kvflow.integrations.vllm.scheduler import transfer_groups
+from kvflow import RankAddress, TicketKey, TicketMint, WorkerConfig
+from kvflow.integrations.vllm.contents import Contents
+from kvflow.integrations.vllm.scheduler import SchedulerSide, transfer_groups
+from kvflow.integrations.vllm.settings import EngineFacts, read_settings
 
 SECRET = "a secret of the tests, long enough"
 
@@ -75,9 +77,69 @@ def rank_address(rank=0):
     return RankAddress(rank=rank, incarnation="0" * 32, endpoint=f"tcp://127.0.0.1:{5000 + rank}", slots=8)
 
 
-def new_mint(engine_id="prefill-0", ranks=1):
-    return TicketMint(engine_id, [rank_address(rank) for rank in range(ranks)], cluster_secret=SECRET)
+def new_key(secret=SECRET):
+    return TicketKey.of(WorkerConfig(engine_id="engine", cluster_secret=secret))
 
 
-def new_ticket(num_tokens=48, block_ids=((3, 4, 9),), request_id="request-1"):
-    return new_mint().offer(request_id, block_ids=block_ids, num_tokens=num_tokens)[0]
+def extra_keys(request, first, end, media):
+    """Keys in the form of vLLM 0.32; what it really does is shown by ``tests/vllm/test_contents.py``."""
+    keys = [("lora", request.lora, f"/somewhere/{id(request)}/{request.lora}")] if request.lora else []
+    keys += [("mm", name, at - first) for at, name in request.media if first <= at < end]
+    keys += [("cache_salt", request.cache_salt)] if request.cache_salt and not first else []
+    return tuple(keys) or None, media
+
+
+def new_request(params, prompt=48, request_id="r", skips=False, **named):
+    tokens = list(range(prompt)) if isinstance(prompt, int) else list(prompt)
+    all_tokens = tokens.copy()
+    known = {"lora": "", "media": (), "cache_salt": None, "abort_immediately": False}
+    return SimpleNamespace(
+        request_id=request_id,
+        kv_transfer_params=params,
+        prompt_token_ids=tokens,
+        prompt_embeds=None,
+        _all_token_ids=all_tokens,
+        all_token_ids=all_tokens,
+        num_tokens=len(tokens),
+        num_prompt_tokens=len(tokens),
+        max_tokens=16,
+        num_computed_tokens=len(tokens),
+        num_in_flight_tokens=0,
+        status=SimpleNamespace(name="FINISHED_LENGTH_CAPPED"),
+        get_skip_reading_prefix_cache=lambda: skips,
+        **(known | named),
+    )
+
+
+TOKENS_MAX = 1024
+
+
+def side(*specs, role="kv_both", met=True, lookahead=1, secret=SECRET, tokens_max=TOKENS_MAX, **extra):
+    settings = read_settings({"cluster_secret": secret, **extra}, EngineFacts(engine_id="engine", kv_role=role))
+    config = cache_config(*(group(spec, f"layer.{index}") for index, spec in enumerate(specs)))
+    engine = SimpleNamespace(
+        num_prefill_lookahead_tokens=lookahead, model_config=SimpleNamespace(max_model_len=tokens_max)
+    )
+    found = SchedulerSide(settings, engine, config, extra_keys)
+    if met:
+        found.meet_ranks([rank_address()])
+    return found
+
+
+def blocks_of(*listed):
+    """Blocks as vLLM's manager shows them; none is in the prefix cache."""
+    named = [[SimpleNamespace(block_id=block, block_hash=None) for block in ids] for ids in listed]
+    return SimpleNamespace(blocks=named)
+
+
+def new_mint(engine_id="prefill-0", ranks=1, secret=SECRET, block_sizes=(16,)):
+    addresses = [rank_address(rank) for rank in range(ranks)]
+    return TicketMint(engine_id, addresses, cluster_secret=secret, block_sizes=block_sizes)
+
+
+def new_ticket(num_tokens=48, block_ids=((3, 4, 9),), request_id="request-1", *, prompt=None, **named):
+    """A ticket for the first tokens of a prompt, by default of ``new_request``'s."""
+    request = new_request(None, num_tokens if prompt is None else prompt)
+    sizes = named.setdefault("block_sizes", (16,) * len(block_ids))
+    digests = Contents(extra_keys).digests(request, block_ids, sizes, num_tokens)
+    return new_mint(**named).offer(request_id, block_ids=block_ids, num_tokens=num_tokens, digests=digests)[0]

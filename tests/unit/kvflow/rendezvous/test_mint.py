@@ -6,6 +6,7 @@ import pytest
 
 from handshake import ClusterSecurity
 from kvflow.cache.tickets import Ticket
+from kvflow.config import WorkerConfig
 from kvflow.errors import ConfigInvalid, TicketInvalid
 from kvflow.rendezvous.mint import TicketKey, TicketMint
 from kvflow.testing.tickets import forge
@@ -66,3 +67,14 @@ def test_every_grant_of_a_ticket_is_checked():
 def test_a_short_secret_is_refused():
     with pytest.raises(ConfigInvalid, match="fewer than 16"):
         ticket_of("too short")
+
+
+def test_a_process_without_a_worker_checks_tickets_with_the_settings_of_one():
+    changing = WorkerConfig(
+        engine_id="decode-0", cluster_secret="the next secret of all", cluster_secret_accepted=SECRET
+    )
+    params = ticket_of().to_params()
+    assert Ticket.from_params(params, verify=TicketKey.of(changing).verifies).request_id == "r"
+    changed = WorkerConfig(engine_id="decode-0", cluster_secret="the next secret of all")
+    with pytest.raises(TicketInvalid, match="wrong signature"):
+        Ticket.from_params(params, verify=TicketKey.of(changed).verifies)
