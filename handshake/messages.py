@@ -140,7 +140,7 @@ class Refuse(Message, frozen=True, kw_only=True, tag="refuse"):
 
 
 class Publish(Message, frozen=True, kw_only=True, tag="publish"):
-    """The sender's publication, once per connection."""
+    """The sender's publication, once per connection. A client's is small: see ``Limits.client_frame_bytes_max``."""
 
     publication: Publication
     clock_s: ClockTime = UNSET

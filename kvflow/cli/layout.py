@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,6 +58,9 @@ def add_parser(commands: "Subparsers") -> None:
         "--blocks", type=_block_count, default=NUM_BLOCKS, metavar="N", help="blocks in the pool (default: %(default)s)"
     )
     parser.add_argument("--cross-layers", action="store_true", help="let auto choose a packed layout")
+    parser.add_argument(
+        "--guess", action="store_true", help="take a model type that is not known for plain attention, and say so"
+    )
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="print JSON instead of tables")
     output.add_argument("--svg", type=Path, metavar="FILE", help="draw the memory of one block into a file")
@@ -96,7 +100,7 @@ def _describe(options: argparse.Namespace) -> tuple[layout_report.Report, str]:
         },
         type=Shard,
     )
-    given = _specs(options.model, options.block_size)
+    given = _specs(options.model, options.block_size, guess=options.guess)
     specs = models.align_states(given, shard=shard)
     layout = resolve_layout(specs, options.layout, enable_cross_layers_blocks=options.cross_layers, shard=shard)
     groups = plan_groups(specs, layout=layout, shard=shard)
@@ -110,8 +114,8 @@ def _describe(options: argparse.Namespace) -> tuple[layout_report.Report, str]:
     return report, layout_map.draw(plan(1), report) if options.svg else ""
 
 
-def _specs(model: str, block_size: int | None) -> dict[str, CacheSpec]:
-    """Describe a bundled model, or the one at a path.
+def _specs(model: str, block_size: int | None, *, guess: bool) -> dict[str, CacheSpec]:
+    """Describe a bundled model, or the one at a path; what is guessed is said on standard error.
 
     Raises:
         SpecInvalid: it is neither, or cannot be described.
@@ -122,7 +126,12 @@ def _specs(model: str, block_size: int | None) -> dict[str, CacheSpec]:
         raise SpecInvalid(
             f"{model!r} is neither bundled nor a file or folder", remedy=f"Bundled are {', '.join(models.names())}."
         )
-    return models.from_hf_config(Path(model), block_size=block_size)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", models.GuessWarning)
+        specs = models.from_hf_config(Path(model), block_size=block_size, guess=guess)
+    for warning in told:
+        print(f"kvflow layout: {warning.message}", file=sys.stderr)
+    return specs
 
 
 def _block_count(text: str) -> int:

@@ -23,14 +23,22 @@ DIMS_MAX = 8
 Positive = Annotated[int, Meta(ge=1, le=1 << 24)]
 Natural = Annotated[int, Meta(ge=0, le=1 << 24)]
 Role = Annotated[str, Meta(min_length=1, max_length=64)]
-DType = Literal["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8"]
+DType = Literal[
+    "float32", "float16", "bfloat16",
+    "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz",
+    "int8", "uint8",
+]  # fmt: skip
+"""Torch's names. Peers compare them, so a cache of bytes is named by what its bytes are, not by its tensor's type."""
+
 
 ITEM_BYTES: dict[str, int] = {
     "float32": 4,
     "float16": 2,
     "bfloat16": 2,
     "float8_e4m3fn": 1,
+    "float8_e4m3fnuz": 1,
     "float8_e5m2": 1,
+    "float8_e5m2fnuz": 1,
     "int8": 1,
     "uint8": 1,
 }

@@ -2,6 +2,6 @@
 
 from kvflow.models.alignment import align_states
 from kvflow.models.bundled import load, names
-from kvflow.models.families import from_hf_config
+from kvflow.models.families import GuessWarning, from_hf_config
 
-__all__ = ["align_states", "from_hf_config", "load", "names"]
+__all__ = ["GuessWarning", "align_states", "from_hf_config", "load", "names"]

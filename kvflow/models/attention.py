@@ -1,7 +1,10 @@
 """Families whose layers all keep keys and values per head: full, sliding and chunked attention."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import msgspec
+from msgspec import Struct
 
 from kvflow.layout.specs import CacheSpec, ChunkedLocal, FullAttention, SlidingWindow
 from kvflow.models.config import ModelConfig, Options
@@ -9,67 +12,140 @@ from kvflow.models.config import ModelConfig, Options
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 """Entries of ``layer_types``, as transformers writes them."""
 
-SELF_ATTENTION = "self_attn.attn"
+WINDOWS = {SLIDING: "sliding_window", CHUNKED: "attention_chunk_size"}
+"""The key that says how far such a layer sees."""
 
-GEMMA3_DEFAULTS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096}
-"""What transformers takes where a Gemma 3 config leaves a key out, as the published ones of 4b and 12b do."""
+MISSING = object()
+
+SELF_ATTENTION = "self_attn.attn"
+LAYER_NAME = f"model.layers.{{}}.{SELF_ATTENTION}"
 
 LLAMA4_DEFAULTS = {"num_key_value_heads": 8, "head_dim": 128, "attention_chunk_size": 8192}
-"""The same for Llama 4."""
+"""What transformers takes where a Llama 4 config leaves a key out."""
 
 
-def gpt2(config: ModelConfig, options: Options) -> dict[str, CacheSpec]:
-    """Describe GPT-2: as many KV heads as heads, and names of its own."""
-    heads = config.whole("n_head", "attention heads")
-    spec = FullAttention(
-        block_size=options.block_size,
-        num_kv_heads=heads,
-        head_size=config.whole("n_embd", "width of the model, divided among the heads") // heads,
-        dtype=options.cache_dtype,
-    )
-    return {f"{config.prefix}transformer.h.{index}.attn.attn": spec for index in range(config.num_layers("n_layer"))}
+class Keys(Struct, frozen=True):
+    """Under which keys a family says what its layers are, each under the first of its names that is there.
+
+    Attributes:
+        name: of a layer's cache in vLLM, with braces for its number.
+        layers: number of layers.
+        heads: attention heads.
+        kv_heads: KV heads; as many as heads where all are missing.
+        multi_query: whether all heads share one KV head where those are missing.
+        width: of the model, divided among the heads where ``head_dim`` is missing.
+        defaults: what transformers takes for keys that a config leaves out.
+        beyond: tokens that a sliding layer sees beyond ``sliding_window``.
+        period: layers from one full one to the next, where neither ``layer_types`` nor the config says it; 0: all
+            layers are alike.
+    """
+
+    name: str = LAYER_NAME
+    layers: tuple[str, ...] = ("num_hidden_layers",)
+    heads: tuple[str, ...] = ("num_attention_heads",)
+    kv_heads: tuple[str, ...] = ("num_key_value_heads",)
+    multi_query: bool = False
+    width: tuple[str, ...] = ("hidden_size",)
+    defaults: Mapping[str, int] = {}
+    beyond: int = 0
+    period: int = 0
 
 
-def plain(config: ModelConfig, options: Options) -> dict[str, CacheSpec]:
-    """Describe Llama and all that keeps the same cache: full attention unless ``layer_types`` says otherwise."""
-    num_layers = config.num_layers()
-    return attention_layers(config, options, config.sequence("layer_types", num_layers, str) or [FULL] * num_layers)
+PLAIN = Keys()
+GPT2 = Keys(
+    name="transformer.h.{}.attn.attn",
+    layers=("num_hidden_layers", "n_layer"),
+    heads=("num_attention_heads", "n_head"),
+    kv_heads=(),
+    width=("hidden_size", "n_embd"),
+)
+"""The names of GPT-2's time, and those of today: both forms are published of such models."""
+GPT_NEOX = Keys(name="model.layers.{}.attention.attn")
+OPT = Keys(name="model.decoder.layers.{}.self_attn.attn")
+GEMMA2 = Keys(defaults={"head_dim": 256, "sliding_window": 4096}, period=2)
+GEMMA3_DEFAULTS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096}
+GEMMA3 = Keys(defaults=GEMMA3_DEFAULTS, period=6)
+"""The published configs of 4b and 12b leave these out."""
+GEMMA4 = Keys(defaults={"head_dim": 256, "sliding_window": 512})
+COHERE2 = Keys(defaults={"sliding_window": 4096}, beyond=1, period=4)
+"""Its window counts the tokens before the current one. Source: vLLM 0.32, ``commandr.py``."""
+GPT_OSS = Keys(name="model.layers.{}.attn.attn", defaults={"head_dim": 64, "sliding_window": 128}, period=2)
+MISTRAL = Keys(defaults={"sliding_window": 4096})
+OLMO3 = Keys(defaults={"sliding_window": 4096}, period=4)
 
 
-def mistral(config: ModelConfig, options: Options) -> dict[str, CacheSpec]:
-    """Describe Mistral: every layer has the window, if there is one."""
-    num_layers = config.num_layers()
-    # A missing key is not null: transformers takes 4096 for it.
-    windowed = config.keys.get("sliding_window", 4096) is not None
-    types = config.sequence("layer_types", num_layers, str) or [SLIDING if windowed else FULL] * num_layers
-    return attention_layers(config, options, types, {"sliding_window": 4096})
+def plain(config: ModelConfig, options: Options, keys: Keys = PLAIN) -> dict[str, CacheSpec]:
+    """Describe a family whose layers keep keys and values of one size.
+
+    They are full or sliding as ``layer_types`` says, else in turn if the family has a period, else all sliding if there
+    is a window at all.
+    """
+    num_layers = config.num_layers(keys.layers)
+    types = config.sequence("layer_types", num_layers, str)
+    # A missing key is not null: transformers takes the family's default for it.
+    windowed = config.get("sliding_window", keys.defaults.get("sliding_window")) not in (None, 0)
+    windowed = bool(config.get("use_sliding_window", True)) and windowed
+    if keys.period:
+        period = config.whole("sliding_window_pattern", "layers from one full one to the next", keys.period)
+        rule = [SLIDING if windowed and (index + 1) % period else FULL for index in range(num_layers)]
+    else:
+        rule = [SLIDING if windowed else FULL] * num_layers
+    return attention_layers(config, options, types or rule, keys)
+
+
+def gpt_bigcode(config: ModelConfig, options: Options) -> dict[str, CacheSpec]:
+    """Describe GPT BigCode (StarCoder): as GPT-2, with one KV head unless ``multi_query`` is off."""
+    keys = {"name": "model.h.{}.attn.attn", "kv_heads": ("num_key_value_heads",)}
+    return plain(config, options, _multi_query(config, **keys))
+
+
+def falcon(config: ModelConfig, options: Options) -> dict[str, CacheSpec]:
+    """Describe Falcon: one KV head in the 7B, ``num_kv_heads`` of them in models of the newer architecture."""
+    config.ignore("multi_query", "num_kv_heads", "n_head_kv")
+    name = "transformer.h.{}.self_attention.attn"
+    if config.get("new_decoder_architecture"):
+        kv_heads = ("num_kv_heads", "n_head_kv")
+        return plain(config, options, msgspec.structs.replace(GPT2, name=name, kv_heads=kv_heads))
+    return plain(config, options, _multi_query(config, name=name))
+
+
+def _multi_query(config: ModelConfig, **keys: Any) -> Keys:
+    return msgspec.structs.replace(GPT2, multi_query=bool(config.get("multi_query", True)), **keys)
 
 
 def qwen2(config: ModelConfig, options: Options) -> dict[str, CacheSpec]:
-    """Describe Qwen 2 and 2.5: a window only where ``use_sliding_window`` is set, from ``max_window_layers`` on."""
+    """Describe Qwen 2, 2.5 and 3: a window only where ``use_sliding_window`` is set, from ``max_window_layers`` on."""
     num_layers = config.num_layers()
-    if config.keys.get("use_sliding_window"):
-        first = config.whole("max_window_layers", "first layer with a sliding window", 28)
-        types: Sequence[str] = [SLIDING if index >= first else FULL for index in range(num_layers)]
-    else:
-        types = [FULL] * num_layers
-    return attention_layers(config, options, config.sequence("layer_types", num_layers, str) or types)
+    first = config.whole("max_window_layers", "first layer with a sliding window", 28)
+    types = [FULL] * num_layers
+    if config.get("use_sliding_window") and config.get("sliding_window", 4096):
+        types = [SLIDING if index >= first else FULL for index in range(num_layers)]
+    config.ignore("sliding_window")
+    keys = Keys(defaults={"sliding_window": 4096})
+    return attention_layers(config, options, config.sequence("layer_types", num_layers, str) or types, keys)
 
 
-def gemma2(config: ModelConfig, options: Options) -> dict[str, CacheSpec]:
-    """Describe Gemma 2: sliding and full in turn."""
-    return _interleaved(config, options, 2, {"head_dim": 256, "sliding_window": 4096})
+def exaone4(config: ModelConfig, options: Options) -> dict[str, CacheSpec]:
+    """Describe EXAONE 4: as ``layer_types`` or ``sliding_window_pattern`` says, and full where there is no window."""
+    num_layers = config.num_layers()
+    windowed = config.get("sliding_window", 4096) is not None
+    pattern = config.get("sliding_window_pattern", 4) if windowed else 1
+    types = config.sequence("layer_types", num_layers, str)
+    if types is None:
+        period = len(pattern) if isinstance(pattern, str) else pattern
+        if not isinstance(period, int) or period < 1:
+            raise config.odd("sliding_window_pattern", pattern, "a word such as LLLG, or its length")
+        types = [SLIDING if (index + 1) % period else FULL for index in range(num_layers)]
+    config.ignore("sliding_window_pattern")
+    return attention_layers(config, options, types, Keys(defaults={"sliding_window": 4096}))
 
 
-def gemma3(config: ModelConfig, options: Options) -> dict[str, CacheSpec]:
-    """Describe Gemma 3: every sixth layer is full."""
-    period = config.whole("sliding_window_pattern", "layers from one full one to the next", 6)
-    return _interleaved(config, options, period, GEMMA3_DEFAULTS)
-
-
-def gpt_oss(config: ModelConfig, options: Options) -> dict[str, CacheSpec]:
-    """Describe gpt-oss: sliding and full in turn, and ``attn`` instead of ``self_attn`` in the names."""
-    return _interleaved(config, options, 2, {"head_dim": 64, "sliding_window": 128}, suffix="attn.attn")
+def minimax_m2(config: ModelConfig, options: Options) -> dict[str, CacheSpec]:
+    """Describe MiniMax M2: full attention, which the list of its layers' types must say."""
+    types = config.sequence("attn_type_list", config.num_layers(), int)
+    if types is not None and set(types) != {1}:
+        raise config.odd("attn_type_list", types, "1 for every layer: full attention")
+    return plain(config, options)
 
 
 def llama4(config: ModelConfig, options: Options) -> dict[str, CacheSpec]:
@@ -79,26 +155,56 @@ def llama4(config: ModelConfig, options: Options) -> dict[str, CacheSpec]:
     rotary = config.sequence("no_rope_layers", num_layers, int) or [
         int((index + 1) % interval != 0) for index in range(num_layers)
     ]
-    # Null, unlike a missing key, switches chunks off.
-    chunked = config.keys.get("attention_chunk_size", LLAMA4_DEFAULTS["attention_chunk_size"]) is not None
-    types = [CHUNKED if chunked and has_positions else FULL for has_positions in rotary]
-    return attention_layers(config, options, types, LLAMA4_DEFAULTS)
+    types = [CHUNKED if has_positions else FULL for has_positions in rotary]
+    config.ignore("layer_types")  # says the same, where it is there
+    return attention_layers(config, options, types, Keys(defaults=LLAMA4_DEFAULTS))
 
 
-def _interleaved(
-    config: ModelConfig, options: Options, period: int, defaults: dict[str, int], suffix: str = SELF_ATTENTION
-) -> dict[str, CacheSpec]:
+def gemma4(config: ModelConfig, options: Options) -> dict[str, CacheSpec]:
+    """Describe Gemma 4: full layers have heads of another size, and another number of them where K is V."""
     num_layers = config.num_layers()
-    types = [FULL if (index + 1) % period == 0 else SLIDING for index in range(num_layers)]
-    return attention_layers(config, options, config.sequence("layer_types", num_layers, str) or types, defaults, suffix)
+    types = config.sequence("layer_types", num_layers, str)
+    if types is None:
+        raise config.odd("layer_types", None, "a list that says which layers are sliding")
+    heads = config.whole("num_key_value_heads", "KV heads of sliding layers")
+    global_heads = config.whole("num_global_key_value_heads", "KV heads of full layers", heads)
+    full = FullAttention(
+        block_size=options.block_size,
+        num_kv_heads=global_heads if config.get("attention_k_eq_v") else heads,
+        head_size=config.whole("global_head_dim", "elements of a head of full layers", 512),
+        dtype=options.cache_dtype,
+    )
+    sliding = attention(config, options, SLIDING, GEMMA4)
+    return {
+        config.layer_name(index, SELF_ATTENTION): full if kind == FULL else sliding for index, kind in enumerate(types)
+    }
+
+
+def mimo_v2(config: ModelConfig, options: Options) -> dict[str, CacheSpec]:
+    """Describe MiMo V2: values are narrower than keys, and sliding layers have heads of their own."""
+    num_layers = config.num_layers()
+    pattern = config.sequence("hybrid_layer_pattern", num_layers, int)
+    if pattern is None:
+        raise config.odd("hybrid_layer_pattern", None, "a list with 1 for each sliding layer")
+    config.ignore("sliding_window", "attention_chunk_size", "layer_types")
+    full, sliding = (_mimo_heads(config, options, prefix) for prefix in ("", "swa_"))
+    window = config.whole("sliding_window_size", "tokens that a sliding layer sees")
+    specs = (FullAttention(**full), SlidingWindow(**sliding, window=window))
+    return {config.layer_name(index, SELF_ATTENTION): specs[bool(kind)] for index, kind in enumerate(pattern)}
+
+
+def _mimo_heads(config: ModelConfig, options: Options, prefix: str) -> dict[str, Any]:
+    return {
+        "block_size": options.block_size,
+        "num_kv_heads": config.whole(f"{prefix}num_key_value_heads", "KV heads"),
+        "head_size": config.whole(f"{prefix}head_dim", "elements of a key"),
+        "head_size_v": config.whole(f"{prefix}v_head_dim", "elements of a value"),
+        "dtype": options.cache_dtype,
+    }
 
 
 def attention_layers(
-    config: ModelConfig,
-    options: Options,
-    types: Sequence[str],
-    defaults: dict[str, int] | None = None,
-    suffix: str = SELF_ATTENTION,
+    config: ModelConfig, options: Options, types: Sequence[str], keys: Keys = PLAIN
 ) -> dict[str, CacheSpec]:
     """Describe one layer with keys and values for each entry of ``types``, in order.
 
@@ -106,53 +212,58 @@ def attention_layers(
         SpecInvalid: a key is missing, or a type is none of full, sliding and chunked.
     """
     return {
-        config.layer_name(index, suffix): attention(config, options, kind, defaults) for index, kind in enumerate(types)
+        config.prefix + keys.name.format(index): attention(config, options, kind, keys)
+        for index, kind in enumerate(types)
     }
 
 
-def attention(config: ModelConfig, options: Options, kind: str, defaults: dict[str, int] | None = None) -> CacheSpec:
+def attention(config: ModelConfig, options: Options, kind: str, keys: Keys = PLAIN) -> CacheSpec:
     """Describe one layer with keys and values per head.
 
     Args:
         config: the model.
         options: the caller's.
         kind: an entry of ``layer_types``.
-        defaults: what transformers takes for keys that this family leaves out.
+        keys: where the family says what it is.
 
     Raises:
         SpecInvalid: a key is missing, or the kind is unknown.
     """
-    known = defaults or {}
     if kind not in _MAKERS:
         raise config.odd("layer_types", kind, f"one of {', '.join(_MAKERS)}")
-    heads = config.whole("num_attention_heads", "attention heads", known.get("num_attention_heads"))
-    head_size = config.optional("head_dim") or known.get("head_dim")
+    if kind in WINDOWS and config.get(WINDOWS[kind], MISSING) in (None, 0):
+        kind = FULL  # a null, unlike a missing key, switches windows and chunks off
+    heads = config.first_whole(keys.heads, "attention heads", keys.defaults)
+    head_size = config.optional("head_dim") or keys.defaults.get("head_dim")
     if head_size is None:
-        head_size = config.whole("hidden_size", "width of the model, divided among the heads") // heads
+        width = config.first_whole(keys.width, "width of the model, divided among the heads", keys.defaults)
+        head_size = width // heads
     common = {
         "block_size": options.block_size,
-        "num_kv_heads": config.whole("num_key_value_heads", "KV heads", known.get("num_key_value_heads", heads)),
+        "num_kv_heads": config.first_whole(
+            keys.kv_heads, "KV heads", keys.defaults, otherwise=1 if keys.multi_query else heads
+        ),
         "head_size": head_size,
         "dtype": options.cache_dtype,
     }
-    return _MAKERS[kind](config, known, common)
+    return _MAKERS[kind](config, keys, common)
 
 
-def _full(config: ModelConfig, known: dict[str, int], common: dict[str, Any]) -> CacheSpec:
+def _full(config: ModelConfig, keys: Keys, common: dict[str, Any]) -> CacheSpec:
     return FullAttention(**common)
 
 
-def _sliding(config: ModelConfig, known: dict[str, int], common: dict[str, Any]) -> CacheSpec:
-    window = config.whole("sliding_window", "tokens that a sliding layer sees", known.get("sliding_window"))
-    return SlidingWindow(**common, window=window)
+def _sliding(config: ModelConfig, keys: Keys, common: dict[str, Any]) -> CacheSpec:
+    window = config.whole("sliding_window", "tokens that a sliding layer sees", keys.defaults.get("sliding_window"))
+    return SlidingWindow(**common, window=window + keys.beyond)
 
 
-def _chunked(config: ModelConfig, known: dict[str, int], common: dict[str, Any]) -> CacheSpec:
-    chunk = config.whole("attention_chunk_size", "tokens of a chunk", known.get("attention_chunk_size"))
+def _chunked(config: ModelConfig, keys: Keys, common: dict[str, Any]) -> CacheSpec:
+    chunk = config.whole("attention_chunk_size", "tokens of a chunk", keys.defaults.get("attention_chunk_size"))
     return ChunkedLocal(**common, chunk=chunk)
 
 
-_MAKERS: dict[str, Callable[[ModelConfig, dict[str, int], dict[str, Any]], CacheSpec]] = {
+_MAKERS: dict[str, Callable[[ModelConfig, Keys, dict[str, Any]], CacheSpec]] = {
     FULL: _full,
     SLIDING: _sliding,
     CHUNKED: _chunked,

@@ -1,6 +1,7 @@
 """The keys of one ``config.json``, read so that a missing or odd one is named with its purpose."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,50 +41,150 @@ class Options(Struct, frozen=True):
     state_dtype: DType
 
 
+UNSET: tuple[object, ...] = (None, False, 0, "", [], {})
+"""Values that say that there is nothing of what a key names."""
+
 Entry = TypeVar("Entry", str, int)
 
 LAYERS_MAX = 4096
 """Layers of one model; far above any, so that a broken config does not fill the memory."""
 
 
+GEOMETRY = frozenset((
+    # heads
+    "num_key_value_heads", "num_kv_heads", "n_head_kv", "num_query_groups", "num_attention_groups", "multi_query",
+    "multi_query_attention", "multi_query_group_num", "num_key_value_heads_per_layer", "num_global_key_value_heads",
+    "swa_num_key_value_heads", "attention_other_setting", "attention_k_eq_v",
+    # their sizes, and what stands instead of heads
+    "head_dim", "head_size", "kv_channels", "attention_head_dim", "v_head_dim", "swa_head_dim", "swa_v_head_dim",
+    "global_head_dim", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "index_head_dim", "indexer_types",
+    "index_topk_freq", "index_topk_pattern", "compress_ratios",
+    # windows
+    "sliding_window", "sliding_window_size", "sliding_window_pattern", "sliding_windows", "use_sliding_window",
+    "max_window_layers", "window_size", "window_sizes", "attention_window", "attn_window_size", "attention_chunk_size",
+    "local_attention", "attention_types", "attention_layers", "global_attn_every_n_layers",
+    "order_of_interleaved_layers",
+    # layers
+    "layer_types", "layers_block_type", "block_types", "block_configs", "hybrid_layer_pattern",
+    "hybrid_override_pattern", "attn_type_list", "attn_layer_indices", "attn_layer_period", "attn_layer_offset",
+    "full_attention_interval", "full_attn_idxs", "num_kv_shared_layers", "cross_attention_layers", "cla_share_factor",
+    "use_cla", "is_encoder_decoder", "linear_attn_config", "total_ut_steps", "num_loops",
+    # states
+    "mamba_n_heads", "mamba_num_heads", "mamba_d_state", "mamba_n_groups", "mamba_d_conv", "mamba_d_head",
+    "mamba_head_dim", "mamba_expand", "ssm_state_size", "ssm_cfg", "state_size", "n_groups", "conv_kernel",
+    "conv_L_cache", "linear_num_value_heads", "linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim",
+    "linear_conv_kernel_dim", "use_short_conv",
+))  # fmt: skip
+"""Keys of published configs that can change what is kept for a token. A family reads those that it understands."""
+
+HINT = re.compile(
+    r"(^|_)(kv|mla|latent|swa|ssm|mamba|rnn|recurrent|state|conv|linear|hybrid|window|windows|sliding|chunk|chunked|local"
+    r"|global|cross|compress|share|shared|sharing|index|pattern)(_|$)"
+)
+"""Words in a key that may change it, for families that nobody has looked at."""
+
+HARMLESS = frozenset((
+    "chunk_size_feed_forward", "pad_token_index", "image_token_index", "num_shared_experts", "n_shared_experts",
+    "shared_expert_intermediate_size", "moe_num_shared_experts", "add_cross_attention", "cross_attention_hidden_size",
+))  # fmt: skip
+"""Keys with such a word that change nothing."""
+
+WRAPPERS = frozenset((
+    "exaone4_5", "gemma3", "gemma4", "kimi_k25", "llama4", "mistral3", "qwen3_5", "qwen3_5_moe", "qwen3_vl",
+    "qwen3_vl_moe",
+))  # fmt: skip
+"""``model_type`` of models around a text model whose layers vLLM 0.32 names ``language_model.`` and so on."""
+
+
 class ModelConfig:
     """The text model's part of a config.
 
     Attributes:
-        keys: as in the file; those of a nested ``text_config`` before the outer ones.
+        keys: of the text model, as in the file: of ``text_config``, where there is one.
         model_type: of the text model.
+        wrapper: ``model_type`` of what stands around the text model; empty without one.
         prefix: of its layer names, with a dot at the end; empty unless the text model is nested.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         nested = config.get("text_config")
+        self._outer = config
+        self._understood: set[str] = set()
+        self.keys: Mapping[str, Any] = config
+        self.prefix = ""
+        self.wrapper = ""
         if isinstance(nested, Mapping):
-            # The vision tower is no cache; what the text model leaves out (its dtype, often) stands outside.
-            inner = {key: value for key, value in nested.items() if value is not None}
-            self.keys: Mapping[str, Any] = {**config, **inner}
+            # What the text model leaves out is transformers' default for it, not what stands outside.
+            self.keys = nested
             self.prefix = "language_model."
-        else:
-            self.keys = config
-            self.prefix = ""
-        found = self.keys.get("model_type")
+            self.wrapper = self._type_of(config)
+        self.model_type = self._type_of(self.keys) or self.wrapper
+
+    @staticmethod
+    def _type_of(keys: Mapping[str, Any]) -> str:
+        found = keys.get("model_type")
         if found is not None and not isinstance(found, str):
             raise SpecInvalid(f"config: model_type is {found!r}, not a string")
-        self.model_type: str = found or ""
+        return found or ""
+
+    def get(self, key: str, default: object = None) -> Any:
+        """Return the value of a key, which counts as understood; null is not a missing key."""
+        self._understood.add(key)
+        return self.keys.get(key, default)
+
+    def ignore(self, *names: str) -> None:
+        """Count keys as understood that change nothing in this family."""
+        self._understood.update(names)
+
+    def not_understood(self, *, guessed: bool = False) -> list[str]:
+        """Return the keys that may change what is kept, and that no one has read, in the order of the file.
+
+        Args:
+            guessed: also those that only sound as if they did, because nobody knows the family.
+        """
+        return [
+            key
+            for key, value in self.keys.items()
+            if value not in UNSET
+            and key not in self._understood
+            and (key in GEOMETRY or (guessed and key not in HARMLESS and HINT.search(key)))
+        ]
 
     def layer_name(self, index: int, suffix: str) -> str:
         """Return the name of one layer's cache, as vLLM registers it."""
         return f"{self.prefix}model.layers.{index}.{suffix}"
 
-    def num_layers(self, key: str = "num_hidden_layers") -> int:
+    def num_layers(self, keys: Sequence[str] = ("num_hidden_layers",)) -> int:
         """Return the number of layers.
 
         Raises:
             SpecInvalid: it is missing, or beyond reason.
         """
-        count = self.whole(key, "number of layers")
+        count = self.first_whole(keys, "number of layers")
         if count > LAYERS_MAX:
-            raise self.odd(key, count, f"at most {LAYERS_MAX}")
+            raise self.odd(keys[0], count, f"at most {LAYERS_MAX}")
         return count
+
+    def first_whole(
+        self, keys: Sequence[str], purpose: str, defaults: Mapping[str, int] = {}, *, otherwise: int | None = None
+    ) -> int:
+        """Return a whole number of 1 or more, of the first of these keys that has one.
+
+        Args:
+            keys: names of the same thing.
+            purpose: what it is.
+            defaults: by key, where all are missing.
+            otherwise: where there is no default either.
+
+        Raises:
+            SpecInvalid: all are missing without a default, or one is not such a number.
+        """
+        given = (value for value in map(self.optional, keys) if value is not None)
+        known = (defaults[key] for key in keys if key in defaults)
+        found = next(given, next(known, otherwise))
+        if found is None:
+            raise self._missing(" or ".join(map(repr, keys)), purpose)
+        return found
 
     def whole(self, key: str, purpose: str, default: int | None = None) -> int:
         """Return a whole number of 1 or more.
@@ -95,10 +196,7 @@ class ModelConfig:
         if value is not None:
             return value
         if default is None:
-            raise SpecInvalid(
-                f"config of model type {self.model_type!r} has no {key!r}: {purpose}",
-                remedy="Give the config.json that belongs to the model's weights.",
-            )
+            raise self._missing(repr(key), purpose)
         return default
 
     def optional(self, key: str) -> int | None:
@@ -107,7 +205,7 @@ class ModelConfig:
         Raises:
             SpecInvalid: it is something else.
         """
-        value = self.keys.get(key)
+        value = self.get(key)
         if value is None:
             return None
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -122,7 +220,7 @@ class ModelConfig:
         Raises:
             SpecInvalid: it is no such list, or too short.
         """
-        value = self.keys.get(key)
+        value = self.get(key)
         if value is None or value == []:
             return None
         if not isinstance(value, list) or not all(isinstance(entry, kind) for entry in value):
@@ -140,11 +238,18 @@ class ModelConfig:
         return self._first(STATE_DTYPE_KEYS) or STATE_DTYPE_ASSUMED
 
     def _first(self, names: Sequence[str]) -> str:
-        """Return the first of these keys that is there, without torch's prefix; empty if none is."""
-        found = next((self.keys[key] for key in names if self.keys.get(key) is not None), "")
+        """Return the first of these that is not null, here or outside, without torch's prefix; empty if none is."""
+        everywhere = [keys.get(name) for keys in (self.keys, self._outer) for name in names]
+        found = next((value for value in everywhere if value is not None), "")
         if not isinstance(found, str):
             raise self.odd(names[0], found, "the name of a dtype")
         return found.removeprefix("torch.")
+
+    def _missing(self, names: str, purpose: str) -> SpecInvalid:
+        return SpecInvalid(
+            f"config of model type {self.model_type!r} has no {names}: {purpose}",
+            remedy="Give the config.json that belongs to the model's weights.",
+        )
 
     def odd(self, key: str, found: object, expected: str) -> SpecInvalid:
         """Return the error for a key with an unusable value, which may come from anyone and be of any length."""

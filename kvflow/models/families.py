@@ -1,43 +1,98 @@
 """Which function describes which ``model_type``: one table, and what happens outside it."""
 
+import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from kvflow.errors import SpecInvalid
-from kvflow.layout.specs import CacheSpec, validate_specs
+from kvflow.layout.specs import CacheSpec, ChunkedLocal, FullAttention, SlidingWindow, validate_specs
 from kvflow.models import attention, latent, recurrent
-from kvflow.models.config import ModelConfig, Options, read_config
+from kvflow.models.config import WRAPPERS, ModelConfig, Options, read_config
 
 Describe = Callable[[ModelConfig, Options], dict[str, CacheSpec]]
 
 FAMILIES: dict[str, Describe] = {
+    "arcee": attention.plain,
+    "axk1": latent.deepseek_v3,
     "bamba": recurrent.bamba,
+    "cohere": attention.plain,
+    "cohere2": partial(attention.plain, keys=attention.COHERE2),
+    "cohere2_moe": partial(attention.plain, keys=attention.COHERE2),
+    "cwm": attention.plain,
     "deepseek_v2": latent.deepseek_v3,
     "deepseek_v3": latent.deepseek_v3,
     "deepseek_v32": latent.deepseek_v32,
     "deepseek_v4": latent.deepseek_v4,
-    "gemma2": attention.gemma2,
-    "gemma3": attention.gemma3,
-    "gemma3_text": attention.gemma3,
-    "gpt2": attention.gpt2,
-    "gpt_oss": attention.gpt_oss,
+    "ernie4_5": attention.plain,
+    "ernie4_5_moe": attention.plain,
+    "exaone4": attention.exaone4,
+    "exaone4_5_text": attention.exaone4,
+    "exaone_moe": attention.exaone4,
+    "falcon": attention.falcon,
+    "flex_olmo": attention.plain,
+    "gemma": attention.plain,
+    "gemma2": partial(attention.plain, keys=attention.GEMMA2),
+    "gemma3": partial(attention.plain, keys=attention.GEMMA3),
+    "gemma3_text": partial(attention.plain, keys=attention.GEMMA3),
+    "gemma4_text": attention.gemma4,
+    "glm": attention.plain,
+    "glm4": attention.plain,
+    "glm4_moe": attention.plain,
+    "glm4_moe_lite": latent.deepseek_v3,
+    "glm_moe_dsa": latent.deepseek_v32,
+    "gpt2": partial(attention.plain, keys=attention.GPT2),
+    "gpt_bigcode": attention.gpt_bigcode,
+    "gpt_neox": partial(attention.plain, keys=attention.GPT_NEOX),
+    "gpt_oss": partial(attention.plain, keys=attention.GPT_OSS),
+    "gptj": partial(attention.plain, keys=attention.GPT2),
+    "granite": attention.plain,
+    "granite_swa": attention.plain,
+    "granitemoe": attention.plain,
+    "granitemoe_swa": attention.plain,
     "granitemoehybrid": recurrent.granite_hybrid,
+    "granitemoeshared": attention.plain,
+    "hyperclovax": attention.plain,
+    "jais2": attention.plain,
     "kimi_k2": latent.deepseek_v3,
+    "laguna": attention.plain,
     "llama": attention.plain,
     "llama4": attention.llama4,
     "llama4_text": attention.llama4,
-    "mistral": attention.mistral,
-    "mixtral": attention.mistral,
+    "mellum": attention.plain,
+    "mimo_v2_flash": attention.mimo_v2,
+    "minimax_m2": attention.minimax_m2,
+    "ministral3": attention.plain,
+    "mistral": partial(attention.plain, keys=attention.MISTRAL),
+    "mixtral": attention.plain,
+    "nemotron_h": recurrent.nemotron_h,
+    "olmo": attention.plain,
+    "olmo2": attention.plain,
+    "olmo3": partial(attention.plain, keys=attention.OLMO3),
+    "olmoe": attention.plain,
+    "opt": partial(attention.plain, keys=attention.OPT),
+    "phi": attention.plain,
+    "phi3": attention.plain,
     "qwen2": attention.qwen2,
     "qwen2_moe": attention.qwen2,
     "qwen3": attention.qwen2,
+    "qwen3_5_moe_text": recurrent.qwen3_next,
+    "qwen3_5_text": recurrent.qwen3_next,
     "qwen3_moe": attention.qwen2,
     "qwen3_next": recurrent.qwen3_next,
+    "qwen3_vl_moe_text": attention.qwen2,
+    "qwen3_vl_text": attention.qwen2,
+    "seed_oss": attention.plain,
+    "smollm3": attention.plain,
+    "stablelm": attention.plain,
+    "starcoder2": attention.plain,
+    "vaultgemma": attention.plain,
 }
-"""``model_type`` of the text model -> what describes it."""
+"""``model_type`` of the text model -> what describes it. What vLLM says of them: ``tests/data/vllm_specs.json``."""
 
 BLOCK_SIZE = 16
 """Tokens in one block unless the caller says otherwise, as vLLM's."""
@@ -45,16 +100,16 @@ BLOCK_SIZE = 16
 BLOCK_SIZES = {"deepseek_v4": 256}
 """The same for families that 16 does not fit: a block of DeepSeek V4 holds whole entries of 128 tokens."""
 
-PLAIN_KEYS = ("num_hidden_layers", "num_attention_heads")
-PLAIN_SIZE_KEYS = ("head_dim", "hidden_size")
-"""What a config needs, all of the first and one of the second, to be described without its family being known."""
+WITH_HEADS = (FullAttention, SlidingWindow, ChunkedLocal)
 
-PECULIAR = (
-    "kv_lora_rank", "compress_ratios", "linear_num_value_heads", "linear_attn_config", "layers_block_type",
-    "hybrid_override_pattern", "attn_layer_indices", "attn_type_list", "mamba_d_state", "ssm_state_size", "state_size",
-    "num_kv_shared_layers", "global_head_dim",
-)  # fmt: skip
-"""Keys that say that a cache is not keys and values of one size per head in every layer. Guessing would be wrong."""
+GUESS_REMEDY = (
+    "Describe it with kvflow's specs, layer by layer, or pass guess=True (kvflow layout --guess) to have it taken for "
+    "plain attention."
+)
+
+
+class GuessWarning(UserWarning):
+    """A cache is described by a guess: the message says which, and two engines that guess alike can both be wrong."""
 
 
 def from_hf_config(
@@ -64,11 +119,12 @@ def from_hf_config(
     dtype: str | None = None,
     cache_dtype: str | None = None,
     state_dtype: str | None = None,
+    guess: bool = False,
 ) -> dict[str, CacheSpec]:
     """Describe the cache of a model by its Hugging Face ``config.json``.
 
-    An unknown ``model_type`` with the plain keys (layers, heads, their size) is taken for attention with keys and
-    values in every layer, full unless ``layer_types`` says otherwise. A draft head of the checkpoint is not described.
+    A ``model_type`` that is not known, and a key that may change the cache and is not understood, are refused: a
+    description that is wrong loses cache without an error. A draft head of the checkpoint is not described.
 
     Args:
         config: the decoded JSON, the path to it, or to its folder.
@@ -76,15 +132,20 @@ def from_hf_config(
         dtype: of the model; None: what the config says, else bfloat16.
         cache_dtype: of keys, values and latents; None: the model's.
         state_dtype: of recurrent states; None: what the config says, else float32.
+        guess: take a ``model_type`` that is not known for attention with keys and values in every layer, full unless
+            ``layer_types`` or ``sliding_window`` says otherwise, and warn with what was guessed (``GuessWarning``).
 
     Returns:
         Layer name, as vLLM registers it -> spec, in model order. Head counts are the model's, not a rank's.
 
     Raises:
-        SpecInvalid: the config cannot be read, its family is not known, or a key is missing or odd.
+        SpecInvalid: the config cannot be read, its family is not known, or a key is missing, odd or not understood.
     """
     model = ModelConfig(read_config(config))
-    describe = FAMILIES.get(model.model_type) or _generic(model)
+    unknown = _unknown(model)
+    if unknown and not guess:
+        raise SpecInvalid(f"config: {unknown} is not known", remedy=f"{GUESS_REMEDY} Known are {', '.join(FAMILIES)}.")
+    describe = FAMILIES.get(model.model_type, attention.plain)
     model_dtype = dtype or model.dtype()
     chosen = {
         "block_size": BLOCK_SIZES.get(model.model_type, BLOCK_SIZE) if block_size is None else block_size,
@@ -97,24 +158,32 @@ def from_hf_config(
     except msgspec.ValidationError as error:
         raise SpecInvalid(f"config of model type {model.model_type!r}: {error}") from error
     specs = describe(model, options)
+    strange = model.not_understood(guessed=model.model_type not in FAMILIES)
+    if strange:
+        raise SpecInvalid(
+            f"config of model type {model.model_type!r}: {', '.join(strange)} may change what is kept for a token, and "
+            f"{'is' if len(strange) == 1 else 'are'} not understood in this family",
+            remedy="Describe it with kvflow's specs, layer by layer; if a key changes nothing, leave it out.",
+        )
     validate_specs(specs)
+    if unknown:
+        warnings.warn(f"{unknown} is not known; guessed: {_in_words(specs)}", GuessWarning, stacklevel=2)
     return specs
 
 
-def _generic(model: ModelConfig) -> Describe:
-    """Return the plain description if the keys are those of plain attention.
+def _unknown(model: ModelConfig) -> str:
+    """Say what of a model is not known; empty if all is."""
+    if model.model_type not in FAMILIES:
+        return f"model type {model.model_type!r}"
+    if model.wrapper and model.wrapper not in WRAPPERS:
+        return f"model type {model.wrapper!r} around {model.model_type!r}"
+    return ""
 
-    Raises:
-        SpecInvalid: they are not; lists the families that are known.
-    """
-    peculiar = [key for key in PECULIAR if model.keys.get(key) is not None]
-    missing = [key for key in PLAIN_KEYS if model.keys.get(key) is None]
-    if not any(model.keys.get(key) is not None for key in PLAIN_SIZE_KEYS):
-        missing.append(" or ".join(PLAIN_SIZE_KEYS))
-    if not peculiar and not missing:
-        return attention.plain
-    reason = f"it has {', '.join(peculiar)}" if peculiar else f"it has no {', '.join(missing)}"
-    raise SpecInvalid(
-        f"config: model type {model.model_type!r} is unknown and not plain attention: {reason}",
-        remedy=f"Known are {', '.join(FAMILIES)}. Describe others with kvflow's specs, layer by layer.",
-    )
+
+def _in_words(specs: Mapping[str, CacheSpec]) -> str:
+    """Say how many layers keep what, and how the first is named."""
+    kinds = []
+    for spec, count in Counter(specs.values()).items():
+        heads = f" of {spec.num_kv_heads} KV heads of {spec.head_size}" if isinstance(spec, WITH_HEADS) else ""
+        kinds.append(f"{count} {spec.kind}{heads}{f' and a window of {spec.window}' if spec.window else ''}")
+    return f"{', '.join(kinds)}; the first is {next(iter(specs))}"

@@ -11,6 +11,9 @@ from kvflow.models.config import ModelConfig, Options
 INDEX_SCALE_BYTES = 4
 """One float32 scale stands behind every vector of 128 indexer elements, which are kept in one byte each."""
 
+OWN_INDEXER, SHARED_INDEXER = "full", "shared"
+"""Entries of ``indexer_types``."""
+
 WINDOW_BLOCK_SIZE = 64
 """DeepSeek V4: tokens in one block of a sliding-window cache, whatever the others have. Source: vLLM 0.32."""
 
@@ -26,6 +29,9 @@ PAGE_ALIGNMENT = 512
 
 def deepseek_v3(config: ModelConfig, options: Options) -> dict[str, CacheSpec]:
     """Describe DeepSeek V2 and V3: the latent with the rotary part behind it, as one vector."""
+    config.ignore(
+        "num_key_value_heads", "head_dim", "v_head_dim", "qk_nope_head_dim"
+    )  # of the heads, which are not kept
     rank = config.whole("kv_lora_rank", "elements of the compressed keys and values")
     rope = config.whole("qk_rope_head_dim", "elements of the part with the position")
     spec = MLA(block_size=options.block_size, head_size=rank + rope, dtype=options.cache_dtype)
@@ -33,7 +39,10 @@ def deepseek_v3(config: ModelConfig, options: Options) -> dict[str, CacheSpec]:
 
 
 def deepseek_v32(config: ModelConfig, options: Options) -> dict[str, CacheSpec]:
-    """Describe DeepSeek V3.2: as V3, and beside each layer the keys of its indexer."""
+    """Describe DeepSeek V3.2 and GLM 5: as V3, and the keys of an indexer beside each layer that has its own.
+
+    Layers that ``indexer_types`` calls ``shared`` use the indexer of a layer before them.
+    """
     keys = MLA(
         block_size=options.block_size,
         head_size=config.whole("index_head_dim", "elements of an indexer key"),
@@ -41,8 +50,16 @@ def deepseek_v32(config: ModelConfig, options: Options) -> dict[str, CacheSpec]:
         scale_bytes=INDEX_SCALE_BYTES,
     )
     specs: dict[str, CacheSpec] = {}
+    config.ignore("layer_types")
+    types = config.sequence("indexer_types", config.num_layers(), str) or [OWN_INDEXER] * config.num_layers()
+    if set(types) - {OWN_INDEXER, SHARED_INDEXER}:
+        raise config.odd("indexer_types", types, f"{OWN_INDEXER} or {SHARED_INDEXER} for each layer")
+    if SHARED_INDEXER in types:
+        config.ignore("index_topk_freq", "index_topk_pattern")  # says the same
     for index, (name, spec) in enumerate(deepseek_v3(config, options).items()):
         specs[name] = spec
+        if types[index] == SHARED_INDEXER:
+            continue
         specs[config.layer_name(index, "self_attn.indexer.k_cache")] = keys
     return specs
 
@@ -65,6 +82,8 @@ def deepseek_v4(config: ModelConfig, options: Options) -> dict[str, CacheSpec]:
     Raises:
         SpecInvalid: a key is missing, or the block size holds no whole number of entries.
     """
+    # The heads of queries, and the part of a latent that holds the position.
+    config.ignore("num_key_value_heads", "qk_rope_head_dim", "o_lora_rank", "layer_types")
     num_layers = config.num_layers()
     width = config.whole("head_dim", "elements of a latent", 512)
     ratios = config.sequence("compress_ratios", num_layers, int)

@@ -4,7 +4,7 @@ Convolution states are described as they lie in the "DS" layout: channels outerm
 of them is one range. A state's order in a page is that of vLLM.
 """
 
-from kvflow.layout.specs import CacheSpec, Mamba, State
+from kvflow.layout.specs import CacheSpec, FullAttention, Mamba, State
 from kvflow.models.attention import SELF_ATTENTION, attention
 from kvflow.models.config import ModelConfig, Options
 
@@ -21,7 +21,7 @@ def granite_hybrid(config: ModelConfig, options: Options) -> dict[str, CacheSpec
 
 def bamba(config: ModelConfig, options: Options) -> dict[str, CacheSpec]:
     """Describe Bamba: Mamba 2, and attention in the layers of ``attn_layer_indices``."""
-    indices = config.keys.get("attn_layer_indices") or []
+    indices = config.get("attn_layer_indices") or []
     if not isinstance(indices, list):
         raise config.odd("attn_layer_indices", indices, "a list of layer numbers")
     types = ["attention" if index in indices else "mamba" for index in range(config.num_layers())]
@@ -33,6 +33,53 @@ def qwen3_next(config: ModelConfig, options: Options) -> dict[str, CacheSpec]:
     interval = config.whole("full_attention_interval", "layers from one full one to the next", 4)
     types = ["full_attention" if (index + 1) % interval == 0 else "mamba" for index in range(config.num_layers())]
     return _mixed(config, options, _layer_types(config, types), _gated_delta_net(config, options), "linear_attn")
+
+
+NEMOTRON_LAYERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+"""Letters of ``hybrid_override_pattern`` -> entries of ``layers_block_type``."""
+
+
+def nemotron_h(config: ModelConfig, options: Options) -> dict[str, CacheSpec]:
+    """Describe Nemotron-H: a layer is Mamba 2, attention, or neither and keeps nothing."""
+    pattern = config.get("hybrid_override_pattern")
+    if pattern:
+        if not isinstance(pattern, str) or not set(pattern) <= set(NEMOTRON_LAYERS):
+            raise config.odd(
+                "hybrid_override_pattern", pattern, f"letters of {''.join(NEMOTRON_LAYERS)}, one per layer"
+            )
+        types = [NEMOTRON_LAYERS[letter] for letter in pattern]
+        config.ignore("layers_block_type")
+    else:
+        listed = config.get("layers_block_type")
+        types = config.sequence("layers_block_type", len(listed or []), str) or []
+    if not types:
+        raise config.odd("hybrid_override_pattern", pattern, "a letter for each layer, or layers_block_type")
+    config.ignore("layer_types", "mamba_expand")
+    heads = config.whole("mamba_num_heads", "heads of a Mamba layer")
+    recurrent = _grouped_states(
+        options,
+        heads=heads,
+        head_size=config.whole("mamba_head_dim", "channels of a Mamba head"),
+        state_size=config.whole("ssm_state_size", "state of a Mamba head, per channel"),
+        groups=config.whole("n_groups", "groups of Mamba heads that share B and C", 8),
+        history=config.whole("conv_kernel", "width of the convolution", 4) - 1,
+    )
+    head_size = config.first_whole(("head_dim", "attention_head_dim"), "elements of a head")
+    full = FullAttention(
+        block_size=options.block_size,
+        num_kv_heads=config.whole("num_key_value_heads", "KV heads"),
+        head_size=head_size,
+        dtype=options.cache_dtype,
+    )
+    specs: dict[str, CacheSpec] = {}
+    for index, kind in enumerate(types):
+        if kind in RECURRENT_TYPES:
+            specs[config.layer_name(index, "mixer")] = recurrent
+        elif kind in ATTENTION_TYPES:
+            specs[config.layer_name(index, "mixer.attn")] = full
+        elif kind not in NEMOTRON_LAYERS.values():
+            raise config.odd("layers_block_type", kind, f"one of {', '.join(NEMOTRON_LAYERS.values())}")
+    return specs
 
 
 def _layer_types(config: ModelConfig, otherwise: list[str]) -> list[str]:
@@ -50,6 +97,7 @@ def _layer_types(config: ModelConfig, otherwise: list[str]) -> list[str]:
 def _mixed(
     config: ModelConfig, options: Options, types: list[str], recurrent: Mamba, recurrent_name: str
 ) -> dict[str, CacheSpec]:
+    config.ignore("num_key_value_heads", "head_dim")  # of attention, which there may be none of
     specs: dict[str, CacheSpec] = {}
     for index, kind in enumerate(types):
         if kind in RECURRENT_TYPES:
@@ -66,14 +114,23 @@ def _mamba2(config: ModelConfig, options: Options) -> Mamba:
     state_size = config.whole("mamba_d_state", "state of a Mamba head, per channel")
     groups = config.whole("mamba_n_groups", "groups of Mamba heads that share B and C", 1)
     kernel = config.whole("mamba_d_conv", "width of the convolution", 4)
-    if config.keys.get("mamba_d_head") in (None, "auto"):
+    config.ignore("mamba_expand")  # read only where ``mamba_d_head`` is missing
+    if config.get("mamba_d_head") in (None, "auto"):
         width = config.whole("hidden_size", "width of the model")
         head_size = config.whole("mamba_expand", "width of a Mamba layer over that of the model", 2) * width // heads
     else:
         head_size = config.whole("mamba_d_head", "channels of a Mamba head")
+    return _grouped_states(
+        options, heads=heads, head_size=head_size, state_size=state_size, groups=groups, history=kernel - 1
+    )
+
+
+def _grouped_states(
+    options: Options, *, heads: int, head_size: int, state_size: int, groups: int, history: int
+) -> Mamba:
+    """Describe the states of Mamba 2, whose heads share B and C in groups."""
     # Every head needs its group's B and C, so a single group is on every rank.
     axis = None if groups == 1 else 0
-    history = kernel - 1
     return _states(
         options,
         conv={

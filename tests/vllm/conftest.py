@@ -8,7 +8,7 @@ import pytest
 if "KVFLOW_TEST_VLLM" not in os.environ:
     collect_ignore_glob = ["test_*.py"]
 elif os.environ["KVFLOW_TEST_VLLM"] != "full":
-    collect_ignore = ["test_cached.py", "test_refused.py"]
+    collect_ignore = ["test_cached.py"]
 
 from .engines import Nursery
 from .pairs import PAIRS, Pairs

@@ -99,9 +99,16 @@ VARIANTS = _variants("llama", LLAMA) | _variants("gptoss", GPTOSS)
 PAIRS |= VARIANTS
 PARALLEL = _parallel()
 USUAL_PARALLEL = ("llama-ranks-2-to-1", "gptoss-ranks-1-to-2")
+E4M3 = replace(LLAMA, dtype="float32", llm={"kv_cache_dtype": "fp8_e4m3"})
+E5M2 = replace(LLAMA, dtype="float32", llm={"kv_cache_dtype": "fp8_e5m2"})
+# On CPUs only AVX-512 and AMX have fp8 caches. In float32 both have the same kernel.
+FLOAT8 = {"llama-fp8-e4m3": (E4M3, E4M3), "llama-fp8-e5m2": (E5M2, E5M2)}
+PAIRS |= FLOAT8
+REFUSED_FLOAT8 = {"llama-fp8-e4m3-to-e5m2": (E4M3, E5M2)}
+"""A byte of one fp8 means another number in the other."""
 REFUSED = {"granite-ranks-2-to-1": _ranks(Options("granite"), 2, 1)}
 """What one rank has of a state is no part of what two have: such engines do not read each other."""
-PAIRS |= PARALLEL | REFUSED
+PAIRS |= PARALLEL | REFUSED | REFUSED_FLOAT8
 CACHED = [name for name in VARIANTS if "-cached" in name]
 PACKED = ("llama-packed", "llama-packed-heads-first", "gptoss-packed")
 BESIDE = {f"{name}-nixl": _with_nixl(PAIRS[name][0]) for name in (*MODELS, *PACKED)}
@@ -110,7 +117,7 @@ PAIRS |= BESIDE
 
 def chosen(*names: str) -> list[str]:
     """Return those of the pairs that this run starts: all, or only the usual ones."""
-    return [name for name in names if FULL or name in (*USUAL, *USUAL_PARALLEL)]
+    return [name for name in names if FULL or name in (*USUAL, *USUAL_PARALLEL, *FLOAT8)]
 
 
 def model_folder(name: str) -> Path:

@@ -170,7 +170,9 @@ def test_a_lease_runs_out_and_its_blocks_are_used_again_unless_a_read_renews_it(
     renewed = Asked(cluster, cluster.first, "renewed", decodes=[other])
     with held(renewed, "data"), cluster.wire.stalled():
         with held(stale, "data"):
-            unused = Asked(cluster, cluster.first, "unused", tickets=[ticket(cluster.first, [7] * LENGTH)] * 2)
+            unused = Asked(
+                cluster, cluster.first, "unused", tickets=[ticket(cluster.first, prompt_of(LENGTH, "unused"))] * 2
+            )
             cluster.second.wait_state(lambda state: state["held"] == 0, LEASE_S + PATIENCE_S)
             cluster.first.wait_state(lambda state: state["held"] == 1, LEASE_S + PATIENCE_S)
             overwrite(cluster.second)

@@ -2,17 +2,33 @@
 
 import pytest
 
-from .pairs import REFUSED
+from .pairs import FULL, REFUSED, REFUSED_FLOAT8
 from .prompts import prompt_of
 from .test_hostile import failed, reason_of
 
 LENGTH = 333
 
 
-@pytest.mark.parametrize("pair", REFUSED, indirect=True)
-def test_states_of_another_number_of_ranks_are_refused(pair):
-    prompt = prompt_of(LENGTH)
+def refused(pair, prompt):
     answer = pair.decode.generate(prompt, pair.ticket(prompt))
     assert reason_of(pair, answer) == "layout_mismatch"
     assert failed(answer), answer
+
+
+@pytest.mark.skipif(not FULL, reason="takes two engines of several ranks")
+@pytest.mark.parametrize("pair", REFUSED, indirect=True)
+def test_states_of_another_number_of_ranks_are_refused(pair):
+    prompt = prompt_of(LENGTH)
+    refused(pair, prompt)
     assert pair.alone(pair.decode, prompt) == pair.monolithic(prompt)
+
+
+@pytest.mark.parametrize("pair", REFUSED_FLOAT8, indirect=True)
+def test_caches_of_another_float8_format_are_refused(pair):
+    prompt = prompt_of(LENGTH)
+    alone = pair.alone(pair.decode, prompt)
+    refused(pair, prompt)
+    log = pair.decode.log.read_text(errors="replace")
+    assert "float8_e4m3fn" in log
+    assert "float8_e5m2" in log
+    assert pair.alone(pair.decode, prompt) == alone

@@ -3,13 +3,14 @@
 import pytest
 
 from .engines import KVFLOW
-from .pairs import MODELS, PAIRS, REFUSED, VARIANTS, chosen
+from .pairs import MODELS, PAIRS, REFUSED, REFUSED_FLOAT8, VARIANTS, chosen
 from .prompts import PROMPT_LENGTHS, prompt_of
 from .tampering import of_other_blocks
 from .tiny_models import VOCABULARY
 
 TOKENS = 32
-OURS = chosen(*(name for name, sides in PAIRS.items() if sides[0].connector == KVFLOW and name not in REFUSED))
+APART = REFUSED | REFUSED_FLOAT8
+OURS = chosen(*(name for name, sides in PAIRS.items() if sides[0].connector == KVFLOW and name not in APART))
 """Every pair with kvflow's connector that works."""
 BASE = chosen(*MODELS)
 

@@ -164,8 +164,9 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Put this rank's cache on the network."""
         config = self._settings.worker
-        shape = engine_shape(self._vllm_config)
-        kernels = cpu_kernels(self._vllm_config, [name for group in self._groups for name in group.layer_names])
+        layers = [name for group in self._groups for name in group.layer_names]
+        shape = engine_shape(self._vllm_config, layers)
+        kernels = cpu_kernels(self._vllm_config, layers)
         cache = adopt_caches(kv_caches, self._groups, shape, tp_rank=config.rank, kernels=kernels)
         # Peers compare it: where no description tells them apart, this must.
         config = msgspec.structs.replace(config, model_dtype=config.model_dtype + marker(kernels, kv_caches))

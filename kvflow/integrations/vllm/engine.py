@@ -1,13 +1,18 @@
 """What vLLM's configuration says of the engine and of this rank, read in one place."""
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from kvflow.errors import ConfigInvalid
 from kvflow.integrations.vllm.settings import EngineFacts, model_name
-from kvflow.integrations.vllm.specs import EngineShape, dtype_name
+from kvflow.integrations.vllm.specs import EngineShape, byte_format, dtype_name
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+
+FP8_CACHES = ("DeepseekV32IndexerCache",)
+"""Layers of vLLM that tell no ``kv_cache_dtype``: their cache is the platform's fp8, whatever the others' is."""
 
 
 def engine_facts(vllm_config: "VllmConfig", *, ranked: bool, told_of_sleep: bool) -> EngineFacts:
@@ -63,15 +68,35 @@ def require_awake(model: Any) -> None:
         )
 
 
-def engine_shape(vllm_config: "VllmConfig") -> EngineShape:
-    """Return what the engine's specs must be read with."""
+def engine_shape(vllm_config: "VllmConfig", layers: Iterable[str]) -> EngineShape:
+    """Return what the specs of these layers of the engine must be read with."""
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first  # noqa: PLC0415 - loads models
 
     return EngineShape(
         tp_size=vllm_config.parallel_config.tensor_parallel_size,
         num_kv_heads=vllm_config.model_config.get_total_num_kv_heads(),
         conv_channels_first=is_conv_state_dim_first(),
+        element_types=element_types(vllm_config, layers),
     )
+
+
+def element_types(vllm_config: "VllmConfig", layers: Iterable[str]) -> dict[str, str]:
+    """Return what the bytes of each layer's cache are, if vLLM keeps them as bytes: layer name -> torch's name.
+
+    Each layer is asked: ``--kv-cache-dtype-skip-layers``, the checkpoint or a draft model may say otherwise for some.
+    """
+    from vllm.platforms import current_platform  # noqa: PLC0415 - it looks for devices
+
+    modules = vllm_config.compilation_config.static_forward_context
+    platform_fp8 = dtype_name(current_platform.fp8_dtype())
+    found = {}
+    for name in layers:
+        module = modules.get(name)
+        cache_dtype = "fp8" if type(module).__name__ in FP8_CACHES else str(getattr(module, "kv_cache_dtype", ""))
+        backend = getattr(module, "attn_backend", None)
+        backend_name = backend.get_name() if backend is not None else ""
+        found[name] = byte_format(cache_dtype, platform_fp8=platform_fp8, backend=backend_name)
+    return found
 
 
 def _tp_rank() -> int:

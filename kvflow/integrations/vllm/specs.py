@@ -16,6 +16,11 @@ CacheSpec = FullAttention | SlidingWindow | ChunkedLocal | MLA | Mamba
 QUANTIZATIONS = {"NONE": None, "FP8_PER_TENSOR": None, "FP8_PER_TOKEN_HEAD": "fp8_per_token_head"}
 """vLLM's ``KVQuantMode`` -> kvflow's quantization. Scales per tensor are not in the cache."""
 
+E5M2_IGNORED = ("TRITON_ATTN", "ROCM_")
+"""Attention backends, by the start of their names, that keep the platform's fp8 when told ``fp8_e5m2``.
+Source: vLLM 0.32, ``triton_attn.py`` and ``rocm_attn.py`` of its backends: they view the cache as ``fp8_dtype()``.
+"""
+
 PORTABLE_STATES = ("conv", "ssm")
 """What Mamba 1, Mamba 2 and gated delta nets keep, in the order of a page."""
 
@@ -28,12 +33,15 @@ class EngineShape(Struct, frozen=True, kw_only=True):
         num_kv_heads: of the model, where it tells.
         kernel_tokens: layer name -> tokens of one block of the attention kernel, as the layer's tensor has them.
         conv_channels_first: whether convolution states lie channels first (vLLM's layout ``DS``).
+        element_types: layer name -> what the bytes of its cache are, where vLLM's tensor has ``uint8``; see
+            ``byte_format``.
     """
 
     tp_size: int = 1
     num_kv_heads: int = 0
     kernel_tokens: Mapping[str, int] = {}
     conv_channels_first: bool = True
+    element_types: Mapping[str, str] = {}
 
 
 def read_groups(groups: Iterable[Any]) -> tuple[Group, ...]:
@@ -92,6 +100,24 @@ def retained_tokens(group: Any) -> int:
     return max(getattr(spec, "extra_retained_tokens", 0) for _, spec in layer_specs(group))
 
 
+def byte_format(cache_dtype: str, *, platform_fp8: str, backend: str = "") -> str:
+    """Return torch's name of what vLLM keeps in a cache of ``uint8``; empty if it is not known.
+
+    Args:
+        cache_dtype: vLLM's name, resolved for one layer: ``fp8``, ``fp8_e5m2``, ...
+        platform_fp8: torch's name of the platform's ``fp8_dtype()``.
+        backend: vLLM's name of the layer's attention backend.
+    """
+    match cache_dtype:
+        case "fp8" | "fp8_e4m3" | "fp8_per_token_head" | "fp8_ds_mla":
+            return platform_fp8
+        case "fp8_e5m2":
+            return platform_fp8 if backend.startswith(E5M2_IGNORED) else "float8_e5m2"
+        case "nvfp4_ds_mla":
+            return "uint8"  # two elements in a byte, and their scales: one format, told by its size
+    return ""
+
+
 def dtype_name(dtype: Any) -> Any:
     """Return torch's name of a dtype, without its module."""
     return str(dtype).removeprefix("torch.")
@@ -137,7 +163,7 @@ def _read_latent(name: str, spec: Any, shape: EngineShape) -> MLA:
     dense = nbytes == spec.head_size * spec.dtype.itemsize
     return MLA(
         head_size=spec.head_size if dense else nbytes,
-        dtype=dtype_name(spec.dtype) if dense else "uint8",
+        dtype=_element_type(name, spec, shape) if dense or spec.dtype.itemsize == 1 else "uint8",
         sliding_window=getattr(spec, "sliding_window", None) or 0,
         **_pages(name, spec, shape),
     )
@@ -178,7 +204,7 @@ def _attention(name: str, spec: Any, shape: EngineShape) -> dict[str, Any]:
         "num_kv_heads": _heads(spec.num_kv_heads, shape),
         "head_size": spec.head_size,
         "head_size_v": 0 if spec.head_size_v == spec.head_size else spec.head_size_v,
-        "dtype": dtype_name(spec.dtype),
+        "dtype": _element_type(name, spec, shape),
         "quantization": QUANTIZATIONS[mode],
         **_pages(name, spec, shape),
     }
@@ -191,6 +217,20 @@ def _attention(name: str, spec: Any, shape: EngineShape) -> dict[str, Any]:
             remedy="Use another attention backend or kv_cache_dtype.",
         )
     return fields
+
+
+def _element_type(name: str, spec: Any, shape: EngineShape) -> Any:
+    """Return what a layer's cache holds, as torch names it: vLLM keeps every fp8 as bytes, and so tells them apart."""
+    declared = dtype_name(spec.dtype)
+    if declared != "uint8":
+        return declared
+    found = shape.element_types.get(name, "")
+    if not found:
+        raise SpecInvalid(
+            f"{name}: its cache is of bytes, and what they are is not known",
+            remedy="Use a kv_cache_dtype of auto, bfloat16, fp8, fp8_e4m3 or fp8_e5m2.",
+        )
+    return found
 
 
 def _require_plain(name: str, spec: Any) -> None:

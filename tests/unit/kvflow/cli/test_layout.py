@@ -170,3 +170,13 @@ def test_ranks_that_divide_tokens_are_shown(capsys):
 def test_tokens_that_cannot_be_divided_so_are_refused(capsys, flags, words):
     assert main(["layout", "gpt-oss-20b", *flags]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_guess_is_made_on_request_only_and_said(capsys, tmp_path):
+    path = tmp_path / "config.json"
+    plain = {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512}
+    path.write_text(json.dumps({"model_type": "novel", **plain}))
+    assert main(["layout", str(path)]) == 2
+    assert "--guess" in capsys.readouterr().err
+    assert main(["layout", str(path), "--guess"]) == 0
+    assert "guessed: 2 full of 2 KV heads of 64" in capsys.readouterr().err

@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvflow import MLA, ChunkedLocal, FullAttention, Mamba, SlidingWindow, State
-from kvflow.errors import SpecInvalid
-from kvflow.integrations.vllm.specs import EngineShape, read_groups, read_spec, state_block
+from kvflow import MLA, ChunkedLocal, FullAttention, Mamba, SlidingWindow, State, allocate, plan_transfer
+from kvflow.errors import LayoutMismatch, SpecInvalid
+from kvflow.integrations.vllm.specs import EngineShape, byte_format, read_groups, read_spec, state_block
 
 from .vllm_like import (
     BFLOAT16,
@@ -39,7 +39,7 @@ def quantized(mode):
         (ChunkedLocalAttentionSpec(), ChunkedLocal(**ATTENTION, chunk=64)),
         (
             FullAttentionSpec(dtype=UINT8, kv_quant_mode=quantized("FP8_PER_TOKEN_HEAD"), content=136),
-            FullAttention(**ATTENTION | {"dtype": "uint8"}, quantization="fp8_per_token_head"),
+            FullAttention(**ATTENTION | {"dtype": "float8_e4m3fn"}, quantization="fp8_per_token_head"),
         ),
         (
             MLAAttentionSpec(head_size=576, head_size_v=0, num_kv_heads=1),
@@ -47,14 +47,54 @@ def quantized(mode):
         ),
         (
             MLAAttentionSpec(head_size=576, head_size_v=0, dtype=UINT8, content=656),
-            MLA(block_size=16, head_size=656, dtype="uint8"),
+            MLA(block_size=16, head_size=656, dtype="float8_e4m3fn"),
         ),
         (MambaSpec(page_size_padded=196608), Mamba(block_size=1024, page_bytes=196608, states=STATES)),
     ],
     ids=lambda spec: type(spec).__name__,
 )
 def test_every_kind_of_layer(theirs, ours):
-    assert read_spec("layer", theirs, EngineShape()) == ours
+    assert read_spec("layer", theirs, EngineShape(element_types={"layer": "float8_e4m3fn"})) == ours
+
+
+@pytest.mark.parametrize(
+    ("cache_dtype", "backend", "kept"),
+    [
+        ("fp8", "FLASH_ATTN", "float8_e4m3fnuz"),
+        ("fp8_e4m3", "FLASHINFER", "float8_e4m3fnuz"),
+        ("fp8_ds_mla", "FLASHMLA_SPARSE", "float8_e4m3fnuz"),
+        ("fp8_per_token_head", "TRITON_ATTN", "float8_e4m3fnuz"),
+        ("fp8_e5m2", "FLASHINFER", "float8_e5m2"),
+        ("fp8_e5m2", "", "float8_e5m2"),
+        ("fp8_e5m2", "TRITON_ATTN", "float8_e4m3fnuz"),
+        ("fp8_e5m2", "ROCM_ATTN", "float8_e4m3fnuz"),
+        ("nvfp4_ds_mla", "", "uint8"),
+        ("fp8_of_tomorrow", "", ""),
+        ("auto", "", ""),
+    ],
+)
+def test_bytes_are_named_by_what_vllm_keeps_in_them(cache_dtype, backend, kept):
+    assert byte_format(cache_dtype, platform_fp8="float8_e4m3fnuz", backend=backend) == kept
+
+
+@pytest.mark.parametrize("kind", [FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, MLAAttentionSpec])
+@pytest.mark.parametrize("other", ["float8_e5m2", "float8_e4m3fnuz"])
+def test_caches_of_another_float8_format_are_refused_by_name(kind, other):
+    def manifest(element_type):
+        spec = kind(dtype=UINT8, kv_quant_mode=quantized("FP8_PER_TENSOR"))
+        ours = read_spec("layer", spec, EngineShape(element_types={"layer": element_type}))
+        return allocate({"layer": ours}, num_blocks=2).manifest()
+
+    source, target = manifest("float8_e4m3fn"), manifest(other)
+    assert plan_transfer(source, manifest("float8_e4m3fn")).groups
+    with pytest.raises(LayoutMismatch, match=rf"dtype.*float8_e4m3fn.*{other}"):
+        plan_transfer(source, target)
+    assert source.compatibility_digest != target.compatibility_digest
+
+
+def test_bytes_that_nobody_can_name_are_refused():
+    with pytest.raises(SpecInvalid, match="what they are is not known"):
+        read_spec("layer", FullAttentionSpec(dtype=UINT8), EngineShape())
 
 
 def test_channels_are_outermost_in_a_convolution_state_however_it_lies():

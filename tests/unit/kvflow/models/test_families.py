@@ -8,7 +8,7 @@ from kvflow.errors import SpecInvalid
 from kvflow.layout.pages import page_bytes
 from kvflow.layout.shards import Shard
 from kvflow.layout.specs import MLA, ChunkedLocal, FullAttention, SlidingWindow
-from kvflow.models import from_hf_config
+from kvflow.models import GuessWarning, from_hf_config
 
 PLAIN = {
     "model_type": "llama",
@@ -80,6 +80,7 @@ def test_options_override_the_config():
         ({"model_type": "mistral", "sliding_window": None}, [0, 0, 0, 0, 0, 0]),
         ({"model_type": "mistral", "sliding_window": 64}, [64] * 6),
         ({"model_type": "mistral"}, [4096] * 6),
+        ({"model_type": "smollm3", "sliding_window": 64, "use_sliding_window": False}, [0] * 6),
         ({"model_type": "qwen2", "sliding_window": 64, "max_window_layers": 4}, [0] * 6),
         (
             {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 4},
@@ -99,7 +100,7 @@ def test_windows_follow_the_family(config, expected):
     assert windows(from_hf_config({**PLAIN, "num_hidden_layers": 6, **config})) == expected
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "gemma3", "gpt_oss", "somebody's"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "gemma3", "gpt_oss", "cohere2", "exaone4"])
 def test_layer_types_come_before_the_rule_of_the_family(family):
     types = ["full_attention", "sliding_attention"]
     specs = from_hf_config({**PLAIN, "model_type": family, "layer_types": types, "sliding_window": 64})
@@ -127,7 +128,7 @@ def test_layers_are_named_as_vllm_names_them(config, first):
 
 
 def test_a_nested_text_model_takes_its_dtype_from_outside():
-    specs = from_hf_config({"model_type": "wrapper", "torch_dtype": "float16", "text_config": PLAIN})
+    specs = from_hf_config({"model_type": "mistral3", "torch_dtype": "float16", "text_config": PLAIN})
     assert {spec.dtype for spec in specs.values()} == {"float16"}
 
 
@@ -253,24 +254,189 @@ def test_an_odd_value_is_named(change, said):
         from_hf_config({**PLAIN, **change})
 
 
+def test_a_null_in_a_nested_text_model_is_no_missing_key():
+    mistral = {**PLAIN, "model_type": "mistral"}
+    nested = {"model_type": "mistral3", "sliding_window": 64, "text_config": {**mistral, "sliding_window": None}}
+    assert windows(from_hf_config(nested)) == [0, 0]
+    missing = {"model_type": "mistral3", "sliding_window": 64, "text_config": mistral}
+    assert windows(from_hf_config(missing)) == [4096, 4096]
+    llama4 = {**PLAIN, "model_type": "llama4_text", "attention_chunk_size": None}
+    assert windows(from_hf_config({"model_type": "llama4", "text_config": llama4})) == [0, 0]
+
+
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("change", "found"),
     [
-        ({"kv_lora_rank": 512}, "it has kv_lora_rank"),
-        ({"mamba_d_state": 16}, "it has mamba_d_state"),
-        ({"num_attention_heads": None}, "it has no num_attention_heads"),
-        ({"hidden_size": None}, "it has no head_dim or hidden_size"),
+        ({"model_type": "falcon", "multi_query": True, "num_attention_heads": 71, "hidden_size": 4544}, (1, 64, 0)),
+        ({"model_type": "falcon", "multi_query": False}, (8, 64, 0)),
+        (
+            {"model_type": "falcon", "new_decoder_architecture": True, "num_kv_heads": 4, "multi_query": True},
+            (4, 64, 0),
+        ),
+        ({"model_type": "falcon", "new_decoder_architecture": True, "n_head_kv": 2}, (2, 64, 0)),
+        ({"model_type": "gpt_bigcode", "multi_query": True, "n_head": 8}, (1, 64, 0)),
+        ({"model_type": "gpt_bigcode"}, (1, 64, 0)),
+        ({"model_type": "gpt_bigcode", "multi_query": False}, (8, 64, 0)),
     ],
 )
-def test_an_unknown_family_that_is_not_plain_is_refused(change, reason):
-    with pytest.raises(SpecInvalid, match=reason) as refused:
-        from_hf_config({**PLAIN, "model_type": "novel", **change})
-    assert "'novel'" in refused.value.message
+def test_one_kv_head_for_all_is_described_as_one(change, found):
+    config = {key: value for key, value in PLAIN.items() if key != "num_key_value_heads"} | change
+    specs = from_hf_config(config).values()
+    assert {(spec.num_kv_heads, spec.head_size, spec.window) for spec in specs} == {found}
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"model_type": "cohere2", "sliding_window": 64, "sliding_window_pattern": 2}, [65, 0, 65, 0, 65, 0]),
+        ({"model_type": "cohere2"}, [4097, 4097, 4097, 0, 4097, 4097]),
+        ({"model_type": "gemma2", "sliding_window": None, "layer_types": ["sliding_attention"] * 6}, [0] * 6),
+        ({"model_type": "cohere2", "sliding_window": None}, [0] * 6),
+        ({"model_type": "exaone4", "sliding_window": 64, "sliding_window_pattern": "LLG"}, [64, 64, 0, 64, 64, 0]),
+        ({"model_type": "exaone4", "sliding_window": 64, "sliding_window_pattern": 2}, [64, 0, 64, 0, 64, 0]),
+        ({"model_type": "exaone4", "sliding_window": None, "sliding_window_pattern": None}, [0] * 6),
+    ],
+)
+def test_windows_in_turn(change, expected):
+    assert windows(from_hf_config({**PLAIN, "num_hidden_layers": 6, **change})) == expected
+
+
+MIMO = {
+    **PLAIN,
+    "model_type": "mimo_v2_flash",
+    "head_dim": 192,
+    "v_head_dim": 128,
+    "swa_num_key_value_heads": 4,
+    "swa_head_dim": 192,
+    "swa_v_head_dim": 64,
+    "sliding_window_size": 128,
+    "hybrid_layer_pattern": [0, 1],
+}
+
+
+def test_values_may_be_narrower_than_keys_and_differ_in_sliding_layers():
+    full, sliding = from_hf_config(MIMO).values()
+    assert (full.num_kv_heads, full.head_size, full.head_size_v, full.window) == (2, 192, 128, 0)
+    assert (sliding.num_kv_heads, sliding.head_size, sliding.head_size_v, sliding.window) == (4, 192, 64, 128)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {**PLAIN, "model_type": "novel"},
+        {**PLAIN, "model_type": None},
+        {"model_type": "novel", "text_config": PLAIN},
+        {"model_type": "mistral3", "text_config": {**PLAIN, "model_type": "novel"}},
+    ],
+    ids=["family", "nothing", "around a text model", "in a known one"],
+)
+def test_what_is_not_known_is_refused_and_guessed_aloud_on_request(config):
+    with pytest.raises(SpecInvalid, match="is not known") as refused:
+        from_hf_config(config)
+    assert "guess=True" in refused.value.remedy
     assert "deepseek_v3, " in refused.value.remedy
+    with pytest.warns(
+        GuessWarning, match="guessed: 2 full of 2 KV heads of 64; the first is .*model.layers.0.self_attn"
+    ):
+        guessed = from_hf_config(config, guess=True)
+    assert list(guessed.values()) == list(from_hf_config(PLAIN).values())
 
 
-def test_an_unknown_family_with_plain_keys_is_attention():
-    assert from_hf_config({**PLAIN, "model_type": "novel"}) == from_hf_config(PLAIN)
+def test_a_guess_tells_windows_apart():
+    types = ["sliding_attention", "full_attention"]
+    with pytest.warns(
+        GuessWarning, match="1 sliding of 2 KV heads of 64 and a window of 8, 1 full of 2 KV heads of 64"
+    ):
+        from_hf_config({**PLAIN, "model_type": "novel", "layer_types": types, "sliding_window": 8}, guess=True)
+
+
+def test_a_known_family_needs_no_guess(recwarn):
+    assert from_hf_config(PLAIN, guess=True) == from_hf_config(PLAIN)
+    assert not recwarn
+
+
+@pytest.mark.parametrize("guess", [False, True])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"v_head_dim": 128},
+        {"num_kv_shared_layers": 1},
+        {"kv_lora_rank": 512},
+        {"block_configs": [{"attention": {"n_heads_in_group": 8}}]},
+        {"sliding_window_pattern": 4},
+        {"multi_query": True},
+        {"num_kv_heads": 4},
+        {"num_attention_groups": 1},
+        {"hybrid_layer_pattern": [0, 1]},
+        {"mamba_d_state": 16},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_key_that_is_not_understood_is_refused_by_its_name(change, guess):
+    (key,) = change
+    for model_type in ("llama", "novel") if guess else ("llama",):
+        with pytest.raises(SpecInvalid, match=f"'{model_type}': {key} may change what is kept"):
+            from_hf_config({**PLAIN, "model_type": model_type, **change}, guess=guess)
+
+
+@pytest.mark.parametrize("value", [None, False, 0, [], ""])
+def test_a_key_that_says_nothing_is_no_reason_to_refuse(value):
+    assert from_hf_config({**PLAIN, "num_kv_shared_layers": value}) == from_hf_config(PLAIN)
+
+
+def test_a_guess_is_refused_for_keys_that_only_sound_like_a_cache_of_another_kind():
+    novel = {**PLAIN, "model_type": "novel"}
+    with pytest.raises(SpecInvalid, match="recurrent_block_count, kv_reuse may change"):
+        from_hf_config({**novel, "recurrent_block_count": 4, "kv_reuse": 2, "n_shared_experts": 1}, guess=True)
+    assert from_hf_config({**PLAIN, "recurrent_block_count": 4}) == from_hf_config(PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("missing", "said"), [("num_attention_heads", "num_attention_heads"), ("hidden_size", "hidden_size")]
+)
+def test_a_guess_needs_the_plain_keys(missing, said):
+    with pytest.raises(SpecInvalid, match=f"'novel' has no '{said}'"):
+        from_hf_config({**PLAIN, "model_type": "novel", missing: None}, guess=True)
+
+
+NEMOTRON = {
+    **PLAIN,
+    "model_type": "nemotron_h",
+    "head_dim": 64,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 8,
+    "ssm_state_size": 16,
+    "n_groups": 2,
+}
+
+
+@pytest.mark.parametrize(
+    "said", [{"hybrid_override_pattern": "M-*E"}, {"layers_block_type": ["mamba", "mlp", "attention", "moe"]}]
+)
+def test_layers_without_a_cache_are_left_out(said):
+    specs = from_hf_config({**NEMOTRON, **said})
+    assert {name: spec.kind for name, spec in specs.items()} == {
+        "model.layers.0.mixer": "mamba",
+        "model.layers.2.mixer.attn": "full",
+    }
+    assert [state.shape for state in specs["model.layers.0.mixer"].states] == [(32, 3), (32, 3), (32, 3), (4, 8, 16)]
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({**NEMOTRON, "hybrid_override_pattern": "MX"}, "hybrid_override_pattern is 'MX'"),
+        (NEMOTRON, "hybrid_override_pattern is None"),
+        ({**NEMOTRON, "layers_block_type": ["mamba", "other"]}, "layers_block_type is 'other'"),
+        ({**PLAIN, "model_type": "minimax_m2", "attn_type_list": [0, 1]}, "attn_type_list"),
+        ({**PLAIN, "model_type": "exaone4", "sliding_window_pattern": -1}, "sliding_window_pattern is -1"),
+        ({**PLAIN, "model_type": "gemma4_text"}, "layer_types is None"),
+        ({**MIMO, "hybrid_layer_pattern": None}, "hybrid_layer_pattern is None"),
+    ],
+)
+def test_a_family_refuses_what_it_cannot_mean(config, said):
+    with pytest.raises(SpecInvalid, match=said):
+        from_hf_config(config)
 
 
 @pytest.mark.parametrize("as_text", [False, True])
