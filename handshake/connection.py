@@ -260,8 +260,8 @@ class Connection:
                 self._become_ready(message, now)
             case Release(leases=leases) | Renew(leases=leases) if not self._allowance.takes_leases(len(leases), now):
                 self._refuse_rate("leases", self._limits.leases_per_s_max, now)
-            case Release(leases=leases):
-                self._events.append(ReleaseReceived(leases=leases))
+            case Release(leases=leases, read=read):
+                self._events.append(ReleaseReceived(leases=leases, read=read))
             case Renew(leases=leases):
                 self._events.append(RenewReceived(leases=leases))
             case Released(leases=leases):

@@ -3,7 +3,7 @@
 A connection ends with exactly one ``ConnectionClosed`` or ``ConnectionFailed``; nothing follows it.
 """
 
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
 from handshake.messages import Identity, LeaseAnswer, LeaseRef, Publication
 
@@ -17,9 +17,15 @@ class PeerReady(Struct, frozen=True, kw_only=True):
 
 
 class ReleaseReceived(Struct, frozen=True, kw_only=True):
-    """The peer, as known from ``PeerReady``, needs these leases no more."""
+    """The peer, as known from ``PeerReady``, needs these leases no more.
+
+    Attributes:
+        leases: all of them.
+        read: whether it has read what they promise; ``UNSET`` if it does not tell.
+    """
 
     leases: tuple[LeaseRef, ...]
+    read: bool | UnsetType = UNSET
 
 
 class RenewReceived(Struct, frozen=True, kw_only=True):

@@ -37,6 +37,10 @@ Epoch = Annotated[int, Meta(ge=0)]
 """An unsigned number of 64 bits; MessagePack has no larger one."""
 Nonce = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
+Word = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_]{0,31}\Z")]
+"""One of a set that may grow: whoever does not know it still knows the rest of the message."""
+Seconds = Annotated[float, Meta(ge=0, le=2**40)]
+
 ClockTime = Annotated[float, Meta(ge=0, le=2**40)] | UnsetType
 """Seconds since 1970 on the speaker's wall clock when it spoke; absent from peers that do not tell."""
 
@@ -96,9 +100,17 @@ class LeaseRef(Struct, frozen=True, kw_only=True):
 
 
 class LeaseAnswer(LeaseRef, frozen=True, kw_only=True):
-    """What became of one lease."""
+    """What became of one lease.
+
+    Attributes:
+        outcome: in the words of the protocol.
+        ended_by: how a lease has ended, in the words of the program above; absent if that is not remembered.
+        ended_s: how long ago, in seconds.
+    """
 
     outcome: Outcome
+    ended_by: Word | UnsetType = UNSET
+    ended_s: Seconds | UnsetType = UNSET
 
 
 class Message(Struct, frozen=True, kw_only=True, tag_field="type"):
@@ -151,9 +163,15 @@ LeaseAnswers = Annotated[tuple[LeaseAnswer, ...], Meta(min_length=1, max_length=
 
 
 class Release(Message, frozen=True, kw_only=True, tag="release"):
-    """The client's rank needs these leases no more. Repeating it is harmless."""
+    """The client's rank needs these leases no more. Repeating it is harmless.
+
+    Attributes:
+        leases: all of them.
+        read: whether the client has read what they promise; absent from peers that do not tell.
+    """
 
     leases: Leases
+    read: bool | UnsetType = UNSET
 
 
 class Released(Message, frozen=True, kw_only=True, tag="released"):

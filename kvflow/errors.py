@@ -281,10 +281,31 @@ class TransferFailed(KvflowError):
 
 
 class StaleLease(TransferFailed):
-    """The lease had ended when the fence was read: the bytes may be another request's."""
+    """The lease had ended when the fence was read: the bytes may be another request's.
+
+    Attributes:
+        ended_by: how it had ended: ``expired``, ``revoked``, ``used`` by a reader that read it before, ``released`` by
+            one that gave it back, ``gone`` with its producer, or ``unknown``. Empty where nobody has asked yet.
+        ended_s: how many seconds before the producer was asked; None if that is not known.
+    """
 
     code = "stale_lease"
     default_remedy = "Ask the producer for a new ticket, or recompute the prompt."
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        ended_by: str = "",
+        ended_s: float | None = None,
+        request_id: str = "",
+        peer: str = "",
+        quarantined: bool = False,
+        remedy: str = "",
+    ) -> None:
+        super().__init__(message, request_id=request_id, peer=peer, quarantined=quarantined, remedy=remedy)
+        self.ended_by = ended_by
+        self.ended_s = ended_s
 
 
 class PeerLost(TransferFailed):

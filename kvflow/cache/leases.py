@@ -5,14 +5,19 @@ blocks are free. It is released when all ranks of one consumer engine have said 
 """
 
 import heapq
+from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from msgspec import Struct
 
 from kvflow.cache.epochs import EpochTable
 from kvflow.cache.tickets import Grant
 from kvflow.errors import BlockIdsInvalid, CapacityExceeded
+from kvflow.ids import LeaseKey
+
+PAST_MAX = 16384
+"""Ended leases that are remembered for readers who ask how they ended: four for each slot that a worker has."""
 
 Outcome = Literal["released", "expired", "revoked"]
 Answer = Literal["held", "counted", "ended", "unknown"]
@@ -32,6 +37,19 @@ class LeaseEnded(Struct, frozen=True):
     held_s: float
 
 
+class PastLease(NamedTuple):
+    """How a lease has ended.
+
+    Attributes:
+        ended_by: ``expired``, ``revoked``, ``used`` by a reader that has read it, or ``released`` by one that gave it
+            back unread, or does not tell.
+        ended_at: when, by the clock of the leases.
+    """
+
+    ended_by: str
+    ended_at: float
+
+
 class Reader(Struct, frozen=True):
     """Who releases: one rank of a consumer engine."""
 
@@ -47,6 +65,7 @@ class Lease:
     grant: Grant
     admitted_at: float
     ends_at: float
+    read: bool = False
     released_by: dict[tuple[str, int], set[int]] = field(default_factory=dict)
 
 
@@ -67,6 +86,7 @@ class LeaseTable:
         self._by_request: dict[str, Lease] = {}
         # (time, slot, epoch), lazily: an entry may be of an ended lease, or earlier than a renewed one's end.
         self._ends: list[tuple[float, int, int]] = []
+        self._past: OrderedDict[LeaseKey, PastLease] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._by_slot)
@@ -105,8 +125,18 @@ class LeaseTable:
         self._epochs.raise_to(grant.slot, grant.epoch_value)
         heapq.heappush(self._ends, (lease.ends_at, grant.slot, grant.epoch_value))
 
-    def release(self, slot: int, epoch: int, reader: Reader, now: float) -> tuple[Answer, LeaseEnded | None]:
-        """Count one reader's release; the lease ends with the last rank of an engine."""
+    def release(
+        self, slot: int, epoch: int, reader: Reader, now: float, *, read: bool = False
+    ) -> tuple[Answer, LeaseEnded | None]:
+        """Count one reader's release; the lease ends with the last rank of an engine.
+
+        Args:
+            slot: of the lease.
+            epoch: of the lease.
+            reader: who releases.
+            now: seconds.
+            read: whether it has read what the lease promises.
+        """
         lease = self._find(slot, epoch)
         if lease is None:
             return ("ended" if self._is_past(slot, epoch) else "unknown"), None
@@ -115,6 +145,7 @@ class LeaseTable:
             return "unknown", None  # the lease ends when it runs out
         ranks = lease.released_by.setdefault(engine, set())
         ranks.add(reader.rank)
+        lease.read = lease.read or read
         if len(ranks) < reader.num_ranks:
             return "counted", None
         return "ended", self._end(lease, "released", now)
@@ -126,6 +157,10 @@ class LeaseTable:
             return "ended" if self._is_past(slot, epoch) else "unknown"
         lease.ends_at = max(lease.ends_at, now + lease.grant.lease_s)
         return "held"
+
+    def past(self, slot: int, epoch: int) -> PastLease | None:
+        """Return how a lease has ended; None if that is not remembered."""
+        return self._past.get((slot, epoch))
 
     def revoke(self, request_id: str, now: float) -> LeaseEnded | None:
         """End a lease now; None if it is unknown or has ended."""
@@ -166,4 +201,8 @@ class LeaseTable:
         self._epochs.raise_to(grant.slot, grant.epoch_value + 1)
         del self._by_slot[grant.slot]
         del self._by_request[grant.request_id]
+        ended_by = "used" if outcome == "released" and lease.read else outcome
+        self._past[grant.slot, grant.epoch_value] = PastLease(ended_by, now)
+        if len(self._past) > PAST_MAX:
+            self._past.popitem(last=False)
         return LeaseEnded(grant.request_id, outcome, now - lease.admitted_at)

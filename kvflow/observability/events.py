@@ -75,6 +75,22 @@ class OfferAdmitted(Struct, frozen=True):
     lease_s: float
 
 
+class OfferRefused(Struct, frozen=True):
+    """An offer has ended before its lease was held, and its ticket, if there is one, is void.
+
+    Attributes:
+        request_id: our name of the request.
+        code: of the error that the caller gets.
+        detail: in words.
+        remedy: what to do about it.
+    """
+
+    request_id: str
+    code: str
+    detail: str
+    remedy: str
+
+
 class PeerConnected(Struct, frozen=True):
     """A peer was met and can be read from.
 
@@ -84,6 +100,9 @@ class PeerConnected(Struct, frozen=True):
         handshake_s: seconds from dialling to being ready.
         clock_ahead_s: seconds by which its wall clock is ahead of ours; None if it does not tell.
         clock_error_s: by how much that may be wrong, either way.
+        transport: what carries the bytes that are read from it, by UCX's name: ``cma`` (shared memory), ``tcp``,
+            ``rc_mlx5``, ``cuda_ipc``; ``loopback``. Several with a bar between them: one of these. ``unknown``.
+        transport_known_by: how that is known: ``kind``, ``addresses``, ``candidates`` or ``nothing``.
     """
 
     peer: str
@@ -91,6 +110,8 @@ class PeerConnected(Struct, frozen=True):
     handshake_s: float
     clock_ahead_s: float | None = None
     clock_error_s: float | None = None
+    transport: str = ""
+    transport_known_by: str = ""
 
 
 class PeerDropped(Struct, frozen=True):
@@ -170,6 +191,7 @@ ShellEvent = (
     | WorkerDrained
     | WorkerClosed
     | OfferAdmitted
+    | OfferRefused
     | PeerConnected
     | PeerDropped
     | BreakerOpened

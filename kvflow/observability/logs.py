@@ -24,6 +24,7 @@ LEVELS: dict[type[Struct], int] = {
     shell.WorkerDrained: logging.INFO,
     shell.WorkerClosed: logging.INFO,
     shell.OfferAdmitted: logging.DEBUG,
+    shell.OfferRefused: logging.WARNING,
     shell.PeerConnected: logging.INFO,
     shell.PeerDropped: logging.WARNING,
     shell.BreakerOpened: logging.WARNING,
@@ -47,13 +48,13 @@ def event_name(kind: type[Struct]) -> str:
 
 
 def event_fields(event: Struct) -> dict[str, Any]:
-    """Return an event's fields, a report's among them, flat and JSON-safe."""
+    """Return an event's fields, a report's and the phases' among them, flat and JSON-safe."""
     fields: dict[str, Any] = msgspec.to_builtins(event)
     report = fields.pop("report", None)
     if report:
-        timings = report.pop("timings_s")
-        fields |= report | {f"{phase}_s": round(seconds, 9) for phase, seconds in timings.items()}
-    return fields
+        fields |= report
+    timings = fields.pop("timings_s", {})
+    return fields | {f"{phase}_s": round(seconds, 9) for phase, seconds in timings.items()}
 
 
 class EventLog:

@@ -4,19 +4,47 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
+from msgspec import Struct, UnsetType
+
 from handshake import ClockOffset, HandshakeClient, Identity, open_client
 from handshake.errors import Closed, HandshakeError
 from handshake.events import ConnectionClosed, ConnectionFailed, Event, RenewAnswered
 from handshake.limits import LEASES_MAX
 from handshake.messages import LeaseAnswer, LeaseRef, Release, Renew
 from handshake.network import ZEROMQ, Network
-from kvflow.cache.leases import Answer
 from kvflow.cache.tickets import Grant
 from kvflow.errors import DeadlineExceeded, PeerLost, StaleLease
 from kvflow.ids import LeaseKey, PeerId, agent_name
 from kvflow.rendezvous.failures import as_kvflow_error
 from kvflow.rendezvous.introduction import OurSide
 from kvflow.rendezvous.publication import Advertisement, decode
+
+
+class LeaseEnd(Struct, frozen=True):
+    """How a lease has ended, as far as its producer says.
+
+    Attributes:
+        ended_by: see ``StaleLease``.
+        ended_s: how many seconds ago; None if that is not known.
+    """
+
+    ended_by: str = "unknown"
+    ended_s: float | None = None
+
+    @property
+    def words(self) -> str:
+        """The same as the end of a sentence about the lease."""
+        how = _ENDINGS.get(self.ended_by, self.ended_by)
+        return how if self.ended_s is None else f"{how} {self.ended_s:.3f} s ago"
+
+
+_ENDINGS = {
+    "expired": "it expired",
+    "revoked": "the producer revoked it",
+    "used": "it was used before, and released",
+    "released": "a reader released it",
+    "unknown": "it ended, reason unknown",
+}
 
 
 class Questions:
@@ -27,19 +55,19 @@ class Questions:
 
     def __init__(self, peer: PeerId) -> None:
         self._peer = peer
-        self._waiting: dict[LeaseKey, list[asyncio.Future[Answer]]] = {}
+        self._waiting: dict[LeaseKey, list[asyncio.Future[LeaseAnswer]]] = {}
         self._lost = ""
 
-    def add(self, lease: LeaseKey) -> asyncio.Future[Answer]:
+    def add(self, lease: LeaseKey) -> asyncio.Future[LeaseAnswer]:
         """Wait for what is said of a lease; ``PeerLost`` if nothing will be."""
-        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[LeaseAnswer] = asyncio.get_running_loop().create_future()
         if self._lost:
             future.set_exception(PeerLost(self._lost, peer=str(self._peer)))
         else:
             self._waiting.setdefault(lease, []).append(future)
         return future
 
-    def withdraw(self, lease: LeaseKey, future: asyncio.Future[Answer]) -> None:
+    def withdraw(self, lease: LeaseKey, future: asyncio.Future[LeaseAnswer]) -> None:
         """Forget who waits no more; nothing happens if there was an answer."""
         waiting = self._waiting.get(lease, [])
         if future in waiting:
@@ -61,7 +89,7 @@ class Questions:
         for each in answers:
             for future in self._waiting.pop((each.slot, each.epoch), ()):
                 if not future.done():
-                    future.set_result(each.outcome)
+                    future.set_result(each)
 
 
 class Link:
@@ -88,6 +116,7 @@ class Link:
         self._client = client
         self._questions = questions
         self._network = network
+        self._to_ask: list[LeaseKey] = []
         self.peer = peer
         self.agent = agent
         self.advertisement = advertisement
@@ -116,36 +145,79 @@ class Link:
         offset = self.clock_offset
         if offset is None or not grant.seems_over(self._network.wall() + offset.ahead_s, offset.error_s):
             return
-        lease = (grant.slot, grant.epoch_value)
-        answered = self._questions.add(lease)
         try:
-            self.renew([lease])
-            async with asyncio.timeout(within_s):
-                answer = await answered
+            answer = await self._ask((grant.slot, grant.epoch_value), within_s)
         except TimeoutError:
             message = f"{self.peer} did not say whether a lease is held within {within_s} s"
             raise DeadlineExceeded(message, phase="handshake", peer=str(self.peer)) from None
-        finally:
-            self._questions.withdraw(lease, answered)
-        if answer == "ended":
-            message = f"the lease of {grant.request_id!r} has ended, {self.peer} says"
-            raise StaleLease(message, request_id=grant.request_id, peer=str(self.peer))
+        if answer.outcome == "ended":
+            end = _end_of(answer)
+            message = f"the lease of {grant.request_id!r} has ended, {self.peer} says: {end.words}"
+            raise StaleLease(
+                message, ended_by=end.ended_by, ended_s=end.ended_s, request_id=grant.request_id, peer=str(self.peer)
+            )
 
-    def release(self, leases: Sequence[LeaseKey]) -> None:
-        """Tell the producer that our rank needs these leases no more; nothing happens if it is gone."""
-        self._send(Release, leases)
+    async def ask_end(self, lease: LeaseKey, *, within_s: float) -> LeaseEnd:
+        """Ask the producer how a lease has ended; the reason is unknown if it does not say so in time.
+
+        Cancellation: safe.
+        """
+        try:
+            return _end_of(await self._ask(lease, within_s))
+        except (TimeoutError, PeerLost):
+            return LeaseEnd()
+
+    def release(self, leases: Sequence[LeaseKey], *, read: bool) -> None:
+        """Tell the producer that our rank needs these leases no more; nothing happens if it is gone.
+
+        Args:
+            leases: of the producer.
+            read: whether our rank has read what they promise.
+        """
+        self._send([Release(leases=refs, read=read) for refs in _refs(leases)])
 
     def renew(self, leases: Sequence[LeaseKey]) -> None:
         """Ask the producer to keep these leases; nothing happens if it is gone."""
-        self._send(Renew, leases)
+        self._send([Renew(leases=refs) for refs in _refs(leases)])
 
-    def _send(self, kind: type[Release] | type[Renew], leases: Sequence[LeaseKey]) -> None:
-        refs = [LeaseRef(slot=slot, epoch=epoch) for slot, epoch in leases]
+    async def _ask(self, lease: LeaseKey, within_s: float) -> LeaseAnswer:
+        """Ask about a lease: a renewal says what has become of it. Questions of one turn of the loop travel together.
+
+        Raises:
+            PeerLost, TimeoutError: there was no answer.
+        """
+        answered = self._questions.add(lease)
+        if not self._to_ask:
+            asyncio.get_running_loop().call_soon(self._send_questions)
+        self._to_ask.append(lease)
         try:
-            for first in range(0, len(refs), LEASES_MAX):
-                self._client.send(kind(leases=tuple(refs[first : first + LEASES_MAX])))
+            async with asyncio.timeout(within_s):
+                return await answered
+        finally:
+            self._questions.withdraw(lease, answered)
+
+    def _send_questions(self) -> None:
+        leases, self._to_ask = self._to_ask, []
+        self.renew(list(dict.fromkeys(leases)))
+
+    def _send(self, messages: Sequence[Release | Renew]) -> None:
+        try:
+            for message in messages:
+                self._client.send(message)
         except Closed:
             return  # the producer's leases end by themselves
+
+
+def _refs(leases: Sequence[LeaseKey]) -> list[tuple[LeaseRef, ...]]:
+    """Return leases as messages name them, divided into messages of bounded size."""
+    refs = [LeaseRef(slot=slot, epoch=epoch) for slot, epoch in leases]
+    return [tuple(refs[first : first + LEASES_MAX]) for first in range(0, len(refs), LEASES_MAX)]
+
+
+def _end_of(answer: LeaseAnswer) -> LeaseEnd:
+    if answer.outcome != "ended" or isinstance(answer.ended_by, UnsetType):
+        return LeaseEnd()
+    return LeaseEnd(answer.ended_by, None if isinstance(answer.ended_s, UnsetType) else answer.ended_s)
 
 
 class Replaced(PeerLost):
@@ -160,7 +232,7 @@ class Restarted(StaleLease):
     """
 
     def __init__(self, message: str, *, peer: str, incarnation: str) -> None:
-        super().__init__(message, peer=peer)
+        super().__init__(message, ended_by="gone", peer=peer)
         self.incarnation = incarnation
 
 

@@ -4,6 +4,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Protocol
 
+import msgspec
+
 from handshake import HandshakeServer, PeerKey, open_server
 from handshake.errors import HandshakeError
 from handshake.events import ConnectionFailed, Event, PeerReady, ReleaseReceived, RenewReceived
@@ -18,12 +20,16 @@ from kvflow.rendezvous.introduction import OurSide
 class LeaseKeeper(Protocol):
     """Who counts releases and renews leases."""
 
-    def on_release(self, leases: Sequence[LeaseKey], reader: Reader) -> list[Answer]:
-        """Count a reader's releases; answer each."""
+    def on_release(self, leases: Sequence[LeaseKey], reader: Reader, *, read: bool = False) -> list[Answer]:
+        """Count a reader's releases, which say whether it has read; answer each."""
         ...
 
     def on_renew(self, leases: Sequence[LeaseKey]) -> tuple[list[Answer], float]:
         """Renew leases; answer each, with the seconds that they last from now."""
+        ...
+
+    def past(self, lease: LeaseKey) -> tuple[str, float] | None:
+        """Return how a lease has ended, and how many seconds ago; None if that is not remembered."""
         ...
 
 
@@ -48,16 +54,24 @@ class Listener:
             case PeerReady(identity=identity):
                 self._readers[key] = Reader(identity.engine_id, identity.rank, identity.num_ranks)
                 self._names[key] = worker_name(identity.engine_id, identity.rank, identity.incarnation)
-            case ReleaseReceived(leases=refs):
-                answers = self._keeper.on_release(_keys(refs), self._readers[key])
+            case ReleaseReceived(leases=refs, read=read):
+                answers = self._keeper.on_release(_keys(refs), self._readers[key], read=read is True)
                 server.send(key, Released(leases=_answered(refs, answers)))
             case RenewReceived(leases=refs):
                 answers, lease_s = self._keeper.on_renew(_keys(refs))
-                server.send(key, Renewed(leases=_answered(refs, answers), lease_s=lease_s))
+                answered = tuple(self._explained(each) for each in _answered(refs, answers))
+                server.send(key, Renewed(leases=answered, lease_s=lease_s))
             case ConnectionFailed(code=code, reason=reason):
                 self._report(ReaderRejected(self._forget(key), code, reason))
             case _:
                 self._forget(key)
+
+    def _explained(self, answer: LeaseAnswer) -> LeaseAnswer:
+        """Say how a lease has ended that a reader still wants."""
+        past = self._keeper.past((answer.slot, answer.epoch)) if answer.outcome == "ended" else None
+        if past is None:
+            return answer
+        return msgspec.structs.replace(answer, ended_by=past[0], ended_s=max(0.0, past[1]))
 
     def _forget(self, key: PeerKey) -> str:
         self._readers.pop(key, None)

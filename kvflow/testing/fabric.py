@@ -21,9 +21,7 @@ from kvflow.testing.memory import SimulatedCache
 from kvflow.testing.process import Process
 from kvflow.testing.wires import Wires
 from kvflow.testing.world import World
-from kvflow.transport.base import (
-    PeerAddress,
-)
+from kvflow.transport.base import Carrier, PeerAddress
 from kvflow.transport.bounds import OutOfBounds, Run, check_inside, merge
 from kvflow.transport.ledger import Chunk
 from kvflow.transport.mover import Flight, MoveFailed, Prepared
@@ -160,12 +158,13 @@ class SimulatedMover:
         self._peers: dict[PeerId, Agent] = {}
         self._programs: dict[tuple[PeerId, int], Prepared] = {}
 
-    def add(self, address: PeerAddress) -> None:
+    def add(self, address: PeerAddress) -> Carrier:
         """See ``Mover.add``. Whether the peer answers shows when it is read from."""
         source = self._fabric.agents.get(address.metadata.decode())
         if source is None:
             raise MoveFailed("metadata_invalid", f"there never was an agent {address.metadata.decode()!r}")
         self._peers[address.peer] = source
+        return Carrier(NAME, "kind")
 
     def remove(self, peer_id: PeerId, *, gone: bool) -> None:
         """See ``Mover.remove``."""

@@ -25,6 +25,7 @@ class Leg:
         admitted: whether its lease was held before what is read now.
         retried: whether its lease was found not to be held yet.
         waiting: pairs that are queued.
+        nbytes: bytes that have arrived, in this attempt.
         state: see ``states``.
         reads: ids of the batches in flight that have a part of it.
         look_id: of the look at its lease that all batches share until it is judged; -1 before the first.
@@ -41,6 +42,7 @@ class Leg:
     admitted: bool
     retried: bool = False
     waiting: int = 0
+    nbytes: int = 0
     state: LegState = "queued"
     reads: set[int] = field(default_factory=set)
     look_id: int = -1
@@ -104,24 +106,33 @@ class Pull:
 
     def completed(self) -> TransferCompleted:
         """Report what was delivered. The shell adds what it alone knows: transport, handshake, bind and total."""
-        assert self.started_at is not None
         request = self.request
         demands = [part for leg in request.legs for part in leg.demands]
         descriptors = sum(part.descriptors for part in demands)
-        moved_s = self.arrived_at - self.started_at
         report = TransferReport(
             request_id=request.request_id,
-            nbytes=sum(len(part.pairs.source) * part.unit_bytes for part in demands),
+            nbytes=request.nbytes,
             read_bytes=sum(len(part.pairs.source) * part.read_bytes for part in demands),
             descriptors=descriptors,
             merged=1 - descriptors / sum(len(part.pairs.source) * part.unit_descriptors for part in demands),
             reads=self.reads,
-            timings_s={
-                "queue": self.started_at - self.submitted_at,
-                "post": self.posted_s,
-                "wire": max(0.0, moved_s - self.posted_s - self.scattered_s),
-                "scatter": self.scattered_s,
-                "fence": self.fence_s,
-            },
+            timings_s=self.timings_s(self.arrived_at),
         )
         return TransferCompleted(request.pull_id, request.request_id, report)
+
+    def timings_s(self, until: float) -> dict[str, float]:
+        """Return the seconds of each phase that has begun.
+
+        Args:
+            until: when the last byte arrived; of a pull that has failed before that, when it failed.
+        """
+        if self.started_at is None:
+            return {"queue": until - self.submitted_at}
+        moved_s = until - self.started_at
+        return {
+            "queue": self.started_at - self.submitted_at,
+            "post": self.posted_s,
+            "wire": max(0.0, moved_s - self.posted_s - self.scattered_s),
+            "scatter": self.scattered_s,
+            "fence": self.fence_s,
+        }

@@ -13,7 +13,8 @@ class TransferReport(Struct, frozen=True, kw_only=True):
         descriptors: how many the pull's block lists make once neighbors have merged; pacing may cut them further.
         merged: share of the descriptors that merging saved, from 0 (ids apart, or runs too short) to nearly 1.
         reads: batches that carried it, some of them shared with other pulls.
-        transport: ``nixl`` or ``loopback``.
+        transport: what carried the bytes, by UCX's name: ``cma`` (shared memory), ``tcp``, ``rc_mlx5``, ``cuda_ipc``;
+            or ``loopback``. Several with a bar between them: one of these. Those of several peers are joined by a plus.
         timings_s: seconds per phase. ``handshake``: reaching the peers, and checking ticket and block ids. ``queue``:
             submission to the first dispatch. ``bind``: computing descriptor indices. ``post``: inside posting
             calls; on shared memory this is the copy. ``wire``: first dispatch to the last byte, as the event loop hears

@@ -86,6 +86,11 @@ class PullRequest(Struct, frozen=True, eq=False):
     priority: int
     budgets: Budgets
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it fills."""
+        return sum(len(part.pairs.source) * part.unit_bytes for leg in self.legs for part in leg.demands)
+
 
 class EpochCheck(Struct, frozen=True):
     """A fence to be read once the reads in ``after`` are complete."""

@@ -37,6 +37,10 @@ from kvflow.transfer.requests import (
     first_pair,
     join_pairs,
 )
+from kvflow.transfer.states import LegState
+
+_PHASES: dict[LegState, str] = {"queued": "queue", "reading": "wire", "fencing": "fence"}
+"""Where a pull is that fails together with a peer."""
 
 RENEWALS_PER_LEASE = 3
 """Two renewals may be lost before a lease runs out under a pull."""
@@ -112,6 +116,8 @@ class Scheduler:
         batch = self._flights.land(read_id)
         self._flights.progressed(batch.peer, now)
         effects: list[Effect] = []
+        for leg_id, demand, first, last in batch.slices:
+            self._legs[leg_id].nbytes += (last - first) * demand.unit_bytes
         for leg_id in batch.legs():
             leg = self._legs[leg_id]
             leg.reads.discard(read_id)
@@ -165,7 +171,7 @@ class Scheduler:
         self._flights.write_off(peer)
         for leg in list(self._legs.values()):
             if leg.request.peer == peer and leg.state in ("queued", "reading", "fencing") and not leg.pull.failed:
-                effects += self._fail(leg.pull, code, phase="wire", peer=peer, detail=detail, now=now)
+                effects += self._fail(leg.pull, code, phase=_PHASES[leg.state], peer=peer, detail=detail, now=now)
         return effects + self.pump(now)
 
     def cancel(self, pull_id: int, *, code: str, detail: str, now: float) -> list[Effect]:
@@ -251,7 +257,7 @@ class Scheduler:
 
     def _enqueue(self, leg_id: int, leg: Leg, now: float) -> None:
         """Queue all that a leg must give, or one pair while its lease was found not to be held."""
-        leg.waiting = 0
+        leg.waiting = leg.nbytes = 0
         for demand in [first_pair(leg.request.demands[0])] if leg.probes else leg.request.demands:
             leg.waiting += len(demand.pairs.source)
             self._ready.add(leg.request.peer, leg.pull.request.priority, Piece(leg_id, demand, now))
@@ -309,8 +315,12 @@ class Scheduler:
         """End a pull: queued work is dropped, posted work is waited for."""
         pull.failed = True
         reads: set[int] = set()
-        for leg_id in pull.legs:
-            leg = self._legs[leg_id]
+        legs = [self._legs[leg_id] for leg_id in pull.legs]
+        arrived = all(leg.state in ("fencing", "delivered") for leg in legs)
+        timings_s = pull.timings_s(pull.arrived_at if arrived else now)
+        if arrived:
+            timings_s["fence"] = max(pull.fence_s, now - pull.arrived_at)
+        for leg_id, leg in zip(pull.legs, legs, strict=True):
             leg.move("failed")
             self._ready.remove_leg(leg_id)
             self._fences.pop(leg.fence_id, None)
@@ -322,9 +332,12 @@ class Scheduler:
             request.request_id,
             code,
             phase,
-            peer="" if peer is None else str(peer),
-            detail=detail,
+            "" if peer is None else str(peer),
+            detail,
             quarantined=bool(reads),
+            nbytes=sum(leg.nbytes for leg in legs),
+            nbytes_wanted=request.nbytes,
+            timings_s=timings_s,
         )
         effects: list[Effect] = [failure]
         if code == "stale_lease" and reads:

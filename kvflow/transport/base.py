@@ -179,10 +179,33 @@ class StagingUse(Struct, frozen=True, kw_only=True):
         return bool(self.waiting) and self.quarantined == self.buffers
 
 
+class Carrier(Struct, frozen=True):
+    """What carries the bytes that are read from one peer.
+
+    Attributes:
+        name: ``loopback``, or UCX's name of its transport: ``cma`` (shared memory), ``tcp``, ``rc_mlx5``, ``cuda_ipc``.
+            Several with a bar between them if it is one of these, and ``unknown`` if that is not known, either.
+        known_by: ``kind``: a data plane of this kind has no other. ``addresses``: it is the only one that both sides
+            have and that reaches. ``candidates``: they have several that do. ``nothing``: they could not be compared.
+    """
+
+    name: str
+    known_by: str
+
+
+UNKNOWN_CARRIER = Carrier("unknown", "nothing")
+
+
 class PeerAdded(Struct, frozen=True):
-    """The peer is known. That it answers shows in the first read, which also connects (10 to 40 ms)."""
+    """The peer is known. That it answers shows in the first read, which also connects (10 to 40 ms).
+
+    Attributes:
+        peer: who.
+        carrier: of its bytes.
+    """
 
     peer: PeerId
+    carrier: Carrier = UNKNOWN_CARRIER
 
 
 class PeerFailed(Struct, frozen=True):

@@ -13,7 +13,7 @@ from functools import partial
 from kvflow.errors import TransportUnavailable
 from kvflow.ids import PeerId
 from kvflow.layout.region import Region
-from kvflow.transport.base import PeerAddress, Sink
+from kvflow.transport.base import Carrier, PeerAddress, Sink
 from kvflow.transport.bounds import OutOfBounds, check_inside, merge
 from kvflow.transport.envelope import Envelope, seal, unseal
 from kvflow.transport.ledger import Chunk
@@ -66,7 +66,7 @@ class LoopbackMover:
                 raise TransportUnavailable(f"there is an exporter {agent_name!r} already", remedy="Choose another.")
             _exporters[agent_name] = self._exporter
 
-    def add(self, address: PeerAddress) -> None:
+    def add(self, address: PeerAddress) -> Carrier:
         """See ``Mover.add``."""
         try:
             envelope = unseal(address.metadata, transport="loopback", agent=address.agent)
@@ -79,6 +79,7 @@ class LoopbackMover:
         if address.epochs not in exporter.regions:
             raise MoveFailed("metadata_invalid", f"{envelope.agent!r} does not export {address.epochs}")
         self._peers[address.peer] = _Peer(exporter, address.epochs)
+        return Carrier("loopback", "kind")
 
     def remove(self, peer_id: PeerId, *, gone: bool) -> None:
         """See ``Mover.remove``."""

@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from kvflow.ids import PeerId
 from kvflow.layout.region import Region
-from kvflow.transport.base import PeerAddress, Program
+from kvflow.transport.base import Carrier, PeerAddress, Program
 from kvflow.transport.bounds import CheckedScatter, Rows
 from kvflow.transport.ledger import Chunk, Reason
 from kvflow.transport.staging import Scatterer
@@ -71,8 +71,8 @@ class Mover(Protocol):
         """What a peer needs to read from us."""
         ...
 
-    def add(self, address: PeerAddress) -> None:
-        """Get ready to read from a peer whose epoch table was checked.
+    def add(self, address: PeerAddress) -> Carrier:
+        """Get ready to read from a peer whose epoch table was checked, and return what will carry its bytes.
 
         Raises:
             MoveFailed: nothing of the peer is kept.

@@ -19,12 +19,12 @@ import numpy.typing as npt
 from kvflow.errors import TransportUnavailable
 from kvflow.ids import PeerId
 from kvflow.layout.region import Region
-from kvflow.transport.base import PeerAddress, Sink
+from kvflow.transport.base import UNKNOWN_CARRIER, Carrier, PeerAddress, Sink
 from kvflow.transport.envelope import Envelope, seal, unseal
 from kvflow.transport.ledger import Chunk
 from kvflow.transport.mover import Flight, MoveFailed, Prepared
 from kvflow.transport.nixl_binding import Agent, error_types, load_binding
-from kvflow.transport.nixl_metadata import inspect
+from kvflow.transport.nixl_metadata import Exported, carrier_between, inspect
 from kvflow.transport.staging import StagingMemory
 from kvflow.transport.threaded import ThreadedTransport
 
@@ -151,20 +151,21 @@ class NixlMover:
                 exporter.register([*regions, epochs])
                 envelope = Envelope("nixl", exporter_name(agent_name), exporter.metadata())
                 self.metadata = seal(envelope)
-                self._inspects = _can_inspect(envelope)
+                self._ours = _inspected(envelope)
                 self._reader = self._make_reader()
                 self._reader_is_gone = False
                 self._exporting = exporting.pop_all()
         except refusals as error:
             raise TransportUnavailable(f"NIXL cannot start: {_words(error)}") from error
 
-    def add(self, address: PeerAddress) -> None:
+    def add(self, address: PeerAddress) -> Carrier:
         """See ``Mover.add``."""
+        carrier = UNKNOWN_CARRIER
         try:
             agent = None if address.agent is None else exporter_name(address.agent)
             envelope = unseal(address.metadata, transport="nixl", agent=agent)
-            if self._inspects:
-                inspect(envelope.blob, envelope.agent)
+            if self._ours is not None:
+                carrier = carrier_between(self._ours, inspect(envelope.blob, envelope.agent))
         except ValueError as error:
             raise MoveFailed("metadata_invalid", str(error)) from error
         self._require_reader()
@@ -184,6 +185,7 @@ class NixlMover:
                 self._forget(peer.agent)  # never another peer's: its reads would go on writing, unseen
             raise MoveFailed("metadata_invalid", f"{envelope.agent!r} calls itself {peer.agent!r}")
         self._peers[address.peer] = peer
+        return carrier
 
     def remove(self, peer_id: PeerId, *, gone: bool) -> None:
         """See ``Mover.remove``."""
@@ -389,14 +391,16 @@ def exporter_name(agent_name: str) -> str:
     return f"{agent_name}/exporter"
 
 
-def _can_inspect(ours: Envelope) -> bool:
-    """Tell whether metadata of this NIXL has the form that we know: that of our peers is then read before NIXL does."""
+def _inspected(ours: Envelope) -> Exported | None:
+    """Read our own metadata; None if this NIXL writes another form than the one that we know.
+
+    Only then is the metadata of peers given to NIXL before we have read it.
+    """
     try:
-        inspect(ours.blob, ours.agent)
+        return inspect(ours.blob, ours.agent)
     except ValueError as error:
         _logger.warning("metadata of peers is given to NIXL unread, since ours has an unknown form: %s", error)
-        return False
-    return True
+        return None
 
 
 def _failure(codes: Mapping[str, str], error: Exception) -> MoveFailed:

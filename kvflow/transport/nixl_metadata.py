@@ -1,4 +1,4 @@
-"""Read NIXL's metadata before NIXL does, so that bytes that would crash the process never reach it.
+"""Read NIXL's metadata before NIXL does: what would crash the process is refused, and the transports are named.
 
 NIXL and UCX read what a peer has published without looking where it ends: of bytes that were changed at random, one
 in a hundred to one in ten ended the process with SIGSEGV or SIGABRT. A digest tells nothing here, because whoever
@@ -15,9 +15,10 @@ Source: NIXL 1.5.1 ``serdes.cpp``, ``nixl_descriptors.cpp``; UCX 1.23 ``ucp/wire
 
 import math
 import struct
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from kvflow.layout.region import ADDRESS_MAX
+from kvflow.transport.base import UNKNOWN_CARRIER, Carrier
 
 REGIONS_MAX = 20_000
 """As many as fit into the largest metadata that is published."""
@@ -56,8 +57,34 @@ _LENGTHS_MIN = {
 and these transports follow it. In containers they are longer."""
 
 
-def inspect(blob: bytes, agent: str) -> None:
-    """Make sure that NIXL can read what an exporter has published.
+class Interface(NamedTuple):
+    """One transport of a UCX worker, on one of its devices.
+
+    Attributes:
+        transport: UCX's name of it; empty if we do not know the name.
+        device: address of the device; for shared memory it names the host.
+        address: of the interface; for ``cma`` the process, and behind it the PID namespace of a container.
+    """
+
+    transport: str
+    device: bytes
+    address: bytes
+
+
+class Exported(NamedTuple):
+    """What an exporter's metadata says.
+
+    Attributes:
+        interfaces: of its UCX worker.
+        on_device: whether some of its memory is a GPU's.
+    """
+
+    interfaces: tuple[Interface, ...]
+    on_device: bool
+
+
+def inspect(blob: bytes, agent: str) -> Exported:
+    """Make sure that NIXL can read what an exporter has published, and return what it says.
 
     Args:
         blob: what ``nixlAgent.getLocalMD`` returns for an agent with the UCX backend.
@@ -71,7 +98,7 @@ def inspect(blob: bytes, agent: str) -> None:
     cursor.require(cursor.field(b"Agent") == agent.encode(), f"it is not that of {agent!r}")
     cursor.require(cursor.number(b"Conns") == 1, "it has not one connection")
     cursor.require(cursor.field(b"t") == b"UCX", "its connection is not one of UCX")
-    _inspect_address(_Cursor(cursor.field(b"c"), "UCX address"))
+    interfaces = _inspect_address(_Cursor(cursor.field(b"c"), "UCX address"))
     cursor.require(cursor.field(b"") == b"MemSection", "it has no memory")
     kinds: set[int] = set()
     for _ in range(cursor.number(b"nixlSecElms")):
@@ -86,10 +113,51 @@ def inspect(blob: bytes, agent: str) -> None:
             _inspect_region(_Cursor(cursor.field(b""), "region"))
     cursor.require(bool(kinds), "it has no memory")
     cursor.end()
+    return Exported(interfaces, _VRAM in kinds)
 
 
-_KINDS = (0, 1)
+_DRAM, _VRAM = _KINDS = (0, 1)
 """DRAM and VRAM as NIXL numbers them."""
+
+
+def carrier_between(ours: Exported, theirs: Exported) -> Carrier:
+    """Say what carries the bytes of a read, by what both sides' UCX workers can use.
+
+    UCX chooses when it connects, and does not tell NIXL. It can choose only what both addresses have and what reaches
+    the other side: where that leaves one transport, it is the one.
+    """
+    names = {each.transport for each in ours.interfaces} & {each.transport for each in theirs.interfaces}
+    if "" in names:
+        return UNKNOWN_CARRIER  # a transport that we cannot name may be the one that is chosen
+    if ours.on_device or theirs.on_device:
+        found = {"cuda_ipc"} & names | names & _RDMA | names & {"tcp"}
+    else:
+        near = {"cma"} if _same_host(ours, theirs) else set()
+        found = near | names & _RDMA or names & {"tcp"}  # TCP carries reads only where nothing else does
+    if not found:
+        return UNKNOWN_CARRIER
+    return Carrier("|".join(sorted(found)), "addresses" if len(found) == 1 else "candidates")
+
+
+def _same_host(ours: Exported, theirs: Exported) -> bool:
+    """Tell whether one process can read the other's memory through the kernel: same host, same PID namespace."""
+    places = [
+        {(each.device, each.address[_PID_BYTES:]) for each in side.interfaces if each.transport == "cma"}
+        for side in (ours, theirs)
+    ]
+    return bool(places[0] & places[1])
+
+
+_PID_BYTES = 4
+"""Of the address of ``cma``; in a container the PID namespace follows."""
+
+_RDMA = frozenset({"rc_verbs", "rc_mlx5", "dc_mlx5", "rc_gda", "gga_mlx5", "srd"})
+"""Transports of network cards that read remote memory by themselves."""
+
+_OTHERS = ("ud_verbs", "ud_mlx5", "gdr_copy", "xpmem", "knem", "rocm_ipc", "rocm_copy", "ze_ipc", "ze_copy")
+
+_NAMES = (*_LENGTHS_MIN, *sorted(_RDMA), *_OTHERS)
+"""Transports that UCX 1.23 may be built with."""
 
 
 class _Cursor:
@@ -151,43 +219,43 @@ class _Cursor:
         self.require(self.left == 0, f"{self.left} bytes too many")
 
 
-def _inspect_address(cursor: _Cursor) -> None:
-    """Go through the address of a UCX worker as UCX does."""
+def _inspect_address(cursor: _Cursor) -> tuple[Interface, ...]:
+    """Go through the address of a UCX worker as UCX does, and return its interfaces."""
     header = cursor.unsigned(1)
     cursor.require(header == _HAS_UUID << 4 | _ADDRESS_VERSION, f"header {header:#x}")
     cursor.take(8)
-    interfaces = 0
+    interfaces: list[Interface] = []
     while True:
         domain, flags = cursor.unsigned(1), cursor.unsigned(1)
         if domain & _LAST:  # an empty device, which only the end has: it tells UCX's release
             cursor.require(flags == _LAST, f"a device without interfaces, and flags {flags:#x}")
             cursor.end()
-            return
+            return tuple(interfaces)
         cursor.require(not flags & _LAST, "an end without a release")
         cursor.require(domain < 64, f"memory domain {domain}")
         cursor.take(bool(flags & _SECOND) + bool(flags & _THIRD))
-        device = flags & (_THIRD - 1)
-        cursor.take(device)
+        device = cursor.take(flags & (_THIRD - 1))
         last = False
         while not last:
-            interfaces += 1
-            cursor.require(interfaces <= _INTERFACES_MAX, "too many interfaces")
-            last = _inspect_interface(cursor, device)
+            interface, last = _inspect_interface(cursor, device)
+            interfaces.append(interface)
+            cursor.require(len(interfaces) <= _INTERFACES_MAX, "too many interfaces")
 
 
-def _inspect_interface(cursor: _Cursor, device: int) -> bool:
-    """Go through one interface of a device whose address has so many bytes; True if it is the last one there."""
+def _inspect_interface(cursor: _Cursor, device: bytes) -> tuple[Interface, bool]:
+    """Go through one interface of a device, and return it; True if it is the last one there."""
     checksum = cursor.unsigned(2)
     figures = struct.unpack("<fff", cursor.take(12))  # overhead, bandwidth, latency
     cursor.require(all(math.isfinite(each) for each in figures), f"figures {figures}")
     cursor.take(4)
     flags = cursor.unsigned(1)
     cursor.require(not flags & _SECOND, "endpoints of an interface")
-    length = flags & (_SECOND - 1)
-    cursor.take(length)
-    device_min, length_min = _LENGTHS_BY_CHECKSUM.get(checksum, (0, 0))
-    cursor.require(device >= device_min and length >= length_min, f"addresses of {device} and {length} bytes")
-    return bool(flags & _LAST)
+    address = cursor.take(flags & (_SECOND - 1))
+    name = _NAMES_BY_CHECKSUM.get(checksum, "")
+    device_min, length_min = _LENGTHS_MIN.get(name, (0, 0))
+    short = len(device) < device_min or len(address) < length_min
+    cursor.require(not short, f"addresses of {len(device)} and {len(address)} bytes")
+    return Interface(name, device, address), bool(flags & _LAST)
 
 
 def _inspect_region(cursor: _Cursor) -> None:
@@ -219,4 +287,4 @@ def _checksum(name: str) -> int:
     return remainder ^ 0xFFFF
 
 
-_LENGTHS_BY_CHECKSUM = {_checksum(name): lengths for name, lengths in _LENGTHS_MIN.items()}
+_NAMES_BY_CHECKSUM = {_checksum(name): name for name in _NAMES}

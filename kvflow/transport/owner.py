@@ -15,6 +15,7 @@ from kvflow.ids import PeerId
 from kvflow.layout.region import ADDRESS_MAX, Region
 from kvflow.transport.base import (
     RENEWAL_DRAIN_S,
+    Carrier,
     PeerAdded,
     PeerAddress,
     PeerFailed,
@@ -68,6 +69,7 @@ class _Peer:
     """A peer that was added. When ``leaving`` it only drains; ``again`` is what to add after that, unless ``gone``."""
 
     address: PeerAddress
+    carrier: Carrier
     programs: dict[int, Prepared | Reason] = field(default_factory=dict)
     leaving: bool = False
     gone: bool = False
@@ -287,13 +289,13 @@ class Owner:
         if peer is None:
             try:
                 _check_epochs(address.epochs)
-                self._mover.add(address)
+                carrier = self._mover.add(address)
             except MoveFailed as failure:
                 self._emit([PeerFailed(address.peer, failure.reason.code, failure.reason.detail)])
                 return
-            self._peers[address.peer] = _Peer(address)
+            peer = self._peers[address.peer] = _Peer(address, carrier)
             self._ledger.open(address.peer)
-        self._emit([PeerAdded(address.peer)])
+        self._emit([PeerAdded(address.peer, peer.carrier)])
 
     def _remove(self, peer_id: PeerId, *, gone: bool) -> None:
         peer = self._peers.get(peer_id)

@@ -6,17 +6,13 @@ each pull's future with what the scheduler reports.
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from itertools import count
-
-import msgspec
 
 from kvflow.cache.destinations import DestinationLedger, Quarantined
 from kvflow.cache.quarantine import LastResort
 from kvflow.cache.tickets import Member, Ticket
 from kvflow.clock import Clock
-from kvflow.errors import ArgumentInvalid, ContentMismatch, DeadlineExceeded, KvflowError
+from kvflow.errors import ArgumentInvalid, ContentMismatch, DeadlineExceeded, KvflowError, StaleLease
 from kvflow.ids import LeaseKey, PeerId
 from kvflow.layout.manifest import Manifest
 from kvflow.observability.events import ReaderRenewed
@@ -50,8 +46,9 @@ from kvflow.transport.base import (
     Transport,
     TransportEvent,
 )
-from kvflow.worker.demands import check_expected, demands_of, empty_report, log_context, require_content
-from kvflow.worker.failures import transfer_error
+from kvflow.worker.demands import check_expected, demands_of, require_content
+from kvflow.worker.ending import Call, Ending, empty_report
+from kvflow.worker.failures import CANCELLED, transfer_error
 from kvflow.worker.keeping import Keeping
 from kvflow.worker.peers import PeerPool
 from kvflow.worker.programs import Peer
@@ -63,20 +60,11 @@ TICK_S = 0.02
 """Deadlines, renewals and retries are looked at this often while a pull is open; nothing else waits for it."""
 
 
-@dataclass(slots=True)
-class _Pull:
-    """One call of ``pull`` that has been submitted."""
-
-    ticket: Ticket
-    result: asyncio.Future[TransferReport]
-    called_at: float
-    handshake_s: float
-    context: dict[str, object]
-    bind_s: float = 0.0
-
-
 class Consumer:
     """Pulls of one worker.
+
+    Attributes:
+        ending: of its pulls.
 
     Thread: the event loop.
     """
@@ -93,6 +81,7 @@ class Consumer:
         budgets: Budgets,
         verify: Callable[[Ticket], None],
         clock: Clock,
+        wall: Clock,
         report: Callable[..., None],
     ) -> None:
         self._pool = pool
@@ -104,15 +93,15 @@ class Consumer:
         self._budgets = budgets
         self._verify = verify
         self._clock = clock
+        self.ending = Ending(pool=pool, clock=clock, wall=wall, report=report)
         self._report = report
-        self._pulls: dict[int, _Pull] = {}
+        self._pulls: dict[int, Call] = {}
         self._unsettled = Unsettled()
         self._keeping = Keeping(pool, clock)
         self.renew_kept = self._keeping.renew_while_any
         self._busy = asyncio.Event()
         self._pumping = False
         self._releasing = Releasing(pool)
-        self._ids = count(1)
         self._stage: Stage = "open"
 
     async def pull(
@@ -124,8 +113,31 @@ class Consumer:
         local_request_id: str = "",
         expected_digests: Sequence[Sequence[bytes]] | None = None,
     ) -> TransferReport:
-        """Read a ticket's blocks into ours. See ``Worker.pull``."""
-        called_at = self._clock()
+        """Read a ticket's blocks into ours. See ``Worker.pull``.
+
+        Whatever ends it ends it here, or in ``_on_completed``; ``Ending`` writes the one record of each call.
+        """
+        call = self.ending.begin(ticket, local_request_id)
+        try:
+            try:
+                return await self._read(call, ticket, block_ids, priority, expected_digests)
+            except StaleLease as error:
+                if error.ended_by:
+                    raise
+                raise await self.ending.explain(call, error) from None
+        except BaseException as error:
+            self.ending.fail(call, error, quarantined=call.pull_id in self._pulls)
+            raise
+
+    async def _read(
+        self,
+        call: Call,
+        ticket: Ticket,
+        block_ids: Sequence[Sequence[int]],
+        priority: int,
+        expected_digests: Sequence[Sequence[bytes]] | None,
+    ) -> TransferReport:
+        """Check a call, meet its peers, and wait for what the scheduler makes of it."""
         if not isinstance(priority, int):
             raise ArgumentInvalid("priority", "an integer", priority)
         require_open(self._stage, "pulls nothing")
@@ -134,40 +146,36 @@ class Consumer:
             block_ids, num_blocks=self._manifest.num_blocks, aliases=self._ledger.aliases, unique=True
         )
         expected = None if expected_digests is None else check_expected(expected_digests, targets)
-        pull_id = next(self._ids)
-        self._unsettled.begin(pull_id, ticket.request_id)
+        call.context["num_local_blocks"] = sum(map(len, targets))
+        self._unsettled.begin(call.pull_id, call.request_id)
         try:
             # However they were joined: ranks in another order are the same ranks, divided and prepared once.
             members = tuple(sorted(ticket.members(), key=lambda member: member.address.rank))
-            legs = await self._legs(members, await self._meet(members), targets, expected)
-            pull = _Pull(
-                ticket=ticket,
-                result=asyncio.get_running_loop().create_future(),
-                called_at=called_at,
-                handshake_s=self._clock() - called_at,
-                context=log_context(ticket, targets, local_request_id),
-            )
+            legs = await self._legs(call, members, await self._meet(call, members), targets, expected)
+            call.handshake_s = self._clock() - call.called_at
             require_running(self._stage, "pulls nothing")  # one that drains finishes what was called before
-            effects = self._submit(pull_id, pull, targets, legs, priority) if legs else []
+            call.result = asyncio.get_running_loop().create_future()
+            effects = self._submit(call, targets, legs, priority) if legs else []
+            call.phase = "wire"  # until the scheduler says where it failed
         except ContentMismatch:
-            self._unsettled.end(pull_id)
-            self._releasing.add(members)  # nobody will read it for this request
+            self._unsettled.end(call.pull_id)
+            self._releasing.add(members, read=False)  # nobody will read it for this request
             raise
         except BaseException:
-            self._unsettled.end(pull_id)
+            self._unsettled.end(call.pull_id)
             raise
         finally:
             self._keeping.end(ticket.members())
         if not legs:
-            self._unsettled.end(pull_id)
-            self._releasing.add(members)
-            return empty_report(ticket, self._transport.name, pull.handshake_s)
+            self._unsettled.end(call.pull_id)
+            self._releasing.after_caller(members)
+            return self.ending.complete(call, empty_report(ticket))
         self._busy.set()
         self._apply(effects)
         try:
-            return await pull.result
+            return await call.result
         except asyncio.CancelledError:
-            self._cancel(pull_id, "the caller cancelled the pull")
+            self._cancel(call.pull_id, CANCELLED)
             raise
 
     def keep(self, ticket: Ticket) -> None:
@@ -188,7 +196,7 @@ class Consumer:
             except KvflowError as error:
                 lost.append(error)  # the other ranks can be told all the same
             else:
-                link.release([(member.grant.slot, member.grant.epoch_value)])
+                link.release([(member.grant.slot, member.grant.epoch_value)], read=False)
         if lost:
             raise lost[0]
 
@@ -238,8 +246,8 @@ class Consumer:
                 effects = self._scheduler.on_fence_judged(fence_id, observed=observed, fence_s=fence_s, now=now)
             case FenceFailed(fence_id=fence_id, code=code, detail=detail):
                 effects = self._scheduler.on_fence_failed(fence_id, code=code, detail=detail, now=now)
-            case PeerAdded(peer=peer):
-                self._pool.on_added(peer)
+            case PeerAdded(peer=peer, carrier=carrier):
+                self._pool.on_added(peer, carrier)
                 effects = []
             case PeerFailed(peer=peer, code=code, detail=detail):
                 self._pool.drop(peer, code, detail)
@@ -279,19 +287,34 @@ class Consumer:
         self._releasing.flush()
         return len(open_pulls)
 
-    async def _meet(self, members: Sequence[Member]) -> list[Peer]:
+    async def _meet(self, call: Call, members: Sequence[Member]) -> list[Peer]:
+        """Meet every peer that a ticket names."""
+        call.phase = "handshake"
         if len(members) == 1:
-            return [await self._pool.meet(members[0])]
-        return list(await asyncio.gather(*(self._pool.meet(member) for member in members)))
+            call.peer = str(members[0].peer)
+            peers = [await self._pool.meet(members[0])]
+        else:
+            peers = list(await asyncio.gather(*(self._meet_one(call, member) for member in members)))
+        call.transport = "+".join(dict.fromkeys(peer.carrier.name for peer in peers))
+        return peers
+
+    async def _meet_one(self, call: Call, member: Member) -> Peer:
+        try:
+            return await self._pool.meet(member)
+        except BaseException:
+            call.peer = call.peer or str(member.peer)  # the first that could not be met is to blame
+            raise
 
     async def _legs(
         self,
+        call: Call,
         members: Sequence[Member],
         peers: Sequence[Peer],
         targets: Sequence[Int64s],
         expected: tuple[tuple[bytes, ...], ...] | None,
     ) -> tuple[LegRequest, ...]:
         """Say what each source rank must give; ranks that give nothing have no leg."""
+        call.phase = "plan"
         legs = []
         for leg in await self._pool.legs(peers):
             member = members[leg.member]
@@ -305,20 +328,20 @@ class Consumer:
         return tuple(legs)
 
     def _submit(
-        self, pull_id: int, pull: _Pull, targets: Sequence[Int64s], legs: tuple[LegRequest, ...], priority: int
+        self, call: Call, targets: Sequence[Int64s], legs: tuple[LegRequest, ...], priority: int
     ) -> list[Effect]:
         """Take the blocks of a pull and hand it to the scheduler, or leave everything as it was.
 
         The first of a turn of the loop is dispatched at once, and all that follow it together at the end of the turn.
         """
-        self._ledger.take(pull_id, targets)
+        self._ledger.take(call.pull_id, targets)
         try:
-            request = PullRequest(pull_id, pull.ticket.request_id, legs, priority, self._budgets)
+            request = PullRequest(call.pull_id, call.request_id, legs, priority, self._budgets)
             effects = self._scheduler.submit(request, self._clock(), hold=self._pumping)
         except BaseException:
-            self._ledger.give_back(pull_id)
+            self._ledger.give_back(call.pull_id)
             raise
-        self._pulls[pull_id] = pull
+        self._pulls[call.pull_id] = call
         if not self._pumping:
             self._pumping = True
             asyncio.get_running_loop().call_soon(self._pump)
@@ -347,9 +370,8 @@ class Consumer:
                     self._on_completed(effect)
                 case TransferFailed():
                     self._on_failed(effect)
-                case TransferQuiesced(pull_id=pull_id):
-                    self._report(effect)
-                    self._settle(pull_id)
+                case TransferQuiesced():
+                    self._on_quiesced(effect)
                 case _:
                     self._report(effect)
         for peer, leases in renewals.items():
@@ -392,33 +414,29 @@ class Consumer:
             self._report(ReaderRenewed(demand.setting, demand.num_blocks, event.ended, event.drain_s, event.renew_s))
 
     def _on_completed(self, event: TransferCompleted) -> None:
-        pull = self._pulls[event.pull_id]
-        timings = {
-            "handshake": pull.handshake_s,
-            "bind": pull.bind_s,
-            **event.report.timings_s,
-            "total": self._clock() - pull.called_at,
-        }
-        report = msgspec.structs.replace(event.report, transport=self._transport.name, timings_s=timings)
+        call = self._pulls[event.pull_id]
         self._settle(event.pull_id)
-        if not pull.result.done():
-            pull.result.set_result(report)
-        # The caller's turn of the loop comes first, then the record and the release.
-        record = partial(self._report, msgspec.structs.replace(event, report=report), **pull.context)
-        asyncio.get_running_loop().call_soon(record)
-        self._releasing.after_caller(tuple(pull.ticket.members()))
+        report = self.ending.complete(call, event.report)
+        if call.result is not None and not call.result.done():
+            call.result.set_result(report)
+        self._releasing.after_caller(call.members())
 
     def _on_failed(self, event: TransferFailed) -> None:
-        pull = self._pulls[event.pull_id]
+        call = self._pulls[event.pull_id]
+        call.failure = event
         self._ledger.quarantine(event.pull_id, event.code, self._clock())
-        self._report(event, **pull.context)
-        if not pull.result.done():
-            pull.result.set_exception(transfer_error(event))
+        if call.result is not None and not call.result.done():
+            call.result.set_exception(transfer_error(event))
         if event.code == DeadlineExceeded.code and event.phase == "wire":
             # It hangs, or its host does: what else it owes us ends now, and it is met anew when it is needed.
-            for member in pull.ticket.members():
-                if str(member.peer) == event.peer:
-                    self._pool.drop(member.peer, event.code, event.detail)
+            member = call.member(event.peer)
+            if member is not None:
+                self._pool.drop(member.peer, event.code, event.detail)
+
+    def _on_quiesced(self, event: TransferQuiesced) -> None:
+        call = self._pulls[event.pull_id]
+        self._settle(event.pull_id)
+        self.ending.quiesce(call, event)
 
     def _settle(self, pull_id: int) -> None:
         """Give a pull's blocks back: nothing writes into them any more."""
@@ -426,7 +444,7 @@ class Consumer:
         del self._pulls[pull_id]
         self._unsettled.end(pull_id)
 
-    def _check(self, ticket: Ticket) -> None:
+    def _check(self, ticket: object) -> None:
         if not isinstance(ticket, Ticket):
             raise ArgumentInvalid("ticket", "a Ticket, made with Ticket.from_params", ticket)
         self._verify(ticket)

@@ -4,11 +4,10 @@ from collections.abc import Sequence
 
 from msgspec import UnsetType
 
-from kvflow.cache.tickets import Grant, Member, Ticket, block_ends
+from kvflow.cache.tickets import Grant, Member, block_ends
 from kvflow.errors import ArgumentInvalid, BlockIdsInvalid, ContentMismatch, TicketInvalid
 from kvflow.layout.manifest import Manifest
 from kvflow.transfer.pairs import Int64s, check_block_ids, pair_units
-from kvflow.transfer.report import TransferReport
 from kvflow.transfer.requests import Demand
 from kvflow.worker.programs import Programs
 
@@ -80,27 +79,3 @@ def require_content(grant: Grant, programs: Programs, ours: Manifest, expected: 
         compared = [(given[end], digest) for end, digest in zip(ends, wanted, strict=True) if digest and given.get(end)]
         if not compared or any(found != digest for found, digest in compared):
             raise ContentMismatch(f"group {target}: the ticket's blocks hold something else", group=target)
-
-
-def empty_report(ticket: Ticket, transport: str, handshake_s: float) -> TransferReport:
-    """Report a pull that had nothing to move: every target block was absent."""
-    return TransferReport(
-        request_id=ticket.request_id,
-        nbytes=0,
-        descriptors=0,
-        reads=0,
-        transport=transport,
-        timings_s={"handshake": handshake_s, "total": handshake_s},
-    )
-
-
-def log_context(ticket: Ticket, targets: Sequence[Int64s], local_request_id: str = "") -> dict[str, object]:
-    """Return what a transfer's record says beside its event: under the names that vLLM's operators know."""
-    grant = ticket.grants[0]
-    return {
-        **({"local_request_id": local_request_id} if local_request_id else {}),
-        "remote_engine_id": ticket.engine_id,
-        "remote_endpoint": grant.ranks[0].endpoint,
-        "num_remote_blocks": sum(len(ids) for ids in grant.block_ids),
-        "num_local_blocks": sum(len(ids) for ids in targets),
-    }

@@ -69,7 +69,7 @@ class DiallingRecord:
         gone = self._gone.get(peer)
         if gone is not None:
             if now < gone.until:
-                raise StaleLease(f"{peer} is gone: {gone.why}", peer=str(peer))
+                raise StaleLease(f"{peer} is gone: {gone.why}", ended_by="gone", peer=str(peer))
             del self._gone[peer]
         if breaker is not None and not breaker.ask(peer, now):
             retry_after_s = max(0.0, breaker.retry_at - now)

@@ -1,7 +1,10 @@
 """Which error a caller gets for a failed transfer: one table."""
 
+import asyncio
+
 from kvflow.errors import (
     DeadlineExceeded,
+    KvflowError,
     PeerLost,
     ProtocolViolation,
     StaleLease,
@@ -23,6 +26,8 @@ ERRORS: dict[str, type[TransferFailed]] = {
 }
 """Code of the scheduler or the transport -> error. Any other code is a plain ``TransferFailed``."""
 
+CANCELLED = "the caller cancelled the pull"
+
 
 def transfer_error(event: events.TransferFailed) -> TransferFailed:
     """Return the error that this event stands for."""
@@ -37,3 +42,14 @@ def transfer_error(event: events.TransferFailed) -> TransferFailed:
 def meeting_error(peer: str, code: str, detail: str) -> TransferFailed:
     """Return the error for whoever waits to meet a peer that is let go instead."""
     return ERRORS.get(code, TransferFailed)(f"{peer} cannot be read from: {detail}", peer=peer)
+
+
+def as_ours(error: BaseException, request_id: str) -> KvflowError:
+    """Return what ended a pull as one of our errors: its blocks are the caller's again, whatever it was."""
+    if isinstance(error, KvflowError):
+        return error
+    if isinstance(error, asyncio.CancelledError | GeneratorExit):
+        return TransferCancelled(CANCELLED, request_id=request_id)
+    failed = TransferFailed(f"the pull ended with {type(error).__name__}: {error}", request_id=request_id)
+    failed.__cause__ = error  # as ``raise ... from`` does it
+    return failed

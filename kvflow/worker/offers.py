@@ -51,12 +51,13 @@ class Offers:
         digests: Digests = None,
     ) -> Ticket:
         """Sign a ticket and hold its lease. See ``Worker.offer``."""
-        if self._line:
-            self._keeper.require_open()
-            raise CapacityExceeded(
-                "leases", self._mint.slots, remedy="Others wait for the next slot: use offer_when_possible."
-            )
-        return self._offer(request_id, block_ids, num_tokens, digests)
+        with self._keeper.refusing(request_id):
+            if self._line:
+                self._keeper.require_open()
+                raise CapacityExceeded(
+                    "leases", self._mint.slots, remedy="Others wait for the next slot: use offer_when_possible."
+                )
+            return self._offer(request_id, block_ids, num_tokens, digests)
 
     async def offer_when_possible(
         self,
@@ -68,12 +69,16 @@ class Offers:
         timeout_s: float | None,
     ) -> Ticket:
         """Wait for a slot, then offer. See ``Worker.offer_when_possible``."""
-        if len(self._line) >= WAITING_MAX:
-            raise CapacityExceeded("offers that wait for a slot", WAITING_MAX)
-        waiting = _Waiting(request_id, block_ids, num_tokens, digests, self._loop.create_future())
-        self._line.append(waiting)
-        # Also where others wait: a slot that came free before we stood in line is announced to nobody.
-        self.serve()
+        with self._keeper.refusing(request_id):
+            if len(self._line) >= WAITING_MAX:
+                raise CapacityExceeded("offers that wait for a slot", WAITING_MAX)
+            waiting = _Waiting(request_id, block_ids, num_tokens, digests, self._loop.create_future())
+            self._line.append(waiting)
+            # Also where others wait: a slot that came free before we stood in line is announced to nobody.
+            self.serve()
+            return await self._wait(waiting, timeout_s)
+
+    async def _wait(self, waiting: _Waiting, timeout_s: float | None) -> Ticket:
         try:
             async with asyncio.timeout(timeout_s):
                 return await waiting.ticket
@@ -84,7 +89,7 @@ class Offers:
             raise CapacityExceeded("leases", self._mint.slots, remedy=f"No slot came free in {timeout_s} s.") from None
         except asyncio.CancelledError:
             if _has_ticket(waiting):
-                self._keeper.revoke(request_id)  # nobody will hear of this ticket
+                self._keeper.revoke(waiting.request_id)  # nobody will hear of this ticket
             self._leave(waiting)
             raise
 
@@ -115,7 +120,7 @@ class Offers:
         with self._lock:
             ticket, grant = self._mint.offer(request_id, block_ids=block_ids, num_tokens=num_tokens, digests=digests)
         try:
-            self._keeper.admit(grant)
+            self._keeper.hold(grant)
         except BaseException:
             self._retire(request_id)
             raise

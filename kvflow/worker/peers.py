@@ -33,7 +33,7 @@ from kvflow.observability.events import PeerConnected, PeerDropped
 from kvflow.rendezvous.dialer import Link, Restarted, open_link
 from kvflow.rendezvous.introduction import OurSide
 from kvflow.transfer.plan import PlanCache
-from kvflow.transport.base import PeerAddress, Transport
+from kvflow.transport.base import Carrier, PeerAddress, Transport
 from kvflow.worker.calibration import NEVER, Staging
 from kvflow.worker.dialling import DiallingRecord
 from kvflow.worker.failures import meeting_error
@@ -63,7 +63,7 @@ class _Entry:
         member: who it is, and where.
         linked: resolves when its control connection is ready, or cannot be.
         met: resolves when it can be read from, or cannot.
-        added: resolves when the transport has connected.
+        added: resolves when the transport has connected, with what carries the bytes.
         dropped: resolves with a code and a detail when it must be let go.
         gone: resolves when it has been let go, and can be met anew.
         begun_at: when it was begun to be dialled.
@@ -74,7 +74,7 @@ class _Entry:
     member: Member
     linked: asyncio.Future[Link]
     met: asyncio.Future[Peer]
-    added: asyncio.Future[None]
+    added: asyncio.Future[Carrier]
     dropped: asyncio.Future[tuple[str, str]]
     gone: asyncio.Future[None]
     begun_at: float
@@ -221,11 +221,11 @@ class PeerPool:
             return None
         return entry.linked.result()
 
-    def on_added(self, peer: PeerId) -> None:
+    def on_added(self, peer: PeerId, carrier: Carrier) -> None:
         """Note that the transport has connected."""
         entry = self._entries.get(peer)
         if entry is not None and not entry.added.done():
-            entry.added.set_result(None)
+            entry.added.set_result(carrier)
 
     def drop(self, peer: PeerId, code: str, detail: str) -> None:
         """Let a peer go; it is met anew when it is needed."""
@@ -264,8 +264,9 @@ class PeerPool:
                 entry.linked_at = self._clock()
                 self._drop_predecessors(link.peer, entry.begun_at)
                 try:
-                    entry.met.set_result(await self._connect(link, entry))
-                    self._report(_connected(link, self._clock() - started))
+                    peer = await self._connect(link, entry)
+                    entry.met.set_result(peer)
+                    self._report(_connected(peer, self._clock() - started))
                 except (LayoutMismatch, CapacityExceeded) as error:
                     # It cannot be read from in this life, but what it offers can be given back.
                     _fail(entry, error)
@@ -296,13 +297,13 @@ class PeerPool:
         budget_s = self._ours.limits.handshake_s
         try:
             async with asyncio.timeout(budget_s):
-                await asyncio.shield(entry.added)
+                carrier = await asyncio.shield(entry.added)
         except TimeoutError:
             # Reads of an earlier connection to it are still in flight, or the transport is busy for too long.
             message = f"connecting the transport to {link.peer} took longer than {budget_s} s"
             raise DeadlineExceeded(message, phase="handshake", peer=str(link.peer)) from None
         self._programs.begin(link.peer)
-        return Peer(link)
+        return Peer(link, carrier)
 
     def _note_failure(self, entry: _Entry, error: Exception) -> None:
         """Learn from a meeting that has failed."""
@@ -354,10 +355,12 @@ class PeerPool:
         self._on_dropped(peer, code, detail)
 
 
-def _connected(link: Link, handshake_s: float) -> PeerConnected:
+def _connected(peer: Peer, handshake_s: float) -> PeerConnected:
+    link, carrier = peer.link, peer.carrier
     offset = link.clock_offset
-    clock = (None, None) if offset is None else (offset.ahead_s, offset.error_s)
-    return PeerConnected(str(link.peer), link.peer.endpoint, handshake_s, *clock)
+    ahead_s, error_s = (None, None) if offset is None else (offset.ahead_s, offset.error_s)
+    peer_id = link.peer
+    return PeerConnected(str(peer_id), peer_id.endpoint, handshake_s, ahead_s, error_s, carrier.name, carrier.known_by)
 
 
 def _fail(entry: _Entry, error: KvflowError) -> None:

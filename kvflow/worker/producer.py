@@ -7,7 +7,8 @@ guards the lease table, and the epoch is raised inside it. Whoever waits for an 
 import asyncio
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 from msgspec import Struct
@@ -16,9 +17,9 @@ from kvflow.cache.blocks import BlockAccount
 from kvflow.cache.leases import Answer, LeaseEnded, LeaseTable, Outcome, Reader
 from kvflow.cache.tickets import Grant
 from kvflow.clock import Clock
-from kvflow.errors import BlockIdsInvalid, RequestUnknown
+from kvflow.errors import BlockIdsInvalid, KvflowError, RequestUnknown
 from kvflow.ids import LeaseKey, worker_name
-from kvflow.observability.events import OfferAdmitted
+from kvflow.observability.events import OfferAdmitted, OfferRefused
 from kvflow.transfer.pairs import Int64s, check_block_ids
 from kvflow.worker.stages import Stage, later, require_open
 
@@ -119,6 +120,20 @@ class LeaseKeeper:
 
     def admit(self, grant: Grant) -> None:
         """Hold the lease of a grant. See ``Worker.admit``."""
+        with self.refusing(grant.request_id):
+            self.hold(grant)
+
+    @contextmanager
+    def refusing(self, request_id: str) -> Iterator[None]:
+        """Report an offer that ends before its lease is held: its ticket, if anybody has it, is void."""
+        try:
+            yield
+        except KvflowError as error:
+            self._report(OfferRefused(str(request_id), error.code, error.message, error.remedy))
+            raise
+
+    def hold(self, grant: Grant) -> None:
+        """Hold the lease of a grant; whoever offers it tells of a refusal."""
         ids = self._check(grant)
         with self._lock:
             self.require_open()
@@ -169,14 +184,14 @@ class LeaseKeeper:
         finally:
             self._forget(request_id, future)
 
-    def on_release(self, leases: Sequence[LeaseKey], reader: Reader) -> list[Answer]:
-        """Count a reader's releases; answer each."""
+    def on_release(self, leases: Sequence[LeaseKey], reader: Reader, *, read: bool = False) -> list[Answer]:
+        """Count a reader's releases, which say whether it has read; answer each."""
         answers: list[Answer] = []
         ended: list[_End] = []
         with self._lock:
             now = self._clock()
             for slot, epoch in leases:
-                answer, end = self._leases.release(slot, epoch, reader, now)
+                answer, end = self._leases.release(slot, epoch, reader, now, read=read)
                 answers.append(answer)
                 ended += self._note(end)
         self._announce(ended)
@@ -187,6 +202,12 @@ class LeaseKeeper:
         with self._lock:
             now = self._clock()
             return [self._leases.renew(slot, epoch, now) for slot, epoch in leases], self._lease_s
+
+    def past(self, lease: LeaseKey) -> tuple[str, float] | None:
+        """Return how a lease has ended, and how many seconds ago; None if that is not remembered."""
+        with self._lock:
+            past = self._leases.past(*lease)
+            return None if past is None else (past.ended_by, self._clock() - past.ended_at)
 
     async def expire_leases(self) -> None:
         """End leases as they run out, for ever."""

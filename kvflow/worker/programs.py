@@ -17,7 +17,7 @@ from kvflow.transfer.bind_plan import AnyBinding, bind_plan
 from kvflow.transfer.cover import share_out
 from kvflow.transfer.match import Piece, PieceName, Pieces, have_common_layer, require_same_model
 from kvflow.transfer.plan import PlanCache, TransferPlan
-from kvflow.transport.base import Program, Transport
+from kvflow.transport.base import UNKNOWN_CARRIER, Carrier, Program, Transport
 from kvflow.worker.calibration import NEVER, Staging
 
 DIVISIONS_MAX = 4096
@@ -35,9 +35,11 @@ class Peer:
 
     Attributes:
         link: its control connection.
+        carrier: what carries the bytes that we read from it.
     """
 
     link: Link
+    carrier: Carrier = UNKNOWN_CARRIER
 
     @property
     def manifest(self) -> Manifest:

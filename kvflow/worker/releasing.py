@@ -22,7 +22,7 @@ class Releasing:
     def __init__(self, pool: PeerPool) -> None:
         self._pool = pool
         self._delivered: deque[Sequence[Member]] = deque()
-        self._leases: dict[PeerId, list[LeaseKey]] = {}
+        self._leases: dict[tuple[PeerId, bool], list[LeaseKey]] = {}
 
     def after_caller(self, members: Sequence[Member]) -> None:
         """Release what was delivered just now, once whoever awaits it has had a turn of the loop.
@@ -32,12 +32,12 @@ class Releasing:
         self._delivered.append(members)
         asyncio.get_running_loop().call_soon(self._take_delivered)
 
-    def add(self, members: Sequence[Member]) -> None:
-        """Release every rank that a ticket names; those of a few milliseconds travel together."""
+    def add(self, members: Sequence[Member], *, read: bool) -> None:
+        """Release every rank that a ticket names, read or not; those of a few milliseconds travel together."""
         if not self._leases:
             asyncio.get_running_loop().call_later(RELEASE_PAUSE_S, self._send)
         for member in members:
-            self._leases.setdefault(member.peer, []).append((member.grant.slot, member.grant.epoch_value))
+            self._leases.setdefault((member.peer, read), []).append((member.grant.slot, member.grant.epoch_value))
 
     def flush(self) -> None:
         """Send all there is now."""
@@ -46,11 +46,11 @@ class Releasing:
 
     def _take_delivered(self) -> None:
         while self._delivered:
-            self.add(self._delivered.popleft())
+            self.add(self._delivered.popleft(), read=True)
 
     def _send(self) -> None:
         releases, self._leases = self._leases, {}
-        for peer, leases in releases.items():
+        for (peer, read), leases in releases.items():
             link = self._pool.link(peer)
             if link is not None:
-                link.release(leases)
+                link.release(leases, read=read)

@@ -170,6 +170,7 @@ async def _opened(parts: _Parts) -> AsyncIterator[Worker]:
                 budgets=Budgets(queue_s=config.queue_s, wire_s=config.wire_s, fence_s=config.fence_s),
                 verify=key.check,
                 clock=surroundings.clock,
+                wall=surroundings.network.wall,
                 report=report,
             )
             inbox.connect(consumer.on_transport_event)

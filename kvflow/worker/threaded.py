@@ -20,10 +20,11 @@ from msgspec import Struct
 from kvflow.cache.leases import LeaseEnded, Outcome
 from kvflow.cache.tickets import Grant, RankAddress, Ticket
 from kvflow.config import WorkerConfig
-from kvflow.errors import KvflowError, TransferCancelled, TransferFailed, WorkerClosed, WorkerSuspended
+from kvflow.errors import KvflowError, TransferFailed, WorkerClosed, WorkerSuspended
 from kvflow.forks import Origin
 from kvflow.transfer.report import TransferReport
 from kvflow.worker.drain import DrainReport
+from kvflow.worker.failures import as_ours
 from kvflow.worker.life import Life, begin_life
 from kvflow.worker.offers import Digests
 from kvflow.worker.runtime import Cache, Hook
@@ -180,18 +181,39 @@ class ThreadedWorker:
     ) -> "Future[TransferReport]":
         """Read a ticket's blocks into ours. See ``Worker.pull``; cancelling the future cancels the pull."""
         request_id = getattr(ticket, "request_id", "")  # whatever was passed, its refusal is reported
-        life = self._awake()
-        pull = partial(
-            life.worker.pull,
-            ticket,
-            block_ids,
-            priority=priority,
-            local_request_id=local_request_id,
-            expected_digests=expected_digests,
-        )
-        return life.bridge.submit(
-            _pull(life.worker, ticket, pull),
-            on_end=partial(self._finished.on_pull_ended, request_id, local_request_id),
+        try:
+            life = self._awake()
+            pull = partial(
+                life.worker.pull,
+                ticket,
+                block_ids,
+                priority=priority,
+                local_request_id=local_request_id,
+                expected_digests=expected_digests,
+            )
+            return life.bridge.submit(
+                _pull(life.worker, ticket, pull),
+                on_end=partial(self._finished.on_pull_ended, request_id, local_request_id),
+            )
+        except KvflowError as error:  # its loop did not take it, and so nobody else writes its record
+            self.record_refusal(
+                error.code, error.message, remedy=error.remedy, ticket=ticket, local_request_id=local_request_id
+            )
+            raise
+
+    def record_refusal(
+        self,
+        code: str,
+        detail: str,
+        *,
+        remedy: str = "",
+        ticket: object = None,
+        request_id: str = "",
+        local_request_id: str = "",
+    ) -> None:
+        """Write the record of a pull that the engine refuses by itself. See ``Worker.record_refusal``."""
+        self._life.worker.record_refusal(
+            code, detail, remedy=remedy, ticket=ticket, request_id=request_id, local_request_id=local_request_id
         )
 
     def keep(self, ticket: Ticket) -> "Future[None]":
@@ -336,28 +358,16 @@ class _FinishedQueue:
 
     def on_pull_ended(self, request_id: str, local_request_id: str, task: "asyncio.Task[TransferReport]") -> None:
         """Take the end of a pull; a task that was cancelled before its first step ends like any other."""
-        if task.cancelled():
-            error: BaseException | None = TransferCancelled("the caller cancelled the pull", request_id=request_id)
-        else:
-            error = task.exception()
+        error = asyncio.CancelledError() if task.cancelled() else task.exception()
         if error is None:
             end = Finished(request_id, "consumer", "completed", task.result(), local_request_id=local_request_id)
         else:
-            ours = _as_ours(error, request_id)
+            ours = as_ours(error, request_id)
             end = Finished(request_id, "consumer", "failed", error=ours, local_request_id=local_request_id)
         self.put(end)
 
     def drain(self) -> list[Finished]:
         return [self._ends.popleft() for _ in range(len(self._ends))]
-
-
-def _as_ours(error: BaseException, request_id: str) -> KvflowError:
-    """Return the error of a pull as one of ours: its blocks are the engine's again, whatever ended it."""
-    if isinstance(error, KvflowError):
-        return error
-    failed = TransferFailed(f"the pull ended with {type(error).__name__}: {error}", request_id=request_id)
-    failed.__cause__ = error  # as ``raise ... from`` does it
-    return failed
 
 
 async def _call(function: Callable[[], T]) -> T:

@@ -232,6 +232,32 @@ class Worker:
             expected_digests=expected_digests,
         )
 
+    def record_refusal(
+        self,
+        code: str,
+        detail: str,
+        *,
+        remedy: str = "",
+        ticket: object = None,
+        request_id: str = "",
+        local_request_id: str = "",
+    ) -> None:
+        """Write the record of a pull that the engine refuses by itself. ``pull`` writes that of every other one.
+
+        Args:
+            code: of the error.
+            detail: the error in words.
+            remedy: what to do about it.
+            ticket: if there is one.
+            request_id: the producer's name of the request, if there is no ticket.
+            local_request_id: as in ``pull``.
+
+        Thread: any.
+        """
+        self._consumer.ending.refuse(
+            code, detail, remedy, ticket=ticket, request_id=request_id, local_request_id=local_request_id
+        )
+
     def keep(self, ticket: Ticket) -> None:
         """Renew a ticket's leases until it is pulled or released: of a request that waits for room in our engine.
 

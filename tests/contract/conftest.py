@@ -229,7 +229,8 @@ class World:
 
     def connect(self, reader, exporter, peer):
         reader.transport.add_peer(exporter.address(peer))
-        assert reader.sink.wait(("peer", peer)) == [PeerAdded(peer)]
+        (added,) = reader.sink.wait(("peer", peer))
+        assert (type(added), added.peer) == (PeerAdded, peer)
 
     def rows(self, region, *rows):
         """Rows from (offset, nbytes, stride, count) in a region."""

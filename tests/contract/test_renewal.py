@@ -126,7 +126,7 @@ def test_other_peers_keep_their_programs_and_their_reads_go_on(nixl_world, reade
     assert reader.sink.wait(("renewal",))[0].ended > 0
     arrives(reader, well, 4)
     arrives(reader, well, 5)
-    assert reader.sink.wait(("peer", "well")) == [PeerAdded("well")]
+    assert isinstance(reader.sink.wait(("peer", "well"))[0], PeerAdded)
 
 
 @processes
@@ -145,7 +145,7 @@ def test_whoever_reads_from_us_notices_nothing(nixl_world, reader, hung):
             reader.transport.remove_peer("hung")
             assert renew(reader).ended > 0
     assert np.array_equal(downstream.cache.bytes(), reader.cache.bytes())
-    assert downstream.sink.wait(("peer", "reader")) == [PeerAdded("reader")]
+    assert isinstance(downstream.sink.wait(("peer", "reader"))[0], PeerAdded)
 
 
 @processes

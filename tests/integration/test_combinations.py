@@ -147,7 +147,7 @@ async def test_every_byte_that_is_asked_for_and_no_other(prefill, name):
     async with pulled(prefill, name) as (targets, reports):
         assert targets.wrong() == []
         assert [report.descriptors for report in reports] == targets.descriptors()
-        assert {report.transport for report in reports} == {"nixl"}
+        assert {report.transport for report in reports} == {"cma"}
         assert all(report.nbytes for report in reports), "a rank asked for nothing"
         assert set(await prefill.ask("outcomes", request=name)) == {"released"}
         assert set(await prefill.ask("leases")) == {0}

@@ -36,7 +36,7 @@ async def test_every_family_fills_every_other(world, source):
             consumer = await stack.enter_async_context(world.consuming(Shape(**family, num_blocks=40)))
             params = await producer.offer(target, SOURCES, 11)
             report = await consumer.pull(params, TARGETS)
-            assert report.transport == "nixl"
+            assert report.transport == "cma"
             assert report.nbytes == 3 * consumer.cache.bytes_per_block * 2
             consumer.has(target, TARGETS, 11)
             consumer.untouched(but=TARGETS)

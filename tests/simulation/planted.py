@@ -67,13 +67,13 @@ def release_counted_twice(patch):
     """A rank that releases once more stands for another one that has not."""
     release = LeaseTable.release
 
-    def release_again(self, slot, epoch, reader, now):
+    def release_again(self, slot, epoch, reader, now, **how):
         lease = self._find(slot, epoch)
         released = lease.released_by.get((reader.engine_id, reader.num_ranks), ()) if lease else ()
         if reader.rank in released:
             other = next(rank for rank in range(reader.num_ranks) if rank not in released)
             reader = msgspec.structs.replace(reader, rank=other)
-        return release(self, slot, epoch, reader, now)
+        return release(self, slot, epoch, reader, now, **how)
 
     patch.setattr(LeaseTable, "release", release_again)
 

@@ -173,7 +173,7 @@ class Loading:
         except KvflowError as error:
             if load.refusal is None:
                 logger.warning("kvflow: request %s cannot be loaded: %s", request_id, error)
-            orders = [Fail(request_id, error.code, error.message), *_releases(request_id, load)]
+            orders = [Fail(request_id, error.code, error.message, error.remedy), *_releases(request_id, load)]
         self._orders += orders
         load.loading = True
 

@@ -53,11 +53,13 @@ class Fail(Struct, frozen=True):
         request_id: our engine's name of the request.
         code: of the error.
         reason: the error in words.
+        remedy: what to do about it.
     """
 
     request_id: str
     code: str
     reason: str
+    remedy: str = ""
 
 
 Order = Admit | Pull | Keep | Cancel | Release | Fail

@@ -93,7 +93,8 @@ class RankWorker:
                         self._pulls[request_id].future.cancel()
                 case Release(request_id=request_id, ticket=ticket):
                     self._release(request_id, ticket)
-                case Fail(request_id=request_id, code=code):
+                case Fail(request_id=request_id, code=code, reason=reason, remedy=remedy):
+                    self._worker.record_refusal(code, reason, remedy=remedy, local_request_id=request_id)
                     count(self._tally, "failed", code)
                     self._end_received(request_id, failed=True)
 

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from handshake.codec import FORMAT, decode, encode
 from handshake.errors import LocalProtocolError, RemoteProtocolError
 from handshake.limits import PUBLICATION_BYTES_MAX
-from handshake.messages import LeaseRef, Ping, Publication, Publish, Refuse, Release, Renewed
+from handshake.messages import LeaseAnswer, LeaseRef, Ping, Publication, Publish, Refuse, Release, Renewed
 
-from .helpers import ANSWERS, EXAMPLES, LIMITS, frames_of
+from .helpers import ANSWERS, EXAMPLES, LEASES, LIMITS, frames_of
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "handshake_v1.json").read_text())
 
@@ -34,6 +34,27 @@ def test_the_bytes_of_version_1_never_change(name):
     frames = [bytes.fromhex(GOLDEN[name])]
     assert encode(EXAMPLES[name], LIMITS.frame_bytes_max) == frames
     assert decode(frames, LIMITS.frame_bytes_max) == EXAMPLES[name]
+
+
+ENDED = LeaseAnswer(slot=3, epoch=33, outcome="ended", ended_by="of_a_newer_release", ended_s=2.5)
+
+
+@pytest.mark.parametrize("message", [Release(leases=LEASES, read=True), Renewed(leases=(ENDED,), lease_s=30.0)])
+def test_fields_that_were_added_to_version_1_arrive_and_older_peers_skip_them(message):
+    frames = encode(message, LIMITS.frame_bytes_max)
+    assert decode(frames, LIMITS.frame_bytes_max) == message
+    body = msgspec.msgpack.decode(frames[0][len(FORMAT) :])
+    body["added"] = {"of a still newer release": 1}
+    assert decode([FORMAT + msgspec.msgpack.encode(body)], LIMITS.frame_bytes_max) == message
+
+
+@pytest.mark.parametrize(
+    "bad", [{"ended_by": "Expired!"}, {"ended_by": "x" * 40}, {"ended_s": -1.0}, {"ended_s": 1e300}]
+)
+def test_how_a_lease_has_ended_is_bounded(bad):
+    answer = {"slot": 1, "epoch": 2, "outcome": "ended"} | bad
+    body = {"type": "renewed", "leases": [answer], "lease_s": 1.0}
+    assert violation_of([FORMAT + msgspec.msgpack.encode(body)]) == "malformed"
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def bounded(field_type):
             return field_type.max_length is not None and bounded(field_type.item_type)
         case msgspec.inspect.StructType():
             return all(bounded(field.type) for field in field_type.fields)
-        case msgspec.inspect.LiteralType():
+        case msgspec.inspect.LiteralType() | msgspec.inspect.BoolType():
             return True
         case _:
             raise AssertionError(field_type)

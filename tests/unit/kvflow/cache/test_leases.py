@@ -126,3 +126,31 @@ def test_all_can_be_revoked(leases):
         ("b", "revoked"),
     }
     assert len(leases) == 0
+
+
+@pytest.mark.parametrize("how", ["expired", "revoked", "used", "released"])
+def test_how_a_lease_has_ended_is_remembered(leases, how):
+    grant = grant_of()
+    key = (grant.slot, grant.epoch_value)
+    leases.admit(grant, now=1.0)
+    assert leases.past(*key) is None
+    match how:
+        case "expired":
+            leases.expire(31.0)
+        case "revoked":
+            leases.revoke("r", 31.0)
+        case _:
+            leases.release(*key, Reader("a", 0, 2), 2.0, read=how == "used")
+            leases.release(*key, Reader("a", 1, 2), 31.0)  # a rank of which nothing was read says so
+    assert leases.past(*key) == (how, 31.0)
+
+
+def test_of_ended_leases_the_latest_are_remembered(leases, monkeypatch):
+    monkeypatch.setattr("kvflow.cache.leases.PAST_MAX", 2)
+    mint, keys = mint_of(), []
+    for name in ("a", "b", "c"):
+        grant = grant_of(mint, name)
+        keys.append((grant.slot, grant.epoch_value))
+        leases.admit(grant, now=0.0)
+        leases.revoke(name, 1.0)
+    assert [leases.past(*key) is None for key in keys] == [True, False, False]

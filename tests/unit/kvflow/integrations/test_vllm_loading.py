@@ -253,7 +253,7 @@ def test_a_refused_request_fails_as_a_load_does():
     requests.refuse("r", TicketInvalid("forged"), wanted=48)
     assert requests.matched("r", 16) == 32
     requests.allocated("r", [[1, 2, 3]], 32)
-    assert requests.take_orders() == [Fail("r", "ticket_invalid", "forged")]
+    assert requests.take_orders() == [Fail("r", "ticket_invalid", "forged", TicketInvalid.default_remedy)]
     requests.received("r")
     assert requests.matched("r", 0) == 0
 

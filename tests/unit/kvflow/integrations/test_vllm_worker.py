@@ -32,6 +32,10 @@ class FakeWorker:
         self.admitted = []
         self.waited = []
         self.refusal = None
+        self.refused = []
+
+    def record_refusal(self, code, detail, *, remedy, local_request_id):
+        self.refused.append((code, detail, remedy, local_request_id))
 
     def admit(self, grant):
         if self.refusal:
@@ -221,9 +225,10 @@ def test_a_rank_that_has_slept_is_served_as_another_incarnation():
 
 
 def test_a_refused_request_is_reported_as_failed():
-    _, rank = told(Fail("r", "ticket_invalid", "forged"))
+    fake, rank = told(Fail("r", "ticket_invalid", "forged", "Ask again."))
     results = rank.collect()
     assert results.received == results.failed == {"r"}
+    assert fake.refused == [("ticket_invalid", "forged", "Ask again.", "r")]
     assert rank.take_tally()["failed"] == {"ticket_invalid": 1}
 
 

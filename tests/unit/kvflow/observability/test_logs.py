@@ -86,7 +86,7 @@ def test_the_record_of_a_transfer_answers_where_the_time_went(log, caplog):
     (record,) = caplog.records
     assert record.levelno == logging.INFO
     answer = record.msg
-    assert (answer["nbytes"], answer["descriptors"], answer["reads"], answer["transport"]) == (4096, 3, 2, "nixl")
+    assert (answer["nbytes"], answer["descriptors"], answer["reads"], answer["transport"]) == (4096, 3, 2, "cma")
     phases = {key: value for key, value in answer.items() if key.endswith("_s")}
     assert phases == {
         "handshake_s": 0.5,
@@ -105,6 +105,22 @@ def test_the_record_of_a_failure_says_what_to_do_about_it(log, caplog):
     log(EVENTS["transfer.failed"])
     answer = caplog.records[0].msg
     assert (answer["code"], answer["phase"], answer["peer"], answer["quarantined"]) == ("peer_lost", "wire", PEER, True)
+    assert answer["remedy"] == "Look whether it runs."
+
+
+def test_the_record_of_a_failure_says_how_far_it_had_come(log, caplog):
+    log(EVENTS["transfer.failed"])
+    answer = caplog.records[0].msg
+    assert (answer["nbytes"], answer["nbytes_wanted"], answer["transport"]) == (1024, 4096, "cma")
+    phases = {key: value for key, value in answer.items() if key.endswith("_s") and key != "lease_ended_s"}
+    assert phases == {
+        "ticket_age_s": 1.5,
+        "handshake_s": 0.25,
+        "queue_s": 0.001,
+        "wire_s": 0.03,
+        "total_s": 0.333333333,
+    }
+    assert "timings_s" not in answer
 
 
 def test_what_the_level_drops_is_not_even_made(log, caplog):

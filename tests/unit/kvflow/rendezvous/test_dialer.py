@@ -16,7 +16,7 @@ from kvflow.cache.leases import Reader
 from kvflow.cache.mint import Mint
 from kvflow.errors import AuthenticationFailed, DeadlineExceeded, PeerLost, StaleLease
 from kvflow.ids import agent_name
-from kvflow.rendezvous.dialer import Link, Questions, open_link
+from kvflow.rendezvous.dialer import LeaseEnd, Link, Questions, open_link
 from kvflow.rendezvous.listener import open_listener
 
 from .helpers import INCARNATION, SECURITY, address, advertisement, peer, side
@@ -31,14 +31,20 @@ class Keeper:
     def __init__(self):
         self.told = asyncio.Queue()
         self.answer = "held"
+        self.read = []
+        self.ends = {}
 
-    def on_release(self, leases, reader):
+    def on_release(self, leases, reader, *, read=False):
         self.told.put_nowait(("release", list(leases), reader))
+        self.read.append(read)
         return ["ended"] * len(leases)
 
     def on_renew(self, leases):
         self.told.put_nowait(("renew", list(leases)))
         return [self.answer] * len(leases), 30.0
+
+    def past(self, lease):
+        return self.ends.get(lease)
 
 
 @asynccontextmanager
@@ -62,10 +68,11 @@ async def test_a_link_knows_its_peer_and_speaks_of_leases():
         assert link.agent == agent_name(f"prefill-0/0/{INCARNATION}", SECURITY.server.public_key)
         assert link.advertisement == advertisement()
         link.renew([(3, 33)])
-        link.release([(3, 33), (4, 2**62)])
+        link.release([(3, 33), (4, 2**62)], read=True)
         async with asyncio.timeout(PATIENCE_S):
             assert await keeper.told.get() == ("renew", [(3, 33)])
             assert await keeper.told.get() == ("release", [(3, 33), (4, 2**62)], Reader("decode-0", 0, 1))
+        assert keeper.read == [True]
 
 
 @pytest.mark.parametrize(
@@ -93,7 +100,7 @@ async def test_an_end_is_told_once_with_its_reason():
         async with asyncio.timeout(PATIENCE_S):
             code, _ = await ends.get()
         assert code == "peer_closed"
-        opened.release([(1, 1)])  # nobody hears it, and nothing happens
+        opened.release([(1, 1)], read=True)  # nobody hears it, and nothing happens
         opened.renew([(1, 1)])
     finally:
         await link.__aexit__(None, None, None)
@@ -133,7 +140,7 @@ def test_many_leases_travel_in_messages_of_bounded_size():
     client = Client()
     link = Link(client, "p", "agent of p", advertisement(), questions=Questions("p"))
     leases = [(index, index + 100) for index in range(2 * LEASES_MAX + 1)]
-    link.release(leases)
+    link.release(leases, read=False)
     link.renew(leases[:LEASES_MAX])
     assert [(type(message), len(message.leases)) for message in client.sent] == [
         (Release, LEASES_MAX),
@@ -146,7 +153,7 @@ def test_many_leases_travel_in_messages_of_bounded_size():
 
 def test_nothing_happens_when_the_producer_is_gone():
     link = Link(Client(closed=True), "p", "agent of p", advertisement(), questions=Questions("p"))
-    link.release([(1, 1)])
+    link.release([(1, 1)], read=True)
     link.renew([(1, 1)])
 
 
@@ -177,7 +184,7 @@ async def asked(link, keeper, grant):
     try:
         await link.require_held(grant, within_s=PATIENCE_S)
     finally:
-        link.release([(99, 99)])  # whatever was asked was asked before
+        link.release([(99, 99)], read=False)  # whatever was asked was asked before
         async with asyncio.timeout(PATIENCE_S):
             told = [await keeper.told.get()]
             while told[-1][0] != "release":
@@ -249,3 +256,43 @@ async def test_a_question_ends_with_its_connection():
                 await question
             with pytest.raises(PeerLost, match="before it was said"):
                 await link.require_held(old, within_s=1000.0)
+
+
+@pytest.mark.parametrize(
+    ("end", "known", "words"),
+    [
+        (("expired", 12.5), ("expired", 12.5), "it expired 12.500 s ago"),
+        (("revoked", 0.25), ("revoked", 0.25), "the producer revoked it 0.250 s ago"),
+        (("used", 3.0), ("used", 3.0), "it was used before, and released 3.000 s ago"),
+        (("released", 3.0), ("released", 3.0), "a reader released it 3.000 s ago"),
+        (("of_a_newer_release", 3.0), ("of_a_newer_release", 3.0), "of_a_newer_release 3.000 s ago"),
+        (None, ("unknown", None), "it ended, reason unknown"),
+    ],
+)
+async def test_a_producer_is_asked_how_a_lease_has_ended(end, known, words):
+    async with listening() as (endpoint, keeper), linked(endpoint) as link:
+        keeper.answer, keeper.ends = "ended", {} if end is None else {(3, 33): end}
+        ends = await asyncio.gather(*(link.ask_end((3, 33), within_s=PATIENCE_S) for _ in range(3)))
+        assert [(end.ended_by, end.ended_s, end.words) for end in ends] == 3 * [(*known, words)]
+        assert keeper.told.get_nowait() == ("renew", [(3, 33)])
+        assert keeper.told.empty(), "questions of one turn travel together, and each once"
+
+
+async def test_where_nobody_answers_the_reason_is_unknown():
+    questions = Questions("p")
+    client = Client()
+    link = Link(client, "p", "tcp://127.0.0.1:5000", advertisement(), questions=questions)
+    assert await link.ask_end((3, 33), within_s=0.01) == LeaseEnd("unknown", None)
+    assert [type(message) for message in client.sent] == [Renew]
+    questions.lose("it died")
+    assert await link.ask_end((3, 33), within_s=PATIENCE_S) == LeaseEnd("unknown", None)
+    assert questions._waiting == {}
+
+
+async def test_an_older_producer_says_no_more_than_that_a_lease_has_ended():
+    questions = Questions("p")
+    link = Link(Client(), "p", "tcp://127.0.0.1:5000", advertisement(), questions=questions)
+    asking = asyncio.ensure_future(link.ask_end((3, 33), within_s=PATIENCE_S))
+    await asyncio.sleep(0)
+    questions.answer([LeaseAnswer(slot=3, epoch=33, outcome="ended")])
+    assert await asking == LeaseEnd("unknown", None)

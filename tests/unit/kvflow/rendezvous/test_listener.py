@@ -1,6 +1,7 @@
 """Readers are who they said they are in their first words; each release and renewal is answered lease by lease."""
 
 import pytest
+from msgspec import UNSET
 
 from handshake import (
     ConnectionClosed,
@@ -31,14 +32,19 @@ class Keeper:
     def __init__(self):
         self.releases = []
         self.renewals = []
+        self.ends = {}
 
-    def on_release(self, leases, reader):
+    def on_release(self, leases, reader, *, read=False):
         self.releases.append((list(leases), reader))
+        self.read = read
         return ["ended", "unknown"]
 
     def on_renew(self, leases):
         self.renewals.append(list(leases))
         return ["held", "ended"], 12.5
+
+    def past(self, lease):
+        return self.ends.get(lease)
 
 
 class Server:
@@ -92,6 +98,23 @@ def test_a_renewal_is_answered_with_how_long_it_holds(listener, keeper):
     listener.on_event(server, "key", RenewReceived(leases=REFS))
     assert keeper.renewals == [[(1, 11), (2, 2**63 - 1)]]
     assert server.sent == [("key", Renewed(leases=answers("held", "ended"), lease_s=12.5))]
+
+
+def test_a_reader_that_renews_what_has_ended_is_told_how_and_when(listener, keeper):
+    server = Server()
+    keeper.ends = {(2, 2**63 - 1): ("expired", 12.5), (1, 11): ("used", 1.0)}
+    listener.on_event(server, "key", ready())
+    listener.on_event(server, "key", RenewReceived(leases=REFS))
+    held, ended = server.sent[0][1].leases
+    assert (held.outcome, held.ended_by) == ("held", UNSET)
+    assert (ended.outcome, ended.ended_by, ended.ended_s) == ("ended", "expired", 12.5)
+
+
+@pytest.mark.parametrize("said", [True, False, UNSET])
+def test_whether_it_was_read_is_believed_of_a_reader_that_says_so(listener, keeper, said):
+    listener.on_event(Server(), "key", ready())
+    listener.on_event(Server(), "key", ReleaseReceived(leases=REFS, read=said))
+    assert keeper.read is (said is True)
 
 
 def test_readers_are_kept_apart(listener, keeper):

@@ -8,11 +8,11 @@ import pytest
 
 from kvflow.layout.region import Region
 from kvflow.transport import nixl
-from kvflow.transport.base import PeerAddress
+from kvflow.transport.base import Carrier, PeerAddress
 from kvflow.transport.envelope import Envelope, seal, unseal
 from kvflow.transport.mover import MoveFailed
 from kvflow.transport.nixl import NixlMover
-from kvflow.transport.nixl_metadata import _checksum, inspect
+from kvflow.transport.nixl_metadata import Exported, Interface, _checksum, carrier_between, inspect
 
 CORPUS = Path(__file__).parents[3] / "fuzz" / "corpus"
 VALID = bytes.fromhex((CORPUS / "metadata-valid.txt").read_text())
@@ -85,6 +85,44 @@ def test_checksums_of_transports_are_those_of_ucx():
         assert _checksum(name).to_bytes(2, "little") in VALID
 
 
+def exported(*names, device=b"a host", namespace=b"", on_device=False):
+    pid = b"1234"
+    interfaces = [Interface(name, device, pid + (namespace if name == "cma" else b"")) for name in names]
+    return Exported(tuple(interfaces), on_device)
+
+
+HERE = exported("self", "tcp", "sysv", "posix", "cma")
+CARDS = ("self", "tcp", "sysv", "posix", "cma", "rc_mlx5")
+CUDA = (*CARDS[:5], "cuda_copy", "cuda_ipc")
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "name", "known_by"),
+    [
+        (HERE, HERE, "cma", "addresses"),
+        (HERE, exported("self", "tcp", "sysv", "posix", "cma", device=b"another"), "tcp", "addresses"),
+        (HERE, exported("self", "tcp", "sysv", "posix", "cma", namespace=b"9876"), "tcp", "addresses"),
+        (HERE, exported("tcp"), "tcp", "addresses"),
+        (exported("tcp"), HERE, "tcp", "addresses"),
+        (exported(*CARDS), exported(*CARDS, device=b"another"), "rc_mlx5", "addresses"),
+        (exported(*CARDS), exported(*CARDS), "cma|rc_mlx5", "candidates"),
+        (exported(*CARDS), exported("tcp", "rc_verbs"), "tcp", "addresses"),
+        (exported(*CUDA, on_device=True), exported(*CUDA, on_device=True), "cuda_ipc|tcp", "candidates"),
+        (exported(*CUDA, on_device=True), HERE, "tcp", "addresses"),
+        (HERE, exported("cma", device=b"another"), "unknown", "nothing"),
+        (exported("tcp", ""), exported("tcp", ""), "unknown", "nothing"),
+    ],
+)
+def test_what_carries_the_bytes_follows_from_what_both_have(ours, theirs, name, known_by):
+    assert carrier_between(ours, theirs) == Carrier(name, known_by)
+
+
+def test_the_transports_of_a_worker_are_named():
+    found = inspect(VALID, AGENT)
+    assert {each.transport for each in found.interfaces} == {"self", "tcp", "sysv", "posix", "cma"}
+    assert not found.on_device
+
+
 @pytest.fixture
 def exporter():
     memory = [np.zeros(4096 * size, np.uint8) for size in (1, 2, 3)]
@@ -98,8 +136,9 @@ def exporter():
 def test_the_installed_nixl_publishes_what_is_understood(exporter):
     mover, _ = exporter
     envelope = unseal(mover.metadata, transport="nixl", agent="an engine/exporter")
-    inspect(envelope.blob, envelope.agent)
-    assert mover._inspects
+    found = inspect(envelope.blob, envelope.agent)
+    assert all(each.transport for each in found.interfaces), "a transport of this UCX has a name that we do not know"
+    assert mover._ours is not None
 
 
 @pytest.mark.nixl
@@ -115,6 +154,6 @@ def test_the_reader_refuses_what_would_crash_it_and_whatever_has_another_name(ex
 
 
 def test_a_nixl_that_publishes_in_another_form_is_said_once_and_used(caplog):
-    assert not nixl._can_inspect(Envelope("nixl", AGENT, b"nixlSerDes 2.0|"))
+    assert nixl._inspected(Envelope("nixl", AGENT, b"nixlSerDes 2.0|")) is None
     assert "unknown form" in caplog.text
-    assert nixl._can_inspect(Envelope("nixl", AGENT, VALID))
+    assert nixl._inspected(Envelope("nixl", AGENT, VALID)) is not None

@@ -9,6 +9,7 @@ import pytest
 from kvflow.layout.region import Region
 from kvflow.transport.base import (
     RENEWAL_DRAIN_S,
+    Carrier,
     Fence,
     PeerAdded,
     PeerAddress,
@@ -48,6 +49,7 @@ class ScriptedMover:
 
     def add(self, address):
         self._call("add", address.peer)
+        return Carrier("fake", "kind")
 
     def remove(self, peer, *, gone):
         self._call("remove", peer, *(["gone"] if gone else []))

@@ -32,6 +32,7 @@ from kvflow.errors import (
 )
 from kvflow.layout.shards import Shard
 from kvflow.observability.events import ReaderRenewed
+from kvflow.rendezvous.dialer import LeaseEnd
 from kvflow.transfer import events
 from kvflow.transfer.bind import Binding
 from kvflow.transfer.cover import share_out
@@ -40,6 +41,7 @@ from kvflow.transfer.queues import Limits
 from kvflow.transfer.requests import Budgets
 from kvflow.transfer.scheduler import Scheduler
 from kvflow.transport.base import (
+    Carrier,
     FenceFailed,
     FenceJudged,
     PeerFailed,
@@ -49,10 +51,14 @@ from kvflow.transport.base import (
     StagingUse,
 )
 from kvflow.worker.consumer import Consumer
+from kvflow.worker.ending import EXPLAIN_S
 from kvflow.worker.programs import Leg, Peer
 from kvflow.worker.releasing import RELEASE_PAUSE_S
 
 from .helpers import PATIENCE_S, Clock, Reports, cache_of
+
+WALL_S = 1.7e9
+"""What the wall clock is ahead of the other."""
 
 BUDGETS = Budgets(queue_s=4.0, wire_s=3.0, fence_s=2.0)
 
@@ -65,11 +71,24 @@ class Link:
         self.advertisement = SimpleNamespace(manifest=manifest)
         self.released = []
         self.renewed = []
+        self.read = []
         self.messages = 0
+        self.clock_offset = None
+        self.asked = []
+        self.end = LeaseEnd("expired", 2.5)
+        self.answering = asyncio.Event()
+        self.answering.set()
 
-    def release(self, leases):
+    async def ask_end(self, lease, *, within_s):
+        assert within_s == EXPLAIN_S
+        self.asked.append(lease)
+        await self.answering.wait()
+        return self.end
+
+    def release(self, leases, *, read):
         self.messages += 1
         self.released += leases
+        self.read.append(read)
 
     def renew(self, leases):
         self.renewed += leases
@@ -102,7 +121,7 @@ class Pool:
             programs.append((len(self.bindings), binding))
             self.bindings[len(self.bindings)] = binding
         self.links[member.peer] = Link(member.peer, source)
-        self.peers[member.peer] = Peer(self.links[member.peer])
+        self.peers[member.peer] = Peer(self.links[member.peer], Carrier("cma", "addresses"))
         self.programs[member.peer] = tuple(programs)
 
     async def meet(self, member):
@@ -174,6 +193,7 @@ class World:
             budgets=budgets,
             verify=self._verify,
             clock=self.clock,
+            wall=lambda: WALL_S + self.clock.now,
             report=self.reports,
         )
         self._mints = [
@@ -265,7 +285,7 @@ async def test_a_pull_posts_reports_releases_and_gives_back(world):
     report = await ended(task)
     assert (report.request_id, report.transport, report.nbytes, report.descriptors) == (
         "request-1",
-        "loopback",
+        "cma",
         read.nbytes,
         1,  # 3 and 4 to 1 and 2: neighbours on both sides
     )

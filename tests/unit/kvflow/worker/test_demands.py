@@ -10,7 +10,7 @@ from kvflow.errors import ArgumentInvalid, BlockRangeMismatch, ContentMismatch, 
 from kvflow.layout.groups import Group
 from kvflow.transfer.bind import Binding
 from kvflow.transfer.plan import plan_transfer
-from kvflow.worker.demands import check_expected, demands_of, empty_report, log_context, require_content
+from kvflow.worker.demands import check_expected, demands_of, require_content
 
 from .helpers import SPECS, cache_of
 
@@ -97,23 +97,6 @@ def test_a_ticket_that_does_not_fit_the_peers_cache_is_invalid(block_ids):
 def test_tokens_that_the_ticket_lacks_are_refused():
     with pytest.raises(BlockRangeMismatch):
         demanded([[3], [5]], [8, 4], [1, 2], [7])
-
-
-def test_the_record_says_what_operators_look_for():
-    ticket = ticket_of([[3, 4, -1], [5]], [12, 4])
-    assert log_context(ticket, [np.array([1, 2]), np.array([3])]) == {
-        "remote_engine_id": "prefill-0",
-        "remote_endpoint": "tcp://127.0.0.1:5000",
-        "num_remote_blocks": 4,
-        "num_local_blocks": 3,
-    }
-
-
-def test_a_pull_of_nothing_is_a_report_of_nothing():
-    report = empty_report(ticket_of([[3]], 4), "loopback", 0.25)
-    assert (report.request_id, report.nbytes, report.descriptors, report.reads) == ("request-1", 0, 0, 0)
-    assert report.timings_s == {"handshake": 0.25, "total": 0.25}
-    assert report.transport == "loopback"
 
 
 TOKENS = {4: b"four", 8: b"eight", 6: b"six"}

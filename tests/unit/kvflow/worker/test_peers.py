@@ -29,6 +29,7 @@ from kvflow.observability.events import PeerConnected, PeerDropped
 from kvflow.rendezvous.dialer import Restarted
 from kvflow.transfer.cover import Share
 from kvflow.transfer.plan import PlanCache
+from kvflow.transport.base import Carrier
 from kvflow.worker.breaker import FAILURES_MAX
 from kvflow.worker.peers import PeerPool
 
@@ -36,6 +37,7 @@ from .helpers import PATIENCE_S, SPECS, Clock, Reports, cache_of
 
 ADDRESS = RankAddress(0, "0" * 32, "tcp://127.0.0.1:5000", "0", 4)
 SOURCE = cache_of(groups=None).manifest()
+CARRIER = Carrier("cma", "addresses")
 
 
 class Transport:
@@ -130,7 +132,7 @@ class World:
 
     async def met(self, rank=0):
         task = await self.meet(rank)
-        self.pool.on_added(member(rank).peer)
+        self.pool.on_added(member(rank).peer, CARRIER)
         async with asyncio.timeout(PATIENCE_S):
             return await task
 
@@ -183,11 +185,13 @@ async def test_a_peer_is_met_once_for_all_who_need_it(world):
     waiting = [await world.meet() for _ in range(3)]
     assert not any(task.done() for task in waiting)
     assert len(world.transport.added) == 1
-    world.pool.on_added(member().peer)
+    world.pool.on_added(member().peer, CARRIER)
     peers = await asyncio.gather(*waiting)
     assert world.wire.dialled == 1
     assert peers[0] is peers[1] is peers[2] is await world.pool.meet(member())
-    assert world.reports.events == [PeerConnected(str(member().peer), ADDRESS.endpoint, 0.0)]
+    met = PeerConnected(str(member().peer), ADDRESS.endpoint, 0.0, transport="cma", transport_known_by="addresses")
+    assert world.reports.events == [met]
+    assert peers[0].carrier == CARRIER
 
 
 async def test_a_ticket_that_names_no_slot_of_the_peer_is_invalid_before_anything_is_read(world):
@@ -213,7 +217,7 @@ async def test_whoever_was_met_under_a_name_is_not_taken_for_another_endpoint_or
         world.clock.now += 1.0
     assert world.wire.dialled == 2
     for each in (impostor, real):
-        world.pool.on_added(each.peer)
+        world.pool.on_added(each.peer, CARRIER)
     met = await asyncio.gather(*meetings)
     assert [peer.link.peer for peer in met] == [impostor.peer, real.peer]
     assert world.dropped == []
@@ -284,7 +288,7 @@ async def test_whoever_gives_up_does_not_stop_the_meeting(world):
     impatient, patient = await world.meet(), await world.meet()
     impatient.cancel()
     await settle()
-    world.pool.on_added(member().peer)
+    world.pool.on_added(member().peer, CARRIER)
     assert (await patient).link is world.pool.link(member().peer)
 
 
@@ -401,7 +405,7 @@ async def test_a_peer_can_be_reached_before_it_can_be_read_from(world):
     task = await world.meet()
     link = await world.pool.reach(member())
     assert not task.done()
-    world.pool.on_added(member().peer)
+    world.pool.on_added(member().peer, CARRIER)
     assert (await task).link is link
 
 
@@ -414,7 +418,7 @@ async def test_whoever_comes_while_a_peer_is_let_go_meets_it_anew(world):
     world.wire.leaving.set()
     await settle()
     assert world.wire.dialled == 2
-    world.pool.on_added(member().peer)
+    world.pool.on_added(member().peer, CARRIER)
     assert (await late).link is world.pool.link(member().peer)
 
 
@@ -460,7 +464,7 @@ async def test_a_peer_that_was_in_use_and_is_lost_is_met_again_without_being_ask
         while world.wire.dialled < 2:  # noqa: ASYNC110 - nothing announces an attempt
             await asyncio.sleep(0)
         await settle()
-        world.pool.on_added(member().peer)
+        world.pool.on_added(member().peer, CARRIER)
         await world.pool.meet(member())
     assert world.wire.dialled == 2
 
@@ -505,7 +509,7 @@ async def test_a_successor_is_met_by_itself_and_its_predecessor_is_never_dialled
         await (await world.meet())
     await settle()
     assert [address.peer for address in world.transport.added] == [successor().peer]
-    world.pool.on_added(successor().peer)
+    world.pool.on_added(successor().peer, CARRIER)
     async with asyncio.timeout(PATIENCE_S):
         await world.pool.meet(successor())
     dialled = world.wire.dialled
@@ -529,7 +533,7 @@ async def test_an_answer_of_a_successor_ends_whoever_lived_there_before(world):
     await world.met()
     task = asyncio.ensure_future(world.pool.meet(successor()))
     await settle()
-    world.pool.on_added(successor().peer)
+    world.pool.on_added(successor().peer, CARRIER)
     async with asyncio.timeout(PATIENCE_S):
         await task
     assert world.dropped[0][:2] == (member().peer, "peer_lost")
@@ -561,14 +565,14 @@ async def test_whoever_needs_the_peer_that_is_probed_waits_for_the_probe(world):
     world.pool._clock.now += 60
     world.wire.error = None
     probing = [await world.meet() for _ in range(3)]
-    world.pool.on_added(member().peer)
+    world.pool.on_added(member().peer, CARRIER)
     async with asyncio.timeout(PATIENCE_S):
         await asyncio.gather(*probing)
     assert world.wire.dialled == FAILURES_MAX + 1
 
 
 async def test_news_of_strangers_are_ignored(world):
-    world.pool.on_added("nobody")
+    world.pool.on_added("nobody", CARRIER)
     world.pool.drop("nobody", "peer_lost", "")
     assert world.pool.link("nobody") is None
 
@@ -621,7 +625,7 @@ async def test_of_two_that_are_dialled_side_by_side_neither_ends_the_other(world
     world.wire.open.set()
     await settle()
     for each in (successor(), member()):
-        world.pool.on_added(each.peer)
+        world.pool.on_added(each.peer, CARRIER)
     async with asyncio.timeout(PATIENCE_S):
         met = [await task for task in both]
         assert [peer.link.peer for peer in met] == [successor().peer, member().peer]

@@ -1,0 +1,387 @@
+"""Every pull that ends writes one record, however early it failed: what was wanted, how far it had come, and why."""
+
+import asyncio
+import json
+import logging
+import threading
+
+import pytest
+
+import kvflow
+from kvflow import errors
+from kvflow.observability.events import OfferRefused, PeerConnected
+from kvflow.observability.logs import configure_logging
+from kvflow.transfer.events import TransferCompleted, TransferFailed, TransferStarted
+
+from .consuming import PATIENCE_S, works
+from .producing import SECRET, configured
+from .shapes import Shape, write
+from .strangers import ticket_to
+from .test_bad_input import FORGERIES, OTHER_SECRET
+from .test_deadlines import mute
+
+BLOCKS = [[0, 1], [2, 3]]
+NBYTES = 4 * 2 * 2 * 4 * 4 * 8 * 2  # blocks, layers, K and V, tokens, heads, head size, bfloat16
+
+
+class Heard(list):
+    """What a worker reports."""
+
+    def __call__(self, event):
+        self.append(event)
+
+    def of(self, kind):
+        return [event for event in self if isinstance(event, kind)]
+
+    def the_failure(self):
+        """Return the record of the only pull that has ended, and forget it."""
+        ended = self.of((TransferCompleted, TransferFailed))
+        assert [type(event) for event in ended] == [TransferFailed]
+        self.clear()
+        return ended[0]
+
+
+@pytest.fixture
+def heard():
+    return Heard()
+
+
+@pytest.fixture
+def log(tmp_path):
+    """A file that kvflow's records go to."""
+    loggers = [logging.getLogger(name) for name in ("kvflow", "handshake")]
+    before = [(list(logger.handlers), logger.level, logger.propagate) for logger in loggers]
+    configure_logging(tmp_path / "decode.jsonl")
+    yield tmp_path / "decode.jsonl"
+    loggers[0].handlers[0].close()
+    for logger, (handlers, level, propagates) in zip(loggers, before, strict=True):
+        logger.handlers[:] = handlers
+        logger.setLevel(level)
+        logger.propagate = propagates
+
+
+async def failed(heard, consumer, params, blocks=BLOCKS, **how):
+    """Pull what cannot be pulled; return the error and its record, which must agree."""
+    with pytest.raises(errors.KvflowError) as caught:
+        await consumer.pull(params, blocks, local_request_id="ours", **how)
+    record = heard.the_failure()
+    error = caught.value
+    assert (record.code, record.remedy, record.local_request_id) == (error.code, error.remedy, "ours")
+    assert record.remedy
+    assert record.detail in error.message
+    assert record.quarantined == getattr(error, "quarantined", False)
+    assert record.timings_s["total"] >= 0
+    return error, record
+
+
+def peer_of(params):
+    (member,) = kvflow.Ticket.from_params(params).members()
+    return member.peer
+
+
+async def test_a_peer_that_is_unreachable(near_world, heard):
+    async with near_world.producing() as producer:
+        params = await producer.offer("r", BLOCKS, 8)
+    async with near_world.consuming(hooks=[heard]) as consumer:
+        _, record = await failed(heard, consumer, params)
+    assert (record.code, record.phase, record.peer) == ("peer_lost", "handshake", peer_of(params))
+    assert (record.request_id, record.nbytes, record.nbytes_wanted, record.transport) == ("r", 0, 0, "")
+    assert 0 <= record.ticket_age_s < PATIENCE_S
+    assert record.timings_s.keys() == {"handshake", "total"}
+
+
+async def test_a_peer_of_another_secret(near_world, heard):
+    async with near_world.producing(cluster_secret=OTHER_SECRET) as stranger, near_world.consuming(hooks=[heard]) as us:
+        params = ticket_to(stranger.endpoint)
+        _, record = await failed(heard, us, params)
+    assert (record.code, record.phase, record.peer) == ("authentication_failed", "handshake", peer_of(params))
+
+
+async def test_a_peer_that_is_silent(near_world, heard):
+    async with near_world.consuming(hooks=[heard], handshake_s=0.2) as consumer:
+        with mute() as endpoint:
+            params = ticket_to(endpoint)
+            _, record = await failed(heard, consumer, params)
+    assert (record.code, record.phase, record.peer) == ("deadline_exceeded", "handshake", peer_of(params))
+
+
+async def test_a_cache_of_another_layout(near_world, heard):
+    async with near_world.producing(Shape(head_size=16)) as producer, near_world.consuming(hooks=[heard]) as consumer:
+        params = await producer.offer("r", BLOCKS, 8)
+        _, record = await failed(heard, consumer, params)
+    assert (record.code, record.phase, record.peer) == ("layout_mismatch", "handshake", peer_of(params))
+    assert "head_size differs" in record.detail
+
+
+@pytest.mark.parametrize(
+    ("blocks", "code", "phase"),
+    [
+        ([[0, 0], [2, 3]], "block_ids_invalid", "check"),
+        ([0, 1], "block_ids_invalid", "check"),
+        ([[0, 1, 4], [2, 3]], "block_range_mismatch", "plan"),
+    ],
+)
+async def test_blocks_that_cannot_be_targets(near_world, heard, blocks, code, phase):
+    async with near_world.producing() as producer, near_world.consuming(hooks=[heard]) as consumer:
+        params = await producer.offer("r", BLOCKS, 8)
+        _, record = await failed(heard, consumer, params, blocks)
+        assert (record.code, record.phase, record.request_id) == (code, phase, "r")
+        await works(producer, consumer)
+    assert len(heard.of(TransferCompleted)) == 1
+
+
+@pytest.mark.parametrize("case", ["another endpoint", "other blocks", "a signature of another grant"])
+async def test_a_ticket_that_was_not_signed(near_world, heard, case):
+    async with near_world.producing() as producer, near_world.consuming(hooks=[heard]) as consumer:
+        params = FORGERIES[case](await producer.offer("r", BLOCKS, 8))
+        _, record = await failed(heard, consumer, params)
+    assert (record.code, record.phase, record.peer) == ("ticket_invalid", "check", "")
+
+
+async def test_what_is_no_ticket(near_world, heard):
+    async with near_world.consuming(hooks=[heard]) as consumer:
+        with pytest.raises(errors.ArgumentInvalid):
+            await consumer.worker.pull({"not": "a ticket"}, BLOCKS, local_request_id=object())
+    record = heard.the_failure()
+    assert (record.code, record.phase, record.request_id, record.ticket_age_s) == (
+        "argument_invalid",
+        "check",
+        "",
+        None,
+    )
+
+
+async def test_a_worker_that_takes_no_more_pulls(near_world, heard):
+    async with near_world.producing() as producer:
+        params = await producer.offer("r", BLOCKS, 8)
+        async with near_world.consuming(hooks=[heard]) as consumer:
+            await consumer.worker.drain(0)
+            _, record = await failed(heard, consumer, params)
+            assert (record.code, record.phase) == ("worker_draining", "check")
+        _, record = await failed(heard, consumer, params)
+        assert (record.code, record.phase) == ("worker_closed", "check")
+
+
+async def test_a_pull_that_is_cancelled_while_its_peer_is_met(near_world, heard):
+    async with near_world.consuming(hooks=[heard]) as consumer:
+        with mute() as endpoint:
+            params = ticket_to(endpoint)
+            for turns in (1, 20):  # in its first step, and while it is dialled
+                pull = asyncio.create_task(consumer.pull(params, BLOCKS, local_request_id="ours"))
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                pull.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await pull
+                record = heard.the_failure()
+                assert (record.code, record.phase, record.peer) == ("transfer_cancelled", "handshake", peer_of(params))
+                assert (record.local_request_id, record.quarantined) == ("ours", False)
+
+
+async def test_a_pull_that_is_cancelled_while_it_is_read(near_world, heard, gate):
+    async with near_world.producing() as producer, near_world.consuming(hooks=[heard]) as consumer:
+        pull = asyncio.create_task(consumer.pull(await producer.offer("r", BLOCKS, 8), BLOCKS))
+        await asyncio.to_thread(gate.reached.wait, PATIENCE_S)
+        pull.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await pull
+        record = heard.the_failure()
+        assert (record.code, record.phase, record.quarantined) == ("transfer_cancelled", "wire", True)
+        assert (record.nbytes, record.nbytes_wanted, record.transport) == (0, NBYTES, "loopback")
+        assert record.timings_s.keys() == {"handshake", "bind", "queue", "post", "wire", "scatter", "fence", "total"}
+        gate.open()
+
+
+async def test_a_read_that_hangs(near_world, heard, gate):
+    async with near_world.producing() as producer, near_world.consuming(hooks=[heard], wire_s=0.2) as consumer:
+        params = await producer.offer("r", BLOCKS, 8)
+        _, record = await failed(heard, consumer, params)
+        gate.open()
+    assert (record.code, record.phase, record.peer) == ("deadline_exceeded", "wire", peer_of(params))
+    assert (record.nbytes, record.nbytes_wanted) == (0, NBYTES)
+    assert record.timings_s["wire"] > 0.1
+
+
+@pytest.mark.parametrize("how", ["expired", "revoked", "used", "released"])
+async def test_a_stale_lease_says_how_it_had_ended(world, heard, how):
+    async with world.producing(lease_s=0.3) as producer, world.consuming(hooks=[heard]) as consumer:
+        await works(producer, consumer)
+        heard.clear()
+        params = await producer.offer("r", BLOCKS, 8)
+        match how:
+            case "revoked":
+                await producer.revoke("r")
+            case "used":
+                await consumer.pull(params, BLOCKS)
+                heard.clear()
+            case "released":
+                await consumer.worker.release(kvflow.Ticket.from_params(params))
+        assert await producer.outcome("r") == ("released" if how == "used" else how)
+        error, record = await failed(heard, consumer, params)
+    assert (record.code, record.phase, record.peer) == ("stale_lease", "fence", peer_of(params))
+    assert (record.lease_ended_by, error.ended_by) == (how, how)
+    assert 0 <= record.lease_ended_s < PATIENCE_S
+    assert 0 <= record.ticket_age_s < PATIENCE_S
+    assert record.lease_ended_s == error.ended_s
+    assert "s ago" in record.detail
+
+
+async def test_a_stale_lease_of_a_producer_that_does_not_answer(near_world, heard, monkeypatch):
+    async with near_world.producing() as producer, near_world.consuming(hooks=[heard]) as consumer:
+        params = await producer.offer("r", BLOCKS, 8)
+        await producer.revoke("r")
+        monkeypatch.setattr(producer.worker._keeper, "on_renew", lambda leases: (["unknown"] * len(leases), 1.0))
+        error, record = await failed(heard, consumer, params)
+    assert (error.ended_by, record.lease_ended_by, record.lease_ended_s) == ("unknown", "unknown", None)
+    assert "reason unknown" in record.detail
+
+
+async def test_a_ticket_of_a_producer_that_was_restarted(near_world, heard):
+    async with near_world.producing() as producer:
+        params, bind = await producer.offer("r", BLOCKS, 8), producer.endpoint
+    async with near_world.producing(bind=bind), near_world.consuming(hooks=[heard]) as consumer:
+        error, record = await failed(heard, consumer, params)
+        assert (record.code, record.phase, record.lease_ended_by) == ("stale_lease", "handshake", "gone")
+        assert error.ended_by == "gone"
+
+
+@pytest.mark.nixl
+@pytest.mark.processes
+async def test_a_producer_that_is_killed_while_it_is_read(spawn, far_world, heard):
+    doomed = spawn(UCX_TLS="tcp")
+    large = Shape(num_blocks=4096, block_size=16, heads=8, head_size=128)
+    started = threading.Event()
+
+    def on_event(event):
+        heard(event)
+        if isinstance(event, TransferStarted):
+            started.set()
+
+    async with doomed.producing(large) as victim, far_world.consuming(large, hooks=[on_event]) as consumer:
+        blocks = [list(range(4080)), []]
+        params = await victim.offer_as_is("r", blocks, 4080 * 16)
+        pull = asyncio.create_task(failed(heard, consumer, params, blocks))
+        await asyncio.to_thread(started.wait, PATIENCE_S)
+        doomed.kill()
+        _, record = await pull
+    assert (record.code, record.peer) == ("peer_lost", peer_of(params))
+    assert record.nbytes < record.nbytes_wanted
+    assert record.transport == "tcp"
+
+
+async def test_through_the_synchronous_facade(heard):
+    source, target = Shape().build(), Shape().build()
+    settings = {"transport": "loopback"}
+    with kvflow.run_worker(configured("prefill-0", **settings), source) as producer:
+        with kvflow.run_worker(configured("decode-0", **settings), target, hooks=[heard]) as consumer:
+
+            def refused(expected, pull):
+                with pytest.raises(expected):
+                    pull().result(PATIENCE_S)
+                record = heard.the_failure()
+                assert (record.code, record.local_request_id) == (expected.code, "ours")
+                return record
+
+            write(source, "r", BLOCKS, 8)
+            ticket = producer.offer("r", BLOCKS, 8)
+            refused(errors.BlockIdsInvalid, lambda: consumer.pull(ticket, [[0, 0], [2, 3]], local_request_id="ours"))
+            assert [end.outcome for end in consumer.finished()] == ["failed"]
+            assert consumer.pull(ticket, BLOCKS, local_request_id="ours").cancel()  # at once: it has hardly begun
+            assert await asyncio.to_thread(consumer.wait_finished, PATIENCE_S)
+            assert heard.the_failure().code == "transfer_cancelled"
+            consumer.suspend()
+            heard.clear()
+            record = refused(errors.WorkerSuspended, lambda: consumer.pull(ticket, BLOCKS, local_request_id="ours"))
+            assert (record.phase, record.request_id) == ("check", "r")
+        record = refused(errors.WorkerClosed, lambda: consumer.pull(ticket, BLOCKS, local_request_id="ours"))
+        assert record.phase == "check"
+
+
+async def test_many_pulls_at_once_have_one_record_each(near_world, heard):
+    async with near_world.producing() as producer, near_world.consuming(hooks=[heard]) as consumer:
+        expected = {}
+        pulls = []
+        for number in range(6):
+            params = await producer.offer(f"r{number}", [[2 * number, 2 * number + 1], [20, 21]], 8)
+            blocks = [[2 * number, 2 * number + 1], [20 + 2 * number, 21 + 2 * number] if number < 5 else [-1, -1]]
+            if number % 2:
+                await producer.revoke(f"r{number}")
+            expected[f"r{number}"] = TransferFailed if number % 2 else TransferCompleted
+            pulls.append(consumer.pull(params, blocks))
+        nothing = await producer.offer("nothing", BLOCKS, 8)
+        expected["nothing"] = TransferCompleted  # of no bytes
+        pulls.append(consumer.pull(nothing, [[-1, -1], [-1, -1]]))
+        await asyncio.gather(*pulls, return_exceptions=True)
+        await asyncio.sleep(0)  # a record of completion follows its caller's turn
+        ends = heard.of((TransferCompleted, TransferFailed))
+        assert {event.request_id: type(event) for event in ends} == expected
+        assert len(ends) == len(expected)
+
+
+@pytest.mark.nixl
+@pytest.mark.processes
+@pytest.mark.parametrize(("environment", "transport"), [({}, "cma"), ({"UCX_TLS": "tcp"}, "tcp")])
+async def test_the_record_names_what_carries_the_bytes(spawn, far_world, heard, environment, transport):
+    async with spawn(**environment).producing(Shape()) as producer, far_world.consuming(hooks=[heard]) as consumer:
+        params = await producer.offer("r", BLOCKS, 8)
+        report = await consumer.pull(params, BLOCKS)
+    (met,) = heard.of(PeerConnected)
+    assert (met.transport, met.transport_known_by) == (transport, "addresses")
+    assert report.transport == transport
+    assert [event.report.transport for event in heard.of(TransferCompleted)] == [transport]
+
+
+async def test_the_log_has_the_whole_record(near_world, log):
+    async with near_world.producing() as producer, near_world.consuming() as consumer:
+        params = await producer.offer("r", BLOCKS, 8)
+        with pytest.raises(errors.BlockRangeMismatch):
+            await consumer.pull(params, [[0, 1, 4], [2, 3]], local_request_id="ours")
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    (record,) = [line for line in lines if line["event"].startswith("transfer.")]
+    assert (
+        record.items()
+        >= {
+            "event": "transfer.failed",
+            "level": "warning",
+            "engine_id": "decode-0",
+            "request_id": "r",
+            "local_request_id": "ours",
+            "remote_engine_id": "prefill-0",
+            "num_remote_blocks": 4,
+            "num_local_blocks": 5,
+            "code": "block_range_mismatch",
+            "phase": "plan",
+            "peer": peer_of(params),
+            "transport": "loopback",
+            "nbytes": 0,
+        }.items()
+    )
+    assert record["remedy"]
+    assert record["ticket_age_s"] >= 0
+    assert record["handshake_s"] <= record["total_s"]
+
+
+async def test_an_offer_that_is_refused_has_a_record(near_world, heard):
+    cache = Shape().build()
+    config = configured("prefill-0", transport="loopback", lease_slots=1)
+    async with kvflow.open_worker(config, cache, hooks=[heard]) as worker:
+        mint = kvflow.TicketMint("prefill-0", [worker.rank_address], cluster_secret=SECRET)
+        _, grant = mint.offer("minted", block_ids=BLOCKS, num_tokens=8)
+        worker.offer("r", BLOCKS, 8)
+        for request_id, offer in {
+            "r": lambda: worker.offer("r", BLOCKS, 8),
+            "other": lambda: worker.offer("other", BLOCKS, 8),
+            "minted": lambda: worker.admit(grant),
+        }.items():
+            with pytest.raises(errors.KvflowError) as caught:
+                offer()
+            (record,) = heard.of(OfferRefused)
+            heard.clear()
+            assert (record.request_id, record.code, record.remedy) == (
+                request_id,
+                caught.value.code,
+                caught.value.remedy,
+            )
+        with pytest.raises(errors.CapacityExceeded):
+            await worker.offer_when_possible("waits", BLOCKS, 8, timeout_s=0.01)
+        assert [event.request_id for event in heard.of(OfferRefused)] == ["waits"]
