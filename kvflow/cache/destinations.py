@@ -4,9 +4,11 @@ A block is in at most one destination. It is *receiving* from the submission of 
 pull has ended while something may still write, and leaves the ledger when the transfer is quiescent.
 """
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from msgspec import Struct
 
 from kvflow.cache.blocks import BlockAccount, Int64s
@@ -31,8 +33,20 @@ class Quarantined(Struct, frozen=True):
 @dataclass(slots=True)
 class _Destination:
     ids: tuple[Int64s, ...]
-    reason: str = ""
-    since: float = 0.0
+
+
+class Standing(Struct, frozen=True):
+    """What is in quarantine, in sum.
+
+    Attributes:
+        num_blocks: blocks in quarantine.
+        lasting_blocks: of these, blocks that have been there for longer than was asked about.
+        since: when the oldest came, on the worker's clock; None if there is none.
+    """
+
+    num_blocks: int = 0
+    lasting_blocks: int = 0
+    since: float | None = None
 
 
 class DestinationLedger:
@@ -46,6 +60,9 @@ class DestinationLedger:
         self.aliases = account.aliases
         self._account = account
         self._open: dict[int, _Destination] = {}
+        # The oldest first: what has just come, and what was found to have been there for long.
+        self._fresh = _Quarantine()
+        self._lasting = _Quarantine()
 
     def __len__(self) -> int:
         return len(self._open)
@@ -65,21 +82,56 @@ class DestinationLedger:
 
     def quarantine(self, pull_id: int, reason: str, now: float) -> None:
         """Note that the pull has ended, but not its writes."""
-        destination = self._open[pull_id]
-        destination.reason, destination.since = reason, now
+        num_blocks = sum(int(np.count_nonzero(array >= 0)) for array in self._open[pull_id].ids)
+        self._fresh.add(Quarantined(pull_id, reason, now, num_blocks))
 
     def give_back(self, pull_id: int) -> None:
         """Give back the blocks of a pull that is quiescent."""
         self._account.end_receipt(self._open.pop(pull_id).ids)
+        self._fresh.remove(pull_id)
+        self._lasting.remove(pull_id)
 
     def quarantined(self) -> list[Quarantined]:
-        """List what is in quarantine."""
-        return [
-            Quarantined(pull_id, entry.reason, entry.since, sum(int((array >= 0).sum()) for array in entry.ids))
-            for pull_id, entry in self._open.items()
-            if entry.reason
-        ]
+        """List what is in quarantine, the oldest first."""
+        return [*self._lasting.entries.values(), *self._fresh.entries.values()]
+
+    def standing(self, now: float, lasting_s: float) -> Standing:
+        """Sum up what is in quarantine, without going through all of it.
+
+        Args:
+            now: on the worker's clock; it never goes back.
+            lasting_s: seconds after which blocks count as lasting, the same in every call.
+        """
+        while (entry := self._fresh.oldest()) is not None and now - entry.since > lasting_s:
+            self._fresh.remove(entry.pull_id)
+            self._lasting.add(entry)
+        oldest = self._lasting.oldest() or self._fresh.oldest()
+        return Standing(
+            num_blocks=self._fresh.num_blocks + self._lasting.num_blocks,
+            lasting_blocks=self._lasting.num_blocks,
+            since=None if oldest is None else oldest.since,
+        )
 
     def check(self) -> None:
         """Check the law: what receives is exactly the sum of the open destinations."""
         self._account.check(receiving=[entry.ids for entry in self._open.values()])
+
+
+class _Quarantine:
+    """Some of what is in quarantine, the oldest first, and its blocks."""
+
+    def __init__(self) -> None:
+        self.entries: OrderedDict[int, Quarantined] = OrderedDict()
+        self.num_blocks = 0
+
+    def add(self, entry: Quarantined) -> None:
+        self.entries[entry.pull_id] = entry
+        self.num_blocks += entry.num_blocks
+
+    def remove(self, pull_id: int) -> None:
+        entry = self.entries.pop(pull_id, None)
+        if entry is not None:
+            self.num_blocks -= entry.num_blocks
+
+    def oldest(self) -> Quarantined | None:
+        return next(iter(self.entries.values()), None)

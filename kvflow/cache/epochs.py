@@ -4,6 +4,7 @@ One slot per lease. Epochs start at a random value per incarnation and only grow
 slot equals the ticket's epoch; ending the lease raises the slot before the blocks go back to the engine.
 """
 
+from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
@@ -30,6 +31,12 @@ def judge(expected: int, observed: int) -> Verdict:
 class EpochTable:
     """The slots of one worker.
 
+    Args:
+        slots: how many.
+        base: value of every slot at the start.
+        order_stores: keeps every store of this thread before the call ahead of every store after it, for whoever looks
+            at the memory. See "Why no stale byte is delivered" in the architecture.
+
     Attributes:
         array: uint64, shape (slots,), 8-byte aligned: the memory that is registered and read by peers.
         base: value of every slot at the start.
@@ -37,7 +44,8 @@ class EpochTable:
     Thread: a slot is one aligned 8-byte store; readers never see half of it.
     """
 
-    def __init__(self, slots: int, base: int) -> None:
+    def __init__(self, slots: int, base: int, order_stores: Callable[[], object] = lambda: None) -> None:
+        self._order_stores = order_stores
         self.array: npt.NDArray[np.uint64] = np.full(slots, base, np.uint64)
         self.base = base
 
@@ -53,6 +61,11 @@ class EpochTable:
         return int(self.array.max())
 
     def raise_to(self, slot: int, epoch: int) -> None:
-        """Set a slot to a higher epoch."""
+        """Set a slot to a higher epoch.
+
+        Peers see it after all that was written before, and before all that is written after.
+        """
         assert epoch > self[slot], f"epoch of slot {slot} would not grow: {self[slot]} -> {epoch}"
+        self._order_stores()  # who sees a lease held sees the bytes that it promises
         self.array[slot] = epoch
+        self._order_stores()  # who sees a byte that was written after the end of a lease sees the end

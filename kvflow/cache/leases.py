@@ -4,7 +4,6 @@ A lease ends by release, expiry or revocation, and each end raises the epoch *be
 blocks are free. It is released when all ranks of one consumer engine have said so, each counted once.
 """
 
-import heapq
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -14,6 +13,7 @@ from msgspec import Struct
 from kvflow.cache.epochs import EpochTable
 from kvflow.cache.tickets import Grant
 from kvflow.errors import BlockIdsInvalid, CapacityExceeded
+from kvflow.heaps import Heap
 from kvflow.ids import LeaseKey
 
 PAST_MAX = 16384
@@ -84,8 +84,8 @@ class LeaseTable:
         self._epochs = epochs
         self._by_slot: dict[int, Lease] = {}
         self._by_request: dict[str, Lease] = {}
-        # (time, slot, epoch), lazily: an entry may be of an ended lease, or earlier than a renewed one's end.
-        self._ends: list[tuple[float, int, int]] = []
+        # Slots by the time to look at them: a renewed lease is not moved, and found to end later when its time comes.
+        self._ends: Heap[int] = Heap()
         self._past: OrderedDict[LeaseKey, PastLease] = OrderedDict()
 
     def __len__(self) -> int:
@@ -123,7 +123,7 @@ class LeaseTable:
         self._by_slot[grant.slot] = lease
         self._by_request[grant.request_id] = lease
         self._epochs.raise_to(grant.slot, grant.epoch_value)
-        heapq.heappush(self._ends, (lease.ends_at, grant.slot, grant.epoch_value))
+        self._ends.put(grant.slot, lease.ends_at)
 
     def release(
         self, slot: int, epoch: int, reader: Reader, now: float, *, read: bool = False
@@ -174,20 +174,18 @@ class LeaseTable:
     def expire(self, now: float) -> list[LeaseEnded]:
         """End the leases that have run out."""
         ended = []
-        while self._ends and self._ends[0][0] <= now:
-            _, slot, epoch = heapq.heappop(self._ends)
-            lease = self._find(slot, epoch)
-            if lease is None:
-                continue
+        for slot in self._ends.take_until(now):
+            lease = self._by_slot[slot]
             if lease.ends_at > now:
-                heapq.heappush(self._ends, (lease.ends_at, slot, epoch))
+                self._ends.put(slot, lease.ends_at)
             else:
                 ended.append(self._end(lease, "expired", now))
         return ended
 
     def next_deadline(self) -> float | None:
         """Return when ``expire`` is worth calling: never later than the next lease runs out."""
-        return self._ends[0][0] if self._ends else None
+        first = self._ends.first()
+        return None if first is None else first[0]
 
     def _find(self, slot: int, epoch: int) -> Lease | None:
         lease = self._by_slot.get(slot)
@@ -199,6 +197,7 @@ class LeaseTable:
     def _end(self, lease: Lease, outcome: Outcome, now: float) -> LeaseEnded:
         grant = lease.grant
         self._epochs.raise_to(grant.slot, grant.epoch_value + 1)
+        self._ends.remove(grant.slot)
         del self._by_slot[grant.slot]
         del self._by_request[grant.request_id]
         ended_by = "used" if outcome == "released" and lease.read else outcome

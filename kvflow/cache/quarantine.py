@@ -5,11 +5,9 @@ flight may end never. It is ended by destroying the agent that reads, which cost
 Staging buffers are as good as blocks here: once all are in quarantine, no healthy peer can be read through them.
 """
 
-from collections.abc import Sequence
-
 from msgspec import Struct
 
-from kvflow.cache.destinations import Quarantined
+from kvflow.cache.destinations import Standing
 from kvflow.config import QuarantineLimits
 
 STARVED_S_MAX = 5.0
@@ -48,12 +46,12 @@ class LastResort:
         self._demand: Demand | None = None
         self._starved_since: float | None = None
 
-    def due(self, entries: Sequence[Quarantined], now: float, *, starved: bool = False) -> bool:
+    def due(self, standing: Standing, now: float, *, starved: bool = False) -> bool:
         """Tell whether to renew the reader now; False while that is under way.
 
         Args:
-            entries: what is in quarantine.
-            now: on the clock of the entries.
+            standing: what is in quarantine; blocks that have been there for ``DUE_AFTER_S`` are lasting.
+            now: on the clock of the quarantine.
             starved: whether peers wait for a staging buffer while every one is in quarantine.
         """
         if not starved:
@@ -62,11 +60,10 @@ class LastResort:
             self._starved_since = now
         if self._demand is not None:
             return False
-        num_blocks = sum(entry.num_blocks for entry in entries)
-        lasting = sum(entry.num_blocks for entry in entries if now - entry.since > DUE_AFTER_S)
-        if lasting * self._block_nbytes > self._limits.quarantine_bytes_max:
+        num_blocks = standing.num_blocks
+        if standing.lasting_blocks * self._block_nbytes > self._limits.quarantine_bytes_max:
             self._demand = Demand("quarantine_bytes_max", num_blocks)
-        elif now - min((entry.since for entry in entries), default=now) > self._limits.quarantine_s_max:
+        elif standing.since is not None and now - standing.since > self._limits.quarantine_s_max:
             self._demand = Demand("quarantine_s_max", num_blocks)
         elif self._starved_since is not None and now - self._starved_since > STARVED_S_MAX:
             self._demand = Demand("staging_bytes", num_blocks)

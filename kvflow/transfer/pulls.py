@@ -65,11 +65,12 @@ class Leg:
         """Go on to the next state."""
         self.state = advance(self.state, event)
 
-    def wait_for_admission(self, now: float) -> None:
-        """Look again in a while, and longer each time."""
+    def wait_for_admission(self, now: float) -> float:
+        """Look again in a while, and longer each time; return when."""
         self.admitted, self.retried = False, True
         self.retry_at = now + self.pause_s
         self.pause_s = min(EARLY_RETRY_S_MAX, 2 * self.pause_s)
+        return self.retry_at
 
 
 @dataclass(slots=True)

@@ -8,6 +8,9 @@ from kvflow.ids import PeerId
 from kvflow.transfer.events import TransferEvent
 from kvflow.transfer.pairs import Int64s, UnitPairs
 
+PRIORITY_MAX = 1 << 31
+"""Largest priority either way: beside a time, a float holds it and its age exactly enough."""
+
 
 class Demand(Struct, frozen=True, eq=False):
     """Unit pairs of one group of one source rank.
@@ -76,7 +79,7 @@ class PullRequest(Struct, frozen=True, eq=False):
         pull_id: chosen by the caller, unique.
         request_id: the producer's name of the request, for the record.
         legs: one per source rank, at least one.
-        priority: lower is more urgent.
+        priority: lower is more urgent; from ``-PRIORITY_MAX`` to ``PRIORITY_MAX``.
         budgets: of its phases.
     """
 

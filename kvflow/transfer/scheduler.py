@@ -17,6 +17,7 @@ import msgspec
 
 from kvflow.cache.epochs import judge
 from kvflow.errors import CapacityExceeded
+from kvflow.heaps import Heap
 from kvflow.ids import PeerId
 from kvflow.transfer.events import (
     TransferFailed,
@@ -57,6 +58,9 @@ class Scheduler:
         self._ready = ReadyQueues(limits)
         self._pulls: dict[int, Pull] = {}
         self._legs: dict[int, Leg] = {}
+        self._by_peer: dict[PeerId, dict[int, Leg]] = {}
+        # When each leg is to be looked at by ``tick``, which looks at no other.
+        self._due: Heap[int] = Heap()
         self._flights = Flights(self._ready)
         self._fences: dict[int, int] = {}
         self._looks: dict[int, int] = {}
@@ -100,6 +104,8 @@ class Scheduler:
             # A ticket may have spent most of its lease in a router: the first renewal is due at once.
             leg = Leg(pull, leg_request, renew_at=now, queued_at=now, admitted=leg_request.admitted)
             self._legs[leg_id] = leg
+            self._by_peer.setdefault(leg_request.peer, {})[leg_id] = leg
+            self._due.put(leg_id, now)
             pull.legs.append(leg_id)
             self._enqueue(leg_id, leg, now)
         return [] if hold else self.pump(now)
@@ -128,8 +134,10 @@ class Scheduler:
                 effects += self._drain(leg.pull)
             elif not leg.reads and not leg.waiting:
                 leg.move("bytes_arrived")
-                # Kept when data are read again, so that one budget covers all waiting for an admission.
-                leg.bytes_at = now if leg.bytes_at is None else leg.bytes_at
+                if leg.bytes_at is None:
+                    leg.bytes_at = now
+                else:  # kept when data are read again, so that one budget covers all waiting for an admission
+                    self._due.put(leg_id, now)
         return effects + self.pump(now)
 
     def on_read_failed(self, read_id: int, *, code: str, detail: str, now: float) -> list[Effect]:
@@ -169,8 +177,8 @@ class Scheduler:
         """
         effects: list[Effect] = []
         self._flights.write_off(peer)
-        for leg in list(self._legs.values()):
-            if leg.request.peer == peer and leg.state in ("queued", "reading", "fencing") and not leg.pull.failed:
+        for leg in tuple(self._by_peer.get(peer, {}).values()):
+            if leg.state in ("queued", "reading", "fencing") and not leg.pull.failed:
                 effects += self._fail(leg.pull, code, phase=_PHASES[leg.state], peer=peer, detail=detail, now=now)
         return effects + self.pump(now)
 
@@ -192,25 +200,37 @@ class Scheduler:
                 completion, so their budgets begin when they are asked.
         """
         effects: list[Effect] = []
-        for leg_id, leg in list(self._legs.items()):
-            if leg.pull.failed or leg.state == "delivered":
+        for peer in held_up:
+            if peer in self._by_peer:
+                self._flights.progressed(peer, now)
+        for leg_id in self._due.take_until(now):
+            leg = self._legs.get(leg_id)
+            if leg is None:
+                continue  # its pull has just ended with another of its legs
+            if leg.pull.failed:
                 effects += self._stop_holding_back(leg.pull, now)
-                continue
-            if leg.retry_at is not None and leg.retry_at <= now:
-                leg.retry_at = None
-                self._enqueue(leg_id, leg, now)
-            if leg.renew_at <= now:
-                leg.renew_at = now + leg.request.lease_s / RENEWALS_PER_LEASE
-                effects.append(RenewLease(leg.request.peer, leg.request.slot, leg.request.epoch))
-            if leg.request.peer in held_up:
-                self._flights.progressed(leg.request.peer, now)
-            overdue = self._flights.overdue(leg, now)
-            if overdue:
-                detail = f"{overdue} took longer than its budget"
-                effects += self._fail(
-                    leg.pull, "deadline_exceeded", phase=overdue, peer=leg.request.peer, detail=detail, now=now
-                )
+            elif leg.state != "delivered":
+                effects += self._look_after(leg_id, leg, now)
         return effects + self.pump(now)
+
+    def _look_after(self, leg_id: int, leg: Leg, now: float) -> list[Effect]:
+        """Do what is due for a leg, and note when something will be."""
+        effects: list[Effect] = []
+        request = leg.request
+        if leg.retry_at is not None and leg.retry_at <= now:
+            leg.retry_at = None
+            self._enqueue(leg_id, leg, now)
+        if leg.renew_at <= now:
+            leg.renew_at = now + request.lease_s / RENEWALS_PER_LEASE
+            effects.append(RenewLease(request.peer, request.slot, request.epoch))
+        overdue, again_at = self._flights.overdue(leg, now)
+        if overdue:
+            detail = f"{overdue} took longer than its budget"
+            failed = self._fail(leg.pull, "deadline_exceeded", phase=overdue, peer=request.peer, detail=detail, now=now)
+            return effects + failed
+        waits_until = again_at if leg.retry_at is None else leg.retry_at
+        self._due.put(leg_id, min(again_at, leg.renew_at, waits_until))
+        return effects
 
     def _on_fenced(self, fence_id: int, observed: int, fence_s: float, now: float) -> list[Effect]:
         """Take what the epoch slot held after the data had been read."""
@@ -224,7 +244,7 @@ class Scheduler:
             return self._fail_stale(leg, observed, now)
         if verdict == "early":
             leg.move("fence_early")
-            leg.wait_for_admission(now)
+            self._due.put(leg_id, leg.wait_for_admission(now))
             return [TransferRetried(pull.request.pull_id, pull.request.request_id, str(leg.request.peer))]
         if not leg.admitted:
             return self._read_admitted(leg_id, leg, now)
@@ -264,7 +284,8 @@ class Scheduler:
 
     def _dispatch(self, batch: Batch, now: float) -> list[Effect]:
         read_id = self._new_id()
-        self._flights.begin(read_id, batch, now)
+        legs = batch.legs()
+        self._flights.begin(read_id, batch, now, wanted_by=len(legs))
         started: list[Effect] = []
         for leg_id, _, first, last in batch.slices:
             leg = self._legs[leg_id]
@@ -276,7 +297,6 @@ class Scheduler:
                 pull.started_at = now
                 queue_s = now - pull.submitted_at
                 started.append(TransferStarted(pull.request.pull_id, pull.request.request_id, queue_s))
-        legs = batch.legs()
         for leg_id in legs:
             self._legs[leg_id].pull.reads += 1
         dispatch = Dispatch(
@@ -323,6 +343,7 @@ class Scheduler:
         for leg_id, leg in zip(pull.legs, legs, strict=True):
             leg.move("failed")
             self._ready.remove_leg(leg_id)
+            self._due.remove(leg_id)
             self._fences.pop(leg.fence_id, None)
             self._looks.pop(leg.look_id, None)
             reads |= leg.reads
@@ -343,8 +364,9 @@ class Scheduler:
         if code == "stale_lease" and reads:
             # A stale lease implies quiescence: it is told when the other ranks' reads have ended as well.
             pull.held_back, pull.held_since = msgspec.structs.replace(failure, quarantined=False), now
+            self._due.put(pull.legs[0], now + request.budgets.wire_s)
             effects.clear()
-        unwanted = tuple(sorted(read_id for read_id in reads if self._unwanted(read_id)))
+        unwanted = tuple(sorted(read_id for read_id in reads if self._flights.give_up(read_id)))
         if unwanted:
             effects.append(CancelReads(unwanted))
         return effects + self._drain(pull)
@@ -352,7 +374,10 @@ class Scheduler:
     def _stop_holding_back(self, pull: Pull, now: float) -> list[Effect]:
         """Tell of a failure whose reads do not end, as what it is by now: a peer that took too long."""
         failure = pull.held_back
-        if failure is None or now - pull.held_since <= pull.request.budgets.wire_s:
+        if failure is None:
+            return []
+        if now - pull.held_since <= pull.request.budgets.wire_s:
+            self._due.put(pull.legs[0], now)
             return []
         pull.held_back = None
         hung = next(leg.request.peer for leg in map(self._legs.__getitem__, pull.legs) if leg.reads)
@@ -362,9 +387,6 @@ class Scheduler:
                 failure, code="deadline_exceeded", phase="wire", peer=str(hung), detail=detail, quarantined=True
             )
         ]
-
-    def _unwanted(self, read_id: int) -> bool:
-        return all(self._legs[leg_id].pull.failed for leg_id in self._flights.legs(read_id))
 
     def _drain(self, pull: Pull) -> list[Effect]:
         """Report quiescence once nothing of a failed pull is in flight."""
@@ -379,9 +401,14 @@ class Scheduler:
     def _forget(self, pull: Pull) -> None:
         del self._pulls[pull.request.pull_id]
         for leg_id in pull.legs:
-            self._fences.pop(self._legs[leg_id].fence_id, None)
-            self._looks.pop(self._legs[leg_id].look_id, None)
-            del self._legs[leg_id]
+            leg = self._legs.pop(leg_id)
+            self._due.remove(leg_id)
+            self._fences.pop(leg.fence_id, None)
+            self._looks.pop(leg.look_id, None)
+            of_peer = self._by_peer[leg.request.peer]
+            del of_peer[leg_id]
+            if not of_peer:
+                del self._by_peer[leg.request.peer]
 
     def _new_id(self) -> int:
         self._next_id += 1

@@ -11,7 +11,8 @@ Threading: every call but ``start`` and ``close`` may be made from any thread an
     sink must be quick and must not raise (a worker's sink is ``loop.call_soon_threadsafe``).
 Order: commands are taken in order, but the chunks of a read are posted one at a time, and chunks of other
     peers, and adding and removing peers, run in between. Among waiting reads a lower ``priority`` goes first;
-    equals go peer by peer in rotation.
+    equals go peer by peer in rotation. After every eight chunks that went before the oldest read because they were
+    more urgent, the oldest read has one, so that no read starves.
 Failure: a command never raises for what a peer does. Each accepted ``Read`` ends in exactly one
     ``ReadCompleted`` or ``ReadFailed``, each fence in exactly one ``FenceJudged`` or ``FenceFailed``. These
     events are *terminal*: when one is reported, nothing of that read will write to memory any more. An error

@@ -36,6 +36,11 @@ delay for whatever is urgent or cancelled."""
 FENCES_IN_FLIGHT_MAX = 8
 """Per peer. A hung peer keeps its fences in flight for ever; this bounds what it can hold."""
 
+OVERTAKEN_MAX = 8
+"""Chunks in a row that may go before the oldest read because they are more urgent. Then the oldest read has one: urgent
+reads keep eight ninths of the wire, and every other read gets on. Beside an endless stream of urgent reads a batch of
+four chunks takes 1.5 s at 0.2 GB/s, a twentieth of the time that a hung peer is given."""
+
 ENDED_MAX = 1 << 16
 """How many ended reads are remembered for fences that name them later: hundreds of requests of hundreds of reads."""
 
@@ -90,6 +95,7 @@ class _OpenRead:
     chunk_next: int = 0
     in_flight: int = 0
     doom: Reason | None = None
+    turn: int = 0
     posted_s: float = 0.0
     scattered_s: float = 0.0
     wire_from: float = 0.0
@@ -108,9 +114,16 @@ class _OpenRead:
 
 @dataclass(slots=True, eq=False)
 class _Lane:
-    """What one peer has to do. Closed when ``closed`` gives the reason; then it only drains."""
+    """What one peer has to do. Closed when ``closed`` gives the reason; then it only drains.
+
+    Attributes:
+        waiting: reads by priority and age; those that have no chunk left may be among them.
+        reads: all reads that have not ended, the oldest first.
+        due: fences that can be posted.
+    """
 
     waiting: list[tuple[int, int, _OpenRead]] = field(default_factory=list)
+    reads: OrderedDict[int, _OpenRead] = field(default_factory=OrderedDict)
     due: deque[DueFence] = field(default_factory=deque)
     chunks_in_flight: int = 0
     fences_in_flight: int = 0
@@ -133,6 +146,7 @@ class Ledger:
         self._looks: dict[int, list[_OpenRead]] = {}
         self._looked: OrderedDict[int, Reason | None] = OrderedDict()
         self._turns = 0
+        self._overtaken = 0
 
     @property
     def reads(self) -> frozenset[int]:
@@ -185,15 +199,16 @@ class Ledger:
         after = {read_id for fence in read.fences for read_id in fence.after} & self._reads.keys()
         assert all(self._reads[read_id].read.peer == read.peer for read_id in after), "a fence spans two peers"
         opened = _OpenRead(read, staged)
-        self._reads[read.read_id] = opened
+        self._reads[read.read_id] = lane.reads[read.read_id] = opened
         self._turns += 1
+        opened.turn = self._turns
         heapq.heappush(lane.waiting, (read.priority, self._turns, opened))
         return self._admit_fences(read) + self._admit_looks(lane, opened)
 
     def refuse(self, read: Read, reason: Reason) -> Events:
         """End a read that was not admitted, and its fences."""
         self._remember(read.read_id, reason)
-        looks = [look for look in read.looks if look.fence_id not in self._looks.keys() | self._looked.keys()]
+        looks = [look for look in read.looks if not self._knows_look(look)]
         failed = [FenceFailed(fence.fence_id, reason.code, reason.detail) for fence in (*looks, *read.fences)]
         for look in looks:
             self._remember_look(look.fence_id, reason)
@@ -210,7 +225,7 @@ class Ledger:
         if lane.closed is not None:
             return []
         lane.closed = reason
-        reads = [opened for opened in self._reads.values() if opened.read.peer == peer]
+        reads = tuple(lane.reads.values())
         events = self._drop(reads, reason)
         for opened in reads:
             for waiting in tuple(opened.fences):
@@ -232,14 +247,13 @@ class Ledger:
             if lane.due and lane.fences_in_flight < FENCES_IN_FLIGHT_MAX:
                 lane.fences_in_flight += 1
                 return lane.due.popleft()
-        ready = [lane for lane in self._lanes.values() if self._ready(lane)]
-        if not ready:
+        opened = self._choose()
+        if opened is None:
             return None
-        lane = min(ready, key=lambda lane: (lane.waiting[0][0], lane.served))
+        lane = self._lanes[opened.read.peer]
         self._turns += 1
         lane.served = self._turns
         lane.chunks_in_flight += 1
-        opened = lane.waiting[0][2]
         first, stop = opened.read.cuts[opened.chunk_next : opened.chunk_next + 2].tolist()
         opened.chunk_next += 1
         opened.in_flight += 1
@@ -321,6 +335,9 @@ class Ledger:
             [] if reason is None else self._drop([each for each in reads if each.read.read_id in self._reads], reason)
         )
 
+    def _knows_look(self, look: Fence) -> bool:
+        return look.fence_id in self._looks or look.fence_id in self._looked
+
     def _remember_look(self, fence_id: int, reason: Reason | None) -> None:
         self._looked[fence_id] = reason
         if len(self._looked) > ENDED_MAX:
@@ -362,9 +379,9 @@ class Ledger:
             events: Events = [ReadFailed(read.read_id, opened.doom.code, opened.doom.detail)]
             for waiting in tuple(opened.fences):
                 events += self._fail_fence(waiting, opened.doom)
-            del self._reads[read.read_id]
+            self._forget(read)
             return events
-        del self._reads[read.read_id]
+        self._forget(read)
         wire_s = max(0.0, now - opened.wire_from)
         events = [ReadCompleted(read.read_id, opened.posted_s, wire_s, opened.scattered_s)]
         for waiting in opened.fences:
@@ -373,16 +390,46 @@ class Ledger:
                 self._lanes[waiting.peer].due.append(DueFence(waiting.peer, waiting.fence))
         return events
 
+    def _forget(self, read: Read) -> None:
+        del self._reads[read.read_id]
+        del self._lanes[read.peer].reads[read.read_id]
+
     def _remember(self, read_id: int, reason: Reason | None) -> None:
         self._ended[read_id] = reason
         if len(self._ended) > ENDED_MAX:
             self._ended.popitem(last=False)
 
-    def _ready(self, lane: _Lane) -> bool:
+    def _choose(self) -> _OpenRead | None:
+        """Choose the read whose chunk is next: the most urgent, but now and then the oldest, so that no one starves."""
+        ready = [(lane, opened) for lane in self._lanes.values() if (opened := self._ready(lane)) is not None]
+        if not ready:
+            return None
+        _, chosen = min(ready, key=lambda found: (found[1].read.priority, found[0].served))
+        oldest = min((self._oldest(lane) or opened for lane, opened in ready), key=lambda opened: opened.turn)
+        if oldest.read.priority > chosen.read.priority:
+            self._overtaken += 1
+            if self._overtaken > OVERTAKEN_MAX:
+                chosen = oldest
+        if chosen is oldest:
+            self._overtaken = 0
+        return chosen
+
+    def _ready(self, lane: _Lane) -> _OpenRead | None:
+        """Return the most urgent read of a lane if a chunk of it can be posted."""
         opened = _next_read(lane)
         if opened is None or opened.looks or lane.chunks_in_flight >= CHUNKS_IN_FLIGHT_MAX:
-            return False  # what waits behind a look waits as well: it is over in one small read
-        return self._buffers.has_free or not opened.staged
+            return None  # what waits behind a look waits as well: it is over in one small read
+        return opened if self._buffers.has_free or not opened.staged else None
+
+    def _oldest(self, lane: _Lane) -> _OpenRead | None:
+        """Return the oldest read of a lane that has a chunk left, if that can be posted.
+
+        Those before it are in flight as a whole, so they are few.
+        """
+        opened = next((opened for opened in lane.reads.values() if opened.unposted), None)
+        if opened is None or opened.looks or (opened.staged and not self._buffers.has_free):
+            return None
+        return opened
 
     def _forget_if_drained(self, peer: PeerId) -> None:
         lane = self._lanes[peer]

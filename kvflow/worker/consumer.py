@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from kvflow.cache.destinations import DestinationLedger, Quarantined
-from kvflow.cache.quarantine import LastResort
+from kvflow.cache.quarantine import DUE_AFTER_S, LastResort
 from kvflow.cache.tickets import Member, Ticket
 from kvflow.clock import Clock
 from kvflow.errors import ArgumentInvalid, ContentMismatch, DeadlineExceeded, KvflowError, StaleLease
@@ -20,6 +20,7 @@ from kvflow.transfer.events import TransferCompleted, TransferFailed, TransferQu
 from kvflow.transfer.pairs import Int64s, check_block_ids
 from kvflow.transfer.report import TransferReport
 from kvflow.transfer.requests import (
+    PRIORITY_MAX,
     Budgets,
     CancelReads,
     Dispatch,
@@ -138,8 +139,7 @@ class Consumer:
         expected_digests: Sequence[Sequence[bytes]] | None,
     ) -> TransferReport:
         """Check a call, meet its peers, and wait for what the scheduler makes of it."""
-        if not isinstance(priority, int):
-            raise ArgumentInvalid("priority", "an integer", priority)
+        _check_priority(priority)
         require_open(self._stage, "pulls nothing")
         self._check(ticket)
         targets = check_block_ids(
@@ -269,7 +269,7 @@ class Consumer:
             now = self._clock()
             staging = self._transport.staging()
             self._apply(self._scheduler.tick(now, held_up=staging.waiting))
-            if self._last_resort.due(self._ledger.quarantined(), now, starved=staging.starved):
+            if self._last_resort.due(self._ledger.standing(now, DUE_AFTER_S), now, starved=staging.starved):
                 self._transport.renew_reader()
             if not self._scheduler.busy:
                 self._busy.clear()
@@ -448,6 +448,11 @@ class Consumer:
         if not isinstance(ticket, Ticket):
             raise ArgumentInvalid("ticket", "a Ticket, made with Ticket.from_params", ticket)
         self._verify(ticket)
+
+
+def _check_priority(priority: object) -> None:
+    if not isinstance(priority, int) or abs(priority) > PRIORITY_MAX:
+        raise ArgumentInvalid("priority", "an integer from -2**31 to 2**31", priority)
 
 
 def _fence(check: EpochCheck) -> Fence:

@@ -2,11 +2,11 @@
 
 import asyncio
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from kvflow.cache.tickets import Member
 from kvflow.clock import Clock
 from kvflow.errors import CapacityExceeded, KvflowError, PeerUnavailable
+from kvflow.heaps import Heap
 from kvflow.ids import LeaseKey, PeerId
 from kvflow.transfer.scheduler import RENEWALS_PER_LEASE
 from kvflow.worker.peers import PeerPool
@@ -21,21 +21,7 @@ REDIAL_S = 0.5
 """Pause before it is looked again whether a peer is connected that was not."""
 
 
-@dataclass(slots=True)
-class _Kept:
-    """One lease that is kept.
-
-    Attributes:
-        member: who has given it.
-        renew_at: when it is due.
-    """
-
-    member: Member
-    renew_at: float
-
-    @property
-    def lease(self) -> LeaseKey:
-        return self.member.grant.slot, self.member.grant.epoch_value
+_Key = tuple[PeerId, LeaseKey]
 
 
 class Keeping:
@@ -49,7 +35,8 @@ class Keeping:
     def __init__(self, pool: PeerPool, clock: Clock) -> None:
         self._pool = pool
         self._clock = clock
-        self._kept: dict[tuple[PeerId, LeaseKey], _Kept] = {}
+        self._kept: dict[_Key, Member] = {}
+        self._due: Heap[_Key] = Heap()
         self._any = asyncio.Event()
 
     def __len__(self) -> int:
@@ -62,17 +49,19 @@ class Keeping:
             CapacityExceeded: too many are kept; those of this ticket may be, in part.
         """
         for member in members:
-            kept = _Kept(member, self._clock())
-            key = (member.peer, kept.lease)
-            if key not in self._kept and len(self._kept) >= KEPT_MAX:
+            key = _key(member)
+            if key in self._kept:
+                continue
+            if len(self._kept) >= KEPT_MAX:
                 raise CapacityExceeded("leases of tickets that are kept", KEPT_MAX)
-            self._kept.setdefault(key, kept)
+            self._kept[key] = member
+            self._due.put(key, self._clock())
         self._any.set()
 
     def end(self, members: Iterable[Member]) -> None:
         """Keep them no more."""
         for member in members:
-            self._kept.pop((member.peer, (member.grant.slot, member.grant.epoch_value)), None)
+            self._forget(_key(member))
 
     async def renew_while_any(self) -> None:
         """Renew what is due, for ever; costs nothing while no ticket is kept."""
@@ -87,25 +76,33 @@ class Keeping:
         """Renew what is due; the renewals of one peer travel together."""
         now = self._clock()
         renewals: dict[PeerId, list[LeaseKey]] = {}
-        for key, kept in list(self._kept.items()):
-            if kept.renew_at > now:
-                continue
-            peer = kept.member.peer
+        for key in self._due.take_until(now):
+            (peer, lease), member = key, self._kept[key]
             if self._pool.link(peer) is None:
-                kept.renew_at = now + REDIAL_S
-                self._dial(key, kept)
+                self._dial(key, member, now)
             else:
-                kept.renew_at = now + kept.member.grant.lease_s / RENEWALS_PER_LEASE
-                renewals.setdefault(peer, []).append(kept.lease)
+                self._due.put(key, now + member.grant.lease_s / RENEWALS_PER_LEASE)
+                renewals.setdefault(peer, []).append(lease)
         for peer, leases in renewals.items():
             link = self._pool.link(peer)
             if link is not None:
                 link.renew(leases)
 
-    def _dial(self, key: tuple[PeerId, LeaseKey], kept: _Kept) -> None:
+    def _dial(self, key: _Key, member: Member, now: float) -> None:
+        again_at = now + REDIAL_S
         try:
-            self._pool.begin(kept.member)
+            self._pool.begin(member)
         except PeerUnavailable as error:
-            kept.renew_at += error.retry_after_s
+            again_at += error.retry_after_s
         except KvflowError:
-            del self._kept[key]  # it is gone, and its leases with it
+            self._forget(key)  # it is gone, and its leases with it
+            return
+        self._due.put(key, again_at)
+
+    def _forget(self, key: _Key) -> None:
+        self._kept.pop(key, None)
+        self._due.remove(key)
+
+
+def _key(member: Member) -> _Key:
+    return member.peer, (member.grant.slot, member.grant.epoch_value)

@@ -307,6 +307,19 @@ class LeaseKeeper:
             self._loop.call_soon_threadsafe(call, *args)
 
 
+def order_stores() -> None:
+    """Keep every store of this thread before the call ahead of every store after it, on weakly ordered machines, too.
+
+    To release a lock and then to acquire one is such a barrier on every machine that CPython runs on; either of them
+    alone is not. "Why no stale byte is delivered" in the architecture says why. The lock is nobody else's, so that
+    nothing is waited for.
+    """
+    lock = threading.Lock()
+    lock.acquire()
+    lock.release()
+    lock.acquire()
+
+
 def _resolve(future: asyncio.Future[T], result: T) -> None:
     if not future.done():
         future.set_result(result)

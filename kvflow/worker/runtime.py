@@ -39,7 +39,7 @@ from kvflow.worker.home import Home
 from kvflow.worker.inbox import Inbox
 from kvflow.worker.offers import Offers
 from kvflow.worker.peers import PeerPool
-from kvflow.worker.producer import LeaseKeeper
+from kvflow.worker.producer import LeaseKeeper, order_stores
 from kvflow.worker.surroundings import REAL, Surroundings
 from kvflow.worker.trust import Trust
 from kvflow.worker.worker import Worker
@@ -92,7 +92,7 @@ async def open_worker(
     security = security_of(config)
     incarnation = f"{surroundings.draw_bits(128):032x}"
     manifest = msgspec.structs.replace(manifest, identity=_identity(config, incarnation))
-    epochs = EpochTable(config.lease_slots, surroundings.draw_bits(EPOCH_BITS))
+    epochs = EpochTable(config.lease_slots, surroundings.draw_bits(EPOCH_BITS), order_stores)
     inbox = Inbox(asyncio.get_running_loop())
     name = agent_name(worker_name(config.engine_id, config.rank, incarnation), security.server.public_key)
     staging = staging_of(config, manifest)

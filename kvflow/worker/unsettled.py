@@ -1,6 +1,9 @@
 """Pulls that are not over: whose blocks may still be written to, and who waits until they may not."""
 
 import asyncio
+from collections import Counter
+
+Waiters = dict[asyncio.Future[None], None]
 
 
 class Unsettled:
@@ -11,8 +14,9 @@ class Unsettled:
 
     def __init__(self) -> None:
         self._requests: dict[int, str] = {}
-        self._waiters: dict[str, list[asyncio.Future[None]]] = {}
-        self._idle: list[asyncio.Future[None]] = []
+        self._pulls_of: Counter[str] = Counter()
+        self._waiters: dict[str, Waiters] = {}
+        self._idle: Waiters = {}
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -20,15 +24,18 @@ class Unsettled:
     def begin(self, pull_id: int, request_id: str) -> None:
         """Note that a pull has been called."""
         self._requests[pull_id] = request_id
+        self._pulls_of[request_id] += 1
 
     def end(self, pull_id: int) -> None:
         """Note that nothing writes for a pull any more, and tell whoever waits for that."""
         request_id = self._requests.pop(pull_id)
-        if request_id not in self._requests.values():
-            _tell(self._waiters.pop(request_id, []))
+        self._pulls_of[request_id] -= 1
+        if not self._pulls_of[request_id]:
+            del self._pulls_of[request_id]
+            _tell(self._waiters.pop(request_id, {}))
         if not self._requests:
             _tell(self._idle)
-            self._idle = []
+            self._idle = {}
 
     def requests(self) -> tuple[str, ...]:
         """Return the producers' names of what is pulled, one for each pull."""
@@ -39,8 +46,8 @@ class Unsettled:
 
         Cancellation: safe.
         """
-        if request_id in self._requests.values():
-            waiters = self._waiters.setdefault(request_id, [])
+        if request_id in self._pulls_of:
+            waiters = self._waiters.setdefault(request_id, {})
             try:
                 await _wait_in(waiters)
             finally:
@@ -56,17 +63,17 @@ class Unsettled:
             await _wait_in(self._idle)
 
 
-async def _wait_in(waiters: list[asyncio.Future[None]]) -> None:
-    """Wait to be told, and leave the list then: whoever asks again and again, with a time limit, must not fill it."""
+async def _wait_in(waiters: Waiters) -> None:
+    """Wait to be told, and leave the table then: a caller that asks again and again must not fill it."""
     waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    waiters.append(waiter)
+    waiters[waiter] = None
     try:
         await waiter
     finally:
-        waiters.remove(waiter)
+        del waiters[waiter]
 
 
-def _tell(waiters: list[asyncio.Future[None]]) -> None:
+def _tell(waiters: Waiters) -> None:
     for waiter in waiters:
         if not waiter.done():
             waiter.set_result(None)

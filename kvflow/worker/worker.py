@@ -199,7 +199,8 @@ class Worker:
             ticket: from ``Ticket.from_params``.
             block_ids: one list per group of our cache; a shorter list than the ticket's means the last blocks,
                 -1 stands for an absent block. No block may be the target of another pull.
-            priority: lower is more urgent.
+            priority: lower is more urgent; from -2**31 to 2**31. A more urgent pull overtakes, after two chunks of
+                8 MiB at most; waiting for a second is worth one step.
             local_request_id: the engine's own name of the request, for the log; the ticket has the producer's.
             expected_digests: what each of our blocks is to hold, in lists like those of ``block_ids``; empty where
                 nothing is expected. They are compared with the ticket's where a block of ours and one of the

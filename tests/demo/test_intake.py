@@ -123,7 +123,7 @@ async def test_every_byte_that_was_held_is_given_back(end):
         await other.send(b"aa")
     await asyncio.wait([sender.task])
     other.task.cancel()
-    await asyncio.wait([other.task])
+    await asyncio.gather(sender.task, other.task, return_exceptions=True)
     with bodies.hold() as holding:
         bodies.add(holding, 10)
         with pytest.raises(RequestRefused):

@@ -52,6 +52,7 @@ class Leg:
     slot: int
     pairs: dict
     waiting: set
+    queued_at: float
     admitted: bool = True  # known to be held before what is read now
     retried: bool = False  # found not to be held after a read: its first pair is read until it is
     held: bool = False
@@ -100,6 +101,8 @@ class World:
         self.looks = {}
         self.looked = set()
         self.renewals = []
+        self.served = {}  # (peer, program, priority) -> when it was dispatched from last
+        self.overtaken = {}  # the same, and since when it waits -> dispatches that went before it after it had aged
 
     def submit(self, parts, *, priority, admitted=True):
         """Open a pull; ``parts`` is a list of (program, number of pairs)."""
@@ -119,7 +122,7 @@ class World:
         requests = []
         for peer, (demands, numbers) in by_peer.items():
             slot = len(self.legs)
-            leg = self.legs[slot] = Leg(pull, peer, slot, numbers, {*numbers}, admitted)
+            leg = self.legs[slot] = Leg(pull, peer, slot, numbers, {*numbers}, self.now, admitted)
             pull.legs.append(leg)
             self.owner |= dict.fromkeys(numbers, leg)
             requests.append(LegRequest(peer, slot, EPOCH, LEASE_S, tuple(demands), admitted))
@@ -181,7 +184,7 @@ class World:
                 leg.early = judge(check.epoch, observed) == "early"
                 leg.held = held and leg.admitted
                 if held and not leg.admitted:
-                    leg.admitted, leg.waiting = True, {*leg.pairs}
+                    leg.admitted, leg.waiting, leg.queued_at = True, {*leg.pairs}, self.now
             effects = self.scheduler.on_fence_judged(fence_id, observed=observed, fence_s=0.001, now=self.now)
         self.apply(effects)
 
@@ -219,7 +222,8 @@ class World:
         count = len(targets)
         assert count == 1 or count * nbytes <= LIMITS.batch_bytes
         assert count == 1 or count * descriptors <= LIMITS.batch_descriptors
-        assert self.has_room(dispatch.peer)
+        assert self.has_room(dispatch.peer, dispatch.priority)
+        self._overtake(dispatch)
         runs = [[*run] for _, run in groupby(targets, key=self.demand.__getitem__)]
         assert len(runs) == len({self.demand[run[0]] for run in runs}), "the pairs of one demand stay together"
         assert [*chain(*map(sorted, runs))] == targets, "and ascend"
@@ -233,7 +237,7 @@ class World:
         for leg in legs:
             assert leg.pull.live
             assert leg.peer == dispatch.peer
-            assert leg.pull.request.priority >= dispatch.priority  # waiting makes it more urgent
+            assert leg.pull.request.priority == dispatch.priority
         unknown = {leg.slot for leg in legs if not leg.admitted and not leg.retried}
         assert {check.slot for check in dispatch.looks} == unknown
         for check in dispatch.looks:
@@ -246,6 +250,29 @@ class World:
             assert {*check.after} == {read_id for read_id in self.flights if self._carries(read_id, slot)}
             assert check.fence_id not in self.fences
             self.fences[check.fence_id] = check
+
+    def _overtake(self, dispatch):
+        """Once a queue has waited until it is as urgent as any, each of the others goes before it once at most."""
+        waits = self._waiting_since()
+        most_urgent = min(priority for _, _, priority in waits)
+        served = (dispatch.peer, dispatch.program_id, dispatch.priority)
+        for queue, since in waits.items():
+            peer, _, priority = queue
+            aged = self.now - since > (priority - most_urgent) * LIMITS.aging_s
+            if queue != served and aged and self.has_room(peer, priority):
+                self.overtaken[queue, since] = (*self.overtaken.get((queue, since), ()), served)
+                assert len({*self.overtaken[queue, since]}) == len(self.overtaken[queue, since])
+        self.served[served] = self.now
+
+    def _waiting_since(self):
+        """Since when each queue waits: since its first pair was queued, or since it was served last."""
+        queued = {}
+        for leg in self.legs.values():
+            if leg.pull.live and not self._awaits_retry(leg):
+                for program_id in {leg.pairs[target] for target in leg.waiting}:
+                    queue = (leg.peer, program_id, leg.pull.request.priority)
+                    queued[queue] = min(queued.get(queue, leg.queued_at), leg.queued_at)
+        return {queue: max(since, self.served.get(queue, since)) for queue, since in queued.items()}
 
     def _reported(self, event):
         """Each pull starts once, ends once, and is quiescent only after it has failed."""
@@ -276,20 +303,25 @@ class World:
                 assert not self._in_flight(pull)
         pull.reported.append(event)
 
-    def has_room(self, peer):
-        """Whether a batch may be added: less is in flight than the windows hold."""
-        nbytes, descriptors = self.in_flight(peer)
-        return (
-            nbytes < LIMITS.peer_bytes
-            and descriptors < LIMITS.peer_descriptors
-            and self.in_flight()[0] < LIMITS.total_bytes
+    def has_room(self, peer, priority):
+        """Whether a batch may be added: the windows are not full, or a quarter is for it because it is urgent."""
+        limits = LIMITS.peer_bytes, LIMITS.peer_descriptors, LIMITS.total_bytes
+        held = *self.in_flight(peer), self.in_flight()[0]
+        urgent = *self.in_flight(peer, priority), self.in_flight(None, priority)[0]
+        numbers = [*zip(limits, held, urgent, strict=True)]
+        return all(
+            all(now < limit for limit, now, _ in window)
+            or all(now < 2 * limit and ahead < limit / 4 for limit, now, ahead in window)
+            for window in (numbers[:2], numbers[2:])
         )
 
-    def in_flight(self, peer=None):
+    def in_flight(self, peer=None, priority=None):
+        """Bytes and descriptors in flight, of what is as urgent as that or more."""
         sizes = [
             [len(flight.pairs.target) * unit for unit in PROGRAMS[flight.program_id]]
             for read_id, flight in self.flights.items()
             if peer in (None, flight.peer) and read_id not in self.written_off
+            if priority is None or flight.priority <= priority
         ]
         return tuple(sum(column) for column in zip(*sizes, strict=True)) or (0, 0)
 
@@ -305,7 +337,8 @@ class World:
         for pull in self.pulls.values():
             if pull.live:
                 for leg in pull.legs:
-                    idle = leg.waiting and self.has_room(leg.peer) and not self._awaits_retry(leg)
+                    has_room = self.has_room(leg.peer, pull.request.priority)
+                    idle = leg.waiting and has_room and not self._awaits_retry(leg)
                     assert not idle, "there is work and room, and nothing was dispatched"
 
     def _awaits_retry(self, leg):

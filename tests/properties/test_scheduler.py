@@ -93,12 +93,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert {TransferCompleted, TransferFailed} & {*pull.kinds}
 
     @invariant()
-    def never_more_than_a_batch_over_the_window(self):
+    def never_more_than_a_batch_over_twice_the_window(self):
+        largest = max(LIMITS.batch_bytes, *(nbytes for nbytes, _ in PROGRAMS.values()))
+        assert self.world.in_flight()[0] < 2 * LIMITS.total_bytes + largest
         for peer in PEERS:
             nbytes, descriptors = self.world.in_flight(peer)
-            largest = max(nbytes for nbytes, _ in PROGRAMS.values())
-            assert nbytes < LIMITS.peer_bytes + max(LIMITS.batch_bytes, largest)
-            assert descriptors < LIMITS.peer_descriptors + max(LIMITS.batch_descriptors, 20)
+            assert nbytes < 2 * LIMITS.peer_bytes + largest
+            assert descriptors < 2 * LIMITS.peer_descriptors + max(LIMITS.batch_descriptors, 20)
 
     def teardown(self):
         """Faults stop: then everything must come to its end, and every window be empty."""

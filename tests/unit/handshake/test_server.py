@@ -254,7 +254,7 @@ async def test_whoever_goes_on_talking_after_a_refusal_is_cut_off():
             await rude.send(bytes(60_000))  # each is no message
             await asyncio.sleep(0)
         rude.disable_monitor()
-        assert server.failures["overflowed"] == 1
+        assert server.failures["overflowed"] >= 1  # ZeroMQ dials again by itself
         witness.send(EXAMPLES["release"])
         assert server.peers[0].identity == CONSUMER
 

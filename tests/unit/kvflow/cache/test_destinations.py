@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from kvflow.cache.blocks import BlockAccount
-from kvflow.cache.destinations import DestinationLedger, Quarantined
+from kvflow.cache.destinations import DestinationLedger, Quarantined, Standing
 from kvflow.errors import BlockIdsInvalid
+from tests.counting import calls_of
 
 
 def ids(*lists):
@@ -53,3 +54,30 @@ def test_quarantine_keeps_blocks_and_says_why(ledger):
     ledger.give_back(1)
     assert ledger.quarantined() == []
     ledger.take(2, ids([3], [4], []))
+
+
+def test_what_is_in_quarantine_is_summed_up_by_age():
+    ledger = DestinationLedger(BlockAccount([0], 20))
+    assert ledger.standing(0.0, 5.0) == Standing()
+    for pull_id, since in enumerate((1.0, 2.0, 2.0, 9.0)):
+        ledger.take(pull_id, ids([3 * pull_id, 3 * pull_id + 1]))
+        ledger.quarantine(pull_id, "why", since)
+    assert ledger.standing(6.0, 5.0) == Standing(num_blocks=8, lasting_blocks=0, since=1.0)
+    assert ledger.standing(7.5, 5.0) == Standing(num_blocks=8, lasting_blocks=6, since=1.0)
+    assert [entry.pull_id for entry in ledger.quarantined()] == [0, 1, 2, 3]
+    for pull_id, left in ((1, (6, 4, 1.0)), (0, (4, 2, 2.0)), (3, (2, 2, 2.0)), (2, (0, 0, None))):
+        ledger.give_back(pull_id)
+        assert ledger.standing(8.0, 5.0) == Standing(*left)
+    ledger.check()
+
+
+def test_summing_up_does_not_go_through_all_that_is_in_quarantine():
+    def cost(count):
+        ledger = DestinationLedger(BlockAccount([0], count))
+        for pull_id in range(count):
+            ledger.take(pull_id, ids([pull_id]))
+            ledger.quarantine(pull_id, "why", 0.0)
+        ledger.standing(6.0, 5.0)
+        return calls_of(lambda: ledger.standing(6.1, 5.0))
+
+    assert cost(100) == cost(10)

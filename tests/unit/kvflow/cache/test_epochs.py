@@ -27,3 +27,10 @@ def test_an_epoch_never_falls_or_repeats(epoch):
     with pytest.raises(AssertionError, match="would not grow"):
         table.raise_to(0, epoch)
     assert table[0] == 10
+
+
+def test_a_raise_is_ordered_after_what_was_written_before_and_before_what_is_written_after():
+    seen = []
+    table = EpochTable(1, 10, lambda: seen.append(table[0]))
+    table.raise_to(0, 11)
+    assert seen == [10, 11]

@@ -5,6 +5,7 @@ import pytest
 from kvflow.cache.epochs import EpochTable
 from kvflow.cache.leases import READERS_MAX, LeaseEnded, LeaseTable, Reader
 from kvflow.errors import BlockIdsInvalid, CapacityExceeded
+from kvflow.heaps import SPARE_MAX
 
 from .helpers import BASE, SLOTS, mint_of
 
@@ -154,3 +155,15 @@ def test_of_ended_leases_the_latest_are_remembered(leases, monkeypatch):
         leases.admit(grant, now=0.0)
         leases.revoke(name, 1.0)
     assert [leases.past(*key) is None for key in keys] == [True, False, False]
+
+
+def test_leases_that_have_ended_are_not_kept_until_they_would_have_run_out(leases):
+    mint = mint_of()
+    for number in range(1000):
+        grant = grant_of(mint, f"r{number}")
+        leases.admit(grant, now=0.0)
+        leases.renew(grant.slot, grant.epoch_value, 1.0)
+        leases.revoke(grant.request_id, 2.0)
+        mint.retire(grant.request_id)
+    assert leases.next_deadline() is None
+    assert leases._ends.entries <= SPARE_MAX

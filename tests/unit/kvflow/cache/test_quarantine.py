@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvflow.cache.destinations import Quarantined
+from kvflow.cache.destinations import Standing
 from kvflow.cache.quarantine import DUE_AFTER_S, STARVED_S_MAX, Demand, LastResort
 from kvflow.config import QuarantineLimits
 from kvflow.transport.base import RENEWAL_DRAIN_S
@@ -15,8 +15,12 @@ def resort():
     return LastResort(QuarantineLimits(quarantine_bytes_max=10 * BLOCK, quarantine_s_max=60.0), BLOCK)
 
 
-def entries(*blocks_and_since):
-    return [Quarantined(number, "why", since, blocks) for number, (blocks, since) in enumerate(blocks_and_since)]
+def standing(*blocks_and_since, now=60.0):
+    return Standing(
+        num_blocks=sum(blocks for blocks, _ in blocks_and_since),
+        lasting_blocks=sum(blocks for blocks, since in blocks_and_since if now - since > DUE_AFTER_S),
+        since=min((since for _, since in blocks_and_since), default=None),
+    )
 
 
 @pytest.mark.parametrize(
@@ -34,13 +38,13 @@ def entries(*blocks_and_since):
     ],
 )
 def test_it_is_due_above_a_limit_and_not_at_it(resort, held, setting):
-    assert resort.due(entries(*held), 60.0) == (setting is not None)
+    assert resort.due(standing(*held), 60.0) == (setting is not None)
     if setting:
         assert resort.ended() == Demand(setting, sum(blocks for blocks, _ in held))
 
 
 def test_it_is_due_when_peers_have_waited_too_long_for_staging_buffers(resort):
-    held = entries((2, 0.0))
+    held = standing((2, 0.0))
     assert not resort.due(held, 1.0, starved=True)
     assert not resort.due(held, 1.0 + STARVED_S_MAX, starved=True)
     assert not resort.due(held, 1.5 + STARVED_S_MAX)  # a buffer came back: the wait begins anew
@@ -55,7 +59,7 @@ def test_a_pull_that_was_cancelled_has_longer_to_end_than_a_renewal_would_give_i
 
 
 def test_it_is_demanded_once_at_a_time(resort):
-    held = entries((11, 0.0))
+    held = standing((11, 0.0))
     assert resort.due(held, 6.0)
     assert not resort.due(held, 6.1)
     resort.ended()

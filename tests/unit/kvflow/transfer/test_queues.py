@@ -114,6 +114,49 @@ def test_a_stream_of_new_queues_does_not_go_before_one_that_waits():
     assert served == ["p", "q"] * 3
 
 
+def test_waiting_ages_and_being_served_does_not():
+    """A long pull that is served all the time is as urgent as on its first day, however long it takes."""
+    queues = ReadyQueues(LIMITS)
+    queues.add("p", 0, piece(1, 1000))
+    now = 0.0
+    for _ in range(80):
+        now += 1.0
+        batch = queues.cut(now)
+        queues.landed(batch)
+    queues.add("p", -1, piece(2, 1, queued_at=now))
+    assert queues.cut(now).slices[0][0] == 2
+
+
+def test_what_is_more_urgent_finds_a_quarter_of_a_full_window():
+    queues = ReadyQueues(LIMITS)
+    queues.add("p", 0, piece(1, 50))
+    assert len(cuts(queues)) == 2
+    queues.add("p", 0, piece(2, 1))
+    assert cuts(queues) == []
+    for leg_id in range(3, 12):
+        queues.add("p", -1, piece(leg_id, 1, program_id=leg_id))
+    assert [slices[0][0] for _, slices in cuts(queues)] == [3, 4, 5, 6, 7]  # 10 bytes each, until 50 of 200 are taken
+
+
+def test_a_full_window_of_all_peers_lets_an_idle_peer_overtake_with_what_is_more_urgent():
+    queues = ReadyQueues(LIMITS)
+    for peer in ("p", "q", "r"):
+        queues.add(peer, 0, piece(1, 50))
+    assert len(cuts(queues)) == 3
+    queues.add("s", 0, piece(2, 1))
+    assert cuts(queues) == []
+    queues.add("s", -2, piece(3, 1))
+    assert cuts(queues) == [("s", [(3, 0, 1)])]
+
+
+def test_no_number_of_priorities_fills_more_than_twice_the_window():
+    queues = ReadyQueues(LIMITS)
+    for priority in range(0, -1000, -1):
+        queues.add("p", priority, piece(1 - priority, 10))
+        cuts(queues)
+    assert queues.in_flight()[0] <= 2 * LIMITS.peer_bytes + LIMITS.batch_bytes
+
+
 def test_a_leg_can_be_removed_from_all_its_queues():
     queues = ReadyQueues(LIMITS)
     queues.add("p", 0, piece(1, 5))

@@ -1,5 +1,7 @@
 """The scheduler's promises one by one, each in the shortest story that needs it. Properties tell the long ones."""
 
+import itertools
+
 import msgspec
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from kvflow.transfer.pulls import EARLY_RETRY_S
 from kvflow.transfer.queues import Limits
 from kvflow.transfer.requests import Budgets, CancelReads, Demand, Dispatch, LegRequest, PullRequest, RenewLease
 from kvflow.transfer.scheduler import Scheduler
+from tests.counting import calls_of
 
 EPOCH = 7
 BUDGETS = Budgets(queue_s=4.0, wire_s=3.0, fence_s=2.0)
@@ -400,9 +403,8 @@ def test_a_pull_between_two_batches_of_a_hung_peer_has_a_deadline_too(scheduler)
     scheduler.submit(pull(1, leg(count=5)), 0.0)
     shared = only(Dispatch, scheduler.submit(pull(2, leg(count=20, slot=1, first=50)), 0.0))
     hog = scheduler.submit(pull(3, leg(count=10, slot=2, first=100), priority=-1), 0.0)
-    assert hog == []
-    hog = only(Dispatch, arrive(scheduler, shared, now=1.0))
-    assert hog.pull_ids == (3,)
+    assert kinds(hog) == [Dispatch, TransferStarted]
+    assert arrive(scheduler, shared, now=1.0) == []
     effects = scheduler.tick(1.1 + BUDGETS.wire_s)
     failed = {
         effect.pull_id: (effect.code, effect.phase, effect.quarantined)
@@ -419,8 +421,9 @@ def test_a_pull_that_others_leave_no_room_is_no_fault_of_its_own_peer():
     patient = Budgets(queue_s=6.0, wire_s=3.0, fence_s=2.0)
     scheduler.submit(PullRequest(1, "r", (leg("hung", count=5),), 0, patient), 0.0)
     first = only(Dispatch, scheduler.submit(PullRequest(2, "s", (leg(count=15, slot=1),), 0, patient), 0.0))
-    scheduler.submit(PullRequest(3, "t", (leg("hung", count=5, slot=2, first=90),), -1, patient), 0.0)
-    assert only(Dispatch, arrive(scheduler, first, now=1.0)).pull_ids == (3,)
+    urgent = scheduler.submit(PullRequest(3, "t", (leg("hung", count=5, slot=2, first=90),), -1, patient), 0.0)
+    assert only(Dispatch, urgent).pull_ids == (3,)
+    assert arrive(scheduler, first, now=1.0) == []
     effects = scheduler.tick(4.5)
     failed = [effect for effect in effects if isinstance(effect, TransferFailed)]
     assert {(effect.pull_id, effect.phase, effect.peer) for effect in failed} == {
@@ -499,3 +502,62 @@ def test_descriptors_are_those_of_the_demands_however_they_travel(scheduler):
             event = only(TransferCompleted, judged_)
             counts[event.pull_id] = (event.report.descriptors, event.report.reads)
     assert counts == {1: (4, 2), 2: (1, 1)}
+
+
+def crowd(count, *, peers=("p",), in_flight=True, **how):
+    """Open so many small pulls of each peer; a long one goes first, so that most of them wait."""
+    scheduler = Scheduler(Limits(shared_bytes=1000, batch_bytes=1000, peer_bytes=2000, peer_descriptors=9999, **how))
+    numbers = itertools.count(1)
+    for peer in peers:
+        for nbytes in (200, *[1] * count):
+            number = next(numbers)
+            request = pull(number, leg(peer, nbytes, slot=number, first=10 * number))
+            scheduler.submit(request, 0.0, hold=True)
+    if in_flight:
+        scheduler.pump(0.0)
+    return scheduler
+
+
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_losing_a_peer_costs_the_same_for_each_pull_however_many_wait(in_flight):
+    def cost(count):
+        scheduler = crowd(count, peers=("p", "q"), in_flight=in_flight)
+        ended = []
+        calls = calls_of(lambda: ended.extend(scheduler.on_peer_failed("p", code="peer_lost", detail="", now=1.0)))
+        assert kinds(ended).count(TransferFailed) == count + 1
+        return calls
+
+    assert cost(800) < 2.2 * cost(400)
+
+
+def test_a_batch_that_many_pulls_share_is_given_up_at_the_same_cost_for_each():
+    def cost(count):
+        scheduler = Scheduler(Limits(batch_descriptors=9999))
+        for number in range(count):
+            scheduler.submit(pull(number, leg(slot=number, first=10 * number)), 0.0, hold=True)
+        assert kinds(scheduler.pump(0.0)).count(Dispatch) == 1
+        ended = []
+        calls = calls_of(lambda: ended.extend(scheduler.on_peer_failed("p", code="peer_lost", detail="", now=1.0)))
+        assert kinds(ended).count(CancelReads) == 1
+        return calls
+
+    assert cost(800) < 2.2 * cost(400)
+
+
+def test_a_tick_looks_only_at_what_is_due():
+    def cost(count):
+        scheduler = crowd(count)
+        assert kinds(scheduler.tick(0.01)).count(RenewLease) == count + 1
+        return calls_of(lambda: scheduler.tick(0.03))
+
+    assert cost(400) == cost(10)
+
+
+def test_what_happens_to_one_peer_costs_nothing_for_the_pulls_of_others():
+    def cost(count):
+        scheduler = crowd(count)
+        (read,) = [e for e in scheduler.submit(pull(9999, leg("q", slot=9999)), 0.0) if isinstance(e, Dispatch)]
+        assert read.peer == "q"
+        return calls_of(lambda: scheduler.on_peer_failed("q", code="peer_lost", detail="", now=1.0))
+
+    assert cost(400) == cost(10)

@@ -1,5 +1,6 @@
 """The ledger under random orders of commands and completions, and the few orders that matter by name."""
 
+import tracemalloc
 from collections import Counter
 
 import numpy as np
@@ -11,6 +12,7 @@ from kvflow.transport.ledger import (
     CHUNKS_IN_FLIGHT_MAX,
     ENDED_MAX,
     FENCES_IN_FLIGHT_MAX,
+    OVERTAKEN_MAX,
     Chunk,
     DueFence,
     Ledger,
@@ -391,3 +393,42 @@ def test_no_order_of_events_loses_a_buffer(steps, buffers):
     drain(ledger)
     ledger.check()
     assert ledger.staging() == (0, 0)
+
+
+def test_urgent_reads_go_first_but_the_oldest_read_gets_on():
+    ledger = an_open_ledger("p", "q")
+    ledger.admit(a_read(1, peer="p", chunks=2, priority=5))
+    ledger.admit(a_read(2, peer="p", chunks=100, priority=0))
+    ledger.admit(a_read(3, peer="q", chunks=100, priority=0))
+    read_ids = []
+    for _ in range(2 * OVERTAKEN_MAX + 2):
+        work = ledger.take()
+        read_ids.append(work.read.read_id)
+        ledger.arrived(work, 0.0)
+    assert [place for place, read_id in enumerate(read_ids) if read_id == 1] == [OVERTAKEN_MAX, 2 * OVERTAKEN_MAX + 1]
+    assert abs(read_ids.count(2) - read_ids.count(3)) <= 1
+
+
+def test_the_oldest_read_is_not_posted_before_its_look_is_judged():
+    ledger = an_open_ledger()
+    ledger.admit(a_read(1, chunks=1, priority=5, looks=(Fence(-1, 0, 0, ()),)))
+    ledger.admit(a_read(2, chunks=100, priority=0))
+    look = ledger.take()
+    assert isinstance(look, DueFence)
+    for _ in range(3 * OVERTAKEN_MAX):
+        work = ledger.take()
+        assert work.read.read_id == 2
+        ledger.arrived(work, 0.0)
+
+
+def test_refusing_a_read_copies_nothing_of_what_is_remembered():
+    ledger = an_open_ledger()
+    for number in range(1, 5001):
+        ledger.admit(a_read(number, looks=(Fence(-number, 0, 0, ()),)))
+        drain(ledger)
+    refused = a_read(9999, looks=(Fence(-9999, 0, 0, ()),))
+    tracemalloc.start()
+    ledger.refuse(refused, LOST)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 50_000

@@ -653,7 +653,9 @@ async def test_every_rank_that_can_be_reached_is_given_its_ticket_back():
     assert there in world.released()
 
 
-@pytest.mark.parametrize("how", [{"ticket": {"kvflow": {}}}, {"priority": 1.5}, {"priority": "high"}])
+@pytest.mark.parametrize(
+    "how", [{"ticket": {"kvflow": {}}}, {"priority": 1.5}, {"priority": "high"}, {"priority": 10**400}]
+)
 async def test_arguments_of_a_wrong_type_are_named(world, how):
     with pytest.raises(ArgumentInvalid) as caught:
         await ended(await world.pull(**how))

@@ -10,6 +10,7 @@ from kvflow.errors import CapacityExceeded, PeerUnavailable, StaleLease
 from kvflow.transfer.scheduler import RENEWALS_PER_LEASE
 from kvflow.worker import keeping
 from kvflow.worker.keeping import REDIAL_S, Keeping
+from tests.counting import calls_of
 
 from .helpers import PATIENCE_S, Clock
 
@@ -161,3 +162,15 @@ async def test_it_renews_by_itself_from_the_first_ticket_on():
     async with asyncio.timeout(PATIENCE_S):
         await renewed.wait()
     task.cancel()
+
+
+def test_leases_that_are_not_due_are_not_looked_at():
+    def cost(count):
+        clock = Clock()
+        keeping_ = Keeping(Pool(), clock)
+        for members in members_of(count=count):
+            keeping_.begin(members)
+        keeping_.renew_due()
+        return calls_of(keeping_.renew_due)
+
+    assert cost(60) == cost(10)

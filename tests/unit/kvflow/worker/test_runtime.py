@@ -16,7 +16,8 @@ from kvflow.rendezvous import dialer
 from kvflow.transfer import plan
 from kvflow.transfer.costs import Calibration, Costs, encode_calibration
 from kvflow.transfer.events import TransferCompleted
-from kvflow.worker import programs
+from kvflow.worker import programs, runtime
+from kvflow.worker.producer import order_stores
 from kvflow.worker.runtime import open_worker
 
 from .helpers import PATIENCE_S, SECRET, cache_of
@@ -214,3 +215,13 @@ async def test_tickets_of_another_cluster_are_refused_before_anything_is_dialled
     assert not [
         event for event in heard if isinstance(event, (events.PeerConnected, events.PeerDropped, TransferCompleted))
     ]
+
+
+async def test_a_worker_orders_its_stores_around_every_change_of_an_epoch(monkeypatch):
+    ordered = []
+    monkeypatch.setattr(runtime, "order_stores", lambda: ordered.append(order_stores()))
+    async with open_worker(config(), cache_of()) as worker:
+        worker.offer("r", [[1]], 4)
+        assert len(ordered) == 2
+        worker.revoke("r")
+        assert len(ordered) == 4

@@ -36,3 +36,22 @@ async def test_a_request_is_quiescent_when_all_of_its_pulls_are():
     async with asyncio.timeout(PATIENCE_S):
         await waiting
     assert pulls.requests() == ("s",)
+
+
+async def test_the_end_of_one_pull_is_not_compared_with_all_others():
+    class Name(str):
+        __slots__ = ()
+        __hash__ = str.__hash__
+        compared = 0
+
+        def __eq__(self, other):
+            Name.compared += 1
+            return str(self) == str(other)
+
+    pulls = Unsettled()
+    for pull_id in range(500):
+        pulls.begin(pull_id, Name(pull_id))
+    for pull_id in range(500):
+        pulls.end(pull_id)
+    assert Name.compared < 500
+    assert len(pulls) == 0

@@ -1,0 +1,68 @@
+"""A heap whose items can be removed and moved: what is next, without looking at what is not."""
+
+import heapq
+from collections.abc import Hashable
+from typing import Any, Generic, TypeVar
+
+Item = TypeVar("Item", bound=Hashable)
+
+SPARE_MAX = 16
+"""Dead entries that are not worth a rebuild."""
+
+
+class Heap(Generic[Item]):
+    """Items in the order of their keys, equal keys in the order in which they were put.
+
+    An item that is removed or moved leaves a dead entry behind. When more than half of the entries are dead the heap is
+    rebuilt, so that it never holds more than twice its items, and each call costs O(log n) on average.
+    """
+
+    def __init__(self) -> None:
+        self._live: dict[Item, tuple[Any, int, Item]] = {}
+        self._entries: list[tuple[Any, int, Item]] = []
+        self._puts = 0
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    @property
+    def entries(self) -> int:
+        """How many entries are held, dead ones included."""
+        return len(self._entries)
+
+    def put(self, item: Item, key: Any) -> None:
+        """Add an item, or move it to another key."""
+        self._puts += 1
+        entry = (key, self._puts, item)
+        self._live[item] = entry
+        heapq.heappush(self._entries, entry)
+        if len(self._entries) > 2 * len(self._live) + SPARE_MAX:
+            self._rebuild()
+
+    def remove(self, item: Item) -> None:
+        """Take an item out; does nothing if it is not there."""
+        if self._live.pop(item, None) is not None and len(self._entries) > 2 * len(self._live) + SPARE_MAX:
+            self._rebuild()
+
+    def first(self) -> tuple[Any, Item] | None:
+        """Return the smallest key and its item; None if there is none."""
+        entries = self._entries
+        while entries:
+            key, _, item = entries[0]
+            if self._live.get(item) is entries[0]:
+                return key, item
+            heapq.heappop(entries)
+        return None
+
+    def take_until(self, key: Any) -> list[Item]:
+        """Take out every item whose key is not greater, in their order."""
+        taken: list[Item] = []
+        while (first := self.first()) is not None and first[0] <= key:
+            taken.append(first[1])
+            del self._live[first[1]]
+            heapq.heappop(self._entries)
+        return taken
+
+    def _rebuild(self) -> None:
+        self._entries = list(self._live.values())
+        heapq.heapify(self._entries)
