@@ -92,12 +92,8 @@ class Served:
             declare_layouts(settings["cpu_layouts"])
         if settings["llm"]["tensor_parallel_size"] > 1:
             fork_workers()
-        import torch
         import vllm
 
-        # Linux kills a process that uses AMX and has not asked for it. vLLM leaves that to a kernel of oneDNN's, which
-        # a decode engine may need later than its attention.
-        torch._C._cpu._init_amx()
         self.answers = answers
         self.engine = vllm.LLM(**settings["llm"]).llm_engine
         self.core = self.engine.engine_core.engine_core

@@ -40,6 +40,8 @@ ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
+    "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",  # no AMX: see plain_cpu/sitecustomize.py
+    "PYTHONPATH": f"{ROOT / 'tests/vllm/plain_cpu'}{os.pathsep}{ROOT}",
 }
 """Of every engine, from before vLLM is imported."""
 

@@ -186,6 +186,6 @@ class Deployment:
         for name, script in PROGRAMS.items():
             (programs / name).write_text(f"#!/bin/sh\n{script}\n")
             (programs / name).chmod(0o755)
-        paths = {"PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+        paths = {"PATH": f"{programs}:{os.environ['PATH']}"}
         servers = {name: value for name, value in ENVIRONMENT.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
         return {**os.environ, **servers, **paths}
