@@ -131,17 +131,7 @@ async def _opened(parts: _Parts) -> AsyncIterator[Worker]:
     config, cache, manifest, ours, epochs, transport, inbox, report, surroundings, staging = parts
     key = TicketKey(ours.security)
     account = BlockAccount(manifest.aliases, manifest.num_blocks, threading.Lock())
-    keeper = LeaseKeeper(
-        leases=LeaseTable(epochs),
-        account=account,
-        num_blocks=manifest.num_blocks,
-        block_sizes=[group.tokens_per_id for group in manifest.groups],
-        lease_s=config.lease_s,
-        name=worker_name(config.engine_id, config.rank, ours.identity.incarnation),
-        clock=surroundings.clock,
-        loop=asyncio.get_running_loop(),
-        report=report,
-    )
+    keeper = _keeper_of(parts, account)
     failure: BaseException | None = None
     async with open_listener(bind=config.bind, ours=ours, keeper=keeper, report=report) as server:
         address = _address(config, ours, epochs, server.endpoint)
@@ -197,6 +187,22 @@ async def _opened(parts: _Parts) -> AsyncIterator[Worker]:
     report(closed)
     if failure is not None:
         raise failure
+
+
+def _keeper_of(parts: _Parts, account: BlockAccount) -> LeaseKeeper:
+    """Make the producer's side of a worker."""
+    config, manifest = parts.config, parts.manifest
+    return LeaseKeeper(
+        leases=LeaseTable(parts.epochs),
+        account=account,
+        num_blocks=manifest.num_blocks,
+        block_sizes=[group.tokens_per_id for group in manifest.groups],
+        lease_s=config.lease_s,
+        name=worker_name(config.engine_id, config.rank, parts.ours.identity.incarnation),
+        clock=parts.surroundings.clock,
+        loop=asyncio.get_running_loop(),
+        report=parts.report,
+    )
 
 
 def _end_child(failure: BaseException | None) -> NoReturn:

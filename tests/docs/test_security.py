@@ -14,9 +14,8 @@ from msgspec import inspect as kinds
 import handshake.messages
 import kvflow.bench.messages
 import kvflow.demo.messages
-from kvflow.cache.tickets import Ticket
+from kvflow.cache.tickets import Grant
 from kvflow.demo import completions
-from kvflow.integrations.vllm.params import TransferParams
 from kvflow.rendezvous.publication import Advertisement
 from kvflow.transport.envelope import Envelope
 
@@ -27,10 +26,9 @@ COLUMNS = ["input", "who sends it", "checked by", "bound", "at most it costs", "
 
 WIRE = {
     "handshake/codec.py": [handshake.messages.AnyMessage],
-    "kvflow/cache/tickets.py": [Ticket],
+    "kvflow/cache/tickets.py": [Grant],
     "kvflow/rendezvous/publication.py": [Advertisement],
     "kvflow/transport/envelope.py": [Envelope],
-    "kvflow/integrations/vllm/params.py": [TransferParams],
     "kvflow/demo/completions.py": [completions._LongFields, completions._PrefillAnswer, completions._TransferParams],
     "kvflow/demo/messages.py": [kvflow.demo.messages.Request],  # replies come from engines that the demo names
     "kvflow/bench/source.py": [kvflow.bench.messages.Request],
@@ -41,7 +39,6 @@ NOT_WIRE = {
     "kvflow/bench/ceilings.py": "replies of a source that the benchmark has named",
     "kvflow/bench/descriptors.py": "likewise",
     "kvflow/bench/sourcing.py": "likewise",
-    "kvflow/cache/mint.py": "what this process signs",
     "kvflow/cli/layout.py": "flags",
     "kvflow/config.py": "settings",
     "kvflow/demo/processes.py": "processes that the demo has started",

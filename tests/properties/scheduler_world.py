@@ -254,7 +254,8 @@ class World:
     def _overtake(self, dispatch):
         """Once a queue has waited until it is as urgent as any, each of the others goes before it once at most."""
         waits = self._waiting_since()
-        most_urgent = min(priority for _, _, priority in waits)
+        most_urgent = min((priority for _, _, priority in waits), default=dispatch.priority)
+        most_urgent = min(most_urgent, dispatch.priority)  # what is tried again was not waiting
         served = (dispatch.peer, dispatch.program_id, dispatch.priority)
         for queue, since in waits.items():
             peer, _, priority = queue

@@ -30,6 +30,11 @@ CHUNK_PAIRS = CHUNK_BYTES_MAX // MIB
 TICK_S = 0.02
 
 
+def named(letter):
+    """A peer that goes by one letter."""
+    return PeerId(letter, 0, "0" * 32, f"tcp://{letter}", "")
+
+
 class Wire:
     """Both halves of a data path, and the chunks that were posted."""
 
@@ -49,10 +54,10 @@ class Wire:
         """Pull so many pairs of one MiB."""
         if peer not in self.peers:
             self.peers.add(peer)
-            self.ledger.open(PeerId(peer))
+            self.ledger.open(named(peer))
         units = np.arange(mib, dtype=np.int64)
         demand = Demand(program_id, UnitPairs(units, units), MIB, 1, mib)
-        leg = LegRequest(PeerId(peer), 0, EPOCH, 30.0, (demand,))
+        leg = LegRequest(named(peer), 0, EPOCH, 30.0, (demand,))
         self.apply(self.scheduler.submit(PullRequest(pull_id, f"r{pull_id}", (leg,), priority, Budgets()), self.now))
 
     def step(self):

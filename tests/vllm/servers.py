@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from .engines import ANSWER_S, ENVIRONMENT, OUT, PYTHON, ROOT, START_S, EngineFailed, free_port
+from .engines import ANSWER_S, ENVIRONMENT, OUT, PYTHON, START_S, EngineFailed, free_port
 from .howto import DECODE_PORT, PREFILL_PORT, PROXY_PORT, command
 
 LOGS = OUT / "logs"

@@ -15,9 +15,6 @@ from kvflow.errors import TicketInvalid
 Verify = Callable[[bytes, bytes], bool]
 """Payload and MAC of a grant -> whether a member of the cluster signed it."""
 
-TICKET_CHARS_MAX = 8 << 20
-"""Longest ticket that is looked at, however much the engine holds: to check its signature takes some 20 ms."""
-
 TICKET_CHARS_BASE = 1 << 17
 """Characters of a ticket without its blocks: 400 ranks with long names."""
 
@@ -86,7 +83,7 @@ def ticket_chars_max(block_sizes: Sequence[int], tokens_max: int) -> int:
     """
     smallest = max(1, min([size for size in block_sizes if size], default=tokens_max) // FINER_BLOCKS)
     groups = max(4, 2 * len(block_sizes))  # the producer may divide its layers into more
-    return min(TICKET_CHARS_MAX, TICKET_CHARS_BASE + groups * CHARS_PER_BLOCK * -(-tokens_max // smallest))
+    return TICKET_CHARS_BASE + groups * CHARS_PER_BLOCK * -(-tokens_max // smallest)
 
 
 def describe_ticket(ticket: Ticket) -> dict[str, Any]:

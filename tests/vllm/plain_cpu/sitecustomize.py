@@ -1,8 +1,8 @@
-"""No AMX in the engines of the tests: Python runs this file in each of their processes, because PYTHONPATH names its folder.
+"""No AMX in the engines of the tests. PYTHONPATH names this folder, so Python runs this file in all of them.
 
 Where a CPU has AMX, vLLM 0.32 chooses its own AMX kernels and does not ask Linux for the tile state first. An engine
-whose first computation is attention ends with an illegal instruction, with or without kvflow. And in bfloat16 the tokens
-of a request then depend on the requests beside it, which no proof of equal tokens survives.
+whose first computation is attention ends with an illegal instruction, with or without kvflow. And in bfloat16 the
+tokens of a request then depend on the requests beside it, which no proof of equal tokens survives.
 """
 
 import importlib.abc
