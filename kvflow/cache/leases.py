@@ -68,10 +68,32 @@ class Lease:
     read: bool = False
     released_by: dict[tuple[str, int], set[int]] = field(default_factory=dict)
 
+    @property
+    def released(self) -> bool:
+        """Whether all ranks of one engine have released it."""
+        return any(len(ranks) == num_ranks for (_, num_ranks), ranks in self.released_by.items())
+
+
+@dataclass(slots=True)
+class _Early:
+    """The releases of a lease that is not admitted yet."""
+
+    epoch: int
+    released_by: dict[tuple[str, int], set[int]] = field(default_factory=dict)
+
 
 READERS_MAX = 1024
 """Engines that count their ranks' releases of one lease: as many as a worker has peers. A reader says itself which
 engine it is of, and a lease may be renewed for ever."""
+
+
+def _count(released_by: dict[tuple[str, int], set[int]], reader: Reader) -> bool:
+    """Count a reader's release; False if too many engines have released in part."""
+    engine = (reader.engine_id, reader.num_ranks)
+    if len(released_by) >= READERS_MAX and engine not in released_by:
+        return False
+    released_by.setdefault(engine, set()).add(reader.rank)
+    return True
 
 
 class LeaseTable:
@@ -84,6 +106,7 @@ class LeaseTable:
         self._epochs = epochs
         self._by_slot: dict[int, Lease] = {}
         self._by_request: dict[str, Lease] = {}
+        self._early: dict[int, _Early] = {}
         # Slots by the time to look at them: a renewed lease is not moved, and found to end later when its time comes.
         self._ends: Heap[int] = Heap()
         self._past: OrderedDict[LeaseKey, PastLease] = OrderedDict()
@@ -99,8 +122,12 @@ class LeaseTable:
         """The highest epoch that any slot has held."""
         return self._epochs.highest
 
-    def admit(self, grant: Grant, now: float) -> None:
+    def admit(self, grant: Grant, now: float) -> LeaseEnded | None:
         """Start to keep a promise: from here on the slot holds the grant's epoch.
+
+        Returns:
+            How the lease has ended, if a reader had released it before it was admitted, as it may have been given all
+            that it needs by other ranks.
 
         Raises:
             BlockIdsInvalid: the request is on offer already, or the grant's epoch is not newer than the slot's.
@@ -120,15 +147,22 @@ class LeaseTable:
                 remedy="Admit each grant once, in this incarnation of the worker.",
             )
         lease = Lease(grant, now, now + grant.lease_s)
+        early = self._early.pop(grant.slot, None)
+        if early is not None and early.epoch == grant.epoch_value and not grant.admitted:
+            lease.released_by = early.released_by
         self._by_slot[grant.slot] = lease
         self._by_request[grant.request_id] = lease
         self._epochs.raise_to(grant.slot, grant.epoch_value)
         self._ends.put(grant.slot, lease.ends_at)
+        return self._end(lease, "released", now) if lease.released else None
 
     def release(
         self, slot: int, epoch: int, reader: Reader, now: float, *, read: bool = False
     ) -> tuple[Answer, LeaseEnded | None]:
         """Count one reader's release; the lease ends with the last rank of an engine.
+
+        A release may come before its lease is admitted: whoever reads from some ranks of a ticket releases all of them.
+        It is answered ``unknown``, and counted when the lease is admitted.
 
         Args:
             slot: of the lease.
@@ -139,14 +173,11 @@ class LeaseTable:
         """
         lease = self._find(slot, epoch)
         if lease is None:
-            return ("ended" if self._is_past(slot, epoch) else "unknown"), None
-        engine = (reader.engine_id, reader.num_ranks)
-        if len(lease.released_by) >= READERS_MAX and engine not in lease.released_by:
+            return self._release_early(slot, epoch, reader), None
+        if not _count(lease.released_by, reader):
             return "unknown", None  # the lease ends when it runs out
-        ranks = lease.released_by.setdefault(engine, set())
-        ranks.add(reader.rank)
         lease.read = lease.read or read
-        if len(ranks) < reader.num_ranks:
+        if not lease.released:
             return "counted", None
         return "ended", self._end(lease, "released", now)
 
@@ -186,6 +217,17 @@ class LeaseTable:
         """Return when ``expire`` is worth calling: never later than the next lease runs out."""
         first = self._ends.first()
         return None if first is None else first[0]
+
+    def _release_early(self, slot: int, epoch: int, reader: Reader) -> Answer:
+        """Count the release of a lease that is not held: of one that may be admitted yet, one for each slot."""
+        if slot >= len(self._epochs) or epoch <= self._epochs[slot]:
+            return "ended" if self._is_past(slot, epoch) else "unknown"
+        early = self._early.get(slot)
+        if early is None or early.epoch != epoch:
+            # A mint uses a slot again only when its lease has ended on every rank: what is older never comes.
+            early = self._early[slot] = _Early(epoch)
+        _count(early.released_by, reader)
+        return "unknown"
 
     def _find(self, slot: int, epoch: int) -> Lease | None:
         lease = self._by_slot.get(slot)

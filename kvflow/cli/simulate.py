@@ -25,7 +25,7 @@ def add_parser(commands: "Subparsers") -> None:
     parser.add_argument("--first", type=int, default=0, metavar="SEED", help="the first seed (default: %(default)s)")
     parser.add_argument("--replay", type=int, metavar="SEED", help="run one seed and print every event of it")
     parser.add_argument("--jobs", type=_natural, default=0, help="processes; 0 for one per core (default: %(default)s)")
-    parser.add_argument("--calm", action="store_true", help="let nothing go wrong: every pull must be delivered")
+    parser.add_argument("--calm", action="store_true", help="let nothing go wrong but what callers do")
     parser.set_defaults(run=run)
 
 
@@ -52,7 +52,7 @@ def _print(summary: "Summary", *, calm: bool) -> None:
     kept = summary.scenarios - len(summary.broken)
     if summary.interrupted:
         print("interrupted; so far:")
-    print(f"{summary.scenarios} scenarios, {'no faults' if calm else 'every fault on'}: {kept} kept every promise")
+    print(f"{summary.scenarios} scenarios, {'all calm' if calm else 'one in five calm'}: {kept} kept every promise")
     print(f"{summary.requests} requests, at least {summary.requests_min} in each; their pulls:")
     for ending, count in summary.outcomes.items():
         print(f"  {count:>9} {ending}")

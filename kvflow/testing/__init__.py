@@ -5,7 +5,7 @@ time and the chance, a ``Process`` is an event loop in it, ``Wires`` and a ``Fab
 """
 
 from kvflow.testing.fabric import Fabric, FabricFaults
-from kvflow.testing.faults import CALM, Faults
+from kvflow.testing.faults import Faults
 from kvflow.testing.process import Process
 from kvflow.testing.runner import Summary, run_seeds
 from kvflow.testing.scenario import Outcome, Scenario, simulate
@@ -13,7 +13,6 @@ from kvflow.testing.wires import NetworkFaults, Wires
 from kvflow.testing.world import Violation, World
 
 __all__ = [
-    "CALM",
     "Fabric",
     "FabricFaults",
     "Faults",

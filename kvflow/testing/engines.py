@@ -5,26 +5,32 @@ the very moment in which it may, and overwrites it at once, so that whoever stil
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 from msgspec import Struct
 
 from kvflow.cache.leases import LeaseEnded
 from kvflow.config import WorkerConfig
-from kvflow.observability.events import OfferAdmitted
+from kvflow.observability.events import OfferAdmitted, ReaderRenewed
 from kvflow.rendezvous.mint import TicketMint
 from kvflow.testing.fabric import NOBODY, Fabric
+from kvflow.testing.faces import AsyncFace, Face, ThreadedFace
 from kvflow.testing.memory import CONTENTS_MAX, SimulatedCache
 from kvflow.testing.models import NUM_BLOCKS, Shape, plan_of
 from kvflow.testing.network import SimulatedNetwork
+from kvflow.testing.oracle import Troubles
 from kvflow.testing.process import OUR_TASKS, Process
+from kvflow.testing.staging import STAGED
 from kvflow.testing.transport import opener
 from kvflow.testing.world import World
+from kvflow.transfer.events import TransferCompleted
 from kvflow.transfer.plan import PlanCache
 from kvflow.transfer.queues import Limits
+from kvflow.worker.calibration import NEVER
 from kvflow.worker.runtime import open_worker
 from kvflow.worker.surroundings import Surroundings
 from kvflow.worker.worker import Worker
@@ -62,19 +68,37 @@ class Settings(Struct, frozen=True, kw_only=True):
     fence_s: float
     quarantine_s_max: float
     quarantine_bytes_max: int
-    staging_bytes: int = 0
 
 
 class Setting(Struct, frozen=True):
-    """What every engine of a scenario lives in."""
+    """What every engine of a scenario lives in.
+
+    Attributes:
+        world: whose time it is.
+        fabric: between all workers.
+        settings: of every worker.
+        calm: whether nothing goes wrong but what callers do.
+        skew_s: how far wall clocks are apart.
+        hang_up_s: mean time until the kernel hangs up for a process that was killed.
+        pull_s_max: seconds after which every pull has ended, and nothing writes into its blocks any more.
+        contents: numbers of contents.
+        pulls: numbers of pulls.
+    """
 
     world: World
     fabric: Fabric
     settings: Settings
+    calm: bool
     skew_s: float
     hang_up_s: float
+    pull_s_max: float
     contents: "count[int]"
     pulls: "count[int]"
+
+    @property
+    def troubles(self) -> Troubles:
+        """What was done to hosts and between them."""
+        return self.fabric.wires.troubles
 
     def content(self) -> int:
         """Return the number of a new content."""
@@ -92,8 +116,15 @@ class Rank:
         owners: for each block, the number of the pull that may write into it.
         uses: for each block, how many requests on offer need what it holds.
         offered: requests that are to be held here.
-        held: those whose lease is held, and since when.
+        reads: requests that were pulled here.
+        held: those whose lease is held, and since when, on its clock and without the time that it was stopped.
         worker: while it is open.
+        face: what the engine calls, while it is open.
+        waiting: offers that wait for a free slot.
+        roomy_since: when a slot was free after all had been taken, on its clock.
+        pulls: how many are open.
+        heirs: for blocks that are on offer, the pull that has them next.
+        stage: how far its life has come.
         left: whether it has closed.
     """
 
@@ -110,10 +141,17 @@ class Rank:
         self.owners = [NOBODY] * NUM_BLOCKS
         self.uses = [0] * NUM_BLOCKS
         self.offered: dict[str, Request] = {}
-        self.held: dict[str, tuple[Request, float]] = {}
+        self.reads: dict[str, Request] = {}
+        self.held: dict[str, tuple[Request, float, float]] = {}
         self.worker: Worker | None = None
+        self.face: Face | None = None
+        self.waiting = 0
+        self.roomy_since = 0.0
+        self.pulls = 0
+        self.heirs: dict[int, int] = {}
+        self.stage: Literal["open", "draining", "closing"] = "open"
         self.left = False
-        self._leaving: asyncio.Future[None] = self.process.create_future()
+        self._leaving: asyncio.Future[float] = self.process.create_future()
         self._world = world
         self.process.create_task(self._live(), name=f"life of {self.name}")
 
@@ -122,10 +160,15 @@ class Rank:
         """Where it listens: the same in every life."""
         return f"tcp://{self.process.host}:{PORT}"
 
-    def leave(self) -> None:
-        """Close the worker in peace."""
+    @property
+    def full(self) -> bool:
+        """Whether no slot of its lease table is free."""
+        return len(self.held) >= self.engine.setting.settings.lease_slots
+
+    def leave(self, drain_s: float) -> None:
+        """Close the worker in peace, after it has drained for so long at most."""
         if not self._leaving.done():
-            self._leaving.set_result(None)
+            self._leaving.set_result(drain_s)
 
     def own(self, blocks: list[int], pull: int) -> None:
         """Let a pull write into blocks; until then they hold something that nobody asked for."""
@@ -135,10 +178,15 @@ class Rank:
                 self._world.fail(f"{self.name}: the books give block {block} away twice")
             self.owners[block] = pull
 
+    def inherit(self, block: int, pull: int) -> None:
+        """Let a pull write into a block that is on offer, as soon as it is not, and no sooner."""
+        self.heirs[block] = pull
+
     def disown(self, blocks: list[int]) -> None:
         """Let nothing write into blocks any more."""
         for block in blocks:
             self.owners[block] = NOBODY
+            self.heirs.pop(block, None)
 
     def drop_use(self, blocks: list[int]) -> None:
         """Note that a request needs blocks no more; whatever nobody needs is overwritten at once."""
@@ -147,6 +195,7 @@ class Rank:
             self.uses[block] -= 1
             if not self.uses[block]:
                 unused.append(block)
+                self.owners[block] = self.heirs.pop(block, NOBODY)
         if unused:
             self.cache.overwrite(unused, self.engine.setting.content())
 
@@ -159,6 +208,7 @@ class Rank:
             num_ranks=engine.shape.num_ranks,
             bind=self.endpoint,
             cluster_secret=SECRET,
+            staging_bytes=STAGED.nbytes,
             **msgspec.structs.asdict(settings),
         )
         fabric = engine.setting.fabric
@@ -169,25 +219,44 @@ class Rank:
             draw_bits=self._world.chance.getrandbits,
             limits=LIMITS,
             make_plans=lambda: PLANS,
+            staging=lambda _config, _manifest: STAGED if engine.staged else NEVER,
         )
+        threaded = ThreadedFace(self._world, self.process)
+        hooks = (self._on_event, threaded.on_event) if engine.threaded else (self._on_event,)
         try:
-            async with open_worker(config, self.cache, hooks=(self._on_event,), surroundings=surroundings) as worker:
-                self.worker = worker
-                await self._leaving
-                self.worker = None
+            try:
+                async with open_worker(config, self.cache, hooks=hooks, surroundings=surroundings) as worker:
+                    if engine.threaded:
+                        threaded.open(worker, config, self.cache)
+                    self.worker, self.face = worker, threaded if engine.threaded else AsyncFace(worker)
+                    await self._drain(self.face, await self._leaving)
+                    self.stage, self.worker, self.face = "closing", None, None
+            finally:
+                await threaded.close()
             self._check_left(worker)
         except BaseException as error:
             if not isinstance(error, asyncio.CancelledError):
                 self._world.fail(error)
             raise
         finally:
-            self.worker = None
+            self.worker = self.face = None
             self.left = True
+
+    async def _drain(self, face: Face, drain_s: float) -> None:
+        """Begin nothing new, and wait for so long at most until nothing is left."""
+        self.engine.setting.troubles.note("left", self.process.host)
+        if drain_s:
+            self.stage = "draining"
+            report = await face.drain(drain_s)
+            if not report.complete and report.waited_s < drain_s:
+                self._world.fail(f"{self.name} has given up draining: {report}")
+            if not report.complete and self.engine.setting.calm:
+                self._world.fail(f"{self.name} is not drained after {drain_s} s: {report}")
 
     def _check_left(self, worker: Worker) -> None:
         """Check that a worker that was closed has left nothing behind."""
         left = worker.snapshot()
-        if left.leases or left.pulls or left.quarantined:
+        if left.leases or left.pulls or left.quarantined or left.staging.in_use:
             self._world.fail(f"{self.name} was closed and left {left}")
         names = [task.get_name() for task in self.process.pending()]
         if any(not name.startswith(OUR_TASKS) for name in names):
@@ -202,16 +271,28 @@ class Rank:
                 worker.check()
             except AssertionError as error:
                 self._world.fail(f"{self.name}: {error}")
-        if isinstance(event, OfferAdmitted):
-            self.held[event.request_id] = (self.offered.pop(event.request_id), self.process.time())
-        if isinstance(event, LeaseEnded):
-            request, since = self.held.pop(event.request_id, (None, 0.0))
-            if request is None:
-                self._world.fail(f"{self.name}: a lease ended that is not held: {event}")
-                return
-            if wrong := request.wrong_end(self, event, since):
-                self._world.fail(f"{self.name}: {event}: {wrong}")
-            request.on_lease_ended(self)
+        match event:
+            case OfferAdmitted(request_id=name):
+                request = self.offered.pop(name)
+                self.held[name] = (request, self.process.time(), self.process.stopped_s)
+                request.on_admitted(self)
+            case TransferCompleted(request_id=name):
+                self.reads[name].gave_back(self)
+            case LeaseEnded():
+                self._on_lease_ended(event)
+            case ReaderRenewed():
+                self.engine.setting.troubles.note("renewed", self.process.host)
+
+    def _on_lease_ended(self, event: LeaseEnded) -> None:
+        if self.full:
+            self.roomy_since = self.process.time()
+        request, since, stopped_s = self.held.pop(event.request_id, (None, 0.0, 0.0))
+        if request is None:
+            self._world.fail(f"{self.name}: a lease ended that is not held: {event}")
+            return
+        if wrong := request.wrong_end(self, event, since, self.process.stopped_s - stopped_s):
+            self._world.fail(f"{self.name}: {event}: {wrong}")
+        request.on_lease_ended(self, event.outcome)
 
 
 class Engine:
@@ -224,16 +305,33 @@ class Engine:
         setting: what it lives in.
         ranks: of this life.
         minted: whether a mint in another process signs its tickets, instead of each rank for itself.
+        threaded: whether it speaks to its workers from other threads.
+        staged: whether its workers stage what they read, where that saves a descriptor.
         alive: whether it was not killed.
+        minted_for: requests that a mint has signed a ticket for, and that hold its slot.
     """
 
-    def __init__(self, setting: Setting, name: str, number: int, *, shape: Shape, minted: bool, life: int = 0) -> None:
+    def __init__(
+        self,
+        setting: Setting,
+        name: str,
+        number: int,
+        *,
+        shape: Shape,
+        minted: bool,
+        threaded: bool,
+        staged: bool,
+        life: int = 0,
+    ) -> None:
         self.name = name
         self.life = life
         self.shape = shape
         self.setting = setting
         self.minted = minted
+        self.threaded = threaded
+        self.staged = staged
         self.alive = True
+        self.minted_for: set[str] = set()
         self._number = number
         self._free = list(range(NUM_BLOCKS))
         self._claims = [0] * NUM_BLOCKS
@@ -249,6 +347,11 @@ class Engine:
     def open(self) -> bool:
         """Whether every rank's worker is open."""
         return self.alive and all(rank.worker is not None for rank in self.ranks)
+
+    @property
+    def hung(self) -> bool:
+        """Whether a rank's host hangs."""
+        return any(rank.process.hung for rank in self.ranks)
 
     def host(self, rank: int) -> str:
         """Return the address of a rank: each has a host of its own."""
@@ -273,6 +376,14 @@ class Engine:
         for block in blocks:
             self._claims[block] += 1
 
+    def on_offer(self) -> list[int]:
+        """Return the blocks that every rank has on offer, for whoever uses them, and that nobody waits for."""
+        found = set(range(NUM_BLOCKS))
+        for rank in self.ranks:
+            lent = Counter(block for request, _, _ in rank.held.values() for block in request.blocks)
+            found = {block for block in found if lent[block] and lent[block] == rank.uses[block]} - rank.heirs.keys()
+        return sorted(found)
+
     def give_back(self, blocks: list[int]) -> None:
         """End one claim to each block."""
         for block in blocks:
@@ -290,19 +401,29 @@ class Engine:
 
     def next_life(self) -> "Engine":
         """Start it anew."""
-        return Engine(self.setting, self.name, self._number, shape=self.shape, minted=self.minted, life=self.life + 1)
+        return Engine(
+            self.setting,
+            self.name,
+            self._number,
+            shape=self.shape,
+            minted=self.minted,
+            threaded=self.threaded,
+            staged=self.staged,
+            life=self.life + 1,
+        )
 
-    def leave(self) -> None:
-        """Close every rank in peace."""
+    def leave(self, drain_s: float = 0.0) -> None:
+        """Close every rank in peace, after each has drained for so long at most."""
         for rank in self.ranks:
-            rank.process.call_soon(rank.leave)
+            rank.process.call_soon(rank.leave, drain_s)
 
     def kill(self) -> None:
         """Kill every rank."""
         self.alive = False
         for rank in self.ranks:
             rank.process.kill()
-            rank.worker = None
+            rank.worker = rank.face = None
+            self.setting.troubles.note("killed", rank.process.host)
             self.setting.fabric.kill(rank.process)
             # The kernel closes its sockets when it gets to it: a process with much memory takes a while to be gone.
             world = self.setting.world

@@ -3,7 +3,8 @@
 A read may be done when its post returns, as on shared memory, or fly: then its bytes arrive in pieces, and go on to
 arrive after a cancel until the read is over, as they do with a real network card. It may end early with some of its
 bytes written. A fence reads its slot somewhere between its post and its end. A peer that was killed is noticed late,
-a parted one not before it is joined, a stopped one goes on to be read if the fabric is an RDMA network.
+a parted one not before it is joined, a stopped one goes on to be read if the fabric is an RDMA network, and a host that
+hangs keeps what is under way for ever.
 
 Every write is checked at the moment it happens: the block must still belong to the pull for which the read was posted.
 """
@@ -19,6 +20,7 @@ from kvflow.ids import PeerId
 from kvflow.layout.region import Region
 from kvflow.testing.memory import SimulatedCache
 from kvflow.testing.process import Process
+from kvflow.testing.staging import SimulatedStaging
 from kvflow.testing.wires import Wires
 from kvflow.testing.world import World
 from kvflow.transport.base import Carrier, PeerAddress
@@ -74,6 +76,10 @@ class Fabric:
             if agent.process is process:
                 agent.close()
 
+    def reads_from(self, process: Process) -> bool:
+        """Tell whether something is being read from a process."""
+        return any(transfer.source.process is process for agent in self.agents.values() for transfer in agent.transfers)
+
     def in_flight(self) -> int:
         """Return how many reads and fences are under way."""
         return sum(len(agent.transfers) for agent in self.agents.values())
@@ -118,18 +124,29 @@ class _Transfer(Flight):
         blocks: of ours, which it may write into.
         pieces: what is still to be copied.
         slot: to be read, for a fence.
+        staged: whether it is read into a staging buffer.
         doomed: pieces after which it fails.
         outcome: when it is over: what ``poll`` returns or raises.
     """
 
-    __slots__ = ("blocks", "doomed", "outcome", "pieces", "read_id", "slot", "source")
+    __slots__ = ("blocks", "doomed", "outcome", "pieces", "read_id", "slot", "source", "staged")
 
-    def __init__(self, source: Agent, read_id: int, blocks: list[int], pieces: list[list[Run]], slot: int) -> None:
+    def __init__(
+        self,
+        source: Agent,
+        read_id: int,
+        blocks: list[int],
+        pieces: list[list[Run]],
+        slot: int,
+        *,
+        staged: bool = False,
+    ) -> None:
         self.source = source
         self.read_id = read_id
         self.blocks = blocks
         self.pieces = pieces
         self.slot = slot
+        self.staged = staged
         self.doomed: int | None = None
         self.outcome: int | MoveFailed | None = None
 
@@ -149,12 +166,13 @@ class OwnerThread(Protocol):
 class SimulatedMover:
     """Move bytes between the processes of a world. See ``kvflow.transport.mover.Mover`` for the contract."""
 
-    def __init__(self, fabric: Fabric, agent: Agent, thread: OwnerThread) -> None:
+    def __init__(self, fabric: Fabric, agent: Agent, thread: OwnerThread, staging: SimulatedStaging) -> None:
         self.metadata = agent.name.encode()
         self._fabric = fabric
         self._world = fabric.world
         self._agent = agent
         self._thread = thread
+        self._staging = staging
         self._peers: dict[PeerId, Agent] = {}
         self._programs: dict[tuple[PeerId, int], Prepared] = {}
 
@@ -186,9 +204,9 @@ class SimulatedMover:
         program = self._programs[chunk.peer, read.program_id]
         part = slice(chunk.first, chunk.stop)
         runs = merge(program.source, read.source_index[part], program.target, read.target_index[part])
-        blocks = self._agent.cache.blocks_of(program.target, read.target_index[part])
-        transfer = _Transfer(source, read.read_id, blocks, self._cut(runs), slot=-1)
-        return self._launch(transfer)
+        staged = program.staged is not None
+        blocks = [] if staged else self._agent.cache.blocks_of(program.target, read.target_index[part])
+        return self._launch(_Transfer(source, read.read_id, blocks, self._cut(runs), slot=-1, staged=staged))
 
     def post_fence(self, peer: PeerId, slot: int) -> Flight | int:
         """See ``Mover.post_fence``."""
@@ -225,6 +243,7 @@ class SimulatedMover:
         world, faults = self._world, self._fabric.faults
         if world.happens(faults.failed):
             transfer.doomed = world.chance.randint(0, len(transfer.pieces))
+            self._fabric.wires.troubles.note("failed", self._agent.process.host, transfer.source.process.host)
         elif world.happens(faults.at_once) and self._obstacle(transfer) is None and not transfer.source.closed:
             for piece in transfer.pieces:
                 self._copy(transfer, piece)
@@ -240,6 +259,9 @@ class SimulatedMover:
             for process in (ours, theirs):
                 if process.life == "stopped":
                     return process
+        for process in (ours, theirs):
+            if process.hung:
+                return process
         return theirs.host if self._fabric.wires.parted(ours.host, theirs.host) else None
 
     def _advance(self, transfer: _Transfer) -> None:
@@ -274,8 +296,13 @@ class SimulatedMover:
         from_view, from_base = source.view, source.region.address
         to_view, to_base = target.view, target.region.address
         for run in piece:
-            at, start = run.target_address - to_base, run.source_address - from_base
-            to_view[at : at + run.nbytes] = from_view[start : start + run.nbytes]
+            start = run.source_address - from_base
+            content = from_view[start : start + run.nbytes]
+            if transfer.staged:
+                self._staging.fill(run.target_address, content)
+            else:
+                at = run.target_address - to_base
+                to_view[at : at + run.nbytes] = content
 
     def _end(self, transfer: _Transfer, outcome: int | MoveFailed) -> None:
         if transfer in self._agent.transfers:

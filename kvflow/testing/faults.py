@@ -12,6 +12,13 @@ from kvflow.testing.engines import Engine, Settings
 from kvflow.testing.fabric import Fabric, FabricFaults
 from kvflow.testing.wires import NetworkFaults
 from kvflow.testing.world import World
+from kvflow.transport.base import RENEWAL_DRAIN_S
+
+HANG_S = 1e-3
+"""How often it is looked whether a host is read that is to hang."""
+
+DRAIN_S = 0.1
+"""Mean time that an engine drains before it leaves, if it does."""
 
 
 class Faults(Struct, frozen=True, kw_only=True):
@@ -23,6 +30,7 @@ class Faults(Struct, frozen=True, kw_only=True):
         kills: engines that are killed, and started anew.
         leaves: engines that close in peace, and are started anew.
         stops: ranks that are stopped for a while.
+        hangs: ranks whose host hangs until the end.
         partitions: pairs of hosts that are parted for a while.
         outage_s: mean duration of a stop, a partition, or of being dead.
         cancelled: share of pulls that are cancelled.
@@ -31,6 +39,7 @@ class Faults(Struct, frozen=True, kw_only=True):
         skew_s: how far the wall clocks of hosts are apart.
         jumps: wall clocks that are set anew.
         hang_up_s: mean time until the kernel hangs up for a process that was killed.
+        calm: nothing goes wrong but what callers do: they cancel, revoke and change tickets all the same.
     """
 
     network: NetworkFaults
@@ -38,6 +47,7 @@ class Faults(Struct, frozen=True, kw_only=True):
     kills: int
     leaves: int
     stops: int
+    hangs: int
     partitions: int
     outage_s: float
     cancelled: float
@@ -46,24 +56,30 @@ class Faults(Struct, frozen=True, kw_only=True):
     skew_s: float
     jumps: int
     hang_up_s: float
+    calm: bool = False
 
 
-CALM = Faults(
-    network=NetworkFaults(),
-    fabric=FabricFaults(),
-    kills=0,
-    leaves=0,
-    stops=0,
-    partitions=0,
-    outage_s=0.0,
-    cancelled=0.0,
-    revoked=0.0,
-    forged=0.0,
-    skew_s=0.0,
-    jumps=0,
-    hang_up_s=0.0,
-)
-"""Nothing goes wrong: every pull must then be delivered."""
+def draw_calm(world: World) -> Faults:
+    """Draw a scenario in which nothing goes wrong but what callers do; in some, a read lasts for several leases."""
+    chance = world.chance
+    piece_s = chance.choice((100e-6, 5e-3, 0.1, 0.3))
+    return Faults(
+        network=NetworkFaults(),
+        fabric=FabricFaults(piece_s=piece_s, at_once=0.5 if piece_s < 1e-3 else 0.0),
+        kills=0,
+        leaves=0,
+        stops=0,
+        hangs=0,
+        partitions=0,
+        outage_s=0.0,
+        cancelled=0.1,
+        revoked=0.05,
+        forged=0.02,
+        skew_s=0.0,
+        jumps=0,
+        hang_up_s=0.0,
+        calm=True,
+    )
 
 
 def draw_faults(world: World) -> Faults:
@@ -93,6 +109,7 @@ def draw_faults(world: World) -> Faults:
         kills=chance.randint(1, 3),
         leaves=chance.randint(0, 1),
         stops=chance.randint(1, 4),
+        hangs=int(chance.random() < 0.5),
         partitions=chance.randint(1, 4),
         outage_s=share(1e-3, 0.5),
         cancelled=share(0.01, 0.3),
@@ -107,10 +124,10 @@ def draw_faults(world: World) -> Faults:
 def draw_settings(world: World, faults: Faults) -> Settings:
     """Draw what workers are told; without faults everything has the time that it needs."""
     chance = world.chance
-    if faults is CALM:
+    if faults.calm:
         return Settings(
-            lease_s=30.0,
-            lease_slots=64,
+            lease_s=chance.choice((1.0, 1.5, 3.0)),
+            lease_slots=chance.choice((4, 16, 64)),
             connect_s=2.0,
             handshake_s=5.0,
             queue_s=30.0,
@@ -121,7 +138,7 @@ def draw_settings(world: World, faults: Faults) -> Settings:
         )
     return Settings(
         lease_s=chance.choice((0.05, 0.2, 1.0, 3.0)),
-        lease_slots=chance.choice((3, 6, 16, 64)),
+        lease_slots=chance.choice((2, 4, 16, 64)),
         connect_s=chance.uniform(0.05, 0.5),
         handshake_s=chance.uniform(0.1, 0.5),
         queue_s=chance.uniform(0.2, 1.0),
@@ -130,6 +147,25 @@ def draw_settings(world: World, faults: Faults) -> Settings:
         quarantine_s_max=chance.choice((0.02, 0.2, 2.0)),
         quarantine_bytes_max=chance.choice((0, 1 << 10, 1 << 30)),
     )
+
+
+def pull_s_max(settings: Settings, faults: Faults) -> float:
+    """Return the seconds after which every pull has ended, and nothing writes into its blocks any more.
+
+    In a calm scenario four times what the slowest of some hundred seeds has taken; otherwise the budgets of all phases,
+    of which a handshake may be awaited three times, and what the last resort may take.
+    """
+    if faults.calm:
+        return 0.1 + 100 * faults.fabric.piece_s
+    budgets = settings.connect_s + 3 * settings.handshake_s + settings.queue_s + settings.wire_s + settings.fence_s
+    return budgets + settings.quarantine_s_max + 2 * RENEWAL_DRAIN_S
+
+
+def is_slow(settings: Settings, faults: Faults) -> bool:
+    """Tell whether the network or the data plane alone may use a budget up."""
+    network, fabric = faults.network, faults.fabric
+    meeting = 20 * network.delay_s > min(settings.connect_s, settings.handshake_s)
+    return meeting or 50 * (fabric.piece_s + fabric.step_s) > min(settings.wire_s, settings.fence_s, settings.queue_s)
 
 
 class Mischief:
@@ -154,6 +190,7 @@ class Mischief:
             (self._faults.kills, self._kill),
             (self._faults.leaves, self._leave),
             (self._faults.stops, self._stop),
+            (self._faults.hangs, self._hang),
             (self._faults.partitions, self._part),
             (self._faults.jumps, self._jump),
         )
@@ -162,15 +199,26 @@ class Mischief:
                 self._world.after(self._world.chance.uniform(0.0, duration_s), do)
 
     def end(self) -> None:
-        """Let everything be well from now on: hosts are joined, whoever is stopped goes on, who is dead comes back."""
+        """Let everything be well from now on: hosts are joined, whoever is stopped goes on, who is dead comes back.
+
+        Only a host that hangs is not woken.
+        """
         self._over = True
-        self._fabric.wires.faults = CALM.network
-        self._fabric.faults = CALM.fabric
+        if not self._faults.calm:
+            self._fabric.wires.faults = NetworkFaults()
+            self._fabric.faults = FabricFaults()
         self._fabric.wires.join()
         for number, engine in enumerate(self.engines):
             for rank in engine.ranks:
                 rank.process.resume()
             if not engine.alive:
+                self._start(number)
+
+    def replace_hung(self) -> None:
+        """Start anew whatever hangs."""
+        for number, engine in enumerate(self.engines):
+            if engine.hung:
+                engine.kill()
                 self._start(number)
 
     def _kill(self) -> None:
@@ -189,7 +237,7 @@ class Mischief:
         engine = self.engines[number]
         if engine.open and not self._over:
             self._world.note(engine.name, "leaves")
-            engine.leave()
+            engine.leave(self._world.delay(DRAIN_S) if self._world.happens(0.5) else 0.0)
             self._await_end(number, engine)
 
     def _await_end(self, number: int, engine: Engine) -> None:
@@ -206,8 +254,21 @@ class Mischief:
         engine = self._world.chance.choice(self.engines)
         rank = self._world.chance.choice(engine.ranks)
         if engine.alive and not self._over:
+            self._fabric.wires.troubles.note("stopped", rank.process.host)
             rank.process.stop()
             self._world.after(self._world.delay(self._faults.outage_s), rank.process.resume)
+
+    def _hang(self) -> None:
+        engine = self._world.chance.choice(self.engines)
+        rank = self._world.chance.choice(engine.ranks)
+        if self._over:
+            return
+        if not engine.alive or not self._fabric.reads_from(rank.process):
+            self._world.after(HANG_S, self._hang)  # its host hangs while it is read, or not at all
+        else:
+            self._fabric.wires.troubles.note("hung", rank.process.host)
+            self._world.note(rank.name, "hangs")
+            rank.process.hang()
 
     def _jump(self) -> None:
         rank = self._world.chance.choice(self._world.chance.choice(self.engines).ranks)

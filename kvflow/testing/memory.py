@@ -34,14 +34,25 @@ class Written(Struct, frozen=True, eq=False):
     Attributes:
         tokens: int64, shape (num_tokens,).
         state: of the states, which belong to no token.
+        places: int64, shape (num_tokens,): which token the first group's bytes of each token say that they are: itself,
+            unless its block is listed twice.
     """
 
     tokens: Int64s
     state: int
+    places: Int64s
 
 
 class _Tensor:
-    """One component as an array, and the part of its elements that is the same for all contents."""
+    """One component as an array, and the part of its elements that is the same for all contents.
+
+    Attributes:
+        group: that it belongs to.
+        has_tokens: whether its elements belong to tokens.
+        array: its elements, by block.
+        marks: the part that is the same for all contents and tokens.
+        in_block: the same, and which token of the block it is.
+    """
 
     def __init__(
         self, memory: npt.NDArray[np.uint8], component: Component, *, group: int, layer: int, blocks: int
@@ -59,10 +70,12 @@ class _Tensor:
         head = np.arange(component.extents[0]) + component.first
         if self.has_tokens:
             token, place = np.arange(component.extents[1]), np.arange(component.extents[2])
-            marks = kind | head[:, None, None] << 10 | token[:, None] << TOKEN_SHIFT | place
+            marks = kind | head[:, None, None] << 10 | place
+            in_block = marks | token[:, None] << TOKEN_SHIFT
         else:
-            marks = kind | head[:, None] * component.extents[1] + np.arange(component.extents[1])
+            marks = in_block = kind | head[:, None] * component.extents[1] + np.arange(component.extents[1])
         self.marks: Int64s = np.asarray(marks, np.int64)
+        self.in_block: Int64s = np.asarray(in_block, np.int64)
 
 
 class SimulatedCache:
@@ -102,21 +115,18 @@ class SimulatedCache:
     def write(self, block_ids: Sequence[Sequence[int]], written: Written) -> None:
         """Write what a request has, into lists that each end with the block of its last token."""
         for tensor, ids, tokens in self._parts(block_ids, written):
-            contents = _contents(tensor, written, tokens)
-            first = tokens[:, :1, None, None] << TOKEN_SHIFT if tensor.has_tokens else 0
-            tensor.array[ids] = tensor.marks + first + contents
+            tensor.array[ids] = tensor.marks + _contents(tensor, written, tokens)
 
     def overwrite(self, block_ids: Sequence[int], content: int) -> None:
         """Write something else into blocks that are free, in all groups."""
         ids = np.asarray(block_ids, np.int64)
         for tensor in self._tensors:
-            tensor.array[ids] = tensor.marks + (content << CONTENT_SHIFT)
+            tensor.array[ids] = tensor.in_block + (content << CONTENT_SHIFT)
 
     def wrong(self, block_ids: Sequence[Sequence[int]], written: Written) -> str:
         """Compare blocks with what a request has; return the first difference in words, or nothing."""
         for tensor, ids, tokens in self._parts(block_ids, written):
-            first = tokens[:, :1, None, None] << TOKEN_SHIFT if tensor.has_tokens else 0
-            expected = tensor.marks + first + _contents(tensor, written, tokens)
+            expected = tensor.marks + _contents(tensor, written, tokens)
             differs = tensor.array[ids] != expected
             if tensor.has_tokens:
                 differs &= (tokens < len(written.tokens))[:, None, :, None]  # bytes past the last token mean nothing
@@ -153,11 +163,13 @@ def describe(element: int) -> str:
 
 
 def _contents(tensor: _Tensor, written: Written, tokens: Int64s) -> Int64s:
+    """Return the part of the elements that depends on the content, and on the token that they are."""
     if not tensor.has_tokens:
         return np.full((len(tokens), 1, 1), written.state << CONTENT_SHIFT, np.int64)
     known = np.minimum(tokens, len(written.tokens) - 1)
-    contents: Int64s = written.tokens[known][:, None, :, None] << CONTENT_SHIFT
-    return contents
+    said = written.places[known] if tensor.group == 0 else tokens
+    contents: Int64s = written.tokens[known] << CONTENT_SHIFT | said << TOKEN_SHIFT
+    return contents[:, None, :, None]
 
 
 def _blocks_at(manifest: Manifest, nbytes: int) -> npt.NDArray[np.int32]:

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 
 from handshake.codec import decode
 from handshake.limits import Limits
+from handshake.messages import Renewed
 from handshake.security import ClusterSecurity, PublicKey
 from handshake.sockets import Delivery, LinkEvent
 from kvflow.testing.process import Process
@@ -63,7 +64,17 @@ class ListeningWire(_Wire):
     def send(self, frames: list[bytes]) -> Delivery:
         """See ``handshake.network.Channel.send``."""
         connection = self.connections.get(frames[0])
+        self._note_promises(frames[1:])
         return Delivery.GONE if connection is None else connection.send_down(frames[1:], self.limits)
+
+    def _note_promises(self, frames: list[bytes]) -> None:
+        """Note until when a reader is told that its leases last."""
+        match decode(frames, self.limits.frame_bytes_max):
+            case Renewed(leases=answers, lease_s=lease_s):
+                until = self.process.time() + lease_s
+                for answer in answers:
+                    if answer.outcome == "held":
+                        self._wires.promises[self.process.name, answer.slot, answer.epoch] = until
 
 
 class DialledWire(_Wire):

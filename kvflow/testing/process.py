@@ -54,6 +54,8 @@ class Process(asyncio.AbstractEventLoop):
         name: for the record.
         host: where it runs; the network parts hosts.
         life: whether it runs.
+        hung: whether its host hangs: then it never runs again, and nothing of it is read or written.
+        stopped_s: how long it was stopped, together.
         skew_s: how far its wall clock is ahead of the right time.
 
     Args:
@@ -68,6 +70,9 @@ class Process(asyncio.AbstractEventLoop):
         self.name = name
         self.host = host
         self.life: Life = "running"
+        self.hung = False
+        self.stopped_s = 0.0
+        self._stopped_at = 0.0
         self._world = world
         self.skew_s = skew_s
         self._began_s = began_s
@@ -76,6 +81,7 @@ class Process(asyncio.AbstractEventLoop):
         self._tasks: list[asyncio.Task[Any]] = []
         self._serials = count(1)
         self._postponed: list[Callable[[], object]] = []
+        self._unburied: list[Callable[[], object]] = []
 
     @property
     def running(self) -> bool:
@@ -99,12 +105,19 @@ class Process(asyncio.AbstractEventLoop):
         """Stop, as by SIGSTOP: nothing of it runs, and the kernel goes on to answer for it."""
         if self.life == "running":
             self.life = "stopped"
+            self._stopped_at = self._world.now
             self._world.note(self.name, "stopped")
+
+    def hang(self) -> None:
+        """Stop for good, with the host: it may only be killed."""
+        self.hung = True
+        self.stop()
 
     def resume(self) -> None:
         """Go on, as by SIGCONT: what has become due meanwhile is done now."""
-        if self.life == "stopped":
+        if self.life == "stopped" and not self.hung:
             self.life = "running"
+            self.stopped_s += self._world.now - self._stopped_at
             self._world.note(self.name, "resumed")
             self._plan_turn()
             postponed, self._postponed = self._postponed, []
@@ -113,6 +126,7 @@ class Process(asyncio.AbstractEventLoop):
 
     def kill(self) -> None:
         """End, as by SIGKILL."""
+        self.hung = False
         self.life = "killed"  # what it would have done is kept for its burial, or its tasks could not unwind
         self._world.note(self.name, "killed")
         postponed, self._postponed = self._postponed, []
@@ -134,6 +148,9 @@ class Process(asyncio.AbstractEventLoop):
         for task in self.pending():
             if task.get_name().startswith(OUR_TASKS):
                 task.cancel()
+        unburied, self._unburied = self._unburied, []
+        for call in unburied:
+            call()
         self._plan_turn()
 
     # What asyncio asks of a loop.
@@ -243,7 +260,10 @@ class Process(asyncio.AbstractEventLoop):
         if self.life == "stopped":
             self.postpone(lambda: self._run_in_thread(future, func, args))
             return
-        if self.life == "killed" or future.done():
+        if self.life == "killed":
+            self._unburied.append(lambda: self._run_in_thread(future, func, args))  # its task waits for it to unwind
+            return
+        if future.done():
             return
         try:
             result = func(*args)

@@ -4,80 +4,130 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from kvflow.cache.tickets import Ticket
-from kvflow.errors import (
-    CapacityExceeded,
-    DeadlineExceeded,
-    KvflowError,
-    PeerLost,
-    PeerRefused,
-    PeerUnavailable,
-    ProtocolViolation,
-    StaleLease,
-    TicketInvalid,
-    TransferCancelled,
-    TransferFailed,
-    WorkerClosed,
-    WorkerDraining,
-)
+from kvflow.errors import KvflowError
 from kvflow.layout.groups import window_blocks
-from kvflow.testing.engines import Engine, Rank
+from kvflow.testing.engines import LIMITS, Engine, Rank
+from kvflow.testing.faces import Face
+from kvflow.testing.oracle import Circumstances, explains
 from kvflow.testing.world import World
-from kvflow.worker.worker import Worker
 
 if TYPE_CHECKING:
     from kvflow.testing.requests import Request
 
-EXPECTED = (
-    CapacityExceeded,
-    DeadlineExceeded,
-    PeerLost,
-    PeerRefused,
-    PeerUnavailable,
-    ProtocolViolation,
-    StaleLease,
-    TransferCancelled,
-    WorkerClosed,
-    WorkerDraining,
-)
-"""What a correct call may end with while faults happen. Any other error says that the caller was wrong, who was not."""
+ROOM_S = 0.05
+"""Time from one attempt to claim blocks for a ticket that is kept to the next."""
+
+ROOM_S_MAX = 5.0
+"""How long a ticket is kept for want of blocks; then it is given back unread."""
 
 
 class Reading:
-    """One engine that reads one request: a pull on each of its ranks, into the same blocks."""
+    """One engine that reads one request: a pull on each of its ranks, into the same blocks.
+
+    Attributes:
+        name: its own.
+        engine: that reads.
+        released_at: when every rank had read it, or given it back, in peace; None before.
+    """
 
     def __init__(self, world: World, request: "Request", engine: Engine, params: dict[str, Any], reading: int) -> None:
+        self.name = f"{request.name}.{engine.name}.{reading}"
+        self.engine = engine
+        self.released_at: float | None = None
         self._world = world
         self._request = request
-        self._engine = engine
         self._params = params
-        self._name = f"{request.name}.{engine.name}.{reading}"
         self._number = next(engine.setting.pulls)
         self._block_ids: list[list[int]] = []
         self._blocks: list[int] = []
+        self._occupied: list[int] = []
+        self._kept = False
+        self._unread = request.plan.unread
+        # The second and third of three that begin together share what is read; one goes on when the other is cancelled.
+        self._cancel_s = request.plan.cancel_s if reading == max(0, request.plan.readings - 2) else None
         self._left = len(engine.ranks)
+        self._released = 0
+        self._neglected = False
+        self._renewing = 0  # ranks that keep the ticket, or pull
+
+    @property
+    def over(self) -> bool:
+        """Whether every rank knows how its pull ended."""
+        return not self._left
+
+    def note_expiry(self) -> None:
+        """Note that a lease has run out, although all ranks kept the ticket or pulled, and nothing else was wrong.
+
+        A rank of the source whose bytes have been delivered is not needed any more. So it shows by the end of the pull.
+        """
+        self._neglected |= self._renewing == len(self.engine.ranks)
 
     def begin(self) -> None:
-        """Claim blocks, and pull on every rank."""
-        plan = self._request.plan
-        counts = [window_blocks(group, plan.num_tokens) for group in self._engine.groups]
-        counts[0] = max(1, counts[0] - plan.skipped)
-        claimed = self._engine.claim(sum(counts))
-        if claimed is None:
-            self._request.outcomes.append("no blocks")
-            return
-        self._blocks = list(claimed)
-        self._block_ids = [[claimed.pop(0) for _ in range(number)] for number in counts]
-        for rank in self._engine.ranks:
-            rank.own(self._blocks, self._number)
+        """Keep the ticket for a while, if the plan is so; then claim blocks, and pull on every rank."""
+        self.engine.call_when_killed(self._on_kill)
+        for _ in self.engine.ranks:
             self._request.begun()
-            task = rank.process.create_task(self._drive(rank), name=f"drive {self._name}")
-            if plan.cancel_s is not None:
-                self._world.after(plan.cancel_s, rank.process.call_soon, task.cancel)
-        self._engine.call_when_killed(self._on_kill)
+        if self._request.plan.kept_s:
+            self._keep()
+        self._world.after(self._request.plan.kept_s, self._claim, self._world.now + ROOM_S_MAX)
+
+    def _keep(self) -> None:
+        self._kept = True
+        for rank in self.engine.ranks:
+            rank.process.create_task(self._keep_on(rank), name=f"drive keeping {self.name}")
+
+    async def _keep_on(self, rank: Rank) -> None:
+        if rank.face is None:
+            return
+        try:
+            await rank.face.keep(Ticket.from_params(self._params))
+            self._renewing += 1
+        except asyncio.CancelledError:
+            return
+        except KvflowError as error:
+            self._judge(rank, error)
+
+    def _claim(self, until: float) -> None:
+        """Claim blocks, and pull; where there are none, keep the ticket and try again, and give it back in the end."""
+        plan, engine = self._request.plan, self.engine
+        if not engine.alive:
+            return
+        counts = [window_blocks(group, plan.num_tokens) for group in engine.groups]
+        counts[0] = max(1, counts[0] - plan.skipped)
+        claimed = None if self._unread else engine.claim(sum(counts))
+        if claimed is None and not self._unread and self._world.now < until:
+            if not self._kept:
+                self._keep()
+            self._world.after(ROOM_S, self._claim, until)
+            return
+        self._unread = claimed is None
+        self._blocks = list(claimed or ())
+        if claimed and plan.occupied and (on_offer := engine.on_offer()):
+            self._occupied = [self._world.chance.choice(on_offer)]
+            engine.give_back(self._blocks[:1])
+            engine.claim_also(self._occupied)
+            self._blocks[:1] = self._occupied
+        blocks = list(self._blocks)
+        self._block_ids = [[blocks.pop(0) for _ in range(number)] for number in counts] if blocks else []
+        for rank in engine.ranks:
+            self._start(rank)
+
+    def _start(self, rank: Rank) -> None:
+        rank.own(self._blocks[len(self._occupied) :], self._number)
+        for block in self._occupied:
+            rank.inherit(block, self._number)
+        task = rank.process.create_task(self._drive(rank), name=f"drive {self.name}")
+        if self._cancel_s is not None:
+            self._world.after(self._cancel_s, rank.process.call_soon, self._cancel, task)
+
+    def _cancel(self, task: "asyncio.Task[None]") -> None:
+        if not task.done():
+            self._renewing = -len(self.engine.ranks)  # what is cancelled renews nothing
+            task.cancel()
 
     def _on_kill(self) -> None:
         for _ in range(self._left):
-            self._request.over("reader killed")
+            self._request.closed("reader killed")
         self._left = 0
 
     async def _drive(self, rank: Rank) -> None:
@@ -89,53 +139,64 @@ class Reading:
         except BaseException as error:  # noqa: BLE001 - a scenario ends with the first defect
             self._world.fail(error)
             return
-        if not rank.engine.alive:
+        if not self.engine.alive:
             return
         rank.disown(self._blocks)
+        self._renewing = -len(self.engine.ranks)
         self._left -= 1
         if not self._left:
-            self._engine.give_back(self._blocks)
-        self._world.note(rank.name, "ended", self._name, outcome)
-        self._request.over(outcome)
+            self.engine.give_back(self._blocks)
+        self._world.note(rank.name, "ended", self.name, outcome)
+        self._request.closed(outcome)
 
     async def _read(self, rank: Rank) -> str:
-        request, plan, worker = self._request, self._request.plan, rank.worker
-        if worker is None:
+        face = rank.face
+        if face is None:
             return "not open"
         try:
             ticket = Ticket.from_params(self._params)
-            if plan.unread:
-                request.gave_back(rank)
-                await worker.release(ticket)
+            if self._unread:
+                self._request.gave_back(rank)
+                await face.release(ticket)
+                self._note_released()
                 return "given back"
-            await worker.pull(ticket, self._block_ids, priority=plan.priority)
+            await self._pull(rank, face, ticket)
         except asyncio.CancelledError:
-            request.gave_back(rank)  # it may have been complete by then
-            await self._quiesced(worker)
             return "cancelled"
         except KvflowError as error:
             self._judge(rank, error)
-            if isinstance(error, TransferFailed) and error.quarantined:
-                await self._quiesced(worker)
             return error.code
-        if plan.forged:
-            self._world.fail(f"{rank.name}: a forged ticket of {request.name} was read")
-        request.gave_back(rank)
+        if self._request.plan.forged:
+            self._world.fail(f"{rank.name}: a forged ticket of {self._request.name} was read")
+        if any(block in rank.heirs for block in self._occupied):
+            self._world.fail(f"{rank.name}: {self._request.name} was delivered into blocks on offer: {self._occupied}")
+        self._note_released()
         self._look(rank, "was delivered")
-        await asyncio.sleep(self._world.delay(plan.keep_s))
+        await asyncio.sleep(self._world.delay(self._request.plan.keep_s))
         self._look(rank, "was changed after its delivery")
         return "completed"
 
-    async def _quiesced(self, worker: Worker) -> None:
-        """Wait for quiescence, whoever cancels."""
-        while True:
-            try:
-                await worker.quiesced(self._request.name)
-            except asyncio.CancelledError:
-                if not self._engine.alive:
-                    raise
-            else:
-                return
+    async def _pull(self, rank: Rank, face: Face, ticket: Ticket) -> None:
+        """Pull on one rank, and check that the blocks are free again in time."""
+        process = rank.process
+        began, stopped_s = process.time(), process.stopped_s
+        rank.pulls += 1
+        rank.reads[self._request.name] = self._request
+        if not self._kept:
+            self._renewing += 1
+        try:
+            await face.pull(ticket, self._block_ids, priority=self._request.plan.priority, name=self.name)
+        finally:
+            rank.pulls -= 1
+            lasted_s = process.time() - began - (process.stopped_s - stopped_s)
+            if lasted_s > self.engine.setting.pull_s_max:
+                self._world.fail(f"{rank.name}: the blocks of {self.name} were kept for {lasted_s:.3f} s")
+
+    def _note_released(self) -> None:
+        """Note that the source is told, by this rank too, that the lease is not needed any more."""
+        self._released += 1
+        if self._released == len(self.engine.ranks):
+            self.released_at = self._world.now
 
     def _look(self, rank: Rank, when: str) -> None:
         wrong = rank.cache.wrong(self._block_ids, self._request.written)
@@ -143,14 +204,21 @@ class Reading:
             self._world.fail(f"{rank.name}: {self._request.name} {when} wrong: {wrong}")
 
     def _judge(self, rank: Rank, error: KvflowError) -> None:
-        """Check that an error is one that this call may end with."""
-        self._world.note(rank.name, "error", self._name, error)
-        plan, request = self._request.plan, self._request
-        if plan.forged:
-            right = isinstance(error, TicketInvalid | WorkerClosed)
-        else:
-            right = isinstance(error, EXPECTED) or type(error) is TransferFailed
-        if not right:
-            self._world.fail(f"{rank.name}: {request.name} ended with {error!r}")
-        if isinstance(error, StaleLease) and not request.stale():
-            self._world.fail(f"{rank.name}: {request.name} is held, and was called stale: {error}")
+        """Check that what was done explains an error."""
+        self._world.note(rank.name, "error", self.name, error)
+        request, setting = self._request, self.engine.setting
+        hosts = [each.process.host for each in request.source.ranks]
+        troubles = setting.troubles.between(rank.process.host, hosts)
+        if request.waited_for():
+            troubles.add("waited")
+        circumstances = Circumstances(
+            forged=request.plan.forged,
+            occupied=bool(self._occupied),
+            crowded=rank.pulls >= LIMITS.pulls_max,
+            draining=rank.stage != "open",
+            closing=rank.stage == "closing",
+            over=request.over(neglected=self._neglected),
+            troubles=troubles,
+        )
+        if not explains(circumstances, error):
+            self._world.fail(f"{rank.name}: {self.name} ended with {error!r}, which nothing explains: {circumstances}")

@@ -16,12 +16,22 @@ from kvflow.cache.tickets import MAC_BYTES, Grant, Ticket, join_tickets
 from kvflow.errors import CapacityExceeded, WorkerClosed
 from kvflow.rendezvous.mint import TicketMint
 from kvflow.testing.engines import SECRET, Engine, Rank
+from kvflow.testing.faces import Face
 from kvflow.testing.memory import Written
 from kvflow.testing.readings import Reading
 from kvflow.testing.tickets import damage, forge, grants_of
 from kvflow.testing.world import World
 
 SLACK_S = 1e-6
+
+TURN_S_MAX = 2e-3
+"""A hundred times the mean delay of a turn of a loop: what is done in the next turn is done by then."""
+
+ADMISSION_S = 1.0
+"""After an admission whoever has waited for it may still pause for half a second, and read again."""
+
+RELEASE_S_MAX = 0.1
+"""What a calm release may take: the pause before it is sent, and some messages."""
 
 
 class Plan(Struct, frozen=True, kw_only=True):
@@ -31,32 +41,40 @@ class Plan(Struct, frozen=True, kw_only=True):
         num_tokens: of the prompt.
         admit_s: mean delay of an admission.
         prefix_of: the request whose first blocks it shares, as far as they are still there; or None.
+        repeated: whether its second block is its first one again, if it has so many.
         readers: engines that read it.
         readings: pulls of each rank of a reader: more than one is a program that asks again.
         route_s: mean time on the way through the router.
         skipped: blocks at the beginning that the reader has already.
         priority: of the pulls.
         patience_s: how long its offers wait for a free slot; 0 for not at all.
-        cancel_s: for each pull, when it is cancelled; None for never.
+        abandoned: whether an offer that has waited is cancelled in the moment in which its turn comes.
+        kept_s: how long a reader keeps the ticket before it pulls; 0 for not at all.
+        cancel_s: for the last pull but one of each reader, when it is cancelled; None for never.
         revoke_s: when the lease is revoked; None for never.
         forged: whether the ticket is changed on its way.
         unread: whether the reader gives the ticket back unread.
+        occupied: whether the reader wants it in a block, among others, that it has on offer itself.
         keep_s: mean time that a reader uses what it has read.
     """
 
     num_tokens: int
     admit_s: float
-    prefix_of: "Request | None"
+    prefix_of: "Request | None" = None
+    repeated: bool = False
     readers: tuple[int, ...]
-    readings: int
+    readings: int = 1
     route_s: float
-    skipped: int
-    priority: int
-    patience_s: float
-    cancel_s: float | None
-    revoke_s: float | None
-    forged: bool
-    unread: bool
+    skipped: int = 0
+    priority: int = 0
+    patience_s: float = 0.0
+    abandoned: bool = False
+    kept_s: float = 0.0
+    cancel_s: float | None = None
+    revoke_s: float | None = None
+    forged: bool = False
+    unread: bool = False
+    occupied: bool = False
     keep_s: float
 
 
@@ -68,6 +86,10 @@ class Request:
         plan: what is going to be done.
         source: the engine that prefills it.
         outcomes: how each pull ended.
+        readings: of each engine that reads it.
+        written: what its source has.
+        block_ids: where, group by group.
+        blocks: the same in one list.
     """
 
     def __init__(self, world: World, name: str, plan: Plan, source: Engine, engines: Callable[[int], Engine]) -> None:
@@ -75,23 +97,33 @@ class Request:
         self.plan = plan
         self.source = source
         self.outcomes: list[str] = []
-        self.written = Written(np.zeros(0, np.int64), 0)
+        self.readings: list[Reading] = []
+        self.written = Written(np.zeros(0, np.int64), 0, np.zeros(0, np.int64))
         self.block_ids: list[list[int]] = []
+        self.blocks: list[int] = []
         self._world = world
         self._engines = engines
-        self._blocks: list[int] = []
         self._unsettled = 0  # ranks of the source that are still to offer it
-        self._tickets: list[Ticket] = []
+        self._tickets: dict[str, Ticket] = {}  # by the name of the rank, or of the engine if a mint has signed it
         self._open = 0  # pulls that have not ended
+        self._settled_at = 0.0
+        self._untold = 0  # ranks of the source that wait for the end of the lease
         self._routed = False
         self._revoked = False
         self._gave_back: dict[str, set[int]] = {}
-        self._taken_back: list[Rank] = []  # whose lease ended before all ranks had offered
+        self._ended: dict[str, str] = {}  # how its lease has ended, by rank
+        self._waiting: dict[str, asyncio.Task[None]] = {}  # offers that wait for a slot, by rank
+
+    def idle(self) -> bool:
+        """Tell whether nothing is left to be done but what a host that hangs has to do."""
+        begun = self._routed or self.source.hung or not self.source.alive
+        return begun and all(each.over or each.engine.hung for each in self.readings)
 
     @property
     def ended(self) -> bool:
         """Whether nothing is left to be done, held or waited for."""
-        held = self.source.alive and (self._unsettled or any(self.name in rank.held for rank in self.source.ranks))
+        held = self._unsettled or self._untold or any(self.name in rank.held for rank in self.source.ranks)
+        held = held and self.source.alive
         return not held and not self._open and (self._routed or not self.source.alive)
 
     def begin(self) -> None:
@@ -100,44 +132,43 @@ class Request:
         if not source.open:
             self._refuse("source not open")
             return
-        counts = [1 if group.kind == "mamba" else -(-plan.num_tokens // group.block_size) for group in source.groups]
-        prefix = self._prefix()
-        fresh = source.claim(sum(counts) - len(prefix))
-        if fresh is None:
+        if not self._claim():
             self._refuse("no blocks")
             return
-        source.claim_also(prefix)
-        fresh = [*prefix, *fresh]
-        self.block_ids = [[fresh.pop(0) for _ in range(number)] for number in counts]
-        self._blocks = [block for ids in self.block_ids for block in ids]
-        content = source.setting.content
-        tokens = np.full(plan.num_tokens, content(), np.int64)
-        if prefix and plan.prefix_of is not None:
-            shared = len(prefix) * source.groups[0].block_size
-            tokens[:shared] = plan.prefix_of.written.tokens[:shared]
-        self.written = Written(tokens, content())
         for rank in source.ranks:
-            for block in self._blocks:
+            for block in self.blocks:
                 rank.uses[block] += 1
         self._unsettled = len(source.ranks)
         grant = self._mint() if source.minted else None
         if source.minted and grant is None:
             return
         for rank in source.ranks:
-            self._on(rank, self._world.delay(plan.admit_s) if grant else 0.0, self._offer, rank, grant)
+            self._on(rank, self._world.delay(plan.admit_s) if grant else 0.0, self._offer_on, rank, grant)
         if grant is not None:
             self._route()
         if plan.revoke_s is not None:
             for rank in source.ranks:
                 self._on(rank, plan.revoke_s, self._revoke, rank)
 
-    def wrong_end(self, rank: Rank, event: LeaseEnded, since: float) -> str:
-        """Say what is wrong with the end of a lease, or nothing."""
-        lasted = rank.process.time() - since
-        lease_s = rank.engine.setting.settings.lease_s
+    def wrong_end(self, rank: Rank, event: LeaseEnded, since: float, stopped_s: float) -> str:
+        """Say what is wrong with the end of a lease, or nothing.
+
+        Args:
+            rank: where it was held.
+            event: how it ended.
+            since: when it was admitted, on the rank's clock.
+            stopped_s: how long the rank was stopped meanwhile.
+        """
+        now = rank.process.time()
         match event.outcome:
-            case "expired" if lasted < lease_s - SLACK_S:
-                return f"after {lasted:.6f} s of {lease_s:.6f}"
+            case "expired":
+                promised = max(since + rank.engine.setting.settings.lease_s, self._promised(rank))
+                if now < promised - SLACK_S:
+                    return f"{promised - now:.6f} s before the time that its readers were told"
+                if now > promised + TURN_S_MAX and not stopped_s:
+                    return f"{now - promised:.6f} s after its time"
+                if rank.engine.setting.calm:
+                    return self._missed()
             case "released" if not any(self._released_by(name) for name in self._gave_back):
                 return f"no reader has given it back on every rank: {self._gave_back}"
             # An offer that waited is taken back by the worker itself if its turn and the end of its time come together.
@@ -145,12 +176,64 @@ class Request:
                 return "nobody has revoked it"
         return ""
 
-    def on_lease_ended(self, rank: Rank) -> None:
+    def on_admitted(self, rank: Rank) -> None:
+        """Cancel the offer that has just had its turn, before its caller knows, if the plan is so."""
+        task = self._waiting.get(rank.name)
+        if task is not None and self.plan.abandoned:
+            rank.process.call_soon(task.cancel)
+
+    def on_lease_ended(self, rank: Rank, outcome: str) -> None:
         """Reuse the blocks of a lease that has ended: on its rank at once, and for all when it was the last."""
-        rank.drop_use(self._blocks)
-        if self._unsettled:
-            self._taken_back.append(rank)
+        rank.drop_use(self.blocks)
+        self._ended[rank.name] = outcome
         self._settle()
+
+    def _promised(self, rank: Rank) -> float:
+        """Return until when a reader was told that the lease lasts; 0 if none was."""
+        ticket = self._tickets.get(rank.name) or self._tickets.get(self.source.name)
+        if ticket is None:
+            return 0.0
+        grant = ticket.grants[0]
+        promises = rank.engine.setting.fabric.wires.promises
+        return promises.get((rank.process.name, grant.slot, grant.epoch_value), 0.0)
+
+    def _missed(self) -> str:
+        """Say which reading has released a lease that has run out all the same; remember who still wanted it."""
+        now = self._world.now
+        for reading in self.readings:
+            if reading.released_at is not None and now > reading.released_at + RELEASE_S_MAX:
+                return f"{reading.name} has given it back {now - reading.released_at:.3f} s ago"
+            reading.note_expiry()
+        return ""
+
+    def _claim(self) -> bool:
+        """Claim blocks, and say what will be written into them; False if there are too few."""
+        source, plan = self.source, self.plan
+        counts = [1 if group.kind == "mamba" else -(-plan.num_tokens // group.block_size) for group in source.groups]
+        size = source.groups[0].block_size
+        prefix = self._prefix()
+        repeated = plan.repeated and plan.num_tokens >= 2 * size and len(prefix) < 2
+        fresh = source.claim(sum(counts) - len(prefix) - repeated)
+        if fresh is None:
+            return False
+        again = [prefix[0] if prefix else fresh[0]] if repeated else []
+        source.claim_also(prefix + again)
+        first = (prefix or fresh[:1]) + again
+        rest = fresh if prefix else fresh[1:]
+        blocks = [*first, *rest]
+        self.block_ids = [[blocks.pop(0) for _ in range(number)] for number in counts]
+        self.blocks = [block for ids in self.block_ids for block in ids]
+        content = source.setting.content
+        tokens, places = np.full(plan.num_tokens, content(), np.int64), np.arange(plan.num_tokens)
+        if prefix and plan.prefix_of is not None:
+            shared = len(prefix) * size
+            tokens[:shared] = plan.prefix_of.written.tokens[:shared]
+            places[:shared] = plan.prefix_of.written.places[:shared]
+        if repeated:
+            tokens[size : 2 * size] = tokens[:size]
+            places[size : 2 * size] = places[:size]
+        self.written = Written(tokens, content(), places)
+        return True
 
     def _prefix(self) -> list[int]:
         """Return the blocks that it shares with an earlier request, if those are safe on every rank."""
@@ -160,17 +243,22 @@ class Request:
         if not all(earlier.name in rank.held for rank in self.source.ranks):
             return []
         whole = min(earlier.plan.num_tokens, self.plan.num_tokens - 1) // self.source.groups[0].block_size
-        return earlier.block_ids[0][:whole]
+        shared = earlier.block_ids[0][:whole]
+        # What a pull waits for to be free again is shared by nobody else.
+        return [] if any(block in rank.heirs for block in shared for rank in self.source.ranks) else shared
 
     def _mint(self) -> Grant | None:
+        source = self.source
+        mint = source.mint(self._make_mint)
         try:
-            ticket, grant = self.source.mint(self._make_mint).offer(
-                self.name, block_ids=self.block_ids, num_tokens=self.plan.num_tokens
-            )
-        except CapacityExceeded:
+            ticket, grant = mint.offer(self.name, block_ids=self.block_ids, num_tokens=self.plan.num_tokens)
+        except CapacityExceeded as error:
+            if len(source.minted_for) < mint.slots:
+                self._world.fail(f"{source.name}: {len(source.minted_for)} of {mint.slots} slots are taken: {error}")
             self._withdraw("mint full")
             return None
-        self._tickets = [ticket]
+        source.minted_for.add(self.name)
+        self._tickets[source.name] = ticket
         return grant
 
     def _make_mint(self) -> TicketMint:
@@ -187,35 +275,35 @@ class Request:
         """Do something in the process of a rank, some time from now."""
         self._world.after(delay_s, rank.process.call_soon, call, *arguments)
 
-    def _offer(self, rank: Rank, grant: Grant | None) -> None:
+    def _offer_on(self, rank: Rank, grant: Grant | None) -> None:
         """Offer it on one rank, or admit what the mint has signed."""
-        rank.process.create_task(self._drive(rank, grant), name=f"drive offer of {self.name}")
+        task = rank.process.create_task(self._drive(rank, grant), name=f"drive offer of {self.name}")
+        if grant is None and self.plan.patience_s and rank.full:
+            self._waiting[rank.name] = task
 
     async def _drive(self, rank: Rank, grant: Grant | None) -> None:
-        worker, tokens = rank.worker, self.plan.num_tokens
+        face = rank.face
         rank.offered[self.name] = self
         try:
-            if worker is None:
+            if face is None:
                 raise WorkerClosed("not open")
             # Not before: the ticket of a mint may be out by now, and whoever reads too early must find other bytes.
             rank.cache.write(self.block_ids, self.written)
             if grant is not None:
-                worker.admit(grant)
-            elif self.plan.patience_s:
-                patience_s = self.plan.patience_s
-                ticket = await worker.offer_when_possible(self.name, self.block_ids, tokens, timeout_s=patience_s)
-                self._tickets.append(ticket)
+                face.admit(grant)
             else:
-                self._tickets.append(worker.offer(self.name, self.block_ids, tokens))
+                self._tickets[rank.name] = await self._offer(rank, face)
+            self._untold += 1
+            rank.process.create_task(self._hear_end(rank, face), name=f"drive end of {self.name}")
         except (CapacityExceeded, WorkerClosed) as error:
-            if grant is not None and isinstance(error, CapacityExceeded):
-                self._world.fail(f"{rank.name}: the mint's slot {grant.slot} is not free: {error}")
-            self._world.note(rank.name, "refused", self.name, error.code)
-            self._give_up(rank)
+            self._refused(rank, grant, error)
         except asyncio.CancelledError:
-            return
+            if not rank.engine.alive:
+                return
+            await self._abandon(rank)
         except Exception as error:  # noqa: BLE001 - whatever else it is, the call was right
             self._world.fail(error)
+        self._waiting.pop(rank.name, None)
         self._unsettled -= 1
         self._settle()
         if not self._unsettled and grant is None:
@@ -226,28 +314,76 @@ class Request:
                 for other in self.source.ranks:
                     self._on(other, 0.0, self._revoke, other)
 
+    async def _offer(self, rank: Rank, face: Face) -> Ticket:
+        patience_s = self.plan.patience_s
+        if not patience_s:
+            return face.offer(self.name, self.block_ids, self.plan.num_tokens)
+        rank.waiting += 1
+        try:
+            return await face.offer_when_possible(self.name, self.block_ids, self.plan.num_tokens, patience_s)
+        finally:
+            rank.waiting -= 1
+
+    def _refused(self, rank: Rank, grant: Grant | None, error: CapacityExceeded | WorkerClosed) -> None:
+        """Check that an offer was rightly refused, and need its blocks no more."""
+        self._world.note(rank.name, "refused", self.name, error.code)
+        if isinstance(error, CapacityExceeded):
+            if grant is not None:
+                self._world.fail(f"{rank.name}: the mint's slot {grant.slot} is not free: {error}")
+            roomy = not rank.full and rank.process.time() > rank.roomy_since + TURN_S_MAX
+            if roomy and (self.plan.patience_s or not rank.waiting):
+                self._world.fail(f"{rank.name}: {len(rank.held)} leases are held, and {self.name} ended with {error}")
+        elif rank.stage == "open" and rank.face is not None:
+            self._world.fail(f"{rank.name} is open, and {self.name} ended with {error}")
+        self._give_up(rank)
+
+    async def _abandon(self, rank: Rank) -> None:
+        """Check that nothing is on offer after an offer was cancelled, and need its blocks no more."""
+        await asyncio.sleep(TURN_S_MAX)  # an engine of threads hears of it before its worker does
+        if self.name in rank.held:
+            self._world.fail(f"{rank.name}: the offer of {self.name} was cancelled, and is held")
+        self._world.note(rank.name, "abandoned", self.name)
+        self._give_up(rank)
+
+    async def _hear_end(self, rank: Rank, face: Face) -> None:
+        """Wait for the end of the lease, as an engine does, and check what it is told."""
+        try:
+            outcome = await face.wait_offer(self.name)
+        except WorkerClosed:
+            return
+        finally:
+            self._untold -= 1
+        ended = self._ended.get(rank.name, "")
+        if outcome != ended:
+            self._world.fail(f"{rank.name}: the lease of {self.name} was {ended or 'held'}, and {outcome} was told")
+
     def _give_up(self, rank: Rank) -> None:
         """Need the blocks no more on a rank that does not hold the lease, or holds it no more."""
-        if rank not in self._taken_back:
-            rank.drop_use(self._blocks)
+        if rank.name not in self._ended:
+            rank.drop_use(self.blocks)
+            self._ended[rank.name] = "refused"
 
     def _revoke(self, rank: Rank) -> None:
-        if rank.worker is not None:
+        if rank.face is not None:
             self._revoked = True
-            rank.worker.revoke(self.name)
+            rank.face.revoke(self.name)
 
     def _settle(self) -> None:
         """Give the blocks back when no rank needs them any more, and the mint its slot."""
-        if not self._unsettled and not any(self.name in rank.held for rank in self.source.ranks):
-            self.source.give_back(self._blocks)
-            if self.source.minted:
-                self.source.mint(self._make_mint).retire(self.name)
+        source = self.source
+        if not self._unsettled and not self._settled_at:
+            self._settled_at = self._world.now
+        if not self._unsettled and not any(self.name in rank.held for rank in source.ranks):
+            source.give_back(self.blocks)
+            if source.minted:
+                source.minted_for.discard(self.name)
+                source.mint(self._make_mint).retire(self.name)
 
     def _withdraw(self, reason: str) -> None:
         for rank in self.source.ranks:
-            rank.drop_use(self._blocks)
+            rank.drop_use(self.blocks)
         self._unsettled = 0
-        self.source.give_back(self._blocks)
+        self.source.give_back(self.blocks)
         self._refuse(reason)
 
     def _refuse(self, reason: str) -> None:
@@ -261,14 +397,15 @@ class Request:
     def _arrive(self) -> None:
         """Let the ticket arrive at its readers, as JSON."""
         self._routed = True
-        params = json.loads(json.dumps(join_tickets(self._tickets).to_params()))
+        params = json.loads(json.dumps(join_tickets(list(self._tickets.values())).to_params()))
         if self.plan.forged:
             params = _forged(params, self._world)
         for number in self.plan.readers:
             engine = self._engines(number)
             if engine.open:
                 for reading in range(self.plan.readings):
-                    Reading(self._world, self, engine, params, reading).begin()
+                    self.readings.append(Reading(self._world, self, engine, params, reading))
+                    self.readings[-1].begin()
             else:
                 self.outcomes.append("reader not open")
 
@@ -276,7 +413,7 @@ class Request:
         """Note that a pull is open."""
         self._open += 1
 
-    def over(self, outcome: str) -> None:
+    def closed(self, outcome: str) -> None:
         """Note how a pull ended."""
         self._open -= 1
         self.outcomes.append(outcome)
@@ -285,11 +422,19 @@ class Request:
         """Note that one rank of a reader has told the source that it needs the lease no more."""
         self._gave_back.setdefault(rank.engine.name, set()).add(rank.rank)
 
-    def stale(self) -> bool:
-        """Tell whether it may rightly be found stale: its lease has ended somewhere."""
-        return not self.source.alive or any(
-            self.name not in rank.held or rank.worker is None for rank in self.source.ranks
-        )
+    def over(self, *, neglected: bool) -> bool:
+        """Tell whether its lease has ended somewhere, or was never given, or its source's life is over.
+
+        Args:
+            neglected: whether it ran out although it was to be renewed, which is no excuse.
+        """
+        source = self.source
+        ended = any(outcome != "expired" or not neglected for outcome in self._ended.values())
+        return ended or not source.alive or any(rank.stage == "closing" for rank in source.ranks)
+
+    def waited_for(self) -> bool:
+        """Tell whether a rank of the source has not admitted it, or had not until a moment ago."""
+        return not self._settled_at or self._world.now < self._settled_at + ADMISSION_S
 
     def _released_by(self, name: str) -> bool:
         ranks = self._gave_back[name]

@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from kvflow.testing.engines import Engine, Setting
 from kvflow.testing.fabric import Fabric
-from kvflow.testing.faults import CALM, Faults, Mischief, draw_faults, draw_settings
+from kvflow.testing.faults import Faults, Mischief, draw_calm, draw_faults, draw_settings, is_slow, pull_s_max
 from kvflow.testing.models import NUM_BLOCKS, SHAPES
 from kvflow.testing.requests import Plan, Request
 from kvflow.testing.wires import Wires
@@ -23,6 +23,15 @@ REQUESTS_MAX = 60
 PEACE_S = 60.0
 """Virtual seconds that everything may take to end once nothing goes wrong: the longest silence that a connection bears
 is half of it."""
+
+CALM_SHARE = 0.2
+"""Of the scenarios: what should not have ended as it did is seen best where nothing else goes wrong."""
+
+SLOWNESS = 400
+"""How many pieces of a read one request is given, about."""
+
+KEPT_LEASES = 1.5
+"""For how many leases a ticket is kept, on average."""
 
 PROBE_S = 1.0
 """Virtual seconds between two attempts to be served again."""
@@ -53,12 +62,14 @@ def simulate(seed: int, *, calm: bool = False, recording: bool = False) -> Outco
 
     Args:
         seed: decides everything: the same seed is the same run, event by event.
-        calm: let nothing go wrong; then every pull must be delivered.
+        calm: let nothing go wrong but what callers do, as in one of five scenarios anyhow: then every pull must be
+            delivered whose caller wants it.
         recording: keep a record of every event.
     """
     world = World(seed, recording=recording)
     with _heard_errors(world):
-        return Scenario(world, CALM if calm else draw_faults(world)).run(seed)
+        calm = world.happens(CALM_SHARE) or calm
+        return Scenario(world, draw_calm(world) if calm else draw_faults(world)).run(seed)
 
 
 class Scenario:
@@ -70,21 +81,42 @@ class Scenario:
         self._faults = faults
         wires = Wires(world, faults.network)
         self._fabric = Fabric(world, wires, faults.fabric)
+        settings = draw_settings(world, faults)
         setting = Setting(
-            world, self._fabric, draw_settings(world, faults), faults.skew_s, faults.hang_up_s, count(1), count(1)
+            world,
+            self._fabric,
+            settings,
+            faults.calm,
+            faults.skew_s,
+            faults.hang_up_s,
+            pull_s_max(settings, faults),
+            count(1),
+            count(1),
         )
+        if not faults.calm and is_slow(settings, faults):
+            wires.troubles.note("slow")
         model = chance.choice(sorted({shape.model for shape in SHAPES}))
         shapes = [shape for shape in SHAPES if shape.model == model]
         engines = [
-            Engine(setting, f"engine{number}", number, shape=chance.choice(shapes), minted=chance.random() < 0.5)
+            Engine(
+                setting,
+                f"engine{number}",
+                number,
+                shape=chance.choice(shapes),
+                minted=chance.random() < 0.5,
+                threaded=chance.random() < 0.5,
+                staged=chance.random() < 0.5,
+            )
             for number in range(chance.randint(2, 3))
         ]
         self._mischief = Mischief(world, self._fabric, faults, engines)
         self._requests: list[Request] = []
         self._open: list[Request] = []
-        self._duration_s = chance.uniform(0.3, 1.5)
+        # As many requests for blocks as there are, whether reads are fast or last for several leases.
+        self._duration_s = chance.uniform(0.3, 1.5) * (1.0 + SLOWNESS * faults.fabric.piece_s * faults.calm)
         self._total = chance.randint(REQUESTS_MIN, REQUESTS_MAX)
         self._numbers = count()
+        self._lease_s = settings.lease_s
 
     @property
     def engines(self) -> list[Engine]:
@@ -101,6 +133,10 @@ class Scenario:
             world.run(lambda: len(self._requests) == self._total, world.now + 2 * self._duration_s)
             self._mischief.end()
             self._await("the engines are open again", self._all_open)
+            if any(engine.hung for engine in self.engines):
+                self._await("all is done that a host that hangs does not keep", self._all_idle)
+                self._mischief.replace_hung()
+                self._await("what has hung is open again", self._all_open)
             self._await("every request has ended", self._all_ended)
             self._probe()
             self._close()
@@ -125,7 +161,11 @@ class Scenario:
         return world.violation is None
 
     def _all_open(self) -> bool:
-        return all(engine.open for engine in self.engines)
+        return all(engine.open or engine.hung for engine in self.engines)
+
+    def _all_idle(self) -> bool:
+        """Tell whether every request has ended as far as it can while a host hangs."""
+        return all(request.idle() for request in self._open)
 
     def _all_ended(self) -> bool:
         """Tell whether every request has ended: one that has does not begin again."""
@@ -152,21 +192,26 @@ class Scenario:
     def _draw_plan(self, source: int) -> Plan:
         world, chance, faults = self._world, self._world.chance, self._faults
         others = [number for number in range(len(self.engines)) if number != source]
-        calm = faults is CALM
+        # When a caller thinks better of it: while it reads, however long that is.
+        soon_s = 20e-3 + 10 * faults.fabric.piece_s
         return Plan(
             num_tokens=chance.randint(1, 48),
             admit_s=1e-3,
             prefix_of=chance.choice(self._requests[-8:]) if self._requests and chance.random() < 0.3 else None,
-            readers=tuple(chance.sample(others, 2 if len(others) > 1 and chance.random() < 0.15 and not calm else 1)),
-            readings=2 if not calm and chance.random() < 0.1 else 1,
+            repeated=chance.random() < 0.1,
+            readers=tuple(chance.sample(others, 2 if len(others) > 1 and chance.random() < 0.15 else 1)),
+            readings=chance.randint(2, 3) if chance.random() < 0.15 else 1,
             route_s=world.delay(5e-3),
             skipped=chance.randint(0, 3) if chance.random() < 0.3 else 0,
             priority=chance.randint(-1, 2),
-            patience_s=world.delay(0.05) if chance.random() < 0.7 else 0.0,
-            cancel_s=world.delay(20e-3) if world.happens(faults.cancelled) else None,
-            revoke_s=world.delay(20e-3) if world.happens(faults.revoked) else None,
+            patience_s=world.delay(0.2) if chance.random() < 0.7 else 0.0,
+            abandoned=chance.random() < 0.5,
+            kept_s=world.delay(KEPT_LEASES * self._lease_s) if chance.random() < 0.15 else 0.0,
+            cancel_s=world.delay(soon_s) if world.happens(faults.cancelled) else None,
+            revoke_s=world.delay(soon_s) if world.happens(faults.revoked) else None,
             forged=world.happens(faults.forged),
-            unread=not calm and chance.random() < 0.05,
+            unread=chance.random() < 0.05,
+            occupied=chance.random() < 0.05,
             keep_s=5e-3,
         )
 
@@ -174,22 +219,7 @@ class Scenario:
         """See that every engine can be read by another one now."""
         for number in range(len(self.engines)):
             reader = (number + 1) % len(self.engines)
-            plan = Plan(
-                num_tokens=9,
-                admit_s=0.0,
-                prefix_of=None,
-                readers=(reader,),
-                readings=1,
-                route_s=1e-3,
-                skipped=0,
-                priority=0,
-                patience_s=0.0,
-                cancel_s=None,
-                revoke_s=None,
-                forged=False,
-                unread=False,
-                keep_s=1e-3,
-            )
+            plan = Plan(num_tokens=9, admit_s=0.0, readers=(reader,), route_s=1e-3, keep_s=1e-3)
             until_s = self._world.now + PEACE_S
             while self._world.violation is None:  # what is known of earlier lives may have to be forgotten first
                 request = self._submit(plan, number)
@@ -207,7 +237,7 @@ class Scenario:
         for engine in self.engines:
             if engine.unclaimed() != NUM_BLOCKS:
                 self._world.fail(f"{engine.name} has {engine.unclaimed()} free blocks of {NUM_BLOCKS}")
-            self._world.after(self._world.delay(0.1), engine.leave)
+            self._world.after(self._world.delay(0.1), engine.leave, PROBE_S if self._world.happens(0.5) else 0.0)
         self._await("the engines are closed", lambda: all(rank.left for each in self.engines for rank in each.ranks))
         if left := self._fabric.in_flight():
             self._world.fail(f"every engine is closed, and {left} reads are in flight")

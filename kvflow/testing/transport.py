@@ -8,6 +8,7 @@ from kvflow.layout.region import Region
 from kvflow.testing.fabric import NOBODY, Agent, Fabric, SimulatedMover
 from kvflow.testing.memory import SimulatedCache
 from kvflow.testing.process import Process
+from kvflow.testing.staging import SimulatedStaging, blocks_of_units
 from kvflow.testing.world import Event
 from kvflow.transport.base import (
     PeerAddress,
@@ -42,8 +43,9 @@ def opener(fabric: Fabric, process: Process, cache: SimulatedCache, owners: list
     """
 
     def open_transport(name: str, agent_name: str, sink: Sink, staging_bytes: int = 0) -> Transport:
-        assert not staging_bytes, f"{name} has no staging buffers here"
-        return SimulatedTransport(fabric, agent_name, sink, process=process, cache=cache, owners=owners)
+        return SimulatedTransport(
+            fabric, agent_name, sink, process=process, cache=cache, owners=owners, staging_bytes=staging_bytes
+        )
 
     return open_transport
 
@@ -55,7 +57,15 @@ class SimulatedTransport:
     """
 
     def __init__(
-        self, fabric: Fabric, agent_name: str, sink: Sink, *, process: Process, cache: SimulatedCache, owners: list[int]
+        self,
+        fabric: Fabric,
+        agent_name: str,
+        sink: Sink,
+        *,
+        process: Process,
+        cache: SimulatedCache,
+        owners: list[int],
+        staging_bytes: int,
     ) -> None:
         self._fabric = fabric
         self._world = fabric.world
@@ -69,7 +79,8 @@ class SimulatedTransport:
         self._step: Event | None = None
         self._closed = False
         self._aims: dict[int, dict[int, int]] = {}
-        self._targets: dict[int, Rows] = {}
+        self._targets: dict[int, Rows | tuple[int, int, int]] = {}
+        self._staging = SimulatedStaging(staging_bytes, cache, self._check_scatter)
         self._renewing = False
 
     @property
@@ -81,7 +92,8 @@ class SimulatedTransport:
         """See ``Transport.start``."""
         agent = Agent(self._agent_name, self._process, self._cache, epochs)
         self._fabric.agents[agent.name] = agent
-        owner = Owner(SimulatedMover(self._fabric, agent, self), regions, self._report, self._process.time)
+        mover = SimulatedMover(self._fabric, agent, self, self._staging)
+        owner = Owner(mover, regions, self._report, self._process.time, self._staging)
         self._started.append((owner, agent))
 
     def metadata(self) -> bytes:
@@ -98,13 +110,16 @@ class SimulatedTransport:
 
     def prepare(self, program: Program) -> None:
         """See ``Transport.prepare``."""
-        self._targets[program.program_id] = check_rows(program.target_rows)
+        # What is staged is read into a buffer, and its descriptors say nothing of our blocks.
+        staged = program.scatter
+        self._targets[program.program_id] = check_rows(program.target_rows) if staged is None else staged.units
         self._command(program)
 
     def post(self, read: Read) -> None:
         """See ``Transport.post``."""
         self._world.note(self._process.name, "posted", read.read_id, len(read.source_index), len(read.fences))
-        blocks = self._cache.blocks_of(self._targets[read.program_id], read.target_index)
+        target, index = self._targets[read.program_id], read.target_index
+        blocks = blocks_of_units(target, index) if isinstance(target, tuple) else self._cache.blocks_of(target, index)
         self._aims[read.read_id] = {block: self._owners[block] for block in blocks}
         self._command(read)
 
@@ -114,8 +129,8 @@ class SimulatedTransport:
         self._command(CancelReads(tuple(read_ids)))
 
     def staging(self) -> StagingUse:
-        """See ``Transport.staging``. There are no buffers: what is not calibrated is not staged."""
-        return StagingUse()
+        """See ``Transport.staging``."""
+        return self._staging.use
 
     def renew_reader(self) -> None:
         """See ``Transport.renew_reader``."""
@@ -152,6 +167,13 @@ class SimulatedTransport:
                 self._world.fail(
                     f"{self._process.name}: read {read_id} for pull {owner} writes into block {block}, which is {now}'s"
                 )
+
+    def _check_scatter(self, blocks: Sequence[int]) -> None:
+        """Check that every block that a buffer is scattered to belongs to the pull that some open read is for."""
+        for block in blocks:
+            owner = self._owners[block]
+            if owner == NOBODY or all(aims.get(block) != owner for aims in self._aims.values()):
+                self._world.fail(f"{self._process.name}: a buffer is scattered into block {block}, which is {owner}'s")
 
     def _command(self, command: Command) -> None:
         if not self._closed:

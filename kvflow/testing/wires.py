@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from handshake.limits import Limits
 from handshake.sockets import Delivery, LinkEvent
+from kvflow.testing.oracle import Troubles
 from kvflow.testing.process import Process
 from kvflow.testing.world import World
 
@@ -44,6 +45,8 @@ class Wires:
 
     Attributes:
         faults: what happens to messages from now on.
+        troubles: what was done to hosts and between them.
+        promises: until when a process has said that a lease lasts, on its clock; by its name, slot and epoch.
 
     Args:
         world: whose time it is.
@@ -53,6 +56,8 @@ class Wires:
     def __init__(self, world: World, faults: NetworkFaults) -> None:
         self.world = world
         self.faults = faults
+        self.troubles = Troubles()
+        self.promises: dict[tuple[str, int, int], float] = {}
         self._listeners: dict[str, ListeningWire] = {}
         self._connections: dict[int, Line] = {}
         self._parted: set[frozenset[str]] = set()
@@ -62,6 +67,7 @@ class Wires:
     def part(self, one: str, other: str) -> None:
         """Part two hosts: nothing passes between them until they are joined."""
         self._parted.add(frozenset((one, other)))
+        self.troubles.note("parted", one, other)
         self.world.note("network", "parted", one, other)
 
     def join(self) -> None:
@@ -127,8 +133,9 @@ class Wires:
 class _Direction:
     """One direction of a connection: messages arrive in the order in which they were sent."""
 
-    def __init__(self, wires: Wires, arrive: Callable[[list[bytes]], None]) -> None:
+    def __init__(self, wires: Wires, hosts: tuple[str, str], arrive: Callable[[list[bytes]], None]) -> None:
         self._wires = wires
+        self._hosts = hosts
         self._arrive = arrive
         self._free_at = 0.0
         self.under_way = 0
@@ -139,7 +146,11 @@ class _Direction:
         if world.happens(faults.clogged):
             self._free_at = max(self._free_at, world.now + world.delay(faults.clog_s))
             world.note("network", "clogged", f"{self._free_at:.6f}")
-        for _ in range(1 + world.happens(faults.duplicated)):
+            wires.troubles.note("clogged", *self._hosts)
+        doubled = world.happens(faults.duplicated)
+        if doubled:
+            wires.troubles.note("doubled", *self._hosts)
+        for _ in range(1 + doubled):
             arrives_at = max(self._free_at, world.now + world.delay(faults.delay_s))
             self._free_at = arrives_at
             self.under_way += 1
@@ -164,8 +175,9 @@ class Line:
         self._host = wires.host_of(endpoint)
         self._number = wires.add(self)
         self.routing_id = self._number.to_bytes(5, "big")
-        self._up = _Direction(wires, self._arrive_up)
-        self._down = _Direction(wires, self._arrive_down)
+        self._hosts = client.process.host, self._host
+        self._up = _Direction(wires, self._hosts, self._arrive_up)
+        self._down = _Direction(wires, self._hosts, self._arrive_down)
         self._later(self._accept)
 
     @property
@@ -205,6 +217,7 @@ class Line:
     def _send(self, lane: _Direction, frames: list[bytes]) -> None:
         lane.send(frames)
         if self._wires.world.happens(self._wires.faults.cut):
+            self._wires.troubles.note("cut", *self._hosts)
             self._wires.world.after(self._wires.world.delay(self._wires.faults.delay_s), self.cut)
 
     def _later(self, call: Callable[..., object], *arguments: object) -> None:

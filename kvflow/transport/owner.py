@@ -35,7 +35,7 @@ from kvflow.transport.bounds import (
 )
 from kvflow.transport.ledger import NO_BUFFER, Chunk, Ledger, Reason, Work
 from kvflow.transport.mover import Flight, MoveFailed, Mover, Prepared, Staged
-from kvflow.transport.staging import Scatterer, StagingMemory, fetching
+from kvflow.transport.staging import StagingMemory, fetching
 
 _logger = logging.getLogger(__name__)
 
@@ -279,7 +279,7 @@ class Owner:
             return Prepared(program, source, target)
         nbytes = self._staging.use.buffer_bytes
         checked = check_scatter(program, source, target, buffer_bytes=nbytes, regions=self._regions)
-        return Prepared(program, source, self._staging.rows(target), Staged(checked, Scatterer(checked)))
+        return Prepared(program, source, self._staging.rows(target), Staged(checked, self._staging.scatterer(checked)))
 
     def _add(self, address: PeerAddress) -> None:
         peer = self._peers.get(address.peer)

@@ -5,7 +5,7 @@ is registered with the reader only, and published to nobody.
 """
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -68,6 +68,14 @@ class StagingMemory:
         nbytes = self.use.buffer_bytes
         return self._memory[buffer * nbytes : (buffer + 1) * nbytes]
 
+    def scatterer(self, scatter: CheckedScatter) -> "Scatterer":
+        """Return what carries out the copies of one program."""
+        return Scatterer(scatter, self.target)
+
+    def target(self, address: int, nbytes: int) -> Bytes:
+        """Return the bytes of the cache at an address, which was checked."""
+        return memory_at(address, nbytes)
+
     def rows(self, relative: Rows) -> Rows:
         """Return the rows of one buffer for all buffers, one buffer after the other."""
         tables = []
@@ -101,12 +109,14 @@ class Scatterer:
 
     Args:
         scatter: checked.
+        target: returns the bytes at an address of the cache; those of this process if None.
     """
 
-    def __init__(self, scatter: CheckedScatter) -> None:
+    def __init__(self, scatter: CheckedScatter, target: Callable[[int, int], Bytes] | None = None) -> None:
+        target = target or memory_at
         _, kernel_blocks, units = scatter.units
         self._per_block, self._per_kernel_block = kernel_blocks * units, units
-        self._boxes = [_Box(*box) for box in zip(scatter.table.tolist(), scatter.reach.tolist(), strict=True)]
+        self._boxes = [_Box(*box, target) for box in zip(scatter.table.tolist(), scatter.reach.tolist(), strict=True)]
 
     def run(self, content: Bytes, numbers: npt.NDArray[np.int32]) -> None:
         """Copy the slots of one buffer, from the first on, to these units of the target.
@@ -138,7 +148,7 @@ class _Box:
         memory: all bytes of the target that it reaches.
     """
 
-    def __init__(self, row: list[int], reach: int) -> None:
+    def __init__(self, row: list[int], reach: int, target: Callable[[int, int], Bytes]) -> None:
         nbytes, self.offset, self.slot_stride, address, *strides = row[:FIXED]
         axes = [row[at : at + 3] for at in range(FIXED, len(row), 3) if row[at] > 1]
         self.strides = tuple(strides)
@@ -147,7 +157,12 @@ class _Box:
         self.target_strides = tuple(step for _, _, step in axes)
         # One element for each contiguous piece: NumPy then moves it with one memmove.
         self.dtype = np.dtype(f"V{nbytes}")
-        self.memory = np.ctypeslib.as_array((ctypes.c_uint8 * reach).from_address(address))
+        self.memory = target(address, reach)
+
+
+def memory_at(address: int, nbytes: int) -> Bytes:
+    """Return the bytes of this process at an address."""
+    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
 
 
 def evenly_spaced(places: list[int]) -> Iterator[tuple[int, int, int, int]]:

@@ -7,7 +7,7 @@ has an event loop, a worker with an incarnation of its own, and a bridge to it.
 import asyncio
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class Life:
 
     worker: Worker
     bridge: Bridge
-    _ending: "_Ending"
+    _end: Callable[[], None]
 
     def end(self) -> None:
         """Close the worker, and wait until nothing touches its cache any more; also the second time it is called.
@@ -43,7 +43,11 @@ class Life:
         Raises:
             BaseException: what its loop had died of, once.
         """
-        self._ending.run()
+        self._end()
+
+
+BeginLife = Callable[[WorkerConfig, Cache, Sequence[Hook]], Life]
+"""Opens a worker, and returns when it is open."""
 
 
 class _Ending:
@@ -93,7 +97,7 @@ def begin_life(config: WorkerConfig, cache: Cache, hooks: Sequence[Hook]) -> Lif
     except BaseException:
         ending.run()
         raise
-    return Life(worker, bridge, ending)
+    return Life(worker, bridge, ending.run)
 
 
 async def _live(

@@ -139,13 +139,15 @@ class LeaseKeeper:
             self.require_open()
             self._account.lend(ids)
             try:
-                self._leases.admit(grant, self._clock())
+                end = self._leases.admit(grant, self._clock())
             except BaseException:
                 self._account.end_loan(ids)
                 raise
             self._lent[grant.request_id] = ids
             self._ended.pop(grant.request_id, None)
+            ended = self._note(end)
         self._report(OfferAdmitted(grant.request_id, sum(len(ids) for ids in grant.block_ids), grant.lease_s))
+        self._announce(ended)
         self._on_loop(self._changed.set)
 
     def revoke(self, request_id: str) -> bool:

@@ -32,7 +32,7 @@ from kvflow.rendezvous.publication import Advertisement
 from kvflow.transfer.requests import Budgets
 from kvflow.transfer.scheduler import Scheduler
 from kvflow.transport.base import Transport
-from kvflow.worker.calibration import Staging, staging_of
+from kvflow.worker.calibration import Staging
 from kvflow.worker.consumer import Consumer
 from kvflow.worker.drain import Drain
 from kvflow.worker.home import Home
@@ -95,7 +95,7 @@ async def open_worker(
     epochs = EpochTable(config.lease_slots, surroundings.draw_bits(EPOCH_BITS), order_stores)
     inbox = Inbox(asyncio.get_running_loop())
     name = agent_name(worker_name(config.engine_id, config.rank, incarnation), security.server.public_key)
-    staging = staging_of(config, manifest)
+    staging = surroundings.staging(config, manifest)
     make = partial(surroundings.open_transport, config.transport, name, inbox.put)
     if staging.nbytes:
         make = partial(surroundings.open_transport, config.transport, name, inbox.put, staging.nbytes)

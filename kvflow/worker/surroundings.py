@@ -1,4 +1,4 @@
-"""What a worker takes from outside: time, chance, a network, a data plane, and how much is read at once.
+"""What a worker takes from outside: time, chance, a network, a data plane, a calibration, and how much is read at once.
 
 ``REAL`` is what every worker runs in. The simulator gives its own, and so drives the same worker on virtual time.
 """
@@ -10,11 +10,14 @@ from typing import Protocol
 from msgspec import Struct
 
 from kvflow.clock import Clock, monotonic
+from kvflow.config import WorkerConfig
+from kvflow.layout.manifest import Manifest
 from kvflow.rendezvous.introduction import ZEROMQ, Network
 from kvflow.transfer.plan import PlanCache
 from kvflow.transfer.queues import Limits
 from kvflow.transport.base import Sink, Transport
 from kvflow.transport.factory import create_transport
+from kvflow.worker.calibration import Staging, staging_of
 
 
 class OpenTransport(Protocol):
@@ -35,6 +38,7 @@ class Surroundings(Struct, frozen=True, kw_only=True):
         draw_bits: draws a number of that many random bits, which nobody can guess.
         limits: of batches, and of what is in flight.
         make_plans: makes the worker's cache of plans.
+        staging: says on what terms a worker's reads may be staged.
     """
 
     clock: Clock = monotonic
@@ -43,6 +47,7 @@ class Surroundings(Struct, frozen=True, kw_only=True):
     draw_bits: Callable[[int], int] = secrets.randbits
     limits: Limits = Limits()
     make_plans: Callable[[], PlanCache] = PlanCache
+    staging: Callable[[WorkerConfig, Manifest], Staging] = staging_of
 
 
 REAL = Surroundings()

@@ -25,7 +25,7 @@ from kvflow.forks import Origin
 from kvflow.transfer.report import TransferReport
 from kvflow.worker.drain import DrainReport
 from kvflow.worker.failures import as_ours
-from kvflow.worker.life import Life, begin_life
+from kvflow.worker.life import BeginLife, Life, begin_life
 from kvflow.worker.offers import Digests
 from kvflow.worker.runtime import Cache, Hook
 from kvflow.worker.worker import Snapshot, Worker
@@ -65,6 +65,12 @@ class ThreadedWorker:
     While it is suspended, whatever asks for something raises ``WorkerSuspended``; only ``revoke`` and ``finished`` tell
     of what was before.
 
+    Args:
+        config: the settings.
+        hooks: take every event.
+        cache: the memory.
+        begin: begins each life; a simulator's runs on a loop that is there already.
+
     Raises:
         ForkedProcess: by every method that a forked child of the worker's process calls, but for ``close``: there is
             nothing in the child to close.
@@ -72,14 +78,17 @@ class ThreadedWorker:
     Thread: any, but not from a hook: that is the worker's own.
     """
 
-    def __init__(self, config: WorkerConfig, hooks: Sequence[Hook], cache: Cache) -> None:
+    def __init__(
+        self, config: WorkerConfig, hooks: Sequence[Hook], cache: Cache, *, begin: BeginLife = begin_life
+    ) -> None:
         self._origin = Origin("the worker")
         self._config = config
+        self._begin = begin
         self._finished = _FinishedQueue()
         self._hooks = (*hooks, self._finished.on_event)
         self._changing = threading.Lock()
         self._stage: Literal["open", "suspended", "closed"] = "open"
-        self._life = begin_life(config, cache, self._hooks)
+        self._life = begin(config, cache, self._hooks)
 
     @property
     def endpoint(self) -> str:
@@ -127,7 +136,7 @@ class ThreadedWorker:
         self._origin.require()
         with self._changing:
             self._withdraw()
-            self._life = begin_life(self._config, cache, self._hooks)
+            self._life = self._begin(self._config, cache, self._hooks)
             self._stage = "open"
 
     def offer(

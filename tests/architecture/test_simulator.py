@@ -36,13 +36,17 @@ DRIVEN = (
     "kvflow/transfer/states.py",
     "kvflow/transport/ledger.py",
     "kvflow/transport/owner.py",
+    "kvflow/transport/staging.py",
+    "kvflow/worker/bridge.py",
     "kvflow/worker/consumer.py",
+    "kvflow/worker/keeping.py",
     "kvflow/worker/offers.py",
     "kvflow/worker/peers.py",
     "kvflow/worker/producer.py",
     "kvflow/worker/programs.py",
     "kvflow/worker/releasing.py",
     "kvflow/worker/runtime.py",
+    "kvflow/worker/threaded.py",
 )
 """Where scheduling, leases, handshake, quarantine and their glue are decided."""
 
@@ -69,7 +73,7 @@ def defined_in(path):
 
 @pytest.fixture(scope="module")
 def functions_run():
-    """The functions that one scenario runs, by module."""
+    """The functions that two scenarios run, by module: one with faults, and a calm one."""
     found = {}
 
     def note(frame, event, argument):
@@ -80,6 +84,7 @@ def functions_run():
     sys.setprofile(note)
     try:
         assert simulate(2).violation == ""
+        assert simulate(0, calm=True).violation == ""
     finally:
         sys.setprofile(None)
     return found

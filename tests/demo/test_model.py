@@ -40,9 +40,10 @@ class Request:
         return tokens
 
     def corrupt(self, layer, block):
-        """Shift the values of one block of one layer by one channel."""
-        page = self.cache.component(layer, "v")[self.tables[layer][block]]
-        page.copy_(page.roll(1, -1))
+        """Shift the keys and values of one block of one layer by one channel."""
+        for role in ("k", "v"):
+            page = self.cache.component(layer, role)[self.tables[layer][block]]
+            page.copy_(page.roll(1, -1))
 
 
 def test_groups_are_one_of_each_kind(model):

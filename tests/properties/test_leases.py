@@ -39,6 +39,14 @@ class Promise:
     def key(self):
         return self.grant.slot, self.grant.epoch_value
 
+    @property
+    def released(self):
+        engines = {(one.engine_id, one.num_ranks) for one in self.released_by}
+        return any(
+            {one.rank for one in self.released_by if (one.engine_id, one.num_ranks) == engine} == set(range(engine[1]))
+            for engine in engines
+        )
+
 
 class LeaseMachine(RuleBasedStateMachine):
     """One engine of one rank, as a worker drives it: an end retires the mint's slot."""
@@ -61,8 +69,24 @@ class LeaseMachine(RuleBasedStateMachine):
         _, grant = self.mint.offer(name, block_ids=[[1]], num_tokens=1)
         assert grant.slot not in {promise.grant.slot for promise in self.held.values()}
         assert judge(grant.epoch_value, self.epochs[grant.slot]) == "early"
-        self.leases.admit(grant, self.now)
+        assert self.leases.admit(grant, self.now) is None
         self.held[name] = Promise(grant, self.now)
+
+    @precondition(lambda self: len(self.held) < SLOTS)
+    @rule(name=names, early=st.lists(readers, max_size=4))
+    def offer_to_readers_that_are_faster(self, name, early):
+        """A release that comes before its lease counts as one that comes behind it."""
+        if name in self.held:
+            return
+        _, grant = self.mint.offer(name, block_ids=[[1]], num_tokens=1)
+        for reader in early:
+            assert self.leases.release(grant.slot, grant.epoch_value, reader, self.now) == ("unknown", None)
+        promise = self.held[name] = Promise(grant, self.now)
+        promise.released_by = set(early)
+        ended = self.leases.admit(grant, self.now)
+        assert (ended is not None) == promise.released
+        if ended is not None:
+            self.ended(ended, "released")
 
     @precondition(lambda self: self.held)
     @rule(data=st.data(), reader=readers)

@@ -10,14 +10,22 @@ from types import SimpleNamespace
 import msgspec
 import numpy as np
 
+from kvflow.cache.blocks import BlockAccount
 from kvflow.cache.destinations import DestinationLedger
 from kvflow.cache.leases import LeaseTable
+from kvflow.cache.mint import Mint
+from kvflow.cache.quarantine import LastResort
 from kvflow.rendezvous import dialer
 from kvflow.testing import engines
+from kvflow.transfer.flights import Flights
+from kvflow.transfer.requests import RenewLease
 from kvflow.transfer.scheduler import Scheduler
-from kvflow.transport.ledger import Chunk
+from kvflow.transport.ledger import NO_BUFFER, Chunk, Ledger
 from kvflow.transport.owner import Owner
+from kvflow.worker import offers, threaded
+from kvflow.worker.keeping import Keeping
 from kvflow.worker.peers import PeerPool
+from kvflow.worker.releasing import Releasing
 from kvflow.worker.surroundings import Surroundings
 from kvflow.worker.unsettled import Unsettled
 
@@ -146,3 +154,129 @@ def look_before_the_read_left_out(patch):
 def peer_lost_while_others_are_met_is_used(patch):
     """A pull of several ranks uses one that was let go while the others were being met. So it was once."""
     patch.setattr(PeerPool, "_require_current", lambda self, peer: None)
+
+
+def only_the_first_renewal_is_sent(patch):
+    """A pull renews its lease when it begins, and never again."""
+    tick = Scheduler.tick
+    renewed = {}
+
+    def tick_once(self, now, held_up=()):
+        seen = renewed.setdefault(id(self), (self, set()))[1]
+        effects = tick(self, now, held_up)
+        again = [effect for effect in effects if isinstance(effect, RenewLease) and effect in seen]
+        seen.update(effect for effect in effects if isinstance(effect, RenewLease))
+        return [effect for effect in effects if effect not in again]
+
+    patch.setattr(Scheduler, "tick", tick_once)
+
+
+def renewal_lasts_half(patch):
+    """A renewed lease lasts half as long as its readers are told."""
+    renew = LeaseTable.renew
+
+    def renew_half(self, slot, epoch, now):
+        lease = self._find(slot, epoch)
+        return renew(self, slot, epoch, now if lease is None else now - lease.grant.lease_s / 2)
+
+    patch.setattr(LeaseTable, "renew", renew_half)
+
+
+def kept_tickets_are_not_renewed(patch):
+    """Whoever keeps a ticket is forgotten."""
+    patch.setattr(Keeping, "renew_due", lambda self: None)
+
+
+def shared_batch_cancelled_with_one_pull(patch):
+    """A pull that ends early takes along the reads that it shares with others."""
+    give_up = Flights.give_up
+    patch.setattr(Flights, "give_up", lambda self, read_id: give_up(self, read_id) or True)
+
+
+def slot_freed_twice(patch):
+    """A slot of a mint is free once when its lease has ended, and once more when its name is."""
+    vacate = Mint.vacate
+
+    def vacate_and_remember(self, request_id):
+        slot = self._slots.get(request_id)
+        vacate(self, request_id)
+        if slot is not None:
+            self._slots[request_id] = slot
+
+    patch.setattr(Mint, "vacate", vacate_and_remember)
+
+
+def loan_of_a_repeated_block_ended_once(patch):
+    """A block that a request lists twice is lent twice, and given back once."""
+    end_loan = BlockAccount.end_loan
+    patch.setattr(BlockAccount, "end_loan", lambda self, ids: end_loan(self, [np.unique(each) for each in ids]))
+
+
+def offered_block_taken_as_a_target(patch):
+    """A block that peers may be reading is written into."""
+    refuse = BlockAccount._refuse
+
+    def refuse_receiving(self, ids, used, words, remedy):
+        if used is not self._lent:
+            refuse(self, ids, used, words, remedy)
+
+    patch.setattr(BlockAccount, "_refuse", refuse_receiving)
+
+
+def last_resort_never_comes(patch):
+    """What a host that hangs has in flight keeps its blocks for ever."""
+    patch.setattr(LastResort, "due", lambda self, entries, now, starved=False: False)
+
+
+def cancelled_offer_stays(patch):
+    """An offer that was cancelled in the moment in which its turn came is held, and nobody knows."""
+    patch.setattr(offers, "_has_ticket", lambda waiting: False)
+
+
+def failure_told_before_quiescence(patch):
+    """An engine of threads hears of a failed pull while something may still write into its blocks."""
+
+    async def do_not_wait(worker, request_id):
+        return
+
+    patch.setattr(threaded, "_wait_quiesced", do_not_wait)
+
+
+def staging_buffer_given_back_when_posted(patch):
+    """A staging buffer is free for another chunk as soon as its own is posted."""
+    posted, leave = Ledger.posted, Ledger._leave_flight
+
+    def post_and_give_back(self, chunk, started, ended):
+        posted(self, chunk, started, ended)
+        if chunk.buffer != NO_BUFFER:
+            self._buffers.give_back(chunk.buffer)
+
+    def leave_without_buffer(self, chunk, now):
+        if chunk.buffer != NO_BUFFER:
+            chunk = msgspec.structs.replace(chunk, buffer=NO_BUFFER)
+        return leave(self, chunk, now)
+
+    patch.setattr(Ledger, "posted", post_and_give_back)
+    patch.setattr(Ledger, "_leave_flight", leave_without_buffer)
+
+
+def budgets_never_run_out(patch):
+    """A peer that hangs is waited for, for ever."""
+    patch.setattr(Flights, "overdue", lambda self, leg, now: "")
+
+
+def release_is_forgotten(patch):
+    """What was read is never given back."""
+    patch.setattr(Releasing, "add", lambda self, members, **_how: None)
+
+
+def first_of_two_ranks_is_released_alone(patch):
+    """A pull gives back only one rank of those that a ticket names."""
+    add = Releasing.add
+    patch.setattr(Releasing, "add", lambda self, members, **how: add(self, members[:1], **how))
+
+
+def lease_runs_out_late(patch):
+    """A lease that nobody renews is held for longer than it lasts."""
+    expire = LeaseTable.expire
+    patch.setattr(LeaseTable, "expire", lambda self, now: expire(self, now - LATE_S))

@@ -47,6 +47,30 @@ def test_what_never_ends_is_a_violation(world):
     assert "circles" in str(world.violation)
 
 
+def test_a_host_that_hangs_is_not_woken_and_may_be_killed(world):
+    seen = []
+    one = process(world, "one", "10.0.0.1")
+    one.create_task(count_seconds(seen))
+    pass_time(world, 1.5)
+    one.hang()
+    one.resume()
+    pass_time(world, 10.0)
+    assert (len(seen), one.hung, one.alive) == (1, True, True)
+    one.kill()
+    assert (one.hung, one.alive) == (False, False)
+
+
+def test_the_time_that_a_process_is_stopped_is_counted(world):
+    one = process(world, "one", "10.0.0.1")
+    world.after(100.0, one.kill)  # something is left to happen, or time would not pass
+    for seconds in (1.0, 2.0):
+        one.stop()
+        pass_time(world, seconds)
+        one.resume()
+        pass_time(world, 5.0)
+    assert one.stopped_s == pytest.approx(3.0)
+
+
 async def count_seconds(seen):
     while True:
         await asyncio.sleep(1.0)

@@ -12,15 +12,32 @@ SEEDS_MAX = 1000
 """Within which a bug must be found."""
 
 BUGS = {
-    planted.epoch_raised_after_the_free: (0, r"was delivered wrong: block \d+"),
-    planted.quarantine_skipped: (1, r"writes into block \d+, which is"),
-    planted.release_counted_twice: (1, "no reader has given it back on every rank"),
-    planted.lease_renewed_after_its_end: (0, "would not grow|TaskGroup|is not free|that is not held|left Snapshot"),
-    planted.completion_of_a_dead_incarnation_accepted: (7, r"was delivered wrong: block \d+"),
-    planted.another_incarnation_taken_for_the_one_that_died: (1, "was delivered wrong|was called stale"),
-    planted.window_not_given_back_on_failure: (2, "room in a window was lost"),
-    planted.look_before_the_read_left_out: (1, r"was delivered wrong: block \d+"),
-    planted.peer_lost_while_others_are_met_is_used: (10, "KeyError"),
+    # Safety: a byte, a block or a reference.
+    planted.epoch_raised_after_the_free: (3, r"was delivered wrong: block \d+"),
+    planted.quarantine_skipped: (0, r"writes into block \d+, which is"),
+    planted.release_counted_twice: (0, "no reader has given it back on every rank"),
+    planted.lease_renewed_after_its_end: (0, "would not grow|TaskGroup|is not free|that is not held|leases are held"),
+    planted.completion_of_a_dead_incarnation_accepted: (9, r"was delivered wrong: block \d+"),
+    planted.another_incarnation_taken_for_the_one_that_died: (3, "was delivered wrong|StaleLease.*nothing explains"),
+    planted.window_not_given_back_on_failure: (0, "room in a window was lost"),
+    planted.look_before_the_read_left_out: (7, r"was delivered wrong: block \d+"),
+    planted.peer_lost_while_others_are_met_is_used: (11, "KeyError"),
+    planted.slot_freed_twice: (1, "leases are held, and request.* ended with no room for more"),
+    planted.loan_of_a_repeated_block_ended_once: (0, "references were lost or given back twice"),
+    planted.offered_block_taken_as_a_target: (0, "is lent and receives|writes into block|is on offer"),
+    planted.failure_told_before_quiescence: (8, r"into block \d+, which is|still the target of|twice"),
+    planted.staging_buffer_given_back_when_posted: (4, r"was delivered wrong: block \d+|buffer"),
+    # Liveness: something that should have happened, or should not have failed.
+    planted.only_the_first_renewal_is_sent: (18, "StaleLease.*nothing explains"),
+    planted.renewal_lasts_half: (0, "before the time that its readers were told"),
+    planted.kept_tickets_are_not_renewed: (1, "StaleLease.*nothing explains"),
+    planted.shared_batch_cancelled_with_one_pull: (8, "TransferCancelled.*nothing explains"),
+    planted.cancelled_offer_stays: (0, "was cancelled, and is held"),
+    planted.last_resort_never_comes: (9, "does not hold that all is done|were kept for"),
+    planted.budgets_never_run_out: (0, "were kept for|does not hold that"),
+    planted.release_is_forgotten: (1, "has given it back"),
+    planted.first_of_two_ranks_is_released_alone: (1, "has given it back"),
+    planted.lease_runs_out_late: (0, "after its time"),
 }
 """Bug -> the first seed that is known to find it, and what is found. A change of the library may move the seed."""
 

@@ -3,15 +3,23 @@
 import hashlib
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 
 from kvflow.cli.entry import main
-from kvflow.testing import runner
+from kvflow.testing import Process, runner
+from kvflow.testing.fabric import SimulatedMover
 from kvflow.testing.runner import run_seeds
 from kvflow.testing.scenario import REQUESTS_MIN, simulate
+from kvflow.transport.staging import Scatterer
+from kvflow.worker.drain import Drain
+from kvflow.worker.keeping import Keeping
+from kvflow.worker.offers import Offers
+from kvflow.worker.threaded import ThreadedWorker
 
 from . import planted
 
@@ -34,14 +42,54 @@ def test_no_seed_breaks_a_promise():
     assert len(summary.outcomes) > 6
 
 
-def test_without_faults_every_pull_is_delivered():
-    summary = run_seeds(0, 2, jobs=1, calm=True)
+def test_without_faults_a_pull_fails_only_by_what_callers_do():
+    summary = run_seeds(0, 5, jobs=1, calm=True)
     assert summary.broken == ()
-    assert {*summary.outcomes} == {"completed"}
+    assert summary.outcomes["completed"] > summary.requests * 2 / 3
+    # Cancelled, revoked or released by another reader, changed on the way, or into a block that is on offer.
+    undone = {"cancelled", "stale_lease", "ticket_invalid", "block_ids_invalid"}
+    assert {*summary.outcomes} <= {"completed", "given back", "refused"} | undone
 
 
-def test_a_seed_is_the_same_run_in_every_process_and_under_every_hash_seed():
-    seed = 3
+USED = (
+    (Keeping, "begin"),
+    (Scatterer, "run"),
+    (ThreadedWorker, "pull"),
+    (Offers, "offer_when_possible"),
+    (Drain, "run"),
+    (SimulatedMover, "renew"),
+    (Process, "hang"),
+)
+"""What scenarios must come to: kept tickets, staged reads, threads, waiting offers, drains, hosts that hang."""
+
+
+def test_scenarios_use_all_that_a_worker_does(monkeypatch):
+    used = Counter()
+
+    def count(kind, name):
+        call = getattr(kind, name)
+
+        def counted(*args, **options):
+            used[kind] += 1
+            return call(*args, **options)
+
+        monkeypatch.setattr(kind, name, counted)
+
+    for kind, name in USED:
+        count(kind, name)
+    assert not run_seeds(0, 12, jobs=1).broken
+    assert set(used) == {kind for kind, _ in USED}
+
+
+def test_calm_reads_last_for_several_leases():
+    record = "\n".join(simulate(0, calm=True, recording=True).record)
+    (lease_s,) = map(float, {*re.findall(r"lease_s=([0-9.]+)", record)})
+    held_s = [float(found) for found in re.findall(r"outcome='released', held_s=([0-9.]+)", record)]
+    assert max(held_s) > 3 * lease_s
+
+
+@pytest.mark.parametrize("seed", [3, 14])
+def test_a_seed_is_the_same_run_in_every_process_and_under_every_hash_seed(seed):
     here = hashlib.sha256("\n".join(simulate(seed, recording=True).record).encode()).hexdigest()
     for hash_seed in ("0", "4711"):
         there = subprocess.run(
@@ -81,7 +129,7 @@ def test_a_series_that_is_interrupted_ends_with_what_is_under_way(monkeypatch):
 def test_the_command_says_how_many_were_kept_and_how_fast(capsys):
     assert main(["simulate", "--seeds", "1", "--jobs", "1"]) == 0
     told = capsys.readouterr().out
-    assert "1 scenarios, every fault on: 1 kept every promise" in told
+    assert "1 scenarios, one in five calm: 1 kept every promise" in told
     assert "scenarios per second" in told
 
 

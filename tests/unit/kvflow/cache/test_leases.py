@@ -1,5 +1,6 @@
 """How a lease begins and ends. The state machine in tests/properties plays every order."""
 
+import msgspec
 import pytest
 
 from kvflow.cache.epochs import EpochTable
@@ -95,6 +96,43 @@ def test_what_never_was_is_unknown(leases, slot, epoch):
     leases.admit(grant_of(), now=0.0)
     assert leases.release(slot, epoch, ALONE, 1.0) == ("unknown", None)
     assert leases.renew(slot, epoch, 1.0) == "unknown"
+
+
+def test_a_release_may_come_before_its_lease(leases, epochs):
+    grant = grant_of()
+    key = (grant.slot, grant.epoch_value)
+    assert leases.release(*key, Reader("a", 1, 2), 0.0) == ("unknown", None)
+    assert leases.admit(grant, now=1.0) is None
+    assert leases.release(*key, Reader("a", 0, 2), 3.0) == ("ended", LeaseEnded("r", "released", 2.0))
+    assert epochs[grant.slot] == grant.epoch_value + 1
+
+
+def test_a_lease_that_every_rank_has_released_ends_when_it_is_admitted(leases, epochs):
+    grant = grant_of()
+    for reader in (Reader("a", 1, 2), Reader("a", 0, 2)):
+        assert leases.release(grant.slot, grant.epoch_value, reader, 0.0) == ("unknown", None)
+    assert leases.admit(grant, now=1.0) == LeaseEnded("r", "released", 0.0)
+    assert (len(leases), epochs[grant.slot]) == (0, grant.epoch_value + 1)
+    assert leases.expire(100.0) == []
+
+
+@pytest.mark.parametrize("ahead", [-2, 2])
+def test_an_early_release_counts_for_its_own_lease_only(leases, ahead):
+    mint = mint_of()
+    first = grant_of(mint)
+    assert leases.release(first.slot, first.epoch_value + ahead, ALONE, 0.0) == ("unknown", None)
+    assert leases.admit(first, now=1.0) is None
+    leases.revoke("r", 2.0)
+    mint.retire("r")
+    again = grant_of(mint)
+    assert (again.slot, again.epoch_value) == (first.slot, first.epoch_value + 2)
+    assert leases.admit(again, now=3.0) is None
+
+
+def test_a_lease_whose_ticket_was_out_only_when_it_was_held_knows_no_early_release(leases):
+    grant = msgspec.structs.replace(grant_of(), admitted=True)
+    leases.release(grant.slot, grant.epoch_value, ALONE, 0.0)  # somebody guesses
+    assert leases.admit(grant, now=1.0) is None
 
 
 def test_a_grant_is_admitted_once(leases):

@@ -3,8 +3,12 @@
 import asyncio
 import threading
 
+import pytest
+
 from kvflow.transport.base import PeerAdded
+from kvflow.worker import inbox as module
 from kvflow.worker.inbox import Inbox
+from tests.preemption import every_preemption
 
 from .helpers import PATIENCE_S
 
@@ -66,3 +70,68 @@ def test_a_closed_loop_is_not_woken_and_nothing_is_lost():
     assert seen == []
     inbox.drain()
     assert seen == [PeerAdded("p")]
+
+
+class RecordingLoop:
+    """A loop that keeps what it is to call."""
+
+    is_closed = staticmethod(lambda: False)
+
+    def __init__(self):
+        self.calls = []
+
+    def call_soon_threadsafe(self, call):
+        self.calls.append(call)
+
+    def turn(self):
+        while self.calls:
+            self.calls.pop(0)()
+
+
+def lost_events(make_inbox, within):
+    """Return the moments of a drain, bytecode by bytecode, at which an event of the other thread is lost."""
+    lost = []
+    for moment, preemption in enumerate(every_preemption()):
+        loop, seen = RecordingLoop(), []
+        inbox = make_inbox(loop)
+        inbox.connect(seen.append)
+        inbox.put(PeerAdded("first"))
+        (drain,) = loop.calls
+        loop.calls.clear()
+        preemption.interrupt(drain, lambda put=inbox.put: put(PeerAdded("second")), within=within)
+        if not preemption.happened:
+            inbox.put(PeerAdded("second"))
+        loop.turn()
+        if [event.peer for event in seen] != ["first", "second"]:
+            lost.append(moment)
+    return lost
+
+
+def test_no_event_waits_for_another_whenever_it_comes():
+    assert lost_events(Inbox, module.__file__) == []
+
+
+def test_a_flag_that_is_cleared_after_the_look_loses_events():
+    class Careless(Inbox):
+        def drain(self):
+            while self._handlers and self._events:
+                event = self._events.popleft()
+                for handler in self._handlers:
+                    handler(event)
+            self._woken = False
+
+    assert lost_events(Careless, __file__)
+
+
+@pytest.mark.parametrize("events", [1, 2])
+def test_a_put_that_is_interrupted_by_the_loop_wakes_it_again(events):
+    for preemption in every_preemption():
+        loop, seen = RecordingLoop(), []
+        inbox = Inbox(loop)
+        inbox.connect(seen.append)
+        for number in range(events - 1):
+            inbox.put(PeerAdded(str(number)))
+        last = PeerAdded(str(events - 1))
+        preemption.interrupt(lambda put=inbox.put, last=last: put(last), loop.turn, within=module.__file__)
+        loop.turn()
+        assert [event.peer for event in seen] == [str(number) for number in range(events)]

@@ -97,6 +97,17 @@ async def test_releases_are_answered_one_by_one(producer):
     assert producer.keeper.held() == 1
 
 
+async def test_a_lease_that_was_released_before_it_was_admitted_ends_on_admission(producer):
+    """A rank of a reader that needs other ranks of the ticket only may be done with it before this one admits it."""
+    _, grant = producer.mint.offer("r", block_ids=((1, 2), (3,)), num_tokens=8)
+    assert producer.keeper.on_release([key(grant)], ALONE) == ["unknown"]
+    producer.keeper.admit(grant)
+    assert producer.reports.events == [OfferAdmitted("r", 3, 30.0), LeaseEnded("r", "released", 0.0)]
+    assert producer.keeper.held() == 0
+    producer.keeper.check()
+    assert await producer.keeper.wait_offer("r") == "released"
+
+
 async def test_renewals_say_how_long(producer):
     grant = producer.offer()
     producer.clock.now += 20

@@ -1,0 +1,85 @@
+"""Staging buffers of a simulated worker: real memory, which the production copies scatter into a simulated cache."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvflow.testing.memory import SimulatedCache
+from kvflow.transfer.costs import Calibration, Costs
+from kvflow.transport.bounds import CheckedScatter
+from kvflow.transport.staging import Scatterer, StagingMemory
+from kvflow.worker.calibration import Staging
+
+Bytes = npt.NDArray[np.uint8]
+
+STAGING_BYTES = 8 * 4096
+"""Buffers of a few units each, so that they are all taken now and then."""
+
+STAGED = Staging(
+    Calibration(
+        schema=1,
+        machine="a simulated one",
+        transport="simulated",
+        source="same machine",
+        date="2026-01-01T00:00:00Z",
+        costs=Costs(descriptor_s=1e-3, read_byte_s=0.0, copy_s=1e-9, piece_s=0.0, copied_byte_s=0.0),
+    ),
+    STAGING_BYTES,
+)
+"""Whatever saves a descriptor is staged."""
+
+
+class SimulatedStaging(StagingMemory):
+    """Staging buffers whose copies go to a cache at virtual addresses.
+
+    Args:
+        staging_bytes: of all buffers; 0 for none.
+        cache: what is scattered into.
+        check: told of the blocks that are written to, before they are.
+    """
+
+    def __init__(self, staging_bytes: int, cache: SimulatedCache, check: Callable[[Sequence[int]], None]) -> None:
+        super().__init__(staging_bytes)
+        self._cache = cache
+        self._check = check
+
+    def scatterer(self, scatter: CheckedScatter) -> Scatterer:
+        """See ``StagingMemory.scatterer``."""
+        return _WatchedScatterer(scatter, self.target, self._check)
+
+    def target(self, address: int, nbytes: int) -> Bytes:
+        """See ``StagingMemory.target``."""
+        first = address - self._cache.region.address
+        return self._cache.memory[first : first + nbytes]
+
+    def fill(self, address: int, content: memoryview) -> None:
+        """Let bytes arrive in a buffer."""
+        first = address - self.regions[0].address
+        self._memory.data[first : first + len(content)] = content
+
+
+class _WatchedScatterer(Scatterer):
+    """A scatterer that tells which blocks it writes to."""
+
+    def __init__(
+        self,
+        scatter: CheckedScatter,
+        target: Callable[[int, int], Bytes],
+        check: Callable[[Sequence[int]], None],
+    ) -> None:
+        super().__init__(scatter, target)
+        self._units = scatter.units
+        self._check = check
+
+    def run(self, content: Bytes, numbers: npt.NDArray[np.int32]) -> None:
+        """See ``Scatterer.run``."""
+        self._check(blocks_of_units(self._units, numbers))
+        super().run(content, numbers)
+
+
+def blocks_of_units(units: tuple[int, int, int], numbers: npt.NDArray[np.int32]) -> list[int]:
+    """Return the blocks that units of the target belong to."""
+    _, kernel_blocks, per_kernel_block = units
+    found: list[int] = np.unique(numbers // (kernel_blocks * per_kernel_block)).tolist()
+    return found
