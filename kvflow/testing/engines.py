@@ -208,7 +208,6 @@ class Rank:
             num_ranks=engine.shape.num_ranks,
             bind=self.endpoint,
             cluster_secret=SECRET,
-            staging_bytes=STAGED.nbytes,
             **msgspec.structs.asdict(settings),
         )
         fabric = engine.setting.fabric

@@ -9,7 +9,7 @@ from msgspec import Struct
 from kvflow.cache.destinations import Quarantined
 from kvflow.cache.leases import Outcome
 from kvflow.cache.tickets import Grant, RankAddress, Ticket
-from kvflow.errors import ArgumentInvalid
+from kvflow.errors import ArgumentInvalid, WrongEventLoop
 from kvflow.transfer.report import TransferReport
 from kvflow.transport.base import StagingUse
 from kvflow.worker.consumer import Consumer
@@ -224,7 +224,13 @@ class Worker:
 
         Cancellation: cancels the pull; its blocks are quarantined until ``quiesced`` returns.
         """
-        self._home.require_loop()
+        try:
+            self._home.require_loop()
+        except WrongEventLoop as error:
+            self.record_refusal(
+                error.code, error.message, remedy=error.remedy, ticket=ticket, local_request_id=local_request_id
+            )
+            raise
         return await self._consumer.pull(
             ticket,
             block_ids,
@@ -255,6 +261,7 @@ class Worker:
 
         Thread: any.
         """
+        self._home.require_process()
         self._consumer.ending.refuse(
             code, detail, remedy, ticket=ticket, request_id=request_id, local_request_id=local_request_id
         )

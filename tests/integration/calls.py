@@ -21,6 +21,7 @@ def calls_of(worker, ticket, grant, cache):
         "check": (),
         "allow_keys": ([],),
         "snapshot": (),
+        "record_refusal": ("ticket_invalid", "as told"),
         "finished": (),
         "wait_finished": (0,),
         "suspend": (),

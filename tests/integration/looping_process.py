@@ -8,13 +8,14 @@ from contextlib import AsyncExitStack
 
 import kvflow
 from kvflow import errors
+from kvflow.transfer.events import TransferFailed
 
 from .calls import BLOCKS, calls_of
 from .consuming import consuming
 from .producing import SECRET, producing
 from .shapes import Shape
 
-ANYWHERE = {"rank_address", "offer", "admit", "revoke"}
+ANYWHERE = {"rank_address", "offer", "admit", "revoke", "record_refusal"}
 
 
 async def called(call):
@@ -36,10 +37,10 @@ def refusals(calls, run):
     return codes
 
 
-async def opened(life):
+async def opened(life, events):
     """Open a producer with a ticket, and a consumer that has not met it."""
     producer = await life.enter_async_context(producing(Shape(), transport="loopback"))
-    consumer = await life.enter_async_context(consuming(transport="loopback"))
+    consumer = await life.enter_async_context(consuming(transport="loopback", hooks=(events.append,)))
     ticket = kvflow.Ticket.from_params(await producer.offer("r", BLOCKS, 8))
     mint = kvflow.TicketMint("prefill-0", [producer.worker.rank_address], cluster_secret=SECRET)
     _, grant = mint.offer("minted", block_ids=BLOCKS, num_tokens=8)
@@ -49,8 +50,8 @@ async def opened(life):
 
 def main():
     with asyncio.Runner() as home, asyncio.Runner() as other:
-        life = AsyncExitStack()
-        consumer, ticket, calls = home.run(opened(life))
+        life, events = AsyncExitStack(), []
+        consumer, ticket, calls = home.run(opened(life, events))
         told = {"another loop": refusals(calls, lambda call: other.run(called(call)))}
         told["no loop"] = refusals(calls, lambda call: called(call).send(None))
 
@@ -63,6 +64,7 @@ def main():
             await life.aclose()
 
         home.run(beside())
+    told["records"] = [event.code for event in events if isinstance(event, TransferFailed)]
     told["threads left"] = [
         each.name for each in threading.enumerate() if not each.daemon and each is not threading.main_thread()
     ]

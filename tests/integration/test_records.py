@@ -76,7 +76,7 @@ async def failed(heard, consumer, params, blocks=BLOCKS, **how):
 
 def peer_of(params):
     (member,) = kvflow.Ticket.from_params(params).members()
-    return member.peer
+    return str(member.peer)
 
 
 async def test_a_peer_that_is_unreachable(near_world, heard):

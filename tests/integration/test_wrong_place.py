@@ -41,4 +41,5 @@ def test_a_worker_is_called_on_its_own_loop_only_and_whoever_is_refused_can_end(
     for place in ("another loop", "another thread", "no loop"):
         assert set(told[place].values()) == {"wrong_event_loop, see run_worker"}, (place, told[place])
         assert {"pull", "release", "quiesced", "wait_offer", "keep", "drain"} <= told[place].keys()
+    assert told["records"] == ["wrong_event_loop"] * 3  # one for each pull, however early it was refused
     assert told["threads left"] == []

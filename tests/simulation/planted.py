@@ -262,7 +262,7 @@ def staging_buffer_given_back_when_posted(patch):
 
 def budgets_never_run_out(patch):
     """A peer that hangs is waited for, for ever."""
-    patch.setattr(Flights, "overdue", lambda self, leg, now: "")
+    patch.setattr(Flights, "overdue", lambda self, leg, now: ("", now + 1.0))
 
 
 def release_is_forgotten(patch):
@@ -280,3 +280,8 @@ def lease_runs_out_late(patch):
     """A lease that nobody renews is held for longer than it lasts."""
     expire = LeaseTable.expire
     patch.setattr(LeaseTable, "expire", lambda self, now: expire(self, now - LATE_S))
+
+
+def release_before_its_lease_is_lost(patch):
+    """A release that comes before its lease is admitted counts for nothing. So it was once."""
+    patch.setattr(LeaseTable, "_release_early", lambda self, slot, epoch, reader: "unknown")
