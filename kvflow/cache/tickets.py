@@ -31,9 +31,9 @@ MAC_BYTES = 32  # HMAC-SHA256
 DIGEST_BYTES_MAX = 64
 
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
-Incarnation = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
+Incarnation = Annotated[str, Meta(pattern="^[0-9a-f]{32}\\Z")]
 Endpoint = Annotated[str, Meta(min_length=1, max_length=512, pattern="^[a-z]+://")]
-Epoch = Annotated[str, Meta(pattern="^[0-9]{1,19}$")]
+Epoch = Annotated[str, Meta(pattern="^[0-9]{1,19}\\Z")]
 BlockId = Annotated[int, Meta(ge=-1, le=(1 << 31) - 1)]
 BlockIds = Annotated[tuple[BlockId, ...], Meta(max_length=1 << 20)]
 NumTokens = Annotated[int, Meta(ge=1, le=1 << 40)]
@@ -43,7 +43,7 @@ Digests = Annotated[tuple[Digest, ...], Meta(max_length=1 << 20)]
 
 Milliseconds = Annotated[int, Meta(ge=1, le=86_400_000)]
 WallTimeMs = Annotated[int, Meta(ge=0, le=1 << 52)]
-PublicKey = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+PublicKey = Annotated[str, Meta(pattern="^[0-9a-f]{64}\\Z")]
 
 OVERDUE_S = 1.0
 """How long after its end a ticket is asked about: reading on is cheaper for those that are admitted a little late."""

@@ -18,6 +18,7 @@ from msgspec import Struct
 from kvflow import Finished, RankAddress, ThreadedWorker, Ticket, TransferReport, WorkerConfig, run_worker
 from kvflow.errors import (
     AuthenticationFailed,
+    DefectFound,
     KvflowError,
     PeerLost,
     PeerRefused,
@@ -130,7 +131,7 @@ class RankWorker:
     def _admit(self, order: Admit) -> None:
         try:
             self._worker.admit(order.grant)
-        except KvflowError as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, it costs this request and not the engine
             logger.error("kvflow: request %s is not offered, its ticket is void: %s", order.request_id, error)
             count(self._tally, "leases", "refused")
             self._sent.add(order.request_id)
@@ -138,9 +139,9 @@ class RankWorker:
     def _pull(self, order: Pull) -> None:
         try:
             future = self._worker.pull(order.ticket, order.block_ids, local_request_id=order.request_id)
-        except KvflowError as error:
+        except Exception as error:  # noqa: BLE001 - as above
             logger.warning("kvflow: loading request %s has failed: %s", order.request_id, error)
-            count(self._tally, "failed", error.code)
+            count(self._tally, "failed", error.code if isinstance(error, KvflowError) else DefectFound.code)
             self._end_received(order.request_id, failed=True)
         else:
             self._pulls[order.request_id] = _OpenPull(order.ticket, future)

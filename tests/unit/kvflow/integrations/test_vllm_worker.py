@@ -178,10 +178,12 @@ def test_a_cancel_that_comes_late_does_nothing():
     assert not rank.collect().received
 
 
-def test_a_pull_that_a_closed_worker_refuses_has_failed():
-    _, rank = told(PULL, refusal=WorkerClosed("closed"))
+@pytest.mark.parametrize("refusal", [WorkerClosed("closed"), MemoryError(), RuntimeError("a defect")], ids=repr)
+def test_a_pull_that_the_worker_refuses_has_failed(refusal):
+    _, rank = told(PULL, refusal=refusal)
     results = rank.collect()
     assert results.received == results.failed == {"r"}
+    assert rank.take_tally()["failed"] == {getattr(refusal, "code", "defect_found"): 1}
 
 
 def test_what_was_loaded_and_not_reported_before_the_engine_sleeps_has_failed():
@@ -248,9 +250,10 @@ def test_a_lease_is_reported_when_it_has_ended():
     assert rank.take_tally()["leases"] == {"expired": 1}
 
 
-def test_a_grant_that_is_refused_gives_its_blocks_back_at_once():
+@pytest.mark.parametrize("refusal", [CapacityExceeded("leases", 8), MemoryError()], ids=repr)
+def test_a_grant_that_is_refused_gives_its_blocks_back_at_once(refusal):
     grant = new_mint().offer("request-2", block_ids=[[1]], num_tokens=3)[1]
-    _, rank = told(Admit("request-2", grant), refusal=CapacityExceeded("leases", 8))
+    _, rank = told(Admit("request-2", grant), refusal=refusal)
     assert rank.collect().sent == {"request-2"}
 
 
