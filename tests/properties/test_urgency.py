@@ -30,6 +30,10 @@ CHUNK_PAIRS = CHUNK_BYTES_MAX // MIB
 TICK_S = 0.02
 
 
+PATIENT = Budgets(queue_s=1e6, wire_s=1e6, fence_s=1e6)
+"""Where more is asked for than the wire carries, less urgent pulls run out of time. What is proved is their turn."""
+
+
 def named(letter):
     """A peer that goes by one letter."""
     return PeerId(letter, 0, "0" * 32, f"tcp://{letter}", "")
@@ -38,10 +42,11 @@ def named(letter):
 class Wire:
     """Both halves of a data path, and the chunks that were posted."""
 
-    def __init__(self, *, in_flight=0, limits=Limits()):  # noqa: B008 - frozen
+    def __init__(self, *, in_flight=0, limits=Limits(), budgets=Budgets()):  # noqa: B008 - frozen
         self.scheduler = Scheduler(limits)
         self.ledger = Ledger()
         self.in_flight = in_flight
+        self.budgets = budgets
         self.flying = deque()
         self.peers = set()
         self.now = 100.0
@@ -58,7 +63,7 @@ class Wire:
         units = np.arange(mib, dtype=np.int64)
         demand = Demand(program_id, UnitPairs(units, units), MIB, 1, mib)
         leg = LegRequest(named(peer), 0, EPOCH, 30.0, (demand,))
-        self.apply(self.scheduler.submit(PullRequest(pull_id, f"r{pull_id}", (leg,), priority, Budgets()), self.now))
+        self.apply(self.scheduler.submit(PullRequest(pull_id, f"r{pull_id}", (leg,), priority, self.budgets), self.now))
 
     def step(self):
         """Post one chunk, or let the oldest one arrive; False: there is nothing to do."""
@@ -151,7 +156,7 @@ def test_no_pull_starves_beside_an_endless_stream_of_urgent_ones(data):
     The most urgent stream never ends, and always has more than the windows hold.
     """
     limits = Limits(peer_bytes=64 << 20, total_bytes=160 << 20)
-    wire = Wire(in_flight=data.draw(st.integers(0, 2)), limits=limits)
+    wire = Wire(in_flight=data.draw(st.integers(0, 2)), limits=limits, budgets=PATIENT)
     peers = st.sampled_from("pqr")
     crowd = data.draw(st.lists(st.tuples(peers, st.integers(1, 80), st.integers(-3, 3)), max_size=6))
     streams = data.draw(st.lists(st.tuples(peers, st.integers(1, 40), st.integers(-3, 0)), min_size=1, max_size=3))
