@@ -1,4 +1,4 @@
-"""Forked children: a copy of all that a process has opened, without the threads that keep its promises."""
+"""Detect forked children. A child has copies of the parent's workers and mints, but not the threads that serve them."""
 
 import os
 

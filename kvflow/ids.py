@@ -37,8 +37,8 @@ def worker_name(engine_id: str, rank: int, incarnation: str) -> str:
 def agent_name(worker: str, public_key: str) -> str:
     """Return the name of a worker's transport.
 
-    A reader knows the transports of its peers by their names, so that one which bears another's name would keep that
-    one from being read. With the key in it nobody can bear the name of a worker with another key.
+    A reader identifies the transports of its peers by name. A worker that used another worker's name would prevent
+    reads from that worker. The name contains the public key, so no worker can use the name of one with another key.
     """
     return f"{worker}/{public_key}"
 

@@ -1,4 +1,4 @@
-"""Where every pull ends: one record for each call, however early it failed and whoever ended it."""
+"""End every pull here and write one record for each call, however early it failed and for whatever reason."""
 
 import asyncio
 from collections.abc import Callable

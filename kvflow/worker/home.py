@@ -9,7 +9,7 @@ from kvflow.forks import Origin
 class Home:
     """The process and the event loop in which a worker was opened.
 
-    Whatever is called elsewhere would wait for what never comes: futures resolve on their own loop only.
+    A call from another place would wait for ever, because futures resolve only on their own loop.
 
     Thread: any.
     """

@@ -78,7 +78,7 @@ async def open_worker(
     Args:
         config: the settings.
         cache: the memory; it must outlive the worker.
-        hooks: take every event, beside the log.
+        hooks: take every event, beside the log; on the event loop, or on the thread whose call the event is of.
         surroundings: what it runs in; a simulator gives its own.
 
     Raises:

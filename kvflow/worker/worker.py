@@ -204,7 +204,7 @@ class Worker:
             local_request_id: the engine's own name of the request, for the log; the ticket has the producer's.
             expected_digests: what each of our blocks is to hold, in lists like those of ``block_ids``; empty where
                 nothing is expected. They are compared with the ticket's where a block of ours and one of the
-                producer's end at the same token, and each list must have at least one such block.
+                producer's end at the same token. A list that expects anything must have at least one such block.
 
         Returns:
             What moved, after every fence was held.

@@ -1,9 +1,9 @@
-"""What the blocks of a request hold: one digest for each block, which the producer signs and the consumer makes anew.
+"""Digests of a request's blocks. The producer signs one for each block; the consumer computes and compares them.
 
 Digests form a chain over the request's blocks from its first token on. Each covers the one before it, the token ids of
 its block, and whatever else vLLM's prefix cache tells blocks apart by: adapter, media, salt, embeddings. Two blocks
-with the same digest hold the keys and values of the same prefix. vLLM's own hashes cannot serve: each engine chooses
-their function, and may begin the chain with a random number.
+with the same digest hold the keys and values of the same prefix. vLLM's own block hashes differ between engines: each
+engine chooses the hash function, and may begin the chain with a random number.
 """
 
 import sys

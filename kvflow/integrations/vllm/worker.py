@@ -82,22 +82,28 @@ class RankWorker:
     def execute(self, orders: Iterable[Order]) -> None:
         """Carry out what the scheduler has ordered; nothing of it waits for the network."""
         for order in orders:
-            match order:
-                case Admit():
-                    self._admit(order)
-                case Pull():
-                    self._pull(order)
-                case Keep(request_id=request_id, ticket=ticket):
-                    self._keep(request_id, ticket)
-                case Cancel(request_id=request_id):
-                    if request_id in self._pulls:
-                        self._pulls[request_id].future.cancel()
-                case Release(request_id=request_id, ticket=ticket):
-                    self._release(request_id, ticket)
-                case Fail(request_id=request_id, code=code, reason=reason, remedy=remedy):
-                    self._worker.record_refusal(code, reason, remedy=remedy, local_request_id=request_id)
-                    count(self._tally, "failed", code)
-                    self._end_received(request_id, failed=True)
+            try:
+                self._carry_out(order)
+            except Exception:  # whatever it is, it costs this order and not the engine
+                logger.exception("kvflow: an order of request %s was not carried out", order.request_id)
+
+    def _carry_out(self, order: Order) -> None:
+        match order:
+            case Admit():
+                self._admit(order)
+            case Pull():
+                self._pull(order)
+            case Keep(request_id=request_id, ticket=ticket):
+                self._keep(request_id, ticket)
+            case Cancel(request_id=request_id):
+                if request_id in self._pulls:
+                    self._pulls[request_id].future.cancel()
+            case Release(request_id=request_id, ticket=ticket):
+                self._release(request_id, ticket)
+            case Fail(request_id=request_id, code=code, reason=reason, remedy=remedy):
+                count(self._tally, "failed", code)
+                self._end_received(request_id, failed=True)
+                self._worker.record_refusal(code, reason, remedy=remedy, local_request_id=request_id)
 
     def suspend(self) -> None:
         """Take the cache off the network. What was loaded and is not collected yet has failed: its bytes are gone."""

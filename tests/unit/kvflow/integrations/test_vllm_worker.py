@@ -35,6 +35,8 @@ class FakeWorker:
         self.refused = []
 
     def record_refusal(self, code, detail, *, remedy, local_request_id):
+        if self.refusal:
+            raise self.refusal
         self.refused.append((code, detail, remedy, local_request_id))
 
     def admit(self, grant):
@@ -56,6 +58,8 @@ class FakeWorker:
         return done
 
     def release(self, ticket):
+        if self.refusal:
+            raise self.refusal
         self.released.append(ticket)
         done = Future()
         done.set_exception(StaleLease("gone"))
@@ -232,6 +236,14 @@ def test_a_refused_request_is_reported_as_failed():
     assert results.received == results.failed == {"r"}
     assert fake.refused == [("ticket_invalid", "forged", "Ask again.", "r")]
     assert rank.take_tally()["failed"] == {"ticket_invalid": 1}
+
+
+@pytest.mark.parametrize("order", [Fail("r", "ticket_invalid", "forged"), Release("r", TICKET), Keep("r", TICKET)])
+def test_an_order_that_cannot_be_carried_out_does_not_end_the_engine(order):
+    _, rank = told(order, refusal=MemoryError())
+    assert rank.collect().failed == ({"r"} if isinstance(order, Fail) else set())
+    rank.execute([Fail("s", "ticket_invalid", "forged")])
+    assert rank.collect().failed == {"s"}
 
 
 def test_a_ticket_is_given_back_unread():
