@@ -8,6 +8,7 @@ carries.
 """
 
 import asyncio
+import errno
 import fcntl
 import logging
 import os
@@ -44,18 +45,30 @@ def wire_bytes(nbytes: int, *, secured: bool) -> int:
 class Intake:
     """The connections of one socket, by file descriptor.
 
-    A descriptor that was closed may soon be another connection's. Which one it is now is known by its inode, and only
-    what was counted of that one decides.
+    A descriptor that was closed may soon be another connection's, of this socket or of anything else in the process.
+    Which one it is now is known by its inode, and only what was counted of that one decides. ZeroMQ tells of a
+    descriptor some turns of the loop later, so its port is compared too: a socket of other code is never touched.
 
     Args:
         held_max: bytes that ZeroMQ may hold of one connection.
+        endpoint: returns where the socket is bound, or what it dials.
         on_cut: called with the peer's address when its connection was cut.
+        listens: whether that is our end of a connection.
 
     Thread: the loop's only.
     """
 
-    def __init__(self, held_max: int, on_cut: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        held_max: int,
+        endpoint: Callable[[], str],
+        on_cut: Callable[[str], None] = lambda _: None,
+        *,
+        listens: bool,
+    ) -> None:
         self._held_max = held_max + SLACK_BYTES
+        self._endpoint = endpoint
+        self._listens = listens
         self._on_cut = on_cut
         self._inodes: dict[int, int] = {}
         self._taken: dict[int, int] = {}
@@ -65,9 +78,9 @@ class Intake:
 
     def opened(self, descriptor: int) -> None:
         """Begin to count a connection; does nothing if it is counted already."""
-        with suppress(OSError):  # it may be closed again
+        with suppress(OSError), _borrowed(descriptor) as connection:  # it may be closed again
             inode = os.fstat(descriptor).st_ino
-            if self._inodes.get(descriptor) != inode:
+            if self._inodes.get(descriptor) != inode and self._is_ours(connection):
                 self._inodes[descriptor], self._taken[descriptor] = inode, 0
 
     def took(self, descriptor: int, nbytes: int) -> None:
@@ -89,22 +102,51 @@ class Intake:
             if excess:
                 del self._inodes[descriptor], self._taken[descriptor]
 
+    def _is_ours(self, connection: socket.socket) -> bool:
+        address = connection.getsockname() if self._listens else connection.getpeername()
+        return isinstance(address, tuple) and str(address[1]) == self._endpoint().rpartition(":")[2]
+
     def _cut(self, descriptor: int) -> bool:
         """Cut a connection unless the excess is the kernel's; True if it is to be forgotten, cut or ended before."""
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM, fileno=os.dup(descriptor)) as pinned:
-            number = pinned.fileno()  # nobody closes this one meanwhile
-            if os.fstat(number).st_ino != self._inodes[descriptor]:
+        with _pinned(descriptor) as connection:
+            number = connection.fileno()
+            if os.fstat(number).st_ino != self._inodes[descriptor] or not self._is_ours(connection):
                 return True
             held = _received(number) - _unread(number) - self._taken[descriptor]
             if held <= self._held_max:
                 return False
-            address = "{}:{}".format(*pinned.getpeername()[:2])
+            address = "{}:{}".format(*connection.getpeername()[:2])
             logger.warning("%s sent %d bytes that make no message it may send; its connection is cut", address, held)
             # ZeroMQ notices, and closes its end: a reset, so that what the peer still sends is not waited for.
-            pinned.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("=ii", 1, 0))
-            pinned.shutdown(socket.SHUT_RDWR)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("=ii", 1, 0))
+            connection.shutdown(socket.SHUT_RDWR)
         self._on_cut(address)
         return True
+
+
+@contextmanager
+def _borrowed(descriptor: int) -> Iterator[socket.socket]:
+    """Have a descriptor of ZeroMQ's as a socket."""
+    connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM, fileno=descriptor)
+    try:
+        yield connection
+    finally:
+        connection.detach()
+
+
+@contextmanager
+def _pinned(descriptor: int) -> Iterator[socket.socket]:
+    """Have a copy of a descriptor, which nobody closes meanwhile; the descriptor itself if no other is left."""
+    try:
+        number = os.dup(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        with _borrowed(descriptor) as connection:  # a flood must not be spared because it took every descriptor
+            yield connection
+    else:
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM, fileno=number) as connection:
+            yield connection
 
 
 def _received(descriptor: int) -> int:
@@ -113,11 +155,8 @@ def _received(descriptor: int) -> int:
     Raises:
         OSError: it is none, or has ended.
     """
-    borrowed = socket.socket(socket.AF_INET, socket.SOCK_STREAM, fileno=descriptor)
-    try:
-        counters = borrowed.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED_AT + 8)
-    finally:
-        borrowed.detach()  # it is ZeroMQ's
+    with _borrowed(descriptor) as connection:
+        counters = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED_AT + 8)
     received: int = struct.unpack_from("=Q", counters, _RECEIVED_AT)[0] if len(counters) >= _RECEIVED_AT + 8 else 0
     return received
 

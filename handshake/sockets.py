@@ -166,7 +166,7 @@ class ListeningChannel(Channel):
     def __init__(
         self, socket: zmq.asyncio.Socket, endpoint: str, monitor: zmq.asyncio.Socket, held_max: int, *, secured: bool
     ) -> None:
-        super().__init__(socket, endpoint, Intake(held_max, lambda _: self.strangers.update([FailureCode.OVERFLOWED])))
+        super().__init__(socket, endpoint, Intake(held_max, lambda: self.endpoint, self._on_cut, listens=True))
         self._monitor = monitor
         self._secured = secured
         # Without encryption a client may name itself as it likes, in any bytes, and has proved nothing.
@@ -186,6 +186,9 @@ class ListeningChannel(Channel):
                 if listened and len(frames) == 2:
                     self._took(frames[-1], secured=self._secured)
             await asyncio.sleep(0)
+
+    def _on_cut(self, _address: str) -> None:
+        self.strangers[FailureCode.OVERFLOWED] += 1
 
     async def count_strangers(self) -> None:
         """Count whoever is not let in. Runs until it is cancelled; ZeroMQ may have to wait for it."""
@@ -223,7 +226,7 @@ class DialledChannel(Channel):
     def __init__(
         self, socket: zmq.asyncio.Socket, endpoint: str, monitor: zmq.asyncio.Socket, held_max: int, *, secured: bool
     ) -> None:
-        super().__init__(socket, endpoint, Intake(held_max))
+        super().__init__(socket, endpoint, Intake(held_max, lambda: self.endpoint, listens=False))
         self._monitor = monitor
         self._secured = secured
 

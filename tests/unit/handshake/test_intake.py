@@ -1,6 +1,7 @@
 """What has arrived on a connection and was not taken decides whether it is cut, and nothing else does."""
 
 import asyncio
+import errno
 import os
 import socket
 
@@ -18,6 +19,7 @@ class Pair:
 
     def __init__(self):
         with socket.create_server(("127.0.0.1", 0)) as listening:
+            self.endpoint = "tcp://{}:{}".format(*listening.getsockname())
             self.theirs = socket.create_connection(listening.getsockname())
             self.ours, _ = listening.accept()
 
@@ -48,6 +50,11 @@ def pair():
     pair.close()
 
 
+def intake_of(pair, held_max=HELD_MAX, **how):
+    """The intake of a socket that listens at one end of a pair."""
+    return Intake(held_max, lambda: pair.endpoint, listens=True, **how)
+
+
 def send_most(pair):
     """Send as much as may be held."""
     for _ in range(2):
@@ -57,7 +64,7 @@ def send_most(pair):
 
 def test_a_connection_is_cut_when_more_was_read_than_may_be_held(pair):
     cut = []
-    intake = Intake(HELD_MAX, cut.append)
+    intake = intake_of(pair, on_cut=cut.append)
     intake.opened(pair.ours.fileno())
     send_most(pair)
     intake.sweep()
@@ -70,7 +77,7 @@ def test_a_connection_is_cut_when_more_was_read_than_may_be_held(pair):
 
 
 def test_what_was_taken_is_not_held(pair):
-    intake = Intake(HELD_MAX)
+    intake = intake_of(pair)
     for _ in range(8):
         pair.send(HELD_MAX)
         intake.took(pair.ours.fileno(), HELD_MAX)
@@ -81,7 +88,7 @@ def test_what_was_taken_is_not_held(pair):
 def test_what_the_kernel_still_has_is_not_held(pair):
     pair.ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8 << 20)
     pair.theirs.setblocking(False)
-    intake = Intake(-SLACK_BYTES + 100)
+    intake = intake_of(pair, -SLACK_BYTES + 100)
     intake.opened(pair.ours.fileno())
     assert pair.theirs.send(bytes(200_000)) > 100
     intake.sweep()
@@ -89,7 +96,7 @@ def test_what_the_kernel_still_has_is_not_held(pair):
 
 
 def test_whoever_has_the_descriptor_of_a_closed_connection_is_let_alone(pair):
-    intake = Intake(HELD_MAX)
+    intake = intake_of(pair)
     intake.opened(pair.ours.fileno())
     send_most(pair)
     pair.send(2)
@@ -103,8 +110,41 @@ def test_whoever_has_the_descriptor_of_a_closed_connection_is_let_alone(pair):
     other.close()
 
 
+@pytest.mark.parametrize("listens", [True, False])
+def test_a_socket_of_somebody_else_is_never_touched(pair, listens):
+    """ZeroMQ tells of a descriptor when its connection may be gone, and the number another socket's of this process."""
+    cut, other = [], Pair()
+    ours, theirs = (pair.ours, other.ours) if listens else (pair.theirs, other.theirs)
+    intake = Intake(-SLACK_BYTES, lambda: pair.endpoint, cut.append, listens=listens)
+    for descriptor in (theirs.fileno(), *os.pipe()):
+        intake.opened(descriptor)
+        intake.took(descriptor, 1)
+    assert len(intake) == 0
+    intake.opened(ours.fileno())
+    assert len(intake) == 1
+    other.close()
+
+
+def test_a_flood_is_cut_when_no_descriptor_is_left(pair, monkeypatch):
+    cut = []
+    intake = intake_of(pair, on_cut=cut.append)
+    intake.opened(pair.ours.fileno())
+    send_most(pair)
+    pair.send(2)
+
+    def exhausted(_descriptor):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "dup", exhausted)
+    intake.sweep()
+    assert cut
+    assert pair.is_cut()
+    pair.ours.getsockopt(socket.SOL_SOCKET, socket.SO_TYPE)  # still open: it is ZeroMQ's to close
+
+
 def test_a_connection_that_has_ended_is_forgotten():
-    pair, intake = Pair(), Intake(HELD_MAX)
+    pair = Pair()
+    intake = intake_of(pair)
     intake.opened(pair.ours.fileno())
     intake.opened(pair.ours.fileno())
     assert len(intake) == 1
@@ -132,7 +172,7 @@ async def test_an_intake_is_swept_as_long_as_it_is_watched():
             self.sweeps += 1
             swept.set()
 
-    first, second = Counted(1), Counted(1)
+    first, second = (Counted(1, str, listens=True) for _ in range(2))
     with watched(first):
         for _ in range(2):
             swept = asyncio.Event()
