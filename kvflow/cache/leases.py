@@ -76,9 +76,16 @@ class Lease:
 
 @dataclass(slots=True)
 class _Early:
-    """The releases of a lease that is not admitted yet."""
+    """The releases of a lease that is not admitted yet.
+
+    Attributes:
+        epoch: of the lease.
+        releases: how many were heard, repeated ones included.
+        released_by: as of a lease.
+    """
 
     epoch: int
+    releases: int = 0
     released_by: dict[tuple[str, int], set[int]] = field(default_factory=dict)
 
 
@@ -87,13 +94,22 @@ READERS_MAX = 1024
 engine it is of, and a lease may be renewed for ever."""
 
 
-def _count(released_by: dict[tuple[str, int], set[int]], reader: Reader) -> bool:
-    """Count a reader's release; False if too many engines have released in part."""
+EARLY_MAX = 1 << 16
+"""Releases that are remembered before their leases are admitted: sixteen for each of 4,096 slots, some 10 MiB."""
+
+
+def _count(released_by: dict[tuple[str, int], set[int]], reader: Reader) -> bool | None:
+    """Count a reader's release.
+
+    Returns:
+        Whether all ranks of its engine have released; None if too many engines have released in part.
+    """
     engine = (reader.engine_id, reader.num_ranks)
     if len(released_by) >= READERS_MAX and engine not in released_by:
-        return False
-    released_by.setdefault(engine, set()).add(reader.rank)
-    return True
+        return None
+    ranks = released_by.setdefault(engine, set())
+    ranks.add(reader.rank)
+    return len(ranks) >= reader.num_ranks
 
 
 class LeaseTable:
@@ -107,6 +123,7 @@ class LeaseTable:
         self._by_slot: dict[int, Lease] = {}
         self._by_request: dict[str, Lease] = {}
         self._early: dict[int, _Early] = {}
+        self._early_releases = 0
         # Slots by the time to look at them: a renewed lease is not moved, and found to end later when its time comes.
         self._ends: Heap[int] = Heap()
         self._past: OrderedDict[LeaseKey, PastLease] = OrderedDict()
@@ -147,7 +164,7 @@ class LeaseTable:
                 remedy="Admit each grant once, in this incarnation of the worker.",
             )
         lease = Lease(grant, now, now + grant.lease_s)
-        early = self._early.pop(grant.slot, None)
+        early = self._forget_early(grant.slot)
         if early is not None and early.epoch == grant.epoch_value and not grant.admitted:
             lease.released_by = early.released_by
         self._by_slot[grant.slot] = lease
@@ -174,10 +191,11 @@ class LeaseTable:
         lease = self._find(slot, epoch)
         if lease is None:
             return self._release_early(slot, epoch, reader), None
-        if not _count(lease.released_by, reader):
+        complete = _count(lease.released_by, reader)
+        if complete is None:
             return "unknown", None  # the lease ends when it runs out
         lease.read = lease.read or read
-        if not lease.released:
+        if not complete:
             return "counted", None
         return "ended", self._end(lease, "released", now)
 
@@ -225,9 +243,19 @@ class LeaseTable:
         early = self._early.get(slot)
         if early is None or early.epoch != epoch:
             # A mint uses a slot again only when its lease has ended on every rank: what is older never comes.
+            self._forget_early(slot)
             early = self._early[slot] = _Early(epoch)
-        _count(early.released_by, reader)
+        if self._early_releases < EARLY_MAX:
+            _count(early.released_by, reader)
+            self._early_releases += 1
+            early.releases += 1
         return "unknown"
+
+    def _forget_early(self, slot: int) -> _Early | None:
+        early = self._early.pop(slot, None)
+        if early is not None:
+            self._early_releases -= early.releases
+        return early
 
     def _find(self, slot: int, epoch: int) -> Lease | None:
         lease = self._by_slot.get(slot)

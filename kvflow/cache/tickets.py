@@ -239,6 +239,10 @@ class Ticket(Struct, frozen=True, kw_only=True):
     grants: tuple[Grant, ...]
     sealed: tuple[bytes, ...]
 
+    def __post_init__(self) -> None:
+        if not self.grants or len(self.grants) != len(self.sealed):
+            raise TicketInvalid(f"a ticket has {len(self.grants)} grants, of which {len(self.sealed)} are sealed")
+
     @property
     def request_id(self) -> str:
         """The producer's name of the request."""
@@ -259,10 +263,14 @@ class Ticket(Struct, frozen=True, kw_only=True):
         """Check every MAC.
 
         Raises:
-            TicketInvalid: a grant was not signed with the cluster's secret.
+            TicketInvalid: a grant was not signed with the cluster's secret, or says something else than what was.
         """
-        for sealed in self.sealed:
+        for grant, sealed in zip(self.grants, self.sealed, strict=True):
             _check_mac(sealed, verify)
+            # What is used is what was signed, also of a ticket that was put together in this process. Fields of a newer
+            # release are signed too, and not in the grant.
+            if _encoder.encode(grant) != sealed[MAC_BYTES:] and unseal(sealed) != grant:
+                raise TicketInvalid("the ticket says something else than what was signed")
 
     def to_params(self) -> dict[str, str]:
         """Return a JSON-safe dict for a router (``kv_transfer_params``)."""

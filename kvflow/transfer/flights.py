@@ -44,8 +44,13 @@ class Flights:
         self._flights[read_id] = flight
         self._by_peer.setdefault(batch.peer, OrderedDict())[read_id] = flight
 
-    def land(self, read_id: int) -> Batch:
-        """Take a batch out of the window, unless its peer's failure did so before."""
+    def land(self, read_id: int, arrived_at: float | None = None) -> Batch:
+        """Take a batch out of the window, unless its peer's failure did so before.
+
+        Args:
+            read_id: of the batch.
+            arrived_at: when all of it had arrived, if it has: its peer has done what it owed.
+        """
         flight = self._flights.pop(read_id)
         peer = flight.batch.peer
         del self._by_peer[peer][read_id]
@@ -53,6 +58,8 @@ class Flights:
             del self._by_peer[peer]
         if flight.counted:
             self._ready.landed(flight.batch)
+            if arrived_at is not None:
+                self.progressed(peer, arrived_at)
         return flight.batch
 
     def give_up(self, read_id: int) -> bool:

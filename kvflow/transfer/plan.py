@@ -28,12 +28,12 @@ class PlanLimits(Struct, frozen=True):
 
     Attributes:
         fragments_max: contiguous pieces of all components, before merging. 128 layers of 8 heads and 128-token blocks
-            have 262,144.
+            have 262,144, and 80 layers of 8 heads and 512-token blocks, between HND and NHD, 655,360.
         runs_max: runs after merging.
         bytes_max: what one target block of every group holds together of them.
     """
 
-    fragments_max: int = 1 << 19
+    fragments_max: int = 1 << 20
     runs_max: int = 1 << 17
     bytes_max: int = 1 << 41
 

@@ -119,8 +119,7 @@ class Scheduler:
 
     def on_read_completed(self, read_id: int, *, posted_s: float, now: float, scattered_s: float = 0.0) -> list[Effect]:
         """Note that every byte of a batch has arrived."""
-        batch = self._flights.land(read_id)
-        self._flights.progressed(batch.peer, now)
+        batch = self._flights.land(read_id, now)
         effects: list[Effect] = []
         for leg_id, demand, first, last in batch.slices:
             self._legs[leg_id].nbytes += (last - first) * demand.unit_bytes

@@ -5,11 +5,11 @@ thread, one plan at a time; what is prepared already is found without leaving th
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, ParamSpec, TypeVar
 
-from kvflow.errors import CapacityExceeded, PeerLost
+from kvflow.errors import CapacityExceeded, DeadlineExceeded, PeerLost
 from kvflow.ids import PeerId
 from kvflow.layout.manifest import Manifest
 from kvflow.rendezvous.dialer import Link
@@ -54,6 +54,10 @@ class Peer:
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+PLANNING_S_MAX = 30.0
+"""How long a peer, or a set of ranks, waits for its plans: as long as a pull waits in the queue. Plans are made one
+after the other, the largest legal one in about a second, and one geometry is planned once."""
 
 Programs = tuple[tuple[int, AnyBinding], ...]
 """Program id and binding for each group of a plan."""
@@ -121,10 +125,12 @@ class ProgramTable:
         Raises:
             LayoutMismatch: it is that of another model, or cut in a way that cannot be read.
             CapacityExceeded: the plan would be too large.
+            DeadlineExceeded: plans for other peers went first for too long.
         """
         require_same_model(theirs, self._manifest)
         if have_common_layer(theirs, self._manifest):
-            await self._in_thread(self._plan, theirs, None)  # another pipeline stage may have nothing for us
+            # Another pipeline stage may have nothing for us.
+            await self._in_time(self._in_thread(self._plan, theirs, None))
 
     def begin(self, peer: PeerId) -> None:
         """Take programs of a peer that can be read from, until it is forgotten."""
@@ -141,13 +147,13 @@ class ProgramTable:
         Raises:
             LayoutMismatch: together they cannot fill our cache.
             CapacityExceeded: a plan would be too large, or a rank is read with too many different sets of others.
+            DeadlineExceeded: plans for other peers went first for too long.
             PeerLost: a rank was let go meanwhile.
         """
         key = tuple(peer.link.peer for peer in peers)
         if key not in self._divisions:
             lives = [self._prepared[peer] for peer in key]
-            async with self._dividing:
-                parts = [] if key in self._divisions else await self._divide(peers, lives)
+            parts = await self._in_time(self._divide(key, peers, lives))
             for peer, life in zip(key, lives, strict=True):
                 if self._prepared.get(peer) is not life:
                     raise PeerLost(f"{peer} was lost while its plan was made", peer=str(peer))
@@ -155,9 +161,27 @@ class ProgramTable:
                 self._keep(key, tuple(Leg(part.member, self._programs(key[part.member], part)) for part in parts))
         return self._divisions[key]
 
-    async def _divide(self, peers: tuple[Peer, ...], lives: Sequence[dict[Taken | None, Programs]]) -> list[_Part]:
-        known = [frozenset(life) for life in lives]
-        return await self._in_thread(self._parts, [peer.manifest for peer in peers], known)
+    async def _in_time(self, work: Coroutine[None, None, R]) -> R:
+        """Await work that stands in line behind that of other peers, of which each may be as much as is legal.
+
+        Raises:
+            DeadlineExceeded: its turn did not come in time.
+        """
+        try:
+            async with asyncio.timeout(PLANNING_S_MAX):
+                return await work
+        except TimeoutError:
+            message = f"planning to read from a peer took longer than {PLANNING_S_MAX} s, behind plans for others"
+            raise DeadlineExceeded(message, phase="handshake") from None
+
+    async def _divide(
+        self, key: tuple[PeerId, ...], peers: tuple[Peer, ...], lives: Sequence[dict[Taken | None, Programs]]
+    ) -> list[_Part]:
+        async with self._dividing:
+            if key in self._divisions:
+                return []
+            known = [frozenset(life) for life in lives]
+            return await self._in_thread(self._parts, [peer.manifest for peer in peers], known)
 
     def _parts(self, manifests: Sequence[Manifest], known: Sequence[frozenset[Taken | None]]) -> list[_Part]:
         """Divide, plan and bind. Thread: any, one at a time."""
@@ -175,7 +199,11 @@ class ProgramTable:
     async def _in_thread(self, function: Callable[P, R], *arguments: P.args, **_: P.kwargs) -> R:
         """Run what takes long beside the loop, after what is run so already; also if nobody waits for it any more."""
         await self._thread_free.acquire()
-        work = asyncio.get_running_loop().run_in_executor(None, function, *arguments)
+        try:
+            work = asyncio.get_running_loop().run_in_executor(None, function, *arguments)
+        except BaseException:  # the interpreter is ending, and starts no thread
+            self._thread_free.release()
+            raise
         work.add_done_callback(self._on_thread_done)
         return await asyncio.shield(work)
 

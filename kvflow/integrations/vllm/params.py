@@ -21,8 +21,8 @@ TICKET_CHARS_BASE = 1 << 17
 CHARS_PER_BLOCK = 32
 """A block id and a digest in msgpack, 23 bytes, take 31 characters of base64."""
 
-FINER_BLOCKS = 8
-"""How many blocks of a producer one block of ours may stand for: 16 tokens and 128 are the usual extremes."""
+FINEST_BLOCK = 16
+"""Tokens of the smallest block that a producer is expected to have, unless ours are smaller: vLLM's default."""
 
 
 class Nothing(Struct, frozen=True):
@@ -81,7 +81,7 @@ def ticket_chars_max(block_sizes: Sequence[int], tokens_max: int) -> int:
         block_sizes: tokens in a block of each of our groups, 0 for states.
         tokens_max: of the longest prompt.
     """
-    smallest = max(1, min([size for size in block_sizes if size], default=tokens_max) // FINER_BLOCKS)
+    smallest = min([FINEST_BLOCK, *filter(None, block_sizes)])
     groups = max(4, 2 * len(block_sizes))  # the producer may divide its layers into more
     return TICKET_CHARS_BASE + groups * CHARS_PER_BLOCK * -(-tokens_max // smallest)
 

@@ -161,7 +161,9 @@ class RankWorker:
                 self._end_pull(end, lost=lost)
 
     def _end_pull(self, end: Finished, *, lost: bool) -> None:
-        pull = self._pulls.pop(end.local_request_id)
+        pull = self._pulls.pop(end.local_request_id, None)
+        if pull is None:
+            return
         if lost and end.error is None:
             logger.warning(
                 "kvflow: request %s was loaded, and the engine sleeps before it is used", end.local_request_id

@@ -205,3 +205,35 @@ def test_leases_that_have_ended_are_not_kept_until_they_would_have_run_out(lease
         mint.retire(grant.request_id)
     assert leases.next_deadline() is None
     assert leases._ends.entries <= SPARE_MAX
+
+
+def test_a_release_looks_at_its_own_engine_only(leases):
+    """A member may claim to be a thousand engines, and release one lease again and again."""
+    grant = grant_of()
+    leases.admit(grant, now=0.0)
+    key = (grant.slot, grant.epoch_value)
+    for number in range(READERS_MAX):
+        assert leases.release(*key, Reader(f"e{number}", 0, 2), 1.0) == ("counted", None)
+    by_engine = leases._by_slot[grant.slot].released_by
+
+    class Watched(dict):
+        def items(self):
+            raise AssertionError("every engine was looked at")
+
+    leases._by_slot[grant.slot].released_by = Watched(by_engine)
+    assert leases.release(*key, Reader("e7", 0, 2), 1.0) == ("counted", None)
+    assert leases.release(*key, Reader("e7", 1, 2), 1.0)[0] == "ended"
+
+
+def test_releases_that_come_early_are_bounded(leases, monkeypatch):
+    """A member may release what was never admitted: what is remembered of it is bounded, and given back."""
+    monkeypatch.setattr("kvflow.cache.leases.EARLY_MAX", 8)
+    mint = mint_of()
+    grants = [grant_of(mint, f"r{number}") for number in range(SLOTS)]
+    for grant in grants:
+        for number in range(100):
+            assert leases.release(grant.slot, grant.epoch_value, Reader(f"e{number}", 0, 2), 0.0)[0] == "unknown"
+    assert sum(len(early.released_by) for early in leases._early.values()) == 8
+    for grant in grants:
+        leases.admit(grant, now=1.0)
+    assert (leases._early, leases._early_releases) == ({}, 0)

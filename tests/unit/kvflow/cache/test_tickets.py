@@ -182,6 +182,19 @@ def test_every_grant_of_a_ticket_is_checked():
             checked(damage(joined.to_params(), lambda sealed: bytes(MAC_BYTES) + sealed[MAC_BYTES:], grant=grant))
 
 
+def test_what_is_used_is_what_was_signed():
+    """A ticket may be put together in this process, or come from another one of the engine's."""
+    ticket = told_ticket()
+    other = msgspec.structs.replace(ticket.grants[0], slot=ticket.grants[0].slot + 1)
+    with pytest.raises(TicketInvalid, match="something else than what was signed"):
+        Ticket(grants=(other,), sealed=ticket.sealed).verify(verify)
+    for grants, sealed in (((), ()), (ticket.grants, ()), (ticket.grants * 2, ticket.sealed)):
+        with pytest.raises(TicketInvalid):
+            Ticket(grants=grants, sealed=sealed)
+    newer = forge(PARAMS, lambda fields: fields.update(note="from a newer release"), sign=sign)
+    checked(newer).verify(verify)
+
+
 @pytest.mark.parametrize("text", ["kvf1.AAAA", "kvf3.AAAA", "jwt", {"grants": [{}]}], ids=repr)
 def test_a_ticket_of_another_release_says_so(text):
     with pytest.raises(TicketInvalid) as caught:
