@@ -29,8 +29,8 @@ from kvflow.worker.worker import Worker
 LAG_BOUND_MS = 50
 SECRET = "the secret of a benchmark"
 TICK_S = 0.001
-LAYERS, HEADS, TOKENS = 128, 16, 128
-"""With keys and values 2**19 pieces: as many as a plan may have."""
+LAYERS, HEADS, TOKENS = 128, 32, 128
+"""With keys and values 2**20 pieces: as many as a plan may have."""
 
 
 def model(layers: int, heads: int, tokens: int) -> dict[str, kvflow.FullAttention]:
