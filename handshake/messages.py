@@ -38,7 +38,7 @@ Epoch = Annotated[int, Meta(ge=0)]
 Nonce = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 Word = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_]{0,31}\Z")]
-"""One of a set that may grow: whoever does not know it still knows the rest of the message."""
+"""One of a set that may grow: a peer that does not know the word still reads the rest of the message."""
 Seconds = Annotated[float, Meta(ge=0, le=2**40)]
 
 ClockTime = Annotated[float, Meta(ge=0, le=2**40)] | UnsetType

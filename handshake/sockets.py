@@ -43,7 +43,7 @@ DESCRIPTORS_OF_A_CONTEXT = 32
 """A context takes about ten: two threads with a queue and an epoll each, and the first sockets."""
 
 DESCRIPTORS_OF_A_LINK = 8
-"""A link takes four: one for each of its three ZeroMQ sockets, and that of TCP. The rest is for whoever else opens
+"""A link takes four: one for each of its three ZeroMQ sockets, and that of TCP. The rest is for other code that opens
 files meanwhile: ZeroMQ says nothing where it finds none for TCP."""
 
 
@@ -131,7 +131,7 @@ class Channel:
     async def _message(self, num_frames: int) -> list[zmq.Frame]:
         """Return the frames of the next message; where it has more than it may have, one more than that.
 
-        Cancellation: safe; the socket is not read any more.
+        Cancellation: safe; the socket is no longer read.
         """
         frames = [await self._socket.recv(copy=False)]
         while frames[-1].more and len(frames) <= num_frames:

@@ -34,8 +34,8 @@ class EpochTable:
     Args:
         slots: how many.
         base: value of every slot at the start.
-        order_stores: keeps every store of this thread before the call ahead of every store after it, for whoever looks
-            at the memory. See "Why no stale byte is delivered" in the architecture.
+        order_stores: keeps every store of this thread before the call ahead of every store after it, for all that
+            look at the memory. See "Why no stale byte is delivered" in the architecture.
 
     Attributes:
         array: uint64, shape (slots,), 8-byte aligned: the memory that is registered and read by peers.

@@ -178,7 +178,7 @@ class LeaseTable:
     ) -> tuple[Answer, LeaseEnded | None]:
         """Count one reader's release; the lease ends with the last rank of an engine.
 
-        A release may come before its lease is admitted: whoever reads from some ranks of a ticket releases all of them.
+        A release may come before its lease is admitted: a reader of some ranks of a ticket releases all of them.
         It is answered ``unknown``, and counted when the lease is admitted.
 
         Args:

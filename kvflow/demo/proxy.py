@@ -322,7 +322,7 @@ class Proxy:
         """Answer which servers live; 200 if a request would be answered, which takes a decode server."""
         del request
         prefill, decode = self._prefill.all(), self._decode.all()
-        async with self._checking:  # whoever asks meanwhile gets the same answer, so that servers are not flooded
+        async with self._checking:  # callers that wait get the same answer: servers are not flooded
             if monotonic() - self._checked_at >= HEALTH_PAUSE_S:
                 lives = await asyncio.gather(*map(self._lives, (*prefill, *decode)))
                 self._alive = dict(zip((*prefill, *decode), lives, strict=True))

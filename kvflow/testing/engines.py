@@ -80,7 +80,7 @@ class Setting(Struct, frozen=True):
         calm: whether nothing goes wrong but what callers do.
         skew_s: how far wall clocks are apart.
         hang_up_s: mean time until the kernel hangs up for a process that was killed.
-        pull_s_max: seconds after which every pull has ended, and nothing writes into its blocks any more.
+        pull_s_max: seconds after which every pull has ended and nothing writes into its blocks.
         contents: numbers of contents.
         pulls: numbers of pulls.
     """
@@ -376,7 +376,7 @@ class Engine:
             self._claims[block] += 1
 
     def on_offer(self) -> list[int]:
-        """Return the blocks that every rank has on offer, for whoever uses them, and that nobody waits for."""
+        """Return the blocks that every rank has on offer, for any reader, and that nobody waits for."""
         found = set(range(NUM_BLOCKS))
         for rank in self.ranks:
             lent = Counter(block for request, _, _ in rank.held.values() for block in request.blocks)

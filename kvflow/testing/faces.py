@@ -64,7 +64,7 @@ class Face(Protocol):
         ...
 
     async def pull(self, ticket: Ticket, block_ids: BlockIds, *, priority: int, name: str) -> None:
-        """See ``Worker.pull``; ends, also when it is cancelled, when nothing writes into the blocks any more."""
+        """See ``Worker.pull``; ends, also when it is cancelled, when nothing writes into the blocks now."""
         ...
 
     async def drain(self, deadline_s: float) -> DrainReport:
@@ -242,7 +242,7 @@ class ThreadedFace:
 
 
 async def _unless_cancelled(wait: Callable[[], Awaitable[object]]) -> None:
-    """Wait for something whoever cancels, as an engine must that wants its blocks back."""
+    """Wait for something through every cancellation, as an engine must that wants its blocks back."""
     while True:
         try:
             await wait()

@@ -150,7 +150,7 @@ def draw_settings(world: World, faults: Faults) -> Settings:
 
 
 def pull_s_max(settings: Settings, faults: Faults) -> float:
-    """Return the seconds after which every pull has ended, and nothing writes into its blocks any more.
+    """Return the seconds after which every pull has ended and nothing writes into its blocks.
 
     In a calm scenario four times what the slowest of some hundred seeds has taken; otherwise the budgets of all phases,
     of which a handshake may be awaited three times, and what the last resort may take.
@@ -199,7 +199,7 @@ class Mischief:
                 self._world.after(self._world.chance.uniform(0.0, duration_s), do)
 
     def end(self) -> None:
-        """Let everything be well from now on: hosts are joined, whoever is stopped goes on, who is dead comes back.
+        """Let everything be well from now on: hosts are joined, stopped processes go on, dead ones come back.
 
         Only a host that hangs is not woken.
         """

@@ -90,7 +90,7 @@ EXPLAINED: dict[type[KvflowError], Callable[[Circumstances], bool]] = {
     CapacityExceeded: lambda done: done.crowded,
     WorkerDraining: lambda done: done.draining,
     WorkerClosed: lambda done: done.closing,
-    TransferCancelled: lambda done: done.closing,  # whoever cancels the call itself does not see an error
+    TransferCancelled: lambda done: done.closing,  # a caller that cancels its own call sees no error
     StaleLease: lambda done: done.over,
     PeerRefused: lambda done: "left" in done.troubles,
     ProtocolViolation: lambda done: "doubled" in done.troubles,

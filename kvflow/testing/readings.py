@@ -58,7 +58,7 @@ class Reading:
     def note_expiry(self) -> None:
         """Note that a lease has run out, although all ranks kept the ticket or pulled, and nothing else was wrong.
 
-        A rank of the source whose bytes have been delivered is not needed any more. So it shows by the end of the pull.
+        A rank of the source whose bytes have been delivered is no longer needed. So it shows by the end of the pull.
         """
         self._neglected |= self._renewing == len(self.engine.ranks)
 
@@ -193,7 +193,7 @@ class Reading:
                 self._world.fail(f"{rank.name}: the blocks of {self.name} were kept for {lasted_s:.3f} s")
 
     def _note_released(self) -> None:
-        """Note that the source is told, by this rank too, that the lease is not needed any more."""
+        """Note that the source is told, by this rank too, that the lease is no longer needed."""
         self._released += 1
         if self._released == len(self.engine.ranks):
             self.released_at = self._world.now

@@ -28,7 +28,7 @@ TURN_S_MAX = 2e-3
 """A hundred times the mean delay of a turn of a loop: what is done in the next turn is done by then."""
 
 ADMISSION_S = 1.0
-"""After an admission whoever has waited for it may still pause for half a second, and read again."""
+"""A reader that waited for an admission may pause for half a second after it, and read again."""
 
 RELEASE_S_MAX = 0.1
 """What a calm release may take: the pause before it is sent, and some messages."""

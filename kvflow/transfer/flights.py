@@ -63,7 +63,7 @@ class Flights:
         return flight.batch
 
     def give_up(self, read_id: int) -> bool:
-        """Note that one leg does not want its part of a batch any more; tell whether no leg wants any."""
+        """Note that one leg no longer wants its part of a batch; tell whether no leg wants any."""
         flight = self._flights[read_id]
         flight.wanted_by -= 1
         return flight.wanted_by == 0

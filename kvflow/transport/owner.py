@@ -326,7 +326,7 @@ class Owner:
                     self._add(peer.again)
 
     def _lose(self, peer_id: PeerId, reason: Reason) -> None:
-        """Stop using a peer whose connection has failed, and whoever else shares that."""
+        """Stop using a peer whose connection has failed, and the peers that share it."""
         lost = self._peers.get(peer_id)
         for each, peer in self._peers.items():
             shares = lost is not None and peer.address.agent is not None and peer.address.agent == lost.address.agent

@@ -41,7 +41,7 @@ class Call:
         context: what the record says besides.
         result: of the scheduler; None before the pull is submitted.
         failure: what the scheduler says of its failure, if it has failed there.
-        quiesced: that nothing writes any more, if that was found before the failure was told.
+        quiesced: that nothing writes now, if that was found before the failure was told.
         told: whether its record was written.
     """
 
@@ -148,7 +148,7 @@ class Ending:
         self._write(call, _failure(call, as_ours(error, call.request_id), quarantined=quarantined))
 
     def quiesce(self, call: Call, event: TransferQuiesced) -> None:
-        """Tell that nothing writes for a failed pull any more, but not before its failure is told."""
+        """Report that nothing writes for a failed pull now, but not before its failure is reported."""
         if call.told:
             self._report(event)
         else:

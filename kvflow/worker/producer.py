@@ -133,7 +133,7 @@ class LeaseKeeper:
             raise
 
     def hold(self, grant: Grant) -> None:
-        """Hold the lease of a grant; whoever offers it tells of a refusal."""
+        """Hold the lease of a grant; the caller reports a refusal."""
         ids = self._check(grant)
         with self._lock:
             self.require_open()

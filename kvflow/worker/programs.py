@@ -189,7 +189,7 @@ class ProgramTable:
         for share in share_out(self._manifest, manifests, turn=self._turn):
             taken = None if share.pieces is None else tuple(sorted(share.pieces.items()))
             bindings: tuple[AnyBinding, ...] = ()
-            # Whoever has too many programs is refused, and planned for no more.
+            # A peer with too many programs is refused: do not plan for it.
             if taken not in known[share.source] and len(known[share.source]) < PROGRAMS_MAX:
                 theirs = manifests[share.source]
                 bindings = bind_plan(self._plan(theirs, share.pieces), theirs, self._manifest)
@@ -197,7 +197,7 @@ class ProgramTable:
         return parts
 
     async def _in_thread(self, function: Callable[P, R], *arguments: P.args, **_: P.kwargs) -> R:
-        """Run what takes long beside the loop, after what is run so already; also if nobody waits for it any more."""
+        """Run slow work in a thread, one piece at a time; finish it even if its caller is cancelled."""
         await self._thread_free.acquire()
         try:
             work = asyncio.get_running_loop().run_in_executor(None, function, *arguments)
@@ -210,7 +210,7 @@ class ProgramTable:
     def _on_thread_done(self, work: asyncio.Future[R]) -> None:
         self._thread_free.release()
         if not work.cancelled():
-            work.exception()  # retrieved: whoever waited may have been cancelled
+            work.exception()  # retrieved: the caller may have been cancelled
 
     def _keep(self, key: tuple[PeerId, ...], legs: tuple[Leg, ...]) -> None:
         if len(self._divisions) >= DIVISIONS_MAX:

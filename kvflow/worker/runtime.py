@@ -208,7 +208,7 @@ def _keeper_of(parts: _Parts, account: BlockAccount) -> LeaseKeeper:
 def _end_child(failure: BaseException | None) -> NoReturn:
     """End a forked child that leaves the block of its parent's worker.
 
-    Its event loop has the parent's epoll: what it stops to watch there the parent does not hear of any more. And its
+    The child shares the parent's epoll: if it closed its loop, the parent would no longer hear of its sockets. And its
     ZeroMQ waits for threads that it does not have. ``multiprocessing`` ends the children that it forks in the same way.
     """
     message = "kvflow: a forked child left the block of open_worker, which belongs to its parent: it ends here"
