@@ -267,7 +267,7 @@ class Process(asyncio.AbstractEventLoop):
             return
         try:
             result = func(*args)
-        except BaseException as error:  # noqa: BLE001 - it belongs to whoever awaits the thread
+        except BaseException as error:  # noqa: BLE001 - it belongs to the caller that awaits the thread
             self.call_soon(_settle, future, None, error)
         else:
             self.call_soon(_settle, future, result, None)

@@ -45,7 +45,7 @@ def meeting_error(peer: str, code: str, detail: str) -> TransferFailed:
 
 
 def as_ours(error: BaseException, request_id: str) -> KvflowError:
-    """Return what ended a pull as one of our errors: its blocks are the caller's again, whatever it was."""
+    """Return what ended a pull as one of our errors: its blocks are the caller's again."""
     if isinstance(error, KvflowError):
         return error
     if isinstance(error, asyncio.CancelledError | GeneratorExit):

@@ -138,7 +138,7 @@ async def test_tokens_that_the_ticket_does_not_cover(world):
 
 
 async def test_a_ticket_for_other_content_is_given_back_unread(near_world):
-    """A client may bring the ticket of one prompt with another one: whoever reads it says what it expects."""
+    """A client may bring the ticket of one prompt with another one: the reader says what it expects."""
     async with near_world.producing() as producer, near_world.consuming() as consumer:
         digests = [[b"a0", b"a1"], [b"a0", b"a1"]]
         told = producer.worker.offer("r", BLOCKS, 8, digests=digests).to_params()

@@ -183,7 +183,7 @@ def renewal_lasts_half(patch):
 
 
 def kept_tickets_are_not_renewed(patch):
-    """Whoever keeps a ticket is forgotten."""
+    """Kept tickets are forgotten."""
     patch.setattr(Keeping, "renew_due", lambda self: None)
 
 

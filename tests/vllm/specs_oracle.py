@@ -225,7 +225,7 @@ def answers(rows: Iterable[dict[str, Any]]) -> Iterable[dict[str, Any]]:
 
 
 def main() -> int:
-    """Write the table; 1 if a model that is in it already cannot be built any more, and then nothing is written."""
+    """Write the table; 1 if a recorded model can no longer be built: then nothing is written."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", type=Path)
     parser.add_argument("--output", type=Path, help="where to write it, if not there")

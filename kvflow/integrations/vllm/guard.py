@@ -57,7 +57,7 @@ def guarded(answer: Any, mend: Callable[..., Any] | None = None) -> Callable[[Me
         def call(self: Guarded, *args: Any) -> Any:
             try:
                 return method(self, *args)
-            except Exception as error:  # noqa: BLE001 - whatever it is, vLLM would end with it
+            except Exception as error:  # noqa: BLE001 - any exception would end vLLM
                 return mended(self, method.__name__, error, *args)
 
         return cast("Method", call)

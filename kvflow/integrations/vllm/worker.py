@@ -84,7 +84,7 @@ class RankWorker:
         for order in orders:
             try:
                 self._carry_out(order)
-            except Exception:  # whatever it is, it costs this order and not the engine
+            except Exception:  # any exception costs this order, and not the engine
                 logger.exception("kvflow: an order of request %s was not carried out", order.request_id)
 
     def _carry_out(self, order: Order) -> None:
@@ -137,7 +137,7 @@ class RankWorker:
     def _admit(self, order: Admit) -> None:
         try:
             self._worker.admit(order.grant)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it costs this request and not the engine
+        except Exception as error:  # noqa: BLE001 - any exception costs this request, and not the engine
             logger.error("kvflow: request %s is not offered, its ticket is void: %s", order.request_id, error)
             count(self._tally, "leases", "refused")
             self._sent.add(order.request_id)

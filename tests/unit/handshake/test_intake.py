@@ -95,7 +95,7 @@ def test_what_the_kernel_still_has_is_not_held(pair):
     assert not pair.is_cut()
 
 
-def test_whoever_has_the_descriptor_of_a_closed_connection_is_let_alone(pair):
+def test_a_socket_with_the_descriptor_of_a_closed_connection_is_let_alone(pair):
     intake = intake_of(pair)
     intake.opened(pair.ours.fileno())
     send_most(pair)

@@ -64,7 +64,7 @@ async def test_strangers_make_a_server_hold_little():
         before = server.peak_mib()
         for nbytes in (4 << 20, LIMITS.client_frame_bytes_max):
             writers = [await patiently(begun(server.endpoint, command(nbytes, nbytes - 1))) for _ in range(STRANGERS)]
-            async with connected(server.endpoint):  # whoever came first has been read
+            async with connected(server.endpoint):  # the first connection has been read
                 pass
             for writer in writers:
                 writer.close()

@@ -246,7 +246,7 @@ async def test_an_authenticated_peer_that_sends_rubbish_harms_nobody():
         assert len(recorder.of(ConnectionFailed)) == 1
 
 
-async def test_whoever_goes_on_talking_after_a_refusal_is_cut_off():
+async def test_a_peer_that_goes_on_talking_after_a_refusal_is_cut_off():
     async with serving() as server, raw_dealer(server.endpoint) as rude, connected(server.endpoint) as witness:
         monitor = rude.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         cut = asyncio.ensure_future(monitor.recv_multipart())

@@ -1,4 +1,4 @@
-"""A peer is who answers at this endpoint with this key, and not whoever claims its name."""
+"""A peer is who answers at this endpoint with this key, and not any worker that claims its name."""
 
 import msgspec
 import pytest

@@ -284,7 +284,7 @@ async def test_a_stale_lease_of_a_producer_that_is_gone_is_not_asked_about(world
     assert caught.value.ended_by == the_failure(world).lease_ended_by == "unknown"
 
 
-async def test_whoever_is_cancelled_while_the_producer_is_asked_leaves_the_record_of_a_stale_lease(world):
+async def test_a_pull_that_is_cancelled_while_the_producer_is_asked_leaves_the_record_of_a_stale_lease(world):
     task = await world.pull()
     (link,) = world.pool.links.values()
     link.answering.clear()

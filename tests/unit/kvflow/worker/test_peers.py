@@ -159,7 +159,7 @@ class AtOnce(ThreadPoolExecutor):
         done = Future()
         try:
             done.set_result(function(*args, **kwargs))
-        except Exception as error:  # noqa: BLE001 - it belongs to whoever awaits the thread
+        except Exception as error:  # noqa: BLE001 - it belongs to the caller that awaits the thread
             done.set_exception(error)
         return done
 
@@ -208,7 +208,7 @@ def named_otherwise(**changes):
 
 
 @pytest.mark.parametrize("changes", [{"endpoint": "tcp://127.0.0.1:6000"}, {"public_key": "ab" * 32}], ids=str)
-async def test_whoever_was_met_under_a_name_is_not_taken_for_another_endpoint_or_key(world, changes):
+async def test_a_peer_met_under_a_name_is_not_taken_for_another_endpoint_or_key(world, changes):
     impostor, real = named_otherwise(**changes), member()
     meetings = []
     for each in (impostor, real):

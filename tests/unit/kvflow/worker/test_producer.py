@@ -76,7 +76,7 @@ async def test_a_block_in_two_groups_that_share_bytes_is_not_lent_and_costs_no_s
         with pytest.raises(BlockIdsInvalid, match="block 3 is in groups 0 and 1"):
             producer.offer(f"r{number}", ((3,), (3,)), 4)
     assert producer.keeper.held() == 0
-    assert producer.offer("r", ((3, 3), (4,)), 8), "twice in one group is a matter of whoever reads it"
+    assert producer.offer("r", ((3, 3), (4,)), 8), "twice in one group is for the reader to judge"
     producer.keeper.check()
 
 
