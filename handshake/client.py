@@ -56,12 +56,14 @@ class HandshakeClient:
         identity: the server's.
         publication: the server's.
         version: of the wire protocol.
+        pass_: that the server has given to this connection; empty if it gives none.
     """
 
     def __init__(self, attempt: "_Attempt", ready: PeerReady) -> None:
         self.identity = ready.identity
         self.publication = ready.publication
         self.version = ready.version
+        self.pass_ = ready.pass_
         self._attempt = attempt
 
     @property

@@ -8,9 +8,9 @@ Nothing that a peer does raises here. The first violation ends the connection: t
 ``Refuse``, and the program above with ``ConnectionFailed``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from msgspec import UnsetType
+from msgspec import UNSET, UnsetType
 
 from handshake import codec
 from handshake.errors import Closed, FailureCode, LocalProtocolError, RemoteProtocolError
@@ -101,6 +101,7 @@ class Connection:
         versions: VersionRange = SUPPORTED,
         allowance: Allowance | None = None,
         wall_ahead_s: float = 0.0,
+        make_pass: Callable[[Identity], bytes] | None = None,
     ) -> None:
         """Begin.
 
@@ -113,6 +114,7 @@ class Connection:
             versions: that we speak.
             allowance: of the peer's key, if other connections share it.
             wall_ahead_s: seconds by which our wall clock is ahead of the monotonic one.
+            make_pass: of a server: makes the pass of a client that says who it is.
         """
         self.role = role
         self.state = State.FRESH
@@ -123,6 +125,7 @@ class Connection:
         self._versions = versions
         self._allowance = allowance or Allowance(limits, now)
         self._wall_ahead_s = wall_ahead_s
+        self._make_pass = make_pass
         self._offsets = OffsetFilter()
         self._partner: Hello | Welcome | None = None
         self._version = 0  # not agreed yet
@@ -286,7 +289,8 @@ class Connection:
         self._partner = hello
         self._version = version
         self._say(Welcome(version=version, identity=self._identity, clock_s=now + self._wall_ahead_s))
-        self._say(Publish(publication=self._publication))
+        pass_ = UNSET if self._make_pass is None else self._make_pass(hello.identity)
+        self._say(Publish(publication=self._publication, pass_=pass_))
         self._asked_s = now
 
     def _publish(self, welcome: Welcome, now: float) -> None:
@@ -303,8 +307,15 @@ class Connection:
         assert self._partner is not None, "the table lets no Publish pass before Hello or Welcome"
         if self.role is Role.SERVER:
             self._measure(publish.clock_s, now)
-        identity = self._partner.identity
-        self._events.append(PeerReady(identity=identity, publication=publish.publication, version=self._version))
+        given = b"" if self.role is Role.SERVER or isinstance(publish.pass_, UnsetType) else publish.pass_
+        self._events.append(
+            PeerReady(
+                identity=self._partner.identity,
+                publication=publish.publication,
+                version=self._version,
+                pass_=given,
+            )
+        )
 
     def _measure(self, clock_s: ClockTime, now: float) -> None:
         """Take note of the round trip that ``_asked_s`` began."""

@@ -3,17 +3,33 @@
 A connection ends with exactly one ``ConnectionClosed`` or ``ConnectionFailed``; nothing follows it.
 """
 
+from typing import Any
+
 from msgspec import UNSET, Struct, UnsetType
 
 from handshake.messages import Identity, LeaseAnswer, LeaseRef, Publication
 
 
 class PeerReady(Struct, frozen=True, kw_only=True):
-    """The handshake is done: this is the peer, this is what it published, this is the version."""
+    """The handshake is done. Its ``repr`` does not show the pass.
+
+    Attributes:
+        identity: of the peer.
+        publication: its.
+        version: of the wire protocol.
+        pass_: that a server has given to this client; empty if it gives none, and of a client.
+    """
 
     identity: Identity
     publication: Publication
     version: int
+    pass_: bytes = b""
+
+    def __repr__(self) -> str:
+        return f"PeerReady({', '.join(f'{name}={value!r}' for name, value in self.__rich_repr__())})"
+
+    def __rich_repr__(self) -> list[tuple[str, Any]]:
+        return [(name, getattr(self, name)) for name in self.__struct_fields__ if name != "pass_"]
 
 
 class ReleaseReceived(Struct, frozen=True, kw_only=True):

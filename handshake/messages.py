@@ -19,9 +19,9 @@ skipped. A field keeps its name, type and meaning for ever. A new message type, 
 """
 
 import hashlib
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 from handshake.limits import LEASES_MAX, PUBLICATION_BYTES_MAX
 
@@ -40,6 +40,12 @@ Nonce = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Word = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_]{0,31}\Z")]
 """One of a set that may grow: a peer that does not know the word still reads the rest of the message."""
 Seconds = Annotated[float, Meta(ge=0, le=2**40)]
+
+PASS_BYTES_MAX = 64
+"""Two digests of 32 bytes."""
+
+Pass = Annotated[bytes, Meta(max_length=PASS_BYTES_MAX)]
+"""What lets one client in elsewhere, as the program above has it; opaque here."""
 
 ClockTime = Annotated[float, Meta(ge=0, le=2**40)] | UnsetType
 """Seconds since 1970 on the speaker's wall clock when it spoke; absent from peers that do not tell."""
@@ -152,10 +158,26 @@ class Refuse(Message, frozen=True, kw_only=True, tag="refuse"):
 
 
 class Publish(Message, frozen=True, kw_only=True, tag="publish"):
-    """The sender's publication, once per connection. A client's is small: see ``Limits.client_frame_bytes_max``."""
+    """The sender's publication, once per connection. A client's is small: see ``Limits.client_frame_bytes_max``.
+
+    Its ``repr`` does not show the pass.
+
+    Attributes:
+        publication: the same for every peer.
+        clock_s: when it was said.
+        pass_: of a server to this client alone: a secret that the program above has made for it; ``pass`` on the wire.
+            A client's is not looked at.
+    """
 
     publication: Publication
     clock_s: ClockTime = UNSET
+    pass_: Pass | UnsetType = field(default=UNSET, name="pass")
+
+    def __repr__(self) -> str:
+        return f"Publish(publication={self.publication!r}, clock_s={self.clock_s!r})"
+
+    def __rich_repr__(self) -> list[tuple[str, Any]]:
+        return [("publication", self.publication), ("clock_s", self.clock_s)]
 
 
 Leases = Annotated[tuple[LeaseRef, ...], Meta(min_length=1, max_length=LEASES_MAX)]

@@ -9,6 +9,7 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import NewType
 from weakref import WeakValueDictionary
 
@@ -19,7 +20,7 @@ from handshake.driver import Driver
 from handshake.errors import Closed, FailureCode
 from handshake.events import ConnectionFailed, Event, PeerReady
 from handshake.limits import DEFAULT_LIMITS, Limits
-from handshake.messages import Identity, Publication, Released, Renewed
+from handshake.messages import PASS_BYTES_MAX, Identity, Publication, Released, Renewed
 from handshake.network import ZEROMQ, ListeningChannel, Network
 from handshake.offsets import ClockOffset
 from handshake.rates import Allowance
@@ -37,6 +38,9 @@ Objection = tuple[FailureCode, str, str]
 
 _REMOVED = (FailureCode.KEY_REMOVED, "this key is not allowed any more", "Ask whoever keeps the list of allowed keys.")
 _DIAL_AGAIN = "Dial again in a moment."
+
+MakePass = Callable[[PublicKey, Identity], bytes]
+"""Makes the pass of a client, at most 64 bytes, from the key that it has proved to hold and from who it says it is."""
 
 OnPeerEvent = Callable[[PeerKey, Event], None]
 
@@ -77,6 +81,7 @@ class HandshakeServer:
         *,
         security: ClusterSecurity | None = None,
         network: Network = ZEROMQ,
+        make_pass: MakePass | None = None,
     ) -> None:
         self._channel = channel
         self._security = security
@@ -84,6 +89,7 @@ class HandshakeServer:
         self._identity = identity
         self._publication = publication
         self._on_event = on_event
+        self._make_pass = make_pass
         self._limits = limits
         self._drivers: dict[PeerKey, Driver] = {}
         self._ready: dict[PeerKey, PeerReady] = {}
@@ -198,6 +204,7 @@ class HandshakeServer:
             now=self._network.now(),
             allowance=self._allowance(public_key),
             wall_ahead_s=self._network.wall() - self._network.now(),
+            make_pass=None if self._make_pass is None else partial(self._passed, self._make_pass, public_key),
         )
         driver = Driver(
             connection,
@@ -212,6 +219,17 @@ class HandshakeServer:
         if objection is not None:
             driver.refuse(*objection)
         return driver
+
+    @staticmethod
+    def _passed(make_pass: MakePass, public_key: PublicKey, identity: Identity) -> bytes:
+        """Return the pass of one client; empty if none can be made: a defect above does not end the listener."""
+        try:
+            made = make_pass(public_key, identity)
+            assert len(made) <= PASS_BYTES_MAX, f"a pass has {len(made)} bytes, more than {PASS_BYTES_MAX}"
+        except Exception:
+            logger.exception("making a pass failed; the client gets none")
+            return b""
+        return made
 
     def _objection(self, public_key: PublicKey) -> Objection | None:
         """Say why there is no room for one more connection of this key, if so."""
@@ -299,6 +317,7 @@ async def open_server(
     limits: Limits = DEFAULT_LIMITS,
     insecure_allowed: bool = False,
     network: Network = ZEROMQ,
+    make_pass: MakePass | None = None,
 ) -> AsyncIterator[HandshakeServer]:
     """Listen for peers until the block is left; then say goodbye to them.
 
@@ -312,6 +331,8 @@ async def open_server(
         limits: what peers may cost us.
         insecure_allowed: allow ``security=None`` on an address that is not a loopback address.
         network: where we listen.
+        make_pass: called on the loop once for each client that says who it is; None gives no passes. It must be quick.
+            If it raises, the error is logged and that client gets none.
 
     Raises:
         ConfigInvalid: the address cannot be bound, or would be unsafe.
@@ -320,7 +341,9 @@ async def open_server(
     check_bind(bind, security, insecure_allowed=insecure_allowed)
     check_introduction(Role.SERVER, identity, publication, limits)
     async with network.open_listener(bind, security, limits) as channel:
-        server = HandshakeServer(channel, identity, publication, on_event, limits, security=security, network=network)
+        server = HandshakeServer(
+            channel, identity, publication, on_event, limits, security=security, network=network, make_pass=make_pass
+        )
         async with running(channel.read(server.receive)):
             try:
                 yield server

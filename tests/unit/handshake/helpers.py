@@ -63,6 +63,7 @@ EXAMPLES: dict[str, AnyMessage] = {
     "welcome": Welcome(version=1, identity=PRODUCER),
     "refuse": Refuse(code="version_unsupported", reason="no common version", remedy="Upgrade."),
     "publish": Publish(publication=PRODUCED),
+    "publish_with_pass": Publish(publication=PRODUCED, pass_=bytes(range(32))),
     "release": Release(leases=LEASES),
     "released": Released(leases=ANSWERS),
     "renew": Renew(leases=LEASES),
@@ -89,6 +90,7 @@ class Pair:
         server_versions=SUPPORTED,
         client_ahead_s=0.0,
         server_ahead_s=0.0,
+        make_pass=None,
     ):
         self.now = 100.0
         self.client = Connection(
@@ -108,6 +110,7 @@ class Pair:
             now=self.now,
             versions=server_versions,
             wall_ahead_s=server_ahead_s,
+            make_pass=make_pass,
         )
         self.client_events: list[Event] = []
         self.server_events: list[Event] = []

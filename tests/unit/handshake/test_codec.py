@@ -48,6 +48,15 @@ def test_fields_that_were_added_to_version_1_arrive_and_older_peers_skip_them(me
     assert decode([FORMAT + msgspec.msgpack.encode(body)], LIMITS.frame_bytes_max) == message
 
 
+def test_a_pass_is_bounded():
+    publication = {"schema": 1, "digest": Publication.of(b"").digest, "payload": b""}
+    body = {"type": "publish", "publication": publication, "pass": bytes(64)}
+    (frame,) = frames_of(Publish(publication=Publication.of(b""), pass_=bytes(64)))
+    assert msgspec.msgpack.decode(frame[len(FORMAT) :]) == body
+    for bad in (bytes(65), "text", None, 7):
+        assert violation_of([FORMAT + msgspec.msgpack.encode(body | {"pass": bad})]) == "malformed"
+
+
 @pytest.mark.parametrize(
     "bad", [{"ended_by": "Expired!"}, {"ended_by": "x" * 40}, {"ended_s": -1.0}, {"ended_s": 1e300}]
 )

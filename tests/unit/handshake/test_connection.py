@@ -61,6 +61,35 @@ def test_two_ends_become_ready_and_know_each_other():
     assert pair.server_events == [PeerReady(identity=CONSUMER, publication=CONSUMED, version=1)]
 
 
+def test_a_server_gives_its_client_a_pass_and_takes_none():
+    asked = []
+    pair = Pair(make_pass=lambda identity: asked.append(identity) or b"for you alone").make_ready()
+    assert asked == [CONSUMER]
+    assert [event.pass_ for event in pair.client_events] == [b"for you alone"]
+    client = connection_in(Role.CLIENT, State.PUBLISHED)
+    server = connection_in(Role.SERVER, State.PUBLISHED)
+    for connection in (client, server):
+        connection.receive(frames_of(EXAMPLES["publish_with_pass"]), NOW)
+    assert [event.pass_ for event in client.take_events()] == [bytes(range(32))]
+    assert [event.pass_ for event in server.take_events()] == [b""]
+
+
+def test_a_server_of_before_gives_no_pass():
+    client = connection_in(Role.CLIENT, State.PUBLISHED)
+    client.receive(frames_of(EXAMPLES["publish"]), NOW)
+    assert [event.pass_ for event in client.take_events()] == [b""]
+
+
+def test_no_repr_shows_a_pass():
+    secret = b"of nobody else"
+    ready = PeerReady(identity=PRODUCER, publication=PRODUCED, version=1, pass_=secret)
+    publish = Publish(publication=PRODUCED, pass_=secret)
+    for each in (ready, publish):
+        shown = repr(each) + str(each) + f"{each}" + repr(each.__rich_repr__())
+        assert "prefill-0" in shown or "publication" in shown
+        assert secret.decode() not in shown
+
+
 def test_the_version_is_agreed_before_anything_is_published():
     pair = Pair()
     pair.client.greet(pair.now)

@@ -59,10 +59,10 @@ NO_GRACE_S = 1e-12
 class Hall:
     """A server on a switchboard: everything happens within the calls, in one order."""
 
-    def __init__(self, limits=LIMITS):
+    def __init__(self, limits=LIMITS, **more):
         self.board = Switchboard()
         self.recorder = Recorder()
-        self.server = HandshakeServer(self.board, PRODUCER, PRODUCED, self.recorder, limits)
+        self.server = HandshakeServer(self.board, PRODUCER, PRODUCED, self.recorder, limits, **more)
 
     def hear(self, routing_id, frames):
         self.server.receive([routing_id, *frames])
@@ -96,6 +96,25 @@ async def test_each_connection_is_a_peer_of_its_own(hall):
     assert hall.recorder.seen[-1] == (one, ConnectionClosed(reason="done"))
     with pytest.raises(Closed):
         hall.server.send(one, Released(leases=ANSWERS))
+
+
+async def test_every_client_is_given_the_pass_of_its_key_and_name():
+    hall = Hall(Limits(closing_s=0.01), make_pass=lambda key, identity: f"{key}/{identity.engine_id}".encode())
+    for routing_id, key in ((b"one", "aa"), (b"two", "bb")):
+        hall.server.receive([routing_id, *HELLO], key)
+    passes = [message.pass_ for sent in hall.board.sent.values() for message in sent if isinstance(message, Publish)]
+    assert passes == [b"aa/decode-0", b"bb/decode-0"]
+    await hall.server.leave()
+
+
+@pytest.mark.parametrize("broken", [lambda *_: 1 / 0, lambda *_: bytes(65), lambda *_: None])
+async def test_a_pass_that_cannot_be_made_is_logged_and_the_client_gets_none(broken, caplog):
+    hall = Hall(Limits(closing_s=0.01), make_pass=broken)
+    hall.make_ready(b"one")
+    assert [message.pass_ for message in hall.board.sent[b"one"] if isinstance(message, Publish)] == [b""]
+    assert len(hall.server.peers) == 1
+    assert "making a pass failed" in caplog.text
+    await hall.server.leave()
 
 
 async def test_a_peer_that_breaks_the_protocol_is_told_once(hall):
