@@ -20,7 +20,7 @@ from kvflow.layout.region import ADDRESS_MAX, Region
 from kvflow.layout.specs import LAYER_NAME_MAX
 from kvflow.layout.stripes import ALL_TOKENS, Stripe
 
-MANIFEST_SCHEMA = 2
+MANIFEST_SCHEMA = 3
 """Version of the manifest's own format; travels in the publication's envelope."""
 
 MANIFEST_BYTES_MAX = 256 << 10
