@@ -1,5 +1,9 @@
 """The identities that cross kvflow, as types: the only place where they are named."""
 
+import hmac
+from typing import Any
+
+import msgspec
 from msgspec import Struct
 
 
@@ -41,6 +45,39 @@ def agent_name(worker: str, public_key: str) -> str:
     reads from that worker. The name contains the public key, so no worker can use the name of one with another key.
     """
     return f"{worker}/{public_key}"
+
+
+class Credentials(Struct, frozen=True):
+    """What a reader says to the TCP plane of one producer, and proves. Its ``repr`` does not show the pass.
+
+    Attributes:
+        public_key: that the reader has proved to hold on the control channel, 64 hexadecimal digits.
+        engine_id: of the reader.
+        rank: of the reader.
+        incarnation: of the reader.
+        pass_: what the producer has given to this reader on the control channel; empty if it gave none.
+    """
+
+    public_key: str
+    engine_id: str
+    rank: int
+    incarnation: str
+    pass_: bytes
+
+    def __repr__(self) -> str:
+        return f"Credentials({', '.join(f'{name}={value!r}' for name, value in self.__rich_repr__())})"
+
+    def __rich_repr__(self) -> list[tuple[str, Any]]:
+        # Neither repr nor rich, whose tracebacks show locals, may print a secret.
+        return [(name, getattr(self, name)) for name in self.__struct_fields__ if name != "pass_"]
+
+
+def pass_of(pass_key: bytes, public_key: str, engine_id: str, rank: int, incarnation: str) -> bytes:
+    """Return the pass of one reader: 32 bytes that only a holder of ``pass_key`` can compute (HMAC-SHA256).
+
+    The fields are encoded with their lengths, so that no two readers have the same pass.
+    """
+    return hmac.digest(pass_key, msgspec.msgpack.encode((public_key, engine_id, rank, incarnation)), "sha256")
 
 
 LeaseKey = tuple[int, int]

@@ -5,6 +5,7 @@ blocks are free. It is released when all ranks of one consumer engine have said 
 """
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -115,7 +116,7 @@ def _count(released_by: dict[tuple[str, int], set[int]], reader: Reader) -> bool
 class LeaseTable:
     """The leases of one worker.
 
-    Thread: not thread-safe; the worker holds a lock around every call.
+    Thread: not thread-safe; the worker holds a lock around every call but ``blocks_of``.
     """
 
     def __init__(self, epochs: EpochTable) -> None:
@@ -206,6 +207,21 @@ class LeaseTable:
             return "ended" if self._is_past(slot, epoch) else "unknown"
         lease.ends_at = max(lease.ends_at, now + lease.grant.lease_s)
         return "held"
+
+    def grant_of(self, slot: int, epoch: int) -> Grant | None:
+        """Return the grant of a lease that is held. Thread: any, without a lock, as ``blocks_of``."""
+        lease = self._find(slot, epoch)
+        return None if lease is None else lease.grant
+
+    def blocks_of(self, slot: int, epoch: int) -> Sequence[Sequence[int]] | None:
+        """Return the block ids of each group while that lease is held; None when it is not.
+
+        An answer may be out of date when it arrives: a lease ends by its epoch, which is raised before this says None.
+
+        Thread: any, without the worker's lock: one look into a dict is atomic, and a grant does not change.
+        """
+        lease = self._find(slot, epoch)
+        return None if lease is None else lease.grant.block_ids
 
     def past(self, slot: int, epoch: int) -> PastLease | None:
         """Return how a lease has ended; None if that is not remembered."""

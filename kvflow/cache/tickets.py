@@ -78,6 +78,7 @@ class Member(Struct, frozen=True):
     engine_id: str
     address: RankAddress
     grant: "Grant"
+    mac: bytes = b""
 
     @property
     def peer(self) -> PeerId:
@@ -158,6 +159,10 @@ class Grant(Struct, frozen=True, kw_only=True):
         """
         payload = _encoder.encode(self)
         return sign(payload) + payload
+
+    def has_mac(self, mac: bytes, verify: Verify) -> bool:
+        """Tell whether this is what a MAC was made of: who shows it has seen the ticket."""
+        return verify(_encoder.encode(self), mac)
 
     def require_consistent(self) -> None:
         """Check what relates the fields to each other.
@@ -255,9 +260,9 @@ class Ticket(Struct, frozen=True, kw_only=True):
 
     def members(self) -> Iterator[Member]:
         """Yield every rank that the ticket names."""
-        for grant in self.grants:
+        for grant, sealed in zip(self.grants, self.sealed, strict=True):
             for address in grant.ranks:
-                yield Member(grant.engine_id, address, grant)
+                yield Member(grant.engine_id, address, grant, sealed[:MAC_BYTES])
 
     def verify(self, verify: Verify) -> None:
         """Check every MAC.

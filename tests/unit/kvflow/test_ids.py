@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from kvflow.ids import PeerId, agent_name, worker_name
+from kvflow.ids import Credentials, PeerId, agent_name, pass_of, worker_name
 
 PEER = PeerId("prefill-0", 3, "ab" * 16, "tcp://127.0.0.1:5000", "12" * 32)
 
@@ -32,3 +32,30 @@ def test_people_read_engine_rank_and_incarnation():
 
 def test_a_transport_is_named_by_its_key_too():
     assert agent_name(str(PEER), "12" * 32) != agent_name(str(PEER), "34" * 32)
+
+
+READER = ("12" * 32, "decode-0", 1, "cd" * 16)
+
+
+def test_a_pass_belongs_to_one_key_and_one_reader():
+    own = pass_of(bytes(32), *READER)
+    assert len(own) == 32
+    assert own == pass_of(bytes(32), *READER)
+    others = [
+        ("34" * 32, *READER[1:]),
+        (READER[0], "decode-1", *READER[2:]),
+        (*READER[:2], 2, READER[3]),
+        (*READER[:3], "ef" * 16),
+        ("12" * 32 + "d", "ecode-0", 1, "cd" * 16),  # the same characters, divided in another way
+        ("12" * 32, "decode-0\0", 1, "cd" * 16),
+        ("", "12" * 32 + "decode-0", 1, "cd" * 16),
+    ]
+    passes = {own, pass_of(bytes(31) + b"1", *READER), *(pass_of(bytes(32), *other) for other in others)}
+    assert len(passes) == len(others) + 2
+
+
+def test_credentials_do_not_show_their_pass():
+    shown = Credentials(*READER, b"of nobody else")
+    text = repr(shown) + f"{shown} {[shown]}" + repr(shown.__rich_repr__())
+    assert "decode-0" in text
+    assert "of nobody else" not in text

@@ -36,6 +36,25 @@ def test_admission_puts_the_epoch_into_the_slot(leases, epochs):
     assert leases.next_deadline() == 31.0
 
 
+@pytest.mark.parametrize("end", ["release", "revoke", "expire"])
+def test_the_blocks_of_a_lease_are_known_while_it_is_held(leases, epochs, end):
+    grant = grant_of()
+    lease = (grant.slot, grant.epoch_value)
+    assert leases.blocks_of(*lease) is None
+    leases.admit(grant, now=1.0)
+    assert leases.blocks_of(*lease) is grant.block_ids
+    assert leases.blocks_of(grant.slot, grant.epoch_value + 1) is leases.blocks_of(grant.slot + 1, lease[1]) is None
+    match end:
+        case "release":
+            leases.release(*lease, ALONE, 2.0)
+        case "revoke":
+            leases.revoke("r", 2.0)
+        case _:
+            leases.expire(99.0)
+    assert leases.blocks_of(*lease) is None
+    assert leases.blocks_of(grant.slot, epochs[grant.slot]) is None
+
+
 def test_the_last_rank_of_one_engine_releases(leases, epochs):
     grant = grant_of()
     leases.admit(grant, now=1.0)
