@@ -30,15 +30,19 @@ Memory: the caller keeps registered regions alive until ``close`` returned. Inde
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from kvflow.ids import PeerId
+from kvflow.ids import Credentials, PeerId
 from kvflow.layout.region import Region
 from kvflow.transfer.boxes import Scatter
+from kvflow.transfer.requests import LeaseShare
+
+if TYPE_CHECKING:
+    from kvflow.transport.serving import Serving  # which may use what is here
 
 CHUNK_BYTES_MAX = 8 << 20
 """A post on shared memory is the copy itself: 8 MiB take about 1 ms, and splitting costs nothing measurable."""
@@ -52,6 +56,32 @@ RENEWAL_DRAIN_S = 2.0
 70 Mbit/s."""
 
 
+NOBODY = Credentials("", "", 0, "", b"")
+"""Of a reader that cannot say who it is. A data plane that asks refuses it."""
+
+UNFIT = "plane_unfit"
+"""Code of a peer that answers, but that no data plane of both sides can read from."""
+
+
+class Published(Struct, frozen=True, kw_only=True):
+    """What peers need to read from a worker, and what is not there.
+
+    Attributes:
+        planes: name of each data plane -> its exporter's own opaque description.
+        data_endpoint: where the TCP plane is reached, ``tcp://HOST:PORT``; empty without one.
+        missing: name of each data plane that could not start here -> why. Others have started.
+    """
+
+    planes: dict[str, bytes]
+    data_endpoint: str = ""
+    missing: dict[str, str] = {}
+
+    @property
+    def names(self) -> str:
+        """The data planes, joined by a plus."""
+        return "+".join(self.planes)
+
+
 class PeerAddress(Struct, frozen=True):
     """What a reader must know of a peer's exporter.
 
@@ -60,15 +90,20 @@ class PeerAddress(Struct, frozen=True):
 
     Attributes:
         peer: identity of the peer.
-        metadata: the exporter's own opaque description (``Transport.metadata``), at most 1 MiB.
+        planes: name of each data plane that may be used -> the exporter's own opaque description, at most 1 MiB.
         epochs: the peer's epoch table, ``epochs.nbytes // 8`` slots of u64.
         agent: the name that the peer's transport was constructed with; metadata of another is refused. None: any.
+        data_endpoint: where its TCP plane is, ``tcp://ADDRESS:PORT`` with a numeric address: nothing is looked up
+            below. Empty without one.
+        credentials: what we say to its TCP plane.
     """
 
     peer: PeerId
-    metadata: bytes
+    planes: dict[str, bytes]
     epochs: Region
     agent: str | None = None
+    data_endpoint: str = ""
+    credentials: Credentials = NOBODY
 
 
 class Program(Struct, frozen=True, eq=False):
@@ -90,6 +125,7 @@ class Program(Struct, frozen=True, eq=False):
         source_memory: memory kind of all source rows, ``DRAM`` or ``VRAM``.
         target_memory: memory kind of all target rows.
         scatter: the copies from a buffer to our own memory, all in DRAM; None: not staged.
+        group: the group of the peer's manifest that the source rows belong to.
     """
 
     program_id: int
@@ -99,6 +135,7 @@ class Program(Struct, frozen=True, eq=False):
     source_memory: str = "DRAM"
     target_memory: str = "DRAM"
     scatter: Scatter | None = None
+    group: int = 0
 
 
 class Fence(Struct, frozen=True):
@@ -136,6 +173,11 @@ class Read(Struct, frozen=True, eq=False):
         fences: fences that become due with this read.
         looks: fences that are judged before any chunk of this read is posted, whatever they say; several reads may
             have the same one, which is judged once. If one fails, so does the read. Their ``after`` means nothing.
+        leases: which leases vouch for the bytes, in the order of the unit pairs; empty: the caller does not say. The
+            read has ``P`` pairs, the sum of the shares' ``pairs``, numbered from 0, and ``n`` is a multiple of ``P``.
+            Index ``k`` belongs to pair ``k % P``: a plain program lists its indices run by run, and within each run
+            pair by pair. A staged program has one index for each pair, so that ``n`` is ``P``.
+            ``kvflow.transport.ledger.lease_numbers`` tells the lease of each descriptor of a chunk.
     """
 
     read_id: int
@@ -148,6 +190,7 @@ class Read(Struct, frozen=True, eq=False):
     priority: int = 0
     fences: tuple[Fence, ...] = ()
     looks: tuple[Fence, ...] = ()
+    leases: tuple[LeaseShare, ...] = ()
 
 
 class StagingUse(Struct, frozen=True, kw_only=True):
@@ -184,14 +227,16 @@ class Carrier(Struct, frozen=True):
     """What carries the bytes that are read from one peer.
 
     Attributes:
-        name: ``loopback``, or UCX's name of its transport: ``cma`` (shared memory), ``tcp``, ``rc_mlx5``, ``cuda_ipc``.
+        name: ``loopback``, or UCX's name of its transport: ``cma`` (shared memory), ``rc_mlx5``, ``cuda_ipc``.
             Several with a bar between them if it is one of these, and ``unknown`` if that is not known, either.
         known_by: ``kind``: a data plane of this kind has no other. ``addresses``: it is the only one that both sides
             have and that reaches. ``candidates``: they have several that do. ``nothing``: they could not be compared.
+        plane: the data plane that it belongs to: ``nixl``, ``tcp`` or ``loopback``. What chooses the plane adds it.
     """
 
     name: str
     known_by: str
+    plane: str = ""
 
 
 UNKNOWN_CARRIER = Carrier("unknown", "nothing")
@@ -214,7 +259,8 @@ class PeerFailed(Struct, frozen=True):
 
     Attributes:
         peer: who.
-        code: ``peer_lost``, ``metadata_invalid`` or ``transport_error``.
+        code: ``peer_lost``, ``metadata_invalid``, ``transport_error``, or ``plane_unfit`` if no data plane of both
+            sides can read from it.
         detail: the foreign library's own words.
     """
 
@@ -232,12 +278,16 @@ class ReadCompleted(Struct, frozen=True):
         wire_s: seconds from the end of the first posting call to the observed completion, less ``posted_s``
             of later chunks and ``scattered_s``; about zero on shared memory.
         scattered_s: seconds spent in copies from staging buffers.
+        unheld: leases, as slot and epoch, of which the exporter has not served something: they were not held. The fence
+            tells of a lease that has ended; one that was not admitted yet may be held by then, and its bytes were not
+            read.
     """
 
     read_id: int
     posted_s: float
     wire_s: float
     scattered_s: float = 0.0
+    unheld: frozenset[tuple[int, int]] = frozenset()
 
 
 class ReadFailed(Struct, frozen=True):
@@ -307,18 +357,19 @@ class Transport(Protocol):
 
     @property
     def name(self) -> str:
-        """``nixl`` or ``loopback``; peers with different names cannot read each other."""
+        """Which data planes were asked for: ``auto``, ``nixl``, ``tcp`` or ``loopback``."""
         ...
 
-    def start(self, regions: Sequence[Region], epochs: Region) -> None:
+    def start(self, regions: Sequence[Region], epochs: Region, serving: "Serving" = ...) -> None:
         """Register memory with both agents and start the owner thread.
 
         Args:
             regions: the cache. Peers may read it; our own reads may write to it.
             epochs: our epoch table: DRAM, ``nbytes`` a multiple of 8. Peers may read it.
+            serving: what a data plane that serves reads must know; by default ``SERVES_NOTHING``.
 
         Raises:
-            TransportUnavailable: the library cannot be loaded or refuses the memory.
+            TransportUnavailable: no data plane can start, or not the one that was asked for.
         """
         ...
 
@@ -326,7 +377,7 @@ class Transport(Protocol):
         """Return how many staging buffers are taken. Thread: any."""
         ...
 
-    def metadata(self) -> bytes:
+    def published(self) -> Published:
         """Return what a peer needs to read from us; constant between ``start`` and ``close``."""
         ...
 
@@ -369,9 +420,6 @@ class Transport(Protocol):
         No new chunk is posted until that is done. Peers that were not removed get ``RENEWAL_DRAIN_S`` for what they
         have in flight; what has not landed by then ends with ``peer_lost``, and its peer with ``PeerFailed``. All other
         peers and their programs are kept, and their reads go on. Ends in ``RenewalEnded``, unless closed before.
-
-        Over TCP a peer that hangs and wakes up later finds its reader gone in the middle of reads, and UCX may abort
-        it then: see "Known limits" in docs/explanation/architecture.md.
         """
         ...
 

@@ -5,7 +5,8 @@ here can be added up in int64 without overflow. What the peer registered is for 
 """
 
 import math
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -13,10 +14,17 @@ from msgspec import Struct
 
 from kvflow.layout.region import ADDRESS_MAX, Region
 from kvflow.transfer.boxes import COLUMNS, FIXED, room_left
+from kvflow.transfer.requests import LeaseShare
 from kvflow.transport.base import Program, Read
 
 INDEX_MAX = (1 << 31) - 1
 """Descriptors are numbered by int32."""
+
+LEASES_MAX = 1 << 16
+"""Leases of one read: their numbers are uint16. A batch of the scheduler has at most 8192 pairs."""
+
+EPOCH_MAX = (1 << 63) - 1
+"""See ``kvflow.cache.epochs``."""
 
 Int64s = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]
@@ -139,10 +147,12 @@ def check_read(read: Read, source: Rows, target: Rows) -> None:
 
     Raises:
         OutOfBounds: wrong dtype or shape, an index that no descriptor has, a pair of different lengths, cuts
-            that do not ascend from 0 to n, or a total that is not ``nbytes``.
+            that do not ascend from 0 to n, leases whose pairs do not divide n, or a total that is not ``nbytes``.
     """
     n = _check_index(read, source.count, target.count)
     _check_cuts(read.cuts, n)
+    if read.leases and n % _pairs_of(read.leases):
+        raise OutOfBounds(f"{n} descriptors are not the same number for each pair of the leases")
     if source.nbytes_max * n > ADDRESS_MAX:
         raise OutOfBounds(f"{n} descriptors of this program are more than an address can count")
     if source.uniform and target.uniform:
@@ -177,6 +187,16 @@ def _check_cuts(cuts: Int64s, n: int) -> None:
         raise OutOfBounds(f"cuts must be int64 and lead from 0 to {n}")
     if len(cuts) > 2 and (cuts[1:] <= cuts[:-1]).any():
         raise OutOfBounds("cuts do not ascend")
+
+
+def _pairs_of(leases: tuple[LeaseShare, ...]) -> int:
+    """Check the shares of a read one by one, and return how many pairs they have together."""
+    if len(leases) > LEASES_MAX:
+        raise OutOfBounds(f"{len(leases)} leases are more than the {LEASES_MAX} of one read")
+    for share in leases:
+        if not (0 <= share.slot <= INDEX_MAX and 0 <= share.epoch <= EPOCH_MAX and 1 <= share.pairs <= INDEX_MAX):
+            raise OutOfBounds(f"a lease cannot be used: {share}")
+    return sum(share.pairs for share in leases)
 
 
 def check_scatter(
@@ -252,14 +272,81 @@ def check_staged_read(read: Read, scatter: CheckedScatter) -> None:
     """Check the unit numbers and cuts of a read of a staged program.
 
     Raises:
-        OutOfBounds: as ``check_read``; or a chunk has more units than a buffer has slots.
+        OutOfBounds: as ``check_read``; or a chunk has more units than a buffer has slots; or the leases have more or
+            fewer pairs than the read has.
     """
     n = _check_index(read, scatter.source_units, math.prod(scatter.units))
     _check_cuts(read.cuts, n)
+    if read.leases and n != _pairs_of(read.leases):
+        raise OutOfBounds(f"the leases do not have the {n} pairs of units of the read")
     if (read.cuts[1:] - read.cuts[:-1]).max() > scatter.slots:
         raise OutOfBounds(f"a chunk has more units than the {scatter.slots} slots of a staging buffer")
     if n * scatter.unit_bytes != read.nbytes:
         raise OutOfBounds(f"the units hold {n * scatter.unit_bytes} bytes, not {read.nbytes}")
+
+
+FEW = 128
+"""Descriptors that are faster one by one than as arrays."""
+
+
+class Places:
+    """Where the descriptors of checked rows lie, to be asked for a few or for many.
+
+    Args:
+        rows: checked.
+    """
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+        self._firsts = rows.firsts.tolist()
+        self._fields = rows.table[:, [0, 3, 1]].tolist()
+
+    def stretches(self, index: Int32s) -> tuple[list[int], list[int]]:
+        """Return address and length of these descriptors in their order, neighbours that touch as one.
+
+        Args:
+            index: their numbers, which were checked.
+        """
+        if len(index) > FEW:
+            row = _row_of(self._rows, index)
+            address, nbytes, _ = joined(_addresses(self._rows, index, row), self._rows.table[row, 1])
+            return address.tolist(), nbytes.tolist()
+        parts = []
+        for number in index.tolist():
+            at = bisect_right(self._firsts, number) - 1
+            address, stride, nbytes = self._fields[at]
+            parts.append((address + (number - self._firsts[at]) * stride, nbytes))
+        return joined_few(parts)
+
+
+def joined_few(parts: Iterable[tuple[int, int]]) -> tuple[list[int], list[int]]:
+    """Join a few addresses and lengths as ``joined`` does; return the addresses and the lengths of the stretches."""
+    starts: list[int] = []
+    lengths: list[int] = []
+    end = -1
+    for address, nbytes in parts:
+        if address == end:
+            lengths[-1] += nbytes
+        else:
+            starts.append(address)
+            lengths.append(nbytes)
+        end = address + nbytes
+    return starts, lengths
+
+
+def joined(
+    address: Int64s, nbytes: Int64s, owner: npt.NDArray[np.uint16] | None = None
+) -> tuple[Int64s, Int64s, Intps]:
+    """Join neighbours that touch in memory and have one owner.
+
+    Returns:
+        Address and length of each stretch, and the number of its first descriptor.
+    """
+    follows = address[1:] == address[:-1] + nbytes[:-1]
+    if owner is not None:
+        follows &= owner[1:] == owner[:-1]
+    first = np.concatenate(([0], np.flatnonzero(~follows) + 1))
+    return address[first], np.add.reduceat(nbytes, first), first
 
 
 def merge(source: Rows, source_index: Int32s, target: Rows, target_index: Int32s) -> list[Run]:

@@ -19,6 +19,9 @@ _MAGIC = b"kvt1"
 _DIGEST_BYTES = 16
 
 
+_Short = Annotated[str, Meta(max_length=64)]
+
+
 class Envelope(Struct, frozen=True):
     """One exporter.
 
@@ -26,11 +29,13 @@ class Envelope(Struct, frozen=True):
         transport: name of the transport; another cannot read from it.
         agent: the exporter's name, unique per incarnation.
         blob: what the transport's library needs besides.
+        settings: what must be equal on both sides; None: it was not said.
     """
 
     transport: Annotated[str, Meta(max_length=32)]
     agent: Annotated[str, Meta(min_length=1, max_length=512)]
     blob: bytes
+    settings: Annotated[dict[_Short, _Short], Meta(max_length=32)] | None = None
 
 
 _decoder = msgspec.msgpack.Decoder(Envelope)

@@ -12,8 +12,11 @@ it is terminal. Methods return the events that follow, in order.
 import heapq
 from collections import OrderedDict, deque
 from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
 from msgspec import Struct
 
 from kvflow.ids import PeerId
@@ -65,10 +68,17 @@ class Chunk(Struct, frozen=True, eq=False):
 
 
 class DueFence(Struct, frozen=True, eq=False):
-    """A fence whose reads have all completed."""
+    """A fence whose reads have all completed.
+
+    Attributes:
+        peer: whose slot it reads.
+        fence: what the caller gave.
+        after: ids of the reads that it fences, its own among them; empty for a look.
+    """
 
     peer: PeerId
     fence: Fence
+    after: frozenset[int] = frozenset()
 
 
 Work = Chunk | DueFence
@@ -85,6 +95,7 @@ class Reason(Struct, frozen=True):
 class _WaitingFence:
     fence: Fence
     peer: PeerId
+    after: frozenset[int]
     missing: set[int]
 
 
@@ -98,6 +109,7 @@ class _OpenRead:
     turn: int = 0
     posted_s: float = 0.0
     scattered_s: float = 0.0
+    unheld: set[tuple[int, int]] = field(default_factory=set)
     wire_from: float = 0.0
     fences: list[_WaitingFence] = field(default_factory=list)
     looks: set[int] = field(default_factory=set)
@@ -272,8 +284,9 @@ class Ledger:
         opened.scattered_s += elapsed
         opened.wire_from += elapsed
 
-    def arrived(self, chunk: Chunk, now: float) -> Events:
-        """Report that all bytes of a chunk are there, and scattered if that is wanted."""
+    def arrived(self, chunk: Chunk, now: float, unheld: AbstractSet[tuple[int, int]] = frozenset()) -> Events:
+        """Report that a chunk is there, and scattered if that is wanted. ``unheld``: see ``ReadCompleted``."""
+        self._reads[chunk.read.read_id].unheld |= unheld
         return self._leave_flight(chunk, now)
 
     def judged(self, due: DueFence, observed: int, fence_s: float) -> Events:
@@ -297,8 +310,8 @@ class Ledger:
     def _admit_fences(self, read: Read) -> Events:
         events: Events = []
         for fence in read.fences:
-            after = {*fence.after, read.read_id}
-            waiting = _WaitingFence(fence, read.peer, after & self._reads.keys())
+            after = frozenset((*fence.after, read.read_id))
+            waiting = _WaitingFence(fence, read.peer, after, set(after & self._reads.keys()))
             for read_id in waiting.missing:
                 self._reads[read_id].fences.append(waiting)
             for read_id in sorted(after - waiting.missing):
@@ -383,11 +396,11 @@ class Ledger:
             return events
         self._forget(read)
         wire_s = max(0.0, now - opened.wire_from)
-        events = [ReadCompleted(read.read_id, opened.posted_s, wire_s, opened.scattered_s)]
+        events = [ReadCompleted(read.read_id, opened.posted_s, wire_s, opened.scattered_s, frozenset(opened.unheld))]
         for waiting in opened.fences:
             waiting.missing.remove(read.read_id)
             if not waiting.missing:
-                self._lanes[waiting.peer].due.append(DueFence(waiting.peer, waiting.fence))
+                self._lanes[waiting.peer].due.append(DueFence(waiting.peer, waiting.fence, waiting.after))
         return events
 
     def _forget(self, read: Read) -> None:
@@ -435,6 +448,21 @@ class Ledger:
         lane = self._lanes[peer]
         if lane.closed is not None and not lane.chunks_in_flight and not lane.fences_in_flight:
             del self._lanes[peer]
+
+
+def lease_numbers(chunk: Chunk) -> npt.NDArray[np.uint16] | None:
+    """Tell which lease vouches for each descriptor of a chunk that is posted.
+
+    Returns:
+        uint16, shape (descriptors,): an index into ``chunk.read.leases``. None: the read has one lease or none.
+    """
+    leases = chunk.read.leases
+    if len(leases) < 2:
+        return None
+    counts = np.array([share.pairs for share in leases], np.int64)
+    of_pair = np.repeat(np.arange(len(leases), dtype=np.uint16), counts)
+    of_descriptor: npt.NDArray[np.uint16] = of_pair[np.arange(chunk.first, chunk.stop) % len(of_pair)]
+    return of_descriptor
 
 
 def _next_read(lane: _Lane) -> _OpenRead | None:

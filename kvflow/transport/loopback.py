@@ -8,16 +8,15 @@ import ctypes
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 from kvflow.errors import TransportUnavailable
 from kvflow.ids import PeerId
 from kvflow.layout.region import Region
-from kvflow.transport.base import Carrier, PeerAddress, Sink
+from kvflow.transport.base import Carrier, Fence, PeerAddress, Sink
 from kvflow.transport.bounds import OutOfBounds, check_inside, merge
 from kvflow.transport.envelope import Envelope, seal, unseal
 from kvflow.transport.ledger import Chunk
-from kvflow.transport.mover import Flight, MoveFailed, Prepared
+from kvflow.transport.mover import Flight, MoveFailed, Plane, Prepared
 from kvflow.transport.staging import StagingMemory
 from kvflow.transport.threaded import ThreadedTransport
 
@@ -42,7 +41,7 @@ class _Peer:
     programs: dict[int, Prepared] = field(default_factory=dict)
 
 
-class LoopbackMover:
+class LoopbackMover(Plane):
     """Move bytes between transports of one process. See ``Mover`` for the contract.
 
     Args:
@@ -69,7 +68,7 @@ class LoopbackMover:
     def add(self, address: PeerAddress) -> Carrier:
         """See ``Mover.add``."""
         try:
-            envelope = unseal(address.metadata, transport="loopback", agent=address.agent)
+            envelope = unseal(address.planes["loopback"], transport="loopback", agent=address.agent)
         except ValueError as error:
             raise MoveFailed("metadata_invalid", str(error)) from error
         with _exporters_lock:
@@ -106,12 +105,12 @@ class LoopbackMover:
                 ctypes.memmove(run.target_address, run.source_address, run.nbytes)
         return 0
 
-    def post_fence(self, peer_id: PeerId, slot: int) -> Flight | int:
+    def post_fence(self, peer_id: PeerId, fence: Fence, after: frozenset[int]) -> Flight | int:
         """See ``Mover.post_fence``."""
         peer = self._peers[peer_id]
         with peer.exporter.lock:
             _require_open(peer.exporter)
-            return ctypes.c_uint64.from_address(peer.epochs.address + 8 * slot).value
+            return ctypes.c_uint64.from_address(peer.epochs.address + 8 * fence.slot).value
 
     def poll(self, flight: Flight) -> int | None:
         """See ``Mover.poll``. Nothing ever flies."""
@@ -139,7 +138,13 @@ class LoopbackTransport(ThreadedTransport):
     """
 
     def __init__(self, agent_name: str, sink: Sink, staging_bytes: int = 0) -> None:
-        super().__init__("loopback", partial(LoopbackMover, agent_name), sink, StagingMemory(staging_bytes))
+        # Peers read our memory by themselves: there is nothing to serve, and nothing to end a pause for.
+        super().__init__(
+            "loopback",
+            {"loopback": lambda regions, epochs, *_: LoopbackMover(agent_name, regions, epochs)},
+            sink,
+            StagingMemory(staging_bytes),
+        )
 
 
 def _require_open(exporter: _Exporter) -> None:

@@ -5,10 +5,10 @@ thread polls whenever something is in flight, and a second thread would fight it
 """
 
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import count
 from types import ModuleType
 from typing import NamedTuple
@@ -19,12 +19,12 @@ import numpy.typing as npt
 from kvflow.errors import TransportUnavailable
 from kvflow.ids import PeerId
 from kvflow.layout.region import Region
-from kvflow.transport.base import UNKNOWN_CARRIER, Carrier, PeerAddress, Sink
+from kvflow.transport.base import UNFIT, UNKNOWN_CARRIER, Carrier, Fence, PeerAddress, Sink
 from kvflow.transport.envelope import Envelope, seal, unseal
 from kvflow.transport.ledger import Chunk
-from kvflow.transport.mover import Flight, MoveFailed, Prepared
-from kvflow.transport.nixl_binding import Agent, error_types, load_binding
-from kvflow.transport.nixl_metadata import Exported, carrier_between, inspect
+from kvflow.transport.mover import Flight, MoveFailed, MoverFactory, Plane, Prepared
+from kvflow.transport.nixl_binding import Agent, error_types, load_binding, may_copy_from, published_settings
+from kvflow.transport.nixl_metadata import Exported, carrier_between, difference, inspect
 from kvflow.transport.staging import StagingMemory
 from kvflow.transport.threaded import ThreadedTransport
 
@@ -105,21 +105,22 @@ class _Reader:
         binding: from ``load_binding``.
         name: of the agent.
         regions: what reads may write to.
+        connects: as ``Agent`` says.
     """
 
-    def __init__(self, binding: ModuleType, name: str, regions: Sequence[Region]) -> None:
+    def __init__(self, binding: ModuleType, name: str, regions: Sequence[Region], *, connects: bool) -> None:
         self.scratch = np.zeros(_SCRATCH_SLOTS, dtype=np.uint64)
         self.free_slots = list(range(_SCRATCH_SLOTS))
         rows = np.array([[self.scratch.ctypes.data, 8, 0, 8, _SCRATCH_SLOTS]], dtype=np.int64)
         with ExitStack() as undo:
-            self.agent = Agent(binding, name, progress=False)
+            self.agent = Agent(binding, name, progress=False, connects=connects)
             undo.callback(self.agent.destroy)
             self.agent.register([*regions, Region(self.scratch.ctypes.data, self.scratch.nbytes)])
             self.scratch_list = self.agent.prepare_local(rows, "DRAM")
             undo.pop_all()
 
 
-class NixlMover:
+class NixlMover(Plane):
     """Move bytes with NIXL. See ``Mover`` for the contract.
 
     Args:
@@ -127,18 +128,27 @@ class NixlMover:
         regions: the cache.
         epochs: our epoch table.
         staging: memory that only the reader knows.
+        known_only: refuse peers whose transport cannot be determined.
 
     Raises:
         TransportUnavailable: NIXL cannot be loaded, UCX cannot start, or the memory is refused.
     """
 
     def __init__(
-        self, agent_name: str, regions: Sequence[Region], epochs: Region, staging: Sequence[Region] = ()
+        self,
+        agent_name: str,
+        regions: Sequence[Region],
+        epochs: Region,
+        staging: Sequence[Region] = (),
+        *,
+        known_only: bool = False,
     ) -> None:
         binding = load_binding()
         self._binding = binding
         self._agent_name = agent_name
         self._regions = (*regions, *staging)
+        self._settings = published_settings(binding, os.environ)
+        self._known_only = known_only
         self._errors = error_types(binding)
         self._peers: dict[PeerId, _Peer] = {}
         self._kept: dict[str, _Kept] = {}
@@ -149,23 +159,23 @@ class NixlMover:
                 exporter = Agent(binding, exporter_name(agent_name), progress=True)
                 exporting.callback(exporter.destroy)
                 exporter.register([*regions, epochs])
-                envelope = Envelope("nixl", exporter_name(agent_name), exporter.metadata())
+                envelope = Envelope("nixl", exporter_name(agent_name), exporter.metadata(), self._settings)
                 self.metadata = seal(envelope)
                 self._ours = _inspected(envelope)
                 self._reader = self._make_reader()
                 self._reader_is_gone = False
                 self._exporting = exporting.pop_all()
         except refusals as error:
-            raise TransportUnavailable(f"NIXL cannot start: {_words(error)}") from error
+            transports = os.environ.get("UCX_TLS")
+            hint = "" if transports is None else f"; without tcp, UCX_TLS={transports} may leave too little"
+            raise TransportUnavailable(f"NIXL cannot start: {_words(error)}{hint}") from error
 
     def add(self, address: PeerAddress) -> Carrier:
         """See ``Mover.add``."""
-        carrier = UNKNOWN_CARRIER
         try:
             agent = None if address.agent is None else exporter_name(address.agent)
-            envelope = unseal(address.metadata, transport="nixl", agent=agent)
-            if self._ours is not None:
-                carrier = carrier_between(self._ours, inspect(envelope.blob, envelope.agent))
+            envelope = unseal(address.planes["nixl"], transport="nixl", agent=agent)
+            carrier = self._carrier_of(envelope)
         except ValueError as error:
             raise MoveFailed("metadata_invalid", str(error)) from error
         self._require_reader()
@@ -239,14 +249,14 @@ class NixlMover:
             raise _failure(_MOVING, error) from error
         return self._post(_Posted(handle, peer))
 
-    def post_fence(self, peer_id: PeerId, slot: int) -> Flight | int:
+    def post_fence(self, peer_id: PeerId, fence: Fence, after: frozenset[int]) -> Flight | int:
         """See ``Mover.post_fence``."""
         peer = self._peers[peer_id]
         if not self._reader.free_slots:
             raise MoveFailed("transport_error", "too many fences of hung peers are in flight")
         scratch_slot = self._reader.free_slots.pop()
         try:
-            handle = self._make_fence(peer, scratch_slot, slot)
+            handle = self._make_fence(peer, scratch_slot, fence.slot)
         except self._errors as error:
             self._reader.free_slots.append(scratch_slot)
             peer.failed = True
@@ -287,6 +297,19 @@ class NixlMover:
         agent = self._reader.agent.add_remote(envelope.blob)
         return _Peer(agent, envelope.blob, self._reader.agent.prepare_remote(agent, epochs, "DRAM"))
 
+    def _carrier_of(self, envelope: Envelope) -> Carrier:
+        """Return what carries a peer's bytes, if the peer need do nothing for it."""
+        if differing := difference(self._settings, envelope.settings):
+            raise MoveFailed(UNFIT, differing)
+        carrier: Carrier | None = UNKNOWN_CARRIER
+        if self._ours is not None:
+            carrier = carrier_between(self._ours, inspect(envelope.blob, envelope.agent), may_copy_from)
+        if carrier is None:
+            raise MoveFailed(UNFIT, "neither shared memory nor RDMA reaches the peer's memory from here")
+        if self._known_only and carrier == UNKNOWN_CARRIER:
+            raise MoveFailed(UNFIT, "the transports of UCX on both sides cannot be compared")
+        return carrier
+
     def _sharing(self, agent: str) -> list[_Peer]:
         """Return the peers that are read from over the connection to an exporter."""
         return [peer for peer in self._peers.values() if peer.agent == agent]
@@ -301,7 +324,10 @@ class NixlMover:
 
     def _make_reader(self) -> _Reader:
         # A name of its own for each: peers that hang may still know an earlier one.
-        return _Reader(self._binding, f"{self._agent_name}/reader/{next(self._numbers)}", self._regions)
+        # Within a host it reads without a word to the exporter's process, which nothing can then go wrong in.
+        connects = self._ours is None or self._ours.has_network
+        name = f"{self._agent_name}/reader/{next(self._numbers)}"
+        return _Reader(self._binding, name, self._regions, connects=connects)
 
     def _require_reader(self) -> None:
         """Make a reader if the last renewal could not."""
@@ -373,7 +399,7 @@ class NixlMover:
 
 
 class NixlTransport(ThreadedTransport):
-    """The data plane over NIXL and UCX: shared memory, TCP, RDMA, NVLink. See ``Transport`` for the contract.
+    """The data plane over NIXL and UCX: shared memory, RDMA, NVLink. See ``Transport`` for the contract.
 
     Args:
         agent_name: unique per incarnation.
@@ -383,7 +409,20 @@ class NixlTransport(ThreadedTransport):
 
     def __init__(self, agent_name: str, sink: Sink, staging_bytes: int = 0) -> None:
         staging = StagingMemory(staging_bytes)
-        super().__init__("nixl", partial(NixlMover, agent_name, staging=staging.regions), sink, staging)
+        super().__init__(
+            "nixl",
+            {"nixl": nixl_factory(agent_name, staging)},
+            sink,
+            staging,
+        )
+
+
+def nixl_factory(agent_name: str, staging: StagingMemory, *, known_only: bool = False) -> MoverFactory:
+    """Return what opens the NIXL plane of one worker; ``known_only``: see ``NixlMover``."""
+    # Peers read our memory by themselves: there is nothing to serve, and nothing to end a pause for.
+    return lambda regions, epochs, *_: NixlMover(
+        agent_name, regions, epochs, staging=staging.regions, known_only=known_only
+    )
 
 
 def exporter_name(agent_name: str) -> str:

@@ -4,10 +4,15 @@ It is the compiled binding that is used, not NIXL's Python classes around it. Th
 100 % of a core (they fix its delay at 0) and log to standard output; the binding leaves both to us.
 """
 
+import ctypes
+import errno
 import importlib
+import importlib.metadata
 import os
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import ModuleType
 
 import numpy as np
@@ -19,6 +24,31 @@ from kvflow.layout.region import Region
 _PROGRESS_DELAY_US = 50_000
 """How long the progress thread sleeps when no socket wakes it: 0.2 % of a core instead of 100 %, and nothing is served
 later, because whatever arrives wakes it."""
+
+_ENGINE_CONFIG = ",".join((
+    # Over TCP, UCX emulates remote reads with messages from the exporter's process, and aborts that process where such
+    # a message meets a connection that is gone.
+    "TLS=^tcp",
+    # Without TCP, UCX sends the few messages that it needs through shared memory. It does so only if it may watch over
+    # the other process: an exporter that may not crashes when a reader asks for that.
+    "MM_ERROR_HANDLING=y",
+    # Without NVLink, UCX would have the exporter's process send what a GPU holds.
+    "CUDA_IPC_ENABLE_GET_ZCOPY=y",
+))  # fmt: skip
+"""Of UCX, for our agents alone. NIXL cuts it at each comma, and each variable of the environment wins over it."""
+
+_MUST_AGREE = ("UCX_UNIFIED_MODE", "UCX_PROTO_ENABLE", "UCX_ADDRESS_VERSION")
+"""They change the form of addresses or messages."""
+
+_SIZES_MUST_AGREE = ("_FIFO_SIZE", "_FIFO_ELEM_SIZE", "_SEG_SIZE", "_ERROR_HANDLING")
+"""Ends of the names of variables, one of each for several transports: each side takes its own value for the other's
+queues and buffers, too."""
+
+_PUBLISHED_MAX, _PUBLISHED_CHARACTERS = 32, 64
+"""Settings that are published, and characters of each."""
+
+_creating = threading.Lock()
+"""Held while an agent is created, because that changes the environment for a moment."""
 
 
 def load_binding() -> ModuleType:
@@ -54,8 +84,62 @@ def error_types(binding: ModuleType) -> tuple[type[Exception], ...]:
     return (*found, RuntimeError)
 
 
+def published_settings(binding: ModuleType, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return what must be equal on both sides of a pair: the release of NIXL, and variables that UCX reads."""
+    found = {
+        name: environment[name][:_PUBLISHED_CHARACTERS]
+        for name in sorted(environment)
+        if name in _MUST_AGREE
+        or (name.startswith("UCX_") and not name.startswith("UCX_TCP_") and name.endswith(_SIZES_MUST_AGREE))
+    }
+    bounded = {name: value for name, value in found.items() if len(name) <= _PUBLISHED_CHARACTERS}
+    try:
+        release = importlib.metadata.version(binding.__name__.partition(".")[0])
+    except importlib.metadata.PackageNotFoundError:  # built from its sources; what it writes is read before it is used
+        release = ""
+    # Its metadata has no version of its own.
+    return {"NIXL": ".".join(release.split(".")[:2]), **dict(list(bounded.items())[: _PUBLISHED_MAX - 1])}
+
+
+def without_tcp(transports: str) -> str:
+    """Return a value of ``UCX_TLS`` with TCP taken out. Shared memory then carries UCX's own messages."""
+    names = transports.removeprefix("^").split(",")
+    if transports.startswith("^"):
+        return f"{transports},tcp"
+    if "all" in names:
+        return "^tcp"
+    kept = [name for name in names if name.lstrip("\\").partition(":")[0] != "tcp"]
+    return ",".join(kept if len(kept) == len(names) else [*kept, "posix"])
+
+
+def may_copy_from(pid: int) -> bool:
+    """Tell whether the kernel may let us copy another process's memory: UCX's ``cma`` does nothing else.
+
+    A process that is gone counts as one that may be copied from.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    nowhere = (ctypes.c_size_t * 2)(0, 1)  # a vector of one byte at address 0: the kernel asks for permission first
+    outcome = libc.process_vm_readv(ctypes.c_int(pid), nowhere, 1, nowhere, 1, 0)
+    return outcome >= 0 or ctypes.get_errno() != errno.EPERM
+
+
+@contextmanager
+def _tcp_taken_out() -> Iterator[None]:
+    """Take TCP out of the operator's ``UCX_TLS`` for a moment, since NIXL prefers that to what we ask for."""
+    with _creating:
+        transports = os.environ.get("UCX_TLS")
+        if transports is None:
+            yield
+            return
+        os.environ["UCX_TLS"] = without_tcp(transports)
+        try:
+            yield
+        finally:
+            os.environ["UCX_TLS"] = transports
+
+
 class Agent:
-    """One NIXL agent with the UCX backend, which only reads.
+    """One NIXL agent with the UCX backend and without TCP, which only reads.
 
     Calls raise the exceptions of ``error_types``. Handles and lists are ints, and must be released.
 
@@ -64,9 +148,12 @@ class Agent:
         name: unique per incarnation.
         progress: True runs a progress thread, which serves peers while nobody calls the agent. False leaves all
             progress to the one thread that calls it; a second one would crash the process.
+        connects: True has UCX exchange messages with whom it reads from, and watch over it: network cards need that.
+            False reads without a word to the other process. An exporter connects to nobody; it needs True to start
+            where a reader may connect to it.
     """
 
-    def __init__(self, binding: ModuleType, name: str, *, progress: bool) -> None:
+    def __init__(self, binding: ModuleType, name: str, *, progress: bool, connects: bool = True) -> None:
         config = binding.nixlAgentConfig()
         config.useProgThread = progress
         config.useListenThread = False
@@ -74,7 +161,9 @@ class Agent:
         config.syncMode = binding.NIXL_THREAD_SYNC_NONE
         self._binding = binding
         self._agent = binding.nixlAgent(name, config)
-        self._agent.createBackend("UCX", {})
+        parameters = {"engine_config": _ENGINE_CONFIG, "ucx_error_handling_mode": "peer" if connects else "none"}
+        with _tcp_taken_out():
+            self._agent.createBackend("UCX", parameters)
         self._memories = {"DRAM": binding.DRAM_SEG, "VRAM": binding.VRAM_SEG}
 
     def register(self, regions: Sequence[Region]) -> None:

@@ -15,6 +15,7 @@ Source: NIXL 1.5.1 ``serdes.cpp``, ``nixl_descriptors.cpp``; UCX 1.23 ``ucp/wire
 
 import math
 import struct
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, NoReturn
 
 from kvflow.layout.region import ADDRESS_MAX
@@ -82,6 +83,11 @@ class Exported(NamedTuple):
     interfaces: tuple[Interface, ...]
     on_device: bool
 
+    @property
+    def has_network(self) -> bool:
+        """Whether it may be read from over a network card."""
+        return any(each.transport not in _WITHIN_A_HOST for each in self.interfaces)
+
 
 def inspect(blob: bytes, agent: str) -> Exported:
     """Make sure that NIXL can read what an exporter has published, and return what it says.
@@ -120,36 +126,58 @@ _DRAM, _VRAM = _KINDS = (0, 1)
 """DRAM and VRAM as NIXL numbers them."""
 
 
-def carrier_between(ours: Exported, theirs: Exported) -> Carrier:
-    """Say what carries the bytes of a read, by what both sides' UCX workers can use.
+def carrier_between(ours: Exported, theirs: Exported, may_copy_from: Callable[[int], bool]) -> Carrier | None:
+    """Say what carries the bytes of a read, by what both sides' UCX workers can use; None if the other process would.
 
     UCX chooses when it connects, and does not tell NIXL. It can choose only what both addresses have and what reaches
-    the other side: where that leaves one transport, it is the one.
+    the other side. Where none of that reads remote memory by itself, UCX has the other process send the bytes.
+
+    Args:
+        ours: our own exporter.
+        theirs: the peer's.
+        may_copy_from: tells whether the kernel lets us copy the memory of the process with this number.
     """
     names = {each.transport for each in ours.interfaces} & {each.transport for each in theirs.interfaces}
     if "" in names:
         return UNKNOWN_CARRIER  # a transport that we cannot name may be the one that is chosen
-    if ours.on_device or theirs.on_device:
-        found = {"cuda_ipc"} & names | names & _RDMA | names & {"tcp"}
-    else:
-        near = {"cma"} if _same_host(ours, theirs) else set()
-        found = near | names & _RDMA or names & {"tcp"}  # TCP carries reads only where nothing else does
+    found = names & _RDMA
+    near = any(may_copy_from(pid) for pid in _reached(ours, theirs, "cma"))
+    if near and ours.on_device and theirs.on_device and _reached(ours, theirs, "cuda_ipc"):
+        found |= {"cuda_ipc"}  # and cma reads the epochs
+    if near and not ours.on_device and not theirs.on_device:
+        found |= {"cma"}
     if not found:
-        return UNKNOWN_CARRIER
+        return None
     return Carrier("|".join(sorted(found)), "addresses" if len(found) == 1 else "candidates")
 
 
-def _same_host(ours: Exported, theirs: Exported) -> bool:
-    """Tell whether one process can read the other's memory through the kernel: same host, same PID namespace."""
-    places = [
-        {(each.device, each.address[_PID_BYTES:]) for each in side.interfaces if each.transport == "cma"}
-        for side in (ours, theirs)
-    ]
-    return bool(places[0] & places[1])
+def _reached(ours: Exported, theirs: Exported, transport: str) -> set[int]:
+    """Return the processes that the peer's addresses name, and that are on our host and in our PID namespace."""
+    sides = [[each for each in side.interfaces if each.transport == transport] for side in (ours, theirs)]
+    here = {(each.device, each.address[_PID_BYTES:]) for each in sides[0]}
+    near = [each.address for each in sides[1] if (each.device, each.address[_PID_BYTES:]) in here]
+    return {int.from_bytes(address[:_PID_BYTES], "little") & _PID_MAX for address in near}
+
+
+def difference(ours: Mapping[str, str], theirs: Mapping[str, str] | None) -> str:
+    """Name the first of the settings that must be equal on both sides and is not; empty if there is none."""
+    if theirs is None:
+        return "the peer does not say how its NIXL is set up; run the same kvflow release on both sides"
+    for name in sorted({*ours, *theirs}):
+        here, there = (repr(side[name]) if name in side else "not set" for side in (ours, theirs))
+        if here != there:
+            remedy = "install the same release" if name == "NIXL" else "set the same value"
+            return f"{name} is {here} here and {there} at the peer; {remedy} on both sides"
+    return ""
 
 
 _PID_BYTES = 4
-"""Of the address of ``cma``; in a container the PID namespace follows."""
+"""Of the addresses of ``cma`` and ``cuda_ipc``; in a container the PID namespace follows."""
+
+_PID_MAX = 2**31 - 1
+"""The bit above says that a PID namespace follows."""
+
+_WITHIN_A_HOST = frozenset({"self", "sysv", "posix", "cma", "xpmem", "knem", "cuda_copy", "cuda_ipc", "gdr_copy"})
 
 _RDMA = frozenset({"rc_verbs", "rc_mlx5", "dc_mlx5", "rc_gda", "gga_mlx5", "srd"})
 """Transports of network cards that read remote memory by themselves."""

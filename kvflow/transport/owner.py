@@ -6,6 +6,7 @@ programs. It is driven by ``transport/threaded.py``; a test can drive it by hand
 
 import logging
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -121,6 +122,11 @@ class Owner:
         """Tell whether something posted has not ended."""
         return bool(self._flying)
 
+    @property
+    def must_poll(self) -> bool:
+        """Tell whether only asking again and again tells when something in flight has ended."""
+        return any(flying.flight.polled for flying in self._flying)
+
     def handle(self, command: Command) -> None:
         """Take one command. Whatever it causes shows as events."""
         try:
@@ -155,6 +161,7 @@ class Owner:
                 self._post(work)
             self._post_fences()
             before = len(self._flying)
+            self._mover.progress()
             for flying in tuple(self._flying):
                 self._poll(flying)
             landed = self._renew_if_drained() or len(self._flying) < before
@@ -225,7 +232,7 @@ class Owner:
             if peer.leaving:
                 continue
             try:
-                self._mover.add(peer.address)
+                peer.carrier = self._mover.add(peer.address)
                 for program in peer.programs.values():
                     if isinstance(program, Prepared):
                         self._mover.prepare(program)
@@ -315,6 +322,7 @@ class Owner:
             return False
         peer.leaving = True
         self._emit(self._ledger.abandon(peer_id, reason))
+        self._mover.leave(peer_id)
         return True
 
     def _finish_leaving(self) -> None:
@@ -341,7 +349,7 @@ class Owner:
                 outcome = self._mover.post(work if staged is None else fetching(work, staged.checked))
                 self._ledger.posted(work, started, self._now())
             elif work.fence.slot in range(self._peers[work.peer].address.epochs.nbytes // 8):
-                outcome = self._mover.post_fence(work.peer, work.fence.slot)
+                outcome = self._mover.post_fence(work.peer, work.fence, work.after)
             else:
                 raise MoveFailed("bounds", f"{work.peer} has no epoch slot {work.fence.slot}")
         except MoveFailed as failure:
@@ -373,12 +381,14 @@ class Owner:
         else:
             if outcome is not None:
                 self._flying.remove(flying)
-                self._land(flying.work, outcome, flying.posted_at)
+                self._land(flying.work, outcome, flying.posted_at, flying.flight.unheld)
 
-    def _land(self, work: Work, value: int, posted_at: float) -> None:
+    def _land(
+        self, work: Work, value: int, posted_at: float, unheld: AbstractSet[tuple[int, int]] = frozenset()
+    ) -> None:
         if isinstance(work, Chunk):
             self._scatter(work)
-            self._emit(self._ledger.arrived(work, self._now()))
+            self._emit(self._ledger.arrived(work, self._now(), unheld))
         else:
             self._emit(self._ledger.judged(work, value, self._now() - posted_at))
 

@@ -1,18 +1,23 @@
 """The one thread of a transport: it alone touches the owner and the mover."""
 
 import logging
+import os
+import select
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 
 from kvflow.ids import PeerId
 from kvflow.layout.region import Region
-from kvflow.transport.base import PeerAddress, Program, Read, Sink, StagingUse
+from kvflow.transport.base import PeerAddress, Program, Published, Read, Sink, StagingUse
 from kvflow.transport.mover import MoverFactory
 from kvflow.transport.owner import CancelReads, Command, Owner, RemovePeer, RenewReader
+from kvflow.transport.planes import open_planes
+from kvflow.transport.serving import SERVES_NOTHING, Serving
 from kvflow.transport.staging import StagingMemory
 
 _logger = logging.getLogger(__name__)
@@ -29,54 +34,116 @@ CLOSE_GRACE_S = 2.0
 """How long ``close`` lets what is in flight end by itself before it destroys the agents."""
 
 
+LOOK_S = 1.0
+"""What is in flight over sockets has deadlines: how often they are looked at while nothing happens."""
+
+
+class Bell:
+    """What ends a pause of the owner thread: a command, or news on a mover's descriptor."""
+
+    def __init__(self) -> None:
+        # A bare lock, because an Event takes three times as long to wake. Not SimpleQueue.get(timeout=...): preempted
+        # between two of its instructions, CPython 3.11 takes the rest of a short timeout, below zero, for no timeout.
+        self._silent = threading.Lock()  # held while nobody has rung since the last pause
+        self._silent.acquire()
+        self._waiting = False  # on the descriptors
+        self._event = -1
+        self._epoll: select.epoll | None = None
+
+    def ring(self) -> None:
+        """End the pause, or the next one if there is none now. Thread: any."""
+        with suppress(RuntimeError):  # rung already
+            self._silent.release()
+        if self._waiting:
+            with suppress(OSError):  # closed meanwhile
+                os.eventfd_write(self._event, 1)
+
+    def watch(self, descriptor: int) -> None:
+        """Let pauses end when a descriptor is readable, too; -1: there is none."""
+        if descriptor >= 0:
+            self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            self._epoll = select.epoll()
+            for each in (self._event, descriptor):
+                self._epoll.register(each, select.EPOLLIN)
+
+    def wait(self, pause_s: float) -> None:
+        """Pause for some seconds, or for ever if they are negative. A pause below ``LOOK_S`` minds no descriptor."""
+        if self._epoll is None or 0 <= pause_s < LOOK_S:
+            self._silent.acquire(blocking=pause_s != 0, timeout=pause_s if pause_s > 0 else -1)
+            return
+        self._waiting = True  # first: who rings from here on writes to the event
+        if not self._silent.acquire(blocking=False):
+            ready = self._epoll.poll(pause_s)
+            self._silent.acquire(blocking=False)
+            if any(descriptor == self._event for descriptor, _ in ready):
+                os.eventfd_read(self._event)
+        self._waiting = False
+
+    def close(self) -> None:
+        """Close what ``watch`` has opened. Nobody waits then."""
+        if self._epoll is not None:
+            self._epoll.close()
+            os.close(self._event)
+            self._epoll = None
+
+
 class ThreadedTransport:
-    """A ``Transport`` out of a mover. See ``transport/base.py`` for the contract.
+    """A ``Transport`` out of movers. See ``transport/base.py`` for the contract.
 
     Args:
-        name: of the kind of transport.
-        open_mover: called on the owner thread, as is all of the mover.
+        name: of the choice of planes.
+        factories: name of each data plane -> what opens its mover, the preferred one first. Called on the owner thread,
+            as is all of the movers.
         sink: called on the owner thread.
         staging: buffers for staged programs.
+        required: planes without which the transport does not start. Of all planes one has to start.
     """
 
-    def __init__(self, name: str, open_mover: MoverFactory, sink: Sink, staging: StagingMemory) -> None:
+    def __init__(
+        self,
+        name: str,
+        factories: Mapping[str, MoverFactory],
+        sink: Sink,
+        staging: StagingMemory,
+        *,
+        required: frozenset[str] = frozenset(),
+    ) -> None:
         self._name = name
         self._staging = staging
-        self._open_mover = open_mover
+        self._open_planes = partial(open_planes, dict(factories), required)
         self._sink = sink
         self._commands: deque[Command | None] = deque()
-        self._wake = threading.Lock()  # held while there is nothing to look at
-        self._wake.acquire()
-        self._metadata: Future[bytes] = Future()
+        self._bell = Bell()
+        self._published: Future[Published] = Future()
         self._lock = threading.Lock()
         self._closed = False
         self._threads: list[threading.Thread] = []  # one after start
 
     @property
     def name(self) -> str:
-        """``nixl`` or ``loopback``."""
+        """See ``Transport.name``."""
         return self._name
 
-    def start(self, regions: Sequence[Region], epochs: Region) -> None:
+    def start(self, regions: Sequence[Region], epochs: Region, serving: Serving = SERVES_NOTHING) -> None:
         """See ``Transport.start``. A transport starts once, also if that failed."""
         with self._lock:
             assert not self._threads, "a transport starts once"
             assert not self._closed, "a closed transport does not start"
             # A daemon: a foreign library that hangs must not keep the process from ending.
-            memory = (tuple(regions), epochs)
-            thread = threading.Thread(target=self._run, args=memory, name=f"kvflow-{self._name}", daemon=True)
+            given = (tuple(regions), epochs, serving)
+            thread = threading.Thread(target=self._run, args=given, name=f"kvflow-{self._name}", daemon=True)
             self._threads.append(thread)
             thread.start()
-        self._metadata.result()
+        self._published.result()
 
     def staging(self) -> StagingUse:
         """See ``Transport.staging``."""
         return self._staging.use
 
-    def metadata(self) -> bytes:
-        """See ``Transport.metadata``."""
-        assert self._metadata.done(), "start comes first"
-        return self._metadata.result()
+    def published(self) -> Published:
+        """See ``Transport.published``."""
+        assert self._published.done(), "start comes first"
+        return self._published.result()
 
     def add_peer(self, address: PeerAddress) -> None:
         """See ``Transport.add_peer``."""
@@ -125,20 +192,21 @@ class ThreadedTransport:
 
     def _put(self, command: Command | None) -> None:
         self._commands.append(command)
-        with suppress(RuntimeError):  # released already: the thread has not looked since the last command
-            self._wake.release()
+        self._bell.ring()
 
-    def _run(self, regions: Sequence[Region], epochs: Region) -> None:
+    def _run(self, regions: Sequence[Region], epochs: Region, serving: Serving) -> None:
         try:
-            mover = self._open_mover(regions, epochs)
+            mover = self._open_planes(regions=regions, epochs=epochs, serving=serving)
         except BaseException as error:  # noqa: BLE001 - start raises it, in the caller's thread
-            self._metadata.set_exception(error)
+            self._published.set_exception(error)
             return
         owner = Owner(mover, regions, self._sink, time.monotonic, self._staging)
-        self._metadata.set_result(mover.metadata)
+        self._published.set_result(mover.published)
+        self._bell.watch(mover.fileno())
         self._serve(owner)
         owner.begin_close()
         self._drain(owner, time.monotonic() + CLOSE_GRACE_S)
+        self._bell.close()
         owner.end_close()
 
     def _serve(self, owner: Owner) -> None:
@@ -147,10 +215,10 @@ class ThreadedTransport:
         while True:
             if owner.step():
                 pause_s = 0.0
-            elif owner.in_flight:
+            elif owner.must_poll:
                 pause_s = min(max(PAUSE_S_MIN, pause_s * 2), PAUSE_S_MAX)
             else:
-                pause_s = -1.0
+                pause_s = LOOK_S if owner.in_flight else -1.0
             for command in self._take(pause_s):
                 if command is None:
                     return
@@ -163,10 +231,5 @@ class ThreadedTransport:
 
     def _take(self, pause_s: float) -> list[Command | None]:
         """Take all commands that are there; wait for the first, for ever if the pause is negative."""
-        # A bare lock, because an Event takes three times as long to wake. Not SimpleQueue.get(timeout=...): preempted
-        # between two of its instructions, CPython 3.11 takes the rest of a short timeout, below zero, for no timeout.
-        if pause_s:
-            self._wake.acquire(timeout=pause_s if pause_s > 0 else -1)
-        else:
-            self._wake.acquire(blocking=False)
+        self._bell.wait(pause_s)
         return [self._commands.popleft() for _ in range(len(self._commands))]

@@ -8,8 +8,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvflow.layout.region import ADDRESS_MAX, Region
-from kvflow.transport.base import Read
-from kvflow.transport.bounds import INDEX_MAX, OutOfBounds, check_inside, check_read, check_rows, merge
+from kvflow.transfer.boxes import COLUMNS, FIXED, Scatter
+from kvflow.transport.base import LeaseShare, Program, Read
+from kvflow.transport.bounds import (
+    EPOCH_MAX,
+    INDEX_MAX,
+    LEASES_MAX,
+    OutOfBounds,
+    check_inside,
+    check_read,
+    check_rows,
+    check_scatter,
+    check_staged_read,
+    merge,
+)
 
 numbers = st.one_of(
     st.integers(-2, 70),
@@ -120,3 +132,72 @@ def test_a_total_that_would_overflow_is_refused():
     read = Read(1, "p", 1, index, index, np.array([0, 4]), 0)
     with pytest.raises(OutOfBounds):
         check_read(read, rows, rows)
+
+
+def read_of_leases(n, leases):
+    index = np.arange(n, dtype=np.int32)
+    return Read(1, "p", 1, index, index, np.array([0, n]), 8 * n, leases=tuple(LeaseShare(*share) for share in leases))
+
+
+def staged_scatter(units=16):
+    """Each unit is 8 bytes, which one descriptor fetches and one copy scatters."""
+    rows = np.array([[64, 8, 0, 8, units]])
+    box = [8, 0, 8, 4096, 8, 0, 0, *[1, 0, 0] * ((COLUMNS - FIXED) // 3)]
+    scatter = Scatter(np.array([box]), units, (units, 1, 1))
+    program = Program(1, "p", rows, np.array([[0, 8, 0, 8, units]]), scatter=scatter)
+    checked = check_rows(program.source_rows), check_rows(program.target_rows)
+    return check_scatter(program, *checked, buffer_bytes=8 * units, regions=[Region(4096, 8 * units)])
+
+
+FAIR_LEASES = {
+    "none": [],
+    "one": [(0, 0, 12)],
+    "several": [(3, 70, 5), (INDEX_MAX, EPOCH_MAX, 1), (3, 70, 6)],
+}
+WRONG_LEASES = {
+    "no pairs": [(3, 70, 12), (4, 70, 0)],
+    "fewer than none": [(3, 70, 24), (4, 70, -12)],
+    "more pairs than there are": [(3, 70, 24)],
+    "a number that does not divide": [(3, 70, 5)],
+    "a negative slot": [(-1, 70, 12)],
+    "a slot that is too high": [(INDEX_MAX + 1, 70, 12)],
+    "a negative epoch": [(3, -1, 12)],
+    "an epoch that is too high": [(3, EPOCH_MAX + 1, 12)],
+}
+
+
+@pytest.mark.parametrize("name", FAIR_LEASES)
+def test_leases_that_have_the_pairs_of_the_read_pass(name):
+    rows = check_rows(np.array([[0, 8, 0, 8, 16]]))
+    read = read_of_leases(12, FAIR_LEASES[name])
+    check_read(read, rows, rows)
+    check_staged_read(read, staged_scatter())
+
+
+@pytest.mark.parametrize("name", WRONG_LEASES)
+def test_leases_that_cannot_be_those_of_the_read_are_refused(name):
+    rows = check_rows(np.array([[0, 8, 0, 8, 16]]))
+    read = read_of_leases(12, WRONG_LEASES[name])
+    with pytest.raises(OutOfBounds, match="lease"):
+        check_read(read, rows, rows)
+    with pytest.raises(OutOfBounds, match="lease"):
+        check_staged_read(read, staged_scatter())
+
+
+def test_a_pair_has_many_descriptors_but_one_number_of_a_unit():
+    rows = check_rows(np.array([[0, 8, 0, 8, 16]]))
+    read = read_of_leases(12, [(3, 70, 1), (4, 70, 3)])
+    check_read(read, rows, rows)
+    with pytest.raises(OutOfBounds, match="12 pairs"):
+        check_staged_read(read, staged_scatter())
+
+
+def test_more_leases_than_uint16_can_number_are_refused():
+    rows = check_rows(np.array([[0, 8, 0, 8, LEASES_MAX + 1]]))
+    for count in (LEASES_MAX, LEASES_MAX + 1):
+        read = read_of_leases(count, [(number, 70, 1) for number in range(count)])
+        if count == LEASES_MAX:
+            check_read(read, rows, rows)
+        else:
+            with pytest.raises(OutOfBounds, match="65537 leases"):
+                check_read(read, rows, rows)

@@ -93,9 +93,11 @@ class World:
             return
         if isinstance(work, DueFence) and work.fence.fence_id < 0:
             assert work.fence.fence_id not in self.looked(), "a look twice"
+            assert work.after == frozenset(), "a look judges no read"
         elif isinstance(work, DueFence):
             waited = next(read for read in self.posted.values() if work.fence in read.fences)
-            assert {*work.fence.after, waited.read_id} <= self.completed(), "a fence before its reads"
+            assert work.after == {*work.fence.after, waited.read_id}
+            assert work.after <= self.completed(), "a fence before its reads"
         else:
             assert {look.fence_id for look in work.read.looks} <= self.looked(), "a chunk before its look"
             self.ledger.posted(work, 1.0, 2.0)

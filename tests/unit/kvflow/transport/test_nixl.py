@@ -1,7 +1,10 @@
 """What only NIXL can get wrong: errors on an endpoint that lives, and a NIXL that is not there."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,8 +12,9 @@ import pytest
 from kvflow.errors import TransportUnavailable
 from kvflow.layout.region import Region
 from kvflow.transport import nixl, nixl_binding
-from kvflow.transport.base import PeerAddress, Program, Read
+from kvflow.transport.base import Fence, PeerAddress, Program, Read
 from kvflow.transport.bounds import check_rows
+from kvflow.transport.envelope import Envelope, seal, unseal
 from kvflow.transport.ledger import Chunk
 from kvflow.transport.mover import Flight, MoveFailed, Prepared
 from kvflow.transport.nixl import NixlMover
@@ -49,7 +53,7 @@ class Ends:
 
     def meet(self, exporter, region=None):
         """Add an exporter as the peer, and prepare to read a region of it; that of ``exporter`` if none is named."""
-        self.reader.add(PeerAddress("p", exporter.metadata, self.table))
+        self.reader.add(PeerAddress("p", {"nixl": exporter.metadata}, self.table))
         target, source = (
             np.array([[each.address, 64, 0, 64, 64]]) for each in (self.regions[0], region or self.regions[1])
         )
@@ -93,7 +97,7 @@ def test_an_error_on_a_living_endpoint_is_reported_after_a_flush(ends):
     assert len(ends.reader._reader.free_slots) == slots
     assert ends.finish(ends.reader.post(ends.chunk())) == 0
     assert np.array_equal(*ends.caches)
-    assert ends.finish(ends.reader.post_fence("p", 3)) == 103
+    assert ends.finish(ends.reader.post_fence("p", Fence(1, 3, 0, ()), frozenset())) == 103
 
 
 @pytest.mark.nixl
@@ -109,7 +113,7 @@ def test_without_a_flush_nobody_can_tell_and_the_flight_never_ends(ends):
 def test_a_lost_endpoint_is_terminal_at_once(ends):
     ends.flaky(type("nixlRemoteDisconnectError", (RuntimeError,), {})("NIXL_ERR_REMOTE_DISCONNECT"))
     with pytest.raises(MoveFailed) as caught:
-        ends.reader.post_fence("p", 0)
+        ends.reader.post_fence("p", Fence(1, 0, 0, ()), frozenset())
     assert caught.value.reason.code == "peer_lost"
 
 
@@ -117,21 +121,21 @@ def test_a_lost_endpoint_is_terminal_at_once(ends):
 def test_fences_of_hung_peers_cannot_take_more_than_the_scratch_has(ends):
     ends.reader._reader.free_slots.clear()
     with pytest.raises(MoveFailed, match="too many fences"):
-        ends.reader.post_fence("p", 0)
+        ends.reader.post_fence("p", Fence(1, 0, 0, ()), frozenset())
 
 
 @pytest.mark.nixl
 def test_a_connection_that_has_failed_is_not_shared_and_made_anew_when_nobody_has_it(ends):
-    ends.reader.add(PeerAddress("q", ends.exporter.metadata, ends.table))
+    ends.reader.add(PeerAddress("q", {"nixl": ends.exporter.metadata}, ends.table))
     ends.flaky(type("nixlRemoteDisconnectError", (RuntimeError,), {})("NIXL_ERR_REMOTE_DISCONNECT"))
     with pytest.raises(MoveFailed):
-        ends.reader.post_fence("p", 0)
+        ends.reader.post_fence("p", Fence(1, 0, 0, ()), frozenset())
     ends.reader.remove("p", gone=False)
     with pytest.raises(MoveFailed, match="peer_lost"):
-        ends.reader.add(PeerAddress("p", ends.exporter.metadata, ends.table))
+        ends.reader.add(PeerAddress("p", {"nixl": ends.exporter.metadata}, ends.table))
     ends.reader.remove("q", gone=False)
     ends.meet(ends.exporter)
-    assert ends.finish(ends.reader.post_fence("p", 3)) == 103
+    assert ends.finish(ends.reader.post_fence("p", Fence(1, 3, 0, ()), frozenset())) == 103
 
 
 @pytest.mark.nixl
@@ -139,8 +143,8 @@ def test_two_workers_cannot_share_an_agent(ends):
     impostor = NixlMover("exporter", [ends.regions[0]], ends.table)
     try:
         with pytest.raises(MoveFailed, match="metadata_invalid"):
-            ends.reader.add(PeerAddress("q", impostor.metadata, ends.table))
-        assert ends.finish(ends.reader.post_fence("p", 3)) == 103
+            ends.reader.add(PeerAddress("q", {"nixl": impostor.metadata}, ends.table))
+        assert ends.finish(ends.reader.post_fence("p", Fence(1, 3, 0, ()), frozenset())) == 103
     finally:
         impostor.close()
 
@@ -154,6 +158,102 @@ def test_a_missing_nixl_says_what_to_install(monkeypatch):
     monkeypatch.setattr(nixl_binding.importlib, "import_module", refuse)
     with pytest.raises(TransportUnavailable, match="Install nixl"):
         nixl_binding.load_binding()
+
+
+@pytest.mark.parametrize(
+    ("operators", "ours"),
+    [
+        ("all", "^tcp"),
+        ("tcp", "posix"),
+        ("tcp,cuda_copy", "cuda_copy,posix"),
+        ("rc,cma,tcp:aux,\\\\tcp", "rc,cma,posix"),
+        ("rc,cma,posix", "rc,cma,posix"),
+        ("^cuda_ipc", "^cuda_ipc,tcp"),
+        ("^cuda_ipc,tcp", "^cuda_ipc,tcp,tcp"),
+    ],
+)
+def test_tcp_is_taken_out_of_what_the_operator_allows(operators, ours):
+    assert nixl_binding.without_tcp(operators) == ours
+
+
+def listening():
+    """Sockets of this process that listen on TCP."""
+    links = list(Path("/proc/self/fd").iterdir())  # the one of the folder itself is closed by then
+    open_here = {str(link.readlink()) for link in links if link.is_symlink()}
+    lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
+    return {f"socket:[{line[9]}]" for line in lines if line[3] == "0A"} & open_here
+
+
+@pytest.mark.nixl
+@pytest.mark.parametrize("transports", [None, "tcp", "all", "tcp,cma,posix", "^cuda_ipc"])
+def test_no_agent_has_tcp_whatever_the_operator_allows(monkeypatch, transports):
+    if transports is not None:
+        monkeypatch.setenv("UCX_TLS", transports)
+    before = listening()
+    ends = Ends.__new__(Ends)
+    try:
+        if transports == "tcp":
+            with pytest.raises(MoveFailed, match="plane_unfit: neither shared memory nor RDMA"):
+                ends.__init__()
+        else:
+            ends.__init__()
+            assert ends.finish(ends.reader.post(ends.chunk())) == 0
+            assert np.array_equal(*ends.caches)
+        for mover in (ends.reader, ends.exporter):
+            assert "tcp" not in {each.transport for each in mover._ours.interfaces}
+        assert listening() == before
+        assert os.environ.get("UCX_TLS") == transports
+    finally:
+        ends.reader.close()
+        ends.exporter.close()
+
+
+@pytest.mark.nixl
+def test_a_start_that_fails_names_what_the_operator_allows_and_gives_it_back(monkeypatch):
+    monkeypatch.setenv("UCX_TLS", "cma")
+    memory = np.zeros(64, np.uint64)
+    region = Region(memory.ctypes.data, memory.nbytes)
+    with pytest.raises(TransportUnavailable, match="UCX_TLS=cma"):
+        NixlMover("alone", [region], region)
+    assert os.environ["UCX_TLS"] == "cma"
+
+
+def test_what_is_published_of_the_environment_is_what_must_agree_and_bounded():
+    binding = SimpleNamespace(__name__="no such package._bindings")
+    environment = {
+        "UCX_UNIFIED_MODE": "y",
+        "UCX_POSIX_FIFO_SIZE": "4" * 100,
+        "UCX_TCP_TX_SEG_SIZE": "1m",
+        "UCX_LOG_LEVEL": "info",
+        "SECRET_SEG_SIZE": "1",
+    }
+    published = nixl_binding.published_settings(binding, environment)
+    assert published == {"NIXL": "", "UCX_UNIFIED_MODE": "y", "UCX_POSIX_FIFO_SIZE": "4" * 64}
+    many = {f"UCX_{number}_{'X' * (number % 100)}_SEG_SIZE": "1" for number in range(200)}
+    published = nixl_binding.published_settings(binding, many)
+    envelope = Envelope("nixl", "agent", b"", published)
+    assert len(published) == 32
+    assert unseal(seal(envelope), transport="nixl") == envelope
+
+
+@pytest.mark.nixl
+def test_the_release_of_the_installed_nixl_is_published():
+    release = nixl_binding.published_settings(nixl_binding.load_binding(), {})["NIXL"]
+    assert tuple(int(each) for each in release.split(".")) >= (1, 5)
+
+
+def test_whose_memory_the_kernel_gives_us():
+    assert nixl_binding.may_copy_from(os.getpid())
+    assert nixl_binding.may_copy_from(2**22 + 1), "there is no such process, and NIXL will say so"
+
+
+@pytest.mark.nixl
+def test_peers_whose_transports_cannot_be_compared_are_refused_if_they_must_be_known(ends, monkeypatch):
+    monkeypatch.setattr(ends.reader, "_ours", None)
+    ends.reader.add(PeerAddress("q", {"nixl": ends.exporter.metadata}, ends.table))
+    monkeypatch.setattr(ends.reader, "_known_only", True)
+    with pytest.raises(MoveFailed, match="plane_unfit: the transports of UCX"):
+        ends.reader.add(PeerAddress("r", {"nixl": ends.exporter.metadata}, ends.table))
 
 
 def test_importing_the_transport_imports_neither_nixl_nor_torch():
@@ -189,7 +289,7 @@ def test_of_the_connections_that_are_kept_the_oldest_is_closed_when_there_are_to
     monkeypatch.setattr(nixl, "_KEPT_MAX", 1)
     ends.reader.remove("p", gone=False)
     assert forgotten == []
-    ends.reader.add(PeerAddress("itself", ends.reader.metadata, ends.table))
+    ends.reader.add(PeerAddress("itself", {"nixl": ends.reader.metadata}, ends.table))
     ends.reader.remove("itself", gone=False)
     assert forgotten == ["exporter/exporter"]
     ends.meet(ends.exporter)
@@ -230,11 +330,11 @@ def test_another_one_of_the_same_name_is_not_read_from_over_the_connection_that_
 @pytest.mark.nixl
 @pytest.mark.parametrize("first", ["p", "q"])
 def test_two_peers_of_one_worker_share_its_connection_until_the_last_has_gone(ends, forgotten, first):
-    ends.reader.add(PeerAddress("q", ends.exporter.metadata, ends.table))
-    assert [ends.finish(ends.reader.post_fence(peer, 3)) for peer in "pq"] == [103, 103]
+    ends.reader.add(PeerAddress("q", {"nixl": ends.exporter.metadata}, ends.table))
+    assert [ends.finish(ends.reader.post_fence(peer, Fence(1, 3, 0, ()), frozenset())) for peer in "pq"] == [103, 103]
     ends.reader.remove(first, gone=True)
     last = "q" if first == "p" else "p"
-    assert ends.finish(ends.reader.post_fence(last, 4)) == 104
+    assert ends.finish(ends.reader.post_fence(last, Fence(1, 4, 0, ()), frozenset())) == 104
     assert forgotten == []
     ends.reader.remove(last, gone=False)
     assert forgotten == ["exporter/exporter"], "one of them has said that it is gone"

@@ -1,6 +1,7 @@
 """What NIXL publishes is read to its end; what it cannot have published is refused, whatever it is."""
 
 import random
+import re
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from kvflow.transport.base import Carrier, PeerAddress
 from kvflow.transport.envelope import Envelope, seal, unseal
 from kvflow.transport.mover import MoveFailed
 from kvflow.transport.nixl import NixlMover
-from kvflow.transport.nixl_metadata import Exported, Interface, _checksum, carrier_between, inspect
+from kvflow.transport.nixl_metadata import Exported, Interface, _checksum, carrier_between, difference, inspect
 
 CORPUS = Path(__file__).parents[3] / "fuzz" / "corpus"
 VALID = bytes.fromhex((CORPUS / "metadata-valid.txt").read_text())
@@ -94,27 +95,77 @@ def exported(*names, device=b"a host", namespace=b"", on_device=False):
 HERE = exported("self", "tcp", "sysv", "posix", "cma")
 CARDS = ("self", "tcp", "sysv", "posix", "cma", "rc_mlx5")
 CUDA = (*CARDS[:5], "cuda_copy", "cuda_ipc")
+NEAR = [
+    (HERE, HERE, Carrier("cma", "addresses")),
+    (exported(*CARDS), exported(*CARDS), Carrier("cma|rc_mlx5", "candidates")),
+    (exported(*CUDA, on_device=True), exported(*CUDA, on_device=True), Carrier("cuda_ipc", "addresses")),
+    (exported(*CUDA), exported(*CUDA), Carrier("cma", "addresses")),
+]
+FAR = [
+    (exported(*CARDS), exported(*CARDS, device=b"another"), Carrier("rc_mlx5", "addresses")),
+    (exported(*CARDS, on_device=True), exported(*CARDS), Carrier("rc_mlx5", "addresses")),
+    (exported("tcp", ""), exported("tcp", ""), Carrier("unknown", "nothing")),
+]
+NEVER = {
+    "another host": (HERE, exported("tcp", "posix", "cma", device=b"another")),
+    "another PID namespace": (HERE, exported("tcp", "posix", "cma", namespace=b"9876")),
+    "no cma there": (HERE, exported("tcp", "posix")),
+    "no cma here": (exported("tcp", "posix"), HERE),
+    "another card": (exported(*CARDS), exported("tcp", "rc_verbs")),
+    "a GPU's memory here alone": (exported(*CUDA, on_device=True), exported(*CUDA)),
+    "a GPU's memory there alone": (exported(*CUDA), exported(*CUDA, on_device=True)),
+    "GPUs of two hosts": (exported(*CUDA, on_device=True), exported(*CUDA, on_device=True, device=b"another")),
+    "no transport in common": (HERE, exported("dc_mlx5", device=b"another")),
+}
+
+
+@pytest.mark.parametrize(("ours", "theirs", "carrier"), [*NEAR, *FAR])
+def test_what_carries_the_bytes_follows_from_what_both_have(ours, theirs, carrier):
+    assert carrier_between(ours, theirs, lambda _: True) == carrier
+
+
+@pytest.mark.parametrize("name", NEVER)
+def test_what_the_other_process_would_have_to_send_is_carried_by_nothing(name):
+    assert carrier_between(*NEVER[name], lambda _: True) is None
+
+
+@pytest.mark.parametrize(("ours", "theirs", "carrier"), NEAR)
+def test_memory_that_the_kernel_protects_is_not_near(ours, theirs, carrier):
+    asked = []
+    found = carrier_between(ours, theirs, asked.append)
+    assert found in (None, Carrier("rc_mlx5", "addresses"))
+    assert found != carrier
+    assert asked == [int.from_bytes(b"1234", "little")]
+
+
+def test_the_number_of_a_process_in_a_pid_namespace_has_a_flag_that_is_not_part_of_it():
+    asked = []
+    side = Exported((Interface("cma", b"a host", (7 | 1 << 31).to_bytes(4, "little") + b"namespace"),), False)
+    carrier_between(side, side, asked.append)
+    assert asked == [7]
+
+
+def test_only_a_network_card_reaches_beyond_the_host():
+    assert not exported(*CUDA[:1], *CUDA[2:]).has_network
+    assert exported(*CARDS[:1], "rc_mlx5").has_network
+    assert exported("").has_network, "nobody knows what it is"
+
+
+SETTINGS = {"NIXL": "1.5", "UCX_POSIX_FIFO_SIZE": "64"}
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "name", "known_by"),
+    ("theirs", "words"),
     [
-        (HERE, HERE, "cma", "addresses"),
-        (HERE, exported("self", "tcp", "sysv", "posix", "cma", device=b"another"), "tcp", "addresses"),
-        (HERE, exported("self", "tcp", "sysv", "posix", "cma", namespace=b"9876"), "tcp", "addresses"),
-        (HERE, exported("tcp"), "tcp", "addresses"),
-        (exported("tcp"), HERE, "tcp", "addresses"),
-        (exported(*CARDS), exported(*CARDS, device=b"another"), "rc_mlx5", "addresses"),
-        (exported(*CARDS), exported(*CARDS), "cma|rc_mlx5", "candidates"),
-        (exported(*CARDS), exported("tcp", "rc_verbs"), "tcp", "addresses"),
-        (exported(*CUDA, on_device=True), exported(*CUDA, on_device=True), "cuda_ipc|tcp", "candidates"),
-        (exported(*CUDA, on_device=True), HERE, "tcp", "addresses"),
-        (HERE, exported("cma", device=b"another"), "unknown", "nothing"),
-        (exported("tcp", ""), exported("tcp", ""), "unknown", "nothing"),
+        (SETTINGS, "^$"),
+        ({**SETTINGS, "NIXL": "1.6"}, "^NIXL is '1.5' here and '1.6' at the peer; install the same release on both"),
+        ({"NIXL": "1.5"}, "^UCX_POSIX_FIFO_SIZE is '64' here and not set at the peer; set the same value on both"),
+        ({**SETTINGS, "UCX_UNIFIED_MODE": "y"}, "^UCX_UNIFIED_MODE is not set here and 'y' at the peer"),
+        (None, "same kvflow release"),
     ],
 )
-def test_what_carries_the_bytes_follows_from_what_both_have(ours, theirs, name, known_by):
-    assert carrier_between(ours, theirs) == Carrier(name, known_by)
+def test_a_setting_that_differs_is_named_with_both_values(theirs, words):
+    assert re.search(words, difference(SETTINGS, theirs))
 
 
 def test_the_transports_of_a_worker_are_named():
@@ -139,6 +190,8 @@ def test_the_installed_nixl_publishes_what_is_understood(exporter):
     found = inspect(envelope.blob, envelope.agent)
     assert all(each.transport for each in found.interfaces), "a transport of this UCX has a name that we do not know"
     assert mover._ours is not None
+    assert "tcp" not in {each.transport for each in found.interfaces}
+    assert "cma" in {each.transport for each in found.interfaces}
 
 
 @pytest.mark.nixl
@@ -146,11 +199,11 @@ def test_the_reader_refuses_what_would_crash_it_and_whatever_has_another_name(ex
     mover, epochs = exporter
     for line in (CORPUS / "metadata.txt").read_text().split():
         blob = bytes.fromhex(line)
-        sealed = seal(Envelope("nixl", blob[24:36].decode(), blob))
+        sealed = seal(Envelope("nixl", blob[24:36].decode(), blob, mover._settings))
         with pytest.raises(MoveFailed, match="metadata_invalid"):
-            mover.add(PeerAddress("p", sealed, epochs))
+            mover.add(PeerAddress("p", {"nixl": sealed}, epochs))
     with pytest.raises(MoveFailed, match="not of 'another engine/exporter'"):
-        mover.add(PeerAddress("p", mover.metadata, epochs, agent="another engine"))
+        mover.add(PeerAddress("p", {"nixl": mover.metadata}, epochs, agent="another engine"))
 
 
 def test_a_nixl_that_publishes_in_another_form_is_said_once_and_used(caplog):

@@ -18,7 +18,7 @@ from kvflow.transport.base import (
     Read,
     ReadCompleted,
 )
-from kvflow.transport.mover import Flight, MoveFailed
+from kvflow.transport.mover import Flight, MoveFailed, Mover
 from kvflow.transport.owner import CancelReads, Owner, RemovePeer, RenewReader
 
 MEMORY = Region(4096, 4096)
@@ -32,7 +32,7 @@ class ScriptedFlight(Flight):
         self.outcome = None
 
 
-class ScriptedMover:
+class ScriptedMover(Mover):
     """Posts what it is told; flies for ever unless ``land`` is called."""
 
     metadata = b""
@@ -61,8 +61,8 @@ class ScriptedMover:
         self._call("post", chunk.read.read_id)
         return self._fly()
 
-    def post_fence(self, peer, slot):
-        self._call("post_fence", peer, slot)
+    def post_fence(self, peer, fence, after):
+        self._call("post_fence", peer, fence.slot, after)
         return self._fly()
 
     def poll(self, flight):
@@ -88,8 +88,8 @@ class Bench:
         self.events = []
         self.now = 0.0
         self.owner = Owner(self.mover, [MEMORY], self.events.append, lambda: self.now)
-        self.owner.handle(PeerAddress("p", b"", EPOCHS))
-        self.owner.handle(PeerAddress("q", b"", EPOCHS))
+        self.owner.handle(PeerAddress("p", {}, EPOCHS))
+        self.owner.handle(PeerAddress("q", {}, EPOCHS))
         rows = np.array([[4096, 64, 0, 64, 8]])
         for number, peer in enumerate("pq"):
             self.owner.handle(Program(number, peer, rows, rows))
@@ -133,7 +133,7 @@ def test_a_step_posts_one_piece_and_tells_whether_anything_changed(bench):
     bench.land()
     assert bench.seen() == ["ReadCompleted 1"]
     assert bench.owner.step()
-    assert bench.mover.calls[-1] == ("post_fence", "p", 3)
+    assert bench.mover.calls[-1] == ("post_fence", "p", 3, frozenset({1}))
     bench.land()
     bench.land(77)
     assert bench.seen() == ["ReadCompleted 2", "FenceJudged 5"]
@@ -147,7 +147,7 @@ def test_a_lost_peer_is_removed_when_its_last_flight_has_ended(bench):
     bench.land(MoveFailed("peer_lost", "reset"))
     assert bench.seen() == ["ReadFailed 1 peer_lost", "ReadFailed 3 peer_lost", "PeerFailed peer_lost"]
     assert ("remove", "p") not in bench.mover.calls
-    bench.owner.handle(PeerAddress("p", b"", EPOCHS))
+    bench.owner.handle(PeerAddress("p", {}, EPOCHS))
     assert bench.mover.calls.count(("add", "p")) == 1
     bench.land(MoveFailed("peer_lost", "reset"))
     assert bench.seen() == ["ReadFailed 2 peer_lost", "PeerAdded"]
@@ -156,8 +156,8 @@ def test_a_lost_peer_is_removed_when_its_last_flight_has_ended(bench):
 
 def test_peers_that_share_an_exporter_are_lost_together(bench):
     for peer in ("a", "b"):
-        bench.owner.handle(PeerAddress(peer, b"", EPOCHS, agent="one worker"))
-    bench.owner.handle(PeerAddress("c", b"", EPOCHS, agent="another worker"))
+        bench.owner.handle(PeerAddress(peer, {}, EPOCHS, agent="one worker"))
+    bench.owner.handle(PeerAddress("c", {}, EPOCHS, agent="another worker"))
     bench.seen()
     rows = np.array([[4096, 64, 0, 64, 8]])
     bench.owner.handle(Program(7, "a", rows, rows))
@@ -189,7 +189,7 @@ def test_removing_a_peer_that_waits_to_be_added_again_tells_so(bench):
     bench.post(1)
     bench.owner.step()
     bench.owner.handle(RemovePeer("p"))
-    bench.owner.handle(PeerAddress("p", b"", EPOCHS))
+    bench.owner.handle(PeerAddress("p", {}, EPOCHS))
     bench.owner.handle(RemovePeer("p"))
     assert bench.seen() == ["PeerFailed peer_lost"]
     bench.land()
@@ -224,7 +224,7 @@ def test_a_chunk_whose_post_has_a_defect_may_write_until_the_agents_are_gone(ben
 def test_a_read_waits_for_its_look_whatever_that_says(bench):
     bench.post(1, looks=(Fence(5, 3, 7, ()),))
     assert bench.owner.step()
-    assert bench.mover.calls[-1] == ("post_fence", "p", 3)
+    assert bench.mover.calls[-1] == ("post_fence", "p", 3, frozenset())
     assert not bench.owner.step()
     bench.land(6)
     assert bench.seen() == ["FenceJudged 5"]
@@ -248,7 +248,7 @@ def test_a_defect_while_posting_a_fence_fails_everything_and_serving_goes_on(ben
     assert {word.split()[1] for word in words if word.startswith("Read")} == {"1", "2"}
     assert sum(word.startswith("Fence") for word in words) == 1
     bench.mover.raising.clear()
-    bench.owner.handle(PeerAddress("p", b"", EPOCHS))
+    bench.owner.handle(PeerAddress("p", {}, EPOCHS))
     assert bench.seen() == ["PeerAdded"]
 
 
@@ -270,10 +270,10 @@ def test_a_defect_while_polling_leaves_the_read_open_until_the_agents_are_gone(b
 def test_a_defect_while_adding_or_admitting_still_answers(bench, caplog):
     with caplog.at_level(logging.CRITICAL, "kvflow.transport.owner"):
         bench.mover.raising["add"] = ZeroDivisionError("a defect")
-        bench.owner.handle(PeerAddress("r", b"", EPOCHS))
+        bench.owner.handle(PeerAddress("r", {}, EPOCHS))
         assert bench.seen()[0] == "PeerFailed transport_error"
         bench.mover.raising.clear()
-        bench.owner.handle(PeerAddress("p", b"", EPOCHS))
+        bench.owner.handle(PeerAddress("p", {}, EPOCHS))
         bench.owner.handle(Program(0, "p", *[np.array([[4096, 64, 0, 64, 8]])] * 2))
         bench.seen()
         scalar = np.array(0, dtype=np.int32)
@@ -350,12 +350,12 @@ def test_who_does_not_land_in_time_is_lost_with_all_it_has(hung):
         "PeerFailed peer_lost",
         "RenewalEnded 3",
     ]
-    hung.owner.handle(PeerAddress("q", b"", EPOCHS))
+    hung.owner.handle(PeerAddress("q", {}, EPOCHS))
     assert hung.seen() == ["PeerAdded"]
 
 
 def test_a_hung_peer_that_waits_to_be_added_again_is_added_to_the_next_reader(hung):
-    hung.owner.handle(PeerAddress("p", b"", EPOCHS))
+    hung.owner.handle(PeerAddress("p", {}, EPOCHS))
     hung.owner.handle(RenewReader())
     hung.mover.flights[2].outcome = 0
     hung.owner.step()

@@ -78,7 +78,7 @@ class Bench:
         self.memory = StagingMemory(8 * BUFFER)
         region = Region(target.ctypes.data, target.nbytes)
         self.owner = Owner(self.mover, [region], self.events.append, lambda: 0.0, self.memory)
-        self.owner.handle(PeerAddress("p", b"", EPOCHS))
+        self.owner.handle(PeerAddress("p", {}, EPOCHS))
         self.owner.handle(staged_program(target))
         self.memory._memory[:] = 7
         self.events.clear()
@@ -92,7 +92,7 @@ class Bench:
         """Have four peers read more than lands; return them. Their reads are numbered from 0."""
         peers = [f"hung{number}" for number in range(4)]
         for number, peer in enumerate(peers):
-            self.owner.handle(PeerAddress(peer, b"", EPOCHS))
+            self.owner.handle(PeerAddress(peer, {}, EPOCHS))
             self.owner.handle(staged_program(target, peer=peer))
             self.post(number, range(3 * SLOTS), peer)
         for _ in range(2 * len(peers)):
@@ -185,7 +185,7 @@ def test_whoever_waits_for_the_buffers_of_hung_peers_is_named_and_goes_on_with_t
 
 def test_who_is_read_directly_waits_for_no_buffer(bench, target):
     bench.take_all_buffers(target)
-    bench.owner.handle(PeerAddress("q", b"", EPOCHS))
+    bench.owner.handle(PeerAddress("q", {}, EPOCHS))
     rows = np.array([[target.ctypes.data, PIECE, 0, PIECE, 1]])
     bench.owner.handle(Program(0, "q", rows, rows))
     index = np.zeros(1, np.int32)

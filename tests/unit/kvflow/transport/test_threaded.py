@@ -1,10 +1,17 @@
 """The thread around a mover: what it says when the library does not return."""
 
+import os
+import queue
+import select
 import threading
+
+import pytest
 
 from kvflow.layout.region import Region
 from kvflow.transport import threaded
+from kvflow.transport.mover import Mover
 from kvflow.transport.owner import RemovePeer
+from kvflow.transport.serving import SERVES_NOTHING, Serving
 from kvflow.transport.staging import StagingMemory
 from kvflow.transport.threaded import ThreadedTransport
 from tests.preemption import every_preemption
@@ -12,10 +19,11 @@ from tests.preemption import every_preemption
 PATIENCE_S = 60
 
 
-class StuckMover:
+class StuckMover(Mover):
     """A library whose agents cannot be destroyed before it is let go."""
 
     metadata = b"how to read me"
+    data_endpoint = ""
 
     def __init__(self):
         self.closing, self.let_go = threading.Event(), threading.Event()
@@ -28,7 +36,7 @@ class StuckMover:
 def test_closing_waits_for_a_call_that_hangs_and_says_so(monkeypatch):
     monkeypatch.setattr(threaded, "HANGS_S", 0.01)
     mover = StuckMover()
-    transport = ThreadedTransport("stuck", lambda _regions, _epochs: mover, lambda _event: None, StagingMemory(0))
+    transport = ThreadedTransport("stuck", {"stuck": lambda *_given: mover}, lambda _event: None, StagingMemory(0))
     transport.start([Region(4096, 64)], Region(8192, 64))
     told, words = threading.Event(), []
 
@@ -48,21 +56,106 @@ def test_closing_waits_for_a_call_that_hangs_and_says_so(monkeypatch):
     assert not closing.is_alive()
 
 
-def idle_transport(kind=ThreadedTransport):
+class EventMover(StuckMover):
+    """Has news when a test says so."""
+
+    def __init__(self):
+        super().__init__()
+        self.let_go.set()
+        self.news = os.eventfd(0)
+
+    def fileno(self):
+        return self.news
+
+
+def test_a_mover_gets_what_it_serves_and_its_descriptor_ends_the_pause_of_its_thread(monkeypatch):
+    steps, given, mover = queue.Queue(), [], EventMover()
+
+    class Idle:
+        """An owner that has nothing to do."""
+
+        in_flight = must_poll = False
+
+        def __init__(self, *_given):
+            pass
+
+        def step(self):
+            if select.select([mover.news], [], [], 0)[0]:
+                os.eventfd_read(mover.news)
+            steps.put("step")
+            return False
+
+        def begin_close(self):
+            pass
+
+        def end_close(self):
+            pass
+
+    def open_mover(*values):
+        given.append(values)
+        return mover
+
+    monkeypatch.setattr(threaded, "Owner", Idle)
+    transport = ThreadedTransport("idle", {"idle": open_mover}, lambda _event: None, StagingMemory(0))
+    regions, epochs = (Region(4096, 64),), Region(8192, 64)
+    serving = Serving((), lambda _slot, _epoch: None, lambda _public_key: True, bytes(32))
+    transport.start(regions, epochs, serving)
+    assert given == [(regions, epochs, serving)]
+    for _ in range(3):
+        steps.get(timeout=PATIENCE_S)
+        os.eventfd_write(mover.news, 1)  # without it the thread has nothing to wait for, and sleeps for ever
+    steps.get(timeout=PATIENCE_S)
+    transport.close()
+    os.close(mover.news)
+
+
+def test_a_transport_serves_nothing_unless_it_is_told_what():
+    given = []
+    transport = ThreadedTransport(
+        "refusing", {"refusing": lambda *values: given.append(values) or 1 / 0}, lambda _event: None, StagingMemory(0)
+    )
+    with pytest.raises(ZeroDivisionError):
+        transport.start([Region(4096, 64)], Region(8192, 64))
+    assert given[0][2] is SERVES_NOTHING
+    assert SERVES_NOTHING.tracks == ()
+    assert SERVES_NOTHING.blocks_of(0, 0) is None
+    assert not SERVES_NOTHING.admits("0" * 64)
+
+
+def idle_transport(kind=ThreadedTransport, descriptor=-1):
     """A transport whose owner thread is played by the test."""
-    return kind("played", lambda _regions, _epochs: None, lambda _event: None, StagingMemory(0))
+    transport = kind("played", {}, lambda _event: None, StagingMemory(0))
+    transport._bell.watch(descriptor)
+    return transport
+
+
+@pytest.fixture(params=["lock", "descriptor"])
+def descriptor(request):
+    """What pauses wait for beside commands: nothing, or a descriptor that is never readable."""
+    if request.param == "lock":
+        yield -1
+    else:
+        silent = os.eventfd(0)
+        yield silent
+        os.close(silent)
 
 
 def sleeps_on(transport):
     """Tell whether the owner would go to sleep although a command waits: it does so while nobody has woken it."""
-    return bool(transport._commands) and not transport._wake.acquire(blocking=False)
+    return bool(transport._commands) and not has_rung(transport._bell)
 
 
-def unheard_commands(kind, within):
+def has_rung(bell):
+    """Tell whether the next pause would end at once."""
+    rung = bell._silent.acquire(blocking=False)
+    return rung or (bell._epoll is not None and bool(bell._epoll.poll(0)))
+
+
+def unheard_commands(kind, within, descriptor=-1):
     """Return the moments, bytecode by bytecode, at which a command waits until another one comes."""
     unheard = []
     for moment, preemption in enumerate(every_preemption()):
-        transport, taken = idle_transport(kind), []
+        transport, taken = idle_transport(kind, descriptor), []
         transport.remove_peer("first")
         # The owner is woken, and takes what is there.
         preemption.interrupt(
@@ -77,11 +170,12 @@ def unheard_commands(kind, within):
         else:
             taken += transport._take(0.0)
             assert taken == [RemovePeer("first"), RemovePeer("second")]
+        transport._bell.close()
     return unheard
 
 
-def test_a_command_wakes_the_owner_whenever_it_comes():
-    assert unheard_commands(ThreadedTransport, threaded.__file__) == []
+def test_a_command_wakes_the_owner_whenever_it_comes(descriptor):
+    assert unheard_commands(ThreadedTransport, threaded.__file__, descriptor) == []
 
 
 def test_a_command_that_wakes_only_an_empty_queue_is_not_heard():
@@ -95,9 +189,9 @@ def test_a_command_that_wakes_only_an_empty_queue_is_not_heard():
     assert unheard_commands(Careless, threaded.__file__)
 
 
-def test_a_command_that_is_interrupted_by_the_owner_wakes_it_again():
+def test_a_command_that_is_interrupted_by_the_owner_wakes_it_again(descriptor):
     for preemption in every_preemption():
-        transport, taken = idle_transport(), []
+        transport, taken = idle_transport(descriptor=descriptor), []
         preemption.interrupt(
             lambda transport=transport: transport.remove_peer("only"),
             lambda transport=transport, taken=taken: taken.extend(transport._take(0.0)),
@@ -106,11 +200,12 @@ def test_a_command_that_is_interrupted_by_the_owner_wakes_it_again():
         assert not sleeps_on(transport)
         taken += transport._take(0.0)
         assert taken == [RemovePeer("only")]
+        transport._bell.close()
 
 
-def test_each_command_wakes_an_owner_that_sleeps():
-    transport = idle_transport()
+def test_each_command_wakes_an_owner_that_sleeps(descriptor):
+    transport = idle_transport(descriptor=descriptor)
     for number in range(3):
         transport.remove_peer(str(number))
-        assert transport._wake.acquire(blocking=False), "the owner sleeps on"
+        assert has_rung(transport._bell), "the owner sleeps on"
         assert transport._take(0.0) == [RemovePeer(str(number))]

@@ -1,0 +1,308 @@
+"""Several data planes are one: each peer is read over the best that can serve it, and one that fails stops no other."""
+
+import numpy as np
+import pytest
+
+from kvflow.errors import TransportUnavailable
+from kvflow.layout.region import Region
+from kvflow.transport.base import UNFIT, Carrier, Fence, PeerAddress, Program, Published, Read
+from kvflow.transport.bounds import check_rows
+from kvflow.transport.envelope import Envelope, seal
+from kvflow.transport.ledger import Chunk
+from kvflow.transport.loopback import LoopbackMover
+from kvflow.transport.mover import Flight, MoveFailed, Prepared
+from kvflow.transport.planes import PlanesMover, open_planes
+from kvflow.transport.serving import SERVES_NOTHING
+
+NBYTES = 256
+
+
+class Memory:
+    """A cache and a table of epochs."""
+
+    def __init__(self, value=0):
+        self.cache = np.full(NBYTES, value, np.uint8)
+        self.epochs = np.full(8, value, np.uint64)
+        self.region = Region(self.cache.ctypes.data, self.cache.nbytes)
+        self.table = Region(self.epochs.ctypes.data, self.epochs.nbytes)
+
+
+class Late(Flight):
+    """A chunk or a fence that ends when it is asked about."""
+
+    def __init__(self, outcome):
+        self.outcome = outcome
+
+
+class OverOne(LoopbackMover):
+    """A data plane of its own: the loopback under another name, whose posts fly, and which may refuse or fail.
+
+    Attributes:
+        calls: what it was asked to do.
+        refusal: what ``add`` raises.
+        failure: what ``renew`` and ``close`` raise.
+    """
+
+    def __init__(self, plane, memory, *, refusal=None, failure=None, descriptor=-1):
+        super().__init__(f"{plane} of {id(memory)}", (memory.region,), memory.table)
+        self.plane, self.refusal, self.failure, self.descriptor = plane, refusal, failure, descriptor
+        self.calls = []
+
+    def add(self, address):
+        self.calls.append("add")
+        if self.refusal is not None:
+            raise self.refusal
+        # The loopback knows one name only.
+        planes = {"loopback": address.planes[self.plane]}
+        return super().add(PeerAddress(address.peer, planes, address.epochs))
+
+    def remove(self, peer_id, *, gone):
+        self.calls.append(("remove", peer_id, gone))
+        super().remove(peer_id, gone=gone)
+
+    def post(self, chunk):
+        self.calls.append("post")
+        return Late(super().post(chunk))
+
+    def post_fence(self, peer_id, fence, after):
+        self.calls.append(("fence", after))
+        return Late(super().post_fence(peer_id, fence, after))
+
+    def progress(self):
+        self.calls.append("progress")
+
+    def leave(self, peer_id):
+        self.calls.append(("leave", peer_id))
+
+    def poll(self, flight):
+        self.calls.append("poll")
+        return flight.outcome
+
+    def fileno(self):
+        return self.descriptor
+
+    def renew(self):
+        self.calls.append("renew")
+        super().renew()
+        if self.failure is not None:
+            raise self.failure
+
+    def close(self):
+        self.calls.append("close")
+        super().close()
+        if self.failure is not None:
+            raise self.failure
+
+
+class World:
+    """Our planes, and peers that publish planes of their own."""
+
+    def __init__(self, **ours):
+        self.ours = Memory()
+        self.movers = {name: OverOne(name, self.ours, **settings) for name, settings in ours.items()}
+        self.mover = PlanesMover(self.movers, {})
+        self.open = [*self.movers.values()]
+
+    def peer(self, *planes, value=7):
+        """Return the memory of a peer, and what we are told of its planes."""
+        memory = Memory(value)
+        theirs = {name: OverOne(name, memory) for name in planes}
+        self.open += theirs.values()
+        return memory, {name: mover.metadata for name, mover in theirs.items()}
+
+    def reads(self, name, memory):
+        """Read a peer's cache and an epoch over whatever plane it was added to."""
+        rows = [np.array([[region.address, 16, 0, 16, 16]], np.int64) for region in (memory.region, self.ours.region)]
+        self.mover.prepare(Prepared(Program(1, name, *rows), *map(check_rows, rows)))
+        index = np.arange(16, dtype=np.int32)
+        read = Read(1, name, 1, index, index, np.array([0, 16]), NBYTES)
+        assert self.mover.poll(self.mover.post(Chunk(read, 0, 16))) == 0
+        assert (self.ours.cache == memory.cache).all()
+        assert self.mover.poll(self.mover.post_fence(name, Fence(1, 3, 0, ()), frozenset({1}))) == memory.epochs[3]
+
+    def used(self):
+        return {name for name, mover in self.movers.items() if "post" in mover.calls}
+
+
+@pytest.fixture
+def make():
+    worlds = []
+
+    def new(**ours):
+        worlds.append(World(**ours))
+        return worlds[-1]
+
+    yield new
+    for world in worlds:
+        for mover in world.open:
+            if "close" not in mover.calls:
+                mover.failure = None
+                mover.close()
+
+
+def refuses(code, detail):
+    return {"refusal": MoveFailed(code, detail)}
+
+
+@pytest.mark.parametrize(
+    ("theirs", "chosen"), [(("a", "b"), "a"), (("b", "a"), "a"), (("b",), "b"), (("a",), "a"), (("c", "b"), "b")]
+)
+def test_a_peer_is_read_over_the_best_plane_that_both_sides_have(make, theirs, chosen):
+    world = make(a={}, b={})
+    memory, planes = world.peer(*theirs)
+    assert world.mover.add(PeerAddress("p", planes, memory.table)) == Carrier("loopback", "kind", chosen)
+    world.reads("p", memory)
+    assert world.used() == {chosen}
+    assert ("fence", frozenset({1})) in world.movers[chosen].calls
+
+
+def test_peers_of_different_planes_are_read_side_by_side(make):
+    world = make(a={}, b={})
+    both, one = world.peer("a", "b", value=1), world.peer("b", value=2)
+    for name, (memory, planes) in zip("pq", (both, one), strict=True):
+        world.mover.add(PeerAddress(name, planes, memory.table))
+    world.reads("p", both[0])
+    world.reads("q", one[0])
+    world.reads("p", both[0])
+    assert (world.movers["a"].calls.count("post"), world.movers["b"].calls.count("post")) == (2, 1)
+    flights = [world.mover.post_fence(name, Fence(1, 0, 0, ()), frozenset()) for name in "pq"]
+    assert [world.mover.poll(flight) for flight in reversed(flights)] == [2, 1]
+
+
+def test_a_plane_that_does_not_fit_is_passed_over_in_silence(make, caplog):
+    world = make(a=refuses(UNFIT, "no one-sided path"), b={})
+    memory, planes = world.peer("a", "b")
+    assert world.mover.add(PeerAddress("p", planes, memory.table)).plane == "b"
+    world.reads("p", memory)
+    assert caplog.text == ""
+
+
+def test_a_plane_that_fails_is_passed_over_and_told(make, caplog):
+    world = make(a=refuses("transport_error", "no memory left"), b={})
+    memory, planes = world.peer("a", "b")
+    assert world.mover.add(PeerAddress("p", planes, memory.table)).plane == "b"
+    assert "p is read over b, because a failed: no memory left" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "theirs", "code", "detail"),
+    [
+        ((UNFIT, "far"), (UNFIT, "odd"), ("a", "b"), UNFIT, "a: far; b: odd"),
+        ((UNFIT, "far"), (UNFIT, "odd"), ("a",), UNFIT, "a: far; b: the peer does not have this data plane"),
+        ((UNFIT, "far"), ("peer_lost", "gone"), ("a", "b"), "peer_lost", "a: far; b: gone"),
+        (("metadata_invalid", "lie"), ("peer_lost", "gone"), ("a", "b"), "metadata_invalid", "a: lie; b: gone"),
+    ],
+)
+def test_a_peer_that_no_plane_can_read_is_refused_with_the_reason_of_each(make, a, b, theirs, *, code, detail):
+    world = make(a=refuses(*a), b=refuses(*b))
+    memory, planes = world.peer(*theirs)
+    with pytest.raises(MoveFailed) as caught:
+        world.mover.add(PeerAddress("p", planes, memory.table))
+    assert (caught.value.reason.code, caught.value.reason.detail) == (code, detail)
+    world.movers["b"].refusal = None
+    memory, planes = world.peer("b")
+    assert world.mover.add(PeerAddress("p", planes, memory.table)).plane == "b", "it may come again"
+
+
+def test_a_peer_is_removed_from_its_plane_and_one_that_is_gone_for_ever_from_all(make):
+    world = make(a={}, b={})
+    memory, planes = world.peer("b")
+    world.mover.add(PeerAddress("p", planes, memory.table))
+    world.mover.remove("p", gone=False)
+    assert [mover.calls for mover in world.movers.values()] == [[], ["add", ("remove", "p", False)]]
+    world.mover.remove("p", gone=True)
+    assert all(mover.calls[-1] == ("remove", "p", True) for mover in world.movers.values())
+
+
+def test_every_plane_is_renewed_and_closed_also_if_another_one_fails(make):
+    world = make(a={"failure": MoveFailed("transport_error", "a fails")}, b={})
+    memory, planes = world.peer("b")
+    address = PeerAddress("p", planes, memory.table)
+    world.mover.add(address)
+    with pytest.raises(MoveFailed, match="a fails"):
+        world.mover.renew()
+    world.mover.add(address)
+    world.reads("p", memory)
+    with pytest.raises(MoveFailed, match="a fails"):
+        world.mover.close()
+    for mover in world.movers.values():
+        assert (mover.calls.count("renew"), mover.calls.count("close")) == (1, 1)
+
+
+def test_the_descriptor_is_that_of_the_plane_that_has_one(make):
+    assert make(a={}, b={"descriptor": 9}).mover.fileno() == 9
+    assert make(a={}).mover.fileno() == -1
+
+
+# Opening.
+
+
+def opened(factories, required=()):
+    memory = Memory()
+    given = {"regions": (memory.region,), "epochs": memory.table, "serving": SERVES_NOTHING}
+    return open_planes(factories, frozenset(required), **given), memory
+
+
+def missing(*_given):
+    raise TransportUnavailable("it is not installed")
+
+
+def listening(*given):
+    regions, epochs, *_ = given
+    mover = LoopbackMover("one that listens", regions, epochs)
+    mover.data_endpoint = "tcp://node-7:5700"
+    return mover
+
+
+def quiet(*given):
+    regions, epochs, *_ = given
+    return LoopbackMover("one that does not", regions, epochs)
+
+
+def metadata_of(name):
+    return seal(Envelope("loopback", name, b""))
+
+
+def test_what_is_published_names_every_plane_and_where_one_listens():
+    mover, _ = opened({"nixl": quiet, "tcp": listening})
+    planes = {"nixl": metadata_of("one that does not"), "tcp": metadata_of("one that listens")}
+    assert mover.published == Published(planes=planes, data_endpoint="tcp://node-7:5700")
+    assert mover.published.names == "nixl+tcp"
+    mover.close()
+
+
+def test_a_plane_that_cannot_start_is_left_out_and_told():
+    mover, _ = opened({"nixl": missing, "tcp": listening}, required=["tcp"])
+    assert (set(mover.published.planes), mover.published.missing) == ({"tcp"}, {"nixl": "it is not installed"})
+    mover.close()
+
+
+@pytest.mark.parametrize(
+    ("factories", "required", "words"),
+    [
+        ({"nixl": missing}, (), "it is not installed"),
+        ({"nixl": missing, "tcp": missing}, (), "nixl: it is not installed; tcp: it is not installed"),
+        ({"nixl": quiet, "tcp": missing}, ("tcp",), "it is not installed"),
+    ],
+)
+def test_without_a_plane_that_is_needed_nothing_starts_and_nothing_stays_open(factories, required, words):
+    for _ in range(2):  # the second would find the name of the first taken
+        with pytest.raises(TransportUnavailable, match=words):
+            opened(factories, required)
+
+
+def test_a_defect_closes_what_was_open():
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            opened({"nixl": quiet, "tcp": lambda *_: 1 / 0})
+
+
+def test_progress_is_made_on_every_plane_and_only_a_peers_own_plane_is_told_that_it_leaves(make):
+    world = make(a={}, b={})
+    memory, planes = world.peer("a")
+    world.mover.add(PeerAddress("p", planes, memory.table))
+    world.mover.progress()
+    world.mover.leave("p")
+    world.mover.leave("a stranger")
+    assert [("leave", "p") in mover.calls for mover in world.movers.values()] == [True, False]
+    assert all("progress" in mover.calls for mover in world.movers.values())

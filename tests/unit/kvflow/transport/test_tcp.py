@@ -1,0 +1,753 @@
+"""The TCP data plane's mover against a real exporter, and against one that says what no honest exporter would."""
+
+import os
+import resource
+import select
+import socket
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from kvflow.ids import PeerId
+from kvflow.layout.region import Region
+from kvflow.transport import tcp as module
+from kvflow.transport import tcp_wire as wire
+from kvflow.transport.base import NOBODY, Carrier, PeerAddress, Program
+from kvflow.transport.bounds import check_rows
+from kvflow.transport.envelope import Envelope, seal
+from kvflow.transport.mover import MoveFailed, Prepared
+
+from .tcp_peers import EPOCH, Consumer, Producer, ScriptedExporter, credentials, done
+
+WHO = credentials()
+E7 = EPOCH + 7
+ROWS = np.array([[4096, 512, 0, 512, 64]])
+"""Of a producer that does not look."""
+
+
+@pytest.fixture(params=["off", "tls"])
+def encryption(request):
+    return request.param
+
+
+@pytest.fixture
+def consume(encryption):
+    """Makes consumers, which are closed in the end."""
+    made = []
+
+    def consume(**options):
+        made.append(Consumer(encryption=encryption, **options))
+        return made[-1]
+
+    yield consume
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def consumer(consume):
+    return consume(connections=1)
+
+
+@pytest.fixture
+def producer(encryption):
+    made = Producer(encryption)
+    yield made
+    made.put_away()
+
+
+class Pair:
+    """A consumer, and a scripted exporter that it reads from: program 1 is prepared."""
+
+    def __init__(self, consumer):
+        self.consumer = consumer
+        self.exporter = ScriptedExporter(consumer)
+        self.peer = consumer.add(self.exporter.endpoint)
+        consumer.prepare(self.peer, ROWS)
+        self.connection = self.exporter.open()
+
+    def post(self, count=2, leases=None):
+        """Post a read of some blocks, one after the other."""
+        read = self.consumer.read(self.peer, range(count), range(count), leases or [(3, E7, count)])
+        return read, self.consumer.post(read)
+
+    def asked(self, connection=None):
+        """Hear the request for a read; a connection hears of the program first."""
+        connection = connection or self.connection
+        request, body = self.exporter.request(connection)
+        if request.kind == wire.PROGRAM:
+            assert wire.decode_rows(body).tolist() == ROWS.tolist()
+            request, body = self.exporter.request(connection)
+        return request, body
+
+    def close(self):
+        self.exporter.close()
+
+
+@pytest.fixture
+def pair(consumer):
+    made = Pair(consumer)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def pair_of_two(consume):
+    made = Pair(consume(connections=2))
+    yield made
+    made.close()
+
+
+DATA = bytes(range(1, 129)) * 8
+"""Two blocks."""
+
+
+# Whom it adds.
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        *("", "tcp://", "tcp://:5", "tcp://127.0.0.1", "tcp://127.0.0.1:", "tcp://127.0.0.1:0"),
+        "tcp://127.0.0.1:65536",
+        *("tcp://127.0.0.1:-1", "tcp://127.0.0.1:x", "tcp://example.org:80", "tcp://\0:80", "tcp://127.0.0.1\0:80"),
+        *("tcp://" + "a" * 300 + ":80", "tcp://256.0.0.1:80", "tcp://[::1:80x", "tcp://127.0.0.1:1x", "\ud800:80"),
+    ],
+)
+def test_an_endpoint_that_is_no_address_is_refused(consumer, endpoint):
+    with pytest.raises(MoveFailed, match="metadata_invalid"):
+        consumer.add(endpoint)
+
+
+PEER = PeerId("producer", 0, "0" * 32, "tcp://127.0.0.1:1", "")
+
+
+def address_of(sealed=None, *, plane="tcp", who=WHO):
+    sealed = seal(Envelope(plane, "producer", b"")) if sealed is None else sealed
+    return PeerAddress(PEER, {"tcp": sealed}, Region(8, 8), None, "tcp://127.0.0.1:1", who)
+
+
+@pytest.mark.parametrize("sealed", [b"", b"\xc1", b"kvt1", bytes(100)])
+def test_metadata_that_makes_no_sense_is_refused(consumer, sealed):
+    with pytest.raises(MoveFailed, match="metadata_invalid"):
+        consumer.mover.add(address_of(sealed))
+
+
+def test_metadata_of_another_plane_is_refused(consumer):
+    with pytest.raises(MoveFailed, match="metadata_invalid"):
+        consumer.mover.add(address_of(plane="nixl"))
+
+
+def test_without_a_pass_nobody_is_dialled(consumer):
+    with pytest.raises(MoveFailed, match="plane_unfit: the producer has given us no pass"):
+        consumer.mover.add(address_of(who=NOBODY))
+
+
+def test_its_own_metadata_is_what_others_add(consumer):
+    mover = consumer.mover
+    address = PeerAddress(PEER, {"tcp": mover.metadata}, Region(8, 8), "consumer", mover.data_endpoint, WHO)
+    assert consumer.mover.add(address) == Carrier("tcp", "kind")
+
+
+def test_a_target_in_device_memory_is_refused_by_name_without_a_way_to_it(consumer):
+    peer = consumer.add("tcp://127.0.0.1:1")
+    program = Program(1, peer, ROWS, ROWS, target_memory="VRAM")
+    with pytest.raises(MoveFailed, match="bounds: the TCP data plane does not reach the memory of these devices"):
+        consumer.mover.prepare(Prepared(program, check_rows(ROWS), check_rows(ROWS)))
+
+
+def test_more_rows_than_a_frame_takes_are_refused_by_name(consumer):
+    peer = consumer.add("tcp://127.0.0.1:1")
+    rows = np.repeat(np.array([[4096, 1, 0, 1, 1]]), wire.ROWS_MAX + 1, axis=0)
+    with pytest.raises(MoveFailed, match="bounds: a program of 32769 rows"):
+        consumer.prepare(peer, rows, rows)
+
+
+def test_a_read_that_names_no_lease_is_refused(consumer, producer):
+    peer = consumer.add(producer.exporter.endpoint)
+    consumer.prepare(peer, producer.rows())
+    with pytest.raises(MoveFailed, match="bounds: a read over TCP names its leases"):
+        consumer.post(consumer.read(peer, [0], [0], []))
+
+
+# What it reads.
+
+
+@pytest.mark.parametrize("connections", [1, 2, 4])
+def test_blocks_arrive_where_they_belong(consume, producer, connections):
+    consumer = consume(connections=connections)
+    peer = consumer.add(producer.exporter.endpoint)
+    consumer.prepare(peer, producer.rows(0))
+    consumer.prepare(peer, producer.rows(1), program_id=2, group=1)
+    epochs = [producer.lease(0, range(64), []), producer.lease(1, [], range(64))]
+    reads = [
+        (consumer.read(peer, [5, 6, 60], [1, 9, 2], [(0, epochs[0], 3)]), (0, [5, 6, 60]), [1, 9, 2]),
+        (consumer.read(peer, [7], [3], [(1, epochs[1], 1)], program_id=2), (1, [7]), [3]),
+    ]
+    flights = [consumer.post(read) for read, _, _ in reads]
+    wanted = np.zeros_like(consumer.target)
+    for flight, (_, source, target) in zip(flights, reads, strict=True):
+        assert consumer.wait(flight) == 0
+        wanted[target] = producer.cache[source]
+    assert (consumer.target == wanted).all()
+    for slot, (read, _, _) in enumerate(reads):
+        assert consumer.verdict(peer, slot, epochs[slot], read) == epochs[slot]
+
+
+def test_an_epoch_slot_is_read(consumer, producer):
+    peer = consumer.add(producer.exporter.endpoint)
+    epoch = producer.lease(2, [1], [1])
+    assert consumer.wait(consumer.verdict(peer, 2, epoch)) == epoch
+    assert consumer.failure(consumer.verdict(peer, 8, epoch)).code == "bounds"
+
+
+def test_a_chunk_beyond_the_bounds_of_a_request_is_divided(monkeypatch, consumer, producer):
+    monkeypatch.setattr(wire, "DESCRIPTORS_MAX", 5)
+    monkeypatch.setattr(wire, "LEASES_MAX", 3)
+    peer = consumer.add(producer.exporter.endpoint)
+    consumer.prepare(peer, producer.rows())
+    epochs = [producer.lease(slot, range(64), []) for slot in range(7)]
+    for shares in ([1], [20, 20], [1] * 40, [3, 1, 9, 2, 2, 8, 15]):
+        leases = [(slot % 7, epochs[slot % 7], pairs) for slot, pairs in enumerate(shares)]
+        count = 17 if len(shares) == 1 else 40
+        if len(shares) == 1:
+            leases = [(0, epochs[0], count)]
+        consumer.target[:] = 0
+        read = consumer.read(peer, range(count), range(count), leases)
+        consumer.wait(consumer.post(read))
+        assert (consumer.target[:count] == producer.cache[0, :count]).all()
+        for slot, epoch, _ in leases:
+            assert consumer.verdict(peer, slot, epoch, read) == epoch
+
+
+def test_a_refusal_is_told_and_the_peer_lives(consumer, producer):
+    peer = consumer.add(producer.exporter.endpoint)
+    consumer.prepare(peer, producer.rows())
+    epoch = producer.lease(0, [1], [])
+    reason = consumer.failure(consumer.post(consumer.read(peer, [1, 2], [1, 2], [(0, epoch, 2)])))
+    assert (reason.code, reason.detail) == ("bounds", "block 2 of group 0 is not one of the lease in slot 0")
+    assert not consumer.target.any()
+    consumer.wait(consumer.post(consumer.read(peer, [1], [1], [(0, epoch, 1)])))
+    assert (consumer.target[1] == producer.cache[0, 1]).all()
+
+
+# What fences say.
+
+
+def odd(pair, *answers, leases=((3, E7, 2),)):
+    """Answer chunks of one read with these epochs, and return the read."""
+    consumer = pair.consumer
+    count = sum(pairs for _, _, pairs in leases)
+    read = consumer.read(pair.peer, [*range(count)] * len(answers), [*range(count)] * len(answers), leases)
+    for number, epochs in enumerate(answers):
+        flight = consumer.post(read, number * count, (number + 1) * count)
+        pair.asked()
+        pair.connection.say(done(bytes(512 * count), *epochs))
+        consumer.wait(flight)
+    return read
+
+
+@pytest.mark.parametrize(
+    ("seen", "verdict"),
+    [
+        ([E7], E7),
+        ([E7 + 1], E7 + 1),
+        ([E7 - 1], E7 - 1),
+        ([E7, E7, E7], E7),
+        ([E7, E7 + 1, E7], E7 + 1),
+        ([E7 + 1, E7], E7 + 1),
+        ([E7, E7 - 3], E7 - 3),
+        ([E7 - 3, E7], E7 - 3),
+        ([E7 - 3, E7 + 2, E7], E7 + 2),
+        ([E7 + 2, E7 - 3], E7 + 2),
+        ([E7 + 2, E7 + 5], E7 + 5),
+        ([0, (1 << 64) - 1], (1 << 64) - 1),
+    ],
+)
+def test_a_fence_says_the_worst_that_any_chunk_has_told(pair, seen, verdict):
+    read = odd(pair, *[[epoch] for epoch in seen])
+    assert pair.consumer.verdict(pair.peer, 3, E7, read) == verdict
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_fence_of_several_reads_says_the_worst(pair, order):
+    reads = [odd(pair, [epoch]) for epoch in (E7, E7 - 2, E7 + 1)][::order]
+    judged = [pair.consumer.verdict(pair.peer, 3, E7, *reads[:count]) for count in (1, 2, 3)]
+    assert judged == ([E7, E7 - 2, E7 + 1] if order > 0 else [E7 + 1] * 3)
+
+
+def test_two_leases_of_a_read_are_judged_apart(pair):
+    leases = ((3, E7, 1), (4, E7, 2), (3, E7 + 2, 1))  # the last is a later lease of the same slot
+    read = odd(pair, [E7, E7, E7 + 2], [E7 + 2, E7, E7 + 2], leases=leases)
+    verdict = pair.consumer.verdict
+    assert verdict(pair.peer, 3, E7, read) == E7 + 2
+    assert verdict(pair.peer, 4, E7, read) == E7
+    assert verdict(pair.peer, 3, E7 + 2, read) == E7 + 2
+
+
+def test_a_fence_of_a_lease_that_its_read_did_not_name_fails(pair):
+    read = odd(pair, [E7])
+    for slot, epoch in ((4, E7), (3, E7 + 1)):
+        with pytest.raises(MoveFailed, match="bounds: read"):
+            pair.consumer.verdict(pair.peer, slot, epoch, read)
+
+
+def test_what_reads_have_told_is_remembered_for_a_while(monkeypatch, pair):
+    monkeypatch.setattr(module, "READS_MAX", 3)
+    reads = [odd(pair, [E7]) for _ in range(5)]
+    for read in reads[:2]:
+        with pytest.raises(MoveFailed, match="bounds: read"):
+            pair.consumer.verdict(pair.peer, 3, E7, read)
+    assert [pair.consumer.verdict(pair.peer, 3, E7, read) for read in reads[2:]] == [E7] * 3
+
+
+@pytest.mark.parametrize("value", [E7 + 1, E7 - 1])
+def test_a_lease_that_is_not_held_gives_no_byte_and_is_told(pair, value):
+    read, flight = pair.post()
+    pair.asked()
+    pair.connection.say(wire.ANSWER.pack(wire.NOT_HELD, 0, 1, 0, 0) + value.to_bytes(8, "little"))
+    assert pair.consumer.wait(flight) == 0
+    assert flight.unheld == {(3, E7)}
+    assert pair.consumer.verdict(pair.peer, 3, E7, read) == value
+    assert not pair.consumer.target.any()
+
+
+def test_no_bytes_under_a_lease_that_is_held_are_no_answer(pair):
+    """They would be taken for the bytes of the lease."""
+    _, flight = pair.post()
+    pair.asked()
+    pair.connection.say(wire.ANSWER.pack(wire.NOT_HELD, 0, 1, 0, 0) + E7.to_bytes(8, "little"))
+    reason = pair.consumer.failure(flight)
+    assert reason.code == "peer_lost"
+    assert "sends nothing although the lease in slot 3 is held" in reason.detail
+
+
+# An exporter that breaks the protocol.
+
+
+def answer(status, nbytes, leases=1, zero=0, rest=0):
+    return wire.ANSWER.pack(status, zero, leases, rest, nbytes)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        answer(wire.DONE, 1023),
+        answer(wire.DONE, 1025),
+        answer(wire.DONE, 0),
+        answer(wire.DONE, (1 << 64) - 1),
+        answer(wire.DONE, 1024, leases=0),
+        answer(wire.DONE, 1024, leases=2),
+        answer(wire.DONE, 1024, leases=65535),
+        answer(wire.DONE, 1024, zero=1),
+        answer(wire.DONE, 1024, rest=1),
+        answer(wire.NOT_HELD, 1),
+        answer(wire.NOT_HELD, 1024),
+        answer(wire.NOT_HELD, 0, leases=0),
+        answer(wire.REFUSED, 0, leases=0),
+        answer(wire.REFUSED, wire.DETAIL_BYTES_MAX + 1, leases=0),
+        answer(wire.REFUSED, (1 << 64) - 1, leases=0),
+        answer(3, 1024),
+        answer(255, 0, leases=0),
+        b"\xff" * 16,
+    ],
+)
+def test_an_answer_of_another_size_ends_the_connection_and_nothing_is_written(pair, said):
+    _, flight = pair.post()
+    pair.asked()
+    pair.connection.say(said, b"\xee" * 5000)
+    reason = pair.consumer.failure(flight)
+    assert reason.code == "peer_lost"
+    assert "breaks the protocol" in reason.detail
+    assert not pair.consumer.target.any()
+    assert pair.connection.ended()
+
+
+@pytest.mark.parametrize("said", [answer(wire.NOT_HELD, 0, leases=0), answer(wire.DONE, 9, leases=0), done(b"", 1)])
+def test_a_slot_has_one_value(pair, said):
+    flight = pair.consumer.verdict(pair.peer, 3, E7)
+    assert pair.exporter.request(pair.connection)[0].kind == wire.EPOCH
+    pair.connection.say(said)
+    assert pair.consumer.failure(flight).code == "peer_lost"
+
+
+def test_an_answer_to_no_question_ends_the_connection_and_the_next_read_dials_again(pair):
+    pair.connection.say(done(DATA, E7))
+    assert pair.connection.ended()
+    read, flight = pair.post()
+    connection = pair.exporter.open()
+    pair.asked(connection)
+    connection.say(done(DATA, E7))
+    pair.consumer.wait(flight)
+    assert pair.consumer.target[:2].tobytes() == DATA
+    assert pair.consumer.verdict(pair.peer, 3, E7, read) == E7
+
+
+def test_an_answer_too_many_behind_an_answer_is_noticed(pair):
+    _, flight = pair.post()
+    pair.asked()
+    pair.connection.say(done(DATA, E7), done(b"\xee" * 1024, E7))
+    assert pair.consumer.wait(flight) == 0
+    assert pair.connection.ended()
+    assert pair.consumer.target[:2].tobytes() == DATA
+
+
+@pytest.mark.parametrize("detail", [b"x", b"\xff\xfe", b"x" * wire.DETAIL_BYTES_MAX])
+def test_a_refusal_is_any_text_and_the_connection_lives(pair, detail):
+    _, flight = pair.post()
+    pair.asked()
+    pair.connection.say(answer(wire.REFUSED, len(detail), leases=0) + detail)
+    reason = pair.consumer.failure(flight)
+    assert (reason.code, reason.detail) == ("bounds", detail.decode(errors="replace"))
+    _, flight = pair.post()
+    pair.asked()
+    pair.connection.say(done(DATA, E7))
+    assert pair.consumer.wait(flight) == 0
+
+
+@pytest.mark.parametrize(
+    ("greeting", "why"),
+    [(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 3, "first words"), (bytes(100), "first words")],
+)
+def test_another_protocols_greeting_fails_what_waits(consumer, greeting, why):
+    exporter = ScriptedExporter(consumer)
+    peer = consumer.add(exporter.endpoint)
+    consumer.prepare(peer, ROWS)
+    flight = consumer.post(consumer.read(peer, [0], [0], [(3, E7, 1)]))
+    connection = exporter.accept()
+    connection.say(greeting)
+    reason = consumer.failure(flight)
+    assert reason.code == "peer_lost"
+    assert why in reason.detail
+    assert connection.ended()
+    exporter.close()
+
+
+@pytest.mark.parametrize(("pass_", "why"), [(b"l" * 32, "has not proven that it is the producer")])
+def test_an_exporter_without_the_pass_is_not_believed(consumer, pass_, why):
+    exporter = ScriptedExporter(consumer)
+    peer = consumer.add(exporter.endpoint)
+    consumer.prepare(peer, ROWS)
+    flight = consumer.post(consumer.read(peer, [0], [0], [(3, E7, 1)]))
+    connection = exporter.accept()
+    exporter.prove(connection, pass_)
+    connection.say(done(bytes(512), E7))
+    reason = consumer.failure(flight)
+    assert (reason.code, why in reason.detail) == ("peer_lost", True)
+    assert connection.ended()
+    assert not consumer.target.any()
+    exporter.close()
+
+
+def test_a_pass_that_is_not_accepted_is_told(consumer, producer):
+    peer = consumer.add(producer.exporter.endpoint, who=credentials(pass_key=b"another"))
+    consumer.prepare(peer, producer.rows())
+    reason = consumer.failure(consumer.post(consumer.read(peer, [0], [0], [(3, E7, 1)])))
+    assert reason.code == "peer_lost"
+    assert "does not accept our pass" in reason.detail
+
+
+def test_no_request_is_sent_before_the_exporter_has_proven_who_it_is(consumer):
+    exporter = ScriptedExporter(consumer)
+    peer = consumer.add(exporter.endpoint)
+    consumer.prepare(peer, ROWS)
+    consumer.post(consumer.read(peer, [0], [0], [(3, E7, 1)]))
+    connection = exporter.accept()
+    connection.say(wire.greeting(b"t" * 32))
+    hello = wire.decode_hello(connection.hear(wire.HELLO_BYTES))
+    connection.hear(hello.engine_bytes)
+    for _ in range(20):
+        consumer.mover.progress()
+    poll = select.poll()
+    poll.register(connection.channel.fileno(), select.POLLIN)
+    assert not poll.poll(0)
+    exporter.close()
+
+
+# Connections that end.
+
+
+def test_what_was_asked_over_a_connection_that_ends_is_asked_once_more(pair):
+    read, flight = pair.post()
+    asked = pair.asked()
+    pair.connection.close()
+    again = pair.exporter.open()
+    assert pair.asked(again) == asked
+    again.say(done(DATA, E7))
+    assert pair.consumer.wait(flight) == 0
+    assert pair.consumer.target[:2].tobytes() == DATA
+    assert pair.consumer.verdict(pair.peer, 3, E7, read) == E7
+
+
+def test_what_was_asked_twice_is_not_asked_again(pair):
+    _, flight = pair.post()
+    pair.asked()
+    pair.connection.close()
+    again = pair.exporter.open()
+    pair.asked(again)
+    again.close()
+    assert pair.consumer.failure(flight).code == "peer_lost"
+
+
+@pytest.mark.parametrize("said", [1, 15, 16, 17, 1039, 1047])
+def test_an_answer_that_has_begun_is_not_asked_for_again_but_those_behind_it_are(pair, said):
+    _, first = pair.post()
+    second_read, second = pair.post()
+    pair.asked()
+    pair.asked()
+    pair.connection.say(done(DATA, E7)[:said])
+    drain(pair.consumer, lambda: connections_of(pair)[0]._begun)
+    pair.connection.close()
+    assert pair.consumer.failure(first).code == "peer_lost"
+    again = pair.exporter.open()
+    pair.asked(again)
+    again.say(done(DATA, E7))
+    assert pair.consumer.wait(second) == 0
+    assert pair.consumer.verdict(pair.peer, 3, E7, second_read) == E7
+
+
+def drain(consumer, reached):
+    """Drive the mover until something is so."""
+    poll = select.poll()
+    poll.register(consumer.mover.fileno(), select.POLLIN)
+    while not reached():
+        assert poll.poll(60_000)
+        consumer.mover.progress()
+
+
+def test_two_connections_that_end_at_once_are_both_dialled_again(pair_of_two):
+    pair = pair_of_two
+    flights = [pair.post()[1] for _ in range(2)]
+    connections = [pair.connection, pair.exporter.open()]
+    for each in connections:
+        pair.asked(each)
+    for each in connections:
+        each.close()
+    wait_until_ended([each.descriptor for each in connections_of(pair)])
+    pair.consumer.mover.progress()  # both are ready at once
+    for _ in flights:
+        again = pair.exporter.open()
+        pair.asked(again)
+        again.say(done(DATA, E7))
+    for flight in flights:
+        assert pair.consumer.wait(flight) == 0
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_what_is_asked_again_over_a_connection_that_has_ended_too_is_asked_over_a_third(pair_of_two, first):
+    """Whichever end is noticed first."""
+    pair = pair_of_two
+    idle = pair.post()[1]
+    flight = pair.post()[1]
+    busy = pair.exporter.open()
+    pair.asked()
+    pair.connection.say(done(DATA, E7))
+    assert pair.consumer.wait(idle) == 0
+    pair.asked(busy)
+    for each in (busy, pair.connection):
+        each.close()
+    wait_until_ended([each.descriptor for each in connections_of(pair)])
+    pair.consumer.mover._go_on(connections_of(pair)[first])
+    pair.consumer.mover.progress()
+    again = pair.exporter.open()
+    pair.asked(again)
+    again.say(done(DATA, E7))
+    assert pair.consumer.wait(flight) == 0
+
+
+def connections_of(pair):
+    return pair.consumer.mover._peers[pair.peer].connections
+
+
+def wait_until_ended(descriptors):
+    for descriptor in descriptors:
+        poll = select.poll()
+        poll.register(descriptor, select.POLLRDHUP)
+        assert poll.poll(60_000)
+
+
+def test_a_second_connection_that_is_not_opened_does_not_end_the_first(pair_of_two):
+    pair = pair_of_two
+    first = pair.post()[1]
+    second = pair.post()[1]
+    refused = pair.exporter.accept()
+    pair.asked()
+    pair.connection.say(done(DATA, E7))
+    assert pair.consumer.wait(first) == 0
+    refused.close()
+    pair.asked()
+    pair.connection.say(done(DATA, E7))
+    assert pair.consumer.wait(second) == 0
+
+
+def test_nobody_at_the_endpoint_fails_what_waits(consumer):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    peer = consumer.add(f"tcp://127.0.0.1:{port}")
+    consumer.prepare(peer, ROWS)
+    reason = consumer.failure(consumer.post(consumer.read(peer, [0], [0], [(3, E7, 1)])))
+    assert reason.code == "peer_lost"
+    assert "ECONNREFUSED" in reason.detail
+
+
+@pytest.mark.parametrize("greets", [False, True])
+def test_a_peer_that_accepts_and_says_nothing_fails_in_time(monkeypatch, consumer, greets):
+    clock = SimpleNamespace(now=50.0)
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    exporter = ScriptedExporter(consumer)
+    peer = consumer.add(exporter.endpoint)
+    consumer.prepare(peer, ROWS)
+    flight = consumer.post(consumer.read(peer, [0], [0], [(3, E7, 1)]))
+    if greets:
+        connection = exporter.accept()
+        connection.say(wire.greeting(b"t" * 32))
+        connection.hear(wire.HELLO_BYTES)
+    clock.now += module.OPENING_S_MAX
+    consumer.mover.progress()
+    assert consumer.mover.poll(flight) is None
+    clock.now += 0.1
+    consumer.mover.progress()
+    with pytest.raises(MoveFailed, match="peer_lost: connecting took longer than 5 s"):
+        consumer.mover.poll(flight)
+    exporter.close()
+
+
+def test_an_open_connection_may_be_silent(monkeypatch, pair):
+    clock = SimpleNamespace(now=50.0)
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    _, flight = pair.post()
+    pair.asked()
+    clock.now += 1000.0
+    pair.consumer.mover.progress()
+    pair.connection.say(done(DATA, E7))
+    assert pair.consumer.wait(flight) == 0
+
+
+def test_without_files_to_open_a_read_fails_and_the_next_one_is_read(pair):
+    pair.connection.close()
+    drain(pair.consumer, lambda: not connections_of(pair))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
+    try:
+        _, flight = pair.post()
+        reason = pair.consumer.failure(flight)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert reason.code == "peer_lost"
+    assert "Too many open files" in reason.detail
+    _, flight = pair.post()
+    connection = pair.exporter.open()
+    pair.asked(connection)
+    connection.say(done(DATA, E7))
+    assert pair.consumer.wait(flight) == 0
+
+
+# The end of what is in flight.
+
+
+def flying(pair):
+    """Have a read in the middle of its answer, one behind it, and a look."""
+    flights = [pair.post()[1], pair.post()[1], pair.consumer.verdict(pair.peer, 3, E7)]
+    pair.asked()
+    pair.connection.say(done(DATA, E7)[:500])
+    drain(pair.consumer, pair.consumer.target.any)
+    return flights
+
+
+def leave(consumer, peer):
+    consumer.mover.leave(peer)
+
+
+def remove(consumer, peer):
+    consumer.mover.remove(peer, gone=False)
+
+
+def renew(consumer, _peer):
+    consumer.mover.renew()
+
+
+def close(consumer, _peer):
+    consumer.mover.close()
+    consumer.close = lambda: None
+
+
+@pytest.mark.parametrize("end", [leave, remove, renew, close])
+def test_what_is_in_flight_ends_at_once_and_nothing_is_written_after_that(pair, end):
+    flights = flying(pair)
+    end(pair.consumer, pair.peer)
+    before = pair.consumer.target.copy()
+    for flight in flights:
+        with pytest.raises(MoveFailed, match="peer_lost"):
+            pair.consumer.mover.poll(flight)
+    with suppress(module.ChannelClosed):
+        pair.connection.say(done(b"\xee" * 1024, E7) * 100)
+    if end is not close:
+        for _ in range(50):
+            pair.consumer.mover.progress()
+    assert (pair.consumer.target == before).all()
+
+
+@pytest.mark.parametrize("end", [leave, renew])
+def test_a_peer_can_be_read_from_again_after_that(pair, end):
+    flying(pair)
+    end(pair.consumer, pair.peer)
+    if end is renew:
+        assert pair.consumer.add(pair.exporter.endpoint) == pair.peer
+        pair.consumer.prepare(pair.peer, ROWS)
+    _, flight = pair.post()
+    connection = pair.exporter.open()
+    pair.asked(connection)
+    connection.say(done(DATA, E7))
+    assert pair.consumer.wait(flight) == 0
+    assert pair.consumer.target[:2].tobytes() == DATA
+
+
+def test_another_peer_is_not_touched(pair):
+    other = Pair.__new__(Pair)
+    other.consumer, other.exporter = pair.consumer, ScriptedExporter(pair.consumer)
+    other.peer = pair.consumer.add(other.exporter.endpoint, number=1)
+    pair.consumer.prepare(other.peer, ROWS)
+    other.connection = other.exporter.open()
+    _, theirs = other.post()
+    other.asked()
+    flying(pair)
+    pair.consumer.mover.remove(pair.peer, gone=True)
+    pair.consumer.mover.remove(pair.peer, gone=True)  # again
+    other.connection.say(done(DATA, E7))
+    assert pair.consumer.wait(theirs) == 0
+    other.close()
+
+
+def open_files():
+    return {path.name for path in Path("/proc/self/fd").iterdir() if path.exists()}
+
+
+def test_no_descriptor_of_a_file_is_left(encryption):
+    before = open_files()
+    consumer = Consumer(encryption=encryption, connections=4)
+    pair = Pair(consumer)
+    flying(pair)
+    pair.close()
+    consumer.close()
+    assert open_files() == before
+
+
+def test_readable_means_news(pair):
+    """Its descriptor tells of each answer, so that nobody needs to ask."""
+    poll = select.poll()
+    poll.register(pair.consumer.mover.fileno(), select.POLLIN)
+    _, flight = pair.post()
+    pair.asked()
+    for _ in range(20):
+        pair.consumer.mover.progress()
+    assert not poll.poll(0)
+    pair.connection.say(done(DATA, E7))
+    assert poll.poll(60_000)
+    assert pair.consumer.wait(flight) == 0
+    pair.consumer.mover.progress()
+    assert not poll.poll(0)
