@@ -4,6 +4,7 @@ A model of five constants, which tells whether many small pieces of a source are
 larger ones that are then scattered locally. The constants are never guessed: without a calibration nothing is compared.
 """
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import msgspec
@@ -97,13 +98,13 @@ def encode_calibration(calibration: Calibration) -> bytes:
     return text
 
 
-def decode_calibration(text: bytes, *, name: str, transport: str | None = None) -> Calibration:
+def decode_calibration(text: bytes, *, name: str, planes: Sequence[str] = ()) -> Calibration:
     """Check the text of a calibration file.
 
     Args:
         text: what the file holds.
         name: of the file, for the error.
-        transport: the data plane that the constants are wanted for; None: any.
+        planes: the data planes that the constants are wanted for, of which one is enough; none: any.
 
     Raises:
         ConfigInvalid: it is no calibration, or one of another data plane; names the file and the field.
@@ -117,9 +118,10 @@ def decode_calibration(text: bytes, *, name: str, transport: str | None = None) 
         calibration = msgspec.json.decode(text, type=Calibration)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigInvalid(f"calibration {name}: {error}", remedy=remedy) from error
-    if transport is not None and calibration.transport != transport:
+    if planes and calibration.transport not in planes:
+        ours = " or ".join(map(repr, planes))
         raise ConfigInvalid(
-            f"calibration {name}: measured over transport {calibration.transport!r}, but the worker's is {transport!r}",
+            f"calibration {name}: measured over transport {calibration.transport!r}, but the worker's is {ours}",
             remedy="kvflow bench descriptors --calibrate measures nixl; for another transport name no calibration.",
         )
     return calibration

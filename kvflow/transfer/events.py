@@ -70,6 +70,7 @@ class TransferFailed(Struct, frozen=True):
         nbytes: bytes that are known to have arrived; what was in flight is not counted.
         nbytes_wanted: of the whole pull; 0 if that was not known yet.
         transport: as in ``TransferReport``; empty if no peer was met.
+        plane: likewise.
         ticket_age_s: seconds since the ticket was signed, by the clocks of both sides; None if it does not tell.
         lease_ended_by: of ``stale_lease``, how the lease had ended: see ``StaleLease``.
         lease_ended_s: how many seconds before the producer was asked; None if that is not known.
@@ -89,6 +90,7 @@ class TransferFailed(Struct, frozen=True):
     nbytes: int = 0
     nbytes_wanted: int = 0
     transport: str = ""
+    plane: str = ""
     ticket_age_s: float | None = None
     lease_ended_by: str = ""
     lease_ended_s: float | None = None

@@ -24,6 +24,8 @@ class Leg:
         queued_at: since when it waits for room, in this attempt.
         admitted: whether its lease was held before what is read now.
         retried: whether its lease was found not to be held yet.
+        found: whether it is read once more because its lease was found held, after something had been read before that.
+        unheld: whether, in this attempt, the producer has not served something because its lease was not held.
         waiting: pairs that are queued.
         nbytes: bytes that have arrived, in this attempt.
         state: see ``states``.
@@ -41,6 +43,8 @@ class Leg:
     queued_at: float
     admitted: bool
     retried: bool = False
+    found: bool = False
+    unheld: bool = False
     waiting: int = 0
     nbytes: int = 0
     state: LegState = "queued"

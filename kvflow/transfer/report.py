@@ -15,6 +15,7 @@ class TransferReport(Struct, frozen=True, kw_only=True):
         reads: batches that carried it, some of them shared with other pulls.
         transport: what carried the bytes, by UCX's name: ``cma`` (shared memory), ``tcp``, ``rc_mlx5``, ``cuda_ipc``;
             or ``loopback``. Several with a bar between them: one of these. Those of several peers are joined by a plus.
+        plane: the data plane: ``nixl``, ``tcp`` or ``loopback``. Those of several peers are joined by a plus.
         timings_s: seconds per phase. ``handshake``: reaching the peers, and checking ticket and block ids. ``queue``:
             submission to the first dispatch. ``bind``: computing descriptor indices. ``post``: inside posting
             calls; on shared memory this is the copy. ``wire``: first dispatch to the last byte, as the event loop hears
@@ -29,6 +30,7 @@ class TransferReport(Struct, frozen=True, kw_only=True):
     read_bytes: int = 0
     merged: float = 0.0
     transport: str = ""
+    plane: str = ""
     timings_s: dict[str, float]
 
     @property

@@ -1,5 +1,9 @@
 """What goes into the scheduler and what it asks its shell to do."""
 
+from collections.abc import Iterable
+from itertools import groupby
+from operator import attrgetter
+
 import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
@@ -48,6 +52,7 @@ class LegRequest(Struct, frozen=True, eq=False):
         demands: at least one.
         admitted: whether the lease was held before anyone had the ticket. If not, it may be admitted, and its blocks
             be written, while we read: then it must be seen to be held before the read that counts.
+        mac: of its ticket, which a producer that serves reads asks for.
     """
 
     peer: PeerId
@@ -56,6 +61,7 @@ class LegRequest(Struct, frozen=True, eq=False):
     lease_s: float
     demands: tuple[Demand, ...]
     admitted: bool = True
+    mac: bytes = b""
 
 
 class Budgets(Struct, frozen=True, kw_only=True):
@@ -104,6 +110,22 @@ class EpochCheck(Struct, frozen=True):
     after: tuple[int, ...]
 
 
+class LeaseShare(Struct, frozen=True):
+    """Unit pairs of a batch that follow each other, and the lease that vouches for them.
+
+    Attributes:
+        slot: its epoch slot.
+        epoch: what the slot must hold.
+        pairs: how many unit pairs, at least one.
+        mac: of its ticket.
+    """
+
+    slot: int
+    epoch: int
+    pairs: int
+    mac: bytes = b""
+
+
 class Dispatch(Struct, frozen=True, eq=False):
     """Post one batch.
 
@@ -112,6 +134,7 @@ class Dispatch(Struct, frozen=True, eq=False):
         peer: the source rank.
         program_id: prepared lists.
         pairs: unit pairs of one or several pulls.
+        leases: whose pairs these are, in the order of the pairs; neighbours are of different leases.
         priority: lower is more urgent.
         fences: fences that become due with this batch.
         looks: fences to be read before this batch is.
@@ -122,6 +145,7 @@ class Dispatch(Struct, frozen=True, eq=False):
     peer: PeerId
     program_id: int
     pairs: UnitPairs
+    leases: tuple[LeaseShare, ...]
     priority: int
     fences: tuple[EpochCheck, ...]
     looks: tuple[EpochCheck, ...]
@@ -162,3 +186,11 @@ def join_pairs(parts: list[tuple[UnitPairs, int, int]]) -> UnitPairs:
     source: Int64s = np.concatenate([pairs.source[first:last] for pairs, first, last in parts])
     target: Int64s = np.concatenate([pairs.target[first:last] for pairs, first, last in parts])
     return UnitPairs(source, target)
+
+
+def join_shares(parts: Iterable[LeaseShare]) -> tuple[LeaseShare, ...]:
+    """Join the shares of slices: neighbours of one lease become one share."""
+    return tuple(
+        LeaseShare(slot, epoch, sum(share.pairs for share in run), mac)
+        for (slot, epoch, mac), run in groupby(parts, key=attrgetter("slot", "epoch", "mac"))
+    )

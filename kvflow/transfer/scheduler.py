@@ -33,10 +33,12 @@ from kvflow.transfer.requests import (
     Dispatch,
     Effect,
     EpochCheck,
+    LeaseShare,
     PullRequest,
     RenewLease,
     first_pair,
     join_pairs,
+    join_shares,
 )
 from kvflow.transfer.states import LegState
 
@@ -117,8 +119,16 @@ class Scheduler:
             effects += self._dispatch(batch, now)
         return effects
 
-    def on_read_completed(self, read_id: int, *, posted_s: float, now: float, scattered_s: float = 0.0) -> list[Effect]:
-        """Note that every byte of a batch has arrived."""
+    def on_read_completed(
+        self,
+        read_id: int,
+        *,
+        posted_s: float,
+        now: float,
+        scattered_s: float = 0.0,
+        unheld: Collection[tuple[int, int]] = (),
+    ) -> list[Effect]:
+        """Note that every byte of a batch has arrived, except of leases that were not held (``unheld``)."""
         batch = self._flights.land(read_id, now)
         effects: list[Effect] = []
         for leg_id, demand, first, last in batch.slices:
@@ -126,6 +136,7 @@ class Scheduler:
         for leg_id in batch.legs():
             leg = self._legs[leg_id]
             leg.reads.discard(read_id)
+            leg.unheld |= (leg.request.slot, leg.request.epoch) in unheld
             leg.pull.posted_s += posted_s
             leg.pull.scattered_s += scattered_s
             leg.pull.arrived_at = now
@@ -245,7 +256,7 @@ class Scheduler:
             leg.move("fence_early")
             self._due.put(leg_id, leg.wait_for_admission(now))
             return [TransferRetried(pull.request.pull_id, pull.request.request_id, str(leg.request.peer))]
-        if not leg.admitted:
+        if leg.unheld or not leg.admitted:
             return self._read_admitted(leg_id, leg, now)
         leg.move("fence_held")
         if any(self._legs[leg_id].state != "delivered" for leg_id in pull.legs):
@@ -269,7 +280,13 @@ class Scheduler:
 
     def _read_admitted(self, leg_id: int, leg: Leg, now: float) -> list[Effect]:
         """Read all that a leg must give, now that its lease has been found held."""
-        leg.admitted, leg.queued_at, leg.bytes_at = True, now, None
+        if leg.unheld and leg.found:
+            detail = "the producer holds the lease, and does not serve its blocks"
+            failed = self._fail(
+                leg.pull, "transport_error", phase="fence", peer=leg.request.peer, detail=detail, now=now
+            )
+            return failed + self.pump(now)
+        leg.admitted, leg.found, leg.queued_at, leg.bytes_at = True, True, now, None
         leg.move("lease_found")
         self._enqueue(leg_id, leg, now)
         return self.pump(now)
@@ -277,6 +294,7 @@ class Scheduler:
     def _enqueue(self, leg_id: int, leg: Leg, now: float) -> None:
         """Queue all that a leg must give, or one pair while its lease was found not to be held."""
         leg.waiting = leg.nbytes = 0
+        leg.unheld = False
         for demand in [first_pair(leg.request.demands[0])] if leg.probes else leg.request.demands:
             leg.waiting += len(demand.pairs.source)
             self._ready.add(leg.request.peer, leg.pull.request.priority, Piece(leg_id, demand, now))
@@ -286,9 +304,12 @@ class Scheduler:
         legs = batch.legs()
         self._flights.begin(read_id, batch, now, wanted_by=len(legs))
         started: list[Effect] = []
+        shares: list[LeaseShare] = []
         for leg_id, _, first, last in batch.slices:
             leg = self._legs[leg_id]
             pull = leg.pull
+            lease = leg.request
+            shares.append(LeaseShare(lease.slot, lease.epoch, last - first, lease.mac))
             leg.reads.add(read_id)
             leg.waiting -= last - first
             leg.move("dispatched")
@@ -303,6 +324,7 @@ class Scheduler:
             peer=batch.peer,
             program_id=batch.program_id,
             pairs=join_pairs([(demand.pairs, first, last) for _, demand, first, last in batch.slices]),
+            leases=join_shares(shares),
             priority=batch.priority,
             fences=tuple(self._fence(leg_id) for leg_id in legs if not self._legs[leg_id].waiting),
             looks=tuple(self._look(leg_id) for leg_id in legs if self._legs[leg_id].must_look),

@@ -31,7 +31,7 @@ def test_work_costs_the_sum_of_its_parts(work, seconds):
 def test_a_calibration_survives_its_file():
     text = encode_calibration(CALIBRATION)
     assert text.count(b"\n") > 10, "people read it, too"
-    assert decode_calibration(text, name="x", transport="nixl") == CALIBRATION
+    assert decode_calibration(text, name="x", planes=("nixl",)) == CALIBRATION
 
 
 def changed(**fields):
@@ -61,6 +61,6 @@ def changed(**fields):
 )
 def test_a_file_that_is_no_calibration_is_refused_by_name_and_field(text, words):
     with pytest.raises(ConfigInvalid, match=words) as caught:
-        decode_calibration(text, name="/etc/kvflow.json", transport="nixl")
+        decode_calibration(text, name="/etc/kvflow.json", planes=("nixl",))
     assert "calibration /etc/kvflow.json" in caught.value.message
     assert "--calibrate" in caught.value.remedy

@@ -1,6 +1,6 @@
 """What a batch reads of several pulls, and in which order."""
 
-from kvflow.transfer.requests import Demand, first_pair, join_pairs
+from kvflow.transfer.requests import Demand, LeaseShare, first_pair, join_pairs, join_shares
 
 from .helpers import unit_pairs
 
@@ -22,3 +22,11 @@ def test_the_first_pair_of_a_staged_demand_is_read_as_all_of_them_are():
     assert (first.pairs.source.tolist(), first.pairs.target.tolist()) == ([1], [7])
     assert (first.program_id, first.unit_bytes, first.unit_descriptors, first.descriptors) == (3, 10, 2, 2)
     assert first.read_bytes == demand.read_bytes == 16
+
+
+def test_neighbours_of_one_lease_become_one_share():
+    slices = [(3, 70, 2), (3, 70, 4), (5, 70, 1), (3, 70, 1), (3, 71, 8), (3, 71, 1)]
+    shares = [LeaseShare(3, 70, 6), LeaseShare(5, 70, 1), LeaseShare(3, 70, 1), LeaseShare(3, 71, 9)]
+    assert join_shares(LeaseShare(*each) for each in slices) == tuple(shares)
+    of_two_tickets = [LeaseShare(3, 70, 2, b"a"), LeaseShare(3, 70, 4, b"b")]
+    assert join_shares(of_two_tickets) == tuple(of_two_tickets)

@@ -49,8 +49,8 @@ def scheduler():
     return Scheduler(LIMITS)
 
 
-def arrive(scheduler, dispatch, now=1.0):
-    return scheduler.on_read_completed(dispatch.read_id, posted_s=0.25, now=now)
+def arrive(scheduler, dispatch, now=1.0, unheld=()):
+    return scheduler.on_read_completed(dispatch.read_id, posted_s=0.25, now=now, unheld=unheld)
 
 
 def judged(scheduler, dispatch, observed=EPOCH, now=1.0):
@@ -178,6 +178,21 @@ def test_a_look_that_fails_leaves_the_failure_to_its_reads(scheduler):
     assert scheduler.on_fence_failed(read.looks[0].fence_id, code="bounds", detail="", now=1.0) == []
     failed = scheduler.on_read_failed(read.read_id, code="bounds", detail="no such slot", now=1.0)
     assert kinds(failed) == [TransferFailed, TransferQuiesced]
+
+
+def test_only_the_pulls_whose_leases_were_not_held_are_read_again(scheduler):
+    """Each time that a pull shares a batch with others, these may not be held yet: it has nothing to do with them."""
+    scheduler.submit(pull(1, leg(count=2)), 0.0, hold=True)
+    read = only(Dispatch, scheduler.submit(pull(2, leg(count=2, slot=1)), 0.0))
+    arrive(scheduler, read, unheld={(1, EPOCH)})
+    fences = {fence.slot: fence.fence_id for fence in read.fences}
+    held, other = (scheduler.on_fence_judged(fences[slot], observed=EPOCH, fence_s=0.125, now=1.0) for slot in (0, 1))
+    assert kinds(held) == [TransferCompleted]
+    again = only(Dispatch, other)
+    assert again.leases[0].slot == 1
+    arrive(scheduler, again, unheld={(1, EPOCH)})
+    failed = only(TransferFailed, judged(scheduler, again))
+    assert (failed.code, failed.phase) == ("transport_error", "fence")
 
 
 def test_a_lease_that_is_found_held_has_its_budgets_anew(scheduler):
