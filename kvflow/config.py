@@ -19,9 +19,30 @@ WILDCARD_HOSTS = frozenset({"0.0.0.0", "*", "[::]"})  # noqa: S104  # recognised
 
 PORT_MAX = 65535
 
-Endpoint = Annotated[str, Meta(pattern=r"^tcp://(\[[^\[\]]+\]|[^\[\]:/]+):[0-9]{1,5}\Z")]
+ENDPOINT_PATTERN = r"tcp://(\[[^\[\]]+\]|[^\[\]:/]+):[0-9]{1,5}"
+Endpoint = Annotated[str, Meta(pattern=rf"^{ENDPOINT_PATTERN}\Z")]
 Key = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 Seconds = Annotated[float, Meta(gt=0, le=86400)]
+
+
+TransportName = Literal["auto", "nixl", "tcp", "loopback"]
+Encryption = Literal["off", "tls"]
+
+
+class TcpSettings(Struct, frozen=True, kw_only=True):
+    """How the TCP plane of one worker listens and dials: ``WorkerConfig.tcp``.
+
+    Attributes:
+        bind: ``tcp://HOST:PORT`` to listen on; port 0 takes a free one. ``*`` is written ``0.0.0.0``.
+        advertise: the same as peers reach it; port 0 stands for the one that was taken.
+        connections: to each peer that is read from.
+        encryption: of everything that is sent; both sides must have the same.
+    """
+
+    bind: str
+    advertise: str
+    connections: int
+    encryption: Encryption
 
 
 class QuarantineLimits(Struct, frozen=True, kw_only=True):
@@ -36,8 +57,25 @@ class QuarantineLimits(Struct, frozen=True, kw_only=True):
     quarantine_bytes_max: Annotated[int, Meta(ge=0)] = 4 << 30  # 32,768 tokens of an 8B model: one long prompt
 
 
-class SecuritySettings(QuarantineLimits, frozen=True, kw_only=True):
-    """What one worker is told of secrets and keys. A Struct has one line of ancestors, hence the base.
+class TcpPlaneSettings(QuarantineLimits, frozen=True, kw_only=True):
+    """What one worker is told of its TCP plane.
+
+    Attributes:
+        tcp_bind: address on which the TCP plane listens; when None, the host of ``bind`` and a free port.
+        tcp_advertise: the same as peers reach it; when None, the host of ``tcp_bind``, ``advertise`` or ``bind``, the
+            first that is given and no wildcard, and the port that was taken.
+        tcp_connections: TCP connections to each peer that is read from.
+        tcp_encryption: ``tls`` encrypts what the TCP plane sends; must be the same on all workers of a cluster.
+    """
+
+    tcp_bind: Endpoint | None = None
+    tcp_advertise: Endpoint | None = None
+    tcp_connections: Annotated[int, Meta(ge=1, le=16)] = 2  # a stream is sent by one core at a time
+    tcp_encryption: Encryption = "off"  # NIXL does not encrypt, either, and it costs CPU on both sides
+
+
+class SecuritySettings(TcpPlaneSettings, frozen=True, kw_only=True):
+    """What one worker is told of secrets and keys. A Struct has one line of ancestors, hence the bases.
 
     Attributes:
         cluster_secret: shared by all workers of a cluster; the variable KVFLOW_CLUSTER_SECRET when None.
@@ -111,7 +149,9 @@ class WorkerConfig(SecuritySettings, frozen=True, kw_only=True, forbid_unknown_f
         model_dtype: that it computes in; likewise.
         bind: control endpoint to listen on; port 0 takes a free one.
         advertise: control endpoint as peers reach it; needed when ``bind`` is a wildcard.
-        transport: ``nixl``, or ``loopback`` between workers of one process.
+        transport: data plane. ``auto``: NIXL to peers whose memory can be read without their help (RDMA, shared
+            memory), and TCP to all others. ``nixl`` or ``tcp``: only this one. ``loopback``: between workers of one
+            process.
         lease_s: how long an offer lasts unless renewed.
         lease_slots: offers that may be held at once.
         connect_s: budget for reaching a peer's endpoint.
@@ -133,7 +173,7 @@ class WorkerConfig(SecuritySettings, frozen=True, kw_only=True, forbid_unknown_f
     model_dtype: Annotated[str, Meta(max_length=32)] = ""
     bind: Endpoint = "tcp://127.0.0.1:0"  # unreachable until asked otherwise
     advertise: Endpoint | None = None
-    transport: Literal["nixl", "loopback"] = "nixl"
+    transport: TransportName = "auto"
     lease_s: Seconds = 30.0  # as vLLM's NixlConnector; a router's queue is shorter
     lease_slots: Annotated[int, Meta(ge=1, le=1 << 20)] = 4096  # 32 KiB of epochs; more requests than one rank runs
     connect_s: Seconds = 1.5  # a listening peer accepts within milliseconds; a death is to be known within 2 s
@@ -159,19 +199,28 @@ class WorkerConfig(SecuritySettings, frozen=True, kw_only=True, forbid_unknown_f
                 raise ConfigInvalid(f"{name} is not Unicode text: it holds half of a surrogate pair")
         if self.rank >= self.num_ranks:
             raise ConfigInvalid(f"rank is {self.rank}, but num_ranks is {self.num_ranks}")
-        bind_host, bind_port = _host_and_port(self.bind)
-        if bind_port > PORT_MAX:
-            raise ConfigInvalid(f"bind is {self.bind!r}, but no port is above {PORT_MAX}")
-        if self.advertise is None and bind_host in WILDCARD_HOSTS:
+        _check_bound("bind", self.bind)
+        _check_bound("tcp_bind", self.tcp_bind)
+        if self.advertise is None and _is_wildcard(self.bind):
             raise ConfigInvalid(
                 f"bind is {self.bind!r}, which no peer can dial",
                 remedy="Set advertise to the address that peers reach this worker at.",
             )
-        if self.advertise is not None:
-            host, port = _host_and_port(self.advertise)
-            if host in WILDCARD_HOSTS or not _is_written_as_a_host(host) or not 0 < port <= PORT_MAX:
-                raise ConfigInvalid(f"advertise is {self.advertise!r}, which no peer can dial")
+        _check_advertised("advertise", self.advertise)
+        _check_advertised("tcp_advertise", self.tcp_advertise)
         self.check_secrets()
+
+    def tcp(self) -> TcpSettings:
+        """Return the settings of the TCP plane, what was not given taken from the control endpoint; checked before."""
+        bind = self.tcp_bind or f"tcp://{_host_and_port(self.bind)[0]}:0"
+        hosts = [_host_and_port(each)[0] for each in (self.tcp_bind, self.advertise, self.bind) if each is not None]
+        reached = next(host for host in hosts if host not in WILDCARD_HOSTS)  # bind is one, or advertise is given
+        return TcpSettings(
+            bind=bind.replace("tcp://*:", "tcp://0.0.0.0:"),
+            advertise=self.tcp_advertise or f"tcp://{reached}:{_host_and_port(bind)[1]}",
+            connections=self.tcp_connections,
+            encryption=self.tcp_encryption,
+        )
 
     def calibration_path(self) -> str | None:
         """Return the calibration file, from the settings or the environment; None if there is none."""
@@ -211,6 +260,33 @@ def _is_written_as_a_host(host: str) -> bool:
     except UnicodeError:
         return False
     return True
+
+
+def _is_wildcard(endpoint: str) -> bool:
+    return _host_and_port(endpoint)[0] in WILDCARD_HOSTS
+
+
+def _check_bound(name: str, endpoint: str | None) -> None:
+    """Check an address to listen on.
+
+    Raises:
+        ConfigInvalid: there is no such port.
+    """
+    if endpoint is not None and _host_and_port(endpoint)[1] > PORT_MAX:
+        raise ConfigInvalid(f"{name} is {endpoint!r}, but no port is above {PORT_MAX}")
+
+
+def _check_advertised(name: str, endpoint: str | None) -> None:
+    """Check an address as peers dial it.
+
+    Raises:
+        ConfigInvalid: nobody can dial it.
+    """
+    if endpoint is None:
+        return
+    host, port = _host_and_port(endpoint)
+    if host in WILDCARD_HOSTS or not _is_written_as_a_host(host) or not 0 < port <= PORT_MAX:
+        raise ConfigInvalid(f"{name} is {endpoint!r}, which no peer can dial")
 
 
 def _host_and_port(endpoint: str) -> tuple[str, int]:

@@ -381,4 +381,4 @@ class TransportUnavailable(KvflowError):
     """The data plane cannot be started on this machine."""
 
     code = "transport_unavailable"
-    default_remedy = "Install nixl>=1.5 with a working UCX, or use transport='loopback' within one process."
+    default_remedy = "Install nixl>=1.5 with a working UCX, or use transport='tcp', or 'loopback' within one process."

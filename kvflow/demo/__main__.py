@@ -27,6 +27,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--listen": ("127.0.0.1:0", "host:port for the router's requests"),
         "--bind": ("tcp://127.0.0.1:0", "endpoint of the worker for its peers"),
         "--advertise": (None, "the same as peers reach it; needed if --bind is a wildcard"),
+        "--tcp-bind": (None, "endpoint on which the TCP plane listens; the host of --bind and a free port by default"),
+        "--tcp-advertise": (None, "the same as peers reach it; needed where a port is mapped"),
+        "--tcp-encryption": ("off", "off or tls: whether the TCP plane encrypts; the same on both sides"),
         "--engine-id": (None, "name of the engine; the role by default"),
         "--log": (None, "file for the log, JSON lines; standard error by default"),
     }
@@ -46,6 +49,9 @@ async def run(options: argparse.Namespace) -> None:
             role=options.role,
             bind=options.bind,
             advertise=options.advertise,
+            tcp_bind=options.tcp_bind,
+            tcp_advertise=options.tcp_advertise,
+            tcp_encryption=options.tcp_encryption,
         )
         serve = serve_prefill if options.role == "prefill" else serve_decode
         return await serve(engine, config, options.listen)

@@ -8,7 +8,7 @@ class WorkerOpened(Struct, frozen=True):
 
     Attributes:
         endpoint: control endpoint as peers reach it.
-        transport: its data plane.
+        transport: its data planes, joined by a plus, the preferred one first.
         num_blocks: blocks of its cache.
         bytes_per_block: of the backing allocation.
     """
@@ -17,6 +17,18 @@ class WorkerOpened(Struct, frozen=True):
     transport: str
     num_blocks: int
     bytes_per_block: int
+
+
+class PlaneOmitted(Struct, frozen=True):
+    """A data plane cannot be used on this machine: the worker reads, and is read, over the others.
+
+    Attributes:
+        plane: ``nixl`` or ``tcp``.
+        detail: why.
+    """
+
+    plane: str
+    detail: str
 
 
 class CalibrationIgnored(Struct, frozen=True):
@@ -103,6 +115,7 @@ class PeerConnected(Struct, frozen=True):
         transport: what carries the bytes that are read from it, by UCX's name: ``cma`` (shared memory), ``tcp``,
             ``rc_mlx5``, ``cuda_ipc``; ``loopback``. Several with a bar between them: one of these. ``unknown``.
         transport_known_by: how that is known: ``kind``, ``addresses``, ``candidates`` or ``nothing``.
+        plane: the data plane that was chosen for it: ``nixl``, ``tcp`` or ``loopback``.
     """
 
     peer: str
@@ -112,6 +125,7 @@ class PeerConnected(Struct, frozen=True):
     clock_error_s: float | None = None
     transport: str = ""
     transport_known_by: str = ""
+    plane: str = ""
 
 
 class PeerDropped(Struct, frozen=True):
@@ -187,6 +201,7 @@ class ReaderRenewed(Struct, frozen=True):
 
 ShellEvent = (
     WorkerOpened
+    | PlaneOmitted
     | CalibrationIgnored
     | WorkerDrained
     | WorkerClosed

@@ -20,6 +20,7 @@ from kvflow.transfer import events as transfer
 
 LEVELS: dict[type[Struct], int] = {
     shell.WorkerOpened: logging.INFO,
+    shell.PlaneOmitted: logging.WARNING,
     shell.CalibrationIgnored: logging.WARNING,
     shell.WorkerDrained: logging.INFO,
     shell.WorkerClosed: logging.INFO,

@@ -14,7 +14,7 @@ from handshake.messages import LeaseAnswer, LeaseRef, Release, Renew
 from handshake.network import ZEROMQ, Network
 from kvflow.cache.tickets import Grant
 from kvflow.errors import DeadlineExceeded, PeerLost, StaleLease
-from kvflow.ids import LeaseKey, PeerId, agent_name
+from kvflow.ids import Credentials, LeaseKey, PeerId, agent_name
 from kvflow.rendezvous.failures import as_kvflow_error
 from kvflow.rendezvous.introduction import OurSide
 from kvflow.rendezvous.publication import Advertisement, decode
@@ -99,6 +99,7 @@ class Link:
         peer: who is at the other end, and where.
         agent: the name that its transport must bear, which nobody with another key can.
         advertisement: what it published, checked.
+        credentials: what we say to its TCP plane.
 
     Thread: the event loop.
     """
@@ -111,6 +112,7 @@ class Link:
         advertisement: Advertisement,
         *,
         questions: Questions,
+        credentials: Credentials,
         network: Network = ZEROMQ,
     ) -> None:
         self._client = client
@@ -120,6 +122,7 @@ class Link:
         self.peer = peer
         self.agent = agent
         self.advertisement = advertisement
+        self.credentials = credentials
 
     @property
     def clock_offset(self) -> ClockOffset | None:
@@ -287,7 +290,16 @@ async def open_link(
             _require_peer(client.identity, peer)
             advertisement = await asyncio.to_thread(decode, client.publication, peer=str(peer))
             agent = agent_name(str(peer), server_key)
-            yield Link(client, peer, agent, advertisement, questions=questions, network=ours.network)
+            credentials = ours.credentials(peer, client.pass_)
+            yield Link(
+                client,
+                peer,
+                agent,
+                advertisement,
+                questions=questions,
+                credentials=credentials,
+                network=ours.network,
+            )
     except HandshakeError as error:
         raise as_kvflow_error(error, peer=peer.endpoint) from error
 

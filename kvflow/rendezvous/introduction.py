@@ -7,10 +7,11 @@ from msgspec import Struct
 from handshake import AllowedKeys, ClusterSecurity, Identity, Limits, Publication
 from handshake.errors import AuthenticationFailed, HandshakeError
 from handshake.network import ZEROMQ, Network
+from handshake.server import MakePass
 from kvflow import __version__
 from kvflow.config import WorkerConfig
 from kvflow.errors import ConfigInvalid
-from kvflow.ids import PeerId
+from kvflow.ids import Credentials, PeerId, pass_of
 from kvflow.rendezvous.failures import as_kvflow_error
 from kvflow.rendezvous.publication import Advertisement, encode
 
@@ -26,6 +27,7 @@ class OurSide(Struct, frozen=True):
         security: our keys, and whom we trust.
         limits: budgets and bounds.
         network: where we meet peers.
+        make_pass: makes the pass of a reader that dials us; None gives none.
     """
 
     identity: Identity
@@ -33,6 +35,7 @@ class OurSide(Struct, frozen=True):
     security: ClusterSecurity
     limits: Limits
     network: Network = ZEROMQ
+    make_pass: MakePass | None = None
 
     @property
     def public_key(self) -> str:
@@ -46,6 +49,15 @@ class OurSide(Struct, frozen=True):
             handshake.errors.AuthenticationFailed: we do not trust that key.
         """
         return self.security.towards(peer.public_key).server.public_key
+
+    def credentials(self, peer: PeerId, pass_: bytes) -> Credentials:
+        """Return what we say to the TCP plane of a producer rank that we have dialled, and that gave us this pass.
+
+        Raises:
+            handshake.errors.AuthenticationFailed: we do not trust its key.
+        """
+        keys, ours = self.security.towards(peer.public_key), self.identity
+        return Credentials(keys.client.public_key, ours.engine_id, ours.rank, ours.incarnation, pass_)
 
     def trusts(self, peer: PeerId) -> bool:
         """Tell whether we would dial this producer rank now."""
@@ -75,8 +87,19 @@ def introduce(
     advertisement: Advertisement,
     security: ClusterSecurity,
     network: Network = ZEROMQ,
+    *,
+    pass_key: bytes | None = None,
 ) -> OurSide:
-    """Say who we are and what we publish; ``security`` is ``security_of`` these settings."""
+    """Say who we are and what we publish.
+
+    Args:
+        config: the settings.
+        incarnation: of this life.
+        advertisement: what we publish.
+        security: ``security_of`` the settings.
+        network: where we meet peers.
+        pass_key: what the passes of our readers are made with; None gives none.
+    """
     return OurSide(
         identity=Identity(
             engine_id=config.engine_id,
@@ -90,7 +113,16 @@ def introduce(
         security=security,
         limits=Limits(connect_s=config.connect_s, handshake_s=config.handshake_s),
         network=network,
+        make_pass=None if pass_key is None else _passes(pass_key),
     )
+
+
+def _passes(pass_key: bytes) -> MakePass:
+    # A function and not a partial, whose repr would show the key.
+    def make_pass(public_key: str, reader: Identity) -> bytes:
+        return pass_of(pass_key, public_key, reader.engine_id, reader.rank, reader.incarnation)
+
+    return make_pass
 
 
 def security_of(config: WorkerConfig) -> ClusterSecurity:

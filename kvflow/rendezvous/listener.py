@@ -100,6 +100,7 @@ async def open_listener(
             security=ours.security,
             limits=ours.limits,
             network=ours.network,
+            make_pass=ours.make_pass,
             # No reader can be ready, and so none can release, before the server exists.
             on_event=lambda key, event: listener.on_event(server, key, event),
         ) as server:

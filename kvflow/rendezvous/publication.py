@@ -10,11 +10,23 @@ import msgspec
 from msgspec import Meta, Struct
 
 from handshake import Publication
+from kvflow.config import ENDPOINT_PATTERN, PORT_MAX
 from kvflow.errors import LayoutMismatch, ProtocolViolation, SpecInvalid
 from kvflow.layout.manifest import MANIFEST_BYTES_MAX, MANIFEST_SCHEMA, Manifest
 from kvflow.layout.region import METADATA_BYTES_MAX, Region
 
 SLOT_BYTES = 8
+
+PLANES_MAX = 4
+"""Twice as many data planes as there are."""
+
+ENDPOINT_LENGTH_MAX = 300
+"""A host name has 253 characters at most."""
+
+ENDPOINT_OR_NONE = rf"^(|{ENDPOINT_PATTERN})\Z"
+
+PlaneName = Annotated[str, Meta(min_length=1, max_length=32)]
+Metadata = Annotated[bytes, Meta(max_length=METADATA_BYTES_MAX)]
 
 
 class Advertisement(Struct, frozen=True, kw_only=True):
@@ -23,14 +35,16 @@ class Advertisement(Struct, frozen=True, kw_only=True):
     Attributes:
         manifest: the canonical KV metadata.
         epochs: the epoch table: DRAM, u64 slots.
-        transport: name of the data plane.
-        metadata: the exporter's own description; only the same transport can read it.
+        planes: name of each data plane -> the exporter's own description; only the same plane can read it.
+        data_endpoint: where the TCP plane listens, as peers reach it: ``tcp://HOST:PORT``; empty without one.
+        tcp_encryption: of the TCP plane.
     """
 
     manifest: Manifest
     epochs: Region
-    transport: Annotated[str, Meta(min_length=1, max_length=32)]
-    metadata: Annotated[bytes, Meta(max_length=METADATA_BYTES_MAX)]
+    planes: Annotated[dict[PlaneName, Metadata], Meta(min_length=1, max_length=PLANES_MAX)]
+    data_endpoint: Annotated[str, Meta(max_length=ENDPOINT_LENGTH_MAX, pattern=ENDPOINT_OR_NONE)] = ""
+    tcp_encryption: Annotated[str, Meta(max_length=32)] = "off"
 
     def check(self) -> None:
         """Check what the types cannot say.
@@ -41,6 +55,13 @@ class Advertisement(Struct, frozen=True, kw_only=True):
         self.manifest.check()
         if self.epochs.memory != "DRAM" or self.epochs.nbytes % SLOT_BYTES:
             raise SpecInvalid(f"the epoch table is not an array of u64 in DRAM: {self.epochs}")
+        nbytes = sum(map(len, self.planes.values()))
+        if nbytes > METADATA_BYTES_MAX:
+            raise SpecInvalid(f"the metadata of all data planes has {nbytes} bytes, more than {METADATA_BYTES_MAX}")
+        if ("tcp" in self.planes) != bool(self.data_endpoint):
+            raise SpecInvalid(f"the data planes are {sorted(self.planes)}, and data_endpoint is {self.data_endpoint!r}")
+        if self.data_endpoint and not 0 < int(self.data_endpoint.rpartition(":")[2]) <= PORT_MAX:
+            raise SpecInvalid(f"data_endpoint is {self.data_endpoint!r}, which has no port that can be dialled")
 
 
 class _Sized(Struct, frozen=True):

@@ -9,6 +9,7 @@ from kvflow.errors import ConfigInvalid
 from kvflow.layout.manifest import Manifest
 from kvflow.observability.events import CalibrationIgnored
 from kvflow.transfer.costs import CALIBRATION_BYTES_MAX, Calibration, decode_calibration
+from kvflow.transport.factory import PLANES
 
 
 class Staging(Struct, frozen=True):
@@ -24,6 +25,10 @@ class Staging(Struct, frozen=True):
     nbytes: int = 0
     ignored: CalibrationIgnored | None = None
 
+    def over(self, plane: str) -> "Staging":
+        """Return the terms for a peer that is read over a data plane."""
+        return self if self.calibration is not None and self.calibration.transport == plane else NEVER
+
 
 NEVER = Staging()
 """All is read directly."""
@@ -32,7 +37,8 @@ NEVER = Staging()
 def staging_of(config: WorkerConfig, manifest: Manifest) -> Staging:
     """Read the calibration file, if the settings or the environment name one.
 
-    Workers of several transports share an environment: what it names counts for those that it was measured over.
+    Workers of several transports share an environment: what it names counts for those that it was measured over. A
+    worker of several data planes uses it for the peers that it reads over that one.
 
     Args:
         config: the settings.
@@ -52,8 +58,9 @@ def staging_of(config: WorkerConfig, manifest: Manifest) -> Staging:
         raise ConfigInvalid(
             f"calibration {path}: {error}", remedy="Write it with kvflow bench descriptors --calibrate."
         ) from error
-    calibration = decode_calibration(text, name=path, transport=config.transport if config.calibration else None)
-    if calibration.transport != config.transport:
+    planes = PLANES[config.transport]
+    calibration = decode_calibration(text, name=path, planes=planes if config.calibration else ())
+    if calibration.transport not in planes:
         return Staging(ignored=CalibrationIgnored(path, calibration.transport, config.transport))
     in_memory = any(region.memory == "DRAM" for region in manifest.regions)
     return Staging(calibration, config.staging_bytes if in_memory else 0)

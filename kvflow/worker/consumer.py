@@ -236,9 +236,9 @@ class Consumer:
         """Feed what the data plane reports to whom it concerns."""
         now = self._clock()
         match event:
-            case ReadCompleted(read_id=read_id, posted_s=posted_s, scattered_s=scattered_s):
+            case ReadCompleted(read_id=read_id, posted_s=posted_s, scattered_s=scattered_s, unheld=unheld):
                 effects = self._scheduler.on_read_completed(
-                    read_id, posted_s=posted_s, scattered_s=scattered_s, now=now
+                    read_id, posted_s=posted_s, scattered_s=scattered_s, unheld=unheld, now=now
                 )
             case ReadFailed(read_id=read_id, code=code, detail=detail):
                 effects = self._scheduler.on_read_failed(read_id, code=code, detail=detail, now=now)
@@ -250,7 +250,7 @@ class Consumer:
                 self._pool.on_added(peer, carrier)
                 effects = []
             case PeerFailed(peer=peer, code=code, detail=detail):
-                self._pool.drop(peer, code, detail)
+                self._pool.on_failed(peer, code, detail)
                 effects = self._scheduler.on_peer_failed(peer, code=code, detail=detail, now=now)
             case RenewalEnded():
                 self._on_renewal_ended(event)
@@ -296,6 +296,7 @@ class Consumer:
         else:
             peers = list(await asyncio.gather(*(self._meet_one(call, member) for member in members)))
         call.transport = "+".join(dict.fromkeys(peer.carrier.name for peer in peers))
+        call.plane = "+".join(dict.fromkeys(peer.carrier.plane for peer in peers))
         return peers
 
     async def _meet_one(self, call: Call, member: Member) -> Peer:
@@ -324,7 +325,7 @@ class Consumer:
             if demands:
                 grant = member.grant
                 lease = (grant.slot, grant.epoch_value, grant.lease_s)
-                legs.append(LegRequest(member.peer, *lease, demands, admitted=grant.admitted))
+                legs.append(LegRequest(member.peer, *lease, demands, admitted=grant.admitted, mac=member.mac))
         return tuple(legs)
 
     def _submit(
@@ -399,6 +400,7 @@ class Consumer:
                 target_index=bound.target_index,
                 cuts=bound.cuts,
                 nbytes=bound.nbytes,
+                leases=dispatch.leases,
                 priority=dispatch.priority,
                 fences=tuple(_fence(check) for check in dispatch.fences),
                 looks=tuple(_fence(check) for check in dispatch.looks),

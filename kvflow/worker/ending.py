@@ -38,6 +38,7 @@ class Call:
         handshake_s: seconds spent in reaching the peers; None before they are reached.
         bind_s: seconds spent in computing descriptor indices.
         transport: what carries the bytes; empty before the peers are reached.
+        plane: the data planes that it belongs to; likewise.
         context: what the record says besides.
         result: of the scheduler; None before the pull is submitted.
         failure: what the scheduler says of its failure, if it has failed there.
@@ -55,6 +56,7 @@ class Call:
     handshake_s: float | None = None
     bind_s: float = 0.0
     transport: str = ""
+    plane: str = ""
     context: dict[str, object] = field(default_factory=dict)
     result: asyncio.Future[TransferReport] | None = None
     failure: TransferFailed | None = None
@@ -127,7 +129,7 @@ class Ending:
     def complete(self, call: Call, report: TransferReport) -> TransferReport:
         """Complete the report of a pull; its record follows when its caller has had a turn of the loop."""
         timings = call.timings_s(self._clock()) | report.timings_s
-        report = msgspec.structs.replace(report, transport=call.transport, timings_s=timings)
+        report = msgspec.structs.replace(report, transport=call.transport, plane=call.plane, timings_s=timings)
         call.told = True
         event = TransferCompleted(call.pull_id, call.request_id, report, call.local_request_id)
         asyncio.get_running_loop().call_soon(partial(self._report, event, **call.context))
@@ -181,6 +183,7 @@ class Ending:
             failed,
             local_request_id=call.local_request_id,
             transport=call.transport,
+            plane=call.plane,
             ticket_age_s=call.ticket_age_s(self._wall() + (0.0 if offset is None else offset.ahead_s)),
             timings_s=call.timings_s(now) | failed.timings_s,
         )

@@ -33,10 +33,11 @@ from kvflow.observability.events import PeerConnected, PeerDropped
 from kvflow.rendezvous.dialer import Link, Restarted, open_link
 from kvflow.rendezvous.introduction import OurSide
 from kvflow.transfer.plan import PlanCache
-from kvflow.transport.base import Carrier, PeerAddress, Transport
+from kvflow.transport.base import UNFIT, Carrier, Transport
 from kvflow.worker.calibration import NEVER, Staging
 from kvflow.worker.dialling import DiallingRecord
 from kvflow.worker.failures import meeting_error
+from kvflow.worker.negotiation import OurPlanes, Unfit
 from kvflow.worker.programs import Leg, Peer, ProgramTable
 from kvflow.worker.redial import redial
 
@@ -104,9 +105,11 @@ class PeerPool:
         on_dropped: Callable[[PeerId, str, str], None],
         plans: PlanCache,
         draw: Callable[[], float],
+        tcp_encryption: str = "off",
         staging: Staging = NEVER,
     ) -> None:
         self._ours = ours
+        self._planes = OurPlanes(transport.published(), tcp_encryption, ours.network, ours.limits.handshake_s)
         self._transport = transport
         self._tasks = tasks
         self._clock = clock
@@ -227,6 +230,15 @@ class PeerPool:
         if entry is not None and not entry.added.done():
             entry.added.set_result(carrier)
 
+    def on_failed(self, peer: PeerId, code: str, detail: str) -> None:
+        """Note that the transport can no longer read from a peer, or never could."""
+        entry = self._entries.get(peer)
+        if code == UNFIT and entry is not None and not entry.added.done():
+            entry.added.set_exception(Unfit(detail))
+            entry.added.exception()  # retrieved: nobody may be waiting for it
+        else:
+            self.drop(peer, code, detail)
+
     def drop(self, peer: PeerId, code: str, detail: str) -> None:
         """Let a peer go; it is met anew when it is needed."""
         entry = self._entries.get(peer)
@@ -290,14 +302,15 @@ class PeerPool:
     async def _connect(self, link: Link, entry: _Entry) -> Peer:
         """Plan, connect the transport, and prepare descriptor lists."""
         theirs = link.advertisement
-        if theirs.transport != self._transport.name:
-            raise LayoutMismatch("transport", theirs.transport, self._transport.name)
+        address = await self._planes.address(link)
         await self._programs.require_readable(theirs.manifest)
-        self._transport.add_peer(PeerAddress(link.peer, theirs.metadata, theirs.epochs, agent=link.agent))
+        self._transport.add_peer(address)
         budget_s = self._ours.limits.handshake_s
         try:
             async with asyncio.timeout(budget_s):
                 carrier = await asyncio.shield(entry.added)
+        except Unfit as unfit:
+            self._planes.refuse(theirs, str(unfit))
         except TimeoutError:
             # Reads of an earlier connection to it are still in flight, or the transport is busy for too long.
             message = f"connecting the transport to {link.peer} took longer than {budget_s} s"
@@ -360,7 +373,16 @@ def _connected(peer: Peer, handshake_s: float) -> PeerConnected:
     offset = link.clock_offset
     ahead_s, error_s = (None, None) if offset is None else (offset.ahead_s, offset.error_s)
     peer_id = link.peer
-    return PeerConnected(str(peer_id), peer_id.endpoint, handshake_s, ahead_s, error_s, carrier.name, carrier.known_by)
+    return PeerConnected(
+        str(peer_id),
+        peer_id.endpoint,
+        handshake_s,
+        ahead_s,
+        error_s,
+        transport=carrier.name,
+        transport_known_by=carrier.known_by,
+        plane=carrier.plane,
+    )
 
 
 def _fail(entry: _Entry, error: KvflowError) -> None:

@@ -130,7 +130,8 @@ class ProgramTable:
         require_same_model(theirs, self._manifest)
         if have_common_layer(theirs, self._manifest):
             # Another pipeline stage may have nothing for us.
-            await self._in_time(self._in_thread(self._plan, theirs, None))
+            # Its plane is not known yet. If it is one without a calibration, the plan that counts is made later.
+            await self._in_time(self._in_thread(self._plan, theirs, None, self._staging))
 
     def begin(self, peer: PeerId) -> None:
         """Take programs of a peer that can be read from, until it is forgotten."""
@@ -181,9 +182,12 @@ class ProgramTable:
             if key in self._divisions:
                 return []
             known = [frozenset(life) for life in lives]
-            return await self._in_thread(self._parts, [peer.manifest for peer in peers], known)
+            terms = [self._staging.over(peer.carrier.plane) for peer in peers]
+            return await self._in_thread(self._parts, [peer.manifest for peer in peers], known, terms)
 
-    def _parts(self, manifests: Sequence[Manifest], known: Sequence[frozenset[Taken | None]]) -> list[_Part]:
+    def _parts(
+        self, manifests: Sequence[Manifest], known: Sequence[frozenset[Taken | None]], terms: Sequence[Staging]
+    ) -> list[_Part]:
         """Divide, plan and bind. Thread: any, one at a time."""
         parts = []
         for share in share_out(self._manifest, manifests, turn=self._turn):
@@ -192,7 +196,7 @@ class ProgramTable:
             # A peer with too many programs is refused: do not plan for it.
             if taken not in known[share.source] and len(known[share.source]) < PROGRAMS_MAX:
                 theirs = manifests[share.source]
-                bindings = bind_plan(self._plan(theirs, share.pieces), theirs, self._manifest)
+                bindings = bind_plan(self._plan(theirs, share.pieces, terms[share.source]), theirs, self._manifest)
             parts.append(_Part(share.source, taken, bindings))
         return parts
 
@@ -226,8 +230,7 @@ class ProgramTable:
         self._divisions = {key: legs for key, legs in self._divisions.items() if peer not in key}
         return bool(prepared)
 
-    def _plan(self, theirs: Manifest, pieces: Pieces | None) -> TransferPlan:
-        terms = self._staging
+    def _plan(self, theirs: Manifest, pieces: Pieces | None, terms: Staging) -> TransferPlan:
         return self._plans.plan(theirs, self._manifest, pieces, costs=terms.calibration, staging_bytes=terms.nbytes)
 
     def _programs(self, peer: PeerId, part: _Part) -> Programs:
@@ -252,6 +255,7 @@ class ProgramTable:
                 source_memory=binding.source.memory,
                 target_memory=binding.target.memory,
                 scatter=binding.scatter,
+                group=binding.group.source_group,
             )
         )
         return self._last_id, binding

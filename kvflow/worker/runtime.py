@@ -23,6 +23,7 @@ from kvflow.config import WorkerConfig
 from kvflow.ids import agent_name, worker_name
 from kvflow.layout.manifest import Identity, Manifest
 from kvflow.layout.region import Region
+from kvflow.layout.tracks import tracks_of
 from kvflow.observability import events
 from kvflow.observability.logs import EventLog
 from kvflow.rendezvous.introduction import OurSide, introduce, security_of
@@ -32,6 +33,8 @@ from kvflow.rendezvous.publication import Advertisement
 from kvflow.transfer.requests import Budgets
 from kvflow.transfer.scheduler import Scheduler
 from kvflow.transport.base import Transport
+from kvflow.transport.device import device_memory_of
+from kvflow.transport.serving import Serving
 from kvflow.worker.calibration import Staging
 from kvflow.worker.consumer import Consumer
 from kvflow.worker.drain import Drain
@@ -93,21 +96,44 @@ async def open_worker(
     incarnation = f"{surroundings.draw_bits(128):032x}"
     manifest = msgspec.structs.replace(manifest, identity=_identity(config, incarnation))
     epochs = EpochTable(config.lease_slots, surroundings.draw_bits(EPOCH_BITS), order_stores)
+    leases = LeaseTable(epochs)
+    pass_key = surroundings.draw_bits(256).to_bytes(32)
+    devices = device_memory_of(manifest.regions)
+    serving = Serving(
+        tracks=tracks_of(manifest),
+        blocks_of=leases.blocks_of,
+        admits=security.admits,
+        pass_key=pass_key,
+        vouches=partial(_vouches, leases, TicketKey(security)),
+        device_memory=devices,
+    )
     inbox = Inbox(asyncio.get_running_loop())
     name = agent_name(worker_name(config.engine_id, config.rank, incarnation), security.server.public_key)
     staging = surroundings.staging(config, manifest)
-    make = partial(surroundings.open_transport, config.transport, name, inbox.put)
+    make = partial(surroundings.open_transport, config, name, inbox.put)
     if staging.nbytes:
-        make = partial(surroundings.open_transport, config.transport, name, inbox.put, staging.nbytes)
-    async with _started_transport(make, manifest, epochs, inbox) as transport:
+        make = partial(surroundings.open_transport, config, name, inbox.put, staging.nbytes)
+    async with _started_transport(make, manifest, epochs, serving, inbox) as transport:
+        published = transport.published()
         advertisement = Advertisement(
-            manifest=manifest, epochs=_region(epochs), transport=transport.name, metadata=transport.metadata()
+            manifest=manifest,
+            epochs=_region(epochs),
+            planes=published.planes,
+            data_endpoint=published.data_endpoint,
+            tcp_encryption=config.tcp_encryption,
         )
-        ours = introduce(config, incarnation, advertisement, security, surroundings.network)
+        advertisement.check()
+        ours = introduce(config, incarnation, advertisement, security, surroundings.network, pass_key=pass_key)
         report = _reporter(config, incarnation, hooks)
-        parts = _Parts(config, cache, manifest, ours, epochs, transport, inbox, report, surroundings, staging)
+        parts = _Parts(config, cache, manifest, ours, leases, epochs, transport, inbox, report, surroundings, staging)
         async with _opened(parts) as worker:
             yield worker
+
+
+def _vouches(leases: LeaseTable, key: TicketKey, slot: int, epoch: int, mac: bytes) -> bool:
+    """Tell whether a MAC is that of the ticket of a lease that is held. Thread: any."""
+    grant = leases.grant_of(slot, epoch)
+    return grant is not None and grant.has_mac(mac, key.verifies)
 
 
 class _Parts(NamedTuple):
@@ -117,6 +143,7 @@ class _Parts(NamedTuple):
     cache: Cache
     manifest: Manifest
     ours: OurSide
+    leases: LeaseTable
     epochs: EpochTable
     transport: Transport
     inbox: Inbox
@@ -128,7 +155,7 @@ class _Parts(NamedTuple):
 @asynccontextmanager
 async def _opened(parts: _Parts) -> AsyncIterator[Worker]:
     """Wire both sides of a worker together, listen, and take them down in order."""
-    config, cache, manifest, ours, epochs, transport, inbox, report, surroundings, staging = parts
+    config, cache, manifest, ours, _, epochs, transport, inbox, report, surroundings, staging = parts
     key = TicketKey(ours.security)
     account = BlockAccount(manifest.aliases, manifest.num_blocks, threading.Lock())
     keeper = _keeper_of(parts, account)
@@ -148,6 +175,7 @@ async def _opened(parts: _Parts) -> AsyncIterator[Worker]:
                 on_dropped=lambda *dropped: consumer.on_peer_dropped(*dropped),  # noqa: PLW0108
                 plans=surroundings.make_plans(),
                 draw=surroundings.network.draw,
+                tcp_encryption=config.tcp_encryption,
                 staging=staging,
             )
             consumer = Consumer(
@@ -170,7 +198,10 @@ async def _opened(parts: _Parts) -> AsyncIterator[Worker]:
             drain = Drain(keeper, offers, consumer, surroundings.clock, report)
             home = Home(asyncio.get_running_loop())
             worker = Worker(address, keeper, offers, consumer, drain, trust=Trust(ours, server, pool), home=home)
-            report(events.WorkerOpened(worker.endpoint, transport.name, manifest.num_blocks, cache.bytes_per_block))
+            planes = transport.published()
+            report(events.WorkerOpened(worker.endpoint, planes.names, manifest.num_blocks, cache.bytes_per_block))
+            for plane, detail in planes.missing.items():
+                report(events.PlaneOmitted(plane, detail))
             if staging.ignored is not None:
                 report(staging.ignored)
             try:
@@ -193,7 +224,7 @@ def _keeper_of(parts: _Parts, account: BlockAccount) -> LeaseKeeper:
     """Make the producer's side of a worker."""
     config, manifest = parts.config, parts.manifest
     return LeaseKeeper(
-        leases=LeaseTable(parts.epochs),
+        leases=parts.leases,
         account=account,
         num_blocks=manifest.num_blocks,
         block_sizes=[group.tokens_per_id for group in manifest.groups],
@@ -248,13 +279,13 @@ def _mint_of_offers(
 
 @asynccontextmanager
 async def _started_transport(
-    make: Callable[[], Transport], manifest: Manifest, epochs: EpochTable, inbox: Inbox
+    make: Callable[[], Transport], manifest: Manifest, epochs: EpochTable, serving: Serving, inbox: Inbox
 ) -> AsyncIterator[Transport]:
     """Start the data plane, and destroy it whatever happens: it may write to memory until then."""
     # Loading NIXL and creating agents takes half a second; other tasks of the engine's loop go on meanwhile.
     transport = await asyncio.to_thread(make)
     try:
-        await asyncio.to_thread(transport.start, manifest.regions, _region(epochs))
+        await asyncio.to_thread(transport.start, manifest.regions, _region(epochs), serving)
         yield transport
     finally:
         await _finish(_close(transport))

@@ -23,7 +23,7 @@ from kvflow.worker.calibration import Staging, staging_of
 class OpenTransport(Protocol):
     """Makes a transport that has not started. The last argument is given only where reads may be staged."""
 
-    def __call__(self, name: str, agent_name: str, sink: Sink, staging_bytes: int = 0) -> Transport:
+    def __call__(self, config: WorkerConfig, agent_name: str, sink: Sink, /, staging_bytes: int = 0) -> Transport:
         """See ``create_transport``."""
         ...
 

@@ -124,7 +124,7 @@ class ThreadedWorker:
         """Register a cache and serve it, at whatever addresses it has now; suspends first what is not suspended.
 
         This is another incarnation under the same settings: it listens where ``bind`` says, peers meet it anew and
-        plan anew, and a mint in another process must be made anew with its ``rank_address``.
+        plan again, and a mint in another process must be made again with its ``rank_address``.
 
         Args:
             cache: the same one if its memory is back where it was, or another.

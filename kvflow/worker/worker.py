@@ -332,8 +332,8 @@ class Worker:
     def allow_keys(self, keys: Iterable[str]) -> None:
         """Replace the list of allowed keys: new ones are met at once, and connections of those that are gone end.
 
-        What is being read from a producer that is not trusted any more fails with ``PeerLost``. What a reader that is
-        not trusted any more has begun to read goes on until its leases end: revoke them if it must not.
+        Reads from a producer whose key is gone fail with ``PeerLost``. A reader whose key is gone is refused at its
+        next request over TCP. Over NIXL it goes on until its leases end: revoke them if it must not.
 
         Args:
             keys: public keys of all workers that this one talks to, 64 hexadecimal digits each.

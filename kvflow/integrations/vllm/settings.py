@@ -103,6 +103,8 @@ def read_settings(extra: Mapping[str, Any], facts: EngineFacts) -> Settings:
         config,
         bind=_moved(config.bind, facts.port_offset),
         advertise=config.advertise and _moved(config.advertise, facts.port_offset),
+        tcp_bind=config.tcp_bind and _moved(config.tcp_bind, facts.port_offset),
+        tcp_advertise=config.tcp_advertise and _moved(config.tcp_advertise, facts.port_offset),
     )
     return Settings(
         worker=config,

@@ -10,6 +10,7 @@ from kvflow.config import (
     KEY_VARIABLE,
     SECRET_LENGTH_MIN,
     SECRET_VARIABLE,
+    TcpSettings,
     WorkerConfig,
 )
 from kvflow.errors import ConfigInvalid
@@ -36,6 +37,10 @@ def test_the_defaults_are_valid():
         {"bind": "tcp://*:0", "advertise": "tcp://10.0.0.7:31000"},
         {"lease_s": 30, "fence_s": 0.001},
         {"role": "prefill", "transport": "loopback"},
+        {"transport": "nixl"},
+        {"transport": "tcp", "tcp_bind": "tcp://0.0.0.0:5700", "tcp_connections": 16, "tcp_encryption": "tls"},
+        {"bind": "tcp://0.0.0.0:5600", "advertise": "tcp://node-7:5600", "tcp_bind": "tcp://*:5700"},
+        {"tcp_bind": "tcp://10.1.0.7:0", "tcp_advertise": "tcp://node-7:31700"},
         {"calibration": "/etc/kvflow.json", "staging_bytes": 0},
         {"cluster_secret_accepted": "the secret that comes next"},
         {"private_key": PRIVATE, "allowed_keys": ()},
@@ -61,7 +66,17 @@ def test_valid_settings(settings):
         ({"rank": 1}, "rank is 1, but num_ranks is 1"),
         ({"num_ranks": 0}, "num_ranks"),
         ({"role": "router"}, "role"),
-        ({"transport": "tcp"}, "transport"),
+        ({"transport": "ucx"}, "transport"),
+        ({"transport": ""}, "transport"),
+        ({"tcp_bind": "10.0.0.7:5700"}, "tcp_bind"),
+        ({"tcp_bind": "tcp://10.0.0.7:65536"}, "tcp_bind is 'tcp://10.0.0.7:65536', but no port is above"),
+        ({"tcp_advertise": "tcp://0.0.0.0:5700"}, "tcp_advertise is 'tcp://0.0.0.0:5700', which no peer can dial"),
+        ({"tcp_advertise": "tcp://node-7:0"}, "tcp_advertise"),
+        ({"tcp_advertise": "tcp://node..7:5700"}, "tcp_advertise"),
+        ({"tcp_connections": 0}, "tcp_connections"),
+        ({"tcp_connections": 17}, "tcp_connections"),
+        ({"tcp_encryption": "ssl"}, "tcp_encryption"),
+        ({"tcp_encryption": True}, "tcp_encryption"),
         ({"staging_bytes": -1}, "staging_bytes"),
         ({"staging_bytes": 1 << 41}, "staging_bytes"),
         ({"calibration": ""}, "calibration"),
@@ -107,6 +122,34 @@ def test_what_cannot_be_used_is_named(settings, named):
     with pytest.raises(ConfigInvalid) as caught:
         config(**settings).check()
     assert named in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("settings", "bind", "advertise"),
+    [
+        ({}, "tcp://127.0.0.1:0", "tcp://127.0.0.1:0"),
+        ({"bind": "tcp://10.0.0.7:5600"}, "tcp://10.0.0.7:0", "tcp://10.0.0.7:0"),
+        ({"bind": "tcp://*:5600", "advertise": "tcp://node-7:31600"}, "tcp://0.0.0.0:0", "tcp://node-7:0"),
+        ({"bind": "tcp://[::1]:0", "tcp_bind": "tcp://[::]:5700"}, "tcp://[::]:5700", "tcp://[::1]:5700"),
+        ({"tcp_bind": "tcp://*:5700"}, "tcp://0.0.0.0:5700", "tcp://127.0.0.1:5700"),
+        # A network of its own for the data: it is not reached at the address of the control endpoint.
+        (
+            {"bind": "tcp://*:5600", "advertise": "tcp://node-7:5600", "tcp_bind": "tcp://10.1.0.7:5700"},
+            "tcp://10.1.0.7:5700",
+            "tcp://10.1.0.7:5700",
+        ),
+        (
+            {"tcp_bind": "tcp://0.0.0.0:5700", "tcp_advertise": "tcp://node-7:31700"},
+            "tcp://0.0.0.0:5700",
+            "tcp://node-7:31700",
+        ),
+    ],
+    ids=repr,
+)
+def test_the_tcp_plane_listens_beside_the_control_endpoint_unless_told_otherwise(settings, bind, advertise):
+    told = config(**settings, tcp_connections=3, tcp_encryption="tls")
+    told.check()
+    assert told.tcp() == TcpSettings(bind=bind, advertise=advertise, connections=3, encryption="tls")
 
 
 def test_an_unknown_setting_is_refused():

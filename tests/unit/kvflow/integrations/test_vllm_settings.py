@@ -65,10 +65,12 @@ def test_an_error_does_not_show_the_secret():
 
 def test_ranks_of_one_host_listen_on_different_ports():
     extra = {"cluster_secret": SECRET, "bind": "tcp://0.0.0.0:5000", "advertise": "tcp://node:6000"}
+    extra |= {"tcp_bind": "tcp://0.0.0.0:5100", "tcp_advertise": "tcp://node:6100", "transport": "tcp"}
     worker = read_settings(extra, facts(rank=1, num_ranks=2, port_offset=3)).worker
     assert (worker.bind, worker.advertise) == ("tcp://0.0.0.0:5003", "tcp://node:6003")
+    assert (worker.tcp_bind, worker.tcp_advertise) == ("tcp://0.0.0.0:5103", "tcp://node:6103")
     free = read_settings({"cluster_secret": SECRET}, facts(port_offset=3)).worker
-    assert free.bind == "tcp://127.0.0.1:0"
+    assert (free.bind, free.tcp_bind) == ("tcp://127.0.0.1:0", None)
 
 
 def test_a_port_that_is_too_high_with_the_ranks_is_refused():

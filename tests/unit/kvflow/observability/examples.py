@@ -13,6 +13,7 @@ REPORT = TransferReport(
     read_bytes=8192,
     merged=0.25,
     transport="cma",
+    plane="nixl",
     timings_s={
         "handshake": 0.5,
         "bind": 0.0001,
@@ -28,13 +29,14 @@ PEER = "prefill-0/1/" + "0" * 32
 
 EVENTS = {
     "worker.opened": shell.WorkerOpened("tcp://127.0.0.1:5000", "nixl", 1024, 65536),
+    "plane.omitted": shell.PlaneOmitted("nixl", "NIXL is not installed"),
     "calibration.ignored": shell.CalibrationIgnored("/etc/kvflow.json", "nixl", "loopback"),
     "worker.drained": shell.WorkerDrained(1, 2, 1, 30.0),
     "worker.closed": shell.WorkerClosed(2, 1),
     "offer.admitted": shell.OfferAdmitted("request-1", 4, 30.0),
     "offer.refused": shell.OfferRefused("request-1", "capacity_exceeded", "no room", "Wait."),
     "peer.connected": shell.PeerConnected(
-        PEER, "tcp://127.0.0.1:5000", 0.25, transport="cma", transport_known_by="addresses"
+        PEER, "tcp://127.0.0.1:5000", 0.25, transport="cma", transport_known_by="addresses", plane="nixl"
     ),
     "peer.dropped": shell.PeerDropped(PEER, "peer_lost", "silent for 20 s"),
     "breaker.opened": shell.BreakerOpened("tcp://127.0.0.1:5000", 3, 0.5),
@@ -59,6 +61,7 @@ EVENTS = {
         nbytes=1024,
         nbytes_wanted=4096,
         transport="cma",
+        plane="nixl",
         ticket_age_s=1.5,
         timings_s={"handshake": 0.25, "queue": 0.001, "wire": 0.03, "total": 1 / 3},
     ),

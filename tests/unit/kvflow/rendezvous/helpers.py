@@ -3,7 +3,7 @@
 from handshake import ClusterSecurity
 from kvflow.cache.tickets import RankAddress
 from kvflow.config import WorkerConfig
-from kvflow.ids import PeerId
+from kvflow.ids import Credentials, PeerId
 from kvflow.layout.component import Component
 from kvflow.layout.manifest import Layer, Manifest, ManifestGroup
 from kvflow.layout.region import Region
@@ -38,7 +38,7 @@ def manifest():
 
 
 def advertisement(**changes):
-    fields = {"manifest": manifest(), "epochs": EPOCHS, "transport": "loopback", "metadata": b"how to read me"}
+    fields = {"manifest": manifest(), "epochs": EPOCHS, "planes": {"loopback": b"how to read me"}}
     return Advertisement(**fields | changes)
 
 
@@ -46,9 +46,12 @@ def config(**settings):
     return WorkerConfig(**{"engine_id": "prefill-0", "cluster_secret": SECRET, "transport": "loopback"} | settings)
 
 
-def side(incarnation=INCARNATION, **settings):
+def side(incarnation=INCARNATION, *, pass_key=None, **settings):
     settings = config(**settings)
-    return introduce(settings, incarnation, advertisement(), security_of(settings))
+    return introduce(settings, incarnation, advertisement(), security_of(settings), pass_key=pass_key)
+
+
+CREDENTIALS = Credentials("12" * 32, "decode-0", 0, "b" * 32, b"a pass")
 
 
 def address(endpoint="tcp://127.0.0.1:5000", rank=0, incarnation=INCARNATION):

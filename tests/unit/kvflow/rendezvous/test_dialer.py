@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
-from handshake import ClockOffset
+from handshake import ClockOffset, ClusterSecurity, CurveKeys
 from handshake.errors import Closed
 from handshake.limits import LEASES_MAX
 from handshake.messages import LeaseAnswer, Release, Renew
@@ -15,11 +15,11 @@ from handshake.network import ZEROMQ, ZeroMqNetwork
 from kvflow.cache.leases import Reader
 from kvflow.cache.mint import Mint
 from kvflow.errors import AuthenticationFailed, DeadlineExceeded, PeerLost, StaleLease
-from kvflow.ids import agent_name
+from kvflow.ids import Credentials, agent_name, pass_of
 from kvflow.rendezvous.dialer import LeaseEnd, Link, Questions, open_link
 from kvflow.rendezvous.listener import open_listener
 
-from .helpers import INCARNATION, SECURITY, address, advertisement, peer, side
+from .helpers import CREDENTIALS, INCARNATION, SECURITY, address, advertisement, peer, side
 
 PATIENCE_S = 30.0
 OURS = side(engine_id="decode-0", incarnation="b" * 32)
@@ -73,6 +73,46 @@ async def test_a_link_knows_its_peer_and_speaks_of_leases():
             assert await keeper.told.get() == ("renew", [(3, 33)])
             assert await keeper.told.get() == ("release", [(3, 33), (4, 2**62)], Reader("decode-0", 0, 1))
         assert keeper.read == [True]
+
+
+PASS_KEY = bytes(range(32))
+OTHER_SECRET = "the secret that comes next"
+
+
+async def test_a_producer_gives_each_reader_its_pass():
+    reader = ("decode-0", 0, "b" * 32)
+    async with listening(pass_key=PASS_KEY) as (endpoint, _), linked(endpoint) as link:
+        key = SECURITY.client.public_key
+        assert link.credentials == Credentials(key, *reader, pass_of(PASS_KEY, key, *reader))
+    async with listening() as (endpoint, _), linked(endpoint) as link:
+        assert link.credentials.pass_ == b""
+
+
+async def test_a_reader_shows_the_key_that_it_has_dialled_with():
+    theirs = ClusterSecurity.from_secret(OTHER_SECRET)
+    ours = side(engine_id="decode-0", incarnation="b" * 32, cluster_secret_accepted=OTHER_SECRET)
+    async with listening(pass_key=PASS_KEY, cluster_secret=OTHER_SECRET) as (endpoint, _):
+        named = peer(endpoint, public_key=theirs.server.public_key)
+        async with open_link(named, ours=ours, on_ended=lambda code, detail: None) as link:
+            _shows(link, theirs.client.public_key)
+    producer, reader = (CurveKeys.from_private(bytes.fromhex(each * 32)) for each in ("12", "34"))
+    ours = side(
+        engine_id="decode-0",
+        incarnation="b" * 32,
+        private_key=reader.private_key,
+        allowed_keys=(producer.public_key,),
+    )
+    settings = {"private_key": producer.private_key, "allowed_keys": (reader.public_key,)}
+    async with listening(pass_key=PASS_KEY, **settings) as (endpoint, _):
+        named = peer(endpoint, public_key=producer.public_key)
+        async with open_link(named, ours=ours, on_ended=lambda code, detail: None) as link:
+            _shows(link, reader.public_key)
+
+
+def _shows(link, key):
+    shown = link.credentials
+    assert shown.public_key == key
+    assert shown.pass_ == pass_of(PASS_KEY, key, shown.engine_id, shown.rank, shown.incarnation)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +178,7 @@ class Client:
 
 def test_many_leases_travel_in_messages_of_bounded_size():
     client = Client()
-    link = Link(client, "p", "agent of p", advertisement(), questions=Questions("p"))
+    link = Link(client, "p", "agent of p", advertisement(), questions=Questions("p"), credentials=CREDENTIALS)
     leases = [(index, index + 100) for index in range(2 * LEASES_MAX + 1)]
     link.release(leases, read=False)
     link.renew(leases[:LEASES_MAX])
@@ -152,7 +192,9 @@ def test_many_leases_travel_in_messages_of_bounded_size():
 
 
 def test_nothing_happens_when_the_producer_is_gone():
-    link = Link(Client(closed=True), "p", "agent of p", advertisement(), questions=Questions("p"))
+    link = Link(
+        Client(closed=True), "p", "agent of p", advertisement(), questions=Questions("p"), credentials=CREDENTIALS
+    )
     link.release([(1, 1)], read=True)
     link.renew([(1, 1)])
 
@@ -223,7 +265,7 @@ async def test_a_question_without_an_answer_has_a_deadline():
     client = Client()
     client.clock_offset = ClockOffset(0.0, 0.0)
     questions = Questions("p")
-    link = Link(client, "p", "agent of p", advertisement(), questions=questions)
+    link = Link(client, "p", "agent of p", advertisement(), questions=questions, credentials=CREDENTIALS)
     grant = granted(age_s=60.0)
     patient = asyncio.ensure_future(link.require_held(grant, within_s=PATIENCE_S))
     with pytest.raises(DeadlineExceeded) as caught:
@@ -281,7 +323,7 @@ async def test_a_producer_is_asked_how_a_lease_has_ended(end, known, words):
 async def test_where_nobody_answers_the_reason_is_unknown():
     questions = Questions("p")
     client = Client()
-    link = Link(client, "p", "tcp://127.0.0.1:5000", advertisement(), questions=questions)
+    link = Link(client, "p", "tcp://127.0.0.1:5000", advertisement(), questions=questions, credentials=CREDENTIALS)
     assert await link.ask_end((3, 33), within_s=0.01) == LeaseEnd("unknown", None)
     assert [type(message) for message in client.sent] == [Renew]
     questions.lose("it died")
@@ -291,7 +333,7 @@ async def test_where_nobody_answers_the_reason_is_unknown():
 
 async def test_an_older_producer_says_no_more_than_that_a_lease_has_ended():
     questions = Questions("p")
-    link = Link(Client(), "p", "tcp://127.0.0.1:5000", advertisement(), questions=questions)
+    link = Link(Client(), "p", "tcp://127.0.0.1:5000", advertisement(), questions=questions, credentials=CREDENTIALS)
     asking = asyncio.ensure_future(link.ask_end((3, 33), within_s=PATIENCE_S))
     await asyncio.sleep(0)
     questions.answer([LeaseAnswer(slot=3, epoch=33, outcome="ended")])

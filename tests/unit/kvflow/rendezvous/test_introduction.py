@@ -23,8 +23,15 @@ def test_our_side():
 
 
 def test_no_secret_is_shown():
-    shown = repr(side())
-    for secret in (SECRET, repr(SECURITY.ticket_key), repr(SECURITY.server.private), repr(SECURITY.client.private)):
+    pass_key = b"what passes are made with"
+    shown = repr(side(pass_key=pass_key))
+    for secret in (
+        SECRET,
+        pass_key.decode(),
+        repr(SECURITY.ticket_key),
+        repr(SECURITY.server.private),
+        repr(SECURITY.client.private),
+    ):
         assert secret not in shown
 
 

@@ -18,8 +18,8 @@ from kvflow.rendezvous.publication import decode, encode
 
 from .helpers import DENSE, advertisement
 
-HONEST = msgspec.to_builtins(advertisement(metadata=b""))
-HONEST["metadata"] = b"how to read me"
+METADATA = {"loopback": b"how to read me"}
+HONEST = msgspec.to_builtins(advertisement(planes={})) | {"planes": METADATA}
 REGION = ("manifest", "regions", 0)
 GROUP = ("manifest", "groups", 0)
 LAYER = (*GROUP, "layers", 0)
@@ -36,7 +36,7 @@ def published(value, schema=MANIFEST_SCHEMA):
 
 def with_(path, value):
     """The honest advertisement with one thing replaced."""
-    changed = msgspec.json.decode(msgspec.json.encode(HONEST | {"metadata": None})) | {"metadata": b""}
+    changed = msgspec.json.decode(msgspec.json.encode(HONEST | {"planes": None})) | {"planes": dict(METADATA)}
     holder = changed
     for key in path[:-1]:
         holder = holder[place_in(holder, key)]
@@ -161,10 +161,18 @@ def test_what_is_encoded_is_decoded():
         (("epochs", "memory"), "VRAM"),
         (("epochs", "nbytes"), 63),
         (("epochs", "nbytes"), 0),
-        (("transport",), ""),
-        (("transport",), "x" * 33),
-        (("metadata",), b"x" * (METADATA_BYTES_MAX + 1)),
-        (("metadata",), "text"),
+        (("planes",), {}),
+        (("planes",), {"": b""}),
+        (("planes",), {"x" * 33: b""}),
+        (("planes",), {7: b""}),
+        (("planes",), {"nixl": "text"}),
+        (("planes",), {"nixl": b"x" * (METADATA_BYTES_MAX + 1)}),
+        (("planes",), {"nixl": bytes(METADATA_BYTES_MAX), "loopback": b"one more"}),
+        (("planes",), dict.fromkeys("abcde", b"")),
+        (("planes",), {"tcp": b""}),  # and no endpoint
+        (("data_endpoint",), "tcp://node-7:5700"),  # and no such plane
+        (("tcp_encryption",), "x" * 33),
+        (("tcp_encryption",), None),
         (("manifest",), None),
         (("manifest",), []),
     ],
@@ -172,6 +180,24 @@ def test_what_is_encoded_is_decoded():
 )
 def test_a_lie_is_a_violation(path, value):
     refused(with_(path, value))
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        *("node-7:5700", "tcp://node-7", "tcp://node-7:0", "tcp://node-7:65536", "tcp://:5700", "tcp://a/b:5700"),
+        *("tcp://node-7:5700\n", f"tcp://{'n' * 300}:5700", "ipc:///tmp/x", 7, None),
+    ],
+)
+def test_a_tcp_plane_that_nobody_can_dial_is_a_violation(endpoint):
+    refused(HONEST | {"planes": {"tcp": b""}, "data_endpoint": endpoint})
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://node-7:5700", "tcp://[fd00::1]:65535", f"tcp://{'n' * 253}:1"])
+def test_a_tcp_plane_is_published_with_its_endpoint(endpoint):
+    planes = {"nixl": b"how to read me", "tcp": b""}
+    told = advertisement(planes=planes, data_endpoint=endpoint, tcp_encryption="tls")
+    assert decode(encode(told), peer="p") == told
 
 
 def of_layers(names):

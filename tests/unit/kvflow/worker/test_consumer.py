@@ -121,7 +121,7 @@ class Pool:
             programs.append((len(self.bindings), binding))
             self.bindings[len(self.bindings)] = binding
         self.links[member.peer] = Link(member.peer, source)
-        self.peers[member.peer] = Peer(self.links[member.peer], Carrier("cma", "addresses"))
+        self.peers[member.peer] = Peer(self.links[member.peer], Carrier("cma", "addresses", "nixl"))
         self.programs[member.peer] = tuple(programs)
 
     async def meet(self, member):
@@ -141,6 +141,9 @@ class Pool:
 
     def link(self, peer):
         return self.links.get(peer)
+
+    def on_failed(self, peer, code, detail):
+        self.drop(peer, code, detail)
 
     def drop(self, peer, code, detail):
         self.dropped.append((peer, code))
@@ -316,6 +319,9 @@ async def test_of_the_pulls_of_one_turn_the_first_goes_at_once_and_the_others_sh
     tasks = [asyncio.create_task(pull) for pull in pulls[:-1]] + [await world.started(pulls[-1])]
     assert [read.target_index.tolist() for read in world.transport.posted] == [[1, 2], [5, 6, 3]]
     assert [len(read.fences) for read in world.transport.posted] == [1, 2]
+    vouching = [[(share.slot, share.epoch) for share in read.leases] for read in world.transport.posted]
+    assert vouching == [[(fence.slot, fence.epoch) for fence in read.fences] for read in world.transport.posted]
+    assert [[share.pairs for share in read.leases] for read in world.transport.posted] == [[2], [2, 1]]
     world.deliver()
     assert [(await ended(task)).request_id for task in tasks] == ["a", "b", "c"]
     await released(world, 3)

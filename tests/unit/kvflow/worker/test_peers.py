@@ -23,13 +23,15 @@ from kvflow.errors import (
     TransferCancelled,
     WorkerClosed,
 )
+from kvflow.ids import Credentials
+from kvflow.layout.groups import Group
 from kvflow.layout.manifest import Identity
 from kvflow.layout.region import Region
 from kvflow.observability.events import PeerConnected, PeerDropped
 from kvflow.rendezvous.dialer import Restarted
 from kvflow.transfer.cover import Share
 from kvflow.transfer.plan import PlanCache
-from kvflow.transport.base import Carrier
+from kvflow.transport.base import UNFIT, Carrier, PeerAddress, Published
 from kvflow.worker.breaker import FAILURES_MAX
 from kvflow.worker.peers import PeerPool
 
@@ -37,19 +39,22 @@ from .helpers import PATIENCE_S, SPECS, Clock, Reports, cache_of
 
 ADDRESS = RankAddress(0, "0" * 32, "tcp://127.0.0.1:5000", "0", 4)
 SOURCE = cache_of(groups=None).manifest()
-CARRIER = Carrier("cma", "addresses")
+CREDENTIALS = Credentials("12" * 32, "decode-0", 0, "b" * 32, b"a pass")
+CARRIER = Carrier("cma", "addresses", "loopback")
 
 
 class Transport:
     """A data plane that connects when it is told to."""
 
-    name = "loopback"
-
-    def __init__(self):
+    def __init__(self, planes):
+        self.planes = planes
         self.added = []
         self.removed = []
         self.gone = []
         self.prepared = []
+
+    def published(self):
+        return Published(planes=dict.fromkeys(self.planes, b"how to read us"))
 
     def add_peer(self, address):
         self.added.append(address)
@@ -74,7 +79,9 @@ class Wire:
         self.open, self.leaving = asyncio.Event(), asyncio.Event()
         self.open.set()
         self.leaving.set()
-        self.transport = "loopback"
+        self.planes = ("loopback",)
+        self.data_endpoint = ""
+        self.tcp_encryption = "off"
         self.manifest = SOURCE
         self.clock_offset = None
         self.over = False
@@ -91,12 +98,17 @@ class Wire:
             raise error
         self.hung_up = on_ended
         advertisement = SimpleNamespace(
-            manifest=self.manifest, transport=self.transport, metadata=b"", epochs=Region(8192, 64)
+            manifest=self.manifest,
+            planes={plane: f"how to read {peer}".encode() for plane in self.planes},
+            data_endpoint=self.data_endpoint,
+            tcp_encryption=self.tcp_encryption,
+            epochs=Region(8192, 64),
         )
         yield SimpleNamespace(
             peer=peer,
             agent=f"agent of {peer}",
             advertisement=advertisement,
+            credentials=CREDENTIALS,
             clock_offset=self.clock_offset,
             require_held=self.require_held,
         )
@@ -105,14 +117,15 @@ class Wire:
 
 
 class World:
-    def __init__(self, tasks, wire, handshake_s=PATIENCE_S):
-        self.wire, self.transport, self.reports, self.dropped = wire, Transport(), Reports(), []
+    def __init__(self, tasks, wire, handshake_s=PATIENCE_S, planes=("loopback",), resolve=None):
+        self.wire, self.transport, self.reports, self.dropped = wire, Transport(planes), Reports(), []
         self.trusted = True
         self.clock = Clock()
         self.pool = PeerPool(
             ours=SimpleNamespace(
                 limits=Limits(handshake_s=handshake_s),
                 identity=SimpleNamespace(rank=0),
+                network=SimpleNamespace(resolve=resolve),
                 trusts=lambda _peer: self.trusted,
             ),
             manifest=msgspec.structs.replace(cache_of().manifest(), identity=Identity(model="ours")),
@@ -189,7 +202,9 @@ async def test_a_peer_is_met_once_for_all_who_need_it(world):
     peers = await asyncio.gather(*waiting)
     assert world.wire.dialled == 1
     assert peers[0] is peers[1] is peers[2] is await world.pool.meet(member())
-    met = PeerConnected(str(member().peer), ADDRESS.endpoint, 0.0, transport="cma", transport_known_by="addresses")
+    met = PeerConnected(
+        str(member().peer), ADDRESS.endpoint, 0.0, transport="cma", transport_known_by="addresses", plane="loopback"
+    )
     assert world.reports.events == [met]
     assert peers[0].carrier == CARRIER
 
@@ -246,6 +261,16 @@ async def test_its_programs_are_prepared_and_known(world):
         assert program.source_rows is binding.source.table
         assert program.target_rows is binding.target.table
     assert world.pool.link(member().peer) is peer.link
+
+
+async def test_a_program_says_which_of_the_peers_groups_it_reads(world):
+    groups = tuple(Group((name,), SPECS[name].kind, SPECS[name].block_size) for name in "ba")
+    world.wire.manifest = cache_of(groups=groups).manifest()
+    await world.pool.legs([await world.met()])
+    told = [(program.program_id, program.group) for program in world.transport.prepared]
+    assert sorted(group for _, group in told) == [0, 1]
+    for program_id, group in told:
+        assert world.pool.bindings[program_id].group.source_group == group
 
 
 async def test_a_set_of_ranks_is_prepared_again_only_in_part_when_one_of_them_is_another(world):
@@ -311,16 +336,130 @@ async def test_a_meeting_that_fails_tells_all_and_is_tried_anew(world, error):
 
 
 async def test_another_data_plane_cannot_be_read(world):
-    world.wire.transport = "nixl"
+    world.wire.planes = ("nixl",)
     task = await world.meet()
     with pytest.raises(LayoutMismatch) as caught:
         await task
     assert (caught.value.field, caught.value.source, caught.value.target) == ("transport", "nixl", "loopback")
+    assert "transport to 'auto'" in caught.value.remedy
     assert world.transport.added == []
     # What it offers can be given back all the same, over the connection that stays.
     link = await world.pool.reach(member())
     assert world.pool.link(member().peer) is link
     assert world.wire.dialled == 1
+
+
+async def test_a_peer_that_no_plane_can_read_is_refused_by_name_and_stays_linked(world):
+    task = await world.meet()
+    world.pool.on_failed(member().peer, UNFIT, "loopback: no one-sided path: both sides share only tcp")
+    with pytest.raises(LayoutMismatch, match="both sides share only tcp") as caught:
+        await task
+    assert (caught.value.field, caught.value.source) == ("transport", "loopback")
+    assert world.pool.link(member().peer) is await world.pool.reach(member())
+    assert world.reports.of(PeerDropped) == []
+    world.pool.on_failed(member().peer, UNFIT, "said again, of a peer that nobody waits for")
+    await settle()
+    assert world.pool.link(member().peer) is None
+
+
+async def test_any_other_failure_lets_the_peer_go(world):
+    task = await world.meet()
+    world.pool.on_failed(member().peer, "peer_lost", "gone")
+    with pytest.raises(PeerLost, match="gone"):
+        await task
+
+
+class Names:
+    """A name server."""
+
+    def __init__(self, *found):
+        self.found = found
+        self.asked = []
+
+    async def resolve(self, endpoint):
+        self.asked.append(endpoint)
+        if isinstance(self.found[0], Exception):
+            raise self.found[0]
+        await asyncio.sleep(0)
+        return self.found
+
+
+TCP = "tcp://10.0.0.7:5700"
+NAMED = "tcp://node-7:5700"
+
+
+@asynccontextmanager
+async def negotiating(monkeypatch, ours, theirs, names, *, encryption="off"):
+    """A world of ours whose peer publishes these planes."""
+    wire = Wire()
+    wire.planes, wire.data_endpoint, wire.tcp_encryption = theirs, NAMED if "tcp" in theirs else "", encryption
+    asyncio.get_running_loop().set_default_executor(AtOnce())
+    monkeypatch.setattr("kvflow.worker.peers.open_link", wire.link)
+    async with asyncio.TaskGroup() as tasks:
+        world = World(tasks, wire, planes=ours, resolve=names.resolve)
+        yield world
+        world.pool.close()
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "both"),
+    [
+        (("nixl", "tcp"), ("tcp", "nixl"), {"nixl", "tcp"}),
+        (("nixl", "tcp"), ("tcp",), {"tcp"}),
+        (("tcp",), ("nixl", "tcp", "of a newer release"), {"tcp"}),
+        (("nixl", "tcp"), ("nixl",), {"nixl"}),
+    ],
+)
+async def test_the_transport_is_given_the_planes_of_both_sides(monkeypatch, ours, theirs, both):
+    names = Names("tcp://[fd00::7]:5700", TCP)
+    async with negotiating(monkeypatch, ours, theirs, names) as world:
+        await world.met()
+        (address,) = world.transport.added
+        peer = member().peer
+        assert address == PeerAddress(
+            peer,
+            dict.fromkeys(both, f"how to read {peer}".encode()),
+            Region(8192, 64),
+            agent=f"agent of {peer}",
+            data_endpoint=TCP if "tcp" in both else "",
+            credentials=CREDENTIALS,
+        )
+        assert names.asked == ([NAMED] if "tcp" in both else [])
+
+
+@pytest.mark.parametrize("error", [OSError("no such name"), UnicodeError("no name"), ValueError("embedded null")])
+async def test_a_tcp_plane_at_a_name_that_cannot_be_looked_up_is_left_out_if_there_is_another(monkeypatch, error):
+    async with negotiating(monkeypatch, ("nixl", "tcp"), ("nixl", "tcp"), Names(error)) as world:
+        await world.met()
+        (address,) = world.transport.added
+        assert (set(address.planes), address.data_endpoint) == ({"nixl"}, "")
+    async with negotiating(monkeypatch, ("tcp",), ("nixl", "tcp"), Names(error)) as world:
+        with pytest.raises(PeerLost, match=f"{NAMED}, which cannot be looked up"):
+            await world.pool.meet(member())
+        assert world.transport.added == []
+
+
+async def test_different_encryption_is_refused_by_name_where_only_tcp_could_serve(monkeypatch):
+    async with negotiating(monkeypatch, ("tcp",), ("nixl", "tcp"), Names(TCP), encryption="tls") as world:
+        with pytest.raises(LayoutMismatch) as caught:
+            await world.pool.meet(member())
+        error = caught.value
+        assert (error.field, error.source, error.target) == ("tcp_encryption", "tls", "off")
+        assert "tcp_encryption" in error.remedy
+        assert world.transport.added == []
+
+
+async def test_different_encryption_does_not_keep_another_plane_from_serving(monkeypatch):
+    both = ("nixl", "tcp")
+    async with negotiating(monkeypatch, both, both, Names(TCP), encryption="tls") as world:
+        await world.met()
+        assert [set(address.planes) for address in world.transport.added] == [{"nixl"}]
+    async with negotiating(monkeypatch, both, both, Names(TCP), encryption="tls") as world:
+        task = await world.meet()
+        world.pool.on_failed(member().peer, UNFIT, "nixl: no one-sided path")
+        with pytest.raises(LayoutMismatch) as caught:
+            await task
+        assert caught.value.field == "tcp_encryption"
 
 
 async def test_a_stage_with_none_of_our_layers_is_met_and_gives_nothing(world):

@@ -4,10 +4,19 @@ import asyncio
 import logging
 import threading
 
+import msgspec
 import pytest
 
 from kvflow.config import CALIBRATION_VARIABLE, WorkerConfig
-from kvflow.errors import BlockIdsInvalid, ConfigInvalid, SpecInvalid, TicketInvalid, WorkerClosed
+from kvflow.errors import (
+    BlockIdsInvalid,
+    ConfigInvalid,
+    LayoutMismatch,
+    SpecInvalid,
+    TicketInvalid,
+    TransportUnavailable,
+    WorkerClosed,
+)
 from kvflow.layout.manifest import Manifest
 from kvflow.layout.region import Region
 from kvflow.layout.shards import Shard
@@ -16,9 +25,14 @@ from kvflow.rendezvous import dialer
 from kvflow.transfer import plan
 from kvflow.transfer.costs import Calibration, Costs, encode_calibration
 from kvflow.transfer.events import TransferCompleted
+from kvflow.transport.base import PeerAddress
+from kvflow.transport.loopback import LoopbackMover
+from kvflow.transport.staging import StagingMemory
+from kvflow.transport.threaded import ThreadedTransport
 from kvflow.worker import programs, runtime
 from kvflow.worker.producer import order_stores
 from kvflow.worker.runtime import open_worker
+from kvflow.worker.surroundings import REAL
 
 from .helpers import PATIENCE_S, SECRET, cache_of
 
@@ -132,6 +146,94 @@ async def test_a_calibration_of_our_transport_in_the_environment_is_taken(tmp_pa
     async with open_worker(config(), cache_of(), hooks=[heard.append]) as worker:
         assert worker.snapshot().staging.buffers == 8
     assert not [event for event in heard if isinstance(event, events.CalibrationIgnored)]
+
+
+def missing(*_given):
+    raise TransportUnavailable("NIXL is not installed")
+
+
+class OverTcp(LoopbackMover):
+    """A data plane that stands for TCP: the loopback under that name."""
+
+    data_endpoint = "tcp://localhost:5700"
+
+    def add(self, address):
+        assert address.data_endpoint == "tcp://127.0.0.1:5700"
+        assert len(address.credentials.pass_) == 32
+        return super().add(PeerAddress(address.peer, {"loopback": address.planes["tcp"]}, address.epochs))
+
+
+def open_auto(config, agent_name, sink, staging_bytes=0):
+    def over_tcp(regions, epochs, *_):
+        return OverTcp(agent_name, regions, epochs)
+
+    factories = {"nixl": missing, "tcp": over_tcp}
+    return ThreadedTransport(config.transport, factories, sink, StagingMemory(staging_bytes))
+
+
+WITHOUT_NIXL = msgspec.structs.replace(REAL, open_transport=open_auto)
+
+
+async def test_without_nixl_a_worker_goes_on_over_tcp_and_says_so():
+    heard = []
+    async with (
+        asyncio.timeout(PATIENCE_S),
+        open_worker(config(transport="auto"), cache_of(), surroundings=WITHOUT_NIXL, hooks=[heard.append]) as producer,
+        open_worker(
+            config("decode-0", transport="auto"), cache_of(), surroundings=WITHOUT_NIXL, hooks=[heard.append]
+        ) as consumer,
+    ):
+        report = await consumer.pull(producer.offer("request-1", [[3]], 4), [[5]])
+    assert (report.plane, report.transport) == ("tcp", "loopback")
+    assert heard.count(events.PlaneOmitted("nixl", "NIXL is not installed")) == 2
+    assert {event.transport for event in heard if isinstance(event, events.WorkerOpened)} == {"tcp"}
+    assert [event.plane for event in heard if isinstance(event, events.PeerConnected)] == ["tcp"]
+
+
+async def test_workers_of_different_encryption_are_refused_by_name():
+    async with (
+        asyncio.timeout(PATIENCE_S),
+        open_worker(config(transport="auto"), cache_of(), surroundings=WITHOUT_NIXL) as producer,
+        open_worker(
+            config("decode-0", transport="auto", tcp_encryption="tls"),
+            cache_of(),
+            surroundings=WITHOUT_NIXL,
+        ) as consumer,
+    ):
+        with pytest.raises(LayoutMismatch, match="tcp_encryption differs: source has 'off', target has 'tls'"):
+            await consumer.pull(ticket := producer.offer("request-1", [[3]], 4), [[5]])
+        await consumer.release(ticket)
+        assert await producer.wait_offer("request-1") == "released", "it can be given back all the same"
+
+
+@pytest.mark.parametrize("measured", ["nixl", "tcp"])
+async def test_a_calibration_of_one_of_our_planes_is_taken_for_the_peers_of_that_plane(tmp_path, monkeypatch, measured):
+    path = measured_over(measured, tmp_path / "calibration.json")
+    told = []
+
+    def plan_of(plans, source, target, pieces, *, costs, staging_bytes):
+        told.append((None if costs is None else costs.transport, staging_bytes > 0))
+        return real(plans, source, target, pieces, costs=costs, staging_bytes=staging_bytes)
+
+    real = plan.PlanCache.plan
+    monkeypatch.setattr(plan.PlanCache, "plan", plan_of)
+    async with (
+        asyncio.timeout(PATIENCE_S),
+        open_worker(config(transport="auto"), cache_of(), surroundings=WITHOUT_NIXL) as producer,
+        open_worker(
+            config("decode-0", transport="auto", calibration=path), cache_of(), surroundings=WITHOUT_NIXL
+        ) as consumer,
+    ):
+        assert consumer.snapshot().staging.buffers == 8
+        await consumer.pull(producer.offer("request-1", [[3]], 4), [[5]])
+    assert told[-1] == (("tcp", True) if measured == "tcp" else (None, False))
+
+
+async def test_a_calibration_of_no_plane_of_ours_is_refused_if_the_settings_name_it(tmp_path):
+    path = measured_over("loopback", tmp_path / "calibration.json")
+    with pytest.raises(ConfigInvalid, match="over transport 'loopback', but the worker's is 'nixl' or 'tcp'"):
+        async with open_worker(config(transport="auto", calibration=path), cache_of(), surroundings=WITHOUT_NIXL):
+            pass
 
 
 async def test_the_address_is_what_a_mint_elsewhere_needs():
