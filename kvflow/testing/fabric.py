@@ -6,31 +6,41 @@ bytes written. A fence reads its slot somewhere between its post and its end. A 
 a parted one not before it is joined, a stopped one goes on to be read if the fabric is an RDMA network, and a host that
 hangs keeps what is under way for ever.
 
+In a share of the worlds exporters serve, as the TCP data plane has it: a lease that is not held when a piece is copied
+gives zeros, and the end of the read tells. In some of these a fence is what reads have told, in others it reads the
+slot.
+
 Every write is checked at the moment it happens: the block must still belong to the pull for which the read was posted.
 """
 
-import ctypes
 from collections.abc import Sequence
 from functools import partial
-from typing import Protocol
+from typing import Literal, Protocol
 
+import numpy as np
 from msgspec import Struct
 
 from kvflow.ids import PeerId
 from kvflow.layout.region import Region
 from kvflow.testing.memory import SimulatedCache
 from kvflow.testing.process import Process
+from kvflow.testing.serving import Answer, Part, Told
 from kvflow.testing.staging import SimulatedStaging
 from kvflow.testing.wires import Wires
 from kvflow.testing.world import World
-from kvflow.transport.base import Carrier, PeerAddress
-from kvflow.transport.bounds import OutOfBounds, Run, check_inside, merge
+from kvflow.transport.base import Carrier, Fence, PeerAddress
+from kvflow.transport.bounds import OutOfBounds, check_inside, merge
 from kvflow.transport.ledger import Chunk
-from kvflow.transport.mover import Flight, MoveFailed, Prepared
+from kvflow.transport.mover import Flight, MoveFailed, Mover, Prepared
+from kvflow.transport.serving import LeasedBlocks, ServedProgram, Serving
+from kvflow.transport.staging import memory_at
 
 NAME = "simulated"
 NOBODY = 0
 """Owner of a block that nothing may write into."""
+
+Serves = Literal["nothing", "reads", "reads and fences"]
+"""What exporters do themselves: at ``nothing`` they are read without their help."""
 
 
 class FabricFaults(Struct, frozen=True, kw_only=True):
@@ -62,12 +72,14 @@ class Fabric:
         faults: what happens to reads from now on.
         world: whose time it is.
         wires: says which hosts are parted.
+        serves: what exporters do themselves.
     """
 
-    def __init__(self, world: World, wires: Wires, faults: FabricFaults) -> None:
+    def __init__(self, world: World, wires: Wires, faults: FabricFaults, serves: Serves = "nothing") -> None:
         self.world = world
         self.wires = wires
         self.faults = faults
+        self.serves = serves
         self.agents: dict[str, Agent] = {}
 
     def kill(self, process: Process) -> None:
@@ -93,15 +105,19 @@ class Agent:
         process: whose it is.
         cache: what may be read.
         epochs: likewise.
+        serving: what it may serve.
+        leased: the blocks of its leases.
         transfers: what it has under way, in order of their posts.
         closed: whether it was destroyed, or its process killed.
     """
 
-    def __init__(self, name: str, process: Process, cache: SimulatedCache, epochs: Region) -> None:
+    def __init__(self, name: str, process: Process, cache: SimulatedCache, epochs: Region, serving: Serving) -> None:
         self.name = name
         self.process = process
         self.cache = cache
-        self.epochs = epochs
+        self.epochs = memory_at(epochs.address, epochs.nbytes).view(np.uint64)
+        self.serving = serving
+        self.leased = LeasedBlocks(serving)
         self.transfers: dict[_Transfer, None] = {}
         self.closed = False
 
@@ -112,7 +128,7 @@ class Agent:
 
     def slot(self, number: int) -> int:
         """Read one slot of the epoch table."""
-        return ctypes.c_uint64.from_address(self.epochs.address + 8 * number).value
+        return int(self.epochs[number])
 
 
 class _Transfer(Flight):
@@ -125,21 +141,24 @@ class _Transfer(Flight):
         pieces: what is still to be copied.
         slot: to be read, for a fence.
         staged: whether it is read into a staging buffer.
+        answer: of an exporter that serves.
         doomed: pieces after which it fails.
         outcome: when it is over: what ``poll`` returns or raises.
+        unheld: see ``Flight``.
     """
 
-    __slots__ = ("blocks", "doomed", "outcome", "pieces", "read_id", "slot", "source", "staged")
+    __slots__ = ("answer", "blocks", "doomed", "outcome", "pieces", "read_id", "slot", "source", "staged", "unheld")
 
     def __init__(
         self,
         source: Agent,
         read_id: int,
         blocks: list[int],
-        pieces: list[list[Run]],
+        pieces: list[list[Part]],
         slot: int,
         *,
         staged: bool = False,
+        answer: Answer | None = None,
     ) -> None:
         self.source = source
         self.read_id = read_id
@@ -147,8 +166,10 @@ class _Transfer(Flight):
         self.pieces = pieces
         self.slot = slot
         self.staged = staged
+        self.answer = answer
         self.doomed: int | None = None
         self.outcome: int | MoveFailed | None = None
+        self.unheld: frozenset[tuple[int, int]] = frozenset()
 
 
 class OwnerThread(Protocol):
@@ -163,11 +184,10 @@ class OwnerThread(Protocol):
         ...
 
 
-class SimulatedMover:
+class SimulatedMover(Mover):
     """Move bytes between the processes of a world. See ``kvflow.transport.mover.Mover`` for the contract."""
 
     def __init__(self, fabric: Fabric, agent: Agent, thread: OwnerThread, staging: SimulatedStaging) -> None:
-        self.metadata = agent.name.encode()
         self._fabric = fabric
         self._world = fabric.world
         self._agent = agent
@@ -175,19 +195,23 @@ class SimulatedMover:
         self._staging = staging
         self._peers: dict[PeerId, Agent] = {}
         self._programs: dict[tuple[PeerId, int], Prepared] = {}
+        self._served: dict[tuple[PeerId, int], ServedProgram] = {}
+        self._told = Told()
 
     def add(self, address: PeerAddress) -> Carrier:
         """See ``Mover.add``. Whether the peer answers shows when it is read from."""
-        source = self._fabric.agents.get(address.metadata.decode())
+        name = address.planes[NAME].decode()
+        source = self._fabric.agents.get(name)
         if source is None:
-            raise MoveFailed("metadata_invalid", f"there never was an agent {address.metadata.decode()!r}")
+            raise MoveFailed("metadata_invalid", f"there never was an agent {name!r}")
         self._peers[address.peer] = source
-        return Carrier(NAME, "kind")
+        return Carrier(NAME, "kind", NAME)
 
     def remove(self, peer_id: PeerId, *, gone: bool) -> None:
         """See ``Mover.remove``."""
         self._peers.pop(peer_id, None)
         self._programs = {key: program for key, program in self._programs.items() if key[0] != peer_id}
+        self._served = {key: served for key, served in self._served.items() if key[0] != peer_id}
 
     def prepare(self, prepared: Prepared) -> None:
         """See ``Mover.prepare``."""
@@ -197,20 +221,33 @@ class SimulatedMover:
         except OutOfBounds as error:
             raise MoveFailed("bounds", str(error)) from error
         self._programs[program.peer, program.program_id] = prepared
+        if self._fabric.serves != "nothing":
+            tracks = self._peers[program.peer].serving.tracks[program.group]
+            served = ServedProgram(prepared.source.table, tracks, program.group)
+            self._served[program.peer, program.program_id] = served
 
     def post(self, chunk: Chunk) -> Flight | int:
         """See ``Mover.post``."""
         source, read = self._peers[chunk.peer], chunk.read
         program = self._programs[chunk.peer, read.program_id]
         part = slice(chunk.first, chunk.stop)
-        runs = merge(program.source, read.source_index[part], program.target, read.target_index[part])
         staged = program.staged is not None
         blocks = [] if staged else self._agent.cache.blocks_of(program.target, read.target_index[part])
-        return self._launch(_Transfer(source, read.read_id, blocks, self._cut(runs), slot=-1, staged=staged))
+        answer: Answer | None = None
+        if self._fabric.serves == "nothing":
+            runs = merge(program.source, read.source_index[part], program.target, read.target_index[part])
+            parts: list[Part] = [(run, None) for run in runs]
+        else:
+            answer = Answer(chunk, program, self._served[chunk.peer, read.program_id], source.leased)
+            parts = answer.parts
+        pieces = self._cut(parts)
+        return self._launch(_Transfer(source, read.read_id, blocks, pieces, slot=-1, staged=staged, answer=answer))
 
-    def post_fence(self, peer: PeerId, slot: int) -> Flight | int:
+    def post_fence(self, peer_id: PeerId, fence: Fence, after: frozenset[int]) -> Flight | int:
         """See ``Mover.post_fence``."""
-        return self._launch(_Transfer(self._peers[peer], -1, [], [], slot))
+        if after and self._fabric.serves == "reads and fences":
+            return self._told.verdict(fence.slot, fence.epoch, after)
+        return self._launch(_Transfer(self._peers[peer_id], -1, [], [], fence.slot))
 
     def poll(self, flight: Flight) -> int | None:
         """See ``Mover.poll``."""
@@ -228,16 +265,17 @@ class SimulatedMover:
         self._agent.transfers.clear()
         self._peers.clear()
         self._programs.clear()
+        self._served.clear()
 
     def close(self) -> None:
         """See ``Mover.close``."""
         self._agent.close()
 
-    def _cut(self, runs: list[Run]) -> list[list[Run]]:
+    def _cut(self, parts: list[Part]) -> list[list[Part]]:
         """Cut a chunk into pieces that arrive one after the other."""
         pieces = self._world.chance.randint(1, self._fabric.faults.pieces_max)
-        size = -(-len(runs) // pieces)
-        return [runs[first : first + size] for first in range(0, len(runs), size)]
+        size = -(-len(parts) // pieces)
+        return [parts[first : first + size] for first in range(0, len(parts), size)]
 
     def _launch(self, transfer: _Transfer) -> Flight | int:
         world, faults = self._world, self._fabric.faults
@@ -247,7 +285,12 @@ class SimulatedMover:
         elif world.happens(faults.at_once) and self._obstacle(transfer) is None and not transfer.source.closed:
             for piece in transfer.pieces:
                 self._copy(transfer, piece)
-            return transfer.source.slot(transfer.slot) if transfer.slot >= 0 else 0
+            value = self._value(transfer)
+            if not transfer.unheld:
+                return value
+            self._agent.transfers[transfer] = None
+            self._end(transfer, value)
+            return transfer
         self._agent.transfers[transfer] = None
         world.after(world.delay(faults.piece_s), self._advance, transfer)
         return transfer
@@ -255,7 +298,7 @@ class SimulatedMover:
     def _obstacle(self, transfer: _Transfer) -> Process | str | None:
         """Return what keeps a transfer from going on: a stopped process, or the hosts that are parted."""
         ours, theirs = self._agent.process, transfer.source.process
-        if not self._fabric.faults.rdma:
+        if not self._fabric.faults.rdma or self._fabric.serves != "nothing":
             for process in (ours, theirs):
                 if process.life == "stopped":
                     return process
@@ -287,17 +330,30 @@ class SimulatedMover:
             transfer.doomed = None if transfer.doomed is None else transfer.doomed - 1
             world.after(world.delay(faults.piece_s), self._advance, transfer)
         else:
-            value = transfer.source.slot(transfer.slot) if transfer.slot >= 0 else 0
-            world.after(world.delay(faults.piece_s), self._end, transfer, value)
+            world.after(world.delay(faults.piece_s), self._end, transfer, self._value(transfer))
 
-    def _copy(self, transfer: _Transfer, piece: list[Run]) -> None:
+    def _value(self, transfer: _Transfer) -> int:
+        """Return what a transfer ends with: the value of a slot, or 0; note what of a chunk was not served."""
+        if transfer.slot >= 0:
+            return transfer.source.slot(transfer.slot)
+        if transfer.answer is not None:
+            transfer.answer.compare(transfer.source.epochs)
+            leases = transfer.answer.leases
+            self._told.note(transfer.read_id, leases)
+            transfer.unheld = frozenset((lease.slot, lease.epoch) for lease in leases if not lease.held)
+        return 0
+
+    def _copy(self, transfer: _Transfer, piece: list[Part]) -> None:
+        if transfer.answer is not None:
+            transfer.answer.compare(transfer.source.epochs)
         self._thread.check_write(transfer.read_id, transfer.blocks)
         source, target = transfer.source.cache, self._agent.cache
         from_view, from_base = source.view, source.region.address
         to_view, to_base = target.view, target.region.address
-        for run in piece:
+        for run, lease in piece:
             start = run.source_address - from_base
-            content = from_view[start : start + run.nbytes]
+            served = lease is None or lease.held
+            content = from_view[start : start + run.nbytes] if served else memoryview(bytes(run.nbytes))
             if transfer.staged:
                 self._staging.fill(run.target_address, content)
             else:

@@ -1,6 +1,7 @@
 """One scenario: engines, requests and faults from one seed; then peace, and everything must come to its end."""
 
 import logging
+import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from itertools import count
 from msgspec import Struct
 
 from kvflow.testing.engines import Engine, Setting
-from kvflow.testing.fabric import Fabric
+from kvflow.testing.fabric import Fabric, Serves
 from kvflow.testing.faults import Faults, Mischief, draw_calm, draw_faults, draw_settings, is_slow, pull_s_max
 from kvflow.testing.models import NUM_BLOCKS, SHAPES
 from kvflow.testing.requests import Plan, Request
@@ -26,6 +27,9 @@ is half of it."""
 
 CALM_SHARE = 0.2
 """Of the scenarios: what should not have ended as it did is seen best where nothing else goes wrong."""
+
+SERVES: tuple[Serves, ...] = ("nothing", "nothing", "reads", "reads and fences")
+"""What exporters do themselves; one of these is drawn."""
 
 SLOWNESS = 400
 """How many pieces of a read one request is given, about."""
@@ -69,18 +73,21 @@ def simulate(seed: int, *, calm: bool = False, recording: bool = False) -> Outco
     world = World(seed, recording=recording)
     with _heard_errors(world):
         calm = world.happens(CALM_SHARE) or calm
-        return Scenario(world, draw_calm(world) if calm else draw_faults(world)).run(seed)
+        faults = draw_calm(world) if calm else draw_faults(world)
+        # Of chance of its own, so that the rest of a scenario is the same with every kind of exporter.
+        serves: Serves = random.Random(f"serves {seed}").choice(SERVES)  # noqa: S311 - replayable by intent
+        return Scenario(world, faults, serves).run(seed)
 
 
 class Scenario:
     """Engines, their requests, and what goes wrong."""
 
-    def __init__(self, world: World, faults: Faults) -> None:
+    def __init__(self, world: World, faults: Faults, serves: Serves) -> None:
         chance = world.chance
         self._world = world
         self._faults = faults
         wires = Wires(world, faults.network)
-        self._fabric = Fabric(world, wires, faults.fabric)
+        self._fabric = Fabric(world, wires, faults.fabric, serves)
         settings = draw_settings(world, faults)
         setting = Setting(
             world,

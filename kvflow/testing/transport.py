@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Sequence
 
+from kvflow.config import WorkerConfig
 from kvflow.ids import PeerId
 from kvflow.layout.region import Region
 from kvflow.testing.fabric import NOBODY, Agent, Fabric, SimulatedMover
@@ -13,6 +14,7 @@ from kvflow.testing.world import Event
 from kvflow.transport.base import (
     PeerAddress,
     Program,
+    Published,
     Read,
     ReadCompleted,
     ReadFailed,
@@ -24,6 +26,7 @@ from kvflow.transport.base import (
 )
 from kvflow.transport.bounds import Rows, check_rows
 from kvflow.transport.owner import CancelReads, Command, Owner, RemovePeer, RenewReader
+from kvflow.transport.serving import SERVES_NOTHING, Serving
 from kvflow.worker.surroundings import OpenTransport
 
 NAME = "simulated"
@@ -42,7 +45,8 @@ def opener(fabric: Fabric, process: Process, cache: SimulatedCache, owners: list
         owners: for each block, the number of the pull that may write into it, or ``NOBODY``.
     """
 
-    def open_transport(name: str, agent_name: str, sink: Sink, staging_bytes: int = 0) -> Transport:
+    def open_transport(config: WorkerConfig, agent_name: str, sink: Sink, staging_bytes: int = 0) -> Transport:
+        del config  # of which only real data planes have settings
         return SimulatedTransport(
             fabric, agent_name, sink, process=process, cache=cache, owners=owners, staging_bytes=staging_bytes
         )
@@ -88,17 +92,17 @@ class SimulatedTransport:
         """``simulated``."""
         return NAME
 
-    def start(self, regions: Sequence[Region], epochs: Region) -> None:
+    def start(self, regions: Sequence[Region], epochs: Region, serving: Serving = SERVES_NOTHING) -> None:
         """See ``Transport.start``."""
-        agent = Agent(self._agent_name, self._process, self._cache, epochs)
+        agent = Agent(self._agent_name, self._process, self._cache, epochs, serving)
         self._fabric.agents[agent.name] = agent
         mover = SimulatedMover(self._fabric, agent, self, self._staging)
         owner = Owner(mover, regions, self._report, self._process.time, self._staging)
         self._started.append((owner, agent))
 
-    def metadata(self) -> bytes:
-        """See ``Transport.metadata``."""
-        return self._agent_name.encode()
+    def published(self) -> Published:
+        """See ``Transport.published``."""
+        return Published(planes={NAME: self._agent_name.encode()})
 
     def add_peer(self, address: PeerAddress) -> None:
         """See ``Transport.add_peer``."""

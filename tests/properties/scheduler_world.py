@@ -5,7 +5,7 @@ the leg that asked for it.
 """
 
 from dataclasses import dataclass, field
-from itertools import chain, groupby
+from itertools import chain, groupby, pairwise
 
 import numpy as np
 
@@ -121,7 +121,7 @@ class World:
             self.demand |= dict.fromkeys(targets, first)
         requests = []
         for peer, (demands, numbers) in by_peer.items():
-            slot = len(self.legs)
+            slot = 1000 - len(self.legs)  # descending, so that the order of pairs is not that of slots
             leg = self.legs[slot] = Leg(pull, peer, slot, numbers, {*numbers}, self.now, admitted)
             pull.legs.append(leg)
             self.owner |= dict.fromkeys(numbers, leg)
@@ -224,6 +224,10 @@ class World:
         assert count == 1 or count * descriptors <= LIMITS.batch_descriptors
         assert self.has_room(dispatch.peer, dispatch.priority)
         self._overtake(dispatch)
+        vouching = [(share.slot, share.epoch) for share in dispatch.leases]
+        assert all(one != other for one, other in pairwise(vouching)), "neighbours of one lease are one share"
+        of_pairs = [lease for lease, share in zip(vouching, dispatch.leases, strict=True) for _ in range(share.pairs)]
+        assert of_pairs == [(self.owner[target].slot, EPOCH) for target in targets]
         runs = [[*run] for _, run in groupby(targets, key=self.demand.__getitem__)]
         assert len(runs) == len({self.demand[run[0]] for run in runs}), "the pairs of one demand stay together"
         assert [*chain(*map(sorted, runs))] == targets, "and ascend"

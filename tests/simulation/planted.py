@@ -16,7 +16,7 @@ from kvflow.cache.leases import LeaseTable
 from kvflow.cache.mint import Mint
 from kvflow.cache.quarantine import LastResort
 from kvflow.rendezvous import dialer
-from kvflow.testing import engines
+from kvflow.testing import engines, scenario
 from kvflow.transfer.flights import Flights
 from kvflow.transfer.requests import RenewLease
 from kvflow.transfer.scheduler import Scheduler
@@ -149,6 +149,26 @@ def look_before_the_read_left_out(patch):
         return looked(self, leg_id, max(observed, leg.request.epoch), now)
 
     patch.setattr(Scheduler, "_on_looked", see_what_will_be)
+
+
+def look_before_a_served_read_left_out(patch):
+    """The same as ``look_before_the_read_left_out``, where exporters serve and tell what they have not served.
+
+    No bug that does harm: what was not served is read again. See ``unserved_bytes_are_delivered``.
+    """
+    patch.setattr(scenario, "SERVES", ("reads",))
+    look_before_the_read_left_out(patch)
+
+
+def unserved_bytes_are_delivered(patch):
+    """What a serving exporter has not served counts as read, and nobody has looked before."""
+    look_before_a_served_read_left_out(patch)
+    completed = Scheduler.on_read_completed
+
+    def forget(self, read_id, *, unheld=False, **about):
+        return completed(self, read_id, **about)
+
+    patch.setattr(Scheduler, "on_read_completed", forget)
 
 
 def peer_lost_while_others_are_met_is_used(patch):

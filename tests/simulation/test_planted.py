@@ -21,6 +21,7 @@ BUGS = {
     planted.another_incarnation_taken_for_the_one_that_died: (3, "was delivered wrong|StaleLease.*nothing explains"),
     planted.window_not_given_back_on_failure: (0, "room in a window was lost"),
     planted.look_before_the_read_left_out: (7, r"was delivered wrong: block \d+"),
+    planted.unserved_bytes_are_delivered: (12, r"was delivered wrong: block \d+"),
     planted.peer_lost_while_others_are_met_is_used: (11, "KeyError"),
     planted.slot_freed_twice: (1, "leases are held, and request.* ended with no room for more"),
     planted.loan_of_a_repeated_block_ended_once: (0, "references were lost or given back twice"),
@@ -51,3 +52,9 @@ def test_a_planted_bug_is_found(plant, monkeypatch):
     violations = (simulate(seed).violation for seed in range(first, SEEDS_MAX))
     found = next(filter(None, violations), "")
     assert re.search(words, found), found
+
+
+def test_what_an_exporter_has_not_served_is_read_again(monkeypatch):
+    """Of these seeds 12 finds ``unserved_bytes_are_delivered``: without the look, only the exporter tells."""
+    planted.look_before_a_served_read_left_out(monkeypatch)
+    assert [simulate(seed).violation for seed in range(10, 15)] == [""] * 5

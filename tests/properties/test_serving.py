@@ -1,0 +1,228 @@
+"""What a worker serves: all that plans ask for, and no byte of another block, whatever a peer asks for.
+
+The oracle writes the number of each block through the views of an attention backend, and looks where it landed. It
+shares no code with the tracks.
+"""
+
+import random
+from collections import Counter
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvflow.errors import LayoutMismatch
+from kvflow.transfer.bind_plan import bind_plan
+from kvflow.transfer.plan import plan_transfer
+from kvflow.transport.bounds import OutOfBounds
+from kvflow.transport.serving import LeasedBlocks, ServedProgram, Serving, tracks_of
+
+from .caches import descriptors, thorough
+from .engines import generate_case
+from .oracle import Pool
+from .pools import open_cache
+from .staged import TERMS
+from .test_byte_copy import all_cells, cases
+
+seeds = st.integers(0, 2**32)
+
+
+class Owned:
+    """Whose each byte of a cache is.
+
+    Attributes:
+        manifest: of the cache.
+        tracks: of the cache.
+        address: of the first byte.
+        blocks: uint8, shape (groups, bytes): one more than the block of that group that the byte belongs to; 0: none.
+    """
+
+    def __init__(self, stage, rank, num_blocks, rng):
+        cache, memory = open_cache(stage, rank, num_blocks, rng)
+        pool = Pool(stage, rank, cache, memory, [])
+        self.manifest = cache.manifest()
+        self.tracks = tracks_of(self.manifest)
+        self.address = pool.address
+        self.blocks = np.zeros((len(stage.groups), len(memory)), np.uint8)
+        for group, owned in zip(stage.groups, self.blocks, strict=True):
+            memory[:] = 0
+            for cells in all_cells(pool, group):
+                cells[:] = np.arange(1, num_blocks + 1, dtype=np.uint8).reshape(-1, *[1] * (cells.ndim - 1))
+            owned[:] = memory
+
+    def require_only(self, group, block, address, nbytes):
+        """No byte belongs to another block, in whatever group; and all of them lie in the cache."""
+        first = address - self.address
+        assert 0 <= first <= first + nbytes <= self.blocks.shape[1]
+        for other, owned in enumerate(self.blocks[:, first : first + nbytes]):
+            related = self.manifest.aliases[other] == self.manifest.aliases[group]
+            assert set(np.unique(owned)) <= ({0, block + 1} if related else {0}), (group, block, other)
+
+
+def opened(case):
+    """Yield every cache of a case."""
+    rng = np.random.default_rng(case.seed)
+    for stage, rank in (*case.sources, *case.targets):
+        yield Owned(stage, rank, int(rng.integers(1, 5)), rng)
+
+
+@thorough
+@given(cases())
+def test_tracks_have_every_byte_of_a_block_and_no_byte_of_another(case):
+    for owned in opened(case):
+        for group, tracks in enumerate(owned.tracks):
+            served = np.zeros(owned.blocks.shape[1], np.uint8)
+            for address, stride, span, count, *_ in tracks:
+                assert count == owned.manifest.num_blocks
+                for block in range(count):
+                    at = address + block * stride
+                    owned.require_only(group, block, at, span)
+                    served[at - owned.address :][:span] = block + 1
+            mine = owned.blocks[group]
+            assert np.array_equal(served[mine > 0], mine[mine > 0])
+
+
+def bound(case, **terms):
+    """Yield each source with each of its bindings to a target."""
+    rng = np.random.default_rng(case.seed)
+    blocks = int(rng.integers(1, 5))
+    sources = [Owned(stage, rank, blocks, rng) for stage, rank in case.sources]
+    for stage, rank in case.targets:
+        target = open_cache(stage, rank, int(rng.integers(1, 5)), rng)[0].manifest()
+        for source in sources:
+            try:
+                plan = plan_transfer(source.manifest, target, **terms)
+            except LayoutMismatch:  # another stage, with nothing in common
+                continue
+            for binding in bind_plan(plan, source.manifest, target):
+                yield source, binding
+
+
+def require_served(source, binding):
+    """Every descriptor of a binding is resolved to the block that has all its bytes."""
+    group, table = binding.group.source_group, binding.source.table
+    program = ServedProgram(table, source.tracks[group], group)
+    index = np.arange(program.count, dtype=np.int32)
+    assert len(index) == table[:, 4].sum()
+    np.random.default_rng(0).shuffle(index)
+    resolved = program.resolve(index)
+    address, nbytes = descriptors(table, index.astype(np.int64))
+    assert np.array_equal(resolved.address, address)
+    assert np.array_equal(resolved.nbytes, nbytes)
+    mine = source.blocks[group]
+    for at, length, block in zip((address - source.address).tolist(), nbytes.tolist(), resolved.block, strict=True):
+        assert (mine[at : at + length] == block + 1).all()
+
+
+@thorough
+@given(cases(), st.sampled_from(({}, TERMS)))
+def test_what_a_plan_reads_is_served_with_the_block_that_has_it(case, terms):
+    for source, binding in bound(case, **terms):
+        require_served(source, binding)
+
+
+def test_the_plans_above_are_staged_and_direct_and_of_many_units():
+    choose, seen = random.Random(0), Counter()
+    for seed in range(60):
+        case = generate_case(choose.choice, seed)
+        for terms in ({}, TERMS):
+            for source, binding in bound(case, **terms):
+                require_served(source, binding)
+                units = binding.group.source
+                seen["staged"] += binding.group.staged is not None
+                seen["direct"] += binding.group.staged is None
+                seen["kernel blocks"] += units.kernel_blocks > 1
+                seen["units"] += units.per_kernel_block > 1
+                seen["one row for all units"] += len(binding.source.table) < units.per_block
+                seen["one block"] += source.manifest.num_blocks == 1
+                seen["several tracks"] += len(source.tracks[binding.group.source_group]) > 1
+                seen["packed"] += any(
+                    len(level.bases) < len(level.starts) for level in source.tracks[binding.group.source_group].levels
+                )
+    assert min(seen.values()) > 20, seen
+    assert len(seen) == 8
+
+
+def random_row(choose, tracks):
+    """A row that a peer may ask for: near a track, with a stride that has to do with its own, or any numbers."""
+    if not tracks or not choose.randrange(20):
+        return tuple(choose.randrange(-(2 ** choose.randrange(64)), 2 ** choose.randrange(64)) for _ in range(5))
+    track = choose.choice(tracks)
+    stride = track.stride or track.span
+    divisor = choose.choice([each for each in range(1, 13) if stride % each == 0])
+    step = choose.choice((stride, stride // divisor, stride // divisor, 2 * stride, 3 * stride // 2, track.span, 1, 0))
+    whole = choose.choice((track.span // divisor, track.span, 1, step, track.span + 1))
+    within = choose.choice((0, 0, track.span // divisor, max(0, track.span - whole), -1))
+    block = choose.choice((0, 0, 0, track.count - 1, track.count, -1))
+    count = choose.choice((1, track.count, track.count * divisor, 2, 3, 2**31 - 1, 2**62))
+    row = [track.address + block * track.stride + within, whole, not choose.randrange(20), step, count]
+    if not choose.randrange(4):
+        row[choose.randrange(5)] += choose.choice((-1, 1))
+    return tuple(row)
+
+
+def test_a_row_that_is_served_has_bytes_of_its_blocks_only():
+    tries = Counter()
+
+    @thorough
+    @given(cases(), seeds)
+    def ask(case, seed):
+        choose = random.Random(seed)
+        owned = Owned(*case.sources[0], choose.choice((1, 2, 3, 5)), np.random.default_rng(seed))
+        for _ in range(60):
+            group, other = choose.choices(range(len(owned.tracks)), k=2)
+            tracks = owned.tracks[choose.choice((group, group, group, other))]
+            table = [random_row(choose, tracks) for _ in range(choose.choice((1, 1, 2)))]
+            result, several = require_served_rightly(owned, group, table)
+            tries[result] += 1
+            tries["several blocks"] += several
+
+    ask()
+    assert min(tries[each] for each in ("served", "refused", "several blocks")) > 50, tries
+
+
+def require_served_rightly(owned, group, table):
+    """Each descriptor of what is served lies in the stretch of one block, and has no byte of another."""
+    try:
+        program = ServedProgram(np.array(table, np.int64), owned.tracks[group], group)
+    except OutOfBounds:
+        return "refused", False
+    assert program.count == sum(count for *_, count in table) < 10_000
+    resolved = program.resolve(np.arange(program.count, dtype=np.int32))
+    address, nbytes = descriptors(np.array(table, np.int64), np.arange(program.count))
+    assert np.array_equal(resolved.address, address)
+    assert np.array_equal(resolved.nbytes, nbytes)
+    for at, length, block in zip(address.tolist(), nbytes.tolist(), resolved.block.tolist(), strict=True):
+        assert 0 <= block < owned.manifest.num_blocks
+        owned.require_only(group, block, at, length)
+        begins = [(track.address + block * track.stride, track.span) for track in owned.tracks[group]]
+        assert any(begin <= at and at + length <= begin + span for begin, span in begins)
+    return "served", len(set(resolved.block.tolist())) > 1
+
+
+@thorough
+@given(st.data())
+def test_what_a_lease_holds_is_served_and_nothing_else(data):
+    """Leases come and go, more than are kept; groups and slots that no one has are asked for as well."""
+    leases = {}
+    serving = Serving((), lambda slot, epoch: leases.get((slot, epoch)), lambda key: False, b"")
+    leased = LeasedBlocks(serving, leases_max=2, ids_max=12)
+    ids = st.lists(st.lists(st.integers(-1, 9), max_size=9), max_size=3)
+    names = st.tuples(st.integers(0, 2), st.integers(7, 8))
+    for _ in range(data.draw(st.integers(1, 12))):
+        name = data.draw(names)
+        match data.draw(st.sampled_from(("admit", "end", "look", "look"))):
+            case "admit":
+                leases[name] = data.draw(ids)
+            case "end":
+                leases.pop(name, None)
+            case _:
+                group, block = data.draw(st.integers(0, 3)), data.draw(st.lists(st.integers(0, 10)))
+                held = leased.held(*name, group, np.array(block, np.int64))
+                few = leased.ids(*name, group)
+                if name not in leases:
+                    assert held is few is None
+                else:
+                    blocks = leases[name][group] if group < len(leases[name]) else []
+                    assert held.tolist() == [each in blocks for each in block]
+                    assert held.tolist() == [each in few for each in block]
