@@ -1,4 +1,7 @@
-"""What the machine could do at best, measured in the same run: memcpy, process_vm_readv, and bare NIXL."""
+"""What the machine could do at best, measured in the same run: memcpy, process_vm_readv, and bare NIXL.
+
+Plain TCP streams are in ``streams``.
+"""
 
 import asyncio
 import ctypes
@@ -18,7 +21,7 @@ from kvflow.memory.cache import KVCache
 from kvflow.transfer.bind import Binding, Bound, Int32s
 from kvflow.transfer.pairs import Int64s, UnitPairs
 from kvflow.transfer.plan import plan_transfer
-from kvflow.transport.nixl_binding import Agent, load_binding
+from kvflow.transport.nixl_binding import Agent, error_types, load_binding
 
 UNCHUNKED = 1 << 62
 
@@ -86,6 +89,20 @@ class BareNixl:
     def close(self) -> None:
         """Destroy the agent."""
         self._agent.destroy()
+
+
+def open_bare(opened: Opened, cache: KVCache) -> BareNixl | None:
+    """Open bare NIXL, and read once; None where NIXL does not reach the source's memory without TCP."""
+    try:
+        bare = BareNixl(opened, cache)
+    except error_types(load_binding()):
+        return None
+    try:
+        bare.read_word()
+    except error_types(load_binding()):
+        bare.close()
+        return None
+    return bare
 
 
 async def handed_over(work: Callable[[], object], thread: Executor) -> float:

@@ -83,6 +83,7 @@ async def _round(
     for name, session in sessions.items():
         ours, bare, report = await session.paired(source_ids, target_ids)
         cell = cells[blocks, name]
+        assert bare is not None, "NIXL does not reach a process of this machine"
         cell.ours.append(ours)
         cell.bare.append(bare)
         cell.descriptors = report.descriptors

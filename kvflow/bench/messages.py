@@ -44,6 +44,7 @@ class Opened(Struct, frozen=True):
         manifest: the cache's manifest, msgpack.
         agent: name of a bare NIXL agent over the same memory.
         metadata: what a bare reader must load.
+        streams: ``host:port`` of plain TCP streams of the same memory.
     """
 
     pid: int
@@ -51,6 +52,7 @@ class Opened(Struct, frozen=True):
     manifest: bytes
     agent: str
     metadata: bytes
+    streams: str
 
 
 class Offered(Struct, frozen=True):

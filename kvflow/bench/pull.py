@@ -1,17 +1,19 @@
-"""Latency and throughput of one pull by size, with the fence, by phase, beside three ceilings."""
+"""Latency and throughput of one pull by size, with the fence, by phase, beside what else could move the bytes."""
 
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 
-from kvflow.bench.ceilings import handed_over, memcpy, process_vm_readv
+from kvflow.bench.ceilings import BareNixl, handed_over, memcpy, process_vm_readv
 from kvflow.bench.geometry import Geometry
 from kvflow.bench.result import Table
 from kvflow.bench.session import Session, open_session
 from kvflow.bench.sourcing import open_source
 from kvflow.bench.stats import median_ratio, summarise
+from kvflow.transfer.bind import Bound
 from kvflow.transfer.report import TransferReport
 
 KIB = 1024
@@ -61,13 +63,17 @@ async def run(
                 "floor us",
                 "GB/s",
                 "bare NIXL GB/s",
+                "streams GB/s",
                 "readv GB/s",
                 "memcpy GB/s",
                 "of bare",
+                "of streams",
             ),
             rows=tuple(speed),
             notes=(
                 "of bare: bare NIXL's time over ours, round by round; bare NIXL reads no fence.",
+                "bare NIXL, floor: - where NIXL does not reach the other process; its own TCP is never used.",
+                "streams: plain TCP, as many connections as the TCP plane has, with a thread for each on both sides.",
                 "floor: another thread reads the same and eight bytes more with bare NIXL, and wakes the event loop.",
                 "readv: - if the two processes share no PID namespace; the kernel copies only within one.",
             ),
@@ -86,23 +92,27 @@ async def _measure(
     ids = np.arange(size // block_bytes)
     await session.paired(ids, ids)
     ours: list[float] = []
-    bare: list[float] = []
+    bare: list[float | None] = []
+    streams: list[float] = []
     readv: list[float | None] = []
     copied: list[float] = []
     floor: list[float] = []
     reports: list[TransferReport] = []
-    bound = session.bare.bind(ids, ids)
+    bare_read = None if session.bare is None else partial(_read_and_look, session.bare, session.bare.bind(ids, ids))
     until = time.perf_counter() + BUDGET_S
     while len(ours) < 5 or (len(ours) < rounds and time.perf_counter() < until):
         one, other, report = await session.paired(ids, ids)
         ours.append(one)
         bare.append(other)
-        floor.append(await handed_over(lambda: (session.bare.read(bound), session.bare.read_word()), thread))
+        if bare_read is not None:
+            floor.append(await handed_over(bare_read, thread))
+        streams.append(session.streams.read(size))
         readv.append(process_vm_readv(session.opened, session.cache, size))
         copied.append(memcpy(size))
         reports.append(report)
     summary = summarise(ours)
-    rates = [_rate(size, samples) for samples in (ours, bare, readv, copied)]
+    rates = [_rate(size, samples) for samples in (ours, bare, streams, readv, copied)]
+    found = [sample for sample in bare if sample is not None]
     medians = [summarise([report.timings_s[phase] for report in reports]).p50 * 1e6 for phase in PHASES]
     name = _name(size)
     return (
@@ -111,12 +121,18 @@ async def _measure(
             len(ours),
             summary.p50 * 1e6,
             summary.p99 * 1e6,
-            summarise(floor).p50 * 1e6,
+            summarise(floor).p50 * 1e6 if floor else None,
             *rates,
-            median_ratio(bare, ours),
+            median_ratio(found, ours) if found else None,
+            median_ratio(streams, ours),
         ),
         (name, *medians),
     )
+
+
+def _read_and_look(bare: BareNixl, bound: Bound) -> None:
+    bare.read(bound)
+    bare.read_word()
 
 
 def _rate(size: int, samples: Sequence[float | None]) -> float | None:

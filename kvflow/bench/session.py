@@ -2,15 +2,16 @@
 
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
 import numpy as np
 
-from kvflow.bench.ceilings import BareNixl
+from kvflow.bench.ceilings import BareNixl, open_bare
 from kvflow.bench.geometry import BLOCK_SIZE, Geometry
 from kvflow.bench.messages import Opened
 from kvflow.bench.sourcing import SourceProcess
+from kvflow.bench.streams import Streams
 from kvflow.cache.tickets import Ticket
 from kvflow.config import WorkerConfig
 from kvflow.memory.cache import KVCache
@@ -21,12 +22,13 @@ from kvflow.worker.worker import Worker
 
 
 class Session:
-    """Pull through kvflow, or read the same blocks with bare NIXL.
+    """Pull through kvflow, or read as much in another way.
 
     Attributes:
         opened: the source.
         cache: ours.
-        bare: bare NIXL.
+        bare: bare NIXL; None where it does not reach the source.
+        streams: plain TCP, as many connections as the worker's TCP plane has.
     """
 
     def __init__(
@@ -35,7 +37,9 @@ class Session:
         opened: Opened,
         cache: KVCache,
         worker: Worker,
-        bare: BareNixl,
+        *,
+        bare: BareNixl | None,
+        streams: Streams,
     ) -> None:
         self._offer = offer
         self._worker = worker
@@ -43,6 +47,7 @@ class Session:
         self.opened = opened
         self.cache = cache
         self.bare = bare
+        self.streams = streams
 
     async def offer(self, source_ids: Int64s, *, count: int = 1) -> list[Ticket]:
         """Have blocks offered; what this costs is not measured."""
@@ -56,9 +61,12 @@ class Session:
         report = await self._worker.pull(ticket, ids)
         return time.perf_counter() - started, report
 
-    async def paired(self, source_ids: Int64s, target_ids: Int64s) -> tuple[float, float, TransferReport]:
-        """Measure kvflow and bare NIXL on the same blocks, in turns one or the other first."""
+    async def paired(self, source_ids: Int64s, target_ids: Int64s) -> tuple[float, float | None, TransferReport]:
+        """Measure kvflow and bare NIXL, if there is one, on the same blocks, in turns one or the other first."""
         (ticket,) = await self.offer(source_ids)
+        if self.bare is None:
+            ours_s, report = await self.pull(ticket, target_ids)
+            return ours_s, None, report
         bound = self.bare.bind(source_ids, target_ids)
         self._bare_first = not self._bare_first
         bare_s = self.bare.read(bound) if self._bare_first else 0.0
@@ -71,11 +79,14 @@ async def open_session(name: str, source: SourceProcess, geometry: Geometry) -> 
     """Open both ends and read once, so that connections and page tables are warm."""
     opened = await source.open(name, geometry)
     cache = geometry.build()
-    bare = BareNixl(opened, cache)
-    try:
-        async with open_worker(WorkerConfig(engine_id=f"target-{name}", role="decode"), cache) as worker:
-            session = Session(partial(source.offer, name), opened, cache, worker, bare)
-            await session.paired(np.arange(1), np.arange(1))
-            yield session
-    finally:
-        bare.close()
+    config = WorkerConfig(engine_id=f"target-{name}", role="decode")
+    async with AsyncExitStack() as stack:
+        bare = open_bare(opened, cache)
+        if bare is not None:
+            stack.callback(bare.close)
+        streams = Streams(opened.streams, config.tcp_connections, cache.backing.numpy().data.cast("B"))
+        stack.callback(streams.close)
+        worker = await stack.enter_async_context(open_worker(config, cache))
+        session = Session(partial(source.offer, name), opened, cache, worker, bare=bare, streams=streams)
+        await session.paired(np.arange(1), np.arange(1))
+        yield session

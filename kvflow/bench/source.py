@@ -18,6 +18,7 @@ from msgspec import Struct
 
 from kvflow.bench.ceilings import pid_namespace
 from kvflow.bench.messages import LINE_BYTES_MAX, CloseCaches, Closed, OfferBlocks, Offered, OpenCache, Opened, Request
+from kvflow.bench.streams import StreamSource
 from kvflow.config import CALIBRATION_VARIABLE, WorkerConfig
 from kvflow.memory.cache import KVCache
 from kvflow.transport.nixl_binding import Agent, load_binding
@@ -78,7 +79,10 @@ class Source:
         agent = Agent(load_binding(), agent_name, progress=True)
         agent.register(manifest.regions)
         self._stack.callback(agent.destroy)
-        return Opened(os.getpid(), pid_namespace(), msgspec.msgpack.encode(manifest), agent_name, agent.metadata())
+        streams = StreamSource(self._host, cache.backing.numpy().data.cast("B"))
+        self._stack.callback(streams.close)
+        encoded = msgspec.msgpack.encode(manifest)
+        return Opened(os.getpid(), pid_namespace(), encoded, agent_name, agent.metadata(), streams.endpoint)
 
 
 async def serve(source: Source, read: Callable[[], Awaitable[bytes]], write: Callable[[bytes], object]) -> None:

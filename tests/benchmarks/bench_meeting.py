@@ -144,7 +144,7 @@ async def main() -> int:
     async with kvflow.open_worker(config("decode-0"), cache) as consumer:
         manifest = crowded(cache.manifest())
         advertisement = Advertisement(
-            manifest=manifest, epochs=Region(1 << 20, 512), transport="loopback", metadata=b""
+            manifest=manifest, epochs=Region(1 << 20, 512), planes={"loopback": b""}
         )  # fmt: skip
         with publishing(encode(advertisement)) as ticket:
             lags.append(await met(f"{COMPONENTS_MAX:,} components", consumer.pull(ticket, [[0]])))

@@ -98,7 +98,7 @@ def measure(about: dict[str, object], rounds: int) -> None:
     events: SimpleQueue[TransportEvent] = SimpleQueue()
     transport = NixlTransport(f"reader-{os.getpid()}", events.put)
     transport.start([region], Region(epochs.ctypes.data, epochs.nbytes))
-    transport.add_peer(PeerAddress(PEER, metadata, epochs_region))
+    transport.add_peer(PeerAddress(PEER, {"nixl": metadata}, epochs_region))
     events.get(timeout=30)
     bare = Agent(load_binding(), f"bare-{os.getpid()}", progress=False)
     bare.register([region])

@@ -14,6 +14,7 @@ import msgspec
 from handshake.messages import Release
 from handshake.network import DialledChannel, Network
 from handshake.sockets import Delivery
+from kvflow.config import WorkerConfig
 from kvflow.transport.base import Fence, FenceFailed, FenceJudged, Read, ReadCompleted, ReadFailed, Sink, Transport
 from kvflow.transport.base import TransportEvent as Event
 from kvflow.worker.surroundings import REAL, OpenTransport, Surroundings
@@ -41,9 +42,9 @@ def without_fence(surroundings: Surroundings = REAL, left_out: LeftOut | None = 
     """Return surroundings whose transport says of every epoch what the ticket says, and reads none."""
     counts = LeftOut() if left_out is None else left_out
 
-    def open_fenceless(name: str, agent_name: str, sink: Sink, staging_bytes: int = 0) -> Transport:
+    def open_fenceless(config: WorkerConfig, agent_name: str, sink: Sink, staging_bytes: int = 0) -> Transport:
         fenceless = Fenceless(sink, counts)
-        fenceless.wrap(surroundings.open_transport(name, agent_name, fenceless.on_event, staging_bytes))
+        fenceless.wrap(surroundings.open_transport(config, agent_name, fenceless.on_event, staging_bytes))
         return cast("Transport", fenceless)
 
     return msgspec.structs.replace(surroundings, open_transport=cast("OpenTransport", open_fenceless))

@@ -39,7 +39,7 @@ async def test_what_a_worker_would_refuse_is_not_written_over_what_it_takes(meas
     measuring(descriptor_s=1e-6)
     await calibrate(path)
     written = path.read_bytes()
-    assert decode_calibration(written, name="", transport="nixl").costs.descriptor_s == 1e-6
+    assert decode_calibration(written, name="", planes=("nixl",)).costs.descriptor_s == 1e-6
     measuring(descriptor_s=2.0)
     with pytest.raises(ConfigInvalid, match=r"as measured: .*descriptor_s"):
         await calibrate(path)
