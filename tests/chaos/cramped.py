@@ -37,7 +37,7 @@ class Cramped(Victim):
         for end in set(row.ends) - fault.ends:
             self.chaos.record.complain(f"{self.name}: a pull ended with {end}")
         over_s = time.monotonic()
-        await self.recover(row)
+        await self.recover()
         row.recovery_s = max(row.recovery_s, time.monotonic() - over_s)
 
     async def _one(self, row, fate, num_blocks, patience_s):
@@ -53,7 +53,7 @@ class Cramped(Victim):
                 await self.node.revoke(number)
             row.ends[await pull] += 1
 
-    async def attempt(self, _row):
+    async def attempt(self):
         """Use every slot at once."""
         ends = await asyncio.gather(*(self.chaos.moves(self.node, self.chaos.survivor) for _ in range(LEASE_SLOTS)))
         return RIGHT if set(ends) == {RIGHT} else "not all"

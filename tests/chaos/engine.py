@@ -69,6 +69,7 @@ class Engine:
 
     def __init__(self, worker, cache, num_slots):
         self.worker = worker
+        self.endpoint = worker.endpoint
         self._words = Words(cache)
         self._slots: asyncio.Queue[Slot] = asyncio.Queue()
         for number in range(num_slots):

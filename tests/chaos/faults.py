@@ -161,6 +161,22 @@ async def offered_too_much(_victim, _rng):
     yield
 
 
+OF_DATA = (
+    Fault(name="delayed", strike=delayed, ends=HARMLESS),
+    Fault(name="byte by byte", strike=trickling, ends=HARMLESS),
+    Fault(name="cut", strike=cut, ends=LOST),
+    Fault(name="half closed", strike=half_closed, ends=LOST),
+    Fault(name="stalled", strike=stalled, ends=HARMLESS),
+    Fault(name="stalled for long", strike=stalled_for_long, ends=HUNG, brief=False),
+    Fault(name="forgotten", strike=forgotten, ends=LOST),
+    Fault(name="refused", strike=refused, ends=LOST),
+    Fault(name="producer killed behind it", strike=killed, ends=LOST),
+)
+"""Of the connections that carry the bytes of the cache."""
+
+OF_ENCRYPTED_DATA = (Fault(name="garbled", strike=garbled, ends=LOST), *OF_DATA)
+"""Without encryption nothing detects a byte that was changed on its way: TCP's own checksum is all there is."""
+
 OF_TABLES = (
     Fault(name="more offers than slots", strike=offered_too_much, ends=STALE | {"capacity_exceeded", "never pulled"}),
 )

@@ -14,7 +14,7 @@ from tests.integration.elsewhere import environment_of_children
 from .faults import HARMLESS, HUNG, Fault
 from .nodes import NodeDied
 from .victims import BRIEF_LEASE_S, LOAD, OFFERED, PATIENCE_S, Victim
-from .wire import DEVICE, address, namespaces
+from .wire import address, namespaces
 
 PORT = 5555
 PATIENT = {"wire_s": 10.0, "handshake_s": 10.0, "connect_s": 5.0, "quarantine_s_max": 12.0}
@@ -64,10 +64,44 @@ OF_WIRES = (
 )
 
 
+class Wired:
+    """Two namespaces, and the wire between them.
+
+    Attributes:
+        namespaces: their names.
+    """
+
+    def __init__(self, process):
+        self._process = process
+        self.namespaces = namespaces(process.pid)
+
+    def be(self, **how):
+        """Treat packets like this from now on; see ``wire.Wire.be``."""
+        self._process.stdin.write(json.dumps(how) + "\n")
+        self._process.stdin.flush()
+
+
+@asynccontextmanager
+async def wired(seed):
+    """Make a wire; it and its namespaces end with this."""
+    process = subprocess.Popen(  # noqa: ASYNC220 - it takes milliseconds
+        [sys.executable, "-m", "tests.chaos.wire", str(seed)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment_of_children(),
+    )
+    try:
+        assert await asyncio.to_thread(process.stdout.readline) == "ready\n", "there is no wire"
+        yield Wired(process)
+    finally:
+        process.stdin.close()
+        await asyncio.to_thread(process.wait, PATIENCE_S)
+        process.stdout.close()
+
+
 class Netted(Victim):
     """A pair in namespaces; both bytes and control traffic go over the wire."""
-
-    over_tcp = True
 
     def __init__(self, chaos, name, seed):
         super().__init__(chaos, name, OF_WIRES)
@@ -78,60 +112,43 @@ class Netted(Victim):
 
     @asynccontextmanager
     async def living(self):
-        self._wire = subprocess.Popen(  # noqa: ASYNC220 - it takes milliseconds
-            [sys.executable, "-m", "tests.chaos.wire", str(self._seed)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment_of_children(),
-        )
-        try:
-            assert await asyncio.to_thread(self._wire.stdout.readline) == "ready\n", "there is no wire"
+        async with wired(self._seed) as self._wire:
             await asyncio.gather(self._restart_producer(), self._restart_reader())
             yield self
-        finally:
-            self._wire.stdin.close()
-            await asyncio.to_thread(self._wire.wait, PATIENCE_S)
-            self._wire.stdout.close()
 
     @contextmanager
     def wire_being(self, **how):
         """Have the wire be bad for a while."""
-        self._tell(how)
+        self._wire.be(**how)
         try:
             yield
         finally:
-            self._tell({})
+            self._wire.be()
 
     def pair(self):
         return self._producer, self.node
 
-    async def attempt(self, row):
+    async def attempt(self):
         try:
             return await self.chaos.moves(self._producer, self.node)
         except NodeDied:
             dead = self._producer if self._producer.process.poll() is not None else self.node
-            await self.ended(dead, row, exports=dead is self._producer)
+            await self.crashed(dead)
             await (self._restart_producer() if dead is self._producer else self._restart_reader())
             return "died"
-
-    def _tell(self, how):
-        self._wire.stdin.write(json.dumps(how) + "\n")
-        self._wire.stdin.flush()
 
     async def _restart_producer(self):
         if self._producer is not None:
             self.chaos.end(self._producer)
         self._producer = self._start("far producer", 0)
         bind = f"tcp://{address(0)}:{PORT}"
-        await self._producer.open(num_offered=OFFERED, bind=bind, lease_s=2 * BRIEF_LEASE_S)
+        await self._producer.open(num_offered=OFFERED, bind=bind, lease_s=2 * BRIEF_LEASE_S, transport="tcp")
 
     async def _restart_reader(self):
         if self.node is not None:
             self.chaos.end(self.node)
         self.node = self._start("far reader", 1)
-        await self.node.open(num_slots=4 * LOAD, **PATIENT)
+        await self.node.open(num_slots=4 * LOAD, transport="tcp", **PATIENT)
 
     def _start(self, name, side):
-        prefix = ("ip", "netns", "exec", namespaces(self._wire.pid)[side])
-        return self.chaos.start(name, prefix=prefix, UCX_TLS="tcp", UCX_NET_DEVICES=DEVICE)
+        return self.chaos.start(name, namespace=self._wire.namespaces[side])

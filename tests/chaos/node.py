@@ -1,8 +1,9 @@
 """An engine in a process of its own, told what to do by lines of JSON on standard input.
 
 ``{"id": 1, "op": "open", ...}``, with the arguments of ``engine``, opens it, and every other ``op`` is a method of
-``Engine``. Each line is answered by one line with its ``id``, when it is done: others are served meanwhile. The end of
-the input ends the process. What UCX says when it aborts it goes into the file that ``KVFLOW_CHAOS_WORDS`` names.
+``Engine``; with ``"kind": "producer"`` or ``"reader"``, of those in ``pair``. Each line is answered by one line with
+its ``id``, when it is done: others are served meanwhile. The end of the input ends the process. What UCX says when it
+aborts it goes into the file that ``KVFLOW_CHAOS_WORDS`` names. ``KVFLOW_CHAOS_NAMESPACE`` names a network namespace.
 """
 
 import asyncio
@@ -18,22 +19,28 @@ from pathlib import Path
 import uvloop
 
 from .engine import LoggedErrors, engine
+from .pair import producing, reading
+from .wire import enter
+
+KINDS = {"engine": engine, "producer": producing, "reader": reading}
 
 
 async def main():
     logging.basicConfig(handlers=[LoggedErrors()], level=logging.ERROR)
     redirect_errors(os.environ["KVFLOW_CHAOS_WORDS"])
+    if namespace := os.environ.get("KVFLOW_CHAOS_NAMESPACE"):
+        enter(namespace)
     commands = set()
     async with AsyncExitStack() as life:
         running = None
         while line := await asyncio.to_thread(sys.stdin.readline):
             command = json.loads(line)
-            number, op = command.pop("id"), command.pop("op")
+            number, op = command.pop("id", 0), command.pop("op")
             if op == "stop":
                 break
             if op == "open":
-                running = await life.enter_async_context(engine(**command))
-                say(id=number, answer=running.worker.endpoint)
+                running = await life.enter_async_context(KINDS[command.pop("kind", "engine")](**command))
+                say(id=number, answer=running.endpoint)
                 continue
             task = asyncio.create_task(serve(number, getattr(running, op), command))
             commands.add(task)

@@ -26,11 +26,11 @@ class Node(Child):
     Args:
         name: of the engine.
         words: file for what UCX says last.
-        prefix: command that starts the process, for example in a network namespace; forked if there is none.
+        namespace: network namespace that it lives in.
         environment: more variables.
     """
 
-    def __init__(self, name, words, *, prefix=(), **environment):
+    def __init__(self, name, words, *, namespace="", **environment):
         self.name = name
         self.endpoint = ""
         self.words = words
@@ -39,13 +39,17 @@ class Node(Child):
         self._asked = {}
         self._ids = count(1)
         self._loop = asyncio.get_running_loop()
-        super().__init__(MODULE, forked=not prefix, prefix=prefix, KVFLOW_CHAOS_WORDS=str(words), **environment)
+        ours = {"KVFLOW_CHAOS_WORDS": str(words), "KVFLOW_CHAOS_NAMESPACE": namespace}
+        super().__init__(MODULE, forked=True, **ours, **environment)
         threading.Thread(target=self._listen, daemon=True).start()
 
     async def open(self, *, num_offered=0, num_slots=0, **settings):
         """Open its worker; returns when it listens."""
-        room = {"num_offered": num_offered, "num_slots": num_slots}
-        self.endpoint = await self.ask("open", engine_id=self.name, **room, **settings)
+        await self.open_as("engine", num_offered=num_offered, num_slots=num_slots, **settings)
+
+    async def open_as(self, kind, **settings):
+        """Open what ``node`` knows by that name."""
+        self.endpoint = await self.ask("open", kind=kind, engine_id=self.name, **settings)
 
     async def ask(self, op, **fields):
         if self._silent:
@@ -79,13 +83,21 @@ class Node(Child):
         self.killed = True
         super().kill()
 
+    def end(self):
+        """End it, whatever it does, and forget it."""
+        self.kill()
+        self.process.stdout.close()
+        with suppress(BrokenPipeError):
+            self.process.stdin.close()
+        self.process.close()
+
     def ended(self):
         """Return how it ended although nobody has killed it: the number of a signal, 0 for none; None if it lives."""
         status = self.process.poll()
         return None if status is None or self.killed else max(0, -status)
 
     def last_words(self):
-        """Return what UCX said last."""
+        """Return what UCX said last, if it has aborted the process."""
         lines = [line for line in Path(self.words).read_text().splitlines() if "Fatal" in line or "Assert" in line]
         return lines[-1].partition("]")[2].strip() if lines else "no word"
 

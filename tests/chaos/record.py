@@ -15,13 +15,11 @@ class Row:
         times: it was done.
         ends: how pulls ended that were under way.
         recovery_s: longest time from the end of the harm to the next good pull.
-        aborts: processes that UCX has aborted because of it.
     """
 
     times: int = 0
     ends: Counter = field(default_factory=Counter)
     recovery_s: float = 0.0
-    aborts: int = 0
 
 
 @dataclass
@@ -31,13 +29,11 @@ class Record:
     Attributes:
         rows: (victim, fault) -> what came of it.
         complaints: what must not be; none after a good run.
-        known: what UCX said of producers that it has aborted over TCP, and how often.
         beside: seconds of each pull of the control group.
     """
 
     rows: dict[tuple[str, str], Row] = field(default_factory=dict)
     complaints: list[str] = field(default_factory=list)
-    known: Counter = field(default_factory=Counter)
     beside: list[float] = field(default_factory=list)
     began_s: float = field(default_factory=time.monotonic)
 
@@ -54,15 +50,13 @@ class Record:
     def __str__(self):
         lines = [HEADER]
         for (victim, fault), row in sorted(self.rows.items()):
-            if not row.times and not row.aborts:
+            if not row.times:
                 continue
             ends = ", ".join(f"{number} {end}" for end, number in row.ends.most_common())
-            ends += f"; {row.aborts} aborted by UCX" if row.aborts else ""
             times, pulls = str(row.times), str(row.ends.total())
             lines.append((f"{victim}: {fault}", times, pulls, ends, f"{row.recovery_s:.2f} s"))
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
         if self.beside:
             text.append(f"undisturbed beside it: {len(self.beside):,} pulls, the slowest {max(self.beside):.2f} s")
-        text += [f"known, of UCX over TCP: {number} producers aborted, {words}" for words, number in self.known.items()]
         return "\n".join(line.rstrip() for line in [*text, *self.complaints])

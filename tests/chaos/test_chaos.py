@@ -21,9 +21,11 @@ ROUNDS = 3
 @pytest.mark.processes
 @pytest.mark.timeout(600)
 async def test_whoever_is_harmed_gets_well_and_nobody_else_notices(tmp_path):
-    record = await run(7, Until(rounds=ROUNDS), tmp_path, names=["producer", "control channel", "reader"])
+    processes = ["producer", "producer over TCP", "reader over TCP"]
+    names = [*processes, "control channel", "data connections", "encrypted data"]
+    record = await run(7, Until(rounds=ROUNDS), tmp_path, names=names)
     assert record.complaints == [], str(record)
-    for victim in ("producer", "reader"):
+    for victim in processes:
         done = {fault for (name, fault), row in record.rows.items() if name == victim and row.times}
         assert done == {fault.name for fault in OF_PROCESSES if fault.brief}
     assert len(record.beside) > 0

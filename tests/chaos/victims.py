@@ -1,9 +1,8 @@
 """Those that are harmed, each with the pulls that are under way meanwhile, and how it is seen to be well again."""
 
 import asyncio
-import signal
 import time
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 from tests.integration.forked import ForkedProcess
 
@@ -18,8 +17,6 @@ FEW = 2
 OFFERED = 512
 PATIENCE_S = 60.0
 RETRY_S = 0.02
-KNOWN_PLACES = ("ucp_request.inl", "stubs.c")
-"""Where UCX aborts an exporter over TCP; see "Known limits" in docs/explanation/architecture.md."""
 BRIEF_LEASE_S = 4.0
 """Of those whose readers die: what they have not released is free again after that."""
 
@@ -40,13 +37,15 @@ class Chaos:
 
     Attributes:
         survivor: engine that pulls, in this process; nobody harms it.
+        encrypted_survivor: the same of a cluster whose TCP data plane is encrypted.
         numbers: see ``Numbers``.
         record: what happens.
         folder: for what processes say last.
     """
 
-    def __init__(self, survivor, numbers, record, folder):
+    def __init__(self, survivor, encrypted_survivor, numbers, record, folder):
         self.survivor = survivor
+        self.encrypted_survivor = encrypted_survivor
         self.numbers = numbers
         self.record = record
         self.folder = folder
@@ -96,9 +95,6 @@ class Victim:
         faults: that are done to it.
     """
 
-    over_tcp = False
-    """Whether UCX may abort a producer because of it."""
-
     def __init__(self, chaos, name, faults):
         self.chaos = chaos
         self.name = name
@@ -108,7 +104,7 @@ class Victim:
         """Do harm once while there is load, and wait until all is well."""
         row = self.chaos.record.row(self.name, fault.name)
         row.times += 1
-        offers = await self._offers([rng.randint(1, BLOCKS_MAX) for _ in range(LOAD)], row)
+        offers = await self._offers([rng.randint(1, BLOCKS_MAX) for _ in range(LOAD)])
         pulls = [asyncio.create_task(self._pull(*offer)) for offer in offers[: LOAD // 2]]
         await asyncio.sleep(rng.choice([0, 0.001, 0.003, 0.01, 0.03]))  # a moment of the reads, by chance
         async with fault.strike(self, rng):
@@ -117,7 +113,7 @@ class Victim:
         over_s = time.monotonic()
         try:
             async with asyncio.timeout(PATIENCE_S):
-                await self.recover(row)
+                await self.recover()
                 row.recovery_s = max(row.recovery_s, time.monotonic() - over_s)
                 ends = await asyncio.gather(*pulls)
         except TimeoutError:
@@ -129,13 +125,13 @@ class Victim:
         for end in set(ends) - fault.ends - {"died"}:
             self.chaos.record.complain(f"{self.name}: a pull ended with {end} because it was {fault.name}")
 
-    async def _offers(self, sizes, row):
+    async def _offers(self, sizes):
         """Offer what is pulled during the harm."""
         while True:
             try:
                 return [await self._offer(num_blocks) for num_blocks in sizes]
             except NodeDied:  # of what was done before
-                await self.recover(row)
+                await self.recover()
 
     async def _offer(self, num_blocks):
         source, _ = self.pair()
@@ -153,87 +149,80 @@ class Victim:
         """Return who is read from and who reads, as they are now: either may have been started anew."""
         raise NotImplementedError
 
-    async def recover(self, row):
+    async def recover(self):
         """Wait until a new pull succeeds."""
-        while (end := await self.attempt(row)) != RIGHT:
+        while (end := await self.attempt()) != RIGHT:
             assert end != "wrong"
             await asyncio.sleep(RETRY_S)
 
-    async def attempt(self, row):
+    async def attempt(self):
         """Try one new pull."""
         raise NotImplementedError
 
-    async def ended(self, node, row, *, exports):
-        """Count the end of a process that nobody has killed, if UCX has aborted it as is known; else it is a crash.
-
-        Args:
-            node: the process.
-            row: of what was done.
-            exports: whether somebody reads from it: only then it is known to happen.
-        """
+    async def crashed(self, node):
+        """Complain of a process that nobody has killed, and that has ended."""
         await asyncio.to_thread(node.process.wait, PATIENCE_S)
-        words = node.last_words()
-        aborted = node.ended() == signal.SIGABRT and any(place in words for place in KNOWN_PLACES)
-        if self.over_tcp and exports and aborted:
-            self.chaos.record.known[words] += 1
-            row.aborts += 1
-        else:
-            self.chaos.record.complain(f"{node.name} crashed, signal {node.ended()}: {words}")
+        self.chaos.record.complain(f"{node.name} crashed, signal {node.ended()}: {node.last_words()}")
 
 
 class DoomedProducer(Victim):
-    """A producer that is harmed while the survivor reads from it."""
+    """A producer that is harmed while a survivor reads from it.
 
-    def __init__(self, chaos, name, faults, *, proxied=False, **environment):
+    Args:
+        chaos: what all share.
+        name: of it.
+        faults: that are done to it.
+        proxied: which of its addresses is a proxy's: ``advertise`` or ``tcp_advertise``; none if empty.
+        reader: the survivor; the one that all share if None.
+        settings: of its worker.
+    """
+
+    def __init__(self, chaos, name, faults, *, proxied="", reader=None, **settings):
         super().__init__(chaos, name, faults)
-        self.over_tcp = environment.get("UCX_TLS") == "tcp"
-        self._environment = environment
+        self._settings = {"bind": "tcp://127.0.0.1:0", **settings}
         self._proxied = proxied
+        self._reader = reader or chaos.survivor
         self.node = None
         self.proxy = None
-        self._bind = "tcp://127.0.0.1:0"
-        self._advertised = {}
 
     @asynccontextmanager
     async def living(self):
         """Start it."""
-        if not self._proxied:
+        async with AsyncExitStack() as life:
+            if self._proxied:
+                port = free_port()
+                self.proxy = await life.enter_async_context(proxy(port))
+                bound = self._proxied.replace("advertise", "bind")
+                self._settings |= {bound: f"tcp://127.0.0.1:{port}", self._proxied: self.proxy.endpoint}
             await self.restart()
-            self._bind = self.node.endpoint
-            yield self
-            return
-        port = free_port()
-        async with proxy(port) as self.proxy:
-            self._bind, self._advertised = f"tcp://127.0.0.1:{port}", {"advertise": self.proxy.endpoint}
-            await self.restart()
+            if self._proxied != "advertise":
+                self._settings["bind"] = self.node.endpoint
             yield self
 
     async def restart(self):
         """Start it anew, at the same address."""
         if self.node is not None:
             self.chaos.end(self.node)
-        self.node = self.chaos.start(self.name, **self._environment)
-        await self.node.open(num_offered=OFFERED, bind=self._bind, lease_s=BRIEF_LEASE_S, **self._advertised)
+        self.node = self.chaos.start(self.name)
+        await self.node.open(num_offered=OFFERED, lease_s=BRIEF_LEASE_S, **self._settings)
 
     def pair(self):
-        return self.node, self.chaos.survivor
+        return self.node, self._reader
 
-    async def attempt(self, row):
+    async def attempt(self):
         try:
-            return await self.chaos.moves(self.node, self.chaos.survivor)
+            return await self.chaos.moves(self.node, self._reader)
         except NodeDied:
-            await self.ended(self.node, row, exports=True)
+            await self.crashed(self.node)
             await self.restart()
             return "died"
 
 
 class DoomedReader(Victim):
-    """A consumer that is harmed while it reads from a producer that must survive, unless UCX aborts it."""
+    """A consumer that is harmed while it reads from a producer that must survive."""
 
-    def __init__(self, chaos, name, faults, producer, **environment):
+    def __init__(self, chaos, name, faults, producer):
         super().__init__(chaos, name, faults)
-        self.over_tcp = environment.get("UCX_TLS") == "tcp"
-        self._environment = environment
         self._producer = producer
         self.node = None
 
@@ -245,19 +234,19 @@ class DoomedReader(Victim):
     async def restart(self):
         if self.node is not None:
             self.chaos.end(self.node)
-        self.node = self.chaos.start(self.name, **self._environment)
+        self.node = self.chaos.start(self.name)
         await self.node.open(num_slots=2 * LOAD)
 
     def pair(self):
         return self._producer.node, self.node
 
-    async def attempt(self, row):
+    async def attempt(self):
         producer = self._producer
         try:
             return await self.chaos.moves(producer.node, self.node)
         except NodeDied:
             dead = producer if producer.node.process.poll() is not None else self
-            await self.ended(dead.node, row, exports=dead is producer)
+            await self.crashed(dead.node)
             await dead.restart()
             return "died"
 
@@ -266,19 +255,19 @@ class Served:
     """A producer whose readers are harmed.
 
     Attributes:
+        name: of it.
         node: its process.
     """
 
-    def __init__(self, chaos, name, *, lease_s=BRIEF_LEASE_S, **environment):
+    def __init__(self, chaos, name, *, lease_s=BRIEF_LEASE_S, **settings):
         self._chaos = chaos
-        self._name = name
-        self._lease_s = lease_s
-        self._environment = environment
+        self.name = name
+        self._settings = {"lease_s": lease_s, **settings}
         self.node = None
 
     async def restart(self):
         """Start it, or start it anew."""
         if self.node is not None:
             self._chaos.end(self.node)
-        self.node = self._chaos.start(self._name, **self._environment)
-        await self.node.open(num_offered=OFFERED, lease_s=self._lease_s)
+        self.node = self._chaos.start(self.name)
+        await self.node.open(num_offered=OFFERED, **self._settings)

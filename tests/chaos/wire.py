@@ -7,6 +7,7 @@ nothing. The end of the input ends the process, and the namespaces with it, howe
 """
 
 import asyncio
+import ctypes
 import fcntl
 import json
 import os
@@ -15,6 +16,7 @@ import struct
 import subprocess
 import sys
 from contextlib import suppress
+from pathlib import Path
 
 TUNSETIFF = 0x400454CA
 TUN_WITHOUT_HEADER = 0x1001
@@ -23,6 +25,10 @@ PACKET_MAX = 65536
 QUEUED_MAX = 2000
 """Packets on their way: 3 MB, more than TCP has under way here. What comes then is lost, as in any queue."""
 DEVICE = "wire0"
+CLONE_NEWNS, CLONE_NEWNET = 0x20000, 0x40000000
+"""Source: clone(2)."""
+MS_REC, MS_SLAVE, MNT_DETACH = 0x4000, 0x80000, 2
+"""Source: mount(2), umount(2)."""
 
 
 def namespaces(pid):
@@ -33,6 +39,23 @@ def namespaces(pid):
 def address(side):
     """Return the address of an end: 0 or 1. Source: RFC 2544, addresses for such purposes."""
     return f"198.18.0.{side + 1}"
+
+
+def enter(namespace):
+    """Have this process, which has one thread, live in a namespace, as ``ip netns exec`` does.
+
+    UCX looks for network devices in ``/sys``, so that has to be the namespace's, too.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    with Path("/run/netns", namespace).open() as entrance:
+        done = [
+            libc.setns(entrance.fileno(), CLONE_NEWNET),
+            libc.unshare(CLONE_NEWNS),
+            libc.mount(b"", b"/", b"none", MS_REC | MS_SLAVE, None),
+            libc.umount2(b"/sys", MNT_DETACH),
+            libc.mount(namespace.encode(), b"/sys", b"sysfs", 0, None),
+        ]
+    assert not any(done), f"{done}: {os.strerror(ctypes.get_errno())}"
 
 
 def ip(*arguments):
@@ -98,10 +121,12 @@ def open_end(name, side):
 
 async def main():
     names = namespaces(os.getpid())
+    loop = asyncio.get_running_loop()
+    devices = []
     try:
-        wire = Wire([open_end(name, side) for side, name in enumerate(names)], seed=sys.argv[1])
-        loop = asyncio.get_running_loop()
-        for side, device in enumerate(wire._devices):
+        devices += [open_end(name, side) for side, name in enumerate(names)]
+        wire = Wire(devices, seed=sys.argv[1])
+        for side, device in enumerate(devices):
             loop.add_reader(device, wire.carry, side)
         lines = asyncio.StreamReader()
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
@@ -110,6 +135,8 @@ async def main():
         while line := await lines.readline():
             wire.be(**json.loads(line))
     finally:
+        for device in devices:  # which go with their namespaces
+            loop.remove_reader(device)
         for name in names:
             with suppress(subprocess.CalledProcessError):  # that was never made
                 ip("netns", "delete", name)

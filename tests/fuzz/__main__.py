@@ -5,6 +5,7 @@ import asyncio
 import os
 import sys
 import time
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before anybody loads torch, whose threads spin
 
@@ -12,16 +13,22 @@ from .dialler import KINDS, lie
 from .listener import attack
 from .processes import Died, fuzzed_worker
 from .targets import TARGETS, Finding, drawn, run
+from .tcp import attack as attack_tcp
+from .tcp import lie as lie_over_tcp
 
 HONEST_S = 1.0
-"""What an honest handshake may take beside the attack, as the worst of all."""
+"""What an honest handshake, or an honest read over TCP, may take beside the attack, as the worst of all."""
 
-GROWTH_MAX = {"listening": 0.05, "dialling": 0.15}
+GROWTH_MAX = {"listening": 0.05, "dialling": 0.15, "exporting over TCP": 0.25, "reading over TCP": 0.05}
 """Of resident memory, after a fifth of the input. Every lie that reaches NIXL is another peer. A peer that was met and
-let go leaves 0.5 KB in UCX, one with wrong metadata at most 5 KB: "Known limits" in the architecture page."""
+let go leaves 0.5 KB in UCX, one with wrong metadata at most 5 KB: "Known limits" in the architecture page. An exporter
+over TCP is a process of 45 MiB, and some reads need 4 MiB each."""
 
 UNANSWERED_MAX = 0.001
 """Of the conversations: on a busy machine ZeroMQ may give up a handshake after 5.5 s, and then nobody is answered."""
+
+FILES_MORE_MAX = 16
+"""Descriptors of files that connections under way have."""
 
 PROGRESS_S = 30.0
 MIB = 1 << 20
@@ -33,6 +40,9 @@ def arguments():
     parser.add_argument("--frames", type=int, default=1_000_000, help="mutated messages to a listener; 0 for none")
     parser.add_argument("--lies", type=int, default=10_000, help="of each kind, to a worker that dials; 0 for none")
     parser.add_argument("--alone", type=int, default=100_000, help="inputs of each target alone; 0 for none")
+    parser.add_argument("--tcp-frames", type=int, default=1_000_000, help="to a TCP exporter; 0 for none")
+    parser.add_argument("--tcp-answers", type=int, default=100_000, help="to a reader over TCP; 0 for none")
+    parser.add_argument("--tcp-encryption", choices=("off", "tls"), default="off", help="of both")
     parser.add_argument("--first", type=int, default=0, help="number of the first input: others than last time")
     parser.add_argument("--honest-s", type=float, default=HONEST_S, help="bound of the worst honest handshake")
     parser.add_argument("--target", choices=TARGETS, help="replay: this target")
@@ -129,6 +139,65 @@ def dialling(options):
     return memory("dialling", found.rss_warm, found.rss_end)
 
 
+def exporting(options):
+    """Attack an exporter of the TCP data plane; return the bounds that were missed."""
+    part = "exporting over TCP"
+    say(
+        f"{options.tcp_frames} frames of readers that lie to an exporter over TCP, encryption {options.tcp_encryption}:"
+    )
+    found = asyncio.run(
+        attack_tcp(
+            options.tcp_frames,
+            options.seed,
+            encryption=options.tcp_encryption,
+            first=options.first,
+            tell=progress(),
+        )
+    )
+    honest = found.honest
+    say(
+        f"  {found.frames} frames in {found.conversations} conversations, {found.turned_away} of them turned away, "
+        f"{found.frames / found.seconds:.0f} per second; {found.answered} were answered"
+    )
+    say(f"  the exporter took {found.requests} requests, the honest included, and refused {found.invalid} frames")
+    say(
+        f"  {len(honest)} honest reads meanwhile: median {honest[len(honest) // 2] * 1e3:.0f} ms, "
+        f"worst {honest[-1] * 1e3:.0f} ms, no wrong byte"
+    )
+    say(f"  descriptors of files: {found.warm['files']} after a fifth, {found.end['files']} at the end")
+    missed = memory(part, found.warm["rss"], found.end["rss"])
+    if found.frames < options.tcp_frames:
+        missed.append(f"{part}: only {found.frames} frames were said")
+    if found.end["threads"] < found.warm["threads"]:
+        missed.append(f"{part}: a thread has ended")
+    if found.end["files"] > found.warm["files"] + FILES_MORE_MAX:
+        missed.append(f"{part}: descriptors of files are left")
+    if honest[-1] > options.honest_s:
+        missed.append(f"{part}: an honest read took {honest[-1]:.2f} s")
+    return missed
+
+
+def reading(options):
+    """Lie to a reader over TCP; return the bounds that were missed."""
+    say(f"{options.tcp_answers} answers of exporters that lie to a reader over TCP:")
+    found = lie_over_tcp(
+        options.tcp_answers,
+        options.seed,
+        encryption=options.tcp_encryption,
+        first=options.first,
+        rss=own_rss,
+        tell=progress(),
+    )
+    rate = found.answers / found.seconds
+    say(f"  {found.answers} answers over {found.connections} connections, {rate:.0f} per second")
+    say("  reads: " + ", ".join(f"{word} {count}" for word, count in found.said.most_common()))
+    return memory("reading over TCP", found.rss_warm, found.rss_end)
+
+
+def own_rss():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def main():
     options = arguments()
     if options.target:
@@ -142,6 +211,10 @@ def main():
             missed += listening(options)
         if options.lies:
             missed += dialling(options)
+        if options.tcp_frames:
+            missed += exporting(options)
+        if options.tcp_answers:
+            missed += reading(options)
     except (Finding, Died, ExceptionGroup) as found:
         missed.append(f"seed {options.seed}: {found}")
         for each in getattr(found, "exceptions", ()):

@@ -68,8 +68,8 @@ class Truth:
     def advertisement(self, number, blob):
         """What a worker publishes, around a blob."""
         name = exporter_name(agent_of(number))
-        sealed = seal(Envelope("nixl", name, blob))
-        return Advertisement(manifest=self._manifest, epochs=self._epochs, transport="nixl", metadata=sealed)
+        sealed = seal(Envelope("nixl", name, blob, self._mover._settings))
+        return Advertisement(manifest=self._manifest, epochs=self._epochs, planes={"nixl": sealed})
 
     def honest(self, number):
         """What a worker publishes, encoded."""

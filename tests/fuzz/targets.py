@@ -9,6 +9,7 @@ import time
 from functools import partial
 
 import msgspec
+import numpy as np
 
 from handshake import Publication, codec
 from handshake.connection import Connection
@@ -22,12 +23,17 @@ from kvflow.integrations.vllm.orders import Fail, Pull
 from kvflow.integrations.vllm.params import read_params, ticket_chars_max
 from kvflow.layout.manifest import MANIFEST_SCHEMA
 from kvflow.layout.region import Region
+from kvflow.layout.tracks import Track
 from kvflow.rendezvous.publication import Advertisement, decode
 from kvflow.testing.tickets import packed
 from kvflow.transfer.pairs import check_block_ids, pair_units
 from kvflow.transfer.plan import plan_transfer
+from kvflow.transfer.requests import LeaseShare
+from kvflow.transport import tcp_wire
+from kvflow.transport.bounds import OutOfBounds
 from kvflow.transport.envelope import Envelope, seal, unseal
 from kvflow.transport.nixl_metadata import inspect
+from kvflow.transport.serving import ServedProgram
 from tests.integration.shapes import Shape
 from tests.unit.kvflow.integrations.vllm_like import (
     TOKENS_MAX,
@@ -51,8 +57,7 @@ ADVERTISED = msgspec.msgpack.encode(
     Advertisement(
         manifest=MANIFEST,
         epochs=Region(address=4096, nbytes=512),
-        transport="nixl",
-        metadata=seal(Envelope("nixl", AGENT, METADATA)),
+        planes={"nixl": seal(Envelope("nixl", AGENT, METADATA))},
     )
 )
 ADDRESS = RankAddress(rank=0, incarnation="a" * 32, endpoint="tcp://127.0.0.1:1", slots=8)
@@ -97,7 +102,7 @@ def take_manifest(data):
     """Read a publication, plan with it, and read its metadata. That a plan is unsound is a defect of the planner."""
     try:
         theirs = decode(Publication.of(data, schema=MANIFEST_SCHEMA), peer="a liar")
-        unseal(theirs.metadata, transport="nixl", agent=AGENT)
+        unseal(theirs.planes.get("nixl", b""), transport="nixl", agent=AGENT)
         plan_transfer(theirs.manifest, MANIFEST)
     except PlanUnsound:
         raise
@@ -182,6 +187,45 @@ def take_blocks(data):
     return "paired"
 
 
+TCP_ROWS = np.array([[1 << 40, 512, 0, 512, 64]], np.int64)
+TCP_TRACKS = (Track(1 << 40, 512, 512, 64),)
+TCP_FRAMES = (
+    tcp_wire.encode_program(1, 0, TCP_ROWS),
+    tcp_wire.encode_program(1, 0, np.repeat(TCP_ROWS, 20, axis=0)),
+    tcp_wire.encode_read(1, [LeaseShare(3, 7, 4)], np.arange(4, dtype=np.int32), None),
+    tcp_wire.encode_read(
+        1,
+        [LeaseShare(slot, 7, 4) for slot in range(3)],
+        np.arange(12, dtype=np.int32),
+        np.repeat(np.arange(3, dtype=np.uint16), 4),
+    ),
+    tcp_wire.encode_epoch(3),
+)
+
+
+def take_tcp(data):
+    """Read what a reader says to the TCP data plane, as the exporter does before it sends a byte."""
+    head, body = data[: tcp_wire.HEADER.size], data[tcp_wire.HEADER.size :]
+    try:
+        request = tcp_wire.decode_request(head.ljust(tcp_wire.HEADER.size, b"\0"))
+        assert request.nbytes <= tcp_wire.BODY_BYTES_MAX
+        if len(body) < request.nbytes:
+            return "half"
+        body = body[: request.nbytes]
+        if request.kind == tcp_wire.PROGRAM:
+            program = ServedProgram(tcp_wire.decode_rows(body), TCP_TRACKS, request.few)
+            ends = [program.resolve(np.array([number], np.int32)) for number in (0, program.count - 1)]
+            for address, nbytes, block in ends:
+                assert (TCP_TRACKS[0].address + block * 512 <= address).all()
+                assert (address + nbytes <= TCP_TRACKS[0].address + (block + 1) * 512).all()
+        elif request.kind == tcp_wire.READ:
+            _, index, _ = tcp_wire.decode_read(request, body)
+            ServedProgram(TCP_ROWS, TCP_TRACKS, 0).resolve(index)
+    except (tcp_wire.BadFrame, OutOfBounds) as error:
+        return type(error).__name__
+    return "served"
+
+
 def _json(value):
     return json.dumps(value).encode()
 
@@ -250,6 +294,10 @@ TARGETS = {
     "metadata": (take_metadata, _draw_metadata),
     "ticket": (take_ticket, _draw_ticket),
     "request": (take_request, _draw_request),
+    "tcp": (
+        take_tcp,
+        lambda mutator: mutator.of_bytes(mutator.draw.choice(TCP_FRAMES), mutator.draw.choice(TCP_FRAMES)),
+    ),
     "blocks": (take_blocks, lambda mutator: _json(mutator.of_value([[0, 1], [2, 3]], TEXTS))),
 }
 """Name -> what takes the bytes, and what draws them."""

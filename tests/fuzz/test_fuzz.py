@@ -11,10 +11,15 @@ from .listener import attack
 from .mutations import Mutator
 from .processes import fuzzed_worker
 from .targets import TARGETS, Finding, drawn, run
+from .tcp import attack as attack_tcp
+from .tcp import lie as lie_over_tcp
+from .tcp_frames import Served, talk
 
 MESSAGES = 20_000
 LIES = 25
 ALONE = 300
+TCP_FRAMES = {"off": 3000, "tls": 500}
+TCP_ANSWERS = 300
 
 
 @pytest.mark.nixl
@@ -32,6 +37,28 @@ async def test_a_worker_lives_through_mutated_messages_and_through_lies_of_every
     assert {kind: words.total() for kind, words in lied.said.items()} == dict.fromkeys(lied.said, LIES)
     assert lied.said["manifests"]["protocol_violation"]
     assert lied.said["blobs"]["done"]  # some lies are well-formed, and reach NIXL
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("encryption", TCP_FRAMES)
+async def test_an_exporter_over_tcp_lives_through_readers_that_lie_and_serves_honest_ones(encryption):
+    frames = TCP_FRAMES[encryption]
+    found = await attack_tcp(frames, "test", encryption=encryption)
+    assert found.frames >= frames
+    assert found.requests >= found.answered > 0
+    assert found.invalid
+    assert found.turned_away
+    assert found.honest
+    assert found.end["threads"] >= found.warm["threads"]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("encryption", TCP_FRAMES)
+def test_a_reader_over_tcp_lives_through_exporters_that_lie(encryption):
+    found = lie_over_tcp(TCP_ANSWERS, "test", encryption=encryption)
+    assert found.answers >= TCP_ANSWERS
+    assert {*found.said} == {"done", "bounds", "peer_lost"}
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -54,6 +81,8 @@ def test_what_was_found_once_is_refused(name, data):
 
 def test_a_seed_draws_the_same_again():
     assert conversation("a/1") == conversation("a/1") != conversation("a/2")
+    served = Served("tcp://127.0.0.1:1", "off", (4096, 8192), 64, 64, 32, (7, 8))
+    assert talk("a", 1, served) == talk("a", 1, served)
     for name in TARGETS:
         assert drawn(name, "a", 1) == drawn(name, "a", 1)
 

@@ -25,6 +25,7 @@ def arguments():
     parser.add_argument("--pulls", type=int, default=100_000)
     parser.add_argument("--round", type=int, default=1000, help="pulls between two looks at everybody at rest")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--transport", choices=("auto", "tcp"), default="auto", help="of all workers")
     parser.add_argument("--any-memory", action="store_true", help="memory may grow: the run is too short to judge")
     return parser.parse_args()
 
@@ -44,7 +45,8 @@ async def main(options):
             memory = ", ".join(f"{name} {soak.samples[name][-1].rss / MIB:.1f} MiB" for name in JUDGED)
             say(f"{soak.pulls:,} pulls, {time.monotonic() - began_s:.0f} s, {memory}")
 
-    soak = await run(options.pulls, of_round=options.round, seed=options.seed, progress=progress)
+    how = {"of_round": options.round, "seed": options.seed, "transport": options.transport}
+    soak = await run(options.pulls, **how, progress=progress)
     say(tell(soak, options.round))
     bounds = missed(soak) + ([] if options.any_memory else grown(soak, options.round))
     for bound in bounds:

@@ -51,15 +51,15 @@ class Life:
         await self._recycler.__aexit__(None, None, None)
 
 
-async def begin(name, path, endpoints, first, seed):
+async def begin(name, path, endpoints, *, transport, first, seed):
     """Open an engine; return its life and its addresses."""
     path = msgspec.convert(path, Path)
     async with AsyncExitStack() as stack:
         workers, words = [], []
         for rank in range(path.ranks):
             cache = msgspec.structs.replace(path.source, tp_rank=rank, tp_size=path.ranks).build()
-            bind = {"bind": endpoints[rank]} if endpoints else {}
-            config = configured(name, rank=rank, num_ranks=path.ranks, lease_s=path.lease_s, **bind)
+            more = {"transport": transport, **({"bind": endpoints[rank]} if endpoints else {})}
+            config = configured(name, rank=rank, num_ranks=path.ranks, lease_s=path.lease_s, **more)
             workers.append(await stack.enter_async_context(kvflow.open_worker(config, cache)))
             words.append(Words(cache))
         recycler = Recycler(name, path, workers, words, random.Random(f"{name} {first} {seed}"), first=first)

@@ -95,6 +95,7 @@ class Engine:
         weight: how often it is asked, compared with others.
         certain: whether what nobody disturbs must be delivered: its leases do not run out on purpose.
         at_once: how many offers are asked for at a time, and pulled soon.
+        transport: of its workers.
         endpoints: of its first life, and of all others.
         lives: grows by one when it goes, and by one when it is back.
     """
@@ -105,6 +106,7 @@ class Engine:
     weight: int
     certain: bool = False
     at_once: int = 1
+    transport: str = "auto"
     endpoints: tuple = ()
     lives: int = 0
     stock: deque = field(default_factory=deque)
@@ -115,7 +117,8 @@ class Engine:
 
     async def open(self, seed):
         path, first = msgspec.to_builtins(self.path), 1 + (next(_lives) % LIVES) * NUMBERS
-        self.endpoints = await self._ask("open", path=path, endpoints=self.endpoints, first=first, seed=seed)
+        how = {"path": path, "endpoints": self.endpoints, "transport": self.transport}
+        self.endpoints = await self._ask("open", **how, first=first, seed=seed)
         self.lives += 1
 
     async def close(self):

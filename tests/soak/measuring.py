@@ -52,10 +52,10 @@ def kinds_of_files(folder):
             yield str(path.readlink()).partition(":[")[0].partition(" (deleted)")[0].rstrip("0123456789")
 
 
-def more(now, before):
-    """Say what there is more of than there was, of what must not grow at all."""
+def more(now, before, spare=0):
+    """Say what there is more of than there was, of what must not grow at all, but for so many files to spare."""
     texts = []
-    if now.descriptors.total() > before.descriptors.total():
+    if now.descriptors.total() > before.descriptors.total() + spare:
         kinds = ", ".join(f"{number} {kind}" for kind, number in (now.descriptors - before.descriptors).items())
         texts.append(f"files are {now.descriptors.total()}, and were {before.descriptors.total()}; more are {kinds}")
     if now.threads > before.threads:

@@ -76,8 +76,8 @@ class Station:
         ready: set while it is open.
     """
 
-    def __init__(self, engine_id):
-        self._config = configured(engine_id)
+    def __init__(self, engine_id, transport):
+        self._config = configured(engine_id, transport=transport)
         self._cache = TARGET.build()
         self._life = AsyncExitStack()
         self._watched = {}

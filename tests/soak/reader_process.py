@@ -1,7 +1,8 @@
 """A reader in a process of its own, which is killed now and then.
 
-``{"op": "open", "seed": 1}`` opens it, ``{"op": "pull", "offers": [[number, params, num_blocks], ...]}`` pulls all at
-once and is answered with how each ended, and how many words were wrong or late. The end of the input ends it.
+``{"op": "open", "seed": 1, "transport": "tcp"}`` opens it. ``{"op": "pull", "offers": [[number, params, num_blocks],
+...]}`` pulls all at once and is answered with how each ended, and how many words were wrong or late. The end of the
+input ends it.
 """
 
 import asyncio
@@ -26,11 +27,12 @@ async def main():
     logging.getLogger("kvflow").setLevel(logging.CRITICAL)
     asyncio.get_running_loop().set_default_executor(thread_pool(THREADS))
     tally, share = Tally(), NUM_BLOCKS // AT_ONCE_MAX
-    station, lanes = Station("decode-1"), []
+    station, lanes = None, []
     while line := await asyncio.to_thread(sys.stdin.readline):
         command = json.loads(line)
         match command["op"]:
             case "open":
+                station = Station("decode-1", command["transport"])
                 lanes = [
                     Lane(station, range(n * share, (n + 1) * share), random.Random(f"{n} {command['seed']}"), tally)
                     for n in range(AT_ONCE_MAX)
@@ -47,7 +49,8 @@ async def main():
                 break
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
-    await station.close()
+    if station is not None:
+        await station.close()
 
 
 if __name__ == "__main__":

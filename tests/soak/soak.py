@@ -36,6 +36,9 @@ STEADY_S = 20.0
 PAUSE_S = 0.02
 ATTEMPTS = 3
 """A machine that stalls for ``LEASE_S`` may let one lease run out that its reader has given back."""
+SPARE = 12
+"""TCP connections that readers open beside their first to a peer when they ask for more at the same time: two readers,
+six ranks."""
 MANY_PIECES = msgspec.structs.replace(TARGET, layout="LBNHC")
 
 
@@ -44,6 +47,7 @@ class Soak:
 
     Args:
         seed: of all that is random.
+        transport: of all workers.
 
     Attributes:
         tally: of the pulls of all readers.
@@ -58,7 +62,7 @@ class Soak:
         samples: of each process, one of each round.
     """
 
-    def __init__(self, seed):
+    def __init__(self, seed, transport):
         near, far = Host("tests.soak.engine_process"), Host("tests.soak.engine_process")
         self.tally = Tally()
         self.pulls = 0
@@ -71,6 +75,8 @@ class Soak:
         self.restarts = Counter()
         self.samples = defaultdict(list)
         self._seed = seed
+        self._transport = transport
+        self._spare = SPARE if transport == "tcp" else 0
         self._rng = random.Random(f"soak {seed}")
         self._far, self._other = far, Host("tests.soak.reader_process")
         self._hosts = {"producer": near, "producer that is killed": far, "reader that is killed": self._other}
@@ -80,7 +86,9 @@ class Soak:
             Engine("brief", Path(ranks=2, lease_s=0.01, revoked=0.3), near, 1),
             Engine("late", Path(ranks=2, minted=True, lease_s=0.06, revoked=0.1), near, 1),
         ]
-        self._station = Station("decode-0")
+        for engine in self._engines:
+            engine.transport = transport
+        self._station = Station("decode-0", transport)
         share = NUM_BLOCKS // LANES
         self._lanes = [
             Lane(self._station, range(n * share, (n + 1) * share), random.Random(f"lane {n} {seed}"), self.tally)
@@ -171,7 +179,7 @@ class Soak:
         await self._open_other()
 
     async def _open_other(self):
-        await self._other.ask("open", seed=self._seed)
+        await self._other.ask("open", seed=self._seed, transport=self._transport)
         self._other_ready.set()
 
     async def _pull_on(self, lane, began):
@@ -262,21 +270,21 @@ class Soak:
         """Measure when files and threads are no more than at the first rest, or do not become so few."""
         before, deadline = self.samples[name], time.monotonic() + STEADY_S
         now = sample(pid)
-        while before and more(now, before[0]):
+        while before and (text := more(now, before[0], self._spare)):
             if time.monotonic() > deadline:
-                self.unsteady.append(f"{name}, round {len(before)}: {more(now, before[0])}")
+                self.unsteady.append(f"{name}, round {len(before)}: {text}")
                 break
             await asyncio.sleep(PAUSE_S)
             now = sample(pid)
         return now
 
 
-async def run(pulls, *, of_round, seed=0, progress=lambda _: None):
+async def run(pulls, *, of_round, seed=0, transport="auto", progress=lambda _: None):
     """Pull at least so often; return what became of it.
 
     Thread: its loop has all threads of its default executor, so that their number says something.
     """
-    soak = Soak(seed)
+    soak = Soak(seed, transport)
     async with soak.everybody():
         began_s = time.monotonic()
         for disturbance in islice(cycle(DISTURBANCES), -(-pulls // of_round)):

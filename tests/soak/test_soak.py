@@ -19,9 +19,10 @@ OF_ROUND = 75
 THREADS = 8
 
 
-async def test_pulls_that_are_disturbed_in_every_way_leave_nothing_behind():
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+async def test_pulls_that_are_disturbed_in_every_way_leave_nothing_behind(transport):
     asyncio.get_running_loop().set_default_executor(thread_pool(THREADS))
-    soak = await run(OF_ROUND * len(DISTURBANCES), of_round=OF_ROUND)
+    soak = await run(OF_ROUND * len(DISTURBANCES), of_round=OF_ROUND, transport=transport)
     assert missed(soak) == []
     assert set(soak.restarts) == set(DISTURBANCES)
     assert soak.undisturbed > 0
