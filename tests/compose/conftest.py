@@ -1,11 +1,10 @@
 """These tests need Docker, Compose and minutes: ``make test-compose`` runs them, ``make test`` leaves them out."""
 
 import os
-import secrets
 
 import pytest
 
-from .containers import Project, left_of, wait_until_healthy
+from .containers import Project, running
 
 if "KVFLOW_TEST_COMPOSE" not in os.environ:
     collect_ignore_glob = ["test_*.py"]
@@ -24,11 +23,5 @@ def image():
 @pytest.fixture(scope="module", params=["tcp", "shm"])
 def project(request, image):
     """Both engines of a profile, healthy; afterwards nothing is left of them."""
-    project = Project(f"kvflow-test-{secrets.token_hex(4)}", request.param)
-    try:
-        project.compose("up", "--detach", project.prefill, project.decode)
-        wait_until_healthy(project.container(project.prefill), project.container(project.decode))
+    with running(request.param) as project:
         yield project
-    finally:
-        project.compose("down", "--volumes", "--remove-orphans")
-    assert left_of(project.name) == []

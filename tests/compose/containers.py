@@ -1,7 +1,10 @@
 """Containers of the Compose file, and the programs that handle them."""
 
+import os
+import secrets
 import subprocess
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -39,15 +42,17 @@ def left_of(project):
 class Project:
     """One profile of the Compose file, under a name of its own."""
 
-    def __init__(self, name, profile):
+    def __init__(self, name, profile, environment=()):
         self.name = name
+        self._environment = {**os.environ, **dict(environment)}
         self.profile = profile
         self.prefill, self.decode, self.driver = (f"{role}-{profile}" for role in ("prefill", "decode", "driver"))
 
     def compose(self, *arguments, **options):
         file = str(ROOT / "docker" / "compose.yaml")
         options_first = ["--file", file, "--project-name", self.name, "--profile", self.profile]
-        return run(*compose_command(), *options_first, *arguments, **options).stdout.strip()
+        command = [*compose_command(), *options_first, *arguments]
+        return run(*command, env=self._environment, **options).stdout.strip()
 
     def container(self, service):
         """Return the id of a service's container."""
@@ -58,6 +63,19 @@ class Project:
         name = f"{self.name}-{name}"
         self.compose("run", "--detach", "--name", name, service, *command)
         return name
+
+
+@contextmanager
+def running(profile, environment=()):
+    """Start both engines of a profile, and wait until they are healthy; afterwards nothing is left of them."""
+    project = Project(f"kvflow-test-{secrets.token_hex(4)}", profile, environment)
+    try:
+        project.compose("up", "--detach", project.prefill, project.decode)
+        wait_until_healthy(project.container(project.prefill), project.container(project.decode))
+        yield project
+    finally:
+        project.compose("down", "--volumes", "--remove-orphans")
+    assert left_of(project.name) == []
 
 
 def wait_until_healthy(*containers):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from .containers import docker, run, wait_until_healthy
+from .containers import docker, run, running, wait_until_healthy
 
 pytestmark = pytest.mark.timeout(600)  # containers start within seconds, engines within tens of them
 
@@ -23,6 +23,9 @@ ENDED_S = 5.0
 """From the kill on, within this everything that was in flight has ended."""
 
 TICKETS = 6
+
+PLANES = {"tcp": "tcp", "shm": "nixl"}
+"""Profile -> the data plane that its engines choose."""
 
 REACHABLE = """
 import asyncio
@@ -93,7 +96,21 @@ def test_a_killed_prefill_ends_what_it_owed_and_serves_again(project, client):
     assert serve(client) == expected
 
 
-def test_a_pull_keeps_up_with_bare_nixl(project, capsys):
+def test_bytes_go_over_the_plane_of_the_profile(project, client):
+    serve(client)
+    assert planes_in(docker_logs(project.container(project.decode))) == {PLANES[project.profile]}
+
+
+def test_the_tcp_plane_encrypts_if_it_is_told_to(image):
+    encrypted = {"KVFLOW_DEMO_TCP_ENCRYPTION": "tls"}
+    with running("tcp", environment=encrypted) as project:
+        for container in engines(project):
+            assert "KVFLOW_DEMO_TCP_ENCRYPTION=tls" in docker("inspect", container)
+        serve(project.spare(project.driver, "client", "sleep", "infinity"))
+        assert planes_in(docker_logs(project.container(project.decode))) == {"tcp"}
+
+
+def test_a_pull_keeps_up_with_what_else_could_move_it(project, capsys):
     """What keeping up means in numbers is for people to judge: a machine that is shared decides it otherwise."""
     source = project.spare(project.prefill, "source", "python", "-m", "kvflow.bench.source", "--listen", "0.0.0.0:8300")
     measure = ["kvflow", "bench", "pull", "--rounds", "40", "--json", "--source", f"{source}:8300"]
@@ -105,12 +122,25 @@ def test_a_pull_keeps_up_with_bare_nixl(project, capsys):
     columns, *rows = tables[0]["columns"], *tables[0]["rows"]
     figures = [dict(zip(columns, row, strict=True)) for row in rows]
     with capsys.disabled():
-        print(f"\n{project.profile}: GB/s of a pull, of bare NIXL, and the median of their paired ratios")
+        print(f"\n{project.profile}: GB/s of a pull, and of plain TCP or bare NIXL; the median of their paired ratios")
+        other, ratio = ("streams GB/s", "of streams") if project.profile == "tcp" else ("bare NIXL GB/s", "of bare")
         for row in figures:
-            print(f"{row['size']:>8} {row['GB/s']:6.2f} {row['bare NIXL GB/s']:6.2f} {row['of bare']:6.2f}")
-    # The kernel copies between the processes of one PID namespace, and nowhere else.
-    assert all((row["readv GB/s"] is not None) == (project.profile == "shm") for row in figures)
+            print(f"{row['size']:>8} {row['GB/s']:6.2f} {row[other]:6.2f} {row[ratio]:6.2f}")
+    # The kernel copies between the processes of one PID namespace, and nowhere else; so NIXL reaches no other.
+    for name in ("readv GB/s", "bare NIXL GB/s"):
+        assert all((row[name] is not None) == (project.profile == "shm") for row in figures)
     assert all(row["GB/s"] > 0 for row in figures)
+
+
+def docker_logs(container):
+    """Return what a container has written to its standard error."""
+    return run("docker", "logs", container).stderr
+
+
+def planes_in(log):
+    """Return the data planes of the peers that were met, as records say."""
+    records = [json.loads(line) for line in log.splitlines() if line.startswith("{")]
+    return {record["plane"] for record in records if record["event"] == "peer.connected"}
 
 
 def engines(project):

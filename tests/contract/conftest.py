@@ -1,6 +1,6 @@
 """Two ends of a transport, in one process or in two, and an oracle that copies bytes one descriptor at a time.
 
-``KVFLOW_TEST_MEMORY=VRAM`` runs the NIXL half of the suite on a GPU.
+``KVFLOW_TEST_MEMORY=VRAM`` runs the NIXL part of the suite on a GPU.
 """
 
 import contextlib
@@ -10,13 +10,13 @@ import subprocess
 import sys
 import threading
 import uuid
-from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 
 from kvflow.layout.region import Region
+from kvflow.transfer.requests import LeaseShare
 from kvflow.transport.base import (
     Fence,
     FenceFailed,
@@ -25,19 +25,18 @@ from kvflow.transport.base import (
     PeerAddress,
     PeerFailed,
     Program,
+    Published,
     Read,
     ReadCompleted,
     ReadFailed,
     RenewalEnded,
 )
-from kvflow.transport.loopback import LoopbackTransport
-from kvflow.transport.nixl import NixlTransport
+from tests.contract.kinds import KINDS, credentials, serving
 from tests.stopping import stop_process
 
 MEMORY = os.environ.get("KVFLOW_TEST_MEMORY", "DRAM")
 PATIENCE_S = 60.0
 SLOTS = 64
-KINDS = {"loopback": LoopbackTransport, "nixl": NixlTransport}
 
 
 def key_of(event):
@@ -127,24 +126,26 @@ class Buffer:
 class End:
     """One transport with a cache and an epoch table."""
 
-    def __init__(self, kind, content, memory, staging_bytes=0):
+    def __init__(self, kind, content, memory, staging_bytes=0, **options):
+        self.kind = kind
         self.name = f"{kind}-{uuid.uuid4().hex}"
         self.cache = Buffer(content, memory)
+        self.region = self.cache.region
         self.epochs = np.zeros(SLOTS, dtype=np.uint64)
         self.epochs_region = Region(self.epochs.ctypes.data, self.epochs.nbytes)
         self.sink = Recorder()
-        self.transport = KINDS[kind](self.name, self.sink, staging_bytes)
+        self.transport = KINDS[kind](self.name, self.sink, staging_bytes, **options)
 
     def start(self):
-        self.transport.start([self.cache.region], self.epochs_region)
+        self.transport.start([self.cache.region], self.epochs_region, serving(self.cache.region, self.epochs))
         return self
 
-    def address(self, peer):
-        return PeerAddress(peer, self.transport.metadata(), self.epochs_region)
+    def address(self, peer, **changed):
+        return address_of(peer, self.transport.published(), self.epochs_region, **changed)
 
     def nobody(self):
         """An address that no transport accepts."""
-        return PeerAddress("nobody", b"", self.epochs_region)
+        return PeerAddress("nobody", {self.kind: b""}, self.epochs_region)
 
     def set_epoch(self, slot, value):
         self.epochs[slot] = value
@@ -153,28 +154,33 @@ class End:
         self.transport.close()
 
 
-class Elsewhere:
-    """A NIXL exporter in another process."""
+def address_of(peer, published, epochs, /, **changed):
+    """The address of an exporter as its worker tells it, but for what is changed."""
+    told = {"planes": published.planes, "data_endpoint": published.data_endpoint, "credentials": credentials()}
+    return PeerAddress(**{"peer": peer, "epochs": epochs} | told | changed)
 
-    def __init__(self, content_seed, nbytes, memory, env):
-        path = Path(__file__).with_name("exporter_process.py")
-        arguments = {"name": uuid.uuid4().hex, "nbytes": nbytes, "slots": SLOTS, "seed": content_seed}
+
+class Elsewhere:
+    """An exporter in another process."""
+
+    def __init__(self, kind, content_seed, nbytes, memory, env):
+        arguments = {"kind": kind, "name": uuid.uuid4().hex, "nbytes": nbytes, "slots": SLOTS, "seed": content_seed}
         options = [f"--{key}={value}" for key, value in (arguments | {"memory": memory}).items()]
         self.process = subprocess.Popen(
-            [sys.executable, str(path), *options],
+            [sys.executable, "-m", "tests.contract.exporter_process", *options],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **env},
         )
         about = msgspec.msgpack.decode(bytes.fromhex(self.process.stdout.readline()))
-        self.metadata = about["metadata"]
+        self.published = msgspec.convert(about["published"], Published)
         self.epochs_region = msgspec.convert(about["epochs"], Region)
         self.region = msgspec.convert(about["cache"], Region)
         self.content = np.random.default_rng(content_seed).integers(0, 256, nbytes, dtype=np.uint8)
 
     def address(self, peer):
-        return PeerAddress(peer, self.metadata, self.epochs_region)
+        return address_of(peer, self.published, self.epochs_region)
 
     def set_epoch(self, slot, value):
         self.process.stdin.write(f"epoch {slot} {value}\n")
@@ -206,24 +212,26 @@ class World:
     def __init__(self, kind):
         self.kind = kind
         self.memory = MEMORY if kind == "nixl" else "DRAM"
-        # Reads are posted in order. NIXL may leave one in flight, and then a later one can end before it.
+        # Reads are posted in order. Others may leave one in flight, and then a later one can end before it.
         self.in_order = kind == "loopback"
+        # Whether the exporter compares leases before it sends bytes, or peers read its memory by themselves.
+        self.serves = kind == "tcp"
         self.patience_s = PATIENCE_S
         self.Recorder = Recorder
         self._ends = []
         self._shared = []
 
-    def end(self, nbytes, *, seed=None, start=True, staging_bytes=0):
+    def end(self, nbytes, *, seed=None, start=True, **options):
         """An end whose cache is zero, or random for a seed."""
         content = np.zeros(nbytes, dtype=np.uint8)
         if seed is not None:
             content = np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
-        end = End(self.kind, content, self.memory, staging_bytes)
+        end = End(self.kind, content, self.memory, **options)
         self._ends.insert(0, end)
         return end.start() if start else end
 
     def elsewhere(self, nbytes, *, seed, env=None):
-        end = Elsewhere(seed, nbytes, self.memory, env or {})
+        end = Elsewhere(self.kind, seed, nbytes, self.memory, env or {})
         self._ends.append(end)
         return end
 
@@ -245,15 +253,21 @@ class World:
         sides = [self.rows(region, (0, block, block, count)) for region in (source, target)]
         return self.program(program_id, peer, *sides)
 
-    def read(self, read_id, program, source_index, target_index, *, cuts=None, fences=(), **rest):
+    def read(self, read_id, program, source_index, target_index, *, cuts=None, fences=(), leases=(), **rest):
+        """A read. Without leases it names those of its fences, or what slot 0 holds in the beginning."""
         source_index, target_index = (np.asarray(i, dtype=np.int32) for i in (source_index, target_index))
         nbytes = int(lengths(program.source_rows)[source_index].sum())
         cuts = np.array(cuts or [0, len(source_index)], dtype=np.int64)
-        index = {"source_index": source_index, "target_index": target_index}
-        return Read(read_id, program.peer, program.program_id, **index, cuts=cuts, nbytes=nbytes, fences=fences, **rest)
+        leases = leases or leases_of(len(source_index), fences)
+        rest |= {"source_index": source_index, "target_index": target_index, "cuts": cuts, "leases": leases}
+        return Read(read_id, program.peer, program.program_id, nbytes=nbytes, fences=fences, **rest)
 
     def fence(self, fence_id, slot, epoch, *after):
         return Fence(fence_id, slot, epoch, after)
+
+    def leases(self, count, *fences):
+        """The leases of a read of so many pairs that is judged by these fences, some of them with a later read."""
+        return leases_of(count, fences)
 
     def oracle(self, exporter, reader, program, read):
         """What the reader's cache must look like: each descriptor copied by itself into what was there before."""
@@ -287,10 +301,23 @@ class World:
             thread.join(PATIENCE_S)
             assert not thread.is_alive()
 
+    def flush_commands(self, reader):
+        """Return once the owner has served everything that was commanded before."""
+        reader.transport.add_peer(reader.nobody())
+        reader.sink.wait(("peer", "nobody"))
+        reader.sink.forget(("peer", "nobody"))
+
     def close_all(self):
         """Close every end. The world can go on with new ones."""
         while self._ends:
             self._ends.pop(0).go()
+
+
+def leases_of(count, fences=()):
+    """The leases of so many pairs: those of the fences, of which the first vouches for all pairs that have no other."""
+    named = list(dict.fromkeys((fence.slot, fence.epoch) for fence in fences if 0 <= fence.slot < SLOTS))[:count]
+    (slot, epoch), *others = named or [(0, 0)]
+    return (LeaseShare(slot, epoch, count - len(others)), *(LeaseShare(*other, 1) for other in others))
 
 
 def starts(rows):
@@ -301,15 +328,21 @@ def lengths(rows):
     return np.concatenate([np.full(count, nbytes) for _, nbytes, _, _, count in rows])
 
 
-@pytest.fixture(params=["loopback", pytest.param("nixl", marks=pytest.mark.nixl)])
+NIXL = pytest.param("nixl", marks=pytest.mark.nixl)
+
+
+def world_of(kind):
+    world = World(kind)
+    yield world
+    world.close_all()
+
+
+@pytest.fixture(params=["loopback", NIXL, "tcp"])
 def world(request):
-    world = World(request.param)
-    yield world
-    world.close_all()
+    yield from world_of(request.param)
 
 
-@pytest.fixture
-def nixl_world():
-    world = World("nixl")
-    yield world
-    world.close_all()
+@pytest.fixture(params=[NIXL, "tcp"])
+def far_world(request):
+    """With exporters in other processes."""
+    yield from world_of(request.param)

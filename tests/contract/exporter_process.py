@@ -1,5 +1,5 @@
 # ruff: noqa: T201 - standard output is its answer
-"""A NIXL exporter in a process of its own, driven by lines on standard input.
+"""An exporter in a process of its own, driven by lines on standard input.
 
 It fills its cache from a seed, writes one msgpack line (hexadecimal) about itself, then obeys ``epoch SLOT VALUE``
 (answered by ``ok``) and ``close``; the end of the input is ``close`` too.
@@ -12,11 +12,12 @@ import msgspec
 import numpy as np
 
 from kvflow.layout.region import Region
-from kvflow.transport.nixl import NixlTransport
+from tests.contract.kinds import KINDS, serving
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--kind", choices=KINDS, required=True)
     parser.add_argument("--name", required=True)
     parser.add_argument("--nbytes", type=int, required=True)
     parser.add_argument("--slots", type=int, required=True)
@@ -34,9 +35,9 @@ def main() -> None:
         region = Region(keep.data_ptr(), content.nbytes, "VRAM", keep.device.index)
     epochs = np.zeros(args.slots, dtype=np.uint64)
     epochs_region = Region(epochs.ctypes.data, epochs.nbytes)
-    transport = NixlTransport(args.name, lambda _: None)
-    transport.start([region], epochs_region)
-    about = {"metadata": transport.metadata(), "epochs": epochs_region, "cache": region}
+    transport = KINDS[args.kind](args.name, lambda _: None)
+    transport.start([region], epochs_region, serving(region, epochs))
+    about = {"published": transport.published(), "epochs": epochs_region, "cache": region}
     print(msgspec.msgpack.encode(about).hex(), flush=True)
     for line in sys.stdin:
         match line.split():

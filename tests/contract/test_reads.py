@@ -1,4 +1,4 @@
-"""Both transports: bytes go where they should, chunk by chunk, and every read and fence ends once."""
+"""Every transport: bytes go where they should, chunk by chunk, and every read and fence ends once."""
 
 import numpy as np
 import pytest
@@ -74,6 +74,11 @@ def test_a_fence_reports_what_its_slot_holds(world, pair, observed):
     reader.transport.post(world.read(1, program, [0], [0], fences=(world.fence(5, 9, 42, 1),)))
     assert reader.sink.wait(("fence", 5))[0].observed == observed
     assert reader.sink.order()[-2:] == [("read", 1), ("fence", 5)]
+    (read,) = reader.sink.wait(("read", 1))
+    refused = world.serves and observed != 42
+    assert (type(read), read.unheld) == (ReadCompleted, {(9, 42)} if refused else set())
+    wanted = np.zeros(BLOCK, np.uint8) if refused else exporter.cache.bytes()[:BLOCK]
+    assert np.array_equal(reader.cache.bytes()[:BLOCK], wanted)
 
 
 @pytest.mark.parametrize("observed", [41, 42, 43], ids=["below", "equal", "above"])
@@ -104,12 +109,15 @@ def test_a_fence_sees_what_ended_between_two_of_its_reads(world, pair):
     exporter.epochs[0] = 1
     program = world.dense(1, "p", exporter.cache.region, reader.cache.region, block=BLOCK, count=64)
     reader.transport.prepare(program)
-    reader.transport.post(world.read(1, program, [0], [0]))
-    reader.sink.wait(("read", 1))
+    fence = world.fence(5, 0, 1, 1, 2)
+    reader.transport.post(world.read(1, program, [0], [0], leases=world.leases(1, fence)))
+    assert not reader.sink.wait(("read", 1))[0].unheld
     # The lease ends when half of the data has arrived: the fence must see it.
     exporter.set_epoch(0, 2)
-    reader.transport.post(world.read(2, program, [1], [1], fences=(world.fence(5, 0, 1, 1, 2),)))
+    reader.transport.post(world.read(2, program, [1], [1], fences=(fence,)))
     assert reader.sink.wait(("fence", 5))[0].observed == 2
+    assert np.array_equal(reader.cache.bytes()[:BLOCK], exporter.cache.bytes()[:BLOCK])
+    assert reader.cache.bytes()[BLOCK : 2 * BLOCK].any() != world.serves
 
 
 def test_fences_wait_for_all_their_reads_however_these_are_ordered(world, pair):

@@ -1,4 +1,4 @@
-"""Both transports: whatever a caller or a peer gets wrong is an event, and everybody else goes on."""
+"""Every transport: whatever a caller or a peer gets wrong is an event, and everybody else goes on."""
 
 import logging
 
@@ -10,7 +10,10 @@ from msgspec.structs import replace
 
 from kvflow.errors import TransportUnavailable
 from kvflow.layout.region import Region
-from kvflow.transport.base import PeerAdded, PeerAddress, PeerFailed, ReadCompleted, ReadFailed
+from kvflow.layout.tracks import Track
+from kvflow.transfer.requests import LeaseShare
+from kvflow.transport.base import PeerAdded, PeerFailed, ReadCompleted, ReadFailed
+from tests.contract.kinds import serving
 
 BLOCK = 4096
 FAR = 1 << 62
@@ -175,13 +178,13 @@ def test_adding_a_peer_twice_is_harmless(world, pair):
 @given(data=st.data())
 def test_metadata_that_was_damaged_is_refused_and_the_good_one_still_works(world, data):
     reader, exporter = world.shared(64 * BLOCK)
-    good = exporter.transport.metadata()
+    good = exporter.transport.published().planes[world.kind]
     at = data.draw(st.integers(0, len(good) - 1))
     flip = good[:at] + bytes([good[at] ^ 1 << data.draw(st.integers(0, 7))]) + good[at + 1 :]
     cases = [flip, good[:at], good + b"\0", good[at + 1 :], data.draw(st.binary(max_size=600))]
     bad = data.draw(st.sampled_from(cases))
     number = data.draw(st.integers(0, 2**62))
-    reader.transport.add_peer(PeerAddress(f"bad-{number}", bad, exporter.epochs_region))
+    reader.transport.add_peer(exporter.address(f"bad-{number}", planes={world.kind: bad}))
     (event,) = reader.sink.wait(("peer", f"bad-{number}"))
     assert isinstance(event, PeerFailed)
     assert event.code == "metadata_invalid"
@@ -191,33 +194,37 @@ def test_metadata_that_was_damaged_is_refused_and_the_good_one_still_works(world
 
 def test_metadata_over_a_mebibyte_is_refused(world, pair):
     reader, exporter = pair
-    reader.transport.add_peer(PeerAddress("q", bytes((1 << 20) + 1), exporter.epochs_region))
+    reader.transport.add_peer(exporter.address("q", planes={world.kind: bytes((1 << 20) + 1)}))
     assert reader.sink.wait(("peer", "q"))[0].code == "metadata_invalid"
 
 
 def test_the_metadata_of_another_transport_is_refused(world, pair):
-    reader, _ = pair
-    other = type(world)({"nixl": "loopback", "loopback": "nixl"}[world.kind])
+    reader, exporter = pair
+    other = type(world)({"nixl": "loopback", "loopback": "tcp", "tcp": "nixl"}[world.kind])
     try:
         end = other.end(BLOCK)
         reader.transport.add_peer(end.address("q"))
-        assert reader.sink.wait(("peer", "q"))[0].code == "metadata_invalid"
+        assert reader.sink.wait(("peer", "q"))[0].code == "plane_unfit"
+        lie = {world.kind: end.transport.published().planes[other.kind]}
+        reader.transport.add_peer(exporter.address("r", planes=lie))
+        assert reader.sink.wait(("peer", "r"))[0].code == "metadata_invalid"
     finally:
         other.close_all()
 
 
 def test_an_epoch_table_that_cannot_be_one_is_refused(world, pair):
     reader, exporter = pair
-    at, metadata = exporter.epochs_region.address, exporter.transport.metadata()
+    at = exporter.epochs_region.address
     tables = [
         Region(at + 1, 8),
         Region(at, 12),
         Region((1 << 63) - 8, 64),
         Region(at, 8, "VRAM"),
-        Region(at & ~0xFFF, 1 << 40),
     ]
+    if not world.serves:  # an exporter that serves looks into its own table, wherever that is
+        tables.append(Region(at & ~0xFFF, 1 << 40))
     for number, table in enumerate(tables):
-        reader.transport.add_peer(PeerAddress(f"q{number}", metadata, table))
+        reader.transport.add_peer(exporter.address(f"q{number}", epochs=table))
         assert reader.sink.wait(("peer", f"q{number}"))[0].code == "metadata_invalid", table
     still_works(world, reader, exporter)
 
@@ -277,6 +284,31 @@ def test_close_ends_pending_reads_once_and_further_calls_do_nothing(world, pair)
     assert len(set(reader.sink.order())) == ended
 
 
+@pytest.mark.parametrize("world", ["tcp"], indirect=True)
+def test_blocks_that_are_not_leased_are_refused_where_the_exporter_serves(world):
+    reader, exporter = world.end(64 * BLOCK), world.end(64 * BLOCK, seed=1, start=False)
+    tracks = (Track(exporter.region.address, BLOCK, BLOCK, 64),)
+    leased = {(1, 7): (range(10),), (2, 9): (range(20, 30),)}
+    exporter.epochs[1], exporter.epochs[2] = 7, 9
+    everything = serving(exporter.region, exporter.epochs)
+    given = replace(everything, tracks=(tracks,), blocks_of=lambda slot, epoch: leased.get((slot, epoch)))
+    exporter.transport.start([exporter.region], exporter.epochs_region, given)
+    world.connect(reader, exporter, "p")
+    program = world.dense(1, "p", exporter.region, reader.region, block=BLOCK, count=64)
+    reader.transport.prepare(program)
+    one, other = LeaseShare(1, 7, 1), LeaseShare(2, 9, 1)
+    cases = [([10], (one,)), ([9, 19], (one, other)), ([29, 0], (one, other)), ([63], (other,))]
+    for read_id, (blocks, leases) in enumerate(cases):
+        reader.transport.post(world.read(read_id, program, blocks, blocks, leases=leases))
+        assert reader.sink.wait(("read", read_id))[0].code == "bounds", blocks
+    assert not reader.cache.bytes().any()
+    reader.transport.post(world.read(9, program, [9, 20], [9, 20], leases=(one, other)))
+    assert isinstance(reader.sink.wait(("read", 9))[0], ReadCompleted)
+    content, got = (end.cache.bytes().reshape(64, BLOCK) for end in (exporter, reader))
+    assert np.array_equal(got[[9, 20]], content[[9, 20]])
+    assert not np.delete(got, [9, 20], axis=0).any()
+
+
 def test_close_before_start_is_fine(world):
     end = world.end(BLOCK, start=False)
     end.transport.close()
@@ -284,7 +316,9 @@ def test_close_before_start_is_fine(world):
 
 
 def test_a_failed_start_says_what_to_do_and_can_be_closed(world):
-    end = world.end(BLOCK, start=False)
+    # Over TCP memory of devices is only not served; what fails is to listen.
+    options = {"bind": "tcp://192.0.2.1:1"} if world.kind == "tcp" else {}
+    end = world.end(BLOCK, start=False, **options)
     with pytest.raises(TransportUnavailable) as caught:
         end.transport.start([Region(1 << 40, BLOCK, "VRAM", 1000)], end.epochs_region)
     assert caught.value.remedy

@@ -1,4 +1,4 @@
-"""Both transports: staged programs. Chunks go through buffers, and no buffer is lost, whatever happens to them."""
+"""Every transport: staged programs. Chunks go through buffers, and no buffer is lost, whatever happens to them."""
 
 import math
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvflow.transfer.boxes import AXES_MAX, Scatter
-from kvflow.transport.base import FenceJudged, PeerFailed, Program, ReadCompleted, ReadFailed, StagingUse
+from kvflow.transport.base import FenceJudged, PeerFailed, Program, Read, ReadCompleted, ReadFailed, StagingUse
 from kvflow.transport.staging import StagingMemory
 
 PIECE = 64
@@ -42,11 +42,10 @@ def staged_read(world, read_id, program, source, target, **rest):
     """A read of units, a full buffer to a chunk."""
     count = len(source)
     cuts = [*range(0, count, SLOTS), count]
-    read = world.read(read_id, program, [0], [0], **rest)
     index = (np.array(units, np.int32) for units in (source, target))
     nbytes = count * LAYERS * PAGE // 2
-    fields = {name: getattr(read, name) for name in ("priority", "fences")}
-    return type(read)(read_id, program.peer, program.program_id, *index, np.array(cuts), nbytes, **fields)
+    fields = {"leases": world.leases(count, *rest.get("fences", ())), **rest}
+    return Read(read_id, program.peer, program.program_id, *index, np.array(cuts), nbytes, **fields)
 
 
 def expected(content, before, source, target):
@@ -223,9 +222,14 @@ def test_a_transport_without_staging_refuses_staged_programs(world):
 
 
 def test_a_peer_that_ends_fails_staged_reads_and_frees_their_buffers(world):
-    reader, exporter, program = pair(world)
+    reader = world.end(TARGET, seed=9, staging_bytes=STAGING)
+    # Over shared memory the memory of a process is readable as long as that process lives.
+    exporter = world.elsewhere(SOURCE, seed=1) if world.kind == "nixl" else world.end(SOURCE, seed=1)
+    world.connect(reader, exporter, "p")
+    program = staged_program(world, 1, "p", exporter.region, reader.cache.region)
+    reader.transport.prepare(program)
     reader.transport.post(staged_read(world, 1, program, [0], [0]))
-    reader.sink.wait(("read", 1))
+    assert isinstance(reader.sink.wait(("read", 1))[0], ReadCompleted)
     exporter.go()
     reader.transport.post(staged_read(world, 2, program, list(range(40)), list(range(40))))
     read, peer = reader.sink.wait(("read", 2), ("peer", "p"))

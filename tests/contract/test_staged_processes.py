@@ -1,4 +1,4 @@
-"""Staged reads over NIXL between processes: what a peer that hangs or dies does to staging buffers and the target."""
+"""Staged reads between processes: what a peer that hangs or dies does to staging buffers and the target."""
 
 import numpy as np
 import pytest
@@ -6,29 +6,32 @@ import pytest
 from kvflow.transfer.boxes import AXES_MAX, Scatter
 from kvflow.transport.base import Program, Read, ReadCompleted
 
-pytestmark = [pytest.mark.nixl, pytest.mark.processes]
+pytestmark = pytest.mark.processes
 
 PAGE = 1 << 18
 UNITS = 64  # 16 MiB at the source: far more than sockets buffer
 SLOTS = 4
 BUFFER = SLOTS * PAGE
-TCP = {"UCX_TLS": "tcp"}
 
-
-@pytest.fixture(autouse=True)
-def only_in_memory(nixl_world):
-    if nixl_world.memory != "DRAM":
-        pytest.skip("what lies in VRAM is not staged")
+only_tcp = pytest.mark.parametrize("far_world", ["tcp"], indirect=True)
+"""Over shared memory a reader needs nobody who is awake."""
 
 
 @pytest.fixture
-def reader(nixl_world):
-    return nixl_world.end(UNITS * PAGE // 2, staging_bytes=8 * BUFFER)
+def world(far_world):
+    if far_world.memory != "DRAM":
+        pytest.skip("what lies in VRAM is not staged")
+    return far_world
 
 
-def join(world, reader, peer, number, env):
+@pytest.fixture
+def reader(world):
+    return world.end(UNITS * PAGE // 2, staging_bytes=8 * BUFFER)
+
+
+def join(world, reader, peer, number):
     """Start another process; return it and a program that takes every second KiB of its pages."""
-    exporter = world.elsewhere(UNITS * PAGE, seed=number, env=env)
+    exporter = world.elsewhere(UNITS * PAGE, seed=number)
     world.connect(reader, exporter, peer)
     rows = world.rows(exporter.region, (0, PAGE, PAGE, UNITS))
     axes = [(PAGE // 2048, 2048, 1024), *[(1, 0, 0)] * (AXES_MAX - 1)]
@@ -43,8 +46,8 @@ def post(world, reader, program, read_id, units=range(UNITS)):
     index = np.array(units, np.int32)
     cuts = np.array([*range(0, len(index), SLOTS), len(index)])
     fences = (world.fence(read_id, 3, 0, read_id),)
-    nbytes = len(index) * PAGE // 2
-    reader.transport.post(Read(read_id, program.peer, program.program_id, index, index, cuts, nbytes, fences=fences))
+    told = {"nbytes": len(index) * PAGE // 2, "fences": fences, "leases": world.leases(len(index), *fences)}
+    reader.transport.post(Read(read_id, program.peer, program.program_id, index, index, cuts, **told))
 
 
 def read_all(world, reader, exporter, program, read_id):
@@ -56,46 +59,39 @@ def read_all(world, reader, exporter, program, read_id):
     assert reader.transport.staging().in_use == 0
 
 
-def flush_commands(reader):
-    """Return once the owner has served everything that was commanded before."""
-    reader.transport.add_peer(reader.nobody())
-    reader.sink.wait(("peer", "nobody"))
-    reader.sink.forget(("peer", "nobody"))
-
-
-@pytest.mark.parametrize("env", [{}, TCP], ids=["shared memory", "tcp"])
-def test_staged_bytes_cross_processes(nixl_world, reader, env):
-    exporter, program = join(nixl_world, reader, "p", 1, env)
+def test_staged_bytes_cross_processes(world, reader):
+    exporter, program = join(world, reader, "p", 1)
     for read_id in (1, 2):
-        read_all(nixl_world, reader, exporter, program, read_id)
+        read_all(world, reader, exporter, program, read_id)
 
 
 @pytest.fixture
-def hung(nixl_world, reader):
-    """A peer over TCP that was stopped with a staged read under way; its target was zeroed before."""
-    exporter, program = join(nixl_world, reader, "p", 1, TCP)
-    read_all(nixl_world, reader, exporter, program, 1)
+def hung(world, reader):
+    """A peer that was stopped with a staged read under way; its target was zeroed before."""
+    exporter, program = join(world, reader, "p", 1)
+    read_all(world, reader, exporter, program, 1)
     exporter.stop()
     reader.cache._keep[:] = 0
-    post(nixl_world, reader, program, 2)
-    post(nixl_world, reader, program, 3)
+    post(world, reader, program, 2)
+    post(world, reader, program, 3)
     reader.transport.cancel([3])
     reader.sink.wait(("read", 3))
     for _ in range(4):  # between two commands the owner posts a chunk: after this two are in flight
-        flush_commands(reader)
+        world.flush_commands(reader)
     return exporter, program
 
 
-def test_a_cancelled_read_of_a_hung_peer_keeps_its_buffers_and_never_scatters(nixl_world, reader, hung):
+@only_tcp
+def test_a_cancelled_read_of_a_hung_peer_keeps_its_buffers_and_never_scatters(world, reader, hung):
     exporter, program = hung
     reader.transport.cancel([2])
-    flush_commands(reader)
+    world.flush_commands(reader)
     use = reader.transport.staging()
     assert use.in_use == use.quarantined == 2  # chunks in flight of one peer
     assert use.quarantined_bytes == 2 * BUFFER
     assert ("read", 2) not in reader.sink.order()
-    _, second = join(nixl_world, reader, "other", 2, TCP)
-    post(nixl_world, reader, second, 4)
+    _, second = join(world, reader, "other", 2)
+    post(world, reader, second, 4)
     assert isinstance(reader.sink.wait(("read", 4))[0], ReadCompleted)
     reader.cache._keep[:] = 0
     exporter.resume()
@@ -103,10 +99,21 @@ def test_a_cancelled_read_of_a_hung_peer_keeps_its_buffers_and_never_scatters(ni
     assert (read.code, fence.code) == ("cancelled", "cancelled")
     assert not reader.cache.bytes().any(), "bytes were scattered after the cancellation"
     assert reader.transport.staging().in_use == 0
-    read_all(nixl_world, reader, exporter, program, 5)
+    read_all(world, reader, exporter, program, 5)
 
 
-def test_a_hung_peer_that_is_killed_gives_its_buffers_back(nixl_world, reader, hung):
+def test_a_peer_that_is_killed_fails_staged_reads_and_frees_their_buffers(world, reader):
+    exporter, program = join(world, reader, "p", 1)
+    read_all(world, reader, exporter, program, 1)
+    exporter.kill()
+    post(world, reader, program, 2)
+    read, fence = reader.sink.wait(("read", 2), ("fence", 2))
+    assert (read.code, fence.code) == ("peer_lost", "peer_lost")
+    assert reader.transport.staging().in_use == 0
+
+
+@only_tcp
+def test_a_hung_peer_that_is_killed_gives_its_buffers_back(world, reader, hung):
     exporter, _ = hung
     assert reader.transport.staging().in_use == 2
     exporter.kill()
@@ -115,17 +122,22 @@ def test_a_hung_peer_that_is_killed_gives_its_buffers_back(nixl_world, reader, h
     assert reader.transport.staging().in_use == 0
 
 
-def test_renewing_the_reader_frees_the_buffers_of_a_hung_peer(nixl_world, reader, hung):
-    other, program = join(nixl_world, reader, "other", 2, {})
+@only_tcp
+@pytest.mark.parametrize("means", ["removing it", "renewing the reader"])
+def test_what_gives_the_buffers_of_a_hung_peer_back(world, reader, hung, means):
+    other, program = join(world, reader, "other", 2)
     reader.transport.cancel([2])
-    reader.transport.remove_peer("p")
-    reader.transport.renew_reader()
+    if means == "removing it":
+        reader.transport.remove_peer("p")
+    else:
+        reader.transport.renew_reader()
     assert reader.sink.wait(("read", 2))[0].code in ("cancelled", "peer_lost")
     assert reader.transport.staging().in_use == 0
-    read_all(nixl_world, reader, other, program, 4)
+    read_all(world, reader, other, program, 4)
 
 
-def test_closing_ends_staged_reads_of_a_hung_peer(nixl_world, reader, hung):
+@only_tcp
+def test_closing_ends_staged_reads_of_a_hung_peer(world, reader, hung):
     reader.transport.close()
     assert reader.sink.wait(("read", 2))[0].code == "cancelled"
     assert reader.transport.staging().in_use == 0

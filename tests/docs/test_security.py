@@ -35,6 +35,23 @@ WIRE = {
 }
 """Modules that read what others send -> what they read it as."""
 
+UNPACKED = {
+    "kvflow/transport/nixl_metadata.py": {"kvflow.transport.envelope:Envelope.blob"},
+    "kvflow/transport/tcp_channel.py": {"kvflow.transport.tcp_channel:TlsChannel"},
+    "kvflow/transport/tcp_wire.py": {"kvflow.transport.tcp_wire:Hello", "kvflow.transport.tcp_wire:Request"},
+    "kvflow/transport/tcp_requests.py": {"slots, epochs and descriptor numbers of a read over TCP"},
+    "kvflow/transport/tcp_connection.py": {"header of an answer over TCP", "epochs at the end of an answer over TCP"},
+}
+"""Modules that take numbers out of bytes that others send -> the inputs of their rows."""
+
+NOT_UNPACKED = {
+    "handshake/intake.py": "the kernel's counters of a socket",
+    "handshake/sockets.py": "what ZeroMQ reports of our own sockets",
+    "kvflow/bench/streams.py": "requests of a benchmark to the source that it has named",
+    "kvflow/memory/device.py": "memory of this process",
+}
+"""Modules that take numbers out of bytes that nobody else sends, and whose they are."""
+
 NOT_WIRE = {
     "kvflow/bench/ceilings.py": "replies of a source that the benchmark has named",
     "kvflow/bench/descriptors.py": "likewise",
@@ -193,14 +210,31 @@ def decoders(text):
     return False
 
 
+def unpacks(text):
+    """Tell whether a module takes numbers out of bytes."""
+    names = {"unpack", "unpack_from", "iter_unpack", "frombuffer", "from_bytes"}
+    calls = [node.func for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+    return any(isinstance(func, ast.Attribute) and func.attr in names for func in calls)
+
+
+def modules(test):
+    """Return the modules of which something is true."""
+    paths = [path for package in ("kvflow", "handshake") for path in (ROOT / package).rglob("*.py")]
+    names = [path.relative_to(ROOT) for path in paths]
+    return {str(name) for name in names if "testing" not in name.parts and test((ROOT / name).read_text())}
+
+
 def test_every_module_that_decodes_says_whose_words_it_reads():
-    found = set()
-    for package in ("kvflow", "handshake"):
-        for path in (ROOT / package).rglob("*.py"):
-            name = path.relative_to(ROOT)
-            if "testing" not in name.parts and decoders(path.read_text()):
-                found.add(str(name))
-    assert found == WIRE.keys() | NOT_WIRE.keys()
+    assert modules(decoders) == WIRE.keys() | NOT_WIRE.keys()
+
+
+def test_every_module_that_unpacks_says_whose_bytes_it_reads():
+    assert modules(unpacks) == UNPACKED.keys() | NOT_UNPACKED.keys()
+
+
+@pytest.mark.parametrize("name", sorted(name for names in UNPACKED.values() for name in names))
+def test_what_is_unpacked_has_a_row(name):
+    assert name in NAMED | {row[0] for row in ROWS}
 
 
 class Inner(Struct):
@@ -232,3 +266,10 @@ def test_what_decodes_is_noticed():
     assert decoders("msgspec.json.decode(b, type=X)")
     assert decoders("msgspec.convert(b, X)")
     assert not decoders("b.decode()")
+
+
+def test_what_unpacks_is_noticed():
+    assert unpacks("struct.unpack('<I', data)")
+    assert unpacks("number = int.from_bytes(data, 'little')")
+    assert unpacks("numpy.frombuffer(data)")
+    assert not unpacks("struct.pack('<I', 1)")

@@ -39,10 +39,14 @@ def test_servers_are_started_with_settings_that_the_connector_knows():
 
 
 def test_the_settings_for_several_hosts_are_known():
-    [block] = [block for block in blocks(PAGE, "json") if "advertise" in block]
-    extra = json.loads(f"{{{block}}}")["kv_connector_extra_config"]
-    settings = read_settings({**extra, "cluster_secret": "x" * 32}, EngineFacts(engine_id="a", kv_role="kv_producer"))
-    assert settings.worker.advertise
+    told = [block for block in blocks(PAGE, "json") if "advertise" in block]
+    assert ["tcp_bind" in block for block in told] == [False, True]
+    for block in told:
+        extra = json.loads(f"{{{block}}}")["kv_connector_extra_config"]
+        facts = EngineFacts(engine_id="a", kv_role="kv_producer")
+        settings = read_settings({**extra, "cluster_secret": "x" * 32}, facts)
+        assert settings.worker.advertise
+    assert settings.worker.tcp().advertise == "tcp://10.0.0.7:5700"
 
 
 def test_programs_of_ours_understand_their_arguments():

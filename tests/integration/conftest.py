@@ -1,4 +1,4 @@
-"""Where producers live: in this process over ``loopback``, or in another one over NIXL and ZeroMQ with CURVE."""
+"""Where producers live: in this process over ``loopback``, or in another one over NIXL or TCP. ZeroMQ has CURVE."""
 
 import asyncio
 import ctypes
@@ -13,6 +13,9 @@ from .producing import producing
 from .shapes import Shape
 
 ELSEWHERE = [pytest.mark.nixl, pytest.mark.processes]
+
+OVER_TCP = {"transport": "tcp"}
+"""Of a producer that is stopped while it is read: over shared memory a reader needs nobody who is awake."""
 
 
 def pytest_configure(config):
@@ -74,12 +77,14 @@ def elsewhere():
     child.go()
 
 
-@pytest.fixture(params=["loopback", pytest.param("nixl", marks=ELSEWHERE)])
+@pytest.fixture(
+    params=["loopback", pytest.param("nixl", marks=ELSEWHERE), pytest.param("tcp", marks=pytest.mark.processes)]
+)
 def world(request):
-    """Both worlds."""
-    if request.param == "nixl":
-        return World("nixl", request.getfixturevalue("elsewhere").producing)
-    return World("loopback", producing)
+    """Every world."""
+    if request.param == "loopback":
+        return World("loopback", producing)
+    return World(request.param, request.getfixturevalue("elsewhere").producing)
 
 
 @pytest.fixture

@@ -34,17 +34,17 @@ class Child:
     Args:
         module: that it runs.
         forked: whether it is forked off a process that has imported everything.
-        prefix: command that starts it in another world, if it is not forked.
+        before: words of the command line that come before its own; not of one that is forked.
         environment: more variables.
     """
 
-    def __init__(self, module="producer_process", *, forked=False, prefix=(), **environment):
+    def __init__(self, module="producer_process", *, forked=False, before=(), **environment):
         self._asking = threading.Lock()
         self.process = (
             ForkedProcess(module, environment)
             if forked
             else subprocess.Popen(
-                [*prefix, sys.executable, "-m", whole_name(module)],
+                [*before, sys.executable, "-m", whole_name(module)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,

@@ -90,6 +90,10 @@ class ForkedProcess:
     def kill(self):
         self._process.kill()
 
+    def join(self, timeout_s):
+        """Wait for its end for so long."""
+        self._process.join(timeout_s)
+
     def wait(self, timeout_s):
         self._process.join(timeout_s)
         assert self._process.exitcode is not None

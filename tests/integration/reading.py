@@ -99,12 +99,12 @@ async def recyclers(seed):
         await process.wait()
 
 
-async def read(*, until, seed=0, surroundings=REAL):
-    """Read on every path, each with a worker of its own, several reads at once, until ``until(tallies)``.
+async def read(*, until, paths=tuple(PATHS), seed=0, surroundings=REAL):
+    """Read on these paths, each with a worker of its own, several reads at once, until ``until(tallies)``.
 
     Returns a tally for each path.
     """
-    tallies = {path: Tally() for path in PATHS}
+    tallies = {path: Tally() for path in paths}
     async with recyclers(seed) as source, asyncio.TaskGroup() as tasks:
         for path, tally in tallies.items():
             tasks.create_task(_read_on(path, tally, source, lambda: until(tallies), surroundings))

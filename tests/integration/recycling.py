@@ -38,6 +38,7 @@ USUAL_S_MAX = 0.05
 since a reader that waits for an admission looks less and less often, which makes the usual read longer."""
 THREADS = 32
 """More than there are offers at a time: none waits for another one's moment."""
+OVER_TCP = {"transport": "tcp"}
 TARGET = Shape(num_blocks=NUM_BLOCKS, block_size=16, heads=4, head_size=32)
 
 
@@ -51,6 +52,7 @@ class Path(Struct, frozen=True, kw_only=True):
         minted: whether a mint signs one ticket for all ranks, who write and admit it later; else every rank offers.
         blocks_max: most blocks of one request, per group.
         revoked: share of the offers that are revoked, if they live so long.
+        source_settings: more settings of the engine.
         target: more settings of the reader.
     """
 
@@ -60,6 +62,7 @@ class Path(Struct, frozen=True, kw_only=True):
     minted: bool = False
     blocks_max: int = 8
     revoked: float = REVOKED
+    source_settings: dict = {}
     target: dict = {}
 
 
@@ -69,6 +72,11 @@ PATHS = {
     "many chunks": Path(source=msgspec.structs.replace(TARGET, layout="LBNHC"), blocks_max=6, lease_s=0.02),
     "two ranks": Path(ranks=2, lease_s=0.008),
     "admitted late": Path(ranks=2, minted=True, lease_s=0.06),
+    "over TCP": Path(ranks=2, lease_s=0.02, source_settings=OVER_TCP),
+    "over TCP, admitted late": Path(ranks=2, minted=True, lease_s=0.06, source_settings=OVER_TCP),
+    "over TCP, many chunks": Path(
+        source=msgspec.structs.replace(TARGET, layout="LBNHC"), blocks_max=6, lease_s=0.02, source_settings=OVER_TCP
+    ),
 }
 """Name -> path. A path that moves its bytes in another way is one more entry."""
 
@@ -196,7 +204,7 @@ async def recycling(name, seed):
         workers, words = [], []
         for rank in range(path.ranks):
             cache = msgspec.structs.replace(path.source, tp_rank=rank, tp_size=path.ranks).build()
-            config = configured(name, rank=rank, num_ranks=path.ranks, lease_s=path.lease_s)
+            config = configured(name, rank=rank, num_ranks=path.ranks, lease_s=path.lease_s, **path.source_settings)
             workers.append(await stack.enter_async_context(kvflow.open_worker(config, cache)))
             words.append(Words(cache))
         async with Recycler(name, path, workers, words, random.Random(f"{name} {seed}")) as recycler:

@@ -38,6 +38,12 @@ class Shape(Struct, frozen=True, kw_only=True):
 
     def build(self):
         """Allocate it, every byte ``UNTOUCHED``."""
+        cache = self.allocate()
+        cache.backing.fill_(UNTOUCHED)
+        return cache
+
+    def allocate(self):
+        """Allocate it, every byte 0."""
         common = {
             "block_size": self.block_size,
             "num_kv_heads": self.heads,
@@ -47,15 +53,13 @@ class Shape(Struct, frozen=True, kw_only=True):
         kinds = [kvflow.FullAttention(**common), kvflow.SlidingWindow(**common, window=self.window)]
         order = sorted(range(self.layers), key=lambda layer: (layer + self.window_first) % 2)
         specs = {f"{self.prefix}.{layer}": kinds[layer % 2] for layer in order}
-        cache = kvflow.allocate(
+        return kvflow.allocate(
             specs,
             num_blocks=self.num_blocks,
             layout=self.layout,
             kv=self.kv,
             shard=kvflow.Shard(tp_rank=self.tp_rank, tp_size=self.tp_size),
         )
-        cache.backing.fill_(UNTOUCHED)
-        return cache
 
 
 def write(cache, request, block_ids, num_tokens):

@@ -29,8 +29,8 @@ class Counting:
         self.fences = self.releases = 0
         self.surroundings = msgspec.structs.replace(REAL, open_transport=self.open_transport, network=self)
 
-    def open_transport(self, name, agent_name, sink, staging_bytes=0):
-        transport = create_transport(name, agent_name, sink, staging_bytes)
+    def open_transport(self, config, agent_name, sink, staging_bytes=0):
+        transport = create_transport(config, agent_name, sink, staging_bytes)
         post = transport.post
 
         def counted(read):

@@ -1,7 +1,11 @@
-"""Every combination of engines over NIXL between processes: every byte that is asked for, and no other byte."""
+"""Every combination of engines between processes: every byte that is asked for, and no other byte.
+
+They go over shared memory and over TCP by turns; ``KVFLOW_TEST_PLANE`` says ``nixl`` or ``tcp`` for all of them.
+"""
 
 import asyncio
 import json
+import os
 from contextlib import asynccontextmanager
 from itertools import pairwise
 
@@ -20,7 +24,17 @@ from .engines import opened
 from .producing import SECRET
 
 # A machine with fewer cores than ranks takes its time: nothing here is about deadlines.
-SETTINGS = {"cluster_secret": SECRET, "transport": "nixl", "connect_s": 30.0, "handshake_s": 30.0}
+SETTINGS = {"cluster_secret": SECRET, "connect_s": 30.0, "handshake_s": 30.0}
+CARRIERS = {"nixl": "cma", "tcp": "tcp"}
+
+
+def plane_of(name):
+    """Return the data plane of a combination."""
+    return os.environ.get("KVFLOW_TEST_PLANE") or ("nixl", "tcp")[list(COMBINATIONS).index(name) % 2]
+
+
+def settings_of(name):
+    return {"transport": plane_of(name), **SETTINGS}
 
 
 class Targets:
@@ -121,7 +135,7 @@ async def offered(child, targets, addresses):
 @asynccontextmanager
 async def opened_here(name):
     """Open the target engine of a combination in this process."""
-    config = kvflow.WorkerConfig(engine_id="decode-0", role="decode", **SETTINGS)
+    config = kvflow.WorkerConfig(engine_id="decode-0", role="decode", **settings_of(name))
     ranks, expected = COMBINATIONS[name].target.ranks(), COMBINATIONS[name].target.ranks()
     async with opened(config, ranks) as workers:
         yield Targets(name, ranks, expected, workers)
@@ -133,7 +147,7 @@ async def pulled(child, name, *, salted=False):
 
     The source stays open until the next one is opened: whoever reads leaves first, as engines of a cluster do.
     """
-    settings = {"engine_id": "prefill-0", "role": "prefill", **SETTINGS}
+    settings = {"engine_id": "prefill-0", "role": "prefill", **settings_of(name)}
     opening = asyncio.create_task(child.ask("open", name=name, salted=salted, settings=settings))
     async with opened_here(name) as targets:
         ticket = await offered(child, targets, await opening)
@@ -147,7 +161,7 @@ async def test_every_byte_that_is_asked_for_and_no_other(prefill, name):
     async with pulled(prefill, name) as (targets, reports):
         assert targets.wrong() == []
         assert [report.descriptors for report in reports] == targets.descriptors()
-        assert {report.transport for report in reports} == {"cma"}
+        assert {report.transport for report in reports} == {CARRIERS[plane_of(name)]}
         assert all(report.nbytes for report in reports), "a rank asked for nothing"
         assert set(await prefill.ask("outcomes", request=name)) == {"released"}
         assert set(await prefill.ask("leases")) == {0}

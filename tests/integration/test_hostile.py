@@ -52,6 +52,16 @@ def with_manifest(whole, **changes):
     return encode(replace(whole, manifest=replace(whole.manifest, **changes)))
 
 
+def plane_of(whole):
+    (plane,) = whole.planes
+    return plane
+
+
+def with_metadata(whole, change):
+    """The same with other metadata of its data plane."""
+    return encode(replace(whole, planes={plane_of(whole): change(whole.planes[plane_of(whole)])}))
+
+
 def told(payload):
     return Publication.of(payload, schema=MANIFEST_SCHEMA)
 
@@ -67,7 +77,7 @@ ADVERTISEMENTS = {
     "no manifest": (lambda _: told(msgspec.msgpack.encode({"manifest": 7})), errors.ProtocolViolation),
     "half a manifest": (lambda it: told(encode(it).payload[:200]), errors.ProtocolViolation),
     "text that is not Unicode": (
-        lambda it: told(encode(it).payload.replace(it.transport.encode(), b"\xff" * len(it.transport), 1)),
+        lambda it: told(encode(it).payload.replace(plane_of(it).encode(), b"\xff" * len(plane_of(it)), 1)),
         errors.ProtocolViolation,
     ),
     "another version": (
@@ -104,13 +114,19 @@ ADVERTISEMENTS = {
     "epochs without end": (
         lambda it: encode(replace(it, epochs=replace(it.epochs, nbytes=ADDRESS_MAX - 7))), errors.ProtocolViolation
     ),
-    "no metadata": (lambda it: encode(replace(it, metadata=b"")), errors.ProtocolViolation),
+    "no metadata": (lambda it: with_metadata(it, lambda _: b""), errors.ProtocolViolation),
     "metadata with a flipped bit": (
-        lambda it: encode(replace(it, metadata=it.metadata[:-1] + bytes([it.metadata[-1] ^ 1]))),
-        errors.ProtocolViolation,
+        lambda it: with_metadata(it, lambda good: good[:-1] + bytes([good[-1] ^ 1])), errors.ProtocolViolation
     ),
     "metadata that cannot be read": (
-        lambda it: encode(replace(it, metadata=sealed(b"\x93\xa2\xff\xff\xa1a\xc4\x00"))), errors.ProtocolViolation
+        lambda it: with_metadata(it, lambda _: sealed(b"\x93\xa2\xff\xff\xa1a\xc4\x00")), errors.ProtocolViolation
+    ),
+    "no data plane": (lambda it: encode(replace(it, planes={})), errors.ProtocolViolation),
+    "a data plane that is nowhere": (
+        lambda it: encode(replace(it, planes={**it.planes, "tcp": b""})), errors.ProtocolViolation
+    ),
+    "a data plane of which nobody has heard": (
+        lambda it: encode(replace(it, planes={"carrier pigeon": b""}, data_endpoint="")), errors.LayoutMismatch
     ),
 }  # fmt: skip
 

@@ -9,7 +9,7 @@ import pytest
 from kvflow import errors
 from kvflow.transfer.events import TransferCompleted
 
-from .conftest import ELSEWHERE
+from .conftest import ELSEWHERE, OVER_TCP
 from .consuming import PATIENCE_S, consuming, until, works
 from .shapes import Shape
 
@@ -22,7 +22,7 @@ FEW = msgspec.structs.replace(LARGE, num_blocks=16)
 MOST_BLOCKS = [list(range(4080)), []]
 """510 MiB: a read of it takes a tenth of a second over shared memory."""
 MOST_TOKENS = 4080 * 16
-WIRES = {"shared memory": {}, "tcp": {"UCX_TLS": "tcp"}}
+WIRES = {"shared memory": {}, "tcp": OVER_TCP}
 
 
 async def lost_within_2_s(pull):
@@ -65,8 +65,12 @@ async def test_after_it_was_met(elsewhere, spawn):
 
 @pytest.mark.parametrize("wire", WIRES)
 async def test_while_it_is_read_from(elsewhere, spawn, wire):
-    doomed = spawn(**WIRES[wire])
-    async with doomed.producing(LARGE) as victim, elsewhere.producing(FEW) as other, consuming(LARGE) as consumer:
+    doomed = spawn()
+    async with (
+        doomed.producing(LARGE, **WIRES[wire]) as victim,
+        elsewhere.producing(FEW) as other,
+        consuming(LARGE) as consumer,
+    ):
         consumer.cache.backing.zero_()
         params = await victim.offer_as_is("r", MOST_BLOCKS, MOST_TOKENS)
         await works(other, consumer, num_tokens=32)

@@ -13,7 +13,8 @@ from kvflow.observability.events import OfferRefused, PeerConnected
 from kvflow.observability.logs import configure_logging
 from kvflow.transfer.events import TransferCompleted, TransferFailed, TransferStarted
 
-from .consuming import PATIENCE_S, works
+from .conftest import OVER_TCP
+from .consuming import PATIENCE_S, consuming, works
 from .producing import SECRET, configured
 from .shapes import Shape, write
 from .strangers import ticket_to
@@ -247,8 +248,8 @@ async def test_a_ticket_of_a_producer_that_was_restarted(near_world, heard):
 
 @pytest.mark.nixl
 @pytest.mark.processes
-async def test_a_producer_that_is_killed_while_it_is_read(spawn, far_world, heard):
-    doomed = spawn(UCX_TLS="tcp")
+async def test_a_producer_that_is_killed_while_it_is_read(spawn, heard):
+    doomed = spawn()
     large = Shape(num_blocks=4096, block_size=16, heads=8, head_size=128)
     started = threading.Event()
 
@@ -257,7 +258,7 @@ async def test_a_producer_that_is_killed_while_it_is_read(spawn, far_world, hear
         if isinstance(event, TransferStarted):
             started.set()
 
-    async with doomed.producing(large) as victim, far_world.consuming(large, hooks=[on_event]) as consumer:
+    async with doomed.producing(large, **OVER_TCP) as victim, consuming(large, hooks=[on_event]) as consumer:
         blocks = [list(range(4080)), []]
         params = await victim.offer_as_is("r", blocks, 4080 * 16)
         pull = asyncio.create_task(failed(heard, consumer, params, blocks))
@@ -320,13 +321,15 @@ async def test_many_pulls_at_once_have_one_record_each(near_world, heard):
 
 @pytest.mark.nixl
 @pytest.mark.processes
-@pytest.mark.parametrize(("environment", "transport"), [({}, "cma"), ({"UCX_TLS": "tcp"}, "tcp")])
-async def test_the_record_names_what_carries_the_bytes(spawn, far_world, heard, environment, transport):
-    async with spawn(**environment).producing(Shape()) as producer, far_world.consuming(hooks=[heard]) as consumer:
+@pytest.mark.parametrize(
+    ("settings", "transport", "known_by"), [({}, "cma", "addresses"), (OVER_TCP, "tcp", "kind")], ids=["auto", "tcp"]
+)
+async def test_the_record_names_what_carries_the_bytes(elsewhere, heard, settings, transport, known_by):
+    async with elsewhere.producing(Shape(), **settings) as producer, consuming(hooks=[heard]) as consumer:
         params = await producer.offer("r", BLOCKS, 8)
         report = await consumer.pull(params, BLOCKS)
     (met,) = heard.of(PeerConnected)
-    assert (met.transport, met.transport_known_by) == (transport, "addresses")
+    assert (met.transport, met.transport_known_by) == (transport, known_by)
     assert report.transport == transport
     assert [event.report.transport for event in heard.of(TransferCompleted)] == [transport]
 

@@ -1,7 +1,7 @@
 """Either side is killed and started again, under load: whoever survives loses nothing, and soon serves the successor.
 
-``KVFLOW_TEST_KILLS=100`` kills a hundred times, over shared memory and over TCP, where ``make test`` does it once over
-shared memory; it takes some minutes, and prints what it has measured.
+``KVFLOW_TEST_KILLS=100`` kills a hundred times, over shared memory and over TCP, where ``make test`` does it once; it
+takes some minutes, and prints what it has measured.
 """
 
 import asyncio
@@ -18,13 +18,13 @@ import pytest
 
 from kvflow import errors
 
-from .conftest import ELSEWHERE
+from .conftest import ELSEWHERE, OVER_TCP
 from .consuming import consuming
 from .elsewhere import Child
 from .shapes import Shape
 
 KILLS = int(os.environ.get("KVFLOW_TEST_KILLS", "0"))
-WIRES = {"shared memory": {}, "tcp": {"UCX_TLS": "tcp"}} if KILLS else {"shared memory": {}}
+WIRES = {"shared memory": {}, "tcp": OVER_TCP}
 SHAPE = Shape(num_blocks=512, block_size=16, heads=2, head_size=64)
 LOAD = 4
 """Pulls that are under way when one side is killed, of 64 blocks each."""
@@ -129,7 +129,7 @@ async def test_a_producer_is_killed_and_started_again(elsewhere, wire, capsys):
     kills, rng = KILLS or 1, random.Random(5)
     restarts, ends, endpoint, old = [], {}, "tcp://127.0.0.1:0", None
     async with (
-        ready(kills + 1, lambda: Child(forked=True, **WIRES[wire])) as take,
+        ready(kills + 1, lambda: Child(forked=True)) as take,
         elsewhere.producing(SHAPE, engine_id="steady") as steady,
         consuming(SHAPE) as consumer,
         load_beside(steady, consumer) as beside,
@@ -137,7 +137,7 @@ async def test_a_producer_is_killed_and_started_again(elsewhere, wire, capsys):
         for kill in range(kills + 1):
             child = await take()
             try:
-                life = child.producing(SHAPE, bind=endpoint)
+                life = child.producing(SHAPE, bind=endpoint, **WIRES[wire])
                 victim = await life.__aenter__()
                 endpoint = victim.endpoint
                 first = await victim.offer(f"first {kill}", [[510], [511]], 16)
@@ -185,16 +185,15 @@ async def ending(consumer, request, params, blocks):
 
 
 @pytest.mark.parametrize("wire", WIRES)
-async def test_a_consumer_is_killed_and_started_again(elsewhere, spawn, wire, capsys):
+async def test_a_consumer_is_killed_and_started_again(elsewhere, wire, capsys):
     """What it has read and not released is the producer's again when the leases run out."""
     kills, rng = KILLS or 1, random.Random(5)
     restarts, ends = [], {}
-    survivor = spawn(**WIRES[wire]) if WIRES[wire] else elsewhere
     async with (
-        ready(kills + 1, lambda: Child("consumer_process", forked=True, **WIRES[wire])) as take,
-        survivor.producing(SHAPE, lease_s=LEASE_S) as producer,
+        ready(kills + 1, lambda: Child("consumer_process", forked=True)) as take,
+        elsewhere.producing(SHAPE, lease_s=LEASE_S, **WIRES[wire]) as producer,
         # In the same process, but for leases that outlast any stall of the machine.
-        survivor.producing(SHAPE, engine_id="steady") as steady,
+        elsewhere.producing(SHAPE, engine_id="steady") as steady,
         consuming(SHAPE) as consumer,
         load_beside(steady, consumer) as beside,
     ):
@@ -233,6 +232,6 @@ async def test_a_consumer_is_killed_and_started_again(elsewhere, spawn, wire, ca
         assert await producer.leases() == 0
         await producer.check()
         report(capsys, f"consumers killed, {wire}", restarts[1:], ends, beside)
-        assert survivor.process.poll() is None, "a reader that died took its producer with it"
+        assert elsewhere.process.poll() is None, "a reader that died took its producer with it"
     assert beside.seconds
     assert not KILLS or percentile(restarts[1:], 0.99) < FIRST_PULL_S  # one measurement on a busy machine says nothing

@@ -8,12 +8,12 @@ import pytest
 from kvflow.cache import quarantine
 from kvflow.observability.events import ReaderRenewed
 
-from .conftest import ELSEWHERE
+from .conftest import OVER_TCP
 from .consuming import consuming, until, works
 from .shapes import Shape
 from .staging import calibrate, no_buffer_is_taken
 
-pytestmark = [*ELSEWHERE, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
 WHOLE = Shape(layout="LBNHC", kv="split", heads=6, block_size=16, head_size=64, num_blocks=64)
 HALF = Shape(layout="LBNHC", kv="split", heads=6, block_size=16, head_size=64, num_blocks=64, tp_rank=1, tp_size=2)
@@ -32,16 +32,16 @@ async def test_four_hung_peers_with_all_staging_buffers_do_not_stop_a_fifth_for_
 ):
     monkeypatch.setattr(quarantine, "STARVED_S_MAX", 0.2)
     events = []
-    settings = calibrate(tmp_path / "calibration.json", "nixl")
+    settings = OVER_TCP | calibrate(tmp_path / "calibration.json", "tcp")
     async with AsyncExitStack() as stack:
-        healthy = await stack.enter_async_context(elsewhere.producing(WHOLE))
-        sleepy = spawn(forked=True, UCX_TLS="tcp")  # on shared memory a reader needs nobody who is awake
+        healthy = await stack.enter_async_context(elsewhere.producing(WHOLE, **OVER_TCP))
+        sleepy = spawn(forked=True)
         hung = [
-            await stack.enter_async_context(sleepy.producing(WHOLE, engine_id=f"sleepy-{number}"))
+            await stack.enter_async_context(sleepy.producing(WHOLE, engine_id=f"sleepy-{number}", **OVER_TCP))
             for number in range(PEERS)
         ]
         consumer = await stack.enter_async_context(consuming(HALF, hooks=[events.append], **settings))
-        stack.callback(sleepy.kill)  # not woken: UCX may abort a process that finds its reader gone
+        stack.callback(sleepy.resume)
         for producer in (healthy, *hung):
             await works(producer, consumer, "met", blocks(0), TOKENS)
         offers = [await producer.offer("hangs", blocks(0), TOKENS) for producer in hung]

@@ -19,7 +19,7 @@ from .engines import PREFILL_PARAMS, PYTHON, ROOT, EngineFailed
 from .pairs import FULL, model_folder
 from .prompts import prompt_of
 from .tiny_models import CONTEXT
-from .victims import BLOCK_SIZE, LEASE_S, SETTINGS, TCP, Cluster
+from .victims import BLOCK_SIZE, LEASE_S, SETTINGS, Cluster
 
 GONE = {"peer_lost", "peer_unavailable", "stale_lease"}
 """Why a read may fail whose prefill engine has ended, or was started again."""
@@ -122,9 +122,9 @@ def test_a_prefill_engine_that_is_stopped_before_it_is_met_fails_its_readers_onl
 def test_a_prefill_engine_that_hangs_in_the_middle_of_a_read_over_tcp_costs_no_blocks(pairs):
     # Over TCP the reader needs it, and its blocks are free again only when the agent that reads is destroyed.
     pairs.stop()
-    settings = SETTINGS | {"wire_s": 4.0, "fence_s": 4.0, "quarantine_s_max": 2.0}
+    settings = SETTINGS | {"transport": "tcp", "wire_s": 4.0, "fence_s": 4.0, "quarantine_s_max": 2.0}
     bound_s = settings["wire_s"] + settings["quarantine_s_max"]
-    with Cluster(model_folder("llama"), "llama", pairs.nursery, settings=settings, variables=TCP) as cluster:
+    with Cluster(model_folder("llama"), "llama", pairs.nursery, settings=settings) as cluster:
         for prefill in (cluster.first, cluster.second):
             serves(cluster, prefill)
         asked = Asked(cluster, cluster.first, "hanging")

@@ -29,14 +29,6 @@ SETTINGS: Mapping[str, Any] = {
     "wire_s": 30.0,  # longer than any test holds a read
     "fence_s": 10.0,
 }
-TCP: Mapping[str, str] = {
-    "UCX_TLS": "tcp",
-    # An exporter whose reader dies aborts otherwise; see the known limits in docs/explanation/architecture.md.
-    "UCX_TCP_TX_SEG_SIZE": "1m",
-    "UCX_TCP_RX_SEG_SIZE": "1m",
-    "UCX_TCP_SNDBUF": "256k",
-}
-"""Environment in which peers are read over TCP, as between hosts."""
 
 
 class Victim(Engine):

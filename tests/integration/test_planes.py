@@ -1,0 +1,301 @@
+"""Which data plane a pair takes, what is told about it, and pairs that have none."""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import kvflow
+from kvflow import errors
+from kvflow.observability.events import PeerConnected, PlaneOmitted
+from kvflow.rendezvous.keys import draw_pair
+from kvflow.transfer.events import TransferCompleted
+from tests.ports import free_port
+
+from .consuming import consuming, until, works
+from .elsewhere import TESTS
+from .producing import producing
+from .shapes import Shape
+
+BLOCKS = [[0, 1], [2, 3]]
+LARGE = Shape(num_blocks=1024, block_size=16, heads=8, head_size=128)
+MOST_BLOCKS = [list(range(1000)), []]
+MOST_TOKENS = 1000 * 16
+PRODUCER, READER, ANOTHER = (draw_pair() for _ in range(3))
+
+
+@pytest.fixture
+def heard():
+    """What a consumer has told."""
+    return []
+
+
+def of(events, kind):
+    return [event for event in events if isinstance(event, kind)]
+
+
+async def pulled(producer, consumer, heard):
+    """Pull, compare every byte, and return the plane and what carried the bytes: all who tell of it say the same."""
+    report = await consumer.pull(await producer.offer("r", BLOCKS, 8), BLOCKS)
+    consumer.has("r", BLOCKS, 8)
+    consumer.untouched(but=BLOCKS)
+    await until(lambda: of(heard, TransferCompleted))  # the record comes after the caller's turn
+    (met,), (completed,) = of(heard, PeerConnected), of(heard, TransferCompleted)
+    told = {(each.plane, each.transport) for each in (report, met, completed.report)}
+    assert len(told) == 1, told
+    return told.pop()
+
+
+@pytest.fixture(scope="session")
+def without_nixl(tmp_path_factory):
+    """The variables of a machine on which no NIXL can be imported."""
+    folder = tmp_path_factory.mktemp("without-nixl")
+    for name in ("nixl", "nixl_cu12", "nixl_cu13"):
+        (folder / name).mkdir()
+        (folder / name / "__init__.py").write_text("raise ImportError('there is no NIXL here')\n")
+    return {"PYTHONPATH": os.pathsep.join([str(folder), str(TESTS), *sys.path])}
+
+
+@pytest.mark.nixl
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("environment", "settings", "chosen"),
+    [
+        ({}, {}, ("nixl", "cma")),
+        ({}, {"transport": "tcp"}, ("tcp", "tcp")),
+        ({"UCX_TLS": "tcp"}, {}, ("tcp", "tcp")),
+        ({"UCX_TLS": "posix,self"}, {}, ("tcp", "tcp")),
+    ],
+    ids=["as it is", "by the setting", "UCX with TCP only", "UCX without cma"],
+)
+async def test_bytes_go_over_the_best_plane_that_both_have(spawn, heard, environment, settings, chosen):
+    async with (
+        spawn(forked=True, **environment).producing(Shape(), **settings) as producer,
+        consuming(hooks=[heard.append]) as ours,
+    ):
+        assert await pulled(producer, ours, heard) == chosen
+
+
+@pytest.fixture
+def apart():
+    """What starts a process in namespaces of its own, as a container would."""
+    command = ("unshare", "--pid", "--ipc", "--fork", "--kill-child")
+    if shutil.which(command[0]) is None or subprocess.run([*command, "true"], check=False).returncode:
+        pytest.skip("namespaces cannot be made here")
+    return command
+
+
+@pytest.mark.nixl
+@pytest.mark.processes
+async def test_namespaces_of_its_own_keep_a_producer_out_of_reach_of_shared_memory(spawn, heard, apart):
+    async with spawn(before=apart).producing(Shape()) as producer, consuming(hooks=[heard.append]) as ours:
+        assert await pulled(producer, ours, heard) == ("tcp", "tcp")
+
+
+@pytest.mark.processes
+async def test_a_machine_without_nixl_is_read_over_tcp(spawn, heard, without_nixl):
+    async with spawn(**without_nixl).producing(Shape()) as producer, consuming(hooks=[heard.append]) as ours:
+        assert await pulled(producer, ours, heard) == ("tcp", "tcp")
+
+
+async def test_a_reader_without_nixl_says_so_once_and_reads_over_tcp(monkeypatch, heard):
+    def none():
+        raise errors.TransportUnavailable("there is no NIXL here")
+
+    async with producing(Shape()) as producer:
+        monkeypatch.setattr("kvflow.transport.nixl.load_binding", none)
+        async with consuming(hooks=[heard.append]) as ours:
+            assert await pulled(producer, ours, heard) == ("tcp", "tcp")
+            (omitted,) = of(heard, PlaneOmitted)
+            assert omitted.plane == "nixl"
+            assert "there is no NIXL here" in omitted.detail
+        with pytest.raises(errors.TransportUnavailable, match="there is no NIXL here"):
+            async with consuming(transport="nixl"):
+                pass
+
+
+@pytest.mark.nixl
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("environment", "theirs", "ours", "field"),
+    [
+        ({"UCX_TLS": "posix,self"}, {"transport": "nixl"}, {"transport": "nixl"}, "transport"),
+        ({"UCX_TLS": "posix,self"}, {"transport": "nixl"}, {}, "transport"),
+        ({}, {"transport": "tcp"}, {"transport": "nixl"}, "transport"),
+        ({}, {"transport": "nixl"}, {"transport": "tcp"}, "transport"),
+        ({}, {"transport": "tcp"}, {"transport": "tcp", "tcp_encryption": "tls"}, "tcp_encryption"),
+        ({}, {"transport": "tcp", "tcp_encryption": "tls"}, {}, "tcp_encryption"),
+        ({"UCX_TLS": "posix,self"}, {"tcp_encryption": "tls"}, {}, "tcp_encryption"),
+    ],
+    ids=[
+        "nixl without reads of memory",
+        "nixl without reads of memory, to auto",
+        "tcp to nixl",
+        "nixl to tcp",
+        "plain to encrypted",
+        "encrypted to plain",
+        "encrypted to plain, as nixl does not fit",
+    ],
+)
+async def test_a_pair_without_a_plane_is_refused_by_name_before_its_first_read(
+    spawn, heard, *, environment, theirs, ours, field
+):
+    async with spawn(forked=True, **environment).producing(Shape(), **theirs) as producer:
+        async with consuming(hooks=[heard.append], **ours) as consumer:
+            params = await producer.offer("r", BLOCKS, 8)
+            for _ in range(2):
+                with pytest.raises(errors.LayoutMismatch) as caught:
+                    await consumer.pull(params, BLOCKS)
+                assert caught.value.field == field
+                assert caught.value.remedy
+            await consumer.worker.quiesced("nobody there")
+            consumer.untouched()
+            consumer.at_rest()
+            assert not of(heard, PeerConnected)
+        assert await producer.held() == ["r"]
+
+
+@pytest.mark.nixl
+@pytest.mark.processes
+async def test_encryption_of_a_plane_that_is_not_taken_need_not_agree(elsewhere, heard):
+    async with (
+        elsewhere.producing(Shape(), tcp_encryption="tls") as producer,
+        consuming(hooks=[heard.append]) as consumer,
+    ):
+        assert await pulled(producer, consumer, heard) == ("nixl", "cma")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("connections", [1, 3])
+async def test_every_byte_of_a_large_pull_arrives_encrypted(elsewhere, heard, connections):
+    settings = {"transport": "tcp", "tcp_encryption": "tls", "tcp_connections": connections}
+    shape = msgspec.structs.replace(LARGE, num_blocks=96)
+    lists = [list(range(40)), list(range(41, 81))]
+    async with elsewhere.producing(shape, **settings) as producer, consuming(shape, **settings) as consumer:
+        for turn in range(3):
+            sources = [ids[::-1] if turn % 2 else ids for ids in lists]
+            await works(producer, consumer, f"r{turn}", lists, 40 * 16, sources=sources)
+        consumer.untouched(but=lists)
+        consumer.at_rest()
+
+
+async def test_a_reader_whose_key_is_removed_reads_no_further_over_tcp():
+    def key(pair, *trusted):
+        return {"private_key": pair[0], "allowed_keys": tuple(public for _, public in trusted), "transport": "tcp"}
+
+    async with (
+        producing(LARGE, **key(PRODUCER, READER, ANOTHER)) as producer,
+        consuming(LARGE, **key(READER, PRODUCER)) as reader,
+        consuming(LARGE, engine_id="decode-1", **key(ANOTHER, PRODUCER)) as another,
+    ):
+        reader.cache.backing.zero_()
+        params = await producer.offer_as_is("r", MOST_BLOCKS, MOST_TOKENS)
+        pull = asyncio.create_task(reader.pull(params, MOST_BLOCKS))
+        await until(lambda: reader.cache.backing[0] != 0)
+        assert not pull.done(), "too late to be refused during the read"
+        producer.worker.allow_keys([ANOTHER[1]])
+        with pytest.raises(errors.PeerLost):
+            await pull
+        await reader.worker.quiesced("r")
+        reader.at_rest()
+        with pytest.raises(errors.AuthenticationFailed):
+            await reader.pull(params, MOST_BLOCKS)
+        await another.pull(params, MOST_BLOCKS)
+        assert (another.cache.backing == producer.cache.backing).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("bind", ["tcp://[::1]:0", "tcp://127.0.0.1:0"])
+@pytest.mark.parametrize("encryption", ["off", "tls"])
+async def test_addresses_of_both_kinds(bind, encryption, heard):
+    settings = {"transport": "tcp", "tcp_encryption": encryption, "bind": bind}
+    async with producing(Shape(), **settings) as producer, consuming(hooks=[heard.append], **settings) as consumer:
+        assert ("[::1]" in producer.endpoint) == ("[::1]" in bind)
+        assert await pulled(producer, consumer, heard) == ("tcp", "tcp")
+
+
+def listening(port):
+    """Tell where this process's host listens at a port, by the kernel's own table."""
+    found = set()
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(FileNotFoundError), Path("/proc/net", table).open() as lines:
+            rows = [line.split() for line in lines][1:]
+            found |= {row[1].split(":")[0] for row in rows if row[1].endswith(f":{port:04X}") and row[3] == "0A"}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("settings", "at"),
+    [
+        ({"tcp_bind": "tcp://127.0.0.1:{port}"}, {"0100007F"}),
+        ({"tcp_bind": "tcp://127.0.0.1:{port}", "tcp_advertise": "tcp://localhost:{port}"}, {"0100007F"}),
+        ({"tcp_bind": "tcp://*:{port}", "tcp_advertise": "tcp://127.0.0.1:{port}"}, {"00000000"}),
+        ({"tcp_bind": "tcp://[::1]:{port}"}, {"0" * 24 + "01000000"}),
+        ({"tcp_bind": "tcp://*:{port}"}, {"00000000"}),
+    ],
+    ids=["an address", "another name", "every address", "IPv6 beside IPv4", "every address, as bind is reached"],
+)
+async def test_the_plane_listens_where_it_is_told_and_is_found_where_it_says(settings, at, heard):
+    port = free_port()
+    settings = {name: value.format(port=port) for name, value in settings.items()}
+    async with (
+        producing(Shape(), transport="tcp", **settings) as producer,
+        consuming(hooks=[heard.append], transport="tcp") as consumer,
+    ):
+        assert listening(port) == at
+        assert await pulled(producer, consumer, heard) == ("tcp", "tcp")
+    assert listening(port) == set()
+
+
+async def test_a_port_that_is_taken_is_named_and_one_plane_less_is_no_choice(heard):
+    port = free_port()
+    settings = {"tcp_bind": f"tcp://127.0.0.1:{port}"}
+    async with producing(Shape(), **settings):
+        for transport in ("tcp", "auto"):
+            with pytest.raises(errors.TransportUnavailable, match=str(port)) as caught:
+                async with consuming(transport=transport, **settings):
+                    pass
+            assert "tcp_bind" in caught.value.remedy
+
+
+@pytest.mark.parametrize("advertised", ["tcp://127.0.0.1:{port}", "tcp://no-such-host.invalid:{port}"])
+@pytest.mark.nixl
+@pytest.mark.processes
+async def test_a_tcp_plane_that_is_not_reached_is_not_needed_where_nixl_fits(elsewhere, heard, advertised):
+    wrong = advertised.format(port=free_port())
+    async with elsewhere.producing(Shape(), tcp_advertise=wrong) as producer:
+        async with consuming(hooks=[heard.append]) as ours:
+            assert await pulled(producer, ours, heard) == ("nixl", "cma")
+        async with consuming(transport="tcp", connect_s=0.3) as consumer:
+            params = await producer.offer("nobody there", BLOCKS, 8)
+            with pytest.raises(errors.PeerLost) as caught:
+                await consumer.pull(params, BLOCKS)
+            assert caught.value.remedy
+            await consumer.worker.quiesced("nobody there")
+            consumer.untouched()
+            consumer.at_rest()
+
+
+async def test_a_lease_is_read_over_tcp_with_its_own_ticket_only(monkeypatch):
+    """Slots and epochs can be found out by asking; what was signed cannot."""
+    members = kvflow.Ticket.members
+
+    def with_another_mac(ticket):
+        for member in members(ticket):
+            yield msgspec.structs.replace(member, mac=bytes(32))
+
+    async with producing(Shape(), transport="tcp") as producer, consuming(transport="tcp") as consumer:
+        ticket = await producer.offer("r", BLOCKS, 8)
+        with monkeypatch.context() as patched:
+            patched.setattr(kvflow.Ticket, "members", with_another_mac)
+            with pytest.raises(errors.TransferFailed, match="is that of another ticket"):
+                await consumer.pull(ticket, BLOCKS)
+        await consumer.worker.quiesced("r")
+        consumer.untouched()
+        await consumer.pull(ticket, BLOCKS)
+        consumer.has("r", BLOCKS, 8)

@@ -1,0 +1,360 @@
+"""Device memory over the TCP plane, against a device that no address reaches; ``KVFLOW_TEST_MEMORY=VRAM``: a GPU."""
+
+import queue
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+import kvflow
+from kvflow.config import TcpSettings
+from kvflow.ids import Credentials, PeerId, pass_of
+from kvflow.layout.region import Region
+from kvflow.transfer.requests import LeaseShare
+from kvflow.transport.base import (
+    CHUNK_BYTES_MAX,
+    Fence,
+    FenceFailed,
+    FenceJudged,
+    PeerAdded,
+    PeerAddress,
+    Program,
+    Read,
+    ReadCompleted,
+    ReadFailed,
+)
+from kvflow.transport.bounds import check_rows
+from kvflow.transport.device import PORTION_BYTES
+from kvflow.transport.ledger import Chunk
+from kvflow.transport.mover import Prepared
+from kvflow.transport.serving import Serving, Track
+from kvflow.transport.staging import StagingMemory
+from kvflow.transport.tcp import TcpMover
+from kvflow.transport.threaded import ThreadedTransport
+from kvflow.worker import runtime
+from tests.devices import StandInCache, Watched, cache_of
+
+PATIENCE_S = 60.0
+KEY = bytes(range(32))
+READER = ("ab" * 32, "reader", 0, "1" * 32)
+SOURCE = PeerId("source", 0, "0" * 32, "tcp://127.0.0.1:1", "")
+BLOCK = 24 << 10  # portions end within blocks
+BLOCKS = 230  # five portions and a rest
+SEEN, OLD, REUSED = 0x5A, 0xAB, 0xEE
+
+
+class End:
+    """A cache, its leases, and a mover; threaded for readers that are not driven by hand."""
+
+    def __init__(self, memory, content, *, block=BLOCK, encryption="off", threaded=True, reaches_device=True):
+        self.cache = cache_of(memory, content)
+        self.device = Watched(self.cache.device_memory) if self.cache.device_memory and reaches_device else None
+        self.block, self.count = block, len(content) // block
+        self.epochs = np.zeros(16, np.uint64)
+        self.leases = {}
+        region = self.cache.region
+        track = Track(region.address, block, block, self.count, region.memory, region.device)
+        serving = Serving(
+            ((track,),),
+            lambda *lease: self.leases.get(lease),
+            lambda key: key == READER[0],
+            KEY,
+            device_memory=self.device,
+        )
+        local = "tcp://127.0.0.1:0"
+        settings = TcpSettings(bind=local, advertise=local, connections=2, encryption=encryption)
+        self.events = queue.SimpleQueue()
+        self.waiting = []
+
+        def make(regions, epochs, serving):
+            self.mover = TcpMover("agent", settings, regions, epochs, serving)
+            return self.mover
+
+        epochs = Region(self.epochs.ctypes.data, self.epochs.nbytes)
+        if threaded:
+            self.transport = ThreadedTransport("tcp", {"tcp": make}, self.events.put, StagingMemory(0))
+            self.transport.start([region], epochs, serving)
+            self.close = self.transport.close
+        else:
+            make([region], epochs, serving)
+            self.close = self.mover.close
+
+    def lease(self, slot, epoch, blocks):
+        self.epochs[slot] = epoch
+        self.leases[slot, epoch] = (list(blocks),)
+
+    def end_lease(self, slot, epoch):
+        """End a lease and write over its blocks, as an engine may."""
+        self.epochs[slot] = epoch + 1
+        for block in self.leases.pop((slot, epoch))[0]:
+            self.cache.write(block * self.block, np.full(self.block, REUSED, np.uint8))
+
+    def blocks(self):
+        return self.cache.bytes().reshape(self.count, self.block)
+
+    def address(self):
+        epochs = Region(self.epochs.ctypes.data, self.epochs.nbytes)
+        planes = {"tcp": self.mover.metadata}
+        who = Credentials(*READER, pass_of(KEY, *READER))
+        return PeerAddress(SOURCE, planes, epochs, None, self.mover.data_endpoint, who)
+
+    def rows(self):
+        return np.array([[self.cache.region.address, self.block, self.cache.region.device, self.block, self.count]])
+
+    def program(self, source):
+        kinds = {"source_memory": source.cache.region.memory, "target_memory": self.cache.region.memory}
+        return Program(1, SOURCE, source.rows(), self.rows(), **kinds)
+
+    def meet(self, source):
+        self.transport.add_peer(source.address())
+        assert isinstance(self.next(PeerAdded), PeerAdded)
+        self.transport.prepare(self.program(source))
+        return self
+
+    def read(self, read_id, pairs, shares):
+        self.transport.post(read_of(read_id, pairs, shares, self.block))
+
+    def next(self, *kinds):
+        """Return the first event of these kinds; others wait for their turn."""
+        for event in self.waiting:
+            if isinstance(event, kinds):
+                self.waiting.remove(event)
+                return event
+        while not isinstance(event := self.events.get(timeout=PATIENCE_S), kinds):
+            self.waiting.append(event)
+        return event
+
+    def verdicts(self, count):
+        """Return what the fences of a read have seen, by slot."""
+        assert isinstance(self.next(ReadCompleted, ReadFailed), ReadCompleted)
+        judged = [self.next(FenceJudged, FenceFailed) for _ in range(count)]
+        return {event.fence_id % 100: event.observed for event in judged}
+
+
+def read_of(read_id, pairs, shares, block):
+    """A read of pairs of blocks in chunks as the planner cuts them, with a fence for each share."""
+    source, target = (np.array(column, np.int32) for column in zip(*pairs, strict=True))
+    step = min(256, max(1, CHUNK_BYTES_MAX // block))
+    cuts = np.array([*range(0, len(source), step), len(source)], np.int64)
+    fences = tuple(Fence(read_id * 100 + share.slot, share.slot, share.epoch, ()) for share in shares)
+    return Read(read_id, SOURCE, 1, source, target, cuts, len(source) * block, leases=tuple(shares), fences=fences)
+
+
+@pytest.fixture
+def ends():
+    """Make ends, and close them, the last one first."""
+    made = []
+
+    def make(*args, **kwargs):
+        made.append(End(*args, **kwargs))
+        return made[-1]
+
+    yield make
+    for end in reversed(made):
+        end.close()
+
+
+def content_of(count, block=BLOCK, seed=1):
+    # No byte is zero or one of the marks, so that each is told from them.
+    return np.random.default_rng(seed).integers(1, SEEN, count * block, dtype=np.uint8)
+
+
+def blank(count, block=BLOCK):
+    return np.full(count * block, OLD, np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("block", "count", "encryption"),
+    [
+        (7, 3000, "off"),
+        (BLOCK, BLOCKS, "off"),
+        (BLOCK, BLOCKS, "tls"),
+        ((5 << 19) + 1, 3, "tls"),
+        (9 << 20, 2, "off"),
+    ],
+)
+@pytest.mark.parametrize("memories", ["VRAM to DRAM", "DRAM to VRAM", "VRAM to VRAM"])
+def test_every_byte_that_is_asked_for_and_no_other(ends, memories, block, count, encryption):
+    source, target = memories.split(" to ")
+    producer = ends(source, content_of(count, block), block=block, encryption=encryption)
+    consumer = ends(target, blank(count + 2, block), block=block, encryption=encryption).meet(producer)
+    rng = np.random.default_rng(2)
+    pairs = list(zip(rng.permutation(count), rng.permutation(count + 2), strict=False))
+    producer.lease(4, 9, range(count))
+    consumer.read(1, pairs, [LeaseShare(4, 9, count)])
+    assert consumer.verdicts(1) == {4: 9}
+    expected = blank(count + 2, block).reshape(count + 2, block)
+    for here, there in pairs:
+        expected[there] = producer.blocks()[here]
+    np.testing.assert_array_equal(consumer.blocks(), expected)
+    if source == "VRAM":
+        assert producer.device.fetches >= count * block / PORTION_BYTES
+    if target == "VRAM":
+        assert consumer.device.stores >= count * block / PORTION_BYTES
+
+
+@pytest.mark.parametrize("encryption", ["off", "tls"])
+@pytest.mark.parametrize("target", ["DRAM", "VRAM"])
+def test_no_byte_of_a_lease_that_ends_in_the_middle_is_read_after_its_end(ends, target, encryption):
+    producer = ends("VRAM", content_of(BLOCKS), encryption=encryption)
+    consumer = ends(target, blank(BLOCKS), encryption=encryption).meet(producer)
+    before = producer.blocks()
+    half = BLOCKS // 2
+    producer.lease(1, 5, range(half))
+    producer.lease(2, 6, range(half, BLOCKS))
+    # Within the copy itself: the epochs that were compared before it still held.
+    producer.device.on_fetch = lambda number: number == 2 and producer.end_lease(1, 5)
+    # Blocks of both leases in turn, so that each portion has some of both.
+    pairs = [(block, block) for pair in zip(range(half), range(half, BLOCKS), strict=True) for block in pair]
+    shares = [LeaseShare(slot, epoch, 1) for _ in range(half) for slot, epoch in ((1, 5), (2, 6))]
+    consumer.read(1, pairs, shares)
+    assert set(consumer.verdicts(BLOCKS).items()) == {(1, 6), (2, 6)}
+    after = consumer.blocks()
+    np.testing.assert_array_equal(after[half:], before[half:])
+    ended = after[:half]
+    assert ((ended == before[:half]) | (ended == 0)).all()  # and never REUSED
+    assert (ended == before[:half])[0].all(), "what was fetched before the end is sent"
+    assert (ended == 0)[-1].all(), "what was fetched after it is not"
+
+
+def test_a_lease_that_is_admitted_during_the_read_is_not_taken_for_read(ends):
+    producer = ends("VRAM", content_of(BLOCKS))
+    consumer = ends("VRAM", blank(BLOCKS)).meet(producer)
+    producer.lease(1, 5, range(10))
+    producer.device.on_fetch = lambda number: producer.lease(2, 6, range(10, 20))
+    consumer.read(1, [(block, block) for block in range(20)], [LeaseShare(1, 5, 10), LeaseShare(2, 6, 10)])
+    verdicts = consumer.verdicts(2)
+    assert verdicts[1] == 5
+    assert verdicts[2] < 6, "the reader must come again"
+    assert not consumer.blocks()[10:20].any()
+
+
+def test_nothing_is_stored_of_a_read_whose_leases_are_not_held(ends):
+    producer = ends("VRAM", content_of(4))
+    consumer = ends("VRAM", blank(4)).meet(producer)
+    producer.epochs[1] = 8
+    consumer.read(1, [(0, 0), (1, 1)], [LeaseShare(1, 7, 2)])
+    assert consumer.verdicts(1) == {1: 8}
+    assert (producer.device.fetches, consumer.device.stores) == (0, 0)
+    assert (consumer.blocks() == OLD).all()
+
+
+def test_nothing_is_stored_for_a_peer_that_was_removed(ends):
+    producer = ends("VRAM", content_of(BLOCKS))
+    consumer = ends("VRAM", blank(BLOCKS)).meet(producer)
+    producer.lease(1, 5, range(BLOCKS))
+    fetching, go_on = threading.Event(), threading.Event()
+
+    def hold(number):
+        if number == 3:
+            fetching.set()
+            assert go_on.wait(PATIENCE_S)
+
+    producer.device.on_fetch = hold
+    consumer.read(1, [(block, block) for block in range(BLOCKS)], [LeaseShare(1, 5, BLOCKS)])
+    assert fetching.wait(PATIENCE_S)
+    consumer.transport.remove_peer(SOURCE)
+    assert consumer.next(ReadFailed, ReadCompleted).code == "peer_lost"
+    stores, after = consumer.device.stores, consumer.blocks()
+    go_on.set()
+    producer.close()  # on return its sender has sent what it would
+    assert consumer.device.stores == stores <= 2
+    np.testing.assert_array_equal(consumer.blocks(), after)
+
+
+@pytest.mark.parametrize("encryption", ["off", "tls"])
+def test_a_reader_that_takes_nothing_keeps_no_other_waiting(ends, encryption):
+    count = 32 << 20 >> 14  # more than two sockets hold
+    producer = ends("VRAM", content_of(count, 1 << 14), block=1 << 14, encryption=encryption)
+    producer.lease(1, 5, range(count))
+    stuck = ends("DRAM", blank(count, 1 << 14), block=1 << 14, encryption=encryption, threaded=False)
+    stuck.mover.add(producer.address())
+    program = stuck.program(producer)
+    rows = [check_rows(each) for each in (program.source_rows, program.target_rows)]
+    stuck.mover.prepare(Prepared(program, *rows))
+    read = read_of(1, [(block, block) for block in range(count)], [LeaseShare(1, 5, count)], 1 << 14)
+    fetched = threading.Event()
+    producer.device.on_fetch = lambda number: fetched.set()
+    stuck.mover.post(Chunk(read, 0, count))
+    while not fetched.is_set():  # until its answer is begun, and then never again
+        stuck.mover.progress()
+    consumer = ends("VRAM", blank(count, 1 << 14), block=1 << 14, encryption=encryption).meet(producer)
+    consumer.read(1, [(block, block) for block in range(count)], [LeaseShare(1, 5, count)])
+    assert consumer.verdicts(1) == {1: 5}
+    np.testing.assert_array_equal(consumer.blocks(), producer.blocks())
+    assert producer.device.fetches < 2 * 32, "the one that is stuck has fetched all of it: this proves nothing"
+
+
+@pytest.mark.parametrize(("source", "target"), [("VRAM", "DRAM"), ("DRAM", "VRAM")])
+def test_a_worker_that_does_not_reach_its_device_refuses(ends, source, target):
+    producer = ends(source, content_of(2), reaches_device=False)
+    consumer = ends(target, blank(2), reaches_device=False).meet(producer)
+    producer.lease(1, 5, range(2))
+    consumer.read(1, [(0, 0)], [LeaseShare(1, 5, 1)])
+    failed = consumer.next(ReadFailed, ReadCompleted)
+    assert failed.code == "bounds"
+    assert "does not reach the memory" in failed.detail
+    assert (consumer.blocks() == OLD).all()
+
+
+def test_a_device_that_fails_at_the_source_fails_one_read(ends):
+    producer = ends("VRAM", content_of(2))
+    consumer = ends("DRAM", blank(2)).meet(producer)
+    producer.lease(1, 5, range(2))
+
+    def fail(number):
+        raise RuntimeError("the device is gone")
+
+    producer.device.on_fetch = fail  # each time: a reader asks once again where nothing of an answer has come
+    consumer.read(1, [(0, 0)], [LeaseShare(1, 5, 1)])
+    assert consumer.next(ReadFailed, ReadCompleted).code == "peer_lost"
+    assert consumer.next(FenceFailed, FenceJudged).code == "peer_lost"
+    assert (consumer.blocks() == OLD).all()
+    producer.device.on_fetch = lambda number: None
+    consumer.transport.add_peer(producer.address())
+    consumer.next(PeerAdded)
+    consumer.transport.prepare(consumer.program(producer))
+    consumer.read(2, [(0, 0)], [LeaseShare(1, 5, 1)])
+    assert consumer.verdicts(1) == {1: 5}
+    np.testing.assert_array_equal(consumer.blocks()[0], producer.blocks()[0])
+
+
+def test_a_device_that_fails_at_the_target_fails_the_read(ends):
+    producer = ends("VRAM", content_of(2))
+    consumer = ends("VRAM", blank(2)).meet(producer)
+    producer.lease(1, 5, range(2))
+
+    def fail(number):
+        raise RuntimeError("the device is gone")
+
+    consumer.device.on_store = fail
+    consumer.read(1, [(0, 0)], [LeaseShare(1, 5, 1)])
+    failed = consumer.next(ReadFailed, ReadCompleted)
+    assert isinstance(failed, ReadFailed)
+    assert (consumer.blocks() == OLD).all()
+
+
+@pytest.mark.parametrize(("source", "target"), [("VRAM", "VRAM"), ("VRAM", "DRAM"), ("DRAM", "VRAM")])
+async def test_workers_whose_caches_lie_on_a_device_pull_over_tcp(monkeypatch, source, target):
+    spec = kvflow.FullAttention(block_size=16, num_kv_heads=4, head_size=64, dtype="bfloat16")
+    made = [kvflow.allocate({"layers.0": spec, "layers.1": spec}, num_blocks=40) for _ in range(2)]
+    for seed, cache in enumerate(made):
+        cache.backing.copy_(torch.from_numpy(content_of(1, cache.backing.nbytes, seed)))
+    caches = [
+        StandInCache(cache) if kind == "VRAM" else cache for cache, kind in zip(made, (source, target), strict=True)
+    ]
+    devices = {cache.device.region: cache.device for cache in caches if isinstance(cache, StandInCache)}
+    monkeypatch.setattr(runtime, "device_memory_of", lambda regions: devices.get(regions[0]))
+    secret = "a secret of this test"
+    configs = [
+        kvflow.WorkerConfig(engine_id=name, cluster_secret=secret, transport="tcp") for name in ("source", "target")
+    ]
+    async with kvflow.open_worker(configs[0], caches[0]) as producer, kvflow.open_worker(configs[1], caches[1]) as us:
+        ticket = producer.offer("request", block_ids=[[3, 4, 9]], num_tokens=48)
+        report = await us.pull(ticket, block_ids=[[7, 8, 1]])
+    assert report.transport == "tcp"
+    for layer in ("layers.0", "layers.1"):
+        for role in ("k", "v"):
+            here, there = (cache.component(layer, role) for cache in made)
+            assert torch.equal(here[[3, 4, 9]], there[[7, 8, 1]])
