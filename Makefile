@@ -18,7 +18,7 @@ help:
 	echo 'make bench   every benchmark, one after the other'
 	echo 'make simulate   20,000 scenarios of real workers on virtual time, with every fault; SEEDS=N for fewer; an hour'
 	echo 'make fuzz    a million mutated messages and 40,000 lies to real workers; FRAMES=N and LIES=N for fewer; ten minutes or more'
-	echo 'make soak    100,000 pulls among processes that are killed and restarted; PULLS=N for fewer; ten minutes or more'
+	echo 'make soak    100,000 pulls among processes that are killed and restarted; PULLS=N for fewer, TRANSPORT=tcp; ten minutes or more'
 	echo 'make chaos   real processes killed, stopped and cut off for three minutes; MINUTES=N, SEED=N'
 	echo 'make compose-demo   the demo in containers, over TCP and over shared memory; needs Docker and Compose'
 	echo 'make test-compose   the tests of that, with a container that is killed'
@@ -72,10 +72,11 @@ simulate: $(INSTALLED)
 	$(BIN)/kvflow simulate --seeds $${SEEDS:-20000} --first $${FIRST:-0}
 
 fuzz: $(INSTALLED)
-	$(BIN)/python -m tests.fuzz --seed $${SEED:-0} --frames $${FRAMES:-1000000} --lies $${LIES:-10000}
+	$(BIN)/python -m tests.fuzz --seed $${SEED:-0} --frames $${FRAMES:-1000000} --lies $${LIES:-10000} \
+		--tcp-frames $${FRAMES:-1000000} --tcp-answers $${LIES:-10000}
 
 soak: $(INSTALLED)
-	$(BIN)/python -m tests.soak --pulls $${PULLS:-100000} --seed $${SEED:-0}
+	$(BIN)/python -m tests.soak --pulls $${PULLS:-100000} --seed $${SEED:-0} --transport $${TRANSPORT:-auto}
 
 chaos: $(INSTALLED)
 	$(BIN)/python -m tests.chaos --minutes $${MINUTES:-3} $${SEED:+--seed $$SEED}
