@@ -12,6 +12,7 @@ from kvflow.testing.process import Process
 from kvflow.testing.staging import SimulatedStaging, blocks_of_units
 from kvflow.testing.world import Event
 from kvflow.transport.base import (
+    Fence,
     PeerAddress,
     Program,
     Published,
@@ -25,7 +26,7 @@ from kvflow.transport.base import (
     TransportEvent,
 )
 from kvflow.transport.bounds import Rows, check_rows
-from kvflow.transport.owner import CancelReads, Command, Owner, RemovePeer, RenewReader
+from kvflow.transport.owner import CancelReads, Command, Look, Owner, RemovePeer, RenewReader
 from kvflow.transport.serving import SERVES_NOTHING, Serving
 from kvflow.worker.surroundings import OpenTransport
 
@@ -126,6 +127,11 @@ class SimulatedTransport:
         blocks = blocks_of_units(target, index) if isinstance(target, tuple) else self._cache.blocks_of(target, index)
         self._aims[read.read_id] = {block: self._owners[block] for block in blocks}
         self._command(read)
+
+    def look(self, peer: PeerId, fence: Fence) -> None:
+        """See ``Transport.look``."""
+        self._world.note(self._process.name, "looked", peer, fence.slot)
+        self._command(Look(peer, fence))
 
     def cancel(self, read_ids: Sequence[int]) -> None:
         """See ``Transport.cancel``."""

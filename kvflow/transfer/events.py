@@ -23,7 +23,7 @@ class TransferStarted(Struct, frozen=True):
 
 
 class TransferRetried(Struct, frozen=True):
-    """A fence found the lease not admitted yet: it will be looked at again.
+    """The lease is not admitted yet: the worker looks at it again later, and reads once it is held.
 
     Attributes:
         pull_id: the pull.

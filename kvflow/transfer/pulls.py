@@ -22,9 +22,8 @@ class Leg:
         request: what it must give, under which lease.
         renew_at: when its lease is to be renewed next.
         queued_at: since when it waits for room, in this attempt.
-        admitted: whether its lease was held before what is read now.
-        retried: whether its lease was found not to be held yet.
-        found: whether it is read once more because its lease was found held, after something had been read before that.
+        admitted: whether its lease is known to be held before what is read now.
+        again: whether it is read once more, because the producer had not served something of a lease that is held.
         unheld: whether, in this attempt, the producer has not served something because its lease was not held.
         waiting: pairs that are queued.
         nbytes: bytes that have arrived, in this attempt.
@@ -32,7 +31,7 @@ class Leg:
         reads: ids of the batches in flight that have a part of it.
         look_id: of the look at its lease that all batches share until it is judged; -1 before the first.
         fence_id: of the last fence; -1 before the first.
-        bytes_at: when every byte had arrived, or the first attempt's had; None before.
+        bytes_at: when every byte had arrived, or its lease was first found not to be admitted; None before.
         retry_at: when its lease is looked at again; None if it is not waited for.
         pause_s: before it is looked at once more.
     """
@@ -42,8 +41,7 @@ class Leg:
     renew_at: float
     queued_at: float
     admitted: bool
-    retried: bool = False
-    found: bool = False
+    again: bool = False
     unheld: bool = False
     waiting: int = 0
     nbytes: int = 0
@@ -56,14 +54,15 @@ class Leg:
     pause_s: float = EARLY_RETRY_S
 
     @property
-    def must_look(self) -> bool:
-        """Whether what is read now may count if the lease is held before."""
-        return not self.admitted and not self.retried
+    def awaits_admission(self) -> bool:
+        """Whether its lease was found not to be admitted yet: nothing of it is queued until it is."""
+        return self.state == "queued" and not self.waiting
 
-    @property
-    def probes(self) -> bool:
-        """Whether one pair is enough to read, because the lease was found not to be held."""
-        return not self.admitted and self.retried
+    def count_early(self) -> None:
+        """Note that its lease is not admitted yet, and that what was read before that does not count."""
+        self.pull.early += 1
+        self.pull.early_bytes += 0 if self.unheld else self.nbytes
+        self.nbytes = 0
 
     def move(self, event: LegEvent) -> None:
         """Go on to the next state."""
@@ -71,7 +70,9 @@ class Leg:
 
     def wait_for_admission(self, now: float) -> float:
         """Look again in a while, and longer each time; return when."""
-        self.admitted, self.retried = False, True
+        self.admitted, self.waiting = False, 0
+        if self.bytes_at is None:
+            self.bytes_at = now  # one budget covers all waiting for an admission
         self.retry_at = now + self.pause_s
         self.pause_s = min(EARLY_RETRY_S_MAX, 2 * self.pause_s)
         return self.retry_at
@@ -89,6 +90,8 @@ class Pull:
         arrived_at: when the last batch so far had arrived.
         failed: whether it has failed; then it only drains.
         reads: batches that had a part of it.
+        early: how often the lease of a leg was found not to be admitted yet.
+        early_bytes: bytes that were read before that, and are read again.
         posted_s: seconds spent in posting calls.
         scattered_s: seconds spent in copying out of staging buffers.
         fence_s: of the slowest fence.
@@ -103,6 +106,8 @@ class Pull:
     arrived_at: float = 0.0
     failed: bool = False
     reads: int = 0
+    early: int = 0
+    early_bytes: int = 0
     posted_s: float = 0.0
     scattered_s: float = 0.0
     fence_s: float = 0.0
@@ -121,6 +126,8 @@ class Pull:
             descriptors=descriptors,
             merged=1 - descriptors / sum(len(part.pairs.source) * part.unit_descriptors for part in demands),
             reads=self.reads,
+            early=self.early,
+            early_bytes=self.early_bytes,
             timings_s=self.timings_s(self.arrived_at),
         )
         return TransferCompleted(request.pull_id, request.request_id, report)

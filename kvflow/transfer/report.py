@@ -13,6 +13,8 @@ class TransferReport(Struct, frozen=True, kw_only=True):
         descriptors: how many the pull's block lists make once neighbors have merged; pacing may cut them further.
         merged: share of the descriptors that merging saved, from 0 (ids apart, or runs too short) to nearly 1.
         reads: batches that carried it, some of them shared with other pulls.
+        early: how often the lease of a source rank was found not to be admitted yet; 0 for a ticket in time.
+        early_bytes: bytes that were read before that and read again; 0 unless the producer broke its word.
         transport: what carried the bytes, by UCX's name: ``cma`` (shared memory), ``tcp``, ``rc_mlx5``, ``cuda_ipc``;
             or ``loopback``. Several with a bar between them: one of these. Those of several peers are joined by a plus.
         plane: the data plane: ``nixl``, ``tcp`` or ``loopback``. Those of several peers are joined by a plus.
@@ -29,6 +31,8 @@ class TransferReport(Struct, frozen=True, kw_only=True):
     reads: int
     read_bytes: int = 0
     merged: float = 0.0
+    early: int = 0
+    early_bytes: int = 0
     transport: str = ""
     plane: str = ""
     timings_s: dict[str, float]

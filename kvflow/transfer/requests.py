@@ -6,11 +6,13 @@ from operator import attrgetter
 
 import numpy as np
 from msgspec import Struct
-from msgspec.structs import replace
 
 from kvflow.ids import PeerId
 from kvflow.transfer.events import TransferEvent
 from kvflow.transfer.pairs import Int64s, UnitPairs
+
+NOT_HELD = "lease_not_held"
+"""Code of a batch that was not read, because a look at one of its leases did not find it held."""
 
 PRIORITY_MAX = 1 << 31
 """Largest priority either way: beside a time, a float holds it and its age exactly enough."""
@@ -137,7 +139,7 @@ class Dispatch(Struct, frozen=True, eq=False):
         leases: whose pairs these are, in the order of the pairs; neighbours are of different leases.
         priority: lower is more urgent.
         fences: fences that become due with this batch.
-        looks: fences to be read before this batch is.
+        looks: fences to be read before this batch, which is not read unless they find every lease held.
         pull_ids: whose pairs these are.
     """
 
@@ -150,6 +152,18 @@ class Dispatch(Struct, frozen=True, eq=False):
     fences: tuple[EpochCheck, ...]
     looks: tuple[EpochCheck, ...]
     pull_ids: tuple[int, ...]
+
+
+class Look(Struct, frozen=True):
+    """Read one epoch slot of a peer now.
+
+    Attributes:
+        peer: the source rank.
+        check: the slot, and what it must hold.
+    """
+
+    peer: PeerId
+    check: EpochCheck
 
 
 class CancelReads(Struct, frozen=True):
@@ -166,13 +180,7 @@ class RenewLease(Struct, frozen=True):
     epoch: int
 
 
-Effect = Dispatch | CancelReads | RenewLease | TransferEvent
-
-
-def first_pair(demand: Demand) -> Demand:
-    """Return the least that can be read of a demand."""
-    pairs = UnitPairs(demand.pairs.source[:1], demand.pairs.target[:1])
-    return replace(demand, pairs=pairs, descriptors=demand.unit_descriptors)
+Effect = Dispatch | Look | CancelReads | RenewLease | TransferEvent
 
 
 def join_pairs(parts: list[tuple[UnitPairs, int, int]]) -> UnitPairs:

@@ -8,12 +8,12 @@ A pull has one leg per source rank. Each leg is fenced by itself, after all its 
 complete when every leg is delivered, and fails as a whole with the first leg that fails. A fence that finds the lease
 held proves that it had not ended before the bytes were read, and not that it had begun. A lease that may be admitted
 after its ticket was handed out is therefore looked at before its bytes are read, too, by the transport, in the same go.
-If it was not held then, all is read again once it is; while it is not, one pair is read and fenced every now and then.
+If it is not held then, nothing is read. It is looked at again every now and then, and read once it is held.
 """
 
 from collections.abc import Collection
 
-import msgspec
+from msgspec.structs import replace
 
 from kvflow.cache.epochs import judge
 from kvflow.errors import CapacityExceeded
@@ -26,17 +26,19 @@ from kvflow.transfer.events import (
     TransferStarted,
 )
 from kvflow.transfer.flights import Flights
+from kvflow.transfer.pairs import UnitPairs
 from kvflow.transfer.pulls import Leg, Pull
 from kvflow.transfer.queues import Batch, Limits, Piece, ReadyQueues
 from kvflow.transfer.requests import (
+    NOT_HELD,
     CancelReads,
     Dispatch,
     Effect,
     EpochCheck,
     LeaseShare,
+    Look,
     PullRequest,
     RenewLease,
-    first_pair,
     join_pairs,
     join_shares,
 )
@@ -144,10 +146,7 @@ class Scheduler:
                 effects += self._drain(leg.pull)
             elif not leg.reads and not leg.waiting:
                 leg.move("bytes_arrived")
-                if leg.bytes_at is None:
-                    leg.bytes_at = now
-                else:  # kept when data are read again, so that one budget covers all waiting for an admission
-                    self._due.put(leg_id, now)
+                leg.bytes_at = now
         return effects + self.pump(now)
 
     def on_read_failed(self, read_id: int, *, code: str, detail: str, now: float) -> list[Effect]:
@@ -156,11 +155,13 @@ class Scheduler:
         legs = [self._legs[leg_id] for leg_id in batch.legs()]
         for leg in legs:
             leg.reads.discard(read_id)
+        if code == NOT_HELD:
+            self._queue_again(batch, now)
         effects: list[Effect] = []
         for leg in legs:
             if leg.pull.failed:
                 effects += self._drain(leg.pull)
-            else:
+            elif code != NOT_HELD:
                 effects += self._fail(leg.pull, code, phase="wire", peer=batch.peer, detail=detail, now=now)
         return effects + self.pump(now)
 
@@ -172,10 +173,13 @@ class Scheduler:
 
     def on_fence_failed(self, fence_id: int, *, code: str, detail: str, now: float) -> list[Effect]:
         """Note that the epoch could not be read: without it nothing is delivered."""
-        if fence_id in self._looks:  # its reads have failed with it
-            del self._looks[fence_id]
-            return []
-        leg = self._fenced(fence_id)
+        leg: Leg | None
+        if fence_id in self._looks:
+            leg = self._legs[self._looks.pop(fence_id)]
+            if not leg.awaits_admission:
+                return []  # its reads fail with it
+        else:
+            leg = self._fenced(fence_id)
         if leg is None:
             return []
         return self._fail(leg.pull, code, phase="fence", peer=leg.request.peer, detail=detail, now=now) + self.pump(now)
@@ -229,7 +233,7 @@ class Scheduler:
         request = leg.request
         if leg.retry_at is not None and leg.retry_at <= now:
             leg.retry_at = None
-            self._enqueue(leg_id, leg, now)
+            effects.append(Look(request.peer, self._look(leg_id)))
         if leg.renew_at <= now:
             leg.renew_at = now + request.lease_s / RENEWALS_PER_LEASE
             effects.append(RenewLease(request.peer, request.slot, request.epoch))
@@ -254,10 +258,9 @@ class Scheduler:
             return self._fail_stale(leg, observed, now)
         if verdict == "early":
             leg.move("fence_early")
-            self._due.put(leg_id, leg.wait_for_admission(now))
-            return [TransferRetried(pull.request.pull_id, pull.request.request_id, str(leg.request.peer))]
-        if leg.unheld or not leg.admitted:
-            return self._read_admitted(leg_id, leg, now)
+            return self._await_admission(leg_id, leg, now)
+        if leg.unheld:
+            return self._read_again(leg_id, leg, now)
         leg.move("fence_held")
         if any(self._legs[leg_id].state != "delivered" for leg_id in pull.legs):
             return []
@@ -265,37 +268,66 @@ class Scheduler:
         return [pull.completed()]
 
     def _on_looked(self, leg_id: int, observed: int, now: float) -> list[Effect]:
-        """Take what the epoch slot held before the data were read."""
+        """Take what the epoch slot held before the data were read, or while their lease was waited for."""
         leg = self._legs[leg_id]
+        leg.look_id = -1
         verdict = judge(leg.request.epoch, observed)
         if verdict == "stale":
             return self._fail_stale(leg, observed, now)
-        leg.admitted = verdict == "held"
-        return []
+        if verdict == "held":
+            leg.admitted = True
+            return self._read(leg_id, leg, now) if leg.awaits_admission else []
+        if leg.state == "reading":
+            self._ready.remove_leg(leg_id)
+            leg.move("look_early")
+        return self._await_admission(leg_id, leg, now)
+
+    def _await_admission(self, leg_id: int, leg: Leg, now: float) -> list[Effect]:
+        """Look at a lease again later, because it is not admitted yet."""
+        leg.count_early()
+        self._due.put(leg_id, leg.wait_for_admission(now))
+        request = leg.pull.request
+        return [TransferRetried(request.pull_id, request.request_id, str(leg.request.peer))]
+
+    def _queue_again(self, batch: Batch, now: float) -> None:
+        """Queue what was not read because of another pull's lease, and count a read of none of its pulls."""
+        for leg_id in batch.legs():
+            self._legs[leg_id].pull.reads -= 1
+        for leg_id, demand, first, last in batch.slices:
+            leg = self._legs[leg_id]
+            if leg.state == "reading":
+                pairs = UnitPairs(demand.pairs.source[first:last], demand.pairs.target[first:last])
+                leg.waiting += last - first
+                self._ready.add(batch.peer, batch.priority, Piece(leg_id, replace(demand, pairs=pairs), now))
 
     def _fail_stale(self, leg: Leg, observed: int, now: float) -> list[Effect]:
         detail = f"the lease ended before the read did: epoch {leg.request.epoch}, the slot holds {observed}"
         failed = self._fail(leg.pull, "stale_lease", phase="fence", peer=leg.request.peer, detail=detail, now=now)
         return failed + self.pump(now)
 
-    def _read_admitted(self, leg_id: int, leg: Leg, now: float) -> list[Effect]:
-        """Read all that a leg must give, now that its lease has been found held."""
-        if leg.unheld and leg.found:
+    def _read_again(self, leg_id: int, leg: Leg, now: float) -> list[Effect]:
+        """Read all that a leg must give once more: its lease is held, and something was not served."""
+        if leg.again:
             detail = "the producer holds the lease, and does not serve its blocks"
             failed = self._fail(
                 leg.pull, "transport_error", phase="fence", peer=leg.request.peer, detail=detail, now=now
             )
             return failed + self.pump(now)
-        leg.admitted, leg.found, leg.queued_at, leg.bytes_at = True, True, now, None
+        leg.again = True
         leg.move("lease_found")
+        return self._read(leg_id, leg, now)
+
+    def _read(self, leg_id: int, leg: Leg, now: float) -> list[Effect]:
+        """Read all that a leg must give, with budgets from now on."""
+        leg.queued_at, leg.bytes_at = now, None
         self._enqueue(leg_id, leg, now)
         return self.pump(now)
 
     def _enqueue(self, leg_id: int, leg: Leg, now: float) -> None:
-        """Queue all that a leg must give, or one pair while its lease was found not to be held."""
+        """Queue all that a leg must give."""
         leg.waiting = leg.nbytes = 0
         leg.unheld = False
-        for demand in [first_pair(leg.request.demands[0])] if leg.probes else leg.request.demands:
+        for demand in leg.request.demands:
             leg.waiting += len(demand.pairs.source)
             self._ready.add(leg.request.peer, leg.pull.request.priority, Piece(leg_id, demand, now))
 
@@ -327,7 +359,7 @@ class Scheduler:
             leases=join_shares(shares),
             priority=batch.priority,
             fences=tuple(self._fence(leg_id) for leg_id in legs if not self._legs[leg_id].waiting),
-            looks=tuple(self._look(leg_id) for leg_id in legs if self._legs[leg_id].must_look),
+            looks=tuple(self._look(leg_id) for leg_id in legs if not self._legs[leg_id].admitted),
             pull_ids=tuple(self._legs[leg_id].pull.request.pull_id for leg_id in legs),
         )
         return [dispatch, *started]  # bytes before words
@@ -384,7 +416,7 @@ class Scheduler:
         effects: list[Effect] = [failure]
         if code == "stale_lease" and reads:
             # A stale lease implies quiescence: it is told when the other ranks' reads have ended as well.
-            pull.held_back, pull.held_since = msgspec.structs.replace(failure, quarantined=False), now
+            pull.held_back, pull.held_since = replace(failure, quarantined=False), now
             self._due.put(pull.legs[0], now + request.budgets.wire_s)
             effects.clear()
         unwanted = tuple(sorted(read_id for read_id in reads if self._flights.give_up(read_id)))
@@ -404,9 +436,7 @@ class Scheduler:
         hung = next(leg.request.peer for leg in map(self._legs.__getitem__, pull.legs) if leg.reads)
         detail = "wire took longer than its budget"
         return [
-            msgspec.structs.replace(
-                failure, code="deadline_exceeded", phase="wire", peer=str(hung), detail=detail, quarantined=True
-            )
+            replace(failure, code="deadline_exceeded", phase="wire", peer=str(hung), detail=detail, quarantined=True)
         ]
 
     def _drain(self, pull: Pull) -> list[Effect]:

@@ -3,7 +3,8 @@
 =============  =====================================================  ==========================
 state          what holds                                             deadline
 =============  =====================================================  ==========================
-``queued``     nothing is posted; blocks are receiving                ``Budgets.queue_s``
+``queued``     nothing is posted; blocks are receiving                ``Budgets.queue_s``, or ``Budgets.fence_s``
+                                                                      while its lease is not admitted
 ``reading``    at least one batch was dispatched                      ``Budgets.wire_s``
 ``fencing``    every byte has arrived; the epoch is being read        ``Budgets.fence_s``
 ``delivered``  the fence was held                                     none
@@ -15,12 +16,15 @@ state          what holds                                             deadline
 from typing import Literal
 
 LegState = Literal["queued", "reading", "fencing", "delivered", "draining", "dead"]
-LegEvent = Literal["dispatched", "bytes_arrived", "fence_held", "fence_early", "lease_found", "failed", "drained"]
+LegEvent = Literal[
+    "dispatched", "bytes_arrived", "fence_held", "look_early", "fence_early", "lease_found", "failed", "drained"
+]
 
 TRANSITIONS: dict[tuple[LegState, LegEvent], LegState] = {
     ("queued", "dispatched"): "reading",
     ("reading", "dispatched"): "reading",
     ("reading", "bytes_arrived"): "fencing",
+    ("reading", "look_early"): "queued",  # and nothing of it was read
     ("fencing", "fence_held"): "delivered",
     ("fencing", "fence_early"): "queued",
     ("fencing", "lease_found"): "queued",  # held, and only from here on its bytes are worth reading

@@ -171,8 +171,10 @@ class Read(Struct, frozen=True, eq=False):
         nbytes: total bytes; must be what the descriptors hold; of a staged program, what its units write in the end.
         priority: lower is more urgent.
         fences: fences that become due with this read.
-        looks: fences that are judged before any chunk of this read is posted, whatever they say; several reads may
-            have the same one, which is judged once. If one fails, so does the read. Their ``after`` means nothing.
+        looks: fences that are judged before any chunk of this read is posted. The read is posted if all of them find
+            their lease held. If one does not, the read fails with ``lease_not_held`` and no byte of it is read; if one
+            fails, so does the read. Several reads may have the same look, which is judged once. Its ``after`` means
+            nothing.
         leases: which leases vouch for the bytes, in the order of the unit pairs; empty: the caller does not say. The
             read has ``P`` pairs, the sum of the shares' ``pairs``, numbered from 0, and ``n`` is a multiple of ``P``.
             Index ``k`` belongs to pair ``k % P``: a plain program lists its indices run by run, and within each run
@@ -295,7 +297,8 @@ class ReadFailed(Struct, frozen=True):
 
     Attributes:
         read_id: which read.
-        code: ``peer_lost``, ``cancelled``, ``program_unknown``, ``bounds`` or ``transport_error``.
+        code: ``peer_lost``, ``cancelled``, ``program_unknown``, ``bounds``, ``lease_not_held`` or
+            ``transport_error``.
         detail: the foreign library's own words.
     """
 
@@ -305,10 +308,10 @@ class ReadFailed(Struct, frozen=True):
 
 
 class FenceJudged(Struct, frozen=True):
-    """The epoch slot was read after the data.
+    """The epoch slot was read: after the data, or before them if it is a look.
 
     Attributes:
-        fence_id: which fence.
+        fence_id: which fence or look.
         observed: the slot's value. Equal to the fence's epoch: held. Above: stale. Below: not admitted yet.
         fence_s: seconds from posting the fence read to its completion.
     """
@@ -404,6 +407,10 @@ class Transport(Protocol):
 
     def post(self, read: Read) -> None:
         """Start a read. Ends in ``ReadCompleted`` or ``ReadFailed``, then its fences are judged."""
+        ...
+
+    def look(self, peer: PeerId, fence: Fence) -> None:
+        """Read an epoch slot now, without any data. Ends in ``FenceJudged`` or ``FenceFailed``."""
         ...
 
     def cancel(self, read_ids: Sequence[int]) -> None:

@@ -2,8 +2,8 @@
 
 Every read that is admitted or refused here ends in exactly one ``ReadCompleted`` or ``ReadFailed``, each of its
 fences in exactly one ``FenceJudged`` or ``FenceFailed``. A read ends only when none of its chunks is in flight:
-the events are terminal by construction. A fence becomes due only when each read it waits for has completed; a look is
-a fence that is due at once, and the reads that have it wait for it.
+the events are terminal by construction. A fence becomes due only when each read it waits for has completed. A look is
+a fence that is due at once. The reads that have it wait for it, and are not posted unless it finds the lease held.
 
 The caller alternates: ``take`` a piece of work, post it, and report ``arrived``, ``judged`` or ``failed`` once
 it is terminal. Methods return the events that follow, in order.
@@ -19,7 +19,9 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
+from kvflow.cache.epochs import judge
 from kvflow.ids import PeerId
+from kvflow.transfer.requests import NOT_HELD
 from kvflow.transport.base import (
     Fence,
     FenceFailed,
@@ -289,9 +291,13 @@ class Ledger:
         self._reads[chunk.read.read_id].unheld |= unheld
         return self._leave_flight(chunk, now)
 
+    def look(self, peer: PeerId, fence: Fence) -> None:
+        """Have an epoch slot of an open peer read for its own sake."""
+        self._lanes[peer].due.append(DueFence(peer, fence))
+
     def judged(self, due: DueFence, observed: int, fence_s: float) -> Events:
-        """Report the value of an epoch slot."""
-        events = self._end_look(due, None)
+        """Report the value of an epoch slot; reads that wait for it go on only if their lease is held."""
+        events = self._end_look(due, _not_held(due.fence, observed))
         self._lanes[due.peer].fences_in_flight -= 1
         self._forget_if_drained(due.peer)
         return [FenceJudged(due.fence.fence_id, observed, fence_s), *events]
@@ -463,6 +469,14 @@ def lease_numbers(chunk: Chunk) -> npt.NDArray[np.uint16] | None:
     of_pair = np.repeat(np.arange(len(leases), dtype=np.uint16), counts)
     of_descriptor: npt.NDArray[np.uint16] = of_pair[np.arange(chunk.first, chunk.stop) % len(of_pair)]
     return of_descriptor
+
+
+def _not_held(fence: Fence, observed: int) -> Reason | None:
+    """Return why nothing may be read after this look; None if the lease is held."""
+    verdict = judge(fence.epoch, observed)
+    if verdict == "held":
+        return None
+    return Reason(NOT_HELD, f"the lease is {verdict}: epoch {fence.epoch}, slot {fence.slot} holds {observed}")
 
 
 def _next_read(lane: _Lane) -> _OpenRead | None:

@@ -17,6 +17,8 @@ from kvflow.layout.region import ADDRESS_MAX, Region
 from kvflow.transport.base import (
     RENEWAL_DRAIN_S,
     Carrier,
+    Fence,
+    FenceFailed,
     PeerAdded,
     PeerAddress,
     PeerFailed,
@@ -52,6 +54,13 @@ class RemovePeer(Struct, frozen=True):
     gone: bool = False
 
 
+class Look(Struct, frozen=True):
+    """``Transport.look``."""
+
+    peer: PeerId
+    fence: Fence
+
+
 class CancelReads(Struct, frozen=True):
     """``Transport.cancel``."""
 
@@ -62,7 +71,7 @@ class RenewReader(Struct, frozen=True):
     """``Transport.renew_reader``."""
 
 
-Command = PeerAddress | RemovePeer | Program | Read | CancelReads | RenewReader
+Command = PeerAddress | RemovePeer | Program | Read | Look | CancelReads | RenewReader
 
 
 @dataclass(slots=True, eq=False)
@@ -133,6 +142,8 @@ class Owner:
             match command:
                 case Read():
                     self._admit(command)
+                case Look(peer, fence):
+                    self._look(peer, fence)
                 case CancelReads(read_ids):
                     self._emit(self._ledger.cancel(read_ids))
                 case PeerAddress():
@@ -253,10 +264,22 @@ class Owner:
         else:
             self._emit(self._ledger.admit(read, staged=program.staged is not None))
 
-    def _program_of(self, read: Read) -> Prepared:
-        peer = self._peers.get(read.peer)
+    def _look(self, peer_id: PeerId, fence: Fence) -> None:
+        try:
+            self._open(peer_id)
+        except MoveFailed as failure:
+            self._emit([FenceFailed(fence.fence_id, failure.reason.code, failure.reason.detail)])
+        else:
+            self._ledger.look(peer_id, fence)
+
+    def _open(self, peer_id: PeerId) -> _Peer:
+        peer = self._peers.get(peer_id)
         if peer is None or peer.leaving:
-            raise MoveFailed("peer_lost", f"{read.peer} is not added")
+            raise MoveFailed("peer_lost", f"{peer_id} is not added")
+        return peer
+
+    def _program_of(self, read: Read) -> Prepared:
+        peer = self._open(read.peer)
         program = peer.programs.get(read.program_id)
         if program is None:
             raise MoveFailed("program_unknown", f"program {read.program_id} of {read.peer} was not prepared")

@@ -13,9 +13,9 @@ from functools import partial
 
 from kvflow.ids import PeerId
 from kvflow.layout.region import Region
-from kvflow.transport.base import PeerAddress, Program, Published, Read, Sink, StagingUse
+from kvflow.transport.base import Fence, PeerAddress, Program, Published, Read, Sink, StagingUse
 from kvflow.transport.mover import MoverFactory
-from kvflow.transport.owner import CancelReads, Command, Owner, RemovePeer, RenewReader
+from kvflow.transport.owner import CancelReads, Command, Look, Owner, RemovePeer, RenewReader
 from kvflow.transport.planes import open_planes
 from kvflow.transport.serving import SERVES_NOTHING, Serving
 from kvflow.transport.staging import StagingMemory
@@ -160,6 +160,10 @@ class ThreadedTransport:
     def post(self, read: Read) -> None:
         """See ``Transport.post``."""
         self._command(read)
+
+    def look(self, peer: PeerId, fence: Fence) -> None:
+        """See ``Transport.look``."""
+        self._command(Look(peer, fence))
 
     def cancel(self, read_ids: Sequence[int]) -> None:
         """See ``Transport.cancel``."""

@@ -27,6 +27,7 @@ from kvflow.transfer.requests import (
     Effect,
     EpochCheck,
     LegRequest,
+    Look,
     PullRequest,
     RenewLease,
 )
@@ -362,6 +363,8 @@ class Consumer:
             match effect:
                 case Dispatch():
                     self._post(effect)
+                case Look(peer=peer, check=check):
+                    self._transport.look(peer, _fence(check))
                 case CancelReads(read_ids=read_ids):
                     self._transport.cancel(read_ids)
                 case RenewLease(peer=peer, slot=slot, epoch=epoch):

@@ -15,6 +15,7 @@ from handshake.messages import Release
 from handshake.network import DialledChannel, Network
 from handshake.sockets import Delivery
 from kvflow.config import WorkerConfig
+from kvflow.ids import PeerId
 from kvflow.transport.base import Fence, FenceFailed, FenceJudged, Read, ReadCompleted, ReadFailed, Sink, Transport
 from kvflow.transport.base import TransportEvent as Event
 from kvflow.worker.surroundings import REAL, OpenTransport, Surroundings
@@ -88,6 +89,11 @@ class Fenceless:
         for look in read.looks:
             self._sink(FenceJudged(look.fence_id, look.epoch, 0.0))
         self._transports[0].post(msgspec.structs.replace(read, fences=(), looks=()))
+
+    def look(self, peer: PeerId, fence: Fence) -> None:
+        """Find every lease held."""
+        self._left_out.fences += 1
+        self._sink(FenceJudged(fence.fence_id, fence.epoch, 0.0))
 
     def on_event(self, event: Event) -> None:
         """Pass an event on, and judge the fences that are due with it."""

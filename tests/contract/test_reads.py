@@ -5,6 +5,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvflow.transfer.requests import NOT_HELD
 from kvflow.transport.base import FenceFailed, FenceJudged, ReadCompleted, ReadFailed
 
 BLOCK = 4096
@@ -82,17 +83,34 @@ def test_a_fence_reports_what_its_slot_holds(world, pair, observed):
 
 
 @pytest.mark.parametrize("observed", [41, 42, 43], ids=["below", "equal", "above"])
-def test_a_look_is_told_before_its_read_whatever_it_says(world, pair, observed):
+def test_a_read_follows_its_look_only_if_that_finds_the_lease_held(world, pair, observed):
     reader, exporter = pair
     exporter.epochs[9] = observed
     program = world.dense(1, "p", exporter.cache.region, reader.cache.region, block=BLOCK, count=64)
     reader.transport.prepare(program)
+    before = reader.cache.bytes().copy()
     look = world.fence(5, 9, 42)
     fence = world.fence(6, 9, 42, 1)
     reader.transport.post(world.read(1, program, [0], [0], fences=(fence,), looks=(look,)))
-    assert reader.sink.wait(("fence", 6))[0].observed == observed
-    assert reader.sink.wait(("fence", 5))[0].observed == observed
+    looked, read, fenced = reader.sink.wait(("fence", 5), ("read", 1), ("fence", 6))
+    assert looked.observed == observed
     assert reader.sink.order()[-3:] == [("fence", 5), ("read", 1), ("fence", 6)]
+    if observed == 42:
+        assert (type(read), fenced.observed) == (ReadCompleted, 42)
+        assert np.array_equal(reader.cache.bytes()[:BLOCK], exporter.cache.bytes()[:BLOCK])
+    else:
+        assert (read.code, fenced.code) == (NOT_HELD, NOT_HELD)
+        assert np.array_equal(reader.cache.bytes(), before), "no byte is read"
+
+
+@pytest.mark.parametrize("observed", [41, 42, 43], ids=["below", "equal", "above"])
+def test_a_look_alone_reports_what_its_slot_holds(world, pair, observed):
+    reader, exporter = pair
+    exporter.epochs[9] = observed
+    reader.transport.look("p", world.fence(5, 9, 42))
+    assert reader.sink.wait(("fence", 5))[0].observed == observed
+    reader.transport.look("nobody", world.fence(6, 9, 42))
+    assert reader.sink.wait(("fence", 6))[0].code == "peer_lost"
 
 
 def test_an_epoch_has_all_64_bits(world, pair):

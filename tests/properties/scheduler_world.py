@@ -19,7 +19,17 @@ from kvflow.transfer.events import (
 )
 from kvflow.transfer.pairs import UnitPairs
 from kvflow.transfer.queues import Limits
-from kvflow.transfer.requests import Budgets, CancelReads, Demand, Dispatch, LegRequest, PullRequest, RenewLease
+from kvflow.transfer.requests import (
+    NOT_HELD,
+    Budgets,
+    CancelReads,
+    Demand,
+    Dispatch,
+    LegRequest,
+    Look,
+    PullRequest,
+    RenewLease,
+)
 from kvflow.transfer.scheduler import Scheduler
 
 LIMITS = Limits(
@@ -54,13 +64,9 @@ class Leg:
     waiting: set
     queued_at: float
     admitted: bool = True  # known to be held before what is read now
-    retried: bool = False  # found not to be held after a read: its first pair is read until it is
+    awaits: bool = False  # found not to be admitted yet: nothing of it is read until it is
     held: bool = False
     early: bool = False
-
-    @property
-    def first(self):
-        return {next(iter(self.pairs))}
 
 
 @dataclass
@@ -96,9 +102,10 @@ class World:
         self.flights = {}
         self.landed = set()
         self.lost = set()
+        self.unread = set()  # ended because a lease of theirs was not held
         self.written_off = set()
         self.fences = {}
-        self.looks = {}
+        self.looks = {}  # of reads, and alone
         self.looked = set()
         self.renewals = []
         self.served = {}  # (peer, program, priority) -> when it was dispatched from last
@@ -140,8 +147,15 @@ class World:
 
     def fail(self, read_id, code="transport_error"):
         """Let a batch end early."""
-        self.flights.pop(read_id)
+        flight = self.flights.pop(read_id)
         self.lost.add(read_id)
+        if code == NOT_HELD:
+            self.unread.add(read_id)
+            for target in flight.pairs.target.tolist():
+                leg = self.owner[target]
+                if leg.pull.live and not leg.awaits:
+                    leg.waiting.add(target)
+                    leg.queued_at = self.now
         self.apply(self.scheduler.on_read_failed(read_id, code=code, detail="as told", now=self.now))
 
     def open_looks(self, read_id=None):
@@ -150,21 +164,27 @@ class World:
         return sorted(look_id for look_id in wanted if look_id not in self.looked)
 
     def settle_look(self, look_id, observed):
-        """Report a look: judged, or failed together with every read that waits for it."""
+        """Report a look: judged, or failed. Then every read that waits for it fails, unless the lease is held."""
         check = self.looks[look_id]
         self.looked.add(look_id)
-        if observed is None:
-            effects = self.scheduler.on_fence_failed(look_id, code="peer_lost", detail="as told", now=self.now)
-            assert not effects
-            for read_id in [read_id for read_id, flight in self.flights.items() if check in flight.looks]:
-                self.fail(read_id, "peer_lost")
-            return
         leg = self.legs[check.slot]
-        if leg.pull.live:
-            verdict = judge(check.epoch, observed)
-            leg.admitted = verdict == "held"
-            leg.pull.doomed = verdict == "stale" and self._in_flight(leg.pull)
-        self.apply(self.scheduler.on_fence_judged(look_id, observed=observed, fence_s=0.001, now=self.now))
+        waiting = [read_id for read_id, flight in self.flights.items() if check in flight.looks]
+        if observed is None:
+            alone = leg.pull.live and leg.awaits
+            effects = self.scheduler.on_fence_failed(look_id, code="peer_lost", detail="as told", now=self.now)
+            assert alone == any(isinstance(effect, TransferFailed) for effect in effects)
+            self.apply(effects)
+            verdict, code = None, "peer_lost"
+        else:
+            verdict, code = judge(check.epoch, observed), NOT_HELD
+            if leg.pull.live:
+                leg.admitted, leg.early = verdict == "held", verdict == "early"
+                leg.pull.doomed = verdict == "stale" and self._in_flight(leg.pull)
+                if verdict == "held" and leg.awaits:
+                    leg.awaits, leg.waiting, leg.queued_at = False, {*leg.pairs}, self.now
+            self.apply(self.scheduler.on_fence_judged(look_id, observed=observed, fence_s=0.001, now=self.now))
+        for read_id in waiting if verdict != "held" else ():
+            self.fail(read_id, code)
 
     def due_fences(self):
         """Fences whose reads have all ended: the transport reports each once."""
@@ -176,15 +196,12 @@ class World:
         leg = self.legs[check.slot]
         if observed is None or {*check.after} & self.lost:
             effects = self.scheduler.on_fence_failed(fence_id, code="peer_lost", detail="as told", now=self.now)
-            assert not leg.pull.live or effects
+            assert not leg.pull.live or bool(effects) != bool({*check.after} & self.unread)
         else:
             if leg.pull.live:
                 leg.pull.doomed = judge(check.epoch, observed) == "stale" and self._in_flight(leg.pull)
-                held = judge(check.epoch, observed) == "held"
                 leg.early = judge(check.epoch, observed) == "early"
-                leg.held = held and leg.admitted
-                if held and not leg.admitted:
-                    leg.admitted, leg.waiting, leg.queued_at = True, {*leg.pairs}, self.now
+                leg.held = judge(check.epoch, observed) == "held"
             effects = self.scheduler.on_fence_judged(fence_id, observed=observed, fence_s=0.001, now=self.now)
         self.apply(effects)
 
@@ -202,6 +219,11 @@ class World:
             match effect:
                 case Dispatch():
                     self._dispatched(effect)
+                case Look(peer=peer, check=check):
+                    leg = self.legs[check.slot]
+                    assert leg.awaits
+                    assert leg.peer == peer
+                    self._note_look(check)
                 case CancelReads(read_ids=read_ids):
                     for read_id in read_ids:
                         assert not any(self.pulls[pull_id].live for pull_id in self.flights[read_id].pull_ids)
@@ -242,18 +264,22 @@ class World:
             assert leg.pull.live
             assert leg.peer == dispatch.peer
             assert leg.pull.request.priority == dispatch.priority
-        unknown = {leg.slot for leg in legs if not leg.admitted and not leg.retried}
-        assert {check.slot for check in dispatch.looks} == unknown
+        assert {check.slot for check in dispatch.looks} == {leg.slot for leg in legs if not leg.admitted}
         for check in dispatch.looks:
-            assert check.fence_id not in self.fences
-            self.looks[check.fence_id] = check
-        assert len({check.slot for check in self.looks.values()}) == len(self.looks), "a lease is looked at once"
+            self._note_look(check)
         fenced = {check.slot: check for check in dispatch.fences}
         assert {*fenced} == {leg.slot for leg in legs if not leg.waiting}
         for slot, check in fenced.items():
             assert {*check.after} == {read_id for read_id in self.flights if self._carries(read_id, slot)}
             assert check.fence_id not in self.fences
             self.fences[check.fence_id] = check
+
+    def _note_look(self, check):
+        """A lease is looked at once at a time."""
+        assert check.fence_id not in self.fences
+        self.looks[check.fence_id] = check
+        slots = [self.looks[look_id].slot for look_id in self.open_looks() if self.legs[check.slot].pull.live]
+        assert len({*slots}) == len(slots)
 
     def _overtake(self, dispatch):
         """Once a queue has waited until it is as urgent as any, each of the others goes before it once at most."""
@@ -273,7 +299,7 @@ class World:
         """Since when each queue waits: since its first pair was queued, or since it was served last."""
         queued = {}
         for leg in self.legs.values():
-            if leg.pull.live and not self._awaits_retry(leg):
+            if leg.pull.live:
                 for program_id in {leg.pairs[target] for target in leg.waiting}:
                     queue = (leg.peer, program_id, leg.pull.request.priority)
                     queued[queue] = min(queued.get(queue, leg.queued_at), leg.queued_at)
@@ -288,7 +314,7 @@ class World:
                 assert pull.kinds == []
             case TransferRetried():
                 leg = next(leg for leg in pull.legs if leg.early and leg.peer == event.peer)
-                leg.early, leg.admitted, leg.retried, leg.waiting = False, False, True, leg.first
+                leg.early, leg.admitted, leg.awaits, leg.waiting = False, False, True, set()
                 assert pull.live
             case TransferCompleted(report=report):
                 assert pull.live
@@ -343,11 +369,7 @@ class World:
             if pull.live:
                 for leg in pull.legs:
                     has_room = self.has_room(leg.peer, pull.request.priority)
-                    idle = leg.waiting and has_room and not self._awaits_retry(leg)
-                    assert not idle, "there is work and room, and nothing was dispatched"
-
-    def _awaits_retry(self, leg):
-        return leg.waiting == leg.first and not leg.admitted and TransferRetried in leg.pull.kinds
+                    assert not (leg.waiting and has_room), "there is work and room, and nothing was dispatched"
 
     def _in_flight(self, pull):
         return bool(self._flights_of(pull))

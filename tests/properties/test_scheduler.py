@@ -111,6 +111,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 world.complete(min(world.flights))
             elif due := world.due_fences():
                 world.settle_fence(due[0], EPOCH)
+            elif looks := world.open_looks():
+                world.settle_look(looks[0], EPOCH)
             else:
                 world.tick(0.005)
         assert not world.scheduler.busy

@@ -20,6 +20,7 @@ from kvflow.testing import engines, scenario
 from kvflow.transfer.flights import Flights
 from kvflow.transfer.requests import RenewLease
 from kvflow.transfer.scheduler import Scheduler
+from kvflow.transport import ledger
 from kvflow.transport.ledger import NO_BUFFER, Chunk, Ledger
 from kvflow.transport.owner import Owner
 from kvflow.worker import offers, threaded
@@ -149,6 +150,7 @@ def look_before_the_read_left_out(patch):
         return looked(self, leg_id, max(observed, leg.request.epoch), now)
 
     patch.setattr(Scheduler, "_on_looked", see_what_will_be)
+    patch.setattr(ledger, "_not_held", lambda fence, observed: None)
 
 
 def look_before_a_served_read_left_out(patch):

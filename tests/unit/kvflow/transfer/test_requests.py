@@ -1,6 +1,6 @@
 """What a batch reads of several pulls, and in which order."""
 
-from kvflow.transfer.requests import Demand, LeaseShare, first_pair, join_pairs, join_shares
+from kvflow.transfer.requests import LeaseShare, join_pairs, join_shares
 
 from .helpers import unit_pairs
 
@@ -14,14 +14,6 @@ def test_slices_stay_together_so_that_two_readers_of_the_same_blocks_each_read_r
     joined = join_pairs([(unit_pairs([1, 5, 6], [7, 8, 9]), 1, 3), (unit_pairs([4, 5, 6], [1, 2, 3]), 0, 3)])
     assert joined.source.tolist() == [5, 6, 4, 5, 6]
     assert joined.target.tolist() == [8, 9, 1, 2, 3]
-
-
-def test_the_first_pair_of_a_staged_demand_is_read_as_all_of_them_are():
-    demand = Demand(3, unit_pairs([1, 2, 3], [7, 8, 9]), 10, 2, 4, extra_bytes=6)
-    first = first_pair(demand)
-    assert (first.pairs.source.tolist(), first.pairs.target.tolist()) == ([1], [7])
-    assert (first.program_id, first.unit_bytes, first.unit_descriptors, first.descriptors) == (3, 10, 2, 2)
-    assert first.read_bytes == demand.read_bytes == 16
 
 
 def test_neighbours_of_one_lease_become_one_share():

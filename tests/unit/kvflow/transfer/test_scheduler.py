@@ -17,7 +17,17 @@ from kvflow.transfer.events import (
 from kvflow.transfer.pairs import UnitPairs
 from kvflow.transfer.pulls import EARLY_RETRY_S
 from kvflow.transfer.queues import Limits
-from kvflow.transfer.requests import Budgets, CancelReads, Demand, Dispatch, LegRequest, PullRequest, RenewLease
+from kvflow.transfer.requests import (
+    NOT_HELD,
+    Budgets,
+    CancelReads,
+    Demand,
+    Dispatch,
+    LegRequest,
+    Look,
+    PullRequest,
+    RenewLease,
+)
 from kvflow.transfer.scheduler import Scheduler
 from tests.counting import calls_of
 
@@ -140,17 +150,59 @@ def test_a_lease_that_was_held_before_its_ticket_was_out_is_not_looked_at(schedu
     assert only(Dispatch, scheduler.submit(pull(), 0.0)).looks == ()
 
 
-def test_nothing_counts_that_was_read_before_a_lease_was_found_held(scheduler):
-    """A read may begin before the admission, and its fence come after it: held, and yet not the request's bytes."""
+def not_held(scheduler, dispatch, now=1.0):
+    """Report as the transport does that a batch was not read, and that its fences fail with it."""
+    effects = scheduler.on_read_failed(dispatch.read_id, code=NOT_HELD, detail="", now=now)
+    for fence in dispatch.fences:
+        effects += scheduler.on_fence_failed(fence.fence_id, code=NOT_HELD, detail="", now=now)
+    return effects
+
+
+def looked_alone(scheduler, look, observed=EPOCH, now=1.0):
+    return scheduler.on_fence_judged(look.check.fence_id, observed=observed, fence_s=0.125, now=now)
+
+
+def test_a_lease_that_is_not_admitted_yet_is_read_once_it_is(scheduler):
     early = only(Dispatch, scheduler.submit(pull(1, leg(admitted=False)), 0.0))
-    looked(scheduler, early, EPOCH - 1)
-    arrive(scheduler, early)
-    read = only(Dispatch, judged(scheduler, early))
+    assert kinds(looked(scheduler, early, EPOCH - 1)) == [TransferRetried]
+    assert not_held(scheduler, early) == []
+    assert scheduler.in_flight() == (0, 0)
+    assert Look not in kinds(scheduler.tick(1.0 + EARLY_RETRY_S / 2))
+    look = only(Look, scheduler.tick(1.0 + EARLY_RETRY_S))
+    assert (look.peer, look.check.slot, look.check.epoch, look.check.after) == ("p", 0, EPOCH, ())
+    assert kinds(looked_alone(scheduler, look, EPOCH - 1)) == [TransferRetried]
+    look = only(Look, scheduler.tick(2.0))
+    read = only(Dispatch, looked_alone(scheduler, look, now=2.0))
     assert read.pairs.target.tolist() == early.pairs.target.tolist() == [0, 1, 2, 3, 4]
-    assert read.looks == ()  # the fence has found it held
+    assert read.looks == ()  # it was found held
     assert arrive(scheduler, read) == []
     report = only(TransferCompleted, judged(scheduler, read)).report
-    assert (report.nbytes, report.reads) == (50, 2)
+    assert (report.nbytes, report.reads) == (50, 1)
+
+
+def test_a_pull_goes_on_without_the_early_one_that_shared_its_batch():
+    scheduler = Scheduler(Limits())
+    scheduler.submit(pull(1, leg(count=2, admitted=False)), 0.0, hold=True)
+    scheduler.submit(pull(2, leg(count=2, slot=1, admitted=False)), 0.0, hold=True)
+    shared = only(Dispatch, scheduler.pump(0.0))
+    held, early = shared.looks
+    scheduler.on_fence_judged(held.fence_id, observed=EPOCH, fence_s=0.0, now=1.0)
+    scheduler.on_fence_judged(early.fence_id, observed=EPOCH - 1, fence_s=0.0, now=1.0)
+    again = only(Dispatch, not_held(scheduler, shared))
+    assert (again.pull_ids, again.looks, again.pairs.target.tolist()) == ((1,), (), [0, 1])
+    arrive(scheduler, again)
+    assert only(TransferCompleted, judged(scheduler, again)).report.reads == 1
+    assert scheduler.open_pulls() == (2,)
+
+
+def test_a_look_alone_that_fails_fails_its_pull(scheduler):
+    early = only(Dispatch, scheduler.submit(pull(1, leg(admitted=False)), 0.0))
+    looked(scheduler, early, EPOCH - 1)
+    not_held(scheduler, early)
+    look = only(Look, scheduler.tick(2.0))
+    effects = scheduler.on_fence_failed(look.check.fence_id, code="peer_lost", detail="gone", now=2.0)
+    assert kinds(effects) == [TransferFailed, TransferQuiesced]
+    assert (effects[0].code, effects[0].phase, effects[0].quarantined) == ("peer_lost", "fence", False)
 
 
 def test_all_batches_wait_for_one_look_until_its_verdict_is_known(scheduler):
@@ -197,10 +249,11 @@ def test_only_the_pulls_whose_leases_were_not_held_are_read_again(scheduler):
 
 def test_a_lease_that_is_found_held_has_its_budgets_anew(scheduler):
     early = only(Dispatch, scheduler.submit(pull(1, leg(admitted=False)), 0.0))
-    looked(scheduler, early, EPOCH - 1)
-    arrive(scheduler, early, now=0.0)
+    looked(scheduler, early, EPOCH - 1, now=0.0)
+    not_held(scheduler, early, now=0.0)
     late = BUDGETS.fence_s - 0.1
-    read = only(Dispatch, judged(scheduler, early, now=late))
+    look = only(Look, scheduler.tick(late))
+    read = only(Dispatch, looked_alone(scheduler, look, now=late))
     assert TransferFailed not in kinds(scheduler.tick(late + BUDGETS.wire_s - 0.1))
     arrive(scheduler, read, now=late + BUDGETS.wire_s)
     assert TransferFailed not in kinds(scheduler.tick(late + BUDGETS.wire_s + BUDGETS.fence_s - 0.1))
@@ -216,35 +269,33 @@ def test_a_peer_that_the_transport_has_asked_for_nothing_owes_nothing(scheduler)
     assert (failed.code, failed.phase) == ("deadline_exceeded", "wire")
 
 
-def test_an_early_fence_reads_the_data_again(scheduler):
+def test_an_early_fence_reads_the_data_again_once_the_lease_is_held(scheduler):
     dispatch = only(Dispatch, scheduler.submit(pull(), 0.0))
     arrive(scheduler, dispatch)
     assert kinds(judged(scheduler, dispatch, EPOCH - 1, now=1.0)) == [TransferRetried]
-    assert Dispatch not in kinds(scheduler.tick(1.0 + EARLY_RETRY_S / 2))
-    look = only(Dispatch, scheduler.tick(1.0 + EARLY_RETRY_S))
-    assert look.pairs.target.tolist() == [0]
-    assert look.fences[0].fence_id != dispatch.fences[0].fence_id
+    look = only(Look, scheduler.tick(1.0 + EARLY_RETRY_S))
     assert judged(scheduler, dispatch) == []  # the verdict of another time counts no more
-    arrive(scheduler, look, now=1.5)
-    again = only(Dispatch, judged(scheduler, look, now=1.5))
+    again = only(Dispatch, looked_alone(scheduler, look, now=1.5))
     assert again.pairs.target.tolist() == dispatch.pairs.target.tolist()
     arrive(scheduler, again, now=1.5)
     report = only(TransferCompleted, judged(scheduler, again, now=1.5)).report
-    assert (report.nbytes, report.reads) == (50, 3)
+    assert (report.nbytes, report.reads) == (50, 2)
+    assert (report.early, report.early_bytes) == (1, 50)
 
 
 def test_waiting_for_an_admission_becomes_patient_but_not_endlessly(scheduler):
     """A budget of an hour is thousands of retries: the pause between them stays what it became."""
     patient = PullRequest(1, "r", (leg(),), 0, Budgets(queue_s=9999.0, wire_s=9999.0, fence_s=9999.0))
     dispatch, now, pauses = only(Dispatch, scheduler.submit(patient, 0.0)), 0.0, []
+    arrive(scheduler, dispatch, now)
+    judged(scheduler, dispatch, EPOCH - 1, now)
     for _ in range(1200):
-        arrive(scheduler, dispatch, now)
-        judged(scheduler, dispatch, EPOCH - 1, now)
         for pause in (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.5):
-            again = [effect for effect in scheduler.tick(now + pause) if isinstance(effect, Dispatch)]
-            if again:
+            looks = [effect for effect in scheduler.tick(now + pause) if isinstance(effect, Look)]
+            if looks:
                 break
-        (dispatch,), now = again, now + pause
+        (look,), now = looks, now + pause
+        looked_alone(scheduler, look, EPOCH - 1, now)
         pauses.append(pause)
     assert pauses[:8] == [0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.5]
     assert set(pauses[8:]) == {0.5}
@@ -252,14 +303,14 @@ def test_waiting_for_an_admission_becomes_patient_but_not_endlessly(scheduler):
 
 def test_waiting_for_an_admission_has_one_budget_in_all(scheduler):
     dispatch, now = only(Dispatch, scheduler.submit(pull(), 0.0)), 0.0
-    effects = []
+    arrive(scheduler, dispatch, now)
+    effects = judged(scheduler, dispatch, EPOCH - 1, now)
     while TransferFailed not in kinds(effects):
         assert now < 10 * BUDGETS.fence_s
-        arrive(scheduler, dispatch, now)
-        judged(scheduler, dispatch, EPOCH - 1, now)
+        for look in (effect for effect in effects if isinstance(effect, Look)):
+            looked_alone(scheduler, look, EPOCH - 1, now)
         now += 0.5
         effects = scheduler.tick(now)
-        dispatch = next((effect for effect in effects if isinstance(effect, Dispatch)), None)
     failed = only(TransferFailed, effects)
     assert (failed.code, failed.phase) == ("deadline_exceeded", "fence")
     assert now == BUDGETS.fence_s + 0.5

@@ -4,9 +4,11 @@ import tracemalloc
 from collections import Counter
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvflow.transfer.requests import NOT_HELD
 from kvflow.transport.base import Fence, FenceFailed, FenceJudged, Read, ReadCompleted, ReadFailed
 from kvflow.transport.ledger import (
     CHUNKS_IN_FLIGHT_MAX,
@@ -67,8 +69,9 @@ class World:
                     assert event.read_id not in {work.read.read_id for work in flying}, "terminal while it flies"
             self.events.append(event)
 
-    def looked(self):
-        return {event.fence_id for event in self.events if isinstance(event, FenceJudged) and event.fence_id < 0}
+    def looked(self, observed=(6, 7)):
+        judged = [event for event in self.events if isinstance(event, FenceJudged) and event.fence_id < 0]
+        return {event.fence_id for event in judged if event.observed in observed}
 
     def completed(self):
         return {event.read_id for event in self.events if isinstance(event, ReadCompleted)}
@@ -79,7 +82,7 @@ class World:
         named = {earlier[at % len(earlier)] for at in after if earlier}
         fences = tuple(Fence(self.next_id * 10 + k, 0, 0, tuple(named)) for k in range(len(after) % 3))
         # Three reads in a row have the same look, where they have one and read the same peer.
-        looks = (Fence(-10 * (self.next_id // 3) - "ab".index(peer) - 1, 0, 0, ()),) if look else ()
+        looks = (Fence(-10 * (self.next_id // 3) - "ab".index(peer) - 1, 0, 7, ()),) if look else ()
         read = a_read(self.next_id, peer=peer, chunks=chunks, priority=priority, fences=fences, looks=looks)
         self.posted[read.read_id] = read
         if peer in self.open:
@@ -99,7 +102,8 @@ class World:
             assert work.after == {*work.fence.after, waited.read_id}
             assert work.after <= self.completed(), "a fence before its reads"
         else:
-            assert {look.fence_id for look in work.read.looks} <= self.looked(), "a chunk before its look"
+            found_held = self.looked(observed=(7,))
+            assert {look.fence_id for look in work.read.looks} <= found_held, "a chunk of a lease not found held"
             self.ledger.posted(work, 1.0, 2.0)
         self.flying.append(work)
         for peer in ("a", "b"):
@@ -108,7 +112,7 @@ class World:
             assert chunks <= CHUNKS_IN_FLIGHT_MAX
             assert len(mine) - chunks <= FENCES_IN_FLIGHT_MAX
 
-    def land(self, at, fail):
+    def land(self, at, fail, observed=7):
         if not self.flying:
             return
         work = self.flying.pop(at % len(self.flying))
@@ -117,7 +121,7 @@ class World:
         elif isinstance(work, Chunk):
             self.take_in(self.ledger.arrived(work, 3.0))
         else:
-            self.take_in(self.ledger.judged(work, 7, 0.5))
+            self.take_in(self.ledger.judged(work, observed, 0.5))
 
     def abandon(self, peer):
         if peer in self.open:
@@ -148,7 +152,9 @@ steps = st.one_of(
         st.booleans(),
     ),
     st.tuples(st.just("take")),
-    st.tuples(st.just("land"), st.integers(0, 99), st.sampled_from([False, False, False, True])),
+    st.tuples(
+        st.just("land"), st.integers(0, 99), st.sampled_from([False, False, False, True]), st.sampled_from([6, 7, 7])
+    ),
     st.tuples(st.just("cancel"), st.lists(st.integers(0, 30), max_size=4)),
     st.tuples(st.just("abandon"), st.sampled_from("ab")),
 )
@@ -182,9 +188,30 @@ def test_a_look_is_judged_before_the_first_chunk_of_all_reads_that_have_it():
     looking = ledger.take()
     assert looking.fence == look
     assert ledger.take() is None
-    assert ledger.judged(looking, 6, 0.0) == [FenceJudged(9, 6, 0.0)]
+    assert ledger.judged(looking, 7, 0.0) == [FenceJudged(9, 7, 0.0)]
     ledger.admit(a_read(3, looks=(look,)))
     assert names(drain(ledger)[0]) == [(1, 0), (1, 1), (2, 0), (2, 1), (3, 0)]
+
+
+@pytest.mark.parametrize("observed", [6, 8], ids=["not admitted yet", "ended"])
+def test_no_read_is_posted_whose_look_does_not_find_the_lease_held(observed):
+    ledger = an_open_ledger()
+    look = Fence(9, 3, 7, ())
+    ledger.admit(a_read(1, chunks=2, looks=(look,), fences=(Fence(5, 3, 7, ()),)))
+    judged, read, fence = ledger.judged(ledger.take(), observed, 0.0)
+    assert judged == FenceJudged(9, observed, 0.0)
+    assert (read.read_id, read.code, fence.fence_id, fence.code) == (1, NOT_HELD, 5, NOT_HELD)
+    (late,) = ledger.admit(a_read(2, looks=(look,)))
+    assert (late.read_id, late.code) == (2, NOT_HELD)
+    assert ledger.take() is None
+
+
+def test_a_look_alone_is_judged_and_drops_nothing():
+    ledger = an_open_ledger()
+    ledger.look("p", Fence(9, 3, 7, ()))
+    assert ledger.judged(ledger.take(), 6, 0.5) == [FenceJudged(9, 6, 0.5)]
+    ledger.look("p", Fence(10, 3, 7, ()))
+    assert ledger.abandon("p", LOST) == [FenceFailed(10, *words_of(LOST))]
 
 
 def test_a_read_fails_with_its_look_also_when_it_comes_later():

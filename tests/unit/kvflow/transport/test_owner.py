@@ -19,7 +19,7 @@ from kvflow.transport.base import (
     ReadCompleted,
 )
 from kvflow.transport.mover import Flight, MoveFailed, Mover
-from kvflow.transport.owner import CancelReads, Owner, RemovePeer, RenewReader
+from kvflow.transport.owner import CancelReads, Look, Owner, RemovePeer, RenewReader
 
 MEMORY = Region(4096, 4096)
 EPOCHS = Region(8192, 64)
@@ -221,12 +221,30 @@ def test_a_chunk_whose_post_has_a_defect_may_write_until_the_agents_are_gone(ben
     assert bench.seen() == ["ReadFailed 1 cancelled"]
 
 
-def test_a_read_waits_for_its_look_whatever_that_says(bench):
+def test_a_look_alone_reads_one_slot_and_needs_its_peer(bench):
+    bench.owner.handle(Look("p", Fence(5, 3, 7, ())))
+    assert bench.owner.step()
+    assert bench.mover.calls[-1] == ("post_fence", "p", 3, frozenset())
+    bench.land(6)
+    assert bench.seen() == ["FenceJudged 5"]
+    bench.owner.handle(Look("nobody", Fence(6, 3, 7, ())))
+    assert bench.seen() == ["FenceFailed 6 peer_lost"]
+
+
+def test_a_read_is_not_posted_when_its_look_finds_no_lease(bench):
+    bench.post(1, looks=(Fence(5, 3, 7, ()),))
+    assert bench.owner.step()
+    bench.land(6)
+    assert bench.seen() == ["FenceJudged 5", "ReadFailed 1 lease_not_held"]
+    assert not bench.owner.step()
+
+
+def test_a_read_waits_for_its_look(bench):
     bench.post(1, looks=(Fence(5, 3, 7, ()),))
     assert bench.owner.step()
     assert bench.mover.calls[-1] == ("post_fence", "p", 3, frozenset())
     assert not bench.owner.step()
-    bench.land(6)
+    bench.land(7)
     assert bench.seen() == ["FenceJudged 5"]
     assert bench.owner.step()
     assert bench.mover.calls[-1] == ("post", 1)
