@@ -16,6 +16,7 @@ The tree, by what the caller can do about it::
     ├── BlockIdsInvalid          fix the block ids of this call
     │   └── BlockRangeMismatch   the ticket does not cover the tokens that are asked for
     ├── RequestUnknown           no offer of that name is held or remembered
+    ├── ReleaseMismatch          a ticket or a peer is of another release of kvflow: install one release on both
     ├── LayoutMismatch           the two caches cannot be matched: do not pair these engines
     ├── PlanUnsound              a plan failed its own proof: a defect of kvflow, nothing was moved
     ├── DefectFound              something unforeseen failed: a defect of kvflow, the request is refused
@@ -178,6 +179,25 @@ class RequestUnknown(KvflowError):
     def __init__(self, request_id: str) -> None:
         super().__init__(f"there is no offer {request_id!r}")
         self.request_id = request_id
+
+
+class ReleaseMismatch(KvflowError):
+    """A ticket or a peer is of a release of kvflow that this one does not understand: nothing was read.
+
+    Attributes:
+        what: that differs: ``ticket format`` or ``manifest schema``.
+        theirs: its version.
+        ours: the version that this release understands.
+    """
+
+    code = "release_mismatch"
+    default_remedy = "Install the same release of kvflow on the prefill and the decode side."
+
+    def __init__(self, whose: str, what: str, theirs: str, ours: str, *, remedy: str = "") -> None:
+        super().__init__(f"{whose} has {what} {theirs}, and this release of kvflow understands {ours}", remedy=remedy)
+        self.what = what
+        self.theirs = theirs
+        self.ours = ours
 
 
 class LayoutMismatch(KvflowError):

@@ -9,17 +9,21 @@ router that parses and rewrites JSON cannot change a word, and a reader checks t
 
 import base64
 import binascii
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from kvflow.errors import TicketInvalid
+from kvflow.errors import ReleaseMismatch, TicketInvalid
 from kvflow.ids import PeerId
 
 FORMAT = "kvf2"
 """The first part of a ticket's text. It changes when this release cannot read the tickets of an older one."""
+
+ANOTHER_FORMAT = re.compile(r"kvf[0-9]{1,4}")
+"""First parts of tickets of other releases. The first releases had an object with a list of grants, and no text."""
 
 TICKET_CHARS_MAX = 8 << 20
 """Longest text that is looked at. One million tokens in blocks of 16, with a digest each, take 1.9 million characters
@@ -294,6 +298,7 @@ class Ticket(Struct, frozen=True, kw_only=True):
 
         Raises:
             TicketInvalid: the parameters are too long, truncated, malformed, or not signed; says which.
+            ReleaseMismatch: the ticket has the format of another release.
         """
         if not isinstance(params, dict) or "kvflow" not in params:
             raise TicketInvalid("the parameters have no 'kvflow' entry")
@@ -318,19 +323,17 @@ def join_tickets(tickets: Sequence[Ticket]) -> Ticket:
 
 def _read_text(text: object, chars_max: int) -> tuple[bytes, ...]:
     """Return the sealed grants of a ticket's text."""
+    if isinstance(text, dict) and text.get("grants"):
+        raise ReleaseMismatch("the ticket", "ticket format", "kvf1", FORMAT)
     if not isinstance(text, str):
-        raise TicketInvalid(
-            f"the ticket is {type(text).__name__}: expected text",
-            remedy="Run the same release of kvflow on both sides, and pass kv_transfer_params through unchanged.",
-        )
+        raise TicketInvalid(f"the ticket is {type(text).__name__}: expected text")
     if len(text) > chars_max:
         raise TicketInvalid(f"the ticket has {len(text)} characters, and at most {chars_max} are read")
     head, *parts = text.split(".", GRANTS_MAX + 1)
     if head != FORMAT:
-        raise TicketInvalid(
-            f"the ticket has the format {head[:16]!r}, this release reads {FORMAT!r}",
-            remedy="Run the same release of kvflow on both sides, and pass kv_transfer_params through unchanged.",
-        )
+        if ANOTHER_FORMAT.fullmatch(head):
+            raise ReleaseMismatch("the ticket", "ticket format", head, FORMAT)
+        raise TicketInvalid(f"the ticket begins with {head[:16]!r}: expected {FORMAT!r}")
     if not 1 <= len(parts) <= GRANTS_MAX:
         raise TicketInvalid(f"the ticket has no grants, or more than {GRANTS_MAX}")
     return tuple(_read_part(part) for part in parts)

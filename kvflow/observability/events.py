@@ -167,11 +167,11 @@ class BreakerClosed(Struct, frozen=True):
 
 
 class ReaderRejected(Struct, frozen=True):
-    """A reader of ours broke the protocol and was dropped.
+    """A reader of ours broke the protocol and was dropped, or is of another release and cannot read from us.
 
     Attributes:
         peer: who.
-        code: what it did.
+        code: what it did, or `release_mismatch`.
         detail: in words.
     """
 

@@ -13,11 +13,11 @@ from handshake.limits import LEASES_MAX
 from handshake.messages import LeaseAnswer, LeaseRef, Release, Renew
 from handshake.network import ZEROMQ, Network
 from kvflow.cache.tickets import Grant
-from kvflow.errors import DeadlineExceeded, PeerLost, StaleLease
+from kvflow.errors import DeadlineExceeded, PeerLost, ReleaseMismatch, StaleLease
 from kvflow.ids import Credentials, LeaseKey, PeerId, agent_name
 from kvflow.rendezvous.failures import as_kvflow_error
 from kvflow.rendezvous.introduction import OurSide
-from kvflow.rendezvous.publication import Advertisement, decode
+from kvflow.rendezvous.publication import READER, Advertisement, decode
 
 
 class LeaseEnd(Struct, frozen=True):
@@ -258,7 +258,7 @@ async def open_link(
         PeerLost: it cannot be reached, or another worker answers there.
         StaleLease: the same rank answers in another incarnation: its leases are gone.
         ProtocolViolation: what it sends cannot be.
-        LayoutMismatch: it writes another version of the manifest.
+        ReleaseMismatch: it writes another version of the manifest. It is told so.
         DeadlineExceeded: it is silent.
     """
     questions = Questions(peer)
@@ -281,6 +281,7 @@ async def open_link(
         async with open_client(
             peer.endpoint,
             identity=ours.identity,
+            publication=READER,
             security=ours.security,
             limits=ours.limits,
             network=ours.network,
@@ -288,7 +289,12 @@ async def open_link(
             server_key=server_key,
         ) as client:
             _require_peer(client.identity, peer)
-            advertisement = await asyncio.to_thread(decode, client.publication, peer=str(peer))
+            software = client.identity.software
+            try:
+                advertisement = await asyncio.to_thread(decode, client.publication, peer=str(peer), software=software)
+            except ReleaseMismatch as error:
+                client.refuse(error.code, error.message, error.remedy)
+                raise
             agent = agent_name(str(peer), server_key)
             credentials = ours.credentials(peer, client.pass_)
             yield Link(

@@ -6,15 +6,17 @@ from typing import Protocol
 
 import msgspec
 
-from handshake import HandshakeServer, PeerKey, open_server
+from handshake import HandshakeServer, PeerKey, Publication, open_server
 from handshake.errors import HandshakeError
 from handshake.events import ConnectionFailed, Event, PeerReady, ReleaseReceived, RenewReceived
 from handshake.messages import LeaseAnswer, LeaseRef, Released, Renewed
 from kvflow.cache.leases import Answer, Reader
+from kvflow.errors import ReleaseMismatch
 from kvflow.ids import LeaseKey, worker_name
 from kvflow.observability.events import ReaderRejected
 from kvflow.rendezvous.failures import as_kvflow_error
 from kvflow.rendezvous.introduction import OurSide
+from kvflow.rendezvous.publication import READER
 
 
 class LeaseKeeper(Protocol):
@@ -51,9 +53,10 @@ class Listener:
     def on_event(self, server: HandshakeServer, key: PeerKey, event: Event) -> None:
         """Handle what one reader did. Its identity is that of its Hello, whatever it says later."""
         match event:
-            case PeerReady(identity=identity):
+            case PeerReady(identity=identity, publication=publication):
                 self._readers[key] = Reader(identity.engine_id, identity.rank, identity.num_ranks)
                 self._names[key] = worker_name(identity.engine_id, identity.rank, identity.incarnation)
+                self._look_at_release(key, publication, identity.software)
             case ReleaseReceived(leases=refs, read=read):
                 answers = self._keeper.on_release(_keys(refs), self._readers[key], read=read is True)
                 server.send(key, Released(leases=_answered(refs, answers)))
@@ -65,6 +68,14 @@ class Listener:
                 self._report(ReaderRejected(self._forget(key), code, reason))
             case _:
                 self._forget(key)
+
+    def _look_at_release(self, key: PeerKey, publication: Publication, software: str) -> None:
+        """Say which readers cannot read from us: an older one leaves without a word."""
+        if publication.schema != READER.schema:
+            detail = f"it is {software!r}, and does not say that it reads manifest schema {READER.schema}"
+            self._report(
+                ReaderRejected(self._names[key], ReleaseMismatch.code, f"{detail}. {ReleaseMismatch.default_remedy}")
+            )
 
     def _explained(self, answer: LeaseAnswer) -> LeaseAnswer:
         """Say how a lease has ended that a reader still wants."""

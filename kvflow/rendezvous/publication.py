@@ -11,9 +11,12 @@ from msgspec import Meta, Struct
 
 from handshake import Publication
 from kvflow.config import ENDPOINT_PATTERN, PORT_MAX
-from kvflow.errors import LayoutMismatch, ProtocolViolation, SpecInvalid
+from kvflow.errors import ProtocolViolation, ReleaseMismatch, SpecInvalid
 from kvflow.layout.manifest import MANIFEST_BYTES_MAX, MANIFEST_SCHEMA, Manifest
 from kvflow.layout.region import METADATA_BYTES_MAX, Region
+
+READER = Publication.of(b"", schema=MANIFEST_SCHEMA)
+"""What a reader publishes: only which manifests it reads, so that the other side can say why they do not get along."""
 
 SLOT_BYTES = 8
 
@@ -87,17 +90,23 @@ def encode(advertisement: Advertisement) -> Publication:
     return Publication.of(_encoder.encode(advertisement), schema=MANIFEST_SCHEMA)
 
 
-def decode(publication: Publication, *, peer: str) -> Advertisement:
+def decode(publication: Publication, *, peer: str, software: str = "") -> Advertisement:
     """Read a peer's advertisement; the handshake has verified its digest.
+
+    Args:
+        publication: the peer's.
+        peer: who it is.
+        software: what it says that it runs.
 
     Thread: any. The largest takes a tenth of a second, too long for the event loop.
 
     Raises:
-        LayoutMismatch: the peer writes another version of the manifest.
+        ReleaseMismatch: the peer writes another version of the manifest.
         ProtocolViolation: it cannot be what an honest worker sends.
     """
     if publication.schema != MANIFEST_SCHEMA:
-        raise LayoutMismatch("manifest.schema", publication.schema, MANIFEST_SCHEMA, remedy="Run the same release.")
+        whose = f"{peer}, which is {software!r},"
+        raise ReleaseMismatch(whose, "manifest schema", str(publication.schema), str(MANIFEST_SCHEMA))
     try:
         nbytes = len(memoryview(_sized_decoder.decode(publication.payload).manifest))
         if nbytes > MANIFEST_BYTES_MAX:  # before it is decoded, which nothing can interrupt

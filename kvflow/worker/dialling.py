@@ -17,6 +17,7 @@ from kvflow.errors import (
     PeerRefused,
     PeerUnavailable,
     ProtocolViolation,
+    ReleaseMismatch,
     StaleLease,
     TransferFailed,
 )
@@ -106,7 +107,7 @@ class DiallingRecord:
                 self._abandon(endpoint)
             case PeerLost() | DeadlineExceeded():
                 self._count(member.peer, endpoint)
-            case AuthenticationFailed() | PeerRefused() | ProtocolViolation() | LayoutMismatch():
+            case AuthenticationFailed() | PeerRefused() | ProtocolViolation() | ReleaseMismatch() | LayoutMismatch():
                 self.on_answered(endpoint)
             case KvflowError() if type(error) is not TransferFailed:
                 self._abandon(endpoint)

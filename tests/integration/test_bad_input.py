@@ -91,10 +91,10 @@ FORGERIES = {
     "half a surrogate": lambda params: new_text(params, lambda text: text + "\ud800"),
     "text for a number": lambda params: forge(params, slot="0"),
     "a field too few": lambda params: tickets.forge(params, lambda grant: grant.pop("block_ids")),
-    "no text": lambda params: new_text(params, lambda text: {"grants": [text]}),
+    "no text": lambda params: new_text(params, lambda text: {"text": text}),
     "no grant": lambda params: new_text(params, lambda text: text.split(".")[0]),
     "a grant too many": lambda params: new_text(params, lambda text: f"{text}.{text.split('.')[1]}"),
-    "another format": lambda params: new_text(params, lambda text: f"kvf1{text[4:]}"),
+    "no format": lambda params: new_text(params, lambda text: f"text{text[4:]}"),
     "nine megabytes": lambda params: new_text(params, lambda text: text + "A" * (9 << 20)),
     "nothing": lambda _params: {},
     "no dictionary": lambda _params: None,
@@ -198,6 +198,25 @@ async def test_forged_and_truncated_tickets(near_world, case):
         with pytest.raises(errors.TicketInvalid) as caught:
             await consumer.pull(FORGERIES[case](params), BLOCKS)
         explains(caught, errors.TicketInvalid)
+        consumer.at_rest()
+        consumer.untouched()
+        await consumer.pull(params, BLOCKS)
+        consumer.has("r", BLOCKS, 8)
+
+
+OF_ANOTHER_RELEASE = {
+    "an object": lambda params: new_text(params, lambda text: {"grants": [text]}),
+    "another format": lambda params: new_text(params, lambda text: f"kvf1{text[4:]}"),
+}
+
+
+@pytest.mark.parametrize("case", OF_ANOTHER_RELEASE)
+async def test_tickets_of_another_release(near_world, case):
+    async with near_world.producing() as producer, near_world.consuming() as consumer:
+        params = await producer.offer("r", BLOCKS, 8)
+        with pytest.raises(errors.ReleaseMismatch) as caught:
+            await consumer.pull(OF_ANOTHER_RELEASE[case](params), BLOCKS)
+        explains(caught, errors.ReleaseMismatch)
         consumer.at_rest()
         consumer.untouched()
         await consumer.pull(params, BLOCKS)

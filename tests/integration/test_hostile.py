@@ -82,7 +82,7 @@ ADVERTISEMENTS = {
     ),
     "another version": (
         lambda it: Publication.of(encode(it).payload, schema=MANIFEST_SCHEMA + 1),
-        errors.LayoutMismatch,
+        errors.ReleaseMismatch,
     ),
     "a region beyond all addresses": (
         lambda it: with_manifest(it, regions=(Region(address=ADDRESS_MAX, nbytes=ADDRESS_MAX),)),

@@ -26,6 +26,7 @@ CODES = {
     "peer_unavailable",
     "plan_unsound",
     "protocol_violation",
+    "release_mismatch",
     "request_unknown",
     "spec_invalid",
     "stale_lease",
@@ -41,6 +42,7 @@ CODES = {
 ARGUMENTS = {
     errors.ArgumentInvalid: ("priority", "an integer", None),
     errors.RequestUnknown: ("request-1",),
+    errors.ReleaseMismatch: ("the ticket", "ticket format", "kvf1", "kvf2"),
     errors.LayoutMismatch: ("a.k.dtype", "float16", "int8"),
     errors.CapacityExceeded: ("leases", 3),
     errors.PeerRefused: ("version_unsupported", "too old"),

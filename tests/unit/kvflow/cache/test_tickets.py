@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvflow.cache.tickets import FORMAT, GRANTS_MAX, MAC_BYTES, Ticket, block_ends, join_tickets
-from kvflow.errors import ArgumentInvalid, BlockIdsInvalid, ConfigInvalid, TicketInvalid
+from kvflow.errors import ArgumentInvalid, BlockIdsInvalid, ConfigInvalid, ReleaseMismatch, TicketInvalid
 from kvflow.ids import PeerId
 from kvflow.testing.tickets import damage, forge, grants_of
 
@@ -133,7 +133,8 @@ def test_a_ticket_with_other_text_is_refused_or_the_same(at, junk):
     "params",
     [
         *(None, 7, "kvflow", [], {}, {"other": 1}, b"{}"),
-        *({"kvflow": value} for value in (None, [1], {"grants": []}, "", ".", FORMAT, f"{FORMAT}.", f"{FORMAT}..")),
+        *({"kvflow": value} for value in (None, [1], {"grants": []}, "", ".", "jwt", "kvf99999.A")),
+        *({"kvflow": f"{FORMAT}{dots}"} for dots in ("", ".", "..")),
         *({"kvflow": f"{FORMAT}.{part}"} for part in ("A", "AAAA", "ä" * 99, "\ud800", "A A A", "A" * 43)),
         {"kvflow": FORMAT + ".AAAA" * (GRANTS_MAX + 1)},
     ],
@@ -195,10 +196,13 @@ def test_what_is_used_is_what_was_signed():
     checked(newer).verify(verify)
 
 
-@pytest.mark.parametrize("text", ["kvf1.AAAA", "kvf3.AAAA", "jwt", {"grants": [{}]}], ids=repr)
-def test_a_ticket_of_another_release_says_so(text):
-    with pytest.raises(TicketInvalid) as caught:
+@pytest.mark.parametrize(
+    ("text", "theirs"), [("kvf1.AAAA", "kvf1"), ("kvf3.AAAA", "kvf3"), ({"grants": [{}]}, "kvf1")], ids=repr
+)
+def test_a_ticket_of_another_release_says_so(text, theirs):
+    with pytest.raises(ReleaseMismatch) as caught:
         checked({"kvflow": text})
+    assert (caught.value.what, caught.value.theirs, caught.value.ours) == ("ticket format", theirs, FORMAT)
     assert "same release" in caught.value.remedy
 
 

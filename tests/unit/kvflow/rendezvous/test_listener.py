@@ -20,6 +20,7 @@ from kvflow.cache.leases import Reader
 from kvflow.errors import ConfigInvalid
 from kvflow.observability.events import ReaderRejected
 from kvflow.rendezvous.listener import Listener, open_listener
+from kvflow.rendezvous.publication import READER
 
 from .helpers import INCARNATION, side
 
@@ -72,9 +73,9 @@ def listener(keeper, reported):
     return Listener(keeper, reported.append)
 
 
-def ready(engine_id="decode-0", rank=1, num_ranks=2):
+def ready(engine_id="decode-0", rank=1, num_ranks=2, publication=READER):
     identity = Identity(engine_id=engine_id, rank=rank, num_ranks=num_ranks, incarnation=INCARNATION, role="decode")
-    return PeerReady(identity=identity, publication=Publication.of(b""), version=1)
+    return PeerReady(identity=identity, publication=publication, version=1)
 
 
 def answers(*outcomes):
@@ -123,6 +124,15 @@ def test_readers_are_kept_apart(listener, keeper):
     for key in ("b", "a"):
         listener.on_event(Server(), key, ReleaseReceived(leases=REFS))
     assert [reader.rank for _, reader in keeper.releases] == [1, 0]
+
+
+def test_a_reader_of_another_release_is_reported_and_heard(listener, keeper, reported):
+    listener.on_event(Server(), "key", ready())
+    assert reported == []
+    listener.on_event(Server(), "key", ready(publication=Publication.of(b"")))  # as older releases say it
+    assert [(each.peer, each.code) for each in reported] == [(f"decode-0/1/{INCARNATION}", "release_mismatch")]
+    listener.on_event(Server(), "key", ReleaseReceived(leases=REFS))
+    assert len(keeper.releases) == 1
 
 
 def test_a_reader_that_breaks_the_protocol_is_reported_by_name(listener, reported):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from handshake import Publication
 from handshake.limits import PUBLICATION_BYTES_MAX
-from kvflow.errors import LayoutMismatch, ProtocolViolation, SpecInvalid
+from kvflow.errors import ProtocolViolation, ReleaseMismatch, SpecInvalid
 from kvflow.layout.component import Component
 from kvflow.layout.manifest import COMPONENTS_MAX, MANIFEST_BYTES_MAX, MANIFEST_SCHEMA, Layer
 from kvflow.layout.region import ADDRESS_MAX, METADATA_BYTES_MAX, Region
@@ -251,10 +251,11 @@ def test_a_flipped_byte_is_a_violation_or_another_manifest(data):
 
 
 def test_another_schema_is_a_mismatch_before_anything_is_decoded():
-    with pytest.raises(LayoutMismatch) as caught:
-        decode(Publication.of(b"\xc1", schema=MANIFEST_SCHEMA + 1), peer="p")
+    with pytest.raises(ReleaseMismatch) as caught:
+        decode(Publication.of(b"\xc1", schema=MANIFEST_SCHEMA + 1), peer="p", software="kvflow 9")
     error = caught.value
-    assert (error.field, error.source, error.target) == ("manifest.schema", MANIFEST_SCHEMA + 1, MANIFEST_SCHEMA)
+    assert (error.what, error.theirs, error.ours) == ("manifest schema", str(MANIFEST_SCHEMA + 1), str(MANIFEST_SCHEMA))
+    assert "kvflow 9" in str(error)
 
 
 def test_the_largest_manifest_and_metadata_fit_a_publication():

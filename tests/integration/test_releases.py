@@ -1,0 +1,140 @@
+"""Two releases of kvflow side by side: what they cannot read of each other they refuse, and say why."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import msgspec
+import pytest
+
+import handshake
+import kvflow
+from kvflow.cache.tickets import FORMAT
+from kvflow.errors import ReleaseMismatch
+from kvflow.layout.manifest import MANIFEST_SCHEMA
+from kvflow.observability.events import ReaderRejected
+
+from .consuming import PATIENCE_S, consuming, until, works
+from .earlier import EARLIER, child_of, unpack
+from .producing import Producer, configured
+from .shapes import Shape
+from .strangers import IDENTITY, SECURITY, ticket_to
+from .test_records import Heard
+
+pytestmark = [pytest.mark.nixl, pytest.mark.processes]
+
+BLOCKS = [[0, 1], [2, 3]]
+NUM_TOKENS = 8
+NIXL = {"transport": "nixl"}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Folder of each earlier commit."""
+    return {commit: unpack(commit, tmp_path_factory.mktemp(commit)) for commit in EARLIER}
+
+
+@pytest.fixture(params=list(EARLIER))
+def commit(request):
+    """Each earlier commit."""
+    return request.param
+
+
+@pytest.fixture
+def start(folders, commit):
+    """Start a module of the earlier commit."""
+    children = []
+
+    def start_module(module):
+        children.append(child_of(folders[commit], module))
+        return children[-1]
+
+    yield start_module
+    for child in children:
+        child.go()
+
+
+@asynccontextmanager
+async def producing_here(heard):
+    """Open a producer of this release in this process, whose events are heard."""
+    cache = Shape().build()
+    async with kvflow.open_worker(configured("prefill-0", **NIXL), cache, hooks=[heard]) as worker:
+        yield Producer(worker, cache)
+
+
+async def consuming_there(child):
+    """Open a consumer in a process of an earlier commit; return what pulls a ticket and says how that ended."""
+    settings = {"engine_id": "decode-0", **NIXL}
+    await child.ask("open", shape=msgspec.to_builtins(Shape()), settings=settings)
+
+    async def pull(params, request="r"):
+        (outcome,) = await child.ask("pull", pulls=[[request, params, BLOCKS, NUM_TOKENS]])
+        return outcome
+
+    return pull
+
+
+async def test_an_earlier_release_reads_from_itself(start):
+    pull = await consuming_there(start("consumer_process"))
+    async with start("producer_process").producing(Shape(), **NIXL) as producer:
+        assert await pull(await producer.offer("r", BLOCKS, NUM_TOKENS)) == "right"
+        assert await producer.outcome("r") == "released"
+
+
+async def test_this_release_refuses_the_tickets_of_an_earlier_one(start, commit):
+    earlier, heard = EARLIER[commit], Heard()
+    producer_there = start("producer_process").producing(Shape(), **NIXL)
+    async with producer_there as producer, consuming(hooks=[heard], **NIXL) as consumer:
+        params = await producer.offer("r", BLOCKS, NUM_TOKENS)
+        with pytest.raises(ReleaseMismatch) as caught:
+            await consumer.pull(params, BLOCKS)
+        error = caught.value
+        if earlier.ticket != FORMAT:
+            assert (error.what, error.theirs, error.ours) == ("ticket format", earlier.ticket, FORMAT)
+        else:
+            assert (error.what, error.theirs) == ("manifest schema", str(earlier.manifest))
+            assert error.ours == str(MANIFEST_SCHEMA)
+            assert "'kvflow 0.1.0'" in str(error), "it says what the other side runs"
+            assert heard.the_failure().code == "release_mismatch"
+        assert str(error).endswith("Install the same release of kvflow on the prefill and the decode side.")
+        consumer.at_rest()
+        consumer.untouched()
+        assert await producer.held() == ["r"]
+        async with producing_here(Heard()) as ours:
+            await works(ours, consumer)
+
+
+async def test_a_producer_of_another_release_is_told_why_it_is_left(near_world):
+    ended = asyncio.get_running_loop().create_future()
+    async with (
+        near_world.consuming() as consumer,
+        handshake.open_server(
+            bind="tcp://127.0.0.1:0",
+            identity=IDENTITY,
+            publication=handshake.Publication.of(b"of the future", schema=MANIFEST_SCHEMA + 1),
+            security=SECURITY,
+            on_event=lambda _key, event: isinstance(event, handshake.ConnectionFailed) and ended.set_result(event),
+        ) as server,
+    ):
+        with pytest.raises(ReleaseMismatch):
+            await consumer.pull(ticket_to(server.endpoint), BLOCKS)
+        async with asyncio.timeout(PATIENCE_S):
+            told = await ended
+        assert (told.code, told.refused) == ("release_mismatch", True)
+        assert f"manifest schema {MANIFEST_SCHEMA + 1}" in told.reason
+
+
+async def test_an_earlier_release_refuses_the_tickets_of_this_one(start, commit):
+    earlier, heard = EARLIER[commit], Heard()
+    pull = await consuming_there(start("consumer_process"))
+    async with producing_here(heard) as producer, consuming(**NIXL) as consumer:
+        assert await pull(await producer.offer("r", BLOCKS, NUM_TOKENS)) == earlier.refuses
+        if earlier.ticket == FORMAT:
+            await until(lambda: heard.of(ReaderRejected))
+            (rejected,) = heard.of(ReaderRejected)
+            assert (rejected.peer.split("/")[0], rejected.code) == ("decode-0", "release_mismatch")
+            assert f"manifest schema {MANIFEST_SCHEMA}" in rejected.detail
+        else:
+            assert not heard.of(ReaderRejected), "it cannot read the ticket, and so does not know whom to ask"
+        assert await producer.held() == ("r",)
+        assert await producer.revoke("r")
+        await works(producer, consumer)
