@@ -270,9 +270,12 @@ def _check_bound(name: str, endpoint: str | None) -> None:
     """Check an address to listen on.
 
     Raises:
-        ConfigInvalid: there is no such port.
+        ConfigInvalid: there is no such port, or it is not filled in.
     """
-    if endpoint is not None and _host_and_port(endpoint)[1] > PORT_MAX:
+    if endpoint is None:
+        return
+    _check_filled_in(name, endpoint)
+    if _host_and_port(endpoint)[1] > PORT_MAX:
         raise ConfigInvalid(f"{name} is {endpoint!r}, but no port is above {PORT_MAX}")
 
 
@@ -284,9 +287,23 @@ def _check_advertised(name: str, endpoint: str | None) -> None:
     """
     if endpoint is None:
         return
+    _check_filled_in(name, endpoint)
     host, port = _host_and_port(endpoint)
     if host in WILDCARD_HOSTS or not _is_written_as_a_host(host) or not 0 < port <= PORT_MAX:
         raise ConfigInvalid(f"{name} is {endpoint!r}, which no peer can dial")
+
+
+def _check_filled_in(name: str, endpoint: str) -> None:
+    """Check that an address has no braces.
+
+    Raises:
+        ConfigInvalid: it has.
+    """
+    if "{" in endpoint:
+        raise ConfigInvalid(
+            f"{name} is {endpoint!r}, with a place that is not filled in",
+            remedy="Give an address or a name. {host} is understood by the connector of vLLM alone.",
+        )
 
 
 def _host_and_port(endpoint: str) -> tuple[str, int]:
