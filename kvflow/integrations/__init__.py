@@ -1,1 +1,1 @@
-"""Engines that embed kvflow. Each folder knows one engine, and of kvflow its public names only."""
+"""Engines that embed kvflow, and what starts them. Each folder knows one, and of kvflow its public names only."""

@@ -49,16 +49,19 @@ IMPORTERS = {
     "nixl_cu12": {"kvflow/transport/nixl_binding.py"},
     "nixl_cu13": {"kvflow/transport/nixl_binding.py"},
     "torch": {"kvflow/memory", "kvflow/demo", "kvflow/integrations"},
-    "zmq": {"handshake/sockets.py", "handshake/security.py"},
+    "zmq": {"handshake/sockets.py", "handshake/security.py", "kvflow/integrations/vllm/admission.py"},
     "rich": {"kvflow/demo/display.py"},
     "aiohttp": {"kvflow/demo/proxy.py"},
+    "ray": {"kvflow/integrations/ray"},
     "vllm": {
         "kvflow/integrations/vllm/connector.py",
         "kvflow/integrations/vllm/cpu_attention.py",
         "kvflow/integrations/vllm/engine.py",
         "kvflow/integrations/vllm/metadata.py",
+        "kvflow/integrations/vllm/plugin.py",
         "kvflow/integrations/vllm/scheduler.py",  # types alone
         "kvflow/integrations/vllm/stats.py",
+        "kvflow/integrations/vllm/versions.py",
     },
 }
 """Who may import a heavy library: modules or folders."""

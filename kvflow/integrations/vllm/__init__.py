@@ -1,10 +1,11 @@
 """kvflow as a connector of vLLM's v1 engine.
 
-Named in ``--kv-transfer-config``: ``{"kv_connector": "KVFlowConnector", "kv_connector_module_path":
-"kvflow.integrations.vllm", "kv_role": "kv_producer", "kv_connector_extra_config": {...}}``. See docs/howto/vllm.md.
+Named in ``--kv-transfer-config``: ``{"kv_connector": "KVFlowConnector", "kv_role": "kv_producer",
+"kv_connector_extra_config": {...}}``. See docs/howto/vllm.md.
 
 ``scheduler`` decides, in the engine's scheduler process; ``worker`` does, once per rank; ``orders`` travel from one to
-the other. Only ``connector``, ``metadata`` and ``stats`` import vLLM, because they subclass what is vLLM's.
+the other. ``plugin`` makes the name known to vLLM. Only ``connector``, ``metadata`` and ``stats`` import vLLM when they
+are imported, because they subclass what is vLLM's.
 """
 
 from typing import Any

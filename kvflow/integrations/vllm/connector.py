@@ -10,26 +10,30 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
-    KVConnectorTransferResults,
-    SupportsHMA,
 )
-from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvflow import configure_logging
+from kvflow.integrations.vllm import versions
 from kvflow.integrations.vllm.cpu_attention import cpu_kernels, marker
-from kvflow.integrations.vllm.engine import engine_facts, engine_shape
+from kvflow.integrations.vllm.engine import engine_facts, engine_shape, own_host, runs_apart
+from kvflow.integrations.vllm.hosts import doubts, remark
 from kvflow.integrations.vllm.metadata import RankIntroduction, StepOrders
 from kvflow.integrations.vllm.scheduler import SchedulerSide
-from kvflow.integrations.vllm.settings import PACKED_LAYOUT, SECRET_KEYS, check_keys, read_settings, wants_packed
+from kvflow.integrations.vllm.settings import (
+    PACKED_LAYOUT,
+    SECRET_KEYS,
+    EngineFacts,
+    check_keys,
+    read_settings,
+    wants_packed,
+)
 from kvflow.integrations.vllm.stats import KVFlowMetrics, KVFlowStats
 from kvflow.integrations.vllm.tally import empty_tally
 from kvflow.integrations.vllm.tensors import adopt_caches
-from kvflow.integrations.vllm.worker import RankRuntime
+from kvflow.integrations.vllm.worker import RankRuntime, Results
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -48,32 +52,41 @@ lets go of it, and hears of an end at once. For all, because a load that ends a 
 whole next one, which computes for the others. A request that arrives meanwhile waits that long at most.
 """
 
-TOLD_OF_SLEEP = hasattr(KVConnectorBase_V1, "restore_kv_caches")
-"""From 0.33 on."""
 
-
-class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM is not there to check against
+class KVFlowConnector(*versions.connector_bases()):  # type: ignore[misc]  # vLLM is not there to check against
     """One side of the connector: vLLM makes one in its scheduler's process, and one in the process of each rank."""
 
-    _cache_hit_source = CacheHitSource.P2P
+    _cache_hit_source = versions.hit_source()
 
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-        facts = engine_facts(vllm_config, ranked=role is KVConnectorRole.WORKER, told_of_sleep=TOLD_OF_SLEEP)
-        self._settings = read_settings(extra, facts)
+        has = versions.features()
+        facts = engine_facts(vllm_config, ranked=role is KVConnectorRole.WORKER, told_of_sleep=has.sleep)
+        self._settings = read_settings(extra, facts, own_host)
         self._groups = kv_cache_config.transfer_groups
+        versions.require_failures_told(self._groups, vllm_config.kv_transfer_config.kv_load_failure_policy)
+        self._loaded = versions.LoadedBlocks()
         self._scheduler: SchedulerSide | None = None
         self._runtime: RankRuntime | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerSide(
-                self._settings, vllm_config, kv_cache_config, generate_block_hash_extra_keys
-            )
+            self._scheduler = SchedulerSide(self._settings, vllm_config, kv_cache_config, versions.extra_keys())
             printed = sorted(SECRET_KEYS & set(extra))
             if printed:
                 logger.warning("kvflow: vLLM prints its configuration, and %s with it: set the variables", printed)
         elif self._settings.log_file:
             configure_logging(Path(self._settings.log_file))
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Return that it does not, after a look at the configuration.
+
+        On GPUs vLLM asks this when it reads its arguments. It makes a connector only when the model is loaded, which is
+        late to learn of a wrong setting.
+        """
+        # Nobody tells the role here. A producer may have every setting.
+        read_settings(extra_config, EngineFacts(engine_id="not known yet", kv_role="kv_producer"), own_host)
+        return False
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str | None:
@@ -117,8 +130,11 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         """Take what the workers say of themselves."""
-        ranks = [each.address for each in metadata.values() if isinstance(each, RankIntroduction)]
-        self._decides.meet_ranks(ranks)
+        ranks = [each for each in metadata.values() if isinstance(each, RankIntroduction)]
+        if ranks:
+            self._decides.meet_ranks([each.address for each in ranks], [each.contact for each in ranks])
+        else:  # ``MultiConnector`` hands on what its first child says that says anything
+            logger.warning("kvflow: this engine offers nothing: another connector before kvflow speaks for its workers")
 
     def on_new_request(self, request: "Request") -> None:
         """Read what a request wants of other engines."""
@@ -135,10 +151,13 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
         """Order the load of a request that has room now."""
         self._decides.allocated(request, blocks, num_external_tokens)
+        if num_external_tokens:
+            self._loaded.note(request.request_id, blocks)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
         """Return the orders of this step."""
-        return StepOrders(self._decides.take_orders(), idle=not scheduler_output.total_num_scheduled_tokens)
+        idle = not scheduler_output.total_num_scheduled_tokens
+        return StepOrders(self._decides.take_orders(), idle=idle, loaded=self._loaded.take())
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         """Note what the workers have reported."""
@@ -178,17 +197,21 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
                 PACKED_LAYOUT,
                 self._kv_cache_config.kv_cache_layout,
             )
-        self._runtime = RankRuntime(config, cache)
+        self._runtime = RankRuntime(config, cache, apart=runs_apart(self._vllm_config))
+        endpoint = self._runtime.rank.address.endpoint
         logger.info(
-            "kvflow: rank %d of %d of engine %s is at %s: %d groups, %d blocks, layout %s",
+            "kvflow: rank %d of %d of engine %s is at %s%s: %d groups, %d blocks, layout %s",
             config.rank,
             config.num_ranks,
             config.engine_id,
-            self._runtime.rank.address.endpoint,
+            endpoint,
+            remark(endpoint),
             len(cache.groups),
             cache.num_blocks,
             self._kv_cache_config.kv_cache_layout,
         )
+        for doubt in doubts(config):
+            logger.warning("kvflow: %s", doubt)
 
     def unregister_kv_caches(self) -> None:
         """Take this rank's cache off the network before its memory goes; does nothing the second time."""
@@ -201,8 +224,8 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
             self._runtime.resume()
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Return what the scheduler's mint must know of this rank."""
-        return RankIntroduction(self._does.rank.address)
+        """Return what the scheduler must know of this rank."""
+        return RankIntroduction(self._does.rank.address, self._does.contact)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Hand this step's orders to kvflow's thread.
@@ -212,6 +235,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         """
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, StepOrders)
+        self._loaded.learn(connector_metadata.loaded)
         self._does.rank.execute(connector_metadata.orders)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -226,22 +250,32 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
     def wait_for_save(self) -> None:
         """Return at once, likewise."""
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """Return what has ended since the last step, as vLLM's ``KVConnectorTransferResults``."""
+        results = self._collect()
+        return versions.transfer_results(results.sent, results.received, results.failed)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Return what has ended since the last step; releases of vLLM that call this ask for failed blocks next."""
+        results = self._collect()
+        self._loaded.end(results.received, results.failed)
+        return set(results.sent), set(results.received)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Return the blocks of loads that have failed; none where failed requests are reported."""
+        return self._loaded.take_failed()
+
+    def _collect(self) -> Results:
         """Return what has ended since the last step; in a step without a model wait a little for the loads."""
         step = self._connector_metadata
         assert isinstance(step, StepOrders)
-        results = self._does.rank.collect(wait_s=LOAD_WAIT_S if step.idle else 0.0)
-        return KVConnectorTransferResults(set(results.sent), set(results.received), set(results.failed))
-
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Return what has ended since the last step, for callers that do not know of failures."""
-        results = self._does.rank.collect()
-        return set(results.sent), set(results.received)
+        return self._does.rank.collect(wait_s=LOAD_WAIT_S if step.idle else 0.0)
 
     def get_kv_connector_stats(self) -> KVFlowStats | None:
         """Return what this side has counted since the last step."""
         if self._scheduler is not None:
-            stats = KVFlowStats(empty_tally() | {"defects": self._scheduler.guard.take()})
+            counts = {"defects": self._scheduler.guard.take(), "untagged": self._scheduler.untagged.take()}
+            stats = KVFlowStats(empty_tally() | counts)
         elif self._runtime is not None:
             stats = KVFlowStats(self._runtime.rank.take_tally())
         else:
@@ -253,3 +287,5 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         if self._runtime is not None:
             self._runtime.close()
             self._runtime = None
+        if self._scheduler is not None:
+            self._scheduler.close()

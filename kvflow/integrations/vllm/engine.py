@@ -1,5 +1,6 @@
 """What vLLM's configuration says of the engine and of this rank, read in one place."""
 
+import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -35,10 +36,19 @@ def engine_facts(vllm_config: "VllmConfig", *, ranked: bool, told_of_sleep: bool
         rank=rank,
         num_ranks=parallel.tensor_parallel_size,
         port_offset=parallel.data_parallel_index * parallel.tensor_parallel_size + rank,
+        copied_by_ray="ray" in (parallel.data_parallel_backend, ranked and parallel.distributed_executor_backend),
         model=model_name(str(model.model)),
         model_revision=str(model.revision or ""),
         model_dtype=dtype_name(model.dtype),
     )
+
+
+def own_host() -> str:
+    """Return the address of this host as vLLM finds it: that of the interface which leads out; 0.0.0.0 if none does."""
+    from vllm.utils.network_utils import get_ip  # noqa: PLC0415 - it loads torch
+
+    with warnings.catch_warnings(action="ignore"):  # 0.0.0.0 is refused
+        return str(get_ip())
 
 
 def require_parallelism(parallel: Any) -> None:
@@ -66,6 +76,11 @@ def require_awake(model: Any) -> None:
             "enable_sleep_mode is on, but this release of vLLM does not tell its connectors when the engine sleeps",
             remedy="Leave out --enable-sleep-mode, or install vLLM 0.33.",
         )
+
+
+def runs_apart(vllm_config: "VllmConfig") -> bool:
+    """Tell whether the workers may be in other processes than the scheduler."""
+    return bool(vllm_config.parallel_config.distributed_executor_backend != "uni")
 
 
 def engine_shape(vllm_config: "VllmConfig", layers: Iterable[str]) -> EngineShape:

@@ -6,7 +6,7 @@ from kvflow import Grant, Ticket
 
 
 class Admit(Struct, frozen=True):
-    """Hold the lease of a grant; report the request as sent when the lease has ended."""
+    """Hold the lease of a grant, unless ``admission`` was faster; report the request as sent when it has ended."""
 
     request_id: str
     grant: Grant

@@ -48,6 +48,25 @@ class LoadWanted(Struct, frozen=True):
 Wish = Nothing | OfferWanted | LoadWanted
 
 
+SWITCHES = ("do_remote_prefill", "do_remote_decode")
+
+
+def is_tagged(params: object) -> bool:
+    """Tell whether a router has said anything of a transfer, be it that there is none; null says as little as absence.
+
+    Args:
+        params: as the client sent them: an object, or anything else.
+    """
+    if isinstance(params, dict):
+        return any(params.get(name) is not None for name in SWITCHES)
+    return params is not None
+
+
+def wants_transfer(params: object) -> bool:
+    """Tell whether a router wants something of other engines, right or wrong."""
+    return not isinstance(params, dict) or any(params.get(name) for name in SWITCHES)
+
+
 def read_params(params: object, verify: Verify, chars_max: int) -> Wish:
     """Read what a request wants of other engines.
 
@@ -63,7 +82,7 @@ def read_params(params: object, verify: Verify, chars_max: int) -> Wish:
         return Nothing()
     if not isinstance(params, dict):
         raise TicketInvalid(f"kv_transfer_params is {type(params).__name__}: expected an object")
-    load, offer = _switch(params, "do_remote_prefill"), _switch(params, "do_remote_decode")
+    load, offer = (_switch(params, name) for name in SWITCHES)
     if load and offer:
         raise TicketInvalid("kv_transfer_params: do_remote_prefill and do_remote_decode are both true: expected one")
     if offer:

@@ -5,17 +5,28 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kvflow import TicketKey, TicketMint
+from kvflow import RankAddress, TicketKey, TicketMint
 from kvflow.errors import DefectFound, KvflowError, TicketInvalid
+from kvflow.integrations.vllm.admission import Contact, EarlyAdmission
 from kvflow.integrations.vllm.blocks import NULL_BLOCK, BlockIds, TransferGroup
 from kvflow.integrations.vllm.contents import Contents, Digests, ExtraKeys
 from kvflow.integrations.vllm.guard import Guard, guarded
 from kvflow.integrations.vllm.loading import Loading
-from kvflow.integrations.vllm.offering import Offering
+from kvflow.integrations.vllm.offering import Offering, is_further_prompt
 from kvflow.integrations.vllm.orders import Order
-from kvflow.integrations.vllm.params import LoadWanted, Nothing, OfferWanted, Wish, read_params, ticket_chars_max
+from kvflow.integrations.vllm.params import (
+    LoadWanted,
+    Nothing,
+    OfferWanted,
+    Wish,
+    is_tagged,
+    read_params,
+    ticket_chars_max,
+)
 from kvflow.integrations.vllm.settings import Settings
 from kvflow.integrations.vllm.specs import read_groups, retained_tokens
+from kvflow.integrations.vllm.untagged import Untagged
+from kvflow.integrations.vllm.versions import prefill_lookahead
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -42,6 +53,7 @@ class SchedulerSide:
         guard: exceptions that were kept from vLLM.
         loading: requests that read their prompts.
         offering: requests that others read.
+        untagged: requests that are computed as if there were no other engine.
 
     Thread: the scheduler's.
     """
@@ -72,11 +84,21 @@ class SchedulerSide:
         )
         self._told_rewritten: set[str] = set()
         self._contents = Contents(extra_keys)
-        self._backoff = prefill_backoff(groups, getattr(vllm_config, "num_prefill_lookahead_tokens", 1))
+        self._backoff = prefill_backoff(groups, prefill_lookahead(vllm_config))
         self.guard = Guard()
         self.loading = Loading(groups, tokens_max)
-        self.offering = Offering(groups, mint)
-        self.meet_ranks = self.offering.meet_ranks
+        self._early = EarlyAdmission()
+        self.offering = Offering(groups, mint, kv_cache_config.num_blocks, self._early.admit)
+        self.untagged = Untagged(settings)
+
+    def meet_ranks(self, ranks: Sequence[RankAddress], contacts: Iterable[Contact] = ()) -> None:
+        """Take what the workers say of themselves: where they are, and how they are reached between steps."""
+        self.offering.meet_ranks(ranks)
+        self._early.meet(contacts)
+
+    def close(self) -> None:
+        """Reach no worker from here on."""
+        self._early.close()
 
     def _fail(self, error: Exception, request: "Request") -> None:
         """Have a request fail after an exception that nobody foresaw."""
@@ -97,6 +119,8 @@ class SchedulerSide:
     def on_new_request(self, request: "Request") -> None:
         """Read what a request wants of other engines."""
         prompt = request.num_prompt_tokens
+        if not request.abort_immediately:
+            self.untagged.note(request.kv_transfer_params)
         wish: Wish = Nothing()
         try:
             wish = self._read_params(request.kv_transfer_params)
@@ -107,6 +131,10 @@ class SchedulerSide:
             if isinstance(wish, LoadWanted):
                 if request.abort_immediately:  # the server has turned the request down; its prompt did not come here
                     self.loading.give_back(request.request_id, wish.ticket)
+                    return
+                if is_further_prompt(request.request_id):  # the ticket is the first prompt's, which reads it
+                    self.untagged.note_further_prompt()
+                    request.kv_transfer_params = {}  # as below
                     return
                 self._tell_rewritten(wish.rewritten)
                 self._contents.require(request, wish.ticket)
@@ -121,6 +149,9 @@ class SchedulerSide:
             case OfferWanted():
                 self._leave_to_decode(request)
                 self.offering.announce(request.request_id)
+            case _ if self._is_prefill(request):
+                self._leave_to_decode(request)
+                self.offering.announce(request.request_id, asked=False)
             case _:
                 pass
 
@@ -144,10 +175,13 @@ class SchedulerSide:
     def on_finished(self, request: "Request", listed: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
         """Offer what has ended, or give back what it did not use."""
         self.loading.finished(request.request_id)
+        num_tokens = request.num_computed_tokens - request.num_in_flight_tokens
+        if self.offering.is_sample(request.request_id) and not self._backoff:
+            num_tokens = min(num_tokens, request.num_prompt_tokens)  # each sample goes on in its own way
         return self.offering.finished(
             request.request_id,
             listed,
-            num_tokens=request.num_computed_tokens - request.num_in_flight_tokens,
+            num_tokens=num_tokens,
             computed=request.status.name in ENDED_BY_ITSELF,
             digests=partial(self._digests, request),
         )
@@ -183,6 +217,15 @@ class SchedulerSide:
         for name in set(names) - self._told_rewritten:
             self._told_rewritten.add(name)
             logger.info("kvflow: %s is not what the ticket says: a router writes it, and kvflow does not use it", name)
+
+    def _is_prefill(self, request: "Request") -> bool:
+        """Tell whether a request of which the router has said nothing is a prefill: it makes one token.
+
+        A client that wants more tokens wants this engine's answer, and the prompt may be cut for none of those.
+        """
+        if not self._settings.offers_always or is_tagged(request.kv_transfer_params):
+            return False
+        return request.max_tokens == 1 and request.pooling_params is None
 
     def _leave_to_decode(self, request: "Request") -> None:
         """Drop the tokens from the end of a prompt that the decode engine computes.

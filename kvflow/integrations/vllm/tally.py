@@ -7,9 +7,10 @@ from kvflow import Finished
 SERIES = ("total_s", "queue_s", "post_s", "wire_s", "fence_s", "nbytes", "descriptors")
 """One number for each completed pull: phases in seconds, as in ``TransferReport.timings_s``, bytes, descriptors."""
 
-COUNTS = ("failed", "leases", "defects")
+COUNTS = ("failed", "leases", "defects", "untagged")
 """How often each thing happened, by name: pulls that failed, by the error's code; leases that ended, by outcome;
-exceptions that were kept from vLLM's scheduler, by the method that raised them."""
+exceptions that were kept from vLLM's scheduler, by the method that raised them; requests without a ticket or a wish
+for one, by what their parameters say."""
 
 Tally = dict[str, Any]
 
@@ -69,6 +70,7 @@ def summary(tally: Tally) -> dict[str, int | float]:
     line |= {f"Num failed ({code})": number for code, number in sorted(tally["failed"].items())}
     line |= {f"Num leases {outcome}": number for outcome, number in sorted(tally["leases"].items())}
     line |= {f"Num defects ({method})": number for method, number in sorted(tally["defects"].items())}
+    line |= {f"Num untagged requests ({params})": number for params, number in sorted(tally["untagged"].items())}
     return line
 
 

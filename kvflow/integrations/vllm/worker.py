@@ -5,6 +5,7 @@ what has ended since the last one.
 """
 
 import logging
+import threading
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future
@@ -15,17 +16,19 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from kvflow import Finished, RankAddress, ThreadedWorker, Ticket, TransferReport, WorkerConfig, run_worker
+from kvflow import Finished, Grant, RankAddress, ThreadedWorker, Ticket, TransferReport, WorkerConfig, run_worker
 from kvflow.errors import (
     AuthenticationFailed,
     DefectFound,
     KvflowError,
     PeerLost,
     PeerRefused,
+    ReleaseMismatch,
     StaleLease,
     TicketInvalid,
     WorkerClosed,
 )
+from kvflow.integrations.vllm.admission import reachable
 from kvflow.integrations.vllm.orders import Admit, Cancel, Fail, Keep, Order, Pull, Release
 from kvflow.integrations.vllm.tally import Tally, count, count_end, empty_tally
 
@@ -34,7 +37,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.kvflow")  # vLLM shows what stands below its own name
 
-NOT_RELEASED = (AuthenticationFailed, PeerLost, PeerRefused, StaleLease, TicketInvalid, WorkerClosed)
+NOT_RELEASED = (AuthenticationFailed, PeerLost, PeerRefused, ReleaseMismatch, StaleLease, TicketInvalid, WorkerClosed)
 """After these nobody would hear that the ticket is given back, or nobody needs to."""
 
 
@@ -63,7 +66,7 @@ class _OpenPull:
 class RankWorker:
     """One rank of an engine on the network.
 
-    Thread: the engine's, all of it.
+    Thread: the engine's; ``admit_early`` from any.
     """
 
     def __init__(self, worker: ThreadedWorker) -> None:
@@ -73,6 +76,14 @@ class RankWorker:
         self._received: set[str] = set()
         self._failed: set[str] = set()
         self._tally = empty_tally()
+        # Each grant comes twice, from ``admission`` and with a step. The first one is carried out.
+        self._admitting = threading.Lock()
+        self._early: dict[tuple[str, str], bool] = {}
+        self._ordered: dict[str, int] = {}
+        # Leases that came early and are not ordered yet. The end of one is reported after its order: ``MultiConnector``
+        # learns with that step whether another connector still saves the blocks.
+        self._unordered: set[str] = set()
+        self._ended_unordered: set[str] = set()
 
     @property
     def address(self) -> RankAddress:
@@ -134,13 +145,44 @@ class RankWorker:
         tally, self._tally = self._tally, empty_tally()
         return tally
 
+    def admit_early(self, grant: Grant) -> None:
+        """Hold the lease of a grant before the step that orders it; do nothing if that step was here already.
+
+        The step that computed the blocks has ended by then, and on a CPU it has written all of them. On a GPU, what it
+        writes late may still be on its way: an event that is recorded in ``wait_for_save`` is to be awaited here.
+
+        Thread: any.
+        """
+        with self._admitting:
+            # A mint counts its epochs up, and orders come in the order of the mint.
+            if grant.epoch_value > self._ordered.get(_life(grant), -1) and _key(grant) not in self._early:
+                self._early[_key(grant)] = False  # before anything is held that is not noted
+                self._unordered.add(grant.request_id)
+                self._early[_key(grant)] = self._hold(grant)
+
     def _admit(self, order: Admit) -> None:
-        try:
-            self._worker.admit(order.grant)
-        except Exception as error:  # noqa: BLE001 - any exception costs this request, and not the engine
-            logger.error("kvflow: request %s is not offered, its ticket is void: %s", order.request_id, error)
+        grant = order.grant
+        with self._admitting:
+            self._ordered[_life(grant)] = grant.epoch_value
+            self._unordered.discard(grant.request_id)
+            held = self._early.pop(_key(grant), None)
+            if held is None:
+                held = self._hold(grant)
+        if not held:
+            self._worker.revoke(grant.request_id)  # of an admission that was interrupted: the engine frees its blocks
             count(self._tally, "leases", "refused")
             self._sent.add(order.request_id)
+        elif grant.request_id in self._ended_unordered:
+            self._sent.add(grant.request_id)
+        self._ended_unordered.discard(grant.request_id)
+
+    def _hold(self, grant: Grant) -> bool:
+        try:
+            self._worker.admit(grant)
+        except Exception as error:  # noqa: BLE001 - any exception costs this request, and not the engine
+            logger.error("kvflow: request %s is not offered, its ticket is void: %s", grant.request_id, error)
+            return False
+        return True
 
     def _pull(self, order: Pull) -> None:
         try:
@@ -156,7 +198,9 @@ class RankWorker:
         for end in self._worker.finished():
             count_end(self._tally, end)
             if end.side == "producer":
-                self._sent.add(end.request_id)
+                with self._admitting:
+                    ordered = end.request_id not in self._unordered
+                (self._sent if ordered else self._ended_unordered).add(end.request_id)
             else:
                 self._end_pull(end, lost=lost)
 
@@ -201,6 +245,15 @@ class RankWorker:
             logger.info("kvflow: the ticket of request %s was not given back: %s", request_id, error)
 
 
+def _life(grant: Grant) -> str:
+    """Return which life of the engine a grant is of: each life has a mint of its own."""
+    return grant.ranks[0].incarnation
+
+
+def _key(grant: Grant) -> tuple[str, str]:
+    return _life(grant), grant.epoch
+
+
 def _tell_failure(request_id: str, what: str, done: "Future[None]") -> None:
     error = None if done.cancelled() else done.exception()
     if error is not None:
@@ -208,10 +261,20 @@ def _tell_failure(request_id: str, what: str, done: "Future[None]") -> None:
 
 
 class RankRuntime:
-    """A rank's worker, from the registration of its cache to the engine's end. Thread: the engine's."""
+    """A rank's worker, from the registration of its cache to the engine's end. Thread: the engine's.
 
-    def __init__(self, config: WorkerConfig, cache: "KVCache") -> None:
+    Attributes:
+        rank: carries out orders.
+        contact: how the scheduler reaches it between steps.
+    """
+
+    def __init__(self, config: WorkerConfig, cache: "KVCache", *, apart: bool = False) -> None:
         """Open the worker.
+
+        Args:
+            config: of the worker.
+            cache: the memory.
+            apart: whether the scheduler may be in another process.
 
         Raises:
             ConfigInvalid, SpecInvalid, TransportUnavailable: see ``kvflow.open_worker``.
@@ -221,6 +284,7 @@ class RankRuntime:
         self._worker = self._stack.enter_context(run_worker(config, cache))
         self._asleep = False
         self.rank = RankWorker(self._worker)
+        self.contact = self._stack.enter_context(reachable(self.rank, apart=apart))
 
     def suspend(self) -> None:
         """Revoke every lease, cancel every pull, and let go of the memory until ``resume``."""

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvflow.errors import TicketInvalid
+from kvflow.errors import ReleaseMismatch, TicketInvalid
 from kvflow.integrations.vllm.params import (
     LoadWanted,
     Nothing,
@@ -128,7 +128,7 @@ def test_what_says_the_same_or_nothing_changes_nothing(change):
     ],
 )
 def test_what_is_absurd_is_refused(params):
-    with pytest.raises(TicketInvalid):
+    with pytest.raises((TicketInvalid, ReleaseMismatch)):
         read(params)
 
 

@@ -244,6 +244,17 @@ def test_a_ticket_that_does_not_say_what_its_blocks_hold_is_refused():
     assert outcome({"do_remote_prefill": True, **ticket.to_params()}) == ("content_mismatch", True)
 
 
+def test_of_several_prompts_in_a_call_the_first_reads_the_ticket_and_the_others_are_computed():
+    params, consumer = prefilled(FullAttentionSpec()), side(FullAttentionSpec())
+    for number, prompt in enumerate((range(48), range(1, 49), range(48))):
+        request = new_request(params, prompt, request_id=f"cmpl-call-{number}-0123abcd")
+        consumer.on_new_request(request)
+        assert consumer.matched(request, 0)[0] == (0 if number else 48)
+        assert request.kv_transfer_params == ({} if number else params)
+    assert consumer.untagged.take() == {"another_prompt": 2}
+    assert Release not in map(type, consumer.take_orders())
+
+
 def test_a_ticket_that_another_request_loads_is_not_given_back_by_one_that_may_not():
     params, consumer = prefilled(FullAttentionSpec()), side(FullAttentionSpec())
     honest, other = new_request(params), new_request(params, range(1, 49), request_id="other")

@@ -1,14 +1,15 @@
 """The extra configuration of a connector: every setting of a worker by its own name, and nothing else."""
 
+import socket
 from types import SimpleNamespace
 
 import pytest
 
 from kvflow.config import SECRET_VARIABLE
 from kvflow.errors import ConfigInvalid
+from kvflow.integrations.vllm import hosts
 from kvflow.integrations.vllm.engine import require_awake, require_parallelism
 from kvflow.integrations.vllm.settings import EngineFacts, model_name, read_settings, wants_packed
-from kvflow.integrations.vllm.versions import check_release
 
 from .vllm_like import SECRET
 
@@ -104,17 +105,6 @@ def test_a_model_in_a_folder_has_the_name_of_the_folder(model, name):
     assert model_name(model) == name
 
 
-@pytest.mark.parametrize("release", ["0.32.0", "0.32.0+cpu", "0.33.1", "0.33.0rc1"])
-def test_supported_releases(release):
-    check_release(release)
-
-
-@pytest.mark.parametrize("release", ["", "0.31.9", "0.34.0", "1.0.0", "dev"])
-def test_other_releases_are_refused_with_the_range(release):
-    with pytest.raises(ConfigInvalid, match=r"0\.32 to 0\.33"):
-        check_release(release)
-
-
 @pytest.mark.parametrize(
     "name", ["pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"]
 )
@@ -128,3 +118,170 @@ def test_an_engine_that_can_sleep_is_refused_where_nobody_tells_of_it():
     require_awake(SimpleNamespace(enable_sleep_mode=False))
     with pytest.raises(ConfigInvalid, match="enable_sleep_mode"):
         require_awake(SimpleNamespace(enable_sleep_mode=True))
+
+
+HERE = "192.0.2.7"
+"""Source: RFC 5737, addresses for examples. No host of a test has it."""
+OPEN = {"cluster_secret": SECRET, "bind": "tcp://0.0.0.0:5600", "advertise": "tcp://{host}:5600"}
+
+
+@pytest.fixture(autouse=True)
+def nowhere(monkeypatch):
+    """Start without the variables that say where a host is."""
+    for name in hosts.HOST_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def found(extra=OPEN, host=HERE, **changes):
+    return read_settings(extra, facts(**changes), lambda: host).worker
+
+
+def test_the_host_of_an_address_is_the_first_that_is_told(monkeypatch):
+    assert found().advertise == f"tcp://{HERE}:5600"
+    told = {"POD_IP": "10.0.0.4", "VLLM_HOST_IP": "10.0.0.3", "VLLM_NIXL_SIDE_CHANNEL_HOST": "10.0.0.2"}
+    for name, value in (told | {"KVFLOW_ADVERTISE_HOST": "10.0.0.1"}).items():
+        monkeypatch.setenv(name, value)
+        assert found().advertise == f"tcp://{value}:5600", name
+
+
+def test_a_variable_that_is_empty_tells_nothing(monkeypatch):
+    monkeypatch.setenv("KVFLOW_ADVERTISE_HOST", " ")
+    monkeypatch.setenv("POD_IP", "10.0.0.4")
+    assert found().advertise == "tcp://10.0.0.4:5600"
+
+
+def test_settings_without_a_host_ask_nobody_for_it(monkeypatch):
+    monkeypatch.setenv("KVFLOW_ADVERTISE_HOST", "no address at all")
+    assert found(OPEN | {"advertise": "tcp://node-7:5600"}).advertise == "tcp://node-7:5600"
+
+
+def test_each_address_may_name_the_host(monkeypatch):
+    monkeypatch.setenv("KVFLOW_ADVERTISE_HOST", "127.0.0.1")
+    told = {name: f"tcp://{{host}}:{port}" for port, name in enumerate(hosts.ENDPOINTS, 5600)}
+    worker = found({"cluster_secret": SECRET, **told}, rank=1, num_ranks=2, port_offset=10)
+    addresses = [getattr(worker, name) for name in hosts.ENDPOINTS]
+    assert addresses == [f"tcp://127.0.0.1:{port}" for port in range(5610, 5614)]
+
+
+@pytest.mark.parametrize("value", ["fd00::7", "[fd00::7]", "FD00:0::7"])
+def test_an_address_of_version_six_gets_its_brackets(monkeypatch, value):
+    monkeypatch.setenv("KVFLOW_ADVERTISE_HOST", value)
+    assert found().advertise == "tcp://[fd00::7]:5600"
+
+
+@pytest.mark.parametrize(
+    "value", ["node-7", "prefill-0.prefill.llm.svc.cluster.local", "localhost", "node-7.", "7.node", "7a"]
+)
+def test_a_name_stays_a_name(monkeypatch, value):
+    monkeypatch.setenv("KVFLOW_ADVERTISE_HOST", value)
+    assert found().advertise == f"tcp://{value}:5600"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "10.0.0.7:5600",
+        "tcp://10.0.0.7",
+        "10.0.0.7,10.0.0.8",
+        "10.0.0.300",
+        "7",
+        "node..7",
+        "a b",
+        "{host}",
+        "[node-7]",
+        "10.0.0.7/24",
+    ],
+)
+def test_a_host_that_is_no_host_is_refused_with_its_variable(monkeypatch, value):
+    monkeypatch.setenv("VLLM_HOST_IP", value)
+    with pytest.raises(ConfigInvalid, match="VLLM_HOST_IP is ") as caught:
+        found()
+    assert "without a port" in caught.value.message
+
+
+@pytest.mark.parametrize("value", ["0.0.0.0", "::", "[::]", "fe80::1%eth0"])
+def test_a_host_that_nobody_can_dial_is_refused(monkeypatch, value):
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", value)
+    with pytest.raises(ConfigInvalid, match=r"VLLM_NIXL_SIDE_CHANNEL_HOST is .* no peer can dial") as caught:
+        found()
+    assert "KVFLOW_ADVERTISE_HOST" in caught.value.remedy
+
+
+def test_a_host_that_vllm_does_not_find_is_refused():
+    with pytest.raises(ConfigInvalid, match=r"that vLLM has found is '0\.0\.0\.0'") as caught:
+        found(host="0.0.0.0")
+    assert "KVFLOW_ADVERTISE_HOST" in caught.value.remedy
+
+
+@pytest.mark.parametrize("value", [HERE, "localhost", "2001:db8::7"])
+@pytest.mark.parametrize("key", ["bind", "tcp_bind"])
+def test_a_rank_listens_only_at_an_address_of_its_host(monkeypatch, key, value):
+    monkeypatch.setenv("KVFLOW_ADVERTISE_HOST", value)
+    with pytest.raises(ConfigInvalid, match=f"^{key} is .*no address of this host") as caught:
+        found(OPEN | {key: "tcp://{host}:5700"})
+    assert "0.0.0.0" in caught.value.remedy
+
+
+def test_an_address_for_a_port_that_nobody_knows_is_refused():
+    with pytest.raises(ConfigInvalid, match="without bind the rank listens at a free port") as caught:
+        found({"cluster_secret": SECRET, "advertise": "tcp://{host}:5600"})
+    assert "Set bind" in caught.value.remedy
+
+
+def test_a_worker_of_ray_without_the_secret_is_told_which_variables_ray_copies(monkeypatch):
+    monkeypatch.delenv(SECRET_VARIABLE, raising=False)
+    extra = {key: value for key, value in OPEN.items() if key != "cluster_secret"}
+    with pytest.raises(ConfigInvalid, match="in a worker that Ray has started") as caught:
+        found(extra, copied_by_ray=True)
+    assert "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY=KVFLOW_" in caught.value.remedy
+    with pytest.raises(ConfigInvalid) as caught:
+        found(extra)
+    assert "Ray" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["tcp://127.0.0.1:5600", "tcp://127.8.8.8:1", "tcp://[::1]:5600", "tcp://localhost:1"]
+)
+def test_a_loopback_address_is_only_on_this_host(endpoint):
+    assert hosts.remark(endpoint) == ", only on this host"
+
+
+def test_what_is_said_of_an_address_is_whose_it_is():
+    assert hosts.remark(f"tcp://{HERE}:5600") == ", which is no address of this host"
+    assert hosts.remark("tcp://node-7:5600") == ""
+
+
+def own_address():
+    """Return an address of this host's that others reach; None where there is none but loopback."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((HERE, 9))  # sends nothing
+        except OSError:
+            return None
+        return probe.getsockname()[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "doubts"),
+    [
+        ({"bind": "tcp://127.0.0.1:0", "advertise": None}, []),
+        ({"advertise": "tcp://node-7:5600"}, []),
+        ({"advertise": "tcp://localhost:5600"}, ["advertise", "tcp_advertise"]),
+        ({"advertise": "tcp://node-7:5600", "tcp_bind": "tcp://127.0.0.1:0"}, ["tcp_advertise"]),
+        ({"advertise": "tcp://node-7:5600", "tcp_advertise": f"tcp://{HERE}:1"}, ["tcp_advertise"]),
+    ],
+    ids=str,
+)
+def test_addresses_that_others_may_not_reach_are_doubted(changes, doubts):
+    told = {key: value for key, value in (OPEN | changes).items() if value is not None}
+    assert [doubt.partition(" is ")[0] for doubt in hosts.doubts(found(told))] == doubts
+
+
+def test_an_address_of_this_host_is_not_doubted():
+    address = own_address()
+    if address is not None:
+        assert hosts.remark(f"tcp://{address}:5600") == ""
+        assert list(hosts.doubts(found(host=address))) == []
+    [control, plane] = hosts.doubts(found())
+    assert "KVFLOW_ADVERTISE_HOST" in control
+    assert plane.startswith("tcp_advertise")

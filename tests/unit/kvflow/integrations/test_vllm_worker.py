@@ -44,6 +44,9 @@ class FakeWorker:
             raise self.refusal
         self.admitted.append(grant)
 
+    def revoke(self, request_id):
+        return False
+
     def pull(self, ticket, block_ids, *, local_request_id):
         if self.refusal:
             raise self.refusal

@@ -8,6 +8,7 @@ from kvflow.integrations.vllm.contents import Contents
 from kvflow.integrations.vllm.scheduler import SchedulerSide, transfer_groups
 from kvflow.integrations.vllm.settings import EngineFacts, read_settings
 
+NUM_BLOCKS = 64
 SECRET = "a secret of the tests, long enough"
 
 
@@ -66,7 +67,7 @@ def group(spec, *layers):
 
 
 def cache_config(*groups):
-    return SimpleNamespace(transfer_groups=groups, transfer_group_ids=tuple(range(len(groups))))
+    return SimpleNamespace(transfer_groups=groups, transfer_group_ids=tuple(range(len(groups))), num_blocks=NUM_BLOCKS)
 
 
 def groups_of(*specs):
@@ -92,7 +93,8 @@ def extra_keys(request, first, end, media):
 def new_request(params, prompt=48, request_id="r", skips=False, **named):
     tokens = list(range(prompt)) if isinstance(prompt, int) else list(prompt)
     all_tokens = tokens.copy()
-    known = {"lora": "", "media": (), "cache_salt": None, "abort_immediately": False}
+    known = {"lora": "", "media": (), "cache_salt": None, "abort_immediately": False, "max_tokens": 16}
+    known |= {"pooling_params": None}
     return SimpleNamespace(
         request_id=request_id,
         kv_transfer_params=params,
@@ -102,7 +104,6 @@ def new_request(params, prompt=48, request_id="r", skips=False, **named):
         all_token_ids=all_tokens,
         num_tokens=len(tokens),
         num_prompt_tokens=len(tokens),
-        max_tokens=16,
         num_computed_tokens=len(tokens),
         num_in_flight_tokens=0,
         status=SimpleNamespace(name="FINISHED_LENGTH_CAPPED"),

@@ -1,0 +1,140 @@
+"""What is different in releases of vLLM, and the releases that are refused."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from kvflow.errors import ConfigInvalid
+from kvflow.integrations.vllm import versions
+from kvflow.integrations.vllm.versions import (
+    LoadedBlocks,
+    check_release,
+    features_of,
+    name_keys,
+    prefill_lookahead,
+    require_failures_told,
+)
+
+
+@pytest.fixture
+def release(monkeypatch):
+    """Have a release of vLLM be installed."""
+
+    def install(name):
+        versions.features.cache_clear()
+        monkeypatch.setattr(versions, "installed_release", lambda: name)
+
+    yield install
+    versions.features.cache_clear()
+
+
+@pytest.mark.parametrize("name", ["0.29.0", "0.31.0+cpu", "0.32.0", "0.32.0+cpu", "0.33.1", "0.33.0rc1"])
+def test_supported_releases(name):
+    check_release(name)
+
+
+@pytest.mark.parametrize("name", ["", "0.28.9", "0.34.0", "1.0.0", "dev"])
+def test_other_releases_are_refused_with_the_range(name):
+    with pytest.raises(ConfigInvalid, match=r"0\.29 to 0\.33") as caught:
+        check_release(name)
+    assert (name or "not installed") in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "has"),
+    [
+        ("0.29.0", set()),
+        ("0.30.1", {"failed_requests"}),
+        ("0.31.0", {"failed_requests", "named_keys"}),
+        ("0.32.0+cpu", {"failed_requests", "named_keys", "hit_sources"}),
+        ("0.33.0", {"failed_requests", "named_keys", "hit_sources", "sleep"}),
+    ],
+)
+def test_what_releases_do(name, has):
+    features = features_of(name)
+    assert {field for field in features.__struct_fields__ if getattr(features, field)} == has
+
+
+def test_keys_of_older_releases_get_their_kinds():
+    adapter = SimpleNamespace(lora_name="sql", lora_path="/a")
+    request = SimpleNamespace(lora_request=adapter)
+    assert name_keys(request, ("sql", ("a cat", 4), "mine", b"digest")) == (
+        ("lora", "sql", "/a"),
+        ("mm", "a cat", 4),
+        ("cache_salt", "mine"),
+        ("prompt_embeds", b"digest"),
+    )
+    assert name_keys(SimpleNamespace(lora_request=None), ("sql",)) == (("cache_salt", "sql"),)
+
+
+def test_a_key_that_no_older_release_makes_is_a_defect():
+    with pytest.raises(TypeError, match="int"):
+        name_keys(SimpleNamespace(lora_request=None), (7,))
+
+
+def draft(eagle, several):
+    return SimpleNamespace(use_eagle=lambda: eagle, use_multi_module_mtp=lambda: several)
+
+
+@pytest.mark.parametrize(
+    ("config", "tokens"),
+    [
+        (SimpleNamespace(num_prefill_lookahead_tokens=3), 3),
+        (SimpleNamespace(), 1),
+        (SimpleNamespace(speculative_config=None), 1),
+        (SimpleNamespace(speculative_config=draft(False, False), num_speculative_tokens=4), 1),
+        (SimpleNamespace(speculative_config=draft(True, False), num_speculative_tokens=4), 1),
+        (SimpleNamespace(speculative_config=draft(True, True), num_speculative_tokens=4), 4),
+    ],
+)
+def test_how_far_a_draft_model_reads_ahead(config, tokens):
+    assert prefill_lookahead(config) == tokens
+
+
+class SlidingWindowSpec:
+    """Named as vLLM's."""
+
+
+class FullAttentionSpec:
+    """Named as vLLM's."""
+
+
+def groups(*specs):
+    return [SimpleNamespace(kv_cache_spec=spec()) for spec in specs]
+
+
+def test_windows_are_not_recomputed_where_only_blocks_are_reported(release):
+    release("0.29.0")
+    require_failures_told(groups(FullAttentionSpec), "recompute")
+    require_failures_told(groups(SlidingWindowSpec), "fail")
+    with pytest.raises(ConfigInvalid, match=r"0\.29\.0.*SlidingWindowSpec"):
+        require_failures_told(groups(SlidingWindowSpec), "recompute")
+    release("0.30.0")
+    require_failures_told(groups(SlidingWindowSpec), "recompute")
+
+
+def blocks(*named):
+    """Blocks as vLLM's manager lists them: id -> whether it is in the prefix cache, 0 is the null block."""
+    listed = [SimpleNamespace(block_id=at, block_hash=b"x" if cached else None, is_null=not at) for at, cached in named]
+    return SimpleNamespace(blocks=(listed,))
+
+
+def test_blocks_of_failed_requests_are_reported_once(release):
+    release("0.29.0")
+    scheduler, worker = LoadedBlocks(), LoadedBlocks()
+    scheduler.note("a", blocks((7, True), (0, False), (8, False), (9, False)))
+    scheduler.note("b", blocks((10, False)))
+    worker.learn(scheduler.take())
+    assert scheduler.take() == {}
+    worker.end(received={"b"}, failed=())
+    assert worker.take_failed() == set()
+    worker.end(received={"a", "b"}, failed={"a", "b"})
+    assert worker.take_failed() == {8, 9}, "not those of the prefix cache, nor of a request that has ended"
+    assert worker.take_failed() == set()
+
+
+def test_blocks_are_not_noted_where_requests_are_reported(release):
+    release("0.32.0")
+    scheduler = LoadedBlocks()
+    scheduler.note("a", blocks((8, False)))
+    assert scheduler.take() == {}
