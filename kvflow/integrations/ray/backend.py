@@ -1,0 +1,20 @@
+"""What Ray Serve LLM makes in each replica before its engine starts."""
+
+import ray
+from ray.llm._internal.serve.engines.vllm.kv_transfer.base import BaseConnectorBackend, DefaultPDProtocolMixin
+
+from kvflow.integrations.ray.replica import complete
+
+
+class KVFlowConnectorBackend(DefaultPDProtocolMixin, BaseConnectorBackend):  # type: ignore[misc]  # Ray is not there
+    """Has the engine of a replica listen at its node's address; requests are shaped as for vLLM's NixlConnector."""
+
+    def setup(self) -> None:
+        """Complete the connector's settings.
+
+        Raises:
+            ConfigInvalid: see ``replica.complete``.
+        """
+        # In place: Ray has made shallow copies of it by now.
+        extra = self.kv_transfer_config.setdefault("kv_connector_extra_config", {})
+        complete(extra, host=ray.util.get_node_ip_address(), port_offset=self._compute_port_offset())
