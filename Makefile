@@ -4,6 +4,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 VLLM := .venv-vllm
+ROUTERS := .venv-routers
+OLDER := 0.29 0.30 0.31
 SOURCES := kvflow handshake tests docker
 TEXTS := $(SOURCES) docs README.md CHANGELOG.md Makefile pyproject.toml
 
@@ -23,11 +25,12 @@ help:
 	echo 'make compose-demo   the demo in containers, over TCP and over shared memory; needs Docker and Compose'
 	echo 'make test-compose   the tests of that, with a container that is killed'
 	echo 'make bench-vllm   first tokens and CPU beside those of the connector that vLLM has; half an hour'
-	echo 'make test-vllm   a real vLLM, prefill and decode, on the CPU; builds .venv-vllm once (2 GB), then some minutes'
-	echo 'make test-vllm-full   the same with every model, layout and block size, and a table; most of an hour'
+	echo 'make test-vllm   a real vLLM, prefill and decode, on the CPU; builds .venv-vllm and .venv-routers once (2 GB), then some minutes'
+	echo 'make test-vllm-full   the same with every model, layout, block size and release of vLLM, and a table; most of an hour'
+	echo 'make test-ray   Ray Serve LLM on two nodes of this host, two replicas of each kind; builds .venv-ray once (3 GB), then five minutes'
 	echo 'make test-exhaustive   100,000 generated pairs, and every parallelism and layout to every other; most of an hour'
 	echo 'make test-fence   100,000 reads of blocks that are recycled meanwhile, and no wrong byte; a quarter of an hour'
-	echo 'make clean   remove what was built and measured; .venv and .venv-vllm stay'
+	echo 'make clean   remove what was built and measured; .venv and .venv-* stay'
 
 # torch goes first and alone, so that pip settles on the pinned build before it looks at anything that wants torch.
 $(INSTALLED): pyproject.toml constraints.txt
@@ -38,15 +41,36 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[demo,proxy]' --group dev
 	touch $@
 
-# The engine's environment is its own: it pins what kvflow leaves open. vLLM and kvflow come last and without their
+# An engine's environment is its own: it pins what kvflow leaves open. vLLM and kvflow come last and without their
 # dependencies, so that nothing pulls another torch or a second NIXL.
-$(VLLM)/.installed: pyproject.toml tests/vllm/packages.txt tests/vllm/requirements.txt
-	echo 'installing vLLM into $(VLLM) (once; a few minutes)'
-	$(PYTHON) -m venv $(VLLM)
-	$(VLLM)/bin/pip install -qq --disable-pip-version-check --upgrade 'pip>=25.1'
-	$(VLLM)/bin/pip install -qq --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
-	$(VLLM)/bin/pip install -qq --disable-pip-version-check --requirement tests/vllm/requirements.txt structlog --group test
-	$(VLLM)/bin/pip install -qq --disable-pip-version-check --no-deps --requirement tests/vllm/packages.txt --editable .
+define install-vllm
+	echo 'installing vLLM into $(@D) (once; a few minutes)'
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install -qq --disable-pip-version-check --upgrade 'pip>=25.1'
+	$(@D)/bin/pip install -qq --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
+	$(@D)/bin/pip install -qq --disable-pip-version-check --requirement tests/vllm/requirements.txt structlog --group test
+	$(@D)/bin/pip install -qq --disable-pip-version-check --no-deps --requirement $< --editable .
+	touch $@
+endef
+
+$(VLLM)/.installed: tests/vllm/packages.txt tests/vllm/requirements.txt pyproject.toml
+	$(install-vllm)
+
+# Older releases of vLLM: each has an environment of its own.
+$(VLLM)-%/.installed: tests/vllm/packages-%.txt tests/vllm/requirements.txt pyproject.toml
+	$(install-vllm)
+
+# Routers need nothing of vLLM, and pin nothing for it.
+$(ROUTERS)/.installed: tests/vllm/requirements-routers.txt
+	echo 'installing routers into $(ROUTERS) (once)'
+	$(PYTHON) -m venv $(ROUTERS)
+	$(ROUTERS)/bin/pip install -qq --disable-pip-version-check --requirement tests/vllm/requirements-routers.txt
+	touch $@
+
+.venv-ray/.installed: tests/vllm/packages-0.29.txt tests/vllm/requirements.txt tests/ray/packages.txt pyproject.toml
+	$(install-vllm)
+	rm $@
+	$(@D)/bin/pip install -qq --disable-pip-version-check --constraint tests/vllm/requirements.txt --requirement tests/ray/packages.txt
 	touch $@
 
 demo: $(INSTALLED)
@@ -88,12 +112,15 @@ compose-demo:
 test-compose: $(INSTALLED)
 	KVFLOW_TEST_COMPOSE=1 $(BIN)/python -m pytest --quiet -o faulthandler_timeout=500 tests/compose
 
-.PHONY: test-vllm test-vllm-full bench-vllm
-test-vllm: $(VLLM)/.installed
+.PHONY: test-vllm test-vllm-full test-ray bench-vllm
+test-vllm: $(VLLM)/.installed $(ROUTERS)/.installed
 	KVFLOW_TEST_VLLM=usual $(VLLM)/bin/python -m pytest --quiet -o timeout=600 -o faulthandler_timeout=0 tests/vllm
 
-test-vllm-full: $(VLLM)/.installed
+test-vllm-full: $(VLLM)/.installed $(OLDER:%=$(VLLM)-%/.installed) $(ROUTERS)/.installed
 	KVFLOW_TEST_VLLM=full $(VLLM)/bin/python -m pytest --quiet -o timeout=900 -o faulthandler_timeout=0 tests/vllm
+
+test-ray: .venv-ray/.installed
+	KVFLOW_TEST_RAY=1 .venv-ray/bin/python -m pytest --quiet -o timeout=1800 -o faulthandler_timeout=0 -W ignore::DeprecationWarning tests/ray
 
 bench-vllm: $(VLLM)/.installed
 	$(VLLM)/bin/python -m tests.benchmarks.beside_vllm --json out/beside-vllm.json

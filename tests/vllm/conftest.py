@@ -8,10 +8,18 @@ import pytest
 if "KVFLOW_TEST_VLLM" not in os.environ:
     collect_ignore_glob = ["test_*.py"]
 elif os.environ["KVFLOW_TEST_VLLM"] != "full":
-    collect_ignore = ["test_cached.py"]
+    collect_ignore = [
+        "test_cached.py",
+        "test_hosts.py",
+        "test_kubernetes.py",
+        "test_replayed_names.py",
+        "test_routers_second.py",
+        "test_routers_smg.py",
+        "test_vllm_releases.py",
+    ]
 
 from .engines import Nursery
-from .pairs import PAIRS, Pairs
+from .pairs import FULL, PAIRS, Pairs, model_folder
 from .tables import TABLES
 
 
@@ -46,12 +54,33 @@ def pair(request, pairs):
     pair.settle()
 
 
+@pytest.fixture(scope="session", params=["llama", "gptoss"] if FULL else ["llama"])
+def deployment(request, pairs, tmp_path_factory):
+    """The servers of docs/howto/vllm.md; the engines of other tests are stopped first."""
+    from .servers import Deployment  # it needs what only the engines' environment has
+
+    pairs.stop()
+    with Deployment(model_folder(request.param), tmp_path_factory.mktemp("serve")) as deployment:
+        yield deployment
+
+
+@pytest.fixture
+def settled(deployment):
+    """The same; after the test nothing runs, and no block is taken."""
+    from .clients import RUNNING, USAGE  # likewise
+
+    yield deployment
+    for server in (deployment.prefill, deployment.decode):
+        server.wait_metric(0, RUNNING)
+        server.wait_metric(0, USAGE)
+
+
 def outcomes(terminalreporter):
     """Return a row for each pair: how its sides keep their caches, and how many tests have passed with it."""
     passed, failed = Counter(), Counter()
     for outcome, counter in (("passed", passed), ("failed", failed), ("error", failed)):
         for report in terminalreporter.stats.get(outcome, []):
-            counter.update(value for name, value in report.user_properties if name == "pair")
+            counter.update(value for name, value in getattr(report, "user_properties", ()) if name == "pair")
     rows = [("pair", "connector", "prefill", "decode", "on failure", "passed", "failed")]
     for name, (prefill, decode) in PAIRS.items():
         if passed[name] + failed[name]:

@@ -7,8 +7,8 @@ commands. Commands come one a line, and have an ``op``; answers carry the ``id``
 ========  ==================================================  =========================================================
 op        fields                                              answer
 ========  ==================================================  =========================================================
-generate  id, prompt, max_tokens, kv_transfer_params, chunk,  id, tokens, finish_reason, kv_transfer_params, or error
-          salt
+generate  id, prompt, max_tokens, kv_transfer_params, chunk,  id, tokens, finish_reason, kv_transfer_params, or error;
+          salt, n                                             samples, a list of tokens for each
 abort     id, of a request                                    the request's, with finish_reason ``abort``
 state     id                                                  id and the fields of ``state``
 reset     id                                                  id, reset: whether the prefix cache was emptied
@@ -95,7 +95,8 @@ class Served:
         import vllm
 
         self.answers = answers
-        self.engine = vllm.LLM(**settings["llm"]).llm_engine
+        self.llm = vllm.LLM(**settings["llm"])
+        self.engine = self.llm.llm_engine
         self.core = self.engine.engine_core.engine_core
         self.scheduler = self.core.scheduler
         self.tokens_per_step = self.scheduler.max_num_scheduled_tokens
@@ -107,14 +108,18 @@ class Served:
 
     def generate(self, command: dict[str, Any]) -> None:
         from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
 
         params = command.get("kv_transfer_params")
         # Where a prompt is cut decides about the last bits of a state. Only a request that is alone can say it.
         self.scheduler.max_num_scheduled_tokens = command.get("chunk") or self.tokens_per_step
+        n = command.get("n", 1)
         try:
             sampling = SamplingParams(
-                temperature=0.0,
+                temperature=0.0 if n == 1 else 1.0,
                 max_tokens=command.get("max_tokens", 32),
+                n=n,
+                output_kind=RequestOutputKind.CUMULATIVE if n == 1 else RequestOutputKind.FINAL_ONLY,
                 ignore_eos=True,
                 detokenize=False,
                 extra_args=None if params is None else {"kv_transfer_params": params},
@@ -203,6 +208,7 @@ class Served:
             self.answer(
                 id=output.request_id,
                 tokens=list(completion.token_ids),
+                samples=[list(each.token_ids) for each in output.outputs],
                 finish_reason=completion.finish_reason,
                 stop_reason=completion.stop_reason,
                 cached_tokens=output.num_cached_tokens,

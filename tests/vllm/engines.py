@@ -5,6 +5,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -12,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -48,6 +49,8 @@ ENVIRONMENT = {
 KVFLOW = os.environ.get("KVFLOW_TEST_VLLM_CONNECTOR", "KVFlowConnector")
 """What is proved. vLLM's own passes what does not speak of tickets, which is how the proofs are proved."""
 NIXL = "NixlConnector"
+DISK = "ExampleConnector"
+"""It keeps prompts in files: the one connector for offloading that runs without a GPU."""
 
 DTYPES = {"granite": "float32"}
 """Models whose tokens differ in bfloat16 when the last one of a prompt is computed alone."""
@@ -77,6 +80,9 @@ class Options:
         llm: arguments of ``vllm.LLM`` beside the usual ones.
         served: module of the engine's process whose ``Served`` obeys commands; empty for the usual.
         variables: of its environment, beside the usual ones.
+        beside: other children of a ``MultiConnector``: name -> ``kv_connector_extra_config``.
+        last: whether they stand before ``connector`` there.
+        module_path: ``kv_connector_module_path``; empty leaves it to the entry point.
     """
 
     model: str = "llama"
@@ -91,33 +97,57 @@ class Options:
     llm: Mapping[str, Any] = field(default_factory=dict)
     served: str = ""
     variables: Mapping[str, str] = field(default_factory=dict)
+    beside: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    last: bool = False
+    module_path: str = ""
+
+    @property
+    def speaks_kvflow(self) -> bool:
+        """Whether the connector is kvflow's, by whatever name."""
+        return self.connector == "KVFlowConnector" or self.module_path.startswith("kvflow.")
 
     def __str__(self) -> str:
         block_size = str(self.block_size) if self.block_size else "usual"
         ranks = f", {self.ranks} ranks" if self.ranks > 1 else ""
         dtype = f", {self.dtype}" if self.dtype else ""
+        beside = f", beside {' '.join(self.beside)}" if self.beside else ""
         cached = ", cached" if self.prefix_caching else ""
-        return f"{self.layout or 'usual'}, blocks {block_size}{cached}{ranks}{dtype}"
+        return f"{self.layout or 'usual'}, blocks {block_size}{cached}{ranks}{dtype}{beside}"
+
+
+def disk_of(engine_id: str) -> Path:
+    """Return the folder in which ``DISK`` keeps the prompts of one engine."""
+    return OUT / "disk" / engine_id
 
 
 def transfer_config(options: Options, role: str, engine_id: str, secret: str) -> dict[str, Any] | None:
     """Return what ``--kv-transfer-config`` says."""
-    common = {
+    if not options.connector:
+        return None
+    own = {"cluster_secret": secret, "bind": "tcp://127.0.0.1:0"} if options.speaks_kvflow else {}
+    config = {
         "kv_connector": options.connector,
         "kv_role": role,
         "kv_buffer_device": "cpu",
-        "kv_load_failure_policy": options.failure_policy,
-        "engine_id": engine_id,
+        "kv_connector_extra_config": own | options.extra,
     }
-    match options.connector:
-        case "":
-            return None
-        case "KVFlowConnector":
-            own = {"cluster_secret": secret, "bind": "tcp://127.0.0.1:0"}
-            module = {"kv_connector_module_path": "kvflow.integrations.vllm"}
-            return common | module | {"kv_connector_extra_config": own | options.extra}
-        case _:
-            return common | {"kv_connector_extra_config": dict(options.extra)}
+    if options.module_path:
+        config["kv_connector_module_path"] = options.module_path
+    if options.beside:
+        others = [
+            {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": dict(extra)}
+            for name, extra in options.beside.items()
+        ]
+        for other in others:
+            if other["kv_connector"] == DISK:
+                other["kv_connector_extra_config"]["shared_storage_path"] = str(disk_of(engine_id))
+        children = [*others, config] if options.last else [config, *others]
+        config = {
+            "kv_connector": "MultiConnector",
+            "kv_role": role,
+            "kv_connector_extra_config": {"connectors": children},
+        }
+    return config | {"kv_load_failure_policy": options.failure_policy, "engine_id": engine_id}
 
 
 class Engine:
@@ -207,6 +237,7 @@ class Engine:
         request_id: str | None = None,
         chunk: int = 0,
         salt: str = "",
+        n: int = 1,
         progress: Callable[[int], None] | None = None,
     ) -> "Request":
         """Start a request.
@@ -218,13 +249,14 @@ class Engine:
             request_id: unique in this engine; chosen here if None.
             chunk: where nothing else runs, the tokens of a prompt that one step computes; 0 leaves it to vLLM.
             salt: ``cache_salt``; empty for none.
+            n: samples; one is of the likeliest tokens, several are drawn.
             progress: called with the number of tokens after each step, on a thread of the engine's.
         """
         request_id = request_id or f"{self.name}-{next(self._ids)}"
         if progress is not None:
             self._progress[request_id] = progress
         fields = {"prompt": list(prompt), "max_tokens": max_tokens, "kv_transfer_params": params, "chunk": chunk}
-        answer = self._command("generate", request_id, **fields, salt=salt, progress=progress is not None)
+        answer = self._command("generate", request_id, **fields, salt=salt, n=n, progress=progress is not None)
         return Request(self, request_id, answer)
 
     def generate(self, prompt: Sequence[int], params: Mapping[str, Any] | None = None, **named: Any) -> dict[str, Any]:
@@ -250,6 +282,10 @@ class Engine:
     def reset_prefix_cache(self) -> bool:
         answer = self._await(self._command("reset", f"reset-{next(self._ids)}"), ANSWER_S)
         return bool(answer["reset"])
+
+    def forget(self) -> None:
+        """Forget the prompts that ``DISK`` keeps."""
+        shutil.rmtree(disk_of(self.name), ignore_errors=True)
 
     def sleep(self, *, beneath: bool = False) -> None:
         """Have it sleep.
@@ -286,6 +322,7 @@ class Engine:
         for end in (self._commands, self._answered, self._connection):
             with suppress(OSError):
                 end.close()
+        self.forget()
 
     def _command(self, op: str, command_id: str, **fields: Any) -> "Future[dict[str, Any]]":
         answer: Future[dict[str, Any]] = Future()
@@ -308,11 +345,16 @@ class Engine:
         except TimeoutError:
             raise EngineFailed(f"{self.name} does not answer in {timeout_s} s\n{self.log_tail()}") from None
 
+    def _read_answers(self) -> Iterator[dict[str, Any]]:
+        """Yield answers until the engine's output ends; if it was killed with a command unread, that is a reset."""
+        with suppress(ConnectionResetError):
+            for line in self._answered:
+                yield json.loads(line)
+
     def _read(self) -> None:
         """Hand out answers until the engine's output ends; what is still asked for then has failed."""
         fatal = "it ended"
-        for line in self._answered:
-            answer = json.loads(line)
+        for answer in self._read_answers():
             if "ready" in answer:
                 self._ready.set_result(answer)
             elif "fatal" in answer:
@@ -334,11 +376,16 @@ class Nursery:
     """The process that forks engines, started by the first who needs it unless the environment names another.
 
     Use it as a context manager.
+
+    Args:
+        python: interpreter of its environment.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, python: str = PYTHON) -> None:
+        self._python = python
+        self._log = OUT / "logs" / f"nursery-{Path(python).parents[1].name.lstrip('.')}.log"
         self._stack = ExitStack()
-        self._path = os.environ.get("KVFLOW_TEST_VLLM_NURSERY", "")
+        self._path = os.environ.get("KVFLOW_TEST_VLLM_NURSERY", "") if python == PYTHON else ""
 
     def __enter__(self) -> Self:
         return self
@@ -354,18 +401,18 @@ class Nursery:
         deadline = time.monotonic() + START_S
         while connection.connect_ex(self._path) != 0:
             if time.monotonic() > deadline:
-                raise EngineFailed(f"vLLM is not imported after {START_S} s; see {OUT}/logs/nursery.log")
+                raise EngineFailed(f"vLLM is not imported after {START_S} s; see {self._log}")
             time.sleep(0.1)
         return connection
 
     def _start(self) -> str:
         folder = self._stack.enter_context(tempfile.TemporaryDirectory())
         path = f"{folder}/nursery"
-        (OUT / "logs").mkdir(parents=True, exist_ok=True)
-        log = self._stack.enter_context((OUT / "logs" / "nursery.log").open("wb"))
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        log = self._stack.enter_context(self._log.open("wb"))
         self._stack.enter_context(
             subprocess.Popen(
-                [PYTHON, "-m", "tests.vllm.nursery", path],
+                [self._python, "-m", "tests.vllm.nursery", path],
                 stdin=subprocess.PIPE,  # closed on the way out, which ends it
                 stdout=log,
                 stderr=log,
@@ -421,16 +468,33 @@ class Pair:
         decode: how the other is; None for the same.
         folder: of the model.
         nursery: forks them.
+        decode_nursery: forks the decode engine; None for the same.
     """
 
-    def __init__(self, folder: Path, prefill: Options, decode: Options | None = None, *, nursery: Nursery) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        prefill: Options,
+        decode: Options | None = None,
+        *,
+        nursery: Nursery,
+        decode_nursery: Nursery | None = None,
+    ) -> None:
         secret = secrets.token_hex(32)
         name = f"{prefill.model}-{secrets.token_hex(2)}"
         self.secret = secret
         self.free_blocks: dict[Engine, int] = {}
-        common = {"secret": secret, "nursery": nursery}
-        self.prefill = Engine(prefill, folder, role="kv_producer", name=f"{name}-prefill", **common)
-        self.decode = Engine(decode or prefill, folder, role="kv_consumer", name=f"{name}-decode", **common)
+        self.prefill = Engine(
+            prefill, folder, role="kv_producer", name=f"{name}-prefill", secret=secret, nursery=nursery
+        )
+        self.decode = Engine(
+            decode or prefill,
+            folder,
+            role="kv_consumer",
+            name=f"{name}-decode",
+            secret=secret,
+            nursery=decode_nursery or nursery,
+        )
 
     def __enter__(self) -> Self:
         return self.start()

@@ -5,7 +5,7 @@ import subprocess
 from dataclasses import replace
 from pathlib import Path
 
-from .engines import NIXL, OUT, PYTHON, ROOT, EngineFailed, Nursery, Options, Pair
+from .engines import DISK, KVFLOW, NIXL, OUT, PYTHON, ROOT, EngineFailed, Nursery, Options, Pair
 from .tiny_models import CONFIGS, folder_of
 
 FULL = os.environ.get("KVFLOW_TEST_VLLM") == "full"
@@ -115,9 +115,28 @@ BESIDE = {f"{name}-nixl": _with_nixl(PAIRS[name][0]) for name in (*MODELS, *PACK
 PAIRS |= BESIDE
 
 
+LOGGED = replace(LLAMA, extra={"lease_s": LEASE_S, "log_file": str(RANKS_LOG)})
+BESIDE_DISK = replace(LOGGED, beside={DISK: {}})
+MULTI = {
+    f"llama-multi-{place}-{policy}": (replace(BESIDE_DISK, last=place == "last", failure_policy=policy),) * 2
+    for policy in ("fail", "recompute")
+    for place in ("first", "last")
+}
+"""Pairs of ``MultiConnector``, in which kvflow stands before or behind a connector that keeps prompts on a disk."""
+USUAL_MULTI = ("llama-multi-first-fail", "llama-multi-last-recompute")
+ALIASED = {
+    "llama-alias": (
+        replace(LOGGED, connector=NIXL, module_path="kvflow.integrations.vllm.alias"),
+        replace(LOGGED, connector=KVFLOW, module_path="kvflow.integrations.vllm"),
+    )
+}
+"""The connector by another name, and by the path of its module."""
+PAIRS |= MULTI | ALIASED
+
+
 def chosen(*names: str) -> list[str]:
     """Return those of the pairs that this run starts: all, or only the usual ones."""
-    return [name for name in names if FULL or name in (*USUAL, *USUAL_PARALLEL, *FLOAT8)]
+    return [name for name in names if FULL or name in (*USUAL, *USUAL_PARALLEL, *USUAL_MULTI, *FLOAT8)]
 
 
 def model_folder(name: str) -> Path:

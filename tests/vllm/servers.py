@@ -15,8 +15,8 @@ from typing import Any, Self
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from .engines import ANSWER_S, ENVIRONMENT, OUT, PYTHON, START_S, EngineFailed, free_port
-from .howto import DECODE_PORT, PREFILL_PORT, PROXY_PORT, command
+from .engines import ANSWER_S, ENVIRONMENT, OUT, PYTHON, ROOT, START_S, EngineFailed, free_port
+from .howto import DECODE_PORT, PAGE, PREFILL_PORT, PROXY_PORT, command
 
 LOGS = OUT / "logs"
 STOP_S = 30.0
@@ -24,14 +24,18 @@ LOG_TAIL = 6000
 PAUSE_S = 0.1
 """Between two looks at something that will come."""
 
+ROUTERS = Path(os.environ.get("KVFLOW_TEST_ROUTERS", ROOT / ".venv-routers"))
+"""An environment with what requirements-routers.txt names."""
+
 PROGRAMS = {
     # Nothing is compiled, which would take longer than all the rest. That is all that the page does not say.
     "vllm": f'exec {shlex.quote(PYTHON)} -m tests.vllm.vllm_command "$@" --enforce-eager',
     "kvflow": f'exec {shlex.quote(PYTHON)} -c "import sys; from kvflow.cli import main; sys.exit(main())" "$@"',
+    **{name: f'exec {shlex.quote(str(ROUTERS / "bin" / name))} "$@"' for name in ("vllm-router", "smg")},
 }
-"""What the page's commands start."""
+"""What the pages' commands start."""
 
-PATIENCE = {"lease_s": 300, "fence_s": ANSWER_S, "wire_s": ANSWER_S}
+PATIENCE = {"lease_s": 300, "handshake_s": ANSWER_S, "fence_s": ANSWER_S, "wire_s": ANSWER_S}
 """Settings that the page leaves as they are: on a busy machine a step of a tiny model takes seconds."""
 
 
@@ -59,6 +63,7 @@ class Server:
 
     def __init__(self, name: str, shell: str, port: int, environment: Mapping[str, str], folder: Path) -> None:
         self.name = name
+        self.port = port
         self.url = f"http://127.0.0.1:{port}"
         self.log = LOGS / f"serve-{name}.log"
         with self.log.open("wb") as log:
@@ -72,13 +77,17 @@ class Server:
                 start_new_session=True,
             )
 
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
     def wait_ready(self) -> None:
         deadline = time.monotonic() + START_S
         while True:
             with suppress(OSError):
                 fetch(f"{self.url}/health")
                 return
-            if self._process.poll() is not None or time.monotonic() > deadline:
+            if not self.alive or time.monotonic() > deadline:
                 raise EngineFailed(f"{self.name} does not serve\n{self.log.read_text(errors='replace')[-LOG_TAIL:]}")
             time.sleep(PAUSE_S)
 
@@ -97,9 +106,16 @@ class Server:
 
     def metric(self, name: str, **labels: str) -> float:
         """Return the sum of a metric over all series that have these labels; 0 if there is none."""
+        return sum(value for series, value in self._series(name) if labels.items() <= series.items())
+
+    def counted(self, name: str, label: str) -> set[str]:
+        """Return the values of a label for which a metric is not 0."""
+        return {series[label] for series, value in self._series(name) if value}
+
+    def _series(self, name: str) -> list[tuple[dict[str, str], float]]:
         families = text_string_to_metric_families(fetch(f"{self.url}/metrics").decode())
         samples = (sample for family in families for sample in family.samples if sample.name == name)
-        return sum(each.value for each in samples if labels.items() <= each.labels.items())
+        return [(each.labels, each.value) for each in samples]
 
     def wait_metric(self, value: float, name: str, **labels: str) -> None:
         """Wait until a metric has a value: vLLM tells of a step after the step."""
@@ -131,9 +147,9 @@ class Deployment:
 
     def __enter__(self) -> Self:
         try:
-            self.prefill = self._start("prefill", command("vllm serve", "kv_producer"), PREFILL_PORT)
+            self.start_prefill()
             self.decode = self._start("decode", command("vllm serve", "kv_consumer"), DECODE_PORT)
-            self.alone = self._serve("alone", f"vllm serve {self.model} --port {self.alone_port}", self.alone_port)
+            self.alone = self.serve("alone", f"vllm serve {self.model} --port {self.alone_port}", self.alone_port)
             self.proxy = self._start("proxy", f"{command('kvflow proxy').strip()} --listen 127.0.0.1:8000", PROXY_PORT)
             for server in (self.prefill, self.decode, self.alone, self.proxy):
                 server.wait_ready()
@@ -145,19 +161,35 @@ class Deployment:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def fitted(self, text: str) -> str:
-        """Return a text of the page with this model, with ports that are free, and with more patience."""
-        ports = "|".join(map(str, self.ports))
-        moved = re.sub(
-            rf"(?<=:)({ports})\b|(?<=--port )({ports})\b", lambda found: str(self.ports[int(found[0])]), text
-        )
+    def start_prefill(self) -> None:
+        """Start the server that prefills, for the first time or again; it is not ready yet."""
+        self.prefill = self._start("prefill", command("vllm serve", "kv_producer"), PREFILL_PORT)
+
+    def start_second_prefill(self, **settings: Any) -> Server:
+        """Start one more server that prefills, with further settings of the connector."""
+        port, further = free_port(), "".join(f"{json.dumps(key)}: {json.dumps(settings[key])}, " for key in settings)
+        shell = command("vllm serve", "kv_producer").replace('_config": {', f'_config": {{{further}')
+        server = self.serve("second", self.fitted(shell, {PREFILL_PORT: port}), port)
+        server.wait_ready()
+        return server
+
+    def fitted(self, text: str, ports: Mapping[int, int] = {}) -> str:
+        """Return a text of a page with this model, with ports that are free, and with more patience.
+
+        Args:
+            text: of the page.
+            ports: port of the page -> another one than this deployment's own.
+        """
+        free = {**self.ports, **ports}
+        known = "|".join(map(str, free))
+        moved = re.sub(rf"(?<=:)({known})\b|(?<=--port )({known})\b", lambda found: str(free[int(found[0])]), text)
         patient = moved.replace('_config": {', f'_config": {{{json.dumps(PATIENCE)[1:-1]}, ')
         return patient.replace("MODEL", self.model)
 
-    def run(self, shell: str) -> str:
-        """Run commands of the page and return what they print."""
+    def run(self, shell: str, ports: Mapping[int, int] = {}) -> str:
+        """Run commands of a page, fitted, and return what they print."""
         done = subprocess.run(
-            ["bash", "-ec", self.fitted(shell)],
+            ["bash", "-ec", self.fitted(shell, ports)],
             capture_output=True,
             text=True,
             cwd=self.folder,
@@ -172,9 +204,10 @@ class Deployment:
         return [json.loads(line) for line in (self.folder / f"{side}.jsonl").read_text().splitlines()]
 
     def _start(self, name: str, shell: str, port: int) -> Server:
-        return self._serve(name, self.fitted(shell), self.ports[port])
+        return self.serve(name, self.fitted(shell), self.ports[port])
 
-    def _serve(self, name: str, shell: str, port: int) -> Server:
+    def serve(self, name: str, shell: str, port: int) -> Server:
+        """Start a server that ends with the deployment."""
         server = Server(name, shell, port, self._environment, self.folder)
         self._stack.callback(server.stop)
         return server
@@ -189,3 +222,31 @@ class Deployment:
         paths = {"PATH": f"{programs}:{os.environ['PATH']}"}
         servers = {name: value for name, value in ENVIRONMENT.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
         return {**os.environ, **servers, **paths}
+
+
+class PagePair(Deployment):
+    """The two servers and the proxy of a page, and no server alone.
+
+    Attributes:
+        page: whose commands start them.
+        flags: of both servers, behind those of the page.
+    """
+
+    page = PAGE
+    flags = ""
+
+    def __enter__(self) -> Self:
+        prefill, decode, proxy = (
+            command(*words, page=self.page).strip()
+            for words in (("vllm serve", "kv_producer"), ("vllm serve", "kv_consumer"), ("kvflow proxy",))
+        )
+        try:
+            self.prefill = self._start("prefill", f"{prefill} {self.flags}", PREFILL_PORT)
+            self.decode = self._start("decode", f"{decode} {self.flags}", DECODE_PORT)
+            self.proxy = self._start("proxy", f"{proxy} --listen 127.0.0.1:8000", PROXY_PORT)
+            for server in (self.prefill, self.decode, self.proxy):
+                server.wait_ready()
+        except BaseException:
+            self._stack.close()
+            raise
+        return self

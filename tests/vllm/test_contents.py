@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvflow.integrations.vllm.contents import Contents
+from kvflow.integrations.vllm.versions import extra_keys
 
 from .pairs import LEASE_S
 from .prompts import prompt_of
@@ -94,10 +95,8 @@ def vllm_request(seed, *, adapter="", path="", pictures=(), salt=None, embedding
 
 
 def digests(request, block_size=16):
-    from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
-
     ids = range(-(-100 // (block_size or 100)))
-    return Contents(generate_block_hash_extra_keys).digests(request, [ids], [block_size], 100)[0]
+    return Contents(extra_keys()).digests(request, [ids], [block_size], 100)[0]
 
 
 ALIKE = [

@@ -131,7 +131,7 @@ def test_the_request_fails_and_the_engine_serves_the_next(pair, tamper):
     answer = pair.decode.generate(prompt, tamper(ticket))
     assert failed(answer), answer
     # vLLM itself refuses what it could not send to another process, before any connector sees it.
-    assert "error" in answer or reason_of(pair, answer) == "ticket_invalid"
+    assert "error" in answer or reason_of(pair, answer) in ("ticket_invalid", "release_mismatch")
     serves(pair, ticket)
 
 

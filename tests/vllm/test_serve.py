@@ -1,7 +1,4 @@
-"""``vllm serve`` on both sides of a proxy, as docs/howto/vllm.md starts it, is to its clients what one server is.
-
-The last test takes a server away: what comes behind it gets new ones, or comes before it.
-"""
+"""``vllm serve`` on both sides of a proxy, as docs/howto/vllm.md starts it, is to its clients what one server is."""
 
 import io
 import json
@@ -12,69 +9,59 @@ from contextlib import redirect_stdout
 import openai
 import pytest
 
+from .clients import (
+    BLOCK_BYTES,
+    ENDED,
+    LEASES,
+    RELEASED,
+    RUNNING,
+    TOKENS,
+    TRANSFERS,
+    UNTAGGED,
+    USAGE,
+    blocks_of,
+    client_of,
+    completed,
+    moved,
+    tokens_of,
+)
 from .howto import PROXY_PORT, blocks, command
-from .pairs import FULL, model_folder
 from .prompts import prompt_of
-from .servers import Deployment
-
-BLOCK_TOKENS = 128
-BLOCK_BYTES = 4 * 2 * 2 * BLOCK_TOKENS * 64 * 2
-"""Of llama: layers, keys and values, heads, tokens, elements of a head, bytes of one."""
+from .tiny_models import VOCABULARY
 
 LENGTHS = (3, 128, 150, 333, 512, 700)
-TOKENS = 32
-RUNNING, USAGE, ENDED = "vllm:num_requests_running", "vllm:kv_cache_usage_perc", "vllm:request_success_total"
-RELEASED = {"outcome": "released"}
 
 
-@pytest.fixture(scope="module", params=["llama", "gptoss"] if FULL else ["llama"])
-def deployment(request, pairs, tmp_path_factory):
-    """The servers of the page; the engines of other tests are stopped first."""
-    pairs.stop()
-    with Deployment(model_folder(request.param), tmp_path_factory.mktemp("serve")) as deployment:
-        yield deployment
+@pytest.fixture(scope="module", autouse=True)
+def before(deployment):
+    """Return what went wrong before these tests."""
+    return wrong(deployment)
 
 
-@pytest.fixture
-def settled(deployment):
-    """The same; after the test nothing runs, and no block is taken."""
-    yield deployment
-    for server in (deployment.prefill, deployment.decode):
-        server.wait_metric(0, RUNNING)
-        server.wait_metric(0, USAGE)
+def wrong(deployment):
+    """Return how many transfers failed, how many leases ended unread, and how many records tell of trouble."""
+    records = deployment.records("decode") + deployment.records("prefill")
+    return (
+        deployment.decode.metric("vllm:kvflow_failed_transfers_total"),
+        deployment.prefill.metric(LEASES) - deployment.prefill.metric(LEASES, **RELEASED),
+        sum(each["level"] != "info" for each in records),
+    )
 
 
-def client_of(server):
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+OFFER = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
-def tokens_of(deployment, server, prompt, *, name=None):
-    """Return the tokens that a server streams for a prompt."""
+def asked(deployment, server, params, *, chat=False, stop_token_ids=(), **named):
+    """Ask a server as a router does, and return its answer."""
+    extra = {"return_token_ids": True, "kv_transfer_params": params, "stop_token_ids": list(stop_token_ids)}
+    usual = {"model": deployment.model, "temperature": 0, "max_tokens": TOKENS}
     with client_of(server) as client:
-        streamed = client.completions.create(
-            model=deployment.model,
-            prompt=prompt,
-            max_tokens=TOKENS,
-            temperature=0,
-            stream=True,
-            extra_body={"return_token_ids": True},
-            extra_headers={"X-Request-Id": name} if name else None,
-        )
-        return [token for chunk in streamed for choice in chunk.choices for token in choice.token_ids or ()]
+        create = client.chat.completions.create if chat else client.completions.create
+        return create(**usual | named, extra_body=extra)
 
 
-def completed(deployment, server, **asked):
-    """Return what a server answers as a whole."""
-    usual = {"model": deployment.model, "max_tokens": TOKENS, "temperature": 0}
-    with client_of(server) as client:
-        return client.completions.create(**usual | asked, extra_body={"return_token_ids": True}).choices
-
-
-def moved(deployment):
-    """Return how many transfers there were, their bytes and descriptors, and the leases that ended well."""
-    names = ("transfer_seconds_count", "transfer_bytes_sum", "transfer_descriptors_sum")
-    read = [deployment.decode.metric(f"vllm:kvflow_{name}") for name in names]
-    return [*read, deployment.prefill.metric("vllm:kvflow_leases_ended_total", **RELEASED)]
+def params_of(answer):
+    return answer.model_extra.get("kv_transfer_params")
 
 
 def said_by(program, port):
@@ -87,7 +74,7 @@ def said_by(program, port):
 
 
 def test_the_commands_of_the_page_say_what_one_server_says(settled):
-    asking = command("curl")
+    asking, transfers = command("curl"), settled.decode.metric(TRANSFERS)
     text = json.loads(settled.run(asking))["choices"][0]["text"]
     alone = json.loads(settled.run(asking.replace(f":{PROXY_PORT}/", f":{settled.alone_port}/")))["choices"][0]["text"]
     assert text == alone
@@ -97,9 +84,11 @@ def test_the_commands_of_the_page_say_what_one_server_says(settled):
     said = said_by(program, settled.ports[PROXY_PORT])
     assert said == said_by(program, settled.alone_port)
     assert len(said) > TOKENS
-    settled.decode.wait_metric(2, "vllm:kvflow_transfer_seconds_count")
+    settled.decode.wait_metric(transfers + 2, TRANSFERS)
     for server in (settled.prefill, settled.decode):
-        assert re.search(r"kvflow: rank 0 of 1 of engine \S+ is at tcp://127.0.0.1:\d+: ", server.log.read_text())
+        assert re.search(
+            r"kvflow: rank 0 of 1 of engine \S+ is at tcp://127.0.0.1:\d+, only on this host: ", server.log.read_text()
+        )
 
 
 def test_concurrent_streams_are_the_tokens_of_one_server_and_every_transfer_is_accounted_for(settled):
@@ -122,7 +111,7 @@ def test_concurrent_streams_are_the_tokens_of_one_server_and_every_transfer_is_a
     assert sum(each["nbytes"] for each in pulls) == nbytes
     assert sum(each["descriptors"] for each in pulls) == descriptors
     if "llama" in settled.model:  # which keeps every token
-        assert nbytes == sum(-(-length // BLOCK_TOKENS) for length in LENGTHS) * BLOCK_BYTES
+        assert nbytes == sum(map(blocks_of, LENGTHS)) * BLOCK_BYTES
 
     leases = {each["request_id"]: each for each in settled.records("prefill") if each["event"] == "lease.ended"}
     for name in prompts:
@@ -143,6 +132,87 @@ def test_every_sample_of_a_prompt_is_made(settled):
     for number in range(3):
         made = completed(settled, settled.proxy, prompt=prompt_of(200, f"samples {number}"), n=4, temperature=1)
         assert [(choice.finish_reason, len(choice.token_ids)) for choice in made] == [("length", TOKENS)] * 4
+
+
+def taken(server):
+    """Return the share of a server's blocks that are taken, when nothing runs there."""
+    server.wait_metric(0, RUNNING)
+    return server.metric(USAGE)
+
+
+def expect_pulled(deployment, answer, ask):
+    """Check that a prefill server's answer has the only ticket, by which the other server says what one alone does."""
+    held = taken(deployment.prefill)
+    before, ended = moved(deployment), deployment.prefill.metric("vllm:kvflow_leases_ended_total")
+    said = asked(deployment, deployment.decode, params_of(answer), **ask)
+    alone = asked(deployment, deployment.alone, None, **ask)
+    assert [choice.token_ids for choice in said.choices] == [choice.token_ids for choice in alone.choices]
+    deployment.prefill.wait_metric(ended + 1, "vllm:kvflow_leases_ended_total")
+    deployment.decode.wait_metric(before[0] + 1, "vllm:kvflow_transfer_seconds_count")
+    deployment.prefill.wait_metric(0, USAGE)
+    transfers, nbytes, _, released = (now - then for now, then in zip(moved(deployment), before, strict=True))
+    assert (transfers, released) == (1, 1)
+    return held, nbytes
+
+
+@pytest.mark.parametrize("max_tokens", [1, 5])
+@pytest.mark.parametrize("n", [2, 4])
+def test_samples_of_a_prompt_are_answered_with_one_ticket(settled, n, max_tokens):
+    found = []
+    for samples in (1, n):
+        ask = {"prompt": prompt_of(300, f"{samples} of {n}, {max_tokens}")}
+        tokens = 1 if samples == 1 else max_tokens
+        answer = asked(settled, settled.prefill, OFFER, n=samples, temperature=1, **ask | {"max_tokens": tokens})
+        assert len(answer.choices) == samples
+        found.append(expect_pulled(settled, answer, ask))
+    assert found[0] == found[1], "as many blocks are taken, and bytes moved, as of one sample"
+    assert min(found[0]) > 0
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_samples_of_a_chat_are_answered_with_one_ticket(settled, n):
+    ask = {"messages": [{"role": "user", "content": f"Why does a cache travel {n} times? " * 20}], "chat": True}
+    answer = asked(settled, settled.prefill, OFFER, n=n, temperature=1, **ask | {"max_tokens": 1})
+    assert len(answer.choices) == n
+    held, nbytes = expect_pulled(settled, answer, ask)
+    assert min(held, nbytes) > 0
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_several_prompts_are_answered_with_the_ticket_of_the_first(settled, n):
+    prompts = [prompt_of(300, f"{name} of {n}") for name in ("first", "second", "third")]
+    answer = asked(settled, settled.prefill, OFFER, prompt=prompts, max_tokens=1, n=n, temperature=1)
+    assert len(answer.choices) == 3 * n
+    held, nbytes = expect_pulled(settled, answer, {"prompt": prompts[0]})
+    assert min(held, nbytes) > 0
+
+
+def test_the_sample_that_ends_last_is_answered_with_its_ticket(settled):
+    ends = set()
+    for number in range(3):
+        ask = {"prompt": prompt_of(200, f"ends {number}")}
+        stops = list(range(0, VOCABULARY, 4))
+        answer = asked(settled, settled.prefill, OFFER, n=4, temperature=1, stop_token_ids=stops, **ask)
+        ends |= {len(choice.token_ids) for choice in answer.choices}
+        expect_pulled(settled, answer, ask)
+    assert len(ends) > 1
+
+
+def test_samples_that_the_server_aborts_leave_nothing_behind(settled):
+    ask = {"prompt": prompt_of(200, "aborted"), "stop": list("aeio"), "max_tokens": 300}
+    # The server looks for words in its text, and then aborts that sample in the engine.
+    answer = asked(settled, settled.prefill, OFFER, n=4, temperature=1, **ask)
+    assert {choice.finish_reason for choice in answer.choices} == {"stop"}
+    assert params_of(answer) is None
+
+
+def test_a_request_without_parameters_is_counted(settled):
+    for server in (settled.prefill, settled.decode):
+        absent, decline = (server.metric(UNTAGGED, params=params) for params in ("absent", "decline"))
+        asked(settled, server, None, prompt=prompt_of(30), max_tokens=2)
+        server.wait_metric(absent + 1, UNTAGGED, params="absent")
+        asked(settled, server, {"do_remote_prefill": False}, prompt=prompt_of(30), max_tokens=2)
+        server.wait_metric(decline + 1, UNTAGGED, params="decline")
 
 
 def test_a_client_that_hangs_up_in_the_middle_leaves_nothing_behind(settled):
@@ -173,15 +243,5 @@ def test_a_request_that_is_refused_is_refused_in_the_same_words_and_keeps_no_blo
     assert errors[0] == errors[1]
 
 
-def test_nothing_failed_and_no_lease_ran_out(deployment):
-    assert deployment.decode.metric("vllm:kvflow_failed_transfers_total") == 0
-    assert deployment.prefill.metric("vllm:kvflow_leases_ended_total") == moved(deployment)[3]
-    assert {each["level"] for each in deployment.records("decode") + deployment.records("prefill")} == {"info"}
-
-
-def test_without_a_prefill_server_the_proxy_still_answers_and_ends_when_it_is_told_to(deployment):
-    deployment.prefill.kill()
-    prompt = prompt_of(200, "without")
-    assert tokens_of(deployment, deployment.proxy, prompt) == tokens_of(deployment, deployment.alone, prompt)
-    assert '"prefill.failed"' in deployment.proxy.log.read_text()
-    assert deployment.proxy.stop() == 0
+def test_nothing_failed_and_no_lease_ran_out(deployment, before):
+    assert wrong(deployment) == before

@@ -3,15 +3,15 @@
 import pytest
 
 from .engines import KVFLOW
-from .pairs import MODELS, PAIRS, REFUSED, REFUSED_FLOAT8, VARIANTS, chosen
+from .pairs import MODELS, MULTI, PAIRS, REFUSED, REFUSED_FLOAT8, VARIANTS, chosen
 from .prompts import PROMPT_LENGTHS, prompt_of
 from .tampering import of_other_blocks
 from .tiny_models import VOCABULARY
 
 TOKENS = 32
-APART = REFUSED | REFUSED_FLOAT8
+APART = REFUSED | REFUSED_FLOAT8 | MULTI
 OURS = chosen(*(name for name, sides in PAIRS.items() if sides[0].connector == KVFLOW and name not in APART))
-"""Every pair with kvflow's connector that works."""
+"""Every pair with kvflow's connector alone that works; ``test_multi`` has those beside others."""
 BASE = chosen(*MODELS)
 
 

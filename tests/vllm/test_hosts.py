@@ -1,0 +1,151 @@
+"""An engine on two hosts is read from a third one: each rank advertises its own, as docs/howto/vllm.md says."""
+
+import json
+import re
+import secrets
+from contextlib import ExitStack
+
+import pytest
+
+from kvflow import Ticket
+
+from .engines import PREFILL_PARAMS, PYTHON, ROOT
+from .hosts import TOKENS, FarServer, Hosts, run_with_vllm
+from .howto import blocks
+from .pairs import model_folder
+from .prompts import prompt_of
+from .servers import PATIENCE
+
+PREFILL_PORT, DECODE_PORT, MASTER_PORT = 8100, 8200, 29501
+LENGTHS = (3, 150, 333, 700)
+BLOCK_TOKENS = 128
+BLOCK_BYTES = 4 * 2 * 2 * BLOCK_TOKENS * 64 * 4
+"""Of llama in float32: layers, keys and values, heads, tokens, elements of a head, bytes of one."""
+
+
+def extra():
+    """Return the configuration that the page has for several hosts, with more patience."""
+    [block] = [block for block in blocks("json") if "{host}" in block]
+    return json.loads(f"{{{block}}}")["kv_connector_extra_config"] | PATIENCE
+
+
+class Deployed:
+    """A prefill engine of two ranks on two hosts, and a decode engine on a third one. Use it as a context manager.
+
+    Args:
+        folder: for what the servers write.
+    """
+
+    def __init__(self, folder):
+        self.model = str(model_folder("llama"))
+        self.folder = folder
+        self.hosts = Hosts(["first", "second", "third"], folder)
+        self._stack = ExitStack()
+        self._secret = secrets.token_urlsafe(32)
+
+    def __enter__(self):
+        with self._stack as starting:
+            starting.enter_context(self.hosts)
+            first, second, third = self.hosts.addresses.values()
+            ranks = ["--tensor-parallel-size", "2", "--nnodes", "2", "--distributed-executor-backend", "mp"]
+            ranks += ["--master-addr", first, "--master-port", str(MASTER_PORT)]
+            # The first host and the second are told their addresses, each by another variable; vLLM finds the third's.
+            self.prefill = self._serve(
+                starting,
+                "first",
+                "kv_producer",
+                [*ranks, "--node-rank", "0", "--host", first, "--port", str(PREFILL_PORT)],
+                KVFLOW_ADVERTISE_HOST=first,
+                POD_IP="203.0.113.1",
+            )
+            self.second = self._serve(
+                starting, "second", "kv_producer", [*ranks, "--node-rank", "1", "--headless"], POD_IP=second
+            )
+            self.decode = self._serve(starting, "third", "kv_consumer", ["--host", third, "--port", str(DECODE_PORT)])
+            for server in (self.prefill, self.decode):
+                server.wait_ready()
+            self._stack = starting.pop_all()
+        return self
+
+    def __exit__(self, *_):
+        self._stack.close()
+
+    def _serve(self, starting, name, role, words, **variables):
+        transfer = {
+            "kv_connector": "KVFlowConnector",
+            "kv_role": role,
+            "kv_connector_extra_config": extra() | {"log_file": str(self.folder / f"{role}.jsonl")},
+        }
+        command = [PYTHON, "-m", "tests.vllm.vllm_command", "serve", self.model, "--enforce-eager"]
+        command += ["--dtype", "float32", *words, "--kv-transfer-config", json.dumps(transfer)]
+        variables |= {"KVFLOW_CLUSTER_SECRET": self._secret, "GLOO_SOCKET_IFNAME": "eth0"}
+        port = DECODE_PORT if role == "kv_consumer" else PREFILL_PORT
+        server = FarServer(self.hosts, name, command=command, port=port, variables=variables, folder=ROOT)
+        starting.callback(server.stop)
+        return server
+
+    def tokens(self, prompt, **fields):
+        return self.decode.tokens(prompt, model=self.model, **fields)
+
+    def ticket(self, prompt):
+        fields = {"max_tokens": 1, "kv_transfer_params": PREFILL_PARAMS}
+        return self.prefill.complete(prompt, model=self.model, **fields)["kv_transfer_params"]
+
+
+@pytest.fixture(scope="module")
+def deployed(pairs, tmp_path_factory):
+    """The engines; those of other tests are stopped first."""
+    pairs.stop()
+    with Deployed(tmp_path_factory.mktemp("hosts")) as deployed:
+        yield deployed
+
+
+def test_each_rank_says_at_the_start_that_it_is_on_its_own_host(deployed):
+    first, second, third = deployed.hosts.addresses.values()
+    for server, words in {
+        deployed.prefill: f"rank 0 of 2 of engine \\S+ is at tcp://{first}:5600: ",
+        deployed.second: f"rank 1 of 2 of engine \\S+ is at tcp://{second}:5601: ",
+        deployed.decode: f"rank 0 of 1 of engine \\S+ is at tcp://{third}:5600: ",
+    }.items():
+        said = server.log.read_text()
+        assert len(re.findall(words, said)) == 1, said
+        assert "no address of this host" not in said
+
+
+def test_ranks_on_two_hosts_are_read_from_a_third_host(deployed):
+    first, second, _ = deployed.hosts.addresses.values()
+    for length in LENGTHS:
+        prompt = prompt_of(length, "hosts")
+        alone = deployed.tokens(prompt, cache_salt="alone")  # no other request reads these blocks
+        params = deployed.ticket(prompt)
+        (grant,) = Ticket.from_params(params).grants
+        assert [rank.endpoint for rank in grant.ranks] == [f"tcp://{first}:5600", f"tcp://{second}:5601"]
+        assert deployed.tokens(prompt, kv_transfer_params=params) == alone
+        assert len(alone) == TOKENS
+    deployed.decode.wait_metric(len(LENGTHS), "vllm:kvflow_transfer_seconds_count")
+    # Both ranks end a lease for each prompt.
+    deployed.prefill.wait_metric(2 * len(LENGTHS), "vllm:kvflow_leases_ended_total", outcome="released")
+    blocks_read = sum(-(-length // BLOCK_TOKENS) for length in LENGTHS)
+    assert deployed.decode.metric("vllm:kvflow_transfer_bytes_sum") == blocks_read * BLOCK_BYTES
+    assert deployed.decode.metric("vllm:kvflow_failed_transfers_total") == 0
+    records = [json.loads(line) for line in (deployed.folder / "kv_consumer.jsonl").read_text().splitlines()]
+    assert {each["plane"] for each in records if each["event"] == "transfer.completed"} == {"tcp"}
+
+
+ASKING = """
+import json, sys
+from kvflow.integrations.vllm import KVFlowConnector
+for text in sys.argv[1:]:
+    try:
+        print(KVFlowConnector.requires_piecewise_for_cudagraph(json.loads(text)))
+    except Exception as error:
+        print(error)
+"""
+
+
+def test_a_wrong_setting_is_refused_when_vllm_asks_about_cuda_graphs():
+    right = extra() | {"cluster_secret": "x" * 32}
+    wrong = right | {"bind": "tcp://{host}:70000"}
+    answers = run_with_vllm(ASKING, json.dumps(right), json.dumps(wrong)).splitlines()
+    assert answers[-2] == "False"
+    assert "no port is above 65535 [config_invalid]" in answers[-1]

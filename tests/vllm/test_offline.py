@@ -1,0 +1,66 @@
+"""A prefill engine that is not stepped again: its lease is held when its ticket is out, whatever the engine does."""
+
+import json
+import time
+from dataclasses import replace
+
+import pytest
+
+from .engines import ANSWER_S, Options, Pair
+from .pairs import model_folder
+from .prompts import prompt_of
+
+LENGTH = 333
+TOKENS = 8
+PROMPTS = 3
+LEASE_S = 300.0
+"""Longer than anything here takes: a lease that has ended was read."""
+
+OFFLINE = Options("llama", dtype="float32", served="tests.vllm.offline_engine")
+
+
+@pytest.fixture(params=[(1, 1), (2, 1)], ids=["one rank", "two ranks"])
+def offline(request, pairs, tmp_path):
+    """A pair that steps only in ``LLM.generate``, and the files with the records of each side."""
+    pairs.stop()
+    logs = [tmp_path / "prefill.jsonl", tmp_path / "decode.jsonl"]
+    sides = [
+        replace(OFFLINE, ranks=ranks, extra={"lease_s": LEASE_S, "log_file": str(log)})
+        for ranks, log in zip(request.param, logs, strict=True)
+    ]
+    with Pair(model_folder("llama"), *sides, nursery=pairs.nursery) as pair:
+        yield pair, *logs
+
+
+def records(log, event):
+    return [each for each in map(json.loads, log.read_text().splitlines()) if each["event"] == event]
+
+
+def await_records(log, event, number):
+    """Wait until so many things have happened, and return their records."""
+    deadline = time.monotonic() + ANSWER_S
+    while len(found := records(log, event)) < number:
+        assert time.monotonic() < deadline, f"{len(found)} of {number} {event} after {ANSWER_S} s"
+        time.sleep(0.05)
+    return found
+
+
+def test_a_prompt_is_read_though_its_engine_takes_no_further_step(offline):
+    pair, prefill_log, decode_log = offline
+    ranks = pair.prefill.options.ranks
+    for number in range(PROMPTS):
+        prompt = prompt_of(LENGTH, f"offline {number}")
+        alone = pair.monolithic(prompt, max_tokens=TOKENS)  # here the engine steps, and frees the blocks of before
+        ticket = pair.ticket(prompt)
+        answer = pair.decode.generate(prompt, ticket, max_tokens=TOKENS)
+        assert (answer["tokens"], answer["finish_reason"]) == (alone, "length"), pair.decode.log_tail()
+        ended = await_records(prefill_log, "lease.ended", (number + 1) * ranks)
+        assert {each["outcome"] for each in ended} == {"released"}
+        assert pair.prefill.state()["held"] == 1, "it has taken a step"
+    pulls = records(decode_log, "transfer.completed")
+    (opened,) = records(decode_log, "worker.opened")
+    (block_tokens,) = pair.decode.state()["block_sizes"]
+    assert [each["nbytes"] for each in pulls] == [-(-LENGTH // block_tokens) * opened["bytes_per_block"]] * PROMPTS
+    assert [(each["early"], each["early_bytes"]) for each in pulls] == [(0, 0)] * PROMPTS
+    pair.prefill.generate(prompt_of(LENGTH, "another"), max_tokens=TOKENS)
+    pair.settle()

@@ -1,0 +1,55 @@
+"""Routers before two prefill servers: when the one in use dies, the other one's caches travel."""
+
+import itertools
+import time
+
+import openai
+import pytest
+
+from .clients import ENDED, RUNNING, TRANSFERS, USAGE, said, text_of
+from .engines import ANSWER_S
+from .routers import start_smg, start_vllm_router
+from .servers import PAUSE_S
+from .tables import ROUTERS, TABLES
+
+pytestmark = pytest.mark.parametrize("deployment", ["llama"], indirect=True)
+
+IN_A_ROW = 5
+WORDS = 200
+
+
+@pytest.mark.parametrize("start", [start_vllm_router, start_smg])
+def test_when_the_prefill_server_in_use_dies_the_other_one_takes_its_place(deployment, start):
+    second = deployment.start_second_prefill()
+    front = start(deployment, second)
+    done = deployment.prefill.metric(ENDED)
+    assert said(deployment, front, text_of(WORDS, f"{front.name} two servers")).texts
+    if deployment.prefill.metric(ENDED) > done:
+        deployment.prefill.kill()
+    else:
+        second.kill()
+
+    failed, good, deadline = 0, 0, time.monotonic() + ANSWER_S
+    for number in itertools.count():
+        prompt, transfers = text_of(WORDS, f"{front.name} one server {number}"), deployment.decode.metric(TRANSFERS)
+        try:
+            answer = said(deployment, front, prompt)
+        except openai.InternalServerError:
+            failed, good = failed + 1, 0
+            time.sleep(PAUSE_S)
+        else:
+            assert answer == said(deployment, deployment.alone, prompt)
+            deployment.decode.wait_metric(transfers + 1, TRANSFERS)
+            good += 1
+        if good == IN_A_ROW:
+            break
+        assert time.monotonic() < deadline
+    TABLES[ROUTERS].append((front.name, failed))
+    deployment.decode.wait_metric(0, RUNNING)
+    deployment.decode.wait_metric(0, USAGE)
+
+    front.stop()
+    second.kill()
+    if not deployment.prefill.alive:
+        deployment.start_prefill()
+        deployment.prefill.wait_ready()
