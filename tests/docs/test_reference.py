@@ -15,6 +15,7 @@ from handshake.limits import Limits
 from kvflow.cli.entry import build_parser
 from kvflow.config import WorkerConfig
 from kvflow.demo.__main__ import build_parser as build_engine_parser
+from kvflow.integrations.vllm.settings import OWN_KEYS
 from kvflow.observability.logs import LEVELS, event_name
 from kvflow.transfer.report import TransferReport
 
@@ -53,6 +54,10 @@ def test_settings_and_their_defaults_are_documented(heading, kind):
 def test_no_setting_is_documented_that_is_not_there():
     documented = {name for name in rows(section("config.md", "WorkerConfig")) if name.isidentifier()}
     assert documented - {"setting"} == set(WorkerConfig.__struct_fields__)
+
+
+def test_settings_of_the_connector_of_vllm_are_documented():
+    assert set(rows(section("config.md", "The connector of vLLM"))) - {"setting", "---"} == OWN_KEYS
 
 
 @pytest.mark.parametrize("kind", LEVELS, ids=event_name)

