@@ -13,8 +13,8 @@ UNTAGGED_MAX = 20
 
 CAUSE = (
     "Most likely the router does not know that it has prefill and decode engines before it. vllm-router needs "
-    "--vllm-pd-disaggregation; smg needs the label kv_connector=NixlConnector on its prefill workers; Ray Serve LLM needs "
-    "build_pd_openai_app; kvflow proxy needs nothing. "
+    "--vllm-pd-disaggregation; smg needs the label kv_connector=NixlConnector on its prefill workers; Ray Serve LLM "
+    "needs kvflow.integrations.ray.build_pd_openai_app; kvflow proxy needs nothing. "
 )
 """And what to do about it."""
 
