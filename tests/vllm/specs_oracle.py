@@ -122,7 +122,7 @@ class Oracle:
             if not self._started:
                 init_distributed_environment(1, 0, f"file://{self._folder}/rendezvous", 0, "gloo")
                 initialize_model_parallel()
-                init_workspace_manager(torch.device("cpu"))
+                init_workspace_manager(torch.device("meta"))
                 self._started = True
             torch.set_default_dtype(getattr(torch, DTYPE))
             try:
