@@ -7,19 +7,23 @@ key pair of its own beside the secret, and a list of the public keys that it tal
 keys for each connection in either case.
 """
 
+import hashlib
 import hmac
 import ipaddress
 import re
 import secrets
 from collections.abc import Callable, Iterable
-from typing import Self
+from functools import lru_cache
+from typing import TYPE_CHECKING, Self
 
 import zmq
-import zmq.asyncio
 from msgspec import Struct, structs
 from zmq.utils import z85
 
 from handshake.errors import AuthenticationFailed, ConfigInvalid
+
+if TYPE_CHECKING:
+    from hashlib import _Hash
 
 SECRET_CHARACTERS_MIN = 16
 """Short of this a secret is a word that someone typed, and an offline search finds it."""
@@ -31,6 +35,8 @@ ZAP_DOMAIN = b"handshake"
 _SALT = b"handshake cluster secret v1"
 _HASH = "sha256"
 _HASH_BYTES = 32
+_BLOCK_BYTES = 64
+_INNER, _OUTER = (bytes(byte ^ pad for byte in range(256)) for pad in (0x36, 0x5C))
 _TCP_ENDPOINT = re.compile(r"tcp://(?P<host>\[[^\[\]]+\]|[^\[\]:/]+):(?P<port>[0-9]{1,5}|\*)\Z")
 
 
@@ -49,7 +55,21 @@ def hkdf(secret: bytes, *, salt: bytes, info: bytes, nbytes: int) -> bytes:
 
 def sign(key: bytes, data: bytes) -> bytes:
     """Return the 32 bytes that prove that ``data`` comes from a holder of ``key`` (HMAC-SHA256)."""
-    return hmac.digest(key, data, _HASH)
+    inner, outer = _states(key)
+    inner, outer = inner.copy(), outer.copy()
+    inner.update(data)
+    outer.update(inner.digest())
+    return outer.digest()
+
+
+@lru_cache(maxsize=16)
+def _states(key: bytes) -> tuple["_Hash", "_Hash"]:
+    """Return the two hashes of HMAC (RFC 2104) after their first block, which is the key's and the same for all data.
+
+    They are kept because ``hmac.digest`` looks the algorithm up and hashes both blocks every time.
+    """
+    block = (key if len(key) <= _BLOCK_BYTES else hashlib.sha256(key).digest()).ljust(_BLOCK_BYTES, b"\0")
+    return hashlib.sha256(block.translate(_INNER)), hashlib.sha256(block.translate(_OUTER))
 
 
 def verify(key: bytes, data: bytes, signature: bytes) -> bool:
@@ -218,7 +238,9 @@ class ClusterSecurity(Struct, frozen=True):
 
     def verifies(self, data: bytes, signature: bytes) -> bool:
         """Tell whether a holder of a secret that we accept has signed ``data``."""
-        return any(verify(each.ticket_key, data, signature) for each in (self, self.other) if each is not None)
+        if verify(self.ticket_key, data, signature):
+            return True
+        return self.other is not None and verify(self.other.ticket_key, data, signature)
 
     def __repr__(self) -> str:
         return f"ClusterSecurity(server={self.server!r}, client={self.client!r})"
@@ -266,20 +288,20 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"  # any other name may resolve to anything
 
 
-async def answer_admissions(replier: zmq.asyncio.Socket, admits: Callable[[PublicKey], bool]) -> None:
-    """Let clients in whose public key is admitted, and nobody else. Runs until it is cancelled.
-
-    While nobody runs this, nobody is let in.
+def answer_admission(replier: zmq.Socket[bytes], admits: Callable[[PublicKey], bool]) -> None:
+    """Let one client in if its public key is admitted. While nobody calls this, nobody is let in.
 
     Args:
         replier: a REP socket, bound to ``ZAP_ENDPOINT`` in the server's context before the server binds.
-        admits: tells of a public key whether it may enter; asked anew for each connection.
+        admits: tells of a public key whether it may enter; asked for each connection.
+
+    Raises:
+        zmq.Again: no client waits.
     """
-    while True:
-        request = await replier.recv_multipart()
-        key = key_of_request(request)
-        admitted = key is not None and admits(key)
-        await replier.send_multipart(answer_request(request, key if admitted else None))
+    request = replier.recv_multipart(zmq.NOBLOCK)
+    key = key_of_request(request)
+    admitted = key is not None and admits(key)
+    replier.send_multipart(answer_request(request, key if admitted else None), zmq.NOBLOCK)
 
 
 def key_of_request(request: list[bytes]) -> PublicKey | None:

@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Struct
 
 
-class PeerId(Struct, frozen=True, cache_hash=True):
+class PeerId(Struct, frozen=True, cache_hash=True, gc=False):
     """Whom a ticket names, and where it says that this worker is.
 
     Two peers are one only if all of it is equal. Anyone may claim the first three; only the endpoint and the key say

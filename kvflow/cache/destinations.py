@@ -6,12 +6,10 @@ pull has ended while something may still write, and leaves the ledger when the t
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-import numpy as np
 from msgspec import Struct
 
-from kvflow.cache.blocks import BlockAccount, Int64s
+from kvflow.cache.blocks import BlockAccount, Ids, present_of
 
 
 class Quarantined(Struct, frozen=True):
@@ -28,11 +26,6 @@ class Quarantined(Struct, frozen=True):
     reason: str
     since: float
     num_blocks: int
-
-
-@dataclass(slots=True)
-class _Destination:
-    ids: tuple[Int64s, ...]
 
 
 class Standing(Struct, frozen=True):
@@ -59,7 +52,7 @@ class DestinationLedger:
     def __init__(self, account: BlockAccount) -> None:
         self.aliases = account.aliases
         self._account = account
-        self._open: dict[int, _Destination] = {}
+        self._open: dict[int, tuple[Ids, ...]] = {}
         # The oldest first: what has just come, and what was found to have been there for long.
         self._fresh = _Quarantine()
         self._lasting = _Quarantine()
@@ -67,29 +60,30 @@ class DestinationLedger:
     def __len__(self) -> int:
         return len(self._open)
 
-    def take(self, pull_id: int, ids: Sequence[Int64s]) -> None:
+    def take(self, pull_id: int, ids: Sequence[Ids]) -> None:
         """Take blocks for one pull; all or none.
 
         Args:
             pull_id: names the destination.
-            ids: checked block ids, one array per group.
+            ids: checked block ids, one ``Ids`` per group.
 
         Raises:
             BlockIdsInvalid: a block is a target of another pull, still quarantined, or on offer.
         """
         self._account.receive(ids)
-        self._open[pull_id] = _Destination(tuple(ids))
+        self._open[pull_id] = tuple(ids)
 
     def quarantine(self, pull_id: int, reason: str, now: float) -> None:
         """Note that the pull has ended, but not its writes."""
-        num_blocks = sum(int(np.count_nonzero(array >= 0)) for array in self._open[pull_id].ids)
+        num_blocks = sum(map(len, present_of(self._open[pull_id])))
         self._fresh.add(Quarantined(pull_id, reason, now, num_blocks))
 
     def give_back(self, pull_id: int) -> None:
         """Give back the blocks of a pull that is quiescent."""
-        self._account.end_receipt(self._open.pop(pull_id).ids)
-        self._fresh.remove(pull_id)
-        self._lasting.remove(pull_id)
+        self._account.end_receipt(self._open.pop(pull_id))
+        if self._fresh.entries or self._lasting.entries:
+            self._fresh.remove(pull_id)
+            self._lasting.remove(pull_id)
 
     def quarantined(self) -> list[Quarantined]:
         """List what is in quarantine, the oldest first."""
@@ -114,7 +108,7 @@ class DestinationLedger:
 
     def check(self) -> None:
         """Check the law: what receives is exactly the sum of the open destinations."""
-        self._account.check(receiving=[entry.ids for entry in self._open.values()])
+        self._account.check(receiving=self._open.values())
 
 
 class _Quarantine:

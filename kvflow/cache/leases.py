@@ -64,6 +64,7 @@ class Lease:
     """One promise that is being kept."""
 
     grant: Grant
+    epoch: int
     admitted_at: float
     ends_at: float
     read: bool = False
@@ -159,20 +160,21 @@ class LeaseTable:
                 len(self._epochs),
                 remedy="Retire a lease in the mint only when it has ended on every rank.",
             )
-        if grant.epoch_value <= self._epochs[grant.slot]:
+        slot, epoch = grant.slot, grant.epoch_value
+        if epoch <= self._epochs[slot]:
             raise BlockIdsInvalid(
                 f"the grant's epoch {grant.epoch} is not newer than slot {grant.slot}'s",
                 remedy="Admit each grant once, in this incarnation of the worker.",
             )
-        lease = Lease(grant, now, now + grant.lease_s)
-        early = self._forget_early(grant.slot)
-        if early is not None and early.epoch == grant.epoch_value and not grant.admitted:
+        lease = Lease(grant, epoch, now, now + grant.lease_s)
+        early = self._forget_early(slot)
+        if early is not None and early.epoch == epoch and not grant.admitted:
             lease.released_by = early.released_by
-        self._by_slot[grant.slot] = lease
+        self._by_slot[slot] = lease
         self._by_request[grant.request_id] = lease
-        self._epochs.raise_to(grant.slot, grant.epoch_value)
-        self._ends.put(grant.slot, lease.ends_at)
-        return self._end(lease, "released", now) if lease.released else None
+        self._epochs.raise_to(slot, epoch)
+        self._ends.put(slot, lease.ends_at)
+        return self._end(lease, "released", now) if lease.released_by and lease.released else None
 
     def release(
         self, slot: int, epoch: int, reader: Reader, now: float, *, read: bool = False
@@ -275,19 +277,19 @@ class LeaseTable:
 
     def _find(self, slot: int, epoch: int) -> Lease | None:
         lease = self._by_slot.get(slot)
-        return lease if lease is not None and lease.grant.epoch_value == epoch else None
+        return lease if lease is not None and lease.epoch == epoch else None
 
     def _is_past(self, slot: int, epoch: int) -> bool:
         return slot < len(self._epochs) and self._epochs.base < epoch < self._epochs[slot]
 
     def _end(self, lease: Lease, outcome: Outcome, now: float) -> LeaseEnded:
         grant = lease.grant
-        self._epochs.raise_to(grant.slot, grant.epoch_value + 1)
+        self._epochs.raise_to(grant.slot, lease.epoch + 1)
         self._ends.remove(grant.slot)
         del self._by_slot[grant.slot]
         del self._by_request[grant.request_id]
         ended_by = "used" if outcome == "released" and lease.read else outcome
-        self._past[grant.slot, grant.epoch_value] = PastLease(ended_by, now)
+        self._past[grant.slot, lease.epoch] = PastLease(ended_by, now)
         if len(self._past) > PAST_MAX:
             self._past.popitem(last=False)
         return LeaseEnded(grant.request_id, outcome, now - lease.admitted_at)

@@ -170,12 +170,12 @@ def _as_integers(
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
     """Return the caller's numbers as Python's own integers; numpy's are welcome, fractions and text are not."""
     try:
-        lists = tuple(tuple(int(index(block)) for block in ids) for ids in block_ids)
+        lists = tuple([tuple(map(int, map(index, ids))) for ids in block_ids])
         counts = [num_tokens] * len(lists) if isinstance(num_tokens, int | np.integer) else num_tokens
-        tokens = tuple(int(index(count)) for count in counts)
+        tokens = tuple(map(int, map(index, counts)))
     except TypeError as error:
         raise BlockIdsInvalid(f"block ids and numbers of tokens must be integers: {error}") from error
-    if len(tokens) != len(lists) or any(count < 1 for count in tokens):
+    if len(tokens) != len(lists) or min(tokens, default=1) < 1:
         raise BlockIdsInvalid(
             f"num_tokens is {num_tokens!r} for {len(lists)} groups",
             remedy="Give one number of tokens, at least 1, or one per group.",

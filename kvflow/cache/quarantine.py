@@ -16,11 +16,11 @@ wanted the bytes has gone; a buffer of 8 MiB that still comes takes 5 s at 13 Mb
 
 DUE_AFTER_S = 5.0
 """Blocks that have been in quarantine for less count for no limit of bytes: the last chunks of a long prompt that was
-cancelled land by themselves. More than the two seconds that a renewal gives healthy peers to land what they have."""
+cancelled land by themselves. More than the two seconds that a reset gives healthy peers to land what they have."""
 
 
 class Demand(Struct, frozen=True):
-    """Why the reader is to be renewed.
+    """Why the reader is to be reset.
 
     Attributes:
         setting: the limit that was exceeded, ``quarantine_bytes_max`` or ``quarantine_s_max``; ``staging_bytes`` if all
@@ -33,7 +33,7 @@ class Demand(Struct, frozen=True):
 
 
 class LastResort:
-    """Decide when the reader is renewed, once at a time.
+    """Decide when the reader is reset, once at a time.
 
     Args:
         limits: of the quarantine.
@@ -47,7 +47,7 @@ class LastResort:
         self._starved_since: float | None = None
 
     def due(self, standing: Standing, now: float, *, starved: bool = False) -> bool:
-        """Tell whether to renew the reader now; False while that is under way.
+        """Tell whether to reset the reader now; False while that is under way.
 
         Args:
             standing: what is in quarantine; blocks that have been there for ``DUE_AFTER_S`` are lasting.
@@ -70,7 +70,7 @@ class LastResort:
         return self._demand is not None
 
     def ended(self) -> Demand:
-        """Note that the renewal is over, and return why it was wanted."""
+        """Note that the reset is over, and return why it was wanted."""
         demand, self._demand = self._demand, None
-        assert demand is not None, "nobody asked for a renewal"
+        assert demand is not None, "nothing asked for a reset"
         return demand

@@ -52,15 +52,17 @@ class Shard(Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
-            # Frozen for others: what stands here was given in the same moment.
-            force_setattr(self, name, whole_number(f"shard.{name}", getattr(self, name)))
-        for group in ("tp", "dcp"):
-            rank, size = getattr(self, f"{group}_rank"), getattr(self, f"{group}_size")
+            value = getattr(self, name)
+            if type(value) is not int:
+                # Frozen for others: what stands here was given in the same moment.
+                force_setattr(self, name, whole_number(f"shard.{name}", value))
+        for group, rank, size in (("tp", self.tp_rank, self.tp_size), ("dcp", self.dcp_rank, self.dcp_size)):
             if not 0 <= rank < size:
                 raise SpecInvalid(f"shard.{group}_rank is {rank}, but {group}_size is {size}")
-        for name, most in (("dcp_size", RANKS_MAX), ("dcp_interleave", TOKENS_MAX)):
-            if not 1 <= getattr(self, name) <= most:
-                raise SpecInvalid(f"shard.{name} is {getattr(self, name)}: expected 1 to {most}")
+        if not (1 <= self.dcp_size <= RANKS_MAX and 1 <= self.dcp_interleave <= TOKENS_MAX):
+            for name, most in (("dcp_size", RANKS_MAX), ("dcp_interleave", TOKENS_MAX)):
+                if not 1 <= getattr(self, name) <= most:
+                    raise SpecInvalid(f"shard.{name} is {getattr(self, name)}: expected 1 to {most}")
 
     @property
     def stripe(self) -> Stripe:

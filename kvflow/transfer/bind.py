@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from kvflow.errors import CapacityExceeded, LayoutMismatch, PlanUnsound
 from kvflow.layout.region import Region
-from kvflow.transfer.chunks import Cutter, neighbors
+from kvflow.transfer.chunks import Cutter, num_neighbors
 from kvflow.transfer.pairs import UnitPairs
 from kvflow.transfer.plan import GroupPlan
 from kvflow.transfer.runs import Int64s, Units
@@ -24,7 +24,7 @@ ROWS_MAX = 1 << 20
 """40 MiB of rows. Only a peer with absurdly large blocks, none of them dense, asks for more."""
 
 
-class Bound(Struct, frozen=True, eq=False):
+class Bound(Struct, frozen=True, eq=False, gc=False):
     """One batch as NIXL takes it.
 
     Attributes:
@@ -156,8 +156,8 @@ class Binding:
         dense = (self.source.stride == runs.nbytes) & (self.target.stride == runs.nbytes)
         self._cutter = Cutter(runs.nbytes, dense)
         run = np.arange(len(runs), dtype=np.int32)[:, None]
-        self._source_first = run * np.int32(self.source.per_run)
-        self._target_first = run * np.int32(self.target.per_run)
+        # The number of each run's first descriptor, of both sides.
+        self._first = np.stack([run * np.int32(side.per_run) for side in (self.source, self.target)])
 
     def bind(self, pairs: UnitPairs, *, chunk_bytes: int, chunk_descriptors: int) -> Bound:
         """Return the indices of these pairs, cut into chunks.
@@ -169,21 +169,20 @@ class Binding:
         """
         source = self.source.local(pairs.source).astype(np.int32)
         target = self.target.local(pairs.target).astype(np.int32)
-        # One array for both: NumPy asks for huge pages from 4 MiB on; small pages take longer than the sums.
-        index = np.empty((2, self.unit_descriptors, len(source)), np.int32)
-        np.add(self._source_first, source, out=index[0])
-        np.add(self._target_first, target, out=index[1])
-        return Bound(
-            source_index=index[0].ravel(),
-            target_index=index[1].ravel(),
-            cuts=self._cutter.cuts(source, target, chunk_bytes, chunk_descriptors),
-            nbytes=len(source) * self.unit_bytes,
-        )
+        cuts = self._cutter.cuts(source, target, chunk_bytes, chunk_descriptors)
+        nbytes = len(source) * self.unit_bytes
+        if self.unit_descriptors == 1:
+            return Bound(source, target, cuts, nbytes)
+        units = np.empty((2, 1, len(source)), np.int32)
+        units[0], units[1] = source, target
+        # One array for both sides: NumPy asks for huge pages from 4 MiB on; small pages take longer than the sums.
+        index = self._first + units
+        return Bound(index[0].ravel(), index[1].ravel(), cuts, nbytes)
 
     def merged(self, pairs: UnitPairs) -> int:
         """Return how many descriptors these pairs are once neighbours have merged; batches and chunks not counted."""
-        follows = neighbors(self.source.local(pairs.source), self.target.local(pairs.target))
-        return len(follows) * self.unit_descriptors - int(np.count_nonzero(follows)) * self._cutter.num_dense
+        source, target = self.source.local(pairs.source), self.target.local(pairs.target)
+        return len(source) * self.unit_descriptors - num_neighbors(source, target) * self._cutter.num_dense
 
 
 def _require_inside(table: Int64s, regions: Sequence[Region], region: Int64s) -> None:

@@ -18,6 +18,9 @@ Int32s = npt.NDArray[np.int32]
 CHUNKS_FEW = 24
 """Below this, cutting one after the other is faster: 2 us each, against 50 us for all at once."""
 
+PAIRS_FEW = 32
+"""Up to so many pairs, Python counts neighbors faster than NumPy."""
+
 
 class Cutter:
     """The runs of one binding, as far as they decide where a batch is cut.
@@ -35,7 +38,8 @@ class Cutter:
         self._bytes_before = _before(nbytes)
         self._dense_before = _before(dense)
         self._unit_bytes = int(self._bytes_before[-1])
-        self._alike = bool((nbytes == nbytes[0]).all())
+        self._num_runs = len(nbytes)
+        self._run_bytes = int(nbytes[0]) if (nbytes == nbytes[0]).all() else 0  # of each, if all are alike
 
     def cuts(self, source: Int32s, target: Int32s, chunk_bytes: int, chunk_descriptors: int) -> Int64s:
         """Return where chunks begin, and the end of the last. Each is as long as both budgets let it be.
@@ -47,20 +51,20 @@ class Cutter:
             chunk_descriptors: most merged descriptors of one chunk, at least 1.
         """
         count = len(source)
-        total = count * len(self.nbytes)
+        total = count * self._num_runs
         small = count * self._unit_bytes <= chunk_bytes
         if small and total <= chunk_descriptors:
-            return _evenly(total, total)
-        step = max(1, chunk_bytes // int(self.nbytes[0])) if self._alike else 0
+            return _one(total)
+        step = max(1, chunk_bytes // self._run_bytes) if self._run_bytes else 0
         if 0 < step <= chunk_descriptors:
             return _evenly(total, step)  # so few fit that it does not matter which of them merge
-        follows = neighbors(source, target)
-        saved = int(np.count_nonzero(follows)) * self.num_dense
+        follows = neighbors(source, target) if count > PAIRS_FEW else None  # of few only the number, if that will do
+        saved = (num_neighbors(source, target) if follows is None else np.count_nonzero(follows)) * self.num_dense
         if small and total - saved <= chunk_descriptors:
-            return _evenly(total, total)
+            return _one(total)
         if step and not saved:
             return _evenly(total, chunk_descriptors)
-        merged = _Merged(follows, self.dense, self._dense_before)
+        merged = _Merged(neighbors(source, target) if follows is None else follows, self.dense, self._dense_before)
         regular = self._regular(merged, step, chunk_bytes, chunk_descriptors)
         return self._walk(merged, chunk_bytes, chunk_descriptors) if regular is None else regular
 
@@ -159,11 +163,27 @@ def neighbors(source: npt.NDArray[np.integer], target: npt.NDArray[np.integer]) 
     return follows
 
 
+def num_neighbors(source: npt.NDArray[np.integer], target: npt.NDArray[np.integer]) -> int:
+    """Return how many pairs lie right behind the one before them on both sides."""
+    if len(source) > PAIRS_FEW:
+        return int(np.count_nonzero(neighbors(source, target)))
+    count = 0
+    before = other = -2
+    for unit, there in zip(source.tolist(), target.tolist(), strict=True):
+        count += unit - before == 1 == there - other
+        before, other = unit, there
+    return count
+
+
 def _before(values: npt.NDArray[np.integer] | Bools) -> Int64s:
     """Return the sum of all values before each, and of all: int64, one more than there are values."""
     sums = np.zeros(len(values) + 1, np.int64)
     np.cumsum(values, out=sums[1:])
     return sums
+
+
+def _one(total: int) -> Int64s:
+    return np.array((0, total), np.int64)
 
 
 def _evenly(total: int, step: int) -> Int64s:

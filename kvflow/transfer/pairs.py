@@ -10,21 +10,27 @@ its stripe. Units that the source's stripe lacks are other sources' to give: whi
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
+from kvflow.cache.blocks import ABSENT, Ids
 from kvflow.errors import BlockIdsInvalid, BlockRangeMismatch, CapacityExceeded
 from kvflow.transfer.plan import GroupPlan
 from kvflow.transfer.runs import UNITS_MAX, Bools, Units
 
 Int64s = npt.NDArray[np.int64]
-ABSENT = -1
+
+FEW = 64
+"""Up to so many block ids, or units of a list, Python is faster than NumPy, of which each call takes a microsecond."""
+
+_INTEGERS = {int}
 
 
-class UnitPairs(Struct, frozen=True, eq=False):
+class UnitPairs(Struct, frozen=True, eq=False, gc=False):
     """Pairs of units; those of one request ascend by source.
 
     Attributes:
@@ -42,8 +48,8 @@ def check_block_ids(
     num_blocks: int,
     aliases: Sequence[int],
     unique: bool,
-) -> tuple[Int64s, ...]:
-    """Check the caller's lists and return them as arrays.
+) -> tuple[Ids, ...]:
+    """Check the caller's lists and return copies: those of up to ``FEW`` ids as lists, longer ones as int64 arrays.
 
     Args:
         block_ids: one list per group.
@@ -61,16 +67,67 @@ def check_block_ids(
         raise BlockIdsInvalid(f"block ids must be one list per group, not {found}") from error
     if num_lists != len(aliases):
         raise BlockIdsInvalid(f"{num_lists} lists of block ids for {len(aliases)} groups")
-    arrays = tuple(_as_ids(ids, group, num_blocks) for group, ids in enumerate(block_ids))
-    for alias in sorted(set(aliases)):
-        members = [group for group, value in enumerate(aliases) if value == alias]
+    checked = tuple([_checked(ids, group, num_blocks) for group, ids in enumerate(block_ids)])
+    for members in _classes(tuple(aliases)):
         if unique or len(members) > 1:
-            _check_class(arrays, members, unique=unique)
-    return arrays
+            _check_class(checked, members, unique=unique)
+    return checked
 
 
-def _check_class(arrays: Sequence[Int64s], members: Sequence[int], *, unique: bool) -> None:
+@lru_cache(maxsize=64)
+def _classes(aliases: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Return the groups of each alias class."""
+    return tuple(
+        tuple(group for group, value in enumerate(aliases) if value == alias) for alias in sorted(set(aliases))
+    )
+
+
+def _checked(ids: Sequence[int], group: int, num_blocks: int) -> Ids:
+    """Return a copy of one list, each of whose ids is a block or absent."""
+    if type(ids) in (list, tuple) and len(ids) <= FEW:
+        if not ids:
+            return []
+        if set(map(type, ids)) == _INTEGERS:
+            ascending = sorted(ids)
+            if ascending[0] >= ABSENT and ascending[-1] < num_blocks:
+                return list(ids)
+        # NumPy's way says what is wrong with it, or that it is numbers all the same.
+    array = _as_array(ids, group, num_blocks)
+    return array if len(array) > FEW else array.tolist()
+
+
+def _as_array(ids: Sequence[int], group: int, num_blocks: int) -> Int64s:
+    try:
+        array = np.asarray(ids)
+        if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+            raise BlockIdsInvalid(f"group {group}: block ids must be a flat list of integers", group=group)
+    except (OverflowError, ValueError, TypeError) as error:
+        raise BlockIdsInvalid(f"group {group}: block ids must be a flat list of integers", group=group) from error
+    if array.size and (array.min() < ABSENT or array.max() >= num_blocks):
+        outside = array[(array < ABSENT) | (array >= num_blocks)]
+        raise BlockIdsInvalid(f"group {group}: block {outside[0]} is not in [0, {num_blocks})", group=group)
+    return array.astype(np.int64)  # only now: a huge unsigned id would wrap around to a valid one
+
+
+def _check_class(checked: Sequence[Ids], members: Sequence[int], *, unique: bool) -> None:
     """Check the lists of groups that share their bytes: a block holds those of one group at a time."""
+    listed: list[int] = []
+    for group in members:
+        ids = checked[group]
+        if not isinstance(ids, list):
+            break
+        listed += ids if unique else set(ids)
+    else:
+        if len(listed) == len(set(listed)):
+            return
+        present = [block for block in listed if block >= 0]
+        if len(present) == len(set(present)):
+            return
+    _require_distinct([np.asarray(ids, np.int64) for ids in checked], members, unique=unique)
+
+
+def _require_distinct(arrays: Sequence[Int64s], members: Sequence[int], *, unique: bool) -> None:
+    """Check the same of lists of any length, and say which block is in two places."""
     # One sort, by block and then by group: a pull waits for it.
     keys = np.concatenate([arrays[group] * len(arrays) + group for group in members])
     keys.sort()
@@ -92,26 +149,13 @@ def _check_class(arrays: Sequence[Int64s], members: Sequence[int], *, unique: bo
     )
 
 
-def _as_ids(ids: Sequence[int], group: int, num_blocks: int) -> Int64s:
-    try:
-        array = np.asarray(ids)
-        if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-            raise BlockIdsInvalid(f"group {group}: block ids must be a flat list of integers", group=group)
-    except (OverflowError, ValueError, TypeError) as error:
-        raise BlockIdsInvalid(f"group {group}: block ids must be a flat list of integers", group=group) from error
-    if array.size and (array.min() < ABSENT or array.max() >= num_blocks):
-        outside = array[(array < ABSENT) | (array >= num_blocks)]
-        raise BlockIdsInvalid(f"group {group}: block {outside[0]} is not in [0, {num_blocks})", group=group)
-    return array.astype(np.int64)  # only now: a huge unsigned id would wrap around to a valid one
-
-
-def pair_units(group: GroupPlan, source_ids: Int64s, target_ids: Int64s, *, num_tokens: int) -> UnitPairs:
+def pair_units(group: GroupPlan, source_ids: Ids, target_ids: Ids, *, num_tokens: int) -> UnitPairs:
     """Pair every unit of the target that holds a token, and that both sides hold, with the source unit of its tokens.
 
     Args:
         group: the pair of groups.
-        source_ids: int64, the ticket's blocks of the source group.
-        target_ids: int64, our blocks of the target group.
+        source_ids: checked, the ticket's blocks of the source group.
+        target_ids: checked, our blocks of the target group.
         num_tokens: tokens of the request in the source group.
 
     Raises:
@@ -119,6 +163,56 @@ def pair_units(group: GroupPlan, source_ids: Int64s, target_ids: Int64s, *, num_
             before token 0: its last block then does not hold the last token, and nothing is where it seems.
         CapacityExceeded: the blocks are larger than any engine's by orders of magnitude.
     """
+    if isinstance(source_ids, list) and isinstance(target_ids, list) and group.aligned:
+        pairs = _pair_few(group, source_ids, target_ids, num_tokens)
+        if pairs is not None:
+            return pairs
+    return _pair_many(group, np.asarray(source_ids, np.int64), np.asarray(target_ids, np.int64), num_tokens)
+
+
+def _pair_few(group: GroupPlan, source_ids: list[int], target_ids: list[int], num_tokens: int) -> UnitPairs | None:
+    """Pair few units of sides that hold the same tokens; None if ``_pair_many`` must judge, because one is lacking."""
+    source = _list_few(source_ids, group.source, num_tokens)
+    target = _list_few(target_ids, group.target, num_tokens)
+    if source is None or target is None:
+        return None
+    # Both lists end with the last unit that holds a token. What the target has before the source may only be absent.
+    ahead = len(target) - len(source)
+    if ahead > 0:
+        if max(target[:ahead]) >= 0:
+            return None
+        target = target[ahead:]
+    elif ahead < 0:
+        source = source[-ahead:]
+    if ABSENT in target:
+        kept = [at for at, unit in enumerate(target) if unit >= 0]
+        source, target = [source[at] for at in kept], [target[at] for at in kept]
+    if ABSENT in source:
+        return None
+    if source != sorted(source):
+        order = sorted(range(len(source)), key=source.__getitem__)
+        source, target = [source[at] for at in order], [target[at] for at in order]
+    return UnitPairs(np.array(source, np.int64), np.array(target, np.int64))
+
+
+def _list_few(ids: list[int], units: Units, num_tokens: int) -> list[int] | None:
+    """Cut blocks into units as ``_listed`` does; None if they are many, or too many for the tokens."""
+    tokens, per_block, stripe = units.tokens, units.per_block, units.stripe
+    if not tokens:
+        return ids if len(ids) <= 1 else None
+    blocks_held = -(-num_tokens // (tokens * per_block * stripe.size))
+    if len(ids) > blocks_held or len(ids) * per_block > FEW:
+        return None
+    if per_block == stripe.size == 1:
+        return ids
+    units_held = -(-stripe.count(num_tokens) // tokens)
+    spare = blocks_held * per_block - units_held  # at the end of the last block
+    if per_block > 1:
+        ids = [block * per_block + unit if block >= 0 else ABSENT for block in ids for unit in range(per_block)]
+    return ids[:-spare] if spare else ids
+
+
+def _pair_many(group: GroupPlan, source_ids: Int64s, target_ids: Int64s, num_tokens: int) -> UnitPairs:
     source, target = (
         _listed(ids, units, num_tokens) for ids, units in ((source_ids, group.source), (target_ids, group.target))
     )

@@ -1,4 +1,5 @@
-import asyncio
+import hmac
+from functools import partial
 
 import pytest
 import zmq
@@ -7,13 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from zmq.utils import z85
 
+from handshake.arrivals import Arrivals
 from handshake.errors import ConfigInvalid
 from handshake.security import (
     ZAP_DOMAIN,
     ZAP_ENDPOINT,
     ClusterSecurity,
     CurveKeys,
-    answer_admissions,
+    answer_admission,
     answer_request,
     check_bind,
     check_endpoint,
@@ -22,6 +24,7 @@ from handshake.security import (
     sign,
     verify,
 )
+from handshake.sockets import running
 
 from .helpers import OTHER_SECURITY, SECURITY, patiently
 
@@ -111,6 +114,13 @@ def test_a_signature_holds_for_its_data_and_key_only():
     assert not verify(SECURITY.ticket_key, b"data", b"")
 
 
+@pytest.mark.parametrize("length", [0, 1, 32, 63, 64, 65, 200])
+def test_a_signature_is_the_hmac_of_any_key_every_time(length):
+    key = bytes(range(length))
+    for data in (b"", b"data", bytes(5000), b"data"):
+        assert sign(key, data) == hmac.digest(key, data, "sha256")
+
+
 @pytest.mark.parametrize("bind", ["tcp://127.0.0.1:0", "tcp://127.1.2.3:5600", "tcp://localhost:*", "tcp://[::1]:5600"])
 def test_a_loopback_address_needs_no_security(bind):
     check_bind(bind, None)
@@ -162,20 +172,18 @@ def test_a_request_without_a_key_is_turned_away(request_):
     assert answer_request(request_, None)[2] == b"400"
 
 
-async def test_the_door_is_answered_until_it_is_cancelled():
+async def test_each_client_that_asks_is_answered_until_nobody_listens():
     context = zmq.asyncio.Context()
     try:
-        replier, asker = context.socket(zmq.REP), context.socket(zmq.REQ)
+        replier, asker = context.socket(zmq.REP, zmq.Socket), context.socket(zmq.REQ)
         replier.bind(ZAP_ENDPOINT)
         asker.connect(ZAP_ENDPOINT)
-        async with asyncio.TaskGroup() as group:
-            door = group.create_task(answer_admissions(replier, SECURITY.admits))
+        async with running(Arrivals(replier).run(partial(answer_admission, replier, SECURITY.admits))):
             await asker.send_multipart(REQUEST)
             assert (await patiently(asker.recv_multipart()))[2] == b"200"
             for denied in ([b"1.0", b"8"], [*REQUEST[:6], bytes.fromhex(OTHER_SECURITY.client.public_key)]):
                 await asker.send_multipart(denied)
                 assert (await patiently(asker.recv_multipart()))[1:3] == [denied[1], b"400"]
-            door.cancel()
     finally:
         context.destroy(linger=0)
 

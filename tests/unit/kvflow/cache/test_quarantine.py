@@ -5,7 +5,7 @@ import pytest
 from kvflow.cache.destinations import Standing
 from kvflow.cache.quarantine import DUE_AFTER_S, STARVED_S_MAX, Demand, LastResort
 from kvflow.config import QuarantineLimits
-from kvflow.transport.base import RENEWAL_DRAIN_S
+from kvflow.transport.base import RESET_DRAIN_S
 
 BLOCK = 1000
 
@@ -55,7 +55,7 @@ def test_it_is_due_when_peers_have_waited_too_long_for_staging_buffers(resort):
 
 
 def test_a_pull_that_was_cancelled_has_longer_to_end_than_a_renewal_would_give_it():
-    assert DUE_AFTER_S > RENEWAL_DRAIN_S
+    assert DUE_AFTER_S > RESET_DRAIN_S
 
 
 def test_it_is_demanded_once_at_a_time(resort):

@@ -8,7 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvflow.cache.tickets import FORMAT, GRANTS_MAX, MAC_BYTES, Ticket, block_ends, join_tickets
+from kvflow.cache.tickets import (
+    FORMAT,
+    GRANTS_MAX,
+    MAC_BYTES,
+    RANKS_KEPT_BYTES_MAX,
+    Grant,
+    Ticket,
+    block_ends,
+    join_tickets,
+    unseal,
+)
 from kvflow.errors import ArgumentInvalid, BlockIdsInvalid, ConfigInvalid, ReleaseMismatch, TicketInvalid
 from kvflow.ids import PeerId
 from kvflow.testing.tickets import damage, forge, grants_of
@@ -103,6 +113,38 @@ def test_a_signed_grant_of_the_wrong_types_is_refused(path, value):
     except TicketInvalid:
         return
     assert msgspec.msgpack.decode(ticket.sealed[0][MAC_BYTES:]) == grants_of(forged)[0]
+
+
+def decoded_whole(payload):
+    """What a grant's encoding says, or why it says nothing, with nothing remembered."""
+    try:
+        return msgspec.msgpack.decode(payload, type=Grant)
+    except (msgspec.DecodeError, UnicodeError) as error:
+        return f"the ticket is malformed: {error}"
+
+
+@pytest.mark.parametrize("field", ["epoch", "ranks"])
+@given(st.one_of(st.none(), st.text(max_size=3), st.lists(st.one_of(st.none(), st.binary(max_size=3)), max_size=2)))
+def test_what_is_remembered_of_ranks_is_what_they_say(field, value):
+    """Ranks are decoded apart from their grant, whose error still names the place."""
+    for change in (value, msgspec.to_builtins(address()), [msgspec.to_builtins(address(3))] * 2, []):
+        fields = msgspec.msgpack.decode(ticket_of().sealed[0][MAC_BYTES:]) | {field: change}
+        payload = msgspec.msgpack.encode(fields)
+        for _ in range(2):
+            try:
+                found = unseal(bytes(MAC_BYTES) + payload)
+            except TicketInvalid as error:
+                found = error.message
+            assert found == decoded_whole(payload)
+
+
+def test_ranks_of_any_number_are_the_same_decoded_apart():
+    for count in (1, 2, RANKS_KEPT_BYTES_MAX // 40, 1024):
+        ticket = mint_of(*map(address, range(count))).offer("r", block_ids=[[1]], num_tokens=1)[0]
+        payload = ticket.sealed[0][MAC_BYTES:]
+        assert unseal(ticket.sealed[0]) == decoded_whole(payload)
+        assert type(unseal(ticket.sealed[0])) is Grant
+        assert [member.peer.rank for member in ticket.members()] == list(range(count))
 
 
 @given(st.integers(0), st.binary(min_size=1, max_size=40))

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from kvflow.errors import BlockIdsInvalid, BlockRangeMismatch, CapacityExceeded
-from kvflow.transfer.pairs import UNITS_MAX, check_block_ids, pair_units
+from kvflow.transfer.pairs import FEW, UNITS_MAX, check_block_ids, pair_units
 
 from .helpers import group_plan, ids
 
@@ -65,9 +65,22 @@ def test_what_is_not_a_flat_list_of_known_blocks_is_refused(wrong):
     ids=repr,
 )
 def test_any_sequence_of_integers_will_do(right):
-    (array,) = check(right)
-    assert array.dtype == np.int64
-    assert array.tolist() == [int(block) for block in right]
+    (checked,) = check(right)
+    assert checked == [int(block) for block in right]
+    assert {type(block) for block in checked} <= {int}
+    assert checked is not right, "what the caller does to his list later is not our concern"
+
+
+@pytest.mark.parametrize("form", [list, tuple, np.array])
+@pytest.mark.parametrize("unique", [True, False])
+def test_few_ids_are_a_list_and_many_an_array(form, unique):
+    for count in (FEW, FEW + 1):
+        given = form(range(count))
+        (checked,) = check(given, num_blocks=count, unique=unique)
+        assert isinstance(checked, list) == (count == FEW)
+        assert list(checked) == list(range(count))
+    assert checked.dtype == np.int64
+    assert checked is not given
 
 
 def test_the_offending_block_is_named():
@@ -121,9 +134,15 @@ def test_groups_of_different_memory_may_use_one_id_and_absent_blocks_repeat():
 
 
 def paired(plan, source, target, num_tokens):
-    pairs = pair_units(plan, ids(*source), ids(*target), num_tokens=num_tokens)
-    assert pairs.source.tolist() == sorted(pairs.source.tolist())
-    return sorted(zip(pairs.target.tolist(), pairs.source.tolist(), strict=True))
+    """Pair them as few and as many, which must be the same; ``tests/properties/test_few_ids.py`` has more of it."""
+    many = pair_units(plan, ids(*source), ids(*target), num_tokens=num_tokens)
+    few = pair_units(plan, source, target, num_tokens=num_tokens)
+    for pairs in (many, few):
+        assert pairs.source.dtype == pairs.target.dtype == np.int64
+        assert pairs.source.tolist() == sorted(pairs.source.tolist())
+    found, other = (sorted(zip(each.target.tolist(), each.source.tolist(), strict=True)) for each in (many, few))
+    assert found == other
+    return found
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,130 @@
+"""Few block ids are checked and paired by Python, many by NumPy: on the same input with the same result, or error."""
+
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from kvflow.errors import KvflowError
+from kvflow.layout.stripes import Stripe
+from kvflow.transfer import pairs
+from kvflow.transfer.pairs import FEW, check_block_ids, pair_units
+from kvflow.transfer.plan import plan_transfer
+from kvflow.transfer.runs import Units
+from tests.unit.kvflow.transfer.helpers import full, manifest_of
+
+from .caches import thorough
+
+NUM_BLOCKS = 12
+ALL_AS_MANY = patch.object(pairs, "FEW", -1)
+
+
+def outcome(call):
+    """What a call returns as lists, or the error that it raises, word by word."""
+    try:
+        found = call()
+    except KvflowError as error:
+        return type(error), vars(error)
+    return [np.asarray(each, np.int64).tolist() for each in found]
+
+
+ids = st.integers(-1, NUM_BLOCKS - 1)
+odd = st.one_of(
+    st.integers(-3, NUM_BLOCKS + 2),
+    st.sampled_from([True, False, None, "1", 1.0, 2.5, 2**31, 2**63, 2**64 - 1, 2**70, -(2**70), (1, 2)]),
+    st.builds(np.int64, ids),
+    st.builds(np.uint8, st.integers(0, NUM_BLOCKS)),
+)
+lists = st.one_of(
+    st.lists(ids, max_size=6, unique=True),
+    st.lists(ids, max_size=6),
+    st.lists(odd, max_size=3),
+    st.lists(ids, max_size=6).map(tuple),
+    st.lists(ids, max_size=6).map(lambda few: np.array(few, np.int32)),
+    st.sampled_from([None, 7, "12", b"12", {1: 2}, range(3), np.array([[1]]), np.array([1.0]), np.array(["a"])]),
+    st.integers(FEW - 1, FEW + 1).map(lambda count: [0] + [-1] * count),
+)
+
+
+@thorough
+@given(st.lists(lists, min_size=1, max_size=3), st.data(), st.booleans())
+@example([[3, 3, -1, -1]], None, True)
+@example([[True, 3]], None, True)
+def test_few_and_many_ids_are_checked_alike(block_ids, data, unique):
+    count = len(block_ids)
+    aliases = [data.draw(st.integers(0, group)) for group in range(count)] if data else [0] * count
+
+    def check():
+        return check_block_ids(block_ids, num_blocks=NUM_BLOCKS, aliases=aliases, unique=unique)
+
+    few = outcome(check)
+    with ALL_AS_MANY:
+        assert outcome(check) == few
+
+
+def plan_of(source, target):
+    source, target = manifest_of({"a": full(source)}), manifest_of({"a": full(target)})
+    return plan_transfer(source, target).groups[0]
+
+
+SIZES = [(16, 16), (16, 64), (64, 16), (48, 32), (32, 48), (8, 64)]
+PLANS = {sizes: plan_of(*sizes) for sizes in SIZES}
+STATE = replace(PLANS[16, 16], source=Units(0, 1, 1), target=Units(0, 1, 1))
+
+
+@st.composite
+def pairings(draw):
+    """A plan and two lists of block ids, most of which fit the request's tokens."""
+    plan = draw(st.sampled_from([*PLANS.values(), STATE]))
+    if plan is not STATE:
+        plan = replace(plan, window=draw(st.sampled_from((0, 0, 1, 20, 100))))
+        if draw(st.booleans()):
+            rank, size, width = draw(st.sampled_from([(0, 2, 1), (1, 2, 16), (2, 4, 8), (3, 4, 16)]))
+            stripe = Stripe(rank, size, width)
+            plan = replace(plan, source=replace(plan.source, stripe=stripe), target=replace(plan.target, stripe=stripe))
+    num_tokens = draw(st.integers(1, 300))
+    sides = []
+    for units in (plan.source, plan.target):
+        held = -(-num_tokens // (units.tokens * units.per_block * units.stripe.size)) if units.tokens else 1
+        count = draw(st.one_of(st.just(held), st.integers(0, held), st.integers(0, held + 2)))
+        numbers = draw(st.permutations(range(400, 400 + count)) if draw(st.booleans()) else st.just(range(count)))
+        absent = draw(st.sampled_from((0, 0, 1, count)))
+        numbers = [-1] * min(absent, count) + list(numbers)[absent:]
+        if numbers and draw(st.integers(0, 3)) == 0:
+            numbers[draw(st.integers(0, count - 1))] = draw(st.sampled_from((-1, numbers[0])))
+        sides.append(numbers)
+    return plan, *sides, num_tokens
+
+
+@thorough
+@given(pairings())
+def test_few_and_many_units_are_paired_alike(pairing):
+    plan, source, target, num_tokens = pairing
+
+    def pair(*given):
+        found = pair_units(plan, *given, num_tokens=num_tokens)
+        assert found.source.dtype == found.target.dtype == np.int64
+        assert (np.diff(found.source) >= 0).all()
+        # A source block that is listed twice has no order among its targets.
+        order = np.lexsort((found.target, found.source))
+        return found.source[order], found.target[order]
+
+    few = outcome(lambda: pair(source, target))
+    many = outcome(lambda: pair(np.array(source, np.int64), np.array(target, np.int64)))
+    mixed = outcome(lambda: pair(source, np.array(target, np.int64)))
+    assert few == many == mixed
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_units_that_both_sides_have_are_few_without_numpys_way(sizes):
+    """Otherwise the property above would compare the way of many with itself."""
+    plan = PLANS[sizes]
+    num_tokens = 192
+    source, target = (list(range(num_tokens // size)) for size in sizes)
+    with patch.object(pairs, "_pair_many", side_effect=AssertionError("the way of many")):
+        assert len(pair_units(plan, source, target, num_tokens=num_tokens).source) == num_tokens // plan.unit_tokens
+        assert len(pair_units(plan, source[1:], target[-1:], num_tokens=num_tokens).source) == plan.target_units
+        assert len(pair_units(STATE, [3], [4], num_tokens=num_tokens).source) == 1
