@@ -48,7 +48,7 @@ class Driver:
             connection: with nothing said or heard.
             transmit: give one message to the socket.
             on_event: of the program above. If it raises, the connection is refused with ``internal_error``.
-            on_settled: called each time when all events have been reported.
+            on_settled: called when all events have been reported, the end of the connection among them.
             now: seconds of a monotonic clock.
         """
         self.connection = connection
@@ -58,6 +58,7 @@ class Driver:
         self._now = now
         self._loop = asyncio.get_running_loop()
         self._wakes_s = math.inf
+        self._armed_in = connection.state
         self._timer: asyncio.Handle = self._loop.call_soon(self._arm)
 
     def receive(self, frames: list[bytes]) -> None:
@@ -100,13 +101,16 @@ class Driver:
 
     def settle(self) -> None:
         """Send what was said, report what happened, and wake up for the next deadline."""
+        connection = self.connection
         self._flush()
-        while events := self.connection.take_events():
+        while events := connection.take_events():
             for event in events:
                 self._report(event)
             self._flush()
-        self._on_settled()
-        self._arm()
+        if connection.ending is not None:
+            self._on_settled()
+        if connection.state is not self._armed_in or self._wakes_s == math.inf:
+            self._arm()  # what is heard in a state only moves its deadline away
 
     def _flush(self) -> None:
         for frames in self.connection.take_outgoing():
@@ -127,6 +131,7 @@ class Driver:
             self.connection.refuse(FailureCode.INTERNAL_ERROR, reason, self._now())
 
     def _arm(self) -> None:
+        self._armed_in = self.connection.state
         deadline = self.connection.next_deadline()
         if deadline is None:
             self._timer.cancel()

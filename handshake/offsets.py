@@ -25,10 +25,15 @@ class ClockOffset(Struct, frozen=True):
 
 
 class OffsetFilter:
-    """The last round trips with one peer."""
+    """The last round trips with one peer.
+
+    Attributes:
+        best: the estimate of the shortest round trip; None before the first. Each pull asks for it.
+    """
 
     def __init__(self) -> None:
         self._samples: deque[ClockOffset] = deque(maxlen=SAMPLES_MAX)
+        self.best: ClockOffset | None = None
 
     def add(self, *, asked_at: float, answered_at: float, clock_s: float) -> None:
         """Take note of one round trip.
@@ -39,8 +44,4 @@ class OffsetFilter:
             clock_s: what the peer's wall clock showed in between.
         """
         self._samples.append(ClockOffset(clock_s - (asked_at + answered_at) / 2, (answered_at - asked_at) / 2))
-
-    @property
-    def best(self) -> ClockOffset | None:
-        """The estimate of the shortest round trip; None before the first."""
-        return min(self._samples, key=lambda sample: sample.error_s, default=None)
+        self.best = min(self._samples, key=lambda sample: sample.error_s)

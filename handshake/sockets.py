@@ -1,10 +1,10 @@
 """ZeroMQ as the shells need it: one socket, its reader task, and what the monitor saw, as plain values.
 
 A listener owns a context of its own, because who is let in is asked within it. All diallers of a process share
-one, so that hundreds of peers cost two threads and not hundreds. Sending never waits: a message is queued or it
-is not. Receiving is one task for the life of the socket, because a time limit around ``recv`` loses messages; of the
-frames that a message has too many it keeps the first. A dialled channel is one TCP connection and never dials again by
-itself: a restarted server has to be met with a new handshake.
+one, so that hundreds of peers cost two threads and not hundreds. Neither sending nor receiving waits: the loop watches
+the socket's descriptor, and no task or future is made for a message. Of the frames that a message has too many the
+first is kept. A dialled channel is one TCP connection and never dials again by itself: a restarted server has to be met
+with a new handshake.
 """
 
 import asyncio
@@ -17,20 +17,17 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from enum import Enum, auto
+from functools import partial
 from ipaddress import ip_address
 from itertools import count
-from typing import cast
 
 import zmq
-import zmq.asyncio
 
+from handshake.arrivals import Arrivals
 from handshake.errors import CapacityExceeded, ConfigInvalid, FailureCode
 from handshake.intake import Intake, watched, wire_bytes
 from handshake.limits import Limits
-from handshake.security import ZAP_DOMAIN, ZAP_ENDPOINT, ClusterSecurity, PublicKey, answer_admissions
-
-MESSAGES_PER_TURN = 32
-"""A flood must not starve the loop: receiving what has already arrived never suspends the reader."""
+from handshake.security import ZAP_DOMAIN, ZAP_ENDPOINT, ClusterSecurity, PublicKey, answer_admission
 
 FRAMES_PER_TURN = 1024
 """Frames that are too many are read, because nothing that follows can be read before, and dropped: in half a
@@ -104,71 +101,84 @@ class Channel:
         socket: of ZeroMQ.
         endpoint: as below.
         intake: of its connections.
+        secured: whether each connection had to prove that it holds a key.
 
     Attributes:
         endpoint: its address: the real one of a listener, the dialled one of a dialler.
     """
 
-    def __init__(self, socket: zmq.asyncio.Socket, endpoint: str, intake: Intake) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], endpoint: str, intake: Intake, *, secured: bool) -> None:
         self.endpoint = endpoint
         self.intake = intake
         self._socket = socket
-        self._at_once: zmq.Socket[bytes] = zmq.Socket.shadow(socket)
+        self._secured = secured
+        self._arrivals = Arrivals(socket)
+        self._dropping: list[zmq.Frame] = []
 
     def send(self, frames: list[bytes]) -> Delivery:
         """Queue one message, or say why not, at once. A listener's first frame names the peer."""
         try:
-            sent = self._socket.send_multipart(frames, zmq.NOBLOCK)
-            cast("asyncio.Future[object]", sent).result()  # without blocking, it is done already
+            for frame in frames[:-1]:
+                self._socket.send(frame, zmq.NOBLOCK | zmq.SNDMORE)
+            self._socket.send(frames[-1], zmq.NOBLOCK)
         except zmq.Again:
             return Delivery.FULL
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
             return Delivery.GONE
+        finally:
+            self._arrivals.look()
         return Delivery.QUEUED
 
-    async def _message(self, num_frames: int) -> list[zmq.Frame]:
+    def _message(self, num_frames: int) -> list[zmq.Frame]:
         """Return the frames of the next message; where it has more than it may have, one more than that.
 
-        Cancellation: safe; the socket is no longer read.
-        """
-        frames = [await self._socket.recv(copy=False)]
-        while frames[-1].more and len(frames) <= num_frames:
-            frames.append(self._at_once.recv(zmq.NOBLOCK, copy=False))  # all frames of a message arrive together
-        dropped, more = 0, frames[-1].more
-        while more:
-            more = self._at_once.recv(zmq.NOBLOCK, copy=False).more
-            dropped += 1
-            if dropped % FRAMES_PER_TURN == 0:
-                await asyncio.sleep(0)
-        return frames
+        Returns nothing while the rest of a long message is still to be dropped.
 
-    def _took(self, frame: zmq.Frame, *, secured: bool) -> None:
-        """Count a message of one frame as taken."""
-        self.intake.took(frame.get(zmq.SRCFD), wire_bytes(len(frame), secured=secured))
+        Raises:
+            zmq.Again: no message is there.
+        """
+        receive = self._socket.recv
+        frames, self._dropping = self._dropping, []
+        if not frames:
+            frames.append(receive(zmq.NOBLOCK, copy=False))
+            while frames[-1].more and len(frames) <= num_frames:
+                frames.append(receive(zmq.NOBLOCK, copy=False))  # all frames of a message arrive together
+            if not frames[-1].more:
+                return frames
+        for _ in range(FRAMES_PER_TURN):
+            if not receive(zmq.NOBLOCK, copy=False).more:
+                return frames
+        self._dropping = frames
+        return []
+
+    async def _read(self, num_frames: int, tell: Callable[[list[zmq.Frame]], bool]) -> None:
+        """Tell of each message that arrives, until cancelled, and count those that are listened to as taken."""
+
+        def take() -> bool:
+            frames = self._message(num_frames)
+            if frames and tell(frames) and len(frames) == num_frames:
+                last = frames[-1]
+                self.intake.took(last.get(zmq.SRCFD), wire_bytes(len(last), secured=self._secured))
+            return not frames
+
+        await self._arrivals.run(take)
 
 
 class ListeningChannel(Channel):
     """A channel that any number of peers talk to; a message's first frame names the connection.
-
-    Args:
-        socket: bound, or about to be.
-        endpoint: where.
-        monitor: of the socket.
-        held_max: bytes that ZeroMQ may hold of one connection.
-        secured: whether each connection had to prove that it holds a key.
 
     Attributes:
         strangers: how many connections were not let in, or were cut off, by code.
     """
 
     def __init__(
-        self, socket: zmq.asyncio.Socket, endpoint: str, monitor: zmq.asyncio.Socket, held_max: int, *, secured: bool
+        self, socket: zmq.Socket[bytes], endpoint: str, monitor: zmq.Socket[bytes], held_max: int, *, secured: bool
     ) -> None:
-        super().__init__(socket, endpoint, Intake(held_max, lambda: self.endpoint, self._on_cut, listens=True))
+        intake = Intake(held_max, lambda: self.endpoint, self._on_cut, listens=True)
+        super().__init__(socket, endpoint, intake, secured=secured)
         self._monitor = monitor
-        self._secured = secured
         # Without encryption a client may name itself as it likes, in any bytes, and has proved nothing.
         self._key_of = _proved_key if secured else _no_key
         self.strangers: Counter[str] = Counter()
@@ -179,36 +189,31 @@ class ListeningChannel(Channel):
         Runs until it is cancelled; ``on_frames`` must not raise, and returns whether it listened. A connection that it
         does not listen to, and one that sends messages of several frames, is cut when it has sent too much.
         """
-        while True:
-            for _ in range(MESSAGES_PER_TURN):
-                frames = await self._message(2)
-                listened = on_frames([frame.bytes for frame in frames], self._key_of(frames[-1]))
-                if listened and len(frames) == 2:
-                    self._took(frames[-1], secured=self._secured)
-            await asyncio.sleep(0)
+        await self._read(2, lambda frames: on_frames([frame.bytes for frame in frames], self._key_of(frames[-1])))
 
     def _on_cut(self, _address: str) -> None:
         self.strangers[FailureCode.OVERFLOWED] += 1
 
     async def count_strangers(self) -> None:
         """Count whoever is not let in. Runs until it is cancelled; ZeroMQ may have to wait for it."""
-        while True:
-            for _ in range(MESSAGES_PER_TURN):
-                event, value = _event_of(await self._monitor.recv_multipart())
-                if event == zmq.Event.ACCEPTED:
-                    self.intake.opened(value)
-                elif event in _NOT_LET_IN:
-                    self.strangers[_NOT_LET_IN[event]] += 1
-            await asyncio.sleep(0)
+
+        def take() -> None:
+            event, value = _event_of(self._monitor)
+            if event == zmq.Event.ACCEPTED:
+                self.intake.opened(value)
+            elif event in _NOT_LET_IN:
+                self.strangers[_NOT_LET_IN[event]] += 1
+
+        await Arrivals(self._monitor).run(take)
 
 
-def _event_of(frames: list[bytes]) -> tuple[int, int]:
-    """Return the number of the event that a monitor tells of, and its value. Source: zmq_socket_monitor(3).
+def _event_of(monitor: zmq.Socket[bytes]) -> tuple[int, int]:
+    """Return the number of the next event of a monitor, and its value. Source: zmq_socket_monitor(3).
 
     pyzmq's own parser makes a flag of the value beside it, too, and Python remembers each flag for ever: one for each
     number that a file descriptor ever had.
     """
-    event, value = _MONITORED.unpack(frames[0])
+    event, value = _MONITORED.unpack(monitor.recv_multipart(zmq.NOBLOCK)[0])
     return event, value
 
 
@@ -224,11 +229,10 @@ class DialledChannel(Channel):
     """A channel with a monitor. Nothing happens on it before ``dial``."""
 
     def __init__(
-        self, socket: zmq.asyncio.Socket, endpoint: str, monitor: zmq.asyncio.Socket, held_max: int, *, secured: bool
+        self, socket: zmq.Socket[bytes], endpoint: str, monitor: zmq.Socket[bytes], held_max: int, *, secured: bool
     ) -> None:
-        super().__init__(socket, endpoint, Intake(held_max, lambda: self.endpoint, listens=False))
+        super().__init__(socket, endpoint, Intake(held_max, lambda: self.endpoint, listens=False), secured=secured)
         self._monitor = monitor
-        self._secured = secured
 
     def dial(self) -> None:
         """Start the one attempt to connect.
@@ -243,23 +247,25 @@ class DialledChannel(Channel):
 
     async def read(self, on_frames: Callable[[list[bytes]], None]) -> None:
         """Pass on each message that arrives. Runs until it is cancelled; ``on_frames`` must not raise."""
-        while True:
-            for _ in range(MESSAGES_PER_TURN):
-                frames = await self._message(1)
-                on_frames([frame.bytes for frame in frames])
-                if len(frames) == 1:
-                    self._took(frames[0], secured=self._secured)
-            await asyncio.sleep(0)
+
+        def tell(frames: list[zmq.Frame]) -> bool:
+            on_frames([frame.bytes for frame in frames])
+            return True
+
+        await self._read(1, tell)
 
     async def watch(self, on_link: Callable[[LinkEvent], None]) -> None:
         """Pass on what happens to the connection. Runs until it is cancelled; ``on_link`` must not raise."""
-        while True:
-            number, value = _event_of(await self._monitor.recv_multipart())
+
+        def take() -> None:
+            number, value = _event_of(self._monitor)
             event = _LINK_EVENTS.get(number)
             if event is LinkEvent.ACCEPTED:
                 self.intake.opened(value)
             if event is not None:
                 on_link(event)
+
+        await Arrivals(self._monitor).run(take)
 
 
 @asynccontextmanager
@@ -292,7 +298,7 @@ async def open_listener(bind: str, security: ClusterSecurity | None, limits: Lim
         CapacityExceeded: this process has no file descriptors left.
     """
     _require_descriptors(DESCRIPTORS_OF_A_CONTEXT)
-    context = zmq.asyncio.Context()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     # Who listens will dial, too, perhaps when a flood of connections has taken every descriptor.
     with _diallers.borrowed(), _destroying(context):
         router, held_max = _configured(context.socket(zmq.ROUTER), bind, limits, limits.client_frame_bytes_max)
@@ -306,7 +312,7 @@ async def open_listener(bind: str, security: ClusterSecurity | None, limits: Lim
             router.set(zmq.CURVE_SECRETKEY, security.server.private)
             replier = context.socket(zmq.REP)
             replier.bind(ZAP_ENDPOINT)
-            tasks.append(answer_admissions(replier, security.admits))
+            tasks.append(Arrivals(replier).run(partial(answer_admission, replier, security.admits)))
         monitor = router.get_monitor_socket(zmq.Event.ACCEPTED | sum(_NOT_LET_IN))
         channel = ListeningChannel(router, bind, monitor, held_max, secured=security is not None)
         async with running(*tasks, channel.count_strangers()):
@@ -320,7 +326,7 @@ async def open_listener(bind: str, security: ClusterSecurity | None, limits: Lim
 
 
 @contextmanager
-def _destroying(context: zmq.asyncio.Context) -> Iterator[None]:
+def _destroying(context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[None]:
     """Close a context with all its sockets, in whatever way the block is left."""
     try:
         yield
@@ -422,9 +428,9 @@ _links = count()
 
 
 @contextmanager
-def _closing() -> Iterator[list[zmq.asyncio.Socket]]:
+def _closing() -> Iterator[list[zmq.Socket[bytes]]]:
     """Close the sockets in a list, in whatever way the block is left."""
-    sockets: list[zmq.asyncio.Socket] = []
+    sockets: list[zmq.Socket[bytes]] = []
     try:
         yield sockets
     finally:
@@ -444,7 +450,7 @@ async def open_dialler(
     with _diallers.borrowed() as context, _closing() as sockets:
         _require_descriptors(DESCRIPTORS_OF_A_LINK)
         try:
-            dealer = zmq.asyncio.Socket(context, zmq.DEALER)
+            dealer = context.socket(zmq.DEALER)
             sockets.append(dealer)
             _, held_max = _configured(dealer, endpoint, limits, limits.frame_bytes_max)
             dealer.set(zmq.RECONNECT_IVL, -1)
@@ -452,7 +458,7 @@ async def open_dialler(
                 dealer.set(zmq.CURVE_SERVERKEY, security.server.public)
                 dealer.set(zmq.CURVE_PUBLICKEY, security.client.public)
                 dealer.set(zmq.CURVE_SECRETKEY, security.client.private)
-            monitor = zmq.asyncio.Socket(context, zmq.PAIR)
+            monitor = context.socket(zmq.PAIR)
             sockets.append(monitor)
             # pyzmq would name it after a file descriptor, which another dialler may have had before.
             links = f"inproc://links/{next(_links)}"
@@ -470,8 +476,8 @@ async def open_dialler(
 
 
 def _configured(
-    made: zmq.asyncio.Socket, endpoint: str, limits: Limits, heard_bytes_max: int
-) -> tuple[zmq.asyncio.Socket, int]:
+    made: zmq.Socket[bytes], endpoint: str, limits: Limits, heard_bytes_max: int
+) -> tuple[zmq.Socket[bytes], int]:
     """Set what all sockets have in common, before they are bound or connected.
 
     Args:

@@ -45,6 +45,7 @@ class Role(StrEnum):
 
     CLIENT = "client"
     SERVER = "server"
+    __hash__ = str.__hash__  # as that of its value, and not computed in Python for each message
 
 
 class State(StrEnum):
@@ -57,6 +58,7 @@ class State(StrEnum):
     READY = "ready"
     CLOSING = "closing"
     CLOSED = "closed"
+    __hash__ = str.__hash__  # likewise
 
 
 class Occurrence(Enum):

@@ -8,9 +8,10 @@ import pytest
 import zmq
 
 import handshake.sockets
+from handshake.arrivals import MESSAGES_PER_TURN
 from handshake.errors import CapacityExceeded, ConfigInvalid
 from handshake.limits import Limits
-from handshake.sockets import MESSAGES_PER_TURN, Delivery, LinkEvent, open_dialler, open_listener, running
+from handshake.sockets import Delivery, LinkEvent, open_dialler, open_listener, running
 
 from .helpers import LIMITS, OTHER_SECURITY, SECURITY, patiently
 
