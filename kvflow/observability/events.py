@@ -180,8 +180,8 @@ class ReaderRejected(Struct, frozen=True):
     detail: str
 
 
-class ReaderRenewed(Struct, frozen=True):
-    """The agent that reads from peers was destroyed and made anew, to end reads that might never have ended.
+class ReaderReset(Struct, frozen=True):
+    """The agent that reads from peers was destroyed and created again, to end reads that might never have ended.
 
     Attributes:
         setting: the limit that was exceeded, ``quarantine_bytes_max`` or ``quarantine_s_max``; ``staging_bytes`` if all
@@ -189,14 +189,14 @@ class ReaderRenewed(Struct, frozen=True):
         num_blocks: blocks that were in quarantine.
         ended: chunks and fences in flight that were ended by it.
         drain_s: seconds in which no new chunk was posted, while healthy peers finished theirs.
-        renew_s: seconds in which nothing moved, until every healthy peer could be read from again.
+        reset_s: seconds in which nothing moved, until every healthy peer could be read from again.
     """
 
     setting: str
     num_blocks: int
     ended: int
     drain_s: float
-    renew_s: float
+    reset_s: float
 
 
 ShellEvent = (
@@ -212,5 +212,5 @@ ShellEvent = (
     | BreakerOpened
     | BreakerClosed
     | ReaderRejected
-    | ReaderRenewed
+    | ReaderReset
 )

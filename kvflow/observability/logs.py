@@ -5,8 +5,14 @@ record that answers what moved, how, and where the time went; at the producer it
 else about it is DEBUG.
 """
 
+import json
 import logging
 import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +21,7 @@ import structlog
 from msgspec import Struct
 
 from kvflow.cache.leases import LeaseEnded
+from kvflow.errors import KvflowError
 from kvflow.observability import events as shell
 from kvflow.transfer import events as transfer
 
@@ -31,7 +38,7 @@ LEVELS: dict[type[Struct], int] = {
     shell.BreakerOpened: logging.WARNING,
     shell.BreakerClosed: logging.INFO,
     shell.ReaderRejected: logging.WARNING,
-    shell.ReaderRenewed: logging.WARNING,
+    shell.ReaderReset: logging.WARNING,
     LeaseEnded: logging.INFO,
     transfer.TransferStarted: logging.DEBUG,
     transfer.TransferRetried: logging.DEBUG,
@@ -41,7 +48,35 @@ LEVELS: dict[type[Struct], int] = {
 }
 """Every event and its level, but for two: a lease that expires is a WARNING, a peer that we let go is DEBUG."""
 
+LEVEL_NAMES = {logging.DEBUG: "debug", logging.INFO: "info", logging.WARNING: "warning"}
 
+Hook = Callable[[Struct], None]
+"""Takes every event of a worker, on any thread; must be quick. What it raises is logged and ignored."""
+
+REMEDIES = {
+    "plane.omitted": "Nothing, if the other planes are fast enough; else mend what the detail names.",
+    "calibration.ignored": "Calibrate again over this transport: kvflow bench descriptors --calibrate.",
+    "lease.ended": "Raise lease_s if readers come later than that; else look why none came.",
+    "peer.dropped": "Look at the log of that worker; it is met again when it is needed.",
+    "breaker.opened": "Look whether a worker listens at this address; it is tried again by itself.",
+    "reader.rejected": "Run the same release on both sides; if they do, find out who this reader is.",
+    "reader.reset": "Look for peers that hang; raise the limit that is named if they are only slow.",
+}
+"""What to do about a warning that says neither a remedy nor the code of an error that has one."""
+
+PLAIN = re.compile(r"[\w./:@+%-]+\Z", re.ASCII)
+"""Values that stand in a line as they are. Others are quoted, because a peer may have chosen their characters."""
+
+_encoder = msgspec.json.Encoder(enc_hook=repr)
+
+
+@lru_cache(maxsize=1)
+def _second(since_1970: int) -> str:
+    """Return a second as ISO 8601 writes it; its records share it."""
+    return datetime.fromtimestamp(since_1970, UTC).isoformat()[:19]
+
+
+@cache
 def event_name(kind: type[Struct]) -> str:
     """Return ``transfer.completed`` for ``TransferCompleted``."""
     noun, *verb = re.findall("[A-Z][a-z]+", kind.__name__)
@@ -54,15 +89,47 @@ def event_fields(event: Struct) -> dict[str, Any]:
     report = fields.pop("report", None)
     if report:
         fields |= report
-    timings = fields.pop("timings_s", {})
-    return fields | {f"{phase}_s": round(seconds, 9) for phase, seconds in timings.items()}
+    for phase, seconds in fields.pop("timings_s", {}).items():
+        fields[phase + "_s"] = int(seconds * 1e9 + 0.5) / 1e9  # nanoseconds; round() takes three times as long
+    return fields
+
+
+class EventRecord(dict[str, Any]):
+    """The message of one log record: the fields of an event, its context, and its worker's identity.
+
+    As text it is one line for people: the name, what is known as ``key=value``, and last the remedy of a warning.
+    """
+
+    def __str__(self) -> str:
+        known = {key: value for key, value in self.items() if value not in ("", None)}
+        remedy = known.pop("remedy", None) or _remedies().get(known.get("code", "")) or REMEDIES.get(known["event"])
+        if remedy and known["level"] != "info":
+            known["remedy"] = remedy
+        left_out = ("event", "level", "timestamp", "incarnation")
+        words = [f"{key}={_quoted(value)}" for key, value in known.items() if key not in left_out]
+        return " ".join([known["event"], *words])
+
+
+@cache
+def _remedies() -> dict[str, str]:
+    """Return what to do about each code of our errors."""
+    kinds = [KvflowError]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    return {kind.code: kind.default_remedy for kind in reversed(kinds)}
+
+
+def _quoted(value: object) -> str:
+    text = str(value)
+    return text if PLAIN.match(text) else json.dumps(text)
 
 
 class EventLog:
-    """Write events of one worker to the standard library's logger ``kvflow``, through structlog.
+    """Write events of one worker to the standard library's logger ``kvflow``.
 
     The library configures nothing: level, handlers and format are the embedder's, and a record that its level
-    drops costs next to nothing.
+    drops costs next to nothing. Formatters of structlog take the record's message as their event dictionary, others
+    write it as a line of ``key=value``.
 
     Attributes:
         identity: fields that every record of this worker carries.
@@ -71,28 +138,154 @@ class EventLog:
     def __init__(self, **identity: Any) -> None:
         self.identity = identity
         self._standard = logging.getLogger("kvflow")
-        self._logger: structlog.stdlib.BoundLogger = structlog.wrap_logger(
-            self._standard,
-            wrapper_class=structlog.stdlib.BoundLogger,
-            processors=[
-                structlog.stdlib.add_log_level,
-                structlog.processors.TimeStamper(fmt="iso", utc=True),
-                structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
-            ],
-        )
+        self._extra = {"_logger": self._standard, "_name": ""}
+
+    def wants(self, kind: type[Struct]) -> bool:
+        """Tell whether an event of this kind may be written, so that its maker can spare itself the making."""
+        return self._standard.isEnabledFor(logging.WARNING if kind is LeaseEnded else LEVELS[kind])
 
     def __call__(self, event: Struct, **context: Any) -> None:
         """Write one record: the event's fields, the context's, and the worker's identity."""
-        level = LEVELS[type(event)]
-        match event:
-            case LeaseEnded(outcome="expired"):
-                level = logging.WARNING
-            case shell.PeerDropped(code="closing"):
-                level = logging.DEBUG
-            case _:
-                pass
-        if self._standard.isEnabledFor(level):  # asked through structlog, it costs more than all the rest of this call
-            self._logger.log(level, event_name(type(event)), **self.identity, **context, **event_fields(event))
+        kind = type(event)
+        level = LEVELS[kind]
+        if kind is LeaseEnded or kind is shell.PeerDropped:
+            level = _level_of(event, level)
+        standard = self._standard
+        if not standard.isEnabledFor(level):
+            return
+        message = EventRecord(self.identity)
+        message.update(context)
+        message.update(event_fields(event))
+        message["event"] = event_name(kind)
+        message["level"] = LEVEL_NAMES[level]
+        second, part = divmod(time.time(), 1)
+        message["timestamp"] = f"{_second(int(second))}.{int(part * 1e6):06d}Z"
+        if (alone := _only_handler(standard)) is not None:
+            alone.write_event(message)
+            return
+        record = standard.makeRecord("kvflow", level, "", 0, message, (), None, extra=self._extra)
+        standard.handle(record)
+
+
+def _level_of(event: Struct, level: int) -> int:
+    """Return the level of an event that depends on what happened."""
+    match event:
+        case LeaseEnded(outcome="expired"):
+            return logging.WARNING
+        case shell.PeerDropped(code="closing"):
+            return logging.DEBUG
+        case _:
+            return level
+
+
+@dataclass(frozen=True)
+class OnlyEvents:
+    """A hook that takes only events of one kind, so that others need not be made for it."""
+
+    kind: type[Struct]
+    hook: Hook
+
+    def __call__(self, event: Struct) -> None:
+        """Take one event."""
+        if type(event) is self.kind:
+            self.hook(event)
+
+
+class Reporter:
+    """Takes every event of a worker, for its log and the embedder's hooks.
+
+    Args:
+        log: of the worker.
+        hooks: take every event, or those of one kind: see ``OnlyEvents``.
+
+    Thread: any.
+    """
+
+    def __init__(self, log: EventLog, hooks: Sequence[Hook]) -> None:
+        self._log = log
+        self._hooks = {
+            kind: [hook for hook in hooks if not isinstance(hook, OnlyEvents) or hook.kind is kind] for kind in LEVELS
+        }
+
+    def wants(self, kind: type[Struct]) -> bool:
+        """Tell whether anyone listens to events of this kind. If not, none need be made."""
+        return bool(self._hooks[kind]) or self._log.wants(kind)
+
+    def __call__(self, event: Struct, **context: Any) -> None:
+        """Take one event, and what its record says beside."""
+        self._log(event, **context)
+        for hook in self._hooks[type(event)]:
+            try:
+                hook(event)
+            except Exception:  # an observer's defect must not stop what it observes
+                logging.getLogger("kvflow").exception("a hook failed", extra={"event_type": type(event).__name__})
+
+
+class _JsonFormatter(structlog.stdlib.ProcessorFormatter):
+    """Writes every record as structlog does, and an event faster."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            processors=[
+                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+                structlog.processors.format_exc_info,
+                structlog.processors.JSONRenderer(),
+            ]
+        )
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line of one record."""
+        return _json(record.msg) if type(record.msg) is EventRecord else super().format(record)
+
+
+class _JsonFile(logging.Handler):
+    """Appends JSON lines to a file, one write for each, so that processes may share it."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+        self._file = path.open("ab", buffering=0)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one record."""
+        try:
+            self._write(f"{self.format(record)}\n".encode("utf-8", "backslashreplace"))
+        except Exception:  # noqa: BLE001 - as every handler of logging
+            self.handleError(record)
+
+    def write_event(self, message: EventRecord) -> None:
+        """Write one event without a record of logging, which takes as long as the rest."""
+        try:
+            self._write(f"{_json(message)}\n".encode())
+        except Exception:  # noqa: BLE001
+            self.handleError(logging.makeLogRecord({"msg": message}))
+
+    def _write(self, line: bytes) -> None:
+        # NIXL's package configures logging when it is imported, and that closes every handler there is.
+        if self._file.closed:
+            self._file = self._path.open("ab", buffering=0)
+        self._file.write(line)
+
+    def close(self) -> None:
+        """Close the file; the next record opens it again, as with ``logging.FileHandler``."""
+        self._file.close()
+        super().close()
+
+
+def _json(message: EventRecord) -> str:
+    try:
+        return _encoder.encode(message).decode()
+    except UnicodeEncodeError:  # half of a character, which JSON can only write escaped
+        return json.dumps(message, default=repr)
+
+
+def _only_handler(logger: logging.Logger) -> _JsonFile | None:
+    """Return the file of ``configure_logging`` if all that a logger takes goes there, and nothing is filtered."""
+    handlers = logger.handlers
+    if logger.propagate or len(handlers) != 1 or logger.filters:
+        return None
+    (handler,) = handlers
+    return handler if type(handler) is _JsonFile and not handler.filters and not handler.level else None
 
 
 def configure_logging(path: Path | None = None, *, level: int = logging.INFO) -> None:
@@ -102,16 +295,8 @@ def configure_logging(path: Path | None = None, *, level: int = logging.INFO) ->
         path: file to append to; stderr when None.
         level: records below it are dropped.
     """
-    handler = logging.StreamHandler() if path is None else logging.FileHandler(path)
-    handler.setFormatter(
-        structlog.stdlib.ProcessorFormatter(
-            processors=[
-                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
-                structlog.processors.format_exc_info,
-                structlog.processors.JSONRenderer(),
-            ]
-        )
-    )
+    handler = logging.StreamHandler() if path is None else _JsonFile(path)
+    handler.setFormatter(_JsonFormatter())
     for name in ("kvflow", "handshake"):
         logger = logging.getLogger(name)
         logger.handlers[:] = [handler]

@@ -42,9 +42,9 @@ EVENTS = {
     "breaker.opened": shell.BreakerOpened("tcp://127.0.0.1:5000", 3, 0.5),
     "breaker.closed": shell.BreakerClosed("tcp://127.0.0.1:5000"),
     "reader.rejected": shell.ReaderRejected(PEER, "malformed", "not a message"),
-    "reader.renewed": shell.ReaderRenewed("quarantine_s_max", 1000, 3, 0.02, 0.06),
+    "reader.reset": shell.ReaderReset("quarantine_s_max", 1000, 3, 0.02, 0.06),
     "lease.ended": LeaseEnded("request-1", "released", 1.5),
-    "transfer.started": transfer.TransferStarted(7, "request-1", 0.001),
+    "transfer.started": transfer.TransferStarted(7, "request-1"),
     "transfer.retried": transfer.TransferRetried(7, "request-1", PEER),
     "transfer.completed": transfer.TransferCompleted(7, "request-1", REPORT),
     "transfer.failed": transfer.TransferFailed(

@@ -2,14 +2,28 @@
 
 import json
 import logging
+import re
+import subprocess
+import sys
 import typing
+import weakref
+from pathlib import Path
 
 import pytest
+import structlog
 
 from kvflow.cache.leases import LeaseEnded
 from kvflow.observability import events as shell
-from kvflow.observability.logs import LEVELS, EventLog, configure_logging, event_fields, event_name
-from kvflow.transfer.events import TransferEvent
+from kvflow.observability.logs import (
+    LEVELS,
+    EventLog,
+    OnlyEvents,
+    Reporter,
+    configure_logging,
+    event_fields,
+    event_name,
+)
+from kvflow.transfer.events import TransferCompleted, TransferEvent, TransferFailed, TransferStarted
 
 from .examples import EVENTS, PEER
 
@@ -56,9 +70,10 @@ def test_names_follow_from_the_types(name):
 
 @pytest.mark.parametrize("name", EVENTS)
 def test_every_event_is_one_record_with_identity_and_context(name, log, caplog):
-    """No field of any event collides with the identity or the context: that would be a TypeError here."""
     log(EVENTS[name], **CONTEXT)
     (record,) = caplog.records
+    parts = (IDENTITY, CONTEXT, event_fields(EVENTS[name]), {"event", "level", "timestamp"})
+    assert len(record.msg) == sum(map(len, parts)), "a field collides with another one"
     assert record.name == "kvflow"
     assert record.levelno == LEVELS[type(EVENTS[name])]
     assert record.msg["event"] == name
@@ -152,3 +167,131 @@ def test_records_of_a_program_go_nowhere_else(tmp_path, loggers, caplog):
     EventLog(**IDENTITY)(EVENTS["transfer.started"])
     assert caplog.records == []
     assert "transfer.started" in (tmp_path / "kvflow.jsonl").read_text()
+
+
+ORDER = [
+    *("engine_id", "rank", "incarnation", "remote_engine_id", "remote_endpoint", "num_remote_blocks"),
+    *("num_local_blocks", "pull_id", "request_id", "local_request_id", "nbytes", "descriptors", "reads", "read_bytes"),
+    *("merged", "early", "early_bytes", "transport", "plane", "handshake_s", "bind_s", "queue_s", "post_s", "wire_s"),
+    *("scatter_s", "fence_s", "total_s", "event", "level", "timestamp"),
+]
+
+
+@pytest.mark.parametrize("filtered", [False, True])
+def test_fields_have_one_order_however_they_are_written(tmp_path, loggers, filtered):
+    path = tmp_path / "kvflow.jsonl"
+    configure_logging(path)
+    if filtered:  # then the record goes the long way, through logging
+        logging.getLogger("kvflow").handlers[0].addFilter(lambda _record: True)
+    EventLog(**IDENTITY)(EVENTS["transfer.completed"], **CONTEXT)
+    (line,) = path.read_text().splitlines()
+    assert list(json.loads(line)) == ORDER
+    assert re.fullmatch(r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z", json.loads(line)["timestamp"])
+
+
+def test_formatters_of_structlog_get_the_fields(log, caplog):
+    log(EVENTS["transfer.completed"], **CONTEXT)
+    formatter = structlog.stdlib.ProcessorFormatter(
+        processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, structlog.processors.JSONRenderer()]
+    )
+    assert list(json.loads(formatter.format(caplog.records[0]))) == ORDER
+
+
+def test_names_that_are_no_unicode_are_written_all_the_same(tmp_path, loggers):
+    path = tmp_path / "kvflow.jsonl"
+    configure_logging(path)
+    EventLog(**IDENTITY)(LeaseEnded("\ud800", "released", 1.0))
+    EventLog(**IDENTITY)(LeaseEnded("Grüße\n", "released", 1.0))
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert [line["request_id"] for line in lines] == ["\ud800", "Grüße\n"]
+
+
+def test_a_file_that_cannot_be_written_stops_nothing(loggers, capsys):
+    configure_logging(Path("/dev/full"))
+    EventLog(**IDENTITY)(EVENTS["transfer.completed"])
+    assert "No space left on device" in capsys.readouterr().err
+
+
+def unconfigured(*words):
+    """Return what a program prints that configures no logging, or calls ``logging.basicConfig``."""
+    code = (
+        "import logging, sys\n"
+        "from kvflow.observability.logs import EventLog\n"
+        "from tests.unit.kvflow.observability.examples import EVENTS\n"
+        f"{chr(10).join(words)}\n"
+        f"log = EventLog(**{IDENTITY!r})\n"
+        "for event in EVENTS.values(): log(event)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout == ""
+    return done.stderr.splitlines()
+
+
+def test_without_any_configuration_only_warnings_are_printed_as_lines():
+    lines = unconfigured()
+    warnings = {name for name, event in EVENTS.items() if LEVELS[type(event)] >= logging.WARNING}
+    assert {line.split()[0] for line in lines} - {"lease.ended"} == warnings
+    assert all(re.fullmatch(r"[a-z.]+( \w+=([^\s\"]+|\"[^\"]*\"))+", line) for line in lines)
+    assert all(" engine_id=decode-0 rank=0 " in line for line in lines)
+    assert all(re.search(r' remedy=([^\s"]+|"[^"]+")$', line) for line in lines)
+
+
+def test_a_program_that_asks_for_more_gets_lines_too():
+    lines = unconfigured("logging.basicConfig(level=logging.INFO)")
+    completed = [line for line in lines if "transfer.completed" in line]
+    assert completed
+    assert all(line.startswith("INFO:kvflow:transfer.completed engine_id=decode-0 rank=0 ") for line in completed)
+    assert not any("{" in line or "remedy" in line for line in completed)
+
+
+def test_what_a_peer_says_stays_within_its_line(log, caplog):
+    log(shell.PeerDropped("a b", "peer_lost", 'x"\nkvflow is fine\u2028'))
+    line = str(caplog.records[0].msg)
+    assert 'peer="a b"' in line
+    assert 'detail="x\\"\\nkvflow is fine\\u2028"' in line
+    assert len(line.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("level", "wanted"), [(logging.INFO, True), (logging.WARNING, False)])
+def test_an_event_is_wanted_only_if_its_level_is(caplog, level, wanted):
+    caplog.set_level(level, "kvflow")
+    report = Reporter(EventLog(**IDENTITY), [])
+    assert report.wants(TransferCompleted) is wanted
+    assert not report.wants(TransferStarted)
+    assert report.wants(TransferFailed)
+    assert report.wants(LeaseEnded)  # one that expires is a warning
+
+
+def test_an_event_is_wanted_by_hooks_of_its_kind(caplog):
+    caplog.set_level(logging.WARNING, "kvflow")
+    heard = []
+    report = Reporter(EventLog(**IDENTITY), [OnlyEvents(TransferCompleted, heard.append)])
+    assert report.wants(TransferCompleted)
+    assert not report.wants(TransferStarted)
+    for event in EVENTS.values():
+        report(event)
+    assert {type(event) for event in heard} == {TransferCompleted}
+    everything = Reporter(EventLog(**IDENTITY), [heard.append])
+    assert all(everything.wants(kind) for kind in LEVELS)
+
+
+def test_a_hook_that_fails_stops_no_other(log, caplog):
+    def fail(_event):
+        raise ZeroDivisionError
+
+    heard = []
+    report = Reporter(log, [fail, heard.append])
+    report(EVENTS["transfer.completed"])
+    assert heard == [EVENTS["transfer.completed"]]
+    assert caplog.records[-1].getMessage() == "a hook failed"
+
+
+@pytest.mark.usefixtures("loggers")
+def test_a_log_goes_on_after_another_library_has_closed_every_handler(tmp_path):
+    """``logging.config.dictConfig`` does so, and NIXL's package calls it when it is imported."""
+    path = tmp_path / "kvflow.jsonl"
+    configure_logging(path)
+    logging.shutdown([weakref.ref(handler) for handler in logging.getLogger("kvflow").handlers])
+    EventLog(**IDENTITY)(EVENTS["worker.opened"])
+    logging.getLogger("kvflow").warning("words")
+    assert len(path.read_text().splitlines()) == 2
