@@ -1,9 +1,11 @@
 """A cache in memory: one backing allocation, and views that alias it."""
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import Literal
 
 import torch
 
+from kvflow.errors import SpecInvalid
 from kvflow.layout.describe import plan_cache
 from kvflow.layout.groups import Group, plan_groups, resolve_layout
 from kvflow.layout.manifest import Manifest
@@ -11,6 +13,7 @@ from kvflow.layout.region import Region
 from kvflow.layout.shards import Shard
 from kvflow.layout.specs import CacheSpec
 from kvflow.layout.views import View
+from kvflow.memory.mapping import ask_for_huge_pages, bytes_in_huge_pages, huge_page_size, map_bytes
 
 Tensors = torch.Tensor | list[torch.Tensor]
 """One layer's cache as its backend wants it; a list for states."""
@@ -58,6 +61,25 @@ class KVCache:
         """The allocation itself, flat, uint8; of adopted memory, the first region."""
         return self.storages[0]
 
+    @property
+    def huge_page_bytes(self) -> int:
+        """Bytes of host memory that lie in huge pages at this moment, as Linux tells; 0 where there are none."""
+        return bytes_in_huge_pages(self._host_memory())
+
+    def ask_for_huge_pages(self) -> int:
+        """Have the kernel put huge pages under the cache's host memory, and return ``huge_page_bytes``.
+
+        For adopted memory; ``allocate`` asks by itself. Call it before the worker is opened, because memory that is
+        registered may be pinned. Pages that were written before become huge at the cost of a copy, and only from Linux
+        6.1 on. What the kernel refuses stays as it is; this is no error.
+        """
+        for address, nbytes in self._host_memory():
+            ask_for_huge_pages(address, nbytes, now=True)
+        return self.huge_page_bytes
+
+    def _host_memory(self) -> list[tuple[int, int]]:
+        return [(storage.data_ptr(), storage.nbytes) for storage in self.storages if storage.device.type == "cpu"]
+
     def manifest(self) -> Manifest:
         """Return the canonical KV metadata; needs no worker."""
         return self._manifest
@@ -104,6 +126,7 @@ def allocate(
     enable_cross_layers_blocks: bool | str = False,
     apart: Collection[str] = (),
     alignment: int = 1,
+    huge_pages: Literal["auto", "never"] = "auto",
 ) -> KVCache:
     """Allocate a zeroed cache: one backing allocation, layers of different groups overlaid.
 
@@ -121,10 +144,14 @@ def allocate(
         enable_cross_layers_blocks: with ``auto``, choose a packed layout; a string such as ``"True"`` will do.
         apart: layers that get a tensor of their own also in a packed layout, because their backend wants it so.
         alignment: bytes that the stride of a row is a multiple of.
+        huge_pages: ``auto`` puts huge pages under host memory where the platform has them, ``KVCache.huge_page_bytes``
+            says how many it got; ``never`` does not ask for them.
 
     Raises:
         SpecInvalid: names the field that cannot be used.
     """
+    if huge_pages not in ("auto", "never"):
+        raise SpecInvalid(f"huge_pages is {huge_pages!r}", remedy="Use auto or never.")
     shard = shard or Shard()
     layout = resolve_layout(specs, layout, enable_cross_layers_blocks=enable_cross_layers_blocks, shard=shard)
     plan = plan_cache(
@@ -138,12 +165,19 @@ def allocate(
         apart=apart,
         alignment=alignment,
     )
-    backing = torch.zeros(plan.nbytes, dtype=torch.uint8, device=device)
+    backing = _zeros(plan.nbytes, torch.device(device), huge=huge_pages == "auto")
     views: dict[str, Tensors] = {}
     for name, placed in plan.layers.items():
         tensors = [strided(backing, view) for view in placed.views]
         views[name] = tensors[0] if plan.specs[name].kind != "mamba" and len(tensors) == 1 else tensors
     return KVCache(plan.groups, plan.manifest(region_of(backing)), [backing], views, plan.bytes_per_block)
+
+
+def _zeros(nbytes: int, device: torch.device, *, huge: bool) -> torch.Tensor:
+    """Return zeroed memory of which every page is there, so that no read waits for one."""
+    if huge and device.type == "cpu" and nbytes >= huge_page_size() > 0:
+        return torch.from_numpy(map_bytes(nbytes, huge=True)).zero_()
+    return torch.zeros(nbytes, dtype=torch.uint8, device=device)
 
 
 def region_of(storage: torch.Tensor) -> Region:
