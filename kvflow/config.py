@@ -46,10 +46,10 @@ class TcpSettings(Struct, frozen=True, kw_only=True):
 
 
 class QuarantineLimits(Struct, frozen=True, kw_only=True):
-    """What failed pulls may keep from reuse; above it the reader is renewed.
+    """What failed pulls may keep from reuse; above it the reader is reset.
 
     Attributes:
-        quarantine_s_max: how long a failed pull may keep its blocks, before the reader is renewed to free them.
+        quarantine_s_max: how long a failed pull may keep its blocks, before the reader is reset to free them.
         quarantine_bytes_max: bytes of blocks that failed pulls may keep for more than 5 s, all together, before that.
     """
 
@@ -162,6 +162,8 @@ class WorkerConfig(SecuritySettings, frozen=True, kw_only=True, forbid_unknown_f
         calibration: file of ``kvflow bench descriptors --calibrate``; the variable KVFLOW_CALIBRATION when None.
             Without one all is read directly.
         staging_bytes: memory for staged reads, taken if there is a calibration; 0 never stages.
+        peer_weights: producers' engine ids -> how many chunks in a row they are read, while other peers wait for their
+            turn; 1 for every engine that is not named.
     """
 
     engine_id: Annotated[str, Meta(min_length=1, max_length=256)]
@@ -183,6 +185,7 @@ class WorkerConfig(SecuritySettings, frozen=True, kw_only=True, forbid_unknown_f
     fence_s: Seconds = 10.0
     calibration: Annotated[str, Meta(min_length=1, max_length=4096)] | None = None
     staging_bytes: Annotated[int, Meta(ge=0, le=1 << 40)] = 64 << 20  # eight buffers of 8 MiB, each as large as a chunk
+    peer_weights: Annotated[dict[str, Annotated[int, Meta(ge=1, le=64)]], Meta(max_length=4096)] = {}
 
     def check(self) -> None:
         """Check every field, and what relates them.

@@ -9,21 +9,19 @@ from kvflow.transfer.report import TransferReport
 
 
 class TransferStarted(Struct, frozen=True):
-    """The first batch of a pull was dispatched.
+    """The data plane has the reads of a pull. A pull that ends within the call that starts it has no such event.
 
     Attributes:
         pull_id: the pull.
         request_id: the producer's name of the request.
-        queue_s: seconds from submission.
     """
 
     pull_id: int
     request_id: str
-    queue_s: float
 
 
 class TransferRetried(Struct, frozen=True):
-    """The lease is not admitted yet: the worker looks at it again later, and reads once it is held.
+    """The lease is not admitted yet: the worker checks it again later, and reads once it is held.
 
     Attributes:
         pull_id: the pull.

@@ -1,150 +1,175 @@
-"""What the scheduler remembers of one pull and of each of its legs."""
+"""What the scheduler remembers of one pull, and the life of each of its rank reads as a table.
 
-from dataclasses import dataclass, field
+=============  ==========================================================  ================================
+state          what holds                                                  deadline
+=============  ==========================================================  ================================
+``reading``    the data plane has the read                                 ``Budgets``, by the read's phase
+``waiting``    its lease is not admitted yet; it is read again later       ``Budgets.fence_s``
+``delivered``  all bytes are there, and the fence found the lease held     none
+``draining``   the pull has failed; the data plane still has the read      none: only its end ends it
+``dead``       the pull has failed and nothing of this rank will write     none
+=============  ==========================================================  ================================
+"""
 
-from kvflow.transfer.events import TransferCompleted, TransferFailed
-from kvflow.transfer.report import TransferReport
-from kvflow.transfer.requests import LegRequest, PullRequest
-from kvflow.transfer.states import LegEvent, LegState, advance
+import math
+from typing import Literal
+
+from msgspec import Struct
+
+from kvflow.transfer.events import TransferFailed
+from kvflow.transfer.requests import RankRead, ReadEnded
+
+RankState = Literal["reading", "waiting", "delivered", "draining", "dead"]
+RankEvent = Literal["held", "early", "read_again", "failed", "ended"]
+
+TRANSITIONS: dict[tuple[RankState, RankEvent], RankState] = {
+    ("reading", "held"): "delivered",
+    ("reading", "early"): "waiting",
+    ("waiting", "read_again"): "reading",
+    ("reading", "failed"): "draining",
+    ("waiting", "failed"): "dead",
+    ("delivered", "failed"): "dead",  # another rank of the same pull failed
+    ("draining", "ended"): "dead",
+}
 
 EARLY_RETRY_S = 0.005
 EARLY_RETRY_S_MAX = 0.5
-"""Pause before a lease that is not admitted yet is looked at again: an admission is one message away. Doubled each
-time, because an engine that still computes what it has promised may take seconds."""
+"""Pause before a lease that is not admitted yet is checked again: an admission is one message away. Doubled each time,
+because an engine that still computes what it has promised may take seconds."""
 
 
-@dataclass(slots=True)
-class Leg:
+class IllegalTransition(Exception):
+    """An event that this state does not know: a defect of the scheduler. Nothing was changed."""
+
+
+def advance(state: RankState, event: RankEvent) -> RankState:
+    """Return the next state.
+
+    Raises:
+        IllegalTransition: the table has no such entry.
+    """
+    try:
+        return TRANSITIONS[state, event]
+    except KeyError:
+        raise IllegalTransition(f"a rank read that is {state} cannot be {event}") from None
+
+
+class Budgets(Struct, frozen=True, kw_only=True):
+    """Seconds that each phase of a pull may take, each from its own start.
+
+    Attributes:
+        queue_s: submission to the first chunk.
+        wire_s: without any completion from a peer that owes us one. A hung peer is found only by this.
+        fence_s: from the last byte to the verdict; and all waiting for a late admission.
+    """
+
+    queue_s: float = 30.0
+    wire_s: float = 30.0
+    fence_s: float = 10.0
+
+
+class SourceRank(Struct, eq=False):
     """What one source rank gives to a pull.
 
     Attributes:
         pull: what it belongs to.
-        request: what it must give, under which lease.
-        renew_at: when its lease is to be renewed next.
-        queued_at: since when it waits for room, in this attempt.
-        admitted: whether its lease is known to be held before what is read now.
-        again: whether it is read once more, because the producer had not served something of a lease that is held.
-        unheld: whether, in this attempt, the producer has not served something because its lease was not held.
-        waiting: pairs that are queued.
-        nbytes: bytes that have arrived, in this attempt.
-        state: see ``states``.
-        reads: ids of the batches in flight that have a part of it.
-        look_id: of the look at its lease that all batches share until it is judged; -1 before the first.
-        fence_id: of the last fence; -1 before the first.
-        bytes_at: when every byte had arrived, or its lease was first found not to be admitted; None before.
-        retry_at: when its lease is looked at again; None if it is not waited for.
-        pause_s: before it is looked at once more.
+        read: the read that the data plane has, or had last.
+        asked_at: when the data plane was asked for it.
+        look_at: when its deadlines are looked at next.
+        state: see the table.
+        early_at: when its lease was first found not to be admitted; infinite before.
+        pause_s: before its lease is checked once more.
+        unserved: whether the producer once did not serve blocks of a lease that it holds.
     """
 
     pull: "Pull"
-    request: LegRequest
-    renew_at: float
-    queued_at: float
-    admitted: bool
-    again: bool = False
-    unheld: bool = False
-    waiting: int = 0
-    nbytes: int = 0
-    state: LegState = "queued"
-    reads: set[int] = field(default_factory=set)
-    look_id: int = -1
-    fence_id: int = -1
-    bytes_at: float | None = None
-    retry_at: float | None = None
+    read: RankRead
+    asked_at: float
+    look_at: float
+    state: RankState = "reading"
+    early_at: float = math.inf
     pause_s: float = EARLY_RETRY_S
+    unserved: bool = False
 
-    @property
-    def awaits_admission(self) -> bool:
-        """Whether its lease was found not to be admitted yet: nothing of it is queued until it is."""
-        return self.state == "queued" and not self.waiting
-
-    def count_early(self) -> None:
-        """Note that its lease is not admitted yet, and that what was read before that does not count."""
-        self.pull.early += 1
-        self.pull.early_bytes += 0 if self.unheld else self.nbytes
-        self.nbytes = 0
-
-    def move(self, event: LegEvent) -> None:
+    def move(self, event: RankEvent) -> None:
         """Go on to the next state."""
         self.state = advance(self.state, event)
 
-    def wait_for_admission(self, now: float) -> float:
-        """Look again in a while, and longer each time; return when."""
-        self.admitted, self.waiting = False, 0
-        if self.bytes_at is None:
-            self.bytes_at = now  # one budget covers all waiting for an admission
-        self.retry_at = now + self.pause_s
-        self.pause_s = min(EARLY_RETRY_S_MAX, 2 * self.pause_s)
-        return self.retry_at
 
-
-@dataclass(slots=True)
-class Pull:
-    """One request.
+class Pull(Struct, eq=False):
+    """One request that is being read.
 
     Attributes:
-        request: what was submitted.
+        pull_id: chosen by the caller, unique.
+        request_id: the producer's name of the request, for the record.
+        priority: lower is more urgent; from ``-PRIORITY_MAX`` to ``PRIORITY_MAX``.
+        budgets: of its phases.
+        nbytes: bytes that it fills.
         submitted_at: when.
-        legs: ids of its legs.
-        started_at: when the first batch was dispatched; None before.
-        arrived_at: when the last batch so far had arrived.
+        ranks: one for each source rank that gives something.
+        missing: ranks that are not delivered.
         failed: whether it has failed; then it only drains.
-        reads: batches that had a part of it.
-        early: how often the lease of a leg was found not to be admitted yet.
-        early_bytes: bytes that were read before that, and are read again.
-        posted_s: seconds spent in posting calls.
-        scattered_s: seconds spent in copying out of staging buffers.
-        fence_s: of the slowest fence.
-        held_back: the failure that is told once nothing of it is in flight.
+        held_back: a failure that is told once nothing of the pull is in flight.
         held_since: since when that is held back.
+        early: how often the lease of a rank was found not to be admitted yet.
+        early_bytes: bytes that were read before that, and are read again.
+        ended: the answers that count, one for each delivered rank.
     """
 
-    request: PullRequest
+    pull_id: int
+    request_id: str
+    priority: int
+    budgets: Budgets
+    nbytes: int
     submitted_at: float
-    legs: list[int] = field(default_factory=list)
-    started_at: float | None = None
-    arrived_at: float = 0.0
+    ranks: list[SourceRank] = []
+    missing: int = 0
     failed: bool = False
-    reads: int = 0
-    early: int = 0
-    early_bytes: int = 0
-    posted_s: float = 0.0
-    scattered_s: float = 0.0
-    fence_s: float = 0.0
     held_back: TransferFailed | None = None
     held_since: float = 0.0
+    early: int = 0
+    early_bytes: int = 0
+    ended: list[ReadEnded] = []
 
-    def completed(self) -> TransferCompleted:
-        """Report what was delivered. The shell adds what it alone knows: transport, handshake, bind and total."""
-        request = self.request
-        demands = [part for leg in request.legs for part in leg.demands]
-        descriptors = sum(part.descriptors for part in demands)
-        report = TransferReport(
-            request_id=request.request_id,
-            nbytes=request.nbytes,
-            read_bytes=sum(len(part.pairs.source) * part.read_bytes for part in demands),
-            descriptors=descriptors,
-            merged=1 - descriptors / sum(len(part.pairs.source) * part.unit_descriptors for part in demands),
-            reads=self.reads,
-            early=self.early,
-            early_bytes=self.early_bytes,
-            timings_s=self.timings_s(self.arrived_at),
-        )
-        return TransferCompleted(request.pull_id, request.request_id, report)
-
-    def timings_s(self, until: float) -> dict[str, float]:
+    def timings_s(self, now: float) -> dict[str, float]:
         """Return the seconds of each phase that has begun.
 
+        ``queue`` until the first chunk was bound, ``bind``, ``post``, ``wire`` until the last byte, ``scatter``, and
+        ``fence``: what the slowest rank needed after its last byte.
+
         Args:
-            until: when the last byte arrived; of a pull that has failed before that, when it failed.
+            now: when the pull ended.
         """
-        if self.started_at is None:
-            return {"queue": until - self.submitted_at}
-        moved_s = until - self.started_at
+        started_at = min([rank.read.started_at for rank in self.ranks if rank.read.started_at], default=0.0)
+        if not started_at:
+            return {"queue": now - self.submitted_at}
+        ended, fence_s = self.ended, 0.0
+        arrived_at: float | None
+        if len(ended) == len(self.ranks) == 1:  # in most pulls
+            (one,) = ended
+            arrived_at, fence_s = one.arrived_at, one.fence_s
+            bind_s, post_s, scatter_s = one.bind_s, one.post_s, one.scatter_s
+        else:
+            bind_s = sum([each.bind_s for each in ended])
+            post_s = sum([each.post_s for each in ended])
+            scatter_s = sum([each.scatter_s for each in ended])
+            arrived_at = self._arrived_at()
+            if len(ended) == len(self.ranks):
+                fence_s = max([each.fence_s for each in ended])
+            elif arrived_at is not None:
+                fence_s = now - arrived_at
+        moved_s = (now if arrived_at is None else arrived_at) - started_at
         return {
-            "queue": self.started_at - self.submitted_at,
-            "post": self.posted_s,
-            "wire": max(0.0, moved_s - self.posted_s - self.scattered_s),
-            "scatter": self.scattered_s,
-            "fence": self.fence_s,
+            "queue": started_at - self.submitted_at,
+            "bind": bind_s,
+            "post": post_s,
+            "wire": max(0.0, moved_s - bind_s - post_s - scatter_s),
+            "scatter": scatter_s,
+            "fence": fence_s,
         }
+
+    def _arrived_at(self) -> float | None:
+        """Return when the last byte of all ranks had arrived; None if some have not."""
+        arrived = [each.arrived_at for each in self.ended]
+        arrived += [rank.read.since for rank in self.ranks if rank.state != "delivered" and rank.read.phase == "fence"]
+        return max(arrived) if len(arrived) == len(self.ranks) else None

@@ -3,7 +3,7 @@
 from msgspec import Struct
 
 
-class TransferReport(Struct, frozen=True, kw_only=True):
+class TransferReport(Struct, frozen=True, kw_only=True, gc=False):
     """The record of one completed pull.
 
     Attributes:

@@ -1,204 +1,130 @@
-"""What goes into the scheduler and what it asks its shell to do."""
+"""One rank read: what a worker asks of its data plane, and the one answer to it."""
 
-from collections.abc import Iterable
-from itertools import groupby
-from operator import attrgetter
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
-import numpy as np
 from msgspec import Struct
 
 from kvflow.ids import PeerId
-from kvflow.transfer.events import TransferEvent
-from kvflow.transfer.pairs import Int64s, UnitPairs
-
-NOT_HELD = "lease_not_held"
-"""Code of a batch that was not read, because a look at one of its leases did not find it held."""
+from kvflow.transfer.pairs import UnitPairs
 
 PRIORITY_MAX = 1 << 31
 """Largest priority either way: beside a time, a float holds it and its age exactly enough."""
 
+Phase = Literal["queue", "wire", "fence"]
+Verdict = Literal["held", "early", "stale", "failed"]
 
-class Demand(Struct, frozen=True, eq=False):
-    """Unit pairs of one group of one source rank.
+
+class Part(Struct, frozen=True, eq=False, gc=False):
+    """What one group of a source rank gives to a pull.
 
     Attributes:
-        program_id: which prepared lists they index.
-        pairs: at least one pair.
-        unit_bytes: bytes that one pair fills.
-        unit_descriptors: descriptors of one pair before merging.
-        descriptors: of all pairs, neighbours merged.
-        extra_bytes: bytes that are read for one pair beyond those that it fills, because it is staged.
+        program_id: prepared descriptor lists of the peer.
+        pairs: units to copy, at least one pair, ascending by source.
     """
 
     program_id: int
     pairs: UnitPairs
-    unit_bytes: int
-    unit_descriptors: int
-    descriptors: int
-    extra_bytes: int = 0
-
-    @property
-    def read_bytes(self) -> int:
-        """Bytes that are read for one pair."""
-        return self.unit_bytes + self.extra_bytes
 
 
-class LegRequest(Struct, frozen=True, eq=False):
-    """Everything that one source rank must give to one pull, and the lease that vouches for it.
+class LeaseName(NamedTuple):
+    """One lease of a peer, and what proves that we may read under it.
 
     Attributes:
-        peer: the source rank.
-        slot: its epoch slot.
-        epoch: what the slot must hold.
-        lease_s: how long the lease lasts unless renewed.
-        demands: at least one.
-        admitted: whether the lease was held before anyone had the ticket. If not, it may be admitted, and its blocks
-            be written, while we read: then it must be seen to be held before the read that counts.
+        slot: its index in the peer's epoch table.
+        epoch: what the slot holds while the lease is held. Below: not admitted yet. Above: it has ended.
         mac: of its ticket, which a producer that serves reads asks for.
     """
 
-    peer: PeerId
     slot: int
     epoch: int
-    lease_s: float
-    demands: tuple[Demand, ...]
-    admitted: bool = True
     mac: bytes = b""
 
 
-class Budgets(Struct, frozen=True, kw_only=True):
-    """Seconds that each phase of a pull may take, each from its own start.
+@dataclass(slots=True)
+class Owing:
+    """Whether a peer owes us something that was posted.
 
     Attributes:
-        queue_s: submission to the first dispatch.
-        wire_s: without any completion from a peer that owes us one. A hung peer is found only by this.
-        fence_s: from the last byte to the verdict, all waiting for a late admission included.
+        since: when it last completed something, or when something was first posted if that is later, in seconds of the
+            data plane's clock; infinite while it owes nothing.
+
+    Thread: written by the data plane, read by any.
     """
 
-    queue_s: float = 30.0
-    wire_s: float = 30.0
-    fence_s: float = 10.0
+    since: float = math.inf
 
 
-class PullRequest(Struct, frozen=True, eq=False):
-    """One pull.
+class RankRead(Struct, eq=False, gc=False):
+    """Everything that one source rank gives to one pull: check, chunks, fence.
 
     Attributes:
-        pull_id: chosen by the caller, unique.
-        request_id: the producer's name of the request, for the record.
-        legs: one per source rank, at least one.
-        priority: lower is more urgent; from ``-PRIORITY_MAX`` to ``PRIORITY_MAX``.
-        budgets: of its phases.
-    """
-
-    pull_id: int
-    request_id: str
-    legs: tuple[LegRequest, ...]
-    priority: int
-    budgets: Budgets
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that it fills."""
-        return sum(len(part.pairs.source) * part.unit_bytes for leg in self.legs for part in leg.demands)
-
-
-class EpochCheck(Struct, frozen=True):
-    """A fence to be read once the reads in ``after`` are complete."""
-
-    fence_id: int
-    slot: int
-    epoch: int
-    after: tuple[int, ...]
-
-
-class LeaseShare(Struct, frozen=True):
-    """Unit pairs of a batch that follow each other, and the lease that vouches for them.
-
-    Attributes:
-        slot: its epoch slot.
-        epoch: what the slot must hold.
-        pairs: how many unit pairs, at least one.
-        mac: of its ticket.
-    """
-
-    slot: int
-    epoch: int
-    pairs: int
-    mac: bytes = b""
-
-
-class Dispatch(Struct, frozen=True, eq=False):
-    """Post one batch.
-
-    Attributes:
-        read_id: names the batch in ``on_read_completed`` and ``on_read_failed``.
+        read_id: chosen by the caller, unique in its data plane.
         peer: the source rank.
-        program_id: prepared lists.
-        pairs: unit pairs of one or several pulls.
-        leases: whose pairs these are, in the order of the pairs; neighbours are of different leases.
+        lease: what the bytes are read under. One read has one lease.
+        parts: what is to be copied, group by group; at least one.
+        check_first: whether the lease may have been admitted after its ticket was signed. Then its slot is compared
+            before any chunk is posted, and the read ends ``early`` or ``stale`` without having read a byte.
         priority: lower is more urgent.
-        fences: fences that become due with this batch.
-        looks: fences to be read before this batch, which is not read unless they find every lease held.
-        pull_ids: whose pairs these are.
+        phase: where it is; the data plane writes, any thread reads. ``queue``: no chunk was posted yet, its first check
+            included. ``wire``: chunks were posted. ``fence``: all bytes have arrived.
+        since: when it entered this phase, in seconds of the data plane's clock; infinite before the data plane has
+            taken it. Written and read likewise.
+        owing: of its peer. Written and read likewise.
+        started_at: when it left the queue, in seconds of the same clock; 0 before. Written and read likewise.
+        nbytes: bytes that have arrived so far. Written and read likewise.
     """
 
     read_id: int
     peer: PeerId
-    program_id: int
-    pairs: UnitPairs
-    leases: tuple[LeaseShare, ...]
-    priority: int
-    fences: tuple[EpochCheck, ...]
-    looks: tuple[EpochCheck, ...]
-    pull_ids: tuple[int, ...]
+    lease: LeaseName
+    parts: tuple[Part, ...]
+    check_first: bool = False
+    priority: int = 0
+    phase: Phase = "queue"
+    since: float = math.inf
+    owing: Owing | None = None
+    started_at: float = 0.0
+    nbytes: int = 0
 
 
-class Look(Struct, frozen=True):
-    """Read one epoch slot of a peer now.
+class ReadEnded(Struct, frozen=True, gc=False):
+    """A rank read is over, and nothing of it will write to memory.
 
     Attributes:
-        peer: the source rank.
-        check: the slot, and what it must hold.
+        read_id: which read.
+        verdict: ``held``: all bytes have arrived, are where they belong, and the fence found the lease held. ``early``:
+            the lease is not admitted yet; read again later. ``stale``: the lease has ended. ``failed``: see ``code``.
+        code: of a failure: ``peer_lost``, ``cancelled``, ``program_unknown``, ``bounds`` or ``transport_error``.
+        detail: of a failure: the foreign library's own words.
+        phase: where it was when it ended.
+        observed: what the epoch slot held, if it was read.
+        unserved: the lease is held by now, but the exporter did not serve something that was read before: read again.
+            Comes with ``early``.
+        nbytes: bytes that were filled, also of a read that did not end well.
+        chunks: how many chunks carried it, some of them shared with other reads.
+        started_at: when it left the queue, before its first chunk was bound, in seconds of the data plane's clock; 0 if
+            none was.
+        arrived_at: when its last byte so far had arrived; 0 if none has.
+        bind_s: seconds spent in computing descriptor numbers, of its chunks.
+        post_s: seconds spent in posting calls (on shared memory this is the copy), of its chunks.
+        scatter_s: seconds spent in copies from staging buffers.
+        fence_s: seconds from the last byte to the verdict.
     """
 
-    peer: PeerId
-    check: EpochCheck
-
-
-class CancelReads(Struct, frozen=True):
-    """Drop what was not posted yet of these batches; nobody wants them any more."""
-
-    read_ids: tuple[int, ...]
-
-
-class RenewLease(Struct, frozen=True):
-    """Ask the peer to keep a lease that a pull still needs."""
-
-    peer: PeerId
-    slot: int
-    epoch: int
-
-
-Effect = Dispatch | Look | CancelReads | RenewLease | TransferEvent
-
-
-def join_pairs(parts: list[tuple[UnitPairs, int, int]]) -> UnitPairs:
-    """Join slices ``[first, last)`` of several pair lists into one batch.
-
-    Each stays together: if all were sorted by source, two readers of the same blocks would break each other's runs.
-    """
-    if len(parts) == 1:
-        pairs, first, last = parts[0]
-        return UnitPairs(pairs.source[first:last], pairs.target[first:last])
-    source: Int64s = np.concatenate([pairs.source[first:last] for pairs, first, last in parts])
-    target: Int64s = np.concatenate([pairs.target[first:last] for pairs, first, last in parts])
-    return UnitPairs(source, target)
-
-
-def join_shares(parts: Iterable[LeaseShare]) -> tuple[LeaseShare, ...]:
-    """Join the shares of slices: neighbours of one lease become one share."""
-    return tuple(
-        LeaseShare(slot, epoch, sum(share.pairs for share in run), mac)
-        for (slot, epoch, mac), run in groupby(parts, key=attrgetter("slot", "epoch", "mac"))
-    )
+    read_id: int
+    verdict: Verdict
+    code: str = ""
+    detail: str = ""
+    phase: Phase = "fence"
+    observed: int = 0
+    unserved: bool = False
+    nbytes: int = 0
+    chunks: int = 0
+    started_at: float = 0.0
+    arrived_at: float = 0.0
+    bind_s: float = 0.0
+    post_s: float = 0.0
+    scatter_s: float = 0.0
+    fence_s: float = 0.0

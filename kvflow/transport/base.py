@@ -1,32 +1,35 @@
 """The contract between a worker and its data plane.
 
-A transport is two independent agents of one worker. The *exporter* is what peers read from; the *reader*
-reads from peers. They share nothing, so destroying the reader harms nobody who reads from us.
+A transport is two independent agents of one worker. The *exporter* is what peers read from; the *reader* reads from
+peers. They share nothing, so destroying the reader does not disturb peers that read from us.
 
 Lifecycle: construct -> ``start`` (registers memory, blocks) -> any of the other calls -> ``close`` (blocks).
-    After ``close`` has returned, no byte of the registered memory is written any more. A transport starts once;
-    commands given after ``close`` are ignored, and cause no event.
-Threading: every call but ``start`` and ``close`` may be made from any thread and returns at once: it puts a
-    command into the queue of the one owner thread. Events are passed to ``sink`` on the owner thread; the
-    sink must be quick and must not raise (a worker's sink is ``loop.call_soon_threadsafe``).
-Order: commands are taken in order, but the chunks of a read are posted one at a time, and chunks of other
-    peers, and adding and removing peers, run in between. Among waiting reads a lower ``priority`` goes first;
-    equals go peer by peer in rotation. After every eight chunks that went before the oldest read because they were
-    more urgent, the oldest read has one, so that no read starves.
-Failure: a command never raises for what a peer does. Each accepted ``Read`` ends in exactly one
-    ``ReadCompleted`` or ``ReadFailed``, each fence in exactly one ``FenceJudged`` or ``FenceFailed``. These
-    events are *terminal*: when one is reported, nothing of that read will write to memory any more. An error
-    of one peer ends all reads of that peer at once, as far as they are terminal, and then reports
-    ``PeerFailed``; reads still in flight end later, each by itself. Other peers are not disturbed. Between
-    ``PeerFailed`` and the next ``PeerAdded``, reads of the peer fail with ``peer_lost``.
-Last resort: what is in flight from a peer that hangs may be terminal never. ``renew_reader`` makes it so: it
-    destroys the reader and makes another. The exporter is not touched, so whoever reads from us notices nothing.
-Staging: a transport with staging buffers (see ``Program``) posts a chunk of a staged read only while one is free;
-    until then what the peer is to be read waits behind it, and peers of whom nothing is staged go on. A buffer is free
-    again when its chunk is terminal, so that peers that hang may keep them all: ``StagingUse`` says who waits then, and
-    ``renew_reader`` frees them. A cancelled read copies nothing out of its buffers any more.
-Memory: the caller keeps registered regions alive until ``close`` returned. Index arrays belong to the
-    transport once posted.
+    After ``close`` has returned, no byte of the registered memory is written. A transport starts once; commands given
+    after ``close`` are ignored, and cause no event.
+Rank reads: a ``RankRead`` is everything that one source rank gives to one pull. The transport checks the lease first
+    if the read says so, moves the bytes in chunks, reads the epoch slot once all bytes have arrived (the *fence*),
+    compares, and answers with exactly one ``ReadEnded``. A first check that does not find the lease held reads no byte.
+    The answer is *terminal*: nothing of the read will write to memory after it.
+Batches: reads that are posted together share work where that is possible: one check for many leases of a peer, one
+    chunk for small reads of one program, one wake-up. Each read succeeds or fails alone.
+Inline: ``post`` may move small reads at once, on the calling thread, and return their answers. It does so only while
+    the owner thread has nothing to do, for peers that were read before, and while the measured cost stays within
+    ``INLINE_S_MAX``. All other reads go to the owner thread, and their answers to ``sink``. Both ways run one code.
+Threading: every call but ``start`` and ``close`` may be made from any thread and returns at once. Events are passed to
+    ``sink`` on the owner thread, and what happens inline beside the answers on the thread that posts. The sink must be
+    quick and must not raise (a worker's sink is ``loop.call_soon_threadsafe``).
+Order: commands are taken in order. Chunks of all reads are posted one at a time, in the order of ``lanes``: by urgency
+    and by the time that a peer has waited, so that peers take turns and no read starves.
+Failure: a command never raises for what a peer does. An error of one peer ends all reads of that peer, and then
+    reports ``PeerFailed``; chunks still in flight end later, and their reads with them. Other peers are not disturbed.
+    Between ``PeerFailed`` and the next ``PeerAdded``, reads of the peer fail with ``peer_lost``.
+Last resort: what is in flight from a peer that hangs may never end. ``reset_reader`` ends it: it destroys the reader
+    and makes another. The exporter is not touched, so peers that read from us notice nothing.
+Staging: a transport with staging buffers (see ``Program``) posts a chunk of a staged read only while a buffer is free;
+    until then the reads of that peer wait. Peers without staged reads go on. A buffer is free again when its chunk has
+    ended, so peers that hang may keep them all: ``StagingUse`` tells, and ``reset_reader`` frees them. A cancelled read
+    copies nothing out of its buffers.
+Memory: the caller keeps registered regions alive until ``close`` returned. Arrays belong to the transport once posted.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,8 +41,10 @@ from msgspec import Struct
 
 from kvflow.ids import Credentials, PeerId
 from kvflow.layout.region import Region
+from kvflow.transfer.bind import Bound
 from kvflow.transfer.boxes import Scatter
-from kvflow.transfer.requests import LeaseShare
+from kvflow.transfer.pairs import UnitPairs
+from kvflow.transfer.requests import RankRead, ReadEnded
 
 if TYPE_CHECKING:
     from kvflow.transport.serving import Serving  # which may use what is here
@@ -51,9 +56,12 @@ CHUNK_DESCRIPTORS_MAX = 256
 """Each merged descriptor costs 2 to 9 us in a post, so that 256 of them stay near the same millisecond."""
 
 
-RENEWAL_DRAIN_S = 2.0
-"""What renewing the reader may cost healthy peers. Two chunks in flight are 16 MiB: 20 ms over loopback TCP, and 2 s at
-70 Mbit/s."""
+INLINE_S_MAX = 100e-6
+"""Longest time that a post may hold the event loop."""
+
+RESET_DRAIN_S = 2.0
+"""What a reset of the reader may cost healthy peers. Two chunks in flight are 16 MiB: 20 ms over loopback TCP, and 2 s
+at 70 Mbit/s."""
 
 
 NOBODY = Credentials("", "", 0, "", b"")
@@ -96,6 +104,7 @@ class PeerAddress(Struct, frozen=True):
         data_endpoint: where its TCP plane is, ``tcp://ADDRESS:PORT`` with a numeric address: nothing is looked up
             below. Empty without one.
         credentials: what we say to its TCP plane.
+        weight: chunks that it has in one turn, 1 to 64, while other peers wait as well.
     """
 
     peer: PeerId
@@ -104,6 +113,25 @@ class PeerAddress(Struct, frozen=True):
     agent: str | None = None
     data_endpoint: str = ""
     credentials: Credentials = NOBODY
+    weight: int = 1
+
+
+class Binding(Protocol):
+    """What the transport must know of a group's plan to read with it: see ``kvflow.transfer.bind.Binding``.
+
+    Attributes:
+        unit_bytes: bytes that one pair of units fills.
+        read_bytes: bytes that are read for one pair: more if it is staged.
+        unit_descriptors: descriptors of one pair before neighbors merge.
+    """
+
+    unit_bytes: int
+    read_bytes: int
+    unit_descriptors: int
+
+    def bind(self, pairs: UnitPairs, *, chunk_bytes: int, chunk_descriptors: int) -> Bound:
+        """Return the descriptor numbers of these pairs, run by run and within a run pair by pair, cut into chunks."""
+        ...
 
 
 class Program(Struct, frozen=True, eq=False):
@@ -126,6 +154,7 @@ class Program(Struct, frozen=True, eq=False):
         target_memory: memory kind of all target rows.
         scatter: the copies from a buffer to our own memory, all in DRAM; None: not staged.
         group: the group of the peer's manifest that the source rows belong to.
+        binding: turns pairs of units into descriptor numbers of the two lists; of a staged program into unit numbers.
     """
 
     program_id: int
@@ -136,63 +165,7 @@ class Program(Struct, frozen=True, eq=False):
     target_memory: str = "DRAM"
     scatter: Scatter | None = None
     group: int = 0
-
-
-class Fence(Struct, frozen=True):
-    """Read one epoch slot of the peer once all reads in ``after`` have been observed complete.
-
-    Attributes:
-        fence_id: chosen by the caller, unique in this transport.
-        slot: index into the peer's epoch table.
-        epoch: what the ticket says the slot must hold.
-        after: ids of reads of the same peer that were posted before the fence's own read, which is always
-            among them. If one of them fails or failed, so does the fence (``FenceFailed``); an id that is
-            not known, or was forgotten after 65,536 later reads, counts as failed.
-    """
-
-    fence_id: int
-    slot: int
-    epoch: int
-    after: tuple[int, ...]
-
-
-class Read(Struct, frozen=True, eq=False):
-    """Copy descriptors ``source_index[i]`` to ``target_index[i]`` of a program; of a staged one, units.
-
-    Attributes:
-        read_id: chosen by the caller, unique in this transport.
-        peer: the peer of the program.
-        program_id: a program that was prepared before.
-        source_index: int32, shape (n,), n >= 1.
-        target_index: int32, shape (n,).
-        cuts: int64, ascending, first 0, last n: chunk ``c`` is ``[cuts[c], cuts[c + 1])``. The caller keeps
-            each chunk within ``CHUNK_BYTES_MAX`` and ``CHUNK_DESCRIPTORS_MAX`` merged descriptors; a chunk of
-            a staged program has at most as many units as a buffer has slots.
-        nbytes: total bytes; must be what the descriptors hold; of a staged program, what its units write in the end.
-        priority: lower is more urgent.
-        fences: fences that become due with this read.
-        looks: fences that are judged before any chunk of this read is posted. The read is posted if all of them find
-            their lease held. If one does not, the read fails with ``lease_not_held`` and no byte of it is read; if one
-            fails, so does the read. Several reads may have the same look, which is judged once. Its ``after`` means
-            nothing.
-        leases: which leases vouch for the bytes, in the order of the unit pairs; empty: the caller does not say. The
-            read has ``P`` pairs, the sum of the shares' ``pairs``, numbered from 0, and ``n`` is a multiple of ``P``.
-            Index ``k`` belongs to pair ``k % P``: a plain program lists its indices run by run, and within each run
-            pair by pair. A staged program has one index for each pair, so that ``n`` is ``P``.
-            ``kvflow.transport.ledger.lease_numbers`` tells the lease of each descriptor of a chunk.
-    """
-
-    read_id: int
-    peer: PeerId
-    program_id: int
-    source_index: npt.NDArray[np.int32]
-    target_index: npt.NDArray[np.int32]
-    cuts: npt.NDArray[np.int64]
-    nbytes: int
-    priority: int = 0
-    fences: tuple[Fence, ...] = ()
-    looks: tuple[Fence, ...] = ()
-    leases: tuple[LeaseShare, ...] = ()
+    binding: Binding | None = None
 
 
 class StagingUse(Struct, frozen=True, kw_only=True):
@@ -257,7 +230,7 @@ class PeerAdded(Struct, frozen=True):
 
 
 class PeerFailed(Struct, frozen=True):
-    """The peer cannot be read from any more, or never could; its programs are gone. Add it anew to retry.
+    """The peer cannot be read from any more, or never could; its programs are gone. Add it again to retry.
 
     Attributes:
         peer: who.
@@ -271,87 +244,22 @@ class PeerFailed(Struct, frozen=True):
     detail: str
 
 
-class ReadCompleted(Struct, frozen=True):
-    """All bytes of the read have arrived, and are where they belong.
-
-    Attributes:
-        read_id: which read.
-        posted_s: seconds spent in posting calls (on shared memory this is the copy).
-        wire_s: seconds from the end of the first posting call to the observed completion, less ``posted_s``
-            of later chunks and ``scattered_s``; about zero on shared memory.
-        scattered_s: seconds spent in copies from staging buffers.
-        unheld: leases, as slot and epoch, of which the exporter has not served something: they were not held. The fence
-            tells of a lease that has ended; one that was not admitted yet may be held by then, and its bytes were not
-            read.
-    """
-
-    read_id: int
-    posted_s: float
-    wire_s: float
-    scattered_s: float = 0.0
-    unheld: frozenset[tuple[int, int]] = frozenset()
-
-
-class ReadFailed(Struct, frozen=True):
-    """The read ended early, and nothing of it will write any more.
-
-    Attributes:
-        read_id: which read.
-        code: ``peer_lost``, ``cancelled``, ``program_unknown``, ``bounds``, ``lease_not_held`` or
-            ``transport_error``.
-        detail: the foreign library's own words.
-    """
-
-    read_id: int
-    code: str
-    detail: str
-
-
-class FenceJudged(Struct, frozen=True):
-    """The epoch slot was read: after the data, or before them if it is a look.
-
-    Attributes:
-        fence_id: which fence or look.
-        observed: the slot's value. Equal to the fence's epoch: held. Above: stale. Below: not admitted yet.
-        fence_s: seconds from posting the fence read to its completion.
-    """
-
-    fence_id: int
-    observed: int
-    fence_s: float
-
-
-class FenceFailed(Struct, frozen=True):
-    """The fence cannot be judged.
-
-    Attributes:
-        fence_id: which fence.
-        code: of the read before it that failed, or ``peer_lost``, ``cancelled``, ``bounds`` (there is no such
-            slot) or ``transport_error``.
-        detail: the foreign library's own words.
-    """
-
-    fence_id: int
-    code: str
-    detail: str
-
-
-class RenewalEnded(Struct, frozen=True):
-    """A renewal of the reader is over, and its terminal events have been passed before.
+class ReaderReset(Struct, frozen=True):
+    """A reset of the reader is over, and its terminal events have been passed before.
 
     Attributes:
         ended: chunks and fences that were still in flight, and were ended by destroying the reader; 0 if all had
             ended by themselves, and then the reader was kept.
         drain_s: seconds without new chunks, while others were given time to land.
-        renew_s: seconds to destroy the reader, to make another, and to add peers and programs again.
+        reset_s: seconds to destroy the reader, to make another, and to add peers and programs again.
     """
 
     ended: int
     drain_s: float
-    renew_s: float
+    reset_s: float
 
 
-TransportEvent = PeerAdded | PeerFailed | ReadCompleted | ReadFailed | FenceJudged | FenceFailed | RenewalEnded
+TransportEvent = PeerAdded | PeerFailed | ReadEnded | ReaderReset
 Sink = Callable[[TransportEvent], None]
 
 
@@ -393,7 +301,7 @@ class Transport(Protocol):
         ...
 
     def remove_peer(self, peer: PeerId, *, gone: bool = False) -> None:
-        """Forget a peer, its programs and its unposted reads (``ReadFailed``, ``cancelled``).
+        """Forget a peer, its programs and its unposted reads (``failed``, ``cancelled``).
 
         Args:
             peer: that was added, or removed already.
@@ -402,31 +310,34 @@ class Transport(Protocol):
         ...
 
     def prepare(self, program: Program) -> None:
-        """Prepare descriptor lists. A failure shows as ``ReadFailed`` of the reads that use the program."""
+        """Prepare descriptor lists. A failure shows as the end of the reads that use the program."""
         ...
 
-    def post(self, read: Read) -> None:
-        """Start a read. Ends in ``ReadCompleted`` or ``ReadFailed``, then its fences are judged."""
-        ...
+    def post(self, reads: Sequence[RankRead]) -> list[ReadEnded]:
+        """Start reads, of any peers. Each ends in one ``ReadEnded``.
 
-    def look(self, peer: PeerId, fence: Fence) -> None:
-        """Read an epoch slot now, without any data. Ends in ``FenceJudged`` or ``FenceFailed``."""
+        Returns:
+            The answers of reads that were small enough to be moved at once, on the calling thread; they are not passed
+            to ``sink``. Empty otherwise.
+
+        Thread: one at a time; the worker's event loop.
+        """
         ...
 
     def cancel(self, read_ids: Sequence[int]) -> None:
         """Drop chunks that were not posted yet.
 
-        Each unfinished read ends in ``ReadFailed`` (``cancelled``) once its posted chunks are terminal, which
-        for a hung peer may be never; or in ``ReadCompleted`` if nothing was left to drop.
+        Each unfinished read ends ``failed`` with ``cancelled`` once its posted chunks have ended, which for a hung peer
+        may be never; or as it would have ended if nothing was left to drop. Unknown ids are ignored.
         """
         ...
 
-    def renew_reader(self) -> None:
+    def reset_reader(self) -> None:
         """End what is in flight from peers that hang: destroy the reader and make another.
 
-        No new chunk is posted until that is done. Peers that were not removed get ``RENEWAL_DRAIN_S`` for what they
-        have in flight; what has not landed by then ends with ``peer_lost``, and its peer with ``PeerFailed``. All other
-        peers and their programs are kept, and their reads go on. Ends in ``RenewalEnded``, unless closed before.
+        No new chunk is posted until that is done. Peers that were not removed get ``RESET_DRAIN_S`` for what they have
+        in flight; what has not arrived by then ends with ``peer_lost``, and its peer with ``PeerFailed``. All other
+        peers and their programs are kept, and their reads go on. Ends in ``ReaderReset``, unless closed before.
         """
         ...
 

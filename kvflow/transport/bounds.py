@@ -13,18 +13,21 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from kvflow.layout.region import ADDRESS_MAX, Region
+from kvflow.transfer.bind import Bound
 from kvflow.transfer.boxes import COLUMNS, FIXED, room_left
-from kvflow.transfer.requests import LeaseShare
-from kvflow.transport.base import Program, Read
+from kvflow.transfer.pairs import UnitPairs
+from kvflow.transport.base import Program
 
 INDEX_MAX = (1 << 31) - 1
 """Descriptors are numbered by int32."""
 
-LEASES_MAX = 1 << 16
-"""Leases of one read: their numbers are uint16. A batch of the scheduler has at most 8192 pairs."""
-
 EPOCH_MAX = (1 << 63) - 1
 """See ``kvflow.cache.epochs``."""
+
+FEW = 128
+"""Descriptors that are faster one by one than as arrays."""
+
+_INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 
 Int64s = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]
@@ -142,61 +145,92 @@ def check_inside(rows: Rows, regions: Sequence[Region], memory: str) -> None:
         raise OutOfBounds(f"row {_first(~inside)} lies outside the registered {memory} regions")
 
 
-def check_read(read: Read, source: Rows, target: Rows) -> None:
-    """Check a read's index arrays and cuts against the rows of its program.
+def check_pairs(pairs: UnitPairs, source_units: int, target_units: int) -> None:
+    """Check that units can be bound.
+
+    Raises:
+        OutOfBounds: wrong dtype or shape, no pair at all, or a unit that is not in ``[0, source_units)`` or
+            ``[0, target_units)``.
+    """
+    n = pairs.source.size
+    for name, units, count in (("source", pairs.source, source_units), ("target", pairs.target, target_units)):
+        if not _numbered(units, _INT64, n, count):
+            raise OutOfBounds(f"{name} units must be int64 of shape (n,), n > 0, in [0, {count}): {units!r}")
+
+
+def check_bound(bound: Bound, pairs: int, source: Rows, target: Rows) -> None:
+    """Check descriptor numbers and cuts against the rows of their program.
+
+    Args:
+        bound: what was bound.
+        pairs: of how many pairs of units.
+        source: of the program.
+        target: likewise.
 
     Raises:
         OutOfBounds: wrong dtype or shape, an index that no descriptor has, a pair of different lengths, cuts
-            that do not ascend from 0 to n, leases whose pairs do not divide n, or a total that is not ``nbytes``.
+            that do not ascend from 0 to n, an n that the pairs do not divide, or a total that is not ``nbytes``.
     """
-    n = _check_index(read, source.count, target.count)
-    _check_cuts(read.cuts, n)
-    if read.leases and n % _pairs_of(read.leases):
-        raise OutOfBounds(f"{n} descriptors are not the same number for each pair of the leases")
+    n = _check_index(bound, source.count, target.count)
+    _check_cuts(bound.cuts, n)
+    if n % pairs:
+        raise OutOfBounds(f"{n} descriptors are not the same number for each of {pairs} pairs")
     if source.nbytes_max * n > ADDRESS_MAX:
         raise OutOfBounds(f"{n} descriptors of this program are more than an address can count")
     if source.uniform and target.uniform:
         differ, nbytes = source.nbytes_max != target.nbytes_max, n * source.nbytes_max
     else:
-        lengths = source.table[_row_of(source, read.source_index), 1]
-        differ = bool((lengths != target.table[_row_of(target, read.target_index), 1]).any())
+        lengths = source.table[_row_of(source, bound.source_index), 1]
+        differ = bool((lengths != target.table[_row_of(target, bound.target_index), 1]).any())
         nbytes = int(lengths.sum())
     if differ:
         raise OutOfBounds("source and target descriptors differ in length")
-    if nbytes != read.nbytes:
-        raise OutOfBounds(f"the descriptors hold {nbytes} bytes, not {read.nbytes}")
+    if nbytes != bound.nbytes:
+        raise OutOfBounds(f"the descriptors hold {nbytes} bytes, not {bound.nbytes}")
 
 
-def _check_index(read: Read, source_count: int, target_count: int) -> int:
+def check_staged_bound(bound: Bound, pairs: int, scatter: CheckedScatter) -> None:
+    """Check the unit numbers and cuts of a staged program.
+
+    Raises:
+        OutOfBounds: as ``check_bound``; or a chunk has more units than a buffer has slots; or there is not one unit for
+            each pair.
+    """
+    n = _check_index(bound, scatter.source_units, math.prod(scatter.units))
+    _check_cuts(bound.cuts, n)
+    if n != pairs:
+        raise OutOfBounds(f"{n} units are not the {pairs} pairs")
+    if (bound.cuts[1:] - bound.cuts[:-1]).max() > scatter.slots:
+        raise OutOfBounds(f"a chunk has more units than the {scatter.slots} slots of a staging buffer")
+    if n * scatter.unit_bytes != bound.nbytes:
+        raise OutOfBounds(f"the units hold {n * scatter.unit_bytes} bytes, not {bound.nbytes}")
+
+
+def _check_index(bound: Bound, source_count: int, target_count: int) -> int:
     """Check both index arrays, and return how long they are."""
-    n = read.source_index.size
+    n = bound.source_index.size
     for name, index, count in (
-        ("source", read.source_index, source_count),
-        ("target", read.target_index, target_count),
+        ("source", bound.source_index, source_count),
+        ("target", bound.target_index, target_count),
     ):
-        if index.dtype != np.int32 or index.shape != (n,) or not n:
-            raise OutOfBounds(f"{name}_index must be int32 of shape (n,), not {index.dtype} of {index.shape}")
-        # Seen as unsigned, a negative index is a huge one.
-        if index.view(np.uint32).max() >= count:
-            raise OutOfBounds(f"{name}_index leaves [0, {count})")
+        if not _numbered(index, _INT32, n, count):
+            raise OutOfBounds(f"{name}_index must be int32 of shape (n,), n > 0, in [0, {count}): {index!r}")
     return n
 
 
+def _numbered(numbers: Int64s | Int32s, dtype: object, n: int, count: int) -> bool:
+    """Tell whether these are ``n`` numbers of a type, at least one, and all of them in ``[0, count)``."""
+    if numbers.dtype is not dtype or numbers.ndim != 1 or numbers.size != n or not n:
+        return False
+    few = numbers.tolist() if n <= FEW else (numbers.min(), numbers.max())
+    return bool(min(few) >= 0 and max(few) < count)
+
+
 def _check_cuts(cuts: Int64s, n: int) -> None:
-    if cuts.dtype != np.int64 or cuts.ndim != 1 or len(cuts) < 2 or cuts[0] != 0 or cuts[-1] != n:
+    if cuts.dtype is not _INT64 or cuts.ndim != 1 or cuts.size < 2 or cuts.item(0) != 0 or cuts.item(-1) != n:
         raise OutOfBounds(f"cuts must be int64 and lead from 0 to {n}")
-    if len(cuts) > 2 and (cuts[1:] <= cuts[:-1]).any():
+    if cuts.size > 2 and (cuts[1:] <= cuts[:-1]).any():
         raise OutOfBounds("cuts do not ascend")
-
-
-def _pairs_of(leases: tuple[LeaseShare, ...]) -> int:
-    """Check the shares of a read one by one, and return how many pairs they have together."""
-    if len(leases) > LEASES_MAX:
-        raise OutOfBounds(f"{len(leases)} leases are more than the {LEASES_MAX} of one read")
-    for share in leases:
-        if not (0 <= share.slot <= INDEX_MAX and 0 <= share.epoch <= EPOCH_MAX and 1 <= share.pairs <= INDEX_MAX):
-            raise OutOfBounds(f"a lease cannot be used: {share}")
-    return sum(share.pairs for share in leases)
 
 
 def check_scatter(
@@ -266,27 +300,6 @@ def _check_fetch(source: Rows, target: Rows, slots: int) -> int:
     if (ends // units != run).any() or (source.table[:, 1] != target.table[run, 1]).any():
         raise OutOfBounds("source rows and the rows of a staging buffer differ")
     return units
-
-
-def check_staged_read(read: Read, scatter: CheckedScatter) -> None:
-    """Check the unit numbers and cuts of a read of a staged program.
-
-    Raises:
-        OutOfBounds: as ``check_read``; or a chunk has more units than a buffer has slots; or the leases have more or
-            fewer pairs than the read has.
-    """
-    n = _check_index(read, scatter.source_units, math.prod(scatter.units))
-    _check_cuts(read.cuts, n)
-    if read.leases and n != _pairs_of(read.leases):
-        raise OutOfBounds(f"the leases do not have the {n} pairs of units of the read")
-    if (read.cuts[1:] - read.cuts[:-1]).max() > scatter.slots:
-        raise OutOfBounds(f"a chunk has more units than the {scatter.slots} slots of a staging buffer")
-    if n * scatter.unit_bytes != read.nbytes:
-        raise OutOfBounds(f"the units hold {n * scatter.unit_bytes} bytes, not {read.nbytes}")
-
-
-FEW = 128
-"""Descriptors that are faster one by one than as arrays."""
 
 
 class Places:

@@ -1,4 +1,4 @@
-"""The contract within one process: peers are found in a registry, and bytes are copied by the owner thread.
+"""The contract within one process: peers are found in a registry, and a post is the copy.
 
 It is for tests, demos and engines that share a process. Every post is done on return, as NIXL's is on shared
 memory. What NIXL cannot know, it does not know either: a peer that is gone shows only when it is read from.
@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from kvflow.errors import TransportUnavailable
 from kvflow.ids import PeerId
 from kvflow.layout.region import Region
-from kvflow.transport.base import Carrier, Fence, PeerAddress, Sink
+from kvflow.transfer.requests import LeaseName
+from kvflow.transport.base import INLINE_S_MAX, Carrier, PeerAddress, Sink
 from kvflow.transport.bounds import OutOfBounds, check_inside, merge
 from kvflow.transport.envelope import Envelope, seal, unseal
-from kvflow.transport.ledger import Chunk
-from kvflow.transport.mover import Flight, MoveFailed, Plane, Prepared
+from kvflow.transport.mover import Chunk, Flight, MoveFailed, Plane, Prepared
 from kvflow.transport.staging import StagingMemory
 from kvflow.transport.threaded import ThreadedTransport
 
@@ -95,29 +95,37 @@ class LoopbackMover(Plane):
 
     def post(self, chunk: Chunk) -> Flight | int:
         """See ``Mover.post``."""
-        peer, read = self._peers[chunk.peer], chunk.read
-        program = peer.programs[read.program_id]
+        portion = chunk.portion
+        peer = self._peers[portion.peer]
+        program = peer.programs[portion.program_id]
         part = slice(chunk.first, chunk.stop)
-        runs = merge(program.source, read.source_index[part], program.target, read.target_index[part])
+        runs = merge(program.source, portion.source_index[part], program.target, portion.target_index[part])
         with peer.exporter.lock:
             _require_open(peer.exporter)
             for run in runs:
                 ctypes.memmove(run.target_address, run.source_address, run.nbytes)
         return 0
 
-    def post_fence(self, peer_id: PeerId, fence: Fence, after: frozenset[int]) -> Flight | int:
-        """See ``Mover.post_fence``."""
+    def post_check(
+        self, peer_id: PeerId, first: int, last: int, reads: Sequence[tuple[int, LeaseName]], *, fence: bool
+    ) -> Flight | Sequence[int]:
+        """See ``Mover.post_check``."""
         peer = self._peers[peer_id]
         with peer.exporter.lock:
             _require_open(peer.exporter)
-            return ctypes.c_uint64.from_address(peer.epochs.address + 8 * fence.slot).value
+            slots = (ctypes.c_uint64 * (last + 1 - first)).from_address(peer.epochs.address + 8 * first)
+            return list(slots)
 
-    def poll(self, flight: Flight) -> int | None:
+    def ends_at_once(self, peer: PeerId) -> bool:
+        """See ``Mover.ends_at_once``: the post is the copy."""
+        return True
+
+    def poll(self, flight: Flight) -> int | Sequence[int] | None:
         """See ``Mover.poll``. Nothing ever flies."""
         raise NotImplementedError
 
-    def renew(self) -> None:
-        """See ``Mover.renew``. Nothing ever flies, so that there is nothing to destroy."""
+    def reset(self) -> None:
+        """See ``Mover.reset``. Nothing ever flies, so that there is nothing to destroy."""
         self._peers.clear()
 
     def close(self) -> None:
@@ -135,15 +143,19 @@ class LoopbackTransport(ThreadedTransport):
         agent_name: unique per incarnation.
         sink: called on the owner thread.
         staging_bytes: memory for staged programs; 0 for none.
+        inline_s_max: as of ``ThreadedTransport``.
     """
 
-    def __init__(self, agent_name: str, sink: Sink, staging_bytes: int = 0) -> None:
+    def __init__(
+        self, agent_name: str, sink: Sink, staging_bytes: int = 0, *, inline_s_max: float = INLINE_S_MAX
+    ) -> None:
         # Peers read our memory by themselves: there is nothing to serve, and nothing to end a pause for.
         super().__init__(
             "loopback",
             {"loopback": lambda regions, epochs, *_: LoopbackMover(agent_name, regions, epochs)},
             sink,
             StagingMemory(staging_bytes),
+            inline_s_max=inline_s_max,
         )
 
 

@@ -1,7 +1,7 @@
 """NIXL as a mover: two agents, prepared strided lists, and NIXL's exceptions in our words.
 
-The exporter has a progress thread, which serves peers while nobody calls it. The reader has none: the owner
-thread polls whenever something is in flight, and a second thread would fight it for the UCX worker's lock.
+The exporter has a progress thread, which serves peers while nobody calls it. The reader has none: who posts also polls,
+and a second thread would fight it for the UCX worker's lock.
 """
 
 import logging
@@ -19,10 +19,11 @@ import numpy.typing as npt
 from kvflow.errors import TransportUnavailable
 from kvflow.ids import PeerId
 from kvflow.layout.region import Region
-from kvflow.transport.base import UNFIT, UNKNOWN_CARRIER, Carrier, Fence, PeerAddress, Sink
+from kvflow.memory.mapping import map_bytes
+from kvflow.transfer.requests import LeaseName
+from kvflow.transport.base import INLINE_S_MAX, UNFIT, UNKNOWN_CARRIER, Carrier, PeerAddress, Sink
 from kvflow.transport.envelope import Envelope, seal, unseal
-from kvflow.transport.ledger import Chunk
-from kvflow.transport.mover import Flight, MoveFailed, MoverFactory, Plane, Prepared
+from kvflow.transport.mover import SPAN_MAX, Chunk, Flight, MoveFailed, MoverFactory, Plane, Prepared
 from kvflow.transport.nixl_binding import Agent, error_types, load_binding, may_copy_from, published_settings
 from kvflow.transport.nixl_metadata import Exported, carrier_between, difference, inspect
 from kvflow.transport.staging import StagingMemory
@@ -30,8 +31,10 @@ from kvflow.transport.threaded import ThreadedTransport
 
 _logger = logging.getLogger(__name__)
 
-_SCRATCH_SLOTS = 8192
-"""Where fences land: 64 KiB. A peer has at most eight fences in flight, so this is enough for 1,024 hung peers."""
+_SPANS = 1024
+"""Where checks land: 4 MiB. A peer has at most eight checks in flight, so this is enough for 128 hung peers."""
+
+_NOTHING: list[int] = []
 
 _KEPT_MAX = 64
 """Connections to peers that were removed, in case they come again. A dead one's kernel closes its own by itself."""
@@ -88,18 +91,20 @@ class _Posted(Flight):
     Attributes:
         handle: of the read; 0 if nothing can tell when it ends.
         peer: whose memory is read.
-        slot: scratch slot that it writes to, or -1.
+        span: number of the scratch span that it writes to, or -1.
+        count: how many slots of it are asked for.
         failure: what to report once it is over.
     """
 
     handle: int
     peer: _Peer
-    slot: int = -1
+    span: int = -1
+    count: int = 0
     failure: MoveFailed | None = None
 
 
 class _Reader:
-    """An agent that reads, and the scratch memory that its fences land in.
+    """An agent that reads, and the scratch memory that its checks land in, span by span.
 
     Args:
         binding: from ``load_binding``.
@@ -109,9 +114,10 @@ class _Reader:
     """
 
     def __init__(self, binding: ModuleType, name: str, regions: Sequence[Region], *, connects: bool) -> None:
-        self.scratch = np.zeros(_SCRATCH_SLOTS, dtype=np.uint64)
-        self.free_slots = list(range(_SCRATCH_SLOTS))
-        rows = np.array([[self.scratch.ctypes.data, 8, 0, 8, _SCRATCH_SLOTS]], dtype=np.int64)
+        self.scratch = map_bytes(8 * _SPANS * SPAN_MAX).view(np.uint64)
+        self.free_spans = list(range(_SPANS))
+        self.numbers = np.arange(self.scratch.size, dtype=np.int32)  # of slots, of which checks take slices
+        rows = np.array([[self.scratch.ctypes.data, 8, 0, 8, self.scratch.size]], dtype=np.int64)
         with ExitStack() as undo:
             self.agent = Agent(binding, name, progress=False, connects=connects)
             undo.callback(self.agent.destroy)
@@ -238,40 +244,51 @@ class NixlMover(Plane):
 
     def post(self, chunk: Chunk) -> Flight | int:
         """See ``Mover.post``."""
-        read, peer = chunk.read, self._peers[chunk.peer]
-        source, target = peer.programs[read.program_id]
-        source_index = np.ascontiguousarray(read.source_index[chunk.first : chunk.stop])
-        target_index = np.ascontiguousarray(read.target_index[chunk.first : chunk.stop])
+        portion = chunk.portion
+        peer = self._peers[portion.peer]
+        source, target = peer.programs[portion.program_id]
+        source_index, target_index = portion.source_index, portion.target_index
+        if chunk.stop - chunk.first < source_index.size:
+            source_index, target_index = source_index[chunk.first : chunk.stop], target_index[chunk.first : chunk.stop]
         try:
             handle = self._reader.agent.make_read(target, target_index, source, source_index)
         except self._errors as error:
             peer.failed = True
             raise _failure(_MOVING, error) from error
-        return self._post(_Posted(handle, peer))
+        posted = _Posted(handle, peer)
+        return posted if self._ask(posted, self._reader.agent.post) is None else 0
 
-    def post_fence(self, peer_id: PeerId, fence: Fence, after: frozenset[int]) -> Flight | int:
-        """See ``Mover.post_fence``."""
+    def post_check(
+        self, peer_id: PeerId, first: int, last: int, reads: Sequence[tuple[int, LeaseName]], *, fence: bool
+    ) -> Flight | Sequence[int]:
+        """See ``Mover.post_check``."""
         peer = self._peers[peer_id]
-        if not self._reader.free_slots:
-            raise MoveFailed("transport_error", "too many fences of hung peers are in flight")
-        scratch_slot = self._reader.free_slots.pop()
+        if not self._reader.free_spans:
+            raise MoveFailed("transport_error", "too many checks of hung peers are in flight")
+        posted = _Posted(0, peer, self._reader.free_spans.pop(), last + 1 - first)
         try:
-            handle = self._make_fence(peer, scratch_slot, fence.slot)
+            posted.handle = self._make_check(posted, first)
         except self._errors as error:
-            self._reader.free_slots.append(scratch_slot)
+            self._reader.free_spans.append(posted.span)
             peer.failed = True
             raise _failure(_MOVING, error) from error
-        return self._post(_Posted(handle, peer, slot=scratch_slot))
+        values = self._ask(posted, self._reader.agent.post)
+        return posted if values is None else values
 
-    def poll(self, flight: Flight) -> int | None:
+    def ends_at_once(self, peer_id: PeerId) -> bool:
+        """See ``Mover.ends_at_once``: over shared memory the post is the copy; over RDMA it is short, too."""
+        return True
+
+    def poll(self, flight: Flight) -> int | Sequence[int] | None:
         """See ``Mover.poll``."""
         assert isinstance(flight, _Posted)
         if not flight.handle:
             return None
-        return self._ask(flight, self._reader.agent.poll)
+        values = self._ask(flight, self._reader.agent.poll)
+        return values if values is None or flight.count else 0
 
-    def renew(self) -> None:
-        """See ``Mover.renew``."""
+    def reset(self) -> None:
+        """See ``Mover.reset``."""
         # The handles in flight are not released: that stops nothing, and only the end of their agent does.
         self._peers.clear()
         self._kept.clear()
@@ -330,7 +347,7 @@ class NixlMover(Plane):
         return _Reader(self._binding, name, self._regions, connects=connects)
 
     def _require_reader(self) -> None:
-        """Make a reader if the last renewal could not."""
+        """Make a reader if the last reset could not."""
         if self._reader_is_gone:
             try:
                 self._reader = self._make_reader()
@@ -338,30 +355,27 @@ class NixlMover(Plane):
                 raise MoveFailed("transport_error", f"the reader cannot be made anew: {_words(error)}") from error
             self._reader_is_gone = False
 
-    def _post(self, posted: _Posted) -> Flight | int:
-        outcome = self._ask(posted, self._reader.agent.post)
-        return posted if outcome is None else outcome
-
-    def _ask(self, posted: _Posted, question: Callable[[int], bool]) -> int | None:
-        """Post or poll a handle, and settle it if that ends it."""
+    def _ask(self, posted: _Posted, question: Callable[[int], bool]) -> list[int] | None:
+        """Post or poll a handle, and settle it if that ends it. None: it has not ended."""
+        agent = self._reader.agent
         try:
             if not question(posted.handle):
                 return None
         except self._errors as error:
-            self._reader.agent.release(posted.handle)
+            agent.release(posted.handle)
             posted.peer.failed = True
             failure = _failure(_MOVING, error)
             if failure.reason.code != "peer_lost":
                 return self._flush(posted, failure)
             self._settle(posted)
             raise (posted.failure or failure) from error
-        self._reader.agent.release(posted.handle)
-        value = self._settle(posted)
+        agent.release(posted.handle)
+        values = _NOTHING if posted.span < 0 else self._settle(posted)
         if posted.failure is not None:
             raise posted.failure
-        return value
+        return values
 
-    def _flush(self, posted: _Posted, failure: MoveFailed) -> int | None:
+    def _flush(self, posted: _Posted, failure: MoveFailed) -> list[int] | None:
         """Go on until nothing of a failed handle writes any more, then raise its failure.
 
         The endpoint lives, so descriptors that were posted before the failing one may still be arriving. NIXL ends
@@ -370,23 +384,33 @@ class NixlMover(Plane):
         first = posted.failure is None
         posted.failure = posted.failure or failure
         posted.handle = 0
-        if first and (posted.slot >= 0 or self._reader.free_slots):
-            posted.slot = posted.slot if posted.slot >= 0 else self._reader.free_slots.pop()
+        if first and (posted.span >= 0 or self._reader.free_spans):
+            posted.span = posted.span if posted.span >= 0 else self._reader.free_spans.pop()
+            posted.count = 1
             with suppress(*self._errors):
-                posted.handle = self._make_fence(posted.peer, posted.slot, 0)
+                posted.handle = self._make_check(posted, 0)
                 return self._ask(posted, self._reader.agent.post)
         return None
 
-    def _make_fence(self, peer: _Peer, scratch_slot: int, slot: int) -> int:
-        local, remote = np.array([scratch_slot], dtype=np.int32), np.array([slot], dtype=np.int32)
-        return self._reader.agent.make_read(self._reader.scratch_list, local, peer.epochs, remote)
+    def _make_check(self, posted: _Posted, first: int) -> int:
+        """Make the handle that reads as many slots as asked for, from the first on, into its span."""
+        reader, at, count = self._reader, posted.span * SPAN_MAX, posted.count
+        local, stop = reader.numbers[at : at + count], first + count
+        remote = reader.numbers[first:stop] if stop <= reader.numbers.size else np.arange(first, stop, dtype=np.int32)
+        return reader.agent.make_read(reader.scratch_list, local, posted.peer.epochs, remote)
 
-    def _settle(self, posted: _Posted) -> int:
-        """Give back the scratch slot of something that is over, and return what landed there."""
-        if posted.slot < 0:
-            return 0
-        self._reader.free_slots.append(posted.slot)
-        return int(self._reader.scratch[posted.slot])
+    def _settle(self, posted: _Posted) -> list[int]:
+        """Give back the scratch span of something that is over, and return what has arrived there."""
+        span, count = posted.span, posted.count
+        if span < 0:
+            return _NOTHING
+        reader = self._reader
+        reader.free_spans.append(span)
+        at = span * SPAN_MAX
+        if count == 1:
+            return [reader.scratch.item(at)]
+        values: list[int] = reader.scratch[at : at + count].tolist()
+        return values
 
     def _drop_kept(self, peer_id: PeerId) -> None:
         for agent in [agent for agent, kept in self._kept.items() if kept.peer == peer_id]:
@@ -405,15 +429,19 @@ class NixlTransport(ThreadedTransport):
         agent_name: unique per incarnation.
         sink: called on the owner thread.
         staging_bytes: memory for staged programs; 0 for none.
+        inline_s_max: as of ``ThreadedTransport``.
     """
 
-    def __init__(self, agent_name: str, sink: Sink, staging_bytes: int = 0) -> None:
+    def __init__(
+        self, agent_name: str, sink: Sink, staging_bytes: int = 0, *, inline_s_max: float = INLINE_S_MAX
+    ) -> None:
         staging = StagingMemory(staging_bytes)
         super().__init__(
             "nixl",
             {"nixl": nixl_factory(agent_name, staging)},
             sink,
             staging,
+            inline_s_max=inline_s_max,
         )
 
 

@@ -1,85 +1,65 @@
 """Everything a transport decides, without a thread: commands in, steps, events out.
 
-The owner joins the ledger (what is next, what has ended) with a mover (how bytes move) and keeps the peers and
+The owner joins the lanes (what is next, what has ended) with a mover (how bytes move) and keeps the peers and
 programs. It is driven by ``transport/threaded.py``; a test can drive it by hand.
 """
 
 import logging
 from collections.abc import Callable, Sequence
-from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from msgspec import Struct
-
 from kvflow.ids import PeerId
 from kvflow.layout.region import ADDRESS_MAX, Region
+from kvflow.transfer.requests import RankRead, ReadEnded
 from kvflow.transport.base import (
-    RENEWAL_DRAIN_S,
+    RESET_DRAIN_S,
     Carrier,
-    Fence,
-    FenceFailed,
     PeerAdded,
     PeerAddress,
     PeerFailed,
     Program,
-    Read,
-    RenewalEnded,
+    ReaderReset,
     Sink,
     TransportEvent,
 )
-from kvflow.transport.bounds import (
-    OutOfBounds,
-    check_inside,
-    check_read,
-    check_rows,
-    check_scatter,
-    check_staged_read,
-)
-from kvflow.transport.ledger import NO_BUFFER, Chunk, Ledger, Reason, Work
-from kvflow.transport.mover import Flight, MoveFailed, Mover, Prepared, Staged
-from kvflow.transport.staging import StagingMemory, fetching
+from kvflow.transport.bounds import EPOCH_MAX, OutOfBounds, check_pairs
+from kvflow.transport.commands import CancelReads, Command, PostReads, RemovePeer, ResetReader
+from kvflow.transport.lanes import Lanes
+from kvflow.transport.mover import NO_BUFFER, Flight, MoveFailed, Mover, Prepared, Reason
+from kvflow.transport.open_reads import Carried, Check, Work
+from kvflow.transport.post_costs import PostCosts
+from kvflow.transport.programs import check_program, fetching
+from kvflow.transport.staging import StagingMemory
 
 _logger = logging.getLogger(__name__)
 
+WEIGHT_MAX = 64
+"""Chunks of one turn of a peer, at most."""
+
 REMOVED = Reason("cancelled", "the peer was removed")
 CLOSING = Reason("cancelled", "the transport is closing")
-RENEWED = Reason("peer_lost", "it did not answer, and the reader was renewed to end its reads")
-
-
-class RemovePeer(Struct, frozen=True):
-    """``Transport.remove_peer``."""
-
-    peer: PeerId
-    gone: bool = False
-
-
-class Look(Struct, frozen=True):
-    """``Transport.look``."""
-
-    peer: PeerId
-    fence: Fence
-
-
-class CancelReads(Struct, frozen=True):
-    """``Transport.cancel``."""
-
-    read_ids: tuple[int, ...]
-
-
-class RenewReader(Struct, frozen=True):
-    """``Transport.renew_reader``."""
-
-
-Command = PeerAddress | RemovePeer | Program | Read | Look | CancelReads | RenewReader
+RESET = Reason("peer_lost", "it did not answer, and the reader was reset to end its reads")
 
 
 @dataclass(slots=True, eq=False)
 class _Peer:
-    """A peer that was added. When ``leaving`` it only drains; ``again`` is what to add after that, unless ``gone``."""
+    """A peer that was added.
+
+    Attributes:
+        slots: of its epoch table.
+        costs: of posts for it; None: they have not ended when they return, so that none is made inline.
+        met: whether it was read from over its present connection.
+        leaving: whether it only drains.
+        gone: whether it never comes again.
+        again: what to add when it has drained, unless it is gone.
+    """
 
     address: PeerAddress
     carrier: Carrier
+    slots: int
+    costs: PostCosts | None
+    met: bool = False
     programs: dict[int, Prepared | Reason] = field(default_factory=dict)
     leaving: bool = False
     gone: bool = False
@@ -92,12 +72,11 @@ class _Flying:
 
     work: Work
     flight: Flight
-    posted_at: float
     stuck: bool = False
 
 
 class Owner:
-    """Serve the commands of one transport. Thread: one only.
+    """Serve the commands of one transport. Thread: one at a time.
 
     Args:
         mover: opened already.
@@ -120,11 +99,12 @@ class Owner:
         self._sink = sink
         self._now = now
         self._staging = staging or StagingMemory(0)
-        self._ledger = Ledger(len(self._staging.buffers))
-        self._peers: dict[PeerId, _Peer] = {}
-        self._flying: list[_Flying] = []
         self._outbox: list[TransportEvent] = []
-        self._renewing_since: float | None = None
+        self._lanes = Lanes(self._tell, now, len(self._staging.buffers))
+        self._peers: dict[PeerId, _Peer] = {}
+        self._leaving = 0
+        self._flying: list[_Flying] = []
+        self._resetting_since: float | None = None
 
     @property
     def in_flight(self) -> bool:
@@ -140,43 +120,37 @@ class Owner:
         """Take one command. Whatever it causes shows as events."""
         try:
             match command:
-                case Read():
-                    self._admit(command)
-                case Look(peer, fence):
-                    self._look(peer, fence)
+                case PostReads(reads):
+                    for read in reads:
+                        self._admit(read)
                 case CancelReads(read_ids):
-                    self._emit(self._ledger.cancel(read_ids))
+                    self._lanes.cancel(read_ids)
                 case PeerAddress():
                     self._add(command)
                 case Program():
                     self._prepare(command)
                 case RemovePeer(peer, gone):
                     self._remove(peer, gone=gone)
-                case RenewReader():
-                    self._begin_renewal()
+                case ResetReader():
+                    self._begin_reset()
             self._finish_leaving()
         except Exception as error:  # noqa: BLE001 - the thread outlives our own defects, and tells of them
             self._rescue(command, error)
         self._publish()
 
     def step(self) -> bool:
-        """Post one chunk at most and the fences that are due, then ask about all in flight. False: nothing changed.
+        """Post one chunk at most and the checks that are due, then ask about all in flight. False: nothing changed.
 
-        What the step caused is published at its end: a look, its read and the fence wake the event loop once, and the
-        loop does not fight this thread for the interpreter in between.
+        What the step caused is published at its end: a first check, its chunk and the fence wake the event loop once,
+        and the loop does not fight this thread for the interpreter in between.
         """
         try:
-            looked = self._post_fences()
-            work = self._ledger.take() if self._renewing_since is None else None
-            if work is not None:
-                self._post(work)
-            self._post_fences()
+            posted = self._post_next()
             before = len(self._flying)
             self._mover.progress()
             for flying in tuple(self._flying):
                 self._poll(flying)
-            landed = self._renew_if_drained() or len(self._flying) < before
-            changed = looked or work is not None or landed
+            changed = self._reset_if_drained() or posted or len(self._flying) < before
             if changed:
                 self._finish_leaving()
         except Exception as error:  # noqa: BLE001 - as above
@@ -186,17 +160,62 @@ class Owner:
             self._publish()
         return changed
 
-    def _post_fences(self) -> bool:
-        """Post all fences that are due; False: there were none."""
+    def fits_inline(self, reads: Sequence[RankRead], within_s: float) -> bool:
+        """Tell whether reads can be moved at once: nothing else is open, and they are expected to take no longer."""
+        if self._flying or self._lanes.reads or self._leaving or self._resetting_since is not None:
+            return False
+        for read in reads:
+            peer = self._peers.get(read.peer)
+            if peer is None or not peer.met or peer.costs is None:
+                return False
+            for part in read.parts:
+                program = peer.programs.get(part.program_id)
+                if not isinstance(program, Prepared) or program.staged is not None:
+                    return False
+                within_s -= peer.costs.of_read(part.pairs.source.size, program)
+            if within_s < 0:
+                return False
+        return True
+
+    def post_inline(self, reads: Sequence[RankRead]) -> list[ReadEnded]:
+        """Take reads, and post all of them at once.
+
+        Returns:
+            The answers that are known by now. The others follow by steps.
+        """
+        try:
+            for read in reads:
+                self._admit(read)
+            while self._lanes.reads and self._post_next():
+                pass
+            self._finish_leaving()
+        except Exception as error:  # noqa: BLE001 - as above
+            self._rescue(PostReads(tuple(reads)), error)
+        answers = [event for event in self._outbox if isinstance(event, ReadEnded)]
+        self._outbox = [event for event in self._outbox if not isinstance(event, ReadEnded)]
+        if self._outbox:
+            self._publish()
+        return answers
+
+    def _post_next(self) -> bool:
+        """Post all checks that are due, one chunk, and the fences that it leads to; False: there was nothing."""
         posted = False
-        while self._ledger.fence_due and (fence := self._ledger.take()) is not None:
-            self._post(fence)
+        carried = None
+        while True:
+            while (check := self._lanes.take_check()) is not None:
+                self._post(check)
+                posted = True
+            if carried is not None or self._resetting_since is not None:
+                return posted
+            carried = self._lanes.take_chunk()
+            if carried is None:
+                return posted
+            self._post(carried)
             posted = True
-        return posted
 
     def begin_close(self) -> None:
         """Drop everything that is not posted. Steps may go on until nothing is in flight."""
-        self._renewing_since = None
+        self._resetting_since = None
         for peer in tuple(self._peers):
             self._leave(peer, CLOSING)
         self._publish()
@@ -205,43 +224,45 @@ class Owner:
         """Destroy the agents, then report what was still in flight: now nothing of it writes any more."""
         self._mover.close()
         for flying in self._flying:
-            self._emit(self._ledger.failed(flying.work, CLOSING))
+            self._lanes.failed(flying.work, CLOSING)
         self._flying.clear()
         self._publish()
 
-    def _begin_renewal(self) -> None:
-        if self._renewing_since is None:
-            self._renewing_since = self._now()
-        self._renew_if_drained()
+    def _begin_reset(self) -> None:
+        if self._resetting_since is None:
+            self._resetting_since = self._now()
+        self._reset_if_drained()
 
-    def _renew_if_drained(self) -> bool:
-        """Renew the reader once the peers that were not given up have landed, or have had their time for it.
+    def _reset_if_drained(self) -> bool:
+        """Reset the reader once the peers that were not given up have nothing in flight, or have had their time for it.
 
-        False: no renewal was asked for, or it has to wait.
+        False: no reset was asked for, or it has to wait.
         """
-        since, now = self._renewing_since, self._now()
+        since = self._resetting_since
         if since is None:
             return False
-        healthy = any(not flying.stuck and not self._peers[flying.work.peer].leaving for flying in self._flying)
-        if healthy and now - since < RENEWAL_DRAIN_S:
+        now = self._now()
+        healthy = any(not flying.stuck and flying.work.lane.closed is None for flying in self._flying)
+        if healthy and now - since < RESET_DRAIN_S:
             return False
-        self._renewing_since = None
+        self._resetting_since = None
         ended = len(self._flying)
         if ended:
-            self._renew()
-        self._emit([RenewalEnded(ended, drain_s=now - since, renew_s=self._now() - now)])
+            self._reset()
+        self._tell(ReaderReset(ended, drain_s=now - since, reset_s=self._now() - now))
         return True
 
-    def _renew(self) -> None:
+    def _reset(self) -> None:
         """Destroy the reader, end all that is in flight, and give the next reader the peers that are left."""
         with suppress(MoveFailed):  # then no peer can be added below, and each says why
-            self._mover.renew()
+            self._mover.reset()
         flying, self._flying = self._flying, []
         for each in flying:
-            self._fail(each.work, RENEWED)
+            self._fail(each.work, RESET)
         for peer_id, peer in tuple(self._peers.items()):
             if peer.leaving:
                 continue
+            peer.met = False
             try:
                 peer.carrier = self._mover.add(peer.address)
                 for program in peer.programs.values():
@@ -250,42 +271,33 @@ class Owner:
             except MoveFailed as failure:
                 self._lose(peer_id, Reason("peer_lost", failure.reason.detail))
 
-    def _admit(self, read: Read) -> None:
+    def _admit(self, read: RankRead) -> None:
+        """Check a read before anything of it is posted. If it cannot be served, it ends alone."""
         try:
-            program = self._program_of(read)
-            if program.staged is None:
-                check_read(read, program.source, program.target)
-            else:
-                check_staged_read(read, program.staged.checked)
+            peer = self._peers.get(read.peer)
+            if peer is None or peer.leaving:
+                raise MoveFailed("peer_lost", f"{read.peer} is not added")
+            slot, epoch, _ = read.lease
+            if not (0 <= slot < peer.slots and 0 <= epoch <= EPOCH_MAX):
+                raise OutOfBounds(f"{read.peer} has {peer.slots} epoch slots, and not {slot} for epoch {epoch}")
+            if not read.parts:
+                raise OutOfBounds("a read without parts")
+            programs = []
+            for part in read.parts:
+                program = peer.programs.get(part.program_id)
+                if not isinstance(program, Prepared):
+                    raise _unusable(program, part.program_id, read.peer)
+                check_pairs(part.pairs, program.source_units, program.target_units)
+                programs.append(program)
         except MoveFailed as failure:
-            self._emit(self._ledger.refuse(read, failure.reason))
+            self._refuse(read, failure.reason)
         except OutOfBounds as error:
-            self._emit(self._ledger.refuse(read, Reason("bounds", str(error))))
+            self._refuse(read, Reason("bounds", str(error)))
         else:
-            self._emit(self._ledger.admit(read, staged=program.staged is not None))
+            self._lanes.admit(read, programs)
 
-    def _look(self, peer_id: PeerId, fence: Fence) -> None:
-        try:
-            self._open(peer_id)
-        except MoveFailed as failure:
-            self._emit([FenceFailed(fence.fence_id, failure.reason.code, failure.reason.detail)])
-        else:
-            self._ledger.look(peer_id, fence)
-
-    def _open(self, peer_id: PeerId) -> _Peer:
-        peer = self._peers.get(peer_id)
-        if peer is None or peer.leaving:
-            raise MoveFailed("peer_lost", f"{peer_id} is not added")
-        return peer
-
-    def _program_of(self, read: Read) -> Prepared:
-        peer = self._open(read.peer)
-        program = peer.programs.get(read.program_id)
-        if program is None:
-            raise MoveFailed("program_unknown", f"program {read.program_id} of {read.peer} was not prepared")
-        if isinstance(program, Reason):
-            raise MoveFailed(program.code, program.detail)
-        return program
+    def _refuse(self, read: RankRead, reason: Reason) -> None:
+        self._tell(ReadEnded(read.read_id, "failed", reason.code, reason.detail, phase="queue"))
 
     def _prepare(self, program: Program) -> None:
         peer = self._peers.get(program.peer)
@@ -293,7 +305,7 @@ class Owner:
             return  # its reads fail as those of a peer that is not there
         assert program.program_id not in peer.programs, f"program id {program.program_id} is used twice"
         try:
-            prepared = self._checked(program)
+            prepared = check_program(program, self._regions, self._staging)
             self._mover.prepare(prepared)
         except OutOfBounds as error:
             peer.programs[program.program_id] = Reason("bounds", str(error))
@@ -301,15 +313,6 @@ class Owner:
             peer.programs[program.program_id] = failure.reason
         else:
             peer.programs[program.program_id] = prepared
-
-    def _checked(self, program: Program) -> Prepared:
-        source, target = check_rows(program.source_rows), check_rows(program.target_rows)
-        if program.scatter is None:
-            check_inside(target, self._regions, program.target_memory)
-            return Prepared(program, source, target)
-        nbytes = self._staging.use.buffer_bytes
-        checked = check_scatter(program, source, target, buffer_bytes=nbytes, regions=self._regions)
-        return Prepared(program, source, self._staging.rows(target), Staged(checked, self._staging.scatterer(checked)))
 
     def _add(self, address: PeerAddress) -> None:
         peer = self._peers.get(address.peer)
@@ -321,19 +324,20 @@ class Owner:
                 _check_epochs(address.epochs)
                 carrier = self._mover.add(address)
             except MoveFailed as failure:
-                self._emit([PeerFailed(address.peer, failure.reason.code, failure.reason.detail)])
+                self._tell(PeerFailed(address.peer, failure.reason.code, failure.reason.detail))
                 return
-            peer = self._peers[address.peer] = _Peer(address, carrier)
-            self._ledger.open(address.peer)
-        self._emit([PeerAdded(address.peer, peer.carrier)])
+            costs = PostCosts() if self._mover.ends_at_once(address.peer) else None
+            peer = self._peers[address.peer] = _Peer(address, carrier, address.epochs.nbytes // 8, costs)
+            self._lanes.open(address.peer, min(max(address.weight, 1), WEIGHT_MAX))
+        self._tell(PeerAdded(address.peer, peer.carrier))
 
     def _remove(self, peer_id: PeerId, *, gone: bool) -> None:
         peer = self._peers.get(peer_id)
         if peer is None and gone:
-            self._mover.remove(peer_id, gone=True)  # it was let go before, and only now is known not to come again
+            self._mover.remove(peer_id, gone=True)  # it was removed before, and only now is known not to come again
         if peer is not None and peer.again is not None:
             peer.again = None
-            self._emit([PeerFailed(peer_id, "peer_lost", "removed before it could be added again")])
+            self._tell(PeerFailed(peer_id, "peer_lost", "removed before it could be added again"))
         if peer is not None:
             peer.gone = gone
             self._leave(peer_id, REMOVED)
@@ -344,14 +348,18 @@ class Owner:
         if peer.leaving:
             return False
         peer.leaving = True
-        self._emit(self._ledger.abandon(peer_id, reason))
+        self._leaving += 1
+        self._lanes.abandon(peer_id, reason)
         self._mover.leave(peer_id)
         return True
 
     def _finish_leaving(self) -> None:
+        if not self._leaving:
+            return
         for peer_id, peer in tuple(self._peers.items()):
-            if peer.leaving and self._ledger.drained(peer_id):
+            if peer.leaving and self._lanes.drained(peer_id):
                 del self._peers[peer_id]
+                self._leaving -= 1
                 self._mover.remove(peer_id, gone=peer.gone)
                 if peer.again is not None:
                     self._add(peer.again)
@@ -362,33 +370,39 @@ class Owner:
         for each, peer in self._peers.items():
             shares = lost is not None and peer.address.agent is not None and peer.address.agent == lost.address.agent
             if (peer is lost or shares) and self._leave(each, reason):
-                self._emit([PeerFailed(each, reason.code, reason.detail)])
+                self._tell(PeerFailed(each, reason.code, reason.detail))
 
     def _post(self, work: Work) -> None:
-        started = self._now()
         try:
-            if isinstance(work, Chunk):
-                staged = self._staged(work)
-                outcome = self._mover.post(work if staged is None else fetching(work, staged.checked))
-                self._ledger.posted(work, started, self._now())
-            elif work.fence.slot in range(self._peers[work.peer].address.epochs.nbytes // 8):
-                outcome = self._mover.post_fence(work.peer, work.fence, work.after)
-            else:
-                raise MoveFailed("bounds", f"{work.peer} has no epoch slot {work.fence.slot}")
+            outcome = self._post_check(work) if isinstance(work, Check) else self._post_chunk(work)
         except MoveFailed as failure:
             self._fail(work, failure.reason)
         except Exception as error:
-            if isinstance(work, Chunk):
-                # Nobody knows whether it had begun to write: only the end of the agents proves that it does not.
-                self._flying.append(_Flying(work, Flight(), started, stuck=True))
-            else:
+            if isinstance(work, Check):
                 self._fail(work, Reason("transport_error", repr(error)))
+            else:
+                # Nobody knows whether it had begun to write: only the end of the agents proves that it does not.
+                self._flying.append(_Flying(work, Flight(), stuck=True))
             raise
         else:
             if isinstance(outcome, Flight):
-                self._flying.append(_Flying(work, outcome, started))
+                self._flying.append(_Flying(work, outcome))
             else:
-                self._land(work, outcome, started)
+                self._land(work, outcome, None)
+
+    def _post_check(self, check: Check) -> Flight | Sequence[int]:
+        reads = [(opened.read.read_id, opened.read.lease) for opened in check.reads]
+        return self._mover.post_check(check.lane.peer, check.first, check.last, reads, fence=check.fence)
+
+    def _post_chunk(self, carried: Carried) -> Flight | int:
+        chunk, staged = carried.chunk, carried.program.staged
+        started = self._now()
+        outcome = self._mover.post(chunk if staged is None else fetching(chunk, staged.checked))
+        carried.post_s = self._now() - started
+        costs = self._peers[carried.lane.peer].costs
+        if costs is not None:
+            costs.learn(carried.post_s, chunk.stop - chunk.first, carried.nbytes)
+        return outcome
 
     def _poll(self, flying: _Flying) -> None:
         if flying.stuck:
@@ -404,67 +418,75 @@ class Owner:
         else:
             if outcome is not None:
                 self._flying.remove(flying)
-                self._land(flying.work, outcome, flying.posted_at, flying.flight.unheld)
+                self._land(flying.work, outcome, flying.flight)
 
-    def _land(
-        self, work: Work, value: int, posted_at: float, unheld: AbstractSet[tuple[int, int]] = frozenset()
-    ) -> None:
-        if isinstance(work, Chunk):
-            self._scatter(work)
-            self._emit(self._ledger.arrived(work, self._now(), unheld))
-        else:
-            self._emit(self._ledger.judged(work, value, self._now() - posted_at))
-
-    def _staged(self, chunk: Chunk) -> Staged | None:
-        """Return what a chunk's program needs to be staged; None if it is not."""
-        if chunk.buffer == NO_BUFFER:
-            return None
-        program = self._peers[chunk.peer].programs[chunk.read.program_id]
-        assert isinstance(program, Prepared)
-        return program.staged
-
-    def _scatter(self, chunk: Chunk) -> None:
-        """Copy a chunk that has arrived from its buffer to where it belongs, unless nobody wants it any more."""
-        staged = self._staged(chunk)
-        if staged is None or not self._ledger.wanted(chunk):
+    def _land(self, work: Work, outcome: int | Sequence[int], flight: Flight | None) -> None:
+        self._peers[work.lane.peer].met = True
+        if isinstance(work, Check):
+            assert not isinstance(outcome, int)
+            self._lanes.checked(work, outcome)
             return
+        if work.chunk.buffer != NO_BUFFER and work.wanted:
+            self._scatter(work)
+        if flight is not None:
+            self._lanes.arrived(work, flight.unheld, flight.refused)
+        else:
+            self._lanes.arrived(work)
+
+    def _scatter(self, carried: Carried) -> None:
+        """Copy a chunk that has arrived from its buffer to where it belongs."""
+        chunk, staged = carried.chunk, carried.program.staged
+        assert staged is not None
         started = self._now()
         try:
             content = self._staging.content(chunk.buffer)
-            staged.scatterer.run(content, chunk.read.target_index[chunk.first : chunk.stop])
+            staged.scatterer.run(content, chunk.portion.target_index[chunk.first : chunk.stop])
         except Exception as error:
             # Half of it may be there, but nothing writes any more: the read ends before the defect is told.
-            self._emit(self._ledger.failed(chunk, Reason("transport_error", repr(error))))
+            self._lanes.failed(carried, Reason("transport_error", repr(error)))
             raise
-        self._ledger.scattered(chunk, self._now() - started)
+        carried.scatter_s = self._now() - started
 
     def _fail(self, work: Work, reason: Reason) -> None:
-        self._emit(self._ledger.failed(work, reason))
+        self._lanes.failed(work, reason)
         if reason.code != "bounds":
-            self._lose(work.peer, reason)
+            self._lose(work.lane.peer, reason)
 
     def _rescue(self, command: Command | None, error: Exception) -> None:
         """Fail everything after a defect of our own: nobody may wait for ever."""
         _logger.error("kvflow.transport: unexpected error; all reads fail", exc_info=error)
         reason = Reason("transport_error", repr(error))
         if isinstance(command, PeerAddress) and command.peer not in self._peers:
-            self._emit([PeerFailed(command.peer, reason.code, reason.detail)])
-        if isinstance(command, Read) and command.read_id not in self._ledger.reads:
-            self._emit(self._ledger.refuse(command, reason))
+            self._tell(PeerFailed(command.peer, reason.code, reason.detail))
+        if isinstance(command, PostReads):
+            told = {event.read_id for event in self._outbox if isinstance(event, ReadEnded)}
+            for read in command.reads:
+                if read.read_id not in self._lanes.reads and read.read_id not in told:
+                    self._refuse(read, reason)
         for peer_id in tuple(self._peers):
             self._lose(peer_id, reason)
 
-    def _emit(self, events: Sequence[TransportEvent]) -> None:
-        self._outbox += events
+    def _tell(self, event: TransportEvent) -> None:
+        self._outbox.append(event)
 
     def _publish(self) -> None:
-        self._staging.note(*self._ledger.staging(), self._ledger.waiting_for_buffer())
+        if self._staging.buffers:
+            self._staging.note(*self._lanes.staging(), self._lanes.waiting_for_buffer())
+        if not self._outbox:
+            return
         events, self._outbox = self._outbox, []
         for event in events:
             try:
                 self._sink(event)
             except Exception:
                 _logger.exception("kvflow.transport: the sink raised; %r is lost", event)
+
+
+def _unusable(program: Reason | None, program_id: int, peer: PeerId) -> MoveFailed:
+    """Return why a read cannot use a program that is not prepared."""
+    if program is None:
+        return MoveFailed("program_unknown", f"program {program_id} of {peer} was not prepared")
+    return MoveFailed(program.code, program.detail)
 
 
 def _check_epochs(epochs: Region) -> None:

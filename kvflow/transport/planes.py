@@ -13,9 +13,9 @@ import msgspec
 from kvflow.errors import TransportUnavailable
 from kvflow.ids import PeerId
 from kvflow.layout.region import Region
-from kvflow.transport.base import UNFIT, Carrier, Fence, PeerAddress, Published
-from kvflow.transport.ledger import Chunk, Reason
-from kvflow.transport.mover import Flight, MoveFailed, Mover, MoverFactory, Plane, Prepared
+from kvflow.transfer.requests import LeaseName
+from kvflow.transport.base import UNFIT, Carrier, PeerAddress, Published
+from kvflow.transport.mover import Chunk, Flight, MoveFailed, Mover, MoverFactory, Plane, Prepared, Reason
 from kvflow.transport.serving import Serving
 
 _logger = logging.getLogger(__name__)
@@ -76,13 +76,25 @@ class PlanesMover(Mover):
 
     def post(self, chunk: Chunk) -> Flight | int:
         """See ``Mover.post``."""
-        mover = self._peers[chunk.peer]
-        return _noted(mover, mover.post(chunk))
+        mover = self._peers[chunk.portion.peer]
+        outcome = mover.post(chunk)
+        if isinstance(outcome, Flight):
+            outcome.mover = mover
+        return outcome
 
-    def post_fence(self, peer: PeerId, fence: Fence, after: frozenset[int]) -> Flight | int:
-        """See ``Mover.post_fence``."""
+    def post_check(
+        self, peer: PeerId, first: int, last: int, reads: Sequence[tuple[int, LeaseName]], *, fence: bool
+    ) -> Flight | Sequence[int]:
+        """See ``Mover.post_check``."""
         mover = self._peers[peer]
-        return _noted(mover, mover.post_fence(peer, fence, after))
+        outcome = mover.post_check(peer, first, last, reads, fence=fence)
+        if isinstance(outcome, Flight):
+            outcome.mover = mover
+        return outcome
+
+    def ends_at_once(self, peer: PeerId) -> bool:
+        """See ``Mover.ends_at_once``."""
+        return self._peers[peer].ends_at_once(peer)
 
     def progress(self) -> None:
         """See ``Mover.progress``."""
@@ -94,17 +106,17 @@ class PlanesMover(Mover):
         if peer in self._peers:
             self._peers[peer].leave(peer)
 
-    def poll(self, flight: Flight) -> int | None:
+    def poll(self, flight: Flight) -> int | Sequence[int] | None:
         """See ``Mover.poll``."""
         return flight.mover.poll(flight)
 
-    def renew(self) -> None:
-        """See ``Mover.renew``. Every plane is renewed, whatever the others say."""
+    def reset(self) -> None:
+        """See ``Mover.reset``. Every plane is reset, whatever the others say."""
         self._peers.clear()
         failures = []
         for mover in self._movers.values():
             try:
-                mover.renew()
+                mover.reset()
             except MoveFailed as failure:
                 failures.append(failure)
         if failures:
@@ -158,13 +170,6 @@ def open_planes(
             raise TransportUnavailable(f"no data plane can start: {reasons}")
         opened.pop_all()
     return PlanesMover(movers, missing)
-
-
-def _noted(mover: Mover, outcome: Flight | int) -> Flight | int:
-    """Note whose a flight is."""
-    if isinstance(outcome, Flight):
-        outcome.mover = mover
-    return outcome
 
 
 def _warn_of_failures(peer: PeerId, chosen: str, refusals: Mapping[str, Reason]) -> None:

@@ -6,7 +6,6 @@ is registered with the reader only, and published to nobody.
 
 import ctypes
 from collections.abc import Callable, Iterator
-from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -16,11 +15,9 @@ from kvflow.errors import ConfigInvalid
 from kvflow.ids import PeerId
 from kvflow.layout.region import Region
 from kvflow.transfer.boxes import FIXED
-from kvflow.transfer.requests import LeaseShare
 from kvflow.transfer.staging import STAGING_BUFFERS, buffer_bytes_of
-from kvflow.transport.base import Read, StagingUse
+from kvflow.transport.base import StagingUse
 from kvflow.transport.bounds import CheckedScatter, Rows, check_rows
-from kvflow.transport.ledger import Chunk
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -86,35 +83,6 @@ class StagingMemory:
             table[:, 0] += buffer.address
             tables.append(table)
         return check_rows(np.concatenate(tables))
-
-
-def fetching(chunk: Chunk, scatter: CheckedScatter) -> Chunk:
-    """Return the chunk of descriptors that fetches a chunk of pairs of units into its buffer.
-
-    Its read has these pairs only, and their leases: descriptor ``k`` belongs to pair ``first + k % (stop - first)``.
-    """
-    read, count = chunk.read, chunk.stop - chunk.first
-    run = np.arange(scatter.fetch_runs, dtype=np.int64)[:, None]
-    source = run * scatter.source_units + read.source_index[chunk.first : chunk.stop]
-    target = (chunk.buffer * scatter.fetch_runs + run) * scatter.slots + np.arange(count)
-    posted = Read(
-        read_id=read.read_id,
-        peer=read.peer,
-        program_id=read.program_id,
-        source_index=source.astype(np.int32).ravel(),
-        target_index=target.astype(np.int32).ravel(),
-        cuts=np.array([0, source.size], np.int64),
-        nbytes=0,  # it was checked as pairs of units
-        leases=_shares_between(read.leases, chunk.first, chunk.stop),
-    )
-    return Chunk(posted, 0, source.size)
-
-
-def _shares_between(leases: tuple[LeaseShare, ...], first: int, stop: int) -> tuple[LeaseShare, ...]:
-    """Return the shares of the pairs ``[first, stop)``."""
-    ends = accumulate(share.pairs for share in leases)
-    found = ((share, min(end, stop) - max(end - share.pairs, first)) for share, end in zip(leases, ends, strict=True))
-    return tuple(replace(share, pairs=pairs) for share, pairs in found if pairs > 0)
 
 
 class Scatterer:

@@ -6,6 +6,9 @@ another one, unless a byte of the answer has come.
 
 The exporter tells at the end of each chunk what the epoch slots of its leases held after the chunk's bytes had been
 read. So a fence needs no question of its own: each chunk of its reads has answered it.
+
+Small reads that share a chunk are asked for together. If the exporter refuses the request because of one of them, each
+is asked for alone, so that the refusal fails that one only.
 """
 
 import select
@@ -23,14 +26,13 @@ import numpy.typing as npt
 from kvflow.config import TcpSettings
 from kvflow.ids import Credentials, PeerId
 from kvflow.layout.region import Region
-from kvflow.transfer.requests import LeaseShare
+from kvflow.transfer.requests import LeaseName
 from kvflow.transport import tcp_wire as wire
-from kvflow.transport.base import UNFIT, Carrier, Fence, PeerAddress
+from kvflow.transport.base import UNFIT, Carrier, PeerAddress
 from kvflow.transport.bounds import Places
 from kvflow.transport.device import landing
 from kvflow.transport.envelope import Envelope, seal, unseal
-from kvflow.transport.ledger import Chunk, lease_numbers
-from kvflow.transport.mover import Flight, MoveFailed, Plane, Prepared
+from kvflow.transport.mover import Chunk, Flight, MoveFailed, Plane, Prepared, Reason, Share, share_numbers
 from kvflow.transport.serving import Serving
 from kvflow.transport.tcp_answers import HostMemory
 from kvflow.transport.tcp_channel import ChannelClosed
@@ -45,24 +47,26 @@ OPENING_S_MAX = 5.0
 PORT_MAX = (1 << 16) - 1
 
 READS_MAX = 1 << 17
-"""Reads of which it is remembered what their leases were: twice as many as a ledger remembers."""
+"""Reads of which it is remembered what their chunks have told. Only reads that end without a fence stay that long."""
 
 
 @dataclass(eq=False)
 class _Asked(Flight):
-    """A chunk or a slot that a peer was asked for.
+    """A chunk or slots that a peer was asked for.
 
     Attributes:
         missing: answers that have not come.
-        value: of the slot.
+        values: of the slots.
         failure: why it has failed.
         unheld: see ``Flight``.
+        refused: see ``Flight``.
     """
 
     missing: int = 0
-    value: int = 0
+    values: list[int] = field(default_factory=list)
     failure: MoveFailed | None = None
     unheld: set[tuple[int, int]] = field(default_factory=set)
+    refused: dict[int, Reason] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -76,7 +80,7 @@ class _Program:
 
 @dataclass(slots=True, eq=False)
 class _Peer:
-    """Whom we read from."""
+    """A peer that we read from."""
 
     address: PeerAddress
     place: tuple[str, int]
@@ -86,16 +90,65 @@ class _Peer:
 
 
 @dataclass(slots=True, eq=False)
-class _Seen:
-    """What the chunks of one read have told of its leases.
+class _Wanted:
+    """Descriptors that one request asks for.
 
     Attributes:
-        leases: that the read names, as slots and epochs.
-        odd: what a slot held, if it was not the epoch of its lease.
+        asked: the chunk that they belong to.
+        peer: that is asked.
+        program: of the descriptors.
+        shares: whose they are; a request names the lease of each.
+        numbers: uint16, shape (n,): the share of each descriptor; None: there is one.
+        source: int32, shape (n,).
+        target: int32, shape (n,).
     """
 
-    leases: set[tuple[int, int]]
-    odd: dict[tuple[int, int], int] = field(default_factory=dict)
+    asked: _Asked
+    peer: _Peer
+    program: _Program
+    shares: Sequence[Share]
+    numbers: npt.NDArray[np.uint16] | None
+    source: npt.NDArray[np.int32]
+    target: npt.NDArray[np.int32]
+
+    def only(self, number: int) -> "_Wanted":
+        """Return the descriptors of one share."""
+        of_share = self.numbers == number
+        one = (self.shares[number],)
+        return _Wanted(self.asked, self.peer, self.program, one, None, self.source[of_share], self.target[of_share])
+
+
+class Told:
+    """What the chunks of reads have told of their slots. A fence needs no question of its own then."""
+
+    def __init__(self) -> None:
+        self._values: OrderedDict[int, int] = OrderedDict()
+
+    def note(self, share: Share, value: int) -> None:
+        """Note what a slot held when a chunk had been read; of several chunks of one read the worst counts."""
+        epoch = share.lease.epoch
+        before = self._values.get(share.read_id, epoch)
+        worst = max(before, value)
+        self._values[share.read_id] = worst if worst > epoch else min(before, value)
+        if len(self._values) > READS_MAX:
+            self._values.popitem(last=False)
+
+    def verdicts(self, first: int, last: int, reads: Sequence[tuple[int, LeaseName]]) -> list[int]:
+        """Return what was told of the slots from ``first`` to ``last`` for reads whose fence is due, and forget it.
+
+        Slots only grow: of several reads of one slot the highest value is the latest. A read that was told another one
+        has it in the ``unheld`` of its chunk.
+
+        Raises:
+            MoveFailed: no chunk of one of these reads has ended.
+        """
+        values = [0] * (last - first + 1)
+        for read_id, lease in reads:
+            value = self._values.pop(read_id, None)
+            if value is None:
+                raise MoveFailed("bounds", f"no chunk of read {read_id} has told of the lease in slot {lease.slot}")
+            values[lease.slot - first] = max(values[lease.slot - first], value)
+        return values
 
 
 class TcpMover(Plane):
@@ -130,7 +183,8 @@ class TcpMover(Plane):
         self._connections: dict[int, tuple[Connection, _Peer]] = {}
         self._interest: dict[int, int] = {}
         self._opening: dict[Connection, float] = {}
-        self._seen: OrderedDict[int, _Seen] = OrderedDict()
+        self._told = Told()
+        self._refused: list[_Wanted] = []
         self._exporter = TcpExporter(settings, regions, epochs, serving)
         self._epoll = select.epoll()
         self.data_endpoint = self._exporter.endpoint
@@ -159,7 +213,13 @@ class TcpMover(Plane):
 
     def leave(self, peer_id: PeerId) -> None:
         """See ``Mover.leave``: a socket that is closed writes nothing."""
-        self._end(dict.fromkeys(self._peers[peer_id].connections, "the peer was removed"), again=False)
+        peer, detail = self._peers[peer_id], "the peer was removed"
+        self._end(dict.fromkeys(peer.connections, detail), again=False)
+        for wanted in self._refused:
+            if wanted.peer is peer:
+                wanted.asked.missing -= 1
+                wanted.asked.failure = MoveFailed("peer_lost", detail)
+        self._refused = [wanted for wanted in self._refused if wanted.peer is not peer]
 
     def remove(self, peer_id: PeerId, *, gone: bool) -> None:
         """See ``Mover.remove``."""
@@ -185,42 +245,27 @@ class TcpMover(Plane):
 
     def post(self, chunk: Chunk) -> Flight | int:
         """See ``Mover.post``."""
-        read, peer = chunk.read, self._peers[chunk.peer]
-        if not read.leases:
-            raise MoveFailed("bounds", "a read over TCP names its leases")
-        self._remember(read.read_id, read.leases)
-        program = peer.programs[read.program_id]
-        source, target = (index[chunk.first : chunk.stop] for index in (read.source_index, read.target_index))
-        lease_of = lease_numbers(chunk)
+        portion = chunk.portion
+        peer = self._peers[portion.peer]
+        program = peer.programs[portion.program_id]
+        part = slice(chunk.first, chunk.stop)
+        source, target, numbers = portion.source_index[part], portion.target_index[part], share_numbers(chunk)
         asked = _Asked()
-        for part in _parts(len(source), lease_of):
-            leases, frame = _named(
-                read.leases, None if lease_of is None else lease_of[part], program.known, source[part]
-            )
-            starts, lengths = program.places.stretches(target[part])
-            question = Question(
-                frame=frame,
-                answered=partial(self._on_epochs, asked, read.read_id, leases),
-                program=program.known,
-                leases=leases,
-                nbytes=sum(lengths),
-            )
-            if program.device is None:
-                question.target = self._memory.stretches(starts, lengths)
-            else:
-                assert self._device_memory is not None
-                parts = list(zip(starts, lengths, strict=True))
-                question.landing = landing(partial(self._device_memory.store, program.device), parts)
-            asked.missing += 1
-            self._ask(peer, question)
+        for part in _parts(len(source), numbers):
+            shares, renumbered = _named(portion.shares, None if numbers is None else numbers[part])
+            self._want(_Wanted(asked, peer, program, shares, renumbered, source[part], target[part]))
         return asked
 
-    def post_fence(self, peer_id: PeerId, fence: Fence, after: frozenset[int]) -> Flight | int:
-        """See ``Mover.post_fence``."""
-        if after:
-            return self._verdict(fence, after)
-        asked = _Asked(missing=1)
-        self._ask(self._peers[peer_id], Question(wire.encode_epoch(fence.slot), partial(self._on_value, asked)))
+    def post_check(
+        self, peer_id: PeerId, first: int, last: int, reads: Sequence[tuple[int, LeaseName]], *, fence: bool
+    ) -> Flight | Sequence[int]:
+        """See ``Mover.post_check``. A fence asks nothing: each read has one, which tells what its chunks have told."""
+        if fence:
+            return self._told.verdicts(first, last, reads)
+        slots = sorted({lease.slot for _, lease in reads})
+        asked = _Asked(missing=len(slots), values=[0] * (last - first + 1))
+        questions = [Question(wire.encode_epoch(slot), partial(self._on_value, asked, slot - first)) for slot in slots]
+        self._ask(self._peers[peer_id], questions)
         return asked
 
     def progress(self) -> None:
@@ -233,73 +278,77 @@ class TcpMover(Plane):
                 ended.setdefault(connection, f"connecting took longer than {OPENING_S_MAX:g} s")
         if ended:
             self._end(ended)
+        refused, self._refused = self._refused, []
+        for wanted in refused:
+            wanted.asked.missing -= 1
+            for number in range(len(wanted.shares)):
+                self._want(wanted.only(number))
 
-    def poll(self, flight: Flight) -> int | None:
+    def poll(self, flight: Flight) -> int | Sequence[int] | None:
         """See ``Mover.poll``."""
         assert isinstance(flight, _Asked)
         if flight.missing:
             return None
         if flight.failure is not None:
             raise flight.failure
-        return flight.value
+        return flight.values or 0
 
-    def renew(self) -> None:
-        """See ``Mover.renew``."""
+    def reset(self) -> None:
+        """See ``Mover.reset``."""
         for peer_id in [*self._peers]:
             self.remove(peer_id, gone=False)
 
     def close(self) -> None:
         """See ``Mover.close``."""
-        self.renew()
+        self.reset()
         self._epoll.close()
         self._exporter.close()
 
-    def _verdict(self, fence: Fence, after: frozenset[int]) -> int:
-        """Return what the chunks of the fenced reads have told of the lease; the worst, if they differ."""
-        odd = []
-        lease = (fence.slot, fence.epoch)
-        for read_id in after:
-            seen = self._seen.get(read_id)
-            if seen is None or lease not in seen.leases:
-                raise MoveFailed("bounds", f"read {read_id} did not name the lease in slot {fence.slot}")
-            if lease in seen.odd:
-                odd.append(seen.odd[lease])
-        return max([value for value in odd if value > fence.epoch], default=min(odd, default=fence.epoch))
+    def _want(self, wanted: _Wanted) -> None:
+        """Ask for descriptors."""
+        program = wanted.program
+        leases = [share.lease for share in wanted.shares]
+        starts, lengths = program.places.stretches(wanted.target)
+        question = Question(
+            frame=wire.encode_read(program.known.number, leases, wanted.source, wanted.numbers),
+            answered=partial(self._on_epochs, wanted),
+            program=program.known,
+            leases=leases,
+            nbytes=sum(lengths),
+        )
+        if program.device is None:
+            question.target = self._memory.stretches(starts, lengths)
+        else:
+            assert self._device_memory is not None
+            parts = list(zip(starts, lengths, strict=True))
+            question.landing = landing(partial(self._device_memory.store, program.device), parts)
+        wanted.asked.missing += 1
+        self._ask(wanted.peer, [question])
 
-    def _remember(self, read_id: int, leases: Sequence[LeaseShare]) -> None:
-        """Note the leases of a chunk; each chunk of a staged read has its own."""
-        seen = self._seen.get(read_id)
-        if seen is None:
-            seen = self._seen[read_id] = _Seen(set())
-            if len(self._seen) > READS_MAX:
-                self._seen.popitem(last=False)
-        seen.leases.update((lease.slot, lease.epoch) for lease in leases)
+    def _on_epochs(self, wanted: _Wanted, epochs: Sequence[int], failure: MoveFailed | None) -> None:
+        """Note that descriptors of a chunk have arrived, or have failed."""
+        asked = wanted.asked
+        if failure is None:
+            asked.missing -= 1
+            for share, value in zip(wanted.shares, epochs, strict=True):
+                self._told.note(share, value)
+                if value != share.lease.epoch:
+                    asked.unheld.add((share.lease.slot, share.lease.epoch))
+        elif failure.reason.code != "bounds":
+            asked.missing -= 1
+            asked.failure = failure
+        elif len(wanted.shares) > 1:
+            self._refused.append(wanted)  # the next step asks for each alone; until then one answer is missing
+        else:
+            asked.missing -= 1
+            asked.refused[wanted.shares[0].read_id] = failure.reason
 
-    def _on_epochs(
-        self,
-        asked: _Asked,
-        read_id: int,
-        leases: Sequence[LeaseShare],
-        epochs: Sequence[int],
-        failure: MoveFailed | None,
-    ) -> None:
-        """Note that a part of a chunk has arrived, or has failed."""
+    def _on_value(self, asked: _Asked, at: int, epochs: Sequence[int], failure: MoveFailed | None) -> None:
         asked.missing -= 1
         asked.failure = asked.failure or failure
-        seen = self._seen.get(read_id)
-        for lease, value in zip(leases, epochs, strict=True) if failure is None else ():
-            if value != lease.epoch:
-                key = (lease.slot, lease.epoch)
-                asked.unheld.add(key)
-                if seen is not None:
-                    seen.odd[key] = max(value, seen.odd.get(key, value))
+        asked.values[at] = epochs[0] if epochs else 0
 
-    def _on_value(self, asked: _Asked, epochs: Sequence[int], failure: MoveFailed | None) -> None:
-        asked.missing = 0
-        asked.failure = failure
-        asked.value = epochs[0] if epochs else 0
-
-    def _ask(self, peer: _Peer, question: Question) -> None:
+    def _ask(self, peer: _Peer, questions: Sequence[Question]) -> None:
         """Ask over the connection that owes least, or over another one while there may be more."""
         try:
             connection = min(peer.connections, key=lambda each: each.owed_bytes, default=None) or self._open(peer)
@@ -307,13 +356,14 @@ class TcpMover(Plane):
                 with suppress(ChannelClosed):  # then over this one
                     connection = self._open(peer)
         except ChannelClosed as error:
-            question.answered((), MoveFailed("peer_lost", str(error)))
+            for question in questions:
+                question.answered((), MoveFailed("peer_lost", str(error)))
             return
         try:
-            connection.ask(question)
-        except ChannelClosed as error:  # nobody has seen the question
+            connection.ask(questions)
+        except ChannelClosed as error:  # no answer has come
             self._end({connection: str(error)})
-            self._ask(peer, question)
+            self._ask(peer, questions)
         else:
             self._watch(connection)
 
@@ -360,7 +410,7 @@ class TcpMover(Plane):
             self._opening.pop(connection, None)
             self._epoll.unregister(connection.descriptor)
             peer.connections.remove(connection)
-            # A peer that has let nobody in is lost.
+            # A peer that has accepted no connection is lost.
             safe = again and (connection.open or any(each.open for each in peer.connections))
             repeatable = connection.close()
             for question in connection.owed:
@@ -370,29 +420,24 @@ class TcpMover(Plane):
                 else:
                     question.answered((), MoveFailed("peer_lost", detail))
         for peer, question in repeated:
-            self._ask(peer, question)
+            self._ask(peer, [question])
 
 
-def _parts(count: int, lease_of: npt.NDArray[np.uint16] | None) -> list[slice]:
+def _parts(count: int, numbers: npt.NDArray[np.uint16] | None) -> list[slice]:
     """Divide descriptors into requests of which each is within the bounds of the protocol."""
-    most = wire.DESCRIPTORS_MAX if lease_of is None else wire.LEASES_MAX
-    if lease_of is not None and count <= wire.DESCRIPTORS_MAX and len(np.unique(lease_of)) <= wire.LEASES_MAX:
-        most = wire.DESCRIPTORS_MAX
+    few = numbers is None or (count <= wire.DESCRIPTORS_MAX and len(np.unique(numbers)) <= wire.LEASES_MAX)
+    most = wire.DESCRIPTORS_MAX if few else wire.LEASES_MAX
     return [slice(first, min(first + most, count)) for first in range(0, count, most)]
 
 
 def _named(
-    leases: Sequence[LeaseShare],
-    lease_of: npt.NDArray[np.uint16] | None,
-    program: Known,
-    index: npt.NDArray[np.int32],
-) -> tuple[Sequence[LeaseShare], bytes]:
-    """Return the leases of some descriptors, and the request for them."""
-    if lease_of is None:
-        return leases[:1], wire.encode_read(program.number, leases[:1], index, None)
-    numbers, renumbered = np.unique(lease_of, return_inverse=True)
-    named = [leases[number] for number in numbers.tolist()]
-    return named, wire.encode_read(program.number, named, index, renumbered.astype(np.uint16))
+    shares: Sequence[Share], numbers: npt.NDArray[np.uint16] | None
+) -> tuple[Sequence[Share], npt.NDArray[np.uint16] | None]:
+    """Return the shares that some descriptors have, and number the descriptors by these."""
+    if numbers is None:
+        return shares, None
+    found, renumbered = np.unique(numbers, return_inverse=True)
+    return [shares[number] for number in found.tolist()], renumbered.astype(np.uint16) if len(found) > 1 else None
 
 
 def _place(endpoint: str) -> tuple[str, int]:

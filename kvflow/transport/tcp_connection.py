@@ -15,7 +15,7 @@ from functools import partial
 
 from kvflow.errors import ConfigInvalid
 from kvflow.ids import Credentials
-from kvflow.transfer.requests import LeaseShare
+from kvflow.transfer.requests import LeaseName
 from kvflow.transport import tcp_wire as wire
 from kvflow.transport.mover import MoveFailed
 from kvflow.transport.tcp_channel import Channel, ChannelClosed, PlainChannel, TlsChannel
@@ -62,7 +62,7 @@ class Question:
     frame: bytes
     answered: Callable[[Sequence[int], MoveFailed | None], None]
     program: Known | None = None
-    leases: Sequence[LeaseShare] = ()
+    leases: Sequence[LeaseName] = ()
     target: list[memoryview] = field(default_factory=list)
     landing: Iterator[memoryview] | None = None
     nbytes: int = wire.EPOCH_VALUE.size
@@ -114,17 +114,17 @@ class Connection:
         writes = self._channel is None or self._sending or self._channel.wants_write
         return select.EPOLLIN | (select.EPOLLOUT if writes else 0)
 
-    def ask(self, question: Question) -> None:
-        """Send a request, at once if there is room.
+    def ask(self, questions: Sequence[Question]) -> None:
+        """Send requests, at once if there is room.
 
         Raises:
-            ChannelClosed: the connection has ended; the question is not among those that it owes.
+            ChannelClosed: the connection has ended; these questions are not among those that it owes.
         """
-        self._unsent.append(question)
+        self._unsent.extend(questions)
         if self.open:
             self._send()
-        self.owed.append(question)
-        self.owed_bytes += question.nbytes
+        self.owed.extend(questions)
+        self.owed_bytes += sum(question.nbytes for question in questions)
 
     def on_ready(self) -> None:
         """Go on: the socket may be readable or writable.
@@ -175,13 +175,7 @@ class Connection:
 
     def _send(self) -> None:
         assert self._channel is not None
-        while self.open and self._unsent and len(self._sending) < _FRAMES_MAX:
-            question = self._unsent.popleft()
-            program = question.program
-            if program is not None and program.number not in self._known:
-                self._known.add(program.number)
-                self._sending.append(memoryview(program.frame))
-            self._sending.append(memoryview(question.frame))
+        self._take_unsent()
         while self._sending or self._channel.wants_write:
             count = self._channel.send(list(self._sending))
             if not count:
@@ -190,6 +184,17 @@ class Connection:
                 count -= len(self._sending.popleft())
             if count:
                 self._sending[0] = self._sending[0][count:]
+            self._take_unsent()
+
+    def _take_unsent(self) -> None:
+        """Let the next requests be sent, as many as one call of the system takes."""
+        while self.open and self._unsent and len(self._sending) < _FRAMES_MAX:
+            question = self._unsent.popleft()
+            program = question.program
+            if program is not None and program.number not in self._known:
+                self._known.add(program.number)
+                self._sending.append(memoryview(program.frame))
+            self._sending.append(memoryview(question.frame))
 
     def _receive(self, channel: Channel) -> None:
         """Receive what is there, but no more than a portion."""

@@ -51,7 +51,8 @@ CLIENTS_OF_ONE_MAX = 32
 """Of one reader: twice as many as it can be told to use."""
 
 ANSWERS_MAX = 64
-"""Of one connection. Nothing is read from it while as many wait to be sent; a reader has some ten in flight."""
+"""Of one connection. Nothing is read from it while as many wait to be sent; a reader has some ten in flight, and
+at times hundreds that ask for an epoch slot."""
 
 BUFFERED_BYTES_MAX = 64 << 20
 """Of requests that are half received, of all connections of one thread."""
@@ -108,7 +109,7 @@ class _Sender:
     """One thread that serves readers.
 
     Args:
-        serving: what may be served, and to whom.
+        serving: what may be served, and which readers may have it.
         memory: where it is.
         epochs: our epoch table.
         encrypt: whether connections are encrypted.
@@ -370,7 +371,7 @@ class TcpExporter:
         settings: where to listen, and whether to encrypt.
         regions: the cache.
         epochs: our epoch table.
-        serving: what may be served, and to whom.
+        serving: what may be served, and which readers may have it.
 
     Attributes:
         endpoint: where readers find it: ``tcp://host:port``.

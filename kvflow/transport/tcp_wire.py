@@ -37,7 +37,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvflow.ids import Credentials
-from kvflow.transfer.requests import LeaseShare
+from kvflow.transfer.requests import LeaseName
 
 MAGIC = b"kvftcp01"
 NONCE_BYTES = 32
@@ -176,7 +176,7 @@ def encode_program(number: int, group: int, rows: npt.NDArray[np.int64]) -> byte
 
 def encode_read(
     number: int,
-    leases: Sequence[LeaseShare],
+    leases: Sequence[LeaseName],
     index: npt.NDArray[np.int32],
     lease_of: npt.NDArray[np.uint16] | None,
 ) -> bytes:

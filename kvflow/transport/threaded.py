@@ -1,4 +1,9 @@
-"""The one thread of a transport: it alone touches the owner and the mover."""
+"""The thread of a transport, and the lock of its owner.
+
+One lock guards the owner and the movers. The owner thread holds it while it takes commands and steps, not while it
+pauses. ``post`` moves small reads under it at once, on the calling thread, if the lock is free and there is nothing
+else to do: a hand-over to another thread and back takes longer than such a read. It never waits for the lock.
+"""
 
 import logging
 import os
@@ -13,9 +18,11 @@ from functools import partial
 
 from kvflow.ids import PeerId
 from kvflow.layout.region import Region
-from kvflow.transport.base import Fence, PeerAddress, Program, Published, Read, Sink, StagingUse
+from kvflow.transfer.requests import RankRead, ReadEnded
+from kvflow.transport.base import INLINE_S_MAX, PeerAddress, Program, Published, Sink, StagingUse
+from kvflow.transport.commands import CancelReads, Command, PostReads, RemovePeer, ResetReader
 from kvflow.transport.mover import MoverFactory
-from kvflow.transport.owner import CancelReads, Command, Look, Owner, RemovePeer, RenewReader
+from kvflow.transport.owner import Owner
 from kvflow.transport.planes import open_planes
 from kvflow.transport.serving import SERVES_NOTHING, Serving
 from kvflow.transport.staging import StagingMemory
@@ -97,6 +104,8 @@ class ThreadedTransport:
         sink: called on the owner thread.
         staging: buffers for staged programs.
         required: planes without which the transport does not start. Of all planes one has to start.
+        inline_s_max: how long a post may take on the calling thread, in seconds; 0: none is made there. A test that
+            holds a copy until the calling thread goes on needs 0.
     """
 
     def __init__(
@@ -107,6 +116,7 @@ class ThreadedTransport:
         staging: StagingMemory,
         *,
         required: frozenset[str] = frozenset(),
+        inline_s_max: float = INLINE_S_MAX,
     ) -> None:
         self._name = name
         self._staging = staging
@@ -117,6 +127,9 @@ class ThreadedTransport:
         self._published: Future[Published] = Future()
         self._lock = threading.Lock()
         self._closed = False
+        self._inline_s_max = inline_s_max
+        self._guard = threading.Lock()  # of the owner
+        self._owner: Owner | None = None
         self._threads: list[threading.Thread] = []  # one after start
 
     @property
@@ -157,21 +170,29 @@ class ThreadedTransport:
         """See ``Transport.prepare``."""
         self._command(program)
 
-    def post(self, read: Read) -> None:
+    def post(self, reads: Sequence[RankRead]) -> list[ReadEnded]:
         """See ``Transport.post``."""
-        self._command(read)
-
-    def look(self, peer: PeerId, fence: Fence) -> None:
-        """See ``Transport.look``."""
-        self._command(Look(peer, fence))
+        if self._inline_s_max and self._guard.acquire(blocking=False):
+            try:
+                # What is queued was commanded before, and is taken under the guard: nothing is in between.
+                owner = None if self._commands or self._closed else self._owner
+                if owner is not None and owner.fits_inline(reads, self._inline_s_max):
+                    answers = owner.post_inline(reads)
+                    if len(answers) < len(reads):
+                        self._bell.ring()  # the owner thread sees to the rest
+                    return answers
+            finally:
+                self._guard.release()
+        self._command(PostReads(tuple(reads)))
+        return []
 
     def cancel(self, read_ids: Sequence[int]) -> None:
         """See ``Transport.cancel``."""
         self._command(CancelReads(tuple(read_ids)))
 
-    def renew_reader(self) -> None:
-        """See ``Transport.renew_reader``."""
-        self._command(RenewReader())
+    def reset_reader(self) -> None:
+        """See ``Transport.reset_reader``."""
+        self._command(ResetReader())
 
     def close(self) -> None:
         """See ``Transport.close``. Blocks for about two seconds at most, unless a call into the library hangs.
@@ -205,35 +226,39 @@ class ThreadedTransport:
             self._published.set_exception(error)
             return
         owner = Owner(mover, regions, self._sink, time.monotonic, self._staging)
-        self._published.set_result(mover.published)
+        self._owner = owner
         self._bell.watch(mover.fileno())
+        self._published.set_result(mover.published)
         self._serve(owner)
-        owner.begin_close()
+        with self._guard:
+            self._owner = None
+            owner.begin_close()
         self._drain(owner, time.monotonic() + CLOSE_GRACE_S)
         self._bell.close()
         owner.end_close()
 
     def _serve(self, owner: Owner) -> None:
-        """Step and take commands in turn until told to close."""
-        pause_s = PAUSE_S_MIN
+        """Take commands and step in turn until told to close."""
+        pause_s = 0.0
         while True:
-            if owner.step():
-                pause_s = 0.0
-            elif owner.must_poll:
-                pause_s = min(max(PAUSE_S_MIN, pause_s * 2), PAUSE_S_MAX)
-            else:
-                pause_s = LOOK_S if owner.in_flight else -1.0
-            for command in self._take(pause_s):
-                if command is None:
-                    return
-                owner.handle(command)
+            self._bell.wait(pause_s)
+            with self._guard:
+                for command in self._take():
+                    if command is None:
+                        return
+                    owner.handle(command)
+                if owner.step():
+                    pause_s = 0.0
+                elif owner.must_poll:
+                    pause_s = min(max(PAUSE_S_MIN, pause_s * 2), PAUSE_S_MAX)
+                else:
+                    pause_s = LOOK_S if owner.in_flight else -1.0
 
     def _drain(self, owner: Owner, deadline: float) -> None:
         while owner.in_flight and time.monotonic() < deadline:
             if not owner.step():
                 time.sleep(PAUSE_S_MAX)
 
-    def _take(self, pause_s: float) -> list[Command | None]:
-        """Take all commands that are there; wait for the first, for ever if the pause is negative."""
-        self._bell.wait(pause_s)
+    def _take(self) -> list[Command | None]:
+        """Take all commands that are there."""
         return [self._commands.popleft() for _ in range(len(self._commands))]

@@ -1,9 +1,12 @@
 """Two ends of a transport, in one process or in two, and an oracle that copies bytes one descriptor at a time.
 
+Each kind of transport runs the suite, and those that can read inline run it once more doing so whenever they may.
+
 ``KVFLOW_TEST_MEMORY=VRAM`` runs the NIXL part of the suite on a GPU.
 """
 
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
@@ -16,21 +19,10 @@ import numpy as np
 import pytest
 
 from kvflow.layout.region import Region
-from kvflow.transfer.requests import LeaseShare
-from kvflow.transport.base import (
-    Fence,
-    FenceFailed,
-    FenceJudged,
-    PeerAdded,
-    PeerAddress,
-    PeerFailed,
-    Program,
-    Published,
-    Read,
-    ReadCompleted,
-    ReadFailed,
-    RenewalEnded,
-)
+from kvflow.transfer.bind import Bound
+from kvflow.transfer.pairs import UnitPairs
+from kvflow.transfer.requests import LeaseName, Part, RankRead, ReadEnded
+from kvflow.transport.base import PeerAdded, PeerAddress, PeerFailed, Program, Published, ReaderReset
 from tests.contract.kinds import KINDS, credentials, serving
 from tests.stopping import stop_process
 
@@ -39,17 +31,19 @@ PATIENCE_S = 60.0
 SLOTS = 64
 
 
+FIRST_READ = 1 << 40
+"""Ids of the reads and programs that a world makes for itself, from here on."""
+
+
 def key_of(event):
-    """What an event is about: ("read", 7), ("fence", 3), ("peer", "p") or ("renewal",)."""
+    """What an event is about: ("read", 7), ("peer", "p") or ("reset",)."""
     match event:
-        case ReadCompleted() | ReadFailed():
+        case ReadEnded():
             return ("read", event.read_id)
-        case FenceJudged() | FenceFailed():
-            return ("fence", event.fence_id)
         case PeerAdded() | PeerFailed():
             return ("peer", event.peer)
-        case RenewalEnded():
-            return ("renewal",)
+        case ReaderReset():
+            return ("reset",)
 
 
 class Recorder:
@@ -126,12 +120,12 @@ class Buffer:
 class End:
     """One transport with a cache and an epoch table."""
 
-    def __init__(self, kind, content, memory, staging_bytes=0, **options):
+    def __init__(self, kind, content, memory, staging_bytes=0, slots=SLOTS, **options):
         self.kind = kind
         self.name = f"{kind}-{uuid.uuid4().hex}"
         self.cache = Buffer(content, memory)
         self.region = self.cache.region
-        self.epochs = np.zeros(SLOTS, dtype=np.uint64)
+        self.epochs = np.zeros(slots, dtype=np.uint64)
         self.epochs_region = Region(self.epochs.ctypes.data, self.epochs.nbytes)
         self.sink = Recorder()
         self.transport = KINDS[kind](self.name, self.sink, staging_bytes, **options)
@@ -149,6 +143,13 @@ class End:
 
     def set_epoch(self, slot, value):
         self.epochs[slot] = value
+
+    def post(self, *reads):
+        """Post reads as one batch. Answers that are known at once are recorded like those that come later."""
+        answers = self.transport.post(reads)
+        for answer in answers:
+            self.sink(answer)
+        return answers
 
     def go(self):
         self.transport.close()
@@ -206,11 +207,56 @@ class Elsewhere:
         self.process.stdout.close()
 
 
+class Descriptors:
+    """The binding of a program whose units are its descriptors, cut after so many if the budgets allow that many.
+
+    Attributes:
+        on_bind: called before anything is bound, on the thread that posts.
+    """
+
+    unit_descriptors = 1
+
+    def __init__(self, source_rows, chunk=1 << 30):
+        self._lengths = lengths(source_rows)
+        self._chunk = chunk
+        self.unit_bytes = self.read_bytes = int(self._lengths.max())
+        self.on_bind = lambda: None
+
+    def bind(self, pairs, *, chunk_bytes, chunk_descriptors):
+        self.on_bind()
+        count = len(pairs.source)
+        step = min(self._chunk, chunk_descriptors, max(1, chunk_bytes // self.read_bytes))
+        cuts = np.array([*range(0, count, step), count])
+        nbytes = int(self._lengths[pairs.source].sum())
+        return Bound(pairs.source.astype(np.int32), pairs.target.astype(np.int32), cuts, nbytes)
+
+
+class StagedUnits:
+    """The binding of a staged program: whole units, a full buffer to a chunk.
+
+    Args:
+        unit_bytes: that one unit fills.
+        read_bytes: that are read for it.
+        slots: units of a buffer.
+    """
+
+    unit_descriptors = 1
+
+    def __init__(self, unit_bytes, read_bytes, slots):
+        self.unit_bytes, self.read_bytes, self._slots = unit_bytes, read_bytes, slots
+
+    def bind(self, pairs, *, chunk_bytes, chunk_descriptors):
+        count = len(pairs.source)
+        cuts = np.array([*range(0, count, self._slots), count])
+        return Bound(*(side.astype(np.int32) for side in (pairs.source, pairs.target)), cuts, count * self.unit_bytes)
+
+
 class World:
     """The ends of one test; all are closed when it ends, readers first."""
 
-    def __init__(self, kind):
+    def __init__(self, kind, inline=False):
         self.kind = kind
+        self.inline = inline
         self.memory = MEMORY if kind == "nixl" else "DRAM"
         # Reads are posted in order. Others may leave one in flight, and then a later one can end before it.
         self.in_order = kind == "loopback"
@@ -218,6 +264,7 @@ class World:
         self.serves = kind == "tcp"
         self.patience_s = PATIENCE_S
         self.Recorder = Recorder
+        self._numbers = itertools.count(FIRST_READ)
         self._ends = []
         self._shared = []
 
@@ -226,7 +273,9 @@ class World:
         content = np.zeros(nbytes, dtype=np.uint8)
         if seed is not None:
             content = np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
-        end = End(self.kind, content, self.memory, **options)
+        # Inline, however long it takes: these tests are of what happens, and not of how fast.
+        inline_s_max = PATIENCE_S if self.inline else 0.0
+        end = End(self.kind, content, self.memory, **{"inline_s_max": inline_s_max} | options)
         self._ends.insert(0, end)
         return end.start() if start else end
 
@@ -236,44 +285,60 @@ class World:
         return end
 
     def connect(self, reader, exporter, peer):
+        """Add a peer. Where reads are inline it is also met: the first read of a connection never is."""
         reader.transport.add_peer(exporter.address(peer))
         (added,) = reader.sink.wait(("peer", peer))
         assert (type(added), added.peer) == (PeerAdded, peer)
+        if self.inline:
+            number = next(self._numbers)
+            program = self.program(number, peer, *(self.rows(end.region, (0, 1, 1, 1)) for end in (exporter, reader)))
+            reader.transport.prepare(program)
+            reader.post(self.read(number, program, [0], [0], epoch=(1 << 63) - 1, check_first=True))
+            assert reader.sink.wait(("read", number))[0].verdict == "early"
+            reader.sink.forget(("read", number))
+
+    @contextlib.contextmanager
+    def holding(self, reader):
+        """Hold the owner thread of a reader until the block ends: what is posted meanwhile waits."""
+        with reader.sink.holding(("peer", "nobody")):
+            reader.transport.add_peer(reader.nobody())
+            reader.sink.wait(("peer", "nobody"))
+            reader.sink.forget(("peer", "nobody"))
+            yield
 
     def rows(self, region, *rows):
         """Rows from (offset, nbytes, stride, count) in a region."""
         table = [(region.address + offset, nbytes, region.device, *rest) for offset, nbytes, *rest in rows]
         return np.array(table, dtype=np.int64).reshape(-1, 5)
 
-    def program(self, program_id, peer, source, target):
-        return Program(program_id, peer, source, target, self.memory, self.memory)
+    def program(self, program_id, peer, source, target, *, chunk=1 << 30):
+        """A program whose units are descriptors, so many in a chunk at most."""
+        binding = Descriptors(source, chunk)
+        return Program(program_id, peer, source, target, self.memory, self.memory, binding=binding)
 
-    def dense(self, program_id, peer, source, target, *, block, count):
+    def dense(self, program_id, peer, source, target, *, block, count, **options):
         """``count`` blocks, from the start of one region to the start of another."""
         sides = [self.rows(region, (0, block, block, count)) for region in (source, target)]
-        return self.program(program_id, peer, *sides)
+        return self.program(program_id, peer, *sides, **options)
 
-    def read(self, read_id, program, source_index, target_index, *, cuts=None, fences=(), leases=(), **rest):
-        """A read. Without leases it names those of its fences, or what slot 0 holds in the beginning."""
-        source_index, target_index = (np.asarray(i, dtype=np.int32) for i in (source_index, target_index))
-        nbytes = int(lengths(program.source_rows)[source_index].sum())
-        cuts = np.array(cuts or [0, len(source_index)], dtype=np.int64)
-        leases = leases or leases_of(len(source_index), fences)
-        rest |= {"source_index": source_index, "target_index": target_index, "cuts": cuts, "leases": leases}
-        return Read(read_id, program.peer, program.program_id, nbytes=nbytes, fences=fences, **rest)
+    def read(self, read_id, program, source_index, target_index, *, slot=0, epoch=0, **rest):
+        """A read of one part, under the lease that slot 0 has in the beginning if none is named."""
+        return self.read_of(read_id, [(program, source_index, target_index)], slot=slot, epoch=epoch, **rest)
 
-    def fence(self, fence_id, slot, epoch, *after):
-        return Fence(fence_id, slot, epoch, after)
-
-    def leases(self, count, *fences):
-        """The leases of a read of so many pairs that is judged by these fences, some of them with a later read."""
-        return leases_of(count, fences)
+    def read_of(self, read_id, parts, *, slot=0, epoch=0, **rest):
+        """A read of several parts: program, numbers of the source, numbers of the target."""
+        made = tuple(
+            Part(program.program_id, UnitPairs(*(np.array(index, dtype=np.int64) for index in sides)))
+            for program, *sides in parts
+        )
+        return RankRead(read_id, parts[0][0].peer, LeaseName(slot, epoch), made, **rest)
 
     def oracle(self, exporter, reader, program, read):
         """What the reader's cache must look like: each descriptor copied by itself into what was there before."""
         content, expected = exporter.cache.bytes(), reader.cache.bytes()
         source_at, target_at = starts(program.source_rows), starts(program.target_rows)
-        for i, j in zip(read.source_index, read.target_index, strict=True):
+        (part,) = read.parts
+        for i, j in zip(part.pairs.source, part.pairs.target, strict=True):
             nbytes = lengths(program.source_rows)[i]
             a, b = source_at[i] - exporter.cache.region.address, target_at[j] - reader.cache.region.address
             expected[b : b + nbytes] = content[a : a + nbytes]
@@ -313,13 +378,6 @@ class World:
             self._ends.pop(0).go()
 
 
-def leases_of(count, fences=()):
-    """The leases of so many pairs: those of the fences, of which the first vouches for all pairs that have no other."""
-    named = list(dict.fromkeys((fence.slot, fence.epoch) for fence in fences if 0 <= fence.slot < SLOTS))[:count]
-    (slot, epoch), *others = named or [(0, 0)]
-    return (LeaseShare(slot, epoch, count - len(others)), *(LeaseShare(*other, 1) for other in others))
-
-
 def starts(rows):
     return np.concatenate([address + np.arange(count) * stride for address, _, _, stride, count in rows])
 
@@ -328,21 +386,31 @@ def lengths(rows):
     return np.concatenate([np.full(count, nbytes) for _, nbytes, _, _, count in rows])
 
 
-NIXL = pytest.param("nixl", marks=pytest.mark.nixl)
+KINDS_HERE = [
+    "loopback",
+    "loopback inline",
+    pytest.param("nixl", marks=pytest.mark.nixl),
+    pytest.param("nixl inline", marks=pytest.mark.nixl),
+    "tcp",
+]
 
 
-def world_of(kind):
-    world = World(kind)
+INLINE_KINDS = [KINDS_HERE[1], KINDS_HERE[3]]
+
+
+def world_of(name):
+    kind, _, inline = name.partition(" ")
+    world = World(kind, bool(inline))
     yield world
     world.close_all()
 
 
-@pytest.fixture(params=["loopback", NIXL, "tcp"])
+@pytest.fixture(params=KINDS_HERE)
 def world(request):
     yield from world_of(request.param)
 
 
-@pytest.fixture(params=[NIXL, "tcp"])
+@pytest.fixture(params=KINDS_HERE[2:])
 def far_world(request):
     """With exporters in other processes."""
     yield from world_of(request.param)

@@ -16,7 +16,7 @@ ALL_BLOCKS = ((0,),)
 """The whole cache is one block of one group, and each lease that is held has it."""
 
 
-def tcp_transport(name, sink, staging_bytes=0, bind=HERE):
+def tcp_transport(name, sink, staging_bytes=0, bind=HERE, inline_s_max=0.0):
     """The data plane over TCP, with as many connections as the settings have by default."""
     staging = StagingMemory(staging_bytes)
     settings = TcpSettings(bind=bind, advertise=bind, connections=2, encryption="off")
@@ -24,7 +24,7 @@ def tcp_transport(name, sink, staging_bytes=0, bind=HERE):
     def open_tcp(regions, epochs, serving):
         return TcpMover(name, settings, regions, epochs, serving, staging=staging.regions)
 
-    return ThreadedTransport("tcp", {"tcp": open_tcp}, sink, staging)
+    return ThreadedTransport("tcp", {"tcp": open_tcp}, sink, staging, inline_s_max=inline_s_max)
 
 
 KINDS = {"loopback": LoopbackTransport, "nixl": NixlTransport, "tcp": tcp_transport}

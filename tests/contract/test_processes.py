@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvflow.transport.base import FenceJudged, PeerAdded, PeerFailed, ReadCompleted, ReadFailed
+from kvflow.transport.base import PeerAdded, PeerFailed
 from kvflow.transport.nixl_binding import Agent
 from tests.contract.conftest import PATIENCE_S
 
@@ -37,25 +37,28 @@ def reader(world):
     return world.end(COUNT * BLOCK)
 
 
+def prepare(world, reader, peer, exporter, number, *, chunk=16):
+    """Prepare a program of all blocks of an exporter, in chunks of 1 MiB."""
+    regions = exporter.region, reader.cache.region
+    program = world.dense(number, peer, *regions, block=BLOCK, count=COUNT, chunk=chunk)
+    reader.transport.prepare(program)
+    return program
+
+
 def join(world, reader, peer, number):
     """Start another process and connect to it; return it and a program of all its blocks."""
     exporter = world.elsewhere(COUNT * BLOCK, seed=number)
     world.connect(reader, exporter, peer)
-    program = world.dense(number, peer, exporter.region, reader.cache.region, block=BLOCK, count=COUNT)
-    reader.transport.prepare(program)
-    return exporter, program
+    return exporter, prepare(world, reader, peer, exporter, number)
 
 
 def read_all(world, reader, exporter, program, read_id, *, epoch=0):
-    """Read everything in chunks of 1 MiB and compare it."""
-    cuts = list(range(0, COUNT + 1, 16))
-    fence = world.fence(read_id, 3, epoch, read_id)
-    reader.transport.post(world.read(read_id, program, range(COUNT), range(COUNT), cuts=cuts, fences=(fence,)))
-    read, judged = reader.sink.wait(("read", read_id), ("fence", read_id))
-    assert isinstance(read, ReadCompleted), read
-    assert isinstance(judged, FenceJudged), judged
+    """Read everything in chunks and compare it; return what the slot held."""
+    reader.post(world.read(read_id, program, range(COUNT), range(COUNT), slot=3, epoch=epoch))
+    (answer,) = reader.sink.wait(("read", read_id))
+    assert answer.verdict == "held", answer
     assert np.array_equal(reader.cache.bytes(), exporter.content)
-    return judged.observed
+    return answer.observed
 
 
 @only_nixl
@@ -77,8 +80,8 @@ def test_a_peer_that_hangs_before_it_was_read_from_is_read(world, reader):
     exporter, program = join(world, reader, "p", 1)
     exporter.stop()
     index = range(COUNT)
-    reader.transport.post(world.read(1, program, index, index))
-    assert isinstance(reader.sink.wait(("read", 1))[0], ReadCompleted)
+    reader.post(world.read(1, program, index, index))
+    assert reader.sink.wait(("read", 1))[0].verdict == "held"
     assert np.array_equal(reader.cache.bytes(), exporter.content)
 
 
@@ -97,11 +100,9 @@ def test_a_peer_that_is_gone_fails_its_reads_and_nobody_elses(world, reader, end
     if connected:
         read_all(world, reader, lost, program, 1)
     getattr(lost, end)()
-    fences = (world.fence(10, 0, 0, 10), world.fence(11, 0, 0, 10, 11))
-    reader.transport.post(world.read(10, program, [0, 1], [0, 1], cuts=[0, 1, 2], fences=fences[:1]))
-    reader.transport.post(world.read(11, program, [2], [2], fences=fences[1:]))
-    events = reader.sink.wait(("read", 10), ("fence", 10), ("read", 11), ("fence", 11))
-    assert [event.code for event in events] == ["peer_lost"] * 4
+    reader.post(world.read(10, program, range(40), range(40)), world.read(11, program, [41], [41], check_first=True))
+    answers = reader.sink.wait(("read", 10), ("read", 11))
+    assert [answer.code for answer in answers] == ["peer_lost"] * 2
     assert isinstance(reader.sink.wait(("peer", "lost"))[0], PeerFailed)
     read_all(world, reader, alive, alive_program, 12)
     assert len(set(reader.sink.order())) == len(reader.sink.order()) - 1  # added, and failed
@@ -114,12 +115,11 @@ def test_a_peer_killed_between_two_reads_fails_the_rest_of_them(world, reader):
     reader.sink.on(("read", 10), lost.kill)
     count = 40  # only a few chunks can be under way when the first read is reported
     for read_id in range(10, 10 + count):
-        fences = (world.fence(read_id, 0, 0, read_id),)
-        reader.transport.post(world.read(read_id, program, range(64), range(64), fences=fences))
-    keys = [(kind, read_id) for read_id in range(10, 10 + count) for kind in ("read", "fence")]
-    first, *_, last, last_fence = reader.sink.wait(*keys)
-    assert isinstance(first, ReadCompleted)
-    assert (last.code, last_fence.code) == ("peer_lost", "peer_lost")
+        reader.post(world.read(read_id, program, range(64), range(64)))
+    keys = [("read", read_id) for read_id in range(10, 10 + count)]
+    first, *_, last = reader.sink.wait(*keys)
+    assert first.verdict == "held"
+    assert last.code == "peer_lost"
     reader.sink.wait(("peer", "lost"))
     read_all(world, reader, alive, alive_program, 2)
     assert len(set(reader.sink.order())) == len(reader.sink.order()) - 1
@@ -133,7 +133,7 @@ def test_a_peer_that_died_before_it_was_added_fails(world, reader):
     if not isinstance(event, PeerFailed):  # found out only by the first read
         program = world.dense(1, "p", exporter.region, reader.cache.region, block=BLOCK, count=1)
         reader.transport.prepare(program)
-        reader.transport.post(world.read(1, program, [0], [0]))
+        reader.post(world.read(1, program, [0], [0]))
         assert reader.sink.wait(("read", 1))[0].code == "peer_lost"
         (event,) = reader.sink.wait(("peer", "p"))
     assert event.code == "peer_lost"
@@ -144,7 +144,7 @@ def test_a_restarted_peer_is_another_peer(world, reader):
     read_all(world, reader, first, program, 1)
     first.kill()
     second, second_program = join(world, reader, "engine/0/2", 2)
-    reader.transport.post(world.read(2, program, [0], [0]))
+    reader.post(world.read(2, program, [0], [0]))
     read_all(world, reader, second, second_program, 3)
     assert reader.sink.wait(("read", 2))[0].code == "peer_lost"
 
@@ -211,7 +211,7 @@ def test_a_peer_that_died_after_it_was_removed_fails_when_it_is_added_again(worl
         reader.sink.forget(("peer", "lost"))
         reader.transport.add_peer(lost.address("lost"))
         reader.transport.prepare(program)
-        reader.transport.post(world.read(read_id, program, [0], [0]))
+        reader.post(world.read(read_id, program, [0], [0]))
         assert reader.sink.wait(("read", read_id))[0].code == "peer_lost"
         world.flush_commands(reader)
     read_all(world, reader, alive, alive_program, 12)
@@ -223,10 +223,9 @@ def hung(world, reader):
     exporter, program = join(world, reader, "p", 1)
     read_all(world, reader, exporter, program, 1)
     exporter.stop()
-    cuts = list(range(0, COUNT + 1, COUNT // 8))
-    fences = (world.fence(2, 0, 0, 2),)
-    reader.transport.post(world.read(2, program, range(COUNT), range(COUNT), cuts=cuts, fences=fences))
-    reader.transport.post(world.read(3, program, [0], [0]))
+    program = prepare(world, reader, "p", exporter, 8, chunk=COUNT // 8)
+    reader.post(world.read(2, program, range(COUNT), range(COUNT)))
+    reader.post(world.read(3, program, [0], [0]))
     reader.transport.cancel([3])
     assert reader.sink.wait(("read", 3))[0].code == "cancelled"
     return exporter
@@ -238,10 +237,8 @@ def test_a_cancelled_read_of_a_hung_peer_ends_when_the_peer_wakes(world, reader,
     world.flush_commands(reader)
     assert ("read", 2) not in reader.sink.order()
     hung.resume()
-    read, fence = reader.sink.wait(("read", 2), ("fence", 2))
-    assert (read.code, fence.code) == ("cancelled", "cancelled")
-    program = world.dense(9, "p", hung.region, reader.cache.region, block=BLOCK, count=COUNT)
-    reader.transport.prepare(program)
+    assert reader.sink.wait(("read", 2))[0].code == "cancelled"
+    program = prepare(world, reader, "p", hung, 9)
     read_all(world, reader, hung, program, 4)
 
 
@@ -249,13 +246,11 @@ def test_a_cancelled_read_of_a_hung_peer_ends_when_the_peer_wakes(world, reader,
 def test_the_reads_of_a_hung_peer_end_at_once_when_it_is_removed(world, reader, hung):
     reader.sink.forget(("peer", "p"))
     reader.transport.remove_peer("p")
-    read, fence = reader.sink.wait(("read", 2), ("fence", 2))
-    assert (read.code, fence.code) == ("cancelled", "cancelled")
+    assert reader.sink.wait(("read", 2))[0].code == "cancelled"
     before = reader.cache.bytes()
     reader.transport.add_peer(hung.address("p"))
     assert isinstance(reader.sink.wait(("peer", "p"))[0], PeerAdded)
-    program = world.dense(9, "p", hung.region, reader.cache.region, block=BLOCK, count=COUNT)
-    reader.transport.prepare(program)
+    program = prepare(world, reader, "p", hung, 9)
     world.flush_commands(reader)
     assert np.array_equal(reader.cache.bytes(), before)
     hung.resume()
@@ -266,8 +261,8 @@ def test_the_reads_of_a_hung_peer_end_at_once_when_it_is_removed(world, reader, 
 def test_a_hung_peer_that_is_killed_ends_its_reads(world, reader, hung):
     reader.sink.forget(("peer", "p"))
     hung.kill()
-    read, fence, peer = reader.sink.wait(("read", 2), ("fence", 2), ("peer", "p"))
-    assert (read.code, fence.code, peer.code) == ("peer_lost",) * 3
+    answer, peer = reader.sink.wait(("read", 2), ("peer", "p"))
+    assert (answer.code, peer.code) == ("peer_lost", "peer_lost")
 
 
 @only_tcp
@@ -280,8 +275,7 @@ def test_others_are_served_while_a_peer_hangs(world, reader, hung):
 @only_tcp
 def test_close_ends_the_reads_of_a_hung_peer_and_nothing_is_written_after_it(world, reader, hung):
     reader.transport.close()
-    read, fence = reader.sink.wait(("read", 2), ("fence", 2))
-    assert (read.code, fence.code) == ("cancelled", "cancelled")
+    assert reader.sink.wait(("read", 2))[0].code == "cancelled"
     before = reader.cache.bytes()
     hung.go()  # it runs again, and ends
     assert np.array_equal(reader.cache.bytes(), before)
@@ -296,10 +290,10 @@ def test_peers_that_read_from_us_are_not_disturbed_when_our_reader_fails(world, 
     program = world.dense(7, "middle", middle.cache.region, reader.cache.region, block=BLOCK, count=COUNT)
     reader.transport.prepare(program)
     lost.kill()
-    middle.transport.post(world.read(1, lost_program, [0], [0]))
-    assert isinstance(middle.sink.wait(("read", 1))[0], ReadFailed)
-    reader.transport.post(world.read(2, program, range(COUNT), range(COUNT)))
-    assert isinstance(reader.sink.wait(("read", 2))[0], ReadCompleted)
+    middle.post(world.read(1, lost_program, [0], [0]))
+    assert middle.sink.wait(("read", 1))[0].verdict == "failed"
+    reader.post(world.read(2, program, range(COUNT), range(COUNT)))
+    assert reader.sink.wait(("read", 2))[0].verdict == "held"
     assert np.array_equal(reader.cache.bytes(), middle.cache.bytes())
 
 
@@ -321,7 +315,10 @@ def test_nothing_is_printed_to_standard_output_whatever_fails():
         import sys
         import numpy as np
         from kvflow.layout.region import Region
-        from kvflow.transport.base import PeerAddress, Program, Read
+        from kvflow.transfer.bind import Bound
+        from kvflow.transfer.pairs import UnitPairs
+        from kvflow.transfer.requests import LeaseName, Part, RankRead
+        from kvflow.transport.base import PeerAddress, Program
         from kvflow.transport.nixl import NixlTransport
         import threading
         assert not {"torch", "nixl", "nixl_cu13", "nixl_cu12"} & set(sys.modules)
@@ -330,7 +327,7 @@ def test_nothing_is_printed_to_standard_output_whatever_fails():
         events, over = [], threading.Event()
         def sink(event):
             events.append(event)
-            if type(event).__name__ in ("ReadFailed", "ReadCompleted"):
+            if type(event).__name__ == "ReadEnded":
                 over.set()
         dead, reader = NixlTransport("dead", print), NixlTransport("reader", sink)
         for transport in (dead, reader):
@@ -339,11 +336,15 @@ def test_nothing_is_printed_to_standard_output_whatever_fails():
         address = PeerAddress("dead", dead.published().planes, regions[1])
         dead.close()
         rows = np.array([[regions[0].address, 64, 0, 64, 64]])
-        index, cuts = np.array([0], np.int32), np.array([0, 1])
+        class Binding:
+            unit_bytes, read_bytes, unit_descriptors = 64, 64, 1
+            def bind(self, pairs, *, chunk_bytes, chunk_descriptors):
+                return Bound(np.array([0], np.int32), np.array([0], np.int32), np.array([0, 1]), 64)
         reader.add_peer(PeerAddress("bad", {"nixl": b"bad"}, regions[1]))
         reader.add_peer(address)
-        reader.prepare(Program(1, "dead", rows, rows))
-        reader.post(Read(1, "dead", 1, index, index, cuts, 64))
+        reader.prepare(Program(1, "dead", rows, rows, binding=Binding()))
+        pairs = UnitPairs(np.array([0]), np.array([0]))
+        reader.post([RankRead(1, "dead", LeaseName(0, 0), (Part(1, pairs),))])
         assert over.wait(60)
         assert len(events) >= 3, events
         reader.close()

@@ -11,8 +11,10 @@ from msgspec.structs import replace
 from kvflow.errors import TransportUnavailable
 from kvflow.layout.region import Region
 from kvflow.layout.tracks import Track
-from kvflow.transfer.requests import LeaseShare
-from kvflow.transport.base import PeerAdded, PeerFailed, ReadCompleted, ReadFailed
+from kvflow.transfer.bind import Bound
+from kvflow.transfer.pairs import UnitPairs
+from kvflow.transfer.requests import LeaseName, Part, RankRead
+from kvflow.transport.base import PeerAdded, PeerFailed
 from tests.contract.kinds import serving
 
 BLOCK = 4096
@@ -29,9 +31,9 @@ def pair(world):
 def still_works(world, reader, exporter, peer="p", number=1000):
     program = world.dense(number, peer, exporter.cache.region, reader.cache.region, block=BLOCK, count=64)
     reader.transport.prepare(program)
-    reader.transport.post(world.read(number, program, range(64), range(64)))
-    (event,) = reader.sink.wait(("read", number))
-    assert isinstance(event, ReadCompleted), event
+    reader.post(world.read(number, program, range(64), range(64)))
+    (answer,) = reader.sink.wait(("read", number))
+    assert answer.verdict == "held", answer
     assert np.array_equal(reader.cache.bytes(), exporter.cache.bytes())
 
 
@@ -59,12 +61,11 @@ def test_rows_that_leave_the_memory_make_a_broken_program(world, pair, *, side, 
     reader, exporter = pair
     good = {"source": exporter.cache.region, "target": reader.cache.region}
     rows = {name: world.rows(region, (0, BLOCK, BLOCK, 2)) for name, region in good.items()}
-    bad = world.program(2, "p", **(rows | {side: world.rows(good[side], (offset, nbytes, stride, count))}))
     program = world.program(2, "p", **rows)
+    bad = replace(program, **{f"{side}_rows": world.rows(good[side], (offset, nbytes, stride, count))})
     reader.transport.prepare(bad)
-    reader.transport.post(world.read(1, program, [0], [0], fences=(world.fence(3, 0, 0, 1),)))
-    read, fence = reader.sink.wait(("read", 1), ("fence", 3))
-    assert (read.code, fence.code) == ("bounds", "bounds")
+    reader.post(world.read(1, program, [0], [0]))
+    assert reader.sink.wait(("read", 1))[0].code == "bounds"
     assert not reader.cache.bytes().any()
     still_works(world, reader, exporter)
 
@@ -73,8 +74,55 @@ def test_rows_that_leave_the_memory_make_a_broken_program(world, pair, *, side, 
 def test_arrays_that_are_no_rows_make_a_broken_program(world, pair, table):
     reader, exporter = pair
     program = world.dense(2, "p", exporter.cache.region, reader.cache.region, block=BLOCK, count=64)
-    reader.transport.prepare(world.program(2, "p", table, program.target_rows))
-    reader.transport.post(world.read(1, program, [0], [0]))
+    reader.transport.prepare(replace(program, source_rows=table))
+    reader.post(world.read(1, program, [0], [0]))
+    assert reader.sink.wait(("read", 1))[0].code == "bounds"
+    still_works(world, reader, exporter)
+
+
+def test_a_program_without_a_binding_is_broken(world, pair):
+    reader, exporter = pair
+    program = world.dense(2, "p", exporter.cache.region, reader.cache.region, block=BLOCK, count=64)
+    reader.transport.prepare(replace(program, binding=None))
+    reader.post(world.read(1, program, [0], [0]))
+    assert reader.sink.wait(("read", 1))[0].code == "bounds"
+    still_works(world, reader, exporter)
+
+
+INT64 = np.int64
+UNITS = {
+    "a negative unit of the source": ([-1, 0], [0, 1], INT64),
+    "a unit behind the source": ([0, 64], [0, 1], INT64),
+    "a unit that is too large for a descriptor's number": ([0, (1 << 32) + 1], [0, 1], INT64),
+    "a unit behind the target": ([0, 1], [0, 2**31 - 1], INT64),
+    "fewer units of the target": ([0, 1], [0], INT64),
+    "no units": ([], [], INT64),
+    "units of another type": ([0, 1], [0, 1], np.int32),
+    "units in rows": ([[0, 1]], [[0, 1]], INT64),
+}
+
+
+@pytest.mark.parametrize("kind", UNITS)
+def test_units_that_a_program_does_not_have_fail_their_read_alone(world, pair, kind):
+    reader, exporter = pair
+    program = world.dense(2, "p", exporter.cache.region, reader.cache.region, block=BLOCK, count=64)
+    reader.transport.prepare(program)
+    source, target, dtype = UNITS[kind]
+    pairs = UnitPairs(np.array(source, dtype), np.array(target, dtype))
+    good = world.read(1, program, [5], [5])
+    bad = RankRead(2, "p", good.lease, (*good.parts, Part(2, pairs)))
+    reader.post(bad, good)
+    first, second = reader.sink.wait(("read", 2), ("read", 1))
+    assert (first.verdict, first.code, second.verdict) == ("failed", "bounds", "held")
+    assert np.array_equal(
+        np.flatnonzero(reader.cache.bytes()) // BLOCK, np.full(BLOCK, 5)[: np.count_nonzero(reader.cache.bytes())]
+    )
+    still_works(world, reader, exporter)
+
+
+def test_a_read_of_nothing_is_refused(world, pair):
+    reader, exporter = pair
+    reader.post(RankRead(1, "p", LeaseName(0, 0), ()))
     assert reader.sink.wait(("read", 1))[0].code == "bounds"
     still_works(world, reader, exporter)
 
@@ -88,6 +136,7 @@ def test_arrays_that_are_no_rows_make_a_broken_program(world, pair, table):
         {"target_index": [0]},
         {"source_index": [], "target_index": [], "cuts": [0]},
         {"source_index": [], "target_index": [], "cuts": [0, 0]},
+        {"source_index": [0], "target_index": [0], "cuts": [0, 1]},
         {"cuts": [0, 1]},
         {"cuts": [0, 2, 1, 2]},
         {"cuts": [0, 1, 1, 2]},
@@ -97,21 +146,22 @@ def test_arrays_that_are_no_rows_make_a_broken_program(world, pair, table):
     ],
     ids=str,
 )
-def test_indices_and_cuts_that_do_not_fit_are_refused(world, pair, change):
+def test_what_a_binding_makes_of_good_units_is_checked(world, pair, change):
     reader, exporter = pair
     program = world.dense(2, "p", exporter.cache.region, reader.cache.region, block=BLOCK, count=64)
-    reader.transport.prepare(program)
-    good = {"source_index": [0, 1], "target_index": [0, 1], "cuts": [0, 2], "nbytes": 2 * BLOCK}
-    parts = good | change
+    parts = {"source_index": [0, 1], "target_index": [0, 1], "cuts": [0, 2], "nbytes": 2 * BLOCK} | change
     kinds = {"source_index": np.int32, "target_index": np.int32, "cuts": np.int64}
     arrays = {name: np.array(parts[name], dtype=kind) for name, kind in kinds.items()}
-    sample = world.read(1, program, [0, 1], [0, 1])
-    reader.transport.post(type(sample)(1, "p", 2, nbytes=parts["nbytes"], **arrays))
-    (event,) = reader.sink.wait(("read", 1))
-    assert isinstance(event, ReadFailed)
-    assert event.code == "bounds"
+    reader.transport.prepare(program)
+    bind = program.binding.bind
+    program.binding.bind = lambda *_, **__: Bound(nbytes=parts["nbytes"], **arrays)
+    reader.post(world.read(1, program, [0, 1], [0, 1]))
+    (answer,) = reader.sink.wait(("read", 1))
+    assert (answer.verdict, answer.code) == ("failed", "bounds")
     assert not reader.cache.bytes().any()
-    still_works(world, reader, exporter)
+    program.binding.bind = bind
+    reader.post(world.read(2, program, [0, 1], [0, 1]))
+    assert reader.sink.wait(("read", 2))[0].verdict == "held"
 
 
 def test_descriptors_of_different_lengths_do_not_pair(world, pair):
@@ -119,7 +169,7 @@ def test_descriptors_of_different_lengths_do_not_pair(world, pair):
     source = world.rows(exporter.cache.region, (0, 512, 512, 4), (BLOCK, 1024, 1024, 4))
     program = world.program(2, "p", source, world.rows(reader.cache.region, (0, 512, 512, 4)))
     reader.transport.prepare(program)
-    reader.transport.post(world.read(1, program, [0, 4], [0, 1]))
+    reader.post(world.read(1, program, [0, 4], [0, 1]))
     assert reader.sink.wait(("read", 1))[0].code == "bounds"
     still_works(world, reader, exporter)
 
@@ -131,9 +181,9 @@ def test_a_program_must_be_prepared_and_belong_to_the_peer(world, pair):
     program = world.dense(2, "q", other.cache.region, reader.cache.region, block=BLOCK, count=64)
     reader.transport.prepare(program)
     wrong_peer = world.dense(2, "p", exporter.cache.region, reader.cache.region, block=BLOCK, count=64)
-    reader.transport.post(world.read(1, wrong_peer, [0], [0]))
-    reader.transport.post(world.read(2, replace(program, program_id=9), [0], [0]))
-    reader.transport.post(world.read(3, replace(program, peer="nobody"), [0], [0]))
+    reader.post(world.read(1, wrong_peer, [0], [0]))
+    reader.post(world.read(2, replace(program, program_id=9), [0], [0]))
+    reader.post(world.read(3, replace(program, peer="nobody"), [0], [0]))
     events = reader.sink.wait(("read", 1), ("read", 2), ("read", 3))
     assert [event.code for event in events] == ["program_unknown", "program_unknown", "peer_lost"]
     still_works(world, reader, exporter)
@@ -145,19 +195,17 @@ def test_removing_a_peer_cancels_what_waits_and_it_can_come_back(world, pair):
     world.connect(reader, other, "q")
     program = world.dense(1, "p", exporter.cache.region, reader.cache.region, block=BLOCK, count=64)
     reader.transport.prepare(program)
-    with reader.sink.holding(("read", 0)):
-        reader.transport.post(world.read(0, program, [0], [0]))
-        reader.sink.wait(("read", 0))
-        reader.transport.post(world.read(1, program, [1], [1], fences=(world.fence(1, 0, 0, 0, 1),)))
+    with world.holding(reader):
+        reader.post(world.read(1, program, [1], [1]))
         reader.transport.remove_peer("p")
         reader.transport.remove_peer("p")
-        reader.transport.remove_peer("nobody")
-        reader.transport.post(world.read(2, program, [2], [2]))
-    waiting, fence, late = reader.sink.wait(("read", 1), ("fence", 1), ("read", 2))
-    assert (waiting.code, fence.code, late.code) == ("cancelled", "cancelled", "peer_lost")
+        reader.transport.remove_peer("nobody else")
+        reader.post(world.read(2, program, [2], [2]))
+    waiting, late = reader.sink.wait(("read", 1), ("read", 2))
+    assert (waiting.code, late.code) == ("cancelled", "peer_lost")
     still_works(world, reader, other, "q", 1001)
     world.connect(reader, exporter, "p")
-    reader.transport.post(world.read(3, program, [3], [3]))
+    reader.post(world.read(3, program, [3], [3]))
     assert reader.sink.wait(("read", 3))[0].code == "program_unknown"
     still_works(world, reader, exporter)
 
@@ -168,8 +216,8 @@ def test_adding_a_peer_twice_is_harmless(world, pair):
     reader.transport.prepare(program)
     with reader.sink.holding(("peer", "p")):
         reader.transport.add_peer(exporter.address("p"))
-        reader.transport.post(world.read(1, program, [1], [1]))
-    assert isinstance(reader.sink.wait(("read", 1))[0], ReadCompleted)
+        reader.post(world.read(1, program, [1], [1]))
+    assert reader.sink.wait(("read", 1))[0].verdict == "held"
     one, other = (event for event in reader.sink.events if isinstance(event, PeerAdded))
     assert one == other
 
@@ -239,18 +287,16 @@ def test_a_sink_that_raises_loses_its_event_and_nothing_else(world, pair, caplog
 
     reader.sink.on(("read", 1), explode)
     with caplog.at_level(logging.CRITICAL, "kvflow.transport.owner"):
-        reader.transport.post(world.read(1, program, [0], [0]))
+        reader.post(world.read(1, program, [0], [0]))
         still_works(world, reader, exporter)
 
 
 def test_two_commands_that_break_the_contract_fail_reads_but_not_the_transport(world, pair, caplog):
     reader, exporter = pair
     program = world.dense(1, "p", exporter.cache.region, reader.cache.region, block=BLOCK, count=64)
-    with caplog.at_level(logging.CRITICAL, "kvflow.transport.owner"), reader.sink.holding(("read", 0)):
+    with caplog.at_level(logging.CRITICAL, "kvflow.transport.owner"), world.holding(reader):
         reader.transport.prepare(program)
-        reader.transport.post(world.read(0, program, [0], [0]))
-        reader.sink.wait(("read", 0))
-        reader.transport.post(world.read(1, program, [1], [1]))
+        reader.post(world.read(1, program, [1], [1]))
         reader.transport.prepare(program)  # its id is taken
     read, peer = reader.sink.wait(("read", 1), ("peer", "p"))
     if isinstance(peer, PeerAdded):
@@ -264,20 +310,15 @@ def test_close_ends_pending_reads_once_and_further_calls_do_nothing(world, pair)
     reader, exporter = pair
     program = world.dense(1, "p", exporter.cache.region, reader.cache.region, block=BLOCK, count=64)
     reader.transport.prepare(program)
-    with reader.sink.holding(("read", 0)):
-        reader.transport.post(world.read(0, program, [0], [0]))
-        reader.sink.wait(("read", 0))
-        for number in (1, 2, 3):
-            fences = (world.fence(number, 0, 0, number),)
-            reader.transport.post(world.read(number, program, [number], [number], fences=fences))
+    with world.holding(reader):
+        reader.post(*(world.read(number, program, [number], [number]) for number in (1, 2, 3)))
         closers = world.threads(3, reader.transport.close)
     world.join(closers)
     reader.transport.close()
     ended = len(reader.sink.events)
-    for number in (1, 2, 3):
-        read, fence = reader.sink.wait(("read", number), ("fence", number))
-        assert (read.code, fence.code) == ("cancelled", "cancelled")
-    reader.transport.post(world.read(9, program, [0], [0]))
+    answers = reader.sink.wait(("read", 1), ("read", 2), ("read", 3))
+    assert [answer.code for answer in answers] == ["cancelled"] * 3
+    reader.post(world.read(9, program, [0], [0]))
     reader.transport.add_peer(exporter.address("q"))
     reader.transport.cancel([9])
     assert len(reader.sink.events) == ended
@@ -296,14 +337,24 @@ def test_blocks_that_are_not_leased_are_refused_where_the_exporter_serves(world)
     world.connect(reader, exporter, "p")
     program = world.dense(1, "p", exporter.region, reader.region, block=BLOCK, count=64)
     reader.transport.prepare(program)
-    one, other = LeaseShare(1, 7, 1), LeaseShare(2, 9, 1)
-    cases = [([10], (one,)), ([9, 19], (one, other)), ([29, 0], (one, other)), ([63], (other,))]
-    for read_id, (blocks, leases) in enumerate(cases):
-        reader.transport.post(world.read(read_id, program, blocks, blocks, leases=leases))
+    one, other = {"slot": 1, "epoch": 7}, {"slot": 2, "epoch": 9}
+    cases = [([10], one), ([9, 19], one), ([29, 0], other), ([63], other)]
+    for read_id, (blocks, lease) in enumerate(cases):
+        reader.post(world.read(read_id, program, blocks, blocks, **lease))
         assert reader.sink.wait(("read", read_id))[0].code == "bounds", blocks
     assert not reader.cache.bytes().any()
-    reader.transport.post(world.read(9, program, [9, 20], [9, 20], leases=(one, other)))
-    assert isinstance(reader.sink.wait(("read", 9))[0], ReadCompleted)
+    # Of one batch, whose reads share a chunk, those are refused that name what is not leased to them.
+    batch = {9: ([9], one), 10: ([10], one), 20: ([20], other), 30: ([30], other)}
+    with world.holding(reader):
+        for read_id, (blocks, lease) in batch.items():
+            reader.post(world.read(read_id, program, blocks, blocks, **lease))
+    answers = dict(zip(batch, reader.sink.wait(*(("read", read_id) for read_id in batch)), strict=True))
+    assert {read_id: answer.code or answer.verdict for read_id, answer in answers.items()} == {
+        9: "held",
+        10: "bounds",
+        20: "held",
+        30: "bounds",
+    }
     content, got = (end.cache.bytes().reshape(64, BLOCK) for end in (exporter, reader))
     assert np.array_equal(got[[9, 20]], content[[9, 20]])
     assert not np.delete(got, [9, 20], axis=0).any()

@@ -5,9 +5,11 @@ import math
 import numpy as np
 import pytest
 
+from kvflow.transfer.bind import Bound
 from kvflow.transfer.boxes import AXES_MAX, Scatter
-from kvflow.transport.base import FenceJudged, PeerFailed, Program, Read, ReadCompleted, ReadFailed, StagingUse
+from kvflow.transport.base import PeerFailed, Program, StagingUse
 from kvflow.transport.staging import StagingMemory
+from tests.contract.conftest import StagedUnits
 
 PIECE = 64
 TOKENS = 4
@@ -35,17 +37,8 @@ def staged_program(world, program_id, peer, source, target):
     box = [PIECE, PIECE, PAGE, target.address, PAGE // 2, 0, 0, *(number for axis in axes for number in axis)]
     scatter = Scatter(np.array([box], np.int64), SLOTS, (UNITS, 1, 1))
     # A row is address, nbytes, device, stride, count.
-    return Program(program_id, peer, rows, np.array(buffer, np.int64), scatter=scatter)
-
-
-def staged_read(world, read_id, program, source, target, **rest):
-    """A read of units, a full buffer to a chunk."""
-    count = len(source)
-    cuts = [*range(0, count, SLOTS), count]
-    index = (np.array(units, np.int32) for units in (source, target))
-    nbytes = count * LAYERS * PAGE // 2
-    fields = {"leases": world.leases(count, *rest.get("fences", ())), **rest}
-    return Read(read_id, program.peer, program.program_id, *index, np.array(cuts), nbytes, **fields)
+    binding = StagedUnits(LAYERS * PAGE // 2, LAYERS * PAGE, SLOTS)
+    return Program(program_id, peer, rows, np.array(buffer, np.int64), scatter=scatter, binding=binding)
 
 
 def expected(content, before, source, target):
@@ -86,12 +79,10 @@ def at_rest(reader):
 def test_units_arrive_and_nothing_else_changes(world, source, target):
     reader, exporter, program = pair(world)
     before = reader.cache.bytes()
-    fence = world.fence(5, 3, 0, 1)
-    reader.transport.post(staged_read(world, 1, program, list(source), list(target), fences=(fence,)))
-    read, judged = reader.sink.wait(("read", 1), ("fence", 5))
-    assert isinstance(read, ReadCompleted)
-    assert isinstance(judged, FenceJudged)
-    assert read.scattered_s > 0
+    reader.post(world.read(1, program, source, target, slot=3))
+    (answer,) = reader.sink.wait(("read", 1))
+    assert (answer.verdict, answer.nbytes) == ("held", len(source) * LAYERS * PAGE // 2)
+    assert answer.scatter_s > 0
     assert np.array_equal(reader.cache.bytes(), expected(exporter.cache.bytes(), before, source, target))
     assert at_rest(reader)
 
@@ -107,33 +98,31 @@ def test_staged_and_direct_reads_of_two_peers_go_on_beside_each_other(world):
     before = reader.cache.bytes()
     low, high = list(range(0, UNITS, 2)), list(range(1, UNITS, 2))
     for turn in range(3):
-        reader.transport.post(staged_read(world, 10 + turn, program, low, low))
-        reader.transport.post(staged_read(world, 20 + turn, second, high, high))
+        reader.post(world.read(10 + turn, program, low, low))
+        reader.post(world.read(20 + turn, second, high, high))
     keys = [("read", number + turn) for number in (10, 20) for turn in range(3)]
-    assert all(isinstance(event, ReadCompleted) for event in reader.sink.wait(*keys))
+    assert all(answer.verdict == "held" for answer in reader.sink.wait(*keys))
     after = expected(exporter.cache.bytes(), before, low, low)
     after = expected(other.cache.bytes(), after, high, high)
     assert np.array_equal(reader.cache.bytes(), after)
-    reader.transport.post(world.read(30, direct, range(8), range(8)))
-    assert isinstance(reader.sink.wait(("read", 30))[0], ReadCompleted)
+    reader.post(world.read(30, direct, range(8), range(8)))
+    assert reader.sink.wait(("read", 30))[0].verdict == "held"
     assert at_rest(reader)
 
 
 def test_a_cancelled_read_scatters_nothing_more(world):
     reader, exporter, program = pair(world)
     before = reader.cache.bytes()
-    with reader.sink.holding(("read", 0)):
-        reader.transport.post(staged_read(world, 0, program, [0], [0]))
-        reader.sink.wait(("read", 0))
-        fence = world.fence(1, 0, 0, 1)
-        reader.transport.post(staged_read(world, 1, program, list(range(1, 40)), list(range(1, 40)), fences=(fence,)))
+    reader.post(world.read(0, program, [0], [0]))
+    reader.sink.wait(("read", 0))
+    with world.holding(reader):
+        reader.post(world.read(1, program, range(1, 40), range(1, 40)))
         reader.transport.cancel([1])
-    read, failed = reader.sink.wait(("read", 1), ("fence", 1))
-    assert (read.code, failed.code) == ("cancelled", "cancelled")
+    assert reader.sink.wait(("read", 1))[0].code == "cancelled"
     assert np.array_equal(reader.cache.bytes(), expected(exporter.cache.bytes(), before, [0], [0]))
     assert at_rest(reader)
-    reader.transport.post(staged_read(world, 2, program, [1], [1]))
-    assert isinstance(reader.sink.wait(("read", 2))[0], ReadCompleted)
+    reader.post(world.read(2, program, [1], [1]))
+    assert reader.sink.wait(("read", 2))[0].verdict == "held"
 
 
 def changed(program, **fields):
@@ -183,30 +172,33 @@ def test_copies_that_leave_their_bounds_are_refused_before_anything_is_read(worl
     before = reader.cache.bytes()
     bad = changed(REFUSED[kind](program), program_id=2)
     reader.transport.prepare(bad)
-    reader.transport.post(staged_read(world, 1, bad, [0], [0]))
-    (event,) = reader.sink.wait(("read", 1))
-    assert isinstance(event, ReadFailed)
-    assert event.code == "bounds", event.detail
+    reader.post(world.read(1, bad, [0], [0]))
+    (answer,) = reader.sink.wait(("read", 1))
+    assert (answer.verdict, answer.code) == ("failed", "bounds"), answer.detail
     assert np.array_equal(reader.cache.bytes(), before)
     assert at_rest(reader)
 
 
 @pytest.mark.parametrize(
-    ("source", "target", "wrong"),
-    [
-        ([UNITS], [0], {}),
-        ([0], [UNITS], {}),
-        ([-1], [0], {}),
-        ([0], [0], {"nbytes": 1}),
-        (list(range(SLOTS + 1)), list(range(SLOTS + 1)), {"cuts": np.array([0, SLOTS + 1])}),
-    ],
-    ids=["source", "target", "negative", "bytes", "more than slots"],
+    ("source", "target"), [([UNITS], [0]), ([0], [UNITS]), ([-1], [0])], ids=["source", "target", "negative"]
 )
-def test_units_that_are_not_there_are_refused(world, source, target, wrong):
+def test_units_that_are_not_there_are_refused(world, source, target):
     reader, _, program = pair(world)
-    read = staged_read(world, 1, program, source, target)
-    values = {name: getattr(read, name) for name in read.__struct_fields__}
-    reader.transport.post(type(read)(**values | wrong))
+    reader.post(world.read(1, program, source, target))
+    assert reader.sink.wait(("read", 1))[0].code == "bounds"
+    assert at_rest(reader)
+
+
+@pytest.mark.parametrize(
+    ("count", "cuts", "nbytes"),
+    [(1, [0, 1], 1), (SLOTS + 1, [0, SLOTS + 1], (SLOTS + 1) * LAYERS * PAGE // 2), (2, [0, 2], LAYERS * PAGE)],
+    ids=["bytes", "more than slots", "more units than pairs"],
+)
+def test_what_a_binding_makes_of_units_must_fit_the_buffers(world, count, cuts, nbytes):
+    reader, _, program = pair(world)
+    index = np.arange(count, dtype=np.int32)
+    program.binding.bind = lambda *_, **__: Bound(index, index, np.array(cuts), nbytes)
+    reader.post(world.read(1, program, range(count if count != 2 else 1), range(count if count != 2 else 1)))
     assert reader.sink.wait(("read", 1))[0].code == "bounds"
     assert at_rest(reader)
 
@@ -216,7 +208,7 @@ def test_a_transport_without_staging_refuses_staged_programs(world):
     world.connect(reader, exporter, "p")
     program = staged_program(world, 1, "p", exporter.cache.region, reader.cache.region)
     reader.transport.prepare(program)
-    reader.transport.post(staged_read(world, 1, program, [0], [0]))
+    reader.post(world.read(1, program, [0], [0]))
     assert reader.sink.wait(("read", 1))[0].code == "bounds"
     assert reader.transport.staging() == StagingUse()
 
@@ -228,12 +220,12 @@ def test_a_peer_that_ends_fails_staged_reads_and_frees_their_buffers(world):
     world.connect(reader, exporter, "p")
     program = staged_program(world, 1, "p", exporter.region, reader.cache.region)
     reader.transport.prepare(program)
-    reader.transport.post(staged_read(world, 1, program, [0], [0]))
-    assert isinstance(reader.sink.wait(("read", 1))[0], ReadCompleted)
+    reader.post(world.read(1, program, [0], [0]))
+    assert reader.sink.wait(("read", 1))[0].verdict == "held"
     exporter.go()
-    reader.transport.post(staged_read(world, 2, program, list(range(40)), list(range(40))))
-    read, peer = reader.sink.wait(("read", 2), ("peer", "p"))
-    assert read.code == "peer_lost"
+    reader.post(world.read(2, program, range(40), range(40)))
+    answer, peer = reader.sink.wait(("read", 2), ("peer", "p"))
+    assert answer.code == "peer_lost"
     assert isinstance(peer, PeerFailed)
     assert at_rest(reader)
 

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from kvflow.transfer.boxes import AXES_MAX, Scatter
-from kvflow.transport.base import Program, Read, ReadCompleted
+from kvflow.transport.base import Program
+from tests.contract.conftest import StagedUnits
 
 pytestmark = pytest.mark.processes
 
@@ -37,23 +38,20 @@ def join(world, reader, peer, number):
     axes = [(PAGE // 2048, 2048, 1024), *[(1, 0, 0)] * (AXES_MAX - 1)]
     box = [1024, 0, PAGE, reader.cache.region.address, PAGE // 2, 0, 0, *(n for axis in axes for n in axis)]
     scatter = Scatter(np.array([box], np.int64), SLOTS, (UNITS, 1, 1))
-    program = Program(number, peer, rows, np.array([[0, PAGE, 0, PAGE, SLOTS]]), scatter=scatter)
+    binding = StagedUnits(PAGE // 2, PAGE, SLOTS)
+    program = Program(number, peer, rows, np.array([[0, PAGE, 0, PAGE, SLOTS]]), scatter=scatter, binding=binding)
     reader.transport.prepare(program)
     return exporter, program
 
 
-def post(world, reader, program, read_id, units=range(UNITS)):
-    index = np.array(units, np.int32)
-    cuts = np.array([*range(0, len(index), SLOTS), len(index)])
-    fences = (world.fence(read_id, 3, 0, read_id),)
-    told = {"nbytes": len(index) * PAGE // 2, "fences": fences, "leases": world.leases(len(index), *fences)}
-    reader.transport.post(Read(read_id, program.peer, program.program_id, index, index, cuts, **told))
+def post(world, reader, program, read_id):
+    reader.post(world.read(read_id, program, range(UNITS), range(UNITS), slot=3))
 
 
 def read_all(world, reader, exporter, program, read_id):
     post(world, reader, program, read_id)
-    read, _ = reader.sink.wait(("read", read_id), ("fence", read_id))
-    assert isinstance(read, ReadCompleted), read
+    (answer,) = reader.sink.wait(("read", read_id))
+    assert answer.verdict == "held", answer
     wanted = exporter.content.reshape(UNITS, -1, 2, 1024)[:, :, 0].ravel()
     assert np.array_equal(reader.cache.bytes(), wanted)
     assert reader.transport.staging().in_use == 0
@@ -92,11 +90,10 @@ def test_a_cancelled_read_of_a_hung_peer_keeps_its_buffers_and_never_scatters(wo
     assert ("read", 2) not in reader.sink.order()
     _, second = join(world, reader, "other", 2)
     post(world, reader, second, 4)
-    assert isinstance(reader.sink.wait(("read", 4))[0], ReadCompleted)
+    assert reader.sink.wait(("read", 4))[0].verdict == "held"
     reader.cache._keep[:] = 0
     exporter.resume()
-    read, fence = reader.sink.wait(("read", 2), ("fence", 2))
-    assert (read.code, fence.code) == ("cancelled", "cancelled")
+    assert reader.sink.wait(("read", 2))[0].code == "cancelled"
     assert not reader.cache.bytes().any(), "bytes were scattered after the cancellation"
     assert reader.transport.staging().in_use == 0
     read_all(world, reader, exporter, program, 5)
@@ -107,8 +104,7 @@ def test_a_peer_that_is_killed_fails_staged_reads_and_frees_their_buffers(world,
     read_all(world, reader, exporter, program, 1)
     exporter.kill()
     post(world, reader, program, 2)
-    read, fence = reader.sink.wait(("read", 2), ("fence", 2))
-    assert (read.code, fence.code) == ("peer_lost", "peer_lost")
+    assert reader.sink.wait(("read", 2))[0].code == "peer_lost"
     assert reader.transport.staging().in_use == 0
 
 
@@ -117,20 +113,19 @@ def test_a_hung_peer_that_is_killed_gives_its_buffers_back(world, reader, hung):
     exporter, _ = hung
     assert reader.transport.staging().in_use == 2
     exporter.kill()
-    read, fence = reader.sink.wait(("read", 2), ("fence", 2))
-    assert (read.code, fence.code) == ("peer_lost", "peer_lost")
+    assert reader.sink.wait(("read", 2))[0].code == "peer_lost"
     assert reader.transport.staging().in_use == 0
 
 
 @only_tcp
-@pytest.mark.parametrize("means", ["removing it", "renewing the reader"])
+@pytest.mark.parametrize("means", ["removing it", "resetting the reader"])
 def test_what_gives_the_buffers_of_a_hung_peer_back(world, reader, hung, means):
     other, program = join(world, reader, "other", 2)
     reader.transport.cancel([2])
     if means == "removing it":
         reader.transport.remove_peer("p")
     else:
-        reader.transport.renew_reader()
+        reader.transport.reset_reader()
     assert reader.sink.wait(("read", 2))[0].code in ("cancelled", "peer_lost")
     assert reader.transport.staging().in_use == 0
     read_all(world, reader, other, program, 4)

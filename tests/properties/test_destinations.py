@@ -19,14 +19,14 @@ ALIASES = (0, 0, 2)
 
 @st.composite
 def destinations(draw):
-    """Block ids of three groups, no block twice within a class, some absent."""
+    """Block ids of three groups, no block twice within a class, some absent; lists as of few ids, arrays as of many."""
     shared = draw(st.lists(st.integers(0, NUM_BLOCKS - 1), max_size=4, unique=True))
     cut = draw(st.integers(0, len(shared)))
     other = draw(st.lists(st.integers(0, NUM_BLOCKS - 1), max_size=3, unique=True))
     lists = [shared[:cut], shared[cut:], other]
     if draw(st.booleans()):
         lists[draw(st.integers(0, 2))].append(-1)
-    return tuple(np.array(ids, np.int64) for ids in lists)
+    return tuple(np.array(ids, np.int64) if draw(st.booleans()) else ids for ids in lists)
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -51,7 +51,7 @@ class LedgerMachine(RuleBasedStateMachine):
             words = "still the target" if rows & taken else "is on offer"
             with pytest.raises(BlockIdsInvalid, match=words) as caught:
                 self.ledger.take(self.next_id, ids)
-            odd = {(ALIASES[caught.value.group], block) for block in ids[caught.value.group].tolist()}
+            odd = {(ALIASES[caught.value.group], int(block)) for block in ids[caught.value.group]}
             assert odd & (taken if rows & taken else lent)
         else:
             self.ledger.take(self.next_id, ids)
@@ -110,24 +110,27 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 def blocks_of(ids):
-    return {
-        (alias, block) for alias, blocks in zip(ALIASES, ids, strict=True) for block in blocks.tolist() if block >= 0
-    }
+    return {(alias, int(block)) for alias, blocks in zip(ALIASES, ids, strict=True) for block in blocks if block >= 0}
 
 
 TestLedger = LedgerMachine.TestCase
 TestLedger.settings = settings(thorough, max_examples=100, stateful_step_count=30)
 
 
-def test_the_law_is_broken_by_a_block_that_nobody_took():
+FORMS = pytest.mark.parametrize("form", [list, lambda ids: np.array(ids, np.int64)], ids=["few", "many"])
+
+
+@FORMS
+def test_the_law_is_broken_by_a_block_that_nobody_took(form):
     account = BlockAccount(ALIASES, NUM_BLOCKS)
-    account.receive((np.array([3]), np.array([], np.int64), np.array([], np.int64)))
+    account.receive((form([3]), form([]), form([])))
     with pytest.raises(AssertionError, match="were lost"):
         DestinationLedger(account).check()
 
 
-def test_a_loan_ends_once():
-    account, ids = BlockAccount(ALIASES, NUM_BLOCKS), (np.array([3, 3]), np.array([-1]), np.array([4]))
+@FORMS
+def test_a_loan_ends_once(form):
+    account, ids = BlockAccount(ALIASES, NUM_BLOCKS), (form([3, 3]), form([-1]), form([4]))
     account.lend(ids)
     account.end_loan(ids)
     account.check(lent=[])
@@ -135,10 +138,22 @@ def test_a_loan_ends_once():
         account.end_loan(ids)
 
 
-def test_a_block_cannot_be_given_back_twice():
-    ledger = DestinationLedger(BlockAccount(ALIASES, NUM_BLOCKS))
-    ledger.take(1, (np.array([3]), np.array([4]), np.array([3])))
+@FORMS
+def test_a_block_cannot_be_given_back_twice(form):
+    account = BlockAccount(ALIASES, NUM_BLOCKS)
+    ledger, ids = DestinationLedger(account), (form([3]), form([4]), form([3]))
+    ledger.take(1, ids)
     ledger.give_back(1)
     with pytest.raises(KeyError):
         ledger.give_back(1)
     ledger.check()
+    with pytest.raises(AssertionError, match="given back twice"):
+        account.end_receipt(ids)
+
+
+@FORMS
+def test_a_receipt_is_not_ended_as_a_loan(form):
+    account, ids = BlockAccount(ALIASES, NUM_BLOCKS), (form([3]), form([]), form([]))
+    account.receive(ids)
+    with pytest.raises(AssertionError, match="ended twice"):
+        account.end_loan(ids)

@@ -110,6 +110,6 @@ def _read_and_compare(draw, producer, consumer, peer, turn):
     unsent = (wanted == 0) & (consumer.target == GUARD)  # nothing is sent of a chunk none of whose leases is held
     assert (np.where(unsent, 0, consumer.target) == wanted).all()
     for (slot, epoch, _), lasts in zip(leases, held, strict=True):
-        verdict = consumer.verdict(peer, slot, epoch, read)
+        verdict = consumer.fence(peer, slot, read)
         assert verdict == epoch if lasts else verdict == epoch + 1
         producer.end(slot)

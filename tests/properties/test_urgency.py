@@ -1,132 +1,67 @@
-"""Urgent pulls overtake, and no pull starves: the real scheduler and the real ledger, over a wire that is counted.
+"""Urgent reads overtake, peers take turns by weight, and no read starves: real lanes over a wire that is counted.
 
 The wire takes one chunk at a time. A chunk is the unit of every bound here, because nothing overtakes inside one.
 """
 
 from collections import deque
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvflow.ids import PeerId
-from kvflow.transfer.events import TransferCompleted, TransferFailed
-from kvflow.transfer.pairs import UnitPairs
-from kvflow.transfer.queues import Limits
-from kvflow.transfer.requests import Budgets, CancelReads, Demand, Dispatch, LegRequest, PullRequest
-from kvflow.transfer.scheduler import Scheduler
-from kvflow.transport.base import CHUNK_BYTES_MAX, Fence, FenceFailed, FenceJudged, Read, ReadCompleted, ReadFailed
-from kvflow.transport.ledger import CHUNKS_IN_FLIGHT_MAX, OVERTAKEN_MAX, Chunk, Ledger
+from kvflow.transport.lanes import CHUNKS_IN_FLIGHT_MAX, OVERTAKEN_MAX
+from kvflow.transport.open_reads import Check
+from tests.unit.kvflow.transport.lane_reads import Bench, ids, prepared
 
 from .caches import thorough
 
-EPOCH = 7
-MIB = 1 << 20
-GIB_16 = 16 << 10
 CHUNK_S = 0.04
-"""8 MiB at 0.2 GB/s, TCP over loopback: slow enough for pulls of 16 GB to be served for minutes."""
-CHUNK_PAIRS = CHUNK_BYTES_MAX // MIB
-TICK_S = 0.02
-
-
-PATIENT = Budgets(queue_s=1e6, wire_s=1e6, fence_s=1e6)
-"""Where more is asked for than the wire carries, less urgent pulls run out of time. What is proved is their turn."""
-
-
-def named(letter):
-    """A peer that goes by one letter."""
-    return PeerId(letter, 0, "0" * 32, f"tcp://{letter}", "")
+"""8 MiB at 0.2 GB/s, TCP over loopback: slow enough for reads of 16 GB to be served for minutes."""
+CHUNK_UNITS = 8
+CHUNKS_OF_16_GB = 2048
 
 
 class Wire:
-    """Both halves of a data path, and the chunks that were posted."""
+    """Lanes, and the chunks that were posted."""
 
-    def __init__(self, *, in_flight=0, limits=Limits(), budgets=Budgets()):  # noqa: B008 - frozen
-        self.scheduler = Scheduler(limits)
-        self.ledger = Ledger()
+    def __init__(self, *, in_flight=0, weights=None):
+        self.bench = Bench(*"pqrs", weights=weights)
+        self.bench.lanes.open("idle")
+        self.program = prepared(CHUNK_UNITS, portion=4 * CHUNK_UNITS)
         self.in_flight = in_flight
-        self.budgets = budgets
         self.flying = deque()
-        self.peers = set()
-        self.now = 100.0
-        self.ticked = 0.0
-        self.owners = {}
         self.posted = []
-        self.completed = set()
+        self.peers = {}
 
-    def submit(self, pull_id, peer, mib, *, priority=0, program_id=1):
-        """Pull so many pairs of one MiB."""
-        if peer not in self.peers:
-            self.peers.add(peer)
-            self.ledger.open(named(peer))
-        units = np.arange(mib, dtype=np.int64)
-        demand = Demand(program_id, UnitPairs(units, units), MIB, 1, mib)
-        leg = LegRequest(named(peer), 0, EPOCH, 30.0, (demand,))
-        self.apply(self.scheduler.submit(PullRequest(pull_id, f"r{pull_id}", (leg,), priority, self.budgets), self.now))
+    @property
+    def ended(self):
+        return {answer.read_id for answer in self.bench.answers}
+
+    def submit(self, read_id, peer, chunks, priority=0):
+        self.peers[read_id] = peer
+        self.bench.admit(read_id, self.program, peer=peer, chunks=chunks * CHUNK_UNITS, priority=priority)
 
     def step(self):
         """Post one chunk, or let the oldest one arrive; False: there is nothing to do."""
-        work = self.ledger.take() if len(self.flying) <= self.in_flight else None
-        if isinstance(work, Chunk):
-            self.posted.append(self.owners[work.read.read_id])
+        work = self.bench.take() if len(self.flying) <= self.in_flight else None
+        if isinstance(work, Check):
+            self.bench.land(work)
+            return True
+        if work is not None:
+            self.posted.append(ids(work)[0])
             self.flying.append(work)
             if len(self.flying) <= self.in_flight:
                 return True
-        elif work is not None:
-            self.feed(self.ledger.judged(work, EPOCH, 0.0))
-            return True
         if not self.flying:
             return False
-        self.now += CHUNK_S
-        self.feed(self.ledger.arrived(self.flying.popleft(), self.now))
-        if self.now >= self.ticked + TICK_S:
-            self.ticked = self.now
-            self.apply(self.scheduler.tick(self.now))
+        self.bench.now += CHUNK_S
+        self.bench.land(self.flying.popleft())
         return True
 
-    def feed(self, events):
-        for event in events:
-            match event:
-                case ReadCompleted(read_id=read_id):
-                    self.apply(self.scheduler.on_read_completed(read_id, posted_s=0.0, now=self.now))
-                case FenceJudged(fence_id=fence_id, observed=observed):
-                    self.apply(self.scheduler.on_fence_judged(fence_id, observed=observed, fence_s=0.0, now=self.now))
-                case ReadFailed() | FenceFailed():
-                    raise AssertionError(event)
-
-    def apply(self, effects):
-        for effect in effects:
-            match effect:
-                case Dispatch():
-                    self.post(effect)
-                case TransferCompleted(pull_id=pull_id):
-                    self.completed.add(pull_id)
-                case CancelReads() | TransferFailed():
-                    raise AssertionError(effect)
-
-    def post(self, dispatch):
-        index = dispatch.pairs.source.astype(np.int32)
-        cuts = np.array([*range(0, len(index), CHUNK_PAIRS), len(index)])
-        self.owners[dispatch.read_id] = dispatch.pull_ids
-        fences = tuple(Fence(each.fence_id, each.slot, each.epoch, each.after) for each in dispatch.fences)
-        read = Read(
-            dispatch.read_id,
-            dispatch.peer,
-            dispatch.program_id,
-            index,
-            index,
-            cuts,
-            len(index) * MIB,
-            priority=dispatch.priority,
-            fences=fences,
-        )
-        self.feed(self.ledger.admit(read))
-
-    def chunks_before(self, pull_id, *, at_most):
-        """Go on until a chunk of a pull is posted; return how many of others were posted before it."""
+    def chunks_before(self, read_id, *, at_most):
+        """Go on until a chunk of a read is posted; return how many of others were posted before it."""
         begun = len(self.posted)
-        while not any(pull_id in owners for owners in self.posted[begun:]):
+        while read_id not in self.posted[begun:]:
             assert len(self.posted) - begun <= at_most, "too many chunks went before it"
             assert self.step()
         return len(self.posted) - begun - 1
@@ -135,45 +70,57 @@ class Wire:
 @pytest.mark.parametrize("in_flight", [0, CHUNKS_IN_FLIGHT_MAX], ids=["copied by the post", "two in flight"])
 @pytest.mark.parametrize("served_s", [0.0, 5.0, 12.0, 60.0])
 @pytest.mark.parametrize(("bulk", "urgent"), [("p", "p"), ("p", "idle"), ("pqrs", "idle"), ("pqrs", "q")])
-def test_an_urgent_pull_is_posted_within_two_chunks_however_long_bulk_was_served(bulk, urgent, served_s, in_flight):
+def test_an_urgent_read_is_posted_within_two_chunks_however_long_bulk_was_served(bulk, urgent, served_s, in_flight):
     wire = Wire(in_flight=in_flight)
     for number, peer in enumerate(bulk):
-        wire.submit(number, peer, GIB_16)
-    begun = wire.now
-    while not wire.posted or wire.now < begun + served_s:
+        wire.submit(number, peer, CHUNKS_OF_16_GB)
+    begun = wire.bench.now
+    while not wire.posted or wire.bench.now < begun + served_s:
         assert wire.step()
-    for pull_id, priority in ((101, -1), (102, -2)):
-        wire.submit(pull_id, urgent, 1, priority=priority)
-        assert wire.chunks_before(pull_id, at_most=2) <= 2
-    assert wire.completed <= {101, 102}
+    for read_id, priority in ((101, -1), (102, -2)):
+        wire.submit(read_id, urgent, 1, priority)
+        assert wire.chunks_before(read_id, at_most=2) <= 2
+    assert wire.ended <= {101, 102}
+
+
+@thorough
+@given(weights=st.fixed_dictionaries(dict.fromkeys("pqr", st.integers(1, 64))), priority=st.integers(-2, 2))
+def test_peers_that_all_wait_share_the_wire_by_their_weights(weights, priority):
+    wire = Wire(weights=weights)
+    for number, peer in enumerate(weights):
+        wire.submit(number, peer, CHUNKS_OF_16_GB, priority)
+    turn = sum(weights.values())
+    while len(wire.posted) < 5 * turn:
+        assert wire.step()
+    # In each cycle of turns each peer has what it weighs.
+    for first in range(0, 5 * turn, turn):
+        served = [wire.peers[read_id] for read_id in wire.posted[first : first + turn]]
+        assert {peer: served.count(peer) for peer in weights} == weights
 
 
 @thorough
 @given(st.data())
-def test_no_pull_starves_beside_an_endless_stream_of_urgent_ones(data):
-    """Whatever is ahead of a pull when it comes, it is read after a bounded number of chunks.
-
-    The most urgent stream never ends, and always has more than the windows hold.
-    """
-    limits = Limits(peer_bytes=64 << 20, total_bytes=160 << 20)
-    wire = Wire(in_flight=data.draw(st.integers(0, 2)), limits=limits, budgets=PATIENT)
-    peers = st.sampled_from("pqr")
-    crowd = data.draw(st.lists(st.tuples(peers, st.integers(1, 80), st.integers(-3, 3)), max_size=6))
-    streams = data.draw(st.lists(st.tuples(peers, st.integers(1, 40), st.integers(-3, 0)), min_size=1, max_size=3))
-    for number, (peer, mib, priority) in enumerate(crowd):
-        wire.submit(number, peer, mib, priority=priority)
+def test_no_read_starves_beside_an_endless_stream_of_urgent_ones(data):
+    """Whatever is ahead of a read when it comes, it is read after a bounded number of chunks."""
+    peers, weight = st.sampled_from("pqr"), data.draw(st.integers(1, 3))
+    wire = Wire(in_flight=data.draw(st.integers(0, 2)), weights=dict.fromkeys("pqr", weight))
+    crowd = data.draw(st.lists(st.tuples(peers, st.integers(1, 10), st.integers(-3, 3)), max_size=6))
+    streams = data.draw(st.lists(st.tuples(peers, st.integers(1, 5), st.integers(-3, 0)), min_size=1, max_size=3))
+    for number, (peer, count, priority) in enumerate(crowd):
+        wire.submit(number, peer, count, priority)
+    patient, peer, count, priority = 999, data.draw(peers), data.draw(st.integers(1, 10)), data.draw(st.integers(-2, 4))
+    wire.submit(patient, peer, count, priority)
+    # Each chunk of the oldest read waits for the chunks that overtake it, for a turn of each queue beside it, and where
+    # its peer has all that may be in flight, for that.
+    queues = {(peer, priority) for peer, _, priority in [*crowd, *streams]} | {(peer, priority)}
+    each = OVERTAKEN_MAX + 1 + weight * len(queues) + CHUNKS_IN_FLIGHT_MAX
+    ahead = sum(chunks for _, chunks, _ in crowd)
+    bound = each * (ahead + count)
     fresh = 1000
-    patient, peer, mib, priority = 999, data.draw(peers), data.draw(st.integers(1, 80)), data.draw(st.integers(-2, 4))
-    wire.submit(patient, peer, mib, priority=priority)
-    waits_s = (priority - min(each for _, _, each in [*streams, *crowd, ("", 0, 0)]) + 1) * limits.aging_s
-    ahead = sum(-(-each // CHUNK_PAIRS) + 1 for _, each, _ in crowd)
-    windows = 2 * (2 * limits.total_bytes + limits.batch_bytes) // CHUNK_BYTES_MAX
-    own = -(-mib // CHUNK_PAIRS) + 1
-    bound = waits_s / CHUNK_S + (OVERTAKEN_MAX + 1) * (ahead + windows + own)
-    while patient not in wire.completed:
+    while wire.posted.count(patient) < count:
         assert len(wire.posted) <= bound
         for stream in streams:
-            if sum(len(lane) for lane in [wire.scheduler.open_pulls()]) < 40:
-                wire.submit(fresh, stream[0], stream[1], priority=stream[2], program_id=2)
+            if len(wire.bench.lanes.reads) < 40:
+                wire.submit(fresh, *stream)
                 fresh += 1
         assert wire.step()

@@ -13,13 +13,12 @@ from kvflow.config import TcpSettings
 from kvflow.ids import Credentials, PeerId, pass_of
 from kvflow.layout.region import Region
 from kvflow.layout.tracks import Track
-from kvflow.transfer.requests import LeaseShare
+from kvflow.transfer.requests import LeaseName
 from kvflow.transport import tcp_wire as wire
-from kvflow.transport.base import Fence, PeerAddress, Program, Read
+from kvflow.transport.base import PeerAddress, Program
 from kvflow.transport.bounds import check_rows
 from kvflow.transport.envelope import Envelope, seal
-from kvflow.transport.ledger import Chunk
-from kvflow.transport.mover import MoveFailed, Prepared
+from kvflow.transport.mover import Chunk, MoveFailed, Portion, Prepared, Share
 from kvflow.transport.serving import Serving
 from kvflow.transport.tcp import TcpMover
 from kvflow.transport.tcp_channel import ChannelClosed, PlainChannel, TlsChannel
@@ -255,18 +254,27 @@ class Consumer:
         self.mover.prepare(Prepared(program, check_rows(source_rows), check_rows(target_rows)))
 
     def read(self, peer, source, target, leases, *, nbytes=512, program_id=1):
-        """Return a read of descriptors."""
+        """Return a portion of descriptors; each lease is that of a read of its own, of so many pairs."""
         index = [np.array(each, np.int32) for each in (source, target)]
         cuts = np.array([0, len(source)])
-        shares = tuple(LeaseShare(*lease) for lease in leases)
-        return Read(next(self._reads), peer, program_id, *index, cuts, nbytes * len(source), leases=shares)
+        shares = tuple(Share(next(self._reads), LeaseName(slot, epoch), pairs) for slot, epoch, pairs in leases)
+        return Portion(peer, program_id, *index, cuts, nbytes * len(source), shares)
 
-    def post(self, read, first=0, stop=None):
-        return self.mover.post(Chunk(read, first, len(read.source_index) if stop is None else stop))
+    def post(self, portion, first=0, stop=None):
+        return self.mover.post(Chunk(portion, first, len(portion.source_index) if stop is None else stop))
 
-    def verdict(self, peer, slot, epoch, *reads):
-        """Return what the fence of some reads says."""
-        return self.mover.post_fence(peer, Fence(1, slot, epoch, ()), frozenset(each.read_id for each in reads))
+    def fence(self, peer, slot, *portions):
+        """Return what the fence of the reads in these portions whose lease is in this slot says."""
+        shares = [share for portion in portions for share in portion.shares if share.lease.slot == slot]
+        reads = [(share.read_id, share.lease) for share in shares]
+        (value,) = self.mover.post_check(peer, slot, slot, reads, fence=True)
+        return value
+
+    def check(self, peer, *slots, first=None, last=None):
+        """Ask for the values of slots, and return the flight."""
+        first, last = min(slots) if first is None else first, max(slots) if last is None else last
+        reads = [(next(self._reads), LeaseName(slot, EPOCH)) for slot in slots]
+        return self.mover.post_check(peer, first, last, reads, fence=False)
 
     def wait(self, flight):
         """Drive the mover until a flight is over."""
@@ -280,12 +288,13 @@ class Consumer:
         return value
 
     def failure(self, flight):
-        """Drive the mover until a flight has failed, and return why."""
+        """Drive the mover until a flight has failed, or the one read that it is of, and return why."""
         try:
             self.wait(flight)
         except MoveFailed as failed:
             return failed.reason
-        raise AssertionError("it has not failed")
+        (reason,) = flight.refused.values()
+        return reason
 
     def close(self):
         self.mover.close()

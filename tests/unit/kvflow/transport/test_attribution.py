@@ -1,33 +1,31 @@
-"""Which lease vouches for each descriptor of a chunk, against pairs that are bound one by one."""
+"""Which read each descriptor of a chunk belongs to, against pairs that are bound one by one."""
+
+from itertools import pairwise
 
 import numpy as np
 import pytest
-from msgspec.structs import replace
 
 from kvflow.transfer.bind_plan import bind_plan
 from kvflow.transfer.costs import Costs
 from kvflow.transfer.pairs import UnitPairs
 from kvflow.transfer.plan import plan_transfer
-from kvflow.transfer.requests import LeaseShare, join_shares
+from kvflow.transfer.requests import LeaseName
 from kvflow.transfer.staging import STAGING_BUFFERS
-from kvflow.transport.base import Program, Read
-from kvflow.transport.bounds import check_read, check_rows, check_scatter, check_staged_read
-from kvflow.transport.ledger import Chunk, Ledger, lease_numbers
-from kvflow.transport.staging import fetching
+from kvflow.transport.base import Program
+from kvflow.transport.bounds import check_bound, check_rows, check_scatter
+from kvflow.transport.mover import Chunk, Portion, Share, share_numbers
+from kvflow.transport.programs import fetching
 from tests.unit.kvflow.transfer.helpers import full, manifest_of, sliding
 
-NUM_BLOCKS, BUFFER_BYTES, BATCHES = 24, 1 << 16, 20
+NUM_BLOCKS, BUFFER_BYTES, PORTIONS = 24, 1 << 16, 20
+CASES = {
+    "units of a block": ((16, {}), (32, {})),
+    "runs of several lengths": ((16, {"layout": "BLNHC"}), (16, {})),
+}
+TOKENS_FIRST = {"layout": "LBNHC", "kv": "split"}
 STAGED = {
     "costs": Costs(descriptor_s=1e-3, read_byte_s=0.0, copy_s=1e-9, piece_s=0.0, copied_byte_s=0.0),
     "staging_bytes": STAGING_BUFFERS * BUFFER_BYTES,
-}
-TOKENS_FIRST = {"layout": "LBNHC", "kv": "split"}
-HALF = {**TOKENS_FIRST, "tp": (0, 2)}
-CASES = {
-    "units of a block": ((16, {}), (32, {}), {}),
-    "runs of several lengths": ((16, {"layout": "BLNHC"}), (16, {}), {}),
-    "staged": ((16, TOKENS_FIRST), (16, HALF), STAGED),
-    "staged units of a block": ((32, TOKENS_FIRST), (16, HALF), STAGED),
 }
 
 
@@ -38,99 +36,77 @@ def cache(block_size, how):
     return manifest_of({"a": whole, "b": slid, "c": whole, "d": slid}, num_blocks=NUM_BLOCKS, **how)
 
 
-def bound_read(binding, pairs, leases, **budgets):
+def portion_of(binding, pairs, sizes, **budgets):
+    """Bind pairs of several reads, as the lanes do."""
     bound = binding.bind(pairs, **{"chunk_bytes": 1 << 40, "chunk_descriptors": 1 << 30} | budgets)
-    index = bound.source_index, bound.target_index
-    return Read(1, "p", 1, *index, bound.cuts, bound.nbytes, leases=leases)
-
-
-def posted(binding, read, target):
-    """Check a read as the owner does, and return its chunks as a mover gets them."""
-    program = Program(1, "p", binding.source.table, binding.target.table, scatter=binding.scatter)
-    rows = check_rows(program.source_rows), check_rows(program.target_rows)
-    ledger, chunks, checked = Ledger(1), [], None
     if binding.scatter is None:
-        check_read(read, *rows)
-    else:
-        checked = check_scatter(program, *rows, buffer_bytes=BUFFER_BYTES, regions=target.regions)
-        check_staged_read(read, checked)
-    ledger.open("p")
-    ledger.admit(read, staged=checked is not None)
-    while (chunk := ledger.take()) is not None:
-        chunks.append(chunk if checked is None else fetching(chunk, checked))
-        ledger.arrived(chunk, 0.0)
-    return chunks
+        check_bound(bound, len(pairs.source), check_rows(binding.source.table), check_rows(binding.target.table))
+    shares = tuple(Share(read_id, LeaseName(read_id % 3, 70), size) for read_id, size in enumerate(sizes))
+    return Portion("p", 1, bound.source_index, bound.target_index, bound.cuts, bound.nbytes, shares)
 
 
-def descriptors(binding, chunk):
-    """Name each descriptor of a chunk: by both sides, but in a buffer only the slot decides where it goes."""
-    part = slice(chunk.first, chunk.stop)
-    source, target = chunk.read.source_index[part].tolist(), chunk.read.target_index[part].tolist()
-    return [*zip(source, target, strict=True)] if binding.scatter is None else source
+def chunks_of(portion):
+    return [Chunk(portion, first, stop) for first, stop in pairwise(portion.cuts.tolist())]
 
 
-def a_batch(binding, rng):
-    """Pairs of several leases, some of which have pairs in two places, as one batch has them."""
-    group = binding.group
+def descriptors(chunk):
+    """Name each descriptor of a chunk by both sides."""
+    sides = (index[chunk.first : chunk.stop] for index in (chunk.portion.source_index, chunk.portion.target_index))
+    return [*zip(*(side.tolist() for side in sides), strict=True)]
+
+
+def drawn(group, rng):
+    """Pairs of several reads."""
     sources = rng.permutation(NUM_BLOCKS * group.source_units)
     targets = rng.permutation(NUM_BLOCKS * group.target_units)
     count = int(rng.integers(2, min(len(sources), len(targets)) + 1))
     inner = sorted(rng.choice(np.arange(1, count), rng.integers(1, min(count, 6)), replace=False).tolist())
-    sizes = np.diff([0, *inner, count]).tolist()
-    slices = [(int(rng.integers(3)), 70, size) for size in sizes]
     source = np.concatenate([np.sort(part) for part in np.split(sources[:count], inner)])
-    return UnitPairs(source, targets[:count]), slices
+    return UnitPairs(source, targets[:count]), np.diff([0, *inner, count]).tolist()
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_each_descriptor_of_a_chunk_has_the_lease_of_its_pair(case):
-    source, target, terms = CASES[case]
-    source, target = cache(*source), cache(*target)
-    plan = plan_transfer(source, target, **terms)
-    bindings = bind_plan(plan, source, target)
+def test_each_descriptor_of_a_chunk_belongs_to_the_read_of_its_pair(case):
+    source, target = (cache(*side) for side in CASES[case])
+    bindings = bind_plan(plan_transfer(source, target), source, target)
     assert len(bindings) == 2
-    assert all((binding.scatter is not None) == bool(terms) for binding in bindings)
     cuts = 0
-    for seed in range(BATCHES):
+    for seed in range(PORTIONS):
         rng = np.random.default_rng(seed)
         for binding in bindings:
-            pairs, slices = a_batch(binding, rng)
-            leases = join_shares(LeaseShare(*each) for each in slices)
-            lease_of = {}
-            vouching = [(slot, epoch) for slot, epoch, size in slices for _ in range(size)]
-            for at, lease in enumerate(vouching):
+            pairs, sizes = drawn(binding.group, rng)
+            read_of = {}
+            for at, read_id in enumerate(np.repeat(np.arange(len(sizes)), sizes).tolist()):
                 one = UnitPairs(pairs.source[at : at + 1], pairs.target[at : at + 1])
-                (chunk,) = posted(binding, bound_read(binding, one, ()), target)
-                lease_of |= dict.fromkeys(descriptors(binding, chunk), lease)
-            budgets = {"chunk_descriptors": int(rng.integers(1, 4 * binding.unit_descriptors))}
-            read = bound_read(binding, pairs, leases, **budgets)
-            seen, chunks = [], posted(binding, read, target)
+                (chunk,) = chunks_of(portion_of(binding, one, [1]))
+                read_of |= dict.fromkeys(descriptors(chunk), read_id)
+            budget = int(rng.integers(1, 4 * binding.unit_descriptors))
+            chunks, seen = chunks_of(portion_of(binding, pairs, sizes, chunk_descriptors=budget)), []
             for chunk in chunks:
-                names, numbers = descriptors(binding, chunk), lease_numbers(chunk)
-                if numbers is None:
-                    assert len(chunk.read.leases) == 1
-                    numbers = np.zeros(len(names), np.uint16)
+                names, numbers = descriptors(chunk), share_numbers(chunk)
                 assert numbers.dtype == np.uint16
-                told = [(share.slot, share.epoch) for share in map(chunk.read.leases.__getitem__, numbers.tolist())]
-                assert told == [lease_of[name] for name in names]
-                cuts += len(chunks) > 1 and len(set(told)) > 1
+                assert numbers.tolist() == [read_of[name] for name in names]
+                cuts += len(chunks) > 1 and len(set(numbers.tolist())) > 1
                 seen += names
-            assert sorted(seen) == sorted(lease_of), "each descriptor is in one chunk"
-    assert cuts, "no read of several leases was cut"
+            assert sorted(seen) == sorted(read_of), "each descriptor is in one chunk"
+    assert cuts, "no portion of several reads was cut"
 
 
-@pytest.mark.parametrize("leases", [(), (LeaseShare(3, 70, 4),)])
-def test_one_lease_needs_no_numbers(leases):
+def test_one_read_needs_no_numbers():
     index = np.arange(8, dtype=np.int32)
-    read = Read(1, "p", 1, index, index, np.array([0, 8]), 8, leases=leases)
-    assert lease_numbers(Chunk(read, 2, 7)) is None
+    portion = Portion("p", 1, index, index, np.array([0, 8]), 8, (Share(1, LeaseName(3, 70), 4),))
+    assert share_numbers(Chunk(portion, 2, 7)) is None
 
 
-def test_a_staged_chunk_has_the_leases_of_its_units_only():
-    source, target = cache(16, TOKENS_FIRST), cache(16, HALF)
+def test_a_staged_chunk_has_the_share_of_its_units():
+    source, target = cache(16, TOKENS_FIRST), cache(16, {**TOKENS_FIRST, "tp": (0, 2)})
     binding = bind_plan(plan_transfer(source, target, **STAGED), source, target)[0]
-    shares = tuple(LeaseShare(slot, 70, size) for slot, size in enumerate((2, 3, 1, 4)))
-    read = bound_read(binding, UnitPairs(np.arange(10), np.arange(10)), shares)
-    read = replace(read, cuts=np.array([0, 1, 4, 6, 10]))
-    told = [[(share.slot, share.pairs) for share in chunk.read.leases] for chunk in posted(binding, read, target)]
-    assert told == [[(0, 1)], [(0, 1), (1, 2)], [(1, 1), (2, 1)], [(3, 4)]]
+    program = Program(1, "p", binding.source.table, binding.target.table, scatter=binding.scatter)
+    rows = check_rows(program.source_rows), check_rows(program.target_rows)
+    checked = check_scatter(program, *rows, buffer_bytes=BUFFER_BYTES, regions=target.regions)
+    portion = portion_of(binding, UnitPairs(np.arange(10), np.arange(10)), [10])
+    fetched = [fetching(Chunk(portion, *part, buffer=0), checked) for part in ((0, 1), (1, 4), (4, 10))]
+    assert [[share.pairs for share in chunk.portion.shares] for chunk in fetched] == [[1], [3], [6]]
+    assert {share.lease for chunk in fetched for share in chunk.portion.shares} == {LeaseName(0, 70)}
+    counts = [chunk.stop - chunk.first for chunk in fetched]
+    assert counts == [units * binding.unit_descriptors for units in (1, 3, 6)]

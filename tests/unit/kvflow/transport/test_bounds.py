@@ -8,18 +8,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvflow.layout.region import ADDRESS_MAX, Region
+from kvflow.transfer.bind import Bound
 from kvflow.transfer.boxes import COLUMNS, FIXED, Scatter
-from kvflow.transport.base import LeaseShare, Program, Read
+from kvflow.transfer.pairs import UnitPairs
+from kvflow.transport.base import Program
 from kvflow.transport.bounds import (
-    EPOCH_MAX,
+    FEW,
     INDEX_MAX,
-    LEASES_MAX,
     OutOfBounds,
+    check_bound,
     check_inside,
-    check_read,
+    check_pairs,
     check_rows,
     check_scatter,
-    check_staged_read,
+    check_staged_bound,
     merge,
 )
 
@@ -99,12 +101,12 @@ def test_merging_moves_the_same_bytes_in_the_fewest_runs(source, target, data):
         index = [(np.arange(n) % rows.count).astype(np.int32) for rows in checked]
     inner = sorted(data.draw(st.sets(st.integers(1, max(1, n - 1)), max_size=3))) if n > 1 else []
     cuts = np.array([0, *inner, n])
-    read = Read(1, "p", 1, *index, cuts, 8 * n)
+    bound = Bound(*index, cuts, 8 * n)
     merged = []
     for first, stop in pairwise(cuts):
         part = slice(first, stop)
         merged.append(merge(checked[0], index[0][part], checked[1], index[1][part]))
-    check_read(read, *checked)
+    check_bound(bound, n, *checked)
     places = [
         [address + k * stride for address, _, _, stride, count in table for k in range(count)] for table in tables
     ]
@@ -129,14 +131,13 @@ def test_merging_moves_the_same_bytes_in_the_fewest_runs(source, target, data):
 def test_a_total_that_would_overflow_is_refused():
     rows = check_rows(np.array([[0, ADDRESS_MAX // 2, 0, ADDRESS_MAX // 2, 2]]))
     index = np.array([0, 1, 0, 1], dtype=np.int32)
-    read = Read(1, "p", 1, index, index, np.array([0, 4]), 0)
     with pytest.raises(OutOfBounds):
-        check_read(read, rows, rows)
+        check_bound(Bound(index, index, np.array([0, 4]), 0), 4, rows, rows)
 
 
-def read_of_leases(n, leases):
+def bound_of(n):
     index = np.arange(n, dtype=np.int32)
-    return Read(1, "p", 1, index, index, np.array([0, n]), 8 * n, leases=tuple(LeaseShare(*share) for share in leases))
+    return Bound(index, index, np.array([0, n]), 8 * n)
 
 
 def staged_scatter(units=16):
@@ -149,55 +150,53 @@ def staged_scatter(units=16):
     return check_scatter(program, *checked, buffer_bytes=8 * units, regions=[Region(4096, 8 * units)])
 
 
-FAIR_LEASES = {
-    "none": [],
-    "one": [(0, 0, 12)],
-    "several": [(3, 70, 5), (INDEX_MAX, EPOCH_MAX, 1), (3, 70, 6)],
-}
-WRONG_LEASES = {
-    "no pairs": [(3, 70, 12), (4, 70, 0)],
-    "fewer than none": [(3, 70, 24), (4, 70, -12)],
-    "more pairs than there are": [(3, 70, 24)],
-    "a number that does not divide": [(3, 70, 5)],
-    "a negative slot": [(-1, 70, 12)],
-    "a slot that is too high": [(INDEX_MAX + 1, 70, 12)],
-    "a negative epoch": [(3, -1, 12)],
-    "an epoch that is too high": [(3, EPOCH_MAX + 1, 12)],
-}
-
-
-@pytest.mark.parametrize("name", FAIR_LEASES)
-def test_leases_that_have_the_pairs_of_the_read_pass(name):
+@pytest.mark.parametrize("pairs", [1, 3, 12])
+def test_a_pair_has_many_descriptors_but_one_number_of_a_unit(pairs):
     rows = check_rows(np.array([[0, 8, 0, 8, 16]]))
-    read = read_of_leases(12, FAIR_LEASES[name])
-    check_read(read, rows, rows)
-    check_staged_read(read, staged_scatter())
+    check_bound(bound_of(12), pairs, rows, rows)
+    if pairs == 12:
+        check_staged_bound(bound_of(12), pairs, staged_scatter())
+    else:
+        with pytest.raises(OutOfBounds, match="12 units"):
+            check_staged_bound(bound_of(12), pairs, staged_scatter())
 
 
-@pytest.mark.parametrize("name", WRONG_LEASES)
-def test_leases_that_cannot_be_those_of_the_read_are_refused(name):
+@pytest.mark.parametrize("pairs", [5, 24])
+def test_descriptors_that_the_pairs_do_not_divide_are_refused(pairs):
     rows = check_rows(np.array([[0, 8, 0, 8, 16]]))
-    read = read_of_leases(12, WRONG_LEASES[name])
-    with pytest.raises(OutOfBounds, match="lease"):
-        check_read(read, rows, rows)
-    with pytest.raises(OutOfBounds, match="lease"):
-        check_staged_read(read, staged_scatter())
+    with pytest.raises(OutOfBounds, match="same number"):
+        check_bound(bound_of(12), pairs, rows, rows)
 
 
-def test_a_pair_has_many_descriptors_but_one_number_of_a_unit():
-    rows = check_rows(np.array([[0, 8, 0, 8, 16]]))
-    read = read_of_leases(12, [(3, 70, 1), (4, 70, 3)])
-    check_read(read, rows, rows)
-    with pytest.raises(OutOfBounds, match="12 pairs"):
-        check_staged_read(read, staged_scatter())
+units = st.lists(st.sampled_from([-(1 << 63), -1, 0, 1, 7, 8, 9, 1 << 31, (1 << 32) + 3, (1 << 63) - 1]), min_size=1)
 
 
-def test_more_leases_than_uint16_can_number_are_refused():
-    rows = check_rows(np.array([[0, 8, 0, 8, LEASES_MAX + 1]]))
-    for count in (LEASES_MAX, LEASES_MAX + 1):
-        read = read_of_leases(count, [(number, 70, 1) for number in range(count)])
-        if count == LEASES_MAX:
-            check_read(read, rows, rows)
-        else:
-            with pytest.raises(OutOfBounds, match="65537 leases"):
-                check_read(read, rows, rows)
+@given(source=units, target=units, many=st.booleans())
+def test_exactly_the_units_that_both_sides_have_pass(source, target, many):
+    """Few are checked one by one and many as an array."""
+    count = min(len(source), len(target)) if not many else FEW + 1
+    source, target = ((side * (FEW + 1))[:count] for side in (source, target))
+    pairs = UnitPairs(np.array(source), np.array(target))
+    if all(0 <= unit < 8 for unit in source) and all(0 <= unit < 9 for unit in target):
+        check_pairs(pairs, 8, 9)
+    else:
+        with pytest.raises(OutOfBounds):
+            check_pairs(pairs, 8, 9)
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (np.array([0, 1]), np.array([0])),
+        (np.array([], np.int64), np.array([], np.int64)),
+        (np.array([0], np.int32), np.array([0])),
+        (np.array([0]), np.array([0], np.uint64)),
+        (np.array([0], ">i8"), np.array([0])),
+        (np.array([[0]]), np.array([[0]])),
+        (np.array(0), np.array(0)),
+    ],
+    ids=["lengths", "none", "int32", "uint64", "other bytes first", "rows", "a number"],
+)
+def test_arrays_that_are_no_units_are_refused(source, target):
+    with pytest.raises(OutOfBounds):
+        check_pairs(UnitPairs(source, target), 8, 8)

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,13 +12,15 @@ import pytest
 
 from kvflow.errors import TransportUnavailable
 from kvflow.layout.region import Region
+from kvflow.transfer.requests import LeaseName
 from kvflow.transport import nixl, nixl_binding
-from kvflow.transport.base import Fence, PeerAddress, Program, Read
+from kvflow.transport.base import PeerAddress, Program
 from kvflow.transport.bounds import check_rows
 from kvflow.transport.envelope import Envelope, seal, unseal
-from kvflow.transport.ledger import Chunk
-from kvflow.transport.mover import Flight, MoveFailed, Prepared
+from kvflow.transport.mover import Chunk, Flight, MoveFailed, Portion, Prepared, Share
 from kvflow.transport.nixl import NixlMover
+
+LEASE = LeaseName(3, 0)
 
 
 class FlakyAgent:
@@ -62,7 +65,11 @@ class Ends:
 
     def chunk(self):
         index = np.arange(64, dtype=np.int32)
-        return Chunk(Read(1, "p", 1, index, index, np.array([0, 64]), 4096), 0, 64)
+        return Chunk(Portion("p", 1, index, index, np.array([0, 64]), 4096, (Share(1, LEASE, 64),)), 0, 64)
+
+    def check(self, first=3, last=3, peer="p"):
+        """Post a check of some slots."""
+        return self.reader.post_check(peer, first, last, [(1, LEASE)], fence=True)
 
     def finish(self, outcome):
         """Poll to the end. It is bounded by the test's own time limit."""
@@ -87,17 +94,17 @@ def ends():
 @pytest.mark.nixl
 def test_an_error_on_a_living_endpoint_is_reported_after_a_flush(ends):
     """Descriptors before the failing one may still fly; a small read behind them proves that they have landed."""
-    slots = len(ends.reader._reader.free_slots)
+    spans = len(ends.reader._reader.free_spans)
     backend_error = type("nixlBackendError", (RuntimeError,), {})
     ends.flaky(backend_error("NIXL_ERR_BACKEND"))
     with pytest.raises(MoveFailed) as caught:
         ends.finish(ends.reader.post(ends.chunk()))
     assert caught.value.reason.code == "transport_error"
     assert "NIXL_ERR_BACKEND" in caught.value.reason.detail
-    assert len(ends.reader._reader.free_slots) == slots
+    assert len(ends.reader._reader.free_spans) == spans
     assert ends.finish(ends.reader.post(ends.chunk())) == 0
     assert np.array_equal(*ends.caches)
-    assert ends.finish(ends.reader.post_fence("p", Fence(1, 3, 0, ()), frozenset())) == 103
+    assert ends.finish(ends.check()) == [103]
 
 
 @pytest.mark.nixl
@@ -110,32 +117,64 @@ def test_without_a_flush_nobody_can_tell_and_the_flight_never_ends(ends):
 
 
 @pytest.mark.nixl
+@pytest.mark.parametrize(("first", "last"), [(0, 0), (0, 7), (2, 5), (7, 7)])
+def test_a_check_reads_a_span_of_slots(ends, first, last):
+    flights = [ends.check(first, last) for _ in range(3)]
+    assert [ends.finish(flight) for flight in flights] == [[*range(100 + first, 101 + last)]] * 3
+    assert len(set(ends.reader._reader.free_spans)) == len(ends.reader._reader.free_spans) == nixl._SPANS
+
+
+@pytest.mark.nixl
+def test_two_threads_use_one_reader_in_turns(ends):
+    """Calls come from the event loop and from the owner thread, one at a time: UCX asks for no more."""
+    ends.caches[1][:] = np.random.default_rng(1).integers(0, 256, 4096, np.uint8)
+    turn, wrong, barrier = threading.Lock(), [], threading.Barrier(2)
+
+    def use():
+        barrier.wait(60)
+        for number in range(3000):
+            with turn:
+                ends.caches[0][:] = 0
+                moved = ends.finish(ends.reader.post(ends.chunk()))
+                values = ends.finish(ends.check(0, number % 8))
+                if moved or values != [*range(100, 101 + number % 8)] or not np.array_equal(*ends.caches):
+                    wrong.append(number)
+
+    threads = [threading.Thread(target=use) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+@pytest.mark.nixl
 def test_a_lost_endpoint_is_terminal_at_once(ends):
     ends.flaky(type("nixlRemoteDisconnectError", (RuntimeError,), {})("NIXL_ERR_REMOTE_DISCONNECT"))
     with pytest.raises(MoveFailed) as caught:
-        ends.reader.post_fence("p", Fence(1, 0, 0, ()), frozenset())
+        ends.check(0, 0)
     assert caught.value.reason.code == "peer_lost"
 
 
 @pytest.mark.nixl
-def test_fences_of_hung_peers_cannot_take_more_than_the_scratch_has(ends):
-    ends.reader._reader.free_slots.clear()
-    with pytest.raises(MoveFailed, match="too many fences"):
-        ends.reader.post_fence("p", Fence(1, 0, 0, ()), frozenset())
+def test_checks_of_hung_peers_cannot_take_more_than_the_scratch_has(ends):
+    ends.reader._reader.free_spans.clear()
+    with pytest.raises(MoveFailed, match="too many checks"):
+        ends.check(0, 0)
 
 
 @pytest.mark.nixl
-def test_a_connection_that_has_failed_is_not_shared_and_made_anew_when_nobody_has_it(ends):
+def test_a_connection_that_has_failed_is_not_shared_and_made_again_when_nobody_has_it(ends):
     ends.reader.add(PeerAddress("q", {"nixl": ends.exporter.metadata}, ends.table))
     ends.flaky(type("nixlRemoteDisconnectError", (RuntimeError,), {})("NIXL_ERR_REMOTE_DISCONNECT"))
     with pytest.raises(MoveFailed):
-        ends.reader.post_fence("p", Fence(1, 0, 0, ()), frozenset())
+        ends.check(0, 0)
     ends.reader.remove("p", gone=False)
     with pytest.raises(MoveFailed, match="peer_lost"):
         ends.reader.add(PeerAddress("p", {"nixl": ends.exporter.metadata}, ends.table))
     ends.reader.remove("q", gone=False)
     ends.meet(ends.exporter)
-    assert ends.finish(ends.reader.post_fence("p", Fence(1, 3, 0, ()), frozenset())) == 103
+    assert ends.finish(ends.check()) == [103]
 
 
 @pytest.mark.nixl
@@ -144,7 +183,7 @@ def test_two_workers_cannot_share_an_agent(ends):
     try:
         with pytest.raises(MoveFailed, match="metadata_invalid"):
             ends.reader.add(PeerAddress("q", {"nixl": impostor.metadata}, ends.table))
-        assert ends.finish(ends.reader.post_fence("p", Fence(1, 3, 0, ()), frozenset())) == 103
+        assert ends.finish(ends.check()) == [103]
     finally:
         impostor.close()
 
@@ -331,10 +370,10 @@ def test_another_one_of_the_same_name_is_not_read_from_over_the_connection_that_
 @pytest.mark.parametrize("first", ["p", "q"])
 def test_two_peers_of_one_worker_share_its_connection_until_the_last_has_gone(ends, forgotten, first):
     ends.reader.add(PeerAddress("q", {"nixl": ends.exporter.metadata}, ends.table))
-    assert [ends.finish(ends.reader.post_fence(peer, Fence(1, 3, 0, ()), frozenset())) for peer in "pq"] == [103, 103]
+    assert [ends.finish(ends.check(peer=peer)) for peer in "pq"] == [[103], [103]]
     ends.reader.remove(first, gone=True)
     last = "q" if first == "p" else "p"
-    assert ends.finish(ends.reader.post_fence(last, Fence(1, 4, 0, ()), frozenset())) == 104
+    assert ends.finish(ends.check(4, 4, last)) == [104]
     assert forgotten == []
     ends.reader.remove(last, gone=False)
     assert forgotten == ["exporter/exporter"], "one of them has said that it is gone"

@@ -7,19 +7,14 @@ import numpy as np
 import pytest
 
 from kvflow.layout.region import Region
-from kvflow.transport.base import (
-    RENEWAL_DRAIN_S,
-    Carrier,
-    Fence,
-    PeerAdded,
-    PeerAddress,
-    PeerFailed,
-    Program,
-    Read,
-    ReadCompleted,
-)
+from kvflow.transfer.pairs import UnitPairs
+from kvflow.transfer.requests import LeaseName, Part, RankRead, ReadEnded
+from kvflow.transport.base import RESET_DRAIN_S, Carrier, PeerAddress, PeerFailed, Program
+from kvflow.transport.commands import CancelReads, PostReads, RemovePeer, ResetReader
 from kvflow.transport.mover import Flight, MoveFailed, Mover
-from kvflow.transport.owner import CancelReads, Look, Owner, RemovePeer, RenewReader
+from kvflow.transport.owner import Owner
+
+from .lane_reads import Units
 
 MEMORY = Region(4096, 4096)
 EPOCHS = Region(8192, 64)
@@ -28,8 +23,9 @@ EPOCHS = Region(8192, 64)
 class ScriptedFlight(Flight):
     """In flight until the script lets it land."""
 
-    def __init__(self):
+    def __init__(self, answer):
         self.outcome = None
+        self.answer = answer
 
 
 class ScriptedMover(Mover):
@@ -41,6 +37,7 @@ class ScriptedMover(Mover):
         self.calls = []
         self.flights = deque()
         self.raising = {}
+        self.at_once = False
 
     def _call(self, name, *args):
         self.calls.append((name, *args))
@@ -58,27 +55,32 @@ class ScriptedMover(Mover):
         self._call("prepare", prepared.program.program_id)
 
     def post(self, chunk):
-        self._call("post", chunk.read.read_id)
-        return self._fly()
+        self._call("post", *(share.read_id for share in chunk.portion.shares))
+        return self._fly(lambda value: value)
 
-    def post_fence(self, peer, fence, after):
-        self._call("post_fence", peer, fence.slot, after)
-        return self._fly()
+    def post_check(self, peer, first, last, reads, *, fence):
+        self._call("fence" if fence else "check", peer, first, last, *(read_id for read_id, _ in reads))
+        return self._fly(lambda value: [value] * (last + 1 - first))
+
+    def ends_at_once(self, peer):
+        return self.at_once
 
     def poll(self, flight):
         if isinstance(flight.outcome, Exception):
             raise flight.outcome
         return flight.outcome
 
-    def renew(self):
-        self._call("renew")
+    def reset(self):
+        self._call("reset")
         self.flights.clear()
 
     def close(self):
         self._call("close")
 
-    def _fly(self):
-        self.flights.append(ScriptedFlight())
+    def _fly(self, answer):
+        if self.at_once:
+            return answer(0)
+        self.flights.append(ScriptedFlight(answer))
         return self.flights[-1]
 
 
@@ -90,30 +92,46 @@ class Bench:
         self.owner = Owner(self.mover, [MEMORY], self.events.append, lambda: self.now)
         self.owner.handle(PeerAddress("p", {}, EPOCHS))
         self.owner.handle(PeerAddress("q", {}, EPOCHS))
-        rows = np.array([[4096, 64, 0, 64, 8]])
         for number, peer in enumerate("pq"):
-            self.owner.handle(Program(number, peer, rows, rows))
+            self.owner.handle(a_program(number, peer))
         assert self.seen() == ["PeerAdded", "PeerAdded"]
 
-    def post(self, read_id, peer="p", fences=(), looks=()):
-        index = np.array([0], dtype=np.int32)
-        program = "pq".index(peer)
-        self.owner.handle(Read(read_id, peer, program, index, index, np.array([0, 1]), 64, fences=fences, looks=looks))
+    def post(self, *read_ids, peer="p", program_id=None, **how):
+        number = "pq".find(peer) if program_id is None else program_id
+        self.owner.handle(PostReads(tuple(a_read(read_id, peer, number, **how) for read_id in read_ids)))
 
     def land(self, outcome=0):
-        self.mover.flights.popleft().outcome = outcome
+        flight = self.mover.flights.popleft()
+        flight.outcome = outcome if isinstance(outcome, Exception) else flight.answer(outcome)
         self.owner.step()
+
+    def serve(self, outcome=0):
+        """Let everything that is posted arrive until there is nothing more to do."""
+        while self.owner.step() or self.mover.flights:
+            if self.mover.flights:
+                self.land(outcome)
 
     def seen(self):
         """The events since the last look, as words."""
         words = []
         for event in self.events:
-            about = [
-                str(getattr(event, name)) for name in ("read_id", "fence_id", "code", "ended") if hasattr(event, name)
-            ]
-            words.append(" ".join([type(event).__name__, *about]))
+            if isinstance(event, ReadEnded):
+                words.append(f"{event.read_id} {event.code or event.verdict}")
+            else:
+                about = [str(getattr(event, name)) for name in ("code", "ended") if hasattr(event, name)]
+                words.append(" ".join([type(event).__name__, *about]))
         self.events.clear()
         return words
+
+
+def a_program(number, peer):
+    rows = np.array([[4096, 1, 0, 1, 8]])
+    return Program(number, peer, rows, rows, binding=Units(8))
+
+
+def a_read(read_id, peer="p", program_id=0, *, slot=3, epoch=0, unit=0, **rest):
+    pairs = UnitPairs(np.array([unit]), np.array([unit]))
+    return RankRead(read_id, peer, LeaseName(slot, epoch), (Part(program_id, pairs),), **rest)
 
 
 @pytest.fixture
@@ -121,23 +139,34 @@ def bench():
     return Bench()
 
 
-def test_a_step_posts_one_piece_and_tells_whether_anything_changed(bench):
+def test_a_step_posts_one_chunk_and_tells_whether_anything_changed(bench):
     assert not bench.owner.step()
-    bench.post(1, fences=(Fence(5, 3, 0, (1,)),))
+    bench.post(1, priority=-1)
     bench.post(2)
     assert bench.owner.step()
     assert bench.mover.calls[-1] == ("post", 1)
     assert bench.owner.step()
+    assert bench.mover.calls[-1] == ("post", 2)
     assert not bench.owner.step()
     assert bench.owner.in_flight
     bench.land()
-    assert bench.seen() == ["ReadCompleted 1"]
+    assert bench.seen() == []
     assert bench.owner.step()
-    assert bench.mover.calls[-1] == ("post_fence", "p", 3, frozenset({1}))
+    assert bench.mover.calls[-1] == ("fence", "p", 3, 3, 1)
+    bench.mover.flights.rotate(1)
     bench.land()
-    bench.land(77)
-    assert bench.seen() == ["ReadCompleted 2", "FenceJudged 5"]
+    assert bench.seen() == ["1 held"]
+    bench.serve()
+    assert bench.seen() == ["2 held"]
     assert not bench.owner.in_flight
+
+
+def test_reads_of_one_batch_share_their_check_their_chunk_and_their_fence(bench):
+    bench.post(1, 2, 3, check_first=True)
+    bench.serve()
+    calls = [call for call in bench.mover.calls if call[0] in ("check", "post", "fence")]
+    assert calls == [("check", "p", 3, 3, 1, 2, 3), ("post", 1, 2, 3), ("fence", "p", 3, 3, 1, 2, 3)]
+    assert bench.seen() == ["1 held", "2 held", "3 held"]
 
 
 def test_a_lost_peer_is_removed_when_its_last_flight_has_ended(bench):
@@ -145,12 +174,12 @@ def test_a_lost_peer_is_removed_when_its_last_flight_has_ended(bench):
         bench.post(read_id)
         bench.owner.step()
     bench.land(MoveFailed("peer_lost", "reset"))
-    assert bench.seen() == ["ReadFailed 1 peer_lost", "ReadFailed 3 peer_lost", "PeerFailed peer_lost"]
+    assert bench.seen() == ["1 peer_lost", "3 peer_lost", "PeerFailed peer_lost"]
     assert ("remove", "p") not in bench.mover.calls
     bench.owner.handle(PeerAddress("p", {}, EPOCHS))
     assert bench.mover.calls.count(("add", "p")) == 1
     bench.land(MoveFailed("peer_lost", "reset"))
-    assert bench.seen() == ["ReadFailed 2 peer_lost", "PeerAdded"]
+    assert bench.seen() == ["2 peer_lost", "PeerAdded"]
     assert bench.mover.calls[-2:] == [("remove", "p"), ("add", "p")]
 
 
@@ -158,11 +187,9 @@ def test_peers_that_share_an_exporter_are_lost_together(bench):
     for peer in ("a", "b"):
         bench.owner.handle(PeerAddress(peer, {}, EPOCHS, agent="one worker"))
     bench.owner.handle(PeerAddress("c", {}, EPOCHS, agent="another worker"))
+    bench.owner.handle(a_program(7, "a"))
     bench.seen()
-    rows = np.array([[4096, 64, 0, 64, 8]])
-    bench.owner.handle(Program(7, "a", rows, rows))
-    index = np.array([0], dtype=np.int32)
-    bench.owner.handle(Read(1, "a", 7, index, index, np.array([0, 1]), 64))
+    bench.post(1, peer="a", program_id=7)
     bench.owner.step()
     bench.land(MoveFailed("peer_lost", "reset"))
     assert {event.peer for event in bench.events if isinstance(event, PeerFailed)} == {"a", "b"}
@@ -182,6 +209,7 @@ def test_a_peer_that_is_in_use_and_gone_is_forgotten_when_nothing_of_it_is_in_fl
     bench.owner.handle(RemovePeer("p", gone=True))
     assert bench.mover.calls[-1] == ("post", 1)
     bench.land()
+    assert bench.seen() == ["1 cancelled"]
     assert bench.mover.calls[-1] == ("remove", "p", "gone")
 
 
@@ -193,20 +221,28 @@ def test_removing_a_peer_that_waits_to_be_added_again_tells_so(bench):
     bench.owner.handle(RemovePeer("p"))
     assert bench.seen() == ["PeerFailed peer_lost"]
     bench.land()
-    assert bench.seen() == ["ReadCompleted 1"]
+    assert bench.seen() == ["1 cancelled"]
     assert bench.mover.calls.count(("add", "p")) == 1
 
 
-def test_bounds_blame_a_program_and_leave_the_peer(bench):
+def test_bounds_blame_the_reads_of_a_chunk_and_leave_the_peer(bench):
     bench.mover.raising["post"] = MoveFailed("bounds", "no")
     bench.post(1)
     bench.owner.step()
-    assert bench.seen() == ["ReadFailed 1 bounds"]
+    assert bench.seen() == ["1 bounds"]
     del bench.mover.raising["post"]
     bench.post(2)
-    bench.owner.step()
-    bench.land()
-    assert bench.seen() == ["ReadCompleted 2"]
+    bench.serve()
+    assert bench.seen() == ["2 held"]
+
+
+def test_a_read_that_cannot_be_served_fails_before_anything_of_it_is_posted_and_alone(bench):
+    good, bad = a_read(1), [a_read(2, unit=8), a_read(3, slot=8), a_read(4, program_id=9), a_read(5, peer="nobody")]
+    bench.owner.handle(PostReads((*bad, good)))
+    assert bench.seen() == ["2 bounds", "3 bounds", "4 program_unknown", "5 peer_lost"]
+    bench.serve()
+    assert bench.seen() == ["1 held"]
+    assert [call for call in bench.mover.calls if call[0] == "post"] == [("post", 1)]
 
 
 def test_a_chunk_whose_post_has_a_defect_may_write_until_the_agents_are_gone(bench, caplog):
@@ -218,53 +254,22 @@ def test_a_chunk_whose_post_has_a_defect_may_write_until_the_agents_are_gone(ben
     bench.owner.begin_close()
     assert bench.seen() == []
     bench.owner.end_close()
-    assert bench.seen() == ["ReadFailed 1 cancelled"]
+    assert bench.seen() == ["1 transport_error"]
 
 
-def test_a_look_alone_reads_one_slot_and_needs_its_peer(bench):
-    bench.owner.handle(Look("p", Fence(5, 3, 7, ())))
-    assert bench.owner.step()
-    assert bench.mover.calls[-1] == ("post_fence", "p", 3, frozenset())
-    bench.land(6)
-    assert bench.seen() == ["FenceJudged 5"]
-    bench.owner.handle(Look("nobody", Fence(6, 3, 7, ())))
-    assert bench.seen() == ["FenceFailed 6 peer_lost"]
-
-
-def test_a_read_is_not_posted_when_its_look_finds_no_lease(bench):
-    bench.post(1, looks=(Fence(5, 3, 7, ()),))
-    assert bench.owner.step()
-    bench.land(6)
-    assert bench.seen() == ["FenceJudged 5", "ReadFailed 1 lease_not_held"]
-    assert not bench.owner.step()
-
-
-def test_a_read_waits_for_its_look(bench):
-    bench.post(1, looks=(Fence(5, 3, 7, ()),))
-    assert bench.owner.step()
-    assert bench.mover.calls[-1] == ("post_fence", "p", 3, frozenset())
-    assert not bench.owner.step()
-    bench.land(7)
-    assert bench.seen() == ["FenceJudged 5"]
-    assert bench.owner.step()
-    assert bench.mover.calls[-1] == ("post", 1)
-    bench.land()
-    assert bench.seen() == ["ReadCompleted 1"]
-
-
-def test_a_defect_while_posting_a_fence_fails_everything_and_serving_goes_on(bench, caplog):
+@pytest.mark.parametrize("call", ["check", "fence"])
+def test_a_defect_while_posting_a_check_fails_everything_and_serving_goes_on(bench, caplog, call):
     with caplog.at_level(logging.CRITICAL, "kvflow.transport.owner"):
-        bench.post(1, fences=(Fence(5, 0, 0, (1,)),))
-        bench.post(2, "q")
-        bench.mover.raising["post_fence"] = ZeroDivisionError("a defect")
+        bench.post(1, check_first=call == "check")
+        bench.post(2, peer="q")
+        bench.mover.raising[call] = ZeroDivisionError("a defect")
         for _ in range(5):
             bench.owner.step()
             while bench.mover.flights:
                 bench.land()
     words = bench.seen()
     assert words.count("PeerFailed transport_error") == 2
-    assert {word.split()[1] for word in words if word.startswith("Read")} == {"1", "2"}
-    assert sum(word.startswith("Fence") for word in words) == 1
+    assert {"1 transport_error", "2 transport_error"} <= set(words)
     bench.mover.raising.clear()
     bench.owner.handle(PeerAddress("p", {}, EPOCHS))
     assert bench.seen() == ["PeerAdded"]
@@ -282,91 +287,85 @@ def test_a_defect_while_polling_leaves_the_read_open_until_the_agents_are_gone(b
     assert bench.seen() == []
     bench.owner.end_close()
     assert bench.mover.calls[-1] == ("close",)
-    assert bench.seen() == ["ReadFailed 1 cancelled"]
+    assert bench.seen() == ["1 transport_error"]
 
 
-def test_a_defect_while_adding_or_admitting_still_answers(bench, caplog):
+def test_a_defect_while_adding_or_admitting_answers_every_read_of_the_batch(bench, caplog):
     with caplog.at_level(logging.CRITICAL, "kvflow.transport.owner"):
         bench.mover.raising["add"] = ZeroDivisionError("a defect")
         bench.owner.handle(PeerAddress("r", {}, EPOCHS))
         assert bench.seen()[0] == "PeerFailed transport_error"
         bench.mover.raising.clear()
         bench.owner.handle(PeerAddress("p", {}, EPOCHS))
-        bench.owner.handle(Program(0, "p", *[np.array([[4096, 64, 0, 64, 8]])] * 2))
+        bench.owner.handle(a_program(0, "p"))
         bench.seen()
-        scalar = np.array(0, dtype=np.int32)
-        bench.owner.handle(Read(1, "p", 0, scalar, scalar, "no array", 64, fences=(Fence(5, 0, 0, ()),)))
-        assert {"ReadFailed 1 bounds", "FenceFailed 5 bounds"} <= set(bench.seen())
-        index = np.array([0], dtype=np.int32)
-        bench.owner.handle(Read(2, "p", 0, index, index, "no array", 64, fences=(Fence(6, 0, 0, ()),)))
-        assert {"ReadFailed 2 transport_error", "FenceFailed 6 transport_error"} <= set(bench.seen())
+        broken = RankRead(3, "p", LeaseName(0, 0), (Part(0, "no pairs"),))
+        bench.owner.handle(PostReads((a_read(1, slot=99), a_read(2), broken, a_read(4))))
+    told = [word for word in bench.seen() if not word.startswith("Peer")]
+    assert sorted(told) == ["1 bounds", "2 transport_error", "3 transport_error", "4 transport_error"]
 
 
 def test_close_reports_what_was_in_flight_only_after_the_agents_are_destroyed(bench):
     order = []
     bench.mover.close = lambda: order.append("destroyed")
-    bench.owner._sink = lambda event: order.append(type(event).__name__)
+    bench.owner._sink = lambda event: order.append(event.read_id)
     for read_id in (1, 2, 3):
         bench.post(read_id)
         bench.owner.step()
     bench.owner.handle(CancelReads((1,)))
     bench.owner.begin_close()
-    assert order == ["ReadFailed"]
+    assert order == [3]
     bench.owner.end_close()
-    assert order == ["ReadFailed", "destroyed", "ReadFailed", "ReadFailed"]
+    assert order == [3, "destroyed", 1, 2]
 
 
 @pytest.fixture
 def hung(bench):
-    """One peer that was given up, with a read in flight, and one that is well, with one in flight and one waiting."""
+    """One peer that was given up, with reads in flight, and one that is well, with one in flight and one waiting."""
     for read_id, peer in ((1, "p"), (2, "p"), (3, "q")):
-        bench.post(read_id, peer)
+        bench.post(read_id, peer=peer)
         bench.owner.step()
     bench.owner.handle(RemovePeer("p"))
-    bench.post(4, "q", fences=(Fence(5, 3, 0, (3, 4)),))
+    bench.post(4, peer="q")
     assert bench.seen() == []
     return bench
 
 
-def test_a_renewal_waits_for_peers_that_were_not_given_up_and_posts_no_chunk_meanwhile(hung):
-    hung.owner.handle(RenewReader())
-    hung.owner.handle(RenewReader())
+def test_a_reset_waits_for_peers_that_were_not_given_up_and_posts_no_chunk_meanwhile(hung):
+    hung.owner.handle(ResetReader())
+    hung.owner.handle(ResetReader())
     assert not hung.owner.step()
     assert hung.mover.calls[-1] == ("post", 3)
     hung.mover.flights[2].outcome = 0
     assert hung.owner.step()
-    renewal = hung.mover.calls.index(("renew",))
-    assert hung.mover.calls[renewal:] == [("renew",), ("add", "q"), ("prepare", 1), ("remove", "p")]
-    assert hung.seen() == ["ReadCompleted 3", "ReadFailed 1 peer_lost", "ReadFailed 2 peer_lost", "RenewalEnded 2"]
+    reset = hung.mover.calls.index(("reset",))
+    assert hung.mover.calls[reset:] == [("reset",), ("add", "q"), ("prepare", 1), ("remove", "p")]
+    assert hung.seen() == ["1 cancelled", "2 cancelled", "ReaderReset 2"]
     assert not hung.owner.in_flight
 
 
 def test_reads_that_wait_go_on_with_the_next_reader(hung):
-    hung.owner.handle(RenewReader())
+    hung.owner.handle(ResetReader())
     hung.mover.flights[2].outcome = 0
     hung.owner.step()
     hung.seen()
-    hung.owner.step()
-    hung.land()
-    hung.owner.step()
-    hung.land()
-    assert hung.seen() == ["ReadCompleted 4", "FenceJudged 5"]
+    hung.serve()
+    assert hung.seen() == ["3 held", "4 held"]
 
 
-def test_who_does_not_land_in_time_is_lost_with_all_it_has(hung):
-    hung.owner.handle(RenewReader())
-    hung.now = RENEWAL_DRAIN_S - 0.001
+def test_what_has_not_arrived_in_time_is_lost_with_all_of_its_peer(hung):
+    hung.owner.handle(ResetReader())
+    hung.now = RESET_DRAIN_S - 0.001
     assert not hung.owner.step()
-    hung.now = RENEWAL_DRAIN_S
+    hung.now = RESET_DRAIN_S
     assert hung.owner.step()
     assert hung.seen() == [
-        "ReadFailed 1 peer_lost",
-        "ReadFailed 2 peer_lost",
-        "ReadFailed 3 peer_lost",
-        "FenceFailed 5 peer_lost",
-        "ReadFailed 4 peer_lost",
+        "1 cancelled",
+        "2 cancelled",
+        "3 peer_lost",
+        "4 peer_lost",
         "PeerFailed peer_lost",
-        "RenewalEnded 3",
+        "ReaderReset 3",
     ]
     hung.owner.handle(PeerAddress("q", {}, EPOCHS))
     assert hung.seen() == ["PeerAdded"]
@@ -374,70 +373,125 @@ def test_who_does_not_land_in_time_is_lost_with_all_it_has(hung):
 
 def test_a_hung_peer_that_waits_to_be_added_again_is_added_to_the_next_reader(hung):
     hung.owner.handle(PeerAddress("p", {}, EPOCHS))
-    hung.owner.handle(RenewReader())
+    hung.owner.handle(ResetReader())
     hung.mover.flights[2].outcome = 0
     hung.owner.step()
-    assert hung.seen()[-2:] == ["RenewalEnded 2", "PeerAdded"]
+    assert hung.seen()[-2:] == ["ReaderReset 2", "PeerAdded"]
 
 
 def test_a_reader_with_nothing_in_flight_is_kept(bench):
-    bench.owner.handle(RenewReader())
-    assert bench.seen() == ["RenewalEnded 0"]
+    bench.owner.handle(ResetReader())
+    assert bench.seen() == ["ReaderReset 0"]
     bench.post(1)
     bench.owner.step()
-    bench.owner.handle(RenewReader())
+    bench.owner.handle(ResetReader())
     bench.land()
-    assert bench.seen() == ["ReadCompleted 1", "RenewalEnded 0"]
-    assert ("renew",) not in bench.mover.calls
+    assert bench.seen() == ["ReaderReset 0"]
+    bench.serve()
+    assert bench.seen() == ["1 held"]
+    assert ("reset",) not in bench.mover.calls
 
 
-def test_what_nobody_can_ask_about_ends_with_a_renewal(bench, caplog):
+def test_what_nobody_can_ask_about_ends_with_a_reset(bench, caplog):
     with caplog.at_level(logging.CRITICAL, "kvflow.transport.owner"):
         bench.mover.raising["post"] = ZeroDivisionError("a defect")
         bench.post(1)
         bench.owner.step()
     bench.seen()
-    bench.owner.handle(RenewReader())
-    assert bench.seen() == ["ReadFailed 1 peer_lost", "RenewalEnded 1"]
+    bench.owner.handle(ResetReader())
+    assert bench.seen() == ["1 transport_error", "ReaderReset 1"]
 
 
-@pytest.mark.parametrize("call", ["renew", "add", "prepare"])
-def test_whom_the_next_reader_does_not_take_is_lost(hung, call):
+@pytest.mark.parametrize("call", ["reset", "add", "prepare"])
+def test_a_peer_that_the_next_reader_does_not_take_is_lost(hung, call):
     hung.mover.raising[call] = MoveFailed("transport_error", "no")
-    if call == "renew":
+    if call == "reset":
         hung.mover.raising["add"] = MoveFailed("transport_error", "no reader")
-    hung.owner.handle(RenewReader())
+    hung.owner.handle(ResetReader())
     hung.mover.flights[2].outcome = 0
     hung.owner.step()
-    words = hung.seen()
-    assert words[-4:] == ["ReadFailed 4 peer_lost", "FenceFailed 5 peer_lost", "PeerFailed peer_lost", "RenewalEnded 2"]
+    assert hung.seen()[-4:] == ["3 peer_lost", "4 peer_lost", "PeerFailed peer_lost", "ReaderReset 2"]
     assert not hung.owner.in_flight
 
 
-def test_closing_ends_a_renewal(hung):
-    hung.owner.handle(RenewReader())
+def test_closing_ends_a_reset(hung):
+    hung.owner.handle(ResetReader())
     hung.owner.begin_close()
-    hung.now = RENEWAL_DRAIN_S
+    hung.now = RESET_DRAIN_S
     assert not hung.owner.step()
     hung.owner.end_close()
-    assert ("renew",) not in hung.mover.calls
-    assert hung.seen()[-1] == "ReadFailed 3 cancelled"
+    assert ("reset",) not in hung.mover.calls
+    assert hung.seen()[-1] == "3 cancelled"
 
 
-def test_a_defect_while_renewing_leaves_open_what_may_still_be_written(hung, caplog):
-    hung.mover.raising["renew"] = ZeroDivisionError("a defect")
+def test_a_defect_while_resetting_leaves_open_what_may_still_be_written(hung, caplog):
+    hung.mover.raising["reset"] = ZeroDivisionError("a defect")
     hung.mover.flights[2].outcome = 0
     with caplog.at_level(logging.CRITICAL, "kvflow.transport.owner"):
-        hung.owner.handle(RenewReader())
+        hung.owner.handle(ResetReader())
         hung.owner.step()
-    assert not {"ReadFailed 1 peer_lost", "ReadFailed 2 peer_lost"} & set(hung.seen())
+    assert not [word for word in hung.seen() if word[0] in "12"]
     assert hung.owner.in_flight
 
 
-def test_the_events_are_the_contracts_own(bench):
-    bench.post(1)
+def test_a_read_is_inline_only_where_nothing_else_is_open_and_its_peer_was_met(bench):
+    bench.mover.at_once = True
+    bench.owner.handle(PeerAddress("r", {}, EPOCHS))
+    bench.owner.handle(a_program(5, "r"))
+    bench.seen()
+
+    def fits(*reads, within_s=1.0):
+        return bench.owner.fits_inline(reads, within_s)
+
+    first = a_read(1, "r", 5)
+    assert not fits(first), "the first read of a connection connects, and takes as long as that does"
+    bench.post(1, peer="r", program_id=5)
+    bench.serve()
+    assert bench.seen() == ["1 held"]
+    assert fits(a_read(2, "r", 5))
+    assert not fits(a_read(2, "r", 5), within_s=1e-9)
+    assert not fits(a_read(2, "r", 99))
+    assert not fits(a_read(2, "nobody", 5))
+    assert not fits(a_read(2, "r", 5), a_read(3, "p")), "posts for it do not end at once"
+    bench.post(4, peer="r", program_id=5)
+    assert not fits(a_read(2, "r", 5)), "another one waits"
+    bench.serve()
+    bench.mover.at_once = False
+    bench.post(5, peer="p")
     bench.owner.step()
-    bench.mover.flights[0].outcome = 0
-    bench.owner.step()
-    assert isinstance(bench.events[0], ReadCompleted)
-    assert {PeerAdded, PeerFailed}.isdisjoint(map(type, bench.events))
+    assert not fits(a_read(2, "r", 5)), "something is in flight"
+    bench.owner.handle(ResetReader())
+    bench.serve()
+    bench.owner.handle(RemovePeer("r"))
+    assert not fits(a_read(2, "r", 5)), "it was removed"
+
+
+def test_reads_inline_are_answered_at_once_or_left_to_steps(bench):
+    bench.mover.at_once = True
+    good, early, wrong = a_read(1), a_read(2, epoch=5, check_first=True), a_read(3, unit=99)
+    answers = bench.owner.post_inline([good, early, wrong])
+    assert {answer.read_id: answer.code or answer.verdict for answer in answers} == {1: "held", 2: "early", 3: "bounds"}
+    assert bench.seen() == []
+    bench.mover.at_once = False
+    assert bench.owner.post_inline([a_read(4)]) == []
+    assert bench.owner.in_flight
+    bench.serve()
+    assert bench.seen() == ["4 held"]
+
+
+def test_what_else_happens_inline_goes_to_the_sink(bench):
+    bench.mover.at_once = True
+    bench.mover.raising["post"] = MoveFailed("peer_lost", "gone")
+    answers = bench.owner.post_inline([a_read(1), a_read(2)])
+    assert [answer.code for answer in answers] == ["peer_lost", "peer_lost"]
+    assert bench.seen() == ["PeerFailed peer_lost"]
+    assert bench.mover.calls[-1] == ("remove", "p")
+
+
+def test_a_defect_inline_answers_every_read(bench, caplog):
+    bench.mover.at_once = True
+    bench.mover.raising["fence"] = ZeroDivisionError("a defect")
+    with caplog.at_level(logging.CRITICAL, "kvflow.transport.owner"):
+        answers = bench.owner.post_inline([a_read(1), a_read(2, unit=99)])
+    assert {answer.read_id: answer.code for answer in answers} == {1: "transport_error", 2: "bounds"}
+    assert bench.seen() == ["PeerFailed transport_error"] * 2

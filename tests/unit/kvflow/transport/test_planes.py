@@ -5,16 +5,18 @@ import pytest
 
 from kvflow.errors import TransportUnavailable
 from kvflow.layout.region import Region
-from kvflow.transport.base import UNFIT, Carrier, Fence, PeerAddress, Program, Published, Read
+from kvflow.transfer.requests import LeaseName
+from kvflow.transport.base import UNFIT, Carrier, PeerAddress, Program, Published
 from kvflow.transport.bounds import check_rows
 from kvflow.transport.envelope import Envelope, seal
-from kvflow.transport.ledger import Chunk
 from kvflow.transport.loopback import LoopbackMover
-from kvflow.transport.mover import Flight, MoveFailed, Prepared
+from kvflow.transport.mover import Chunk, Flight, MoveFailed, Portion, Prepared, Share
 from kvflow.transport.planes import PlanesMover, open_planes
 from kvflow.transport.serving import SERVES_NOTHING
 
 NBYTES = 256
+LEASE = LeaseName(3, 0)
+READS = [(1, LEASE)]
 
 
 class Memory:
@@ -28,7 +30,7 @@ class Memory:
 
 
 class Late(Flight):
-    """A chunk or a fence that ends when it is asked about."""
+    """A chunk or a check that ends when it is asked about."""
 
     def __init__(self, outcome):
         self.outcome = outcome
@@ -40,7 +42,7 @@ class OverOne(LoopbackMover):
     Attributes:
         calls: what it was asked to do.
         refusal: what ``add`` raises.
-        failure: what ``renew`` and ``close`` raise.
+        failure: what ``reset`` and ``close`` raise.
     """
 
     def __init__(self, plane, memory, *, refusal=None, failure=None, descriptor=-1):
@@ -64,9 +66,9 @@ class OverOne(LoopbackMover):
         self.calls.append("post")
         return Late(super().post(chunk))
 
-    def post_fence(self, peer_id, fence, after):
-        self.calls.append(("fence", after))
-        return Late(super().post_fence(peer_id, fence, after))
+    def post_check(self, peer_id, first, last, reads, *, fence):
+        self.calls.append(("check", first, last, reads, fence))
+        return Late(super().post_check(peer_id, first, last, reads, fence=fence))
 
     def progress(self):
         self.calls.append("progress")
@@ -81,9 +83,9 @@ class OverOne(LoopbackMover):
     def fileno(self):
         return self.descriptor
 
-    def renew(self):
-        self.calls.append("renew")
-        super().renew()
+    def reset(self):
+        self.calls.append("reset")
+        super().reset()
         if self.failure is not None:
             raise self.failure
 
@@ -115,10 +117,11 @@ class World:
         rows = [np.array([[region.address, 16, 0, 16, 16]], np.int64) for region in (memory.region, self.ours.region)]
         self.mover.prepare(Prepared(Program(1, name, *rows), *map(check_rows, rows)))
         index = np.arange(16, dtype=np.int32)
-        read = Read(1, name, 1, index, index, np.array([0, 16]), NBYTES)
-        assert self.mover.poll(self.mover.post(Chunk(read, 0, 16))) == 0
+        portion = Portion(name, 1, index, index, np.array([0, 16]), NBYTES, (Share(1, LEASE, 16),))
+        assert self.mover.poll(self.mover.post(Chunk(portion, 0, 16))) == 0
         assert (self.ours.cache == memory.cache).all()
-        assert self.mover.poll(self.mover.post_fence(name, Fence(1, 3, 0, ()), frozenset({1}))) == memory.epochs[3]
+        values = self.mover.poll(self.mover.post_check(name, 3, 5, READS, fence=True))
+        assert values == memory.epochs[3:6].tolist()
 
     def used(self):
         return {name for name, mover in self.movers.items() if "post" in mover.calls}
@@ -153,7 +156,8 @@ def test_a_peer_is_read_over_the_best_plane_that_both_sides_have(make, theirs, c
     assert world.mover.add(PeerAddress("p", planes, memory.table)) == Carrier("loopback", "kind", chosen)
     world.reads("p", memory)
     assert world.used() == {chosen}
-    assert ("fence", frozenset({1})) in world.movers[chosen].calls
+    assert ("check", 3, 5, READS, True) in world.movers[chosen].calls
+    assert world.mover.ends_at_once("p")
 
 
 def test_peers_of_different_planes_are_read_side_by_side(make):
@@ -165,8 +169,8 @@ def test_peers_of_different_planes_are_read_side_by_side(make):
     world.reads("q", one[0])
     world.reads("p", both[0])
     assert (world.movers["a"].calls.count("post"), world.movers["b"].calls.count("post")) == (2, 1)
-    flights = [world.mover.post_fence(name, Fence(1, 0, 0, ()), frozenset()) for name in "pq"]
-    assert [world.mover.poll(flight) for flight in reversed(flights)] == [2, 1]
+    flights = [world.mover.post_check(name, 0, 0, READS, fence=False) for name in "pq"]
+    assert [world.mover.poll(flight) for flight in reversed(flights)] == [[2], [1]]
 
 
 def test_a_plane_that_does_not_fit_is_passed_over_in_silence(make, caplog):
@@ -214,19 +218,19 @@ def test_a_peer_is_removed_from_its_plane_and_one_that_is_gone_for_ever_from_all
     assert all(mover.calls[-1] == ("remove", "p", True) for mover in world.movers.values())
 
 
-def test_every_plane_is_renewed_and_closed_also_if_another_one_fails(make):
+def test_every_plane_is_reset_and_closed_also_if_another_one_fails(make):
     world = make(a={"failure": MoveFailed("transport_error", "a fails")}, b={})
     memory, planes = world.peer("b")
     address = PeerAddress("p", planes, memory.table)
     world.mover.add(address)
     with pytest.raises(MoveFailed, match="a fails"):
-        world.mover.renew()
+        world.mover.reset()
     world.mover.add(address)
     world.reads("p", memory)
     with pytest.raises(MoveFailed, match="a fails"):
         world.mover.close()
     for mover in world.movers.values():
-        assert (mover.calls.count("renew"), mover.calls.count("close")) == (1, 1)
+        assert (mover.calls.count("reset"), mover.calls.count("close")) == (1, 1)
 
 
 def test_the_descriptor_is_that_of_the_plane_that_has_one(make):

@@ -8,12 +8,16 @@ import pytest
 from kvflow.errors import ConfigInvalid
 from kvflow.layout.region import Region
 from kvflow.transfer.boxes import AXES_MAX, Scatter
-from kvflow.transport.base import PeerAddress, Program, Read
+from kvflow.transfer.pairs import UnitPairs
+from kvflow.transfer.requests import LeaseName, Part, RankRead, ReadEnded
+from kvflow.transport.base import PeerAddress, Program
 from kvflow.transport.bounds import check_rows, check_scatter
+from kvflow.transport.commands import CancelReads, PostReads, RemovePeer, ResetReader
 from kvflow.transport.mover import MoveFailed
-from kvflow.transport.owner import CancelReads, Owner, RemovePeer, RenewReader
+from kvflow.transport.owner import Owner
 from kvflow.transport.staging import Scatterer, StagingMemory, evenly_spaced
 
+from .lane_reads import Units
 from .test_owner import EPOCHS, ScriptedMover
 
 PIECE, SLOTS, UNITS = 16, 8, 32
@@ -49,7 +53,7 @@ def staged_program(target, program_id=0, peer="p"):
     scatter = Scatter(np.array([box], np.int64), SLOTS, (UNITS, 1, 1))
     source = np.array([[1 << 20, PIECE, 0, PIECE, UNITS], [1 << 21, PIECE, 0, PIECE, UNITS]])
     buffer = np.array([[0, PIECE, 0, PIECE, SLOTS], [SLOTS * PIECE, PIECE, 0, PIECE, SLOTS]])
-    return Program(program_id, peer, source, buffer, scatter=scatter)
+    return Program(program_id, peer, source, buffer, scatter=scatter, binding=Units(SLOTS, 2 * PIECE))
 
 
 @pytest.mark.parametrize("units", [[3], [0, 1, 2, 3], [9, 4, 31, 0], [7, 6, 5, 4, 3, 2, 1, 0]])
@@ -84,9 +88,8 @@ class Bench:
         self.events.clear()
 
     def post(self, read_id, units, peer="p"):
-        index = np.array(units, np.int32)
-        cuts = np.array([*range(0, len(units), SLOTS), len(units)])
-        self.owner.handle(Read(read_id, peer, 0, index, index, cuts, len(units) * 2 * PIECE))
+        pairs = UnitPairs(np.array(units), np.array(units))
+        self.owner.handle(PostReads((RankRead(read_id, peer, LeaseName(3, 0), (Part(0, pairs),)),)))
 
     def take_all_buffers(self, target):
         """Have four peers read more than lands; return them. Their reads are numbered from 0."""
@@ -101,9 +104,15 @@ class Bench:
         return peers
 
     def land(self, outcome=0):
-        self.mover.flights.popleft().outcome = outcome
+        flight = self.mover.flights.popleft()
+        flight.outcome = outcome if isinstance(outcome, Exception) else flight.answer(outcome)
         self.owner.step()
         self.check()
+
+    def fence(self):
+        """Post a fence, and let it arrive."""
+        self.step()
+        self.land()
 
     def step(self):
         self.owner.step()
@@ -111,11 +120,14 @@ class Bench:
 
     def check(self):
         """The law of staging, and what the transport says of it."""
-        self.owner._ledger.check()
-        assert self.memory.use.in_use == self.owner._ledger.staging()[0]
+        self.owner._lanes.check()
+        assert self.memory.use.in_use == self.owner._lanes.staging()[0]
 
     def seen(self):
-        words = [" ".join([type(event).__name__, getattr(event, "code", "")]).strip() for event in self.events]
+        words = [
+            f"{event.read_id} {event.code or event.verdict}" if isinstance(event, ReadEnded) else type(event).__name__
+            for event in self.events
+        ]
         self.events.clear()
         return words
 
@@ -133,9 +145,10 @@ def test_a_chunk_has_a_buffer_from_its_post_until_it_is_scattered(bench, target)
     assert not target.any()
     bench.land()
     assert target.reshape(UNITS, -1).any(axis=1).tolist() == [unit < SLOTS for unit in range(UNITS)]
-    assert bench.seen() == []
     bench.land()
-    assert bench.seen() == ["ReadCompleted"]
+    assert bench.seen() == []
+    bench.fence()
+    assert bench.seen() == ["1 held"]
     assert target[: 2 * SLOTS * 2 * PIECE].all()
     assert bench.memory.use.in_use == 0
 
@@ -149,18 +162,18 @@ def test_nothing_is_scattered_once_a_read_is_cancelled_or_has_failed(bench, targ
     assert bench.memory.use.quarantined_bytes == 2 * BUFFER
     bench.land()
     bench.land()
-    assert bench.seen() == ["ReadFailed cancelled"]
+    assert bench.seen() == ["1 cancelled"]
     bench.post(2, range(2 * SLOTS))
     bench.step()
     bench.step()
     bench.land(MoveFailed("peer_lost", "reset"))
     bench.land()
-    assert bench.seen() == ["PeerFailed peer_lost", "ReadFailed peer_lost"]
+    assert bench.seen() == ["PeerFailed", "2 peer_lost"]
     assert not target.any()
     assert bench.memory.use.in_use == 0
 
 
-def test_whoever_waits_for_the_buffers_of_hung_peers_is_named_and_goes_on_with_the_next_reader(bench, target):
+def test_a_peer_that_waits_for_buffers_of_hung_peers_is_named_and_goes_on_with_the_next_reader(bench, target):
     hung = bench.take_all_buffers(target)
     assert bench.memory.use.waiting == frozenset()  # what they are to be read next waits behind what they owe
     bench.post(9, range(2 * SLOTS))
@@ -172,24 +185,24 @@ def test_whoever_waits_for_the_buffers_of_hung_peers_is_named_and_goes_on_with_t
     bench.step()
     assert bench.memory.use.waiting == {"p"}
     assert bench.memory.use.starved
-    bench.owner.handle(RenewReader())
+    bench.owner.handle(ResetReader())
     assert not bench.memory.use.starved
     assert bench.memory.use.waiting == frozenset()
     bench.events.clear()
     for _ in range(2):
         bench.step()
         bench.land()
-    assert bench.seen() == ["ReadCompleted"]
+    bench.fence()
+    assert bench.seen() == ["9 held"]
     assert bench.memory.use.in_use == 0
 
 
-def test_who_is_read_directly_waits_for_no_buffer(bench, target):
+def test_a_peer_that_is_read_directly_waits_for_no_buffer(bench, target):
     bench.take_all_buffers(target)
     bench.owner.handle(PeerAddress("q", {}, EPOCHS))
     rows = np.array([[target.ctypes.data, PIECE, 0, PIECE, 1]])
-    bench.owner.handle(Program(0, "q", rows, rows))
-    index = np.zeros(1, np.int32)
-    bench.owner.handle(Read(9, "q", 0, index, index, np.array([0, 1]), PIECE))
+    bench.owner.handle(Program(0, "q", rows, rows, binding=Units(1, PIECE)))
+    bench.post(9, [0], "q")
     assert bench.memory.use.waiting == frozenset()
     bench.step()
     assert bench.mover.calls[-1] == ("post", 9)
@@ -204,7 +217,7 @@ def test_a_defect_while_scattering_ends_the_read_and_frees_its_buffer(bench, mon
         bench.post(1, range(SLOTS))
         bench.step()
         bench.land()
-    assert bench.seen() == ["ReadFailed transport_error", "PeerFailed transport_error"]
+    assert bench.seen() == ["1 transport_error", "PeerFailed"]
     assert bench.memory.use.in_use == 0
     assert not bench.owner.in_flight
 
@@ -216,6 +229,6 @@ def test_closing_gives_every_buffer_back(bench, target):
     assert bench.memory.use.quarantined == 1
     bench.owner.end_close()
     bench.check()
-    assert bench.seen()[-1] == "ReadFailed cancelled"
+    assert bench.seen()[-1] == "1 cancelled"
     assert bench.memory.use.in_use == 0
     assert not target.any()

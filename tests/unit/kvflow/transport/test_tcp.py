@@ -105,7 +105,7 @@ DATA = bytes(range(1, 129)) * 8
 """Two blocks."""
 
 
-# Whom it adds.
+# Peers that it adds.
 
 
 @pytest.mark.parametrize(
@@ -166,13 +166,6 @@ def test_more_rows_than_a_frame_takes_are_refused_by_name(consumer):
         consumer.prepare(peer, rows, rows)
 
 
-def test_a_read_that_names_no_lease_is_refused(consumer, producer):
-    peer = consumer.add(producer.exporter.endpoint)
-    consumer.prepare(peer, producer.rows())
-    with pytest.raises(MoveFailed, match="bounds: a read over TCP names its leases"):
-        consumer.post(consumer.read(peer, [0], [0], []))
-
-
 # What it reads.
 
 
@@ -194,14 +187,28 @@ def test_blocks_arrive_where_they_belong(consume, producer, connections):
         wanted[target] = producer.cache[source]
     assert (consumer.target == wanted).all()
     for slot, (read, _, _) in enumerate(reads):
-        assert consumer.verdict(peer, slot, epochs[slot], read) == epochs[slot]
+        assert consumer.fence(peer, slot, read) == epochs[slot]
 
 
-def test_an_epoch_slot_is_read(consumer, producer):
+def test_epoch_slots_are_read_with_one_flight(consumer, producer):
     peer = consumer.add(producer.exporter.endpoint)
-    epoch = producer.lease(2, [1], [1])
-    assert consumer.wait(consumer.verdict(peer, 2, epoch)) == epoch
-    assert consumer.failure(consumer.verdict(peer, 8, epoch)).code == "bounds"
+    epochs = {slot: producer.lease(slot, [1], [1]) for slot in (2, 5)}
+    assert consumer.wait(consumer.check(peer, 2)) == [epochs[2]]
+    assert consumer.wait(consumer.check(peer, 5, 3, 5, first=2, last=7)) == [0, EPOCH, 0, epochs[5], 0, 0]
+    for slots in ((8,), (2, 8)):
+        with pytest.raises(MoveFailed, match="bounds: there is no epoch slot 8"):
+            consumer.wait(consumer.check(peer, *slots))
+
+
+def test_a_check_asks_for_each_slot_once_over_one_connection(pair_of_two):
+    pair = pair_of_two
+    flight = pair.consumer.check(pair.peer, *range(5, 200), *range(5, 200))
+    for slot in range(5, 200):
+        request, _ = pair.exporter.request(pair.connection)
+        assert (request.kind, request.number) == (wire.EPOCH, slot)
+    pair.connection.say(b"".join(done((E7 + slot).to_bytes(8, "little")) for slot in range(5, 200)))
+    assert pair.consumer.wait(flight) == [E7 + slot for slot in range(5, 200)]
+    assert len(connections_of(pair)) == 1
 
 
 def test_a_chunk_beyond_the_bounds_of_a_request_is_divided(monkeypatch, consumer, producer):
@@ -219,8 +226,8 @@ def test_a_chunk_beyond_the_bounds_of_a_request_is_divided(monkeypatch, consumer
         read = consumer.read(peer, range(count), range(count), leases)
         consumer.wait(consumer.post(read))
         assert (consumer.target[:count] == producer.cache[0, :count]).all()
-        for slot, epoch, _ in leases:
-            assert consumer.verdict(peer, slot, epoch, read) == epoch
+        for slot, epoch in {(slot, epoch) for slot, epoch, _ in leases}:
+            assert consumer.fence(peer, slot, read) == epoch
 
 
 def test_a_refusal_is_told_and_the_peer_lives(consumer, producer):
@@ -234,11 +241,67 @@ def test_a_refusal_is_told_and_the_peer_lives(consumer, producer):
     assert (consumer.target[1] == producer.cache[0, 1]).all()
 
 
+def test_a_read_that_is_refused_does_not_fail_those_that_share_its_chunk(consumer, producer):
+    peer = consumer.add(producer.exporter.endpoint)
+    consumer.prepare(peer, producer.rows())
+    epochs = [producer.lease(slot, range(4 * slot, 4 * slot + 4), []) for slot in range(3)]
+    producer.end(2)
+    portion = consumer.read(peer, [0, 1, 3, 8, 9], range(5), [(0, epochs[0], 2), (1, epochs[1], 1), (2, epochs[2], 2)])
+    flight = consumer.post(portion)
+    assert consumer.wait(flight) == 0
+    refused, ended = portion.shares[1].read_id, portion.shares[2].lease
+    assert {read_id: reason.code for read_id, reason in flight.refused.items()} == {refused: "bounds"}
+    assert flight.unheld == {(ended.slot, ended.epoch)}
+    assert (consumer.target[:2] == producer.cache[0, :2]).all()
+    assert not consumer.target[2:].any()
+    assert [consumer.fence(peer, slot, portion) for slot in (0, 2)] == [epochs[0], epochs[2] + 1]
+    with pytest.raises(MoveFailed, match="bounds: no chunk of read"):
+        consumer.fence(peer, 1, portion)
+
+
+def test_reads_that_were_refused_together_are_asked_for_alone(pair):
+    portion = pair.consumer.read(pair.peer, range(4), [7, 2, 9, 4], [(3, E7, 1), (4, E7, 2), (3, E7 + 1, 1)])
+    flight = pair.consumer.post(portion)
+    together, _ = pair.asked()
+    assert (together.few, together.units) == (3, 4)
+    pair.connection.say(answer(wire.REFUSED, 4, leases=0) + b"alas")
+    asked = []
+    for _ in range(3):
+        request, body = pair.asked()
+        leases, index, _ = wire.decode_read(request, body)
+        asked.append((leases[0][:2], index.tolist()))
+    assert asked == [((3, E7), [0]), ((4, E7), [1, 2]), ((3, E7 + 1), [3])]
+    pair.connection.say(done(b"a" * 512, E7), answer(wire.REFUSED, 1, leases=0) + b"x", done(b"b" * 512, E7 + 1))
+    assert pair.consumer.wait(flight) == 0
+    assert {read_id: reason.detail for read_id, reason in flight.refused.items()} == {portion.shares[1].read_id: "x"}
+    wanted = np.zeros_like(pair.consumer.target)
+    wanted[7], wanted[4] = ord("a"), ord("b")
+    assert (pair.consumer.target == wanted).all()
+
+
+def test_a_connection_that_ends_while_reads_are_asked_for_alone_fails_the_chunk(pair):
+    portion = pair.consumer.read(pair.peer, range(2), range(2), [(3, E7, 1), (4, E7, 1)])
+    flight = pair.consumer.post(portion)
+    pair.asked()
+    pair.connection.say(answer(wire.REFUSED, 4, leases=0) + b"alas")
+    for _ in range(2):
+        pair.asked()
+    pair.connection.say(done(b"a" * 512, E7)[:100])
+    drain(pair.consumer, lambda: connections_of(pair)[0]._begun)
+    pair.connection.close()
+    again = pair.exporter.open()
+    pair.asked(again)
+    assert pair.consumer.mover.poll(flight) is None
+    again.say(done(b"b" * 512, E7))
+    with pytest.raises(MoveFailed, match="peer_lost"):
+        pair.consumer.wait(flight)
+
+
 # What fences say.
 
 
 def odd(pair, *answers, leases=((3, E7, 2),)):
-    """Answer chunks of one read with these epochs, and return the read."""
+    """Answer chunks of one portion with these epochs, and return the portion."""
     consumer = pair.consumer
     count = sum(pairs for _, _, pairs in leases)
     read = consumer.read(pair.peer, [*range(count)] * len(answers), [*range(count)] * len(answers), leases)
@@ -269,39 +332,54 @@ def odd(pair, *answers, leases=((3, E7, 2),)):
 )
 def test_a_fence_says_the_worst_that_any_chunk_has_told(pair, seen, verdict):
     read = odd(pair, *[[epoch] for epoch in seen])
-    assert pair.consumer.verdict(pair.peer, 3, E7, read) == verdict
+    assert pair.consumer.fence(pair.peer, 3, read) == verdict
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_a_fence_of_several_reads_says_the_worst(pair, order):
+def test_a_fence_of_several_reads_of_a_slot_says_the_latest(pair, order):
     reads = [odd(pair, [epoch]) for epoch in (E7, E7 - 2, E7 + 1)][::order]
-    judged = [pair.consumer.verdict(pair.peer, 3, E7, *reads[:count]) for count in (1, 2, 3)]
-    assert judged == ([E7, E7 - 2, E7 + 1] if order > 0 else [E7 + 1] * 3)
+    assert pair.consumer.fence(pair.peer, 3, *reads) == E7 + 1
 
 
-def test_two_leases_of_a_read_are_judged_apart(pair):
-    leases = ((3, E7, 1), (4, E7, 2), (3, E7 + 2, 1))  # the last is a later lease of the same slot
-    read = odd(pair, [E7, E7, E7 + 2], [E7 + 2, E7, E7 + 2], leases=leases)
-    verdict = pair.consumer.verdict
-    assert verdict(pair.peer, 3, E7, read) == E7 + 2
-    assert verdict(pair.peer, 4, E7, read) == E7
-    assert verdict(pair.peer, 3, E7 + 2, read) == E7 + 2
+def test_a_fence_of_several_slots_has_the_value_of_each(pair):
+    leases = ((3, E7, 1), (4, E7, 2), (6, E7 + 2, 1))
+    portion = odd(pair, [E7, E7, E7 + 2], [E7 + 2, E7, E7 + 1], leases=leases)
+    reads = [(share.read_id, share.lease) for share in portion.shares]
+    assert pair.consumer.mover.post_check(pair.peer, 2, 7, reads, fence=True) == [0, E7 + 2, E7, 0, E7 + 1, 0]
 
 
-def test_a_fence_of_a_lease_that_its_read_did_not_name_fails(pair):
-    read = odd(pair, [E7])
-    for slot, epoch in ((4, E7), (3, E7 + 1)):
-        with pytest.raises(MoveFailed, match="bounds: read"):
-            pair.consumer.verdict(pair.peer, slot, epoch, read)
+def test_a_read_that_was_not_served_is_told_beside_a_later_one_of_its_slot(pair):
+    """The fence then says that the lease is held: the chunk has told that its bytes are missing."""
+    early, held = (pair.consumer.read(pair.peer, [0], [0], [(3, E7, 1)]) for _ in range(2))
+    flights = []
+    for portion, epoch in ((early, E7 - 1), (held, E7)):
+        flights.append(pair.consumer.post(portion))
+        pair.asked()
+        pair.connection.say(done(bytes(512), epoch))
+        pair.consumer.wait(flights[-1])
+    assert pair.consumer.fence(pair.peer, 3, early, held) == E7
+    assert [flight.unheld for flight in flights] == [{(3, E7)}, set()]
+
+
+def test_a_fence_of_a_read_without_a_chunk_fails(pair):
+    read = pair.consumer.read(pair.peer, [0], [0], [(3, E7, 1)])
+    with pytest.raises(MoveFailed, match="bounds: no chunk of read"):
+        pair.consumer.fence(pair.peer, 3, read)
 
 
 def test_what_reads_have_told_is_remembered_for_a_while(monkeypatch, pair):
     monkeypatch.setattr(module, "READS_MAX", 3)
     reads = [odd(pair, [E7]) for _ in range(5)]
     for read in reads[:2]:
-        with pytest.raises(MoveFailed, match="bounds: read"):
-            pair.consumer.verdict(pair.peer, 3, E7, read)
-    assert [pair.consumer.verdict(pair.peer, 3, E7, read) for read in reads[2:]] == [E7] * 3
+        with pytest.raises(MoveFailed, match="bounds: no chunk of read"):
+            pair.consumer.fence(pair.peer, 3, read)
+    assert [pair.consumer.fence(pair.peer, 3, read) for read in reads[2:]] == [E7] * 3
+
+
+def test_what_was_told_is_forgotten_with_the_fence(pair):
+    read = odd(pair, [E7])
+    assert pair.consumer.fence(pair.peer, 3, read) == E7
+    assert not pair.consumer.mover._told._values
 
 
 @pytest.mark.parametrize("value", [E7 + 1, E7 - 1])
@@ -311,7 +389,7 @@ def test_a_lease_that_is_not_held_gives_no_byte_and_is_told(pair, value):
     pair.connection.say(wire.ANSWER.pack(wire.NOT_HELD, 0, 1, 0, 0) + value.to_bytes(8, "little"))
     assert pair.consumer.wait(flight) == 0
     assert flight.unheld == {(3, E7)}
-    assert pair.consumer.verdict(pair.peer, 3, E7, read) == value
+    assert pair.consumer.fence(pair.peer, 3, read) == value
     assert not pair.consumer.target.any()
 
 
@@ -368,7 +446,7 @@ def test_an_answer_of_another_size_ends_the_connection_and_nothing_is_written(pa
 
 @pytest.mark.parametrize("said", [answer(wire.NOT_HELD, 0, leases=0), answer(wire.DONE, 9, leases=0), done(b"", 1)])
 def test_a_slot_has_one_value(pair, said):
-    flight = pair.consumer.verdict(pair.peer, 3, E7)
+    flight = pair.consumer.check(pair.peer, 3)
     assert pair.exporter.request(pair.connection)[0].kind == wire.EPOCH
     pair.connection.say(said)
     assert pair.consumer.failure(flight).code == "peer_lost"
@@ -383,7 +461,7 @@ def test_an_answer_to_no_question_ends_the_connection_and_the_next_read_dials_ag
     connection.say(done(DATA, E7))
     pair.consumer.wait(flight)
     assert pair.consumer.target[:2].tobytes() == DATA
-    assert pair.consumer.verdict(pair.peer, 3, E7, read) == E7
+    assert pair.consumer.fence(pair.peer, 3, read) == E7
 
 
 def test_an_answer_too_many_behind_an_answer_is_noticed(pair):
@@ -479,7 +557,7 @@ def test_what_was_asked_over_a_connection_that_ends_is_asked_once_more(pair):
     again.say(done(DATA, E7))
     assert pair.consumer.wait(flight) == 0
     assert pair.consumer.target[:2].tobytes() == DATA
-    assert pair.consumer.verdict(pair.peer, 3, E7, read) == E7
+    assert pair.consumer.fence(pair.peer, 3, read) == E7
 
 
 def test_what_was_asked_twice_is_not_asked_again(pair):
@@ -506,7 +584,7 @@ def test_an_answer_that_has_begun_is_not_asked_for_again_but_those_behind_it_are
     pair.asked(again)
     again.say(done(DATA, E7))
     assert pair.consumer.wait(second) == 0
-    assert pair.consumer.verdict(pair.peer, 3, E7, second_read) == E7
+    assert pair.consumer.fence(pair.peer, 3, second_read) == E7
 
 
 def drain(consumer, reached):
@@ -538,7 +616,7 @@ def test_two_connections_that_end_at_once_are_both_dialled_again(pair_of_two):
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_what_is_asked_again_over_a_connection_that_has_ended_too_is_asked_over_a_third(pair_of_two, first):
-    """Whichever end is noticed first."""
+    """It does not matter which end is noticed first."""
     pair = pair_of_two
     idle = pair.post()[1]
     flight = pair.post()[1]
@@ -651,8 +729,8 @@ def test_without_files_to_open_a_read_fails_and_the_next_one_is_read(pair):
 
 
 def flying(pair):
-    """Have a read in the middle of its answer, one behind it, and a look."""
-    flights = [pair.post()[1], pair.post()[1], pair.consumer.verdict(pair.peer, 3, E7)]
+    """Have a read in the middle of its answer, one behind it, and a check."""
+    flights = [pair.post()[1], pair.post()[1], pair.consumer.check(pair.peer, 3)]
     pair.asked()
     pair.connection.say(done(DATA, E7)[:500])
     drain(pair.consumer, pair.consumer.target.any)
@@ -667,8 +745,8 @@ def remove(consumer, peer):
     consumer.mover.remove(peer, gone=False)
 
 
-def renew(consumer, _peer):
-    consumer.mover.renew()
+def reset(consumer, _peer):
+    consumer.mover.reset()
 
 
 def close(consumer, _peer):
@@ -676,7 +754,7 @@ def close(consumer, _peer):
     consumer.close = lambda: None
 
 
-@pytest.mark.parametrize("end", [leave, remove, renew, close])
+@pytest.mark.parametrize("end", [leave, remove, reset, close])
 def test_what_is_in_flight_ends_at_once_and_nothing_is_written_after_that(pair, end):
     flights = flying(pair)
     end(pair.consumer, pair.peer)
@@ -692,11 +770,27 @@ def test_what_is_in_flight_ends_at_once_and_nothing_is_written_after_that(pair, 
     assert (pair.consumer.target == before).all()
 
 
-@pytest.mark.parametrize("end", [leave, renew])
+@pytest.mark.parametrize("end", [leave, remove, reset, close])
+def test_reads_that_were_refused_together_end_with_their_peer(pair, end):
+    """Even before they are asked for alone."""
+    portion = pair.consumer.read(pair.peer, range(2), range(2), [(3, E7, 1), (4, E7, 1)])
+    flight = pair.consumer.post(portion)
+    pair.asked()
+    pair.connection.say(answer(wire.REFUSED, 4, leases=0) + b"alas")
+    (connection,) = connections_of(pair)
+    while connection.owed:
+        pair.consumer.mover._go_on(connection)
+    assert pair.consumer.mover.poll(flight) is None
+    end(pair.consumer, pair.peer)
+    with pytest.raises(MoveFailed, match="peer_lost: the peer was removed"):
+        pair.consumer.mover.poll(flight)
+
+
+@pytest.mark.parametrize("end", [leave, reset])
 def test_a_peer_can_be_read_from_again_after_that(pair, end):
     flying(pair)
     end(pair.consumer, pair.peer)
-    if end is renew:
+    if end is reset:
         assert pair.consumer.add(pair.exporter.endpoint) == pair.peer
         pair.consumer.prepare(pair.peer, ROWS)
     _, flight = pair.post()

@@ -347,7 +347,7 @@ def test_what_was_decrypted_is_pending_and_does_not_spin(tls):
     assert server.receive([buffer]) == 4
     with select.epoll() as epoll:
         epoll.register(server.fileno(), select.EPOLLIN)
-        assert not epoll.poll(0)  # the kernel has nothing left, so epoll would wait for ever
+        assert not epoll.poll(0)  # the kernel has nothing left, so epoll would never return
     assert server.pending
     assert receive_one(server) == b"456789"
     while server.pending:
@@ -402,7 +402,7 @@ def test_what_is_sent_is_not_on_the_wire_in_plain(tls):
     client, server = tls.sockets()
     channels = TlsChannel(client, server=False), TlsChannel(server, server=True)
     shake(*channels)
-    secret = b"the prompt of somebody" * 10
+    secret = b"the prompt of a user " * 10
     channels[0].send([secret])
     server.setblocking(True)
     server.settimeout(PATIENCE_S)

@@ -86,7 +86,7 @@ def assert_serves(producer):
 # Who is let in.
 
 
-def test_a_reader_with_a_pass_is_let_in_and_knows_whom_it_has_reached(producer):
+def test_a_reader_with_a_pass_is_let_in_and_knows_the_producer(producer):
     assert producer.visitor().open(credentials())
     assert_serves(producer)
 

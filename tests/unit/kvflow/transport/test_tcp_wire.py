@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvflow.ids import Credentials
-from kvflow.transfer.requests import LeaseShare
+from kvflow.transfer.requests import LeaseName
 from kvflow.transport import tcp_wire as wire
 from kvflow.transport.tcp_wire import BadFrame, Request
 
@@ -96,7 +96,7 @@ int32s = st.integers(-(1 << 31), (1 << 31) - 1)
 @given(st.lists(leases, min_size=1, max_size=9), st.lists(int32s, min_size=1), st.data())
 def test_a_read_is_read_as_it_was_written(named, numbers, data):
     named = [(slot, epoch, epoch.to_bytes(8, "little") * 4) for slot, epoch in named]
-    shares = [LeaseShare(slot, epoch, 1, mac) for slot, epoch, mac in named]
+    shares = [LeaseName(slot, epoch, mac) for slot, epoch, mac in named]
     owners = data.draw(st.lists(st.integers(0, len(named) - 1), min_size=len(numbers), max_size=len(numbers)))
     lease_of = np.array(owners, np.uint16) if len(named) > 1 else None
     frame = wire.encode_read(3, shares, np.array(numbers, np.int32), lease_of)
@@ -109,7 +109,7 @@ def test_a_read_is_read_as_it_was_written(named, numbers, data):
 
 @pytest.mark.parametrize("owner", [2, 3, U16])
 def test_a_descriptor_of_a_lease_that_is_not_there_is_refused(owner):
-    shares = [LeaseShare(slot, 1, 1) for slot in range(2)]
+    shares = [LeaseName(slot, 1) for slot in range(2)]
     frame = wire.encode_read(0, shares, np.arange(3, dtype=np.int32), np.array([0, owner, 1], np.uint16))
     head = wire.decode_request(frame[: wire.HEADER.size])
     with pytest.raises(BadFrame, match=f"lease {owner} of 2"):

@@ -5,16 +5,22 @@ import queue
 import select
 import threading
 
+import numpy as np
 import pytest
 
 from kvflow.layout.region import Region
+from kvflow.transfer.pairs import UnitPairs
+from kvflow.transfer.requests import LeaseName, Part, RankRead
 from kvflow.transport import threaded
-from kvflow.transport.mover import Mover
-from kvflow.transport.owner import RemovePeer
+from kvflow.transport.base import Carrier, PeerAddress, Program
+from kvflow.transport.commands import RemovePeer
+from kvflow.transport.mover import Flight, Mover
 from kvflow.transport.serving import SERVES_NOTHING, Serving
 from kvflow.transport.staging import StagingMemory
 from kvflow.transport.threaded import ThreadedTransport
 from tests.preemption import every_preemption
+
+from .lane_reads import Units
 
 PATIENCE_S = 60
 
@@ -140,6 +146,12 @@ def descriptor(request):
         os.close(silent)
 
 
+def taken_after_a_pause(transport, pause_s):
+    """Pause, and take what was commanded, as the owner thread does."""
+    transport._bell.wait(pause_s)
+    return transport._take()
+
+
 def sleeps_on(transport):
     """Tell whether the owner would go to sleep although a command waits: it does so while nobody has woken it."""
     return bool(transport._commands) and not has_rung(transport._bell)
@@ -159,7 +171,7 @@ def unheard_commands(kind, within, descriptor=-1):
         transport.remove_peer("first")
         # The owner is woken, and takes what is there.
         preemption.interrupt(
-            lambda transport=transport, taken=taken: taken.extend(transport._take(-1)),
+            lambda transport=transport, taken=taken: taken.extend(taken_after_a_pause(transport, -1)),
             lambda transport=transport: transport.remove_peer("second"),
             within=within,
         )
@@ -168,7 +180,7 @@ def unheard_commands(kind, within, descriptor=-1):
         if sleeps_on(transport):
             unheard.append(moment)
         else:
-            taken += transport._take(0.0)
+            taken += taken_after_a_pause(transport, 0.0)
             assert taken == [RemovePeer("first"), RemovePeer("second")]
         transport._bell.close()
     return unheard
@@ -194,11 +206,11 @@ def test_a_command_that_is_interrupted_by_the_owner_wakes_it_again(descriptor):
         transport, taken = idle_transport(descriptor=descriptor), []
         preemption.interrupt(
             lambda transport=transport: transport.remove_peer("only"),
-            lambda transport=transport, taken=taken: taken.extend(transport._take(0.0)),
+            lambda transport=transport, taken=taken: taken.extend(taken_after_a_pause(transport, 0.0)),
             within=threaded.__file__,
         )
         assert not sleeps_on(transport)
-        taken += transport._take(0.0)
+        taken += taken_after_a_pause(transport, 0.0)
         assert taken == [RemovePeer("only")]
         transport._bell.close()
 
@@ -208,4 +220,71 @@ def test_each_command_wakes_an_owner_that_sleeps(descriptor):
     for number in range(3):
         transport.remove_peer(str(number))
         assert has_rung(transport._bell), "the owner sleeps on"
-        assert transport._take(0.0) == [RemovePeer(str(number))]
+        assert taken_after_a_pause(transport, 0.0) == [RemovePeer(str(number))]
+
+
+class Late(Flight):
+    """In flight until it is asked about."""
+
+    def __init__(self, outcome):
+        self.outcome = outcome
+
+
+class LateMover(Mover):
+    """Its posts look like those that end at once, and have not ended when they return."""
+
+    metadata = b"how to read me"
+    data_endpoint = ""
+
+    def __init__(self):
+        self.posted_by = []
+
+    def add(self, address):
+        return Carrier("late", "kind")
+
+    def ends_at_once(self, peer):
+        return True
+
+    def prepare(self, prepared):
+        pass
+
+    def post(self, chunk):
+        self.posted_by.append(threading.current_thread())
+        return Late(0)
+
+    def post_check(self, peer, first, last, reads, *, fence):
+        return Late([0] * (last + 1 - first))
+
+    def poll(self, flight):
+        return flight.outcome
+
+    def remove(self, peer, *, gone):
+        pass
+
+    def leave(self, peer):
+        pass
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize("inline_s_max", [0.0, PATIENCE_S], ids=["never inline", "inline"])
+def test_what_has_not_ended_when_its_post_returned_is_left_to_the_owner_thread(inline_s_max):
+    events, mover = queue.Queue(), LateMover()
+    transport = ThreadedTransport(
+        "late", {"late": lambda *_given: mover}, events.put, StagingMemory(0), inline_s_max=inline_s_max
+    )
+    transport.start([Region(4096, 4096)], Region(8192, 64))
+    rows = np.array([[4096, 1, 0, 1, 8]])
+    transport.add_peer(PeerAddress("p", {"late": b""}, Region(8192, 64)))
+    transport.prepare(Program(1, "p", rows, rows, binding=Units(8)))
+    assert events.get(timeout=PATIENCE_S).peer == "p"
+    for read_id in range(50):  # the owner thread pauses for ever in between
+        pairs = UnitPairs(np.array([3]), np.array([4]))
+        assert transport.post([RankRead(read_id, "p", LeaseName(3, 0), (Part(1, pairs),))]) == []
+        answer = events.get(timeout=PATIENCE_S)
+        assert (answer.read_id, answer.verdict) == (read_id, "held")
+    here = [thread is threading.current_thread() for thread in mover.posted_by]
+    assert not here[0], "the first read of a connection"
+    assert any(here) == bool(inline_s_max)
+    transport.close()

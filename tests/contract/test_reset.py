@@ -1,14 +1,14 @@
-"""The last resort against peers that hang: the reader is destroyed and made anew, and nobody else loses a byte."""
+"""The last resort against peers that hang: the reader is destroyed, another is made, and nobody else loses a byte."""
 
 import numpy as np
 import pytest
 
 from kvflow.transport import owner
-from kvflow.transport.base import PeerAdded, PeerFailed, ReadCompleted, ReadFailed, RenewalEnded
+from kvflow.transport.base import PeerAdded, PeerFailed, ReaderReset
 
 BLOCK = 1 << 16
 COUNT = 256  # 16 MiB in all: far more than sockets buffer
-CUTS = list(range(0, COUNT + 1, 16))
+CHUNK = 16
 
 
 def processes(test):
@@ -16,10 +16,10 @@ def processes(test):
     return pytest.mark.processes(pytest.mark.parametrize("world", ["tcp"], indirect=True)(test))
 
 
-def renew(reader):
-    reader.sink.forget(("renewal",))
-    reader.transport.renew_reader()
-    return reader.sink.wait(("renewal",))[0]
+def reset(reader):
+    reader.sink.forget(("reset",))
+    reader.transport.reset_reader()
+    return reader.sink.wait(("reset",))[0]
 
 
 def test_a_reader_with_nothing_in_flight_is_kept(world):
@@ -28,16 +28,16 @@ def test_a_reader_with_nothing_in_flight_is_kept(world):
     program = world.dense(1, "p", exporter.cache.region, reader.cache.region, block=64, count=COUNT)
     reader.transport.prepare(program)
     for read_id in (1, 2):
-        assert renew(reader).ended == 0
-        reader.transport.post(world.read(read_id, program, range(COUNT), range(COUNT)))
-        assert isinstance(reader.sink.wait(("read", read_id))[0], ReadCompleted)
+        assert reset(reader).ended == 0
+        reader.post(world.read(read_id, program, range(COUNT), range(COUNT)))
+        assert reader.sink.wait(("read", read_id))[0].verdict == "held"
     assert np.array_equal(reader.cache.bytes(), exporter.cache.bytes())
 
 
-def test_a_closed_transport_is_not_renewed(world):
+def test_the_reader_of_a_closed_transport_is_not_reset(world):
     reader = world.end(64)
     reader.transport.close()
-    reader.transport.renew_reader()
+    reader.transport.reset_reader()
     assert reader.sink.order() == []
 
 
@@ -47,26 +47,25 @@ def reader(world):
     return world.end(2 * COUNT * BLOCK)
 
 
-def join(world, reader, peer, number, *, half=0):
+def join(world, reader, peer, number, *, half=0, chunk=CHUNK):
     """Start another process and connect to it; return it and a program of all its blocks."""
     exporter = world.elsewhere(COUNT * BLOCK, seed=number)
     world.connect(reader, exporter, peer)
     source = world.rows(exporter.region, (0, BLOCK, BLOCK, COUNT))
     target = world.rows(reader.cache.region, (half * COUNT * BLOCK, BLOCK, BLOCK, COUNT))
-    program = world.program(number, peer, source, target)
+    program = world.program(number, peer, source, target, chunk=chunk)
     reader.transport.prepare(program)
     return exporter, program
 
 
-def post(world, reader, program, read_id, cuts=CUTS):
-    fence = world.fence(read_id, 3, 0, read_id)
-    reader.transport.post(world.read(read_id, program, range(COUNT), range(COUNT), cuts=cuts, fences=(fence,)))
+def post(world, reader, program, read_id):
+    reader.post(world.read(read_id, program, range(COUNT), range(COUNT), slot=3))
 
 
 def arrives(reader, exporter, read_id):
-    """Assert that a read that was posted, and its fence, end well."""
-    read, judged = reader.sink.wait(("read", read_id), ("fence", read_id))
-    assert (type(read), judged.observed) == (ReadCompleted, 0), (read, judged)
+    """Assert that a read that was posted ends well."""
+    (answer,) = reader.sink.wait(("read", read_id))
+    assert answer.verdict == "held", answer
     assert np.array_equal(reader.cache.bytes()[: COUNT * BLOCK], exporter.content)
 
 
@@ -75,7 +74,7 @@ def hung(world, reader):
     """A peer that was stopped while it was read from."""
     exporter, program = join(world, reader, "hung", 1, half=1)
     post(world, reader, program, 1)
-    assert isinstance(reader.sink.wait(("read", 1))[0], ReadCompleted)
+    assert reader.sink.wait(("read", 1))[0].verdict == "held"
     exporter.stop()
     post(world, reader, program, 2)
     world.flush_commands(reader)
@@ -85,7 +84,7 @@ def hung(world, reader):
 @pytest.fixture
 def no_drain(monkeypatch):
     """Let nobody have time to land, where nobody but the one that hangs owes anything."""
-    monkeypatch.setattr(owner, "RENEWAL_DRAIN_S", 0.0)
+    monkeypatch.setattr(owner, "RESET_DRAIN_S", 0.0)
 
 
 @processes
@@ -96,12 +95,11 @@ def test_what_hangs_ends_and_never_writes_again(world, reader, hung, given_up, n
         reader.sink.wait(("read", 2))  # its sockets are closed, so that nothing is left to end
     else:
         reader.sink.forget(("peer", "hung"))
-    renewal = renew(reader)
-    assert isinstance(renewal, RenewalEnded)
-    assert (renewal.ended > 0) != given_up
-    read, fence = reader.sink.wait(("read", 2), ("fence", 2))
-    assert (type(read), read.code) == (ReadFailed, "cancelled" if given_up else "peer_lost")
-    assert fence.code == read.code
+    told = reset(reader)
+    assert isinstance(told, ReaderReset)
+    assert (told.ended > 0) != given_up
+    (answer,) = reader.sink.wait(("read", 2))
+    assert (answer.verdict, answer.code) == ("failed", "cancelled" if given_up else "peer_lost")
     assert given_up or isinstance(reader.sink.wait(("peer", "hung"))[0], PeerFailed)
     before = reader.cache.bytes()
     hung.go()  # it runs again, and ends
@@ -110,23 +108,22 @@ def test_what_hangs_ends_and_never_writes_again(world, reader, hung, given_up, n
 
 @processes
 def test_other_peers_keep_their_programs_and_their_reads_go_on(world, reader, hung, monkeypatch):
-    monkeypatch.setattr(owner, "RENEWAL_DRAIN_S", world.patience_s)
-    well, program = join(world, reader, "well", 2)
+    monkeypatch.setattr(owner, "RESET_DRAIN_S", world.patience_s)
+    well, program = join(world, reader, "well", 2, chunk=COUNT // 2)  # two chunks may be in flight
     post(world, reader, program, 3)
     arrives(reader, well, 3)
     well.stop()
-    two_chunks = [0, COUNT // 2, COUNT]  # as many as one peer may have in flight
-    post(world, reader, program, 4, cuts=two_chunks)
+    post(world, reader, program, 4)
     post(world, reader, program, 5)
     for _ in range(4):  # between two commands the owner posts a chunk: after this two are in flight
         world.flush_commands(reader)
-    reader.transport.renew_reader()  # waits for what is in flight
+    reader.transport.reset_reader()  # waits for what is in flight
     world.flush_commands(reader)
-    assert ("renewal",) not in reader.sink.order()
+    assert ("reset",) not in reader.sink.order()
     well.resume()
     arrives(reader, well, 4)
-    monkeypatch.setattr(owner, "RENEWAL_DRAIN_S", 0.0)
-    assert reader.sink.wait(("renewal",))[0].ended > 0
+    monkeypatch.setattr(owner, "RESET_DRAIN_S", 0.0)
+    assert reader.sink.wait(("reset",))[0].ended > 0
     arrives(reader, well, 5)
     assert isinstance(reader.sink.wait(("peer", "well"))[0], PeerAdded)
     assert reader.sink.wait(("read", 2))[0].code == "peer_lost"
@@ -136,16 +133,15 @@ def test_other_peers_keep_their_programs_and_their_reads_go_on(world, reader, hu
 def test_peers_that_read_from_us_notice_nothing(world, reader, hung, no_drain):
     downstream = world.end(2 * COUNT * BLOCK)
     world.connect(downstream, reader, "reader")
-    program = world.dense(7, "reader", reader.cache.region, downstream.cache.region, block=BLOCK, count=2 * COUNT)
+    program = world.dense(
+        7, "reader", reader.cache.region, downstream.cache.region, block=BLOCK, count=2 * COUNT, chunk=CHUNK
+    )
     downstream.transport.prepare(program)
     for read_id in (1, 2):
-        read = world.read(
-            read_id, program, range(2 * COUNT), range(2 * COUNT), cuts=[*CUTS, *(COUNT + c for c in CUTS[1:])]
-        )
-        downstream.transport.post(read)
-        assert isinstance(downstream.sink.wait(("read", read_id))[0], ReadCompleted)
+        downstream.post(world.read(read_id, program, range(2 * COUNT), range(2 * COUNT)))
+        assert downstream.sink.wait(("read", read_id))[0].verdict == "held"
         if read_id == 1:
-            assert renew(reader).ended > 0
+            assert reset(reader).ended > 0
     assert np.array_equal(downstream.cache.bytes(), reader.cache.bytes())
     assert isinstance(downstream.sink.wait(("peer", "reader"))[0], PeerAdded)
 
@@ -159,7 +155,7 @@ def test_one_reader_after_the_other(world, reader, no_drain):
         hung.stop()
         post(world, reader, hung_program, number)
         world.flush_commands(reader)
-        assert renew(reader).ended > 0
+        assert reset(reader).ended > 0
         hung.kill()
         post(world, reader, program, 10 + number)
         arrives(reader, well, 10 + number)

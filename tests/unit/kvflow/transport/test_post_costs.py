@@ -1,0 +1,38 @@
+"""The estimate of how long a read would hold the event loop."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from kvflow.transport.base import INLINE_S_MAX
+from kvflow.transport.post_costs import PostCosts
+
+SMALL = 2, SimpleNamespace(source=SimpleNamespace(count=1), source_units=1, pair_bytes=32 << 10)
+"""Two blocks of 32 KiB, a descriptor each."""
+
+
+def learned(*posts_s):
+    costs = PostCosts()
+    for post_s in posts_s:
+        costs.learn(post_s, 2, 64 << 10)
+    return costs.of_read(*SMALL)
+
+
+def test_a_small_read_fits_before_anything_was_learned():
+    assert learned() == pytest.approx(32e-6, rel=0.02)
+    assert learned() < INLINE_S_MAX < PostCosts().of_read(32, SMALL[1])
+
+
+def test_one_interrupted_post_does_not_stand_for_the_next_ones():
+    assert learned(20e-6, 20e-6, 100e-6) < INLINE_S_MAX
+
+
+def test_a_peer_that_is_slow_after_pauses_still_fits():
+    assert learned(*[50e-6, 40e-6, 60e-6, 100e-6] * 5) < INLINE_S_MAX
+
+
+def test_a_slow_peer_does_not_fit_and_recovers_with_its_posts():
+    slow = [1e-3] * 3
+    assert learned(*slow) > INLINE_S_MAX
+    assert learned(*slow, *[20e-6] * 5) > INLINE_S_MAX
+    assert learned(*slow, *[20e-6] * 20) < INLINE_S_MAX
