@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from kvflow.transfer.plan import TransferPlan, plan_transfer
     from kvflow.transfer.report import TransferReport
     from kvflow.worker.drain import DrainReport
+    from kvflow.worker.handle import PullHandle
     from kvflow.worker.runtime import open_worker
     from kvflow.worker.threaded import Finished, ThreadedWorker, run_worker
     from kvflow.worker.worker import Worker
@@ -65,6 +66,7 @@ _HOMES = {
     "open_worker": "kvflow.worker.runtime",
     "DrainReport": "kvflow.worker.drain",
     "Finished": "kvflow.worker.threaded",
+    "PullHandle": "kvflow.worker.handle",
     "ThreadedWorker": "kvflow.worker.threaded",
     "run_worker": "kvflow.worker.threaded",
     "configure_logging": "kvflow.observability.logs",
@@ -98,6 +100,7 @@ __all__ = [
     "Mamba",
     "Manifest",
     "Opaque",
+    "PullHandle",
     "RankAddress",
     "Shard",
     "SlidingWindow",

@@ -129,6 +129,11 @@ class Link:
         """How far the producer's wall clock is ahead of ours; None if it does not tell."""
         return self._client.clock_offset
 
+    def may_be_over(self, grant: Grant) -> bool:
+        """Tell whether the time of a ticket seems to be up, so that the producer is asked before anything is read."""
+        offset = self.clock_offset
+        return offset is not None and grant.seems_over(self._network.wall() + offset.ahead_s, offset.error_s)
+
     async def require_held(self, grant: Grant, *, within_s: float) -> None:
         """Make sure that a ticket whose time seems to be up is still good, before anything is read for it.
 
@@ -145,8 +150,7 @@ class Link:
 
         Cancellation: safe.
         """
-        offset = self.clock_offset
-        if offset is None or not grant.seems_over(self._network.wall() + offset.ahead_s, offset.error_s):
+        if not self.may_be_over(grant):
             return
         try:
             answer = await self._ask((grant.slot, grant.epoch_value), within_s)

@@ -27,15 +27,12 @@ class Bridge:
         self,
         work: Coroutine[Any, Any, T],
         *,
-        on_end: Callable[[asyncio.Task[T]], object] = lambda _: None,
         on_unwanted: Callable[[T], object] = lambda _: None,
     ) -> "Future[T]":
         """Run a coroutine on the loop.
 
         Args:
             work: what to run; cancelling the future cancels it.
-            on_end: called on the loop with the task that has ended, before the future says so; also when the task
-                was cancelled before its first step, which the coroutine itself cannot notice.
             on_unwanted: called on the loop with a result that came together with the future's cancellation.
 
         Raises:
@@ -46,7 +43,7 @@ class Bridge:
         def start() -> None:
             task = self._loop.create_task(work)
             self._tasks.add(task)
-            task.add_done_callback(lambda ended: self._settle(future, ended, on_end, on_unwanted))
+            task.add_done_callback(lambda ended: self._settle(future, ended, on_unwanted))
             future.add_done_callback(lambda _: self._cancel(future, task))
 
         # Under the lock: what is submitted before ``close`` is waited for there, and nothing comes after it.
@@ -73,11 +70,9 @@ class Bridge:
         self,
         future: "Future[T]",
         task: "asyncio.Task[T]",
-        on_end: Callable[[asyncio.Task[T]], object],
         on_unwanted: Callable[[T], object],
     ) -> None:
         self._tasks.discard(task)
-        on_end(task)
         error = None if task.cancelled() else task.exception()
         if task.cancelled():
             future.cancel()

@@ -1,65 +1,53 @@
 """The consumer's side of a worker: pulls, from a ticket to a report.
 
-The scheduler decides, this module does: it meets the peers, binds and posts what is dispatched, and settles
-each pull's future with what the scheduler reports.
+The scheduler decides, this module does. Where all peers of a ticket are connected, a pull is checked, paired and handed
+to the data plane within the call that starts it. Otherwise a task connects the peers first.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, cast
 
 from kvflow.cache.destinations import DestinationLedger, Quarantined
 from kvflow.cache.quarantine import DUE_AFTER_S, LastResort
-from kvflow.cache.tickets import Member, Ticket
+from kvflow.cache.tickets import MAC_BYTES, Member, Ticket
 from kvflow.clock import Clock
-from kvflow.errors import ArgumentInvalid, ContentMismatch, DeadlineExceeded, KvflowError, StaleLease
-from kvflow.ids import LeaseKey, PeerId
+from kvflow.errors import (
+    ArgumentInvalid,
+    ContentMismatch,
+    DeadlineExceeded,
+    KvflowError,
+    StaleLease,
+    TicketInvalid,
+    TransferCancelled,
+)
+from kvflow.ids import PeerId
 from kvflow.layout.manifest import Manifest
-from kvflow.observability.events import ReaderRenewed
-from kvflow.transfer.events import TransferCompleted, TransferFailed, TransferQuiesced
-from kvflow.transfer.pairs import Int64s, check_block_ids
-from kvflow.transfer.report import TransferReport
-from kvflow.transfer.requests import (
-    PRIORITY_MAX,
-    Budgets,
-    CancelReads,
-    Dispatch,
-    Effect,
-    EpochCheck,
-    LegRequest,
-    Look,
-    PullRequest,
-    RenewLease,
-)
-from kvflow.transfer.scheduler import Scheduler
-from kvflow.transport.base import (
-    CHUNK_BYTES_MAX,
-    CHUNK_DESCRIPTORS_MAX,
-    Fence,
-    FenceFailed,
-    FenceJudged,
-    PeerAdded,
-    PeerFailed,
-    Read,
-    ReadCompleted,
-    ReadFailed,
-    RenewalEnded,
-    StagingUse,
-    Transport,
-    TransportEvent,
-)
-from kvflow.worker.demands import check_expected, demands_of, require_content
-from kvflow.worker.ending import Call, Ending, empty_report
+from kvflow.observability.events import ReaderReset
+from kvflow.observability.logs import Reporter
+from kvflow.transfer.bind_plan import AnyBinding
+from kvflow.transfer.events import TransferFailed, TransferQuiesced, TransferStarted
+from kvflow.transfer.pairs import UnitPairs, check_block_ids
+from kvflow.transfer.pulls import Budgets, Pull
+from kvflow.transfer.requests import PRIORITY_MAX, LeaseName, RankRead, ReadEnded
+from kvflow.transfer.scheduler import CancelReads, Delivered, Effect, Scheduler, StartReads
+from kvflow.transport import base
+from kvflow.transport.base import INLINE_S_MAX, PeerAdded, PeerFailed, StagingUse, Transport, TransportEvent
+from kvflow.worker.ending import Call, Ending
 from kvflow.worker.failures import CANCELLED, transfer_error
-from kvflow.worker.keeping import Keeping
+from kvflow.worker.handle import PullHandle
+from kvflow.worker.leases_held import LeasesHeld
+from kvflow.worker.parts import check_expected, parts_of, require_content
 from kvflow.worker.peers import PeerPool
-from kvflow.worker.programs import Peer
-from kvflow.worker.releasing import Releasing
+from kvflow.worker.programs import Route
 from kvflow.worker.stages import Stage, later, require_open, require_running
-from kvflow.worker.unsettled import Unsettled
 
 TICK_S = 0.02
-"""Deadlines, renewals and retries are looked at this often while a pull is open; nothing else waits for it."""
+"""Deadlines and retries are looked at this often while the data plane has a read; nothing else waits for it."""
+
+BlockLists = Sequence[Sequence[int]]
+PullItem = tuple[Ticket, BlockLists] | tuple[Ticket, BlockLists, str]
+"""A ticket, our block ids for it, and the engine's own name of the request if it has one."""
 
 
 class Consumer:
@@ -82,9 +70,10 @@ class Consumer:
         manifest: Manifest,
         budgets: Budgets,
         verify: Callable[[Ticket], None],
+        tasks: asyncio.TaskGroup,
         clock: Clock,
         wall: Clock,
-        report: Callable[..., None],
+        report: Reporter,
     ) -> None:
         self._pool = pool
         self._scheduler = scheduler
@@ -94,102 +83,73 @@ class Consumer:
         self._manifest = manifest
         self._budgets = budgets
         self._verify = verify
+        self._tasks = tasks
         self._clock = clock
         self.ending = Ending(pool=pool, clock=clock, wall=wall, report=report)
         self._report = report
-        self._pulls: dict[int, Call] = {}
-        self._unsettled = Unsettled()
-        self._keeping = Keeping(pool, clock)
-        self.renew_kept = self._keeping.renew_while_any
+        self._calls: dict[int, Call] = {}
+        self._held = LeasesHeld(pool, clock, wall)
         self._busy = asyncio.Event()
-        self._pumping = False
-        self._releasing = Releasing(pool)
+        self._collected: list[RankRead] = []
+        self._collecting = False
+        self._turn_until: float | None = None
         self._stage: Stage = "open"
 
-    async def pull(
+    def start(
         self,
         ticket: Ticket,
-        block_ids: Sequence[Sequence[int]],
+        block_ids: BlockLists,
         *,
         priority: int = 0,
         local_request_id: str = "",
         expected_digests: Sequence[Sequence[bytes]] | None = None,
-    ) -> TransferReport:
-        """Read a ticket's blocks into ours. See ``Worker.pull``.
+    ) -> PullHandle:
+        """Start to read a ticket's blocks into ours. See ``Worker.start_pull``. Whatever fails, the handle tells."""
+        call = self.ending.begin(ticket, local_request_id, self._give_up)
+        self._calls[call.pull_id] = call
+        try:
+            if priority != 0:
+                _check_priority(priority)
+            if self._stage != "open":
+                require_open(self._stage, "pulls nothing")
+            self._check(ticket)
+            self._held.forget(ticket.members())
+            call.held = self._held.hold(ticket.members())
+            call.targets = check_block_ids(
+                block_ids, num_blocks=self._manifest.num_blocks, aliases=self._ledger.aliases, unique=True
+            )
+            expected = None if expected_digests is None else check_expected(expected_digests, call.targets)
+            route = self._pool.route(ticket)
+            if route is None or route.may_be_over(ticket):
+                closing = TransferCancelled("the worker is closing", request_id=call.request_id)
+                self._spawn(self._connect(call, ticket, priority, expected), call, closing)
+            else:
+                self._begin(call, ticket, route, priority, expected)
+        except Exception as error:  # noqa: BLE001 - the handle tells
+            self._fail(call, error)
+        return call.handle
 
-        Whatever ends it ends it here, or in ``_on_completed``; ``Ending`` writes the one record of each call.
-        """
-        call = self.ending.begin(ticket, local_request_id)
-        try:
-            try:
-                return await self._read(call, ticket, block_ids, priority, expected_digests)
-            except StaleLease as error:
-                if error.ended_by:
-                    raise
-                raise await self.ending.explain(call, error) from None
-        except BaseException as error:
-            self.ending.fail(call, error, quarantined=call.pull_id in self._pulls)
-            raise
-
-    async def _read(
-        self,
-        call: Call,
-        ticket: Ticket,
-        block_ids: Sequence[Sequence[int]],
-        priority: int,
-        expected_digests: Sequence[Sequence[bytes]] | None,
-    ) -> TransferReport:
-        """Check a call, meet its peers, and wait for what the scheduler makes of it."""
-        _check_priority(priority)
-        require_open(self._stage, "pulls nothing")
-        self._check(ticket)
-        targets = check_block_ids(
-            block_ids, num_blocks=self._manifest.num_blocks, aliases=self._ledger.aliases, unique=True
-        )
-        expected = None if expected_digests is None else check_expected(expected_digests, targets)
-        call.context["num_local_blocks"] = sum(map(len, targets))
-        self._unsettled.begin(call.pull_id, call.request_id)
-        try:
-            # However they were joined: ranks in another order are the same ranks, divided and prepared once.
-            members = tuple(sorted(ticket.members(), key=lambda member: member.address.rank))
-            legs = await self._legs(call, members, await self._meet(call, members), targets, expected)
-            call.handshake_s = self._clock() - call.called_at
-            require_running(self._stage, "pulls nothing")  # one that drains finishes what was called before
-            call.result = asyncio.get_running_loop().create_future()
-            effects = self._submit(call, targets, legs, priority) if legs else []
-            call.phase = "wire"  # until the scheduler says where it failed
-        except ContentMismatch:
-            self._unsettled.end(call.pull_id)
-            self._releasing.add(members, read=False)  # nobody will read it for this request
-            raise
-        except BaseException:
-            self._unsettled.end(call.pull_id)
-            raise
-        finally:
-            self._keeping.end(ticket.members())
-        if not legs:
-            self._unsettled.end(call.pull_id)
-            self._releasing.after_caller(members)
-            return self.ending.complete(call, empty_report(ticket))
-        self._busy.set()
-        self._apply(effects)
-        try:
-            return await call.result
-        except asyncio.CancelledError:
-            self._cancel(call.pull_id, CANCELLED)
-            raise
+    def start_many(self, batch: Sequence[tuple[Ticket, BlockLists, str]], *, priority: int = 0) -> list[PullHandle]:
+        """Start many pulls and hand them to the data plane together. See ``Worker.pull_many``."""
+        before, self._collecting = self._collecting, True
+        handles = [
+            self.start(ticket, block_ids, priority=priority, local_request_id=name) for ticket, block_ids, name in batch
+        ]
+        self._collecting = before
+        self._flush()
+        return handles
 
     def keep(self, ticket: Ticket) -> None:
         """Renew a ticket's leases until it is pulled or released. See ``Worker.keep``."""
         require_open(self._stage, "keeps nothing")
         self._check(ticket)
-        self._keeping.begin(ticket.members())
+        self._held.keep(ticket.members())
 
     async def release(self, ticket: Ticket) -> None:
         """Give a ticket back without reading it. See ``Worker.release``."""
         require_running(self._stage, "releases nothing")
         self._check(ticket)
-        self._keeping.end(ticket.members())
+        self._held.forget(ticket.members())
         lost: list[KvflowError] = []
         for member in ticket.members():
             try:
@@ -202,18 +162,20 @@ class Consumer:
             raise lost[0]
 
     async def quiesced(self, request_id: str) -> None:
-        """Wait until nothing may write into the request's blocks any more. See ``Worker.quiesced``."""
-        await self._unsettled.quiesced(request_id)
+        """Wait until nothing may write into the blocks of any pull of this name. See ``Worker.quiesced``."""
+        while call := next((call for call in self._calls.values() if call.request_id == request_id), None):
+            await call.handle.quiesced()
 
     async def wait_idle(self) -> None:
         """Wait until no pull is left; of use when new ones are refused.
 
         Cancellation: safe.
         """
-        await self._unsettled.wait_idle()
+        while call := next(iter(self._calls.values()), None):
+            await call.handle.quiesced()
 
     def check(self) -> None:
-        """Check the laws: of destination blocks, and of windows."""
+        """Check the laws: of destination blocks, and of reads in flight."""
         self._ledger.check()
         self._scheduler.check()
 
@@ -227,51 +189,43 @@ class Consumer:
 
     def open_pulls(self) -> int:
         """Return how many pulls are open or draining."""
-        return len(self._unsettled)
+        return len(self._calls)
 
     def requests(self) -> tuple[str, ...]:
-        """Return the producers' names of what these pulls read."""
-        return self._unsettled.requests()
+        """Return the producers' names of what these pulls read, one for each pull."""
+        return tuple(call.request_id for call in self._calls.values())
 
     def on_transport_event(self, event: TransportEvent) -> None:
-        """Feed what the data plane reports to whom it concerns."""
-        now = self._clock()
+        """Take what the data plane reports."""
         match event:
-            case ReadCompleted(read_id=read_id, posted_s=posted_s, scattered_s=scattered_s, unheld=unheld):
-                effects = self._scheduler.on_read_completed(
-                    read_id, posted_s=posted_s, scattered_s=scattered_s, unheld=unheld, now=now
-                )
-            case ReadFailed(read_id=read_id, code=code, detail=detail):
-                effects = self._scheduler.on_read_failed(read_id, code=code, detail=detail, now=now)
-            case FenceJudged(fence_id=fence_id, observed=observed, fence_s=fence_s):
-                effects = self._scheduler.on_fence_judged(fence_id, observed=observed, fence_s=fence_s, now=now)
-            case FenceFailed(fence_id=fence_id, code=code, detail=detail):
-                effects = self._scheduler.on_fence_failed(fence_id, code=code, detail=detail, now=now)
+            case ReadEnded():
+                self._apply(self._scheduler.on_read_ended(event, self._clock()))
             case PeerAdded(peer=peer, carrier=carrier):
                 self._pool.on_added(peer, carrier)
-                effects = []
             case PeerFailed(peer=peer, code=code, detail=detail):
                 self._pool.on_failed(peer, code, detail)
-                effects = self._scheduler.on_peer_failed(peer, code=code, detail=detail, now=now)
-            case RenewalEnded():
-                self._on_renewal_ended(event)
-                effects = []
-        self._apply(effects)
+                self.on_peer_dropped(peer, code, detail)
+            case base.ReaderReset():
+                demand = self._last_resort.ended()
+                if event.ended:
+                    self._report(
+                        ReaderReset(demand.setting, demand.num_blocks, event.ended, event.drain_s, event.reset_s)
+                    )
 
     def on_peer_dropped(self, peer: PeerId, code: str, detail: str) -> None:
         """End every pull that needs a peer which is gone."""
         self._apply(self._scheduler.on_peer_failed(peer, code=code, detail=detail, now=self._clock()))
 
     async def tick_while_busy(self) -> None:
-        """Drive deadlines, renewals and retries, for ever; costs nothing while no pull is open."""
+        """Apply deadlines and retries until cancelled; costs nothing while no pull is open."""
         while True:
             await self._busy.wait()
             await asyncio.sleep(TICK_S)  # first: a pull is most often over by then
             now = self._clock()
-            staging = self._transport.staging()
-            self._apply(self._scheduler.tick(now, held_up=staging.waiting))
-            if self._last_resort.due(self._ledger.standing(now, DUE_AFTER_S), now, starved=staging.starved):
-                self._transport.renew_reader()
+            self._apply(self._scheduler.tick(now))
+            starved = self._transport.staging().starved
+            if self._last_resort.due(self._ledger.standing(now, DUE_AFTER_S), now, starved=starved):
+                self._transport.reset_reader()
             if not self._scheduler.busy:
                 self._busy.clear()
 
@@ -282,172 +236,182 @@ class Consumer:
     def close(self) -> int:
         """Cancel every open pull and take no more; return how many there were."""
         self._stage = "closing"
-        open_pulls = self._scheduler.open_pulls()
-        for pull_id in open_pulls:
-            self._cancel(pull_id, "the worker is closing")
-        self._releasing.flush()
-        return len(open_pulls)
+        open_calls = list(self._calls.values())
+        for call in open_calls:
+            self._cancel(call, "the worker is closing")
+        self._held.close()
+        return len(open_calls)
 
-    async def _meet(self, call: Call, members: Sequence[Member]) -> list[Peer]:
-        """Meet every peer that a ticket names."""
-        call.phase = "handshake"
-        if len(members) == 1:
-            call.peer = str(members[0].peer)
-            peers = [await self._pool.meet(members[0])]
-        else:
-            peers = list(await asyncio.gather(*(self._meet_one(call, member) for member in members)))
-        call.transport = "+".join(dict.fromkeys(peer.carrier.name for peer in peers))
-        call.plane = "+".join(dict.fromkeys(peer.carrier.plane for peer in peers))
-        return peers
+    async def _connect(
+        self, call: Call, ticket: Ticket, priority: int, expected: tuple[tuple[bytes, ...], ...] | None
+    ) -> None:
+        """Connect the peers of a ticket, then begin to read."""
 
-    async def _meet_one(self, call: Call, member: Member) -> Peer:
-        try:
-            return await self._pool.meet(member)
-        except BaseException:
+        def blame(member: Member) -> None:
             call.peer = call.peer or str(member.peer)  # the first that could not be met is to blame
-            raise
 
-    async def _legs(
+        call.phase = "handshake"
+        try:
+            route = await self._pool.connect(ticket, blame)
+            if not call.handle.done():  # nobody has given it up meanwhile
+                require_running(self._stage, "pulls nothing")  # a worker that drains finishes what was called before
+                self._begin(call, ticket, route, priority, expected)
+        except Exception as error:  # noqa: BLE001 - the handle tells
+            self._fail(call, error)
+
+    def _begin(
         self,
         call: Call,
-        members: Sequence[Member],
-        peers: Sequence[Peer],
-        targets: Sequence[Int64s],
+        ticket: Ticket,
+        route: Route,
+        priority: int,
         expected: tuple[tuple[bytes, ...], ...] | None,
-    ) -> tuple[LegRequest, ...]:
-        """Say what each source rank must give; ranks that give nothing have no leg."""
-        call.phase = "plan"
-        legs = []
-        for leg in await self._pool.legs(peers):
-            member = members[leg.member]
-            demands = demands_of(member, peers[leg.member].manifest, leg.programs, targets)
+    ) -> None:
+        """Pair block ids, take our blocks, and hand the reads to the data plane; raise and leave all as it was."""
+        call.phase, call.transport, call.plane = "plan", route.transport, route.plane
+        reads: list[RankRead] = []
+        given: list[tuple[AnyBinding, UnitPairs]] = []
+        call.given = given
+        nbytes = 0
+        for peer, at, programs in route.legs:
+            grant = ticket.grants[at]
+            if grant.slot >= peer.num_slots:
+                raise TicketInvalid(f"{peer.link.peer} has no epoch slot {grant.slot}")
+            parts = parts_of(grant, peer, programs, call.targets, given)
             if expected is not None:
-                require_content(member.grant, leg.programs, self._manifest, expected)
-            if demands:
-                grant = member.grant
-                lease = (grant.slot, grant.epoch_value, grant.lease_s)
-                legs.append(LegRequest(member.peer, *lease, demands, admitted=grant.admitted, mac=member.mac))
-        return tuple(legs)
-
-    def _submit(
-        self, call: Call, targets: Sequence[Int64s], legs: tuple[LegRequest, ...], priority: int
-    ) -> list[Effect]:
-        """Take the blocks of a pull and hand it to the scheduler, or leave everything as it was.
-
-        The first of a turn of the loop is dispatched at once, and all that follow it together at the end of the turn.
-        """
-        self._ledger.take(call.pull_id, targets)
+                require_content(grant, programs, self._manifest, expected)
+            if parts:
+                lease = LeaseName(grant.slot, grant.epoch_value, ticket.sealed[at][:MAC_BYTES])
+                reads.append(RankRead(0, peer.link.peer, lease, tuple(parts), not grant.admitted, priority))
+        for binding, pairs in given:
+            nbytes += pairs.source.size * binding.unit_bytes
+        now = self._clock()
+        call.handshake_s = now - call.called_at
+        if not reads:  # every target block is absent
+            self._complete(call, None)
+            return
+        self._ledger.take(call.pull_id, call.targets)
         try:
-            request = PullRequest(call.pull_id, call.request_id, legs, priority, self._budgets)
-            effects = self._scheduler.submit(request, self._clock(), hold=self._pumping)
-        except BaseException:
+            self._scheduler.submit(Pull(call.pull_id, call.request_id, priority, self._budgets, nbytes, now), reads)
+        except KvflowError:
             self._ledger.give_back(call.pull_id)
             raise
-        self._pulls[call.pull_id] = call
-        if not self._pumping:
-            self._pumping = True
-            asyncio.get_running_loop().call_soon(self._pump)
-        return effects
+        call.phase, call.submitted = "wire", True  # until the scheduler says where it failed
+        self._hand_over(reads, now)
+        if not call.handle.done() and self._report.wants(TransferStarted):
+            self._report(TransferStarted(call.pull_id, call.request_id))
 
-    def _pump(self) -> None:
-        self._pumping = False
-        self._apply(self._scheduler.pump(self._clock()))
+    def _hand_over(self, reads: Sequence[RankRead], now: float) -> None:
+        """Post the first reads of a turn of the loop at once, and the others together at its end.
 
-    def _cancel(self, pull_id: int, detail: str) -> None:
-        self._apply(self._scheduler.cancel(pull_id, code="transfer_cancelled", detail=detail, now=self._clock()))
+        Reads that the data plane answers at once cost the loop little. They are posted at once until the turn has taken
+        as long as one post may.
+        """
+        if self._turn_until is None:
+            self._turn_until = now + INLINE_S_MAX
+            asyncio.get_running_loop().call_soon(self._end_turn)
+        if self._collecting or now > self._turn_until:
+            self._collected += reads
+        else:
+            self._post(reads)
+
+    def _end_turn(self) -> None:
+        self._turn_until, self._collecting = None, False
+        self._flush()
+
+    def _flush(self) -> None:
+        """Hand over together all that was collected."""
+        reads, self._collected = self._collected, []
+        if reads:
+            self._post(reads)
+
+    def _post(self, reads: Sequence[RankRead]) -> None:
+        """Hand reads to the data plane, and take the answers that it has already."""
+        answers = self._transport.post(reads)
+        if len(answers) < len(reads):
+            self._collecting = self._turn_until is not None
+        for ended in answers:
+            self._apply(self._scheduler.on_read_ended(ended, self._clock()))
+        if self._scheduler.busy:  # a read that was answered may have to wait for its lease
+            self._busy.set()
 
     def _apply(self, effects: Sequence[Effect]) -> None:
-        """Do what the scheduler says, in its order; the renewals of one peer travel together."""
-        renewals: dict[PeerId, dict[LeaseKey, None]] = {}
+        """Do what the scheduler says, in its order."""
         for effect in effects:
             match effect:
-                case Dispatch():
-                    self._post(effect)
-                case Look(peer=peer, check=check):
-                    self._transport.look(peer, _fence(check))
+                case Delivered(pull=pull):
+                    call = self._calls[pull.pull_id]
+                    self._ledger.give_back(pull.pull_id)
+                    self._complete(call, pull)
+                case StartReads(reads=reads):
+                    self._post(reads)
                 case CancelReads(read_ids=read_ids):
+                    self._flush()  # what is to be dropped may be among them
                     self._transport.cancel(read_ids)
-                case RenewLease(peer=peer, slot=slot, epoch=epoch):
-                    # Pulls of one ticket need its lease together, and it is renewed for all of them once.
-                    renewals.setdefault(peer, {})[slot, epoch] = None
-                case TransferCompleted():
-                    self._on_completed(effect)
                 case TransferFailed():
                     self._on_failed(effect)
                 case TransferQuiesced():
-                    self._on_quiesced(effect)
+                    call = self._calls.pop(effect.pull_id)
+                    self._ledger.give_back(effect.pull_id)
+                    self.ending.quiesce(call, effect)
                 case _:
                     self._report(effect)
-        for peer, leases in renewals.items():
-            link = self._pool.link(peer)
-            if link is not None:
-                link.renew(list(leases))
 
-    def _post(self, dispatch: Dispatch) -> None:
-        started = self._clock()
-        binding = self._pool.bindings.get(dispatch.program_id)
-        if binding is None:
-            # The peer was dropped in this very moment; its end is on the way to the scheduler as well.
-            lost = partial(
-                self._scheduler.on_read_failed, dispatch.read_id, code="peer_lost", detail="the peer was dropped"
-            )
-            asyncio.get_running_loop().call_soon(lambda: self._apply(lost(now=self._clock())))
-            return
-        bound = binding.bind(dispatch.pairs, chunk_bytes=CHUNK_BYTES_MAX, chunk_descriptors=CHUNK_DESCRIPTORS_MAX)
-        self._transport.post(
-            Read(
-                read_id=dispatch.read_id,
-                peer=dispatch.peer,
-                program_id=dispatch.program_id,
-                source_index=bound.source_index,
-                target_index=bound.target_index,
-                cuts=bound.cuts,
-                nbytes=bound.nbytes,
-                leases=dispatch.leases,
-                priority=dispatch.priority,
-                fences=tuple(_fence(check) for check in dispatch.fences),
-                looks=tuple(_fence(check) for check in dispatch.looks),
-            )
-        )
-        spent = self._clock() - started
-        for pull_id in dispatch.pull_ids:
-            self._pulls[pull_id].bind_s += spent
-
-    def _on_renewal_ended(self, event: RenewalEnded) -> None:
-        demand = self._last_resort.ended()
-        if event.ended:
-            self._report(ReaderRenewed(demand.setting, demand.num_blocks, event.ended, event.drain_s, event.renew_s))
-
-    def _on_completed(self, event: TransferCompleted) -> None:
-        call = self._pulls[event.pull_id]
-        self._settle(event.pull_id)
-        report = self.ending.complete(call, event.report)
-        if call.result is not None and not call.result.done():
-            call.result.set_result(report)
-        self._releasing.after_caller(call.members())
+    def _complete(self, call: Call, pull: Pull | None) -> None:
+        del self._calls[call.pull_id]
+        self._held.release(call.held, read=True)
+        call.handle.complete(self.ending.complete(call, pull))
 
     def _on_failed(self, event: TransferFailed) -> None:
-        call = self._pulls[event.pull_id]
+        """Take a failure that the scheduler tells: the pull's blocks are quarantined until it says more."""
+        call = self._calls[event.pull_id]
         call.failure = event
         self._ledger.quarantine(event.pull_id, event.code, self._clock())
-        if call.result is not None and not call.result.done():
-            call.result.set_exception(transfer_error(event))
+        error = transfer_error(event)
+        if isinstance(error, StaleLease) and self._stage != "closing":
+            self._spawn(self._explain(call, error), call, error)
+        else:
+            self._fail(call, error)
         if event.code == DeadlineExceeded.code and event.phase == "wire":
-            # It hangs, or its host does: what else it owes us ends now, and it is met anew when it is needed.
+            # It hangs, or its host does: what else it owes us ends now, and it is connected again when it is needed.
             member = call.member(event.peer)
             if member is not None:
                 self._pool.drop(member.peer, event.code, event.detail)
 
-    def _on_quiesced(self, event: TransferQuiesced) -> None:
-        call = self._pulls[event.pull_id]
-        self._settle(event.pull_id)
-        self.ending.quiesce(call, event)
+    async def _explain(self, call: Call, error: StaleLease) -> None:
+        self._fail(call, await self.ending.explain(call, error))
 
-    def _settle(self, pull_id: int) -> None:
-        """Give a pull's blocks back: nothing writes into them any more."""
-        self._ledger.give_back(pull_id)
-        del self._pulls[pull_id]
-        self._unsettled.end(pull_id)
+    def _spawn(self, work: Coroutine[Any, Any, None], call: Call, error: KvflowError) -> None:
+        """Run what goes on with a pull. Cut short, even before its first step, the pull ends with ``error``."""
+        task = self._tasks.create_task(work)
+        task.add_done_callback(lambda ended: self._fail(call, error) if ended.cancelled() else None)
+
+    def _fail(self, call: Call, error: BaseException) -> None:
+        """End a pull that has failed; does nothing if it has ended."""
+        if call.handle.done():
+            return
+        if isinstance(error, ContentMismatch):
+            self._held.release(call.held, read=False)  # nobody will read it for this request
+        else:
+            self._held.drop(call.held)
+        if not call.submitted:
+            del self._calls[call.pull_id]
+        self.ending.fail(call, error)
+        if not call.submitted:
+            call.handle.settle()
+
+    def _give_up(self, pull_id: int) -> None:
+        call = self._calls.get(pull_id)
+        if call is not None:
+            self._cancel(call, CANCELLED)
+
+    def _cancel(self, call: Call, detail: str) -> None:
+        """Give up a pull, wherever it is."""
+        if call.submitted:
+            now = self._clock()
+            self._apply(self._scheduler.cancel(call.pull_id, code=TransferCancelled.code, detail=detail, now=now))
+        else:
+            self._fail(call, TransferCancelled(detail, request_id=call.request_id))
 
     def _check(self, ticket: object) -> None:
         if not isinstance(ticket, Ticket):
@@ -455,10 +419,13 @@ class Consumer:
         self._verify(ticket)
 
 
+def open_item(item: object) -> tuple[Ticket, BlockLists, str]:
+    """Return ticket, block ids and name of an item of a batch; of anything else a pull that is refused."""
+    if isinstance(item, tuple | list) and len(item) in {2, 3}:
+        return item[0], item[1], item[2] if len(item) == 3 else ""
+    return cast("Ticket", item), (), ""
+
+
 def _check_priority(priority: object) -> None:
     if not isinstance(priority, int) or abs(priority) > PRIORITY_MAX:
         raise ArgumentInvalid("priority", "an integer from -2**31 to 2**31", priority)
-
-
-def _fence(check: EpochCheck) -> Fence:
-    return Fence(check.fence_id, check.slot, check.epoch, check.after)

@@ -1,21 +1,26 @@
 """End every pull here and write one record for each call, however early it failed and for whatever reason."""
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Sequence
 from itertools import count
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Struct, UnsetType
 
+from kvflow.cache.blocks import Ids
 from kvflow.cache.tickets import Member, Ticket
 from kvflow.clock import Clock
 from kvflow.errors import DeadlineExceeded, KvflowError, StaleLease
+from kvflow.observability.logs import Reporter
 from kvflow.rendezvous.dialer import LeaseEnd
+from kvflow.transfer.bind_plan import AnyBinding
 from kvflow.transfer.events import TransferCompleted, TransferFailed, TransferQuiesced
+from kvflow.transfer.pairs import UnitPairs
+from kvflow.transfer.pulls import Pull
 from kvflow.transfer.report import TransferReport
-from kvflow.worker.failures import as_ours, transfer_error
+from kvflow.worker.failures import as_ours
+from kvflow.worker.handle import PullHandle
+from kvflow.worker.leases_held import HeldLease
 from kvflow.worker.peers import PeerPool
 
 EXPLAIN_S = 0.5
@@ -23,8 +28,7 @@ EXPLAIN_S = 0.5
 that is too busy for that must not keep the caller from recomputing."""
 
 
-@dataclass(slots=True, eq=False)
-class Call:
+class Call(Struct, eq=False):
     """One call of ``pull``, from its first line to its end.
 
     Attributes:
@@ -33,16 +37,18 @@ class Call:
         request_id: the producer's name of the request; empty if there is no ticket to read it from.
         local_request_id: the caller's own name of the request.
         called_at: when.
+        handle: what its caller has.
         phase: where it is, until it is submitted to the scheduler.
         peer: the source rank concerned, as far as that is known.
-        handshake_s: seconds spent in reaching the peers; None before they are reached.
-        bind_s: seconds spent in computing descriptor indices.
-        transport: what carries the bytes; empty before the peers are reached.
+        handshake_s: seconds from the call until it was submitted; None before.
+        transport: what carries the bytes; empty before the peers are connected.
         plane: the data planes that it belongs to; likewise.
-        context: what the record says besides.
-        result: of the scheduler; None before the pull is submitted.
+        held: the leases of every rank that the ticket names: they are renewed until the end.
+        targets: our checked block ids of each group; empty before they are checked.
+        given: binding and pairs of each group that a source rank gives; likewise.
         failure: what the scheduler says of its failure, if it has failed there.
         quiesced: that nothing writes now, if that was found before the failure was told.
+        submitted: whether the scheduler has taken it; it gives the blocks back then.
         told: whether its record was written.
     """
 
@@ -51,34 +57,45 @@ class Call:
     request_id: str
     local_request_id: str
     called_at: float
+    handle: PullHandle
     phase: str = "check"
     peer: str = ""
     handshake_s: float | None = None
-    bind_s: float = 0.0
     transport: str = ""
     plane: str = ""
-    context: dict[str, object] = field(default_factory=dict)
-    result: asyncio.Future[TransferReport] | None = None
+    held: Sequence[HeldLease] = ()
+    targets: Sequence[Ids] = ()
+    given: Sequence[tuple[AnyBinding, UnitPairs]] = ()
     failure: TransferFailed | None = None
     quiesced: TransferQuiesced | None = None
+    submitted: bool = False
     told: bool = False
-
-    def members(self) -> tuple[Member, ...]:
-        """Return every rank that the ticket names."""
-        return () if self.ticket is None else tuple(self.ticket.members())
 
     def member(self, name: str) -> Member | None:
         """Return the rank of that name, ``engine/rank/incarnation``; None if the ticket names none."""
-        return next((member for member in self.members() if str(member.peer) == name), None)
+        members = () if self.ticket is None else self.ticket.members()
+        return next((member for member in members if str(member.peer) == name), None)
+
+    def context(self) -> dict[str, object]:
+        """Return what a record of it says beside its event: under the names that vLLM's operators know."""
+        if self.ticket is None:
+            return {}
+        grant = self.ticket.grants[0]
+        context: dict[str, object] = {
+            "remote_engine_id": self.ticket.engine_id,
+            "remote_endpoint": grant.ranks[0].endpoint,
+            "num_remote_blocks": sum(len(ids) for ids in grant.block_ids),
+        }
+        if self.targets:
+            context["num_local_blocks"] = sum(map(len, self.targets))
+        return context
 
     def timings_s(self, now: float) -> dict[str, float]:
         """Return the seconds of the phases that the scheduler does not know, so far, and of all together."""
         total_s = now - self.called_at
         if self.phase == "check":
             return {"total": total_s}
-        if self.handshake_s is None:
-            return {"handshake": total_s, "total": total_s}
-        return {"handshake": self.handshake_s, "bind": self.bind_s, "total": total_s}
+        return {"handshake": total_s if self.handshake_s is None else self.handshake_s, "total": total_s}
 
     def ticket_age_s(self, wall_s: float) -> float | None:
         """Return how old the ticket is; None if it does not tell.
@@ -88,6 +105,34 @@ class Call:
         """
         issued_at = UNSET if self.ticket is None else self.ticket.grants[0].issued_at
         return None if isinstance(issued_at, UnsetType) else wall_s - issued_at
+
+    def report(self, pull: Pull | None, now: float) -> TransferReport:
+        """Report what was delivered; nothing was to be moved if there is no pull."""
+        units = descriptors = read_bytes = 0
+        for binding, pairs in self.given:
+            count = pairs.source.size
+            units += count * binding.unit_descriptors
+            descriptors += binding.merged(pairs)
+            read_bytes += count * binding.read_bytes
+        timings_s, nbytes, reads, early, early_bytes = self.timings_s(now), 0, 0, 0, 0
+        if pull is not None:
+            timings_s |= pull.timings_s(now)
+            nbytes, early, early_bytes = pull.nbytes, pull.early, pull.early_bytes
+            for each in pull.ended:
+                reads += each.chunks
+        return TransferReport(
+            request_id=self.request_id,
+            nbytes=nbytes,
+            read_bytes=read_bytes,
+            descriptors=descriptors,
+            merged=1 - descriptors / units if units else 0.0,
+            reads=reads,
+            early=early,
+            early_bytes=early_bytes,
+            transport=self.transport,
+            plane=self.plane,
+            timings_s=timings_s,
+        )
 
 
 class Ending:
@@ -102,20 +147,26 @@ class Ending:
     Thread: the event loop; ``begin`` and ``refuse`` from any thread.
     """
 
-    def __init__(self, *, pool: PeerPool, clock: Clock, wall: Clock, report: Callable[..., None]) -> None:
+    def __init__(self, *, pool: PeerPool, clock: Clock, wall: Clock, report: Reporter) -> None:
         self._pool = pool
         self._clock = clock
         self._wall = wall
         self._report = report
         self._ids = count(1)
 
-    def begin(self, ticket: object, local_request_id: str) -> Call:
-        """Begin the book of one call, whatever was passed."""
-        called_at, local_request_id = self._clock(), str(local_request_id)
+    def begin(self, ticket: object, local_request_id: str, cancel: Callable[[int], None] = lambda _: None) -> Call:
+        """Begin the book of one call, whatever was passed.
+
+        Args:
+            ticket: as the caller passed it.
+            local_request_id: likewise.
+            cancel: gives up the pull of this number.
+        """
+        pull_id, called_at, local_request_id = next(self._ids), self._clock(), str(local_request_id)
+        handle = PullHandle(pull_id, cancel)
         if not isinstance(ticket, Ticket):
-            return Call(next(self._ids), None, "", local_request_id, called_at)
-        context = _context(ticket)
-        return Call(next(self._ids), ticket, ticket.request_id, local_request_id, called_at, context=context)
+            return Call(pull_id, None, "", local_request_id, called_at, handle)
+        return Call(pull_id, ticket, ticket.request_id, local_request_id, called_at, handle)
 
     def refuse(
         self, code: str, detail: str, remedy: str, *, ticket: object, request_id: str, local_request_id: str
@@ -126,33 +177,39 @@ class Ending:
         failed = TransferFailed(call.pull_id, name, code, call.phase, "", detail, quarantined=False, remedy=remedy)
         self._write(call, failed)
 
-    def complete(self, call: Call, report: TransferReport) -> TransferReport:
-        """Complete the report of a pull; its record follows when its caller has had a turn of the loop."""
-        timings = call.timings_s(self._clock()) | report.timings_s
-        report = msgspec.structs.replace(report, transport=call.transport, plane=call.plane, timings_s=timings)
+    def complete(self, call: Call, pull: Pull | None) -> TransferReport:
+        """Return the report of a pull; its record follows when its caller has had a turn of the loop."""
+        report = call.report(pull, self._clock())
         call.told = True
-        event = TransferCompleted(call.pull_id, call.request_id, report, call.local_request_id)
-        asyncio.get_running_loop().call_soon(partial(self._report, event, **call.context))
+        if self._report.wants(TransferCompleted):
+            asyncio.get_running_loop().call_soon(self._write_completed, call, report)
         return report
 
-    def fail(self, call: Call, error: BaseException, *, quarantined: bool) -> None:
-        """Write the record of a pull that has failed, unless it is complete and its caller is gone.
+    def _write_completed(self, call: Call, report: TransferReport) -> None:
+        event = TransferCompleted(call.pull_id, call.request_id, report, call.local_request_id)
+        self._report(event, **call.context())
+
+    def fail(self, call: Call, error: BaseException) -> None:
+        """End a pull that has failed, and write its record; does nothing if it has ended.
 
         Args:
             call: the pull.
-            error: what its caller gets.
-            quarantined: whether something may still write into its blocks, if the scheduler has not said so.
+            error: what has ended it.
         """
         if call.told:
             return
-        if call.failure is not None and not isinstance(error, KvflowError):
-            error = transfer_error(call.failure)
-        self._write(call, _failure(call, as_ours(error, call.request_id), quarantined=quarantined))
+        ours = as_ours(error, call.request_id)
+        self._write(call, _failure(call, ours))
+        call.handle.fail(ours)
+        if call.quiesced is not None:
+            self._report(call.quiesced)
+            call.handle.settle()
 
     def quiesce(self, call: Call, event: TransferQuiesced) -> None:
-        """Report that nothing writes for a failed pull now, but not before its failure is reported."""
+        """Note that nothing writes for a failed pull now; that is not told before its failure is."""
         if call.told:
             self._report(event)
+            call.handle.settle()
         else:
             call.quiesced = event
 
@@ -187,27 +244,10 @@ class Ending:
             ticket_age_s=call.ticket_age_s(self._wall() + (0.0 if offset is None else offset.ahead_s)),
             timings_s=call.timings_s(now) | failed.timings_s,
         )
-        self._report(record, **call.context)
-        if call.quiesced is not None:
-            self._report(call.quiesced)
+        self._report(record, **call.context())
 
 
-def empty_report(ticket: Ticket) -> TransferReport:
-    """Report a pull that had nothing to move: every target block was absent."""
-    return TransferReport(request_id=ticket.request_id, nbytes=0, descriptors=0, reads=0, timings_s={})
-
-
-def _context(ticket: Ticket) -> dict[str, object]:
-    """Return what a transfer's record says beside its event: under the names that vLLM's operators know."""
-    grant = ticket.grants[0]
-    return {
-        "remote_engine_id": ticket.engine_id,
-        "remote_endpoint": grant.ranks[0].endpoint,
-        "num_remote_blocks": sum(len(ids) for ids in grant.block_ids),
-    }
-
-
-def _failure(call: Call, error: KvflowError, *, quarantined: bool) -> TransferFailed:
+def _failure(call: Call, error: KvflowError) -> TransferFailed:
     """Return how a pull has failed: what its caller is told, and what the scheduler says, if it came so far."""
     known = call.failure or TransferFailed(
         pull_id=call.pull_id,
@@ -216,7 +256,7 @@ def _failure(call: Call, error: KvflowError, *, quarantined: bool) -> TransferFa
         phase=error.phase if isinstance(error, DeadlineExceeded) else call.phase,
         peer=call.peer or getattr(error, "peer", ""),
         detail=error.message,
-        quarantined=quarantined,
+        quarantined=False,
     )
     stale = error if isinstance(error, StaleLease) else None
     return msgspec.structs.replace(

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import uvloop
 
 from kvflow.config import WorkerConfig
+from kvflow.observability.logs import Hook
 from kvflow.worker.bridge import Bridge
-from kvflow.worker.runtime import Cache, Hook, open_worker
+from kvflow.worker.runtime import Cache, open_worker
 from kvflow.worker.worker import Worker
 
 Opened = tuple[Worker, Bridge]

@@ -1,6 +1,7 @@
 """Over which data planes a peer may be read: what both sides have, and what their settings allow."""
 
 import asyncio
+from collections.abc import Mapping
 from typing import NoReturn
 
 from msgspec import Struct
@@ -28,12 +29,14 @@ class OurPlanes(Struct, frozen=True):
         tcp_encryption: of our TCP plane.
         network: looks names up.
         within_s: how long that may take.
+        weights: see ``WorkerConfig.peer_weights``.
     """
 
     published: Published
     tcp_encryption: str
     network: Network
     within_s: float
+    weights: Mapping[str, int]
 
     async def address(self, link: Link) -> PeerAddress:
         """Return what our transport must know of a peer: the data planes of both sides, and where they are.
@@ -58,6 +61,7 @@ class OurPlanes(Struct, frozen=True):
             agent=link.agent,
             data_endpoint=endpoint,
             credentials=link.credentials,
+            weight=self.weights.get(link.peer.engine_id, 1),
         )
 
     async def _tcp_endpoint(self, peer: PeerId, theirs: Advertisement, *, required: bool) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvflow.cache.mint import Mint
 from kvflow.cache.tickets import Ticket
-from kvflow.errors import CapacityExceeded
+from kvflow.errors import CapacityExceeded, KvflowError
 from kvflow.worker.producer import LeaseKeeper
 
 WAITING_MAX = 4096
@@ -51,13 +51,16 @@ class Offers:
         digests: Digests = None,
     ) -> Ticket:
         """Sign a ticket and hold its lease. See ``Worker.offer``."""
-        with self._keeper.refusing(request_id):
+        try:
             if self._line:
                 self._keeper.require_open()
                 raise CapacityExceeded(
                     "leases", self._mint.slots, remedy="Others wait for the next slot: use offer_when_possible."
                 )
             return self._offer(request_id, block_ids, num_tokens, digests)
+        except KvflowError as error:
+            self._keeper.report_refusal(request_id, error)
+            raise
 
     async def offer_when_possible(
         self,
@@ -69,7 +72,7 @@ class Offers:
         timeout_s: float | None,
     ) -> Ticket:
         """Wait for a slot, then offer. See ``Worker.offer_when_possible``."""
-        with self._keeper.refusing(request_id):
+        try:
             if len(self._line) >= WAITING_MAX:
                 raise CapacityExceeded("offers that wait for a slot", WAITING_MAX)
             waiting = _Waiting(request_id, block_ids, num_tokens, digests, self._loop.create_future())
@@ -77,6 +80,9 @@ class Offers:
             # Also where others wait: a slot that came free before we stood in line is announced to nobody.
             self.serve()
             return await self._wait(waiting, timeout_s)
+        except KvflowError as error:
+            self._keeper.report_refusal(request_id, error)
+            raise
 
     async def _wait(self, waiting: _Waiting, timeout_s: float | None) -> Ticket:
         try:

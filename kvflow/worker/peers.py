@@ -7,15 +7,16 @@ A restarted producer is another peer, because its identity holds its incarnation
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 
 import msgspec
 from msgspec import Struct
 
-from kvflow.cache.tickets import Member
+from kvflow.cache.tickets import Member, Ticket
 from kvflow.clock import Clock
 from kvflow.errors import (
     CapacityExceeded,
@@ -38,7 +39,7 @@ from kvflow.worker.calibration import NEVER, Staging
 from kvflow.worker.dialling import DiallingRecord
 from kvflow.worker.failures import meeting_error
 from kvflow.worker.negotiation import OurPlanes, Unfit
-from kvflow.worker.programs import Leg, Peer, ProgramTable
+from kvflow.worker.programs import Peer, ProgramTable, Route, RouteLeg
 from kvflow.worker.redial import redial
 
 logger = logging.getLogger("kvflow")
@@ -51,6 +52,12 @@ DISTRUSTED = "key_removed"
 
 REDIALLING_MAX = 256
 """Peers that are dialled again in the background; when a whole cluster is lost, the rest is met when it is needed."""
+
+ROUTES_MAX = 4096
+"""Sets of ranks whose route is remembered. One that was forgotten is connected again, which costs no message."""
+
+_RouteKey = tuple[object, ...]
+_RANKS = attrgetter("ranks")
 
 CLOSING = ("closing", "the worker is closing")
 """Code and detail of a peer that is let go because we leave."""
@@ -87,7 +94,6 @@ class PeerPool:
     """Every producer that is met or being met.
 
     Attributes:
-        bindings: program id -> binding of all peers.
         drops: how many peers were let go since the start, by code.
 
     Thread: the event loop.
@@ -106,10 +112,13 @@ class PeerPool:
         plans: PlanCache,
         draw: Callable[[], float],
         tcp_encryption: str = "off",
+        weights: Mapping[str, int] | None = None,
         staging: Staging = NEVER,
     ) -> None:
         self._ours = ours
-        self._planes = OurPlanes(transport.published(), tcp_encryption, ours.network, ours.limits.handshake_s)
+        self._planes = OurPlanes(
+            transport.published(), tcp_encryption, ours.network, ours.limits.handshake_s, weights or {}
+        )
         self._transport = transport
         self._tasks = tasks
         self._clock = clock
@@ -124,7 +133,7 @@ class PeerPool:
             manifest=manifest, turn=ours.identity.rank, transport=transport, plans=plans, staging=staging
         )
         self._closed = False
-        self.bindings = self._programs.bindings
+        self._routes: dict[_RouteKey, Route] = {}
         self.drops: Counter[str] = Counter()
 
     async def meet(self, member: Member) -> Peer:
@@ -196,20 +205,54 @@ class PeerPool:
         if not entry.gone.done():
             self._forget(peer, entry, *CLOSING)
 
-    async def legs(self, peers: Sequence[Peer]) -> tuple[Leg, ...]:
-        """Divide our cache among the ranks of one ticket, and prepare to read from those that are needed.
+    def route(self, ticket: Ticket) -> Route | None:
+        """Return how the ranks of a ticket are read, if all of them are connected; ``connect`` it otherwise."""
+        return self._routes.get(_route_key(ticket))
+
+    async def connect(self, ticket: Ticket, blame: Callable[[Member], object]) -> Route:
+        """Meet every rank that a ticket names, divide our cache among them, and prepare to read what they give.
+
+        Cancellation: safe; meetings go on for other pulls that need the peers.
 
         Args:
-            peers: the ranks, ascending: each order is a division of its own.
+            ticket: verified.
+            blame: takes the rank that is about to be met, or that could not be met.
 
         Raises:
-            PeerLost: one of them was let go while others were being met; it may be met anew already, as another.
+            KvflowError: as ``meet``.
+            PeerLost: one of the ranks was dropped while others were being met.
             LayoutMismatch: together they cannot fill our cache.
             CapacityExceeded: a plan would be too large, or a rank is read with too many different sets of others.
         """
+        # However they were joined: ranks in another order are the same ranks, divided and prepared once.
+        owners = (at for at, grant in enumerate(ticket.grants) for _ in grant.ranks)
+        found = sorted(zip(ticket.members(), owners, strict=True), key=lambda pair: pair[0].address.rank)
+        members = [member for member, _ in found]
+        if len(members) == 1:
+            blame(members[0])
+            peers = [await self.meet(members[0])]
+        else:
+            peers = list(await asyncio.gather(*(self._meet_or_blame(member, blame) for member in members)))
         for peer in peers:
             self._require_current(peer)
-        return await self._programs.legs(tuple(peers))
+        legs = await self._programs.legs(tuple(peers))
+        for peer in peers:
+            self._require_current(peer)
+        transport = "+".join(dict.fromkeys(peer.carrier.name for peer in peers))
+        plane = "+".join(dict.fromkeys(peer.carrier.plane for peer in peers))
+        ranks = tuple((peer, at) for peer, (_, at) in zip(peers, found, strict=True))
+        route = Route(ranks, tuple(RouteLeg(*ranks[leg.member], leg.programs) for leg in legs), transport, plane)
+        if len(self._routes) >= ROUTES_MAX:
+            del self._routes[next(iter(self._routes))]
+        self._routes[_route_key(ticket)] = route
+        return route
+
+    async def _meet_or_blame(self, member: Member, blame: Callable[[Member], object]) -> Peer:
+        try:
+            return await self.meet(member)
+        except BaseException:
+            blame(member)
+            raise
 
     def _require_current(self, peer: Peer) -> None:
         """Refuse a peer whose life has ended: what is prepared for it now would be lost, or belong to its next life."""
@@ -245,9 +288,15 @@ class PeerPool:
         if entry is None or entry.dropped.done():
             return
         entry.dropped.set_result((code, detail))
+        self._forget_routes(peer)
         if not entry.added.done():
             entry.added.set_exception(meeting_error(str(peer), code, detail))
             entry.added.exception()  # retrieved: it may still be dialling, and then nobody awaits it
+
+    def _forget_routes(self, peer: PeerId) -> None:
+        self._routes = {
+            key: route for key, route in self._routes.items() if all(each.link.peer != peer for each, _ in route.ranks)
+        }
 
     def drop_distrusted(self) -> None:
         """Let every peer go whose key is not allowed any more, after the list of allowed keys was replaced."""
@@ -354,6 +403,7 @@ class PeerPool:
 
     def _forget(self, peer: PeerId, entry: _Entry, code: str, detail: str) -> None:
         del self._entries[peer], self._lives[peer]
+        self._forget_routes(peer)
         if code == GOODBYE:
             self._record.on_goodbye(entry.member)
         gone = self._record.is_gone(entry.member)
@@ -391,3 +441,8 @@ def _fail(entry: _Entry, error: KvflowError) -> None:
         if not future.done():
             future.set_exception(error)
             future.exception()  # retrieved: whoever waited may have been cancelled meanwhile
+
+
+def _route_key(ticket: Ticket) -> _RouteKey:
+    """Return what two tickets of the same ranks have in common."""
+    return (ticket.engine_id, *map(_RANKS, ticket.grants))

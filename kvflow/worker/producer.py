@@ -5,22 +5,23 @@ guards the lease table, and the epoch is raised inside it. Whoever waits for an 
 """
 
 import asyncio
+import math
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import TypeVar
 
 from msgspec import Struct
 
-from kvflow.cache.blocks import BlockAccount
+from kvflow.cache.blocks import BlockAccount, Ids
 from kvflow.cache.leases import Answer, LeaseEnded, LeaseTable, Outcome, Reader
-from kvflow.cache.tickets import Grant
+from kvflow.cache.tickets import Grant, RankAddress
 from kvflow.clock import Clock
 from kvflow.errors import BlockIdsInvalid, KvflowError, RequestUnknown
 from kvflow.ids import LeaseKey, worker_name
 from kvflow.observability.events import OfferAdmitted, OfferRefused
-from kvflow.transfer.pairs import Int64s, check_block_ids
+from kvflow.transfer.pairs import check_block_ids
 from kvflow.worker.stages import Stage, later, require_open
 
 ENDED_MAX = 65536
@@ -29,7 +30,7 @@ ENDED_MAX = 65536
 
 T = TypeVar("T")
 
-_End = tuple[LeaseEnded, list["asyncio.Future[Outcome]"]]
+_End = tuple[LeaseEnded, Sequence["asyncio.Future[Outcome]"]]
 
 
 class LeaseKeeper:
@@ -65,7 +66,7 @@ class LeaseKeeper:
         self._name = name
         self._leases = leases
         self._account = account
-        self._lent: dict[str, tuple[Int64s, ...]] = {}
+        self._lent: dict[str, tuple[Ids, ...]] = {}
         self._num_blocks = num_blocks
         self._block_sizes = tuple(block_sizes)
         self._lease_s = lease_s
@@ -76,6 +77,7 @@ class LeaseKeeper:
         self._ended: OrderedDict[str, Outcome] = OrderedDict()
         self._waiters: dict[str, list[asyncio.Future[Outcome]]] = {}
         self._changed = asyncio.Event()
+        self._looks_at = math.inf  # when ``expire_leases`` looks for leases that have run out
         self._idle: list[asyncio.Future[None]] = []
         self._around_ends: list[tuple[Callable[[str], object], Callable[[str], object]]] = []
         self._stage: Stage = "open"
@@ -95,7 +97,8 @@ class LeaseKeeper:
         Raises:
             WorkerDraining, WorkerClosed: the worker makes none any more.
         """
-        require_open(self._stage, "takes no offers")
+        if self._stage != "open":
+            require_open(self._stage, "takes no offers")
 
     def drain(self) -> None:
         """Refuse new leases, and keep those that are held."""
@@ -120,40 +123,53 @@ class LeaseKeeper:
 
     def admit(self, grant: Grant) -> None:
         """Hold the lease of a grant. See ``Worker.admit``."""
-        with self.refusing(grant.request_id):
-            self.hold(grant)
-
-    @contextmanager
-    def refusing(self, request_id: str) -> Iterator[None]:
-        """Report an offer that ends before its lease is held: its ticket, if anybody has it, is void."""
         try:
-            yield
+            self.hold(grant)
         except KvflowError as error:
-            self._report(OfferRefused(str(request_id), error.code, error.message, error.remedy))
+            self.report_refusal(grant.request_id, error)
             raise
+
+    def report_refusal(self, request_id: str, error: KvflowError) -> None:
+        """Report an offer that ends before its lease is held: its ticket, if anybody has it, is void."""
+        self._report(OfferRefused(str(request_id), error.code, error.message, error.remedy))
 
     def hold(self, grant: Grant) -> None:
         """Hold the lease of a grant; the caller reports a refusal."""
         ids = self._check(grant)
         with self._lock:
             self.require_open()
+            now = self._clock()
             self._account.lend(ids)
             try:
-                end = self._leases.admit(grant, self._clock())
+                end = self._leases.admit(grant, now)
             except BaseException:
                 self._account.end_loan(ids)
                 raise
             self._lent[grant.request_id] = ids
             self._ended.pop(grant.request_id, None)
-            ended = self._note(end)
-        self._report(OfferAdmitted(grant.request_id, sum(len(ids) for ids in grant.block_ids), grant.lease_s))
+            ended = [] if end is None else [self._note(end)]
+            looks_late = self._looks_late(now)
+        self._report(OfferAdmitted(grant.request_id, sum(map(len, grant.block_ids)), grant.lease_s))
         self._announce(ended)
-        self._on_loop(self._changed.set)
+        if looks_late:
+            self._on_loop(self._changed.set)
+
+    def _looks_late(self, now: float) -> bool:
+        """Tell whether ``expire_leases`` must be told to look earlier; once, and under the lock.
+
+        Most often it need not: the first lease to end is one that was admitted before, and is waited for.
+        """
+        deadline = self._leases.next_deadline()
+        if deadline is None or (deadline >= self._looks_at and deadline > now):
+            return False
+        self._looks_at = deadline
+        return True
 
     def revoke(self, request_id: str) -> bool:
         """End a lease now. See ``Worker.revoke``."""
         with self._lock:
-            ended = self._note(self._leases.revoke(request_id, self._clock()))
+            end = self._leases.revoke(request_id, self._clock())
+            ended = [] if end is None else [self._note(end)]
         self._announce(ended)
         return bool(ended)
 
@@ -195,7 +211,8 @@ class LeaseKeeper:
             for slot, epoch in leases:
                 answer, end = self._leases.release(slot, epoch, reader, now, read=read)
                 answers.append(answer)
-                ended += self._note(end)
+                if end is not None:
+                    ended.append(self._note(end))
         self._announce(ended)
         return answers
 
@@ -217,8 +234,9 @@ class LeaseKeeper:
             self._changed.clear()
             now = self._clock()
             with self._lock:
-                ended = self._note(*self._leases.expire(now))
+                ended = [self._note(end) for end in self._leases.expire(now)]
                 deadline = self._leases.next_deadline()
+                self._looks_at = math.inf if deadline is None else deadline
             self._announce(ended)
             delay = None if deadline is None else max(0.0, deadline - now)
             try:
@@ -232,7 +250,7 @@ class LeaseKeeper:
         """Revoke every lease at once and refuse new ones; return how many there were."""
         with self._lock:
             self._stage = "closing"
-            ended = self._note(*self._leases.revoke_all(self._clock()))
+            ended = [self._note(end) for end in self._leases.revoke_all(self._clock())]
         self._announce(ended)
         return len(ended)
 
@@ -241,10 +259,10 @@ class LeaseKeeper:
         with self._lock:
             self._account.check(lent=self._lent.values())
 
-    def _check(self, grant: Grant) -> tuple[Int64s, ...]:
+    def _check(self, grant: Grant) -> tuple[Ids, ...]:
         """Refuse a grant that is not for this worker in this life, or that does not fit its cache; return its ids."""
         # By its name only: a mint may know us by another endpoint than we do.
-        if self._name not in {worker_name(grant.engine_id, rank.rank, rank.incarnation) for rank in grant.ranks}:
+        if self._name not in _names(grant.engine_id, grant.ranks):
             raise BlockIdsInvalid(
                 f"the grant for {grant.request_id!r} does not name this worker, {self._name}",
                 remedy="Make a new mint with the rank_address of every worker after a restart.",
@@ -264,15 +282,14 @@ class LeaseKeeper:
                 )
         return checked
 
-    def _note(self, *ends: LeaseEnded | None) -> list[_End]:
-        """Remember what has ended, and who waits for it; under the lock."""
-        ended = [(end, self._waiters.pop(end.request_id, [])) for end in ends if end is not None]
-        for end, _ in ended:
-            self._account.end_loan(self._lent.pop(end.request_id))
-            self._ended[end.request_id] = end.outcome
-        while len(self._ended) > ENDED_MAX:
+    def _note(self, end: LeaseEnded) -> _End:
+        """Remember that a lease has ended, and return who waits for it; under the lock."""
+        request_id = end.request_id
+        self._account.end_loan(self._lent.pop(request_id))
+        self._ended[request_id] = end.outcome
+        if len(self._ended) > ENDED_MAX:
             self._ended.popitem(last=False)
-        return ended
+        return end, self._waiters.pop(request_id, ())
 
     def _announce(self, ended: Sequence[_End]) -> None:
         """Tell of ends; not under the lock, because whoever is told may ask in turn, or wait for a thread that does."""
@@ -286,7 +303,7 @@ class LeaseKeeper:
                 after(end.request_id)
             for future in waiters:
                 self._on_loop(_resolve, future, end.outcome)
-        if ended:
+        if self._idle and ended:
             self._on_loop(self._tell_if_idle)
 
     def _forget(self, request_id: str, future: "asyncio.Future[Outcome]") -> None:
@@ -307,6 +324,12 @@ class LeaseKeeper:
     def _on_loop(self, call: Callable[..., object], *args: object) -> None:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(call, *args)
+
+
+@lru_cache(maxsize=64)
+def _names(engine_id: str, ranks: tuple[RankAddress, ...]) -> frozenset[str]:
+    """Return the workers that a grant names: the same ones in every grant of an engine."""
+    return frozenset(worker_name(engine_id, rank.rank, rank.incarnation) for rank in ranks)
 
 
 def order_stores() -> None:

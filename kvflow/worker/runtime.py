@@ -10,7 +10,6 @@ from functools import partial
 from typing import NamedTuple, NoReturn, Protocol
 
 import msgspec
-from msgspec import Struct
 
 from kvflow.cache.blocks import BlockAccount
 from kvflow.cache.destinations import DestinationLedger
@@ -25,12 +24,12 @@ from kvflow.layout.manifest import Identity, Manifest
 from kvflow.layout.region import Region
 from kvflow.layout.tracks import tracks_of
 from kvflow.observability import events
-from kvflow.observability.logs import EventLog
+from kvflow.observability.logs import EventLog, Hook, Reporter
 from kvflow.rendezvous.introduction import OurSide, introduce, security_of
 from kvflow.rendezvous.listener import open_listener
 from kvflow.rendezvous.mint import TicketKey, draw_head_start
 from kvflow.rendezvous.publication import Advertisement
-from kvflow.transfer.requests import Budgets
+from kvflow.transfer.pulls import Budgets
 from kvflow.transfer.scheduler import Scheduler
 from kvflow.transport.base import Transport
 from kvflow.transport.device import device_memory_of
@@ -48,9 +47,6 @@ from kvflow.worker.trust import Trust
 from kvflow.worker.worker import Worker
 
 logger = logging.getLogger("kvflow")
-
-Hook = Callable[[Struct], None]
-"""Takes every event of a worker, on any thread; must be quick. What it raises is logged and ignored."""
 
 
 class Cache(Protocol):
@@ -124,7 +120,8 @@ async def open_worker(
         )
         advertisement.check()
         ours = introduce(config, incarnation, advertisement, security, surroundings.network, pass_key=pass_key)
-        report = _reporter(config, incarnation, hooks)
+        log = EventLog(engine_id=config.engine_id, rank=config.rank, incarnation=incarnation)
+        report = Reporter(log, hooks)
         parts = _Parts(config, cache, manifest, ours, leases, epochs, transport, inbox, report, surroundings, staging)
         async with _opened(parts) as worker:
             yield worker
@@ -147,7 +144,7 @@ class _Parts(NamedTuple):
     epochs: EpochTable
     transport: Transport
     inbox: Inbox
-    report: Callable[..., None]
+    report: Reporter
     surroundings: Surroundings
     staging: Staging
 
@@ -176,23 +173,25 @@ async def _opened(parts: _Parts) -> AsyncIterator[Worker]:
                 plans=surroundings.make_plans(),
                 draw=surroundings.network.draw,
                 tcp_encryption=config.tcp_encryption,
+                weights=config.peer_weights,
                 staging=staging,
             )
             consumer = Consumer(
                 pool=pool,
-                scheduler=Scheduler(surroundings.limits),
+                scheduler=Scheduler(surroundings.pulls_max),
                 ledger=DestinationLedger(account),
                 last_resort=LastResort(config, cache.bytes_per_block),
                 transport=transport,
                 manifest=manifest,
                 budgets=Budgets(queue_s=config.queue_s, wire_s=config.wire_s, fence_s=config.fence_s),
                 verify=key.check,
+                tasks=tasks,
                 clock=surroundings.clock,
                 wall=surroundings.network.wall,
                 report=report,
             )
             inbox.connect(consumer.on_transport_event)
-            for_ever = (keeper.expire_leases, consumer.tick_while_busy, consumer.renew_kept)
+            for_ever = (keeper.expire_leases, consumer.tick_while_busy)
             background = [tasks.create_task(work()) for work in for_ever]
             offers = Offers(mint, keeper, asyncio.get_running_loop())
             drain = Drain(keeper, offers, consumer, surroundings.clock, report)
@@ -330,18 +329,3 @@ def _identity(config: WorkerConfig, incarnation: str) -> Identity:
 
 def _region(epochs: EpochTable) -> Region:
     return Region(address=epochs.array.ctypes.data, nbytes=epochs.array.nbytes)
-
-
-def _reporter(config: WorkerConfig, incarnation: str, hooks: Sequence[Hook]) -> Callable[..., None]:
-    """Return what takes every event of the worker: its log, and the embedder's hooks."""
-    log = EventLog(engine_id=config.engine_id, rank=config.rank, incarnation=incarnation)
-
-    def report(event: Struct, **context: object) -> None:
-        log(event, **context)
-        for hook in hooks:
-            try:
-                hook(event)
-            except Exception:  # an observer's defect must not stop what it observes
-                logger.exception("a hook failed", extra={"event_type": type(event).__name__})
-
-    return report

@@ -1,4 +1,4 @@
-"""What a worker takes from outside: time, chance, a network, a data plane, a calibration, and how much is read at once.
+"""What a worker takes from outside: time, chance, a network, a data plane, a calibration, and bounds.
 
 ``REAL`` is what every worker runs in. The simulator gives its own, and so drives the same worker on virtual time.
 """
@@ -14,7 +14,7 @@ from kvflow.config import WorkerConfig
 from kvflow.layout.manifest import Manifest
 from kvflow.rendezvous.introduction import ZEROMQ, Network
 from kvflow.transfer.plan import PlanCache
-from kvflow.transfer.queues import Limits
+from kvflow.transfer.scheduler import PULLS_MAX
 from kvflow.transport.base import Sink, Transport
 from kvflow.transport.factory import create_transport
 from kvflow.worker.calibration import Staging, staging_of
@@ -36,7 +36,7 @@ class Surroundings(Struct, frozen=True, kw_only=True):
         network: where peers are met.
         open_transport: makes a transport that has not started.
         draw_bits: draws a number of that many random bits, which nobody can guess.
-        limits: of batches, and of what is in flight.
+        pulls_max: pulls that may be open at once.
         make_plans: makes the worker's cache of plans.
         staging: says on what terms a worker's reads may be staged.
     """
@@ -45,7 +45,7 @@ class Surroundings(Struct, frozen=True, kw_only=True):
     network: Network = ZEROMQ
     open_transport: OpenTransport = create_transport
     draw_bits: Callable[[int], int] = secrets.randbits
-    limits: Limits = Limits()
+    pulls_max: int = PULLS_MAX
     make_plans: Callable[[], PlanCache] = PlanCache
     staging: Callable[[WorkerConfig, Manifest], Staging] = staging_of
 

@@ -8,7 +8,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -20,14 +20,16 @@ from msgspec import Struct
 from kvflow.cache.leases import LeaseEnded, Outcome
 from kvflow.cache.tickets import Grant, RankAddress, Ticket
 from kvflow.config import WorkerConfig
-from kvflow.errors import KvflowError, TransferFailed, WorkerClosed, WorkerSuspended
+from kvflow.errors import KvflowError, WorkerClosed, WorkerSuspended
 from kvflow.forks import Origin
+from kvflow.observability.logs import Hook, OnlyEvents
 from kvflow.transfer.report import TransferReport
+from kvflow.worker.consumer import BlockLists, PullItem, open_item
 from kvflow.worker.drain import DrainReport
-from kvflow.worker.failures import as_ours
+from kvflow.worker.handle import PullHandle
 from kvflow.worker.life import BeginLife, Life, begin_life
 from kvflow.worker.offers import Digests
-from kvflow.worker.runtime import Cache, Hook
+from kvflow.worker.runtime import Cache
 from kvflow.worker.worker import Snapshot, Worker
 
 T = TypeVar("T")
@@ -85,7 +87,7 @@ class ThreadedWorker:
         self._config = config
         self._begin = begin
         self._finished = _FinishedQueue()
-        self._hooks = (*hooks, self._finished.on_event)
+        self._hooks: tuple[Hook, ...] = (*hooks, OnlyEvents(LeaseEnded, self._finished.on_event))
         self._changing = threading.Lock()
         self._stage: Literal["open", "suspended", "closed"] = "open"
         self._life = begin(config, cache, self._hooks)
@@ -189,26 +191,32 @@ class ThreadedWorker:
         expected_digests: Digests = None,
     ) -> "Future[TransferReport]":
         """Read a ticket's blocks into ours. See ``Worker.pull``; cancelling the future cancels the pull."""
-        request_id = getattr(ticket, "request_id", "")  # whatever was passed, its refusal is reported
+        item = (ticket, block_ids, local_request_id)
+        (future,) = self._start([item], partial(_start_one, item, priority, expected_digests))
+        return future
+
+    def pull_many(self, items: Iterable[PullItem], *, priority: int = 0) -> "list[Future[TransferReport]]":
+        """Read many tickets' blocks into ours as one batch. See ``Worker.pull_many``.
+
+        The batch crosses to the worker's thread once. Cancelling a future cancels its pull.
+        """
+        batch = [open_item(item) for item in items]
+        return self._start(batch, lambda worker: worker.pull_many(batch, priority=priority))
+
+    def _start(
+        self, batch: Sequence[tuple[Ticket, BlockLists, str]], start: Callable[[Worker], list[PullHandle]]
+    ) -> "list[Future[TransferReport]]":
+        futures: list[Future[TransferReport]] = [Future() for _ in batch]
         try:
             life = self._awake()
-            pull = partial(
-                life.worker.pull,
-                ticket,
-                block_ids,
-                priority=priority,
-                local_request_id=local_request_id,
-                expected_digests=expected_digests,
-            )
-            return life.bridge.submit(
-                _pull(life.worker, ticket, pull),
-                on_end=partial(self._finished.on_pull_ended, request_id, local_request_id),
-            )
-        except KvflowError as error:  # its loop did not take it, and so nobody else writes its record
-            self.record_refusal(
-                error.code, error.message, remedy=error.remedy, ticket=ticket, local_request_id=local_request_id
-            )
+            life.bridge.submit(_run(life.worker, start, batch, futures, self._finished))
+        except KvflowError as error:  # its loop did not take them, and so nothing else writes their records
+            for ticket, _, name in batch:
+                self.record_refusal(
+                    error.code, error.message, remedy=error.remedy, ticket=ticket, local_request_id=name
+                )
             raise
+        return futures
 
     def record_refusal(
         self,
@@ -256,13 +264,17 @@ class ThreadedWorker:
         self._origin.require()
         return self._finished.drain()
 
-    def wait_finished(self, timeout_s: float) -> bool:
-        """Wait until ``finished`` has something to tell, at most this long; return whether it has.
+    def wait_finished(self, timeout_s: float, *, at_least: int = 1) -> bool:
+        """Wait until ``finished`` has so many ends to tell, at most this long; return whether it has.
+
+        Args:
+            timeout_s: how long.
+            at_least: how many ends. The caller is woken once for all of them.
 
         Thread: any; if several wait, an end may wake only one of them.
         """
         self._origin.require()
-        return self._finished.wait(timeout_s)
+        return self._finished.wait(timeout_s, at_least)
 
     def snapshot(self) -> Snapshot:
         """Return what is held at this moment."""
@@ -317,27 +329,36 @@ def run_worker(config: WorkerConfig, cache: Cache, *, hooks: Sequence[Hook] = ()
         worker.close()
 
 
-async def _pull(
-    worker: Worker, ticket: Ticket, pull: Callable[[], Coroutine[None, None, TransferReport]]
-) -> TransferReport:
-    try:
-        return await pull()
-    except (Exception, asyncio.CancelledError) as error:
-        # Where the error is not ours nobody knows how far the pull had come.
-        if not isinstance(error, KvflowError) or (isinstance(error, TransferFailed) and error.quarantined):
-            await _wait_quiesced(worker, getattr(ticket, "request_id", ""))
-        raise
+def _start_one(
+    item: tuple[Ticket, BlockLists, str], priority: int, expected_digests: Digests, worker: Worker
+) -> list[PullHandle]:
+    ticket, block_ids, name = item
+    handle = worker.start_pull(
+        ticket, block_ids, priority=priority, local_request_id=name, expected_digests=expected_digests
+    )
+    return [handle]
 
 
-async def _wait_quiesced(worker: Worker, request_id: str) -> None:
-    """Wait until nothing writes for a request, also when its pull is cancelled meanwhile.
+async def _run(
+    worker: Worker,
+    start: Callable[[Worker], list[PullHandle]],
+    batch: Sequence[tuple[Ticket, BlockLists, str]],
+    futures: "Sequence[Future[TransferReport]]",
+    finished: "_FinishedQueue",
+) -> None:
+    """Start pulls, and wait until each has ended and is quiescent: an engine reuses blocks when it hears of the end."""
+    loop, handles = asyncio.get_running_loop(), start(worker)
+    for (ticket, _, name), handle, future in zip(batch, handles, futures, strict=True):
+        request_id = getattr(ticket, "request_id", "")  # whatever was passed, its end is reported
+        handle.on_settled(partial(finished.settle, request_id, name, future))
+        future.add_done_callback(partial(_cancel, loop, handle))
+    for handle in handles:
+        await handle.quiesced()
 
-    An engine that gives up a request whose pull has failed already still may not have its blocks back.
-    """
-    waiting = asyncio.ensure_future(worker.quiesced(request_id))
-    while not waiting.done():
-        with suppress(asyncio.CancelledError):
-            await asyncio.shield(waiting)
+
+def _cancel(loop: asyncio.AbstractEventLoop, handle: PullHandle, future: "Future[TransferReport]") -> None:
+    if future.cancelled() and not loop.is_closed():
+        loop.call_soon_threadsafe(handle.cancel)
 
 
 class _FinishedQueue:
@@ -345,35 +366,45 @@ class _FinishedQueue:
 
     def __init__(self) -> None:
         self._ends: deque[Finished] = deque(maxlen=FINISHED_MAX)
-        self._arrived = threading.Lock()  # held while nothing has come since somebody waited
+        self._awaited = 1  # ends that the last caller of wait needs
+        self._arrived = threading.Lock()  # held until so many have come
         self._arrived.acquire()
 
     def put(self, end: Finished) -> None:
         self._ends.append(end)
-        with suppress(RuntimeError):  # released already
-            self._arrived.release()
+        if len(self._ends) >= self._awaited and self._arrived.locked():
+            with suppress(RuntimeError):  # another thread has released it
+                self._arrived.release()
 
-    def wait(self, timeout_s: float) -> bool:
+    def wait(self, timeout_s: float, at_least: int) -> bool:
         deadline = time.monotonic() + timeout_s
-        while not self._ends:
+        self._awaited = at_least  # before the ends are counted: put counts them after it has added one
+        while len(self._ends) < at_least:
             # What released the lock may have been drained before, hence the loop. An Event would take longer to wake.
             if not self._arrived.acquire(timeout=max(0.0, deadline - time.monotonic())):
-                return bool(self._ends)
+                return len(self._ends) >= at_least
         return True
 
     def on_event(self, event: Struct) -> None:
         if isinstance(event, LeaseEnded):
             self.put(Finished(event.request_id, "producer", event.outcome))
 
-    def on_pull_ended(self, request_id: str, local_request_id: str, task: "asyncio.Task[TransferReport]") -> None:
-        """Take the end of a pull; a task that was cancelled before its first step ends like any other."""
-        error = asyncio.CancelledError() if task.cancelled() else task.exception()
+    def settle(
+        self, request_id: str, local_request_id: str, future: "Future[TransferReport]", handle: PullHandle
+    ) -> None:
+        """Tell of a pull that has ended, here first and then to those who wait for its future."""
+        error = handle.exception()
         if error is None:
-            end = Finished(request_id, "consumer", "completed", task.result(), local_request_id=local_request_id)
+            report = handle.result()
+            self.put(Finished(request_id, "consumer", "completed", report, local_request_id=local_request_id))
         else:
-            ours = as_ours(error, request_id)
-            end = Finished(request_id, "consumer", "failed", error=ours, local_request_id=local_request_id)
-        self.put(end)
+            self.put(Finished(request_id, "consumer", "failed", error=error, local_request_id=local_request_id))
+        if not future.set_running_or_notify_cancel():
+            return
+        if error is None:
+            future.set_result(report)
+        else:
+            future.set_exception(error)
 
     def drain(self) -> list[Finished]:
         return [self._ends.popleft() for _ in range(len(self._ends))]

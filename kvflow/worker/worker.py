@@ -12,8 +12,9 @@ from kvflow.cache.tickets import Grant, RankAddress, Ticket
 from kvflow.errors import ArgumentInvalid, WrongEventLoop
 from kvflow.transfer.report import TransferReport
 from kvflow.transport.base import StagingUse
-from kvflow.worker.consumer import Consumer
+from kvflow.worker.consumer import BlockLists, Consumer, PullItem, open_item
 from kvflow.worker.drain import Drain, DrainReport
+from kvflow.worker.handle import PullHandle
 from kvflow.worker.home import Home
 from kvflow.worker.offers import Digests, Offers
 from kvflow.worker.producer import LeaseKeeper
@@ -224,20 +225,72 @@ class Worker:
 
         Cancellation: cancels the pull; its blocks are quarantined until ``quiesced`` returns.
         """
-        try:
-            self._home.require_loop()
-        except WrongEventLoop as error:
-            self.record_refusal(
-                error.code, error.message, remedy=error.remedy, ticket=ticket, local_request_id=local_request_id
-            )
-            raise
-        return await self._consumer.pull(
+        return await self.start_pull(
             ticket,
             block_ids,
             priority=priority,
             local_request_id=local_request_id,
             expected_digests=expected_digests,
         )
+
+    def start_pull(
+        self,
+        ticket: Ticket,
+        block_ids: BlockLists,
+        *,
+        priority: int = 0,
+        local_request_id: str = "",
+        expected_digests: Digests = None,
+    ) -> PullHandle:
+        """Start to read a ticket's blocks into ours, and return at once. The arguments are those of ``pull``.
+
+        Returns:
+            The pull: ``await`` it for its report, or for the error that ``pull`` would raise; ``cancel()`` gives it up;
+            ``await quiesced()`` waits until its blocks may be reused.
+
+        Raises:
+            WrongEventLoop, ForkedProcess: every other error is the handle's to tell.
+        """
+        self._require_loop([(ticket, block_ids, local_request_id)])
+        return self._consumer.start(
+            ticket,
+            block_ids,
+            priority=priority,
+            local_request_id=local_request_id,
+            expected_digests=expected_digests,
+        )
+
+    def pull_many(self, items: Iterable[PullItem], *, priority: int = 0) -> list[PullHandle]:
+        """Start many pulls as one batch, and return at once.
+
+        Pulls of one batch are handed to the data plane together. They share posts and fences where their producers and
+        groups are the same, and their releases travel together. Each succeeds or fails alone.
+
+        Args:
+            items: for each pull its ticket and block ids as in ``pull``, and the engine's own name of the request if it
+                has one: ``(ticket, block_ids)`` or ``(ticket, block_ids, local_request_id)``.
+            priority: of all of them, as in ``pull``.
+
+        Returns:
+            One handle for each item, in their order; see ``start_pull``.
+
+        Raises:
+            WrongEventLoop, ForkedProcess: every other error is a handle's to tell.
+        """
+        batch = [open_item(item) for item in items]
+        self._require_loop(batch)
+        return self._consumer.start_many(batch, priority=priority)
+
+    def _require_loop(self, batch: Sequence[tuple[Ticket, BlockLists, str]]) -> None:
+        """Refuse pulls that are called on another loop, and write their records."""
+        try:
+            self._home.require_loop()
+        except WrongEventLoop as error:
+            for ticket, _, name in batch:
+                self.record_refusal(
+                    error.code, error.message, remedy=error.remedy, ticket=ticket, local_request_id=name
+                )
+            raise
 
     def record_refusal(
         self,
@@ -291,7 +344,9 @@ class Worker:
         await self._consumer.release(ticket)
 
     async def quiesced(self, request_id: str) -> None:
-        """Wait until no pull of this request may write any more; returns at once if none is open.
+        """Wait until no pull of a request of this name may write; return at once if none is open.
+
+        Two producers may use one name: this waits for the pulls of both. ``PullHandle.quiesced`` waits for one pull.
 
         Cancellation: safe.
         """

@@ -147,7 +147,7 @@ def test_nothing_is_remembered_of_requests_that_have_ended():
     assert not any(remembered)
 
 
-# Offers that nobody asked for.
+# Offers that no client asked for.
 
 
 def always(*specs, params=None, **settings):

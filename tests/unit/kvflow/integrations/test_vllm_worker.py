@@ -1,5 +1,6 @@
 """Orders carried out on a worker, and what has ended reported once."""
 
+import itertools
 from concurrent.futures import Future
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ from kvflow import Finished, FullAttention, TransferReport, WorkerConfig, alloca
 from kvflow.errors import CapacityExceeded, LayoutMismatch, StaleLease, TicketInvalid, WorkerClosed, WorkerSuspended
 from kvflow.integrations.vllm.orders import Admit, Cancel, Fail, Keep, Pull, Release
 from kvflow.integrations.vllm.tally import add_tallies, empty_tally, is_empty, summary
-from kvflow.integrations.vllm.worker import RankRuntime, RankWorker
+from kvflow.integrations.vllm.worker import LOADS_WAIT_S, RankRuntime, RankWorker
 
 from .vllm_like import SECRET, new_mint, new_ticket
 
@@ -25,6 +26,7 @@ class FakeWorker:
 
     def __init__(self, rank=0):
         self.futures = {}
+        self.batches = []
         self.released = []
         self.kept = []
         self.rank_address = SimpleNamespace(rank=rank)
@@ -47,10 +49,12 @@ class FakeWorker:
     def revoke(self, request_id):
         return False
 
-    def pull(self, ticket, block_ids, *, local_request_id):
+    def pull_many(self, items):
+        items = list(items)
+        self.batches.append([name for _, _, name in items])
         if self.refusal:
             raise self.refusal
-        return self.futures.setdefault(local_request_id, Future())
+        return [self.futures.setdefault(name, Future()) for _, _, name in items]
 
     def keep(self, ticket):
         if self.refusal:
@@ -75,9 +79,9 @@ class FakeWorker:
         ends, self.ends = self.ends, []
         return ends
 
-    def wait_finished(self, timeout_s):
-        self.waited.append(timeout_s)
-        return bool(self.ends)
+    def wait_finished(self, timeout_s, *, at_least):
+        self.waited.append(at_least)
+        return len(self.ends) >= at_least
 
     def end(self, request_id="r", error=None):
         outcome, report = ("failed", None) if error else ("completed", REPORT)
@@ -106,28 +110,76 @@ def test_a_pull_is_reported_when_it_has_ended_and_once():
 
 def test_a_step_with_nothing_to_compute_waits_for_a_load_and_for_nothing_else():
     fake, rank = told()
-    rank.collect(wait_s=1.0)
+    rank.collect(idle=True)
     assert fake.waited == []  # no load is open
     rank.execute([PULL])
     rank.collect()
     assert fake.waited == []  # the step has something to compute
     rank.execute([Fail("other", "ticket_invalid", "")])
-    assert rank.collect(wait_s=1.0).failed == {"other"}
+    assert rank.collect(idle=True).failed == {"other"}
     assert fake.waited == []  # there is something to report
-    rank.collect(wait_s=60.0)
-    assert len(fake.waited) == 1
+    rank.collect(idle=True)
+    assert fake.waited == [1]
 
 
-def test_a_step_that_waits_waits_for_all_loads():
+def test_a_step_that_waits_is_woken_once_when_all_loads_have_ended():
     fake, rank = told(PULL, Pull("s", TICKET, ((4, 5, 6),)))
-    ends = iter(("r", "s"))
 
-    def wait_finished(timeout_s):
-        fake.end(next(ends))
+    def wait_finished(timeout_s, *, at_least):
+        fake.waited.append(at_least)
+        fake.end("r")
+        fake.end("s")
         return True
 
     fake.wait_finished = wait_finished
-    assert rank.collect(wait_s=60.0).received == {"r", "s"}
+    assert rank.collect(idle=True).received == {"r", "s"}
+    assert fake.waited == [2]
+
+
+def test_a_step_that_waits_in_vain_tells_of_what_has_ended():
+    fake, rank = told(PULL, Pull("s", TICKET, ((4, 5, 6),)))
+    ends = ["s"]
+
+    def wait_finished(timeout_s, *, at_least):
+        fake.waited.append(at_least)
+        if ends:
+            fake.end(ends.pop())
+        return False
+
+    fake.wait_finished = wait_finished
+    assert rank.collect(idle=True).received == {"s"}
+    assert fake.waited == [2, 1]  # it goes on while loads end
+    fake.end("r")
+    assert rank.collect().received == {"r"}
+
+
+def test_a_step_that_waits_gives_up_in_the_end(monkeypatch):
+    pulls = [Pull(str(number), TICKET, ((4, 5, 6),)) for number in range(100)]
+    fake, rank = told(*pulls)
+    now = itertools.count()
+    clock = SimpleNamespace(monotonic=lambda: next(now) * LOADS_WAIT_S / 8)
+    monkeypatch.setattr("kvflow.integrations.vllm.worker.time", clock)
+
+    def wait_finished(timeout_s, *, at_least):
+        fake.end(str(at_least - 1))
+        return False
+
+    fake.wait_finished = wait_finished
+    assert 1 < len(rank.collect(idle=True).received) < 10
+
+
+def test_the_loads_of_a_step_are_one_batch():
+    pulls = [Pull(name, TICKET, ((4, 5, 6),)) for name in "abc"]
+    fake, _ = told(*pulls)
+    assert fake.batches == [["a", "b", "c"]]
+
+
+def test_a_load_that_is_canceled_in_the_step_that_orders_it_is_canceled():
+    fake, rank = told(PULL, Cancel("r"), Pull("s", TICKET, ((4, 5, 6),)))
+    assert fake.batches == [["r"], ["s"]]
+    assert fake.futures["r"].cancelled()
+    assert not fake.futures["s"].cancelled()
+    assert not rank.collect().received
 
 
 def test_two_requests_may_read_one_ticket():
@@ -186,11 +238,11 @@ def test_a_cancel_that_comes_late_does_nothing():
 
 
 @pytest.mark.parametrize("refusal", [WorkerClosed("closed"), MemoryError(), RuntimeError("a defect")], ids=repr)
-def test_a_pull_that_the_worker_refuses_has_failed(refusal):
-    _, rank = told(PULL, refusal=refusal)
+def test_pulls_that_the_worker_refuses_have_failed(refusal):
+    _, rank = told(PULL, Pull("s", TICKET, ((4, 5, 6),)), refusal=refusal)
     results = rank.collect()
-    assert results.received == results.failed == {"r"}
-    assert rank.take_tally()["failed"] == {getattr(refusal, "code", "defect_found"): 1}
+    assert results.received == results.failed == {"r", "s"}
+    assert rank.take_tally()["failed"] == {getattr(refusal, "code", "defect_found"): 2}
 
 
 def test_what_was_loaded_and_not_reported_before_the_engine_sleeps_has_failed():
@@ -284,5 +336,6 @@ def test_what_was_counted_is_added_up_and_told_in_a_line():
     line = summary(both)
     assert (line["Num successful transfers"], line["Num failed transfers"]) == (2, 2)
     assert line["Throughput (MB/s)"] == 2.0
-    assert is_empty(rank.take_tally())
+    assert rank.take_tally() is None
+    assert is_empty(empty_tally())
     assert summary(empty_tally())["Num successful transfers"] == 0

@@ -40,6 +40,9 @@ class Reports:
         self.events.append(event)
         self.contexts.append(context)
 
+    def wants(self, kind):
+        return True
+
     def of(self, kind):
         return [event for event in self.events if isinstance(event, kind)]
 

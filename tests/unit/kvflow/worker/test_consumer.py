@@ -1,27 +1,17 @@
-"""A pull from ticket to report, over a data plane that only remembers what it was told to do.
-
-Scheduler, ledger and planner are real. The test plays the transport: it says when reads complete and what
-fences observe.
-"""
+"""Pulls from ticket to report, by real workers of one process, and over a data plane that fails as a test says."""
 
 import asyncio
-import time
-from types import SimpleNamespace
 
 import msgspec
 import pytest
 
-from kvflow.cache.blocks import BlockAccount
-from kvflow.cache.destinations import DestinationLedger
-from kvflow.cache.mint import Mint
-from kvflow.cache.quarantine import LastResort
-from kvflow.cache.tickets import RankAddress, join_tickets
-from kvflow.config import QuarantineLimits
+from kvflow.cache.tickets import join_tickets
 from kvflow.errors import (
     ArgumentInvalid,
     BlockIdsInvalid,
     BlockRangeMismatch,
     CapacityExceeded,
+    ContentMismatch,
     DeadlineExceeded,
     LayoutMismatch,
     PeerLost,
@@ -29,665 +19,606 @@ from kvflow.errors import (
     TicketInvalid,
     TransferCancelled,
     WorkerClosed,
+    WorkerDraining,
 )
-from kvflow.layout.shards import Shard
-from kvflow.observability.events import ReaderRenewed
-from kvflow.rendezvous.dialer import LeaseEnd
+from kvflow.observability.events import PeerConnected, PeerDropped, ReaderReset
+from kvflow.rendezvous.mint import TicketMint
 from kvflow.transfer import events
-from kvflow.transfer.bind import Binding
-from kvflow.transfer.cover import share_out
-from kvflow.transfer.plan import plan_transfer
-from kvflow.transfer.queues import Limits
-from kvflow.transfer.requests import Budgets
-from kvflow.transfer.scheduler import Scheduler
-from kvflow.transport.base import (
-    Carrier,
-    FenceFailed,
-    FenceJudged,
-    PeerFailed,
-    ReadCompleted,
-    ReadFailed,
-    RenewalEnded,
-    StagingUse,
-)
-from kvflow.worker.consumer import Consumer
-from kvflow.worker.ending import EXPLAIN_S
-from kvflow.worker.programs import Leg, Peer
-from kvflow.worker.releasing import RELEASE_PAUSE_S
+from kvflow.worker.runtime import open_worker
 
-from .helpers import PATIENCE_S, Clock, Reports, cache_of
+from .helpers import PATIENCE_S, SECRET, cache_of
+from .pulling import config, failure, opened
 
-WALL_S = 1.7e9
-"""What the wall clock is ahead of the other."""
-
-BUDGETS = Budgets(queue_s=4.0, wire_s=3.0, fence_s=2.0)
-
-
-class Link:
-    """A control connection that remembers."""
-
-    def __init__(self, peer, manifest):
-        self.peer = peer
-        self.advertisement = SimpleNamespace(manifest=manifest)
-        self.released = []
-        self.renewed = []
-        self.read = []
-        self.messages = 0
-        self.clock_offset = None
-        self.asked = []
-        self.end = LeaseEnd("expired", 2.5)
-        self.answering = asyncio.Event()
-        self.answering.set()
-
-    async def ask_end(self, lease, *, within_s):
-        assert within_s == EXPLAIN_S
-        self.asked.append(lease)
-        await self.answering.wait()
-        return self.end
-
-    def release(self, leases, *, read):
-        self.messages += 1
-        self.released += leases
-        self.read.append(read)
-
-    def renew(self, leases):
-        self.renewed += leases
-
-
-class Pool:
-    """Producers that are met at once, or not at all."""
-
-    def __init__(self, target):
-        self._target = target
-        self.bindings = {}
-        self.links = {}
-        self.peers = {}
-        self.programs = {}
-        self.lost = None
-        self.dropped = []
-        self.divided = set()
-
-    def add(self, member, source):
-        plan = plan_transfer(source, self._target)
-        programs = []
-        for group in plan.groups:
-            binding = Binding(
-                group,
-                source_regions=source.regions,
-                source_blocks=source.num_blocks,
-                target_regions=self._target.regions,
-                target_blocks=self._target.num_blocks,
-            )
-            programs.append((len(self.bindings), binding))
-            self.bindings[len(self.bindings)] = binding
-        self.links[member.peer] = Link(member.peer, source)
-        self.peers[member.peer] = Peer(self.links[member.peer], Carrier("cma", "addresses", "nixl"))
-        self.programs[member.peer] = tuple(programs)
-
-    async def meet(self, member):
-        if self.lost:
-            raise self.lost
-        return self.peers[member.peer]
-
-    async def reach(self, member):
-        if self.lost:
-            raise self.lost
-        return self.links[member.peer]
-
-    async def legs(self, peers):
-        self.divided.add(tuple(peer.link.peer for peer in peers))
-        shares = share_out(self._target, [peer.manifest for peer in peers])
-        return tuple(Leg(share.source, self.programs[peers[share.source].link.peer]) for share in shares)
-
-    def link(self, peer):
-        return self.links.get(peer)
-
-    def on_failed(self, peer, code, detail):
-        self.drop(peer, code, detail)
-
-    def drop(self, peer, code, detail):
-        self.dropped.append((peer, code))
-        self.links.pop(peer, None)
-
-
-class Transport:
-    """A data plane that remembers."""
-
-    name = "loopback"
-
-    def __init__(self):
-        self.posted = []
-        self.cancelled = []
-        self.renewed = asyncio.Event()
-        self.use = StagingUse()
-        self.looked = asyncio.Event()
-
-    def staging(self):
-        self.looked.set()
-        return self.use
-
-    def renew_reader(self):
-        assert not self.renewed.is_set(), "one renewal at a time"
-        self.renewed.set()
-
-    def post(self, read):
-        self.posted.append(read)
-
-    def cancel(self, read_ids):
-        self.cancelled += read_ids
-
-
-class World:
-    """One consumer of one or two producer ranks."""
-
-    def __init__(self, *, ranks=1, limits=Limits(), budgets=BUDGETS, num_blocks=8):  # noqa: B008 - frozen
-        self.clock, self.reports, self.transport = Clock(), Reports(), Transport()
-        self.manifest = cache_of(num_blocks).manifest()
-        self.pool = Pool(self.manifest)
-        self.ledger = DestinationLedger(BlockAccount(self.manifest.aliases, num_blocks))
-        self.invalid = None
-        self.consumer = Consumer(
-            pool=self.pool,
-            scheduler=Scheduler(limits),
-            ledger=self.ledger,
-            last_resort=LastResort(QuarantineLimits(quarantine_s_max=60.0), 1),
-            transport=self.transport,
-            manifest=self.manifest,
-            budgets=budgets,
-            verify=self._verify,
-            clock=self.clock,
-            wall=lambda: WALL_S + self.clock.now,
-            report=self.reports,
-        )
-        self._mints = [
-            Mint(
-                "prefill-0",
-                [RankAddress(rank, "0" * 32, f"tcp://127.0.0.1:{5000 + rank}", "0", 16)],
-                sign=lambda payload: bytes(32),
-                lease_s=30.0,
-                admitted=True,
-            )
-            for rank in range(ranks)
-        ]
-        self._sources = [cache_of(shard=Shard(tp_rank=rank, tp_size=ranks)).manifest() for rank in range(ranks)]
-
-    def _verify(self, ticket):
-        if self.invalid:
-            raise self.invalid
-
-    def ticket(self, request_id="request-1", blocks=(3, 4)):
-        ticket = join_tickets(
-            [mint.offer(request_id, block_ids=[blocks], num_tokens=4 * len(blocks))[0] for mint in self._mints]
-        )
-        for member, source in zip(ticket.members(), self._sources, strict=True):
-            if member.peer not in self.pool.peers:
-                self.pool.add(member, source)
-        return ticket
-
-    async def pull(self, ticket=None, blocks=(1, 2), **how):
-        """Start a pull; it runs as far as it can without the transport."""
-        return await self.started(self.consumer.pull(ticket or self.ticket(), [list(blocks)], **how))
-
-    async def started(self, pull):
-        task = asyncio.create_task(pull)
-        for _ in range(5):
-            await asyncio.sleep(0)
-        return task
-
-    def say(self, event):
-        self.consumer.on_transport_event(event)
-
-    def complete(self, read):
-        self.say(ReadCompleted(read.read_id, 0.25, 0.0))
-
-    def judge(self, read, by=0):
-        for fence in read.fences:
-            self.say(FenceJudged(fence.fence_id, fence.epoch + by, 0.125))
-
-    def deliver(self):
-        for read in self.transport.posted:
-            self.complete(read)
-            self.judge(read)
-        self.transport.posted.clear()
-
-    def released(self):
-        return {peer: link.released for peer, link in self.pool.links.items()}
+BLOCK_BYTES = 2 * 2 * 2 * 4 * 8  # of one layer
+RELEASED, REVOKED = "released", "revoked"
 
 
 @pytest.fixture
 async def world():
-    return World()
+    async with opened() as world:
+        yield world
 
 
-async def ended(task):
+@pytest.fixture
+async def threaded():
+    """A world whose consumer posts nothing on the event loop."""
+    async with opened(inline_s_max=0, num_blocks=32) as world:
+        yield world
+
+
+async def ended(world, request_id="request-1"):
+    """Return how each rank's lease has ended."""
     async with asyncio.timeout(PATIENCE_S):
-        return await task
+        return [await producer.wait_offer(request_id) for producer in world.producers]
 
 
-async def released(world, count=1):
-    """Return the releases by peer once there are so many."""
+async def test_a_pull_delivers_reports_and_releases(world):
+    report = await world.pull(local_request_id="ours")
+    assert world.holds((1, 2), (3, 4))
+    assert (report.request_id, report.transport, report.plane) == ("request-1", "loopback", "loopback")
+    assert (report.nbytes, report.read_bytes, report.reads) == (4 * BLOCK_BYTES, 4 * BLOCK_BYTES, 1)
+    assert (report.descriptors, report.merged) == (1, 0.5)  # 3 and 4 to 1 and 2: neighbors on both sides
+    assert (report.early, report.early_bytes) == (0, 0)
+    record = await world.record()
+    assert (record.report, record.local_request_id) == (report, "ours")
+    assert await ended(world) == [RELEASED]
+    assert (world.consumer.snapshot().pulls, world.consumer.snapshot().quarantined) == (0, ())
+
+
+@pytest.mark.parametrize("inline_s_max", [0.0, 60.0])
+async def test_the_phases_of_a_pull_add_up_to_its_time(inline_s_max):
+    async with opened(inline_s_max=inline_s_max) as world:
+        for number in range(3):
+            timings_s = dict((await world.pull(world.ticket(f"r{number}"))).timings_s)
+            total_s = timings_s.pop("total")
+            assert timings_s.keys() == {"handshake", "queue", "bind", "post", "wire", "scatter", "fence"}
+            assert min(timings_s.values()) >= 0.0
+            assert 0.0 < sum(timings_s.values()) <= total_s * 1.001
+
+
+async def test_a_pull_that_nobody_awaits_is_carried_out(world):
+    handle = world.start()
+    assert await ended(world) == [RELEASED]
+    assert (handle.done(), handle.exception()) == (True, None)
+    assert world.holds((1, 2), (3, 4))
     async with asyncio.timeout(PATIENCE_S):
-        while sum(map(len, world.released().values())) < count:  # noqa: ASYNC110 - the links only count
-            await asyncio.sleep(RELEASE_PAUSE_S)
-    return world.released()
+        assert await handle is await handle
+        await handle.quiesced()
 
 
-async def test_a_pull_posts_reports_releases_and_gives_back(world):
-    ticket = world.ticket()
-    task = await world.pull(ticket, priority=3)
-    (read,) = world.transport.posted
-    assert (str(read.peer), read.priority, read.nbytes) == ("prefill-0/0/" + "0" * 32, 3, 2 * 2 * 2 * 2 * 4 * 8 * 2)
-    assert read.source_index.tolist() == [3, 4]
-    assert read.target_index.tolist() == [1, 2]
-    grant = ticket.grants[0]
-    assert [(fence.slot, fence.epoch, fence.after) for fence in read.fences] == [
-        (grant.slot, grant.epoch_value, (read.read_id,))
-    ]
-    world.clock.now += 1
-    world.deliver()
-    report = await ended(task)
-    assert (report.request_id, report.transport, report.nbytes, report.descriptors) == (
-        "request-1",
-        "cma",
-        read.nbytes,
-        1,  # 3 and 4 to 1 and 2: neighbours on both sides
-    )
-    assert report.timings_s.keys() == {"handshake", "bind", "queue", "post", "wire", "scatter", "fence", "total"}
-    assert (report.timings_s["total"], report.timings_s["post"], report.timings_s["fence"]) == (1.0, 0.25, 0.125)
-    assert await released(world) == {read.peer: [(grant.slot, grant.epoch_value)]}
-    assert len(world.ledger) == world.consumer.open_pulls() == 0
-    world.ledger.check()
+async def test_a_pull_of_connected_peers_is_handed_over_in_the_call(world):
+    await world.connect()
+    before = len(world.faults.batches)
+    handle = world.start(priority=3)
+    ((read,),) = world.faults.batches[before:]
+    assert (read.priority, read.check_first) == (3, False)
+    assert (str(read.peer), len(read.parts)) == (f"prefill-0/0/{world.producer.incarnation}", 1)
+    assert handle.done() == (world.of(events.TransferStarted) == [])
+    async with asyncio.timeout(PATIENCE_S):
+        await handle
 
 
-async def test_the_record_has_report_and_context(world):
-    task = await world.pull()
-    world.deliver()
-    report = await ended(task)
-    (event,) = world.reports.of(events.TransferCompleted)
-    assert event.report == report
-    context = world.reports.contexts[world.reports.events.index(event)]
-    assert (context["remote_engine_id"], context["num_remote_blocks"], context["num_local_blocks"]) == (
-        "prefill-0",
-        2,
-        2,
-    )
+async def test_a_small_pull_of_connected_peers_is_over_before_the_call_returns():
+    async with opened(inline_s_max=60.0) as world:
+        await world.connect()
+        async with asyncio.timeout(PATIENCE_S):
+            for number in range(10_000):  # the owner thread may just be leaving the last one
+                handle = world.start(world.ticket(f"r{number}"))
+                if handle.done():
+                    break
+                await handle
+        assert world.holds((1, 2), (3, 4))
+        await handle.quiesced()
+        assert (await handle).nbytes == 4 * BLOCK_BYTES
+        assert handle.id not in {event.pull_id for event in world.of(events.TransferStarted)}
 
 
-async def test_of_the_pulls_of_one_turn_the_first_goes_at_once_and_the_others_share_a_read(world):
-    calls = {"a": [1, 2], "b": [5, 6], "c": [3]}
-    pulls = [world.consumer.pull(world.ticket(name, blocks), [blocks]) for name, blocks in calls.items()]
-    tasks = [asyncio.create_task(pull) for pull in pulls[:-1]] + [await world.started(pulls[-1])]
-    assert [read.target_index.tolist() for read in world.transport.posted] == [[1, 2], [5, 6, 3]]
-    assert [len(read.fences) for read in world.transport.posted] == [1, 2]
-    vouching = [[(share.slot, share.epoch) for share in read.leases] for read in world.transport.posted]
-    assert vouching == [[(fence.slot, fence.epoch) for fence in read.fences] for read in world.transport.posted]
-    assert [[share.pairs for share in read.leases] for read in world.transport.posted] == [[2], [2, 1]]
-    world.deliver()
-    assert [(await ended(task)).request_id for task in tasks] == ["a", "b", "c"]
-    await released(world, 3)
+async def test_pulls_one_after_the_other_let_other_tasks_run():
+    """Each may be over before it is awaited, and then nothing of it gives way to the loop."""
+    async with opened(inline_s_max=60.0, theirs={"lease_slots": 4096}) as world:
+        await world.connect()
+        turns = 0
+
+        async def count():
+            nonlocal turns
+            while turns < 20:
+                await asyncio.sleep(0)
+                turns += 1
+
+        other, number = asyncio.ensure_future(count()), 0
+        async with asyncio.timeout(PATIENCE_S):
+            while not other.done():
+                number += 1
+                await world.consumer.pull(world.ticket(f"r{number}"), [[1, 2]])
 
 
-async def test_every_rank_is_released_whether_it_was_read_or_not():
-    world = World(ranks=2)
-    task = await world.pull()
-    assert len(world.transport.posted) == 2
-    world.deliver()
-    await ended(task)
-    assert [len(leases) for leases in (await released(world, 2)).values()] == [1, 1]
+async def test_of_the_pulls_of_one_turn_the_first_goes_at_once_and_the_others_together(threaded):
+    await threaded.connect()
+    before = len(threaded.faults.batches)
+    handles = [threaded.start(threaded.ticket(f"r{at}", (at,)), (at,)) for at in range(1, 9)]
+    assert [len(reads) for reads in threaded.faults.batches[before:]] == [1]
+    async with asyncio.timeout(PATIENCE_S):
+        await asyncio.gather(*handles)
+    assert [len(reads) for reads in threaded.faults.batches[before:]] == [1, 7]
+    assert threaded.holds(range(1, 9), range(1, 9))
 
 
-async def test_releases_of_one_moment_travel_together(world):
-    one, other = world.ticket("a"), world.ticket("b")
-    tasks = [await world.pull(one, (1, 2)), await world.pull(other, (5, 6))]
-    world.deliver()
-    assert list(world.released().values()) == [[]]
-    for task in tasks:
-        await ended(task)
-    await released(world, 2)
-    assert [(link.messages, len(link.released)) for link in world.pool.links.values()] == [(1, 2)]
+async def test_a_pull_that_is_cancelled_in_its_own_turn_is_dropped_after_it_was_posted(threaded):
+    """A command to drop a read that the data plane has not got yet would be lost, and all of it would be read."""
+    await threaded.connect()
+    threaded.faults.calls.clear()
+    handles = [threaded.start(threaded.ticket(f"r{at}", (at,)), (at,)) for at in range(1, 4)]
+    handles[1].cancel()
+    error = await failure(handles[1])
+    assert isinstance(error, TransferCancelled)
+    async with asyncio.timeout(PATIENCE_S):
+        await asyncio.gather(handles[0], handles[2], handles[1].quiesced())
+    posted = []
+    for name, what in threaded.faults.calls:
+        if name == "post":
+            posted += [read.read_id for read in what]
+        else:
+            assert set(what) <= set(posted)
+    assert len(posted) == 3
 
 
-async def test_no_release_overtakes_the_caller(world):
-    first, second = await world.pull(world.ticket("a"), (1, 2)), await world.pull(world.ticket("b"), (5, 6))
-    one, other = world.transport.posted
-    world.complete(one)
-    world.judge(one)
-    await ended(first)
-    heard = []
-    second.add_done_callback(lambda _: heard.extend(world.released().values()))
-    time.sleep(2 * RELEASE_PAUSE_S)  # noqa: ASYNC251 - by now the loop wants to send the first release
-    asyncio.get_running_loop().call_soon(lambda: (world.complete(other), world.judge(other)))
-    await ended(second)
-    assert len(heard[0]) == 1
-    await released(world, 2)
+async def test_every_rank_is_read_and_released():
+    async with opened(ranks=2) as world:
+        report = await world.pull()
+        assert world.holds((1, 2), (3, 4))
+        assert (report.nbytes, report.reads) == (4 * BLOCK_BYTES, 2)
+        assert await ended(world) == [RELEASED] * 2
 
 
-async def test_what_is_delivered_when_the_worker_closes_is_released(world):
-    task = await world.pull()
-    world.deliver()
-    world.consumer.close()
-    assert [len(leases) for leases in world.released().values()] == [1]
-    await ended(task)
+async def test_ranks_are_divided_in_one_order_however_their_offers_were_joined():
+    async with opened(ranks=2) as world:
+        await world.connect()
+        offers = [each.offer("turned", [[5]], 4) for each in world.producers]
+        await world.pull(join_tickets(offers[::-1]), (6,))
+        assert world.holds((6,), (5,))
+        assert [name for name, _ in world.faults.calls].count("prepare") == 2
 
 
 async def test_a_pull_of_absent_blocks_moves_nothing_and_releases(world):
-    report = await ended(await world.pull(blocks=(-1, -1)))
-    assert (report.nbytes, report.reads) == (0, 0)
-    assert world.transport.posted == []
-    assert [len(leases) for leases in (await released(world)).values()] == [1]
-    assert len(world.ledger) == 0
+    report = await world.pull(blocks=(-1, -1))
+    assert (report.nbytes, report.reads, report.transport) == (0, 0, "loopback")
+    assert report.timings_s.keys() == {"handshake", "total"}
+    assert world.faults.batches == []
+    assert await ended(world) == [RELEASED]
 
 
 @pytest.mark.parametrize(
     ("blocks", "error"), [((8,), BlockIdsInvalid), ((1, 1), BlockIdsInvalid), ((1, 2, 3), BlockRangeMismatch)]
 )
-async def test_wrong_blocks_take_nothing(world, blocks, error):
-    with pytest.raises(error):
-        await ended(await world.pull(blocks=blocks))
-    assert len(world.ledger) == world.consumer.open_pulls() == 0
-    assert world.transport.posted == []
+@pytest.mark.parametrize("connected", [True, False])
+async def test_wrong_blocks_take_nothing(world, blocks, error, connected):
+    if connected:
+        await world.connect()
+    before = len(world.faults.batches)
+    handle = world.start(blocks=blocks)
+    assert isinstance(await failure(handle), error)
+    await handle.quiesced()
+    assert len(world.faults.batches) == before
+    assert world.consumer.snapshot().pulls == 0
+    await world.pull(world.ticket("right"))
 
 
-async def test_a_forged_ticket_meets_nobody(world):
-    ticket = world.ticket()
-    world.pool.lost = AssertionError("somebody was dialled")
-    world.invalid = TicketInvalid("forged")
-    with pytest.raises(TicketInvalid):
-        await ended(await world.pull(ticket))
-    with pytest.raises(TicketInvalid):
-        await world.consumer.release(ticket)
+async def test_a_forged_ticket_connects_nobody(world):
+    async with open_worker(config(cluster_secret="another secret of the tests"), cache_of()) as stranger:
+        ticket = stranger.offer("request-1", [[3, 4]], 8)
+        assert isinstance(await failure(world.start(ticket)), TicketInvalid)
+        with pytest.raises(TicketInvalid):
+            await world.consumer.release(ticket)
+    assert world.of(PeerConnected, PeerDropped) == []
 
 
-async def test_a_peer_that_cannot_be_met_fails_the_pull(world):
-    ticket = world.ticket()
-    world.pool.lost = PeerLost("nobody there")
-    with pytest.raises(PeerLost):
-        await ended(await world.pull(ticket))
-    assert len(world.ledger) == 0
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("ticket", {"ticket": {"kvflow": {}}}),
+        ("priority", {"priority": 1.5}),
+        ("priority", {"priority": "high"}),
+        ("priority", {"priority": 10**400}),
+        ("expected_digests", {"expected_digests": [[b"one"]]}),
+    ],
+)
+async def test_arguments_of_a_wrong_type_are_named_by_the_handle(world, name, how):
+    error = await failure(world.start(**how))
+    assert isinstance(error, ArgumentInvalid)
+    assert error.name == name
+    assert (await world.record()).code == "argument_invalid"
+
+
+@pytest.mark.parametrize("connected", [True, False])
+async def test_a_ticket_that_names_no_slot_of_its_producer_is_invalid(world, connected):
+    if connected:
+        await world.connect()
+    address = world.producer.rank_address
+    lying = TicketMint("prefill-0", [msgspec.structs.replace(address, slots=address.slots + 8)], cluster_secret=SECRET)
+    for number in range(address.slots):
+        lying.offer(f"r{number}", block_ids=[[1]], num_tokens=1)
+    ticket, grant = lying.offer("request-1", block_ids=[[3, 4]], num_tokens=8)
+    assert grant.slot >= address.slots
+    assert isinstance(await failure(world.start(ticket)), TicketInvalid)
+    await world.pull(world.ticket("right"))
 
 
 async def test_one_rank_of_two_is_not_enough():
-    world = World(ranks=2)
-    ticket = world.ticket()
-    half = type(ticket)(grants=ticket.grants[:1], sealed=ticket.sealed[:1])
-    with pytest.raises(LayoutMismatch, match="absent"):
-        await ended(await world.pull(half))
+    async with opened(ranks=2) as world:
+        half = world.producers[0].offer("request-1", [[3, 4]], 8)
+        error = await failure(world.start(half))
+        assert isinstance(error, LayoutMismatch)
+        assert "absent" in str(error)
 
 
 async def test_a_block_is_the_target_of_one_pull(world):
-    first = await world.pull(world.ticket("a"), (1, 2))
-    with pytest.raises(BlockIdsInvalid, match="still the target"):
-        await ended(await world.pull(world.ticket("b"), (2, 3)))
-    world.deliver()
-    await ended(first)
-    second = await world.pull(world.ticket("c"), (2, 3))
-    world.deliver()
-    await ended(second)
+    await world.connect()
+    world.faults.hung.add(0)
+    first = world.start(world.ticket("a"), (1, 2))
+    error = await failure(world.start(world.ticket("b"), (2, 3)))
+    assert isinstance(error, BlockIdsInvalid)
+    assert "still the target" in str(error)
+    world.faults.heal()
+    async with asyncio.timeout(PATIENCE_S):
+        await first
+    await world.pull(world.ticket("c"), (2, 3))
 
 
 async def test_too_many_pulls_leave_no_trace():
-    world = World(limits=Limits(pulls_max=1))
-    first = await world.pull(world.ticket("a"), (1, 2))
-    with pytest.raises(CapacityExceeded):
-        await ended(await world.pull(world.ticket("b"), (5, 6)))
-    assert world.consumer.open_pulls() == 1
-    world.deliver()
-    await ended(first)
-    world.ledger.check()
+    async with opened(pulls_max=1) as world:
+        world.faults.hung.add(0)
+        first = world.start(world.ticket("a"), (1, 2))
+        await world.faults.strike()
+        handle = world.start(world.ticket("b"), (5, 6))
+        assert isinstance(await failure(handle), CapacityExceeded)
+        assert world.consumer.snapshot().pulls == 1
+        world.faults.heal()
+        async with asyncio.timeout(PATIENCE_S):
+            await first
+        await world.pull(world.ticket("c"), (5, 6))
 
 
-async def test_a_stale_fence_is_quiescent_and_releases_nothing(world):
-    task = await world.pull()
-    (read,) = world.transport.posted
-    world.complete(read)
-    world.judge(read, by=1)
-    with pytest.raises(StaleLease) as caught:
-        await ended(task)
-    assert not caught.value.quarantined
-    assert (caught.value.request_id, caught.value.peer) == ("request-1", str(read.peer))
-    world.consumer.close()  # sends what is still to be released
-    assert world.released() == {read.peer: []}
-    assert len(world.ledger) == 0
+async def test_a_stale_pull_is_quiescent_and_releases_nothing(world):
+    world.faults.hung.add(0)
+    handle = world.start()
+    await world.faults.strike()
+    world.producer.revoke("request-1")
+    world.faults.heal()
+    error = await failure(handle)
+    assert isinstance(error, StaleLease)
+    assert not error.quarantined
+    assert (error.request_id, error.ended_by) == ("request-1", REVOKED)
+    await handle.quiesced()
+    record = await world.record()
+    assert (record.code, record.phase, record.quarantined) == ("stale_lease", "fence", False)
+    assert (record.nbytes, record.nbytes_wanted) == (4 * BLOCK_BYTES, 4 * BLOCK_BYTES)
+    assert record.lease_ended_by == REVOKED
+    assert [type(event) for event in world.events][-2:] == [events.TransferFailed, events.TransferQuiesced]
 
 
-async def test_a_failure_keeps_its_blocks_until_the_transport_is_done():
-    world = World(ranks=2)
-    task = await world.pull()
-    one, other = world.transport.posted
-    world.say(ReadFailed(one.read_id, "transport_error", "odd"))
-    with pytest.raises(Exception, match="odd") as caught:
-        await ended(task)
-    assert caught.value.quarantined
-    assert world.transport.cancelled == [other.read_id]
-    (kept,) = world.consumer.quarantined()
-    assert (kept.reason, kept.num_blocks) == ("transport_error", 2)
-    waiting = asyncio.ensure_future(world.consumer.quiesced("request-1"))
-    await asyncio.sleep(0)
-    assert not waiting.done()
-    with pytest.raises(BlockIdsInvalid):
-        await ended(await world.pull(world.ticket("again"), (1, 2)))
-    world.say(ReadFailed(other.read_id, "cancelled", ""))
-    await ended(waiting)
-    assert world.consumer.quarantined() == []
-    await ended(asyncio.ensure_future(world.consumer.quiesced("request-1")))
+async def test_a_failure_keeps_its_blocks_until_the_data_plane_is_done():
+    async with opened(ranks=2) as world:
+        world.faults.hung |= {0, 1}
+        handle = world.start()
+        await world.faults.strike(2)
+        world.faults.failing[0] = "bounds"
+        world.faults.hung.remove(0)
+        error = await failure(handle)
+        assert (error.code, error.quarantined) == ("protocol_violation", True)
+        (kept,) = world.consumer.snapshot().quarantined
+        assert (kept.reason, kept.num_blocks) == ("bounds", 2)
+        record = await world.record()
+        assert (record.code, record.cause, record.phase) == ("protocol_violation", "bounds", "wire")
+        assert record.peer == f"prefill-0/0/{world.producers[0].incarnation}"
+        quiet = asyncio.ensure_future(handle.quiesced())
+        world.faults.failing.clear()
+        assert isinstance(await failure(world.start(world.ticket("again"), (1, 2))), BlockIdsInvalid)
+        assert not quiet.done()
+        world.faults.heal()
+        async with asyncio.timeout(PATIENCE_S):
+            await quiet
+        await world.pull(world.ticket("once more"))
 
 
-async def test_cancelling_the_await_cancels_the_pull_and_quarantines(world):
-    task = await world.pull()
-    (read,) = world.transport.posted
+async def test_cancelling_an_await_cancels_the_pull_and_quarantines_its_blocks(world):
+    world.faults.hung.add(0)
+    task = asyncio.ensure_future(world.consumer.pull(world.ticket(), [[1, 2]]))
+    await world.faults.strike()
     task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await ended(task)
-    assert world.transport.cancelled == [read.read_id]
-    assert [entry.reason for entry in world.consumer.quarantined()] == ["transfer_cancelled"]
-    world.complete(read)
-    assert len(world.ledger) == 0
-    assert [event.code for event in world.reports.of(events.TransferFailed)] == ["transfer_cancelled"]
+    assert isinstance(await failure(task), asyncio.CancelledError)
+    (kept,) = world.consumer.snapshot().quarantined
+    assert (kept.reason, kept.num_blocks) == ("transfer_cancelled", 2)
+    record = await world.record()
+    assert (record.code, record.phase, record.quarantined) == ("transfer_cancelled", "wire", True)
+    world.faults.heal()
+    async with asyncio.timeout(PATIENCE_S):
+        await world.consumer.quiesced("request-1")
+    assert world.consumer.snapshot().quarantined == ()
+    await world.pull(world.ticket("again"))
+
+
+async def test_a_cancelled_pull_says_so_to_everyone_who_awaits_it(world):
+    world.faults.hung.add(0)
+    handle = world.start()
+    await world.faults.strike()
+    tasks = [asyncio.ensure_future(handle.quiesced()), asyncio.ensure_future(failure(handle))]
+    handle.cancel()
+    handle.cancel()
+    error = await failure(handle)
+    assert isinstance(error, TransferCancelled)
+    assert error.quarantined
+    assert handle.exception() is await tasks[1] is error
+    assert repr(handle) == f"<PullHandle {handle.id}: transfer_cancelled, quarantined>"
+    assert not tasks[0].done()
+    world.faults.heal()
+    async with asyncio.timeout(PATIENCE_S):
+        await tasks[0]
+    assert repr(handle) == f"<PullHandle {handle.id}: transfer_cancelled>"
+    await world.records(1)
+
+
+async def test_a_pull_that_is_cancelled_while_its_peers_are_met_is_quiescent_at_once(world):
+    handle = world.start()
+    await asyncio.sleep(0)
+    handle.cancel()
+    await handle.quiesced()
+    assert isinstance(await failure(handle), TransferCancelled)
+    record = await world.record()
+    assert (record.code, record.phase, record.quarantined) == ("transfer_cancelled", "handshake", False)
+    assert record.timings_s.keys() == {"handshake", "total"}
+    await world.pull(world.ticket("again"))
+    assert await ended(world, "again") == [RELEASED]
+
+
+async def test_a_pull_that_is_cancelled_before_anything_of_it_has_run_ends(world):
+    handle = world.start()
+    handle.cancel()
+    assert isinstance(await failure(handle), TransferCancelled)
+    assert world.consumer.snapshot().pulls == 0
 
 
 async def test_quiesced_waits_for_every_pull_of_the_request(world):
     ticket = world.ticket(blocks=(3,))
-    tasks = [await world.pull(ticket, (1,)), await world.pull(ticket, (5,))]
-    waiting = asyncio.ensure_future(world.consumer.quiesced("request-1"))
-    await asyncio.sleep(0)
-    one, other = world.transport.posted
-    world.complete(one)
-    world.judge(one)
-    await ended(tasks[0])
-    assert not waiting.done()
-    world.complete(other)
-    world.judge(other)
-    for task in (tasks[1], waiting):
-        await ended(task)
-
-
-async def test_whoever_gave_up_waiting_for_quiescence_disturbs_nobody(world):
-    task = await world.pull()
-    impatient = asyncio.ensure_future(world.consumer.quiesced("request-1"))
-    await asyncio.sleep(0)
-    impatient.cancel()
-    world.deliver()
-    await ended(task)
-
-
-async def test_a_failed_fence_and_a_failed_peer_deliver_nothing(world):
-    task = await world.pull(world.ticket("a"), (1, 2))
-    (read,) = world.transport.posted
-    world.complete(read)
-    world.say(FenceFailed(read.fences[0].fence_id, "peer_lost", "gone"))
-    with pytest.raises(PeerLost, match="gone"):
-        await ended(task)
-    task = await world.pull(world.ticket("b"), (5, 6))
-    world.say(PeerFailed(read.peer, "metadata_invalid", "garbage"))
-    with pytest.raises(Exception, match="garbage") as caught:
-        await ended(task)
-    assert caught.value.code == "protocol_violation"
-    assert caught.value.quarantined
-    assert read.peer not in world.pool.links
-
-
-async def test_a_dropped_peer_ends_its_pulls(world):
-    task = await world.pull()
-    (read,) = world.transport.posted
-    world.consumer.on_peer_dropped(read.peer, "peer_closed", "it left")
-    with pytest.raises(PeerLost, match="it left"):
-        await ended(task)
-
-
-async def test_a_batch_whose_program_is_gone_fails_by_itself(world):
-    ticket = world.ticket()
-    world.pool.bindings.clear()
-    with pytest.raises(PeerLost, match="dropped"):
-        await ended(await world.pull(ticket))
-    assert len(world.ledger) == 0
-
-
-async def test_deadlines_and_renewals_are_driven_while_a_pull_is_open(world):
-    ticking = asyncio.ensure_future(world.consumer.tick_while_busy())
-    task = await world.pull()
-    (read,) = world.transport.posted
-    world.clock.now += 3.5
-    with pytest.raises(DeadlineExceeded) as caught:
-        await ended(task)
-    assert (caught.value.phase, caught.value.quarantined) == ("wire", True)
-    assert world.transport.cancelled == [read.read_id]
-    assert world.pool.dropped == [(read.peer, "deadline_exceeded")]  # it hangs: to be met anew
-    ticking.cancel()
-
-
-@pytest.mark.parametrize("ended", [0, 2])
-async def test_what_stays_in_quarantine_for_too_long_is_ended_by_renewing_the_reader(world, ended):
-    ticking = asyncio.ensure_future(world.consumer.tick_while_busy())
-    task = await world.pull()
-    (read,) = world.transport.posted
-    task.cancel()
-    await asyncio.wait([task])
-    world.clock.now += 60.5
+    await world.connect()
+    world.faults.hung.add(0)
+    handles = [world.start(ticket, (1,)), world.start(ticket, (5,))]
+    quiet = asyncio.ensure_future(world.consumer.quiesced("request-1"))
+    await world.faults.strike()
+    assert not quiet.done()
+    world.faults.heal()
+    await asyncio.gather(*handles, return_exceptions=True)
     async with asyncio.timeout(PATIENCE_S):
-        await world.transport.renewed.wait()
-    assert world.consumer.quarantined()
-    world.say(ReadFailed(read.read_id, "cancelled", ""))
-    world.say(RenewalEnded(ended, 0.02, 0.06))
-    assert world.consumer.quarantined() == []
-    demanded = [ReaderRenewed("quarantine_s_max", 2, ended, 0.02, 0.06)] if ended else []
-    assert world.reports.of(ReaderRenewed) == demanded
-    ticking.cancel()
+        await quiet
 
 
-async def test_a_peer_that_waits_for_staging_buffers_is_not_blamed_and_the_reader_is_renewed():
-    world = World(budgets=Budgets(queue_s=3.0, wire_s=3.0, fence_s=3.0))
-    task = await world.pull()
-    (read,) = world.transport.posted
-    world.transport.use = StagingUse(
-        buffers=8, buffer_bytes=4096, in_use=8, quarantined=8, waiting=frozenset([read.peer])
-    )
-    ticking = asyncio.ensure_future(world.consumer.tick_while_busy())
+async def test_a_peer_that_leaves_ends_its_pulls(world):
+    async with open_worker(config("prefill-1"), cache_of()) as producer:
+        handle_ = world.consumer.start_pull(producer.offer("first", [[1]], 4), [[1]])
+        async with asyncio.timeout(PATIENCE_S):
+            await handle_
+        world.faults.hung.add(0)
+        handle = world.start(producer.offer("request-1", [[3, 4]], 8))
+        await world.faults.strike()
+    error = await failure(handle)
+    assert isinstance(error, PeerLost | StaleLease)
+    world.faults.heal()
     async with asyncio.timeout(PATIENCE_S):
-        for _ in range(3):
-            world.transport.looked.clear()
-            await world.transport.looked.wait()
-            world.clock.now += 4.0
-        await world.transport.renewed.wait()
-    world.transport.use = StagingUse(buffers=8, buffer_bytes=4096)
-    world.say(RenewalEnded(8, 0.02, 0.06))
-    world.deliver()
-    await ended(task)
-    assert world.pool.dropped == []
-    assert world.reports.of(ReaderRenewed) == [ReaderRenewed("staging_bytes", 0, 8, 0.02, 0.06)]
-    ticking.cancel()
+        await handle.quiesced()
 
 
-async def test_leases_of_open_pulls_are_renewed():
-    world = World(budgets=Budgets(queue_s=99.0, wire_s=99.0, fence_s=99.0))
-    ticking, renewed = asyncio.ensure_future(world.consumer.tick_while_busy()), asyncio.Queue()
-    ticket = world.ticket()
-    (link,) = world.pool.links.values()
-    link.renew = renewed.put_nowait
-    task = await world.pull(ticket)
-    lease = (ticket.grants[0].slot, ticket.grants[0].epoch_value)
+async def test_a_peer_that_hangs_is_found_by_its_deadline_and_let_go():
+    async with opened(wire_s=0.2) as world:
+        await world.connect()
+        world.faults.hung.add(0)
+        handle = world.start()
+        error = await failure(handle)
+        assert isinstance(error, DeadlineExceeded)
+        assert (error.phase, error.quarantined) == ("wire", True)
+        (dropped,) = await world.heard(PeerDropped)
+        assert (dropped.code, dropped.peer) == ("deadline_exceeded", error.peer)
+        world.faults.heal()
+        async with asyncio.timeout(PATIENCE_S):
+            await handle.quiesced()
+        assert world.consumer.snapshot().dropped == {"deadline_exceeded": 1}
+
+
+async def test_a_data_plane_that_takes_nothing_ends_pulls_by_the_budget_of_the_queue():
+    async with opened(queue_s=0.2, inline_s_max=0) as world:
+        await world.connect()
+        world.faults.stuck.clear()
+        stuck = world.start(world.ticket("stuck"), (5, 6))
+        await world.faults.strike()
+        handle = world.start()
+        error = await failure(handle)
+        assert isinstance(error, DeadlineExceeded)
+        assert (error.phase, error.quarantined) == ("queue", True)
+        world.faults.heal()
+        await failure_or_report(stuck)
+        async with asyncio.timeout(PATIENCE_S):
+            await handle.quiesced()
+
+
+async def failure_or_report(handle):
     async with asyncio.timeout(PATIENCE_S):
-        assert await renewed.get() == [lease]  # at once: the ticket may be old
-        world.clock.now += 10.0
-        assert await renewed.get() == [lease]
-    world.deliver()
-    await ended(task)
-    assert renewed.empty()
-    ticking.cancel()
+        await asyncio.gather(handle, return_exceptions=True)
 
 
-async def test_leases_of_one_peer_are_renewed_in_one_message():
-    world = World(num_blocks=16, budgets=Budgets(queue_s=99.0, wire_s=99.0, fence_s=99.0))
-    renewed = asyncio.Queue()
-    tickets = [world.ticket(f"r{index}") for index in range(3)]
-    (link,) = world.pool.links.values()
-    link.renew = renewed.put_nowait
-    pulls = [await world.pull(ticket, blocks=(2 * index, 2 * index + 1)) for index, ticket in enumerate(tickets)]
-    pulls.append(await world.pull(tickets[0], blocks=(8, 9)))  # its lease is renewed once for both
-    ticking = asyncio.ensure_future(world.consumer.tick_while_busy())
-    leases = [(ticket.grants[0].slot, ticket.grants[0].epoch_value) for ticket in tickets]
-    async with asyncio.timeout(PATIENCE_S):
-        assert await renewed.get() == leases
-    world.deliver()
-    await asyncio.gather(*pulls)
-    assert renewed.empty()
-    ticking.cancel()
+async def test_what_stays_in_quarantine_for_too_long_is_ended_by_resetting_the_reader():
+    async with opened(quarantine_s_max=0.2) as world:
+        await world.connect()
+        world.faults.hung.add(0)
+        handle = world.start()
+        await world.faults.strike()
+        handle.cancel()
+        (reset,) = await world.heard(ReaderReset)
+        assert (reset.setting, reset.num_blocks, reset.ended) == ("quarantine_s_max", 2, 1)
+        async with asyncio.timeout(PATIENCE_S):
+            await handle.quiesced()
+        assert world.consumer.snapshot().quarantined == ()
+        world.faults.heal()
+        await world.pull(world.ticket("again"))
+
+
+@pytest.mark.parametrize("inline_s_max", [0.0, 60.0])
+@pytest.mark.parametrize("connected", [True, False])
+async def test_a_ticket_that_is_admitted_late_is_read_once(connected, inline_s_max):
+    async with opened(inline_s_max=inline_s_max) as world:
+        if connected:
+            first, admit = world.early("connect")
+            admit()
+            await world.pull(first)
+            await world.idle()
+        ticket, admit = world.early()
+        world.faults.chunks.clear()
+        handle = world.start(ticket)
+        retried = await world.heard(events.TransferRetried, 3)
+        assert {event.pull_id for event in retried} == {handle.id}
+        assert world.faults.chunks == [], "a byte was read in vain"
+        admit()
+        async with asyncio.timeout(PATIENCE_S):
+            report = await handle
+        assert world.holds((1, 2), (3, 4))
+        assert report.early >= 3
+        assert (report.early_bytes, report.nbytes, len(world.faults.chunks)) == (0, 4 * BLOCK_BYTES, 1)
+        assert (await world.record()).report == report
+
+
+async def test_a_ticket_that_is_never_admitted_ends_by_its_budget():
+    async with opened(fence_s=0.2) as world:
+        await world.connect()
+        handle = world.start(world.early()[0])
+        error = await failure(handle)
+        assert isinstance(error, DeadlineExceeded)
+        assert (error.phase, error.quarantined) == ("fence", False)
+        await handle.quiesced()
+
+
+async def test_a_pull_that_waits_for_an_admission_can_be_cancelled(world):
+    handle = world.start(world.early()[0])
+    await world.heard(events.TransferRetried)
+    handle.cancel()
+    await handle.quiesced()
+    assert isinstance(await failure(handle), TransferCancelled)
+
+
+async def test_the_leases_of_an_open_pull_are_renewed():
+    async with opened(theirs={"lease_s": 0.6}) as world:
+        await world.connect()
+        world.faults.hung.add(0)
+        ticket = world.ticket()
+        handle = world.start(ticket)
+        for name in ("left alone", "left alone, too"):  # one lease after the other ends while nobody reads
+            world.producer.offer(name, [[6]], 4)
+            async with asyncio.timeout(PATIENCE_S):
+                assert await world.producer.wait_offer(name) == "expired"
+        world.faults.heal()
+        async with asyncio.timeout(PATIENCE_S):
+            await handle
+        assert await ended(world) == [RELEASED]
+
+
+async def test_expected_content_is_read_and_other_content_is_given_back_unread(world):
+    digests = [[b"three", b"four"]]
+    await world.pull(world.ticket(digests=digests), expected_digests=digests)
+    assert world.holds((1, 2), (3, 4))
+    batches = len(world.faults.batches)
+    ticket = world.ticket("other", digests=[[b"three", b"five"]])
+    error = await failure(world.start(ticket, expected_digests=digests))
+    assert isinstance(error, ContentMismatch)
+    assert len(world.faults.batches) == batches
+    assert await ended(world, "other") == [RELEASED]
 
 
 async def test_a_ticket_can_be_given_back_unread(world):
-    ticket = world.ticket()
-    await world.consumer.release(ticket)
-    await asyncio.sleep(0)
-    grant = ticket.grants[0]
-    assert list(world.released().values()) == [[(grant.slot, grant.epoch_value)]]
+    async with asyncio.timeout(PATIENCE_S):
+        await world.consumer.release(world.ticket())
+    assert await ended(world) == [RELEASED]
 
 
 async def test_every_rank_that_can_be_reached_is_given_its_ticket_back():
-    world = World(ranks=2)
-    ticket = world.ticket()
-    gone, there = world.pool.links
-    reach = world.pool.reach
-
-    async def reach_one(member):
-        if member.peer == gone:
-            raise PeerLost("nobody there")
-        return await reach(member)
-
-    world.pool.reach = reach_one
-    with pytest.raises(PeerLost, match="nobody there"):
-        await world.consumer.release(ticket)
-    assert [len(leases) for leases in world.released().values()] == [0, 1]
-    assert there in world.released()
+    async with opened(ranks=2) as world:
+        async with open_worker(config("prefill-1"), cache_of()) as gone:
+            offers = [gone.offer("request-1", [[3, 4]], 8), world.producers[1].offer("request-1", [[3, 4]], 8)]
+        with pytest.raises((PeerLost, StaleLease)):
+            await world.consumer.release(offers[0])
+        async with asyncio.timeout(PATIENCE_S):
+            await world.consumer.release(offers[1])
+            assert await world.producers[1].wait_offer("request-1") == RELEASED
 
 
-@pytest.mark.parametrize(
-    "how", [{"ticket": {"kvflow": {}}}, {"priority": 1.5}, {"priority": "high"}, {"priority": 10**400}]
-)
-async def test_arguments_of_a_wrong_type_are_named(world, how):
-    with pytest.raises(ArgumentInvalid) as caught:
-        await ended(await world.pull(**how))
-    assert caught.value.name in how
+async def test_a_peer_that_was_dropped_is_connected_again_by_the_next_pull(world):
+    await world.connect()
+    (peer,) = {event.peer for event in world.of(PeerConnected)}
+    pool = world.consumer._consumer._pool
+    (member,) = world.ticket().members()
+    assert str(member.peer) == peer
+    pool.drop(member.peer, "peer_lost", "as the test says")
+    await world.pull(world.ticket("again"))
+    assert len(world.of(PeerConnected)) == 2
 
 
 async def test_closing_cancels_what_is_open_and_takes_no_more(world):
-    task = await world.pull()
-    assert world.consumer.close() == 1
-    with pytest.raises(TransferCancelled, match="closing"):
-        await ended(task)
+    async with open_worker(config("decode-1"), cache_of()) as other:
+        await other.pull(world.ticket("first", (0,)), [[0]])
+        ticket, _ = world.early()
+        open_pull = other.start_pull(ticket, [[1, 2]])
+        connecting = other.start_pull(world.ticket("connecting"), [[5, 6]])
+    for handle in (open_pull, connecting):
+        assert handle.done()
+        await handle.quiesced()
+    assert isinstance(open_pull.exception(), TransferCancelled)
+    assert "closing" in str(open_pull.exception())
+    assert isinstance(await failure(other.start_pull(world.ticket("late"), [[1, 2]])), WorkerClosed)
     with pytest.raises(WorkerClosed):
-        await ended(await world.pull(world.ticket("late")))
-    with pytest.raises(WorkerClosed):
-        await world.consumer.release(world.ticket("later"))
-    assert world.consumer.open_pulls() == 1
-    world.complete(world.transport.posted[0])
-    assert world.consumer.open_pulls() == 0
+        await other.release(world.ticket("later"))
 
 
-async def test_ranks_are_divided_in_one_order_however_their_offers_were_joined():
-    world = World(ranks=2)
-    ticket = world.ticket()
-    turned = msgspec.structs.replace(ticket, grants=ticket.grants[::-1])
-    pulls = [await world.pull(each, blocks) for each, blocks in ((ticket, (1, 2)), (turned, (3, 4)))]
-    assert [member.address.rank for member in turned.members()] == [1, 0]
-    assert world.pool.divided == {tuple(member.peer for member in ticket.members())}
-    world.consumer.close()
-    await asyncio.gather(*pulls, return_exceptions=True)
+@pytest.mark.parametrize("connected", [True, False])
+async def test_a_pull_ends_although_its_worker_is_cancelled_while_it_closes(world, connected, monkeypatch):
+    """What went on with it is cut short, whether its producer is met or is asked how a lease has ended."""
+    handles, entered, never = [], asyncio.Event(), asyncio.Event()
+
+    async def wait(*_, **__):
+        entered.set()
+        await never.wait()
+
+    async def live():
+        async with open_worker(config("decode-1"), cache_of()) as other:
+            ticket = world.ticket()
+            if connected:
+                await other.pull(world.ticket("first", (0,)), [[0]])
+                monkeypatch.setattr("kvflow.rendezvous.dialer.Link.ask_end", wait)
+                world.producer.revoke("request-1")
+            else:
+                monkeypatch.setattr("kvflow.worker.peers.PeerPool.connect", wait)
+            handles.append(other.start_pull(ticket, [[1, 2]]))
+            await entered.wait()
+
+    life = asyncio.ensure_future(live())
+    async with asyncio.timeout(PATIENCE_S):
+        await entered.wait()
+        for _ in range(100):  # it leaves, and waits for what goes on
+            await asyncio.sleep(0)
+        life.cancel()
+        await asyncio.wait([life])
+        (handle,) = handles
+        assert isinstance(await failure(handle), StaleLease if connected else TransferCancelled)
+        await handle.quiesced()
+
+
+async def test_draining_waits_for_open_and_connecting_pulls_and_takes_no_more():
+    async with opened() as world:
+        ticket, admit = world.early("early")
+        early = world.start(ticket, (5, 6))
+        connecting = world.start(world.ticket("connecting"))
+        drained = asyncio.ensure_future(world.consumer.drain(PATIENCE_S))
+        await world.heard(events.TransferRetried)
+        late = world.start(world.ticket("late"), (0, 3))
+        assert isinstance(await failure(late), WorkerDraining)
+        async with asyncio.timeout(PATIENCE_S):
+            await connecting
+            assert not drained.done()
+            admit()
+            await early
+            report = await drained
+        assert report.complete

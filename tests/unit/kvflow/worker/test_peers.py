@@ -11,7 +11,7 @@ import pytest
 
 from handshake import ClockOffset, Limits
 from kvflow.cache.mint import Mint
-from kvflow.cache.tickets import RankAddress
+from kvflow.cache.tickets import RankAddress, join_tickets
 from kvflow.errors import (
     CapacityExceeded,
     DeadlineExceeded,
@@ -119,6 +119,7 @@ class Wire:
 class World:
     def __init__(self, tasks, wire, handshake_s=PATIENCE_S, planes=("loopback",), resolve=None):
         self.wire, self.transport, self.reports, self.dropped = wire, Transport(planes), Reports(), []
+        self.blamed = []
         self.trusted = True
         self.clock = Clock()
         self.pool = PeerPool(
@@ -149,11 +150,27 @@ class World:
         async with asyncio.timeout(PATIENCE_S):
             return await task
 
+    async def connected(self, *ranks):
+        """Return the route of a ticket of these ranks, all of which are met or can be at once."""
+        for rank in ranks:
+            await self.met(rank)
+        async with asyncio.timeout(PATIENCE_S):
+            return await self.pool.connect(ticket(*ranks), self.blamed.append)
+
+
+def ticket(*ranks):
+    """A ticket of these ranks, one grant for each."""
+    return join_tickets([offer(rank) for rank in ranks])
+
 
 def member(rank=0):
+    return next(offer(rank).members())
+
+
+def offer(rank):
     address = msgspec.structs.replace(ADDRESS, rank=rank, endpoint=f"tcp://127.0.0.1:{5000 + rank}")
     mint = Mint("prefill-0", [address], sign=lambda payload: bytes(32), lease_s=30.0)
-    return next(mint.offer("r", block_ids=[[1]], num_tokens=1)[0].members())
+    return mint.offer("r", block_ids=[[1]], num_tokens=1)[0]
 
 
 def successor():
@@ -247,65 +264,102 @@ async def test_the_agent_that_a_peer_must_bear_is_that_of_its_link(world):
     assert [address.agent for address in world.transport.added] == [peer.link.agent]
 
 
-async def test_its_programs_are_prepared_and_known(world):
+async def test_a_ticket_is_connected_once_and_its_route_is_known_from_then_on(world):
+    assert world.pool.route(ticket(0)) is None
     peer = await world.met()
     assert world.transport.prepared == [], "nothing has been asked of it yet"
-    (leg,) = await world.pool.legs([peer])
-    assert await world.pool.legs([peer]) == (leg,)
-    assert leg.member == 0
-    assert [program.program_id for program in world.transport.prepared] == [
-        program_id for program_id, _ in leg.programs
-    ]
-    for program in world.transport.prepared:
-        binding = world.pool.bindings[program.program_id]
+    route = await world.connected(0)
+    assert world.pool.route(ticket(0)) is route
+    assert await world.pool.connect(ticket(0), world.blamed.append) == route
+    ((leg_peer, at, programs),) = route.legs
+    assert (leg_peer, at, route.ranks) == (peer, 0, ((peer, 0),))
+    assert (route.transport, route.plane) == ("cma", "loopback")
+    assert [program.program_id for program in world.transport.prepared] == [program_id for program_id, _ in programs]
+    for program, (_, binding) in zip(world.transport.prepared, programs, strict=True):
+        assert program.binding is binding
         assert program.source_rows is binding.source.table
         assert program.target_rows is binding.target.table
     assert world.pool.link(member().peer) is peer.link
 
 
+async def test_each_order_of_the_grants_has_a_route_of_the_same_ranks(world):
+    route, turned = await world.connected(0, 1), await world.connected(1, 0)
+    assert [peer for peer, _ in route.ranks] == [peer for peer, _ in turned.ranks]
+    assert [at for _, at in route.ranks] == [0, 1]
+    assert [at for _, at in turned.ranks] == [1, 0]
+    assert [leg.programs for leg in route.legs] == [leg.programs for leg in turned.legs]
+    assert world.pool.route(ticket(0)) is None
+    assert route.transport == "cma"
+
+
+async def test_carriers_of_several_ranks_are_joined(world):
+    for rank, carrier in enumerate([CARRIER, Carrier("rc_mlx5", "addresses", "nixl")]):
+        meeting = await world.meet(rank)
+        world.pool.on_added(member(rank).peer, carrier)
+        await meeting
+    route = await world.pool.connect(ticket(0, 1), world.blamed.append)
+    assert (route.transport, route.plane) == ("cma+rc_mlx5", "loopback+nixl")
+
+
+async def test_routes_are_bounded_and_one_that_was_forgotten_is_found_again(world, monkeypatch):
+    monkeypatch.setattr("kvflow.worker.peers.ROUTES_MAX", 2)
+    for ranks in ((0, 1), (1, 0), (0,)):
+        await world.connected(*ranks)
+    assert [world.pool.route(ticket(*ranks)) is None for ranks in ((0, 1), (1, 0), (0,))] == [True, False, False]
+    prepared = len(world.transport.prepared)
+    await world.connected(0, 1)
+    assert len(world.transport.prepared) == prepared
+
+
+async def test_the_rank_that_cannot_be_met_is_blamed(world):
+    await world.met()
+    world.wire.error = PeerLost("nobody there")
+    with pytest.raises(PeerLost):
+        await world.pool.connect(ticket(0, 1), world.blamed.append)
+    assert [str(each.peer) for each in world.blamed] == [str(member(1).peer)]
+    assert world.pool.route(ticket(0, 1)) is None
+
+
 async def test_a_program_says_which_of_the_peers_groups_it_reads(world):
     groups = tuple(Group((name,), SPECS[name].kind, SPECS[name].block_size) for name in "ba")
     world.wire.manifest = cache_of(groups=groups).manifest()
-    await world.pool.legs([await world.met()])
-    told = [(program.program_id, program.group) for program in world.transport.prepared]
-    assert sorted(group for _, group in told) == [0, 1]
-    for program_id, group in told:
-        assert world.pool.bindings[program_id].group.source_group == group
+    await world.connected(0)
+    assert sorted(program.group for program in world.transport.prepared) == [0, 1]
+    for program in world.transport.prepared:
+        assert program.binding.group.source_group == program.group
 
 
 async def test_a_set_of_ranks_is_prepared_again_only_in_part_when_one_of_them_is_another(world):
-    await world.pool.legs([await world.met(), await world.met(rank=1)])
+    await world.connected(0, 1)
     prepared = len(world.transport.prepared)
-    world.pool.drop(member(rank=1).peer, "peer_lost", "gone")
-    await settle()
-    bindings = set(world.pool.bindings)
     for _ in range(3):
-        await world.pool.legs([await world.met(), await world.met(rank=1)])
-        world.pool.drop(member(rank=1).peer, "peer_lost", "gone")
+        world.pool.drop(member(1).peer, "peer_lost", "gone")
+        assert world.pool.route(ticket(0, 1)) is None
         await settle()
-        assert set(world.pool.bindings) == bindings, "what the other rank gives is the same"
+        await world.connected(0, 1)
+    again = world.transport.prepared[prepared:]
+    assert member(0).peer not in {program.peer for program in again}, "what the other rank gives is the same"
     assert prepared > 0
 
 
 async def test_what_is_prepared_for_any_sets_of_ranks_is_bounded(world, monkeypatch):
     monkeypatch.setattr("kvflow.worker.programs.PROGRAMS_MAX", 1)
     monkeypatch.setattr("kvflow.worker.programs.DIVISIONS_MAX", 2)
-    world.wire.manifest = cache_of(specs={"a": SPECS["a"]}).manifest()
-    first = await world.met()
-    world.wire.manifest = cache_of(specs={"b": SPECS["b"]}).manifest()
-    second = await world.met(rank=1)
+    monkeypatch.setattr("kvflow.worker.peers.ROUTES_MAX", 1)
+    for rank, name in enumerate("ab"):
+        world.wire.manifest = cache_of(specs={name: SPECS[name]}).manifest()
+        await world.met(rank)
     world.wire.manifest = SOURCE
-    whole = await world.met(rank=2)
-    await world.pool.legs([first, second])
-    await world.pool.legs([whole])
+    await world.connected(0, 1)
+    await world.connected(2)
     prepared = len(world.transport.prepared)
-    await world.pool.legs([second, first])
+    await world.connected(1, 0)
     assert len(world.pool._programs._divisions) == 2
-    await world.pool.legs([first, second])
+    await world.connected(0, 1)
     assert len(world.transport.prepared) == prepared, "one that was forgotten is divided again, and not prepared"
     monkeypatch.setattr("kvflow.worker.programs.share_out", lambda *_args, **_kwargs: [Share(0, {})])
     with pytest.raises(CapacityExceeded, match="different parts"):
-        await world.pool.legs([first, whole])
+        await world.connected(0, 2)
     assert len(world.transport.prepared) == prepared
 
 
@@ -466,15 +520,16 @@ async def test_a_stage_with_none_of_our_layers_is_met_and_gives_nothing(world):
     world.wire.manifest = cache_of(specs={"of another stage": SPECS["a"]}).manifest()
     other = await world.met()
     with pytest.raises(LayoutMismatch) as caught:  # alone it is of no use
-        await world.pool.legs([other])
+        await world.connected(0)
     assert (caught.value.field, caught.value.source, caught.value.target) == (
         "layers",
         ["of another stage"],
         ["a", "b"],
     )
     world.wire.manifest = SOURCE
-    (leg,) = await world.pool.legs([other, await world.met(rank=1)])
-    assert leg.member == 1
+    route = await world.connected(0, 1)
+    assert next(peer for peer, _ in route.ranks) is other
+    assert [(leg.peer is other, leg.grant) for leg in route.legs] == [(False, 1)]
 
 
 async def test_a_stage_of_another_model_is_refused_whatever_its_layers_are(world):
@@ -487,8 +542,7 @@ async def test_a_stage_of_another_model_is_refused_whatever_its_layers_are(world
 
 @pytest.mark.parametrize("by", ["the transport", "the connection"])
 async def test_a_peer_that_is_let_go_is_forgotten_and_met_anew(world, by):
-    await world.pool.legs([await world.met()])
-    assert world.pool.bindings.keys() == {1}
+    await world.connected(0)
     if by == "the transport":
         world.pool.drop(member().peer, "peer_lost", "gone")
     else:
@@ -496,26 +550,30 @@ async def test_a_peer_that_is_let_go_is_forgotten_and_met_anew(world, by):
     world.pool.drop(member().peer, "peer_lost", "told twice")
     await settle()
     assert world.pool.link(member().peer) is None
-    assert world.pool.bindings == {}
+    assert world.pool.route(ticket(0)) is None
     assert world.transport.removed == [member().peer]
     assert world.dropped == [(member().peer, "peer_lost", "gone")]
     assert world.wire.left == 1
-    await world.pool.legs([await world.met()])
+    await world.connected(0)
     assert world.wire.dialled == 2
     assert {program.program_id for program in world.transport.prepared} == {1, 2}
 
 
 @pytest.mark.parametrize("state", ["is let go", "is forgotten", "is met anew"])
 async def test_a_peer_that_is_lost_while_another_is_met_gives_nothing(world, state):
-    lost, other = await world.met(), await world.met(rank=1)
+    await world.met()
+    connecting = asyncio.ensure_future(world.pool.connect(ticket(0, 1), world.blamed.append))
+    await settle()
     world.pool.drop(member().peer, "peer_lost", "gone")
     if state != "is let go":
         await settle()
     if state == "is met anew":
         await world.met()
+    world.pool.on_added(member(1).peer, CARRIER)
     with pytest.raises(PeerLost, match="while others"):
-        await world.pool.legs([lost, other])
+        await connecting
     assert world.transport.prepared == []
+    assert world.pool.route(ticket(0, 1)) is None
 
 
 async def test_closing_ends_a_life_that_has_not_begun(world):
@@ -597,7 +655,7 @@ async def test_closing_does_not_wait_for_a_peer_that_is_being_met(world, diallin
 
 async def test_a_peer_that_was_in_use_and_is_lost_is_met_again_without_being_asked_for(world, monkeypatch):
     monkeypatch.setattr("kvflow.worker.redial.PAUSE_S", 0.0)
-    await world.pool.legs([await world.met()])
+    await world.connected(0)
     world.wire.hung_up("peer_lost", "silent")
     async with asyncio.timeout(PATIENCE_S):
         while world.wire.dialled < 2:  # noqa: ASYNC110 - nothing announces an attempt
@@ -611,9 +669,9 @@ async def test_a_peer_that_was_in_use_and_is_lost_is_met_again_without_being_ask
 @pytest.mark.parametrize("why", ["it was never in use", "it said goodbye", "we leave"])
 async def test_who_is_not_met_again_by_itself(world, monkeypatch, why):
     monkeypatch.setattr("kvflow.worker.redial.PAUSE_S", 0.0)
-    peer = await world.met()
+    await world.met()
     if why != "it was never in use":
-        await world.pool.legs([peer])
+        await world.connected(0)
     if why == "we leave":
         world.pool.close()
     else:

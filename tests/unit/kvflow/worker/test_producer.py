@@ -6,6 +6,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from kvflow.cache.blocks import BlockAccount
 from kvflow.cache.epochs import EpochTable
@@ -192,6 +193,76 @@ async def test_leases_expire_by_the_clock_and_the_next_one_in_its_own_time(produ
         assert await producer.keeper.wait_offer("late") == "expired"
         expiring.cancel()
     assert producer.keeper.held() == 1
+
+
+async def test_the_task_that_ends_leases_is_woken_for_the_first_to_end_only(producer, monkeypatch):
+    woken = []
+    loop = asyncio.get_running_loop()
+    wake = loop.call_soon_threadsafe
+    monkeypatch.setattr(loop, "call_soon_threadsafe", lambda call, *given: (woken.append(call), wake(call, *given)))
+
+    def offer(name, lease_s):
+        _, grant = producer.mint.offer(name, block_ids=((1,), (2,)), num_tokens=4)
+        producer.keeper.admit(replace(grant, lease_ms=1000 * lease_s))
+        return len(woken)
+
+    async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as tasks:
+        expiring = tasks.create_task(producer.keeper.expire_leases())
+        await asyncio.sleep(0)
+        assert offer("first", 30) == 1
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert offer("later", 31) == 1, "nobody needs to know: the task looks before that"
+        producer.keeper.revoke("first")
+        assert offer("sooner", 20) == 2
+        producer.clock.now += 20
+        assert offer("overdue", 20) == 3
+        assert await producer.keeper.wait_offer("sooner") == "expired"
+        expiring.cancel()
+    assert producer.keeper.requests() == ("later", "overdue")
+
+
+async def test_an_end_disturbs_the_loop_only_for_those_who_wait(producer, monkeypatch):
+    told = []
+    loop = asyncio.get_running_loop()
+    tell = loop.call_soon_threadsafe
+    monkeypatch.setattr(loop, "call_soon_threadsafe", lambda call, *given: (told.append(call), tell(call, *given)))
+    for name in ("a", "b"):
+        producer.offer(name)
+    told.clear()
+    producer.keeper.revoke("a")
+    assert not told
+    waiting = asyncio.ensure_future(producer.keeper.wait_idle())
+    await asyncio.sleep(0)
+    producer.keeper.revoke("b")
+    assert len(told) == 1
+    async with asyncio.timeout(PATIENCE_S):
+        await waiting
+
+
+async def test_offers_and_ends_of_several_threads_lose_nothing(producer):
+    """Two threads offer and revoke the same blocks, while the loop gives back what a third one offers."""
+    rounds = 40
+
+    def offer_and_revoke(name):
+        for turn in range(rounds):
+            grant = producer.offer(f"{name} {turn}", ((1, 2, 2, -1), (3,)), 16)
+            assert producer.epochs[grant.slot] == grant.epoch_value
+            assert producer.keeper.revoke(grant.request_id)
+            assert producer.epochs[grant.slot] > grant.epoch_value
+
+    async def offer_and_release():
+        for turn in range(rounds):
+            grant = await asyncio.to_thread(producer.offer, f"c {turn}")
+            assert producer.keeper.on_release([key(grant)], ALONE) == ["ended"]
+
+    async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as tasks:
+        tasks.create_task(asyncio.to_thread(offer_and_revoke, "a"))
+        tasks.create_task(asyncio.to_thread(offer_and_revoke, "b"))
+        tasks.create_task(offer_and_release())
+    assert producer.keeper.held() == 0
+    producer.keeper.check()
+    assert len(producer.reports.of(LeaseEnded)) == 3 * rounds
 
 
 async def test_an_offer_that_is_refused_costs_no_slot(producer):

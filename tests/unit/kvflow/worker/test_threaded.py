@@ -1,17 +1,19 @@
 """The same worker for an engine that is not asyncio: futures, and a list of what has ended and is quiescent."""
 
-import asyncio
+import logging
 import subprocess
 import sys
 import threading
 from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager
+from functools import partial
 
 import pytest
 
 from kvflow.cache.epochs import EPOCH_BITS
 from kvflow.cache.tickets import RankAddress
-from kvflow.config import WorkerConfig
 from kvflow.errors import (
+    ArgumentInvalid,
     BlockIdsInvalid,
     ConfigInvalid,
     DeadlineExceeded,
@@ -25,14 +27,11 @@ from kvflow.errors import (
 from kvflow.rendezvous.mint import TicketMint
 from kvflow.transfer.events import TransferQuiesced, TransferRetried
 from kvflow.worker import life
+from kvflow.worker.peers import PeerPool
 from kvflow.worker.threaded import run_worker
-from kvflow.worker.worker import Worker
 
 from .helpers import PATIENCE_S, SECRET, cache_of, make_mortal
-
-
-def config(engine_id="prefill-0", **settings):
-    return WorkerConfig(**{"engine_id": engine_id, "cluster_secret": SECRET, "transport": "loopback"} | settings)
+from .pulling import Faults, config, with_faults
 
 
 class Heard:
@@ -97,6 +96,24 @@ def test_an_engine_that_has_nothing_to_do_can_wait_for_an_end():
             revoked.join()
 
 
+def test_an_engine_can_wait_for_several_ends_at_once():
+    names = ["first", "second", "third"]
+    with run_worker(config(), cache_of()) as worker:
+        for request_id in names:
+            worker.offer(request_id, [[1]], 4)
+        worker.revoke("first")
+        assert worker.wait_finished(60.0)
+        assert not worker.wait_finished(0.0, at_least=2)
+        revoked = threading.Timer(0.0, lambda: [worker.revoke(name) for name in names[1:]])
+        revoked.start()
+        assert worker.wait_finished(60.0, at_least=3)
+        assert [end.request_id for end in worker.finished()] == names
+        revoked.join()
+        worker.offer("fourth", [[1]], 4)
+        worker.revoke("fourth")
+        assert worker.wait_finished(60.0)  # one is enough again
+
+
 def test_a_failure_is_an_exception_and_an_entry():
     with run_worker(config(), cache_of()) as producer, run_worker(config("decode-0"), cache_of()) as consumer:
         ticket = producer.offer("r", [[3]], 4)
@@ -130,18 +147,18 @@ def test_a_pull_that_is_refused_for_its_arguments_is_an_entry(wrong):
 
 
 def test_a_pull_that_ends_with_an_error_of_anybody_else_is_an_entry(monkeypatch):
-    async def pull(self, ticket, block_ids, *, priority, local_request_id, expected_digests):
+    def fail(self, ticket):
         raise ZeroDivisionError("nobody foresaw it")
 
-    monkeypatch.setattr(Worker, "pull", pull)
+    monkeypatch.setattr(PeerPool, "route", fail)
     with run_worker(config(), cache_of()) as worker:
         future = worker.pull(worker.offer("r", [[3]], 4), [[5]])
-        with pytest.raises(ZeroDivisionError):
-            future.result(PATIENCE_S)
+        error = future.exception(PATIENCE_S)
         (end,) = worker.finished()
-    assert (end.request_id, end.outcome, type(end.error)) == ("r", "failed", TransferFailed)
-    assert "ZeroDivisionError: nobody foresaw it" in str(end.error)
-    assert end.error.__cause__ is future.exception()
+    assert (end.request_id, end.outcome, end.error) == ("r", "failed", error)
+    assert type(error) is TransferFailed
+    assert "ZeroDivisionError: nobody foresaw it" in str(error)
+    assert type(error.__cause__) is ZeroDivisionError
 
 
 def test_a_cancelled_future_is_reported_once_its_blocks_may_be_reused():
@@ -166,32 +183,97 @@ def test_a_cancelled_future_is_reported_once_its_blocks_may_be_reused():
         consumer.pull(ticket, [[5]]).result(PATIENCE_S)
 
 
-def test_a_pull_that_is_cancelled_when_it_has_failed_still_is_not_reported_before_its_blocks_may_be_reused(monkeypatch):
-    waited, quiet = threading.Event(), asyncio.Event()
+@contextmanager
+def workers_with_faults(monkeypatch, **settings):
+    """A producer, and a consumer whose data plane fails as the test says."""
+    faults = Faults()
+    monkeypatch.setattr(life, "open_worker", partial(life.open_worker, surroundings=with_faults(faults, 0.0)))
+    with (
+        run_worker(config(), cache_of(16)) as producer,
+        run_worker(config("decode-0", **settings), cache_of(16)) as consumer,
+    ):
+        try:
+            yield producer, consumer, faults
+        finally:
+            faults.heal()
 
-    async def pull(self, ticket, block_ids, *, priority, local_request_id, expected_digests):
-        raise DeadlineExceeded("it hangs", phase="wire", quarantined=True)
 
-    async def quiesced(self, request_id):
-        waited.set()
-        await quiet.wait()
+@pytest.mark.parametrize("how", ["cancelled", "late"])
+def test_a_pull_that_has_failed_is_told_when_its_blocks_may_be_reused(monkeypatch, how):
+    with workers_with_faults(monkeypatch, wire_s=0.2 if how == "late" else 30.0) as (producer, consumer, faults):
+        faults.hung.add(0)
+        future = consumer.pull(producer.offer("r", [[3]], 4), [[5]])
+        assert faults.busy.acquire(timeout=PATIENCE_S)
+        if how == "cancelled":
+            assert future.cancel()
+        while not consumer.snapshot().quarantined:
+            pass  # until the worker's loop has had its turns
+        assert consumer.finished() == []
+        assert future.done() == (how == "cancelled")
+        faults.heal()
+        assert consumer.wait_finished(PATIENCE_S)
+        (end,) = consumer.finished()
+        kinds = {"cancelled": TransferCancelled, "late": DeadlineExceeded}
+        assert (end.request_id, end.outcome, type(end.error)) == ("r", "failed", kinds[how])
+        assert consumer.snapshot().quarantined == ()
+        with pytest.raises(CancelledError if how == "cancelled" else DeadlineExceeded):
+            future.result(PATIENCE_S)
 
-    monkeypatch.setattr(Worker, "pull", pull)
-    monkeypatch.setattr(Worker, "quiesced", quiesced)
-    ended = Future()
-    with run_worker(config(), cache_of()) as worker:
-        note = worker._finished.put
-        monkeypatch.setattr(worker._finished, "put", lambda end: (note(end), ended.set_result(None)))
-        future = worker.pull(worker.offer("r", [[3]], 4), [[5]])
-        assert waited.wait(PATIENCE_S)
-        assert future.cancel()
-        worker.snapshot()  # the loop has had its turn: the cancellation has come
-        worker.snapshot()
-        assert worker.finished() == []
-        worker._life.bridge._loop.call_soon_threadsafe(quiet.set)
-        ended.result(PATIENCE_S)
-        (end,) = worker.finished()
-    assert (end.request_id, end.outcome, type(end.error)) == ("r", "failed", DeadlineExceeded)
+
+def test_a_batch_is_started_together_and_each_of_its_ends_is_told(monkeypatch):
+    with workers_with_faults(monkeypatch) as (producer, consumer, faults):
+        consumer.pull(producer.offer("first", [[0]], 4), [[0]]).result(PATIENCE_S)
+        assert [end.request_id for end in consumer.finished()] == ["first"]
+        faults.calls.clear()
+        items = [(producer.offer(f"r{at}", [[at]], 4), [[at]], f"ours {at}") for at in range(1, 7)]
+        futures = consumer.pull_many(items, priority=1)
+        reports = [future.result(PATIENCE_S) for future in futures]
+        assert [report.request_id for report in reports] == [f"r{at}" for at in range(1, 7)]
+        assert [len(reads) for reads in faults.batches] == [6]
+        ends = consumer.finished()
+        assert sorted((end.local_request_id, end.outcome) for end in ends) == [
+            (f"ours {at}", "completed") for at in range(1, 7)
+        ]
+        assert {end.request_id: end.report for end in ends} == {report.request_id: report for report in reports}
+
+
+@pytest.mark.parametrize("wrong", [None, ("no ticket", [[7]]), (1, 2, 3, 4)], ids=repr)
+def test_one_wrong_item_of_a_batch_fails_alone(wrong):
+    with run_worker(config(), cache_of()) as producer, run_worker(config("decode-0"), cache_of()) as consumer:
+        right = [(producer.offer(name, [[3]], 4), [[block]]) for name, block in {"a": 1, "b": 2}.items()]
+        futures = consumer.pull_many(iter([right[0], wrong, right[1]]))
+        assert isinstance(futures[1].exception(PATIENCE_S), ArgumentInvalid)
+        assert [futures[at].result(PATIENCE_S).request_id for at in (0, 2)] == ["a", "b"]
+        ends = [(end.request_id, end.outcome) for end in consumer.finished()]
+        assert sorted(ends) == [("", "failed"), ("a", "completed"), ("b", "completed")]
+
+
+def test_cancelling_one_future_of_a_batch_leaves_the_others(monkeypatch):
+    with workers_with_faults(monkeypatch) as (producer, consumer, faults):
+        faults.hung.add(0)
+        futures = consumer.pull_many([(producer.offer(f"r{at}", [[at]], 4), [[at]]) for at in range(3)])
+        assert faults.busy.acquire(timeout=PATIENCE_S)
+        assert futures[1].cancel()
+        while not consumer.snapshot().quarantined:
+            pass  # likewise
+        assert consumer.finished() == []
+        faults.heal()
+        assert [futures[at].result(PATIENCE_S).request_id for at in (0, 2)] == ["r0", "r2"]
+        assert consumer.wait_finished(PATIENCE_S, at_least=3)
+        outcomes = {end.request_id: end.outcome for end in consumer.finished()}
+        assert outcomes == {"r0": "completed", "r1": "failed", "r2": "completed"}
+
+
+def test_a_batch_that_its_worker_cannot_take_leaves_a_record_for_each_pull(caplog):
+    with run_worker(config(), cache_of()) as producer:
+        items = [(producer.offer(name, [[3]], 4), [[5]]) for name in ("a", "b")]
+        with run_worker(config("decode-0"), cache_of()) as consumer:
+            pass
+    caplog.clear()
+    with pytest.raises(WorkerClosed), caplog.at_level(logging.WARNING, "kvflow"):
+        consumer.pull_many(items)
+    refused = [record.msg for record in caplog.records if "worker_closed" in str(record.msg)]
+    assert [record["request_id"] for record in refused] == ["a", "b"]
 
 
 def test_every_pull_is_reported_however_early_it_is_cancelled_or_its_worker_closed():

@@ -4,27 +4,38 @@ from collections.abc import Sequence
 
 from msgspec import UnsetType
 
-from kvflow.cache.tickets import Grant, Member, block_ends
+from kvflow.cache.blocks import Ids
+from kvflow.cache.tickets import Grant, block_ends
 from kvflow.errors import ArgumentInvalid, BlockIdsInvalid, ContentMismatch, TicketInvalid
 from kvflow.layout.manifest import Manifest
-from kvflow.transfer.pairs import Int64s, check_block_ids, pair_units
-from kvflow.transfer.requests import Demand
-from kvflow.worker.programs import Programs
+from kvflow.transfer.bind_plan import AnyBinding
+from kvflow.transfer.pairs import UnitPairs, check_block_ids, pair_units
+from kvflow.transfer.requests import Part
+from kvflow.worker.programs import Peer, Programs
 
 
-def demands_of(member: Member, theirs: Manifest, programs: Programs, targets: Sequence[Int64s]) -> tuple[Demand, ...]:
+def parts_of(
+    grant: Grant, peer: Peer, programs: Programs, targets: Sequence[Ids], given: list[tuple[AnyBinding, UnitPairs]]
+) -> list[Part]:
     """Pair our blocks with the ticket's, group by group; groups that need nothing are left out.
+
+    Args:
+        grant: of the rank.
+        peer: the rank.
+        programs: what reads it.
+        targets: our checked block ids of each group.
+        given: takes what each group gives, and the binding that reads it.
 
     Raises:
         TicketInvalid: the ticket's lists do not fit the producer's own cache.
         BlockRangeMismatch: our blocks stand for tokens that the ticket does not cover.
     """
-    grant = member.grant
+    theirs = peer.manifest
     try:
         sources = check_block_ids(grant.block_ids, num_blocks=theirs.num_blocks, aliases=theirs.aliases, unique=False)
     except BlockIdsInvalid as error:
-        raise TicketInvalid(f"the ticket of {member.peer} does not fit its cache: {error.message}") from error
-    demands = []
+        raise TicketInvalid(f"the ticket of {peer.link.peer} does not fit its cache: {error.message}") from error
+    parts = []
     for program_id, binding in programs:
         group = binding.group
         pairs = pair_units(
@@ -33,21 +44,13 @@ def demands_of(member: Member, theirs: Manifest, programs: Programs, targets: Se
             targets[group.target_group],
             num_tokens=grant.num_tokens[group.source_group],
         )
-        if len(pairs.source):
-            demands.append(
-                Demand(
-                    program_id=program_id,
-                    pairs=pairs,
-                    unit_bytes=binding.unit_bytes,
-                    unit_descriptors=binding.unit_descriptors,
-                    descriptors=binding.merged(pairs),
-                    extra_bytes=binding.read_bytes - binding.unit_bytes,
-                )
-            )
-    return tuple(demands)
+        if pairs.source.size:
+            parts.append(Part(program_id, pairs))
+            given.append((binding, pairs))
+    return parts
 
 
-def check_expected(expected: Sequence[Sequence[bytes]], targets: Sequence[Int64s]) -> tuple[tuple[bytes, ...], ...]:
+def check_expected(expected: Sequence[Sequence[bytes]], targets: Sequence[Ids]) -> tuple[tuple[bytes, ...], ...]:
     """Return a caller's expected digests, which must go with its block ids.
 
     Raises:

@@ -1,5 +1,7 @@
 """From a ticket and our blocks to what each rank must give, group by group."""
 
+from types import SimpleNamespace
+
 import msgspec
 import numpy as np
 import pytest
@@ -8,13 +10,16 @@ from kvflow.cache.mint import Mint
 from kvflow.cache.tickets import RankAddress, block_ends
 from kvflow.errors import ArgumentInvalid, BlockRangeMismatch, ContentMismatch, TicketInvalid
 from kvflow.layout.groups import Group
+from kvflow.layout.region import Region
 from kvflow.transfer.bind import Binding
 from kvflow.transfer.plan import plan_transfer
-from kvflow.worker.demands import check_expected, demands_of, require_content
+from kvflow.worker.parts import check_expected, parts_of, require_content
+from kvflow.worker.programs import Peer
 
 from .helpers import SPECS, cache_of
 
 ADDRESS = RankAddress(0, "0" * 32, "tcp://127.0.0.1:5000", "0", 4)
+EPOCHS = Region(8192, 64)
 TWO_GROUPS = tuple(Group((name,), "full", 4) for name in SPECS)
 
 
@@ -45,11 +50,16 @@ def demanded(block_ids, num_tokens, *targets, source_groups=TWO_GROUPS, target_g
     target = cache_of(groups=target_groups).manifest()
     member = next(ticket_of(block_ids, num_tokens).members())
     lists = [np.array(ids, np.int64) for ids in targets]
-    found = demands_of(member, source, programs_of(source, target), lists)
+    found = parts_of(member.grant, peer_of(member, source), programs_of(source, target), lists, [])
     return {
-        demand.program_id: list(zip(demand.pairs.source.tolist(), demand.pairs.target.tolist(), strict=True))
-        for demand in found
+        part.program_id: list(zip(part.pairs.source.tolist(), part.pairs.target.tolist(), strict=True))
+        for part in found
     }
+
+
+def peer_of(member, manifest):
+    """A rank that is connected, as far as this is about its cache."""
+    return Peer(SimpleNamespace(peer=member.peer, advertisement=SimpleNamespace(manifest=manifest, epochs=EPOCHS)))
 
 
 def test_each_group_is_paired_by_itself():
@@ -79,12 +89,15 @@ def test_a_ticket_with_one_block_in_groups_that_share_bytes_is_refused_at_once()
         demanded([[3], [3]], [4, 4], [1], [2])
 
 
-def test_sizes_are_those_of_the_plan():
-    source = cache_of().manifest()
-    (demand,) = demands_of(
-        next(ticket_of([[3]], 4).members()), source, programs_of(source, source), [np.array([1], np.int64)]
-    )
-    assert (demand.unit_bytes, demand.unit_descriptors) == (2 * 2 * 2 * 4 * 8 * 2, 1)
+def test_each_part_comes_with_the_binding_that_reads_it():
+    source = cache_of(groups=TWO_GROUPS).manifest()
+    member = next(ticket_of([[3], [5]], 4).members())
+    programs, lists = programs_of(source, source), [np.array([1], np.int64), np.array([2], np.int64)]
+    given = []
+    found = parts_of(member.grant, peer_of(member, source), programs, lists, given)
+    assert [part.program_id for part in found] == [program_id for program_id, _ in programs]
+    assert [binding for binding, _ in given] == [binding for _, binding in programs]
+    assert [pairs for _, pairs in given] == [part.pairs for part in found]
 
 
 @pytest.mark.parametrize("block_ids", [[[8], [1]], [[1]], [[1], [2], [3]]])
