@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from kvflow.cache.leases import LeaseEnded
 from kvflow.config import WorkerConfig
-from kvflow.observability.events import OfferAdmitted, ReaderRenewed
+from kvflow.observability.events import OfferAdmitted, ReaderReset
 from kvflow.rendezvous.mint import TicketMint
 from kvflow.testing.fabric import NOBODY, Fabric
 from kvflow.testing.faces import AsyncFace, Face, ThreadedFace
@@ -29,7 +29,6 @@ from kvflow.testing.transport import opener
 from kvflow.testing.world import World
 from kvflow.transfer.events import TransferCompleted
 from kvflow.transfer.plan import PlanCache
-from kvflow.transfer.queues import Limits
 from kvflow.worker.calibration import NEVER
 from kvflow.worker.runtime import open_worker
 from kvflow.worker.surroundings import Surroundings
@@ -44,16 +43,8 @@ PORT = 5000
 PLANS = PlanCache(plans_max=100_000)
 """Plans of all scenarios: a plan depends on nothing but the two layouts."""
 
-LIMITS = Limits(
-    batch_bytes=768,
-    batch_descriptors=160,
-    peer_bytes=1536,
-    peer_descriptors=320,
-    total_bytes=3072,
-    pulls_max=64,
-    aging_s=0.05,
-)
-"""Small, so that the windows are full now and then."""
+PULLS_MAX = 64
+"""Of one worker, so that it refuses one now and then."""
 
 
 class Settings(Struct, frozen=True, kw_only=True):
@@ -216,7 +207,7 @@ class Rank:
             network=SimulatedNetwork(fabric.wires, self.process),
             open_transport=opener(fabric, self.process, self.cache, self.owners),
             draw_bits=self._world.chance.getrandbits,
-            limits=LIMITS,
+            pulls_max=PULLS_MAX,
             make_plans=lambda: PLANS,
             staging=lambda _config, _manifest: STAGED if engine.staged else NEVER,
         )
@@ -279,8 +270,8 @@ class Rank:
                 self.reads[name].gave_back(self)
             case LeaseEnded():
                 self._on_lease_ended(event)
-            case ReaderRenewed():
-                self.engine.setting.troubles.note("renewed", self.process.host)
+            case ReaderReset():
+                self.engine.setting.troubles.note("reset", self.process.host)
 
     def _on_lease_ended(self, event: LeaseEnded) -> None:
         if self.full:

@@ -1,16 +1,17 @@
-"""A simulated data plane: the production ``Owner`` and ``Ledger`` over a mover whose bytes take their time.
+"""A simulated data plane: the production ``Owner`` and ``Lanes`` over a mover whose bytes take their time.
 
 A read may be done when its post returns, as on shared memory, or fly: then its bytes arrive in pieces, and go on to
 arrive after a cancel until the read is over, as they do with a real network card. It may end early with some of its
 bytes written. A fence reads its slot somewhere between its post and its end. A peer that was killed is noticed late,
 a parted one not before it is joined, a stopped one goes on to be read if the fabric is an RDMA network, and a host that
-hangs keeps what is under way for ever.
+hangs keeps what is under way until it is replaced.
 
 In a share of the worlds exporters serve, as the TCP data plane has it: a lease that is not held when a piece is copied
 gives zeros, and the end of the read tells. In some of these a fence is what reads have told, in others it reads the
 slot.
 
-Every write is checked at the moment it happens: the block must still belong to the pull for which the read was posted.
+Every write is checked at the moment it happens: each block must still belong to the pull for which that read was posted
+whose share of the chunk the block is.
 """
 
 from collections.abc import Sequence
@@ -24,16 +25,17 @@ from kvflow.ids import PeerId
 from kvflow.layout.region import Region
 from kvflow.testing.memory import SimulatedCache
 from kvflow.testing.process import Process
-from kvflow.testing.serving import Answer, Part, Told
+from kvflow.testing.serving import Answer, Part
 from kvflow.testing.staging import SimulatedStaging
 from kvflow.testing.wires import Wires
 from kvflow.testing.world import World
-from kvflow.transport.base import Carrier, Fence, PeerAddress
+from kvflow.transfer.requests import LeaseName
+from kvflow.transport.base import Carrier, PeerAddress
 from kvflow.transport.bounds import OutOfBounds, check_inside, merge
-from kvflow.transport.ledger import Chunk
-from kvflow.transport.mover import Flight, MoveFailed, Mover, Prepared
+from kvflow.transport.mover import Chunk, Flight, MoveFailed, Mover, Prepared, share_numbers
 from kvflow.transport.serving import LeasedBlocks, ServedProgram, Serving
 from kvflow.transport.staging import memory_at
+from kvflow.transport.tcp import Told
 
 NAME = "simulated"
 NOBODY = 0
@@ -48,15 +50,19 @@ class FabricFaults(Struct, frozen=True, kw_only=True):
 
     Attributes:
         step_s: mean pause of the owner thread between two steps.
+        inline: share of posts that may be made by the caller's own thread, if the owner has nothing to do.
+        chunk_bytes: most bytes of one chunk; a portion has four times as many.
         at_once: share of reads that are done when their post returns.
         piece_s: mean time from one piece of a read to the next.
         pieces_max: most pieces of one chunk.
-        failed: share of chunks and fences that fail on the way.
+        failed: share of chunks and checks that fail on the way.
         noticed_s: mean time until a death is noticed.
         rdma: whether a stopped process can be read, and written to.
     """
 
     step_s: float = 20e-6
+    inline: float = 0.5
+    chunk_bytes: int = 768
     at_once: float = 0.5
     piece_s: float = 100e-6
     pieces_max: int = 3
@@ -93,7 +99,7 @@ class Fabric:
         return any(transfer.source.process is process for agent in self.agents.values() for transfer in agent.transfers)
 
     def in_flight(self) -> int:
-        """Return how many reads and fences are under way."""
+        """Return how many chunks and checks are under way."""
         return sum(len(agent.transfers) for agent in self.agents.values())
 
 
@@ -122,7 +128,7 @@ class Agent:
         self.closed = False
 
     def close(self) -> None:
-        """End at once: nothing of it writes any more."""
+        """End at once: nothing of it writes after that."""
         self.closed = True
         self.transfers.clear()
 
@@ -132,14 +138,13 @@ class Agent:
 
 
 class _Transfer(Flight):
-    """A chunk or a fence on its way.
+    """A chunk or a check on its way.
 
     Attributes:
-        source: whom it reads from.
-        read_id: of the chunk, or -1.
-        blocks: of ours, which it may write into.
+        source: the agent that it reads from.
+        writes: of each read in the chunk, its id and the blocks of ours that its share may write into.
         pieces: what is still to be copied.
-        slot: to be read, for a fence.
+        slots: to be read, by a check.
         staged: whether it is read into a staging buffer.
         answer: of an exporter that serves.
         doomed: pieces after which it fails.
@@ -147,28 +152,26 @@ class _Transfer(Flight):
         unheld: see ``Flight``.
     """
 
-    __slots__ = ("answer", "blocks", "doomed", "outcome", "pieces", "read_id", "slot", "source", "staged", "unheld")
+    __slots__ = ("answer", "doomed", "outcome", "pieces", "slots", "source", "staged", "unheld", "writes")
 
     def __init__(
         self,
         source: Agent,
-        read_id: int,
-        blocks: list[int],
+        writes: list[tuple[int, list[int]]],
         pieces: list[list[Part]],
-        slot: int,
+        slots: range,
         *,
         staged: bool = False,
         answer: Answer | None = None,
     ) -> None:
         self.source = source
-        self.read_id = read_id
-        self.blocks = blocks
+        self.writes = writes
         self.pieces = pieces
-        self.slot = slot
+        self.slots = slots
         self.staged = staged
         self.answer = answer
         self.doomed: int | None = None
-        self.outcome: int | MoveFailed | None = None
+        self.outcome: int | list[int] | MoveFailed | None = None
         self.unheld: frozenset[tuple[int, int]] = frozenset()
 
 
@@ -176,7 +179,7 @@ class OwnerThread(Protocol):
     """What a mover asks of the thread that calls it."""
 
     def check_write(self, read_id: int, blocks: Sequence[int]) -> None:
-        """Check that every block which is written to belongs to the pull that its read was posted for."""
+        """Check that every block which is written to belongs to the pull that this read was posted for."""
         ...
 
     def wake(self) -> None:
@@ -207,6 +210,11 @@ class SimulatedMover(Mover):
         self._peers[address.peer] = source
         return Carrier(NAME, "kind", NAME)
 
+    def ends_at_once(self, peer_id: PeerId) -> bool:
+        """See ``Mover.ends_at_once``. As with real planes, those whose exporters serve have something in flight."""
+        del peer_id
+        return self._fabric.serves == "nothing"
+
     def remove(self, peer_id: PeerId, *, gone: bool) -> None:
         """See ``Mover.remove``."""
         self._peers.pop(peer_id, None)
@@ -228,28 +236,35 @@ class SimulatedMover(Mover):
 
     def post(self, chunk: Chunk) -> Flight | int:
         """See ``Mover.post``."""
-        source, read = self._peers[chunk.peer], chunk.read
-        program = self._programs[chunk.peer, read.program_id]
+        portion = chunk.portion
+        source, program = self._peers[portion.peer], self._programs[portion.peer, portion.program_id]
         part = slice(chunk.first, chunk.stop)
         staged = program.staged is not None
-        blocks = [] if staged else self._agent.cache.blocks_of(program.target, read.target_index[part])
         answer: Answer | None = None
         if self._fabric.serves == "nothing":
-            runs = merge(program.source, read.source_index[part], program.target, read.target_index[part])
+            runs = merge(program.source, portion.source_index[part], program.target, portion.target_index[part])
             parts: list[Part] = [(run, None) for run in runs]
         else:
-            answer = Answer(chunk, program, self._served[chunk.peer, read.program_id], source.leased)
+            answer = Answer(chunk, program, self._served[portion.peer, portion.program_id], source.leased)
             parts = answer.parts
-        pieces = self._cut(parts)
-        return self._launch(_Transfer(source, read.read_id, blocks, pieces, slot=-1, staged=staged, answer=answer))
+        transfer = _Transfer(
+            source, self._writes(chunk, program), self._cut(parts), range(0), staged=staged, answer=answer
+        )
+        outcome = self._launch(transfer)
+        assert not isinstance(outcome, list)
+        return outcome
 
-    def post_fence(self, peer_id: PeerId, fence: Fence, after: frozenset[int]) -> Flight | int:
-        """See ``Mover.post_fence``."""
-        if after and self._fabric.serves == "reads and fences":
-            return self._told.verdict(fence.slot, fence.epoch, after)
-        return self._launch(_Transfer(self._peers[peer_id], -1, [], [], fence.slot))
+    def post_check(
+        self, peer_id: PeerId, first: int, last: int, reads: Sequence[tuple[int, LeaseName]], *, fence: bool
+    ) -> Flight | Sequence[int]:
+        """See ``Mover.post_check``."""
+        if fence and self._fabric.serves == "reads and fences":
+            return self._told.verdicts(first, last, reads)
+        outcome = self._launch(_Transfer(self._peers[peer_id], [], [], range(first, last + 1)))
+        assert not isinstance(outcome, int)
+        return outcome
 
-    def poll(self, flight: Flight) -> int | None:
+    def poll(self, flight: Flight) -> int | Sequence[int] | None:
         """See ``Mover.poll``."""
         assert isinstance(flight, _Transfer)
         outcome = flight.outcome
@@ -260,8 +275,8 @@ class SimulatedMover(Mover):
             raise outcome
         return outcome
 
-    def renew(self) -> None:
-        """See ``Mover.renew``."""
+    def reset(self) -> None:
+        """See ``Mover.reset``."""
         self._agent.transfers.clear()
         self._peers.clear()
         self._programs.clear()
@@ -271,13 +286,23 @@ class SimulatedMover(Mover):
         """See ``Mover.close``."""
         self._agent.close()
 
+    def _writes(self, chunk: Chunk, program: Prepared) -> list[tuple[int, list[int]]]:
+        """Return which blocks of ours each read in a chunk may write into; what is staged is read into a buffer."""
+        shares, index = chunk.portion.shares, chunk.portion.target_index[chunk.first : chunk.stop]
+        if program.staged is not None:
+            return [(share.read_id, []) for share in shares]
+        numbers = share_numbers(chunk)
+        parts = [index] if numbers is None else [index[numbers == number] for number in range(len(shares))]
+        blocks_of = self._agent.cache.blocks_of
+        return [(share.read_id, blocks_of(program.target, part)) for share, part in zip(shares, parts, strict=True)]
+
     def _cut(self, parts: list[Part]) -> list[list[Part]]:
         """Cut a chunk into pieces that arrive one after the other."""
         pieces = self._world.chance.randint(1, self._fabric.faults.pieces_max)
         size = -(-len(parts) // pieces)
         return [parts[first : first + size] for first in range(0, len(parts), size)]
 
-    def _launch(self, transfer: _Transfer) -> Flight | int:
+    def _launch(self, transfer: _Transfer) -> Flight | int | list[int]:
         world, faults = self._world, self._fabric.faults
         if world.happens(faults.failed):
             transfer.doomed = world.chance.randint(0, len(transfer.pieces))
@@ -332,21 +357,23 @@ class SimulatedMover(Mover):
         else:
             world.after(world.delay(faults.piece_s), self._end, transfer, self._value(transfer))
 
-    def _value(self, transfer: _Transfer) -> int:
-        """Return what a transfer ends with: the value of a slot, or 0; note what of a chunk was not served."""
-        if transfer.slot >= 0:
-            return transfer.source.slot(transfer.slot)
+    def _value(self, transfer: _Transfer) -> int | list[int]:
+        """Return what a transfer ends with: the values of slots, or 0; note what of a chunk was not served."""
+        if transfer.slots:
+            return [transfer.source.slot(number) for number in transfer.slots]
         if transfer.answer is not None:
             transfer.answer.compare(transfer.source.epochs)
-            leases = transfer.answer.leases
-            self._told.note(transfer.read_id, leases)
-            transfer.unheld = frozenset((lease.slot, lease.epoch) for lease in leases if not lease.held)
+            shares = transfer.answer.shares
+            for share, held in shares:
+                self._told.note(share, held.epoch if held.other is None else held.other)
+            transfer.unheld = frozenset((held.slot, held.epoch) for _, held in shares if not held.held)
         return 0
 
     def _copy(self, transfer: _Transfer, piece: list[Part]) -> None:
         if transfer.answer is not None:
             transfer.answer.compare(transfer.source.epochs)
-        self._thread.check_write(transfer.read_id, transfer.blocks)
+        for read_id, blocks in transfer.writes:
+            self._thread.check_write(read_id, blocks)
         source, target = transfer.source.cache, self._agent.cache
         from_view, from_base = source.view, source.region.address
         to_view, to_base = target.view, target.region.address
@@ -360,7 +387,7 @@ class SimulatedMover(Mover):
                 at = run.target_address - to_base
                 to_view[at : at + run.nbytes] = content
 
-    def _end(self, transfer: _Transfer, outcome: int | MoveFailed) -> None:
+    def _end(self, transfer: _Transfer, outcome: int | list[int] | MoveFailed) -> None:
         if transfer in self._agent.transfers:
             transfer.outcome = outcome
             self._thread.wake()

@@ -14,13 +14,14 @@ from kvflow.cache.leases import LeaseEnded, Outcome
 from kvflow.cache.tickets import Grant, Ticket
 from kvflow.config import WorkerConfig
 from kvflow.errors import TransferFailed
+from kvflow.observability.logs import Hook
 from kvflow.testing.memory import SimulatedCache
 from kvflow.testing.process import Process
 from kvflow.testing.world import World
 from kvflow.worker.bridge import Bridge
 from kvflow.worker.drain import DrainReport
 from kvflow.worker.life import Life
-from kvflow.worker.runtime import Cache, Hook
+from kvflow.worker.runtime import Cache
 from kvflow.worker.threaded import Finished, ThreadedWorker
 from kvflow.worker.worker import Worker
 

@@ -12,10 +12,13 @@ from kvflow.testing.engines import Engine, Settings
 from kvflow.testing.fabric import Fabric, FabricFaults
 from kvflow.testing.wires import NetworkFaults
 from kvflow.testing.world import World
-from kvflow.transport.base import RENEWAL_DRAIN_S
+from kvflow.transport.base import RESET_DRAIN_S
 
 HANG_S = 1e-3
 """How often it is looked whether a host is read that is to hang."""
+
+INLINE = (0.0, 0.3, 1.0)
+CHUNK_BYTES = (256, 768, 4096)
 
 DRAIN_S = 0.1
 """Mean time that an engine drains before it leaves, if it does."""
@@ -65,7 +68,12 @@ def draw_calm(world: World) -> Faults:
     piece_s = chance.choice((100e-6, 5e-3, 0.1, 0.3))
     return Faults(
         network=NetworkFaults(),
-        fabric=FabricFaults(piece_s=piece_s, at_once=0.5 if piece_s < 1e-3 else 0.0),
+        fabric=FabricFaults(
+            piece_s=piece_s,
+            at_once=chance.choice((0.5, 1.0)) if piece_s < 1e-3 else 0.0,
+            inline=chance.choice(INLINE),
+            chunk_bytes=chance.choice(CHUNK_BYTES),
+        ),
         kills=0,
         leaves=0,
         stops=0,
@@ -99,7 +107,9 @@ def draw_faults(world: World) -> Faults:
         ),
         fabric=FabricFaults(
             step_s=share(5e-6, 2e-3),
-            at_once=chance.random(),
+            inline=chance.choice(INLINE),
+            chunk_bytes=chance.choice(CHUNK_BYTES),
+            at_once=chance.choice((chance.random(), 1.0)),
             piece_s=share(20e-6, 50e-3),
             pieces_max=chance.randint(1, 4),
             failed=share(1e-4, 0.05),
@@ -152,13 +162,13 @@ def draw_settings(world: World, faults: Faults) -> Settings:
 def pull_s_max(settings: Settings, faults: Faults) -> float:
     """Return the seconds after which every pull has ended and nothing writes into its blocks.
 
-    In a calm scenario four times what the slowest of some hundred seeds has taken; otherwise the budgets of all phases,
+    In a calm scenario twice what the slowest of 400 seeds has taken; otherwise the budgets of all phases,
     of which a handshake may be awaited three times, and what the last resort may take.
     """
     if faults.calm:
-        return 0.1 + 100 * faults.fabric.piece_s
+        return 0.1 + 200 * faults.fabric.piece_s
     budgets = settings.connect_s + 3 * settings.handshake_s + settings.queue_s + settings.wire_s + settings.fence_s
-    return budgets + settings.quarantine_s_max + 2 * RENEWAL_DRAIN_S
+    return budgets + settings.quarantine_s_max + 2 * RESET_DRAIN_S
 
 
 def is_slow(settings: Settings, faults: Faults) -> bool:

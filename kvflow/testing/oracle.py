@@ -27,14 +27,14 @@ from kvflow.errors import (
 )
 
 Trouble = Literal[
-    "killed", "left", "hung", "stopped", "renewed", "parted", "cut", "clogged", "doubled", "failed", "slow", "waited"
+    "killed", "left", "hung", "stopped", "reset", "parted", "cut", "clogged", "doubled", "failed", "slow", "waited"
 ]
-"""To a host: its process was killed, has closed, hung, was stopped, or had to renew its reader. Between two hosts: they
+"""To a host: its process was killed, has closed, hung, was stopped, or had to reset its reader. Between two hosts: they
 were parted, a connection was cut, held back, or had a message twice, or a read has failed. Anywhere: all of it is slow
 beside the budgets; and of one call: its lease was admitted later."""
 
 LOST: frozenset[Trouble] = frozenset(
-    ("killed", "left", "hung", "stopped", "renewed", "parted", "cut", "clogged", "doubled", "failed", "slow")
+    ("killed", "left", "hung", "stopped", "reset", "parted", "cut", "clogged", "doubled", "failed", "slow")
 )
 """What may cost a peer."""
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from kvflow.cache.tickets import Ticket
 from kvflow.errors import KvflowError
 from kvflow.layout.groups import window_blocks
-from kvflow.testing.engines import LIMITS, Engine, Rank
+from kvflow.testing.engines import PULLS_MAX, Engine, Rank
 from kvflow.testing.faces import Face
 from kvflow.testing.oracle import Circumstances, explains
 from kvflow.testing.world import World
@@ -214,7 +214,7 @@ class Reading:
         circumstances = Circumstances(
             forged=request.plan.forged,
             occupied=bool(self._occupied),
-            crowded=rank.pulls >= LIMITS.pulls_max,
+            crowded=rank.pulls >= PULLS_MAX,
             draining=rank.stage != "open",
             closing=rank.stage == "closing",
             over=request.over(neglected=self._neglected),

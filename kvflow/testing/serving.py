@@ -4,10 +4,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvflow.testing.world import Violation
-from kvflow.transfer.requests import LeaseShare
 from kvflow.transport.bounds import Run, merge
-from kvflow.transport.ledger import Chunk, lease_numbers
-from kvflow.transport.mover import Prepared
+from kvflow.transport.mover import Chunk, Prepared, Share, share_numbers
 from kvflow.transport.serving import LeasedBlocks, ServedProgram
 from kvflow.transport.tcp_answers import Held
 
@@ -26,26 +24,27 @@ class Answer:
 
     Attributes:
         parts: of the chunk, in order.
-        leases: that it names.
+        shares: of the portion that have descriptors in the chunk, and what becomes of their leases.
     """
 
     def __init__(self, chunk: Chunk, prepared: Prepared, served: ServedProgram, leased: LeasedBlocks) -> None:
-        read = chunk.read
+        portion = chunk.portion
         self._leased = leased
         self._group = served.group
         self._blocks: list[npt.NDArray[np.int64]] = []
-        self._macs: list[bytes] = []
         self._begun = False
         self.parts: list[Part] = []
-        self.leases: list[Held] = []
-        source, target = (index[chunk.first : chunk.stop] for index in (read.source_index, read.target_index))
-        numbers = lease_numbers(chunk)
-        for number, lease in enumerate(read.leases):
-            of_lease = np.full(len(source), number == 0) if numbers is None else numbers == number
-            if of_lease.any():
-                self._add(lease, merge(prepared.source, source[of_lease], prepared.target, target[of_lease]))
-                self._blocks.append(served.resolve(np.ascontiguousarray(source[of_lease])).block)
-                self._macs.append(lease.mac)
+        self.shares: list[tuple[Share, Held]] = []
+        source, target = (index[chunk.first : chunk.stop] for index in (portion.source_index, portion.target_index))
+        numbers = share_numbers(chunk)
+        for number, share in enumerate(portion.shares):
+            of_share = np.full(len(source), number == 0) if numbers is None else numbers == number
+            if of_share.any():
+                held = Held(share.lease.slot, share.lease.epoch)
+                runs = merge(prepared.source, source[of_share], prepared.target, target[of_share])
+                self.shares.append((share, held))
+                self.parts += [(run, held) for run in runs]
+                self._blocks.append(served.resolve(np.ascontiguousarray(source[of_share])).block)
 
     def compare(self, slot_value: npt.NDArray[np.uint64]) -> None:
         """Compare every lease with what its slot holds; the first time with the lease table, and the blocks, too.
@@ -53,33 +52,11 @@ class Answer:
         Raises:
             Violation: a block is read that its lease does not hold.
         """
-        for held, blocks, mac in zip(self.leases, self._blocks, self._macs, strict=True):
-            inside = None if self._begun else self._leased.held(held.slot, held.epoch, self._group, blocks, mac=mac)
+        for (share, held), blocks in zip(self.shares, self._blocks, strict=True):
+            inside = None
+            if not self._begun:
+                inside = self._leased.held(held.slot, held.epoch, self._group, blocks, mac=share.lease.mac)
             held.compare(int(slot_value[held.slot]), known=self._begun or inside is not None)
             if inside is not None and held.held and not inside.all():
                 raise Violation(f"a read asks for block {blocks[np.argmin(inside)]}, which its lease does not hold")
         self._begun = True
-
-    def _add(self, lease: LeaseShare, runs: list[Run]) -> None:
-        held = Held(lease.slot, lease.epoch)
-        self.leases.append(held)
-        self.parts += [(run, held) for run in runs]
-
-
-class Told:
-    """What the answers to reads have told of their leases. A fence needs no question of its own then."""
-
-    def __init__(self) -> None:
-        self._odd: dict[int, dict[tuple[int, int], int]] = {}
-
-    def note(self, read_id: int, leases: list[Held]) -> None:
-        """Note the end of an answer."""
-        odd = self._odd.setdefault(read_id, {})
-        for held in leases:
-            if held.other is not None:
-                odd[held.slot, held.epoch] = max(held.other, odd.get((held.slot, held.epoch), held.other))
-
-    def verdict(self, slot: int, epoch: int, after: frozenset[int]) -> int:
-        """Return what the slot held when some reads ended; the worst, if they differ."""
-        odd = [self._odd[read_id][slot, epoch] for read_id in after if (slot, epoch) in self._odd.get(read_id, {})]
-        return max([value for value in odd if value > epoch], default=min(odd, default=epoch))

@@ -3,37 +3,43 @@
 from collections import deque
 from collections.abc import Sequence
 
+from msgspec.structs import replace
+
 from kvflow.config import WorkerConfig
 from kvflow.ids import PeerId
 from kvflow.layout.region import Region
 from kvflow.testing.fabric import NOBODY, Agent, Fabric, SimulatedMover
 from kvflow.testing.memory import SimulatedCache
 from kvflow.testing.process import Process
-from kvflow.testing.staging import SimulatedStaging, blocks_of_units
+from kvflow.testing.staging import SimulatedStaging
 from kvflow.testing.world import Event
+from kvflow.transfer.bind import Binding as PlanBinding
+from kvflow.transfer.bind import Bound
+from kvflow.transfer.bind_staged import StagedBinding
+from kvflow.transfer.pairs import UnitPairs
+from kvflow.transfer.requests import RankRead, ReadEnded
 from kvflow.transport.base import (
-    Fence,
+    CHUNK_BYTES_MAX,
+    INLINE_S_MAX,
+    Binding,
     PeerAddress,
     Program,
     Published,
-    Read,
-    ReadCompleted,
-    ReadFailed,
-    RenewalEnded,
+    ReaderReset,
     Sink,
     StagingUse,
     Transport,
     TransportEvent,
 )
-from kvflow.transport.bounds import Rows, check_rows
-from kvflow.transport.owner import CancelReads, Command, Look, Owner, RemovePeer, RenewReader
+from kvflow.transport.commands import CancelReads, Command, PostReads, RemovePeer, ResetReader
+from kvflow.transport.owner import Owner
 from kvflow.transport.serving import SERVES_NOTHING, Serving
 from kvflow.worker.surroundings import OpenTransport
 
 NAME = "simulated"
 
-RENEWAL_POLL_S = 50e-3
-"""How often the owner thread looks whether a renewal of its reader is due: seldom, compared to a real one."""
+RESET_POLL_S = 50e-3
+"""How often the owner thread looks whether a reset of its reader is due: seldom, compared to a real one."""
 
 
 def opener(fabric: Fabric, process: Process, cache: SimulatedCache, owners: list[int]) -> OpenTransport:
@@ -84,9 +90,9 @@ class SimulatedTransport:
         self._step: Event | None = None
         self._closed = False
         self._aims: dict[int, dict[int, int]] = {}
-        self._targets: dict[int, Rows | tuple[int, int, int]] = {}
+        self._units: dict[int, int] = {}  # program -> units of one of our blocks
         self._staging = SimulatedStaging(staging_bytes, cache, self._check_scatter)
-        self._renewing = False
+        self._resetting = False
 
     @property
     def name(self) -> str:
@@ -115,23 +121,30 @@ class SimulatedTransport:
 
     def prepare(self, program: Program) -> None:
         """See ``Transport.prepare``."""
-        # What is staged is read into a buffer, and its descriptors say nothing of our blocks.
-        staged = program.scatter
-        self._targets[program.program_id] = check_rows(program.target_rows) if staged is None else staged.units
-        self._command(program)
+        binding = program.binding
+        assert isinstance(binding, PlanBinding | StagedBinding)
+        self._units[program.program_id] = binding.group.target.per_block
+        self._command(replace(program, binding=SmallChunks(binding, self._fabric.faults.chunk_bytes)))
 
-    def post(self, read: Read) -> None:
-        """See ``Transport.post``."""
-        self._world.note(self._process.name, "posted", read.read_id, len(read.source_index), len(read.fences))
-        target, index = self._targets[read.program_id], read.target_index
-        blocks = blocks_of_units(target, index) if isinstance(target, tuple) else self._cache.blocks_of(target, index)
-        self._aims[read.read_id] = {block: self._owners[block] for block in blocks}
-        self._command(read)
-
-    def look(self, peer: PeerId, fence: Fence) -> None:
-        """See ``Transport.look``."""
-        self._world.note(self._process.name, "looked", peer, fence.slot)
-        self._command(Look(peer, fence))
+    def post(self, reads: Sequence[RankRead]) -> list[ReadEnded]:
+        """See ``Transport.post``. A share of posts is made at once, if a real transport would make them so."""
+        for read in reads:
+            self._world.note(self._process.name, "posted", read.read_id, len(read.parts), read.check_first)
+            blocks = {
+                unit // self._units[part.program_id] for part in read.parts for unit in part.pairs.target.tolist()
+            }
+            self._aims[read.read_id] = {block: self._owners[block] for block in blocks}
+        inline = self._world.happens(self._fabric.faults.inline) and not self._commands and not self._closed
+        for owner, _ in self._started if inline else ():
+            if owner.fits_inline(reads, INLINE_S_MAX):
+                answers = owner.post_inline(reads)
+                for ended in answers:
+                    self._note_end(ended)
+                if len(answers) < len(reads):
+                    self.wake()
+                return answers
+        self._command(PostReads(tuple(reads)))
+        return []
 
     def cancel(self, read_ids: Sequence[int]) -> None:
         """See ``Transport.cancel``."""
@@ -142,10 +155,10 @@ class SimulatedTransport:
         """See ``Transport.staging``."""
         return self._staging.use
 
-    def renew_reader(self) -> None:
-        """See ``Transport.renew_reader``."""
-        self._renewing = True
-        self._command(RenewReader())
+    def reset_reader(self) -> None:
+        """See ``Transport.reset_reader``."""
+        self._resetting = True
+        self._command(ResetReader())
 
     def close(self) -> None:
         """See ``Transport.close``. It is called as a thread's work, so that what is in flight has had its grace."""
@@ -198,24 +211,56 @@ class SimulatedTransport:
             self._process.postpone(self.wake)
             return
         for owner, _ in self._started:
-            stepped = owner.step()
-            while self._commands:
-                command = self._commands.popleft()
-                owner.handle(command)
-                stepped = True
+            try:
+                stepped = owner.step()
+                while self._commands:
+                    owner.handle(self._commands.popleft())
+                    stepped = True
+            except Exception as error:  # noqa: BLE001 - it would end a real owner thread
+                self._world.fail(error)
+                return
             if stepped:
                 self.wake()
-            elif self._renewing:  # it waits for what may never land
-                self._world.after(RENEWAL_POLL_S, self.wake)
+            elif self._resetting:  # it waits for what may never arrive
+                self._world.after(RESET_POLL_S, self.wake)
 
     def _report(self, event: TransportEvent) -> None:
-        """Pass an event on; a read that is over must have nothing left that could write."""
-        self._world.note(self._process.name, "told", event)
-        if isinstance(event, ReadCompleted | ReadFailed):
-            for _, agent in self._started:
-                if not agent.closed and any(flying.read_id == event.read_id for flying in agent.transfers):
-                    self._world.fail(f"{self._process.name}: {event} was told, and its transfer goes on")
-            self._aims.pop(event.read_id, None)
-        if isinstance(event, RenewalEnded):
-            self._renewing = False
+        """Pass an event on."""
+        if isinstance(event, ReadEnded):
+            self._note_end(event)
+        else:
+            self._world.note(self._process.name, "told", event)
+        if isinstance(event, ReaderReset):
+            self._resetting = False
         self._sink(event)
+
+    def _note_end(self, ended: ReadEnded) -> None:
+        """Check that a read that is over has nothing left that could write, and that it is told once."""
+        self._world.note(self._process.name, "told", ended)
+        for _, agent in self._started:
+            if not agent.closed and any(ended.read_id in dict(flying.writes) for flying in agent.transfers):
+                self._world.fail(f"{self._process.name}: {ended} was told, and its transfer goes on")
+        if self._aims.pop(ended.read_id, None) is None:
+            self._world.fail(f"{self._process.name}: {ended} was told, and its read is over")
+
+
+class SmallChunks:
+    """A binding whose chunks are so small that a read of a small cache has several. See ``Binding``.
+
+    Args:
+        binding: of the program.
+        chunk_bytes: most bytes of one chunk.
+    """
+
+    def __init__(self, binding: Binding, chunk_bytes: int) -> None:
+        self._binding = binding
+        self._chunk_bytes = chunk_bytes
+        self.unit_bytes = binding.unit_bytes
+        # The data plane divides what it takes for one chunk, and for one portion, by this.
+        self.read_bytes = binding.read_bytes * (CHUNK_BYTES_MAX // chunk_bytes)
+        self.unit_descriptors = binding.unit_descriptors
+
+    def bind(self, pairs: UnitPairs, *, chunk_bytes: int, chunk_descriptors: int) -> Bound:
+        """See ``Binding.bind``."""
+        nbytes = min(chunk_bytes, self._chunk_bytes)
+        return self._binding.bind(pairs, chunk_bytes=nbytes, chunk_descriptors=chunk_descriptors)

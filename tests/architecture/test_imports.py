@@ -49,7 +49,12 @@ IMPORTERS = {
     "nixl_cu12": {"kvflow/transport/nixl_binding.py"},
     "nixl_cu13": {"kvflow/transport/nixl_binding.py"},
     "torch": {"kvflow/memory", "kvflow/demo", "kvflow/integrations"},
-    "zmq": {"handshake/sockets.py", "handshake/security.py", "kvflow/integrations/vllm/admission.py"},
+    "zmq": {
+        "handshake/arrivals.py",
+        "handshake/sockets.py",
+        "handshake/security.py",
+        "kvflow/integrations/vllm/admission.py",
+    },
     "rich": {"kvflow/demo/display.py"},
     "aiohttp": {"kvflow/demo/proxy.py"},
     "ray": {"kvflow/integrations/ray"},

@@ -17,20 +17,19 @@ from kvflow.cache.mint import Mint
 from kvflow.cache.quarantine import LastResort
 from kvflow.rendezvous import dialer
 from kvflow.testing import engines, scenario
-from kvflow.transfer.flights import Flights
-from kvflow.transfer.requests import RenewLease
 from kvflow.transfer.scheduler import Scheduler
-from kvflow.transport import ledger
-from kvflow.transport.ledger import NO_BUFFER, Chunk, Ledger
+from kvflow.transport import lanes
+from kvflow.transport.lanes import NO_BUFFER, Check, Lanes
 from kvflow.transport.owner import Owner
-from kvflow.worker import offers, threaded
-from kvflow.worker.keeping import Keeping
+from kvflow.worker import offers
+from kvflow.worker.consumer import Consumer
+from kvflow.worker.handle import PullHandle
+from kvflow.worker.leases_held import LeasesHeld
 from kvflow.worker.peers import PeerPool
-from kvflow.worker.releasing import Releasing
 from kvflow.worker.surroundings import Surroundings
-from kvflow.worker.unsettled import Unsettled
 
 LATE_S = 5e-3
+NEVER_S = 1e6
 INCARNATION_BITS = 128
 
 
@@ -61,15 +60,16 @@ def quarantine_skipped(patch):
     """The blocks of a pull that failed are free at once, whatever may still write into them."""
 
     def free(self, pull_id, reason, now):
-        destination = self._open[pull_id]
-        self._account.end_receipt(destination.ids)
-        destination.ids = tuple(np.zeros(0, np.int64) for _ in destination.ids)
+        ids = self._open[pull_id]
+        self._account.end_receipt(ids)
+        self._open[pull_id] = tuple([] for _ in ids)
 
-    async def quiesced(self, request_id):
+    async def do_not_wait(self, request_id):
         return
 
     patch.setattr(DestinationLedger, "quarantine", free)
-    patch.setattr(Unsettled, "quiesced", quiesced)
+    patch.setattr(Consumer, "quiesced", do_not_wait)
+    _tell_at_the_failure(patch)
 
 
 def release_counted_twice(patch):
@@ -114,13 +114,16 @@ def completion_of_a_dead_incarnation_accepted(patch):
         if reason.code != "peer_lost":
             fail(self, work, reason)
         else:
-            self._land(work, 0 if isinstance(work, Chunk) else work.fence.epoch, 0.0)
+            held = [0] * (work.last - work.first + 1) if isinstance(work, Check) else 0
+            for opened in work.reads if isinstance(work, Check) else ():
+                held[opened.read.lease.slot - work.first] = opened.read.lease.epoch
+            self._land(work, held, None)
 
     patch.setattr(Owner, "_fail", land)
 
 
 def another_incarnation_taken_for_the_one_that_died(patch):
-    """Whoever answers at an address is taken for whom the ticket names, and epochs begin where they always do."""
+    """A worker that answers at an address is taken for the one of the ticket, and epochs begin where they always do."""
 
     def surroundings(**given):
         draw_bits = given["draw_bits"]
@@ -130,67 +133,101 @@ def another_incarnation_taken_for_the_one_that_died(patch):
     patch.setattr(engines, "Surroundings", surroundings)
 
 
-def window_not_given_back_on_failure(patch):
-    """A read that fails keeps its room in the windows."""
-    failed = Scheduler.on_read_failed
+def failed_chunk_stays_in_flight(patch):
+    """A chunk that fails keeps its place among those in flight, so that its peer never drains."""
+    failed = Lanes.failed
 
-    def keep_room(self, read_id, **about):
-        self._flights._flights[read_id].counted = False
-        return failed(self, read_id, **about)
+    def keep_place(self, work, reason):
+        if not isinstance(work, Check):
+            work.lane.chunks_in_flight += 1
+        failed(self, work, reason)
 
-    patch.setattr(Scheduler, "on_read_failed", keep_room)
-
-
-def look_before_the_read_left_out(patch):
-    """What was read counts if the lease is held afterwards, whenever it was admitted."""
-    looked = Scheduler._on_looked
-
-    def see_what_will_be(self, leg_id, observed, now):
-        leg = self._legs[leg_id]
-        return looked(self, leg_id, max(observed, leg.request.epoch), now)
-
-    patch.setattr(Scheduler, "_on_looked", see_what_will_be)
-    patch.setattr(ledger, "_not_held", lambda fence, observed: None)
+    patch.setattr(Lanes, "failed", keep_place)
 
 
-def look_before_a_served_read_left_out(patch):
-    """The same as ``look_before_the_read_left_out``, where exporters serve and tell what they have not served.
+def first_check_left_out(patch):
+    """What was read counts if the lease is held afterwards, no matter when it was admitted."""
+    admit = Lanes.admit
 
-    No bug that does harm: what was not served is read again. See ``unserved_bytes_are_delivered``.
+    def admit_unchecked(self, read, programs):
+        read.check_first = False
+        admit(self, read, programs)
+
+    patch.setattr(Lanes, "admit", admit_unchecked)
+
+
+def first_check_of_a_served_read_left_out(patch):
+    """The same as ``first_check_left_out``, where exporters serve and tell what they have not served.
+
+    This bug does no damage: what was not served is read again. See ``unserved_bytes_are_delivered``.
     """
     patch.setattr(scenario, "SERVES", ("reads",))
-    look_before_the_read_left_out(patch)
+    first_check_left_out(patch)
 
 
 def unserved_bytes_are_delivered(patch):
-    """What a serving exporter has not served counts as read, and nobody has looked before."""
-    look_before_a_served_read_left_out(patch)
-    completed = Scheduler.on_read_completed
+    """What a serving exporter has not served counts as read, and there was no first check."""
+    first_check_of_a_served_read_left_out(patch)
+    arrived = Lanes.arrived
+    patch.setattr(Lanes, "arrived", lambda self, carried, unheld=(), *refused: arrived(self, carried, (), *refused))
 
-    def forget(self, read_id, *, unheld=False, **about):
-        return completed(self, read_id, **about)
 
-    patch.setattr(Scheduler, "on_read_completed", forget)
+def fence_posted_with_the_last_chunk(patch):
+    """A fence is posted together with the last chunk of its read, and may read the slot before the bytes are read."""
+    take, leave, checked = Lanes._take, Lanes._leave, Lanes.checked
+    values = {}  # of each read whose fence was posted too soon; None while it is in flight
+
+    def take_with_fences(self, reads, *about):
+        carried = take(self, reads, *about)
+        for opened in reads:
+            if not opened.waits:
+                values[opened] = None
+                opened.lane.fences.append(opened)
+                self._due[opened.lane] = None
+        return carried
+
+    def leave_unfenced(self, carried, opened, now):
+        phase, opened.read.phase = opened.read.phase, "wire"
+        leave(self, carried, opened, now)
+        if opened.read.phase != "fence" or opened.read.read_id not in self.reads:
+            opened.read.phase = phase
+            return
+        opened.lane.fences.pop()
+        if opened not in opened.lane.fences and values[opened] is not None:  # otherwise it is still to come
+            self._end(opened, "held" if values[opened] == opened.read.lease.epoch else "stale", values[opened])
+
+    def check_early(self, check, found):
+        soon = [opened for opened in check.reads if check.fence and opened.in_flight]
+        for opened in soon:
+            values[opened] = found[opened.read.lease.slot - check.first]
+        check.reads = [opened for opened in check.reads if opened not in soon]
+        checked(self, check, found)
+
+    patch.setattr(Lanes, "_take", take_with_fences)
+    patch.setattr(Lanes, "_leave", leave_unfenced)
+    patch.setattr(Lanes, "checked", check_early)
+
+
+def read_ends_before_its_chunk(patch):
+    """A read that is cancelled ends at once, although a chunk that has some of its bytes is in flight."""
+    doom = Lanes._doom
+
+    def end_at_once(self, opened, reason):
+        opened.in_flight, in_flight = 0, opened.in_flight
+        doom(self, opened, reason)
+        opened.in_flight = in_flight
+
+    patch.setattr(Lanes, "_doom", end_at_once)
 
 
 def peer_lost_while_others_are_met_is_used(patch):
-    """A pull of several ranks uses one that was let go while the others were being met. So it was once."""
+    """A pull of several ranks uses one that was removed while the others were being met. So it was once."""
     patch.setattr(PeerPool, "_require_current", lambda self, peer: None)
 
 
 def only_the_first_renewal_is_sent(patch):
-    """A pull renews its lease when it begins, and never again."""
-    tick = Scheduler.tick
-    renewed = {}
-
-    def tick_once(self, now, held_up=()):
-        seen = renewed.setdefault(id(self), (self, set()))[1]
-        effects = tick(self, now, held_up)
-        again = [effect for effect in effects if isinstance(effect, RenewLease) and effect in seen]
-        seen.update(effect for effect in effects if isinstance(effect, RenewLease))
-        return [effect for effect in effects if effect not in again]
-
-    patch.setattr(Scheduler, "tick", tick_once)
+    """A lease is renewed once, and never again."""
+    patch.setattr(LeasesHeld, "_again_at", lambda self, peer, member, now: now + NEVER_S)
 
 
 def renewal_lasts_half(patch):
@@ -206,13 +243,41 @@ def renewal_lasts_half(patch):
 
 def kept_tickets_are_not_renewed(patch):
     """Kept tickets are forgotten."""
-    patch.setattr(Keeping, "renew_due", lambda self: None)
+    patch.setattr(LeasesHeld, "keep", lambda self, members: None)
 
 
-def shared_batch_cancelled_with_one_pull(patch):
-    """A pull that ends early takes along the reads that it shares with others."""
-    give_up = Flights.give_up
-    patch.setattr(Flights, "give_up", lambda self, read_id: give_up(self, read_id) or True)
+def shared_chunk_cancelled_with_one_pull(patch):
+    """A pull that ends early takes along the reads that share a chunk with it."""
+    take, cancel = Lanes._take, Lanes.cancel
+    sharing = {}  # read -> ids of those that have shared a chunk with it
+
+    def take_and_note(self, reads, *about):
+        for opened in reads:
+            sharing.setdefault(opened, set()).update(each.read.read_id for each in reads)
+        return take(self, reads, *about)
+
+    def cancel_all(self, read_ids):
+        opened = [self._reads[read_id] for read_id in read_ids if read_id in self._reads]
+        cancel(self, read_ids)
+        for read_id in sorted({each for one in opened for each in sharing.get(one, ())} & self._reads.keys()):
+            self._doom(self._reads[read_id], lanes.Reason("cancelled", "it has shared a chunk"))
+
+    patch.setattr(Lanes, "_take", take_and_note)
+    patch.setattr(Lanes, "cancel", cancel_all)
+
+
+def bytes_of_a_shared_chunk_are_swapped(patch):
+    """Of reads that share a chunk, each gets the bytes of the next one."""
+    bind = lanes._bind
+
+    def swap(reads, program):
+        portion = bind(reads, program)
+        if len(portion.shares) < 2:
+            return portion
+        first, *others = portion.target_index.tolist()
+        return msgspec.structs.replace(portion, target_index=np.array([*others, first], np.int32))
+
+    patch.setattr(lanes, "_bind", swap)
 
 
 def slot_freed_twice(patch):
@@ -231,75 +296,83 @@ def slot_freed_twice(patch):
 def loan_of_a_repeated_block_ended_once(patch):
     """A block that a request lists twice is lent twice, and given back once."""
     end_loan = BlockAccount.end_loan
-    patch.setattr(BlockAccount, "end_loan", lambda self, ids: end_loan(self, [np.unique(each) for each in ids]))
+    patch.setattr(BlockAccount, "end_loan", lambda self, ids: end_loan(self, [sorted(set(each)) for each in ids]))
 
 
 def offered_block_taken_as_a_target(patch):
     """A block that peers may be reading is written into."""
     refuse = BlockAccount._refuse
 
-    def refuse_receiving(self, ids, used, words, remedy):
-        if used is not self._lent:
-            refuse(self, ids, used, words, remedy)
+    def refuse_receiving(self, present, is_busy, words, remedy):
+        if "on offer" not in words:
+            refuse(self, present, is_busy, words, remedy)
 
     patch.setattr(BlockAccount, "_refuse", refuse_receiving)
 
 
 def last_resort_never_comes(patch):
-    """What a host that hangs has in flight keeps its blocks for ever."""
+    """What a host that hangs has in flight keeps its blocks."""
     patch.setattr(LastResort, "due", lambda self, entries, now, starved=False: False)
 
 
 def cancelled_offer_stays(patch):
-    """An offer that was cancelled in the moment in which its turn came is held, and nobody knows."""
+    """An offer that was cancelled in the moment in which its turn came is held, and is in no book."""
     patch.setattr(offers, "_has_ticket", lambda waiting: False)
 
 
 def failure_told_before_quiescence(patch):
     """An engine of threads hears of a failed pull while something may still write into its blocks."""
-
-    async def do_not_wait(worker, request_id):
-        return
-
-    patch.setattr(threaded, "_wait_quiesced", do_not_wait)
+    _tell_at_the_failure(patch)
 
 
 def staging_buffer_given_back_when_posted(patch):
     """A staging buffer is free for another chunk as soon as its own is posted."""
-    posted, leave = Ledger.posted, Ledger._leave_flight
+    post, over = Owner._post_chunk, Lanes._chunk_is_over
 
-    def post_and_give_back(self, chunk, started, ended):
-        posted(self, chunk, started, ended)
-        if chunk.buffer != NO_BUFFER:
-            self._buffers.give_back(chunk.buffer)
+    def post_and_give_back(self, carried):
+        outcome = post(self, carried)
+        if carried.chunk.buffer != NO_BUFFER:
+            self._lanes._buffers.give_back(carried.chunk.buffer)
+        return outcome
 
-    def leave_without_buffer(self, chunk, now):
-        if chunk.buffer != NO_BUFFER:
-            chunk = msgspec.structs.replace(chunk, buffer=NO_BUFFER)
-        return leave(self, chunk, now)
+    def over_without_buffer(self, carried, now):
+        carried.chunk = msgspec.structs.replace(carried.chunk, buffer=NO_BUFFER)
+        over(self, carried, now)
 
-    patch.setattr(Ledger, "posted", post_and_give_back)
-    patch.setattr(Ledger, "_leave_flight", leave_without_buffer)
+    patch.setattr(Owner, "_post_chunk", post_and_give_back)
+    patch.setattr(Lanes, "_chunk_is_over", over_without_buffer)
 
 
 def budgets_never_run_out(patch):
-    """A peer that hangs is waited for, for ever."""
-    patch.setattr(Flights, "overdue", lambda self, leg, now: ("", now + 1.0))
+    """A peer that hangs is waited for without end."""
+
+    def wait(self, rank, now):
+        self._reads[rank.read.read_id] = self._reads.pop(rank.read.read_id)
+        rank.look_at = now + 1.0
+        return []
+
+    patch.setattr(Scheduler, "_look_after", wait)
 
 
 def release_is_forgotten(patch):
     """What was read is never given back."""
-    patch.setattr(Releasing, "add", lambda self, members, **_how: None)
+    patch.setattr(LeasesHeld, "release", lambda self, members, **_how: self.drop(members))
 
 
 def first_of_two_ranks_is_released_alone(patch):
     """A pull gives back only one rank of those that a ticket names."""
-    add = Releasing.add
-    patch.setattr(Releasing, "add", lambda self, members, **how: add(self, members[:1], **how))
+    release = LeasesHeld.release
+
+    def release_one(self, members, **how):
+        first, *others = members
+        release(self, [first], **how)
+        self.drop(others)
+
+    patch.setattr(LeasesHeld, "release", release_one)
 
 
 def lease_runs_out_late(patch):
-    """A lease that nobody renews is held for longer than it lasts."""
+    """A lease that is not renewed is held for longer than it lasts."""
     expire = LeaseTable.expire
     patch.setattr(LeaseTable, "expire", lambda self, now: expire(self, now - LATE_S))
 
@@ -307,3 +380,16 @@ def lease_runs_out_late(patch):
 def release_before_its_lease_is_lost(patch):
     """A release that comes before its lease is admitted counts for nothing. So it was once."""
     patch.setattr(LeaseTable, "_release_early", lambda self, slot, epoch, reader: "unknown")
+
+
+def _tell_at_the_failure(patch):
+    """Have the callbacks of a pull that fails called at once."""
+    fail = PullHandle.fail
+
+    def fail_and_tell(self, error):
+        fail(self, error)
+        callbacks, self._on_settled = self._on_settled, []
+        for callback in callbacks:
+            callback(self)
+
+    patch.setattr(PullHandle, "fail", fail_and_tell)

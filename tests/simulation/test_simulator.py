@@ -15,9 +15,10 @@ from kvflow.testing import Process, runner
 from kvflow.testing.fabric import SimulatedMover
 from kvflow.testing.runner import run_seeds
 from kvflow.testing.scenario import REQUESTS_MIN, simulate
+from kvflow.transport.owner import Owner
 from kvflow.transport.staging import Scatterer
 from kvflow.worker.drain import Drain
-from kvflow.worker.keeping import Keeping
+from kvflow.worker.leases_held import LeasesHeld
 from kvflow.worker.offers import Offers
 from kvflow.worker.threaded import ThreadedWorker
 
@@ -52,15 +53,17 @@ def test_without_faults_a_pull_fails_only_by_what_callers_do():
 
 
 USED = (
-    (Keeping, "begin"),
+    (LeasesHeld, "keep"),
     (Scatterer, "run"),
     (ThreadedWorker, "pull"),
     (Offers, "offer_when_possible"),
     (Drain, "run"),
-    (SimulatedMover, "renew"),
+    (SimulatedMover, "reset"),
+    (Owner, "post_inline"),
     (Process, "hang"),
 )
-"""What scenarios must come to: kept tickets, staged reads, threads, waiting offers, drains, hosts that hang."""
+"""What scenarios must come to: kept tickets, staged reads, threads, waiting offers, drains, hosts that hang, and posts
+on the caller's thread."""
 
 
 def test_scenarios_use_all_that_a_worker_does(monkeypatch):
@@ -141,9 +144,9 @@ def test_the_command_replays_a_seed(capsys):
 
 
 def test_the_command_names_broken_seeds(capsys, monkeypatch):
-    planted.window_not_given_back_on_failure(monkeypatch)
+    planted.release_is_forgotten(monkeypatch)
     assert main(["simulate", "--seeds", "3", "--jobs", "1"]) == 1
     told, at_once = capsys.readouterr()
-    assert "room in a window was lost" in told
-    assert "room in a window was lost" in at_once
+    assert "has given it back" in told
+    assert "has given it back" in at_once
     assert "broke a promise; see each with: kvflow simulate --replay SEED" in told
