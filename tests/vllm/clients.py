@@ -10,12 +10,15 @@ import openai
 from .servers import Deployment, Server
 
 TOKENS = 32
+LONG = 600
+"""Tokens of an answer that takes seconds."""
 BLOCK_TOKENS = 128
 BLOCK_BYTES = 4 * 2 * 2 * BLOCK_TOKENS * 64 * 2
 """Of llama: layers, keys and values, heads, tokens, elements of a head, bytes of one."""
 
 RUNNING, USAGE, ENDED = "vllm:num_requests_running", "vllm:kv_cache_usage_perc", "vllm:request_success_total"
 TRANSFERS, LEASES = "vllm:kvflow_transfer_seconds_count", "vllm:kvflow_leases_ended_total"
+GENERATED = "vllm:generation_tokens_total"
 UNTAGGED = "vllm:kvflow_untagged_requests_total"
 RELEASED = {"outcome": "released"}
 
@@ -123,6 +126,22 @@ def _joined(parts: Iterable[Any]) -> Said:
             reasons[choice.index] = choice.finish_reason or reasons.get(choice.index)
     order = sorted(texts)
     return Said(*([found[index] for index in order] for found in (texts, tokens, reasons)), prompt_tokens)
+
+
+def hang_up(deployment: Deployment, server: Server, prompt: str | list[int]) -> None:
+    """Close a stream after its third part, and require that the decode server ends the request without an answer."""
+    made, ended = (deployment.decode.metric(name) for name in (GENERATED, ENDED))
+    with client_of(server) as client:
+        streamed = client.completions.create(
+            model=deployment.model, prompt=prompt, max_tokens=LONG, temperature=0, stream=True
+        )
+        for _ in range(3):
+            next(streamed)
+        deployment.decode.wait_metric(1, RUNNING)
+        streamed.close()
+    deployment.decode.wait_metric(0, RUNNING)
+    assert deployment.decode.metric(ENDED) == ended, "vLLM counts what ends by itself"
+    assert 3 <= deployment.decode.metric(GENERATED) - made < LONG
 
 
 def moved(deployment: Deployment) -> list[float]:

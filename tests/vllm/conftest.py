@@ -66,7 +66,7 @@ def deployment(request, pairs, tmp_path_factory):
 
 @pytest.fixture
 def settled(deployment):
-    """The same; after the test nothing runs, and no block is taken."""
+    """The servers of the tests; after each test nothing runs, and no block is taken."""
     from .clients import RUNNING, USAGE  # likewise
 
     yield deployment

@@ -5,18 +5,23 @@ It takes root, ``ip`` and ``unshare``. What a host runs shares with the other ho
 
 import json
 import os
+import re
+import secrets
 import shlex
 import subprocess
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
 from .engines import ANSWER_S, ENVIRONMENT, PYTHON, ROOT, START_S
+from .pairs import model_folder
 from .servers import LOGS, Server
 
 TOKENS = 16
+CONTROL_PORT = 5600
+"""Of the first rank of an engine."""
 
 FIRST = "198.18.16"
 """Network of the hosts. Source: RFC 2544, addresses for tests of networks; ``tests.chaos.wire`` has others of them."""
@@ -127,6 +132,56 @@ class FarServer(Server):
     def stop(self) -> int:
         """End the processes of the host at once: their first one takes no other signal."""
         return self.kill()
+
+
+class FarServers:
+    """Servers on hosts of their own. Use it as a context manager.
+
+    Args:
+        names: of the hosts.
+        folder: for programs, records and lists of names.
+
+    Attributes:
+        hosts: on which they are.
+        model: its folder.
+        secret: of their cluster.
+    """
+
+    def __init__(self, names: Sequence[str], folder: Path) -> None:
+        self.folder = folder
+        self.hosts = Hosts(names, folder)
+        self.model = str(model_folder("llama"))
+        self.secret = secrets.token_urlsafe(32)
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        with self._stack as starting:
+            starting.enter_context(self.hosts)
+            self._stack = starting
+            for server in self.start():
+                server.wait_ready()
+            self._stack = starting.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def start(self) -> Iterable[FarServer]:
+        """Start all of them; return those that answer when they are ready."""
+        raise NotImplementedError
+
+    def serve(self, name: str, *, command: Sequence[str], port: int, variables: Mapping[str, str]) -> FarServer:
+        """Start a server on a host; see ``FarServer``."""
+        server = FarServer(self.hosts, name, command=command, port=port, variables=variables, folder=ROOT)
+        self._stack.callback(server.stop)
+        return server
+
+    def require_advertised(self, server: FarServer, name: str, rank: int = 0, num_ranks: int = 1) -> None:
+        """Require that a server says once that its rank is at a host, and does not doubt it."""
+        said = server.log.read_text()
+        address = f"tcp://{self.hosts.addresses[name]}:{CONTROL_PORT + rank}"
+        assert len(re.findall(f"rank {rank} of {num_ranks} of engine \\S+ is at {address}: ", said)) == 1, said
+        assert "no address of this host" not in said
 
 
 def run_with_vllm(program: str, *words: str) -> str:

@@ -1,26 +1,22 @@
 """An engine on two hosts is read from a third one: each rank advertises its own, as docs/howto/vllm.md says."""
 
 import json
-import re
-import secrets
-from contextlib import ExitStack
 
 import pytest
 
 from kvflow import Ticket
 
-from .engines import PREFILL_PARAMS, PYTHON, ROOT
-from .hosts import TOKENS, FarServer, Hosts, run_with_vllm
+from .clients import BLOCK_BYTES, blocks_of
+from .engines import PREFILL_PARAMS, PYTHON
+from .hosts import TOKENS, FarServers, run_with_vllm
 from .howto import blocks
-from .pairs import model_folder
 from .prompts import prompt_of
 from .servers import PATIENCE
 
 PREFILL_PORT, DECODE_PORT, MASTER_PORT = 8100, 8200, 29501
 LENGTHS = (3, 150, 333, 700)
-BLOCK_TOKENS = 128
-BLOCK_BYTES = 4 * 2 * 2 * BLOCK_TOKENS * 64 * 4
-"""Of llama in float32: layers, keys and values, heads, tokens, elements of a head, bytes of one."""
+FLOAT32_BYTES = 2 * BLOCK_BYTES
+"""Of a block: ``BLOCK_BYTES`` is of 16 bits."""
 
 
 def extra():
@@ -29,48 +25,29 @@ def extra():
     return json.loads(f"{{{block}}}")["kv_connector_extra_config"] | PATIENCE
 
 
-class Deployed:
-    """A prefill engine of two ranks on two hosts, and a decode engine on a third one. Use it as a context manager.
-
-    Args:
-        folder: for what the servers write.
-    """
+class Deployed(FarServers):
+    """A prefill engine of two ranks on two hosts, and a decode engine on a third one."""
 
     def __init__(self, folder):
-        self.model = str(model_folder("llama"))
-        self.folder = folder
-        self.hosts = Hosts(["first", "second", "third"], folder)
-        self._stack = ExitStack()
-        self._secret = secrets.token_urlsafe(32)
+        super().__init__(["first", "second", "third"], folder)
 
-    def __enter__(self):
-        with self._stack as starting:
-            starting.enter_context(self.hosts)
-            first, second, third = self.hosts.addresses.values()
-            ranks = ["--tensor-parallel-size", "2", "--nnodes", "2", "--distributed-executor-backend", "mp"]
-            ranks += ["--master-addr", first, "--master-port", str(MASTER_PORT)]
-            # The first host and the second are told their addresses, each by another variable; vLLM finds the third's.
-            self.prefill = self._serve(
-                starting,
-                "first",
-                "kv_producer",
-                [*ranks, "--node-rank", "0", "--host", first, "--port", str(PREFILL_PORT)],
-                KVFLOW_ADVERTISE_HOST=first,
-                POD_IP="203.0.113.1",
-            )
-            self.second = self._serve(
-                starting, "second", "kv_producer", [*ranks, "--node-rank", "1", "--headless"], POD_IP=second
-            )
-            self.decode = self._serve(starting, "third", "kv_consumer", ["--host", third, "--port", str(DECODE_PORT)])
-            for server in (self.prefill, self.decode):
-                server.wait_ready()
-            self._stack = starting.pop_all()
-        return self
+    def start(self):
+        first, second, third = self.hosts.addresses.values()
+        ranks = ["--tensor-parallel-size", "2", "--nnodes", "2", "--distributed-executor-backend", "mp"]
+        ranks += ["--master-addr", first, "--master-port", str(MASTER_PORT)]
+        # The first host and the second are told their addresses, each by another variable; vLLM finds the third's.
+        self.prefill = self._engine(
+            "first",
+            "kv_producer",
+            [*ranks, "--node-rank", "0", "--host", first, "--port", str(PREFILL_PORT)],
+            KVFLOW_ADVERTISE_HOST=first,
+            POD_IP="203.0.113.1",
+        )
+        self.second = self._engine("second", "kv_producer", [*ranks, "--node-rank", "1", "--headless"], POD_IP=second)
+        self.decode = self._engine("third", "kv_consumer", ["--host", third, "--port", str(DECODE_PORT)])
+        return self.prefill, self.decode
 
-    def __exit__(self, *_):
-        self._stack.close()
-
-    def _serve(self, starting, name, role, words, **variables):
+    def _engine(self, name, role, words, **variables):
         transfer = {
             "kv_connector": "KVFlowConnector",
             "kv_role": role,
@@ -78,11 +55,9 @@ class Deployed:
         }
         command = [PYTHON, "-m", "tests.vllm.vllm_command", "serve", self.model, "--enforce-eager"]
         command += ["--dtype", "float32", *words, "--kv-transfer-config", json.dumps(transfer)]
-        variables |= {"KVFLOW_CLUSTER_SECRET": self._secret, "GLOO_SOCKET_IFNAME": "eth0"}
+        variables |= {"KVFLOW_CLUSTER_SECRET": self.secret, "GLOO_SOCKET_IFNAME": "eth0"}
         port = DECODE_PORT if role == "kv_consumer" else PREFILL_PORT
-        server = FarServer(self.hosts, name, command=command, port=port, variables=variables, folder=ROOT)
-        starting.callback(server.stop)
-        return server
+        return self.serve(name, command=command, port=port, variables=variables)
 
     def tokens(self, prompt, **fields):
         return self.decode.tokens(prompt, model=self.model, **fields)
@@ -101,15 +76,9 @@ def deployed(pairs, tmp_path_factory):
 
 
 def test_each_rank_says_at_the_start_that_it_is_on_its_own_host(deployed):
-    first, second, third = deployed.hosts.addresses.values()
-    for server, words in {
-        deployed.prefill: f"rank 0 of 2 of engine \\S+ is at tcp://{first}:5600: ",
-        deployed.second: f"rank 1 of 2 of engine \\S+ is at tcp://{second}:5601: ",
-        deployed.decode: f"rank 0 of 1 of engine \\S+ is at tcp://{third}:5600: ",
-    }.items():
-        said = server.log.read_text()
-        assert len(re.findall(words, said)) == 1, said
-        assert "no address of this host" not in said
+    deployed.require_advertised(deployed.prefill, "first", 0, 2)
+    deployed.require_advertised(deployed.second, "second", 1, 2)
+    deployed.require_advertised(deployed.decode, "third")
 
 
 def test_ranks_on_two_hosts_are_read_from_a_third_host(deployed):
@@ -125,8 +94,8 @@ def test_ranks_on_two_hosts_are_read_from_a_third_host(deployed):
     deployed.decode.wait_metric(len(LENGTHS), "vllm:kvflow_transfer_seconds_count")
     # Both ranks end a lease for each prompt.
     deployed.prefill.wait_metric(2 * len(LENGTHS), "vllm:kvflow_leases_ended_total", outcome="released")
-    blocks_read = sum(-(-length // BLOCK_TOKENS) for length in LENGTHS)
-    assert deployed.decode.metric("vllm:kvflow_transfer_bytes_sum") == blocks_read * BLOCK_BYTES
+    nbytes = sum(map(blocks_of, LENGTHS)) * FLOAT32_BYTES
+    assert deployed.decode.metric("vllm:kvflow_transfer_bytes_sum") == nbytes
     assert deployed.decode.metric("vllm:kvflow_failed_transfers_total") == 0
     records = [json.loads(line) for line in (deployed.folder / "kv_consumer.jsonl").read_text().splitlines()]
     assert {each["plane"] for each in records if each["event"] == "transfer.completed"} == {"tcp"}

@@ -4,64 +4,41 @@ What Kubernetes does is done here: pods get addresses and names, variables are f
 """
 
 import json
-import secrets
-from contextlib import ExitStack
 
 import pytest
 
 from tests.docs.manifests import ENGINES, container, ports, transfer_config, workload
 
-from .engines import ROOT
-from .hosts import TOKENS, FarServer, Hosts
-from .pairs import model_folder
+from .clients import BLOCK_BYTES, blocks_of
+from .hosts import TOKENS, FarServers
 from .prompts import prompt_of
 from .servers import PATIENCE, PROGRAMS
 
 LENGTHS = (3, 150, 333, 400, 512, 700)
-BLOCK_TOKENS = 128
-BLOCK_BYTES = 4 * 2 * 2 * BLOCK_TOKENS * 64 * 2
-"""Of llama in bfloat16: layers, keys and values, heads, tokens, elements of a head, bytes of one."""
 MODEL = "Qwen/Qwen3-8B"
 """That of the manifests; here it is a small one."""
 
 
-class Cluster:
-    """The pods of the manifests. Use it as a context manager.
-
-    Args:
-        folder: for programs and lists of names.
-    """
+class Cluster(FarServers):
+    """The pods of the manifests."""
 
     def __init__(self, folder):
-        self.model = str(model_folder("llama"))
         self.pods = [
             (f"{name}-{index}", name) for name in ENGINES for index in range(workload(name)["spec"]["replicas"])
         ]
         self.pods.append(("router", "router"))
         services = [f"{pod}.{name}" if name in ENGINES else pod for pod, name in self.pods]
-        self.hosts = Hosts(services, folder)
+        super().__init__(services, folder)
         self.servers = {}
         self._services = dict(zip([pod for pod, _ in self.pods], services, strict=True))
-        self._folder = folder
-        self._secret = secrets.token_urlsafe(32)
-        self._stack = ExitStack()
 
-    def __enter__(self):
+    def start(self):
         for name, script in PROGRAMS.items():
-            (self._folder / name).write_text(f"#!/bin/sh\n{script}\n")
-            (self._folder / name).chmod(0o755)
-        with self._stack as starting:
-            starting.enter_context(self.hosts)
-            for pod, name in self.pods:
-                self.servers[pod] = self._start(pod, name)
-                starting.callback(self.servers[pod].stop)
-            for server in self.servers.values():
-                server.wait_ready()
-            self._stack = starting.pop_all()
-        return self
-
-    def __exit__(self, *_):
-        self._stack.close()
+            (self.folder / name).write_text(f"#!/bin/sh\n{script}\n")
+            (self.folder / name).chmod(0o755)
+        for pod, name in self.pods:
+            self.servers[pod] = self._start(pod, name)
+        return self.servers.values()
 
     def _start(self, pod, name):
         program, *words = [*container(name)["command"], *container(name)["args"]]
@@ -71,21 +48,15 @@ class Cluster:
             config["kv_connector_extra_config"] |= PATIENCE
             words[words.index("--kv-transfer-config") + 1] = json.dumps(config)
         variables = {each["name"]: self._variable(pod, each["valueFrom"]) for each in container(name).get("env", [])}
-        return FarServer(
-            self.hosts,
-            self._services[pod],
-            command=[str(self._folder / program), *words],
-            port=ports(name)["http"],
-            variables=variables,
-            folder=ROOT,
-        )
+        command = [str(self.folder / program), *words]
+        return self.serve(self._services[pod], command=command, port=ports(name)["http"], variables=variables)
 
     def _variable(self, pod, source):
         match source:
             case {"fieldRef": {"fieldPath": "status.podIP"}}:
                 return self.hosts.addresses[self._services[pod]]
             case {"secretKeyRef": _}:
-                return self._secret
+                return self.secret
 
     def total(self, kind, metric, **labels):
         """Return the sum of a metric over all servers of a kind."""
@@ -102,10 +73,7 @@ def cluster(pairs, tmp_path_factory):
 
 def test_each_engine_is_at_the_address_of_its_pod(cluster):
     for pod, name in cluster.pods[:-1]:
-        address = cluster.hosts.addresses[f"{pod}.{name}"]
-        said = cluster.servers[pod].log.read_text()
-        assert said.count(f" is at tcp://{address}:5600: ") == 1
-        assert "no address of this host" not in said
+        cluster.require_advertised(cluster.servers[pod], f"{pod}.{name}")
 
 
 def test_the_router_has_every_prompt_prefilled_and_its_cache_read(cluster):
@@ -113,7 +81,6 @@ def test_the_router_has_every_prompt_prefilled_and_its_cache_read(cluster):
     alone = [cluster.servers["decode-0"].tokens(each, model=cluster.model, cache_salt="alone") for each in prompts]
     assert all(len(tokens) == TOKENS for tokens in alone)
     assert [cluster.servers["router"].tokens(each, model=cluster.model) for each in prompts] == alone
-    blocks = sum(-(-length // BLOCK_TOKENS) for length in LENGTHS)
     assert cluster.total("decode", "vllm:kvflow_transfer_seconds_count") == len(prompts)
-    assert cluster.total("decode", "vllm:kvflow_transfer_bytes_sum") == blocks * BLOCK_BYTES
+    assert cluster.total("decode", "vllm:kvflow_transfer_bytes_sum") == sum(map(blocks_of, LENGTHS)) * BLOCK_BYTES
     assert cluster.total("decode", "vllm:kvflow_failed_transfers_total") == 0

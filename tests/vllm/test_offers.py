@@ -46,7 +46,7 @@ def test_all_samples_of_a_prompt_keep_the_blocks_of_one(pair, n, max_tokens):
     expect_read(pair, several, answer["kv_transfer_params"])
 
 
-# Offers that nobody asked for. Leases outlast every patience: what is kept is free when it is read.
+# Offers that no client asked for. Leases outlast every patience: what is kept is free when it is read.
 
 LASTING = {"lease_s": 600.0}
 NUM_BLOCKS = 64

@@ -13,7 +13,6 @@ from .clients import (
     BLOCK_BYTES,
     BLOCK_TOKENS,
     RELEASED,
-    RUNNING,
     TOKENS,
     USAGE,
     client_of,
@@ -86,15 +85,6 @@ def deployment(request, pairs, tmp_path_factory):
     folder = tmp_path_factory.mktemp("offloading")
     with Offloading(model_folder("llama"), folder, CONNECTORS[request.param]) as deployment:
         yield deployment
-
-
-@pytest.fixture
-def settled(deployment):
-    """The same; after the test nothing runs, and no block is taken."""
-    yield deployment
-    for server in (deployment.prefill, deployment.decode):
-        server.wait_metric(0, RUNNING)
-        server.wait_metric(0, USAGE)
 
 
 def ask(deployment, server, prompt, fields, *, max_tokens=TOKENS):

@@ -14,7 +14,6 @@ import pytest
 from .clients import (
     BLOCK_BYTES,
     BLOCK_TOKENS,
-    ENDED,
     LEASES,
     RELEASED,
     RUNNING,
@@ -25,7 +24,7 @@ from .clients import (
     USAGE,
     Said,
     blocks_of,
-    client_of,
+    hang_up,
     moved,
     said,
     text_of,
@@ -122,18 +121,7 @@ def test_token_ids_behind_vllm_router_are_a_prompt(settled, vllm_router):
 
 
 def test_a_client_that_hangs_up_leaves_nothing_behind(settled, front):
-    made, ended = (settled.decode.metric(name) for name in ("vllm:generation_tokens_total", ENDED))
-    with client_of(front) as client:
-        streamed = client.completions.create(
-            model=settled.model, prompt=text_of(WORDS, f"{front.name} left"), max_tokens=600, temperature=0, stream=True
-        )
-        for _ in range(3):
-            next(streamed)
-        settled.decode.wait_metric(1, RUNNING)
-        streamed.close()
-    settled.decode.wait_metric(0, RUNNING)
-    assert settled.decode.metric(ENDED) == ended, "vLLM counts what ends by itself"
-    assert 3 <= settled.decode.metric("vllm:generation_tokens_total") - made < 600
+    hang_up(settled, front, text_of(WORDS, f"{front.name} left"))
 
 
 def test_a_request_that_the_decode_server_refuses_gives_its_blocks_back(settled, front):

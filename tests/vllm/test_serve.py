@@ -11,7 +11,6 @@ import pytest
 
 from .clients import (
     BLOCK_BYTES,
-    ENDED,
     LEASES,
     RELEASED,
     RUNNING,
@@ -22,6 +21,7 @@ from .clients import (
     blocks_of,
     client_of,
     completed,
+    hang_up,
     moved,
     tokens_of,
 )
@@ -216,18 +216,7 @@ def test_a_request_without_parameters_is_counted(settled):
 
 
 def test_a_client_that_hangs_up_in_the_middle_leaves_nothing_behind(settled):
-    made, ended = (settled.decode.metric(name) for name in ("vllm:generation_tokens_total", ENDED))
-    with client_of(settled.proxy) as client:
-        streamed = client.completions.create(
-            model=settled.model, prompt=prompt_of(200, "left"), max_tokens=800, temperature=0, stream=True
-        )
-        for _ in range(3):
-            next(streamed)
-        settled.decode.wait_metric(1, RUNNING)
-        streamed.close()
-    settled.decode.wait_metric(0, RUNNING)
-    assert settled.decode.metric(ENDED) == ended, "vLLM counts what ends by itself"
-    assert 3 <= settled.decode.metric("vllm:generation_tokens_total") - made < 800
+    hang_up(settled, settled.proxy, prompt_of(200, "left"))
     prompt = prompt_of(200, "next")
     assert tokens_of(settled, settled.proxy, prompt) == tokens_of(settled, settled.alone, prompt)
 

@@ -112,7 +112,7 @@ class Listener:
         self._rank = rank
         self._key = key
         self._told = False
-        self._folder = Path(tempfile.mkdtemp(prefix="kvflow-"))  # that nobody else can enter
+        self._folder = Path(tempfile.mkdtemp(prefix="kvflow-"))  # that no other user can enter
         self.endpoint = f"ipc://{self._folder}/admissions"
         self._context = zmq.Context()
         try:

@@ -14,8 +14,8 @@ from kvflow.errors import BlockIdsInvalid
 from kvflow.integrations.vllm.specs import state_block
 
 NULL_BLOCK = 0
-"""vLLM's block that stands for one which is not there. Nobody is ever given it. Here it also stands for a block that
-has its tokens already, from the prefix cache: others may be reading it, so that nothing is to be written there."""
+"""vLLM's block that stands for one which is not there. No request is ever given it. Here it also stands for a block
+that has its tokens already, from the prefix cache: others may be reading it, so that nothing is to be written there."""
 
 ABSENT = -1
 

@@ -31,7 +31,6 @@ from kvflow.integrations.vllm.settings import (
     wants_packed,
 )
 from kvflow.integrations.vllm.stats import KVFlowMetrics, KVFlowStats
-from kvflow.integrations.vllm.tally import empty_tally
 from kvflow.integrations.vllm.tensors import adopt_caches
 from kvflow.integrations.vllm.worker import RankRuntime, Results
 
@@ -44,13 +43,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = logging.getLogger("vllm.kvflow")  # vLLM shows what stands below its own name
-
-LOAD_WAIT_S = 0.004
-"""How long a step that has nothing to compute waits for all open loads to end. vLLM takes such steps one after the
-other, a millisecond apart, and holds the interpreter, which kvflow's threads need, for most of each. Whoever waits here
-lets go of it, and hears of an end at once. For all, because a load that ends a moment after the step waits for the
-whole next one, which computes for the others. A request that arrives meanwhile waits that long at most.
-"""
 
 
 class KVFlowConnector(*versions.connector_bases()):  # type: ignore[misc]  # vLLM is not there to check against
@@ -84,7 +76,7 @@ class KVFlowConnector(*versions.connector_bases()):  # type: ignore[misc]  # vLL
         On GPUs vLLM asks this when it reads its arguments. It makes a connector only when the model is loaded, which is
         late to learn of a wrong setting.
         """
-        # Nobody tells the role here. A producer may have every setting.
+        # vLLM does not tell the role here. A producer may have every setting.
         read_settings(extra_config, EngineFacts(engine_id="not known yet", kv_role="kv_producer"), own_host)
         return False
 
@@ -269,21 +261,16 @@ class KVFlowConnector(*versions.connector_bases()):  # type: ignore[misc]  # vLL
         """Return what has ended since the last step; in a step without a model wait a little for the loads."""
         step = self._connector_metadata
         assert isinstance(step, StepOrders)
-        return self._does.rank.collect(wait_s=LOAD_WAIT_S if step.idle else 0.0)
+        return self._does.rank.collect(idle=step.idle)
 
     def get_kv_connector_stats(self) -> KVFlowStats | None:
         """Return what this side has counted since the last step."""
-        if self._scheduler is not None:
-            counts = {"defects": self._scheduler.guard.take(), "untagged": self._scheduler.untagged.take()}
-            stats = KVFlowStats(empty_tally() | counts)
-        elif self._runtime is not None:
-            stats = KVFlowStats(self._runtime.rank.take_tally())
-        else:
-            return None
-        return None if stats.is_empty() else stats
+        side = self._scheduler or (self._runtime and self._runtime.rank)
+        tally = side.take_tally() if side else None
+        return KVFlowStats(tally) if tally else None
 
     def shutdown(self) -> None:
-        """Leave the network: leases end, pulls are cancelled, and nothing touches the cache any more."""
+        """Leave the network: leases end, pulls are cancelled, and from then on nothing touches the cache."""
         if self._runtime is not None:
             self._runtime.close()
             self._runtime = None

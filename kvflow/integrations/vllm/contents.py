@@ -9,6 +9,7 @@ engine chooses the hash function, and may begin the chain with a random number.
 import sys
 from array import array
 from collections.abc import Callable, Sequence
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
@@ -16,6 +17,7 @@ import msgspec
 
 from kvflow import Grant, Ticket
 from kvflow.errors import ContentMismatch, TicketInvalid
+from kvflow.integrations.vllm.blocks import ABSENT
 
 Request = Any
 """A request of vLLM's scheduler, which only the connector imports."""
@@ -25,8 +27,8 @@ DIGEST_BYTES = 16
 START = blake2b(b"kvflow.integrations.vllm content 1", digest_size=DIGEST_BYTES).digest()
 """What every chain begins with. Another way to make digests needs another start."""
 
-PLAIN, KEYED = b"tokens", b"tokens and keys"
-"""Set apart blocks of tokens alone from those that begin with a digest of their other keys."""
+PLAIN, KEYED = (blake2b(digest_size=DIGEST_BYTES, person=person) for person in (b"tokens", b"tokens and keys"))
+"""Set apart blocks of tokens alone from those that begin with a digest of their other keys. Each link is a copy."""
 
 BLOCK_SIZES_MAX = 16
 """Different block sizes of one producer. Engines have one to three."""
@@ -64,13 +66,7 @@ class Contents:
             ContentMismatch: the request has fewer tokens, or one whose id is no unsigned number of 32 bits.
         """
         chains = self._chains(request, block_sizes, num_tokens)
-        return tuple(
-            tuple(
-                digest if block >= 0 else b""
-                for block, digest in zip(ids, chains[size][len(chains[size]) - len(ids) :], strict=True)
-            )
-            for ids, size in zip(block_ids, block_sizes, strict=True)
-        )
+        return tuple(_last(chains[size], ids) for ids, size in zip(block_ids, block_sizes, strict=True))
 
     def require(self, request: Request, ticket: Ticket) -> None:
         """Check that a ticket's blocks hold the beginning of a request, all of them.
@@ -114,7 +110,10 @@ class Contents:
 
     def _chains(self, request: Request, block_sizes: Sequence[int], num_tokens: int) -> dict[int, list[bytes]]:
         tokens = _token_bytes(request, num_tokens)
-        return {size: self._chain(request, tokens, size or num_tokens) for size in set(block_sizes)}
+        # What all tokens together have no keys of, no block of them has. Embeddings would be hashed for the answer.
+        plain = request.prompt_embeds is None and self._extra_keys(request, 0, num_tokens, 0)[0] is None
+        chain = _plain_chain if plain else partial(self._chain, request)
+        return {size: chain(tokens, size or num_tokens) for size in set(block_sizes)}
 
     def _chain(self, request: Request, tokens: memoryview, block_size: int) -> list[bytes]:
         """Return the chain's value at the end of each block; the last one may be shorter."""
@@ -125,7 +124,8 @@ class Contents:
         for first in range(0, num_tokens, block_size):
             end = min(first + block_size, num_tokens)
             keys, media = self._extra_keys(request, first, end, media)
-            link = blake2b(digest, digest_size=DIGEST_BYTES, person=KEYED if keys else PLAIN)
+            link = (KEYED if keys else PLAIN).copy()
+            link.update(digest)
             if keys:
                 if keys != known:
                     known, keyed = keys, _digest_of_keys(keys)
@@ -134,6 +134,26 @@ class Contents:
             digest = link.digest()
             chain.append(digest)
         return chain
+
+
+def _plain_chain(tokens: memoryview, block_size: int) -> list[bytes]:
+    """Return the chain of a request whose blocks have no other keys than their tokens."""
+    chain, digest, nbytes = [], START, block_size * TOKEN_BYTES
+    for first in range(0, len(tokens), nbytes):
+        link = PLAIN.copy()
+        link.update(digest)
+        link.update(tokens[first : first + nbytes])
+        digest = link.digest()
+        chain.append(digest)
+    return chain
+
+
+def _last(chain: Sequence[bytes], block_ids: Sequence[int]) -> tuple[bytes, ...]:
+    """Return the end of a chain, one digest for each block id; empty for an absent block."""
+    digests = chain[len(chain) - len(block_ids) :]
+    if ABSENT in block_ids:
+        return tuple(digest if block >= 0 else b"" for block, digest in zip(block_ids, digests, strict=True))
+    return tuple(digests)
 
 
 def _token_bytes(request: Request, num_tokens: int) -> memoryview:
@@ -150,7 +170,7 @@ def _token_bytes(request: Request, num_tokens: int) -> memoryview:
 
 
 def _digest_of_keys(keys: tuple[Any, ...]) -> bytes:
-    """Return a digest of fixed length, so that nobody can pass the end of the keys off as tokens.
+    """Return a digest of fixed length, so that the end of the keys cannot pass for tokens.
 
     vLLM's key of an adapter is its name and its path; engines keep the same adapter at different paths.
     """

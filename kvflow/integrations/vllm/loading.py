@@ -3,8 +3,8 @@
 Pure: it is told what the engine does with a request, and collects orders for the workers.
 
 A request is *announced* when it arrives, *loading* from the moment it has blocks to load into until the workers report
-it, and not ours any more after that: whatever the engine asks of a request that is not known here, the answer is that
-there is nothing to load. That is how a request goes on that was preempted, or whose load has failed.
+it, and forgotten after that: whatever the engine asks of a request that is not known here, the answer is that there is
+nothing to load. That is how a request goes on that was preempted, or whose load has failed.
 
 A ticket is read once: reading it ends its lease. Where several requests have the same one, as the samples of one
 prompt do (``n``), the first loads it, and the others *follow*: they wait, and take what it leaves in the prefix cache.
@@ -196,13 +196,15 @@ class Loading:
     def take_orders(self) -> list[Order]:
         """Return what the workers must be told, once.
 
-        Who got no room in the step of its arrival waits, maybe for longer than its lease: that is kept from the next
-        step on. Most need not wait, and cost nobody a message.
+        A request that got no room in the step of its arrival waits, maybe for longer than its lease: that is kept from
+        the next step on. Most requests need not wait, and cost no message.
         """
+        if not (self._orders or self._waited or self._new):
+            return []
         waiting = ((name, self._loads.get(name)) for name in self._waited)
         kept = [Keep(name, load.ticket) for name, load in waiting if load and load.ticket and not load.loading]
         orders = [*self._orders, *kept]
-        # Nothing is forgotten before everything is made: a request whose order is lost waits for ever.
+        # Nothing is forgotten before everything is made: a request whose order is lost would never end.
         self._orders, self._waited, self._new = [], self._new, []
         return orders
 

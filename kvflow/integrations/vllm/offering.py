@@ -33,7 +33,7 @@ PROMPT_NAME = re.compile(r"(?P<call>cmpl-.+)-(?P<number>\d{1,6})(-[0-9a-f]{8})?"
 """vLLM's server names the prompts of one call of ``/v1/completions`` alike, but for their number and some digits."""
 
 UNASKED_SHARE = 0.5
-"""Of an engine's blocks, and of its lease slots, that offers nobody asked for may hold."""
+"""Of an engine's blocks, and of its lease slots, that offers which no client asked for may hold."""
 
 
 class _Origin(Struct, frozen=True):
@@ -104,7 +104,7 @@ class Offering:
 
         Args:
             request_id: the engine's name of it.
-            asked: whether the client has asked for a ticket. What nobody asked for holds a share of the engine at most.
+            asked: whether the client has asked for a ticket. Other offers hold a share of the engine at most.
         """
         origin = _Origin.of(request_id, asked=asked)
         self._wanted[request_id] = origin
@@ -220,7 +220,7 @@ class Offering:
 
 
 class _Unasked:
-    """What offers that nobody asked for hold: no more than a share of the engine, because nobody may ever take them."""
+    """What offers hold that no client asked for: at most a share of the engine, because they may never be read."""
 
     def __init__(self, num_blocks: int) -> None:
         self._blocks_max = int(num_blocks * UNASKED_SHARE)
@@ -249,7 +249,7 @@ class _Unasked:
             return
         self._told = True
         logger.warning(
-            "kvflow: request %s is not offered, and others will not be: tickets that nobody asked for hold %d of at "
+            "kvflow: request %s is not offered, and others will not be: tickets that no client asked for hold %d of at "
             "most %d blocks and %d leases. Each is held until it is read, or until lease_s is over. If the metric "
             'vllm:kvflow_leases_ended has more with outcome="expired" than "released", the router does not hand '
             "kv_transfer_params of answers on. This is said once.",

@@ -34,7 +34,7 @@ class Keep(Struct, frozen=True):
 
 
 class Cancel(Struct, frozen=True):
-    """End a pull that nobody waits for; its blocks are reported when nothing writes into them any more."""
+    """End a pull whose request has ended; its blocks are reported when nothing writes into them."""
 
     request_id: str
 

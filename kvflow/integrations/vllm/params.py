@@ -1,7 +1,7 @@
 """``kv_transfer_params``: what a router carries from a prefill engine to a decode engine, and any client can write.
 
 The ticket is what counts: it is signed, and nothing of it is decoded before its signature is checked. The fields that
-today's routers know stand beside it and repeat what it says. Nobody acts upon them: routers rewrite them.
+today's routers know stand beside it and repeat what it says. kvflow does not act upon them: routers rewrite them.
 """
 
 from collections.abc import Callable, Sequence
@@ -82,7 +82,7 @@ def read_params(params: object, verify: Verify, chars_max: int) -> Wish:
         return Nothing()
     if not isinstance(params, dict):
         raise TicketInvalid(f"kv_transfer_params is {type(params).__name__}: expected an object")
-    load, offer = (_switch(params, name) for name in SWITCHES)
+    load, offer = _switch(params, "do_remote_prefill"), _switch(params, "do_remote_decode")
     if load and offer:
         raise TicketInvalid("kv_transfer_params: do_remote_prefill and do_remote_decode are both true: expected one")
     if offer:
@@ -162,4 +162,4 @@ def _rewritten(params: dict[Any, Any], ticket: Ticket) -> tuple[str, ...]:
         expected = describe_ticket(ticket)
     except TicketInvalid:
         return ()
-    return tuple(name for name, value in expected.items() if params.get(name) is not None and params[name] != value)
+    return tuple([name for name, value in expected.items() if params.get(name, value) not in (value, None)])

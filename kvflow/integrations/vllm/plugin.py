@@ -10,8 +10,8 @@ logger = logging.getLogger("vllm.kvflow")  # vLLM shows what stands below its ow
 def register() -> None:
     """Make ``"kv_connector": "KVFlowConnector"`` known to vLLM without ``kv_connector_module_path``.
 
-    vLLM calls this function in the API server, in the engine core and in each worker, once or more, whichever
-    connector the user has chosen. So it never raises. The connector itself is imported when vLLM creates it.
+    vLLM calls this function in the API server, in the engine core and in each worker, once or more, also if the
+    user has chosen another connector. So it never raises. The connector itself is imported when vLLM creates it.
     """
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # noqa: PLC0415 - vLLM calls us

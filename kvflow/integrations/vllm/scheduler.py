@@ -25,6 +25,7 @@ from kvflow.integrations.vllm.params import (
 )
 from kvflow.integrations.vllm.settings import Settings
 from kvflow.integrations.vllm.specs import read_groups, retained_tokens
+from kvflow.integrations.vllm.tally import Tally, empty_tally
 from kvflow.integrations.vllm.untagged import Untagged
 from kvflow.integrations.vllm.versions import prefill_lookahead
 
@@ -101,7 +102,7 @@ class SchedulerSide:
         self._early.close()
 
     def _fail(self, error: Exception, request: "Request") -> None:
-        """Have a request fail after an exception that nobody foresaw."""
+        """Have a request fail after an unforeseen exception."""
         request.kv_transfer_params = {}  # vLLM itself reads it, and expects a dict
         found = DefectFound(f"{type(error).__name__}: {error!s:.200}")
         self.loading.fail(request.request_id, found, wanted=request.num_prompt_tokens)
@@ -197,6 +198,11 @@ class SchedulerSide:
         """Return what the workers must be told, once."""
         return [*self._take_orders(self.loading), *self._take_orders(self.offering)]
 
+    def take_tally(self) -> Tally | None:
+        """Return what was counted since the last call, if anything was."""
+        defects, untagged = self.guard.take(), self.untagged.take()
+        return empty_tally() | {"defects": defects, "untagged": untagged} if defects or untagged else None
+
     @guarded(())
     def _take_orders(self, half: Loading | Offering) -> Iterable[Order]:
         return half.take_orders()
@@ -213,7 +219,7 @@ class SchedulerSide:
         return self._contents.digests(request, block_ids, self._block_sizes, num_tokens)
 
     def _tell_rewritten(self, names: Iterable[str]) -> None:
-        """Say once of each field that a router has rewritten it; nobody acts upon such fields."""
+        """Say once of each field that a router has rewritten it; kvflow does not act upon such fields."""
         for name in set(names) - self._told_rewritten:
             self._told_rewritten.add(name)
             logger.info("kvflow: %s is not what the ticket says: a router writes it, and kvflow does not use it", name)

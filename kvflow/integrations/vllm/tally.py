@@ -4,8 +4,11 @@ from typing import Any
 
 from kvflow import Finished
 
-SERIES = ("total_s", "queue_s", "post_s", "wire_s", "fence_s", "nbytes", "descriptors")
-"""One number for each completed pull: phases in seconds, as in ``TransferReport.timings_s``, bytes, descriptors."""
+PHASES = ("total_s", "queue_s", "post_s", "wire_s", "fence_s")
+"""Phases of a completed pull in seconds, as in ``TransferReport.timings_s``."""
+
+SERIES = (*PHASES, "nbytes", "descriptors")
+"""One number for each completed pull."""
 
 COUNTS = ("failed", "leases", "defects", "untagged")
 """How often each thing happened, by name: pulls that failed, by the error's code; leases that ended, by outcome;
@@ -37,10 +40,11 @@ def count_end(tally: Tally, end: Finished) -> None:
     elif end.report is None:
         count(tally, "failed", end.error.code if end.error else "unknown")
     else:
-        for name in SERIES:
-            phase = name.removesuffix("_s")
-            timed = end.report.timings_s.get(phase, 0.0) if phase != name else getattr(end.report, name)
-            tally[name].append(timed)
+        timings = end.report.timings_s
+        for name in PHASES:
+            tally[name].append(timings.get(name[:-2], 0.0))
+        tally["nbytes"].append(end.report.nbytes)
+        tally["descriptors"].append(end.report.descriptors)
 
 
 def add_tallies(tally: Tally, other: Tally) -> Tally:

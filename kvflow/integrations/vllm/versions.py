@@ -138,11 +138,16 @@ def hit_source() -> Any:
 
 def transfer_results(sent: Iterable[str], received: Iterable[str], failed: Iterable[str]) -> Any:
     """Return vLLM's ``KVConnectorTransferResults``, which it asks for where ``failed_requests``."""
+    return _results_class()(set(sent), set(received), set(failed))
+
+
+@cache
+def _results_class() -> type:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: PLC0415 - not there before
         KVConnectorTransferResults,
     )
 
-    return KVConnectorTransferResults(set(sent), set(received), set(failed))
+    return KVConnectorTransferResults  # type: ignore[no-any-return]
 
 
 def extra_keys() -> Callable[[Any, int, int, int], Keys]:

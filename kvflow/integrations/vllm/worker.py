@@ -7,12 +7,13 @@ what has ended since the last one.
 import logging
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from itertools import groupby
+from typing import TYPE_CHECKING, cast
 
 from msgspec import Struct
 
@@ -37,8 +38,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.kvflow")  # vLLM shows what stands below its own name
 
+LOAD_WAIT_S = 0.004
+"""How long a step that has nothing to compute waits for all open loads to end. vLLM takes such steps one after the
+other, a millisecond apart, and holds the interpreter, which kvflow's threads need, for most of each. A thread that
+waits here releases it, and hears of all ends at once. It waits for all loads, because a load that ends a moment after
+the step waits for the whole next one, which computes for the others.
+"""
+
+LOADS_WAIT_S = 0.016
+"""How long such a step waits while loads end: those of a burst end one after the other. A request that arrives
+meanwhile waits that long at most.
+"""
+
 NOT_RELEASED = (AuthenticationFailed, PeerLost, PeerRefused, ReleaseMismatch, StaleLease, TicketInvalid, WorkerClosed)
-"""After these nobody would hear that the ticket is given back, or nobody needs to."""
+"""After these no producer hears that the ticket is given back, or none needs to."""
 
 
 class Results(Struct, frozen=True):
@@ -46,13 +59,32 @@ class Results(Struct, frozen=True):
 
     Attributes:
         sent: their leases have ended, so that the engine may reuse their blocks.
-        received: their loads have ended, and nothing writes into their blocks any more.
+        received: their loads have ended, and nothing writes into their blocks.
         failed: those of ``received`` whose blocks were not loaded.
     """
 
     sent: frozenset[str]
     received: frozenset[str]
     failed: frozenset[str]
+
+
+NOTHING = Results(frozenset(), frozenset(), frozenset())
+
+
+@dataclass(slots=True)
+class _Early:
+    """A grant that came before the step that orders it.
+
+    Attributes:
+        key: of the grant.
+        held: whether its lease is held.
+        ended: whether its lease has ended. That is reported after the order: ``MultiConnector`` learns with that step
+            whether another connector still saves the blocks.
+    """
+
+    key: tuple[str, str]
+    held: bool = False
+    ended: bool = False
 
 
 @dataclass(slots=True)
@@ -75,15 +107,11 @@ class RankWorker:
         self._sent: set[str] = set()
         self._received: set[str] = set()
         self._failed: set[str] = set()
-        self._tally = empty_tally()
+        self._tally: Tally | None = None
         # Each grant comes twice, from ``admission`` and with a step. The first one is carried out.
         self._admitting = threading.Lock()
-        self._early: dict[tuple[str, str], bool] = {}
+        self._early: dict[str, _Early] = {}
         self._ordered: dict[str, int] = {}
-        # Leases that came early and are not ordered yet. The end of one is reported after its order: ``MultiConnector``
-        # learns with that step whether another connector still saves the blocks.
-        self._unordered: set[str] = set()
-        self._ended_unordered: set[str] = set()
 
     @property
     def address(self) -> RankAddress:
@@ -92,18 +120,20 @@ class RankWorker:
 
     def execute(self, orders: Iterable[Order]) -> None:
         """Carry out what the scheduler has ordered; nothing of it waits for the network."""
-        for order in orders:
-            try:
-                self._carry_out(order)
-            except Exception:  # any exception costs this order, and not the engine
-                logger.exception("kvflow: an order of request %s was not carried out", order.request_id)
+        for kind, run in groupby(orders, type):
+            if kind is Pull:
+                self._pull(cast("list[Pull]", list(run)))
+                continue
+            for order in run:
+                try:
+                    self._carry_out(order)
+                except Exception:  # any exception costs this order, and not the engine
+                    logger.exception("kvflow: an order of request %s was not carried out", order.request_id)
 
     def _carry_out(self, order: Order) -> None:
         match order:
             case Admit():
                 self._admit(order)
-            case Pull():
-                self._pull(order)
             case Keep(request_id=request_id, ticket=ticket):
                 self._keep(request_id, ticket)
             case Cancel(request_id=request_id):
@@ -112,7 +142,7 @@ class RankWorker:
             case Release(request_id=request_id, ticket=ticket):
                 self._release(request_id, ticket)
             case Fail(request_id=request_id, code=code, reason=reason, remedy=remedy):
-                count(self._tally, "failed", code)
+                count(self._counted(), "failed", code)
                 self._end_received(request_id, failed=True)
                 self._worker.record_refusal(code, reason, remedy=remedy, local_request_id=request_id)
 
@@ -123,27 +153,42 @@ class RankWorker:
         finally:
             self._take_ends(lost=True)
 
-    def collect(self, wait_s: float = 0.0) -> Results:
+    def collect(self, *, idle: bool = False) -> Results:
         """Return what has ended since the last call.
 
         Args:
-            wait_s: how long to wait until every open pull has ended, unless something else is to be reported.
+            idle: whether the step has nothing to compute: then wait a little until every open pull has ended, unless
+                something else is to be reported already.
         """
         self._take_ends()
-        until = time.monotonic() + wait_s
-        while wait_s and self._pulls and not (self._failed or self._sent):
-            left_s = until - time.monotonic()
-            if left_s <= 0 or not self._worker.wait_finished(left_s):
-                break
-            self._take_ends()
+        if idle and self._pulls and not (self._failed or self._sent):
+            self._wait()
+        if not (self._received or self._sent):
+            return NOTHING
         results = Results(frozenset(self._sent), frozenset(self._received), frozenset(self._failed))
         self._sent, self._received, self._failed = set(), set(), set()
         return results
 
-    def take_tally(self) -> Tally:
-        """Return what was counted since the last call."""
-        tally, self._tally = self._tally, empty_tally()
+    def _wait(self) -> None:
+        """Wait for all open pulls, as long as some of them end."""
+        until = time.monotonic() + LOADS_WAIT_S
+        while open_pulls := len(self._pulls):
+            wait_s = min(LOAD_WAIT_S, until - time.monotonic())
+            if wait_s > 0:
+                self._worker.wait_finished(wait_s, at_least=open_pulls)
+            self._take_ends()
+            if wait_s <= 0 or len(self._pulls) == open_pulls:
+                return
+
+    def take_tally(self) -> Tally | None:
+        """Return what was counted since the last call, if anything was."""
+        tally, self._tally = self._tally, None
         return tally
+
+    def _counted(self) -> Tally:
+        if self._tally is None:
+            self._tally = empty_tally()
+        return self._tally
 
     def admit_early(self, grant: Grant) -> None:
         """Hold the lease of a grant before the step that orders it; do nothing if that step was here already.
@@ -154,27 +199,25 @@ class RankWorker:
         Thread: any.
         """
         with self._admitting:
+            known = self._early.get(grant.request_id)
             # A mint counts its epochs up, and orders come in the order of the mint.
-            if grant.epoch_value > self._ordered.get(_life(grant), -1) and _key(grant) not in self._early:
-                self._early[_key(grant)] = False  # before anything is held that is not noted
-                self._unordered.add(grant.request_id)
-                self._early[_key(grant)] = self._hold(grant)
+            if grant.epoch_value <= self._ordered.get(_life(grant), -1) or (known and known.key == _key(grant)):
+                return
+            early = self._early[grant.request_id] = _Early(_key(grant))  # before anything is held that is not noted
+            early.held = self._hold(grant)
 
     def _admit(self, order: Admit) -> None:
         grant = order.grant
         with self._admitting:
             self._ordered[_life(grant)] = grant.epoch_value
-            self._unordered.discard(grant.request_id)
-            held = self._early.pop(_key(grant), None)
-            if held is None:
-                held = self._hold(grant)
-        if not held:
+            early = self._early.pop(grant.request_id, None)
+            if early is None or early.key != _key(grant):
+                early = _Early(_key(grant), held=self._hold(grant))
+        if not early.held:
             self._worker.revoke(grant.request_id)  # of an admission that was interrupted: the engine frees its blocks
-            count(self._tally, "leases", "refused")
+            count(self._counted(), "leases", "refused")
+        if early.ended or not early.held:
             self._sent.add(order.request_id)
-        elif grant.request_id in self._ended_unordered:
-            self._sent.add(grant.request_id)
-        self._ended_unordered.discard(grant.request_id)
 
     def _hold(self, grant: Grant) -> bool:
         try:
@@ -184,25 +227,34 @@ class RankWorker:
             return False
         return True
 
-    def _pull(self, order: Pull) -> None:
+    def _pull(self, orders: Sequence[Pull]) -> None:
+        """Begin the loads of a step as one batch; each of them fails alone, unless the worker takes none."""
         try:
-            future = self._worker.pull(order.ticket, order.block_ids, local_request_id=order.request_id)
+            futures = self._worker.pull_many([(each.ticket, each.block_ids, each.request_id) for each in orders])
         except Exception as error:  # noqa: BLE001 - as above
-            logger.warning("kvflow: loading request %s has failed: %s", order.request_id, error)
-            count(self._tally, "failed", error.code if isinstance(error, KvflowError) else DefectFound.code)
-            self._end_received(order.request_id, failed=True)
+            for order in orders:
+                logger.warning("kvflow: loading request %s has failed: %s", order.request_id, error)
+                count(self._counted(), "failed", error.code if isinstance(error, KvflowError) else DefectFound.code)
+                self._end_received(order.request_id, failed=True)
         else:
-            self._pulls[order.request_id] = _OpenPull(order.ticket, future)
+            for order, future in zip(orders, futures, strict=True):
+                self._pulls[order.request_id] = _OpenPull(order.ticket, future)
 
     def _take_ends(self, *, lost: bool = False) -> None:
         for end in self._worker.finished():
-            count_end(self._tally, end)
+            count_end(self._counted(), end)
             if end.side == "producer":
-                with self._admitting:
-                    ordered = end.request_id not in self._unordered
-                (self._sent if ordered else self._ended_unordered).add(end.request_id)
+                self._end_lease(end.request_id)
             else:
                 self._end_pull(end, lost=lost)
+
+    def _end_lease(self, request_id: str) -> None:
+        with self._admitting:
+            early = self._early.get(request_id)
+            if early is not None:
+                early.ended = True
+        if early is None:
+            self._sent.add(request_id)
 
     def _end_pull(self, end: Finished, *, lost: bool) -> None:
         pull = self._pulls.pop(end.local_request_id, None)
