@@ -160,9 +160,3 @@ async def proxy(backend, seed=0):
         yield opened
     finally:
         await opened.aclose()
-
-
-def free_port():
-    """Return a port of this host that nobody listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]

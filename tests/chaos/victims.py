@@ -5,10 +5,11 @@ import time
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from tests.integration.forked import ForkedProcess
+from tests.ports import free_port
 
 from .engine import BLOCKS_MAX, RIGHT
 from .nodes import Node, NodeDied
-from .proxy import free_port, proxy
+from .proxy import proxy
 
 LOAD = 4
 """Pulls that are under way when harm is done; half of them begin before."""

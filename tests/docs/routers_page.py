@@ -32,8 +32,8 @@ double of every number, and some routers write `remote_host` themselves.
   have grown by the number of the prompts and by their bytes. `vllm:kvflow_leases_ended_total` of the prefill engine,
   with `outcome="released"`, has grown by their number.
 
-*Refused* means that the client gets an error, and *otherwise* that it gets an answer, but not as one would wish. The
-note beside it says more. An empty cell was not tested.
+*Refused* means that the client gets an error, and *otherwise* that it gets an answer in another way. The note
+beside it says more. An empty cell was not tested.
 
 Equal tokens without a transfer are a failure. A router that asks for no ticket has both engines compute every prompt,
 and the tokens are equal all the same. To see whether your own deployment moves caches, look at the same three metrics.

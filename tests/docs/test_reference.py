@@ -47,7 +47,8 @@ def errors_of(module, base):
 def test_settings_and_their_defaults_are_documented(heading, kind):
     documented = rows(section("config.md", heading))
     for field in msgspec.structs.fields(kind):
-        default = "required" if field.required else f"`{field.default!r}`".replace("'", '"')
+        given = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+        default = "required" if field.required else f"`{given!r}`".replace("'", '"')
         assert documented[field.encode_name][0] == default, field.name
 
 

@@ -21,7 +21,7 @@ HONEST_S = 1.0
 
 GROWTH_MAX = {"listening": 0.05, "dialling": 0.15, "exporting over TCP": 0.25, "reading over TCP": 0.05}
 """Of resident memory, after a fifth of the input. Every lie that reaches NIXL is another peer. A peer that was met and
-let go leaves 0.5 KB in UCX, one with wrong metadata at most 5 KB: "Known limits" in the architecture page. An exporter
+removed leaves 0.5 KB in UCX, one with wrong metadata at most 5 KB: "Known limits" in the architecture page. An exporter
 over TCP is a process of 45 MiB, and some reads need 4 MiB each."""
 
 UNANSWERED_MAX = 0.001

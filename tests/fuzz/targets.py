@@ -28,7 +28,7 @@ from kvflow.rendezvous.publication import Advertisement, decode
 from kvflow.testing.tickets import packed
 from kvflow.transfer.pairs import check_block_ids, pair_units
 from kvflow.transfer.plan import plan_transfer
-from kvflow.transfer.requests import LeaseShare
+from kvflow.transfer.requests import LeaseName
 from kvflow.transport import tcp_wire
 from kvflow.transport.bounds import OutOfBounds
 from kvflow.transport.envelope import Envelope, seal, unseal
@@ -192,10 +192,10 @@ TCP_TRACKS = (Track(1 << 40, 512, 512, 64),)
 TCP_FRAMES = (
     tcp_wire.encode_program(1, 0, TCP_ROWS),
     tcp_wire.encode_program(1, 0, np.repeat(TCP_ROWS, 20, axis=0)),
-    tcp_wire.encode_read(1, [LeaseShare(3, 7, 4)], np.arange(4, dtype=np.int32), None),
+    tcp_wire.encode_read(1, [LeaseName(3, 7)], np.arange(4, dtype=np.int32), None),
     tcp_wire.encode_read(
         1,
-        [LeaseShare(slot, 7, 4) for slot in range(3)],
+        [LeaseName(slot, 7) for slot in range(3)],
         np.arange(12, dtype=np.int32),
         np.repeat(np.arange(3, dtype=np.uint16), 4),
     ),

@@ -4,7 +4,7 @@ import asyncio
 import json
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from contextlib import suppress
 
 import msgspec
@@ -14,7 +14,7 @@ from msgspec import Struct
 from kvflow.transport import tcp_wire as wire
 from kvflow.transport.mover import MoveFailed
 from kvflow.transport.tcp_channel import ChannelClosed
-from tests.unit.kvflow.transport.tcp_peers import EPOCH, Consumer, Leases, ScriptedExporter, credentials
+from tests.unit.kvflow.transport.tcp_peers import EPOCH, PATIENCE_MS, Consumer, Leases, ScriptedExporter, credentials
 
 from .mutations import Mutator
 from .processes import PATIENCE_S, START_PATIENCE_S, Died, start
@@ -28,6 +28,7 @@ BETWEEN_HONEST_S = 0.02
 HONEST_BLOCKS_MAX = 16
 ROUNDS_MAX = 20
 
+BLOCK_BYTES = 512
 GUARD = 0xA5
 """What is around the blocks that are read into."""
 
@@ -143,7 +144,7 @@ class Honest:
                 begun_at = time.monotonic()
                 consumer.wait(consumer.post(read))
                 self.seconds.append(time.monotonic() - begun_at)
-                assert consumer.verdict(peer, 0, served.epochs[0], read) == served.epochs[0], "a lease that lasts"
+                assert consumer.fence(peer, 0, read) == served.epochs[0], "a lease that lasts"
                 assert (consumer.target[target] == self._cache[group, source]).all(), "a wrong byte"
         except Exception as error:  # noqa: BLE001 - whatever it is, it is a finding
             self.failed = error
@@ -236,7 +237,7 @@ def lie(answers, seed, *, encryption="off", first=0, rss=lambda: 0, tell=lambda 
         Died: a read has not ended, or a byte was written beside what was read into; says how to draw it again.
     """
     found, begun_at = Lied(said=Counter()), time.monotonic()
-    consumer = Consumer(blocks=64, block_bytes=512, encryption=encryption, connections=1)
+    consumer = Consumer(blocks=64, block_bytes=BLOCK_BYTES, encryption=encryption, connections=1)
     exporter = ScriptedExporter(consumer)
     try:
         liar = _Liar(consumer, exporter, found)
@@ -290,14 +291,26 @@ class _Liar:
         """Answer reads, and tell whether the protocol was broken."""
         if self._connection is None and self._dialled(mutator):
             return True
-        for nbytes, epochs, _, _ in reads:
+        asked = deque((nbytes, epochs, flight) for nbytes, epochs, _, flight in reads)
+        while asked:
+            nbytes, epochs, flight = asked.popleft()
             answer, broken = mutated_answer(mutator, nbytes, epochs)
             self._found.answers += 1
             with suppress(ChannelClosed):
                 self._connection.say(answer)
             if broken:
                 return True
+            if len(epochs) > 1 and answer[0] == wire.REFUSED:
+                self._until_asked_alone(flight)
+                asked += [(2 * BLOCK_BYTES, epochs[:1], flight), (nbytes - 2 * BLOCK_BYTES, epochs[1:], flight)]
         return False
+
+    def _until_asked_alone(self, flight):
+        """Drive the consumer until it has asked for both leases of a read alone."""
+        until = time.monotonic() + PATIENCE_MS / 1e3
+        while flight.missing < 2:
+            assert time.monotonic() < until, "it does not ask again"
+            self._consumer.mover.progress()
 
     def be_honest(self):
         """Answer one read as an honest exporter does."""
@@ -334,7 +347,7 @@ class _Liar:
     def _hear(self, flight):
         try:
             self._consumer.wait(flight)
-            self._found.said["done"] += 1
+            self._found.said["bounds" if flight.refused else "done"] += 1
         except MoveFailed as failed:
             self._found.said[failed.reason.code] += 1
 

@@ -14,6 +14,8 @@ def calls_of(worker, ticket, grant, cache):
         "revoke": ("r",),
         "wait_offer": ("r",),
         "pull": (ticket, BLOCKS),
+        "start_pull": (ticket, BLOCKS),
+        "pull_many": ([(ticket, BLOCKS)],),
         "keep": (ticket,),
         "release": (ticket,),
         "quiesced": ("r",),

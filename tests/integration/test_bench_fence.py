@@ -31,13 +31,20 @@ class Counting:
 
     def open_transport(self, config, agent_name, sink, staging_bytes=0):
         transport = create_transport(config, agent_name, sink, staging_bytes)
-        post = transport.post
+        open_planes = transport._open_planes
 
-        def counted(read):
-            self.fences += len(read.fences) + len(read.looks)
-            post(read)
+        def open_counted(**given):
+            mover = open_planes(**given)
+            post_check = mover.post_check
 
-        transport.post = counted
+            def counted(peer, first, last, reads, *, fence):
+                self.fences += len(reads)
+                return post_check(peer, first, last, reads, fence=fence)
+
+            mover.post_check = counted
+            return mover
+
+        transport._open_planes = open_counted
         return transport
 
     def __getattr__(self, name):

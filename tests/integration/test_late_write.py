@@ -14,8 +14,8 @@ import msgspec
 import pytest
 import torch
 
-from kvflow.observability.events import ReaderRenewed
-from kvflow.transport.base import ReadCompleted, ReadFailed
+from kvflow.observability.events import ReaderReset
+from kvflow.transfer.requests import ReadEnded
 from kvflow.transport.factory import create_transport
 from kvflow.worker.surroundings import REAL
 
@@ -38,7 +38,7 @@ THE_ENGINES = 0xA5
 
 
 class Hasty:
-    """A data plane that takes a cancel for the end of a read. Whatever its reads do after that, nobody hears of.
+    """A data plane that takes a cancel for the end of a read, and does not tell what its reads do after that.
 
     Attributes:
         over: set once all reads that were called over have really ended.
@@ -55,17 +55,23 @@ class Hasty:
     def __getattr__(self, name):
         return getattr(self._inner, name)
 
+    def post(self, reads):
+        answers = self._inner.post(reads)
+        with self._lock:
+            self._ended |= {ended.read_id for ended in answers}
+        return answers
+
     def cancel(self, read_ids):
         with self._lock:
             called_over = set(read_ids) - self._ended - self._owed
             self._owed |= called_over
         for read_id in called_over:
-            self._sink(ReadFailed(read_id, "cancelled", "or so it believes"))
+            self._sink(ReadEnded(read_id, "failed", "cancelled", "or so it believes"))
         self._inner.cancel(read_ids)
 
     def _hear(self, event):
         with self._lock:
-            if isinstance(event, ReadCompleted | ReadFailed):
+            if isinstance(event, ReadEnded):
                 self._ended.add(event.read_id)
                 if event.read_id in self._owed:
                     if self._owed <= self._ended:
@@ -163,7 +169,7 @@ async def test_blocks_of_a_read_that_never_ends_are_freed_by_renewing_the_reader
     renewed = []
 
     def notice(event):
-        if isinstance(event, ReaderRenewed):
+        if isinstance(event, ReaderReset):
             renewed.append(event)
 
     async with (

@@ -134,7 +134,7 @@ async def test_an_earlier_release_refuses_the_tickets_of_this_one(start, commit)
             assert (rejected.peer.split("/")[0], rejected.code) == ("decode-0", "release_mismatch")
             assert f"manifest schema {MANIFEST_SCHEMA}" in rejected.detail
         else:
-            assert not heard.of(ReaderRejected), "it cannot read the ticket, and so does not know whom to ask"
+            assert not heard.of(ReaderRejected), "it cannot read the ticket, and so has no peer to ask"
         assert await producer.held() == ("r",)
         assert await producer.revoke("r")
         await works(producer, consumer)

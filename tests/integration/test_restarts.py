@@ -165,7 +165,8 @@ async def test_a_producer_is_killed_and_started_again(elsewhere, wire, capsys):
             assert set(ends) <= ONCE_MORE | {"right"}
         report(capsys, f"producers killed, {wire}", restarts[1:], ends, beside)
     consumer.at_rest()
-    assert consumer.worker._consumer._scheduler.in_flight() == (0, 0)
+    consumer.worker._consumer._scheduler.check()
+    assert not consumer.worker._consumer._scheduler.busy
     consumer.worker._consumer._ledger.check()
     assert len(consumer.worker._consumer._ledger) == 0
     assert beside.seconds

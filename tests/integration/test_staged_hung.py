@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack
 import pytest
 
 from kvflow.cache import quarantine
-from kvflow.observability.events import ReaderRenewed
+from kvflow.observability.events import ReaderReset
 
 from .conftest import OVER_TCP
 from .consuming import consuming, until, works
@@ -52,10 +52,10 @@ async def test_four_hung_peers_with_all_staging_buffers_do_not_stop_a_fifth_for_
             pull.cancel()
         await asyncio.wait(pulls)
         await until(lambda: consumer.worker.snapshot().staging.quarantined == 8)
-        assert not [event for event in events if isinstance(event, ReaderRenewed)]
+        assert not [event for event in events if isinstance(event, ReaderReset)]
 
         await works(healthy, consumer, "after", blocks(PEERS), TOKENS, sources=blocks(0))
-        (renewed,) = (event for event in events if isinstance(event, ReaderRenewed))
+        (renewed,) = (event for event in events if isinstance(event, ReaderReset))
         assert (renewed.setting, renewed.ended > 0) == ("staging_bytes", True)
         await consumer.worker.quiesced("hangs")
         consumer.at_rest()

@@ -6,7 +6,8 @@ import random
 import pytest
 
 from kvflow import errors
-from kvflow.transfer.events import TransferCompleted, TransferStarted
+from kvflow.transfer.events import TransferCompleted
+from kvflow.transport.threaded import ThreadedTransport
 
 from .consuming import works
 from .recycled import attempt, recycle_after
@@ -38,21 +39,22 @@ async def test_no_report_about_recycled_bytes(world):
     assert min(outcomes.values()) > 0, "every moment was too early, or too late"
 
 
-async def test_recycled_after_its_dispatch(world):
-    events = []
+async def test_recycled_when_its_reads_are_handed_over(world, monkeypatch):
+    """No producer is asked by then, so that only the fence can find it."""
+    heard, post = [], ThreadedTransport.post
 
-    def recycle_when_started(event):
-        events.append(type(event))
-        if isinstance(event, TransferStarted) and event.request_id == "r":
-            assert producer.recycle_now("r")
+    def recycle_and_post(transport, reads):
+        producer.recycle_now("r")
+        return post(transport, reads)
 
-    async with world.producing(BIG) as producer, world.consuming(BIG, hooks=[recycle_when_started]) as consumer:
-        for _ in range(5):
-            params = await producer.offer("r", BLOCKS, TOKENS)
-            with pytest.raises(errors.StaleLease) as caught:
-                await consumer.pull(params, BLOCKS)
-            assert (caught.value.request_id, caught.value.quarantined) == ("r", False)
-            consumer.at_rest()
-        assert TransferStarted in events
-        assert TransferCompleted not in events
+    async with world.producing(BIG) as producer, world.consuming(BIG, hooks=[heard.append]) as consumer:
+        with monkeypatch.context() as patch:
+            patch.setattr(ThreadedTransport, "post", recycle_and_post)
+            for _ in range(5):
+                params = await producer.offer("r", BLOCKS, TOKENS)
+                with pytest.raises(errors.StaleLease) as caught:
+                    await consumer.pull(params, BLOCKS)
+                assert (caught.value.request_id, caught.value.quarantined) == ("r", False)
+                consumer.at_rest()
+        assert not [event for event in heard if isinstance(event, TransferCompleted)]
         await works(producer, consumer, blocks=BLOCKS, num_tokens=TOKENS)

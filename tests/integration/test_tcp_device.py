@@ -1,5 +1,6 @@
 """Device memory over the TCP plane, against a device that no address reaches; ``KVFLOW_TEST_MEMORY=VRAM``: a GPU."""
 
+import itertools
 import queue
 import threading
 
@@ -11,28 +12,18 @@ import kvflow
 from kvflow.config import TcpSettings
 from kvflow.ids import Credentials, PeerId, pass_of
 from kvflow.layout.region import Region
-from kvflow.transfer.requests import LeaseShare
-from kvflow.transport.base import (
-    CHUNK_BYTES_MAX,
-    Fence,
-    FenceFailed,
-    FenceJudged,
-    PeerAdded,
-    PeerAddress,
-    Program,
-    Read,
-    ReadCompleted,
-    ReadFailed,
-)
+from kvflow.transfer.pairs import UnitPairs
+from kvflow.transfer.requests import LeaseName, Part, RankRead, ReadEnded
+from kvflow.transport.base import PeerAdded, PeerAddress, Program
 from kvflow.transport.bounds import check_rows
 from kvflow.transport.device import PORTION_BYTES
-from kvflow.transport.ledger import Chunk
-from kvflow.transport.mover import Prepared
+from kvflow.transport.mover import Chunk, Portion, Prepared, Share
 from kvflow.transport.serving import Serving, Track
 from kvflow.transport.staging import StagingMemory
 from kvflow.transport.tcp import TcpMover
 from kvflow.transport.threaded import ThreadedTransport
 from kvflow.worker import runtime
+from tests.benchmarks.blocks import Blocks
 from tests.devices import StandInCache, Watched, cache_of
 
 PATIENCE_S = 60.0
@@ -65,6 +56,7 @@ class End:
         local = "tcp://127.0.0.1:0"
         settings = TcpSettings(bind=local, advertise=local, connections=2, encryption=encryption)
         self.events = queue.SimpleQueue()
+        self.read_ids = itertools.count(1)
         self.waiting = []
 
         def make(regions, epochs, serving):
@@ -104,7 +96,7 @@ class End:
 
     def program(self, source):
         kinds = {"source_memory": source.cache.region.memory, "target_memory": self.cache.region.memory}
-        return Program(1, SOURCE, source.rows(), self.rows(), **kinds)
+        return Program(1, SOURCE, source.rows(), self.rows(), **kinds, binding=Blocks(self.block, 256))
 
     def meet(self, source):
         self.transport.add_peer(source.address())
@@ -112,8 +104,30 @@ class End:
         self.transport.prepare(self.program(source))
         return self
 
-    def read(self, read_id, pairs, shares):
-        self.transport.post(read_of(read_id, pairs, shares, self.block))
+    def meet_by_hand(self, source):
+        """The same with a mover that has no thread."""
+        self.mover.add(source.address())
+        program = self.program(source)
+        rows = [check_rows(each) for each in (program.source_rows, program.target_rows)]
+        self.mover.prepare(Prepared(program, *rows))
+        return self
+
+    def read(self, pairs, slot, epoch):
+        """Read pairs of blocks, and return how that ended."""
+        return self.read_all((pairs, slot, epoch))[0]
+
+    def read_all(self, *reads):
+        """Post reads together, and return how they ended."""
+        self.post(*reads)
+        ended = {event.read_id: event for event in (self.next(ReadEnded) for _ in reads)}
+        return [ended[read_id] for read_id in sorted(ended)]
+
+    def post(self, *reads):
+        made = []
+        for pairs, slot, epoch in reads:
+            units = UnitPairs(*(np.array(column, np.int64) for column in zip(*pairs, strict=True)))
+            made.append(RankRead(next(self.read_ids), SOURCE, LeaseName(slot, epoch), (Part(1, units),)))
+        assert self.transport.post(made) == []
 
     def next(self, *kinds):
         """Return the first event of these kinds; others wait for their turn."""
@@ -125,20 +139,12 @@ class End:
             self.waiting.append(event)
         return event
 
-    def verdicts(self, count):
-        """Return what the fences of a read have seen, by slot."""
-        assert isinstance(self.next(ReadCompleted, ReadFailed), ReadCompleted)
-        judged = [self.next(FenceJudged, FenceFailed) for _ in range(count)]
-        return {event.fence_id % 100: event.observed for event in judged}
 
-
-def read_of(read_id, pairs, shares, block):
-    """A read of pairs of blocks in chunks as the planner cuts them, with a fence for each share."""
+def portion_of(pairs, shares, block):
+    """Pairs of blocks of several reads; each share is its read, slot, epoch and pairs."""
     source, target = (np.array(column, np.int32) for column in zip(*pairs, strict=True))
-    step = min(256, max(1, CHUNK_BYTES_MAX // block))
-    cuts = np.array([*range(0, len(source), step), len(source)], np.int64)
-    fences = tuple(Fence(read_id * 100 + share.slot, share.slot, share.epoch, ()) for share in shares)
-    return Read(read_id, SOURCE, 1, source, target, cuts, len(source) * block, leases=tuple(shares), fences=fences)
+    shares = tuple(Share(read_id, LeaseName(slot, epoch), count) for read_id, slot, epoch, count in shares)
+    return Portion(SOURCE, 1, source, target, np.array([0, len(source)]), len(source) * block, shares)
 
 
 @pytest.fixture
@@ -182,8 +188,8 @@ def test_every_byte_that_is_asked_for_and_no_other(ends, memories, block, count,
     rng = np.random.default_rng(2)
     pairs = list(zip(rng.permutation(count), rng.permutation(count + 2), strict=False))
     producer.lease(4, 9, range(count))
-    consumer.read(1, pairs, [LeaseShare(4, 9, count)])
-    assert consumer.verdicts(1) == {4: 9}
+    ended = consumer.read(pairs, 4, 9)
+    assert (ended.verdict, ended.observed, ended.nbytes) == ("held", 9, count * block)
     expected = blank(count + 2, block).reshape(count + 2, block)
     for here, there in pairs:
         expected[there] = producer.blocks()[here]
@@ -198,7 +204,7 @@ def test_every_byte_that_is_asked_for_and_no_other(ends, memories, block, count,
 @pytest.mark.parametrize("target", ["DRAM", "VRAM"])
 def test_no_byte_of_a_lease_that_ends_in_the_middle_is_read_after_its_end(ends, target, encryption):
     producer = ends("VRAM", content_of(BLOCKS), encryption=encryption)
-    consumer = ends(target, blank(BLOCKS), encryption=encryption).meet(producer)
+    consumer = ends(target, blank(BLOCKS), encryption=encryption, threaded=False).meet_by_hand(producer)
     before = producer.blocks()
     half = BLOCKS // 2
     producer.lease(1, 5, range(half))
@@ -207,9 +213,13 @@ def test_no_byte_of_a_lease_that_ends_in_the_middle_is_read_after_its_end(ends, 
     producer.device.on_fetch = lambda number: number == 2 and producer.end_lease(1, 5)
     # Blocks of both leases in turn, so that each portion has some of both.
     pairs = [(block, block) for pair in zip(range(half), range(half, BLOCKS), strict=True) for block in pair]
-    shares = [LeaseShare(slot, epoch, 1) for _ in range(half) for slot, epoch in ((1, 5), (2, 6))]
-    consumer.read(1, pairs, shares)
-    assert set(consumer.verdicts(BLOCKS).items()) == {(1, 6), (2, 6)}
+    leases = ((1, 1, 5), (2, 2, 6))
+    portion = portion_of(pairs, [(*lease, 1) for _ in range(half) for lease in leases], BLOCK)
+    flight = consumer.mover.post(Chunk(portion, 0, BLOCKS))
+    while consumer.mover.poll(flight) is None:
+        consumer.mover.progress()
+    reads = [(read_id, LeaseName(slot, epoch)) for read_id, slot, epoch in leases]
+    assert consumer.mover.post_check(SOURCE, 1, 2, reads, fence=True) == [6, 6]
     after = consumer.blocks()
     np.testing.assert_array_equal(after[half:], before[half:])
     ended = after[:half]
@@ -223,10 +233,11 @@ def test_a_lease_that_is_admitted_during_the_read_is_not_taken_for_read(ends):
     consumer = ends("VRAM", blank(BLOCKS)).meet(producer)
     producer.lease(1, 5, range(10))
     producer.device.on_fetch = lambda number: producer.lease(2, 6, range(10, 20))
-    consumer.read(1, [(block, block) for block in range(20)], [LeaseShare(1, 5, 10), LeaseShare(2, 6, 10)])
-    verdicts = consumer.verdicts(2)
-    assert verdicts[1] == 5
-    assert verdicts[2] < 6, "the reader must come again"
+    reads = ([(block, block) for block in blocks] for blocks in (range(10), range(10, 20)))
+    held, early = consumer.read_all((next(reads), 1, 5), (next(reads), 2, 6))
+    assert held.verdict == "held"
+    assert (early.verdict, early.observed < 6) == ("early", True), "the reader must come again"
+    assert producer.device.fetches == 1, "they were not asked for together"
     assert not consumer.blocks()[10:20].any()
 
 
@@ -234,8 +245,8 @@ def test_nothing_is_stored_of_a_read_whose_leases_are_not_held(ends):
     producer = ends("VRAM", content_of(4))
     consumer = ends("VRAM", blank(4)).meet(producer)
     producer.epochs[1] = 8
-    consumer.read(1, [(0, 0), (1, 1)], [LeaseShare(1, 7, 2)])
-    assert consumer.verdicts(1) == {1: 8}
+    ended = consumer.read([(0, 0), (1, 1)], 1, 7)
+    assert (ended.verdict, ended.observed) == ("stale", 8)
     assert (producer.device.fetches, consumer.device.stores) == (0, 0)
     assert (consumer.blocks() == OLD).all()
 
@@ -252,10 +263,10 @@ def test_nothing_is_stored_for_a_peer_that_was_removed(ends):
             assert go_on.wait(PATIENCE_S)
 
     producer.device.on_fetch = hold
-    consumer.read(1, [(block, block) for block in range(BLOCKS)], [LeaseShare(1, 5, BLOCKS)])
+    consumer.post(([(block, block) for block in range(BLOCKS)], 1, 5))
     assert fetching.wait(PATIENCE_S)
     consumer.transport.remove_peer(SOURCE)
-    assert consumer.next(ReadFailed, ReadCompleted).code == "peer_lost"
+    assert consumer.next(ReadEnded).code == "cancelled"
     stores, after = consumer.device.stores, consumer.blocks()
     go_on.set()
     producer.close()  # on return its sender has sent what it would
@@ -269,19 +280,15 @@ def test_a_reader_that_takes_nothing_keeps_no_other_waiting(ends, encryption):
     producer = ends("VRAM", content_of(count, 1 << 14), block=1 << 14, encryption=encryption)
     producer.lease(1, 5, range(count))
     stuck = ends("DRAM", blank(count, 1 << 14), block=1 << 14, encryption=encryption, threaded=False)
-    stuck.mover.add(producer.address())
-    program = stuck.program(producer)
-    rows = [check_rows(each) for each in (program.source_rows, program.target_rows)]
-    stuck.mover.prepare(Prepared(program, *rows))
-    read = read_of(1, [(block, block) for block in range(count)], [LeaseShare(1, 5, count)], 1 << 14)
+    stuck.meet_by_hand(producer)
+    every = [(block, block) for block in range(count)]
     fetched = threading.Event()
     producer.device.on_fetch = lambda number: fetched.set()
-    stuck.mover.post(Chunk(read, 0, count))
+    stuck.mover.post(Chunk(portion_of(every, [(1, 1, 5, count)], 1 << 14), 0, count))
     while not fetched.is_set():  # until its answer is begun, and then never again
         stuck.mover.progress()
     consumer = ends("VRAM", blank(count, 1 << 14), block=1 << 14, encryption=encryption).meet(producer)
-    consumer.read(1, [(block, block) for block in range(count)], [LeaseShare(1, 5, count)])
-    assert consumer.verdicts(1) == {1: 5}
+    assert consumer.read(every, 1, 5).verdict == "held"
     np.testing.assert_array_equal(consumer.blocks(), producer.blocks())
     assert producer.device.fetches < 2 * 32, "the one that is stuck has fetched all of it: this proves nothing"
 
@@ -291,8 +298,7 @@ def test_a_worker_that_does_not_reach_its_device_refuses(ends, source, target):
     producer = ends(source, content_of(2), reaches_device=False)
     consumer = ends(target, blank(2), reaches_device=False).meet(producer)
     producer.lease(1, 5, range(2))
-    consumer.read(1, [(0, 0)], [LeaseShare(1, 5, 1)])
-    failed = consumer.next(ReadFailed, ReadCompleted)
+    failed = consumer.read([(0, 0)], 1, 5)
     assert failed.code == "bounds"
     assert "does not reach the memory" in failed.detail
     assert (consumer.blocks() == OLD).all()
@@ -307,16 +313,13 @@ def test_a_device_that_fails_at_the_source_fails_one_read(ends):
         raise RuntimeError("the device is gone")
 
     producer.device.on_fetch = fail  # each time: a reader asks once again where nothing of an answer has come
-    consumer.read(1, [(0, 0)], [LeaseShare(1, 5, 1)])
-    assert consumer.next(ReadFailed, ReadCompleted).code == "peer_lost"
-    assert consumer.next(FenceFailed, FenceJudged).code == "peer_lost"
+    assert consumer.read([(0, 0)], 1, 5).code == "peer_lost"
     assert (consumer.blocks() == OLD).all()
     producer.device.on_fetch = lambda number: None
     consumer.transport.add_peer(producer.address())
     consumer.next(PeerAdded)
     consumer.transport.prepare(consumer.program(producer))
-    consumer.read(2, [(0, 0)], [LeaseShare(1, 5, 1)])
-    assert consumer.verdicts(1) == {1: 5}
+    assert consumer.read([(0, 0)], 1, 5).verdict == "held"
     np.testing.assert_array_equal(consumer.blocks()[0], producer.blocks()[0])
 
 
@@ -329,9 +332,7 @@ def test_a_device_that_fails_at_the_target_fails_the_read(ends):
         raise RuntimeError("the device is gone")
 
     consumer.device.on_store = fail
-    consumer.read(1, [(0, 0)], [LeaseShare(1, 5, 1)])
-    failed = consumer.next(ReadFailed, ReadCompleted)
-    assert isinstance(failed, ReadFailed)
+    assert consumer.read([(0, 0)], 1, 5).verdict == "failed"
     assert (consumer.blocks() == OLD).all()
 
 

@@ -40,6 +40,9 @@ def test_a_worker_is_called_on_its_own_loop_only_and_a_refused_caller_can_end():
     told = told_by("looping_process")
     for place in ("another loop", "another thread", "no loop"):
         assert set(told[place].values()) == {"wrong_event_loop, see run_worker"}, (place, told[place])
-        assert {"pull", "release", "quiesced", "wait_offer", "keep", "drain"} <= told[place].keys()
-    assert told["records"] == ["wrong_event_loop"] * 3  # one for each pull, however early it was refused
+        assert {"pull", "start_pull", "pull_many", "release", "quiesced", "wait_offer", "keep", "drain"} <= told[
+            place
+        ].keys()
+    # One for each pull of three places and three ways to call it, however early it was refused.
+    assert told["records"] == ["wrong_event_loop"] * 9
     assert told["threads left"] == []
