@@ -90,6 +90,7 @@ lint: $(INSTALLED)
 
 bench: $(INSTALLED)
 	for script in tests/benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
+	$(BIN)/python -m tests.benchmarks.hot_path
 	for name in descriptors layouts pull fence loop idle; do echo "== kvflow bench $$name"; $(BIN)/kvflow bench $$name || exit 1; done
 
 simulate: $(INSTALLED)

@@ -1,6 +1,6 @@
 """Caches to measure with, small enough to be named in one line and sent to the other process."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
@@ -25,6 +25,7 @@ class Geometry(Struct, frozen=True, kw_only=True):
         layout: as ``kvflow.allocate`` names it.
         kv: ``content`` or ``split``.
         tp_size: ranks that divide the heads; this is the first of them.
+        huge_pages: as ``kvflow.allocate`` names it.
     """
 
     layers: Count
@@ -34,6 +35,7 @@ class Geometry(Struct, frozen=True, kw_only=True):
     layout: Word
     kv: Word
     tp_size: Count = 1
+    huge_pages: Literal["auto", "never"] = "auto"
 
     @property
     def block_bytes(self) -> int:
@@ -49,6 +51,13 @@ class Geometry(Struct, frozen=True, kw_only=True):
             for index in range(self.layers)
         }
         shard = Shard(tp_size=self.tp_size)
-        cache = allocate(specs, num_blocks=self.num_blocks, layout=self.layout, kv=self.kv, shard=shard)
+        cache = allocate(
+            specs,
+            num_blocks=self.num_blocks,
+            layout=self.layout,
+            kv=self.kv,
+            shard=shard,
+            huge_pages=self.huge_pages,
+        )
         cache.backing.fill_(1)
         return cache

@@ -29,7 +29,7 @@ async def run(rounds: int, seed: int, progress: Callable[[str], None]) -> tuple[
             progress(f"1 GiB, round {turn + 1} of {rounds}")
             elapsed = await _pull_all(session, rng, busy)
             rates.append(GIB / elapsed / 1e9)
-            await _lag_during(asyncio.sleep(elapsed), idle)
+            await lag_during(asyncio.sleep(elapsed), idle)
     rows = tuple(
         (name, summary.count, summary.p50 * 1e3, summary.p99 * 1e3, max(samples) * 1e3)
         for name, samples in (("idle", idle), ("while 1 GiB moves", busy))
@@ -48,11 +48,11 @@ async def _pull_all(session: Session, rng: np.random.Generator, lags: list[float
     source_ids, target_ids = rng.permutation(GEOMETRY.num_blocks), rng.permutation(GEOMETRY.num_blocks)
     (ticket,) = await session.offer(source_ids)
     started = time.perf_counter()
-    await _lag_during(session.pull(ticket, target_ids), lags)
+    await lag_during(session.pull(ticket, target_ids), lags)
     return time.perf_counter() - started
 
 
-async def _lag_during(work: Awaitable[object], lags: list[float]) -> None:
+async def lag_during(work: Awaitable[object], lags: list[float]) -> None:
     """Await ``work`` while a second task notes how late each of its sleeps ends."""
     ended = asyncio.Event()
 

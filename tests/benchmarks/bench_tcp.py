@@ -32,23 +32,14 @@ from kvflow.config import TcpSettings
 from kvflow.ids import Credentials, PeerId, pass_of
 from kvflow.layout.region import Region
 from kvflow.layout.tracks import Track
-from kvflow.transfer.requests import LeaseShare
-from kvflow.transport.base import (
-    Fence,
-    FenceFailed,
-    FenceJudged,
-    PeerAdded,
-    PeerAddress,
-    PeerFailed,
-    Program,
-    Read,
-    ReadFailed,
-    TransportEvent,
-)
+from kvflow.transfer.pairs import UnitPairs
+from kvflow.transfer.requests import LeaseName, Part, RankRead, ReadEnded
+from kvflow.transport.base import PeerAdded, PeerAddress, PeerFailed, Program, TransportEvent
 from kvflow.transport.serving import SERVES_NOTHING, Serving
 from kvflow.transport.staging import StagingMemory
 from kvflow.transport.tcp import TcpMover
 from kvflow.transport.threaded import ThreadedTransport
+from tests.benchmarks.blocks import Blocks
 
 MIB = 1 << 20
 BLOCK = 16 << 10
@@ -130,32 +121,23 @@ class Reader:
         planes = {"tcp": served.metadata}
         self._transport.add_peer(PeerAddress(PRODUCER, planes, served.epochs, None, served.data_endpoint, credentials))
         assert isinstance(self._events.get(), PeerAdded)
-        rows = [np.array([[at.address, BLOCK, 0, BLOCK, BLOCKS]]) for at in (served.cache, region_of(self._memory))]
-        self._transport.prepare(Program(1, PRODUCER, *rows))
+        theirs, ours = (
+            np.array([[at.address, BLOCK, 0, BLOCK, BLOCKS]]) for at in (served.cache, region_of(self._memory))
+        )
+        self._transport.prepare(Program(1, PRODUCER, theirs, ours, binding=Blocks(BLOCK)))
         self._streams = [socket.create_connection(("127.0.0.1", served.port)) for _ in range(settings.connections)]
         for sock in self._streams:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def read(self, source: Numbers, target: Numbers) -> None:
         """Read blocks over the plane, to the judged fence."""
-        count, number = len(source), next(self._ids)
-        self._transport.post(
-            Read(
-                read_id=number,
-                peer=PRODUCER,
-                program_id=1,
-                source_index=source.astype(np.int32),
-                target_index=target.astype(np.int32),
-                cuts=np.append(np.arange(0, count, 512), count),
-                nbytes=count * BLOCK,
-                fences=(Fence(number, SLOT, EPOCH, ()),),
-                leases=(LeaseShare(SLOT, EPOCH, count),),
-            )
-        )
-        while not isinstance(event := self._events.get(), FenceJudged):
-            if isinstance(event, ReadFailed | FenceFailed | PeerFailed):
-                sys.exit(f"a read has failed: {event}")
-        assert event.observed == EPOCH
+        parts = (Part(1, UnitPairs(source, target)),)
+        self._transport.post([RankRead(next(self._ids), PRODUCER, LeaseName(SLOT, EPOCH), parts)])
+        while not isinstance(event := self._events.get(), ReadEnded):
+            if isinstance(event, PeerFailed):
+                sys.exit(f"the producer has failed: {event}")
+        if event.verdict != "held":
+            sys.exit(f"a read has failed: {event}")
 
     def stream(self, nbytes: int) -> None:
         """Read as many bytes over the plain streams, a thread for each."""

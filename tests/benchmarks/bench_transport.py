@@ -3,8 +3,9 @@
 
 Both read the same descriptors from the same exporter process, in interleaved rounds; the table shows medians. Bare
 NIXL makes, posts and polls one handle per chunk on the calling thread without pause, and reads no fence. kvflow's
-time runs from ``post`` on the calling thread to the event that arrives there: two hops between threads, and for
-the first row a fence. The ratio is the median of the rounds' own ratios, because the machine's speed drifts.
+time runs from ``post`` on the calling thread to the answer, its fence included: of small reads ``post`` returns the
+answer; of others it arrives after two hops between threads. The ratio is the median of the rounds' own ratios, because
+the machine's speed drifts.
 
     python tests/benchmarks/bench_transport.py [--rounds 200] [--tls tcp]
 """
@@ -27,18 +28,13 @@ import numpy.typing as npt
 
 from kvflow.ids import PeerId
 from kvflow.layout.region import Region
-from kvflow.transport.base import (
-    Fence,
-    FenceJudged,
-    PeerAddress,
-    Program,
-    Read,
-    ReadCompleted,
-    TransportEvent,
-)
+from kvflow.transfer.pairs import UnitPairs
+from kvflow.transfer.requests import LeaseName, Part, RankRead, ReadEnded
+from kvflow.transport.base import INLINE_S_MAX, PeerAddress, Program, Published, TransportEvent
 from kvflow.transport.envelope import unseal
 from kvflow.transport.nixl import NixlTransport
 from kvflow.transport.nixl_binding import Agent, load_binding
+from tests.benchmarks.blocks import Blocks
 
 CACHE_BYTES = 192 << 20
 PEER = PeerId("p", 0, "0" * 32, "tcp://127.0.0.1:1", "")
@@ -52,7 +48,7 @@ class Case(msgspec.Struct, frozen=True):
     block: int
     count: int
     chunk: int
-    fence: bool = False
+    inline: bool = False
     scattered: bool = False
 
     @property
@@ -62,12 +58,31 @@ class Case(msgspec.Struct, frozen=True):
 
 
 CASES = [
-    Case("64 KiB, then a fence", 64 << 10, 1, 1, fence=True),
-    Case("64 KiB, no fence", 64 << 10, 1, 1),
+    Case("64 KiB, inline", 64 << 10, 1, 1, inline=True),
+    Case("64 KiB, by the thread", 64 << 10, 1, 1),
     Case("64 MiB in 8 MiB chunks", 1 << 20, 64, 8),
-    Case("64 MiB in one chunk", 1 << 20, 64, 64),
     Case("56 descriptors of 32 KiB", 32 << 10, 56, 56, scattered=True),
 ]
+
+
+class Reader:
+    """A transport, and what it has told."""
+
+    def __init__(self, inline_s_max: float) -> None:
+        self.events: SimpleQueue[TransportEvent] = SimpleQueue()
+        name = f"reader-{os.getpid()}-{inline_s_max}"
+        self.transport = NixlTransport(name, self.events.put, inline_s_max=inline_s_max)
+
+    def read(self, program: int, index: npt.NDArray[np.int32], *, read_id: int) -> float:
+        """Post one read and wait for its answer; return seconds."""
+        parts = (Part(program, UnitPairs(index.astype(np.int64), index.astype(np.int64))),)
+        started = time.perf_counter()
+        answers = self.transport.post([RankRead(read_id, PEER, LeaseName(0, 0), parts)])
+        ended = answers[0] if answers else self.events.get(timeout=60)
+        elapsed_s = time.perf_counter() - started
+        assert isinstance(ended, ReadEnded), ended
+        assert ended.verdict == "held", ended
+        return elapsed_s
 
 
 def main() -> None:
@@ -78,7 +93,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.tls:
         os.environ["UCX_TLS"] = args.tls
-    options = [f"--name=bench-{os.getpid()}", f"--nbytes={CACHE_BYTES}", "--slots=8", "--seed=1"]
+    options = ["--kind=nixl", f"--name=bench-{os.getpid()}", f"--nbytes={CACHE_BYTES}", "--slots=8", "--seed=1"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, str(EXPORTER), *options]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as child:
@@ -94,25 +109,28 @@ def measure(about: dict[str, object], rounds: int) -> None:
     buffer, epochs = np.zeros(CACHE_BYTES, np.uint8), np.zeros(8, np.uint64)
     region = Region(buffer.ctypes.data, buffer.nbytes)
     source_region, epochs_region = (msgspec.convert(about[name], Region) for name in ("cache", "epochs"))
-    metadata = msgspec.convert(about["metadata"], bytes)
-    events: SimpleQueue[TransportEvent] = SimpleQueue()
-    transport = NixlTransport(f"reader-{os.getpid()}", events.put)
-    transport.start([region], Region(epochs.ctypes.data, epochs.nbytes))
-    transport.add_peer(PeerAddress(PEER, {"nixl": metadata}, epochs_region))
-    events.get(timeout=30)
+    planes = msgspec.convert(about["published"], Published).planes
+    readers = {inline: Reader(inline_s_max) for inline, inline_s_max in ((True, INLINE_S_MAX), (False, 0.0))}
+    for reader in readers.values():
+        reader.transport.start([region], Region(epochs.ctypes.data, epochs.nbytes))
+        reader.transport.add_peer(PeerAddress(PEER, planes, epochs_region))
+        reader.events.get(timeout=30)
     bare = Agent(load_binding(), f"bare-{os.getpid()}", progress=False)
     bare.register([region])
-    remote_name = bare.add_remote(unseal(metadata, transport="nixl").blob)
+    remote_name = bare.add_remote(unseal(planes["nixl"], transport="nixl").blob)
     for number, case in enumerate(CASES):
-        rows = [np.array([[at.address, case.block, 0, case.block, case.count]]) for at in (source_region, region)]
-        transport.prepare(Program(number, PEER, *rows))
-        remote = bare.prepare_remote(remote_name, rows[0], "DRAM")
-        local = bare.prepare_local(rows[1], "DRAM")
+        theirs, ours = (
+            np.array([[at.address, case.block, 0, case.block, case.count]]) for at in (source_region, region)
+        )
+        reader = readers[case.inline]
+        reader.transport.prepare(Program(number, PEER, theirs, ours, binding=Blocks(case.block, case.chunk)))
+        remote = bare.prepare_remote(remote_name, theirs, "DRAM")
+        local = bare.prepare_local(ours, "DRAM")
         index = np.arange(case.count, dtype=np.int32)
         if case.scattered:
             index = np.random.default_rng(0).permutation(index).astype(np.int32)
         read_bare = partial(bare_read, bare, (local, remote), index, case)
-        read_ours = partial(our_read, transport, events, number, index, case)
+        read_ours = partial(reader.read, number, index)
         bare_s, ours_s = [], []
         for turn in range(max(10, rounds * (1 << 20) // max(1 << 20, case.block * case.count))):
             if turn % 2:
@@ -121,7 +139,8 @@ def measure(about: dict[str, object], rounds: int) -> None:
             if not turn % 2:
                 bare_s.append(read_bare())
         report(case, bare_s[2:], ours_s[2:])
-    transport.close()
+    for reader in readers.values():
+        reader.transport.close()
     bare.destroy()
 
 
@@ -135,28 +154,6 @@ def bare_read(agent: Agent, lists: tuple[int, int], index: npt.NDArray[np.int32]
         while not done:
             done = agent.poll(handle)
         agent.release(handle)
-    return time.perf_counter() - started
-
-
-def our_read(
-    transport: NixlTransport,
-    events: "SimpleQueue[TransportEvent]",
-    program: int,
-    index: npt.NDArray[np.int32],
-    case: Case,
-    *,
-    read_id: int,
-) -> float:
-    """Post one read and wait for its last event; return seconds."""
-    fences = (Fence(read_id, 0, 0, (read_id,)),) if case.fence else ()
-    cuts = np.array(case.cuts, dtype=np.int64)
-    started = time.perf_counter()
-    transport.post(Read(read_id, PEER, program, index, index, cuts, case.block * case.count, fences=fences))
-    event = events.get(timeout=60)
-    assert isinstance(event, ReadCompleted), event
-    if case.fence:
-        event = events.get(timeout=60)
-        assert isinstance(event, FenceJudged), event
     return time.perf_counter() - started
 
 

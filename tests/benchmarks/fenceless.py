@@ -4,7 +4,7 @@ They are made with the arguments that every worker takes, its transport and its 
 may be another request's bytes, so that this is no part of the package.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -16,8 +16,10 @@ from handshake.network import DialledChannel, Network
 from handshake.sockets import Delivery
 from kvflow.config import WorkerConfig
 from kvflow.ids import PeerId
-from kvflow.transport.base import Fence, FenceFailed, FenceJudged, Read, ReadCompleted, ReadFailed, Sink, Transport
-from kvflow.transport.base import TransportEvent as Event
+from kvflow.transfer.requests import LeaseName
+from kvflow.transport.base import Sink, Transport
+from kvflow.transport.planes import PlanesMover
+from kvflow.transport.threaded import ThreadedTransport
 from kvflow.worker.surroundings import REAL, OpenTransport, Surroundings
 
 RELEASE = msgspec.msgpack.encode(str(Release.__struct_config__.tag))
@@ -44,9 +46,11 @@ def without_fence(surroundings: Surroundings = REAL, left_out: LeftOut | None = 
     counts = LeftOut() if left_out is None else left_out
 
     def open_fenceless(config: WorkerConfig, agent_name: str, sink: Sink, staging_bytes: int = 0) -> Transport:
-        fenceless = Fenceless(sink, counts)
-        fenceless.wrap(surroundings.open_transport(config, agent_name, fenceless.on_event, staging_bytes))
-        return cast("Transport", fenceless)
+        transport = surroundings.open_transport(config, agent_name, sink, staging_bytes)
+        assert isinstance(transport, ThreadedTransport)
+        opened: Any = transport
+        opened._open_planes = _without_checks(opened._open_planes, counts)
+        return transport
 
     return msgspec.structs.replace(surroundings, open_transport=cast("OpenTransport", open_fenceless))
 
@@ -57,66 +61,25 @@ def without_release(surroundings: Surroundings = REAL, left_out: LeftOut | None 
     return msgspec.structs.replace(surroundings, network=cast("Network", _Unreleasing(surroundings.network, counts)))
 
 
-class Fenceless:
-    """Wraps a transport: reads are real, and fences and looks are judged here.
+def _without_checks(open_planes: Callable[..., PlanesMover], left_out: LeftOut) -> Callable[..., PlanesMover]:
+    """Return what opens planes whose checks, first ones and fences, find every lease held."""
 
-    Args:
-        sink: takes the events, on the owner thread.
-        left_out: counts what is not read.
-    """
+    def post_check(
+        peer: PeerId, first: int, last: int, reads: Sequence[tuple[int, LeaseName]], *, fence: bool
+    ) -> Sequence[int]:
+        del peer, fence
+        left_out.fences += len(reads)
+        values = [0] * (last - first + 1)
+        for _, lease in reads:
+            values[lease.slot - first] = lease.epoch
+        return values
 
-    def __init__(self, sink: Sink, left_out: LeftOut) -> None:
-        self._sink = sink
-        self._left_out = left_out
-        self._transports: list[Transport] = []  # one, once it is wrapped
-        # Written before a read is posted, and taken when one ends, on the owner thread: no lock, which would cost time.
-        self._waiting: dict[int, tuple[Fence, ...]] = {}
-        self._open: set[int] = set()
+    def open_unchecked(**given: Any) -> PlanesMover:
+        mover = open_planes(**given)
+        mover.post_check = post_check  # type: ignore[method-assign]
+        return mover
 
-    def wrap(self, transport: Transport) -> None:
-        """Take the transport, whose sink is ``on_event``."""
-        self._transports.append(transport)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transports[0], name)
-
-    def post(self, read: Read) -> None:
-        """Post a read without its fences and looks."""
-        self._open.add(read.read_id)
-        self._left_out.fences += len(read.fences) + len(read.looks)
-        if read.fences:
-            self._waiting[read.read_id] = read.fences
-        for look in read.looks:
-            self._sink(FenceJudged(look.fence_id, look.epoch, 0.0))
-        self._transports[0].post(msgspec.structs.replace(read, fences=(), looks=()))
-
-    def look(self, peer: PeerId, fence: Fence) -> None:
-        """Find every lease held."""
-        self._left_out.fences += 1
-        self._sink(FenceJudged(fence.fence_id, fence.epoch, 0.0))
-
-    def on_event(self, event: Event) -> None:
-        """Pass an event on, and judge the fences that are due with it."""
-        self._sink(event)
-        if isinstance(event, ReadCompleted | ReadFailed):
-            self._open.discard(event.read_id)
-            for read_id in [*self._waiting]:
-                for fence in self._waiting[read_id]:
-                    self._judge(read_id, fence, event)
-
-    def _judge(self, read_id: int, fence: Fence, ended: ReadCompleted | ReadFailed) -> None:
-        after = {*fence.after, read_id}
-        if isinstance(ended, ReadFailed) and ended.read_id in after:
-            self._sink(FenceFailed(fence.fence_id, ended.code, ended.detail))
-        elif after & self._open:
-            return
-        else:
-            self._sink(FenceJudged(fence.fence_id, fence.epoch, 0.0))
-        left = tuple(other for other in self._waiting.get(read_id, ()) if other is not fence)
-        if left:
-            self._waiting[read_id] = left
-        else:
-            self._waiting.pop(read_id, None)
+    return open_unchecked
 
 
 class _Unreleasing:
