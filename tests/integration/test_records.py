@@ -214,6 +214,8 @@ async def test_a_stale_lease_says_how_it_had_ended(world, heard, how):
                 await producer.revoke("r")
             case "used":
                 await consumer.pull(params, BLOCKS)
+                while "r" not in [event.request_id for event in heard.of(TransferCompleted)]:  # noqa: ASYNC110 - after its turn
+                    await asyncio.sleep(0.001)
                 heard.clear()
             case "released":
                 await consumer.worker.release(kvflow.Ticket.from_params(params))
