@@ -52,19 +52,17 @@ class BlockAccount:
         Raises:
             BlockIdsInvalid: a block is receiving, or still quarantined.
         """
-        present = present_of(ids)
         with self._lock:
-            for uses, blocks in zip(self._uses, present, strict=True):
-                if uses.receives(blocks):
-                    self._refuse(present, _receives, "cannot be offered: it is still the target of a pull", QUIESCED)
-            for uses, blocks in zip(self._uses, present, strict=True):
+            for uses, blocks in zip(self._uses, ids, strict=True):
+                if uses.least(blocks) < 0:
+                    self._refuse(ids, _receives, "cannot be offered: it is still the target of a pull", QUIESCED)
+            for uses, blocks in zip(self._uses, ids, strict=True):
                 uses.add(blocks, 1)
 
     def end_loan(self, ids: Sequence[Ids]) -> None:
         """Count one reader less of each block."""
-        present = present_of(ids)
         with self._lock:
-            for uses, blocks in zip(self._uses, present, strict=True):
+            for uses, blocks in zip(self._uses, ids, strict=True):
                 uses.add(blocks, -1)
 
     def receive(self, ids: Sequence[Ids]) -> None:
@@ -73,20 +71,26 @@ class BlockAccount:
         Raises:
             BlockIdsInvalid: a block is receiving for another pull, still quarantined, or lent.
         """
-        present = present_of(ids)
         with self._lock:
-            for uses, blocks in zip(self._uses, present, strict=True):
-                if uses.any(blocks):
-                    self._refuse_targets(present)
-            for uses, blocks in zip(self._uses, present, strict=True):
-                uses.receive(blocks)
+            for uses, blocks in zip(self._uses, ids, strict=True):
+                few = isinstance(blocks, list)
+                if any(map(uses.number_of, blocks)) if few else np.count_nonzero(uses.array[blocks]):
+                    self._refuse_targets(ids)
+            for uses, blocks in zip(self._uses, ids, strict=True):
+                uses.put(blocks, RECEIVING)
 
     def end_receipt(self, ids: Sequence[Ids]) -> None:
         """Note that nothing writes into these blocks any more."""
-        present = present_of(ids)
         with self._lock:
-            for uses, blocks in zip(self._uses, present, strict=True):
-                uses.end_receipt(blocks)
+            for uses, blocks in zip(self._uses, ids, strict=True):
+                # No number is less than RECEIVING, so that the sum tells whether all are that. Absent blocks are 0.
+                if isinstance(blocks, list):
+                    right = sum(map(uses.number_of, blocks)) == RECEIVING * (len(blocks) - blocks.count(ABSENT))
+                else:
+                    others = np.count_nonzero(uses.array[blocks] - RECEIVING)
+                    right = not others or others == np.count_nonzero(blocks < 0)
+                assert right, "a block was given back twice"
+                uses.put(blocks, 0)
 
     def check(
         self,
@@ -95,30 +99,36 @@ class BlockAccount:
         receiving: Iterable[Sequence[Ids]] | None = None,
     ) -> None:
         """Check the law: what is counted is exactly what these leases, or these destinations, hold."""
-        with self._lock:
-            counted = np.stack([uses.array for uses in self._classes])
         lost = "references were lost or given back twice"
+        with self._lock:
+            counted = [uses.array.copy() for uses in self._classes]
         if lent is not None:
-            readers = self._sum(lent)
-            assert not readers[counted == RECEIVING].any(), "a block is lent and receives"
-            assert np.array_equal(readers, np.maximum(counted, 0)), lost
+            for numbers, readers in zip(counted, self._sum(lent), strict=True):
+                if (readers != np.maximum(numbers, 0)).any():
+                    receives = readers[numbers == RECEIVING].any()
+                    raise AssertionError("a block is lent and receives" if receives else lost)
         if receiving is not None:
-            assert np.array_equal(self._sum(receiving), counted == RECEIVING), lost
+            for numbers, writers in zip(counted, self._sum(receiving), strict=True):
+                assert (writers == (numbers == RECEIVING)).all(), lost
 
-    def _sum(self, held: Iterable[Sequence[Ids]]) -> Int64s:
-        summed = np.zeros((len(self._classes), len(self._classes[0].array)), np.int64)
+    def _sum(self, held: Iterable[Sequence[Ids]]) -> list[Int64s]:
+        """Return how often each block of each class is held."""
+        listed: list[list[int]] = [[] for _ in self._classes]
         for ids in held:
             for alias, blocks in zip(self.aliases, present_of(ids), strict=True):
-                np.add.at(summed[alias], np.asarray(blocks, np.int64), 1)
-        return summed
+                listed[alias] += blocks if isinstance(blocks, list) else blocks.tolist()
+        return [
+            np.bincount(np.array(blocks, np.int64), minlength=len(uses.array))
+            for blocks, uses in zip(listed, self._classes, strict=True)
+        ]
 
-    def _refuse_targets(self, present: Sequence[Ids]) -> None:
+    def _refuse_targets(self, ids: Sequence[Ids]) -> None:
         """Say which block cannot be written into, and why."""
-        self._refuse(present, _receives, "is still the target of another pull", "Wait for quiesced() of that pull")
-        self._refuse(present, _is_lent, "is on offer, and peers may be reading it", "Wait until its leases have ended")
+        self._refuse(ids, _receives, "is still the target of another pull", "Wait for quiesced() of that pull")
+        self._refuse(ids, _is_lent, "is on offer, and peers may be reading it", "Wait until its leases have ended")
 
-    def _refuse(self, present: Sequence[Ids], is_busy: Callable[[int], bool], words: str, remedy: str) -> None:
-        for group, (uses, blocks) in enumerate(zip(self._uses, present, strict=True)):
+    def _refuse(self, ids: Sequence[Ids], is_busy: Callable[[int], bool], words: str, remedy: str) -> None:
+        for group, (uses, blocks) in enumerate(zip(self._uses, ids, strict=True)):
             for block in blocks:
                 if is_busy(uses.numbers[block]):
                     raise BlockIdsInvalid(
@@ -131,66 +141,48 @@ class BlockAccount:
 class _Uses:
     """How each block of one class is used: its number of readers, or ``RECEIVING``. It cannot be both.
 
+    The number of an absent block, -1, is the last one. It stays 0.
+
     Attributes:
         numbers: of which Python reads single ones fast.
+        number_of: reads one.
         array: the same memory, for many at once.
     """
 
     def __init__(self, num_blocks: int) -> None:
-        self.numbers = array("q", bytes(8 * num_blocks))
-        self.array: Int64s = np.asarray(self.numbers).view(np.int64)  # a ``longlong`` adds slowly
+        self.numbers = array("q", bytes(8 * (num_blocks + 1)))
+        self.number_of = self.numbers.__getitem__
+        self.array: Int64s = np.frombuffer(self.numbers, np.int64)  # a ``longlong`` adds slowly
 
-    def any(self, blocks: Ids) -> bool:
-        """Tell whether one is used."""
+    def least(self, blocks: Ids) -> int:
+        """Return the least of their numbers, or 0."""
         if isinstance(blocks, list):
-            numbers = self.numbers
-            for block in blocks:  # noqa: SIM110 - a generator takes twice as long
-                if numbers[block]:
-                    return True
-            return False
-        return bool(self.array[blocks].any())
-
-    def receives(self, blocks: Ids) -> bool:
-        """Tell whether one receives."""
-        if isinstance(blocks, list):
-            numbers = self.numbers
-            for block in blocks:  # noqa: SIM110 - a generator takes twice as long
-                if numbers[block] < 0:
-                    return True
-            return False
-        return bool((self.array[blocks] < 0).any())
+            return min(map(self.number_of, blocks), default=0)
+        return int(self.array[blocks].min(initial=0))
 
     def add(self, blocks: Ids, readers: int) -> None:
         """Count readers."""
+        numbers = self.numbers
         if isinstance(blocks, list):
-            numbers = self.numbers
             for block in blocks:
-                left = numbers[block] + readers
-                assert left >= 0, "a loan ended twice"
-                numbers[block] = left
+                if block >= 0:
+                    left = numbers[block] + readers
+                    assert left >= 0, "a loan ended twice"
+                    numbers[block] = left
         else:
             np.add.at(self.array, blocks, readers)
-            assert (self.array[blocks] >= 0).all(), "a loan ended twice"
+            numbers[ABSENT] = 0
+            assert self.least(blocks) >= 0, "a loan ended twice"
 
-    def receive(self, blocks: Ids) -> None:
-        """Note that they receive."""
+    def put(self, blocks: Ids, number: int) -> None:
+        """Give them this number."""
+        numbers = self.numbers
         if isinstance(blocks, list):
-            numbers = self.numbers
             for block in blocks:
-                numbers[block] = RECEIVING
+                numbers[block] = number
         else:
-            self.array[blocks] = RECEIVING
-
-    def end_receipt(self, blocks: Ids) -> None:
-        """Note that they do not receive any more."""
-        if isinstance(blocks, list):
-            numbers = self.numbers
-            for block in blocks:
-                assert numbers[block] == RECEIVING, "a block was given back twice"
-                numbers[block] = 0
-        else:
-            assert (self.array[blocks] == RECEIVING).all(), "a block was given back twice"
-            self.array[blocks] = 0
+            self.array[blocks] = number
+        numbers[ABSENT] = 0
 
 
 def _receives(number: int) -> bool:

@@ -10,9 +10,10 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
+from kvflow.cache.blocks import Ids
 from kvflow.errors import CapacityExceeded, LayoutMismatch, PlanUnsound
 from kvflow.layout.region import Region
-from kvflow.transfer.chunks import Cutter, num_neighbors
+from kvflow.transfer.chunks import Cutter, num_neighbors, one_chunk
 from kvflow.transfer.pairs import UnitPairs
 from kvflow.transfer.plan import GroupPlan
 from kvflow.transfer.runs import Int64s, Units
@@ -43,10 +44,9 @@ class Bound(Struct, frozen=True, eq=False, gc=False):
 class Rows:
     """Descriptor rows of one side of one group plan.
 
-    Units that lie at one stride throughout the pool share a row (``linear``), so that they merge across
-    blocks; otherwise each unit of a block has a row of its own.
-
     Attributes:
+        linear: whether all units lie at one stride throughout the pool. Then they share a row, so that they merge
+            across blocks; otherwise each unit of a block has a row of its own.
         table: int64, shape (rows, 5): address, nbytes, device, stride, count.
         memory: memory kind of all rows, which ``Binding`` has checked: a prepared list has but one.
         per_run: descriptors of one run.
@@ -61,17 +61,17 @@ class Rows:
         self.per_run = per_block * num_blocks
         if len(nbytes) * self.per_run > DESCRIPTORS_MAX:
             raise CapacityExceeded("descriptors in one prepared list", DESCRIPTORS_MAX, remedy="Use fewer blocks.")
-        self._units = per_block
+        self._per_block = per_block
         self._num_blocks = num_blocks
         step, even = units.step(side)
-        self._linear = bool(even.all())
-        rows_per_run = 1 if self._linear else per_block
+        self.linear = bool(even.all())
+        rows_per_run = 1 if self.linear else per_block
         if len(nbytes) * rows_per_run > ROWS_MAX:
             raise CapacityExceeded("rows in one prepared list", ROWS_MAX, remedy="Use block sizes that divide.")
         # A row that all units share begins with the first; listing the others would let a huge block cost memory.
-        first = np.zeros(len(nbytes), np.int64) if self._linear else units.offsets(kernel_stride, unit_stride).T.ravel()
+        first = np.zeros(len(nbytes), np.int64) if self.linear else units.offsets(kernel_stride, unit_stride).T.ravel()
         run = np.repeat(np.arange(len(nbytes)), rows_per_run)
-        self.stride = step if self._linear else block_stride
+        self.stride = step if self.linear else block_stride
         address = np.array([entry.address for entry in regions], np.int64)
         device = np.array([entry.device for entry in regions], np.int64)
         self.table = np.stack(
@@ -87,12 +87,15 @@ class Rows:
         _require_inside(self.table, regions, region[run])
         self.memory = regions[int(region[0])].memory
 
-    def local(self, units: Int64s) -> Int64s:
+    def local(self, units: Ids) -> Ids:
         """Return the descriptor number of each unit within any run."""
-        if self._linear:
+        if self.linear:
             return units
-        block, unit = np.divmod(units, self._units)
-        return unit * self._num_blocks + block
+        per_block, num_blocks = self._per_block, self._num_blocks
+        if isinstance(units, list):
+            return [unit % per_block * num_blocks + unit // per_block for unit in units]
+        found: Int64s = units % per_block * num_blocks + units // per_block
+        return found
 
 
 def _require_one_memory(group: GroupPlan, source_regions: Sequence[Region], target_regions: Sequence[Region]) -> None:
@@ -155,6 +158,7 @@ class Binding:
         self.unit_descriptors = len(runs)
         dense = (self.source.stride == runs.nbytes) & (self.target.stride == runs.nbytes)
         self._cutter = Cutter(runs.nbytes, dense)
+        self._linear = self.source.linear and self.target.linear
         run = np.arange(len(runs), dtype=np.int32)[:, None]
         # The number of each run's first descriptor, of both sides.
         self._first = np.stack([run * np.int32(side.per_run) for side in (self.source, self.target)])
@@ -167,13 +171,18 @@ class Binding:
             chunk_bytes: most bytes of one chunk; a single larger descriptor is a chunk of its own.
             chunk_descriptors: most merged descriptors of one chunk.
         """
-        source = self.source.local(pairs.source).astype(np.int32)
-        target = self.target.local(pairs.target).astype(np.int32)
-        cuts = self._cutter.cuts(source, target, chunk_bytes, chunk_descriptors)
-        nbytes = len(source) * self.unit_bytes
+        source, target = pairs.source, pairs.target
+        if not self._linear:
+            source, target = self.source.local(source), self.target.local(target)
+        count = len(source)
+        nbytes, descriptors = count * self.unit_bytes, count * self.unit_descriptors
+        if nbytes <= chunk_bytes and descriptors <= chunk_descriptors:
+            cuts = one_chunk(descriptors)
+        else:
+            cuts = self._cutter.cuts(source, target, chunk_bytes, chunk_descriptors)
         if self.unit_descriptors == 1:
-            return Bound(source, target, cuts, nbytes)
-        units = np.empty((2, 1, len(source)), np.int32)
+            return Bound(np.array(source, np.int32), np.array(target, np.int32), cuts, nbytes)
+        units = np.empty((2, 1, count), np.int32)
         units[0], units[1] = source, target
         # One array for both sides: NumPy asks for huge pages from 4 MiB on; small pages take longer than the sums.
         index = self._first + units
@@ -181,7 +190,9 @@ class Binding:
 
     def merged(self, pairs: UnitPairs) -> int:
         """Return how many descriptors these pairs are once neighbours have merged; batches and chunks not counted."""
-        source, target = self.source.local(pairs.source), self.target.local(pairs.target)
+        source, target = pairs.source, pairs.target
+        if not self._linear:
+            source, target = self.source.local(source), self.target.local(target)
         return len(source) * self.unit_descriptors - num_neighbors(source, target) * self._cutter.num_dense
 
 

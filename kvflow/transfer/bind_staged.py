@@ -71,11 +71,11 @@ class StagedBinding:
         Returns:
             Numbers of units instead of descriptors: of the source, how each run numbers its descriptors.
         """
-        source = self.source.local(pairs.source)
+        source = np.asarray(self.source.local(pairs.source), np.int64)
         units_max = min(self.scatter.slots, max(1, chunk_bytes // self.read_bytes))
         return Bound(
             source_index=source.astype(np.int32),
-            target_index=pairs.target.astype(np.int32),
+            target_index=np.array(pairs.target, np.int32),
             cuts=self._cuts(source, units_max, chunk_descriptors),
             nbytes=len(source) * self.unit_bytes,
         )

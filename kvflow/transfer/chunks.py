@@ -5,21 +5,19 @@ and nothing here costs time or memory for each descriptor, only for each pair, r
 """
 
 from bisect import bisect_right
-from functools import cached_property
+from functools import cached_property, lru_cache
+from operator import sub
 
 import numpy as np
 import numpy.typing as npt
 
+from kvflow.cache.blocks import Ids
 from kvflow.transfer.runs import Int64s
 
 Bools = npt.NDArray[np.bool_]
-Int32s = npt.NDArray[np.int32]
 
 CHUNKS_FEW = 24
 """Below this, cutting one after the other is faster: 2 us each, against 50 us for all at once."""
-
-PAIRS_FEW = 32
-"""Up to so many pairs, Python counts neighbors faster than NumPy."""
 
 
 class Cutter:
@@ -41,12 +39,12 @@ class Cutter:
         self._num_runs = len(nbytes)
         self._run_bytes = int(nbytes[0]) if (nbytes == nbytes[0]).all() else 0  # of each, if all are alike
 
-    def cuts(self, source: Int32s, target: Int32s, chunk_bytes: int, chunk_descriptors: int) -> Int64s:
+    def cuts(self, source: Ids, target: Ids, chunk_bytes: int, chunk_descriptors: int) -> Int64s:
         """Return where chunks begin, and the end of the last. Each is as long as both budgets let it be.
 
         Args:
-            source: int32, shape (pairs,): number of each pair's descriptor within any run.
-            target: int32, shape (pairs,).
+            source: number of each pair's descriptor within any run.
+            target: likewise, as many.
             chunk_bytes: most bytes of one chunk; a single larger descriptor is a chunk of its own.
             chunk_descriptors: most merged descriptors of one chunk, at least 1.
         """
@@ -54,17 +52,16 @@ class Cutter:
         total = count * self._num_runs
         small = count * self._unit_bytes <= chunk_bytes
         if small and total <= chunk_descriptors:
-            return _one(total)
+            return one_chunk(total)
         step = max(1, chunk_bytes // self._run_bytes) if self._run_bytes else 0
         if 0 < step <= chunk_descriptors:
             return _evenly(total, step)  # so few fit that it does not matter which of them merge
-        follows = neighbors(source, target) if count > PAIRS_FEW else None  # of few only the number, if that will do
-        saved = (num_neighbors(source, target) if follows is None else np.count_nonzero(follows)) * self.num_dense
+        saved = num_neighbors(source, target) * self.num_dense
         if small and total - saved <= chunk_descriptors:
-            return _one(total)
+            return one_chunk(total)
         if step and not saved:
             return _evenly(total, chunk_descriptors)
-        merged = _Merged(neighbors(source, target) if follows is None else follows, self.dense, self._dense_before)
+        merged = _Merged(neighbors(source, target), self.dense, self._dense_before)
         regular = self._regular(merged, step, chunk_bytes, chunk_descriptors)
         return self._walk(merged, chunk_bytes, chunk_descriptors) if regular is None else regular
 
@@ -156,23 +153,19 @@ class _Merged:
         return positions
 
 
-def neighbors(source: npt.NDArray[np.integer], target: npt.NDArray[np.integer]) -> Bools:
+def neighbors(source: Ids, target: Ids) -> Bools:
     """Tell of each pair whether it lies right behind the one before it on both sides; of the first: False."""
-    follows = np.zeros(len(source), bool)
-    np.logical_and(source[1:] - source[:-1] == 1, target[1:] - target[:-1] == 1, out=follows[1:])
+    here, there = np.asarray(source), np.asarray(target)
+    follows = np.zeros(len(here), bool)
+    np.logical_and(here[1:] - here[:-1] == 1, there[1:] - there[:-1] == 1, out=follows[1:])
     return follows
 
 
-def num_neighbors(source: npt.NDArray[np.integer], target: npt.NDArray[np.integer]) -> int:
+def num_neighbors(source: Ids, target: Ids) -> int:
     """Return how many pairs lie right behind the one before them on both sides."""
-    if len(source) > PAIRS_FEW:
-        return int(np.count_nonzero(neighbors(source, target)))
-    count = 0
-    before = other = -2
-    for unit, there in zip(source.tolist(), target.tolist(), strict=True):
-        count += unit - before == 1 == there - other
-        before, other = unit, there
-    return count
+    if isinstance(source, list) and isinstance(target, list):
+        return [*zip(map(sub, source[1:], source), map(sub, target[1:], target), strict=True)].count((1, 1))
+    return int(np.count_nonzero(neighbors(source, target)))
 
 
 def _before(values: npt.NDArray[np.integer] | Bools) -> Int64s:
@@ -182,8 +175,12 @@ def _before(values: npt.NDArray[np.integer] | Bools) -> Int64s:
     return sums
 
 
-def _one(total: int) -> Int64s:
-    return np.array((0, total), np.int64)
+@lru_cache(maxsize=1024)
+def one_chunk(total: int) -> Int64s:
+    """Return the cuts of a batch that is one chunk of so many descriptors."""
+    cuts = np.array((0, total), np.int64)
+    cuts.flags.writeable = False
+    return cuts
 
 
 def _evenly(total: int, step: int) -> Int64s:

@@ -9,7 +9,9 @@ Where ranks divide the tokens of a request, a list names blocks of all of them, 
 its stripe. Units that the source's stripe lacks are other sources' to give: which these are is ``share_out``'s to say.
 """
 
+from array import array
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -27,19 +29,36 @@ Int64s = npt.NDArray[np.int64]
 FEW = 64
 """Up to so many block ids, or units of a list, Python is faster than NumPy, of which each call takes a microsecond."""
 
+BLOCKS_PER_ID = 64
+"""Up to so many blocks of a pool per id, a mark for each tells faster than sorting whether ids are distinct."""
+
 _INTEGERS = {int}
+_LISTS = frozenset((list, tuple))
 
 
 class UnitPairs(Struct, frozen=True, eq=False, gc=False):
     """Pairs of units; those of one request ascend by source.
 
     Attributes:
-        source: int64, shape (n,): ``block * source_units + unit``.
-        target: int64, shape (n,): ``block * target_units + unit``.
+        source: n numbers, ``block * source_units + unit``.
+        target: n numbers, ``block * target_units + unit``.
     """
 
-    source: Int64s
-    target: Int64s
+    source: Ids
+    target: Ids
+
+
+def joined(several: Sequence[UnitPairs]) -> UnitPairs:
+    """Return the pairs of several reads as one, in their order."""
+    source, target = [], []
+    for pairs in several:
+        if not isinstance(pairs.source, list) or not isinstance(pairs.target, list):
+            return UnitPairs(
+                np.concatenate([each.source for each in several]), np.concatenate([each.target for each in several])
+            )
+        source += pairs.source
+        target += pairs.target
+    return UnitPairs(source, target)
 
 
 def check_block_ids(
@@ -48,6 +67,7 @@ def check_block_ids(
     num_blocks: int,
     aliases: Sequence[int],
     unique: bool,
+    decoded: bool = False,
 ) -> tuple[Ids, ...]:
     """Check the caller's lists and return copies: those of up to ``FEW`` ids as lists, longer ones as int64 arrays.
 
@@ -56,6 +76,7 @@ def check_block_ids(
         num_blocks: ids are in ``[0, num_blocks)``, or ``ABSENT``.
         aliases: alias class of each group; within one class an id may stand in one group only, whose bytes it names.
         unique: whether it may stand there only once (it may, among targets).
+        decoded: whether these are the tuples of a decoded ticket: integers, none of them below ``ABSENT``.
 
     Raises:
         BlockIdsInvalid: names the group and the offending id.
@@ -67,68 +88,88 @@ def check_block_ids(
         raise BlockIdsInvalid(f"block ids must be one list per group, not {found}") from error
     if num_lists != len(aliases):
         raise BlockIdsInvalid(f"{num_lists} lists of block ids for {len(aliases)} groups")
-    checked = tuple([_checked(ids, group, num_blocks) for group, ids in enumerate(block_ids)])
-    for members in _classes(tuple(aliases)):
-        if unique or len(members) > 1:
-            _check_class(checked, members, unique=unique)
-    return checked
+    checked: list[Ids] = []
+    for group, ids in enumerate(block_ids):
+        if type(ids) in _LISTS and 0 < len(ids) <= FEW:
+            few = list(ids)
+            integers = decoded or (set(map(type, few)) == _INTEGERS and min(few) >= ABSENT)
+            if integers and max(few) < num_blocks:
+                checked.append(few)
+                continue
+        checked.append(_as_ids(ids, group, num_blocks))
+    for members in _to_compare(tuple(aliases), unique):
+        first = checked[members[0]]
+        if len(members) > 1 or not isinstance(first, list) or len(set(first)) < len(first):
+            _check_class(checked, members, num_blocks, unique=unique)
+    return tuple(checked)
 
 
 @lru_cache(maxsize=64)
-def _classes(aliases: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Return the groups of each alias class."""
-    return tuple(
-        tuple(group for group, value in enumerate(aliases) if value == alias) for alias in sorted(set(aliases))
-    )
+def _to_compare(aliases: tuple[int, ...], unique: bool) -> tuple[tuple[int, ...], ...]:
+    """Return the groups of each alias class; classes of one group only if its ids are to be unique."""
+    classes = [[group for group, value in enumerate(aliases) if value == alias] for alias in sorted(set(aliases))]
+    return tuple(tuple(members) for members in classes if unique or len(members) > 1)
 
 
-def _checked(ids: Sequence[int], group: int, num_blocks: int) -> Ids:
+def _as_ids(ids: Sequence[int], group: int, num_blocks: int) -> Ids:
     """Return a copy of one list, each of whose ids is a block or absent."""
-    if type(ids) in (list, tuple) and len(ids) <= FEW:
-        if not ids:
-            return []
-        if set(map(type, ids)) == _INTEGERS:
-            ascending = sorted(ids)
-            if ascending[0] >= ABSENT and ascending[-1] < num_blocks:
-                return list(ids)
-        # NumPy's way says what is wrong with it, or that it is numbers all the same.
-    array = _as_array(ids, group, num_blocks)
-    return array if len(array) > FEW else array.tolist()
+    if type(ids) in _LISTS and not ids:
+        return []
+    found = None
+    if type(ids) in _LISTS and type(ids[0]) is int:
+        # Of a list that begins with an integer NumPy accepts the same, but takes longer. It says what is wrong.
+        with suppress(TypeError, OverflowError, ValueError):
+            found = np.frombuffer(array("q", ids), np.int64)
+    if found is None or np.minimum.reduce(found) < ABSENT or np.maximum.reduce(found) >= num_blocks:
+        found = _as_array(ids, group, num_blocks)
+    return found if len(found) > FEW else found.tolist()
 
 
 def _as_array(ids: Sequence[int], group: int, num_blocks: int) -> Int64s:
     try:
-        array = np.asarray(ids)
-        if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        found = np.asarray(ids)
+        if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
             raise BlockIdsInvalid(f"group {group}: block ids must be a flat list of integers", group=group)
     except (OverflowError, ValueError, TypeError) as error:
         raise BlockIdsInvalid(f"group {group}: block ids must be a flat list of integers", group=group) from error
-    if array.size and (array.min() < ABSENT or array.max() >= num_blocks):
-        outside = array[(array < ABSENT) | (array >= num_blocks)]
+    if found.size and (found.min() < ABSENT or found.max() >= num_blocks):
+        outside = found[(found < ABSENT) | (found >= num_blocks)]
         raise BlockIdsInvalid(f"group {group}: block {outside[0]} is not in [0, {num_blocks})", group=group)
-    return array.astype(np.int64)  # only now: a huge unsigned id would wrap around to a valid one
+    return found.astype(np.int64)  # only now: a huge unsigned id would wrap around to a valid one
 
 
-def _check_class(checked: Sequence[Ids], members: Sequence[int], *, unique: bool) -> None:
+def _check_class(checked: Sequence[Ids], members: Sequence[int], num_blocks: int, *, unique: bool) -> None:
     """Check the lists of groups that share their bytes: a block holds those of one group at a time."""
-    listed: list[int] = []
-    for group in members:
-        ids = checked[group]
+    lists = [checked[group] for group in members]
+    few: list[int] = []
+    for ids in lists:
         if not isinstance(ids, list):
+            distinct = unique and _are_distinct(lists, num_blocks)
             break
-        listed += ids if unique else set(ids)
+        few += [block for block in (ids if unique else set(ids)) if block >= 0]
     else:
-        if len(listed) == len(set(listed)):
-            return
-        present = [block for block in listed if block >= 0]
-        if len(present) == len(set(present)):
-            return
-    _require_distinct([np.asarray(ids, np.int64) for ids in checked], members, unique=unique)
+        distinct = len(set(few)) == len(few)
+    if not distinct:
+        _require_distinct([np.asarray(ids, np.int64) for ids in checked], members, unique=unique)
+
+
+def _are_distinct(lists: Sequence[Ids], num_blocks: int) -> bool:
+    """Tell whether no block is listed twice, without sorting; False also if sorting is faster. A pull waits for it."""
+    count = sum(map(len, lists))
+    if num_blocks > BLOCKS_PER_ID * count:
+        return False
+    listed = np.zeros(num_blocks + 1, bool)  # the last, -1, is for absent blocks
+    for ids in lists:
+        listed[ids] = True
+    if listed.item(ABSENT):
+        listed[ABSENT] = False
+        count -= sum(int(np.count_nonzero(np.asarray(ids) == ABSENT)) for ids in lists)
+    return int(np.count_nonzero(listed)) == count
 
 
 def _require_distinct(arrays: Sequence[Int64s], members: Sequence[int], *, unique: bool) -> None:
     """Check the same of lists of any length, and say which block is in two places."""
-    # One sort, by block and then by group: a pull waits for it.
+    # One sort, by block and then by group.
     keys = np.concatenate([arrays[group] * len(arrays) + group for group in members])
     keys.sort()
     keys = keys[np.searchsorted(keys, 0) :]  # without those that are absent
@@ -163,11 +204,34 @@ def pair_units(group: GroupPlan, source_ids: Ids, target_ids: Ids, *, num_tokens
             before token 0: its last block then does not hold the last token, and nothing is where it seems.
         CapacityExceeded: the blocks are larger than any engine's by orders of magnitude.
     """
-    if isinstance(source_ids, list) and isinstance(target_ids, list) and group.aligned:
-        pairs = _pair_few(group, source_ids, target_ids, num_tokens)
+    # Most often each block is a unit, none is absent, and both sides list as many.
+    alike = group.whole and 0 < len(source_ids) == len(target_ids) <= -(-num_tokens // group.target.tokens)
+    if isinstance(source_ids, list) and isinstance(target_ids, list):
+        if alike and min(source_ids) >= 0 and min(target_ids) >= 0:
+            if source_ids == sorted(source_ids):
+                return UnitPairs(source_ids, target_ids)
+            return _ascending_few(source_ids, target_ids)
+        pairs = _pair_few(group, source_ids, target_ids, num_tokens) if group.aligned else None
         if pairs is not None:
             return pairs
-    return _pair_many(group, np.asarray(source_ids, np.int64), np.asarray(target_ids, np.int64), num_tokens)
+    source, target = np.asarray(source_ids, np.int64), np.asarray(target_ids, np.int64)
+    if alike and np.minimum.reduce(source) >= 0 and np.minimum.reduce(target) >= 0:
+        return _ascending(source, target)
+    return _pair_many(group, source, target, num_tokens)
+
+
+def _ascending_few(source: list[int], target: list[int]) -> UnitPairs:
+    """Order pairs by source."""
+    order = sorted(range(len(source)), key=source.__getitem__)
+    return UnitPairs([*map(source.__getitem__, order)], [*map(target.__getitem__, order)])
+
+
+def _ascending(source: Int64s, target: Int64s) -> UnitPairs:
+    """Order pairs by source if they are not; few become lists."""
+    if np.count_nonzero(source[1:] < source[:-1]):
+        order = np.argsort(source, kind="stable")  # which takes half as long
+        source, target = source[order], target[order]
+    return UnitPairs(source, target) if len(source) > FEW else UnitPairs(source.tolist(), target.tolist())
 
 
 def _pair_few(group: GroupPlan, source_ids: list[int], target_ids: list[int], num_tokens: int) -> UnitPairs | None:
@@ -187,12 +251,7 @@ def _pair_few(group: GroupPlan, source_ids: list[int], target_ids: list[int], nu
     if ABSENT in target:
         kept = [at for at, unit in enumerate(target) if unit >= 0]
         source, target = [source[at] for at in kept], [target[at] for at in kept]
-    if ABSENT in source:
-        return None
-    if source != sorted(source):
-        order = sorted(range(len(source)), key=source.__getitem__)
-        source, target = [source[at] for at in order], [target[at] for at in order]
-    return UnitPairs(np.array(source, np.int64), np.array(target, np.int64))
+    return None if ABSENT in source else _ascending_few(source, target)
 
 
 def _list_few(ids: list[int], units: Units, num_tokens: int) -> list[int] | None:
@@ -240,10 +299,7 @@ def _pair_many(group: GroupPlan, source_ids: Int64s, target_ids: Int64s, num_tok
     units = target.units
     if not wanted.all():
         picked, units = picked[wanted], units[wanted]
-    if (picked[1:] > picked[:-1]).all():
-        return UnitPairs(picked, units)
-    order = np.argsort(picked)
-    return UnitPairs(picked[order], units[order])
+    return _ascending(picked, units)
 
 
 class _Listed(NamedTuple):

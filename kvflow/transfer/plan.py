@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import force_setattr
 
 from kvflow.errors import CapacityExceeded, LayoutMismatch, PlanUnsound
 from kvflow.layout.manifest import Manifest
@@ -53,6 +54,9 @@ class GroupPlan(Struct, frozen=True, eq=False):
         pairs: the components that they copy, all of these groups.
         choice: whether it is read directly, or staged.
         window: tokens that a sliding window looks back at; 0 for other kinds.
+        aligned: whether both sides hold the same tokens of a request: their units then correspond one to one, in order.
+            This and the next follow from the others.
+        whole: whether they do so block by block: each is one unit, and both sides hold all tokens.
     """
 
     source_group: int
@@ -63,16 +67,18 @@ class GroupPlan(Struct, frozen=True, eq=False):
     pairs: tuple[ComponentPair, ...]
     choice: Choice = UNCALIBRATED
     window: int = 0
+    aligned: bool = False
+    whole: bool = False
+
+    def __post_init__(self) -> None:
+        sides = (self.source, self.target)
+        force_setattr(self, "aligned", self.source.stripe.aligned(self.target.stripe))
+        force_setattr(self, "whole", all(side.tokens and side.per_block == side.stripe.size == 1 for side in sides))
 
     @property
     def staged(self) -> StagedRuns | None:
         """The runs of a staged read; None: it is read directly."""
         return self.choice.staged
-
-    @property
-    def aligned(self) -> bool:
-        """Whether both sides hold the same tokens of a request: their units then correspond one to one, in order."""
-        return self.source.stripe.aligned(self.target.stripe)
 
     @property
     def unit_tokens(self) -> int:

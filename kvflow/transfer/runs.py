@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
+from msgspec.structs import force_setattr
 
 from kvflow.layout.stripes import ALL_TOKENS, Stripe
 from kvflow.transfer.match import ComponentPair
@@ -79,17 +80,17 @@ class Units(Struct, frozen=True):
         per_kernel_block: units in one kernel block.
         kernel_blocks: kernel blocks in one block.
         stripe: which tokens of a request they are.
+        per_block: units in one block, which follow from the others.
     """
 
     tokens: int
     per_kernel_block: int
     kernel_blocks: int
     stripe: Stripe = ALL_TOKENS
+    per_block: int = 0
 
-    @property
-    def per_block(self) -> int:
-        """Units in one block."""
-        return self.per_kernel_block * self.kernel_blocks
+    def __post_init__(self) -> None:
+        force_setattr(self, "per_block", self.per_kernel_block * self.kernel_blocks)
 
     def offsets(self, kernel_stride: Int64s, unit_stride: Int64s) -> Int64s:
         """Return where each unit of a block lies, shape (units, runs): bytes from the block's first."""

@@ -27,7 +27,9 @@ EPOCH_MAX = (1 << 63) - 1
 FEW = 128
 """Descriptors that are faster one by one than as arrays."""
 
+_INTEGERS = {int}
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
+_DTYPES = (_INT32, _INT32, _INT64)
 
 Int64s = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]
@@ -152,9 +154,19 @@ def check_pairs(pairs: UnitPairs, source_units: int, target_units: int) -> None:
         OutOfBounds: wrong dtype or shape, no pair at all, or a unit that is not in ``[0, source_units)`` or
             ``[0, target_units)``.
     """
-    n = pairs.source.size
-    for name, units, count in (("source", pairs.source, source_units), ("target", pairs.target, target_units)):
-        if not _numbered(units, _INT64, n, count):
+    source, target = pairs.source, pairs.target
+    if isinstance(source, list) and isinstance(target, list) and len(source) == len(target):
+        both = source + target
+        inside = set(map(type, both)) == _INTEGERS and min(both) >= 0
+        if inside and max(source) < source_units and max(target) < target_units:
+            return
+    n = len(source) if isinstance(source, list) else source.size
+    for name, units, count in (("source", source, source_units), ("target", target, target_units)):
+        if isinstance(units, list):
+            right = len(units) == n and set(map(type, units)) == _INTEGERS and min(units) >= 0 and max(units) < count
+        else:
+            right = _numbered(units, _INT64, n, count)
+        if not right:
             raise OutOfBounds(f"{name} units must be int64 of shape (n,), n > 0, in [0, {count}): {units!r}")
 
 
@@ -172,13 +184,13 @@ def check_bound(bound: Bound, pairs: int, source: Rows, target: Rows) -> None:
             that do not ascend from 0 to n, an n that the pairs do not divide, or a total that is not ``nbytes``.
     """
     n = _check_index(bound, source.count, target.count)
-    _check_cuts(bound.cuts, n)
     if n % pairs:
         raise OutOfBounds(f"{n} descriptors are not the same number for each of {pairs} pairs")
-    if source.nbytes_max * n > ADDRESS_MAX:
+    nbytes = source.nbytes_max * n
+    if nbytes > ADDRESS_MAX:
         raise OutOfBounds(f"{n} descriptors of this program are more than an address can count")
     if source.uniform and target.uniform:
-        differ, nbytes = source.nbytes_max != target.nbytes_max, n * source.nbytes_max
+        differ = source.nbytes_max != target.nbytes_max
     else:
         lengths = source.table[_row_of(source, bound.source_index), 1]
         differ = bool((lengths != target.table[_row_of(target, bound.target_index), 1]).any())
@@ -197,7 +209,6 @@ def check_staged_bound(bound: Bound, pairs: int, scatter: CheckedScatter) -> Non
             each pair.
     """
     n = _check_index(bound, scatter.source_units, math.prod(scatter.units))
-    _check_cuts(bound.cuts, n)
     if n != pairs:
         raise OutOfBounds(f"{n} units are not the {pairs} pairs")
     if (bound.cuts[1:] - bound.cuts[:-1]).max() > scatter.slots:
@@ -207,14 +218,18 @@ def check_staged_bound(bound: Bound, pairs: int, scatter: CheckedScatter) -> Non
 
 
 def _check_index(bound: Bound, source_count: int, target_count: int) -> int:
-    """Check both index arrays, and return how long they are."""
-    n = bound.source_index.size
-    for name, index, count in (
-        ("source", bound.source_index, source_count),
-        ("target", bound.target_index, target_count),
-    ):
+    """Check both index arrays and the cuts, and return how many descriptors they are."""
+    source, target, cuts = bound.source_index, bound.target_index, bound.cuts
+    n = source.size
+    if 0 < n <= FEW and source.shape == target.shape == (n,) and (source.dtype, target.dtype, cuts.dtype) == _DTYPES:
+        here, there = source.tolist(), target.tolist()
+        inside = min(here + there) >= 0 and max(here) < source_count and max(there) < target_count
+        if inside and cuts.tolist() == [0, n]:
+            return n
+    for name, index, count in (("source", source, source_count), ("target", target, target_count)):
         if not _numbered(index, _INT32, n, count):
             raise OutOfBounds(f"{name}_index must be int32 of shape (n,), n > 0, in [0, {count}): {index!r}")
+    _check_cuts(cuts, n)
     return n
 
 
@@ -222,8 +237,7 @@ def _numbered(numbers: Int64s | Int32s, dtype: object, n: int, count: int) -> bo
     """Tell whether these are ``n`` numbers of a type, at least one, and all of them in ``[0, count)``."""
     if numbers.dtype is not dtype or numbers.ndim != 1 or numbers.size != n or not n:
         return False
-    few = numbers.tolist() if n <= FEW else (numbers.min(), numbers.max())
-    return bool(min(few) >= 0 and max(few) < count)
+    return bool(np.minimum.reduce(numbers) >= 0 and np.maximum.reduce(numbers) < count)
 
 
 def _check_cuts(cuts: Int64s, n: int) -> None:

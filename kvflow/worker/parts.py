@@ -32,7 +32,9 @@ def parts_of(
     """
     theirs = peer.manifest
     try:
-        sources = check_block_ids(grant.block_ids, num_blocks=theirs.num_blocks, aliases=theirs.aliases, unique=False)
+        sources = check_block_ids(
+            grant.block_ids, num_blocks=theirs.num_blocks, aliases=theirs.aliases, unique=False, decoded=True
+        )
     except BlockIdsInvalid as error:
         raise TicketInvalid(f"the ticket of {peer.link.peer} does not fit its cache: {error.message}") from error
     parts = []
@@ -44,7 +46,7 @@ def parts_of(
             targets[group.target_group],
             num_tokens=grant.num_tokens[group.source_group],
         )
-        if pairs.source.size:
+        if len(pairs.source):
             parts.append(Part(program_id, pairs))
             given.append((binding, pairs))
     return parts

@@ -75,14 +75,17 @@ class World:
 
     def submit(self, peers, *, priority=0, check_first=False):
         """Open a pull with one rank of each of these peers."""
+        self.scheduler.require_room()
         story = Story(len(self.stories) + 1, priority)
         pairs = UnitPairs(np.arange(3), np.arange(3))
         reads = [
-            RankRead(0, peer, LeaseName(slot, EPOCH), (Part(1, pairs),), check_first, priority)
+            RankRead(
+                next(self.scheduler.read_ids), peer, LeaseName(slot, EPOCH), (Part(1, pairs),), check_first, priority
+            )
             for slot, peer in enumerate(peers)
         ]
         nbytes = RANK_BYTES * len(reads)
-        pull = Pull(story.pull_id, f"request-{story.pull_id}", priority, self.budgets, nbytes, self.now)
+        pull = Pull(story.pull_id, f"request-{story.pull_id}", self.budgets, nbytes, self.now)
         self.scheduler.submit(pull, reads)
         self.stories[story.pull_id] = story
         for read in reads:

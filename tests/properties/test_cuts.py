@@ -31,6 +31,8 @@ def batches(draw):
     else:
         sources = np.sort(rng.choice(num_source, count, replace=False))
         pairs = UnitPairs(sources, rng.permutation(num_target)[:count])
+    if draw(st.booleans()):  # few, as pairing makes them
+        pairs = UnitPairs(pairs.source.tolist(), pairs.target.tolist())
     return binding, pairs
 
 
@@ -79,6 +81,22 @@ def test_chunks_cover_everything_within_their_budgets(batch, chunk_bytes, chunk_
         if last - first > 1:  # a single larger descriptor travels alone
             assert sum(one[2] for one in source[first:last]) <= chunk_bytes
         assert merged_count(source[first:last], target[first:last]) <= chunk_descriptors
+
+
+@thorough
+@given(batches(), st.integers(1, 1 << 14), st.integers(1, 64))
+def test_lists_of_pairs_are_bound_like_arrays(batch, chunk_bytes, chunk_descriptors):
+    binding, pairs = batch
+    few = UnitPairs(list(map(int, pairs.source)), list(map(int, pairs.target)))
+    many = UnitPairs(np.array(few.source), np.array(few.target))
+    assert binding.merged(few) == binding.merged(many)
+    bound, other = (
+        binding.bind(each, chunk_bytes=chunk_bytes, chunk_descriptors=chunk_descriptors) for each in (few, many)
+    )
+    assert bound.nbytes == other.nbytes
+    for name in ("source_index", "target_index", "cuts"):
+        assert getattr(bound, name).dtype == getattr(other, name).dtype
+        assert np.array_equal(getattr(bound, name), getattr(other, name))
 
 
 @thorough

@@ -157,3 +157,5 @@ def test_a_receipt_is_not_ended_as_a_loan(form):
     account.receive(ids)
     with pytest.raises(AssertionError, match="ended twice"):
         account.end_loan(ids)
+    if isinstance(ids[0], list):  # few are counted one by one, so that what is wrong changes nothing
+        account.check(lent=[], receiving=[ids])

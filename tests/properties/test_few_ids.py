@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from msgspec.structs import replace
+from msgspec.structs import force_setattr, replace
 
-from kvflow.errors import KvflowError
+from kvflow.errors import BlockIdsInvalid, KvflowError
 from kvflow.layout.stripes import Stripe
 from kvflow.transfer import pairs
 from kvflow.transfer.pairs import FEW, check_block_ids, pair_units
@@ -20,6 +20,7 @@ from .caches import thorough
 
 NUM_BLOCKS = 12
 ALL_AS_MANY = patch.object(pairs, "FEW", -1)
+BY_SORTING = patch.object(pairs, "BLOCKS_PER_ID", 0)
 
 
 def outcome(call):
@@ -63,6 +64,47 @@ def test_few_and_many_ids_are_checked_alike(block_ids, data, unique):
     few = outcome(check)
     with ALL_AS_MANY:
         assert outcome(check) == few
+        with BY_SORTING:
+            assert outcome(check) == few
+
+
+@thorough
+@given(st.lists(st.lists(ids, max_size=6).map(tuple), min_size=1, max_size=3), st.data())
+def test_ids_of_a_decoded_ticket_are_checked_like_any_others(block_ids, data):
+    aliases = [data.draw(st.integers(0, group)) for group in range(len(block_ids))]
+    num_blocks = data.draw(st.integers(NUM_BLOCKS - 2, NUM_BLOCKS))
+
+    def check(**how):
+        return check_block_ids(block_ids, num_blocks=num_blocks, aliases=aliases, unique=False, **how)
+
+    few = outcome(check)
+    assert outcome(lambda: check(decoded=True)) == few
+    with ALL_AS_MANY:
+        assert outcome(lambda: check(decoded=True)) == few
+
+
+@pytest.mark.parametrize("count", [FEW - 1, FEW, FEW + 1])
+@pytest.mark.parametrize("form", [list, tuple, np.array])
+def test_up_to_64_ids_become_lists_and_more_arrays(form, count):
+    given = list(range(1, 2 * count, 2))
+    (checked,) = check_block_ids([form(given)], num_blocks=2 * count, aliases=[0], unique=True)
+    pairs = pair_units(PLANS[16, 16], checked, checked, num_tokens=16 * count)
+    for found in (checked, pairs.source, pairs.target):
+        assert type(found) is (list if count <= FEW else np.ndarray)
+        assert list(found) == given
+    for wrong, words in (
+        ([*given, 1], "block 1 is a target twice"),
+        ([*given, 2 * count], f"block {2 * count} is not"),
+    ):
+        with pytest.raises(BlockIdsInvalid, match=words):
+            check_block_ids([form(wrong)], num_blocks=2 * count, aliases=[0], unique=True)
+
+
+def test_a_checked_list_does_not_follow_the_callers():
+    for mine in ([3, 4], list(range(FEW + 1))):
+        (checked,) = check_block_ids([mine], num_blocks=100, aliases=[0], unique=True)
+        mine[0] = 7
+        assert checked[0] != 7
 
 
 def plan_of(source, target):
@@ -106,16 +148,21 @@ def test_few_and_many_units_are_paired_alike(pairing):
 
     def pair(*given):
         found = pair_units(plan, *given, num_tokens=num_tokens)
-        assert found.source.dtype == found.target.dtype == np.int64
+        assert len(found.source) == len(found.target)
+        assert {type(found.source), type(found.target)} == {list if len(found.source) <= FEW else np.ndarray}
         assert (np.diff(found.source) >= 0).all()
         # A source block that is listed twice has no order among its targets.
         order = np.lexsort((found.target, found.source))
-        return found.source[order], found.target[order]
+        return np.asarray(found.source)[order], np.asarray(found.target)[order]
 
     few = outcome(lambda: pair(source, target))
     many = outcome(lambda: pair(np.array(source, np.int64), np.array(target, np.int64)))
     mixed = outcome(lambda: pair(source, np.array(target, np.int64)))
     assert few == many == mixed
+    plan = replace(plan)
+    force_setattr(plan, "whole", False)  # the way of blocks that are cut, or absent, pairs whole ones alike
+    assert outcome(lambda: pair(source, target)) == few
+    assert outcome(lambda: pair(np.array(source, np.int64), np.array(target, np.int64))) == few
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)

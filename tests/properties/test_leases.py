@@ -80,7 +80,7 @@ class LeaseMachine(RuleBasedStateMachine):
             return
         _, grant = self.mint.offer(name, block_ids=[[1]], num_tokens=1)
         for reader in early:
-            assert self.leases.release(grant.slot, grant.epoch_value, reader, self.now) == ("unknown", None)
+            assert self.leases.release([(grant.slot, grant.epoch_value)], reader, self.now) == (["unknown"], [])
         promise = self.held[name] = Promise(grant, self.now)
         promise.released_by = set(early)
         ended = self.leases.admit(grant, self.now)
@@ -92,7 +92,7 @@ class LeaseMachine(RuleBasedStateMachine):
     @rule(data=st.data(), reader=readers)
     def release(self, data, reader):
         promise = self.held[data.draw(st.sampled_from(sorted(self.held)))]
-        answer, ended = self.leases.release(*promise.key, reader, self.now)
+        answers, ended = self.leases.release([promise.key], reader, self.now)
         promise.released_by.add(reader)
         said = {
             one.rank
@@ -100,16 +100,16 @@ class LeaseMachine(RuleBasedStateMachine):
             if (one.engine_id, one.num_ranks) == (reader.engine_id, reader.num_ranks)
         }
         if said == set(range(reader.num_ranks)):
-            assert answer == "ended"
-            self.ended(ended, "released")
+            assert answers == ["ended"]
+            self.ended(ended[0], "released")
         else:
-            assert (answer, ended) == ("counted", None)
+            assert (answers, ended) == (["counted"], [])
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def renew(self, data):
         promise = self.held[data.draw(st.sampled_from(sorted(self.held)))]
-        assert self.leases.renew(*promise.key, self.now) == "held"
+        assert self.leases.renew([promise.key], self.now) == ["held"]
         promise.ends_at = self.now + LEASE_S
 
     @rule(name=names)
@@ -136,15 +136,15 @@ class LeaseMachine(RuleBasedStateMachine):
     def speak_of_the_past(self, data, reader):
         """A late or repeated word about a lease that has ended changes nothing, whoever holds the slot now."""
         slot, epoch = data.draw(st.sampled_from(self.past))
-        assert self.leases.release(slot, epoch, reader, self.now) == ("ended", None)
-        assert self.leases.renew(slot, epoch, self.now) == "ended"
+        assert self.leases.release([(slot, epoch)], reader, self.now) == (["ended"], [])
+        assert self.leases.renew([(slot, epoch)], self.now) == ["ended"]
 
     @rule(reader=readers, slot=st.sampled_from((0, 1, 2, SLOT_OUTSIDE)), ahead=st.integers(1, 9))
     def speak_of_what_never_was(self, reader, slot, ahead):
         highest = max(self.epochs[slot] for slot in range(SLOTS))
         for epoch in (0, BASE, highest + 2 * ahead + 100):
-            assert self.leases.release(slot, epoch, reader, self.now) == ("unknown", None)
-            assert self.leases.renew(slot, epoch, self.now) == "unknown"
+            assert self.leases.release([(slot, epoch)], reader, self.now) == (["unknown"], [])
+            assert self.leases.renew([(slot, epoch)], self.now) == ["unknown"]
 
     def ended(self, event, outcome):
         """By the time anyone hears of an end, a fence finds the lease stale."""

@@ -50,4 +50,4 @@ def ids(*numbers):
 
 
 def unit_pairs(source, target):
-    return UnitPairs(np.array(source, np.int64), np.array(target, np.int64))
+    return UnitPairs(list(source), list(target))

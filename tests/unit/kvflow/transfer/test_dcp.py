@@ -40,8 +40,8 @@ def paired(source, target, source_ids, target_ids, num_tokens):
     """Pair (unit of the target, unit of the source) of what one source gives, in order."""
     (group,) = plan_transfer(source, target).groups
     pairs = pair_units(group, ids(*source_ids), ids(*target_ids), num_tokens=num_tokens)
-    assert pairs.source.tolist() == sorted(pairs.source.tolist())
-    return sorted(zip(pairs.target.tolist(), pairs.source.tolist(), strict=True))
+    assert pairs.source == sorted(pairs.source)
+    return sorted(zip(pairs.target, pairs.source, strict=True))
 
 
 def test_each_rank_of_two_takes_every_other_token():

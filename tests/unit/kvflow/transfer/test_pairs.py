@@ -138,9 +138,8 @@ def paired(plan, source, target, num_tokens):
     many = pair_units(plan, ids(*source), ids(*target), num_tokens=num_tokens)
     few = pair_units(plan, source, target, num_tokens=num_tokens)
     for pairs in (many, few):
-        assert pairs.source.dtype == pairs.target.dtype == np.int64
-        assert pairs.source.tolist() == sorted(pairs.source.tolist())
-    found, other = (sorted(zip(each.target.tolist(), each.source.tolist(), strict=True)) for each in (many, few))
+        assert pairs.source == sorted(pairs.source)
+    found, other = (sorted(zip(each.target, each.source, strict=True)) for each in (many, few))
     assert found == other
     return found
 

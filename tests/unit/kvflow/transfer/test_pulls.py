@@ -14,7 +14,7 @@ from kvflow.transfer.pulls import (
     SourceRank,
     advance,
 )
-from kvflow.transfer.requests import LeaseName, RankRead, ReadEnded
+from kvflow.transfer.requests import LeaseName, RankRead
 
 
 def test_every_transition_is_made():
@@ -45,7 +45,7 @@ def test_a_failed_rank_is_never_delivered():
 
 def pull_of(*started_at):
     """A pull that was submitted at 1.0, with one rank for each start of a read; 0.0: it has not begun."""
-    pull = Pull(1, "r", 0, Budgets(), 100, 1.0)
+    pull = Pull(1, "r", Budgets(), 100, 1.0)
     for read_id, start in enumerate(started_at):
         pull.ranks.append(SourceRank(pull, RankRead(read_id, "p", LeaseName(0, 7), (), started_at=start), 1.0, 2.0))
     return pull
@@ -58,24 +58,3 @@ def test_a_pull_that_has_not_begun_has_only_waited():
 def test_a_pull_that_is_on_the_wire_has_no_fence_yet():
     timings_s = pull_of(0.0, 2.5).timings_s(4.0)
     assert timings_s == {"queue": 1.5, "bind": 0.0, "post": 0.0, "wire": 1.5, "scatter": 0.0, "fence": 0.0}
-
-
-def test_the_phases_of_several_ranks_are_those_of_the_slowest():
-    pull = pull_of(2.0, 3.0)
-    shares = {"bind_s": 0.25, "post_s": 0.5, "scatter_s": 0.125}
-    for read_id, (arrived_at, fence_s) in enumerate([(6.0, 0.5), (5.0, 0.75)]):
-        pull.ended.append(ReadEnded(read_id, "held", arrived_at=arrived_at, fence_s=fence_s, **shares))
-    assert pull.timings_s(9.0) == {
-        "queue": 1.0,
-        "bind": 0.5,
-        "post": 1.0,
-        "wire": 2.25,
-        "scatter": 0.25,
-        "fence": 0.75,
-    }
-
-
-def test_a_copy_that_takes_all_the_time_leaves_none_for_the_wire():
-    pull = pull_of(2.0)
-    pull.ended.append(ReadEnded(0, "held", arrived_at=2.5, post_s=0.75))
-    assert pull.timings_s(9.0)["wire"] == 0.0

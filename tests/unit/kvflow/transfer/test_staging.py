@@ -198,8 +198,8 @@ def test_a_chunk_is_as_many_units_as_fit_a_buffer_and_the_budget(pairs, chunk_de
     pairs = unit_pairs(list(pairs), list(reversed(range(len(pairs)))))
     bound = binding.bind(pairs, chunk_bytes=8 << 20, chunk_descriptors=chunk_descriptors)
     assert bound.cuts.tolist() == cuts
-    assert bound.source_index.tolist() == pairs.source.tolist()
-    assert bound.target_index.tolist() == pairs.target.tolist()
+    assert bound.source_index.tolist() == list(pairs.source)
+    assert bound.target_index.tolist() == list(pairs.target)
     assert bound.source_index.dtype == bound.target_index.dtype == np.int32
     assert bound.nbytes == len(pairs.source) * UNIT // 2
     assert binding.merged(pairs) == merged
