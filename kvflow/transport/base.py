@@ -230,7 +230,7 @@ class PeerAdded(Struct, frozen=True):
 
 
 class PeerFailed(Struct, frozen=True):
-    """The peer cannot be read from any more, or never could; its programs are gone. Add it again to retry.
+    """The peer is lost or could not be added; its programs are gone. Add it again to retry.
 
     Attributes:
         peer: who.

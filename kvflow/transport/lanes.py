@@ -16,20 +16,18 @@ due only when the arrival of all chunks of its read was reported.
 The caller takes a check or a chunk, posts it, and reports what became of it. Answers go to ``answer`` as they follow.
 
 Order: a lane has a queue for each priority, first come, first served. The queue is next that has waited longest, since
-its first read was taken or since its last turn, whichever is later; one step of priority is worth ``AGING_S`` of it. So
+its first read was taken, or since its last turn if that is later; one step of priority is worth ``AGING_S`` of it. So
 waiting makes urgent, being served does not, and peers take turns. A turn is as many chunks as the lane's weight.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from types import MappingProxyType
 
-import numpy as np
-
 from kvflow.cache.epochs import judge
 from kvflow.ids import PeerId
-from kvflow.transfer.pairs import UnitPairs
+from kvflow.transfer.pairs import UnitPairs, joined
 from kvflow.transfer.requests import RankRead, ReadEnded, Verdict
 from kvflow.transport.bounds import OutOfBounds
 from kvflow.transport.buffers import Buffers
@@ -43,7 +41,7 @@ between two polls: 1.60 against 1.49 GB/s with one (64 MiB over loopback, median
 delay for whatever is urgent or cancelled."""
 
 CHECKS_IN_FLIGHT_MAX = 8
-"""Per peer. A hung peer keeps its checks in flight for ever; this bounds what it can hold."""
+"""Per peer. A hung peer never ends its checks; this bounds what it can hold."""
 
 AGING_S = 1.0
 """Waiting time that is worth one step of priority."""
@@ -62,6 +60,9 @@ class Lanes:
         answer: takes the answer of each read.
         clock: seconds of a monotonic clock.
         num_buffers: staging buffers for the chunks of staged reads.
+
+    Attributes:
+        reads: what has not ended, by its id.
     """
 
     def __init__(self, answer: Callable[[ReadEnded], None], clock: Callable[[], float], num_buffers: int = 0) -> None:
@@ -69,15 +70,10 @@ class Lanes:
         self._clock = clock
         self._buffers = Buffers(num_buffers)
         self._lanes: dict[PeerId, Lane] = {}
-        self._reads: dict[int, OpenRead] = {}
+        self.reads: dict[int, OpenRead] = {}
         self._queues: dict[Queue, None] = {}  # where reads wait
         self._due: dict[Lane, None] = {}  # where checks are due
         self._numbers = 0
-
-    @property
-    def reads(self) -> Collection[int]:
-        """Ids of the reads that have not ended."""
-        return self._reads.keys()
 
     def open(self, peer: PeerId, weight: int = 1) -> None:
         """Begin to take reads for a peer, whose turns have so many chunks."""
@@ -89,9 +85,9 @@ class Lanes:
         return peer not in self._lanes
 
     def staging(self) -> tuple[int, int]:
-        """Return how many staging buffers are taken, and how many of these by chunks that nobody wants."""
+        """Return how many staging buffers are taken, and how many of these by chunks of doomed reads."""
         taken = self._buffers.taken
-        return len(taken), sum(self._reads[read_id].doom is not None for read_id in taken.values())
+        return len(taken), sum(self.reads[read_id].doom is not None for read_id in taken.values())
 
     def waiting_for_buffer(self) -> frozenset[PeerId]:
         """Return the peers that owe us nothing, because what is next of them needs a buffer and none is free."""
@@ -103,16 +99,16 @@ class Lanes:
     def check(self) -> None:
         """Check the law of staging: each buffer is free, or has one chunk in flight of a read that has not ended."""
         self._buffers.check()
-        assert set(self._buffers.taken.values()) <= self._reads.keys(), "a staging buffer has the chunk of no read"
+        assert set(self._buffers.taken.values()) <= self.reads.keys(), "a staging buffer has the chunk of no read"
 
     def admit(self, read: RankRead, programs: Sequence[Prepared]) -> None:
         """Take a checked read of an open peer, with the program of each of its parts."""
-        assert read.read_id not in self._reads, f"read id {read.read_id} is used twice"
+        assert read.read_id not in self.reads, f"read id {read.read_id} is used twice"
         lane = self._lanes[read.peer]
         assert lane.closed is None
         now = self._clock()
         read.since, read.owing = now, lane.owing
-        self._reads[read.read_id] = opened = OpenRead(read, programs, lane, now)
+        self.reads[read.read_id] = opened = OpenRead(read, programs, lane, read.parts[0].pairs, now)
         if read.check_first:
             lane.checks.append(opened)
             self._due[lane] = None
@@ -122,7 +118,7 @@ class Lanes:
     def cancel(self, read_ids: Iterable[int]) -> None:
         """Drop what is not posted, or not scattered, of these reads; those with nothing left to drop go on."""
         for read_id in read_ids:
-            opened = self._reads.get(read_id)
+            opened = self.reads.get(read_id)
             if opened is None or opened.doom is not None:
                 continue
             if opened.waits or opened.read.phase == "queue" or (opened.in_flight and opened.staged):
@@ -134,7 +130,7 @@ class Lanes:
         if lane.closed is not None:
             return
         lane.closed = reason
-        for opened in [opened for opened in self._reads.values() if opened.lane is lane]:
+        for opened in [opened for opened in self.reads.values() if opened.lane is lane]:
             self._doom(opened, reason)
         for queue in lane.queues.values():
             self._queues.pop(queue, None)
@@ -197,25 +193,30 @@ class Lanes:
             refused: ids of the reads that the exporter refused to serve -> why.
         """
         now = self._clock()
-        shares, several = carried.chunk.portion.shares, len(carried.reads) > 1
-        for share, opened in zip(shares, carried.reads, strict=True):
-            opened.read.nbytes += share.pairs * carried.program.pair_bytes if several else carried.nbytes
+        if len(carried.reads) == 1:
+            carried.reads[0].read.nbytes += carried.nbytes
+        else:
+            pair_bytes = carried.program.pair_bytes
+            for share, opened in zip(carried.chunk.portion.shares, carried.reads, strict=True):
+                opened.read.nbytes += share.pairs * pair_bytes
+        for opened in carried.reads:
             opened.arrived_at = now
-            if unheld and share.lease[:2] in unheld:
+            if unheld and opened.read.lease[:2] in unheld:
                 opened.unserved = True
-            if refused and share.read_id in refused:
-                self._drop(opened, refused[share.read_id])
+            if refused and opened.read.read_id in refused:
+                self._drop(opened, refused[opened.read.read_id])
             self._leave(carried, opened, now)
         self._chunk_is_over(carried, now)
 
     def checked(self, check: Check, values: Sequence[int]) -> None:
         """Report what the slots of a check hold, from its first to its last."""
+        first = check.first
         for opened in check.reads:
             if opened.doom is not None:  # cancelled or abandoned meanwhile, and answered
                 continue
-            lease = opened.read.lease
-            observed = values[lease.slot - check.first]
-            verdict = judge(lease.epoch, observed)
+            slot, epoch, _ = opened.read.lease
+            observed = values[slot - first]
+            verdict = judge(epoch, observed)
             if verdict == "held" and not check.fence:
                 self._queue(opened)
             else:
@@ -223,7 +224,7 @@ class Lanes:
         self._check_is_over(check)
 
     def failed(self, work: Work, reason: Reason) -> None:
-        """Report that a piece of work failed and that nothing of it will write any more."""
+        """Report that a piece of work failed, and that nothing of it will write after this."""
         if isinstance(work, Check):
             for opened in work.reads:
                 if opened.doom is None:
@@ -292,18 +293,15 @@ class Lanes:
             The chosen one and the others. If they are several, the chunk carries the whole part of each that is next.
         """
         joined = [chosen]
-        count = chosen.pairs.source.size
-        if chosen.alone or chosen.cursor or count >= program.chunk_pairs:
+        room = program.chunk_pairs - len(chosen.pairs.source)
+        if room <= 0 or chosen.alone or chosen.cursor:
             return joined
         for opened in chosen.lane.queues[chosen.read.priority].reads:
-            if opened is chosen or not opened.waits:
-                continue
-            if opened.alone or opened.cursor or opened.portion or opened.programs[opened.part] is not program:
-                break
-            count += opened.pairs.source.size
-            if count > program.chunk_pairs:
-                break
-            joined.append(opened)
+            if opened.waits and opened is not chosen:
+                room -= len(opened.pairs.source)
+                if room < 0 or opened.programs[opened.part] is not program or opened.alone or opened.cursor:
+                    break
+                joined.append(opened)
         return joined
 
     def _take(self, reads: list[OpenRead], program: Prepared, started: float, bind_s: float) -> Carried:
@@ -328,9 +326,12 @@ class Lanes:
                 opened.cut += 1
                 continue
             opened.portion, opened.cut = None, 0
-            if opened.cursor == opened.pairs.source.size:
-                opened.part, opened.cursor = opened.part + 1, 0
+            if opened.cursor == len(opened.pairs.source):
+                opened.part += 1
+                opened.cursor = 0
                 opened.waits = opened.part < len(opened.programs)
+                if opened.waits:
+                    opened.pairs = read.parts[opened.part].pairs
         lane.chunks_in_flight += 1
         lane.begins_to_owe(started)
         queue = lane.queues[leader.read.priority]
@@ -351,10 +352,11 @@ class Lanes:
             return
         if opened.doom is not None:
             self._end(opened, "failed")
-        else:
-            opened.read.phase, opened.read.since = "fence", now
-            opened.lane.fences.append(opened)
-            self._due[opened.lane] = None
+            return
+        read, lane = opened.read, carried.lane
+        read.phase, read.since = "fence", now
+        lane.fences.append(opened)
+        self._due[lane] = None
 
     def _chunk_is_over(self, carried: Carried, now: float) -> None:
         if carried.chunk.buffer != NO_BUFFER:
@@ -387,7 +389,7 @@ class Lanes:
         assert not opened.in_flight
         opened.waits = False
         read, doom = opened.read, opened.doom
-        del self._reads[read.read_id]
+        del self.reads[read.read_id]
         unserved = opened.unserved and verdict == "held"
         fenced = read.phase == "fence"
         self._answer(
@@ -416,21 +418,16 @@ def _bind(reads: list[OpenRead], program: Prepared) -> Portion:
     leader = reads[0]
     if len(reads) > 1:
         parts = [opened.pairs for opened in reads]
-        pairs = UnitPairs(
-            np.concatenate([part.source for part in parts]), np.concatenate([part.target for part in parts])
-        )
-        shares = tuple(
-            Share(opened.read.read_id, opened.read.lease, part.source.size)
-            for opened, part in zip(reads, parts, strict=True)
-        )
+        pairs = joined(parts)
+        shares = tuple([Share(opened.read.read_id, opened.read.lease, len(opened.pairs.source)) for opened in reads])
         portion = bind_portion(program, pairs, shares)
         if portion.cuts.size > 2:
             raise OutOfBounds("the pairs of several reads were cut into several chunks")
-        for opened in reads:
-            opened.cursor = opened.pairs.source.size
+        for opened, share in zip(reads, shares, strict=True):
+            opened.cursor = share.pairs
         return portion
     pairs, first = leader.pairs, leader.cursor
-    count = pairs.source.size
+    count = len(pairs.source)
     stop = min(count, first + program.portion_pairs)
     if stop - first < count:
         pairs = UnitPairs(pairs.source[first:stop], pairs.target[first:stop])

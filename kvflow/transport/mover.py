@@ -132,6 +132,7 @@ class Prepared(Struct, frozen=True, eq=False):
         source_units: units of the source are in ``[0, source_units)``.
         target_units: likewise of the target.
         pair_bytes: bytes that one pair of units fills.
+        pair_s: seconds that one pair adds to a post, by ``post_costs``.
         portion_pairs: pairs of one read that are bound together at most.
         chunk_pairs: pairs of several reads that share a chunk at most; 0: none do.
     """
@@ -143,6 +144,7 @@ class Prepared(Struct, frozen=True, eq=False):
     source_units: int = 0
     target_units: int = 0
     pair_bytes: int = 0
+    pair_s: float = 0.0
     portion_pairs: int = 1
     chunk_pairs: int = 0
 
@@ -152,24 +154,23 @@ class Flight:
 
     Attributes:
         polled: whether only ``poll`` finds out that it has ended; otherwise the mover's descriptor tells.
-        mover: whose it is, as ``PlanesMover`` notes it.
         unheld: of a chunk that is over: slot and epoch of each lease under which the exporter did not serve something.
         refused: of a chunk that is over: ids of the reads that the exporter refused to serve -> why. The others have
             arrived.
     """
 
-    __slots__ = ("mover",)
+    __slots__ = ()
     polled = True
     unheld: AbstractSet[tuple[int, int]] = frozenset()
     refused: Mapping[int, Reason] = MappingProxyType({})
-    mover: "Mover"
 
 
-class Mover(Protocol):
-    """Move bytes. Making one registers the memory. Thread: one at a time, see above.
+class Movers(Protocol):
+    """The movers of one worker, which share its peers. Thread: one at a time, see above."""
 
-    A mover that is derived from this has the defaults.
-    """
+    def of(self, peer: PeerId) -> "Mover":
+        """Return what moves the bytes of a peer that was added."""
+        ...
 
     def fileno(self) -> int:
         """Return a descriptor that is readable while ``progress`` has something to do; -1: there is none."""
@@ -178,20 +179,6 @@ class Mover(Protocol):
     def progress(self) -> None:
         """Go on with what is in flight, as far as that is possible without waiting. By default, ``poll`` does that."""
         return
-
-    def leave(self, peer: PeerId) -> None:
-        """End what is in flight from a peer that is being removed, if that is possible; it shows when it is polled.
-
-        By default it is not possible.
-        """
-        return
-
-    def ends_at_once(self, peer: PeerId) -> bool:
-        """Tell whether most posts for a peer that was added have ended when they return, so that nothing waits for it.
-
-        Only then are reads posted inline. By default they have not.
-        """
-        return False
 
     def add(self, address: PeerAddress) -> Carrier:
         """Get ready to read from a peer whose epoch table was checked, and return what will carry its bytes.
@@ -207,6 +194,43 @@ class Mover(Protocol):
     def remove(self, peer: PeerId, *, gone: bool) -> None:
         """Forget a peer and its programs, if it is known; unless it is gone, it may come again soon."""
         ...
+
+    def reset(self) -> None:
+        """Destroy the reader and make another, which knows no peer. What was in flight writes nothing after this.
+
+        Raises:
+            MoveFailed: there is no reader now; each ``add`` tries again to make one.
+        """
+        ...
+
+    def close(self) -> None:
+        """Destroy the reader, then the exporter. What was in flight writes nothing after this returns."""
+        ...
+
+
+class Mover(Movers, Protocol):
+    """Move bytes. Making one registers the memory. Thread: one at a time, see above.
+
+    A mover that is derived from this has the defaults.
+    """
+
+    def of(self, peer: PeerId) -> "Mover":
+        """See ``Movers.of``."""
+        return self
+
+    def leave(self, peer: PeerId) -> None:
+        """End what is in flight from a peer that is being removed, if that is possible; it shows when it is polled.
+
+        By default it is not possible.
+        """
+        return
+
+    def ends_at_once(self, peer: PeerId) -> bool:
+        """Tell whether most posts for a peer that was added have ended when they return, so that nothing waits for it.
+
+        Only then are reads posted inline. By default they have not.
+        """
+        return False
 
     def prepare(self, prepared: Prepared) -> None:
         """Get ready to read with a program.
@@ -253,18 +277,6 @@ class Mover(Protocol):
         Raises:
             MoveFailed: as the class says; the flight is over.
         """
-        ...
-
-    def reset(self) -> None:
-        """Destroy the reader and make another, which knows no peer. Nothing that was in flight writes any more.
-
-        Raises:
-            MoveFailed: there is no reader now; each ``add`` tries again to make one.
-        """
-        ...
-
-    def close(self) -> None:
-        """Destroy the reader, then the exporter. On return nothing that was in flight writes any more."""
         ...
 
 

@@ -1,7 +1,7 @@
 """NIXL as a mover: two agents, prepared strided lists, and NIXL's exceptions in our words.
 
-The exporter has a progress thread, which serves peers while nobody calls it. The reader has none: who posts also polls,
-and a second thread would fight it for the UCX worker's lock.
+The exporter has a progress thread, which serves peers between our calls. The reader has none by default: the thread
+that posts also polls, and a second thread would compete with it for the lock of the UCX worker.
 """
 
 import logging
@@ -110,16 +110,18 @@ class _Reader:
         binding: from ``load_binding``.
         name: of the agent.
         regions: what reads may write to.
-        connects: as ``Agent`` says.
+        progress, connects: as ``Agent`` says.
     """
 
-    def __init__(self, binding: ModuleType, name: str, regions: Sequence[Region], *, connects: bool) -> None:
+    def __init__(
+        self, binding: ModuleType, name: str, regions: Sequence[Region], *, progress: bool, connects: bool
+    ) -> None:
         self.scratch = map_bytes(8 * _SPANS * SPAN_MAX).view(np.uint64)
         self.free_spans = list(range(_SPANS))
         self.numbers = np.arange(self.scratch.size, dtype=np.int32)  # of slots, of which checks take slices
         rows = np.array([[self.scratch.ctypes.data, 8, 0, 8, self.scratch.size]], dtype=np.int64)
         with ExitStack() as undo:
-            self.agent = Agent(binding, name, progress=False, connects=connects)
+            self.agent = Agent(binding, name, progress=progress, connects=connects)
             undo.callback(self.agent.destroy)
             self.agent.register([*regions, Region(self.scratch.ctypes.data, self.scratch.nbytes)])
             self.scratch_list = self.agent.prepare_local(rows, "DRAM")
@@ -135,6 +137,9 @@ class NixlMover(Plane):
         epochs: our epoch table.
         staging: memory that only the reader knows.
         known_only: refuse peers whose transport cannot be determined.
+        reader_progress: run a progress thread at the reader, too. RDMA needs one: what a network card's queue could not
+            hold, UCX passes on while it makes progress, and without the thread it does so only in our polls. It costs
+            a thread, for whose lock our calls may wait. Over shared memory the post is the copy, with or without it.
 
     Raises:
         TransportUnavailable: NIXL cannot be loaded, UCX cannot start, or the memory is refused.
@@ -148,6 +153,7 @@ class NixlMover(Plane):
         staging: Sequence[Region] = (),
         *,
         known_only: bool = False,
+        reader_progress: bool = False,
     ) -> None:
         binding = load_binding()
         self._binding = binding
@@ -155,6 +161,7 @@ class NixlMover(Plane):
         self._regions = (*regions, *staging)
         self._settings = published_settings(binding, os.environ)
         self._known_only = known_only
+        self._reader_progress = reader_progress
         self._errors = error_types(binding)
         self._peers: dict[PeerId, _Peer] = {}
         self._kept: dict[str, _Kept] = {}
@@ -255,25 +262,24 @@ class NixlMover(Plane):
         except self._errors as error:
             peer.failed = True
             raise _failure(_MOVING, error) from error
-        posted = _Posted(handle, peer)
-        return posted if self._ask(posted, self._reader.agent.post) is None else 0
+        outcome = self._begin(handle, peer)
+        return outcome if isinstance(outcome, _Posted) else 0
 
     def post_check(
         self, peer_id: PeerId, first: int, last: int, reads: Sequence[tuple[int, LeaseName]], *, fence: bool
     ) -> Flight | Sequence[int]:
         """See ``Mover.post_check``."""
-        peer = self._peers[peer_id]
+        peer, count = self._peers[peer_id], last + 1 - first
         if not self._reader.free_spans:
             raise MoveFailed("transport_error", "too many checks of hung peers are in flight")
-        posted = _Posted(0, peer, self._reader.free_spans.pop(), last + 1 - first)
+        span = self._reader.free_spans.pop()
         try:
-            posted.handle = self._make_check(posted, first)
+            handle = self._make_check(peer, first, span, count)
         except self._errors as error:
-            self._reader.free_spans.append(posted.span)
+            self._reader.free_spans.append(span)
             peer.failed = True
             raise _failure(_MOVING, error) from error
-        values = self._ask(posted, self._reader.agent.post)
-        return posted if values is None else values
+        return self._begin(handle, peer, span, count)
 
     def ends_at_once(self, peer_id: PeerId) -> bool:
         """See ``Mover.ends_at_once``: over shared memory the post is the copy; over RDMA it is short, too."""
@@ -282,9 +288,7 @@ class NixlMover(Plane):
     def poll(self, flight: Flight) -> int | Sequence[int] | None:
         """See ``Mover.poll``."""
         assert isinstance(flight, _Posted)
-        if not flight.handle:
-            return None
-        values = self._ask(flight, self._reader.agent.poll)
+        values = self._ask(flight, self._reader.agent.poll) if flight.handle else None
         return values if values is None or flight.count else 0
 
     def reset(self) -> None:
@@ -344,7 +348,7 @@ class NixlMover(Plane):
         # Within a host it reads without a word to the exporter's process, which nothing can then go wrong in.
         connects = self._ours is None or self._ours.has_network
         name = f"{self._agent_name}/reader/{next(self._numbers)}"
-        return _Reader(self._binding, name, self._regions, connects=connects)
+        return _Reader(self._binding, name, self._regions, progress=self._reader_progress, connects=connects)
 
     def _require_reader(self) -> None:
         """Make a reader if the last reset could not."""
@@ -355,6 +359,20 @@ class NixlMover(Plane):
                 raise MoveFailed("transport_error", f"the reader cannot be made anew: {_words(error)}") from error
             self._reader_is_gone = False
 
+    def _begin(self, handle: int, peer: _Peer, span: int = -1, count: int = 0) -> _Posted | list[int]:
+        """Post a handle. If it is over on return: what has arrived in its span."""
+        agent = self._reader.agent
+        try:
+            done = agent.post(handle)
+        except self._errors as error:
+            posted = _Posted(handle, peer, span, count)
+            self._fall(posted, error)
+            return posted
+        if not done:
+            return _Posted(handle, peer, span, count)
+        agent.release(handle)
+        return self._settle(span, count)
+
     def _ask(self, posted: _Posted, question: Callable[[int], bool]) -> list[int] | None:
         """Post or poll a handle, and settle it if that ends it. None: it has not ended."""
         agent = self._reader.agent
@@ -362,25 +380,24 @@ class NixlMover(Plane):
             if not question(posted.handle):
                 return None
         except self._errors as error:
-            agent.release(posted.handle)
-            posted.peer.failed = True
-            failure = _failure(_MOVING, error)
-            if failure.reason.code != "peer_lost":
-                return self._flush(posted, failure)
-            self._settle(posted)
-            raise (posted.failure or failure) from error
+            self._fall(posted, error)
+            return None
         agent.release(posted.handle)
-        values = _NOTHING if posted.span < 0 else self._settle(posted)
+        values = self._settle(posted.span, posted.count)
         if posted.failure is not None:
             raise posted.failure
         return values
 
-    def _flush(self, posted: _Posted, failure: MoveFailed) -> list[int] | None:
-        """Go on until nothing of a failed handle writes any more, then raise its failure.
-
-        The endpoint lives, so descriptors that were posted before the failing one may still be arriving. NIXL ends
-        every post with a flush of the endpoint: a later read that completes proves that they have arrived.
-        """
+    def _fall(self, posted: _Posted, error: Exception) -> None:
+        """Take what a handle has raised: raise its failure, unless something of it may still write."""
+        self._reader.agent.release(posted.handle)
+        posted.peer.failed = True
+        failure = _failure(_MOVING, error)
+        if failure.reason.code == "peer_lost":
+            self._settle(posted.span, posted.count)
+            raise (posted.failure or failure) from error
+        # The endpoint lives, so descriptors that were posted before the failing one may still be arriving. NIXL ends
+        # every post with a flush of the endpoint: a later read that completes proves that they have arrived.
         first = posted.failure is None
         posted.failure = posted.failure or failure
         posted.handle = 0
@@ -388,27 +405,22 @@ class NixlMover(Plane):
             posted.span = posted.span if posted.span >= 0 else self._reader.free_spans.pop()
             posted.count = 1
             with suppress(*self._errors):
-                posted.handle = self._make_check(posted, 0)
-                return self._ask(posted, self._reader.agent.post)
-        return None
+                posted.handle = self._make_check(posted.peer, 0, posted.span, 1)
+                self._ask(posted, self._reader.agent.post)
 
-    def _make_check(self, posted: _Posted, first: int) -> int:
-        """Make the handle that reads as many slots as asked for, from the first on, into its span."""
-        reader, at, count = self._reader, posted.span * SPAN_MAX, posted.count
-        local, stop = reader.numbers[at : at + count], first + count
+    def _make_check(self, peer: _Peer, first: int, span: int, count: int) -> int:
+        """Make the handle that reads so many slots, from the first on, into a span."""
+        reader, at, stop = self._reader, span * SPAN_MAX, first + count
         remote = reader.numbers[first:stop] if stop <= reader.numbers.size else np.arange(first, stop, dtype=np.int32)
-        return reader.agent.make_read(reader.scratch_list, local, posted.peer.epochs, remote)
+        return reader.agent.make_read(reader.scratch_list, reader.numbers[at : at + count], peer.epochs, remote)
 
-    def _settle(self, posted: _Posted) -> list[int]:
-        """Give back the scratch span of something that is over, and return what has arrived there."""
-        span, count = posted.span, posted.count
+    def _settle(self, span: int, count: int) -> list[int]:
+        """Give back the scratch span of something that is over, if it has one, and return what has arrived there."""
         if span < 0:
             return _NOTHING
         reader = self._reader
         reader.free_spans.append(span)
         at = span * SPAN_MAX
-        if count == 1:
-            return [reader.scratch.item(at)]
         values: list[int] = reader.scratch[at : at + count].tolist()
         return values
 
@@ -430,26 +442,35 @@ class NixlTransport(ThreadedTransport):
         sink: called on the owner thread.
         staging_bytes: memory for staged programs; 0 for none.
         inline_s_max: as of ``ThreadedTransport``.
+        reader_progress: as of ``NixlMover``.
     """
 
     def __init__(
-        self, agent_name: str, sink: Sink, staging_bytes: int = 0, *, inline_s_max: float = INLINE_S_MAX
+        self,
+        agent_name: str,
+        sink: Sink,
+        staging_bytes: int = 0,
+        *,
+        inline_s_max: float = INLINE_S_MAX,
+        reader_progress: bool = False,
     ) -> None:
         staging = StagingMemory(staging_bytes)
         super().__init__(
             "nixl",
-            {"nixl": nixl_factory(agent_name, staging)},
+            {"nixl": nixl_factory(agent_name, staging, reader_progress=reader_progress)},
             sink,
             staging,
             inline_s_max=inline_s_max,
         )
 
 
-def nixl_factory(agent_name: str, staging: StagingMemory, *, known_only: bool = False) -> MoverFactory:
-    """Return what opens the NIXL plane of one worker; ``known_only``: see ``NixlMover``."""
+def nixl_factory(
+    agent_name: str, staging: StagingMemory, *, known_only: bool = False, reader_progress: bool = False
+) -> MoverFactory:
+    """Return what opens the NIXL plane of one worker; the options are those of ``NixlMover``."""
     # Peers read our memory by themselves: there is nothing to serve, and nothing to end a pause for.
     return lambda regions, epochs, *_: NixlMover(
-        agent_name, regions, epochs, staging=staging.regions, known_only=known_only
+        agent_name, regions, epochs, staging.regions, known_only=known_only, reader_progress=reader_progress
     )
 
 

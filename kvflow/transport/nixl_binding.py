@@ -11,7 +11,7 @@ import importlib.metadata
 import os
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 
@@ -150,8 +150,9 @@ class Agent:
         binding: from ``load_binding``.
         name: unique per incarnation.
         progress: True runs a progress thread, which serves peers while nobody calls the agent. False leaves all
-            progress to the thread that calls it. Calls may then come from several threads, but only one at a time: UCX
-            runs as ``UCS_THREAD_MODE_SERIALIZED``. Two at a time would crash the process.
+            progress to the thread that calls it. Either way, calls may come from several threads, but only one at a
+            time: NIXL takes no lock for us. UCX locks itself against the progress thread and, without one, runs as
+            ``UCS_THREAD_MODE_SERIALIZED``: two calls at a time would then crash the process.
         connects: True has UCX exchange messages with the peers that it reads from, and watch over them: network cards
             need that. False reads without a word to the other process. An exporter connects to no peer; it needs True
             to start where a reader may connect to it.
@@ -171,6 +172,8 @@ class Agent:
         self._memories = {"DRAM": binding.DRAM_SEG, "VRAM": binding.VRAM_SEG}
         # Looked up once: a small read takes 10 us.
         self._read, self._done = binding.NIXL_READ, binding.NIXL_SUCCESS
+        self._make, self._post = self._agent.makeXferReq, self._agent.postXferReq
+        self.release: Callable[[int], object] = self._agent.releaseXferReq
 
     def register(self, regions: Sequence[Region]) -> None:
         """Register memory, in one call per kind: a thousand single calls take 29 ms, one takes 4."""
@@ -210,12 +213,12 @@ class Agent:
         self, local: int, local_index: npt.NDArray[np.int32], remote: int, remote_index: npt.NDArray[np.int32]
     ) -> int:
         """Make the handle of a read, which nothing moves for yet."""
-        handle: int = self._agent.makeXferReq(self._read, local, local_index, remote, remote_index, "", _NOBODY, False)
+        handle: int = self._make(self._read, local, local_index, remote, remote_index, "", _NOBODY, False)
         return handle
 
     def post(self, handle: int) -> bool:
         """Start a read; True if all of it has arrived."""
-        done: bool = self._agent.postXferReq(handle, "") == self._done
+        done: bool = self._post(handle, "") == self._done
         return done
 
     def poll(self, handle: int) -> bool:
@@ -223,10 +226,6 @@ class Agent:
         done: bool = self._agent.getXferStatus(handle) == self._done
         return done
 
-    def release(self, handle: int) -> None:
-        """Release a handle. One that is in flight goes on writing."""
-        self._agent.releaseXferReq(handle)
-
     def destroy(self) -> None:
-        """Destroy the agent by dropping its only reference: nothing writes after that. It cannot be used again."""
-        del self._agent
+        """Destroy the agent by dropping all references to it: nothing writes after that. It cannot be used again."""
+        del self._agent, self._make, self._post, self.release

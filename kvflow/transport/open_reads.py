@@ -17,6 +17,7 @@ class OpenRead(Struct, eq=False):
 
     Attributes:
         programs: prepared, one for each part of the read.
+        pairs: all pairs of the part that is posted next.
         taken_at: when it was taken, in seconds.
         age: number by which reads that wait for a turn are ordered.
         overtaken: chunks that went before it since its last one, because they were more urgent.
@@ -34,6 +35,7 @@ class OpenRead(Struct, eq=False):
     read: RankRead
     programs: Sequence[Prepared]
     lane: "Lane"
+    pairs: UnitPairs
     taken_at: float
     age: int = 0
     overtaken: int = 0
@@ -51,11 +53,6 @@ class OpenRead(Struct, eq=False):
     bind_s: float = 0.0
     post_s: float = 0.0
     scatter_s: float = 0.0
-
-    @property
-    def pairs(self) -> UnitPairs:
-        """All pairs of the part that is posted next."""
-        return self.read.parts[self.part].pairs
 
     @property
     def needs_buffer(self) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from kvflow.cache.epochs import judge
 from kvflow.ids import PeerId
 from kvflow.layout.region import ADDRESS_MAX, Region
 from kvflow.transfer.requests import RankRead, ReadEnded
@@ -26,10 +27,10 @@ from kvflow.transport.base import (
 from kvflow.transport.bounds import EPOCH_MAX, OutOfBounds, check_pairs
 from kvflow.transport.commands import CancelReads, Command, PostReads, RemovePeer, ResetReader
 from kvflow.transport.lanes import Lanes
-from kvflow.transport.mover import NO_BUFFER, Flight, MoveFailed, Mover, Prepared, Reason
+from kvflow.transport.mover import NO_BUFFER, Chunk, Flight, MoveFailed, Mover, Movers, Prepared, Reason, Share
 from kvflow.transport.open_reads import Carried, Check, Work
-from kvflow.transport.post_costs import PostCosts
-from kvflow.transport.programs import check_program, fetching
+from kvflow.transport.post_costs import BYTE_S, DESCRIPTOR_S, POST_S, READ_S, PostCosts
+from kvflow.transport.programs import bind_portion, check_program, fetching
 from kvflow.transport.staging import StagingMemory
 
 _logger = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ class _Peer:
     """A peer that was added.
 
     Attributes:
+        mover: what reads from it.
         slots: of its epoch table.
         costs: of posts for it; None: they have not ended when they return, so that none is made inline.
         met: whether it was read from over its present connection.
@@ -57,6 +59,7 @@ class _Peer:
 
     address: PeerAddress
     carrier: Carrier
+    mover: Mover
     slots: int
     costs: PostCosts | None
     met: bool = False
@@ -88,7 +91,7 @@ class Owner:
 
     def __init__(
         self,
-        mover: Mover,
+        mover: Movers,
         regions: Sequence[Region],
         sink: Sink,
         now: Callable[[], float],
@@ -160,42 +163,124 @@ class Owner:
             self._publish()
         return changed
 
-    def fits_inline(self, reads: Sequence[RankRead], within_s: float) -> bool:
-        """Tell whether reads can be moved at once: nothing else is open, and they are expected to take no longer."""
-        if self._flying or self._lanes.reads or self._leaving or self._resetting_since is not None:
-            return False
-        for read in reads:
-            peer = self._peers.get(read.peer)
-            if peer is None or not peer.met or peer.costs is None:
-                return False
-            for part in read.parts:
-                program = peer.programs.get(part.program_id)
-                if not isinstance(program, Prepared) or program.staged is not None:
-                    return False
-                within_s -= peer.costs.of_read(part.pairs.source.size, program)
-            if within_s < 0:
-                return False
-        return True
-
-    def post_inline(self, reads: Sequence[RankRead]) -> list[ReadEnded]:
-        """Take reads, and post all of them at once.
+    def post_inline(self, reads: Sequence[RankRead], within_s: float) -> list[ReadEnded] | None:
+        """Move reads at once, if nothing else is open and they are expected to take no longer than ``within_s``.
 
         Returns:
-            The answers that are known by now. The others follow by steps.
+            The answers that are known by now; the others follow by steps. None: nothing was done.
         """
+        if self._flying or self._lanes.reads or self._leaving or self._resetting_since is not None:
+            return None
+        found = self._fits_inline(reads, within_s)
+        if found is None:
+            return None
         try:
-            for read in reads:
-                self._admit(read)
+            if len(found) == 1 == len(reads):
+                ended = self._move(*found[0])
+                if ended is not None:
+                    return [ended]
+            else:
+                for read in reads:
+                    self._admit(read)
             while self._lanes.reads and self._post_next():
                 pass
             self._finish_leaving()
         except Exception as error:  # noqa: BLE001 - as above
             self._rescue(PostReads(tuple(reads)), error)
-        answers = [event for event in self._outbox if isinstance(event, ReadEnded)]
-        self._outbox = [event for event in self._outbox if not isinstance(event, ReadEnded)]
-        if self._outbox:
+        events, self._outbox = self._outbox, []
+        answers = [event for event in events if type(event) is ReadEnded]
+        if len(answers) < len(events):
+            self._outbox = [event for event in events if type(event) is not ReadEnded]
             self._publish()
         return answers
+
+    def _fits_inline(
+        self, reads: Sequence[RankRead], within_s: float
+    ) -> list[tuple[RankRead, _Peer, PostCosts, list[Prepared]]] | None:
+        """Return what is known of those reads whose parts are a chunk each; None if some do not fit."""
+        known = []
+        for read in reads:
+            peer = self._peers.get(read.peer)
+            if peer is None or peer.costs is None or not peer.met:
+                return None
+            programs, work_s, whole = [], 0.0, not read.check_first
+            for part in read.parts:
+                program, pairs = peer.programs.get(part.program_id), len(part.pairs.source)
+                if type(program) is not Prepared or program.staged is not None:
+                    return None
+                programs.append(program)
+                work_s += POST_S + pairs * program.pair_s
+                whole = whole and pairs <= program.chunk_pairs
+            within_s -= READ_S + peer.costs.ratio * work_s
+            if within_s < 0:
+                return None
+            if whole:
+                known.append((read, peer, peer.costs, programs))
+        return known
+
+    def _move(self, read: RankRead, peer: _Peer, costs: PostCosts, programs: Sequence[Prepared]) -> ReadEnded | None:
+        """Post and fence the only open read, whose parts are a chunk each.
+
+        Returns:
+            Its answer. None: it goes on by steps, because something of it did not end at once, or has failed.
+        """
+        peer_id, read_id, lease, now, mover = read.peer, read.read_id, read.lease, self._now, peer.mover
+        posts, nbytes, bind_s, post_s = 0, 0, 0.0, 0.0
+        read.started_at = started_at = arrived_at = now()
+        outcome: Flight | Sequence[int] | int
+        try:
+            _check_lease(read, peer)
+            for part, program in zip(read.parts, programs, strict=True):
+                check_pairs(part.pairs, program.source_units, program.target_units)
+                pairs = len(part.pairs.source)
+                portion = bind_portion(program, part.pairs, (Share(read_id, lease, pairs),))
+                bound_at = now()
+                outcome = mover.post(Chunk(portion, 0, len(portion.source_index)))
+                if outcome != 0:
+                    break
+                bind_s += bound_at - arrived_at
+                arrived_at = now()
+                post_s += arrived_at - bound_at
+                costs.learn(arrived_at - bound_at, POST_S + pairs * program.pair_s)
+                nbytes += portion.nbytes
+                posts += 1
+            else:
+                slot = lease.slot
+                outcome = mover.post_check(peer_id, slot, slot, ((read_id, lease),), fence=True)
+        except OutOfBounds as error:
+            self._refuse(read, Reason("bounds", str(error)))
+        except Exception as error:  # noqa: BLE001 - told, or raised again
+            self._fall(self._enter(read, programs, posts), error)
+        else:
+            if not isinstance(outcome, Flight):
+                assert not isinstance(outcome, int)
+                (observed,) = outcome
+                return ReadEnded(
+                    read_id=read_id,
+                    verdict=judge(lease.epoch, observed),
+                    observed=observed,
+                    nbytes=nbytes,
+                    chunks=posts,
+                    started_at=started_at,
+                    arrived_at=arrived_at,
+                    bind_s=bind_s,
+                    post_s=post_s,
+                    fence_s=now() - arrived_at,
+                )
+            self._flying.append(_Flying(self._enter(read, programs, posts), outcome))
+        return None
+
+    def _enter(self, read: RankRead, programs: Sequence[Prepared], posts: int) -> Work:
+        """Enter a read into the lanes after so many of its posts have ended, and return what was posted after them."""
+        lanes = self._lanes
+        lanes.admit(read, programs)
+        for _ in range(posts):
+            carried = lanes.take_chunk()
+            assert carried is not None
+            lanes.arrived(carried)
+        work = lanes.take_check() or lanes.take_chunk()
+        assert work is not None
+        return work
 
     def _post_next(self) -> bool:
         """Post all checks that are due, one chunk, and the fences that it leads to; False: there was nothing."""
@@ -265,9 +350,10 @@ class Owner:
             peer.met = False
             try:
                 peer.carrier = self._mover.add(peer.address)
+                peer.mover = self._mover.of(peer_id)
                 for program in peer.programs.values():
                     if isinstance(program, Prepared):
-                        self._mover.prepare(program)
+                        peer.mover.prepare(program)
             except MoveFailed as failure:
                 self._lose(peer_id, Reason("peer_lost", failure.reason.detail))
 
@@ -277,11 +363,7 @@ class Owner:
             peer = self._peers.get(read.peer)
             if peer is None or peer.leaving:
                 raise MoveFailed("peer_lost", f"{read.peer} is not added")
-            slot, epoch, _ = read.lease
-            if not (0 <= slot < peer.slots and 0 <= epoch <= EPOCH_MAX):
-                raise OutOfBounds(f"{read.peer} has {peer.slots} epoch slots, and not {slot} for epoch {epoch}")
-            if not read.parts:
-                raise OutOfBounds("a read without parts")
+            _check_lease(read, peer)
             programs = []
             for part in read.parts:
                 program = peer.programs.get(part.program_id)
@@ -306,7 +388,7 @@ class Owner:
         assert program.program_id not in peer.programs, f"program id {program.program_id} is used twice"
         try:
             prepared = check_program(program, self._regions, self._staging)
-            self._mover.prepare(prepared)
+            peer.mover.prepare(prepared)
         except OutOfBounds as error:
             peer.programs[program.program_id] = Reason("bounds", str(error))
         except MoveFailed as failure:
@@ -326,8 +408,9 @@ class Owner:
             except MoveFailed as failure:
                 self._tell(PeerFailed(address.peer, failure.reason.code, failure.reason.detail))
                 return
-            costs = PostCosts() if self._mover.ends_at_once(address.peer) else None
-            peer = self._peers[address.peer] = _Peer(address, carrier, address.epochs.nbytes // 8, costs)
+            mover = self._mover.of(address.peer)
+            costs = PostCosts() if mover.ends_at_once(address.peer) else None
+            peer = self._peers[address.peer] = _Peer(address, carrier, mover, address.epochs.nbytes // 8, costs)
             self._lanes.open(address.peer, min(max(address.weight, 1), WEIGHT_MAX))
         self._tell(PeerAdded(address.peer, peer.carrier))
 
@@ -350,7 +433,7 @@ class Owner:
         peer.leaving = True
         self._leaving += 1
         self._lanes.abandon(peer_id, reason)
-        self._mover.leave(peer_id)
+        peer.mover.leave(peer_id)
         return True
 
     def _finish_leaving(self) -> None:
@@ -375,40 +458,47 @@ class Owner:
     def _post(self, work: Work) -> None:
         try:
             outcome = self._post_check(work) if isinstance(work, Check) else self._post_chunk(work)
-        except MoveFailed as failure:
-            self._fail(work, failure.reason)
-        except Exception as error:
-            if isinstance(work, Check):
-                self._fail(work, Reason("transport_error", repr(error)))
-            else:
-                # Nobody knows whether it had begun to write: only the end of the agents proves that it does not.
-                self._flying.append(_Flying(work, Flight(), stuck=True))
-            raise
+        except Exception as error:  # noqa: BLE001 - told, or raised again
+            self._fall(work, error)
         else:
             if isinstance(outcome, Flight):
                 self._flying.append(_Flying(work, outcome))
             else:
                 self._land(work, outcome, None)
 
+    def _fall(self, work: Work, error: Exception) -> None:
+        """Take what a post has raised."""
+        if isinstance(error, MoveFailed):
+            self._fail(work, error.reason)
+            return
+        if isinstance(work, Check):
+            self._fail(work, Reason("transport_error", repr(error)))
+        else:
+            # It may have begun to write: only the end of the agents proves that it does not.
+            self._flying.append(_Flying(work, Flight(), stuck=True))
+        raise error
+
     def _post_check(self, check: Check) -> Flight | Sequence[int]:
         reads = [(opened.read.read_id, opened.read.lease) for opened in check.reads]
-        return self._mover.post_check(check.lane.peer, check.first, check.last, reads, fence=check.fence)
+        peer = check.lane.peer
+        return self._peers[peer].mover.post_check(peer, check.first, check.last, reads, fence=check.fence)
 
     def _post_chunk(self, carried: Carried) -> Flight | int:
         chunk, staged = carried.chunk, carried.program.staged
+        peer = self._peers[carried.lane.peer]
         started = self._now()
-        outcome = self._mover.post(chunk if staged is None else fetching(chunk, staged.checked))
+        outcome = peer.mover.post(chunk if staged is None else fetching(chunk, staged.checked))
         carried.post_s = self._now() - started
-        costs = self._peers[carried.lane.peer].costs
-        if costs is not None:
-            costs.learn(carried.post_s, chunk.stop - chunk.first, carried.nbytes)
+        if peer.costs is not None:
+            work_s = (chunk.stop - chunk.first) * DESCRIPTOR_S + carried.nbytes * BYTE_S
+            peer.costs.learn(carried.post_s, POST_S + work_s)
         return outcome
 
     def _poll(self, flying: _Flying) -> None:
         if flying.stuck:
             return
         try:
-            outcome = self._mover.poll(flying.flight)
+            outcome = self._peers[flying.work.lane.peer].mover.poll(flying.flight)
         except MoveFailed as failure:
             self._flying.remove(flying)
             self._fail(flying.work, failure.reason)
@@ -487,6 +577,15 @@ def _unusable(program: Reason | None, program_id: int, peer: PeerId) -> MoveFail
     if program is None:
         return MoveFailed("program_unknown", f"program {program_id} of {peer} was not prepared")
     return MoveFailed(program.code, program.detail)
+
+
+def _check_lease(read: RankRead, peer: _Peer) -> None:
+    """Refuse a lease that the peer's epoch table cannot hold, and a read of nothing. Raises ``OutOfBounds``."""
+    slot, epoch, _ = read.lease
+    if not (0 <= slot < peer.slots and 0 <= epoch <= EPOCH_MAX):
+        raise OutOfBounds(f"{read.peer} has {peer.slots} epoch slots, and not {slot} for epoch {epoch}")
+    if not read.parts:
+        raise OutOfBounds("a read without parts")
 
 
 def _check_epochs(epochs: Region) -> None:

@@ -1,4 +1,4 @@
-"""The data planes of one worker as one mover: chooses the plane of each peer, and passes everything else on to it.
+"""The data planes of one worker, and which of them each peer is read over.
 
 The planes stand in the order of preference. A peer is added to the first plane that it publishes and that can serve
 the pair. Both sides of a pair read by themselves, so each side chooses for what it reads.
@@ -13,9 +13,8 @@ import msgspec
 from kvflow.errors import TransportUnavailable
 from kvflow.ids import PeerId
 from kvflow.layout.region import Region
-from kvflow.transfer.requests import LeaseName
 from kvflow.transport.base import UNFIT, Carrier, PeerAddress, Published
-from kvflow.transport.mover import Chunk, Flight, MoveFailed, Mover, MoverFactory, Plane, Prepared, Reason
+from kvflow.transport.mover import MoveFailed, Mover, MoverFactory, Movers, Plane, Reason
 from kvflow.transport.serving import Serving
 
 _logger = logging.getLogger(__name__)
@@ -23,19 +22,20 @@ _logger = logging.getLogger(__name__)
 NOT_PUBLISHED = Reason(UNFIT, "the peer does not have this data plane")
 
 
-class PlanesMover(Mover):
-    """Several movers as one. See ``Mover`` for the contract.
+class PlanesMover(Movers):
+    """Several movers as one. See ``Movers`` for the contract.
 
     Args:
         movers: name of each plane -> its mover, the preferred one first.
         missing: name of each plane that could not start -> why.
 
     Attributes:
+        movers: as above.
         published: what peers need to read from us.
     """
 
     def __init__(self, movers: Mapping[str, Plane], missing: Mapping[str, str]) -> None:
-        self._movers = dict(movers)
+        self.movers = dict(movers)
         self._peers: dict[PeerId, Mover] = {}
         endpoints = [mover.data_endpoint for mover in movers.values() if mover.data_endpoint]
         assert len(endpoints) <= 1, "one plane listens"
@@ -46,9 +46,9 @@ class PlanesMover(Mover):
         )
 
     def add(self, address: PeerAddress) -> Carrier:
-        """See ``Mover.add``. Tries one plane after the other."""
+        """See ``Movers.add``. Tries one plane after the other."""
         refusals: dict[str, Reason] = {}
-        for name, mover in self._movers.items():
+        for name, mover in self.movers.items():
             if name not in address.planes:
                 refusals[name] = NOT_PUBLISHED
                 continue
@@ -65,56 +65,25 @@ class PlanesMover(Mover):
         raise MoveFailed(codes[0] if codes else UNFIT, detail)
 
     def remove(self, peer: PeerId, *, gone: bool) -> None:
-        """See ``Mover.remove``. A plane may have kept something of a peer that was removed before."""
+        """See ``Movers.remove``. A plane may have kept something of a peer that was removed before."""
         mover = self._peers.pop(peer, None)
-        for each in self._movers.values() if mover is None else (mover,):
+        for each in self.movers.values() if mover is None else (mover,):
             each.remove(peer, gone=gone)
 
-    def prepare(self, prepared: Prepared) -> None:
-        """See ``Mover.prepare``."""
-        self._peers[prepared.program.peer].prepare(prepared)
-
-    def post(self, chunk: Chunk) -> Flight | int:
-        """See ``Mover.post``."""
-        mover = self._peers[chunk.portion.peer]
-        outcome = mover.post(chunk)
-        if isinstance(outcome, Flight):
-            outcome.mover = mover
-        return outcome
-
-    def post_check(
-        self, peer: PeerId, first: int, last: int, reads: Sequence[tuple[int, LeaseName]], *, fence: bool
-    ) -> Flight | Sequence[int]:
-        """See ``Mover.post_check``."""
-        mover = self._peers[peer]
-        outcome = mover.post_check(peer, first, last, reads, fence=fence)
-        if isinstance(outcome, Flight):
-            outcome.mover = mover
-        return outcome
-
-    def ends_at_once(self, peer: PeerId) -> bool:
-        """See ``Mover.ends_at_once``."""
-        return self._peers[peer].ends_at_once(peer)
+    def of(self, peer: PeerId) -> Mover:
+        """See ``Movers.of``."""
+        return self._peers[peer]
 
     def progress(self) -> None:
-        """See ``Mover.progress``."""
-        for mover in self._movers.values():
+        """See ``Movers.progress``."""
+        for mover in self.movers.values():
             mover.progress()
 
-    def leave(self, peer: PeerId) -> None:
-        """See ``Mover.leave``."""
-        if peer in self._peers:
-            self._peers[peer].leave(peer)
-
-    def poll(self, flight: Flight) -> int | Sequence[int] | None:
-        """See ``Mover.poll``."""
-        return flight.mover.poll(flight)
-
     def reset(self) -> None:
-        """See ``Mover.reset``. Every plane is reset, whatever the others say."""
+        """See ``Movers.reset``. Every plane is reset, whatever the others say."""
         self._peers.clear()
         failures = []
-        for mover in self._movers.values():
+        for mover in self.movers.values():
             try:
                 mover.reset()
             except MoveFailed as failure:
@@ -123,13 +92,13 @@ class PlanesMover(Mover):
             raise failures[0]
 
     def fileno(self) -> int:
-        """See ``Mover.fileno``. Only one plane has a descriptor."""
-        return max((mover.fileno() for mover in self._movers.values()), default=-1)
+        """See ``Movers.fileno``. Only one plane has a descriptor."""
+        return max((mover.fileno() for mover in self.movers.values()), default=-1)
 
     def close(self) -> None:
-        """See ``Mover.close``. Every plane is closed, whatever the others say."""
+        """See ``Movers.close``. Every plane is closed, whatever the others say."""
         with ExitStack() as closing:
-            for mover in reversed(self._movers.values()):
+            for mover in reversed(self.movers.values()):
                 closing.callback(mover.close)
 
 

@@ -18,6 +18,7 @@ from kvflow.transport.bounds import (
     check_staged_bound,
 )
 from kvflow.transport.mover import Chunk, Portion, Prepared, Share, Staged
+from kvflow.transport.post_costs import BYTE_S, DESCRIPTOR_S
 from kvflow.transport.staging import StagingMemory
 
 PORTION_BYTES_MAX = 32 << 20
@@ -59,8 +60,9 @@ def check_program(program: Program, regions: Sequence[Region], staging: StagingM
         staged,
         *units,
         pair_bytes=binding.unit_bytes,
+        pair_s=descriptors * DESCRIPTOR_S + binding.unit_bytes * BYTE_S,
         portion_pairs=max(1, min(PORTION_BYTES_MAX // nbytes, PORTION_DESCRIPTORS_MAX // descriptors)),
-        # What a cancelled read has in a buffer is not copied out of it: nobody shares a buffer.
+        # What a cancelled read has in a buffer is not copied out of it, so no two reads share a buffer.
         chunk_pairs=0 if staged else min(CHUNK_BYTES_MAX // nbytes, CHUNK_DESCRIPTORS_MAX // descriptors),
     )
 
@@ -80,9 +82,9 @@ def bind_portion(program: Prepared, pairs: UnitPairs, shares: tuple[Share, ...])
     assert binding is not None
     bound = binding.bind(pairs, chunk_bytes=CHUNK_BYTES_MAX, chunk_descriptors=CHUNK_DESCRIPTORS_MAX)
     if program.staged is None:
-        check_bound(bound, pairs.source.size, program.source, program.target)
+        check_bound(bound, len(pairs.source), program.source, program.target)
     else:
-        check_staged_bound(bound, pairs.source.size, program.staged.checked)
+        check_staged_bound(bound, len(pairs.source), program.staged.checked)
     peer, program_id = program.program.peer, program.program.program_id
     return Portion(peer, program_id, bound.source_index, bound.target_index, bound.cuts, bound.nbytes, shares)
 

@@ -241,6 +241,8 @@ class LeasedBlocks:
         kept = self._kept_of(slot, epoch)
         if kept is not None and self._vouches is not None and kept.mac != mac:
             if not self._vouches(slot, epoch, mac):
+                if self._blocks_of(slot, epoch) is None:  # it has ended since the line before
+                    return None
                 raise OutOfBounds(f"the lease in slot {slot} is that of another ticket")
             kept.mac = mac
         return kept

@@ -47,7 +47,7 @@ OPENING_S_MAX = 5.0
 PORT_MAX = (1 << 16) - 1
 
 READS_MAX = 1 << 17
-"""Reads of which it is remembered what their chunks have told. Only reads that end without a fence stay that long."""
+"""Reads whose slot values are kept until their fence. Only those of reads that end without a fence stay longer."""
 
 
 @dataclass(eq=False)
@@ -119,7 +119,7 @@ class _Wanted:
 
 
 class Told:
-    """What the chunks of reads have told of their slots. A fence needs no question of its own then."""
+    """Values of epoch slots that came with the chunks of reads, so that a fence asks the exporter nothing."""
 
     def __init__(self) -> None:
         self._values: OrderedDict[int, int] = OrderedDict()
@@ -136,8 +136,8 @@ class Told:
     def verdicts(self, first: int, last: int, reads: Sequence[tuple[int, LeaseName]]) -> list[int]:
         """Return what was told of the slots from ``first`` to ``last`` for reads whose fence is due, and forget it.
 
-        Slots only grow: of several reads of one slot the highest value is the latest. A read that was told another one
-        has it in the ``unheld`` of its chunk.
+        Slots only grow: of several reads of one slot the highest value is the latest. If a read was told another value,
+        ``unheld`` of its chunk names its lease.
 
         Raises:
             MoveFailed: no chunk of one of these reads has ended.
@@ -212,8 +212,10 @@ class TcpMover(Plane):
         return Carrier("tcp", "kind")
 
     def leave(self, peer_id: PeerId) -> None:
-        """See ``Mover.leave``: a socket that is closed writes nothing."""
-        peer, detail = self._peers[peer_id], "the peer was removed"
+        """See ``Mover.leave``: a socket that is closed writes nothing. After a reset the peer may not be known."""
+        peer, detail = self._peers.get(peer_id), "the peer was removed"
+        if peer is None:
+            return
         self._end(dict.fromkeys(peer.connections, detail), again=False)
         for wanted in self._refused:
             if wanted.peer is peer:
@@ -224,9 +226,8 @@ class TcpMover(Plane):
     def remove(self, peer_id: PeerId, *, gone: bool) -> None:
         """See ``Mover.remove``."""
         del gone  # a connection is made in no time, so none is kept
-        if peer_id in self._peers:
-            self.leave(peer_id)
-            del self._peers[peer_id]
+        self.leave(peer_id)
+        self._peers.pop(peer_id, None)
 
     def prepare(self, prepared: Prepared) -> None:
         """See ``Mover.prepare``."""
@@ -259,7 +260,7 @@ class TcpMover(Plane):
     def post_check(
         self, peer_id: PeerId, first: int, last: int, reads: Sequence[tuple[int, LeaseName]], *, fence: bool
     ) -> Flight | Sequence[int]:
-        """See ``Mover.post_check``. A fence asks nothing: each read has one, which tells what its chunks have told."""
+        """See ``Mover.post_check``. A fence asks nothing: its values came with the chunks of its reads."""
         if fence:
             return self._told.verdicts(first, last, reads)
         slots = sorted({lease.slot for _, lease in reads})

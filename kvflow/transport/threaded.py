@@ -176,8 +176,8 @@ class ThreadedTransport:
             try:
                 # What is queued was commanded before, and is taken under the guard: nothing is in between.
                 owner = None if self._commands or self._closed else self._owner
-                if owner is not None and owner.fits_inline(reads, self._inline_s_max):
-                    answers = owner.post_inline(reads)
+                answers = None if owner is None else owner.post_inline(reads, self._inline_s_max)
+                if answers is not None:
                     if len(answers) < len(reads):
                         self._bell.ring()  # the owner thread sees to the rest
                     return answers

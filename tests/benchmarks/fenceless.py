@@ -75,9 +75,10 @@ def _without_checks(open_planes: Callable[..., PlanesMover], left_out: LeftOut) 
         return values
 
     def open_unchecked(**given: Any) -> PlanesMover:
-        mover = open_planes(**given)
-        mover.post_check = post_check  # type: ignore[method-assign]
-        return mover
+        planes = open_planes(**given)
+        for plane in planes.movers.values():
+            plane.post_check = post_check  # type: ignore[method-assign]
+        return planes
 
     return open_unchecked
 

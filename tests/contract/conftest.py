@@ -1,6 +1,7 @@
 """Two ends of a transport, in one process or in two, and an oracle that copies bytes one descriptor at a time.
 
-Each kind of transport runs the suite, and those that can read inline run it once more doing so whenever they may.
+Each kind of transport runs the suite, and those that can read inline run it once more doing so whenever they may. NIXL
+runs it with and without a progress thread at the reader.
 
 ``KVFLOW_TEST_MEMORY=VRAM`` runs the NIXL part of the suite on a GPU.
 """
@@ -20,7 +21,7 @@ import pytest
 
 from kvflow.layout.region import Region
 from kvflow.transfer.bind import Bound
-from kvflow.transfer.pairs import UnitPairs
+from kvflow.transfer.pairs import FEW, UnitPairs
 from kvflow.transfer.requests import LeaseName, Part, RankRead, ReadEnded
 from kvflow.transport.base import PeerAdded, PeerAddress, PeerFailed, Program, Published, ReaderReset
 from tests.contract.kinds import KINDS, credentials, serving
@@ -228,7 +229,13 @@ class Descriptors:
         step = min(self._chunk, chunk_descriptors, max(1, chunk_bytes // self.read_bytes))
         cuts = np.array([*range(0, count, step), count])
         nbytes = int(self._lengths[pairs.source].sum())
-        return Bound(pairs.source.astype(np.int32), pairs.target.astype(np.int32), cuts, nbytes)
+        return Bound(np.array(pairs.source, np.int32), np.array(pairs.target, np.int32), cuts, nbytes)
+
+
+def units(numbers):
+    """Numbers of units as pairs have them: few as a list, many as an array."""
+    numbers = list(map(int, numbers))
+    return numbers if len(numbers) <= FEW else np.array(numbers, np.int64)
 
 
 class StagedUnits:
@@ -248,15 +255,17 @@ class StagedUnits:
     def bind(self, pairs, *, chunk_bytes, chunk_descriptors):
         count = len(pairs.source)
         cuts = np.array([*range(0, count, self._slots), count])
-        return Bound(*(side.astype(np.int32) for side in (pairs.source, pairs.target)), cuts, count * self.unit_bytes)
+        source, target = (np.array(side, np.int32) for side in (pairs.source, pairs.target))
+        return Bound(source, target, cuts, count * self.unit_bytes)
 
 
 class World:
     """The ends of one test; all are closed when it ends, readers first."""
 
-    def __init__(self, kind, inline=False):
+    def __init__(self, kind, inline=False, progress=False):
         self.kind = kind
         self.inline = inline
+        self._options = {"reader_progress": True} if progress else {}
         self.memory = MEMORY if kind == "nixl" else "DRAM"
         # Reads are posted in order. Others may leave one in flight, and then a later one can end before it.
         self.in_order = kind == "loopback"
@@ -275,7 +284,7 @@ class World:
             content = np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
         # Inline, however long it takes: these tests are of what happens, and not of how fast.
         inline_s_max = PATIENCE_S if self.inline else 0.0
-        end = End(self.kind, content, self.memory, **{"inline_s_max": inline_s_max} | options)
+        end = End(self.kind, content, self.memory, **{"inline_s_max": inline_s_max} | self._options | options)
         self._ends.insert(0, end)
         return end.start() if start else end
 
@@ -327,10 +336,7 @@ class World:
 
     def read_of(self, read_id, parts, *, slot=0, epoch=0, **rest):
         """A read of several parts: program, numbers of the source, numbers of the target."""
-        made = tuple(
-            Part(program.program_id, UnitPairs(*(np.array(index, dtype=np.int64) for index in sides)))
-            for program, *sides in parts
-        )
+        made = tuple(Part(program.program_id, UnitPairs(*map(units, sides))) for program, *sides in parts)
         return RankRead(read_id, parts[0][0].peer, LeaseName(slot, epoch), made, **rest)
 
     def oracle(self, exporter, reader, program, read):
@@ -391,16 +397,18 @@ KINDS_HERE = [
     "loopback inline",
     pytest.param("nixl", marks=pytest.mark.nixl),
     pytest.param("nixl inline", marks=pytest.mark.nixl),
+    pytest.param("nixl progress", marks=pytest.mark.nixl),
+    pytest.param("nixl inline progress", marks=pytest.mark.nixl),
     "tcp",
 ]
 
 
-INLINE_KINDS = [KINDS_HERE[1], KINDS_HERE[3]]
+INLINE_KINDS = [KINDS_HERE[at] for at in (1, 3, 5)]
 
 
 def world_of(name):
-    kind, _, inline = name.partition(" ")
-    world = World(kind, bool(inline))
+    kind, *options = name.split()
+    world = World(kind, inline="inline" in options, progress="progress" in options)
     yield world
     world.close_all()
 

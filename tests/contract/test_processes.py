@@ -343,7 +343,7 @@ def test_nothing_is_printed_to_standard_output_whatever_fails():
         reader.add_peer(PeerAddress("bad", {"nixl": b"bad"}, regions[1]))
         reader.add_peer(address)
         reader.prepare(Program(1, "dead", rows, rows, binding=Binding()))
-        pairs = UnitPairs(np.array([0]), np.array([0]))
+        pairs = UnitPairs([0], [0])
         reader.post([RankRead(1, "dead", LeaseName(0, 0), (Part(1, pairs),))])
         assert over.wait(60)
         assert len(events) >= 3, events

@@ -28,8 +28,12 @@ def pair(world):
     return reader, exporter
 
 
+def all_blocks(world, reader, exporter, number=1, peer="p"):
+    return world.dense(number, peer, exporter.region, reader.region, block=BLOCK, count=64)
+
+
 def still_works(world, reader, exporter, peer="p", number=1000):
-    program = world.dense(number, peer, exporter.cache.region, reader.cache.region, block=BLOCK, count=64)
+    program = all_blocks(world, reader, exporter, number, peer)
     reader.transport.prepare(program)
     reader.post(world.read(number, program, range(64), range(64)))
     (answer,) = reader.sink.wait(("read", number))
@@ -70,20 +74,14 @@ def test_rows_that_leave_the_memory_make_a_broken_program(world, pair, *, side, 
     still_works(world, reader, exporter)
 
 
-@pytest.mark.parametrize("table", [np.zeros((0, 5), np.int64), np.ones((2, 3), np.int64), np.ones((2, 5), np.uint64)])
-def test_arrays_that_are_no_rows_make_a_broken_program(world, pair, table):
-    reader, exporter = pair
-    program = world.dense(2, "p", exporter.cache.region, reader.cache.region, block=BLOCK, count=64)
-    reader.transport.prepare(replace(program, source_rows=table))
-    reader.post(world.read(1, program, [0], [0]))
-    assert reader.sink.wait(("read", 1))[0].code == "bounds"
-    still_works(world, reader, exporter)
+NO_ROWS = [np.zeros((0, 5), np.int64), np.ones((2, 3), np.int64), np.ones((2, 5), np.uint64)]
 
 
-def test_a_program_without_a_binding_is_broken(world, pair):
+@pytest.mark.parametrize("change", [{"binding": None}, *({"source_rows": table} for table in NO_ROWS)])
+def test_a_program_without_a_binding_or_rows_is_broken(world, pair, change):
     reader, exporter = pair
-    program = world.dense(2, "p", exporter.cache.region, reader.cache.region, block=BLOCK, count=64)
-    reader.transport.prepare(replace(program, binding=None))
+    program = all_blocks(world, reader, exporter, 2)
+    reader.transport.prepare(replace(program, **change))
     reader.post(world.read(1, program, [0], [0]))
     assert reader.sink.wait(("read", 1))[0].code == "bounds"
     still_works(world, reader, exporter)
@@ -105,7 +103,7 @@ UNITS = {
 @pytest.mark.parametrize("kind", UNITS)
 def test_units_that_a_program_does_not_have_fail_their_read_alone(world, pair, kind):
     reader, exporter = pair
-    program = world.dense(2, "p", exporter.cache.region, reader.cache.region, block=BLOCK, count=64)
+    program = all_blocks(world, reader, exporter, 2)
     reader.transport.prepare(program)
     source, target, dtype = UNITS[kind]
     pairs = UnitPairs(np.array(source, dtype), np.array(target, dtype))
@@ -148,7 +146,7 @@ def test_a_read_of_nothing_is_refused(world, pair):
 )
 def test_what_a_binding_makes_of_good_units_is_checked(world, pair, change):
     reader, exporter = pair
-    program = world.dense(2, "p", exporter.cache.region, reader.cache.region, block=BLOCK, count=64)
+    program = all_blocks(world, reader, exporter, 2)
     parts = {"source_index": [0, 1], "target_index": [0, 1], "cuts": [0, 2], "nbytes": 2 * BLOCK} | change
     kinds = {"source_index": np.int32, "target_index": np.int32, "cuts": np.int64}
     arrays = {name: np.array(parts[name], dtype=kind) for name, kind in kinds.items()}
@@ -178,9 +176,9 @@ def test_a_program_must_be_prepared_and_belong_to_the_peer(world, pair):
     reader, exporter = pair
     other = world.end(64 * BLOCK, seed=2)
     world.connect(reader, other, "q")
-    program = world.dense(2, "q", other.cache.region, reader.cache.region, block=BLOCK, count=64)
+    program = all_blocks(world, reader, other, 2, "q")
     reader.transport.prepare(program)
-    wrong_peer = world.dense(2, "p", exporter.cache.region, reader.cache.region, block=BLOCK, count=64)
+    wrong_peer = all_blocks(world, reader, exporter, 2)
     reader.post(world.read(1, wrong_peer, [0], [0]))
     reader.post(world.read(2, replace(program, program_id=9), [0], [0]))
     reader.post(world.read(3, replace(program, peer="nobody"), [0], [0]))
@@ -193,7 +191,7 @@ def test_removing_a_peer_cancels_what_waits_and_it_can_come_back(world, pair):
     reader, exporter = pair
     other = world.end(64 * BLOCK, seed=2)
     world.connect(reader, other, "q")
-    program = world.dense(1, "p", exporter.cache.region, reader.cache.region, block=BLOCK, count=64)
+    program = all_blocks(world, reader, exporter)
     reader.transport.prepare(program)
     with world.holding(reader):
         reader.post(world.read(1, program, [1], [1]))
@@ -212,7 +210,7 @@ def test_removing_a_peer_cancels_what_waits_and_it_can_come_back(world, pair):
 
 def test_adding_a_peer_twice_is_harmless(world, pair):
     reader, exporter = pair
-    program = world.dense(1, "p", exporter.cache.region, reader.cache.region, block=BLOCK, count=64)
+    program = all_blocks(world, reader, exporter)
     reader.transport.prepare(program)
     with reader.sink.holding(("peer", "p")):
         reader.transport.add_peer(exporter.address("p"))
@@ -279,7 +277,7 @@ def test_an_epoch_table_that_cannot_be_one_is_refused(world, pair):
 
 def test_a_sink_that_raises_loses_its_event_and_nothing_else(world, pair, caplog):
     reader, exporter = pair
-    program = world.dense(1, "p", exporter.cache.region, reader.cache.region, block=BLOCK, count=64)
+    program = all_blocks(world, reader, exporter)
     reader.transport.prepare(program)
 
     def explode():
@@ -293,7 +291,7 @@ def test_a_sink_that_raises_loses_its_event_and_nothing_else(world, pair, caplog
 
 def test_two_commands_that_break_the_contract_fail_reads_but_not_the_transport(world, pair, caplog):
     reader, exporter = pair
-    program = world.dense(1, "p", exporter.cache.region, reader.cache.region, block=BLOCK, count=64)
+    program = all_blocks(world, reader, exporter)
     with caplog.at_level(logging.CRITICAL, "kvflow.transport.owner"), world.holding(reader):
         reader.transport.prepare(program)
         reader.post(world.read(1, program, [1], [1]))
@@ -308,7 +306,7 @@ def test_two_commands_that_break_the_contract_fail_reads_but_not_the_transport(w
 
 def test_close_ends_pending_reads_once_and_further_calls_do_nothing(world, pair):
     reader, exporter = pair
-    program = world.dense(1, "p", exporter.cache.region, reader.cache.region, block=BLOCK, count=64)
+    program = all_blocks(world, reader, exporter)
     reader.transport.prepare(program)
     with world.holding(reader):
         reader.post(*(world.read(number, program, [number], [number]) for number in (1, 2, 3)))
@@ -335,7 +333,7 @@ def test_blocks_that_are_not_leased_are_refused_where_the_exporter_serves(world)
     given = replace(everything, tracks=(tracks,), blocks_of=lambda slot, epoch: leased.get((slot, epoch)))
     exporter.transport.start([exporter.region], exporter.epochs_region, given)
     world.connect(reader, exporter, "p")
-    program = world.dense(1, "p", exporter.region, reader.region, block=BLOCK, count=64)
+    program = all_blocks(world, reader, exporter)
     reader.transport.prepare(program)
     one, other = {"slot": 1, "epoch": 7}, {"slot": 2, "epoch": 9}
     cases = [([10], one), ([9, 19], one), ([29, 0], other), ([63], other)]

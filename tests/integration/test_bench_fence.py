@@ -34,18 +34,20 @@ class Counting:
         open_planes = transport._open_planes
 
         def open_counted(**given):
-            mover = open_planes(**given)
-            post_check = mover.post_check
-
-            def counted(peer, first, last, reads, *, fence):
-                self.fences += len(reads)
-                return post_check(peer, first, last, reads, fence=fence)
-
-            mover.post_check = counted
-            return mover
+            planes = open_planes(**given)
+            for plane in planes.movers.values():
+                plane.post_check = self.counted(plane.post_check)
+            return planes
 
         transport._open_planes = open_counted
         return transport
+
+    def counted(self, post_check):
+        def post_counted(peer, first, last, reads, *, fence):
+            self.fences += len(reads)
+            return post_check(peer, first, last, reads, fence=fence)
+
+        return post_counted
 
     def __getattr__(self, name):
         return getattr(REAL.network, name)

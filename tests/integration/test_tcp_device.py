@@ -125,7 +125,7 @@ class End:
     def post(self, *reads):
         made = []
         for pairs, slot, epoch in reads:
-            units = UnitPairs(*(np.array(column, np.int64) for column in zip(*pairs, strict=True)))
+            units = UnitPairs(*([int(unit) for unit in column] for column in zip(*pairs, strict=True)))
             made.append(RankRead(next(self.read_ids), SOURCE, LeaseName(slot, epoch), (Part(1, units),)))
         assert self.transport.post(made) == []
 

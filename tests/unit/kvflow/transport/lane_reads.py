@@ -27,7 +27,7 @@ class Units:
     def bind(self, pairs, *, chunk_bytes, chunk_descriptors):
         count = len(pairs.source)
         cuts = np.array([*range(0, count, self.chunk), count])
-        return Bound(pairs.source.astype(np.int32), pairs.target.astype(np.int32), cuts, count * self.unit_bytes)
+        return Bound(np.array(pairs.source, np.int32), np.array(pairs.target, np.int32), cuts, count * self.unit_bytes)
 
 
 def prepared(chunk=1, *, shared=0, portion=1 << 20, staged=False, program_id=1):
@@ -55,7 +55,7 @@ STAGED = prepared(staged=True)
 
 def a_read(read_id, *, peer="p", chunks=1, slot=0, epoch=EPOCH, parts=1, **rest):
     """A read of so many units in each part, numbered from a place of its own: a chunk tells whose it is."""
-    units = np.arange(chunks) + 64 * read_id
+    units = list(range(64 * read_id, 64 * read_id + chunks))
     made = tuple(Part(1 + number, UnitPairs(units, units)) for number in range(parts))
     return RankRead(read_id, peer, LeaseName(slot, epoch), made, **rest)
 

@@ -1,5 +1,6 @@
 """Rows and reads against plain Python arithmetic, which does not overflow."""
 
+from contextlib import nullcontext
 from itertools import pairwise
 
 import numpy as np
@@ -176,11 +177,9 @@ def test_exactly_the_units_that_both_sides_have_pass(source, target, many):
     """Few are checked one by one and many as an array."""
     count = min(len(source), len(target)) if not many else FEW + 1
     source, target = ((side * (FEW + 1))[:count] for side in (source, target))
-    pairs = UnitPairs(np.array(source), np.array(target))
-    if all(0 <= unit < 8 for unit in source) and all(0 <= unit < 9 for unit in target):
-        check_pairs(pairs, 8, 9)
-    else:
-        with pytest.raises(OutOfBounds):
+    right = all(0 <= unit < 8 for unit in source) and all(0 <= unit < 9 for unit in target)
+    for pairs in (UnitPairs(np.array(source), np.array(target)), UnitPairs(source, target)):
+        with nullcontext() if right else pytest.raises(OutOfBounds):
             check_pairs(pairs, 8, 9)
 
 
@@ -194,9 +193,20 @@ def test_exactly_the_units_that_both_sides_have_pass(source, target, many):
         (np.array([0], ">i8"), np.array([0])),
         (np.array([[0]]), np.array([[0]])),
         (np.array(0), np.array(0)),
+        ([0, 1], [0]),
+        ([0], np.array([0, 1])),
+        ([], []),
+        ([True], [0]),
+        ([0], [1.0]),
+        ([[0]], [[0]]),
     ],
-    ids=["lengths", "none", "int32", "uint64", "other bytes first", "rows", "a number"],
+    ids=[
+        *("lengths", "none", "int32", "uint64", "other bytes first", "rows", "a number"),
+        *("lengths of lists", "a list and an array", "no list", "a bool", "a float", "lists"),
+    ],
 )
-def test_arrays_that_are_no_units_are_refused(source, target):
+def test_what_is_no_units_is_refused(source, target):
     with pytest.raises(OutOfBounds):
         check_pairs(UnitPairs(source, target), 8, 8)
+    with pytest.raises(OutOfBounds):
+        check_pairs(UnitPairs(target, source), 8, 8)

@@ -54,7 +54,7 @@ class World:
         self.seen = len(self.bench.answers)
 
     def size(self, read_id):
-        return sum(part.pairs.source.size for part in self.read[read_id].parts)
+        return sum(len(part.pairs.source) for part in self.read[read_id].parts)
 
     def post(self, peer, count, parts, priority, *held):
         if peer in self.open:

@@ -248,6 +248,25 @@ def test_no_agent_has_tcp_whatever_the_operator_allows(monkeypatch, transports):
 
 
 @pytest.mark.nixl
+def test_the_reader_has_a_progress_thread_if_asked_for_and_after_a_reset_too(ends):
+    def threads():
+        return len(list(Path("/proc/self/task").iterdir()))
+
+    def added(**options):
+        before = threads()
+        mover = NixlMover("another", [ends.regions[0]], ends.table, **options)
+        try:
+            first = threads() - before
+            mover.reset()
+            return [first, threads() - before]
+        finally:
+            mover.close()
+
+    assert added() == [1, 1]  # of the exporter
+    assert added(reader_progress=True) == [2, 2]
+
+
+@pytest.mark.nixl
 def test_a_start_that_fails_names_what_the_operator_allows_and_gives_it_back(monkeypatch):
     monkeypatch.setenv("UCX_TLS", "cma")
     memory = np.zeros(64, np.uint64)

@@ -38,6 +38,7 @@ class ScriptedMover(Mover):
         self.flights = deque()
         self.raising = {}
         self.at_once = False
+        self.ends = None  # posts that end at once from here on; None: ``at_once`` decides
 
     def _call(self, name, *args):
         self.calls.append((name, *args))
@@ -78,15 +79,18 @@ class ScriptedMover(Mover):
         self._call("close")
 
     def _fly(self, answer):
-        if self.at_once:
+        if self.ends is not None:
+            self.ends -= 1
+        if self.at_once if self.ends is None else self.ends >= 0:
             return answer(0)
         self.flights.append(ScriptedFlight(answer))
         return self.flights[-1]
 
 
 class Bench:
-    def __init__(self):
+    def __init__(self, *, at_once=False):
         self.mover = ScriptedMover()
+        self.mover.at_once = at_once
         self.events = []
         self.now = 0.0
         self.owner = Owner(self.mover, [MEMORY], self.events.append, lambda: self.now)
@@ -130,13 +134,25 @@ def a_program(number, peer):
 
 
 def a_read(read_id, peer="p", program_id=0, *, slot=3, epoch=0, unit=0, **rest):
-    pairs = UnitPairs(np.array([unit]), np.array([unit]))
+    pairs = UnitPairs([unit], [unit])
     return RankRead(read_id, peer, LeaseName(slot, epoch), (Part(program_id, pairs),), **rest)
 
 
 @pytest.fixture
 def bench():
     return Bench()
+
+
+@pytest.fixture
+def quick():
+    """Posts end at once, and both peers were read before."""
+    bench = Bench(at_once=True)
+    for read_id, peer in ((91, "p"), (92, "q")):
+        bench.post(read_id, peer=peer)
+        bench.serve()
+    assert bench.seen() == ["91 held", "92 held"]
+    bench.mover.calls.clear()
+    return bench
 
 
 def test_a_step_posts_one_chunk_and_tells_whether_anything_changed(bench):
@@ -441,7 +457,9 @@ def test_a_read_is_inline_only_where_nothing_else_is_open_and_its_peer_was_met(b
     bench.seen()
 
     def fits(*reads, within_s=1.0):
-        return bench.owner.fits_inline(reads, within_s)
+        answers = bench.owner.post_inline(reads, within_s)
+        assert answers is None or [answer.verdict for answer in answers] == ["held"] * len(reads)
+        return answers is not None
 
     first = a_read(1, "r", 5)
     assert not fits(first), "the first read of a connection connects, and takes as long as that does"
@@ -466,32 +484,77 @@ def test_a_read_is_inline_only_where_nothing_else_is_open_and_its_peer_was_met(b
     assert not fits(a_read(2, "r", 5)), "it was removed"
 
 
-def test_reads_inline_are_answered_at_once_or_left_to_steps(bench):
-    bench.mover.at_once = True
+def ends_of(answers):
+    return {answer.read_id: answer.code or answer.verdict for answer in answers}
+
+
+def test_reads_inline_are_answered_at_once_or_left_to_steps(quick):
     good, early, wrong = a_read(1), a_read(2, epoch=5, check_first=True), a_read(3, unit=99)
-    answers = bench.owner.post_inline([good, early, wrong])
-    assert {answer.read_id: answer.code or answer.verdict for answer in answers} == {1: "held", 2: "early", 3: "bounds"}
-    assert bench.seen() == []
-    bench.mover.at_once = False
-    assert bench.owner.post_inline([a_read(4)]) == []
-    assert bench.owner.in_flight
-    bench.serve()
-    assert bench.seen() == ["4 held"]
+    assert ends_of(quick.owner.post_inline([good, early, wrong], 1.0)) == {1: "held", 2: "early", 3: "bounds"}
+    assert quick.seen() == []
+    quick.mover.at_once = False
+    assert quick.owner.post_inline([a_read(4), a_read(5)], 1.0) == []
+    assert quick.owner.in_flight
+    quick.serve()
+    assert quick.seen() == ["4 held", "5 held"]
 
 
-def test_what_else_happens_inline_goes_to_the_sink(bench):
-    bench.mover.at_once = True
-    bench.mover.raising["post"] = MoveFailed("peer_lost", "gone")
-    answers = bench.owner.post_inline([a_read(1), a_read(2)])
-    assert [answer.code for answer in answers] == ["peer_lost", "peer_lost"]
-    assert bench.seen() == ["PeerFailed peer_lost"]
-    assert bench.mover.calls[-1] == ("remove", "p")
+def test_a_read_alone_is_posted_and_fenced_part_by_part(quick):
+    two_parts = a_read(1)
+    two_parts.parts = two_parts.parts * 2
+    (ended,) = quick.owner.post_inline([two_parts], 1.0)
+    assert quick.mover.calls == [("post", 1), ("post", 1), ("fence", "p", 3, 3, 1)]
+    assert (ended.verdict, ended.chunks, ended.nbytes, ended.phase) == ("held", 2, 2, "fence")
+    assert ends_of(quick.owner.post_inline([a_read(2, epoch=5)], 1.0)) == {2: "early"}
+    assert ends_of(quick.owner.post_inline([a_read(3, slot=8)], 1.0)) == {3: "bounds"}
+    assert ends_of(quick.owner.post_inline([a_read(4, unit=8)], 1.0)) == {4: "bounds"}
+    assert not quick.owner.in_flight
+    assert quick.seen() == []
 
 
-def test_a_defect_inline_answers_every_read(bench, caplog):
-    bench.mover.at_once = True
-    bench.mover.raising["fence"] = ZeroDivisionError("a defect")
+@pytest.mark.parametrize("ended", range(3))
+def test_a_read_alone_goes_on_by_steps_from_what_did_not_end_at_once(quick, ended):
+    read = a_read(1)
+    read.parts = read.parts * 2
+    quick.mover.ends = ended
+    assert quick.owner.post_inline([read], 1.0) == []
+    assert quick.owner.in_flight
+    assert len(quick.mover.calls) == max(2, ended + 1)  # a second chunk follows a first that flies
+    assert quick.owner.post_inline([a_read(2)], 1.0) is None
+    quick.mover.ends = None
+    quick.mover.at_once = False
+    quick.serve()
+    assert quick.seen() == ["1 held"]
+    assert [call[0] for call in quick.mover.calls] == ["post", "post", "fence"]
+    quick.mover.at_once = True
+    assert ends_of(quick.owner.post_inline([a_read(2)], 1.0)) == {2: "held"}
+
+
+@pytest.mark.parametrize("call", ["post", "fence"])
+def test_a_failure_inline_ends_its_reads_and_tells_the_sink_of_the_peer(quick, call):
+    quick.mover.raising[call] = MoveFailed("peer_lost", "gone")
+    for reads in ([a_read(1)], [a_read(2, "q", 1), a_read(3, "q", 1)]):
+        answers = quick.owner.post_inline(reads, 1.0)
+        assert ends_of(answers) == dict.fromkeys((read.read_id for read in reads), "peer_lost")
+        assert quick.seen() == ["PeerFailed peer_lost"]
+        assert quick.mover.calls[-1] == ("remove", reads[0].peer)
+
+
+@pytest.mark.parametrize("others", [[], [2]])
+def test_a_defect_inline_answers_every_read(quick, caplog, others):
+    quick.mover.raising["fence"] = ZeroDivisionError("a defect")
     with caplog.at_level(logging.CRITICAL, "kvflow.transport.owner"):
-        answers = bench.owner.post_inline([a_read(1), a_read(2, unit=99)])
-    assert {answer.read_id: answer.code for answer in answers} == {1: "transport_error", 2: "bounds"}
-    assert bench.seen() == ["PeerFailed transport_error"] * 2
+        answers = quick.owner.post_inline([a_read(1), *(a_read(read_id, unit=99) for read_id in others)], 1.0)
+    assert ends_of(answers) == {1: "transport_error"} | dict.fromkeys(others, "bounds")
+    assert quick.seen() == ["PeerFailed transport_error"] * 2
+
+
+def test_what_a_defect_has_posted_inline_ends_with_the_agents(quick, caplog):
+    quick.mover.raising["post"] = ZeroDivisionError("a defect")
+    with caplog.at_level(logging.CRITICAL, "kvflow.transport.owner"):
+        assert quick.owner.post_inline([a_read(1)], 1.0) == []
+    assert quick.seen() == ["PeerFailed transport_error"] * 2
+    assert quick.owner.in_flight
+    quick.owner.begin_close()
+    quick.owner.end_close()
+    assert quick.seen() == ["1 transport_error"]

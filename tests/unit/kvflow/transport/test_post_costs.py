@@ -1,26 +1,24 @@
 """The estimate of how long a read would hold the event loop."""
 
-from types import SimpleNamespace
-
 import pytest
 
 from kvflow.transport.base import INLINE_S_MAX
-from kvflow.transport.post_costs import PostCosts
+from kvflow.transport.post_costs import BYTE_S, DESCRIPTOR_S, POST_S, READ_S, PostCosts
 
-SMALL = 2, SimpleNamespace(source=SimpleNamespace(count=1), source_units=1, pair_bytes=32 << 10)
-"""Two blocks of 32 KiB, a descriptor each."""
+BLOCK_S = DESCRIPTOR_S + (32 << 10) * BYTE_S
+"""A block of 32 KiB, which is one descriptor."""
 
 
-def learned(*posts_s):
+def learned(*posts_s, blocks=2):
     costs = PostCosts()
     for post_s in posts_s:
-        costs.learn(post_s, 2, 64 << 10)
-    return costs.of_read(*SMALL)
+        costs.learn(post_s, POST_S + 2 * BLOCK_S)
+    return READ_S + costs.ratio * (POST_S + blocks * BLOCK_S)
 
 
 def test_a_small_read_fits_before_anything_was_learned():
     assert learned() == pytest.approx(32e-6, rel=0.02)
-    assert learned() < INLINE_S_MAX < PostCosts().of_read(32, SMALL[1])
+    assert learned() < INLINE_S_MAX < learned(blocks=32)
 
 
 def test_one_interrupted_post_does_not_stand_for_the_next_ones():

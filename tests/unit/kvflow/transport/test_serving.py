@@ -210,4 +210,17 @@ def test_a_lease_is_served_to_those_who_show_its_ticket():
         leased.ids(3, 7, 0, mac=b"another")
 
 
+def test_a_lease_that_ends_while_its_ticket_is_checked_is_not_held():
+    held = [BLOCKS]
+
+    def ends_meanwhile(*_lease):
+        held[0] = None
+        return False
+
+    leased = LeasedBlocks(Serving((), lambda _slot, _epoch: held[0], lambda _key: True, b"", ends_meanwhile))
+    assert leased.ids(3, 7, 0, mac=b"the right one") is None
+    held[0] = BLOCKS
+    assert leased.held(3, 7, 0, np.array([1]), mac=b"the right one") is None
+
+
 BLOCKS = ((1, 2),)

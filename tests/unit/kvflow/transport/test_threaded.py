@@ -280,7 +280,7 @@ def test_what_has_not_ended_when_its_post_returned_is_left_to_the_owner_thread(i
     transport.prepare(Program(1, "p", rows, rows, binding=Units(8)))
     assert events.get(timeout=PATIENCE_S).peer == "p"
     for read_id in range(50):  # the owner thread pauses for ever in between
-        pairs = UnitPairs(np.array([3]), np.array([4]))
+        pairs = UnitPairs([3], [4])
         assert transport.post([RankRead(read_id, "p", LeaseName(3, 0), (Part(1, pairs),))]) == []
         answer = events.get(timeout=PATIENCE_S)
         assert (answer.read_id, answer.verdict) == (read_id, "held")
