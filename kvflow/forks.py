@@ -31,5 +31,5 @@ class Origin:
         Raises:
             ForkedProcess: this is a forked child.
         """
-        if self.is_elsewhere:
+        if os.getpid() != self._pid:
             raise ForkedProcess(f"{self._what} belongs to process {self._pid}, and {os.getpid()} is its forked child")

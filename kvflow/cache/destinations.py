@@ -52,7 +52,7 @@ class DestinationLedger:
     def __init__(self, account: BlockAccount) -> None:
         self.aliases = account.aliases
         self._account = account
-        self._open: dict[int, tuple[Ids, ...]] = {}
+        self._open: dict[int, Sequence[Ids]] = {}
         # The oldest first: what has just come, and what was found to have been there for long.
         self._fresh = _Quarantine()
         self._lasting = _Quarantine()
@@ -71,7 +71,7 @@ class DestinationLedger:
             BlockIdsInvalid: a block is a target of another pull, still quarantined, or on offer.
         """
         self._account.receive(ids)
-        self._open[pull_id] = tuple(ids)
+        self._open[pull_id] = ids
 
     def quarantine(self, pull_id: int, reason: str, now: float) -> None:
         """Note that the pull has ended, but not its writes."""

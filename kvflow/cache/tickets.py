@@ -56,6 +56,8 @@ PublicKey = Annotated[str, Meta(pattern="^[0-9a-f]{64}\\Z")]
 OVERDUE_S = 1.0
 """How long after its end a ticket is asked about: reading on is cheaper for those that are admitted a little late."""
 
+UNSIGNED = "the ticket has a wrong signature"
+
 Sign = Callable[[bytes], bytes]
 Verify = Callable[[bytes, bytes], bool]
 
@@ -170,9 +172,16 @@ class Grant(Struct, frozen=True, kw_only=True, gc=False):
         """Return the grant as it travels: its MAC and its encoding.
 
         Raises:
+            TicketInvalid: no reader could decode it; says where.
             UnicodeEncodeError: a name is no Unicode text.
         """
         payload = _encoder.encode(self)
+        try:
+            found = _decoder_but_ranks.decode(payload)
+            _decode_ranks(bytes(found.ranks))
+        except msgspec.DecodeError as error:
+            raise TicketInvalid(str(error)) from error
+        found.require_consistent()
         return sign(payload) + payload
 
     def has_mac(self, mac: bytes, verify: Verify) -> bool:
@@ -210,8 +219,8 @@ class Grant(Struct, frozen=True, kw_only=True, gc=False):
             wall_s: seconds since 1970 on the producer's clock.
             error_s: by how much that may be wrong.
         """
-        issued_at = self.issued_at
-        return not isinstance(issued_at, UnsetType) and wall_s - issued_at > self.lease_s + error_s + OVERDUE_S
+        issued_ms = self.issued_ms
+        return issued_ms is not UNSET and wall_s - error_s - OVERDUE_S > (issued_ms + self.lease_ms) / 1000
 
 
 class _GrantButRanks(Grant, frozen=True, kw_only=True):
@@ -323,10 +332,12 @@ class Ticket(Struct, frozen=True, kw_only=True, gc=False):
             TicketInvalid: a grant was not signed with the cluster's secret, or says something else than what was.
         """
         for grant, sealed in zip(self.grants, self.sealed, strict=True):
-            _check_mac(sealed, verify)
+            payload = sealed[MAC_BYTES:]
+            if not verify(payload, sealed[:MAC_BYTES]):
+                raise TicketInvalid(UNSIGNED)
             # What is used is what was signed, also of a ticket that was put together in this process. Fields of a newer
             # release are signed too, and not in the grant.
-            if _encoder.encode(grant) != sealed[MAC_BYTES:] and unseal(sealed) != grant:
+            if _encoder.encode(grant) != payload and unseal(sealed) != grant:
                 raise TicketInvalid("the ticket says something else than what was signed")
 
     def to_params(self) -> dict[str, str]:
@@ -400,7 +411,7 @@ def _read_part(part: str) -> bytes:
 
 def _check_mac(sealed: bytes, verify: Verify) -> None:
     if not verify(sealed[MAC_BYTES:], sealed[:MAC_BYTES]):
-        raise TicketInvalid("the ticket has a wrong signature")
+        raise TicketInvalid(UNSIGNED)
 
 
 def _checked(grants: tuple[Grant, ...], sealed: tuple[bytes, ...]) -> Ticket:

@@ -17,6 +17,7 @@ from typing import Literal
 from msgspec import Struct
 
 from kvflow.transfer.events import TransferFailed
+from kvflow.transfer.report import phases_s
 from kvflow.transfer.requests import RankRead, ReadEnded
 
 RankState = Literal["reading", "waiting", "delivered", "draining", "dead"]
@@ -102,7 +103,6 @@ class Pull(Struct, eq=False):
     Attributes:
         pull_id: chosen by the caller, unique.
         request_id: the producer's name of the request, for the record.
-        priority: lower is more urgent; from ``-PRIORITY_MAX`` to ``PRIORITY_MAX``.
         budgets: of its phases.
         nbytes: bytes that it fills.
         submitted_at: when.
@@ -118,7 +118,6 @@ class Pull(Struct, eq=False):
 
     pull_id: int
     request_id: str
-    priority: int
     budgets: Budgets
     nbytes: int
     submitted_at: float
@@ -132,41 +131,14 @@ class Pull(Struct, eq=False):
     ended: list[ReadEnded] = []
 
     def timings_s(self, now: float) -> dict[str, float]:
-        """Return the seconds of each phase that has begun.
-
-        ``queue`` until the first chunk was bound, ``bind``, ``post``, ``wire`` until the last byte, ``scatter``, and
-        ``fence``: what the slowest rank needed after its last byte.
-
-        Args:
-            now: when the pull ended.
-        """
+        """Return the seconds of each phase that has begun, of a pull that fails now."""
         started_at = min([rank.read.started_at for rank in self.ranks if rank.read.started_at], default=0.0)
         if not started_at:
             return {"queue": now - self.submitted_at}
-        ended, fence_s = self.ended, 0.0
-        arrived_at: float | None
-        if len(ended) == len(self.ranks) == 1:  # in most pulls
-            (one,) = ended
-            arrived_at, fence_s = one.arrived_at, one.fence_s
-            bind_s, post_s, scatter_s = one.bind_s, one.post_s, one.scatter_s
-        else:
-            bind_s = sum([each.bind_s for each in ended])
-            post_s = sum([each.post_s for each in ended])
-            scatter_s = sum([each.scatter_s for each in ended])
-            arrived_at = self._arrived_at()
-            if len(ended) == len(self.ranks):
-                fence_s = max([each.fence_s for each in ended])
-            elif arrived_at is not None:
-                fence_s = now - arrived_at
-        moved_s = (now if arrived_at is None else arrived_at) - started_at
-        return {
-            "queue": started_at - self.submitted_at,
-            "bind": bind_s,
-            "post": post_s,
-            "wire": max(0.0, moved_s - bind_s - post_s - scatter_s),
-            "scatter": scatter_s,
-            "fence": fence_s,
-        }
+        arrived_at = self._arrived_at()
+        if arrived_at is None:
+            return phases_s(self.ended, self.submitted_at, started_at, now, 0.0)
+        return phases_s(self.ended, self.submitted_at, started_at, arrived_at, now - arrived_at)
 
     def _arrived_at(self) -> float | None:
         """Return when the last byte of all ranks had arrived; None if some have not."""

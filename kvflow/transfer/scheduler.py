@@ -11,6 +11,8 @@ be ordered twice.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
+from itertools import count
 from typing import NamedTuple
 
 from msgspec import Struct
@@ -63,8 +65,13 @@ Effect = StartReads | CancelReads | Delivered | TransferRetried | TransferFailed
 class Scheduler:
     """Decide what is read when, and when a pull has ended.
 
+    A pull whose reads are all answered when they are posted has nothing to schedule, and is never opened here.
+
     Args:
         pulls_max: pulls that may be open at once.
+
+    Attributes:
+        read_ids: names every read of its data plane.
 
     Thread: not thread-safe; it belongs to the worker's event loop.
     """
@@ -75,7 +82,7 @@ class Scheduler:
         # Reads that the data plane has, in the order in which their deadlines are looked at.
         self._reads: dict[int, SourceRank] = {}
         self._retries: Heap[SourceRank] = Heap()
-        self._next_id = 0
+        self.read_ids = count(1)
 
     @property
     def busy(self) -> bool:
@@ -86,24 +93,29 @@ class Scheduler:
         """Return the ids of all pulls that have not ended or are draining."""
         return tuple(self._pulls)
 
+    def require_room(self, before: int = 0) -> None:
+        """Refuse a pull, whose reads are posted before it is submitted, if too many are open.
+
+        Args:
+            before: pulls that were let in already, and are not submitted yet.
+
+        Raises:
+            CapacityExceeded: there are.
+        """
+        if len(self._pulls) + before >= self._pulls_max:
+            raise CapacityExceeded("open pulls", self._pulls_max)
+
     def submit(self, pull: Pull, reads: Sequence[RankRead]) -> None:
-        """Open a pull. The caller hands its reads to the data plane; their ids are set here.
+        """Open a pull whose reads the data plane has.
 
         Args:
             pull: new, without ranks.
-            reads: one for each source rank, at least one.
-
-        Raises:
-            CapacityExceeded: too many pulls are open.
+            reads: one for each source rank, at least one, each with an id of ``read_ids``.
         """
-        if len(self._pulls) >= self._pulls_max:
-            raise CapacityExceeded("open pulls", self._pulls_max)
         self._pulls[pull.pull_id] = pull
         pull.missing = len(reads)
         look_at = pull.submitted_at + _look_s(pull.budgets)
         for read in reads:
-            self._next_id += 1
-            read.read_id = self._next_id
             rank = SourceRank(pull, read, pull.submitted_at, look_at)
             pull.ranks.append(rank)
             self._reads[read.read_id] = rank
@@ -214,9 +226,8 @@ class Scheduler:
         """Return a new read of all that a rank must give."""
         rank.move("read_again")
         last = rank.read
-        self._next_id += 1
         check_first = not rank.unserved
-        rank.read = RankRead(self._next_id, last.peer, last.lease, last.parts, check_first, last.priority)
+        rank.read = RankRead(next(self.read_ids), last.peer, last.lease, last.parts, check_first, last.priority)
         rank.asked_at, rank.look_at = now, now + _look_s(rank.pull.budgets)
         self._reads[rank.read.read_id] = rank
         return rank.read
@@ -292,5 +303,6 @@ def _cause(read: RankRead, ended: ReadEnded) -> _Cause:
     return _Cause(ended.code, ended.phase, ended.detail, read.peer)
 
 
+@lru_cache(maxsize=16)
 def _look_s(budgets: Budgets) -> float:
     return min(LOOK_S_MAX, budgets.queue_s / 8, budgets.wire_s / 8, budgets.fence_s / 8)

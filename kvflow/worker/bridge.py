@@ -54,6 +54,17 @@ class Bridge:
             self._loop.call_soon_threadsafe(start)
         return future
 
+    def call(self, function: Callable[[], object]) -> None:
+        """Call a function on the loop, and wait for nothing.
+
+        Raises:
+            WorkerClosed: the loop is at its end.
+        """
+        with self._lock:
+            if self._closed:
+                raise WorkerClosed("the worker is closed")
+            self._loop.call_soon_threadsafe(function)
+
     async def close(self) -> None:
         """Take no more calls, and wait for those that were taken; nothing may keep them from ending by now."""
         with self._lock:

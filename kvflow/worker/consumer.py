@@ -5,7 +5,7 @@ to the data plane within the call that starts it. Otherwise a task connects the 
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, cast
 
 from kvflow.cache.destinations import DestinationLedger, Quarantined
@@ -85,12 +85,13 @@ class Consumer:
         self._verify = verify
         self._tasks = tasks
         self._clock = clock
-        self.ending = Ending(pool=pool, clock=clock, wall=wall, report=report)
+        self.ending = Ending(pool=pool, clock=clock, wall=wall, report=report, cancel=self._give_up)
         self._report = report
         self._calls: dict[int, Call] = {}
         self._held = LeasesHeld(pool, clock, wall)
+        self._fresh: list[Call] = []  # opened since the last tick
         self._busy = asyncio.Event()
-        self._collected: list[RankRead] = []
+        self._collected: dict[int, Call] = {}  # checked, and not posted yet
         self._collecting = False
         self._turn_until: float | None = None
         self._stage: Stage = "open"
@@ -105,22 +106,25 @@ class Consumer:
         expected_digests: Sequence[Sequence[bytes]] | None = None,
     ) -> PullHandle:
         """Start to read a ticket's blocks into ours. See ``Worker.start_pull``. Whatever fails, the handle tells."""
-        call = self.ending.begin(ticket, local_request_id, self._give_up)
-        self._calls[call.pull_id] = call
+        call = self.ending.begin(ticket, local_request_id)
         try:
             if priority != 0:
                 _check_priority(priority)
             if self._stage != "open":
                 require_open(self._stage, "pulls nothing")
-            self._check(ticket)
-            self._held.forget(ticket.members())
-            call.held = self._held.hold(ticket.members())
+            if call.ticket is None:
+                _check_ticket(ticket)
+            self._verify(ticket)
+            if self._held.kept:
+                self._held.forget(ticket.members())
             call.targets = check_block_ids(
                 block_ids, num_blocks=self._manifest.num_blocks, aliases=self._ledger.aliases, unique=True
             )
             expected = None if expected_digests is None else check_expected(expected_digests, call.targets)
             route = self._pool.route(ticket)
             if route is None or route.may_be_over(ticket):
+                call.held = self._held.hold(ticket.members())
+                self._calls[call.pull_id] = call
                 closing = TransferCancelled("the worker is closing", request_id=call.request_id)
                 self._spawn(self._connect(call, ticket, priority, expected), call, closing)
             else:
@@ -142,13 +146,15 @@ class Consumer:
     def keep(self, ticket: Ticket) -> None:
         """Renew a ticket's leases until it is pulled or released. See ``Worker.keep``."""
         require_open(self._stage, "keeps nothing")
-        self._check(ticket)
+        _check_ticket(ticket)
+        self._verify(ticket)
         self._held.keep(ticket.members())
 
     async def release(self, ticket: Ticket) -> None:
         """Give a ticket back without reading it. See ``Worker.release``."""
         require_running(self._stage, "releases nothing")
-        self._check(ticket)
+        _check_ticket(ticket)
+        self._verify(ticket)
         self._held.forget(ticket.members())
         lost: list[KvflowError] = []
         for member in ticket.members():
@@ -214,6 +220,7 @@ class Consumer:
 
     def on_peer_dropped(self, peer: PeerId, code: str, detail: str) -> None:
         """End every pull that needs a peer which is gone."""
+        self._flush()
         self._apply(self._scheduler.on_peer_failed(peer, code=code, detail=detail, now=self._clock()))
 
     async def tick_while_busy(self) -> None:
@@ -223,11 +230,19 @@ class Consumer:
             await asyncio.sleep(TICK_S)  # first: a pull is most often over by then
             now = self._clock()
             self._apply(self._scheduler.tick(now))
+            self._hold_leases()
             starved = self._transport.staging().starved
             if self._last_resort.due(self._ledger.standing(now, DUE_AFTER_S), now, starved=starved):
                 self._transport.reset_reader()
             if not self._scheduler.busy:
                 self._busy.clear()
+
+    def _hold_leases(self) -> None:
+        """Hold the leases of pulls that were opened since the last tick; those that are over need no renewal."""
+        fresh, self._fresh = self._fresh, []
+        for call in fresh:
+            if call.ticket is not None and not call.handle.done():
+                call.held = self._held.hold(call.ticket.members())
 
     def drain(self) -> None:
         """Take no more pulls, and finish those that were called."""
@@ -253,7 +268,7 @@ class Consumer:
         call.phase = "handshake"
         try:
             route = await self._pool.connect(ticket, blame)
-            if not call.handle.done():  # nobody has given it up meanwhile
+            if not call.handle.done():  # it was not cancelled meanwhile
                 require_running(self._stage, "pulls nothing")  # a worker that drains finishes what was called before
                 self._begin(call, ticket, route, priority, expected)
         except Exception as error:  # noqa: BLE001 - the handle tells
@@ -268,52 +283,40 @@ class Consumer:
         expected: tuple[tuple[bytes, ...], ...] | None,
     ) -> None:
         """Pair block ids, take our blocks, and hand the reads to the data plane; raise and leave all as it was."""
-        call.phase, call.transport, call.plane = "plan", route.transport, route.plane
+        call.phase, call.route = "plan", route
+        grants = ticket.grants
+        call.leases = [(peer.link.peer, grants[at].slot, int(grants[at].epoch)) for peer, at in route.ranks]
         reads: list[RankRead] = []
         given: list[tuple[AnyBinding, UnitPairs]] = []
-        call.given = given
         nbytes = 0
         for peer, at, programs in route.legs:
-            grant = ticket.grants[at]
+            grant = grants[at]
             if grant.slot >= peer.num_slots:
                 raise TicketInvalid(f"{peer.link.peer} has no epoch slot {grant.slot}")
             parts = parts_of(grant, peer, programs, call.targets, given)
             if expected is not None:
                 require_content(grant, programs, self._manifest, expected)
             if parts:
-                lease = LeaseName(grant.slot, grant.epoch_value, ticket.sealed[at][:MAC_BYTES])
-                reads.append(RankRead(0, peer.link.peer, lease, tuple(parts), not grant.admitted, priority))
+                lease = LeaseName(grant.slot, int(grant.epoch), ticket.sealed[at][:MAC_BYTES])
+                peer_id, first = peer.link.peer, not grant.admitted
+                reads.append(RankRead(next(self._scheduler.read_ids), peer_id, lease, tuple(parts), first, priority))
         for binding, pairs in given:
-            nbytes += pairs.source.size * binding.unit_bytes
-        now = self._clock()
-        call.handshake_s = now - call.called_at
+            nbytes += len(pairs.source) * binding.unit_bytes
+        call.given, call.reads, call.nbytes = given, reads, nbytes
+        now = call.submitted_at = self._clock()
         if not reads:  # every target block is absent
-            self._complete(call, None)
+            self._complete(call, ())
             return
+        self._scheduler.require_room(len(self._collected))
         self._ledger.take(call.pull_id, call.targets)
-        try:
-            self._scheduler.submit(Pull(call.pull_id, call.request_id, priority, self._budgets, nbytes, now), reads)
-        except KvflowError:
-            self._ledger.give_back(call.pull_id)
-            raise
-        call.phase, call.submitted = "wire", True  # until the scheduler says where it failed
-        self._hand_over(reads, now)
-        if not call.handle.done() and self._report.wants(TransferStarted):
-            self._report(TransferStarted(call.pull_id, call.request_id))
-
-    def _hand_over(self, reads: Sequence[RankRead], now: float) -> None:
-        """Post the first reads of a turn of the loop at once, and the others together at its end.
-
-        Reads that the data plane answers at once cost the loop little. They are posted at once until the turn has taken
-        as long as one post may.
-        """
         if self._turn_until is None:
             self._turn_until = now + INLINE_S_MAX
             asyncio.get_running_loop().call_soon(self._end_turn)
         if self._collecting or now > self._turn_until:
-            self._collected += reads
+            call.phase = "queue"
+            self._calls[call.pull_id] = self._collected[call.pull_id] = call
         else:
-            self._post(reads)
+            self._hand_over([call])
 
     def _end_turn(self) -> None:
         self._turn_until, self._collecting = None, False
@@ -321,32 +324,67 @@ class Consumer:
 
     def _flush(self) -> None:
         """Hand over together all that was collected."""
-        reads, self._collected = self._collected, []
-        if reads:
-            self._post(reads)
+        if self._collected:
+            calls, self._collected = self._collected, {}
+            self._hand_over(list(calls.values()))
 
-    def _post(self, reads: Sequence[RankRead]) -> None:
-        """Hand reads to the data plane, and take the answers that it has already."""
+    def _hand_over(self, calls: Sequence[Call]) -> None:
+        """Post the reads of pulls together, complete the pulls that are answered at once, and open the others."""
+        reads = calls[0].reads if len(calls) == 1 else [read for call in calls for read in call.reads]
+        answers = self._post(reads)
+        held = [ended for ended in answers if ended.verdict == "held"]
+        if len(calls) == 1 and len(held) == len(reads):
+            self._complete(calls[0], held)
+            return
+        by_read = {ended.read_id: ended for ended in held}
+        opened: set[int] = set()
+        delivered = []
+        for call in calls:
+            ended = [by_read[read.read_id] for read in call.reads if read.read_id in by_read]
+            if len(ended) == len(call.reads):
+                delivered.append((call, ended))
+            else:
+                self._open(call)
+                opened.update([read.read_id for read in call.reads])
+        for call, ended in delivered:  # when the others are open: its caller may cancel them
+            self._complete(call, ended)
+        self._take([ended for ended in answers if ended.read_id in opened])
+
+    def _open(self, call: Call) -> None:
+        """Let the scheduler have a pull that was posted and is not over."""
+        self._calls[call.pull_id] = call
+        if not call.held:
+            self._fresh.append(call)
+        call.phase, call.submitted = "wire", True  # until the scheduler says where it failed
+        pull = Pull(call.pull_id, call.request_id, self._budgets, call.nbytes, call.submitted_at)
+        self._scheduler.submit(pull, call.reads)
+        self._busy.set()
+        if self._report.wants(TransferStarted):
+            self._report(TransferStarted(call.pull_id, call.request_id))
+
+    def _post(self, reads: Sequence[RankRead]) -> list[ReadEnded]:
+        """Hand reads to the data plane, and return the answers that it has already.
+
+        If there are fewer, what follows in this turn of the loop is collected, and posted together at its end.
+        """
         answers = self._transport.post(reads)
         if len(answers) < len(reads):
             self._collecting = self._turn_until is not None
+        return answers
+
+    def _take(self, answers: Iterable[ReadEnded]) -> None:
         for ended in answers:
             self._apply(self._scheduler.on_read_ended(ended, self._clock()))
-        if self._scheduler.busy:  # a read that was answered may have to wait for its lease
-            self._busy.set()
 
     def _apply(self, effects: Sequence[Effect]) -> None:
         """Do what the scheduler says, in its order."""
         for effect in effects:
             match effect:
                 case Delivered(pull=pull):
-                    call = self._calls[pull.pull_id]
-                    self._ledger.give_back(pull.pull_id)
-                    self._complete(call, pull)
+                    self._complete(self._calls[pull.pull_id], pull.ended, pull.early, pull.early_bytes)
                 case StartReads(reads=reads):
-                    self._post(reads)
+                    self._take(self._post(reads))
                 case CancelReads(read_ids=read_ids):
-                    self._flush()  # what is to be dropped may be among them
                     self._transport.cancel(read_ids)
                 case TransferFailed():
                     self._on_failed(effect)
@@ -357,10 +395,14 @@ class Consumer:
                 case _:
                     self._report(effect)
 
-    def _complete(self, call: Call, pull: Pull | None) -> None:
-        del self._calls[call.pull_id]
-        self._held.release(call.held, read=True)
-        call.handle.complete(self.ending.complete(call, pull))
+    def _complete(self, call: Call, ended: Sequence[ReadEnded], early: int = 0, early_bytes: int = 0) -> None:
+        self._calls.pop(call.pull_id, None)
+        if call.reads:
+            self._ledger.give_back(call.pull_id)
+        if call.held:
+            self._held.drop(call.held)
+        self._held.release(call.leases, read=True)
+        call.handle.complete(self.ending.complete(call, ended, early, early_bytes))
 
     def _on_failed(self, event: TransferFailed) -> None:
         """Take a failure that the scheduler tells: the pull's blocks are quarantined until it says more."""
@@ -390,12 +432,11 @@ class Consumer:
         """End a pull that has failed; does nothing if it has ended."""
         if call.handle.done():
             return
+        self._held.drop(call.held)
         if isinstance(error, ContentMismatch):
-            self._held.release(call.held, read=False)  # nobody will read it for this request
-        else:
-            self._held.drop(call.held)
+            self._held.release(call.leases, read=False)  # this request will not read it
         if not call.submitted:
-            del self._calls[call.pull_id]
+            self._calls.pop(call.pull_id, None)
         self.ending.fail(call, error)
         if not call.submitted:
             call.handle.settle()
@@ -406,17 +447,14 @@ class Consumer:
             self._cancel(call, CANCELLED)
 
     def _cancel(self, call: Call, detail: str) -> None:
-        """Give up a pull, wherever it is."""
+        """Give up a pull, wherever it is; does nothing if the data plane is just answering it."""
         if call.submitted:
             now = self._clock()
             self._apply(self._scheduler.cancel(call.pull_id, code=TransferCancelled.code, detail=detail, now=now))
-        else:
+        elif not call.reads or self._collected.pop(call.pull_id, None) is not None:
+            if call.reads:
+                self._ledger.give_back(call.pull_id)
             self._fail(call, TransferCancelled(detail, request_id=call.request_id))
-
-    def _check(self, ticket: object) -> None:
-        if not isinstance(ticket, Ticket):
-            raise ArgumentInvalid("ticket", "a Ticket, made with Ticket.from_params", ticket)
-        self._verify(ticket)
 
 
 def open_item(item: object) -> tuple[Ticket, BlockLists, str]:
@@ -424,6 +462,11 @@ def open_item(item: object) -> tuple[Ticket, BlockLists, str]:
     if isinstance(item, tuple | list) and len(item) in {2, 3}:
         return item[0], item[1], item[2] if len(item) == 3 else ""
     return cast("Ticket", item), (), ""
+
+
+def _check_ticket(ticket: object) -> None:
+    if not isinstance(ticket, Ticket):
+        raise ArgumentInvalid("ticket", "a Ticket, made with Ticket.from_params", ticket)
 
 
 def _check_priority(priority: object) -> None:

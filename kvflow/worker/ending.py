@@ -1,6 +1,7 @@
 """End every pull here and write one record for each call, however early it failed and for whatever reason."""
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from itertools import count
 
@@ -16,16 +17,20 @@ from kvflow.rendezvous.dialer import LeaseEnd
 from kvflow.transfer.bind_plan import AnyBinding
 from kvflow.transfer.events import TransferCompleted, TransferFailed, TransferQuiesced
 from kvflow.transfer.pairs import UnitPairs
-from kvflow.transfer.pulls import Pull
 from kvflow.transfer.report import TransferReport
+from kvflow.transfer.requests import RankRead, ReadEnded
 from kvflow.worker.failures import as_ours
 from kvflow.worker.handle import PullHandle
 from kvflow.worker.leases_held import HeldLease
 from kvflow.worker.peers import PeerPool
+from kvflow.worker.programs import Route
 
 EXPLAIN_S = 0.5
 """How long a pull that was stale waits to be told why. The answer takes a round trip, about a millisecond; a producer
 that is too busy for that must not keep the caller from recomputing."""
+
+
+UNCONNECTED = Route((), (), "", "")
 
 
 class Call(Struct, eq=False):
@@ -40,15 +45,17 @@ class Call(Struct, eq=False):
         handle: what its caller has.
         phase: where it is, until it is submitted to the scheduler.
         peer: the source rank concerned, as far as that is known.
-        handshake_s: seconds from the call until it was submitted; None before.
-        transport: what carries the bytes; empty before the peers are connected.
-        plane: the data planes that it belongs to; likewise.
-        held: the leases of every rank that the ticket names: they are renewed until the end.
+        submitted_at: when its reads were made; infinite before.
+        route: how its ranks are read; says nothing before the peers are connected.
+        leases: of every rank that the ticket names; likewise.
+        held: these leases, if they are renewed until the end.
         targets: our checked block ids of each group; empty before they are checked.
         given: binding and pairs of each group that a source rank gives; likewise.
+        reads: one of each source rank that gives something; likewise.
+        nbytes: that are to be moved; likewise.
         failure: what the scheduler says of its failure, if it has failed there.
         quiesced: that nothing writes now, if that was found before the failure was told.
-        submitted: whether the scheduler has taken it; it gives the blocks back then.
+        submitted: whether the scheduler has taken it: it was not over when it was posted.
         told: whether its record was written.
     """
 
@@ -60,12 +67,14 @@ class Call(Struct, eq=False):
     handle: PullHandle
     phase: str = "check"
     peer: str = ""
-    handshake_s: float | None = None
-    transport: str = ""
-    plane: str = ""
+    submitted_at: float = math.inf
+    route: Route = UNCONNECTED
+    leases: Sequence[HeldLease] = ()
     held: Sequence[HeldLease] = ()
     targets: Sequence[Ids] = ()
     given: Sequence[tuple[AnyBinding, UnitPairs]] = ()
+    reads: Sequence[RankRead] = ()
+    nbytes: int = 0
     failure: TransferFailed | None = None
     quiesced: TransferQuiesced | None = None
     submitted: bool = False
@@ -82,9 +91,9 @@ class Call(Struct, eq=False):
             return {}
         grant = self.ticket.grants[0]
         context: dict[str, object] = {
-            "remote_engine_id": self.ticket.engine_id,
+            "remote_engine_id": grant.engine_id,
             "remote_endpoint": grant.ranks[0].endpoint,
-            "num_remote_blocks": sum(len(ids) for ids in grant.block_ids),
+            "num_remote_blocks": sum(map(len, grant.block_ids)),
         }
         if self.targets:
             context["num_local_blocks"] = sum(map(len, self.targets))
@@ -92,10 +101,10 @@ class Call(Struct, eq=False):
 
     def timings_s(self, now: float) -> dict[str, float]:
         """Return the seconds of the phases that the scheduler does not know, so far, and of all together."""
-        total_s = now - self.called_at
+        total_s = {"total": now - self.called_at}
         if self.phase == "check":
-            return {"total": total_s}
-        return {"handshake": total_s if self.handshake_s is None else self.handshake_s, "total": total_s}
+            return total_s
+        return {"handshake": min(now, self.submitted_at) - self.called_at} | total_s
 
     def ticket_age_s(self, wall_s: float) -> float | None:
         """Return how old the ticket is; None if it does not tell.
@@ -106,34 +115,6 @@ class Call(Struct, eq=False):
         issued_at = UNSET if self.ticket is None else self.ticket.grants[0].issued_at
         return None if isinstance(issued_at, UnsetType) else wall_s - issued_at
 
-    def report(self, pull: Pull | None, now: float) -> TransferReport:
-        """Report what was delivered; nothing was to be moved if there is no pull."""
-        units = descriptors = read_bytes = 0
-        for binding, pairs in self.given:
-            count = pairs.source.size
-            units += count * binding.unit_descriptors
-            descriptors += binding.merged(pairs)
-            read_bytes += count * binding.read_bytes
-        timings_s, nbytes, reads, early, early_bytes = self.timings_s(now), 0, 0, 0, 0
-        if pull is not None:
-            timings_s |= pull.timings_s(now)
-            nbytes, early, early_bytes = pull.nbytes, pull.early, pull.early_bytes
-            for each in pull.ended:
-                reads += each.chunks
-        return TransferReport(
-            request_id=self.request_id,
-            nbytes=nbytes,
-            read_bytes=read_bytes,
-            descriptors=descriptors,
-            merged=1 - descriptors / units if units else 0.0,
-            reads=reads,
-            early=early,
-            early_bytes=early_bytes,
-            transport=self.transport,
-            plane=self.plane,
-            timings_s=timings_s,
-        )
-
 
 class Ending:
     """Ends of one worker's pulls.
@@ -143,30 +124,34 @@ class Ending:
         clock: of the pulls.
         wall: seconds since 1970.
         report: takes the records.
+        cancel: gives up the pull of a number; does nothing for one that has ended.
 
     Thread: the event loop; ``begin`` and ``refuse`` from any thread.
     """
 
-    def __init__(self, *, pool: PeerPool, clock: Clock, wall: Clock, report: Reporter) -> None:
+    def __init__(
+        self, *, pool: PeerPool, clock: Clock, wall: Clock, report: Reporter, cancel: Callable[[int], None]
+    ) -> None:
         self._pool = pool
         self._clock = clock
         self._wall = wall
         self._report = report
+        self._cancel = cancel
         self._ids = count(1)
+        self._completed: list[tuple[Call, TransferReport]] = []
 
-    def begin(self, ticket: object, local_request_id: str, cancel: Callable[[int], None] = lambda _: None) -> Call:
+    def begin(self, ticket: object, local_request_id: str) -> Call:
         """Begin the book of one call, whatever was passed.
 
         Args:
             ticket: as the caller passed it.
             local_request_id: likewise.
-            cancel: gives up the pull of this number.
         """
-        pull_id, called_at, local_request_id = next(self._ids), self._clock(), str(local_request_id)
-        handle = PullHandle(pull_id, cancel)
+        pull_id, local_request_id = next(self._ids), str(local_request_id)
+        handle = PullHandle(pull_id, self._cancel)
         if not isinstance(ticket, Ticket):
-            return Call(pull_id, None, "", local_request_id, called_at, handle)
-        return Call(pull_id, ticket, ticket.request_id, local_request_id, called_at, handle)
+            return Call(pull_id, None, "", local_request_id, self._clock(), handle)
+        return Call(pull_id, ticket, ticket.grants[0].request_id, local_request_id, self._clock(), handle)
 
     def refuse(
         self, code: str, detail: str, remedy: str, *, ticket: object, request_id: str, local_request_id: str
@@ -177,17 +162,41 @@ class Ending:
         failed = TransferFailed(call.pull_id, name, code, call.phase, "", detail, quarantined=False, remedy=remedy)
         self._write(call, failed)
 
-    def complete(self, call: Call, pull: Pull | None) -> TransferReport:
-        """Return the report of a pull; its record follows when its caller has had a turn of the loop."""
-        report = call.report(pull, self._clock())
-        call.told = True
+    def complete(self, call: Call, ended: Sequence[ReadEnded], early: int = 0, early_bytes: int = 0) -> TransferReport:
+        """Return the report of a pull; its record follows when its caller has had a turn of the loop.
+
+        Args:
+            call: the pull.
+            ended: the answers of all source ranks; none if nothing was to be moved.
+            early: how often a lease was found not to be admitted yet.
+            early_bytes: that were read in vain.
+        """
+        route = call.route
+        report = TransferReport.of(
+            call.request_id,
+            call.nbytes,
+            call.given,
+            ended,
+            (call.called_at, call.submitted_at, self._clock()),
+            transport=route.transport,
+            plane=route.plane,
+            early=early,
+            early_bytes=early_bytes,
+        )
         if self._report.wants(TransferCompleted):
-            asyncio.get_running_loop().call_soon(self._write_completed, call, report)
+            if not self._completed:
+                asyncio.get_running_loop().call_soon(self._write_completed)
+            self._completed.append((call, report))
         return report
 
-    def _write_completed(self, call: Call, report: TransferReport) -> None:
-        event = TransferCompleted(call.pull_id, call.request_id, report, call.local_request_id)
-        self._report(event, **call.context())
+    def _write_completed(self) -> None:
+        completed, self._completed = self._completed, []
+        self._report.take_all(
+            [
+                (TransferCompleted(call.pull_id, call.request_id, report, call.local_request_id), call.context())
+                for call, report in completed
+            ]
+        )
 
     def fail(self, call: Call, error: BaseException) -> None:
         """End a pull that has failed, and write its record; does nothing if it has ended.
@@ -239,8 +248,8 @@ class Ending:
         record = msgspec.structs.replace(
             failed,
             local_request_id=call.local_request_id,
-            transport=call.transport,
-            plane=call.plane,
+            transport=call.route.transport,
+            plane=call.route.plane,
             ticket_age_s=call.ticket_age_s(self._wall() + (0.0 if offset is None else offset.ahead_s)),
             timings_s=call.timings_s(now) | failed.timings_s,
         )
@@ -257,6 +266,7 @@ def _failure(call: Call, error: KvflowError) -> TransferFailed:
         peer=call.peer or getattr(error, "peer", ""),
         detail=error.message,
         quarantined=False,
+        nbytes_wanted=call.nbytes,
     )
     stale = error if isinstance(error, StaleLease) else None
     return msgspec.structs.replace(

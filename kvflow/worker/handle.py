@@ -1,7 +1,8 @@
 """What a caller has of a pull that was started: its end, and the way to cancel it."""
 
 import asyncio
-from collections.abc import Callable, Generator
+import types
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from kvflow.errors import KvflowError
@@ -20,22 +21,23 @@ class PullHandle:
     Thread: the worker's event loop.
     """
 
-    __slots__ = ("_cancel", "_error", "_on_settled", "_quiescent", "_report", "_waiters", "id")
+    _report: TransferReport | None = None
+    _error: KvflowError | None = None
+    _quiescent = False
+    _waiters: "list[asyncio.Future[None]] | tuple[()]" = ()
+    _on_settled: "Sequence[Callable[[PullHandle], object]]" = ()
 
     def __init__(self, pull_id: int, cancel: Callable[[int], None]) -> None:
         self.id = pull_id
         self._cancel = cancel
-        self._report: TransferReport | None = None
-        self._error: KvflowError | None = None
-        self._quiescent = False
-        self._waiters: list[asyncio.Future[None]] = []
-        self._on_settled: list[Callable[[PullHandle], object]] = []
 
     def __await__(self) -> Generator[Any, None, TransferReport]:
         """Wait for the report."""
-        if not self.done():
+        if self._report is not None:
+            return self._report
+        if self._error is None:
             try:
-                yield from self._wait().__await__()
+                yield from self._wait()
             except asyncio.CancelledError:
                 self.cancel()
                 raise
@@ -91,12 +93,13 @@ class PullHandle:
         if self._quiescent:
             callback(self)
         else:
-            self._on_settled.append(callback)
+            self._on_settled = [*self._on_settled, callback]
 
     def complete(self, report: TransferReport) -> None:
         """Note that the pull has completed. Called by the worker."""
-        self._report = report
-        self.settle()
+        self._report, self._quiescent = report, True
+        if self._waiters or self._on_settled:
+            self.settle()
 
     def fail(self, error: KvflowError) -> None:
         """Note that the pull has failed; something may still write into its blocks. Called by the worker."""
@@ -106,23 +109,28 @@ class PullHandle:
     def settle(self) -> None:
         """Note that the pull is done and nothing writes into its blocks. Called by the worker, once."""
         self._quiescent = True
-        if self._waiters:
-            self._wake()
-        callbacks, self._on_settled = self._on_settled, []
+        self._wake()
+        callbacks, self._on_settled = self._on_settled, ()
         for callback in callbacks:
-            callback(self)
+            try:
+                callback(self)
+            except Exception as error:  # noqa: BLE001 - the pulls that are completed with this one go on
+                told = {"message": f"a callback of {self!r} failed", "exception": error}
+                asyncio.get_running_loop().call_exception_handler(told)
 
-    async def _wait(self) -> None:
+    @types.coroutine
+    def _wait(self) -> Generator[Any, None, None]:
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters = self._waiters or []
         self._waiters.append(waiter)
         try:
-            await waiter
+            yield from waiter
         finally:
             if waiter in self._waiters:  # cancelled: a caller that waits again and again must not fill the list
                 self._waiters.remove(waiter)
 
     def _wake(self) -> None:
-        waiters, self._waiters = self._waiters, []
+        waiters, self._waiters = self._waiters, ()
         for waiter in waiters:
             if not waiter.done():
                 waiter.set_result(None)

@@ -1,6 +1,8 @@
 """Where a worker lives: one process, and one event loop in it."""
 
 import asyncio
+import os
+from asyncio import _get_running_loop
 
 from kvflow.errors import WrongEventLoop
 from kvflow.forks import Origin
@@ -16,6 +18,7 @@ class Home:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
+        self._pid = os.getpid()
         self.origin = Origin("the worker")
         self.require_process = self.origin.require
 
@@ -26,10 +29,10 @@ class Home:
             ForkedProcess: this is a forked child of the worker's process.
             WrongEventLoop: the caller runs on another event loop, or on none.
         """
+        here = _get_running_loop()
+        if here is self._loop and os.getpid() == self._pid:
+            return
         self.require_process()
-        try:
-            here = asyncio.get_running_loop()
-        except RuntimeError:
-            raise WrongEventLoop("the worker was called where no event loop runs") from None
-        if here is not self._loop:
-            raise WrongEventLoop("the worker was called on another event loop than its own")
+        if here is None:
+            raise WrongEventLoop("the worker was called where no event loop runs")
+        raise WrongEventLoop("the worker was called on another event loop than its own")

@@ -19,7 +19,7 @@ RELEASE_PAUSE_S = 0.02  # releases are collected: a message costs as much as sev
 RELEASES_MAX = 256  # when more wait, they are sent at once
 KEPT_MAX = 65536  # as many leases as a producer's lease table remembers
 NEW = -1  # the tick of leases whose first renewal is not planned yet
-HeldLease = tuple[PeerId, int, str]
+HeldLease = tuple[PeerId, int, int]
 """A lease of a producer: whose, its slot, its epoch."""
 
 
@@ -35,22 +35,26 @@ class LeasesHeld:
     A lease is renewed once, however many hold it. Fences tell the pulls that it has ended. The leases that are due at
     one tick lie in one dictionary: to hold a lease costs the same, however many are held.
 
+    Attributes:
+        kept: the leases of kept tickets.
+
     Thread: the event loop.
     """
 
     def __init__(self, pool: PeerPool, clock: Clock, wall: Clock) -> None:
         self._pool, self._clock, self._wall = pool, clock, wall
         self._leases: dict[HeldLease, _Lease] = {}
-        self._kept: set[HeldLease] = set()
+        self.kept: set[HeldLease] = set()
         self._due: dict[int, dict[HeldLease, _Lease]] = defaultdict(dict)
         self._tick: int | None = None  # the last whose leases were renewed; none while nothing is held
-        self._waiting: list[tuple[HeldLease, bool]] = []
+        self._waiting: dict[tuple[PeerId, bool], list[LeaseKey]] = defaultdict(list)
+        self._num_waiting = 0
 
     def hold(self, members: Iterable[Member]) -> list[HeldLease]:
-        """Renew the leases of one pull, until ``drop`` or ``release`` is called for what this returns, once."""
+        """Renew the leases of one pull, until ``drop`` is called for what this returns, once."""
         keys = []
         for member in members:
-            key = member.peer, member.grant.slot, member.grant.epoch
+            key = _key(member)
             keys.append(key)
             lease = self._leases.get(key)
             if lease is None:
@@ -72,12 +76,12 @@ class LeasesHeld:
                     self._due[lease.tick].pop(key, None)
 
     def release(self, keys: Sequence[HeldLease], *, read: bool) -> None:
-        """End what ``hold`` began, and give the leases back soon, but not before those who await the pull have run."""
-        before = len(self._waiting)
-        self.drop(keys)
-        for key in keys:
-            self._waiting.append((key, read))
-        if not before or before <= RELEASES_MAX < len(self._waiting):
+        """Give leases back soon, but not before those who await the pull have run."""
+        before = self._num_waiting
+        for peer, slot, epoch in keys:
+            self._waiting[peer, read].append((slot, epoch))
+            self._num_waiting += 1
+        if not before or before <= RELEASES_MAX < self._num_waiting:
             loop = get_running_loop()
             loop.call_later(0 if before else RELEASE_PAUSE_S, loop.call_soon, self._send)
 
@@ -88,17 +92,17 @@ class LeasesHeld:
             CapacityExceeded: too many are kept; those of this ticket may be, in part.
         """
         for member in members:
-            if _key(member) not in self._kept:
-                if len(self._kept) >= KEPT_MAX:
+            if _key(member) not in self.kept:
+                if len(self.kept) >= KEPT_MAX:
                     raise CapacityExceeded("leases of tickets that are kept", KEPT_MAX)
-                self._kept.add(_key(member))
+                self.kept.add(_key(member))
                 self.hold([member])
 
     def forget(self, members: Iterable[Member]) -> None:
         """End what ``keep`` began; does nothing for a ticket that is not kept."""
-        for key in map(_key, members) if self._kept else ():
-            if key in self._kept:
-                self._kept.remove(key)
+        for key in map(_key, members):
+            if key in self.kept:
+                self.kept.remove(key)
                 self.drop([key])
 
     def close(self) -> None:
@@ -120,7 +124,7 @@ class LeasesHeld:
         renewals: dict[PeerId, list[LeaseKey]] = {}
         for tick in range(last + 1, self._tick + 1):
             for key, lease in self._due.pop(tick, {}).items():
-                renewals.setdefault(key[0], []).append((key[1], int(key[2])))
+                renewals.setdefault(key[0], []).append(key[1:])
                 again_at = self._again_at(key[0], lease.member, now)
                 if lease.holders:
                     self._put(key, lease, again_at)
@@ -155,14 +159,11 @@ class LeasesHeld:
         return now + member.grant.lease_s / RENEWALS_PER_LEASE
 
     def _send(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        releases: dict[tuple[PeerId, bool], list[LeaseKey]] = {}
-        for (peer, slot, epoch), read in waiting:
-            releases.setdefault((peer, read), []).append((slot, int(epoch)))
+        releases, self._waiting, self._num_waiting = self._waiting, defaultdict(list), 0
         for (peer, read), leases in releases.items():
             if (link := self._pool.link(peer)) is not None:
                 link.release(leases, read=read)
 
 
 def _key(member: Member) -> HeldLease:
-    return member.peer, member.grant.slot, member.grant.epoch
+    return member.peer, member.grant.slot, member.grant.epoch_value

@@ -128,7 +128,7 @@ class Offers:
         try:
             self._keeper.hold(grant)
         except BaseException:
-            self._retire(request_id)
+            self._retire([request_id])
             raise
         return ticket
 
@@ -137,15 +137,16 @@ class Offers:
         if waiting in self._line:
             self._line.remove(waiting)
 
-    def _vacate(self, request_id: str) -> None:
+    def _vacate(self, request_ids: Sequence[str]) -> None:
         with self._lock:
-            self._mint.vacate(request_id)
+            self._mint.vacate(request_ids)
         if self._line and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self.serve)
 
-    def _retire(self, request_id: str) -> None:
+    def _retire(self, request_ids: Sequence[str]) -> None:
         with self._lock:
-            self._mint.retire(request_id)
+            for request_id in request_ids:
+                self._mint.retire(request_id)
 
 
 def _has_ticket(waiting: _Waiting) -> bool:

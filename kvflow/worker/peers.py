@@ -207,7 +207,8 @@ class PeerPool:
 
     def route(self, ticket: Ticket) -> Route | None:
         """Return how the ranks of a ticket are read, if all of them are connected; ``connect`` it otherwise."""
-        return self._routes.get(_route_key(ticket))
+        grants = ticket.grants
+        return self._routes.get((grants[0].engine_id, *map(_RANKS, grants)))
 
     async def connect(self, ticket: Ticket, blame: Callable[[Member], object]) -> Route:
         """Meet every rank that a ticket names, divide our cache among them, and prepare to read what they give.

@@ -10,9 +10,9 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import TypeVar
+from itertools import chain
 
-from msgspec import Struct
+import numpy as np
 
 from kvflow.cache.blocks import BlockAccount, Ids
 from kvflow.cache.leases import Answer, LeaseEnded, LeaseTable, Outcome, Reader
@@ -21,16 +21,15 @@ from kvflow.clock import Clock
 from kvflow.errors import BlockIdsInvalid, KvflowError, RequestUnknown
 from kvflow.ids import LeaseKey, worker_name
 from kvflow.observability.events import OfferAdmitted, OfferRefused
-from kvflow.transfer.pairs import check_block_ids
+from kvflow.observability.logs import Reporter
+from kvflow.transfer.pairs import FEW, check_block_ids
 from kvflow.worker.stages import Stage, later, require_open
 
 ENDED_MAX = 65536
 """Outcomes that are kept for a late ``wait_offer``."""
 
-
-T = TypeVar("T")
-
-_End = tuple[LeaseEnded, Sequence["asyncio.Future[Outcome]"]]
+_Waiting = Sequence[tuple["asyncio.Future[Outcome]", Outcome]]
+"""Who waits for the end of a lease, and how it has ended."""
 
 
 class LeaseKeeper:
@@ -61,7 +60,7 @@ class LeaseKeeper:
         name: str,
         clock: Clock,
         loop: asyncio.AbstractEventLoop,
-        report: Callable[[Struct], None],
+        report: Reporter,
     ) -> None:
         self._name = name
         self._leases = leases
@@ -79,15 +78,17 @@ class LeaseKeeper:
         self._changed = asyncio.Event()
         self._looks_at = math.inf  # when ``expire_leases`` looks for leases that have run out
         self._idle: list[asyncio.Future[None]] = []
-        self._around_ends: list[tuple[Callable[[str], object], Callable[[str], object]]] = []
+        self._around_ends: list[tuple[Callable[[Sequence[str]], object], Callable[[Sequence[str]], object]]] = []
         self._stage: Stage = "open"
 
-    def call_around_ends(self, before: Callable[[str], object], after: Callable[[str], object]) -> None:
-        """Have both called for every lease that ends, on whatever thread ended it; they must be quick.
+    def call_around_ends(
+        self, before: Callable[[Sequence[str]], object], after: Callable[[Sequence[str]], object]
+    ) -> None:
+        """Have both called with the requests whose leases end, on whatever thread ended them; they must be quick.
 
         Args:
-            before: called before anyone hears of the end.
-            after: called when everyone has.
+            before: called before anyone hears of the ends.
+            after: called when all listeners have.
         """
         self._around_ends.append((before, after))
 
@@ -137,7 +138,8 @@ class LeaseKeeper:
         """Hold the lease of a grant; the caller reports a refusal."""
         ids = self._check(grant)
         with self._lock:
-            self.require_open()
+            if self._stage != "open":
+                self.require_open()
             now = self._clock()
             self._account.lend(ids)
             try:
@@ -147,30 +149,26 @@ class LeaseKeeper:
                 raise
             self._lent[grant.request_id] = ids
             self._ended.pop(grant.request_id, None)
-            ended = [] if end is None else [self._note(end)]
-            looks_late = self._looks_late(now)
-        self._report(OfferAdmitted(grant.request_id, sum(map(len, grant.block_ids)), grant.lease_s))
-        self._announce(ended)
+            ends_at = now + grant.lease_ms / 1000
+            # Most often it is in time: the first lease to end is one that was admitted before, and is waited for.
+            looks_late = ends_at < self._looks_at or now >= self._looks_at
+            if looks_late:
+                self._looks_at = min(ends_at, self._looks_at)
+            waiting = () if end is None else self._note([end])
+        if self._report.wants(OfferAdmitted):
+            self._report(OfferAdmitted(grant.request_id, sum(map(len, grant.block_ids)), grant.lease_s))
+        if end is not None:
+            self._announce([end], waiting)
         if looks_late:
             self._on_loop(self._changed.set)
-
-    def _looks_late(self, now: float) -> bool:
-        """Tell whether ``expire_leases`` must be told to look earlier; once, and under the lock.
-
-        Most often it need not: the first lease to end is one that was admitted before, and is waited for.
-        """
-        deadline = self._leases.next_deadline()
-        if deadline is None or (deadline >= self._looks_at and deadline > now):
-            return False
-        self._looks_at = deadline
-        return True
 
     def revoke(self, request_id: str) -> bool:
         """End a lease now. See ``Worker.revoke``."""
         with self._lock:
             end = self._leases.revoke(request_id, self._clock())
-            ended = [] if end is None else [self._note(end)]
-        self._announce(ended)
+            ended = [] if end is None else [end]
+            waiting = self._note(ended)
+        self._announce(ended, waiting)
         return bool(ended)
 
     def held(self) -> int:
@@ -204,23 +202,16 @@ class LeaseKeeper:
 
     def on_release(self, leases: Sequence[LeaseKey], reader: Reader, *, read: bool = False) -> list[Answer]:
         """Count a reader's releases, which say whether it has read; answer each."""
-        answers: list[Answer] = []
-        ended: list[_End] = []
         with self._lock:
-            now = self._clock()
-            for slot, epoch in leases:
-                answer, end = self._leases.release(slot, epoch, reader, now, read=read)
-                answers.append(answer)
-                if end is not None:
-                    ended.append(self._note(end))
-        self._announce(ended)
+            answers, ended = self._leases.release(leases, reader, self._clock(), read=read)
+            waiting = self._note(ended)
+        self._announce(ended, waiting)
         return answers
 
     def on_renew(self, leases: Sequence[LeaseKey]) -> tuple[list[Answer], float]:
         """Renew leases; answer each, with the seconds that they last from now."""
         with self._lock:
-            now = self._clock()
-            return [self._leases.renew(slot, epoch, now) for slot, epoch in leases], self._lease_s
+            return self._leases.renew(leases, self._clock()), self._lease_s
 
     def past(self, lease: LeaseKey) -> tuple[str, float] | None:
         """Return how a lease has ended, and how many seconds ago; None if that is not remembered."""
@@ -234,10 +225,11 @@ class LeaseKeeper:
             self._changed.clear()
             now = self._clock()
             with self._lock:
-                ended = [self._note(end) for end in self._leases.expire(now)]
+                ended = self._leases.expire(now)
+                waiting = self._note(ended)
                 deadline = self._leases.next_deadline()
                 self._looks_at = math.inf if deadline is None else deadline
-            self._announce(ended)
+            self._announce(ended, waiting)
             delay = None if deadline is None else max(0.0, deadline - now)
             try:
                 # Not ``wait_for``: before Python 3.12 it loses a cancellation that comes together with the event.
@@ -250,8 +242,9 @@ class LeaseKeeper:
         """Revoke every lease at once and refuse new ones; return how many there were."""
         with self._lock:
             self._stage = "closing"
-            ended = [self._note(end) for end in self._leases.revoke_all(self._clock())]
-        self._announce(ended)
+            ended = self._leases.revoke_all(self._clock())
+            waiting = self._note(ended)
+        self._announce(ended, waiting)
         return len(ended)
 
     def check(self) -> None:
@@ -282,28 +275,36 @@ class LeaseKeeper:
                 )
         return checked
 
-    def _note(self, end: LeaseEnded) -> _End:
-        """Remember that a lease has ended, and return who waits for it; under the lock."""
-        request_id = end.request_id
-        self._account.end_loan(self._lent.pop(request_id))
-        self._ended[request_id] = end.outcome
-        if len(self._ended) > ENDED_MAX:
+    def _note(self, ended: Sequence[LeaseEnded]) -> _Waiting:
+        """Remember that leases have ended, and return who waits for that; under the lock."""
+        if not ended:
+            return ()
+        outcome = ended[0].outcome  # of them all
+        names = [end.request_id for end in ended]
+        self._account.end_loan(_joined([self._lent.pop(name) for name in names]))
+        self._ended.update(dict.fromkeys(names, outcome))
+        while len(self._ended) > ENDED_MAX:
             self._ended.popitem(last=False)
-        return end, self._waiters.pop(request_id, ())
+        if not self._waiters:
+            return ()
+        return [(future, outcome) for name in names for future in self._waiters.pop(name, ())]
 
-    def _announce(self, ended: Sequence[_End]) -> None:
+    def _announce(self, ended: Sequence[LeaseEnded], waiting: _Waiting) -> None:
         """Tell of ends; not under the lock, because whoever is told may ask in turn, or wait for a thread that does."""
-        for end, waiters in ended:
-            # Whoever hears of it may offer in turn, so its slot must be free by then; but not its name, because the
-            # end must not be taken for that of the next offer of that name.
-            for before, _ in self._around_ends:
-                before(end.request_id)
-            self._report(end)
-            for _, after in self._around_ends:
-                after(end.request_id)
-            for future in waiters:
-                self._on_loop(_resolve, future, end.outcome)
-        if self._idle and ended:
+        if not ended:
+            return
+        # Whoever hears of it may offer in turn, so its slot must be free by then; but not its name, because the
+        # end must not be taken for that of the next offer of that name.
+        names = [end.request_id for end in ended]
+        for before, _ in self._around_ends:
+            before(names)
+        if ended[0].outcome == "expired" or self._report.wants(LeaseEnded):
+            self._report.take_all([(end, {}) for end in ended])
+        for _, after in self._around_ends:
+            after(names)
+        if waiting:
+            self._on_loop(_resolve, waiting)
+        if self._idle:
             self._on_loop(self._tell_if_idle)
 
     def _forget(self, request_id: str, future: "asyncio.Future[Outcome]") -> None:
@@ -319,7 +320,8 @@ class LeaseKeeper:
         if not self.held():
             waiting, self._idle = self._idle, []
             for future in waiting:
-                _resolve(future, None)
+                if not future.done():
+                    future.set_result(None)
 
     def _on_loop(self, call: Callable[..., object], *args: object) -> None:
         if not self._loop.is_closed():
@@ -345,6 +347,19 @@ def order_stores() -> None:
     lock.acquire()
 
 
-def _resolve(future: asyncio.Future[T], result: T) -> None:
-    if not future.done():
-        future.set_result(result)
+def _joined(loans: Sequence[tuple[Ids, ...]]) -> Sequence[Ids]:
+    """Return the blocks of many loans, group by group: a block stands there once for each loan that has it."""
+    if len(loans) == 1:
+        return loans[0]
+    joined: list[Ids] = []
+    for lists in zip(*loans, strict=True):
+        few = list(chain.from_iterable(ids for ids in lists if isinstance(ids, list)))
+        many = [ids for ids in lists if not isinstance(ids, list)]
+        joined.append(np.concatenate([np.array(few, np.int64), *many]) if many or len(few) > FEW else few)
+    return joined
+
+
+def _resolve(waiting: _Waiting) -> None:
+    for future, outcome in waiting:
+        if not future.done():
+            future.set_result(outcome)

@@ -209,7 +209,7 @@ class ThreadedWorker:
         futures: list[Future[TransferReport]] = [Future() for _ in batch]
         try:
             life = self._awake()
-            life.bridge.submit(_run(life.worker, start, batch, futures, self._finished))
+            life.bridge.call(partial(_run, life.worker, start, batch, futures, self._finished))
         except KvflowError as error:  # its loop did not take them, and so nothing else writes their records
             for ticket, _, name in batch:
                 self.record_refusal(
@@ -339,21 +339,23 @@ def _start_one(
     return [handle]
 
 
-async def _run(
+def _run(
     worker: Worker,
     start: Callable[[Worker], list[PullHandle]],
     batch: Sequence[tuple[Ticket, BlockLists, str]],
     futures: "Sequence[Future[TransferReport]]",
     finished: "_FinishedQueue",
 ) -> None:
-    """Start pulls, and wait until each has ended and is quiescent: an engine reuses blocks when it hears of the end."""
-    loop, handles = asyncio.get_running_loop(), start(worker)
-    for (ticket, _, name), handle, future in zip(batch, handles, futures, strict=True):
+    """Start pulls. Their ends are told when nothing writes for them: an engine reuses blocks when it hears of them.
+
+    All have ended when the worker is closed.
+    """
+    loop = asyncio.get_running_loop()
+    for (ticket, _, name), handle, future in zip(batch, start(worker), futures, strict=True):
         request_id = getattr(ticket, "request_id", "")  # whatever was passed, its end is reported
         handle.on_settled(partial(finished.settle, request_id, name, future))
-        future.add_done_callback(partial(_cancel, loop, handle))
-    for handle in handles:
-        await handle.quiesced()
+        if not handle.done():
+            future.add_done_callback(partial(_cancel, loop, handle))
 
 
 def _cancel(loop: asyncio.AbstractEventLoop, handle: PullHandle, future: "Future[TransferReport]") -> None:

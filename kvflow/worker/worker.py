@@ -251,7 +251,11 @@ class Worker:
         Raises:
             WrongEventLoop, ForkedProcess: every other error is the handle's to tell.
         """
-        self._require_loop([(ticket, block_ids, local_request_id)])
+        try:
+            self._home.require_loop()
+        except WrongEventLoop as error:
+            self._record_refusals(error, [(ticket, block_ids, local_request_id)])
+            raise
         return self._consumer.start(
             ticket,
             block_ids,
@@ -278,19 +282,16 @@ class Worker:
             WrongEventLoop, ForkedProcess: every other error is a handle's to tell.
         """
         batch = [open_item(item) for item in items]
-        self._require_loop(batch)
-        return self._consumer.start_many(batch, priority=priority)
-
-    def _require_loop(self, batch: Sequence[tuple[Ticket, BlockLists, str]]) -> None:
-        """Refuse pulls that are called on another loop, and write their records."""
         try:
             self._home.require_loop()
         except WrongEventLoop as error:
-            for ticket, _, name in batch:
-                self.record_refusal(
-                    error.code, error.message, remedy=error.remedy, ticket=ticket, local_request_id=name
-                )
+            self._record_refusals(error, batch)
             raise
+        return self._consumer.start_many(batch, priority=priority)
+
+    def _record_refusals(self, error: WrongEventLoop, batch: Sequence[tuple[Ticket, BlockLists, str]]) -> None:
+        for ticket, _, name in batch:
+            self.record_refusal(error.code, error.message, remedy=error.remedy, ticket=ticket, local_request_id=name)
 
     def record_refusal(
         self,

@@ -13,6 +13,7 @@ from kvflow.rendezvous.mint import TicketKey
 from kvflow.transfer.events import TransferCompleted, TransferFailed, TransferQuiesced, TransferRetried
 from kvflow.worker.ending import Ending
 from kvflow.worker.peers import PeerPool
+from kvflow.worker.programs import Route
 
 from .helpers import PATIENCE_S, Clock, Reports
 from .pulling import config, failure, opened
@@ -72,7 +73,7 @@ async def test_every_kind_of_error_is_one_record(world, monkeypatch):
 @pytest.mark.parametrize("error", OTHERS, ids=lambda error: type(error).__name__)
 async def test_what_is_no_error_of_ours_is_one_record_too(error):
     reports = Reports()
-    ending = Ending(pool=None, clock=Clock(), wall=Clock(), report=reports)
+    ending = Ending(pool=None, clock=Clock(), wall=Clock(), report=reports, cancel=lambda _: None)
     call = ending.begin(None, "ours")
     ending.fail(call, error)
     ending.fail(call, error)
@@ -308,9 +309,10 @@ async def test_what_nobody_listens_to_is_not_written():
             return False
 
     reports = Deaf()
-    ending = Ending(pool=None, clock=Clock(), wall=Clock(), report=reports)
+    ending = Ending(pool=None, clock=Clock(), wall=Clock(), report=reports, cancel=lambda _: None)
     call = ending.begin(None, "")
-    assert ending.complete(call, None).nbytes == 0
+    call.route, call.submitted_at = Route((), (), "loopback", "loopback"), call.called_at
+    assert ending.complete(call, ()).nbytes == 0
     await asyncio.sleep(0)
     assert reports.events == []
 

@@ -102,7 +102,7 @@ async def wait_for(handle):
 
 
 @pytest.mark.parametrize("wait", [PullHandle.quiesced, wait_for], ids=["quiesced", "await"])
-async def test_whoever_gives_up_waiting_is_forgotten(book, wait, monkeypatch):
+async def test_a_caller_that_gives_up_waiting_is_forgotten(book, wait, monkeypatch):
     assert await futures_left(lambda: wait(book.handle), monkeypatch) == 0
     patient = [await waiting(wait(book.handle)) for _ in range(2)]
     assert await futures_left(lambda: wait(book.handle), monkeypatch) == 0

@@ -11,10 +11,10 @@ from kvflow.cache.tickets import RankAddress, block_ends
 from kvflow.errors import ArgumentInvalid, BlockRangeMismatch, ContentMismatch, TicketInvalid
 from kvflow.layout.groups import Group
 from kvflow.layout.region import Region
-from kvflow.transfer.bind import Binding
 from kvflow.transfer.plan import plan_transfer
 from kvflow.worker.parts import check_expected, parts_of, require_content
 from kvflow.worker.programs import Peer
+from tests.properties.caches import bindings
 
 from .helpers import SPECS, cache_of
 
@@ -24,20 +24,7 @@ TWO_GROUPS = tuple(Group((name,), "full", 4) for name in SPECS)
 
 
 def programs_of(source, target):
-    plan = plan_transfer(source, target)
-    return tuple(
-        (
-            10 + index,
-            Binding(
-                group,
-                source_regions=source.regions,
-                source_blocks=source.num_blocks,
-                target_regions=target.regions,
-                target_blocks=target.num_blocks,
-            ),
-        )
-        for index, group in enumerate(plan.groups)
-    )
+    return tuple(enumerate(bindings(plan_transfer(source, target), source, target), 10))
 
 
 def ticket_of(block_ids, num_tokens):
@@ -51,10 +38,7 @@ def demanded(block_ids, num_tokens, *targets, source_groups=TWO_GROUPS, target_g
     member = next(ticket_of(block_ids, num_tokens).members())
     lists = [np.array(ids, np.int64) for ids in targets]
     found = parts_of(member.grant, peer_of(member, source), programs_of(source, target), lists, [])
-    return {
-        part.program_id: list(zip(part.pairs.source.tolist(), part.pairs.target.tolist(), strict=True))
-        for part in found
-    }
+    return {part.program_id: list(zip(part.pairs.source, part.pairs.target, strict=True)) for part in found}
 
 
 def peer_of(member, manifest):

@@ -16,6 +16,8 @@ from kvflow.cache.tickets import RankAddress
 from kvflow.errors import BlockIdsInvalid, CapacityExceeded, RequestUnknown, WorkerClosed
 from kvflow.ids import worker_name
 from kvflow.observability.events import OfferAdmitted
+from kvflow.observability.logs import EventLog, Reporter
+from kvflow.transfer.pairs import FEW
 from kvflow.worker.offers import Offers
 from kvflow.worker.producer import ENDED_MAX, LeaseKeeper
 
@@ -47,7 +49,7 @@ class Producer:
             name=worker_name("prefill-0", 0, ADDRESS.incarnation),
             clock=self.clock,
             loop=asyncio.get_running_loop(),
-            report=report or self.reports,
+            report=Reporter(EventLog(), [report or self.reports]),
         )
         self.mint = mint_of()
         self.offers = Offers(self.mint, self.keeper, asyncio.get_running_loop())
@@ -139,7 +141,7 @@ async def test_a_waiter_that_gave_up_disturbs_nobody(producer):
 
 
 @pytest.mark.parametrize("wait", ["wait_offer", "wait_idle"])
-async def test_whoever_gives_up_waiting_is_forgotten(producer, wait, monkeypatch):
+async def test_a_caller_that_gives_up_waiting_is_forgotten(producer, wait, monkeypatch):
     producer.offer()
     call = partial(producer.keeper.wait_offer, "r") if wait == "wait_offer" else producer.keeper.wait_idle
     patient = asyncio.ensure_future(call())
@@ -353,6 +355,20 @@ async def test_closing_revokes_everything_and_refuses_the_rest(producer):
         producer.offer("c")
     assert {event.outcome for event in producer.reports.of(LeaseEnded)} == {"revoked"}
     assert producer.keeper.close() == 0
+
+
+async def test_one_message_gives_back_short_and_long_lists_and_blocks_that_stand_in_several(producer):
+    few = [producer.offer(name, ((1, 2, 2, -1), (3,)), 16) for name in "ab"]
+    producer.offer("c", ((1,) * (FEW + 1), (-1,)), 4 * (FEW + 1))
+    waiting = [asyncio.ensure_future(producer.keeper.wait_offer(name)) for name in "abc"]
+    await asyncio.sleep(0)
+    assert producer.keeper.on_release([key(grant) for grant in few], ALONE) == ["ended"] * 2
+    producer.keeper.check()
+    few = [producer.offer(name, ((1, 2, 2, -1), (3,)), 16) for name in "ab"]
+    assert producer.keeper.close() == 3
+    producer.account.check(lent=[])
+    async with asyncio.timeout(PATIENCE_S):
+        assert await asyncio.gather(*waiting) == ["released", "released", "revoked"]
 
 
 async def test_a_hook_may_ask_and_act_when_it_hears_of_an_end():

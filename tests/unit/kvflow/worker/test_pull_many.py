@@ -4,7 +4,14 @@ import asyncio
 
 import pytest
 
-from kvflow.errors import ArgumentInvalid, BlockIdsInvalid, StaleLease, TicketInvalid, TransferCancelled
+from kvflow.errors import (
+    ArgumentInvalid,
+    BlockIdsInvalid,
+    CapacityExceeded,
+    StaleLease,
+    TicketInvalid,
+    TransferCancelled,
+)
 from kvflow.observability.events import PeerConnected
 from kvflow.transfer import events
 from kvflow.worker.runtime import open_worker
@@ -151,6 +158,47 @@ async def test_pulls_whose_leases_are_not_held_yet_are_delivered_later_than_the_
     (report,) = await outcomes([early])
     assert (report.request_id, report.early_bytes) == ("early", 0)
     assert world.holds((9,), (9,))
+
+
+async def test_a_batch_that_is_too_large_is_cut_before_anything_is_posted():
+    async with opened(num_blocks=32, inline_s_max=0, pulls_max=4) as world:
+        await world.connect()
+        before = len(world.faults.batches)
+        ends = await outcomes(world.consumer.pull_many(items_of(world)))
+        assert [isinstance(end, CapacityExceeded) for end in ends] == [False] * 4 + [True] * 2
+        assert [len(reads) for reads in world.faults.batches[before:]] == [4]
+
+
+@pytest.mark.parametrize("inline_s_max", [0.0, 60.0])
+async def test_a_callback_may_cancel_other_pulls_of_its_turn(inline_s_max):
+    async with opened(num_blocks=32, inline_s_max=inline_s_max) as world:
+        await world.connect()
+        for turn in range(3):
+            ticket, admit = world.early(f"early {turn}", (9,))
+            items = [(world.ticket(f"r{turn}", (1,)), [[1]]), (ticket, [[9]]), (world.ticket(f"s{turn}", (2,)), [[2]])]
+            before = [world.start(world.ticket(f"{turn}.{at}", (at,)), (at,)) for at in range(10, 20)]
+            # The turn has taken so long by now that these are posted together, at its end.
+            first, early, last = [world.consumer.start_pull(*item) for item in items]
+            first.on_settled(lambda _, others=(early, last): [other.cancel() for other in others])
+            ends = await outcomes([first, early, last])
+            await outcomes(before)
+            assert ends[0].nbytes
+            assert isinstance(ends[1], TransferCancelled)
+            for handle in (early, last):
+                await handle.quiesced()
+            world.consumer.check()
+            admit()
+
+
+async def test_a_callback_that_fails_is_told_to_the_loop_and_ends_no_other_pull(world):
+    await world.connect()
+    told = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context["exception"]))
+    handles = world.consumer.pull_many(items_of(world))
+    handles[0].on_settled(lambda _: 1 / 0)
+    reports = await outcomes(handles)
+    assert [report.nbytes > 0 for report in reports] == [True] * 6
+    assert [type(error) for error in told] == [ZeroDivisionError]
 
 
 async def test_cancelling_one_pull_of_a_batch_leaves_the_others(world):
