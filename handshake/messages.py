@@ -197,7 +197,7 @@ class Release(Message, frozen=True, kw_only=True, tag="release"):
 
 
 class Released(Message, frozen=True, kw_only=True, tag="released"):
-    """Answer to ``Release``, lease by lease."""
+    """Answer to ``Release``: its leases that have not ended. If all of them have, the server says nothing."""
 
     leases: LeaseAnswers
 

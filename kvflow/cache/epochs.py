@@ -4,7 +4,7 @@ One slot per lease. Epochs start at a random value per incarnation and only grow
 slot equals the ticket's epoch; ending the lease raises the slot before the blocks go back to the engine.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 import numpy as np
@@ -41,6 +41,7 @@ class EpochTable:
 
     Attributes:
         array: uint64, shape (slots,), in pages of its own: the memory that is registered and read by peers.
+        numbers: the same memory, of which one number is read in a third of the time.
         base: value of every slot at the start.
 
     Thread: a slot is one aligned 8-byte store; readers never see half of it.
@@ -50,14 +51,14 @@ class EpochTable:
         self._order_stores = order_stores
         self.array: npt.NDArray[np.uint64] = map_bytes(8 * slots).view(np.uint64)  # peers see whole pages of it
         self.array[:] = base
-        self._numbers = self.array.data  # of which one number is read in a third of the time
+        self.numbers = self.array.data
         self.base = base
 
     def __len__(self) -> int:
         return len(self.array)
 
     def __getitem__(self, slot: int) -> int:
-        number: int = self._numbers[slot]
+        number: int = self.numbers[slot]
         return number
 
     @property
@@ -66,11 +67,17 @@ class EpochTable:
         return int(self.array.max())
 
     def raise_to(self, slot: int, epoch: int) -> None:
-        """Set a slot to a higher epoch.
+        """Set a slot to a higher epoch. See ``raise_all``."""
+        self.raise_all([(slot, epoch)])
 
-        Peers see it after all that was written before, and before all that is written after.
+    def raise_all(self, epochs: Iterable[tuple[int, int]]) -> None:
+        """Set slots to higher epochs.
+
+        Peers see them after all that was written before, and before all that is written after.
         """
-        assert epoch > self._numbers[slot], f"epoch of slot {slot} would not grow: {self[slot]} -> {epoch}"
+        array, numbers = self.array, self.numbers
         self._order_stores()  # who sees a lease held sees the bytes that it promises
-        self.array[slot] = epoch
+        for slot, epoch in epochs:
+            assert epoch > numbers[slot], f"epoch of slot {slot} would not grow: {self[slot]} -> {epoch}"
+            array[slot] = epoch
         self._order_stores()  # who sees a byte that was written after the end of a lease sees the end

@@ -4,17 +4,16 @@ A lease ends by release, expiry or revocation, and each end raises the epoch *be
 blocks are free. It is released when all ranks of one consumer engine have said so, each counted once.
 """
 
-from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from collections import OrderedDict, defaultdict
+from collections.abc import Collection, Sequence
+from itertools import takewhile
+from typing import Literal
 
 from msgspec import Struct
 
 from kvflow.cache.epochs import EpochTable
 from kvflow.cache.tickets import Grant
 from kvflow.errors import BlockIdsInvalid, CapacityExceeded
-from kvflow.heaps import Heap
 from kvflow.ids import LeaseKey
 
 PAST_MAX = 16384
@@ -24,7 +23,7 @@ Outcome = Literal["released", "expired", "revoked"]
 Answer = Literal["held", "counted", "ended", "unknown"]
 
 
-class LeaseEnded(Struct, frozen=True):
+class LeaseEnded(Struct, frozen=True, gc=False):
     """The epoch has been raised; the blocks may be reused now.
 
     Attributes:
@@ -38,7 +37,7 @@ class LeaseEnded(Struct, frozen=True):
     held_s: float
 
 
-class PastLease(NamedTuple):
+class PastLease(Struct, frozen=True, gc=False):
     """How a lease has ended.
 
     Attributes:
@@ -59,8 +58,7 @@ class Reader(Struct, frozen=True):
     num_ranks: int
 
 
-@dataclass(slots=True)
-class Lease:
+class Lease(Struct, eq=False):
     """One promise that is being kept."""
 
     grant: Grant
@@ -68,7 +66,7 @@ class Lease:
     admitted_at: float
     ends_at: float
     read: bool = False
-    released_by: dict[tuple[str, int], set[int]] = field(default_factory=dict)
+    released_by: dict[tuple[str, int], set[int]] = {}
 
     @property
     def released(self) -> bool:
@@ -76,8 +74,7 @@ class Lease:
         return any(len(ranks) == num_ranks for (_, num_ranks), ranks in self.released_by.items())
 
 
-@dataclass(slots=True)
-class _Early:
+class _Early(Struct, eq=False):
     """The releases of a lease that is not admitted yet.
 
     Attributes:
@@ -88,7 +85,7 @@ class _Early:
 
     epoch: int
     releases: int = 0
-    released_by: dict[tuple[str, int], set[int]] = field(default_factory=dict)
+    released_by: dict[tuple[str, int], set[int]] = {}
 
 
 READERS_MAX = 1024
@@ -122,12 +119,13 @@ class LeaseTable:
 
     def __init__(self, epochs: EpochTable) -> None:
         self._epochs = epochs
+        self._slots = len(epochs)
         self._by_slot: dict[int, Lease] = {}
         self._by_request: dict[str, Lease] = {}
         self._early: dict[int, _Early] = {}
         self._early_releases = 0
-        # Slots by the time to look at them: a renewed lease is not moved, and found to end later when its time comes.
-        self._ends: Heap[int] = Heap()
+        # The leases of one duration in the order of their ends: the last to be admitted or renewed is the last to end.
+        self._ends: defaultdict[int, OrderedDict[int, Lease]] = defaultdict(OrderedDict)
         self._past: OrderedDict[LeaseKey, PastLease] = OrderedDict()
 
     def __len__(self) -> int:
@@ -152,63 +150,77 @@ class LeaseTable:
             BlockIdsInvalid: the request is on offer already, or the grant's epoch is not newer than the slot's.
             CapacityExceeded: the slot is not in the table or is taken.
         """
-        if grant.request_id in self._by_request:
-            raise BlockIdsInvalid(f"request {grant.request_id!r} is on offer already", remedy="Revoke it first.")
-        if grant.slot >= len(self._epochs) or grant.slot in self._by_slot:
+        request_id, slot, epoch, lease_ms = grant.request_id, grant.slot, int(grant.epoch), grant.lease_ms
+        if request_id in self._by_request:
+            raise BlockIdsInvalid(f"request {request_id!r} is on offer already", remedy="Revoke it first.")
+        if slot >= self._slots or slot in self._by_slot:
             raise CapacityExceeded(
-                "lease slots",
-                len(self._epochs),
-                remedy="Retire a lease in the mint only when it has ended on every rank.",
+                "lease slots", self._slots, remedy="Retire a lease in the mint only when it has ended on every rank."
             )
-        slot, epoch = grant.slot, grant.epoch_value
-        if epoch <= self._epochs[slot]:
+        if epoch <= self._epochs.numbers[slot]:
             raise BlockIdsInvalid(
-                f"the grant's epoch {grant.epoch} is not newer than slot {grant.slot}'s",
+                f"the grant's epoch {epoch} is not newer than slot {slot}'s",
                 remedy="Admit each grant once, in this incarnation of the worker.",
             )
-        lease = Lease(grant, epoch, now, now + grant.lease_s)
-        early = self._forget_early(slot)
+        lease = Lease(grant, epoch, now, now + lease_ms / 1000)
+        self._by_slot[slot] = self._ends[lease_ms][slot] = self._by_request[request_id] = lease
+        self._epochs.raise_all(((slot, epoch),))
+        early = self._forget_early(slot) if self._early else None
         if early is not None and early.epoch == epoch and not grant.admitted:
             lease.released_by = early.released_by
-        self._by_slot[slot] = lease
-        self._by_request[grant.request_id] = lease
-        self._epochs.raise_to(slot, epoch)
-        self._ends.put(slot, lease.ends_at)
-        return self._end(lease, "released", now) if lease.released_by and lease.released else None
+            if lease.released:
+                return self._end([lease], "released", now)[0]
+        return None
 
     def release(
-        self, slot: int, epoch: int, reader: Reader, now: float, *, read: bool = False
-    ) -> tuple[Answer, LeaseEnded | None]:
-        """Count one reader's release; the lease ends with the last rank of an engine.
+        self, leases: Sequence[LeaseKey], reader: Reader, now: float, *, read: bool = False
+    ) -> tuple[list[Answer], list[LeaseEnded]]:
+        """Count one reader's releases; a lease ends with the last rank of an engine.
 
         A release may come before its lease is admitted: a reader of some ranks of a ticket releases all of them.
         It is answered ``unknown``, and counted when the lease is admitted.
 
         Args:
-            slot: of the lease.
-            epoch: of the lease.
+            leases: that it releases.
             reader: who releases.
             now: seconds.
-            read: whether it has read what the lease promises.
-        """
-        lease = self._find(slot, epoch)
-        if lease is None:
-            return self._release_early(slot, epoch, reader), None
-        complete = _count(lease.released_by, reader)
-        if complete is None:
-            return "unknown", None  # the lease ends when it runs out
-        lease.read = lease.read or read
-        if not complete:
-            return "counted", None
-        return "ended", self._end(lease, "released", now)
+            read: whether it has read what the leases promise.
 
-    def renew(self, slot: int, epoch: int, now: float) -> Answer:
-        """Let the lease last from now as long as it did from admission."""
-        lease = self._find(slot, epoch)
-        if lease is None:
-            return "ended" if self._is_past(slot, epoch) else "unknown"
-        lease.ends_at = max(lease.ends_at, now + lease.grant.lease_s)
-        return "held"
+        Returns:
+            What became of each, in their order; and how those that have ended now did.
+        """
+        answers: list[Answer] = []
+        done: dict[int, Lease] = {}
+        alone = reader.num_ranks == 1
+        for slot, epoch in leases:
+            lease = self._by_slot.get(slot)
+            if lease is None or lease.epoch != epoch:
+                answers.append(self._release_early(slot, epoch, reader))
+                continue
+            complete = alone or _count(lease.released_by, reader)
+            if complete is None:
+                answers.append("unknown")  # the lease ends when it runs out
+                continue
+            if read:
+                lease.read = True
+            if complete:
+                done[slot] = lease
+            answers.append("ended" if complete else "counted")
+        return answers, self._end(done.values(), "released", now) if done else []
+
+    def renew(self, leases: Sequence[LeaseKey], now: float) -> list[Answer]:
+        """Let leases last from now as long as they did from admission; answer each."""
+        answers: list[Answer] = []
+        for slot, epoch in leases:
+            lease = self._by_slot.get(slot)
+            if lease is None or lease.epoch != epoch:
+                answers.append("ended" if self._is_past(slot, epoch) else "unknown")
+                continue
+            lease_ms = lease.grant.lease_ms
+            lease.ends_at = now + lease_ms / 1000
+            self._ends[lease_ms].move_to_end(slot)
+            answers.append("held")
+        return answers
 
     def grant_of(self, slot: int, epoch: int) -> Grant | None:
         """Return the grant of a lease that is held. Thread: any, without a lock, as ``blocks_of``."""
@@ -232,31 +244,28 @@ class LeaseTable:
     def revoke(self, request_id: str, now: float) -> LeaseEnded | None:
         """End a lease now; None if it is unknown or has ended."""
         lease = self._by_request.get(request_id)
-        return None if lease is None else self._end(lease, "revoked", now)
+        return None if lease is None else self._end([lease], "revoked", now)[0]
 
     def revoke_all(self, now: float) -> list[LeaseEnded]:
         """End every lease now."""
-        return [self._end(lease, "revoked", now) for lease in list(self._by_slot.values())]
+        return self._end(list(self._by_slot.values()), "revoked", now)
 
     def expire(self, now: float) -> list[LeaseEnded]:
         """End the leases that have run out."""
-        ended = []
-        for slot in self._ends.take_until(now):
-            lease = self._by_slot[slot]
-            if lease.ends_at > now:
-                self._ends.put(slot, lease.ends_at)
-            else:
-                ended.append(self._end(lease, "expired", now))
-        return ended
+        due = [
+            lease
+            for leases in self._ends.values()
+            for lease in takewhile(lambda lease: lease.ends_at <= now, leases.values())
+        ]
+        return self._end(due, "expired", now) if due else []
 
     def next_deadline(self) -> float | None:
-        """Return when ``expire`` is worth calling: never later than the next lease runs out."""
-        first = self._ends.first()
-        return None if first is None else first[0]
+        """Return when the next lease runs out."""
+        return min((next(iter(leases.values())).ends_at for leases in self._ends.values()), default=None)
 
     def _release_early(self, slot: int, epoch: int, reader: Reader) -> Answer:
         """Count the release of a lease that is not held: of one that may be admitted yet, one for each slot."""
-        if slot >= len(self._epochs) or epoch <= self._epochs[slot]:
+        if slot >= self._slots or epoch <= self._epochs[slot]:
             return "ended" if self._is_past(slot, epoch) else "unknown"
         early = self._early.get(slot)
         if early is None or early.epoch != epoch:
@@ -280,16 +289,20 @@ class LeaseTable:
         return lease if lease is not None and lease.epoch == epoch else None
 
     def _is_past(self, slot: int, epoch: int) -> bool:
-        return slot < len(self._epochs) and self._epochs.base < epoch < self._epochs[slot]
+        return slot < self._slots and self._epochs.base < epoch < self._epochs[slot]
 
-    def _end(self, lease: Lease, outcome: Outcome, now: float) -> LeaseEnded:
-        grant = lease.grant
-        self._epochs.raise_to(grant.slot, lease.epoch + 1)
-        self._ends.remove(grant.slot)
-        del self._by_slot[grant.slot]
-        del self._by_request[grant.request_id]
-        ended_by = "used" if outcome == "released" and lease.read else outcome
-        self._past[grant.slot, lease.epoch] = PastLease(ended_by, now)
-        if len(self._past) > PAST_MAX:
+    def _end(self, leases: Collection[Lease], outcome: Outcome, now: float) -> list[LeaseEnded]:
+        self._epochs.raise_all([(lease.grant.slot, lease.epoch + 1) for lease in leases])
+        ended = []
+        used, past = PastLease("used", now), PastLease(outcome, now)
+        for lease in leases:
+            grant = lease.grant
+            slot, request_id, same = grant.slot, grant.request_id, self._ends[grant.lease_ms]
+            del self._by_slot[slot], self._by_request[request_id], same[slot]
+            if not same:
+                del self._ends[grant.lease_ms]
+            self._past[slot, lease.epoch] = used if lease.read and outcome == "released" else past
+            ended.append(LeaseEnded(request_id, outcome, now - lease.admitted_at))
+        while len(self._past) > PAST_MAX:
             self._past.popitem(last=False)
-        return LeaseEnded(grant.request_id, outcome, now - lease.admitted_at)
+        return ended

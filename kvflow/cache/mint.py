@@ -3,13 +3,13 @@
 Pure and free of NIXL: it can live in another process than the workers, as an engine's scheduler does.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import index
 
 import numpy as np
 from msgspec import UNSET
 
-from kvflow.cache.tickets import Content, Grant, RankAddress, Sign, Ticket, unseal
+from kvflow.cache.tickets import Content, Grant, RankAddress, Sign, Ticket
 from kvflow.errors import ArgumentInvalid, BlockIdsInvalid, CapacityExceeded, ConfigInvalid, TicketInvalid
 
 EPOCH_STEP = 2
@@ -122,7 +122,6 @@ class Mint:
         )
         try:
             sealed = grant.seal(self._sign)
-            grant = unseal(sealed)  # what no reader could decode is refused here
         except (TicketInvalid, UnicodeEncodeError, OverflowError) as error:
             raise BlockIdsInvalid(f"the offer fits no ticket: {error}", remedy="Correct the named field.") from error
         # Nothing is taken before everything is right: an offer that fails must not cost a slot.
@@ -148,17 +147,24 @@ class Mint:
                 raise ArgumentInvalid(f"digests[{group}]", f"a list of {len(ids)} bytes, one for each block", found)
         return tuple(Content(size, found) for size, found in zip(self._block_sizes, lists, strict=True))
 
-    def vacate(self, request_id: str) -> None:
-        """Free the slot of a lease that has ended on every rank, and keep its name taken until ``retire``."""
-        slot = self._slots.get(request_id)
-        if slot is not None:
-            self._slots[request_id] = None
-            self._free.append(slot)
+    def vacate(self, request_ids: Iterable[str]) -> None:
+        """Free the slots of leases that have ended on every rank, and keep their names taken until ``retire``."""
+        slots = self._slots
+        for request_id in request_ids:
+            slot = slots.get(request_id)
+            if slot is not None:
+                slots[request_id] = None
+                self._free.append(slot)
 
     def retire(self, request_id: str) -> bool:
         """Free the slot, and the name, of a lease that has ended on every rank; False if it is unknown."""
-        self.vacate(request_id)
-        return self._slots.pop(request_id, -1) != -1
+        slot = self._slots.pop(request_id, -1)
+        if slot is not None and slot >= 0:
+            self._free.append(slot)
+        return slot != -1
+
+
+_INTEGERS = (int, np.integer)
 
 
 def _is_digest(value: object, block_id: int) -> bool:
@@ -171,8 +177,10 @@ def _as_integers(
     """Return the caller's numbers as Python's own integers; numpy's are welcome, fractions and text are not."""
     try:
         lists = tuple([tuple(map(int, map(index, ids))) for ids in block_ids])
-        counts = [num_tokens] * len(lists) if isinstance(num_tokens, int | np.integer) else num_tokens
-        tokens = tuple(map(int, map(index, counts)))
+        if isinstance(num_tokens, _INTEGERS):
+            tokens = (int(num_tokens),) * len(lists)
+        else:
+            tokens = tuple(map(int, map(index, num_tokens)))
     except TypeError as error:
         raise BlockIdsInvalid(f"block ids and numbers of tokens must be integers: {error}") from error
     if len(tokens) != len(lists) or min(tokens, default=1) < 1:

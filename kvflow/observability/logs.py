@@ -9,7 +9,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache, lru_cache
@@ -50,6 +50,9 @@ LEVELS: dict[type[Struct], int] = {
 
 LEVEL_NAMES = {logging.DEBUG: "debug", logging.INFO: "info", logging.WARNING: "warning"}
 
+Record = tuple[Struct, Mapping[str, Any]]
+"""An event, and what its record says beside."""
+
 Hook = Callable[[Struct], None]
 """Takes every event of a worker, on any thread; must be quick. What it raises is logged and ignored."""
 
@@ -86,12 +89,19 @@ def event_name(kind: type[Struct]) -> str:
 def event_fields(event: Struct) -> dict[str, Any]:
     """Return an event's fields, a report's and the phases' among them, flat and JSON-safe."""
     fields: dict[str, Any] = msgspec.to_builtins(event)
-    report = fields.pop("report", None)
-    if report:
+    if (report := fields.pop("report", None)) is not None:
         fields |= report
-    for phase, seconds in fields.pop("timings_s", {}).items():
-        fields[phase + "_s"] = int(seconds * 1e9 + 0.5) / 1e9  # nanoseconds; round() takes three times as long
+    if timings_s := fields.pop("timings_s", None):
+        # In nanoseconds; round() takes three times as long.
+        rounded = [int(seconds * 1e9 + 0.5) / 1e9 for seconds in timings_s.values()]
+        fields.update(zip(_phase_names(tuple(timings_s)), rounded, strict=True))
     return fields
+
+
+@lru_cache(maxsize=64)
+def _phase_names(phases: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names of the fields of some phases, which are mostly the same."""
+    return tuple(phase + "_s" for phase in phases)
 
 
 class EventRecord(dict[str, Any]):
@@ -140,42 +150,46 @@ class EventLog:
         self._standard = logging.getLogger("kvflow")
         self._extra = {"_logger": self._standard, "_name": ""}
 
-    def wants(self, kind: type[Struct]) -> bool:
-        """Tell whether an event of this kind may be written, so that its maker can spare itself the making."""
-        return self._standard.isEnabledFor(logging.WARNING if kind is LeaseEnded else LEVELS[kind])
-
     def __call__(self, event: Struct, **context: Any) -> None:
         """Write one record: the event's fields, the context's, and the worker's identity."""
-        kind = type(event)
-        level = LEVELS[kind]
-        if kind is LeaseEnded or kind is shell.PeerDropped:
-            level = _level_of(event, level)
+        self.write_all([(event, context)])
+
+    def write_all(self, records: Iterable[Record]) -> None:
+        """Write records of one moment."""
         standard = self._standard
-        if not standard.isEnabledFor(level):
+        wanted = [(level, each) for each in records if standard.isEnabledFor(level := _level_of(each[0]))]
+        if not wanted:
             return
-        message = EventRecord(self.identity)
-        message.update(context)
-        message.update(event_fields(event))
-        message["event"] = event_name(kind)
-        message["level"] = LEVEL_NAMES[level]
-        second, part = divmod(time.time(), 1)
-        message["timestamp"] = f"{_second(int(second))}.{int(part * 1e6):06d}Z"
-        if (alone := _only_handler(standard)) is not None:
-            alone.write_event(message)
-            return
-        record = standard.makeRecord("kvflow", level, "", 0, message, (), None, extra=self._extra)
-        standard.handle(record)
+        now = time.time()
+        second = int(now)
+        timestamp = f"{_second(second)}.{int((now - second) * 1e6):06d}Z"
+        alone = _only_handler(standard)
+        messages = []
+        for level, (event, context) in wanted:
+            message = {
+                **self.identity,
+                **context,
+                **event_fields(event),
+                "event": event_name(type(event)),
+                "level": LEVEL_NAMES[level],
+                "timestamp": timestamp,
+            }
+            if alone is not None:
+                messages.append(message)
+            else:
+                given = (EventRecord(message), (), None)
+                standard.handle(standard.makeRecord("kvflow", level, "", 0, *given, extra=self._extra))
+        if alone is not None:
+            alone.write_events(messages)
 
 
-def _level_of(event: Struct, level: int) -> int:
-    """Return the level of an event that depends on what happened."""
-    match event:
-        case LeaseEnded(outcome="expired"):
-            return logging.WARNING
-        case shell.PeerDropped(code="closing"):
-            return logging.DEBUG
-        case _:
-            return level
+def _level_of(event: Struct) -> int:
+    """Return the level of an event; that of two kinds depends on what happened."""
+    if isinstance(event, LeaseEnded) and event.outcome == "expired":
+        return logging.WARNING
+    if isinstance(event, shell.PeerDropped) and event.code == "closing":
+        return logging.DEBUG
+    return LEVELS[type(event)]
 
 
 @dataclass(frozen=True)
@@ -203,22 +217,28 @@ class Reporter:
 
     def __init__(self, log: EventLog, hooks: Sequence[Hook]) -> None:
         self._log = log
+        self._standard = logging.getLogger("kvflow")
         self._hooks = {
             kind: [hook for hook in hooks if not isinstance(hook, OnlyEvents) or hook.kind is kind] for kind in LEVELS
         }
 
     def wants(self, kind: type[Struct]) -> bool:
-        """Tell whether anyone listens to events of this kind. If not, none need be made."""
-        return bool(self._hooks[kind]) or self._log.wants(kind)
+        """Tell whether anyone listens to events of this kind. If not, none need be made, but leases that expire."""
+        return bool(self._hooks[kind]) or self._standard.isEnabledFor(LEVELS[kind])
 
     def __call__(self, event: Struct, **context: Any) -> None:
         """Take one event, and what its record says beside."""
-        self._log(event, **context)
-        for hook in self._hooks[type(event)]:
-            try:
-                hook(event)
-            except Exception:  # an observer's defect must not stop what it observes
-                logging.getLogger("kvflow").exception("a hook failed", extra={"event_type": type(event).__name__})
+        self.take_all([(event, context)])
+
+    def take_all(self, records: Sequence[Record]) -> None:
+        """Take events of one moment; their log gets them in one write."""
+        self._log.write_all(records)
+        for event, _ in records:
+            for hook in self._hooks[type(event)]:
+                try:
+                    hook(event)
+                except Exception:  # an observer's defect must not stop what it observes
+                    logging.getLogger("kvflow").exception("a hook failed", extra={"event_type": type(event).__name__})
 
 
 class _JsonFormatter(structlog.stdlib.ProcessorFormatter):
@@ -235,11 +255,11 @@ class _JsonFormatter(structlog.stdlib.ProcessorFormatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line of one record."""
-        return _json(record.msg) if type(record.msg) is EventRecord else super().format(record)
+        return _json(record.msg).decode() if type(record.msg) is EventRecord else super().format(record)
 
 
 class _JsonFile(logging.Handler):
-    """Appends JSON lines to a file, one write for each, so that processes may share it."""
+    """Appends JSON lines to a file, whole lines with each write, so that processes may share it."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -253,12 +273,12 @@ class _JsonFile(logging.Handler):
         except Exception:  # noqa: BLE001 - as every handler of logging
             self.handleError(record)
 
-    def write_event(self, message: EventRecord) -> None:
-        """Write one event without a record of logging, which takes as long as the rest."""
+    def write_events(self, messages: Sequence[dict[str, Any]]) -> None:
+        """Write events without records of logging, which take as long as the rest."""
         try:
-            self._write(f"{_json(message)}\n".encode())
+            self._write(b"".join([_json(message) + b"\n" for message in messages]))
         except Exception:  # noqa: BLE001
-            self.handleError(logging.makeLogRecord({"msg": message}))
+            self.handleError(logging.makeLogRecord({"msg": messages}))
 
     def _write(self, line: bytes) -> None:
         # NIXL's package configures logging when it is imported, and that closes every handler there is.
@@ -272,11 +292,11 @@ class _JsonFile(logging.Handler):
         super().close()
 
 
-def _json(message: EventRecord) -> str:
+def _json(message: dict[str, Any]) -> bytes:
     try:
-        return _encoder.encode(message).decode()
+        return _encoder.encode(message)
     except UnicodeEncodeError:  # half of a character, which JSON can only write escaped
-        return json.dumps(message, default=repr)
+        return json.dumps(message, default=repr).encode()
 
 
 def _only_handler(logger: logging.Logger) -> _JsonFile | None:

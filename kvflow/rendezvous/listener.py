@@ -1,6 +1,6 @@
 """The producer's end of the control channel: meets readers, and hands their releases and renewals down."""
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Protocol
 
@@ -59,10 +59,11 @@ class Listener:
                 self._look_at_release(key, publication, identity.software)
             case ReleaseReceived(leases=refs, read=read):
                 answers = self._keeper.on_release(_keys(refs), self._readers[key], read=read is True)
-                server.send(key, Released(leases=_answered(refs, answers)))
+                if left := [each for each in zip(refs, answers, strict=True) if each[1] != "ended"]:
+                    server.send(key, Released(leases=_answered(left)))
             case RenewReceived(leases=refs):
                 answers, lease_s = self._keeper.on_renew(_keys(refs))
-                answered = tuple(self._explained(each) for each in _answered(refs, answers))
+                answered = tuple(map(self._explained, _answered(zip(refs, answers, strict=True))))
                 server.send(key, Renewed(leases=answered, lease_s=lease_s))
             case ConnectionFailed(code=code, reason=reason):
                 self._report(ReaderRejected(self._forget(key), code, reason))
@@ -124,7 +125,5 @@ def _keys(refs: Sequence[LeaseRef]) -> list[LeaseKey]:
     return [(ref.slot, ref.epoch) for ref in refs]
 
 
-def _answered(refs: Sequence[LeaseRef], answers: Sequence[Answer]) -> tuple[LeaseAnswer, ...]:
-    return tuple(
-        LeaseAnswer(slot=ref.slot, epoch=ref.epoch, outcome=answer) for ref, answer in zip(refs, answers, strict=True)
-    )
+def _answered(answers: Iterable[tuple[LeaseRef, Answer]]) -> tuple[LeaseAnswer, ...]:
+    return tuple([LeaseAnswer(slot=ref.slot, epoch=ref.epoch, outcome=answer) for ref, answer in answers])

@@ -1,12 +1,11 @@
 """How a lease begins and ends. The state machine in tests/properties plays every order."""
 
-import msgspec
 import pytest
+from msgspec.structs import replace
 
 from kvflow.cache.epochs import EpochTable
-from kvflow.cache.leases import READERS_MAX, LeaseEnded, LeaseTable, Reader
+from kvflow.cache.leases import READERS_MAX, LeaseEnded, LeaseTable, PastLease, Reader
 from kvflow.errors import BlockIdsInvalid, CapacityExceeded
-from kvflow.heaps import SPARE_MAX
 
 from .helpers import BASE, SLOTS, mint_of
 
@@ -25,6 +24,12 @@ def leases(epochs):
 
 def grant_of(mint=None, request_id="r"):
     return (mint or mint_of()).offer(request_id, block_ids=[[1]], num_tokens=1)[1]
+
+
+def released(leases, key, reader, now, **how):
+    """Release one lease; return what became of it, and how it has ended if it did now."""
+    (answer,), ended = leases.release([key], reader, now, **how)
+    return answer, ended[0] if ended else None
 
 
 def test_admission_puts_the_epoch_into_the_slot(leases, epochs):
@@ -46,7 +51,7 @@ def test_the_blocks_of_a_lease_are_known_while_it_is_held(leases, epochs, end):
     assert leases.blocks_of(grant.slot, grant.epoch_value + 1) is leases.blocks_of(grant.slot + 1, lease[1]) is None
     match end:
         case "release":
-            leases.release(*lease, ALONE, 2.0)
+            released(leases, lease, ALONE, 2.0)
         case "revoke":
             leases.revoke("r", 2.0)
         case _:
@@ -60,11 +65,38 @@ def test_the_last_rank_of_one_engine_releases(leases, epochs):
     leases.admit(grant, now=1.0)
     key = (grant.slot, grant.epoch_value)
     for reader in (Reader("a", 0, 2), Reader("a", 0, 2), Reader("b", 1, 2)):
-        assert leases.release(*key, reader, 2.0) == ("counted", None)
-    answer, ended = leases.release(*key, Reader("a", 1, 2), 5.0)
+        assert released(leases, key, reader, 2.0) == ("counted", None)
+    answer, ended = released(leases, key, Reader("a", 1, 2), 5.0)
     assert (answer, ended) == ("ended", LeaseEnded("r", "released", 4.0))
     assert epochs[grant.slot] == leases.highest_epoch == grant.epoch_value + 1
-    assert leases.release(*key, ALONE, 6.0) == ("ended", None)
+    assert released(leases, key, ALONE, 6.0) == ("ended", None)
+
+
+def test_one_message_releases_many_leases_and_each_once(leases, epochs):
+    mint = mint_of()
+    grants = [grant_of(mint, name) for name in "abc"]
+    a, b, c = [(grant.slot, grant.epoch_value) for grant in grants]
+    for grant in grants[:2]:
+        leases.admit(grant, now=1.0)
+    answers, ended = leases.release([a, c, b, a, (b[0], BASE)], ALONE, 3.0, read=True)
+    assert answers == ["ended", "unknown", "ended", "ended", "unknown"]
+    assert ended == [LeaseEnded("a", "released", 2.0), LeaseEnded("b", "released", 2.0)]
+    assert [epochs[slot] for slot, _ in (a, b)] == [a[1] + 1, b[1] + 1]
+    assert leases.past(*a) == leases.past(*b) == PastLease("used", 3.0)
+    assert leases.next_deadline() is None
+
+
+def test_leases_of_several_durations_run_out_in_time(leases):
+    mint = mint_of()
+    short, long, last = (replace(grant_of(mint, name), lease_ms=ms) for name, ms in (("a", 10), ("b", 40), ("c", 10)))
+    for grant, now in ((long, 0.0), (short, 0.005), (last, 0.01)):
+        leases.admit(grant, now)
+    assert leases.next_deadline() == 0.015
+    assert leases.renew([(short.slot, short.epoch_value)], 0.012) == ["held"]
+    assert [end.request_id for end in leases.expire(0.02)] == ["c"]
+    assert leases.next_deadline() == 0.022
+    assert {end.request_id for end in leases.expire(0.05)} == {"a", "b"}
+    assert leases.next_deadline() is None
 
 
 def test_engines_that_release_in_part_are_bounded(leases):
@@ -72,21 +104,21 @@ def test_engines_that_release_in_part_are_bounded(leases):
     leases.admit(grant, now=1.0)
     key = (grant.slot, grant.epoch_value)
     for number in range(READERS_MAX):
-        assert leases.release(*key, Reader(f"engine {number}", 0, 2), 2.0) == ("counted", None)
-    assert leases.release(*key, Reader("one more", 0, 2), 2.0) == ("unknown", None)
-    assert leases.release(*key, Reader("engine 0", 0, 3), 2.0) == ("unknown", None)
-    assert leases.release(*key, Reader("engine 7", 1, 2), 2.0)[0] == "ended"
+        assert released(leases, key, Reader(f"engine {number}", 0, 2), 2.0) == ("counted", None)
+    assert released(leases, key, Reader("one more", 0, 2), 2.0) == ("unknown", None)
+    assert released(leases, key, Reader("engine 0", 0, 3), 2.0) == ("unknown", None)
+    assert released(leases, key, Reader("engine 7", 1, 2), 2.0)[0] == "ended"
 
 
 def test_a_renewed_lease_expires_later(leases):
     grant = grant_of()
     leases.admit(grant, now=0.0)
-    assert leases.renew(grant.slot, grant.epoch_value, 20.0) == "held"
+    assert leases.renew([(grant.slot, grant.epoch_value)], 20.0) == ["held"]
     assert leases.expire(49.0) == []
     assert leases.next_deadline() == 50.0
     assert leases.expire(50.0) == [LeaseEnded("r", "expired", 50.0)]
     assert leases.next_deadline() is None
-    assert leases.renew(grant.slot, grant.epoch_value, 51.0) == "ended"
+    assert leases.renew([(grant.slot, grant.epoch_value)], 51.0) == ["ended"]
 
 
 def test_revocation_ends_at_once_and_once(leases):
@@ -105,7 +137,7 @@ def test_a_reused_slot_is_not_ended_by_the_word_about_its_past(leases, epochs):
     new = grant_of(mint)
     assert new.slot == old.slot
     leases.admit(new, now=1.0)
-    assert leases.release(old.slot, old.epoch_value, ALONE, 2.0) == ("ended", None)
+    assert released(leases, (old.slot, old.epoch_value), ALONE, 2.0) == ("ended", None)
     assert leases.expire(30.5) == []
     assert epochs[new.slot] == new.epoch_value
 
@@ -113,23 +145,23 @@ def test_a_reused_slot_is_not_ended_by_the_word_about_its_past(leases, epochs):
 @pytest.mark.parametrize(("slot", "epoch"), [(0, BASE + 99), (99, BASE + 1), (0, BASE), (0, 0)])
 def test_what_never_was_is_unknown(leases, slot, epoch):
     leases.admit(grant_of(), now=0.0)
-    assert leases.release(slot, epoch, ALONE, 1.0) == ("unknown", None)
-    assert leases.renew(slot, epoch, 1.0) == "unknown"
+    assert released(leases, (slot, epoch), ALONE, 1.0) == ("unknown", None)
+    assert leases.renew([(slot, epoch)], 1.0) == ["unknown"]
 
 
 def test_a_release_may_come_before_its_lease(leases, epochs):
     grant = grant_of()
     key = (grant.slot, grant.epoch_value)
-    assert leases.release(*key, Reader("a", 1, 2), 0.0) == ("unknown", None)
+    assert released(leases, key, Reader("a", 1, 2), 0.0) == ("unknown", None)
     assert leases.admit(grant, now=1.0) is None
-    assert leases.release(*key, Reader("a", 0, 2), 3.0) == ("ended", LeaseEnded("r", "released", 2.0))
+    assert released(leases, key, Reader("a", 0, 2), 3.0) == ("ended", LeaseEnded("r", "released", 2.0))
     assert epochs[grant.slot] == grant.epoch_value + 1
 
 
 def test_a_lease_that_every_rank_has_released_ends_when_it_is_admitted(leases, epochs):
     grant = grant_of()
     for reader in (Reader("a", 1, 2), Reader("a", 0, 2)):
-        assert leases.release(grant.slot, grant.epoch_value, reader, 0.0) == ("unknown", None)
+        assert released(leases, (grant.slot, grant.epoch_value), reader, 0.0) == ("unknown", None)
     assert leases.admit(grant, now=1.0) == LeaseEnded("r", "released", 0.0)
     assert (len(leases), epochs[grant.slot]) == (0, grant.epoch_value + 1)
     assert leases.expire(100.0) == []
@@ -139,7 +171,7 @@ def test_a_lease_that_every_rank_has_released_ends_when_it_is_admitted(leases, e
 def test_an_early_release_counts_for_its_own_lease_only(leases, ahead):
     mint = mint_of()
     first = grant_of(mint)
-    assert leases.release(first.slot, first.epoch_value + ahead, ALONE, 0.0) == ("unknown", None)
+    assert released(leases, (first.slot, first.epoch_value + ahead), ALONE, 0.0) == ("unknown", None)
     assert leases.admit(first, now=1.0) is None
     leases.revoke("r", 2.0)
     mint.retire("r")
@@ -149,8 +181,8 @@ def test_an_early_release_counts_for_its_own_lease_only(leases, ahead):
 
 
 def test_a_lease_whose_ticket_was_out_only_when_it_was_held_knows_no_early_release(leases):
-    grant = msgspec.structs.replace(grant_of(), admitted=True)
-    leases.release(grant.slot, grant.epoch_value, ALONE, 0.0)  # somebody guesses
+    grant = replace(grant_of(), admitted=True)
+    released(leases, (grant.slot, grant.epoch_value), ALONE, 0.0)  # somebody guesses
     assert leases.admit(grant, now=1.0) is None
 
 
@@ -198,9 +230,9 @@ def test_how_a_lease_has_ended_is_remembered(leases, how):
         case "revoked":
             leases.revoke("r", 31.0)
         case _:
-            leases.release(*key, Reader("a", 0, 2), 2.0, read=how == "used")
-            leases.release(*key, Reader("a", 1, 2), 31.0)  # a rank of which nothing was read says so
-    assert leases.past(*key) == (how, 31.0)
+            released(leases, key, Reader("a", 0, 2), 2.0, read=how == "used")
+            released(leases, key, Reader("a", 1, 2), 31.0)  # a rank of which nothing was read says so
+    assert leases.past(*key) == PastLease(how, 31.0)
 
 
 def test_of_ended_leases_the_latest_are_remembered(leases, monkeypatch):
@@ -219,11 +251,11 @@ def test_leases_that_have_ended_are_not_kept_until_they_would_have_run_out(lease
     for number in range(1000):
         grant = grant_of(mint, f"r{number}")
         leases.admit(grant, now=0.0)
-        leases.renew(grant.slot, grant.epoch_value, 1.0)
+        leases.renew([(grant.slot, grant.epoch_value)], 1.0)
         leases.revoke(grant.request_id, 2.0)
         mint.retire(grant.request_id)
     assert leases.next_deadline() is None
-    assert leases._ends.entries <= SPARE_MAX
+    assert not leases._ends
 
 
 def test_a_release_looks_at_its_own_engine_only(leases):
@@ -232,7 +264,7 @@ def test_a_release_looks_at_its_own_engine_only(leases):
     leases.admit(grant, now=0.0)
     key = (grant.slot, grant.epoch_value)
     for number in range(READERS_MAX):
-        assert leases.release(*key, Reader(f"e{number}", 0, 2), 1.0) == ("counted", None)
+        assert released(leases, key, Reader(f"e{number}", 0, 2), 1.0) == ("counted", None)
     by_engine = leases._by_slot[grant.slot].released_by
 
     class Watched(dict):
@@ -240,8 +272,8 @@ def test_a_release_looks_at_its_own_engine_only(leases):
             raise AssertionError("every engine was looked at")
 
     leases._by_slot[grant.slot].released_by = Watched(by_engine)
-    assert leases.release(*key, Reader("e7", 0, 2), 1.0) == ("counted", None)
-    assert leases.release(*key, Reader("e7", 1, 2), 1.0)[0] == "ended"
+    assert released(leases, key, Reader("e7", 0, 2), 1.0) == ("counted", None)
+    assert released(leases, key, Reader("e7", 1, 2), 1.0)[0] == "ended"
 
 
 def test_releases_that_come_early_are_bounded(leases, monkeypatch):
@@ -251,7 +283,7 @@ def test_releases_that_come_early_are_bounded(leases, monkeypatch):
     grants = [grant_of(mint, f"r{number}") for number in range(SLOTS)]
     for grant in grants:
         for number in range(100):
-            assert leases.release(grant.slot, grant.epoch_value, Reader(f"e{number}", 0, 2), 0.0)[0] == "unknown"
+            assert released(leases, (grant.slot, grant.epoch_value), Reader(f"e{number}", 0, 2), 0.0)[0] == "unknown"
     assert sum(len(early.released_by) for early in leases._early.values()) == 8
     for grant in grants:
         leases.admit(grant, now=1.0)

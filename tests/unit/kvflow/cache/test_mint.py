@@ -119,9 +119,8 @@ def test_an_offer_that_no_ticket_can_carry_is_refused_and_costs_nothing(wrong):
 def test_a_slot_can_be_free_before_its_name_is():
     mint = mint_of()
     grants = [offer(mint, f"request-{index}") for index in range(SLOTS)]
-    mint.vacate("request-0")
-    mint.vacate("request-0")
-    mint.vacate("unknown")
+    mint.vacate(["request-0", "request-0"])
+    mint.vacate(["request-0", "unknown"])
     with pytest.raises(BlockIdsInvalid, match="on offer already"):
         offer(mint, "request-0")
     assert offer(mint, "another").slot == grants[0].slot

@@ -1,12 +1,14 @@
 """The life of a request that reads its prompt: announced, loading, gone; at each stage it may end."""
 
+import pickle
+
 import pytest
 
 from kvflow.errors import BlockIdsInvalid, TicketInvalid
 from kvflow.integrations.vllm import loading as loading_module
 from kvflow.integrations.vllm.blocks import loaded_blocks, offered_blocks
 from kvflow.integrations.vllm.loading import Loading
-from kvflow.integrations.vllm.orders import Cancel, Fail, Keep, Pull, Release
+from kvflow.integrations.vllm.orders import Admit, Cancel, Fail, Keep, Pull, Release, pack, unpack
 
 from .vllm_like import TOKENS_MAX, FullAttentionSpec, MambaSpec, SlidingWindowSpec, groups_of, new_ticket
 
@@ -308,3 +310,18 @@ def test_blocks_that_are_not_there_are_absent():
 def test_a_producer_without_enough_blocks_offers_none():
     with pytest.raises(BlockIdsInvalid, match="2 blocks for 48 tokens"):
         offered_blocks(FULL, [[1, 2]], 48)
+
+
+@pytest.mark.parametrize("name", ["r", "half of a character \ud83d"])
+def test_orders_are_the_same_in_another_process(name):
+    orders = [
+        Admit(name, TICKET.grants[0]),
+        Pull(name, TICKET, ((1, -1), ())),
+        Keep(name, TICKET),
+        Cancel(name),
+        Release(name, TICKET),
+        Fail(name, "ticket_invalid", "why", "what to do"),
+    ]
+    packed = pack(orders)
+    assert isinstance(packed, bytes) == (name == "r")
+    assert unpack(pickle.loads(pickle.dumps(packed))) == orders

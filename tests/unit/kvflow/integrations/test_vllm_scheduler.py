@@ -68,6 +68,18 @@ def test_a_consumer_reads_what_a_producer_has_answered():
     assert (type(order), order.block_ids) == (Pull, ((7, 8, 9),))
 
 
+def test_nothing_is_loaded_into_a_block_of_the_prefix_cache():
+    consumer = side(FullAttentionSpec())
+    request = new_request({"do_remote_prefill": True, **new_ticket().to_params()})
+    consumer.on_new_request(request)
+    assert consumer.matched(request, 16) == (32, True)
+    blocks = blocks_of([7, 8, 9])
+    blocks.blocks[0][0].block_hash = b"of its tokens"
+    consumer.allocated(request, blocks, 32)
+    (order,) = consumer.take_orders()
+    assert order.block_ids == ((8, 9),)
+
+
 @pytest.mark.parametrize("status", ["FINISHED_ABORTED", "FINISHED_ERROR"])
 def test_an_aborted_request_is_not_offered(status):
     producer = side(FullAttentionSpec())

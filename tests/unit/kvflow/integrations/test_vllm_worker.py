@@ -103,7 +103,7 @@ def test_a_pull_is_reported_when_it_has_ended_and_once():
     assert not rank.collect().received
     fake.end()
     results = rank.collect()
-    assert (results.received, results.failed) == ({"r"}, frozenset())
+    assert (results.received, results.failed) == ({"r"}, set())
     assert not rank.collect().received
     assert fake.released == []
 
@@ -188,7 +188,7 @@ def test_two_requests_may_read_one_ticket():
     assert rank.collect().failed == {"s"}
     fake.end("r")
     results = rank.collect()
-    assert (results.received, results.failed) == ({"r"}, frozenset())
+    assert (results.received, results.failed) == ({"r"}, set())
 
 
 def test_a_pull_that_fails_is_received_and_failed_and_gives_its_ticket_back():

@@ -202,4 +202,4 @@ def test_tracks_of_any_cache_have_every_byte_of_a_block_and_no_byte_of_another()
         seen["cut"] += any(map(len, found)) and max(map(len, found)) > 2
 
     look()
-    assert min(seen.values()) > 30, seen  # otherwise it shows nothing
+    assert min(seen.values()) > 10, seen  # otherwise it shows nothing; about 40 are cut

@@ -162,6 +162,19 @@ def test_programs_get_json_lines(tmp_path, loggers):
     assert "timestamp" in completed
 
 
+def test_records_of_one_moment_are_one_write(tmp_path, loggers, monkeypatch):
+    configure_logging(tmp_path / "kvflow.jsonl")
+    (handler,) = logging.getLogger("kvflow").handlers
+    written, heard = [], []
+    monkeypatch.setattr(handler, "_write", written.append)
+    report = Reporter(EventLog(**IDENTITY), [heard.append])
+    events = [EVENTS[name] for name in ("transfer.completed", "transfer.started", "transfer.failed")]
+    report.take_all([(event, CONTEXT) for event in events])
+    (lines,) = written
+    assert [json.loads(line)["event"] for line in lines.splitlines()] == ["transfer.completed", "transfer.failed"]
+    assert heard == events
+
+
 def test_records_of_a_program_go_nowhere_else(tmp_path, loggers, caplog):
     configure_logging(tmp_path / "kvflow.jsonl", level=logging.DEBUG)
     EventLog(**IDENTITY)(EVENTS["transfer.started"])
@@ -259,7 +272,7 @@ def test_an_event_is_wanted_only_if_its_level_is(caplog, level, wanted):
     assert report.wants(TransferCompleted) is wanted
     assert not report.wants(TransferStarted)
     assert report.wants(TransferFailed)
-    assert report.wants(LeaseEnded)  # one that expires is a warning
+    assert report.wants(LeaseEnded) is wanted
 
 
 def test_an_event_is_wanted_by_hooks_of_its_kind(caplog):

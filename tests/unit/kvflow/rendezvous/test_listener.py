@@ -90,7 +90,15 @@ def test_a_release_is_counted_for_the_rank_that_said_hello(listener, keeper):
     listener.on_event(server, "key", ready())
     listener.on_event(server, "key", ReleaseReceived(leases=REFS))
     assert keeper.releases == [([(1, 11), (2, 2**63 - 1)], Reader("decode-0", 1, 2))]
-    assert server.sent == [("key", Released(leases=answers("ended", "unknown")))]
+    assert server.sent == [("key", Released(leases=answers("ended", "unknown")[1:]))]
+
+
+def test_a_release_that_ends_every_lease_needs_no_answer(listener, keeper, monkeypatch):
+    server = Server()
+    listener.on_event(server, "key", ready())
+    monkeypatch.setattr(keeper, "on_release", lambda leases, reader, *, read: ["ended"] * len(leases))
+    listener.on_event(server, "key", ReleaseReceived(leases=REFS))
+    assert server.sent == []
 
 
 def test_a_renewal_is_answered_with_how_long_it_holds(listener, keeper):
