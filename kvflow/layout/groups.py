@@ -20,6 +20,9 @@ LAYER_OUTERMOST = "LBNHC"
 PACKED = "BLHNC"
 """What "auto" means where one block shall be one row: the packed layout that shards by heads without gaps."""
 
+WHOLE = Shard()
+"""A rank that holds everything."""
+
 STRIPED = ("full", "mla", "mixed")
 """Kinds of groups whose tokens decode context parallelism divides: those that keep every token."""
 
@@ -133,9 +136,9 @@ def window_blocks(group: Group, num_tokens: int, *, shard: Shard | None = None) 
     first token of the next token's chunk on, a block that is still to be filled included. A state has one block.
     Other kinds need all blocks: fewer where ``shard`` divides tokens among ranks, and a block stands for more of them.
     """
-    total = -(-num_tokens // (group.block_size * stripe_of(group, shard or Shard()).size))
     if group.kind == "mamba":
         return 1
+    total = -(-num_tokens // (group.block_size * stripe_of(group, shard or WHOLE).size))
     if not group.window:
         return total
     if group.kind == "chunked":

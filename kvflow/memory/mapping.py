@@ -1,8 +1,8 @@
 """Memory in a mapping of its own, and huge pages under it.
 
-The kernel copies a process's memory page by page, so that reads of another process's cache are faster where its pages
-are huge. It gives huge pages only to who asks for them, wherever its setting is ``madvise``, and at once only where
-nothing was written before.
+The kernel copies a process's memory page by page, so another process's cache is read faster if its pages are huge. If
+the kernel's setting is ``madvise``, memory gets huge pages only if its process asks for them. It gets them at once only
+where nothing was written before.
 """
 
 import ctypes
@@ -33,17 +33,17 @@ def huge_page_size() -> int:
 
 
 def map_bytes(nbytes: int, *, huge: bool = False) -> npt.NDArray[np.uint8]:
-    """Return zeroed memory that begins with a page and shares none with anything else; it is freed with the array.
+    """Return zeroed memory that begins at a page and shares no page with other memory; it is freed with the array.
 
     Args:
         nbytes: 1 or more.
-        huge: begin with a huge page, and ask for such pages; changes nothing where there are none.
+        huge: begin at a huge page, and ask for such pages; changes nothing where there are none.
 
     Raises:
         OSError: there is not so much memory.
     """
     size = huge_page_size() if huge else 0
-    # Private, or a forked child would write into it. What is left over, at one end at least, is never touched.
+    # Private, or a forked child would write into it. The bytes before and behind the array are never touched.
     mapping = mmap.mmap(-1, nbytes + size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     address = np.ndarray(1, np.uint8, mapping).ctypes.data
     array: npt.NDArray[np.uint8] = np.ndarray(nbytes, np.uint8, mapping, -address % size if size else 0)
@@ -58,7 +58,7 @@ def ask_for_huge_pages(address: int, nbytes: int, *, now: bool = False) -> None:
     Args:
         address: of the range.
         nbytes: of the range.
-        now: make those huge that were written before, at the cost of a copy; needs Linux 6.1.
+        now: also make pages huge that were written before, at the cost of a copy; needs Linux 6.1.
     """
     size = huge_page_size()
     if not size:
@@ -72,7 +72,8 @@ def ask_for_huge_pages(address: int, nbytes: int, *, now: bool = False) -> None:
 def bytes_in_huge_pages(ranges: Sequence[tuple[int, int]]) -> int:
     """Return how many bytes of ranges lie in huge pages at this moment; 0 where the platform does not tell.
 
-    The kernel counts by mapping: of one that is larger than a range, as many as there can be.
+    The kernel counts the huge pages of whole mappings. If a mapping is larger than a range, this is the most that the
+    range can have.
 
     Args:
         ranges: address and bytes of each.

@@ -158,11 +158,10 @@ class Served(engine_process.Served):
     def _watch_leases(self) -> None:
         from kvflow.integrations.vllm import worker
 
-        count_end = worker.count_end
+        count_ends = worker.count_ends
 
-        def noted(tally: Any, end: Any) -> None:
-            if end.side == "producer":
-                self.ended[end.request_id] = end.outcome
-            count_end(tally, end)
+        def noted(tally: Any, ends: Any) -> None:
+            self.ended |= {end.request_id: end.outcome for end in ends if end.side == "producer"}
+            count_ends(tally, ends)
 
-        worker.count_end = noted
+        worker.count_ends = noted

@@ -81,11 +81,13 @@ def loaded_blocks(
     found = []
     for each in groups:
         ids = _wanted(each, listed[each.index], end)
-        if each.is_state and ids == (ABSENT,):
+        if ids == (ABSENT,) and each.is_state:
             # Nothing would be loaded, nothing would fail, and the tokens would be wrong.
             raise BlockIdsInvalid(f"group {each.index}: there is no block to load the state into", group=each.index)
-        behind = 0 if each.is_state else -(-num_tokens // each.group.block_size) - -(-end // each.group.block_size)
-        found.append(ids + (ABSENT,) * behind)
+        if num_tokens > end and not each.is_state:
+            size = each.group.block_size
+            ids += (ABSENT,) * (-(-num_tokens // size) - -(-end // size))
+        found.append(ids)
     return tuple(found)
 
 
@@ -99,8 +101,8 @@ def _wanted(each: TransferGroup, ids: Sequence[int], end: int) -> tuple[int, ...
         raise BlockIdsInvalid(
             f"group {each.index}: {len(ids)} blocks for {end} tokens, which need {num_blocks}", group=each.index
         )
-    first = num_blocks - each.blocks_needed(end)
-    named = [ABSENT if block == NULL_BLOCK else int(block) for block in ids[first:num_blocks]]
-    while named and named[0] == ABSENT:
-        del named[0]
-    return tuple(named)
+    named = tuple(ids[num_blocks - each.blocks_needed(end) : num_blocks])
+    if NULL_BLOCK not in named:
+        return named
+    first = next((at for at, block in enumerate(named) if block != NULL_BLOCK), num_blocks)
+    return tuple([ABSENT if block == NULL_BLOCK else block for block in named[first:]])

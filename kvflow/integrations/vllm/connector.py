@@ -20,7 +20,7 @@ from kvflow.integrations.vllm import versions
 from kvflow.integrations.vllm.cpu_attention import cpu_kernels, marker
 from kvflow.integrations.vllm.engine import engine_facts, engine_shape, own_host, runs_apart
 from kvflow.integrations.vllm.hosts import doubts, remark
-from kvflow.integrations.vllm.metadata import RankIntroduction, StepOrders
+from kvflow.integrations.vllm.metadata import NO_ORDERS, RankIntroduction, StepOrders
 from kvflow.integrations.vllm.scheduler import SchedulerSide
 from kvflow.integrations.vllm.settings import (
     PACKED_LAYOUT,
@@ -149,7 +149,8 @@ class KVFlowConnector(*versions.connector_bases()):  # type: ignore[misc]  # vLL
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
         """Return the orders of this step."""
         idle = not scheduler_output.total_num_scheduled_tokens
-        return StepOrders(self._decides.take_orders(), idle=idle, loaded=self._loaded.take())
+        orders, loaded = self._decides.take_orders(), self._loaded.take()
+        return StepOrders(orders, idle=idle, loaded=loaded) if orders or loaded else NO_ORDERS[idle]
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         """Note what the workers have reported."""
@@ -227,8 +228,9 @@ class KVFlowConnector(*versions.connector_bases()):  # type: ignore[misc]  # vLL
         """
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, StepOrders)
-        self._loaded.learn(connector_metadata.loaded)
-        self._does.rank.execute(connector_metadata.orders)
+        if connector_metadata.orders or connector_metadata.loaded:
+            self._loaded.learn(connector_metadata.loaded)
+            self._does.rank.execute(connector_metadata.orders)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Return at once: the orders are carried out already."""
@@ -244,14 +246,13 @@ class KVFlowConnector(*versions.connector_bases()):  # type: ignore[misc]  # vLL
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """Return what has ended since the last step, as vLLM's ``KVConnectorTransferResults``."""
-        results = self._collect()
-        return versions.transfer_results(results.sent, results.received, results.failed)
+        return versions.transfer_results(*self._collect())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Return what has ended since the last step; releases of vLLM that call this ask for failed blocks next."""
-        results = self._collect()
-        self._loaded.end(results.received, results.failed)
-        return set(results.sent), set(results.received)
+        sent, received, failed = self._collect()
+        self._loaded.end(received, failed)
+        return sent, received
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks of loads that have failed; none where failed requests are reported."""

@@ -65,8 +65,12 @@ class Contents:
         Raises:
             ContentMismatch: the request has fewer tokens, or one whose id is no unsigned number of 32 bits.
         """
-        chains = self._chains(request, block_sizes, num_tokens)
-        return tuple(_last(chains[size], ids) for ids, size in zip(block_ids, block_sizes, strict=True))
+        tokens = _token_bytes(request, num_tokens)
+        # What all tokens together have no keys of, no block of them has. Embeddings would be hashed for the answer.
+        plain = request.prompt_embeds is None and self._extra_keys(request, 0, num_tokens, 0)[0] is None
+        chain = _plain_chain if plain else partial(self._chain, request)
+        chains = {size: chain(tokens, size or num_tokens) for size in set(block_sizes)}
+        return tuple([_last(chains[size], ids) for ids, size in zip(block_ids, block_sizes, strict=True)])
 
     def require(self, request: Request, ticket: Ticket) -> None:
         """Check that a ticket's blocks hold the beginning of a request, all of them.
@@ -89,9 +93,9 @@ class Contents:
                 "the ticket does not say what its blocks hold",
                 remedy="Have the prompt prefilled by a vLLM engine with KVFlowConnector of the same release.",
             )
-        if len(set(grant.num_tokens)) != 1:
+        covered, *others = set(grant.num_tokens)
+        if others:
             raise TicketInvalid("the ticket's groups are of different numbers of tokens, which vLLM's never are")
-        covered = grant.num_tokens[0]
         if covered > request.num_tokens:
             raise ContentMismatch(
                 f"the ticket's blocks hold {covered} tokens, and the request has {request.num_tokens}",
@@ -108,14 +112,7 @@ class Contents:
                     group=group,
                 )
 
-    def _chains(self, request: Request, block_sizes: Sequence[int], num_tokens: int) -> dict[int, list[bytes]]:
-        tokens = _token_bytes(request, num_tokens)
-        # What all tokens together have no keys of, no block of them has. Embeddings would be hashed for the answer.
-        plain = request.prompt_embeds is None and self._extra_keys(request, 0, num_tokens, 0)[0] is None
-        chain = _plain_chain if plain else partial(self._chain, request)
-        return {size: chain(tokens, size or num_tokens) for size in set(block_sizes)}
-
-    def _chain(self, request: Request, tokens: memoryview, block_size: int) -> list[bytes]:
+    def _chain(self, request: Request, tokens: bytes, block_size: int) -> list[bytes]:
         """Return the chain's value at the end of each block; the last one may be shorter."""
         chain = []
         digest, media = START, 0
@@ -136,13 +133,12 @@ class Contents:
         return chain
 
 
-def _plain_chain(tokens: memoryview, block_size: int) -> list[bytes]:
+def _plain_chain(tokens: bytes, block_size: int) -> list[bytes]:
     """Return the chain of a request whose blocks have no other keys than their tokens."""
     chain, digest, nbytes = [], START, block_size * TOKEN_BYTES
     for first in range(0, len(tokens), nbytes):
         link = PLAIN.copy()
-        link.update(digest)
-        link.update(tokens[first : first + nbytes])
+        link.update(digest + tokens[first : first + nbytes])
         digest = link.digest()
         chain.append(digest)
     return chain
@@ -152,11 +148,11 @@ def _last(chain: Sequence[bytes], block_ids: Sequence[int]) -> tuple[bytes, ...]
     """Return the end of a chain, one digest for each block id; empty for an absent block."""
     digests = chain[len(chain) - len(block_ids) :]
     if ABSENT in block_ids:
-        return tuple(digest if block >= 0 else b"" for block, digest in zip(block_ids, digests, strict=True))
+        return tuple([digest if block >= 0 else b"" for block, digest in zip(block_ids, digests, strict=True)])
     return tuple(digests)
 
 
-def _token_bytes(request: Request, num_tokens: int) -> memoryview:
+def _token_bytes(request: Request, num_tokens: int) -> bytes:
     """Return the first token ids of a request, little-endian, 32 bits each."""
     try:
         ids = array("I", request.all_token_ids[:num_tokens])
@@ -166,7 +162,7 @@ def _token_bytes(request: Request, num_tokens: int) -> memoryview:
         raise ContentMismatch(f"the request has {len(ids)} tokens, fewer than {num_tokens}")
     if sys.byteorder == "big":
         ids.byteswap()
-    return memoryview(ids).cast("B")
+    return ids.tobytes()
 
 
 def _digest_of_keys(keys: tuple[Any, ...]) -> bytes:

@@ -35,27 +35,22 @@ class _Load:
     """One request that reads its prompt, or was refused to.
 
     Attributes:
+        end: one past the last token that is loaded: the last one of the prompt may be left for us to compute.
         ticket: verified; None if the request was refused, or follows another.
+        covered: tokens of the ticket.
         refusal: why, if it was refused.
-        wanted: tokens of the prompt that are to be loaded: the last one may be left for us to compute.
         computed: tokens that were in our cache when the engine asked last.
         loading: whether workers were told, and have not reported yet.
         follows: request that loads the same ticket; empty if this one loads its own.
     """
 
-    ticket: Ticket | None
-    refusal: KvflowError | None
-    wanted: int
+    end: int
+    ticket: Ticket | None = None
+    covered: int = 0
+    refusal: KvflowError | None = None
     computed: int = 0
     loading: bool = False
     follows: str = ""
-
-    @property
-    def end(self) -> int:
-        """One past the last token that is loaded."""
-        if self.ticket is None:
-            return self.wanted
-        return min(self.wanted, max(self.ticket.grants[0].num_tokens))
 
 
 class Loading:
@@ -91,18 +86,18 @@ class Loading:
             wanted: tokens of the prompt that can be of use.
         """
         if ticket.sealed in self._loaders:
-            self._loads[request_id] = _Load(None, None, wanted, follows=self._loaders[ticket.sealed])
+            self._loads[request_id] = _Load(wanted, follows=self._loaders[ticket.sealed])
             return
         sample = SAMPLE.fullmatch(request_id)
         if sample is not None and sample["prompt"] in self._sampled:
             return
-        load = _Load(ticket, None, wanted)
+        covered = max(ticket.grants[0].num_tokens)
         try:
-            self._check_range(load)
+            self._check_range(covered, wanted)
         except KvflowError as error:
             self.refuse(request_id, error, wanted=wanted, ticket=ticket)
         else:
-            self._loads[request_id] = load
+            self._loads[request_id] = _Load(min(wanted, covered), ticket, covered)
             self._loaders[ticket.sealed] = request_id
             self._new.append(request_id)
             if sample is not None:
@@ -120,7 +115,7 @@ class Loading:
             ticket: verified, and of no use to this request: it is given back.
         """
         logger.warning("kvflow: request %s is refused: %s", request_id, error)
-        self._loads[request_id] = _Load(None, error, wanted)
+        self._loads[request_id] = _Load(wanted, refusal=error)
         if ticket is not None:
             self.give_back(request_id, ticket)
 
@@ -167,14 +162,18 @@ class Loading:
             self._forget(request_id)
             self._orders += _releases(request_id, load)
             return
-        orders: list[Order]
         try:
-            orders = [self._pull(request_id, load, listed, num_tokens)]
+            if load.refusal is not None:
+                raise load.refusal
+            assert load.ticket is not None
+            end = load.computed + num_tokens
+            block_ids = loaded_blocks(self.groups, listed, end=end, num_tokens=load.covered)
+            self._orders.append(Pull(request_id, load.ticket, block_ids))
         except KvflowError as error:
             if load.refusal is None:
                 logger.warning("kvflow: request %s cannot be loaded: %s", request_id, error)
-            orders = [Fail(request_id, error.code, error.message, error.remedy), *_releases(request_id, load)]
-        self._orders += orders
+            fail = Fail(request_id, error.code, error.message, error.remedy)
+            self._orders += [fail, *_releases(request_id, load)]
         load.loading = True
 
     def received(self, request_id: str) -> None:
@@ -201,9 +200,11 @@ class Loading:
         """
         if not (self._orders or self._waited or self._new):
             return []
-        waiting = ((name, self._loads.get(name)) for name in self._waited)
-        kept = [Keep(name, load.ticket) for name, load in waiting if load and load.ticket and not load.loading]
-        orders = [*self._orders, *kept]
+        orders = self._orders
+        if self._waited:
+            waiting = [(name, self._loads.get(name)) for name in self._waited]
+            kept = [Keep(name, load.ticket) for name, load in waiting if load and load.ticket and not load.loading]
+            orders = [*orders, *kept]
         # Nothing is forgotten before everything is made: a request whose order is lost would never end.
         self._orders, self._waited, self._new = [], self._new, []
         return orders
@@ -218,35 +219,20 @@ class Loading:
         if load is not None and load.ticket is not None:
             self._loaders.pop(load.ticket.sealed, None)
 
-    def _pull(self, request_id: str, load: _Load, listed: Sequence[Sequence[int]], num_tokens: int) -> Pull:
-        """Return the order to load a request.
-
-        Raises:
-            KvflowError: it was refused before, or its blocks are not what the ticket needs.
-        """
-        if load.refusal is not None:
-            raise load.refusal
-        assert load.ticket is not None
-        covered = max(load.ticket.grants[0].num_tokens)
-        end = load.computed + num_tokens
-        return Pull(request_id, load.ticket, loaded_blocks(self.groups, listed, end=end, num_tokens=covered))
-
-    def _check_range(self, load: _Load) -> None:
+    def _check_range(self, covered: int, wanted: int) -> None:
         """Refuse a ticket of more tokens than this engine holds, or whose state is of a later token than we can use.
 
         Raises:
             BlockRangeMismatch: it is.
         """
-        assert load.ticket is not None
-        covered = max(load.ticket.grants[0].num_tokens)
         if covered > self._tokens_max:
             raise BlockRangeMismatch(
                 f"the ticket has {covered} tokens, and a request of this engine at most {self._tokens_max}",
                 remedy="Set max_model_len of both engines to the same value.",
             )
-        if self._has_states and covered > load.wanted > 0:
+        if self._has_states and covered > wanted > 0:
             raise BlockRangeMismatch(
-                f"the ticket has the state after {covered} tokens, and the prompt can use that after {load.wanted}",
+                f"the ticket has the state after {covered} tokens, and the prompt can use that after {wanted}",
                 remedy="Send the prompt that was prefilled, with the parameters of its own prefill.",
             )
 

@@ -1,12 +1,14 @@
 """What vLLM carries between the two sides of the connector, in classes of its own."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorMetadata
 
 from kvflow import RankAddress
 from kvflow.integrations.vllm.admission import Contact
-from kvflow.integrations.vllm.orders import Order
+from kvflow.integrations.vllm.orders import Order, pack, unpack
 
 
 @dataclass
@@ -19,9 +21,21 @@ class StepOrders(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not inst
         loaded: see ``versions.LoadedBlocks``.
     """
 
-    orders: list[Order] = field(default_factory=list)
+    orders: Sequence[Order] = ()
     idle: bool = False
-    loaded: dict[str, list[int]] = field(default_factory=dict)
+    loaded: Mapping[str, list[int]] = field(default_factory=dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is pickled."""
+        return self.__dict__ | {"orders": pack(self.orders)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take what was pickled."""
+        self.__dict__.update(state, orders=unpack(state["orders"]))
+
+
+NO_ORDERS = {idle: StepOrders(idle=idle) for idle in (False, True)}
+"""Those of a step in which nothing is new, by whether it has nothing to compute."""
 
 
 @dataclass

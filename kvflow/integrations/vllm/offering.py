@@ -32,6 +32,9 @@ AdmitEarly = Callable[[Ticket], None]
 PROMPT_NAME = re.compile(r"(?P<call>cmpl-.+)-(?P<number>\d{1,6})(-[0-9a-f]{8})?", re.DOTALL)
 """vLLM's server names the prompts of one call of ``/v1/completions`` alike, but for their number and some digits."""
 
+PROMPT_STARTS = ("cmpl-", *"0123456789")
+"""How the name of such a prompt begins, or that of a sample of it."""
+
 UNASKED_SHARE = 0.5
 """Of an engine's blocks, and of its lease slots, that offers which no client asked for may hold."""
 
@@ -65,7 +68,8 @@ class _Origin(Struct, frozen=True):
 
 def is_further_prompt(request_id: str) -> bool:
     """Tell whether a request is one of several prompts of a call, and not the first: vLLM answers no ticket for it."""
-    return _Origin.of(request_id, asked=False).number > 0
+    # Most are named in another way, and need no closer look.
+    return request_id.startswith(PROMPT_STARTS) and _Origin.of(request_id, asked=False).number > 0
 
 
 class Offering:
@@ -112,10 +116,10 @@ class Offering:
         if origin.call and not origin.number:
             self._first_prompts[origin.call] += 1
 
-    def is_sample(self, request_id: str) -> bool:
-        """Tell whether a request that was announced is one of several samples of its prompt."""
+    def is_sample(self, request_id: str) -> bool | None:
+        """Tell whether a request is one of several samples of its prompt; None if it was not announced."""
         origin = self._wanted.get(request_id)
-        return origin is not None and origin.sampled
+        return None if origin is None else origin.sampled
 
     def finished(
         self,

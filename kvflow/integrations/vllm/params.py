@@ -5,6 +5,7 @@ today's routers know stand beside it and repeat what it says. kvflow does not ac
 """
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 from msgspec import Struct
@@ -58,13 +59,17 @@ def is_tagged(params: object) -> bool:
         params: as the client sent them: an object, or anything else.
     """
     if isinstance(params, dict):
-        return any(params.get(name) is not None for name in SWITCHES)
+        load, offer = SWITCHES
+        return params.get(load) is not None or params.get(offer) is not None
     return params is not None
 
 
 def wants_transfer(params: object) -> bool:
     """Tell whether a router wants something of other engines, right or wrong."""
-    return not isinstance(params, dict) or any(params.get(name) for name in SWITCHES)
+    if isinstance(params, dict):
+        load, offer = SWITCHES
+        return bool(params.get(load) or params.get(offer))
+    return True
 
 
 def read_params(params: object, verify: Verify, chars_max: int) -> Wish:
@@ -82,7 +87,10 @@ def read_params(params: object, verify: Verify, chars_max: int) -> Wish:
         return Nothing()
     if not isinstance(params, dict):
         raise TicketInvalid(f"kv_transfer_params is {type(params).__name__}: expected an object")
-    load, offer = _switch(params, "do_remote_prefill"), _switch(params, "do_remote_decode")
+    load, offer = switches = [params.get(name) for name in SWITCHES]
+    for name, value in zip(SWITCHES, switches, strict=True):
+        if value is not None and type(value) is not bool:
+            raise TicketInvalid(f"kv_transfer_params: {name} is {type(value).__name__}: expected true or false")
     if load and offer:
         raise TicketInvalid("kv_transfer_params: do_remote_prefill and do_remote_decode are both true: expected one")
     if offer:
@@ -112,17 +120,23 @@ def describe_ticket(ticket: Ticket) -> dict[str, Any]:
         TicketInvalid: its endpoint has no port.
     """
     grant = ticket.grants[0]
-    host, _, port = grant.ranks[0].endpoint.partition("://")[2].rpartition(":")
-    if not host or not (port.isascii() and port.isdigit()):
-        raise TicketInvalid(f"the ticket's endpoint {grant.ranks[0].endpoint!r} has no host or no port")
+    host, port = _host_and_port(grant.ranks[0].endpoint)
     return {
-        "remote_engine_id": ticket.engine_id,
-        "remote_request_id": ticket.request_id,
+        "remote_engine_id": grant.engine_id,
+        "remote_request_id": grant.request_id,
         "remote_host": host,
-        "remote_port": int(port),
-        "tp_size": sum(len(each.ranks) for each in ticket.grants),
+        "remote_port": port,
+        "tp_size": sum([len(each.ranks) for each in ticket.grants]),
         "remote_num_tokens": max(grant.num_tokens),
     }
+
+
+@lru_cache(maxsize=1024)
+def _host_and_port(endpoint: str) -> tuple[str, int]:
+    host, _, port = endpoint.partition("://")[2].rpartition(":")
+    if not host or not (port.isascii() and port.isdigit()):
+        raise TicketInvalid(f"the ticket's endpoint {endpoint!r} has no host or no port")
+    return host, int(port)
 
 
 def ticket_params(ticket: Ticket) -> dict[str, Any]:
@@ -149,17 +163,12 @@ def no_ticket_params() -> dict[str, Any]:
     return {"do_remote_prefill": False, "do_remote_decode": False}
 
 
-def _switch(params: dict[Any, Any], name: str) -> bool:
-    value = params.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise TicketInvalid(f"kv_transfer_params: {name} is {type(value).__name__}: expected true or false")
-    return bool(value)
-
-
 def _rewritten(params: dict[Any, Any], ticket: Ticket) -> tuple[str, ...]:
     """Return the fields that do not say what the ticket says; null is as good as absent, and 5600.0 as 5600."""
     try:
         expected = describe_ticket(ticket)
     except TicketInvalid:
+        return ()
+    if expected.items() <= params.items():
         return ()
     return tuple([name for name, value in expected.items() if params.get(name, value) not in (value, None)])

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterable, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from kvflow import RankAddress, TicketKey, TicketMint
@@ -16,7 +17,6 @@ from kvflow.integrations.vllm.offering import Offering, is_further_prompt
 from kvflow.integrations.vllm.orders import Order
 from kvflow.integrations.vllm.params import (
     LoadWanted,
-    Nothing,
     OfferWanted,
     Wish,
     is_tagged,
@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = logging.getLogger("vllm.kvflow")  # vLLM shows what stands below its own name
+
+BLOCK_ID, BLOCK_HASH = attrgetter("block_id"), attrgetter("block_hash")
+"""Of a block of vLLM's manager."""
 
 ENDED_BY_ITSELF = frozenset({"FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"})
 """Statuses of a request whose blocks are worth something to others."""
@@ -119,42 +122,37 @@ class SchedulerSide:
     @guarded(None, _fail)
     def on_new_request(self, request: "Request") -> None:
         """Read what a request wants of other engines."""
-        prompt = request.num_prompt_tokens
+        request_id, prompt = request.request_id, request.num_prompt_tokens
         if not request.abort_immediately:
             self.untagged.note(request.kv_transfer_params)
-        wish: Wish = Nothing()
+        wish: Wish | None = None
         try:
             wish = self._read_params(request.kv_transfer_params)
-            if isinstance(wish, LoadWanted) and not self._settings.consumes:
-                raise TicketInvalid("do_remote_prefill is true, but this engine's kv_role is kv_producer")
             if isinstance(wish, OfferWanted) and not self._settings.produces:
                 raise TicketInvalid("do_remote_decode is true, but this engine's kv_role is kv_consumer")
             if isinstance(wish, LoadWanted):
+                if not self._settings.consumes:
+                    raise TicketInvalid("do_remote_prefill is true, but this engine's kv_role is kv_producer")
                 if request.abort_immediately:  # the server has turned the request down; its prompt did not come here
-                    self.loading.give_back(request.request_id, wish.ticket)
+                    self.loading.give_back(request_id, wish.ticket)
                     return
-                if is_further_prompt(request.request_id):  # the ticket is the first prompt's, which reads it
+                if is_further_prompt(request_id):  # the ticket is the first prompt's, which reads it
                     self.untagged.note_further_prompt()
                     request.kv_transfer_params = {}  # as below
                     return
-                self._tell_rewritten(wish.rewritten)
+                if wish.rewritten:
+                    self._tell_rewritten(wish.rewritten)
                 self._contents.require(request, wish.ticket)
         except KvflowError as error:
             request.kv_transfer_params = {}  # vLLM itself reads it, and expects a dict
             ticket = wish.ticket if isinstance(wish, LoadWanted) else None
-            self.loading.refuse(request.request_id, error, wanted=prompt, ticket=ticket)
+            self.loading.refuse(request_id, error, wanted=prompt, ticket=ticket)
             return
-        match wish:
-            case LoadWanted(ticket=ticket):
-                self.loading.announce(request.request_id, ticket, wanted=max(0, prompt - self._backoff))
-            case OfferWanted():
-                self._leave_to_decode(request)
-                self.offering.announce(request.request_id)
-            case _ if self._is_prefill(request):
-                self._leave_to_decode(request)
-                self.offering.announce(request.request_id, asked=False)
-            case _:
-                pass
+        if isinstance(wish, LoadWanted):
+            self.loading.announce(request_id, wish.ticket, wanted=max(0, prompt - self._backoff))
+        elif isinstance(wish, OfferWanted) or self._is_prefill(request):
+            self._leave_to_decode(request)
+            self.offering.announce(request_id, asked=isinstance(wish, OfferWanted))
 
     @guarded((0, False), _fail_matched)
     def matched(self, request: "Request", computed: int) -> tuple[int | None, bool]:
@@ -165,19 +163,17 @@ class SchedulerSide:
     @guarded(None, _fail_allocated)
     def allocated(self, request: "Request", blocks: "KVCacheBlocks", num_tokens: int) -> None:
         """Order the load of a request that has room now."""
-        # A block with a hash is in the prefix cache: it has its tokens, and others may read it.
-        listed = [
-            [NULL_BLOCK if block.block_hash is not None else block.block_id for block in group]
-            for group in blocks.blocks
-        ]
-        self.loading.allocated(request.request_id, listed, num_tokens)
+        self.loading.allocated(request.request_id, [writable(group) for group in blocks.blocks], num_tokens)
 
     @guarded((False, None))
     def on_finished(self, request: "Request", listed: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
         """Offer what has ended, or give back what it did not use."""
         self.loading.finished(request.request_id)
+        sample = self.offering.is_sample(request.request_id)
+        if sample is None:
+            return False, None
         num_tokens = request.num_computed_tokens - request.num_in_flight_tokens
-        if self.offering.is_sample(request.request_id) and not self._backoff:
+        if sample and not self._backoff:
             num_tokens = min(num_tokens, request.num_prompt_tokens)  # each sample goes on in its own way
         return self.offering.finished(
             request.request_id,
@@ -200,8 +196,9 @@ class SchedulerSide:
 
     def take_tally(self) -> Tally | None:
         """Return what was counted since the last call, if anything was."""
-        defects, untagged = self.guard.take(), self.untagged.take()
-        return empty_tally() | {"defects": defects, "untagged": untagged} if defects or untagged else None
+        if not (self.guard.caught or self.untagged.counts):
+            return None
+        return empty_tally() | {"defects": self.guard.take(), "untagged": self.untagged.take()}
 
     @guarded(())
     def _take_orders(self, half: Loading | Offering) -> Iterable[Order]:
@@ -248,6 +245,14 @@ class SchedulerSide:
         del request._all_token_ids[-backoff:]  # noqa: SLF001 - there is no other way to shorten a request
         request.num_prompt_tokens -= backoff
         request.max_tokens = 1
+
+
+def writable(blocks: Sequence[Any]) -> list[int]:
+    """Return the ids of blocks, ``NULL_BLOCK`` for one with a hash: it has its tokens, and others may read it."""
+    ids, hashes = list(map(BLOCK_ID, blocks)), list(map(BLOCK_HASH, blocks))
+    if hashes.count(None) == len(hashes):
+        return ids
+    return [block if known is None else NULL_BLOCK for block, known in zip(ids, hashes, strict=True)]
 
 
 def transfer_groups(kv_cache_config: Any) -> tuple[TransferGroup, ...]:

@@ -1,5 +1,6 @@
 """What one worker has counted since vLLM last asked: plain numbers that can be sent and added up."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from kvflow import Finished
@@ -33,18 +34,21 @@ def count(tally: Tally, name: str, key: str) -> None:
     tally[name][key] = tally[name].get(key, 0) + 1
 
 
-def count_end(tally: Tally, end: Finished) -> None:
-    """Count the end of a pull or of a lease."""
-    if end.side == "producer":
-        count(tally, "leases", end.outcome)
-    elif end.report is None:
-        count(tally, "failed", end.error.code if end.error else "unknown")
-    else:
-        timings = end.report.timings_s
-        for name in PHASES:
-            tally[name].append(timings.get(name[:-2], 0.0))
-        tally["nbytes"].append(end.report.nbytes)
-        tally["descriptors"].append(end.report.descriptors)
+def count_ends(tally: Tally, ends: Iterable[Finished]) -> None:
+    """Count the ends of pulls and of leases."""
+    reports = []
+    for end in ends:
+        if end.report is not None:
+            reports.append(end.report)
+        elif end.side == "producer":
+            count(tally, "leases", end.outcome)
+        else:
+            count(tally, "failed", end.error.code if end.error else "unknown")
+    for name in PHASES:
+        phase = name.removesuffix("_s")
+        tally[name] += [report.timings_s.get(phase, 0.0) for report in reports]
+    tally["nbytes"] += [report.nbytes for report in reports]
+    tally["descriptors"] += [report.descriptors for report in reports]
 
 
 def add_tallies(tally: Tally, other: Tally) -> Tally:

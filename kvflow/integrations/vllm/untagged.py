@@ -27,12 +27,15 @@ class Untagged:
     Args:
         settings: of the connector.
 
+    Attributes:
+        counts: requests since the last ``take``, by what their parameters say.
+
     Thread: the scheduler's.
     """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
         self._absent = 0
         self._told = False
         self._told_further = False
@@ -45,19 +48,19 @@ class Untagged:
             params: its ``kv_transfer_params``, as the client sent them.
         """
         if not is_tagged(params):
-            self._counts["absent"] += 1
+            self.counts["absent"] += 1
             self._absent += 1
             self._tell_absent()
             return
         if not wants_transfer(params):
-            self._counts["decline"] += 1
+            self.counts["decline"] += 1
         if self._told and not self._tagged:
             logger.info("kvflow: the first request with kv_transfer_params has come, after %d without", self._absent)
         self._tagged = True
 
     def note_further_prompt(self) -> None:
         """Count a prompt behind the first one of a call: the ticket that it brings is the first one's."""
-        self._counts["another_prompt"] += 1
+        self.counts["another_prompt"] += 1
         if not self._told_further:
             self._told_further = True
             logger.info(
@@ -70,7 +73,7 @@ class Untagged:
 
         ``absent``, ``decline``, or ``another_prompt`` for a ticket that is another prompt's of the same call.
         """
-        counts, self._counts = self._counts, Counter()
+        counts, self.counts = self.counts, Counter()
         return dict(counts)
 
     def _tell_absent(self) -> None:

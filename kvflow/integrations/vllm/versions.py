@@ -136,9 +136,9 @@ def hit_source() -> Any:
     return CacheHitSource.P2P
 
 
-def transfer_results(sent: Iterable[str], received: Iterable[str], failed: Iterable[str]) -> Any:
+def transfer_results(sent: set[str], received: set[str], failed: set[str]) -> Any:
     """Return vLLM's ``KVConnectorTransferResults``, which it asks for where ``failed_requests``."""
-    return _results_class()(set(sent), set(received), set(failed))
+    return _results_class()(sent, received, failed)
 
 
 @cache

@@ -13,9 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import TYPE_CHECKING, cast
-
-from msgspec import Struct
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from kvflow import Finished, Grant, RankAddress, ThreadedWorker, Ticket, TransferReport, WorkerConfig, run_worker
 from kvflow.errors import (
@@ -31,7 +29,7 @@ from kvflow.errors import (
 )
 from kvflow.integrations.vllm.admission import reachable
 from kvflow.integrations.vllm.orders import Admit, Cancel, Fail, Keep, Order, Pull, Release
-from kvflow.integrations.vllm.tally import Tally, count, count_end, empty_tally
+from kvflow.integrations.vllm.tally import Tally, count, count_ends, empty_tally
 
 if TYPE_CHECKING:
     from kvflow import KVCache  # it loads torch
@@ -54,7 +52,7 @@ NOT_RELEASED = (AuthenticationFailed, PeerLost, PeerRefused, ReleaseMismatch, St
 """After these no producer hears that the ticket is given back, or none needs to."""
 
 
-class Results(Struct, frozen=True):
+class Results(NamedTuple):
     """Requests that have ended since the last time.
 
     Attributes:
@@ -63,12 +61,9 @@ class Results(Struct, frozen=True):
         failed: those of ``received`` whose blocks were not loaded.
     """
 
-    sent: frozenset[str]
-    received: frozenset[str]
-    failed: frozenset[str]
-
-
-NOTHING = Results(frozenset(), frozenset(), frozenset())
+    sent: set[str]
+    received: set[str]
+    failed: set[str]
 
 
 @dataclass(slots=True)
@@ -87,14 +82,6 @@ class _Early:
     ended: bool = False
 
 
-@dataclass(slots=True)
-class _OpenPull:
-    """One pull that has not ended."""
-
-    ticket: Ticket
-    future: "Future[TransferReport]"
-
-
 class RankWorker:
     """One rank of an engine on the network.
 
@@ -103,7 +90,7 @@ class RankWorker:
 
     def __init__(self, worker: ThreadedWorker) -> None:
         self._worker = worker
-        self._pulls: dict[str, _OpenPull] = {}
+        self._pulls: dict[str, tuple[Ticket, Future[TransferReport]]] = {}
         self._sent: set[str] = set()
         self._received: set[str] = set()
         self._failed: set[str] = set()
@@ -138,12 +125,12 @@ class RankWorker:
                 self._keep(request_id, ticket)
             case Cancel(request_id=request_id):
                 if request_id in self._pulls:
-                    self._pulls[request_id].future.cancel()
+                    self._pulls[request_id][1].cancel()
             case Release(request_id=request_id, ticket=ticket):
                 self._release(request_id, ticket)
             case Fail(request_id=request_id, code=code, reason=reason, remedy=remedy):
                 count(self._counted(), "failed", code)
-                self._end_received(request_id, failed=True)
+                self._fail(request_id)
                 self._worker.record_refusal(code, reason, remedy=remedy, local_request_id=request_id)
 
     def suspend(self) -> None:
@@ -163,9 +150,7 @@ class RankWorker:
         self._take_ends()
         if idle and self._pulls and not (self._failed or self._sent):
             self._wait()
-        if not (self._received or self._sent):
-            return NOTHING
-        results = Results(frozenset(self._sent), frozenset(self._received), frozenset(self._failed))
+        results = Results(self._sent, self._received, self._failed)
         self._sent, self._received, self._failed = set(), set(), set()
         return results
 
@@ -235,14 +220,16 @@ class RankWorker:
             for order in orders:
                 logger.warning("kvflow: loading request %s has failed: %s", order.request_id, error)
                 count(self._counted(), "failed", error.code if isinstance(error, KvflowError) else DefectFound.code)
-                self._end_received(order.request_id, failed=True)
+                self._fail(order.request_id)
         else:
             for order, future in zip(orders, futures, strict=True):
-                self._pulls[order.request_id] = _OpenPull(order.ticket, future)
+                self._pulls[order.request_id] = order.ticket, future
 
     def _take_ends(self, *, lost: bool = False) -> None:
-        for end in self._worker.finished():
-            count_end(self._counted(), end)
+        ends = self._worker.finished()
+        if ends:
+            count_ends(self._counted(), ends)
+        for end in ends:
             if end.side == "producer":
                 self._end_lease(end.request_id)
             else:
@@ -257,29 +244,25 @@ class RankWorker:
             self._sent.add(request_id)
 
     def _end_pull(self, end: Finished, *, lost: bool) -> None:
-        pull = self._pulls.pop(end.local_request_id, None)
+        request_id, error = end.local_request_id, end.error
+        pull = self._pulls.pop(request_id, None)
         if pull is None:
             return
-        if lost and end.error is None:
-            logger.warning(
-                "kvflow: request %s was loaded, and the engine sleeps before it is used", end.local_request_id
-            )
-        if end.error is not None:
-            logger.warning(
-                "kvflow: loading request %s, %s of engine %s, has failed: %s",
-                end.local_request_id,
-                end.request_id,
-                pull.ticket.engine_id,
-                end.error,
-            )
-            if not isinstance(end.error, NOT_RELEASED):
-                self._release(end.local_request_id, pull.ticket)
-        self._end_received(end.local_request_id, failed=lost or end.error is not None)
-
-    def _end_received(self, request_id: str, *, failed: bool) -> None:
         self._received.add(request_id)
-        if failed:
+        if error is not None:
             self._failed.add(request_id)
+            ticket = pull[0]
+            named = request_id, end.request_id, ticket.engine_id
+            logger.warning("kvflow: loading request %s, %s of engine %s, has failed: %s", *named, error)
+            if not isinstance(error, NOT_RELEASED):
+                self._release(request_id, ticket)
+        elif lost:
+            self._failed.add(request_id)
+            logger.warning("kvflow: request %s was loaded, and the engine sleeps before it is used", request_id)
+
+    def _fail(self, request_id: str) -> None:
+        self._received.add(request_id)
+        self._failed.add(request_id)
 
     def _keep(self, request_id: str, ticket: Ticket) -> None:
         """Have a ticket's leases renewed while its request waits; one rank does it for all, on all that it names."""
