@@ -417,6 +417,6 @@ class Engine:
             self.setting.fabric.kill(rank.process)
             # The kernel closes its sockets when it gets to it: a process with much memory takes a while to be gone.
             world = self.setting.world
-            world.after(world.delay(self.setting.hang_up_s), self.setting.fabric.wires.hang_up, rank.process)
+            world.later(self.setting.hang_up_s, self.setting.fabric.wires.hang_up, rank.process)
         for call in self._when_killed:
             call()

@@ -317,7 +317,7 @@ class SimulatedMover(Mover):
             self._end(transfer, value)
             return transfer
         self._agent.transfers[transfer] = None
-        world.after(world.delay(faults.piece_s), self._advance, transfer)
+        world.later(faults.piece_s, self._advance, transfer)
         return transfer
 
     def _obstacle(self, transfer: _Transfer) -> Process | str | None:
@@ -347,15 +347,15 @@ class SimulatedMover(Mover):
                 return
         if transfer.source.closed:
             lost = MoveFailed("peer_lost", f"{transfer.source.name} does not answer")
-            world.after(world.delay(faults.noticed_s), self._end, transfer, lost)
+            world.later(faults.noticed_s, self._end, transfer, lost)
         elif transfer.doomed == 0:
             self._end(transfer, MoveFailed("transport_error", "failed as the faults have it"))
         elif transfer.pieces:
             self._copy(transfer, transfer.pieces.pop(0))
             transfer.doomed = None if transfer.doomed is None else transfer.doomed - 1
-            world.after(world.delay(faults.piece_s), self._advance, transfer)
+            world.later(faults.piece_s, self._advance, transfer)
         else:
-            world.after(world.delay(faults.piece_s), self._end, transfer, self._value(transfer))
+            world.later(faults.piece_s, self._end, transfer, self._value(transfer))
 
     def _value(self, transfer: _Transfer) -> int | list[int]:
         """Return what a transfer ends with: the values of slots, or 0; note what of a chunk was not served."""

@@ -140,7 +140,7 @@ def draw_settings(world: World, faults: Faults) -> Settings:
             lease_slots=chance.choice((4, 16, 64)),
             connect_s=2.0,
             handshake_s=5.0,
-            queue_s=30.0,
+            queue_s=30.0 + 200 * faults.fabric.piece_s,  # a read waits for the chunks of all others
             wire_s=30.0,
             fence_s=10.0,
             quarantine_s_max=120.0,
@@ -235,7 +235,7 @@ class Mischief:
         number = self._world.chance.randrange(len(self.engines))
         if self.engines[number].alive and not self._over:
             self.engines[number].kill()
-            self._world.after(self._world.delay(self._faults.outage_s), self._start, number)
+            self._world.later(self._faults.outage_s, self._start, number)
 
     def _start(self, number: int) -> None:
         if not self.engines[number].alive and not self._world.over:
@@ -266,7 +266,7 @@ class Mischief:
         if engine.alive and not self._over:
             self._fabric.wires.troubles.note("stopped", rank.process.host)
             rank.process.stop()
-            self._world.after(self._world.delay(self._faults.outage_s), rank.process.resume)
+            self._world.later(self._faults.outage_s, rank.process.resume)
 
     def _hang(self) -> None:
         engine = self._world.chance.choice(self.engines)
@@ -290,4 +290,4 @@ class Mischief:
         one, other = self._world.chance.sample(hosts, 2)
         if not self._over:
             self._fabric.wires.part(one, other)
-            self._world.after(self._world.delay(self._faults.outage_s), self._fabric.wires.join)
+            self._world.later(self._faults.outage_s, self._fabric.wires.join)

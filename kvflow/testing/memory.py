@@ -4,7 +4,8 @@ Every element says which content it belongs to, and which layer, role, head and 
 prefill has written, or what a block was overwritten with when it was free: a number that is never used twice.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -43,39 +44,20 @@ class Written(Struct, frozen=True, eq=False):
     places: Int64s
 
 
-class _Tensor:
-    """One component as an array, and the part of its elements that is the same for all contents.
+class _Group(Struct, frozen=True, eq=False):
+    """The elements of one group: those of all its components, which are of one shape.
 
     Attributes:
-        group: that it belongs to.
-        has_tokens: whether its elements belong to tokens.
-        array: its elements, by block.
-        marks: the part that is the same for all contents and tokens.
+        has_tokens: whether they belong to tokens.
+        at: shape (blocks, components, *extents): where each lies in the memory, in elements.
+        marks: the part of each that is the same for all contents, blocks and tokens, to be added to.
         in_block: the same, and which token of the block it is.
     """
 
-    def __init__(
-        self, memory: npt.NDArray[np.uint8], component: Component, *, group: int, layer: int, blocks: int
-    ) -> None:
-        self.group = group
-        self.has_tokens = component.token_axis >= 0
-        self.array: UInt32s = np.ndarray(
-            (blocks, *component.extents),
-            np.uint32,
-            memory,
-            component.offset,
-            (component.block_stride, *component.strides),
-        )
-        kind = layer << 14 | ROLES.index(component.role) << 12
-        head = np.arange(component.extents[0]) + component.first
-        if self.has_tokens:
-            token, place = np.arange(component.extents[1]), np.arange(component.extents[2])
-            marks = kind | head[:, None, None] << 10 | place
-            in_block = marks | token[:, None] << TOKEN_SHIFT
-        else:
-            marks = in_block = kind | head[:, None] * component.extents[1] + np.arange(component.extents[1])
-        self.marks: Int64s = np.asarray(marks, np.int64)
-        self.in_block: Int64s = np.asarray(in_block, np.int64)
+    has_tokens: bool
+    at: npt.NDArray[np.intp]
+    marks: UInt32s
+    in_block: UInt32s
 
 
 class SimulatedCache:
@@ -97,16 +79,10 @@ class SimulatedCache:
         self.region = Region(address=address, nbytes=plan.nbytes)
         self.memory: npt.NDArray[np.uint8] = np.zeros(plan.nbytes, np.uint8)
         self.view = memoryview(self.memory.data)  # copies of a few bytes are faster through it
+        self._elements: UInt32s = self.memory.view(np.uint32)
         self._manifest = plan.manifest(self.region)
         self._block_sizes = [group.block_size for group in plan.groups]
-        layers = sorted({name for group in plan.groups for name in group.layers})
-        self._tensors = [
-            _Tensor(self.memory, component, group=index, layer=layers.index(layer.name), blocks=plan.num_blocks)
-            for index, group in enumerate(self._manifest.groups)
-            for layer in group.layers
-            for component in layer.components
-        ]
-        self._blocks_at = _blocks_at(self._manifest, plan.nbytes)
+        self._groups, self._blocks_at = _places(shape, rank)
 
     def manifest(self) -> Manifest:
         """Return the canonical KV metadata."""
@@ -114,46 +90,49 @@ class SimulatedCache:
 
     def write(self, block_ids: Sequence[Sequence[int]], written: Written) -> None:
         """Write what a request has, into lists that each end with the block of its last token."""
-        for tensor, ids, tokens in self._parts(block_ids, written):
-            tensor.array[ids] = tensor.marks + _contents(tensor, written, tokens)
+        for number, ids, tokens in self._parts(block_ids, written):
+            group = self._groups[number]
+            self._elements[group.at[ids]] = group.marks + _contents(number, group, written, tokens)
 
     def overwrite(self, block_ids: Sequence[int], content: int) -> None:
         """Write something else into blocks that are free, in all groups."""
-        ids = np.asarray(block_ids, np.int64)
-        for tensor in self._tensors:
-            tensor.array[ids] = tensor.in_block + (content << CONTENT_SHIFT)
+        ids = np.asarray(block_ids, np.intp)
+        for group in self._groups:
+            self._elements[group.at[ids]] = group.in_block + np.uint32(content << CONTENT_SHIFT)
 
     def wrong(self, block_ids: Sequence[Sequence[int]], written: Written) -> str:
         """Compare blocks with what a request has; return the first difference in words, or nothing."""
-        for tensor, ids, tokens in self._parts(block_ids, written):
-            expected = tensor.marks + _contents(tensor, written, tokens)
-            differs = tensor.array[ids] != expected
-            if tensor.has_tokens:
-                differs &= (tokens < len(written.tokens))[:, None, :, None]  # bytes past the last token mean nothing
+        for number, ids, tokens in self._parts(block_ids, written):
+            group = self._groups[number]
+            expected = group.marks + _contents(number, group, written, tokens)
+            found = self._elements[group.at[ids]]
+            differs = found != expected
+            if group.has_tokens:
+                differs &= (tokens < len(written.tokens))[:, None, None, :, None]  # past the last token all is right
             if differs.any():
                 at = tuple(int(index[0]) for index in differs.nonzero())
-                found, wanted = int(tensor.array[ids][at]), int(expected[at])
-                return f"block {ids[at[0]]} of group {tensor.group}: {describe(found)} where {describe(wanted)} belongs"
+                one, other = describe(int(found[at])), describe(int(expected[at]))
+                return f"block {ids[at[0]]} of group {number}: {one} where {other} belongs"
         return ""
 
     def blocks_of(self, rows: Rows, index: npt.NDArray[np.int32]) -> list[int]:
         """Return the blocks that descriptors of ours lie in."""
         row = rows.firsts.searchsorted(index, side="right") - 1
         address = rows.table[row, 0] + (index - rows.firsts[row]) * rows.table[row, 3]
-        found: list[int] = np.unique(self._blocks_at[(address - self.region.address) >> 2]).tolist()
-        return found
+        return sorted({*self._blocks_at[(address - self.region.address) >> 2].tolist()})
 
     def _parts(
         self, block_ids: Sequence[Sequence[int]], written: Written
-    ) -> list[tuple[_Tensor, npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
-        """Give each tensor with the blocks that are present, and the tokens that each of them holds."""
-        placed = []
-        for ids, size in zip(block_ids, self._block_sizes, strict=True):
-            array = np.asarray(ids, np.int64)
-            first = -(-len(written.tokens) // size) - len(array)
-            tokens = (np.arange(len(array)) + first)[:, None] * size + np.arange(size)
-            placed.append((array[array >= 0], tokens[array >= 0]))
-        return [(tensor, *placed[tensor.group]) for tensor in self._tensors if len(placed[tensor.group][0])]
+    ) -> Iterator[tuple[int, npt.NDArray[np.intp], Int64s]]:
+        """Give each group with the blocks that are present, and the tokens that each of them holds."""
+        for number, (ids, size) in enumerate(zip(block_ids, self._block_sizes, strict=True)):
+            end = -(-len(written.tokens) // size)
+            present = np.asarray(ids, np.intp)
+            blocks = np.arange(end - len(ids), end)
+            if min(ids, default=0) < 0:
+                present, blocks = present[present >= 0], blocks[present >= 0]
+            if len(present):
+                yield number, present, blocks[:, None] * size + np.arange(size)
 
 
 def describe(element: int) -> str:
@@ -162,25 +141,46 @@ def describe(element: int) -> str:
     return f"content {content} layer {layer} role {ROLES[role] if role < len(ROLES) else role} element {rest:#05x}"
 
 
-def _contents(tensor: _Tensor, written: Written, tokens: Int64s) -> Int64s:
-    """Return the part of the elements that depends on the content, and on the token that they are."""
-    if not tensor.has_tokens:
-        return np.full((len(tokens), 1, 1), written.state << CONTENT_SHIFT, np.int64)
+def _contents(number: int, group: _Group, written: Written, tokens: Int64s) -> UInt32s:
+    """Return the part of a group's elements that depends on the content, and on the token that they are."""
+    if not group.has_tokens:
+        return np.full((len(tokens), 1, 1, 1), written.state << CONTENT_SHIFT, np.uint32)
     known = np.minimum(tokens, len(written.tokens) - 1)
-    said = written.places[known] if tensor.group == 0 else tokens
-    contents: Int64s = written.tokens[known] << CONTENT_SHIFT | said << TOKEN_SHIFT
-    return contents[:, None, :, None]
+    said = written.places[known] if number == 0 else tokens
+    contents = written.tokens[known] << CONTENT_SHIFT | said << TOKEN_SHIFT
+    return contents.astype(np.uint32)[:, None, None, :, None]
 
 
-def _blocks_at(manifest: Manifest, nbytes: int) -> npt.NDArray[np.int32]:
-    """Return the block that each element of the memory belongs to."""
-    blocks = np.full(nbytes // 4, -1, np.int32)
-    memory = blocks.view(np.uint8)
-    for group in manifest.groups:
+@cache
+def _places(shape: Shape, rank: int) -> tuple[list[_Group], npt.NDArray[np.int32]]:
+    """Return where the elements of each group lie, and the block that each element of the memory belongs to."""
+    plan = plan_of(shape, rank)
+    layers = sorted({name for group in plan.groups for name in group.layers})
+    everything = np.arange(plan.nbytes // 4, dtype=np.int32)
+    blocks_at = np.full(len(everything), -1, np.int32)
+    groups = []
+    for group in plan.groups:
+        at, marks, in_block = [], [], []
         for layer in group.layers:
-            for part in layer.components:
+            for part in plan.layers[layer].components:
                 strides = (part.block_stride, *part.strides)
-                shape = (manifest.num_blocks, *part.extents)
-                view: npt.NDArray[np.int32] = np.ndarray(shape, np.int32, memory, part.offset, strides)
-                view[...] = np.arange(manifest.num_blocks).reshape(-1, *(1 for _ in part.extents))
-    return blocks
+                at.append(np.ndarray((plan.num_blocks, *part.extents), np.int32, everything, part.offset, strides))
+                same, placed = _marks(part, layers.index(layer))
+                marks.append(same)
+                in_block.append(placed)
+        elements = np.stack(at, axis=1).astype(np.intp)
+        blocks_at[elements] = np.arange(plan.num_blocks).reshape(-1, *(1 for _ in elements.shape[1:]))
+        groups.append(_Group(part.token_axis >= 0, elements, np.stack(marks), np.stack(in_block)))
+    return groups, blocks_at
+
+
+def _marks(part: Component, layer: int) -> tuple[UInt32s, UInt32s]:
+    """Return what is the same for all contents and blocks: without the token of the block, and with it."""
+    kind = layer << 14 | ROLES.index(part.role) << 12
+    head = np.arange(part.extents[0]) + part.first
+    if part.token_axis < 0:
+        state = (kind | head[:, None] * part.extents[1] + np.arange(part.extents[1])).astype(np.uint32)
+        return state, state
+    token, place = np.arange(part.extents[1]), np.arange(part.extents[2])
+    marks = kind | head[:, None, None] << 10 | place
+    return marks.astype(np.uint32), (marks | token[:, None] << TOKEN_SHIFT).astype(np.uint32)

@@ -2,14 +2,16 @@
 
 Each process has a loop of its own, so that what belongs to a process is known: a process that is stopped keeps its
 callbacks for later, as SIGSTOP does, and a killed one never runs another line, not even a ``finally``. ``bury`` lets
-the remains of a killed process unwind after the scenario, when nobody looks at what they do any more.
+the remains of all processes unwind after the scenario.
 """
 
 import asyncio
 import contextvars
-from asyncio import events
+import warnings
+from asyncio.events import _set_running_loop  # documented for event loops
 from collections import deque
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from itertools import count
 from typing import Any, Literal, TypeVar
 
@@ -20,6 +22,9 @@ Life = Literal["running", "stopped", "killed"]
 
 OUR_TASKS = ("life", "drive")
 """How the names of those tasks begin that are the simulated engine's and not the worker's."""
+
+BURIAL_S = 60.0
+"""Virtual seconds that the remains of processes may take to unwind."""
 
 TURN_S = 20e-6
 """Mean delay of a turn of the loop: processes run side by side, and none knows when the other's turn comes."""
@@ -35,16 +40,46 @@ class _Task(asyncio.Task[T]):
     """A task whose place in a set is the same in every run: asyncio cancels the tasks of a group in such an order."""
 
     def __init__(
-        self, coroutine: Coroutine[Any, Any, T], *, loop: asyncio.AbstractEventLoop, serial: int, name: str
+        self,
+        coroutine: Coroutine[Any, Any, T],
+        *,
+        loop: asyncio.AbstractEventLoop,
+        serial: int,
+        name: str,
+        context: contextvars.Context | None,
     ) -> None:
         self._serial = serial
-        super().__init__(coroutine, loop=loop, name=name)
+        super().__init__(coroutine, loop=loop, name=name, context=context)
 
     def __hash__(self) -> int:
         return self._serial
 
     def __eq__(self, other: object) -> bool:
         return self is other
+
+
+class _Call(asyncio.TimerHandle):
+    """A call in the next turn, or when the clock shows ``when``; without what real loops keep of one for debugging."""
+
+    __slots__ = ("args", "callback", "context")
+
+    def __init__(
+        self,
+        callback: Callable[..., object],
+        args: tuple[object, ...],
+        context: contextvars.Context | None,
+        when: float = 0.0,
+    ) -> None:
+        self.callback: Callable[..., object] | None = callback
+        self.args = args
+        self.context = contextvars.copy_context() if context is None else context
+        self._when = when
+
+    def cancel(self) -> None:
+        self.callback, self.args = None, ()
+
+    def cancelled(self) -> bool:
+        return self.callback is None
 
 
 class Process(asyncio.AbstractEventLoop):
@@ -76,12 +111,13 @@ class Process(asyncio.AbstractEventLoop):
         self._world = world
         self.skew_s = skew_s
         self._began_s = began_s
-        self._ready: deque[asyncio.Handle] = deque()
+        self._ready: deque[_Call] = deque()
         self._turn: Event | None = None
         self._tasks: list[asyncio.Task[Any]] = []
-        self._serials = count(1)
+        self._serials = count(1 + (len(world.processes) << 32))
         self._postponed: list[Callable[[], object]] = []
         self._unburied: list[Callable[[], object]] = []
+        world.processes.append(self)
 
     @property
     def running(self) -> bool:
@@ -142,8 +178,8 @@ class Process(asyncio.AbstractEventLoop):
         self._tasks = [task for task in self._tasks if not task.done()]
         return self._tasks
 
-    def bury(self) -> None:
-        """Let what is left of a killed process unwind, one last time: what the engine began is cancelled."""
+    def _bury(self) -> None:
+        """Let what is left unwind: what the engine began is cancelled, and ends what it began itself."""
         self.life = "running"
         for task in self.pending():
             if task.get_name().startswith(OUR_TASKS):
@@ -159,10 +195,10 @@ class Process(asyncio.AbstractEventLoop):
         self, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
     ) -> asyncio.Handle:
         """Call in the next turn; a process that was killed has none."""
-        handle = asyncio.Handle(callback, args, self, context)
+        handle = _Call(callback, args, context)
         self._ready.append(handle)
-        if self._turn is None:
-            self._plan_turn()
+        if self._turn is None and self.life == "running":
+            self._turn = self._world.later(TURN_S, self._run_turn)
         return handle
 
     call_soon_threadsafe = call_soon  # type: ignore[assignment]
@@ -171,7 +207,7 @@ class Process(asyncio.AbstractEventLoop):
         self, delay: float, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
     ) -> asyncio.TimerHandle:
         """Call after ``delay`` seconds."""
-        handle = asyncio.TimerHandle(self.time() + delay, callback, args, self, context)
+        handle = _Call(callback, args, context, self._world.now + self._began_s + delay)
         self._world.after(delay, self._on_timer, handle)
         return handle
 
@@ -194,8 +230,7 @@ class Process(asyncio.AbstractEventLoop):
     ) -> asyncio.Task[T]:
         """Return a task of this loop."""
         serial = next(self._serials)
-        make = contextvars.copy_context() if context is None else context
-        task: asyncio.Task[T] = make.run(_Task, coro, loop=self, serial=serial, name=name or f"task {serial}")
+        task = _Task(coro, loop=self, serial=serial, name=name or f"task {serial}", context=context)
         if len(self._tasks) > 256:
             self.pending()
         self._tasks.append(task)
@@ -206,7 +241,7 @@ class Process(asyncio.AbstractEventLoop):
     ) -> asyncio.Future[T]:
         """Run a function, all at once, when a thread would have done so."""
         future: asyncio.Future[T] = self.create_future()
-        self._world.after(self._world.delay(THREAD_S), self._run_in_thread, future, func, args)
+        self._world.later(THREAD_S, self._run_in_thread, future, func, args)
         return future
 
     def get_debug(self) -> bool:
@@ -227,33 +262,36 @@ class Process(asyncio.AbstractEventLoop):
         if "never retrieved" not in context["message"]:
             self._world.fail(error or context["message"])
 
-    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """Do nothing: a cancelled timer is found when it is due."""
-
-    def _on_timer(self, handle: asyncio.TimerHandle) -> None:
-        if not handle.cancelled():
-            self._ready.append(handle)
+    def _on_timer(self, timer: _Call) -> None:
+        if timer.callback is not None:
+            self._ready.append(timer)
             if self._turn is None:
                 self._plan_turn()
 
     def _plan_turn(self) -> None:
         if self._turn is None and self._ready and self.life == "running":
-            self._turn = self._world.after(self._world.delay(TURN_S), self._run_turn)
+            self._turn = self._world.later(TURN_S, self._run_turn)
 
     def _run_turn(self) -> None:
         self._turn = None
         if self.life != "running":
             return
-        events._set_running_loop(self)  # noqa: SLF001 - documented for whoever implements an event loop
+        ready = self._ready
+        _set_running_loop(self)
         try:
-            for _ in range(len(self._ready)):
-                handle = self._ready.popleft()
-                if not handle.cancelled():
-                    handle._run()  # noqa: SLF001 - likewise
+            for _ in range(len(ready)):
+                call = ready.popleft()
+                if call.callback is not None:
+                    try:
+                        call.context.run(call.callback, *call.args)
+                    except (SystemExit, KeyboardInterrupt):
+                        raise
+                    except BaseException as error:  # noqa: BLE001 - a scenario ends with the first defect
+                        self._world.fail(error)
                 if self.life != "running":  # it was stopped or killed by what it did
                     break
         finally:
-            events._set_running_loop(None)  # noqa: SLF001
+            _set_running_loop(None)
         self._plan_turn()
 
     def _run_in_thread(self, future: asyncio.Future[T], func: Callable[..., T], args: tuple[Any, ...]) -> None:
@@ -271,6 +309,33 @@ class Process(asyncio.AbstractEventLoop):
             self.call_soon(_settle, future, None, error)
         else:
             self.call_soon(_settle, future, result, None)
+
+
+def bury(world: World) -> None:
+    """Let the remains of every process of a world unwind, one last time, whatever they do: nothing reads it afterwards.
+
+    Otherwise the garbage collector would end them, parts before the whole, and say so in the midst of something else.
+    """
+    left: list[asyncio.Task[Any]] = []
+
+    def all_done() -> bool:
+        while left and left[-1].done():
+            left.pop()
+        if not left:
+            left.extend(task for process in world.processes for task in process.pending())
+        return not left
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+        world.violation, world.over, world.recording = None, True, False
+        for process in world.processes:
+            process._bury()  # noqa: SLF001 - a part of this
+        world.run(all_done, world.now + BURIAL_S)
+        for task in (task for process in world.processes for task in process.pending()):
+            coroutine = task.get_coro()  # it waits for a thread that a defect has ended
+            assert isinstance(coroutine, Coroutine)
+            with suppress(RuntimeError):  # it waits for something else before it ends
+                coroutine.close()
 
 
 def _settle(future: asyncio.Future[T], result: Any, error: BaseException | None) -> None:

@@ -392,7 +392,7 @@ class Request:
         self._routed = True
 
     def _route(self) -> None:
-        self._world.after(self._world.delay(self.plan.route_s), self._arrive)
+        self._world.later(self.plan.route_s, self._arrive)
 
     def _arrive(self) -> None:
         """Let the ticket arrive at its readers, as JSON."""

@@ -1,5 +1,6 @@
 """Many scenarios, in several processes: which seeds break a promise, and how fast they were run."""
 
+import gc
 import multiprocessing
 import signal
 import time
@@ -8,11 +9,15 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from kvflow.testing.scenario import Outcome, simulate
 
 SEEDS_AT_ONCE = 25
 """Seeds that a process is given at once: some seconds of work."""
+
+GARBAGE_OBJECTS = 50_000
+"""New objects after which a process looks for garbage: about those of two scenarios, instead of 700."""
 
 
 class Summary(Struct, frozen=True, kw_only=True):
@@ -57,15 +62,14 @@ def run_seeds(
         on_progress: told of the sum so far, now and then.
     """
     began_s = time.monotonic()
-    outcomes: list[Outcome] = []
-    interrupted = False
+    summary = Summary()
     try:
         for part in _parts(first, seeds, jobs, calm=calm):
-            outcomes += part
-            on_progress(_sum(outcomes, time.monotonic() - began_s))
+            summary = _sum(summary, part, time.monotonic() - began_s)
+            on_progress(summary)
     except KeyboardInterrupt:
-        interrupted = True
-    return _sum(outcomes, time.monotonic() - began_s, interrupted=interrupted)
+        summary = replace(summary, elapsed_s=time.monotonic() - began_s, interrupted=True)
+    return summary
 
 
 def _parts(first: int, seeds: int, jobs: int, *, calm: bool) -> Iterator[list[Outcome]]:
@@ -76,8 +80,7 @@ def _parts(first: int, seeds: int, jobs: int, *, calm: bool) -> Iterator[list[Ou
         return
     # Not forked: a test or an embedder that asks may have threads.
     context = multiprocessing.get_context("spawn")
-    # A terminal interrupts the children as well; it is for us to end them.
-    pool = ProcessPoolExecutor(jobs, context, signal.signal, (signal.SIGINT, signal.SIG_IGN))
+    pool = ProcessPoolExecutor(jobs, context, _begin)
     try:
         for done in as_completed([pool.submit(_run_part, *part) for part in parts]):
             yield done.result()
@@ -85,21 +88,30 @@ def _parts(first: int, seeds: int, jobs: int, *, calm: bool) -> Iterator[list[Ou
         pool.shutdown(cancel_futures=True)  # once: what a second call says counts, and the end of a ``with`` is one
 
 
+def _begin() -> None:
+    """Make a process ready that does nothing else but run scenarios."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal interrupts us as well; it is for our parent to end us
+    gc.collect()
+    gc.freeze()  # what is imported is never garbage
+    gc.set_threshold(GARBAGE_OBJECTS, *gc.get_threshold()[1:])
+
+
 def _run_part(first: int, seeds: int, calm: bool) -> list[Outcome]:
     return [simulate(seed, calm=calm) for seed in range(first, first + seeds)]
 
 
-def _sum(outcomes: list[Outcome], elapsed_s: float, *, interrupted: bool = False) -> Summary:
-    counted: Counter[str] = Counter()
-    for outcome in outcomes:
+def _sum(before: Summary, part: list[Outcome], elapsed_s: float) -> Summary:
+    counted = Counter(before.outcomes)
+    for outcome in part:
         counted.update(outcome.outcomes)
+    fewest = min(outcome.requests for outcome in part)
+    broken = [*before.broken, *(outcome for outcome in part if outcome.violation)]
     return Summary(
-        scenarios=len(outcomes),
-        requests=sum(outcome.requests for outcome in outcomes),
-        requests_min=min((outcome.requests for outcome in outcomes), default=0),
+        scenarios=before.scenarios + len(part),
+        requests=before.requests + sum(outcome.requests for outcome in part),
+        requests_min=min(fewest, before.requests_min) if before.scenarios else fewest,
         outcomes=dict(counted.most_common()),
-        virtual_s=sum(outcome.virtual_s for outcome in outcomes),
+        virtual_s=before.virtual_s + sum(outcome.virtual_s for outcome in part),
         elapsed_s=elapsed_s,
-        broken=tuple(sorted((each for each in outcomes if each.violation), key=lambda each: each.seed)),
-        interrupted=interrupted,
+        broken=tuple(sorted(broken, key=lambda each: each.seed)),
     )

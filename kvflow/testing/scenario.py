@@ -14,6 +14,7 @@ from kvflow.testing.engines import Engine, Setting
 from kvflow.testing.fabric import Fabric, Serves
 from kvflow.testing.faults import Faults, Mischief, draw_calm, draw_faults, draw_settings, is_slow, pull_s_max
 from kvflow.testing.models import NUM_BLOCKS, SHAPES
+from kvflow.testing.process import bury
 from kvflow.testing.requests import Plan, Request
 from kvflow.testing.wires import Wires
 from kvflow.testing.world import World
@@ -149,7 +150,9 @@ class Scenario:
             self._close()
         outcomes = Counter(outcome for request in self._requests for outcome in request.outcomes)
         violation, virtual_s = str(world.violation or ""), world.now
-        self._bury()
+        for engine in [*self._mischief.gone, *self.engines]:
+            engine.alive = False
+        bury(world)
         return Outcome(
             seed=seed,
             violation=violation,
@@ -248,17 +251,6 @@ class Scenario:
         self._await("the engines are closed", lambda: all(rank.left for each in self.engines for rank in each.ranks))
         if left := self._fabric.in_flight():
             self._world.fail(f"every engine is closed, and {left} reads are in flight")
-
-    def _bury(self) -> None:
-        """Let the remains of every process unwind; whatever they do has no consequences any more."""
-        world = self._world
-        world.violation, world.over, world.recording = None, True, False
-        processes = [rank.process for engine in [*self._mischief.gone, *self.engines] for rank in engine.ranks]
-        for engine in [*self._mischief.gone, *self.engines]:
-            engine.alive = False
-        for process in processes:
-            process.bury()
-        world.run(lambda: not any(process.pending() for process in processes), world.now + 10 * PEACE_S)
 
 
 def _ended(request: Request) -> bool:

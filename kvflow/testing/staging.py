@@ -81,5 +81,4 @@ class _WatchedScatterer(Scatterer):
 def blocks_of_units(units: tuple[int, int, int], numbers: npt.NDArray[np.int32]) -> list[int]:
     """Return the blocks that units of the target belong to."""
     _, kernel_blocks, per_kernel_block = units
-    found: list[int] = np.unique(numbers // (kernel_blocks * per_kernel_block)).tolist()
-    return found
+    return sorted({*(numbers // (kernel_blocks * per_kernel_block)).tolist()})

@@ -130,14 +130,12 @@ class SimulatedTransport:
         """See ``Transport.post``. A share of posts is made at once, if a real transport would make them so."""
         for read in reads:
             self._world.note(self._process.name, "posted", read.read_id, len(read.parts), read.check_first)
-            blocks = {
-                unit // self._units[part.program_id] for part in read.parts for unit in part.pairs.target.tolist()
-            }
+            blocks = {unit // self._units[part.program_id] for part in read.parts for unit in part.pairs.target}
             self._aims[read.read_id] = {block: self._owners[block] for block in blocks}
         inline = self._world.happens(self._fabric.faults.inline) and not self._commands and not self._closed
         for owner, _ in self._started if inline else ():
-            if owner.fits_inline(reads, INLINE_S_MAX):
-                answers = owner.post_inline(reads)
+            answers = owner.post_inline(reads, INLINE_S_MAX)
+            if answers is not None:
                 for ended in answers:
                     self._note_end(ended)
                 if len(answers) < len(reads):
@@ -175,7 +173,7 @@ class SimulatedTransport:
     def wake(self) -> None:
         """Let the owner take its next step when its thread gets to it."""
         if self._step is None:
-            self._step = self._world.after(self._world.delay(self._fabric.faults.step_s), self._take_step)
+            self._step = self._world.later(self._fabric.faults.step_s, self._take_step)
 
     def check_write(self, read_id: int, blocks: Sequence[int]) -> None:
         """Check that every block which is written to belongs to the pull that its read was posted for."""

@@ -218,11 +218,11 @@ class Line:
         lane.send(frames)
         if self._wires.world.happens(self._wires.faults.cut):
             self._wires.troubles.note("cut", *self._hosts)
-            self._wires.world.after(self._wires.world.delay(self._wires.faults.delay_s), self.cut)
+            self._wires.world.later(self._wires.faults.delay_s, self.cut)
 
     def _later(self, call: Callable[..., object], *arguments: object) -> None:
         world = self._wires.world
-        world.after(world.delay(self._wires.faults.delay_s), self._unless_parted, call, *arguments)
+        world.later(self._wires.faults.delay_s, self._unless_parted, call, *arguments)
 
     def _unless_parted(self, call: Callable[..., object], *arguments: object) -> None:
         if self._wires.parted(self.client.process.host, self._host):

@@ -37,11 +37,11 @@ def epoch_raised_after_the_free(patch):
     """The blocks of a lease go back to the engine, and a moment later its epoch is raised."""
     end = LeaseTable._end
 
-    def end_first(self, lease, outcome, now):
+    def end_first(self, leases, outcome, now):
         epochs, raises = self._epochs, []
-        self._epochs = SimpleNamespace(raise_to=lambda slot, epoch: raises.append((slot, epoch)))
+        self._epochs = SimpleNamespace(raise_all=raises.extend)
         try:
-            event = end(self, lease, outcome, now)
+            events = end(self, leases, outcome, now)
         finally:
             self._epochs = epochs
 
@@ -51,7 +51,7 @@ def epoch_raised_after_the_free(patch):
                     epochs.raise_to(slot, epoch)
 
         asyncio.get_running_loop().call_later(LATE_S, raise_late)
-        return event
+        return events
 
     patch.setattr(LeaseTable, "_end", end_first)
 
@@ -76,13 +76,18 @@ def release_counted_twice(patch):
     """A rank that releases once more stands for another one that has not."""
     release = LeaseTable.release
 
-    def release_again(self, slot, epoch, reader, now, **how):
-        lease = self._find(slot, epoch)
-        released = lease.released_by.get((reader.engine_id, reader.num_ranks), ()) if lease else ()
-        if reader.rank in released:
-            other = next(rank for rank in range(reader.num_ranks) if rank not in released)
-            reader = msgspec.structs.replace(reader, rank=other)
-        return release(self, slot, epoch, reader, now, **how)
+    def release_again(self, leases, reader, now, **how):
+        answers, ended = [], []
+        for slot, epoch in leases:
+            lease, another = self._find(slot, epoch), reader
+            released = lease.released_by.get((reader.engine_id, reader.num_ranks), ()) if lease else ()
+            if reader.rank in released:
+                other = next(rank for rank in range(reader.num_ranks) if rank not in released)
+                another = msgspec.structs.replace(reader, rank=other)
+            answer, end = release(self, [(slot, epoch)], another, now, **how)
+            answers += answer
+            ended += end
+        return answers, ended
 
     patch.setattr(LeaseTable, "release", release_again)
 
@@ -92,15 +97,18 @@ def lease_renewed_after_its_end(patch):
     end, renew = LeaseTable._end, LeaseTable.renew
     ended = {}
 
-    def end_and_keep(self, lease, outcome, now):
-        ended[id(self), lease.grant.slot, lease.grant.epoch_value] = lease
-        return end(self, lease, outcome, now)
+    def end_and_keep(self, leases, outcome, now):
+        for lease in leases:
+            ended[id(self), lease.grant.slot, lease.grant.epoch_value] = lease
+        return end(self, leases, outcome, now)
 
-    def revive(self, slot, epoch, now):
-        lease = ended.get((id(self), slot, epoch))
-        if lease is not None and slot not in self._by_slot:
-            self._by_slot[slot] = self._by_request[lease.grant.request_id] = lease
-        return renew(self, slot, epoch, now)
+    def revive(self, leases, now):
+        for slot, epoch in leases:
+            lease = ended.get((id(self), slot, epoch))
+            if lease is not None and slot not in self._by_slot:
+                self._by_slot[slot] = self._by_request[lease.grant.request_id] = lease
+                self._ends[lease.grant.lease_ms][slot] = lease
+        return renew(self, leases, now)
 
     patch.setattr(LeaseTable, "_end", end_and_keep)
     patch.setattr(LeaseTable, "renew", revive)
@@ -234,9 +242,11 @@ def renewal_lasts_half(patch):
     """A renewed lease lasts half as long as its readers are told."""
     renew = LeaseTable.renew
 
-    def renew_half(self, slot, epoch, now):
-        lease = self._find(slot, epoch)
-        return renew(self, slot, epoch, now if lease is None else now - lease.grant.lease_s / 2)
+    def renew_half(self, leases, now):
+        answers = renew(self, leases, now)
+        for lease in filter(None, (self._find(*key) for key in leases)):
+            lease.ends_at -= lease.grant.lease_s / 2
+        return answers
 
     patch.setattr(LeaseTable, "renew", renew_half)
 
@@ -257,10 +267,10 @@ def shared_chunk_cancelled_with_one_pull(patch):
         return take(self, reads, *about)
 
     def cancel_all(self, read_ids):
-        opened = [self._reads[read_id] for read_id in read_ids if read_id in self._reads]
+        opened = [self.reads[read_id] for read_id in read_ids if read_id in self.reads]
         cancel(self, read_ids)
-        for read_id in sorted({each for one in opened for each in sharing.get(one, ())} & self._reads.keys()):
-            self._doom(self._reads[read_id], lanes.Reason("cancelled", "it has shared a chunk"))
+        for read_id in sorted({each for one in opened for each in sharing.get(one, ())} & self.reads.keys()):
+            self._doom(self.reads[read_id], lanes.Reason("cancelled", "it has shared a chunk"))
 
     patch.setattr(Lanes, "_take", take_and_note)
     patch.setattr(Lanes, "cancel", cancel_all)
@@ -284,11 +294,10 @@ def slot_freed_twice(patch):
     """A slot of a mint is free once when its lease has ended, and once more when its name is."""
     vacate = Mint.vacate
 
-    def vacate_and_remember(self, request_id):
-        slot = self._slots.get(request_id)
-        vacate(self, request_id)
-        if slot is not None:
-            self._slots[request_id] = slot
+    def vacate_and_remember(self, request_ids):
+        slots = {name: slot for name in request_ids if (slot := self._slots.get(name)) is not None}
+        vacate(self, request_ids)
+        self._slots.update(slots)
 
     patch.setattr(Mint, "vacate", vacate_and_remember)
 

@@ -1,12 +1,13 @@
 """What a world is made of: time, processes that stop and die, and a network that keeps its promises and no others."""
 
 import asyncio
+import contextlib
 
 import pytest
 
 from handshake.limits import Limits
 from handshake.sockets import Delivery, LinkEvent
-from kvflow.testing import NetworkFaults, Process, Wires, World
+from kvflow.testing import NetworkFaults, Process, Wires, World, bury
 from kvflow.testing.network import SimulatedNetwork
 
 SERVER = "tcp://10.0.0.1:5000"
@@ -15,7 +16,11 @@ LIMITS = Limits()
 
 @pytest.fixture
 def world():
-    return World(1)
+    """A world whose processes unwind when the test is over: what is left of none is for the garbage collector."""
+    world = World(1)
+    yield world
+    bury(world)
+    assert not any(each.pending() for each in world.processes)
 
 
 def process(world, name, host):
@@ -50,7 +55,7 @@ def test_what_never_ends_is_a_violation(world):
 def test_a_host_that_hangs_is_not_woken_and_may_be_killed(world):
     seen = []
     one = process(world, "one", "10.0.0.1")
-    one.create_task(count_seconds(seen))
+    one.create_task(count_seconds(seen), name="drive counting")
     pass_time(world, 1.5)
     one.hang()
     one.resume()
@@ -80,7 +85,7 @@ async def count_seconds(seen):
 def test_a_stopped_process_goes_on_later_and_a_killed_one_never(world):
     seen = []
     one = process(world, "one", "10.0.0.1")
-    one.create_task(count_seconds(seen))
+    one.create_task(count_seconds(seen), name="drive counting")
     pass_time(world, 2.5)
     assert len(seen) == 2
     one.stop()
@@ -101,6 +106,27 @@ def test_a_defect_in_a_process_is_a_violation(world):
     assert "ZeroDivisionError" in str(world.violation)
 
 
+async def wait_through_every_cancellation(ended):
+    try:
+        while True:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.get_running_loop().create_future()
+    finally:
+        ended.append(True)
+
+
+@pytest.mark.parametrize("life", ["running", "stopped", "killed"])
+def test_a_buried_process_has_ended_whatever_it_waits_for(world, life):
+    ended = []
+    one = process(world, "one", "10.0.0.1")
+    one.create_task(count_seconds([]), name="drive counting")
+    one.create_task(wait_through_every_cancellation(ended), name="drive waiting")
+    pass_time(world, 1.0)
+    one.life = life
+    bury(world)
+    assert ended == [True]
+
+
 class Meeting:
     """A client and a server on two hosts."""
 
@@ -108,9 +134,9 @@ class Meeting:
         self.wires = Wires(world, faults)
         self.server, self.client = process(world, "server", "10.0.0.1"), process(world, "client", "10.0.0.2")
         self.heard, self.links, self.ends = [], [], []
-        self.server.create_task(self._serve())
+        self.server.create_task(self._serve(), name="drive server")
         pass_time(world, 0.01)
-        self.client.create_task(self._dial())
+        self.client.create_task(self._dial(), name="drive client")
         pass_time(world, 0.5)
 
     async def _serve(self):
@@ -179,6 +205,6 @@ def test_nobody_answers_where_nobody_listens(world):
             channel.dial()
             await channel.watch(links.append)
 
-    client.create_task(dial())
+    client.create_task(dial(), name="drive client")
     pass_time(world, 1.0)
     assert links == [LinkEvent.UNREACHABLE]

@@ -80,7 +80,7 @@ def test_scenarios_use_all_that_a_worker_does(monkeypatch):
 
     for kind, name in USED:
         count(kind, name)
-    assert not run_seeds(0, 12, jobs=1).broken
+    assert not run_seeds(39, 12, jobs=1).broken
     assert set(used) == {kind for kind, _ in USED}
 
 
@@ -112,9 +112,13 @@ def test_recording_changes_nothing_else():
     assert (silent.outcomes, silent.virtual_s, silent.record) == (recorded.outcomes, recorded.virtual_s, ())
 
 
-def test_several_processes_find_what_one_finds():
-    alone, together = run_seeds(40, 2, jobs=1), run_seeds(40, 2, jobs=2)
+def test_several_processes_find_what_one_finds(monkeypatch):
+    alone = run_seeds(40, 2, jobs=1)
+    monkeypatch.setattr(runner, "SEEDS_AT_ONCE", 1)
+    together = run_seeds(40, 2, jobs=2)
     assert together.outcomes == alone.outcomes
+    assert (together.scenarios, together.requests) == (alone.scenarios, alone.requests)
+    assert together.requests_min == alone.requests_min
     assert together.virtual_s == pytest.approx(alone.virtual_s)
 
 
