@@ -20,18 +20,18 @@ import tempfile
 import threading
 import time
 import urllib.request
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from kvflow.bench.stats import quantile
 from tests.benchmarks.beside_vllm import make_model
 from tests.ports import free_port
 from tests.vllm.engines import ENVIRONMENT, OUT, PYTHON
 from tests.vllm.prompts import prompt_of
-from tests.vllm.servers import LOGS, PATIENCE, Server
+from tests.vllm.servers import LOGS, PATIENCE, Server, Together
 
 LENGTH = 700
 TOKENS = 16
@@ -57,36 +57,27 @@ class Round:
     failed: int
 
 
-class Servers:
-    """A pair of servers and a proxy; use it as a context manager."""
+class Servers(Together):
+    """A pair of servers and a proxy."""
 
     def __init__(self, held: str, model: Path, ranks: int) -> None:
+        super().__init__()
         self.held, self.model, self.ranks = held, str(model), ranks
-        self._stack = ExitStack()
 
-    def __enter__(self) -> Self:
+    def start(self) -> Iterable[Server]:
+        """See ``Together.start``."""
         folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
         LOGS.mkdir(parents=True, exist_ok=True)
         self.log = folder / "kv_consumer.jsonl"
         multiprocess = {name: value for name, value in ENVIRONMENT.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
         environment = {**os.environ, **multiprocess, "KVFLOW_CLUSTER_SECRET": secrets.token_hex(32)}
-        try:
-            servers = [self._start(role, folder, environment) for role in ("kv_producer", "kv_consumer")]
-            for server in servers:
-                server.wait_ready()
-            urls = [server.url for server in servers]
-            port = free_port()
-            kvflow = f"{PYTHON} -c 'from kvflow.cli import main; raise SystemExit(main())'"
-            proxy = f"{kvflow} proxy --prefill {urls[0]} --decode {urls[1]} --listen 127.0.0.1:{port}"
-            self.proxy = self._started(Server("early-proxy", proxy, port, environment, folder))
-            self.proxy.wait_ready()
-        except BaseException:
-            self._stack.close()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
+        servers = [self._start(role, folder, environment) for role in ("kv_producer", "kv_consumer")]
+        urls = [server.url for server in servers]
+        port = free_port()
+        kvflow = f"{PYTHON} -c 'from kvflow.cli import main; raise SystemExit(main())'"
+        proxy = f"{kvflow} proxy --prefill {urls[0]} --decode {urls[1]} --listen 127.0.0.1:{port}"
+        self.proxy = self._started(Server("early-proxy", proxy, port, environment, folder))
+        return *servers, self.proxy
 
     def ask(self, name: str, in_flight: int, requests: int) -> Round:
         """Send requests, so many at a time, and return what they took."""

@@ -373,6 +373,17 @@ class PullReader(Reader):
             "after_s": after_s,
         }
 
+    async def calls_of_many(self, seed: int, count: int, blocks: int) -> Calls:
+        """Count calls of so many pulls at once, until the last of them returns."""
+        before, pairs = self.pairs(2 * seed, count, blocks), self.pairs(2 * seed + 1, count, blocks)
+        await self.read_all(await self.prepare(before))
+        self.compare(before)
+        works = await self.prepare(pairs)
+        with count_calls() as calls:
+            await self.read_all(works)
+        self.compare(pairs)
+        return calls
+
     async def calls(self, seed: int, blocks: int) -> tuple[Calls, Calls]:
         """Pull in a row, and count calls until the last pull returns; of another row also its release, by itself."""
         counted = []

@@ -67,7 +67,7 @@ def test_events_are_documented_with_level_and_fields(kind):
     assert f"`{kind.__name__}`, level `{logging.getLevelName(LEVELS[kind])}`" in text
     fields = set(kind.__struct_fields__)
     if "report" in fields:
-        fields |= set(TransferReport.__struct_fields__) - {"timings_s"}
+        fields |= set(TransferReport.__dataclass_fields__) - {"timings_s"}
     assert fields <= set(rows(text))
 
 

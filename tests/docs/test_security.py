@@ -48,7 +48,9 @@ NOT_UNPACKED = {
     "handshake/intake.py": "the kernel's counters of a socket",
     "handshake/sockets.py": "what ZeroMQ reports of our own sockets",
     "kvflow/bench/streams.py": "requests of a benchmark to the source that it has named",
+    "kvflow/cache/blocks.py": "counts of our own",
     "kvflow/memory/device.py": "memory of this process",
+    "kvflow/transfer/pairs.py": "integers of a list, copied by Python itself",
 }
 """Modules that take numbers out of bytes that nobody else sends, and whose they are."""
 
@@ -59,6 +61,7 @@ NOT_WIRE = {
     "kvflow/cli/layout.py": "flags",
     "kvflow/config.py": "settings",
     "kvflow/demo/processes.py": "processes that the demo has started",
+    "kvflow/integrations/vllm/orders.py": "orders of the engine's own scheduler",
     "kvflow/integrations/vllm/settings.py": "settings",
     "kvflow/layout/manifest.py": "manifests of this process; a peer's are read by rendezvous.publication",
     "kvflow/layout/specs.py": "specs of this process",

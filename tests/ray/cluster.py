@@ -6,17 +6,17 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.docs.test_examples import blocks
 from tests.ports import free_port
 from tests.vllm.engines import ANSWER_S, ENVIRONMENT, PYTHON, EngineFailed
-from tests.vllm.servers import LOG_TAIL, LOGS, PATIENCE, PAUSE_S, fetch
+from tests.vllm.servers import LOG_TAIL, LOGS, PATIENCE, PAUSE_S, Server, Together, fetch
 
 PAGE = "docs/howto/ray-serve.md"
 MODEL = "tiny"
@@ -58,10 +58,8 @@ def application(model: Path, log_file: Path) -> str:
     return text
 
 
-class Cluster:
+class Cluster(Together):
     """Two nodes with the page's application, and Ray's HTTP proxy.
-
-    Use it as a context manager.
 
     Args:
         model: its folder.
@@ -69,24 +67,13 @@ class Cluster:
     """
 
     def __init__(self, model: Path, folder: Path) -> None:
+        super().__init__()
         self.log_file = folder / "kvflow.jsonl"
         self.url = f"http://127.0.0.1:{(port := free_port())}"
         self._metrics_ports = {node: free_port() for node in NODES}
         self._port = port
         self._folder = folder
-        self._stack = ExitStack()
         (folder / "app.py").write_text(application(model, self.log_file))
-
-    def __enter__(self) -> Self:
-        try:
-            self._start()
-        except BaseException:
-            self._stack.close()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
 
     def records(self) -> list[dict[str, Any]]:
         """Return the records that the replicas of both nodes have written."""
@@ -119,7 +106,8 @@ class Cluster:
                 raise EngineFailed(f"{name} is {found} and not {value}")
             time.sleep(PAUSE_S)
 
-    def _start(self) -> None:
+    def start(self) -> Iterable[Server]:
+        """See ``Together.start``. It returns when all are ready."""
         # Ray's sockets lie below it, and the path of a socket has 107 bytes at most.
         scratch = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True))
         head = f"{NODES[0]}:{free_port()}"
@@ -135,6 +123,7 @@ class Cluster:
         # Another port than that of the page, and one proxy: both nodes are this host.
         self._run(f"serve start --http-port {self._port} --proxy-location HeadOnly", driver)
         self._launch("serve", command("serve run"), driver, "is ready at")
+        return ()
 
     def _run(self, shell: str, environment: Mapping[str, str]) -> None:
         """Run a command to its end."""

@@ -80,7 +80,7 @@ def test_streams_are_the_tokens_of_one_engine_and_every_block_has_moved(alone, c
     assert told == alone[0]
     assert all(len(set(tokens)) > TOKENS // 4 for tokens in told.values())
 
-    pulls = cluster.events("transfer.completed")
+    pulls = cluster.wait_events("transfer.completed", len(PROMPTS))
     assert len(pulls) == len(PROMPTS)
     nbytes = sum(-(-len(prompt) // BLOCK_TOKENS) for prompt in PROMPTS.values()) * BLOCK_BYTES
     assert sum(each["nbytes"] for each in pulls) == nbytes
@@ -93,7 +93,7 @@ def test_streams_are_the_tokens_of_one_engine_and_every_block_has_moved(alone, c
 def test_a_chat_is_what_one_engine_says(alone, cluster):
     before = len(cluster.events("transfer.completed"))
     assert said_by(cluster.url) == alone[1]
-    assert len(cluster.events("transfer.completed")) == before + 1
+    assert len(cluster.wait_events("transfer.completed", before + 1)) == before + 1
 
 
 def test_nothing_failed_and_every_lease_was_released(cluster):

@@ -10,14 +10,14 @@ import secrets
 import shlex
 import subprocess
 import urllib.request
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
 from .engines import ANSWER_S, ENVIRONMENT, PYTHON, ROOT, START_S
 from .pairs import model_folder
-from .servers import LOGS, Server
+from .servers import LOGS, Server, Together
 
 TOKENS = 16
 CONTROL_PORT = 5600
@@ -134,8 +134,8 @@ class FarServer(Server):
         return self.kill()
 
 
-class FarServers:
-    """Servers on hosts of their own. Use it as a context manager.
+class FarServers(Together):
+    """Servers on hosts of their own.
 
     Args:
         names: of the hosts.
@@ -148,27 +148,15 @@ class FarServers:
     """
 
     def __init__(self, names: Sequence[str], folder: Path) -> None:
+        super().__init__()
         self.folder = folder
         self.hosts = Hosts(names, folder)
         self.model = str(model_folder("llama"))
         self.secret = secrets.token_urlsafe(32)
-        self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        with self._stack as starting:
-            starting.enter_context(self.hosts)
-            self._stack = starting
-            for server in self.start():
-                server.wait_ready()
-            self._stack = starting.pop_all()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def start(self) -> Iterable[FarServer]:
-        """Start all of them; return those that answer when they are ready."""
-        raise NotImplementedError
+        self._stack.enter_context(self.hosts)
+        return super().__enter__()
 
     def serve(self, name: str, *, command: Sequence[str], port: int, variables: Mapping[str, str]) -> FarServer:
         """Start a server on a host; see ``FarServer``."""

@@ -2,10 +2,13 @@
 
 import os
 import subprocess
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from .engines import DISK, KVFLOW, NIXL, OUT, PYTHON, ROOT, EngineFailed, Nursery, Options, Pair
+from .engines import ANSWER_S, DISK, KVFLOW, NIXL, OUT, PYTHON, ROOT, EngineFailed, Nursery, Options, Pair
 from .tiny_models import CONFIGS, folder_of
 
 FULL = os.environ.get("KVFLOW_TEST_VLLM") == "full"
@@ -29,6 +32,16 @@ USUAL = ("llama", "gptoss", "granite")
 
 RANKS_LOG = OUT / "logs" / "ranks.jsonl"
 """Records of all ranks of all engines that have several or read them."""
+
+
+def await_all(find: Callable[[], list[Any]], number: int = 1) -> list[Any]:
+    """Wait until a search finds so many records, and return them: they are written after what they tell of."""
+    deadline = time.monotonic() + ANSWER_S
+    while len(found := find()) < number:
+        if time.monotonic() > deadline:
+            raise EngineFailed(f"{len(found)} of {number} records after {ANSWER_S} s")
+        time.sleep(0.05)
+    return found
 
 
 def _variants(model: str, options: Options) -> dict[str, tuple[Options, Options]]:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import time
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Self
@@ -126,32 +126,15 @@ class Server:
             time.sleep(PAUSE_S)
 
 
-class Deployment:
-    """A pair of servers, a proxy before them, and one server alone.
+class Together:
+    """Processes that start and stop together, also if one cannot start. Use it as a context manager."""
 
-    Use it as a context manager.
-
-    Args:
-        model: its folder.
-        folder: for programs and records.
-    """
-
-    def __init__(self, model: Path, folder: Path) -> None:
-        self.folder = folder
-        self.model = str(model)
-        self.ports = {port: free_port() for port in (PREFILL_PORT, DECODE_PORT, PROXY_PORT)}
-        self.alone_port = free_port()
+    def __init__(self) -> None:
         self._stack = ExitStack()
-        self._environment = self._make_environment()
-        self._environment["KVFLOW_CLUSTER_SECRET"] = self.run(f"{command('export')}echo $KVFLOW_CLUSTER_SECRET").strip()
 
     def __enter__(self) -> Self:
         try:
-            self.start_prefill()
-            self.decode = self._start("decode", command("vllm serve", "kv_consumer"), DECODE_PORT)
-            self.alone = self.serve("alone", f"vllm serve {self.model} --port {self.alone_port}", self.alone_port)
-            self.proxy = self._start("proxy", f"{command('kvflow proxy').strip()} --listen 127.0.0.1:8000", PROXY_PORT)
-            for server in (self.prefill, self.decode, self.alone, self.proxy):
+            for server in self.start():
                 server.wait_ready()
         except BaseException:
             self._stack.close()
@@ -160,6 +143,36 @@ class Deployment:
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
+
+    def start(self) -> Iterable[Server]:
+        """Start all of them; return those that are not ready yet."""
+        raise NotImplementedError
+
+
+class Deployment(Together):
+    """A pair of servers, a proxy before them, and one server alone.
+
+    Args:
+        model: its folder.
+        folder: for programs and records.
+    """
+
+    def __init__(self, model: Path, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+        self.model = str(model)
+        self.ports = {port: free_port() for port in (PREFILL_PORT, DECODE_PORT, PROXY_PORT)}
+        self.alone_port = free_port()
+        self._environment = self._make_environment()
+        self._environment["KVFLOW_CLUSTER_SECRET"] = self.run(f"{command('export')}echo $KVFLOW_CLUSTER_SECRET").strip()
+
+    def start(self) -> Iterable[Server]:
+        """See ``Together.start``."""
+        self.start_prefill()
+        self.decode = self._start("decode", command("vllm serve", "kv_consumer"), DECODE_PORT)
+        self.alone = self.serve("alone", f"vllm serve {self.model} --port {self.alone_port}", self.alone_port)
+        self.proxy = self._start("proxy", f"{command('kvflow proxy').strip()} --listen 127.0.0.1:8000", PROXY_PORT)
+        return self.prefill, self.decode, self.alone, self.proxy
 
     def start_prefill(self) -> None:
         """Start the server that prefills, for the first time or again; it is not ready yet."""
@@ -235,18 +248,13 @@ class PagePair(Deployment):
     page = PAGE
     flags = ""
 
-    def __enter__(self) -> Self:
+    def start(self) -> Iterable[Server]:
+        """See ``Together.start``."""
         prefill, decode, proxy = (
             command(*words, page=self.page).strip()
             for words in (("vllm serve", "kv_producer"), ("vllm serve", "kv_consumer"), ("kvflow proxy",))
         )
-        try:
-            self.prefill = self._start("prefill", f"{prefill} {self.flags}", PREFILL_PORT)
-            self.decode = self._start("decode", f"{decode} {self.flags}", DECODE_PORT)
-            self.proxy = self._start("proxy", f"{proxy} --listen 127.0.0.1:8000", PROXY_PORT)
-            for server in (self.prefill, self.decode, self.proxy):
-                server.wait_ready()
-        except BaseException:
-            self._stack.close()
-            raise
-        return self
+        self.prefill = self._start("prefill", f"{prefill} {self.flags}", PREFILL_PORT)
+        self.decode = self._start("decode", f"{decode} {self.flags}", DECODE_PORT)
+        self.proxy = self._start("proxy", f"{proxy} --listen 127.0.0.1:8000", PROXY_PORT)
+        return self.prefill, self.decode, self.proxy

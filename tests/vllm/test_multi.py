@@ -14,7 +14,7 @@ import pytest
 
 from .clients import BLOCK_BYTES, BLOCK_TOKENS
 from .engines import PREFILL_PARAMS
-from .pairs import MULTI, RANKS_LOG, chosen
+from .pairs import MULTI, RANKS_LOG, await_all, chosen
 from .prompts import prompt_of
 from .test_hostile import failed
 from .test_parallel import records_of
@@ -42,7 +42,7 @@ def injections(engine):
 
 def expect_read(pair, prompt, answer, ticket):
     """Check that a request has read all blocks of its prompt, and that the lease has ended well."""
-    [record] = records_of(pair.decode, answer["id"])
+    [record] = await_all(lambda: records_of(pair.decode, answer["id"]))
     assert record["event"] == "transfer.completed"
     assert record["nbytes"] == -(-len(prompt) // BLOCK_TOKENS) * BLOCK_BYTES
     expect_released(pair, ticket)
@@ -56,11 +56,13 @@ def expect_released(pair, ticket):
 
 def lease_of(pair, ticket):
     """Return the record of a lease that has ended."""
-    return next(
-        record
-        for record in map(json.loads, RANKS_LOG.read_text().splitlines())
-        if record["event"] == "lease.ended" and record["request_id"] == ticket["remote_request_id"]
-    )
+
+    def ended():
+        records = map(json.loads, RANKS_LOG.read_text().splitlines())
+        ends = (record for record in records if record["event"] == "lease.ended")
+        return [record for record in ends if record["request_id"] == ticket["remote_request_id"]]
+
+    return await_all(ended)[0]
 
 
 @pytest.mark.parametrize("pair", ALL, indirect=True)
@@ -130,13 +132,19 @@ def expect_policy(pair, answer, alone, reasons):
             assert answer["tokens"] == alone
 
 
-@pytest.mark.parametrize("pair", ALL, indirect=True)
-def test_a_ticket_that_is_used_up_fails_or_is_recomputed(pair):
-    prompt = prompt_of(LENGTH, "used up")
+def used_up(pair, name):
+    """Read a prompt, and return it with its tokens and the ticket, which is of no more use."""
+    prompt = prompt_of(LENGTH, name)
     alone = computed_alone(pair, prompt)
     ticket = pair.ticket(prompt)
     assert pair.decode.generate(prompt, ticket)["tokens"] == alone
     pair.settle()
+    return prompt, alone, ticket
+
+
+@pytest.mark.parametrize("pair", ALL, indirect=True)
+def test_a_ticket_that_is_used_up_fails_or_is_recomputed(pair):
+    prompt, alone, ticket = used_up(pair, "used up")
     pair.decode.forget()
     loaded = injections(pair.decode)
     expect_policy(pair, pair.decode.generate(prompt, ticket), alone, {"stale_lease"})
@@ -145,11 +153,7 @@ def test_a_ticket_that_is_used_up_fails_or_is_recomputed(pair):
 
 @pytest.mark.parametrize("pair", ALL, indirect=True)
 def test_a_disk_has_what_a_ticket_that_is_used_up_has_not(pair):
-    prompt = prompt_of(LENGTH, "used up and kept")
-    alone = computed_alone(pair, prompt)
-    ticket = pair.ticket(prompt)
-    assert pair.decode.generate(prompt, ticket)["tokens"] == alone
-    pair.settle()
+    prompt, alone, ticket = used_up(pair, "used up and kept")
     loaded = injections(pair.decode)
     answer = pair.decode.generate(prompt, ticket)
     if pair.decode.options.last:  # nobody looks at the ticket

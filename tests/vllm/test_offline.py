@@ -1,13 +1,13 @@
 """A prefill engine that is not stepped again: its lease is held when its ticket is out, whatever the engine does."""
 
 import json
-import time
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
-from .engines import ANSWER_S, Options, Pair
-from .pairs import model_folder
+from .engines import Options, Pair
+from .pairs import await_all, model_folder
 from .prompts import prompt_of
 
 LENGTH = 333
@@ -36,15 +36,6 @@ def records(log, event):
     return [each for each in map(json.loads, log.read_text().splitlines()) if each["event"] == event]
 
 
-def await_records(log, event, number):
-    """Wait until so many things have happened, and return their records."""
-    deadline = time.monotonic() + ANSWER_S
-    while len(found := records(log, event)) < number:
-        assert time.monotonic() < deadline, f"{len(found)} of {number} {event} after {ANSWER_S} s"
-        time.sleep(0.05)
-    return found
-
-
 def test_a_prompt_is_read_though_its_engine_takes_no_further_step(offline):
     pair, prefill_log, decode_log = offline
     ranks = pair.prefill.options.ranks
@@ -54,10 +45,10 @@ def test_a_prompt_is_read_though_its_engine_takes_no_further_step(offline):
         ticket = pair.ticket(prompt)
         answer = pair.decode.generate(prompt, ticket, max_tokens=TOKENS)
         assert (answer["tokens"], answer["finish_reason"]) == (alone, "length"), pair.decode.log_tail()
-        ended = await_records(prefill_log, "lease.ended", (number + 1) * ranks)
+        ended = await_all(partial(records, prefill_log, "lease.ended"), (number + 1) * ranks)
         assert {each["outcome"] for each in ended} == {"released"}
         assert pair.prefill.state()["held"] == 1, "it has taken a step"
-    pulls = records(decode_log, "transfer.completed")
+    pulls = await_all(partial(records, decode_log, "transfer.completed"), PROMPTS)
     (opened,) = records(decode_log, "worker.opened")
     (block_tokens,) = pair.decode.state()["block_sizes"]
     assert [each["nbytes"] for each in pulls] == [-(-LENGTH // block_tokens) * opened["bytes_per_block"]] * PROMPTS

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,14 +11,13 @@ import pytest
 
 import kvflow
 
-from .pairs import FULL, PAIRS, PARALLEL, RANKS_LOG, chosen
+from .pairs import FULL, PAIRS, PARALLEL, RANKS_LOG, await_all, chosen
 from .prompts import PROMPT_LENGTHS, prompt_of
 from .test_hostile import failed, reason_of, serves
 
 LENGTH = 333
 TOKENS = 8
 """Ranks wait for each other in every layer, which takes long where there are fewer cores than processes."""
-PATIENCE_S = 60.0
 ALL = chosen(*PARALLEL)
 LOGGED = [name for name in ALL if "log_file" in PAIRS[name][0].extra]
 READ_BY_TWO = [name for name in ALL if PAIRS[name][1].ranks == 2]
@@ -86,7 +84,7 @@ def sources_needed(pair):
 def test_each_reading_rank_writes_one_record(pair):
     prompt = prompt_of(LENGTH)
     answer = serves_ticket(pair, prompt, pair.ticket(prompt))
-    records = records_of(pair.decode, answer["id"])
+    records = await_all(lambda: records_of(pair.decode, answer["id"]), pair.decode.options.ranks)
     assert sorted(record["rank"] for record in records) == list(range(pair.decode.options.ranks))
     assert {record["event"] for record in records} == {"transfer.completed"}
     assert len({record["nbytes"] for record in records}) == 1, "the ranks have equal shares"
@@ -121,20 +119,12 @@ def test_a_lease_ends_with_its_last_reader(pair):
     params = pair.ticket(prompt)
     with stopped(pair.decode.ranks()[1]["pid"]):
         request = pair.decode.submit(prompt, params, max_tokens=TOKENS)
-        await_record(pair.decode, request.request_id)  # of rank 0, which gives the ticket back at once
+        # Of rank 0, which gives the ticket back at once.
+        await_all(lambda: records_of(pair.decode, request.request_id))
         pair.prefill.generate(prompt)  # dozens of steps: what has ended would be known
         assert pair.prefill.state()["held"] == 1
     assert request.wait()["tokens"] == alone
     pair.settle()
-
-
-def await_record(engine, request_id):
-    """Wait until a rank has recorded the end of its transfer."""
-    for _ in range(int(PATIENCE_S / 0.05)):
-        if RANKS_LOG.exists() and records_of(engine, request_id):
-            return
-        threading.Event().wait(0.05)
-    raise AssertionError(f"no rank of {engine.name} has ended its transfer\n{engine.log_tail()}")
 
 
 @pytest.mark.parametrize("broken", [0, 1] if FULL else [1])
