@@ -21,6 +21,7 @@ KEPT_MAX = 65536  # as many leases as a producer's lease table remembers
 NEW = -1  # the tick of leases whose first renewal is not planned yet
 HeldLease = tuple[PeerId, int, int]
 """A lease of a producer: whose, its slot, its epoch."""
+_Releases = dict[tuple[PeerId, bool], list[LeaseKey]]
 
 
 class _Lease(Struct, eq=False):
@@ -47,7 +48,8 @@ class LeasesHeld:
         self.kept: set[HeldLease] = set()
         self._due: dict[int, dict[HeldLease, _Lease]] = defaultdict(dict)
         self._tick: int | None = None  # the last whose leases were renewed; none while nothing is held
-        self._waiting: dict[tuple[PeerId, bool], list[LeaseKey]] = defaultdict(list)
+        self._waiting: _Releases = defaultdict(list)
+        self._due_releases: list[_Releases] = []  # sent in the next turn of the loop
         self._num_waiting = 0
 
     def hold(self, members: Iterable[Member]) -> list[HeldLease]:
@@ -82,8 +84,7 @@ class LeasesHeld:
             self._waiting[peer, read].append((slot, epoch))
             self._num_waiting += 1
         if not before or before <= RELEASES_MAX < self._num_waiting:
-            loop = get_running_loop()
-            loop.call_later(0 if before else RELEASE_PAUSE_S, loop.call_soon, self._send)
+            get_running_loop().call_later(0 if before else RELEASE_PAUSE_S, self._take)
 
     def keep(self, members: Iterable[Member]) -> None:
         """Renew the leases of a ticket until ``forget``; does nothing for one that is kept already.
@@ -108,6 +109,7 @@ class LeasesHeld:
     def close(self) -> None:
         """Send every release that waits, and renew nothing from now on."""
         self._leases.clear()
+        self._take()
         self._send()
 
     def _renew(self) -> None:
@@ -158,11 +160,18 @@ class LeasesHeld:
             self.forget([member])
         return now + member.grant.lease_s / RENEWALS_PER_LEASE
 
+    def _take(self) -> None:
+        """Send what waits now in the next turn of the loop: by then those who await these pulls have run."""
+        self._due_releases.append(self._waiting)
+        self._waiting, self._num_waiting = defaultdict(list), 0
+        get_running_loop().call_soon(self._send)
+
     def _send(self) -> None:
-        releases, self._waiting, self._num_waiting = self._waiting, defaultdict(list), 0
-        for (peer, read), leases in releases.items():
-            if (link := self._pool.link(peer)) is not None:
-                link.release(leases, read=read)
+        due, self._due_releases = self._due_releases, []
+        for releases in due:
+            for (peer, read), leases in releases.items():
+                if (link := self._pool.link(peer)) is not None:
+                    link.release(leases, read=read)
 
 
 def _key(member: Member) -> HeldLease:
