@@ -65,6 +65,25 @@ class Bridge:
                 raise WorkerClosed("the worker is closed")
             self._loop.call_soon_threadsafe(function)
 
+    def ask(self, function: Callable[[], T]) -> "Future[T]":
+        """Call a function on the loop, after all that was called before and before what a later ``call`` does.
+
+        Raises:
+            WorkerClosed: the loop is at its end.
+        """
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(function())
+            except Exception as error:  # noqa: BLE001 - the future tells
+                future.set_exception(error)
+
+        self.call(run)
+        return future
+
     async def close(self) -> None:
         """Take no more calls, and wait for those that were taken; nothing may keep them from ending by now."""
         with self._lock:

@@ -236,7 +236,7 @@ class ThreadedWorker:
     def keep(self, ticket: Ticket) -> "Future[None]":
         """Renew a ticket's leases until it is pulled or released. See ``Worker.keep``."""
         life = self._awake()
-        return life.bridge.submit(_call(partial(life.worker.keep, ticket)))
+        return life.bridge.ask(partial(life.worker.keep, ticket))
 
     def release(self, ticket: Ticket) -> "Future[None]":
         """Give a ticket back unread. See ``Worker.release``."""
@@ -310,7 +310,7 @@ class ThreadedWorker:
         self._life.end()
 
     def _call(self, function: Callable[[], T]) -> T:
-        return self._life.bridge.submit(_call(function)).result()
+        return self._life.bridge.ask(function).result()
 
 
 @contextmanager
@@ -410,7 +410,3 @@ class _FinishedQueue:
 
     def drain(self) -> list[Finished]:
         return [self._ends.popleft() for _ in range(len(self._ends))]
-
-
-async def _call(function: Callable[[], T]) -> T:
-    return function()

@@ -101,3 +101,22 @@ async def test_closing_waits_for_what_was_submitted_and_takes_no_more():
     assert future.result(0) == 7
     with pytest.raises(WorkerClosed):
         bridge.submit(answer(8))
+
+
+async def test_what_is_called_and_what_is_asked_happens_in_order(bridge):
+    """A ticket that is kept and then pulled must not be kept after its pull has begun."""
+    order = []
+    asked = [bridge.ask(lambda: order.append("kept") or 1)]
+    bridge.call(lambda: order.append("pulled"))
+    asked.append(bridge.ask(lambda: order.append("asked") or 2))
+    failing = bridge.ask(lambda: 1 / 0)
+    unwanted = bridge.ask(lambda: order.append("unwanted"))
+    assert unwanted.cancel()
+    assert [await asyncio.wrap_future(each) for each in asked] == [1, 2]
+    with pytest.raises(ZeroDivisionError):
+        await asyncio.wrap_future(failing)
+    await asyncio.sleep(0)
+    assert order == ["kept", "pulled", "asked"]
+    await bridge.close()
+    with pytest.raises(WorkerClosed):
+        bridge.ask(list)
