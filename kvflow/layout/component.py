@@ -25,14 +25,14 @@ class Component(Struct, frozen=True, array_like=True):
         dtype: element type.
         region: index into the manifest's regions.
         offset: bytes from the start of the region to block 0.
-        block_stride: bytes.
+        block_stride: bytes between blocks.
         kernel_stride: bytes between kernel blocks of one block; 0 if there is one.
-        extents: of what is held here, in elements.
-        strides: bytes, one per axis.
+        extents: lengths of the axes that this rank holds, in elements.
+        strides: strides in bytes, one per axis.
         shard_axis: axis that ranks divide; -1 if every rank holds all.
-        first: number, in the whole model, of the first index held along it.
-        total: extent of that axis in the whole model; 1 without such an axis.
-        token_axis: axis of tokens; -1 for a state, which a block holds once.
+        first: first index that this rank holds along it, counted in the whole model.
+        total: length of that axis in the whole model; 1 without such an axis.
+        token_axis: axis of tokens; -1 for a state.
     """
 
     role: Role
@@ -50,7 +50,7 @@ class Component(Struct, frozen=True, array_like=True):
 
     @property
     def held(self) -> Held:
-        """The part of the sharded axis that is here; one of one without such an axis."""
+        """The part of the sharded axis that this rank holds; one of one without such an axis."""
         count = self.extents[self.shard_axis] if self.shard_axis >= 0 else 1
         return Held(self.first, count, self.total)
 
@@ -66,7 +66,7 @@ class Component(Struct, frozen=True, array_like=True):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one kernel block, without whatever lies between its elements."""
+        """Bytes of one kernel block, without gaps between its elements."""
         return math.prod(self.extents) * self.item_bytes
 
     @property
@@ -76,10 +76,10 @@ class Component(Struct, frozen=True, array_like=True):
         return reach + self.item_bytes
 
     def kernel_blocks(self, block_size: int) -> int:
-        """Return how many kernel blocks a block of that many tokens has."""
+        """Return how many kernel blocks a block has."""
         return block_size // self.num_tokens if self.num_tokens else 1
 
     def end(self, num_blocks: int, kernel_blocks: int = 1) -> int:
-        """Return the first byte of the region past the last one that so many blocks reach."""
+        """Return the offset in the region after the last byte of the blocks."""
         last = (num_blocks - 1) * self.block_stride + (kernel_blocks - 1) * self.kernel_stride
         return self.offset + last + self.span

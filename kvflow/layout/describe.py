@@ -112,24 +112,28 @@ def plan_cache(
     axes = probe.axes
     alignment = whole_number("alignment", alignment)
     if alignment < 1:
-        raise SpecInvalid(f"alignment is {alignment}: expected at least 1")
+        raise SpecInvalid(
+            f"alignment is {alignment}: expected at least 1", remedy="Give a number of bytes, such as 4096."
+        )
     unknown = sorted(set(apart) - set(specs))
     if unknown:
-        raise SpecInvalid(f"apart names layers that are not there: {unknown[:5]}")
+        raise SpecInvalid(
+            f"apart names layers that are not in specs: {unknown[:5]}", remedy="Name layers of specs only."
+        )
     fitted = fitted_specs(specs, groups)
     _check_kernel_blocks(fitted, groups)
     shared = [[name for name in group.layers if name not in apart] for group in groups]
     # Every tensor begins where the elements of any layer may.
     alignment = math.lcm(alignment, *(item_alignment(spec) for spec in fitted.values()))
     heights = _heights(fitted, shared, probe, alignment)
-    slots = [round_up(page_bytes(fitted[name], shard), alignment) for name in apart]
-    num_blocks = _budget(num_blocks, memory_bytes, sum(heights) + sum(slots))
+    columns = [round_up(page_bytes(fitted[name], shard, layer=name), alignment) for name in apart]
+    num_blocks = _budget(num_blocks, memory_bytes, sum(heights) + sum(columns))
     layers = _place_shared(fitted, shared, Pool(num_blocks, shard, layout, kv), heights)
     alone = Pool(num_blocks, shard, "LBHNC" if axes.index("H") < axes.index("N") else "LBNHC", kv)
     for index, name in enumerate(apart):
-        offset = num_blocks * (sum(heights) + sum(slots[:index]))
-        layers |= place_column(fitted, [name], alone, offset, slots[index])
-    return CachePlan(tuple(groups), fitted, layers, sum(heights) + sum(slots), num_blocks, probe.packed, shard)
+        offset = num_blocks * (sum(heights) + sum(columns[:index]))
+        layers |= place_column(fitted, [name], alone, offset, columns[index])
+    return CachePlan(tuple(groups), fitted, layers, sum(heights) + sum(columns), num_blocks, probe.packed, shard)
 
 
 def _check_kernel_blocks(specs: Mapping[str, CacheSpec], groups: Sequence[Group]) -> None:
@@ -151,7 +155,8 @@ def _heights(specs: Mapping[str, CacheSpec], shared: Sequence[Sequence[str]], po
     if pool.packed:
         return [round_up(max(row_bytes(specs, names, pool) for names in shared), alignment)]
     return [
-        round_up(max(page_bytes(specs[name], pool.shard) for name in column), alignment) for column in _columns(shared)
+        round_up(max(page_bytes(specs[name], pool.shard, layer=name) for name in column), alignment)
+        for column in _columns(shared)
     ]
 
 
@@ -175,14 +180,18 @@ def _columns(shared: Sequence[Sequence[str]]) -> list[list[str]]:
 
 def _budget(num_blocks: int | None, memory_bytes: int | None, bytes_per_block: int) -> int:
     if (num_blocks is None) == (memory_bytes is None):
-        raise SpecInvalid("give exactly one of num_blocks and memory_bytes")
-    if num_blocks is None:
-        num_blocks = whole_number("memory_bytes", memory_bytes) // bytes_per_block
-    else:
+        given = "neither" if num_blocks is None else "both"
+        remedy = "Give num_blocks, or memory_bytes to fill a budget."
+        raise SpecInvalid(f"found {given} of num_blocks and memory_bytes: expected exactly one", remedy=remedy)
+    if num_blocks is not None:
         num_blocks = whole_number("num_blocks", num_blocks)
-    if num_blocks < 1:
+        if num_blocks < 1:
+            raise SpecInvalid(f"num_blocks is {num_blocks}: expected at least 1", remedy="Give at least one block.")
+        return num_blocks
+    budget = whole_number("memory_bytes", memory_bytes)
+    if budget < bytes_per_block:
         raise SpecInvalid(
-            f"the budget holds {num_blocks} blocks; one block needs {bytes_per_block} bytes",
+            f"memory_bytes is {budget}, but one block needs {bytes_per_block} bytes",
             remedy="Give memory for at least one block.",
         )
-    return num_blocks
+    return budget // bytes_per_block

@@ -59,7 +59,7 @@ def measure(specs: Mapping[str, CacheSpec], shard: Shard) -> list[Sized]:
     Raises:
         SpecInvalid: a padded page is too small for its content.
     """
-    return [Sized(name, _local(spec, shard), page_bytes(spec, shard)) for name, spec in specs.items()]
+    return [Sized(name, _local(spec, shard), page_bytes(spec, shard, layer=name)) for name, spec in specs.items()]
 
 
 def share_one_table(layers: Sequence[Sized]) -> bool:

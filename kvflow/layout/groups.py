@@ -1,11 +1,11 @@
-"""Which layers share a block table: groups as vLLM 0.32 forms them, and what may be said about a group."""
+"""Groups: layers that share a block table. Groups are formed as in vLLM 0.32."""
 
 from collections.abc import Mapping, Sequence
 
 import msgspec
 from msgspec import Struct
 
-from kvflow.errors import SpecInvalid
+from kvflow.errors import ArgumentInvalid, SpecInvalid
 from kvflow.layout import grouping
 from kvflow.layout.grouping import Sized
 from kvflow.layout.pages import has_tokens, page_bytes
@@ -15,30 +15,27 @@ from kvflow.layout.specs import MLA, CacheSpec, Mamba, Opaque, validate_specs
 from kvflow.layout.stripes import ALL_TOKENS, Stripe
 
 LAYER_OUTERMOST = "LBNHC"
-"""What "auto" means for most models: every backend of attention reads it."""
+"""The meaning of "auto" for most models, because every attention backend supports it."""
 
 PACKED = "BLHNC"
-"""What "auto" means where one block shall be one row: the packed layout that shards by heads without gaps."""
+"""The meaning of "auto" if one block must be one row: the packed layout that divides heads without gaps."""
 
 WHOLE = Shard()
 """A rank that holds everything."""
 
 STRIPED = ("full", "mla", "mixed")
-"""Kinds of groups whose tokens decode context parallelism divides: those that keep every token."""
-
-SPELLINGS = {"true": True, "1": True, "false": False, "0": False}
-"""How a switch may be spelled in a connector's extra configuration, in any case."""
+"""Kinds of groups whose tokens decode context parallelism divides, because they keep every token."""
 
 
 class Group(Struct, frozen=True):
     """Layers that share a block table.
 
     Attributes:
-        layers: names, in the order of their positions.
-        kind: of its layers: ``full``, ``sliding``, ``chunked``, ``mla``, ``cross``, ``mamba``, ``opaque``; ``mixed``
-            if they are of several kinds.
-        block_size: tokens in one block; it stands above the specs' own, which may be smaller.
-        window: tokens that a sliding window sees, or the chunk; 0 for other kinds.
+        layers: names of the layers, in the order of their positions.
+        kind: kind of its layers: ``full``, ``sliding``, ``chunked``, ``mla``, ``cross``, ``mamba``, ``opaque``;
+            ``mixed`` if they are of several kinds.
+        block_size: tokens in one block. It overrides the specs' block size, which may be smaller.
+        window: tokens of the sliding window or the chunk; 0 for other kinds.
         page_bytes: bytes of one page of each layer on every rank, padding included; 0 if grouping added none.
     """
 
@@ -54,17 +51,17 @@ def plan_groups(
 ) -> tuple[Group, ...]:
     """Form the groups of a model.
 
-    Pages are measured on the engine's first rank, which holds the most heads, so that all its ranks form the same
+    The sizes of pages are those of the engine's first rank, which holds the most heads. So all ranks form the same
     groups.
 
     Args:
         specs: layer name -> spec, in model order.
-        layout: layout that the cache will have, or ``auto``; pages of several sizes are grouped by it.
+        layout: layout of the cache, or ``auto``; it decides how pages of different sizes are grouped.
         shard: a rank of the engine; None for an engine of one rank.
 
     Raises:
-        SpecInvalid: there is no layer, a field is out of bounds, the layout is unknown, or pages of several sizes
-            cannot be made equal for a layout that needs it.
+        SpecInvalid: there is no layer, a field is out of bounds, the layout is unknown, or the layout needs equal pages
+            and they cannot be made equal.
     """
     layout = resolve_layout(specs, layout, shard=shard)
     shard = Shard(tp_size=shard.tp_size if shard else 1)
@@ -88,53 +85,57 @@ def resolve_layout(
     specs: Mapping[str, CacheSpec],
     layout: str,
     *,
-    enable_cross_layers_blocks: bool | str = False,
+    enable_cross_layers_blocks: bool = False,
     shard: Shard | None = None,
 ) -> str:
-    """Return the layout that ``auto`` stands for, or the one that is named.
+    """Return the layout, with ``auto`` replaced by the layout that it means.
 
-    A compound, MLA among attention with pages of several sizes, is always packed: its pages fit no common grid.
-    Any other model, of one group or of several, is packed only if asked for. Source: vLLM pull request 46252.
+    A model with MLA and other attention whose pages have several sizes is always packed, because its pages fit no
+    common grid. Any other model is packed only on request. Source: vLLM pull request 46252.
 
     Args:
         specs: layer name -> spec.
         layout: ``auto``, or one of ``LAYOUTS``.
-        enable_cross_layers_blocks: ask ``auto`` for a packed layout; a bool, or how a configuration spells one.
+        enable_cross_layers_blocks: choose a packed layout for ``auto``.
         shard: a rank of the engine; None for an engine of one rank.
 
     Raises:
-        SpecInvalid: the layout is unknown, the switch is neither, or a spec's field is out of bounds.
+        ArgumentInvalid: the switch is not a bool.
+        SpecInvalid: the layout is unknown, or a field of a spec is out of bounds.
     """
     validate_specs(specs)
-    packed = _switch(enable_cross_layers_blocks)
+    if not isinstance(enable_cross_layers_blocks, bool):
+        remedy = "Pass True for a packed layout, or False."
+        raise ArgumentInvalid("enable_cross_layers_blocks", "a bool", enable_cross_layers_blocks, remedy=remedy)
     if layout in LAYOUTS:
         return layout
     if layout != "auto":
         raise SpecInvalid(f"layout {layout!r} is unknown", remedy=f"Use auto, or one of {', '.join(LAYOUTS)}.")
     first = Shard(tp_size=shard.tp_size if shard else 1)
-    attention = [spec for spec in specs.values() if has_tokens(spec)]
-    pages = {page_bytes(spec, first) for spec in attention}
-    compound = len(pages) > 1 and any(isinstance(spec, MLA) for spec in attention)
-    return PACKED if packed or compound else LAYER_OUTERMOST
+    attention = {name: spec for name, spec in specs.items() if has_tokens(spec)}
+    pages = {page_bytes(spec, first, layer=name) for name, spec in attention.items()}
+    compound = len(pages) > 1 and any(isinstance(spec, MLA) for spec in attention.values())
+    return PACKED if enable_cross_layers_blocks or compound else LAYER_OUTERMOST
 
 
 def stripe_of(group: Group, shard: Shard) -> Stripe:
-    """Return which tokens of a request a rank holds of one group.
+    """Return which tokens of a request a rank holds in one group.
 
     Decode context parallelism divides the tokens of full attention, of latents, and of mixed groups, which keep every
-    block as full attention does. Windows and chunks are short, an encoder's tokens are not decoded and a state has no
-    tokens, so that each rank of a group of ranks keeps them whole. Source: vLLM 0.33, ``dcp_sharded`` of its specs; it
+    block like full attention. Each rank keeps the whole of windows and chunks, which are short, of an encoder's tokens,
+    which are not decoded, and of states, which have no tokens. Source: vLLM 0.33, ``dcp_sharded`` of its specs; it
     refuses what it cannot keep whole, and pull request 47181 replicates windows.
     """
     return shard.stripe if shard.dcp_size > 1 and group.kind in STRIPED and not group.window else ALL_TOKENS
 
 
 def window_blocks(group: Group, num_tokens: int, *, shard: Shard | None = None) -> int:
-    """Return how many of the last blocks of ``num_tokens`` tokens the next token still needs.
+    """Return how many of the last blocks of ``num_tokens`` tokens the next token needs.
 
-    For a sliding window that is the blocks from the first of the last ``window - 1`` tokens on; for a chunk, from the
-    first token of the next token's chunk on, a block that is still to be filled included. A state has one block.
-    Other kinds need all blocks: fewer where ``shard`` divides tokens among ranks, and a block stands for more of them.
+    For a sliding window, these are the blocks from the first of the last ``window - 1`` tokens on. For a chunk, they
+    begin at the first token of the next token's chunk, and include a block that is not full yet. A state has one block.
+    Other kinds need all blocks; there are fewer if ``shard`` divides tokens among ranks, because a block then stands
+    for more tokens.
     """
     if group.kind == "mamba":
         return 1
@@ -159,7 +160,10 @@ def check_groups(specs: Mapping[str, CacheSpec], groups: Sequence[Group], shard:
     listed = [name for group in groups for name in group.layers]
     if sorted(listed) != sorted(specs):
         odd = sorted(set(listed) ^ set(specs)) or sorted({name for name in listed if listed.count(name) > 1})
-        raise SpecInvalid(f"groups and specs do not name the same layers once each: {odd[:5]}")
+        raise SpecInvalid(
+            f"groups and specs do not name the same layers once each: {odd[:5]}",
+            remedy="Name each layer of specs in exactly one group, or form groups with plan_groups.",
+        )
     for index, group in enumerate(groups):
         for name in group.layers:
             problem = _disagreement(group, specs[name])
@@ -169,7 +173,7 @@ def check_groups(specs: Mapping[str, CacheSpec], groups: Sequence[Group], shard:
 
 
 def _check_tokens(index: int, group: Group, specs: Sequence[CacheSpec], shard: Shard) -> None:
-    """Refuse groups of which no one could say what tokens their blocks stand for."""
+    """Refuse groups whose blocks stand for unknown tokens."""
     unknown = [isinstance(spec, Opaque) for spec in specs]
     if any(unknown) and not all(unknown):
         raise SpecInvalid(
@@ -181,6 +185,13 @@ def _check_tokens(index: int, group: Group, specs: Sequence[CacheSpec], shard: S
         raise SpecInvalid(
             f"group {index} is of kind 'opaque' and dcp_size is {shard.dcp_size}: where its tokens lie is not known",
             remedy="Describe its layers by what they keep.",
+        )
+    arranged = [spec.arrangement for spec in specs if isinstance(spec, MLA) and spec.arrangement]
+    if stripe.size > 1 and arranged:
+        raise SpecInvalid(
+            f"group {index} is arranged as {arranged[0]!r} and dcp_size is {shard.dcp_size}: where its tokens lie is "
+            "not known",
+            remedy="Serve without decode context parallelism.",
         )
     if stripe.size > 1 and not has_tokens(specs[0]):
         raise SpecInvalid(
@@ -196,7 +207,7 @@ def _check_tokens(index: int, group: Group, specs: Sequence[CacheSpec], shard: S
 
 
 def _disagreement(group: Group, spec: CacheSpec) -> str:
-    """Say in words where a group and the spec of one of its layers contradict each other; empty if nowhere."""
+    """Describe how a group contradicts the spec of one of its layers; empty if it does not."""
     if group.kind == "mixed":
         # Windows of several kinds have nothing in common, so a mixed group keeps every block.
         if group.window:
@@ -207,7 +218,7 @@ def _disagreement(group: Group, spec: CacheSpec) -> str:
         return f"window is {group.window}, but the spec has {spec.window}"
     match spec:
         case Mamba():
-            return ""  # a state's page is the same for any number of tokens
+            return ""  # a state's page does not depend on the number of tokens
         case Opaque():
             fits = group.block_size == spec.block_size
         case _:
@@ -216,7 +227,7 @@ def _disagreement(group: Group, spec: CacheSpec) -> str:
 
 
 def _group(layers: Sequence[Sized], padding: int = 0) -> Group:
-    """Describe layers that share a table by what they have in common."""
+    """Return the group of layers that share a block table."""
     first = layers[0].spec
     mixed = len({layer.spec.kind for layer in layers}) > 1
     return Group(
@@ -226,17 +237,6 @@ def _group(layers: Sequence[Sized], padding: int = 0) -> Group:
         window=0 if mixed else first.window,
         page_bytes=padding or max(layer.nbytes if layer.padded else 0 for layer in layers),
     )
-
-
-def _switch(value: object) -> bool:
-    """Return the truth of a switch that may come from a configuration file as text."""
-    found = value if isinstance(value, bool) else SPELLINGS.get(value.lower()) if isinstance(value, str) else None
-    if found is None:
-        raise SpecInvalid(
-            f"enable_cross_layers_blocks is {value!r}: expected a bool, or one of {', '.join(SPELLINGS)}",
-            remedy="Give true or false.",
-        )
-    return found
 
 
 def _padding_of_uneven_ranks(specs: Mapping[str, CacheSpec], layers: Sequence[Sized], first: Shard) -> int:

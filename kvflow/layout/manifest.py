@@ -1,8 +1,8 @@
-"""The canonical KV metadata that a worker publishes, and what makes it trustworthy.
+"""Manifests: the description of its cache that a worker publishes, and the checks of it.
 
-A manifest that comes from a peer is hostile until ``check`` has passed: types and bounds are checked when it
-is decoded, everything that relates fields to each other here. Python's integers do not overflow, so that
-an address such as 2**63 - 1 plus a huge stride is simply seen to lie outside.
+A peer's manifest is hostile until ``check`` has passed. Decoding checks types and bounds, and ``check`` checks how
+fields relate. Python's integers do not overflow, so an address such as 2**63 - 1 plus a huge stride is found to be
+outside.
 """
 
 import hashlib
@@ -19,29 +19,31 @@ from kvflow.layout.component import Component
 from kvflow.layout.region import ADDRESS_MAX, Region
 from kvflow.layout.specs import LAYER_NAME_MAX
 from kvflow.layout.stripes import ALL_TOKENS, Stripe
+from kvflow.reprs import counted, quoted
+from kvflow.validation import find_fault
 
 MANIFEST_SCHEMA = 3
-"""Version of the manifest's own format; travels in the publication's envelope."""
+"""Version of the manifest's format, which the publication contains."""
 
 MANIFEST_BYTES_MAX = 256 << 10
-"""Of one that is published. 128 layers of 8 components take some 60 KiB; decoding holds the interpreter throughout."""
+"""Largest published manifest. 128 layers of 8 components take about 60 KiB. Decoding blocks other threads."""
 
 REGIONS_MAX = 2048
 LAYERS_MAX = 4096
 GROUPS_MAX = 64
-"""The models that are known have ten."""
+"""Most components of one layer. Known models have ten."""
 
 COMPONENTS_MAX = 4096
-"""Of all layers together. The models that are known have up to 200; 128 layers with scales would have a thousand."""
+"""Most components of all layers together. Known models have up to 200; 128 layers with scales would have a thousand."""
 
 
 class Layer(Struct, frozen=True, array_like=True):
     """One layer's components in one group.
 
     Attributes:
-        name: as the model names it; what peers match layers by.
-        kind: of its cache, as the spec's.
-        window: tokens that it looks back at, or its chunk; 0 if it sees everything.
+        name: the model's name of the layer. Peers match layers by name.
+        kind: kind of its cache, as in the spec.
+        window: tokens of the window or the chunk; 0 if it attends to everything.
         components: at least one; all have tokens, or all are states. See ``COMPONENTS_MAX``.
     """
 
@@ -51,9 +53,9 @@ class Layer(Struct, frozen=True, array_like=True):
     components: Annotated[tuple[Component, ...], Meta(min_length=1, max_length=COMPONENTS_MAX)]
 
     def must_agree(self) -> Iterator[tuple[str, object]]:
-        """Give every field that peers must agree on, whatever their layouts, shards and block sizes.
+        """Yield every field that must be equal on both sides, for any layouts, shards and block sizes.
 
-        Each depends on those before it: compare in order, and stop at the first difference.
+        Each field depends on those before it: compare in order, and stop at the first difference.
         """
         yield "kind", self.kind
         yield "window", self.window
@@ -70,13 +72,13 @@ class Layer(Struct, frozen=True, array_like=True):
 
 
 class ManifestGroup(Struct, frozen=True):
-    """Layers that share a block table, with where their bytes are.
+    """Layers that share a block table, and where their bytes are.
 
     Attributes:
-        kind: of its layers, or ``mixed``.
-        block_size: tokens in one block, of those that are here.
-        layers: in the order of their positions.
-        stripe: which tokens of a request are here.
+        kind: kind of its layers, or ``mixed``.
+        block_size: tokens in one block that this rank holds.
+        layers: layers in the order of their positions.
+        stripe: which tokens of a request this rank holds.
     """
 
     kind: Annotated[str, Meta(min_length=1, max_length=32)]
@@ -86,17 +88,17 @@ class ManifestGroup(Struct, frozen=True):
 
     @property
     def block_tokens(self) -> int:
-        """Tokens of a request that one block id stands for, those on other ranks included."""
+        """Tokens of a request that one block id stands for, on all ranks together."""
         return self.block_size * self.stripe.size
 
     @property
     def tokens_per_id(self) -> int:
-        """``block_tokens``, or 0 if the group keeps states, of which a request has one."""
+        """``block_tokens``, or 0 if the group keeps states."""
         return 0 if self.kind == "mamba" else self.block_tokens
 
     @property
     def opaque(self) -> bool:
-        """Whether its pages are of a kind that is not known, which no one can cut."""
+        """Whether its pages are opaque, so that they cannot be cut."""
         return self.layers[0].kind == "opaque"
 
     @property
@@ -111,16 +113,16 @@ class ManifestGroup(Struct, frozen=True):
 
 
 class Identity(Struct, frozen=True, omit_defaults=True):
-    """Whose cache it is; empty fields say nothing.
+    """Whose cache it is. An empty field states nothing.
 
     Attributes:
         model: name of the model.
-        revision: of its weights.
-        dtype: that it computes in.
-        engine_id: of the engine.
-        rank: of the worker in it.
+        revision: version of its weights.
+        dtype: element type that it computes in.
+        engine_id: id of the engine.
+        rank: rank of the worker in its engine.
         num_ranks: ranks of the engine.
-        incarnation: of the worker.
+        incarnation: incarnation of the worker.
     """
 
     model: Annotated[str, Meta(max_length=256)] = ""
@@ -132,19 +134,19 @@ class Identity(Struct, frozen=True, omit_defaults=True):
     incarnation: Annotated[str, Meta(max_length=64)] = ""
 
     def must_agree(self) -> Iterator[tuple[str, str]]:
-        """Give the fields that may not differ where both sides say something."""
+        """Yield the fields that must be equal if both sides state them."""
         yield "model", self.model
         yield "revision", self.revision
         yield "model_dtype", self.dtype
 
 
 class Manifest(Struct, frozen=True, dict=True):
-    """The canonical KV metadata of one rank.
+    """The description of one rank's cache.
 
     Attributes:
         num_blocks: blocks in the pool; block ids are in ``[0, num_blocks)``.
         regions: unique registered address ranges.
-        groups: in the order in which block ids are given.
+        groups: groups, in the order of block id lists.
         identity: whose cache it is.
     """
 
@@ -153,14 +155,22 @@ class Manifest(Struct, frozen=True, dict=True):
     groups: Annotated[tuple[ManifestGroup, ...], Meta(min_length=1, max_length=GROUPS_MAX)]
     identity: Identity = Identity()
 
-    def check(self) -> None:
-        """Check that every component lies inside its region, has no byte twice, and every layer is named once.
+    def __repr__(self) -> str:
+        """Return whose cache it is, and its size. ``Manifest.groups`` has the rest."""
+        layers = counted(sum(len(group.layers) for group in self.groups), "layer")
+        owner = f" of {quoted(self.identity.engine_id)} rank {self.identity.rank}" if self.identity.engine_id else ""
+        return (
+            f"<Manifest{owner}: {layers} in {counted(len(self.groups), 'group')}, {counted(self.num_blocks, 'block')}>"
+        )
 
-        What passes can be added up in int64: the planner and the binding rely on it. It is done once: nothing of a
-        manifest changes.
+    def check(self) -> None:
+        """Check that every component lies in its region and has no byte twice, and that every layer is named once.
+
+        After it, sums do not overflow int64; the planner and the binding rely on that. The result is cached, because a
+        manifest does not change.
 
         Raises:
-            SpecInvalid: names the layer, role and numbers.
+            SpecInvalid: names the layer, the role and the numbers.
         """
         _ = self._checked
 
@@ -170,7 +180,8 @@ class Manifest(Struct, frozen=True, dict=True):
             # A Struct checks its fields when it is decoded, not when it is constructed.
             _decoder.decode(_encoder.encode(self))
         except (msgspec.ValidationError, OverflowError, TypeError) as error:
-            raise SpecInvalid(f"the manifest has a field that is out of bounds: {error}") from error
+            fault = find_fault(self) or str(error)
+            raise SpecInvalid(f"the manifest has a field that is out of bounds: {fault}") from error
         for index, region in enumerate(self.regions):
             if region.address + region.nbytes > ADDRESS_MAX:
                 raise SpecInvalid(f"region {index} reaches beyond the address space: {region}")
@@ -187,7 +198,7 @@ class Manifest(Struct, frozen=True, dict=True):
                     raise SpecInvalid(f"{layer.name}: role {_first_duplicate(roles)!r} is named twice")
                 for component in layer.components:
                     self._check_component(f"{layer.name}.{component.role}", group, component)
-        _ = self.aliases  # a pull needs them, and must not wait for thousands of components to be sorted
+        _ = self.aliases  # a pull needs them, and must not wait until thousands of components are sorted
         return True
 
     def _check_component(self, path: str, group: ManifestGroup, component: Component) -> None:
@@ -197,7 +208,7 @@ class Manifest(Struct, frozen=True, dict=True):
         if len(component.strides) != axes or component.shard_axis >= axes or component.token_axis >= axes:
             raise SpecInvalid(f"{path}: {axes} extents, {len(component.strides)} strides and its axes do not fit")
         if component.shard_axis == component.token_axis >= 0:
-            raise SpecInvalid(f"{path}: tokens are not what ranks divide")
+            raise SpecInvalid(f"{path}: shard_axis must not be the token axis, {component.token_axis}")
         if component.num_tokens != group.kernel_tokens:
             raise SpecInvalid(f"{path}: {component.num_tokens} tokens in kernel blocks of {group.kernel_tokens}")
         if component.num_tokens and group.block_size % component.num_tokens:
@@ -216,7 +227,7 @@ class Manifest(Struct, frozen=True, dict=True):
         self._check_strides(path, group, component)
 
     def _check_strides(self, path: str, group: ManifestGroup, component: Component) -> None:
-        """Check that each stride steps over all that lies below it, so that no two elements share a byte."""
+        """Check that each stride is at least the extent below it, so that no two elements share a byte."""
         axes = [*zip(component.strides, component.extents, strict=True)]
         axes += [(component.kernel_stride, group.kernel_blocks), (component.block_stride, self.num_blocks)]
         reach = component.item_bytes
@@ -228,9 +239,9 @@ class Manifest(Struct, frozen=True, dict=True):
             reach += (extent - 1) * stride
 
     def geometry_digest(self) -> bytes:
-        """Digest everything the planner reads: equal digests have equal plans, whatever the addresses.
+        """Return a digest of everything that the planner reads. Equal digests have equal plans, for any addresses.
 
-        It is computed once, and may be asked for on every pull: nothing of a manifest changes.
+        The result is cached, because every pull may need it and a manifest does not change.
         """
         return self._geometry_digest
 
@@ -241,9 +252,9 @@ class Manifest(Struct, frozen=True, dict=True):
 
     @cached_property
     def aliases(self) -> tuple[int, ...]:
-        """A class number per group: groups of one class share bytes, so a block id serves one at a time.
+        """The alias class of each group. Groups of one class share bytes, so a block id is used by one at a time.
 
-        Two groups share bytes when the address ranges that their pages of block 0 span intersect.
+        Two groups share bytes if the address ranges of their pages of block 0 intersect.
         """
         spans = sorted(span for index, group in enumerate(self.groups) for span in _spans(index, group))
         classes = list(range(len(self.groups)))
@@ -257,14 +268,9 @@ class Manifest(Struct, frozen=True, dict=True):
             reached = max(reached, end)
         return tuple(classes)
 
-    def compatibility_digest(self) -> bytes:
-        """Digest only what must agree between peers, whatever their layouts, shards and block sizes."""
-        rows = sorted((layer.name, *layer.must_agree()) for group in self.groups for layer in group.layers)
-        return _digest((tuple(self.identity.must_agree()), rows))
-
 
 def _check_group(index: int, group: ManifestGroup) -> None:
-    """Check what concerns all layers of a group: their block ids have to mean one thing."""
+    """Check that block ids mean the same for all layers of a group."""
     kinds = {layer.kind for layer in group.layers}
     if "opaque" in kinds and len(kinds) > 1:
         raise SpecInvalid(f"group {index}: pages of an unknown kind share a block table with {sorted(kinds)}")
@@ -294,7 +300,7 @@ def _first_duplicate(names: list[str]) -> str:
 
 
 def _spans(index: int, group: ManifestGroup) -> set[tuple[int, int, int, int]]:
-    """Return where a group's page of block 0 lies: region, begin, end, and the group's index again."""
+    """Return where a group's pages of block 0 lie: region, begin, end, and the group."""
     return {
         (component.region, component.offset, component.end(1, group.kernel_blocks), index)
         for layer in group.layers

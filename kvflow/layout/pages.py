@@ -74,17 +74,27 @@ def content_bytes(spec: CacheSpec, shard: Shard) -> int:
     return spec.block_size // spec.kernel_tokens * kernel_page_bytes(spec, shard)
 
 
-def page_bytes(spec: CacheSpec, shard: Shard | None = None) -> int:
-    """Return the bytes of one page on one rank, padding included (without a shard: of the whole model).
+def page_bytes(spec: CacheSpec, shard: Shard | None = None, *, layer: str = "") -> int:
+    """Return the bytes of one page on one rank, padding included.
+
+    Args:
+        spec: of the layer.
+        shard: the rank; None: one rank holds the whole model.
+        layer: name of the layer, for the error.
 
     Raises:
-        SpecInvalid: the padded page is too small for its content.
+        SpecInvalid: the padded page is too small for its content; names the layer, both sizes and the rank.
     """
-    content = content_bytes(spec, shard or Shard())
+    shard = shard or Shard()
+    content = content_bytes(spec, shard)
     if spec.page_bytes is None:
         return content
     if spec.page_bytes < content:
-        raise SpecInvalid(f"page_bytes is {spec.page_bytes}, but the page holds {content} bytes")
+        raise SpecInvalid(
+            f"{layer}{': ' if layer else ''}page_bytes is {spec.page_bytes}, but a page of tp_rank {shard.tp_rank} "
+            f"of {shard.tp_size} holds {content} bytes",
+            remedy=f"Set page_bytes to at least {content}, or compute it for this tp_size.",
+        )
     return spec.page_bytes
 
 

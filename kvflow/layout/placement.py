@@ -111,8 +111,8 @@ def place_row(
         if not _dense(first, pool.shard):
             inner = "L" + inner.replace("L", "")  # padding and kernel blocks keep a page together
         for position, name in enumerate(band):
-            slot = _Slot(inner, {"L": len(band)}, position, offset, row_bytes)
-            placed[name] = _place(specs[name], pool, slot)
+            at = _Band(inner, {"L": len(band)}, position, offset, row_bytes)
+            placed[name] = _place(specs[name], pool, at)
     return placed
 
 
@@ -122,21 +122,21 @@ def row_bytes(specs: Mapping[str, CacheSpec], names: Sequence[str], pool: Pool) 
 
 
 def place_column(
-    specs: Mapping[str, CacheSpec], names: Sequence[str], pool: Pool, offset: int, slot_bytes: int
+    specs: Mapping[str, CacheSpec], names: Sequence[str], pool: Pool, offset: int, column_bytes: int
 ) -> dict[str, PlacedLayer]:
-    """Place layers of different groups over each other, in a tensor ``num_blocks`` times ``slot_bytes`` long.
+    """Place layers of different groups over each other, in a tensor ``num_blocks`` times ``column_bytes`` long.
 
     The layout begins with ``L``. Keys of all blocks lie before the values of all only if that puts no block of one
     layer on another block of the next: if all cut the tensor at the same place.
     """
     cuts = {_plane_bytes(specs[name], pool.shard) for name in names}
-    whole = len(cuts) == 1 and sum(next(iter(cuts))) == slot_bytes
+    whole = len(cuts) == 1 and sum(next(iter(cuts))) == column_bytes
     inner = pool.axes[1:] if whole else pool.axes[1:].replace("B", "")
-    slot = _Slot(inner, {"B": pool.num_blocks}, 0, offset, slot_bytes)
-    return {name: _place(specs[name], pool, slot) for name in names}
+    at = _Band(inner, {"B": pool.num_blocks}, 0, offset, column_bytes)
+    return {name: _place(specs[name], pool, at) for name in names}
 
 
-class _Slot(Struct, frozen=True):
+class _Band(Struct, frozen=True):
     """Where one layer goes.
 
     Attributes:
@@ -184,19 +184,19 @@ def _plane_bytes(spec: CacheSpec, shard: Shard) -> tuple[int, ...]:
     return tuple(heads * spec.kernel_tokens * plane.cell_bytes for plane in planes(spec))
 
 
-def _place(spec: CacheSpec, pool: Pool, slot: _Slot) -> PlacedLayer:
+def _place(spec: CacheSpec, pool: Pool, at: _Band) -> PlacedLayer:
     if not has_tokens(spec):
         page = round_up(page_bytes(spec, pool.shard), item_alignment(spec))
-        return _place_states(spec, pool, slot.offset + slot.position * page, slot.block_stride)
+        return _place_states(spec, pool, at.offset + at.position * page, at.block_stride)
     layer_planes = planes(spec)
     heads = pool.shard.heads(spec.components[0].shape[0]).count
-    extents = {**slot.extents, "H": heads, "N": spec.kernel_tokens}
-    strides, starts = _running(slot.inner, extents, [plane.cell_bytes for plane in layer_planes])
+    extents = {**at.extents, "H": heads, "N": spec.kernel_tokens}
+    strides, starts = _running(at.inner, extents, [plane.cell_bytes for plane in layer_planes])
     for plane in strides:
-        plane.setdefault("B", slot.block_stride)
+        plane.setdefault("B", at.block_stride)
         if not _dense(spec, pool.shard):
             plane["L"] = round_up(page_bytes(spec, pool.shard), item_alignment(spec))
-    base = [slot.offset + slot.position * plane["L"] + start for plane, start in zip(strides, starts, strict=True)]
+    base = [at.offset + at.position * plane["L"] + start for plane, start in zip(strides, starts, strict=True)]
     kernel_blocks = spec.block_size // spec.kernel_tokens
     kernel_stride = kernel_page_bytes(spec, pool.shard) if kernel_blocks > 1 else 0
     components = tuple(

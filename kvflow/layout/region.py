@@ -8,7 +8,7 @@ ADDRESS_MAX = (1 << 63) - 1
 """Addresses and lengths are int64 in descriptor lists; no user address of a 64-bit machine reaches this."""
 
 METADATA_BYTES_MAX = 1 << 20
-"""Of what a transport publishes about its regions. NIXL needs about 44 bytes for each: room for more than 20,000."""
+"""Largest metadata of a transport. NIXL needs about 44 bytes per region, so there is room for more than 20,000."""
 
 Address = Annotated[int, Meta(ge=0, le=ADDRESS_MAX)]
 
@@ -17,7 +17,7 @@ class Region(Struct, frozen=True):
     """A contiguous address range that one worker registers with its transport.
 
     Attributes:
-        address: of the first byte, in the owner's address space.
+        address: address of the first byte, in the owner's address space.
         nbytes: length.
         memory: ``DRAM`` or ``VRAM``.
         device: device index; 0 for DRAM.

@@ -1,4 +1,4 @@
-"""Which part of the cache a rank holds: the only place that reasons about tensor parallelism."""
+"""The part of the cache that a rank holds. Only this module handles tensor parallelism."""
 
 import operator
 from typing import Annotated, Any
@@ -13,7 +13,7 @@ Rank = Annotated[int, Meta(ge=0, le=1 << 16)]
 
 
 def whole_number(name: str, value: Any) -> int:
-    """Return a whole number as Python's own; numpy's are whole numbers too, but no manifest can be encoded with them.
+    """Return an integer as Python's ``int``. NumPy's integers are accepted, but a manifest cannot encode them.
 
     Raises:
         SpecInvalid: names the field and the value.
@@ -21,7 +21,7 @@ def whole_number(name: str, value: Any) -> int:
     try:
         return int(operator.index(value))
     except TypeError as error:
-        raise SpecInvalid(f"{name} is {value!r}: expected an integer") from error
+        raise SpecInvalid(f"{name} is {value!r}: expected an integer", remedy="Pass an int.") from error
 
 
 class Held(Struct, frozen=True):
@@ -36,12 +36,12 @@ class Shard(Struct, frozen=True, kw_only=True):
     """One rank's place in the parallel groups of its engine.
 
     Attributes:
-        tp_rank: in the group of ranks that divide the heads.
-        tp_size: ranks of that group.
-        dcp_rank: in the group of ranks that divide the tokens (decode context parallelism). Engines take ranks that
-            would hold the same heads: ``tp_rank % dcp_size``.
-        dcp_size: ranks of that group; 1 if every rank holds every token.
-        dcp_interleave: consecutive tokens that lie on one of them, a divisor of the block size.
+        tp_rank: number of the rank among those that divide the heads.
+        tp_size: number of ranks that divide the heads.
+        dcp_rank: number of the rank among those that divide the tokens (decode context parallelism). Engines use ranks
+            that would hold the same heads: ``tp_rank % dcp_size``.
+        dcp_size: number of ranks that divide the tokens; 1 if every rank holds every token.
+        dcp_interleave: consecutive tokens on one rank, a divisor of the block size.
     """
 
     tp_rank: Rank = 0
@@ -54,26 +54,30 @@ class Shard(Struct, frozen=True, kw_only=True):
         for name in self.__struct_fields__:
             value = getattr(self, name)
             if type(value) is not int:
-                # Frozen for others: what stands here was given in the same moment.
+                # The struct is frozen, but this value is still being set.
                 force_setattr(self, name, whole_number(f"shard.{name}", value))
         for group, rank, size in (("tp", self.tp_rank, self.tp_size), ("dcp", self.dcp_rank, self.dcp_size)):
+            if size < 1:
+                raise SpecInvalid(f"shard.{group}_size is {size}: expected at least 1", remedy="Count this rank, too.")
             if not 0 <= rank < size:
-                raise SpecInvalid(f"shard.{group}_rank is {rank}, but {group}_size is {size}")
+                remedy = f"Ranks count from 0: give one from 0 to {size - 1}."
+                raise SpecInvalid(f"shard.{group}_rank is {rank}, but {group}_size is {size}", remedy=remedy)
         if not (1 <= self.dcp_size <= RANKS_MAX and 1 <= self.dcp_interleave <= TOKENS_MAX):
             for name, most in (("dcp_size", RANKS_MAX), ("dcp_interleave", TOKENS_MAX)):
                 if not 1 <= getattr(self, name) <= most:
-                    raise SpecInvalid(f"shard.{name} is {getattr(self, name)}: expected 1 to {most}")
+                    remedy = "Give the value of the engine's own configuration."
+                    raise SpecInvalid(f"shard.{name} is {getattr(self, name)}: expected 1 to {most}", remedy=remedy)
 
     @property
     def stripe(self) -> Stripe:
-        """The tokens that the rank holds, in caches whose tokens are divided at all."""
+        """The tokens that the rank holds, in groups whose tokens are divided."""
         return Stripe(self.dcp_rank, self.dcp_size, self.dcp_interleave)
 
     def heads(self, total: int) -> Held:
         """Return the heads held of ``total``.
 
-        With at least as many heads as ranks, a rank holds a contiguous range and the first ``total mod
-        tp_size`` ranks hold one more; with fewer, rank r holds head ``r * total // tp_size``, replicated.
+        With at least as many heads as ranks, a rank holds a contiguous range, and the first ``total mod tp_size`` ranks
+        hold one more. With fewer heads, rank r holds head ``r * total // tp_size``, which other ranks hold, too.
         """
         if total < self.tp_size:
             return Held(self.tp_rank * total // self.tp_size, 1, total)

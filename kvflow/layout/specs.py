@@ -1,24 +1,29 @@
-"""What one layer keeps for one block: the only place that knows kinds of cache.
+"""Cache specs: what one layer keeps for one block. Only this module knows kinds of cache.
 
-A spec is the model's, not the rank's: head counts are global. Everything derived (components, page bytes)
-comes from the spec and a ``Shard``, so that no size is typed in twice.
+A spec describes the whole model, not a rank: head counts are those of the model. A spec and a ``Shard`` give the
+components and the page size of a rank.
 """
 
 import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-import msgspec
 from msgspec import Meta, Struct
+from msgspec.structs import force_setattr
 
 from kvflow.errors import SpecInvalid
 from kvflow.layout.shards import Shard
+from kvflow.reprs import shown
+from kvflow.validation import SuggestingMeta, find_fault
 
 LAYER_NAME_MAX = 256
-"""Characters of a layer name; Hugging Face module paths stay far below."""
+"""Most characters of a layer name. Hugging Face module paths are much shorter."""
 
 DIMS_MAX = 8
-"""Axes of one component; attention has three, and no state of today's models has more."""
+"""Most axes of one component. Attention has three, and no state of known models has more."""
+
+ARRANGEMENT_MAX = 48
+"""Most characters of an arrangement's name. The role of the component appends the kernel block to it."""
 
 Positive = Annotated[int, Meta(ge=1, le=1 << 24)]
 Natural = Annotated[int, Meta(ge=0, le=1 << 24)]
@@ -28,7 +33,8 @@ DType = Literal[
     "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz",
     "int8", "uint8",
 ]  # fmt: skip
-"""Torch's names. Peers compare them, so a cache of bytes is named by what its bytes are, not by its tensor's type."""
+"""Torch's names of element types. Peers compare them, so name what the bytes are, even if the tensor has dtype
+uint8."""
 
 
 ITEM_BYTES: dict[str, int] = {
@@ -54,9 +60,9 @@ class ComponentSpec(Struct, frozen=True):
     Attributes:
         role: ``k``, ``v``, ``latent``, ``k_scale``, a state's name, ...
         dtype: element type.
-        shape: of one block in the whole model, in elements: (heads, tokens, content), or a state's own.
+        shape: shape of one block in the whole model, in elements: (heads, tokens, content), or that of a state.
         shard_axis: axis along which ranks divide it; -1 if every rank holds it whole.
-        token_axis: axis of the block's tokens; -1 for a state, which a block holds once.
+        token_axis: axis of tokens; -1 for a state.
     """
 
     role: str
@@ -77,19 +83,32 @@ class ComponentSpec(Struct, frozen=True):
         return math.prod(self.held_shape(shard)) * ITEM_BYTES[self.dtype]
 
 
-class _Spec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What every kind of cache has in common.
+def _name_dtypes(struct: Struct) -> None:
+    """Replace a ``torch.dtype`` by its name; torch itself is not imported."""
+    for field in ("dtype", "rope_dtype"):
+        value = getattr(struct, field, None)
+        if type(value).__module__ == "torch":
+            force_setattr(struct, field, str(value).removeprefix("torch."))
+
+
+class _Spec(
+    Struct, metaclass=SuggestingMeta, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """Fields of every kind of cache.
 
     Attributes:
         block_size: tokens in one block.
         kernel_block_size: tokens in one block of the attention kernel, a divisor of ``block_size``; 0 if the kernel
-            takes whole blocks. A page then holds its kernel blocks one after the other.
+            uses whole blocks. A page holds its kernel blocks one after the other.
         page_bytes: bytes of one page on one rank, padding included; None without padding.
     """
 
     block_size: Positive
     kernel_block_size: Natural = 0
     page_bytes: Annotated[int, Meta(ge=1, le=1 << 40)] | None = None
+
+    def __post_init__(self) -> None:
+        _name_dtypes(self)
 
     @property
     def kind(self) -> str:
@@ -98,28 +117,28 @@ class _Spec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_
 
     @property
     def window(self) -> int:
-        """Tokens that the layer looks back at, or its chunk; 0 if it sees everything."""
+        """Tokens of the window or the chunk; 0 if the layer attends to everything."""
         return 0
 
     @property
     def kernel_tokens(self) -> int:
-        """Tokens that lie together: of a kernel block, or of the whole one."""
+        """Tokens of one kernel block, or of the block if it has no kernel blocks."""
         return self.kernel_block_size or self.block_size
 
     @property
     def components(self) -> tuple[ComponentSpec, ...]:
-        """The tensors inside one kernel block, in the order in which they lie side by side."""
+        """The tensors in one kernel block, in memory order."""
         raise NotImplementedError
 
 
 class _Attention(_Spec, frozen=True, kw_only=True):
-    """What every kind of attention with keys and values per head has in common.
+    """Fields of every kind of attention with keys and values per head.
 
     Attributes:
         num_kv_heads: the model's number of KV heads, not the rank's.
         head_size: elements of one head of one token.
-        head_size_v: the same of the values, where it differs; 0 if it does not.
-        dtype: torch's name of the element type.
+        head_size_v: elements of one head of one token in the values, if different; otherwise 0.
+        dtype: name of the element type, as torch names it; a ``torch.dtype`` is accepted.
         quantization: ``fp8_per_token_head``: one float32 scale per head and token; ``nvfp4``: two elements in a byte
             (``dtype`` is then ``uint8``) and a float8 scale for every 16; None: no scales.
     """
@@ -152,11 +171,11 @@ class FullAttention(_Attention, frozen=True, kw_only=True, tag="full", tag_field
 
 
 class CrossAttention(_Attention, frozen=True, kw_only=True, tag="cross", tag_field="kind"):
-    """A layer that attends to the tokens of an encoder; its blocks count those."""
+    """A layer that attends to the tokens of an encoder. Its blocks count those tokens."""
 
 
 class SlidingWindow(_Attention, frozen=True, kw_only=True, tag="sliding", tag_field="kind"):
-    """A layer that attends to the last ``window`` tokens, the current one included."""
+    """A layer that attends to the last ``window`` tokens, including the current one."""
 
     # Overrides the property of every other kind.
     window: Positive
@@ -174,15 +193,18 @@ class ChunkedLocal(_Attention, frozen=True, kw_only=True, tag="chunked", tag_fie
 
 
 class MLA(_Spec, frozen=True, kw_only=True, tag="mla", tag_field="kind"):
-    """A layer that keeps one compressed vector per token, shared by all heads, and whole on every rank.
+    """A layer that keeps one compressed vector per token for all heads. Every rank holds the whole vector.
 
     Attributes:
-        head_size: elements of that vector; the part with the position among them, unless ``rope_size`` names it.
-        dtype: torch's name of the element type.
+        head_size: elements of the vector, including the part with the position, unless ``rope_size`` names it.
+        dtype: name of the element type, as torch names it; a ``torch.dtype`` is accepted.
         rope_size: elements of a separate part with the position; 0 without one.
-        rope_dtype: its element type, where it differs.
-        scale_bytes: bytes of scales per token behind them, for quantised vectors; 0 without.
-        sliding_window: tokens that the layer looks back at; 0 if it sees everything.
+        rope_dtype: element type of that part, if different.
+        scale_bytes: bytes of scales per token after the vector, for quantized vectors; 0 without.
+        sliding_window: tokens of the window; 0 if the layer attends to everything.
+        arrangement: name of the order of bytes in one kernel block, if it is not token by token; for example all
+            values, then all scales. kvflow then moves only whole kernel blocks, between equal arrangements and kernel
+            blocks.
     """
 
     head_size: Positive
@@ -191,6 +213,7 @@ class MLA(_Spec, frozen=True, kw_only=True, tag="mla", tag_field="kind"):
     rope_dtype: DType | None = None
     scale_bytes: Natural = 0
     sliding_window: Natural = 0
+    arrangement: Annotated[str, Meta(max_length=ARRANGEMENT_MAX)] = ""
 
     @property
     def window(self) -> int:
@@ -199,9 +222,11 @@ class MLA(_Spec, frozen=True, kw_only=True, tag="mla", tag_field="kind"):
 
     @property
     def components(self) -> tuple[ComponentSpec, ...]:
-        """The vector, its part with the position, and its scales, as far as they are there."""
+        """The vector, and its part with the position and its scales if it has them."""
+        # Peers compare roles, so the role names the size and the arrangement of kernel blocks.
+        arranged = f"{self.arrangement}_by_{self.kernel_tokens}"
         cells = [
-            ("latent", self.dtype, self.head_size),
+            (arranged if self.arrangement else "latent", self.dtype, self.head_size),
             ("rope", self.rope_dtype or self.dtype, self.rope_size),
             ("scale", "uint8", self.scale_bytes),
         ]
@@ -214,10 +239,10 @@ class State(Struct, frozen=True, forbid_unknown_fields=True):
     """One tensor of a recurrent layer's state.
 
     Attributes:
-        name: its role: ``conv_x``, ``conv_B``, ``conv_C``, ``ssm``, ...
-        shape: in the whole model, in elements, in the order in which it lies in memory.
-        dtype: torch's name of the element type.
-        shard_axis: axis that tensor parallelism divides as it divides heads; None if every rank holds it whole.
+        name: the role of its component: ``conv_x``, ``conv_B``, ``conv_C``, ``ssm``, ...
+        shape: shape in the whole model, in elements, in memory order.
+        dtype: name of the element type, as torch names it; a ``torch.dtype`` is accepted.
+        shard_axis: axis that tensor parallelism divides; None if every rank holds the whole state.
     """
 
     name: Role
@@ -225,12 +250,15 @@ class State(Struct, frozen=True, forbid_unknown_fields=True):
     dtype: DType
     shard_axis: Annotated[int, Meta(ge=0, le=DIMS_MAX - 1)] | None = 0
 
+    def __post_init__(self) -> None:
+        _name_dtypes(self)
+
 
 class Mamba(_Spec, frozen=True, kw_only=True, tag="mamba", tag_field="kind"):
     """A recurrent layer: Mamba 1, Mamba 2, gated delta net. A block holds one copy of its state.
 
     Attributes:
-        states: in the order in which they lie in a page.
+        states: the states, in the order in which they lie in a page.
     """
 
     states: Annotated[tuple[State, ...], Meta(min_length=1, max_length=32)]
@@ -247,47 +275,63 @@ class Mamba(_Spec, frozen=True, kw_only=True, tag="mamba", tag_field="kind"):
 
 
 class Opaque(_Spec, frozen=True, kw_only=True, tag="opaque", tag_field="kind"):
-    """A layer of a kind that is not known here: ``nbytes`` per block that every rank holds whole, moved as they are."""
+    """A layer whose bytes kvflow does not interpret. It copies whole pages between equal pages.
+
+    Attributes:
+        nbytes: bytes of one block on one rank.
+        arrangement: name of the contents and their order, which peers compare; empty if unnamed.
+        ranks: number of ranks with different pages, in rank order; 1 if all have the same.
+        window: tokens of the window; 0 if the layer attends to everything.
+    """
 
     nbytes: Annotated[int, Meta(ge=1, le=1 << 40)]
+    arrangement: Role | Literal[""] = ""
+    ranks: Annotated[int, Meta(ge=1, le=65535)] = 1
+    # Overrides the property of every other kind.
+    window: Natural = 0
 
     @property
     def components(self) -> tuple[ComponentSpec, ...]:
         """All bytes of the page."""
-        return (ComponentSpec("page", "uint8", (self.nbytes,), -1, -1),)
+        role = self.arrangement or "page"
+        if self.ranks == 1:
+            return (ComponentSpec(role, "uint8", (self.nbytes,), -1, -1),)
+        return (ComponentSpec(role, "uint8", (self.ranks, self.nbytes), 0, -1),)
 
 
 CacheSpec = FullAttention | SlidingWindow | ChunkedLocal | CrossAttention | MLA | Mamba | Opaque
 
 
 def validate_specs(specs: Mapping[Any, Any]) -> None:
-    """Check every field of every spec against its declared bounds, and those that must fit each other.
+    """Check the bounds of every field of every spec, and the fields that depend on each other.
 
-    A ``Struct`` checks its fields when it is decoded, not when it is constructed; this closes that gap.
+    A ``Struct`` checks its fields when it is decoded, but not when it is constructed, so this function does.
 
     Raises:
-        SpecInvalid: names layer, field, and what was expected.
+        SpecInvalid: names the layer, the field, and the expected value.
     """
     if not specs:
         raise SpecInvalid("specs is empty", remedy="Describe at least one layer.")
     for name, spec in specs.items():
         if not isinstance(name, str) or not 1 <= len(name) <= LAYER_NAME_MAX:
-            raise SpecInvalid(f"layer name {name!r} is not a string of 1 to {LAYER_NAME_MAX} characters")
+            raise SpecInvalid(
+                f"layer name {shown(name)} must be text of 1 to {LAYER_NAME_MAX} characters",
+                remedy="Use the layer names of the engine as keys of specs.",
+            )
         if not isinstance(spec, CacheSpec):
-            raise SpecInvalid(f"{name}: {spec!r} is not a cache spec")
-        try:
-            msgspec.convert(msgspec.to_builtins(spec), type=type(spec))
-        except msgspec.ValidationError as error:
-            raise SpecInvalid(f"{name}: {error}") from error
-        except TypeError as error:  # a number of numpy's, for one; the error does not name the field
-            raise SpecInvalid(f"{name}: {spec!r}: {error}", remedy="Give Python's own numbers and strings.") from error
+            raise SpecInvalid(
+                f"{name}: {shown(spec)} is not a cache spec",
+                remedy="Pass a spec such as kvflow.FullAttention(block_size=16, ...).",
+            )
+        if fault := find_fault(spec):
+            raise SpecInvalid(f"{name}: {fault}")
         problem = _problem(spec)
         if problem:
             raise SpecInvalid(f"{name}: {problem}")
 
 
 def _problem(spec: CacheSpec) -> str:
-    """Say in words which fields of a spec do not fit each other; empty if they all do."""
+    """Describe which fields of a spec contradict each other; empty if none do."""
     if spec.block_size % spec.kernel_tokens:
         return f"kernel_block_size {spec.kernel_block_size} does not divide block_size {spec.block_size}"
     if isinstance(spec, Mamba):

@@ -1,4 +1,4 @@
-"""Which tokens a rank holds: the only place that reasons about decode context parallelism."""
+"""The tokens that a rank holds. Only this module handles decode context parallelism."""
 
 import math
 from fractions import Fraction
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 RANKS_MAX = 1 << 10
-"""Ranks among which tokens are divided; engines use up to 16. Peers are asked rank by rank."""
+"""Most ranks among which tokens are divided. Engines use up to 16. Each rank is a peer."""
 
 TOKENS_MAX = 1 << 24
-"""Tokens that lie together: no more than any block has."""
+"""Most consecutive tokens on one rank: as many as the largest block has."""
 
 Numbers = TypeVar("Numbers", int, "npt.NDArray[np.int64]")
 
@@ -22,13 +22,13 @@ Numbers = TypeVar("Numbers", int, "npt.NDArray[np.int64]")
 class Stripe(Struct, frozen=True, array_like=True):
     """The tokens of a request that one rank holds: token ``t`` if ``t // width % size`` is ``rank``.
 
-    They lie without gaps: token ``t`` at local position ``t // (width * size) * width + t % width``. A block of
-    ``block_size`` local tokens therefore stands for ``block_size * size`` tokens of the request.
+    The rank stores them without gaps: token ``t`` at local position ``t // (width * size) * width + t % width``. A
+    block of ``block_size`` local tokens therefore stands for ``block_size * size`` tokens of the request.
 
     Attributes:
-        rank: in the group of ranks that divide the tokens.
-        size: ranks of that group; 1 if every rank holds every token.
-        width: consecutive tokens that lie on one rank; it means nothing where ``size`` is 1.
+        rank: number of the rank among those that divide the tokens.
+        size: number of ranks that divide the tokens; 1 if every rank holds every token.
+        width: consecutive tokens on one rank; ignored if ``size`` is 1.
     """
 
     rank: Annotated[int, Meta(ge=0, le=RANKS_MAX - 1)] = 0
@@ -40,20 +40,20 @@ class Stripe(Struct, frozen=True, array_like=True):
 
     @property
     def lattice(self) -> tuple[int, int]:
-        """What the ranks of one group have in common: their number, and the width if it means something."""
+        """What the ranks of one group have in common: their number, and the width if it matters."""
         return self.size, self.width if self.size > 1 else 1
 
     def aligned(self, other: "Stripe") -> bool:
-        """Tell whether both hold the same tokens at the same local positions."""
+        """Return whether both hold the same tokens at the same local positions."""
         return self == other or (self.rank == other.rank and self.lattice == other.lattice)
 
     def holds(self, tokens: "npt.NDArray[np.int64]") -> "npt.NDArray[np.bool_]":
-        """Tell of each token of a request whether it is here."""
+        """Return which tokens of a request this rank holds."""
         here: npt.NDArray[np.bool_] = tokens // self.width % self.size == self.rank
         return here
 
     def count(self, num_tokens: int) -> int:
-        """Return how many of the first ``num_tokens`` tokens of a request are here."""
+        """Return how many of the first ``num_tokens`` tokens of a request this rank holds."""
         rounds, rest = divmod(num_tokens, self.width * self.size)
         return rounds * self.width + min(max(rest - self.rank * self.width, 0), self.width)
 
@@ -63,14 +63,14 @@ class Stripe(Struct, frozen=True, array_like=True):
         return (rounds * self.size + self.rank) * self.width + inside
 
     def position(self, token: Numbers) -> Numbers:
-        """Return the local position of a token of the request, which must be one that is here."""
+        """Return the local position of a token of the request, which this rank must hold."""
         return token // (self.width * self.size) * self.width + token % self.width
 
     def share_of(self, other: "Stripe") -> Fraction:
-        """Return which part of another's tokens are here as well: 0 if they have none in common, 1 if all are.
+        """Return the part of another stripe's tokens that this rank holds, too: 0 if none, 1 if all.
 
-        Both recur. A place in our period and one in the other's belong to one token, and to one only in both
-        periods' least common multiple, exactly if they differ by a multiple of their greatest common divisor.
+        Both patterns repeat. A position in our period and one in the other's are the same token if they differ by a
+        multiple of the periods' greatest common divisor, once per least common multiple.
         """
         if self.size == 1:
             return Fraction(1)
@@ -85,4 +85,4 @@ class Stripe(Struct, frozen=True, array_like=True):
 
 
 ALL_TOKENS = Stripe()
-"""Every token of the request is here."""
+"""The stripe of a rank that holds every token."""

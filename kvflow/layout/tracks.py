@@ -140,7 +140,7 @@ class Level:
         self.vram = np.array([track.memory == "VRAM" for track in tracks])
 
     def place(self, table: Int64s) -> tuple[Flags, Intps, Flags]:
-        """Tell of each checked row whether its descriptors lie in one block each of one track, which frame, and memory.
+        """Tell for each checked row whether its descriptors lie in one block each of one track, and which.
 
         A row that steps from track to track is not taken: the runs of a plan lie in one component each.
         """
@@ -251,7 +251,7 @@ class _Pieces:
         return found
 
     def _meet(self, one: Intps, other: Intps) -> Flags:
-        """Tell of each pair whether a block of the one has bytes of another block of the other in its stretch."""
+        """Tell for each pair whether a block of the one has bytes of another block of the other in its stretch."""
         apart = self.start[other] - self.start[one]
         same = self.stride[one] == self.stride[other]
         every = np.gcd(self.stride[one], self.stride[other])

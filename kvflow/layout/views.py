@@ -1,4 +1,4 @@
-"""How an attention backend wants to see a layer: strides and offset of one tensor, or of several."""
+"""Views of a layer in the form that an attention backend expects: strides and offset of one or more tensors."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from kvflow.layout.specs import ITEM_BYTES, CacheSpec
 
 
 class View(Struct, frozen=True):
-    """A tensor as an attention backend wants it: strides and offset in bytes of the backing allocation."""
+    """A tensor in the form that an attention backend expects: strides and offset in bytes of the allocation."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -17,7 +17,7 @@ class View(Struct, frozen=True):
 
 
 class PlaneAxes(Struct, frozen=True):
-    """One plane of one layer, its axes as (extent, stride in bytes)."""
+    """One plane of one layer, with its axes as (length, stride in bytes)."""
 
     offset: int
     cell_bytes: int
@@ -29,7 +29,7 @@ class PlaneAxes(Struct, frozen=True):
 def block_axes(
     num_blocks: int, block_stride: int, kernel_blocks: int, kernel_stride: int
 ) -> tuple[tuple[int, int], ...]:
-    """Return the axis of blocks as (extent, stride): of kernel blocks where one stride reaches all, else of both."""
+    """Return the axis of blocks as (length, stride): that of kernel blocks if one stride reaches all, or both."""
     if kernel_blocks == 1:
         return ((num_blocks, block_stride),)
     if block_stride == kernel_blocks * kernel_stride:
@@ -40,9 +40,9 @@ def block_axes(
 def attention_views(spec: CacheSpec, tensors: Sequence[PlaneAxes], kv: str) -> tuple[View, ...]:
     """Return ``[block, head, token, content]``; with ``split`` K and V ``[2, block, token, head, content]``.
 
-    With ``block_split`` the pair is behind the block. A latent is ``[block, token, content]``. Kernel blocks count as
-    blocks where one stride reaches them all, and are an axis of their own behind them otherwise. Where the components
-    of a cell differ in dtype, the view is of bytes.
+    With ``block_split`` the pair comes after the block. A latent is ``[block, token, content]``. Kernel blocks count as
+    blocks if one stride reaches all of them; otherwise they are a separate axis after the blocks. If the components
+    differ in dtype, the view is of bytes.
     """
     dtypes = {part.dtype for part in spec.components}
     dtype = dtypes.pop() if len(dtypes) == 1 else "uint8"
@@ -63,5 +63,5 @@ def attention_views(spec: CacheSpec, tensors: Sequence[PlaneAxes], kv: str) -> t
 
 
 def view_of(dtype: str, offset: int, *axes: tuple[int, int]) -> View:
-    """Return the view with these axes, each as (extent, stride in bytes)."""
+    """Return the view with these axes, each as (length, stride in bytes)."""
     return View(dtype, tuple(extent for extent, _ in axes), tuple(stride for _, stride in axes), offset)

@@ -1,4 +1,4 @@
-"""Pages of one size for models with recurrent layers: larger attention blocks, padded states."""
+"""Make pages equal for models with recurrent layers: enlarge attention blocks, and pad states."""
 
 from collections.abc import Mapping
 
@@ -12,16 +12,16 @@ from kvflow.layout.specs import CacheSpec, Mamba
 def align_states(specs: Mapping[str, CacheSpec], *, shard: Shard | None = None) -> dict[str, CacheSpec]:
     """Enlarge attention blocks until a page holds a state, and pad the states to that page.
 
-    A state is as large as hundreds of tokens. Without this, pages of one size would be attention pages that are mostly
-    padding. Blocks become the smallest multiple of their own size that does, as vLLM 0.32 does at its start. States and
-    tokens are not divided among ranks alike, so the result differs with ``tp_size``.
+    A state is as large as hundreds of tokens. Without this, attention pages would be mostly padding. The block size
+    becomes the smallest multiple whose page holds a state, as in vLLM 0.32. Ranks divide states and tokens differently,
+    so the result depends on ``tp_size``.
 
     Args:
         specs: layer name -> spec.
-        shard: the rank; every rank of an engine gets the same answer, that of rank 0, which holds the most.
+        shard: the rank. Every rank of an engine gets the same result, that of rank 0, which holds the most.
 
     Returns:
-        The specs, in the same order. Those without a state, or without attention, are as they were.
+        The specs, in the same order. A model without states, or without attention, is unchanged.
     """
     largest = Shard(tp_size=shard.tp_size if shard else 1)
     state_bytes = max((page_bytes(spec, largest) for spec in specs.values() if isinstance(spec, Mamba)), default=0)

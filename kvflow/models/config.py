@@ -1,4 +1,4 @@
-"""The keys of one ``config.json``, read so that a missing or odd one is named with its purpose."""
+"""Read the keys of a ``config.json``. Errors name a missing or invalid key, and its purpose."""
 
 import json
 import re
@@ -13,26 +13,29 @@ from kvflow.layout.specs import DType, Positive
 
 FILE_NAME = "config.json"
 
+CONFIG_REMEDY = "Give the config.json that belongs to the model's weights."
+PATH_REMEDY = "Give a model's folder or its config.json."
+
 DTYPE_KEYS = ("dtype", "torch_dtype")
 """The element type of a model: the newer name first."""
 
 DTYPE_ASSUMED = "bfloat16"
-"""Where the config names none: what engines load such weights as on today's accelerators."""
+"""The element type if the config names none, as engines choose on current accelerators."""
 
 STATE_DTYPE_KEYS = ("mamba_ssm_dtype", "mamba_ssm_cache_dtype")
 
 STATE_DTYPE_ASSUMED = "float32"
-"""Of a recurrent state, where the config names none: it accumulates over the whole prompt."""
+"""The element type of a recurrent state if the config names none, because states accumulate over the whole prompt."""
 
 
 class Options(Struct, frozen=True):
-    """What a family needs to know beside its own keys.
+    """The options of a family besides the config's keys.
 
     Attributes:
         block_size: tokens in one block.
-        dtype: of the model, and of convolution states.
-        cache_dtype: of keys, values and latents.
-        state_dtype: of recurrent states.
+        dtype: element type of the model, and of convolution states.
+        cache_dtype: element type of keys, values and latents.
+        state_dtype: element type of recurrent states.
     """
 
     block_size: Positive
@@ -42,12 +45,12 @@ class Options(Struct, frozen=True):
 
 
 UNSET: tuple[object, ...] = (None, False, 0, "", [], {})
-"""Values that say that there is nothing of what a key names."""
+"""Values that mean that the model does not have what the key names."""
 
 Entry = TypeVar("Entry", str, int)
 
 LAYERS_MAX = 4096
-"""Layers of one model; far above any, so that a broken config does not fill the memory."""
+"""Most layers of a model: far more than any has, so that a broken config does not exhaust memory."""
 
 
 GEOMETRY = frozenset((
@@ -81,7 +84,7 @@ HINT = re.compile(
     r"(^|_)(kv|mla|latent|swa|ssm|mamba|rnn|recurrent|state|conv|linear|hybrid|window|windows|sliding|chunk|chunked|local"
     r"|global|cross|compress|share|shared|sharing|index|pattern)(_|$)"
 )
-"""Words in a key that may change it, for families that nobody has looked at."""
+"""Parts of keys that may change the cache of a family that was not reviewed."""
 
 HARMLESS = frozenset((
     "chunk_size_feed_forward", "pad_token_index", "image_token_index", "num_shared_experts", "n_shared_experts",
@@ -124,7 +127,7 @@ class ModelConfig:
     def _type_of(keys: Mapping[str, Any]) -> str:
         found = keys.get("model_type")
         if found is not None and not isinstance(found, str):
-            raise SpecInvalid(f"config: model_type is {found!r}, not a string")
+            raise SpecInvalid(f"config: model_type is {found!r}, not a string", remedy=CONFIG_REMEDY)
         return found or ""
 
     def get(self, key: str, default: object = None) -> Any:
@@ -140,7 +143,7 @@ class ModelConfig:
         """Return the keys that may change what is kept, and that no one has read, in the order of the file.
 
         Args:
-            guessed: also those that only sound as if they did, because nobody knows the family.
+            guessed: even where the key only sounds so, because the family is unknown.
         """
         return [
             key
@@ -248,13 +251,14 @@ class ModelConfig:
     def _missing(self, names: str, purpose: str) -> SpecInvalid:
         return SpecInvalid(
             f"config of model type {self.model_type!r} has no {names}: {purpose}",
-            remedy="Give the config.json that belongs to the model's weights.",
+            remedy=CONFIG_REMEDY,
         )
 
     def odd(self, key: str, found: object, expected: str) -> SpecInvalid:
         """Return the error for a key with an unusable value, which may come from anyone and be of any length."""
         return SpecInvalid(
-            f"config of model type {self.model_type!r}: {key} is {repr(found)[:80]}, expected {expected}"
+            f"config of model type {self.model_type!r}: {key} is {repr(found)[:80]}, expected {expected}",
+            remedy=CONFIG_REMEDY,
         )
 
 
@@ -272,11 +276,9 @@ def read_config(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
     try:
         decoded = json.loads(path.read_bytes())
     except OSError as error:
-        raise SpecInvalid(
-            f"{path} cannot be read: {error.strerror or error}", remedy="Give a model's folder or its config.json."
-        ) from error
+        raise SpecInvalid(f"{path} cannot be read: {error.strerror or error}", remedy=PATH_REMEDY) from error
     except ValueError as error:
-        raise SpecInvalid(f"{path} is not JSON: {error}") from error
+        raise SpecInvalid(f"{path} is not JSON: {error}", remedy=PATH_REMEDY) from error
     if not isinstance(decoded, dict):
-        raise SpecInvalid(f"{path} holds a JSON {type(decoded).__name__}, expected an object")
+        raise SpecInvalid(f"{path} holds a JSON {type(decoded).__name__}, expected an object", remedy=PATH_REMEDY)
     return decoded

@@ -1,4 +1,4 @@
-"""Which function describes which ``model_type``: one table, and what happens outside it."""
+"""The function that describes each ``model_type``, and what happens for other types."""
 
 import warnings
 from collections import Counter
@@ -13,6 +13,7 @@ from kvflow.errors import SpecInvalid
 from kvflow.layout.specs import CacheSpec, ChunkedLocal, FullAttention, SlidingWindow, validate_specs
 from kvflow.models import attention, latent, recurrent
 from kvflow.models.config import WRAPPERS, ModelConfig, Options, read_config
+from kvflow.validation import describe_refusal
 
 Describe = Callable[[ModelConfig, Options], dict[str, CacheSpec]]
 
@@ -92,13 +93,14 @@ FAMILIES: dict[str, Describe] = {
     "starcoder2": attention.plain,
     "vaultgemma": attention.plain,
 }
-"""``model_type`` of the text model -> what describes it. What vLLM says of them: ``tests/data/vllm_specs.json``."""
+"""``model_type`` of the text model -> the function that describes it. ``tests/data/vllm_specs.json`` has vLLM's
+answers."""
 
 BLOCK_SIZE = 16
-"""Tokens in one block unless the caller says otherwise, as vLLM's."""
+"""Default tokens in one block, as in vLLM."""
 
 BLOCK_SIZES = {"deepseek_v4": 256}
-"""The same for families that 16 does not fit: a block of DeepSeek V4 holds whole entries of 128 tokens."""
+"""The default for families that 16 does not fit: a block of DeepSeek V4 holds whole entries of 128 tokens."""
 
 WITH_HEADS = (FullAttention, SlidingWindow, ChunkedLocal)
 
@@ -109,7 +111,7 @@ GUESS_REMEDY = (
 
 
 class GuessWarning(UserWarning):
-    """A cache is described by a guess: the message says which, and two engines that guess alike can both be wrong."""
+    """A cache was described by a guess, which the message states. Two engines with one guess can both be wrong."""
 
 
 def from_hf_config(
@@ -123,23 +125,23 @@ def from_hf_config(
 ) -> dict[str, CacheSpec]:
     """Describe the cache of a model by its Hugging Face ``config.json``.
 
-    A ``model_type`` that is not known, and a key that may change the cache and is not understood, are refused: a
-    description that is wrong loses cache without an error. A draft head of the checkpoint is not described.
+    It refuses an unknown ``model_type``, and a key that may change the cache and is not understood, because a wrong
+    description loses cache without an error. It does not describe a draft head of the checkpoint.
 
     Args:
         config: the decoded JSON, the path to it, or to its folder.
         block_size: tokens in one block; None: 16, or 256 for DeepSeek V4.
-        dtype: of the model; None: what the config says, else bfloat16.
-        cache_dtype: of keys, values and latents; None: the model's.
-        state_dtype: of recurrent states; None: what the config says, else float32.
-        guess: take a ``model_type`` that is not known for attention with keys and values in every layer, full unless
+        dtype: element type of the model; None: that of the config, or bfloat16.
+        cache_dtype: element type of keys, values and latents; None: that of the model.
+        state_dtype: element type of recurrent states; None: that of the config, or float32.
+        guess: describe an unknown ``model_type`` as attention with keys and values in every layer, full unless
             ``layer_types`` or ``sliding_window`` says otherwise, and warn with what was guessed (``GuessWarning``).
 
     Returns:
         Layer name, as vLLM registers it -> spec, in model order. Head counts are the model's, not a rank's.
 
     Raises:
-        SpecInvalid: the config cannot be read, its family is not known, or a key is missing, odd or not understood.
+        SpecInvalid: the config cannot be read, its family is unknown, or a key is missing, invalid or not understood.
     """
     model = ModelConfig(read_config(config))
     unknown = _unknown(model)
@@ -156,7 +158,11 @@ def from_hf_config(
     try:
         options = msgspec.convert(chosen, type=Options)
     except msgspec.ValidationError as error:
-        raise SpecInvalid(f"config of model type {model.model_type!r}: {error}") from error
+        fault = describe_refusal(error, chosen, Options)
+        raise SpecInvalid(
+            f"config of model type {model.model_type!r}: {fault}",
+            remedy="Pass the argument of this name, or correct config.json.",
+        ) from error
     specs = describe(model, options)
     strange = model.not_understood(guessed=model.model_type not in FAMILIES)
     if strange:
@@ -172,7 +178,7 @@ def from_hf_config(
 
 
 def _unknown(model: ModelConfig) -> str:
-    """Say what of a model is not known; empty if all is."""
+    """Return what is unknown about a model; empty if nothing is."""
     if model.model_type not in FAMILIES:
         return f"model type {model.model_type!r}"
     if model.wrapper and model.wrapper not in WRAPPERS:
@@ -181,7 +187,7 @@ def _unknown(model: ModelConfig) -> str:
 
 
 def _in_words(specs: Mapping[str, CacheSpec]) -> str:
-    """Say how many layers keep what, and how the first is named."""
+    """Return how many layers keep what, and the name of the first."""
     kinds = []
     for spec, count in Counter(specs.values()).items():
         heads = f" of {spec.num_kv_heads} KV heads of {spec.head_size}" if isinstance(spec, WITH_HEADS) else ""

@@ -4,12 +4,12 @@ import msgspec
 import pytest
 
 from kvflow.errors import LayoutMismatch
-from kvflow.layout.compare import explain
+from kvflow.layout.compare import compare_manifests
 from kvflow.layout.manifest import Identity
 from kvflow.layout.shards import Shard
 from kvflow.layout.specs import Opaque
 from kvflow.memory.cache import allocate
-from kvflow.transfer.plan import plan_transfer
+from kvflow.planning.plan import plan_transfer
 
 from .helpers import full, model, sliding
 
@@ -29,7 +29,7 @@ def differing(comparison):
 
 
 def test_a_cache_is_the_same_as_itself():
-    comparison = explain(manifest_of(), manifest_of())
+    comparison = compare_manifests(manifest_of(), manifest_of())
     assert comparison.verdict == "same"
     assert differing(comparison) == {}
     assert {"num_blocks", "layers", "kind", "block_size", "k.dtype", "v.held", "k.strides"} <= {
@@ -51,7 +51,7 @@ def test_a_cache_is_the_same_as_itself():
     ],
 )
 def test_what_a_plan_converts_is_said_to_be_convertible_and_why(target, fields):
-    comparison = explain(manifest_of(), manifest_of(**target))
+    comparison = compare_manifests(manifest_of(), manifest_of(**target))
     assert comparison.verdict == "convertible"
     found = differing(comparison)
     assert fields <= found.keys() <= fields | {"groups", "group", "k.strides", "v.strides"}
@@ -70,17 +70,17 @@ def test_what_a_plan_converts_is_said_to_be_convertible_and_why(target, fields):
         ({"b": full()}, "layers"),
     ],
 )
-def test_what_no_plan_converts_is_incompatible_and_the_planner_says_the_same(target, field):
+def test_the_planner_agrees_on_what_is_incompatible(target, field):
     refused_by_both({"a": full()}, target, field)
 
 
-def test_opaque_pages_of_unlike_blocks_are_incompatible_although_they_are_equally_large():
+def test_opaque_pages_of_unlike_blocks_are_incompatible_even_at_equal_size():
     refused_by_both({"a": Opaque(block_size=16, nbytes=64)}, {"a": Opaque(block_size=32, nbytes=64)}, "block_size")
 
 
 def refused_by_both(source, target, field):
     source, target = manifest_of(source), manifest_of(target)
-    comparison = explain(source, target)
+    comparison = compare_manifests(source, target)
     assert comparison.verdict == "incompatible"
     (worst,) = [found for found in comparison.fields if found.verdict == "incompatible"]
     assert worst.name == field
@@ -92,17 +92,17 @@ def refused_by_both(source, target, field):
 
 
 def test_models_are_compared_where_both_sides_name_one():
-    assert explain(named(model="llama"), named()).verdict == "same"
-    assert explain(named(model="llama", revision="1"), named(model="llama", revision="1")).verdict == "same"
+    assert compare_manifests(named(model="llama"), named()).verdict == "same"
+    assert compare_manifests(named(model="llama", revision="1"), named(model="llama", revision="1")).verdict == "same"
     for changed in ({"model": "qwen"}, {"model": "llama", "revision": "2"}):
         source, target = named(model="llama", revision="1"), named(**changed)
-        assert explain(source, target).verdict == "incompatible"
-        with pytest.raises(LayoutMismatch, match="same model"):
+        assert compare_manifests(source, target).verdict == "incompatible"
+        with pytest.raises(LayoutMismatch, match="Serve the same"):
             plan_transfer(source, target)
 
 
 def test_layers_that_differ_in_the_same_way_stand_in_one_line():
-    lines = str(explain(manifest_of(), manifest_of(layout="BLNHC"))).splitlines()
+    lines = str(compare_manifests(manifest_of(), manifest_of(layout="BLNHC"))).splitlines()
     (line,) = [line for line in lines if "k.strides" in line]
     assert line.startswith(" convertible  k.strides (layers.0, layers.2, layers.1 and 1 more): (")
     assert line.endswith("): a run has its own on each side")

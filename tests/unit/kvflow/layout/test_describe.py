@@ -51,8 +51,8 @@ def test_a_budget_is_filled_and_never_exceeded(memory_bytes, num_blocks):
         ({}, "exactly one"),
         ({"num_blocks": 1, "memory_bytes": 1 << 20}, "exactly one"),
         ({"memory_bytes": 4095}, "one block needs 4096 bytes"),
-        ({"num_blocks": 0}, "holds 0 blocks"),
-        ({"num_blocks": -1}, "holds -1 blocks"),
+        ({"num_blocks": 0}, "num_blocks is 0: expected at least 1"),
+        ({"num_blocks": -1}, "num_blocks is -1: expected at least 1"),
         ({"num_blocks": 2.5}, "num_blocks is 2.5: expected an integer"),
         ({"memory_bytes": 1e6}, "memory_bytes is 1000000.0: expected an integer"),
     ],
@@ -137,7 +137,7 @@ def test_a_layer_apart_has_a_tensor_of_its_own_behind_what_is_shared(layout, kv)
 
 def test_a_layer_apart_must_be_there():
     specs = model(layers=2)
-    with pytest.raises(SpecInvalid, match=r"apart names layers that are not there: \['layers.2'\]"):
+    with pytest.raises(SpecInvalid, match=r"apart names layers that are not in specs: \['layers.2'\]"):
         plan_cache(
             specs, plan_groups(specs), layout="BLHNC", kv="content", shard=Shard(), num_blocks=1, apart=["layers.2"]
         )

@@ -166,7 +166,7 @@ def test_pages_that_differ_on_some_rank_only_are_padded_on_all(heads, tp_size, p
         assert len({size for group in groups for size in pages(group, specs, shard)}) == 1
 
 
-def test_a_page_that_is_the_largest_on_one_rank_only_is_padded_where_others_are():
+def test_a_page_that_is_largest_on_one_rank_is_padded_like_the_others():
     specs = {"f": full(num_kv_heads=3), "s": sliding(num_kv_heads=3, head_size=6)}  # 1024 and 768 bytes; then 512
     groups = plan_groups(specs, layout="LBNHC", shard=Shard(tp_size=2))
     assert [group.page_bytes for group in groups] == [1024, 1024]
@@ -228,7 +228,7 @@ def test_kernel_blocks_that_all_layers_have_make_no_difference_to_groups():
     assert plan_groups(kernels) == plan_groups(specs)
 
 
-def test_a_draft_beside_mla_keeps_all_blocks_where_pages_cannot_be_made_equal():
+def test_a_draft_beside_mla_keeps_all_blocks_if_pages_stay_unequal():
     specs = {"a": LATENT, "b": sliding(head_size=6), "c": LATENT}
     assert plan_groups(specs, layout="LBNHC") == (Group(("a", "b", "c"), "mixed", 16),)
 

@@ -49,7 +49,7 @@ HUGE = (Region(0, ADDRESS_MAX),)
         (manifest(component(extents=(1, 4), strides=(64, 16, 2))), "a.k: 2 extents, 3 strides"),
         (manifest(component(shard_axis=3)), "a.k: 3 extents, 3 strides and its axes do not fit"),
         (manifest(component(token_axis=3)), "a.k: 3 extents, 3 strides and its axes do not fit"),
-        (manifest(component(shard_axis=1)), "a.k: tokens are not what ranks divide"),
+        (manifest(component(shard_axis=1)), "a.k: shard_axis must not be the token axis, 1"),
         (manifest(component(first=1)), "a.k: holds"),
         (manifest(component(extents=(2, 4, 8))), "a.k: holds"),
         (manifest(state(total=2)), "a.ssm: holds"),
@@ -70,20 +70,26 @@ HUGE = (Region(0, ADDRESS_MAX),)
         (striped(Stripe(0, 2, 3)), "group 0: stripe.width 3 does not divide blocks of 4"),
         (striped(Stripe(0, 2, 8)), "group 0: stripe.width 8 does not divide blocks of 4"),
         (striped(Stripe(0, 2, 1), state()), "group 0: tokens divided among 2 ranks, but it keeps none"),
-        (striped(Stripe(0, 2**62, 1)), r"out of bounds: Expected `int` <= 1024 .*stripe"),
-        (striped(Stripe(0, 2, 0)), r"out of bounds: Expected `int` >= 1 .*stripe"),
+        (
+            striped(Stripe(0, 2**62, 1)),
+            r"out of bounds: groups\[0\].stripe.size must be .* to 1024, not 46116",
+        ),
+        (striped(Stripe(0, 2, 0)), r"out of bounds: groups\[0\].stripe.width must be .* from 1 to 16777216, not 0"),
         (layers_of("mamba", "opaque"), "group 0: pages of an unknown kind share a block table with"),
-        (manifest(component(extents=(0, 4, 8))), "out of bounds: Expected `int` >= 1"),
-        (manifest(component(extents=(1, 4, 2**62))), "out of bounds: Expected `int` <="),
-        (manifest(component(strides=(64, -16, 2))), "out of bounds: Expected `int` >= 0"),
+        (manifest(component(extents=(0, 4, 8))), "out of bounds: .* must be an integer .*, not 0"),
+        (
+            manifest(component(extents=(1, 4, 2**62))),
+            "out of bounds: .* must be an integer .*, not 46116",
+        ),
+        (manifest(component(strides=(64, -16, 2))), r"out of bounds: .*strides\[1\] must be an integer .*, not -16"),
         (manifest(component(offset=2**64)), "out of bounds"),
-        (manifest(component(block_stride=-64)), "out of bounds: Expected `int` >= 0"),
-        (manifest(num_blocks=2**62), "out of bounds: Expected `int` <="),
-        (manifest(num_blocks=0), "out of bounds: Expected `int` >= 1"),
-        (manifest(block_size=2**62), "out of bounds: Expected `int` <="),
-        (manifest(regions=(Region(4096, 0),)), "out of bounds: Expected `int` >= 1"),
-        (manifest(regions=()), "out of bounds: Expected `array` of length >= 1"),
-        (manifest(num_blocks=1.5), "out of bounds: Expected `int`, got `float`"),
+        (manifest(component(block_stride=-64)), "out of bounds: .*block_stride must be an integer .*, not -64"),
+        (manifest(num_blocks=2**62), "out of bounds: .* must be an integer .*, not 46116"),
+        (manifest(num_blocks=0), "out of bounds: .* must be an integer .*, not 0"),
+        (manifest(block_size=2**62), "out of bounds: .* must be an integer .*, not 46116"),
+        (manifest(regions=(Region(4096, 0),)), "out of bounds: .* must be an integer .*, not 0"),
+        (manifest(regions=()), "out of bounds: regions must be a list of 1 to .* entries, .*, not \\(\\)"),
+        (manifest(num_blocks=1.5), "out of bounds: num_blocks must be an integer .*, not 1.5"),
         (manifest(num_blocks=object()), "out of bounds"),
         (manifest(component(block_stride=63)), "a.k: 2 elements or blocks 63 bytes apart, but each has 64 bytes"),
         (manifest(component(block_stride=0)), "a.k: 2 elements or blocks 0 bytes apart, but each has 2 bytes"),
@@ -169,18 +175,6 @@ def test_the_geometry_digest_forgets_addresses_only():
         assert changed.geometry_digest() != one.geometry_digest()
 
 
-def test_the_compatibility_digest_forgets_what_a_plan_can_convert():
-    digest = described().compatibility_digest()
-    for converted in (described(num_blocks=4), described(layout="LBNHC"), described(kv="split")):
-        assert converted.compatibility_digest() == digest
-    assert described(shard=Shard(dcp_rank=1, dcp_size=2)).compatibility_digest() == digest
-    other_blocks = allocate(model(layers=4, full_every=2, block_size=32), num_blocks=3).manifest()
-    assert other_blocks.compatibility_digest() == digest
-    for changes in ({"head_size": 16}, {"dtype": "bfloat16"}, {"num_kv_heads": 2}):
-        changed = allocate(model(layers=4, full_every=2, **changes), num_blocks=3).manifest()
-        assert changed.compatibility_digest() != digest
-
-
 def test_what_must_agree_is_named_as_a_person_configured_it():
     """Also of a peer's component with tokens whose axes are not those of attention: it passes the check."""
     odd = component(extents=(1, 4, 2, 4), strides=(64, 16, 8, 2))
@@ -189,7 +183,6 @@ def test_what_must_agree_is_named_as_a_person_configured_it():
     assert fields_of(odd) == {"shape[0]": 1, "shape[2]": 2, "shape[3]": 4, "axes": (4, 0, 1)}
     described = manifest(odd)
     described.check()
-    assert described.compatibility_digest() != manifest().compatibility_digest()
 
 
 def fields_of(part):

@@ -96,6 +96,6 @@ def test_a_page_is_padded_to_what_the_spec_says_and_no_less():
     padded = full(block_size=4, num_kv_heads=2, page_bytes=300)
     assert (page_bytes(padded), content_bytes(padded, Shard())) == (300, 256)
     assert page_bytes(full(block_size=4, num_kv_heads=2, page_bytes=256)) == 256
-    with pytest.raises(SpecInvalid, match="page_bytes is 255, but the page holds 256 bytes"):
+    with pytest.raises(SpecInvalid, match="page_bytes is 255, but a page of tp_rank 0 of 1 holds 256 bytes"):
         page_bytes(full(block_size=4, num_kv_heads=2, page_bytes=255))
     assert page_bytes(full(block_size=4, num_kv_heads=2, page_bytes=255), TP2) == 255

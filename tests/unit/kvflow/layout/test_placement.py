@@ -99,10 +99,10 @@ def in_row(specs, layout="BLHNC", kv="content", shard=None, num_blocks=5):
     return place_row(specs, list(specs), pool, nbytes), nbytes
 
 
-def alone(spec, layout="LBNHC", kv="content", *, slot_bytes=None, offset=0, shard=None):
+def alone(spec, layout="LBNHC", kv="content", *, column_bytes=None, offset=0, shard=None):
     """Place one layer in a tensor of its own."""
     pool = Pool(5, shard or Shard(), layout, kv)
-    return place_column({"a": spec}, ["a"], pool, offset, slot_bytes or page_bytes(spec, pool.shard))["a"]
+    return place_column({"a": spec}, ["a"], pool, offset, column_bytes or page_bytes(spec, pool.shard))["a"]
 
 
 def shapes(placed):
@@ -131,7 +131,7 @@ def test_kernel_blocks_of_a_layer_alone_are_so_many_more_blocks(kv, k_to_v):
 
 
 @pytest.mark.parametrize("layout", ["BLNHC", "BLHNC", "BHLNC"])
-def test_kernel_blocks_in_a_row_are_an_axis_of_their_own_and_keep_pages_together(layout):
+def test_kernel_blocks_in_a_row_are_their_own_axis_and_keep_pages_together(layout):
     spec = full(block_size=16, kernel_block_size=4, num_kv_heads=2)
     placed, nbytes = in_row({"a": spec, "b": spec}, layout)
     head, token = (32, 64) if layout == "BLNHC" else (128, 32)
@@ -151,7 +151,7 @@ def test_kernel_blocks_with_padding_behind_them_are_an_axis_of_their_own():
 
 def test_states_are_contiguous_one_after_the_other_and_aligned():
     """The slot is larger than the 164 bytes of the three, as beside attention."""
-    placed = alone(mamba(), slot_bytes=1024, offset=2048)
+    placed = alone(mamba(), column_bytes=1024, offset=2048)
     assert geometry(placed) == [
         ("conv_x", 2048, 1024, 0, (6, 2)),
         ("conv_B", 2048 + 36, 1024, 0, (6, 2)),
@@ -323,7 +323,7 @@ def test_layers_of_other_shapes_lie_behind_each_other_in_a_row():
         (full(block_size=4, num_kv_heads=2, head_size=4, page_bytes=256), 128),
     ],
 )
-def test_keys_of_all_blocks_come_first_only_if_all_layers_of_a_column_cut_it_alike(other, k_to_v):
+def test_keys_of_all_blocks_come_first_only_if_all_layers_cut_alike(other, k_to_v):
     """Otherwise a block of one layer would lie on another block of the next."""
     pool = Pool(5, Shard(), "LBNHC", "split")
     keys, values = place_column({"a": SPEC, "b": other}, ["a", "b"], pool, 0, 256)["a"].components

@@ -33,7 +33,7 @@ def test_heads_by_rank(total, tp_size, expected):
     assert held(total, tp_size) == expected
 
 
-def test_ranks_cover_every_head_and_overlap_only_where_heads_are_replicated():
+def test_ranks_cover_every_head_and_overlap_only_on_replicated_heads():
     for total in range(1, 17):
         for tp_size in range(1, 17):
             parts = held(total, tp_size)
@@ -47,10 +47,15 @@ def test_what_is_held_says_of_how_much():
     assert Shard(tp_rank=1, tp_size=2).heads(8) == Held(4, 4, 8)
 
 
-@pytest.mark.parametrize(("tp_rank", "tp_size"), [(1, 1), (-1, 1), (2, 2), (0, 0)])
+@pytest.mark.parametrize(("tp_rank", "tp_size"), [(1, 1), (-1, 1), (2, 2)])
 def test_a_rank_outside_its_group_is_refused(tp_rank, tp_size):
     with pytest.raises(SpecInvalid, match="tp_rank"):
         Shard(tp_rank=tp_rank, tp_size=tp_size)
+
+
+def test_a_group_of_no_ranks_is_refused():
+    with pytest.raises(SpecInvalid, match=r"shard.tp_size is 0: expected at least 1"):
+        Shard(tp_size=0)
 
 
 @pytest.mark.parametrize("fields", [{"tp_size": 2.0}, {"tp_rank": "0"}, {"tp_rank": None}])

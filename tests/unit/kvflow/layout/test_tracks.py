@@ -186,7 +186,7 @@ def caches(draw):
     return manifest, one_stride
 
 
-def test_tracks_of_any_cache_have_every_byte_of_a_block_and_no_byte_of_another():
+def test_tracks_of_any_cache_have_every_byte_of_exactly_their_block():
     seen = {"checked": 0, "cut": 0}
 
     @settings(max_examples=600, deadline=None)

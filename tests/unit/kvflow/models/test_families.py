@@ -384,7 +384,7 @@ def test_a_key_that_says_nothing_is_no_reason_to_refuse(value):
     assert from_hf_config({**PLAIN, "num_kv_shared_layers": value}) == from_hf_config(PLAIN)
 
 
-def test_a_guess_is_refused_for_keys_that_only_sound_like_a_cache_of_another_kind():
+def test_a_guess_is_refused_for_keys_that_sound_like_another_cache():
     novel = {**PLAIN, "model_type": "novel"}
     with pytest.raises(SpecInvalid, match="recurrent_block_count, kv_reuse may change"):
         from_hf_config({**novel, "recurrent_block_count": 4, "kv_reuse": 2, "n_shared_experts": 1}, guess=True)
