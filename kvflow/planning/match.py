@@ -1,0 +1,231 @@
+"""Match the components of two manifests, and check the fields that must agree.
+
+Layers match by name and components by role, in whichever groups they are. Fields that a plan can convert (layout, block
+size, shard) are not compared. A difference in any other field raises an error with the field and both values.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
+
+from msgspec import Struct
+
+from kvflow.errors import LayoutMismatch
+from kvflow.layout.component import Component
+from kvflow.layout.manifest import Layer, Manifest, ManifestGroup
+
+NAMES_SHOWN = 4
+
+ALSO_NEEDED = {
+    "opaque": " Opaque pages also need the same attention backend, block size and number of ranks.",
+    "mamba": " States of vLLM also need the same number of ranks.",
+}
+"""Kind of a layer -> what its caches must have in common besides the cache dtype."""
+
+SAME = {
+    "model": "Serve the same model on both sides.",
+    "revision": "Serve the same revision of the model on both sides (model_revision).",
+    "model_dtype": "Compute in the same data type on both sides (model_dtype).",
+}
+"""Field in which models may differ -> what to do about it."""
+
+
+ComponentName = tuple[str, str]
+"""Layer and role."""
+
+HeadRange = tuple[int, int]
+"""First index and count along the sharded axis, counted in the whole model."""
+
+HeadRanges = Mapping[ComponentName, HeadRange]
+"""The ranges to read from one source, which holds all of them."""
+
+
+class ComponentPair(Struct, frozen=True):
+    """One component of which both sides hold a part.
+
+    Attributes:
+        layer: name.
+        source: the producer's component.
+        target: the consumer's component.
+        first: first index along the sharded axis that both hold, counted in the whole model.
+        count: number of indices that both hold.
+    """
+
+    layer: str
+    source: Component
+    target: Component
+    first: int
+    count: int
+
+    def extents(self, tokens: int) -> tuple[int, ...]:
+        """Return the lengths of the axes of the common part, for ``tokens`` tokens."""
+        named = {self.target.token_axis: tokens, self.target.shard_axis: self.count}
+        return tuple(named.get(axis, extent) for axis, extent in enumerate(self.target.extents))
+
+    def start(self, part: Component) -> int:
+        """Return the offset of the first common byte in one of the two components."""
+        skipped = self.first - part.first
+        return part.offset + (skipped * part.strides[part.shard_axis] if part.shard_axis >= 0 else 0)
+
+    @property
+    def walk(self) -> tuple[int, int]:
+        """How many leading axes must be walked, and how many bytes below them are contiguous on both sides.
+
+        Tokens are always walked, because blocks of another size are cut there.
+        """
+        nbytes = self.target.item_bytes
+        extents = self.extents(0)
+        for axis in reversed(range(len(extents))):
+            touching = extents[axis] == 1 or self.source.strides[axis] == self.target.strides[axis] == nbytes
+            if axis == self.target.token_axis or not touching:
+                return axis + 1, nbytes
+            nbytes *= extents[axis]
+        return 0, nbytes
+
+
+class GroupPair(Struct, frozen=True):
+    """The layers that one group of the source and one group of the target have in common.
+
+    Attributes:
+        source_group: index.
+        target_group: index.
+        source: the producer's group.
+        target: our group.
+        pairs: the components that both hold.
+    """
+
+    source_group: int
+    target_group: int
+    source: ManifestGroup
+    target: ManifestGroup
+    pairs: tuple[ComponentPair, ...]
+
+    @property
+    def aligned(self) -> bool:
+        """Whether both sides hold the same tokens of a request, at the same local positions."""
+        return self.source.stripe.aligned(self.target.stripe)
+
+    @property
+    def token_share(self) -> Fraction:
+        """The part of the target's tokens that the source holds; 1 if ranks do not divide tokens."""
+        return self.source.stripe.share_of(self.target.stripe)
+
+
+def match_groups(source: Manifest, target: Manifest, head_ranges: HeadRanges | None = None) -> tuple[GroupPair, ...]:
+    """Match every layer that both manifests have.
+
+    Args:
+        source: the producer's manifest.
+        target: the consumer's manifest.
+        head_ranges: what to read from this source; None: everything that both sides hold.
+
+    Returns:
+        Pairs of groups of which both sides hold some tokens and some heads (or parts of another sharded axis).
+
+    Raises:
+        LayoutMismatch: the sides have no common layer, or a common layer differs in a field that must be equal.
+    """
+    require_same_model(source, target)
+    require_common_layer([source], target)
+    there = {layer.name: (index, layer) for index, _, layer in _layers(source)}
+    found: dict[tuple[int, int], list[ComponentPair]] = {}
+    for target_group, _, layer in _layers(target):
+        if layer.name not in there:
+            continue
+        source_group, layer_there = there[layer.name]
+        _require_equal(layer_there, layer)
+        found.setdefault((source_group, target_group), []).extend(_match_components(layer_there, layer, head_ranges))
+    matched = (
+        GroupPair(
+            source_group,
+            target_group,
+            source.groups[source_group],
+            target.groups[target_group],
+            tuple(pairs),
+        )
+        for (source_group, target_group), pairs in found.items()
+        if pairs
+    )
+    return tuple(pair for pair in matched if pair.token_share)
+
+
+def require_same_model(source: Manifest, target: Manifest) -> None:
+    """Check that two workers serve the same model, if both name it.
+
+    Raises:
+        LayoutMismatch: names the model, its revision or its dtype, and both values.
+    """
+    for (field, theirs), (_, ours) in zip(source.identity.must_agree(), target.identity.must_agree(), strict=True):
+        if theirs and ours and theirs != ours:
+            raise LayoutMismatch(field, theirs, ours, remedy=SAME[field])
+
+
+def count_unread_layers(source: Manifest, target: Manifest) -> int:
+    """Return how many layers of the source the target does not have."""
+    here = {layer.name for _, _, layer in _layers(target)}
+    return sum(layer.name not in here for _, _, layer in _layers(source))
+
+
+def have_common_layer(source: Manifest, target: Manifest) -> bool:
+    """Return whether both have a common layer. Pipeline stages of one model may have none."""
+    there = {layer.name for _, _, layer in _layers(source)}
+    return any(layer.name in there for _, _, layer in _layers(target))
+
+
+def require_common_layer(sources: Sequence[Manifest], target: Manifest) -> None:
+    """Check that at least one source has a layer of the target.
+
+    Raises:
+        LayoutMismatch: no source has one; names the layers of the first.
+    """
+    if sources and not any(have_common_layer(source, target) for source in sources):
+        remedy = "Serve the same model on both sides, and give each layer the same name."
+        raise LayoutMismatch("layers", _names(sources[0]), _names(target), remedy=remedy)
+
+
+def require_equal_layer(name: str, sources: Sequence[Manifest], target: Manifest) -> None:
+    """Check that the sources describe a layer as the target does, for those that have it.
+
+    Raises:
+        LayoutMismatch: names the first field that differs.
+    """
+    (ours,) = (layer for _, _, layer in _layers(target) if layer.name == name)
+    for source in sources:
+        for _, _, layer in _layers(source):
+            if layer.name == name:
+                _require_equal(layer, ours)
+
+
+def _require_equal(source: Layer, target: Layer) -> None:
+    """Check that two layers of one name are equal in every field that no plan converts."""
+    for (path, theirs), (_, ours) in zip(source.must_agree(), target.must_agree(), strict=False):
+        if theirs != ours:
+            remedy = "Serve the same model with the same cache dtype on both sides."
+            kinds = sorted({source.kind, target.kind})
+            remedy += "".join(ALSO_NEEDED.get(kind, "") for kind in kinds)
+            raise LayoutMismatch(f"{target.name}.{path}", theirs, ours, remedy=remedy)
+
+
+def _layers(manifest: Manifest) -> Iterator[tuple[int, ManifestGroup, Layer]]:
+    for index, group in enumerate(manifest.groups):
+        for layer in group.layers:
+            yield index, group, layer
+
+
+def _match_components(source: Layer, target: Layer, head_ranges: HeadRanges | None) -> list[ComponentPair]:
+    """Pair the components of two layers that agree."""
+    there = {component.role: component for component in source.components}
+    pairs = []
+    for ours in target.components:
+        theirs = there[ours.role]
+        first = max(theirs.first, ours.first)
+        count = min(theirs.first + theirs.held.count, ours.first + ours.held.count) - first
+        if head_ranges is not None:
+            first, count = head_ranges.get((target.name, ours.role), (first, 0))
+        if count > 0:
+            pairs.append(ComponentPair(target.name, theirs, ours, first, count))
+    return pairs
+
+
+def _names(manifest: Manifest) -> list[str]:
+    names = [layer.name for _, _, layer in _layers(manifest)]
+    return names if len(names) <= NAMES_SHOWN else [*names[:NAMES_SHOWN], f"... {len(names)} in all"]

@@ -1,0 +1,372 @@
+"""Decide between direct and staged reads, and plan the staged ones.
+
+A staged read fetches contiguous ranges of the source into a staging buffer, and scatters them from there. The same
+planner plans both steps.
+
+The staging buffer is described as a third cache. Its blocks, the *places*, have one unit each, and hold the source's
+part of the components that both sides have. *Fetch* is the plan from the source to the places, and *scatter* the plan
+from the places to the target. A place is one unit, so both use the pairs of units of the direct plan.
+
+In a buffer, all places of one fetched run are adjacent. Units that are adjacent on the source are then adjacent in the
+buffer, and merge.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
+
+from kvflow.errors import PlanUnsound
+from kvflow.layout.component import Component
+from kvflow.layout.manifest import Layer, Manifest, ManifestGroup
+from kvflow.layout.region import Region
+from kvflow.layout.stripes import ALL_TOKENS
+from kvflow.planning.certificate import certify
+from kvflow.planning.costs import Calibration, Costs, Work
+from kvflow.planning.match import ComponentPair, GroupPair
+from kvflow.planning.runs import Int64s, RunTable, Units, cut_fragments, group_by_shape, merge_runs
+from kvflow.planning.strided_copies import StridedCopies, TooManyCopies
+
+STAGING_BUFFERS = 8
+"""The number of buffers in the staging memory: two chunks in flight for each of four peers. More buffers would be too
+small for a unit of a large model."""
+
+FETCH_RUNS_MAX = 512
+"""Most descriptors of one unit. One post fetches a unit, and must not delay other peers for long."""
+
+HULL_FRAGMENTS_MAX = 1 << 18
+"""Most fragments of the source's part of one unit, before merging: about 30 MiB of numbers. 128 layers of 128-token
+blocks have 32,768."""
+
+SLOTS_MAX = 4096
+"""Most units of one buffer. More gain nothing, and descriptor numbers of all places must fit int32."""
+
+NOT_CALIBRATED = "not calibrated, so every group is read directly (calibrate: kvflow bench descriptors --calibrate)"
+
+
+class CannotStage(Exception):
+    """The group cannot be staged. The message gives the reason."""
+
+
+class StagedRuns(Struct, frozen=True, eq=False):
+    """The copies of one pair of units through a place.
+
+    Attributes:
+        places: number of units in one buffer.
+        buffer_bytes: length of one buffer.
+        fetch: runs from the source to a place.
+        scatter: runs from a place to the target.
+        copies: the runs of ``scatter`` as a few strided copies.
+        units: how places are cut: each is one unit.
+        fetching: the pair of groups that ``fetch`` is planned for, source to places.
+        landing: the pair of groups that ``scatter`` is planned for, places to target.
+    """
+
+    places: int
+    buffer_bytes: int
+    fetch: RunTable
+    scatter: RunTable
+    copies: StridedCopies
+    units: Units
+    fetching: GroupPair
+    landing: GroupPair
+
+    @property
+    def place_bytes(self) -> int:
+        """Bytes that are read for one unit."""
+        return self.fetch.unit_bytes
+
+
+def buffer_bytes_of(staging_bytes: int) -> int:
+    """Return the length of one buffer of the staging memory, in whole pages."""
+    return staging_bytes // STAGING_BUFFERS // 4096 * 4096
+
+
+def stage(pair: GroupPair, source: Units, target: Units, *, staging_bytes: int) -> StagedRuns:
+    """Plan both steps of a staged read, and prove the fetch. ``plan_transfer`` proves the scatter.
+
+    Args:
+        pair: what both sides hold.
+        source: how source blocks are cut.
+        target: how target blocks are.
+        staging_bytes: bytes of all buffers together.
+
+    Raises:
+        CannotStage: a unit does not fit, or its pieces cannot lie densely in a place.
+        PlanUnsound: the proof has failed.
+    """
+    buffer_bytes = buffer_bytes_of(staging_bytes)
+    hull = [_all_held(each.layer, each.source, each.source) for each in pair.pairs]
+    places = _places(group_by_shape(hull), source.tokens, buffer_bytes)
+    pieces = [(parts, cut_fragments(parts, source, source)) for parts in group_by_shape(hull)]
+    stretches = merge_runs([table for _, table in pieces])
+    if len(stretches) > FETCH_RUNS_MAX:
+        raise CannotStage(f"the source's unit has {len(stretches):,} pieces, more than {FETCH_RUNS_MAX}")
+    units = Units(source.tokens, 1, 1, source.stripe)
+    buffer = _Buffer(stretches, places, units.tokens)
+    staged = {
+        (layer, part.role): part
+        for parts, table in pieces
+        for layer, part in buffer.components(parts, table.source[:2].reshape(2, len(parts), -1))
+    }
+    group = _slots_group(pair, staged, units)
+    fetched = [_all_held(each.layer, each.source, staged[each.layer, each.source.role]) for each in pair.pairs]
+    landed = [replace(each, source=staged[each.layer, each.source.role]) for each in pair.pairs]
+    fetching = replace(pair, target=group, pairs=tuple(fetched))
+    landing = replace(pair, source=group, pairs=tuple(landed))
+    fetch = merge_runs([cut_fragments(parts, source, units) for parts in group_by_shape(fetching.pairs)])
+    scatter = merge_runs([cut_fragments(parts, units, target) for parts in group_by_shape(landing.pairs)])
+    try:
+        copies = StridedCopies(scatter)
+    except TooManyCopies as error:
+        raise CannotStage(str(error)) from error
+    staged_runs = StagedRuns(places, buffer_bytes, fetch, scatter, copies, units, fetching, landing)
+    prove(staged_runs, source)
+    return staged_runs
+
+
+def prove(staged: StagedRuns, source: Units) -> None:
+    """Prove that places get every byte of a unit, do not overlap, and are scattered by copies that match the runs.
+
+    ``plan_transfer`` proves that the right bytes are scattered.
+
+    Args:
+        staged: the runs.
+        source: how source blocks are cut.
+
+    Raises:
+        PlanUnsound: the proof has failed.
+        SpecInvalid: the places leave the buffer.
+    """
+    group, fetch = staged.fetching.target, staged.fetch
+    cache = Manifest(staged.places, (Region(0, staged.buffer_bytes),), (group,))
+    # A place may have fewer tokens than the width of a stripe; a block of a cache may not.
+    replace(cache, groups=(replace(group, stripe=ALL_TOKENS),)).check()
+    if not certify(cache, [(staged.fetching, fetch, source, staged.units)]).complete:
+        raise PlanUnsound("a byte of a staging place is not read")
+    # The certificate checks one place at a time.
+    order = np.argsort(fetch.target[1])
+    offset, nbytes = fetch.target[1, order], fetch.nbytes[order]
+    if np.any(fetch.target[2] != fetch.nbytes) or np.any(offset[1:] - offset[:-1] < staged.places * nbytes[:-1]):
+        raise PlanUnsound("two staging places share a byte")
+    staged.copies.prove(staged.scatter)
+
+
+def _places(shapes: Sequence[Sequence[ComponentPair]], tokens: int, buffer_bytes: int) -> int:
+    """Return how many units a buffer holds.
+
+    The source may be hostile, so nothing walks its fragments before this check.
+
+    Args:
+        shapes: everything that the source holds, by shape.
+        tokens: tokens of one unit.
+        buffer_bytes: length of the buffer.
+
+    Raises:
+        CannotStage: a buffer is too small for one unit, or a unit has too many fragments.
+    """
+    nbytes = fragments = 0
+    for parts in shapes:
+        extents, (walked, _) = parts[0].extents(tokens), parts[0].walk
+        # Python integers do not overflow.
+        nbytes += math.prod(extents) * parts[0].source.item_bytes * len(parts)
+        fragments += math.prod(extents[:walked]) * len(parts)
+    if nbytes > buffer_bytes:
+        raise CannotStage(f"a unit of {nbytes:,} bytes does not fit a staging buffer of {buffer_bytes:,}")
+    if fragments > HULL_FRAGMENTS_MAX:
+        raise CannotStage(f"the source's unit has {fragments:,} fragments, more than {HULL_FRAGMENTS_MAX:,}")
+    return min(SLOTS_MAX, buffer_bytes // nbytes)
+
+
+class _Buffer:
+    """Where the dense pieces of a source's unit lie in a buffer: one after the other, each for all places.
+
+    Args:
+        stretches: the pieces, sorted by region and offset.
+        places: units that the buffer holds.
+        tokens: tokens of one unit.
+
+    Raises:
+        CannotStage: two pieces share bytes.
+    """
+
+    def __init__(self, stretches: RunTable, places: int, tokens: int) -> None:
+        self._region, self._offset = stretches.source[:2]
+        self._nbytes = stretches.nbytes
+        # The stretches are sorted, and adjacent pieces are merged into one.
+        shared = self._offset[1:] < self._offset[:-1] + self._nbytes[:-1]
+        if np.any(shared & (self._region[1:] == self._region[:-1])):
+            raise CannotStage("components share bytes on the source")
+        self._base = (np.cumsum(stretches.nbytes) - stretches.nbytes) * places
+        self._tokens = tokens
+        # Combine region and rank of the offset into one int64: only the order of offsets matters, not their size.
+        self._offsets, rank = np.unique(self._offset, return_inverse=True)
+        self._place = self._region * len(self._offsets) + rank
+
+    def components(self, pairs: Sequence[ComponentPair], starts: Int64s) -> Iterator[tuple[str, Component]]:
+        """Describe components of one shape in the places. Yield the layer and the component.
+
+        Args:
+            pairs: everything that the source holds of them.
+            starts: int64, shape (2, pairs, fragments): region and offset of their fragments of one unit on the source.
+
+        Raises:
+            CannotStage: a component is not an affine map in the places.
+        """
+        walked, _ = pairs[0].walk
+        region, offset = starts
+        rank = np.searchsorted(self._offsets, offset, side="right") - 1
+        at = np.searchsorted(self._place, region * len(self._offsets) + rank, side="right") - 1
+        inside, sizes = offset - self._offset[at], self._nbytes[at]
+        if np.any(sizes != sizes[:, :1]):
+            raise CannotStage(f"{pairs[0].source.role} lies in pieces of unlike sizes on the source")
+        extents = pairs[0].extents(self._tokens)
+        places = self._base[at] + inside
+        strides = _strides(places, extents[:walked])
+        for pair, place, size, found in zip(
+            pairs, places[:, 0].tolist(), sizes[:, 0].tolist(), strides.tolist(), strict=True
+        ):
+            part = pair.source
+            yield (
+                pair.layer,
+                replace(
+                    part,
+                    region=0,
+                    offset=place,
+                    block_stride=size,
+                    kernel_stride=0,
+                    extents=extents,
+                    strides=(*found, *part.strides[walked:]),
+                ),
+            )
+
+
+def _strides(places: Int64s, extents: Sequence[int]) -> Int64s:
+    """Return the strides of fragments, shape (components, walked axes).
+
+    Args:
+        places: int64, shape (components, fragments).
+        extents: lengths of the walked axes.
+
+    Raises:
+        CannotStage: no strides lead to these places.
+    """
+    steps = [math.prod(extents[axis + 1 :]) if extent > 1 else 0 for axis, extent in enumerate(extents)]
+    strides = places[:, steps] - places[:, :1]
+    index = np.indices(extents, np.int64).reshape(len(extents), places.shape[1])
+    if np.any(places[:, :1] + strides @ index != places):
+        raise CannotStage("the source's pieces are unevenly spaced")
+    return strides
+
+
+def _slots_group(pair: GroupPair, staged: dict[tuple[str, str], Component], units: Units) -> ManifestGroup:
+    """Describe the places of a buffer as a group: each place is a block with one unit."""
+    layers = []
+    for layer in pair.source.layers:
+        parts = tuple(staged[layer.name, part.role] for part in layer.components if (layer.name, part.role) in staged)
+        if parts:
+            layers.append(Layer(layer.name, layer.kind, layer.window, parts))
+    return ManifestGroup(pair.source.kind, units.tokens or pair.source.block_size, tuple(layers), units.stripe)
+
+
+def _all_held(layer: str, source: Component, target: Component) -> ComponentPair:
+    """Pair everything that the source holds of a component with the same part in another cache."""
+    return ComponentPair(layer, source, target, source.held.first, source.held.count)
+
+
+class Choice(Struct, frozen=True, eq=False):
+    """How one pair of groups is read, and the reason.
+
+    Attributes:
+        staged: the runs of a staged read if that was chosen; otherwise None.
+        reason: the costs of both ways, and why one was chosen.
+        direct_s: seconds of a direct read of one unit; 0 without a calibration.
+        staged_s: seconds of a staged read of one unit; 0 if it was not compared.
+    """
+
+    staged: StagedRuns | None
+    reason: str
+    direct_s: float = 0.0
+    staged_s: float = 0.0
+
+
+UNCALIBRATED = Choice(None, NOT_CALIBRATED)
+
+
+class GroupsToRead(Struct, frozen=True):
+    """One pair of groups, and how the blocks of both sides are cut."""
+
+    pair: GroupPair
+    source: Units
+    target: Units
+
+
+def choose(
+    groups: GroupsToRead,
+    runs: RunTable,
+    sides: tuple[Manifest, Manifest],
+    terms: Costs | Calibration,
+    staging_bytes: int,
+) -> Choice:
+    """Compare the costs of a direct and a staged read of one unit; prefer the direct one if they are equal.
+
+    Both estimates ignore that neighbors merge, because block ids are not known yet. If direct runs merge, the stretches
+    on the source are not longer than the runs, so staging gains nothing.
+
+    Args:
+        groups: what both sides hold.
+        runs: the direct runs.
+        sides: both manifests, source first.
+        terms: measured costs; those of a calibration include where they were measured.
+        staging_bytes: bytes of all buffers together; 0: never stage.
+
+    Raises:
+        PlanUnsound: a staged plan failed its proof.
+    """
+    costs, basis, memory = (
+        (terms, "", "DRAM") if isinstance(terms, Costs) else (terms.costs, _basis(terms), terms.memory)
+    )
+    direct = Work(len(runs), runs.unit_bytes)
+    direct_s = costs.seconds(direct)
+    told = f"{basis}direct takes {_count(direct.descriptors, 'descriptor')} and {direct_s * 1e6:,.1f} us"
+    if not staging_bytes:
+        return Choice(None, f"{told}; not staged, because staging_bytes is 0", direct_s)
+    for side, manifest, numbers in zip(("source", "target"), sides, (runs.source[0], runs.target[0]), strict=True):
+        found = {manifest.regions[region].memory for region in set(numbers.tolist())}
+        if found != {memory}:
+            other = min(found - {memory})
+            return Choice(None, f"{told}; not staged, because the {side} is {other}", direct_s)
+    try:
+        staged = stage(groups.pair, groups.source, groups.target, staging_bytes=staging_bytes)
+    except CannotStage as error:
+        return Choice(None, f"{told}; not staged, because {error}", direct_s)
+    work = Work(
+        len(staged.fetch), staged.place_bytes, len(staged.copies), len(staged.scatter), staged.scatter.unit_bytes
+    )
+    staged_s = costs.seconds(work)
+    told += (
+        f", staged {_count(work.descriptors, 'descriptor')}, {_count(work.copies, 'copy', 'copies')} and "
+        f"{staged_s * 1e6:,.1f} us"
+    )
+    if staged_s < direct_s:
+        return Choice(
+            staged, f"{told}; staged, because it is {direct_s / staged_s:,.1f} times cheaper", direct_s, staged_s
+        )
+    return Choice(None, f"{told}; direct, because staging is not cheaper", direct_s, staged_s)
+
+
+def explain_choice(choice: Choice) -> Iterator[str]:
+    """Explain how a group is read and what the alternative costs; empty without a calibration."""
+    if choice is not UNCALIBRATED:
+        yield f"  for each unit {choice.reason}"
+
+
+def _basis(calibration: Calibration) -> str:
+    """Name the data plane and the source of the measured costs."""
+    return f"by costs measured over {calibration.transport} (source: {calibration.source}), "
+
+
+def _count(number: int, one: str, many: str = "") -> str:
+    return f"{number:,} {one if number == 1 else many or one + 's'}"

@@ -1,0 +1,123 @@
+"""Where two caches must agree they are compared, and every difference names the field and both values."""
+
+import pytest
+
+from kvflow.errors import LayoutMismatch
+from kvflow.layout.groups import Group
+from kvflow.layout.manifest import Layer, Manifest, ManifestGroup
+from kvflow.layout.specs import MLA, Mamba, State
+from kvflow.planning.match import count_unread_layers, match_groups
+
+from .helpers import full, manifest_of, sliding
+
+
+def state(shape, **fields):
+    return Mamba(block_size=16, states=(State("ssm", shape, "float32", **fields),))
+
+
+def latent(**fields):
+    return MLA(block_size=16, head_size=8, dtype="float16", **fields)
+
+
+def match(source, target):
+    return match_groups(manifest_of(source), manifest_of(target))
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "field", "values"),
+    [
+        ({"a": full(head_size=8)}, {"a": full(head_size=16)}, "a.k.head_size", (8, 16)),
+        ({"a": full(dtype="float16")}, {"a": full(dtype="bfloat16")}, "a.k.dtype", ("float16", "bfloat16")),
+        ({"a": full(num_kv_heads=2)}, {"a": full(num_kv_heads=4)}, "a.k.num_kv_heads", (2, 4)),
+        ({"a": full(head_size_v=4)}, {"a": full()}, "a.v.head_size", (4, 8)),
+        ({"a": full()}, {"b": full()}, "layers", (["a"], ["b"])),
+        ({"a": state((4, 3))}, {"a": state((6, 3))}, "a.ssm.shape[0]", (4, 6)),
+        ({"a": state((4, 3))}, {"a": state((4, 2))}, "a.ssm.shape[1]", (3, 2)),
+        ({"a": state((4, 3))}, {"a": state((4, 3, 1))}, "a.ssm.axes", ((2, 0, -1), (3, 0, -1))),
+        ({"a": state((4, 3))}, {"a": state((4, 3), shard_axis=1)}, "a.ssm.axes", ((2, 0, -1), (2, 1, -1))),
+        ({"a": state((4, 3))}, {"a": state((4, 3), shard_axis=None)}, "a.ssm.axes", ((2, 0, -1), (2, -1, -1))),
+        ({"a": state((4, 3))}, {"a": full()}, "a.kind", ("mamba", "full")),
+        ({"a": latent()}, {"a": latent(rope_size=2)}, "a.components", (["latent"], ["latent", "rope"])),
+        ({"a": latent(sliding_window=8)}, {"a": latent()}, "a.window", (8, 0)),
+        ({"a": sliding(window=64)}, {"a": sliding(window=65)}, "a.window", (64, 65)),
+        ({"a": full()}, {"a": sliding()}, "a.kind", ("full", "sliding")),
+        ({"a": full(), "b": full()}, {"a": full(), "b": sliding()}, "b.kind", ("full", "sliding")),
+    ],
+)
+def test_a_difference_names_the_field_and_both_values(source, target, field, values):
+    with pytest.raises(LayoutMismatch) as caught:
+        match(source, target)
+    error = caught.value
+    assert error.field == field
+    assert (error.source, error.target) == values
+    assert field in str(error)
+    assert all(repr(value) in str(error) for value in values)
+
+
+def test_layers_that_the_target_does_not_have_are_counted():
+    ours, theirs = manifest_of({"a": full()}), manifest_of({"a": full(), "b": full(), "c": sliding()})
+    assert count_unread_layers(theirs, ours) == 2
+    assert count_unread_layers(ours, theirs) == 0
+
+
+def test_missing_roles_are_a_difference():
+    original = manifest_of({"a": full()})
+    (group,) = original.groups
+    keys_only = tuple(Layer(layer.name, "full", 0, layer.components[:1]) for layer in group.layers)
+    source = Manifest(4, original.regions, (ManifestGroup("full", 16, keys_only),))
+    with pytest.raises(LayoutMismatch, match=r"a\.components") as caught:
+        match_groups(source, original)
+    assert (caught.value.source, caught.value.target) == (["k"], ["k", "v"])
+
+
+def test_many_layers_without_a_common_name_are_abbreviated():
+    with pytest.raises(LayoutMismatch) as caught:
+        match({f"x{index}": full() for index in range(40)}, {"y": full()})
+    assert caught.value.source == ["x0", "x1", "x2", "x3", "... 40 in all"]
+
+
+@pytest.mark.parametrize("difference", [{"block_size": 32}, {"block_size": 12}])
+def test_block_sizes_need_not_agree(difference):
+    (pair,) = match({"a": full()}, {"a": full(**difference)})
+    assert (pair.source.block_size, pair.target.block_size) == (16, difference["block_size"])
+
+
+def test_layers_match_by_name_whatever_group_they_are_in():
+    specs = {"a": full(), "b": full(), "c": full()}
+    source = manifest_of(specs, groups=(Group(("c", "a"), "full", 16), Group(("b",), "full", 16)))
+    target = manifest_of(specs, groups=(Group(("b", "a", "c"), "full", 16),))
+    found = {
+        (pair.source_group, pair.target_group): {part.layer for part in pair.pairs}
+        for pair in match_groups(source, target)
+    }
+    assert found == {(0, 0): {"a", "c"}, (1, 0): {"b"}}
+
+
+def test_only_the_heads_of_both_ranks_are_paired():
+    specs = {"a": full(num_kv_heads=8)}
+    source, target = manifest_of(specs, tp=(1, 4)), manifest_of(specs, tp=(0, 2))
+    (pair,) = match_groups(source, target)
+    assert {(part.first, part.count) for part in pair.pairs} == {(2, 2)}
+
+
+def test_ranks_without_a_common_head_have_nothing_to_pair():
+    specs = {"a": full(num_kv_heads=8)}
+    assert match_groups(manifest_of(specs, tp=(0, 2)), manifest_of(specs, tp=(1, 2))) == ()
+
+
+def test_what_no_rank_divides_is_paired_whole_whatever_the_ranks():
+    specs = {"a": state((5, 3), shard_axis=None), "l": latent()}
+    pairs = match_groups(manifest_of(specs, tp=(1, 2)), manifest_of(specs, tp=(0, 4)))
+    parts = {part.layer: part for pair in pairs for part in pair.pairs}
+    assert {name: (part.first, part.count, part.extents(0)) for name, part in parts.items()} == {
+        "a": (0, 1, (5, 3)),
+        "l": (0, 1, (1, 0, 8)),
+    }
+
+
+def test_what_both_hold_starts_at_the_first_index_of_both():
+    """Rank 1 of 4 holds rows 2 and 3 of a state of eight, rank 0 of 2 the first four: 12 bytes each."""
+    specs = {"a": state((8, 3))}
+    ((pair,),) = (group.pairs for group in match_groups(manifest_of(specs, tp=(1, 4)), manifest_of(specs, tp=(0, 2))))
+    assert (pair.first, pair.count, pair.extents(0)) == (2, 2, (2, 3))
+    assert (pair.start(pair.source), pair.start(pair.target)) == (0, 24)

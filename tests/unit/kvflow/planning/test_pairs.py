@@ -1,0 +1,259 @@
+"""Block ids that cannot be used are refused by group; lists of any length pair the tokens they stand for."""
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvflow.errors import BlockIdsInvalid, BlockRangeMismatch, CapacityExceeded
+from kvflow.ids import FEW
+from kvflow.leases.blocks import check_block_ids
+from kvflow.planning.pairs import UNITS_MAX, pair_units
+
+from .helpers import group_plan, ids
+
+
+def check(*lists, aliases=None, unique=True, num_blocks=10):
+    return check_block_ids(lists, num_blocks=num_blocks, aliases=aliases or range(len(lists)), unique=unique)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        [10],
+        [-2],
+        [3, 11, 4],
+        [2**31],
+        [2**63 - 1],
+        [2**63],
+        [2**64 - 1],  # as uint64 it wraps around to -1, an absent block
+        [2**64],
+        [2**70],
+        [-(2**70)],
+        [1.0],
+        [1.5],
+        ["1"],
+        [None],
+        [True],
+        [[1, 2]],
+        [[1], [2, 3]],
+        [1, [2]],
+        "12",
+        7,
+        None,
+        {1: 2},
+        np.array([[1]]),
+        np.array([1.0]),
+        np.array([2**64 - 1], np.uint64),
+    ],
+    ids=repr,
+)
+def test_what_is_not_a_flat_list_of_known_blocks_is_refused(wrong):
+    with pytest.raises(BlockIdsInvalid) as caught:
+        check([1], wrong)
+    assert caught.value.group == 1
+
+
+@pytest.mark.parametrize(
+    "right",
+    [
+        [3, 4, -1],
+        (3, 4, -1),
+        range(2, 5),
+        [np.int64(3), np.int32(4), np.int8(-1)],
+        np.array([3, 4, -1]),
+        np.array([3, 4], np.uint8),
+        [],
+    ],
+    ids=repr,
+)
+def test_any_sequence_of_integers_will_do(right):
+    (checked,) = check(right)
+    assert checked == tuple(int(block) for block in right)
+    assert {type(block) for block in checked} <= {int}
+    assert checked is not right or isinstance(right, tuple), "what the caller does to his list later is not our concern"
+
+
+@pytest.mark.parametrize("form", [list, tuple, np.array])
+@pytest.mark.parametrize("unique", [True, False])
+def test_few_ids_are_a_tuple_and_many_an_array(form, unique):
+    for count in (FEW, FEW + 1):
+        given = form(range(count))
+        (checked,) = check(given, num_blocks=count, unique=unique)
+        assert isinstance(checked, tuple) == (count == FEW)
+        assert list(checked) == list(range(count))
+    assert checked.dtype == np.int64
+    assert checked is not given
+
+
+def test_the_offending_block_is_named():
+    with pytest.raises(BlockIdsInvalid, match=r"group 0: block 18446744073709551615 is not in \[0, 10\)"):
+        check([2**64 - 1])
+
+
+@pytest.mark.parametrize(
+    ("lists", "said"),
+    [([], r"block_ids must be one list per group, not \[\]"), ([[1], [2], [3]], "block_ids has 3 lists for 2 groups")],
+)
+def test_one_list_per_group(lists, said):
+    with pytest.raises(BlockIdsInvalid, match=said) as caught:
+        check_block_ids(lists, num_blocks=10, aliases=[0, 1], unique=True)
+    assert caught.value.group is None
+
+
+@pytest.mark.parametrize("wrong", [None, 5, iter([[1], [2]])], ids=lambda wrong: type(wrong).__name__)
+def test_what_has_no_number_of_lists_is_refused(wrong):
+    with pytest.raises(BlockIdsInvalid, match="one list per group, not"):
+        check_block_ids(wrong, num_blocks=10, aliases=[0, 1], unique=True)
+
+
+@pytest.mark.parametrize(("lists", "aliases", "group"), [([[3, 4, 3]], [0], 0), ([[1], [5], [2, 2]], [0, 1, 1], 2)])
+def test_a_block_is_a_target_once_and_a_source_as_often_as_it_is_listed(lists, aliases, group):
+    with pytest.raises(BlockIdsInvalid, match="is a target twice") as caught:
+        check(*lists, aliases=aliases)
+    assert caught.value.group == group
+    assert len(check(*lists, aliases=aliases, unique=False)) == len(lists)
+
+
+@pytest.mark.parametrize("unique", [True, False], ids=["targets", "sources"])
+@pytest.mark.parametrize(
+    ("lists", "aliases", "named"),
+    [
+        ([[3], [4, 3]], [0, 0], "block 3 is in groups 0 and 1"),
+        ([[1], [2], [5, 2]], [0, 1, 1], "block 2 is in groups 1 and 2"),
+        ([[-1, 7], [8], [-1, 7]], [0, 0, 0], "block 7 is in groups 0 and 2"),
+    ],
+)
+def test_a_block_holds_pages_of_one_group_of_those_that_share_bytes(lists, aliases, named, unique):
+    with pytest.raises(BlockIdsInvalid, match=named) as caught:
+        check(*lists, aliases=aliases, unique=unique)
+    assert caught.value.remedy
+    assert len(check(*lists, aliases=range(len(lists)), unique=unique)) == len(lists), "these share no bytes"
+
+
+def test_absent_blocks_and_duplicates_of_one_group_are_right_among_sources():
+    assert len(check([-1, 3, 3], [-1, 4], aliases=[0, 0], unique=False)) == 2
+
+
+def test_groups_in_separate_memory_share_ids_and_absent_blocks_repeat():
+    assert len(check([3, -1, -1], [3, -1], aliases=[0, 1])) == 2
+
+
+def paired(plan, source, target, num_tokens):
+    """Pair them as few and as many, which must be the same; ``tests/properties/test_few_ids.py`` has more of it."""
+    many = pair_units(plan, ids(*source), ids(*target), num_tokens=num_tokens)
+    few = pair_units(plan, tuple(source), tuple(target), num_tokens=num_tokens)
+    for pairs in (many, few):
+        assert list(pairs.source) == sorted(pairs.source)
+    found, other = (sorted(zip(each.target, each.source, strict=True)) for each in (many, few))
+    assert found == other
+    return found
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "num_tokens", "expected"),
+    [
+        ([5, 6, 7], [1, 2, 3], 48, [(1, 5), (2, 6), (3, 7)]),
+        ([5, 6, 7], [1, 2, 3], 33, [(1, 5), (2, 6), (3, 7)]),
+        ([5, 6, 7], [2, 3], 48, [(2, 6), (3, 7)]),  # a prefix hit: the last two
+        ([6, 7], [3], 48, [(3, 7)]),  # a window on both sides
+        ([5, 6, 7], [], 48, []),
+        ([], [], 48, []),
+        ([], [-1, -1], 48, []),
+        ([5, -1, 7], [1, -1, 3], 48, [(1, 5), (3, 7)]),
+        ([7], [-1, -1, 3], 48, [(3, 7)]),
+        ([7], [-1, -1, -1, -1, 3], 48, [(3, 7)]),  # before token 0, but absent
+        ([-1, 5, 6, 7], [1, 2, 3], 48, [(1, 5), (2, 6), (3, 7)]),  # absent before token 0
+        ([5, 5], [1, 2], 32, [(1, 5), (2, 5)]),  # duplicates are refused among targets only
+        ([7, 3], [1, 2], 32, [(1, 7), (2, 3)]),
+    ],
+)
+def test_lists_of_equal_blocks(source, target, num_tokens, expected):
+    assert paired(group_plan(), source, target, num_tokens) == expected
+
+
+def test_a_ticket_with_a_block_too_many_is_refused_and_not_shifted():
+    with pytest.raises(
+        BlockRangeMismatch, match=r"source group 0: \d+ blocks? exceed 48 tokens: the list starts before token 0"
+    ):
+        paired(group_plan(), [5, 6, 7, 9], [1, 2, 3], 48)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "source", "target", "num_tokens", "expected"),
+    [
+        # 16 -> 64: unit u of target block b is 4 b + u.
+        ((16, 64), [9, 8, 7, 6, 5], [0, 1], 80, [(0, 9), (1, 8), (2, 7), (3, 6), (4, 5)]),
+        ((16, 64), [5], [1], 80, [(4, 5)]),
+        # 64 -> 16: unit u of source block b is 4 b + u.
+        ((64, 16), [2, 3], [10, 11, 12, 13, 14], 80, [(10, 8), (11, 9), (12, 10), (13, 11), (14, 12)]),
+        ((64, 16), [2, 3], [14], 80, [(14, 12)]),
+        # 48 -> 32 over units of 16: tokens 0 to 63 fill two target blocks from two source blocks.
+        ((48, 32), [1, 2], [3, 4], 64, [(6, 3), (7, 4), (8, 5), (9, 6)]),
+        ((48, 32), [1, 2], [3, 4], 63, [(6, 3), (7, 4), (8, 5), (9, 6)]),
+        ((48, 32), [1], [3, 4], 48, [(6, 3), (7, 4), (8, 5)]),  # the last unit holds no token
+    ],
+)
+def test_lists_of_unequal_blocks(sizes, source, target, num_tokens, expected):
+    assert paired(group_plan(*sizes), source, target, num_tokens) == expected
+
+
+@pytest.mark.parametrize(
+    ("sizes", "source", "target", "num_tokens", "token"),
+    [
+        ((16, 16), [6, 7], [1, 2, 3], 48, 0),
+        ((16, 16), [5, -1, 7], [1, 2, 3], 48, 16),
+        ((16, 16), [], [3], 48, 32),
+        ((16, 64), [6, 5], [0, 1], 80, 0),
+        ((16, 64), [9, 8, -1, 6, 5], [0, 1], 80, 32),
+        ((64, 16), [3], [10, 11], 80, 48),
+        ((48, 32), [2], [3, 4], 64, 0),
+        ((48, 32), [2], [4], 64, 32),
+    ],
+)
+def test_a_token_that_the_ticket_lacks_is_named(sizes, source, target, num_tokens, token):
+    with pytest.raises(BlockRangeMismatch) as caught:
+        paired(group_plan(*sizes), source, target, num_tokens)
+    assert caught.value.message.endswith(f"do not cover token {token}")
+    assert caught.value.group == 0
+
+
+def test_oversized_blocks_are_refused_before_memory_is_allocated():
+    with pytest.raises(CapacityExceeded, match="units of one request"):
+        paired(group_plan(1 << 20, 1), [0] * (UNITS_MAX // (1 << 20) + 1), [1], 1 << 23)
+
+
+@pytest.mark.parametrize(("target", "num_tokens"), [([1, 2, 3], 32), ([1, -1, 3], 32), ([1, 2], 1)])
+def test_targets_before_token_0_are_refused(target, num_tokens):
+    with pytest.raises(BlockRangeMismatch, match="the list starts before token 0") as caught:
+        paired(group_plan(), [4, 5, 6, 7], target, num_tokens)
+    assert caught.value.group == 0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "source", "target", "num_tokens", "expected"),
+    [
+        # The last 29 tokens of 80, from token 51 on: the source has let go of all before 48, in the block of 64.
+        ((16, 64), [6, 5], [0, 1], 80, [(3, 6), (4, 5)]),
+        ((16, 64), [7, 6, 5], [0, 1], 80, [(2, 7), (3, 6), (4, 5)]),
+        ((16, 64), [6, 5], [-1, 1], 80, [(4, 5)]),
+        ((16, 16), [6, 5], [3, 4], 80, [(3, 6), (4, 5)]),
+        ((16, 64), [9], [0], 10, [(0, 9)]),
+    ],
+)
+def test_what_lies_before_a_window_in_its_first_block_may_be_gone(sizes, source, target, num_tokens, expected):
+    plan = msgspec.structs.replace(group_plan(*sizes), window=30)
+    assert paired(plan, source, target, num_tokens) == expected
+
+
+@pytest.mark.parametrize(
+    ("sizes", "source", "target", "num_tokens", "token"),
+    [
+        ((16, 64), [5], [0, 1], 80, 48),  # within the window
+        ((16, 16), [6, 5], [2, 3, 4], 80, 32),  # a whole block before it, that nobody should ask for
+        ((16, 64), [6, 5], [0, 1, 2], 144, 0),
+    ],
+)
+def test_a_window_does_not_excuse_other_tokens(sizes, source, target, num_tokens, token):
+    plan = msgspec.structs.replace(group_plan(*sizes), window=30)
+    with pytest.raises(BlockRangeMismatch, match=f"do not cover token {token} "):
+        paired(plan, source, target, num_tokens)
