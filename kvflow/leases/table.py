@@ -1,49 +1,36 @@
-"""Leases: a producer's promises to keep blocks, and how they end.
+"""The lease table: a producer's promises to keep blocks, and how they end.
 
-A lease ends by release, expiry or revocation, and each end raises the epoch *before* anyone learns that the
-blocks are free. It is released when all ranks of one consumer engine have said so, each counted once.
+A lease ends by release, expiry or revocation. Each end raises the epoch *before* the engine learns that the blocks are
+free. A lease is released when all ranks of one consumer engine have released it; each rank counts once.
 """
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Sequence
-from itertools import takewhile
-from typing import Literal
+from itertools import islice, takewhile
+from typing import Annotated, Literal
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
-from kvflow.cache.epochs import EpochTable
-from kvflow.cache.tickets import Grant
 from kvflow.errors import BlockIdsInvalid, CapacityExceeded
+from kvflow.events import LeaseEnded, Outcome
 from kvflow.ids import LeaseKey
+from kvflow.leases.epochs import EpochTable
+from kvflow.leases.tickets import Grant
+from kvflow.validation import Count, Name, Number
 
 PAST_MAX = 16384
-"""Ended leases that are remembered for readers who ask how they ended: four for each slot that a worker has."""
+"""How many ended leases are remembered, so that readers can ask how they ended: four per slot of a worker."""
 
-Outcome = Literal["released", "expired", "revoked"]
 Answer = Literal["held", "counted", "ended", "unknown"]
 
 
-class LeaseEnded(Struct, frozen=True, gc=False):
-    """The epoch has been raised; the blocks may be reused now.
-
-    Attributes:
-        request_id: the producer's name of the request.
-        outcome: how it ended.
-        held_s: how long it was held.
-    """
-
-    request_id: str
-    outcome: Outcome
-    held_s: float
-
-
 class PastLease(Struct, frozen=True, gc=False):
-    """How a lease has ended.
+    """How a lease ended.
 
     Attributes:
-        ended_by: ``expired``, ``revoked``, ``used`` by a reader that has read it, or ``released`` by one that gave it
-            back unread, or does not tell.
-        ended_at: when, by the clock of the leases.
+        ended_by: ``expired``; ``revoked``; ``used`` if a reader released it after a read; ``released`` if a reader
+            released it without a read, or did not say.
+        ended_at: when it ended, on the clock of the leases.
     """
 
     ended_by: str
@@ -51,15 +38,61 @@ class PastLease(Struct, frozen=True, gc=False):
 
 
 class Reader(Struct, frozen=True):
-    """Who releases: one rank of a consumer engine."""
+    """The rank of a consumer engine that releases a lease."""
 
     engine_id: str
     rank: int
     num_ranks: int
 
 
+class LeaseReader(Struct, frozen=True, kw_only=True):
+    """An engine that has renewed a lease, or has released it in part.
+
+    Attributes:
+        engine_id: name of the engine, as it states it.
+        num_ranks: number of its ranks.
+        released: number of its ranks that have released the lease.
+    """
+
+    engine_id: Name
+    num_ranks: Count
+    released: Count
+
+
+READERS_LISTED_MAX = 16
+
+
+class LeaseState(Struct, frozen=True, kw_only=True):
+    """One lease that is held.
+
+    Attributes:
+        request_id: this producer's name of the request.
+        age_s: seconds since the lease was admitted.
+        expires_in_s: seconds until the lease expires unless it is renewed.
+        num_blocks: blocks that it keeps, of all groups together.
+        readers: engines that have renewed it or released it in part, at most 16. A reader whose pull takes less than a
+            third of the lease does neither. Over NIXL a producer does not see reads.
+    """
+
+    request_id: Name
+    age_s: Number
+    expires_in_s: Number
+    num_blocks: Count
+    readers: Annotated[tuple[LeaseReader, ...], Meta(max_length=READERS_LISTED_MAX)]
+
+
 class Lease(Struct, eq=False):
-    """One promise that is being kept."""
+    """One lease that is held.
+
+    Attributes:
+        grant: what was promised.
+        epoch: of the grant, as a number.
+        admitted_at: when it was admitted.
+        ends_at: when it expires.
+        read: whether a reader has said that it has read what is promised.
+        released_by: engine and number of its ranks -> the ranks that have released it; empty for an engine that has
+            only renewed it.
+    """
 
     grant: Grant
     epoch: int
@@ -70,17 +103,17 @@ class Lease(Struct, eq=False):
 
     @property
     def released(self) -> bool:
-        """Whether all ranks of one engine have released it."""
+        """Whether all ranks of one consumer engine have released the lease."""
         return any(len(ranks) == num_ranks for (_, num_ranks), ranks in self.released_by.items())
 
 
 class _Early(Struct, eq=False):
-    """The releases of a lease that is not admitted yet.
+    """The releases that arrived before their lease was admitted.
 
     Attributes:
-        epoch: of the lease.
-        releases: how many were heard, repeated ones included.
-        released_by: as of a lease.
+        epoch: the epoch of the lease.
+        releases: how many arrived, including repeated ones.
+        released_by: as in ``Lease``.
     """
 
     epoch: int
@@ -89,24 +122,31 @@ class _Early(Struct, eq=False):
 
 
 READERS_MAX = 1024
-"""Engines that count their ranks' releases of one lease: as many as a worker has peers. A reader says itself which
-engine it is of, and a lease may be renewed for ever."""
+"""How many engines' releases one lease counts: as many as a worker has peers. A limit is needed because a reader states
+its own engine, and may renew a lease forever."""
 
 
 EARLY_MAX = 1 << 16
-"""Releases that are remembered before their leases are admitted: sixteen for each of 4,096 slots, some 10 MiB."""
+"""How many releases are remembered before their leases are admitted: sixteen per slot for 4,096 slots, about 10 MiB."""
+
+
+def _ranks_of(released_by: dict[tuple[str, int], set[int]], reader: Reader) -> set[int] | None:
+    """Return the ranks of a reader's engine that have released; None if too many engines are known."""
+    engine = (reader.engine_id, reader.num_ranks)
+    if len(released_by) >= READERS_MAX and engine not in released_by:
+        return None
+    return released_by.setdefault(engine, set())
 
 
 def _count(released_by: dict[tuple[str, int], set[int]], reader: Reader) -> bool | None:
     """Count a reader's release.
 
     Returns:
-        Whether all ranks of its engine have released; None if too many engines have released in part.
+        Whether all ranks of the reader's engine have released; None if too many engines have released in part.
     """
-    engine = (reader.engine_id, reader.num_ranks)
-    if len(released_by) >= READERS_MAX and engine not in released_by:
+    ranks = _ranks_of(released_by, reader)
+    if ranks is None:
         return None
-    ranks = released_by.setdefault(engine, set())
     ranks.add(reader.rank)
     return len(ranks) >= reader.num_ranks
 
@@ -124,7 +164,7 @@ class LeaseTable:
         self._by_request: dict[str, Lease] = {}
         self._early: dict[int, _Early] = {}
         self._early_releases = 0
-        # The leases of one duration in the order of their ends: the last to be admitted or renewed is the last to end.
+        # The leases of one duration, in the order in which they end: the last admitted or renewed ends last.
         self._ends: defaultdict[int, OrderedDict[int, Lease]] = defaultdict(OrderedDict)
         self._past: OrderedDict[LeaseKey, PastLease] = OrderedDict()
 
@@ -140,11 +180,11 @@ class LeaseTable:
         return self._epochs.highest
 
     def admit(self, grant: Grant, now: float) -> LeaseEnded | None:
-        """Start to keep a promise: from here on the slot holds the grant's epoch.
+        """Admit a grant: from now on the slot holds its epoch.
 
         Returns:
-            How the lease has ended, if a reader had released it before it was admitted, as it may have been given all
-            that it needs by other ranks.
+            The end of the lease if a reader released it before it was admitted (other ranks may have given all that
+            the reader needed); otherwise None.
 
         Raises:
             BlockIdsInvalid: the request is on offer already, or the grant's epoch is not newer than the slot's.
@@ -155,7 +195,7 @@ class LeaseTable:
             raise BlockIdsInvalid(f"request {request_id!r} is on offer already", remedy="Revoke it first.")
         if slot >= self._slots or slot in self._by_slot:
             raise CapacityExceeded(
-                "lease slots", self._slots, remedy="Retire a lease in the mint only when it has ended on every rank."
+                "lease slots", self._slots, remedy="Retire a lease in the issuer only after it has ended on every rank."
             )
         if epoch <= self._epochs.numbers[slot]:
             raise BlockIdsInvalid(
@@ -175,19 +215,19 @@ class LeaseTable:
     def release(
         self, leases: Sequence[LeaseKey], reader: Reader, now: float, *, read: bool = False
     ) -> tuple[list[Answer], list[LeaseEnded]]:
-        """Count one reader's releases; a lease ends with the last rank of an engine.
+        """Count one reader's releases. A lease ends when the last rank of an engine releases it.
 
-        A release may come before its lease is admitted: a reader of some ranks of a ticket releases all of them.
-        It is answered ``unknown``, and counted when the lease is admitted.
+        A release may arrive before its lease is admitted, because a reader of some ranks of a ticket releases all of
+        them. The answer is then ``unknown``, and the release counts when the lease is admitted.
 
         Args:
-            leases: that it releases.
-            reader: who releases.
+            leases: what the reader releases.
+            reader: the rank that releases.
             now: seconds.
-            read: whether it has read what the leases promise.
+            read: whether it has read the blocks.
 
         Returns:
-            What became of each, in their order; and how those that have ended now did.
+            One answer per lease, in order; and the leases that ended now.
         """
         answers: list[Answer] = []
         done: dict[int, Lease] = {}
@@ -208,8 +248,14 @@ class LeaseTable:
             answers.append("ended" if complete else "counted")
         return answers, self._end(done.values(), "released", now) if done else []
 
-    def renew(self, leases: Sequence[LeaseKey], now: float) -> list[Answer]:
-        """Let leases last from now as long as they did from admission; answer each."""
+    def renew(self, leases: Sequence[LeaseKey], now: float, reader: Reader | None = None) -> list[Answer]:
+        """Extend leases: each lasts its full duration from now. Return one answer per lease.
+
+        Args:
+            leases: the leases to extend.
+            now: seconds.
+            reader: the reader that asks; None if none is to be listed for it.
+        """
         answers: list[Answer] = []
         for slot, epoch in leases:
             lease = self._by_slot.get(slot)
@@ -219,8 +265,26 @@ class LeaseTable:
             lease_ms = lease.grant.lease_ms
             lease.ends_at = now + lease_ms / 1000
             self._ends[lease_ms].move_to_end(slot)
+            if reader is not None:
+                _ranks_of(lease.released_by, reader)
             answers.append("held")
         return answers
+
+    def listed(self, now: float, limit: int) -> tuple[LeaseState, ...]:
+        """Return the leases that are held, at most ``limit``; those that were admitted first come first."""
+        return tuple(
+            LeaseState(
+                request_id=lease.grant.request_id,
+                age_s=now - lease.admitted_at,
+                expires_in_s=lease.ends_at - now,
+                num_blocks=sum(map(len, lease.grant.block_ids)),
+                readers=tuple(
+                    LeaseReader(engine_id=engine_id, num_ranks=num_ranks, released=len(ranks))
+                    for (engine_id, num_ranks), ranks in islice(lease.released_by.items(), READERS_LISTED_MAX)
+                ),
+            )
+            for lease in islice(self._by_request.values(), limit)
+        )
 
     def grant_of(self, slot: int, epoch: int) -> Grant | None:
         """Return the grant of a lease that is held. Thread: any, without a lock, as ``blocks_of``."""
@@ -228,17 +292,17 @@ class LeaseTable:
         return None if lease is None else lease.grant
 
     def blocks_of(self, slot: int, epoch: int) -> Sequence[Sequence[int]] | None:
-        """Return the block ids of each group while that lease is held; None when it is not.
+        """Return the block ids of each group while the lease is held; otherwise None.
 
-        An answer may be out of date when it arrives: a lease ends by its epoch, which is raised before this says None.
+        The answer may be out of date on return. The epoch decides, and is raised before this method returns None.
 
-        Thread: any, without the worker's lock: one look into a dict is atomic, and a grant does not change.
+        Thread: any, without the worker's lock, because one dict lookup is atomic and a grant does not change.
         """
         lease = self._find(slot, epoch)
         return None if lease is None else lease.grant.block_ids
 
     def past(self, slot: int, epoch: int) -> PastLease | None:
-        """Return how a lease has ended; None if that is not remembered."""
+        """Return how a lease ended; None if it is not remembered."""
         return self._past.get((slot, epoch))
 
     def revoke(self, request_id: str, now: float) -> LeaseEnded | None:
@@ -264,12 +328,12 @@ class LeaseTable:
         return min((next(iter(leases.values())).ends_at for leases in self._ends.values()), default=None)
 
     def _release_early(self, slot: int, epoch: int, reader: Reader) -> Answer:
-        """Count the release of a lease that is not held: of one that may be admitted yet, one for each slot."""
+        """Count the release of a lease that may be admitted later. Remember one lease per slot."""
         if slot >= self._slots or epoch <= self._epochs[slot]:
             return "ended" if self._is_past(slot, epoch) else "unknown"
         early = self._early.get(slot)
         if early is None or early.epoch != epoch:
-            # A mint uses a slot again only when its lease has ended on every rank: what is older never comes.
+            # An issuer reuses a slot only after its lease has ended on every rank, so an older epoch never arrives.
             self._forget_early(slot)
             early = self._early[slot] = _Early(epoch)
         if self._early_releases < EARLY_MAX:
@@ -302,7 +366,7 @@ class LeaseTable:
             if not same:
                 del self._ends[grant.lease_ms]
             self._past[slot, lease.epoch] = used if lease.read and outcome == "released" else past
-            ended.append(LeaseEnded(request_id, outcome, now - lease.admitted_at))
+            ended.append(LeaseEnded(request_id, outcome, now - lease.admitted_at, grant.trace))
         while len(self._past) > PAST_MAX:
             self._past.popitem(last=False)
         return ended

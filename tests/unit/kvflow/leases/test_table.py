@@ -3,9 +3,10 @@
 import pytest
 from msgspec.structs import replace
 
-from kvflow.cache.epochs import EpochTable
-from kvflow.cache.leases import READERS_MAX, LeaseEnded, LeaseTable, PastLease, Reader
 from kvflow.errors import BlockIdsInvalid, CapacityExceeded
+from kvflow.events import LeaseEnded
+from kvflow.leases.epochs import EpochTable
+from kvflow.leases.table import READERS_LISTED_MAX, READERS_MAX, LeaseTable, PastLease, Reader
 
 from .helpers import BASE, SLOTS, mint_of
 
@@ -180,7 +181,7 @@ def test_an_early_release_counts_for_its_own_lease_only(leases, ahead):
     assert leases.admit(again, now=3.0) is None
 
 
-def test_a_lease_whose_ticket_was_out_only_when_it_was_held_knows_no_early_release(leases):
+def test_a_lease_held_before_its_ticket_was_out_has_no_early_release(leases):
     grant = replace(grant_of(), admitted=True)
     released(leases, (grant.slot, grant.epoch_value), ALONE, 0.0)  # somebody guesses
     assert leases.admit(grant, now=1.0) is None
@@ -236,7 +237,7 @@ def test_how_a_lease_has_ended_is_remembered(leases, how):
 
 
 def test_of_ended_leases_the_latest_are_remembered(leases, monkeypatch):
-    monkeypatch.setattr("kvflow.cache.leases.PAST_MAX", 2)
+    monkeypatch.setattr("kvflow.leases.table.PAST_MAX", 2)
     mint, keys = mint_of(), []
     for name in ("a", "b", "c"):
         grant = grant_of(mint, name)
@@ -278,7 +279,7 @@ def test_a_release_looks_at_its_own_engine_only(leases):
 
 def test_releases_that_come_early_are_bounded(leases, monkeypatch):
     """A member may release what was never admitted: what is remembered of it is bounded, and given back."""
-    monkeypatch.setattr("kvflow.cache.leases.EARLY_MAX", 8)
+    monkeypatch.setattr("kvflow.leases.table.EARLY_MAX", 8)
     mint = mint_of()
     grants = [grant_of(mint, f"r{number}") for number in range(SLOTS)]
     for grant in grants:
@@ -288,3 +289,27 @@ def test_releases_that_come_early_are_bounded(leases, monkeypatch):
     for grant in grants:
         leases.admit(grant, now=1.0)
     assert (leases._early, leases._early_releases) == ({}, 0)
+
+
+def test_readers_that_renew_or_release_in_part_are_listed(leases):
+    grant = grant_of()
+    leases.admit(grant, now=1.0)
+    key = (grant.slot, grant.epoch_value)
+    assert leases.renew([key], 3.0, Reader("a", 0, 2)) == ["held"]
+    released(leases, key, Reader("b", 1, 3), 4.0)
+    (state,) = leases.listed(5.0, 9)
+    assert (state.request_id, state.age_s, state.expires_in_s, state.num_blocks) == ("r", 4.0, 28.0, 1)
+    assert [(each.engine_id, each.num_ranks, each.released) for each in state.readers] == [("a", 2, 0), ("b", 3, 1)]
+    assert leases.listed(5.0, 0) == ()
+
+
+def test_readers_that_renew_are_bounded(leases):
+    grant = grant_of()
+    leases.admit(grant, now=1.0)
+    key = (grant.slot, grant.epoch_value)
+    for number in range(READERS_MAX + 5):
+        assert leases.renew([key], 2.0, Reader(f"engine {number}", 0, 2)) == ["held"]
+    (lease,) = leases._by_slot.values()
+    assert len(lease.released_by) == READERS_MAX
+    (state,) = leases.listed(5.0, 9)
+    assert len(state.readers) == READERS_LISTED_MAX

@@ -3,8 +3,8 @@
 import hashlib
 import hmac
 
-from kvflow.cache.mint import Mint
-from kvflow.cache.tickets import RankAddress
+from kvflow.leases.issuer import Issuer
+from kvflow.leases.tickets import RankAddress
 
 KEY = b"a key of the tests"
 BASE = 1000
@@ -24,7 +24,7 @@ def address(rank=0, *, incarnation="0" * 32, base=BASE, slots=SLOTS):
 
 
 def mint_of(*addresses, engine_id="prefill-0", lease_s=30.0, head_start=0, wall_clock=None, block_sizes=()):
-    return Mint(
+    return Issuer(
         engine_id,
         addresses or (address(),),
         sign=sign,

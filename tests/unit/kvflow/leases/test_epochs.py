@@ -1,10 +1,11 @@
 """The epoch table: aligned memory that a peer can read at any moment, whose numbers only grow."""
 
 import ctypes
+import mmap
 
 import pytest
 
-from kvflow.cache.epochs import EPOCH_BITS, EpochTable, judge
+from kvflow.leases.epochs import EPOCH_BITS, EpochTable, judge
 
 
 @pytest.mark.parametrize(("observed", "verdict"), [(4, "early"), (5, "held"), (6, "stale"), (2**63 - 1, "stale")])
@@ -21,6 +22,13 @@ def test_the_table_is_the_memory_that_peers_read():
     assert (len(table), table.base, table[1], table.highest) == (3, 10, 2**EPOCH_BITS, 2**EPOCH_BITS)
 
 
+def test_tables_share_no_page_with_each_other_or_with_other_memory():
+    tables = [EpochTable(3, 10) for _ in range(2)]  # a driver that pins pages refuses those that are pinned already
+    places = sorted(table.array.ctypes.data for table in tables)
+    assert [place % mmap.PAGESIZE for place in places] == [0, 0]
+    assert places[1] - places[0] >= mmap.PAGESIZE
+
+
 @pytest.mark.parametrize("epoch", [10, 9, 0])
 def test_an_epoch_never_falls_or_repeats(epoch):
     table = EpochTable(1, 10)
@@ -29,7 +37,7 @@ def test_an_epoch_never_falls_or_repeats(epoch):
     assert table[0] == 10
 
 
-def test_a_raise_is_ordered_after_what_was_written_before_and_before_what_is_written_after():
+def test_a_raised_epoch_keeps_the_order_of_the_writes_around_it():
     seen = []
     table = EpochTable(1, 10, lambda: seen.append(table[0]))
     table.raise_to(0, 11)

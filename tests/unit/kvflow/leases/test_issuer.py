@@ -5,8 +5,8 @@ from uuid import UUID
 import numpy as np
 import pytest
 
-from kvflow.cache.mint import Mint
 from kvflow.errors import ArgumentInvalid, BlockIdsInvalid, CapacityExceeded, ConfigInvalid
+from kvflow.leases.issuer import Issuer
 
 from .helpers import BASE, SLOTS, address, mint_of, sign, verify
 
@@ -141,4 +141,4 @@ def test_a_name_is_on_offer_once():
 
 def test_a_mint_needs_a_rank():
     with pytest.raises(ConfigInvalid, match="at least one rank"):
-        Mint("prefill-0", [], sign=sign, lease_s=1.0)
+        Issuer("prefill-0", [], sign=sign, lease_s=1.0)

@@ -1,4 +1,4 @@
-"""The epoch table: a small array of u64 that peers read after the data.
+"""The epoch table: a small array of u64 that peers read before and after the data.
 
 One slot per lease. Epochs start at a random value per incarnation and only grow. While a lease is held its
 slot equals the ticket's epoch; ending the lease raises the slot before the blocks go back to the engine.
@@ -13,17 +13,17 @@ import numpy.typing as npt
 from kvflow.memory.mapping import map_bytes
 
 EPOCH_BITS = 62
-"""Epochs stay below 2**63, so that they fit a signed 64-bit number anywhere; 2**62 leases never end."""
+"""Epochs stay below 2**63, to fit a signed 64-bit number. No worker lives for 2**62 leases."""
 
 Verdict = Literal["held", "stale", "early"]
 
 
 def judge(expected: int, observed: int) -> Verdict:
-    """Compare what a fence read with what the ticket says.
+    """Compare the epoch that a check has read with the epoch of the ticket.
 
     Returns:
-        ``held``: the bytes read before are right. ``stale``: the lease has ended, deliver nothing.
-        ``early``: the producer has not admitted the lease yet, wait and read the data again.
+        ``held``: the bytes that were read before are right. ``stale``: the lease has ended; deliver nothing.
+        ``early``: the producer has not admitted the lease yet; wait, and read the data again.
     """
     if observed == expected:
         return "held"
@@ -34,14 +34,14 @@ class EpochTable:
     """The slots of one worker.
 
     Args:
-        slots: how many.
+        slots: number of slots.
         base: value of every slot at the start.
-        order_stores: keeps every store of this thread before the call ahead of every store after it, for all that
-            look at the memory. See "Why no stale byte is delivered" in the architecture.
+        order_stores: memory barrier: readers see the stores that precede the call before those that follow it.
+            docs/explanation/correctness.md explains why.
 
     Attributes:
-        array: uint64, shape (slots,), in pages of its own: the memory that is registered and read by peers.
-        numbers: the same memory, of which one number is read in a third of the time.
+        array: uint64, shape (slots,), in separate pages: the memory that is registered and read by peers.
+        numbers: the same memory, in a form from which one number is read in a third of the time.
         base: value of every slot at the start.
 
     Thread: a slot is one aligned 8-byte store; readers never see half of it.
@@ -49,7 +49,7 @@ class EpochTable:
 
     def __init__(self, slots: int, base: int, order_stores: Callable[[], object] = lambda: None) -> None:
         self._order_stores = order_stores
-        self.array: npt.NDArray[np.uint64] = map_bytes(8 * slots).view(np.uint64)  # peers see whole pages of it
+        self.array: npt.NDArray[np.uint64] = map_bytes(8 * slots).view(np.uint64)  # peers can read whole pages
         self.array[:] = base
         self.numbers = self.array.data
         self.base = base
@@ -63,7 +63,7 @@ class EpochTable:
 
     @property
     def highest(self) -> int:
-        """The highest epoch of any slot: a new mint starts above it."""
+        """The highest epoch of any slot: a new issuer starts above it."""
         return int(self.array.max())
 
     def raise_to(self, slot: int, epoch: int) -> None:
@@ -73,11 +73,11 @@ class EpochTable:
     def raise_all(self, epochs: Iterable[tuple[int, int]]) -> None:
         """Set slots to higher epochs.
 
-        Peers see them after all that was written before, and before all that is written after.
+        Peers see the new epochs after everything that was written before, and before everything that is written later.
         """
         array, numbers = self.array, self.numbers
-        self._order_stores()  # who sees a lease held sees the bytes that it promises
+        self._order_stores()  # a reader that sees the lease held also sees its bytes
         for slot, epoch in epochs:
             assert epoch > numbers[slot], f"epoch of slot {slot} would not grow: {self[slot]} -> {epoch}"
             array[slot] = epoch
-        self._order_stores()  # who sees a byte that was written after the end of a lease sees the end
+        self._order_stores()  # a reader that sees a later byte also sees the end of the lease

@@ -1,10 +1,10 @@
-"""Tickets: what a producer hands out for one request, and a router carries opaquely.
+"""Tickets: a producer creates one per request, and a router carries it without reading it.
 
-A ticket is one or more *grants*. A grant is one signed promise of some ranks of one engine; a mint signs one
-grant for all ranks, ``worker.offer`` one for its own rank, and ``join_tickets`` puts several together.
+A ticket is one or more *grants*. A grant is one signed promise of some ranks of one engine. A mint signs one grant for
+all ranks, and ``worker.offer`` signs one for its own rank. ``join_tickets`` joins several into one ticket.
 
-A ticket travels as one word of ASCII: ``kvf2``, then each grant behind a dot, base64url of its MAC and its msgpack. A
-router that parses and rewrites JSON cannot change a word, and a reader checks the MAC before it decodes anything.
+The text of a ticket is one ASCII string: ``kvf2``, then for each grant a dot and the base64url of its MAC and msgpack.
+A router that parses and rewrites the JSON does not change a string. A reader checks the MAC before it decodes anything.
 """
 
 import base64
@@ -12,28 +12,31 @@ import binascii
 import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from typing import Annotated
+from itertools import pairwise
+from typing import Annotated, TypeGuard
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from kvflow.errors import ReleaseMismatch, TicketInvalid
 from kvflow.ids import PeerId
+from kvflow.reprs import counted, quoted
+from kvflow.validation import find_fault
 
 FORMAT = "kvf2"
 """The first part of a ticket's text. It changes when this release cannot read the tickets of an older one."""
 
 ANOTHER_FORMAT = re.compile(r"kvf[0-9]{1,4}")
-"""First parts of tickets of other releases. The first releases had an object with a list of grants, and no text."""
+"""The first part of tickets of other releases. The first releases used a JSON object with a list of grants instead."""
 
 TICKET_CHARS_MAX = 8 << 20
-"""Longest text that is looked at. One million tokens in blocks of 16, with a digest each, take 1.9 million characters
-a group. To decode 8 Mi characters and check their MAC takes about 33 ms; an engine that knows its longest prompt sets
-a lower limit."""
+"""The longest text that is read. One million tokens in blocks of 16, with a digest each, take 1.9 million characters
+per group. Decoding 8 Mi characters and checking their MAC takes about 33 ms. An engine that knows its longest prompt
+sets a lower limit."""
 
 GRANTS_MAX = 1024
 RANKS_KEPT_BYTES_MAX = 4096
-"""Longest encoding of a grant's ranks that is remembered with what it says: a dozen ranks."""
+"""The longest encoding of a grant's ranks that is cached: about a dozen ranks."""
 
 MAC_BYTES = 32  # HMAC-SHA256
 DIGEST_BYTES_MAX = 64
@@ -49,29 +52,40 @@ BlockSize = Annotated[int, Meta(ge=0, le=1 << 30)]
 Digest = Annotated[bytes, Meta(max_length=DIGEST_BYTES_MAX)]
 Digests = Annotated[tuple[Digest, ...], Meta(max_length=1 << 20)]
 
+TRACEPARENT = "^00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}\\Z"
+"""Version 00 of the header of W3C trace context: trace id, span id, flags."""
+
+Traceparent = Annotated[str, Meta(pattern=TRACEPARENT, description="a traceparent of W3C trace context, version 00")]
 Milliseconds = Annotated[int, Meta(ge=1, le=86_400_000)]
 WallTimeMs = Annotated[int, Meta(ge=0, le=1 << 52)]
 PublicKey = Annotated[str, Meta(pattern="^[0-9a-f]{64}\\Z")]
 
 OVERDUE_S = 1.0
-"""How long after its end a ticket is asked about: reading on is cheaper for those that are admitted a little late."""
+"""How many seconds after its apparent end the producer is asked about a ticket. Before that, reading is cheaper."""
 
-UNSIGNED = "the ticket has a wrong signature"
+MALFORMED = "the ticket is malformed: it was cut or changed on its way"
+JOIN = "Join one ticket per rank, all from offers of one engine with the same request_id and num_tokens."
+UNSIGNED = "the ticket has a wrong signature: it was changed on its way, or signed with another cluster secret"
 
 Sign = Callable[[bytes], bytes]
 Verify = Callable[[bytes, bytes], bool]
 
 
+def is_traceparent(value: object) -> TypeGuard[str]:
+    """Tell whether an offer can carry a value as its ``traceparent``: a header of W3C trace context, version 00."""
+    return isinstance(value, str) and re.match(TRACEPARENT, value) is not None
+
+
 class RankAddress(Struct, frozen=True, cache_hash=True, gc=False):
-    """Where one rank of a producer is, and which life of it.
+    """Address and incarnation of one rank of a producer.
 
     Attributes:
-        rank: of the engine.
-        incarnation: drawn at the start of the worker.
+        rank: number of the rank in its engine.
+        incarnation: random id, drawn when the worker starts.
         endpoint: its control endpoint, as peers reach it.
-        epoch_base: no epoch below this one was used in this incarnation; a mint starts above it.
-        slots: slots of its epoch table.
-        public_key: that its control endpoint proves to hold; absent from workers that do not say.
+        epoch_base: the lowest epoch of this incarnation; a mint starts above it.
+        slots: number of slots in its epoch table.
+        public_key: the key that its control endpoint proves to hold; absent if the worker does not state one.
     """
 
     rank: Annotated[int, Meta(ge=0, le=1 << 16)]
@@ -86,7 +100,7 @@ Ranks = Annotated[tuple[RankAddress, ...], Meta(min_length=1, max_length=1024)]
 
 
 class Member(Struct, frozen=True, gc=False):
-    """One rank that a ticket names, with its lease there."""
+    """One rank that a ticket names, and the lease on that rank."""
 
     engine_id: str
     address: RankAddress
@@ -95,7 +109,7 @@ class Member(Struct, frozen=True, gc=False):
 
     @property
     def peer(self) -> PeerId:
-        """Identity of the rank in this life, at this endpoint, with this key."""
+        """Identity of the rank in this incarnation, at this endpoint, with this key."""
         return _peer_of(self.engine_id, self.address)
 
 
@@ -106,20 +120,20 @@ def _peer_of(engine_id: str, address: RankAddress) -> PeerId:
 
 
 class Content(Struct, frozen=True, gc=False):
-    """What the blocks of one group hold, so that a reader can tell whether it wants them.
+    """What the blocks of one group hold. A reader compares it with what it expects.
 
     Attributes:
-        block_size: tokens in one block; 0 for a state, of which a request has one.
-        digests: one for each block id of the grant, in the same order; empty bytes for an absent block. Two blocks are
-            equal if their digests are: each covers all tokens up to the end of its block, and whatever else the
-            engine makes keys and values from. kvflow compares them and never looks inside.
+        block_size: tokens in one block; 0 for a state.
+        digests: one for each block id of the grant, in the same order; empty bytes for an absent block. Equal digests
+            mean equal blocks: each covers all tokens up to the end of its block, and everything else that determines
+            keys and values. kvflow only compares them.
     """
 
     block_size: BlockSize
     digests: Digests
 
     def ends(self, num_tokens: int) -> list[int]:
-        """Return one past the last token of each block, for a request of so many tokens."""
+        """Return the end of each block (one past its last token), for a request of ``num_tokens`` tokens."""
         return block_ends(len(self.digests), self.block_size, num_tokens)
 
 
@@ -131,14 +145,15 @@ class Grant(Struct, frozen=True, kw_only=True, gc=False):
         request_id: the producer's name of the request.
         ranks: every rank that holds a share of the blocks.
         slot: index into each rank's epoch table.
-        epoch: what the slot holds while the promise lasts, in decimal.
+        epoch: the value of the slot while the promise lasts, in decimal.
         block_ids: one list per group, in the producer's order of groups.
         num_tokens: tokens of the request, one number per group.
-        lease_ms: how long the promise lasts from admission unless renewed: a hint, the fence decides.
-        admitted: whether the promise was being kept before the ticket was handed out. If not, a reader looks before it
-            reads: bytes that it reads before the admission may be those of another request.
-        issued_ms: when it was signed, in milliseconds since 1970 on the signer's clock: only a hint.
-        contents: what the blocks hold, one for each group; absent if the producer did not say.
+        lease_ms: how long the promise lasts after admission unless renewed. It is a hint; the fence decides.
+        admitted: whether the lease was held before the ticket was handed out. If not, a reader checks the epoch before
+            it reads, because bytes from before the admission may belong to another request.
+        issued_ms: when it was signed, in milliseconds since 1970 on the signer's clock. It is a hint.
+        contents: what the blocks hold, one entry per group; absent if the offer had no digests.
+        traceparent: W3C trace context of the request; absent if the offer had none.
     """
 
     engine_id: Name
@@ -152,6 +167,12 @@ class Grant(Struct, frozen=True, kw_only=True, gc=False):
     admitted: bool
     issued_ms: WallTimeMs | UnsetType = UNSET
     contents: Annotated[tuple[Content, ...], Meta(min_length=1, max_length=256)] | UnsetType = UNSET
+    traceparent: Traceparent | UnsetType = UNSET
+
+    def __repr__(self) -> str:
+        """Return the engine, the request and the amount."""
+        held = f"{counted(len(self.ranks), 'rank')}, {_amount(self)}, slot {self.slot}, {self.lease_s:g} s"
+        return f"<Grant {quoted(self.request_id)} of {quoted(self.engine_id)}: {held}>"
 
     @property
     def epoch_value(self) -> int:
@@ -164,35 +185,41 @@ class Grant(Struct, frozen=True, kw_only=True, gc=False):
         return self.lease_ms / 1000
 
     @property
+    def trace(self) -> str:
+        """The W3C trace context of the request; empty if the producer did not say."""
+        return "" if isinstance(self.traceparent, UnsetType) else self.traceparent
+
+    @property
     def issued_at(self) -> float | UnsetType:
         """When it was signed, in seconds since 1970 on the signer's clock."""
         return UNSET if isinstance(self.issued_ms, UnsetType) else self.issued_ms / 1000
 
     def seal(self, sign: Sign) -> bytes:
-        """Return the grant as it travels: its MAC and its encoding.
+        """Return the grant as a ticket carries it: its MAC and its encoding.
 
         Raises:
-            TicketInvalid: no reader could decode it; says where.
-            UnicodeEncodeError: a name is no Unicode text.
+            TicketInvalid: no reader could decode it; names the field.
+            UnicodeEncodeError: a name cannot be encoded as UTF-8.
         """
         payload = _encoder.encode(self)
         try:
             found = _decoder_but_ranks.decode(payload)
             _decode_ranks(bytes(found.ranks))
         except msgspec.DecodeError as error:
-            raise TicketInvalid(str(error)) from error
+            fault = find_fault(self) or str(error)
+            raise TicketInvalid(fault) from error
         found.require_consistent()
         return sign(payload) + payload
 
     def has_mac(self, mac: bytes, verify: Verify) -> bool:
-        """Tell whether this is what a MAC was made of: who shows it has seen the ticket."""
+        """Return whether a MAC belongs to this grant. A reader that presents it has seen the ticket."""
         return verify(_encoder.encode(self), mac)
 
     def require_consistent(self) -> None:
-        """Check what relates the fields to each other.
+        """Check that the fields match each other.
 
         Raises:
-            TicketInvalid: lists of groups differ in length, or digests do not go with the block ids.
+            TicketInvalid: the fields have different numbers of groups, or digests do not match the block ids.
         """
         if len(self.num_tokens) != len(self.block_ids):
             raise TicketInvalid(f"{len(self.num_tokens)} token counts for {len(self.block_ids)} groups")
@@ -211,13 +238,13 @@ class Grant(Struct, frozen=True, kw_only=True, gc=False):
                 )
 
     def seems_over(self, wall_s: float, error_s: float) -> bool:
-        """Tell whether the promise has run out, if nobody has renewed it and the clocks are right.
+        """Return whether the promise has run out, if nobody has renewed it and the clocks are right.
 
-        That is worth a question to the producer, and no reason to refuse the ticket: only the producer knows.
+        This is a reason to ask the producer, but not to refuse the ticket, because only the producer knows.
 
         Args:
             wall_s: seconds since 1970 on the producer's clock.
-            error_s: by how much that may be wrong.
+            error_s: largest error of that clock.
         """
         issued_ms = self.issued_ms
         return issued_ms is not UNSET and wall_s - error_s - OVERDUE_S > (issued_ms + self.lease_ms) / 1000
@@ -230,21 +257,21 @@ class _GrantButRanks(Grant, frozen=True, kw_only=True):
 
 
 def unseal(sealed: bytes) -> Grant:
-    """Decode a grant that has travelled. The caller checks its MAC first, or believes nothing that it says.
+    """Decode a grant of a ticket. The caller checks its MAC first, or trusts nothing in it.
 
     Raises:
-        TicketInvalid: it is malformed; says where.
+        TicketInvalid: it is malformed; ``__cause__`` says where.
     """
     try:
         grant = _decode(sealed[MAC_BYTES:])
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise TicketInvalid(f"the ticket is malformed: {error}") from error
+        raise TicketInvalid(MALFORMED) from error
     grant.require_consistent()
     return grant
 
 
 def _decode(payload: bytes) -> Grant:
-    """Decode a grant; its ranks, which are the same in all grants of an engine and half of the work, only once."""
+    """Decode a grant. Cache the ranks, which are equal in all grants of an engine and take half of the time."""
     found = _decoder_but_ranks.decode(payload)
     try:
         ranks = _decode_ranks(bytes(found.ranks)) if len(found.ranks) <= RANKS_KEPT_BYTES_MAX else None
@@ -264,6 +291,7 @@ def _decode(payload: bytes) -> Grant:
         admitted=found.admitted,
         issued_ms=found.issued_ms,
         contents=found.contents,
+        traceparent=found.traceparent,
     )
 
 
@@ -273,12 +301,12 @@ def _decode_ranks(encoded: bytes) -> Ranks:
 
 
 def block_ends(num_blocks: int, block_size: int, num_tokens: int) -> list[int]:
-    """Return one past the last token of each of the last blocks of a request.
+    """Return the ends (one past the last token) of the last blocks of a request.
 
     Args:
-        num_blocks: how many of the last blocks.
-        block_size: tokens in one; 0 for a state.
-        num_tokens: of the request.
+        num_blocks: number of blocks.
+        block_size: tokens in one block; 0 for a state.
+        num_tokens: tokens of the request.
     """
     if not num_blocks:
         return []
@@ -294,12 +322,18 @@ _decoder_but_ranks = msgspec.msgpack.Decoder(_GrantButRanks)
 _ranks_decoder = msgspec.msgpack.Decoder(Ranks)
 
 
+def _amount(grant: Grant) -> str:
+    """Return the amount that a grant promises, as text. Each rank has its share of the same blocks."""
+    blocks, tokens = sum(map(len, grant.block_ids)), max(grant.num_tokens)
+    return f"{counted(blocks, 'block')} in {counted(len(grant.block_ids), 'group')}, {counted(tokens, 'token')}"
+
+
 class Ticket(Struct, frozen=True, kw_only=True, gc=False):
     """What a consumer needs to read one request's blocks. Opaque to routers.
 
     Attributes:
         grants: signed promises; all of one engine and request.
-        sealed: the same as they travel, each with its MAC.
+        sealed: the same grants as a router carries them, each with its MAC.
     """
 
     grants: tuple[Grant, ...]
@@ -308,6 +342,11 @@ class Ticket(Struct, frozen=True, kw_only=True, gc=False):
     def __post_init__(self) -> None:
         if not self.grants or len(self.grants) != len(self.sealed):
             raise TicketInvalid(f"a ticket has {len(self.grants)} grants, of which {len(self.sealed)} are sealed")
+
+    def __repr__(self) -> str:
+        """Return the request, the engine and the amount, without the signatures."""
+        ranks = counted(sum(len(grant.ranks) for grant in self.grants), "rank")
+        return f"<Ticket {quoted(self.request_id)} of {quoted(self.engine_id)}: {ranks}, {_amount(self.grants[0])}>"
 
     @property
     def request_id(self) -> str:
@@ -329,14 +368,14 @@ class Ticket(Struct, frozen=True, kw_only=True, gc=False):
         """Check every MAC.
 
         Raises:
-            TicketInvalid: a grant was not signed with the cluster's secret, or says something else than what was.
+            TicketInvalid: a grant was not signed with the cluster's secret, or differs from what was signed.
         """
         for grant, sealed in zip(self.grants, self.sealed, strict=True):
             payload = sealed[MAC_BYTES:]
             if not verify(payload, sealed[:MAC_BYTES]):
                 raise TicketInvalid(UNSIGNED)
-            # What is used is what was signed, also of a ticket that was put together in this process. Fields of a newer
-            # release are signed too, and not in the grant.
+            # Use what was signed, even if the ticket was made in this process. A newer release may have signed more
+            # fields than the grant has.
             if _encoder.encode(grant) != payload and unseal(sealed) != grant:
                 raise TicketInvalid("the ticket says something else than what was signed")
 
@@ -350,17 +389,17 @@ class Ticket(Struct, frozen=True, kw_only=True, gc=False):
         """Read a ticket back.
 
         Args:
-            params: as ``to_params`` made them, maybe with other entries beside.
-            verify: checks a MAC. Given, nothing is decoded that was not signed. Without it, believe nothing that the
-                ticket says: ``worker.pull`` checks the MAC before anything is dialled.
-            chars_max: longest text that is looked at; ``TICKET_CHARS_MAX`` at most.
+            params: the dict of ``to_params``; other entries are ignored.
+            verify: checks a MAC, before anything is decoded. Without it, do not trust the contents of the ticket;
+                ``worker.pull`` checks the MAC before it connects to a peer.
+            chars_max: longest ticket that is read; ``TICKET_CHARS_MAX`` at most.
 
         Raises:
             TicketInvalid: the parameters are too long, truncated, malformed, or not signed; says which.
             ReleaseMismatch: the ticket has the format of another release.
         """
         if not isinstance(params, dict) or "kvflow" not in params:
-            raise TicketInvalid("the parameters have no 'kvflow' entry")
+            raise TicketInvalid("kv_transfer_params is not an object with a 'kvflow' entry")
         sealed = _read_text(params["kvflow"], min(chars_max, TICKET_CHARS_MAX))
         if verify is not None:
             for each in sealed:
@@ -375,7 +414,7 @@ def join_tickets(tickets: Sequence[Ticket]) -> Ticket:
         TicketInvalid: they are of different engines or requests, or name a rank twice.
     """
     if not tickets:
-        raise TicketInvalid("there is no ticket to join")
+        raise TicketInvalid("there is no ticket to join", remedy=JOIN)
     grants = tuple(grant for ticket in tickets for grant in ticket.grants)
     return _checked(grants, tuple(sealed for ticket in tickets for sealed in ticket.sealed))
 
@@ -385,9 +424,12 @@ def _read_text(text: object, chars_max: int) -> tuple[bytes, ...]:
     if isinstance(text, dict) and text.get("grants"):
         raise ReleaseMismatch("the ticket", "ticket format", "kvf1", FORMAT)
     if not isinstance(text, str):
-        raise TicketInvalid(f"the ticket is {type(text).__name__}: expected text")
+        raise TicketInvalid(f"the 'kvflow' entry of the parameters must be text, not {type(text).__name__}")
     if len(text) > chars_max:
-        raise TicketInvalid(f"the ticket has {len(text)} characters, and at most {chars_max} are read")
+        raise TicketInvalid(
+            f"the ticket has {len(text)} characters: at most {chars_max} are allowed",
+            remedy="Offer fewer blocks at once. With vLLM, give both engines the same max_model_len and block size.",
+        )
     head, *parts = text.split(".", GRANTS_MAX + 1)
     if head != FORMAT:
         if ANOTHER_FORMAT.fullmatch(head):
@@ -403,7 +445,7 @@ def _read_part(part: str) -> bytes:
         padded = part.replace("-", "+").replace("_", "/") + "=" * (-len(part) % 4)
         sealed = binascii.a2b_base64(padded, strict_mode=True)
     except (binascii.Error, ValueError) as error:  # the latter for text that is not ASCII
-        raise TicketInvalid(f"the ticket is malformed: {error}") from error
+        raise TicketInvalid(MALFORMED) from error
     if len(sealed) <= MAC_BYTES:
         raise TicketInvalid("the ticket is malformed: a grant is truncated")
     return sealed
@@ -419,13 +461,14 @@ def _checked(grants: tuple[Grant, ...], sealed: tuple[bytes, ...]) -> Ticket:
         return Ticket(grants=grants, sealed=sealed)
     names = {(grant.engine_id, grant.request_id) for grant in grants}
     if len(names) != 1:
-        raise TicketInvalid(f"the grants are of different engines or requests: {sorted(names)[:4]}")
+        raise TicketInvalid(f"the tickets are of different engines or requests: {sorted(names)[:4]}", remedy=JOIN)
     tokens = {grant.num_tokens for grant in grants}
     # A pipeline stage may have fewer groups than another one.
     most = max(tokens, key=len)
     if any(set(each) - set(most) or (len(each) == len(most) and each != most) for each in tokens):
-        raise TicketInvalid(f"the grants are of different numbers of tokens: {sorted(tokens)[:4]}")
-    ranks = [address.rank for grant in grants for address in grant.ranks]
-    if len(set(ranks)) != len(ranks):
-        raise TicketInvalid("a rank is named twice")
+        raise TicketInvalid(f"the tickets are for different numbers of tokens: {sorted(tokens)[:4]}", remedy=JOIN)
+    ranks = sorted(address.rank for grant in grants for address in grant.ranks)
+    twice = [rank for rank, after in pairwise(ranks) if rank == after]
+    if twice:
+        raise TicketInvalid(f"rank {twice[0]} is in two of the tickets", remedy=JOIN)
     return Ticket(grants=grants, sealed=sealed)

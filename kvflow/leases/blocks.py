@@ -1,0 +1,345 @@
+"""Count the users of each block: a block is free, lent to readers, or the target of one pull.
+
+Peers may read a lent block at any time, so no pull may write into it. A block that receives is not complete, so it
+cannot be lent. Several requests may share a prefix, so the account counts the readers of a block.
+"""
+
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import lru_cache
+from typing import SupportsIndex
+
+import numpy as np
+import numpy.typing as npt
+
+from kvflow.errors import BlockIdsInvalid
+from kvflow.ids import ABSENT, FEW, Ids
+from kvflow.reprs import counted, shown
+
+Int64s = npt.NDArray[np.int64]
+RECEIVING = -1
+QUIESCED = "Wait for worker.quiesced() of that pull before reusing its blocks."
+BLOCKS_PER_ID = 64
+"""If the pool has at most this many blocks per listed id, marking blocks finds duplicates faster than sorting ids."""
+
+_INTEGERS = {int}
+_LISTS = frozenset((list, tuple))
+ENDED = "Wait for worker.wait_offer() of every request that has the block, or revoke them."
+
+
+class BlockAccount:
+    """The references to all blocks of one cache.
+
+    Block ids are given as one ``Ids`` per group. ``-1`` is an absent block, which is not counted. A method that raises
+    has changed nothing.
+
+    Attributes:
+        aliases: alias class of each group. Groups of one class share bytes, and therefore share counts.
+
+    Args:
+        aliases: as above.
+        num_blocks: blocks in the pool.
+        lock: held within each method, because any thread may offer.
+    """
+
+    def __init__(
+        self, aliases: Sequence[int], num_blocks: int, lock: AbstractContextManager[object] | None = None
+    ) -> None:
+        self.aliases = tuple(aliases)
+        self._lock = lock or nullcontext()
+        self._classes = [_Uses(num_blocks) for _ in range(max(self.aliases) + 1)]
+        self._uses = [self._classes[alias] for alias in self.aliases]
+
+    def lend(self, ids: Sequence[Ids]) -> None:
+        """Count one more reader of each block.
+
+        Raises:
+            BlockIdsInvalid: a block is receiving, or still quarantined.
+        """
+        with self._lock:
+            for uses, blocks in zip(self._uses, ids, strict=True):
+                if uses.least(blocks) < 0:
+                    self._refuse(ids, _receives, "cannot be offered: it is still the target of a pull", QUIESCED)
+            for uses, blocks in zip(self._uses, ids, strict=True):
+                uses.add(blocks, 1)
+
+    def end_loan(self, ids: Sequence[Ids]) -> None:
+        """Count one reader less of each block."""
+        with self._lock:
+            for uses, blocks in zip(self._uses, ids, strict=True):
+                uses.add(blocks, -1)
+
+    def receive(self, ids: Sequence[Ids]) -> None:
+        """Reserve each block as a target of one pull.
+
+        Raises:
+            BlockIdsInvalid: a block is receiving for another pull, still quarantined, or lent.
+        """
+        with self._lock:
+            for uses, blocks in zip(self._uses, ids, strict=True):
+                few = isinstance(blocks, tuple)
+                if any(map(uses.number_of, blocks)) if few else np.count_nonzero(uses.array[blocks]):
+                    self._refuse_targets(ids)
+            for uses, blocks in zip(self._uses, ids, strict=True):
+                uses.put(blocks, RECEIVING)
+
+    def end_receipt(self, ids: Sequence[Ids]) -> None:
+        """Record that no pull writes into these blocks now."""
+        with self._lock:
+            for uses, blocks in zip(self._uses, ids, strict=True):
+                # No entry is less than RECEIVING, so the sum shows whether all entries are RECEIVING. Absent blocks are
+                # 0.
+                if isinstance(blocks, tuple):
+                    right = sum(map(uses.number_of, blocks)) == RECEIVING * (len(blocks) - blocks.count(ABSENT))
+                else:
+                    others = np.count_nonzero(uses.array[blocks] - RECEIVING)
+                    right = not others or others == np.count_nonzero(blocks < 0)
+                assert right, "a block was given back twice"
+                uses.put(blocks, 0)
+
+    def check(
+        self,
+        *,
+        lent: Iterable[Sequence[Ids]] | None = None,
+        receiving: Iterable[Sequence[Ids]] | None = None,
+    ) -> None:
+        """Check the conservation law: the counts equal the references of these leases or destinations."""
+        lost = "references were lost or given back twice"
+        with self._lock:
+            counted = [uses.array.copy() for uses in self._classes]
+        if lent is not None:
+            for numbers, readers in zip(counted, self._sum(lent), strict=True):
+                if (readers != np.maximum(numbers, 0)).any():
+                    receives = readers[numbers == RECEIVING].any()
+                    raise AssertionError("a block is lent and receives" if receives else lost)
+        if receiving is not None:
+            for numbers, writers in zip(counted, self._sum(receiving), strict=True):
+                assert (writers == (numbers == RECEIVING)).all(), lost
+
+    def _sum(self, held: Iterable[Sequence[Ids]]) -> list[Int64s]:
+        """Return how often each block of each class is held."""
+        listed: list[list[int]] = [[] for _ in self._classes]
+        for ids in held:
+            for alias, blocks in zip(self.aliases, present_of(ids), strict=True):
+                listed[alias] += list(blocks) if isinstance(blocks, tuple) else blocks.tolist()
+        return [
+            np.bincount(np.array(blocks, np.int64), minlength=len(uses.array))
+            for blocks, uses in zip(listed, self._classes, strict=True)
+        ]
+
+    def _refuse_targets(self, ids: Sequence[Ids]) -> None:
+        """Raise for the first block that no pull may write into."""
+        self._refuse(ids, _receives, "is still the target of another pull", "Wait for quiesced() of that pull")
+        self._refuse(ids, _is_lent, "is on offer, and peers may be reading it", "Wait until its leases have ended")
+
+    def _refuse(self, ids: Sequence[Ids], is_busy: Callable[[int], bool], reason: str, remedy: str) -> None:
+        for group, (uses, blocks) in enumerate(zip(self._uses, ids, strict=True)):
+            for block in blocks:
+                if is_busy(uses.numbers[block]):
+                    raise BlockIdsInvalid(
+                        f"group {group}: block {block} {reason}",
+                        group=group,
+                        remedy=f"{remedy} before reusing its blocks.",
+                    )
+
+
+class _Uses:
+    """The use of each block of one class: its number of readers, or ``RECEIVING``.
+
+    Index -1, an absent block, is the last entry, which stays 0.
+
+    Attributes:
+        numbers: the entries, in a form from which Python reads single entries fast.
+        number_of: reads one entry.
+        array: the same memory, to read or write many entries at once.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.numbers = array("q", bytes(8 * (num_blocks + 1)))
+        self.number_of = self.numbers.__getitem__
+        self.array: Int64s = np.frombuffer(self.numbers, np.int64)  # a ``longlong`` adds slowly
+
+    def least(self, blocks: Ids) -> int:
+        """Return the smallest entry of these blocks, or 0."""
+        if isinstance(blocks, tuple):
+            return min(map(self.number_of, blocks), default=0)
+        return int(self.array[blocks].min(initial=0))
+
+    def add(self, blocks: Ids, readers: int) -> None:
+        """Count readers."""
+        numbers = self.numbers
+        if isinstance(blocks, tuple):
+            for block in blocks:
+                if block >= 0:
+                    left = numbers[block] + readers
+                    assert left >= 0, "a loan ended twice"
+                    numbers[block] = left
+        else:
+            np.add.at(self.array, blocks, readers)
+            numbers[ABSENT] = 0
+            assert self.least(blocks) >= 0, "a loan ended twice"
+
+    def put(self, blocks: Ids, number: int) -> None:
+        """Set the entries of these blocks."""
+        numbers = self.numbers
+        if isinstance(blocks, tuple):
+            for block in blocks:
+                numbers[block] = number
+        else:
+            self.array[blocks] = number
+        numbers[ABSENT] = 0
+
+
+def _receives(number: int) -> bool:
+    return number < 0
+
+
+def _is_lent(number: int) -> bool:
+    return number > 0
+
+
+def present_of(ids: Sequence[Ids]) -> list[Ids]:
+    """Return the blocks of each group that are not absent."""
+    return [
+        (tuple([block for block in each if block >= 0]) if ABSENT in each else each)
+        if isinstance(each, tuple)
+        else each[each >= 0]
+        for each in ids
+    ]
+
+
+def check_block_ids(
+    block_ids: Sequence[Sequence[int]],
+    *,
+    num_blocks: int,
+    aliases: Sequence[int],
+    unique: bool,
+    decoded: bool = False,
+) -> tuple[Ids, ...]:
+    """Check the caller's lists. Return up to ``FEW`` ids as a tuple, more of them as an int64 array.
+
+    Args:
+        block_ids: one list per group.
+        num_blocks: ids are in ``[0, num_blocks)``, or ``ABSENT``.
+        aliases: alias class of each group; an id may be in only one group of a class.
+        unique: whether a list may contain an id only once, as for targets.
+        decoded: whether these are tuples of a decoded ticket, whose integers are at least ``ABSENT``.
+
+    Raises:
+        BlockIdsInvalid: names the group and the wrong id.
+    """
+    try:
+        num_lists = len(block_ids)
+    except TypeError as error:
+        raise BlockIdsInvalid(f"block_ids must be one list per group, not {shown(block_ids)}") from error
+    if num_lists != len(aliases):
+        if all(isinstance(each, SupportsIndex) for each in block_ids):
+            raise BlockIdsInvalid(f"block_ids must be one list per group, not {shown(block_ids)}")
+        lists, groups = counted(num_lists, "list"), counted(len(aliases), "group")
+        raise BlockIdsInvalid(f"block_ids has {lists} for {groups}")
+    checked: list[Ids] = []
+    for group, ids in enumerate(block_ids):
+        if type(ids) in _LISTS and 0 < len(ids) <= FEW:
+            few = tuple(ids)  # not a copy of a tuple
+            integers = decoded or (set(map(type, few)) == _INTEGERS and min(few) >= ABSENT)
+            if integers and max(few) < num_blocks:
+                checked.append(few)
+                continue
+        checked.append(_as_ids(ids, group, num_blocks))
+    for members in _to_compare(tuple(aliases), unique):
+        first = checked[members[0]]
+        if len(members) > 1 or not isinstance(first, tuple) or len(set(first)) < len(first):
+            _check_class(checked, members, num_blocks, unique=unique)
+    return tuple(checked)
+
+
+@lru_cache(maxsize=64)
+def _to_compare(aliases: tuple[int, ...], unique: bool) -> tuple[tuple[int, ...], ...]:
+    """Return the groups of each alias class. Include classes of one group only if ids must be unique."""
+    classes = [[group for group, value in enumerate(aliases) if value == alias] for alias in sorted(set(aliases))]
+    return tuple(tuple(members) for members in classes if unique or len(members) > 1)
+
+
+def _as_ids(ids: Sequence[int], group: int, num_blocks: int) -> Ids:
+    """Return a copy of one list, after checking that each id is a block or absent."""
+    if type(ids) in _LISTS and not ids:
+        return ()
+    found = None
+    if type(ids) in _LISTS and type(ids[0]) is int:
+        # For a list that begins with an integer, NumPy accepts the same values but takes longer. Its error says what is
+        # wrong.
+        with suppress(TypeError, OverflowError, ValueError):
+            found = np.frombuffer(array("q", ids), np.int64)
+    if found is None or np.minimum.reduce(found) < ABSENT or np.maximum.reduce(found) >= num_blocks:
+        found = _as_array(ids, group, num_blocks)
+    return found if len(found) > FEW else tuple(found.tolist())
+
+
+def _as_array(ids: Sequence[int], group: int, num_blocks: int) -> Int64s:
+    try:
+        found = np.asarray(ids)
+        if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
+            raise BlockIdsInvalid(
+                f"group {group}: block ids must be a flat list of integers, not {shown(ids)}", group=group
+            )
+    except (OverflowError, ValueError, TypeError) as error:
+        raise BlockIdsInvalid(
+            f"group {group}: block ids must be a flat list of integers, not {shown(ids)}", group=group
+        ) from error
+    if found.size and (found.min() < ABSENT or found.max() >= num_blocks):
+        outside = found[(found < ABSENT) | (found >= num_blocks)]
+        raise BlockIdsInvalid(f"group {group}: block {outside[0]} is not in [0, {num_blocks})", group=group)
+    return found.astype(np.int64)  # only now: a huge unsigned id would wrap around to a valid one
+
+
+def _check_class(checked: Sequence[Ids], members: Sequence[int], num_blocks: int, *, unique: bool) -> None:
+    """Check the lists of groups that share bytes: a block belongs to one group at a time."""
+    lists = [checked[group] for group in members]
+    few: list[int] = []
+    for ids in lists:
+        if not isinstance(ids, tuple):
+            distinct = unique and _are_distinct(lists, num_blocks)
+            break
+        few += [block for block in (ids if unique else set(ids)) if block >= 0]
+    else:
+        distinct = len(set(few)) == len(few)
+    if not distinct:
+        _require_distinct([np.asarray(ids, np.int64) for ids in checked], members, unique=unique)
+
+
+def _are_distinct(lists: Sequence[Ids], num_blocks: int) -> bool:
+    """Return whether no block is listed twice, without sorting; return False, too, if sorting would be faster."""
+    count = sum(map(len, lists))
+    if num_blocks > BLOCKS_PER_ID * count:
+        return False
+    listed = np.zeros(num_blocks + 1, bool)  # the last, -1, is for absent blocks
+    for ids in lists:
+        listed[np.asarray(ids, np.int64)] = True
+    if listed.item(ABSENT):
+        listed[ABSENT] = False
+        count -= sum(int(np.count_nonzero(np.asarray(ids) == ABSENT)) for ids in lists)
+    return int(np.count_nonzero(listed)) == count
+
+
+def _require_distinct(arrays: Sequence[Int64s], members: Sequence[int], *, unique: bool) -> None:
+    """Check lists of any length; raise for the first block that is listed twice."""
+    # One sort, by block and then by group.
+    keys = np.concatenate([arrays[group] * len(arrays) + group for group in members])
+    keys.sort()
+    keys = keys[np.searchsorted(keys, 0) :]  # without those that are absent
+    blocks = keys // len(arrays)
+    again = blocks[1:] == blocks[:-1]
+    if not unique:
+        again &= keys[1:] != keys[:-1]
+    if not again.any():
+        return
+    at = int(again.argmax())
+    block, (group, other) = blocks[at], (keys[at : at + 2] % len(arrays)).tolist()
+    if group == other:
+        raise BlockIdsInvalid(f"block {block} is a target twice", group=group)
+    raise BlockIdsInvalid(
+        f"block {block} is in groups {group} and {other}, whose pages share their bytes",
+        group=group,
+        remedy="List a block in the one group whose pages it holds.",
+    )

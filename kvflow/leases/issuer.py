@@ -1,0 +1,277 @@
+"""The ticket issuer: allots slots and epochs, and signs one grant for all ranks of an engine.
+
+It is pure and needs no NIXL, so it can run in another process than the workers, such as an engine's scheduler.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Sequence, Sized
+from operator import index
+from typing import Any, SupportsIndex
+
+import numpy as np
+from msgspec import UNSET
+
+from kvflow.errors import ArgumentInvalid, BlockIdsInvalid, CapacityExceeded, ConfigInvalid, TicketInvalid
+from kvflow.leases.tickets import Content, Grant, RankAddress, Sign, Ticket, is_traceparent
+from kvflow.reprs import counted, shown
+from kvflow.validation import find_fault
+
+EPOCH_STEP = 2
+"""One epoch while the lease is held, and the next one when it has ended."""
+
+HEAD_START_BITS = 48
+"""A crashed issuer leaves at most 4,096 tickets that no rank admitted. The chance to reuse one of their epochs is 1 in
+2**36."""
+
+
+class Issuer:
+    """Assign the lease slots of one engine, and sign its tickets.
+
+    Attributes:
+        engine_id: the producer.
+        ranks: every rank, as the workers report them (``worker.rank_address``).
+        slots: leases that may be held at once.
+    """
+
+    def __init__(
+        self,
+        engine_id: str,
+        ranks: Sequence[RankAddress],
+        *,
+        sign: Sign,
+        lease_s: float,
+        head_start: int = 0,
+        admitted: bool = False,
+        wall_clock: Callable[[], float] | None = None,
+        block_sizes: Sequence[int] = (),
+        draw_trace: Callable[[int], int] | None = None,
+    ) -> None:
+        """Start with an epoch above all that the ranks have held.
+
+        Args:
+            engine_id: the producer.
+            ranks: at least one, each as its worker reports it now.
+            sign: makes the MAC of a grant.
+            lease_s: how long a lease lasts unless renewed.
+            head_start: random, in ``[0, 2**HEAD_START_BITS)``, so that a new issuer does not reuse the epochs of
+                tickets that no rank has admitted.
+            admitted: whether every lease is held before its ticket is handed out.
+            wall_clock: seconds since 1970, for ``Grant.issued_ms``; None leaves it out.
+            block_sizes: tokens in one block, group by group, 0 for states. Only offers with digests need them.
+            draw_trace: draws a trace context, so many bits at a time, for each offer without one; None leaves it out.
+
+        Raises:
+            ArgumentInvalid: a rank is something else than a ``RankAddress``.
+            ConfigInvalid: there is no rank.
+        """
+        remedy = "Pass the rank_address of every worker of the engine."
+        if not ranks:
+            raise ConfigInvalid("a mint needs the address of at least one rank", remedy=remedy)
+        for rank, address in enumerate(ranks):
+            if not isinstance(address, RankAddress):
+                raise ArgumentInvalid(f"ranks[{rank}]", "a RankAddress", address, remedy=remedy)
+        self.engine_id = engine_id
+        self.ranks = tuple(ranks)
+        self._sign = sign
+        self._lease_ms = max(1, round(lease_s * 1000))
+        self._block_sizes = tuple(block_sizes)
+        self._admitted = admitted
+        self._wall_clock = wall_clock
+        self._draw_trace = draw_trace
+        self.slots = min(address.slots for address in ranks)
+        self._free = list(range(self.slots - 1, -1, -1))
+        self._slots: dict[str, int | None] = {}
+        self._epoch = max(int(address.epoch_base) for address in ranks) + 1 + head_start
+
+    def offer(
+        self,
+        request_id: str,
+        *,
+        block_ids: Sequence[Sequence[int]],
+        num_tokens: int | Sequence[int],
+        digests: Sequence[Sequence[bytes]] | None = None,
+        traceparent: str = "",
+    ) -> tuple[Ticket, Grant]:
+        """Sign a ticket.
+
+        Args:
+            request_id: text that no held offer has.
+            block_ids: one list per group.
+            num_tokens: tokens of the request, or one number per group.
+            digests: the content digest of each block, at most 64 bytes, in lists like those of ``block_ids``; empty
+                bytes for an absent block. A consumer that expects another digest reads nothing.
+            traceparent: W3C trace context of the request, version 00; empty if there is none.
+
+        Returns:
+            The ticket for the consumer, and the grant that every rank must admit.
+
+        Raises:
+            ArgumentInvalid: ``request_id`` is not text, ``digests`` does not have one digest per block, or
+                ``traceparent`` is malformed.
+            BlockIdsInvalid: ids or token counts are not integers, do not match, or are out of bounds; or the request is
+                already on offer.
+            CapacityExceeded: every slot is taken.
+        """
+        # A ticket returns any other type, such as a UUID, as text, which would not find the slot again.
+        if not isinstance(request_id, str):
+            raise ArgumentInvalid("request_id", "text", request_id, remedy="Pass str(request_id).")
+        request_id = str.__str__(request_id)  # a ticket cannot encode a subclass, such as NumPy's
+        if request_id in self._slots:
+            raise BlockIdsInvalid(f"request {request_id!r} is on offer already", remedy="Revoke it first.")
+        if traceparent and not is_traceparent(traceparent):
+            remedy = "Pass the header traceparent as it came, or an empty text."
+            raise ArgumentInvalid("traceparent", "a W3C trace context of version 00", traceparent, remedy=remedy)
+        lists, tokens = _as_integers(block_ids, num_tokens)
+        contents = UNSET if digests is None else self._contents(digests, lists)
+        if not self._free:
+            raise CapacityExceeded("leases", self.slots, remedy="Wait for a lease to end, or raise lease_slots.")
+        slot = self._free[-1]
+        grant = Grant(
+            engine_id=self.engine_id,
+            request_id=request_id,
+            ranks=self.ranks,
+            slot=slot,
+            epoch=str(self._epoch),
+            block_ids=lists,
+            num_tokens=tokens,
+            lease_ms=self._lease_ms,
+            admitted=self._admitted,
+            issued_ms=UNSET if self._wall_clock is None else int(self._wall_clock() * 1000),
+            contents=contents,
+            traceparent=traceparent or (UNSET if self._draw_trace is None else _drawn_trace(self._draw_trace)),
+        )
+        try:
+            sealed = grant.seal(self._sign)
+        except TicketInvalid as error:
+            raise _unfit(error.message) from error
+        except (UnicodeEncodeError, OverflowError) as error:
+            fault = find_fault(grant) or "request_id is not Unicode text: it holds half of a surrogate pair"
+            raise _unfit(fault) from error
+        # Take the slot only after every check: an offer that fails must not cost a slot.
+        self._free.pop()
+        self._slots[request_id] = slot
+        self._epoch += EPOCH_STEP
+        return Ticket(grants=(grant,), sealed=(sealed,)), grant
+
+    def _contents(
+        self, digests: Sequence[Sequence[bytes]], block_ids: tuple[tuple[int, ...], ...]
+    ) -> tuple[Content, ...]:
+        """Return the digests of an offer, checked against its blocks."""
+        if len(self._block_sizes) != len(block_ids):
+            raise ConfigInvalid(
+                f"block_sizes of the mint has length {len(self._block_sizes)} for {counted(len(block_ids), 'group')}",
+                remedy="Create the mint with block_sizes, one for each group, to offer digests.",
+            )
+        lists = as_digest_lists("digests", digests, block_ids)
+        for group, (found, ids) in enumerate(zip(lists, block_ids, strict=True)):
+            if all(found):
+                continue
+            for at, (digest, block_id) in enumerate(zip(found, ids, strict=True)):
+                if not digest and block_id >= 0:
+                    remedy = "Pass empty bytes for absent blocks (-1) only."
+                    raise ArgumentInvalid(f"digests[{group}][{at}]", "1 to 64 bytes", digest, remedy=remedy)
+        return tuple(Content(size, found) for size, found in zip(self._block_sizes, lists, strict=True))
+
+    def vacate(self, request_ids: Iterable[str]) -> None:
+        """Free the slots of leases that have ended on every rank. Their request ids stay taken until ``retire``."""
+        slots = self._slots
+        for request_id in request_ids:
+            slot = slots.get(request_id)
+            if slot is not None:
+                slots[request_id] = None
+                self._free.append(slot)
+
+    def retire(self, request_id: str) -> bool:
+        """Free the slot and the request id of a lease that has ended on every rank. Return False if it is unknown."""
+        slot = self._slots.pop(request_id, -1)
+        if slot is not None and slot >= 0:
+            self._free.append(slot)
+        return slot != -1
+
+
+def _drawn_trace(draw_bits: Callable[[int], int]) -> str:
+    """Return a drawn trace context that is marked as sampled. An id of zeros would be invalid."""
+    return f"00-{draw_bits(128) or 1:032x}-{draw_bits(64) or 1:016x}-01"
+
+
+_INTEGERS = (int, np.integer)
+_LISTS = frozenset((list, tuple))
+_PYTHONS = {int}
+
+TOKENS_REMEDY = "Give one number of tokens, at least 1, or one per group."
+
+_REMEDIES = {
+    "block_ids": "Pass ids of the cache's blocks, which count from 0, and -1 for an absent block.",
+    "num_tokens": TOKENS_REMEDY,
+    "request_id": "Choose a request_id that is Unicode text of 1 to 256 characters.",
+    "contents": "Pass shorter digests, such as those of SHA-256.",
+}
+"""What to do, by the field of a grant that a fault names first."""
+
+
+def _unfit(fault: str) -> BlockIdsInvalid:
+    """Return the error for an offer that no ticket can hold."""
+    remedy = next((told for field, told in _REMEDIES.items() if fault.startswith(field)), "")
+    return BlockIdsInvalid(f"a ticket cannot hold the offer: {fault}", remedy=remedy)
+
+
+def as_digest_lists(name: str, digests: Any, block_ids: Sequence[Sized]) -> tuple[tuple[bytes, ...], ...]:
+    """Return a caller's digests as tuples.
+
+    Raises:
+        ArgumentInvalid: they are not one list for each group, with bytes for each block.
+    """
+    remedy = "Pass one list per group, with one digest (bytes) for each of its blocks."
+    if not isinstance(digests, Collection) or len(digests) != len(block_ids):
+        raise ArgumentInvalid(name, f"{counted(len(block_ids), 'list')}, one per group", digests, remedy=remedy)
+    for group, (found, ids) in enumerate(zip(digests, block_ids, strict=True)):
+        if not isinstance(found, Collection) or isinstance(found, str | bytes) or len(found) != len(ids):
+            raise ArgumentInvalid(
+                f"{name}[{group}]", f"{counted(len(ids), 'digest')}, one per block", found, remedy=remedy
+            )
+        for at, digest in enumerate(found):
+            if not isinstance(digest, bytes):
+                raise ArgumentInvalid(f"{name}[{group}][{at}]", "bytes", digest, remedy=remedy)
+    return tuple(tuple(found) for found in digests)
+
+
+def _not_integers(block_ids: Any, num_tokens: object) -> BlockIdsInvalid:
+    """Return the error that names the value that is not an integer."""
+    if not _is_iterable(block_ids) or not all(map(_is_iterable, block_ids)):
+        return BlockIdsInvalid(f"block_ids must be one list of block ids per group, not {shown(block_ids)}")
+    for group, ids in enumerate(block_ids):
+        for each in ids:
+            if not isinstance(each, SupportsIndex):
+                return BlockIdsInvalid(f"group {group}: block id {shown(each)} is not an integer", group=group)
+    return BlockIdsInvalid(f"num_tokens must be an integer, not {shown(num_tokens)}", remedy=TOKENS_REMEDY)
+
+
+def _is_iterable(value: object) -> bool:
+    return isinstance(value, Iterable) and not isinstance(value, str | bytes)
+
+
+def _as_tuple(ids: Sequence[int]) -> tuple[int, ...]:
+    """Return integers as Python's own."""
+    if type(ids) in _LISTS and set(map(type, ids)) == _PYTHONS:  # a third of the time
+        return tuple(ids)
+    return tuple(map(int, map(index, ids)))
+
+
+def _as_integers(
+    block_ids: Sequence[Sequence[int]], num_tokens: int | Sequence[int]
+) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
+    """Return the caller's numbers as Python integers. Accept those of NumPy; refuse fractions and text."""
+    try:
+        lists = tuple([_as_tuple(ids) for ids in block_ids])
+        if isinstance(num_tokens, _INTEGERS):
+            tokens = (int(num_tokens),) * len(lists)
+        else:
+            tokens = tuple(map(int, map(index, num_tokens)))
+    except TypeError as error:
+        raise _not_integers(block_ids, num_tokens) from error
+    if min(tokens, default=1) < 1:
+        raise BlockIdsInvalid(f"num_tokens must be at least 1, not {num_tokens!r}", remedy=TOKENS_REMEDY)
+    if len(tokens) != len(lists):
+        raise BlockIdsInvalid(
+            f"num_tokens has {len(tokens)} numbers for {counted(len(lists), 'group')}", remedy=TOKENS_REMEDY
+        )
+    return lists, tokens
