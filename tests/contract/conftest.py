@@ -1,17 +1,16 @@
 """Two ends of a transport, in one process or in two, and an oracle that copies bytes one descriptor at a time.
 
 Each kind of transport runs the suite, and those that can read inline run it once more doing so whenever they may. NIXL
-runs it with and without a progress thread at the reader.
+runs it with and without a progress thread at the reader. The TCP plane runs it once more with every cache in memory
+of a device, which ``tests.devices`` stands in for: an address that no process has, so that a test or a data plane that
+touches it with the processor ends the process.
 
-``KVFLOW_TEST_MEMORY=VRAM`` runs the NIXL part of the suite on a GPU.
+``KVFLOW_TEST_MEMORY=VRAM`` runs it with every cache on a GPU instead, for the planes that reach one: NIXL and TCP.
 """
 
 import contextlib
 import itertools
-import os
 import signal
-import subprocess
-import sys
 import threading
 import uuid
 
@@ -19,36 +18,40 @@ import msgspec
 import numpy as np
 import pytest
 
+from kvflow.ids import FEW
 from kvflow.layout.region import Region
-from kvflow.transfer.bind import Bound
-from kvflow.transfer.pairs import FEW, UnitPairs
-from kvflow.transfer.requests import LeaseName, Part, RankRead, ReadEnded
-from kvflow.transport.base import PeerAdded, PeerAddress, PeerFailed, Program, Published, ReaderReset
+from kvflow.planning.bind import Bound
+from kvflow.planning.pairs import UnitPairs
+from kvflow.reads.contract import PeerAdded, PeerAddress, PeerFailed, PeerMeasured, PreparedList, Published, ReaderReset
+from kvflow.reads.requests import LeaseName, Part, RankRead, ReadEnded
 from tests.contract.kinds import KINDS, credentials, serving
+from tests.devices import REAL, cache_of
+from tests.integration.forked import ForkedProcess
 from tests.stopping import stop_process
 
-MEMORY = os.environ.get("KVFLOW_TEST_MEMORY", "DRAM")
 PATIENCE_S = 60.0
 SLOTS = 64
 
 
 FIRST_READ = 1 << 40
-"""Ids of the reads and programs that a world makes for itself, from here on."""
+"""Ids of the reads and prepared lists that a world makes for itself, from here on."""
 
 
 def key_of(event):
-    """What an event is about: ("read", 7), ("peer", "p") or ("reset",)."""
+    """What an event is about: ("read", 7), ("peer", "p"), ("rate", "p") or ("reset",)."""
     match event:
         case ReadEnded():
             return ("read", event.read_id)
         case PeerAdded() | PeerFailed():
             return ("peer", event.peer)
+        case PeerMeasured():
+            return ("rate", event.peer)
         case ReaderReset():
             return ("reset",)
 
 
 class Recorder:
-    """A sink that remembers, can be waited on, and can hold the owner thread at a chosen event."""
+    """A sink that remembers, can be waited on, and can hold the read thread at a chosen event."""
 
     def __init__(self):
         self.events = []
@@ -67,12 +70,12 @@ class Recorder:
             assert gate.wait(PATIENCE_S)
 
     def on(self, key, hook):
-        """Call a function on the owner thread when the event is passed."""
+        """Call a function on the read thread when the event is passed."""
         self._hooks[key] = hook
 
     @contextlib.contextmanager
     def holding(self, key):
-        """Hold the owner thread at the next such event, until the block ends."""
+        """Hold the read thread at the next such event, until the block ends."""
         self._gates[key] = gate = threading.Event()
         try:
             yield
@@ -99,32 +102,13 @@ class Recorder:
         return [key_of(event) for event in self.events]
 
 
-class Buffer:
-    """Memory of the kind under test."""
-
-    def __init__(self, content, memory):
-        self._keep = content = np.ascontiguousarray(content, dtype=np.uint8)
-        self.region = Region(content.ctypes.data, content.nbytes)
-        if memory == "VRAM":
-            import torch
-
-            self._keep = torch.from_numpy(content).cuda()
-            torch.cuda.synchronize()
-            self.region = Region(self._keep.data_ptr(), content.nbytes, "VRAM", self._keep.device.index)
-
-    def bytes(self):
-        if isinstance(self._keep, np.ndarray):
-            return self._keep.copy()
-        return self._keep.cpu().numpy()
-
-
 class End:
     """One transport with a cache and an epoch table."""
 
     def __init__(self, kind, content, memory, staging_bytes=0, slots=SLOTS, **options):
         self.kind = kind
         self.name = f"{kind}-{uuid.uuid4().hex}"
-        self.cache = Buffer(content, memory)
+        self.cache = cache_of(memory, content)
         self.region = self.cache.region
         self.epochs = np.zeros(slots, dtype=np.uint64)
         self.epochs_region = Region(self.epochs.ctypes.data, self.epochs.nbytes)
@@ -132,11 +116,15 @@ class End:
         self.transport = KINDS[kind](self.name, self.sink, staging_bytes, **options)
 
     def start(self):
-        self.transport.start([self.cache.region], self.epochs_region, serving(self.cache.region, self.epochs))
+        self.transport.start([self.cache.region], self.epochs_region, serving(self.cache, self.epochs))
         return self
 
+    @property
+    def published(self):
+        return self.transport.published()
+
     def address(self, peer, **changed):
-        return address_of(peer, self.transport.published(), self.epochs_region, **changed)
+        return address_of(peer, self.published, self.epochs_region, **changed)
 
     def nobody(self):
         """An address that no transport accepts."""
@@ -162,32 +150,58 @@ def address_of(peer, published, epochs, /, **changed):
     return PeerAddress(**{"peer": peer, "epochs": epochs} | told | changed)
 
 
-class Elsewhere:
-    """An exporter in another process."""
+class RemoteCache:
+    """The cache of an exporter in another process."""
 
-    def __init__(self, kind, content_seed, nbytes, memory, env):
-        arguments = {"kind": kind, "name": uuid.uuid4().hex, "nbytes": nbytes, "slots": SLOTS, "seed": content_seed}
+    def __init__(self, exporter):
+        self.region, self._exporter = exporter.region, exporter
+
+    def bytes(self):
+        return np.frombuffer(bytes.fromhex(self._exporter.ask("content")), np.uint8)
+
+
+class RemoteEpochs:
+    """The epoch table of an exporter in another process, as an array whose changes are passed on."""
+
+    def __init__(self, slots, set_epoch):
+        self._values, self._set = np.zeros(slots, np.uint64), set_epoch
+
+    def __getitem__(self, at):
+        return self._values[at]
+
+    def __setitem__(self, at, values):
+        before = self._values.copy()
+        self._values[at] = values
+        for slot in np.flatnonzero(self._values != before):
+            self._set(slot, self._values[slot])
+
+
+class Elsewhere:
+    """An exporter in another process. It has the attributes of an ``End`` that is only read from."""
+
+    def __init__(self, kind, seed, nbytes, slots, memory, env):  # noqa: PLR0917
+        arguments = {"kind": kind, "name": uuid.uuid4().hex, "nbytes": nbytes, "slots": slots, "seed": seed}
         options = [f"--{key}={value}" for key, value in (arguments | {"memory": memory}).items()]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.contract.exporter_process", *options],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **env},
-        )
+        self.process = ForkedProcess("tests.contract.exporter_process", env, options)
         about = msgspec.msgpack.decode(bytes.fromhex(self.process.stdout.readline()))
         self.published = msgspec.convert(about["published"], Published)
         self.epochs_region = msgspec.convert(about["epochs"], Region)
         self.region = msgspec.convert(about["cache"], Region)
-        self.content = np.random.default_rng(content_seed).integers(0, 256, nbytes, dtype=np.uint8)
+        self.content = np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
+        self.cache = RemoteCache(self)
+        self.epochs = RemoteEpochs(slots, self.set_epoch)
 
-    def address(self, peer):
-        return address_of(peer, self.published, self.epochs_region)
+    def address(self, peer, **changed):
+        return address_of(peer, self.published, self.epochs_region, **changed)
+
+    def ask(self, command):
+        """Return what the process answers to a command."""
+        self.process.stdin.write(f"{command}\n")
+        self.process.stdin.flush()
+        return self.process.stdout.readline().strip()
 
     def set_epoch(self, slot, value):
-        self.process.stdin.write(f"epoch {slot} {value}\n")
-        self.process.stdin.flush()
-        assert self.process.stdout.readline() == "ok\n"
+        assert self.ask(f"epoch {slot} {value}") == "ok"
 
     def stop(self):
         stop_process(self.process.pid)
@@ -203,13 +217,15 @@ class Elsewhere:
         """End politely, and return when the process is gone."""
         if self.process.poll() is None:
             self.resume()
-            self.process.communicate("close\n", PATIENCE_S)
+            self.process.stdin.write("close\n")
+            self.process.stdin.flush()
+            self.process.wait(PATIENCE_S)
         self.process.stdin.close()
         self.process.stdout.close()
 
 
 class Descriptors:
-    """The binding of a program whose units are its descriptors, cut after so many if the budgets allow that many.
+    """The binding of a prepared list whose units are its descriptors, cut after so many if the budgets allow that many.
 
     Attributes:
         on_bind: called before anything is bound, on the thread that posts.
@@ -228,18 +244,18 @@ class Descriptors:
         count = len(pairs.source)
         step = min(self._chunk, chunk_descriptors, max(1, chunk_bytes // self.read_bytes))
         cuts = np.array([*range(0, count, step), count])
-        nbytes = int(self._lengths[pairs.source].sum())
+        nbytes = int(self._lengths[np.asarray(pairs.source)].sum())
         return Bound(np.array(pairs.source, np.int32), np.array(pairs.target, np.int32), cuts, nbytes)
 
 
 def units(numbers):
-    """Numbers of units as pairs have them: few as a list, many as an array."""
-    numbers = list(map(int, numbers))
+    """Numbers of units as pairs have them: few as a tuple, many as an array."""
+    numbers = tuple(map(int, numbers))
     return numbers if len(numbers) <= FEW else np.array(numbers, np.int64)
 
 
 class StagedUnits:
-    """The binding of a staged program: whole units, a full buffer to a chunk.
+    """The binding of a staged list: whole units, a full buffer to a chunk.
 
     Args:
         unit_bytes: that one unit fills.
@@ -262,11 +278,12 @@ class StagedUnits:
 class World:
     """The ends of one test; all are closed when it ends, readers first."""
 
-    def __init__(self, kind, inline=False, progress=False):
+    def __init__(self, kind, *, inline=False, progress=False, apart=False, memory="DRAM"):
         self.kind = kind
         self.inline = inline
+        self._apart = apart
         self._options = {"reader_progress": True} if progress else {}
-        self.memory = MEMORY if kind == "nixl" else "DRAM"
+        self.memory = memory
         # Reads are posted in order. Others may leave one in flight, and then a later one can end before it.
         self.in_order = kind == "loopback"
         # Whether the exporter compares leases before it sends bytes, or peers read its memory by themselves.
@@ -288,8 +305,15 @@ class World:
         self._ends.insert(0, end)
         return end.start() if start else end
 
-    def elsewhere(self, nbytes, *, seed, env=None):
-        end = Elsewhere(self.kind, seed, nbytes, self.memory, env or {})
+    def exporter(self, nbytes, *, seed, slots=SLOTS):
+        """An end with random bytes that is only read from: in a process of its own where exporters are apart."""
+        if self._apart:
+            return self.elsewhere(nbytes, seed=seed, slots=slots)
+        return self.end(nbytes, seed=seed, slots=slots)
+
+    def elsewhere(self, nbytes, *, seed, slots=SLOTS, env=None):
+        """An exporter in a process of its own."""
+        end = Elsewhere(self.kind, seed, nbytes, slots, self.memory, env or {})
         self._ends.append(end)
         return end
 
@@ -300,15 +324,17 @@ class World:
         assert (type(added), added.peer) == (PeerAdded, peer)
         if self.inline:
             number = next(self._numbers)
-            program = self.program(number, peer, *(self.rows(end.region, (0, 1, 1, 1)) for end in (exporter, reader)))
-            reader.transport.prepare(program)
-            reader.post(self.read(number, program, [0], [0], epoch=(1 << 63) - 1, check_first=True))
+            prepared_list = self.prepared_list(
+                number, peer, *(self.rows(end.region, (0, 1, 1, 1)) for end in (exporter, reader))
+            )
+            reader.transport.prepare(prepared_list)
+            reader.post(self.read(number, prepared_list, [0], [0], epoch=(1 << 63) - 1, check_first=True))
             assert reader.sink.wait(("read", number))[0].verdict == "early"
             reader.sink.forget(("read", number))
 
     @contextlib.contextmanager
     def holding(self, reader):
-        """Hold the owner thread of a reader until the block ends: what is posted meanwhile waits."""
+        """Hold the read thread of a reader until the block ends: what is posted meanwhile waits."""
         with reader.sink.holding(("peer", "nobody")):
             reader.transport.add_peer(reader.nobody())
             reader.sink.wait(("peer", "nobody"))
@@ -320,32 +346,32 @@ class World:
         table = [(region.address + offset, nbytes, region.device, *rest) for offset, nbytes, *rest in rows]
         return np.array(table, dtype=np.int64).reshape(-1, 5)
 
-    def program(self, program_id, peer, source, target, *, chunk=1 << 30):
-        """A program whose units are descriptors, so many in a chunk at most."""
+    def prepared_list(self, list_id, peer, source, target, *, chunk=1 << 30):
+        """A prepared list whose units are descriptors, so many in a chunk at most."""
         binding = Descriptors(source, chunk)
-        return Program(program_id, peer, source, target, self.memory, self.memory, binding=binding)
+        return PreparedList(list_id, peer, source, target, self.memory, self.memory, binding=binding)
 
-    def dense(self, program_id, peer, source, target, *, block, count, **options):
+    def dense(self, list_id, peer, source, target, *, block, count, **options):
         """``count`` blocks, from the start of one region to the start of another."""
         sides = [self.rows(region, (0, block, block, count)) for region in (source, target)]
-        return self.program(program_id, peer, *sides, **options)
+        return self.prepared_list(list_id, peer, *sides, **options)
 
-    def read(self, read_id, program, source_index, target_index, *, slot=0, epoch=0, **rest):
+    def read(self, read_id, prepared_list, source_index, target_index, *, slot=0, epoch=0, **rest):
         """A read of one part, under the lease that slot 0 has in the beginning if none is named."""
-        return self.read_of(read_id, [(program, source_index, target_index)], slot=slot, epoch=epoch, **rest)
+        return self.read_of(read_id, [(prepared_list, source_index, target_index)], slot=slot, epoch=epoch, **rest)
 
     def read_of(self, read_id, parts, *, slot=0, epoch=0, **rest):
-        """A read of several parts: program, numbers of the source, numbers of the target."""
-        made = tuple(Part(program.program_id, UnitPairs(*map(units, sides))) for program, *sides in parts)
+        """A read of several parts: prepared list, numbers of the source, numbers of the target."""
+        made = tuple(Part(prepared_list.list_id, UnitPairs(*map(units, sides))) for prepared_list, *sides in parts)
         return RankRead(read_id, parts[0][0].peer, LeaseName(slot, epoch), made, **rest)
 
-    def oracle(self, exporter, reader, program, read):
+    def oracle(self, exporter, reader, prepared_list, read):
         """What the reader's cache must look like: each descriptor copied by itself into what was there before."""
         content, expected = exporter.cache.bytes(), reader.cache.bytes()
-        source_at, target_at = starts(program.source_rows), starts(program.target_rows)
+        source_at, target_at = starts(prepared_list.source_rows), starts(prepared_list.target_rows)
         (part,) = read.parts
         for i, j in zip(part.pairs.source, part.pairs.target, strict=True):
-            nbytes = lengths(program.source_rows)[i]
+            nbytes = lengths(prepared_list.source_rows)[i]
             a, b = source_at[i] - exporter.cache.region.address, target_at[j] - reader.cache.region.address
             expected[b : b + nbytes] = content[a : a + nbytes]
         return expected
@@ -373,7 +399,7 @@ class World:
             assert not thread.is_alive()
 
     def flush_commands(self, reader):
-        """Return once the owner has served everything that was commanded before."""
+        """Return once the core has served everything that was commanded before."""
         reader.transport.add_peer(reader.nobody())
         reader.sink.wait(("peer", "nobody"))
         reader.sink.forget(("peer", "nobody"))
@@ -392,23 +418,38 @@ def lengths(rows):
     return np.concatenate([np.full(count, nbytes) for _, nbytes, _, _, count in rows])
 
 
-KINDS_HERE = [
-    "loopback",
-    "loopback inline",
-    pytest.param("nixl", marks=pytest.mark.nixl),
-    pytest.param("nixl inline", marks=pytest.mark.nixl),
-    pytest.param("nixl progress", marks=pytest.mark.nixl),
-    pytest.param("nixl inline progress", marks=pytest.mark.nixl),
-    "tcp",
-]
+def kinds(*names):
+    """Kinds of worlds as parameters: a kind of transport, and what is special about it."""
+    return [pytest.param(name, marks=pytest.mark.nixl if name.startswith("nixl") else (), id=name) for name in names]
 
 
-INLINE_KINDS = [KINDS_HERE[at] for at in (1, 3, 5)]
+ON_HOST = ("loopback", "loopback inline", "nixl", "nixl inline", "nixl progress", "nixl inline progress", "tcp")
+ON_HOST += ("async", "async inline progress", "tcp device")
+ON_GPU = ("nixl device apart", "tcp device")
+"""``apart`` has each exporter in another process: within one, UCX maps no memory of a GPU. Nothing is read inline from
+a device, and the other kinds reach memory of the host only."""
+
+NAMES = ON_GPU if REAL else ON_HOST
+STAGING_NAMES = tuple(name for name in NAMES if name != "tcp device")
+"""Over TCP, what is staged lies in memory of the host."""
+
+KINDS_HERE = kinds(*NAMES)
+WITH_APART = kinds(*NAMES, *(() if REAL else ("nixl apart", "tcp device apart")))
+"""On the host it is enough to run a few tests with exporters in other processes."""
+
+INLINE_KINDS = kinds(*(name for name in NAMES if "inline" in name and not name.startswith("async")))
+FAR_KINDS = kinds(*(name.removesuffix(" apart") for name in NAMES if name.startswith(("nixl", "tcp"))))
+"""For tests that start exporters in other processes themselves."""
+
+TCP_KINDS = [kind for kind in FAR_KINDS if kind.id.startswith("tcp")]
+NIXL_KIND = FAR_KINDS[:1]
 
 
 def world_of(name):
     kind, *options = name.split()
-    world = World(kind, inline="inline" in options, progress="progress" in options)
+    memory = "VRAM" if "device" in options else "DRAM"
+    made = {option: option in options for option in ("inline", "progress", "apart")}
+    world = World(kind, memory=memory, **made)
     yield world
     world.close_all()
 
@@ -418,7 +459,7 @@ def world(request):
     yield from world_of(request.param)
 
 
-@pytest.fixture(params=KINDS_HERE[2:])
+@pytest.fixture(params=FAR_KINDS)
 def far_world(request):
     """With exporters in other processes."""
     yield from world_of(request.param)

@@ -1,14 +1,17 @@
 """How a transport of each kind is made, what a TCP exporter serves, and who may read from it."""
 
+import msgspec
+
 from kvflow.config import TcpSettings
 from kvflow.ids import Credentials, pass_of
 from kvflow.layout.tracks import Track
-from kvflow.transport.loopback import LoopbackTransport
-from kvflow.transport.nixl import NixlTransport
-from kvflow.transport.serving import Serving
-from kvflow.transport.staging import StagingMemory
-from kvflow.transport.tcp import TcpMover
-from kvflow.transport.threaded import ThreadedTransport
+from kvflow.reads.contract import Serving
+from kvflow.reads.loopback import LoopbackBackend, LoopbackTransport
+from kvflow.reads.nixl.transport import NixlTransport
+from kvflow.reads.staging import StagingMemory
+from kvflow.reads.tcp.backend import TcpBackend
+from kvflow.reads.thread import ThreadedTransport
+from tests.helpers.async_backend import AsyncTransport
 
 HERE = "tcp://127.0.0.1:0"
 PASS_KEY = b"contract" * 4
@@ -22,22 +25,41 @@ def tcp_transport(name, sink, staging_bytes=0, bind=HERE, inline_s_max=0.0):
     settings = TcpSettings(bind=bind, advertise=bind, connections=2, encryption="off")
 
     def open_tcp(regions, epochs, serving):
-        return TcpMover(name, settings, regions, epochs, serving, staging=staging.regions)
+        return TcpBackend(name, settings, regions, epochs, serving, staging=staging.regions)
 
     return ThreadedTransport("tcp", {"tcp": open_tcp}, sink, staging, inline_s_max=inline_s_max)
 
 
-KINDS = {"loopback": LoopbackTransport, "nixl": NixlTransport, "tcp": tcp_transport}
+class _TensorBackend(LoopbackBackend):
+    def add(self, address):
+        return super().add(msgspec.structs.replace(address, planes={"loopback": address.planes["tensors"]}))
+
+
+def tensor_transport(name, sink, staging_bytes=0, inline_s_max=0.0):
+    """The loopback, whose staging memory is a tensor that torch copies from, some polls later."""
+
+    def opened(regions, epochs, _serving):
+        return _TensorBackend(name, regions, epochs)
+
+    from tests.helpers.late_tensors import LateTensors  # loads torch, which would take each exporter process 2 s
+
+    staging = LateTensors(staging_bytes)
+    return ThreadedTransport("tensors", {"tensors": opened}, sink, staging, inline_s_max=inline_s_max)
+
+
+KINDS = {"loopback": LoopbackTransport, "nixl": NixlTransport, "tcp": tcp_transport, "async": AsyncTransport}
+KINDS["tensors"] = tensor_transport
 
 
 def serving(cache, epochs):
     """What an exporter serves: all of its cache, under each lease that its epoch table says is held."""
-    tracks = (Track(cache.address, cache.nbytes, cache.nbytes, 1, cache.memory, cache.device),)
+    region = cache.region
+    tracks = (Track(region.address, region.nbytes, region.nbytes, 1, region.memory, region.device),)
 
     def blocks_of(slot, epoch):
         return ALL_BLOCKS if slot < len(epochs) and int(epochs[slot]) == epoch else None
 
-    return Serving((tracks,), blocks_of, lambda _public_key: True, PASS_KEY)
+    return Serving((tracks,), blocks_of, lambda _public_key: True, PASS_KEY, device_memory=cache.device_memory)
 
 
 def credentials():

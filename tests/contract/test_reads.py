@@ -1,5 +1,6 @@
 """Every transport: bytes go where they should, chunk by chunk, and every read has one answer."""
 
+import math
 import threading
 
 import numpy as np
@@ -7,47 +8,49 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.contract.conftest import INLINE_KINDS
+from tests.contract.conftest import INLINE_KINDS, WITH_APART
 
 BLOCK = 4096
 VERDICTS = {41: "early", 42: "held", 43: "stale"}
 
+with_apart = pytest.mark.parametrize("world", WITH_APART, indirect=True)
 observed_beside_42 = pytest.mark.parametrize("observed", VERDICTS, ids=["below", "equal", "above"])
 
 
 @pytest.fixture
 def pair(world):
     """A reader with an empty cache, and an exporter of random bytes: 64 blocks each."""
-    reader, exporter = world.end(64 * BLOCK), world.end(64 * BLOCK, seed=1)
+    reader, exporter = world.end(64 * BLOCK), world.exporter(64 * BLOCK, seed=1)
     world.connect(reader, exporter, "p")
     return reader, exporter
 
 
 def blocks_of(world, reader, exporter, **options):
-    """A program of all blocks, prepared."""
-    program = world.dense(1, "p", exporter.cache.region, reader.cache.region, block=BLOCK, count=64, **options)
-    reader.transport.prepare(program)
-    return program
+    """A prepared list of all blocks, prepared."""
+    prepared_list = world.dense(1, "p", exporter.cache.region, reader.cache.region, block=BLOCK, count=64, **options)
+    reader.transport.prepare(prepared_list)
+    return prepared_list
 
 
+@with_apart
 @pytest.mark.parametrize("seed", range(4))
-def test_strided_rows_scattered_indices_and_cuts_copy_exactly_the_named_bytes(world, seed):
+def test_rows_indices_and_cuts_copy_exactly_the_named_bytes(world, seed):
     rng = np.random.default_rng(seed)
-    reader, exporter = world.end(1 << 20, seed=100 + seed), world.end(1 << 20, seed=seed)
+    reader, exporter = world.end(1 << 20, seed=100 + seed), world.exporter(1 << 20, seed=seed)
     world.connect(reader, exporter, "p")
     # Rows of three lengths with holes; each descriptor of length n may go to any other of length n.
     source = world.rows(exporter.cache.region, (8, 512, 640, 200), (200_000, 4096, 4096, 40), (600_001, 7, 33, 90))
     target = world.rows(reader.cache.region, (0, 7, 8, 90), (5_000, 512, 512, 200), (300_000, 4096, 5000, 40))
-    program = world.program(1, "p", source, target, chunk=int(rng.integers(1, 80)))
+    prepared_list = world.prepared_list(1, "p", source, target, chunk=int(rng.integers(1, 80)))
     target_first = {7: 0, 512: 90, 4096: 290}
     source_index, target_index = [], []
     for first, count, nbytes in ((0, 200, 512), (200, 40, 4096), (240, 90, 7)):
         n = int(rng.integers(1, count))
         source_index += list(first + rng.permutation(count)[:n])
         target_index += list(target_first[nbytes] + rng.permutation(count)[:n])
-    read = world.read(7, program, source_index, target_index)
-    expected = world.oracle(exporter, reader, program, read)
-    reader.transport.prepare(program)
+    read = world.read(7, prepared_list, source_index, target_index)
+    expected = world.oracle(exporter, reader, prepared_list, read)
+    reader.transport.prepare(prepared_list)
     reader.post(read)
     (answer,) = reader.sink.wait(("read", 7))
     assert answer.verdict == "held"
@@ -67,9 +70,10 @@ def test_strided_rows_scattered_indices_and_cuts_copy_exactly_the_named_bytes(wo
 )
 def test_an_answer_says_where_the_time_of_the_read_went(world, pair, *, source_index, target_index, chunk):
     reader, exporter = pair
-    program = blocks_of(world, reader, exporter, chunk=chunk)
-    read = world.read(1, program, source_index, target_index)
-    reader.post(read)
+    prepared_list = blocks_of(world, reader, exporter, chunk=chunk)
+    read = world.read(1, prepared_list, source_index, target_index)
+    with world.holding(reader):  # the read thread keeps the times of the read
+        reader.post(read)
     (answer,) = reader.sink.wait(("read", 1))
     assert (answer.verdict, answer.phase, answer.nbytes) == ("held", "fence", len(source_index) * BLOCK)
     assert answer.chunks == -(-len(source_index) // chunk)
@@ -78,7 +82,7 @@ def test_an_answer_says_where_the_time_of_the_read_went(world, pair, *, source_i
     assert 0 < answer.bind_s < world.patience_s
     assert 0 < answer.fence_s < world.patience_s
     assert (read.phase, read.nbytes, read.started_at) == ("fence", answer.nbytes, answer.started_at)
-    assert read.owing.since == float("inf"), "it owes nothing"
+    assert read.outstanding.since == float("inf"), "it owes nothing"
 
 
 @observed_beside_42
@@ -86,8 +90,8 @@ def test_the_verdict_compares_the_lease_with_its_slot_after_the_bytes(world, pai
     reader, exporter = pair
     exporter.epochs[:] = 1 << 63
     exporter.epochs[9] = observed
-    program = blocks_of(world, reader, exporter)
-    reader.post(world.read(1, program, [0], [0], slot=9, epoch=42))
+    prepared_list = blocks_of(world, reader, exporter)
+    reader.post(world.read(1, prepared_list, [0], [0], slot=9, epoch=42))
     (answer,) = reader.sink.wait(("read", 1))
     assert (answer.verdict, answer.observed, answer.code) == (VERDICTS[observed], observed, "")
     served = not world.serves or observed == 42
@@ -99,9 +103,9 @@ def test_the_verdict_compares_the_lease_with_its_slot_after_the_bytes(world, pai
 def test_a_first_check_that_does_not_find_the_lease_held_reads_no_byte(world, pair, observed):
     reader, exporter = pair
     exporter.epochs[9] = observed
-    program = blocks_of(world, reader, exporter)
+    prepared_list = blocks_of(world, reader, exporter)
     before = reader.cache.bytes().copy()
-    reader.post(world.read(1, program, [0], [0], slot=9, epoch=42, check_first=True))
+    reader.post(world.read(1, prepared_list, [0], [0], slot=9, epoch=42, check_first=True))
     (answer,) = reader.sink.wait(("read", 1))
     assert (answer.verdict, answer.observed) == (VERDICTS[observed], observed)
     if observed == 42:
@@ -115,33 +119,39 @@ def test_a_first_check_that_does_not_find_the_lease_held_reads_no_byte(world, pa
 def test_an_epoch_has_all_64_bits(world, pair):
     reader, exporter = pair
     exporter.epochs[63] = 2**64 - 1
-    program = blocks_of(world, reader, exporter)
-    reader.post(world.read(1, program, [0], [0], slot=63, epoch=42))
+    prepared_list = blocks_of(world, reader, exporter)
+    reader.post(world.read(1, prepared_list, [0], [0], slot=63, epoch=42))
     (answer,) = reader.sink.wait(("read", 1))
     assert (answer.verdict, answer.observed) == ("stale", 2**64 - 1)
 
 
+@with_apart
 def test_the_fence_sees_what_ended_while_the_read_was_under_way(world, pair):
     reader, exporter = pair
     exporter.epochs[0] = 1
-    program = blocks_of(world, reader, exporter)
+    prepared_list = blocks_of(world, reader, exporter)
     late = world.dense(2, "p", exporter.cache.region, reader.cache.region, block=BLOCK, count=64)
     reader.transport.prepare(late)
     late.binding.on_bind = lambda: exporter.set_epoch(0, 2)  # when half of the bytes were posted
-    reader.post(world.read_of(1, [(program, [0], [0]), (late, [1], [1])], epoch=1))
+    reader.post(world.read_of(1, [(prepared_list, [0], [0]), (late, [1], [1])], epoch=1))
     (answer,) = reader.sink.wait(("read", 1))
     assert (answer.verdict, answer.observed) == ("stale", 2)
     if not world.serves:
         assert np.array_equal(reader.cache.bytes()[: 2 * BLOCK], exporter.cache.bytes()[: 2 * BLOCK])
 
 
+@with_apart
 def test_all_parts_of_a_read_have_arrived_when_it_is_answered(world, pair):
     reader, exporter = pair
-    program = blocks_of(world, reader, exporter, chunk=5)
+    prepared_list = blocks_of(world, reader, exporter, chunk=5)
     small = world.rows(exporter.cache.region, (0, 512, 512, 512)), world.rows(reader.cache.region, (0, 512, 512, 512))
-    other = world.program(2, "p", *small, chunk=3)
+    other = world.prepared_list(2, "p", *small, chunk=3)
     reader.transport.prepare(other)
-    parts = [(program, range(30), range(30)), (other, range(256, 300), range(256, 300)), (program, [60, 61], [61, 60])]
+    parts = [
+        (prepared_list, range(30), range(30)),
+        (other, range(256, 300), range(256, 300)),
+        (prepared_list, [60, 61], [61, 60]),
+    ]
     reader.post(world.read_of(1, parts))
     (answer,) = reader.sink.wait(("read", 1))
     assert (answer.verdict, answer.nbytes) == ("held", 32 * BLOCK + 44 * 512)
@@ -155,25 +165,28 @@ def test_all_parts_of_a_read_have_arrived_when_it_is_answered(world, pair):
 
 def test_a_read_under_a_slot_or_an_epoch_that_does_not_exist_fails_alone(world, pair):
     reader, exporter = pair
-    program = blocks_of(world, reader, exporter)
+    prepared_list = blocks_of(world, reader, exporter)
     leases = [(64, 0), (-1, 0), (1 << 40, 0), (3, -1), (3, 1 << 63), (63, 0)]
-    reader.post(*(world.read(at, program, [1], [1], slot=slot, epoch=epoch) for at, (slot, epoch) in enumerate(leases)))
+    reader.post(
+        *(world.read(at, prepared_list, [1], [1], slot=slot, epoch=epoch) for at, (slot, epoch) in enumerate(leases))
+    )
     *bad, good = reader.sink.wait(*(("read", at) for at in range(len(leases))))
     assert [answer.code for answer in bad] == ["bounds"] * 5
     assert good.verdict == "held"
 
 
-def test_many_reads_of_one_post_share_chunks_and_checks_and_are_judged_alone(world):
+@with_apart
+def test_reads_of_one_post_share_chunks_and_checks_but_fail_alone(world):
     count = 600
     reader = world.end(count * BLOCK)
-    exporter = world.end(count * BLOCK, seed=1, slots=count)
+    exporter = world.exporter(count * BLOCK, seed=1, slots=count)
     world.connect(reader, exporter, "p")
-    program = world.dense(1, "p", exporter.cache.region, reader.cache.region, block=BLOCK, count=count)
-    reader.transport.prepare(program)
+    prepared_list = world.dense(1, "p", exporter.cache.region, reader.cache.region, block=BLOCK, count=count)
+    reader.transport.prepare(prepared_list)
     exporter.epochs[:] = np.arange(count) + 10
     # Slots from one end of the table to the other: more than one check has room for.
-    reads = [world.read(at, program, [at], [count - 1 - at], slot=at, epoch=at + 10) for at in range(count)]
-    reads[100] = world.read(100, program, [count], [0])  # fails before it is posted
+    reads = [world.read(at, prepared_list, [at], [count - 1 - at], slot=at, epoch=at + 10) for at in range(count)]
+    reads[100] = world.read(100, prepared_list, [count], [0])  # fails before it is posted
     exporter.epochs[200] += 1  # fails after that
     exporter.epochs[201] -= 1
     reads[201].check_first = reads[202].check_first = True
@@ -192,12 +205,12 @@ def test_many_reads_of_one_post_share_chunks_and_checks_and_are_judged_alone(wor
     assert np.array_equal(np.delete(got, unread, axis=0), np.delete(content, unread, axis=0))
 
 
-def test_reads_under_one_slot_and_several_epochs_are_judged_each_by_its_own(world, pair):
+def test_reads_under_one_slot_are_each_checked_against_their_own_epoch(world, pair):
     reader, exporter = pair
     exporter.epochs[5] = 42
-    program = blocks_of(world, reader, exporter)
+    prepared_list = blocks_of(world, reader, exporter)
     epochs = [43, 42, 41, 42]
-    reader.post(*(world.read(at, program, [at], [at], slot=5, epoch=epoch) for at, epoch in enumerate(epochs)))
+    reader.post(*(world.read(at, prepared_list, [at], [at], slot=5, epoch=epoch) for at, epoch in enumerate(epochs)))
     answers = reader.sink.wait(*(("read", at) for at in range(4)))
     assert [answer.verdict for answer in answers] == ["early", "held", "stale", "held"]
 
@@ -205,20 +218,20 @@ def test_reads_under_one_slot_and_several_epochs_are_judged_each_by_its_own(worl
 def test_small_reads_of_another_peer_run_between_the_chunks_of_a_big_one(world):
     count = 1024
     reader = world.end(count * BLOCK)
-    programs = {}
+    prepared_lists = {}
     for number, peer in enumerate(("big", "small")):
-        exporter = world.end(count * BLOCK, seed=number)
+        exporter = world.exporter(count * BLOCK, seed=number)
         world.connect(reader, exporter, peer)
         regions = exporter.cache.region, reader.cache.region
-        programs[peer] = world.dense(number, peer, *regions, block=BLOCK, count=count, chunk=1)
-        reader.transport.prepare(programs[peer])
-        reader.post(world.read(100 + number, programs[peer], [0], [0]))
+        prepared_lists[peer] = world.dense(number, peer, *regions, block=BLOCK, count=count, chunk=1)
+        reader.transport.prepare(prepared_lists[peer])
+        reader.post(world.read(100 + number, prepared_lists[peer], [0], [0]))
         reader.sink.wait(("read", 100 + number))  # the first read of a peer also connects to it
     with world.holding(reader):
-        reader.post(world.read(1, programs["big"], range(count), range(count)))
-        reader.post(world.read(2, programs["small"], [5], [5]))
+        reader.post(world.read(1, prepared_lists["big"], range(count), range(count)))
+        reader.post(world.read(2, prepared_lists["small"], [5], [5]))
         # Posted while the big one is under way.
-        late = world.read(3, programs["small"], [6], [6])
+        late = world.read(3, prepared_lists["small"], [6], [6])
         reader.sink.on(("read", 2), lambda: reader.post(late))
     reader.sink.wait(("read", 1), ("read", 2), ("read", 3))
     assert [key[1] for key in reader.sink.order() if key[0] == "read"] == [100, 101, 2, 3, 1]
@@ -226,10 +239,10 @@ def test_small_reads_of_another_peer_run_between_the_chunks_of_a_big_one(world):
 
 def test_equals_of_one_peer_are_served_in_order_and_the_urgent_first(world, pair):
     reader, exporter = pair
-    program = blocks_of(world, reader, exporter)
+    prepared_list = blocks_of(world, reader, exporter)
     with world.holding(reader):
         for read_id, priority in ((1, 5), (2, 0), (3, 5), (4, -5), (5, 0)):
-            reader.post(world.read(read_id, program, [read_id], [read_id], priority=priority))
+            reader.post(world.read(read_id, prepared_list, [read_id], [read_id], priority=priority))
     reader.sink.wait(*(("read", read_id) for read_id in range(1, 6)))
     order = [key[1] for key in reader.sink.order() if key[0] == "read"]
     assert order == [4, 2, 5, 1, 3] if world.in_order else sorted(order) == list(range(1, 6))
@@ -237,12 +250,12 @@ def test_equals_of_one_peer_are_served_in_order_and_the_urgent_first(world, pair
 
 def test_cancel_ends_what_waits_and_leaves_what_is_done_or_unknown(world, pair):
     reader, exporter = pair
-    program = blocks_of(world, reader, exporter, chunk=1)
-    reader.post(world.read(0, program, [0], [0]))
+    prepared_list = blocks_of(world, reader, exporter, chunk=1)
+    reader.post(world.read(0, prepared_list, [0], [0]))
     reader.sink.wait(("read", 0))
     with world.holding(reader):
-        reader.post(world.read(1, program, [1, 2], [1, 2]), world.read(2, program, [3], [3]))
-        reader.post(world.read(3, program, [4], [4], check_first=True))
+        reader.post(world.read(1, prepared_list, [1, 2], [1, 2]), world.read(2, prepared_list, [3], [3]))
+        reader.post(world.read(3, prepared_list, [4], [4], check_first=True))
         reader.transport.cancel([0, 1, 12345])
         reader.transport.cancel([1, 3])
     cancelled, other, unchecked = reader.sink.wait(("read", 1), ("read", 2), ("read", 3))
@@ -263,15 +276,17 @@ def test_cancel_ends_what_waits_and_leaves_what_is_done_or_unknown(world, pair):
 )
 def test_every_read_is_answered_exactly_once(world, reads, at_once):
     reader = world.end(64 * BLOCK)
-    programs = []
+    prepared_lists = []
     for peer in (0, 1):
-        exporter = world.end(64 * BLOCK, seed=peer)
+        exporter = world.exporter(64 * BLOCK, seed=peer)
         world.connect(reader, exporter, str(peer))
         regions = exporter.cache.region, reader.cache.region
-        programs.append(world.dense(peer, str(peer), *regions, block=BLOCK, count=64, chunk=1 + peer))
-        reader.transport.prepare(programs[peer])
+        prepared_lists.append(world.dense(peer, str(peer), *regions, block=BLOCK, count=64, chunk=1 + peer))
+        reader.transport.prepare(prepared_lists[peer])
     made = [
-        world.read(read_id, programs[peer], range(count), range(count), priority=priority, check_first=check_first)
+        world.read(
+            read_id, prepared_lists[peer], range(count), range(count), priority=priority, check_first=check_first
+        )
         for read_id, (peer, count, priority, check_first, _) in enumerate(reads)
     ]
     for first in range(0, len(made), at_once):
@@ -293,13 +308,13 @@ def without_times(answer):
 
 @pytest.mark.parametrize("world", INLINE_KINDS, indirect=True)
 def test_answers_and_bytes_are_the_same_inline_and_by_the_thread(world):
-    exporter = world.end(64 * BLOCK, seed=1)
+    exporter = world.exporter(64 * BLOCK, seed=1)
     exporter.epochs[:] = np.arange(64)
     told, caches = [], []
     for inline_s_max in (world.patience_s, 0.0):
         reader = world.end(64 * BLOCK, inline_s_max=inline_s_max)
         world.connect(reader, exporter, "p")
-        program = blocks_of(world, reader, exporter, chunk=3)
+        prepared_list = blocks_of(world, reader, exporter, chunk=3)
         world.flush_commands(reader)
         rng = np.random.default_rng(7)
         at_once, answers = 0, {}
@@ -310,7 +325,7 @@ def test_answers_and_bytes_are_the_same_inline_and_by_the_thread(world):
                 units = rng.permutation(65 if read_id % 17 == 0 else 64)[:count]
                 epoch, check_first = slot + int(rng.choice([0, 0, 0, 1, -1])), bool(rng.integers(2))
                 how = {"slot": slot, "epoch": epoch, "check_first": check_first, "priority": int(rng.integers(3))}
-                reads.append(world.read(read_id, program, units, rng.permutation(64)[:count], **how))
+                reads.append(world.read(read_id, prepared_list, units, rng.permutation(64)[:count], **how))
             at_once += len(reader.post(*reads))
             keys = [("read", read.read_id) for read in reads]
             answers |= {answer.read_id: without_times(answer) for answer in reader.sink.wait(*keys)}
@@ -324,12 +339,15 @@ def test_answers_and_bytes_are_the_same_inline_and_by_the_thread(world):
 
 
 @pytest.mark.parametrize("world", INLINE_KINDS, indirect=True)
-def test_a_read_is_inline_only_if_its_peer_was_met_and_nothing_else_is_to_do(world, pair):
+def test_a_read_is_inline_only_if_its_peer_is_known_and_the_plane_is_idle(world, pair):
     reader, exporter = pair
-    program = blocks_of(world, reader, exporter)
+    prepared_list = blocks_of(world, reader, exporter)
     world.flush_commands(reader)
-    assert [answer.read_id for answer in reader.post(world.read(1, program, [0], [0]))] == [1]
-    stranger = world.end(64 * BLOCK, seed=2)
+    read = world.read(1, prepared_list, [0], [0])
+    assert [answer.read_id for answer in reader.post(read)] == [1]
+    assert (read.phase, read.nbytes) == ("fence", BLOCK)
+    assert read.started_at <= read.since < math.inf, "a pull that fails now tells how long each phase took"
+    stranger = world.exporter(64 * BLOCK, seed=2)
     reader.transport.add_peer(stranger.address("q"))
     reader.sink.wait(("peer", "q"))
     other = world.dense(2, "q", stranger.cache.region, reader.cache.region, block=BLOCK, count=64)
@@ -337,20 +355,20 @@ def test_a_read_is_inline_only_if_its_peer_was_met_and_nothing_else_is_to_do(wor
     assert reader.post(world.read(2, other, [1], [1])) == [], "the first read of a connection"
     reader.sink.wait(("read", 2))
     with world.holding(reader):
-        assert reader.post(world.read(3, program, [2], [2])) == [], "the owner thread has something to do"
+        assert reader.post(world.read(3, prepared_list, [2], [2])) == [], "the read thread has something to do"
         reader.transport.cancel([12345])
     reader.sink.wait(("read", 3))
     world.flush_commands(reader)
-    assert len(reader.post(world.read(4, program, [3], [3]), world.read(5, other, [4], [4]))) == 2
+    assert len(reader.post(world.read(4, prepared_list, [3], [3]), world.read(5, other, [4], [4]))) == 2
     reader.transport.close()
-    assert reader.post(world.read(6, program, [5], [5])) == []
+    assert reader.post(world.read(6, prepared_list, [5], [5])) == []
     assert ("read", 6) not in reader.sink.order()
 
 
 @pytest.mark.parametrize("world", INLINE_KINDS, indirect=True)
-def test_commands_of_other_threads_and_inline_reads_go_on_beside_each_other(world, pair):
+def test_commands_of_other_threads_run_beside_inline_reads(world, pair):
     reader, exporter = pair
-    program = blocks_of(world, reader, exporter)
+    prepared_list = blocks_of(world, reader, exporter)
     turns = threading.Semaphore(0)
 
     def disturb():
@@ -364,7 +382,7 @@ def test_commands_of_other_threads_and_inline_reads_go_on_beside_each_other(worl
     for read_id in range(400):
         turns.release()
         unit = read_id % 64
-        reader.post(world.read(read_id, program, [unit], [unit]))
+        reader.post(world.read(read_id, prepared_list, [unit], [unit]))
         assert reader.sink.wait(("read", read_id))[0].verdict == "held"
     world.join(threads)
     assert np.array_equal(reader.cache.bytes(), exporter.cache.bytes())

@@ -11,10 +11,11 @@ from msgspec.structs import replace
 from kvflow.errors import TransportUnavailable
 from kvflow.layout.region import Region
 from kvflow.layout.tracks import Track
-from kvflow.transfer.bind import Bound
-from kvflow.transfer.pairs import UnitPairs
-from kvflow.transfer.requests import LeaseName, Part, RankRead
-from kvflow.transport.base import PeerAdded, PeerFailed
+from kvflow.planning.bind import Bound
+from kvflow.planning.pairs import UnitPairs
+from kvflow.reads.contract import PeerAdded, PeerFailed
+from kvflow.reads.requests import LeaseName, Part, RankRead
+from tests.contract.conftest import TCP_KINDS
 from tests.contract.kinds import serving
 
 BLOCK = 4096
@@ -23,7 +24,7 @@ FAR = 1 << 62
 
 @pytest.fixture
 def pair(world):
-    reader, exporter = world.end(64 * BLOCK), world.end(64 * BLOCK, seed=1)
+    reader, exporter = world.end(64 * BLOCK), world.exporter(64 * BLOCK, seed=1)
     world.connect(reader, exporter, "p")
     return reader, exporter
 
@@ -33,9 +34,9 @@ def all_blocks(world, reader, exporter, number=1, peer="p"):
 
 
 def still_works(world, reader, exporter, peer="p", number=1000):
-    program = all_blocks(world, reader, exporter, number, peer)
-    reader.transport.prepare(program)
-    reader.post(world.read(number, program, range(64), range(64)))
+    prepared_list = all_blocks(world, reader, exporter, number, peer)
+    reader.transport.prepare(prepared_list)
+    reader.post(world.read(number, prepared_list, range(64), range(64)))
     (answer,) = reader.sink.wait(("read", number))
     assert answer.verdict == "held", answer
     assert np.array_equal(reader.cache.bytes(), exporter.cache.bytes())
@@ -61,14 +62,14 @@ def still_works(world, reader, exporter, peer="p", number=1000):
         (0, BLOCK, BLOCK, -1),
     ],
 )
-def test_rows_that_leave_the_memory_make_a_broken_program(world, pair, *, side, offset, nbytes, stride, count):
+def test_rows_outside_the_memory_break_their_prepared_list(world, pair, *, side, offset, nbytes, stride, count):
     reader, exporter = pair
     good = {"source": exporter.cache.region, "target": reader.cache.region}
     rows = {name: world.rows(region, (0, BLOCK, BLOCK, 2)) for name, region in good.items()}
-    program = world.program(2, "p", **rows)
-    bad = replace(program, **{f"{side}_rows": world.rows(good[side], (offset, nbytes, stride, count))})
+    prepared_list = world.prepared_list(2, "p", **rows)
+    bad = replace(prepared_list, **{f"{side}_rows": world.rows(good[side], (offset, nbytes, stride, count))})
     reader.transport.prepare(bad)
-    reader.post(world.read(1, program, [0], [0]))
+    reader.post(world.read(1, prepared_list, [0], [0]))
     assert reader.sink.wait(("read", 1))[0].code == "bounds"
     assert not reader.cache.bytes().any()
     still_works(world, reader, exporter)
@@ -78,11 +79,11 @@ NO_ROWS = [np.zeros((0, 5), np.int64), np.ones((2, 3), np.int64), np.ones((2, 5)
 
 
 @pytest.mark.parametrize("change", [{"binding": None}, *({"source_rows": table} for table in NO_ROWS)])
-def test_a_program_without_a_binding_or_rows_is_broken(world, pair, change):
+def test_a_list_without_a_binding_or_rows_is_broken(world, pair, change):
     reader, exporter = pair
-    program = all_blocks(world, reader, exporter, 2)
-    reader.transport.prepare(replace(program, **change))
-    reader.post(world.read(1, program, [0], [0]))
+    prepared_list = all_blocks(world, reader, exporter, 2)
+    reader.transport.prepare(replace(prepared_list, **change))
+    reader.post(world.read(1, prepared_list, [0], [0]))
     assert reader.sink.wait(("read", 1))[0].code == "bounds"
     still_works(world, reader, exporter)
 
@@ -101,13 +102,13 @@ UNITS = {
 
 
 @pytest.mark.parametrize("kind", UNITS)
-def test_units_that_a_program_does_not_have_fail_their_read_alone(world, pair, kind):
+def test_units_out_of_range_fail_their_read_alone(world, pair, kind):
     reader, exporter = pair
-    program = all_blocks(world, reader, exporter, 2)
-    reader.transport.prepare(program)
+    prepared_list = all_blocks(world, reader, exporter, 2)
+    reader.transport.prepare(prepared_list)
     source, target, dtype = UNITS[kind]
     pairs = UnitPairs(np.array(source, dtype), np.array(target, dtype))
-    good = world.read(1, program, [5], [5])
+    good = world.read(1, prepared_list, [5], [5])
     bad = RankRead(2, "p", good.lease, (*good.parts, Part(2, pairs)))
     reader.post(bad, good)
     first, second = reader.sink.wait(("read", 2), ("read", 1))
@@ -146,42 +147,42 @@ def test_a_read_of_nothing_is_refused(world, pair):
 )
 def test_what_a_binding_makes_of_good_units_is_checked(world, pair, change):
     reader, exporter = pair
-    program = all_blocks(world, reader, exporter, 2)
+    prepared_list = all_blocks(world, reader, exporter, 2)
     parts = {"source_index": [0, 1], "target_index": [0, 1], "cuts": [0, 2], "nbytes": 2 * BLOCK} | change
     kinds = {"source_index": np.int32, "target_index": np.int32, "cuts": np.int64}
     arrays = {name: np.array(parts[name], dtype=kind) for name, kind in kinds.items()}
-    reader.transport.prepare(program)
-    bind = program.binding.bind
-    program.binding.bind = lambda *_, **__: Bound(nbytes=parts["nbytes"], **arrays)
-    reader.post(world.read(1, program, [0, 1], [0, 1]))
+    reader.transport.prepare(prepared_list)
+    bind = prepared_list.binding.bind
+    prepared_list.binding.bind = lambda *_, **__: Bound(nbytes=parts["nbytes"], **arrays)
+    reader.post(world.read(1, prepared_list, [0, 1], [0, 1]))
     (answer,) = reader.sink.wait(("read", 1))
     assert (answer.verdict, answer.code) == ("failed", "bounds")
     assert not reader.cache.bytes().any()
-    program.binding.bind = bind
-    reader.post(world.read(2, program, [0, 1], [0, 1]))
+    prepared_list.binding.bind = bind
+    reader.post(world.read(2, prepared_list, [0, 1], [0, 1]))
     assert reader.sink.wait(("read", 2))[0].verdict == "held"
 
 
 def test_descriptors_of_different_lengths_do_not_pair(world, pair):
     reader, exporter = pair
     source = world.rows(exporter.cache.region, (0, 512, 512, 4), (BLOCK, 1024, 1024, 4))
-    program = world.program(2, "p", source, world.rows(reader.cache.region, (0, 512, 512, 4)))
-    reader.transport.prepare(program)
-    reader.post(world.read(1, program, [0, 4], [0, 1]))
+    prepared_list = world.prepared_list(2, "p", source, world.rows(reader.cache.region, (0, 512, 512, 4)))
+    reader.transport.prepare(prepared_list)
+    reader.post(world.read(1, prepared_list, [0, 4], [0, 1]))
     assert reader.sink.wait(("read", 1))[0].code == "bounds"
     still_works(world, reader, exporter)
 
 
-def test_a_program_must_be_prepared_and_belong_to_the_peer(world, pair):
+def test_a_list_must_be_prepared_and_belong_to_the_peer(world, pair):
     reader, exporter = pair
-    other = world.end(64 * BLOCK, seed=2)
+    other = world.exporter(64 * BLOCK, seed=2)
     world.connect(reader, other, "q")
-    program = all_blocks(world, reader, other, 2, "q")
-    reader.transport.prepare(program)
+    prepared_list = all_blocks(world, reader, other, 2, "q")
+    reader.transport.prepare(prepared_list)
     wrong_peer = all_blocks(world, reader, exporter, 2)
     reader.post(world.read(1, wrong_peer, [0], [0]))
-    reader.post(world.read(2, replace(program, program_id=9), [0], [0]))
-    reader.post(world.read(3, replace(program, peer="nobody"), [0], [0]))
+    reader.post(world.read(2, replace(prepared_list, list_id=9), [0], [0]))
+    reader.post(world.read(3, replace(prepared_list, peer="nobody"), [0], [0]))
     events = reader.sink.wait(("read", 1), ("read", 2), ("read", 3))
     assert [event.code for event in events] == ["program_unknown", "program_unknown", "peer_lost"]
     still_works(world, reader, exporter)
@@ -189,32 +190,32 @@ def test_a_program_must_be_prepared_and_belong_to_the_peer(world, pair):
 
 def test_removing_a_peer_cancels_what_waits_and_it_can_come_back(world, pair):
     reader, exporter = pair
-    other = world.end(64 * BLOCK, seed=2)
+    other = world.exporter(64 * BLOCK, seed=2)
     world.connect(reader, other, "q")
-    program = all_blocks(world, reader, exporter)
-    reader.transport.prepare(program)
+    prepared_list = all_blocks(world, reader, exporter)
+    reader.transport.prepare(prepared_list)
     with world.holding(reader):
-        reader.post(world.read(1, program, [1], [1]))
+        reader.post(world.read(1, prepared_list, [1], [1]))
         reader.transport.remove_peer("p")
         reader.transport.remove_peer("p")
         reader.transport.remove_peer("nobody else")
-        reader.post(world.read(2, program, [2], [2]))
+        reader.post(world.read(2, prepared_list, [2], [2]))
     waiting, late = reader.sink.wait(("read", 1), ("read", 2))
     assert (waiting.code, late.code) == ("cancelled", "peer_lost")
     still_works(world, reader, other, "q", 1001)
     world.connect(reader, exporter, "p")
-    reader.post(world.read(3, program, [3], [3]))
+    reader.post(world.read(3, prepared_list, [3], [3]))
     assert reader.sink.wait(("read", 3))[0].code == "program_unknown"
     still_works(world, reader, exporter)
 
 
 def test_adding_a_peer_twice_is_harmless(world, pair):
     reader, exporter = pair
-    program = all_blocks(world, reader, exporter)
-    reader.transport.prepare(program)
+    prepared_list = all_blocks(world, reader, exporter)
+    reader.transport.prepare(prepared_list)
     with reader.sink.holding(("peer", "p")):
         reader.transport.add_peer(exporter.address("p"))
-        reader.post(world.read(1, program, [1], [1]))
+        reader.post(world.read(1, prepared_list, [1], [1]))
     assert reader.sink.wait(("read", 1))[0].verdict == "held"
     one, other = (event for event in reader.sink.events if isinstance(event, PeerAdded))
     assert one == other
@@ -224,7 +225,7 @@ def test_adding_a_peer_twice_is_harmless(world, pair):
 @given(data=st.data())
 def test_metadata_that_was_damaged_is_refused_and_the_good_one_still_works(world, data):
     reader, exporter = world.shared(64 * BLOCK)
-    good = exporter.transport.published().planes[world.kind]
+    good = exporter.published.planes[world.kind]
     at = data.draw(st.integers(0, len(good) - 1))
     flip = good[:at] + bytes([good[at] ^ 1 << data.draw(st.integers(0, 7))]) + good[at + 1 :]
     cases = [flip, good[:at], good + b"\0", good[at + 1 :], data.draw(st.binary(max_size=600))]
@@ -246,12 +247,12 @@ def test_metadata_over_a_mebibyte_is_refused(world, pair):
 
 def test_the_metadata_of_another_transport_is_refused(world, pair):
     reader, exporter = pair
-    other = type(world)({"nixl": "loopback", "loopback": "tcp", "tcp": "nixl"}[world.kind])
+    other = type(world)({"nixl": "loopback", "loopback": "tcp", "tcp": "nixl", "async": "tcp"}[world.kind])
     try:
         end = other.end(BLOCK)
         reader.transport.add_peer(end.address("q"))
         assert reader.sink.wait(("peer", "q"))[0].code == "plane_unfit"
-        lie = {world.kind: end.transport.published().planes[other.kind]}
+        lie = {world.kind: end.published.planes[other.kind]}
         reader.transport.add_peer(exporter.address("r", planes=lie))
         assert reader.sink.wait(("peer", "r"))[0].code == "metadata_invalid"
     finally:
@@ -277,25 +278,26 @@ def test_an_epoch_table_that_cannot_be_one_is_refused(world, pair):
 
 def test_a_sink_that_raises_loses_its_event_and_nothing_else(world, pair, caplog):
     reader, exporter = pair
-    program = all_blocks(world, reader, exporter)
-    reader.transport.prepare(program)
+    prepared_list = all_blocks(world, reader, exporter)
+    reader.transport.prepare(prepared_list)
 
     def explode():
         raise RuntimeError("loop is closed")
 
     reader.sink.on(("read", 1), explode)
-    with caplog.at_level(logging.CRITICAL, "kvflow.transport.owner"):
-        reader.post(world.read(1, program, [0], [0]))
+    with caplog.at_level(logging.CRITICAL, "kvflow.reads.core"):
+        with world.holding(reader):  # the read thread answers, not the caller
+            reader.post(world.read(1, prepared_list, [0], [0]))
         still_works(world, reader, exporter)
 
 
-def test_two_commands_that_break_the_contract_fail_reads_but_not_the_transport(world, pair, caplog):
+def test_commands_that_break_the_contract_fail_reads_not_the_transport(world, pair, caplog):
     reader, exporter = pair
-    program = all_blocks(world, reader, exporter)
-    with caplog.at_level(logging.CRITICAL, "kvflow.transport.owner"), world.holding(reader):
-        reader.transport.prepare(program)
-        reader.post(world.read(1, program, [1], [1]))
-        reader.transport.prepare(program)  # its id is taken
+    prepared_list = all_blocks(world, reader, exporter)
+    with caplog.at_level(logging.CRITICAL, "kvflow.reads.core"), world.holding(reader):
+        reader.transport.prepare(prepared_list)
+        reader.post(world.read(1, prepared_list, [1], [1]))
+        reader.transport.prepare(prepared_list)  # its id is taken
     read, peer = reader.sink.wait(("read", 1), ("peer", "p"))
     if isinstance(peer, PeerAdded):
         pytest.fail("the peer must be reported as failed")
@@ -306,46 +308,47 @@ def test_two_commands_that_break_the_contract_fail_reads_but_not_the_transport(w
 
 def test_close_ends_pending_reads_once_and_further_calls_do_nothing(world, pair):
     reader, exporter = pair
-    program = all_blocks(world, reader, exporter)
-    reader.transport.prepare(program)
+    prepared_list = all_blocks(world, reader, exporter)
+    reader.transport.prepare(prepared_list)
     with world.holding(reader):
-        reader.post(*(world.read(number, program, [number], [number]) for number in (1, 2, 3)))
+        reader.post(*(world.read(number, prepared_list, [number], [number]) for number in (1, 2, 3)))
         closers = world.threads(3, reader.transport.close)
     world.join(closers)
     reader.transport.close()
     ended = len(reader.sink.events)
     answers = reader.sink.wait(("read", 1), ("read", 2), ("read", 3))
     assert [answer.code for answer in answers] == ["cancelled"] * 3
-    reader.post(world.read(9, program, [0], [0]))
+    reader.post(world.read(9, prepared_list, [0], [0]))
     reader.transport.add_peer(exporter.address("q"))
     reader.transport.cancel([9])
     assert len(reader.sink.events) == ended
     assert len(set(reader.sink.order())) == ended
 
 
-@pytest.mark.parametrize("world", ["tcp"], indirect=True)
+@pytest.mark.parametrize("world", TCP_KINDS, indirect=True)
 def test_blocks_that_are_not_leased_are_refused_where_the_exporter_serves(world):
     reader, exporter = world.end(64 * BLOCK), world.end(64 * BLOCK, seed=1, start=False)
-    tracks = (Track(exporter.region.address, BLOCK, BLOCK, 64),)
+    region = exporter.region
+    tracks = (Track(region.address, BLOCK, BLOCK, 64, region.memory, region.device),)
     leased = {(1, 7): (range(10),), (2, 9): (range(20, 30),)}
     exporter.epochs[1], exporter.epochs[2] = 7, 9
-    everything = serving(exporter.region, exporter.epochs)
+    everything = serving(exporter.cache, exporter.epochs)
     given = replace(everything, tracks=(tracks,), blocks_of=lambda slot, epoch: leased.get((slot, epoch)))
     exporter.transport.start([exporter.region], exporter.epochs_region, given)
     world.connect(reader, exporter, "p")
-    program = all_blocks(world, reader, exporter)
-    reader.transport.prepare(program)
+    prepared_list = all_blocks(world, reader, exporter)
+    reader.transport.prepare(prepared_list)
     one, other = {"slot": 1, "epoch": 7}, {"slot": 2, "epoch": 9}
     cases = [([10], one), ([9, 19], one), ([29, 0], other), ([63], other)]
     for read_id, (blocks, lease) in enumerate(cases):
-        reader.post(world.read(read_id, program, blocks, blocks, **lease))
+        reader.post(world.read(read_id, prepared_list, blocks, blocks, **lease))
         assert reader.sink.wait(("read", read_id))[0].code == "bounds", blocks
     assert not reader.cache.bytes().any()
     # Of one batch, whose reads share a chunk, those are refused that name what is not leased to them.
     batch = {9: ([9], one), 10: ([10], one), 20: ([20], other), 30: ([30], other)}
     with world.holding(reader):
         for read_id, (blocks, lease) in batch.items():
-            reader.post(world.read(read_id, program, blocks, blocks, **lease))
+            reader.post(world.read(read_id, prepared_list, blocks, blocks, **lease))
     answers = dict(zip(batch, reader.sink.wait(*(("read", read_id) for read_id in batch)), strict=True))
     assert {read_id: answer.code or answer.verdict for read_id, answer in answers.items()} == {
         9: "held",

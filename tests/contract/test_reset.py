@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from kvflow.transport import owner
-from kvflow.transport.base import PeerAdded, PeerFailed, ReaderReset
+from kvflow.reads import core
+from kvflow.reads.contract import PeerAdded, PeerFailed, ReaderReset
+from tests.contract.conftest import TCP_KINDS
 
 BLOCK = 1 << 16
 COUNT = 256  # 16 MiB in all: far more than sockets buffer
@@ -13,7 +14,7 @@ CHUNK = 16
 
 def processes(test):
     """Mark a test of processes over TCP: over shared memory a reader needs nobody who is awake."""
-    return pytest.mark.processes(pytest.mark.parametrize("world", ["tcp"], indirect=True)(test))
+    return pytest.mark.processes(pytest.mark.parametrize("world", TCP_KINDS, indirect=True)(test))
 
 
 def reset(reader):
@@ -23,13 +24,13 @@ def reset(reader):
 
 
 def test_a_reader_with_nothing_in_flight_is_kept(world):
-    reader, exporter = world.end(COUNT * 64), world.end(COUNT * 64, seed=1)
+    reader, exporter = world.end(COUNT * 64), world.exporter(COUNT * 64, seed=1)
     world.connect(reader, exporter, "p")
-    program = world.dense(1, "p", exporter.cache.region, reader.cache.region, block=64, count=COUNT)
-    reader.transport.prepare(program)
+    prepared_list = world.dense(1, "p", exporter.cache.region, reader.cache.region, block=64, count=COUNT)
+    reader.transport.prepare(prepared_list)
     for read_id in (1, 2):
         assert reset(reader).ended == 0
-        reader.post(world.read(read_id, program, range(COUNT), range(COUNT)))
+        reader.post(world.read(read_id, prepared_list, range(COUNT), range(COUNT)))
         assert reader.sink.wait(("read", read_id))[0].verdict == "held"
     assert np.array_equal(reader.cache.bytes(), exporter.cache.bytes())
 
@@ -48,18 +49,18 @@ def reader(world):
 
 
 def join(world, reader, peer, number, *, half=0, chunk=CHUNK):
-    """Start another process and connect to it; return it and a program of all its blocks."""
+    """Start another process and connect to it; return it and a prepared list of all its blocks."""
     exporter = world.elsewhere(COUNT * BLOCK, seed=number)
     world.connect(reader, exporter, peer)
     source = world.rows(exporter.region, (0, BLOCK, BLOCK, COUNT))
     target = world.rows(reader.cache.region, (half * COUNT * BLOCK, BLOCK, BLOCK, COUNT))
-    program = world.program(number, peer, source, target, chunk=chunk)
-    reader.transport.prepare(program)
-    return exporter, program
+    prepared_list = world.prepared_list(number, peer, source, target, chunk=chunk)
+    reader.transport.prepare(prepared_list)
+    return exporter, prepared_list
 
 
-def post(world, reader, program, read_id):
-    reader.post(world.read(read_id, program, range(COUNT), range(COUNT), slot=3))
+def post(world, reader, prepared_list, read_id):
+    reader.post(world.read(read_id, prepared_list, range(COUNT), range(COUNT), slot=3))
 
 
 def arrives(reader, exporter, read_id):
@@ -72,11 +73,11 @@ def arrives(reader, exporter, read_id):
 @pytest.fixture
 def hung(world, reader):
     """A peer that was stopped while it was read from."""
-    exporter, program = join(world, reader, "hung", 1, half=1)
-    post(world, reader, program, 1)
+    exporter, prepared_list = join(world, reader, "hung", 1, half=1)
+    post(world, reader, prepared_list, 1)
     assert reader.sink.wait(("read", 1))[0].verdict == "held"
     exporter.stop()
-    post(world, reader, program, 2)
+    post(world, reader, prepared_list, 2)
     world.flush_commands(reader)
     return exporter
 
@@ -84,7 +85,7 @@ def hung(world, reader):
 @pytest.fixture
 def no_drain(monkeypatch):
     """Let nobody have time to land, where nobody but the one that hangs owes anything."""
-    monkeypatch.setattr(owner, "RESET_DRAIN_S", 0.0)
+    monkeypatch.setattr(core, "RESET_DRAIN_S", 0.0)
 
 
 @processes
@@ -107,22 +108,22 @@ def test_what_hangs_ends_and_never_writes_again(world, reader, hung, given_up, n
 
 
 @processes
-def test_other_peers_keep_their_programs_and_their_reads_go_on(world, reader, hung, monkeypatch):
-    monkeypatch.setattr(owner, "RESET_DRAIN_S", world.patience_s)
-    well, program = join(world, reader, "well", 2, chunk=COUNT // 2)  # two chunks may be in flight
-    post(world, reader, program, 3)
+def test_other_peers_keep_their_lists_and_their_reads_go_on(world, reader, hung, monkeypatch):
+    monkeypatch.setattr(core, "RESET_DRAIN_S", world.patience_s)
+    well, prepared_list = join(world, reader, "well", 2, chunk=COUNT // 2)  # two chunks may be in flight
+    post(world, reader, prepared_list, 3)
     arrives(reader, well, 3)
     well.stop()
-    post(world, reader, program, 4)
-    post(world, reader, program, 5)
-    for _ in range(4):  # between two commands the owner posts a chunk: after this two are in flight
+    post(world, reader, prepared_list, 4)
+    post(world, reader, prepared_list, 5)
+    for _ in range(4):  # between two commands the core posts a chunk: after this two are in flight
         world.flush_commands(reader)
     reader.transport.reset_reader()  # waits for what is in flight
     world.flush_commands(reader)
     assert ("reset",) not in reader.sink.order()
     well.resume()
     arrives(reader, well, 4)
-    monkeypatch.setattr(owner, "RESET_DRAIN_S", 0.0)
+    monkeypatch.setattr(core, "RESET_DRAIN_S", 0.0)
     assert reader.sink.wait(("reset",))[0].ended > 0
     arrives(reader, well, 5)
     assert isinstance(reader.sink.wait(("peer", "well"))[0], PeerAdded)
@@ -133,12 +134,12 @@ def test_other_peers_keep_their_programs_and_their_reads_go_on(world, reader, hu
 def test_peers_that_read_from_us_notice_nothing(world, reader, hung, no_drain):
     downstream = world.end(2 * COUNT * BLOCK)
     world.connect(downstream, reader, "reader")
-    program = world.dense(
+    prepared_list = world.dense(
         7, "reader", reader.cache.region, downstream.cache.region, block=BLOCK, count=2 * COUNT, chunk=CHUNK
     )
-    downstream.transport.prepare(program)
+    downstream.transport.prepare(prepared_list)
     for read_id in (1, 2):
-        downstream.post(world.read(read_id, program, range(2 * COUNT), range(2 * COUNT)))
+        downstream.post(world.read(read_id, prepared_list, range(2 * COUNT), range(2 * COUNT)))
         assert downstream.sink.wait(("read", read_id))[0].verdict == "held"
         if read_id == 1:
             assert reset(reader).ended > 0
@@ -149,13 +150,13 @@ def test_peers_that_read_from_us_notice_nothing(world, reader, hung, no_drain):
 @processes
 def test_one_reader_after_the_other(world, reader, no_drain):
     """Each is made, used, and destroyed in the middle of a read."""
-    well, program = join(world, reader, "well", 1)
+    well, prepared_list = join(world, reader, "well", 1)
     for number in (2, 3):
-        hung, hung_program = join(world, reader, f"hung-{number}", number, half=1)
+        hung, hung_list = join(world, reader, f"hung-{number}", number, half=1)
         hung.stop()
-        post(world, reader, hung_program, number)
+        post(world, reader, hung_list, number)
         world.flush_commands(reader)
         assert reset(reader).ended > 0
         hung.kill()
-        post(world, reader, program, 10 + number)
+        post(world, reader, prepared_list, 10 + number)
         arrives(reader, well, 10 + number)

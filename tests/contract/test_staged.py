@@ -1,15 +1,16 @@
-"""Every transport: staged programs. Chunks go through buffers, and no buffer is lost, whatever happens to them."""
+"""Every transport: staged lists. Chunks go through buffers, and no buffer is lost, whatever happens to them."""
 
 import math
 
 import numpy as np
 import pytest
 
-from kvflow.transfer.bind import Bound
-from kvflow.transfer.boxes import AXES_MAX, Scatter
-from kvflow.transport.base import PeerFailed, Program, StagingUse
-from kvflow.transport.staging import StagingMemory
-from tests.contract.conftest import StagedUnits
+from kvflow.planning.bind import Bound
+from kvflow.planning.strided_copies import AXES_MAX, Scatter
+from kvflow.reads.contract import PeerFailed, PreparedList, StagingUse
+from kvflow.reads.staging import StagingMemory
+from tests.contract.conftest import STAGING_NAMES, StagedUnits, kinds, world_of
+from tests.devices import REAL
 
 PIECE = 64
 TOKENS = 4
@@ -23,13 +24,12 @@ TARGET = SOURCE // 2
 STAGING = 8 * BUFFER
 
 
-@pytest.fixture(autouse=True)
-def only_in_memory(world):
-    if world.memory != "DRAM":
-        pytest.skip("what lies in VRAM is not staged")
+@pytest.fixture(params=kinds(*STAGING_NAMES, *([] if REAL else ["tensors"])))
+def world(request):
+    yield from world_of(request.param)
 
 
-def staged_program(world, program_id, peer, source, target):
+def staged_list(world, list_id, peer, source, target):
     """Take the second half of each token of a source page: two layers, one behind the other, blocks in each."""
     rows = world.rows(source, *((layer * UNITS * PAGE, PAGE, PAGE, UNITS) for layer in range(LAYERS)))
     buffer = [(layer * SLOTS * PAGE, PAGE, 0, PAGE, SLOTS) for layer in range(LAYERS)]
@@ -38,7 +38,8 @@ def staged_program(world, program_id, peer, source, target):
     scatter = Scatter(np.array([box], np.int64), SLOTS, (UNITS, 1, 1))
     # A row is address, nbytes, device, stride, count.
     binding = StagedUnits(LAYERS * PAGE // 2, LAYERS * PAGE, SLOTS)
-    return Program(program_id, peer, rows, np.array(buffer, np.int64), scatter=scatter, binding=binding)
+    memories = world.memory, world.memory
+    return PreparedList(list_id, peer, rows, np.array(buffer, np.int64), *memories, scatter=scatter, binding=binding)
 
 
 def expected(content, before, source, target):
@@ -51,12 +52,12 @@ def expected(content, before, source, target):
 
 
 def pair(world):
-    """A reader with staging buffers and an exporter of random bytes, a program between them."""
-    reader, exporter = world.end(TARGET, seed=9, staging_bytes=STAGING), world.end(SOURCE, seed=1)
+    """A reader with staging buffers and an exporter of random bytes, a prepared list between them."""
+    reader, exporter = world.end(TARGET, seed=9, staging_bytes=STAGING), world.exporter(SOURCE, seed=1)
     world.connect(reader, exporter, "p")
-    program = staged_program(world, 1, "p", exporter.cache.region, reader.cache.region)
-    reader.transport.prepare(program)
-    return reader, exporter, program
+    prepared_list = staged_list(world, 1, "p", exporter.cache.region, reader.cache.region)
+    reader.transport.prepare(prepared_list)
+    return reader, exporter, prepared_list
 
 
 def at_rest(reader):
@@ -77,9 +78,9 @@ def at_rest(reader):
     ids=["in order", "backwards", "one", "apart", "a source unit twice"],
 )
 def test_units_arrive_and_nothing_else_changes(world, source, target):
-    reader, exporter, program = pair(world)
+    reader, exporter, prepared_list = pair(world)
     before = reader.cache.bytes()
-    reader.post(world.read(1, program, source, target, slot=3))
+    reader.post(world.read(1, prepared_list, source, target, slot=3))
     (answer,) = reader.sink.wait(("read", 1))
     assert (answer.verdict, answer.nbytes) == ("held", len(source) * LAYERS * PAGE // 2)
     assert answer.scatter_s > 0
@@ -88,17 +89,17 @@ def test_units_arrive_and_nothing_else_changes(world, source, target):
 
 
 def test_staged_and_direct_reads_of_two_peers_go_on_beside_each_other(world):
-    reader, exporter, program = pair(world)
-    other = world.end(SOURCE, seed=2)
+    reader, exporter, prepared_list = pair(world)
+    other = world.exporter(SOURCE, seed=2)
     world.connect(reader, other, "q")
-    second = staged_program(world, 2, "q", other.cache.region, reader.cache.region)
+    second = staged_list(world, 2, "q", other.cache.region, reader.cache.region)
     direct = world.dense(3, "p", exporter.cache.region, reader.cache.region, block=PIECE, count=8)
     for each in (second, direct):
         reader.transport.prepare(each)
     before = reader.cache.bytes()
     low, high = list(range(0, UNITS, 2)), list(range(1, UNITS, 2))
     for turn in range(3):
-        reader.post(world.read(10 + turn, program, low, low))
+        reader.post(world.read(10 + turn, prepared_list, low, low))
         reader.post(world.read(20 + turn, second, high, high))
     keys = [("read", number + turn) for number in (10, 20) for turn in range(3)]
     assert all(answer.verdict == "held" for answer in reader.sink.wait(*keys))
@@ -111,30 +112,30 @@ def test_staged_and_direct_reads_of_two_peers_go_on_beside_each_other(world):
 
 
 def test_a_cancelled_read_scatters_nothing_more(world):
-    reader, exporter, program = pair(world)
+    reader, exporter, prepared_list = pair(world)
     before = reader.cache.bytes()
-    reader.post(world.read(0, program, [0], [0]))
+    reader.post(world.read(0, prepared_list, [0], [0]))
     reader.sink.wait(("read", 0))
     with world.holding(reader):
-        reader.post(world.read(1, program, range(1, 40), range(1, 40)))
+        reader.post(world.read(1, prepared_list, range(1, 40), range(1, 40)))
         reader.transport.cancel([1])
     assert reader.sink.wait(("read", 1))[0].code == "cancelled"
     assert np.array_equal(reader.cache.bytes(), expected(exporter.cache.bytes(), before, [0], [0]))
     assert at_rest(reader)
-    reader.post(world.read(2, program, [1], [1]))
+    reader.post(world.read(2, prepared_list, [1], [1]))
     assert reader.sink.wait(("read", 2))[0].verdict == "held"
 
 
-def changed(program, **fields):
-    values = {name: getattr(program, name) for name in program.__struct_fields__}
-    return Program(**values | fields)
+def changed(prepared_list, **fields):
+    values = {name: getattr(prepared_list, name) for name in prepared_list.__struct_fields__}
+    return PreparedList(**values | fields)
 
 
-def with_box(program, **columns):
-    table = program.scatter.table.copy()
+def with_box(prepared_list, **columns):
+    table = prepared_list.scatter.table.copy()
     for column, value in columns.items():
         table[0, int(column[1:])] = value
-    return changed(program, scatter=Scatter(table, program.scatter.slots, program.scatter.units))
+    return changed(prepared_list, scatter=Scatter(table, prepared_list.scatter.places, prepared_list.scatter.units))
 
 
 REFUSED = {
@@ -162,15 +163,15 @@ REFUSED = {
     "rows beyond the buffer": lambda it: changed(it, target_rows=it.target_rows + np.array([BUFFER, 0, 0, 0, 0])),
     "source rows of another length": lambda it: changed(it, source_rows=it.source_rows - [0, 1, 0, 0, 0]),
     "source rows that do not divide": lambda it: changed(it, source_rows=it.source_rows[:1] - [0, 0, 0, 0, 1]),
-    "a target in VRAM": lambda it: changed(it, target_memory="VRAM"),
+    "a target in other memory": lambda it: changed(it, target_memory="DRAM" if it.target_memory == "VRAM" else "VRAM"),
 }
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_copies_that_leave_their_bounds_are_refused_before_anything_is_read(world, kind):
-    reader, _, program = pair(world)
+def test_copies_out_of_bounds_are_refused_before_anything_is_read(world, kind):
+    reader, _, prepared_list = pair(world)
     before = reader.cache.bytes()
-    bad = changed(REFUSED[kind](program), program_id=2)
+    bad = changed(REFUSED[kind](prepared_list), list_id=2)
     reader.transport.prepare(bad)
     reader.post(world.read(1, bad, [0], [0]))
     (answer,) = reader.sink.wait(("read", 1))
@@ -183,8 +184,8 @@ def test_copies_that_leave_their_bounds_are_refused_before_anything_is_read(worl
     ("source", "target"), [([UNITS], [0]), ([0], [UNITS]), ([-1], [0])], ids=["source", "target", "negative"]
 )
 def test_units_that_are_not_there_are_refused(world, source, target):
-    reader, _, program = pair(world)
-    reader.post(world.read(1, program, source, target))
+    reader, _, prepared_list = pair(world)
+    reader.post(world.read(1, prepared_list, source, target))
     assert reader.sink.wait(("read", 1))[0].code == "bounds"
     assert at_rest(reader)
 
@@ -195,20 +196,20 @@ def test_units_that_are_not_there_are_refused(world, source, target):
     ids=["bytes", "more than slots", "more units than pairs"],
 )
 def test_what_a_binding_makes_of_units_must_fit_the_buffers(world, count, cuts, nbytes):
-    reader, _, program = pair(world)
+    reader, _, prepared_list = pair(world)
     index = np.arange(count, dtype=np.int32)
-    program.binding.bind = lambda *_, **__: Bound(index, index, np.array(cuts), nbytes)
-    reader.post(world.read(1, program, range(count if count != 2 else 1), range(count if count != 2 else 1)))
+    prepared_list.binding.bind = lambda *_, **__: Bound(index, index, np.array(cuts), nbytes)
+    reader.post(world.read(1, prepared_list, range(count if count != 2 else 1), range(count if count != 2 else 1)))
     assert reader.sink.wait(("read", 1))[0].code == "bounds"
     assert at_rest(reader)
 
 
-def test_a_transport_without_staging_refuses_staged_programs(world):
-    reader, exporter = world.end(TARGET), world.end(SOURCE, seed=1)
+def test_a_transport_without_staging_refuses_staged_lists(world):
+    reader, exporter = world.end(TARGET), world.exporter(SOURCE, seed=1)
     world.connect(reader, exporter, "p")
-    program = staged_program(world, 1, "p", exporter.cache.region, reader.cache.region)
-    reader.transport.prepare(program)
-    reader.post(world.read(1, program, [0], [0]))
+    prepared_list = staged_list(world, 1, "p", exporter.cache.region, reader.cache.region)
+    reader.transport.prepare(prepared_list)
+    reader.post(world.read(1, prepared_list, [0], [0]))
     assert reader.sink.wait(("read", 1))[0].code == "bounds"
     assert reader.transport.staging() == StagingUse()
 
@@ -218,12 +219,12 @@ def test_a_peer_that_ends_fails_staged_reads_and_frees_their_buffers(world):
     # Over shared memory the memory of a process is readable as long as that process lives.
     exporter = world.elsewhere(SOURCE, seed=1) if world.kind == "nixl" else world.end(SOURCE, seed=1)
     world.connect(reader, exporter, "p")
-    program = staged_program(world, 1, "p", exporter.region, reader.cache.region)
-    reader.transport.prepare(program)
-    reader.post(world.read(1, program, [0], [0]))
+    prepared_list = staged_list(world, 1, "p", exporter.region, reader.cache.region)
+    reader.transport.prepare(prepared_list)
+    reader.post(world.read(1, prepared_list, [0], [0]))
     assert reader.sink.wait(("read", 1))[0].verdict == "held"
     exporter.go()
-    reader.post(world.read(2, program, range(40), range(40)))
+    reader.post(world.read(2, prepared_list, range(40), range(40)))
     answer, peer = reader.sink.wait(("read", 2), ("peer", "p"))
     assert answer.code == "peer_lost"
     assert isinstance(peer, PeerFailed)

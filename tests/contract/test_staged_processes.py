@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from kvflow.transfer.boxes import AXES_MAX, Scatter
-from kvflow.transport.base import Program
-from tests.contract.conftest import StagedUnits
+from kvflow.planning.strided_copies import AXES_MAX, Scatter
+from kvflow.reads.contract import PreparedList
+from tests.contract.conftest import FAR_KINDS, STAGING_NAMES, StagedUnits, world_of
 
 pytestmark = pytest.mark.processes
 
@@ -14,15 +14,13 @@ UNITS = 64  # 16 MiB at the source: far more than sockets buffer
 SLOTS = 4
 BUFFER = SLOTS * PAGE
 
-only_tcp = pytest.mark.parametrize("far_world", ["tcp"], indirect=True)
+only_tcp = pytest.mark.parametrize("world", [name for name in STAGING_NAMES if name == "tcp"], indirect=True)
 """Over shared memory a reader needs nobody who is awake."""
 
 
-@pytest.fixture
-def world(far_world):
-    if far_world.memory != "DRAM":
-        pytest.skip("what lies in VRAM is not staged")
-    return far_world
+@pytest.fixture(params=[kind for kind in FAR_KINDS if kind.id != "tcp device"])
+def world(request):
+    yield from world_of(request.param)
 
 
 @pytest.fixture
@@ -31,7 +29,7 @@ def reader(world):
 
 
 def join(world, reader, peer, number):
-    """Start another process; return it and a program that takes every second KiB of its pages."""
+    """Start another process; return it and a prepared list that takes every second KiB of its pages."""
     exporter = world.elsewhere(UNITS * PAGE, seed=number)
     world.connect(reader, exporter, peer)
     rows = world.rows(exporter.region, (0, PAGE, PAGE, UNITS))
@@ -39,17 +37,26 @@ def join(world, reader, peer, number):
     box = [1024, 0, PAGE, reader.cache.region.address, PAGE // 2, 0, 0, *(n for axis in axes for n in axis)]
     scatter = Scatter(np.array([box], np.int64), SLOTS, (UNITS, 1, 1))
     binding = StagedUnits(PAGE // 2, PAGE, SLOTS)
-    program = Program(number, peer, rows, np.array([[0, PAGE, 0, PAGE, SLOTS]]), scatter=scatter, binding=binding)
-    reader.transport.prepare(program)
-    return exporter, program
+    prepared_list = PreparedList(
+        number,
+        peer,
+        rows,
+        np.array([[0, PAGE, 0, PAGE, SLOTS]]),
+        world.memory,
+        world.memory,
+        scatter=scatter,
+        binding=binding,
+    )
+    reader.transport.prepare(prepared_list)
+    return exporter, prepared_list
 
 
-def post(world, reader, program, read_id):
-    reader.post(world.read(read_id, program, range(UNITS), range(UNITS), slot=3))
+def post(world, reader, prepared_list, read_id):
+    reader.post(world.read(read_id, prepared_list, range(UNITS), range(UNITS), slot=3))
 
 
-def read_all(world, reader, exporter, program, read_id):
-    post(world, reader, program, read_id)
+def read_all(world, reader, exporter, prepared_list, read_id):
+    post(world, reader, prepared_list, read_id)
     (answer,) = reader.sink.wait(("read", read_id))
     assert answer.verdict == "held", answer
     wanted = exporter.content.reshape(UNITS, -1, 2, 1024)[:, :, 0].ravel()
@@ -58,30 +65,30 @@ def read_all(world, reader, exporter, program, read_id):
 
 
 def test_staged_bytes_cross_processes(world, reader):
-    exporter, program = join(world, reader, "p", 1)
+    exporter, prepared_list = join(world, reader, "p", 1)
     for read_id in (1, 2):
-        read_all(world, reader, exporter, program, read_id)
+        read_all(world, reader, exporter, prepared_list, read_id)
 
 
 @pytest.fixture
 def hung(world, reader):
     """A peer that was stopped with a staged read under way; its target was zeroed before."""
-    exporter, program = join(world, reader, "p", 1)
-    read_all(world, reader, exporter, program, 1)
+    exporter, prepared_list = join(world, reader, "p", 1)
+    read_all(world, reader, exporter, prepared_list, 1)
     exporter.stop()
-    reader.cache._keep[:] = 0
-    post(world, reader, program, 2)
-    post(world, reader, program, 3)
+    reader.cache.write(0, np.zeros(UNITS * PAGE // 2, np.uint8))
+    post(world, reader, prepared_list, 2)
+    post(world, reader, prepared_list, 3)
     reader.transport.cancel([3])
     reader.sink.wait(("read", 3))
-    for _ in range(4):  # between two commands the owner posts a chunk: after this two are in flight
+    for _ in range(4):  # between two commands the core posts a chunk: after this two are in flight
         world.flush_commands(reader)
-    return exporter, program
+    return exporter, prepared_list
 
 
 @only_tcp
-def test_a_cancelled_read_of_a_hung_peer_keeps_its_buffers_and_never_scatters(world, reader, hung):
-    exporter, program = hung
+def test_a_canceled_read_of_a_hung_peer_keeps_its_buffers_unscattered(world, reader, hung):
+    exporter, prepared_list = hung
     reader.transport.cancel([2])
     world.flush_commands(reader)
     use = reader.transport.staging()
@@ -91,19 +98,19 @@ def test_a_cancelled_read_of_a_hung_peer_keeps_its_buffers_and_never_scatters(wo
     _, second = join(world, reader, "other", 2)
     post(world, reader, second, 4)
     assert reader.sink.wait(("read", 4))[0].verdict == "held"
-    reader.cache._keep[:] = 0
+    reader.cache.write(0, np.zeros(UNITS * PAGE // 2, np.uint8))
     exporter.resume()
     assert reader.sink.wait(("read", 2))[0].code == "cancelled"
     assert not reader.cache.bytes().any(), "bytes were scattered after the cancellation"
     assert reader.transport.staging().in_use == 0
-    read_all(world, reader, exporter, program, 5)
+    read_all(world, reader, exporter, prepared_list, 5)
 
 
 def test_a_peer_that_is_killed_fails_staged_reads_and_frees_their_buffers(world, reader):
-    exporter, program = join(world, reader, "p", 1)
-    read_all(world, reader, exporter, program, 1)
+    exporter, prepared_list = join(world, reader, "p", 1)
+    read_all(world, reader, exporter, prepared_list, 1)
     exporter.kill()
-    post(world, reader, program, 2)
+    post(world, reader, prepared_list, 2)
     assert reader.sink.wait(("read", 2))[0].code == "peer_lost"
     assert reader.transport.staging().in_use == 0
 
@@ -120,7 +127,7 @@ def test_a_hung_peer_that_is_killed_gives_its_buffers_back(world, reader, hung):
 @only_tcp
 @pytest.mark.parametrize("means", ["removing it", "resetting the reader"])
 def test_what_gives_the_buffers_of_a_hung_peer_back(world, reader, hung, means):
-    other, program = join(world, reader, "other", 2)
+    other, prepared_list = join(world, reader, "other", 2)
     reader.transport.cancel([2])
     if means == "removing it":
         reader.transport.remove_peer("p")
@@ -128,7 +135,7 @@ def test_what_gives_the_buffers_of_a_hung_peer_back(world, reader, hung, means):
         reader.transport.reset_reader()
     assert reader.sink.wait(("read", 2))[0].code in ("cancelled", "peer_lost")
     assert reader.transport.staging().in_use == 0
-    read_all(world, reader, other, program, 4)
+    read_all(world, reader, other, prepared_list, 4)
 
 
 @only_tcp

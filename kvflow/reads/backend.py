@@ -1,0 +1,305 @@
+"""The interface of a data plane: how to reach a peer, and how to move bytes.
+
+One thread at a time calls a backend. The caller does the accounting: it posts only for peers that were added, and
+removes a peer only when nothing of that peer is in flight. All calls except ``post`` and ``post_check`` come from the
+thread that created the backend.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import Struct
+
+from kvflow.errors import FailureCode
+from kvflow.ids import PeerId
+from kvflow.layout.region import Region
+from kvflow.reads.bounds import CheckedScatter, Rows
+from kvflow.reads.contract import Carrier, PeerAddress, PreparedList, Serving
+from kvflow.reads.device import Scatters
+from kvflow.reads.requests import LeaseName
+
+NO_BUFFER = -1
+"""The buffer number of a chunk that is read directly into the target."""
+
+SPAN_MAX = 512
+"""Most epoch slots that one check reads: 4 KiB."""
+
+
+class Reason(Struct, frozen=True):
+    """Why something failed: a code of the contract, and an explanation."""
+
+    code: FailureCode
+    detail: str
+
+
+class BackendError(Exception):
+    """A call failed. It will not write to memory.
+
+    Attributes:
+        reason: the code ``bounds`` means one prepared list or read; every other code means the whole peer.
+    """
+
+    def __init__(self, code: FailureCode, detail: str) -> None:
+        super().__init__(f"{code}: {detail}")
+        self.reason = Reason(code, detail)
+
+
+class Share(NamedTuple):
+    """Consecutive unit pairs of a portion that belong to one read.
+
+    Attributes:
+        read_id: the read.
+        lease: the lease under which they are read.
+        pairs: number of pairs, at least one.
+    """
+
+    read_id: int
+    lease: LeaseName
+    pairs: int
+
+
+class Portion(Struct, frozen=True, eq=False, gc=False):
+    """Pairs of units of one prepared list that were bound together: part of one read, or several small reads.
+
+    Attributes:
+        peer: the peer that is read.
+        list_id: id of the prepared list.
+        source_index: int32, shape (n,): descriptors of the source list; for a staged list, unit numbers.
+        target_index: int32, shape (n,): the same for the target list.
+        cuts: int64, ascending, first 0, last n: chunk ``c`` is ``[cuts[c], cuts[c + 1])``.
+        nbytes: bytes that it fills.
+        shares: the reads that the pairs belong to, in the order of the pairs. With ``P`` pairs in all, ``n`` is a
+            multiple of ``P`` and index ``k`` belongs to pair ``k % P``: a plain list has its indices run by run, and
+            within each run pair by pair. A staged list has one index for each pair.
+    """
+
+    peer: PeerId
+    list_id: int
+    source_index: npt.NDArray[np.int32]
+    target_index: npt.NDArray[np.int32]
+    cuts: npt.NDArray[np.int64]
+    nbytes: int
+    shares: tuple[Share, ...]
+
+
+class Chunk(Struct, frozen=True, eq=False, gc=False):
+    """Descriptors ``[first, stop)`` of a portion, or units if it has a staging ``buffer``."""
+
+    portion: Portion
+    first: int
+    stop: int
+    buffer: int = NO_BUFFER
+
+
+def share_numbers(chunk: Chunk) -> npt.NDArray[np.uint16] | None:
+    """Return the share that each descriptor of a chunk belongs to.
+
+    Returns:
+        uint16, shape (descriptors,): an index into ``chunk.portion.shares``; None if the portion has one share.
+    """
+    shares = chunk.portion.shares
+    if len(shares) == 1:
+        return None
+    of_pair = np.repeat(np.arange(len(shares), dtype=np.uint16), [share.pairs for share in shares])
+    of_descriptor: npt.NDArray[np.uint16] = of_pair[np.arange(chunk.first, chunk.stop) % len(of_pair)]
+    return of_descriptor
+
+
+class Staged(Struct, frozen=True, eq=False):
+    """What a staged list needs besides its rows.
+
+    Attributes:
+        checked: its checked copies.
+        scatterer: runs the copies.
+    """
+
+    checked: CheckedScatter
+    scatterer: Scatters
+
+
+class CheckedList(Struct, frozen=True, eq=False, gc=False):
+    """A prepared list whose rows are checked.
+
+    Attributes:
+        prepared_list: the list that the caller passed.
+        source: its source rows.
+        target: its target rows; for a staged list, those of all staging buffers, one after the other.
+        staged: how units are fetched and scattered; None unless the list is staged.
+        source_units: units of the source are in ``[0, source_units)``.
+        target_units: units of the target are in ``[0, target_units)``.
+        pair_bytes: bytes that one pair of units fills.
+        pair_s: estimated seconds that one pair adds to a post, see ``prepared``.
+        portion_pairs: most pairs of one read that are bound together.
+        chunk_pairs: most pairs of several reads that share a chunk; 0: no reads share one.
+    """
+
+    prepared_list: PreparedList
+    source: Rows
+    target: Rows
+    staged: Staged | None = None
+    source_units: int = 0
+    target_units: int = 0
+    pair_bytes: int = 0
+    pair_s: float = 0.0
+    portion_pairs: int = 1
+    chunk_pairs: int = 0
+
+
+class PostedWork:
+    """Work that was not done when its post returned. Each backend defines its own class.
+
+    Attributes:
+        polled: whether only ``poll`` detects its end; otherwise the backend's descriptor becomes readable.
+        unheld: for a chunk that has ended: slot and epoch of each lease under which the exporter refused bytes.
+        refused: for a chunk that has ended: id of each read that the exporter refused -> why. The other reads have
+            arrived.
+    """
+
+    __slots__ = ()
+    polled = True
+    unheld: AbstractSet[tuple[int, int]] = frozenset()
+    refused: Mapping[int, Reason] = MappingProxyType({})
+
+
+class Backends(Protocol):
+    """The backends of one worker, which share its peers. Thread: one at a time, see the module."""
+
+    def of(self, peer: PeerId) -> "Backend":
+        """Return the backend that reads from a peer that was added."""
+        ...
+
+    def fileno(self) -> int:
+        """Return a file descriptor that is readable while ``progress`` has work; -1 if there is none."""
+        return -1
+
+    def progress(self) -> None:
+        """Advance what is in flight, without waiting. The default does nothing, because ``poll`` advances it."""
+        return
+
+    def add(self, address: PeerAddress) -> Carrier:
+        """Prepare to read from a peer whose epoch table was checked. Return what will carry its bytes.
+
+        The peer publishes this plane.
+
+        Raises:
+            BackendError: the peer was not added. With code ``plane_unfit`` the peer answers, but this plane cannot
+                serve the pair.
+        """
+        ...
+
+    def remove(self, peer: PeerId, *, gone: bool) -> None:
+        """Forget a peer and its prepared lists, if it is known. If ``gone`` is false, it may be added again soon."""
+        ...
+
+    def reset(self) -> None:
+        """Destroy the reader and create a new one, which knows no peer. Nothing that was in flight writes after this.
+
+        Raises:
+            BackendError: there is no reader now; each ``add`` tries to create one.
+        """
+        ...
+
+    def close(self) -> None:
+        """Destroy the reader, then the exporter. Nothing that was in flight writes after this."""
+        ...
+
+
+class Backend(Backends, Protocol):
+    """Move bytes over one data plane. Creating a backend registers the memory. Thread: one at a time, see the module.
+
+    Derived classes inherit the defaults.
+    """
+
+    def of(self, peer: PeerId) -> "Backend":
+        """See ``Backends.of``."""
+        return self
+
+    def leave(self, peer: PeerId) -> None:
+        """End what is in flight from a peer that is being removed, if possible; ``poll`` then reports it.
+
+        The default does nothing.
+        """
+        return
+
+    def ends_at_once(self, peer: PeerId) -> bool:
+        """Return whether most posts for an added peer have ended when they return. Default: False.
+
+        Only then are reads posted inline.
+        """
+        return False
+
+    def chunk_descriptors(self, peer: PeerId) -> int:
+        """Return the most descriptors of one post for a peer whose posts are asynchronous.
+
+        The default is 0: chunks stay small and few. This is right if a post is the copy, or if posted work advances
+        only when a thread polls.
+        """
+        return 0
+
+    def prepare(self, prepared: CheckedList) -> None:
+        """Prepare to read with a prepared list.
+
+        Raises:
+            BackendError: the prepared list cannot be used.
+        """
+        ...
+
+    def post(self, chunk: Chunk) -> PostedWork | int:
+        """Start to move a chunk of checked reads. Return 0 if it has arrived.
+
+        A backend whose exporter serves reads returns ``PostedWork``, which tells what was refused.
+
+        Raises:
+            BackendError: as the class says.
+        """
+        ...
+
+    def post_check(
+        self, peer: PeerId, first: int, last: int, reads: Sequence[tuple[int, LeaseName]], *, fence: bool
+    ) -> PostedWork | Sequence[int]:
+        """Start to read the epoch slots from ``first`` to ``last``, at most ``SPAN_MAX`` slots.
+
+        Args:
+            peer: a peer that was added.
+            first: the lowest slot, in its epoch table.
+            last: the highest slot, in its epoch table.
+            reads: ids and leases of the reads that are checked; their slots are in this range.
+            fence: whether all bytes of these reads have arrived. Otherwise nothing of them was posted.
+
+        Returns:
+            The values of the slots in order, if they are known already. Values of slots that no read of ``reads`` has
+            are undefined.
+
+        Raises:
+            BackendError: as the class says.
+        """
+        ...
+
+    def poll(self, posted: PostedWork) -> int | Sequence[int] | None:
+        """Ask once about work in flight. Return None if it has not ended; otherwise see ``post`` and ``post_check``.
+
+        Raises:
+            BackendError: as the class says; the work has ended.
+        """
+        ...
+
+
+class Plane(Backend, Protocol):
+    """A backend of one data plane.
+
+    Attributes:
+        metadata: what a peer needs to read from us over this plane.
+        data_endpoint: where the plane listens, as peers reach it; empty if it does not listen.
+    """
+
+    metadata: bytes
+    data_endpoint: str = ""
+
+
+BackendFactory = Callable[[Sequence[Region], Region, Serving], Plane]
+"""Creates the backend of one plane from the regions, the epoch table and what to serve. If it raises
+``TransportUnavailable``, nothing remains."""

@@ -1,0 +1,398 @@
+"""The contract between a worker and its data plane.
+
+A transport has two independent agents. Peers read from the *exporter*; the *reader* reads from peers. They share
+nothing, so destroying the reader does not disturb peers that read from this worker.
+
+Lifecycle: construct -> ``start`` (registers memory, blocks) -> any of the other calls -> ``close`` (blocks).
+    After ``close`` has returned, no byte of the registered memory is written. A transport starts once. Commands after
+    ``close`` are ignored, and cause no event.
+Rank reads: a ``RankRead`` is everything that one source rank gives to one pull. The transport checks the lease first if
+the read asks for it, and moves the bytes in chunks. Once all bytes have arrived, it reads the epoch slot (the *fence*)
+and compares it. It answers with exactly one ``ReadEnded``. If the first check does not find the lease held, no byte is
+read. The answer is *terminal*: the read writes nothing after it.
+Batches: reads that are posted together share work if possible: one check for many leases of a peer, one chunk for small
+    reads of one prepared list, one wake-up. Each read succeeds or fails alone.
+Inline: ``post`` may move small reads at once, on the calling thread, and return their answers. It does so only while
+    the read thread is idle, for peers that were read before, and if the estimated cost is within ``INLINE_S_MAX``. All
+    other reads go to the read thread, and their answers to ``sink``. The same code runs in both cases.
+Threading: any thread may make any call, and every call except ``start`` and ``close`` returns at once. Events are
+    passed to ``sink`` on the read thread; other events of an inline post on the thread that posts. The sink must be
+    quick and must not raise (a worker's sink is ``loop.call_soon_threadsafe``).
+Order: commands are processed in order. Chunks of all reads are posted one at a time, in the order of ``lanes``: by
+    priority and waiting time, so peers take turns and no read starves.
+Failure: a command never raises because of a peer. An error of one peer ends all reads of that peer, and then reports
+    ``PeerFailed``. Chunks that are still in flight end later, and their reads with them. Other peers are not affected.
+    Between ``PeerFailed`` and the next ``PeerAdded``, reads of the peer fail with ``peer_lost``.
+Last resort: reads from a hung peer may never end. ``reset_reader`` ends them: it destroys the reader and creates a new
+one. The exporter continues, so peers that read from this worker are not affected.
+Staging: a transport with staging buffers (see ``PreparedList``) posts a chunk of a staged read when a buffer is free;
+    until then the reads of that peer wait. Peers without staged reads go on. A buffer is free again when its chunk has
+    ended, so hung peers may keep all buffers: ``StagingUse`` shows it, and ``reset_reader`` frees them. A cancelled
+    read copies nothing out of its buffers.
+Memory: the caller keeps registered regions alive until ``close`` has returned. Posted arrays belong to the transport.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Annotated, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import Meta, Struct
+
+from kvflow.errors import FailureCode
+from kvflow.events import PlaneOmitted
+from kvflow.ids import Credentials, PeerId
+from kvflow.layout.region import Region
+from kvflow.layout.tracks import Track
+from kvflow.planning.bind import Bound
+from kvflow.planning.pairs import UnitPairs
+from kvflow.planning.strided_copies import Scatter
+from kvflow.reads.device import DeviceMemory
+from kvflow.reads.requests import RankRead, ReadEnded
+from kvflow.validation import Count
+
+CHUNK_BYTES_MAX = 8 << 20
+"""Most bytes of one chunk. Over shared memory a post is the copy: 8 MiB take about 1 ms, and splitting costs nothing
+measurable."""
+
+CHUNK_DESCRIPTORS_MAX = 256
+"""Most merged descriptors of one chunk. Each takes 2 to 9 us in a post, so 256 of them take about 1 ms, too."""
+
+
+INLINE_S_MAX = 100e-6
+"""Longest time that a post may hold the event loop."""
+
+RESET_DRAIN_S = 2.0
+"""How long a reader reset waits for healthy peers. Two chunks in flight are 16 MiB: 20 ms over loopback TCP, and 2 s at
+70 Mbit/s."""
+
+
+NOBODY = Credentials("", "", 0, "", b"")
+"""The credentials of a reader that has none. A data plane that asks for credentials refuses it."""
+
+
+class Published(Struct, frozen=True, kw_only=True):
+    """What peers need to read from a worker, and the data planes that are missing.
+
+    Attributes:
+        planes: name of each data plane -> opaque description of its exporter.
+        data_endpoint: where the TCP plane is reached, ``tcp://HOST:PORT``; empty without one.
+        missing: the event of each data plane that could not start here.
+    """
+
+    planes: dict[str, bytes]
+    data_endpoint: str = ""
+    missing: tuple[PlaneOmitted, ...] = ()
+
+    @property
+    def names(self) -> str:
+        """The data planes, joined by a plus."""
+        return "+".join(self.planes)
+
+
+class PeerAddress(Struct, frozen=True):
+    """What a reader must know about a peer's exporter.
+
+    Two peers may have one exporter, if a worker is reached at two endpoints. They share its connection, and a failure
+    of one is a failure of both.
+
+    Attributes:
+        peer: identity of the peer.
+        planes: name of each data plane that may be used -> opaque description of the exporter, at most 1 MiB.
+        epochs: the peer's epoch table, ``epochs.nbytes // 8`` slots of u64.
+        agent: the name that the peer's transport was constructed with; other metadata is refused. None accepts any.
+        data_endpoint: where its TCP plane is, ``tcp://ADDRESS:PORT`` with a numeric address, because names are not
+            resolved here. Empty without one.
+        credentials: what this worker presents to its TCP plane.
+        weight: chunks in one turn of the peer while other peers wait, 1 to 64.
+    """
+
+    peer: PeerId
+    planes: dict[str, bytes]
+    epochs: Region
+    agent: str | None = None
+    data_endpoint: str = ""
+    credentials: Credentials = NOBODY
+    weight: int = 1
+
+
+class Binding(Protocol):
+    """What the transport must know about a group's plan to read with it: see ``kvflow.planning.bind.Binding``.
+
+    Attributes:
+        unit_bytes: bytes that one pair of units fills.
+        read_bytes: bytes that are read for one pair; more than ``unit_bytes`` if it is staged.
+        unit_descriptors: descriptors of one pair before neighbors merge.
+    """
+
+    unit_bytes: int
+    read_bytes: int
+    unit_descriptors: int
+
+    def bind(self, pairs: UnitPairs, *, chunk_bytes: int, chunk_descriptors: int) -> Bound:
+        """Return the descriptor numbers of these pairs, cut into chunks: run by run, and within a run pair by pair."""
+        ...
+
+
+class PreparedList(Struct, frozen=True, eq=False):
+    """Two prepared descriptor lists: what can be read from one peer under one plan.
+
+    A list with ``scatter`` is *staged*: each chunk of its reads gets a free staging buffer, is fetched into it, and is
+    scattered from there when it has arrived. One descriptor of each row then fetches one *unit*. The target rows are
+    those of one buffer, with a descriptor for each place. The source's descriptors are divided evenly among them, in
+    order.
+
+    Attributes:
+        list_id: chosen by the caller, unique in this transport while the peer is added.
+        peer: the peer whose memory ``source_rows`` names.
+        source_rows: int64, shape (rows, 5): address, nbytes, device, stride, count. One row is ``count``
+            descriptors; descriptor numbers run through the rows in order. All within the peer's regions.
+            A row with a count above one has ``stride >= nbytes``.
+        target_rows: the same for our own memory, each row within one registered region; for a staged list, offsets from
+            the start of a staging buffer.
+        source_memory: memory kind of all source rows, ``DRAM`` or ``VRAM``.
+        target_memory: memory kind of all target rows.
+        scatter: the copies from a buffer to our own memory, which is of one kind with the buffers; None: not staged.
+        group: the group of the peer's manifest that the source rows belong to.
+        binding: turns pairs of units into descriptor numbers of the two lists; for a staged list, into unit numbers.
+    """
+
+    list_id: int
+    peer: PeerId
+    source_rows: npt.NDArray[np.int64]
+    target_rows: npt.NDArray[np.int64]
+    source_memory: str = "DRAM"
+    target_memory: str = "DRAM"
+    scatter: Scatter | None = None
+    group: int = 0
+    binding: Binding | None = None
+
+
+Blocks = Sequence[Sequence[int]]
+"""Block ids of each group."""
+
+
+class Serving(Struct, frozen=True, eq=False):
+    """What a data plane that serves reads must know about its worker.
+
+    Attributes:
+        tracks: the tracks of each group, see ``tracks_of``.
+        blocks_of: slot and epoch -> the block ids of each group while that lease is held; otherwise None.
+            Thread: any, without a lock.
+        admits: whether a public key, in hex, may still read from this worker. Thread: any.
+        pass_key: 32 random bytes, from which passes are made.
+        vouches: slot, epoch and MAC -> whether the lease is held and the MAC is that of its ticket. Thread: any,
+            without a lock. None: readers need no MAC.
+        device_memory: copies to and from device memory; None: reads from and to device memory are refused.
+    """
+
+    tracks: tuple[tuple[Track, ...], ...]
+    blocks_of: Callable[[int, int], Blocks | None]
+    admits: Callable[[str], bool]
+    pass_key: bytes
+    vouches: Callable[[int, int, bytes], bool] | None = None
+    device_memory: DeviceMemory | None = None
+
+
+SERVES_NOTHING = Serving((), lambda _slot, _epoch: None, lambda _public_key: False, b"")
+"""The value for a worker whose planes have one-sided reads only."""
+
+
+class StagingUse(Struct, frozen=True, kw_only=True):
+    """The staging buffers of a transport at one moment. Each is free, or has one chunk in flight.
+
+    Attributes:
+        buffers: number of buffers.
+        buffer_bytes: length of each.
+        in_use: buffers with a chunk in flight.
+        quarantined: buffers in use whose read was cancelled or whose peer failed. They are free again when the
+            transport knows that nothing writes into them.
+        waiting: peers without a read in flight whose next chunk needs a buffer while none is free. They owe nothing.
+    """
+
+    buffers: Count = 0
+    buffer_bytes: Count = 0
+    in_use: Count = 0
+    quarantined: Count = 0
+    waiting: Annotated[frozenset[PeerId], Meta(max_length=1 << 16)] = frozenset()
+
+    @property
+    def quarantined_bytes(self) -> int:
+        """Bytes of the buffers in quarantine."""
+        return self.quarantined * self.buffer_bytes
+
+    @property
+    def starved(self) -> bool:
+        """Whether peers wait for a buffer while every one is in quarantine."""
+        return bool(self.waiting) and self.quarantined == self.buffers
+
+
+class Carrier(Struct, frozen=True):
+    """What carries the bytes that are read from one peer.
+
+    Attributes:
+        name: ``loopback``, or UCX's name of its transport: ``cma`` (shared memory), ``rc_mlx5``, ``cuda_ipc``.
+            Several with a bar between them if it is one of these, and ``unknown`` if that is not known, either.
+        known_by: ``kind``: the data plane has no other transport. ``addresses``: only one transport of both sides
+            reaches the peer. ``candidates``: several do. ``nothing``: the two sides could not be compared.
+        plane: the data plane that it belongs to: ``nixl``, ``tcp`` or ``loopback``. The code that chooses the plane
+            adds it.
+    """
+
+    name: str
+    known_by: str
+    plane: str = ""
+
+
+UNKNOWN_CARRIER = Carrier("unknown", "nothing")
+
+
+class PeerAdded(Struct, frozen=True):
+    """The peer was added. The first read connects (10 to 40 ms), and shows whether the peer answers.
+
+    Attributes:
+        peer: the peer.
+        carrier: what carries its bytes.
+    """
+
+    peer: PeerId
+    carrier: Carrier = UNKNOWN_CARRIER
+
+
+class PeerMeasured(Struct, frozen=True):
+    """Enough has been read from a peer since it was added to know the rate. What was moved inline is not counted.
+
+    Attributes:
+        peer: who.
+        nbytes: bytes that were counted.
+        busy_s: seconds in which some of them were in flight.
+        source_memory: memory kind of the peer's cache, ``DRAM`` or ``VRAM``.
+        target_memory: memory kind of our cache.
+    """
+
+    peer: PeerId
+    nbytes: int
+    busy_s: float
+    source_memory: str
+    target_memory: str
+
+
+class PeerFailed(Struct, frozen=True):
+    """The peer is lost or could not be added. Its prepared lists are gone. Add it again to retry.
+
+    Attributes:
+        peer: the peer.
+        code: ``peer_lost``, ``metadata_invalid``, ``transport_error``, or ``plane_unfit`` if no data plane of both
+            sides can read from it.
+        detail: the message of the foreign library.
+    """
+
+    peer: PeerId
+    code: FailureCode
+    detail: str
+
+
+class ReaderReset(Struct, frozen=True):
+    """A reset of the reader has ended. Its terminal events were passed before.
+
+    Attributes:
+        ended: chunks and fences in flight that the reset ended; 0 if all had ended in time, so the reader was kept.
+        drain_s: seconds without new chunks, while chunks of other peers had time to arrive.
+        reset_s: seconds to destroy the reader, create a new one, and add peers and prepared lists again.
+    """
+
+    ended: int
+    drain_s: float
+    reset_s: float
+
+
+TransportEvent = PeerAdded | PeerMeasured | PeerFailed | ReadEnded | ReaderReset
+Sink = Callable[[TransportEvent], None]
+
+
+class Transport(Protocol):
+    """The data plane of one worker. See the module's docstring for the contract."""
+
+    @property
+    def name(self) -> str:
+        """The setting for data planes: ``auto``, ``nixl``, ``tcp`` or ``loopback``."""
+        ...
+
+    def start(self, regions: Sequence[Region], epochs: Region, serving: Serving = SERVES_NOTHING) -> None:
+        """Register memory with both agents and start the read thread.
+
+        Args:
+            regions: the cache. Peers may read it; our own reads may write to it.
+            epochs: our epoch table in DRAM, ``nbytes`` a multiple of 8. Peers may read it.
+            serving: what a data plane that serves reads must know.
+
+        Raises:
+            TransportUnavailable: no data plane, or not the required one, can start.
+        """
+        ...
+
+    def staging(self) -> StagingUse:
+        """Return how many staging buffers are taken. Thread: any."""
+        ...
+
+    def published(self) -> Published:
+        """Return what a peer needs to read from us; constant between ``start`` and ``close``."""
+        ...
+
+    def add_peer(self, address: PeerAddress) -> None:
+        """Connect to a peer's exporter. The result is ``PeerAdded`` or ``PeerFailed``. Adding a peer again is allowed.
+
+        A peer that was removed or failed is added again once nothing of it is in flight. For a hung peer that may never
+        happen.
+        """
+        ...
+
+    def remove_peer(self, peer: PeerId, *, gone: bool = False) -> None:
+        """Forget a peer, its prepared lists and its unposted reads (``failed``, ``cancelled``).
+
+        Args:
+            peer: a peer that was added, or removed already.
+            gone: whether it will never be added again, so its connection is not kept.
+        """
+        ...
+
+    def prepare(self, prepared_list: PreparedList) -> None:
+        """Prepare descriptor lists. If this fails, the reads that use the list fail."""
+        ...
+
+    def post(self, reads: Sequence[RankRead]) -> list[ReadEnded]:
+        """Start reads from any peers. Each ends with one ``ReadEnded``.
+
+        Returns:
+            The answers of reads that were small enough to be moved at once, on the calling thread; they are not passed
+            to ``sink``. Empty otherwise.
+
+        Thread: one at a time; the worker's event loop.
+        """
+        ...
+
+    def cancel(self, read_ids: Sequence[int]) -> None:
+        """Drop chunks that were not posted yet.
+
+        Each unfinished read ends ``failed`` with ``cancelled`` once its posted chunks have ended; for a hung peer that
+        may never happen. A read of which everything was posted ends normally. Unknown ids are ignored.
+        """
+        ...
+
+    def reset_reader(self) -> None:
+        """End what is in flight from hung peers: destroy the reader and create a new one.
+
+        No new chunk is posted until then. Peers that were not removed get ``RESET_DRAIN_S`` for what they have in
+        flight. What has not arrived by then ends with ``peer_lost``, and its peer with ``PeerFailed``. All other peers
+        and their prepared lists are kept, and their reads continue. The result is ``ReaderReset``, unless the transport
+        is closed before.
+        """
+        ...
+
+    def close(self) -> None:
+        """Destroy both agents and join the read thread. Idempotent. Pending reads end as ``cancelled``.
+
+        What is in flight gets two seconds to end. If a call into the library does not return, ``close`` does not return
+        either, because that call may still write to memory. The sink must not call ``close``.
+        """
+        ...

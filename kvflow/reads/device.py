@@ -1,0 +1,191 @@
+"""Move device memory over a data plane that moves host memory: in portions, through a host buffer.
+
+A portion has at most ``PORTION_BYTES``. Each answer that is being sent or received has one buffer of that size, for any
+length of the answer. So a slow reader or exporter holds only its own buffer, and the number of connections bounds host
+memory.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvflow.errors import TransportUnavailable
+from kvflow.layout.region import Region
+
+PORTION_BYTES = 1 << 20
+"""Most bytes of a portion. Each portion takes one synchronization with the device; a connection of 3 GB/s takes 0.35 ms
+for 1 MiB. The kernel buffers several times as much per connection. Not measured on a GPU yet."""
+
+Part = tuple[int, int]
+"""Address and length of bytes that are contiguous in device memory."""
+
+
+class DeviceMemory(Protocol):
+    """Copies between host memory and the registered memory of devices. Thread: any; each call blocks until it is done.
+
+    If a call raises, the device cannot be used, and the caller must not use the bytes.
+    """
+
+    def fetch(self, device: int, parts: Sequence[Part], into: memoryview) -> None:
+        """Copy parts of device memory to host memory, one after the other. On return all bytes are there.
+
+        Args:
+            device: index of the device.
+            parts: not empty, each within one registered region.
+            into: as long as the parts together, at most ``PORTION_BYTES``.
+        """
+        ...
+
+    def store(self, device: int, parts: Sequence[Part], content: memoryview) -> None:
+        """Copy host memory to parts of device memory. Work that the device starts after the return sees the bytes.
+
+        Args:
+            device: index of the device.
+            parts: not empty, each within one registered region.
+            content: as long as the parts together, at most ``PORTION_BYTES``.
+        """
+        ...
+
+
+class DeviceOrder(Protocol):
+    """Order the work of a cache's device, for a data plane that reads into it directly. Thread: the read thread."""
+
+    def enter(self) -> None:
+        """Make the device current on the calling thread."""
+        ...
+
+    def settle(self) -> None:
+        """Wait until everything that is queued on the device has ended."""
+        ...
+
+    def make_visible(self) -> None:
+        """Make the bytes that have arrived visible to work that the device starts from now on."""
+        ...
+
+
+Copy = tuple[tuple[int, ...], tuple[tuple[int, int, int], ...]]
+"""See ``kvflow.memory.scatter.Copy``."""
+
+
+class Scattering(Protocol):
+    """Copies out of a buffer that have not ended. Thread: the read thread."""
+
+    def poll(self) -> bool:
+        """Tell whether all of them have ended."""
+        ...
+
+
+class Scatters(Protocol):
+    """What carries out the copies of one prepared list. Thread: the read thread."""
+
+    def start(self, content: Any, numbers: npt.NDArray[np.int32]) -> Scattering | None:
+        """Start to copy the places of one buffer, from the first on, to these units of the target.
+
+        Args:
+            content: of the buffer.
+            numbers: int32, shape (n,), at most as many as the buffer has places.
+
+        Returns:
+            What tells when the copies have ended; None: they have.
+        """
+        ...
+
+
+class DeviceStage(Protocol):
+    """Staging buffers on the device of a cache. Thread: the read thread.
+
+    Attributes:
+        region: all buffers.
+    """
+
+    region: Region
+
+    def content(self, first: int, nbytes: int) -> Any:
+        """Return bytes of the buffers, for ``Scatters.start``."""
+        ...
+
+    def scatterer(self, copies: Sequence[Copy], units: tuple[int, int, int]) -> Scatters:
+        """Return what carries out copies, which were checked, to so many blocks, kernel blocks and units."""
+        ...
+
+    def settle(self) -> None:
+        """Return when every copy that was started has ended."""
+        ...
+
+
+def device_stage_of(regions: Sequence[Region], nbytes: int) -> DeviceStage:
+    """Return so many bytes of staging buffers on the one device that a cache lies on."""
+    from kvflow.memory.scatter import torch_stage_of  # noqa: PLC0415
+
+    return torch_stage_of(regions, nbytes)
+
+
+def device_order_of(regions: Sequence[Region]) -> DeviceOrder:
+    """Return the ``DeviceOrder`` of the one device that regions lie on.
+
+    Raises:
+        TransportUnavailable: they lie on several devices.
+    """
+    devices = sorted({region.device for region in regions if region.memory == "VRAM"})
+    if len(devices) != 1:
+        raise TransportUnavailable(
+            f"the cache lies on devices {devices}, and NIXL needs it on one",
+            remedy="Give each device a rank and a worker of its own.",
+        )
+    from kvflow.memory.device import TorchDeviceOrder  # noqa: PLC0415
+
+    return TorchDeviceOrder(devices[0])
+
+
+def device_memory_of(regions: Sequence[Region]) -> DeviceMemory | None:
+    """Return the ``DeviceMemory`` of the devices that a cache lies on; None if all of it is host memory.
+
+    Only a cache on a device loads torch.
+    """
+    if all(region.memory == "DRAM" for region in regions):
+        return None
+    from kvflow.memory.device import TorchDeviceMemory  # noqa: PLC0415
+
+    return TorchDeviceMemory(regions, PORTION_BYTES)
+
+
+def portions(parts: Iterable[Part], nbytes_max: int = PORTION_BYTES) -> Iterator[tuple[list[Part], list[int]]]:
+    """Divide parts into portions of ``nbytes`` bytes; the last may have fewer. A part may be cut.
+
+    Yields:
+        The parts of a portion, and for each the number of the given part that it belongs to.
+    """
+    portion: list[Part] = []
+    numbers: list[int] = []
+    room = nbytes_max
+    for number, (start, nbytes) in enumerate(parts):
+        done = 0
+        while done < nbytes:
+            taken = min(nbytes - done, room)
+            portion.append((start + done, taken))
+            numbers.append(number)
+            done += taken
+            room -= taken
+            if not room:
+                yield portion, numbers
+                portion, numbers, room = [], [], nbytes_max
+    if portion:
+        yield portion, numbers
+
+
+def landing(store: Callable[[Sequence[Part], memoryview], None], parts: Sequence[Part]) -> Iterator[memoryview]:
+    """Yield buffers to fill, one after the other. The next step stores the contents of the last buffer.
+
+    If the caller stops, nothing more is stored.
+
+    Args:
+        store: copies a buffer to parts of device memory.
+        parts: where all bytes go, in order.
+    """
+    buffer = memoryview(bytearray(min(PORTION_BYTES, sum(nbytes for _, nbytes in parts))))
+    for portion, _ in portions(parts):
+        content = buffer[: sum(nbytes for _, nbytes in portion)]
+        yield content
+        store(portion, content)

@@ -1,0 +1,164 @@
+"""The data plane within one process: a registry has the peers, and a post is the copy.
+
+It is for tests, demos and engines that share a process. Every post is done on return, as NIXL's over shared memory. As
+with NIXL, only a read shows that a peer is gone.
+"""
+
+import ctypes
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvflow.errors import FailureCode, TransportUnavailable
+from kvflow.ids import PeerId
+from kvflow.layout.region import Region
+from kvflow.reads.backend import BackendError, CheckedList, Chunk, Plane, PostedWork
+from kvflow.reads.bounds import OutOfBounds, check_inside, merge
+from kvflow.reads.contract import INLINE_S_MAX, Carrier, PeerAddress, Sink
+from kvflow.reads.envelope import Envelope, seal, unseal
+from kvflow.reads.requests import LeaseName
+from kvflow.reads.staging import StagingMemory
+from kvflow.reads.thread import ThreadedTransport
+
+
+@dataclass(slots=True, eq=False)
+class _Exporter:
+    """Memory that peers may read. A reader holds the lock, so the memory is not freed during a read."""
+
+    regions: tuple[Region, ...]
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    closed: bool = False
+
+
+_exporters: dict[str, _Exporter] = {}
+_exporters_lock = threading.Lock()
+
+
+@dataclass(slots=True, eq=False)
+class _Peer:
+    exporter: _Exporter
+    epochs: Region
+    prepared_lists: dict[int, CheckedList] = field(default_factory=dict)
+
+
+class LoopbackBackend(Plane):
+    """Move bytes between transports of one process. See ``Backend`` for the contract.
+
+    Args:
+        agent_name: unique per incarnation.
+        regions: the cache, in DRAM.
+        epochs: our epoch table.
+
+    Raises:
+        TransportUnavailable: a region is not DRAM, or the name is in use.
+    """
+
+    def __init__(self, agent_name: str, regions: Sequence[Region], epochs: Region) -> None:
+        self._agent_name = agent_name
+        self._peers: dict[PeerId, _Peer] = {}
+        self.metadata = seal(Envelope("loopback", agent_name, b""))
+        if any(region.memory != "DRAM" for region in (*regions, epochs)):
+            raise TransportUnavailable("loopback copies DRAM only", remedy="Use transport='nixl' for VRAM.")
+        self._exporter = _Exporter((*regions, epochs))
+        with _exporters_lock:
+            if agent_name in _exporters:
+                raise TransportUnavailable(f"there is an exporter {agent_name!r} already", remedy="Choose another.")
+            _exporters[agent_name] = self._exporter
+
+    def add(self, address: PeerAddress) -> Carrier:
+        """See ``Backend.add``."""
+        try:
+            envelope = unseal(address.planes["loopback"], transport="loopback", agent=address.agent)
+        except ValueError as error:
+            raise BackendError(FailureCode.METADATA_INVALID, str(error)) from error
+        with _exporters_lock:
+            exporter = _exporters.get(envelope.agent)
+        if exporter is None:
+            raise BackendError(FailureCode.PEER_LOST, f"there is no exporter {envelope.agent!r} in this process")
+        if address.epochs not in exporter.regions:
+            raise BackendError(FailureCode.METADATA_INVALID, f"{envelope.agent!r} does not export {address.epochs}")
+        self._peers[address.peer] = _Peer(exporter, address.epochs)
+        return Carrier("loopback", "kind")
+
+    def remove(self, peer_id: PeerId, *, gone: bool) -> None:
+        """See ``Backend.remove``."""
+        self._peers.pop(peer_id, None)
+
+    def prepare(self, prepared: CheckedList) -> None:
+        """See ``Backend.prepare``."""
+        peer = self._peers[prepared.prepared_list.peer]
+        try:
+            check_inside(prepared.source, peer.exporter.regions, prepared.prepared_list.source_memory)
+        except OutOfBounds as error:
+            raise BackendError(FailureCode.BOUNDS, str(error)) from error
+        peer.prepared_lists[prepared.prepared_list.list_id] = prepared
+
+    def post(self, chunk: Chunk) -> PostedWork | int:
+        """See ``Backend.post``."""
+        portion = chunk.portion
+        peer = self._peers[portion.peer]
+        prepared_list = peer.prepared_lists[portion.list_id]
+        part = slice(chunk.first, chunk.stop)
+        runs = merge(prepared_list.source, portion.source_index[part], prepared_list.target, portion.target_index[part])
+        with peer.exporter.lock:
+            _require_open(peer.exporter)
+            for run in runs:
+                ctypes.memmove(run.target_address, run.source_address, run.nbytes)
+        return 0
+
+    def post_check(
+        self, peer_id: PeerId, first: int, last: int, reads: Sequence[tuple[int, LeaseName]], *, fence: bool
+    ) -> PostedWork | Sequence[int]:
+        """See ``Backend.post_check``."""
+        peer = self._peers[peer_id]
+        with peer.exporter.lock:
+            _require_open(peer.exporter)
+            slots = (ctypes.c_uint64 * (last + 1 - first)).from_address(peer.epochs.address + 8 * first)
+            return list(slots)
+
+    def ends_at_once(self, peer: PeerId) -> bool:
+        """See ``Backend.ends_at_once``: the post is the copy."""
+        return True
+
+    def poll(self, posted: PostedWork) -> int | Sequence[int] | None:
+        """See ``Backend.poll``. Reads end at once."""
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        """See ``Backend.reset``. Reads end at once, so there is nothing to destroy."""
+        self._peers.clear()
+
+    def close(self) -> None:
+        """See ``Backend.close``. Returns when no peer reads from us."""
+        with _exporters_lock:
+            del _exporters[self._agent_name]
+        with self._exporter.lock:
+            self._exporter.closed = True
+
+
+class LoopbackTransport(ThreadedTransport):
+    """The data plane within one process. See ``Transport`` for the contract.
+
+    Args:
+        agent_name: unique per incarnation.
+        sink: called on the read thread.
+        staging_bytes: memory for staged lists; 0 for none.
+        inline_s_max: see ``ThreadedTransport``.
+    """
+
+    def __init__(
+        self, agent_name: str, sink: Sink, staging_bytes: int = 0, *, inline_s_max: float = INLINE_S_MAX
+    ) -> None:
+        # Peers read our memory without our help, so there is nothing to serve and no descriptor to wait for.
+        super().__init__(
+            "loopback",
+            {"loopback": lambda regions, epochs, *_: LoopbackBackend(agent_name, regions, epochs)},
+            sink,
+            StagingMemory(staging_bytes),
+            inline_s_max=inline_s_max,
+        )
+
+
+def _require_open(exporter: _Exporter) -> None:
+    if exporter.closed:
+        raise BackendError(FailureCode.PEER_LOST, "the exporter was closed")

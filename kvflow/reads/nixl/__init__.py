@@ -1,0 +1,1 @@
+"""The NIXL data plane: one NIXL agent behind the `Backend` protocol."""

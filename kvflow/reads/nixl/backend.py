@@ -1,0 +1,484 @@
+"""NIXL as a backend: two agents, prepared strided lists, and a code for each of NIXL's exceptions.
+
+The exporter has a progress thread, which serves peers between our calls. The reader has one if a network card or a GPU
+moves bytes. Over shared memory it has none: the thread that posts also polls, and a second thread would compete
+with it for the lock of the UCX worker.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain, count
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvflow.errors import FailureCode, TransportUnavailable
+from kvflow.ids import PeerId
+from kvflow.layout.region import Region
+from kvflow.reads.backend import SPAN_MAX, BackendError, CheckedList, Chunk, Plane, PostedWork
+from kvflow.reads.contract import UNKNOWN_CARRIER, Carrier, PeerAddress
+from kvflow.reads.envelope import Envelope, seal, unseal
+from kvflow.reads.nixl.binding import QUIET, Agent, error_types, load_binding, may_copy_from, published_settings
+from kvflow.reads.nixl.metadata import Exported, carrier_between, difference, inspect
+from kvflow.reads.nixl.reader import USUAL, Reader, Uses
+from kvflow.reads.requests import LeaseName
+
+_logger = logging.getLogger(__name__)
+
+_NOTHING: list[int] = []
+
+_QUEUED_DESCRIPTORS_MAX = 8192
+_COPIED_DESCRIPTORS_MAX = 1024
+"""Most descriptors of one post: a network card takes 0.1 to 0.3 us to queue each, and a GPU's driver 4 to 7 us to start
+each copy. The figures come from sources and reports, and are not measured here."""
+
+_KEPT_MAX = 64
+"""Connections to peers that were removed, in case they come again. The kernel of a dead peer closes its own."""
+
+
+_MOVING = {
+    "nixlRemoteDisconnectError": FailureCode.PEER_LOST,
+    # NIXL forgets a peer at its first endpoint error; it then finds nothing else of the peer.
+    "nixlNotFoundError": FailureCode.PEER_LOST,
+}
+_ADDING = {
+    "nixlRemoteDisconnectError": FailureCode.PEER_LOST,
+    "nixlBackendError": FailureCode.PEER_LOST,  # connecting to a process that is gone
+    "nixlInvalidParamError": FailureCode.METADATA_INVALID,
+    "nixlMismatchError": FailureCode.METADATA_INVALID,
+    "nixlNotFoundError": FailureCode.METADATA_INVALID,
+}
+_PREPARING = {
+    "nixlNotFoundError": FailureCode.BOUNDS,  # not within what the peer registered
+    "nixlInvalidParamError": FailureCode.BOUNDS,
+}
+"""Name of NIXL's exception -> our code. Every other exception is a ``transport_error``."""
+
+
+@dataclass(slots=True, eq=False)
+class _Peer:
+    """A peer that this worker reads from.
+
+    Attributes:
+        agent: its exporter's name.
+        blob: its exporter's metadata.
+        epochs: prepared list of its epoch table.
+        carrier: name of what carries its bytes.
+        handles: list id -> NIXL's handles of the source and the target list.
+        failed: whether its connection may have failed.
+    """
+
+    agent: str
+    blob: bytes
+    epochs: int
+    carrier: str = UNKNOWN_CARRIER.name
+    handles: dict[int, tuple[int, int]] = field(default_factory=dict)
+    failed: bool = False
+
+
+class _Kept(NamedTuple):
+    """A connection that may be used again: its peer, and the metadata."""
+
+    peer: PeerId
+    blob: bytes
+
+
+@dataclass(slots=True, eq=False)
+class _Posted(PostedWork):
+    """A read that had not ended when its post returned.
+
+    Attributes:
+        handle: handle of the read; 0 if its end cannot be observed.
+        peer: the peer that is read.
+        span: number of the scratch span that it writes to, or -1.
+        count: how many slots of it are asked for.
+        failure: what to report once it is over.
+    """
+
+    handle: int
+    peer: _Peer
+    span: int = -1
+    count: int = 0
+    failure: BackendError | None = None
+
+
+UCX_TELLS = "UCX_LOG_LEVEL=info shows what UCX finds on this host."
+REMEDIES = {
+    "NIXL_PLUGIN_DIR": "Unset NIXL_PLUGIN_DIR, or set it to a folder that has libplugin_UCX.so.",
+    "UCX_TLS": "Unset UCX_TLS, or add tcp to it.",
+}
+"""Variable with which NIXL may fail to start -> what to do about it."""
+
+
+class NixlBackend(Plane):
+    """Move bytes with NIXL. See ``Backend`` for the contract.
+
+    Args:
+        agent_name: unique per incarnation.
+        regions: the cache.
+        epochs: our epoch table.
+        staging: memory that only the reader knows.
+        uses: what the worker does with its cache.
+        known_only: refuse peers whose transport cannot be determined.
+        reader_progress: run a progress thread at the reader, too. RDMA needs one: what a network card's queue could not
+            hold, UCX passes on while it makes progress, and without the thread it does so only in our polls. It costs
+            a thread, for whose lock our calls may wait. Over shared memory the post is the copy, with or without it.
+            None: run one if this host has a network that UCX uses, or if the cache is in VRAM.
+        params: ``WorkerConfig.nixl_backend_params``, for both agents.
+
+    Raises:
+        TransportUnavailable: NIXL cannot be loaded, UCX cannot start, or the memory is refused.
+    """
+
+    log_level = QUIET
+    remedy = ""
+    kept_max = _KEPT_MAX
+
+    def __init__(
+        self,
+        agent_name: str,
+        regions: Sequence[Region],
+        epochs: Region,
+        staging: Sequence[Region] = (),
+        *,
+        uses: Uses = USUAL,
+        known_only: bool = False,
+        reader_progress: bool | None = None,
+        params: Mapping[str, str] | None = None,
+    ) -> None:
+        binding = load_binding(self.log_level)
+        self._make_agent = partial(Agent, binding, params=params, sleeps=uses.sleeps)
+        self._uses = uses
+        self._agent_name = agent_name
+        self._regions = (*regions, *staging)
+        self._settings = published_settings(binding, os.environ, params or {})
+        self._known_only = known_only
+        self._reader_progress = reader_progress
+        self._errors = error_types(binding)
+        self._peers: dict[PeerId, _Peer] = {}
+        self._kept: dict[str, _Kept] = {}
+        self._numbers = count()
+        refusals: tuple[type[Exception], ...] = (ValueError, *self._errors)
+        try:
+            with ExitStack() as exporting:
+                exporter = self._make_agent(exporter_name(agent_name), progress=True)
+                exporting.callback(exporter.destroy)
+                exporter.register([epochs] if uses.role == "consumer" else [*regions, epochs])
+                envelope = Envelope("nixl", exporter_name(agent_name), exporter.metadata(), self._settings)
+                self.metadata = seal(envelope)
+                on_device = any(region.memory == "VRAM" for region in regions)
+                self._ours = _inspected(envelope, on_device=on_device)
+                self._reader_is_gone = uses.role == "producer"
+                if not self._reader_is_gone:
+                    self._reader = self._make_reader()
+                self._exporting = exporting.pop_all()
+        except refusals as error:
+            set_here = [name for name in REMEDIES if name in os.environ]
+            hint = "".join(f"; {name} is {os.environ[name]!r}" for name in set_here)
+            hint += f"; nixl_backend_params is {params!r}" if params else ""
+            advice = " ".join(REMEDIES[name] for name in set_here)
+            remedy = self.remedy or (hint and f"{advice} {UCX_TELLS}".lstrip())
+            variant = binding.__name__.partition(".")[0]
+            raise TransportUnavailable(
+                f"NIXL cannot start: {_words(error)}{hint} ({variant})", remedy=remedy
+            ) from error
+
+    def add(self, address: PeerAddress) -> Carrier:
+        """See ``Backend.add``."""
+        try:
+            agent = None if address.agent is None else exporter_name(address.agent)
+            envelope = unseal(address.planes["nixl"], transport="nixl", agent=agent)
+            carrier = self._carrier_of(envelope)
+        except ValueError as error:
+            raise BackendError(FailureCode.METADATA_INVALID, str(error)) from error
+        self._require_reader()
+        epochs = address.epochs
+        rows = np.array([[epochs.address, 8, 0, 8, epochs.nbytes // 8]], dtype=np.int64)
+        sharing = self._sharing(envelope.agent)
+        try:
+            peer = self._share(sharing[0], envelope, rows) if sharing else self._connect(envelope, rows)
+        except self._errors as error:
+            if not sharing:
+                self._forget(envelope.agent)
+            raise _failure(_ADDING, error) from error
+        if peer.agent != envelope.agent:
+            self._reader.agent.release_list(peer.epochs)
+            if not self._sharing(peer.agent):
+                self._kept.pop(peer.agent, None)
+                self._forget(peer.agent)  # never another peer's: its reads would go on writing, unseen
+            raise BackendError(FailureCode.METADATA_INVALID, f"{envelope.agent!r} calls itself {peer.agent!r}")
+        peer.carrier = carrier.name
+        self._peers[address.peer] = peer
+        return carrier
+
+    def remove(self, peer_id: PeerId, *, gone: bool) -> None:
+        """See ``Backend.remove``."""
+        peer = self._peers.pop(peer_id, None)
+        if peer is None:
+            if gone:
+                self._drop_kept(peer_id)
+            return
+        for handle in (peer.epochs, *chain.from_iterable(peer.handles.values())):
+            self._reader.agent.release_list(handle)
+        sharing = self._sharing(peer.agent)
+        if sharing:  # the last of them closes the connection: before that, reads of another one may be in flight
+            sharing[0].failed |= peer.failed or gone
+            return
+        if peer.failed or gone:
+            self._forget(peer.agent)
+            return
+        # Over shared memory, too, UCX has a socket to each peer, and closing our end of it leaves both open for as long
+        # as both processes live: the other agent still counts on it. So a peer that comes again gets the same one.
+        self._kept[peer.agent] = _Kept(peer_id, peer.blob)
+        if len(self._kept) > self.kept_max:
+            oldest = next(iter(self._kept))
+            del self._kept[oldest]
+            self._forget(oldest)
+
+    def prepare(self, prepared: CheckedList) -> None:
+        """See ``Backend.prepare``."""
+        prepared_list = prepared.prepared_list
+        peer = self._peers[prepared_list.peer]
+        try:
+            source = self._reader.agent.prepare_remote(peer.agent, prepared.source.table, prepared_list.source_memory)
+            try:
+                target = self._reader.agent.prepare_local(prepared.target.table, prepared_list.target_memory)
+            except self._errors:
+                self._reader.agent.release_list(source)
+                raise
+        except self._errors as error:
+            raise _failure(_PREPARING, error) from error
+        peer.handles[prepared_list.list_id] = (source, target)
+
+    def post(self, chunk: Chunk) -> PostedWork | int:
+        """See ``Backend.post``."""
+        portion = chunk.portion
+        peer = self._peers[portion.peer]
+        source, target = peer.handles[portion.list_id]
+        source_index, target_index = portion.source_index, portion.target_index
+        if chunk.stop - chunk.first < source_index.size:
+            source_index, target_index = source_index[chunk.first : chunk.stop], target_index[chunk.first : chunk.stop]
+        try:
+            handle = self._reader.agent.make_read(target, target_index, source, source_index)
+        except self._errors as error:
+            peer.failed = True
+            raise _failure(_MOVING, error) from error
+        outcome = self._begin(handle, peer)
+        return outcome if isinstance(outcome, _Posted) else 0
+
+    def post_check(
+        self, peer_id: PeerId, first: int, last: int, reads: Sequence[tuple[int, LeaseName]], *, fence: bool
+    ) -> PostedWork | Sequence[int]:
+        """See ``Backend.post_check``."""
+        peer, count = self._peers[peer_id], last + 1 - first
+        if not self._reader.free_spans:
+            raise BackendError(FailureCode.TRANSPORT_ERROR, "too many checks of hung peers are in flight")
+        span = self._reader.free_spans.pop()
+        try:
+            handle = self._make_check(peer, first, span, count)
+        except self._errors as error:
+            self._reader.free_spans.append(span)
+            peer.failed = True
+            raise _failure(_MOVING, error) from error
+        return self._begin(handle, peer, span, count)
+
+    def ends_at_once(self, peer_id: PeerId) -> bool:
+        """See ``Backend.ends_at_once``: over shared memory the post is the copy; over RDMA it is short, too."""
+        return True
+
+    def chunk_descriptors(self, peer_id: PeerId) -> int:
+        """See ``Backend.chunk_descriptors``."""
+        if not self._reader.progress:
+            return 0
+        copies = "cuda_ipc" in self._peers[peer_id].carrier or self._peers[peer_id].carrier == UNKNOWN_CARRIER.name
+        return _COPIED_DESCRIPTORS_MAX if copies else _QUEUED_DESCRIPTORS_MAX
+
+    def poll(self, posted: PostedWork) -> int | Sequence[int] | None:
+        """See ``Backend.poll``."""
+        assert isinstance(posted, _Posted)
+        values = self._ask(posted, self._reader.agent.poll) if posted.handle else None
+        return values if values is None or posted.count else 0
+
+    def reset(self) -> None:
+        """See ``Backend.reset``."""
+        # The handles in flight are not released: that stops nothing, and only the end of their agent does.
+        self._peers.clear()
+        self._kept.clear()
+        if not self._reader_is_gone:
+            self._destroy_reader()
+            self._reader_is_gone = True
+        self._require_reader()
+
+    def close(self) -> None:
+        """See ``Backend.close``."""
+        with self._exporting:  # is destroyed after the reader, even if destroying that fails
+            if not self._reader_is_gone:
+                self._destroy_reader()
+
+    def _destroy_reader(self) -> None:
+        """Destroy the reader. Nothing of it writes after this."""
+        self._reader.agent.destroy()
+
+    def _connect(self, envelope: Envelope, epochs: npt.NDArray[np.int64]) -> _Peer:
+        """Get ready to read an epoch table, over the connection that was kept if there is one that has not failed."""
+        kept = self._kept.pop(envelope.agent, None)
+        if kept is not None and kept.blob == envelope.blob:
+            with suppress(*self._errors):
+                prepared = self._reader.agent.prepare_remote(envelope.agent, epochs, "DRAM")
+                return _Peer(envelope.agent, envelope.blob, prepared)
+        if kept is not None:
+            self._forget(envelope.agent)
+        agent = self._reader.agent.add_remote(envelope.blob)
+        return _Peer(agent, envelope.blob, self._reader.agent.prepare_remote(agent, epochs, "DRAM"))
+
+    def _carrier_of(self, envelope: Envelope) -> Carrier:
+        """Return what carries a peer's bytes, if the peer need do nothing for it."""
+        if differing := difference(self._settings, envelope.settings):
+            raise BackendError(FailureCode.PLANE_UNFIT, differing)
+        carrier: Carrier | None = UNKNOWN_CARRIER
+        if self._ours is not None:
+            carrier = carrier_between(self._ours, inspect(envelope.blob, envelope.agent), may_copy_from)
+        if carrier is None:
+            raise BackendError(FailureCode.PLANE_UNFIT, "neither shared memory nor RDMA reaches the peer's memory")
+        if self._known_only and carrier == UNKNOWN_CARRIER:
+            raise BackendError(FailureCode.PLANE_UNFIT, "the transports of UCX on both sides cannot be compared")
+        return carrier
+
+    def _sharing(self, agent: str) -> list[_Peer]:
+        """Return the peers that are read from over the connection to an exporter."""
+        return [peer for peer in self._peers.values() if peer.agent == agent]
+
+    def _share(self, known: _Peer, envelope: Envelope, epochs: npt.NDArray[np.int64]) -> _Peer:
+        """Get ready to read an epoch table over a connection that another peer has: it is the same worker."""
+        if known.blob != envelope.blob:
+            raise BackendError(FailureCode.METADATA_INVALID, f"{envelope.agent!r} is another peer already")
+        if any(peer.failed for peer in self._sharing(known.agent)):
+            raise BackendError(FailureCode.PEER_LOST, f"the connection to {known.agent!r} failed; its reads still end")
+        return _Peer(known.agent, known.blob, self._reader.agent.prepare_remote(known.agent, epochs, "DRAM"))
+
+    def _make_reader(self) -> Reader:
+        # A name of its own for each: peers that hang may still know an earlier one.
+        # Within a host it reads without a word to the exporter's process, which nothing can then go wrong in.
+        connects = self._ours is None or self._ours.has_network
+        name = f"{self._agent_name}/reader/{next(self._numbers)}"
+        progress = self._reader_progress
+        if progress is None:
+            progress = connects or any(region.memory == "VRAM" for region in self._regions)
+        return Reader(self._make_agent, name, self._regions, progress=progress, connects=connects)
+
+    def _require_reader(self) -> None:
+        """Make a reader if there is none: a producer has none before it reads, or the last reset could make none."""
+        if self._reader_is_gone:
+            try:
+                self._reader = self._make_reader()
+            except self._errors as error:
+                raise BackendError(FailureCode.TRANSPORT_ERROR, f"no new reader: {_words(error)}") from error
+            self._reader_is_gone = False
+
+    def _begin(self, handle: int, peer: _Peer, span: int = -1, count: int = 0) -> _Posted | list[int]:
+        """Post a handle. If it is over on return: what has arrived in its span."""
+        agent = self._reader.agent
+        try:
+            done = agent.post(handle)
+        except self._errors as error:
+            posted = _Posted(handle, peer, span, count)
+            self._fall(posted, error)
+            return posted
+        if not done:
+            return _Posted(handle, peer, span, count)
+        agent.release(handle)
+        return self._settle(span, count)
+
+    def _ask(self, posted: _Posted, question: Callable[[int], bool]) -> list[int] | None:
+        """Post or poll a handle, and settle it if that ends it. None: it has not ended."""
+        agent = self._reader.agent
+        try:
+            if not question(posted.handle):
+                return None
+        except self._errors as error:
+            self._fall(posted, error)
+            return None
+        agent.release(posted.handle)
+        values = self._settle(posted.span, posted.count)
+        if posted.failure is not None:
+            raise posted.failure
+        return values
+
+    def _fall(self, posted: _Posted, error: Exception) -> None:
+        """Take what a handle has raised: raise its failure, unless something of it may still write."""
+        self._reader.agent.release(posted.handle)
+        posted.peer.failed = True
+        failure = _failure(_MOVING, error)
+        if failure.reason.code == FailureCode.PEER_LOST:
+            self._settle(posted.span, posted.count)
+            raise (posted.failure or failure) from error
+        # The endpoint lives, so descriptors that were posted before the failing one may still be arriving. NIXL ends
+        # every post with a flush of the endpoint: a later read that completes proves that they have arrived.
+        first = posted.failure is None
+        posted.failure = posted.failure or failure
+        posted.handle = 0
+        if first and (posted.span >= 0 or self._reader.free_spans):
+            posted.span = posted.span if posted.span >= 0 else self._reader.free_spans.pop()
+            posted.count = 1
+            with suppress(*self._errors):
+                posted.handle = self._make_check(posted.peer, 0, posted.span, 1)
+                self._ask(posted, self._reader.agent.post)
+
+    def _make_check(self, peer: _Peer, first: int, span: int, count: int) -> int:
+        """Make the handle that reads so many slots, from the first on, into a span."""
+        reader, at, stop = self._reader, span * SPAN_MAX, first + count
+        remote = reader.numbers[first:stop] if stop <= reader.numbers.size else np.arange(first, stop, dtype=np.int32)
+        return reader.agent.make_read(reader.scratch_list, reader.numbers[at : at + count], peer.epochs, remote)
+
+    def _settle(self, span: int, count: int) -> list[int]:
+        """Give back the scratch span of something that is over, if it has one, and return what has arrived there."""
+        if span < 0:
+            return _NOTHING
+        reader = self._reader
+        reader.free_spans.append(span)
+        at = span * SPAN_MAX
+        values: list[int] = reader.scratch[at : at + count].tolist()
+        return values
+
+    def _drop_kept(self, peer_id: PeerId) -> None:
+        for agent in [agent for agent, kept in self._kept.items() if kept.peer == peer_id]:
+            del self._kept[agent]
+            self._forget(agent)
+
+    def _forget(self, agent: str) -> None:
+        with suppress(*self._errors):  # NIXL forgets a peer when its endpoint fails
+            self._reader.agent.remove_remote(agent)
+
+
+def exporter_name(agent_name: str) -> str:
+    """Return the name of the NIXL agent that peers of this worker read from."""
+    return f"{agent_name}/exporter"
+
+
+def _inspected(ours: Envelope, *, on_device: bool) -> Exported | None:
+    """Read our own metadata; None if this NIXL writes another form than the one that we know.
+
+    Only then is the metadata of peers given to NIXL before we have read it.
+
+    Args:
+        ours: our metadata.
+        on_device: whether our cache is in device memory, which the metadata of a consumer does not say.
+    """
+    try:
+        return inspect(ours.blob, ours.agent)._replace(on_device=on_device)
+    except ValueError as error:
+        _logger.warning("metadata of peers is given to NIXL unread, since ours has an unknown form: %s", error)
+        return None
+
+
+def _failure(codes: Mapping[str, FailureCode], error: Exception) -> BackendError:
+    return BackendError(codes.get(type(error).__name__, FailureCode.TRANSPORT_ERROR), _words(error))
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,150 @@
+"""The data planes of one worker, and the choice of a plane for each peer.
+
+Planes are tried in order of preference. A peer is added to the first plane that it publishes and that can serve the
+pair. Each side of a pair chooses the plane for its own reads.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+
+import msgspec
+
+from kvflow.errors import FailureCode, TransportUnavailable
+from kvflow.events import PlaneOmitted
+from kvflow.ids import PeerId
+from kvflow.layout.region import Region
+from kvflow.reads.backend import Backend, BackendError, BackendFactory, Backends, Plane, Reason
+from kvflow.reads.contract import Carrier, PeerAddress, Published, Serving
+
+_logger = logging.getLogger(__name__)
+
+NOT_PUBLISHED = Reason(FailureCode.PLANE_UNFIT, "the peer does not have this data plane")
+
+
+class PlaneBackends(Backends):
+    """Several backends as one. See ``Backends`` for the contract.
+
+    Args:
+        backends: name of each plane -> its backend, the preferred one first.
+        missing: the event of each plane that could not start.
+
+    Attributes:
+        backends: as above.
+        published: what peers need to read from us.
+    """
+
+    def __init__(self, backends: Mapping[str, Plane], missing: Sequence[PlaneOmitted]) -> None:
+        self.backends = dict(backends)
+        self._peers: dict[PeerId, Backend] = {}
+        endpoints = [backend.data_endpoint for backend in backends.values() if backend.data_endpoint]
+        assert len(endpoints) <= 1, "one plane listens"
+        self.published = Published(
+            planes={name: backend.metadata for name, backend in backends.items()},
+            data_endpoint="".join(endpoints),
+            missing=tuple(missing),
+        )
+
+    def add(self, address: PeerAddress) -> Carrier:
+        """See ``Backends.add``. Tries one plane after the other."""
+        refusals: dict[str, Reason] = {}
+        for name, backend in self.backends.items():
+            if name not in address.planes:
+                refusals[name] = NOT_PUBLISHED
+                continue
+            try:
+                carrier = backend.add(address)
+            except BackendError as failure:
+                refusals[name] = failure.reason
+                continue
+            self._peers[address.peer] = backend
+            _warn_of_failures(address.peer, name, refusals)
+            return msgspec.structs.replace(carrier, plane=name)
+        codes = [reason.code for reason in refusals.values() if reason.code != FailureCode.PLANE_UNFIT]
+        detail = "; ".join(f"{name}: {reason.detail}" for name, reason in refusals.items())
+        raise BackendError(codes[0] if codes else FailureCode.PLANE_UNFIT, detail)
+
+    def remove(self, peer: PeerId, *, gone: bool) -> None:
+        """See ``Backends.remove``. A plane may have kept a connection to a peer that was removed before."""
+        backend = self._peers.pop(peer, None)
+        for each in self.backends.values() if backend is None else (backend,):
+            each.remove(peer, gone=gone)
+
+    def of(self, peer: PeerId) -> Backend:
+        """See ``Backends.of``."""
+        return self._peers[peer]
+
+    def progress(self) -> None:
+        """See ``Backends.progress``."""
+        for backend in self.backends.values():
+            backend.progress()
+
+    def reset(self) -> None:
+        """See ``Backends.reset``. Every plane is reset, even if another one fails."""
+        self._peers.clear()
+        failures = []
+        for backend in self.backends.values():
+            try:
+                backend.reset()
+            except BackendError as failure:
+                failures.append(failure)
+        if failures:
+            raise failures[0]
+
+    def fileno(self) -> int:
+        """See ``Backends.fileno``. Only one plane has a descriptor."""
+        return max((backend.fileno() for backend in self.backends.values()), default=-1)
+
+    def close(self) -> None:
+        """See ``Backends.close``. Every plane is closed, even if another one fails."""
+        with ExitStack() as closing:
+            for backend in reversed(self.backends.values()):
+                closing.callback(backend.close)
+
+
+def open_planes(
+    factories: Mapping[str, BackendFactory],
+    required: frozenset[str],
+    *,
+    regions: Sequence[Region],
+    epochs: Region,
+    serving: Serving,
+) -> PlaneBackends:
+    """Open every plane that can start here.
+
+    Args:
+        factories: name of each plane -> the function that opens it, the preferred one first.
+        required: planes that must start. At least one of all planes must start.
+        regions: the cache.
+        epochs: our epoch table.
+        serving: what a plane may serve.
+
+    Raises:
+        TransportUnavailable: no plane can start, or a required one cannot.
+    """
+    backends: dict[str, Plane] = {}
+    missing: list[PlaneOmitted] = []
+    with ExitStack() as opened:
+        for name, factory in factories.items():
+            try:
+                backends[name] = factory(regions, epochs, serving)
+            except TransportUnavailable as error:
+                if name in required or len(factories) == 1:
+                    raise
+                missing.append(PlaneOmitted(name, str(error.code), error.message, error.remedy))
+                continue
+            opened.callback(backends[name].close)
+        if not backends:
+            reasons = "; ".join(f"{each.plane}: {each.detail}" for each in missing)
+            raise TransportUnavailable(f"no data plane can start: {reasons}")
+        opened.pop_all()
+    return PlaneBackends(backends, missing)
+
+
+def _warn_of_failures(peer: PeerId, chosen: str, refusals: Mapping[str, Reason]) -> None:
+    """Log that a preferred plane failed. A plane that does not fit the pair is not a failure."""
+    for name, reason in refusals.items():
+        if reason.code != FailureCode.PLANE_UNFIT:
+            _logger.warning(
+                "kvflow.reads: %s is read over %s, because %s failed: %s", peer, chosen, name, reason.detail
+            )

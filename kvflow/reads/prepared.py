@@ -1,0 +1,168 @@
+"""Check prepared lists, bind pairs of units to their descriptors in portions, and estimate what a post costs. Pure."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvflow.layout.region import Region
+from kvflow.planning.pairs import UnitPairs
+from kvflow.reads.backend import CheckedList, Chunk, Portion, Share, Staged
+from kvflow.reads.bounds import (
+    CheckedScatter,
+    OutOfBounds,
+    check_bound,
+    check_inside,
+    check_rows,
+    check_scatter,
+    check_staged_bound,
+)
+from kvflow.reads.contract import CHUNK_BYTES_MAX, CHUNK_DESCRIPTORS_MAX, PreparedList
+from kvflow.reads.pacing import Pace
+from kvflow.reads.staging import StagingMemory
+
+PORTION_BYTES_MAX = 32 << 20
+"""Most bytes that are read for one portion, unless one pair has more: four chunks, so that binding is amortized."""
+
+PORTION_DESCRIPTORS_MAX = 8192
+"""Most descriptors of one portion before they merge: about 100 us of binding."""
+
+
+# Estimates of the seconds that a post blocks its thread. Each post corrects them.
+
+READ_S = 12e-6
+"""Seconds of one read besides its posts: the fence, and the work in Python."""
+
+POST_S = 8e-6
+DESCRIPTOR_S = 0.5e-6
+BYTE_S = 1 / 6e9
+"""Seconds of one chunk over shared memory: per call, per descriptor before merging, and per byte. ``PostCosts.ratio``
+compares measured times with these estimates."""
+
+SLOWEST = 64.0
+"""A post counts as at most this many times slower than its estimate, so that a peer recovers within about ten posts."""
+
+WEIGHT = 0.25
+"""The weight of the last post. A post that the kernel interrupted must not dominate: posts for a busy peer take as long
+as estimated; after a pause of 2 ms they take two to three times as long, and one in ten takes five times as long."""
+
+
+class PostCosts:
+    """The measured costs of posts for one peer. Thread: one at a time.
+
+    Attributes:
+        ratio: of measured times to the estimates above.
+    """
+
+    def __init__(self) -> None:
+        self.ratio = 1.0
+
+    def learn(self, measured_s: float, expected_s: float) -> None:
+        """Record the seconds that a post took, and the seconds of the estimate."""
+        self.ratio += (min(SLOWEST, measured_s / expected_s) - self.ratio) * WEIGHT
+
+
+def check_list(prepared_list: PreparedList, regions: Sequence[Region], staging: StagingMemory) -> CheckedList:
+    """Check the rows of a prepared list, and return what reading with it needs.
+
+    Args:
+        prepared_list: the list that the caller passed.
+        regions: where targets may lie.
+        staging: buffers for staged lists.
+
+    Raises:
+        OutOfBounds: names what cannot be used, and why.
+    """
+    source, target, binding = (
+        check_rows(prepared_list.source_rows),
+        check_rows(prepared_list.target_rows),
+        prepared_list.binding,
+    )
+    if binding is None:
+        raise OutOfBounds("a prepared list without a binding")
+    staged = None
+    descriptors, nbytes = max(1, binding.unit_descriptors), max(1, binding.read_bytes)
+    units = (source.count // descriptors, target.count // descriptors)
+    if prepared_list.scatter is None:
+        check_inside(target, regions, prepared_list.target_memory)
+    else:
+        buffer_bytes = staging.use.buffer_bytes
+        checked = check_scatter(
+            prepared_list, source, target, buffer_bytes=buffer_bytes, regions=regions, memory=staging.memory
+        )
+        target = staging.rows(target)
+        staged = Staged(checked, staging.scatterer(checked))
+        units = (checked.source_units, math.prod(checked.units))
+    return CheckedList(
+        prepared_list,
+        source,
+        target,
+        staged,
+        *units,
+        pair_bytes=binding.unit_bytes,
+        pair_s=descriptors * DESCRIPTOR_S + binding.unit_bytes * BYTE_S,
+        portion_pairs=max(1, min(PORTION_BYTES_MAX // nbytes, PORTION_DESCRIPTORS_MAX // descriptors)),
+        # Nothing of a cancelled read is copied out of its buffer, so two reads never share a buffer.
+        chunk_pairs=0 if staged else min(CHUNK_BYTES_MAX // nbytes, CHUNK_DESCRIPTORS_MAX // descriptors),
+    )
+
+
+def paced_pairs(prepared_list: CheckedList, pace: Pace) -> int:
+    """Return the most pairs of one read that are bound together at this pace: those of a chunk, or more."""
+    binding = prepared_list.prepared_list.binding
+    assert binding is not None
+    descriptors, nbytes = max(1, binding.unit_descriptors), max(1, binding.read_bytes)
+    of_chunk = min(pace.chunk_bytes // nbytes, max(pace.chunk_descriptors, PORTION_DESCRIPTORS_MAX) // descriptors)
+    return max(prepared_list.portion_pairs, of_chunk)
+
+
+def bind_portion(
+    prepared_list: CheckedList,
+    pairs: UnitPairs,
+    shares: tuple[Share, ...],
+    chunk_bytes: int = CHUNK_BYTES_MAX,
+    chunk_descriptors: int = CHUNK_DESCRIPTORS_MAX,
+) -> Portion:
+    """Bind pairs of a prepared list.
+
+    Args:
+        prepared_list: a list with a binding.
+        pairs: checked pairs.
+        shares: the reads that the pairs belong to.
+        chunk_bytes: most bytes of one chunk.
+        chunk_descriptors: most descriptors of one chunk, after neighbors merge.
+
+    Raises:
+        OutOfBounds: the result of the binding does not fit the prepared list.
+    """
+    binding = prepared_list.prepared_list.binding
+    assert binding is not None
+    bound = binding.bind(pairs, chunk_bytes=chunk_bytes, chunk_descriptors=chunk_descriptors)
+    if prepared_list.staged is None:
+        check_bound(bound, len(pairs.source), prepared_list.source, prepared_list.target)
+    else:
+        check_staged_bound(bound, len(pairs.source), prepared_list.staged.checked)
+    peer, list_id = prepared_list.prepared_list.peer, prepared_list.prepared_list.list_id
+    return Portion(peer, list_id, bound.source_index, bound.target_index, bound.cuts, bound.nbytes, shares)
+
+
+def fetching(chunk: Chunk, scatter: CheckedScatter) -> Chunk:
+    """Return the chunk of descriptors that fetches a chunk of pairs of units into its buffer.
+
+    Its portion has only these pairs: descriptor ``k`` belongs to pair ``first + k % (stop - first)``.
+    """
+    portion, count = chunk.portion, chunk.stop - chunk.first
+    (share,) = portion.shares
+    run = np.arange(scatter.fetch_runs, dtype=np.int64)[:, None]
+    source = run * scatter.source_units + portion.source_index[chunk.first : chunk.stop]
+    target = (chunk.buffer * scatter.fetch_runs + run) * scatter.places + np.arange(count)
+    fetched = Portion(
+        peer=portion.peer,
+        list_id=portion.list_id,
+        source_index=source.astype(np.int32).ravel(),
+        target_index=target.astype(np.int32).ravel(),
+        cuts=np.array([0, source.size], np.int64),
+        nbytes=0,  # the pairs of units were checked
+        shares=(share._replace(pairs=count),),
+    )
+    return Chunk(fetched, 0, source.size)

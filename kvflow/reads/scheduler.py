@@ -1,0 +1,318 @@
+"""The scheduler of pulls: it turns requests into rank reads, and decides once per event. It does no I/O.
+
+Every method takes what happened and ``now`` (seconds of the data plane's clock), and returns what the caller must do,
+in order. A pull has one rank read per source rank. The data plane checks, moves, fences and compares, and answers each
+rank read once. The scheduler decides what follows. A pull is complete when every rank is delivered. It fails when the
+first rank fails. A rank whose lease is not admitted yet is read again later. The scheduler also applies deadlines, and
+reports when nothing of a failed pull can write.
+
+Only the data plane (``kvflow.reads.lanes``) decides which read goes first, so reads do not wait here.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import count
+from typing import NamedTuple
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from kvflow.config import Budgets
+from kvflow.errors import CapacityExceeded, FailureCode
+from kvflow.events import TransferFailed, TransferQuiesced, TransferRetried
+from kvflow.heaps import Heap
+from kvflow.ids import PeerId
+from kvflow.reads.pulls import EARLY_RETRY_S_MAX, Pull, SourceRank
+from kvflow.reads.requests import Phase, RankRead, ReadEnded
+
+PULLS_MAX = 65536
+"""Most pulls that may be open at once."""
+
+DEADLINE_CHECK_S_MAX = 1.0
+"""The deadlines of a read are checked at least this often, and at least eight times within its shortest budget."""
+
+
+class StartReads(Struct, frozen=True):
+    """Hand these reads to the data plane."""
+
+    reads: tuple[RankRead, ...]
+
+
+class CancelReads(Struct, frozen=True):
+    """Drop the unposted chunks of these reads, whose pulls have failed."""
+
+    read_ids: tuple[int, ...]
+
+
+class Delivered(Struct, frozen=True):
+    """Every byte of a pull has arrived, and every fence found its lease held."""
+
+    pull: Pull
+
+
+class _Cause(NamedTuple):
+    """Why a pull fails: the fields of ``TransferFailed``."""
+
+    code: str
+    phase: Phase
+    detail: str
+    peer: PeerId | None = None
+
+
+Effect = StartReads | CancelReads | Delivered | TransferRetried | TransferFailed | TransferQuiesced
+
+
+class Scheduler:
+    """Decide what is read and when, and when a pull has ended.
+
+    If all reads of a pull are answered when they are posted, the pull is never opened here.
+
+    Args:
+        pulls_max: pulls that may be open at once.
+
+    Attributes:
+        read_ids: yields an id for every read of its data plane.
+
+    Thread: not thread-safe; it belongs to the worker's event loop.
+    """
+
+    def __init__(self, pulls_max: int = PULLS_MAX) -> None:
+        self._pulls_max = pulls_max
+        self._pulls: dict[int, Pull] = {}
+        # Reads that the data plane has, in the order in which their deadlines are checked.
+        self._reads: dict[int, SourceRank] = {}
+        self._retries: Heap[SourceRank] = Heap()
+        self.read_ids = count(1)
+
+    @property
+    def busy(self) -> bool:
+        """Whether any pull is open or draining, so that ``tick`` must be called."""
+        return bool(self._pulls)
+
+    def find(self, pull_id: int) -> Pull | None:
+        """Return a pull that has not ended or is draining; None if there is none."""
+        return self._pulls.get(pull_id)
+
+    def open_pulls(self) -> tuple[int, ...]:
+        """Return the ids of all pulls that have not ended or are draining."""
+        return tuple(self._pulls)
+
+    def require_room(self, before: int = 0) -> None:
+        """Refuse a pull if too many are open. Call it before its reads are posted.
+
+        Args:
+            before: pulls that were accepted and are not submitted yet.
+
+        Raises:
+            CapacityExceeded: too many pulls are open.
+        """
+        if len(self._pulls) + before >= self._pulls_max:
+            raise CapacityExceeded("open pulls", self._pulls_max)
+
+    def submit(self, pull: Pull, reads: Sequence[RankRead]) -> None:
+        """Open a pull whose reads the data plane has.
+
+        Args:
+            pull: a new pull, without ranks.
+            reads: one for each source rank, at least one, each with an id of ``read_ids``.
+        """
+        pull_id, submitted_at = pull.pull_id, pull.submitted_at
+        self._pulls[pull_id] = pull
+        pull.missing = len(reads)
+        deadline_check_at = submitted_at + _deadline_check_s(pull.budgets)
+        pull.ranks = tuple([SourceRank(pull_id, read, submitted_at, deadline_check_at) for read in reads])
+        for rank in pull.ranks:
+            self._reads[rank.read.read_id] = rank
+
+    def on_read_ended(self, ended: ReadEnded, now: float) -> list[Effect]:
+        """Take the data plane's answer to a rank read."""
+        rank = self._reads.pop(ended.read_id)
+        pull = self._pulls[rank.pull_id]
+        if pull.failed:
+            rank.move("ended")
+            return self._drained(pull)
+        if ended.verdict == "held":
+            rank.move("held")
+            pull.ended = (*pull.ended, ended)
+            pull.missing -= 1
+            if pull.missing:
+                return []
+            del self._pulls[pull.pull_id]
+            return [Delivered(pull)]
+        if ended.verdict == "early" and not (ended.unserved and rank.unserved):
+            return self._read_later(rank, ended, now)
+        rank.read.nbytes = ended.nbytes
+        rank.move("failed")
+        rank.move("ended")
+        return self._fail(pull, _cause(rank.read, ended), now)
+
+    def on_peer_failed(self, peer: PeerId, *, code: str, detail: str, now: float) -> list[Effect]:
+        """End every pull that needs this peer."""
+        concerned = {
+            pull.pull_id: (pull, "fence" if rank.state == "waiting" else rank.read.phase)
+            for pull in self._pulls.values()
+            if not pull.failed
+            for rank in pull.ranks
+            if rank.state in ("reading", "waiting") and rank.read.peer == peer
+        }
+        effects: list[Effect] = []
+        for pull, phase in concerned.values():
+            effects += self._fail(pull, _Cause(code, phase, detail, peer), now)
+        return effects
+
+    def cancel(self, pull_id: int, *, code: str, detail: str, now: float) -> list[Effect]:
+        """Cancel a pull; do nothing if it has ended."""
+        pull = self._pulls.get(pull_id)
+        if pull is None or pull.failed:
+            return []
+        phase: Phase = "queue" if pull.phase == "queue" else "wire" if pull.phase == "wire" else "fence"
+        return self._fail(pull, _Cause(code, phase, detail), now)
+
+    def tick(self, now: float) -> list[Effect]:
+        """Read early ranks again, and apply deadlines. Call it every few tens of milliseconds while ``busy``."""
+        effects: list[Effect] = []
+        due = self._retries.take_until(now)
+        for rank in due:
+            if rank.state == "waiting" and now - rank.early_at > self._pulls[rank.pull_id].budgets.fence_s:
+                effects += self._fail_late(rank, "fence", now)
+        # Ranks that do not wait have failed above, with another rank of their pull.
+        reads = tuple([self._read_again(rank, now) for rank in due if rank.state == "waiting"])
+        if reads:
+            effects.append(StartReads(reads))
+        overdue = []
+        for rank in self._reads.values():
+            if rank.deadline_check_at > now:
+                break
+            overdue.append(rank)
+        for rank in overdue:
+            if rank.read.read_id in self._reads:  # it may have failed just now, with another rank of its pull
+                effects += self._check_deadlines(rank, now)
+        return effects
+
+    def _check_deadlines(self, rank: SourceRank, now: float) -> list[Effect]:
+        """Apply the deadlines of a read that the data plane has, and check it again later."""
+        del self._reads[rank.read.read_id]  # move it to the end of the queue
+        self._reads[rank.read.read_id] = rank
+        pull = self._pulls[rank.pull_id]
+        rank.deadline_check_at = now + _deadline_check_s(pull.budgets)
+        if pull.failed:
+            return self._stop_holding_back(rank, now)
+        read = rank.read
+        phase, since, budgets = read.phase, read.since, pull.budgets
+        if phase == "queue":
+            since, budget_s = rank.asked_at, budgets.queue_s  # the data plane may not have taken it
+        else:
+            budget_s = budgets.wire_s if phase == "wire" else budgets.fence_s
+            if read.outstanding is not None:
+                since = max(since, read.outstanding.since)
+        return self._fail_late(rank, phase, now) if now - since > budget_s else []
+
+    def _fail_late(self, rank: SourceRank, phase: Phase, now: float) -> list[Effect]:
+        detail = f"{phase} took longer than its budget"
+        cause = _Cause(FailureCode.DEADLINE_EXCEEDED, phase, detail, rank.read.peer)
+        return self._fail(self._pulls[rank.pull_id], cause, now)
+
+    def _read_later(self, rank: SourceRank, ended: ReadEnded, now: float) -> list[Effect]:
+        """Read a rank again: after a pause if its lease is not admitted yet, at once if the exporter refused bytes."""
+        pull = self._pulls[rank.pull_id]
+        rank.move("early")
+        pull.early += 1
+        if ended.unserved:
+            rank.unserved = True
+            return [StartReads((self._read_again(rank, now),))]
+        pull.early_bytes += ended.nbytes
+        rank.early_at = min(rank.early_at, now)  # one budget covers all waits for an admission
+        self._retries.put(rank, now + rank.pause_s)
+        rank.pause_s = min(EARLY_RETRY_S_MAX, 2 * rank.pause_s)
+        return [TransferRetried(pull.pull_id, pull.request_id, str(rank.read.peer))]
+
+    def _read_again(self, rank: SourceRank, now: float) -> RankRead:
+        """Return a new read of all that a rank must give."""
+        rank.move("read_again")
+        last = rank.read
+        check_first = not rank.unserved
+        rank.read = RankRead(next(self.read_ids), last.peer, last.lease, last.parts, check_first, last.priority)
+        rank.read.arrived = last.arrived
+        rank.asked_at, rank.deadline_check_at = now, now + _deadline_check_s(self._pulls[rank.pull_id].budgets)
+        self._reads[rank.read.read_id] = rank
+        return rank.read
+
+    def _fail(self, pull: Pull, cause: _Cause, now: float) -> list[Effect]:
+        """Fail a pull. Cancel its reads, and wait until they end."""
+        pull.failed = True
+        timings_s = pull.timings_s(now)
+        reading: list[int] = []
+        for rank in pull.ranks:
+            if rank.state == "reading":
+                reading.append(rank.read.read_id)
+            if rank.state != "dead":
+                rank.move("failed")
+                self._retries.remove(rank)
+        failure = TransferFailed(
+            pull.pull_id,
+            pull.request_id,
+            cause.code,
+            cause.phase,
+            "" if cause.peer is None else str(cause.peer),
+            cause.detail,
+            quarantined=bool(reading),
+            nbytes=sum(rank.read.nbytes for rank in pull.ranks),
+            nbytes_wanted=pull.nbytes,
+            timings_s=timings_s,
+        )
+        if not reading:
+            return [failure, *self._drained(pull)]
+        cancel = CancelReads(tuple(reading))
+        if cause.code == FailureCode.STALE_LEASE:
+            # A stale lease is reported only when the other ranks' reads have ended as well, so it implies quiescence.
+            pull.held_back, pull.held_since = replace(failure, quarantined=False), now
+            return [cancel]
+        return [failure, cancel]
+
+    def _stop_holding_back(self, rank: SourceRank, now: float) -> list[Effect]:
+        """Report a failure that was held back, if the reads do not end in time: the peer took too long."""
+        pull = self._pulls[rank.pull_id]
+        failure = pull.held_back
+        if failure is None or now - pull.held_since <= pull.budgets.wire_s:
+            return []
+        pull.held_back = None
+        peer, detail = str(rank.read.peer), "wire took longer than its budget"
+        return [
+            replace(
+                failure, code=FailureCode.DEADLINE_EXCEEDED, phase="wire", peer=peer, detail=detail, quarantined=True
+            )
+        ]
+
+    def _drained(self, pull: Pull) -> list[Effect]:
+        """Report that a failed pull is quiescent once the data plane has none of its reads."""
+        if any(rank.state != "dead" for rank in pull.ranks):
+            return []
+        del self._pulls[pull.pull_id]
+        quiesced = TransferQuiesced(pull.pull_id, pull.request_id)
+        return [quiesced] if pull.held_back is None else [pull.held_back, quiesced]
+
+    def check(self) -> None:
+        """Check the invariant: the data plane has exactly the reads of ranks that are reading or draining."""
+        held = {
+            rank.read.read_id
+            for pull in self._pulls.values()
+            for rank in pull.ranks
+            if rank.state in ("reading", "draining")
+        }
+        assert held == self._reads.keys(), "a rank read was lost, or is there twice"
+
+
+def _cause(read: RankRead, ended: ReadEnded) -> _Cause:
+    """Return why a pull fails after this answer to a rank read."""
+    if ended.verdict == "stale":
+        detail = "the lease ended before the read was complete"
+        return _Cause(FailureCode.STALE_LEASE, "fence", detail, read.peer)
+    if ended.verdict == "early":
+        detail = "the producer holds the lease, and does not serve its blocks"
+        return _Cause(FailureCode.TRANSPORT_ERROR, "fence", detail, read.peer)
+    return _Cause(ended.code, ended.phase, ended.detail, read.peer)
+
+
+@lru_cache(maxsize=16)
+def _deadline_check_s(budgets: Budgets) -> float:
+    return min(DEADLINE_CHECK_S_MAX, budgets.queue_s / 8, budgets.wire_s / 8, budgets.fence_s / 8)

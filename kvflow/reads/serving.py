@@ -1,0 +1,259 @@
+"""Decide which bytes a reader may get from a worker that serves reads. Pure.
+
+With one-sided reads, a peer can read all registered memory. A plane that serves reads knows who asks, and under which
+lease. It sends only bytes of blocks that the lease holds. This module computes what it needs:
+
+- *Tracks* say where the blocks of a group lie. They are made once, from the worker's own manifest.
+- A *served list* is a peer's rows, checked once against the tracks of one group. Every descriptor lies in one block.
+- *Leased blocks* are the blocks of a lease. The lease table is asked each time; the sorted ids are cached.
+
+The rows and numbers come from a peer. Their bounds are checked before anything is walked, allocated or multiplied.
+"""
+
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvflow.layout.tracks import Level, Track, Tracks
+from kvflow.reads.bounds import OutOfBounds, Rows, check_rows
+from kvflow.reads.contract import Blocks, Serving
+
+Int64s = npt.NDArray[np.int64]
+Int32s = npt.NDArray[np.int32]
+Flags = npt.NDArray[np.bool_]
+
+LEASES_MAX = 256
+"""How many leases have cached blocks."""
+
+LEASED_IDS_MAX = 1 << 22
+"""How many block ids are cached for all leases: 32 MiB."""
+
+
+class Resolved(NamedTuple):
+    """Where descriptors lie.
+
+    Attributes:
+        address: int64, shape (n,).
+        nbytes: int64, shape (n,).
+        block: int64, shape (n,): the block that contains the descriptor.
+    """
+
+    address: Int64s
+    nbytes: Int64s
+    block: Int64s
+
+
+class ServedList:
+    """The rows of a peer's prepared list. Each descriptor lies in one block of one group.
+
+    Attributes:
+        group: index of the group.
+        count: number of descriptors.
+        memory: memory kind of all rows.
+        device: device of all rows; 0 for DRAM; None if they lie on several.
+
+    Raises:
+        OutOfBounds: a row is invalid, does not lie in the blocks of the group, or the group is not served.
+    """
+
+    def __init__(self, rows: Int64s, tracks: Sequence[Track], group: int) -> None:
+        checked = check_rows(rows)
+        levels = (tracks if isinstance(tracks, Tracks) else Tracks(tracks)).levels
+        self.group = group
+        self.count = checked.count
+        base, every, vram = _placed(checked, levels, group)
+        if (vram != vram[0]).any():
+            raise OutOfBounds(f"rows of group {group} lie in DRAM and in VRAM")
+        address, nbytes, device, stride, count = checked.table.T
+        self.memory = "VRAM" if vram[0] else "DRAM"
+        self.device = int(device[0]) if (device == device[0]).all() else None
+        # For each row: the number of its first descriptor, its stride, its offset in its frame, the frame's stride and
+        # start, and its length.
+        self._fields = np.stack([checked.firsts, stride, address - base, every, base, nbytes])
+        self._firsts = checked.firsts
+        self._each = int(count[0]) if (count == count[0]).all() else 0
+        self._nbytes = checked.nbytes_max if checked.uniform else 0
+        self._only = tuple(self._fields[:, 0].tolist()) if len(address) == 1 else None
+        self._rows: list[list[int]] = self._fields.T.tolist()
+        self._starts: list[int] = self._firsts.tolist()
+
+    def resolve(self, index: Int32s) -> Resolved:
+        """Return where descriptors lie.
+
+        Args:
+            index: int32, shape (n,): descriptor numbers.
+
+        Raises:
+            OutOfBounds: wrong dtype or shape, or a number without a descriptor.
+        """
+        if index.dtype != np.int32 or index.ndim != 1:
+            raise OutOfBounds(f"numbers must be int32 of shape (n,), not {index.dtype} of {index.shape}")
+        # As unsigned, a negative number is a huge one.
+        if index.size and index.view(np.uint32).max() >= self.count:
+            raise OutOfBounds(f"a descriptor's number leaves [0, {self.count})")
+        at = index.astype(np.int64)
+        if self._only is not None:
+            _, stride, inside, every, base, nbytes = self._only
+            at *= stride
+            at += inside
+            return Resolved(at + base, np.full(len(at), nbytes, np.int64), at // every)
+        row = at // self._each if self._each else self._firsts.searchsorted(at, side="right") - 1
+        first, stride, inside, every, base, nbytes = self._fields[:, row]
+        at -= first
+        at *= stride
+        at += inside
+        return Resolved(at + base, nbytes, at // every)
+
+    def few(self, index: Sequence[int]) -> list[tuple[int, int, int]]:
+        """Return address, length and block of each of a few descriptors, as ``resolve`` does.
+
+        Raises:
+            OutOfBounds: a number without a descriptor.
+        """
+        found = []
+        for number in index:
+            if not 0 <= number < self.count:
+                raise OutOfBounds(f"a descriptor's number leaves [0, {self.count})")
+            row = self._rows[bisect_right(self._starts, number) - 1] if self._only is None else self._only
+            first, stride, inside, every, base, nbytes = row
+            at = (number - first) * stride + inside
+            found.append((at + base, nbytes, at // every))
+        return found
+
+
+def _placed(rows: Rows, levels: Sequence[Level], group: int) -> tuple[Int64s, Int64s, Flags]:
+    """Return the start and the stride of each row's frame, and whether it is in VRAM.
+
+    Raises:
+        OutOfBounds: names the first row that does not lie in the blocks.
+    """
+    if not levels:
+        raise OutOfBounds(f"group {group} is not served")
+    shape = len(rows.table)
+    placed, vram = np.zeros(shape, bool), np.zeros(shape, bool)
+    base, every = np.zeros(shape, np.int64), np.ones(shape, np.int64)
+    for level in levels:
+        fits, frame, there = level.place(rows.table)
+        base = np.where(fits, level.bases[frame], base)
+        every = np.where(fits, level.strides[frame], every)
+        vram = np.where(fits, there, vram)
+        placed |= fits
+    if not placed.all():
+        raise OutOfBounds(f"row {int(np.argmin(placed))} does not lie in the blocks of group {group}")
+    return base, every, vram
+
+
+class LeasedBlocks:
+    """The blocks of leases, as sorted arrays. Those of the most recent leases are cached.
+
+    Thread: not thread-safe; each thread that serves has its own.
+    """
+
+    def __init__(self, serving: Serving, *, leases_max: int = LEASES_MAX, ids_max: int = LEASED_IDS_MAX) -> None:
+        self._blocks_of = serving.blocks_of
+        self._vouches = serving.vouches
+        self._leases_max = leases_max
+        self._ids_max = ids_max
+        self._kept: OrderedDict[tuple[int, int], _Kept] = OrderedDict()
+        self._ids = 0
+
+    def held(self, slot: int, epoch: int, group: int, block: Int64s, *, mac: bytes = b"") -> Flags | None:
+        """Return for each block whether the lease holds it now; None if the lease is not held.
+
+        Args:
+            slot: slot of the lease that a peer names.
+            epoch: epoch of the lease that a peer names.
+            group: index of the group.
+            block: int64, shape (n,).
+            mac: MAC of the ticket that the peer presents.
+
+        Raises:
+            OutOfBounds: the MAC is that of another ticket.
+        """
+        kept = self._held(slot, epoch, mac)
+        if kept is None:
+            return None
+        if group not in kept.arrays:
+            kept.arrays[group] = _sorted(kept.of_group(group))
+        ids = kept.arrays[group]
+        # The last entry is larger than any block, so that every search finds one.
+        held: Flags = ids[ids.searchsorted(block)] == block
+        return held
+
+    def ids(self, slot: int, epoch: int, group: int, *, mac: bytes = b"") -> frozenset[int] | None:
+        """Return the blocks of a lease, for a few comparisons; None if the lease is not held now.
+
+        Raises:
+            OutOfBounds: the MAC is that of another ticket.
+        """
+        kept = self._held(slot, epoch, mac)
+        if kept is None:
+            return None
+        if group not in kept.sets:
+            kept.sets[group] = frozenset(kept.of_group(group))
+        return kept.sets[group]
+
+    def _held(self, slot: int, epoch: int, mac: bytes) -> "_Kept | None":
+        """Ask whether a lease is held, check the MAC once, and return the cache entry."""
+        kept = self._kept_of(slot, epoch)
+        if kept is not None and self._vouches is not None and kept.mac != mac:
+            if not self._vouches(slot, epoch, mac):
+                if self._blocks_of(slot, epoch) is None:  # it ended after the previous line
+                    return None
+                raise OutOfBounds(f"the lease in slot {slot} is that of another ticket")
+            kept.mac = mac
+        return kept
+
+    def _kept_of(self, slot: int, epoch: int) -> "_Kept | None":
+        lease = (slot, epoch)
+        blocks = self._blocks_of(slot, epoch)
+        kept = self._kept.get(lease)
+        if kept is not None and kept.blocks is blocks:
+            self._kept.move_to_end(lease)
+            return kept
+        if kept is not None:
+            self._ids -= self._kept.pop(lease).count
+        if blocks is None:
+            return None
+        kept = self._kept[lease] = _Kept(blocks, sum(map(len, blocks)))
+        self._ids += kept.count
+        while len(self._kept) > 1 and (len(self._kept) > self._leases_max or self._ids > self._ids_max):
+            self._ids -= self._kept.popitem(last=False)[1].count
+        return kept
+
+
+@dataclass(slots=True, eq=False)
+class _Kept:
+    """One lease.
+
+    Attributes:
+        blocks: the blocks that the lease table returned.
+        count: number of all ids.
+        arrays: group -> its ids, sorted, once they are needed.
+        sets: the same as sets, for a few comparisons.
+        mac: MAC of its ticket, once a reader has presented it.
+    """
+
+    blocks: Blocks
+    count: int
+    arrays: dict[int, Int64s] = field(default_factory=dict)
+    sets: dict[int, frozenset[int]] = field(default_factory=dict)
+    mac: bytes | None = None
+
+    def of_group(self, group: int) -> Sequence[int]:
+        """Return the ids of a group; none if the lease does not have the group."""
+        return self.blocks[group] if 0 <= group < len(self.blocks) else ()
+
+
+_NO_BLOCKS = np.array([np.iinfo(np.int64).max], np.int64)
+
+
+def _sorted(ids: Sequence[int]) -> Int64s:
+    """Return block ids in the form that ``held`` searches, without absent blocks (-1)."""
+    found = np.unique(np.array(ids, np.int64))
+    return np.append(found[found >= 0], _NO_BLOCKS)

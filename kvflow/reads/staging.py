@@ -1,0 +1,206 @@
+"""Staging memory, and the copies from there to the target.
+
+NIXL fills a staging buffer with dense pieces of a source. The read thread scatters it with strided copies. Only the
+reader registers the memory, and it is not published.
+"""
+
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from msgspec.structs import replace
+
+from kvflow.errors import ConfigInvalid
+from kvflow.ids import PeerId
+from kvflow.layout.region import Region
+from kvflow.planning.staging import STAGING_BUFFERS, buffer_bytes_of
+from kvflow.planning.strided_copies import FIXED
+from kvflow.reads.bounds import CheckedScatter, Rows, check_rows
+from kvflow.reads.contract import StagingUse
+from kvflow.reads.device import DeviceStage, Scatters, device_stage_of
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class StagingMemory:
+    """The staging buffers of one transport, in host memory until ``place`` finds that the cache is on a device.
+
+    Attributes:
+        buffers: one region for each buffer; empty if nothing may be staged.
+        memory: kind of their memory, ``DRAM`` or ``VRAM``.
+        use: how many are taken, after the core's last step. Thread: the core's writes, any reads.
+
+    Args:
+        staging_bytes: of all buffers together; 0 for none.
+
+    Raises:
+        ConfigInvalid: there is not enough memory.
+    """
+
+    def __init__(self, staging_bytes: int) -> None:
+        nbytes = buffer_bytes_of(staging_bytes)
+        try:
+            # Memory is not touched before the first staged read. Over shared memory and TCP, registering pins no pages,
+            # so unused memory takes addresses only. Over RDMA all of it is pinned at once.
+            self._memory = np.empty(STAGING_BUFFERS * nbytes, np.uint8)
+        except MemoryError as error:
+            raise ConfigInvalid(
+                f"staging_bytes is {staging_bytes:,}, and this process cannot get so much memory",
+                remedy="Lower staging_bytes; the default is 64 MiB, and 0 never stages.",
+            ) from error
+        self._stage: DeviceStage | None = None
+        region = Region(self._memory.ctypes.data, self._memory.nbytes)
+        self.buffers = _divided(region) if nbytes else ()
+        self.memory = region.memory
+        self.use = StagingUse(buffers=len(self.buffers), buffer_bytes=nbytes)
+
+    def place(self, regions: Sequence[Region]) -> None:
+        """Move the buffers to the device of a cache, unless some of it is host memory. Called once, by the read thread.
+
+        Raises:
+            TransportUnavailable: the device does not have so much memory.
+        """
+        if self.buffers and all(region.memory == "VRAM" for region in regions):
+            self._move(device_stage_of(regions, self._memory.nbytes))
+
+    def _move(self, stage: DeviceStage) -> None:
+        self._stage, self._memory = stage, np.empty(0, np.uint8)
+        self.buffers, self.memory = _divided(stage.region), stage.region.memory
+
+    def note(self, in_use: int, quarantined: int, waiting: frozenset[PeerId]) -> None:
+        """Publish how many buffers are taken, and how many peers wait for one."""
+        use = self.use
+        if (in_use, quarantined, waiting) != (use.in_use, use.quarantined, use.waiting):
+            self.use = replace(use, in_use=in_use, quarantined=quarantined, waiting=waiting)
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        """What the reader registers: one region, or none."""
+        if self._stage is not None:
+            return (self._stage.region,)
+        return (Region(self._memory.ctypes.data, self._memory.nbytes),) if self.buffers else ()
+
+    def content(self, buffer: int) -> Any:
+        """Return the bytes of one buffer: an array, or a tensor of the device."""
+        nbytes = self.use.buffer_bytes
+        if self._stage is not None:
+            return self._stage.content(buffer * nbytes, nbytes)
+        return self._memory[buffer * nbytes : (buffer + 1) * nbytes]
+
+    def scatterer(self, scatter: CheckedScatter) -> Scatters:
+        """Return what runs the copies of one prepared list."""
+        if self._stage is None:
+            return Scatterer(scatter, self.target)
+        copies = [(tuple(row[:FIXED]), tuple(_axes(row))) for row in scatter.table.tolist()]
+        return self._stage.scatterer(copies, scatter.units)
+
+    def settle(self) -> None:
+        """Return when every copy that was started has ended."""
+        if self._stage is not None:
+            self._stage.settle()
+
+    def target(self, address: int, nbytes: int) -> Bytes:
+        """Return the bytes of the cache at an address, which was checked."""
+        return memory_at(address, nbytes)
+
+    def rows(self, relative: Rows) -> Rows:
+        """Return the rows of one buffer for all buffers, one buffer after the other."""
+        tables = []
+        for buffer in self.buffers:
+            table = relative.table.copy()
+            table[:, 0] += buffer.address
+            table[:, 2] = buffer.device
+            tables.append(table)
+        return check_rows(np.concatenate(tables))
+
+
+class Scatterer(Scatters):
+    """Run the copies of one prepared list.
+
+    Args:
+        scatter: checked copies.
+        target: returns the bytes at an address of the cache; None uses the memory of this process.
+    """
+
+    def __init__(self, scatter: CheckedScatter, target: Callable[[int, int], Bytes] | None = None) -> None:
+        target = target or memory_at
+        _, kernel_blocks, units = scatter.units
+        self._per_block, self._per_kernel_block = kernel_blocks * units, units
+        self._boxes = [_Box(*box, target) for box in zip(scatter.table.tolist(), scatter.reach.tolist(), strict=True)]
+
+    def start(self, content: Bytes, numbers: npt.NDArray[np.int32]) -> None:
+        """See ``Scatters.start``. The processor copies, and has ended on return."""
+        self.run(content, numbers)
+
+    def run(self, content: Bytes, numbers: npt.NDArray[np.int32]) -> None:
+        """Copy the places of one buffer, from the first on, to these units of the target.
+
+        Args:
+            content: bytes of the buffer.
+            numbers: int32, shape (n,), at most as many as the buffer has places.
+        """
+        block, rest = np.divmod(numbers.astype(np.int64), self._per_block)
+        kernel_block, unit = np.divmod(rest, self._per_kernel_block)
+        segments: dict[tuple[int, ...], list[tuple[int, int, int, int]]] = {}
+        for box in self._boxes:
+            if box.strides not in segments:
+                places = block * box.strides[0] + kernel_block * box.strides[1] + unit * box.strides[2]
+                segments[box.strides] = list(evenly_spaced(places.tolist()))
+            for slot, count, place, step in segments[box.strides]:
+                shape = (count, *box.shape)
+                there = (step, *box.target_strides)
+                here = (box.slot_stride, *box.source_strides)
+                target = np.ndarray(shape, box.dtype, box.memory, place, there)
+                # NumPy checks both arrays against their memory once more.
+                np.copyto(target, np.ndarray(shape, box.dtype, content, box.offset + slot * box.slot_stride, here))
+
+
+class _Box:
+    """One strided copy, see ``Scatter.table``.
+
+    Attributes:
+        memory: all bytes of the target that it can write.
+    """
+
+    def __init__(self, row: list[int], reach: int, target: Callable[[int, int], Bytes]) -> None:
+        nbytes, self.offset, self.slot_stride, address, *strides = row[:FIXED]
+        axes = _axes(row)
+        self.strides = tuple(strides)
+        self.shape = tuple(count for count, _, _ in axes)
+        self.source_strides = tuple(step for _, step, _ in axes)
+        self.target_strides = tuple(step for _, _, step in axes)
+        # One array element per contiguous piece, so that NumPy moves it with one memmove.
+        self.dtype = np.dtype(f"V{nbytes}")
+        self.memory = target(address, reach)
+
+
+def _divided(region: Region) -> tuple[Region, ...]:
+    """Divide memory into buffers."""
+    nbytes = region.nbytes // STAGING_BUFFERS
+    return tuple(
+        Region(region.address + at * nbytes, nbytes, region.memory, region.device) for at in range(STAGING_BUFFERS)
+    )
+
+
+def _axes(row: list[int]) -> list[tuple[int, int, int]]:
+    """Return count, stride here and stride there of each axis of a copy that has more than one element."""
+    return [(row[at], row[at + 1], row[at + 2]) for at in range(FIXED, len(row), 3) if row[at] > 1]
+
+
+def memory_at(address: int, nbytes: int) -> Bytes:
+    """Return the bytes of this process at an address."""
+    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
+
+
+def evenly_spaced(places: list[int]) -> Iterator[tuple[int, int, int, int]]:
+    """Divide places into stretches of equal steps. Yield index of the first, count, first place and step."""
+    at = 0
+    while at < len(places):
+        end = at + 1
+        step = places[end] - places[at] if end < len(places) else 0
+        while end < len(places) and places[end] - places[end - 1] == step:
+            end += 1
+        yield at, end - at, places[at], step if end - at > 1 else 0
+        at = end

@@ -1,0 +1,461 @@
+"""The TCP data plane as a backend: it requests bytes from peers, and receives them directly into the target.
+
+The read thread does all of this, with non-blocking sockets. A peer has several connections. Each answers in order, and
+a chunk goes to the connection that owes the fewest bytes. If a connection ends, its requests are sent once more over
+another one, unless a byte of the answer has arrived.
+
+At the end of each chunk, the exporter sends the values of the leases' epoch slots after the chunk's bytes were read. So
+a fence needs no request: the chunks of its reads have brought the answer.
+
+Small reads that share a chunk are requested together. If the exporter refuses the request because of one of them, each
+is requested alone, so that the refusal fails only that read.
+"""
+
+import select
+import time
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from ipaddress import ip_address
+
+import numpy as np
+import numpy.typing as npt
+
+from kvflow.config import TcpSettings
+from kvflow.errors import FailureCode
+from kvflow.ids import Credentials, PeerId
+from kvflow.layout.region import Region
+from kvflow.reads.backend import BackendError, CheckedList, Chunk, Plane, PostedWork, Reason, Share, share_numbers
+from kvflow.reads.bounds import Places
+from kvflow.reads.contract import Carrier, PeerAddress, Serving
+from kvflow.reads.device import landing
+from kvflow.reads.envelope import Envelope, seal, unseal
+from kvflow.reads.requests import LeaseName
+from kvflow.reads.tcp import wire
+from kvflow.reads.tcp.answers import HostMemory
+from kvflow.reads.tcp.channel import ChannelClosed
+from kvflow.reads.tcp.connection import Connection, Known, Question
+from kvflow.reads.tcp.exporter import TcpExporter
+
+NAME = "tcp"
+
+OPENING_S_MAX = 5.0
+"""Seconds from the first packet to the exporter's proof."""
+
+PORT_MAX = (1 << 16) - 1
+
+READS_MAX = 1 << 17
+"""How many reads' slot values are kept until their fence. Only those of reads that end without a fence stay longer."""
+
+
+@dataclass(eq=False)
+class _Asked(PostedWork):
+    """A chunk or slots that were requested from a peer.
+
+    Attributes:
+        missing: number of missing answers.
+        values: values of the slots.
+        failure: why it has failed.
+        unheld: see ``PostedWork``.
+        refused: see ``PostedWork``.
+    """
+
+    missing: int = 0
+    values: list[int] = field(default_factory=list)
+    failure: BackendError | None = None
+    unheld: set[tuple[int, int]] = field(default_factory=set)
+    refused: dict[int, Reason] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class _PreparedList:
+    """A prepared list."""
+
+    known: Known
+    places: Places
+    device: int | None  # device of the target; None: host memory
+
+
+@dataclass(slots=True, eq=False)
+class _Peer:
+    """A peer that we read from."""
+
+    address: PeerAddress
+    place: tuple[str, int]
+    who: Credentials
+    connections: list[Connection] = field(default_factory=list)
+    prepared_lists: dict[int, _PreparedList] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class _Wanted:
+    """Descriptors that one request asks for.
+
+    Attributes:
+        asked: the chunk that they belong to.
+        peer: the peer.
+        prepared_list: the list of the descriptors.
+        shares: the reads that they belong to; a request names the lease of each.
+        numbers: uint16, shape (n,): the share of each descriptor; None if there is one share.
+        source: int32, shape (n,).
+        target: int32, shape (n,).
+    """
+
+    asked: _Asked
+    peer: _Peer
+    prepared_list: _PreparedList
+    shares: Sequence[Share]
+    numbers: npt.NDArray[np.uint16] | None
+    source: npt.NDArray[np.int32]
+    target: npt.NDArray[np.int32]
+
+    def only(self, number: int) -> "_Wanted":
+        """Return the descriptors of one share."""
+        of_share = self.numbers == number
+        one = (self.shares[number],)
+        return _Wanted(
+            self.asked, self.peer, self.prepared_list, one, None, self.source[of_share], self.target[of_share]
+        )
+
+
+class Told:
+    """Values of epoch slots that came with the chunks of reads, so that a fence needs no request."""
+
+    def __init__(self) -> None:
+        self._values: OrderedDict[int, int] = OrderedDict()
+
+    def note(self, share: Share, value: int) -> None:
+        """Record the value of a slot after a chunk was read. For several chunks of one read, keep the worst."""
+        epoch = share.lease.epoch
+        before = self._values.get(share.read_id, epoch)
+        worst = max(before, value)
+        self._values[share.read_id] = worst if worst > epoch else min(before, value)
+        if len(self._values) > READS_MAX:
+            self._values.popitem(last=False)
+
+    def verdicts(self, first: int, last: int, reads: Sequence[tuple[int, LeaseName]]) -> list[int]:
+        """Return and forget the reported values of slots ``first`` to ``last``, for reads whose fence is due.
+
+        Slots only grow, so the highest of several values is the latest. If a read got another value, ``unheld`` of its
+        chunk names its lease.
+
+        Raises:
+            BackendError: no chunk of one of these reads has ended.
+        """
+        values = [0] * (last - first + 1)
+        for read_id, lease in reads:
+            value = self._values.pop(read_id, None)
+            if value is None:
+                raise BackendError(
+                    FailureCode.BOUNDS, f"no chunk of read {read_id} reported the lease in slot {lease.slot}"
+                )
+            values[lease.slot - first] = max(values[lease.slot - first], value)
+        return values
+
+
+class TcpBackend(Plane):
+    """Move bytes over TCP. See ``Backend`` for the contract.
+
+    Args:
+        agent_name: unique per incarnation.
+        settings: settings of the plane.
+        regions: the cache.
+        epochs: our epoch table.
+        serving: what readers may get.
+        staging: staging memory, which only this worker writes.
+
+    Raises:
+        TransportUnavailable: the exporter cannot listen.
+    """
+
+    def __init__(
+        self,
+        agent_name: str,
+        settings: TcpSettings,
+        regions: Sequence[Region],
+        epochs: Region,
+        serving: Serving,
+        *,
+        staging: Sequence[Region] = (),
+    ) -> None:
+        self._settings = settings
+        self._memory = HostMemory([*regions, *staging])
+        self._device_memory = serving.device_memory
+        self._peers: dict[PeerId, _Peer] = {}
+        self._connections: dict[int, tuple[Connection, _Peer]] = {}
+        self._interest: dict[int, int] = {}
+        self._opening: dict[Connection, float] = {}
+        self._told = Told()
+        self._refused: list[_Wanted] = []
+        self._exporter = TcpExporter(settings, regions, epochs, serving)
+        self._epoll = select.epoll()
+        self.data_endpoint = self._exporter.endpoint
+        self.metadata = seal(Envelope(NAME, agent_name, b""))
+
+    def fileno(self) -> int:
+        """See ``Backend.fileno``."""
+        return self._epoll.fileno()
+
+    def add(self, address: PeerAddress) -> Carrier:
+        """See ``Backend.add``."""
+        try:
+            unseal(address.planes[NAME], transport=NAME, agent=address.agent)
+            place = _place(address.data_endpoint)
+        except ValueError as error:
+            raise BackendError(FailureCode.METADATA_INVALID, str(error)) from error
+        if not address.credentials.pass_:
+            raise BackendError(FailureCode.PLANE_UNFIT, "the producer has given us no pass for its TCP data plane")
+        peer = _Peer(address, place, address.credentials)
+        try:
+            self._open(peer)
+        except ChannelClosed as error:
+            raise BackendError(FailureCode.PEER_LOST, str(error)) from error
+        self._peers[address.peer] = peer
+        return Carrier("tcp", "kind")
+
+    def leave(self, peer_id: PeerId) -> None:
+        """See ``Backend.leave``: a closed socket writes nothing. After a reset the peer may be unknown."""
+        peer, detail = self._peers.get(peer_id), "the peer was removed"
+        if peer is None:
+            return
+        self._end(dict.fromkeys(peer.connections, detail), again=False)
+        for wanted in self._refused:
+            if wanted.peer is peer:
+                wanted.asked.missing -= 1
+                wanted.asked.failure = BackendError(FailureCode.PEER_LOST, detail)
+        self._refused = [wanted for wanted in self._refused if wanted.peer is not peer]
+
+    def remove(self, peer_id: PeerId, *, gone: bool) -> None:
+        """See ``Backend.remove``."""
+        del gone  # connecting is fast, so no connection is kept
+        self.leave(peer_id)
+        self._peers.pop(peer_id, None)
+
+    def prepare(self, prepared: CheckedList) -> None:
+        """See ``Backend.prepare``."""
+        prepared_list = prepared.prepared_list
+        rows = prepared.source.table
+        device = None
+        if prepared_list.target_memory == "VRAM":
+            device = int(prepared.target.table[0, 2])
+            if self._device_memory is None or (prepared.target.table[:, 2] != device).any():
+                raise BackendError(FailureCode.BOUNDS, "the TCP data plane does not reach the memory of these devices")
+        if len(rows) > wire.ROWS_MAX:
+            raise BackendError(
+                FailureCode.BOUNDS, f"a prepared list of {len(rows)} rows: the TCP data plane takes {wire.ROWS_MAX}"
+            )
+        frame = wire.encode_list(prepared_list.list_id, prepared_list.group, rows)
+        known = Known(prepared_list.list_id, frame)
+        self._peers[prepared_list.peer].prepared_lists[prepared_list.list_id] = _PreparedList(
+            known, Places(prepared.target), device
+        )
+
+    def post(self, chunk: Chunk) -> PostedWork | int:
+        """See ``Backend.post``."""
+        portion = chunk.portion
+        peer = self._peers[portion.peer]
+        prepared_list = peer.prepared_lists[portion.list_id]
+        part = slice(chunk.first, chunk.stop)
+        source, target, numbers = portion.source_index[part], portion.target_index[part], share_numbers(chunk)
+        asked = _Asked()
+        for part in _parts(len(source), numbers):
+            shares, renumbered = _named(portion.shares, None if numbers is None else numbers[part])
+            self._want(_Wanted(asked, peer, prepared_list, shares, renumbered, source[part], target[part]))
+        return asked
+
+    def post_check(
+        self, peer_id: PeerId, first: int, last: int, reads: Sequence[tuple[int, LeaseName]], *, fence: bool
+    ) -> PostedWork | Sequence[int]:
+        """See ``Backend.post_check``. A fence sends nothing, because its values came with the chunks of its reads."""
+        if fence:
+            return self._told.verdicts(first, last, reads)
+        slots = sorted({lease.slot for _, lease in reads})
+        asked = _Asked(missing=len(slots), values=[0] * (last - first + 1))
+        questions = [Question(wire.encode_epoch(slot), partial(self._on_value, asked, slot - first)) for slot in slots]
+        self._ask(self._peers[peer_id], questions)
+        return asked
+
+    def progress(self) -> None:
+        """See ``Backend.progress``."""
+        now = time.monotonic()
+        ready = [self._connections[descriptor][0] for descriptor, _ in self._epoll.poll(0)]
+        ended = {each: detail for each in ready if (detail := self._go_on(each)) is not None}
+        for connection, until in self._opening.items():
+            if until < now:
+                ended.setdefault(connection, f"connecting took longer than {OPENING_S_MAX:g} s")
+        if ended:
+            self._end(ended)
+        refused, self._refused = self._refused, []
+        for wanted in refused:
+            wanted.asked.missing -= 1
+            for number in range(len(wanted.shares)):
+                self._want(wanted.only(number))
+
+    def poll(self, posted: PostedWork) -> int | Sequence[int] | None:
+        """See ``Backend.poll``."""
+        assert isinstance(posted, _Asked)
+        if posted.missing:
+            return None
+        if posted.failure is not None:
+            raise posted.failure
+        return posted.values or 0
+
+    def reset(self) -> None:
+        """See ``Backend.reset``."""
+        for peer_id in [*self._peers]:
+            self.remove(peer_id, gone=False)
+
+    def close(self) -> None:
+        """See ``Backend.close``."""
+        self.reset()
+        self._epoll.close()
+        self._exporter.close()
+
+    def _want(self, wanted: _Wanted) -> None:
+        """Request descriptors."""
+        prepared_list = wanted.prepared_list
+        leases = [share.lease for share in wanted.shares]
+        starts, lengths = prepared_list.places.stretches(wanted.target)
+        question = Question(
+            frame=wire.encode_read(prepared_list.known.number, leases, wanted.source, wanted.numbers),
+            answered=partial(self._on_epochs, wanted),
+            prepared_list=prepared_list.known,
+            leases=leases,
+            nbytes=sum(lengths),
+        )
+        if prepared_list.device is None:
+            question.target = self._memory.stretches(starts, lengths)
+        else:
+            assert self._device_memory is not None
+            parts = list(zip(starts, lengths, strict=True))
+            question.landing = landing(partial(self._device_memory.store, prepared_list.device), parts)
+        wanted.asked.missing += 1
+        self._ask(wanted.peer, [question])
+
+    def _on_epochs(self, wanted: _Wanted, epochs: Sequence[int], failure: BackendError | None) -> None:
+        """Record that descriptors of a chunk have arrived or failed."""
+        asked = wanted.asked
+        if failure is None:
+            asked.missing -= 1
+            for share, value in zip(wanted.shares, epochs, strict=True):
+                self._told.note(share, value)
+                if value != share.lease.epoch:
+                    asked.unheld.add((share.lease.slot, share.lease.epoch))
+        elif failure.reason.code != FailureCode.BOUNDS:
+            asked.missing -= 1
+            asked.failure = failure
+        elif len(wanted.shares) > 1:
+            self._refused.append(wanted)  # the next step requests each alone; until then one answer is missing
+        else:
+            asked.missing -= 1
+            asked.refused[wanted.shares[0].read_id] = failure.reason
+
+    def _on_value(self, asked: _Asked, at: int, epochs: Sequence[int], failure: BackendError | None) -> None:
+        asked.missing -= 1
+        asked.failure = asked.failure or failure
+        asked.values[at] = epochs[0] if epochs else 0
+
+    def _ask(self, peer: _Peer, questions: Sequence[Question]) -> None:
+        """Send requests over the connection that owes the fewest bytes, or over a new one if allowed."""
+        try:
+            connection = min(peer.connections, key=lambda each: each.owed_bytes, default=None) or self._open(peer)
+            if connection.owed and len(peer.connections) < self._settings.connections:
+                with suppress(ChannelClosed):  # then use this one
+                    connection = self._open(peer)
+        except ChannelClosed as error:
+            for question in questions:
+                question.answered((), BackendError(FailureCode.PEER_LOST, str(error)))
+            return
+        try:
+            connection.ask(questions)
+        except ChannelClosed as error:  # no answer has arrived
+            self._end({connection: str(error)})
+            self._ask(peer, questions)
+        else:
+            self._watch(connection)
+
+    def _open(self, peer: _Peer) -> Connection:
+        encrypted = self._settings.encryption == "tls"
+        connection = Connection(peer.place, peer.who, encrypted=encrypted)
+        peer.connections.append(connection)
+        self._connections[connection.descriptor] = (connection, peer)
+        self._opening[connection] = time.monotonic() + OPENING_S_MAX
+        self._interest[connection.descriptor] = connection.interest
+        self._epoll.register(connection.descriptor, connection.interest)
+        return connection
+
+    def _go_on(self, connection: Connection) -> str | None:
+        """Advance a connection that is ready. Return why it has ended, if it has."""
+        try:
+            connection.on_ready()
+        except ChannelClosed as error:
+            return str(error)
+        except wire.BadFrame as error:
+            return f"its TCP data plane breaks the protocol: {error}"
+        if connection.open:
+            self._opening.pop(connection, None)
+        self._watch(connection)
+        return None
+
+    def _watch(self, connection: Connection) -> None:
+        interest = connection.interest
+        if self._interest[connection.descriptor] != interest:
+            self._interest[connection.descriptor] = interest
+            self._epoll.modify(connection.descriptor, interest)
+
+    def _end(self, ended: Mapping[Connection, str], *, again: bool = True) -> None:
+        """Close connections. Repeat their requests where that is safe, and fail the others.
+
+        Args:
+            ended: connection -> why it has ended. All are closed before anything is requested again.
+            again: whether to repeat requests.
+        """
+        repeated: list[tuple[_Peer, Question]] = []
+        for connection, detail in ended.items():
+            _, peer = self._connections.pop(connection.descriptor)
+            del self._interest[connection.descriptor]
+            self._opening.pop(connection, None)
+            self._epoll.unregister(connection.descriptor)
+            peer.connections.remove(connection)
+            # A peer that has accepted no connection is lost.
+            safe = again and (connection.open or any(each.open for each in peer.connections))
+            repeatable = connection.close()
+            for question in connection.owed:
+                if safe and question in repeatable:
+                    question.repeated = True
+                    repeated.append((peer, question))
+                else:
+                    question.answered((), BackendError(FailureCode.PEER_LOST, detail))
+        for peer, question in repeated:
+            self._ask(peer, [question])
+
+
+def _parts(count: int, numbers: npt.NDArray[np.uint16] | None) -> list[slice]:
+    """Divide descriptors into requests that are within the bounds of the protocol."""
+    few = numbers is None or (count <= wire.DESCRIPTORS_MAX and len(np.unique(numbers)) <= wire.LEASES_MAX)
+    most = wire.DESCRIPTORS_MAX if few else wire.LEASES_MAX
+    return [slice(first, min(first + most, count)) for first in range(0, count, most)]
+
+
+def _named(
+    shares: Sequence[Share], numbers: npt.NDArray[np.uint16] | None
+) -> tuple[Sequence[Share], npt.NDArray[np.uint16] | None]:
+    """Return the shares of some descriptors, and the number of each descriptor's share."""
+    if numbers is None:
+        return shares, None
+    found, renumbered = np.unique(numbers, return_inverse=True)
+    return [shares[number] for number in found.tolist()], renumbered.astype(np.uint16) if len(found) > 1 else None
+
+
+def _place(endpoint: str) -> tuple[str, int]:
+    """Return host and port of an endpoint whose name has been resolved."""
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    try:
+        address, number = ip_address(host.removeprefix("[").removesuffix("]")), int(port)
+    except ValueError:
+        number = 0
+    if not 1 <= number <= PORT_MAX:
+        raise ValueError(f"the peer serves TCP at no address: {endpoint!r}")
+    return str(address), number

@@ -1,0 +1,257 @@
+"""The messages of the TCP data plane: frames, their bounds, and the proofs of identity. Pure.
+
+Opening, before any request. ``pass`` is the secret that the producer gave this reader over the control channel::
+
+    reader                                    exporter
+                      <-  GREETING            magic, nonce
+    HELLO         ->                          magic, nonce, public key, identity, proof
+                      <-  WELCOME             a proof of its own, or zeros: the reader is not let in
+
+Both proofs are HMACs with the pass over both nonces and, if the connection is encrypted, over its unique binding. So a
+proof cannot be relayed to another worker or by an attacker in the middle.
+
+Then requests and answers, in order. Every number is little-endian. A request is a header of 16 bytes and a body::
+
+    PROGRAM   number, group, rows             rows of 5 x int64: address, nbytes, device, stride, count
+    READ      number, leases, descriptors     leases of slot u32, epoch u64 and the MAC of the
+                                              ticket, 32 bytes; descriptor numbers int32,
+                                              and, with two leases or more, the lease of each descriptor, uint16
+    EPOCH     slot                            nothing
+
+An answer is a header of 16 bytes, a body, and what the slots of the leases held after the body had been copied::
+
+    DONE      nbytes                          of a READ: the bytes, then a u64 for each lease; of an EPOCH: the u64
+    NOT_HELD                                  of a READ whose leases are not held: a u64 for each lease
+    REFUSED   nbytes                          why, as text
+
+Every size is checked before memory is allocated for it. A size out of bounds ends the connection.
+"""
+
+import hashlib
+import hmac
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvflow.ids import Credentials
+from kvflow.reads.requests import LeaseName
+
+MAGIC = b"kvftcp01"
+NONCE_BYTES = 32
+PROOF_BYTES = 32
+GREETING_BYTES = len(MAGIC) + NONCE_BYTES
+WELCOME_BYTES = PROOF_BYTES
+
+ENGINE_BYTES_MAX = 1024
+"""A name has at most 256 characters, of at most four bytes."""
+
+HEADER = struct.Struct("<BBHIII")
+"""Header of a request: kind, 0, group or leases, number or slot, rows or descriptors, bytes of the body."""
+
+ANSWER = struct.Struct("<BBHIQ")
+"""Header of an answer: status, 0, leases, 0, bytes of the body without the epochs."""
+
+PROGRAM, READ, EPOCH = 1, 2, 3
+DONE, NOT_HELD, REFUSED = 0, 1, 2
+
+ROW_BYTES = 40
+MAC_BYTES = 32
+LEASE = struct.Struct(f"<IQ{MAC_BYTES}s")
+EPOCH_VALUE = struct.Struct("<Q")
+
+ROWS_MAX = 1 << 15
+"""Most rows of one prepared list: eight rows for each component of 4,096 layers."""
+
+LISTS_MAX = 4096
+"""Most lists of one connection: 64 groups of 64 divisions among ranks."""
+
+LEASES_MAX = 1024
+DESCRIPTORS_MAX = 1 << 16
+"""Most descriptors of one read. A reader divides a chunk that has more."""
+
+DETAIL_BYTES_MAX = 512
+BODY_BYTES_MAX = max(ROWS_MAX * ROW_BYTES, LEASES_MAX * LEASE.size + DESCRIPTORS_MAX * 6)
+
+_HELLO = struct.Struct(f"<{len(MAGIC)}s{NONCE_BYTES}s32s16sIH{PROOF_BYTES}s")
+HELLO_BYTES = _HELLO.size
+"""The fixed part of a hello; the engine's name follows."""
+
+
+class BadFrame(ValueError):
+    """The received bytes are not a valid frame of this protocol. The connection ends."""
+
+
+class Hello(NamedTuple):
+    """What a reader says about itself.
+
+    Attributes:
+        nonce: drawn for this connection.
+        public_key: the key that its control connection has proven to hold, in hexadecimal digits.
+        incarnation: 32 hexadecimal digits.
+        rank: its rank in the engine.
+        engine_bytes: length of the engine's name, which follows.
+        proof: proves that it has the pass of this identity.
+    """
+
+    nonce: bytes
+    public_key: str
+    incarnation: str
+    rank: int
+    engine_bytes: int
+    proof: bytes
+
+
+class Request(NamedTuple):
+    """The header of a request, within its bounds.
+
+    Attributes:
+        kind: ``PROGRAM``, ``READ`` or ``EPOCH``.
+        few: the group of a prepared list, or the number of leases of a read.
+        number: number of a prepared list, or a slot.
+        units: rows or descriptors.
+        nbytes: bytes of the body.
+    """
+
+    kind: int
+    few: int
+    number: int
+    units: int
+    nbytes: int
+
+
+def greeting(nonce: bytes) -> bytes:
+    """Return the exporter's greeting."""
+    return MAGIC + nonce
+
+
+def nonce_of(greeting: bytes) -> bytes:
+    """Return the nonce of a greeting.
+
+    Raises:
+        BadFrame: it is none.
+    """
+    if not greeting.startswith(MAGIC):
+        raise BadFrame(f"the peer's greeting is {greeting[: len(MAGIC)]!r}, not {MAGIC!r}")
+    return greeting[len(MAGIC) :]
+
+
+def proof_of_reader(secret: bytes, exporter_nonce: bytes, reader_nonce: bytes, binding: bytes) -> bytes:
+    """Return the proof of a reader, which needs the pass, for this connection."""
+    return _proof(secret, b"kvflow tcp reader\0", exporter_nonce, reader_nonce, binding)
+
+
+def proof_of_exporter(secret: bytes, exporter_nonce: bytes, reader_nonce: bytes, binding: bytes) -> bytes:
+    """Return the proof of the exporter that issued the pass, for this connection."""
+    return _proof(secret, b"kvflow tcp exporter\0", exporter_nonce, reader_nonce, binding)
+
+
+def encode_hello(who: Credentials, exporter_nonce: bytes, nonce: bytes, binding: bytes) -> bytes:
+    """Return a reader's hello."""
+    engine = who.engine_id.encode()
+    proof = proof_of_reader(who.pass_, exporter_nonce, nonce, binding)
+    key, incarnation = bytes.fromhex(who.public_key), bytes.fromhex(who.incarnation)
+    return _HELLO.pack(MAGIC, nonce, key, incarnation, who.rank, len(engine), proof) + engine
+
+
+def decode_hello(frame: bytes) -> Hello:
+    """Return the fixed part of a hello.
+
+    Raises:
+        BadFrame: it is none.
+    """
+    magic, nonce, key, incarnation, rank, engine_bytes, proof = _HELLO.unpack(frame)
+    if magic != MAGIC or not 1 <= engine_bytes <= ENGINE_BYTES_MAX:
+        raise BadFrame(f"the reader's greeting is {magic!r}, with a name of {engine_bytes} bytes")
+    return Hello(nonce, key.hex(), incarnation.hex(), rank, engine_bytes, proof)
+
+
+def encode_list(number: int, group: int, rows: npt.NDArray[np.int64]) -> bytes:
+    """Return the request that announces a prepared list."""
+    body = np.ascontiguousarray(rows, "<i8").tobytes()
+    return HEADER.pack(PROGRAM, 0, group, number, len(rows), len(body)) + body
+
+
+def encode_read(
+    number: int,
+    leases: Sequence[LeaseName],
+    index: npt.NDArray[np.int32],
+    lease_of: npt.NDArray[np.uint16] | None,
+) -> bytes:
+    """Return the request for some descriptors of a prepared list.
+
+    Args:
+        number: of the prepared list.
+        leases: at most ``LEASES_MAX``.
+        index: descriptor numbers, at most ``DESCRIPTORS_MAX``.
+        lease_of: the lease of each; None if there is one.
+    """
+    parts = [LEASE.pack(lease.slot, lease.epoch, lease.mac) for lease in leases]
+    parts.append(np.ascontiguousarray(index, "<i4").tobytes())
+    if len(leases) > 1:
+        assert lease_of is not None
+        parts.append(np.ascontiguousarray(lease_of, "<u2").tobytes())
+    body = b"".join(parts)
+    return HEADER.pack(READ, 0, len(leases), number, len(index), len(body)) + body
+
+
+def encode_epoch(slot: int) -> bytes:
+    """Return the request for the value of a slot."""
+    return HEADER.pack(EPOCH, 0, 0, slot, 0, 0)
+
+
+def decode_request(header: bytes) -> Request:
+    """Return the header of a request after checking the bounds of each number.
+
+    Raises:
+        BadFrame: a number is out of bounds. No memory was allocated.
+    """
+    kind, zero, few, number, count, nbytes = HEADER.unpack(header)
+    request = Request(kind, few, number, count, nbytes)
+    if kind == PROGRAM:
+        fits = 1 <= count <= ROWS_MAX and nbytes == count * ROW_BYTES
+    elif kind == READ:
+        per_descriptor = 6 if few > 1 else 4
+        fits = 1 <= few <= LEASES_MAX and 1 <= count <= DESCRIPTORS_MAX
+        fits = fits and nbytes == few * LEASE.size + count * per_descriptor
+    else:
+        fits = kind == EPOCH and few == count == nbytes == 0
+    if zero or not fits:
+        raise BadFrame(f"a request is out of bounds: {request}")
+    return request
+
+
+def decode_rows(body: bytes) -> npt.NDArray[np.int64]:
+    """Return the rows of a prepared list."""
+    rows: npt.NDArray[np.int64] = np.frombuffer(body, "<i8").reshape(-1, 5).astype(np.int64)
+    return rows
+
+
+def decode_read(
+    request: Request, body: bytes
+) -> tuple[list[tuple[int, int, bytes]], npt.NDArray[np.int32], npt.NDArray[np.uint16] | None]:
+    """Return the leases of a read as slots, epochs and MACs, its descriptor numbers, and the lease of each.
+
+    Raises:
+        BadFrame: a descriptor names a lease that the read does not have.
+    """
+    leases = [LEASE.unpack_from(body, at * LEASE.size) for at in range(request.few)]
+    at = request.few * LEASE.size
+    index = np.frombuffer(body, "<i4", request.units, at)
+    if request.few == 1:
+        return leases, index, None
+    lease_of = np.frombuffer(body, "<u2", request.units, at + index.nbytes)
+    if int(lease_of.max()) >= request.few:
+        raise BadFrame(f"a descriptor belongs to lease {int(lease_of.max())} of {request.few}")
+    return leases, index, lease_of
+
+
+def decode_few(request: Request, body: bytes) -> tuple[int, ...]:
+    """Return the descriptor numbers of a read that names one lease."""
+    return struct.unpack_from(f"<{request.units}i", body, LEASE.size)
+
+
+def _proof(secret: bytes, role: bytes, exporter_nonce: bytes, reader_nonce: bytes, binding: bytes) -> bytes:
+    return hmac.digest(secret, role + exporter_nonce + reader_nonce + hashlib.sha256(binding).digest(), "sha256")

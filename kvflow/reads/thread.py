@@ -1,0 +1,277 @@
+"""The read thread of a transport, and the lock of its core.
+
+One lock guards the core and the backends. The read thread holds it while it takes commands and steps, but not while it
+pauses. If the lock is free and there is nothing else to do, ``post`` takes it and moves small reads at once, on the
+calling thread, because switching threads takes longer than such a read. ``post`` never waits for the lock.
+"""
+
+import logging
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+
+from kvflow.ids import PeerId
+from kvflow.layout.region import Region
+from kvflow.reads.backend import BackendFactory
+from kvflow.reads.contract import (
+    INLINE_S_MAX,
+    SERVES_NOTHING,
+    PeerAddress,
+    PreparedList,
+    Published,
+    Serving,
+    Sink,
+    StagingUse,
+)
+from kvflow.reads.core import CancelReads, Command, PostReads, ReadCore, RemovePeer, ResetReader
+from kvflow.reads.planes import open_planes
+from kvflow.reads.requests import RankRead, ReadEnded
+from kvflow.reads.staging import StagingMemory
+
+_logger = logging.getLogger(__name__)
+
+PAUSE_S_MIN = 20e-6
+PAUSE_S_MAX = 1e-3
+"""The pause between two polls. It doubles while nothing happens. A small TCP read takes 25 to 70 us, and polling
+without a pause takes the CPU that moves the bytes. A command ends the pause at once."""
+
+HANGS_S = 10.0
+"""Seconds after which ``close`` logs what it waits for."""
+
+CLOSE_GRACE_S = 2.0
+"""How long ``close`` waits for work in flight before it destroys the agents."""
+
+
+IDLE_PROGRESS_S = 1.0
+"""How often the deadlines of work over sockets are checked while nothing happens."""
+
+
+class Bell:
+    """Ends a pause of the read thread, on a command or when a backend's descriptor is readable."""
+
+    def __init__(self) -> None:
+        # A bare lock, because an Event takes three times as long to wake. Not SimpleQueue.get(timeout=...): preempted
+        # between two of its instructions, CPython 3.11 takes the rest of a short timeout, below zero, for no timeout.
+        self._silent = threading.Lock()  # held until the next ring
+        self._silent.acquire()
+        self._waiting = False  # whether ``wait`` polls the descriptors
+        self._event = -1
+        self._epoll: select.epoll | None = None
+
+    def ring(self) -> None:
+        """End the current pause, or the next one. Thread: any."""
+        with suppress(RuntimeError):  # rung before
+            self._silent.release()
+        if self._waiting:
+            with suppress(OSError):  # closed before
+                os.eventfd_write(self._event, 1)
+
+    def watch(self, descriptor: int) -> None:
+        """End pauses also when a descriptor is readable; -1: there is none."""
+        if descriptor >= 0:
+            self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            self._epoll = select.epoll()
+            for each in (self._event, descriptor):
+                self._epoll.register(each, select.EPOLLIN)
+
+    def wait(self, pause_s: float) -> None:
+        """Pause for ``pause_s`` seconds, or until the next ring if that is negative.
+
+        A pause below ``IDLE_PROGRESS_S`` ignores the descriptor.
+        """
+        if self._epoll is None or 0 <= pause_s < IDLE_PROGRESS_S:
+            self._silent.acquire(blocking=pause_s != 0, timeout=pause_s if pause_s > 0 else -1)
+            return
+        self._waiting = True  # first: every ring from here on writes to the event
+        if not self._silent.acquire(blocking=False):
+            ready = self._epoll.poll(pause_s)
+            self._silent.acquire(blocking=False)
+            if any(descriptor == self._event for descriptor, _ in ready):
+                os.eventfd_read(self._event)
+        self._waiting = False
+
+    def close(self) -> None:
+        """Close what ``watch`` opened. No thread may wait then."""
+        if self._epoll is not None:
+            self._epoll.close()
+            os.close(self._event)
+            self._epoll = None
+
+
+class ThreadedTransport:
+    """A ``Transport`` of several backends. See ``kvflow.reads.contract``.
+
+    Args:
+        name: name of the setting.
+        factories: name of each data plane -> the function that opens its backend, the preferred one first. The
+            factories and the backends are called on the read thread only.
+        sink: called on the read thread.
+        staging: buffers for staged lists.
+        required: planes that must start. At least one of all planes must start.
+        inline_s_max: most seconds that a post may take on the calling thread; 0: no post is made there. A test that
+            blocks a copy until the calling thread continues needs 0.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        factories: Mapping[str, BackendFactory],
+        sink: Sink,
+        staging: StagingMemory,
+        *,
+        required: frozenset[str] = frozenset(),
+        inline_s_max: float = INLINE_S_MAX,
+    ) -> None:
+        self._name = name
+        self._staging = staging
+        self._open_planes = partial(open_planes, dict(factories), required)
+        self._sink = sink
+        self._commands: deque[Command | None] = deque()
+        self._bell = Bell()
+        self._published: Future[Published] = Future()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._inline_s_max = inline_s_max
+        self._guard = threading.Lock()  # of the core
+        self._core: ReadCore | None = None
+        self._threads: list[threading.Thread] = []  # one after start
+
+    @property
+    def name(self) -> str:
+        """See ``Transport.name``."""
+        return self._name
+
+    def start(self, regions: Sequence[Region], epochs: Region, serving: Serving = SERVES_NOTHING) -> None:
+        """See ``Transport.start``. A transport starts once, even if the start failed."""
+        with self._lock:
+            assert not self._threads, "a transport starts once"
+            assert not self._closed, "a closed transport does not start"
+            # A daemon: a foreign library that hangs must not keep the process from ending.
+            given = (tuple(regions), epochs, serving)
+            thread = threading.Thread(target=self._run, args=given, name=f"kvflow-{self._name}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        self._published.result()
+
+    def staging(self) -> StagingUse:
+        """See ``Transport.staging``."""
+        return self._staging.use
+
+    def published(self) -> Published:
+        """See ``Transport.published``."""
+        assert self._published.done(), "start comes first"
+        return self._published.result()
+
+    def add_peer(self, address: PeerAddress) -> None:
+        """See ``Transport.add_peer``."""
+        self._command(address)
+
+    def remove_peer(self, peer: PeerId, *, gone: bool = False) -> None:
+        """See ``Transport.remove_peer``."""
+        self._command(RemovePeer(peer, gone))
+
+    def prepare(self, prepared_list: PreparedList) -> None:
+        """See ``Transport.prepare``."""
+        self._command(prepared_list)
+
+    def post(self, reads: Sequence[RankRead]) -> list[ReadEnded]:
+        """See ``Transport.post``."""
+        if self._inline_s_max and self._guard.acquire(blocking=False):
+            try:
+                # Queued commands came before, and are processed under the lock, so nothing comes between.
+                core = None if self._commands or self._closed else self._core
+                answers = None if core is None else core.post_inline(reads, self._inline_s_max)
+                if answers is not None:
+                    if len(answers) < len(reads):
+                        self._bell.ring()  # the read thread does the rest
+                    return answers
+            finally:
+                self._guard.release()
+        self._command(PostReads(tuple(reads)))
+        return []
+
+    def cancel(self, read_ids: Sequence[int]) -> None:
+        """See ``Transport.cancel``."""
+        self._command(CancelReads(tuple(read_ids)))
+
+    def reset_reader(self) -> None:
+        """See ``Transport.reset_reader``."""
+        self._command(ResetReader())
+
+    def close(self) -> None:
+        """See ``Transport.close``. Blocks for about two seconds at most, unless a call into the library hangs.
+
+        In that case it logs what it waits for, because the memory must not be freed before the call returns.
+        """
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._put(None)
+        for thread in self._threads:
+            thread.join(HANGS_S)
+            while thread.is_alive():
+                _logger.error("kvflow.reads: closing waits for a call into %s that does not return", self._name)
+                thread.join(HANGS_S)
+
+    def _command(self, command: Command) -> None:
+        # The lock orders commands and the end of commands, so everything that is queued is processed.
+        with self._lock:
+            if not self._closed:
+                self._put(command)
+
+    def _put(self, command: Command | None) -> None:
+        self._commands.append(command)
+        self._bell.ring()
+
+    def _run(self, regions: Sequence[Region], epochs: Region, serving: Serving) -> None:
+        try:
+            self._staging.place(regions)
+            backend = self._open_planes(regions=regions, epochs=epochs, serving=serving)
+        except BaseException as error:  # noqa: BLE001 - start raises it, in the caller's thread
+            self._published.set_exception(error)
+            return
+        core = ReadCore(backend, regions, self._sink, time.monotonic, self._staging)
+        self._core = core
+        self._bell.watch(backend.fileno())
+        self._published.set_result(backend.published)
+        self._serve(core)
+        with self._guard:
+            self._core = None
+            core.begin_close()
+        self._drain(core, time.monotonic() + CLOSE_GRACE_S)
+        self._bell.close()
+        core.end_close()
+
+    def _serve(self, core: ReadCore) -> None:
+        """Take commands and make steps until closed."""
+        pause_s = backoff_s = 0.0
+        while True:
+            self._bell.wait(pause_s)
+            with self._guard:
+                for command in self._take():
+                    if command is None:
+                        return
+                    core.handle(command)
+                if core.step():
+                    pause_s = backoff_s = 0.0
+                elif core.must_poll:
+                    rest_s = core.rest_s()
+                    backoff_s = 0.0 if rest_s else min(max(PAUSE_S_MIN, backoff_s * 2), PAUSE_S_MAX)
+                    pause_s = max(PAUSE_S_MIN, rest_s) if rest_s else backoff_s
+                else:
+                    pause_s = IDLE_PROGRESS_S if core.in_flight else -1.0
+
+    def _drain(self, core: ReadCore, deadline: float) -> None:
+        while core.in_flight and time.monotonic() < deadline:
+            if not core.step():
+                time.sleep(PAUSE_S_MAX)
+
+    def _take(self) -> list[Command | None]:
+        """Process all waiting commands."""
+        return [self._commands.popleft() for _ in range(len(self._commands))]

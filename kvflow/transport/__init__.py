@@ -1,1 +1,0 @@
-"""The data plane: how bytes get from a producer's blocks into a consumer's."""

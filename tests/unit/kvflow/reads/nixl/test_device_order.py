@@ -1,0 +1,253 @@
+"""Where NIXL reads into device memory: which thread has the device, and in which order it is asked for what."""
+
+import ctypes
+import mmap
+import re
+import threading
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from kvflow.errors import TransportUnavailable
+from kvflow.layout.region import Region
+from kvflow.memory import device as torch_device
+from kvflow.memory.device import TorchDeviceOrder
+from kvflow.reads.contract import PeerAddress
+from kvflow.reads.device import device_order_of
+from kvflow.reads.nixl import backend as nixl_backend
+from kvflow.reads.nixl.reader import Uses
+from kvflow.reads.nixl.transport import DeviceNixlBackend
+from kvflow.reads.staging import StagingMemory
+from kvflow.reads.thread import ThreadedTransport
+
+
+class FakeDevice:
+    """Notes what was asked for, and by which thread."""
+
+    def __init__(self):
+        self.asked = []
+        self.threads = set()
+
+    def note(self, word):
+        self.asked.append(word)
+        self.threads.add(threading.current_thread().name)
+
+    def enter(self):
+        self.note("enter")
+
+    def settle(self):
+        self.note("settle")
+
+    def make_visible(self):
+        self.note("make visible")
+
+
+@pytest.fixture
+def noted(monkeypatch):
+    """A device that notes calls, among those of NIXL."""
+    device = FakeDevice()
+
+    def watch(owner, name, word):
+        original = getattr(owner, name)
+
+        def call(*args, **options):
+            device.note(word)
+            return original(*args, **options)
+
+        monkeypatch.setattr(owner, name, call)
+
+    watch(nixl_backend, "load_binding", "load")
+    watch(nixl_backend.Agent, "destroy", "destroy")
+    return device
+
+
+def memory():
+    array = np.zeros(1 << 12, np.uint8)
+    return array, Region(array.ctypes.data, array.nbytes)
+
+
+@pytest.mark.nixl
+def test_the_device_is_entered_before_nixl_and_settled_after_the_reader(noted):
+    (keep, region), (table_keep, table) = memory(), memory()
+    backend = DeviceNixlBackend(noted, "device order", [region], table)
+    assert noted.asked == ["enter", "load"]
+    backend.reset()
+    assert noted.asked[2:] == ["destroy", "settle"]
+    backend.close()
+    assert noted.asked[4:] == ["destroy", "settle", "destroy"], "the exporter writes nothing"
+    assert not backend.ends_at_once("p"), "so no other thread calls NIXL"
+    del keep, table_keep
+
+
+@pytest.mark.nixl
+def test_all_calls_come_from_the_read_thread(noted):
+    (keep, region), (table_keep, table) = memory(), memory()
+    make = {"nixl": lambda regions, epochs, _: DeviceNixlBackend(noted, "device order", regions, epochs)}
+    transport = ThreadedTransport("nixl", make, lambda _: None, StagingMemory(0))
+    transport.start([region], table)
+    transport.close()
+    assert noted.threads == {"kvflow-nixl"}
+    del keep, table_keep
+
+
+@pytest.mark.nixl
+def test_a_device_that_fails_does_not_keep_reads_from_ending(noted, caplog):
+    def fail():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    (keep, region), (table_keep, table) = memory(), memory()
+    noted.settle = fail
+    DeviceNixlBackend(noted, "device order", [region], table).close()
+    assert noted.asked[-2:] == ["destroy", "destroy"]
+    assert "the device failed" in caplog.text
+    del keep, table_keep
+
+
+def test_arrived_bytes_become_visible_before_a_fence_only(monkeypatch):
+    device = FakeDevice()
+    posted = []
+    monkeypatch.setattr(nixl_backend.NixlBackend, "__init__", lambda self: None)
+    monkeypatch.setattr(
+        nixl_backend.NixlBackend, "post_check", lambda *_, fence: posted.append((fence, device.asked.copy()))
+    )
+    backend = DeviceNixlBackend(device)
+    backend.post_check("p", 0, 0, (), fence=False)
+    backend.post_check("p", 0, 0, (), fence=True)
+    assert posted == [(False, ["enter"]), (True, ["enter", "make visible"])]
+
+
+def test_a_cache_on_several_devices_is_refused():
+    regions = [Region(1 << 20, 8, "VRAM", device) for device in (0, 1)]
+    with pytest.raises(TransportUnavailable, match=r"devices \[0, 1\]"):
+        device_order_of(regions)
+
+
+class FakeDriver:
+    """What libcuda answers on a platform that orders remote writes so much."""
+
+    def __init__(self, ordering, failure=0):
+        self.ordering, self.failure, self.flushed = ordering, failure, []
+
+    def cuDeviceGetAttribute(self, value, attribute, device):  # noqa: N802
+        assert (attribute, device) == (118, 3)
+        value._obj.value = self.ordering
+        return 0
+
+    def cuFlushGPUDirectRDMAWrites(self, target, scope):  # noqa: N802
+        self.flushed.append((target, scope))
+        return self.failure
+
+
+@pytest.mark.parametrize(("ordering", "flushes"), [(0, 2), (100, 0), (200, 0)])
+def test_remote_writes_are_flushed_where_the_platform_does_not_order_them(monkeypatch, ordering, flushes):
+    driver = FakeDriver(ordering)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver if name == "libcuda.so.1" else pytest.fail(name))
+    order = TorchDeviceOrder(3)
+    order.make_visible()
+    order.make_visible()
+    assert driver.flushed == [(0, 100)] * flushes
+
+
+def test_a_flush_that_fails_is_an_error(monkeypatch):
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: FakeDriver(0, failure=700))
+    with pytest.raises(RuntimeError, match="700"):
+        TorchDeviceOrder(3).make_visible()
+
+
+def test_a_rocm_device_is_synchronized_before_each_fence(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch_device.torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "synchronize", asked.append)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: asked.append(("current", device)))
+    order = TorchDeviceOrder(3)
+    order.enter()
+    order.make_visible()
+    order.settle()
+    assert asked == [("current", 3), 3, 3]
+
+
+@pytest.mark.nixl
+def test_refused_device_memory_names_what_to_check(noted):
+    (keep, region), (table_keep, table) = memory(), memory()
+    absent = Region(region.address, region.nbytes, "VRAM", 0)  # this UCX has no device, or the memory is not on one
+    with pytest.raises(TransportUnavailable, match="nixl") as refused:
+        DeviceNixlBackend(noted, "device order", [absent], table)
+    for word in ("nvidia-peermem", "dmabuf", "ulimit -l", "UCX_TLS", "variant"):
+        assert word in str(refused.value)
+    del keep, table_keep
+
+
+@pytest.mark.nixl
+def test_registered_bytes_are_logged(noted, caplog):
+    caplog.set_level("INFO", "kvflow.reads.nixl.binding")
+    (keep, region), (table_keep, table) = memory(), memory()
+    DeviceNixlBackend(noted, "device order", [region], table).close()
+    assert [record.getMessage().split(" in ")[0] for record in caplog.records] == [
+        "kvflow.reads: NIXL registered 0.0 MiB",  # exporter
+        "kvflow.reads: NIXL registered 4.0 MiB",  # reader, with its scratch
+    ]
+    del keep, table_keep
+
+
+@pytest.mark.nixl
+def test_the_memory_that_checks_land_in_has_whole_pages_of_its_own():
+    (keep, region), (table_keep, table) = memory(), memory()
+    backend = nixl_backend.NixlBackend("pages", [region], table)
+    scratch = backend._reader.scratch
+    assert (scratch.ctypes.data % mmap.PAGESIZE, scratch.nbytes % mmap.PAGESIZE) == (0, 0)
+    backend.close()
+    del keep, table_keep
+
+
+REGISTERED = {
+    "both": [("exporter", 4.0), ("reader/0", 8.0)],
+    "producer": [("exporter", 4.0)],
+    "consumer": [("exporter", 0.0), ("reader/0", 8.0)],
+}
+"""Role -> what registers how many MiB at the start: 4 of a cache, 4 where checks of a reader land, and epochs."""
+
+
+@pytest.mark.nixl
+@pytest.mark.parametrize("role", REGISTERED)
+def test_a_cache_is_registered_for_what_its_role_needs(caplog, role):
+    caplog.set_level("INFO", "kvflow.reads.nixl.binding")
+    cache, (table_keep, table) = np.zeros(4 << 20, np.uint8), memory()
+    region = Region(cache.ctypes.data, cache.nbytes)
+    nixl_backend.NixlBackend(role, [region], table, uses=Uses(role)).close()
+    told = [re.fullmatch(r".* registered (.*) MiB in .* as (.*)", each.getMessage()) for each in caplog.records]
+    assert [(each[2].removeprefix(f"{role}/"), float(each[1])) for each in told] == REGISTERED[role]
+    del table_keep
+
+
+@pytest.mark.nixl
+@pytest.mark.parametrize("device", [False, True])
+def test_a_connection_to_memory_of_a_device_is_not_kept(noted, monkeypatch, device):
+    forgotten = []
+    monkeypatch.setattr(nixl_backend.Agent, "remove_remote", lambda _, name: forgotten.append(name))
+    (keep, region), (table_keep, table) = memory(), memory()
+    exporter = nixl_backend.NixlBackend("peer", [region], table)
+    kind = partial(DeviceNixlBackend, noted) if device else nixl_backend.NixlBackend
+    reader = kind("device order", [region], table)
+    reader.add(PeerAddress("p", {"nixl": exporter.metadata}, table))
+    reader.remove("p", gone=False)
+    assert forgotten == (["peer/exporter"] if device else [])
+    reader.close()
+    exporter.close()
+    del keep, table_keep
+
+
+@pytest.mark.parametrize(("backend", "level"), [(DeviceNixlBackend, "WARN"), (nixl_backend.NixlBackend, "FATAL")])
+def test_warnings_of_nixl_are_shown_for_device_memory_only(monkeypatch, backend, level):
+    asked = []
+
+    def load(log_level):
+        asked.append(log_level)
+        raise TransportUnavailable("not needed")
+
+    monkeypatch.setattr(nixl_backend, "load_binding", load)
+    arguments = (FakeDevice(),) if backend is DeviceNixlBackend else ()
+    with pytest.raises(TransportUnavailable, match="not needed"):
+        backend(*arguments, "device order", [], Region(0, 8))
+    assert asked == [level]

@@ -1,0 +1,468 @@
+"""The scheduler's promises one by one, each in the shortest story that needs it. Properties tell the long ones."""
+
+import numpy as np
+import pytest
+
+from kvflow.config import Budgets
+from kvflow.errors import CapacityExceeded
+from kvflow.events import TransferFailed, TransferQuiesced, TransferRetried
+from kvflow.planning.pairs import UnitPairs
+from kvflow.reads.pulls import EARLY_RETRY_S, EARLY_RETRY_S_MAX, Pull
+from kvflow.reads.requests import LeaseName, Outstanding, Part, RankRead, ReadEnded
+from kvflow.reads.scheduler import CancelReads, Delivered, Scheduler, StartReads
+from tests.counting import calls_of
+
+EPOCH = 7
+BUDGETS = Budgets(queue_s=4.0, wire_s=3.0, fence_s=2.0)
+PARTS = (Part(1, UnitPairs(np.arange(5), np.arange(5))),)
+
+
+def read(peer="p", slot=0, **how):
+    return RankRead(0, peer, LeaseName(slot, EPOCH), PARTS, **how)
+
+
+def submit(scheduler, *reads, pull_id=1, now=0.0, budgets=BUDGETS):
+    """Open a pull of 50 bytes for each rank; return its reads."""
+    reads = reads or (read(),)
+    scheduler.require_room()
+    for each in reads:
+        each.read_id = next(scheduler.read_ids)
+    scheduler.submit(Pull(pull_id, f"request-{pull_id}", budgets, 50 * len(reads), now), reads)
+    return reads
+
+
+def take(one, now=0.0):
+    """Do as the data plane when it has a read."""
+    one.phase, one.since = "queue", now
+
+
+def start(one, now=0.0, outstanding=None):
+    """Do as the data plane when it has posted the first chunk."""
+    one.phase, one.since, one.started_at, one.outstanding = "wire", now, now, outstanding
+
+
+def arrive(one, now=0.0, nbytes=50):
+    """Do as the data plane when all bytes of a read have arrived."""
+    one.phase, one.since, one.nbytes = "fence", now, nbytes
+
+
+def answer(scheduler, one, verdict="held", now=1.0, **how):
+    ended = ReadEnded(one.read_id, verdict, **{"nbytes": one.nbytes, "phase": one.phase} | how)
+    return scheduler.on_read_ended(ended, now)
+
+
+def only(kind, effects):
+    (found,) = [effect for effect in effects if isinstance(effect, kind)]
+    return found
+
+
+def kinds(effects):
+    return [type(effect) for effect in effects]
+
+
+def read_again(effects):
+    """Return the only read that is handed over."""
+    (again,) = only(StartReads, effects).reads
+    return again
+
+
+@pytest.fixture
+def scheduler():
+    scheduler = Scheduler()
+    yield scheduler
+    scheduler.check()
+
+
+def test_a_pull_from_submission_to_delivery(scheduler):
+    (one,) = submit(scheduler, now=0.5)
+    assert scheduler.open_pulls() == (1,)
+    scheduler.check()
+    start(one, 1.0)
+    (delivered,) = answer(scheduler, one, now=2.0)
+    assert isinstance(delivered, Delivered)
+    assert (delivered.pull.pull_id, delivered.pull.nbytes) == (1, 50)
+    assert not scheduler.busy
+    assert scheduler.tick(100.0) == []
+
+
+def test_a_pull_is_delivered_when_every_rank_is_held(scheduler):
+    one, other = submit(scheduler, read("p"), read("q", slot=3))
+    assert one.read_id != other.read_id
+    assert answer(scheduler, other) == []
+    (delivered,) = answer(scheduler, one)
+    assert [ended.read_id for ended in delivered.pull.ended] == [other.read_id, one.read_id]
+
+
+def test_a_stale_lease_of_the_only_rank_fails_at_once_and_is_quiescent(scheduler):
+    (one,) = submit(scheduler)
+    arrive(one)
+    failed, quiesced = answer(scheduler, one, "stale", observed=EPOCH + 1)
+    assert (failed.code, failed.phase, failed.peer, failed.quarantined) == ("stale_lease", "fence", "p", False)
+    assert failed.detail == "the lease ended before the read was complete"
+    assert isinstance(quiesced, TransferQuiesced)
+    assert not scheduler.busy
+
+
+def test_a_lease_that_is_not_admitted_yet_is_read_once_it_is(scheduler):
+    (one,) = submit(scheduler, read(check_first=True, priority=3))
+    (retried,) = answer(scheduler, one, "early", now=1.0)
+    assert (retried.pull_id, retried.request_id, retried.peer) == (1, "request-1", "p")
+    scheduler.check()
+    assert scheduler.tick(1.0 + EARLY_RETRY_S / 2) == []
+    again = read_again(scheduler.tick(1.0 + EARLY_RETRY_S))
+    assert again.read_id != one.read_id
+    assert (again.peer, again.lease, again.parts, again.priority) == (one.peer, one.lease, one.parts, 3)
+    assert again.check_first
+    assert (again.phase, again.started_at, again.nbytes) == ("queue", 0.0, 0)
+    delivered = only(Delivered, answer(scheduler, again, now=1.1))
+    assert (delivered.pull.early, delivered.pull.early_bytes) == (1, 0)
+    assert [ended.read_id for ended in delivered.pull.ended] == [again.read_id]
+
+
+def test_what_was_read_before_an_admission_is_read_again_behind_a_check(scheduler):
+    """A producer said that the lease was held, and the fence found that it was not yet."""
+    (one,) = submit(scheduler)
+    arrive(one)
+    assert kinds(answer(scheduler, one, "early", now=1.0)) == [TransferRetried]
+    again = read_again(scheduler.tick(2.0))
+    assert again.check_first
+    pull = only(Delivered, answer(scheduler, again)).pull
+    assert (pull.early, pull.early_bytes, pull.nbytes) == (1, 50, 50)
+
+
+def test_a_rank_that_is_early_waits_alone(scheduler):
+    one, other = submit(scheduler, read("p"), read("q"))
+    answer(scheduler, one, "early")
+    assert answer(scheduler, other) == []
+    again = read_again(scheduler.tick(1.5))
+    assert again.peer == "p"
+    assert kinds(answer(scheduler, again)) == [Delivered]
+
+
+def test_waiting_for_an_admission_becomes_patient_but_not_endlessly(scheduler):
+    """A budget of an hour is thousands of retries: the pause between them stays what it became."""
+    patient = Budgets(queue_s=9999.0, wire_s=9999.0, fence_s=9999.0)
+    (one,), now, pauses = submit(scheduler, read(check_first=True), budgets=patient), 0.0, []
+    expected = [0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, EARLY_RETRY_S_MAX]
+    for number in range(1200):
+        answer(scheduler, one, "early", now)
+        pause = expected[min(number, 7)]
+        assert scheduler.tick(now + 0.99 * pause) == []
+        now += pause
+        one = read_again(scheduler.tick(now))
+        pauses.append(pause)
+    assert kinds(answer(scheduler, one, now=now)) == [Delivered]
+
+
+def test_waiting_for_an_admission_has_one_budget_in_all(scheduler):
+    (one,), now = submit(scheduler, read(check_first=True)), 0.0
+    effects = answer(scheduler, one, "early", now)
+    while TransferFailed not in kinds(effects):
+        assert now < 10 * BUDGETS.fence_s
+        if StartReads in kinds(effects):
+            answer(scheduler, read_again(effects), "early", now)
+        now += 0.5
+        effects = scheduler.tick(now)
+    failed, quiesced = effects
+    assert (failed.code, failed.phase, failed.peer, failed.quarantined) == ("deadline_exceeded", "fence", "p", False)
+    assert isinstance(quiesced, TransferQuiesced)
+    assert now == BUDGETS.fence_s + 0.5
+
+
+def test_a_lease_that_is_found_held_has_its_budgets_anew(scheduler):
+    (one,) = submit(scheduler, read(check_first=True))
+    answer(scheduler, one, "early", 0.0)
+    late = BUDGETS.fence_s - 0.1
+    again = read_again(scheduler.tick(late))
+    start(again, late)
+    assert scheduler.tick(late + BUDGETS.wire_s - 0.1) == []
+    arrive(again, late + BUDGETS.wire_s)
+    assert scheduler.tick(late + BUDGETS.wire_s + BUDGETS.fence_s - 0.1) == []
+
+
+def test_two_ranks_that_are_both_too_late_fail_their_pull_once(scheduler):
+    one, other = submit(scheduler, read("p", check_first=True), read("q", check_first=True))
+    answer(scheduler, one, "early", 0.0)
+    answer(scheduler, other, "early", 0.0)
+    assert kinds(scheduler.tick(BUDGETS.fence_s + 0.1)) == [TransferFailed, TransferQuiesced]
+    assert not scheduler.busy
+
+
+@pytest.mark.parametrize("first", ["p", "q"])
+def test_a_rank_is_not_read_again_when_another_is_too_late(scheduler, first):
+    """Both are due at the same tick."""
+    reads = {one.peer: one for one in submit(scheduler, read("p", check_first=True), read("q", check_first=True))}
+    second = "q" if first == "p" else "p"
+    answer(scheduler, reads[first], "early", 0.0)
+    answer(scheduler, reads[second], "early", BUDGETS.fence_s)
+    effects = scheduler.tick(BUDGETS.fence_s + 0.1)
+    assert kinds(effects) == [TransferFailed, TransferQuiesced]
+    assert effects[0].peer == first
+
+
+def test_blocks_that_were_not_served_are_read_again_at_once_and_only_once(scheduler):
+    (one,) = submit(scheduler)
+    arrive(one)
+    again = read_again(answer(scheduler, one, "early", unserved=True))
+    assert not again.check_first  # it was just found held
+    arrive(again)
+    failed, quiesced = answer(scheduler, again, "early", unserved=True)
+    assert (failed.code, failed.phase, failed.peer) == ("transport_error", "fence", "p")
+    assert failed.detail == "the producer holds the lease, and does not serve its blocks"
+    assert (failed.nbytes, failed.quarantined) == (50, False)
+    assert isinstance(quiesced, TransferQuiesced)
+
+
+def test_blocks_that_are_served_the_second_time_are_delivered(scheduler):
+    (one,) = submit(scheduler)
+    arrive(one)
+    again = read_again(answer(scheduler, one, "early", unserved=True))
+    pull = only(Delivered, answer(scheduler, again)).pull
+    assert (pull.early, pull.early_bytes) == (1, 0)
+
+
+def test_a_failed_read_fails_the_pull_with_its_own_words(scheduler):
+    (one,) = submit(scheduler)
+    start(one)
+    failed, quiesced = answer(scheduler, one, "failed", code="bounds", detail="no such block", nbytes=20)
+    assert (failed.code, failed.phase, failed.detail, failed.peer) == ("bounds", "wire", "no such block", "p")
+    assert (failed.nbytes, failed.nbytes_wanted, failed.quarantined) == (20, 50, False)
+    assert isinstance(quiesced, TransferQuiesced)
+
+
+def test_a_failure_drops_the_other_ranks_and_is_quiescent_when_they_are(scheduler):
+    one, held, other = submit(scheduler, read("p"), read("q"), read("r"))
+    answer(scheduler, held)
+    other.nbytes = 7
+    failed, cancelled = answer(scheduler, one, "failed", code="transport_error", detail="odd", nbytes=3)
+    assert (failed.quarantined, cancelled) == (True, CancelReads((other.read_id,)))
+    assert failed.nbytes == 10
+    scheduler.check()
+    assert scheduler.busy
+    assert kinds(answer(scheduler, other, "failed", code="cancelled")) == [TransferQuiesced]
+    assert not scheduler.busy
+
+
+@pytest.mark.parametrize("verdict", ["held", "early", "stale", "failed"])
+def test_nothing_of_a_failed_pull_is_delivered_or_read_again(scheduler, verdict):
+    (one,) = submit(scheduler)
+    scheduler.cancel(1, code="transfer_cancelled", detail="", now=0.0)
+    assert kinds(answer(scheduler, one, verdict)) == [TransferQuiesced]
+    assert scheduler.tick(10.0) == []
+
+
+@pytest.mark.parametrize(
+    ("progress", "phase"), [(take, "queue"), (start, "wire"), (arrive, "fence")], ids=["queue", "wire", "fence"]
+)
+def test_a_cancelled_pull_says_where_it_was_and_waits_for_its_reads(scheduler, progress, phase):
+    (one,) = submit(scheduler)
+    progress(one)
+    failed, cancelled = scheduler.cancel(1, code="transfer_cancelled", detail="given up", now=2.0)
+    assert (failed.code, failed.phase, failed.peer) == ("transfer_cancelled", phase, "")
+    assert (failed.detail, failed.quarantined) == ("given up", True)
+    assert cancelled.read_ids == (one.read_id,)
+    assert scheduler.cancel(1, code="transfer_cancelled", detail="", now=2.0) == []
+    assert kinds(answer(scheduler, one, "failed", code="cancelled")) == [TransferQuiesced]
+
+
+def test_a_pull_waiting_for_an_admission_is_quiescent_when_canceled(scheduler):
+    (one,) = submit(scheduler, read(check_first=True))
+    answer(scheduler, one, "early")
+    failed, quiesced = scheduler.cancel(1, code="transfer_cancelled", detail="", now=2.0)
+    assert (failed.phase, failed.quarantined) == ("fence", False)
+    assert isinstance(quiesced, TransferQuiesced)
+    assert scheduler.tick(10.0) == []
+
+
+def test_canceling_what_has_ended_or_never_was_does_nothing(scheduler):
+    (one,) = submit(scheduler)
+    answer(scheduler, one)
+    for pull_id in (1, 2):
+        assert scheduler.cancel(pull_id, code="transfer_cancelled", detail="", now=2.0) == []
+
+
+def test_a_lost_peer_ends_the_pulls_that_need_it_and_no_others(scheduler):
+    (alone,) = submit(scheduler, read("p"), pull_id=1)
+    half, other_half = submit(scheduler, read("p"), read("q"), pull_id=2)
+    submit(scheduler, read("q"), pull_id=3)
+    (early,) = submit(scheduler, read("p", check_first=True), pull_id=4)
+    answer(scheduler, early, "early")
+    done, _ = submit(scheduler, read("p"), read("q"), pull_id=5)
+    answer(scheduler, done)  # what it needs of that peer is there
+    start(alone)
+    effects = scheduler.on_peer_failed("p", code="peer_lost", detail="gone", now=1.0)
+    failures = {effect.pull_id: effect for effect in effects if isinstance(effect, TransferFailed)}
+    told = {pull_id: (each.phase, each.quarantined, each.peer) for pull_id, each in failures.items()}
+    assert told == {1: ("wire", True, "p"), 2: ("queue", True, "p"), 4: ("fence", False, "p")}
+    cancelled = {read_id for effect in effects if isinstance(effect, CancelReads) for read_id in effect.read_ids}
+    assert cancelled == {alone.read_id, half.read_id, other_half.read_id}
+    assert [effect.pull_id for effect in effects if isinstance(effect, TransferQuiesced)] == [4]
+    assert scheduler.on_peer_failed("p", code="peer_lost", detail="gone", now=1.0) == []
+    assert scheduler.open_pulls() == (1, 2, 3, 5)
+
+
+def test_a_read_that_no_chunk_was_posted_of_in_time_fails(scheduler):
+    (one,) = submit(scheduler)
+    take(one)
+    assert scheduler.tick(BUDGETS.queue_s - 0.1) == []
+    failed, cancelled = scheduler.tick(BUDGETS.queue_s + 0.6)
+    assert (failed.code, failed.phase, failed.peer) == ("deadline_exceeded", "queue", "p")
+    assert failed.detail == "queue took longer than its budget"
+    assert (failed.quarantined, failed.timings_s) == (True, {"queue": BUDGETS.queue_s + 0.6})
+    assert cancelled.read_ids == (one.read_id,)
+
+
+def test_a_read_that_the_data_plane_does_not_even_take_fails_too(scheduler):
+    """Its thread may be inside a call that does not return."""
+    submit(scheduler)
+    assert scheduler.tick(BUDGETS.queue_s - 0.1) == []
+    assert only(TransferFailed, scheduler.tick(BUDGETS.queue_s + 0.6)).phase == "queue"
+
+
+def test_a_peer_that_owes_us_nothing_has_all_the_time_in_the_world(scheduler):
+    (one,), outstanding = submit(scheduler), Outstanding()
+    start(one, 0.0, outstanding)
+    for now in range(1, 30):
+        assert scheduler.tick(float(now)) == []
+    outstanding.since = 30.0
+    assert scheduler.tick(30.0 + BUDGETS.wire_s) == []
+    failed = only(TransferFailed, scheduler.tick(30.6 + BUDGETS.wire_s))
+    assert (failed.code, failed.phase) == ("deadline_exceeded", "wire")
+
+
+def test_progress_of_the_peer_extends_the_wire_budget(scheduler):
+    (one,), outstanding = submit(scheduler), Outstanding(0.0)
+    start(one, 0.0, outstanding)
+    for now in range(1, 30):
+        outstanding.since = float(now)
+        assert scheduler.tick(now + 0.9 * BUDGETS.wire_s) == []
+    assert TransferFailed in kinds(scheduler.tick(29.6 + BUDGETS.wire_s))
+
+
+def test_each_budget_counts_from_the_start_of_its_own_phase(scheduler):
+    """Queued for almost all of one budget, read for almost all of the next, and so on: together longer than any."""
+    (one,), outstanding = submit(scheduler), Outstanding()
+    take(one)
+    assert scheduler.tick(3.9) == []
+    start(one, 3.9, outstanding)
+    outstanding.since = 3.9
+    assert scheduler.tick(6.8) == []
+    arrive(one, 6.8)
+    outstanding.since = 6.8
+    assert scheduler.tick(8.7) == []
+    assert kinds(answer(scheduler, one, now=8.7)) == [Delivered]
+
+
+def test_a_fence_that_is_not_read_in_time_fails_in_its_own_phase(scheduler):
+    (one,) = submit(scheduler)
+    arrive(one, 2.5)
+    assert scheduler.tick(2.5 + BUDGETS.fence_s) == []
+    failed = only(TransferFailed, scheduler.tick(3.1 + BUDGETS.fence_s))
+    assert (failed.code, failed.phase, failed.peer) == ("deadline_exceeded", "fence", "p")
+
+
+def test_two_ranks_of_a_pull_that_are_both_overdue_fail_it_once(scheduler):
+    reads = submit(scheduler, read("p"), read("q"))
+    for one in reads:
+        start(one)
+    effects = scheduler.tick(BUDGETS.wire_s + 1.0)
+    assert kinds(effects) == [TransferFailed, CancelReads]
+    assert effects[1].read_ids == tuple(one.read_id for one in reads)
+
+
+def test_a_read_that_does_not_end_is_not_told_of_twice(scheduler):
+    (one,) = submit(scheduler)
+    start(one)
+    assert TransferFailed in kinds(scheduler.tick(4.0))
+    for now in range(5, 30):
+        assert scheduler.tick(float(now)) == []
+    assert kinds(answer(scheduler, one, "failed", code="peer_lost")) == [TransferQuiesced]
+
+
+def test_a_stale_lease_is_told_when_the_other_ranks_are_quiet_too(scheduler):
+    one, other = submit(scheduler, read("p"), read("q"))
+    arrive(one)
+    start(other)
+    assert answer(scheduler, one, "stale", observed=EPOCH + 1) == [CancelReads((other.read_id,))]
+    assert scheduler.tick(BUDGETS.wire_s) == []
+    failed, quiesced = answer(scheduler, other)
+    assert (failed.code, failed.peer, failed.quarantined) == ("stale_lease", "p", False)
+    assert isinstance(quiesced, TransferQuiesced)
+
+
+def test_a_stale_lease_beside_a_rank_that_waits_is_told_at_once(scheduler):
+    one, other = submit(scheduler, read("p"), read("q", check_first=True))
+    answer(scheduler, other, "early")
+    assert kinds(answer(scheduler, one, "stale")) == [TransferFailed, TransferQuiesced]
+    assert scheduler.tick(10.0) == []
+
+
+def test_a_stale_lease_beside_a_hung_rank_is_told_in_the_end(scheduler):
+    one, other = submit(scheduler, read("p"), read("q"))
+    start(other)
+    answer(scheduler, one, "stale", now=1.0)
+    failed = only(TransferFailed, scheduler.tick(BUDGETS.wire_s + 2.0))
+    assert (failed.code, failed.phase, failed.quarantined) == ("deadline_exceeded", "wire", True)
+    assert (failed.peer, failed.detail) == ("q", "wire took longer than its budget")  # not the rank that answered
+    assert scheduler.tick(BUDGETS.wire_s + 4.0) == []
+    assert kinds(answer(scheduler, other, "failed", code="peer_lost")) == [TransferQuiesced]
+
+
+def test_open_pulls_are_bounded_and_draining_ones_count():
+    scheduler = Scheduler(pulls_max=1)
+    (one,) = submit(scheduler)
+    scheduler.cancel(1, code="transfer_cancelled", detail="", now=0.0)
+    with pytest.raises(CapacityExceeded, match="open pulls") as caught:
+        submit(scheduler, pull_id=2)
+    assert caught.value.limit == 1
+    scheduler.check()
+    answer(scheduler, one)
+    submit(scheduler, pull_id=2)
+    assert scheduler.open_pulls() == (2,)
+
+
+def test_a_read_that_is_lost_breaks_the_law(scheduler):
+    (one,) = submit(scheduler)
+    rank = scheduler._reads.pop(one.read_id)
+    with pytest.raises(AssertionError, match="a rank read was lost"):
+        scheduler.check()
+    scheduler._reads[one.read_id] = rank
+
+
+def crowd(count, *peers):
+    """Open so many pulls of each peer."""
+    scheduler, pull_id = Scheduler(), 0
+    for peer in peers:
+        for _ in range(count):
+            pull_id += 1
+            (one,) = submit(scheduler, read(peer, slot=pull_id), pull_id=pull_id)
+            take(one)
+    return scheduler
+
+
+def test_losing_a_peer_costs_the_same_for_each_pull_however_many_are_open():
+    def cost(count):
+        scheduler, ended = crowd(count, "p", "q"), []
+        calls = calls_of(lambda: ended.extend(scheduler.on_peer_failed("p", code="peer_lost", detail="", now=1.0)))
+        assert kinds(ended).count(TransferFailed) == count
+        return calls
+
+    assert cost(800) < 2.2 * cost(400)
+
+
+def test_a_tick_looks_only_at_what_is_due():
+    def cost(count):
+        scheduler = crowd(count, "p")
+        scheduler.tick(0.3)  # when all of them are looked at
+        return calls_of(lambda: scheduler.tick(0.31))
+
+    assert cost(400) == cost(10)
+
+
+def test_an_answer_costs_nothing_for_other_pulls():
+    def cost(count):
+        scheduler = crowd(count, "p")
+        (one,) = submit(scheduler, read("q"), pull_id=9999)
+        return calls_of(lambda: answer(scheduler, one))
+
+    assert cost(400) == cost(10)

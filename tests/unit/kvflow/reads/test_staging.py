@@ -1,0 +1,319 @@
+"""Scattering a buffer: as few copies as the target's units allow, and a defect in between loses nothing."""
+
+import logging
+
+import numpy as np
+import pytest
+
+from kvflow.errors import ConfigInvalid
+from kvflow.layout.region import Region
+from kvflow.planning.pairs import UnitPairs
+from kvflow.planning.strided_copies import AXES_MAX, Scatter
+from kvflow.reads.backend import BackendError
+from kvflow.reads.bounds import check_rows, check_scatter
+from kvflow.reads.contract import PeerAddress, PreparedList
+from kvflow.reads.core import CancelReads, PostReads, ReadCore, RemovePeer, ResetReader
+from kvflow.reads.requests import LeaseName, Part, RankRead, ReadEnded
+from kvflow.reads.staging import Scatterer, StagingMemory, evenly_spaced
+from tests.helpers.late_tensors import POLLS, LateTensors
+from tests.unit.kvflow.reads.test_core import EPOCHS, ScriptedBackend
+
+from .lane_reads import Units
+
+PIECE, SLOTS, UNITS = 16, 8, 32
+BUFFER = 4096
+
+
+@pytest.mark.parametrize(
+    ("places", "stretches"),
+    [
+        ([], []),
+        ([5], [(0, 1, 5, 0)]),
+        ([0, 8, 16], [(0, 3, 0, 8)]),
+        ([16, 8, 0], [(0, 3, 16, -8)]),
+        ([0, 8, 24, 32, 40], [(0, 2, 0, 8), (2, 3, 24, 8)]),
+        ([7, 7], [(0, 2, 7, 0)]),
+        ([0, 1, 3, 4], [(0, 2, 0, 1), (2, 2, 3, 1)]),
+    ],
+)
+def test_places_are_divided_into_stretches_of_equal_steps(places, stretches):
+    assert list(evenly_spaced(places)) == stretches
+
+
+@pytest.fixture
+def target():
+    return np.zeros(UNITS * 2 * PIECE, np.uint8)
+
+
+def staged_list(target, list_id=0, peer="p"):
+    """A unit has two pieces in a row; in the buffer they lie the other way around: all first ones, then all second."""
+    address = target.ctypes.data
+    axes = [2, SLOTS * PIECE, PIECE, *[1, 0, 0] * (AXES_MAX - 1)]
+    box = [PIECE, 0, PIECE, address, 2 * PIECE, 0, 0, *axes]
+    scatter = Scatter(np.array([box], np.int64), SLOTS, (UNITS, 1, 1))
+    source = np.array([[1 << 20, PIECE, 0, PIECE, UNITS], [1 << 21, PIECE, 0, PIECE, UNITS]])
+    buffer = np.array([[0, PIECE, 0, PIECE, SLOTS], [SLOTS * PIECE, PIECE, 0, PIECE, SLOTS]])
+    return PreparedList(list_id, peer, source, buffer, scatter=scatter, binding=Units(SLOTS, 2 * PIECE))
+
+
+@pytest.mark.parametrize("units", [[3], [0, 1, 2, 3], [9, 4, 31, 0], [7, 6, 5, 4, 3, 2, 1, 0]])
+def test_slots_are_copied_to_their_units(target, units):
+    prepared_list = staged_list(target)
+    rows = check_rows(prepared_list.source_rows), check_rows(prepared_list.target_rows)
+    region = Region(target.ctypes.data, target.nbytes)
+    checked = check_scatter(prepared_list, *rows, buffer_bytes=BUFFER, regions=[region])
+    content = np.random.default_rng(0).integers(1, 256, BUFFER, np.uint8)
+    Scatterer(checked).run(content, np.array(units, np.int32))
+    expected = np.zeros((UNITS, 2, PIECE), np.uint8)
+    expected[units] = content[: 2 * SLOTS * PIECE].reshape(2, SLOTS, PIECE).transpose(1, 0, 2)[: len(units)]
+    assert np.array_equal(target, expected.ravel())
+
+
+def test_more_staging_memory_than_there_is_names_its_setting():
+    with pytest.raises(ConfigInvalid, match="staging_bytes is 1,152,921,504,606,846,976"):
+        StagingMemory(1 << 60)
+
+
+class Bench:
+    """An owner with staging buffers over a backend that does what the test says."""
+
+    def __init__(self, target, memory=StagingMemory):
+        self.backend, self.events = ScriptedBackend(), []
+        self.memory = memory(8 * BUFFER)
+        region = Region(target.ctypes.data, target.nbytes)
+        self.memory.place([region])
+        self.core = ReadCore(self.backend, [region], self.events.append, lambda: 0.0, self.memory)
+        self.core.handle(PeerAddress("p", {}, EPOCHS))
+        self.core.handle(staged_list(target))
+        for buffer in range(8):
+            self.memory.content(buffer)[:] = 7
+        self.events.clear()
+
+    def post(self, read_id, units, peer="p"):
+        pairs = UnitPairs(np.array(units), np.array(units))
+        self.core.handle(PostReads((RankRead(read_id, peer, LeaseName(3, 0), (Part(0, pairs),)),)))
+
+    def take_all_buffers(self, target):
+        """Have four peers read more than lands; return them. Their reads are numbered from 0."""
+        peers = [f"hung{number}" for number in range(4)]
+        for number, peer in enumerate(peers):
+            self.core.handle(PeerAddress(peer, {}, EPOCHS))
+            self.core.handle(staged_list(target, peer=peer))
+            self.post(number, range(3 * SLOTS), peer)
+        for _ in range(2 * len(peers)):
+            self.step()
+        assert self.memory.use.in_use == self.memory.use.buffers
+        return peers
+
+    def land(self, outcome=0):
+        posted = self.backend.all_posted.popleft()
+        posted.outcome = outcome if isinstance(outcome, Exception) else posted.answer(outcome)
+        self.core.step()
+        self.check()
+
+    def fence(self):
+        """Post a fence, and let it arrive."""
+        self.step()
+        self.land()
+
+    def step(self):
+        self.core.step()
+        self.check()
+
+    def check(self):
+        """The law of staging, and what the transport says of it."""
+        self.core._lanes.check()
+        assert self.memory.use.in_use == self.core._lanes.staging()[0]
+
+    def seen(self):
+        words = [
+            f"{event.read_id} {event.code or event.verdict}" if isinstance(event, ReadEnded) else type(event).__name__
+            for event in self.events
+        ]
+        self.events.clear()
+        return words
+
+
+@pytest.fixture
+def bench(target):
+    return Bench(target)
+
+
+@pytest.fixture
+def late(target):
+    """The same with copies that end some polls after they were started."""
+    return Bench(target, LateTensors)
+
+
+def test_a_chunk_has_a_buffer_from_its_post_until_it_is_scattered(bench, target):
+    bench.post(1, range(2 * SLOTS))
+    bench.step()
+    bench.step()
+    assert bench.memory.use.in_use == 2
+    assert not target.any()
+    bench.land()
+    assert target.reshape(UNITS, -1).any(axis=1).tolist() == [unit < SLOTS for unit in range(UNITS)]
+    bench.land()
+    assert bench.seen() == []
+    bench.fence()
+    assert bench.seen() == ["1 held"]
+    assert target[: 2 * SLOTS * 2 * PIECE].all()
+    assert bench.memory.use.in_use == 0
+
+
+def test_nothing_is_scattered_once_a_read_is_cancelled_or_has_failed(bench, target):
+    bench.post(1, range(2 * SLOTS))
+    bench.step()
+    bench.step()
+    bench.core.handle(CancelReads((1,)))
+    assert bench.memory.use.quarantined == 2
+    assert bench.memory.use.quarantined_bytes == 2 * BUFFER
+    bench.land()
+    bench.land()
+    assert bench.seen() == ["1 cancelled"]
+    bench.post(2, range(2 * SLOTS))
+    bench.step()
+    bench.step()
+    bench.land(BackendError("peer_lost", "reset"))
+    bench.land()
+    assert bench.seen() == ["PeerFailed", "2 peer_lost"]
+    assert not target.any()
+    assert bench.memory.use.in_use == 0
+
+
+def test_a_peer_waiting_for_buffers_of_hung_peers_continues_after_a_reset(bench, target):
+    hung = bench.take_all_buffers(target)
+    assert bench.memory.use.waiting == frozenset()  # what they are to be read next waits behind what they owe
+    bench.post(9, range(2 * SLOTS))
+    assert bench.memory.use.waiting == {"p"}
+    assert not bench.memory.use.starved
+    bench.core.handle(CancelReads(tuple(range(len(hung)))))
+    for peer in hung:
+        bench.core.handle(RemovePeer(peer))
+    bench.step()
+    assert bench.memory.use.waiting == {"p"}
+    assert bench.memory.use.starved
+    bench.core.handle(ResetReader())
+    assert not bench.memory.use.starved
+    assert bench.memory.use.waiting == frozenset()
+    bench.events.clear()
+    for _ in range(2):
+        bench.step()
+        bench.land()
+    bench.fence()
+    assert bench.seen() == ["9 held"]
+    assert bench.memory.use.in_use == 0
+
+
+def test_a_peer_that_is_read_directly_waits_for_no_buffer(bench, target):
+    bench.take_all_buffers(target)
+    bench.core.handle(PeerAddress("q", {}, EPOCHS))
+    rows = np.array([[target.ctypes.data, PIECE, 0, PIECE, 1]])
+    bench.core.handle(PreparedList(0, "q", rows, rows, binding=Units(1, PIECE)))
+    bench.post(9, [0], "q")
+    assert bench.memory.use.waiting == frozenset()
+    bench.step()
+    assert bench.backend.calls[-1] == ("post", 9)
+
+
+def test_a_defect_while_scattering_ends_the_read_and_frees_its_buffer(bench, monkeypatch, caplog):
+    def defect(*_):
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr(Scatterer, "run", defect)
+    with caplog.at_level(logging.CRITICAL, "kvflow.reads.core"):
+        bench.post(1, range(SLOTS))
+        bench.step()
+        bench.land()
+    assert bench.seen() == ["1 transport_error", "PeerFailed"]
+    assert bench.memory.use.in_use == 0
+    assert not bench.core.in_flight
+
+
+def test_closing_gives_every_buffer_back(bench, target):
+    bench.post(1, range(2 * SLOTS))
+    bench.step()
+    bench.core.begin_close()
+    assert bench.memory.use.quarantined == 1
+    bench.core.end_close()
+    bench.check()
+    assert bench.seen()[-1] == "1 cancelled"
+    assert bench.memory.use.in_use == 0
+    assert not target.any()
+
+
+def test_a_buffer_is_taken_and_no_fence_posted_until_the_copies_end(late, target):
+    late.post(1, range(SLOTS))
+    late.step()
+    late.land()  # in its buffer: the copies are started
+    for _ in range(POLLS - 1):
+        assert not target.any()
+        assert late.memory.use.in_use == 1
+        assert late.core.must_poll
+        assert late.core.rest_s() == 0.0
+        assert late.backend.calls[-1] == ("post", 1)
+        late.step()
+    late.step()
+    assert target[: SLOTS * 2 * PIECE].all()
+    assert late.memory.use.in_use == 0
+    late.fence()
+    assert late.backend.calls[-1][0] == "fence"
+    assert late.seen() == ["1 held"]
+
+
+def test_other_chunks_arrive_while_one_is_copied(late, target):
+    late.post(1, range(2 * SLOTS))
+    late.step()
+    late.step()
+    late.land()
+    late.land()
+    assert len(late.memory._stage.pending) == 2
+    for _ in range(POLLS):
+        late.step()
+    late.fence()
+    assert late.seen() == ["1 held"]
+    assert target[: 2 * SLOTS * 2 * PIECE].all()
+
+
+def test_a_read_that_is_cancelled_while_it_is_copied_ends_after_the_copies(late, target):
+    late.post(1, range(SLOTS))
+    late.step()
+    late.land()
+    late.core.handle(CancelReads((1,)))
+    assert late.seen() == []
+    for _ in range(POLLS):
+        assert not target.any()
+        late.step()
+    assert late.seen() == ["1 cancelled"]
+    assert target.any(), "they were made: the blocks stay in quarantine until then"
+
+
+def test_closing_waits_for_the_copies(late, target):
+    late.post(1, range(SLOTS))
+    late.step()
+    late.land()
+    late.core.begin_close()
+    assert late.seen() == []
+    late.core.end_close()
+    assert late.memory._stage.settled == 1
+    assert target.any()
+    assert late.seen() == ["1 cancelled"]
+
+
+def test_copies_that_fail_may_write_until_a_reset_has_settled_the_device(late, target, caplog):
+    late.post(1, range(SLOTS))
+    late.step()
+    late.land()
+    late.memory._stage.failing = RuntimeError("CUDA error")
+    with caplog.at_level(logging.CRITICAL, "kvflow.reads.core"):
+        late.step()
+    assert late.seen() == ["PeerFailed"]
+    assert late.memory.use.quarantined == 1
+    for _ in range(POLLS):
+        late.step()
+    assert late.seen() == []
+    late.core.handle(ResetReader())
+    assert late.memory._stage.settled == 1
+    assert target.any()
+    assert late.seen() == ["1 transport_error", "ReaderReset"]
+    assert late.memory.use.in_use == 0

@@ -1,0 +1,289 @@
+"""The thread around a backend: what it says when the library does not return."""
+
+import os
+import queue
+import select
+import threading
+
+import numpy as np
+import pytest
+
+from kvflow.layout.region import Region
+from kvflow.planning.pairs import UnitPairs
+from kvflow.reads import thread as threaded
+from kvflow.reads.backend import Backend, PostedWork
+from kvflow.reads.contract import SERVES_NOTHING, Carrier, PeerAddress, PreparedList, Serving
+from kvflow.reads.core import RemovePeer
+from kvflow.reads.requests import LeaseName, Part, RankRead
+from kvflow.reads.staging import StagingMemory
+from kvflow.reads.thread import ThreadedTransport
+from tests.preemption import every_preemption
+
+from .lane_reads import Units
+
+PATIENCE_S = 60
+
+
+class StuckBackend(Backend):
+    """A library whose agents cannot be destroyed before it is let go."""
+
+    metadata = b"how to read me"
+    data_endpoint = ""
+
+    def __init__(self):
+        self.closing, self.let_go = threading.Event(), threading.Event()
+
+    def close(self):
+        self.closing.set()
+        assert self.let_go.wait(PATIENCE_S)
+
+
+def test_closing_waits_for_a_call_that_hangs_and_says_so(monkeypatch):
+    monkeypatch.setattr(threaded, "HANGS_S", 0.01)
+    backend = StuckBackend()
+    transport = ThreadedTransport("stuck", {"stuck": lambda *_given: backend}, lambda _event: None, StagingMemory(0))
+    transport.start([Region(4096, 64)], Region(8192, 64))
+    told, words = threading.Event(), []
+
+    def error(text, *values):
+        words.append(text % values)
+        told.set()
+
+    monkeypatch.setattr(threaded._logger, "error", error)
+    closing = threading.Thread(target=transport.close)
+    closing.start()
+    assert backend.closing.wait(PATIENCE_S)
+    assert told.wait(PATIENCE_S)
+    assert "a call into stuck that does not return" in words[0]
+    assert closing.is_alive(), "the memory may not be freed yet"
+    backend.let_go.set()
+    closing.join(PATIENCE_S)
+    assert not closing.is_alive()
+
+
+class EventBackend(StuckBackend):
+    """Has news when a test says so."""
+
+    def __init__(self):
+        super().__init__()
+        self.let_go.set()
+        self.news = os.eventfd(0)
+
+    def fileno(self):
+        return self.news
+
+
+def test_a_backend_descriptor_ends_the_pause_of_its_thread(monkeypatch):
+    steps, given, backend = queue.Queue(), [], EventBackend()
+
+    class Idle:
+        """An owner that has nothing to do."""
+
+        in_flight = must_poll = False
+
+        def __init__(self, *_given):
+            pass
+
+        def step(self):
+            if select.select([backend.news], [], [], 0)[0]:
+                os.eventfd_read(backend.news)
+            steps.put("step")
+            return False
+
+        def begin_close(self):
+            pass
+
+        def end_close(self):
+            pass
+
+    def open_backend(*values):
+        given.append(values)
+        return backend
+
+    monkeypatch.setattr(threaded, "ReadCore", Idle)
+    transport = ThreadedTransport("idle", {"idle": open_backend}, lambda _event: None, StagingMemory(0))
+    regions, epochs = (Region(4096, 64),), Region(8192, 64)
+    serving = Serving((), lambda _slot, _epoch: None, lambda _public_key: True, bytes(32))
+    transport.start(regions, epochs, serving)
+    assert given == [(regions, epochs, serving)]
+    for _ in range(3):
+        steps.get(timeout=PATIENCE_S)
+        os.eventfd_write(backend.news, 1)  # without it the thread has nothing to wait for, and sleeps for ever
+    steps.get(timeout=PATIENCE_S)
+    transport.close()
+    os.close(backend.news)
+
+
+def test_a_transport_serves_nothing_unless_it_is_told_what():
+    given = []
+    transport = ThreadedTransport(
+        "refusing", {"refusing": lambda *values: given.append(values) or 1 / 0}, lambda _event: None, StagingMemory(0)
+    )
+    with pytest.raises(ZeroDivisionError):
+        transport.start([Region(4096, 64)], Region(8192, 64))
+    assert given[0][2] is SERVES_NOTHING
+    assert SERVES_NOTHING.tracks == ()
+    assert SERVES_NOTHING.blocks_of(0, 0) is None
+    assert not SERVES_NOTHING.admits("0" * 64)
+
+
+def idle_transport(kind=ThreadedTransport, descriptor=-1):
+    """A transport whose read thread is played by the test."""
+    transport = kind("played", {}, lambda _event: None, StagingMemory(0))
+    transport._bell.watch(descriptor)
+    return transport
+
+
+@pytest.fixture(params=["lock", "descriptor"])
+def descriptor(request):
+    """What pauses wait for beside commands: nothing, or a descriptor that is never readable."""
+    if request.param == "lock":
+        yield -1
+    else:
+        silent = os.eventfd(0)
+        yield silent
+        os.close(silent)
+
+
+def taken_after_a_pause(transport, pause_s):
+    """Pause, and take what was commanded, as the read thread does."""
+    transport._bell.wait(pause_s)
+    return transport._take()
+
+
+def sleeps_on(transport):
+    """Tell whether the core would go to sleep although a command waits: it does so while nobody has woken it."""
+    return bool(transport._commands) and not has_rung(transport._bell)
+
+
+def has_rung(bell):
+    """Tell whether the next pause would end at once."""
+    rung = bell._silent.acquire(blocking=False)
+    return rung or (bell._epoll is not None and bool(bell._epoll.poll(0)))
+
+
+def unheard_commands(kind, within, descriptor=-1):
+    """Return the moments, bytecode by bytecode, at which a command waits until another one comes."""
+    unheard = []
+    for moment, preemption in enumerate(every_preemption()):
+        transport, taken = idle_transport(kind, descriptor), []
+        transport.remove_peer("first")
+        # The core is woken, and takes what is there.
+        preemption.interrupt(
+            lambda transport=transport, taken=taken: taken.extend(taken_after_a_pause(transport, -1)),
+            lambda transport=transport: transport.remove_peer("second"),
+            within=within,
+        )
+        if not preemption.happened:
+            transport.remove_peer("second")
+        if sleeps_on(transport):
+            unheard.append(moment)
+        else:
+            taken += taken_after_a_pause(transport, 0.0)
+            assert taken == [RemovePeer("first"), RemovePeer("second")]
+        transport._bell.close()
+    return unheard
+
+
+def test_a_command_wakes_the_owner_whenever_it_comes(descriptor):
+    assert unheard_commands(ThreadedTransport, threaded.__file__, descriptor) == []
+
+
+def test_a_command_that_wakes_only_an_empty_queue_is_not_heard():
+    class Careless(ThreadedTransport):
+        def _put(self, command):
+            if not self._commands:
+                super()._put(command)
+            else:
+                self._commands.append(command)
+
+    assert unheard_commands(Careless, threaded.__file__)
+
+
+def test_a_command_that_is_interrupted_by_the_owner_wakes_it_again(descriptor):
+    for preemption in every_preemption():
+        transport, taken = idle_transport(descriptor=descriptor), []
+        preemption.interrupt(
+            lambda transport=transport: transport.remove_peer("only"),
+            lambda transport=transport, taken=taken: taken.extend(taken_after_a_pause(transport, 0.0)),
+            within=threaded.__file__,
+        )
+        assert not sleeps_on(transport)
+        taken += taken_after_a_pause(transport, 0.0)
+        assert taken == [RemovePeer("only")]
+        transport._bell.close()
+
+
+def test_each_command_wakes_an_owner_that_sleeps(descriptor):
+    transport = idle_transport(descriptor=descriptor)
+    for number in range(3):
+        transport.remove_peer(str(number))
+        assert has_rung(transport._bell), "the core sleeps on"
+        assert taken_after_a_pause(transport, 0.0) == [RemovePeer(str(number))]
+
+
+class Late(PostedWork):
+    """In flight until it is asked about."""
+
+    def __init__(self, outcome):
+        self.outcome = outcome
+
+
+class LateBackend(Backend):
+    """Its posts look like those that end at once, and have not ended when they return."""
+
+    metadata = b"how to read me"
+    data_endpoint = ""
+
+    def __init__(self):
+        self.posted_by = []
+
+    def add(self, address):
+        return Carrier("late", "kind")
+
+    def ends_at_once(self, peer):
+        return True
+
+    def prepare(self, prepared):
+        pass
+
+    def post(self, chunk):
+        self.posted_by.append(threading.current_thread())
+        return Late(0)
+
+    def post_check(self, peer, first, last, reads, *, fence):
+        return Late([0] * (last + 1 - first))
+
+    def poll(self, posted):
+        return posted.outcome
+
+    def remove(self, peer, *, gone):
+        pass
+
+    def leave(self, peer):
+        pass
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize("inline_s_max", [0.0, PATIENCE_S], ids=["never inline", "inline"])
+def test_a_read_still_open_when_its_post_returns_goes_to_the_thread(inline_s_max):
+    events, backend = queue.Queue(), LateBackend()
+    transport = ThreadedTransport(
+        "late", {"late": lambda *_given: backend}, events.put, StagingMemory(0), inline_s_max=inline_s_max
+    )
+    transport.start([Region(4096, 4096)], Region(8192, 64))
+    rows = np.array([[4096, 1, 0, 1, 8]])
+    transport.add_peer(PeerAddress("p", {"late": b""}, Region(8192, 64)))
+    transport.prepare(PreparedList(1, "p", rows, rows, binding=Units(8)))
+    assert events.get(timeout=PATIENCE_S).peer == "p"
+    for read_id in range(50):  # the read thread pauses for ever in between
+        pairs = UnitPairs((3,), (4,))
+        assert transport.post([RankRead(read_id, "p", LeaseName(3, 0), (Part(1, pairs),))]) == []
+        answer = events.get(timeout=PATIENCE_S)
+        assert (answer.read_id, answer.verdict) == (read_id, "held")
+    here = [thread is threading.current_thread() for thread in backend.posted_by]
+    assert not here[0], "the first read of a connection"
+    assert any(here) == bool(inline_s_max)
+    transport.close()
