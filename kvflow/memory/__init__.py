@@ -1,1 +1,1 @@
-"""Cache memory in torch: the packed allocator and the views on it. The only package of the core that imports torch."""
+"""Cache memory in torch: the allocator, views, and adopted tensors. No other package of the core imports torch."""

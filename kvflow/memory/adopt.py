@@ -1,4 +1,4 @@
-"""A cache in memory that an engine allocated: its tensors, of any strides, described so that they can be moved."""
+"""Describe a cache in memory that an engine allocated. Its tensors may have any strides."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ def adopt(
     shard: Shard | None = None,
     axes: Mapping[str, str] | None = None,
 ) -> KVCache:
-    """Describe memory that the engine allocated as a cache; nothing is copied or written.
+    """Describe memory that the engine allocated as a cache. Nothing is copied or written.
 
     Where a component lies follows from the tensor's address and strides and from the layer's spec, with the block
     size and the padding of its group. Forms of shape, by letters (``B`` blocks, or all kernel blocks; ``R`` kernel
@@ -42,8 +42,8 @@ def adopt(
     - a latent: ``BNC``, ``BHNC``;
     - states: a list of ``[block, *shape]`` in the order of the spec, or one page of bytes, ``[block, bytes]`` or
       ``[block, 1, 1, bytes]``, which has them one after the other;
-    - several layers of one group in one tensor: the same tensor for each, with an axis ``L`` that is as long as they
-      are many, in the order of the groups.
+    - several layers of one group in one tensor: pass the same tensor for each. It has a layer axis ``L``, in the order
+      of the group.
 
     Args:
         tensors: layer name -> tensor or list of tensors, in the spec's dtype, or int8 or uint8 with the last axis in
@@ -51,16 +51,16 @@ def adopt(
         specs: layer name -> spec, of the whole model.
         groups: as ``plan_groups`` forms them when None.
         shard: which heads and tokens this rank holds; all of them when None.
-        axes: layer name -> form, where the first that fits would not be the right one.
+        axes: layer name -> form, for layers where the first form that fits is wrong.
 
     Returns:
-        A cache whose regions are the bytes that the tensors span and no others; ``bytes_per_block`` is what all of
-        them have, over the blocks.
+        A cache whose regions are exactly the bytes that the tensors span. ``bytes_per_block`` is their sum divided by
+        the number of blocks.
 
     Raises:
         ArgumentInvalid: tensors or axes are not mappings.
-        SpecInvalid: specs or groups cannot be used; or names the layer, what is wrong with its tensor, and what was
-            expected: dtype, shape, strides, blocks, device, or bytes that serve two blocks at once.
+        SpecInvalid: specs or groups cannot be used, or a tensor has the wrong dtype, shape, strides, number of blocks
+            or device, or two blocks share bytes. Names the layer, what was found and what was expected.
     """
     validate_specs(specs)
     shard = shard or Shard()
@@ -94,7 +94,7 @@ def adopt(
 
 
 class _Layer(Struct, frozen=True):
-    """What was found of one layer."""
+    """What was found for one layer."""
 
     num_blocks: int
     components: tuple[Component, ...]
@@ -104,11 +104,13 @@ class _Layer(Struct, frozen=True):
 def _forms(axes: Mapping[str, str] | None, specs: Mapping[str, CacheSpec]) -> dict[str, str]:
     """Return the forms that the caller names, by layer."""
     if axes is not None and not isinstance(axes, Mapping):
-        raise ArgumentInvalid("axes", "a mapping from layer name to axes", axes)
+        remedy = "Pass a dict from layer name to axes, such as {'layers.0': 'KBHNC'}."
+        raise ArgumentInvalid("axes", "a mapping from layer name to axes", axes, remedy=remedy)
     forms = dict(axes or {})
     for name, form in forms.items():
         if not isinstance(form, str):
-            raise ArgumentInvalid(f"axes[{name!r}]", "a string of letters, one per axis", form)
+            remedy = "Pass one letter per axis of the tensor, such as 'KBHNC'."
+            raise ArgumentInvalid(f"axes[{name!r}]", "text", form, remedy=remedy)
         if name not in specs:
             raise SpecInvalid(f"axes names layer {name!r}, which has no spec", remedy="Name layers of specs only.")
         if not has_tokens(specs[name]):
@@ -121,7 +123,7 @@ def _forms(axes: Mapping[str, str] | None, specs: Mapping[str, CacheSpec]) -> di
 
 def _read(spec: CacheSpec, shard: Shard, given: GivenLayer, form: str | None, *, listed: bool, group: int) -> _Layer:
     """Find the components of one layer in its tensors."""
-    page_bytes(spec, shard)  # padding that is too small is refused here
+    page_bytes(spec, shard, layer=given.name)  # refuses padding that is too small
     if not has_tokens(spec):
         num_blocks, components = read_states(spec, shard, given.tensors, listed=listed)
         return _Layer(num_blocks, components, tuple(_live_state(given.name, group, part) for part in components))
@@ -161,7 +163,7 @@ def _num_blocks(blocks: Mapping[str, int]) -> int:
     """Return the number of blocks that all layers have.
 
     Raises:
-        SpecInvalid: names a layer that has another number than most.
+        SpecInvalid: names a layer whose number of blocks differs from that of most layers.
     """
     counts = Counter(blocks.values())
     num_blocks = max(counts, key=lambda count: (counts[count], count))

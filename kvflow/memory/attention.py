@@ -1,4 +1,4 @@
-"""Where the keys, values and latents of a layer lie in an engine's tensors, and the scales that go with them."""
+"""Find the keys, values, latents and scales of a layer in an engine's tensors."""
 
 from collections.abc import Sequence
 
@@ -16,23 +16,24 @@ from kvflow.memory.axes import (
     blocks_of,
     described,
     forms_to_try,
+    sole_mismatch,
 )
 
 
 def read_attention(
     spec: CacheSpec, shard: Shard, tensors: Sequence[TensorLayout], place: LayerSlice, axes: str | None
 ) -> tuple[ReadTensor, ...]:
-    """Find the axes of one layer's tensors; its components have tokens.
+    """Find the axes of the tensors of a layer that keeps tokens.
 
     Args:
-        spec: with the block size of its group.
+        spec: the layer's spec, with the block size of its group.
         shard: the rank.
-        tensors: one, or keys and values apart.
-        place: of the layer, in a tensor of several.
-        axes: the form, if the caller knows better; None to try those that are usual.
+        tensors: one tensor, or one for keys and one for values.
+        place: the layer's place in a tensor of several layers.
+        axes: the form that the caller names; None tries the usual forms.
 
     Raises:
-        SpecInvalid: dtype or shape is none that the spec could have.
+        SpecInvalid: dtype or shape does not fit the spec.
     """
     sizes = [plane.cell_bytes for plane in planes(spec)]
     apart = len(tensors) > 1
@@ -50,10 +51,10 @@ def read_attention(
         "H": shard.heads(spec.components[0].shape[0]).count,
         "N": spec.kernel_tokens,
     }
-    tried = []
+    tried, nearest = [], ""
     for form in forms_to_try(spec, apart, place, axes):
         if "K" in form and len(set(sizes)) != 1:
-            continue  # keys and values of unlike size do not fit one axis of pairs
+            continue  # keys and values of different sizes do not fit one axis
         for count, position in place.choices if "L" in form else ((1, 0),):
             each = sizes if apart else [sizes[0] if "K" in form else sum(sizes)]
             wanted = [{**extents, "L": count, "C": nbytes} for nbytes in each]
@@ -62,19 +63,22 @@ def read_attention(
                 num_blocks = blocks.pop()
                 return tuple(_dense(spec, ReadTensor(t, form, position, num_blocks, extents["R"])) for t in tensors)
             tried.append(described(form, tensors, wanted))
+            if not nearest and (mismatch := sole_mismatch(form, tensors[0], wanted[0])):
+                nearest = f"Only one axis differs from {form}: {mismatch}. "
     shapes = " and ".join(str(list(tensor.shape)) for tensor in tensors)
     several = ", given for several layers of its group" if place.crosses else ""
     raise SpecInvalid(
         f"{tensors[0].path}: shape is {shapes}{several}; tried {', '.join(dict.fromkeys(tried)) or 'no form'}",
-        remedy="Give tensors of the spec's heads, tokens and head size on this rank, or name their axes (axes=).",
+        remedy=f"{nearest}Give tensors of the spec's heads, tokens and head size on this rank, "
+        "or name their axes (axes=).",
     )
 
 
 def attention_components(spec: CacheSpec, shard: Shard, found: Sequence[ReadTensor]) -> tuple[Component, ...]:
-    """Return the components of one layer with tokens, in the order of its spec.
+    """Return the components of a layer that keeps tokens, in the order of its spec.
 
     Raises:
-        SpecInvalid: elements are not aligned to their size.
+        SpecInvalid: an element is not aligned to its size.
     """
     components = []
     before = 0
@@ -95,7 +99,7 @@ def attention_components(spec: CacheSpec, shard: Shard, found: Sequence[ReadTens
                 kernel_stride=whole.kernel_stride,
                 extents=part.held_shape(shard),
                 strides=(
-                    # One head has no stride in memory; what it would be with heads outside of tokens does no harm.
+                    # One head has no stride of its own: take the stride of heads outside of tokens.
                     whole.stride("H") if "H" in whole.form else spec.kernel_tokens * whole.stride("N"),
                     whole.stride("N"),
                     whole.stride("C") if whole.tensor.item_bytes == item else item,
@@ -112,7 +116,7 @@ def attention_components(spec: CacheSpec, shard: Shard, found: Sequence[ReadTens
 def _check_dtype(spec: CacheSpec, tensor: TensorLayout) -> None:
     own = list(dict.fromkeys(part.dtype for part in spec.components))
     if len(own) > 1:
-        own = [dtype for dtype in own if ITEM_BYTES[dtype] == 1]  # cells of several dtypes are counted in bytes
+        own = [dtype for dtype in own if ITEM_BYTES[dtype] == 1]  # content of several dtypes is counted in bytes
     if tensor.dtype not in (*own, *RAW_DTYPES):
         accepted = list(dict.fromkeys((*own, *RAW_DTYPES)))
         raise SpecInvalid(
@@ -125,7 +129,7 @@ def _dense(spec: CacheSpec, found: ReadTensor) -> ReadTensor:
     """Return the tensor if its bytes can be read as the spec's elements.
 
     Raises:
-        SpecInvalid: the bytes of one element do not lie together.
+        SpecInvalid: the bytes of one element are not contiguous.
     """
     tensor = found.tensor
     if tensor.dense_content or all(ITEM_BYTES[part.dtype] == tensor.item_bytes for part in spec.components):

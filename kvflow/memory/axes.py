@@ -1,8 +1,8 @@
-"""Which axis of an engine's tensor is what: forms are tried in a fixed order, and the first that fits is taken.
+"""Find out which axis of an engine's tensor is which: try forms in a fixed order, and take the first that fits.
 
 A form is a string of letters, one per axis: ``L`` layers, ``B`` blocks, ``R`` kernel blocks of one block, ``K`` the
-pair of keys and values, ``H`` heads, ``N`` tokens, ``C`` content. Without ``R``, the blocks of a form are the
-kernel's. The extents of all axes but ``B`` follow from the spec, so that a wrong reading rarely fits at all.
+pair of keys and values, ``H`` heads, ``N`` tokens, ``C`` content. Without ``R``, ``B`` counts kernel blocks. The spec
+gives the length of every axis but ``B``, so a wrong form rarely fits.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,35 +14,46 @@ from kvflow.layout.component import Component
 from kvflow.layout.specs import ITEM_BYTES, MLA, CacheSpec
 
 LETTERS = "LBRKHNC"
+AXIS_NAMES = {
+    "L": "layers",
+    "R": "kernel blocks of one block",
+    "K": "keys and values",
+    "H": "heads on this rank",
+    "N": "tokens of one block",
+    "C": "content of one head and token",
+}
 
 LATENT_FORMS = ("BNC", "BHNC")
 PAIR_FORMS = ("BNHC", "BHNC")
-"""Of keys and values in two tensors."""
+"""Forms of keys and values in two tensors."""
 WHOLE_FORMS = ("BHNC", "KBNHC", "BKNHC", "KBHNC", "BKHNC")
-"""Of keys and values in one tensor. Tokens before heads come first: where N == H nothing else tells them apart."""
+"""Forms of keys and values in one tensor. Tokens before heads come first, because nothing distinguishes them if N ==
+H."""
 CROSS_LAYER_FORMS = (
     "LBHNC",
     "BLHNC",
     *(order + inner for order in ("LKB", "BLK", "LBK", "KLB", "KBL", "BKL") for inner in ("NHC", "HNC")),
 )
-"""Of several layers in one tensor. Layers inside of heads must be named: there may be as many layers as heads."""
+"""Forms of several layers in one tensor. A layer axis inside of heads must be named, because there may be as many
+layers as heads."""
 CROSS_LAYER_LATENT_FORMS = ("LBNC", "BLNC")
 
 RAW_DTYPES = ("uint8", "int8")
-"""Tensors of these may hold anything; their last axis is then counted in bytes."""
+"""Tensors of these dtypes may hold any type. Their last axis is then counted in bytes."""
 
 
 class TensorLayout(Struct, frozen=True):
-    """One tensor of an engine, as far as its bytes are concerned.
+    """The memory of one tensor of an engine.
 
     Attributes:
-        path: what errors name it by: the layer, with an index if the layer has a list of tensors.
+        path: its name in errors: the layer, with an index if the layer has a list of tensors.
         dtype: torch's name of the element type.
         shape: in elements.
         strides: bytes.
         region: index of the region that it lies in.
         offset: bytes from the start of the region to its first element.
-        alignment_offset: bytes from the start of the storage to the region: what torch counts elements from.
+        alignment_offset: bytes from the start of the storage to the region. torch counts elements from the start of the
+            storage.
     """
 
     path: str
@@ -60,16 +71,16 @@ class TensorLayout(Struct, frozen=True):
 
     @property
     def dense_content(self) -> bool:
-        """Whether the elements of the last axis lie side by side, so that they may be read as bytes."""
+        """Whether the last axis is contiguous, so that it can be read as bytes."""
         return self.shape[-1] == 1 or self.strides[-1] == self.item_bytes
 
 
 class LayerSlice(Struct, frozen=True):
-    """The place of one layer among those that were given the same tensor.
+    """The place of one layer among the layers that share a tensor.
 
     Attributes:
-        choices: (extent of an axis of layers, place of this one on it), in the order in which they are tried.
-        crosses: whether layers of one group share the tensor, so that it must have an axis of layers.
+        choices: (length of the layer axis, index of this layer on it), in the order in which they are tried.
+        crosses: whether layers of one group share the tensor, which then needs a layer axis.
     """
 
     choices: tuple[tuple[int, int], ...] = ((1, 0),)
@@ -80,9 +91,9 @@ class ReadTensor(Struct, frozen=True):
     """One tensor whose axes are known.
 
     Attributes:
-        tensor: it.
+        tensor: the tensor.
         form: a letter per axis.
-        layer: place on the axis of layers.
+        layer: index on the layer axis.
         num_blocks: blocks of the pool.
         kernel_blocks: of each block.
     """
@@ -94,7 +105,7 @@ class ReadTensor(Struct, frozen=True):
     kernel_blocks: int
 
     def stride(self, letter: str) -> int:
-        """Return bytes along an axis; 0 if it is not there."""
+        """Return the stride of an axis in bytes; 0 if the form does not have it."""
         at = self.form.find(letter)
         return self.tensor.strides[at] if at >= 0 else 0
 
@@ -126,15 +137,15 @@ class ReadTensor(Struct, frozen=True):
         return ((self.kernel_blocks, self.kernel_stride), *kept)
 
     def content(self, nbytes: int) -> int:
-        """Return how far along the content so many bytes of it reach in memory."""
+        """Return the distance in memory that corresponds to ``nbytes`` bytes of content."""
         return nbytes // self.tensor.item_bytes * self.stride("C")
 
 
 def aligned(component: Component, tensor: TensorLayout) -> Component:
-    """Return the component if each of its elements lies at a multiple of its size.
+    """Return the component if every element is aligned to its size.
 
     Raises:
-        SpecInvalid: some do not, so that no tensor of its dtype can name them.
+        SpecInvalid: an element is not, so no tensor of its dtype can contain it.
     """
     steps = [stride for extent, stride in zip(component.extents, component.strides, strict=True) if extent > 1]
     start = tensor.alignment_offset + component.offset
@@ -166,7 +177,7 @@ def check_axes(path: str, spec: CacheSpec, axes: str, *, apart: bool) -> None:
     """Check a form that the caller names.
 
     Raises:
-        SpecInvalid: it is not one, or lacks an axis that the spec needs.
+        SpecInvalid: it is not a form, or lacks an axis that the spec needs.
     """
     latent = isinstance(spec, MLA)
     needed = "BNC" if latent else "BHNC"
@@ -180,7 +191,7 @@ def check_axes(path: str, spec: CacheSpec, axes: str, *, apart: bool) -> None:
 
 
 def blocks_of(form: str, tensor: TensorLayout, extents: Mapping[str, int]) -> int:
-    """Return how many blocks a tensor of that form has; 0 if it does not have the form."""
+    """Return the number of blocks of a tensor, if it has this form; otherwise 0."""
     if len(form) != len(tensor.shape):
         return 0
     found = dict(zip(form, tensor.shape, strict=True))
@@ -192,8 +203,24 @@ def blocks_of(form: str, tensor: TensorLayout, extents: Mapping[str, int]) -> in
     return 0 if blocks % merged else blocks // merged
 
 
+def sole_mismatch(form: str, tensor: TensorLayout, extents: Mapping[str, int]) -> str:
+    """Describe the only axis whose length does not fit a form; return empty text if several do not, or none."""
+    if len(form) != len(tensor.shape):
+        return ""
+    found = dict(zip(form, tensor.shape, strict=True))
+    wrong = [letter for letter in form if letter != "B" and found[letter] != _elements(letter, tensor, extents)]
+    if len(wrong) != 1:
+        return ""
+    letter = wrong[0]
+    return f"axis {letter} ({AXIS_NAMES[letter]}) is {found[letter]}, expected {_elements(letter, tensor, extents):g}"
+
+
+def _elements(letter: str, tensor: TensorLayout, extents: Mapping[str, int]) -> float:
+    return extents[letter] / (tensor.item_bytes if letter == "C" else 1)
+
+
 def described(form: str, tensors: Sequence[TensorLayout], wanted: Sequence[Mapping[str, int]]) -> str:
-    """Write a form with the extents that the spec asks for, for example ``KBNHC = [2, B, 16, 8, 64]``."""
+    """Write a form with the lengths that the spec requires, for example ``KBNHC = [2, B, 16, 8, 64]``."""
     texts = []
     for tensor, extents in zip(tensors, wanted, strict=True):
         multiple = "" if "R" in form or extents["R"] == 1 else f"{extents['R']} * "

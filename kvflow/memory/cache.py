@@ -1,6 +1,6 @@
-"""A cache in memory: one backing allocation, and views that alias it."""
+"""A cache in memory: one allocation, and views of it."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -13,26 +13,29 @@ from kvflow.layout.region import Region
 from kvflow.layout.shards import Shard
 from kvflow.layout.specs import CacheSpec
 from kvflow.layout.views import View
+from kvflow.memory.device import TorchDeviceOrder
 from kvflow.memory.mapping import ask_for_huge_pages, bytes_in_huge_pages, huge_page_size, map_bytes
+from kvflow.reprs import counted
 
 Tensors = torch.Tensor | list[torch.Tensor]
-"""One layer's cache as its backend wants it; a list for states."""
+"""One layer's cache in the form of its attention backend; a list for states."""
 
 
 class KVCache:
     """The memory of one rank's cache and its description.
 
     Attributes:
-        groups: in the order in which block ids are given.
-        views: layer name -> tensor, as an attention backend wants it. ``kv="content"``: logical shape
+        groups: in the order of block id lists.
+        views: layer name -> tensor, in the form that an attention backend expects. ``kv="content"``: logical shape
             ``[block, head, token, 2 * head_size]``, K before V. ``kv="split"``: ``[2, block, token, head,
             head_size]``; ``kv="block_split"``: ``[block, 2, token, head, head_size]``. A latent: ``[block, token,
             head_size]``. States: a list of ``[block, *shape]``. Logical shapes do not depend on the layout; strides do.
-        bytes_per_block: of the backing allocation, all groups overlaid.
+        bytes_per_block: bytes of the allocation per block; all groups share them.
         num_blocks: blocks in the pool.
         storages: the memory itself, uint8, one per region of the manifest.
 
-    Thread: immutable after construction; the bytes belong to whoever holds the block.
+    Thread: any; a cache does not change after construction. The bytes of a block belong to the caller that holds its
+        id.
     """
 
     def __init__(
@@ -56,22 +59,28 @@ class KVCache:
             for part in layer.components
         }
 
+    def __repr__(self) -> str:
+        """Return the layers, the size and the device."""
+        layers = f"{counted(len(self.views), 'layer')} in {counted(len(self.groups), 'group')}"
+        blocks = f"{counted(self.num_blocks, 'block')} of {self.bytes_per_block:,} bytes"
+        return f"<KVCache: {layers}, {blocks} on {self.backing.device}>"
+
     @property
     def backing(self) -> torch.Tensor:
-        """The allocation itself, flat, uint8; of adopted memory, the first region."""
+        """The allocation as a flat uint8 tensor; for adopted memory, the first region."""
         return self.storages[0]
 
     @property
     def huge_page_bytes(self) -> int:
-        """Bytes of host memory that lie in huge pages at this moment, as Linux tells; 0 where there are none."""
+        """Bytes of host memory that are in huge pages now, as Linux reports; 0 where there are none."""
         return bytes_in_huge_pages(self._host_memory())
 
     def ask_for_huge_pages(self) -> int:
-        """Have the kernel put huge pages under the cache's host memory, and return ``huge_page_bytes``.
+        """Ask the kernel for huge pages for the cache's host memory, and return ``huge_page_bytes``.
 
-        For adopted memory; ``allocate`` asks by itself. Call it before the worker is opened, because memory that is
-        registered may be pinned. Pages that were written before become huge at the cost of a copy, and only from Linux
-        6.1 on. What the kernel refuses stays as it is; this is no error.
+        Use it for adopted memory; ``allocate`` asks automatically. Call it before you open the worker, because
+        registered memory may be pinned. Linux 6.1 and later copies pages that were written before into huge pages. It
+        is not an error if the kernel refuses.
         """
         for address, nbytes in self._host_memory():
             ask_for_huge_pages(address, nbytes, now=True)
@@ -81,14 +90,35 @@ class KVCache:
         return [(storage.data_ptr(), storage.nbytes) for storage in self.storages if storage.device.type == "cpu"]
 
     def manifest(self) -> Manifest:
-        """Return the canonical KV metadata; needs no worker."""
+        """Return the description of the cache that peers get. It needs no worker."""
         return self._manifest
 
-    def component(self, layer: str, role: str) -> torch.Tensor:
-        """Return one component in canonical axes, a view: ``[block, head held here, token, content]``, or a state's.
+    def write_marker(self) -> Callable[[], Callable[[], bool]] | None:
+        """Return what marks the writes of a device, so that no lease is held before they are complete.
 
-        Where the kernel's blocks are smaller, they count as blocks, or are an axis behind them if no one stride
-        reaches them all.
+        To call it marks the end of the work that the calling thread's current stream has been given, and returns a
+        function that tells whether the device has done this work. Neither waits. The function may be called from any
+        thread. Offer the blocks of a request when the mark after their last write has passed.
+
+        Returns:
+            None if the cache lies in host memory.
+        """
+        devices = {region.device for region in self._manifest.regions if region.memory == "VRAM"}
+        orders = [TorchDeviceOrder(device) for device in sorted(devices)]
+
+        def mark() -> Callable[[], bool]:
+            marks = [order.mark() for order in orders]
+            return lambda: all(is_passed() for is_passed in marks)
+
+        return mark if orders else None
+
+    def component(self, layer: str, role: str) -> torch.Tensor:
+        """Return a view of one component in canonical axes.
+
+        The axes are ``[block, head held here, token, content]``, or those of a state.
+
+        Smaller kernel blocks count as blocks. If no single stride reaches all of them, they are an axis after the
+        blocks.
 
         Raises:
             KeyError: the layer or the role is not there.
@@ -104,7 +134,7 @@ class KVCache:
         return strided(self.storages[part.region], View(part.dtype, shape, strides, part.offset))
 
     def held(self, layer: str, role: str) -> tuple[int, int, int]:
-        """Return ``(first, count, total)`` along the sharded axis; ``(0, 1, 1)`` for what is not divided.
+        """Return ``(first, count, total)`` along the sharded axis; ``(0, 1, 1)`` if the component is not divided.
 
         Raises:
             KeyError: the layer or the role is not there.
@@ -123,16 +153,16 @@ def allocate(
     groups: Sequence[Group] | None = None,
     shard: Shard | None = None,
     device: str = "cpu",
-    enable_cross_layers_blocks: bool | str = False,
+    enable_cross_layers_blocks: bool = False,
     apart: Collection[str] = (),
     alignment: int = 1,
     huge_pages: Literal["auto", "never"] = "auto",
 ) -> KVCache:
-    """Allocate a zeroed cache: one backing allocation, layers of different groups overlaid.
+    """Allocate a zeroed cache in one allocation. Layers of different groups share its bytes.
 
     Args:
         specs: layer name -> spec, in model order.
-        num_blocks: blocks in the pool; or give ``memory_bytes``.
+        num_blocks: blocks in the pool; give either this or ``memory_bytes``.
         memory_bytes: budget of the backing allocation in bytes.
         layout: ``LBNHC``, ``LBHNC`` (a tensor per layer), ``BLHNC``, ``BLNHC``, ``BHLNC`` (one row per block)
             or ``auto``.
@@ -141,11 +171,11 @@ def allocate(
         groups: as ``plan_groups`` forms them when None.
         shard: which heads and tokens this rank holds; all of them when None.
         device: torch's name of the device.
-        enable_cross_layers_blocks: with ``auto``, choose a packed layout; a string such as ``"True"`` will do.
-        apart: layers that get a tensor of their own also in a packed layout, because their backend wants it so.
-        alignment: bytes that the stride of a row is a multiple of.
-        huge_pages: ``auto`` puts huge pages under host memory where the platform has them, ``KVCache.huge_page_bytes``
-            says how many it got; ``never`` does not ask for them.
+        enable_cross_layers_blocks: with ``auto``, choose a packed layout.
+        apart: layers that get separate tensors even in a packed layout, because their backend requires it.
+        alignment: the stride of a row is a multiple of this many bytes.
+        huge_pages: ``auto`` asks for huge pages for host memory; ``KVCache.huge_page_bytes`` returns what it got.
+            ``never`` does not ask.
 
     Raises:
         SpecInvalid: names the field that cannot be used.
@@ -174,15 +204,24 @@ def allocate(
 
 
 def _zeros(nbytes: int, device: torch.device, *, huge: bool) -> torch.Tensor:
-    """Return zeroed memory of which every page is there, so that no read waits for one."""
+    """Return zeroed memory with every page present, so that no read waits for a page."""
     if huge and device.type == "cpu" and nbytes >= huge_page_size() > 0:
         return torch.from_numpy(map_bytes(nbytes, huge=True)).zero_()
     return torch.zeros(nbytes, dtype=torch.uint8, device=device)
 
 
 def region_of(storage: torch.Tensor) -> Region:
-    """Return where a flat tensor of bytes lies."""
+    """Return where a flat tensor of bytes lies.
+
+    Raises:
+        SpecInvalid: it is on a device that no data plane reads.
+    """
     device = storage.device
+    if device.type not in {"cpu", "meta", "cuda"}:  # torch calls ROCm devices cuda, too
+        raise SpecInvalid(
+            f"the cache is in the memory of device {str(device)!r}: expected cpu or cuda",
+            remedy="Serve on a CPU, or on a GPU with CUDA or ROCm.",
+        )
     return Region(
         address=storage.data_ptr(),
         nbytes=storage.nbytes,
@@ -192,10 +231,11 @@ def region_of(storage: torch.Tensor) -> Region:
 
 
 def strided(storage: torch.Tensor, view: View) -> torch.Tensor:
-    """View bytes of a flat tensor as a view says: its strides and offset are in bytes."""
+    """Return a view of a flat tensor of bytes. The strides and the offset of ``view`` are in bytes."""
     dtype = getattr(torch, view.dtype)
     size = dtype.itemsize
-    # A region of adopted memory may begin anywhere in its storage, and elements are counted from the storage's start.
+    # A region of adopted memory may begin anywhere in its storage, but torch counts elements from the start of the
+    # storage.
     offset = (int(storage.storage_offset()) + view.offset) // size
     strides = [stride // size for stride in view.strides]
     empty = torch.empty(0, dtype=dtype, device=storage.device)

@@ -1,29 +1,32 @@
-"""Copies between a GPU and host memory by torch, for a data plane that moves bytes of host memory only.
+"""Copy between a GPU and host memory with torch, for a data plane that moves host memory only.
 
-**Not yet run on a GPU.** The arithmetic is tested on the host; what torch and CUDA do is not (tests/integration/
-test_tcp_device.py runs it with ``KVFLOW_TEST_MEMORY=VRAM``).
+**Not yet run on a GPU.** The arithmetic is tested on the host. The calls of torch and CUDA are not;
+tests/integration/test_tcp_device.py runs them with ``KVFLOW_TEST_MEMORY=VRAM``.
 
-Each thread has a stream of its own for each device, which waits for no other stream, and which none waits for: a lease
-says that its blocks are written, and a read that has ended that they may be used. Each thread also has one pinned
-buffer, because a copy from or to other host memory is slow and may end after the call that orders it.
+Each thread has one stream per device. The stream does not synchronize with others: a lease guarantees that its blocks
+are written, and the end of a read that they may be used. Each thread also has one pinned buffer, because a copy from or
+to other host memory is slow and may end after the call that starts it.
 """
 
+import ctypes
+import re
 import threading
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
 
+from kvflow.errors import ConfigInvalid, TransportUnavailable
 from kvflow.layout.region import Region
 
 
 class TorchDeviceMemory:
-    """See ``kvflow.transport.device.DeviceMemory``.
+    """See ``kvflow.reads.device.DeviceMemory``.
 
     Args:
-        regions: those in VRAM are used; the memory outlives this object.
-        staging_bytes: of the pinned buffer of each thread and device, which its first copy allocates.
+        regions: only those in VRAM are used; the memory must outlive this object.
+        staging_bytes: size of the pinned buffer of each thread and device. The first copy allocates it.
     """
 
     def __init__(self, regions: Sequence[Region], staging_bytes: int) -> None:
@@ -48,13 +51,78 @@ class TorchDeviceMemory:
         return lane
 
 
+_WRITES_ORDERING = 118
+"""GPU_DIRECT_RDMA_WRITES_ORDERING: from ``_TO_OWNER`` on, the device sees remote writes in order."""
+
+_TO_OWNER = 100
+
+
+class TorchDeviceOrder:
+    """See ``kvflow.reads.device.DeviceOrder``.
+
+    Args:
+        device: torch's index of the device.
+    """
+
+    def __init__(self, device: int) -> None:
+        self._device = device
+        self._make_visible: Callable[[], object] | None = None
+
+    def enter(self) -> None:
+        """See ``DeviceOrder.enter``.
+
+        Raises:
+            TransportUnavailable: torch cannot use the device.
+        """
+        try:
+            torch.cuda.set_device(self._device)
+        except (AttributeError, AssertionError, RuntimeError) as error:  # a build without CUDA lacks the function
+            remedy = "Install a build of torch for this GPU, and check CUDA_VISIBLE_DEVICES."
+            raise TransportUnavailable(f"torch cannot use device {self._device}: {error}", remedy=remedy) from error
+
+    def settle(self) -> None:
+        """See ``DeviceOrder.settle``. It covers every stream of the process, including those of UCX."""
+        torch.cuda.synchronize(self._device)
+
+    def mark(self) -> Callable[[], bool]:
+        """See ``KVCache.write_marker``."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+
+        def is_passed() -> bool:
+            with torch.cuda.device(self._device):  # a thread without one may open a context on device 0
+                return bool(event.query())  # type: ignore[no-untyped-call]
+
+        return is_passed
+
+    def make_visible(self) -> None:
+        """See ``DeviceOrder.make_visible``. Most CUDA devices need nothing for it."""
+        if self._make_visible is None:
+            self._make_visible = self.settle if torch.version.hip else _flush_of(self._device)
+        self._make_visible()
+
+
+def _flush_of(device: int) -> Callable[[], object]:
+    """Return a function that makes remote writes visible to the current CUDA device, if that needs a call."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    ordering = ctypes.c_int()
+    if driver.cuDeviceGetAttribute(ctypes.byref(ordering), _WRITES_ORDERING, device) or ordering.value >= _TO_OWNER:
+        return lambda: None
+
+    def flush() -> None:
+        if failed := driver.cuFlushGPUDirectRDMAWrites(0, _TO_OWNER):
+            raise RuntimeError(f"cuFlushGPUDirectRDMAWrites failed with {failed}")
+
+    return flush
+
+
 class _Lane:
-    """What one thread needs to copy from and to one device."""
+    """The stream and the pinned buffer of one thread and one device."""
 
     def __init__(self, regions: Sequence[Region], device: int, staging_bytes: int) -> None:
         regions = sorted(regions, key=lambda region: region.address)
         self._starts = [region.address for region in regions]
-        self._memory = [_wrapped(region) for region in regions]
+        self._memory = [wrapped(region) for region in regions]
         self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._staging = _pinned(staging_bytes)
         self._host = self._staging.numpy()
@@ -81,7 +149,7 @@ class _Lane:
         for address, nbytes in parts:
             number = bisect_right(self._starts, address) - 1
             offset = address - self._starts[number]
-            # narrow, unlike a slice, refuses what leaves the tensor.
+            # Unlike a slice, ``narrow`` refuses a range outside the tensor.
             yield self._staging.narrow(0, at, nbytes), self._memory[number].narrow(0, offset, nbytes)
             at += nbytes
 
@@ -98,7 +166,7 @@ class _Span:
         }
 
 
-def _wrapped(region: Region) -> torch.Tensor:
+def wrapped(region: Region) -> torch.Tensor:
     """Return a region as a flat tensor of bytes, which does not own it."""
     device = torch.device("cuda", region.device)
     with torch.cuda.device(device):
@@ -110,3 +178,32 @@ def _wrapped(region: Region) -> torch.Tensor:
 
 def _pinned(nbytes: int) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+
+def require_device(name: str) -> None:
+    """Check that a cache can be allocated on a device.
+
+    Raises:
+        ConfigInvalid: it cannot; names the device.
+    """
+    if not re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?", name):  # torch calls those of ROCm cuda as well
+        raise ConfigInvalid(f"device is {name!r}: expected cpu, cuda or cuda:NUMBER", remedy="Use one of these.")
+    try:
+        torch.empty(1, device=name)
+    except (AssertionError, RuntimeError) as error:  # a build without CUDA fails an assertion
+        reason = str(error).partition("\n")[0]
+        remedy = "Install a build of torch for this GPU, and check CUDA_VISIBLE_DEVICES and nvidia-smi."
+        raise ConfigInvalid(f"torch cannot use the device {name!r}: {reason}", remedy=remedy) from error
+
+
+def visible_devices() -> tuple[tuple[str, ...], str, str]:
+    """Return the names of the GPUs that torch can use, what torch was built for, and why it can use none."""
+    hip = getattr(torch.version, "hip", None)
+    built_for = f"ROCm {hip}" if hip else f"CUDA {torch.version.cuda}" if torch.version.cuda else ""
+    refusal = ""
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # unlike is_available, it says why not
+    except (AssertionError, RuntimeError) as error:
+        refusal = str(error).partition("\n")[0]
+    names = () if refusal else tuple(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+    return names, built_for, refusal

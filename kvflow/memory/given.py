@@ -1,4 +1,4 @@
-"""What an engine hands over: a tensor or a list of them per layer, checked, and described without torch."""
+"""Check the tensors that an engine passes, one or a list per layer, and describe them without torch."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -16,12 +16,12 @@ TensorKey = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype, torch.devi
 
 
 class GivenLayer(Struct, frozen=True):
-    """What was given for one layer.
+    """The tensors that were given for one layer.
 
     Attributes:
-        name: of the layer.
+        name: name of the layer.
         tensors: at least one.
-        place: of the layer among those that were given the same tensor.
+        place: place of the layer among the layers that share a tensor.
     """
 
     name: str
@@ -29,20 +29,24 @@ class GivenLayer(Struct, frozen=True):
     place: LayerSlice
 
 
+_TENSORS = "Pass the tensors of the engine's cache, which hold its memory."
+
+
 def check_tensors(tensors: Mapping[str, object], layers: Collection[str]) -> dict[str, list[torch.Tensor]]:
     """Return the tensors of each layer as a list.
 
     Args:
         tensors: layer name -> tensor, or list or tuple of tensors.
-        layers: names that must all be there, and no others.
+        layers: the names that ``tensors`` must have, and no others.
 
     Raises:
-        ArgumentInvalid: tensors is no mapping.
-        SpecInvalid: a layer is missing or too many, has something else than tensors in memory, or has them on
+        ArgumentInvalid: ``tensors`` is not a mapping.
+        SpecInvalid: a layer is missing or unknown, has something other than tensors in memory, or has tensors on
             several devices.
     """
     if not isinstance(tensors, Mapping):
-        raise ArgumentInvalid("tensors", "a mapping from layer name to tensor", tensors)
+        remedy = "Pass a dict from layer name to tensor, or to a list of tensors."
+        raise ArgumentInvalid("tensors", "a mapping from layer name to tensor", tensors, remedy=remedy)
     missing, extra = set(layers) - set(tensors), set(tensors) - set(layers)
     if missing or extra:
         raise SpecInvalid(
@@ -54,7 +58,7 @@ def check_tensors(tensors: Mapping[str, object], layers: Collection[str]) -> dic
     for name, value in tensors.items():
         values = list(value) if isinstance(value, list | tuple) else [value]
         if not values:
-            raise SpecInvalid(f"{name}: found an empty list; expected a tensor, or one per state")
+            raise SpecInvalid(f"{name}: found an empty list; expected a tensor, or one per state", remedy=_TENSORS)
         found = [_checked(_path(name, index, values), each) for index, each in enumerate(values)]
         if len({tensor.device for tensor in found}) > 1:
             devices = [str(tensor.device) for tensor in found]
@@ -66,10 +70,10 @@ def check_tensors(tensors: Mapping[str, object], layers: Collection[str]) -> dic
 def describe_tensors(
     given: Mapping[str, Sequence[torch.Tensor]], groups: Sequence[Group]
 ) -> tuple[dict[str, GivenLayer], list[torch.Tensor]]:
-    """Return each layer's tensors with their places in regions, and the memory of the regions.
+    """Return where each layer's tensors lie in regions, and the memory of the regions.
 
     Raises:
-        SpecInvalid: a storage ends before its tensor does, layers of one group are in memory of several kinds, or
+        SpecInvalid: a storage is shorter than its tensor, layers of one group are in several kinds of memory, or
             storages overlap.
     """
     _check_memory_kinds(given, groups)
@@ -95,16 +99,18 @@ def describe_tensors(
 
 
 def _checked(path: str, tensor: object) -> torch.Tensor:
-    """Return the tensor if it has elements in memory, of a dtype that a cache can have."""
+    """Return the tensor if it has elements in memory, and a dtype that a cache can have."""
     if not isinstance(tensor, torch.Tensor):
-        raise SpecInvalid(f"{path}: found {type(tensor).__name__}; expected a torch tensor")
+        raise SpecInvalid(f"{path}: found {type(tensor).__name__}; expected a torch tensor", remedy=_TENSORS)
     if tensor.layout != torch.strided or tensor.device.type == "meta":
         kind = "meta" if tensor.device.type == "meta" else str(tensor.layout)
-        raise SpecInvalid(f"{path}: found a {kind} tensor; expected a strided one in memory")
+        raise SpecInvalid(f"{path}: found a {kind} tensor; expected a strided one in memory", remedy=_TENSORS)
     if _dtype(tensor) not in ITEM_BYTES:
-        raise SpecInvalid(f"{path}: dtype is {_dtype(tensor)}; expected one of {', '.join(ITEM_BYTES)}")
+        remedy = "Give the cache in a supported dtype, or as bytes (tensor.view(torch.uint8))."
+        raise SpecInvalid(f"{path}: dtype is {_dtype(tensor)}; expected one of {', '.join(ITEM_BYTES)}", remedy=remedy)
     if not tensor.numel() or not tensor.dim():
-        raise SpecInvalid(f"{path}: shape is {list(tensor.shape)}; expected axes of at least one element each")
+        shape = list(tensor.shape)
+        raise SpecInvalid(f"{path}: shape is {shape}; expected axes of at least one element each", remedy=_TENSORS)
     return tensor
 
 
@@ -117,7 +123,7 @@ def _path(name: str, index: int, found: Sequence[object]) -> str:
 
 
 def _check_memory_kinds(given: Mapping[str, Sequence[torch.Tensor]], groups: Sequence[Group]) -> None:
-    """Check that no group is partly in host memory: one transfer reads one kind of memory."""
+    """Check that each group is in one kind of memory, because one transfer reads one kind."""
     for group in groups:
         first, *others = group.layers
         kind = given[first][0].device.type
@@ -131,9 +137,9 @@ def _check_memory_kinds(given: Mapping[str, Sequence[torch.Tensor]], groups: Seq
 
 
 def _places(given: Mapping[str, Sequence[torch.Tensor]], groups: Sequence[Group]) -> dict[str, LayerSlice]:
-    """Return the place of each layer among those that were given the same tensor.
+    """Return the place of each layer among the layers that share its tensor.
 
-    An axis of layers counts either all of them or, where groups share its memory, those of one group.
+    A layer axis counts all of them, or those of one group if groups share its memory.
     """
     keys = {name: _key(found[0]) for name, found in given.items() if len(found) == 1}
     totals = Counter(keys.values())

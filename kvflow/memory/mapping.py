@@ -1,8 +1,8 @@
-"""Memory in a mapping of its own, and huge pages under it.
+"""Allocate memory in a separate mapping, and ask for huge pages.
 
 The kernel copies a process's memory page by page, so another process's cache is read faster if its pages are huge. If
 the kernel's setting is ``madvise``, memory gets huge pages only if its process asks for them. It gets them at once only
-where nothing was written before.
+for pages that were never written.
 """
 
 import ctypes
@@ -18,14 +18,14 @@ import numpy.typing as npt
 _SIZE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 _MAPS = Path("/proc/self/smaps")
 _COLLAPSE = 25
-"""MADV_COLLAPSE, since Linux 6.1: makes pages that were written before huge, now."""
+"""MADV_COLLAPSE, since Linux 6.1: copies pages that were written before into huge pages now."""
 
 _libc = ctypes.CDLL(None)
 
 
 @cache
 def huge_page_size() -> int:
-    """Return the bytes of a huge page; 0 where the platform has none that a process may ask for."""
+    """Return the size of a huge page; 0 if the platform has none that a process may ask for."""
     try:
         return int(_SIZE.read_text())
     except (OSError, ValueError):
@@ -33,17 +33,18 @@ def huge_page_size() -> int:
 
 
 def map_bytes(nbytes: int, *, huge: bool = False) -> npt.NDArray[np.uint8]:
-    """Return zeroed memory that begins at a page and shares no page with other memory; it is freed with the array.
+    """Return zeroed memory that starts at a page boundary and shares no page with other memory.
 
     Args:
         nbytes: 1 or more.
-        huge: begin at a huge page, and ask for such pages; changes nothing where there are none.
+        huge: start at the boundary of a huge page, and ask for huge pages; no effect where there are none.
 
     Raises:
-        OSError: there is not so much memory.
+        OSError: there is not enough memory.
     """
     size = huge_page_size() if huge else 0
-    # Private, or a forked child would write into it. The bytes before and behind the array are never touched.
+    # Private, because a forked child would otherwise write into it. The bytes before and after the array are never
+    # touched.
     mapping = mmap.mmap(-1, nbytes + size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     address = np.ndarray(1, np.uint8, mapping).ctypes.data
     array: npt.NDArray[np.uint8] = np.ndarray(nbytes, np.uint8, mapping, -address % size if size else 0)
@@ -53,12 +54,12 @@ def map_bytes(nbytes: int, *, huge: bool = False) -> npt.NDArray[np.uint8]:
 
 
 def ask_for_huge_pages(address: int, nbytes: int, *, now: bool = False) -> None:
-    """Ask for huge pages under the part of a range that can have them. What is refused stays as it is.
+    """Ask for huge pages for the part of a range that can have them. It is not an error if the kernel refuses.
 
     Args:
-        address: of the range.
-        nbytes: of the range.
-        now: also make pages huge that were written before, at the cost of a copy; needs Linux 6.1.
+        address: start of the range.
+        nbytes: length of the range.
+        now: also copy pages that were written before into huge pages; needs Linux 6.1.
     """
     size = huge_page_size()
     if not size:
@@ -70,13 +71,13 @@ def ask_for_huge_pages(address: int, nbytes: int, *, now: bool = False) -> None:
 
 
 def bytes_in_huge_pages(ranges: Sequence[tuple[int, int]]) -> int:
-    """Return how many bytes of ranges lie in huge pages at this moment; 0 where the platform does not tell.
+    """Return how many bytes of ranges are in huge pages now; 0 if the platform does not report it.
 
-    The kernel counts the huge pages of whole mappings. If a mapping is larger than a range, this is the most that the
-    range can have.
+    The kernel counts the huge pages of whole mappings. If a mapping is larger than a range, the result is an upper
+    bound.
 
     Args:
-        ranges: address and bytes of each.
+        ranges: address and length of each range.
     """
     try:
         text = _MAPS.read_text()

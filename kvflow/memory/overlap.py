@@ -1,14 +1,14 @@
-"""No byte serves two blocks, nor two components of one group: checked for memory that an engine laid out.
+"""Check that no byte belongs to two blocks, or to two components of one group, in memory that an engine laid out.
 
-Method. Each tensor of each layer is an affine map, checked by itself first: every stride must step over all that
-lies below it, so that no two of its elements meet. It is then cut at the axes outside of blocks into *pieces*: runs
+Method. Each tensor of each layer is an affine map. First it is checked alone: every stride must be at least the extent
+below it, so that no two of its elements overlap. It is then cut at the axes outside of blocks into *pieces*: runs
 of bytes that recur every block stride. Pieces whose bytes interleave must recur at one stride, S. Taken modulo S,
 each run of block ``b`` is an interval with the number of the row, counted from ``b``, that it lies in. Two pieces
-share a byte only where their intervals intersect, and then at one block id only if the rows are equal. So two sorts
-of one interval per run decide for blocks of every id, however many there are.
+share a byte only where their intervals intersect, and then at one block id only if the rows are equal. So two sorts of
+one interval per run decide for all block ids.
 
-It is sound: nothing that overlaps passes. It is not complete: pieces that interleave at different strides, and maps
-whose axes interleave with each other, are refused even where no two bytes meet. No engine lays out memory so.
+The check is sound: it refuses every overlap. It is not complete: it also refuses pieces that interleave at different
+strides, and maps whose axes interleave, even if they share no byte. No known engine lays out memory so.
 """
 
 import math
@@ -24,25 +24,26 @@ from kvflow.errors import SpecInvalid
 Int64s = npt.NDArray[np.int64]
 
 PIECES_MAX = 1 << 12
-"""Pieces of one tensor: layers, keys and values, and heads outside of blocks. More have blocks among their elements."""
+"""How many pieces one tensor may have: layers, keys and values, and heads outside of blocks."""
 
 RUNS_MAX = 1 << 16
-"""Runs of one piece, 16 per token and head of a large block. Beyond, the gaps between them count as occupied."""
+"""How many runs one piece may have: 16 per token and head of a large block. If there are more, the gaps count as
+occupied."""
 
 ONE_BLOCK = 1 << 62
-"""Stride of a pool of one block: nothing recurs."""
+"""The stride of a pool of one block, in which nothing recurs."""
 
 
 class LiveBytes(Struct, frozen=True):
-    """What one tensor holds of one layer.
+    """The bytes of one layer in one tensor.
 
     Attributes:
-        path: what errors name it by.
+        path: its name in errors.
         group: index.
         region: index.
         offset: bytes from the start of the region to the first byte of block 0.
         block_stride: bytes.
-        axes: of one block, (extent, stride in bytes).
+        axes: the axes of one block, as (length, stride in bytes).
         item_bytes: bytes of one element.
     """
 
@@ -59,10 +60,10 @@ class _Piece(Struct, frozen=True):
     """Runs that recur every block stride.
 
     Attributes:
-        owner: index of what they belong to.
-        start: address of the first byte, on an axis where regions are apart.
-        lows: of its runs, from the start.
-        run_bytes: of each run.
+        owner: index of the ``LiveBytes`` that they belong to.
+        start: address of the first byte, on an axis on which regions do not touch.
+        lows: where its runs begin, in bytes from ``start``.
+        run_bytes: length of each run.
     """
 
     owner: int
@@ -72,9 +73,9 @@ class _Piece(Struct, frozen=True):
 
 
 def check_overlaps(live: Sequence[LiveBytes], *, num_blocks: int, region_bytes: Sequence[int]) -> None:
-    """Check that no byte serves two blocks, nor two things in one block of one group.
+    """Check that no byte belongs to two blocks, or to two components in one block of one group.
 
-    Layers of different groups may have the same bytes under the same block id.
+    Layers of different groups may share the bytes of a block id.
 
     Args:
         live: everything that is read or written.
@@ -82,7 +83,7 @@ def check_overlaps(live: Sequence[LiveBytes], *, num_blocks: int, region_bytes: 
         region_bytes: length of each region.
 
     Raises:
-        SpecInvalid: names the layers, and the strides or blocks that meet.
+        SpecInvalid: names the layers, and the strides or blocks that overlap.
     """
     bases = np.cumsum([0, *region_bytes])
     stride = np.array([each.block_stride if num_blocks > 1 else ONE_BLOCK for each in live], np.int64)
@@ -111,7 +112,7 @@ def check_overlaps(live: Sequence[LiveBytes], *, num_blocks: int, region_bytes: 
 
 
 def _pieces(owner: int, each: LiveBytes, num_blocks: int, base: int) -> Iterator[_Piece]:
-    """Cut what one tensor holds at the axes outside of blocks, and merge what is dense within."""
+    """Cut a layer's bytes in a tensor at the axes outside of blocks, and merge dense parts."""
     axes = sorted((stride, extent) for extent, stride in each.axes if extent > 1)
     _check_nested(each, axes, num_blocks)
     inner = [axis for axis in axes if num_blocks == 1 or axis[0] < each.block_stride]
@@ -133,7 +134,7 @@ def _pieces(owner: int, each: LiveBytes, num_blocks: int, base: int) -> Iterator
 
 
 def _check_nested(each: LiveBytes, axes: Sequence[tuple[int, int]], num_blocks: int) -> None:
-    """Check that each stride steps over everything below it, that of blocks included."""
+    """Check that each stride, including that of blocks, is at least the extent below it."""
     block = [(each.block_stride, num_blocks)] if num_blocks > 1 else []
     reach = each.item_bytes
     for stride, extent in sorted([*axes, *block]):
@@ -148,7 +149,7 @@ def _check_nested(each: LiveBytes, axes: Sequence[tuple[int, int]], num_blocks: 
 
 
 def _clusters(live: Sequence[LiveBytes], pieces: Sequence[_Piece], stride: Int64s, num_blocks: int) -> Int64s:
-    """Return for each piece where the first of those begins that it interleaves with, by any chain of them.
+    """Return for each piece the start of the first piece that it interleaves with, directly or through others.
 
     Raises:
         SpecInvalid: pieces that interleave recur at different strides.
@@ -173,7 +174,7 @@ def _clusters(live: Sequence[LiveBytes], pieces: Sequence[_Piece], stride: Int64
 
 
 def _island_firsts(low: Int64s, high: Int64s) -> Int64s:
-    """Return for each interval, sorted by where it begins, the first one that it is connected with by overlaps."""
+    """Return for each interval, sorted by start, the first interval that it is connected with by overlaps."""
     reached = np.maximum.accumulate(high)
     begins = np.ones(len(low), bool)
     begins[1:] = low[1:] >= reached[:-1]
@@ -182,7 +183,7 @@ def _island_firsts(low: Int64s, high: Int64s) -> Int64s:
 
 
 def _check_groups(live: Sequence[LiveBytes], owner: Int64s, low: Int64s, high: Int64s, row: Int64s) -> None:
-    """Check that intervals of one group are disjoint: sorted, they are if none begins before its neighbor ends."""
+    """Check that the intervals of one group are disjoint: after sorting, none begins before its neighbor ends."""
     group = np.array([each.group for each in live], np.int64)[owner]
     order = np.lexsort((low, group))
     before, after = order[:-1], order[1:]
@@ -194,7 +195,7 @@ def _check_groups(live: Sequence[LiveBytes], owner: Int64s, low: Int64s, high: I
 
 
 def _check_blocks(live: Sequence[LiveBytes], owner: Int64s, low: Int64s, high: Int64s, row: Int64s) -> None:
-    """Check that intervals which intersect have one row number: if all that are connected agree, all pairs do."""
+    """Check that intervals that intersect have the same row number. If all connected ones agree, all pairs agree."""
     order = np.argsort(low, kind="stable")
     first = order[_island_firsts(low[order], high[order])]
     for ours in order[row[order] != row[first]]:
@@ -206,7 +207,7 @@ def _check_blocks(live: Sequence[LiveBytes], owner: Int64s, low: Int64s, high: I
 
 
 def _meeting(ours: LiveBytes, theirs: LiveBytes, apart: int, whose: str) -> SpecInvalid:
-    """Say which blocks of which layers share bytes; ours lies ``apart`` rows further on than theirs."""
+    """Return the error that names the layers and blocks that share bytes. Our row is ``apart`` rows after theirs."""
     block = max(0, -apart)
     return SpecInvalid(
         f"{ours.path}: block {block} has bytes of block {block + apart} of {theirs.path}, {whose}",

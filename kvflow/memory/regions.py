@@ -1,4 +1,4 @@
-"""Which address ranges an engine's tensors span: the regions that a worker registers, and never a byte more."""
+"""Find the address ranges that an engine's tensors span. A worker registers exactly these regions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ class Span:
     """The bytes from the first to the last of one tensor.
 
     Attributes:
-        low: address of the first.
-        high: address past the last.
-        storage: the memory that they are part of.
-        device: where it is.
+        low: address of the first byte.
+        high: address after the last byte.
+        storage: the storage that contains them.
+        device: the device of the storage.
     """
 
     low: int
@@ -29,7 +29,7 @@ def span_of(path: str, tensor: torch.Tensor) -> Span:
     """Return the bytes that a tensor spans.
 
     Raises:
-        SpecInvalid: the storage ends before the tensor does.
+        SpecInvalid: the storage is shorter than the tensor.
     """
     reach = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     storage = tensor.untyped_storage()
@@ -47,10 +47,11 @@ def join_spans(spans: Sequence[Span]) -> tuple[list[torch.Tensor], list[int]]:
     """Join spans that overlap, or that touch within one storage.
 
     Returns:
-        One flat uint8 tensor per region, sorted by address, which keeps the memory alive; and the region of each span.
+        One flat uint8 tensor per region, sorted by address, which keeps the memory alive; and the number of each span's
+        region.
 
     Raises:
-        SpecInvalid: storages overlap in memory, and none of them has all bytes of a region.
+        SpecInvalid: storages overlap, and none of them contains a whole region.
     """
     regions: list[list[int]] = []
     high, previous = 0, None

@@ -1,4 +1,4 @@
-"""Where the states of a recurrent layer lie in an engine's tensors: one per state, or one page of bytes for all."""
+"""Find the states of a recurrent layer in an engine's tensors: one tensor per state, or one page of bytes for all."""
 
 from collections.abc import Sequence
 
@@ -16,16 +16,16 @@ def read_states(
     """Find the states of one layer.
 
     Args:
-        spec: of a kind whose components have no tokens.
+        spec: a spec of a layer that keeps no tokens.
         shard: the rank.
-        tensors: one per state, in the order of the spec, or one page of bytes.
-        listed: whether they came in a list, so that one tensor is one state.
+        tensors: one tensor per state, in the order of the spec, or one page of bytes.
+        listed: whether the caller passed a list, in which each tensor is one state.
 
     Returns:
         The number of blocks, and the components in the order of the spec.
 
     Raises:
-        SpecInvalid: dtype, shape or number is none that the spec could have.
+        SpecInvalid: dtype, shape or number of tensors does not fit the spec.
     """
     first = tensors[0]
     if not listed and not _is_state(spec, first):
@@ -33,25 +33,32 @@ def read_states(
     if len(tensors) != len(spec.components):
         raise SpecInvalid(
             f"{first.path.partition('[')[0]}: found {len(tensors)} tensors; expected one for each of "
-            f"{[part.role for part in spec.components]}"
+            f"{[part.role for part in spec.components]}",
+            remedy="Give a list with one tensor per state, in the order of the spec.",
         )
     components = tuple(_read_state(part, shard, tensor) for part, tensor in zip(spec.components, tensors, strict=True))
     for tensor in tensors:
         if tensor.shape[0] != first.shape[0]:
-            raise SpecInvalid(f"{tensor.path}: has {tensor.shape[0]} blocks; expected {first.shape[0]} as {first.path}")
+            raise SpecInvalid(
+                f"{tensor.path}: has {tensor.shape[0]} blocks; expected {first.shape[0]} as {first.path}",
+                remedy="Give the whole tensor of each state.",
+            )
     return first.shape[0], components
 
 
 def _is_state(spec: CacheSpec, tensor: TensorLayout) -> bool:
-    """Tell whether a tensor that is not in a list is the only state of its layer, rather than a page of bytes."""
+    """Return whether a tensor that is not in a list is the only state of its layer, and not a page of bytes."""
     page = tensor.dtype in RAW_DTYPES and len(tensor.shape) == 2
     return len(spec.components) == 1 and len(tensor.shape) == len(spec.components[0].shape) + 1 and not page
 
 
 def _read_state(part: ComponentSpec, shard: Shard, tensor: TensorLayout) -> Component:
-    """Find one state in ``[block, *shape]``; the two axes of a matrix may be exchanged if their extents tell."""
+    """Find one state in ``[block, *shape]``. The two axes of a matrix may be exchanged if their lengths differ."""
     if tensor.dtype not in (part.dtype, *RAW_DTYPES):
-        raise SpecInvalid(f"{tensor.path}: dtype is {tensor.dtype}; expected {part.dtype}, or int8 or uint8 as bytes")
+        raise SpecInvalid(
+            f"{tensor.path}: dtype is {tensor.dtype}; expected {part.dtype}, or int8 or uint8 as bytes",
+            remedy=f"Give the tensor in the dtype of the spec, or set {part.role} to {tensor.dtype} in the spec.",
+        )
     item = ITEM_BYTES[part.dtype]
     held = part.held_shape(shard)
     axes = tuple(range(len(held)))
@@ -72,7 +79,8 @@ def _read_state(part: ComponentSpec, shard: Shard, tensor: TensorLayout) -> Comp
         if not tensor.dense_content:
             raise SpecInvalid(
                 f"{tensor.path}: stride of the last axis is {tensor.strides[-1]} bytes; expected "
-                f"{tensor.item_bytes}, because {tensor.dtype} stands for {part.dtype}"
+                f"{tensor.item_bytes}, because {tensor.dtype} stands for {part.dtype}",
+                remedy=f"Give a tensor whose last axis is contiguous, or one of {part.dtype}.",
             )
         strides[-1] = item
     by_axis = dict(zip(order, strides, strict=True))
@@ -80,7 +88,7 @@ def _read_state(part: ComponentSpec, shard: Shard, tensor: TensorLayout) -> Comp
 
 
 def _read_page(spec: CacheSpec, shard: Shard, tensor: TensorLayout) -> tuple[int, tuple[Component, ...]]:
-    """Find the states in one page of bytes, ``[block, bytes]`` or ``[block, 1, 1, bytes]``, one after the other."""
+    """Find the states, one after the other, in a page of bytes: ``[block, bytes]`` or ``[block, 1, 1, bytes]``."""
     if tensor.dtype not in RAW_DTYPES:
         raise SpecInvalid(
             f"{tensor.path}: dtype is {tensor.dtype}; expected int8 or uint8 for a page of states",
@@ -97,7 +105,10 @@ def _read_page(spec: CacheSpec, shard: Shard, tensor: TensorLayout) -> tuple[int
             remedy="Give the page of this rank, or a list with one tensor per state.",
         )
     if not tensor.dense_content:
-        raise SpecInvalid(f"{tensor.path}: stride of the last axis is {tensor.strides[-1]} bytes; expected 1")
+        raise SpecInvalid(
+            f"{tensor.path}: stride of the last axis is {tensor.strides[-1]} bytes; expected 1",
+            remedy="Give a page whose last axis is contiguous.",
+        )
     components = []
     for part, inside in placed:
         strides = [ITEM_BYTES[part.dtype]]

@@ -59,7 +59,7 @@ def test_any_order_of_axes_can_be_named(form):
     require(kvflow.adopt(tensors, {"a": full()}, axes={"a": form}), "a", k=k, v=v)
 
 
-def test_tokens_come_before_heads_where_nothing_tells_unless_axes_say_otherwise():
+def test_tokens_come_before_heads_unless_axes_say_otherwise():
     spec = full(num_kv_heads=N)
     k, v = keys_and_values(B, N, N, D)
     for form, axes in (("KBNHC", None), ("BKNHC", None), ("KBHNC", {"a": "KBHNC"}), ("BKHNC", {"a": "BKHNC"})):

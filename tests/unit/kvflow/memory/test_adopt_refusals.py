@@ -42,6 +42,26 @@ def test_layers_must_be_those_of_the_specs(names, said):
     assert said in refused({name: pages() for name in names}, dict.fromkeys("ab", full()))
 
 
+@pytest.mark.parametrize(
+    ("tensor", "mismatch"),
+    [
+        (torch.zeros(B, 7, N, 2 * D), "BHNC: axis H (heads on this rank) is 7, expected 3."),
+        (torch.zeros(2, B, N, 7, D), "KBNHC: axis H (heads on this rank) is 7, expected 3."),
+        (torch.zeros(B, H, N, D), "BHNC: axis C (content of one head and token) is 5, expected 10."),
+    ],
+)
+def test_the_only_axis_that_does_not_fit_is_named(tensor, mismatch):
+    with pytest.raises(SpecInvalid) as caught:
+        kvflow.adopt({"a": tensor}, {"a": full()})
+    assert caught.value.remedy.startswith(f"Only one axis differs from {mismatch}")
+
+
+def test_no_axis_is_named_where_several_do_not_fit():
+    with pytest.raises(SpecInvalid) as caught:
+        kvflow.adopt({"a": torch.zeros(B, 7, 9, 2 * D)}, {"a": full()})
+    assert "Only one axis" not in caught.value.remedy
+
+
 @pytest.mark.parametrize("tensors", [None, [1], "a"])
 def test_tensors_are_a_mapping(tensors):
     with pytest.raises(ArgumentInvalid, match="tensors must be a mapping"):
@@ -325,7 +345,7 @@ def test_states_of_one_layer_share_no_byte():
 
 def test_padding_that_is_too_small_is_refused():
     group = Group(("a",), "full", N, page_bytes=10)
-    assert "page_bytes is 10, but the page holds" in refused({"a": pages()}, groups=[group])
+    assert "a: page_bytes is 10, but a page of tp_rank 0 of 1 holds" in refused({"a": pages()}, groups=[group])
 
 
 def test_specs_and_groups_are_checked_as_everywhere():

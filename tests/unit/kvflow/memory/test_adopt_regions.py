@@ -1,11 +1,14 @@
 """Regions are the bytes that the tensors span, once each, by address, and no byte that no tensor spans."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
 import kvflow
 from kvflow.errors import SpecInvalid
+from kvflow.memory.cache import region_of
 
 B, NBYTES = 4, 16
 
@@ -97,6 +100,13 @@ def test_components_are_seen_through_regions_that_begin_anywhere():
 def test_memory_is_described_as_host_memory():
     (region,) = adopted(torch.zeros(B, NBYTES, dtype=torch.uint8)).manifest().regions
     assert (region.memory, region.device) == ("DRAM", 0)
+
+
+@pytest.mark.parametrize("kind", ["xpu", "hpu", "xla", "mps", "privateuseone"])  # XLA: TPUs; the last one: NPUs
+def test_memory_of_another_kind_of_device_is_refused_by_name(kind):
+    storage = SimpleNamespace(device=torch.device(kind, 1), data_ptr=lambda: 4096, nbytes=64)
+    with pytest.raises(SpecInvalid, match=f"'{kind}:1': expected cpu or cuda"):
+        region_of(storage)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

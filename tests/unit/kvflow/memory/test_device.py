@@ -2,11 +2,14 @@
 
 import contextlib
 import threading
+from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
+from kvflow import FullAttention, allocate
 from kvflow.layout.region import Region
 from kvflow.memory import device as module
 from kvflow.memory.device import TorchDeviceMemory
@@ -31,7 +34,7 @@ def caches(monkeypatch):
     held = [np.arange(at, at + 40, dtype=np.uint8) for at in (0, 50, 100)]
     tensors = {array.ctypes.data: torch.from_numpy(array) for array in held}
     Stream.made = []
-    monkeypatch.setattr(module, "_wrapped", lambda region: tensors[region.address])
+    monkeypatch.setattr(module, "wrapped", lambda region: tensors[region.address])
     monkeypatch.setattr(module, "_pinned", lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
@@ -65,7 +68,7 @@ def test_parts_of_several_regions_are_stored_and_nothing_else(caches):
     assert [stream.awaited for stream in Stream.made] == [1]
 
 
-def test_parts_that_leave_their_region_and_buffers_that_are_too_long_are_refused(caches):
+def test_parts_outside_their_region_and_oversized_buffers_are_refused(caches):
     memory, at = memory_of(caches), caches[0].ctypes.data
     with pytest.raises(RuntimeError):
         memory.fetch(1, [(at + 39, 2)], memoryview(bytearray(2)))
@@ -86,3 +89,58 @@ def test_each_thread_has_a_stream_and_a_buffer_of_its_own(caches):
     thread.join()
     assert [stream.awaited for stream in Stream.made] == [2, 2]
     assert Stream.made[0].thread != Stream.made[1].thread
+
+
+# Where a device is with its work.
+
+
+class Devices:
+    """Stand-ins for the events and streams of torch, on devices that do their work as far as a test says."""
+
+    def __init__(self, monkeypatch):
+        self.done = {}
+        self.asked_on = []
+        self.current = None
+        for name in ("Event", "device"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+
+    def Event(self):  # noqa: N802
+        event = SimpleNamespace()
+        event.record = lambda stream: setattr(event, "stream", stream)
+
+        def query():
+            self.asked_on.append(self.current)
+            return self.done[event.stream]
+
+        event.query = query
+        return event
+
+    @contextlib.contextmanager
+    def device(self, device):
+        self.current = device
+        yield
+        self.current = None
+
+
+def on_devices(*devices):
+    cache = allocate({"a": FullAttention(block_size=4, num_kv_heads=2, head_size=8, dtype="float16")}, num_blocks=8)
+    (region,) = cache.manifest().regions
+    regions = [msgspec.structs.replace(region, memory="VRAM", device=device) for device in devices]
+    cache._manifest = msgspec.structs.replace(cache.manifest(), regions=tuple(regions))
+    return cache
+
+
+def test_a_cache_in_host_memory_has_no_writes_to_wait_for():
+    spec = FullAttention(block_size=4, num_kv_heads=2, head_size=8, dtype="float16")
+    assert allocate({"a": spec}, num_blocks=8).write_marker() is None
+
+
+def test_a_mark_has_passed_when_every_device_has_come_so_far(monkeypatch):
+    devices = Devices(monkeypatch)
+    is_passed = on_devices(3, 1, 3).write_marker()()
+    devices.done = {"stream of 1": True, "stream of 3": False}
+    assert not is_passed()
+    devices.done["stream of 3"] = True
+    assert is_passed()
+    assert devices.asked_on == [1, 3, 1, 3], "each on its own device, so that no other thread opens a context elsewhere"
