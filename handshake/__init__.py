@@ -30,6 +30,7 @@ from handshake.events import (
     Ending,
     Event,
     PeerReady,
+    PingAnswered,
     ReleaseAnswered,
     ReleaseReceived,
     RenewAnswered,
@@ -50,13 +51,11 @@ from handshake.messages import (
     Renewed,
 )
 from handshake.offsets import ClockOffset
-from handshake.security import AllowedKeys, ClusterSecurity, CurveKeys, check_bind, sign, verify
+from handshake.security import AllowedKeys, ClusterSecurity, CurveKeys, sign, verify
 from handshake.server import HandshakeServer, Peer, PeerKey, open_server
-from handshake.version import SUPPORTED, WIRE_VERSION, VersionRange
+from handshake.version import VersionRange
 
 __all__ = [
-    "SUPPORTED",
-    "WIRE_VERSION",
     "AllowedKeys",
     "AuthenticationFailed",
     "CapacityExceeded",
@@ -85,6 +84,7 @@ __all__ = [
     "PeerKey",
     "PeerReady",
     "PeerRefused",
+    "PingAnswered",
     "Publication",
     "Release",
     "ReleaseAnswered",
@@ -96,7 +96,6 @@ __all__ = [
     "RenewReceived",
     "Renewed",
     "VersionRange",
-    "check_bind",
     "open_client",
     "open_server",
     "sign",

@@ -13,7 +13,7 @@ class Arrivals:
     """What arrives on one socket.
 
     ZeroMQ makes a socket's descriptor readable once when something has arrived, and any other call on the socket may
-    take that word away unheard. So messages are taken until there is none, and ``look`` is called after each send.
+    clear this signal. So messages are taken until there is none, and ``read_again`` is called after each send.
 
     Thread: the loop's only.
     """
@@ -36,7 +36,7 @@ class Arrivals:
         self._failed: asyncio.Future[None] = self._loop.create_future()
         descriptor = int(self._socket.get(zmq.FD))
         self._loop.add_reader(descriptor, self._on_readable)
-        self._take_later()  # what is there already may be told of no more
+        self._take_later()  # the monitor may not report again what is there already
         try:
             await self._failed
         finally:
@@ -45,7 +45,7 @@ class Arrivals:
             if self._turn is not None:
                 self._turn.cancel()
 
-    def look(self) -> None:
+    def read_again(self) -> None:
         """Take what arrived while something else was asked of the socket."""
         if not self._taking and self._any():
             self._take_later()

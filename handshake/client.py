@@ -1,6 +1,6 @@
-"""The dialling end: one connection to one server, entered when it is ready.
+"""The dialing end: one connection to one server, entered when it is ready.
 
-Dialling is tried again, within ``Limits.connect_s``, when nobody listens yet, when the server is busy, and once
+Dialing is tried again, within ``Limits.connect_s``, when nobody listens yet, when the server is busy, and once
 when the server hangs up without a word. It is never tried again when the server gave a reason, and a connection
 that was ready and is lost stays lost: a restarted server has to be met with a new handshake.
 """
@@ -15,6 +15,7 @@ from handshake.connection import Connection, check_introduction
 from handshake.driver import Driver
 from handshake.errors import (
     AuthenticationFailed,
+    Closed,
     ConnectionLost,
     DeadlineExceeded,
     FailureCode,
@@ -22,10 +23,10 @@ from handshake.errors import (
     PeerRefused,
     RemoteProtocolError,
 )
-from handshake.events import ConnectionClosed, ConnectionFailed, Ending, Event, PeerReady
+from handshake.events import ConnectionClosed, ConnectionFailed, Ending, Event, PeerReady, PingAnswered
 from handshake.limits import DEFAULT_LIMITS, Limits
 from handshake.messages import Identity, Publication, Release, Renew
-from handshake.network import ZEROMQ, DialledChannel, Network
+from handshake.network import ZEROMQ, DialedChannel, Network
 from handshake.offsets import ClockOffset
 from handshake.security import ClusterSecurity, PublicKey, check_endpoint
 from handshake.sockets import LinkEvent, running
@@ -35,6 +36,8 @@ OnEvent = Callable[[Event], None]
 
 BACKOFF_S_MIN = 0.02
 """The first pause between two attempts: a listener that is being replaced needs about as long."""
+TIMEOUT_REMEDY = "Check that the address is that of the peer itself, and that the peer is not overloaded."
+
 BACKOFF_S_MAX = 0.25
 """The longest pause: several attempts still fit into ``Limits.connect_s``."""
 
@@ -85,13 +88,23 @@ class HandshakeClient:
         """
         self._attempt.driver.send(message)
 
+    async def ask(self, *, report: bool) -> PingAnswered:
+        """Ping the server, and ask for its report if wanted; wait for the answer. One question at a time.
+
+        Raises:
+            Closed: the connection has ended, before or meanwhile.
+
+        Cancellation: safe; an answer that comes later is dropped.
+        """
+        return await self._attempt.ask(report=report)
+
     def refuse(self, code: str, reason: str, remedy: str = "") -> None:
         """Leave with a complaint, such as ``publication_refused``. Does nothing if the connection has ended.
 
-        ``on_event`` hears of it later, as ``ConnectionFailed`` with this code.
+        ``on_event`` receives it later, as ``ConnectionFailed`` with this code.
 
         Raises:
-            LocalProtocolError: ``code`` is not lower-case words joined by underscores, at most 64 characters.
+            LocalProtocolError: ``code`` is not lower-case letters, digits and underscores, at most 64 characters.
         """
         self._attempt.driver.refuse(code, reason, remedy)
 
@@ -104,7 +117,7 @@ class HandshakeClient:
 
 
 class _Attempt:
-    """One dialled channel with its connection, and how far they got.
+    """One dialed channel with its connection, and how far they got.
 
     Attributes:
         outcome: the first of: ready, a setback of the link, the end of the connection.
@@ -112,7 +125,7 @@ class _Attempt:
     """
 
     def __init__(
-        self, channel: DialledChannel, connection: Connection, on_event: OnEvent, limits: Limits, network: Network
+        self, channel: DialedChannel, connection: Connection, on_event: OnEvent, limits: Limits, network: Network
     ) -> None:
         loop = asyncio.get_running_loop()
         self.connection = connection
@@ -126,6 +139,7 @@ class _Attempt:
         self.outcome: asyncio.Future[PeerReady | LinkEvent | Ending] = loop.create_future()
         self.ended: asyncio.Future[Ending] = loop.create_future()
         self._accepted: asyncio.Future[None] = loop.create_future()
+        self._answered: asyncio.Future[PingAnswered] = loop.create_future()
         self._closed = asyncio.Event()
         self._gone = asyncio.Event()
         self._on_event = on_event
@@ -134,7 +148,7 @@ class _Attempt:
         self._now = network.now
 
     def on_link(self, event: LinkEvent) -> None:
-        """Take note of what the monitor saw."""
+        """Process what the monitor saw."""
         match event:
             case LinkEvent.ACCEPTED:
                 self._accepted.set_result(None)
@@ -157,8 +171,18 @@ class _Attempt:
         done, _ = await asyncio.wait(awaited, timeout=budget_s, return_when=asyncio.FIRST_COMPLETED)
         return await self.outcome if done else None
 
+    async def ask(self, *, report: bool) -> PingAnswered:
+        """Ping the server. See ``HandshakeClient.ask``."""
+        answered = self._answered = asyncio.get_running_loop().create_future()
+        self.driver.ask(report=report)
+        await asyncio.wait((answered, self.ended), return_when=asyncio.FIRST_COMPLETED)
+        if not answered.done():
+            raise Closed(f"the connection has ended: {self.ended.result().reason}")
+        answer: PingAnswered = answered.result()
+        return answer
+
     async def leave(self) -> None:
-        """Exchange the last words, if the server can hear ours, within ``Limits.closing_s``.
+        """Exchange closing messages, if the server can receive ours, within ``Limits.closing_s``.
 
         Cancellation: safe; the connection is dropped.
         """
@@ -184,6 +208,8 @@ class _Attempt:
         """Pass an event on. The program above hears nothing of a connection that never became ready."""
         if isinstance(event, PeerReady):
             self._was_ready = True
+        if isinstance(event, PingAnswered) and not self._answered.done():
+            self._answered.set_result(event)
         if isinstance(event, Ending):
             self.ended.set_result(event)
         try:
@@ -202,7 +228,7 @@ class _Attempt:
             self._closed.set()
 
 
-class _Dialling(Struct, frozen=True, kw_only=True):
+class _Dialing(Struct, frozen=True, kw_only=True):
     """What all attempts of one client have in common."""
 
     endpoint: str
@@ -243,9 +269,9 @@ async def open_client(
     Raises:
         ConfigInvalid: the endpoint is malformed.
         LocalProtocolError: the identity or the publication is out of bounds.
-        CapacityExceeded: this process can open no more sockets or files; nothing was dialled.
+        CapacityExceeded: this process can open no more sockets or files; nothing was dialed.
         AuthenticationFailed: the server has another secret or key, or only one side has one; known within a
-            second. Or we do not trust ``server_key``: then nothing was dialled.
+            second. Or we do not trust ``server_key``: then nothing was dialed.
         PeerRefused: the server gave a reason; ``busy`` only after ``Limits.connect_s``.
         RemoteProtocolError: the server broke the protocol.
         ConnectionLost: nobody listens, or the server hung up.
@@ -255,7 +281,7 @@ async def open_client(
     """
     check_endpoint(endpoint)
     check_introduction(Role.CLIENT, identity, publication, limits)
-    dialling = _Dialling(
+    dialing = _Dialing(
         endpoint=endpoint,
         identity=identity,
         publication=publication,
@@ -265,34 +291,34 @@ async def open_client(
         network=network,
     )
     async with AsyncExitStack() as stack:
-        yield await _connect(dialling, stack)
+        yield await _connect(dialing, stack)
 
 
-async def _connect(dialling: _Dialling, stack: AsyncExitStack) -> HandshakeClient:
+async def _connect(dialing: _Dialing, stack: AsyncExitStack) -> HandshakeClient:
     """Dial until an attempt is ready, and leave its end to ``stack``; give up as ``open_client`` says."""
-    network = dialling.network
-    until_s = network.now() + dialling.limits.connect_s
+    network = dialing.network
+    until_s = network.now() + dialing.limits.connect_s
     backoff_s = BACKOFF_S_MIN
     attempts = cuts = 0
     error: HandshakeError | None = None  # why an earlier attempt failed says more than that a later one came late
     while True:
         try:
-            addresses = await _resolve(dialling, until_s)
+            addresses = await _resolve(dialing, until_s)
         except DeadlineExceeded as late:
             raise error or late from late.__cause__
         # A server may listen at only one of the addresses that its name has.
         address = addresses[attempts % len(addresses)]
         attempts += 1
         async with AsyncExitStack() as trial:
-            attempt = await trial.enter_async_context(_dialled(dialling, address))
+            attempt = await trial.enter_async_context(_dialed(dialing, address))
             outcome = await attempt.wait_outcome(until_s)
             if isinstance(outcome, PeerReady):
                 await stack.enter_async_context(trial.pop_all())
                 return HandshakeClient(attempt, outcome)
         if outcome is None:
-            raise error or DeadlineExceeded(f"{dialling.endpoint} did not answer in time", phase="connect")
+            raise error or DeadlineExceeded(f"{dialing.endpoint} did not answer in time", phase="connect")
         cuts = cuts + 1 if outcome is LinkEvent.CUT else 0
-        error = _explain(outcome, dialling.endpoint, denied=cuts >= CUTS_MAX)
+        error = _explain(outcome, dialing.endpoint, denied=cuts >= CUTS_MAX)
         # Half of the pause is random, so that a herd of clients does not come back as one.
         pause_s = backoff_s * (0.5 + 0.5 * network.draw())
         if not _may_pass(outcome, cuts) or network.now() + pause_s >= until_s:
@@ -301,29 +327,31 @@ async def _connect(dialling: _Dialling, stack: AsyncExitStack) -> HandshakeClien
         backoff_s = min(2 * backoff_s, BACKOFF_S_MAX)
 
 
-async def _resolve(dialling: _Dialling, until_s: float) -> tuple[str, ...]:
-    endpoint, network = dialling.endpoint, dialling.network
+async def _resolve(dialing: _Dialing, until_s: float) -> tuple[str, ...]:
+    endpoint, network = dialing.endpoint, dialing.network
     try:
         async with asyncio.timeout(until_s - network.now()):
             return await network.resolve(endpoint)
     except TimeoutError as error:
         raise DeadlineExceeded(f"looking up {endpoint} took too long", phase="connect") from error
     except (OSError, UnicodeError) as error:
-        raise ConnectionLost(f"{endpoint} cannot be looked up: {error}") from error
+        reason = getattr(error, "strerror", None) or error
+        remedy = "Correct the name, or give an address. getent hosts NAME shows what this host finds."
+        raise ConnectionLost(f"{endpoint} cannot be resolved: {reason}", remedy=remedy) from error
 
 
 @asynccontextmanager
-async def _dialled(dialling: _Dialling, address: str) -> AsyncIterator[_Attempt]:
-    async with dialling.network.open_dialler(address, dialling.security, dialling.limits) as channel:
+async def _dialed(dialing: _Dialing, address: str) -> AsyncIterator[_Attempt]:
+    async with dialing.network.open_dialer(address, dialing.security, dialing.limits) as channel:
         connection = Connection(
             Role.CLIENT,
-            dialling.identity,
-            dialling.publication,
-            limits=dialling.limits,
-            now=dialling.network.now(),
-            wall_ahead_s=dialling.network.wall() - dialling.network.now(),
+            dialing.identity,
+            dialing.publication,
+            limits=dialing.limits,
+            now=dialing.network.now(),
+            wall_ahead_s=dialing.network.wall() - dialing.network.now(),
         )
-        attempt = _Attempt(channel, connection, dialling.on_event, dialling.limits, dialling.network)
+        attempt = _Attempt(channel, connection, dialing.on_event, dialing.limits, dialing.network)
         async with running(channel.read(attempt.driver.receive), channel.watch(attempt.on_link)):
             try:
                 channel.dial()
@@ -362,7 +390,7 @@ def _explain(outcome: LinkEvent | Ending, endpoint: str, *, denied: bool) -> Han
         case ConnectionFailed(code=FailureCode.PROTOCOL_VIOLATION, reason=reason):
             error = RemoteProtocolError(f"{endpoint} broke the protocol: {reason}", violation="unexpected")
         case ConnectionFailed(code=FailureCode.HANDSHAKE_TIMEOUT, reason=reason):
-            error = DeadlineExceeded(f"{endpoint}: {reason}", phase="handshake")
+            error = DeadlineExceeded(f"{endpoint}: {reason}", phase="handshake", remedy=TIMEOUT_REMEDY)
         case ConnectionFailed(reason=reason):
             error = ConnectionLost(f"{endpoint} was lost within the handshake: {reason}")
     return error

@@ -10,7 +10,7 @@ Nothing that a peer does raises here. The first violation ends the connection: t
 
 from collections.abc import Callable, Sequence
 
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Struct, UnsetType
 
 from handshake import codec
 from handshake.errors import Closed, FailureCode, LocalProtocolError, RemoteProtocolError
@@ -20,6 +20,7 @@ from handshake.events import (
     Ending,
     Event,
     PeerReady,
+    PingAnswered,
     ReleaseAnswered,
     ReleaseReceived,
     RenewAnswered,
@@ -79,10 +80,38 @@ def _hello(identity: Identity, versions: VersionRange) -> Hello:
     return Hello(version_min=versions.lowest, version_max=versions.highest, identity=identity)
 
 
+_MISSING = {
+    (Role.CLIENT, State.FRESH): "it accepted the connection, but nothing that speaks this protocol answers",
+    (Role.CLIENT, State.GREETED): "it has not answered the hello",
+    (Role.CLIENT, State.WELCOMED): "our publication is not sent",
+    (Role.CLIENT, State.PUBLISHED): "it has not sent its publication",
+    (Role.SERVER, State.FRESH): "the peer has sent no hello",
+    (Role.SERVER, State.GREETED): "our welcome is not sent",
+    (Role.SERVER, State.WELCOMED): "our publication is not sent",
+    (Role.SERVER, State.PUBLISHED): "the peer has not sent its publication",
+}
+"""What a handshake that takes too long waits for."""
+
+
+class Giving(Struct, frozen=True):
+    """What a server gives to one client alone.
+
+    Attributes:
+        make_pass: makes the pass of a client that says who it is; None gives none.
+        make_report: makes the report that the client asks for; None gives none.
+    """
+
+    make_pass: Callable[[Identity], bytes] | None = None
+    make_report: Callable[[], bytes] | None = None
+
+
+NOTHING_GIVEN = Giving()
+
+
 class Connection:
     """One end of one connection. A client says its Hello when ``greet`` is called.
 
-    What it is told of us has passed ``check_introduction``.
+    Our introduction to it has passed ``check_introduction``.
 
     Attributes:
         role: which end.
@@ -101,7 +130,7 @@ class Connection:
         versions: VersionRange = SUPPORTED,
         allowance: Allowance | None = None,
         wall_ahead_s: float = 0.0,
-        make_pass: Callable[[Identity], bytes] | None = None,
+        giving: Giving = NOTHING_GIVEN,
     ) -> None:
         """Begin.
 
@@ -114,7 +143,7 @@ class Connection:
             versions: that we speak.
             allowance: of the peer's key, if other connections share it.
             wall_ahead_s: seconds by which our wall clock is ahead of the monotonic one.
-            make_pass: of a server: makes the pass of a client that says who it is.
+            giving: of a server: what it gives to its client alone.
         """
         self.role = role
         self.state = State.FRESH
@@ -125,7 +154,7 @@ class Connection:
         self._versions = versions
         self._allowance = allowance or Allowance(limits, now)
         self._wall_ahead_s = wall_ahead_s
-        self._make_pass = make_pass
+        self._giving = giving
         self._offsets = OffsetFilter()
         self._partner: Hello | Welcome | None = None
         self._version = 0  # not agreed yet
@@ -181,6 +210,17 @@ class Connection:
             raise LocalProtocolError(f"{type(message).__name__} is not said by the program above")
         self._say(message)
 
+    def ask(self, now: float, *, report: bool) -> None:
+        """Ping the server now, and ask for its report if wanted. ``PingAnswered`` is the answer to the last ping.
+
+        Raises:
+            Closed: the connection has ended.
+            LocalProtocolError: the connection is not ready.
+        """
+        if self._ending is not None:
+            raise Closed(f"the connection has ended: {self._ending.reason}")
+        self._ping(now, report=report or UNSET)
+
     def close(self, reason: str, now: float) -> None:
         """Leave in peace. Does nothing if the connection has ended."""
         if self._ending is None:
@@ -213,7 +253,7 @@ class Connection:
             self.refuse(FailureCode.PROTOCOL_VIOLATION, error.message, now, remedy=error.remedy)
 
     def lost(self, reason: str, *, code: str = FailureCode.CONNECTION_LOST) -> None:
-        """Take note that the transport is gone: nothing can be said or heard any more."""
+        """Note that the transport is gone: no message can be sent or received after this."""
         if self.state is not State.CLOSED:
             self._advance(Occurrence.LOST)
             self._outgoing.clear()
@@ -242,13 +282,12 @@ class Connection:
                 silence_s = now - self._heard_s
                 self.refuse(FailureCode.SILENT, f"nothing was heard for {silence_s:.1f} s", now)
             case State.READY:
-                self._ping_nonce += 1
-                self._asked_s = now
-                self._say(Ping(nonce=self._ping_nonce))
+                self._ping(now)
             case State.CLOSING:
                 self._advance(Occurrence.EXPIRED)
             case _:
-                reason = f"the handshake was {self.state} after {self._limits.handshake_s} s"
+                missing = _MISSING[self.role, self.state]
+                reason = f"no handshake within {self._limits.handshake_s:g} s: {missing}"
                 self.refuse(FailureCode.HANDSHAKE_TIMEOUT, reason, now)
 
     # Below, a message was already allowed by the table.
@@ -271,10 +310,12 @@ class Connection:
                 self._events.append(ReleaseAnswered(leases=leases))
             case Renewed(leases=leases, lease_s=lease_s):
                 self._events.append(RenewAnswered(leases=leases, lease_s=lease_s))
-            case Ping(nonce=nonce):
-                self._say(Pong(nonce=nonce, clock_s=now + self._wall_ahead_s))
-            case Pong(nonce=nonce, clock_s=clock_s) if nonce == self._ping_nonce:
+            case Ping():
+                self._answer_ping(message, now)
+            case Pong(nonce=nonce, clock_s=clock_s, report=report) if nonce == self._ping_nonce:
                 self._measure(clock_s, now)
+                if self.role is Role.CLIENT:
+                    self._events.append(PingAnswered(rtt_s=now - self._asked_s, report=report))
             case _:  # a late Pong, or a last word: state and time are all there is to them
                 pass
 
@@ -289,7 +330,8 @@ class Connection:
         self._partner = hello
         self._version = version
         self._say(Welcome(version=version, identity=self._identity, clock_s=now + self._wall_ahead_s))
-        pass_ = UNSET if self._make_pass is None else self._make_pass(hello.identity)
+        make_pass = self._giving.make_pass
+        pass_ = UNSET if make_pass is None else make_pass(hello.identity)
         self._say(Publish(publication=self._publication, pass_=pass_))
         self._asked_s = now
 
@@ -317,8 +359,22 @@ class Connection:
             )
         )
 
+    def _ping(self, now: float, report: bool | UnsetType = UNSET) -> None:
+        self._ping_nonce += 1
+        self._asked_s = now
+        self._say(Ping(nonce=self._ping_nonce, report=report))
+
+    def _answer_ping(self, ping: Ping, now: float) -> None:
+        report: bytes | UnsetType = UNSET
+        if ping.report is True and self._giving.make_report is not None:
+            if not self._allowance.takes_report(now):
+                self._refuse_rate("questions for a report", self._limits.reports_per_s_max, now)
+                return
+            report = self._giving.make_report()
+        self._say(Pong(nonce=ping.nonce, clock_s=now + self._wall_ahead_s, report=report))
+
     def _measure(self, clock_s: ClockTime, now: float) -> None:
-        """Take note of the round trip that ``_asked_s`` began."""
+        """Record the round trip that ``_asked_s`` began."""
         self.rtt_s = now - self._asked_s
         if not isinstance(clock_s, UnsetType):
             asked_at, answered_at = self._asked_s + self._wall_ahead_s, now + self._wall_ahead_s

@@ -1,7 +1,7 @@
 """Drive one connection on an event loop: send what it says, report what happened, keep its deadlines.
 
-Both shells have one driver per connection. A driver lets go of the loop when its connection is closed, so its
-owner ends it with ``lost``. Events are reported in order and one at a time, never from within a call of the
+Both shells have one driver per connection. A driver forgets the loop when its connection is closed, so its owner
+ends it with ``lost``. Events are reported in order and one at a time, never from within a call of the
 program above: what that call caused is reported in the loop's next turn. Time is the network's, not the loop's,
 because uvloop's own clock counts whole milliseconds and a round trip takes less.
 """
@@ -88,6 +88,17 @@ class Driver:
         if self.connection.ending is not None:
             self._loop.call_soon(self.settle)
 
+    def ask(self, *, report: bool) -> None:
+        """Ping the server, for the program above.
+
+        Raises:
+            Closed: the connection has ended.
+            LocalProtocolError: the connection is not ready.
+        """
+        self.connection.ask(self._now(), report=report)
+        self._flush()
+        self._loop.call_soon(self.settle)
+
     def refuse(self, code: str, reason: str, remedy: str = "") -> None:
         """Leave with a complaint, for the program above."""
         self.connection.refuse(code, reason, self._now(), remedy=remedy)
@@ -135,7 +146,7 @@ class Driver:
         deadline = self.connection.next_deadline()
         if deadline is None:
             self._timer.cancel()
-        # Deadlines mostly move away as messages arrive. A timer that fires too early costs one look per
+        # Deadlines mostly move away as messages arrive. A timer that fires too early costs one call per
         # interval; a timer moved with each message would cost a heap operation each.
         elif deadline < self._wakes_s:
             self._timer.cancel()

@@ -1,14 +1,14 @@
-"""Every error that handshake raises to its caller, and the codes with which a connection fails.
+"""Every error that handshake raises to its caller, and the codes of failed connections.
 
-The tree, by whose fault it is and what the caller can do about it::
+The tree shows what is wrong or what to do::
 
     HandshakeError
     ├── ConfigInvalid          fix the address or the secret
-    ├── LocalProtocolError     our own code said something that it must not say now
-    ├── RemoteProtocolError    the peer said something that it must not say
-    ├── PeerRefused            the peer gave a reason for not talking to us
-    ├── AuthenticationFailed   the peer does not hold our cluster secret
-    ├── ConnectionLost         the peer died, hung up or cannot be reached
+    ├── LocalProtocolError     this process tried to send a message that the protocol does not allow
+    ├── RemoteProtocolError    the peer sent a message that the protocol does not allow
+    ├── PeerRefused            the peer refused the connection, and said why
+    ├── AuthenticationFailed   the peer has another cluster secret
+    ├── ConnectionLost         the peer died, closed the connection, or cannot be reached
     ├── CapacityExceeded       this process can open no more sockets or files
     ├── DeadlineExceeded       a phase took longer than its budget
     └── Closed                 the connection has ended; open another one
@@ -16,50 +16,53 @@ The tree, by whose fault it is and what the caller can do about it::
 Each has a stable ``code`` for machines, and its text ends with what to do.
 """
 
+import errno
 from enum import StrEnum
 from typing import ClassVar
 
 
 class FailureCode(StrEnum):
-    """Why a connection failed; the codes that a peer is told cross the wire in ``Refuse``.
+    """Why a connection failed. ``Refuse`` sends a code to the peer.
 
-    A newer peer may send a code that is not here: a received code is text, never looked up.
+    A newer peer may send a code that is not in this list: a received code is text, and is never looked up here.
     """
 
     VERSION_UNSUPPORTED = "version_unsupported"
-    """No version is in both ranges."""
+    """The two sides have no protocol version in common. Install the same release on both."""
     PROTOCOL_VIOLATION = "protocol_violation"
-    """A message that cannot be read, or that its sender must not send now."""
+    """A message was malformed, or came at the wrong time. Install the same release on both sides."""
     TOO_MANY_PEERS = "too_many_peers"
-    """``Limits.peers_max`` connections are there already."""
+    """The peer has ``Limits.peers_max`` connections. Use another producer, or pull again later."""
     TOO_MANY_CONNECTIONS = "too_many_connections"
-    """``Limits.connections_per_key_max`` connections of this key are there already."""
+    """The peer has ``Limits.connections_per_key_max`` connections of this key. Close some of them."""
     RATE_EXCEEDED = "rate_exceeded"
-    """More messages or leases per second than ``Limits`` allow."""
+    """This side sent more messages or leases per second than the peer's ``Limits`` allow. Send fewer."""
     KEY_REMOVED = "key_removed"
-    """The peer's public key is not among the allowed keys any more."""
+    """This side's public key was removed from the peer's allowed keys. Add it again to connect."""
     KEY_UNKNOWN = "key_unknown"
-    """A public key that is not allowed. Never on the wire: ZeroMQ turns it away."""
+    """The public key is not among the allowed keys. Add it. ZeroMQ closes the connection without this code."""
     UNAUTHENTICATED = "unauthenticated"
-    """No encryption, another secret, or not a word. Never on the wire: ZeroMQ turns it away."""
+    """The connection is not encrypted, has another secret, or sent nothing. Give both sides one secret.
+    ZeroMQ closes the connection without this code."""
     BUSY = "busy"
-    """``Limits.pending_handshakes_max`` are under way, this the oldest or the newest: dial again in a moment."""
+    """``Limits.pending_handshakes_max`` handshakes are in progress, and this one is the oldest or the newest.
+    Connect again in a moment."""
     PUBLICATION_REFUSED = "publication_refused"
-    """The program above cannot use what the peer published."""
+    """The peer cannot use what this side published. Its log says why."""
     CLOSING = "closing"
-    """The server is leaving."""
+    """The peer is closing. Use another one."""
     HANDSHAKE_TIMEOUT = "handshake_timeout"
-    """The handshake took longer than ``Limits.handshake_s``."""
+    """The handshake took longer than ``Limits.handshake_s``. Check the load and the network."""
     SILENT = "silent"
-    """Nothing was heard for ``Limits.silence_s_max``."""
+    """Nothing was received for ``Limits.silence_s_max``. Check that the other side runs."""
     CONGESTED = "congested"
-    """The peer does not read what it is sent: its queue is full. Never on the wire."""
+    """The peer does not read its messages, and its queue is full. This code is never sent."""
     OVERFLOWED = "overflowed"
-    """More bytes than messages may have, such as one of many frames: the connection was cut. Never on the wire."""
+    """The peer sent more bytes than messages may have. The connection was closed. This code is never sent."""
     CONNECTION_LOST = "connection_lost"
-    """The transport is gone. Never on the wire."""
+    """The connection broke. Check that the peer runs. This code is never sent."""
     INTERNAL_ERROR = "internal_error"
-    """The program above failed to handle an event of this connection."""
+    """The peer failed while it handled a message of this connection. Its log has the traceback."""
 
 
 class HandshakeError(Exception):
@@ -67,8 +70,8 @@ class HandshakeError(Exception):
 
     Attributes:
         code: stable name of the kind of error, for logs, metrics and tests.
-        remedy: what to do about it, one sentence.
-        local: nothing was sent, for a reason of our own: the peer may be well.
+        remedy: what to do.
+        local: True if this process is the cause. Nothing was sent, and the peer may work.
     """
 
     code: ClassVar[str] = "handshake_error"
@@ -88,18 +91,18 @@ class ConfigInvalid(HandshakeError):
     """An address or a secret cannot be used, or would be unsafe."""
 
     code = "config_invalid"
-    default_remedy = "Correct the named setting."
+    default_remedy = "Give an address of the form tcp://HOST:PORT that this host can use."
 
 
 class LocalProtocolError(HandshakeError):
-    """Our own side tried to say something that the protocol does not allow; nothing was sent."""
+    """This process tried to send a message that the protocol does not allow. Nothing was sent."""
 
     code = "local_protocol_error"
-    default_remedy = "This is a defect of the calling program."
+    default_remedy = "This is a defect of the calling program: report it with the traceback."
 
 
 class RemoteProtocolError(HandshakeError):
-    """The peer said something that the protocol does not allow.
+    """The peer sent a message that the protocol does not allow.
 
     Attributes:
         violation: what is wrong: ``frame_count``, ``frame_size``, ``format``, ``malformed``, ``digest`` or
@@ -107,7 +110,7 @@ class RemoteProtocolError(HandshakeError):
     """
 
     code = "protocol_violation"
-    default_remedy = "Run the same release on both sides; if they do, treat the peer as hostile."
+    default_remedy = "Run the same release on both sides. If they already do, treat the peer as hostile."
 
     def __init__(self, message: str, *, violation: str, remedy: str = "") -> None:
         super().__init__(message, remedy=remedy)
@@ -118,11 +121,11 @@ class PeerRefused(HandshakeError):
     """The peer answered with a refusal.
 
     Attributes:
-        refusal: the peer's own stable code, for example ``version_unsupported``.
+        refusal: the peer's stable code, for example ``version_unsupported``.
     """
 
     code = "peer_refused"
-    default_remedy = "Do what the peer's reason says."
+    default_remedy = "Look up the peer's reason under Refusals in docs/reference/errors.md."
 
     def __init__(self, refusal: str, message: str, *, remedy: str = "") -> None:
         super().__init__(f"the peer refused ({refusal}): {message}", remedy=remedy)
@@ -130,25 +133,28 @@ class PeerRefused(HandshakeError):
 
 
 class AuthenticationFailed(HandshakeError):
-    """The peer does not hold our cluster secret, or only one side uses encryption."""
+    """The peer has another cluster secret, or only one side uses encryption."""
 
     code = "authentication_failed"
-    default_remedy = "Give every worker of the cluster the same secret, and check that the address is a worker's."
+    default_remedy = (
+        "Give every worker the same secret, and list the keys of its peers if it has a key of its own. Check that the "
+        "address is a worker's."
+    )
 
 
 class ConnectionLost(HandshakeError):
-    """The peer died, hung up or cannot be reached."""
+    """The peer died, closed the connection, or cannot be reached."""
 
     code = "connection_lost"
     default_remedy = "Check that the peer runs and that its address is reachable from here."
 
 
 class CapacityExceeded(HandshakeError):
-    """This process can open no more sockets or files; nothing was dialled.
+    """This process can open no more sockets or files. It did not connect.
 
     Attributes:
         resource: what is exhausted.
-        limit: its bound.
+        limit: how many there may be.
     """
 
     code = "capacity_exceeded"
@@ -161,14 +167,14 @@ class CapacityExceeded(HandshakeError):
 
 
 class DeadlineExceeded(HandshakeError):
-    """A phase used up its budget.
+    """A phase took longer than its budget.
 
     Attributes:
         phase: ``connect`` or ``handshake``.
     """
 
     code = "deadline_exceeded"
-    default_remedy = "Check the peer's load and the network between; a hung peer is found only by its deadline."
+    default_remedy = "Check the peer's load and the network. Only a deadline finds a hung peer."
 
     def __init__(self, message: str, *, phase: str, remedy: str = "") -> None:
         super().__init__(message, remedy=remedy)
@@ -176,7 +182,24 @@ class DeadlineExceeded(HandshakeError):
 
 
 class Closed(HandshakeError):
-    """The connection has ended, so nothing can be sent on it."""
+    """The connection has ended. Nothing can be sent on it."""
 
     code = "closed"
     default_remedy = "Open a new connection."
+
+
+def cannot_listen(bind: str, number: int | None, reason: str) -> ConfigInvalid:
+    """Return the error of an address that cannot be listened on.
+
+    Args:
+        bind: ``tcp://HOST:PORT``.
+        number: the system's number of the error.
+        reason: its text.
+    """
+    host = bind.removeprefix("tcp://").rpartition(":")[0]
+    remedy = "Give an address of this host, or a wildcard."
+    if number == errno.EADDRINUSE:
+        reason, remedy = "the address is already in use", "Choose another port, or port 0, which takes a free one."
+    elif number in (errno.ENODEV, errno.EADDRNOTAVAIL):
+        reason = f"{host} is not an address of this host"
+    return ConfigInvalid(f"cannot listen on {bind}: {reason}", remedy=remedy)

@@ -67,6 +67,18 @@ class RenewAnswered(Struct, frozen=True, kw_only=True):
     lease_s: float
 
 
+class PingAnswered(Struct, frozen=True, kw_only=True):
+    """The server has answered our last ping.
+
+    Attributes:
+        rtt_s: seconds between question and answer.
+        report: that we have asked for; ``UNSET`` if we have not, or the server reports nothing.
+    """
+
+    rtt_s: float
+    report: bytes | UnsetType = UNSET
+
+
 class ConnectionClosed(Struct, frozen=True, kw_only=True):
     """One side left in peace."""
 
@@ -90,4 +102,4 @@ class ConnectionFailed(Struct, frozen=True, kw_only=True):
 
 
 Ending = ConnectionClosed | ConnectionFailed
-Event = PeerReady | ReleaseReceived | RenewReceived | ReleaseAnswered | RenewAnswered | Ending
+Event = PeerReady | ReleaseReceived | RenewReceived | ReleaseAnswered | RenewAnswered | PingAnswered | Ending

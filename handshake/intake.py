@@ -1,7 +1,7 @@
 """What has arrived on a connection and was not taken: counted by the kernel, because ZeroMQ does not bound it.
 
 ZeroMQ's high-water mark counts messages. A message may have any number of frames, and ZeroMQ keeps them in memory until
-the last one is there; nothing tells of them before. So the bytes that the kernel has passed up are compared with those
+the last one is there; nothing reports them before. So the bytes that the kernel has passed up are compared with those
 of the messages that were taken, and a connection is cut where more are between than the mark allows. That happens
 ``SWEEP_S`` later at most, plus whatever the event loop stands still: meanwhile a peer can bring as much as the network
 carries.
@@ -29,7 +29,7 @@ CURVE_BYTES = 33
 """What encryption adds to a frame: a name, a nonce, a checksum and flags. Source: ZeroMQ RFC 26, MESSAGE."""
 
 SLACK_BYTES = 1 << 20
-"""For what is not counted exactly: the greetings, and messages that are taken before the monitor tells of their
+"""For what is not counted exactly: the greetings, and messages that are taken before the monitor reports their
 connection."""
 
 _RECEIVED_AT = 128
@@ -46,7 +46,7 @@ class Intake:
     """The connections of one socket, by file descriptor.
 
     A descriptor that was closed may soon be another connection's, of this socket or of anything else in the process.
-    Which one it is now is known by its inode, and only what was counted of that one decides. ZeroMQ tells of a
+    Which one it is now is known by its inode, and only what was counted of that one decides. ZeroMQ reports a
     descriptor some turns of the loop later, so its port is compared too: a socket of other code is never touched.
 
     Args:

@@ -28,23 +28,26 @@ class Limits(Struct, frozen=True, kw_only=True):
         pending_handshakes_max: connections of one server that are not ready yet. What a herd of restarting
             clients may hold at once; above it one of them is told ``busy`` and dials again.
         handshake_grace_s: above that, a handshake that has taken so long is given up for a newcomer; before, the
-            newcomer is refused. Honest ones are long over by then, also those of a herd, which take 1 to 3 ms each.
+            newcomer is refused. Honest ones are over long before: those of many peers at once take 1 to 3 ms
+            each.
         connections_per_key_max: connections of one client's own key. A worker has one at a time; those of its earlier
-            lives end within ``silence_s_max``. Where all share the secret's key, they are not told apart.
+            incarnations end within ``silence_s_max``. Where all share the secret's key, they are not told apart.
         messages_per_s_max: of one key, or of one connection where all share a key. A reader says at most one or
             two things per turn of its loop, which takes some 100 us.
         leases_per_s_max: named in those messages.
+        reports_per_s_max: reports of the program above that such a key or connection may ask for. A person who watches
+            a server asks once in a second.
         incoming_max: messages of one peer that wait to be read. A reader that keeps up never has more than a few.
         incoming_bytes_max: of those messages. Fewer of them wait where each may be a whole publication. A peer whose
             bytes are more than its messages can be is cut off.
         outgoing_max: messages that wait for one peer to read. A peer that lets this many pile up is lost.
         connect_s: to reach a listening peer, all attempts together.
-        handshake_s: from dialling, or from the first message heard, to ready. A CURVE handshake takes about
+        handshake_s: from dialing, or from the first message heard, to ready. A CURVE handshake takes about
             1 ms and a publication some ms: seconds pass only when a process is stopped or a network is broken.
         ping_interval_s: silence after which a ping asks for a sign of life.
         silence_s_max: silence after which the peer counts as dead. Three pings: two may be lost in a stall of
             the interpreter (a first compilation takes 5 to 15 s), and it stays below a lease of 30 s.
-        closing_s: to exchange the last words. They need one round trip; a peer that is gone costs no more.
+        closing_s: to exchange closing messages. They need one round trip; a peer that is gone costs no more.
 
     Raises:
         ValueError: a limit is not positive and finite, no ping would come before the end of patience, or the
@@ -59,6 +62,7 @@ class Limits(Struct, frozen=True, kw_only=True):
     connections_per_key_max: int = 16
     messages_per_s_max: float = 20_000.0
     leases_per_s_max: float = 200_000.0
+    reports_per_s_max: float = 4.0
     incoming_max: int = 64
     incoming_bytes_max: int = 8 << 20
     outgoing_max: int = 1024

@@ -9,11 +9,11 @@ The conversation. Only the client may ask, renew and release; both may ping, ref
     Publish       ->                              now both are ready
     Release, Renew ->
                   <-  Released, Renewed
-    Ping          <->  Pong
-    Bye, Refuse   <->  Bye                        the last words
+    Ping          <->  Pong                       a client's Ping may ask for the server's report
+    Bye, Refuse   <->  Bye                        close the connection
 
 How the schema may change. A new field needs a default, because older peers do not send it; unknown fields are
-skipped. A field keeps its name, type and meaning for ever. A new message type, or a new word in a closed set
+skipped. A field keeps its name, type and meaning forever. A new message type, or a new word in a closed set
 (``Role``, ``Outcome``), needs a new wire version, because older peers treat it as a violation. ``Hello`` and
 ``Refuse`` are read before a version is agreed and may only grow.
 """
@@ -27,7 +27,7 @@ from handshake.limits import LEASES_MAX, PUBLICATION_BYTES_MAX
 
 Role = Literal["prefill", "decode", "both"]
 Outcome = Literal["held", "counted", "ended", "unknown"]
-"""What became of a lease: still held; this release was counted and others are awaited; ended; never heard of."""
+"""What became of a lease: still held; this release was counted and others are awaited; ended; unknown."""
 
 Version = Annotated[int, Meta(ge=1, le=65535)]
 Rank = Annotated[int, Meta(ge=0, le=65535)]
@@ -46,6 +46,11 @@ PASS_BYTES_MAX = 64
 
 Pass = Annotated[bytes, Meta(max_length=PASS_BYTES_MAX)]
 """What lets one client in elsewhere, as the program above has it; opaque here."""
+
+REPORT_BYTES_MAX = 64 << 10
+"""Some two hundred pulls and leases."""
+
+Report = Annotated[bytes, Meta(max_length=REPORT_BYTES_MAX)]
 
 ClockTime = Annotated[float, Meta(ge=0, le=2**40)] | UnsetType
 """Seconds since 1970 on the speaker's wall clock when it spoke; absent from peers that do not tell."""
@@ -109,8 +114,8 @@ class LeaseAnswer(LeaseRef, frozen=True, kw_only=True):
     """What became of one lease.
 
     Attributes:
-        outcome: in the words of the protocol.
-        ended_by: how a lease has ended, in the words of the program above; absent if that is not remembered.
+        outcome: as the protocol names it.
+        ended_by: how a lease has ended, as the application names it; absent if that is not remembered.
         ended_s: how long ago, in seconds.
     """
 
@@ -124,7 +129,7 @@ class Message(Struct, frozen=True, kw_only=True, tag_field="type"):
 
 
 class Hello(Message, frozen=True, kw_only=True, tag="hello"):
-    """The client's first words."""
+    """The client's first message."""
 
     version_min: Version
     version_max: Version
@@ -166,7 +171,7 @@ class Publish(Message, frozen=True, kw_only=True, tag="publish"):
         publication: the same for every peer.
         clock_s: when it was said.
         pass_: of a server to this client alone: a secret that the program above has made for it; ``pass`` on the wire.
-            A client's is not looked at.
+            A client's is ignored.
     """
 
     publication: Publication
@@ -220,16 +225,30 @@ class Renewed(Message, frozen=True, kw_only=True, tag="renewed"):
 
 
 class Ping(Message, frozen=True, kw_only=True, tag="ping"):
-    """Ask for a sign of life."""
+    """Ask for a sign of life.
+
+    Attributes:
+        nonce: what the answer repeats.
+        report: of a client: whether it asks for the server's report, too; absent from peers that do not ask.
+    """
 
     nonce: Nonce
+    report: bool | UnsetType = UNSET
 
 
 class Pong(Message, frozen=True, kw_only=True, tag="pong"):
-    """Answer to the ``Ping`` of that nonce."""
+    """Answer to the ``Ping`` with the same nonce.
+
+    Attributes:
+        nonce: that of the question.
+        clock_s: when it was said.
+        report: what the program above says about itself, opaque here; absent if nobody has asked, and from servers
+            that report nothing.
+    """
 
     nonce: Nonce
     clock_s: ClockTime = UNSET
+    report: Report | UnsetType = UNSET
 
 
 class Bye(Message, frozen=True, kw_only=True, tag="bye"):

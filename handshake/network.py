@@ -1,7 +1,7 @@
 """What the shells take from outside: sockets, names, a clock and chance.
 
-``ZEROMQ`` is the real thing. Whoever gives another network drives the same clients and servers over it, as the
-simulator does on virtual time.
+``ZEROMQ`` is the production network. A caller that gives another network drives the same clients and
+servers over it, as the simulator does on virtual time.
 """
 
 import random
@@ -12,7 +12,7 @@ from typing import Protocol
 
 from handshake.limits import Limits
 from handshake.security import ClusterSecurity, PublicKey
-from handshake.sockets import Delivery, LinkEvent, open_dialler, open_listener, resolve
+from handshake.sockets import Delivery, LinkEvent, open_dialer, open_listener, resolve
 
 
 class Channel(Protocol):
@@ -41,8 +41,8 @@ class ListeningChannel(Channel, Protocol):
         ...
 
 
-class DialledChannel(Channel, Protocol):
-    """A socket that dials once. See ``handshake.sockets.DialledChannel``."""
+class DialedChannel(Channel, Protocol):
+    """A socket that dials once. See ``handshake.sockets.DialedChannel``."""
 
     def dial(self) -> None:
         """Start the one attempt to connect."""
@@ -78,10 +78,10 @@ class Network(Protocol):
         """Listen. See ``handshake.sockets.open_listener``."""
         ...
 
-    def open_dialler(
+    def open_dialer(
         self, endpoint: str, security: ClusterSecurity | None, limits: Limits
-    ) -> AbstractAsyncContextManager[DialledChannel]:
-        """Get ready to dial. See ``handshake.sockets.open_dialler``."""
+    ) -> AbstractAsyncContextManager[DialedChannel]:
+        """Get ready to dial. See ``handshake.sockets.open_dialer``."""
         ...
 
     async def resolve(self, endpoint: str) -> tuple[str, ...]:
@@ -110,11 +110,11 @@ class ZeroMqNetwork:
         """See ``Network.open_listener``."""
         return open_listener(bind, security, limits)
 
-    def open_dialler(
+    def open_dialer(
         self, endpoint: str, security: ClusterSecurity | None, limits: Limits
-    ) -> AbstractAsyncContextManager[DialledChannel]:
-        """See ``Network.open_dialler``."""
-        return open_dialler(endpoint, security, limits)
+    ) -> AbstractAsyncContextManager[DialedChannel]:
+        """See ``Network.open_dialer``."""
+        return open_dialer(endpoint, security, limits)
 
     async def resolve(self, endpoint: str) -> tuple[str, ...]:
         """See ``Network.resolve``."""

@@ -36,7 +36,7 @@ class OffsetFilter:
         self.best: ClockOffset | None = None
 
     def add(self, *, asked_at: float, answered_at: float, clock_s: float) -> None:
-        """Take note of one round trip.
+        """Record one round trip.
 
         Args:
             asked_at: our wall clock when the question left.

@@ -3,7 +3,7 @@
 from handshake.limits import Limits
 
 BURST_S = 1.0
-"""A bucket holds what a peer may say in one second: whoever is quiet meanwhile may say it at once."""
+"""A bucket holds what a peer may send in one second: a peer that was quiet for a second may send it at once."""
 
 
 class Bucket:
@@ -40,6 +40,7 @@ class Allowance:
     def __init__(self, limits: Limits, now: float) -> None:
         self._messages = Bucket(limits.messages_per_s_max, now)
         self._leases = Bucket(limits.leases_per_s_max, now)
+        self._reports = Bucket(limits.reports_per_s_max, now)
 
     def takes_message(self, now: float) -> bool:
         """Count one message; False if it is one too many."""
@@ -48,3 +49,7 @@ class Allowance:
     def takes_leases(self, count: int, now: float) -> bool:
         """Count the leases that a message names; False if they are too many."""
         return self._leases.take(count, now)
+
+    def takes_report(self, now: float) -> bool:
+        """Count one question for a report; False if it is one too many."""
+        return self._reports.take(1, now)

@@ -1,6 +1,6 @@
 """Keys and who is trusted: CURVE keys, the ticket key, who is let in, what may be bound.
 
-A cluster shares one secret. By itself it gives every server the key pair derived for servers and every client the
+A cluster shares one secret. Alone, the secret gives every server the key pair derived for servers and every client the
 pair derived for clients, so that a client knows the server's public key without asking. What the secret cannot do:
 tell two members of the cluster apart, or slow down the guessing of a weak secret. For that, each worker may have a
 key pair of its own beside the secret, and a list of the public keys that it talks to. CURVE draws fresh session
@@ -152,7 +152,7 @@ def _checked(keys: Iterable[object]) -> frozenset[PublicKey]:
 
 
 class ClusterSecurity(Struct, frozen=True):
-    """The keys of one worker, and whom it trusts. Its ``repr`` shows no secret.
+    """The keys of one worker, and the keys that it trusts. Its ``repr`` shows no secret.
 
     Attributes:
         server: the key pair of our listener.
@@ -205,7 +205,7 @@ class ClusterSecurity(Struct, frozen=True):
 
         Args:
             private: the 32 bytes of our private key.
-            allowed: whom we talk to; may be replaced later.
+            allowed: keys of the peers that may connect; may be replaced later.
         """
         own = CurveKeys.from_private(private)
         return structs.replace(self, server=own, client=own, allowed=allowed)
@@ -220,7 +220,7 @@ class ClusterSecurity(Struct, frozen=True):
         """Return the keys with which we dial the server of this public key; without one, a server of our secret.
 
         Raises:
-            AuthenticationFailed: we do not trust that key. Nothing was dialled.
+            AuthenticationFailed: we do not trust that key. Nothing was dialed.
         """
         if self.allowed is not None:
             if server_key not in self.allowed:
@@ -293,7 +293,7 @@ def answer_admission(replier: zmq.Socket[bytes], admits: Callable[[PublicKey], b
 
     Args:
         replier: a REP socket, bound to ``ZAP_ENDPOINT`` in the server's context before the server binds.
-        admits: tells of a public key whether it may enter; asked for each connection.
+        admits: returns whether a public key may connect; called for each connection.
 
     Raises:
         zmq.Again: no client waits.

@@ -15,12 +15,12 @@ from weakref import WeakValueDictionary
 
 from msgspec import Struct
 
-from handshake.connection import Connection, check_introduction
+from handshake.connection import Connection, Giving, check_introduction
 from handshake.driver import Driver
 from handshake.errors import Closed, FailureCode
 from handshake.events import ConnectionFailed, Event, PeerReady
 from handshake.limits import DEFAULT_LIMITS, Limits
-from handshake.messages import PASS_BYTES_MAX, Identity, Publication, Released, Renewed
+from handshake.messages import PASS_BYTES_MAX, REPORT_BYTES_MAX, Identity, Publication, Released, Renewed
 from handshake.network import ZEROMQ, ListeningChannel, Network
 from handshake.offsets import ClockOffset
 from handshake.rates import Allowance
@@ -31,16 +31,23 @@ from handshake.states import Role, State
 logger = logging.getLogger("handshake")
 
 PeerKey = NewType("PeerKey", str)
-"""Names one connection for the life of the server: a peer that connects again gets another one."""
+"""Names one connection while the server runs: a peer that connects again gets another one."""
 
 Objection = tuple[FailureCode, str, str]
 """Code, reason and remedy of a refusal."""
 
-_REMOVED = (FailureCode.KEY_REMOVED, "this key is not allowed any more", "Ask whoever keeps the list of allowed keys.")
+_REMOVED = (
+    FailureCode.KEY_REMOVED,
+    "this key is no longer allowed",
+    "Ask the server's operator to allow this key.",
+)
 _DIAL_AGAIN = "Dial again in a moment."
 
 MakePass = Callable[[PublicKey, Identity], bytes]
 """Makes the pass of a client, at most 64 bytes, from the key that it has proved to hold and from who it says it is."""
+
+MakeReport = Callable[[], bytes]
+"""Makes what the program above reports about itself, at most 64 KiB."""
 
 OnPeerEvent = Callable[[PeerKey, Event], None]
 
@@ -82,6 +89,7 @@ class HandshakeServer:
         security: ClusterSecurity | None = None,
         network: Network = ZEROMQ,
         make_pass: MakePass | None = None,
+        make_report: MakeReport | None = None,
     ) -> None:
         self._channel = channel
         self._security = security
@@ -90,11 +98,12 @@ class HandshakeServer:
         self._publication = publication
         self._on_event = on_event
         self._make_pass = make_pass
+        self._make_report = make_report
         self._limits = limits
         self._drivers: dict[PeerKey, Driver] = {}
         self._ready: dict[PeerKey, PeerReady] = {}
         self._public_keys: dict[PeerKey, PublicKey] = {}
-        # Kept alive by the connections of that key: whoever dials again at once finds what it has used up.
+        # Kept alive by the connections of one key: a peer that reconnects at once finds what it has used up.
         self._allowances: WeakValueDictionary[PublicKey, Allowance] = WeakValueDictionary()
         self._failures: Counter[str] = Counter()
         # Connections that were dismissed may live on until they have said too much, see ``handshake.intake``. The
@@ -143,17 +152,17 @@ class HandshakeServer:
     def disconnect(self, peer_key: PeerKey, code: str, reason: str, remedy: str = "") -> None:
         """Refuse a peer, whatever its state. Does nothing if its connection has ended.
 
-        ``on_event`` hears of it later, as ``ConnectionFailed`` with this code.
+        ``on_event`` receives it later, as ``ConnectionFailed`` with this code.
 
         Raises:
-            LocalProtocolError: ``code`` is not lower-case words joined by underscores, at most 64 characters.
+            LocalProtocolError: ``code`` is not lower-case letters, digits and underscores, at most 64 characters.
         """
         driver = self._drivers.get(peer_key)
         if driver is not None:
             driver.refuse(code, reason, remedy)
 
     def recheck_keys(self) -> None:
-        """Refuse every peer whose key is not allowed any more, after the list of allowed keys was replaced."""
+        """Refuse every peer whose key is no longer allowed, after the list of allowed keys was replaced."""
         for key, public_key in tuple(self._public_keys.items()):
             if not self._trusts(public_key):
                 self.disconnect(key, *_REMOVED)
@@ -204,7 +213,10 @@ class HandshakeServer:
             now=self._network.now(),
             allowance=self._allowance(public_key),
             wall_ahead_s=self._network.wall() - self._network.now(),
-            make_pass=None if self._make_pass is None else partial(self._passed, self._make_pass, public_key),
+            giving=Giving(
+                None if self._make_pass is None else partial(self._passed, self._make_pass, public_key),
+                None if self._make_report is None else partial(self._reported, self._make_report),
+            ),
         )
         driver = Driver(
             connection,
@@ -231,12 +243,23 @@ class HandshakeServer:
             return b""
         return made
 
+    @staticmethod
+    def _reported(make_report: MakeReport) -> bytes:
+        """Return the report; empty if none can be made: a defect above does not end the listener."""
+        try:
+            made = make_report()
+            assert len(made) <= REPORT_BYTES_MAX, f"a report has {len(made)} bytes, more than {REPORT_BYTES_MAX}"
+        except Exception:
+            logger.exception("making a report failed; the client gets none")
+            return b""
+        return made
+
     def _objection(self, public_key: PublicKey) -> Objection | None:
         """Say why there is no room for one more connection of this key, if so."""
         limits = self._limits
         if self._leaving:
             return FailureCode.CLOSING, "the server is leaving", "Dial its successor."
-        if not self._trusts(public_key):  # removed since it passed the door
+        if not self._trusts(public_key):  # removed since ZAP accepted it
             return _REMOVED
         if self._tells_apart and self._connections_of(public_key) >= limits.connections_per_key_max:
             reason = f"there are {limits.connections_per_key_max} connections of this key already"
@@ -267,7 +290,7 @@ class HandshakeServer:
 
     @property
     def _tells_apart(self) -> bool:
-        """Whether a key stands for one worker: the secret's own keys are everybody's."""
+        """Tell whether a key identifies one worker: all workers have the secret's own keys."""
         return self._security is not None and self._security.allowed is not None
 
     def _trusts(self, public_key: PublicKey) -> bool:
@@ -318,6 +341,7 @@ async def open_server(
     insecure_allowed: bool = False,
     network: Network = ZEROMQ,
     make_pass: MakePass | None = None,
+    make_report: MakeReport | None = None,
 ) -> AsyncIterator[HandshakeServer]:
     """Listen for peers until the block is left; then say goodbye to them.
 
@@ -333,6 +357,7 @@ async def open_server(
         network: where we listen.
         make_pass: called on the loop once for each client that says who it is; None gives no passes. It must be quick.
             If it raises, the error is logged and that client gets none.
+        make_report: called on the loop when a client asks for a report; None gives none. As ``make_pass``.
 
     Raises:
         ConfigInvalid: the address cannot be bound, or would be unsafe.
@@ -342,7 +367,15 @@ async def open_server(
     check_introduction(Role.SERVER, identity, publication, limits)
     async with network.open_listener(bind, security, limits) as channel:
         server = HandshakeServer(
-            channel, identity, publication, on_event, limits, security=security, network=network, make_pass=make_pass
+            channel,
+            identity,
+            publication,
+            on_event,
+            limits,
+            security=security,
+            network=network,
+            make_pass=make_pass,
+            make_report=make_report,
         )
         async with running(channel.read(server.receive)):
             try:

@@ -1,10 +1,10 @@
 """ZeroMQ as the shells need it: one socket, its reader task, and what the monitor saw, as plain values.
 
-A listener owns a context of its own, because who is let in is asked within it. All diallers of a process share
+A listener owns a separate context, because access control runs within it. All dialers of a process share
 one, so that hundreds of peers cost two threads and not hundreds. Neither sending nor receiving waits: the loop watches
 the socket's descriptor, and no task or future is made for a message. Of the frames that a message has too many the
-first is kept. A dialled channel is one TCP connection and never dials again by itself: a restarted server has to be met
-with a new handshake.
+first is kept. A dialed channel is one TCP connection and never reconnects automatically: a restarted server
+needs a new handshake.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from itertools import count
 import zmq
 
 from handshake.arrivals import Arrivals
-from handshake.errors import CapacityExceeded, ConfigInvalid, FailureCode
+from handshake.errors import CapacityExceeded, ConfigInvalid, FailureCode, cannot_listen
 from handshake.intake import Intake, watched, wire_bytes
 from handshake.limits import Limits
 from handshake.security import ZAP_DOMAIN, ZAP_ENDPOINT, ClusterSecurity, PublicKey, answer_admission
@@ -52,11 +52,11 @@ class Delivery(Enum):
     FULL = auto()
     """The peer does not read, and its queue is full."""
     GONE = auto()
-    """There is no such peer any more."""
+    """The peer is gone."""
 
 
 class LinkEvent(Enum):
-    """What the monitor of a dialled socket saw."""
+    """What the monitor of a dialed socket saw."""
 
     ACCEPTED = auto()
     """The TCP connection was accepted; ZeroMQ's own handshake begins."""
@@ -104,7 +104,7 @@ class Channel:
         secured: whether each connection had to prove that it holds a key.
 
     Attributes:
-        endpoint: its address: the real one of a listener, the dialled one of a dialler.
+        endpoint: its address: the real one of a listener, the dialed one of a dialer.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], endpoint: str, intake: Intake, *, secured: bool) -> None:
@@ -128,7 +128,7 @@ class Channel:
                 raise
             return Delivery.GONE
         finally:
-            self._arrivals.look()
+            self._arrivals.read_again()
         return Delivery.QUEUED
 
     def _message(self, num_frames: int) -> list[zmq.Frame]:
@@ -154,7 +154,7 @@ class Channel:
         return []
 
     async def _read(self, num_frames: int, tell: Callable[[list[zmq.Frame]], bool]) -> None:
-        """Tell of each message that arrives, until cancelled, and count those that are listened to as taken."""
+        """Yield each message that arrives, until cancelled, and count the ones that the caller took."""
 
         def take() -> bool:
             frames = self._message(num_frames)
@@ -195,7 +195,7 @@ class ListeningChannel(Channel):
         self.strangers[FailureCode.OVERFLOWED] += 1
 
     async def count_strangers(self) -> None:
-        """Count whoever is not let in. Runs until it is cancelled; ZeroMQ may have to wait for it."""
+        """Count the peers that are refused. Runs until it is cancelled; ZeroMQ may have to wait for it."""
 
         def take() -> None:
             event, value = _event_of(self._monitor)
@@ -210,7 +210,7 @@ class ListeningChannel(Channel):
 def _event_of(monitor: zmq.Socket[bytes]) -> tuple[int, int]:
     """Return the number of the next event of a monitor, and its value. Source: zmq_socket_monitor(3).
 
-    pyzmq's own parser makes a flag of the value beside it, too, and Python remembers each flag for ever: one for each
+    pyzmq's own parser makes a flag of the value beside it, too, and Python remembers each flag forever: one for each
     number that a file descriptor ever had.
     """
     event, value = _MONITORED.unpack(monitor.recv_multipart(zmq.NOBLOCK)[0])
@@ -218,14 +218,14 @@ def _event_of(monitor: zmq.Socket[bytes]) -> tuple[int, int]:
 
 
 def _proved_key(frame: zmq.Frame) -> PublicKey:
-    return PublicKey(frame.get("User-Id"))  # as our own doorkeeper has named the connection
+    return PublicKey(frame.get("User-Id"))  # as our own ZAP handler has named the connection
 
 
 def _no_key(_frame: zmq.Frame) -> PublicKey:
     return ""
 
 
-class DialledChannel(Channel):
+class DialedChannel(Channel):
     """A channel with a monitor. Nothing happens on it before ``dial``."""
 
     def __init__(
@@ -291,7 +291,7 @@ async def running(*coroutines: Coroutine[object, object, None]) -> AsyncIterator
 
 @asynccontextmanager
 async def open_listener(bind: str, security: ClusterSecurity | None, limits: Limits) -> AsyncIterator[ListeningChannel]:
-    """Listen on a ROUTER socket, with the doorkeeper that CURVE asks, if there is ``security``.
+    """Listen on a ROUTER socket, with the ZAP handler that CURVE asks, if there is ``security``.
 
     Raises:
         ConfigInvalid: the address cannot be bound.
@@ -300,7 +300,7 @@ async def open_listener(bind: str, security: ClusterSecurity | None, limits: Lim
     _require_descriptors(DESCRIPTORS_OF_A_CONTEXT)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     # Who listens will dial, too, perhaps when a flood of connections has taken every descriptor.
-    with _diallers.borrowed(), _destroying(context):
+    with _dialers.borrowed(), _destroying(context):
         router, held_max = _configured(context.socket(zmq.ROUTER), bind, limits, limits.client_frame_bytes_max)
         router.set(zmq.ROUTER_MANDATORY, 1)  # sending to a peer that is gone is an error, not silence
         router.set(zmq.ROUTER_HANDOVER, 0)  # nobody takes over another's connection by claiming its name
@@ -319,7 +319,7 @@ async def open_listener(bind: str, security: ClusterSecurity | None, limits: Lim
             try:
                 router.bind(bind)
             except zmq.ZMQError as error:
-                raise ConfigInvalid(f"cannot bind {bind!r}: {error}") from error
+                raise cannot_listen(bind, error.errno, error.strerror) from error
             channel.endpoint = router.get_string(zmq.LAST_ENDPOINT)
             with watched(channel.intake):
                 yield channel
@@ -344,7 +344,7 @@ async def resolve(endpoint: str) -> tuple[str, ...]:
         OSError: there is no such name, or nobody to ask.
         UnicodeError: no name can be written so: a part of it is empty or too long.
 
-    Cancellation: safe; the look-up ends by itself, in a thread.
+    Cancellation: safe; the look-up ends later, in a thread.
     """
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     with suppress(ValueError):
@@ -375,7 +375,7 @@ def _require_descriptors(count: int) -> None:
 
 
 class _SharedContext:
-    """The one context of all diallers of this process: there while anyone needs it.
+    """The one context of all dialers of this process: there while anyone needs it.
 
     Thread: any; the sockets belong to the loop that makes them.
     """
@@ -386,14 +386,14 @@ class _SharedContext:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
 
     def forget(self) -> None:
-        """Start anew in a forked child, which has the numbers of the sockets and none of their threads."""
+        """Start again in a forked child, which has the numbers of the sockets and none of their threads."""
         self._lock = threading.Lock()
         self._users = 0
         self._context = None
 
     @contextmanager
     def borrowed(self) -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
-        """Borrow the context; whoever leaves last, with every socket closed, ends it."""
+        """Borrow the context; the last user, with every socket closed, ends it."""
         with self._lock:
             if self._context is None:
                 _require_descriptors(DESCRIPTORS_OF_A_CONTEXT)
@@ -422,8 +422,8 @@ def _sockets_max(context: zmq.Context[zmq.Socket[bytes]]) -> int:
     return most if hard == resource.RLIM_INFINITY else min(most, hard)
 
 
-_diallers = _SharedContext()
-os.register_at_fork(after_in_child=_diallers.forget)
+_dialers = _SharedContext()
+os.register_at_fork(after_in_child=_dialers.forget)
 _links = count()
 
 
@@ -439,15 +439,13 @@ def _closing() -> Iterator[list[zmq.Socket[bytes]]]:
 
 
 @asynccontextmanager
-async def open_dialler(
-    endpoint: str, security: ClusterSecurity | None, limits: Limits
-) -> AsyncIterator[DialledChannel]:
+async def open_dialer(endpoint: str, security: ClusterSecurity | None, limits: Limits) -> AsyncIterator[DialedChannel]:
     """Make a DEALER socket for one connection to one server, whose key is that of ``security``'s server.
 
     Raises:
         CapacityExceeded: this process can open no more sockets or files.
     """
-    with _diallers.borrowed() as context, _closing() as sockets:
+    with _dialers.borrowed() as context, _closing() as sockets:
         _require_descriptors(DESCRIPTORS_OF_A_LINK)
         try:
             dealer = context.socket(zmq.DEALER)
@@ -460,14 +458,14 @@ async def open_dialler(
                 dealer.set(zmq.CURVE_SECRETKEY, security.client.private)
             monitor = context.socket(zmq.PAIR)
             sockets.append(monitor)
-            # pyzmq would name it after a file descriptor, which another dialler may have had before.
+            # pyzmq would name it after a file descriptor, which another dialer may have had before.
             links = f"inproc://links/{next(_links)}"
             dealer.monitor(links, zmq.EVENT_ALL)
             monitor.connect(links)
         except zmq.ZMQError as error:
             remedy = "Divide the work among more processes: ZeroMQ numbers no more sockets in one."
             raise CapacityExceeded("ZeroMQ sockets", context.get(zmq.MAX_SOCKETS), remedy=remedy) from error
-        channel = DialledChannel(dealer, endpoint, monitor, held_max, secured=security is not None)
+        channel = DialedChannel(dealer, endpoint, monitor, held_max, secured=security is not None)
         try:
             with watched(channel.intake):
                 yield channel
@@ -490,7 +488,7 @@ def _configured(
         The socket, and how many bytes ZeroMQ may hold of one of its connections.
     """
     waiting_max = min(limits.incoming_max, max(1, limits.incoming_bytes_max // heard_bytes_max))
-    made.set(zmq.LINGER, 0)  # last words are acknowledged; nothing else is worth waiting for
+    made.set(zmq.LINGER, 0)  # the last messages are acknowledged; nothing else is worth waiting for
     made.set(zmq.SNDHWM, limits.outgoing_max)
     made.set(zmq.RCVHWM, waiting_max)
     made.set(zmq.MAXMSGSIZE, heard_bytes_max + CURVE_BYTES)

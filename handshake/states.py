@@ -169,7 +169,7 @@ def describe(trigger: Trigger) -> str:
 
 
 def budget_s(state: State, limits: Limits) -> float | None:
-    """Return how long a connection may stay as it is, in seconds, or None if for ever.
+    """Return how long a connection may stay as it is, in seconds, or None if forever.
 
     A handshake has one budget, counted from the start of the connection. ``READY`` counts from the last sign of
     life, and ``CLOSING`` from our last word.

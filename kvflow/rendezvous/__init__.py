@@ -1,1 +1,1 @@
-"""The bridge to ``handshake``: manifests as publications, leases as messages, its errors as ours."""
+"""The adapter to ``handshake``: manifests become publications, leases messages, and its errors ours."""

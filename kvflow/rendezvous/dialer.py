@@ -12,20 +12,20 @@ from handshake.events import ConnectionClosed, ConnectionFailed, Event, RenewAns
 from handshake.limits import LEASES_MAX
 from handshake.messages import LeaseAnswer, LeaseRef, Release, Renew
 from handshake.network import ZEROMQ, Network
-from kvflow.cache.tickets import Grant
-from kvflow.errors import DeadlineExceeded, PeerLost, ReleaseMismatch, StaleLease
+from kvflow.errors import DeadlineExceeded, FailureCode, PeerLost, ReleaseMismatch, StaleLease
 from kvflow.ids import Credentials, LeaseKey, PeerId, agent_name
+from kvflow.leases.tickets import Grant
+from kvflow.rendezvous.endpoint import LocalEndpoint
 from kvflow.rendezvous.failures import as_kvflow_error
-from kvflow.rendezvous.introduction import OurSide
 from kvflow.rendezvous.publication import READER, Advertisement, decode
 
 
 class LeaseEnd(Struct, frozen=True):
-    """How a lease has ended, as far as its producer says.
+    """How a lease has ended, if its producer says so.
 
     Attributes:
         ended_by: see ``StaleLease``.
-        ended_s: how many seconds ago; None if that is not known.
+        ended_s: how many seconds ago it ended; None if unknown.
     """
 
     ended_by: str = "unknown"
@@ -33,7 +33,7 @@ class LeaseEnd(Struct, frozen=True):
 
     @property
     def words(self) -> str:
-        """The same as the end of a sentence about the lease."""
+        """The same as text, for the end of a sentence about the lease."""
         how = _ENDINGS.get(self.ended_by, self.ended_by)
         return how if self.ended_s is None else f"{how} {self.ended_s:.3f} s ago"
 
@@ -47,8 +47,8 @@ _ENDINGS = {
 }
 
 
-class Questions:
-    """Leases that a producer was asked about, and who waits for its answer.
+class PendingQueries:
+    """Leases that the producer was asked about, and the futures that wait for its answers.
 
     Thread: the event loop.
     """
@@ -59,7 +59,7 @@ class Questions:
         self._lost = ""
 
     def add(self, lease: LeaseKey) -> asyncio.Future[LeaseAnswer]:
-        """Wait for what is said of a lease; ``PeerLost`` if nothing will be."""
+        """Return a future for the answer about a lease; it gets ``PeerLost`` if there is none."""
         future: asyncio.Future[LeaseAnswer] = asyncio.get_running_loop().create_future()
         if self._lost:
             future.set_exception(PeerLost(self._lost, peer=str(self._peer)))
@@ -68,7 +68,7 @@ class Questions:
         return future
 
     def withdraw(self, lease: LeaseKey, future: asyncio.Future[LeaseAnswer]) -> None:
-        """Forget who waits no more; nothing happens if there was an answer."""
+        """Drop a future that is no longer awaited. Does nothing if it was answered."""
         waiting = self._waiting.get(lease, [])
         if future in waiting:
             waiting.remove(future)
@@ -76,8 +76,8 @@ class Questions:
             self._waiting.pop(lease, None)
 
     def lose(self, reason: str) -> None:
-        """Tell whoever waits, and whoever is going to, that the connection has ended."""
-        self._lost = f"the connection ended before it was said whether a lease is held: {reason}"
+        """Fail every future, now and later: the connection has ended."""
+        self._lost = f"the connection ended before the producer said whether a lease is held: {reason}"
         for futures in self._waiting.values():
             for future in futures:
                 if not future.done():
@@ -85,7 +85,7 @@ class Questions:
         self._waiting.clear()
 
     def answer(self, answers: Sequence[LeaseAnswer]) -> None:
-        """Tell whoever waits; most renewals are nobody's question."""
+        """Resolve the futures of these leases; most renewals have none."""
         for each in answers:
             for future in self._waiting.pop((each.slot, each.epoch), ()):
                 if not future.done():
@@ -97,9 +97,9 @@ class Link:
 
     Attributes:
         peer: who is at the other end, and where.
-        agent: the name that its transport must bear, which nobody with another key can.
+        agent: the name that its transport must have. It is derived from the peer's key.
         advertisement: what it published, checked.
-        credentials: what we say to its TCP plane.
+        credentials: our credentials for its TCP plane.
 
     Thread: the event loop.
     """
@@ -111,12 +111,12 @@ class Link:
         agent: str,
         advertisement: Advertisement,
         *,
-        questions: Questions,
+        queries: PendingQueries,
         credentials: Credentials,
         network: Network = ZEROMQ,
     ) -> None:
         self._client = client
-        self._questions = questions
+        self._queries = queries
         self._network = network
         self._to_ask: list[LeaseKey] = []
         self.peer = peer
@@ -125,24 +125,29 @@ class Link:
         self.credentials = credentials
 
     @property
+    def software(self) -> str:
+        """The release that the producer runs, as it says."""
+        return self._client.identity.software
+
+    @property
     def clock_offset(self) -> ClockOffset | None:
-        """How far the producer's wall clock is ahead of ours; None if it does not tell."""
+        """How far the producer's wall clock is ahead of ours; None if it does not state it."""
         return self._client.clock_offset
 
     def may_be_over(self, grant: Grant) -> bool:
-        """Tell whether the time of a ticket seems to be up, so that the producer is asked before anything is read."""
+        """Return whether a ticket seems to have expired, so that the producer must be asked before the read."""
         offset = self.clock_offset
         return offset is not None and grant.seems_over(self._network.wall() + offset.ahead_s, offset.error_s)
 
     async def require_held(self, grant: Grant, *, within_s: float) -> None:
-        """Make sure that a ticket whose time seems to be up is still good, before anything is read for it.
+        """Ask the producer about a ticket that seems to have expired, before anything is read for it.
 
-        Clocks only decide whether the producer is asked: whoever signed the ticket may have another clock than the
-        producer, and another reader may have renewed the lease. What it does not know yet may still be admitted.
+        Clocks decide only whether the producer is asked, because another clock may have signed the ticket, and another
+        reader may have renewed the lease. A lease that the producer does not know may be admitted later.
 
         Args:
-            grant: what the ticket says.
-            within_s: how long to wait for the answer.
+            grant: the grant of the ticket.
+            within_s: longest time to wait for the answer.
 
         Raises:
             StaleLease: the lease has ended.
@@ -165,7 +170,7 @@ class Link:
             )
 
     async def ask_end(self, lease: LeaseKey, *, within_s: float) -> LeaseEnd:
-        """Ask the producer how a lease has ended; the reason is unknown if it does not say so in time.
+        """Ask the producer how a lease has ended. Without an answer in time, the reason is unknown.
 
         Cancellation: safe.
         """
@@ -175,35 +180,35 @@ class Link:
             return LeaseEnd()
 
     def release(self, leases: Sequence[LeaseKey], *, read: bool) -> None:
-        """Tell the producer that our rank needs these leases no more; nothing happens if it is gone.
+        """Tell the producer that our rank no longer needs these leases. Does nothing if the connection has ended.
 
         Args:
-            leases: of the producer.
-            read: whether our rank has read what they promise.
+            leases: leases of the producer.
+            read: whether our rank has read the blocks.
         """
         self._send([Release(leases=refs, read=read) for refs in _refs(leases)])
 
     def renew(self, leases: Sequence[LeaseKey]) -> None:
-        """Ask the producer to keep these leases; nothing happens if it is gone."""
+        """Ask the producer to renew these leases. Does nothing if the connection has ended."""
         self._send([Renew(leases=refs) for refs in _refs(leases)])
 
     async def _ask(self, lease: LeaseKey, within_s: float) -> LeaseAnswer:
-        """Ask about a lease: a renewal says what has become of it. Questions of one turn of the loop travel together.
+        """Ask about a lease by renewing it. Questions of one loop iteration are sent together.
 
         Raises:
             PeerLost, TimeoutError: there was no answer.
         """
-        answered = self._questions.add(lease)
+        answered = self._queries.add(lease)
         if not self._to_ask:
-            asyncio.get_running_loop().call_soon(self._send_questions)
+            asyncio.get_running_loop().call_soon(self._send_queries)
         self._to_ask.append(lease)
         try:
             async with asyncio.timeout(within_s):
                 return await answered
         finally:
-            self._questions.withdraw(lease, answered)
+            self._queries.withdraw(lease, answered)
 
-    def _send_questions(self) -> None:
+    def _send_queries(self) -> None:
         leases, self._to_ask = self._to_ask, []
         self.renew(list(dict.fromkeys(leases)))
 
@@ -212,11 +217,11 @@ class Link:
             for message in messages:
                 self._client.send(message)
         except Closed:
-            return  # the producer's leases end by themselves
+            return  # the producer's leases expire
 
 
 def _refs(leases: Sequence[LeaseKey]) -> list[tuple[LeaseRef, ...]]:
-    """Return leases as messages name them, divided into messages of bounded size."""
+    """Return the leases in the form of messages, divided into messages of bounded size."""
     refs = [LeaseRef(slot=slot, epoch=epoch) for slot, epoch in leases]
     return [tuple(refs[first : first + LEASES_MAX]) for first in range(0, len(refs), LEASES_MAX)]
 
@@ -247,48 +252,48 @@ class Restarted(StaleLease):
 async def open_link(
     peer: PeerId,
     *,
-    ours: OurSide,
+    local: LocalEndpoint,
     on_ended: Callable[[str, str], None],
 ) -> AsyncIterator[Link]:
     """Dial one producer rank and read its manifest.
 
     Args:
-        peer: whom the ticket names, and where.
-        ours: what we say.
+        peer: the producer rank that the ticket names, and its endpoint.
+        local: what we send to it, and the keys that we trust.
         on_ended: called once with a code and a detail when a connection that was ready has ended.
 
     Raises:
-        AuthenticationFailed: it does not hold our secret or its key, or we do not trust that key.
+        AuthenticationFailed: it has another secret or key, or we do not trust its key.
         PeerLost: it cannot be reached, or another worker answers there.
-        StaleLease: the same rank answers in another incarnation: its leases are gone.
-        ProtocolViolation: what it sends cannot be.
-        ReleaseMismatch: it writes another version of the manifest. It is told so.
+        StaleLease: the same rank answers in another incarnation, and its leases have ended.
+        ProtocolViolation: what it sends is invalid.
+        ReleaseMismatch: it writes another version of the manifest. We send it this reason.
         DeadlineExceeded: it is silent.
     """
-    questions = Questions(peer)
+    queries = PendingQueries(peer)
 
     def on_event(event: Event) -> None:
         match event:
             case RenewAnswered(leases=answers):
-                questions.answer(answers)
+                queries.answer(answers)
             case ConnectionClosed(reason=reason):
-                questions.lose(reason)
-                on_ended("peer_closed", reason)
+                queries.lose(reason)
+                on_ended(FailureCode.PEER_CLOSED, reason)
             case ConnectionFailed(code=code, reason=reason):
-                questions.lose(reason)
-                on_ended("peer_lost", f"{code}: {reason}")
+                queries.lose(reason)
+                on_ended(FailureCode.PEER_LOST, f"{code}: {reason}")
             case _:
                 pass
 
     try:
-        server_key = ours.key_of(peer)
+        server_key = local.key_of(peer)
         async with open_client(
             peer.endpoint,
-            identity=ours.identity,
+            identity=local.identity,
             publication=READER,
-            security=ours.security,
-            limits=ours.limits,
-            network=ours.network,
+            security=local.security,
+            limits=local.limits,
+            network=local.network,
             on_event=on_event,
             server_key=server_key,
         ) as client:
@@ -300,15 +305,15 @@ async def open_link(
                 client.refuse(error.code, error.message, error.remedy)
                 raise
             agent = agent_name(str(peer), server_key)
-            credentials = ours.credentials(peer, client.pass_)
+            credentials = local.credentials(peer, client.pass_)
             yield Link(
                 client,
                 peer,
                 agent,
                 advertisement,
-                questions=questions,
+                queries=queries,
                 credentials=credentials,
-                network=ours.network,
+                network=local.network,
             )
     except HandshakeError as error:
         raise as_kvflow_error(error, peer=peer.endpoint) from error

@@ -1,15 +1,15 @@
-"""Errors of ``handshake`` as errors of kvflow: the only place that knows both."""
+"""Turn errors of ``handshake`` into errors of kvflow. Only this module knows both."""
 
 from handshake import errors as theirs
 from kvflow import errors as ours
 
 
 class Distrusted(ours.AuthenticationFailed):
-    """We do not trust the key that the ticket names, and nothing was dialled."""
+    """We do not trust the key that the ticket names, and nothing was dialed."""
 
 
-class NotDialled(ours.CapacityExceeded):
-    """This process lacks what it needs to dial, and nothing was dialled."""
+class NotDialed(ours.CapacityExceeded):
+    """This process lacks what it needs to dial, and nothing was dialed."""
 
 
 def as_kvflow_error(error: theirs.HandshakeError, *, peer: str) -> ours.KvflowError:
@@ -19,13 +19,13 @@ def as_kvflow_error(error: theirs.HandshakeError, *, peer: str) -> ours.KvflowEr
         case theirs.ConfigInvalid() | theirs.LocalProtocolError():  # such as a manifest too large to publish
             mapped = ours.ConfigInvalid(error.message, remedy=error.remedy)
         case theirs.CapacityExceeded():
-            mapped = NotDialled(error.resource, error.limit, remedy=error.remedy)
+            mapped = NotDialed(error.resource, error.limit, remedy=error.remedy)
         case theirs.AuthenticationFailed():
             kind = Distrusted if error.local else ours.AuthenticationFailed
-            mapped = kind(f"{peer}: {error.message}", remedy=error.remedy)
+            mapped = kind(_about(peer, error.message), remedy=error.remedy)
         case theirs.PeerRefused():
             reason = error.message.removeprefix(f"the peer refused ({error.refusal}): ")
-            mapped = ours.PeerRefused(error.refusal, f"{peer}: {reason}", remedy=error.remedy)
+            mapped = ours.PeerRefused(error.refusal, _about(peer, reason), remedy=error.remedy)
         case theirs.RemoteProtocolError():
             mapped = ours.ProtocolViolation(error.message, peer=peer, remedy=error.remedy)
         case theirs.DeadlineExceeded():
@@ -33,3 +33,8 @@ def as_kvflow_error(error: theirs.HandshakeError, *, peer: str) -> ours.KvflowEr
         case _:
             mapped = ours.PeerLost(error.message, peer=peer, remedy=error.remedy)
     return mapped
+
+
+def _about(peer: str, message: str) -> str:
+    """Return a message that names the peer, once."""
+    return message if message.startswith(peer) else f"{peer}: {message}"

@@ -1,86 +1,107 @@
-"""The producer's end of the control channel: meets readers, and hands their releases and renewals down."""
+"""The producer's end of the control channel: accepts readers, and passes on their releases and renewals."""
 
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 
-from handshake import HandshakeServer, PeerKey, Publication, open_server
+from handshake import HandshakeServer, Peer, PeerKey, Publication, open_server
 from handshake.errors import HandshakeError
 from handshake.events import ConnectionFailed, Event, PeerReady, ReleaseReceived, RenewReceived
 from handshake.messages import LeaseAnswer, LeaseRef, Released, Renewed
-from kvflow.cache.leases import Answer, Reader
 from kvflow.errors import ReleaseMismatch
+from kvflow.events import ConsumerRejected
 from kvflow.ids import LeaseKey, worker_name
-from kvflow.observability.events import ReaderRejected
+from kvflow.leases.table import Answer, Reader
+from kvflow.rendezvous.endpoint import LocalEndpoint
 from kvflow.rendezvous.failures import as_kvflow_error
-from kvflow.rendezvous.introduction import OurSide
 from kvflow.rendezvous.publication import READER
 
 
-class LeaseKeeper(Protocol):
-    """Who counts releases and renews leases."""
+class Leases(Protocol):
+    """The leases that readers release and renew."""
 
     def on_release(self, leases: Sequence[LeaseKey], reader: Reader, *, read: bool = False) -> list[Answer]:
-        """Count a reader's releases, which say whether it has read; answer each."""
+        """Count a reader's releases, and answer each; ``read`` tells whether it has read what they promise."""
         ...
 
-    def on_renew(self, leases: Sequence[LeaseKey]) -> tuple[list[Answer], float]:
-        """Renew leases; answer each, with the seconds that they last from now."""
+    def on_renew(self, leases: Sequence[LeaseKey], reader: Reader) -> tuple[list[Answer], float]:
+        """Renew leases for a reader. Return an answer for each, and how many seconds they last from now."""
         ...
 
     def past(self, lease: LeaseKey) -> tuple[str, float] | None:
-        """Return how a lease has ended, and how many seconds ago; None if that is not remembered."""
+        """Return how a lease has ended and how many seconds ago; None if that is no longer known."""
         ...
 
 
+LeasesT = TypeVar("LeasesT", bound=Leases)
+
+
 class Listener:
-    """Readers of one worker.
+    """The readers that are connected to one worker.
 
     Attributes:
-        endpoint: the address that is listened on.
+        endpoint: the address that it listens on.
+        make_report: makes what a member of the cluster gets that asks how this worker is; set by the worker.
 
     Thread: the event loop.
     """
 
-    def __init__(self, keeper: LeaseKeeper, report: Callable[[ReaderRejected], None]) -> None:
-        self._keeper = keeper
+    def __init__(self, server: HandshakeServer, leases: Leases, report: Callable[[ConsumerRejected], None]) -> None:
+        self.endpoint = server.endpoint
+        self._server = server
+        self._leases = leases
         self._report = report
+        self.make_report: Callable[[], bytes] = bytes
         self._readers: dict[PeerKey, Reader] = {}
         self._names: dict[PeerKey, str] = {}
 
-    def on_event(self, server: HandshakeServer, key: PeerKey, event: Event) -> None:
-        """Handle what one reader did. Its identity is that of its Hello, whatever it says later."""
+    @property
+    def peers(self) -> tuple[Peer, ...]:
+        """The readers that are connected now."""
+        return self._server.peers
+
+    @property
+    def failures(self) -> Mapping[str, int]:
+        """How many connections have failed since the start, by code."""
+        return self._server.failures
+
+    def recheck_keys(self) -> None:
+        """Refuse every connected reader whose key was removed from the list of allowed keys."""
+        self._server.recheck_keys()
+
+    def on_event(self, key: PeerKey, event: Event) -> None:
+        """Handle what one reader did. It is identified by its Hello, whatever it says later."""
         match event:
             case PeerReady(identity=identity, publication=publication):
                 self._readers[key] = Reader(identity.engine_id, identity.rank, identity.num_ranks)
                 self._names[key] = worker_name(identity.engine_id, identity.rank, identity.incarnation)
-                self._look_at_release(key, publication, identity.software)
+                self._check_release(key, publication, identity.software)
             case ReleaseReceived(leases=refs, read=read):
-                answers = self._keeper.on_release(_keys(refs), self._readers[key], read=read is True)
+                answers = self._leases.on_release(_keys(refs), self._readers[key], read=read is True)
                 if left := [each for each in zip(refs, answers, strict=True) if each[1] != "ended"]:
-                    server.send(key, Released(leases=_answered(left)))
+                    self._server.send(key, Released(leases=_answered(left)))
             case RenewReceived(leases=refs):
-                answers, lease_s = self._keeper.on_renew(_keys(refs))
+                answers, lease_s = self._leases.on_renew(_keys(refs), self._readers[key])
                 answered = tuple(map(self._explained, _answered(zip(refs, answers, strict=True))))
-                server.send(key, Renewed(leases=answered, lease_s=lease_s))
+                self._server.send(key, Renewed(leases=answered, lease_s=lease_s))
             case ConnectionFailed(code=code, reason=reason):
-                self._report(ReaderRejected(self._forget(key), code, reason))
+                self._report(ConsumerRejected(self._forget(key), code, reason))
             case _:
                 self._forget(key)
 
-    def _look_at_release(self, key: PeerKey, publication: Publication, software: str) -> None:
-        """Say which readers cannot read from us: an older one leaves without a word."""
+    def _check_release(self, key: PeerKey, publication: Publication, software: str) -> None:
+        """Report a reader of another release, which cannot read from us: an older one leaves without a reason."""
         if publication.schema != READER.schema:
-            detail = f"it is {software!r}, and does not say that it reads manifest schema {READER.schema}"
+            detail = f"it runs {software!r}, which does not read manifest schema {READER.schema}"
             self._report(
-                ReaderRejected(self._names[key], ReleaseMismatch.code, f"{detail}. {ReleaseMismatch.default_remedy}")
+                ConsumerRejected(self._names[key], ReleaseMismatch.code, f"{detail}. {ReleaseMismatch.default_remedy}")
             )
 
     def _explained(self, answer: LeaseAnswer) -> LeaseAnswer:
-        """Say how a lease has ended that a reader still wants."""
-        past = self._keeper.past((answer.slot, answer.epoch)) if answer.outcome == "ended" else None
+        """Add how the lease has ended, if it has."""
+        past = self._leases.past((answer.slot, answer.epoch)) if answer.outcome == "ended" else None
         if past is None:
             return answer
         return msgspec.structs.replace(answer, ended_by=past[0], ended_s=max(0.0, past[1]))
@@ -94,29 +115,40 @@ class Listener:
 async def open_listener(
     *,
     bind: str,
-    ours: OurSide,
-    keeper: LeaseKeeper,
-    report: Callable[[ReaderRejected], None],
-) -> AsyncIterator[HandshakeServer]:
+    local: LocalEndpoint,
+    open_leases: Callable[[str], LeasesT],
+    report: Callable[[ConsumerRejected], None],
+) -> AsyncIterator[tuple[Listener, LeasesT]]:
     """Listen for readers.
+
+    Args:
+        bind: ``tcp://HOST:PORT``; port 0 takes a free one.
+        local: what we say to readers, and the keys that we trust.
+        open_leases: called once with the endpoint that is listened on, before any reader is heard.
+        report: takes the readers that are rejected.
+
+    Returns:
+        The listener, and what ``open_leases`` has returned.
 
     Raises:
         ConfigInvalid: the address cannot be bound.
     """
-    listener = Listener(keeper, report)
     try:
         async with open_server(
             bind=bind,
-            identity=ours.identity,
-            publication=ours.publication,
-            security=ours.security,
-            limits=ours.limits,
-            network=ours.network,
-            make_pass=ours.make_pass,
-            # No reader can be ready, and so none can release, before the server exists.
-            on_event=lambda key, event: listener.on_event(server, key, event),
+            identity=local.identity,
+            publication=local.publication,
+            security=local.security,
+            limits=local.limits,
+            network=local.network,
+            make_pass=local.make_pass,
+            make_report=lambda: listener.make_report(),  # noqa: PLW0108
+            # Nothing is awaited before the listener exists, so that no reader is heard before.
+            on_event=lambda key, event: listener.on_event(key, event),  # noqa: PLW0108
         ) as server:
-            yield server
+            leases = open_leases(server.endpoint)
+            listener = Listener(server, leases, report)
+            yield listener, leases
     except HandshakeError as error:
         raise as_kvflow_error(error, peer=bind) from error
 

@@ -16,7 +16,7 @@ from kvflow.layout.manifest import MANIFEST_BYTES_MAX, MANIFEST_SCHEMA, Manifest
 from kvflow.layout.region import METADATA_BYTES_MAX, Region
 
 READER = Publication.of(b"", schema=MANIFEST_SCHEMA)
-"""What a reader publishes: only which manifests it reads, so that the other side can say why they do not get along."""
+"""What a reader publishes: which manifest schema it reads, so that the producer can name a mismatch."""
 
 SLOT_BYTES = 8
 
@@ -64,7 +64,7 @@ class Advertisement(Struct, frozen=True, kw_only=True):
         if ("tcp" in self.planes) != bool(self.data_endpoint):
             raise SpecInvalid(f"the data planes are {sorted(self.planes)}, and data_endpoint is {self.data_endpoint!r}")
         if self.data_endpoint and not 0 < int(self.data_endpoint.rpartition(":")[2]) <= PORT_MAX:
-            raise SpecInvalid(f"data_endpoint is {self.data_endpoint!r}, which has no port that can be dialled")
+            raise SpecInvalid(f"data_endpoint is {self.data_endpoint!r}, which has no port that can be dialed")
 
 
 class _Sized(Struct, frozen=True):
@@ -102,7 +102,7 @@ def decode(publication: Publication, *, peer: str, software: str = "") -> Advert
 
     Raises:
         ReleaseMismatch: the peer writes another version of the manifest.
-        ProtocolViolation: it cannot be what an honest worker sends.
+        ProtocolViolation: it is malformed or contradicts itself.
     """
     if publication.schema != MANIFEST_SCHEMA:
         whose = f"{peer}, which is {software!r},"
@@ -115,7 +115,7 @@ def decode(publication: Publication, *, peer: str, software: str = "") -> Advert
         advertisement.check()
         advertisement.manifest.geometry_digest()  # which the loop would have to compute otherwise
     except SpecInvalid as error:
-        raise ProtocolViolation(f"the peer published a manifest that cannot be: {error.message}", peer=peer) from error
+        raise ProtocolViolation(f"the peer published an invalid manifest: {error.message}", peer=peer) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ProtocolViolation(f"the peer published a manifest that cannot be: {error}", peer=peer) from error
+        raise ProtocolViolation(f"the peer published an invalid manifest: {error}", peer=peer) from error
     return advertisement

@@ -10,7 +10,7 @@ import zmq.asyncio
 
 import handshake
 from handshake.codec import encode
-from handshake.connection import Connection
+from handshake.connection import NOTHING_GIVEN, Connection
 from handshake.events import Event
 from handshake.limits import Limits
 from handshake.messages import (
@@ -70,6 +70,8 @@ EXAMPLES: dict[str, AnyMessage] = {
     "renewed": Renewed(leases=ANSWERS, lease_s=30.0),
     "ping": Ping(nonce=7),
     "pong": Pong(nonce=7),
+    "ping_with_question": Ping(nonce=7, report=True),
+    "pong_with_report": Pong(nonce=7, clock_s=1.5, report=b"all is well"),
     "bye": Bye(reason="leaving"),
 }
 """One of each message; the golden frames are made of these."""
@@ -90,7 +92,7 @@ class Pair:
         server_versions=SUPPORTED,
         client_ahead_s=0.0,
         server_ahead_s=0.0,
-        make_pass=None,
+        giving=NOTHING_GIVEN,
     ):
         self.now = 100.0
         self.client = Connection(
@@ -110,7 +112,7 @@ class Pair:
             now=self.now,
             versions=server_versions,
             wall_ahead_s=server_ahead_s,
-            make_pass=make_pass,
+            giving=giving,
         )
         self.client_events: list[Event] = []
         self.server_events: list[Event] = []
@@ -206,7 +208,7 @@ def ignore(*_seen: Any) -> None:
 
 @asynccontextmanager
 async def serving(
-    *, bind="tcp://127.0.0.1:0", security=SECURITY, on_event=ignore, limits=LIMITS, identity=PRODUCER
+    *, bind="tcp://127.0.0.1:0", security=SECURITY, on_event=ignore, limits=LIMITS, identity=PRODUCER, make_report=None
 ) -> AsyncIterator[handshake.HandshakeServer]:
     async with handshake.open_server(
         bind=bind,
@@ -215,6 +217,7 @@ async def serving(
         security=security,
         on_event=on_event,
         limits=limits,
+        make_report=make_report,
     ) as server:
         yield server
 

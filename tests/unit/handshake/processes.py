@@ -75,10 +75,10 @@ async def server_process(bind: str, secret: str) -> AsyncIterator[ServerProcess]
 
 @asynccontextmanager
 async def client_process(endpoint: str, secret: str) -> AsyncIterator[Child]:
-    """Start a client, which says ``dialling``, and in the end how its connection ended."""
+    """Start a client, which says ``dialing``, and in the end how its connection ended."""
     client = Child(await _spawn("dial", endpoint, secret))
     try:
-        assert await client.line() == "dialling\n"
+        assert await client.line() == "dialing\n"
         yield client
     finally:
         await client.kill()
@@ -107,7 +107,7 @@ async def serve(bind: str, secret: str) -> None:
 
 
 async def dial(endpoint: str, secret: str) -> None:
-    say("dialling")
+    say("dialing")
     try:
         async with handshake.open_client(
             endpoint,

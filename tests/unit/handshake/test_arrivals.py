@@ -70,7 +70,7 @@ def test_what_arrives_before_a_send_is_taken(run):
                 pair.theirs.send(b"%d" % number)
                 pair.wait_for_word()
                 pair.ours.send(b"something else")  # ZeroMQ may hear of the message here
-                pair.arrivals.look()
+                pair.arrivals.read_again()
                 assert await pair.next() == b"%d" % number
 
     run(main)
@@ -81,7 +81,7 @@ def test_what_arrived_before_anyone_listened_is_taken(run):
         pair.theirs.send(b"early")
         pair.wait_for_word()
         assert pair.ours.get(zmq.EVENTS) & zmq.POLLIN  # and ZeroMQ will not tell of it again
-        pair.arrivals.look()  # nobody listens yet
+        pair.arrivals.read_again()  # nobody listens yet
         async with running(pair.arrivals.run(pair.take)):
             assert await pair.next() == b"early"
 
@@ -95,14 +95,14 @@ def test_many_messages_and_sends_lose_nothing(run):
         def take_and_answer():
             pair.take()
             pair.ours.send(b"answer")
-            pair.arrivals.look()
+            pair.arrivals.read_again()
 
         async with running(pair.arrivals.run(take_and_answer)):
             for number in range(count):
                 pair.theirs.send(b"%d" % number)
                 if number % 7 == 0:
                     pair.ours.send(b"word")
-                    pair.arrivals.look()
+                    pair.arrivals.read_again()
                     await asyncio.sleep(0)
             assert [await pair.next() for _ in range(count)] == [b"%d" % number for number in range(count)]
 
@@ -117,7 +117,7 @@ def test_nothing_is_taken_after_it_was_cancelled_and_nothing_is_lost(run):
         pair.theirs.send(b"two")
         pair.wait_for_word()
         pair.ours.send(b"something else")
-        pair.arrivals.look()
+        pair.arrivals.read_again()
         await asyncio.sleep(0)
         assert pair.heard.empty()
         async with running(pair.arrivals.run(pair.take)):

@@ -23,7 +23,7 @@ from handshake.errors import (
 from handshake.events import ConnectionClosed, ConnectionFailed, PeerReady, ReleaseAnswered, ReleaseReceived
 from handshake.limits import Limits
 from handshake.messages import Bye, Hello, Ping, Publish, Refuse, Released, Welcome
-from handshake.sockets import DialledChannel, open_listener, resolve, running
+from handshake.sockets import DialedChannel, open_listener, resolve, running
 
 from .helpers import (
     ANSWERS,
@@ -105,10 +105,10 @@ async def test_without_the_same_secret_the_answer_is_quick(ours, theirs):
             took_s.append(time.monotonic() - begun_s)
         async with connected(server.endpoint, security=theirs) as client:
             assert client.identity == PRODUCER
-    assert min(took_s) < 1.0  # the promise; a stall of this machine may spoil one of them
+    assert min(took_s) < PATIENT.connect_s / 6  # milliseconds on an idle machine; without an answer, all of `connect_s`
 
 
-async def test_a_server_that_dies_within_the_handshake_is_not_taken_for_one_of_another_secret():
+async def test_a_server_that_dies_in_the_handshake_is_no_wrong_secret():
     async def hang_up(_reader, writer):
         writer.close()
         listener.close()
@@ -126,20 +126,20 @@ async def test_nobody_listens():
     assert endpoint in str(error)
 
 
-async def test_an_attempt_that_comes_too_late_does_not_hide_why_the_earlier_one_failed(monkeypatch):
+async def test_a_late_attempt_does_not_hide_why_the_earlier_one_failed(monkeypatch):
     async with serving() as server:
         endpoint = server.endpoint
-    dial = DialledChannel.dial
-    dialled = []
+    dial = DialedChannel.dial
+    dialed = []
 
     def dial_once(channel):
-        dialled.append(channel)
-        if len(dialled) == 1:
+        dialed.append(channel)
+        if len(dialed) == 1:
             dial(channel)
 
-    monkeypatch.setattr(DialledChannel, "dial", dial_once)
+    monkeypatch.setattr(DialedChannel, "dial", dial_once)
     await fails_to_connect(endpoint, ConnectionLost, limits=SHORT)
-    assert len(dialled) == 2
+    assert len(dialed) == 2
 
 
 async def test_a_server_that_listens_a_little_later_is_met(monkeypatch):
@@ -165,7 +165,7 @@ async def test_a_server_that_listens_a_little_later_is_met(monkeypatch):
             await patiently(ready.wait())
 
 
-async def test_a_server_that_accepts_and_says_nothing_runs_into_the_handshake_deadline():
+async def test_a_silent_server_runs_into_the_handshake_deadline():
     closed = asyncio.Event()
 
     async def say_nothing(reader, writer):
@@ -183,8 +183,8 @@ async def test_a_server_that_accepts_and_says_nothing_runs_into_the_handshake_de
 
 
 async def test_an_address_that_does_not_answer_runs_into_the_connect_deadline(monkeypatch):
-    # An address of TEST-NET-1 answers differently on different networks; a dialler that does not dial, never.
-    monkeypatch.setattr(DialledChannel, "dial", lambda _channel: None)
+    # An address of TEST-NET-1 answers differently on different networks; a dialer that does not dial, never.
+    monkeypatch.setattr(DialedChannel, "dial", lambda _channel: None)
     error = await fails_to_connect("tcp://192.0.2.1:9", DeadlineExceeded, limits=Limits(connect_s=0.05))
     assert error.phase == "connect"
 
@@ -194,7 +194,7 @@ async def test_a_malformed_endpoint_is_a_configuration_error(endpoint):
     await fails_to_connect(endpoint, ConfigInvalid)
 
 
-async def test_an_identity_out_of_bounds_is_found_before_anything_is_dialled():
+async def test_an_identity_out_of_bounds_is_found_before_anything_is_dialed():
     nameless = msgspec.structs.replace(CONSUMER, engine_id="")
     await fails_to_connect("tcp://127.0.0.1:9", LocalProtocolError, identity=nameless)
 
@@ -242,7 +242,7 @@ async def test_a_server_that_stops_within_the_handshake_runs_into_its_deadline()
     assert error.phase == "handshake"
 
 
-async def test_a_busy_server_is_dialled_again():
+async def test_a_busy_server_is_dialed_again():
     limits = Limits(pending_handshakes_max=1, handshake_s=0.2)
     recorder = Recorder()
     async with serving(limits=limits, on_event=recorder) as server, raw_dealer(server.endpoint) as slow:
@@ -254,8 +254,8 @@ async def test_a_busy_server_is_dialled_again():
 
 
 async def test_the_client_may_refuse_what_the_server_published():
-    served, dialled = Recorder(), Recorder()
-    async with serving(on_event=served) as server, connected(server.endpoint, on_event=dialled) as client:
+    served, dialed = Recorder(), Recorder()
+    async with serving(on_event=served) as server, connected(server.endpoint, on_event=dialed) as client:
         client.refuse("publication_refused", "another model", "Serve the same model.")
         (told,) = await served.wait_of(ConnectionFailed)
         assert told == ConnectionFailed(
@@ -424,7 +424,7 @@ def open_contexts():
     return {id(found) for found in gc.get_objects() if issubclass(type(found), zmq.Context) and not found.closed}
 
 
-async def test_cancelling_at_any_moment_leaves_nothing_behind():
+async def test_canceling_at_any_moment_leaves_nothing_behind():
     async with serving() as server:
         before = open_contexts()
         entered = 0
@@ -479,10 +479,10 @@ async def test_a_name_that_does_not_exist_is_a_peer_that_cannot_be_reached(monke
 
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", unknown)
     error = await fails_to_connect("tcp://gone.invalid:9", ConnectionLost)
-    assert "cannot be looked up" in error.message
+    assert "cannot be resolved" in error.message
 
 
-async def test_a_look_up_that_comes_too_late_does_not_hide_why_the_earlier_attempt_failed(monkeypatch):
+async def test_a_late_lookup_does_not_hide_why_the_earlier_attempt_failed(monkeypatch):
     async with serving() as server:
         port = server.endpoint.rpartition(":")[2]
     asked = []
@@ -512,7 +512,7 @@ async def test_every_address_of_a_name_is_tried(monkeypatch):
 @pytest.mark.parametrize("host", ["a..b", "a" * 64 + ".b"])
 async def test_a_name_that_cannot_be_written_is_a_peer_that_cannot_be_reached(host):
     error = await fails_to_connect(f"tcp://{host}:9", ConnectionLost)
-    assert "cannot be looked up" in error.message
+    assert "cannot be resolved" in error.message
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])

@@ -40,7 +40,7 @@ ENDED = LeaseAnswer(slot=3, epoch=33, outcome="ended", ended_by="of_a_newer_rele
 
 
 @pytest.mark.parametrize("message", [Release(leases=LEASES, read=True), Renewed(leases=(ENDED,), lease_s=30.0)])
-def test_fields_that_were_added_to_version_1_arrive_and_older_peers_skip_them(message):
+def test_fields_added_to_version_1_arrive_and_older_peers_skip_them(message):
     frames = encode(message, LIMITS.frame_bytes_max)
     assert decode(frames, LIMITS.frame_bytes_max) == message
     body = msgspec.msgpack.decode(frames[0][len(FORMAT) :])

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from handshake.codec import FORMAT, decode, encode
-from handshake.connection import Connection, check_introduction
+from handshake.connection import Connection, Giving, check_introduction
 from handshake.errors import Closed, FailureCode, LocalProtocolError
 from handshake.events import (
     ConnectionClosed,
@@ -63,7 +63,7 @@ def test_two_ends_become_ready_and_know_each_other():
 
 def test_a_server_gives_its_client_a_pass_and_takes_none():
     asked = []
-    pair = Pair(make_pass=lambda identity: asked.append(identity) or b"for you alone").make_ready()
+    pair = Pair(giving=Giving(lambda identity: asked.append(identity) or b"for you alone")).make_ready()
     assert asked == [CONSUMER]
     assert [event.pass_ for event in pair.client_events] == [b"for you alone"]
     client = connection_in(Role.CLIENT, State.PUBLISHED)

@@ -79,7 +79,7 @@ async def test_a_client_that_is_not_on_the_list_is_turned_away_and_counted():
             assert server.failures["unauthenticated"] >= 1
 
 
-async def test_a_server_that_is_not_on_our_list_is_not_dialled():
+async def test_a_server_that_is_not_on_our_list_is_not_dialed():
     producer, consumer = two_that_trust_each_other()
     consumer.trust()
     for key in (producer.public_key, ""):

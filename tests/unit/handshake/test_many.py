@@ -11,7 +11,7 @@ import zmq
 import handshake.sockets
 from handshake.errors import CapacityExceeded
 from handshake.limits import Limits
-from handshake.sockets import DESCRIPTORS_OF_A_LINK, open_dialler
+from handshake.sockets import DESCRIPTORS_OF_A_LINK, open_dialer
 
 from .helpers import LIMITS, SECURITY, connected, serving
 
@@ -58,7 +58,7 @@ def descriptors():
 async def dial_until_refused(stack):
     for _ in range(LINKS):
         try:
-            await stack.enter_async_context(open_dialler("tcp://127.0.0.1:9", SECURITY, LIMITS))
+            await stack.enter_async_context(open_dialer("tcp://127.0.0.1:9", SECURITY, LIMITS))
         except CapacityExceeded as refusal:
             return refusal
     raise AssertionError("nothing stopped it")
@@ -67,7 +67,7 @@ async def dial_until_refused(stack):
 async def test_too_few_open_files_are_named():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     async with AsyncExitStack() as stack:
-        await stack.enter_async_context(open_dialler("tcp://127.0.0.1:9", SECURITY, LIMITS))
+        await stack.enter_async_context(open_dialer("tcp://127.0.0.1:9", SECURITY, LIMITS))
         limit = descriptors() + 5 * DESCRIPTORS_OF_A_LINK
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))

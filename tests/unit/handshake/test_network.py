@@ -24,7 +24,7 @@ class LateNetwork(ZeroMqNetwork):
         self.secured = asyncio.Event()
 
     @asynccontextmanager
-    async def open_dialler(self, endpoint, security, limits):
+    async def open_dialer(self, endpoint, security, limits):
         yield self
 
     def dial(self):

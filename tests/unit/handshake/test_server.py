@@ -155,7 +155,7 @@ async def test_handshakes_under_way_are_bounded():
     await hall.server.leave()
 
 
-async def test_a_handshake_is_not_given_up_for_a_newcomer_before_it_had_time_to_end():
+async def test_a_handshake_has_time_to_end_before_a_newcomer_replaces_it():
     hall = Hall(Limits(pending_handshakes_max=2, handshake_grace_s=3600, closing_s=0.01))
     for routing_id in (b"one", b"two", b"three"):
         hall.hear(routing_id, HELLO)
@@ -238,9 +238,9 @@ async def test_nobody_is_waited_for_when_nobody_is_there():
 
 
 async def test_two_workers_meet_and_part_over_sockets():
-    served, dialled = Recorder(), Recorder()
+    served, dialed = Recorder(), Recorder()
     async with serving(on_event=served) as server:
-        async with connected(server.endpoint, on_event=dialled) as client:
+        async with connected(server.endpoint, on_event=dialed) as client:
             assert (client.identity, client.publication, client.version) == (PRODUCER, PRODUCED, 1)
             ready = (await served.wait_of(PeerReady))[0]
             assert (ready.identity, ready.publication, ready.version) == (CONSUMER, CONSUMED, 1)

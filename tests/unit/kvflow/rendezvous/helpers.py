@@ -1,14 +1,25 @@
-"""What the tests of the bridge share: a cluster, a cache's advertisement, and whoever keeps leases."""
+"""What the tests of the bridge share: a cluster, a cache's advertisement, a producer, and connections to it."""
+
+from contextlib import asynccontextmanager
+
+import msgspec
 
 from handshake import ClusterSecurity
-from kvflow.cache.tickets import RankAddress
+from handshake.network import ZEROMQ
 from kvflow.config import WorkerConfig
-from kvflow.ids import Credentials, PeerId
+from kvflow.ids import PeerId
 from kvflow.layout.component import Component
 from kvflow.layout.manifest import Layer, Manifest, ManifestGroup
 from kvflow.layout.region import Region
-from kvflow.rendezvous.introduction import introduce, security_of
+from kvflow.leases.tickets import RankAddress
+from kvflow.rendezvous.dialer import open_link
+from kvflow.rendezvous.endpoint import build_local_endpoint, security_of
 from kvflow.rendezvous.publication import Advertisement
+from kvflow.worker.environment import PRODUCTION
+from kvflow.worker.runtime import open_worker
+from tests.unit.kvflow.worker.helpers import PATIENCE_S, cache_of
+
+__all__ = ["PATIENCE_S", "cache_of"]
 
 SECRET = "a secret of the tests, long enough"
 SECURITY = ClusterSecurity.from_secret(SECRET)
@@ -48,10 +59,7 @@ def config(**settings):
 
 def side(incarnation=INCARNATION, *, pass_key=None, **settings):
     settings = config(**settings)
-    return introduce(settings, incarnation, advertisement(), security_of(settings), pass_key=pass_key)
-
-
-CREDENTIALS = Credentials("12" * 32, "decode-0", 0, "b" * 32, b"a pass")
+    return build_local_endpoint(settings, incarnation, advertisement(), security_of(settings), pass_key=pass_key)
 
 
 def address(endpoint="tcp://127.0.0.1:5000", rank=0, incarnation=INCARNATION):
@@ -60,3 +68,21 @@ def address(endpoint="tcp://127.0.0.1:5000", rank=0, incarnation=INCARNATION):
 
 def peer(endpoint="tcp://127.0.0.1:5000", rank=0, incarnation=INCARNATION, *, engine_id="prefill-0", public_key=""):
     return PeerId(engine_id, rank, incarnation, endpoint, public_key)
+
+
+READER_INCARNATION = "b" * 32
+OURS = side(READER_INCARNATION, engine_id="decode-0")
+
+
+@asynccontextmanager
+async def producing(*hooks, network=ZEROMQ, **settings):
+    """Open a producer."""
+    environment = msgspec.structs.replace(PRODUCTION, network=network)
+    async with open_worker(config(**settings), cache_of(), hooks=hooks, environment=environment) as worker:
+        yield worker
+
+
+def linked(producer, *, local=OURS, on_ended=lambda code, detail: None, **named):
+    """Dial a producer, or the rank that a ticket names in its place."""
+    expected = {"incarnation": producer.incarnation} | named
+    return open_link(peer(producer.endpoint, **expected), local=local, on_ended=on_ended)

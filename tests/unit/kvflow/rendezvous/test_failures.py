@@ -4,7 +4,7 @@ import pytest
 
 from handshake import errors as theirs
 from kvflow import errors as ours
-from kvflow.rendezvous.failures import Distrusted, NotDialled, as_kvflow_error
+from kvflow.rendezvous.failures import Distrusted, NotDialed, as_kvflow_error
 
 PEER = "tcp://127.0.0.1:5000"
 
@@ -21,7 +21,7 @@ PEER = "tcp://127.0.0.1:5000"
         (theirs.LocalProtocolError("m", remedy="do"), ours.ConfigInvalid),
         (theirs.PeerRefused("busy", "m", remedy="do"), ours.PeerRefused),
         (theirs.AuthenticationFailed("m", remedy="do", local=True), Distrusted),
-        (theirs.CapacityExceeded("m", 7, remedy="do"), NotDialled),
+        (theirs.CapacityExceeded("m", 7, remedy="do"), NotDialed),
     ],
 )
 def test_each_kind(error, kind):

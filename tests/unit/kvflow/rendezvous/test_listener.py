@@ -1,169 +1,116 @@
-"""Readers are who they said they are in their first words; each release and renewal is answered lease by lease."""
+"""A worker hears its readers: each is the rank of its first words, and its releases count for that rank."""
 
+import asyncio
+
+import msgspec
 import pytest
-from msgspec import UNSET
 
-from handshake import (
-    ConnectionClosed,
-    ConnectionFailed,
-    Identity,
-    LeaseAnswer,
-    LeaseRef,
-    PeerReady,
-    Publication,
-    Released,
-    ReleaseReceived,
-    Renewed,
-    RenewReceived,
-)
-from kvflow.cache.leases import Reader
-from kvflow.errors import ConfigInvalid
-from kvflow.observability.events import ReaderRejected
-from kvflow.rendezvous.listener import Listener, open_listener
+from handshake import Publication, open_client
+from handshake.limits import Limits
+from handshake.messages import LeaseRef, Release
+from handshake.network import ZEROMQ
+from kvflow.errors import ConfigInvalid, ReleaseMismatch
+from kvflow.events import ConsumerRejected
 from kvflow.rendezvous.publication import READER
+from kvflow.worker.runtime import open_worker
+from tests.unit.kvflow.worker.pulling import FaultyNetwork
 
-from .helpers import INCARNATION, side
-
-REFS = (LeaseRef(slot=1, epoch=11), LeaseRef(slot=2, epoch=2**63 - 1))
-
-
-class Keeper:
-    """Counts what it is told, and answers the same each time."""
-
-    def __init__(self):
-        self.releases = []
-        self.renewals = []
-        self.ends = {}
-
-    def on_release(self, leases, reader, *, read=False):
-        self.releases.append((list(leases), reader))
-        self.read = read
-        return ["ended", "unknown"]
-
-    def on_renew(self, leases):
-        self.renewals.append(list(leases))
-        return ["held", "ended"], 12.5
-
-    def past(self, lease):
-        return self.ends.get(lease)
+from .helpers import OURS, PATIENCE_S, READER_INCARNATION, SECURITY, cache_of, config, linked, producing, side
 
 
-class Server:
-    """Keeps what is sent."""
-
-    def __init__(self):
-        self.sent = []
-
-    def send(self, key, message):
-        self.sent.append((key, message))
+def key(ticket):
+    (grant,) = ticket.grants
+    return grant.slot, grant.epoch_value
 
 
-@pytest.fixture
-def keeper():
-    return Keeper()
+async def ended(producer, name):
+    async with asyncio.timeout(PATIENCE_S):
+        return await producer.wait_offer(name)
 
 
-@pytest.fixture
-def reported():
-    return []
+async def test_a_lease_ends_when_every_rank_of_a_reader_has_released_it():
+    ranks = [side(READER_INCARNATION, engine_id="decode-0", rank=rank, num_ranks=2) for rank in range(2)]
+    async with producing() as producer, linked(producer, local=ranks[0]) as first:
+        tickets = [producer.offer(name, [[1]], 4) for name in ("one", "both", "again")]
+        async with linked(producer, local=ranks[1]) as second:
+            for link in (first, first, second):
+                link.release([key(tickets[1]), (99, 99)], read=True)
+            assert await ended(producer, "both") == "released"
+        second.release([key(tickets[0])], read=True)  # it has left, and nobody hears it
+        first.release([key(tickets[0])], read=True)
+        async with linked(producer) as alone:
+            alone.release([key(tickets[2])], read=True)
+            assert await ended(producer, "again") == "released"
+        assert producer._leases.requests() == ("one",)
 
 
-@pytest.fixture
-def listener(keeper, reported):
-    return Listener(keeper, reported.append)
+@pytest.mark.parametrize(("said", "end"), [(True, "used"), (False, "released"), (msgspec.UNSET, "released")])
+async def test_a_lease_was_used_if_its_reader_says_that_it_has_read(said, end):
+    async with producing() as producer, linked(producer) as link:
+        ticket = producer.offer("r", [[1]], 4)
+        slot, epoch = key(ticket)
+        link._client.send(Release(leases=(LeaseRef(slot=slot, epoch=epoch),), read=said))
+        assert (await link.ask_end(key(ticket), within_s=PATIENCE_S)).ended_by == end
 
 
-def ready(engine_id="decode-0", rank=1, num_ranks=2, publication=READER):
-    identity = Identity(engine_id=engine_id, rank=rank, num_ranks=num_ranks, incarnation=INCARNATION, role="decode")
-    return PeerReady(identity=identity, publication=publication, version=1)
+async def test_a_reader_that_breaks_the_protocol_is_reported_by_name():
+    heard, network = asyncio.Queue(), FaultyNetwork()
+    local = msgspec.structs.replace(OURS, network=network)
+    async with producing(heard.put_nowait) as producer, linked(producer, local=local):
+        network.channels[producer.endpoint].send([b"not a message"])
+        rejected = await next_of(heard)
+        assert (rejected.peer, rejected.code) == (f"decode-0/0/{READER_INCARNATION}", "protocol_violation")
 
 
-def answers(*outcomes):
-    return tuple(
-        LeaseAnswer(slot=ref.slot, epoch=ref.epoch, outcome=outcome)
-        for ref, outcome in zip(REFS, outcomes, strict=True)
-    )
+async def test_a_reader_of_another_release_is_reported_with_its_release():
+    heard = asyncio.Queue()
+    identity = msgspec.structs.replace(OURS.identity, software="kvflow of the past")
+    async with (
+        producing(heard.put_nowait) as producer,
+        open_client(
+            producer.endpoint,
+            identity=identity,
+            publication=Publication.of(b"", schema=READER.schema - 1),
+            security=SECURITY,
+            on_event=lambda _event: None,
+        ),
+    ):
+        rejected = await next_of(heard)
+        assert (rejected.peer, rejected.code) == (f"decode-0/0/{READER_INCARNATION}", ReleaseMismatch.code)
+        assert f"'kvflow of the past', which does not read manifest schema {READER.schema}" in rejected.detail
 
 
-def test_a_release_is_counted_for_the_rank_that_said_hello(listener, keeper):
-    server = Server()
-    listener.on_event(server, "key", ready())
-    listener.on_event(server, "key", ReleaseReceived(leases=REFS))
-    assert keeper.releases == [([(1, 11), (2, 2**63 - 1)], Reader("decode-0", 1, 2))]
-    assert server.sent == [("key", Released(leases=answers("ended", "unknown")[1:]))]
+async def test_a_stranger_is_reported_by_its_connection():
+    heard = asyncio.Queue()
+    async with (
+        producing(heard.put_nowait) as producer,
+        ZEROMQ.open_dialer(producer.endpoint, SECURITY, Limits()) as channel,
+    ):
+        channel.dial()
+        channel.send([b"not a message"])
+        rejected = await next_of(heard)
+        assert rejected.peer
+        assert "decode" not in rejected.peer
 
 
-def test_a_release_that_ends_every_lease_needs_no_answer(listener, keeper, monkeypatch):
-    server = Server()
-    listener.on_event(server, "key", ready())
-    monkeypatch.setattr(keeper, "on_release", lambda leases, reader, *, read: ["ended"] * len(leases))
-    listener.on_event(server, "key", ReleaseReceived(leases=REFS))
-    assert server.sent == []
+async def next_of(heard):
+    async with asyncio.timeout(PATIENCE_S):
+        while not isinstance(event := await heard.get(), ConsumerRejected):
+            pass
+    return event
 
 
-def test_a_renewal_is_answered_with_how_long_it_holds(listener, keeper):
-    server = Server()
-    listener.on_event(server, "key", ready())
-    listener.on_event(server, "key", RenewReceived(leases=REFS))
-    assert keeper.renewals == [[(1, 11), (2, 2**63 - 1)]]
-    assert server.sent == [("key", Renewed(leases=answers("held", "ended"), lease_s=12.5))]
-
-
-def test_a_reader_that_renews_what_has_ended_is_told_how_and_when(listener, keeper):
-    server = Server()
-    keeper.ends = {(2, 2**63 - 1): ("expired", 12.5), (1, 11): ("used", 1.0)}
-    listener.on_event(server, "key", ready())
-    listener.on_event(server, "key", RenewReceived(leases=REFS))
-    held, ended = server.sent[0][1].leases
-    assert (held.outcome, held.ended_by) == ("held", UNSET)
-    assert (ended.outcome, ended.ended_by, ended.ended_s) == ("ended", "expired", 12.5)
-
-
-@pytest.mark.parametrize("said", [True, False, UNSET])
-def test_whether_it_was_read_is_believed_of_a_reader_that_says_so(listener, keeper, said):
-    listener.on_event(Server(), "key", ready())
-    listener.on_event(Server(), "key", ReleaseReceived(leases=REFS, read=said))
-    assert keeper.read is (said is True)
-
-
-def test_readers_are_kept_apart(listener, keeper):
-    for key, rank in (("a", 0), ("b", 1)):
-        listener.on_event(Server(), key, ready(rank=rank))
-    for key in ("b", "a"):
-        listener.on_event(Server(), key, ReleaseReceived(leases=REFS))
-    assert [reader.rank for _, reader in keeper.releases] == [1, 0]
-
-
-def test_a_reader_of_another_release_is_reported_and_heard(listener, keeper, reported):
-    listener.on_event(Server(), "key", ready())
-    assert reported == []
-    listener.on_event(Server(), "key", ready(publication=Publication.of(b"")))  # as older releases say it
-    assert [(each.peer, each.code) for each in reported] == [(f"decode-0/1/{INCARNATION}", "release_mismatch")]
-    listener.on_event(Server(), "key", ReleaseReceived(leases=REFS))
-    assert len(keeper.releases) == 1
-
-
-def test_a_reader_that_breaks_the_protocol_is_reported_by_name(listener, reported):
-    listener.on_event(Server(), "key", ready())
-    listener.on_event(Server(), "key", ConnectionFailed(code="protocol_violation", reason="not a message"))
-    assert reported == [ReaderRejected(f"decode-0/1/{INCARNATION}", "protocol_violation", "not a message")]
-
-
-def test_a_stranger_is_reported_by_its_connection(listener, reported):
-    listener.on_event(Server(), "key", ConnectionFailed(code="handshake_timeout", reason="silent"))
-    assert [event.peer for event in reported] == ["key"]
-
-
-def test_a_reader_that_leaves_in_peace_is_forgotten(listener, reported):
-    listener.on_event(Server(), "key", ready())
-    listener.on_event(Server(), "key", ConnectionClosed(reason="done"))
-    assert reported == []
-    with pytest.raises(KeyError):
-        listener.on_event(Server(), "key", ReleaseReceived(leases=REFS))
+async def test_a_reader_that_leaves_in_peace_is_forgotten():
+    heard = []
+    async with producing(heard.append) as producer:
+        async with linked(producer):
+            assert len(producer._listener._readers) == 1
+        assert producer._listener._readers == producer._listener._names == {}
+    assert not [event for event in heard if isinstance(event, ConsumerRejected)]
 
 
 @pytest.mark.parametrize("bind", ["tcp://nowhere.invalid:5000", "tcp://203.0.113.7:5000"])
-async def test_an_address_that_cannot_be_bound_is_a_matter_of_configuration(bind, keeper, reported):
+async def test_an_address_that_cannot_be_bound_is_a_matter_of_configuration(bind):
     with pytest.raises(ConfigInvalid):
-        async with open_listener(bind=bind, ours=side(), keeper=keeper, report=reported.append):
+        async with open_worker(config(bind=bind), cache_of()):
             pytest.fail("it listens")

@@ -3,23 +3,23 @@
 import pytest
 
 from handshake import ClusterSecurity, CurveKeys
-from kvflow import __version__
 from kvflow.errors import ConfigInvalid
-from kvflow.rendezvous.introduction import security_of
+from kvflow.rendezvous.endpoint import security_of
 from kvflow.rendezvous.publication import decode
+from kvflow.version import __version__
 
 from .helpers import INCARNATION, SECRET, SECURITY, advertisement, config, peer, side
 
 
 def test_our_side():
-    ours = side(rank=1, num_ranks=2, role="prefill", connect_s=0.5, handshake_s=0.75)
-    identity = ours.identity
+    local = side(rank=1, num_ranks=2, connect_s=0.5, handshake_s=0.75)
+    identity = local.identity
     assert (identity.engine_id, identity.rank, identity.num_ranks) == ("prefill-0", 1, 2)
-    assert (identity.incarnation, identity.role) == (INCARNATION, "prefill")
+    assert (identity.incarnation, identity.role) == (INCARNATION, "both")
     assert __version__ in identity.software
-    assert (ours.limits.connect_s, ours.limits.handshake_s) == (0.5, 0.75)
-    assert ours.security == SECURITY
-    assert decode(ours.publication, peer="p") == advertisement()
+    assert (local.limits.connect_s, local.limits.handshake_s) == (0.5, 0.75)
+    assert local.security == SECURITY
+    assert decode(local.publication, peer="p") == advertisement()
 
 
 def test_no_secret_is_shown():
@@ -44,17 +44,17 @@ def test_without_a_secret_nobody_is_introduced(monkeypatch):
 KEYS = {"private_key": "12" * 32, "allowed_keys": ("ab" * 32,)}
 
 
-def test_a_worker_with_a_key_of_its_own_shows_it_at_both_ends_and_trusts_its_list():
-    ours = side(**KEYS)
+def test_a_worker_with_its_own_key_shows_it_and_admits_its_list():
+    local = side(**KEYS)
     own = CurveKeys.from_private(bytes.fromhex("12" * 32))
-    assert (ours.security.server, ours.security.client) == (own, own)
-    assert ours.public_key == own.public_key
-    assert ours.trusts(keyed("ab" * 32))
-    assert not ours.trusts(keyed("cd" * 32))
-    assert not ours.trusts(peer())
-    ours.allow_keys(["cd" * 32])
-    assert ours.trusts(keyed("cd" * 32))
-    assert not ours.trusts(keyed("ab" * 32))
+    assert (local.security.server, local.security.client) == (own, own)
+    assert local.public_key == own.public_key
+    assert local.trusts(keyed("ab" * 32))
+    assert not local.trusts(keyed("cd" * 32))
+    assert not local.trusts(peer())
+    local.allow_keys(["cd" * 32])
+    assert local.trusts(keyed("cd" * 32))
+    assert not local.trusts(keyed("ab" * 32))
 
 
 def keyed(public_key):
@@ -62,10 +62,10 @@ def keyed(public_key):
 
 
 def test_a_list_that_is_malformed_changes_nothing():
-    ours = side(**KEYS)
+    local = side(**KEYS)
     with pytest.raises(ConfigInvalid, match="allowed key"):
-        ours.allow_keys(["cd" * 32, "not a key"])
-    assert ours.trusts(keyed("ab" * 32))
+        local.allow_keys(["cd" * 32, "not a key"])
+    assert local.trusts(keyed("ab" * 32))
 
 
 def test_a_worker_that_shares_the_secret_has_no_list():
@@ -77,7 +77,7 @@ def test_a_worker_that_shares_the_secret_has_no_list():
 
 def test_two_secrets_are_trusted_while_one_is_shown():
     other = ClusterSecurity.from_secret("the secret that comes next")
-    ours = side(cluster_secret_accepted="the secret that comes next")
-    assert ours.public_key == SECURITY.server.public_key
-    assert ours.trusts(keyed(other.server.public_key))
+    local = side(cluster_secret_accepted="the secret that comes next")
+    assert local.public_key == SECURITY.server.public_key
+    assert local.trusts(keyed(other.server.public_key))
     assert not side().trusts(keyed(other.server.public_key))

@@ -1,4 +1,4 @@
-"""What this worker says of itself when it meets a peer, as either end of a connection."""
+"""What this worker states about itself at either end of a connection, and the keys that it trusts."""
 
 from collections.abc import Iterable
 
@@ -8,25 +8,25 @@ from handshake import AllowedKeys, ClusterSecurity, Identity, Limits, Publicatio
 from handshake.errors import AuthenticationFailed, HandshakeError
 from handshake.network import ZEROMQ, Network
 from handshake.server import MakePass
-from kvflow import __version__
 from kvflow.config import WorkerConfig
 from kvflow.errors import ConfigInvalid
 from kvflow.ids import Credentials, PeerId, pass_of
 from kvflow.rendezvous.failures import as_kvflow_error
 from kvflow.rendezvous.publication import Advertisement, encode
+from kvflow.version import __version__
 
-__all__ = ["ZEROMQ", "Network", "OurSide", "introduce", "security_of"]
+__all__ = ["ZEROMQ", "LocalEndpoint", "Network", "build_local_endpoint", "security_of"]
 
 
-class OurSide(Struct, frozen=True):
-    """What we say and allow.
+class LocalEndpoint(Struct, frozen=True):
+    """What this worker says to its peers, and the keys that it trusts.
 
     Attributes:
         identity: who we are.
         publication: our manifest, for those that dial us.
-        security: our keys, and whom we trust.
+        security: our keys, and the keys that we trust.
         limits: budgets and bounds.
-        network: where we meet peers.
+        network: how peers are reached.
         make_pass: makes the pass of a reader that dials us; None gives none.
     """
 
@@ -51,7 +51,7 @@ class OurSide(Struct, frozen=True):
         return self.security.towards(peer.public_key).server.public_key
 
     def credentials(self, peer: PeerId, pass_: bytes) -> Credentials:
-        """Return what we say to the TCP plane of a producer rank that we have dialled, and that gave us this pass.
+        """Return what we say to the TCP plane of a producer rank that we have dialed, and that gave us this pass.
 
         Raises:
             handshake.errors.AuthenticationFailed: we do not trust its key.
@@ -68,7 +68,7 @@ class OurSide(Struct, frozen=True):
         return True
 
     def allow_keys(self, keys: Iterable[str]) -> None:
-        """Replace the list of allowed keys; whoever is connected is not looked at.
+        """Replace the list of allowed keys. Open connections are not checked.
 
         Raises:
             ConfigInvalid: a key is malformed, or we have no key of our own; nothing has changed.
@@ -81,7 +81,7 @@ class OurSide(Struct, frozen=True):
             raise as_kvflow_error(error, peer="") from error
 
 
-def introduce(
+def build_local_endpoint(
     config: WorkerConfig,
     incarnation: str,
     advertisement: Advertisement,
@@ -89,29 +89,29 @@ def introduce(
     network: Network = ZEROMQ,
     *,
     pass_key: bytes | None = None,
-) -> OurSide:
-    """Say who we are and what we publish.
+) -> LocalEndpoint:
+    """Build what a worker says to its peers.
 
     Args:
         config: the settings.
-        incarnation: of this life.
+        incarnation: of this worker.
         advertisement: what we publish.
         security: ``security_of`` the settings.
-        network: where we meet peers.
+        network: how peers are reached.
         pass_key: what the passes of our readers are made with; None gives none.
     """
-    return OurSide(
+    return LocalEndpoint(
         identity=Identity(
             engine_id=config.engine_id,
             rank=config.rank,
             num_ranks=config.num_ranks,
             incarnation=incarnation,
-            role=config.role,
+            role="both",
             software=f"kvflow {__version__}",
         ),
         publication=encode(advertisement),
         security=security,
-        limits=Limits(connect_s=config.connect_s, handshake_s=config.handshake_s),
+        limits=Limits(connect_s=config.budgets.connect_s, handshake_s=config.budgets.handshake_s),
         network=network,
         make_pass=None if pass_key is None else _passes(pass_key),
     )
@@ -125,16 +125,25 @@ def _passes(pass_key: bytes) -> MakePass:
     return make_pass
 
 
-def security_of(config: WorkerConfig) -> ClusterSecurity:
-    """Return a worker's keys, and whom it trusts.
+def cluster_key(config: WorkerConfig) -> str:
+    """Return the public key that follows from the cluster secret: equal on all workers of a cluster, and no secret.
 
     Raises:
         ConfigInvalid: there is no usable cluster secret.
     """
-    security = ClusterSecurity.from_secret(config.secret())
-    accepted, own = config.accepted_secret(), config.own_key()
-    if accepted is not None:
-        security = security.accepting(accepted)
-    if own is not None:
-        security = security.with_own_key(own, AllowedKeys(config.allowed_keys or ()))
+    return ClusterSecurity.from_secret(config.security.secret).server.public_key
+
+
+def security_of(config: WorkerConfig) -> ClusterSecurity:
+    """Return a worker's keys, and the keys that it trusts.
+
+    Raises:
+        ConfigInvalid: there is no usable cluster secret.
+    """
+    told = config.security
+    security = ClusterSecurity.from_secret(told.secret)
+    if told.accepted_secret is not None:
+        security = security.accepting(told.accepted_secret)
+    if told.own_key is not None:
+        security = security.with_own_key(told.own_key, AllowedKeys(told.allowed_keys or ()))
     return security

@@ -1,17 +1,20 @@
-"""Signing and verifying tickets with the cluster secret."""
+"""Sign and verify tickets with the cluster secret, and draw secrets and keys."""
 
 import secrets
 import time
 from collections.abc import Callable, Sequence
 from typing import Self
 
-from handshake.security import ClusterSecurity, sign
-from kvflow.cache.mint import HEAD_START_BITS, Mint
-from kvflow.cache.tickets import RankAddress, Ticket
-from kvflow.config import SECRET_LENGTH_MIN, WorkerConfig
-from kvflow.errors import ConfigInvalid
+from handshake import CurveKeys
+from handshake.security import ClusterSecurity, draw_secret, sign
+from kvflow.config import WorkerConfig, require_secret
 from kvflow.forks import Origin
-from kvflow.rendezvous.introduction import security_of
+from kvflow.leases.issuer import HEAD_START_BITS, Issuer
+from kvflow.leases.tickets import RankAddress, Ticket
+from kvflow.rendezvous.endpoint import security_of
+from kvflow.reprs import counted, quoted
+
+__all__ = ["TicketKey", "TicketMint", "draw_head_start", "draw_pair", "draw_secret", "public_key"]
 
 
 class TicketKey:
@@ -51,7 +54,7 @@ class TicketKey:
         return self._security.verifies(payload, mac)
 
     def check(self, ticket: Ticket) -> None:
-        """Verify every grant, before anything that the ticket says is acted upon.
+        """Verify every grant, before the caller acts on anything in the ticket.
 
         Raises:
             TicketInvalid: a grant was not signed with the cluster's secret.
@@ -64,7 +67,7 @@ def draw_head_start(draw_bits: Callable[[int], int] = secrets.randbits) -> int:
     return draw_bits(HEAD_START_BITS)
 
 
-class TicketMint(Mint):
+class TicketMint(Issuer):
     """The scheduler's side of an engine of several processes: mints tickets that its workers admit.
 
     Example:
@@ -83,9 +86,9 @@ class TicketMint(Mint):
         draw_bits: Callable[[int], int] = secrets.randbits,
         wall_clock: Callable[[], float] = time.time,
         block_sizes: Sequence[int] = (),
+        trace_offers: bool = False,
     ) -> None:
-        if len(cluster_secret) < SECRET_LENGTH_MIN:
-            raise ConfigInvalid(f"the cluster secret has fewer than {SECRET_LENGTH_MIN} characters")
+        require_secret("cluster secret", cluster_secret)
         key = TicketKey(ClusterSecurity.from_secret(cluster_secret))
         super().__init__(
             engine_id,
@@ -95,4 +98,20 @@ class TicketMint(Mint):
             head_start=draw_head_start(draw_bits),
             wall_clock=wall_clock,
             block_sizes=block_sizes,
+            draw_trace=draw_bits if trace_offers else None,
         )
+
+    def __repr__(self) -> str:
+        """Say whose tickets it signs."""
+        return f"<TicketMint of {quoted(self.engine_id)}: {counted(len(self.ranks), 'rank')}>"
+
+
+def draw_pair() -> tuple[str, str]:
+    """Draw a key pair for one worker; return the private and the public key, 64 hexadecimal digits each."""
+    keys = CurveKeys.draw()
+    return keys.private_key, keys.public_key
+
+
+def public_key(private: bytes) -> str:
+    """Return the public key, 64 hexadecimal digits, that belongs to the 32 bytes of a private one."""
+    return CurveKeys.from_private(private).public_key

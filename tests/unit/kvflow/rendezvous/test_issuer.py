@@ -5,11 +5,11 @@ import time
 import pytest
 
 from handshake import ClusterSecurity
-from kvflow.cache.tickets import Ticket
 from kvflow.config import WorkerConfig
 from kvflow.errors import ConfigInvalid, TicketInvalid
-from kvflow.rendezvous.mint import TicketKey, TicketMint
-from kvflow.testing.tickets import forge
+from kvflow.leases.tickets import Ticket
+from kvflow.rendezvous.issuer import TicketKey, TicketMint
+from tests.simulation.tickets import forge
 
 from .helpers import SECRET, SECURITY, address
 
@@ -69,7 +69,7 @@ def test_a_short_secret_is_refused():
         ticket_of("too short")
 
 
-def test_a_process_without_a_worker_checks_tickets_with_the_settings_of_one():
+def test_a_process_without_a_worker_verifies_tickets_by_its_settings():
     changing = WorkerConfig(
         engine_id="decode-0", cluster_secret="the next secret of all", cluster_secret_accepted=SECRET
     )
