@@ -1,17 +1,16 @@
 """The consumer's side of a worker: pulls, from a ticket to a report.
 
-The scheduler decides, this module does. Where all peers of a ticket are connected, a pull is checked, paired and handed
-to the data plane within the call that starts it. Otherwise a task connects the peers first.
+This module carries out what the scheduler decides. If all peers of a ticket are connected, the call that starts a pull
+also checks it, pairs its blocks and posts its reads. Otherwise a task connects the peers first.
 """
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from itertools import islice
 from typing import Any, cast
 
-from kvflow.cache.destinations import DestinationLedger, Quarantined
-from kvflow.cache.quarantine import DUE_AFTER_S, LastResort
-from kvflow.cache.tickets import MAC_BYTES, Member, Ticket
 from kvflow.clock import Clock
+from kvflow.config import Budgets
 from kvflow.errors import (
     ArgumentInvalid,
     ContentMismatch,
@@ -21,40 +20,48 @@ from kvflow.errors import (
     TicketInvalid,
     TransferCancelled,
 )
+from kvflow.events import ReaderReset, TransferFailed, TransferQuiesced, TransferStarted
 from kvflow.ids import PeerId
 from kvflow.layout.manifest import Manifest
-from kvflow.observability.events import ReaderReset
+from kvflow.leases.blocks import check_block_ids
+from kvflow.leases.issuer import as_digest_lists
+from kvflow.leases.tickets import MAC_BYTES, Member, Ticket
 from kvflow.observability.logs import Reporter
-from kvflow.transfer.bind_plan import AnyBinding
-from kvflow.transfer.events import TransferFailed, TransferQuiesced, TransferStarted
-from kvflow.transfer.pairs import UnitPairs, check_block_ids
-from kvflow.transfer.pulls import Budgets, Pull
-from kvflow.transfer.requests import PRIORITY_MAX, LeaseName, RankRead, ReadEnded
-from kvflow.transfer.scheduler import CancelReads, Delivered, Effect, Scheduler, StartReads
-from kvflow.transport import base
-from kvflow.transport.base import INLINE_S_MAX, PeerAdded, PeerFailed, StagingUse, Transport, TransportEvent
-from kvflow.worker.ending import Call, Ending
+from kvflow.reads import contract
+from kvflow.reads.contract import (
+    INLINE_S_MAX,
+    PeerAdded,
+    PeerFailed,
+    PeerMeasured,
+    StagingUse,
+    Transport,
+    TransportEvent,
+)
+from kvflow.reads.pulls import Pull
+from kvflow.reads.requests import PRIORITY_MAX, LeaseName, RankRead, ReadEnded
+from kvflow.reads.scheduler import CancelReads, Delivered, Effect, Scheduler, StartReads
+from kvflow.worker.destinations import DUE_AFTER_S, DestinationTable, Quarantined, ReaderResetPolicy
 from kvflow.worker.failures import CANCELLED, transfer_error
-from kvflow.worker.handle import PullHandle
-from kvflow.worker.leases_held import LeasesHeld
-from kvflow.worker.parts import check_expected, parts_of, require_content
+from kvflow.worker.open_pulls import OpenPull, OpenPulls, PullHandle
 from kvflow.worker.peers import PeerPool
-from kvflow.worker.programs import Route
-from kvflow.worker.stages import Stage, later, require_open, require_running
+from kvflow.worker.prepared import Route, parts_of, require_content
+from kvflow.worker.renewals import LeaseRenewer
+from kvflow.worker.snapshot import PullState, Stage, later, require_open, require_running, state_of
 
 TICK_S = 0.02
-"""Deadlines and retries are looked at this often while the data plane has a read; nothing else waits for it."""
+"""Interval at which deadlines and retries are checked while the data plane has a read."""
 
 BlockLists = Sequence[Sequence[int]]
 PullItem = tuple[Ticket, BlockLists] | tuple[Ticket, BlockLists, str]
-"""A ticket, our block ids for it, and the engine's own name of the request if it has one."""
+"""A ticket, our block ids for it, and optionally the engine's own name of the request."""
 
 
 class Consumer:
-    """Pulls of one worker.
+    """The pulls of one worker, the peers that they read from, and the leases that they renew.
 
     Attributes:
-        ending: of its pulls.
+        pulls: every open pull.
+        peers: the connections to the producers.
 
     Thread: the event loop.
     """
@@ -62,10 +69,10 @@ class Consumer:
     def __init__(
         self,
         *,
-        pool: PeerPool,
+        make_pool: Callable[..., PeerPool],
         scheduler: Scheduler,
-        ledger: DestinationLedger,
-        last_resort: LastResort,
+        destinations: DestinationTable,
+        reset_policy: ReaderResetPolicy,
         transport: Transport,
         manifest: Manifest,
         budgets: Budgets,
@@ -75,23 +82,22 @@ class Consumer:
         wall: Clock,
         report: Reporter,
     ) -> None:
-        self._pool = pool
+        self.peers = make_pool(on_dropped=self.on_peer_dropped)
         self._scheduler = scheduler
-        self._ledger = ledger
-        self._last_resort = last_resort
+        self._destinations = destinations
+        self._reset_policy = reset_policy
         self._transport = transport
         self._manifest = manifest
         self._budgets = budgets
         self._verify = verify
         self._tasks = tasks
         self._clock = clock
-        self.ending = Ending(pool=pool, clock=clock, wall=wall, report=report, cancel=self._give_up)
+        self.pulls = OpenPulls(pool=self.peers, clock=clock, wall=wall, report=report, cancel=self._cancel_by_id)
         self._report = report
-        self._calls: dict[int, Call] = {}
-        self._held = LeasesHeld(pool, clock, wall)
-        self._fresh: list[Call] = []  # opened since the last tick
+        self._renewals = LeaseRenewer(self.peers, clock, wall)
+        self._fresh: list[OpenPull] = []  # opened since the last tick
         self._busy = asyncio.Event()
-        self._collected: dict[int, Call] = {}  # checked, and not posted yet
+        self._collected: dict[int, OpenPull] = {}  # checked, but not posted yet
         self._collecting = False
         self._turn_until: float | None = None
         self._stage: Stage = "open"
@@ -105,33 +111,37 @@ class Consumer:
         local_request_id: str = "",
         expected_digests: Sequence[Sequence[bytes]] | None = None,
     ) -> PullHandle:
-        """Start to read a ticket's blocks into ours. See ``Worker.start_pull``. Whatever fails, the handle tells."""
-        call = self.ending.begin(ticket, local_request_id)
+        """Start to read a ticket's blocks into ours; the handle tells every failure. See ``Worker.start_pull``."""
+        pull = self.pulls.begin(ticket, local_request_id)
         try:
             if priority != 0:
                 _check_priority(priority)
             if self._stage != "open":
                 require_open(self._stage, "pulls nothing")
-            if call.ticket is None:
+            if pull.ticket is None:
                 _check_ticket(ticket)
             self._verify(ticket)
-            if self._held.kept:
-                self._held.forget(ticket.members())
-            call.targets = check_block_ids(
-                block_ids, num_blocks=self._manifest.num_blocks, aliases=self._ledger.aliases, unique=True
+            if self._renewals.held:
+                self._renewals.end_ticket(ticket.members(), local_request_id)
+            pull.targets = check_block_ids(
+                block_ids, num_blocks=self._manifest.num_blocks, aliases=self._destinations.aliases, unique=True
             )
-            expected = None if expected_digests is None else check_expected(expected_digests, call.targets)
-            route = self._pool.route(ticket)
+            expected = (
+                None
+                if expected_digests is None
+                else as_digest_lists("expected_digests", expected_digests, pull.targets)
+            )
+            route = self.peers.route(ticket)
             if route is None or route.may_be_over(ticket):
-                call.held = self._held.hold(ticket.members())
-                self._calls[call.pull_id] = call
-                closing = TransferCancelled("the worker is closing", request_id=call.request_id)
-                self._spawn(self._connect(call, ticket, priority, expected), call, closing)
+                pull.held = self._renewals.start(ticket.members())
+                self.pulls.by_id[pull.pull_id] = pull
+                closing = TransferCancelled("the worker is closing", request_id=pull.request_id)
+                self._spawn(self._connect(pull, ticket, priority, expected), pull, closing)
             else:
-                self._begin(call, ticket, route, priority, expected)
+                self._begin(pull, ticket, route, priority, expected)
         except Exception as error:  # noqa: BLE001 - the handle tells
-            self._fail(call, error)
-        return call.handle
+            self._fail(pull, error)
+        return pull.handle
 
     def start_many(self, batch: Sequence[tuple[Ticket, BlockLists, str]], *, priority: int = 0) -> list[PullHandle]:
         """Start many pulls and hand them to the data plane together. See ``Worker.pull_many``."""
@@ -143,229 +153,221 @@ class Consumer:
         self._flush()
         return handles
 
-    def keep(self, ticket: Ticket) -> None:
-        """Renew a ticket's leases until it is pulled or released. See ``Worker.keep``."""
-        require_open(self._stage, "keeps nothing")
+    def hold(self, ticket: Ticket, local_request_id: str) -> None:
+        """Renew a ticket's leases until it is pulled or released. See ``Worker.hold``."""
+        require_open(self._stage, "holds nothing")
         _check_ticket(ticket)
         self._verify(ticket)
-        self._held.keep(ticket.members())
+        self._renewals.hold_ticket(ticket.members(), local_request_id)
 
-    async def release(self, ticket: Ticket) -> None:
-        """Give a ticket back without reading it. See ``Worker.release``."""
+    async def release(self, ticket: Ticket, local_request_id: str) -> None:
+        """Release a ticket without reading it. See ``Worker.release``."""
         require_running(self._stage, "releases nothing")
         _check_ticket(ticket)
         self._verify(ticket)
-        self._held.forget(ticket.members())
-        lost: list[KvflowError] = []
+        self._renewals.end_ticket(ticket.members(), local_request_id)
+        errors: list[KvflowError] = []
         for member in ticket.members():
             try:
-                link = await self._pool.reach(member)
+                link = await self.peers.connect_link(member)
             except KvflowError as error:
-                lost.append(error)  # the other ranks can be told all the same
+                errors.append(error)  # release the other ranks nevertheless
             else:
                 link.release([(member.grant.slot, member.grant.epoch_value)], read=False)
-        if lost:
-            raise lost[0]
-
-    async def quiesced(self, request_id: str) -> None:
-        """Wait until nothing may write into the blocks of any pull of this name. See ``Worker.quiesced``."""
-        while call := next((call for call in self._calls.values() if call.request_id == request_id), None):
-            await call.handle.quiesced()
-
-    async def wait_idle(self) -> None:
-        """Wait until no pull is left; of use when new ones are refused.
-
-        Cancellation: safe.
-        """
-        while call := next(iter(self._calls.values()), None):
-            await call.handle.quiesced()
+        if errors:
+            raise errors[0]
 
     def check(self) -> None:
-        """Check the laws: of destination blocks, and of reads in flight."""
-        self._ledger.check()
+        """Check the invariants of destination blocks and of reads in flight."""
+        self._destinations.check()
         self._scheduler.check()
 
+    def listed(self, limit: int) -> tuple[PullState, ...]:
+        """Return the pulls that are open or draining, at most ``limit``, the oldest first."""
+        now, find = self._clock(), self._scheduler.find
+        return tuple(state_of(pull, find(pull.pull_id), now) for pull in islice(self.pulls.by_id.values(), limit))
+
     def quarantined(self) -> list[Quarantined]:
-        """List destinations whose pulls have ended while something may still write."""
-        return self._ledger.quarantined()
+        """Return the destinations of ended pulls into which a read may still write."""
+        return self._destinations.quarantined()
 
     def staging(self) -> StagingUse:
         """Return how many staging buffers are taken."""
         return self._transport.staging()
 
-    def open_pulls(self) -> int:
-        """Return how many pulls are open or draining."""
-        return len(self._calls)
-
-    def requests(self) -> tuple[str, ...]:
-        """Return the producers' names of what these pulls read, one for each pull."""
-        return tuple(call.request_id for call in self._calls.values())
-
     def on_transport_event(self, event: TransportEvent) -> None:
-        """Take what the data plane reports."""
+        """Handle an event of the data plane."""
         match event:
             case ReadEnded():
                 self._apply(self._scheduler.on_read_ended(event, self._clock()))
             case PeerAdded(peer=peer, carrier=carrier):
-                self._pool.on_added(peer, carrier)
+                self.peers.on_added(peer, carrier)
+            case PeerMeasured():
+                self.peers.on_measured(event)
             case PeerFailed(peer=peer, code=code, detail=detail):
-                self._pool.on_failed(peer, code, detail)
+                self.peers.on_failed(peer, code, detail)
                 self.on_peer_dropped(peer, code, detail)
-            case base.ReaderReset():
-                demand = self._last_resort.ended()
+            case contract.ReaderReset():
+                reason = self._reset_policy.ended()
                 if event.ended:
                     self._report(
-                        ReaderReset(demand.setting, demand.num_blocks, event.ended, event.drain_s, event.reset_s)
+                        ReaderReset(reason.setting, reason.num_blocks, event.ended, event.drain_s, event.reset_s)
                     )
 
     def on_peer_dropped(self, peer: PeerId, code: str, detail: str) -> None:
-        """End every pull that needs a peer which is gone."""
+        """Fail every pull that needs a peer that was dropped."""
         self._flush()
         self._apply(self._scheduler.on_peer_failed(peer, code=code, detail=detail, now=self._clock()))
 
     async def tick_while_busy(self) -> None:
-        """Apply deadlines and retries until cancelled; costs nothing while no pull is open."""
+        """Apply deadlines and retries until cancelled; sleep while no pull is open."""
         while True:
             await self._busy.wait()
-            await asyncio.sleep(TICK_S)  # first: a pull is most often over by then
+            await asyncio.sleep(TICK_S)  # before the first check: most pulls have ended by then
             now = self._clock()
             self._apply(self._scheduler.tick(now))
-            self._hold_leases()
+            self._renew_leases()
             starved = self._transport.staging().starved
-            if self._last_resort.due(self._ledger.standing(now, DUE_AFTER_S), now, starved=starved):
+            if self._reset_policy.due(self._destinations.standing(now, DUE_AFTER_S), now, starved=starved):
                 self._transport.reset_reader()
             if not self._scheduler.busy:
                 self._busy.clear()
 
-    def _hold_leases(self) -> None:
-        """Hold the leases of pulls that were opened since the last tick; those that are over need no renewal."""
+    def _renew_leases(self) -> None:
+        """Renew the leases of pulls that were opened since the last tick and are still open."""
         fresh, self._fresh = self._fresh, []
-        for call in fresh:
-            if call.ticket is not None and not call.handle.done():
-                call.held = self._held.hold(call.ticket.members())
+        for pull in fresh:
+            if pull.ticket is not None and not pull.handle.done():
+                pull.held = self._renewals.start(pull.ticket.members())
+
+    def is_open(self) -> bool:
+        """Tell whether new pulls are taken: neither draining nor closing has begun."""
+        return self._stage == "open"
 
     def drain(self) -> None:
-        """Take no more pulls, and finish those that were called."""
+        """Refuse new pulls, and finish those that were started."""
         self._stage = later(self._stage, "draining")
 
     def close(self) -> int:
-        """Cancel every open pull and take no more; return how many there were."""
+        """Cancel every open pull and refuse new ones; return how many were open."""
         self._stage = "closing"
-        open_calls = list(self._calls.values())
-        for call in open_calls:
-            self._cancel(call, "the worker is closing")
-        self._held.close()
-        return len(open_calls)
+        open_pulls = list(self.pulls.by_id.values())
+        for pull in open_pulls:
+            self._cancel(pull, "the worker is closing")
+        self._renewals.close()
+        return len(open_pulls)
 
     async def _connect(
-        self, call: Call, ticket: Ticket, priority: int, expected: tuple[tuple[bytes, ...], ...] | None
+        self, pull: OpenPull, ticket: Ticket, priority: int, expected: tuple[tuple[bytes, ...], ...] | None
     ) -> None:
         """Connect the peers of a ticket, then begin to read."""
 
         def blame(member: Member) -> None:
-            call.peer = call.peer or str(member.peer)  # the first that could not be met is to blame
+            pull.peer = pull.peer or str(member.peer)  # the first peer that could not be connected
 
-        call.phase = "handshake"
+        pull.phase = "handshake"
         try:
-            route = await self._pool.connect(ticket, blame)
-            if not call.handle.done():  # it was not cancelled meanwhile
-                require_running(self._stage, "pulls nothing")  # a worker that drains finishes what was called before
-                self._begin(call, ticket, route, priority, expected)
+            route = await self.peers.connect_ticket(ticket, blame)
+            if not pull.handle.done():  # not cancelled meanwhile
+                require_running(self._stage, "pulls nothing")  # a draining worker finishes what was started before
+                self._begin(pull, ticket, route, priority, expected)
         except Exception as error:  # noqa: BLE001 - the handle tells
-            self._fail(call, error)
+            self._fail(pull, error)
 
     def _begin(
         self,
-        call: Call,
+        pull: OpenPull,
         ticket: Ticket,
         route: Route,
         priority: int,
         expected: tuple[tuple[bytes, ...], ...] | None,
     ) -> None:
-        """Pair block ids, take our blocks, and hand the reads to the data plane; raise and leave all as it was."""
-        call.phase, call.route = "plan", route
+        """Pair block ids, take our blocks, and post the reads. An exception leaves everything as it was."""
+        pull.phase, pull.route = "plan", route
         grants = ticket.grants
-        call.leases = [(peer.link.peer, grants[at].slot, int(grants[at].epoch)) for peer, at in route.ranks]
         reads: list[RankRead] = []
-        given: list[tuple[AnyBinding, UnitPairs]] = []
         nbytes = 0
-        for peer, at, programs in route.legs:
+        for peer, at, prepared in route.sources:
             grant = grants[at]
             if grant.slot >= peer.num_slots:
                 raise TicketInvalid(f"{peer.link.peer} has no epoch slot {grant.slot}")
-            parts = parts_of(grant, peer, programs, call.targets, given)
+            parts = parts_of(grant, peer, prepared, pull.targets)
             if expected is not None:
-                require_content(grant, programs, self._manifest, expected)
+                require_content(grant, prepared, self._manifest, expected)
             if parts:
                 lease = LeaseName(grant.slot, int(grant.epoch), ticket.sealed[at][:MAC_BYTES])
                 peer_id, first = peer.link.peer, not grant.admitted
-                reads.append(RankRead(next(self._scheduler.read_ids), peer_id, lease, tuple(parts), first, priority))
-        for binding, pairs in given:
-            nbytes += len(pairs.source) * binding.unit_bytes
-        call.given, call.reads, call.nbytes = given, reads, nbytes
-        now = call.submitted_at = self._clock()
+                reads.append(RankRead(next(self._scheduler.read_ids), peer_id, lease, parts, first, priority))
+                for part in parts:
+                    assert part.binding is not None
+                    nbytes += len(part.pairs.source) * part.binding.unit_bytes
+        pull.reads, pull.nbytes = tuple(reads), nbytes
+        if self.pulls.traced:
+            for read in reads:
+                read.arrived = []
+        now = pull.submitted_at = self._clock()
         if not reads:  # every target block is absent
-            self._complete(call, ())
+            self._complete(pull, ())
             return
         self._scheduler.require_room(len(self._collected))
-        self._ledger.take(call.pull_id, call.targets)
+        self._destinations.take(pull.pull_id, pull.targets)
         if self._turn_until is None:
             self._turn_until = now + INLINE_S_MAX
             asyncio.get_running_loop().call_soon(self._end_turn)
         if self._collecting or now > self._turn_until:
-            call.phase = "queue"
-            self._calls[call.pull_id] = self._collected[call.pull_id] = call
+            pull.phase = "queue"
+            self.pulls.by_id[pull.pull_id] = self._collected[pull.pull_id] = pull
         else:
-            self._hand_over([call])
+            self._hand_over([pull])
 
     def _end_turn(self) -> None:
         self._turn_until, self._collecting = None, False
         self._flush()
 
     def _flush(self) -> None:
-        """Hand over together all that was collected."""
+        """Post everything that was collected, in one call."""
         if self._collected:
-            calls, self._collected = self._collected, {}
-            self._hand_over(list(calls.values()))
+            collected, self._collected = self._collected, {}
+            self._hand_over(list(collected.values()))
 
-    def _hand_over(self, calls: Sequence[Call]) -> None:
+    def _hand_over(self, pulls: Sequence[OpenPull]) -> None:
         """Post the reads of pulls together, complete the pulls that are answered at once, and open the others."""
-        reads = calls[0].reads if len(calls) == 1 else [read for call in calls for read in call.reads]
+        reads = pulls[0].reads if len(pulls) == 1 else [read for pull in pulls for read in pull.reads]
         answers = self._post(reads)
         held = [ended for ended in answers if ended.verdict == "held"]
-        if len(calls) == 1 and len(held) == len(reads):
-            self._complete(calls[0], held)
+        if len(pulls) == 1 and len(held) == len(reads):
+            self._complete(pulls[0], held)
             return
         by_read = {ended.read_id: ended for ended in held}
         opened: set[int] = set()
         delivered = []
-        for call in calls:
-            ended = [by_read[read.read_id] for read in call.reads if read.read_id in by_read]
-            if len(ended) == len(call.reads):
-                delivered.append((call, ended))
+        for pull in pulls:
+            ended = [by_read[read.read_id] for read in pull.reads if read.read_id in by_read]
+            if len(ended) == len(pull.reads):
+                delivered.append((pull, ended))
             else:
-                self._open(call)
-                opened.update([read.read_id for read in call.reads])
-        for call, ended in delivered:  # when the others are open: its caller may cancel them
-            self._complete(call, ended)
+                self._open(pull)
+                opened.update([read.read_id for read in pull.reads])
+        for pull, ended in delivered:  # once the others are open: a caller may cancel them
+            self._complete(pull, ended)
         self._take([ended for ended in answers if ended.read_id in opened])
 
-    def _open(self, call: Call) -> None:
-        """Let the scheduler have a pull that was posted and is not over."""
-        self._calls[call.pull_id] = call
-        if not call.held:
-            self._fresh.append(call)
-        call.phase, call.submitted = "wire", True  # until the scheduler says where it failed
-        pull = Pull(call.pull_id, call.request_id, self._budgets, call.nbytes, call.submitted_at)
-        self._scheduler.submit(pull, call.reads)
+    def _open(self, pull: OpenPull) -> None:
+        """Submit a pull whose reads have not all completed to the scheduler."""
+        self.pulls.by_id[pull.pull_id] = pull
+        if not pull.held:
+            self._fresh.append(pull)
+        pull.phase, pull.submitted = "wire", True  # until the scheduler names the phase that failed
+        scheduled = Pull(pull.pull_id, pull.request_id, self._budgets, pull.nbytes, pull.submitted_at)
+        self._scheduler.submit(scheduled, pull.reads)
         self._busy.set()
         if self._report.wants(TransferStarted):
-            self._report(TransferStarted(call.pull_id, call.request_id))
+            self._report(TransferStarted(pull.pull_id, pull.request_id))
 
     def _post(self, reads: Sequence[RankRead]) -> list[ReadEnded]:
-        """Hand reads to the data plane, and return the answers that it has already.
+        """Post reads to the data plane, and return the answers that it gives at once.
 
-        If there are fewer, what follows in this turn of the loop is collected, and posted together at its end.
+        If some reads have no answer yet, collect the next pulls of this iteration of the loop and post them together.
         """
         answers = self._transport.post(reads)
         if len(answers) < len(reads):
@@ -377,11 +379,12 @@ class Consumer:
             self._apply(self._scheduler.on_read_ended(ended, self._clock()))
 
     def _apply(self, effects: Sequence[Effect]) -> None:
-        """Do what the scheduler says, in its order."""
+        """Carry out what the scheduler decided, in its order."""
         for effect in effects:
             match effect:
-                case Delivered(pull=pull):
-                    self._complete(self._calls[pull.pull_id], pull.ended, pull.early, pull.early_bytes)
+                case Delivered(pull=scheduled):
+                    pull = self.pulls.by_id[scheduled.pull_id]
+                    self._complete(pull, scheduled.ended, scheduled.early, scheduled.early_bytes)
                 case StartReads(reads=reads):
                     self._take(self._post(reads))
                 case CancelReads(read_ids=read_ids):
@@ -389,76 +392,76 @@ class Consumer:
                 case TransferFailed():
                     self._on_failed(effect)
                 case TransferQuiesced():
-                    call = self._calls.pop(effect.pull_id)
-                    self._ledger.give_back(effect.pull_id)
-                    self.ending.quiesce(call, effect)
+                    pull = self.pulls.by_id.pop(effect.pull_id)
+                    self._destinations.give_back(effect.pull_id)
+                    self.pulls.quiesce(pull, effect)
                 case _:
                     self._report(effect)
 
-    def _complete(self, call: Call, ended: Sequence[ReadEnded], early: int = 0, early_bytes: int = 0) -> None:
-        self._calls.pop(call.pull_id, None)
-        if call.reads:
-            self._ledger.give_back(call.pull_id)
-        if call.held:
-            self._held.drop(call.held)
-        self._held.release(call.leases, read=True)
-        call.handle.complete(self.ending.complete(call, ended, early, early_bytes))
+    def _complete(self, pull: OpenPull, ended: Sequence[ReadEnded], early: int = 0, early_bytes: int = 0) -> None:
+        self.pulls.by_id.pop(pull.pull_id, None)
+        if pull.reads:
+            self._destinations.give_back(pull.pull_id)
+        if pull.held:
+            self._renewals.stop(pull.held)
+        self._renewals.release(pull.leases, read=True)
+        pull.handle.complete(self.pulls.complete(pull, ended, early, early_bytes))
 
     def _on_failed(self, event: TransferFailed) -> None:
-        """Take a failure that the scheduler tells: the pull's blocks are quarantined until it says more."""
-        call = self._calls[event.pull_id]
-        call.failure = event
-        self._ledger.quarantine(event.pull_id, event.code, self._clock())
+        """Fail a pull that the scheduler has failed, and quarantine its blocks until nothing writes into them."""
+        pull = self.pulls.by_id[event.pull_id]
+        pull.failure = event
+        self._destinations.quarantine(event.pull_id, event.code, self._clock())
         error = transfer_error(event)
         if isinstance(error, StaleLease) and self._stage != "closing":
-            self._spawn(self._explain(call, error), call, error)
+            self._spawn(self._explain(pull, error), pull, error)
         else:
-            self._fail(call, error)
+            self._fail(pull, error)
         if event.code == DeadlineExceeded.code and event.phase == "wire":
-            # It hangs, or its host does: what else it owes us ends now, and it is connected again when it is needed.
-            member = call.member(event.peer)
+            # The peer or its host hangs. Drop it, which ends its other reads; it is connected again when it is needed.
+            member = pull.member(event.peer)
             if member is not None:
-                self._pool.drop(member.peer, event.code, event.detail)
+                self.peers.drop(member.peer, event.code, event.detail)
 
-    async def _explain(self, call: Call, error: StaleLease) -> None:
-        self._fail(call, await self.ending.explain(call, error))
+    async def _explain(self, pull: OpenPull, error: StaleLease) -> None:
+        self._fail(pull, await self.pulls.explain(pull, error))
 
-    def _spawn(self, work: Coroutine[Any, Any, None], call: Call, error: KvflowError) -> None:
-        """Run what goes on with a pull. Cut short, even before its first step, the pull ends with ``error``."""
+    def _spawn(self, work: Coroutine[Any, Any, None], pull: OpenPull, error: KvflowError) -> None:
+        """Run a task of a pull. If the task is cancelled, even before its first step, fail the pull with ``error``."""
         task = self._tasks.create_task(work)
-        task.add_done_callback(lambda ended: self._fail(call, error) if ended.cancelled() else None)
+        task.add_done_callback(lambda ended: self._fail(pull, error) if ended.cancelled() else None)
 
-    def _fail(self, call: Call, error: BaseException) -> None:
-        """End a pull that has failed; does nothing if it has ended."""
-        if call.handle.done():
+    def _fail(self, pull: OpenPull, error: BaseException) -> None:
+        """End a pull with an error; do nothing if it has ended."""
+        if pull.handle.done():
             return
-        self._held.drop(call.held)
+        self._renewals.stop(pull.held)
         if isinstance(error, ContentMismatch):
-            self._held.release(call.leases, read=False)  # this request will not read it
-        if not call.submitted:
-            self._calls.pop(call.pull_id, None)
-        self.ending.fail(call, error)
-        if not call.submitted:
-            call.handle.settle()
+            self._renewals.release(pull.leases, read=False)  # this request will not read it
+        if not pull.submitted:
+            self.pulls.by_id.pop(pull.pull_id, None)
+        self.pulls.fail(pull, error)
+        if not pull.submitted:
+            pull.handle.settle()
 
-    def _give_up(self, pull_id: int) -> None:
-        call = self._calls.get(pull_id)
-        if call is not None:
-            self._cancel(call, CANCELLED)
+    def _cancel_by_id(self, pull_id: int) -> None:
+        pull = self.pulls.by_id.get(pull_id)
+        if pull is not None:
+            self._cancel(pull, CANCELLED)
 
-    def _cancel(self, call: Call, detail: str) -> None:
-        """Give up a pull, wherever it is; does nothing if the data plane is just answering it."""
-        if call.submitted:
+    def _cancel(self, pull: OpenPull, detail: str) -> None:
+        """Cancel a pull in any phase; do nothing while the data plane is answering it."""
+        if pull.submitted:
             now = self._clock()
-            self._apply(self._scheduler.cancel(call.pull_id, code=TransferCancelled.code, detail=detail, now=now))
-        elif not call.reads or self._collected.pop(call.pull_id, None) is not None:
-            if call.reads:
-                self._ledger.give_back(call.pull_id)
-            self._fail(call, TransferCancelled(detail, request_id=call.request_id))
+            self._apply(self._scheduler.cancel(pull.pull_id, code=TransferCancelled.code, detail=detail, now=now))
+        elif not pull.reads or self._collected.pop(pull.pull_id, None) is not None:
+            if pull.reads:
+                self._destinations.give_back(pull.pull_id)
+            self._fail(pull, TransferCancelled(detail, request_id=pull.request_id))
 
 
 def open_item(item: object) -> tuple[Ticket, BlockLists, str]:
-    """Return ticket, block ids and name of an item of a batch; of anything else a pull that is refused."""
+    """Return ticket, block ids and name of an item of a batch; for a malformed item, arguments that are refused."""
     if isinstance(item, tuple | list) and len(item) in {2, 3}:
         return item[0], item[1], item[2] if len(item) == 3 else ""
     return cast("Ticket", item), (), ""
@@ -466,9 +469,11 @@ def open_item(item: object) -> tuple[Ticket, BlockLists, str]:
 
 def _check_ticket(ticket: object) -> None:
     if not isinstance(ticket, Ticket):
-        raise ArgumentInvalid("ticket", "a Ticket, made with Ticket.from_params", ticket)
+        remedy = "Pass kvflow.Ticket.from_params(params)."
+        raise ArgumentInvalid("ticket", "a Ticket", ticket, remedy=remedy)
 
 
 def _check_priority(priority: object) -> None:
     if not isinstance(priority, int) or abs(priority) > PRIORITY_MAX:
-        raise ArgumentInvalid("priority", "an integer from -2**31 to 2**31", priority)
+        remedy = "Pass a small integer; lower is more urgent, and 0 is the default."
+        raise ArgumentInvalid("priority", "an integer from -2**31 to 2**31", priority, remedy=remedy)

@@ -1,9 +1,11 @@
-"""Which error a caller gets for a failed transfer: one table."""
+"""Map failure codes of the scheduler and the transport to the errors that callers get."""
 
 import asyncio
 
+from kvflow import events
 from kvflow.errors import (
     DeadlineExceeded,
+    FailureCode,
     KvflowError,
     PeerLost,
     ProtocolViolation,
@@ -11,18 +13,18 @@ from kvflow.errors import (
     TransferCancelled,
     TransferFailed,
 )
-from kvflow.transfer import events
 
 ERRORS: dict[str, type[TransferFailed]] = {
     StaleLease.code: StaleLease,
     PeerLost.code: PeerLost,
-    "peer_closed": PeerLost,
+    FailureCode.PEER_CLOSED: PeerLost,
     TransferCancelled.code: TransferCancelled,
-    "cancelled": TransferCancelled,
-    "closing": TransferCancelled,
-    "key_removed": PeerLost,
-    "metadata_invalid": ProtocolViolation,
-    "bounds": ProtocolViolation,  # ours are checked when we bind, so that it is the peer's memory that is not there
+    FailureCode.CANCELLED: TransferCancelled,
+    FailureCode.CLOSING: TransferCancelled,
+    FailureCode.KEY_REMOVED: PeerLost,
+    FailureCode.METADATA_INVALID: ProtocolViolation,
+    # Our own descriptors are checked when they are bound, so it is the peer's memory that is not there.
+    FailureCode.BOUNDS: ProtocolViolation,
 }
 """Code of the scheduler or the transport -> error. Any other code is a plain ``TransferFailed``."""
 
@@ -39,13 +41,13 @@ def transfer_error(event: events.TransferFailed) -> TransferFailed:
     return kind(message, quarantined=event.quarantined, **about)
 
 
-def meeting_error(peer: str, code: str, detail: str) -> TransferFailed:
-    """Return the error for whoever waits to meet a peer that is let go instead."""
+def connection_error(peer: str, code: str, detail: str) -> TransferFailed:
+    """Return the error of a caller whose peer was dropped before it could be read from."""
     return ERRORS.get(code, TransferFailed)(f"{peer} cannot be read from: {detail}", peer=peer)
 
 
 def as_ours(error: BaseException, request_id: str) -> KvflowError:
-    """Return what ended a pull as one of our errors: its blocks are the caller's again."""
+    """Return the exception that ended a pull as an error of kvflow."""
     if isinstance(error, KvflowError):
         return error
     if isinstance(error, asyncio.CancelledError | GeneratorExit):

@@ -1,7 +1,7 @@
-"""Producers that this worker reads from: met once, kept connected, dropped when they fail.
+"""Producers that this worker reads from: connected once, kept connected, dropped when they fail.
 
-Each peer has one task for its whole life. Meeting it is a single flight: whoever needs it awaits the same end.
-A restarted producer is another peer, because its identity holds its incarnation.
+One task runs each connection, and every caller that needs the peer waits for the same task. A restarted producer is
+another peer, because its identity contains its incarnation.
 """
 
 import asyncio
@@ -9,18 +9,17 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from operator import attrgetter
 
 import msgspec
-from msgspec import Struct
 
-from kvflow.cache.tickets import Member, Ticket
 from kvflow.clock import Clock
 from kvflow.errors import (
     CapacityExceeded,
     DeadlineExceeded,
+    FailureCode,
     KvflowError,
     LayoutMismatch,
     PeerLost,
@@ -28,73 +27,42 @@ from kvflow.errors import (
     TransferFailed,
     WorkerClosed,
 )
+from kvflow.events import Hook, PeerConnected, PeerDropped
 from kvflow.ids import PeerId
 from kvflow.layout.manifest import Manifest
-from kvflow.observability.events import PeerConnected, PeerDropped
+from kvflow.leases.tickets import Member, Ticket
+from kvflow.observability.slow import judge_rate
+from kvflow.planning.match import count_unread_layers
+from kvflow.planning.plan import PlanCache
+from kvflow.reads.contract import Carrier, PeerMeasured, Transport
 from kvflow.rendezvous.dialer import Link, Restarted, open_link
-from kvflow.rendezvous.introduction import OurSide
-from kvflow.transfer.plan import PlanCache
-from kvflow.transport.base import UNFIT, Carrier, Transport
-from kvflow.worker.calibration import NEVER, Staging
-from kvflow.worker.dialling import DiallingRecord
-from kvflow.worker.failures import meeting_error
-from kvflow.worker.negotiation import OurPlanes, Unfit
-from kvflow.worker.programs import Peer, ProgramTable, Route, RouteLeg
-from kvflow.worker.redial import redial
+from kvflow.rendezvous.endpoint import LocalEndpoint
+from kvflow.worker.connections import Connection, PeerState, PlaneNegotiation, PlaneUnusable
+from kvflow.worker.environment import NO_STAGING, Staging
+from kvflow.worker.failures import connection_error
+from kvflow.worker.prepared import Peer, PreparedTable, Route, SourceRank
+from kvflow.worker.reachability import Reachability, redial
 
 logger = logging.getLogger("kvflow")
 
-GOODBYE = "peer_closed"
-"""Code of a peer that has left: a worker says goodbye once, at its end."""
-
-DISTRUSTED = "key_removed"
-"""Code of a peer whose key was taken off the list: it is not dialled again by itself."""
-
-REDIALLING_MAX = 256
-"""Peers that are dialled again in the background; when a whole cluster is lost, the rest is met when it is needed."""
+REDIALING_MAX = 256
+"""Peers that are dialed again in the background. If a whole cluster is lost, pulls connect the others when needed."""
 
 ROUTES_MAX = 4096
-"""Sets of ranks whose route is remembered. One that was forgotten is connected again, which costs no message."""
+"""Sets of ranks whose route is remembered. Connecting a forgotten one again sends no message."""
 
 _RouteKey = tuple[object, ...]
 _RANKS = attrgetter("ranks")
 
-CLOSING = ("closing", "the worker is closing")
-"""Code and detail of a peer that is let go because we leave."""
-
-
-@dataclass(slots=True)
-class _Entry:
-    """The life of one peer.
-
-    Attributes:
-        member: who it is, and where.
-        linked: resolves when its control connection is ready, or cannot be.
-        met: resolves when it can be read from, or cannot.
-        added: resolves when the transport has connected, with what carries the bytes.
-        dropped: resolves with a code and a detail when it must be let go.
-        gone: resolves when it has been let go, and can be met anew.
-        begun_at: when it was begun to be dialled.
-        linked_at: when its control connection was ready; None before.
-        unasked: nobody has asked for it by a ticket; it was found where another peer had been.
-    """
-
-    member: Member
-    linked: asyncio.Future[Link]
-    met: asyncio.Future[Peer]
-    added: asyncio.Future[Carrier]
-    dropped: asyncio.Future[tuple[str, str]]
-    gone: asyncio.Future[None]
-    begun_at: float
-    linked_at: float | None = None
-    unasked: bool = False
+CLOSING = (FailureCode.CLOSING, "the worker is closing")
+"""Code and detail of a peer that is dropped because this worker closes."""
 
 
 class PeerPool:
-    """Every producer that is met or being met.
+    """The connections to every producer that this worker reads from.
 
     Attributes:
-        drops: how many peers were let go since the start, by code.
+        drops: number of peers that were dropped since the start, by code.
 
     Thread: the event loop.
     """
@@ -102,197 +70,204 @@ class PeerPool:
     def __init__(
         self,
         *,
-        ours: OurSide,
+        local: LocalEndpoint,
         manifest: Manifest,
         transport: Transport,
         tasks: asyncio.TaskGroup,
         clock: Clock,
-        report: Callable[[Struct], None],
+        report: Hook,
         on_dropped: Callable[[PeerId, str, str], None],
         plans: PlanCache,
         draw: Callable[[], float],
         tcp_encryption: str = "off",
         weights: Mapping[str, int] | None = None,
-        staging: Staging = NEVER,
+        staging: Staging = NO_STAGING,
     ) -> None:
-        self._ours = ours
-        self._planes = OurPlanes(
-            transport.published(), tcp_encryption, ours.network, ours.limits.handshake_s, weights or {}
+        self._local = local
+        self._planes = PlaneNegotiation(
+            transport.published(), tcp_encryption, local.network, local.limits.handshake_s, weights or {}
         )
         self._transport = transport
         self._tasks = tasks
         self._clock = clock
         self._report = report
         self._on_dropped = on_dropped
-        self._entries: dict[PeerId, _Entry] = {}
-        self._lives: dict[PeerId, asyncio.Task[None]] = {}
+        self._connections: dict[PeerId, Connection] = {}
+        self._running: dict[PeerId, asyncio.Task[None]] = {}
         self._redials: dict[PeerId, asyncio.Task[None]] = {}
         self._draw = draw
-        self._record = DiallingRecord(clock=clock, draw=draw, report=report)
-        self._programs = ProgramTable(
-            manifest=manifest, turn=ours.identity.rank, transport=transport, plans=plans, staging=staging
+        self._manifest = manifest
+        self._reachability = Reachability(clock=clock, draw=draw, report=report)
+        self._prepared = PreparedTable(
+            manifest=manifest, rotation=local.identity.rank, transport=transport, plans=plans, staging=staging
         )
         self._closed = False
         self._routes: dict[_RouteKey, Route] = {}
         self.drops: Counter[str] = Counter()
 
-    async def meet(self, member: Member) -> Peer:
-        """Return the peer that a ticket names, meeting it first if need be.
+    async def connect(self, member: Member) -> Peer:
+        """Return the peer that a ticket names; connect it first if necessary.
 
-        Cancellation: safe; the meeting goes on for whoever else needs the peer.
+        Cancellation: safe; connecting goes on for other callers.
 
         Raises:
             KvflowError: see ``open_link`` and ``Link.require_held``; ``LayoutMismatch`` if its cache cannot fill ours;
-                ``PeerUnavailable`` or ``StaleLease`` at once if nothing can come of dialling it; ``TicketInvalid`` if
-                it has no such slot.
+                ``PeerUnavailable`` or ``StaleLease`` at once if dialing it is useless; ``TicketInvalid`` if the peer
+                has no such slot.
         """
-        entry = await self._entry(member)
-        peer = await asyncio.shield(entry.met)
-        if member.grant.slot >= peer.num_slots:  # a read that others share would fail with its look
+        peer = await (await self._connection(member)).require_peer()
+        if member.grant.slot >= peer.num_slots:  # the first check of a read that others share would fail
             raise TicketInvalid(f"{member.peer} has no epoch slot {member.grant.slot}")
-        await peer.link.require_held(member.grant, within_s=self._ours.limits.handshake_s)
+        await peer.link.require_held(member.grant, within_s=self._local.limits.handshake_s)
         return peer
 
-    async def reach(self, member: Member) -> Link:
-        """Return the control connection of the peer that a ticket names, whether it can be read from or not.
+    async def connect_link(self, member: Member) -> Link:
+        """Return the control connection of the peer that a ticket names, also if the peer cannot be read from.
 
         Cancellation: safe.
 
         Raises:
             KvflowError: see ``open_link``.
         """
-        entry = await self._entry(member)
-        return await asyncio.shield(entry.linked)
+        return await (await self._connection(member)).require_link()
 
-    def begin(self, member: Member) -> None:
-        """Begin to meet the peer that a ticket names, unless it is met or being met already; wait for nothing.
+    def start_connecting(self, member: Member) -> None:
+        """Start to connect the peer that a ticket names, unless it has a connection; do not wait.
 
         Raises:
-            StaleLease, PeerUnavailable: nothing can come of dialling it now.
+            StaleLease, PeerUnavailable: dialing it is useless now.
         """
-        if member.peer not in self._entries and not self._closed:
-            self._begin(member)
+        if member.peer not in self._connections and not self._closed:
+            self._start(member)
 
-    async def _entry(self, member: Member) -> _Entry:
-        """Return the life of a peer, begun now if need be; one that is being let go is waited for."""
-        while (entry := self._entries.get(member.peer)) is not None and entry.dropped.done():
-            await asyncio.shield(entry.gone)
+    async def _connection(self, member: Member) -> Connection:
+        """Return the connection of a peer; start one if there is none, or once a dropped one has ended."""
+        while (found := self._connections.get(member.peer)) is not None and found.state == "dropped":
+            await found.change()
         if self._closed:
             raise WorkerClosed("the worker is closing")
-        return self._begin(member) if entry is None else entry
+        return self._start(member) if found is None else found
 
-    def _begin(self, member: Member) -> _Entry:
-        """Begin the life of a peer, unless nothing can come of it."""
-        self._record.require(member)
-        create = asyncio.get_running_loop().create_future
-        entry = _Entry(
-            member,
-            linked=create(),
-            met=create(),
-            added=create(),
-            dropped=create(),
-            gone=create(),
-            begun_at=self._clock(),
-        )
-        self._entries[member.peer] = entry
-        life = self._tasks.create_task(self._live(member, entry), name=f"peer {member.peer}")
-        self._lives[member.peer] = life
-        life.add_done_callback(partial(self._end_unbegun, member.peer, entry))
-        return entry
+    def _start(self, member: Member) -> Connection:
+        """Start to connect a peer, unless dialing it is useless."""
+        self._reachability.require(member)
+        connection = self._connections[member.peer] = Connection(member, self._clock())
+        task = self._tasks.create_task(self._run(connection), name=f"peer {member.peer}")
+        self._running[member.peer] = task
+        task.add_done_callback(partial(self._end_unstarted, connection))
+        return connection
 
-    def _end_unbegun(self, peer: PeerId, entry: _Entry, _life: asyncio.Task[None]) -> None:
-        """End a life that was cancelled before its first step: its own end has not been run."""
-        if not entry.gone.done():
-            self._forget(peer, entry, *CLOSING)
+    def _end_unstarted(self, connection: Connection, _task: asyncio.Task[None]) -> None:
+        """End a connection whose task was cancelled before its first step: its ``finally`` has not run."""
+        if connection.state != "closed":
+            self._forget(connection, *CLOSING)
 
     def route(self, ticket: Ticket) -> Route | None:
-        """Return how the ranks of a ticket are read, if all of them are connected; ``connect`` it otherwise."""
+        """Return how the ranks of a ticket are read; None if ``connect_ticket`` must connect them first."""
         grants = ticket.grants
         return self._routes.get((grants[0].engine_id, *map(_RANKS, grants)))
 
-    async def connect(self, ticket: Ticket, blame: Callable[[Member], object]) -> Route:
-        """Meet every rank that a ticket names, divide our cache among them, and prepare to read what they give.
+    async def connect_ticket(self, ticket: Ticket, blame: Callable[[Member], object]) -> Route:
+        """Connect every rank that a ticket names, divide our cache among them, and prepare to read from them.
 
-        Cancellation: safe; meetings go on for other pulls that need the peers.
+        Cancellation: safe; connecting goes on for other pulls that need the peers.
 
         Args:
-            ticket: verified.
-            blame: takes the rank that is about to be met, or that could not be met.
+            ticket: a verified ticket.
+            blame: called with the only rank before it is connected, or with each rank that could not be connected.
 
         Raises:
-            KvflowError: as ``meet``.
-            PeerLost: one of the ranks was dropped while others were being met.
-            LayoutMismatch: together they cannot fill our cache.
+            KvflowError: see ``connect``.
+            PeerLost: one of the ranks was dropped while others were being connected.
+            LayoutMismatch: the ranks together cannot fill our cache.
             CapacityExceeded: a plan would be too large, or a rank is read with too many different sets of others.
         """
-        # However they were joined: ranks in another order are the same ranks, divided and prepared once.
+        # The order of the ranks in a ticket does not matter: the same ranks are divided and prepared once.
         owners = (at for at, grant in enumerate(ticket.grants) for _ in grant.ranks)
         found = sorted(zip(ticket.members(), owners, strict=True), key=lambda pair: pair[0].address.rank)
         members = [member for member, _ in found]
         if len(members) == 1:
             blame(members[0])
-            peers = [await self.meet(members[0])]
+            peers = [await self.connect(members[0])]
         else:
-            peers = list(await asyncio.gather(*(self._meet_or_blame(member, blame) for member in members)))
+            peers = list(await asyncio.gather(*(self._connect_or_blame(member, blame) for member in members)))
         for peer in peers:
             self._require_current(peer)
-        legs = await self._programs.legs(tuple(peers))
+        shares = await self._prepared.shares(tuple(peers))
         for peer in peers:
             self._require_current(peer)
         transport = "+".join(dict.fromkeys(peer.carrier.name for peer in peers))
         plane = "+".join(dict.fromkeys(peer.carrier.plane for peer in peers))
         ranks = tuple((peer, at) for peer, (_, at) in zip(peers, found, strict=True))
-        route = Route(ranks, tuple(RouteLeg(*ranks[leg.member], leg.programs) for leg in legs), transport, plane)
+        sources = tuple(SourceRank(*ranks[share.member], share.groups) for share in shares)
+        route = Route(ranks, sources, transport, plane)
         if len(self._routes) >= ROUTES_MAX:
             del self._routes[next(iter(self._routes))]
         self._routes[_route_key(ticket)] = route
         return route
 
-    async def _meet_or_blame(self, member: Member, blame: Callable[[Member], object]) -> Peer:
+    async def _connect_or_blame(self, member: Member, blame: Callable[[Member], object]) -> Peer:
         try:
-            return await self.meet(member)
+            return await self.connect(member)
         except BaseException:
             blame(member)
             raise
 
     def _require_current(self, peer: Peer) -> None:
-        """Refuse a peer whose life has ended: what is prepared for it now would be lost, or belong to its next life."""
+        """Refuse a peer whose connection has ended: lists that are prepared for it now would be lost or stale."""
         peer_id = peer.link.peer
-        if self.link(peer_id) is not peer.link or self._entries[peer_id].dropped.done():
-            raise PeerLost(f"{peer_id} was lost while others of its engine were met", peer=str(peer_id))
+        if self.link(peer_id) is not peer.link or self._connections[peer_id].state == "dropped":
+            message = f"{peer_id} was lost while other ranks of its engine were being connected"
+            raise PeerLost(message, peer=str(peer_id))
+
+    def listed(self, limit: int) -> tuple[PeerState, ...]:
+        """Return the producers that are connected or are being connected, at most ``limit``."""
+        return tuple(
+            PeerState(
+                name=str(peer),
+                state=each.state,
+                software="" if each.link is None else each.link.software,
+                transport="" if each.carrier is None else each.carrier.name,
+            )
+            for peer, each in islice(self._connections.items(), limit)
+        )
 
     def link(self, peer: PeerId) -> Link | None:
-        """Return the control connection of a peer, if it is ready."""
-        entry = self._entries.get(peer)
-        if entry is None or not entry.linked.done() or entry.linked.exception() is not None:
-            return None
-        return entry.linked.result()
+        """Return the control connection of a peer; None if it is not ready."""
+        connection = self._connections.get(peer)
+        return None if connection is None else connection.link
 
     def on_added(self, peer: PeerId, carrier: Carrier) -> None:
-        """Note that the transport has connected."""
-        entry = self._entries.get(peer)
-        if entry is not None and not entry.added.done():
-            entry.added.set_result(carrier)
+        """Note that the transport has connected to a peer."""
+        connection = self._connections.get(peer)
+        if connection is not None and connection.state == "linked":
+            connection.carrier = carrier
+            connection.advance("attached")
+
+    def on_measured(self, rate: PeerMeasured) -> None:
+        """Report the rate at which the transport reads from a peer."""
+        connection = self._connections.get(rate.peer)
+        if connection is not None and connection.carrier is not None:
+            for event in judge_rate(rate, connection.carrier):
+                self._report(event)
 
     def on_failed(self, peer: PeerId, code: str, detail: str) -> None:
         """Note that the transport can no longer read from a peer, or never could."""
-        entry = self._entries.get(peer)
-        if code == UNFIT and entry is not None and not entry.added.done():
-            entry.added.set_exception(Unfit(detail))
-            entry.added.exception()  # retrieved: nobody may be waiting for it
+        connection = self._connections.get(peer)
+        waiting = connection is not None and connection.state in {"dialing", "linked"} and not connection.unusable
+        if code == FailureCode.PLANE_UNFIT and connection is not None and waiting:
+            connection.unusable = detail
+            connection.wake()
         else:
             self.drop(peer, code, detail)
 
     def drop(self, peer: PeerId, code: str, detail: str) -> None:
-        """Let a peer go; it is met anew when it is needed."""
-        entry = self._entries.get(peer)
-        if entry is None or entry.dropped.done():
-            return
-        entry.dropped.set_result((code, detail))
-        self._forget_routes(peer)
-        if not entry.added.done():
-            entry.added.set_exception(meeting_error(str(peer), code, detail))
-            entry.added.exception()  # retrieved: it may still be dialling, and then nobody awaits it
+        """End the connection to a peer; the next pull that needs the peer connects it again."""
+        connection = self._connections.get(peer)
+        if connection is not None and connection.drop is None:
+            connection.drop = (code, detail)
+            connection.advance("dropped")
+            self._forget_routes(peer)
 
     def _forget_routes(self, peer: PeerId) -> None:
         self._routes = {
@@ -300,150 +275,148 @@ class PeerPool:
         }
 
     def drop_distrusted(self) -> None:
-        """Let every peer go whose key is not allowed any more, after the list of allowed keys was replaced."""
-        for peer in list(self._entries):
-            if not self._ours.trusts(peer):
-                self.drop(peer, DISTRUSTED, "its public key is not among our allowed keys any more")
+        """Drop every peer whose key is no longer allowed, after the list of allowed keys was replaced."""
+        for peer in list(self._connections):
+            if not self._local.trusts(peer):
+                self.drop(peer, FailureCode.KEY_REMOVED, "its public key is no longer among our allowed keys")
 
     def close(self) -> None:
-        """Let every peer go and meet no one any more; a peer that is still being met is not waited for."""
+        """Drop every peer and connect no other; do not wait for a peer that is being connected."""
         self._closed = True
         for task in self._redials.values():
             task.cancel()
-        for peer, entry in list(self._entries.items()):
+        for peer, connection in list(self._connections.items()):
             self.drop(peer, *CLOSING)
-            if not entry.met.done():
-                _fail(entry, meeting_error(str(peer), *CLOSING))
-                self._lives[peer].cancel()
+            if connection.peer is None and connection.error is None:
+                connection.fail(connection_error(str(peer), *CLOSING))
+                self._running[peer].cancel()
 
-    async def _live(self, member: Member, entry: _Entry) -> None:
-        started = self._clock()
-        code, detail = "peer_lost", ""
+    async def _run(self, connection: Connection) -> None:
+        """Connect a peer, wait until it is dropped, and end the connection."""
+        started, peer_id = self._clock(), connection.member.peer
+        code: str = PeerLost.code
+        detail = ""
         try:
-            ended = partial(self.drop, member.peer)
-            async with open_link(member.peer, ours=self._ours, on_ended=ended) as link:
-                entry.linked.set_result(link)
-                entry.linked_at = self._clock()
-                self._drop_predecessors(link.peer, entry.begun_at)
+            ended = partial(self.drop, peer_id)
+            async with open_link(peer_id, local=self._local, on_ended=ended) as link:
+                connection.link, connection.linked_at = link, self._clock()
+                connection.advance("linked")
+                self._drop_predecessors(link.peer, connection.begun_at)
                 try:
-                    peer = await self._connect(link, entry)
-                    entry.met.set_result(peer)
-                    self._report(_connected(peer, self._clock() - started))
+                    peer = connection.peer = await self._attach(link, connection)
+                    connection.advance("connected")
+                    self._report(self._connected(peer, self._clock() - started))
                 except (LayoutMismatch, CapacityExceeded) as error:
-                    # It cannot be read from in this life, but what it offers can be given back.
-                    _fail(entry, error)
-                self._record.on_answered(link.peer.endpoint)
-                code, detail = await entry.dropped
+                    connection.fail(error)  # its leases can be released nevertheless
+                    connection.advance("unreadable")
+                self._reachability.on_answered(link.peer.endpoint)
+                code, detail = await connection.dropped()
         except asyncio.CancelledError:
             code, detail = CLOSING
             raise
         except KvflowError as error:
             code, detail = error.code, error.message
-            self._note_failure(entry, error)
-            _fail(entry, error)
-        except Exception as error:  # a defect of ours ends this peer, and not the worker with all the others
-            logger.exception("meeting %s failed", member.peer)
+            self._note_failure(connection, error)
+            connection.fail(error)
+        except Exception as error:  # a defect in kvflow ends this peer only, and the worker goes on
+            logger.exception("connecting %s failed", peer_id)
             code, detail = TransferFailed.code, repr(error)
-            self._note_failure(entry, error)
-            _fail(entry, TransferFailed(f"meeting {member.peer} failed: {error!r}", peer=str(member.peer)))
+            self._note_failure(connection, error)
+            connection.fail(TransferFailed(f"connecting {peer_id} failed: {error!r}", peer=str(peer_id)))
         finally:
-            self._forget(member.peer, entry, code, detail)
+            self._forget(connection, code, detail)
 
-    async def _connect(self, link: Link, entry: _Entry) -> Peer:
-        """Plan, connect the transport, and prepare descriptor lists."""
+    async def _attach(self, link: Link, connection: Connection) -> Peer:
+        """Plan, and connect the transport."""
         theirs = link.advertisement
         address = await self._planes.address(link)
-        await self._programs.require_readable(theirs.manifest)
+        await self._prepared.require_readable(theirs.manifest)
         self._transport.add_peer(address)
-        budget_s = self._ours.limits.handshake_s
+        budget_s = self._local.limits.handshake_s
         try:
             async with asyncio.timeout(budget_s):
-                carrier = await asyncio.shield(entry.added)
-        except Unfit as unfit:
-            self._planes.refuse(theirs, str(unfit))
+                carrier = await connection.require_carrier()
+        except PlaneUnusable as unusable:
+            self._planes.refuse(theirs, str(unusable))
         except TimeoutError:
             # Reads of an earlier connection to it are still in flight, or the transport is busy for too long.
             message = f"connecting the transport to {link.peer} took longer than {budget_s} s"
             raise DeadlineExceeded(message, phase="handshake", peer=str(link.peer)) from None
-        self._programs.begin(link.peer)
+        self._prepared.begin(link.peer)
         return Peer(link, carrier)
 
-    def _note_failure(self, entry: _Entry, error: Exception) -> None:
-        """Learn from a meeting that has failed."""
-        if entry.met.done():
+    def _note_failure(self, connection: Connection, error: Exception) -> None:
+        """Note why a peer could not be connected, and connect its successor if it was restarted."""
+        if connection.peer is not None or connection.error is not None:
             return
-        self._record.on_failed(entry.member, error)
-        # Only one step: an address that answers with another name each time is not followed for ever.
-        if isinstance(error, Restarted) and not entry.unasked and not self._closed:
-            address = msgspec.structs.replace(entry.member.address, incarnation=error.incarnation)
-            successor = msgspec.structs.replace(entry.member, address=address)
-            # The tickets that come next are its own: its first pull shall not pay for the meeting.
-            if successor.peer not in self._entries:
+        member = connection.member
+        self._reachability.on_failed(member, error)
+        # Follow one step only: an address could answer with another name each time.
+        if isinstance(error, Restarted) and not connection.speculative and not self._closed:
+            address = msgspec.structs.replace(member.address, incarnation=error.incarnation)
+            successor = msgspec.structs.replace(member, address=address)
+            # The next tickets name the successor: its first pull need not wait for the handshake.
+            if successor.peer not in self._connections:
                 with suppress(KvflowError):
-                    self._begin(successor).unasked = True
+                    self._start(successor).speculative = True
 
     def _drop_predecessors(self, successor: PeerId, begun_at: float) -> None:
-        """Let go of whoever lived at this address before; its end may not have been noticed yet.
+        """Drop the peers that were connected at this address before; their end may not have been noticed yet.
 
-        Whoever was connected before we began to dial lived before. Of two that were dialled side by side nobody knows:
-        the last words of the one that died may come after the first of its successor. A peer of the same name is no
-        predecessor: it is the same worker, which one ticket names with its key and another one without.
+        A peer that was connected before we began to dial is a predecessor. If two were dialed at the same time, their
+        order is unknown: the last messages of the one that died may come after the first of its successor. A peer of
+        the same name is the same worker, which one ticket names with its key and another one without.
         """
-        for peer, entry in list(self._entries.items()):
-            before = entry.linked_at is not None and entry.linked_at <= begun_at
+        for peer, connection in list(self._connections.items()):
+            before = connection.linked_at is not None and connection.linked_at <= begun_at
             if before and peer.endpoint == successor.endpoint and str(peer) != str(successor):
-                self._record.on_elsewhere(entry.member, f"{successor} answers at its address")
+                self._reachability.on_superseded(connection.member, f"{successor} answers at its address")
                 self.drop(peer, PeerLost.code, f"{successor} answers at its address")
 
     def _redial_later(self, member: Member) -> None:
         peer = member.peer
-        if not self._closed and peer not in self._redials and len(self._redials) < REDIALLING_MAX:
-            task = self._tasks.create_task(redial(self.meet, member, self._draw), name=f"redial {peer}")
+        if not self._closed and peer not in self._redials and len(self._redials) < REDIALING_MAX:
+            task = self._tasks.create_task(redial(self.connect, member, self._draw), name=f"redial {peer}")
             self._redials[peer] = task
             task.add_done_callback(lambda _: self._redials.pop(peer, None))
 
-    def _forget(self, peer: PeerId, entry: _Entry, code: str, detail: str) -> None:
-        del self._entries[peer], self._lives[peer]
+    def _forget(self, connection: Connection, code: str, detail: str) -> None:
+        """Remove a connection that has ended, and report it."""
+        member = connection.member
+        peer = member.peer
+        del self._connections[peer], self._running[peer]
         self._forget_routes(peer)
-        if code == GOODBYE:
-            self._record.on_goodbye(entry.member)
-        gone = self._record.is_gone(entry.member)
-        self._transport.remove_peer(peer, gone=gone)
-        was_read = self._programs.forget(peer)
-        _fail(entry, PeerLost(f"meeting {peer} was cut short", peer=str(peer)))
-        entry.gone.set_result(None)
-        if code not in (GOODBYE, DISTRUSTED, CLOSING[0]) and was_read:
-            self._redial_later(entry.member)  # it was in use, and whoever used it goes on
+        if code == FailureCode.PEER_CLOSED:
+            self._reachability.on_goodbye(member)
+        self._transport.remove_peer(peer, gone=self._reachability.is_closed(member))
+        was_read = self._prepared.forget(peer)
+        connection.fail(PeerLost(f"connecting {peer} was interrupted", peer=str(peer)))
+        connection.advance("closed")
+        if code not in (FailureCode.PEER_CLOSED, FailureCode.KEY_REMOVED, CLOSING[0]) and was_read:
+            self._redial_later(member)  # it was in use, so the next pull probably needs it
         self.drops[code] += 1
         self._report(PeerDropped(str(peer), code, detail))
         self._on_dropped(peer, code, detail)
 
-
-def _connected(peer: Peer, handshake_s: float) -> PeerConnected:
-    link, carrier = peer.link, peer.carrier
-    offset = link.clock_offset
-    ahead_s, error_s = (None, None) if offset is None else (offset.ahead_s, offset.error_s)
-    peer_id = link.peer
-    return PeerConnected(
-        str(peer_id),
-        peer_id.endpoint,
-        handshake_s,
-        ahead_s,
-        error_s,
-        transport=carrier.name,
-        transport_known_by=carrier.known_by,
-        plane=carrier.plane,
-    )
-
-
-def _fail(entry: _Entry, error: KvflowError) -> None:
-    """Tell whoever waits for the peer, or for its connection alone, that it is not to be had."""
-    for future in (entry.linked, entry.met):
-        if not future.done():
-            future.set_exception(error)
-            future.exception()  # retrieved: whoever waited may have been cancelled meanwhile
+    def _connected(self, peer: Peer, handshake_s: float) -> PeerConnected:
+        link, carrier = peer.link, peer.carrier
+        offset = link.clock_offset
+        ahead_s, error_s = (None, None) if offset is None else (offset.ahead_s, offset.error_s)
+        peer_id = link.peer
+        return PeerConnected(
+            str(peer_id),
+            peer_id.endpoint,
+            handshake_s,
+            ahead_s,
+            error_s,
+            transport=carrier.name,
+            transport_known_by=carrier.known_by,
+            plane=carrier.plane,
+            model=peer.manifest.identity.model if self._manifest.identity.model else "",
+            missing_layers=count_unread_layers(peer.manifest, self._manifest),
+        )
 
 
 def _route_key(ticket: Ticket) -> _RouteKey:
-    """Return what two tickets of the same ranks have in common."""
+    """Return a key that is equal for all tickets of the same ranks."""
     return (ticket.engine_id, *map(_RANKS, ticket.grants))

@@ -1,52 +1,79 @@
-"""The producer's side of a worker: leases that are held, and how they end.
+"""The producer's side of a worker: offers, their leases, and the ends of these leases.
 
-``admit`` and ``revoke`` are called by an engine from any thread and are effective on return: a lock
-guards the lease table, and the epoch is raised inside it. Whoever waits for an end is told on the event loop.
+An engine calls ``offer``, ``admit`` and ``revoke`` from any thread. They are effective on return: one lock guards the
+ticket issuer and the lease table, and a lease's epoch is raised under it.
+
+A lease ends in two phases. First, under the lock, its epoch is raised, and its slot and blocks are freed. Then the end
+is reported. Only after that is the request id free, so no caller can mistake this end for the end of the next offer
+with this id.
 """
 
 import asyncio
 import math
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 
 import numpy as np
 
-from kvflow.cache.blocks import BlockAccount, Ids
-from kvflow.cache.leases import Answer, LeaseEnded, LeaseTable, Outcome, Reader
-from kvflow.cache.tickets import Grant, RankAddress
 from kvflow.clock import Clock
-from kvflow.errors import BlockIdsInvalid, KvflowError, RequestUnknown
-from kvflow.ids import LeaseKey, worker_name
-from kvflow.observability.events import OfferAdmitted, OfferRefused
+from kvflow.errors import BlockIdsInvalid, CapacityExceeded, ConfigInvalid, KvflowError, RequestUnknown
+from kvflow.events import LeaseEnded, OfferAdmitted, OfferRefused, Outcome
+from kvflow.ids import FEW, Ids, LeaseKey, worker_name
+from kvflow.leases.blocks import BlockAccount, check_block_ids
+from kvflow.leases.issuer import Issuer
+from kvflow.leases.table import Answer, LeaseState, LeaseTable, Reader
+from kvflow.leases.tickets import Grant, RankAddress, Ticket
 from kvflow.observability.logs import Reporter
-from kvflow.transfer.pairs import FEW, check_block_ids
-from kvflow.worker.stages import Stage, later, require_open
+from kvflow.worker.snapshot import Stage, later, require_open
 
 ENDED_MAX = 65536
 """Outcomes that are kept for a late ``wait_offer``."""
 
-_Waiting = Sequence[tuple["asyncio.Future[Outcome]", Outcome]]
-"""Who waits for the end of a lease, and how it has ended."""
+WAITING_MAX = 4096
+"""Offers that may wait for a slot: as many as there are slots. An engine with more to offer prefills too much."""
+
+Digests = Sequence[Sequence[bytes]] | None
+"""The content of each block of an offer, group by group; None if the engine does not give it."""
+
+_Waiters = Sequence[tuple["asyncio.Future[Outcome]", Outcome]]
+"""Futures of ``wait_offer`` calls whose leases have ended, each with the outcome."""
 
 
-class LeaseKeeper:
-    """Leases of one worker.
+@dataclass(slots=True, eq=False)
+class _WaitingOffer:
+    """One offer that waits for a slot."""
+
+    request_id: str
+    block_ids: Sequence[Sequence[int]]
+    num_tokens: int | Sequence[int]
+    digests: Digests
+    traceparent: str
+    ticket: asyncio.Future[Ticket]
+
+
+class LeaseManager:
+    """Offers and leases of one worker.
 
     Args:
         leases: the table, over the worker's epochs.
-        account: of the worker's blocks, which it lends.
+        account: the account of the worker's blocks.
+        issuer: assigns slots, and signs the tickets of the worker's own offers.
         num_blocks: blocks in the pool.
-        block_sizes: tokens in one block, group by group; 0 for states, of which a request has one.
+        block_sizes: tokens in one block, group by group; 0 for states.
         lease_s: how long a renewed lease lasts.
-        name: our own, ``engine/rank/incarnation``.
-        clock: of the leases.
-        loop: on which waiters are told.
+        offers: whether the worker may offer anything.
+        name: the worker's name, ``engine/rank/incarnation``.
+        clock: the clock of the leases.
+        loop: the worker's event loop, on which waiters resume.
         report: takes events.
 
-    Thread: ``admit``, ``revoke`` and ``held`` from any thread; everything else on the event loop.
+    Thread: ``offer``, ``admit``, ``revoke``, ``held``, ``listed``, ``requests`` and ``highest_epoch`` from any thread;
+        everything else on the event loop.
     """
 
     def __init__(
@@ -54,9 +81,11 @@ class LeaseKeeper:
         *,
         leases: LeaseTable,
         account: BlockAccount,
+        issuer: Issuer,
         num_blocks: int,
         block_sizes: Sequence[int],
         lease_s: float,
+        offers: bool = True,
         name: str,
         clock: Clock,
         loop: asyncio.AbstractEventLoop,
@@ -65,116 +94,101 @@ class LeaseKeeper:
         self._name = name
         self._leases = leases
         self._account = account
+        self._issuer = issuer
         self._lent: dict[str, tuple[Ids, ...]] = {}
         self._num_blocks = num_blocks
         self._block_sizes = tuple(block_sizes)
         self._lease_s = lease_s
+        self._offers = offers
         self._clock = clock
         self._loop = loop
         self._report = report
         self._lock = threading.Lock()
         self._ended: OrderedDict[str, Outcome] = OrderedDict()
         self._waiters: dict[str, list[asyncio.Future[Outcome]]] = {}
+        self._waiting_offers: deque[_WaitingOffer] = deque()
         self._changed = asyncio.Event()
-        self._looks_at = math.inf  # when ``expire_leases`` looks for leases that have run out
-        self._idle: list[asyncio.Future[None]] = []
-        self._around_ends: list[tuple[Callable[[Sequence[str]], object], Callable[[Sequence[str]], object]]] = []
+        self._expires_at = math.inf  # when ``expire_leases`` runs next
         self._stage: Stage = "open"
 
-    def call_around_ends(
-        self, before: Callable[[Sequence[str]], object], after: Callable[[Sequence[str]], object]
-    ) -> None:
-        """Have both called with the requests whose leases end, on whatever thread ended them; they must be quick.
-
-        Args:
-            before: called before anyone hears of the ends.
-            after: called when all listeners have.
-        """
-        self._around_ends.append((before, after))
-
-    def require_open(self) -> None:
-        """Refuse what would be a new promise.
-
-        Raises:
-            WorkerDraining, WorkerClosed: the worker makes none any more.
-        """
-        if self._stage != "open":
-            require_open(self._stage, "takes no offers")
-
-    def drain(self) -> None:
-        """Refuse new leases, and keep those that are held."""
-        with self._lock:
-            self._stage = later(self._stage, "draining")
-
-    async def wait_idle(self) -> None:
-        """Wait until no lease is held; of use when new ones are refused.
-
-        Cancellation: safe.
-        """
-        with self._lock:
-            if not len(self._leases):
-                return
-            future: asyncio.Future[None] = self._loop.create_future()
-            self._idle.append(future)
+    def offer(
+        self,
+        request_id: str,
+        block_ids: Sequence[Sequence[int]],
+        num_tokens: int | Sequence[int],
+        digests: Digests = None,
+        traceparent: str = "",
+    ) -> Ticket:
+        """Sign a ticket and hold its lease. See ``Worker.offer``."""
         try:
-            await future
-        finally:
-            if future in self._idle:  # it gave up
-                self._idle.remove(future)
-
-    def admit(self, grant: Grant) -> None:
-        """Hold the lease of a grant. See ``Worker.admit``."""
-        try:
-            self.hold(grant)
+            if self._waiting_offers:
+                self._require_open()
+                raise CapacityExceeded(
+                    "leases", self._issuer.slots, remedy="Others wait for the next slot: use offer_when_possible."
+                )
+            return self._offer(request_id, block_ids, num_tokens, digests, traceparent)
         except KvflowError as error:
-            self.report_refusal(grant.request_id, error)
+            self._report_refusal(request_id, error)
             raise
 
-    def report_refusal(self, request_id: str, error: KvflowError) -> None:
-        """Report an offer that ends before its lease is held: its ticket, if anybody has it, is void."""
-        self._report(OfferRefused(str(request_id), error.code, error.message, error.remedy))
+    async def offer_when_possible(
+        self,
+        request_id: str,
+        block_ids: Sequence[Sequence[int]],
+        num_tokens: int | Sequence[int],
+        *,
+        digests: Digests = None,
+        timeout_s: float | None,
+        traceparent: str = "",
+    ) -> Ticket:
+        """Wait for a slot, then offer. See ``Worker.offer_when_possible``."""
+        try:
+            if len(self._waiting_offers) >= WAITING_MAX:
+                raise CapacityExceeded("offers that wait for a slot", WAITING_MAX)
+            future = self._loop.create_future()
+            waiting = _WaitingOffer(request_id, block_ids, num_tokens, digests, traceparent, future)
+            self._waiting_offers.append(waiting)
+            # Also if others wait: no waiter learns about a slot that was freed before this offer was in the queue.
+            self._serve_waiting()
+            return await self._wait_for_slot(waiting, timeout_s)
+        except KvflowError as error:
+            self._report_refusal(request_id, error)
+            raise
 
-    def hold(self, grant: Grant) -> None:
-        """Hold the lease of a grant; the caller reports a refusal."""
-        ids = self._check(grant)
-        with self._lock:
-            if self._stage != "open":
-                self.require_open()
-            now = self._clock()
-            self._account.lend(ids)
-            try:
-                end = self._leases.admit(grant, now)
-            except BaseException:
-                self._account.end_loan(ids)
-                raise
-            self._lent[grant.request_id] = ids
-            self._ended.pop(grant.request_id, None)
-            ends_at = now + grant.lease_ms / 1000
-            # Most often it is in time: the first lease to end is one that was admitted before, and is waited for.
-            looks_late = ends_at < self._looks_at or now >= self._looks_at
-            if looks_late:
-                self._looks_at = min(ends_at, self._looks_at)
-            waiting = () if end is None else self._note([end])
-        if self._report.wants(OfferAdmitted):
-            self._report(OfferAdmitted(grant.request_id, sum(map(len, grant.block_ids)), grant.lease_s))
-        if end is not None:
-            self._announce([end], waiting)
-        if looks_late:
-            self._on_loop(self._changed.set)
+    def admit(self, grant: Grant) -> None:
+        """Hold the lease of a grant that a mint elsewhere signed. See ``Worker.admit``."""
+        try:
+            ids = self._check(grant)
+            with self._lock:
+                ended, waiters = self._hold(grant, ids)
+        except KvflowError as error:
+            self._report_refusal(grant.request_id, error)
+            raise
+        self._announce_admission(grant, ended, waiters)
 
     def revoke(self, request_id: str) -> bool:
         """End a lease now. See ``Worker.revoke``."""
         with self._lock:
             end = self._leases.revoke(request_id, self._clock())
             ended = [] if end is None else [end]
-            waiting = self._note(ended)
-        self._announce(ended, waiting)
+            waiters = self._note(ended)
+        self._announce(ended, waiters)
         return bool(ended)
+
+    @property
+    def stage(self) -> Stage:
+        """The stage of this side of the worker."""
+        return self._stage
 
     def held(self) -> int:
         """Return how many leases are held."""
         with self._lock:
             return len(self._leases)
+
+    def listed(self, limit: int) -> tuple[LeaseState, ...]:
+        """Return the leases that are held, at most ``limit``, the oldest first."""
+        with self._lock:
+            return self._leases.listed(self._clock(), limit)
 
     def requests(self) -> tuple[str, ...]:
         """Return the requests whose leases are held."""
@@ -198,38 +212,53 @@ class LeaseKeeper:
         try:
             return await future
         finally:
-            self._forget(request_id, future)
+            self._drop_waiter(request_id, future)
+
+    async def wait_idle(self) -> None:
+        """Wait until no lease is held, when new ones are refused.
+
+        Cancellation: safe.
+        """
+        while requests := self.requests():
+            with suppress(RequestUnknown):  # it has ended, and its outcome was dropped
+                await self.wait_offer(requests[0])
 
     def on_release(self, leases: Sequence[LeaseKey], reader: Reader, *, read: bool = False) -> list[Answer]:
-        """Count a reader's releases, which say whether it has read; answer each."""
+        """Count a reader's releases, and answer each.
+
+        Args:
+            leases: slots and epochs.
+            reader: the rank that releases.
+            read: whether it has read the blocks.
+        """
         with self._lock:
             answers, ended = self._leases.release(leases, reader, self._clock(), read=read)
-            waiting = self._note(ended)
-        self._announce(ended, waiting)
+            waiters = self._note(ended)
+        self._announce(ended, waiters)
         return answers
 
-    def on_renew(self, leases: Sequence[LeaseKey]) -> tuple[list[Answer], float]:
-        """Renew leases; answer each, with the seconds that they last from now."""
+    def on_renew(self, leases: Sequence[LeaseKey], reader: Reader | None = None) -> tuple[list[Answer], float]:
+        """Renew leases for a reader. Return an answer for each, and how many seconds they last from now."""
         with self._lock:
-            return self._leases.renew(leases, self._clock()), self._lease_s
+            return self._leases.renew(leases, self._clock(), reader), self._lease_s
 
     def past(self, lease: LeaseKey) -> tuple[str, float] | None:
-        """Return how a lease has ended, and how many seconds ago; None if that is not remembered."""
+        """Return how a lease has ended and how many seconds ago; None if unknown."""
         with self._lock:
             past = self._leases.past(*lease)
             return None if past is None else (past.ended_by, self._clock() - past.ended_at)
 
     async def expire_leases(self) -> None:
-        """End leases as they run out, for ever."""
+        """End leases as they expire. Runs until it is cancelled."""
         while True:
             self._changed.clear()
             now = self._clock()
             with self._lock:
                 ended = self._leases.expire(now)
-                waiting = self._note(ended)
+                waiters = self._note(ended)
                 deadline = self._leases.next_deadline()
-                self._looks_at = math.inf if deadline is None else deadline
-            self._announce(ended, waiting)
+                self._expires_at = math.inf if deadline is None else deadline
+            self._announce(ended, waiters)
             delay = None if deadline is None else max(0.0, deadline - now)
             try:
                 # Not ``wait_for``: before Python 3.12 it loses a cancellation that comes together with the event.
@@ -238,30 +267,115 @@ class LeaseKeeper:
             except TimeoutError:
                 continue
 
+    def drain(self) -> None:
+        """Refuse new leases, and keep those that are held."""
+        with self._lock:
+            self._stage = later(self._stage, "draining")
+        self._serve_waiting()
+
     def close(self) -> int:
-        """Revoke every lease at once and refuse new ones; return how many there were."""
+        """Revoke every lease at once and refuse new ones. Return how many leases there were."""
         with self._lock:
             self._stage = "closing"
             ended = self._leases.revoke_all(self._clock())
-            waiting = self._note(ended)
-        self._announce(ended, waiting)
+            waiters = self._note(ended)
+        self._announce(ended, waiters)
+        self._serve_waiting()
         return len(ended)
 
     def check(self) -> None:
-        """Check the law: what is lent is exactly the sum of the leases that are held."""
+        """Check the invariant: what is lent is exactly the sum of the held leases."""
         with self._lock:
             self._account.check(lent=self._lent.values())
 
-    def _check(self, grant: Grant) -> tuple[Ids, ...]:
-        """Refuse a grant that is not for this worker in this life, or that does not fit its cache; return its ids."""
-        # By its name only: a mint may know us by another endpoint than we do.
+    def _offer(
+        self,
+        request_id: str,
+        block_ids: Sequence[Sequence[int]],
+        num_tokens: int | Sequence[int],
+        digests: Digests,
+        traceparent: str,
+    ) -> Ticket:
+        self._require_open()
+        with self._lock:
+            ticket, grant = self._issuer.offer(
+                request_id, block_ids=block_ids, num_tokens=num_tokens, digests=digests, traceparent=traceparent
+            )
+            try:
+                ended, waiters = self._hold(grant, self._check(grant, decoded=True))
+            except BaseException:
+                self._issuer.retire(request_id)
+                raise
+        self._announce_admission(grant, ended, waiters)
+        return ticket
+
+    async def _wait_for_slot(self, waiting: _WaitingOffer, timeout_s: float | None) -> Ticket:
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await waiting.ticket
+        except TimeoutError:
+            if waiting.ticket.done() and not waiting.ticket.cancelled():
+                return waiting.ticket.result()  # it came at the last moment
+            self._leave(waiting)
+            remedy = f"No slot was freed within {timeout_s} s."
+            raise CapacityExceeded("leases", self._issuer.slots, remedy=remedy) from None
+        except asyncio.CancelledError:
+            if _has_ticket(waiting):
+                self.revoke(waiting.request_id)  # the caller never gets this ticket
+            self._leave(waiting)
+            raise
+
+    def _serve_waiting(self) -> None:
+        """Serve waiting offers, first come, first served, until every slot is taken or none waits."""
+        while self._waiting_offers:
+            waiting = self._waiting_offers[0]
+            if not waiting.ticket.cancelled():  # its caller may have been cancelled and not run yet
+                try:
+                    ticket = self._offer(
+                        waiting.request_id, waiting.block_ids, waiting.num_tokens, waiting.digests, waiting.traceparent
+                    )
+                except CapacityExceeded:
+                    return  # the end of the next lease calls this again
+                except Exception as error:  # noqa: BLE001 - its caller gets it; later ones must be served
+                    waiting.ticket.set_exception(error)
+                else:
+                    waiting.ticket.set_result(ticket)
+            # Only now, because ``offer`` on another thread must see until then that an offer waits.
+            self._waiting_offers.popleft()
+
+    def _leave(self, waiting: _WaitingOffer) -> None:
+        waiting.ticket.cancel()
+        if waiting in self._waiting_offers:
+            self._waiting_offers.remove(waiting)
+
+    def _require_open(self) -> None:
+        if self._stage != "open":
+            require_open(self._stage, "takes no offers")
+
+    def _report_refusal(self, request_id: str, error: KvflowError) -> None:
+        """Report an offer that failed before its lease was held. Its ticket is void."""
+        self._report(OfferRefused(str(request_id), error.code, error.message, error.remedy))
+
+    def _check(self, grant: Grant, *, decoded: bool = False) -> tuple[Ids, ...]:
+        """Refuse a grant for another worker or incarnation, or that does not fit the cache. Return its blocks.
+
+        Args:
+            grant: the grant.
+            decoded: whether its fields were checked: a grant is decoded again before it is signed.
+        """
+        if not self._offers:
+            raise ConfigInvalid(
+                "the role of this worker is consumer, so that its peers cannot read its cache",
+                remedy="Set role to both, or to producer.",
+            )
+        # Compare the name only: a mint may know this worker by another endpoint.
         if self._name not in _names(grant.engine_id, grant.ranks):
             raise BlockIdsInvalid(
                 f"the grant for {grant.request_id!r} does not name this worker, {self._name}",
                 remedy="Make a new mint with the rank_address of every worker after a restart.",
             )
         checked = check_block_ids(
-            grant.block_ids, num_blocks=self._num_blocks, aliases=self._account.aliases, unique=False
+            grant.block_ids, num_blocks=self._num_blocks, aliases=self._account.aliases, unique=False, decoded=decoded
         )
         for group, (ids, tokens, size) in enumerate(
             zip(grant.block_ids, grant.num_tokens, self._block_sizes, strict=True)
@@ -275,13 +389,34 @@ class LeaseKeeper:
                 )
         return checked
 
-    def _note(self, ended: Sequence[LeaseEnded]) -> _Waiting:
-        """Remember that leases have ended, and return who waits for that; under the lock."""
+    def _hold(self, grant: Grant, ids: tuple[Ids, ...]) -> tuple[list[LeaseEnded], _Waiters]:
+        """Hold the lease of a grant, under the lock. It ends at once if its readers have already released it."""
+        self._require_open()
+        now = self._clock()
+        self._account.lend(ids)
+        try:
+            end = self._leases.admit(grant, now)
+        except BaseException:
+            self._account.end_loan(ids)
+            raise
+        self._lent[grant.request_id] = ids
+        self._ended.pop(grant.request_id, None)
+        expires_at = now + grant.lease_ms / 1000
+        # Usually ``expire_leases`` need not wake: the first lease to expire was admitted before.
+        if expires_at < self._expires_at or now >= self._expires_at:
+            self._expires_at = min(expires_at, self._expires_at)
+            self._on_loop(self._changed.set)
+        ended = [] if end is None else [end]
+        return ended, self._note(ended)
+
+    def _note(self, ended: Sequence[LeaseEnded]) -> _Waiters:
+        """Free the blocks and slots of ended leases, under the lock. Return the futures that wait for these ends."""
         if not ended:
             return ()
-        outcome = ended[0].outcome  # of them all
+        outcome = ended[0].outcome  # the same for all of them
         names = [end.request_id for end in ended]
         self._account.end_loan(_joined([self._lent.pop(name) for name in names]))
+        self._issuer.vacate(names)
         self._ended.update(dict.fromkeys(names, outcome))
         while len(self._ended) > ENDED_MAX:
             self._ended.popitem(last=False)
@@ -289,39 +424,34 @@ class LeaseKeeper:
             return ()
         return [(future, outcome) for name in names for future in self._waiters.pop(name, ())]
 
-    def _announce(self, ended: Sequence[LeaseEnded], waiting: _Waiting) -> None:
-        """Tell of ends; not under the lock, because whoever is told may ask in turn, or wait for a thread that does."""
+    def _announce_admission(self, grant: Grant, ended: Sequence[LeaseEnded], waiters: _Waiters) -> None:
+        if self._report.wants(OfferAdmitted):
+            self._report(OfferAdmitted(grant.request_id, sum(map(len, grant.block_ids)), grant.lease_s, grant.trace))
+        if ended:
+            self._announce(ended, waiters)
+
+    def _announce(self, ended: Sequence[LeaseEnded], waiters: _Waiters) -> None:
+        """Report ends, then free their request ids. The lock is not held, because a hook may call this manager."""
         if not ended:
             return
-        # Whoever hears of it may offer in turn, so its slot must be free by then; but not its name, because the
-        # end must not be taken for that of the next offer of that name.
-        names = [end.request_id for end in ended]
-        for before, _ in self._around_ends:
-            before(names)
         if ended[0].outcome == "expired" or self._report.wants(LeaseEnded):
             self._report.take_all([(end, {}) for end in ended])
-        for _, after in self._around_ends:
-            after(names)
-        if waiting:
-            self._on_loop(_resolve, waiting)
-        if self._idle:
-            self._on_loop(self._tell_if_idle)
+        with self._lock:
+            for end in ended:
+                self._issuer.retire(end.request_id)
+        if waiters:
+            self._on_loop(_resolve, waiters)
+        if self._waiting_offers:
+            self._on_loop(self._serve_waiting)
 
-    def _forget(self, request_id: str, future: "asyncio.Future[Outcome]") -> None:
-        """Drop one that waits no more: whoever asks again and again, with a time limit, must not fill the list."""
+    def _drop_waiter(self, request_id: str, future: "asyncio.Future[Outcome]") -> None:
+        """Drop the future of a caller that is done or gave up, so that repeated timeouts do not fill the list."""
         with self._lock:
             waiters = self._waiters.get(request_id, [])
             if future in waiters:
                 waiters.remove(future)
                 if not waiters:
                     del self._waiters[request_id]
-
-    def _tell_if_idle(self) -> None:
-        if not self.held():
-            waiting, self._idle = self._idle, []
-            for future in waiting:
-                if not future.done():
-                    future.set_result(None)
 
     def _on_loop(self, call: Callable[..., object], *args: object) -> None:
         if not self._loop.is_closed():
@@ -330,16 +460,15 @@ class LeaseKeeper:
 
 @lru_cache(maxsize=64)
 def _names(engine_id: str, ranks: tuple[RankAddress, ...]) -> frozenset[str]:
-    """Return the workers that a grant names: the same ones in every grant of an engine."""
+    """Return the names of the workers in a grant. Cached, because all grants of an engine name the same workers."""
     return frozenset(worker_name(engine_id, rank.rank, rank.incarnation) for rank in ranks)
 
 
 def order_stores() -> None:
-    """Keep every store of this thread before the call ahead of every store after it, on weakly ordered machines, too.
+    """Order this thread's stores before the call ahead of its stores after it, also on weakly ordered machines.
 
-    To release a lock and then to acquire one is such a barrier on every machine that CPython runs on; either of them
-    alone is not. "Why no stale byte is delivered" in the architecture says why. The lock is nobody else's, so that
-    nothing is waited for.
+    Releasing a lock and then acquiring one is such a barrier on every machine that CPython runs on; one of them alone
+    is not. docs/explanation/correctness.md says why. No other thread uses this lock, so the call never waits.
     """
     lock = threading.Lock()
     lock.acquire()
@@ -348,18 +477,23 @@ def order_stores() -> None:
 
 
 def _joined(loans: Sequence[tuple[Ids, ...]]) -> Sequence[Ids]:
-    """Return the blocks of many loans, group by group: a block stands there once for each loan that has it."""
+    """Return the blocks of many loans, group by group. A block is listed once for each loan that has it."""
     if len(loans) == 1:
         return loans[0]
     joined: list[Ids] = []
     for lists in zip(*loans, strict=True):
-        few = list(chain.from_iterable(ids for ids in lists if isinstance(ids, list)))
-        many = [ids for ids in lists if not isinstance(ids, list)]
+        few = tuple(chain.from_iterable(ids for ids in lists if isinstance(ids, tuple)))
+        many = [ids for ids in lists if not isinstance(ids, tuple)]
         joined.append(np.concatenate([np.array(few, np.int64), *many]) if many or len(few) > FEW else few)
     return joined
 
 
-def _resolve(waiting: _Waiting) -> None:
-    for future, outcome in waiting:
+def _resolve(waiters: _Waiters) -> None:
+    for future, outcome in waiters:
         if not future.done():
             future.set_result(outcome)
+
+
+def _has_ticket(waiting: _WaitingOffer) -> bool:
+    future = waiting.ticket
+    return future.done() and not future.cancelled() and future.exception() is None

@@ -1,318 +1,421 @@
-"""``open_worker``: the runtime of one rank, from its first socket to its last goodbye."""
+"""``open_worker``: build one rank's worker from its settings and its cache, and close it in order."""
 
 import asyncio
 import logging
 import os
+import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
-from typing import NamedTuple, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
 import msgspec
 
-from kvflow.cache.blocks import BlockAccount
-from kvflow.cache.destinations import DestinationLedger
-from kvflow.cache.epochs import EPOCH_BITS, EpochTable
-from kvflow.cache.leases import LeaseTable
-from kvflow.cache.mint import Mint
-from kvflow.cache.quarantine import LastResort
-from kvflow.cache.tickets import RankAddress
+from kvflow import events
 from kvflow.config import WorkerConfig
+from kvflow.errors import ArgumentInvalid
+from kvflow.events import Hook
+from kvflow.forks import Origin
 from kvflow.ids import agent_name, worker_name
 from kvflow.layout.manifest import Identity, Manifest
 from kvflow.layout.region import Region
 from kvflow.layout.tracks import tracks_of
-from kvflow.observability import events
-from kvflow.observability.logs import EventLog, Hook, Reporter
-from kvflow.rendezvous.introduction import OurSide, introduce, security_of
+from kvflow.leases.blocks import BlockAccount
+from kvflow.leases.epochs import EPOCH_BITS, EpochTable
+from kvflow.leases.issuer import Issuer
+from kvflow.leases.table import LeaseTable
+from kvflow.leases.tickets import RankAddress
+from kvflow.observability.logs import EventLog, Reporter, check_hooks
+from kvflow.observability.pages import WorkerPages
+from kvflow.observability.slow import SlowTransfers
+from kvflow.reads.contract import Serving, Transport, TransportEvent
+from kvflow.reads.device import device_memory_of
+from kvflow.reads.scheduler import Scheduler
+from kvflow.rendezvous.endpoint import LocalEndpoint, build_local_endpoint, security_of
+from kvflow.rendezvous.issuer import TicketKey, draw_head_start
 from kvflow.rendezvous.listener import open_listener
-from kvflow.rendezvous.mint import TicketKey, draw_head_start
 from kvflow.rendezvous.publication import Advertisement
-from kvflow.transfer.pulls import Budgets
-from kvflow.transfer.scheduler import Scheduler
-from kvflow.transport.base import Transport
-from kvflow.transport.device import device_memory_of
-from kvflow.transport.serving import Serving
-from kvflow.worker.calibration import Staging
 from kvflow.worker.consumer import Consumer
-from kvflow.worker.drain import Drain
-from kvflow.worker.home import Home
-from kvflow.worker.inbox import Inbox
-from kvflow.worker.offers import Offers
+from kvflow.worker.destinations import DestinationTable, ReaderResetPolicy
+from kvflow.worker.environment import PRODUCTION, Environment
 from kvflow.worker.peers import PeerPool
-from kvflow.worker.producer import LeaseKeeper, order_stores
-from kvflow.worker.surroundings import REAL, Surroundings
-from kvflow.worker.trust import Trust
+from kvflow.worker.producer import LeaseManager, order_stores
 from kvflow.worker.worker import Worker
 
 logger = logging.getLogger("kvflow")
 
 
 class Cache(Protocol):
-    """What a worker needs of a cache; ``kvflow.KVCache`` is one."""
+    """What a worker needs from a cache. ``kvflow.KVCache`` implements it."""
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of the backing allocation per block."""
+        """Bytes of the cache's memory per block."""
         ...
 
     def manifest(self) -> Manifest:
-        """Return the canonical KV metadata; the memory it names lives until the worker is closed."""
+        """Return the description of the cache. Its memory must live until the worker is closed."""
         ...
 
 
-@asynccontextmanager
-async def open_worker(
-    config: WorkerConfig, cache: Cache, *, hooks: Sequence[Hook] = (), surroundings: Surroundings = REAL
-) -> AsyncIterator[Worker]:
-    """Open a worker on the running event loop.
+class Unopened:
+    """A worker that is not open yet: only entering the context manager opens it."""
 
-    Leaving revokes every lease at once, cancels every pull, says goodbye, and destroys the transport's agents:
-    after that nothing reads or writes the cache any more, and its memory may be freed.
+    call = ""
+    statement = ""
 
-    A child that is forked meanwhile must not leave: end it with ``os._exit`` or ``exec``, as ``multiprocessing`` and
-    ``subprocess`` do. If it leaves all the same it is ended at once, with the status of its ``SystemExit``, or 1.
+    def __getattr__(self, name: str) -> NoReturn:
+        """Refuse to be used as a worker.
+
+        Raises:
+            AttributeError: says how to open the worker.
+        """
+        raise AttributeError(
+            f"{self.call} returns a context manager, which has no {name!r}: the worker is not open. "
+            f"Write: {self.statement}(config, cache) as worker:",
+            name=name,
+            obj=self,
+        )
+
+
+class _UnopenedWorker(Unopened, AbstractAsyncContextManager["Worker"]):
+    call, statement = "open_worker", "async with kvflow.open_worker"
+
+    def __init__(self, manager: AbstractAsyncContextManager[Worker]) -> None:
+        self._manager = manager
+
+    async def __aenter__(self) -> Worker:
+        return await self._manager.__aenter__()
+
+    async def __aexit__(self, *failure: object) -> bool | None:
+        return await self._manager.__aexit__(*failure)  # type: ignore[arg-type]
+
+
+def open_worker(
+    config: WorkerConfig, cache: Cache, *, hooks: Sequence[Hook] = (), environment: Environment = PRODUCTION
+) -> AbstractAsyncContextManager[Worker]:
+    """Open a worker on the running event loop: ``async with kvflow.open_worker(config, cache) as worker:``.
+
+    Leaving the block revokes every lease at once, cancels every pull, says goodbye to peers, and destroys the
+    transport's agents. After that nothing reads or writes the cache, and its memory may be freed.
+
+    A child that is forked inside the block must not leave it: end the child with ``os._exit`` or ``exec``, as
+    ``multiprocessing`` and ``subprocess`` do. A child that leaves the block is ended at once, with the status of its
+    ``SystemExit``, or 1.
 
     Args:
         config: the settings.
-        cache: the memory; it must outlive the worker.
-        hooks: take every event, beside the log; on the event loop, or on the thread whose call the event is of.
-        surroundings: what it runs in; a simulator gives its own.
+        cache: the cache; its memory must outlive the worker.
+        hooks: plain functions that get every event, in addition to the log. They run on the event loop, or on the
+            thread whose call caused the event.
+        environment: clock, network, data plane and calibration; a simulator passes its own.
 
     Raises:
-        ConfigInvalid: a setting is missing, malformed or unsafe.
+        ArgumentInvalid: ``config`` or ``cache`` has the wrong type.
+        ConfigInvalid: a setting is missing, malformed or unsafe, or a hook is not a plain function.
         SpecInvalid: the cache's manifest contradicts itself.
         TransportUnavailable: the data plane cannot start here.
+        CapacityExceeded: this process may open no more files.
+        AttributeError: the returned object is used as a worker, without ``async with``.
     """
-    config.check()
-    manifest = cache.manifest()
-    manifest.check()
-    security = security_of(config)
-    incarnation = f"{surroundings.draw_bits(128):032x}"
-    manifest = msgspec.structs.replace(manifest, identity=_identity(config, incarnation))
-    epochs = EpochTable(config.lease_slots, surroundings.draw_bits(EPOCH_BITS), order_stores)
-    leases = LeaseTable(epochs)
-    pass_key = surroundings.draw_bits(256).to_bytes(32)
-    devices = device_memory_of(manifest.regions)
-    serving = Serving(
-        tracks=tracks_of(manifest),
-        blocks_of=leases.blocks_of,
-        admits=security.admits,
-        pass_key=pass_key,
-        vouches=partial(_vouches, leases, TicketKey(security)),
-        device_memory=devices,
-    )
-    inbox = Inbox(asyncio.get_running_loop())
-    name = agent_name(worker_name(config.engine_id, config.rank, incarnation), security.server.public_key)
-    staging = surroundings.staging(config, manifest)
-    make = partial(surroundings.open_transport, config, name, inbox.put)
-    if staging.nbytes:
-        make = partial(surroundings.open_transport, config, name, inbox.put, staging.nbytes)
-    async with _started_transport(make, manifest, epochs, serving, inbox) as transport:
-        published = transport.published()
-        advertisement = Advertisement(
-            manifest=manifest,
-            epochs=_region(epochs),
-            planes=published.planes,
-            data_endpoint=published.data_endpoint,
-            tcp_encryption=config.tcp_encryption,
-        )
-        advertisement.check()
-        ours = introduce(config, incarnation, advertisement, security, surroundings.network, pass_key=pass_key)
-        log = EventLog(engine_id=config.engine_id, rank=config.rank, incarnation=incarnation)
-        report = Reporter(log, hooks)
-        parts = _Parts(config, cache, manifest, ours, leases, epochs, transport, inbox, report, surroundings, staging)
-        async with _opened(parts) as worker:
-            yield worker
-
-
-def _vouches(leases: LeaseTable, key: TicketKey, slot: int, epoch: int, mac: bytes) -> bool:
-    """Tell whether a MAC is that of the ticket of a lease that is held. Thread: any."""
-    grant = leases.grant_of(slot, epoch)
-    return grant is not None and grant.has_mac(mac, key.verifies)
-
-
-class _Parts(NamedTuple):
-    """What a worker is wired from."""
-
-    config: WorkerConfig
-    cache: Cache
-    manifest: Manifest
-    ours: OurSide
-    leases: LeaseTable
-    epochs: EpochTable
-    transport: Transport
-    inbox: Inbox
-    report: Reporter
-    surroundings: Surroundings
-    staging: Staging
+    return _UnopenedWorker(_opened(config, cache, hooks, environment))
 
 
 @asynccontextmanager
-async def _opened(parts: _Parts) -> AsyncIterator[Worker]:
-    """Wire both sides of a worker together, listen, and take them down in order."""
-    config, cache, manifest, ours, _, epochs, transport, inbox, report, surroundings, staging = parts
-    key = TicketKey(ours.security)
-    account = BlockAccount(manifest.aliases, manifest.num_blocks, threading.Lock())
-    keeper = _keeper_of(parts, account)
-    failure: BaseException | None = None
-    async with open_listener(bind=config.bind, ours=ours, keeper=keeper, report=report) as server:
-        address = _address(config, ours, epochs, server.endpoint)
-        mint = _mint_of_offers(config, address, key, manifest, surroundings)
-        async with asyncio.TaskGroup() as tasks:
-            pool = PeerPool(
-                ours=ours,
-                manifest=manifest,
-                transport=transport,
-                tasks=tasks,
-                clock=surroundings.clock,
+async def _opened(
+    config: WorkerConfig, cache: Cache, hooks: Sequence[Hook], environment: Environment
+) -> AsyncIterator[Worker]:
+    parts = _Parts(config, cache, hooks, environment)
+    origin, report = Origin("the worker"), parts.report
+    async with parts.started_transport() as transport:
+        local = parts.local_endpoint(transport)
+        open_leases = partial(parts.lease_manager, local)
+        failure: BaseException | None = None
+        async with (
+            open_listener(bind=config.bind, local=local, open_leases=open_leases, report=report) as (listener, leases),
+            asyncio.TaskGroup() as tasks,
+        ):
+            consumer = parts.consumer(local, transport, tasks)
+            parts.inbox.connect(consumer.on_transport_event)
+            background = [tasks.create_task(work()) for work in (leases.expire_leases, consumer.tick_while_busy)]
+            worker = Worker(
+                parts.rank_address(local, listener.endpoint),
+                leases,
+                consumer,
+                local=local,
+                listener=listener,
+                origin=origin,
+                clock=environment.clock,
                 report=report,
-                # Nothing is dropped before something was met, and that takes the consumer of the next line.
-                on_dropped=lambda *dropped: consumer.on_peer_dropped(*dropped),  # noqa: PLW0108
-                plans=surroundings.make_plans(),
-                draw=surroundings.network.draw,
-                tcp_encryption=config.tcp_encryption,
-                weights=config.peer_weights,
-                staging=staging,
+                tell=environment.tell,
             )
-            consumer = Consumer(
-                pool=pool,
-                scheduler=Scheduler(surroundings.pulls_max),
-                ledger=DestinationLedger(account),
-                last_resort=LastResort(config, cache.bytes_per_block),
-                transport=transport,
-                manifest=manifest,
-                budgets=Budgets(queue_s=config.queue_s, wire_s=config.wire_s, fence_s=config.fence_s),
-                verify=key.check,
-                tasks=tasks,
-                clock=surroundings.clock,
-                wall=surroundings.network.wall,
-                report=report,
-            )
-            inbox.connect(consumer.on_transport_event)
-            for_ever = (keeper.expire_leases, consumer.tick_while_busy)
-            background = [tasks.create_task(work()) for work in for_ever]
-            offers = Offers(mint, keeper, asyncio.get_running_loop())
-            drain = Drain(keeper, offers, consumer, surroundings.clock, report)
-            home = Home(asyncio.get_running_loop())
-            worker = Worker(address, keeper, offers, consumer, drain, trust=Trust(ours, server, pool), home=home)
-            planes = transport.published()
-            report(events.WorkerOpened(worker.endpoint, planes.names, manifest.num_blocks, cache.bytes_per_block))
-            for plane, detail in planes.missing.items():
-                report(events.PlaneOmitted(plane, detail))
-            if staging.ignored is not None:
-                report(staging.ignored)
             try:
-                yield worker
-            except BaseException as error:  # noqa: BLE001  # raised again below, not inside a group of exceptions
+                async with parts.served(worker, consumer) as http:
+                    parts.report_opened(worker.endpoint, transport, http)
+                    try:
+                        yield worker
+                    finally:
+                        if origin.is_elsewhere:
+                            _end_child(sys.exception())
+            except BaseException as error:  # noqa: BLE001 - raised below: the task group would wrap it
                 failure = error
-            if home.origin.is_elsewhere:
-                _end_child(failure)
-            closed = events.WorkerClosed(leases_revoked=keeper.close(), pulls_cancelled=consumer.close())
-            offers.serve()  # those in line are refused
-            pool.close()
+            closed = events.WorkerClosed(leases_revoked=leases.close(), pulls_cancelled=consumer.close())
+            consumer.peers.close()
             for task in background:
                 task.cancel()
-    report(closed)
-    if failure is not None:
-        raise failure
+        report(closed)
+        if failure is not None:
+            raise failure
 
 
-def _keeper_of(parts: _Parts, account: BlockAccount) -> LeaseKeeper:
-    """Make the producer's side of a worker."""
-    config, manifest = parts.config, parts.manifest
-    return LeaseKeeper(
-        leases=parts.leases,
-        account=account,
-        num_blocks=manifest.num_blocks,
-        block_sizes=[group.tokens_per_id for group in manifest.groups],
-        lease_s=config.lease_s,
-        name=worker_name(config.engine_id, config.rank, parts.ours.identity.incarnation),
-        clock=parts.surroundings.clock,
-        loop=asyncio.get_running_loop(),
-        report=parts.report,
-    )
+class Inbox:
+    """Events of the read thread that the event loop has not handled yet. Many events cause one wake-up.
+
+    Thread: ``put`` from any thread; everything else on the event loop.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._events: deque[TransportEvent] = deque()
+        self._handler: Callable[[TransportEvent], None] | None = None  # the transport starts before its consumer
+        self._woken = False
+
+    def connect(self, handler: Callable[[TransportEvent], None]) -> None:
+        """Pass every event to ``handler``, including those that wait already."""
+        self._handler = handler
+        self.drain()
+
+    def put(self, event: TransportEvent) -> None:
+        """Add an event. The loop wakes once for all events that arrive before it runs."""
+        self._events.append(event)
+        # A race here may cause an extra wake-up, but never loses one: ``drain`` clears the flag before it looks.
+        if not self._woken and not self._loop.is_closed():
+            self._woken = True
+            self._loop.call_soon_threadsafe(self.drain)
+
+    def drain(self) -> None:
+        """Handle the events that have arrived."""
+        self._woken = False
+        while self._handler is not None and self._events:
+            self._handler(self._events.popleft())
+
+
+def _check_arguments(config: WorkerConfig, cache: Cache, hooks: Sequence[Hook]) -> None:
+    if not isinstance(config, WorkerConfig):
+        remedy = "Pass kvflow.WorkerConfig(engine_id=..., cluster_secret=...)."
+        raise ArgumentInvalid("config", "a WorkerConfig", config, remedy=remedy)
+    if not callable(getattr(cache, "manifest", None)):
+        remedy = "Pass what kvflow.allocate or kvflow.adopt returned."
+        raise ArgumentInvalid("cache", "a KVCache", cache, remedy=remedy)
+    config.check()
+    check_hooks(hooks)
+
+
+class _Parts:
+    """The parts of one worker. Parts that need neither the transport nor the listener exist from the start."""
+
+    def __init__(self, config: WorkerConfig, cache: Cache, hooks: Sequence[Hook], environment: Environment) -> None:
+        _check_arguments(config, cache, hooks)
+        manifest = cache.manifest()
+        manifest.check()
+        incarnation = f"{environment.draw_bits(128):032x}"
+        self.config = config
+        self.environment = environment
+        self.security = security_of(config)
+        self.key = TicketKey(self.security)
+        self.incarnation = incarnation
+        self.name = worker_name(config.engine_id, config.rank, incarnation)
+        self.manifest = msgspec.structs.replace(manifest, identity=_identity(config, incarnation))
+        self.bytes_per_block = cache.bytes_per_block
+        self.epochs = EpochTable(config.lease_slots, environment.draw_bits(EPOCH_BITS), order_stores)
+        self.leases = LeaseTable(self.epochs)
+        self.pass_key = environment.draw_bits(256).to_bytes(32)
+        self.account = BlockAccount(manifest.aliases, manifest.num_blocks, threading.Lock())
+        self.staging = environment.staging(config, self.manifest)
+        self.inbox = Inbox(asyncio.get_running_loop())
+        self.pages = None if config.http is None else WorkerPages(config.engine_id, config.rank)
+        identity = {"engine_id": config.engine_id, "rank": config.rank, "incarnation": incarnation}
+        log = EventLog(environment.network.wall, **identity)
+        slow = SlowTransfers(config.slow_transfer_s, config.slow_transfer_factor, environment.clock)
+        own = [*slow.hooks(), *(() if self.pages is None else self.pages.hooks())]
+        self.report = slow.report = Reporter(log, [*hooks, *own])
+
+    @asynccontextmanager
+    async def started_transport(self) -> AsyncIterator[Transport]:
+        """Start the data plane. Leaving always destroys it, because until then it may write to memory."""
+        agent = agent_name(self.name, self.security.server.public_key)
+        serving = Serving(
+            tracks=tracks_of(self.manifest),
+            blocks_of=self.leases.blocks_of,
+            admits=self.security.admits,
+            pass_key=self.pass_key,
+            vouches=self.vouches,
+            device_memory=device_memory_of(self.manifest.regions),
+        )
+        # Loading NIXL and creating agents takes half a second. Other tasks of the engine's loop go on meanwhile.
+        transport = await asyncio.to_thread(
+            self.environment.open_transport, self.config, agent, self.inbox.put, self.staging.nbytes
+        )
+        try:
+            await asyncio.to_thread(transport.start, self.manifest.regions, _region(self.epochs), serving)
+            yield transport
+        finally:
+            await _close(transport)
+            self.inbox.drain()
+
+    def vouches(self, slot: int, epoch: int, mac: bytes) -> bool:
+        """Return whether the lease is held and the MAC is that of its ticket. Thread: any."""
+        grant = self.leases.grant_of(slot, epoch)
+        return grant is not None and grant.has_mac(mac, self.key.verifies)
+
+    def local_endpoint(self, transport: Transport) -> LocalEndpoint:
+        """Build what the worker sends to its peers."""
+        published = transport.published()
+        advertisement = Advertisement(
+            manifest=self.manifest,
+            epochs=_region(self.epochs),
+            planes=published.planes,
+            data_endpoint=published.data_endpoint,
+            tcp_encryption=self.config.tcp_encryption,
+        )
+        advertisement.check()
+        return build_local_endpoint(
+            self.config,
+            self.incarnation,
+            advertisement,
+            self.security,
+            self.environment.network,
+            pass_key=self.pass_key,
+        )
+
+    def rank_address(self, local: LocalEndpoint, endpoint: str) -> RankAddress:
+        """Return the address of the worker for its peers.
+
+        Args:
+            local: what it sends to them.
+            endpoint: the address that it listens on.
+        """
+        return RankAddress(
+            rank=self.config.rank,
+            incarnation=self.incarnation,
+            endpoint=self.config.advertise or endpoint,
+            epoch_base=str(self.epochs.base),
+            slots=len(self.epochs),
+            public_key=local.public_key,
+        )
+
+    def lease_manager(self, local: LocalEndpoint, endpoint: str) -> LeaseManager:
+        """Build the producer's side, with the issuer of the worker's own offers. See ``rank_address``."""
+        config, environment = self.config, self.environment
+        block_sizes = [group.tokens_per_id for group in self.manifest.groups]
+        issuer = Issuer(
+            config.engine_id,
+            [self.rank_address(local, endpoint)],
+            sign=self.key.sign,
+            lease_s=config.lease_s,
+            head_start=draw_head_start(environment.draw_bits),
+            wall_clock=environment.network.wall,
+            draw_trace=environment.draw_bits if config.trace_offers else None,
+            admitted=True,  # no ticket is given away before its lease is held
+            block_sizes=block_sizes,
+        )
+        return LeaseManager(
+            leases=self.leases,
+            account=self.account,
+            issuer=issuer,
+            num_blocks=self.manifest.num_blocks,
+            block_sizes=block_sizes,
+            lease_s=config.lease_s,
+            offers=config.role != "consumer",
+            name=self.name,
+            clock=environment.clock,
+            loop=asyncio.get_running_loop(),
+            report=self.report,
+        )
+
+    def consumer(self, local: LocalEndpoint, transport: Transport, tasks: asyncio.TaskGroup) -> Consumer:
+        """Build the consumer's side."""
+        config, environment = self.config, self.environment
+        make_pool = partial(
+            PeerPool,
+            local=local,
+            manifest=self.manifest,
+            transport=transport,
+            tasks=tasks,
+            clock=environment.clock,
+            report=self.report,
+            plans=environment.make_plans(),
+            draw=environment.network.draw,
+            tcp_encryption=config.tcp_encryption,
+            weights=config.peer_weights,
+            staging=self.staging,
+        )
+        return Consumer(
+            make_pool=make_pool,
+            scheduler=Scheduler(environment.pulls_max),
+            destinations=DestinationTable(self.account),
+            reset_policy=ReaderResetPolicy(config.quarantine, self.bytes_per_block),
+            transport=transport,
+            manifest=self.manifest,
+            budgets=config.budgets,
+            verify=self.key.check,
+            tasks=tasks,
+            clock=environment.clock,
+            wall=environment.network.wall,
+            report=self.report,
+        )
+
+    @asynccontextmanager
+    async def served(self, worker: Worker, consumer: Consumer) -> AsyncIterator[str]:
+        """Serve the worker's pages over HTTP if the settings ask for it; yield ``HOST:PORT``, or nothing."""
+        if self.pages is None or self.config.http is None:
+            yield ""
+            return
+        ready = consumer.is_open
+        async with self.pages.served(self.config.http, snapshot=worker.snapshot, is_ready=ready) as found:
+            yield found
+
+    def report_opened(self, endpoint: str, transport: Transport, http: str) -> None:
+        """Report that the worker is open, and which parts of its settings do not apply."""
+        planes = transport.published()
+        self.report(events.WorkerOpened(endpoint, planes.names, self.manifest.num_blocks, self.bytes_per_block, http))
+        for omitted in planes.missing:
+            self.report(omitted)
+        if self.staging.ignored is not None:
+            self.report(self.staging.ignored)
 
 
 def _end_child(failure: BaseException | None) -> NoReturn:
     """End a forked child that leaves the block of its parent's worker.
 
-    The child shares the parent's epoll: if it closed its loop, the parent would no longer hear of its sockets. And its
-    ZeroMQ waits for threads that it does not have. ``multiprocessing`` ends the children that it forks in the same way.
+    The child shares the parent's epoll: if it closed its loop, the parent would get no more events for its sockets.
+    ZeroMQ in the child would wait for threads that do not exist there. ``multiprocessing`` ends its forked children in
+    the same way.
     """
-    message = "kvflow: a forked child left the block of open_worker, which belongs to its parent: it ends here"
+    message = "kvflow: a forked child left the block of open_worker, which belongs to its parent; the child ends here"
     logger.critical(message, exc_info=failure)
     status = failure.code if isinstance(failure, SystemExit) else 1
     os._exit(status if isinstance(status, int) else int(status is not None))
 
 
-def _address(config: WorkerConfig, ours: OurSide, epochs: EpochTable, endpoint: str) -> RankAddress:
-    """Say where this worker is for its peers."""
-    return RankAddress(
-        rank=config.rank,
-        incarnation=ours.identity.incarnation,
-        endpoint=config.advertise or endpoint,
-        epoch_base=str(epochs.base),
-        slots=len(epochs),
-        public_key=ours.public_key,
-    )
-
-
-def _mint_of_offers(
-    config: WorkerConfig, address: RankAddress, key: TicketKey, manifest: Manifest, surroundings: Surroundings
-) -> Mint:
-    """Make the mint of a worker's own offers, of which none gives its ticket away before the lease is held."""
-    head_start = draw_head_start(surroundings.draw_bits)
-    return Mint(
-        config.engine_id,
-        [address],
-        sign=key.sign,
-        lease_s=config.lease_s,
-        head_start=head_start,
-        wall_clock=surroundings.network.wall,
-        admitted=True,
-        block_sizes=[group.tokens_per_id for group in manifest.groups],
-    )
-
-
-@asynccontextmanager
-async def _started_transport(
-    make: Callable[[], Transport], manifest: Manifest, epochs: EpochTable, serving: Serving, inbox: Inbox
-) -> AsyncIterator[Transport]:
-    """Start the data plane, and destroy it whatever happens: it may write to memory until then."""
-    # Loading NIXL and creating agents takes half a second; other tasks of the engine's loop go on meanwhile.
-    transport = await asyncio.to_thread(make)
-    try:
-        await asyncio.to_thread(transport.start, manifest.regions, _region(epochs), serving)
-        yield transport
-    finally:
-        await _finish(_close(transport))
-        inbox.drain()
-
-
 async def _close(transport: Transport) -> None:
-    """Close the transport, beside the loop if the interpreter still lets a thread do it."""
+    """Close the transport on another thread, and wait for its end in spite of cancellations."""
     try:
         closed = asyncio.get_running_loop().run_in_executor(None, transport.close)
-    except RuntimeError:  # an engine that closes when the interpreter is ending; nobody else needs this loop by then
+    except RuntimeError:  # the interpreter is ending and starts no thread; nothing else needs this loop then
         transport.close()
-    else:
-        await closed
-
-
-async def _finish(work: Coroutine[None, None, None]) -> None:
-    """Await work that must not be left half done: a cancellation waits for its end."""
-    task = asyncio.ensure_future(work)
+        return
     cancelled: asyncio.CancelledError | None = None
-    while not task.done():
+    while not closed.done():
         try:
-            await asyncio.shield(task)
+            await asyncio.shield(closed)
         except asyncio.CancelledError as error:
             cancelled = error
     if cancelled is not None:
         raise cancelled
-    task.result()
+    closed.result()
 
 
 def _identity(config: WorkerConfig, incarnation: str) -> Identity:

@@ -1,52 +1,52 @@
-"""``run_worker``: the same worker for an engine that is not asyncio, on a thread and event loop of its own.
+"""``run_worker``: a worker for an engine without asyncio, on a separate thread and event loop.
 
-Where the engine sleeps, the worker is suspended meanwhile: it has one life after the other, each with a registration,
-an incarnation and a thread of its own (``worker.life``).
+An engine that sleeps suspends its worker. Each ``resume`` starts a new worker thread, which registers the memory again
+under a new incarnation (``worker.worker_thread``).
 """
 
 import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Literal, TypeVar
 
 import msgspec
 from msgspec import Struct
 
-from kvflow.cache.leases import LeaseEnded, Outcome
-from kvflow.cache.tickets import Grant, RankAddress, Ticket
 from kvflow.config import WorkerConfig
 from kvflow.errors import KvflowError, WorkerClosed, WorkerSuspended
+from kvflow.events import Event, Hook, LeaseEnded, OnlyEvents, Outcome
 from kvflow.forks import Origin
-from kvflow.observability.logs import Hook, OnlyEvents
-from kvflow.transfer.report import TransferReport
+from kvflow.leases.tickets import Grant, RankAddress, Ticket
+from kvflow.report import TransferReport
+from kvflow.reprs import quoted
 from kvflow.worker.consumer import BlockLists, PullItem, open_item
-from kvflow.worker.drain import DrainReport
-from kvflow.worker.handle import PullHandle
-from kvflow.worker.life import BeginLife, Life, begin_life
-from kvflow.worker.offers import Digests
-from kvflow.worker.runtime import Cache
-from kvflow.worker.worker import Snapshot, Worker
+from kvflow.worker.open_pulls import PullHandle
+from kvflow.worker.producer import Digests
+from kvflow.worker.runtime import Cache, Unopened
+from kvflow.worker.snapshot import LISTED_MAX, Snapshot
+from kvflow.worker.worker import DrainReport, Worker
+from kvflow.worker.worker_thread import StartWorkerThread, WorkerThread, start_worker_thread
 
 T = TypeVar("T")
 
 FINISHED_MAX = 65536
-"""Ends that are kept for an engine which does not ask; the oldest go first."""
+"""Ends that are kept for an engine that does not call ``finished``. The oldest are dropped first."""
 
 
 class Finished(Struct, frozen=True):
-    """Something that has ended since the engine last asked; its blocks may be reused or used.
+    """A lease or pull that has ended since the last call of ``finished``. Its blocks may be used again.
 
     Attributes:
         request_id: the producer's name of the request.
-        side: ``producer``: a lease of ours has ended. ``consumer``: a pull of ours has.
+        side: ``producer`` for a lease of this worker, ``consumer`` for a pull.
         outcome: ``released``, ``expired``, ``revoked``; or ``completed``, ``failed``.
-        report: of a completed pull.
-        error: of a failed pull; its blocks are quiescent by now.
+        report: the report of a completed pull.
+        error: the error of a failed pull. Its blocks are quiescent.
         local_request_id: the caller's own name of the request, if it gave one to ``pull``.
     """
 
@@ -61,84 +61,95 @@ class Finished(Struct, frozen=True):
 class ThreadedWorker:
     """A worker whose event loop runs on its own thread. Made by ``run_worker``.
 
-    A failure of ``pull`` is reported only after quiescence, because an engine reuses blocks as soon as it
-    hears of it.
+    A failed ``pull`` is reported only when nothing can write into its blocks, because an engine reuses blocks as soon
+    as it learns of the failure.
 
-    While it is suspended, whatever asks for something raises ``WorkerSuspended``; only ``revoke`` and ``finished`` tell
-    of what was before.
+    A suspended worker raises ``WorkerSuspended`` from every method except ``revoke``, ``finished`` and
+    ``wait_finished``, which report what happened before.
 
     Args:
         config: the settings.
-        hooks: take every event.
-        cache: the memory.
-        begin: begins each life; a simulator's runs on a loop that is there already.
+        hooks: plain functions that get every event.
+        cache: the cache.
+        start: starts each worker thread; a simulator's uses a loop that runs already.
 
     Raises:
-        ForkedProcess: by every method that a forked child of the worker's process calls, but for ``close``: there is
-            nothing in the child to close.
+        ForkedProcess: by every method except ``close`` that a forked child of the worker's process calls. The child has
+            nothing to close.
 
-    Thread: any, but not from a hook: that is the worker's own.
+    Thread: any, but do not call it from a hook, which runs on the worker's own thread.
     """
 
     def __init__(
-        self, config: WorkerConfig, hooks: Sequence[Hook], cache: Cache, *, begin: BeginLife = begin_life
+        self,
+        config: WorkerConfig,
+        hooks: Sequence[Hook],
+        cache: Cache,
+        *,
+        start: StartWorkerThread = start_worker_thread,
     ) -> None:
         self._origin = Origin("the worker")
         self._config = config
-        self._begin = begin
+        self._start_thread = start
         self._finished = _FinishedQueue()
         self._hooks: tuple[Hook, ...] = (*hooks, OnlyEvents(LeaseEnded, self._finished.on_event))
         self._changing = threading.Lock()
         self._stage: Literal["open", "suspended", "closed"] = "open"
-        self._life = begin(config, cache, self._hooks)
+        self._thread = start(config, cache, self._hooks)
+
+    def __repr__(self) -> str:
+        """Return the engine, the rank, the endpoint and the stage."""
+        name = f"{quoted(self._config.engine_id)} rank {self._config.rank}"
+        return f"<ThreadedWorker {name} at {self.endpoint}: {self._stage}>"
 
     @property
     def endpoint(self) -> str:
-        """Control endpoint as peers reach it; that of its last life, if it has none now."""
-        return self._life.worker.endpoint
+        """Control endpoint as peers reach it. A suspended worker returns the last one."""
+        return self._thread.worker.endpoint
 
     @property
     def rank_address(self) -> RankAddress:
-        """What a ``TicketMint`` in another process needs to know of this worker; ask anew after ``resume``.
+        """What a ``TicketMint`` in another process needs from this worker. Read it again after ``resume``.
 
         Raises:
-            WorkerSuspended: nobody can be told where it is.
+            WorkerSuspended: the worker has no address now.
         """
         return self._awake().worker.rank_address
 
     def suspend(self) -> None:
-        """Withdraw the cache: on return nothing reads or writes its memory any more, and the engine may unmap it.
+        """Withdraw the cache. On return nothing accesses its memory, and the engine may unmap it.
 
-        As leaving ``run_worker`` does it, and as slowly: every lease ends before the memory is let go, so that whoever
-        still reads finds that out and delivers nothing; every pull is cancelled, and waited for until nothing writes;
-        peers hear a goodbye; the transport is destroyed. Tickets of before are void for ever. What has ended is told by
-        ``finished``, but what was read before is where the engine's memory was. Does nothing the second time.
+        This takes the same steps, and the same time, as leaving ``run_worker``. Every lease ends first, so that a
+        consumer that still reads learns of it and delivers nothing. Every pull is cancelled, and its last write is
+        awaited. Then the worker says goodbye to its peers and destroys the transport. Earlier tickets stay void.
+        ``finished`` reports what has ended. Data that was pulled before is lost with the engine's memory. A second call
+        does nothing.
 
         Raises:
-            WorkerClosed: its block has been left.
-            BaseException: what its loop had died of; nothing touches the memory then, either.
+            WorkerClosed: the block of ``run_worker`` was left.
+            BaseException: the error that ended the event loop. Nothing accesses the memory in this case, either.
         """
-        self._origin.require()  # before the lock, which a thread of the parent may have held
+        self._origin.require()  # before the lock, which a thread of the parent process may have held
         with self._changing:
             self._withdraw()
 
     def resume(self, cache: Cache) -> None:
-        """Register a cache and serve it, at whatever addresses it has now; suspends first what is not suspended.
+        """Register a cache at its present addresses, and serve it. A worker that is not suspended is suspended first.
 
-        This is another incarnation under the same settings: it listens where ``bind`` says, peers meet it anew and
-        plan again, and a mint in another process must be made again with its ``rank_address``.
+        The worker gets another incarnation under the same settings. It listens where ``bind`` says; peers connect and
+        plan again. A mint in another process must be created again with the new ``rank_address``.
 
         Args:
             cache: the same one if its memory is back where it was, or another.
 
         Raises:
-            ConfigInvalid, SpecInvalid, TransportUnavailable: see ``open_worker``; it stays suspended.
-            WorkerClosed: its block has been left.
+            ConfigInvalid, SpecInvalid, TransportUnavailable: see ``open_worker``. The worker stays suspended.
+            WorkerClosed: the block of ``run_worker`` was left.
         """
         self._origin.require()
         with self._changing:
             self._withdraw()
-            self._life = self._begin(self._config, cache, self._hooks)
+            self._thread = self._start_thread(self._config, cache, self._hooks)
             self._stage = "open"
 
     def offer(
@@ -148,9 +159,11 @@ class ThreadedWorker:
         num_tokens: int | Sequence[int],
         *,
         digests: Digests = None,
+        traceparent: str = "",
     ) -> Ticket:
-        """Promise to keep blocks for a consumer. See ``Worker.offer``."""
-        return self._awake().worker.offer(request_id, block_ids, num_tokens, digests=digests)
+        """Hold a lease on blocks for a consumer, and return its ticket. See ``Worker.offer``."""
+        worker = self._awake().worker
+        return worker.offer(request_id, block_ids, num_tokens, digests=digests, traceparent=traceparent)
 
     def offer_when_possible(
         self,
@@ -160,12 +173,16 @@ class ThreadedWorker:
         *,
         digests: Digests = None,
         timeout_s: float | None = None,
+        traceparent: str = "",
     ) -> "Future[Ticket]":
         """Wait until a lease slot is free, then offer. See ``Worker.offer_when_possible``."""
-        life = self._awake()
-        return life.bridge.submit(
-            life.worker.offer_when_possible(request_id, block_ids, num_tokens, digests=digests, timeout_s=timeout_s),
-            on_unwanted=lambda _: life.worker.revoke(request_id),
+        thread = self._awake()
+        offering = thread.worker.offer_when_possible(
+            request_id, block_ids, num_tokens, digests=digests, timeout_s=timeout_s, traceparent=traceparent
+        )
+        return thread.calls.submit(
+            offering,
+            on_unwanted=lambda _: thread.worker.revoke(request_id),
         )
 
     def admit(self, grant: Grant) -> None:
@@ -174,12 +191,12 @@ class ThreadedWorker:
 
     def revoke(self, request_id: str) -> bool:
         """End a lease now. See ``Worker.revoke``."""
-        return self._life.worker.revoke(request_id)
+        return self._thread.worker.revoke(request_id)
 
     def wait_offer(self, request_id: str) -> "Future[Outcome]":
         """Wait until a lease has ended. See ``Worker.wait_offer``."""
-        life = self._awake()
-        return life.bridge.submit(life.worker.wait_offer(request_id))
+        thread = self._awake()
+        return thread.calls.submit(thread.worker.wait_offer(request_id))
 
     def pull(
         self,
@@ -190,7 +207,7 @@ class ThreadedWorker:
         local_request_id: str = "",
         expected_digests: Digests = None,
     ) -> "Future[TransferReport]":
-        """Read a ticket's blocks into ours. See ``Worker.pull``; cancelling the future cancels the pull."""
+        """Read a ticket's blocks into ours. See ``Worker.pull``; canceling the future cancels the pull."""
         item = (ticket, block_ids, local_request_id)
         (future,) = self._start([item], partial(_start_one, item, priority, expected_digests))
         return future
@@ -208,9 +225,9 @@ class ThreadedWorker:
     ) -> "list[Future[TransferReport]]":
         futures: list[Future[TransferReport]] = [Future() for _ in batch]
         try:
-            life = self._awake()
-            life.bridge.call(partial(_run, life.worker, start, batch, futures, self._finished))
-        except KvflowError as error:  # its loop did not take them, and so nothing else writes their records
+            thread = self._awake()
+            thread.calls.call(partial(_run, thread.worker, start, batch, futures, self._finished))
+        except KvflowError as error:  # the loop did not take them, so nothing else writes their records
             for ticket, _, name in batch:
                 self.record_refusal(
                     error.code, error.message, remedy=error.remedy, ticket=ticket, local_request_id=name
@@ -228,105 +245,125 @@ class ThreadedWorker:
         request_id: str = "",
         local_request_id: str = "",
     ) -> None:
-        """Write the record of a pull that the engine refuses by itself. See ``Worker.record_refusal``."""
-        self._life.worker.record_refusal(
+        """Write the record of a pull that the engine itself refuses. See ``Worker.record_refusal``."""
+        self._thread.worker.record_refusal(
             code, detail, remedy=remedy, ticket=ticket, request_id=request_id, local_request_id=local_request_id
         )
 
-    def keep(self, ticket: Ticket) -> "Future[None]":
-        """Renew a ticket's leases until it is pulled or released. See ``Worker.keep``."""
-        life = self._awake()
-        return life.bridge.ask(partial(life.worker.keep, ticket))
+    def hold(self, ticket: Ticket, *, local_request_id: str = "") -> "Future[None]":
+        """Renew a ticket's leases until the ticket is pulled or released. See ``Worker.hold``."""
+        thread = self._awake()
+        return thread.calls.ask(partial(thread.worker.hold, ticket, local_request_id=local_request_id))
 
-    def release(self, ticket: Ticket) -> "Future[None]":
-        """Give a ticket back unread. See ``Worker.release``."""
-        life = self._awake()
-        return life.bridge.submit(life.worker.release(ticket))
+    def keep(self, ticket: Ticket, *, local_request_id: str = "") -> "Future[None]":
+        """Call ``hold``, which replaces this name."""
+        return self.hold(ticket, local_request_id=local_request_id)
+
+    def release(self, ticket: Ticket, *, local_request_id: str = "") -> "Future[None]":
+        """Release a ticket without reading it. See ``Worker.release``."""
+        thread = self._awake()
+        return thread.calls.submit(thread.worker.release(ticket, local_request_id=local_request_id))
 
     def drain(self, deadline_s: float) -> "Future[DrainReport]":
-        """Begin nothing new, and wait for what has begun. See ``Worker.drain``."""
-        life = self._awake()
-        return life.bridge.submit(life.worker.drain(deadline_s))
+        """Accept no new work, and wait until everything has ended. See ``Worker.drain``."""
+        thread = self._awake()
+        return thread.calls.submit(thread.worker.drain(deadline_s))
 
     def allow_keys(self, keys: Iterable[str]) -> None:
-        """Replace the list of allowed keys, also that of later lives. See ``Worker.allow_keys``."""
+        """Replace the list of allowed keys, also for later calls of ``resume``. See ``Worker.allow_keys``."""
         self._origin.require()
         config = msgspec.structs.replace(self._config, allowed_keys=tuple(keys))
         with self._changing:
             if self._stage == "suspended":
                 config.check()
             else:
-                self._call(partial(self._life.worker.allow_keys, config.allowed_keys or ()))
+                self._call(partial(self._thread.worker.allow_keys, config.allowed_keys or ()))
             self._config = config
 
     def finished(self) -> list[Finished]:
-        """Drain what has ended, and is quiescent, since the last call."""
+        """Return what has ended since the last call. Nothing can write into its blocks."""
         self._origin.require()
         return self._finished.drain()
 
     def wait_finished(self, timeout_s: float, *, at_least: int = 1) -> bool:
-        """Wait until ``finished`` has so many ends to tell, at most this long; return whether it has.
+        """Wait until ``finished`` has something to return. Return whether it has.
 
         Args:
-            timeout_s: how long.
-            at_least: how many ends. The caller is woken once for all of them.
+            timeout_s: longest time to wait.
+            at_least: number of ends to wait for. The caller wakes once for all of them.
 
-        Thread: any; if several wait, an end may wake only one of them.
+        Thread: any. If several threads wait, an end may wake only one of them.
         """
         self._origin.require()
         return self._finished.wait(timeout_s, at_least)
 
-    def snapshot(self) -> Snapshot:
-        """Return what is held at this moment."""
-        return self._call(self._awake().worker.snapshot)
+    def snapshot(self, *, limit: int = LISTED_MAX) -> Snapshot:
+        """Return what the worker holds now. See ``Worker.snapshot``.
+
+        Args:
+            limit: how many pulls, leases, producers and readers are listed at most, each; 0 only counts them.
+        """
+        return self._call(partial(self._awake().worker.snapshot, limit=limit))
 
     def close(self) -> None:
-        """End it for good, as leaving ``run_worker`` does.
+        """Close the worker, as leaving ``run_worker`` does. A second call does nothing.
 
         Raises:
-            BaseException: what its loop had died of.
+            BaseException: the error that ended the event loop.
         """
         if self._origin.is_elsewhere:
             return
         with self._changing:
             self._stage = "closed"
-            self._life.end()
+            self._thread.end()
 
-    def _awake(self) -> Life:
-        """Return the present life, or the last one, whose worker says by itself that it is closed.
+    def _awake(self) -> WorkerThread:
+        """Return the worker thread. After ``close`` it is the last one, whose worker refuses every call.
 
         Raises:
-            WorkerSuspended: there is none at present.
+            WorkerSuspended: there is none now.
         """
         self._origin.require()
         if self._stage == "suspended":
             raise WorkerSuspended("the worker is suspended: its cache is withdrawn")
-        return self._life
+        return self._thread
 
     def _withdraw(self) -> None:
         if self._stage == "closed":
             raise WorkerClosed("the worker is closed")
         self._stage = "suspended"
-        self._life.end()
+        self._thread.end()
 
     def _call(self, function: Callable[[], T]) -> T:
-        return self._life.bridge.ask(function).result()
+        return self._thread.calls.ask(function).result()
 
 
-@contextmanager
-def run_worker(config: WorkerConfig, cache: Cache, *, hooks: Sequence[Hook] = ()) -> Iterator[ThreadedWorker]:
-    """Open a worker on a thread of its own. See ``open_worker``.
+class _UnopenedWorker(Unopened, AbstractContextManager[ThreadedWorker]):
+    call, statement = "run_worker", "with kvflow.run_worker"
+
+    def __init__(self, start: Callable[[], ThreadedWorker]) -> None:
+        self._start = start
+
+    def __enter__(self) -> ThreadedWorker:
+        self._worker = self._start()
+        return self._worker
+
+    def __exit__(self, *failure: object) -> None:
+        self._worker.close()
+
+
+def run_worker(
+    config: WorkerConfig, cache: Cache, *, hooks: Sequence[Hook] = ()
+) -> AbstractContextManager[ThreadedWorker]:
+    """Open a worker on a new thread: ``with kvflow.run_worker(config, cache) as worker:``. See ``open_worker``.
 
     Raises:
         ConfigInvalid, SpecInvalid, TransportUnavailable: see ``open_worker``.
+        AttributeError: the returned object is used as a worker, without ``with``.
 
     Cancellation: Ctrl-C while it opens closes it as soon as it is open.
     """
-    worker = ThreadedWorker(config, hooks, cache)
-    try:
-        yield worker
-    finally:
-        worker.close()
+    return _UnopenedWorker(partial(ThreadedWorker, config, hooks, cache))
 
 
 def _start_one(
@@ -346,13 +383,13 @@ def _run(
     futures: "Sequence[Future[TransferReport]]",
     finished: "_FinishedQueue",
 ) -> None:
-    """Start pulls. Their ends are told when nothing writes for them: an engine reuses blocks when it hears of them.
+    """Start pulls. Report each end when nothing can write into the pull's blocks.
 
-    All have ended when the worker is closed.
+    All pulls have ended when the worker is closed.
     """
     loop = asyncio.get_running_loop()
     for (ticket, _, name), handle, future in zip(batch, start(worker), futures, strict=True):
-        request_id = getattr(ticket, "request_id", "")  # whatever was passed, its end is reported
+        request_id = getattr(ticket, "request_id", "")  # an argument of any type was passed; its end is reported
         handle.on_settled(partial(finished.settle, request_id, name, future))
         if not handle.done():
             future.add_done_callback(partial(_cancel, loop, handle))
@@ -364,12 +401,12 @@ def _cancel(loop: asyncio.AbstractEventLoop, handle: PullHandle, future: "Future
 
 
 class _FinishedQueue:
-    """What has ended and was not asked for yet. Thread: any."""
+    """Ends that ``finished`` has not returned yet. Thread: any."""
 
     def __init__(self) -> None:
         self._ends: deque[Finished] = deque(maxlen=FINISHED_MAX)
         self._awaited = 1  # ends that the last caller of wait needs
-        self._arrived = threading.Lock()  # held until so many have come
+        self._arrived = threading.Lock()  # held until that many have arrived
         self._arrived.acquire()
 
     def put(self, end: Finished) -> None:
@@ -382,19 +419,19 @@ class _FinishedQueue:
         deadline = time.monotonic() + timeout_s
         self._awaited = at_least  # before the ends are counted: put counts them after it has added one
         while len(self._ends) < at_least:
-            # What released the lock may have been drained before, hence the loop. An Event would take longer to wake.
+            # The ends that released the lock may have been drained before, so loop. An Event would take longer to wake.
             if not self._arrived.acquire(timeout=max(0.0, deadline - time.monotonic())):
                 return len(self._ends) >= at_least
         return True
 
-    def on_event(self, event: Struct) -> None:
+    def on_event(self, event: Event) -> None:
         if isinstance(event, LeaseEnded):
             self.put(Finished(event.request_id, "producer", event.outcome))
 
     def settle(
         self, request_id: str, local_request_id: str, future: "Future[TransferReport]", handle: PullHandle
     ) -> None:
-        """Tell of a pull that has ended, here first and then to those who wait for its future."""
+        """Add the end of a pull, then resolve its future."""
         error = handle.exception()
         if error is None:
             report = handle.result()

@@ -1,44 +1,51 @@
-"""What an engine calls: one rank's offers, pulls, and how they end."""
+"""One rank's worker: what an engine calls."""
 
+import asyncio
 import math
-from collections.abc import Iterable, Sequence
+import os
+from asyncio import _get_running_loop
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 from msgspec import Struct
 
-from kvflow.cache.destinations import Quarantined
-from kvflow.cache.leases import Outcome
-from kvflow.cache.tickets import Grant, RankAddress, Ticket
+from kvflow.clock import Clock
 from kvflow.errors import ArgumentInvalid, WrongEventLoop
-from kvflow.transfer.report import TransferReport
-from kvflow.transport.base import StagingUse
+from kvflow.events import Hook, Outcome, WorkerDrained
+from kvflow.forks import Origin
+from kvflow.ids import worker_name
+from kvflow.leases.tickets import Grant, RankAddress, Ticket
+from kvflow.rendezvous.endpoint import LocalEndpoint
+from kvflow.rendezvous.listener import Listener
+from kvflow.report import TransferReport
+from kvflow.reprs import quoted
+from kvflow.worker.connections import PeerState
 from kvflow.worker.consumer import BlockLists, Consumer, PullItem, open_item
-from kvflow.worker.drain import Drain, DrainReport
-from kvflow.worker.handle import PullHandle
-from kvflow.worker.home import Home
-from kvflow.worker.offers import Digests, Offers
-from kvflow.worker.producer import LeaseKeeper
-from kvflow.worker.trust import Trust
+from kvflow.worker.destinations import Quarantined
+from kvflow.worker.open_pulls import PullHandle
+from kvflow.worker.producer import Digests, LeaseManager
+from kvflow.worker.snapshot import KEPT_S, LISTED_MAX, Snapshot, encode_inspection
 
 
-class Snapshot(Struct, frozen=True, kw_only=True):
-    """What a worker holds at one moment.
+class DrainReport(Struct, frozen=True, kw_only=True):
+    """What a worker still holds when ``drain`` returns. Closing the worker ends all of it.
 
     Attributes:
-        leases: offers that are held.
-        pulls: pulls that are open or draining.
+        leases: requests whose leases are held. Their readers would get ``StaleLease``.
+        pulls: requests whose pulls are open or draining. They would be cancelled.
         quarantined: destinations that something may still write into.
-        staging: staging buffers: how many there are, are in use, and are in quarantine.
-        rejected: connections to us that have failed since the start, by code, strangers included.
-        dropped: producers that were let go since the start, by code.
+        waited_s: how many seconds ``drain`` waited.
     """
 
-    leases: int
-    pulls: int
+    leases: tuple[str, ...]
+    pulls: tuple[str, ...]
     quarantined: tuple[Quarantined, ...]
-    staging: StagingUse = StagingUse()
-    rejected: dict[str, int] = {}
-    dropped: dict[str, int] = {}
+    waited_s: float
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing is left."""
+        return not (self.leases or self.pulls or self.quarantined)
 
 
 class Worker:
@@ -52,36 +59,49 @@ class Worker:
         WrongEventLoop: by every method that is called elsewhere than its thread says.
         ForkedProcess: by every method that a forked child of the worker's process calls.
 
-    Thread: ``rank_address``, ``offer``, ``admit`` and ``revoke`` from any thread; everything else on the worker's event
-        loop.
+    Thread: ``rank_address``, ``offer``, ``admit``, ``revoke`` and ``record_refusal`` from any thread; everything else
+        on the worker's event loop.
     """
 
     def __init__(
         self,
         rank_address: RankAddress,
-        keeper: LeaseKeeper,
-        offers: Offers,
+        leases: LeaseManager,
         consumer: Consumer,
-        drain: Drain,
         *,
-        trust: Trust,
-        home: Home,
+        local: LocalEndpoint,
+        listener: Listener,
+        origin: Origin,
+        clock: Clock,
+        report: Hook,
+        tell: Callable[[], bytes],
     ) -> None:
         self._rank_address = rank_address
         self.endpoint = rank_address.endpoint
         self.incarnation = rank_address.incarnation
-        self._keeper = keeper
-        self._offers = offers
+        self._leases = leases
         self._consumer = consumer
-        self._drain = drain
-        self._trust = trust
-        self._home = home
+        self._local = local
+        self._listener = listener
+        self._require_process = origin.require
+        self._pid = os.getpid()
+        self._loop = asyncio.get_running_loop()
+        self._clock = clock
+        self._report = report
+        self._tell = tell
+        self._told, self._report_until = b"", -math.inf
+        listener.make_report = self._make_report
+
+    def __repr__(self) -> str:
+        """Return the engine, the rank and the endpoint."""
+        name = f"{quoted(self._local.identity.engine_id)} rank {self._rank_address.rank}"
+        return f"<Worker {name} at {self.endpoint}, incarnation {self.incarnation[:8]}>"
 
     @property
     def rank_address(self) -> RankAddress:
-        """What a ``TicketMint`` in another process needs to know of this worker; ask anew for every new mint."""
-        self._home.require_process()
-        return msgspec.structs.replace(self._rank_address, epoch_base=str(self._keeper.highest_epoch()))
+        """What a ``TicketMint`` in another process needs from this worker. Read it again for every new mint."""
+        self._require_process()
+        return msgspec.structs.replace(self._rank_address, epoch_base=str(self._leases.highest_epoch()))
 
     def offer(
         self,
@@ -90,30 +110,37 @@ class Worker:
         num_tokens: int | Sequence[int],
         *,
         digests: Digests = None,
+        traceparent: str = "",
     ) -> Ticket:
-        """Promise to keep blocks for a consumer; effective on return.
+        """Hold a lease on blocks for a consumer, and return its ticket. The lease is held on return.
 
-        The blocks must have been written: on a GPU, synchronise the stream or event first.
+        The blocks must have been written. On a GPU, synchronize the stream or event first, or ask a mark of
+        ``KVCache.write_marker``.
 
         Args:
-            request_id: text that is not on offer at this moment.
+            request_id: text that no held offer has.
             block_ids: one list per group, in the order of ``cache.groups``. A list names consecutive blocks,
                 and its last block holds token ``num_tokens - 1``; -1 stands for an absent block.
             num_tokens: tokens of the request, or one number per group.
-            digests: the content of each block, at most 64 bytes, in lists like those of ``block_ids``; empty for an
-                absent block. Make each a chained hash of all tokens up to the end of its block, and of whatever else
-                keys and values follow from. A consumer that passes ``expected_digests`` reads nothing else.
+            digests: the content digest of each block, at most 64 bytes, in lists like those of ``block_ids``; empty
+                bytes for an absent block. Make each a chained hash of all tokens up to the end of its block, and of
+                everything else that determines keys and values. A consumer that passes other ``expected_digests`` reads
+                nothing.
+            traceparent: W3C trace context of the request, version 00, for the records and spans of both sides. If it is
+                empty, the setting ``trace_offers`` decides.
 
         Raises:
-            ArgumentInvalid: the request's name is no text, or the digests are not one for each block.
-            BlockIdsInvalid: the lists do not fit the cache, or the request is on offer already.
-            CapacityExceeded: every lease slot is taken, or is for those who wait in ``offer_when_possible``.
-            WorkerDraining, WorkerClosed: the worker makes no promises any more.
+            ArgumentInvalid: ``request_id`` is not text, ``digests`` does not have one digest per block, or
+                ``traceparent`` is malformed.
+            BlockIdsInvalid: the lists do not fit the cache, or the request is already on offer.
+            CapacityExceeded: every lease slot is taken, or other offers wait in ``offer_when_possible``.
+            WorkerDraining, WorkerClosed: the worker takes no new offers.
+            ConfigInvalid: its ``role`` is ``consumer``.
 
         Thread: any.
         """
-        self._home.require_process()
-        return self._offers.offer(request_id, block_ids, num_tokens, digests)
+        self._require_process()
+        return self._leases.offer(request_id, block_ids, num_tokens, digests, traceparent)
 
     async def offer_when_possible(
         self,
@@ -123,28 +150,31 @@ class Worker:
         *,
         digests: Digests = None,
         timeout_s: float | None = None,
+        traceparent: str = "",
     ) -> Ticket:
         """Wait until a lease slot is free, then ``offer``; first come, first served.
 
         Args:
             request_id: as in ``offer``.
-            block_ids: as in ``offer``; they are promised, and so must stay as they are, from the call on.
+            block_ids: as in ``offer``. The blocks must stay unchanged from this call on.
             num_tokens: as in ``offer``.
             digests: as in ``offer``.
-            timeout_s: how long to wait; None for as long as it takes.
+            timeout_s: how long to wait; None waits without limit.
+            traceparent: as in ``offer``.
 
         Raises:
-            ArgumentInvalid, BlockIdsInvalid: as in ``offer``; found when the turn comes.
-            CapacityExceeded: no slot came free in time, or too many wait already.
-            WorkerDraining, WorkerClosed: the worker makes no promises any more.
+            ArgumentInvalid, BlockIdsInvalid: as in ``offer``; raised when a slot is free.
+            CapacityExceeded: no slot was freed in time, or too many offers wait already.
+            WorkerDraining, WorkerClosed: the worker takes no new offers.
+            ConfigInvalid: its ``role`` is ``consumer``.
 
-        Cancellation: safe; nothing is on offer afterwards.
+        Cancellation: safe; nothing is offered afterwards.
         """
-        self._home.require_loop()
+        self._require_loop()
         if timeout_s is not None:
             require_seconds("timeout_s", timeout_s)
-        return await self._offers.offer_when_possible(
-            request_id, block_ids, num_tokens, digests=digests, timeout_s=timeout_s
+        return await self._leases.offer_when_possible(
+            request_id, block_ids, num_tokens, digests=digests, timeout_s=timeout_s, traceparent=traceparent
         )
 
     def admit(self, grant: Grant) -> None:
@@ -153,26 +183,27 @@ class Worker:
         Raises:
             BlockIdsInvalid: the grant does not fit the cache, or was admitted before.
             CapacityExceeded: its slot is taken.
-            WorkerDraining, WorkerClosed: the worker makes no promises any more.
+            WorkerDraining, WorkerClosed: the worker takes no new offers.
+            ConfigInvalid: its ``role`` is ``consumer``.
 
         Thread: any.
         """
-        self._home.require_process()
-        self._keeper.admit(grant)
+        self._require_process()
+        self._leases.admit(grant)
 
     def revoke(self, request_id: str) -> bool:
-        """End a lease now: on return its blocks may be reused, whoever still reads them gets ``StaleLease``.
+        """End a lease now. On return its blocks may be reused; consumers that still read them get ``StaleLease``.
 
         Returns:
             False if the lease is unknown or has ended.
 
         Thread: any.
         """
-        self._home.require_process()
-        return self._keeper.revoke(request_id)
+        self._require_process()
+        return self._leases.revoke(request_id)
 
     async def wait_offer(self, request_id: str) -> Outcome:
-        """Wait until a lease has ended: then its blocks may be reused.
+        """Wait until a lease has ended. Then its blocks may be reused.
 
         Returns:
             ``released``, ``expired`` or ``revoked``.
@@ -182,8 +213,8 @@ class Worker:
 
         Cancellation: safe; the lease is not touched.
         """
-        self._home.require_loop()
-        return await self._keeper.wait_offer(request_id)
+        self._require_loop()
+        return await self._leases.wait_offer(request_id)
 
     async def pull(
         self,
@@ -198,30 +229,30 @@ class Worker:
 
         Args:
             ticket: from ``Ticket.from_params``.
-            block_ids: one list per group of our cache; a shorter list than the ticket's means the last blocks,
+            block_ids: one list per group of our cache; a list that is shorter than the ticket's names the last blocks;
                 -1 stands for an absent block. No block may be the target of another pull.
-            priority: lower is more urgent; from -2**31 to 2**31. A more urgent pull overtakes, after two chunks of
-                8 MiB at most; waiting for a second is worth one step.
-            local_request_id: the engine's own name of the request, for the log; the ticket has the producer's.
-            expected_digests: what each of our blocks is to hold, in lists like those of ``block_ids``; empty where
-                nothing is expected. They are compared with the ticket's where a block of ours and one of the
-                producer's end at the same token. A list that expects anything must have at least one such block.
+            priority: lower is more urgent; from -2**31 to 2**31. A more urgent pull overtakes others after at most two
+                chunks of 8 MiB. Each second of waiting counts like one step of priority.
+            local_request_id: the engine's own name of the request, for the log; the ticket has the producer's name.
+            expected_digests: the digest that each of our blocks must have, in lists like those of ``block_ids``; empty
+                bytes to expect nothing. They are compared with the ticket's digests where a block of ours and one of
+                the producer's end at the same token. A list with an expectation must have at least one such block.
 
         Returns:
-            What moved, after every fence was held.
+            The report of what moved, after every fence found its lease held.
 
         Raises:
-            TicketInvalid: the ticket was not signed by this cluster. Nothing was dialled.
+            TicketInvalid: no member of this cluster signed the ticket. Nothing was dialed.
             ArgumentInvalid: ``expected_digests`` has another shape than ``block_ids``.
             BlockIdsInvalid, BlockRangeMismatch: the target blocks are wrong.
-            ContentMismatch: the ticket's blocks hold something else than ``expected_digests``. Nothing was read, and
+            ContentMismatch: the ticket's digests differ from ``expected_digests``. Nothing was read, and
                 the ticket was released.
             LayoutMismatch: the two caches cannot be matched.
-            AuthenticationFailed, PeerRefused: the producer does not talk to us.
+            AuthenticationFailed, PeerRefused: the producer refused the connection, or has another secret.
             StaleLease, PeerLost, DeadlineExceeded, ProtocolViolation, TransferFailed: nothing was delivered;
                 ``.quarantined`` says whether the target blocks must wait for ``quiesced``.
             CapacityExceeded: too many pulls are open.
-            WorkerDraining, WorkerClosed: the worker pulls nothing any more.
+            WorkerDraining, WorkerClosed: the worker starts no new pulls.
 
         Cancellation: cancels the pull; its blocks are quarantined until ``quiesced`` returns.
         """
@@ -245,14 +276,14 @@ class Worker:
         """Start to read a ticket's blocks into ours, and return at once. The arguments are those of ``pull``.
 
         Returns:
-            The pull: ``await`` it for its report, or for the error that ``pull`` would raise; ``cancel()`` gives it up;
-            ``await quiesced()`` waits until its blocks may be reused.
+            The handle of the pull. ``await`` it to get the report, or the error that ``pull`` would raise. ``cancel()``
+            cancels it. ``await quiesced()`` waits until its blocks may be reused.
 
         Raises:
-            WrongEventLoop, ForkedProcess: every other error is the handle's to tell.
+            WrongEventLoop, ForkedProcess: awaiting the handle raises every other error.
         """
         try:
-            self._home.require_loop()
+            self._require_loop()
         except WrongEventLoop as error:
             self._record_refusals(error, [(ticket, block_ids, local_request_id)])
             raise
@@ -267,23 +298,23 @@ class Worker:
     def pull_many(self, items: Iterable[PullItem], *, priority: int = 0) -> list[PullHandle]:
         """Start many pulls as one batch, and return at once.
 
-        Pulls of one batch are handed to the data plane together. They share posts and fences where their producers and
-        groups are the same, and their releases travel together. Each succeeds or fails alone.
+        The data plane gets the pulls of one batch together. Pulls with the same producer and groups share posts and
+        fences, and their releases are sent together. Each succeeds or fails alone.
 
         Args:
-            items: for each pull its ticket and block ids as in ``pull``, and the engine's own name of the request if it
-                has one: ``(ticket, block_ids)`` or ``(ticket, block_ids, local_request_id)``.
-            priority: of all of them, as in ``pull``.
+            items: for each pull, its ticket and block ids as in ``pull``, and optionally the engine's own name of the
+                request: ``(ticket, block_ids)`` or ``(ticket, block_ids, local_request_id)``.
+            priority: priority of all of them, as in ``pull``.
 
         Returns:
             One handle for each item, in their order; see ``start_pull``.
 
         Raises:
-            WrongEventLoop, ForkedProcess: every other error is a handle's to tell.
+            WrongEventLoop, ForkedProcess: awaiting a handle raises every other error.
         """
         batch = [open_item(item) for item in items]
         try:
-            self._home.require_loop()
+            self._require_loop()
         except WrongEventLoop as error:
             self._record_refusals(error, batch)
             raise
@@ -303,121 +334,195 @@ class Worker:
         request_id: str = "",
         local_request_id: str = "",
     ) -> None:
-        """Write the record of a pull that the engine refuses by itself. ``pull`` writes that of every other one.
+        """Write the record of a pull that the engine itself refuses. ``pull`` writes the records of all others.
 
         Args:
-            code: of the error.
-            detail: the error in words.
+            code: code of the error.
+            detail: message of the error.
             remedy: what to do about it.
-            ticket: if there is one.
+            ticket: the ticket, if there is one.
             request_id: the producer's name of the request, if there is no ticket.
             local_request_id: as in ``pull``.
 
         Thread: any.
         """
-        self._home.require_process()
-        self._consumer.ending.refuse(
+        self._require_process()
+        self._consumer.pulls.refuse(
             code, detail, remedy, ticket=ticket, request_id=request_id, local_request_id=local_request_id
         )
 
-    def keep(self, ticket: Ticket) -> None:
-        """Renew a ticket's leases until it is pulled or released: of a request that waits for room in our engine.
+    def hold(self, ticket: Ticket, *, local_request_id: str = "") -> None:
+        """Renew a ticket's leases until the ticket is pulled or released. Use it while a request waits for room.
 
-        What becomes of them is told by the pull. Kept, a lease lasts for as long as this worker does.
+        A held lease lasts until this worker closes, unless its producer ends it. If it has ended, the pull reports it.
+
+        Args:
+            ticket: the producer's ticket.
+            local_request_id: our own id of the request, as in ``pull``. If several requests share a ticket, such as
+                samples of one prompt, give each its own id: the pull of one then does not end the hold of another.
 
         Raises:
-            TicketInvalid: the ticket was not signed by this cluster. Nothing was dialled.
-            CapacityExceeded: too many tickets are kept.
-            WorkerDraining, WorkerClosed: the worker pulls nothing any more.
+            TicketInvalid: no member of this cluster signed the ticket. Nothing was dialed.
+            CapacityExceeded: too many tickets are held.
+            WorkerDraining, WorkerClosed: the worker starts no new pulls.
 
         Thread: the event loop.
         """
-        self._home.require_loop()
-        self._consumer.keep(ticket)
+        self._require_loop()
+        self._consumer.hold(ticket, local_request_id)
 
-    async def release(self, ticket: Ticket) -> None:
-        """Give a ticket back unread, for example when the request was rejected before admission.
+    def keep(self, ticket: Ticket, *, local_request_id: str = "") -> None:
+        """Call ``hold``, which replaces this name."""
+        self.hold(ticket, local_request_id=local_request_id)
+
+    async def release(self, ticket: Ticket, *, local_request_id: str = "") -> None:
+        """Release a ticket without reading it, for example if the request was rejected before admission.
+
+        Args:
+            ticket: the producer's ticket.
+            local_request_id: our own id of the request, as in ``hold``.
 
         Raises:
             TicketInvalid, AuthenticationFailed, PeerRefused, PeerLost, StaleLease, WorkerClosed: see ``pull``.
         """
-        self._home.require_loop()
-        await self._consumer.release(ticket)
+        self._require_loop()
+        await self._consumer.release(ticket, local_request_id)
 
     async def quiesced(self, request_id: str) -> None:
-        """Wait until no pull of a request of this name may write; return at once if none is open.
+        """Wait until no pull of this request id may write into our blocks; return at once if there is none.
 
-        Two producers may use one name: this waits for the pulls of both. ``PullHandle.quiesced`` waits for one pull.
+        It waits for all pulls of the id: two producers may use the same id, and one ticket may be pulled twice.
+        ``PullHandle.quiesced`` waits for one pull.
 
         Cancellation: safe.
         """
-        self._home.require_loop()
-        await self._consumer.quiesced(request_id)
+        self._require_loop()
+        await self._consumer.pulls.quiesced(request_id)
 
     async def drain(self, deadline_s: float) -> DrainReport:
-        """Begin nothing new, and wait until every lease and every pull has ended.
+        """Accept no new work, and wait until every lease and every pull has ended.
 
-        From the call on, offers, admissions and pulls are refused with ``WorkerDraining``. Readers go on: their pulls,
-        releases and renewals are served. There is no way back; leave ``open_worker`` when this returns.
+        From this call on, the worker refuses offers, admissions and pulls with ``WorkerDraining``. It still serves the
+        reads, releases and renewals of its readers. Draining cannot be undone: leave ``open_worker`` when this returns.
 
         Args:
-            deadline_s: how long to wait at most; 0 to see what is held.
+            deadline_s: longest time to wait; 0 returns at once.
 
         Returns:
-            What is left: nothing, unless the deadline came first.
+            What is left. Nothing is left unless the deadline has passed.
 
         Raises:
-            ArgumentInvalid: the deadline is no number of seconds.
+            ArgumentInvalid: the deadline is not a number of seconds.
 
-        Cancellation: safe; the worker goes on draining.
+        Cancellation: safe; the worker continues to drain.
         """
-        self._home.require_loop()
+        self._require_loop()
         require_seconds("deadline_s", deadline_s)
-        return await self._drain.run(deadline_s)
+        started = self._clock()
+        self._leases.drain()
+        self._consumer.drain()
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._leases.wait_idle()
+                await self._consumer.pulls.quiesced()
+        except TimeoutError:
+            pass  # the report says what is left
+        report = DrainReport(
+            leases=self._leases.requests(),
+            pulls=self._consumer.pulls.requests(),
+            quarantined=tuple(self._consumer.quarantined()),
+            waited_s=self._clock() - started,
+        )
+        self._report(WorkerDrained(len(report.leases), len(report.pulls), len(report.quarantined), report.waited_s))
+        return report
 
     def check(self) -> None:
-        """Check the laws of conservation: every reference to a block, and all room in flight, is accounted for.
+        """Check the invariants: every reference to a block and every read in flight has an owner.
 
         Raises:
-            AssertionError: one is broken, by a defect of kvflow; says which.
+            AssertionError: an invariant is violated, which is a defect of kvflow. Names it.
         """
-        self._home.require_loop()
-        self._keeper.check()
+        self._require_loop()
+        self._leases.check()
         self._consumer.check()
 
     def allow_keys(self, keys: Iterable[str]) -> None:
-        """Replace the list of allowed keys: new ones are met at once, and connections of those that are gone end.
+        """Replace the list of allowed keys. Added keys may connect at once; connections of removed keys end.
 
-        Reads from a producer whose key is gone fail with ``PeerLost``. A reader whose key is gone is refused at its
-        next request over TCP. Over NIXL it goes on until its leases end: revoke them if it must not.
+        Reads from a producer whose key was removed fail with ``PeerLost``. A reader whose key was removed is refused at
+        its next request over TCP. Over NIXL it can read until its leases end: revoke them to stop it.
 
         Args:
             keys: public keys of all workers that this one talks to, 64 hexadecimal digits each.
 
         Raises:
-            ConfigInvalid: a key is malformed, or this worker has no key of its own; nothing has changed.
+            ConfigInvalid: a key is malformed, or this worker has no key of its own. Nothing has changed.
         """
-        self._home.require_loop()
-        self._trust.allow_keys(keys)
+        self._require_loop()
+        self._local.allow_keys(keys)
+        self._listener.recheck_keys()
+        self._consumer.peers.drop_distrusted()
 
-    def snapshot(self) -> Snapshot:
-        """Return what is held at this moment, and what was counted since the start."""
-        self._home.require_loop()
+    def snapshot(self, *, limit: int = LISTED_MAX) -> Snapshot:
+        """Return what the worker holds now, and what it has counted since the start.
+
+        Nothing is collected between calls. A call costs some microseconds for each pull and lease that it lists.
+
+        Args:
+            limit: how many pulls, leases, producers and readers are listed at most, each; 0 only counts them.
+        """
+        self._require_loop()
+        limit = max(0, limit)
         return Snapshot(
-            leases=self._keeper.held(),
-            pulls=self._consumer.open_pulls(),
+            leases=self._leases.held(),
+            pulls=len(self._consumer.pulls),
+            producers=self._consumer.peers.listed(limit),
+            readers=tuple(
+                PeerState(
+                    name=worker_name(each.identity.engine_id, each.identity.rank, each.identity.incarnation),
+                    state="connected",
+                    software=each.identity.software,
+                    rtt_s=each.rtt_s,
+                )
+                for each in self._listener.peers[:limit]
+            ),
+            open_pulls=self._consumer.listed(limit),
+            held_leases=self._leases.listed(limit),
             quarantined=tuple(self._consumer.quarantined()),
             staging=self._consumer.staging(),
-            rejected=self._trust.rejected(),
-            dropped=self._trust.dropped(),
+            rejected=dict(self._listener.failures),
+            dropped=dict(self._consumer.peers.drops),
         )
+
+    def _make_report(self) -> bytes:
+        """Return the report for a member of the cluster that asks how this worker is."""
+        if self._clock() >= self._report_until:
+            self._told = encode_inspection(self._leases.stage, self._clock(), self.snapshot, self._tell())
+            self._report_until = self._clock() + KEPT_S
+        return self._told
+
+    def _require_loop(self) -> None:
+        """Refuse a call from another loop, which would never end, because futures resolve only on their own loop.
+
+        Raises:
+            ForkedProcess: this is a forked child of the worker's process.
+            WrongEventLoop: the caller runs on another event loop, or on none.
+        """
+        here = _get_running_loop()
+        if here is self._loop and os.getpid() == self._pid:
+            return
+        self._require_process()
+        if here is None:
+            raise WrongEventLoop("the worker was called outside of an event loop")
+        raise WrongEventLoop("the worker was called on another event loop than its own")
 
 
 def require_seconds(name: str, value: object) -> None:
-    """Refuse an argument that is no duration.
+    """Refuse an argument that is not a duration.
 
     Raises:
         ArgumentInvalid: names it.
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise ArgumentInvalid(name, "a number of seconds, 0 or more", value)
+        remedy = "Pass seconds as a number, such as 30.0."
+        raise ArgumentInvalid(name, "a number of seconds, 0 or more", value, remedy=remedy)

@@ -8,11 +8,25 @@ from contextlib import asynccontextmanager
 
 from kvflow.layout.specs import FullAttention
 from kvflow.memory.cache import allocate
-from kvflow.worker import life
+from kvflow.worker import worker_thread
+from kvflow.worker.snapshot import PullState
 
 SECRET = "a secret of the tests, long enough"
 PATIENCE_S = 30.0
 SPECS = {name: FullAttention(block_size=4, num_kv_heads=2, head_size=8, dtype="float16") for name in ("a", "b")}
+PULL = PullState(
+    pull_id=1,
+    request_id="r",
+    local_request_id="ours",
+    phase="wire",
+    peer="prefill-0/0/a",
+    num_peers=1,
+    age_s=0.5,
+    nbytes=1,
+    nbytes_wanted=2,
+    transport="tcp",
+    plane="tcp",
+)
 
 
 def cache_of(num_blocks=8, specs=None, **how):
@@ -73,7 +87,7 @@ async def futures_left(call, monkeypatch):
 
 def make_mortal(monkeypatch):
     """Have the loops of threaded workers die as soon as they are open; return what is set when one has."""
-    open_worker, run, died = life.open_worker, life.uvloop.run, threading.Event()
+    open_worker, run, died = worker_thread.open_worker, worker_thread.uvloop.run, threading.Event()
 
     async def fail():
         raise ZeroDivisionError("what it died of")
@@ -90,6 +104,6 @@ def make_mortal(monkeypatch):
         finally:
             died.set()
 
-    monkeypatch.setattr(life, "open_worker", open_mortal)
-    monkeypatch.setattr(life.uvloop, "run", run_and_tell)
+    monkeypatch.setattr(worker_thread, "open_worker", open_mortal)
+    monkeypatch.setattr(worker_thread.uvloop, "run", run_and_tell)
     return died

@@ -3,22 +3,26 @@
 import asyncio
 import threading
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 
 import msgspec
 
-from kvflow.cache.epochs import EPOCH_BITS
-from kvflow.cache.tickets import join_tickets
+from handshake.network import ZeroMqNetwork
+from handshake.sockets import LinkEvent
+from kvflow.clock import monotonic
 from kvflow.config import WorkerConfig
+from kvflow.events import TransferCompleted, TransferFailed
 from kvflow.layout.shards import Shard
-from kvflow.rendezvous.mint import TicketMint
-from kvflow.transfer.events import TransferCompleted, TransferFailed
-from kvflow.transport.base import INLINE_S_MAX
-from kvflow.transport.loopback import LoopbackMover
-from kvflow.transport.mover import Flight, MoveFailed
-from kvflow.transport.staging import StagingMemory
-from kvflow.transport.threaded import ThreadedTransport
+from kvflow.leases.epochs import EPOCH_BITS
+from kvflow.leases.tickets import Ticket, join_tickets
+from kvflow.reads.backend import BackendError, PostedWork
+from kvflow.reads.contract import INLINE_S_MAX
+from kvflow.reads.loopback import LoopbackBackend
+from kvflow.reads.staging import StagingMemory
+from kvflow.reads.thread import ThreadedTransport
+from kvflow.rendezvous.issuer import TicketKey, TicketMint
+from kvflow.worker.environment import PRODUCTION
 from kvflow.worker.runtime import open_worker
-from kvflow.worker.surroundings import REAL
 
 from .helpers import PATIENCE_S, SECRET, cache_of
 
@@ -28,6 +32,8 @@ def config(engine_id="prefill-0", **settings):
 
 
 EARLY_SLOT = 100
+DATA_ENDPOINT = "tcp://node-7:5700"
+"""Where faulty backends that stand for TCP say that they listen."""
 
 
 class Faults:
@@ -37,6 +43,8 @@ class Faults:
         hung: ranks whose chunks do not end.
         failing: rank -> code with which its chunks fail.
         stuck: cleared while calls into the data plane do not return.
+        refused: code with which every peer is refused by the data plane.
+        carriers: rank -> name of what carries its bytes.
         chunks: ids of the reads of each chunk that was posted.
         checks: ids of the reads of each first check.
         calls: what the event loop told the data plane, in order.
@@ -45,6 +53,7 @@ class Faults:
 
     def __init__(self):
         self.hung, self.failing = set(), {}
+        self.refused, self.carriers = "", {}
         self.stuck = threading.Event()
         self.stuck.set()
         self.chunks, self.checks, self.calls = [], [], []
@@ -53,13 +62,24 @@ class Faults:
     @property
     def batches(self):
         """The reads that were handed over, one list for each call."""
-        return [list(reads) for name, reads in self.calls if name == "post"]
+        return [list(reads) for reads in self.called("post")]
 
     def heal(self):
         """Let everything end."""
         self.hung.clear()
         self.failing.clear()
+        self.refused = ""
         self.stuck.set()
+
+    def pass_by(self):
+        """Pass on a call into the data plane, or keep it until ``heal``."""
+        if not self.stuck.is_set():
+            self.busy.release()
+            assert self.stuck.wait(PATIENCE_S)
+
+    def called(self, name):
+        """Return what each call of a name was given."""
+        return [given for each, given in self.calls if each == name]
 
     async def strike(self, count=1):
         """Wait until so many more chunks hang, or calls do not return."""
@@ -67,19 +87,34 @@ class Faults:
             assert await asyncio.to_thread(self.busy.acquire, timeout=PATIENCE_S)
 
 
-class _Hung(Flight):
+class _Hung(PostedWork):
     """A chunk that does not end before its peer is healed."""
 
     def __init__(self, chunk):
         self.chunk = chunk
 
 
-class FaultyMover(LoopbackMover):
-    """The loopback, with faults."""
+class FaultyBackend(LoopbackBackend):
+    """The loopback, with faults, under the name of any data plane."""
 
-    def __init__(self, faults, *given):
-        super().__init__(*given)
-        self._faults = faults
+    def __init__(self, faults, plane, agent_name, regions, epochs):
+        self._faults, self._plane = faults, plane
+        super().__init__(self._named(agent_name), regions, epochs)
+        if plane == "tcp":
+            self.data_endpoint = DATA_ENDPOINT
+
+    def _named(self, agent_name):
+        """Return the name of this plane's exporter: a worker may have several."""
+        return agent_name if self._plane == "loopback" else f"{agent_name} over {self._plane}"
+
+    def add(self, address):
+        faults = self._faults
+        faults.pass_by()
+        if faults.refused:
+            raise BackendError(faults.refused, "as the test says")
+        planes = {"loopback": address.planes[self._plane]}
+        carrier = super().add(msgspec.structs.replace(address, planes=planes, agent=self._named(address.agent)))
+        return msgspec.structs.replace(carrier, name=faults.carriers.get(address.peer.rank, carrier.name))
 
     def ends_at_once(self, peer):
         return not self._faults.hung
@@ -87,11 +122,9 @@ class FaultyMover(LoopbackMover):
     def post(self, chunk):
         faults, rank = self._faults, chunk.portion.peer.rank
         faults.chunks.append([share.read_id for share in chunk.portion.shares])
-        if not faults.stuck.is_set():
-            faults.busy.release()
-            assert faults.stuck.wait(PATIENCE_S)
+        faults.pass_by()
         if rank in faults.failing:
-            raise MoveFailed(faults.failing[rank], "as the test says")
+            raise BackendError(faults.failing[rank], "as the test says")
         if rank in faults.hung:
             faults.busy.release()
             return _Hung(chunk)
@@ -102,26 +135,24 @@ class FaultyMover(LoopbackMover):
             self._faults.checks.append([read_id for read_id, _ in reads])
         return super().post_check(peer_id, first, last, reads, fence=fence)
 
-    def poll(self, flight):
-        faults, rank = self._faults, flight.chunk.portion.peer.rank
+    def poll(self, posted):
+        faults, rank = self._faults, posted.chunk.portion.peer.rank
         if rank in faults.hung:
             return None
         if rank in faults.failing:
-            raise MoveFailed(faults.failing[rank], "as the test says")
-        return super().post(flight.chunk)
+            raise BackendError(faults.failing[rank], "as the test says")
+        return super().post(posted.chunk)
 
 
 class FaultyTransport(ThreadedTransport):
-    """A transport of the faulty mover that notes what it is told."""
+    """A transport of faulty backends that notes what it is told."""
 
-    def __init__(self, faults, agent_name, sink, inline_s_max):
-        super().__init__(
-            "loopback",
-            {"loopback": lambda regions, epochs, *_: FaultyMover(faults, agent_name, regions, epochs)},
-            sink,
-            StagingMemory(0),
-            inline_s_max=inline_s_max,
-        )
+    def __init__(self, faults, planes, agent_name, sink, inline_s_max):
+        def factory(plane):
+            return lambda regions, epochs, *_: FaultyBackend(faults, plane, agent_name, regions, epochs)
+
+        factories = {plane: factory(plane) for plane in planes}
+        super().__init__(planes[0], factories, sink, StagingMemory(0), inline_s_max=inline_s_max)
         self._faults = faults
 
     def post(self, reads):
@@ -132,18 +163,98 @@ class FaultyTransport(ThreadedTransport):
         self._faults.calls.append(("cancel", tuple(read_ids)))
         super().cancel(read_ids)
 
-    def prepare(self, program):
-        self._faults.calls.append(("prepare", program))
-        super().prepare(program)
+    def prepare(self, prepared_list):
+        self._faults.calls.append(("prepare", prepared_list))
+        super().prepare(prepared_list)
+
+    def add_peer(self, address):
+        self._faults.calls.append(("add", address))
+        super().add_peer(address)
+
+    def remove_peer(self, peer, *, gone=False):
+        self._faults.calls.append(("remove", (peer, gone)))
+        super().remove_peer(peer, gone=gone)
 
 
-def with_faults(faults, inline_s_max=INLINE_S_MAX):
-    """Return the surroundings of a worker with a faulty data plane."""
+def with_faults(faults, inline_s_max=INLINE_S_MAX, planes=("loopback",)):
+    """Return the environment of a worker with faulty data planes."""
 
     def open_transport(_config, agent_name, sink, _staging_bytes=0):
-        return FaultyTransport(faults, agent_name, sink, inline_s_max)
+        return FaultyTransport(faults, planes, agent_name, sink, inline_s_max)
 
-    return msgspec.structs.replace(REAL, open_transport=open_transport)
+    return msgspec.structs.replace(PRODUCTION, open_transport=open_transport)
+
+
+class FaultyNetwork(ZeroMqNetwork):
+    """Real connections, with faults.
+
+    Attributes:
+        at: address -> where its dials lead, one after the other, and the last for good; otherwise to itself.
+        names: address -> what it is resolved to, or the error.
+        ahead_s: seconds that the wall clock is ahead.
+        listening: address of each listener.
+        dialed: each address that was dialed.
+        held: address -> what its dials wait for.
+        channels: address -> the socket that has dialed it last.
+        leaving: cleared while connections that have ended are not left.
+    """
+
+    def __init__(self, ahead_s=0.0):
+        self.at, self.names, self.ahead_s = {}, {}, ahead_s
+        self.listening, self.dialed, self.held, self.channels = [], [], {}, {}
+        self.leaving = asyncio.Event()
+        self.leaving.set()
+        self._cuts = {}
+
+    def wall(self):
+        return super().wall() + self.ahead_s
+
+    async def resolve(self, endpoint):
+        found = self.names.get(endpoint) or await super().resolve(endpoint)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    @asynccontextmanager
+    async def open_listener(self, bind, security, limits):
+        async with super().open_listener(bind, security, limits) as listener:
+            self.listening.append(listener.endpoint)
+            yield listener
+
+    @asynccontextmanager
+    async def open_dialer(self, endpoint, security, limits):
+        self.dialed.append(endpoint)
+        leads = self.at.get(endpoint, [endpoint])
+        target = leads.pop(0) if len(leads) > 1 else leads[0]
+        if endpoint in self.held:
+            await self.held[endpoint].wait()
+        async with super().open_dialer(target, security, limits) as channel:
+            self.channels[endpoint] = channel
+            channel.watch = partial(self._watch, endpoint, channel.watch)
+            yield channel
+            await self.leaving.wait()
+
+    async def _watch(self, endpoint, watch, on_link):
+        self._cuts[endpoint] = partial(on_link, LinkEvent.LOST)
+        await watch(on_link)
+
+    def hold(self, endpoint):
+        """Keep the dials of an address waiting until ``let``."""
+        self.held[endpoint] = asyncio.Event()
+
+    def let(self, endpoint):
+        """Let the dials of an address go on."""
+        self.held.pop(endpoint).set()
+
+    def cut(self, endpoint):
+        """Cut the last connection to an address."""
+        self._cuts.pop(endpoint)()
+
+    async def heard(self, count):
+        """Wait until so many dials were made."""
+        async with asyncio.timeout(PATIENCE_S):
+            while len(self.dialed) < count:  # noqa: ASYNC110 - nothing tells
+                await asyncio.sleep(0.001)
 
 
 class World:
@@ -164,11 +275,16 @@ class World:
         tokens = 4 * len(blocks)
         return join_tickets([each.offer(request_id, [list(blocks)], tokens, **how) for each in self.producers])
 
-    def early(self, request_id="request-1", blocks=(3, 4)):
-        """Return a ticket whose lease is not held yet, and what admits it."""
-        if self._mint is None:
+    def early(self, request_id="request-1", blocks=(3, 4), **named):
+        """Return a ticket whose lease is not held yet, and what admits it.
+
+        Args:
+            request_id, blocks: of the ticket.
+            named: what it says of the producer's address.
+        """
+        if self._mint is None or named:
             epoch_base = str(2**EPOCH_BITS)  # which no offer of the worker itself reaches
-            ahead = msgspec.structs.replace(self.producer.rank_address, epoch_base=epoch_base)
+            ahead = msgspec.structs.replace(self.producer.rank_address, epoch_base=epoch_base, **named)
             self._mint = TicketMint("prefill-0", [ahead], cluster_secret=SECRET)
             for slot in range(EARLY_SLOT):  # the worker's own offers take the first ones
                 self._mint.offer(f"nobody's {slot}", block_ids=[[1]], num_tokens=1)
@@ -226,6 +342,14 @@ class World:
         return record
 
 
+def issued_before(ticket, seconds):
+    """Return a ticket as if it had been signed some seconds before; None: it does not say when."""
+    issued_ms = msgspec.UNSET if seconds is None else ticket.grants[0].issued_ms - int(1000 * seconds)
+    grant = msgspec.structs.replace(ticket.grants[0], issued_ms=issued_ms)
+    payload = msgspec.msgpack.encode(grant)
+    return Ticket(grants=(grant,), sealed=(TicketKey.of(config()).sign(payload) + payload,))
+
+
 async def failure(awaitable):
     """Wait for something that fails; return its error."""
     async with asyncio.timeout(PATIENCE_S):
@@ -235,32 +359,55 @@ async def failure(awaitable):
 
 
 @asynccontextmanager
-async def opened(*, ranks=1, num_blocks=8, inline_s_max=INLINE_S_MAX, pulls_max=REAL.pulls_max, theirs=(), **ours):
+async def opened(
+    *,
+    ranks=1,
+    num_blocks=8,
+    sources=None,
+    target=None,
+    inline_s_max=INLINE_S_MAX,
+    pulls_max=PRODUCTION.pulls_max,
+    clock=monotonic,
+    network=PRODUCTION.network,
+    planes=None,
+    theirs=(),
+    **ours,
+):
     """Open a world; leaving it checks the laws, and that nothing is left.
 
     Args:
         ranks: of the producer, each with an equal share of the heads.
         num_blocks: of each cache.
+        sources, target: the caches of the ranks and of the consumer, if they hold something else.
         inline_s_max: as of ``ThreadedTransport``.
-        pulls_max: as of ``Surroundings``.
+        pulls_max, clock, network: as of ``Environment``, of the consumer.
+        planes: those of the consumer and those of the producer, if they are others than the loopback.
         theirs: settings of the producer's workers.
         ours: settings of the consumer.
     """
     faults, events = Faults(), []
-    surroundings = msgspec.structs.replace(with_faults(faults, inline_s_max), pulls_max=pulls_max)
-    sources = [cache_of(num_blocks, shard=Shard(tp_rank=rank, tp_size=ranks)) for rank in range(ranks)]
+    our_planes, their_planes = planes or (("loopback",), None)
+    environment = msgspec.structs.replace(
+        with_faults(faults, inline_s_max, our_planes), pulls_max=pulls_max, clock=clock, network=network
+    )
+    their_environment = with_faults(Faults(), planes=their_planes) if their_planes else PRODUCTION
+    sources = sources or [cache_of(num_blocks, shard=Shard(tp_rank=rank, tp_size=ranks)) for rank in range(ranks)]
     for source in sources:
         for view in source.views.values():
             for block in range(num_blocks):
                 view[block].fill_(block + 1)
-    target = cache_of(num_blocks)
+    target = target or cache_of(num_blocks)
     async with AsyncExitStack() as stack:
         producers = [
-            await stack.enter_async_context(open_worker(config(rank=rank, num_ranks=ranks, **dict(theirs)), source))
+            await stack.enter_async_context(
+                open_worker(
+                    config(rank=rank, num_ranks=len(sources), **dict(theirs)), source, environment=their_environment
+                )
+            )
             for rank, source in enumerate(sources)
         ]
         consumer = await stack.enter_async_context(
-            open_worker(config("decode-0", **ours), target, hooks=[events.append], surroundings=surroundings)
+            open_worker(config("decode-0", **ours), target, hooks=[events.append], environment=environment)
         )
         world = World(producers, consumer, target, faults, events)
         try:

@@ -5,7 +5,7 @@ import asyncio
 import msgspec
 import pytest
 
-from kvflow.cache.tickets import join_tickets
+from kvflow import events
 from kvflow.errors import (
     ArgumentInvalid,
     BlockIdsInvalid,
@@ -21,9 +21,9 @@ from kvflow.errors import (
     WorkerClosed,
     WorkerDraining,
 )
-from kvflow.observability.events import PeerConnected, PeerDropped, ReaderReset
-from kvflow.rendezvous.mint import TicketMint
-from kvflow.transfer import events
+from kvflow.events import PeerConnected, PeerDropped
+from kvflow.leases.tickets import join_tickets
+from kvflow.rendezvous.issuer import TicketMint
 from kvflow.worker.runtime import open_worker
 
 from .helpers import PATIENCE_S, SECRET, cache_of
@@ -71,9 +71,9 @@ async def test_the_phases_of_a_pull_add_up_to_its_time(inline_s_max):
         for number in range(3):
             timings_s = dict((await world.pull(world.ticket(f"r{number}"))).timings_s)
             total_s = timings_s.pop("total")
-            assert timings_s.keys() == {"handshake", "queue", "bind", "post", "wire", "scatter", "fence"}
+            assert timings_s.keys() == {"handshake", "queue", "bind", "post", "wire", "scatter", "fence", "deliver"}
             assert min(timings_s.values()) >= 0.0
-            assert 0.0 < sum(timings_s.values()) <= total_s * 1.001
+            assert sum(timings_s.values()) == pytest.approx(total_s, rel=0.01)
 
 
 async def test_a_pull_that_nobody_awaits_is_carried_out(world):
@@ -102,7 +102,7 @@ async def test_a_small_pull_of_connected_peers_is_over_before_the_call_returns()
     async with opened(inline_s_max=60.0) as world:
         await world.connect()
         async with asyncio.timeout(PATIENCE_S):
-            for number in range(10_000):  # the owner thread may just be leaving the last one
+            for number in range(10_000):  # the read thread may just be leaving the last one
                 handle = world.start(world.ticket(f"r{number}"))
                 if handle.done():
                     break
@@ -132,7 +132,7 @@ async def test_pulls_one_after_the_other_let_other_tasks_run():
                 await world.consumer.pull(world.ticket(f"r{number}"), [[1, 2]])
 
 
-async def test_of_the_pulls_of_one_turn_the_first_goes_at_once_and_the_others_together(threaded):
+async def test_the_first_pull_of_an_iteration_starts_at_once_the_rest_together(threaded):
     await threaded.connect()
     before = len(threaded.faults.batches)
     handles = [threaded.start(threaded.ticket(f"r{at}", (at,)), (at,)) for at in range(1, 9)]
@@ -216,7 +216,7 @@ async def test_a_forged_ticket_connects_nobody(world):
         ("priority", {"priority": 1.5}),
         ("priority", {"priority": "high"}),
         ("priority", {"priority": 10**400}),
-        ("expected_digests", {"expected_digests": [[b"one"]]}),
+        ("expected_digests[0]", {"expected_digests": [[b"one"]]}),
     ],
 )
 async def test_arguments_of_a_wrong_type_are_named_by_the_handle(world, name, how):
@@ -245,7 +245,7 @@ async def test_one_rank_of_two_is_not_enough():
         half = world.producers[0].offer("request-1", [[3, 4]], 8)
         error = await failure(world.start(half))
         assert isinstance(error, LayoutMismatch)
-        assert "absent" in str(error)
+        assert "source has 'head 0 of 2'" in str(error)
 
 
 async def test_a_block_is_the_target_of_one_pull(world):
@@ -317,7 +317,7 @@ async def test_a_failure_keeps_its_blocks_until_the_data_plane_is_done():
         await world.pull(world.ticket("once more"))
 
 
-async def test_cancelling_an_await_cancels_the_pull_and_quarantines_its_blocks(world):
+async def test_canceling_an_await_cancels_the_pull_and_quarantines_its_blocks(world):
     world.faults.hung.add(0)
     task = asyncio.ensure_future(world.consumer.pull(world.ticket(), [[1, 2]]))
     await world.faults.strike()
@@ -354,7 +354,7 @@ async def test_a_cancelled_pull_says_so_to_everyone_who_awaits_it(world):
     await world.records(1)
 
 
-async def test_a_pull_that_is_cancelled_while_its_peers_are_met_is_quiescent_at_once(world):
+async def test_a_pull_canceled_while_its_peers_connect_is_quiescent_at_once(world):
     handle = world.start()
     await asyncio.sleep(0)
     handle.cancel()
@@ -419,7 +419,7 @@ async def test_a_peer_that_hangs_is_found_by_its_deadline_and_let_go():
         assert world.consumer.snapshot().dropped == {"deadline_exceeded": 1}
 
 
-async def test_a_data_plane_that_takes_nothing_ends_pulls_by_the_budget_of_the_queue():
+async def test_a_stuck_data_plane_ends_pulls_by_the_queue_budget():
     async with opened(queue_s=0.2, inline_s_max=0) as world:
         await world.connect()
         world.faults.stuck.clear()
@@ -438,22 +438,6 @@ async def test_a_data_plane_that_takes_nothing_ends_pulls_by_the_budget_of_the_q
 async def failure_or_report(handle):
     async with asyncio.timeout(PATIENCE_S):
         await asyncio.gather(handle, return_exceptions=True)
-
-
-async def test_what_stays_in_quarantine_for_too_long_is_ended_by_resetting_the_reader():
-    async with opened(quarantine_s_max=0.2) as world:
-        await world.connect()
-        world.faults.hung.add(0)
-        handle = world.start()
-        await world.faults.strike()
-        handle.cancel()
-        (reset,) = await world.heard(ReaderReset)
-        assert (reset.setting, reset.num_blocks, reset.ended) == ("quarantine_s_max", 2, 1)
-        async with asyncio.timeout(PATIENCE_S):
-            await handle.quiesced()
-        assert world.consumer.snapshot().quarantined == ()
-        world.faults.heal()
-        await world.pull(world.ticket("again"))
 
 
 @pytest.mark.parametrize("inline_s_max", [0.0, 60.0])
@@ -498,22 +482,6 @@ async def test_a_pull_that_waits_for_an_admission_can_be_cancelled(world):
     assert isinstance(await failure(handle), TransferCancelled)
 
 
-async def test_the_leases_of_an_open_pull_are_renewed():
-    async with opened(theirs={"lease_s": 0.6}) as world:
-        await world.connect()
-        world.faults.hung.add(0)
-        ticket = world.ticket()
-        handle = world.start(ticket)
-        for name in ("left alone", "left alone, too"):  # one lease after the other ends while nobody reads
-            world.producer.offer(name, [[6]], 4)
-            async with asyncio.timeout(PATIENCE_S):
-                assert await world.producer.wait_offer(name) == "expired"
-        world.faults.heal()
-        async with asyncio.timeout(PATIENCE_S):
-            await handle
-        assert await ended(world) == [RELEASED]
-
-
 async def test_expected_content_is_read_and_other_content_is_given_back_unread(world):
     digests = [[b"three", b"four"]]
     await world.pull(world.ticket(digests=digests), expected_digests=digests)
@@ -533,7 +501,7 @@ async def test_a_ticket_can_be_given_back_unread(world):
 
 
 async def test_every_rank_that_can_be_reached_is_given_its_ticket_back():
-    async with opened(ranks=2) as world:
+    async with opened(ranks=2, connect_s=0.2) as world:
         async with open_worker(config("prefill-1"), cache_of()) as gone:
             offers = [gone.offer("request-1", [[3, 4]], 8), world.producers[1].offer("request-1", [[3, 4]], 8)]
         with pytest.raises((PeerLost, StaleLease)):
@@ -541,17 +509,6 @@ async def test_every_rank_that_can_be_reached_is_given_its_ticket_back():
         async with asyncio.timeout(PATIENCE_S):
             await world.consumer.release(offers[1])
             assert await world.producers[1].wait_offer("request-1") == RELEASED
-
-
-async def test_a_peer_that_was_dropped_is_connected_again_by_the_next_pull(world):
-    await world.connect()
-    (peer,) = {event.peer for event in world.of(PeerConnected)}
-    pool = world.consumer._consumer._pool
-    (member,) = world.ticket().members()
-    assert str(member.peer) == peer
-    pool.drop(member.peer, "peer_lost", "as the test says")
-    await world.pull(world.ticket("again"))
-    assert len(world.of(PeerConnected)) == 2
 
 
 async def test_closing_cancels_what_is_open_and_takes_no_more(world):
@@ -587,7 +544,7 @@ async def test_a_pull_ends_although_its_worker_is_cancelled_while_it_closes(worl
                 monkeypatch.setattr("kvflow.rendezvous.dialer.Link.ask_end", wait)
                 world.producer.revoke("request-1")
             else:
-                monkeypatch.setattr("kvflow.worker.peers.PeerPool.connect", wait)
+                monkeypatch.setattr("kvflow.worker.peers.PeerPool.connect_ticket", wait)
             handles.append(other.start_pull(ticket, [[1, 2]]))
             await entered.wait()
 

@@ -2,9 +2,8 @@
 
 import pytest
 
-from kvflow import errors
-from kvflow.transfer import events
-from kvflow.worker.failures import ERRORS, meeting_error, transfer_error
+from kvflow import errors, events
+from kvflow.worker.failures import ERRORS, connection_error, transfer_error
 
 
 def failed(code, phase="wire", *, quarantined=False):
@@ -57,6 +56,6 @@ def test_a_deadline_names_its_phase(phase):
 
 @pytest.mark.parametrize(("code", "kind"), [("peer_lost", errors.PeerLost), ("odd", errors.TransferFailed)])
 def test_whoever_waits_for_a_peer_is_told_why_it_does_not_come(code, kind):
-    error = meeting_error("p/0/x", code, "gone")
+    error = connection_error("p/0/x", code, "gone")
     assert type(error) is kind
     assert (error.peer, error.message) == ("p/0/x", "p/0/x cannot be read from: gone")

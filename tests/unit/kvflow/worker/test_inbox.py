@@ -1,13 +1,13 @@
-"""Events cross from the owner thread to the loop: in order, all of them, with few wake-ups."""
+"""Events cross from the read thread to the loop: in order, all of them, with few wake-ups."""
 
 import asyncio
 import threading
 
 import pytest
 
-from kvflow.transport.base import PeerAdded
-from kvflow.worker import inbox as module
-from kvflow.worker.inbox import Inbox
+from kvflow.reads.contract import PeerAdded
+from kvflow.worker import runtime as module
+from kvflow.worker.runtime import Inbox
 from tests.preemption import every_preemption
 
 from .helpers import PATIENCE_S
@@ -114,10 +114,8 @@ def test_no_event_waits_for_another_whenever_it_comes():
 def test_a_flag_that_is_cleared_after_the_look_loses_events():
     class Careless(Inbox):
         def drain(self):
-            while self._handlers and self._events:
-                event = self._events.popleft()
-                for handler in self._handlers:
-                    handler(event)
+            while self._handler is not None and self._events:
+                self._handler(self._events.popleft())
             self._woken = False
 
     assert lost_events(Careless, __file__)

@@ -1,830 +1,508 @@
-"""A producer is met once for all who need it, and anew after it was let go."""
+"""Producers as a consumer sees them: connected once for all pulls, lost, restarted, moved, and connected again."""
 
 import asyncio
-from concurrent.futures import Future, ThreadPoolExecutor
+import socket
 from contextlib import asynccontextmanager
-from itertools import pairwise
-from types import SimpleNamespace
 
 import msgspec
 import pytest
 
-from handshake import ClockOffset, Limits
-from kvflow.cache.mint import Mint
-from kvflow.cache.tickets import RankAddress, join_tickets
+from handshake import CurveKeys
 from kvflow.errors import (
     CapacityExceeded,
     DeadlineExceeded,
+    FailureCode,
     LayoutMismatch,
     PeerLost,
     PeerUnavailable,
     StaleLease,
-    TicketInvalid,
     TransferCancelled,
+    TransferFailed,
     WorkerClosed,
 )
-from kvflow.ids import Credentials
+from kvflow.events import PeerConnected, PeerDropped
 from kvflow.layout.groups import Group
-from kvflow.layout.manifest import Identity
-from kvflow.layout.region import Region
-from kvflow.observability.events import PeerConnected, PeerDropped
-from kvflow.rendezvous.dialer import Restarted
-from kvflow.transfer.cover import Share
-from kvflow.transfer.plan import PlanCache
-from kvflow.transport.base import UNFIT, Carrier, PeerAddress, Published
-from kvflow.worker.breaker import FAILURES_MAX
-from kvflow.worker.peers import PeerPool
+from kvflow.leases.tickets import join_tickets
+from kvflow.worker.environment import PRODUCTION
+from kvflow.worker.reachability import FAILURES_MAX
+from kvflow.worker.runtime import open_worker
 
-from .helpers import PATIENCE_S, SPECS, Clock, Reports, cache_of
+from .helpers import PATIENCE_S, SPECS, Clock, cache_of
+from .pulling import Faults, FaultyNetwork, config, failure, issued_before, opened, with_faults
 
-ADDRESS = RankAddress(0, "0" * 32, "tcp://127.0.0.1:5000", "0", 4)
-SOURCE = cache_of(groups=None).manifest()
-CREDENTIALS = Credentials("12" * 32, "decode-0", 0, "b" * 32, b"a pass")
-CARRIER = Carrier("cma", "addresses", "loopback")
-
-
-class Transport:
-    """A data plane that connects when it is told to."""
-
-    def __init__(self, planes):
-        self.planes = planes
-        self.added = []
-        self.removed = []
-        self.gone = []
-        self.prepared = []
-
-    def published(self):
-        return Published(planes=dict.fromkeys(self.planes, b"how to read us"))
-
-    def add_peer(self, address):
-        self.added.append(address)
-
-    def remove_peer(self, peer, *, gone=False):
-        self.removed.append(peer)
-        self.gone += [peer] if gone else []
-
-    def prepare(self, program):
-        self.prepared.append(program)
-
-
-class Wire:
-    """Stands for ``open_link``: counts who dials, and fails or waits when told to."""
-
-    def __init__(self):
-        self.dialled = 0
-        self.left = 0
-        self.error = None
-        self.moved_on = {}
-        self.hung_up = None
-        self.open, self.leaving = asyncio.Event(), asyncio.Event()
-        self.open.set()
-        self.leaving.set()
-        self.planes = ("loopback",)
-        self.data_endpoint = ""
-        self.tcp_encryption = "off"
-        self.manifest = SOURCE
-        self.clock_offset = None
-        self.over = False
-
-    async def require_held(self, grant, *, within_s):
-        if self.over:
-            raise StaleLease(f"{grant.request_id} has ended")
-
-    @asynccontextmanager
-    async def link(self, peer, *, ours, on_ended):
-        self.dialled += 1
-        await self.open.wait()
-        if error := self.moved_on.get(peer.incarnation, self.error):
-            raise error
-        self.hung_up = on_ended
-        advertisement = SimpleNamespace(
-            manifest=self.manifest,
-            planes={plane: f"how to read {peer}".encode() for plane in self.planes},
-            data_endpoint=self.data_endpoint,
-            tcp_encryption=self.tcp_encryption,
-            epochs=Region(8192, 64),
-        )
-        yield SimpleNamespace(
-            peer=peer,
-            agent=f"agent of {peer}",
-            advertisement=advertisement,
-            credentials=CREDENTIALS,
-            clock_offset=self.clock_offset,
-            require_held=self.require_held,
-        )
-        await self.leaving.wait()
-        self.left += 1
-
-
-class World:
-    def __init__(self, tasks, wire, handshake_s=PATIENCE_S, planes=("loopback",), resolve=None):
-        self.wire, self.transport, self.reports, self.dropped = wire, Transport(planes), Reports(), []
-        self.blamed = []
-        self.trusted = True
-        self.clock = Clock()
-        self.pool = PeerPool(
-            ours=SimpleNamespace(
-                limits=Limits(handshake_s=handshake_s),
-                identity=SimpleNamespace(rank=0),
-                network=SimpleNamespace(resolve=resolve),
-                trusts=lambda _peer: self.trusted,
-            ),
-            manifest=msgspec.structs.replace(cache_of().manifest(), identity=Identity(model="ours")),
-            transport=self.transport,
-            tasks=tasks,
-            clock=self.clock,
-            report=self.reports,
-            on_dropped=lambda *dropped: self.dropped.append(dropped),
-            plans=PlanCache(),
-            draw=lambda: 0.5,
-        )
-
-    async def meet(self, rank=0):
-        task = asyncio.ensure_future(self.pool.meet(member(rank)))
-        await settle()
-        return task
-
-    async def met(self, rank=0):
-        task = await self.meet(rank)
-        self.pool.on_added(member(rank).peer, CARRIER)
-        async with asyncio.timeout(PATIENCE_S):
-            return await task
-
-    async def connected(self, *ranks):
-        """Return the route of a ticket of these ranks, all of which are met or can be at once."""
-        for rank in ranks:
-            await self.met(rank)
-        async with asyncio.timeout(PATIENCE_S):
-            return await self.pool.connect(ticket(*ranks), self.blamed.append)
-
-
-def ticket(*ranks):
-    """A ticket of these ranks, one grant for each."""
-    return join_tickets([offer(rank) for rank in ranks])
-
-
-def member(rank=0):
-    return next(offer(rank).members())
-
-
-def offer(rank):
-    address = msgspec.structs.replace(ADDRESS, rank=rank, endpoint=f"tcp://127.0.0.1:{5000 + rank}")
-    mint = Mint("prefill-0", [address], sign=lambda payload: bytes(32), lease_s=30.0)
-    return mint.offer("r", block_ids=[[1]], num_tokens=1)[0]
-
-
-def successor():
-    address = msgspec.structs.replace(ADDRESS, incarnation="1" * 32)
-    return msgspec.structs.replace(member(), address=address)
-
-
-def restarted_as(name):
-    return Restarted("restarted", peer=ADDRESS.endpoint, incarnation=name * 32)
-
-
-class AtOnce(ThreadPoolExecutor):
-    """Runs what is given to a thread at once, so that a few turns of the loop are all that anything takes."""
-
-    def submit(self, function, /, *args, **kwargs):
-        done = Future()
-        try:
-            done.set_result(function(*args, **kwargs))
-        except Exception as error:  # noqa: BLE001 - it belongs to the caller that awaits the thread
-            done.set_exception(error)
-        return done
-
-
-async def settle():
-    for _ in range(20):
-        await asyncio.sleep(0)
+ADDRESS = "tcp://127.0.0.1:1"
+"""An address that leads to one producer after the other."""
 
 
 @pytest.fixture
-async def world(monkeypatch):
-    wire = Wire()
-    asyncio.get_running_loop().set_default_executor(AtOnce())
-    monkeypatch.setattr("kvflow.worker.peers.open_link", wire.link)
-    async with asyncio.TaskGroup() as tasks:
-        world = World(tasks, wire)
+async def network():
+    return FaultyNetwork()
+
+
+@pytest.fixture
+async def world(network):
+    async with opened(network=network) as world:
         yield world
-        wire.open.set()
-        world.pool.close()
-
-
-async def test_a_peer_is_met_once_for_all_who_need_it(world):
-    waiting = [await world.meet() for _ in range(3)]
-    assert not any(task.done() for task in waiting)
-    assert len(world.transport.added) == 1
-    world.pool.on_added(member().peer, CARRIER)
-    peers = await asyncio.gather(*waiting)
-    assert world.wire.dialled == 1
-    assert peers[0] is peers[1] is peers[2] is await world.pool.meet(member())
-    met = PeerConnected(
-        str(member().peer), ADDRESS.endpoint, 0.0, transport="cma", transport_known_by="addresses", plane="loopback"
-    )
-    assert world.reports.events == [met]
-    assert peers[0].carrier == CARRIER
-
-
-async def test_a_ticket_that_names_no_slot_of_the_peer_is_invalid_before_anything_is_read(world):
-    await world.met()
-    lying = member()
-    lying = msgspec.structs.replace(lying, grant=msgspec.structs.replace(lying.grant, slot=8))
-    with pytest.raises(TicketInvalid, match="no epoch slot 8"):
-        await world.pool.meet(lying)
-
-
-def named_otherwise(**changes):
-    """A ticket of the same name that leads to another endpoint, or to another key."""
-    return msgspec.structs.replace(member(), address=msgspec.structs.replace(ADDRESS, **changes))
-
-
-@pytest.mark.parametrize("changes", [{"endpoint": "tcp://127.0.0.1:6000"}, {"public_key": "ab" * 32}], ids=str)
-async def test_a_peer_met_under_a_name_is_not_taken_for_another_endpoint_or_key(world, changes):
-    impostor, real = named_otherwise(**changes), member()
-    meetings = []
-    for each in (impostor, real):
-        meetings.append(asyncio.ensure_future(world.pool.meet(each)))
-        await settle()
-        world.clock.now += 1.0
-    assert world.wire.dialled == 2
-    for each in (impostor, real):
-        world.pool.on_added(each.peer, CARRIER)
-    met = await asyncio.gather(*meetings)
-    assert [peer.link.peer for peer in met] == [impostor.peer, real.peer]
-    assert world.dropped == []
-    world.pool.drop(impostor.peer, "peer_lost", "gone")
-    await settle()
-    assert world.pool.link(real.peer) is met[1].link
-    assert world.transport.removed == [impostor.peer]
-
-
-async def test_the_agent_that_a_peer_must_bear_is_that_of_its_link(world):
-    peer = await world.met()
-    assert [address.agent for address in world.transport.added] == [peer.link.agent]
-
-
-async def test_a_ticket_is_connected_once_and_its_route_is_known_from_then_on(world):
-    assert world.pool.route(ticket(0)) is None
-    peer = await world.met()
-    assert world.transport.prepared == [], "nothing has been asked of it yet"
-    route = await world.connected(0)
-    assert world.pool.route(ticket(0)) is route
-    assert await world.pool.connect(ticket(0), world.blamed.append) == route
-    ((leg_peer, at, programs),) = route.legs
-    assert (leg_peer, at, route.ranks) == (peer, 0, ((peer, 0),))
-    assert (route.transport, route.plane) == ("cma", "loopback")
-    assert [program.program_id for program in world.transport.prepared] == [program_id for program_id, _ in programs]
-    for program, (_, binding) in zip(world.transport.prepared, programs, strict=True):
-        assert program.binding is binding
-        assert program.source_rows is binding.source.table
-        assert program.target_rows is binding.target.table
-    assert world.pool.link(member().peer) is peer.link
-
-
-async def test_each_order_of_the_grants_has_a_route_of_the_same_ranks(world):
-    route, turned = await world.connected(0, 1), await world.connected(1, 0)
-    assert [peer for peer, _ in route.ranks] == [peer for peer, _ in turned.ranks]
-    assert [at for _, at in route.ranks] == [0, 1]
-    assert [at for _, at in turned.ranks] == [1, 0]
-    assert [leg.programs for leg in route.legs] == [leg.programs for leg in turned.legs]
-    assert world.pool.route(ticket(0)) is None
-    assert route.transport == "cma"
-
-
-async def test_carriers_of_several_ranks_are_joined(world):
-    for rank, carrier in enumerate([CARRIER, Carrier("rc_mlx5", "addresses", "nixl")]):
-        meeting = await world.meet(rank)
-        world.pool.on_added(member(rank).peer, carrier)
-        await meeting
-    route = await world.pool.connect(ticket(0, 1), world.blamed.append)
-    assert (route.transport, route.plane) == ("cma+rc_mlx5", "loopback+nixl")
-
-
-async def test_routes_are_bounded_and_one_that_was_forgotten_is_found_again(world, monkeypatch):
-    monkeypatch.setattr("kvflow.worker.peers.ROUTES_MAX", 2)
-    for ranks in ((0, 1), (1, 0), (0,)):
-        await world.connected(*ranks)
-    assert [world.pool.route(ticket(*ranks)) is None for ranks in ((0, 1), (1, 0), (0,))] == [True, False, False]
-    prepared = len(world.transport.prepared)
-    await world.connected(0, 1)
-    assert len(world.transport.prepared) == prepared
-
-
-async def test_the_rank_that_cannot_be_met_is_blamed(world):
-    await world.met()
-    world.wire.error = PeerLost("nobody there")
-    with pytest.raises(PeerLost):
-        await world.pool.connect(ticket(0, 1), world.blamed.append)
-    assert [str(each.peer) for each in world.blamed] == [str(member(1).peer)]
-    assert world.pool.route(ticket(0, 1)) is None
-
-
-async def test_a_program_says_which_of_the_peers_groups_it_reads(world):
-    groups = tuple(Group((name,), SPECS[name].kind, SPECS[name].block_size) for name in "ba")
-    world.wire.manifest = cache_of(groups=groups).manifest()
-    await world.connected(0)
-    assert sorted(program.group for program in world.transport.prepared) == [0, 1]
-    for program in world.transport.prepared:
-        assert program.binding.group.source_group == program.group
-
-
-async def test_a_set_of_ranks_is_prepared_again_only_in_part_when_one_of_them_is_another(world):
-    await world.connected(0, 1)
-    prepared = len(world.transport.prepared)
-    for _ in range(3):
-        world.pool.drop(member(1).peer, "peer_lost", "gone")
-        assert world.pool.route(ticket(0, 1)) is None
-        await settle()
-        await world.connected(0, 1)
-    again = world.transport.prepared[prepared:]
-    assert member(0).peer not in {program.peer for program in again}, "what the other rank gives is the same"
-    assert prepared > 0
-
-
-async def test_what_is_prepared_for_any_sets_of_ranks_is_bounded(world, monkeypatch):
-    monkeypatch.setattr("kvflow.worker.programs.PROGRAMS_MAX", 1)
-    monkeypatch.setattr("kvflow.worker.programs.DIVISIONS_MAX", 2)
-    monkeypatch.setattr("kvflow.worker.peers.ROUTES_MAX", 1)
-    for rank, name in enumerate("ab"):
-        world.wire.manifest = cache_of(specs={name: SPECS[name]}).manifest()
-        await world.met(rank)
-    world.wire.manifest = SOURCE
-    await world.connected(0, 1)
-    await world.connected(2)
-    prepared = len(world.transport.prepared)
-    await world.connected(1, 0)
-    assert len(world.pool._programs._divisions) == 2
-    await world.connected(0, 1)
-    assert len(world.transport.prepared) == prepared, "one that was forgotten is divided again, and not prepared"
-    monkeypatch.setattr("kvflow.worker.programs.share_out", lambda *_args, **_kwargs: [Share(0, {})])
-    with pytest.raises(CapacityExceeded, match="different parts"):
-        await world.connected(0, 2)
-    assert len(world.transport.prepared) == prepared
-
-
-async def test_whoever_gives_up_does_not_stop_the_meeting(world):
-    impatient, patient = await world.meet(), await world.meet()
-    impatient.cancel()
-    await settle()
-    world.pool.on_added(member().peer, CARRIER)
-    assert (await patient).link is world.pool.link(member().peer)
-
-
-@pytest.mark.parametrize("error", [StaleLease("restarted"), PeerLost("nobody"), ValueError("a defect")])
-async def test_a_meeting_that_fails_tells_all_and_is_tried_anew(world, error):
-    world.wire.error = error
-    world.wire.open.clear()
-    waiting = [await world.meet() for _ in range(2)]
-    world.wire.open.set()
-    for task in waiting:
-        with pytest.raises(Exception, match=str(error.args[0])) as caught:
-            await task
-        assert hasattr(caught.value, "code")
-    assert world.pool.link(member().peer) is None
-    (event,) = world.reports.of(PeerDropped)
-    assert world.dropped == [(member().peer, event.code, event.detail)]
-    world.wire.error = None
-    await world.met()
-    assert world.wire.dialled == 2
-
-
-async def test_another_data_plane_cannot_be_read(world):
-    world.wire.planes = ("nixl",)
-    task = await world.meet()
-    with pytest.raises(LayoutMismatch) as caught:
-        await task
-    assert (caught.value.field, caught.value.source, caught.value.target) == ("transport", "nixl", "loopback")
-    assert "transport to 'auto'" in caught.value.remedy
-    assert world.transport.added == []
-    # What it offers can be given back all the same, over the connection that stays.
-    link = await world.pool.reach(member())
-    assert world.pool.link(member().peer) is link
-    assert world.wire.dialled == 1
-
-
-async def test_a_peer_that_no_plane_can_read_is_refused_by_name_and_stays_linked(world):
-    task = await world.meet()
-    world.pool.on_failed(member().peer, UNFIT, "loopback: no one-sided path: both sides share only tcp")
-    with pytest.raises(LayoutMismatch, match="both sides share only tcp") as caught:
-        await task
-    assert (caught.value.field, caught.value.source) == ("transport", "loopback")
-    assert world.pool.link(member().peer) is await world.pool.reach(member())
-    assert world.reports.of(PeerDropped) == []
-    world.pool.on_failed(member().peer, UNFIT, "said again, of a peer that nobody waits for")
-    await settle()
-    assert world.pool.link(member().peer) is None
-
-
-async def test_any_other_failure_lets_the_peer_go(world):
-    task = await world.meet()
-    world.pool.on_failed(member().peer, "peer_lost", "gone")
-    with pytest.raises(PeerLost, match="gone"):
-        await task
-
-
-class Names:
-    """A name server."""
-
-    def __init__(self, *found):
-        self.found = found
-        self.asked = []
-
-    async def resolve(self, endpoint):
-        self.asked.append(endpoint)
-        if isinstance(self.found[0], Exception):
-            raise self.found[0]
-        await asyncio.sleep(0)
-        return self.found
-
-
-TCP = "tcp://10.0.0.7:5700"
-NAMED = "tcp://node-7:5700"
 
 
 @asynccontextmanager
-async def negotiating(monkeypatch, ours, theirs, names, *, encryption="off"):
-    """A world of ours whose peer publishes these planes."""
-    wire = Wire()
-    wire.planes, wire.data_endpoint, wire.tcp_encryption = theirs, NAMED if "tcp" in theirs else "", encryption
-    asyncio.get_running_loop().set_default_executor(AtOnce())
-    monkeypatch.setattr("kvflow.worker.peers.open_link", wire.link)
-    async with asyncio.TaskGroup() as tasks:
-        world = World(tasks, wire, planes=ours, resolve=names.resolve)
-        yield world
-        world.pool.close()
+async def living(network, cache=None, **settings):
+    """Open a producer, in a new incarnation, where ``ADDRESS`` leads to from now on."""
+    environment = msgspec.structs.replace(PRODUCTION, network=network)
+    async with open_worker(
+        config(advertise=ADDRESS, **settings), cache or cache_of(), environment=environment
+    ) as worker:
+        network.at[ADDRESS] = [network.listening[-1]]
+        yield worker
+
+
+def offered(worker, name="request-1", blocks=(3, 4)):
+    return worker.offer(name, [list(blocks)], 4 * len(blocks))
+
+
+def named(ticket):
+    (member,) = ticket.members()
+    return str(member.peer)
+
+
+async def ended(worker, name="request-1"):
+    """Return how an offer has ended."""
+    async with asyncio.timeout(PATIENCE_S):
+        return await worker.wait_offer(name)
+
+
+async def turns(count=50):
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def test_pulls_that_start_together_share_one_connection():
+    network = FaultyNetwork(ahead_s=-2.5)
+    async with opened(network=network) as world:
+        endpoint = world.producer.endpoint
+        network.hold(endpoint)
+        handles = [world.start(world.ticket(f"r{at}", (at,)), (at,)) for at in range(3)]
+        await network.heard(1)
+        handles[0].cancel()  # the others go on
+        assert isinstance(await failure(handles[0]), TransferCancelled)
+        network.let(endpoint)
+        async with asyncio.timeout(PATIENCE_S):
+            await asyncio.gather(*handles[1:])
+        assert world.holds((1, 2), (1, 2))
+        assert network.dialed == [endpoint]
+        (event,) = world.of(PeerConnected)
+        assert (event.peer, event.endpoint) == (named(world.ticket("another")), endpoint)
+        assert (event.transport, event.transport_known_by, event.plane) == ("loopback", "kind", "loopback")
+        assert event.clock_ahead_s == pytest.approx(2.5, abs=1.0)
+
+
+@pytest.mark.parametrize("changed", ["endpoint", "public_key"])
+async def test_a_name_with_another_endpoint_or_key_is_another_peer(world, network, changed):
+    await world.connect()
+    endpoint = world.producer.endpoint
+    network.at[ADDRESS] = [endpoint]
+    ticket, admit = world.early(**{changed: ADDRESS if changed == "endpoint" else msgspec.UNSET})
+    admit()
+    await world.pull(ticket)
+    assert len(network.dialed) == len(world.of(PeerConnected)) == 2
+    network.cut(network.dialed[-1])
+    await world.heard(PeerDropped)
+    await world.pull(world.ticket("again"))
+    assert (len(network.dialed), len(world.of(PeerDropped))) == (2, 1), "the first is connected all the time"
+
+
+async def test_a_lost_peer_is_told_once_and_connected_again_when_needed(world, network, monkeypatch):
+    monkeypatch.setattr("kvflow.worker.reachability.PAUSE_S", 10 * PATIENCE_S)
+    await world.connect()
+    network.cut(world.producer.endpoint)
+    (dropped,) = await world.heard(PeerDropped)
+    assert (dropped.peer, dropped.code) == (named(world.ticket("another")), "peer_lost")
+    assert world.consumer.snapshot().dropped == {"peer_lost": 1}
+    assert [gone for _, gone in world.faults.called("remove")] == [False], "it may come again"
+    await world.pull(world.ticket("again"))
+    assert len(network.dialed) == 2
+
+
+async def test_a_lost_peer_that_was_read_from_is_dialed_without_a_request(world, network, monkeypatch):
+    monkeypatch.setattr("kvflow.worker.reachability.PAUSE_S", 0.0)
+    await world.connect()
+    network.cut(world.producer.endpoint)
+    await world.heard(PeerConnected, 2)
+    await world.pull()
+    assert len(network.dialed) == 2
+
+
+async def test_a_peer_that_was_never_read_from_is_not_dialed_without_a_request(world, network, monkeypatch):
+    monkeypatch.setattr("kvflow.worker.reachability.PAUSE_S", 0.0)
+    await world.consumer.release(world.ticket())
+    await world.heard(PeerConnected)
+    network.cut(world.producer.endpoint)
+    await world.heard(PeerDropped)
+    await turns()
+    assert len(network.dialed) == 1
+
+
+async def test_a_peer_that_said_goodbye_is_closed_and_never_dialed(network, monkeypatch):
+    monkeypatch.setattr("kvflow.worker.reachability.PAUSE_S", 0.0)
+    async with opened(ranks=0, network=network) as world:
+        async with living(network) as producer:
+            await world.pull(offered(producer))
+            late = offered(producer, "late")
+        (dropped,) = await world.heard(PeerDropped)
+        assert dropped.code == "peer_closed"
+        assert [gone for _, gone in world.faults.called("remove")] == [True]
+        for ask in (world.pull, world.consumer.release):
+            with pytest.raises(StaleLease, match="it said goodbye"):
+                await ask(late)
+        await turns()
+        assert len(network.dialed) == 1
+
+
+async def test_a_successor_is_connected_without_a_request_and_the_old_ones_never(network):
+    async with (
+        living(network) as older,
+        living(network) as old,
+        living(network) as new,
+        opened(ranks=0, network=network) as world,
+    ):
+        with pytest.raises(StaleLease, match="was restarted"):
+            await world.pull(offered(old))
+        (connected,) = await world.heard(PeerConnected)
+        assert connected.peer == named(offered(new, "another"))
+        with pytest.raises(StaleLease, match="was restarted"):
+            await world.pull(offered(older))
+        await world.pull(offered(new))
+        with pytest.raises(StaleLease, match="is closed"):
+            await world.pull(offered(old, "late"))
+        assert len(network.dialed) == 3
+        assert len(world.of(PeerConnected)) == 1
+        assert [gone for _, gone in world.faults.called("remove")] == [True] * 2
+
+
+async def test_an_address_with_a_new_name_each_time_is_followed_once(network):
+    async with living(network) as first, living(network), living(network), opened(ranks=0, network=network) as world:
+        network.at[ADDRESS] = network.listening[1:]
+        with pytest.raises(StaleLease):
+            await world.pull(offered(first))
+        await world.heard(PeerDropped, 2)
+        await turns()
+        assert len(network.dialed) == 2
+
+
+async def test_an_answer_of_a_successor_ends_the_peer_that_was_there_before(network):
+    async with living(network) as old, opened(ranks=0, network=network) as world:
+        await world.pull(offered(old))
+        async with living(network) as new:
+            await world.pull(offered(new))
+            (dropped,) = await world.heard(PeerDropped)
+            assert (dropped.peer, dropped.code) == (named(offered(old, "another")), "peer_lost")
+            with pytest.raises(StaleLease, match="answers at its address"):
+                await world.pull(offered(old, "late"))
+            assert len(network.dialed) == 2
+
+
+async def test_of_two_that_are_dialed_side_by_side_neither_ends_the_other(network):
+    """Both are linked later than either was dialed, and the first message of the one that died may come last."""
+    async with living(network) as old, living(network) as new, opened(ranks=0, network=network) as world:
+        network.at[ADDRESS] = network.listening[:2]
+        network.hold(ADDRESS)
+        handles = [world.start(offered(old)), world.start(offered(new), (5, 6))]
+        await network.heard(2)
+        network.let(ADDRESS)
+        async with asyncio.timeout(PATIENCE_S):
+            await asyncio.gather(*handles)
+        assert len(world.of(PeerConnected)) == 2
+        assert world.of(PeerDropped) == []
+
+
+async def test_a_dead_address_is_dialed_some_times_and_then_left_alone(network):
+    clock = Clock()
+    with socket.socket() as dead:
+        dead.bind(("127.0.0.1", 0))  # and does not listen
+        nobody = "tcp://{}:{}".format(*dead.getsockname())
+        async with living(network) as producer, opened(ranks=0, network=network, clock=clock, connect_s=0.2) as world:
+            alive, network.at[ADDRESS] = network.at[ADDRESS], [nobody]
+            ticket = offered(producer)
+            for _ in range(FAILURES_MAX):
+                with pytest.raises((PeerLost, DeadlineExceeded)):
+                    await world.pull(ticket)
+            assert len(world.of(PeerDropped)) == FAILURES_MAX
+            dialed = len(network.dialed)
+            for ask in (world.pull, world.consumer.release):
+                with pytest.raises(PeerUnavailable) as caught:
+                    await ask(ticket)
+                assert caught.value.retry_after_s > 0
+            assert len(network.dialed) == dialed
+            network.at[ADDRESS] = alive
+            clock.now += 60.0
+            async with asyncio.timeout(PATIENCE_S):  # one dials, and the others wait for it
+                await asyncio.gather(*(world.pull(ticket, (block,)) for block in (1, 2, 3)))
+            assert len(network.dialed) == dialed + 1
+
+
+async def test_a_pull_of_a_peer_that_is_being_left_connects_it_again(world, network):
+    await world.connect()
+    network.leaving.clear()
+    network.cut(world.producer.endpoint)
+    handle = world.start()
+    await turns()
+    assert len(network.dialed) == 1
+    network.leaving.set()
+    async with asyncio.timeout(PATIENCE_S):
+        await handle
+    assert len(network.dialed) == 2
+
+
+@pytest.mark.parametrize("state", ["is being left", "is gone", "is connected again"])
+async def test_a_rank_that_is_lost_while_another_is_connected_gives_nothing(network, monkeypatch, state):
+    monkeypatch.setattr("kvflow.worker.reachability.PAUSE_S", 10 * PATIENCE_S)
+    async with opened(ranks=2, network=network) as world:
+        first, second = world.producers
+        await world.consumer.release(offered(first))
+        await world.heard(PeerConnected)
+        network.hold(second.endpoint)
+        handle = world.start(world.ticket("both"))
+        await network.heard(2)
+        if state == "is being left":
+            network.leaving.clear()
+        network.cut(first.endpoint)
+        if state != "is being left":
+            await world.heard(PeerDropped)
+        if state == "is connected again":
+            await world.consumer.release(offered(first, "another"))
+            await world.heard(PeerConnected, 2)
+        network.let(second.endpoint)
+        error = await failure(handle)
+        assert isinstance(error, PeerLost)
+        assert "while other ranks" in error.message
+        assert world.faults.called("prepare") == []
+        network.leaving.set()
+        await world.pull(world.ticket("again"))
+
+
+@pytest.mark.parametrize("stage", ["not begun", "dialing", "linked"])
+async def test_closing_does_not_wait_for_a_peer_that_is_being_connected(network, stage):
+    faults, dropped = Faults(), []
+
+    def on_event(event):
+        if isinstance(event, PeerDropped):
+            dropped.append((event.peer, event.code, event.detail))
+            faults.heal()
+
+    environment = msgspec.structs.replace(with_faults(faults), network=network)
+    async with asyncio.timeout(PATIENCE_S), open_worker(config(), cache_of()) as producer:
+        async with open_worker(config("decode-1"), cache_of(), hooks=[on_event], environment=environment) as consumer:
+            if stage == "dialing":
+                network.hold(producer.endpoint)
+            faults.stuck.clear()
+            handle = consumer.start_pull(offered(producer), [[1, 2]])
+            if stage == "not begun":
+                await asyncio.sleep(0)  # its task exists, and has not taken its first step
+            elif stage == "dialing":
+                await network.heard(1)
+            else:
+                await faults.strike()
+        error = await failure(handle)
+        assert isinstance(error, TransferCancelled)
+        assert dropped == [(named(offered(producer, "another")), "closing", "the worker is closing")]
+        assert len(network.dialed) == (stage != "not begun")
+
+
+async def test_a_closed_worker_does_not_connect_a_peer_that_it_is_leaving(network):
+    environment = msgspec.structs.replace(PRODUCTION, network=network)
+    async with asyncio.timeout(PATIENCE_S), open_worker(config(), cache_of()) as producer:
+        async with open_worker(config("decode-1"), cache_of(), environment=environment) as consumer:
+            await consumer.pull(offered(producer), [[1, 2]])
+            network.leaving.clear()
+            network.cut(producer.endpoint)
+            late = asyncio.ensure_future(consumer.release(offered(producer, "late")))
+            await turns()
+            asyncio.get_running_loop().call_soon(network.leaving.set)
+        with pytest.raises(WorkerClosed):
+            await late
+
+
+async def test_a_peer_can_be_released_before_it_can_be_read_from(world):
+    world.faults.stuck.clear()
+    handle = world.start()
+    await world.faults.strike()
+    await world.consumer.release(world.ticket("unread", (5,)))
+    assert await ended(world.producer, "unread") == "released"
+    assert not handle.done()
+    world.faults.heal()
+    async with asyncio.timeout(PATIENCE_S):
+        await handle
+
+
+async def test_a_data_plane_that_connects_to_nobody_has_a_deadline():
+    async with opened(handshake_s=0.5) as world:
+        world.faults.stuck.clear()
+        error = await failure(world.start())
+        assert isinstance(error, DeadlineExceeded)
+        (dropped,) = await world.heard(PeerDropped)
+        assert (dropped.code, dropped.peer, error.phase) == ("deadline_exceeded", error.peer, "handshake")
+        world.faults.heal()  # it has connected after all, and nobody waits
+        await world.pull(world.ticket("again"))
+
+
+async def test_a_peer_that_the_data_plane_loses_is_dropped(world):
+    world.faults.refused = "peer_lost"
+    error = await failure(world.start())
+    assert isinstance(error, PeerLost)
+    assert "as the test says" in error.message
+    (dropped,) = await world.heard(PeerDropped)
+    assert dropped.code == "peer_lost"
+
+
+@pytest.mark.parametrize("why", ["another data plane", "the data plane finds no way"])
+async def test_a_peer_that_no_data_plane_can_read_stays_linked(network, why):
+    plane = "tcp" if why == "another data plane" else "loopback"
+    async with opened(network=network, theirs={"transport": plane}) as world:
+        world.faults.refused = FailureCode.PLANE_UNFIT
+        for _ in range(2):
+            error = await failure(world.start(world.ticket("unread")))
+            assert isinstance(error, LayoutMismatch)
+            assert (error.field, error.source) == ("transport", plane)
+            assert error.target == "loopback" if plane == "tcp" else "as the test says" in error.target
+            assert "transport to 'auto'" in error.remedy
+            world.producer.revoke("unread")
+        await world.consumer.release(world.ticket())
+        assert await ended(world.producer) == "released"
+        assert len(network.dialed) == 1
+        assert world.of(PeerDropped) == []
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "both"),
+    ("broken", "kind"),
     [
-        (("nixl", "tcp"), ("tcp", "nixl"), {"nixl", "tcp"}),
-        (("nixl", "tcp"), ("tcp",), {"tcp"}),
-        (("tcp",), ("nixl", "tcp", "of a newer release"), {"tcp"}),
-        (("nixl", "tcp"), ("nixl",), {"nixl"}),
+        ("kvflow.worker.connections.PlaneNegotiation.address", TransferFailed),
+        ("kvflow.worker.peers.count_unread_layers", PeerLost),  # when the peer could be read from already
     ],
 )
-async def test_the_transport_is_given_the_planes_of_both_sides(monkeypatch, ours, theirs, both):
-    names = Names("tcp://[fd00::7]:5700", TCP)
-    async with negotiating(monkeypatch, ours, theirs, names) as world:
-        await world.met()
-        (address,) = world.transport.added
-        peer = member().peer
-        assert address == PeerAddress(
-            peer,
-            dict.fromkeys(both, f"how to read {peer}".encode()),
-            Region(8192, 64),
-            agent=f"agent of {peer}",
-            data_endpoint=TCP if "tcp" in both else "",
-            credentials=CREDENTIALS,
-        )
-        assert names.asked == ([NAMED] if "tcp" in both else [])
+async def test_a_defect_of_ours_ends_one_peer_and_it_is_tried_again(world, network, monkeypatch, broken, kind):
+    def divide(*_):
+        raise ZeroDivisionError("by zero")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(broken, divide)
+        handles = [world.start(world.ticket(f"r{at}", (at,)), (at,)) for at in range(2)]
+        for handle in handles:
+            assert type(await failure(handle)) is kind
+    (dropped,) = await world.heard(PeerDropped)
+    assert (dropped.code, dropped.detail) == ("transfer_failed", "ZeroDivisionError('by zero')")
+    await world.pull()
+    assert len(network.dialed) == 2
 
 
-@pytest.mark.parametrize("error", [OSError("no such name"), UnicodeError("no name"), ValueError("embedded null")])
-async def test_a_tcp_plane_at_a_name_that_cannot_be_looked_up_is_left_out_if_there_is_another(monkeypatch, error):
-    async with negotiating(monkeypatch, ("nixl", "tcp"), ("nixl", "tcp"), Names(error)) as world:
-        await world.met()
-        (address,) = world.transport.added
-        assert (set(address.planes), address.data_endpoint) == ({"nixl"}, "")
-    async with negotiating(monkeypatch, ("tcp",), ("nixl", "tcp"), Names(error)) as world:
-        with pytest.raises(PeerLost, match=f"{NAMED}, which cannot be looked up"):
-            await world.pool.meet(member())
-        assert world.transport.added == []
+async def test_a_stage_with_none_of_our_layers_is_connected_and_gives_nothing():
+    sources = [cache_of(specs={"of another stage": SPECS["a"]}), cache_of()]
+    async with opened(sources=sources) as world:
+        error = await failure(world.start(offered(world.producers[0], "alone")))
+        assert isinstance(error, LayoutMismatch)
+        assert (error.field, error.source, error.target) == ("layers", ["of another stage"], ["a", "b"])
+        await world.pull()
+        assert world.holds((1, 2), (3, 4))
+        assert {prepared_list.peer.rank for prepared_list in world.faults.called("prepare")} == {1}
+        assert [await ended(producer) for producer in world.producers] == ["released"] * 2
 
 
-async def test_different_encryption_is_refused_by_name_where_only_tcp_could_serve(monkeypatch):
-    async with negotiating(monkeypatch, ("tcp",), ("nixl", "tcp"), Names(TCP), encryption="tls") as world:
-        with pytest.raises(LayoutMismatch) as caught:
-            await world.pool.meet(member())
-        error = caught.value
-        assert (error.field, error.source, error.target) == ("tcp_encryption", "tls", "off")
-        assert "tcp_encryption" in error.remedy
-        assert world.transport.added == []
+async def test_a_stage_of_another_model_is_refused_whatever_its_layers_are():
+    sources = [cache_of(specs={"of another stage": SPECS["a"]})]
+    async with opened(sources=sources, theirs={"model": "theirs"}, model="ours") as world:
+        error = await failure(world.start())
+        assert isinstance(error, LayoutMismatch)
+        assert error.field == "model"
 
 
-async def test_different_encryption_does_not_keep_another_plane_from_serving(monkeypatch):
-    both = ("nixl", "tcp")
-    async with negotiating(monkeypatch, both, both, Names(TCP), encryption="tls") as world:
-        await world.met()
-        assert [set(address.planes) for address in world.transport.added] == [{"nixl"}]
-    async with negotiating(monkeypatch, both, both, Names(TCP), encryption="tls") as world:
-        task = await world.meet()
-        world.pool.on_failed(member().peer, UNFIT, "nixl: no one-sided path")
-        with pytest.raises(LayoutMismatch) as caught:
-            await task
-        assert caught.value.field == "tcp_encryption"
+async def test_carriers_of_several_ranks_are_joined():
+    async with opened(ranks=2) as world:
+        world.faults.carriers[1] = "rc_mlx5"
+        report = await world.pull()
+        assert (report.transport, report.plane) == ("loopback+rc_mlx5", "loopback")
 
 
-async def test_a_stage_with_none_of_our_layers_is_met_and_gives_nothing(world):
-    world.wire.manifest = cache_of(specs={"of another stage": SPECS["a"]}).manifest()
-    other = await world.met()
-    with pytest.raises(LayoutMismatch) as caught:  # alone it is of no use
-        await world.connected(0)
-    assert (caught.value.field, caught.value.source, caught.value.target) == (
-        "layers",
-        ["of another stage"],
-        ["a", "b"],
-    )
-    world.wire.manifest = SOURCE
-    route = await world.connected(0, 1)
-    assert next(peer for peer, _ in route.ranks) is other
-    assert [(leg.peer is other, leg.grant) for leg in route.legs] == [(False, 1)]
+async def test_each_group_is_read_from_the_group_of_the_peer_that_has_its_layers():
+    groups = tuple(Group((name,), SPECS[name].kind, SPECS[name].block_size) for name in "ba")
+    async with opened(sources=[cache_of(groups=groups)]) as world, asyncio.timeout(PATIENCE_S):
+        await world.consumer.start_pull(world.producer.offer("request-1", [[3], [4]], 4), [[1]])
+        assert {name: float(view[1].max()) for name, view in world.target.views.items()} == {"b": 4.0, "a": 5.0}
+        assert sorted(prepared_list.group for prepared_list in world.faults.called("prepare")) == [0, 1]
 
 
-async def test_a_stage_of_another_model_is_refused_whatever_its_layers_are(world):
-    manifest = cache_of(specs={"of another stage": SPECS["a"]}).manifest()
-    world.wire.manifest = msgspec.structs.replace(manifest, identity=Identity(model="theirs"))
-    task = await world.meet()
-    with pytest.raises(LayoutMismatch, match="model"):
-        await task
+async def test_only_the_rank_that_was_lost_is_prepared_again():
+    async with opened(ranks=2) as world:
+        await world.connect()
+        for turn in range(1, 3):
+            world.faults.failing[1] = "peer_lost"
+            assert isinstance(await failure(world.start(world.ticket(f"lost {turn}"))), PeerLost)
+            await world.heard(PeerDropped, turn)
+            world.faults.heal()
+            await world.pull(world.ticket(f"again {turn}"))
+        assert [prepared_list.peer.rank for prepared_list in world.faults.called("prepare")] == [0, 1, 1, 1]
 
 
-@pytest.mark.parametrize("by", ["the transport", "the connection"])
-async def test_a_peer_that_is_let_go_is_forgotten_and_met_anew(world, by):
-    await world.connected(0)
-    if by == "the transport":
-        world.pool.drop(member().peer, "peer_lost", "gone")
-    else:
-        world.wire.hung_up("peer_lost", "gone")
-    world.pool.drop(member().peer, "peer_lost", "told twice")
-    await settle()
-    assert world.pool.link(member().peer) is None
-    assert world.pool.route(ticket(0)) is None
-    assert world.transport.removed == [member().peer]
-    assert world.dropped == [(member().peer, "peer_lost", "gone")]
-    assert world.wire.left == 1
-    await world.connected(0)
-    assert world.wire.dialled == 2
-    assert {program.program_id for program in world.transport.prepared} == {1, 2}
+async def test_what_is_remembered_of_sets_of_ranks_is_bounded(monkeypatch):
+    monkeypatch.setattr("kvflow.worker.prepared.SHARES_MAX", 1)
+    monkeypatch.setattr("kvflow.worker.prepared.DIVISIONS_MAX", 1)
+    monkeypatch.setattr("kvflow.worker.peers.ROUTES_MAX", 1)
+    specs = dict.fromkeys("abc", SPECS["a"])
+    sources = [cache_of(specs={name: specs[name] for name in names}) for names in ("a", "ab", "bc", "abc")]
+    async with opened(sources=sources, target=cache_of(specs=specs)) as world:
 
+        def start(*ranks):
+            name = str(len(world.events))
+            return world.start(join_tickets([offered(world.producers[rank], name) for rank in ranks]))
 
-@pytest.mark.parametrize("state", ["is let go", "is forgotten", "is met anew"])
-async def test_a_peer_that_is_lost_while_another_is_met_gives_nothing(world, state):
-    await world.met()
-    connecting = asyncio.ensure_future(world.pool.connect(ticket(0, 1), world.blamed.append))
-    await settle()
-    world.pool.drop(member().peer, "peer_lost", "gone")
-    if state != "is let go":
-        await settle()
-    if state == "is met anew":
-        await world.met()
-    world.pool.on_added(member(1).peer, CARRIER)
-    with pytest.raises(PeerLost, match="while others"):
-        await connecting
-    assert world.transport.prepared == []
-    assert world.pool.route(ticket(0, 1)) is None
-
-
-async def test_closing_ends_a_life_that_has_not_begun(world):
-    first = asyncio.ensure_future(world.pool.meet(member()))
-    await asyncio.sleep(0)  # the life is a task now, and has not taken its first step
-    assert world.wire.dialled == 0
-    late = asyncio.ensure_future(world.pool.meet(member()))
-    world.pool.close()
-    async with asyncio.timeout(PATIENCE_S):
-        with pytest.raises(TransferCancelled):
-            await first
-        with pytest.raises(WorkerClosed):
-            await late
-    assert world.wire.dialled == 0
-
-
-async def test_a_transport_that_cannot_connect_fails_the_meeting(world):
-    task = await world.meet()
-    world.pool.drop(member().peer, "peer_lost", "no route")
-    with pytest.raises(PeerLost, match="no route"):
-        await task
-    assert world.transport.removed == [member().peer]
-
-
-async def test_a_peer_can_be_reached_before_it_can_be_read_from(world):
-    task = await world.meet()
-    link = await world.pool.reach(member())
-    assert not task.done()
-    world.pool.on_added(member().peer, CARRIER)
-    assert (await task).link is link
-
-
-async def test_whoever_comes_while_a_peer_is_let_go_meets_it_anew(world):
-    await world.met()
-    world.wire.leaving.clear()
-    world.pool.drop(member().peer, "peer_lost", "gone")
-    late = await world.meet()
-    assert world.wire.dialled == 1
-    world.wire.leaving.set()
-    await settle()
-    assert world.wire.dialled == 2
-    world.pool.on_added(member().peer, CARRIER)
-    assert (await late).link is world.pool.link(member().peer)
-
-
-async def test_a_transport_that_says_nothing_has_a_deadline(monkeypatch):
-    wire = Wire()
-    asyncio.get_running_loop().set_default_executor(AtOnce())
-    monkeypatch.setattr("kvflow.worker.peers.open_link", wire.link)
-    async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as tasks:
-        world = World(tasks, wire, handshake_s=0.01)
-        with pytest.raises(DeadlineExceeded) as caught:
-            await world.pool.meet(member())
-        assert (caught.value.phase, caught.value.peer) == ("handshake", str(member().peer))
-        await settle()
-        assert world.dropped[0][:2] == (member().peer, "deadline_exceeded")
-
-
-async def test_closing_lets_all_go_and_meets_no_one(world):
-    await world.met()
-    world.pool.close()
-    await settle()
-    assert world.dropped == [(member().peer, "closing", "the worker is closing")]
-    with pytest.raises(WorkerClosed):
-        await world.pool.meet(member())
-
-
-@pytest.mark.parametrize("dialling", [True, False])
-async def test_closing_does_not_wait_for_a_peer_that_is_being_met(world, dialling):
-    if dialling:
-        world.wire.open.clear()
-    task = await world.meet()
-    world.pool.close()
-    with pytest.raises(TransferCancelled, match="closing"):
-        await task
-    await settle()
-    assert world.dropped == [(member().peer, "closing", "the worker is closing")]
-
-
-async def test_a_peer_that_was_in_use_and_is_lost_is_met_again_without_being_asked_for(world, monkeypatch):
-    monkeypatch.setattr("kvflow.worker.redial.PAUSE_S", 0.0)
-    await world.connected(0)
-    world.wire.hung_up("peer_lost", "silent")
-    async with asyncio.timeout(PATIENCE_S):
-        while world.wire.dialled < 2:  # noqa: ASYNC110 - nothing announces an attempt
-            await asyncio.sleep(0)
-        await settle()
-        world.pool.on_added(member().peer, CARRIER)
-        await world.pool.meet(member())
-    assert world.wire.dialled == 2
-
-
-@pytest.mark.parametrize("why", ["it was never in use", "it said goodbye", "we leave"])
-async def test_who_is_not_met_again_by_itself(world, monkeypatch, why):
-    monkeypatch.setattr("kvflow.worker.redial.PAUSE_S", 0.0)
-    await world.met()
-    if why != "it was never in use":
-        await world.connected(0)
-    if why == "we leave":
-        world.pool.close()
-    else:
-        world.wire.hung_up("peer_closed" if why == "it said goodbye" else "peer_lost", why)
-    for _ in range(50):
-        await asyncio.sleep(0)
-    assert world.wire.dialled == 1
-
-
-async def test_whoever_said_goodbye_is_gone_and_not_dialled_any_more(world):
-    await world.met()
-    world.wire.hung_up("peer_closed", "the server is leaving")
-    await settle()
-    for ask in (world.pool.meet, world.pool.reach):
-        with pytest.raises(StaleLease, match="it said goodbye"):
-            await ask(member())
-    assert world.wire.dialled == 1
-    assert world.transport.gone == [member().peer]
-
-
-async def test_whoever_is_lost_without_a_word_may_come_again(world):
-    await world.met()
-    world.wire.hung_up("peer_lost", "silent")
-    await settle()
-    assert world.transport.removed == [member().peer]
-    assert world.transport.gone == []
-
-
-async def test_a_successor_is_met_by_itself_and_its_predecessor_is_never_dialled_again(world):
-    world.wire.moved_on[ADDRESS.incarnation] = restarted_as("1")
-    with pytest.raises(StaleLease):
-        await (await world.meet())
-    await settle()
-    assert [address.peer for address in world.transport.added] == [successor().peer]
-    world.pool.on_added(successor().peer, CARRIER)
-    async with asyncio.timeout(PATIENCE_S):
-        await world.pool.meet(successor())
-    dialled = world.wire.dialled
-    with pytest.raises(StaleLease, match="is gone"):
-        await world.pool.meet(member())
-    assert world.wire.dialled == dialled == 2
-    assert world.transport.gone == [member().peer]
-
-
-async def test_an_address_that_has_another_name_each_time_is_not_followed_for_ever(world):
-    names = "0123456789abcdef"
-    for name, next_name in pairwise(names):
-        world.wire.moved_on[name * 32] = restarted_as(next_name)
-    with pytest.raises(StaleLease):
-        await (await world.meet())
-    await settle()
-    assert world.wire.dialled == 2
-
-
-async def test_an_answer_of_a_successor_ends_whoever_lived_there_before(world):
-    await world.met()
-    task = asyncio.ensure_future(world.pool.meet(successor()))
-    await settle()
-    world.pool.on_added(successor().peer, CARRIER)
-    async with asyncio.timeout(PATIENCE_S):
-        await task
-    assert world.dropped[0][:2] == (member().peer, "peer_lost")
-    with pytest.raises(StaleLease, match="answers at its address"):
-        await world.pool.meet(member())
-
-
-async def test_a_dead_address_is_dialled_some_times_and_then_left_alone(world):
-    world.wire.error = PeerLost("nobody listens")
-    for _ in range(FAILURES_MAX):
-        with pytest.raises(PeerLost, match="nobody listens"):
-            await world.pool.meet(member())
-    for ask in (world.pool.meet, world.pool.reach):
-        with pytest.raises(PeerUnavailable) as caught:
-            await ask(member())
-        assert caught.value.retry_after_s > 0
-    assert world.wire.dialled == FAILURES_MAX
-    world.pool._clock.now += 60
-    world.wire.error = None
-    await world.met()
-    assert world.wire.dialled == FAILURES_MAX + 1
-
-
-async def test_whoever_needs_the_peer_that_is_probed_waits_for_the_probe(world):
-    world.wire.error = PeerLost("nobody listens")
-    for _ in range(FAILURES_MAX):
-        with pytest.raises(PeerLost):
-            await world.pool.meet(member())
-    world.pool._clock.now += 60
-    world.wire.error = None
-    probing = [await world.meet() for _ in range(3)]
-    world.pool.on_added(member().peer, CARRIER)
-    async with asyncio.timeout(PATIENCE_S):
-        await asyncio.gather(*probing)
-    assert world.wire.dialled == FAILURES_MAX + 1
-
-
-async def test_news_of_strangers_are_ignored(world):
-    world.pool.on_added("nobody", CARRIER)
-    world.pool.drop("nobody", "peer_lost", "")
-    assert world.pool.link("nobody") is None
-
-
-async def test_a_peer_that_is_not_trusted_any_more_is_let_go(world):
-    await world.met()
-    world.pool.drop_distrusted()
-    await settle()
-    assert world.dropped == []
-    world.trusted = False
-    world.pool.drop_distrusted()
-    await settle()
-    assert [code for _, code, _ in world.dropped] == ["key_removed"]
-    assert world.pool.drops == {"key_removed": 1}
-
-
-async def test_a_peer_that_is_not_trusted_while_it_is_met_is_let_go_as_soon_as_it_is(world):
-    world.wire.open.clear()
-    meeting = await world.meet()
-    world.trusted = False
-    world.pool.drop_distrusted()
-    world.wire.open.set()
-    with pytest.raises(PeerLost, match="not among our allowed keys"):
         async with asyncio.timeout(PATIENCE_S):
-            await meeting
-    assert [detail for _, _, detail in world.dropped] == [str(meeting.exception().message)]
+            for ranks in ((0, 2), (3,)):
+                await start(*ranks)
+            prepared = len(world.faults.called("prepare"))
+            await start(2, 0)
+        pool = world.consumer._consumer.peers
+        assert (len(pool._routes), len(pool._prepared._divisions)) == (1, 1)
+        error = await failure(start(1, 2))  # the second would give one layer less than before
+        assert isinstance(error, CapacityExceeded)
+        assert "different shares" in error.message
+        assert prepared == 3
+        assert len(world.faults.called("prepare")) == prepared + 1, "what was forgotten was divided, and not prepared"
 
 
-async def test_a_lease_that_has_ended_is_told_before_anything_is_read_and_the_peer_stays(world):
-    peer = await world.met()
-    world.wire.over = True
-    with pytest.raises(StaleLease):
-        await world.pool.meet(member())
-    world.wire.over = False
-    assert await world.pool.meet(member()) is peer
+KEYS = [CurveKeys.from_private(bytes.fromhex(digits * 32)) for digits in ("12", "34")]
 
 
-async def test_how_far_the_clocks_are_apart_is_reported(world):
-    world.wire.clock_offset = ClockOffset(2.5, 0.25)
-    await world.met()
-    (event,) = world.reports.events
-    assert (event.clock_ahead_s, event.clock_error_s) == (2.5, 0.25)
+@pytest.mark.parametrize("connected", [True, False])
+async def test_a_peer_whose_key_is_removed_is_dropped(network, connected):
+    theirs, ours = KEYS
+    settings = {"private_key": theirs.private_key, "allowed_keys": (ours.public_key,)}
+    async with opened(
+        network=network, theirs=settings, private_key=ours.private_key, allowed_keys=(theirs.public_key,)
+    ) as world:
+        if connected:
+            await world.connect()
+            world.consumer.allow_keys([theirs.public_key])
+            assert world.of(PeerDropped) == []
+            world.consumer.allow_keys([])
+        else:
+            world.faults.stuck.clear()
+            handle = world.start()
+            await world.faults.strike()
+            world.consumer.allow_keys([])
+            error = await failure(handle)
+            assert isinstance(error, PeerLost)
+            assert "no longer among our allowed keys" in error.message
+        (dropped,) = await world.heard(PeerDropped)
+        assert "no longer among our allowed keys" in dropped.detail
+        assert sum(world.consumer.snapshot().dropped.values()) == 1
 
 
-async def test_of_two_that_are_dialled_side_by_side_neither_ends_the_other(world):
-    world.wire.open.clear()
-    both = [asyncio.ensure_future(world.pool.meet(each)) for each in (successor(), member())]
-    await settle()
-    world.clock.now += 1.0  # both are connected later than either was dialled, the one that died as the last
-    world.wire.open.set()
-    await settle()
-    for each in (successor(), member()):
-        world.pool.on_added(each.peer, CARRIER)
-    async with asyncio.timeout(PATIENCE_S):
-        met = [await task for task in both]
-        assert [peer.link.peer for peer in met] == [successor().peer, member().peer]
-        assert await world.pool.meet(successor()) is met[0]
-    assert world.dropped == []
+async def test_an_ended_lease_is_reported_before_any_read_and_the_peer_stays(world, network):
+    await world.connect()
+    before = len(world.faults.chunks)
+    ticket = issued_before(world.ticket(), 60.0)
+    world.producer.revoke("request-1")
+    error = await failure(world.start(ticket))
+    assert isinstance(error, StaleLease)
+    assert error.ended_by == "revoked"
+    assert len(world.faults.chunks) == before
+    await world.pull(world.ticket("again"))
+    assert len(network.dialed) == 1

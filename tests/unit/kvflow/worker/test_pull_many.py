@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from kvflow import events
 from kvflow.errors import (
     ArgumentInvalid,
     BlockIdsInvalid,
@@ -12,8 +13,7 @@ from kvflow.errors import (
     TicketInvalid,
     TransferCancelled,
 )
-from kvflow.observability.events import PeerConnected
-from kvflow.transfer import events
+from kvflow.events import PeerConnected
 from kvflow.worker.runtime import open_worker
 
 from .helpers import PATIENCE_S, cache_of
@@ -147,7 +147,7 @@ async def test_pulls_whose_leases_have_ended_fail_alone(inline_s_max):
             await handle.quiesced()
 
 
-async def test_pulls_whose_leases_are_not_held_yet_are_delivered_later_than_the_others(world):
+async def test_pulls_whose_leases_are_not_held_yet_are_delivered_later(world):
     await world.connect()
     ticket, admit = world.early("early", (9,))
     *handles, early = world.consumer.pull_many([*items_of(world), (ticket, [[9]])])
@@ -201,7 +201,7 @@ async def test_a_callback_that_fails_is_told_to_the_loop_and_ends_no_other_pull(
     assert [type(error) for error in told] == [ZeroDivisionError]
 
 
-async def test_cancelling_one_pull_of_a_batch_leaves_the_others(world):
+async def test_canceling_one_pull_of_a_batch_leaves_the_others(world):
     await world.connect()
     world.faults.hung.add(0)
     handles = world.consumer.pull_many(items_of(world))

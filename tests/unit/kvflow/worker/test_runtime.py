@@ -7,32 +7,30 @@ import threading
 import msgspec
 import pytest
 
+from kvflow import events
 from kvflow.config import CALIBRATION_VARIABLE, WorkerConfig
 from kvflow.errors import (
     BlockIdsInvalid,
     ConfigInvalid,
-    LayoutMismatch,
     SpecInvalid,
-    TicketInvalid,
     TransportUnavailable,
     WorkerClosed,
+    WorkerDraining,
 )
 from kvflow.layout.manifest import Manifest
 from kvflow.layout.region import Region
 from kvflow.layout.shards import Shard
-from kvflow.observability import events
+from kvflow.planning import plan
+from kvflow.planning.costs import Calibration, Costs, encode_calibration
+from kvflow.reads.contract import PeerAddress
+from kvflow.reads.loopback import LoopbackBackend
+from kvflow.reads.staging import StagingMemory
+from kvflow.reads.thread import ThreadedTransport
 from kvflow.rendezvous import dialer
-from kvflow.transfer import plan
-from kvflow.transfer.costs import Calibration, Costs, encode_calibration
-from kvflow.transfer.events import TransferCompleted
-from kvflow.transport.base import PeerAddress
-from kvflow.transport.loopback import LoopbackMover
-from kvflow.transport.staging import StagingMemory
-from kvflow.transport.threaded import ThreadedTransport
-from kvflow.worker import programs, runtime
+from kvflow.worker import prepared, runtime
+from kvflow.worker.environment import PRODUCTION
 from kvflow.worker.producer import order_stores
 from kvflow.worker.runtime import open_worker
-from kvflow.worker.surroundings import REAL
 
 from .helpers import PATIENCE_S, SECRET, cache_of
 
@@ -73,8 +71,8 @@ async def test_what_a_peer_can_make_long_is_done_beside_the_loop_and_once(monkey
 
     noted(dialer, "decode")
     noted(plan, "plan_transfer")
-    noted(programs, "share_out")
-    noted(programs, "bind_plan")
+    noted(prepared, "assign_sources")
+    noted(prepared, "bind_plan")
     async with (
         asyncio.timeout(PATIENCE_S),
         open_worker(config(), cache_of()) as producer,
@@ -82,7 +80,7 @@ async def test_what_a_peer_can_make_long_is_done_beside_the_loop_and_once(monkey
     ):
         tickets = [producer.offer(f"request-{number}", [[number]], 4) for number in range(4)]
         await asyncio.gather(*(consumer.pull(ticket, [[4 + at]]) for at, ticket in enumerate(tickets)))
-    assert sorted(name for name, _ in done) == ["bind_plan", "decode", "plan_transfer", "share_out"]
+    assert sorted(name for name, _ in done) == ["assign_sources", "bind_plan", "decode", "plan_transfer"]
     assert threading.get_ident() not in {thread for _, thread in done}
 
 
@@ -93,16 +91,6 @@ async def test_a_block_stands_for_tokens_of_all_ranks_that_divide_them():
         worker.offer("request-1", [[3, 4]], 9)
         with pytest.raises(BlockIdsInvalid, match="2 blocks for 8 tokens, which at most 1 can hold"):
             worker.offer("request-2", [[3, 4]], 8)
-
-
-async def test_a_ticket_can_be_given_back_unread():
-    async with (
-        asyncio.timeout(PATIENCE_S),
-        open_worker(config(), cache_of()) as producer,
-        open_worker(config("decode-0"), cache_of()) as consumer,
-    ):
-        await consumer.release(producer.offer("request-1", [[3]], 4))
-        assert await producer.wait_offer("request-1") == "released"
 
 
 async def test_hooks_hear_everything_and_a_failing_one_stops_nobody(caplog):
@@ -128,7 +116,7 @@ def measured_over(transport, path):
     return str(path)
 
 
-async def test_a_calibration_of_another_transport_in_the_environment_is_ignored_and_told(tmp_path, monkeypatch):
+async def test_a_calibration_of_another_transport_is_ignored_and_reported(tmp_path, monkeypatch):
     path = measured_over("nixl", tmp_path / "calibration.json")
     monkeypatch.setenv(CALIBRATION_VARIABLE, path)
     heard = []
@@ -152,7 +140,7 @@ def missing(*_given):
     raise TransportUnavailable("NIXL is not installed")
 
 
-class OverTcp(LoopbackMover):
+class OverTcp(LoopbackBackend):
     """A data plane that stands for TCP: the loopback under that name."""
 
     data_endpoint = "tcp://localhost:5700"
@@ -171,43 +159,28 @@ def open_auto(config, agent_name, sink, staging_bytes=0):
     return ThreadedTransport(config.transport, factories, sink, StagingMemory(staging_bytes))
 
 
-WITHOUT_NIXL = msgspec.structs.replace(REAL, open_transport=open_auto)
+WITHOUT_NIXL = msgspec.structs.replace(PRODUCTION, open_transport=open_auto)
 
 
 async def test_without_nixl_a_worker_goes_on_over_tcp_and_says_so():
     heard = []
     async with (
         asyncio.timeout(PATIENCE_S),
-        open_worker(config(transport="auto"), cache_of(), surroundings=WITHOUT_NIXL, hooks=[heard.append]) as producer,
+        open_worker(config(transport="auto"), cache_of(), environment=WITHOUT_NIXL, hooks=[heard.append]) as producer,
         open_worker(
-            config("decode-0", transport="auto"), cache_of(), surroundings=WITHOUT_NIXL, hooks=[heard.append]
+            config("decode-0", transport="auto"), cache_of(), environment=WITHOUT_NIXL, hooks=[heard.append]
         ) as consumer,
     ):
         report = await consumer.pull(producer.offer("request-1", [[3]], 4), [[5]])
     assert (report.plane, report.transport) == ("tcp", "loopback")
-    assert heard.count(events.PlaneOmitted("nixl", "NIXL is not installed")) == 2
+    told = [(event.plane, event.code, event.detail) for event in heard if isinstance(event, events.PlaneOmitted)]
+    assert told == [("nixl", "transport_unavailable", "NIXL is not installed")] * 2
     assert {event.transport for event in heard if isinstance(event, events.WorkerOpened)} == {"tcp"}
     assert [event.plane for event in heard if isinstance(event, events.PeerConnected)] == ["tcp"]
 
 
-async def test_workers_of_different_encryption_are_refused_by_name():
-    async with (
-        asyncio.timeout(PATIENCE_S),
-        open_worker(config(transport="auto"), cache_of(), surroundings=WITHOUT_NIXL) as producer,
-        open_worker(
-            config("decode-0", transport="auto", tcp_encryption="tls"),
-            cache_of(),
-            surroundings=WITHOUT_NIXL,
-        ) as consumer,
-    ):
-        with pytest.raises(LayoutMismatch, match="tcp_encryption differs: source has 'off', target has 'tls'"):
-            await consumer.pull(ticket := producer.offer("request-1", [[3]], 4), [[5]])
-        await consumer.release(ticket)
-        assert await producer.wait_offer("request-1") == "released", "it can be given back all the same"
-
-
 @pytest.mark.parametrize("measured", ["nixl", "tcp"])
-async def test_a_calibration_of_one_of_our_planes_is_taken_for_the_peers_of_that_plane(tmp_path, monkeypatch, measured):
+async def test_a_calibration_of_one_plane_applies_to_the_peers_of_that_plane(tmp_path, monkeypatch, measured):
     path = measured_over(measured, tmp_path / "calibration.json")
     told = []
 
@@ -219,9 +192,9 @@ async def test_a_calibration_of_one_of_our_planes_is_taken_for_the_peers_of_that
     monkeypatch.setattr(plan.PlanCache, "plan", plan_of)
     async with (
         asyncio.timeout(PATIENCE_S),
-        open_worker(config(transport="auto"), cache_of(), surroundings=WITHOUT_NIXL) as producer,
+        open_worker(config(transport="auto"), cache_of(), environment=WITHOUT_NIXL) as producer,
         open_worker(
-            config("decode-0", transport="auto", calibration=path), cache_of(), surroundings=WITHOUT_NIXL
+            config("decode-0", transport="auto", calibration=path), cache_of(), environment=WITHOUT_NIXL
         ) as consumer,
     ):
         assert consumer.snapshot().staging.buffers == 8
@@ -229,10 +202,10 @@ async def test_a_calibration_of_one_of_our_planes_is_taken_for_the_peers_of_that
     assert told[-1] == (("tcp", True) if measured == "tcp" else (None, False))
 
 
-async def test_a_calibration_of_no_plane_of_ours_is_refused_if_the_settings_name_it(tmp_path):
+async def test_a_calibration_of_a_missing_plane_is_refused_if_settings_name_it(tmp_path):
     path = measured_over("loopback", tmp_path / "calibration.json")
     with pytest.raises(ConfigInvalid, match="over transport 'loopback', but the worker's is 'nixl' or 'tcp'"):
-        async with open_worker(config(transport="auto", calibration=path), cache_of(), surroundings=WITHOUT_NIXL):
+        async with open_worker(config(transport="auto", calibration=path), cache_of(), environment=WITHOUT_NIXL):
             pass
 
 
@@ -269,6 +242,34 @@ async def test_what_is_raised_inside_comes_out_as_it_is():
             raise KeyError("of the caller")
 
 
+async def test_a_worker_refuses_more_in_each_stage_and_never_goes_back():
+    """A draining worker takes nothing new and still releases; a closed one does neither, and cannot drain."""
+    async with open_worker(config(), cache_of()) as producer:
+        tickets = [producer.offer(f"request-{number}", [[number]], 4) for number in range(3)]
+        async with asyncio.timeout(PATIENCE_S), open_worker(config("decode-0"), cache_of()) as worker:
+            started = {
+                "takes no offers": lambda: worker.offer("r", [[1]], 4),
+                "pulls nothing": lambda: worker.start_pull(tickets[0], [[1]]).result(),
+                "holds nothing": lambda: worker.hold(tickets[0]),
+            }
+            worker.hold(tickets[0])
+            worker.offer("held", [[1]], 4)
+            for _ in range(2):
+                assert (await worker.drain(0.0)).leases == ("held",)
+                for refusal, start in started.items():
+                    with pytest.raises(WorkerDraining, match=f"is draining and {refusal}"):
+                        start()
+            await worker.release(tickets[1])
+            assert await producer.wait_offer("request-1") == "released"
+        async with asyncio.timeout(PATIENCE_S):
+            await worker.drain(0.0)
+        for refusal, start in started.items():
+            with pytest.raises(WorkerClosed, match=f"is closing and {refusal}"):
+                start()
+        with pytest.raises(WorkerClosed, match="is closing and releases nothing"):
+            await worker.release(tickets[2])
+
+
 async def test_leaving_revokes_and_refuses():
     async with open_worker(config(), cache_of()) as worker:
         worker.offer("r", [[1]], 4)
@@ -303,20 +304,6 @@ async def test_a_cache_that_contradicts_itself_starts_nothing():
     with pytest.raises(SpecInvalid, match="reaches byte"):
         async with open_worker(config(), Lying()):
             pytest.fail("it runs")
-
-
-async def test_tickets_of_another_cluster_are_refused_before_anything_is_dialled():
-    heard = []
-    other = config(cluster_secret="another secret, long enough")
-    async with (
-        open_worker(other, cache_of()) as producer,
-        open_worker(config("decode-0"), cache_of(), hooks=[heard.append]) as consumer,
-    ):
-        with pytest.raises(TicketInvalid):
-            await consumer.pull(producer.offer("r", [[1]], 4), [[1]])
-    assert not [
-        event for event in heard if isinstance(event, (events.PeerConnected, events.PeerDropped, TransferCompleted))
-    ]
 
 
 async def test_a_worker_orders_its_stores_around_every_change_of_an_epoch(monkeypatch):

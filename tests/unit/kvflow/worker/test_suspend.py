@@ -6,12 +6,12 @@ import threading
 import msgspec
 import pytest
 
-from kvflow.cache.epochs import EPOCH_BITS
 from kvflow.config import WorkerConfig
 from kvflow.errors import ConfigInvalid, SpecInvalid, TransferCancelled, TransferFailed, WorkerClosed, WorkerSuspended
-from kvflow.rendezvous.mint import TicketMint
-from kvflow.transfer.events import TransferRetried
-from kvflow.worker import life
+from kvflow.events import TransferRetried
+from kvflow.leases.epochs import EPOCH_BITS
+from kvflow.rendezvous.issuer import TicketMint
+from kvflow.worker import worker_thread
 from kvflow.worker.threaded import run_worker
 from tests.ports import free_port
 
@@ -131,7 +131,7 @@ def test_it_comes_back_where_it_was_or_waits_until_it_can():
     with run_worker(config(bind=endpoint), cache_of()) as worker:
         worker.suspend()
         with socket.create_server(("127.0.0.1", int(endpoint.rpartition(":")[2]))):
-            with pytest.raises(ConfigInvalid, match="bind"):
+            with pytest.raises(ConfigInvalid, match="already in use"):
                 worker.resume(cache_of())
             with pytest.raises(WorkerSuspended):
                 worker.snapshot()
@@ -175,16 +175,16 @@ def test_allowed_keys_are_those_that_were_given_last():
 
 def allowed(worker, *keys):
     """Tell of each key whether the worker's present life allows it."""
-    return [key in worker._life.worker._trust._ours.security.allowed for key in keys]
+    return [key in worker._thread.worker._local.security.allowed for key in keys]
 
 
-def test_what_a_loop_died_of_is_told_once_and_does_not_keep_it_from_resuming(monkeypatch):
-    open_worker, died = life.open_worker, make_mortal(monkeypatch)
+def test_the_error_of_a_loop_is_reported_once_and_it_can_resume(monkeypatch):
+    open_worker, died = worker_thread.open_worker, make_mortal(monkeypatch)
     with run_worker(config(), cache_of()) as worker:
         assert died.wait(PATIENCE_S)
         with pytest.raises(ExceptionGroup) as caught:
             worker.suspend()
         assert caught.group_contains(ZeroDivisionError, match="what it died of")
-        monkeypatch.setattr(life, "open_worker", open_worker)
+        monkeypatch.setattr(worker_thread, "open_worker", open_worker)
         worker.resume(cache_of())
         assert worker.snapshot().leases == 0

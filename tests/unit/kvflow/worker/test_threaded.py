@@ -4,14 +4,13 @@ import logging
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from functools import partial
 
 import pytest
 
-from kvflow.cache.epochs import EPOCH_BITS
-from kvflow.cache.tickets import RankAddress
 from kvflow.errors import (
     ArgumentInvalid,
     BlockIdsInvalid,
@@ -24,9 +23,11 @@ from kvflow.errors import (
     TransferFailed,
     WorkerClosed,
 )
-from kvflow.rendezvous.mint import TicketMint
-from kvflow.transfer.events import TransferQuiesced, TransferRetried
-from kvflow.worker import life
+from kvflow.events import TransferQuiesced, TransferRetried
+from kvflow.leases.epochs import EPOCH_BITS
+from kvflow.leases.tickets import RankAddress
+from kvflow.rendezvous.issuer import TicketMint
+from kvflow.worker import worker_thread
 from kvflow.worker.peers import PeerPool
 from kvflow.worker.threaded import run_worker
 
@@ -126,7 +127,7 @@ def test_a_failure_is_an_exception_and_an_entry():
         assert isinstance(end.error, StaleLease)
 
 
-def test_two_pulls_of_one_ticket_are_told_apart_by_the_names_that_the_caller_gave():
+def test_two_pulls_of_one_ticket_are_distinguished_by_the_callers_names():
     with run_worker(config(), cache_of()) as producer, run_worker(config("decode-0"), cache_of()) as consumer:
         ticket = producer.offer("r", [[3]], 4)
         consumer.pull(ticket, [[5]], local_request_id="first").result(PATIENCE_S)
@@ -187,7 +188,9 @@ def test_a_cancelled_future_is_reported_once_its_blocks_may_be_reused():
 def workers_with_faults(monkeypatch, **settings):
     """A producer, and a consumer whose data plane fails as the test says."""
     faults = Faults()
-    monkeypatch.setattr(life, "open_worker", partial(life.open_worker, surroundings=with_faults(faults, 0.0)))
+    monkeypatch.setattr(
+        worker_thread, "open_worker", partial(worker_thread.open_worker, environment=with_faults(faults, 0.0))
+    )
     with (
         run_worker(config(), cache_of(16)) as producer,
         run_worker(config("decode-0", **settings), cache_of(16)) as consumer,
@@ -248,7 +251,7 @@ def test_one_wrong_item_of_a_batch_fails_alone(wrong):
         assert sorted(ends) == [("", "failed"), ("a", "completed"), ("b", "completed")]
 
 
-def test_cancelling_one_future_of_a_batch_leaves_the_others(monkeypatch):
+def test_canceling_one_future_of_a_batch_leaves_the_others(monkeypatch):
     with workers_with_faults(monkeypatch) as (producer, consumer, faults):
         faults.hung.add(0)
         futures = consumer.pull_many([(producer.offer(f"r{at}", [[at]], 4), [[at]]) for at in range(3)])
@@ -274,7 +277,7 @@ def test_a_batch_that_its_worker_cannot_take_leaves_a_record_for_each_pull(caplo
     assert [record["request_id"] for record in refused] == ["a", "b"]
 
 
-def test_every_pull_is_reported_however_early_it_is_cancelled_or_its_worker_closed():
+def test_every_pull_is_reported_however_early_it_is_canceled_or_closed():
     calls = 40
     with run_worker(config(), cache_of()) as producer:
         tickets = [producer.offer(f"r{index}", [[3]], 4) for index in range(calls)]
@@ -300,18 +303,27 @@ def test_an_admission_that_comes_late_is_waited_for():
         assert future.result(PATIENCE_S).nbytes > 0
 
 
-def test_a_ticket_that_is_kept_outlives_its_lease_until_it_is_pulled():
-    source, target = cache_of(), cache_of()
-    with run_worker(config(lease_s=3.0), source) as producer, run_worker(config("decode-0"), target) as consumer:
+def test_a_ticket_that_is_kept_is_renewed_until_it_is_pulled():
+    source, target, lease_s = cache_of(), cache_of(), 3.0
+    with run_worker(config(lease_s=lease_s), source) as producer, run_worker(config("decode-0"), target) as consumer:
         tickets = [producer.offer(name, [[3]], 4) for name in ("kept and pulled", "kept and released", "left alone")]
         ends = [producer.wait_offer(ticket.request_id) for ticket in tickets]
         for ticket in tickets[:2]:
             consumer.keep(ticket).result(PATIENCE_S)
-        assert ends[2].result(PATIENCE_S) == "expired"
-        assert not ends[0].done()
+        deadline = time.monotonic() + PATIENCE_S
+        # A lease that nobody renews expires ``lease_s`` after it was admitted.
+        while (later := later_than(lease_s, producer)) != {"kept and pulled", "kept and released"}:
+            assert time.monotonic() < deadline, later
+            time.sleep(0.01)
         consumer.pull(tickets[0], [[5]]).result(PATIENCE_S)
         consumer.release(tickets[1]).result(PATIENCE_S)
-        assert [end.result(PATIENCE_S) for end in ends] == ["released", "released", "expired"]
+        assert [end.result(PATIENCE_S) for end in ends[:2]] == ["released", "released"]
+
+
+def later_than(lease_s, producer):
+    """Name the requests whose leases expire clearly later than they would without a renewal."""
+    leases = producer.snapshot().held_leases
+    return {lease.request_id for lease in leases if lease.age_s + lease.expires_in_s > lease_s + 0.1}
 
 
 def test_a_ticket_of_a_stranger_is_not_kept():
@@ -357,7 +369,7 @@ def test_an_interruption_while_it_opens_ends_it(monkeypatch):
         except KeyboardInterrupt as interruption:
             seen.append(interruption)
 
-    monkeypatch.setattr(life, "Future", Interrupted)
+    monkeypatch.setattr(worker_thread, "Future", Interrupted)
     thread = threading.Thread(target=engine, daemon=True)
     thread.start()
     thread.join(PATIENCE_S)
@@ -370,7 +382,7 @@ def test_a_loop_that_cannot_be_made_raises_where_it_was_asked_for(monkeypatch):
         living.close()
         raise OSError("too many open files")
 
-    monkeypatch.setattr("kvflow.worker.life.uvloop.run", run)
+    monkeypatch.setattr("kvflow.worker.worker_thread.uvloop.run", run)
     with pytest.raises(OSError, match="too many"), run_worker(config(), cache_of()):
         pytest.fail("it runs")
 
@@ -414,3 +426,11 @@ def test_a_program_that_closes_its_worker_too_late_ends(ending):
     done = subprocess.run([sys.executable, "-c", UNCLOSED + ending], capture_output=True, timeout=100, check=True)
     assert done.stdout.startswith(b"tcp://")
     assert b"Error" not in done.stderr
+
+
+def test_a_thread_lists_the_leases_that_are_held():
+    with run_worker(config(), cache_of()) as producer:
+        producer.offer("r", [[1]], 4)
+        (state,) = producer.snapshot().held_leases
+        assert (state.request_id, state.num_blocks) == ("r", 1)
+        assert producer.snapshot(limit=0).held_leases == ()

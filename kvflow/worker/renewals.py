@@ -1,4 +1,4 @@
-"""Leases of producers that this worker holds: renewed while they are needed, and given back many at once."""
+"""Renew the leases of open pulls and held tickets, and send releases in batches."""
 
 from asyncio import get_running_loop
 from collections import defaultdict
@@ -6,38 +6,38 @@ from collections.abc import Iterable, Sequence
 
 from msgspec import Struct, UnsetType
 
-from kvflow.cache.tickets import Member
 from kvflow.clock import Clock
 from kvflow.errors import CapacityExceeded, KvflowError, PeerUnavailable
 from kvflow.ids import LeaseKey, PeerId
+from kvflow.leases.tickets import Member
 from kvflow.worker.peers import PeerPool
 
 RENEWALS_PER_LEASE = 3  # two may be lost before a lease runs out
 TICK_S = 0.02  # renewals are due at ticks; most pulls end before the first
-REDIAL_S = 0.5  # until a lease is due again whose peer was not connected
-RELEASE_PAUSE_S = 0.02  # releases are collected: a message costs as much as several fences, and delays the next pull
-RELEASES_MAX = 256  # when more wait, they are sent at once
-KEPT_MAX = 65536  # as many leases as a producer's lease table remembers
+REDIAL_S = 0.5  # until the next renewal of a lease whose peer is not connected
+RELEASE_PAUSE_S = 0.02  # collects releases: a message costs as much as several fences, and delays the next pull
+RELEASES_MAX = 256  # more than this many waiting releases are sent at once
+HELD_MAX = 65536  # as many leases as a producer's lease table remembers
 NEW = -1  # the tick of leases whose first renewal is not planned yet
 HeldLease = tuple[PeerId, int, int]
-"""A lease of a producer: whose, its slot, its epoch."""
+"""A lease of a producer: the peer, the slot, the epoch."""
 _Releases = dict[tuple[PeerId, bool], list[LeaseKey]]
 
 
-class _Lease(Struct, eq=False):
+class _Lease(Struct, eq=False, gc=False):
     member: Member
-    holders: int = 0  # open pulls, and one more if its ticket is kept
+    holders: int = 0  # open pulls, and requests that hold its ticket
     tick: int = NEW  # when it is due
 
 
-class LeasesHeld:
-    """The leases of one worker's open pulls and kept tickets, and those that it has still to give back.
+class LeaseRenewer:
+    """Renew the leases of one worker's open pulls and held tickets, and release them.
 
-    A lease is renewed once, however many hold it. Fences tell the pulls that it has ended. The leases that are due at
-    one tick lie in one dictionary: to hold a lease costs the same, however many are held.
+    A lease is renewed once for all pulls that need it. The fence detects that a lease has ended. The leases that are
+    due at one tick are in one dictionary, so the cost of a lease does not depend on their number.
 
     Attributes:
-        kept: the leases of kept tickets.
+        held: the lease of each held ticket, and the requests that hold it, by their own ids.
 
     Thread: the event loop.
     """
@@ -45,15 +45,16 @@ class LeasesHeld:
     def __init__(self, pool: PeerPool, clock: Clock, wall: Clock) -> None:
         self._pool, self._clock, self._wall = pool, clock, wall
         self._leases: dict[HeldLease, _Lease] = {}
-        self.kept: set[HeldLease] = set()
+        self.held: dict[HeldLease, set[str]] = {}
+        self._num_held = 0  # of all requests
         self._due: dict[int, dict[HeldLease, _Lease]] = defaultdict(dict)
         self._tick: int | None = None  # the last whose leases were renewed; none while nothing is held
         self._waiting: _Releases = defaultdict(list)
-        self._due_releases: list[_Releases] = []  # sent in the next turn of the loop
+        self._due_releases: list[_Releases] = []  # sent in the next iteration of the loop
         self._num_waiting = 0
 
-    def hold(self, members: Iterable[Member]) -> list[HeldLease]:
-        """Renew the leases of one pull, until ``drop`` is called for what this returns, once."""
+    def start(self, members: Iterable[Member]) -> tuple[HeldLease, ...]:
+        """Renew the leases of one pull; pass the result to ``stop`` once."""
         keys = []
         for member in members:
             key = _key(member)
@@ -65,10 +66,10 @@ class LeasesHeld:
         if self._tick is None:
             self._tick = int(self._clock() / TICK_S)
             get_running_loop().call_later(TICK_S, self._renew)
-        return keys
+        return tuple(keys)
 
-    def drop(self, keys: Iterable[HeldLease]) -> None:
-        """End what ``hold`` began; the leases end by themselves."""
+    def stop(self, keys: Iterable[HeldLease]) -> None:
+        """Stop renewing the leases of one pull."""
         for key in keys:
             lease = self._leases.get(key)
             if lease is not None:
@@ -78,7 +79,7 @@ class LeasesHeld:
                     self._due[lease.tick].pop(key, None)
 
     def release(self, keys: Sequence[HeldLease], *, read: bool) -> None:
-        """Give leases back soon, but not before those who await the pull have run."""
+        """Release leases soon, after the tasks that await the pull have run."""
         before = self._num_waiting
         for peer, slot, epoch in keys:
             self._waiting[peer, read].append((slot, epoch))
@@ -86,34 +87,53 @@ class LeasesHeld:
         if not before or before <= RELEASES_MAX < self._num_waiting:
             get_running_loop().call_later(0 if before else RELEASE_PAUSE_S, self._take)
 
-    def keep(self, members: Iterable[Member]) -> None:
-        """Renew the leases of a ticket until ``forget``; does nothing for one that is kept already.
+    def hold_ticket(self, members: Iterable[Member], name: str = "") -> None:
+        """Renew the leases of a ticket for one request until ``end_ticket``. Do nothing if it holds the ticket already.
+
+        Args:
+            members: members of the ticket.
+            name: our own id of the request. Several requests may hold one ticket.
 
         Raises:
-            CapacityExceeded: too many are kept; those of this ticket may be, in part.
+            CapacityExceeded: too many leases are held; some leases of this ticket may be among them.
         """
         for member in members:
-            if _key(member) not in self.kept:
-                if len(self.kept) >= KEPT_MAX:
-                    raise CapacityExceeded("leases of tickets that are kept", KEPT_MAX)
-                self.kept.add(_key(member))
-                self.hold([member])
+            names = self.held.setdefault(_key(member), set())
+            if name not in names:
+                if self._num_held >= HELD_MAX:
+                    raise CapacityExceeded("leases of tickets that are held", HELD_MAX)
+                names.add(name)
+                self._num_held += 1
+                self.start([member])
 
-    def forget(self, members: Iterable[Member]) -> None:
-        """End what ``keep`` began; does nothing for a ticket that is not kept."""
+    def end_ticket(self, members: Iterable[Member], name: str = "") -> None:
+        """Stop renewing the leases of a ticket for one request. Do nothing if no request holds it.
+
+        A request without an id of its own ends any hold, and a hold without an id is ended by any request.
+        """
         for key in map(_key, members):
-            if key in self.kept:
-                self.kept.remove(key)
-                self.drop([key])
+            names = self.held.get(key)
+            if names:
+                found = name if name in names else "" if "" in names else "" if name else min(names)
+                if found in names:
+                    self._end_hold(key, found)
+
+    def _end_hold(self, key: HeldLease, name: str) -> None:
+        names = self.held[key]
+        names.remove(name)
+        self._num_held -= 1
+        if not names:
+            del self.held[key]
+        self.stop([key])
 
     def close(self) -> None:
-        """Send every release that waits, and renew nothing from now on."""
+        """Send every waiting release, and stop renewing."""
         self._leases.clear()
         self._take()
         self._send()
 
     def _renew(self) -> None:
-        """Renew what is due, again and again while anything is held; the renewals of one peer travel together."""
+        """Renew the leases that are due, one message for each peer, and call this again at the next tick."""
         if not self._leases or self._tick is None:
             self._due.clear()
             self._tick = None
@@ -139,29 +159,30 @@ class LeasesHeld:
         self._due[lease.tick][key] = lease
 
     def _left_s(self, peer: PeerId, member: Member) -> float:
-        """Return the seconds until a ticket is renewed first: none if a third of its lease may be over."""
+        """Return the seconds until the first renewal of a ticket: 0 if a third of its lease may have passed."""
         link, grant = self._pool.link(peer), member.grant
         offset = None if link is None else link.clock_offset
         if offset is None or isinstance(grant.issued_ms, UnsetType):
             return 0.0
         age_s = self._wall() + offset.ahead_s + offset.error_s - grant.issued_ms / 1000
-        # Below zero, the signer's clock is ahead of the producer's, and nothing is known.
+        # A negative age means that the signer's clock is ahead of the producer's: the age is unknown.
         return max(0.0, grant.lease_s / RENEWALS_PER_LEASE - age_s) if age_s >= 0 else 0.0
 
     def _again_at(self, peer: PeerId, member: Member, now: float) -> float:
-        """Say when a lease that is due is due again; a peer that is not connected is dialled."""
+        """Return when a lease that is renewed now is due again; start to connect its peer if it is not connected."""
         try:
             if self._pool.link(peer) is None:
-                self._pool.begin(member)
+                self._pool.start_connecting(member)
                 return now + REDIAL_S
         except PeerUnavailable as error:
             return now + REDIAL_S + error.retry_after_s
-        except KvflowError:  # its producer is gone, and its leases with it
-            self.forget([member])
+        except KvflowError:  # its producer is closed, and with it the lease
+            for name in tuple(self.held.get(_key(member), ())):
+                self._end_hold(_key(member), name)
         return now + member.grant.lease_s / RENEWALS_PER_LEASE
 
     def _take(self) -> None:
-        """Send what waits now in the next turn of the loop: by then those who await these pulls have run."""
+        """Send the waiting releases in the loop's next iteration, after the tasks that await these pulls."""
         self._due_releases.append(self._waiting)
         self._waiting, self._num_waiting = defaultdict(list), 0
         get_running_loop().call_soon(self._send)

@@ -1,25 +1,45 @@
-"""What counts against an address, what tells that a peer is gone, and what is forgotten."""
+"""When an address is left alone, when a peer counts as closed, and when a lost peer is dialed again."""
+
+import asyncio
+from unittest.mock import AsyncMock, call
 
 import msgspec
 import pytest
 
 from kvflow import errors
-from kvflow.cache.mint import Mint
-from kvflow.cache.tickets import RankAddress
-from kvflow.observability.events import BreakerClosed, BreakerOpened
+from kvflow.events import BreakerClosed, BreakerOpened
+from kvflow.leases.issuer import Issuer
+from kvflow.leases.tickets import RankAddress
 from kvflow.rendezvous.dialer import Replaced, Restarted
-from kvflow.rendezvous.failures import Distrusted, NotDialled
-from kvflow.worker.breaker import BACKOFF_S, FAILURES_MAX
-from kvflow.worker.dialling import ELSEWHERE_S, DiallingRecord
+from kvflow.rendezvous.failures import Distrusted, NotDialed
+from kvflow.worker.reachability import (
+    BACKOFF_S,
+    BACKOFF_S_MAX,
+    FAILURES_MAX,
+    PAUSE_S,
+    PAUSE_S_MAX,
+    REDIALS_MAX,
+    SUPERSEDED_S,
+    TRANSITIONS,
+    TRIED_MAX,
+    Breaker,
+    IllegalTransition,
+    Reachability,
+    advance,
+    pause_s,
+    redial,
+)
 
 from .helpers import Clock, Reports
 
 ENDPOINT = "tcp://127.0.0.1:5000"
 OTHER_ENDPOINT = "tcp://127.0.0.1:5001"
+STATES = {"closed", "open", "probing"}
+EVENTS = {"answered", "failed", "failed_too_often", "probed", "abandoned"}
 
 
 def member(incarnation="0", endpoint=ENDPOINT):
-    mint = Mint(
+    mint = Issuer(
         "prefill-0", [RankAddress(0, incarnation * 32, endpoint, "0", 4)], sign=lambda payload: bytes(32), lease_s=30.0
     )
     return next(mint.offer("r", block_ids=[[1]], num_tokens=1)[0].members())
@@ -28,7 +48,7 @@ def member(incarnation="0", endpoint=ENDPOINT):
 class World:
     def __init__(self):
         self.clock, self.reports = Clock(), Reports()
-        self.record = DiallingRecord(clock=self.clock, draw=lambda: 0.0, report=self.reports)
+        self.record = Reachability(clock=self.clock, draw=lambda: 0.0, report=self.reports)
 
     def fail(self, who, error=None, times=1):
         for _ in range(times):
@@ -47,7 +67,7 @@ def world():
     return World()
 
 
-def test_an_address_that_fails_is_left_alone_and_the_refusal_says_until_when(world):
+def test_a_failing_address_is_refused_until_a_stated_time(world):
     world.fail(member(), times=FAILURES_MAX - 1)
     assert world.refused(member()) is None
     world.fail(member())
@@ -115,7 +135,7 @@ def test_an_answer_is_an_answer_whatever_it_says(world, error):
     "error",
     [
         Distrusted("a key that is not allowed"),
-        NotDialled("open files", 1024),
+        NotDialed("open files", 1024),
         errors.ConfigInvalid("malformed"),
         errors.TransferCancelled("the worker is closing"),
     ],
@@ -141,13 +161,13 @@ def test_what_never_left_this_process_is_no_answer_and_no_silence(world, error):
     ],
     ids=repr,
 )
-def test_a_peer_whose_address_is_another_ones_is_gone_for_a_while(world, error):
+def test_a_peer_whose_address_is_another_ones_is_closed_for_a_while(world, error):
     world.fail(member(), error)
     refused = world.refused(member())
     assert isinstance(refused, errors.StaleLease)
     assert error.message in refused.message
     assert world.refused(member("1")) is None, "whoever answers there now is as good as any"
-    world.clock.now += ELSEWHERE_S
+    world.clock.now += SUPERSEDED_S
     assert world.refused(member()) is None, "a name server may have given an old address"
     world.fail(member(), error)
     assert isinstance(world.refused(member()), errors.StaleLease)
@@ -155,7 +175,7 @@ def test_a_peer_whose_address_is_another_ones_is_gone_for_a_while(world, error):
 
 def test_a_goodbye_is_for_ever_whoever_answers_there_later(world):
     world.record.on_goodbye(member())
-    world.record.on_elsewhere(member(), "another one answers")
+    world.record.on_superseded(member(), "another one answers")
     world.clock.now += 1e6
     assert "it said goodbye" in world.refused(member()).message
 
@@ -168,8 +188,8 @@ def test_a_new_incarnation_is_tried_at_once(world):
 
 
 def test_what_is_remembered_is_bounded(world, monkeypatch):
-    monkeypatch.setattr("kvflow.worker.dialling.BREAKERS_MAX", 2)
-    monkeypatch.setattr("kvflow.worker.dialling.GONE_MAX", 2)
+    monkeypatch.setattr("kvflow.worker.reachability.BREAKERS_MAX", 2)
+    monkeypatch.setattr("kvflow.worker.reachability.CLOSED_MAX", 2)
     endpoints = [f"tcp://127.0.0.1:{port}" for port in (5000, 5001, 5002)]
     for endpoint in endpoints:
         world.fail(member(endpoint=endpoint), times=FAILURES_MAX)
@@ -190,3 +210,134 @@ def test_gone_is_who_was_at_that_address(world):
     world.record.on_goodbye(member())
     assert isinstance(world.refused(member()), errors.StaleLease)
     assert world.refused(member(endpoint=OTHER_ENDPOINT)) is None
+
+
+@pytest.fixture
+def opened():
+    """A breaker that has just opened, at time 0."""
+    breaker = Breaker()
+    for _ in range(FAILURES_MAX):
+        breaker.failed("p", 0.0, 0.0)
+    return breaker
+
+
+def test_a_breaker_takes_every_event_but_two():
+    assert {(state, event) for state in STATES for event in EVENTS} - TRANSITIONS.keys() == {
+        ("closed", "probed"),  # who may dial anyway is no probe
+        ("probing", "probed"),  # there is one at a time
+    }
+    assert set(TRANSITIONS.values()) == STATES
+
+
+def test_a_breaker_refuses_an_event_that_its_state_does_not_have():
+    with pytest.raises(IllegalTransition, match="a breaker that is closed cannot be probed"):
+        advance("closed", "probed")
+
+
+def test_a_breaker_opens_after_several_failures_in_a_row():
+    breaker = Breaker()
+    for _ in range(3):
+        for _ in range(FAILURES_MAX - 1):
+            breaker.failed("p", 0.0, 0.0)
+            assert breaker.ask("p", 0.0)
+        breaker.answered()  # in a row, or they do not count
+    for _ in range(FAILURES_MAX):
+        assert breaker.state == "closed"
+        breaker.failed("p", 0.0, 0.0)
+    assert breaker.state == "open"
+    assert not breaker.ask("p", 0.0)
+
+
+def test_an_open_breaker_allows_one_probe_at_a_time_when_it_is_due(opened):
+    due = BACKOFF_S / 2
+    assert not opened.ask("p", due - 0.001)
+    assert opened.ask("p", due)
+    assert opened.state == "probing"
+    assert not opened.ask("p", due)
+    opened.answered()
+    assert opened.state == "closed"
+    assert opened.ask("p", due)
+    assert opened.failures == 0
+
+
+def test_a_failed_probe_doubles_the_pause(opened):
+    pauses, now = [], 0.0
+    for _ in range(8):
+        pauses.append(opened.retry_at - now)
+        now = opened.retry_at
+        assert opened.ask("p", now)
+        opened.failed("p", now, 0.0)
+        assert opened.state == "open"
+    assert pauses[:3] == [BACKOFF_S / 2, BACKOFF_S, 2 * BACKOFF_S]
+    assert pauses[-1] == BACKOFF_S_MAX / 2
+
+
+def test_an_open_breaker_allows_a_peer_that_was_not_tried(opened):
+    assert not opened.ask("p", 0.0)
+    assert opened.ask("its successor", 0.0)
+    assert opened.state == "probing"
+    assert opened.ask("the successor's successor", 0.0), "an old peer's probe must not hold up a new one"
+    assert not opened.ask("p", 0.0)
+    opened.failed("its successor", 0.0, 0.0)
+    assert not opened.ask("its successor", 0.0)
+    assert not opened.ask("p", 0.0)
+
+
+def test_a_breaker_remembers_a_bounded_number_of_peers(opened):
+    for index in range(3 * TRIED_MAX):
+        opened.failed(f"peer {index}", 0.0, 0.0)
+    assert len(opened.tried) == TRIED_MAX
+    assert not opened.ask(f"peer {3 * TRIED_MAX - 1}", 0.0)
+
+
+@pytest.mark.parametrize("event", ["answered", "failed"])
+def test_an_attempt_may_end_after_the_breaker_has_opened(opened, event):
+    if event == "answered":
+        opened.answered()
+        assert opened.state == "closed"
+    else:
+        opened.failed("p", 1.0, 0.0)
+        assert opened.state == "open"
+        assert opened.retry_at > 1.0
+
+
+def test_pauses_double_up_to_a_limit_and_half_of_each_is_random():
+    assert [pause_s(attempt, 1.0, 5.0, 0.0) for attempt in (-1, 0, 1, 2, 3, 10**6)] == [0.5, 0.5, 1.0, 2.0, 2.5, 2.5]
+    assert [pause_s(0, 1.0, 5.0, chance) for chance in (0.0, 0.5, 1.0)] == [0.5, 0.75, 1.0]
+
+
+LOST = errors.PeerLost("nobody listens")
+
+
+@pytest.fixture
+def pauses(monkeypatch):
+    """Make every pause end at once; return how long each was."""
+    sleep = AsyncMock()
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    return lambda: [call.args[0] for call in sleep.await_args_list]
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "asked"),
+    [
+        ([None], 1),
+        ([LOST, errors.DeadlineExceeded("silence"), None], 3),
+        ([LOST] * REDIALS_MAX, REDIALS_MAX),
+        ([errors.StaleLease("another incarnation answers")], 1),
+        ([LOST, errors.PeerRefused("version_unsupported", "too old")], 2),
+        ([errors.WorkerClosed("we are leaving")], 1),
+        ([NotDialed("open files", 1024), None], 2),
+    ],
+)
+async def test_a_lost_peer_is_dialed_until_it_answers_or_attempts_end(pauses, outcomes, asked):
+    connect = AsyncMock(side_effect=outcomes)
+    await redial(connect, member(), lambda: 0.0)
+    assert connect.await_args_list == [call(member())] * asked
+    assert pauses() == [pause_s(attempt, PAUSE_S, PAUSE_S_MAX, 0.0) for attempt in range(asked)]
+
+
+async def test_a_redial_waits_as_long_as_an_open_breaker_demands(pauses):
+    connect = AsyncMock(side_effect=[errors.PeerUnavailable("not yet", retry_after_s=7.0), None])
+    await redial(connect, member(), lambda: 0.0)
+    assert connect.await_count == 2
+    assert pauses()[1] == 7.0

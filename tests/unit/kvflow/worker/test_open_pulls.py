@@ -1,22 +1,24 @@
 """Every call of ``pull`` ends in one record, whatever ended it, wherever it was; and the record says how far it was."""
 
 import asyncio
+import gc
 import inspect
+import weakref
 
 import msgspec
 import pytest
 
 from kvflow import errors
-from kvflow.cache.tickets import Ticket
+from kvflow.events import TransferCompleted, TransferFailed, TransferQuiesced, TransferRetried
+from kvflow.layout.groups import Group
 from kvflow.rendezvous.dialer import Link
-from kvflow.rendezvous.mint import TicketKey
-from kvflow.transfer.events import TransferCompleted, TransferFailed, TransferQuiesced, TransferRetried
-from kvflow.worker.ending import Ending
+from kvflow.worker import open_pulls
+from kvflow.worker.open_pulls import OpenPulls
 from kvflow.worker.peers import PeerPool
-from kvflow.worker.programs import Route
+from kvflow.worker.prepared import Route
 
-from .helpers import PATIENCE_S, Clock, Reports
-from .pulling import config, failure, opened
+from .helpers import PATIENCE_S, SPECS, Clock, Reports, cache_of, futures_left
+from .pulling import failure, issued_before, opened
 
 MADE = {
     errors.ArgumentInvalid: ("ticket", "a Ticket", None),
@@ -50,10 +52,10 @@ async def failing(world, kind, **how):
 def unmeetable(monkeypatch, error):
     """Have no peer be met."""
 
-    async def meet(self, member):
+    async def connect(self, member):
         raise error
 
-    monkeypatch.setattr(PeerPool, "meet", meet)
+    monkeypatch.setattr(PeerPool, "connect", connect)
 
 
 async def test_every_kind_of_error_is_one_record(world, monkeypatch):
@@ -73,7 +75,7 @@ async def test_every_kind_of_error_is_one_record(world, monkeypatch):
 @pytest.mark.parametrize("error", OTHERS, ids=lambda error: type(error).__name__)
 async def test_what_is_no_error_of_ours_is_one_record_too(error):
     reports = Reports()
-    ending = Ending(pool=None, clock=Clock(), wall=Clock(), report=reports, cancel=lambda _: None)
+    ending = OpenPulls(pool=None, clock=Clock(), wall=Clock(), report=reports, cancel=lambda _: None)
     call = ending.begin(None, "ours")
     ending.fail(call, error)
     ending.fail(call, error)
@@ -88,7 +90,7 @@ async def test_a_defect_of_ours_is_a_record_and_the_cause_of_the_error(world, mo
     def divide(self, peers):
         raise ZeroDivisionError("by zero")
 
-    monkeypatch.setattr("kvflow.worker.programs.ProgramTable.legs", divide)
+    monkeypatch.setattr("kvflow.worker.prepared.PreparedTable.shares", divide)
     error, record = await failing(world, errors.TransferFailed)
     assert isinstance(error.__cause__, ZeroDivisionError)
     assert (record.code, record.phase) == ("transfer_failed", "handshake")
@@ -126,7 +128,7 @@ async def test_the_age_of_a_ticket_is_by_the_clock_of_its_producer(world, monkey
     assert (await world.record()).ticket_age_s == pytest.approx(10.0, abs=5.0)
     await world.connect()
     (member,) = ticket.members()
-    offset = world.consumer._consumer._pool.link(member.peer).clock_offset
+    offset = world.consumer._consumer.peers.link(member.peer).clock_offset
     monkeypatch.setattr(Link, "clock_offset", property(lambda _: msgspec.structs.replace(offset, ahead_s=100.0)))
     world.events.clear()
     await failure(world.start(ticket, (8,)))  # which names no peer
@@ -137,24 +139,16 @@ async def test_the_age_of_a_ticket_is_by_the_clock_of_its_producer(world, monkey
     assert (await world.record()).ticket_age_s == pytest.approx(110.0, abs=5.0)
 
 
-def issued_before(ticket, seconds):
-    """Return a ticket as it would be had it been signed some seconds before."""
-    grant = msgspec.structs.replace(ticket.grants[0], issued_ms=ticket.grants[0].issued_ms - int(1000 * seconds))
-    payload = msgspec.msgpack.encode(grant)
-    key = TicketKey.of(config())
-    return Ticket(grants=(grant,), sealed=(key.sign(payload) + payload,))
-
-
 async def test_of_several_peers_the_one_that_cannot_be_met_is_named(monkeypatch):
     async with opened(ranks=2) as world:
-        meet = PeerPool.meet
+        connect = PeerPool.connect
 
-        async def meet_one(self, member):
+        async def connect_one(self, member):
             if member.address.rank == 1:
                 raise errors.PeerRefused("busy", "later")
-            return await meet(self, member)
+            return await connect(self, member)
 
-        monkeypatch.setattr(PeerPool, "meet", meet_one)
+        monkeypatch.setattr(PeerPool, "connect", connect_one)
         _, record = await failing(world, errors.PeerRefused)
         assert (record.phase, record.peer) == ("handshake", f"prefill-0/1/{world.producers[1].incarnation}")
 
@@ -226,7 +220,8 @@ async def test_a_peer_that_is_lost_ends_all_that_needs_it_wherever_it_was(world)
         ("expired", "it expired"),
     ],
 )
-async def test_of_a_stale_lease_the_producer_is_asked(end, words):
+async def test_of_a_stale_lease_the_producer_is_asked(end, words, monkeypatch):
+    monkeypatch.setattr(open_pulls, "EXPLAIN_S", PATIENCE_S)
     async with opened(theirs={"lease_s": 0.3 if end == "expired" else 30.0}) as world:
         ticket = world.ticket()
         await world.connect()
@@ -259,9 +254,7 @@ async def test_a_stale_lease_is_explained_only_as_far_as_its_producer_answers(wo
     assert "reason unknown" in record.detail
 
 
-async def test_a_pull_that_is_cancelled_while_the_producer_is_asked_leaves_the_record_of_a_stale_lease(
-    world, monkeypatch
-):
+async def test_a_pull_canceled_during_the_lease_query_records_a_stale_lease(world, monkeypatch):
     asked, answer, ask = asyncio.Event(), asyncio.Event(), Link.ask_end
 
     async def ask_late(self, lease, *, within_s):
@@ -309,7 +302,7 @@ async def test_what_nobody_listens_to_is_not_written():
             return False
 
     reports = Deaf()
-    ending = Ending(pool=None, clock=Clock(), wall=Clock(), report=reports, cancel=lambda _: None)
+    ending = OpenPulls(pool=None, clock=Clock(), wall=Clock(), report=reports, cancel=lambda _: None)
     call = ending.begin(None, "")
     call.route, call.submitted_at = Route((), (), "loopback", "loopback"), call.called_at
     assert ending.complete(call, ()).nbytes == 0
@@ -319,11 +312,123 @@ async def test_what_nobody_listens_to_is_not_written():
 
 async def test_the_record_has_what_operators_look_for(world):
     ticket = world.ticket()
-    call = world.consumer._consumer.ending.begin(ticket, "")
-    assert call.context() == {
-        "remote_engine_id": "prefill-0",
+    call = world.consumer._consumer.pulls.begin(ticket, "")
+    assert call.engine_id == "prefill-0"
+    issued_at = ticket.grants[0].issued_at
+    assert call.context(1e9) == {
+        "called_at": round(1e9 + call.called_at, 6),
+        "issued_at": issued_at,
         "remote_endpoint": world.producer.endpoint,
         "num_remote_blocks": 2,
     }
     call.targets = [[1, 2, 5]]
-    assert call.context()["num_local_blocks"] == 3
+    assert call.context(1e9)["num_local_blocks"] == 3
+
+
+async def awaiting(awaitable):
+    """Start to await something."""
+    task = asyncio.ensure_future(awaitable)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert not task.done()
+    return task
+
+
+async def hung(world):
+    """Start a pull whose chunk does not end before the data plane is healed."""
+    world.faults.hung.add(0)
+    handle = world.start()
+    await world.faults.strike()
+    return handle
+
+
+async def test_every_task_that_awaits_a_handle_gets_its_report(world):
+    handle = await hung(world)
+    tasks = [await awaiting(wait_for(handle)) for _ in range(3)]
+    assert not handle.done()
+    for ask in (handle.result, handle.exception):
+        with pytest.raises(asyncio.InvalidStateError):
+            ask()
+    assert repr(handle) == f"<PullHandle {handle.id}: open>"
+    quiet = await awaiting(handle.quiesced())
+    quiet.cancel()  # the pull goes on
+    world.faults.heal()
+    async with asyncio.timeout(PATIENCE_S):
+        reports = await asyncio.gather(*tasks)
+        await handle.quiesced()
+    assert reports == [await handle] * 3
+    assert (handle.done(), handle.exception(), handle.result()) == (True, None, reports[0])
+    assert repr(handle) == f"<PullHandle {handle.id}: completed>"
+    handle.cancel()
+    assert isinstance(await world.record(), TransferCompleted)
+
+
+async def test_canceling_one_await_cancels_the_pull_for_all_who_await_it(world):
+    handle = await hung(world)
+    impatient, patient = await awaiting(wait_for(handle)), await awaiting(wait_for(handle))
+    impatient.cancel()
+    assert isinstance(await failure(impatient), asyncio.CancelledError)
+    assert isinstance(await failure(patient), errors.TransferCancelled)
+
+
+async def test_a_caller_that_gives_up_waiting_is_forgotten(world, monkeypatch):
+    handle = await hung(world)
+    patient = [await awaiting(handle.quiesced()) for _ in range(2)]
+    assert await futures_left(handle.quiesced, monkeypatch) == 0
+    assert not any(task.done() for task in patient)
+    world.faults.heal()
+    async with asyncio.timeout(PATIENCE_S):
+        await asyncio.gather(*patient)
+
+
+@pytest.mark.parametrize("before", [True, False])
+async def test_a_settled_pull_is_told_once_whenever_it_was_asked_for(world, before):
+    told = []
+
+    class Callback:
+        def __call__(self, handle):
+            told.append(handle)
+
+    callback = Callback()
+    kept = weakref.ref(callback)
+    handle = await hung(world)
+    if before:
+        handle.on_settled(callback)
+    handle.cancel()
+    await failure(handle)
+    assert told == []
+    world.faults.heal()
+    async with asyncio.timeout(PATIENCE_S):
+        await handle.quiesced()
+    if not before:
+        handle.on_settled(callback)
+    assert told == [handle]
+    del callback
+    gc.collect()
+    assert kept() is None, "a handle that is done keeps nothing of those who asked"
+
+
+async def test_a_block_of_groups_that_share_bytes_is_one_target():
+    groups = tuple(Group((name,), SPECS[name].kind, SPECS[name].block_size) for name in "ab")
+    async with opened(sources=[cache_of(groups=groups)], target=cache_of(groups=groups)) as world:
+
+        def start(name, *targets):
+            ticket = world.producer.offer(name, [[1], [2]], 4)
+            return world.consumer.start_pull(ticket, targets)
+
+        world.faults.hung.add(0)
+        first = start("first", [3], [4])
+        await world.faults.strike()
+        for name, targets, group in (("b", ([4], [-1]), 0), ("c", ([5], [3]), 1)):
+            error = await failure(start(name, *targets))
+            assert isinstance(error, errors.BlockIdsInvalid)
+            assert "still the target of another pull" in error.message
+            assert error.group == group
+        free = [
+            start("d", [5], [-1]),
+            start("e", [-1], [6]),
+        ]  # absent blocks are nobody's, and a refused pull took none
+        world.consumer.check()
+        world.faults.heal()
+        async with asyncio.timeout(PATIENCE_S):
+            await asyncio.gather(first, *free)

@@ -6,14 +6,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvflow.cache.mint import Mint
-from kvflow.cache.tickets import RankAddress, block_ends
-from kvflow.errors import ArgumentInvalid, BlockRangeMismatch, ContentMismatch, TicketInvalid
+from kvflow.errors import BlockRangeMismatch, ContentMismatch, TicketInvalid
 from kvflow.layout.groups import Group
 from kvflow.layout.region import Region
-from kvflow.transfer.plan import plan_transfer
-from kvflow.worker.parts import check_expected, parts_of, require_content
-from kvflow.worker.programs import Peer
+from kvflow.leases.issuer import Issuer
+from kvflow.leases.tickets import RankAddress, block_ends
+from kvflow.planning.plan import plan_transfer
+from kvflow.worker.prepared import Peer, parts_of, require_content
 from tests.properties.caches import bindings
 
 from .helpers import SPECS, cache_of
@@ -23,12 +22,12 @@ EPOCHS = Region(8192, 64)
 TWO_GROUPS = tuple(Group((name,), "full", 4) for name in SPECS)
 
 
-def programs_of(source, target):
+def lists_of(source, target):
     return tuple(enumerate(bindings(plan_transfer(source, target), source, target), 10))
 
 
 def ticket_of(block_ids, num_tokens):
-    mint = Mint("prefill-0", [ADDRESS], sign=lambda payload: bytes(32), lease_s=30.0)
+    mint = Issuer("prefill-0", [ADDRESS], sign=lambda payload: bytes(32), lease_s=30.0)
     return mint.offer("request-1", block_ids=block_ids, num_tokens=num_tokens)[0]
 
 
@@ -37,8 +36,8 @@ def demanded(block_ids, num_tokens, *targets, source_groups=TWO_GROUPS, target_g
     target = cache_of(groups=target_groups).manifest()
     member = next(ticket_of(block_ids, num_tokens).members())
     lists = [np.array(ids, np.int64) for ids in targets]
-    found = parts_of(member.grant, peer_of(member, source), programs_of(source, target), lists, [])
-    return {part.program_id: list(zip(part.pairs.source, part.pairs.target, strict=True)) for part in found}
+    found = parts_of(member.grant, peer_of(member, source), lists_of(source, target), lists)
+    return {part.list_id: list(zip(part.pairs.source, part.pairs.target, strict=True)) for part in found}
 
 
 def peer_of(member, manifest):
@@ -67,7 +66,7 @@ def test_the_tokens_of_a_group_are_those_of_the_source_group():
     assert sorted(found.values()) == [[(3, 1), (4, 2)], [(5, 1), (6, 2)]]
 
 
-def test_a_ticket_with_one_block_in_groups_that_share_bytes_is_refused_at_once():
+def test_a_ticket_with_one_block_in_overlapping_groups_is_refused():
     """Its producer has refused the grant, so that its lease would be waited for in vain."""
     with pytest.raises(TicketInvalid, match="block 3 is in groups 0 and 1"):
         demanded([[3], [3]], [4, 4], [1], [2])
@@ -76,12 +75,10 @@ def test_a_ticket_with_one_block_in_groups_that_share_bytes_is_refused_at_once()
 def test_each_part_comes_with_the_binding_that_reads_it():
     source = cache_of(groups=TWO_GROUPS).manifest()
     member = next(ticket_of([[3], [5]], 4).members())
-    programs, lists = programs_of(source, source), [np.array([1], np.int64), np.array([2], np.int64)]
-    given = []
-    found = parts_of(member.grant, peer_of(member, source), programs, lists, given)
-    assert [part.program_id for part in found] == [program_id for program_id, _ in programs]
-    assert [binding for binding, _ in given] == [binding for _, binding in programs]
-    assert [pairs for _, pairs in given] == [part.pairs for part in found]
+    prepared_lists, lists = lists_of(source, source), [np.array([1], np.int64), np.array([2], np.int64)]
+    found = parts_of(member.grant, peer_of(member, source), prepared_lists, lists)
+    assert [part.list_id for part in found] == [list_id for list_id, _ in prepared_lists]
+    assert [part.binding for part in found] == [binding for _, binding in prepared_lists]
 
 
 @pytest.mark.parametrize("block_ids", [[[8], [1]], [[1]], [[1], [2], [3]]])
@@ -101,13 +98,13 @@ TOKENS = {4: b"four", 8: b"eight", 6: b"six"}
 
 
 def told(block_ids, num_tokens, digests, block_sizes=(4, 4)):
-    mint = Mint("prefill-0", [ADDRESS], sign=lambda payload: bytes(32), lease_s=30.0, block_sizes=block_sizes)
+    mint = Issuer("prefill-0", [ADDRESS], sign=lambda payload: bytes(32), lease_s=30.0, block_sizes=block_sizes)
     return mint.offer("request-1", block_ids=block_ids, num_tokens=num_tokens, digests=digests)[1]
 
 
 def compared(grant, expected, *, source=None, target=None):
     source, target = source or cache_of(groups=TWO_GROUPS).manifest(), target or cache_of(groups=TWO_GROUPS).manifest()
-    require_content(grant, programs_of(source, target), target, expected)
+    require_content(grant, lists_of(source, target), target, expected)
 
 
 def test_equal_content_is_held_and_other_content_is_not():
@@ -121,7 +118,7 @@ def test_equal_content_is_held_and_other_content_is_not():
         assert caught.value.group == (1 if not expected[0] else 0)
 
 
-def test_a_ticket_that_does_not_say_what_it_holds_is_refused_where_content_is_expected():
+def test_a_ticket_without_digests_is_refused_where_content_is_expected():
     with pytest.raises(ContentMismatch, match="does not say"):
         compared(ticket_of([[3], [5]], 4).grants[0], [(b"four",), (b"four",)])
 
@@ -148,9 +145,3 @@ def test_blocks_of_different_sizes_are_compared_where_they_end_together(theirs, 
     nowhere = told([[-1] * len(given)], [6], [[b""] * len(given)], block_sizes=(theirs,))
     with pytest.raises(ContentMismatch):  # nothing is left that could be compared
         compared(nowhere, [wanted], **sides)
-
-
-@pytest.mark.parametrize("expected", [[[b"a"]], [[b"a"], [b"b", b"c"]], [["a"], [b"b"]], [[None], [b"b"]]])
-def test_expected_digests_go_with_the_blocks(expected):
-    with pytest.raises(ArgumentInvalid, match="expected_digests"):
-        check_expected(expected, [np.array([1]), np.array([2])])

@@ -1,0 +1,466 @@
+"""Open pulls: what a caller has of each one, and the one record that is written when it ends."""
+
+import asyncio
+import math
+from collections.abc import Callable, Generator, Sequence
+from itertools import count
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+
+from kvflow.clock import Clock
+from kvflow.errors import DeadlineExceeded, KvflowError, StaleLease
+from kvflow.events import TransferCompleted, TransferFailed, TransferQuiesced, TransferTraced
+from kvflow.ids import Ids
+from kvflow.leases.tickets import Member, Ticket
+from kvflow.observability.logs import Record, Reporter
+from kvflow.reads.report import report_of, trace_of
+from kvflow.reads.requests import Part, RankRead, ReadEnded
+from kvflow.rendezvous.dialer import LeaseEnd
+from kvflow.report import TransferReport
+from kvflow.worker.failures import as_ours
+from kvflow.worker.peers import PeerPool
+from kvflow.worker.prepared import Route
+from kvflow.worker.renewals import HeldLease
+
+EXPLAIN_S = 0.5
+"""How long a pull whose lease has ended waits for its producer to say why. An answer takes about a millisecond; a
+producer that is too busy to answer must not keep the caller from recomputing."""
+
+
+class PullHandle:
+    """One pull, as ``Worker.start_pull`` and ``Worker.pull_many`` return it.
+
+    ``await`` the handle to get the report, or the error that ended the pull: see ``Worker.pull``. Cancelling the await
+    cancels the pull. Several tasks may await one handle. The log has every failure, including one that no task awaits.
+
+    Attributes:
+        id: number of the pull, unique in its worker.
+
+    Thread: the worker's event loop.
+    """
+
+    _report: TransferReport | None = None
+    _error: KvflowError | None = None
+    _quiescent = False
+    _waiters: "tuple[asyncio.Future[None], ...]" = ()
+    _on_settled: "Sequence[Callable[[PullHandle], object]]" = ()
+
+    def __init__(self, pull_id: int, cancel: Callable[[int], None]) -> None:
+        self.id = pull_id
+        self._cancel = cancel
+
+    def __await__(self) -> Generator[Any, None, TransferReport]:
+        """Wait for the report."""
+        if self._report is not None:
+            return self._report
+        if self._error is None:
+            waiter = self._add_waiter()
+            try:
+                yield from waiter
+            except asyncio.CancelledError:
+                self._drop_waiter(waiter)
+                self.cancel()
+                raise
+        return self.result()
+
+    def __repr__(self) -> str:
+        """Return the number of the pull and its state."""
+        state = "open" if not self.done() else "completed" if self._error is None else self._error.code
+        return f"<PullHandle {self.id}: {state}{'' if self._quiescent or not self.done() else ', quarantined'}>"
+
+    def done(self) -> bool:
+        """Return whether the pull has completed or failed."""
+        return self._report is not None or self._error is not None
+
+    def result(self) -> TransferReport:
+        """Return the report of a pull that is done.
+
+        Raises:
+            KvflowError: the error that ended the pull; see ``Worker.pull``.
+            asyncio.InvalidStateError: the pull is not done.
+        """
+        if self._error is not None:
+            raise self._error
+        if self._report is None:
+            raise asyncio.InvalidStateError("the pull is not done")
+        return self._report
+
+    def exception(self) -> KvflowError | None:
+        """Return the error that ended a pull that is done; None if the pull has completed.
+
+        Raises:
+            asyncio.InvalidStateError: the pull is not done.
+        """
+        if not self.done():
+            raise asyncio.InvalidStateError("the pull is not done")
+        return self._error
+
+    def cancel(self) -> None:
+        """Cancel the pull; do nothing if it is done. Its blocks may be reused after ``quiesced``."""
+        if not self.done():
+            self._cancel(self.id)
+
+    async def quiesced(self) -> None:
+        """Wait until the pull is done and nothing writes into its blocks.
+
+        Cancellation: safe; the pull goes on.
+        """
+        while not self._quiescent:
+            waiter = self._add_waiter()
+            try:
+                await waiter
+            finally:
+                self._drop_waiter(waiter)
+
+    def on_settled(self, callback: Callable[["PullHandle"], object]) -> None:
+        """Call ``callback`` once the pull is done and nothing writes into its blocks; now if that is already true."""
+        if self._quiescent:
+            callback(self)
+        else:
+            self._on_settled = [*self._on_settled, callback]
+
+    def complete(self, report: TransferReport) -> None:
+        """Record that the pull has completed. The worker calls it."""
+        self._report, self._quiescent = report, True
+        if self._waiters or self._on_settled:
+            self.settle()
+
+    def fail(self, error: KvflowError) -> None:
+        """Record that the pull has failed; something may still write into its blocks. The worker calls it."""
+        self._error = error
+        self._wake()
+
+    def settle(self) -> None:
+        """Record that the pull is done and nothing writes into its blocks. The worker calls it once."""
+        self._quiescent = True
+        self._wake()
+        callbacks, self._on_settled = self._on_settled, ()
+        for callback in callbacks:
+            try:
+                callback(self)
+            except Exception as error:  # noqa: BLE001 - the pulls that are completed with this one go on
+                context = {"message": f"a callback of {self!r} failed", "exception": error}
+                asyncio.get_running_loop().call_exception_handler(context)
+
+    def _add_waiter(self) -> "asyncio.Future[None]":
+        """Return a future that is done when the pull ends, or when nothing writes into its blocks if it has ended."""
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters = (*self._waiters, waiter)
+        return waiter
+
+    def _drop_waiter(self, waiter: "asyncio.Future[None]") -> None:
+        """Forget the future of a caller that was cancelled: one that waits repeatedly must not fill memory."""
+        self._waiters = tuple([each for each in self._waiters if each is not waiter])
+
+    def _wake(self) -> None:
+        waiters, self._waiters = self._waiters, ()
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+
+UNCONNECTED = Route((), (), "", "")
+
+
+class OpenPull(Struct, eq=False):
+    """One pull, from the call that starts it until nothing writes into its blocks.
+
+    Attributes:
+        pull_id: number of the pull.
+        ticket: the ticket; None if the caller passed something else.
+        request_id: the producer's name of the request; empty without a ticket.
+        local_request_id: the caller's own name of the request.
+        called_at: when the caller called, on the worker's clock.
+        handle: the handle that the caller has.
+        phase: the phase that the pull is in, until the scheduler has it.
+        peer: the source rank that failed, as far as it is known.
+        submitted_at: when its reads were built; infinite before.
+        route: how its ranks are read; ``UNCONNECTED`` until the peers are connected.
+        held: the leases that are renewed for it.
+        targets: our checked block ids of each group; empty until they are checked.
+        reads: one rank read for each source rank that gives something.
+        nbytes: bytes to move.
+        failure: the failure that the scheduler reported.
+        quiesced: the event that nothing writes now, if it came before the failure was recorded.
+        submitted: whether the scheduler has it: its reads did not complete when they were posted.
+        recorded: whether the record of its failure was written.
+    """
+
+    pull_id: int
+    ticket: Ticket | None
+    request_id: str
+    local_request_id: str
+    called_at: float
+    handle: PullHandle
+    phase: str = "check"
+    peer: str = ""
+    submitted_at: float = math.inf
+    route: Route = UNCONNECTED
+    held: Sequence[HeldLease] = ()
+    targets: Sequence[Ids] = ()
+    reads: Sequence[RankRead] = ()
+    nbytes: int = 0
+    failure: TransferFailed | None = None
+    quiesced: TransferQuiesced | None = None
+    submitted: bool = False
+    recorded: bool = False
+
+    @property
+    def leases(self) -> list[HeldLease]:
+        """The leases of every rank that the ticket names; empty until the peers are connected."""
+        grants = () if self.ticket is None else self.ticket.grants
+        return [(peer.link.peer, grants[at].slot, int(grants[at].epoch)) for peer, at in self.route.ranks]
+
+    @property
+    def given(self) -> Sequence[Part]:
+        """What all source ranks give."""
+        return self.reads[0].parts if len(self.reads) == 1 else [part for read in self.reads for part in read.parts]
+
+    def member(self, name: str) -> Member | None:
+        """Return the rank called ``engine/rank/incarnation``; None if the ticket does not name it."""
+        members = () if self.ticket is None else self.ticket.members()
+        return next((member for member in members if str(member.peer) == name), None)
+
+    def context(self, wall_s: float) -> dict[str, object]:
+        """Return the fields that a record has beside its event, under the names that vLLM's operators know.
+
+        Args:
+            wall_s: seconds since 1970 when the worker's clock was at zero.
+        """
+        called_at = round(wall_s + self.called_at, 6)
+        if self.ticket is None:
+            return {"called_at": called_at}
+        grant = self.ticket.grants[0]
+        context: dict[str, object] = {
+            "called_at": called_at,
+            "remote_endpoint": grant.ranks[0].endpoint,
+            "num_remote_blocks": sum(map(len, grant.block_ids)),
+        }
+        if not isinstance(grant.issued_at, UnsetType):
+            context["issued_at"] = grant.issued_at
+        if self.targets:
+            context["num_local_blocks"] = sum(map(len, self.targets))
+        return context
+
+    @property
+    def engine_id(self) -> str:
+        """The producer; empty without a ticket."""
+        return "" if self.ticket is None else self.ticket.grants[0].engine_id
+
+    @property
+    def traceparent(self) -> str:
+        """The W3C trace context of the request; empty if the ticket has none."""
+        return "" if self.ticket is None else self.ticket.grants[0].trace
+
+    def timings_s(self, now: float) -> dict[str, float]:
+        """Return the seconds of the phases before the scheduler, and of the whole pull so far."""
+        total_s = {"total": now - self.called_at}
+        if self.phase == "check":
+            return total_s
+        return {"handshake": min(now, self.submitted_at) - self.called_at} | total_s
+
+    def ticket_age_s(self, wall_s: float) -> float | None:
+        """Return the age of the ticket in seconds; None if the ticket has no time of issue.
+
+        Args:
+            wall_s: seconds since 1970 on the clock of the producer, as far as that clock is known.
+        """
+        issued_at = UNSET if self.ticket is None else self.ticket.grants[0].issued_at
+        return None if isinstance(issued_at, UnsetType) else wall_s - issued_at
+
+
+class OpenPulls:
+    """The open pulls of one worker, and the record of each pull that ends, however early it fails.
+
+    Args:
+        pool: the connected peers.
+        clock: times the pulls.
+        wall: returns seconds since 1970.
+        report: takes the records.
+        cancel: cancels the pull of a number; does nothing if that pull has ended.
+
+    Attributes:
+        by_id: every pull that is connecting, waiting, open or draining. A pull that is answered at once never gets in.
+        traced: whether a log or a hook takes ``TransferTraced``. A new log level counts from the second pull after it.
+
+    Thread: the event loop; ``begin`` and ``refuse`` from any thread.
+    """
+
+    def __init__(
+        self, *, pool: PeerPool, clock: Clock, wall: Clock, report: Reporter, cancel: Callable[[int], None]
+    ) -> None:
+        self._pool = pool
+        self._clock = clock
+        self._wall = wall
+        self._report = report
+        self._cancel = cancel
+        self._ids = count(1)
+        self.by_id: dict[int, OpenPull] = {}
+        self._completed: list[tuple[OpenPull, TransferReport]] = []
+        self.traced = report.wants(TransferTraced)
+
+    def begin(self, ticket: object, local_request_id: str) -> OpenPull:
+        """Return a new pull, whatever the caller passed as ``ticket``."""
+        pull_id, local_request_id = next(self._ids), str(local_request_id)
+        handle = PullHandle(pull_id, self._cancel)
+        if not isinstance(ticket, Ticket):
+            return OpenPull(pull_id, None, "", local_request_id, self._clock(), handle)
+        return OpenPull(pull_id, ticket, ticket.grants[0].request_id, local_request_id, self._clock(), handle)
+
+    def __len__(self) -> int:
+        return len(self.by_id)
+
+    def requests(self) -> tuple[str, ...]:
+        """Return the producer's name of the request of each pull."""
+        return tuple(pull.request_id for pull in self.by_id.values())
+
+    async def quiesced(self, request_id: str | None = None) -> None:
+        """Wait until nothing may write into the blocks of the pulls of one name, or of all pulls if it is None.
+
+        Pulls of the same name that start meanwhile are waited for too. Return at once if there is none.
+
+        Cancellation: safe; the pulls go on.
+        """
+        while pull := next((each for each in self.by_id.values() if request_id in {None, each.request_id}), None):
+            await pull.handle.quiesced()
+
+    def refuse(
+        self, code: str, detail: str, remedy: str, *, ticket: object, request_id: str, local_request_id: str
+    ) -> None:
+        """Write the record of a pull that was refused before it started. See ``Worker.record_refusal``."""
+        pull = self.begin(ticket, local_request_id)
+        name = pull.request_id or request_id
+        failed = TransferFailed(pull.pull_id, name, code, pull.phase, "", detail, quarantined=False, remedy=remedy)
+        self._write(pull, failed)
+
+    def complete(
+        self, pull: OpenPull, ended: Sequence[ReadEnded], early: int = 0, early_bytes: int = 0
+    ) -> TransferReport:
+        """Return the report of a pull; write its record one iteration of the loop after its caller.
+
+        Args:
+            pull: the pull.
+            ended: the answers of all source ranks; none if there was nothing to move.
+            early: number of reads that found a lease not admitted yet.
+            early_bytes: bytes of these reads.
+        """
+        route = pull.route
+        report = report_of(
+            pull.request_id,
+            pull.nbytes,
+            pull.given,
+            ended,
+            (pull.called_at, pull.submitted_at, self._clock()),
+            transport=route.transport,
+            plane=route.plane,
+            early=early,
+            early_bytes=early_bytes,
+        )
+        if self.traced or self._report.wants(TransferCompleted):
+            if not self._completed:
+                asyncio.get_running_loop().call_soon(self._write_completed)
+            self._completed.append((pull, report))
+        return report
+
+    def _write_completed(self) -> None:
+        completed, self._completed = self._completed, []
+        since_zero_s = self._wall() - self._clock()
+        records: list[Record] = []
+        for pull, report in completed:
+            names = (pull.local_request_id, pull.engine_id, pull.traceparent)
+            event = TransferCompleted(pull.pull_id, pull.request_id, report, *names)
+            records.append((event, pull.context(since_zero_s)))
+            records += self._trace(pull)
+        self._report.take_all(records)
+        self.traced = self._report.wants(TransferTraced)
+
+    def _trace(self, pull: OpenPull) -> list[Record]:
+        """Return the record of what a pull has read, if it is traced."""
+        if not pull.reads or pull.reads[0].arrived is None:
+            return []
+        return [(trace_of(pull.pull_id, pull.request_id, pull.reads, pull.called_at), {})]
+
+    def fail(self, pull: OpenPull, error: BaseException) -> None:
+        """End a pull with an error, and write its record; do nothing if its failure is recorded already."""
+        if pull.recorded:
+            return
+        ours = as_ours(error, pull.request_id)
+        self._write(pull, _failure(pull, ours))
+        pull.handle.fail(ours)
+        if pull.quiesced is not None:
+            self._report(pull.quiesced)
+            pull.handle.settle()
+
+    def quiesce(self, pull: OpenPull, event: TransferQuiesced) -> None:
+        """Settle a failed pull into whose blocks nothing writes now; the record of its failure comes first."""
+        if pull.recorded:
+            self._report(event)
+            pull.handle.settle()
+        else:
+            pull.quiesced = event
+
+    async def explain(self, pull: OpenPull, error: StaleLease) -> StaleLease:
+        """Return the error of a lease that a fence found ended, completed with the reason that the producer gives.
+
+        Wait ``EXPLAIN_S`` at most for the reason.
+
+        Cancellation: safe.
+        """
+        member, end = pull.member(error.peer), LeaseEnd()
+        link = None if member is None else self._pool.link(member.peer)
+        if member is not None and link is not None:
+            end = await link.ask_end((member.grant.slot, member.grant.epoch_value), within_s=EXPLAIN_S)
+        return StaleLease(
+            f"{error.message}; {end.words}",
+            ended_by=end.ended_by,
+            ended_s=end.ended_s,
+            request_id=error.request_id,
+            peer=error.peer,
+            remedy=error.remedy,
+        )
+
+    def _write(self, pull: OpenPull, failed: TransferFailed) -> None:
+        pull.recorded = True
+        now, member = self._clock(), pull.member(failed.peer)
+        link = None if member is None else self._pool.link(member.peer)
+        offset = None if link is None else link.clock_offset
+        record = msgspec.structs.replace(
+            failed,
+            local_request_id=pull.local_request_id,
+            transport=pull.route.transport,
+            plane=pull.route.plane,
+            ticket_age_s=pull.ticket_age_s(self._wall() + (0.0 if offset is None else offset.ahead_s)),
+            timings_s=pull.timings_s(now) | failed.timings_s,
+            remote_engine_id=pull.engine_id,
+            traceparent=pull.traceparent,
+        )
+        self._report(record, **pull.context(self._wall() - now))
+        for event, _ in self._trace(pull):
+            self._report(event)
+
+
+def _failure(pull: OpenPull, error: KvflowError) -> TransferFailed:
+    """Return the event of a failed pull, from the caller's error and from what the scheduler reported, if anything."""
+    known = pull.failure or TransferFailed(
+        pull_id=pull.pull_id,
+        request_id=pull.request_id,
+        code=error.code,
+        phase=error.phase if isinstance(error, DeadlineExceeded) else pull.phase,
+        peer=pull.peer or getattr(error, "peer", ""),
+        detail=error.message,
+        quarantined=False,
+        nbytes_wanted=pull.nbytes,
+    )
+    stale = error if isinstance(error, StaleLease) else None
+    return msgspec.structs.replace(
+        known,
+        code=error.code,
+        peer=known.peer or pull.peer,
+        cause=known.code if known.code != error.code else "",
+        detail=error.message.removeprefix(f"request {pull.request_id!r}: "),
+        remedy=error.remedy,
+        lease_ended_by="" if stale is None else stale.ended_by or "unknown",
+        lease_ended_s=None if stale is None else stale.ended_s,
+    )

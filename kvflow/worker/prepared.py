@@ -1,0 +1,363 @@
+"""What each peer gives, and the prepared lists that read it: planned, bound and prepared once for each share.
+
+Planning for the largest manifest takes a good part of a second. So a thread plans and binds, one plan at a time. What
+is prepared already is found without leaving the event loop.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, ParamSpec, TypeVar
+
+from msgspec import UnsetType
+
+from kvflow.errors import (
+    BlockIdsInvalid,
+    CapacityExceeded,
+    ContentMismatch,
+    DeadlineExceeded,
+    PeerLost,
+    TicketInvalid,
+)
+from kvflow.ids import Ids, PeerId
+from kvflow.layout.manifest import Manifest
+from kvflow.leases.blocks import check_block_ids
+from kvflow.leases.tickets import Grant, Ticket, block_ends
+from kvflow.planning.assignment import assign_sources
+from kvflow.planning.bind import AnyBinding, bind_plan
+from kvflow.planning.match import ComponentName, HeadRange, HeadRanges, have_common_layer, require_same_model
+from kvflow.planning.pairs import pair_units
+from kvflow.planning.plan import PlanCache, TransferPlan
+from kvflow.reads.contract import UNKNOWN_CARRIER, Carrier, PreparedList, Transport
+from kvflow.reads.requests import Part
+from kvflow.rendezvous.dialer import Link
+from kvflow.worker.environment import NO_STAGING, Staging
+
+DIVISIONS_MAX = 4096
+"""Sets of ranks whose division is remembered. A forgotten one is divided again and uses the lists that exist."""
+
+SHARES_MAX = 64
+"""Different shares of our cache that are prepared for one peer: at most one for each set of ranks that it is read with.
+A ticket normally names all ranks of its engine, so one or two are enough. The limit stops arbitrary sets."""
+
+
+@dataclass(slots=True, eq=False)
+class Peer:
+    """A producer rank that can be read from.
+
+    Attributes:
+        link: its control connection.
+        carrier: what carries the bytes that we read from it.
+        manifest: the manifest of its cache.
+        num_slots: number of slots of its epoch table.
+    """
+
+    link: Link
+    carrier: Carrier = UNKNOWN_CARRIER
+    manifest: Manifest = field(init=False)
+    num_slots: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.manifest = self.link.advertisement.manifest
+        self.num_slots = self.link.advertisement.epochs.nbytes // 8
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+PLANNING_S_MAX = 30.0
+"""How long a peer, or a set of ranks, waits for its plans: as long as a pull waits in the queue. Plans are made one
+after the other, the largest legal one in about a second, and each geometry is planned once."""
+
+PreparedGroups = tuple[tuple[int, AnyBinding], ...]
+"""Id of the prepared list and binding of each group of a plan."""
+
+Taken = tuple[tuple[ComponentName, HeadRange], ...]
+"""The pieces of our cache that one peer gives, in order."""
+
+
+class RankShare(NamedTuple):
+    """The share of our cache that one peer gives, with the prepared lists that read it."""
+
+    member: int
+    groups: PreparedGroups
+
+
+class SourceRank(NamedTuple):
+    """A rank of a ticket that is read from.
+
+    Attributes:
+        peer: the rank.
+        grant: number of its grant in the ticket.
+        groups: the prepared lists that read it.
+    """
+
+    peer: Peer
+    grant: int
+    groups: PreparedGroups
+
+
+class Route(NamedTuple):
+    """How the ranks of one ticket are read: all of them are connected, and every list is prepared.
+
+    Attributes:
+        ranks: every rank that the ticket names, ascending, with the number of its grant.
+        sources: the ranks that are read from.
+        transport: what carries the bytes.
+        plane: the data planes of ``transport``.
+    """
+
+    ranks: tuple[tuple[Peer, int], ...]
+    sources: tuple[SourceRank, ...]
+    transport: str
+    plane: str
+
+    def may_be_over(self, ticket: Ticket) -> bool:
+        """Return whether a lease may have run out, so that its producer must be asked before the read."""
+        for peer, at in self.ranks:  # noqa: SIM110 - a generator takes twice as long
+            if peer.link.may_be_over(ticket.grants[at]):
+                return True
+        return False
+
+
+class _BoundShare(NamedTuple):
+    """The share of our cache that one peer gives, before its lists are prepared.
+
+    Attributes:
+        member: number of the peer.
+        taken: its pieces; None for everything that both sides hold.
+        bindings: the bindings of its groups; empty if their lists are prepared already.
+    """
+
+    member: int
+    taken: Taken | None
+    bindings: tuple[AnyBinding, ...]
+
+
+class PreparedTable:
+    """The prepared lists of every connected peer.
+
+    Args:
+        manifest: the manifest of our cache.
+        rotation: our rank; it chooses among peers that hold the same heads, so that all replicas are used.
+        transport: where lists are prepared.
+        plans: the cache of plans, shared by all peers of one layout.
+        staging: the terms on which units are staged.
+
+    Thread: the event loop.
+    """
+
+    def __init__(
+        self,
+        *,
+        manifest: Manifest,
+        rotation: int,
+        transport: Transport,
+        plans: PlanCache,
+        staging: Staging = NO_STAGING,
+    ) -> None:
+        self._manifest = manifest
+        self._rotation = rotation
+        self._transport = transport
+        self._plans = plans
+        self._staging = staging
+        self._divisions: dict[tuple[PeerId, ...], tuple[RankShare, ...]] = {}
+        self._prepared: dict[PeerId, dict[Taken | None, PreparedGroups]] = {}
+        self._dividing = asyncio.Lock()
+        self._thread_free = asyncio.Lock()
+        self._last_id = 0
+
+    async def require_readable(self, theirs: Manifest) -> None:
+        """Refuse a cache that cannot fill ours, before any read.
+
+        Raises:
+            LayoutMismatch: it belongs to another model, or is divided in a way that cannot be read.
+            CapacityExceeded: the plan would be too large.
+            DeadlineExceeded: planning for other peers took too long.
+        """
+        require_same_model(theirs, self._manifest)
+        if have_common_layer(theirs, self._manifest):
+            # A peer of another pipeline stage may have nothing for us.
+            # Its data plane is not known yet. If that plane has no calibration, the final plan is made later.
+            await self._in_time(self._in_thread(self._plan, theirs, None, self._staging))
+
+    def begin(self, peer: PeerId) -> None:
+        """Accept lists of a peer that can be read from, until ``forget``."""
+        self._prepared[peer] = {}
+
+    async def shares(self, peers: tuple[Peer, ...]) -> tuple[RankShare, ...]:
+        """Divide our cache among the ranks of one ticket, and prepare to read from those that are needed.
+
+        Cancellation: safe. If everything is prepared, the call does not yield to the event loop.
+
+        Args:
+            peers: the ranks, ascending, after ``begin``.
+
+        Raises:
+            LayoutMismatch: the ranks together cannot fill our cache.
+            CapacityExceeded: a plan would be too large, or a rank is read with too many different sets of others.
+            DeadlineExceeded: planning for other peers took too long.
+            PeerLost: a rank was dropped meanwhile.
+        """
+        key = tuple(peer.link.peer for peer in peers)
+        if key not in self._divisions:
+            before = [self._prepared[peer] for peer in key]
+            bound = await self._in_time(self._divide(key, peers, before))
+            for peer, prepared in zip(key, before, strict=True):
+                if self._prepared.get(peer) is not prepared:
+                    raise PeerLost(f"{peer} was lost while its plan was made", peer=str(peer))
+            if key not in self._divisions:
+                self._remember(
+                    key, tuple(RankShare(each.member, self._groups(key[each.member], each)) for each in bound)
+                )
+        return self._divisions[key]
+
+    async def _in_time(self, work: Coroutine[None, None, R]) -> R:
+        """Await work that waits behind the work of other peers.
+
+        Raises:
+            DeadlineExceeded: it did not end within ``PLANNING_S_MAX``.
+        """
+        try:
+            async with asyncio.timeout(PLANNING_S_MAX):
+                return await work
+        except TimeoutError:
+            message = f"planning to read from a peer took longer than {PLANNING_S_MAX} s, behind plans for other peers"
+            raise DeadlineExceeded(message, phase="handshake") from None
+
+    async def _divide(
+        self, key: tuple[PeerId, ...], peers: tuple[Peer, ...], prepared: Sequence[dict[Taken | None, PreparedGroups]]
+    ) -> list[_BoundShare]:
+        async with self._dividing:
+            if key in self._divisions:
+                return []
+            known = [frozenset(each) for each in prepared]
+            terms = [self._staging.over(peer.carrier.plane) for peer in peers]
+            return await self._in_thread(self._bind_shares, [peer.manifest for peer in peers], known, terms)
+
+    def _bind_shares(
+        self, manifests: Sequence[Manifest], known: Sequence[frozenset[Taken | None]], terms: Sequence[Staging]
+    ) -> list[_BoundShare]:
+        """Divide, plan and bind. Thread: any, one at a time."""
+        bound = []
+        for share in assign_sources(self._manifest, manifests, rotation=self._rotation):
+            taken = None if share.head_ranges is None else tuple(sorted(share.head_ranges.items()))
+            bindings: tuple[AnyBinding, ...] = ()
+            # A peer with too many shares is refused: do not plan for it.
+            if taken not in known[share.source] and len(known[share.source]) < SHARES_MAX:
+                theirs = manifests[share.source]
+                bindings = bind_plan(self._plan(theirs, share.head_ranges, terms[share.source]), theirs, self._manifest)
+            bound.append(_BoundShare(share.source, taken, bindings))
+        return bound
+
+    async def _in_thread(self, function: Callable[P, R], *arguments: P.args, **_: P.kwargs) -> R:
+        """Run slow work in a thread, one call at a time; finish it even if the caller is cancelled."""
+        await self._thread_free.acquire()
+        try:
+            work = asyncio.get_running_loop().run_in_executor(None, function, *arguments)
+        except BaseException:  # the interpreter is ending, and starts no thread
+            self._thread_free.release()
+            raise
+        work.add_done_callback(self._on_thread_done)
+        return await asyncio.shield(work)
+
+    def _on_thread_done(self, work: asyncio.Future[R]) -> None:
+        self._thread_free.release()
+        if not work.cancelled():
+            work.exception()  # retrieved: the caller may have been cancelled
+
+    def _remember(self, key: tuple[PeerId, ...], shares: tuple[RankShare, ...]) -> None:
+        if len(self._divisions) >= DIVISIONS_MAX:
+            del self._divisions[next(iter(self._divisions))]
+        self._divisions[key] = shares
+
+    def forget(self, peer: PeerId) -> bool:
+        """Forget the lists of a dropped peer; return whether there were any."""
+        prepared = self._prepared.pop(peer, {})
+        self._divisions = {key: shares for key, shares in self._divisions.items() if peer not in key}
+        return bool(prepared)
+
+    def _plan(self, theirs: Manifest, pieces: HeadRanges | None, terms: Staging) -> TransferPlan:
+        return self._plans.plan(theirs, self._manifest, pieces, costs=terms.calibration, staging_bytes=terms.nbytes)
+
+    def _groups(self, peer: PeerId, share: _BoundShare) -> PreparedGroups:
+        """Return the lists that read a share; prepare them unless the peer gives the same share beside other ranks."""
+        prepared = self._prepared[peer]
+        if share.taken not in prepared:
+            if len(prepared) >= SHARES_MAX:
+                remedy = "Join the offers of the same ranks into each ticket: of all ranks of the engine."
+                raise CapacityExceeded(f"different shares that are read from {peer}", SHARES_MAX, remedy=remedy)
+            prepared[share.taken] = tuple(self._prepare(peer, binding) for binding in share.bindings)
+        return prepared[share.taken]
+
+    def _prepare(self, peer: PeerId, binding: AnyBinding) -> tuple[int, AnyBinding]:
+        self._last_id += 1
+        self._transport.prepare(
+            PreparedList(
+                list_id=self._last_id,
+                peer=peer,
+                source_rows=binding.source.table,
+                target_rows=binding.target.table,
+                source_memory=binding.source.memory,
+                target_memory=binding.target.memory,
+                scatter=binding.scatter,
+                group=binding.group.source_group,
+                binding=binding,
+            )
+        )
+        return self._last_id, binding
+
+
+def parts_of(grant: Grant, peer: Peer, groups: PreparedGroups, targets: Sequence[Ids]) -> tuple[Part, ...]:
+    """Pair our blocks with those of a ticket, group by group, and return the groups that are read.
+
+    Args:
+        grant: the grant of the rank.
+        peer: the rank.
+        groups: the prepared lists that read it.
+        targets: our checked block ids of each group.
+
+    Raises:
+        TicketInvalid: the ticket's lists do not fit the producer's own cache.
+        BlockRangeMismatch: our blocks hold tokens that the ticket does not cover.
+    """
+    theirs = peer.manifest
+    try:
+        sources = check_block_ids(
+            grant.block_ids, num_blocks=theirs.num_blocks, aliases=theirs.aliases, unique=False, decoded=True
+        )
+    except BlockIdsInvalid as error:
+        raise TicketInvalid(f"the ticket of {peer.link.peer} does not fit its cache: {error.message}") from error
+    parts = []
+    for list_id, binding in groups:
+        group = binding.group
+        pairs = pair_units(
+            group,
+            sources[group.source_group],
+            targets[group.target_group],
+            num_tokens=grant.num_tokens[group.source_group],
+        )
+        if len(pairs.source):
+            parts.append(Part(list_id, pairs, binding))
+    return tuple(parts)
+
+
+def require_content(grant: Grant, groups: PreparedGroups, ours: Manifest, expected: Sequence[Sequence[bytes]]) -> None:
+    """Compare the digests of a ticket's blocks with the expected ones, group by group.
+
+    Raises:
+        ContentMismatch: a group differs; names it.
+    """
+    if isinstance(grant.contents, UnsetType):
+        raise ContentMismatch("the ticket does not say what its blocks hold")
+    for _, binding in groups:
+        source, target = binding.group.source_group, binding.group.target_group
+        wanted = expected[target]
+        if not any(wanted):
+            continue
+        content, num_tokens = grant.contents[source], grant.num_tokens[source]
+        given = dict(zip(content.ends(num_tokens), content.digests, strict=True))
+        ends = block_ends(len(wanted), ours.groups[target].tokens_per_id, num_tokens)
+        compared = [(given[end], digest) for end, digest in zip(ends, wanted, strict=True) if digest and given.get(end)]
+        if not compared or any(found != digest for found, digest in compared):
+            raise ContentMismatch(f"group {target}: the ticket's blocks hold other contents", group=target)

@@ -1,0 +1,241 @@
+"""The stage of a worker, what it holds at one moment, and what it tells a member of the cluster about both.
+
+An inspection is bounded where it is made, and checked where it arrives.
+"""
+
+from collections.abc import Callable
+from itertools import islice
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from kvflow.errors import PeerLost, ProtocolViolation, WorkerClosed, WorkerDraining
+from kvflow.leases.table import LeaseState
+from kvflow.reads.contract import StagingUse
+from kvflow.reads.pulls import Pull
+from kvflow.validation import Count, Name, Number
+from kvflow.worker.connections import PeerState
+from kvflow.worker.destinations import Quarantined
+from kvflow.worker.open_pulls import OpenPull
+
+Stage = Literal["open", "draining", "closing"]
+
+_ORDER: tuple[Stage, ...] = ("open", "draining", "closing")
+
+LISTED_MAX = 256
+"""Pulls, and leases, that a snapshot lists unless its caller asks for more: about a millisecond of the event loop."""
+
+Many = Meta(max_length=1 << 16)
+"""As many entries as a worker may have open pulls."""
+
+INSPECTION_BYTES_MAX = 64 << 10
+"""What ``handshake`` carries as a report."""
+
+TOLD_BYTES_MAX = 48 << 10
+"""What the program above may add to a report: a large ticket or two of ``kvflow doctor --listen``."""
+
+REPORTED_MAX = 64
+"""Entries of each list of the snapshot in an inspection."""
+
+KEPT_S = 0.25
+"""A report is made once in this time, however many members ask: making it takes about a millisecond."""
+
+TEXT_MAX = 300
+"""Characters of the engine's own name of a request; the rest is cut. The other names have as many at most."""
+
+
+def later(stage: Stage, other: Stage) -> Stage:
+    """Return the later of two stages: a worker never goes back."""
+    return max(stage, other, key=_ORDER.index)
+
+
+def require_open(stage: Stage, refusal: str) -> None:
+    """Refuse what a worker starts only while it is open.
+
+    Args:
+        stage: of the worker.
+        refusal: what it no longer does, such as ``takes no offers``.
+
+    Raises:
+        WorkerDraining: the worker is draining.
+        WorkerClosed: the worker is closing.
+    """
+    require_running(stage, refusal)
+    if stage == "draining":
+        raise WorkerDraining(f"the worker is draining and {refusal}")
+
+
+def require_running(stage: Stage, refusal: str) -> None:
+    """Refuse what a worker does until it closes.
+
+    Args:
+        stage: of the worker.
+        refusal: what it no longer does, such as ``takes no offers``.
+
+    Raises:
+        WorkerClosed: the worker is closing.
+    """
+    if stage == "closing":
+        raise WorkerClosed(f"the worker is closing and {refusal}")
+
+
+class PullState(Struct, frozen=True, kw_only=True):
+    """One pull that is open or draining.
+
+    Attributes:
+        pull_id: number of the pull, as in ``PullHandle.id`` and in the events.
+        request_id: the producer's name of the request.
+        local_request_id: the caller's own name of the request; empty if it has none.
+        phase: ``check`` and ``handshake`` until its peers are connected; ``queue`` until its first chunk is posted;
+            ``wire`` while bytes move; ``fence`` while the last epoch is read; ``admission`` while its producer has not
+            admitted the lease; ``draining`` after it failed, until nothing can write into its blocks.
+        peer: the source rank that it waits for, ``engine/rank/incarnation``; of several the first.
+        num_peers: number of source ranks that it reads; 0 until they are connected.
+        age_s: seconds since the caller started it.
+        nbytes: bytes that have arrived. Of a read over a plane that completes chunks as a whole, those of whole chunks.
+        nbytes_wanted: bytes to move; 0 until its peers are connected.
+        transport: what carries the bytes, as in ``TransferReport``; empty until its peers are connected.
+        plane: the data plane, ``nixl``, ``tcp`` or ``loopback``; likewise.
+    """
+
+    pull_id: Count
+    request_id: Name
+    local_request_id: Name
+    phase: Name
+    peer: Name
+    num_peers: Count
+    age_s: Number
+    nbytes: Count
+    nbytes_wanted: Count
+    transport: Name
+    plane: Name
+
+
+class Snapshot(Struct, frozen=True, kw_only=True):
+    """What a worker holds at one moment.
+
+    Attributes:
+        leases: how many leases are held.
+        pulls: how many pulls are open or draining.
+        quarantined: destinations that something may still write into.
+        staging: staging buffers: how many there are, are in use, and are in quarantine.
+        rejected: connections to this worker that have failed since the start, by code, unauthenticated ones included.
+        dropped: producers that were dropped since the start, by code.
+        open_pulls: the oldest pulls that are open or draining, at most as many as the caller asked for.
+        held_leases: the oldest leases that are held, likewise.
+        producers: workers that this one reads from, or connects to, likewise.
+        readers: workers that are connected to this one to read from it, likewise.
+    """
+
+    leases: Count
+    pulls: Count
+    quarantined: Annotated[tuple[Quarantined, ...], Many]
+    staging: StagingUse = StagingUse()
+    rejected: Annotated[dict[Name, Count], Many] = {}
+    dropped: Annotated[dict[Name, Count], Many] = {}
+    open_pulls: Annotated[tuple[PullState, ...], Many] = ()
+    held_leases: Annotated[tuple[LeaseState, ...], Many] = ()
+    producers: Annotated[tuple[PeerState, ...], Many] = ()
+    readers: Annotated[tuple[PeerState, ...], Many] = ()
+
+
+def state_of(pull: OpenPull, scheduled: Pull | None, now: float) -> PullState:
+    """Describe one pull.
+
+    Args:
+        pull: as its caller started it.
+        scheduled: as the scheduler has it; None if its reads are not posted yet.
+        now: seconds of the worker's clock.
+    """
+    members = () if pull.ticket is None else tuple(pull.ticket.members())
+    peer = pull.peer or (str(members[0].peer) if members else "")
+    return PullState(
+        pull_id=pull.pull_id,
+        request_id=pull.request_id,
+        local_request_id=pull.local_request_id,
+        phase=pull.phase if scheduled is None else scheduled.phase,
+        peer=peer if scheduled is None else str(scheduled.awaited.read.peer),
+        num_peers=len(pull.reads),
+        age_s=now - pull.called_at,
+        nbytes=0 if scheduled is None else sum(rank.read.nbytes for rank in scheduled.ranks),
+        nbytes_wanted=pull.nbytes,
+        transport=pull.route.transport,
+        plane=pull.route.plane,
+    )
+
+
+class Inspection(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a running worker tells.
+
+    Attributes:
+        stage: ``open``, ``draining`` or ``closing``.
+        now: seconds of the worker's clock, with which the times of the snapshot are compared.
+        snapshot: what it holds; of each list the oldest entries.
+        told: what the program above adds; empty for most workers.
+    """
+
+    stage: Name
+    now: Number
+    snapshot: Snapshot
+    told: Annotated[bytes, Meta(max_length=TOLD_BYTES_MAX)] = b""
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Inspection)
+
+
+def encode_inspection(stage: str, now: float, take: Callable[..., Snapshot], told: bytes = b"") -> bytes:
+    """Return a report that is small enough, with fewer entries of each list if it must be.
+
+    Args:
+        stage: of the worker.
+        now: seconds of its clock.
+        take: takes a snapshot with so many entries of each list as ``limit`` says.
+        told: what the program above adds.
+    """
+    assert len(told) <= TOLD_BYTES_MAX, f"{len(told)} bytes are added to a report"
+    limit = REPORTED_MAX
+    while True:
+        inspection = Inspection(stage=stage, now=now, snapshot=_cut(take(limit=limit), limit), told=told)
+        report = _encoder.encode(inspection)
+        if len(report) <= INSPECTION_BYTES_MAX:
+            return report
+        limit //= 2
+
+
+def decode_inspection(report: bytes, *, peer: str) -> Inspection:
+    """Read what a worker has told about itself.
+
+    Args:
+        report: what it sent.
+        peer: the worker.
+
+    Raises:
+        PeerLost: its release tells nothing.
+        ProtocolViolation: it is malformed or too large.
+    """
+    if not report:
+        remedy = "Install this release of kvflow there, or a later one."
+        raise PeerLost(f"{peer} tells nothing about itself", peer=peer, remedy=remedy)
+    if len(report) > INSPECTION_BYTES_MAX:
+        raise ProtocolViolation(f"{peer} sent a report of {len(report)} bytes", peer=peer)
+    try:
+        return _decoder.decode(report)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolViolation(f"{peer} sent an invalid report: {error}", peer=peer) from error
+
+
+def _cut(snapshot: Snapshot, limit: int) -> Snapshot:
+    """Bound what a snapshot does not bound itself."""
+    return msgspec.structs.replace(
+        snapshot,
+        quarantined=snapshot.quarantined[:limit],
+        staging=msgspec.structs.replace(snapshot.staging, waiting=frozenset()),
+        rejected=dict(islice(snapshot.rejected.items(), REPORTED_MAX)),
+        dropped=dict(islice(snapshot.dropped.items(), REPORTED_MAX)),
+        open_pulls=tuple(
+            msgspec.structs.replace(pull, local_request_id=pull.local_request_id[:TEXT_MAX])
+            for pull in snapshot.open_pulls
+        ),
+    )

@@ -1,0 +1,76 @@
+"""Which data planes a peer is read over: those that both sides have, and whose settings agree."""
+
+import pytest
+
+from kvflow.errors import FailureCode, LayoutMismatch, PeerLost
+from kvflow.events import PeerConnected
+
+from .pulling import DATA_ENDPOINT, FaultyNetwork, failure, opened
+
+BOTH = ("nixl", "tcp")
+NUMERIC = "tcp://127.0.0.1:5700"
+
+
+def negotiating(ours, theirs, names=("tcp://[fd00::7]:5700", NUMERIC), encryption="off"):
+    """Open a consumer with our planes and a producer with its planes."""
+    network = FaultyNetwork()
+    network.names[DATA_ENDPOINT] = names
+    settings = {"transport": "auto", "tcp_encryption": encryption}
+    return opened(network=network, planes=(ours, theirs), theirs=settings, transport="auto")
+
+
+async def refusal(world):
+    error = await failure(world.start())
+    assert isinstance(error, LayoutMismatch)
+    return error
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "both"),
+    [
+        (BOTH, ("tcp", "nixl"), {"nixl", "tcp"}),
+        (BOTH, ("tcp",), {"tcp"}),
+        (("tcp",), ("nixl", "tcp", "of a newer release"), {"tcp"}),
+        (BOTH, ("nixl",), {"nixl"}),
+    ],
+)
+async def test_the_first_of_our_planes_that_both_sides_have_is_taken(ours, theirs, both):
+    async with negotiating(ours, theirs) as world:
+        report = await world.pull()
+        assert world.holds((1, 2), (3, 4))
+        assert (report.plane, report.transport) == (next(plane for plane in ours if plane in both), "loopback")
+        (address,) = world.faults.called("add")
+        assert address.planes.keys() == both
+        assert address.data_endpoint == (NUMERIC if "tcp" in both else "")
+
+
+@pytest.mark.parametrize("error", [OSError("no such name"), UnicodeError("no name"), ValueError("embedded null")])
+async def test_an_unresolvable_tcp_plane_is_left_out_if_another_plane_exists(error):
+    async with negotiating(BOTH, BOTH, error) as world:
+        assert (await world.pull()).plane == "nixl"
+        (address,) = world.faults.called("add")
+        assert (address.planes.keys(), address.data_endpoint) == ({"nixl"}, "")
+    async with negotiating(("tcp",), BOTH, error) as world:
+        lost = await failure(world.start())
+        assert isinstance(lost, PeerLost)
+        assert f"{DATA_ENDPOINT}, which cannot be resolved" in lost.message
+        assert world.faults.called("add") == []
+
+
+async def test_different_encryption_is_refused_where_only_tcp_could_serve():
+    async with negotiating(("tcp",), BOTH, encryption="tls") as world:
+        error = await refusal(world)
+        assert (error.field, error.source, error.target) == ("tcp_encryption", "tls", "off")
+        assert "tcp_encryption" in error.remedy
+        assert world.faults.called("add") == []
+
+
+async def test_different_encryption_does_not_keep_another_plane_from_serving():
+    async with negotiating(BOTH, BOTH, encryption="tls") as world:
+        assert (await world.pull()).plane == "nixl"
+        (address,) = world.faults.called("add")
+        assert address.planes.keys() == {"nixl"}
+    async with negotiating(BOTH, BOTH, encryption="tls") as world:
+        world.faults.refused = FailureCode.PLANE_UNFIT
+        assert (await refusal(world)).field == "tcp_encryption"
+        assert world.of(PeerConnected) == []

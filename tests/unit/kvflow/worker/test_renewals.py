@@ -1,0 +1,295 @@
+"""Leases are renewed while pulls and held tickets need them, and released together: real workers on virtual time."""
+
+import asyncio
+from itertools import pairwise
+
+import pytest
+
+from kvflow.errors import BlockIdsInvalid, CapacityExceeded, ContentMismatch, PeerLost, StaleLease
+from kvflow.events import LeaseEnded, PeerDropped
+from kvflow.rendezvous.dialer import Link
+from kvflow.testing import FabricFaults
+from kvflow.worker import renewals
+from kvflow.worker.peers import PeerPool
+from kvflow.worker.renewals import REDIAL_S, RENEWALS_PER_LEASE, LeaseRenewer
+from tests.counting import calls_of
+
+from .pulling import issued_before
+from .virtual import LONG_S, virtual
+
+LEASE_S = 6.0
+PART_S = LEASE_S / RENEWALS_PER_LEASE
+SLACK_S = 0.1  # what is due now is renewed at the next tick
+SLOW = FabricFaults(at_once=0.0, inline=0.0, piece_s=10.0)
+PATIENT = {"queue_s": LONG_S, "wire_s": LONG_S, "fence_s": LONG_S}
+
+
+@pytest.fixture
+def world():
+    with virtual(lease_s=LEASE_S) as world:
+        world.pull(world.offer())  # its peer is connected from now on
+        world.pass_time(1.0)
+        yield world
+
+
+def outcomes(world, rank=0):
+    """Return how each request has ended."""
+    return {event.request_id: event.outcome for event in world.producers[rank].of(LeaseEnded)}
+
+
+def hold(world, ticket, name=""):
+    world.do(lambda: world.consumer.worker.hold(ticket, local_request_id=name))
+
+
+def end_hold(world, ticket, name=""):
+    """Pull into a block that does not exist: the pull ends the hold, and releases nothing."""
+    with pytest.raises(BlockIdsInvalid):
+        world.pull(ticket, (10**6,), local_request_id=name)
+
+
+def parts(times):
+    """Return the times from one renewal to the next."""
+    return [after - before for before, after in pairwise(times)]
+
+
+def test_a_pull_that_ends_within_a_third_of_its_lease_renews_nothing(world):
+    world.pull(world.offer(), (2,))
+    world.pass_time(LEASE_S)
+    assert world.heard("Renew") == []
+    assert set(outcomes(world).values()) == {"released"}
+
+
+def test_a_long_pull_renews_its_lease_each_third_of_it():
+    with virtual(lease_s=LEASE_S, **PATIENT) as world:
+        world.pull(world.offer())
+        world.fabric.faults = SLOW
+        began = world.now
+        world.pull(world.offer((2, 3)), (2, 3))
+        assert world.now - began > 2 * LEASE_S
+        renewed = world.heard("Renew")
+        assert renewed[0] - began == pytest.approx(PART_S, abs=SLACK_S)
+        assert parts(renewed) == pytest.approx([PART_S] * (len(renewed) - 1), abs=SLACK_S)
+        world.pass_time(LEASE_S)
+        assert world.heard("Renew") == renewed
+        assert set(outcomes(world).values()) == {"released"}
+
+
+@pytest.mark.parametrize("skew_s", [0.0, 3600.0, -3600.0])
+@pytest.mark.parametrize("age_s", [0.0, PART_S / 2, PART_S, 1.5 * PART_S])
+def test_a_ticket_is_renewed_when_a_third_has_passed_since_it_was_signed(skew_s, age_s):
+    with virtual(lease_s=LEASE_S, skew_s=skew_s) as world:
+        world.pull(world.offer())
+        ticket, signed = world.offer(), world.now
+        world.pass_time(age_s)
+        hold(world, ticket)
+        world.pass_time(2 * LEASE_S)
+        assert world.heard("Renew")[0] - signed == pytest.approx(max(PART_S, age_s), abs=SLACK_S)
+        assert world.leases() == 1
+
+
+@pytest.mark.parametrize("issued_s", [None, -10.0])
+def test_a_ticket_whose_age_is_unknown_is_renewed_at_once(world, issued_s):
+    """It does not say when it was signed, or by a clock that is ahead of the producer's."""
+    began = world.now
+    hold(world, issued_before(world.offer(), issued_s))
+    world.pass_time(PART_S)
+    assert world.heard("Renew")[0] - began == pytest.approx(0.0, abs=SLACK_S)
+
+
+def test_a_lease_that_many_need_is_renewed_once_until_the_last_ends(world):
+    ticket = world.offer()
+    for name in "abb":
+        hold(world, ticket, name)
+    world.pass_time(3 * LEASE_S)
+    renewed = world.heard("Renew")
+    assert parts(renewed) == pytest.approx([PART_S] * (len(renewed) - 1), abs=SLACK_S)
+    for name in "aac":  # the last of these holds nothing
+        end_hold(world, ticket, name)
+    world.pass_time(2 * LEASE_S)
+    assert world.leases() == 1
+    end_hold(world, ticket, "b")
+    world.pass_time(LEASE_S + SLACK_S)
+    assert outcomes(world)[ticket.request_id] == "expired"
+    assert world.consumer.worker._consumer._renewals.held == {}
+
+
+@pytest.mark.parametrize(("held", "ended"), [("", "r"), ("r", ""), ("", "")])
+def test_a_request_without_an_id_of_its_own_ends_any_hold(world, held, ended):
+    ticket = world.offer()
+    hold(world, ticket, held)
+    end_hold(world, world.offer((2,)), ended)  # which nobody holds
+    assert len(world.consumer.worker._consumer._renewals.held) == 1
+    end_hold(world, ticket, ended)
+    world.pass_time(LEASE_S + SLACK_S)
+    assert outcomes(world)[ticket.request_id] == "expired"
+
+
+def test_leases_of_one_peer_are_renewed_in_one_message():
+    with virtual(ranks=2, lease_s=LEASE_S) as world:
+        world.pull(world.offer())
+        for ticket in [world.offer((block,)) for block in (1, 2, 3)]:
+            hold(world, ticket)
+        world.pass_time(2.5 * PART_S)
+        assert [len(world.heard("Renew", rank)) for rank in range(2)] == [2, 2]
+        assert [world.leases(rank) for rank in range(2)] == [3, 3]
+
+
+def test_the_loop_is_woken_only_while_a_lease_is_held(world, monkeypatch):
+    ticks, renew = [], LeaseRenewer._renew
+    monkeypatch.setattr(LeaseRenewer, "_renew", lambda self: (ticks.append(world.now), renew(self)))
+    for _ in range(2):
+        ticket = world.offer()
+        hold(world, ticket)
+        world.pass_time(1.0)
+        end_hold(world, ticket)
+        world.pass_time(SLACK_S)
+        assert len(ticks) > 10
+        ticks.clear()
+        world.pass_time(10 * LEASE_S)
+        assert ticks == []
+
+
+def test_a_peer_that_is_not_connected_is_dialed_and_asked_soon():
+    with virtual(lease_s=LEASE_S) as world:
+        ticket, began = world.offer(), world.now
+        hold(world, ticket)
+        world.pass_time(2 * LEASE_S)
+        renewed = world.heard("Renew")
+        assert renewed[0] - began == pytest.approx(REDIAL_S, abs=SLACK_S)
+        assert parts(renewed) == pytest.approx([PART_S] * (len(renewed) - 1), abs=SLACK_S)
+        assert world.leases() == 1
+
+
+def test_an_address_that_is_not_tried_now_is_tried_when_it_may_be(monkeypatch):
+    asked, start_connecting = [], PeerPool.start_connecting
+    monkeypatch.setattr(PeerPool, "start_connecting", lambda *given: (asked.append(1), start_connecting(*given)))
+    with virtual(lease_s=120.0) as world:
+        ticket = world.offer()
+        hosts = world.producers[0].process.host, world.consumer.process.host
+        world.wires.part(*hosts)
+        hold(world, ticket)
+        world.pass_time(60.0)
+        attempts = len(world.consumer.of(PeerDropped))
+        assert 3 < attempts < 25
+        assert len(asked) < 60, "far fewer than one each half second"
+        world.wires.join()
+        world.pass_time(300.0)
+        assert world.leases() == 1
+
+
+def test_a_held_ticket_of_a_producer_that_is_closed_is_forgotten(world, monkeypatch):
+    monkeypatch.setattr(renewals, "HELD_MAX", 1)
+    first, second = world.offer(), world.offer((2,))
+    hold(world, first)
+    hold(world, first)
+    with pytest.raises(CapacityExceeded):
+        hold(world, second)
+    world.producers[0].leave()
+    world.pass_time(LEASE_S)
+    hold(world, second)  # there is room again
+    world.pass_time(LEASE_S)
+    assert world.consumer.worker._consumer._renewals.held == {}
+
+
+def test_an_open_pull_of_a_producer_that_closes_ends_as_any_other():
+    with virtual(lease_s=LEASE_S, **PATIENT) as world:
+        world.pull(world.offer())
+        world.fabric.faults = SLOW
+        ticket = world.offer()
+        task = world.start(ticket)
+        world.pass_time(1.0)
+        hold(world, ticket, "another")
+        world.producers[0].leave()
+        world.pass_time(2 * LEASE_S)
+        with pytest.raises((PeerLost, StaleLease)):
+            task.result()
+        assert world.consumer.worker._consumer._renewals._leases == {}
+
+
+def test_releases_of_one_moment_are_one_message_of_each_kind_to_each_peer():
+    with virtual(ranks=2, lease_s=LEASE_S) as world:
+        world.pull(world.offer())
+        world.pass_time(1.0)
+        began = world.now
+        tickets = [world.offer((block,), digests=[[b"ours"]]) for block in (1, 2, 3)]
+        wanted = [[[b"ours"]], [[b"ours"]], [[b"another"]]]
+        pulls = [
+            world.start(ticket, (block,), expected_digests=digests)
+            for block, (ticket, digests) in enumerate(zip(tickets, wanted, strict=True), 1)
+        ]
+        world.pass_time(1.0)
+        assert [type(pull.exception()) for pull in pulls] == [type(None), type(None), ContentMismatch]
+        for rank in range(2):
+            assert set(outcomes(world, rank).values()) == {"released"}
+            assert len(world.heard("Release", rank, began)) == 2, "those that were read, and those that were not"
+        assert world.heard("Released", life=world.consumer) == [], "an end that its reader expects is not told"
+
+
+def test_many_releases_are_sent_before_their_pause_is_over(world, monkeypatch):
+    monkeypatch.setattr(renewals, "RELEASE_PAUSE_S", 2 * LONG_S)
+    monkeypatch.setattr(renewals, "RELEASES_MAX", 2)
+    for block in (1, 2, 3, 4):
+        world.pull(world.offer((block,)), (block,))
+    world.pass_time(1.0)
+    assert list(outcomes(world).values()) == ["released"] * 4
+    assert world.leases() == 1, "the last waits for a pause of its own"
+    world.consumer.leave()
+    world.pass_time(1.0)
+    assert list(outcomes(world).values()) == ["released"] * 5, "closing sends what waits"
+
+
+def test_no_release_overtakes_the_caller(world, monkeypatch):
+    """A pull ends in the very turn in which releases are taken, and its caller runs in the next."""
+    order, release = [], Link.release
+    monkeypatch.setattr(Link, "release", lambda *given, **how: (order.append("release"), release(*given, **how)))
+    ticket, renewer = world.offer(), world.consumer.worker._consumer._renewals
+
+    async def caller(ended):
+        await ended
+        order.append("caller")
+
+    async def same_turn():
+        loop = asyncio.get_running_loop()
+        ended, leases = loop.create_future(), renewer.start(ticket.members())
+        task = loop.create_task(caller(ended))
+        await asyncio.sleep(0)
+        loop.call_soon(lambda: (renewer.release(leases, read=True), ended.set_result(None)))
+        loop.call_soon(renewer._take)
+        await task
+        renewer.stop(leases)
+
+    world.do(same_turn)
+    world.pass_time(SLACK_S)
+    assert order == ["caller", "release"]
+    assert outcomes(world)[ticket.request_id] == "released"
+
+
+def test_releases_of_a_peer_that_is_gone_are_dropped(world, monkeypatch):
+    monkeypatch.setattr(renewals, "RELEASE_PAUSE_S", 60.0)
+    world.pull(world.offer())
+    world.producers[0].leave()
+    world.pass_time(120.0)
+    assert world.consumer.worker._consumer._renewals._waiting == {}
+
+
+def test_a_lease_costs_the_same_however_many_are_held(world):
+    def cost(count):
+        *others, last = [world.offer((block,)) for block in range(1, count + 1)]
+        for ticket in others:
+            hold(world, ticket)
+        return world.do(lambda: calls_of(lambda: world.consumer.worker.hold(last)))
+
+    cost(2)
+    assert cost(10) == cost(30)
+
+
+def test_leases_that_are_not_due_are_not_looked_at(world):
+    renewer = world.consumer.worker._consumer._renewals
+
+    def cost(count):
+        for block in range(1, count + 1):
+            hold(world, world.offer((block,)))
+        world.pass_time(SLACK_S)
+        return world.do(lambda: calls_of(renewer._renew))
+
+    assert cost(10) == cost(30)

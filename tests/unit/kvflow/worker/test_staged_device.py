@@ -1,0 +1,113 @@
+"""Staged reads of caches on a device, by two workers: a calibration of devices, and copies that torch makes later.
+
+The device is memory of the host that manifests call VRAM, over a modeled link which takes any address.
+"""
+
+import asyncio
+
+import msgspec
+import pytest
+import torch
+
+from kvflow.calibrate.descriptors import ALWAYS
+from kvflow.config import WorkerConfig
+from kvflow.layout.region import Region
+from kvflow.layout.shards import Shard
+from kvflow.layout.specs import FullAttention
+from kvflow.memory.cache import allocate
+from kvflow.planning.costs import Calibration, encode_calibration
+from kvflow.reads.thread import ThreadedTransport
+from kvflow.worker.environment import PRODUCTION, staging_of
+from kvflow.worker.runtime import open_worker
+from tests.helpers.async_backend import AsyncBackend, LinkModel
+from tests.helpers.late_tensors import LateTensors
+from tests.unit.kvflow.observability.test_slow_peers import SaidToBeVram
+
+from .helpers import PATIENCE_S, SECRET
+
+SPECS = {name: FullAttention(block_size=16, num_kv_heads=4, head_size=32, dtype="float16") for name in "ab"}
+SOURCES, TARGETS = list(range(0, 60, 2)), list(range(31, 1, -1))
+
+
+class VramTensors(LateTensors):
+    """Staging memory that calls itself VRAM, as the cache does."""
+
+    def _move(self, stage):
+        stage.region = Region(stage.region.address, stage.region.nbytes, "VRAM", 0)
+        self.stage = stage
+        super()._move(stage)
+
+
+class _Backend(AsyncBackend):
+    def add(self, address):
+        return super().add(msgspec.structs.replace(address, planes={"async": address.planes["nixl"]}))
+
+
+def calibration(memory="VRAM", transport="nixl"):
+    about = {"machine": "a modeled one", "source": "same machine", "date": "2026-01-01T00:00:00Z"}
+    return Calibration(schema=1, **about, transport=transport, costs=ALWAYS, memory=memory)
+
+
+@pytest.fixture
+def path(tmp_path):
+    file = tmp_path / "calibration.json"
+    file.write_bytes(encode_calibration(calibration()))
+    return str(file)
+
+
+async def test_caches_on_devices_are_staged_by_copies_that_end_later(path):
+    stagings = []
+
+    def open_transport(_config, agent_name, sink, staging_bytes=0):
+        stagings.append(VramTensors(staging_bytes))
+
+        def opened(regions, epochs, _serving):
+            return _Backend(agent_name, regions, epochs, LinkModel(progress=True, any_memory=True))
+
+        return ThreadedTransport("nixl", {"nixl": opened}, sink, stagings[-1])
+
+    environment = msgspec.structs.replace(PRODUCTION, open_transport=open_transport)
+    there = allocate(SPECS, num_blocks=64, layout="LBNHC", kv="split")
+    here = allocate(SPECS, num_blocks=64, layout="LBNHC", kv="split", shard=Shard(tp_size=2))
+    there.backing.copy_(torch.arange(there.backing.numel()) * 2654435761 >> 7)
+    source = WorkerConfig(engine_id="prefill-0", cluster_secret=SECRET)
+    target = WorkerConfig(engine_id="decode-0", cluster_secret=SECRET, calibration=path, staging_bytes=8 << 16)
+    async with (
+        open_worker(source, SaidToBeVram(there), environment=environment) as producer,
+        open_worker(target, SaidToBeVram(here), environment=environment) as consumer,
+        asyncio.timeout(PATIENCE_S),
+    ):
+        report = await consumer.pull(producer.offer("request", [SOURCES], 16 * len(SOURCES)), [TARGETS])
+        assert consumer.snapshot().staging.in_use == 0
+    assert report.timings_s["scatter"] > 0
+    assert report.read_bytes == 2 * report.nbytes, "whole tokens were read for half of the heads"
+    assert stagings[1].buffers
+    assert stagings[1].stage.pending == []
+    for layer in SPECS:
+        for role in ("k", "v"):
+            whole, half = (cache.component(layer, role).view(torch.int16) for cache in (there, here))
+            assert torch.equal(half[TARGETS], whole[SOURCES][:, :2])
+
+
+@pytest.mark.parametrize(
+    ("measured", "held", "nbytes"),
+    [
+        ({"memory": "VRAM"}, ["VRAM"], 4096),
+        ({"memory": "VRAM"}, ["VRAM", "VRAM"], 4096),
+        ({"memory": "VRAM"}, ["VRAM", "DRAM"], 0),
+        ({"memory": "VRAM"}, ["DRAM"], 0),
+        ({"memory": "VRAM", "transport": "tcp"}, ["VRAM"], 0),
+        ({"memory": "DRAM"}, ["DRAM"], 4096),
+        ({"memory": "DRAM"}, ["VRAM", "DRAM"], 4096),
+        ({"memory": "DRAM"}, ["VRAM"], 0),
+    ],
+    ids=str,
+)
+def test_staging_memory_is_for_caches_as_they_were_measured(tmp_path, measured, held, nbytes):
+    file = tmp_path / "calibration.json"
+    file.write_bytes(encode_calibration(calibration(**measured)))
+    cache = allocate(SPECS, num_blocks=2)
+    regions = tuple(Region(1 << 20, 4096, memory) for memory in held)
+    manifest = msgspec.structs.replace(cache.manifest(), regions=regions)
+    config = WorkerConfig(engine_id="decode-0", cluster_secret=SECRET, calibration=str(file), staging_bytes=4096)
+    assert staging_of(config, manifest).nbytes == nbytes
