@@ -1,0 +1,374 @@
+"""Join records by request, and divide the time of each request into phases."""
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from kvflow.report import PHASES
+from kvflow.trace.clocks import Clocks
+from kvflow.trace.model import Clock, Failure, Offer, Phase, Pull, Request, Routed, Trace
+from kvflow.trace.records import (
+    Admitted,
+    Answered,
+    Ended,
+    FirstToken,
+    Reading,
+    Sourced,
+    Traced,
+    Transfer,
+    read_files,
+)
+from kvflow.trace.title import title_of
+
+FAILED_IN: Final = {"check": "handshake", "connect": "handshake", "plan": "handshake"}
+"""Phases that fail before the reads are built, and that timings count as the handshake."""
+
+WRAPPED: Final = re.compile(r"^(?:\d+_)?(?:cmpl|chatcmpl)-")
+"""What vLLM puts before the name that a router gave a request."""
+
+SUFFIXES_MAX: Final = 3
+"""Parts that vLLM puts behind it: the number of a prompt, and eight random digits."""
+
+
+@dataclass(slots=True)
+class _Gathered:
+    """Records of one request.
+
+    Attributes:
+        answered: the router's record and its file.
+    """
+
+    request_id: str
+    transfers: list[Sourced] = field(default_factory=list)
+    offers: dict[str, list[Sourced]] = field(default_factory=dict)
+    answered: tuple[Answered, int] | None = None
+
+
+def read_trace(paths: Iterable[Path], progress: Callable[[Reading], None] = lambda _: None) -> Trace:
+    """Read logs and return what is known of each request.
+
+    Args:
+        paths: of the logs.
+        progress: see ``read_files``.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    records, reading = read_files(paths, progress)
+    clocks = Clocks(records)
+    requests = list(_gather(records))
+    bounds: dict[tuple[int, str], list[tuple[float, float]]] = {}
+    for request in requests:
+        if request.answered is not None and (workers := _workers(request)):
+            key = request.answered[1], clocks.of(workers[0]).reference
+            bounds.setdefault(key, []).append(_bounds(request, request.answered[0], clocks))
+    for (file, reference), each in bounds.items():
+        clocks.add_router(file, reference, each)
+    traced = {
+        (record.worker, record.pull_id): record
+        for record in (each.record for each in records)
+        if isinstance(record, Traced)
+    }
+    tokens = {(each.file, each.record.request_id): each for each in records if isinstance(each.record, FirstToken)}
+    found = [_Builder(request, clocks, traced, tokens).request() for request in requests]
+    found.sort(key=lambda request: request.start_at)
+    return Trace(found, clocks.all(), reading)
+
+
+def _gather(records: Sequence[Sourced]) -> Iterable[_Gathered]:
+    """Sort records by the producer's engine and its name of the request, and add those of routers."""
+    found: dict[tuple[str, str], _Gathered] = {}
+    routed: dict[str, tuple[Answered, int]] = {}
+    for each in records:
+        record = each.record
+        match record:
+            case Transfer():
+                name = record.request_id or record.local_request_id or f"pull {record.pull_id} of {record.worker}"
+                found.setdefault((record.remote_engine_id, name), _Gathered(name)).transfers.append(each)
+            case Admitted() | Ended():
+                key = (record.engine_id, record.request_id)
+                offers = found.setdefault(key, _Gathered(record.request_id)).offers
+                offers.setdefault(record.worker, []).append(each)
+            case Answered(routed=True) if record.request_id:
+                routed[record.request_id] = record, each.file
+    used: set[str] = set()
+    for request in found.values():
+        names = [request.request_id, *(_local_name(each) for each in request.transfers)]
+        match = next((other for each in names for other in _router_names(each) if other in routed), None)
+        if match is not None:
+            request.answered = routed[match]
+            used.add(match)
+    yield from found.values()
+    yield from (_Gathered(name, answered=answered) for name, answered in routed.items() if name not in used)
+
+
+def _local_name(each: Sourced) -> str:
+    return each.record.local_request_id if isinstance(each.record, Transfer) else ""
+
+
+def _router_names(name: str) -> Iterable[str]:
+    """Return what a router may have called the request of an engine."""
+    yield name
+    inner = WRAPPED.sub("", name)
+    for _ in range(SUFFIXES_MAX + 1):
+        yield inner
+        inner, dash, _ = inner.rpartition("-")
+        if not dash:
+            return
+
+
+def _workers(request: _Gathered) -> list[str]:
+    """Return the workers of a request, consumers first."""
+    return [*(each.record.worker for each in request.transfers), *request.offers]
+
+
+def _bounds(request: _Gathered, answered: Answered, clocks: Clocks) -> tuple[float, float]:
+    """Return the least and the largest offset of a router's clock that a request allows."""
+    low, high = float("-inf"), float("inf")
+    if answered.prefill_s is None:
+        return low, high
+    prefilled_at = _called_at(answered) + answered.prefill_s
+    for each in request.transfers:
+        assert isinstance(each.record, Transfer)
+        clock = clocks.of(each.record.worker)
+        low = max(low, prefilled_at - _pull_called_at(each.record) + clock.ahead_s - (clock.error_s or 0.0))
+    for worker, records in request.offers.items():
+        clock = clocks.of(worker)
+        high = min(high, prefilled_at - _offer_times(records)[0] + clock.ahead_s + (clock.error_s or 0.0))
+    return low, high
+
+
+def _called_at(answered: Answered) -> float:
+    return answered.written_at - answered.elapsed_s if answered.called_at is None else answered.called_at
+
+
+def _pull_called_at(transfer: Transfer) -> float:
+    """Return when a pull was called, by its worker's clock."""
+    return transfer.written_at - transfer.total_s if transfer.called_at is None else transfer.called_at
+
+
+def _offer_times(records: Sequence[Sourced]) -> tuple[float, float | None, str]:
+    """Return when a lease was offered, by its worker's clock, how long it was held, and how it ended."""
+    at, held_s, outcome = records[0].record.written_at, None, ""
+    for each in records:
+        record = each.record
+        if isinstance(record, Ended):
+            at, held_s, outcome = record.written_at - record.held_s, record.held_s, record.outcome
+    return at, held_s, outcome
+
+
+class _Builder:
+    """Builds one request out of its records."""
+
+    def __init__(
+        self,
+        gathered: _Gathered,
+        clocks: Clocks,
+        traced: dict[tuple[str, int], Traced],
+        tokens: dict[tuple[int, str], Sourced],
+    ) -> None:
+        self._gathered = gathered
+        self._clocks = clocks
+        self._traced = traced
+        self._used = [clocks.of(worker) for worker in _workers(gathered)]
+        self._start_at = 0.0
+        self._offered = {worker: _offer_times(records) for worker, records in gathered.offers.items()}
+        self._transfers = sorted(gathered.transfers, key=self._ended_at)
+        self._first_token_at = self._token_at(tokens)
+
+    def request(self) -> Request:
+        """Return the request."""
+        answered = self._gathered.answered
+        offered_at = self._offered_at()
+        if answered is not None:
+            clock = self._clocks.of_router(answered[1], self._used[0].reference if self._used else "")
+            self._used.append(clock)
+            self._start_at = _called_at(answered[0]) - clock.ahead_s
+        else:
+            times = [self._called(each) for each in self._transfers[-1:]] + ([] if offered_at is None else [offered_at])
+            self._start_at = min(times, default=0.0)
+        pulls = [self._pull(each) for each in self._transfers]
+        router = None if answered is None else _routed(answered[0])
+        first_token_s = self._first_token_s(router)
+        delivered = [pull for pull in pulls if pull.failure is None]
+        ending = (delivered or pulls)[-1:]
+        phases = list(self._phases(ending, router, first_token_s, offered_at))
+        request = Request(
+            request_id=self._gathered.request_id,
+            outcome=_outcome(pulls, delivered, bool(self._offered), router),
+            start_at=self._start_at,
+            total_s=sum(phase.seconds for phase in phases),
+            phases=phases,
+            clock_error_s=_error_s(self._used),
+            router=router,
+            first_token_s=first_token_s,
+            offers=[self._offer(worker) for worker in self._offered],
+            pulls=pulls,
+            nbytes=sum(pull.nbytes for pull in pulls),
+            reads=sum(pull.reads for pull in pulls),
+            gb_per_s=_rate(delivered),
+        )
+        request.title = title_of(request)
+        return request
+
+    def _called(self, each: Sourced) -> float:
+        assert isinstance(each.record, Transfer)
+        return _pull_called_at(each.record) - self._clocks.of(each.record.worker).ahead_s
+
+    def _ended_at(self, each: Sourced) -> float:
+        assert isinstance(each.record, Transfer)
+        return self._called(each) + each.record.total_s
+
+    def _token_at(self, tokens: dict[tuple[int, str], Sourced]) -> float | None:
+        for each in self._transfers:
+            found = tokens.get((each.file, self._gathered.request_id))
+            if found is not None:
+                return found.record.written_at - self._clocks.of(each.record.worker).ahead_s
+        return None
+
+    def _first_token_s(self, router: Routed | None) -> float | None:
+        if self._first_token_at is not None:
+            return self._first_token_at - self._start_at
+        return None if router is None else router.first_bytes_s
+
+    def _offered_at(self) -> float | None:
+        """Return when the cache was offered: when the last rank held the lease, or when the ticket was signed."""
+        if self._offered:
+            return max(at - self._clocks.of(worker).ahead_s for worker, (at, _, _) in self._offered.items())
+        for each in self._transfers[-1:]:
+            assert isinstance(each.record, Transfer)
+            peer = next(iter(self._traced_of(each.record).peers), each.record.peer)
+            if each.record.issued_at is not None:
+                clock = self._clocks.of(peer)
+                self._used.append(clock)
+                return each.record.issued_at - clock.ahead_s
+        return None
+
+    def _traced_of(self, transfer: Transfer) -> Traced:
+        empty = Traced(timestamp=transfer.timestamp, pull_id=transfer.pull_id, peers=[], groups=[], chunks=[])
+        return self._traced.get((transfer.worker, transfer.pull_id), empty)
+
+    def _offer(self, worker: str) -> Offer:
+        at, held_s, outcome = self._offered[worker]
+        start_s = at - self._clocks.of(worker).ahead_s - self._start_at
+        return Offer(worker=worker, start_s=start_s, held_s=held_s, outcome=outcome)
+
+    def _pull(self, each: Sourced) -> Pull:
+        transfer = each.record
+        assert isinstance(transfer, Transfer)
+        start_s = self._called(each) - self._start_at
+        traced = self._traced_of(transfer)
+        failure = None
+        if transfer.code:
+            failure = Failure(transfer.code, transfer.phase, transfer.peer, transfer.detail, transfer.remedy)
+        groups = [group for group in traced.groups if group.peer < len(traced.peers)]
+        complete = len(groups) == len(traced.groups)
+        return Pull(
+            worker=transfer.worker,
+            local_request_id=transfer.local_request_id,
+            start_s=start_s,
+            total_s=max(0.0, transfer.total_s),
+            phases=list(_pull_phases(transfer, start_s)),
+            nbytes=transfer.nbytes,
+            nbytes_wanted=transfer.nbytes_wanted,
+            descriptors=transfer.descriptors,
+            merged=transfer.merged,
+            reads=transfer.reads,
+            early=transfer.early,
+            transport=transfer.transport,
+            plane=transfer.plane,
+            failure=failure,
+            traced=bool(groups) and complete,
+            peers=traced.peers,
+            groups=groups if complete else [],
+            chunks=[chunk for chunk in traced.chunks if complete and chunk[0] < len(groups)],
+            chunks_omitted=traced.chunks_omitted,
+        )
+
+    def _phases(
+        self, ending: Sequence[Pull], router: Routed | None, first_token_s: float | None, offered_at: float | None
+    ) -> Iterable[Phase]:
+        """Divide the time from the start to the first token, or to the last that is known."""
+        last_s = 0.0
+        for pull in ending:
+            offered_s = router.prefill_s if router and offered_at is None else (offered_at or 0.0) - self._start_at
+            offered_s = min(max(0.0, offered_s), max(0.0, pull.start_s))
+            if router is not None:
+                yield Phase("prefill", 0.0, offered_s)
+            if router is not None or offered_at is not None:
+                yield Phase("ticket", offered_s, max(0.0, pull.start_s) - offered_s)
+            yield from pull.phases
+            last_s = pull.end_s
+        if not ending and router is not None:
+            yield Phase("prefill", 0.0, router.prefill_s)
+            last_s = router.prefill_s
+        if first_token_s is not None:
+            yield Phase("decode step", last_s, max(0.0, first_token_s - last_s))
+            if router is not None and router.failure is not None:
+                last_s = max(last_s, first_token_s)
+                yield Phase("answer", last_s, max(0.0, router.elapsed_s - last_s))
+        elif router is not None:
+            yield Phase("decode", last_s, max(0.0, router.elapsed_s - last_s))
+
+
+def _pull_phases(transfer: Transfer, start_s: float) -> Iterable[Phase]:
+    """Divide the time of a pull. What the phases of a failed pull lack belongs to the phase that failed."""
+    seconds = {name: max(0.0, float(getattr(transfer, f"{name}_s"))) for name in PHASES}
+    total_s = max(0.0, transfer.total_s)
+    known_s = sum(seconds.values())
+    if known_s > total_s:
+        seconds = {name: each * total_s / known_s for name, each in seconds.items()}
+    else:
+        phase = FAILED_IN.get(transfer.phase, transfer.phase) if transfer.code else "deliver"
+        seconds[phase if phase in seconds else "deliver"] += total_s - known_s
+    for name, each in seconds.items():
+        if each:
+            yield Phase(name, start_s, each)
+            start_s += each
+
+
+def _error_s(used: Sequence[Clock]) -> float | None:
+    """Return the largest error between clocks; None if some were not compared."""
+    errors = [clock.error_s for clock in used]
+    if None in errors or len({clock.reference for clock in used}) > 1:
+        return None
+    return max((error for error in errors if error is not None), default=0.0)
+
+
+def _routed(answered: Answered) -> Routed:
+    first, prefill_s = answered.first_bytes_s, answered.prefill_s
+    failure = None
+    if answered.code:
+        server = answered.prefill_server if answered.phase == "prefill" else answered.decode_server
+        failure = Failure(answered.code, answered.phase, server, answered.detail, answered.remedy)
+    return Routed(
+        prefill_s=max(0.0, answered.elapsed_s if prefill_s is None else prefill_s),
+        first_bytes_s=None if first is None else max(0.0, first),
+        elapsed_s=max(0.0, answered.elapsed_s),
+        client=answered.client,
+        prefill_server=answered.prefill_server,
+        decode_server=answered.decode_server,
+        failed_attempts=answered.failed_attempts,
+        status=answered.status,
+        sent_bytes=answered.sent_bytes,
+        failure=failure,
+    )
+
+
+def _outcome(pulls: Sequence[Pull], delivered: Sequence[Pull], offered: bool, router: Routed | None) -> str:
+    if router is not None and router.failure is not None:
+        return "failed"
+    if delivered:
+        return "completed"
+    return "failed" if pulls else "offered" if offered else "answered"
+
+
+def _rate(pulls: Sequence[Pull]) -> float:
+    """Return the rate of pulls while at least one of them moved bytes, in 10**9 bytes per second."""
+    moving_s, until = 0.0, float("-inf")
+    for start, end in sorted(pull.moving for pull in pulls):
+        moving_s += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return sum(pull.nbytes for pull in pulls) / moving_s / 1e9 if moving_s > 0 else 0.0

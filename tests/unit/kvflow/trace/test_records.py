@@ -1,0 +1,84 @@
+"""Files from outside: what is no record is skipped and counted, whatever it is."""
+
+import json
+
+import pytest
+
+from kvflow.events import TracedGroup
+from kvflow.observability.logs import event_fields
+from kvflow.trace import records
+from kvflow.trace.joining import read_trace
+from tests.unit.kvflow.observability.examples import EVENTS
+
+STAMP = {"timestamp": "2026-01-01T00:00:00Z"}
+
+
+def line(event="transfer.completed", **fields):
+    return json.dumps(STAMP | {"event": event, "request_id": "r", "engine_id": "d", "total_s": 1.0} | fields) + "\n"
+
+
+BROKEN = {
+    "no JSON": "transfer.completed\n",
+    "half a line": line()[:40] + "\n",
+    "a list": "[1]\n",
+    "a name that is no text": line(request_id=7),
+    "a name that is too long": line(request_id="x" * 2000),
+    "a negative size": line(nbytes=-1),
+    "a size that is too large": line(nbytes=2**60),
+    "a time that is no number": line(wire_s="1"),
+    "a time without an end": line().replace('"total_s": 1.0', '"total_s": 1e999'),
+    "no time": line().replace("timestamp", "time"),
+    "bytes that are no text": line().encode().replace(b'"r"', b'"\xff"'),
+    "half of a surrogate pair": line().replace('"r"', '"\\ud800"'),
+    "a nest of lists": '{"event": "transfer.completed", "x": ' + "[" * 100_000 + "\n",
+    "too many chunks": line("transfer.traced", pull_id=1, peers=[], groups=[], chunks=[[0, 0, 0, 0, 0]] * 5000),
+    "units of no block": line(
+        "transfer.traced", pull_id=1, peers=["p"], groups=[[0, 0, 0, 0, 0, 1, 1, 1, False, []]], chunks=[]
+    ),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN.values(), ids=BROKEN)
+def test_a_broken_line_is_counted_and_its_neighbors_are_read(tmp_path, broken):
+    path = tmp_path / "log.jsonl"
+    as_bytes = broken if isinstance(broken, bytes) else broken.encode()
+    path.write_bytes(line(request_id="before").encode() + as_bytes + b"\n \n" + line(request_id="after").encode())
+    trace = read_trace([path])
+    assert [request.request_id for request in trace.requests] == ["before", "after"]
+    assert trace.reading.broken == 1
+
+
+def test_a_line_without_an_end_is_not_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "LINE_BYTES_MAX", 1000)
+    path = tmp_path / "log.jsonl"
+    path.write_text(line(request_id="before") + "x" * 5000 + "\n" + line(request_id="after") + "y" * 5000)
+    trace = read_trace([path])
+    assert [request.request_id for request in trace.requests] == ["before", "after"]
+    assert (trace.reading.broken, trace.reading.lines) == (2, 4)
+
+
+def test_records_are_counted_above_their_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "RECORDS_MAX", 2)
+    path = tmp_path / "log.jsonl"
+    path.write_text("".join(line(request_id=f"r{number}") for number in range(5)))
+    trace = read_trace([path])
+    assert (len(trace.requests), trace.reading.skipped) == (2, 3)
+
+
+def test_records_of_other_programs_are_ignored(tmp_path):
+    path = tmp_path / "log.jsonl"
+    path.write_text(line("scenario.completed") + line("request.answered", kind="Prefill") + '{"level": "info"}\n')
+    trace = read_trace([path])
+    assert (trace.requests, trace.reading.broken) == ([], 0)
+
+
+@pytest.mark.parametrize("name", sorted(set(records.KINDS) & set(EVENTS)))
+def test_the_fields_of_a_record_are_those_of_its_event(name):
+    ours = set(records.KINDS[name].__struct_fields__) - set(records.Record.__struct_fields__)
+    alike = [each for each, kind in records.KINDS.items() if kind is records.KINDS[name]]
+    told = {field for each in alike for field in event_fields(EVENTS[each])} | {"deliver_s"}
+    assert ours - told == ({"called_at", "issued_at"} if "transfer.failed" in alike else set())
+
+
+def test_the_groups_of_a_record_are_those_of_its_event():
+    assert records.Group.__struct_fields__ == TracedGroup.__struct_fields__
