@@ -1,96 +1,102 @@
-"""Events as structured log records: one per event, named after its type.
+"""Write every event as one log record, and hand it to the hooks.
 
-``TransferCompleted`` is logged as ``transfer.completed``. A completed or failed transfer is one canonical
-record that answers what moved, how, and where the time went; at the producer it is the lease that has ended. Everything
-else about it is DEBUG.
+The logger ``kvflow.transfer`` logs ``TransferCompleted`` as ``transfer.completed``. At INFO and above, a request has
+one record per side: ``transfer.completed`` or ``transfer.failed`` at the consumer, ``lease.ended`` at the producer.
 """
 
+import inspect
 import json
 import logging
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import structlog
-from msgspec import Struct
 
-from kvflow.cache.leases import LeaseEnded
-from kvflow.errors import KvflowError
-from kvflow.observability import events as shell
-from kvflow.transfer import events as transfer
+from kvflow import events
+from kvflow.clock import Clock
+from kvflow.errors import ConfigInvalid, FailureCode, KvflowError
+from kvflow.events import Event, Hook, OnlyEvents, event_name
 
-LEVELS: dict[type[Struct], int] = {
-    shell.WorkerOpened: logging.INFO,
-    shell.PlaneOmitted: logging.WARNING,
-    shell.CalibrationIgnored: logging.WARNING,
-    shell.WorkerDrained: logging.INFO,
-    shell.WorkerClosed: logging.INFO,
-    shell.OfferAdmitted: logging.DEBUG,
-    shell.OfferRefused: logging.WARNING,
-    shell.PeerConnected: logging.INFO,
-    shell.PeerDropped: logging.WARNING,
-    shell.BreakerOpened: logging.WARNING,
-    shell.BreakerClosed: logging.INFO,
-    shell.ReaderRejected: logging.WARNING,
-    shell.ReaderReset: logging.WARNING,
-    LeaseEnded: logging.INFO,
-    transfer.TransferStarted: logging.DEBUG,
-    transfer.TransferRetried: logging.DEBUG,
-    transfer.TransferCompleted: logging.INFO,
-    transfer.TransferFailed: logging.WARNING,
-    transfer.TransferQuiesced: logging.DEBUG,
+LEVELS: dict[type[Event], int] = {
+    events.WorkerOpened: logging.INFO,
+    events.PlaneOmitted: logging.WARNING,
+    events.CalibrationIgnored: logging.WARNING,
+    events.WorkerDrained: logging.INFO,
+    events.WorkerClosed: logging.INFO,
+    events.OfferAdmitted: logging.DEBUG,
+    events.OfferRefused: logging.WARNING,
+    events.PeerConnected: logging.INFO,
+    events.PeerMeasured: logging.INFO,
+    events.PeerSlow: logging.WARNING,
+    events.PeerDropped: logging.WARNING,
+    events.BreakerOpened: logging.WARNING,
+    events.BreakerClosed: logging.INFO,
+    events.ConsumerRejected: logging.WARNING,
+    events.ReaderReset: logging.WARNING,
+    events.LeaseEnded: logging.INFO,
+    events.TransferStarted: logging.DEBUG,
+    events.TransferRetried: logging.DEBUG,
+    events.TransferCompleted: logging.INFO,
+    events.TransferFailed: logging.WARNING,
+    events.TransferTraced: logging.DEBUG,
+    events.TransferSlow: logging.WARNING,
+    events.TransferQuiesced: logging.DEBUG,
 }
-"""Every event and its level, but for two: a lease that expires is a WARNING, a peer that we let go is DEBUG."""
+"""The level of every event, with three exceptions: ``lease.ended`` is a WARNING if the lease has expired,
+``transfer.failed`` is INFO if the caller canceled the pull, and ``peer.dropped`` is DEBUG if the worker is closing."""
+
+COSTLY = (events.TransferTraced,)
+"""Events that take time for each chunk and block of a pull. A hook that takes all events does not get these."""
 
 LEVEL_NAMES = {logging.DEBUG: "debug", logging.INFO: "info", logging.WARNING: "warning"}
 
-Record = tuple[Struct, Mapping[str, Any]]
-"""An event, and what its record says beside."""
-
-Hook = Callable[[Struct], None]
-"""Takes every event of a worker, on any thread; must be quick. What it raises is logged and ignored."""
+Record = tuple[Event, Mapping[str, Any]]
+"""An event, and further fields of its record."""
 
 REMEDIES = {
-    "plane.omitted": "Nothing, if the other planes are fast enough; else mend what the detail names.",
-    "calibration.ignored": "Calibrate again over this transport: kvflow bench descriptors --calibrate.",
-    "lease.ended": "Raise lease_s if readers come later than that; else look why none came.",
-    "peer.dropped": "Look at the log of that worker; it is met again when it is needed.",
-    "breaker.opened": "Look whether a worker listens at this address; it is tried again by itself.",
-    "reader.rejected": "Run the same release on both sides; if they do, find out who this reader is.",
-    "reader.reset": "Look for peers that hang; raise the limit that is named if they are only slow.",
+    "calibration.ignored": "Calibrate over this transport: kvflow bench descriptors --calibrate.",
+    "lease.ended": "Find out why no consumer read in time, or raise lease_s.",
+    "peer.dropped": "Read the log of that worker. kvflow reconnects when a pull needs it.",
+    "breaker.opened": "Check that a worker listens at this address. kvflow tries again automatically.",
+    "consumer.rejected": "Run the same release on both sides. If they do, find out what connects to this worker.",
+    "transfer.slow": "Look at the longest phase: docs/howto/explain-a-transfer.md says what each one waits for.",
+    "reader.reset": "Find the peers that hang. If they are only slow, raise the named limit.",
 }
-"""What to do about a warning that says neither a remedy nor the code of an error that has one."""
+"""Remedies of the warnings that have neither a field ``remedy`` nor the code of an error with a default remedy."""
 
 PLAIN = re.compile(r"[\w./:@+%-]+\Z", re.ASCII)
-"""Values that stand in a line as they are. Others are quoted, because a peer may have chosen their characters."""
+"""Values that need no quotes in a line. A peer may choose the characters of others."""
+
+FIRST = ("request_id", "local_request_id", "code", "phase", "peer", "endpoint", "detail")
+LAST = ("engine_id", "rank", "remedy")
+ORDER = {key: place for place, key in enumerate(FIRST, -len(FIRST))} | {key: place for place, key in enumerate(LAST, 1)}
+"""Fields that a line starts with, after the name of the event, and that it ends with. Others come between, at 0."""
+
+OMITTED = ("event", "level", "timestamp", "incarnation")
+"""Fields that a line has at its start, or not at all."""
 
 _encoder = msgspec.json.Encoder(enc_hook=repr)
 
 
 @lru_cache(maxsize=1)
 def _second(since_1970: int) -> str:
-    """Return a second as ISO 8601 writes it; its records share it."""
+    """Return a second in the form of ISO 8601. Records of one second share it."""
     return datetime.fromtimestamp(since_1970, UTC).isoformat()[:19]
 
 
-@cache
-def event_name(kind: type[Struct]) -> str:
-    """Return ``transfer.completed`` for ``TransferCompleted``."""
-    noun, *verb = re.findall("[A-Z][a-z]+", kind.__name__)
-    return f"{noun}.{'_'.join(verb)}".lower()
-
-
-def event_fields(event: Struct) -> dict[str, Any]:
-    """Return an event's fields, a report's and the phases' among them, flat and JSON-safe."""
+def event_fields(event: Event) -> dict[str, Any]:
+    """Return the fields of an event as one flat dictionary for JSON, with those of its report and its phases."""
     fields: dict[str, Any] = msgspec.to_builtins(event)
     if (report := fields.pop("report", None)) is not None:
         fields |= report
+    if traceparent := fields.pop("traceparent", ""):
+        fields["trace_id"] = traceparent.split("-")[1]
     if timings_s := fields.pop("timings_s", None):
         # In nanoseconds; round() takes three times as long.
         rounded = [int(seconds * 1e9 + 0.5) / 1e9 for seconds in timings_s.values()]
@@ -100,33 +106,29 @@ def event_fields(event: Struct) -> dict[str, Any]:
 
 @lru_cache(maxsize=64)
 def _phase_names(phases: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names of the fields of some phases, which are mostly the same."""
+    """Return the names of the fields of some phases. Most pulls have the same phases."""
     return tuple(phase + "_s" for phase in phases)
 
 
 class EventRecord(dict[str, Any]):
-    """The message of one log record: the fields of an event, its context, and its worker's identity.
+    """The message of one log record: the fields of an event, its context, and the identity of its worker.
 
-    As text it is one line for people: the name, what is known as ``key=value``, and last the remedy of a warning.
+    Its text is one line: the name of the event, then ``key=value`` pairs, and the remedy of a warning at the end.
+
+    Attributes:
+        prefix: start of the line; the name of the logger if the application has configured no logging.
     """
 
+    prefix = ""
+
     def __str__(self) -> str:
-        known = {key: value for key, value in self.items() if value not in ("", None)}
-        remedy = known.pop("remedy", None) or _remedies().get(known.get("code", "")) or REMEDIES.get(known["event"])
-        if remedy and known["level"] != "info":
+        known = {key: value for key, value in self.items() if value not in ("", None) and key not in OMITTED}
+        of_code = default_remedies().get(known.get("code", ""))
+        remedy = known.pop("remedy", None) or of_code or REMEDIES.get(self["event"])
+        if remedy and self["level"] == "warning":
             known["remedy"] = remedy
-        left_out = ("event", "level", "timestamp", "incarnation")
-        words = [f"{key}={_quoted(value)}" for key, value in known.items() if key not in left_out]
-        return " ".join([known["event"], *words])
-
-
-@cache
-def _remedies() -> dict[str, str]:
-    """Return what to do about each code of our errors."""
-    kinds = [KvflowError]
-    for kind in kinds:
-        kinds += kind.__subclasses__()
-    return {kind.code: kind.default_remedy for kind in reversed(kinds)}
+        pairs = [f"{key}={_quoted(known[key])}" for key in sorted(known, key=lambda key: ORDER.get(key, 0))]
+        return " ".join([self.prefix + self["event"], *pairs])
 
 
 def _quoted(value: object) -> str:
@@ -134,39 +136,49 @@ def _quoted(value: object) -> str:
     return text if PLAIN.match(text) else json.dumps(text)
 
 
-class EventLog:
-    """Write events of one worker to the standard library's logger ``kvflow``.
+@cache
+def logger_of(kind: type[Event]) -> logging.Logger:
+    """Return the logger of a type of events: ``kvflow.transfer`` for ``TransferCompleted``."""
+    return logging.getLogger(f"kvflow.{event_name(kind).partition('.')[0]}")
 
-    The library configures nothing: level, handlers and format are the embedder's, and a record that its level
-    drops costs next to nothing. Formatters of structlog take the record's message as their event dictionary, others
-    write it as a line of ``key=value``.
+
+class EventLog:
+    """Write the events of one worker to loggers of the standard library, below ``kvflow``.
+
+    The application chooses levels, handlers and format. Events below the level cost almost nothing. If it configures
+    no logging, Python prints warnings alone, each as one line. Formatters of structlog take the message of a record as
+    their event dictionary; other formatters write it as a line.
+
+    Args:
+        wall: returns seconds since 1970.
 
     Attributes:
-        identity: fields that every record of this worker carries.
+        identity: fields that every record of this worker has.
     """
 
-    def __init__(self, **identity: Any) -> None:
+    def __init__(self, wall: Clock = time.time, /, **identity: Any) -> None:
         self.identity = identity
-        self._standard = logging.getLogger("kvflow")
-        self._extra = {"_logger": self._standard, "_name": ""}
+        self._wall = wall
+        self._top = logging.getLogger("kvflow")
 
-    def __call__(self, event: Struct, **context: Any) -> None:
-        """Write one record: the event's fields, the context's, and the worker's identity."""
+    def __call__(self, event: Event, **context: Any) -> None:
+        """Write one record: the fields of the event, those of the context, and the identity of the worker."""
         self.write_all([(event, context)])
 
     def write_all(self, records: Iterable[Record]) -> None:
-        """Write records of one moment."""
-        standard = self._standard
-        wanted = [(level, each) for each in records if standard.isEnabledFor(level := _level_of(each[0]))]
+        """Write the records of one moment."""
+        wanted = []
+        for event, context in records:
+            level, logger = _level_of(event), logger_of(type(event))
+            if logger.isEnabledFor(level):
+                wanted.append((level, logger, event, context))
         if not wanted:
             return
-        now = time.time()
+        now = self._wall()
         second = int(now)
         timestamp = f"{_second(second)}.{int((now - second) * 1e6):06d}Z"
-        alone = _only_handler(standard)
-        messages = []
-        for level, (event, context) in wanted:
-            message = {
+        messages = [
+            {
                 **self.identity,
                 **context,
                 **event_fields(event),
@@ -174,75 +186,100 @@ class EventLog:
                 "level": LEVEL_NAMES[level],
                 "timestamp": timestamp,
             }
-            if alone is not None:
-                messages.append(message)
-            else:
-                given = (EventRecord(message), (), None)
-                standard.handle(standard.makeRecord("kvflow", level, "", 0, *given, extra=self._extra))
-        if alone is not None:
-            alone.write_events(messages)
+            for level, _, event, context in wanted
+        ]
+        only = _only_handler(self._top, {logger for _, logger, _, _ in wanted})
+        if only is not None:
+            only.write_events(messages)
+            return
+        for (level, logger, _, _), message in zip(wanted, messages, strict=True):
+            _log(logger, level, EventRecord(message))
 
 
-def _level_of(event: Struct) -> int:
-    """Return the level of an event; that of two kinds depends on what happened."""
-    if isinstance(event, LeaseEnded) and event.outcome == "expired":
+def _log(logger: logging.Logger, level: int, message: EventRecord) -> None:
+    """Write one record to a logger that takes its level."""
+    if not logger.hasHandlers():  # Python prints the bare message
+        message.prefix = f"{logger.name}: "
+    extra = {"_logger": logger, "_name": ""}  # for the formatters of structlog
+    logger.handle(logger.makeRecord(logger.name, level, "", 0, message, (), None, extra=extra))
+
+
+def _level_of(event: Event) -> int:
+    """Return the level of an event."""
+    if isinstance(event, events.LeaseEnded) and event.outcome == "expired":
         return logging.WARNING
-    if isinstance(event, shell.PeerDropped) and event.code == "closing":
+    if isinstance(event, events.TransferFailed) and event.code == FailureCode.TRANSFER_CANCELLED:
+        return logging.INFO
+    if isinstance(event, events.PeerDropped) and event.code == FailureCode.CLOSING:
         return logging.DEBUG
     return LEVELS[type(event)]
 
 
-@dataclass(frozen=True)
-class OnlyEvents:
-    """A hook that takes only events of one kind, so that others need not be made for it."""
+def check_hooks(hooks: Sequence[Hook]) -> None:
+    """Check that hooks are plain functions.
 
-    kind: type[Struct]
-    hook: Hook
-
-    def __call__(self, event: Struct) -> None:
-        """Take one event."""
-        if type(event) is self.kind:
-            self.hook(event)
+    Raises:
+        ConfigInvalid: a hook cannot be called, or is a coroutine function.
+    """
+    for each in hooks:
+        hook = each.hook if isinstance(each, OnlyEvents) else each
+        if not callable(hook):
+            raise ConfigInvalid(f"hook {hook!r} cannot be called", remedy="Pass functions that take one event.")
+        if any(map(inspect.iscoroutinefunction, (hook, type(hook).__call__))):
+            remedy = "Pass a plain function. It may start a task on its event loop."
+            raise ConfigInvalid(f"hook {hook!r} is a coroutine function, which kvflow never awaits", remedy=remedy)
 
 
 class Reporter:
-    """Takes every event of a worker, for its log and the embedder's hooks.
+    """Take every event of a worker, for its log and the hooks of the application.
 
     Args:
-        log: of the worker.
-        hooks: take every event, or those of one kind: see ``OnlyEvents``.
+        log: log of the worker.
+        hooks: take every event, or events of one type: see ``OnlyEvents``.
 
     Thread: any.
     """
 
     def __init__(self, log: EventLog, hooks: Sequence[Hook]) -> None:
         self._log = log
-        self._standard = logging.getLogger("kvflow")
         self._hooks = {
-            kind: [hook for hook in hooks if not isinstance(hook, OnlyEvents) or hook.kind is kind] for kind in LEVELS
+            kind: [
+                hook for hook in hooks if (hook.kind is kind if isinstance(hook, OnlyEvents) else kind not in COSTLY)
+            ]
+            for kind in LEVELS
         }
+        self._is_logged = {kind: partial(logger_of(kind).isEnabledFor, level) for kind, level in LEVELS.items()}
 
-    def wants(self, kind: type[Struct]) -> bool:
-        """Tell whether anyone listens to events of this kind. If not, none need be made, but leases that expire."""
-        return bool(self._hooks[kind]) or self._standard.isEnabledFor(LEVELS[kind])
+    def wants(self, kind: type[Event]) -> bool:
+        """Return whether a hook or the log takes events of this type, at its usual level."""
+        return bool(self._hooks[kind]) or self._is_logged[kind]()
 
-    def __call__(self, event: Struct, **context: Any) -> None:
-        """Take one event, and what its record says beside."""
+    def __call__(self, event: Event, **context: Any) -> None:
+        """Take one event, and further fields of its record."""
         self.take_all([(event, context)])
 
     def take_all(self, records: Sequence[Record]) -> None:
-        """Take events of one moment; their log gets them in one write."""
+        """Take the events of one moment. The log writes them at once."""
         self._log.write_all(records)
         for event, _ in records:
             for hook in self._hooks[type(event)]:
                 try:
                     hook(event)
-                except Exception:  # an observer's defect must not stop what it observes
+                except Exception:  # a defect of a hook must not stop the worker
                     logging.getLogger("kvflow").exception("a hook failed", extra={"event_type": type(event).__name__})
 
 
+@cache
+def default_remedies() -> dict[str, str]:
+    """Return the default remedy of the error that each code names; finer causes have none."""
+    kinds = [KvflowError]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    return {kind.code: kind.default_remedy for kind in reversed(kinds)}
+
+
 class _JsonFormatter(structlog.stdlib.ProcessorFormatter):
-    """Writes every record as structlog does, and an event faster."""
+    """Writes every record as structlog does, and events faster."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -250,16 +287,20 @@ class _JsonFormatter(structlog.stdlib.ProcessorFormatter):
                 structlog.stdlib.ProcessorFormatter.remove_processors_meta,
                 structlog.processors.format_exc_info,
                 structlog.processors.JSONRenderer(),
-            ]
+            ],
+            foreign_pre_chain=[  # of records that are plain text
+                structlog.stdlib.add_log_level,
+                structlog.processors.TimeStamper(fmt="iso", utc=True),
+            ],
         )
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line of one record."""
-        return _json(record.msg).decode() if type(record.msg) is EventRecord else super().format(record)
+        return to_json(record.msg).decode() if type(record.msg) is EventRecord else super().format(record)
 
 
 class _JsonFile(logging.Handler):
-    """Appends JSON lines to a file, whole lines with each write, so that processes may share it."""
+    """Append JSON lines to a file. Each write has whole lines, so that processes may share the file."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -274,46 +315,49 @@ class _JsonFile(logging.Handler):
             self.handleError(record)
 
     def write_events(self, messages: Sequence[dict[str, Any]]) -> None:
-        """Write events without records of logging, which take as long as the rest."""
+        """Write events directly, because a ``LogRecord`` takes as long as everything else."""
         try:
-            self._write(b"".join([_json(message) + b"\n" for message in messages]))
+            self._write(b"".join([to_json(message) + b"\n" for message in messages]))
         except Exception:  # noqa: BLE001
             self.handleError(logging.makeLogRecord({"msg": messages}))
 
     def _write(self, line: bytes) -> None:
-        # NIXL's package configures logging when it is imported, and that closes every handler there is.
+        # Importing NIXL configures logging, which closes every existing handler.
         if self._file.closed:
             self._file = self._path.open("ab", buffering=0)
         self._file.write(line)
 
     def close(self) -> None:
-        """Close the file; the next record opens it again, as with ``logging.FileHandler``."""
+        """Close the file. The next record opens it again, as with ``logging.FileHandler``."""
         self._file.close()
         super().close()
 
 
-def _json(message: dict[str, Any]) -> bytes:
+def to_json(message: object) -> bytes:
+    """Return an object as JSON. What JSON cannot express is its ``repr``."""
     try:
         return _encoder.encode(message)
-    except UnicodeEncodeError:  # half of a character, which JSON can only write escaped
-        return json.dumps(message, default=repr).encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, which only an escape can express
+        return json.dumps(msgspec.to_builtins(message, enc_hook=repr, str_keys=True)).encode()
 
 
-def _only_handler(logger: logging.Logger) -> _JsonFile | None:
-    """Return the file of ``configure_logging`` if all that a logger takes goes there, and nothing is filtered."""
-    handlers = logger.handlers
-    if logger.propagate or len(handlers) != 1 or logger.filters:
+def _only_handler(top: logging.Logger, loggers: Iterable[logging.Logger]) -> _JsonFile | None:
+    """Return the file of ``configure_logging`` if it takes every record of some loggers below ``top``, unfiltered."""
+    handlers = top.handlers
+    if top.propagate or len(handlers) != 1 or top.filters:
+        return None
+    if any(logger.handlers or logger.filters or not logger.propagate for logger in loggers):
         return None
     (handler,) = handlers
     return handler if type(handler) is _JsonFile and not handler.filters and not handler.level else None
 
 
 def configure_logging(path: Path | None = None, *, level: int = logging.INFO) -> None:
-    """Send kvflow's records as JSON lines to a file or to stderr. For programs; the library never calls it.
+    """Write kvflow's log records as JSON lines to a file or to stderr. Call it in programs; the library never does.
 
     Args:
-        path: file to append to; stderr when None.
-        level: records below it are dropped.
+        path: file to append to; None for stderr.
+        level: level below which records are dropped.
     """
     handler = logging.StreamHandler() if path is None else _JsonFile(path)
     handler.setFormatter(_JsonFormatter())
@@ -322,3 +366,21 @@ def configure_logging(path: Path | None = None, *, level: int = logging.INFO) ->
         logger.handlers[:] = [handler]
         logger.setLevel(level)
         logger.propagate = False
+
+
+def record_logger(name: str) -> structlog.stdlib.BoundLogger:
+    """Return a logger whose records ``configure_logging`` writes as JSON lines, with their fields.
+
+    Args:
+        name: of the standard library's logger, below ``kvflow``.
+    """
+    logger: structlog.stdlib.BoundLogger = structlog.wrap_logger(
+        logging.getLogger(name),
+        wrapper_class=structlog.stdlib.BoundLogger,
+        processors=[
+            structlog.stdlib.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
+        ],
+    )
+    return logger

@@ -1,9 +1,7 @@
 """One example of every event, for the tests of whatever takes them all."""
 
-from kvflow.cache.leases import LeaseEnded
-from kvflow.observability import events as shell
-from kvflow.transfer import events as transfer
-from kvflow.transfer.report import TransferReport
+from kvflow import events
+from kvflow.report import TransferReport
 
 REPORT = TransferReport(
     request_id="request-1",
@@ -28,26 +26,43 @@ REPORT = TransferReport(
 PEER = "prefill-0/1/" + "0" * 32
 
 EVENTS = {
-    "worker.opened": shell.WorkerOpened("tcp://127.0.0.1:5000", "nixl", 1024, 65536),
-    "plane.omitted": shell.PlaneOmitted("nixl", "NIXL is not installed"),
-    "calibration.ignored": shell.CalibrationIgnored("/etc/kvflow.json", "nixl", "loopback"),
-    "worker.drained": shell.WorkerDrained(1, 2, 1, 30.0),
-    "worker.closed": shell.WorkerClosed(2, 1),
-    "offer.admitted": shell.OfferAdmitted("request-1", 4, 30.0),
-    "offer.refused": shell.OfferRefused("request-1", "capacity_exceeded", "no room", "Wait."),
-    "peer.connected": shell.PeerConnected(
+    "worker.opened": events.WorkerOpened("tcp://127.0.0.1:5000", "nixl", 1024, 65536),
+    "plane.omitted": events.PlaneOmitted("nixl", "transport_unavailable", "NIXL is not installed", "Install it."),
+    "calibration.ignored": events.CalibrationIgnored("/etc/kvflow.json", "nixl", "loopback"),
+    "worker.drained": events.WorkerDrained(1, 2, 1, 30.0),
+    "worker.closed": events.WorkerClosed(2, 1),
+    "offer.admitted": events.OfferAdmitted("request-1", 4, 30.0),
+    "offer.refused": events.OfferRefused("request-1", "capacity_exceeded", "no room", "Wait."),
+    "peer.connected": events.PeerConnected(
         PEER, "tcp://127.0.0.1:5000", 0.25, transport="cma", transport_known_by="addresses", plane="nixl"
     ),
-    "peer.dropped": shell.PeerDropped(PEER, "peer_lost", "silent for 20 s"),
-    "breaker.opened": shell.BreakerOpened("tcp://127.0.0.1:5000", 3, 0.5),
-    "breaker.closed": shell.BreakerClosed("tcp://127.0.0.1:5000"),
-    "reader.rejected": shell.ReaderRejected(PEER, "malformed", "not a message"),
-    "reader.reset": shell.ReaderReset("quarantine_s_max", 1000, 3, 0.02, 0.06),
-    "lease.ended": LeaseEnded("request-1", "released", 1.5),
-    "transfer.started": transfer.TransferStarted(7, "request-1"),
-    "transfer.retried": transfer.TransferRetried(7, "request-1", PEER),
-    "transfer.completed": transfer.TransferCompleted(7, "request-1", REPORT),
-    "transfer.failed": transfer.TransferFailed(
+    "peer.measured": events.PeerMeasured(
+        peer="prefill-0/1/abc",
+        gb_per_s=41.2,
+        nbytes=1 << 26,
+        source_memory="VRAM",
+        target_memory="VRAM",
+        transport="rc_mlx5",
+        plane="nixl",
+    ),
+    "peer.slow": events.PeerSlow(
+        peer="prefill-0/1/abc",
+        gb_per_s=0.5,
+        transport="cuda_ipc",
+        plane="nixl",
+        detail="GPUs without NVLink",
+        remedy="Check it.",
+    ),
+    "peer.dropped": events.PeerDropped(PEER, "peer_lost", "silent for 20 s"),
+    "breaker.opened": events.BreakerOpened("tcp://127.0.0.1:5000", 3, 0.5),
+    "breaker.closed": events.BreakerClosed("tcp://127.0.0.1:5000"),
+    "consumer.rejected": events.ConsumerRejected(PEER, "malformed", "not a message"),
+    "reader.reset": events.ReaderReset("quarantine_s_max", 1000, 3, 0.02, 0.06),
+    "lease.ended": events.LeaseEnded("request-1", "released", 1.5),
+    "transfer.started": events.TransferStarted(7, "request-1"),
+    "transfer.retried": events.TransferRetried(7, "request-1", PEER),
+    "transfer.completed": events.TransferCompleted(7, "request-1", REPORT, "", "prefill-0"),
+    "transfer.failed": events.TransferFailed(
         7,
         "request-1",
         "peer_lost",
@@ -64,6 +79,17 @@ EVENTS = {
         plane="nixl",
         ticket_age_s=1.5,
         timings_s={"handshake": 0.25, "queue": 0.001, "wire": 0.03, "total": 1 / 3},
+        remote_engine_id="prefill-0",
     ),
-    "transfer.quiesced": transfer.TransferQuiesced(7, "request-1"),
+    "transfer.traced": events.TransferTraced(
+        7,
+        "request-1",
+        (PEER,),
+        (events.TracedGroup(0, 0, 0, 1, 2, 2048, 3, 3, staged=False, pairs=((4, 9, 2),)),),
+        ((0, 0.001, 0.002, 4096, 6),),
+    ),
+    "transfer.slow": events.TransferSlow(
+        7, "request-1", "slow_transfer_s", "prefill-0", 1 / 3, 4096, 1e5, 1e9, "wire", omitted=2
+    ),
+    "transfer.quiesced": events.TransferQuiesced(7, "request-1"),
 }

@@ -9,27 +9,33 @@ import typing
 import weakref
 from pathlib import Path
 
+import msgspec
 import pytest
 import structlog
 
-from kvflow.cache.leases import LeaseEnded
-from kvflow.observability import events as shell
+from kvflow.events import (
+    Event,
+    LeaseEnded,
+    OnlyEvents,
+    PeerDropped,
+    TransferCompleted,
+    TransferFailed,
+    TransferStarted,
+    TransferTraced,
+    event_name,
+)
 from kvflow.observability.logs import (
     LEVELS,
     EventLog,
-    OnlyEvents,
     Reporter,
     configure_logging,
     event_fields,
-    event_name,
 )
-from kvflow.transfer.events import TransferCompleted, TransferEvent, TransferFailed, TransferStarted
 
 from .examples import EVENTS, PEER
 
 IDENTITY = {"engine_id": "decode-0", "rank": 0, "incarnation": "f" * 32}
 CONTEXT = {
-    "remote_engine_id": "prefill-0",
     "remote_endpoint": "tcp://127.0.0.1:5000",
     "num_remote_blocks": 4,
     "num_local_blocks": 3,
@@ -59,7 +65,7 @@ def loggers():
 
 
 def test_every_event_has_a_level_and_an_example():
-    known = {*typing.get_args(shell.ShellEvent), *typing.get_args(TransferEvent), LeaseEnded}
+    known = set(typing.get_args(Event))
     assert LEVELS.keys() == known == {type(event) for event in EVENTS.values()}
 
 
@@ -74,7 +80,7 @@ def test_every_event_is_one_record_with_identity_and_context(name, log, caplog):
     (record,) = caplog.records
     parts = (IDENTITY, CONTEXT, event_fields(EVENTS[name]), {"event", "level", "timestamp"})
     assert len(record.msg) == sum(map(len, parts)), "a field collides with another one"
-    assert record.name == "kvflow"
+    assert record.name == f"kvflow.{name.partition('.')[0]}"
     assert record.levelno == LEVELS[type(EVENTS[name])]
     assert record.msg["event"] == name
     assert record.msg.items() >= (IDENTITY | CONTEXT | event_fields(EVENTS[name])).items()
@@ -87,8 +93,9 @@ def test_every_event_is_one_record_with_identity_and_context(name, log, caplog):
         (LeaseEnded("r", "released", 1.0), INFO),
         (LeaseEnded("r", "revoked", 1.0), INFO),
         (LeaseEnded("r", "expired", 1.0), WARNING),
-        (shell.PeerDropped(PEER, "peer_lost", ""), WARNING),
-        (shell.PeerDropped(PEER, "closing", ""), DEBUG),
+        (PeerDropped(PEER, "peer_lost", ""), WARNING),
+        (msgspec.structs.replace(EVENTS["transfer.failed"], code="transfer_cancelled"), INFO),
+        (PeerDropped(PEER, "closing", ""), DEBUG),
     ],
 )
 def test_levels_that_depend_on_what_happened(event, level, log, caplog):
@@ -182,9 +189,20 @@ def test_records_of_a_program_go_nowhere_else(tmp_path, loggers, caplog):
     assert "transfer.started" in (tmp_path / "kvflow.jsonl").read_text()
 
 
+def test_plain_text_has_a_level_and_a_time_in_json_lines(tmp_path, loggers):
+    configure_logging(tmp_path / "kvflow.jsonl")
+    logging.getLogger("kvflow.reads").warning("registered %d MiB", 4)
+    record = json.loads((tmp_path / "kvflow.jsonl").read_text())
+    assert (record["event"], record["level"], sorted(record)) == (
+        "registered 4 MiB",
+        "warning",
+        ["event", "level", "timestamp"],
+    )
+
+
 ORDER = [
-    *("engine_id", "rank", "incarnation", "remote_engine_id", "remote_endpoint", "num_remote_blocks"),
-    *("num_local_blocks", "pull_id", "request_id", "local_request_id", "nbytes", "descriptors", "reads", "read_bytes"),
+    *("engine_id", "rank", "incarnation", "remote_endpoint", "num_remote_blocks", "num_local_blocks"),
+    *("pull_id", "request_id", "local_request_id", "remote_engine_id", "nbytes", "descriptors", "reads", "read_bytes"),
     *("merged", "early", "early_bytes", "transport", "plane", "handshake_s", "bind_s", "queue_s", "post_s", "wire_s"),
     *("scatter_s", "fence_s", "total_s", "event", "level", "timestamp"),
 ]
@@ -219,7 +237,8 @@ def test_names_that_are_no_unicode_are_written_all_the_same(tmp_path, loggers):
     assert [line["request_id"] for line in lines] == ["\ud800", "Grüße\n"]
 
 
-def test_a_file_that_cannot_be_written_stops_nothing(loggers, capsys):
+def test_a_file_that_cannot_be_written_stops_nothing(loggers, capsys, monkeypatch):
+    monkeypatch.setattr(logging, "raiseExceptions", True)  # importing NIXL, as other tests do, clears it
     configure_logging(Path("/dev/full"))
     EventLog(**IDENTITY)(EVENTS["transfer.completed"])
     assert "No space left on device" in capsys.readouterr().err
@@ -243,8 +262,8 @@ def unconfigured(*words):
 def test_without_any_configuration_only_warnings_are_printed_as_lines():
     lines = unconfigured()
     warnings = {name for name, event in EVENTS.items() if LEVELS[type(event)] >= logging.WARNING}
-    assert {line.split()[0] for line in lines} - {"lease.ended"} == warnings
-    assert all(re.fullmatch(r"[a-z.]+( \w+=([^\s\"]+|\"[^\"]*\"))+", line) for line in lines)
+    assert {line.split()[1] for line in lines} == warnings
+    assert all(re.fullmatch(r"kvflow\.[a-z]+: [a-z.]+( \w+=([^\s\"]+|\"[^\"]*\"))+", line) for line in lines)
     assert all(" engine_id=decode-0 rank=0 " in line for line in lines)
     assert all(re.search(r' remedy=([^\s"]+|"[^"]+")$', line) for line in lines)
 
@@ -253,12 +272,13 @@ def test_a_program_that_asks_for_more_gets_lines_too():
     lines = unconfigured("logging.basicConfig(level=logging.INFO)")
     completed = [line for line in lines if "transfer.completed" in line]
     assert completed
-    assert all(line.startswith("INFO:kvflow:transfer.completed engine_id=decode-0 rank=0 ") for line in completed)
-    assert not any("{" in line or "remedy" in line for line in completed)
+    assert all(line.startswith("INFO:kvflow.transfer:transfer.completed request_id=") for line in completed)
+    assert all(line.endswith(" engine_id=decode-0 rank=0") for line in completed)
+    assert not any("{" in line for line in lines)
 
 
 def test_what_a_peer_says_stays_within_its_line(log, caplog):
-    log(shell.PeerDropped("a b", "peer_lost", 'x"\nkvflow is fine\u2028'))
+    log(PeerDropped("a b", "peer_lost", 'x"\nkvflow is fine\u2028'))
     line = str(caplog.records[0].msg)
     assert 'peer="a b"' in line
     assert 'detail="x\\"\\nkvflow is fine\\u2028"' in line
@@ -285,7 +305,8 @@ def test_an_event_is_wanted_by_hooks_of_its_kind(caplog):
         report(event)
     assert {type(event) for event in heard} == {TransferCompleted}
     everything = Reporter(EventLog(**IDENTITY), [heard.append])
-    assert all(everything.wants(kind) for kind in LEVELS)
+    assert {kind for kind in LEVELS if not everything.wants(kind)} == {TransferTraced}
+    assert Reporter(EventLog(**IDENTITY), [OnlyEvents(TransferTraced, heard.append)]).wants(TransferTraced)
 
 
 def test_a_hook_that_fails_stops_no_other(log, caplog):
@@ -297,6 +318,42 @@ def test_a_hook_that_fails_stops_no_other(log, caplog):
     report(EVENTS["transfer.completed"])
     assert heard == [EVENTS["transfer.completed"]]
     assert caplog.records[-1].getMessage() == "a hook failed"
+
+
+def test_a_line_starts_with_the_request_and_ends_with_the_remedy(log, caplog):
+    log(EVENTS["transfer.failed"], **CONTEXT)
+    line = str(caplog.records[0].msg)
+    assert line.startswith(
+        "transfer.failed request_id=request-1 local_request_id=cmpl-1 code=peer_lost phase=wire peer="
+    )
+    assert line.endswith(' engine_id=decode-0 rank=0 remedy="Look whether it runs."')
+
+
+@pytest.mark.parametrize("silenced", ["kvflow.transfer", "kvflow"])
+def test_one_kind_of_events_can_be_silenced(tmp_path, loggers, silenced):
+    configure_logging(tmp_path / "kvflow.jsonl")
+    before = logging.getLogger(silenced).level
+    logging.getLogger(silenced).setLevel(logging.CRITICAL)
+    try:
+        log = EventLog(**IDENTITY)
+        log.write_all([(EVENTS["transfer.failed"], {}), (EVENTS["peer.dropped"], {})])
+    finally:
+        logging.getLogger(silenced).setLevel(before)
+    lines = (tmp_path / "kvflow.jsonl").read_text().splitlines()
+    assert [json.loads(line)["event"] for line in lines] == (["peer.dropped"] if silenced != "kvflow" else [])
+
+
+def test_a_handler_of_one_kind_of_events_gets_them(tmp_path, loggers):
+    configure_logging(tmp_path / "all.jsonl")
+    handler, heard = logging.Handler(), []
+    handler.emit = heard.append
+    logging.getLogger("kvflow.transfer").addHandler(handler)
+    try:
+        EventLog(**IDENTITY)(EVENTS["transfer.failed"])
+    finally:
+        logging.getLogger("kvflow.transfer").removeHandler(handler)
+    assert [record.msg["event"] for record in heard] == ["transfer.failed"]
+    assert len((tmp_path / "all.jsonl").read_text().splitlines()) == 1
 
 
 @pytest.mark.usefixtures("loggers")

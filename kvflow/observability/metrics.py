@@ -1,0 +1,382 @@
+"""Count what a worker does, for Prometheus.
+
+Events are added up in plain numbers; ``prometheus_client`` writes them out. Its own counters would take a tenth of the
+CPU time of a short pull.
+"""
+
+import threading
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final, Literal, NamedTuple
+
+from kvflow import events
+from kvflow.errors import ConfigInvalid, FailureCode
+from kvflow.events import OnlyEvents
+
+PEERS_MAX: Final = 32
+"""Producers that have label values of their own: the first that are read from. All others share ``other``."""
+
+NAMES_MAX: Final = 64
+"""Values of any other label. Further values share ``other``."""
+
+BATCH: Final = 64
+"""Completed pulls that are counted together: the instructions and the counts are then in the CPU's caches."""
+
+OTHER: Final = "other"
+
+SECONDS: Final = (
+    *(0.00001, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1.0, 2.5, 5.0, 10.0, 30.0),
+)
+"""Upper bounds of the buckets of seconds: binding indices takes some microseconds, a hung peer is found after 30 s."""
+
+NBYTES: Final = tuple(4.0**power for power in range(5, 19))
+"""Upper bounds of the buckets of bytes, from 1 KiB to 64 GiB."""
+
+
+class Described(NamedTuple):
+    """One metric, as Prometheus shows it. The name of a counter has ``_total`` in addition.
+
+    Attributes:
+        kind: what Prometheus calls its type.
+        text: what it means.
+        labels: names of its labels.
+    """
+
+    kind: Literal["counter", "gauge", "histogram"]
+    text: str
+    labels: tuple[str, ...] = ()
+
+
+METRICS: Final[dict[str, Described]] = {
+    "kvflow_pull_seconds": Described("histogram", "Completed pulls, from the call to the result.", ("peer",)),
+    "kvflow_pull_phase_seconds": Described(
+        "histogram", "Phases of completed pulls, as in TransferReport.timings_s.", ("peer", "phase")
+    ),
+    "kvflow_pull_bytes": Described("histogram", "Bytes that completed pulls delivered.", ("peer",)),
+    "kvflow_read_bytes": Described(
+        "counter", "Bytes that completed pulls read, with the parts of staged regions that nobody needs.", ("peer",)
+    ),
+    "kvflow_read_in_vain_bytes": Described(
+        "counter",
+        "Bytes that were read and not delivered: before an early ticket's lease, or by a failed pull.",
+        ("peer", "reason"),
+    ),
+    "kvflow_descriptors_before_merging": Described(
+        "counter", "Descriptors of completed pulls before neighbors were merged.", ("peer",)
+    ),
+    "kvflow_descriptors": Described("counter", "Descriptors of completed pulls after merging.", ("peer",)),
+    "kvflow_early_checks": Described(
+        "counter", "How often a source rank did not hold the lease of a ticket yet.", ("peer",)
+    ),
+    "kvflow_failed_pulls": Described(
+        "counter", "Pulls that failed, by error code. Stale tickets are stale_lease.", ("peer", "code")
+    ),
+    "kvflow_slow_pulls": Described(
+        "counter", "Slow pulls that transfer.slow has reported, with those that it left out.", ("peer",)
+    ),
+    "kvflow_connect_seconds": Described(
+        "histogram", "Connecting to a rank of a peer, from dialing to the end of the handshake.", ("peer",)
+    ),
+    "kvflow_peers_dropped": Described("counter", "Connections to producers that were dropped, by code.", ("code",)),
+    "kvflow_consumers_rejected": Described("counter", "Connections to this worker that failed, by code.", ("code",)),
+    "kvflow_breakers_opened": Described("counter", "Addresses that failed several times in a row."),
+    "kvflow_reader_resets": Described(
+        "counter", "Resets of the reading agent, by the limit that was exceeded.", ("setting",)
+    ),
+    "kvflow_refused_offers": Described("counter", "Offers that failed, by error code.", ("code",)),
+    "kvflow_ended_leases": Described("counter", "Leases of this worker that ended, by outcome.", ("outcome",)),
+    "kvflow_lease_held_seconds": Described("histogram", "How long this worker held leases."),
+    "kvflow_pulls_in_flight": Described("gauge", "Pulls that are open or draining."),
+    "kvflow_leases": Described("gauge", "Leases that this worker holds."),
+    "kvflow_quarantined_pulls": Described("gauge", "Failed pulls into whose target blocks a read may still write."),
+    "kvflow_quarantined_blocks": Described("gauge", "Target blocks of these pulls."),
+    "kvflow_staging_buffers": Described("gauge", "Staging buffers, by state.", ("state",)),
+    "kvflow_worker_info": Described("gauge", "1, with the identity of the worker.", ("engine_id", "rank", "version")),
+}
+"""Every metric of a worker, by the name that its documentation has."""
+
+PREFIX: Final = "kvflow_"
+
+
+CODES: Final = frozenset(FailureCode)
+
+
+class Distribution:
+    """How many values lie in each bucket, and their sum.
+
+    Args:
+        bounds: upper bound of each bucket but the last, which takes everything above.
+    """
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def add(self, value: float) -> None:
+        """Add one value."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Return the upper bound of each bucket, and how many values are not above it."""
+        found, below = [], 0
+        for bound, count in zip((*map(repr, self.bounds), "+Inf"), self.counts, strict=True):
+            below += count
+            found.append((bound, float(below)))
+        return found
+
+
+class PeerCounts:
+    """What was read from one producer.
+
+    Attributes:
+        phases: name of a phase -> its seconds; ``total`` is the whole pull.
+        nbytes: bytes of each pull.
+        read_bytes: see ``TransferReport``.
+        descriptors: after merging.
+        unmerged: descriptors before merging.
+        early: see ``TransferReport``.
+        in_vain: bytes that were read before a lease was held, and in pulls that failed.
+        failed: failed pulls by code.
+        slow: slow pulls.
+        connect: seconds of each handshake.
+    """
+
+    def __init__(self) -> None:
+        self.phases: dict[str, Distribution] = defaultdict(lambda: Distribution(SECONDS))
+        self.nbytes = Distribution(NBYTES)
+        self.read_bytes = 0
+        self.descriptors = 0
+        self.unmerged = 0
+        self.early = 0
+        self.in_vain = {"early": 0, "failed": 0}
+        self.failed: dict[str, int] = {}
+        self.slow = 0
+        self.connect = Distribution(SECONDS)
+
+
+class Metrics:
+    """The metrics of one worker. A registry of ``prometheus_client`` takes it as a collector.
+
+    Attributes:
+        identity: labels of ``kvflow_worker_info``.
+        snapshot: ``Worker.snapshot``, for the gauges; None leaves them out. ``collect`` calls it.
+
+    Thread: any; ``collect`` where ``snapshot`` may be called.
+    """
+
+    def __init__(self, **identity: str) -> None:
+        self.identity = identity
+        self.snapshot: Callable[[], Any] | None = None
+        self._lock = threading.Lock()
+        self._completed: list[events.TransferCompleted] = []  # not counted yet
+        self._peers: dict[str, PeerCounts] = {}
+        self._counts: dict[str, dict[str, int]] = defaultdict(dict)
+        self._held = Distribution(SECONDS)
+
+    def hooks(self) -> list[events.Hook]:
+        """Return the hooks that feed the metrics, for ``open_worker``."""
+        return [
+            OnlyEvents(events.TransferCompleted, self._on_completed),
+            OnlyEvents(events.TransferFailed, self._on_failed),
+            OnlyEvents(events.TransferSlow, self._on_slow),
+            OnlyEvents(events.TransferRetried, self._on_retried),
+            OnlyEvents(events.PeerConnected, self._on_connected),
+            OnlyEvents(events.LeaseEnded, self._on_lease_ended),
+            OnlyEvents(events.OfferRefused, lambda event: self._count("refused_offers", event.code)),
+            OnlyEvents(events.BreakerOpened, lambda _: self._count("breakers_opened", "")),
+            OnlyEvents(events.ReaderReset, lambda event: self._count("reader_resets", event.setting)),
+        ]
+
+    def _peer(self, engine_id: str) -> PeerCounts:
+        """Return the counts of a producer, or those of all that have none of their own."""
+        found = self._peers.get(engine_id)
+        if found is None:
+            name = engine_id or "unknown"
+            name = name if name in self._peers or len(self._peers) < PEERS_MAX else OTHER
+            found = self._peers.get(name) or self._peers.setdefault(name, PeerCounts())
+        return found
+
+    def _on_completed(self, event: events.TransferCompleted) -> None:
+        with self._lock:
+            self._completed.append(event)
+            if len(self._completed) >= BATCH:
+                self._count_completed()
+
+    def _count_completed(self) -> None:
+        """Count the pulls that have completed since the last call. The caller holds the lock."""
+        for event in self._completed:
+            report, peer = event.report, self._peer(event.remote_engine_id)
+            phases = peer.phases
+            for phase, seconds in report.timings_s.items():
+                phases[phase].add(seconds)
+            peer.nbytes.add(report.nbytes)
+            peer.read_bytes += report.read_bytes
+            peer.descriptors += report.descriptors
+            peer.unmerged += round(report.descriptors / (1 - report.merged))
+            peer.in_vain["early"] += report.early_bytes
+        self._completed.clear()
+
+    def _on_failed(self, event: events.TransferFailed) -> None:
+        code = event.code if event.code in CODES else OTHER  # an engine may refuse with codes of its own
+        with self._lock:
+            peer = self._peer(event.remote_engine_id)
+            peer.failed[code] = peer.failed.get(code, 0) + 1
+            peer.in_vain["failed"] += event.nbytes
+
+    def _on_slow(self, event: events.TransferSlow) -> None:
+        with self._lock:
+            self._peer(event.remote_engine_id).slow += 1 + event.omitted
+
+    def _on_retried(self, event: events.TransferRetried) -> None:
+        with self._lock:
+            self._peer(_engine_of(event.peer)).early += 1
+
+    def _on_connected(self, event: events.PeerConnected) -> None:
+        with self._lock:
+            self._peer(_engine_of(event.peer)).connect.add(event.handshake_s)
+
+    def _on_lease_ended(self, event: events.LeaseEnded) -> None:
+        with self._lock:
+            self._held.add(event.held_s)
+            ended = self._counts["ended_leases"]
+            ended[event.outcome] = ended.get(event.outcome, 0) + 1
+
+    def _count(self, name: str, label: str) -> None:
+        with self._lock:
+            counts = self._counts[name]
+            if label not in counts and len(counts) >= NAMES_MAX:
+                label = OTHER
+            counts[label] = counts.get(label, 0) + 1
+
+    def collect(self) -> Iterator[Any]:
+        """Yield every metric, as a family of ``prometheus_client``.
+
+        Raises:
+            ConfigInvalid: ``prometheus_client`` is not installed.
+        """
+        families = Families()
+        families.gauge("worker_info", 1, *(self.identity.get(label, "") for label in ("engine_id", "rank", "version")))
+        with self._lock:
+            self._count_completed()
+            for name, peer in self._peers.items():
+                _add_peer(families, name, peer)
+            for name, counts in self._counts.items():
+                for label, number in counts.items():
+                    families.counter(name, number, *([label] if METRICS[PREFIX + name].labels else []))
+            families.histogram("lease_held_seconds", self._held)
+        if self.snapshot is not None:
+            _add_gauges(families, self.snapshot())
+        return families.all()
+
+
+class Families:
+    """The families of ``prometheus_client`` that one answer has, one for each of ``METRICS``.
+
+    Raises:
+        ConfigInvalid: ``prometheus_client`` is not installed.
+    """
+
+    def __init__(self) -> None:
+        core = require_client().core
+        kinds = {
+            "counter": core.CounterMetricFamily,
+            "gauge": core.GaugeMetricFamily,
+            "histogram": core.HistogramMetricFamily,
+        }
+        self._families: dict[str, Any] = {
+            name: kinds[described.kind](name, described.text, labels=described.labels)
+            for name, described in METRICS.items()
+        }
+
+    def counter(self, name: str, value: float, *labels: str) -> None:
+        """Add the value of a counter."""
+        self._families[PREFIX + name].add_metric(labels, value)
+
+    gauge = counter
+
+    def histogram(self, name: str, values: Distribution, *labels: str) -> None:
+        """Add the buckets of a histogram."""
+        self._families[PREFIX + name].add_metric(labels, buckets=values.buckets(), sum_value=values.total)
+
+    def all(self) -> Iterator[Any]:
+        """Return the families."""
+        return iter(self._families.values())
+
+
+def _add_peer(families: Families, name: str, peer: PeerCounts) -> None:
+    for phase, seconds in peer.phases.items():
+        if phase == "total":
+            families.histogram("pull_seconds", seconds, name)
+        else:
+            families.histogram("pull_phase_seconds", seconds, name, phase)
+    families.histogram("pull_bytes", peer.nbytes, name)
+    families.histogram("connect_seconds", peer.connect, name)
+    families.counter("read_bytes", peer.read_bytes, name)
+    families.counter("descriptors", peer.descriptors, name)
+    families.counter("descriptors_before_merging", peer.unmerged, name)
+    families.counter("early_checks", peer.early, name)
+    families.counter("slow_pulls", peer.slow, name)
+    for reason, nbytes in peer.in_vain.items():
+        families.counter("read_in_vain_bytes", nbytes, name, reason)
+    for code, number in peer.failed.items():
+        families.counter("failed_pulls", number, name, code)
+
+
+def _add_gauges(families: Families, held: Any) -> None:
+    families.gauge("pulls_in_flight", held.pulls)
+    families.gauge("leases", held.leases)
+    families.gauge("quarantined_pulls", len(held.quarantined))
+    families.gauge("quarantined_blocks", sum(each.num_blocks for each in held.quarantined))
+    staging = held.staging
+    families.gauge("staging_buffers", staging.buffers - staging.in_use, "free")
+    families.gauge("staging_buffers", staging.in_use - staging.quarantined, "in_use")
+    families.gauge("staging_buffers", staging.quarantined, "quarantined")
+    for name, counts in (("consumers_rejected", held.rejected), ("peers_dropped", held.dropped)):
+        for code, number in _bounded(counts.items()):
+            families.counter(name, number, code)
+
+
+def _bounded(counts: Iterable[tuple[str, int]]) -> Iterable[tuple[str, int]]:
+    """Return the first counts, and the sum of the others."""
+    listed = list(counts)
+    rest = sum(number for _, number in listed[NAMES_MAX:])
+    return [*listed[:NAMES_MAX], *([(OTHER, rest)] if rest else [])]
+
+
+def _engine_of(peer: str) -> str:
+    """Return the engine of ``engine/rank/incarnation``."""
+    return peer.rsplit("/", 2)[0]
+
+
+def require_client() -> Any:
+    """Return the package ``prometheus_client``.
+
+    Raises:
+        ConfigInvalid: it is not installed.
+    """
+    try:
+        import prometheus_client.core  # noqa: PLC0415 - of an optional extra, and only workers with pages need it
+    except ImportError as error:
+        raise ConfigInvalid(
+            "metrics need the package prometheus_client, which is not installed",
+            remedy="Install kvflow[metrics], or leave the setting http out.",
+        ) from error
+    return prometheus_client
+
+
+def exposition(metrics: Metrics) -> tuple[bytes, str]:
+    """Return the metrics in the text format of Prometheus, and its content type.
+
+    Raises:
+        ConfigInvalid: ``prometheus_client`` is not installed.
+    """
+    client = require_client()
+    registry = client.CollectorRegistry(auto_describe=False)
+    registry.register(metrics)
+    return client.generate_latest(registry), client.CONTENT_TYPE_LATEST
