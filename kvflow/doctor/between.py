@@ -1,0 +1,309 @@
+"""Examine the path to another worker: reach it, authenticate, compare, and read its probe blocks if it offers some."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Mapping
+from statistics import median
+from typing import NamedTuple
+
+from msgspec import Struct
+
+from kvflow.config import CALIBRATION_VARIABLE, Encryption, TransportName, WorkerConfig
+from kvflow.doctor import children, probe
+from kvflow.doctor.addresses import accepts, dial, split
+from kvflow.doctor.findings import Finding, failure, found
+from kvflow.errors import KvflowError
+from kvflow.rendezvous.publication import Advertisement
+from kvflow.rendezvous.visitor import Visit, open_visit
+from kvflow.reprs import quoted
+from kvflow.version import __version__
+from kvflow.worker.snapshot import decode_inspection
+
+PINGS = 5
+
+SKEW_S = 1.0
+"""kvflow itself takes a ticket for overdue a second after its apparent end."""
+
+SHARED_MEMORY = frozenset({"cma", "sm", "shm", "all"})
+"""Names in ``UCX_TLS`` that allow UCX to copy the memory of another process."""
+
+NETWORK = frozenset({"rc", "rc_x", "rc_v", "rc_mlx5", "rc_verbs", "dc", "dc_x", "dc_mlx5", "ib", "srd", "all"})
+"""Names in ``UCX_TLS`` that allow UCX to read over a network card."""
+
+UCX_REMEDY = "Unset UCX_TLS on both sides, or name the transport in it."
+
+CONTAINERS = "See docs/howto/containers.md."
+
+
+class Target(Struct, frozen=True, kw_only=True):
+    """The worker to examine, and how.
+
+    Attributes:
+        endpoint: ``tcp://HOST:PORT``.
+        config: our secret and keys, as of a member.
+        key: public key of the worker, if it has its own.
+        transport: data planes that our reader may use.
+        device: that its cache lies on.
+    """
+
+    endpoint: str
+    config: WorkerConfig
+    key: str = ""
+    transport: TransportName = "auto"
+    device: str = "cpu"
+
+
+async def examine(target: Target) -> AsyncIterator[Finding]:
+    """Yield what is to be said about the path to a worker, from the first packet to the rate of large reads."""
+    address, reached = await asyncio.to_thread(dial, target.endpoint)
+    for finding in reached:
+        yield finding
+    if not address or any(each.status == "failed" for each in reached):
+        return
+    offer, told = None, None
+    try:
+        async with open_visit(target.endpoint, target.config, server_key=target.key) as visit:
+            yield await _authenticated(visit)
+            yield _clock(visit)
+            told = await visit.read_manifest()
+            inspection = decode_inspection(await visit.ask_report(), peer=target.endpoint)
+            offer = probe.decode(inspection.told, peer=target.endpoint)
+    except KvflowError as error:
+        yield failure(error, "worker")
+        return
+    data_finding = await asyncio.to_thread(_data_port, told)
+    if data_finding is not None:
+        yield data_finding
+    if offer is None:
+        planes = ", ".join(quoted(plane) for plane in sorted(told.planes))
+        evidence = f"an ordinary worker, with the data planes {planes}: start kvflow doctor --listen there to measure"
+        yield found("no_probe", "reads", evidence)
+        return
+    yield _location(offer)
+    advertised = await asyncio.to_thread(_advertised, target.endpoint, offer)
+    if advertised is not None:
+        yield advertised
+    async for finding in _reads(target, offer, told):
+        yield finding
+
+
+async def _authenticated(visit: Visit) -> Finding:
+    rtts = [await visit.ping() for _ in range(PINGS)]
+    identity = visit.identity
+    versions = f"{quoted(identity.software)}, wire {visit.wire_version}, manifest {visit.manifest_schema}"
+    who = f"{quoted(identity.engine_id)} rank {identity.rank} of {identity.num_ranks}"
+    evidence = (
+        f"{who} has our secret; it runs {versions}, we run kvflow {__version__}; round trip {min(rtts) * 1e3:.3f} ms "
+        f"at best of {PINGS}"
+    )
+    return found("authenticated", "worker", evidence)
+
+
+def _clock(visit: Visit) -> Finding:
+    ahead_s = visit.clock_ahead_s
+    if ahead_s is None:
+        return found("clock_offset", "clock", "the worker does not tell its time", status="note")
+    way = "ahead of" if ahead_s >= 0 else "behind"
+    evidence = f"its clock is {abs(ahead_s):,.3f} s {way} ours"
+    if abs(ahead_s) < SKEW_S:
+        return found("clock_offset", "clock", evidence)
+    effect = (
+        f"{evidence}: kvflow corrects for it between connected workers, but a ticket of that worker seems to be issued "
+        f"and to expire {abs(ahead_s):,.0f} s {'later' if ahead_s >= 0 else 'earlier'} here, in kvflow ticket, in "
+        "logs, and before the first connection"
+    )
+    return found("clock_skewed", "clock", effect)
+
+
+def _data_port(told: Advertisement) -> Finding | None:
+    if not told.data_endpoint:
+        return None
+    reason = accepts(told.data_endpoint)
+    if reason:
+        return found("data_port_unreachable", "TCP plane", f"{told.data_endpoint}: {reason}")
+    return found("reachable", "TCP plane", f"{told.data_endpoint} accepts connections")
+
+
+def _location(offer: probe.ProbeOffer) -> Finding:
+    ours, theirs = probe.own_facts(), offer.facts
+    if not _one_host(ours, theirs):
+        return found("location", "location", f"another host, {theirs.host!r}; this one is {ours.host!r}")
+    if ours.pid_namespace == theirs.pid_namespace:
+        evidence = f"this host, {ours.host!r}, and the same PID namespace"
+        return found("location", "location", evidence)
+    evidence = f"this host, in another PID namespace: {theirs.pid_namespace} there, {ours.pid_namespace} here"
+    return found("location", "location", evidence)
+
+
+def _one_host(ours: probe.HostFacts, theirs: probe.HostFacts) -> bool:
+    return bool(ours.boot_id) and ours.boot_id == theirs.boot_id
+
+
+def _advertised(endpoint: str, offer: probe.ProbeOffer) -> Finding | None:
+    """Return what is wrong with the address that tickets name; None if nothing is."""
+    if split(offer.advertised) == split(endpoint):
+        return None
+    if reason := accepts(offer.advertised):
+        evidence = f"its tickets name {offer.advertised}, which we do not reach: {reason}"
+        return found("advertise_differs", "address", evidence, status="failed")
+    return None
+
+
+async def _reads(target: Target, offer: probe.ProbeOffer, told: Advertisement) -> AsyncIterator[Finding]:
+    """Read in a child process, because NIXL and UCX may end the process that they run in."""
+    task = children.Read(target.endpoint, target.transport, target.device, target.key, _encryption(told))
+    environment = children.environment_without(CALIBRATION_VARIABLE)
+    answer = await children.run(task, environment, limit_s=children.READ_S)
+    figures = figures_of(answer)
+    if figures is None:
+        yield unread(answer, "reads")
+        return
+    if figures.plane == "tcp" and "nixl" in told.planes and "nixl" not in figures.missing and not figures.failure:
+        # Only a worker that has no other plane says why NIXL does not reach its peer.
+        alone = children.Read(target.endpoint, "nixl", target.device, target.key, _encryption(told))
+        refused = figures_of(await children.run(alone, environment, limit_s=children.READ_S))
+        detail = refused.failure.message if refused is not None and refused.failure is not None else ""
+    else:
+        detail = ""
+    for finding in judged(figures, offer, detail):
+        yield finding
+
+
+def _encryption(told: Advertisement) -> Encryption:
+    return "tls" if told.tcp_encryption == "tls" else "off"
+
+
+def figures_of(answer: children.Answer | children.Ended) -> probe.ReadFigures | None:
+    """Return what a reader found, if it did."""
+    return answer.figures if isinstance(answer, children.ReadResult) else None
+
+
+def unread(answer: children.Answer | children.Ended, subject: str) -> Finding:
+    """Return why a reader found nothing."""
+    match answer:
+        case children.Refused(code=code, message=message, remedy=remedy):
+            return Finding(code=code, status="failed", subject=subject, evidence=message, remedy=remedy)
+        case children.Ended(how=how, errors=errors):
+            return found("reader_ended", subject, f"the process that read {how}{_quoted(errors)}")
+        case _:
+            return found("no_probe", subject, "it has stopped to offer probe blocks", status="failed")
+
+
+def _quoted(errors: str) -> str:
+    lines = [line.strip() for line in errors.splitlines() if line.strip()]
+    return f": {' / '.join(lines[-3:])[-400:]}" if lines else ""
+
+
+def judged(figures: probe.ReadFigures, offer: probe.ProbeOffer, detail: str = "") -> Iterator[Finding]:
+    """Yield what the figures of a reader mean.
+
+    Args:
+        figures: what the reader found.
+        offer: what the other side has told.
+        detail: what a reader over NIXL alone said, if the bytes went over TCP.
+    """
+    if figures.plane:
+        yield _carrier(figures, offer, detail)
+    if figures.slow:
+        cause, remedy = figures.slow
+        yield found(
+            "data_plane_slow", "data plane", f"from GPU to GPU over {figures.transport}: {cause}", remedy=remedy
+        )
+    for reads in figures.reads:
+        if reads.wrong_bytes:
+            evidence = f"{reads.wrong_bytes:,} bytes of {len(reads.seconds)} reads of {size(reads.nbytes)}"
+            yield found("bytes_differ", "reads", evidence)
+    if figures.reads:
+        yield found("read_latency", "small reads", latency(figures))
+    if figures.failure is not None:
+        fault = figures.failure
+        yield Finding(code=fault.code, status="failed", subject="reads", evidence=fault.message, remedy=fault.remedy)
+    elif figures.reads:
+        yield found("read_rate", "large reads", rate(figures))
+
+
+def latency(figures: probe.ReadFigures) -> str:
+    """Return the seconds of small reads as text."""
+    small = [reads for reads in figures.reads if reads.nbytes <= probe.SMALL_BLOCKS[-1] * probe.BLOCK_BYTES]
+    first = small[0].seconds[0]
+    # The first read connects.
+    shown = [f"{size(reads.nbytes)} in {median(reads.seconds[1:] or reads.seconds) * 1e3:.3f} ms" for reads in small]
+    return (
+        f"{', '.join(shown)} (medians of {len(small[0].seconds)}); the first, with its connection, {first * 1e3:.0f} ms"
+    )
+
+
+def rate(figures: probe.ReadFigures) -> str:
+    """Return the rate of large reads as text."""
+    large = figures.reads[-1]
+    checked = sum(reads.nbytes * len(reads.seconds) for reads in figures.reads)
+    best = max(large.gb_per_s)
+    return (
+        f"{size(large.nbytes)} at {best:.3g} GB/s, the best of {len(large.seconds)}, over {figures.transport} "
+        f"({figures.plane}); all {checked:,} bytes compared"
+    )
+
+
+def size(nbytes: int) -> str:
+    """Return a number of bytes in the largest unit that divides it."""
+    return f"{nbytes >> 20} MiB" if nbytes % (1 << 20) == 0 else f"{nbytes >> 10} KiB"
+
+
+class Reason(NamedTuple):
+    """Why a faster data plane is not used, and what to do about it."""
+
+    text: str
+    remedy: str
+
+
+def _carrier(figures: probe.ReadFigures, offer: probe.ProbeOffer, detail: str) -> Finding:
+    if figures.plane != "tcp":
+        evidence = f"NIXL carries the bytes, over {figures.transport} (known by {figures.known_by})"
+        return found("data_plane", "data plane", evidence)
+    one_host = _one_host(figures.facts, offer.facts)
+    reasons = list(why_tcp(figures, offer))
+    if detail and not reasons:
+        reasons.append(Reason(f"NIXL says: {detail}", "Follow what NIXL says."))
+    texts = "; ".join(each.text for each in reasons) or "no reason was found"
+    remedies = " ".join(dict.fromkeys(each.remedy for each in reasons))
+    where = "though both run on one host" if one_host else "between two hosts"
+    evidence = f"the TCP plane carries the bytes, {where}: {texts}"
+    has_cards = figures.facts.network_cards and offer.facts.network_cards
+    if one_host or has_cards:
+        return found("data_plane_slow", "data plane", evidence, remedy=remedies)
+    return found("data_plane", "data plane", evidence, status="note")
+
+
+def why_tcp(figures: probe.ReadFigures, offer: probe.ProbeOffer) -> Iterator[Reason]:
+    """Yield why NIXL does not carry the bytes, as far as the facts of both sides say it."""
+    ours, theirs = figures.facts, offer.facts
+    if offer.transport == "tcp":
+        yield Reason("transport is tcp there", "Start the worker there with transport auto.")
+    for where, missing in (("here", figures.missing), ("there", offer.missing)):
+        if "nixl" in missing:
+            yield Reason(f"NIXL does not start {where}: {missing['nixl']}", "Run kvflow doctor on that host.")
+    one_host = _one_host(ours, theirs)
+    wanted, names = (SHARED_MEMORY, "cma") if one_host else (NETWORK, "rc")
+    for where, facts in (("here", ours), ("there", theirs)):
+        value = facts.variables.get("UCX_TLS", "")
+        if value and not allows(value, wanted):
+            yield Reason(f"UCX_TLS is {value!r} {where}, which leaves out {names}", UCX_REMEDY)
+        if not one_host and not facts.network_cards:
+            yield Reason(f"no RDMA device {where}", "Both hosts need RDMA devices for more than TCP carries.")
+    if one_host and ours.pid_namespace != theirs.pid_namespace:
+        remedy = f"Put both containers into one PID namespace (--pid=host, --pid=container:NAME). {CONTAINERS}"
+        yield Reason(f"the PID namespaces differ: {theirs.pid_namespace} there, {ours.pid_namespace} here", remedy)
+    if figures.may_copy is False:
+        scope = f"; ptrace_scope is {ours.ptrace_scope}" if ours.ptrace_scope else ""
+        remedy = f"Set /proc/sys/kernel/yama/ptrace_scope to 0, or give both containers SYS_PTRACE. {CONTAINERS}"
+        yield Reason(f"the kernel does not let this process copy the memory of process {theirs.pid}{scope}", remedy)
+
+
+def allows(transports: str, wanted: frozenset[str]) -> bool:
+    """Return whether a value of ``UCX_TLS`` leaves at least one of some transports in."""
+    names = {name.strip().lstrip("\\").partition(":")[0] for name in transports.removeprefix("^").split(",")}
+    return not names & wanted if transports.startswith("^") else bool(names & wanted)
+
+
+def without_ucx(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return variables without those of UCX."""
+    return {name: value for name, value in environment.items() if not name.startswith("UCX_")}

@@ -1,0 +1,250 @@
+"""What a request that was sent through two servers shows: conclusions from answers and counters. Pure."""
+
+from collections.abc import Iterator
+
+from msgspec import Struct
+
+from kvflow.doctor.counters import SERVED, Counted
+from kvflow.doctor.findings import Finding, found
+from kvflow.errors import FailureCode
+from kvflow.observability.logs import default_remedies
+from kvflow.reprs import counted
+from kvflow.trace.title import printable, shown_bytes, shown_rate
+
+
+class Answer(Struct, frozen=True):
+    """What a server or the router answered.
+
+    Attributes:
+        status: of HTTP; 0 if there is no answer.
+        content: of it, as far as it came.
+        error: why it is not whole; empty if it is.
+    """
+
+    status: int = 0
+    content: bytes = b""
+    error: str = ""
+
+    @property
+    def sound(self) -> bool:
+        """Whether it is whole, and no error."""
+        return not self.error and 200 <= self.status < 300
+
+    def __str__(self) -> str:
+        if self.error and not self.status:
+            return self.error
+        text = printable(self.content[:400].decode(errors="replace").strip(), 200)
+        broken = f", then {self.error}" if self.error else ""
+        return f"HTTP {self.status}: {text or 'nothing'}{broken}"
+
+
+class Side(Struct, frozen=True):
+    """A server, and its counters before and after a request."""
+
+    name: str
+    url: str
+    before: Counted
+    after: Counted
+
+    @property
+    def grown(self) -> Counted:
+        """By how much its counters have grown."""
+        return self.after.since(self.before)
+
+    @property
+    def busy(self) -> float:
+        """Requests that the server had in hand, before or after ours."""
+        return max(each.of("running") + each.of("waiting") for each in (self.before, self.after))
+
+    @property
+    def untagged(self) -> float:
+        """Requests that neither asked for a ticket nor brought one."""
+        return self.grown.of("untagged", "absent") + self.grown.of("untagged", "decline")
+
+    def told(self, name: str, key: str = "") -> str:
+        """Return a counter as evidence."""
+        label = f"{{{printable(key, 60)}}}" if key else ""
+        numbers = f"{self.before.of(name, key):.12g} before, {self.after.of(name, key):.12g} after"
+        return f"{SERVED[name]}{label} of the {self.name} server: {numbers}"
+
+
+class Sent(Struct, frozen=True):
+    """A request, and what was answered.
+
+    Attributes:
+        request_id: its name, which the logs of all servers have.
+        answer: of the last server that was asked.
+        offered: of the prefill server, if the request was sent directly.
+        ticket: whether that had a ticket.
+    """
+
+    request_id: str
+    answer: Answer
+    offered: Answer | None = None
+    ticket: bool = False
+
+
+class Probe(Struct, frozen=True):
+    """A request, and by how much the counters of both servers have grown meanwhile."""
+
+    sent: Sent
+    prefill: Side
+    decode: Side
+
+    @property
+    def quiet(self) -> bool:
+        """Whether no other request has moved the counters."""
+        most = 2 if self.prefill.url == self.decode.url else 1
+        return all(side.grown.of("requests") <= most and not side.busy for side in (self.prefill, self.decode))
+
+    @property
+    def unmixed(self) -> bool:
+        """Whether all requests meanwhile, ours and others, were transferred."""
+        moved, asked = self.decode.grown, self.prefill.grown
+        wrong = moved.all("failed") + self.decode.untagged + self.prefill.untagged
+        return not wrong and bool(moved.of("transfers") and moved.of("requests") and asked.of("requests"))
+
+    @property
+    def restarted(self) -> Side | None:
+        """The server that was started again; None if none was."""
+        return next((side for side in (self.prefill, self.decode) if side.grown.restarted), None)
+
+    @property
+    def settled(self) -> bool:
+        """Whether all is counted that a request with a transfer moves."""
+        moved, asked = self.decode.grown, self.prefill.grown
+        ended = moved.of("transfers") + moved.all("failed")
+        return bool(ended and moved.of("requests") and asked.of("requests") and asked.all("leases"))
+
+    @property
+    def computed(self) -> bool:
+        """Whether the decode server was asked, without a ticket, and has answered."""
+        return bool(self.decode.untagged and self.decode.grown.of("requests") and not self.decode.busy)
+
+
+def direct_findings(probe: Probe) -> Iterator[Finding]:
+    """Say what the two servers did without a router."""
+    prefill, decode = probe.prefill, probe.decode
+    offered = probe.sent.offered or Answer()
+    if not offered.sound:
+        yield found("request_failed", subject_of("prefill", prefill.url), f"asked for a ticket: {offered}")
+        return
+    if not probe.sent.ticket:
+        code = "ticket_unanswered" if prefill.after.kvflow else "connector_missing"
+        evidence = f"asked with do_remote_decode, and answered no ticket ({probe.sent.request_id})"
+        yield found(code, subject_of("prefill", prefill.url), evidence)
+        return
+    for side in (prefill, decode):
+        if side.after.kvflow:
+            yield found("connector_loaded", subject_of(side.name, side.url), "/metrics has vllm:kvflow_ metrics")
+    yield found("ticket_answered", subject_of("prefill", prefill.url), f"a ticket for request {probe.sent.request_id}")
+    if not decode.after.kvflow:
+        yield found("connector_missing", subject_of("decode", decode.url), "/metrics has no vllm:kvflow_ metrics")
+        return
+    if not probe.sent.answer.sound:
+        yield found("request_failed", subject_of("decode", decode.url), f"given the ticket: {probe.sent.answer}")
+    if not probe.quiet:
+        yield _interfered(probe)
+    if probe.quiet or probe.unmixed:
+        yield from transfer_findings(probe, "direct path")
+        if not decode.grown.of("transfers") and not decode.grown.all("failed") and probe.sent.answer.sound:
+            evidence = f"{decode.told('transfers')}; {decode.told('untagged', 'absent')}"
+            yield found("ticket_unused", subject_of("decode", decode.url), evidence)
+
+
+def router_findings(probe: Probe, direct: Probe, url: str) -> Iterator[Finding]:
+    """Say what the router did, where the servers did without it what ``direct`` tells."""
+    subject, answer = subject_of("router", url), probe.sent.answer
+    if not answer.sound:
+        broken = answer.error and 200 <= answer.status < 300
+        requests = ", ".join(side.told("requests") for side in (probe.prefill, probe.decode))
+        yield found("answer_broken" if broken else "request_failed", subject, f"{answer}; {requests}")
+    elif probe.quiet or probe.unmixed:
+        yield found("server_answers", subject, f"a complete answer to request {probe.sent.request_id}")
+    if not probe.quiet:
+        yield _interfered(probe)
+    if probe.quiet or probe.unmixed:
+        yield from _hops(probe, direct, subject)
+        yield from transfer_findings(probe, "routed path")
+
+
+def _hops(probe: Probe, direct: Probe, subject: str) -> Iterator[Finding]:
+    """Say whether the router asked for a ticket and carried it."""
+    prefill, decode = probe.prefill, probe.decode
+    absent = f"{prefill.told('untagged', 'absent')}; {decode.told('untagged', 'absent')}"
+    requests = f"{prefill.told('requests')}; {decode.told('requests')}"
+    if decode.grown.of("transfers") and prefill.grown.of("requests"):
+        if not prefill.untagged:  # a prefill server with "offer": "always" needs no router that asks
+            yield found("router_asks", subject, absent)
+        yield found("router_carries", subject, f"{decode.told('transfers')}; {requests}")
+    elif decode.grown.of("transfers"):
+        yield found("router_skips_prefill", subject, f"the cache came from another server; {requests}")
+    elif decode.grown.of("failed", FailureCode.TICKET_INVALID) and direct.decode.grown.of("transfers"):
+        evidence = (
+            f"{decode.told('failed', FailureCode.TICKET_INVALID)}; the same servers transferred without the router"
+        )
+        yield found("router_changes_ticket", subject, evidence)
+    elif prefill.untagged or (decode.untagged and not prefill.grown.of("requests")):
+        yield found("router_does_not_ask", subject, f"{absent}; {requests}")
+    elif not probe.sent.answer.sound and not decode.grown.of("requests"):
+        return  # the answer says more
+    elif not prefill.grown.of("requests"):
+        yield found("router_skips_prefill", subject, f"{requests}; {absent}")
+        if not decode.grown.of("requests"):
+            yield found("router_skips_decode", subject, requests)
+    elif not decode.grown.of("requests"):
+        yield found("router_skips_decode", subject, requests)
+    elif decode.untagged and direct.sent.ticket:
+        yield found("router_drops_ticket", subject, absent)
+    elif direct.decode.grown.of("transfers") and not decode.grown.all("failed"):
+        yield found("ticket_unused", subject_of("decode", decode.url), f"{decode.told('transfers')}; {requests}")
+
+
+def transfer_findings(probe: Probe, path: str) -> Iterator[Finding]:
+    """Say what was transferred, what failed, and how the lease ended."""
+    moved, decode = probe.decode.grown, probe.decode
+    for code in moved.keys("failed"):
+        remedy = default_remedies().get(code, "")
+        evidence = decode.told("failed", code)
+        if remedy:
+            yield Finding(code=code, status="failed", subject=path, evidence=evidence, remedy=remedy)
+        else:
+            yield found(FailureCode.TRANSFER_FAILED, path, evidence)
+    for method in moved.keys("defects"):
+        yield found("connector_defect", path, decode.told("defects", method))
+    transfers, nbytes, seconds = (moved.of(name) for name in ("transfers", "nbytes", "seconds"))
+    if transfers:
+        rate = f", {shown_rate(nbytes / seconds / 1e9)}" if seconds > 0 else ""
+        evidence = (
+            f"{shown_bytes(int(nbytes))} in {counted(int(transfers), 'transfer')}, "
+            f"{counted(int(moved.of('descriptors')), 'descriptor')}, "
+            f"{seconds * 1e3:.3g} ms{rate}; {decode.told('nbytes')}"
+        )
+        yield found("cache_moved", path, evidence)
+    if transfers and ("loaded_tokens", "") in decode.after.numbers:
+        loaded = moved.of("loaded_tokens")
+        yield found("prompt_loaded" if loaded else "prompt_recomputed", path, decode.told("loaded_tokens"))
+    elif moved.all("failed") and probe.sent.answer.sound:
+        yield found("prompt_recomputed", path, "the transfer failed, and the answer is complete")
+    yield from _lease_findings(probe, path)
+
+
+def _lease_findings(probe: Probe, path: str) -> Iterator[Finding]:
+    ended = probe.prefill.grown.keys("leases")
+    for outcome in ended:
+        code = "lease_released" if outcome == "released" else "lease_lost"
+        yield found(code, path, probe.prefill.told("leases", outcome))
+    asked = probe.prefill.grown.of("requests") and not probe.prefill.untagged
+    offered = probe.sent.ticket or (probe.sent.offered is None and asked)
+    if not ended and offered:
+        yield found("lease_held", path, probe.prefill.told("leases", "released"))
+
+
+def _interfered(probe: Probe) -> Finding:
+    requests = [f"{side.told('requests')}, {side.busy:.0f} in hand" for side in (probe.prefill, probe.decode)]
+    return found("others_interfered", "servers", f"request {probe.sent.request_id}; {'; '.join(requests)}")
+
+
+def subject_of(name: str, url: str) -> str:
+    """Return what a finding calls a server or the router."""
+    return f"{'router' if name == 'router' else f'{name} server'} {url}"

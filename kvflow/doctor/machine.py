@@ -1,0 +1,196 @@
+"""Examine this process's limits, and what its host and its kernel offer."""
+
+import ctypes
+import os
+import re
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvflow.doctor.findings import Finding, found
+
+ROOT = Path("/")
+
+MEMLOCK_MIN = 1 << 30
+"""Registered memory is locked, and a cache has gigabytes. Containers have 64 KiB or 8 MiB unless told otherwise."""
+
+OPEN_FILES_MIN = 1024
+"""Each peer takes some files. An engine of a few dozen peers runs with this."""
+
+SHARED_MEMORY_MIN = 256 << 20
+"""Containers have 64 MiB unless told otherwise, which the processes of one engine can fill."""
+
+HOST_PID_NAMESPACE = "pid:[4026531836]"
+"""The kernel gives its first PID namespace this number."""
+
+UNSYNCHRONIZED = 0x40
+"""STA_UNSYNC among the flags of the clock: nothing adjusts it."""
+
+_REMEDY_OF_NAMESPACE = "Processes in other PID namespaces cannot read this one's memory: see docs/howto/containers.md."
+
+
+def examine(root: Path = ROOT) -> Iterator[Finding]:
+    """Yield what can be said about the host without starting anything.
+
+    Args:
+        root: where the file systems of the kernel are looked for.
+    """
+    needs_pinning = bool(network_cards(root)) or has_gpu(root)
+    yield _memlock(needs_pinning=needs_pinning)
+    yield _open_files()
+    yield _shared_memory(root / "dev/shm")
+    yield _huge_pages(root)
+    yield _clock()
+    yield _container(root)
+    yield _pid_namespace(root)
+    yield _network_cards(root)
+    if has_gpu(root) and network_cards(root):
+        yield _peer_memory(root)
+
+
+def has_gpu(root: Path = ROOT) -> bool:
+    """Return whether a driver shows a GPU."""
+    return any((root / "dev").glob("nvidia[0-9]*")) or (root / "dev/kfd").exists()
+
+
+def network_cards(root: Path = ROOT) -> list[str]:
+    """Return the RDMA devices that the kernel knows, by name."""
+    return sorted(each.name for each in (root / "sys/class/infiniband").glob("*"))
+
+
+def pid_namespace(root: Path = ROOT) -> str:
+    """Return the PID namespace of this process; empty if the kernel does not say."""
+    try:
+        return str((root / "proc/self/ns/pid").readlink())
+    except OSError:
+        return ""
+
+
+def boot_id(root: Path = ROOT) -> str:
+    """Return an id that all processes of a host share until it starts again; empty if the kernel has none."""
+    return _text(root / "proc/sys/kernel/random/boot_id")
+
+
+def ptrace_scope(root: Path = ROOT) -> str:
+    """Return who may copy a process's memory, as Yama numbers it; empty without Yama."""
+    return _text(root / "proc/sys/kernel/yama/ptrace_scope")
+
+
+def _memlock(*, needs_pinning: bool) -> Finding:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        return found("memlock", "memlock", "unlimited")
+    if soft >= MEMLOCK_MIN:
+        return found("memlock", "memlock", f"{_size(soft)} may be locked")
+    if needs_pinning:
+        return found("memlock_low", "memlock", f"only {_size(soft)} may be locked")
+    evidence = f"only {_size(soft)} may be locked; that matters with RDMA, and this host has no RDMA device and no GPU"
+    return found("memlock_low", "memlock", evidence, status="note")
+
+
+def _open_files() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    code = "open_files" if soft >= OPEN_FILES_MIN else "open_files_low"
+    return found(code, "open files", f"{soft:,} may be open, and up to {hard:,} if the process asks")
+
+
+def _shared_memory(path: Path) -> Finding:
+    try:
+        told = os.statvfs(path)
+    except OSError as error:
+        return found("shared_memory_small", "shared memory", f"{path}: {error.strerror}")
+    size, free = told.f_frsize * told.f_blocks, told.f_frsize * told.f_bavail
+    code = "shared_memory" if size >= SHARED_MEMORY_MIN else "shared_memory_small"
+    return found(code, "shared memory", f"{path} has {_size(size)}, {_size(free)} of it free")
+
+
+def _huge_pages(root: Path) -> Finding:
+    setting = re.search(r"\[(\w+)\]", _text(root / "sys/kernel/mm/transparent_hugepage/enabled"))
+    if setting is None:
+        return found("huge_pages", "huge pages", "the kernel has no transparent huge pages")
+    gets = "gets no huge pages, and reads over shared memory are slower" if setting[1] == "never" else "gets huge pages"
+    return found("huge_pages", "huge pages", f"transparent_hugepage is {setting[1]}: a cache in host memory {gets}")
+
+
+class _Timex(ctypes.Structure):
+    """What ``adjtimex`` fills in: the first fields of the kernel's struct, and room for all others."""
+
+    _fields_ = (
+        ("modes", ctypes.c_uint),
+        ("offset", ctypes.c_long),
+        ("freq", ctypes.c_long),
+        ("maxerror", ctypes.c_long),
+        ("esterror", ctypes.c_long),
+        ("status", ctypes.c_int),
+        ("rest", ctypes.c_char * 256),
+    )
+
+
+def _clock() -> Finding:
+    told = _Timex()  # modes 0 changes nothing, and needs no right
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.adjtimex(ctypes.byref(told)) < 0:
+        reason = os.strerror(ctypes.get_errno())
+        return found("clock", "clock", f"the kernel does not say whether it is synchronized: {reason}", status="note")
+    if told.status & UNSYNCHRONIZED:
+        return found("clock_unsynchronized", "clock", "the kernel says that nothing synchronizes it (STA_UNSYNC)")
+    return found("clock", "clock", f"synchronized, with an error of at most {told.maxerror / 1e3:,.0f} ms")
+
+
+def _container(root: Path) -> Finding:
+    signs = [f"/{name}" for name in (".dockerenv", "run/.containerenv") if (root / name).exists()]
+    signs += [name for name in ("KUBERNETES_SERVICE_HOST", "container") if os.environ.get(name)]
+    if signs:
+        return found("container", "container", f"yes, as {' and '.join(signs)} shows")
+    return found("container", "container", "no sign of one", status="ok")
+
+
+def _pid_namespace(root: Path) -> Finding:
+    own = pid_namespace(root)
+    if not own:
+        return found("pid_namespace", "PID namespace", "the kernel does not say")
+    if own == HOST_PID_NAMESPACE:
+        return found("pid_namespace", "PID namespace", f"that of the host, {own}", status="ok")
+    evidence = f"{own}, not that of the host: shared memory reaches only processes of this namespace"
+    return found("pid_namespace", "PID namespace", evidence, remedy=_REMEDY_OF_NAMESPACE)
+
+
+def _network_cards(root: Path) -> Finding:
+    cards = network_cards(root)
+    if not cards:
+        return found("network_cards_absent", "RDMA", "/sys/class/infiniband has no device")
+    shown = ", ".join(f"{card} ({_state(root, card)})" for card in cards)
+    verbs = sorted((root / "dev/infiniband").glob("uverbs*"))
+    if not any(os.access(each, os.R_OK | os.W_OK) for each in verbs):
+        return found("network_cards_hidden", "RDMA", f"{shown}, and no /dev/infiniband/uverbs that may be opened")
+    return found("network_cards", "RDMA", shown)
+
+
+def _state(root: Path, card: str) -> str:
+    ports = sorted((root / "sys/class/infiniband" / card / "ports").glob("*"))
+    states = [_text(port / "state").partition(": ")[2] or "unknown" for port in ports]
+    return ", ".join(f"port {port.name} {state}" for port, state in zip(ports, states, strict=True)) or "no port"
+
+
+def _peer_memory(root: Path) -> Finding:
+    modules = {line.partition(" ")[0] for line in _text(root / "proc/modules").splitlines()}
+    loaded = sorted(modules & {"nvidia_peermem", "nv_peer_mem", "gdrdrv", "amdgpu"})
+    is_open = "Open Kernel Module" in _text(root / "proc/driver/nvidia/version")
+    if set(loaded) - {"gdrdrv"} or is_open:
+        signs = [*loaded, *(["dmabuf of NVIDIA's open modules"] if is_open else [])]
+        return found("peer_memory", "peer memory", f"by {', '.join(signs)}")
+    return found("peer_memory_missing", "peer memory", "no nvidia_peermem in /proc/modules, and no open NVIDIA modules")
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _size(nbytes: int) -> str:
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:,.4g} {name}"
+    return f"{nbytes} bytes"

@@ -1,0 +1,138 @@
+"""Limits of the process and facts of the host: with real causes where a test can cause them, else with its files."""
+
+import json
+import resource
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from kvflow.doctor import machine
+from kvflow.doctor.findings import Finding
+
+LIMITED = """
+import json, resource, sys
+import msgspec
+resource.setrlimit(getattr(resource, sys.argv[1]), (int(sys.argv[2]),) * 2)
+from kvflow.doctor import machine
+print(msgspec.json.encode(list(machine.examine())).decode())
+"""
+
+
+def examined(root):
+    """Return what is found on a host with these files, by subject."""
+    return {finding.subject: finding for finding in machine.examine(root)}
+
+
+def write(root, files):
+    """Write files below a root."""
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def in_a_child(limit, value, before=()):
+    """Return what a child finds that has a limit."""
+    done = subprocess.run(
+        [*before, sys.executable, "-c", LIMITED, limit, str(value)],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    return {each["subject"]: Finding(**each) for each in json.loads(done.stdout)}
+
+
+def test_this_host_is_examined():
+    findings = examined(machine.ROOT)
+    assert {"memlock", "open files", "shared memory", "clock", "PID namespace", "RDMA", "huge pages"} <= set(findings)
+    assert all(finding.evidence for finding in findings.values())
+
+
+def test_little_memory_that_may_be_locked_is_noticed():
+    found = in_a_child("RLIMIT_MEMLOCK", 64 << 10)["memlock"]
+    assert found.code == "memlock_low"
+    assert "64 KiB" in found.evidence
+
+
+def test_little_memory_that_may_be_locked_matters_with_rdma(tmp_path, monkeypatch):
+    (tmp_path / "sys/class/infiniband/mlx5_0").mkdir(parents=True)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (8 << 20, 8 << 20))
+    found = examined(tmp_path)["memlock"]
+    assert (found.code, found.status) == ("memlock_low", "warning")
+    assert "memlock" in found.remedy
+
+
+def test_few_files_that_may_be_open_are_noticed():
+    found = in_a_child("RLIMIT_NOFILE", 256)["open files"]
+    assert (found.code, found.status) == ("open_files_low", "warning")
+    assert "256" in found.evidence
+
+
+def test_another_pid_namespace_is_noticed():
+    before = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+    if shutil.which(before[0]) is None or subprocess.run([*before, "true"], check=False).returncode:
+        pytest.skip("namespaces cannot be made here")
+    found = in_a_child("RLIMIT_CORE", 0, before)["PID namespace"]
+    assert found.code == "pid_namespace"
+    assert machine.HOST_PID_NAMESPACE not in found.evidence
+    assert "shared memory" in found.evidence
+
+
+def test_a_host_without_files_of_the_kernel_is_examined(tmp_path):
+    findings = examined(tmp_path)
+    assert findings["shared memory"].code == "shared_memory_small"
+    assert findings["RDMA"].code == "network_cards_absent"
+    assert findings["container"].evidence == "no sign of one" or findings["container"].code == "container"
+
+
+def test_network_cards_are_listed_with_the_state_of_their_ports(tmp_path):
+    write(tmp_path, {"sys/class/infiniband/mlx5_0/ports/1/state": "4: ACTIVE\n", "dev/infiniband/uverbs0": ""})
+    found = examined(tmp_path)["RDMA"]
+    assert (found.code, found.evidence) == ("network_cards", "mlx5_0 (port 1 ACTIVE)")
+
+
+def test_network_cards_that_a_container_hides_are_noticed(tmp_path):
+    write(tmp_path, {"sys/class/infiniband/mlx5_0/ports/1/state": "4: ACTIVE\n"})
+    found = examined(tmp_path)["RDMA"]
+    assert (found.code, found.status) == ("network_cards_hidden", "warning")
+    assert "--device /dev/infiniband" in found.remedy
+
+
+@pytest.mark.parametrize(
+    ("files", "code"),
+    [
+        ({}, "peer_memory_missing"),
+        ({"proc/modules": "gdrdrv 1 0 - Live 0x0\n"}, "peer_memory_missing"),
+        ({"proc/modules": "nvidia_peermem 16384 0 - Live 0x0\n"}, "peer_memory"),
+        ({"proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64\n"}, "peer_memory"),
+    ],
+    ids=["nothing", "gdrcopy alone", "peermem", "dmabuf"],
+)
+def test_cards_that_do_not_reach_the_memory_of_gpus_are_noticed(tmp_path, files, code):
+    write(tmp_path, {"sys/class/infiniband/mlx5_0/ports/1/state": "4: ACTIVE\n", "dev/nvidia0": "", **files})
+    assert machine.has_gpu(tmp_path)
+    assert examined(tmp_path)["peer memory"].code == code
+
+
+def test_a_container_is_told_by_its_file(tmp_path):
+    write(tmp_path, {".dockerenv": ""})
+    assert "/.dockerenv" in examined(tmp_path)["container"].evidence
+
+
+@pytest.mark.parametrize(("setting", "words"), [("never", "no huge pages"), ("madvise", "gets huge pages")])
+def test_huge_pages_are_told_by_the_setting_of_the_kernel(tmp_path, setting, words):
+    name = "sys/kernel/mm/transparent_hugepage/enabled"
+    write(tmp_path, {name: "always madvise never\n".replace(setting, f"[{setting}]")})
+    assert words in examined(tmp_path)["huge pages"].evidence
+
+
+def test_sizes_are_readable():
+    assert [machine._size(each) for each in (100, 64 << 10, 8 << 20, 3 << 29)] == [
+        "100 bytes",
+        "64 KiB",
+        "8 MiB",
+        "1.5 GiB",
+    ]

@@ -1,0 +1,120 @@
+"""What is installed: releases, the encryption of ZeroMQ, variants of NIXL, vLLM's plugin, torch's allocator."""
+
+import importlib.metadata
+import tomllib
+from types import SimpleNamespace
+
+import pytest
+
+from kvflow.doctor import software
+
+
+def by_subject(**how):
+    return {finding.subject: finding for finding in software.examine(**{"on_gpu": False} | how)}
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Make releases appear installed: all others stay as they are."""
+
+    def install(**releases):
+        real = importlib.metadata.version
+
+        def version(name):
+            if name not in releases:
+                return real(name)
+            if releases[name] is None:
+                raise importlib.metadata.PackageNotFoundError(name)
+            return releases[name]
+
+        monkeypatch.setattr(importlib.metadata, "version", version)
+
+    return install
+
+
+def test_the_environment_of_the_tests_is_complete():
+    findings = by_subject()
+    assert {finding.status for finding in findings.values()} <= {"ok", "note"}
+    assert findings["ZeroMQ"].evidence == "encrypts with CURVE"
+    assert findings["NIXL"].code in {"nixl", "release_untested"}
+
+
+def test_bounds_are_those_of_the_package_and_of_the_constraints(repository):
+    project = tomllib.loads((repository / "pyproject.toml").read_text())["project"]
+    least = dict(requirement.split(">=") for requirement in project["dependencies"])
+    pinned = dict(
+        line.split("==") for line in (repository / "constraints.txt").read_text().splitlines() if "==" in line
+    )
+    assert {name: (least[name], pinned[name]) for name in least} == software.PACKAGES
+
+
+@pytest.mark.parametrize(
+    ("release", "code"),
+    [
+        (None, "package_missing"),
+        ("0.18.6", "release_unsupported"),
+        ("0.99.0", "release_untested"),
+        ("0.22.0", "software"),
+    ],
+)
+def test_the_release_of_a_package_is_judged(installed, release, code):
+    installed(msgspec=release)
+    found = software.check_package("msgspec", *software.PACKAGES["msgspec"])
+    assert found.code == code
+    assert bool(found.remedy) == (code != "software")
+
+
+def test_a_missing_nixl_is_noticed(installed, monkeypatch):
+    installed(**dict.fromkeys(software.VARIANTS))
+    monkeypatch.setattr(software, "_is_there", lambda _: False)
+    found = by_subject()["NIXL"]
+    assert (found.code, found.status) == ("nixl_missing", "warning")
+
+
+def test_a_nixl_without_its_variant_is_noticed(installed, monkeypatch):
+    installed(**{**dict.fromkeys(software.VARIANTS), "nixl": "1.5.1"})
+    monkeypatch.setattr(software, "_is_there", lambda name: name == "nixl")
+    found = by_subject()["NIXL"]
+    assert found.code == "nixl_missing"
+    assert "without the variant" in found.evidence
+
+
+def test_an_old_nixl_is_noticed(installed):
+    installed(**{**dict.fromkeys(software.VARIANTS), "nixl-cu12": "1.4.0"})
+    assert by_subject()["NIXL"].code == "release_unsupported"
+
+
+def plugins(*values):
+    return lambda **_: [SimpleNamespace(value=value) for value in values]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("0.32.0+cpu", ("kvflow.integrations.vllm.plugin:register",), None, "vllm"),
+        ("0.32.0", ("other.plugin:register",), None, "vllm_plugin_missing"),
+        ("0.32.0", ("kvflow.integrations.vllm.plugin:register",), "other", "vllm_plugin_missing"),
+        ("0.32.0", ("kvflow.integrations.vllm.plugin:register",), "other,kvflow", "vllm"),
+        ("0.12.0", ("kvflow.integrations.vllm.plugin:register",), None, "config_invalid"),
+    ],
+    ids=["registered", "not registered", "left out", "named", "old"],
+)
+def test_vllm_and_its_plugin_are_judged(installed, monkeypatch, case):
+    release, listed, allowed, code = case
+    installed(vllm=release)
+    monkeypatch.setattr(importlib.metadata, "entry_points", plugins(*listed))
+    if allowed is None:
+        monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    else:
+        monkeypatch.setenv("VLLM_PLUGINS", allowed)
+    assert by_subject()["vLLM"].code == code
+
+
+@pytest.mark.parametrize("name", software.ALLOCATOR_VARIABLES)
+@pytest.mark.parametrize(("on_gpu", "status"), [(True, "failed"), (False, "warning")])
+def test_expandable_segments_are_noticed(monkeypatch, name, on_gpu, status):
+    monkeypatch.setenv(name, "max_split_size_mb:512,expandable_segments:True")
+    found = by_subject(on_gpu=on_gpu)[name]
+    assert (found.code, found.status) == ("expandable_segments", status)
+    monkeypatch.setenv(name, "expandable_segments:False")
+    assert name not in by_subject(on_gpu=on_gpu)
