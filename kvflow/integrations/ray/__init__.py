@@ -1,6 +1,6 @@
 """kvflow under Ray Serve LLM: each replica listens at the address of its node. See docs/howto/ray-serve.md.
 
-Nothing here imports Ray before it is called; ``backend`` is what Ray loads in each replica.
+This module imports Ray only when a function is called. Ray loads ``backend`` in each replica.
 """
 
 from typing import Any
@@ -11,10 +11,15 @@ __all__ = ["build_pd_openai_app", "register_backend"]
 
 
 def build_pd_openai_app(pd_serving_args: dict[str, Any]) -> Any:
-    """Return Ray's application for prefill and decode, with ``KVFlowConnector`` known to Ray.
+    """Register kvflow's backend and return Ray's application for prefill and decode.
 
-    Takes and returns what ``ray.serve.llm.build_pd_openai_app`` does. The builder of a Serve configuration may be named
-    as ``import_path: kvflow.integrations.ray:build_pd_openai_app``.
+    In a Serve configuration, name this function as ``import_path: kvflow.integrations.ray:build_pd_openai_app``.
+
+    Args:
+        pd_serving_args: arguments of ``ray.serve.llm.build_pd_openai_app``.
+
+    Returns:
+        The result of ``ray.serve.llm.build_pd_openai_app``.
     """
     from ray.serve.llm import build_pd_openai_app as build  # noqa: PLC0415 - see above
 
@@ -23,7 +28,7 @@ def build_pd_openai_app(pd_serving_args: dict[str, Any]) -> Any:
 
 
 def register_backend() -> None:
-    """Make kvflow's backend known to all processes of the Ray cluster, once; ``build_pd_openai_app`` does so itself."""
+    """Register kvflow's backend with all processes of the Ray cluster, once. ``build_pd_openai_app`` calls this."""
     from ray.llm._internal.serve.engines.vllm.kv_transfer.factory import (  # noqa: PLC0415 - see above
         KVConnectorBackendFactory,
     )

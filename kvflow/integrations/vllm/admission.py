@@ -1,12 +1,13 @@
-"""A way of its own from the scheduler to its ranks: a lease is held as soon as its ticket is signed.
+"""A channel from the scheduler's side to its ranks, so that they hold a lease as soon as its ticket is signed.
 
-The order to hold a lease also travels with the engine's next step. That step may come late, or never, and a client may
-read before it. So the scheduler's side tells each rank at once, and the order of the step does what has not been done.
-A rank in the same process is called. Another process of this host is told over a socket. A rank on another host waits
-for the step.
+The command to hold a lease also arrives with the next step of the engine. That step may be late or never happen, and a
+client may read before it. So the scheduler's side tells each rank at once, and the command of the step only does what
+is left to do. The scheduler's side calls a rank in its own process directly, and sends to a rank in another process of
+the same host over a socket. A rank on another host waits for the step.
 
-The socket lies in a folder that only this user can enter. A message is the text of a ticket behind its MAC. The key of
-the MAC is known to the rank and to its own scheduler: the rank draws it, and tells it inside the engine.
+The socket is in a folder that only this user can enter. A message is a MAC, the number of the last step that wrote into
+the blocks, the blocks to copy to host memory if there is a host buffer, and the text of a ticket. Only the rank and its
+own scheduler know the key of the MAC: the rank generates it and sends it inside the engine.
 """
 
 import hmac
@@ -23,36 +24,49 @@ from pathlib import Path
 from typing import Protocol
 from weakref import WeakValueDictionary
 
+import msgspec
 import zmq
 from msgspec import Struct
 
 from kvflow import Grant, Ticket
 from kvflow.errors import TicketInvalid
+from kvflow.integrations.vllm.messages import BlockIds
 
-logger = logging.getLogger("vllm.kvflow")  # vLLM shows what stands below its own name
+logger = logging.getLogger("vllm.kvflow")  # vLLM shows the records of loggers below its own name
 
 MAC_BYTES = 32
-MESSAGE_BYTES_MAX = (8 << 20) + MAC_BYTES
-"""No reader looks at a ticket of more than 8 MiB."""
+MESSAGE_BYTES_MAX = (12 << 20) + MAC_BYTES
+"""Largest message. No consumer reads a ticket of more than 8 MiB, and block ids take less in a message."""
 QUEUE_MAX = 128
-"""Messages that wait on either side of a socket. What finds no room waits for the step."""
+"""Messages in the queue on either side of a socket. Further messages are dropped: the command of the step follows."""
+
+
+class _Early(Struct, frozen=True, array_like=True):
+    """What a message says beside its MAC: arguments of ``EarlyAdmission.admit``, with the text of the ticket."""
+
+    step: int
+    sources: BlockIds
+    ticket: str
+
+
+_early = msgspec.msgpack.Decoder(_Early)
 
 
 class Admits(Protocol):
-    """A rank, as far as it is told of leases."""
+    """A rank that can hold leases early."""
 
-    def admit_early(self, grant: Grant) -> None:
-        """Hold the lease of a grant, before the step that orders it."""
+    def admit_early(self, grant: Grant, step: int, sources: BlockIds = ()) -> None:
+        """Hold the lease of a grant before its command arrives, if that step has written into its blocks."""
         ...
 
 
 class Contact(Struct, frozen=True):
-    """How the scheduler of an engine reaches one rank. Secret: it travels inside the engine only.
+    """How the scheduler's side reaches one rank. It is secret and stays inside the engine.
 
     Attributes:
         name: of the rank in its process.
-        endpoint: ``ipc://`` and a path of this host; empty if the rank has none.
-        key: 32 bytes, under which messages to the rank are signed.
+        endpoint: ``ipc://`` and a path on this host; empty if the rank has no socket.
+        key: 32 bytes, the key of the MAC of messages to the rank.
     """
 
     name: str
@@ -64,19 +78,19 @@ class Contact(Struct, frozen=True):
 
 
 _ranks: "WeakValueDictionary[str, Admits]" = WeakValueDictionary()
-"""The ranks of this process, by the name of their contact."""
+"""Ranks in this process, by the name of their contact."""
 
 
 @contextmanager
 def reachable(rank: Admits, *, apart: bool) -> Iterator[Contact]:
-    """Let the scheduler reach a rank meanwhile.
+    """Make a rank reachable for the scheduler's side while the context is open.
 
     Args:
-        rank: what it reaches.
-        apart: whether the scheduler may be in another process.
+        rank: to be reached.
+        apart: whether the scheduler's side may be in another process.
 
     Yields:
-        How: for the scheduler alone.
+        The contact, for the scheduler's side alone.
     """
     name, key = secrets.token_hex(16), secrets.token_bytes(32)
     listener = _listen(rank, key) if apart else None
@@ -93,18 +107,18 @@ def _listen(rank: Admits, key: bytes) -> "Listener | None":
     try:
         return Listener(rank, key)
     except (OSError, zmq.ZMQError) as error:
-        logger.warning("kvflow: leases are held a step later than they could be: no socket for admissions: %s", error)
+        logger.warning("kvflow: the rank holds each lease a step later, because its socket cannot be opened: %s", error)
         return None
 
 
 class Listener:
-    """A thread that takes grants for one rank from a socket.
+    """A thread that receives grants for one rank over a socket.
 
     Attributes:
         endpoint: of the socket.
 
     Raises:
-        OSError, zmq.ZMQError: there is no folder for the socket, or its path is too long.
+        OSError, zmq.ZMQError: the folder of the socket cannot be made, or its path is too long.
     """
 
     def __init__(self, rank: Admits, key: bytes) -> None:
@@ -112,7 +126,7 @@ class Listener:
         self._rank = rank
         self._key = key
         self._told = False
-        self._folder = Path(tempfile.mkdtemp(prefix="kvflow-"))  # that no other user can enter
+        self._folder = Path(tempfile.mkdtemp(prefix="kvflow-"))  # no other user can enter it
         self.endpoint = f"ipc://{self._folder}/admissions"
         self._context = zmq.Context()
         try:
@@ -128,10 +142,10 @@ class Listener:
         self._thread.start()
 
     def close(self) -> None:
-        """Take nothing further, and remove the socket; in a forked child do nothing."""
-        if os.getpid() != self._pid or sys.is_finalizing():  # then the thread does not run
+        """Stop receiving and remove the socket; do nothing in a forked child."""
+        if os.getpid() != self._pid or sys.is_finalizing():  # the thread does not run there
             return
-        self._context.term()  # it waits until the thread has closed the socket
+        self._context.term()  # waits until the thread has closed the socket
         self._thread.join()
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -141,26 +155,27 @@ class Listener:
                 message = socket.recv()
                 try:
                     self.take(message)
-                except Exception:  # any exception costs this message: the order of the step does what it has not done
-                    logger.exception("kvflow: a message to hold a lease was not carried out")
+                except Exception:  # the command of the step repeats a lost message
+                    logger.exception("kvflow: a message to hold a lease failed")
 
     def take(self, message: bytes) -> None:
-        """Hold the lease of a message; one that our scheduler has not signed is dropped."""
+        """Hold the lease of a message; drop a message that the engine's own scheduler has not signed."""
         if not hmac.compare_digest(message[:MAC_BYTES], _mac(self._key, message[MAC_BYTES:])):
             if not self._told:
                 self._told = True
-                logger.warning("kvflow: dropped a message to hold a lease that our scheduler has not signed")
+                logger.warning("kvflow: dropped a message to hold a lease, because its signature is wrong")
             return
         try:
-            ticket = Ticket.from_params({"kvflow": message[MAC_BYTES:].decode("ascii")})
-        except (UnicodeDecodeError, TicketInvalid) as error:
+            early = _early.decode(message[MAC_BYTES:])
+            ticket = Ticket.from_params({"kvflow": early.ticket})
+        except (msgspec.DecodeError, TicketInvalid) as error:
             logger.warning("kvflow: dropped a message to hold a lease: %s", error)
             return
-        self._rank.admit_early(ticket.grants[0])
+        self._rank.admit_early(ticket.grants[0], early.step, early.sources)
 
 
 class EarlyAdmission:
-    """The scheduler's side: tells the ranks to hold a lease. Thread: the scheduler's."""
+    """The sending end of the channel: tells the ranks to hold a lease. Thread: the scheduler's."""
 
     def __init__(self) -> None:
         self._near: list[str] = []
@@ -168,7 +183,7 @@ class EarlyAdmission:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
 
     def meet(self, contacts: Iterable[Contact]) -> None:
-        """Take how the ranks are reached, in place of what was known before."""
+        """Connect to the ranks; their contacts replace earlier ones."""
         self.close()
         for contact in contacts:
             if contact.name in _ranks:
@@ -176,26 +191,30 @@ class EarlyAdmission:
             elif contact.endpoint and Path(contact.endpoint.removeprefix("ipc://")).exists():
                 self._far.append((contact.key, self._connect(contact.endpoint)))
             else:
-                logger.info(
-                    "kvflow: a rank on another host, or without a socket, holds leases with the engine's next step"
-                )
+                logger.info("kvflow: a rank on another host, or without a socket, holds each lease a step later")
 
-    def admit(self, ticket: Ticket) -> None:
-        """Have every rank that can be reached hold the lease of a ticket of a mint's; wait for none.
+    def admit(self, ticket: Ticket, step: int, sources: BlockIds = ()) -> None:
+        """Tell every reachable rank to hold the lease of a new ticket, without waiting.
 
-        Raises nothing for a rank that has ended, or whose queue is full: the order of the step is for them.
+        A rank that has ended, or whose queue is full, raises nothing: the command of the step follows.
+
+        Args:
+            ticket: the new ticket.
+            step: number of the last step that wrote into its blocks.
+            sources: see ``Admit``.
         """
         for name in self._near:
             rank = _ranks.get(name)
             if rank is not None:
-                rank.admit_early(ticket.grants[0])
-        text = ticket.to_params()["kvflow"].encode("ascii") if self._far else b""
+                rank.admit_early(ticket.grants[0], step, sources)
+        early = _Early(step, sources, ticket.to_params()["kvflow"]) if self._far else None
+        text = msgspec.msgpack.encode(early)
         for key, socket in self._far:
             with suppress(zmq.Again):
                 socket.send(_mac(key, text) + text, zmq.NOBLOCK)
 
     def close(self) -> None:
-        """Reach no rank from here on; do nothing the second time."""
+        """Close the channels to all ranks. A second call does nothing."""
         if self._context is not None:
             self._context.destroy(linger=0)
             self._context = None
@@ -205,7 +224,7 @@ class EarlyAdmission:
     def _connect(self, endpoint: str) -> "zmq.Socket[bytes]":
         self._context = self._context or zmq.Context()
         socket = self._context.socket(zmq.PUSH)
-        socket.set(zmq.IMMEDIATE, 1)  # nothing is kept for a rank that has ended
+        socket.set(zmq.IMMEDIATE, 1)  # queues nothing for a rank that has ended
         socket.set(zmq.SNDHWM, QUEUE_MAX)
         socket.connect(endpoint)
         return socket

@@ -1,35 +1,50 @@
-"""Block ids as vLLM's manager lists them -> as a ticket names them.
+"""What a ticket says of blocks: their ids, and digests of their contents.
 
-vLLM lists the blocks of a request from its first token on, with the null block where a window has moved on. kvflow
-names the last blocks, up to the one that holds the last token; -1 stands for a block that is not there.
+vLLM lists the blocks of a request from its first token on, with the null block where a window has moved on. A ticket
+lists the last blocks, up to the one that holds the last token, with -1 for a missing block.
+
+The producer signs one digest for each block; the consumer computes the same digests and compares them. Digests form a
+chain over the blocks of a request from its first token on. Each digest covers the one before it, the token ids of its
+block, and everything else by which vLLM's prefix cache distinguishes blocks: adapter, media, salt, embeddings. Two
+blocks with the same digest hold the keys and values of the same prefix. vLLM's own block hashes differ between
+engines: each engine chooses the hash function, and may start the chain with a random number.
 """
 
-from collections.abc import Sequence
+import sys
+from array import array
+from collections.abc import Callable, Sequence
+from functools import partial
+from hashlib import blake2b
 from typing import Any
 
+import msgspec
 from msgspec import Struct, structs
 
-from kvflow import Group, window_blocks
-from kvflow.errors import BlockIdsInvalid
+from kvflow import Grant, Group, Ticket, window_blocks
+from kvflow.errors import BlockIdsInvalid, ContentMismatch, TicketInvalid
+from kvflow.integrations.vllm.messages import BlockIds
 from kvflow.integrations.vllm.specs import state_block
 
+# Block ids.
+
 NULL_BLOCK = 0
-"""vLLM's block that stands for one which is not there. No request is ever given it. Here it also stands for a block
-that has its tokens already, from the prefix cache: others may be reading it, so that nothing is to be written there."""
+"""vLLM's id of a missing block, which no request ever gets.
+
+Here it also replaces a block that the prefix cache has filled: other requests may be reading that block, so nothing
+must be written into it.
+"""
 
 ABSENT = -1
 
-BlockIds = tuple[tuple[int, ...], ...]
-
 
 class TransferGroup(Struct, frozen=True):
-    """One group whose blocks travel.
+    """One group whose blocks are transferred.
 
     Attributes:
-        index: of the group among all of vLLM's.
-        group: as kvflow names it.
+        index: of the group among all groups of vLLM.
+        group: kvflow's description of it.
         spec: vLLM's spec of it.
-        retained: tokens before a sliding window that are needed as well.
+        retained: tokens before a sliding window that are also needed.
     """
 
     index: int
@@ -38,7 +53,7 @@ class TransferGroup(Struct, frozen=True):
     retained: int = 0
 
     def blocks_needed(self, num_tokens: int) -> int:
-        """Return how many of the last blocks of so many tokens the next token still needs."""
+        """Return how many of the last blocks of ``num_tokens`` tokens the next token needs."""
         reach = self.group
         if reach.window and self.retained:
             reach = structs.replace(reach, window=reach.window + self.retained)
@@ -46,20 +61,20 @@ class TransferGroup(Struct, frozen=True):
 
     @property
     def is_state(self) -> bool:
-        """Whether a request has one block, with its running state."""
+        """Whether a request has one block in this group, with its running state."""
         return self.group.kind == "mamba"
 
 
 def offered_blocks(groups: Sequence[TransferGroup], listed: Sequence[Sequence[int]], num_tokens: int) -> BlockIds:
-    """Return what a producer gives of a request: for each group, the blocks that the next token needs.
+    """Return the blocks that a producer offers: for each group, those that the next token needs.
 
     Args:
-        groups: those that travel.
-        listed: one list for each of vLLM's groups.
-        num_tokens: that are computed.
+        groups: that are transferred.
+        listed: block ids, one list for each group of vLLM.
+        num_tokens: computed tokens.
 
     Raises:
-        BlockIdsInvalid: a list is shorter than the tokens need.
+        BlockIdsInvalid: a list has fewer blocks than the tokens need.
     """
     return tuple(_wanted(each, listed[each.index], num_tokens) for each in groups)
 
@@ -67,23 +82,23 @@ def offered_blocks(groups: Sequence[TransferGroup], listed: Sequence[Sequence[in
 def loaded_blocks(
     groups: Sequence[TransferGroup], listed: Sequence[Sequence[int]], *, end: int, num_tokens: int
 ) -> BlockIds:
-    """Return where a consumer wants the blocks of a ticket.
+    """Return the blocks into which a consumer reads those of a ticket.
 
     Args:
-        groups: those that travel.
-        listed: one list for each of vLLM's groups, ``NULL_BLOCK`` for what is in our cache already.
-        end: one past the last token that is wanted.
-        num_tokens: of the ticket, which may go further.
+        groups: that are transferred.
+        listed: block ids, one list for each group of vLLM, with ``NULL_BLOCK`` for a block that is filled already.
+        end: index after the last token to load.
+        num_tokens: tokens of the ticket, which may be more.
 
     Raises:
-        BlockIdsInvalid: a list is shorter than the tokens need, or has no block for a state.
+        BlockIdsInvalid: a list has fewer blocks than the tokens need, or no block for a state.
     """
     found = []
     for each in groups:
         ids = _wanted(each, listed[each.index], end)
         if ids == (ABSENT,) and each.is_state:
-            # Nothing would be loaded, nothing would fail, and the tokens would be wrong.
-            raise BlockIdsInvalid(f"group {each.index}: there is no block to load the state into", group=each.index)
+            # Without this check nothing would be loaded, nothing would fail, and the tokens would be wrong.
+            raise BlockIdsInvalid(f"group {each.index}: no block is allocated for the state", group=each.index)
         if num_tokens > end and not each.is_state:
             size = each.group.block_size
             ids += (ABSENT,) * (-(-num_tokens // size) - -(-end // size))
@@ -99,10 +114,167 @@ def _wanted(each: TransferGroup, ids: Sequence[int], end: int) -> tuple[int, ...
     num_blocks = -(-end // size)
     if len(ids) < num_blocks:
         raise BlockIdsInvalid(
-            f"group {each.index}: {len(ids)} blocks for {end} tokens, which need {num_blocks}", group=each.index
+            f"group {each.index}: {end} tokens need {num_blocks} blocks, but the list has {len(ids)}", group=each.index
         )
     named = tuple(ids[num_blocks - each.blocks_needed(end) : num_blocks])
     if NULL_BLOCK not in named:
         return named
     first = next((at for at, block in enumerate(named) if block != NULL_BLOCK), num_blocks)
     return tuple([ABSENT if block == NULL_BLOCK else block for block in named[first:]])
+
+
+# Digests.
+
+Request = Any
+"""A request of vLLM's scheduler."""
+
+DIGEST_BYTES = 16
+
+START = blake2b(b"kvflow.integrations.vllm content 1", digest_size=DIGEST_BYTES).digest()
+"""Start of every chain. Change it if digests are computed in another way."""
+
+PLAIN, KEYED = (blake2b(digest_size=DIGEST_BYTES, person=person) for person in (b"tokens", b"tokens and keys"))
+"""Hashes of a link of the chain, to be copied: of a block with tokens alone, and of one with other keys too."""
+
+BLOCK_SIZES_MAX = 16
+"""Largest number of different block sizes in one ticket. Engines have one to three."""
+
+TOKEN_BYTES = 4
+
+ExtraKeys = Callable[[Any, int, int, int], tuple[tuple[Any, ...] | None, int]]
+"""vLLM's ``generate_block_hash_extra_keys``: request, first token, end, first media item -> keys, next media item."""
+
+Digests = tuple[tuple[bytes, ...], ...]
+
+
+class Contents:
+    """Computes and compares the digests of vLLM's requests.
+
+    Args:
+        extra_keys: returns the other inputs of vLLM's hash of a block, beside its tokens.
+    """
+
+    def __init__(self, extra_keys: ExtraKeys) -> None:
+        self._extra_keys = extra_keys
+
+    def digests(
+        self, request: Request, block_ids: Sequence[Sequence[int]], block_sizes: Sequence[int], num_tokens: int
+    ) -> Digests:
+        """Return the digest of each offered block; empty for a missing block.
+
+        Args:
+            request: owner of the blocks.
+            block_ids: the last blocks of each group.
+            block_sizes: tokens in a block of each group, 0 for states.
+            num_tokens: tokens in the blocks.
+
+        Raises:
+            ContentMismatch: the request has fewer tokens, or a token id that is not an unsigned 32-bit integer.
+        """
+        tokens = _token_bytes(request, num_tokens)
+        # If all tokens together have no other keys, no block has any. For embeddings this question would hash them.
+        plain = request.prompt_embeds is None and self._extra_keys(request, 0, num_tokens, 0)[0] is None
+        chain = _plain_chain if plain else partial(self._chain, request)
+        chains = {size: chain(tokens, size or num_tokens) for size in set(block_sizes)}
+        return tuple([_last(chains[size], ids) for ids, size in zip(block_ids, block_sizes, strict=True)])
+
+    def require(self, request: Request, ticket: Ticket) -> None:
+        """Check that all blocks of a ticket hold the beginning of a request.
+
+        Args:
+            request: that continues from these blocks.
+            ticket: with a checked signature.
+
+        Raises:
+            ContentMismatch: the blocks hold something else, or the ticket has no digests.
+            TicketInvalid: the ticket has more block sizes than any engine.
+        """
+        for grant in ticket.grants:
+            self._require(request, grant)
+
+    def _require(self, request: Request, grant: Grant) -> None:
+        contents = grant.contents
+        if isinstance(contents, msgspec.UnsetType):
+            raise ContentMismatch(
+                "the ticket has no digests of its blocks",
+                remedy="Prefill the prompt on a vLLM engine with KVFlowConnector of the same release.",
+            )
+        covered, *others = set(grant.num_tokens)
+        if others:
+            raise TicketInvalid("the groups of the ticket have different numbers of tokens: expected the same number")
+        if covered > request.num_tokens:
+            raise ContentMismatch(
+                f"the blocks of the ticket hold {covered} tokens, but the request has only {request.num_tokens}",
+                remedy="Send the prompt that was prefilled, or a prompt that continues it.",
+            )
+        sizes = [content.block_size for content in contents]
+        if len(set(sizes)) > BLOCK_SIZES_MAX:
+            raise TicketInvalid(f"the ticket has {len(set(sizes))} block sizes: at most {BLOCK_SIZES_MAX} are allowed")
+        expected = self.digests(request, grant.block_ids, sizes, covered)
+        for group, (content, digests) in enumerate(zip(contents, expected, strict=True)):
+            if content.digests != digests:
+                raise ContentMismatch(
+                    f"the first {covered} tokens of the request are not those in the ticket's blocks of group {group}",
+                    group=group,
+                )
+
+    def _chain(self, request: Request, tokens: bytes, block_size: int) -> list[bytes]:
+        """Return the chain's digest at the end of each block; the last block may be partly filled."""
+        chain = []
+        digest, media = START, 0
+        known, keyed = None, b""  # the keys of an adapter are the same for every block
+        num_tokens = len(tokens) // TOKEN_BYTES
+        for first in range(0, num_tokens, block_size):
+            end = min(first + block_size, num_tokens)
+            keys, media = self._extra_keys(request, first, end, media)
+            link = (KEYED if keys else PLAIN).copy()
+            link.update(digest)
+            if keys:
+                if keys != known:
+                    known, keyed = keys, _digest_of_keys(keys)
+                link.update(keyed)
+            link.update(tokens[first * TOKEN_BYTES : end * TOKEN_BYTES])
+            digest = link.digest()
+            chain.append(digest)
+        return chain
+
+
+def _plain_chain(tokens: bytes, block_size: int) -> list[bytes]:
+    """Return the chain of a request whose blocks have no keys other than their tokens."""
+    chain, digest, nbytes = [], START, block_size * TOKEN_BYTES
+    for first in range(0, len(tokens), nbytes):
+        link = PLAIN.copy()
+        link.update(digest + tokens[first : first + nbytes])
+        digest = link.digest()
+        chain.append(digest)
+    return chain
+
+
+def _last(chain: Sequence[bytes], block_ids: Sequence[int]) -> tuple[bytes, ...]:
+    """Return the end of a chain, one digest for each block id; empty for a missing block."""
+    digests = chain[len(chain) - len(block_ids) :]
+    if ABSENT in block_ids:
+        return tuple([digest if block >= 0 else b"" for block, digest in zip(block_ids, digests, strict=True)])
+    return tuple(digests)
+
+
+def _token_bytes(request: Request, num_tokens: int) -> bytes:
+    """Return the first token ids of a request as little-endian 32-bit integers."""
+    try:
+        ids = array("I", request.all_token_ids[:num_tokens])
+    except (OverflowError, TypeError) as error:
+        raise ContentMismatch(f"a token id of the request is not an unsigned 32-bit integer: {error}") from error
+    if len(ids) != num_tokens:
+        raise ContentMismatch(f"the request has only {len(ids)} tokens: expected {num_tokens}")
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return ids.tobytes()
+
+
+def _digest_of_keys(keys: tuple[Any, ...]) -> bytes:
+    """Return a digest of fixed length, so that no keys can be mistaken for tokens.
+
+    vLLM's key of an adapter has its name and its path. The path is left out, because it differs between engines.
+    """
+    portable = [key[:2] if key[0] == "lora" else key for key in keys]
+    return blake2b(msgspec.msgpack.encode(portable), digest_size=DIGEST_BYTES).digest()

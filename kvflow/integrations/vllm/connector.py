@@ -1,10 +1,12 @@
-"""``KVFlowConnector``: what vLLM calls, routed to the scheduler's side or to the worker's.
+"""``KVFlowConnector``: takes vLLM's calls and hands them to the scheduler's side or the worker's side.
 
-Nothing may raise out of what vLLM's scheduler calls, because vLLM would end with it: ``SchedulerSide`` keeps it in.
-What is wrong with the configuration does raise, at the start.
+Methods that vLLM's scheduler calls must not raise, because an exception would end vLLM: ``SchedulerSide`` catches all.
+A wrong configuration raises at the start.
 """
 
 import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,24 +17,36 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
 )
 
-from kvflow import configure_logging
+from kvflow import HostMirror, RankAddress, configure_logging
 from kvflow.integrations.vllm import versions
+from kvflow.integrations.vllm.admission import Contact
 from kvflow.integrations.vllm.cpu_attention import cpu_kernels, marker
-from kvflow.integrations.vllm.engine import engine_facts, engine_shape, own_host, runs_apart
-from kvflow.integrations.vllm.hosts import doubts, remark
-from kvflow.integrations.vllm.metadata import NO_ORDERS, RankIntroduction, StepOrders
+from kvflow.integrations.vllm.engine import (
+    engine_facts,
+    engine_shape,
+    load_wait,
+    own_host,
+    require_fixed_pages,
+    required_layout,
+    runs_apart,
+    uses_host_buffer,
+    writes_late,
+)
+from kvflow.integrations.vllm.messages import Command, pack, unpack
+from kvflow.integrations.vllm.runtime import RankRuntime
 from kvflow.integrations.vllm.scheduler import SchedulerSide
 from kvflow.integrations.vllm.settings import (
-    PACKED_LAYOUT,
     SECRET_KEYS,
     EngineFacts,
     check_keys,
+    doubts,
     read_settings,
+    remark,
     wants_packed,
 )
 from kvflow.integrations.vllm.stats import KVFlowMetrics, KVFlowStats
-from kvflow.integrations.vllm.tensors import adopt_caches
-from kvflow.integrations.vllm.worker import RankRuntime, Results
+from kvflow.integrations.vllm.tensors import adopt_caches, set_scales
+from kvflow.integrations.vllm.worker import Results
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -42,11 +56,51 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-logger = logging.getLogger("vllm.kvflow")  # vLLM shows what stands below its own name
+logger = logging.getLogger("vllm.kvflow")  # vLLM shows the records of loggers below its own name
+
+
+@dataclass
+class StepCommands(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not installed where types are checked
+    """Commands of one step, from the scheduler's side to every rank. vLLM pickles it.
+
+    Attributes:
+        commands: in the order of execution.
+        step: number of the step.
+        idle: whether the step has nothing to compute.
+        loaded: see ``versions.LoadedBlocks``.
+    """
+
+    commands: Sequence[Command] = ()
+    step: int = 0
+    idle: bool = False
+    loaded: Mapping[str, list[int]] = field(default_factory=dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state to pickle."""
+        return self.__dict__ | {"commands": pack(self.commands)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore the pickled state."""
+        self.__dict__.update(state, commands=unpack(state["commands"]))
+
+
+@dataclass
+class RankIntroduction(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # as above
+    """Introduces one rank to the scheduler's side, at the start and after a sleep.
+
+    Attributes:
+        address: of the rank, for tickets.
+        contact: channel over which the scheduler's side reaches the rank between steps.
+        host_blocks: blocks of its host buffer; 0 without one.
+    """
+
+    address: RankAddress
+    contact: Contact
+    host_blocks: int = 0
 
 
 class KVFlowConnector(*versions.connector_bases()):  # type: ignore[misc]  # vLLM is not there to check against
-    """One side of the connector: vLLM makes one in its scheduler's process, and one in the process of each rank."""
+    """One side of the connector. vLLM makes one object for its scheduler, and one for each rank."""
 
     _cache_hit_source = versions.hit_source()
 
@@ -54,47 +108,57 @@ class KVFlowConnector(*versions.connector_bases()):  # type: ignore[misc]  # vLL
         super().__init__(vllm_config, role, kv_cache_config)
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         has = versions.features()
+        self._mirrored = uses_host_buffer(vllm_config)
+        require_fixed_pages(vllm_config)
         facts = engine_facts(vllm_config, ranked=role is KVConnectorRole.WORKER, told_of_sleep=has.sleep)
         self._settings = read_settings(extra, facts, own_host)
         self._groups = kv_cache_config.transfer_groups
         versions.require_failures_told(self._groups, vllm_config.kv_transfer_config.kv_load_failure_policy)
         self._loaded = versions.LoadedBlocks()
+        self._step = 0
+        self._after_launch: Sequence[Command] = ()
+        self._writes_late = writes_late(vllm_config)
         self._scheduler: SchedulerSide | None = None
         self._runtime: RankRuntime | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerSide(self._settings, vllm_config, kv_cache_config, versions.extra_keys())
+            self._scheduler = SchedulerSide(
+                self._settings, vllm_config, kv_cache_config, versions.extra_keys(), mirrored=self._mirrored
+            )
             printed = sorted(SECRET_KEYS & set(extra))
             if printed:
-                logger.warning("kvflow: vLLM prints its configuration, and %s with it: set the variables", printed)
+                logger.warning(
+                    "kvflow: vLLM prints its configuration, including %s. Set secrets in the environment instead",
+                    printed,
+                )
         elif self._settings.log_file:
-            configure_logging(Path(self._settings.log_file))
+            configure_logging(Path(self._settings.log_file), level=self._settings.log_level)
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Return that it does not, after a look at the configuration.
+        """Return False, after a check of the configuration.
 
-        On GPUs vLLM asks this when it reads its arguments. It makes a connector only when the model is loaded, which is
-        late to learn of a wrong setting.
+        On GPUs vLLM calls this when it reads its arguments. It makes the connector only after it has loaded the model,
+        when a wrong setting would be found late.
         """
-        # vLLM does not tell the role here. A producer may have every setting.
+        # vLLM does not pass kv_role here. A producer may have every setting.
         read_settings(extra_config, EngineFacts(engine_id="not known yet", kv_role="kv_producer"), own_host)
         return False
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str | None:
-        """Ask for a packed layout, if the configuration says so; kvflow moves any, so it asks for nothing else."""
+        """Return the layout with the fewest descriptors that vLLM's backends support; kvflow transfers any layout."""
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         check_keys(extra)
-        return PACKED_LAYOUT if wants_packed(extra) else None
+        return required_layout(vllm_config, packed=wants_packed(extra))
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """Tell that the cache may go and come back, if ``unregister_kv_caches`` and ``restore_kv_caches`` say so."""
+        """Return True: ``unregister_kv_caches`` and ``restore_kv_caches`` withdraw the cache and serve it again."""
         return True
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVFlowStats:
-        """Return statistics, of what a worker has sent or empty."""
+        """Return statistics with the counters of a worker, or empty ones."""
         return KVFlowStats(data)
 
     @classmethod
@@ -105,173 +169,214 @@ class KVFlowConnector(*versions.connector_bases()):  # type: ignore[misc]  # vLL
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVFlowMetrics:
-        """Return what Prometheus is told."""
+        """Return the metrics for Prometheus."""
         return KVFlowMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # The scheduler's side.
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
-        """Tell that a load brings the state, however deep the local hit of other layers is."""
+        """Return True: a load brings the state, whatever the prefix cache has of other layers."""
         return True
 
     @property
-    def _decides(self) -> SchedulerSide:
+    def _scheduler_side(self) -> SchedulerSide:
         assert self._scheduler is not None
         return self._scheduler
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        """Take what the workers say of themselves."""
+        """Take the introductions of the ranks."""
         ranks = [each for each in metadata.values() if isinstance(each, RankIntroduction)]
         if ranks:
-            self._decides.meet_ranks([each.address for each in ranks], [each.contact for each in ranks])
-        else:  # ``MultiConnector`` hands on what its first child says that says anything
-            logger.warning("kvflow: this engine offers nothing: another connector before kvflow speaks for its workers")
+            self._scheduler_side.meet_ranks(
+                [each.address for each in ranks],
+                [each.contact for each in ranks],
+                [each.host_blocks for each in ranks],
+            )
+        else:  # ``MultiConnector`` passes on the metadata of its first child that has any
+            logger.warning(
+                "kvflow: this engine offers nothing, because another connector comes before kvflow in connectors of "
+                "MultiConnector. Put KVFlowConnector first."
+            )
 
     def on_new_request(self, request: "Request") -> None:
-        """Read what a request wants of other engines."""
-        self._decides.on_new_request(request)
+        """Take a new request and read its ``kv_transfer_params``."""
+        self._scheduler_side.on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return how many tokens can be loaded, and that they are loaded between steps."""
-        return self._decides.matched(request, num_computed_tokens)
+        """Return how many tokens can be loaded, and whether they are loaded between steps."""
+        return self._scheduler_side.matched(request, num_computed_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: "Request") -> tuple[int, ...]:
-        """Return the groups that a load fills: all that travel."""
+        """Return the groups that a load fills: all that are transferred."""
         return tuple(self._kv_cache_config.transfer_group_ids)
 
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
-        """Order the load of a request that has room now."""
-        self._decides.allocated(request, blocks, num_external_tokens)
+        """Order the load of a request that has its blocks now."""
+        self._scheduler_side.allocated(request, blocks, num_external_tokens)
         if num_external_tokens:
             self._loaded.note(request.request_id, blocks)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
-        """Return the orders of this step."""
+        """Return the commands of this step."""
         idle = not scheduler_output.total_num_scheduled_tokens
-        orders, loaded = self._decides.take_orders(), self._loaded.take()
-        return StepOrders(orders, idle=idle, loaded=loaded) if orders or loaded else NO_ORDERS[idle]
+        self._step += 1
+        self._scheduler_side.on_scheduled(scheduler_output.num_scheduled_tokens, self._step)
+        return StepCommands(self._scheduler_side.take_commands(), self._step, idle, self._loaded.take())
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
-        """Note what the workers have reported."""
-        self._decides.on_reported(connector_output.finished_recving, connector_output.finished_sending)
+        """Take the requests that the ranks have reported."""
+        self._scheduler_side.on_reported(connector_output.finished_recving, connector_output.finished_sending)
 
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Offer the blocks of a request that has ended, where there is one group."""
-        return self._decides.on_finished(request, (block_ids,))
+        """Offer the blocks of a request that has ended, in an engine with one group."""
+        return self._scheduler_side.on_finished(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Offer the blocks of a request that has ended, or give back what it did not use."""
-        return self._decides.on_finished(request, block_ids)
+        """Offer the blocks of a request that has ended, or release the ticket that it did not use."""
+        return self._scheduler_side.on_finished(request, block_ids)
 
     # The worker's side.
 
     @property
-    def _does(self) -> RankRuntime:
+    def _worker_side(self) -> RankRuntime:
         assert self._runtime is not None
         return self._runtime
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Put this rank's cache on the network."""
+        """Open this rank's worker over its cache, and log its address."""
         config = self._settings.worker
         layers = [name for group in self._groups for name in group.layer_names]
         shape = engine_shape(self._vllm_config, layers)
         kernels = cpu_kernels(self._vllm_config, layers)
         cache = adopt_caches(kv_caches, self._groups, shape, tp_rank=config.rank, kernels=kernels)
-        # Peers compare it: where no description tells them apart, this must.
+        set_scales(kv_caches, self._vllm_config.compilation_config.static_forward_context)
+        # Peers compare model_dtype. The marker separates caches that their specs cannot tell apart.
         config = msgspec.structs.replace(config, model_dtype=config.model_dtype + marker(kernels, kv_caches))
-        if self._settings.enable_cross_layers_blocks and self._kv_cache_config.kv_cache_layout != PACKED_LAYOUT:
+        layout = self._kv_cache_config.kv_cache_layout
+        if self._settings.enable_cross_layers_blocks and not str(layout).startswith("B"):
             logger.warning(
-                "kvflow: enable_cross_layers_blocks asks for layout %s, but vLLM has chosen %s: its attention backend "
-                "does not allow the former, or VLLM_KV_CACHE_LAYOUT names the latter. Transfers work, with a "
+                "kvflow: enable_cross_layers_blocks asks for layout %s, but vLLM has chosen %s: the attention backend "
+                "does not support the first, or VLLM_KV_CACHE_LAYOUT sets the second. Transfers work, with one "
                 "descriptor for each layer of a block.",
-                PACKED_LAYOUT,
-                self._kv_cache_config.kv_cache_layout,
+                required_layout(self._vllm_config, packed=True),
+                layout,
             )
-        self._runtime = RankRuntime(config, cache, apart=runs_apart(self._vllm_config))
+        mirror = HostMirror(cache, memory_bytes=self._settings.host_buffer_bytes) if self._mirrored else None
+        self._runtime = RankRuntime(
+            config,
+            cache,
+            mirror=mirror,
+            apart=runs_apart(self._vllm_config),
+            mark=cache.write_marker(),
+            load_wait=load_wait(self._vllm_config),
+        )
         endpoint = self._runtime.rank.address.endpoint
         logger.info(
-            "kvflow: rank %d of %d of engine %s is at %s%s: %d groups, %d blocks, layout %s",
+            "kvflow: rank %d of %d of engine %s is at %s%s: layout=%s blocks=%d groups=%d",
             config.rank,
             config.num_ranks,
             config.engine_id,
             endpoint,
             remark(endpoint),
-            len(cache.groups),
+            layout,
             cache.num_blocks,
-            self._kv_cache_config.kv_cache_layout,
+            len(cache.groups),
         )
+        if mirror is not None:
+            logger.info(
+                "kvflow: peers read and write a host buffer of %d blocks of %d bytes, pinned, instead of the cache",
+                mirror.cache.num_blocks,
+                mirror.cache.bytes_per_block,
+            )
         for doubt in doubts(config):
             logger.warning("kvflow: %s", doubt)
 
     def unregister_kv_caches(self) -> None:
-        """Take this rank's cache off the network before its memory goes; does nothing the second time."""
+        """Withdraw this rank's cache before vLLM frees its memory. A second call does nothing."""
         if self._runtime is not None:
             self._runtime.suspend()
 
     def restore_kv_caches(self) -> None:
-        """Put the cache on the network again, where its memory was before; vLLM then asks where the rank is."""
+        """Serve the cache again, at its old address in memory; vLLM then asks for the introduction again."""
         if self._runtime is not None:
             self._runtime.resume()
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """Return what the scheduler must know of this rank."""
-        return RankIntroduction(self._does.rank.address, self._does.contact)
+        """Return the introduction of this rank."""
+        runtime = self._worker_side
+        return RankIntroduction(runtime.rank.address, runtime.contact, runtime.host_blocks)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Hand this step's orders to kvflow's thread.
+        """Hand the commands of this step to kvflow's thread.
 
-        Not in ``start_load_kv``, which vLLM calls when the model has run: what is ordered here is read meanwhile, and a
-        lease whose ticket is out already is held before the prompts of others are computed.
+        On a CPU this happens here and not in ``start_load_kv``, which vLLM calls after the model has run. So blocks are
+        read while the model runs, and leases are held before other prompts are computed. On a GPU, whose kernels this
+        thread launches next, only leases are held here: what else there is to do would compete with it for the GIL.
         """
         super().bind_connector_metadata(connector_metadata)
-        assert isinstance(connector_metadata, StepOrders)
-        if connector_metadata.orders or connector_metadata.loaded:
+        assert isinstance(connector_metadata, StepCommands)
+        if connector_metadata.commands or connector_metadata.loaded:
             self._loaded.learn(connector_metadata.loaded)
-            self._does.rank.execute(connector_metadata.orders)
+            now, self._after_launch = self._worker_side.divide(connector_metadata.commands)
+            self._worker_side.rank.execute(now)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Return at once: the orders are carried out already."""
+        """Start the loads of this step, on a GPU; on a CPU ``bind_connector_metadata`` has started them.
+
+        If steps write after their tokens have arrived, a load waits until the steps before this one have written: one
+        of them may have had its blocks.
+        """
+        step = self._connector_metadata
+        assert isinstance(step, StepCommands)
+        commands, self._after_launch = self._after_launch, ()
+        if self._writes_late:
+            self._worker_side.rank.execute_written(commands, step=step.step - 1)
+        elif commands:
+            self._worker_side.rank.execute(commands)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Return at once: a request runs only when all its blocks are there."""
+        """Do nothing: vLLM runs a request only when all its blocks are loaded."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Return at once: others read the cache itself."""
+        """Do nothing: other engines read the cache directly."""
 
     def wait_for_save(self) -> None:
-        """Return at once, likewise."""
+        """Take note that the device has been given all that this step writes. Other engines read the cache directly."""
+        step = self._connector_metadata
+        assert isinstance(step, StepCommands)
+        self._worker_side.rank.end_step(step.step)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """Return what has ended since the last step, as vLLM's ``KVConnectorTransferResults``."""
+        """Return the requests that have ended since the last step, as vLLM's ``KVConnectorTransferResults``."""
         return versions.transfer_results(*self._collect())
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Return what has ended since the last step; releases of vLLM that call this ask for failed blocks next."""
+        """Return the requests that have ended since the last step; vLLM asks for the blocks of failed loads next."""
         sent, received, failed = self._collect()
         self._loaded.end(received, failed)
         return sent, received
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return the blocks of loads that have failed; none where failed requests are reported."""
+        """Return the blocks of failed loads; none in releases of vLLM that take failed requests."""
         return self._loaded.take_failed()
 
     def _collect(self) -> Results:
-        """Return what has ended since the last step; in a step without a model wait a little for the loads."""
+        """Return the requests that have ended since the last step; with nothing to compute, wait for loads briefly."""
         step = self._connector_metadata
-        assert isinstance(step, StepOrders)
-        return self._does.rank.collect(idle=step.idle)
+        assert isinstance(step, StepCommands)
+        return self._worker_side.rank.collect(idle=step.idle)
 
     def get_kv_connector_stats(self) -> KVFlowStats | None:
-        """Return what this side has counted since the last step."""
+        """Return the counters of this side since the last step."""
         side = self._scheduler or (self._runtime and self._runtime.rank)
-        tally = side.take_tally() if side else None
-        return KVFlowStats(tally) if tally else None
+        counters = side.take_counters() if side else None
+        return KVFlowStats(counters) if counters else None
 
     def shutdown(self) -> None:
-        """Leave the network: leases end, pulls are cancelled, and from then on nothing touches the cache."""
+        """Close this side: leases end, pulls are cancelled, and nothing touches the cache afterwards."""
         if self._runtime is not None:
             self._runtime.close()
             self._runtime = None

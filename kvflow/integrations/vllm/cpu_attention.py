@@ -1,10 +1,9 @@
-"""vLLM's attention on CPUs, whose blocks do not hold what their shape says.
+"""The cache of vLLM's attention on CPUs, whose memory order differs from its shape.
 
-It gives its cache the shape ``[blocks, heads, tokens, 2 * head size]`` as others do, but in the bytes of one head of a
-block all keys come first and then all values; and keys lie as their kernel wants them. The kernel ``vec`` has the
-tokens innermost, which strides can say. Others mix tokens and content in tiles, which no strides can say: between two
-engines with the same kernel and the same block size their bytes move as they are, and other pairs must refuse each
-other.
+Its shape is ``[blocks, heads, tokens, 2 * head size]``, as for other backends. But in the bytes of one head of a block,
+all keys come before all values, and the order of the keys depends on the kernel. The kernel ``vec`` has the tokens
+innermost, which strides can describe. Other kernels mix tokens and content in tiles, which strides cannot describe. Two
+engines with the same kernel and block size transfer such bytes unchanged; other pairs must refuse each other.
 Source: ``csrc/cpu/cpu_attn_vec.hpp`` of vLLM.
 """
 
@@ -15,20 +14,23 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 Tensor = Any
-"""A tensor of torch, which only ``kvflow.memory`` imports."""
+"""A tensor of torch. Only ``kvflow.memory`` imports torch."""
 
 STRIDED_KERNEL = "vec"
 
 CELLS_MAX = 1 << 20
-"""Elements of the keys of one block, all layers together, up to which they are described one by one. That is the finest
-that a plan must look at, and most engines have peers of their own kind, whose blocks move whole either way."""
+"""Largest number of key elements in one block, all layers together, that is described by strides.
+
+Strides describe single elements, the finest unit that a plan compares. Most engines have peers of the same kind and
+transfer whole blocks in either case.
+"""
 
 UNKNOWN_KERNEL = "unknown"
 
 
 def cpu_kernels(vllm_config: "VllmConfig", layers: Iterable[str]) -> dict[str, str]:
-    """Return the kernel of each layer whose attention is that of CPUs: name -> ``vec``, ``amx``, ..."""
-    from vllm.platforms import current_platform  # noqa: PLC0415 - it looks for devices
+    """Return the kernel of each layer that uses vLLM's attention for CPUs: layer name -> ``vec``, ``amx``, ..."""
+    from vllm.platforms import current_platform  # noqa: PLC0415 - it detects devices
 
     if not current_platform.is_cpu():
         return {}
@@ -42,7 +44,7 @@ def cpu_kernels(vllm_config: "VllmConfig", layers: Iterable[str]) -> dict[str, s
 
 
 def strided(kernels: Mapping[str, str], tensors: Mapping[str, Tensor]) -> bool:
-    """Tell whether strides can say where the keys of all these layers lie, and are few enough."""
+    """Tell whether strides can describe the keys of all these layers, and the keys are at most ``CELLS_MAX``."""
     known = all(kernel == STRIDED_KERNEL and tensors[name].is_floating_point() for name, kernel in kernels.items())
     return known and sum(tensors[name][0].numel() for name in kernels) <= 2 * CELLS_MAX
 
@@ -61,7 +63,7 @@ def keys_and_values(tensor: Tensor) -> list[Tensor]:
 
 
 def marker(kernels: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
-    """Return what engines must have in common to read each other's blocks as they are; empty if strides say it all."""
+    """Return what two engines must have in common to exchange blocks unchanged; empty if strides describe the cache."""
     if not kernels or strided(kernels, tensors):
         return ""
     found = sorted({f"{kernel}/{tensors[name].shape[2]}" for name, kernel in kernels.items()})

@@ -1,19 +1,68 @@
 """What vLLM's configuration says of the engine and of this rank, read in one place."""
 
+import os
+import re
 import warnings
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvflow.errors import ConfigInvalid
+from kvflow import models
+from kvflow.errors import ConfigInvalid, SpecInvalid
 from kvflow.integrations.vllm.settings import EngineFacts, model_name
-from kvflow.integrations.vllm.specs import EngineShape, byte_format, dtype_name
+from kvflow.integrations.vllm.specs import EngineShape, arranged_by_kernel_block, byte_format, dtype_name
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+LAYERED = "LBHNC"
+"""Layout of vLLM with one tensor per layer, in which the tokens of one head of a block lie together."""
 
-FP8_CACHES = ("DeepseekV32IndexerCache",)
-"""Layers of vLLM that tell no ``kv_cache_dtype``: their cache is the platform's fp8, whatever the others' is."""
+PACKED = "BLHNC"
+"""Layout of vLLM in which one block of all layers is one row."""
+
+PACKED_BY_HEAD = "BHLNC"
+"""The same, with the layers of one head side by side: other numbers of ranks read one piece per head.
+Hybrid models cannot have it, since vLLM takes it only where all layers have heads and pages of one shape.
+"""
+
+BLACKWELL = 10
+"""Compute capability from which FlashInfer and B12X support ``LBHNC`` and ``BLHNC`` only (vLLM 0.32)."""
+
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""Variables with the settings of torch's allocator for GPUs, which has had several names."""
+
+EXPANDABLE = re.compile(r"expandable_segments\s*:\s*true", re.IGNORECASE)
+
+HEAD_COUNT = re.compile(r"key_value_heads|kv_head|head_kv|query_group|attention_groups")
+"""Part of each key under which a published config says how many KV heads some layers have."""
+
+
+class LoadWait(NamedTuple):
+    """How long a step that has nothing to compute waits for open loads.
+
+    Attributes:
+        each_s: until all have ended; again, as long as some end in that time.
+        all_s: at most.
+    """
+
+    each_s: float
+    all_s: float
+
+
+LOAD_WAIT = LoadWait(0.004, 0.016)
+"""If no other engine and no other step waits for this one.
+
+vLLM runs such steps one millisecond apart and holds the GIL, which kvflow's threads need, for most of that time. A
+thread that waits here releases the GIL and gets all ends together. It waits for all loads, because a load that ends
+just after the step has to wait for the whole next step, which computes for the other requests. The loads of a burst
+end one after the other. A request that arrives in this time waits at most as long.
+"""
+
+BRIEF_WAIT = LoadWait(0.0005, 0.0005)
+"""With asynchronous scheduling: the thread that waits also takes the output of the step before this one."""
+
+NO_WAIT = LoadWait(0.0, 0.0)
+"""With data parallelism: an engine with nothing to compute takes part in each step of the others, which wait for it."""
 
 
 def engine_facts(vllm_config: "VllmConfig", *, ranked: bool, told_of_sleep: bool) -> EngineFacts:
@@ -40,6 +89,7 @@ def engine_facts(vllm_config: "VllmConfig", *, ranked: bool, told_of_sleep: bool
         model=model_name(str(model.model)),
         model_revision=str(model.revision or ""),
         model_dtype=dtype_name(model.dtype),
+        sleep_mode=bool(getattr(model, "enable_sleep_mode", False)),
     )
 
 
@@ -78,21 +128,161 @@ def require_awake(model: Any) -> None:
         )
 
 
+def uses_host_buffer(vllm_config: "VllmConfig") -> bool:
+    """Tell whether peers read and write a buffer in host memory instead of the cache, as ``kv_buffer_device`` says.
+
+    vLLM hands each connector a function that copies blocks (``set_host_xfer_buffer_ops``). It makes the engine wait,
+    and needs tensors in the form of the cache; ``kvflow.HostMirror`` copies instead.
+
+    Raises:
+        ConfigInvalid: ``kv_buffer_device`` is neither the device of the cache nor the host of a CUDA or ROCm device, or
+            there is no buffer whose size could be set.
+    """
+    from vllm.platforms import current_platform  # noqa: PLC0415 - it looks for devices
+
+    wanted, has = vllm_config.kv_transfer_config.kv_buffer_device, current_platform.device_type
+    if wanted == has:
+        if "host_buffer_bytes" in vllm_config.kv_transfer_config.kv_connector_extra_config:
+            raise ConfigInvalid(
+                f"host_buffer_bytes is set, but kv_buffer_device is {wanted}, where the cache is: there is no buffer",
+                remedy="Remove host_buffer_bytes" + (", or set kv_buffer_device to cpu." if has == "cuda" else "."),
+            )
+        return False
+    if wanted != "cpu" or has != "cuda":  # vLLM calls ROCm devices cuda, too
+        raise ConfigInvalid(
+            f"kv_buffer_device is {wanted}, but the cache is on {has}: kvflow keeps a buffer in host memory for CUDA "
+            "and ROCm devices, and none elsewhere",
+            remedy="Leave kv_buffer_device out." if has != "cuda" else "Set kv_buffer_device to cpu, or leave it out.",
+        )
+    return True
+
+
+def require_fixed_pages(vllm_config: "VllmConfig") -> None:
+    """Refuse an allocator that may move the cache to other pages of a GPU: what peers have registered would be stale.
+
+    vLLM refuses it, too, under the older of torch's names. Its own allocator for sleep mode keeps pages where they are.
+
+    Raises:
+        ConfigInvalid: names the variable.
+    """
+    from vllm.platforms import current_platform  # noqa: PLC0415 - it looks for devices
+
+    model = vllm_config.model_config
+    asleep = getattr(model, "enable_sleep_mode", False)
+    if current_platform.is_cpu() or getattr(model, "enable_cumem_allocator", asleep):
+        return
+    for name in ALLOCATOR_VARIABLES:
+        if EXPANDABLE.search(os.environ.get(name, "")):
+            raise ConfigInvalid(
+                f"{name} is {os.environ[name]!r}, but torch may move expandable segments to other pages, and peers "
+                "would read what is not there",
+                remedy=f"Remove expandable_segments from {name}.",
+            )
+
+
 def runs_apart(vllm_config: "VllmConfig") -> bool:
     """Tell whether the workers may be in other processes than the scheduler."""
     return bool(vllm_config.parallel_config.distributed_executor_backend != "uni")
+
+
+def load_wait(vllm_config: "VllmConfig") -> LoadWait:
+    """Return how long a step that has nothing to compute waits for loads."""
+    if vllm_config.parallel_config.data_parallel_size > 1:
+        return NO_WAIT
+    return BRIEF_WAIT if vllm_config.scheduler_config.async_scheduling else LOAD_WAIT
+
+
+def writes_late(vllm_config: "VllmConfig") -> bool:
+    """Tell whether a step may write into its blocks on a GPU when its tokens have arrived: draft models, and states."""
+    return vllm_config.speculative_config is not None or bool(vllm_config.model_config.is_hybrid)
 
 
 def engine_shape(vllm_config: "VllmConfig", layers: Iterable[str]) -> EngineShape:
     """Return what the specs of these layers of the engine must be read with."""
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first  # noqa: PLC0415 - loads models
 
+    layers = tuple(layers)
     return EngineShape(
         tp_size=vllm_config.parallel_config.tensor_parallel_size,
-        num_kv_heads=vllm_config.model_config.get_total_num_kv_heads(),
+        num_kv_heads=head_counts(vllm_config, layers),
         conv_channels_first=is_conv_state_dim_first(),
         element_types=element_types(vllm_config, layers),
+        arrangements=arrangements(vllm_config, layers),
     )
+
+
+def required_layout(vllm_config: "VllmConfig", *, packed: bool) -> str | None:
+    """Return the layout to ask vLLM for: one in which the heads that another number of ranks needs lie together.
+
+    vLLM prefers ``LBNHC``, where these are one piece for each token. A layout that an attention backend does not
+    support is dropped by vLLM, with a warning. Latents are not divided, so any layout suits them.
+
+    Args:
+        vllm_config: the engine's.
+        packed: whether one block of all layers shall be one row.
+    """
+    model = vllm_config.model_config
+    divided = model is not None and not model.use_mla
+    if not packed:
+        return LAYERED if divided else None
+    return PACKED_BY_HEAD if divided and not model.is_hybrid and not _keeps_heads_inside() else PACKED
+
+
+def _keeps_heads_inside() -> bool:
+    """Tell whether this GPU is one for which vLLM's FlashInfer supports no heads outside layers."""
+    from vllm.platforms import current_platform  # noqa: PLC0415 - it looks for devices
+
+    capability = current_platform.get_device_capability()
+    return capability is not None and capability.major >= BLACKWELL
+
+
+def head_counts(vllm_config: "VllmConfig", layers: Iterable[str]) -> dict[str, int]:
+    """Return how many KV heads each of those layers has in the whole model: layer name -> heads, where it is known.
+
+    vLLM tells each layer its rank's share only. A share of one head is a replica if the model has fewer heads than
+    there are ranks, and layers of one model may have different numbers of them.
+    """
+    target = vllm_config.model_config
+    draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
+    described = _described_heads(target.hf_config)
+    num_layers = getattr(target.hf_text_config, "num_hidden_layers", 0)
+    found = {}
+    for name in layers:
+        indices = [int(part) for part in name.split(".") if part.isdecimal()]
+        index = indices[0] if len(indices) == 1 else -1
+        drafts = draft is not None and index >= num_layers
+        found[name] = 0 if drafts else described.get(index, 0)
+        found[name] = found[name] or _common_heads(draft if drafts else target)
+    return found
+
+
+def _described_heads(config: Any) -> dict[int, int]:
+    """Return the KV heads of each layer of a model that kvflow knows: index -> heads; nothing of other models."""
+    try:
+        specs = models.from_hf_config(config.to_dict())
+    except SpecInvalid:
+        return {}
+    heads = {name: getattr(spec, "num_kv_heads", 0) for name, spec in specs.items()}
+    return {int(part): heads[name] for name in heads for part in name.split(".") if part.isdecimal()}
+
+
+def _common_heads(model: Any) -> int:
+    """Return the KV heads of all layers of a model; 0 if its config says that some have another number of them."""
+    total = int(model.get_total_num_kv_heads())
+    return total if set(_numbers(model.hf_text_config.to_dict())) <= {0, total} else 0
+
+
+def _numbers(config: Any, key: str = "") -> Iterator[int]:
+    """Yield each number of KV heads in a config, wherever it stands."""
+    match config:
+        case Mapping():
+            for name, value in config.items():
+                yield from _numbers(value, name)
+        case list() | tuple():
+            for value in config:
+                yield from _numbers(value, key)
+        case int() if HEAD_COUNT.search(key) and not isinstance(config, bool):
+            yield config
 
 
 def element_types(vllm_config: "VllmConfig", layers: Iterable[str]) -> dict[str, str]:
@@ -107,10 +297,32 @@ def element_types(vllm_config: "VllmConfig", layers: Iterable[str]) -> dict[str,
     found = {}
     for name in layers:
         module = modules.get(name)
-        cache_dtype = "fp8" if type(module).__name__ in FP8_CACHES else str(getattr(module, "kv_cache_dtype", ""))
+        cache_dtype = "fp8" if arranged_by_kernel_block(module) else str(getattr(module, "kv_cache_dtype", ""))
         backend = getattr(module, "attn_backend", None)
         backend_name = backend.get_name() if backend is not None else ""
         found[name] = byte_format(cache_dtype, platform_fp8=platform_fp8, backend=backend_name)
+    return found
+
+
+def arrangements(vllm_config: "VllmConfig", layers: Iterable[str]) -> dict[str, str]:
+    """Return how the bytes of those caches are arranged that strides do not describe: layer name -> name.
+
+    It names the platform and the backend, whose kernels alone know more. Of keys and values that cannot be told apart,
+    ``adopt_caches`` adds what the tensor shows.
+    """
+    from vllm.platforms import current_platform  # noqa: PLC0415 - it looks for devices
+
+    modules = vllm_config.compilation_config.static_forward_context
+    platform = str(current_platform.device_name)
+    found = {}
+    for name in layers:
+        module = modules.get(name)
+        backend = getattr(module, "attn_backend", None)
+        if arranged_by_kernel_block(module):
+            shuffled = "_shuffled" if getattr(module, "uses_shuffled_layout", False) else ""
+            found[name] = f"{platform}_indexer{shuffled}"
+        elif backend is not None and not backend.is_mla():
+            found[name] = f"{platform}_{backend.get_name().lower()}"
     return found
 
 

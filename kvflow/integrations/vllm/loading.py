@@ -1,14 +1,15 @@
-"""The consumer's side of the scheduler: which requests read their prompt from a ticket, and how far they are.
+"""The consumer's part of the scheduler's side: requests that read their prompt from a ticket.
 
-Pure: it is told what the engine does with a request, and collects orders for the workers.
+This module is pure. The scheduler's side tells it what vLLM does with a request, and it collects commands for the
+ranks.
 
-A request is *announced* when it arrives, *loading* from the moment it has blocks to load into until the workers report
-it, and forgotten after that: whatever the engine asks of a request that is not known here, the answer is that there is
-nothing to load. That is how a request goes on that was preempted, or whose load has failed.
+A request is *announced* when it arrives. It is *loading* from the time it has blocks until the ranks report it. After
+that it is forgotten. For a request that is not known here, nothing is loaded: so vLLM computes a request that was
+preempted, or whose load has failed.
 
-A ticket is read once: reading it ends its lease. Where several requests have the same one, as the samples of one
-prompt do (``n``), the first loads it, and the others *follow*: they wait, and take what it leaves in the prefix cache.
-A sample that arrives when that is over is computed: vLLM sends them one by one, and a short prompt is read sooner.
+A ticket is read once, because reading it ends its lease. If several requests have the same ticket, as the samples of
+one prompt do (``n``), the first one loads it. The others *follow*: they wait, and use the blocks of the first one in
+the prefix cache. vLLM sends samples one after the other. A sample that arrives after the load has ended is computed.
 """
 
 import logging
@@ -19,29 +20,30 @@ from dataclasses import dataclass
 from kvflow import Ticket
 from kvflow.errors import BlockRangeMismatch, KvflowError
 from kvflow.integrations.vllm.blocks import TransferGroup, loaded_blocks
-from kvflow.integrations.vllm.orders import Cancel, Fail, Keep, Order, Pull, Release
+from kvflow.integrations.vllm.host_blocks import HostBlocks
+from kvflow.integrations.vllm.messages import Cancel, Command, Fail, Keep, Pull, Release
 
-logger = logging.getLogger("vllm.kvflow")  # vLLM shows what stands below its own name
+logger = logging.getLogger("vllm.kvflow")  # vLLM shows the records of loggers below its own name
 
 SAMPLE = re.compile(r"\d+_(?P<prompt>.+)", re.DOTALL)
-"""vLLM names a sample after the request of its prompt, behind its number; other requests have no number before them."""
+"""vLLM's name of a sample: its number, then the name of the request. Other requests have no number in front."""
 
 SAMPLED_MAX = 1024
-"""Prompts with samples that are remembered. Their samples arrive within a step or two."""
+"""Number of prompts with samples to remember. The samples of a prompt arrive within a step or two."""
 
 
 @dataclass(slots=True)
 class _Load:
-    """One request that reads its prompt, or was refused to.
+    """One request that reads its prompt, or whose ticket was refused.
 
     Attributes:
-        end: one past the last token that is loaded: the last one of the prompt may be left for us to compute.
-        ticket: verified; None if the request was refused, or follows another.
+        end: index after the last token to load; this engine may compute the last tokens of the prompt.
+        ticket: verified; None if the request was refused or follows another.
         covered: tokens of the ticket.
-        refusal: why, if it was refused.
-        computed: tokens that were in our cache when the engine asked last.
-        loading: whether workers were told, and have not reported yet.
-        follows: request that loads the same ticket; empty if this one loads its own.
+        refusal: the error, if the request was refused.
+        computed: tokens in the prefix cache when vLLM last asked.
+        loading: whether the ranks have the command and have not reported yet.
+        follows: request that loads the same ticket; empty if this request loads its own.
     """
 
     end: int
@@ -54,26 +56,28 @@ class _Load:
 
 
 class Loading:
-    """Requests of one engine that read their prompts from others.
+    """Requests of one engine that read their prompts from other engines.
 
     Args:
-        groups: those whose blocks travel.
-        tokens_max: of the longest request that this engine can hold.
+        groups: that are transferred.
+        tokens_max: tokens of the longest request of this engine (``max_model_len``).
+        host: blocks of the host buffer, into which loads read; None without one.
 
     Attributes:
-        groups: those whose blocks travel.
+        groups: that are transferred.
 
     Thread: the scheduler's.
     """
 
-    def __init__(self, groups: Sequence[TransferGroup], tokens_max: int) -> None:
+    def __init__(self, groups: Sequence[TransferGroup], tokens_max: int, host: HostBlocks | None = None) -> None:
         self.groups = tuple(groups)
+        self._host = host
         self._tokens_max = tokens_max
         self._has_states = any(each.is_state for each in groups)
         self._loads: dict[str, _Load] = {}
         self._loaders: dict[tuple[bytes, ...], str] = {}
         self._sampled: dict[str, None] = {}
-        self._orders: list[Order] = []
+        self._commands: list[Command] = []
         self._new: list[str] = []
         self._waited: list[str] = []
 
@@ -81,9 +85,9 @@ class Loading:
         """Take a request with a ticket.
 
         Args:
-            request_id: the engine's name of it.
-            ticket: verified, and its blocks hold the beginning of this request.
-            wanted: tokens of the prompt that can be of use.
+            request_id: name of the request in this engine.
+            ticket: verified, and with blocks that hold the beginning of this request.
+            wanted: tokens of the prompt that this engine can load.
         """
         if ticket.sealed in self._loaders:
             self._loads[request_id] = _Load(wanted, follows=self._loaders[ticket.sealed])
@@ -104,15 +108,15 @@ class Loading:
                 self._remember(sample["prompt"])
 
     def refuse(self, request_id: str, error: KvflowError, *, wanted: int, ticket: Ticket | None = None) -> None:
-        """Take a request that must fail, or be computed here: as ``kv_load_failure_policy`` says.
+        """Take a request that must fail or be computed here, as ``kv_load_failure_policy`` says.
 
-        It goes the way of a load that fails, because that is what an engine can be told of a single request.
+        The request is handled as a failed load, because vLLM accepts no other failure of a single request.
 
         Args:
-            request_id: the engine's name of it.
-            error: why.
+            request_id: name of the request in this engine.
+            error: reason of the refusal.
             wanted: tokens of its prompt.
-            ticket: verified, and of no use to this request: it is given back.
+            ticket: verified, but useless to this request: it is released.
         """
         logger.warning("kvflow: request %s is refused: %s", request_id, error)
         self._loads[request_id] = _Load(wanted, refusal=error)
@@ -120,24 +124,24 @@ class Loading:
             self.give_back(request_id, ticket)
 
     def give_back(self, request_id: str, ticket: Ticket) -> None:
-        """Give a ticket back that a request will not use, unless another request loads it."""
+        """Release a ticket that a request does not use, unless another request loads it."""
         if ticket.sealed not in self._loaders:
-            self._orders.append(Release(request_id, ticket))
+            self._commands.append(Release(request_id, ticket))
 
     def fail(self, request_id: str, error: KvflowError, *, wanted: int) -> None:
-        """Have a request fail in whatever state it is, as far as it has asked for a load; give its ticket back."""
+        """Fail a request in any state, if it has asked for a load, and release its ticket."""
         load = self._loads.get(request_id)
         if load is not None and load.loading:
-            self._orders.append(Cancel(request_id))
+            self._commands.append(Cancel(request_id))
             return
         self._forget(request_id)
         self.refuse(request_id, error, wanted=wanted, ticket=load.ticket if load else None)
 
     def matched(self, request_id: str, computed: int) -> int | None:
-        """Return how many tokens behind those that are computed can be loaded; changes nothing that counts.
+        """Return how many tokens after the computed ones can be loaded.
 
         Returns:
-            None while that cannot be said, because another request loads the ticket: the engine asks again.
+            None while another request loads the same ticket, or until the host buffer has room: vLLM asks again.
         """
         load = self._loads.get(request_id)
         if load is None or load.loading:
@@ -145,22 +149,24 @@ class Loading:
         if load.follows:
             return None if load.follows in self._loads else 0
         load.computed = computed
+        if computed < load.end and not self._has_room(request_id, load):
+            return None
         return max(0, load.end - computed)
 
     def allocated(self, request_id: str, listed: Sequence[Sequence[int]], num_tokens: int) -> None:
-        """Order what the engine has made room for.
+        """Order the load of a request for which vLLM has allocated blocks.
 
         Args:
-            request_id: the engine's name of the request.
-            listed: its block ids, one list for each of vLLM's groups, ``NULL_BLOCK`` for what is in our cache already.
-            num_tokens: to load; 0 if all that the ticket covers is computed already.
+            request_id: name of the request in this engine.
+            listed: block ids, one list for each group of vLLM, with ``NULL_BLOCK`` for a block that is filled already.
+            num_tokens: tokens to load; 0 if the prefix cache has all tokens of the ticket.
         """
         load = self._loads.get(request_id)
         if load is None or load.loading:
             return
         if not num_tokens:
             self._forget(request_id)
-            self._orders += _releases(request_id, load)
+            self._commands += _releases(request_id, load)
             return
         try:
             if load.refusal is not None:
@@ -168,46 +174,64 @@ class Loading:
             assert load.ticket is not None
             end = load.computed + num_tokens
             block_ids = loaded_blocks(self.groups, listed, end=end, num_tokens=load.covered)
-            self._orders.append(Pull(request_id, load.ticket, block_ids))
+            if self._host is None:
+                pull = Pull(request_id, load.ticket, block_ids)
+            else:
+                pull = Pull(request_id, load.ticket, self._host.take(("load", request_id), block_ids), block_ids)
+            self._commands.append(pull)
         except KvflowError as error:
             if load.refusal is None:
                 logger.warning("kvflow: request %s cannot be loaded: %s", request_id, error)
             fail = Fail(request_id, error.code, error.message, error.remedy)
-            self._orders += [fail, *_releases(request_id, load)]
+            self._commands += [fail, *_releases(request_id, load)]
         load.loading = True
 
     def received(self, request_id: str) -> None:
-        """Note that all workers have reported a request."""
+        """Take the report of all ranks that a load has ended."""
         self._forget(request_id)
 
     def finished(self, request_id: str) -> None:
-        """Note that a request has ended: by itself, or aborted at any stage."""
+        """Take the end of a request, which has completed or was aborted in any state."""
         load = self._loads.get(request_id)
         if load is None:
             return
         if load.loading:
-            # Its blocks are the workers' until they report it; that ends the entry as well.
-            self._orders.append(Cancel(request_id))
+            # The ranks use its blocks until they report it, which also removes the entry.
+            self._commands.append(Cancel(request_id))
             return
         self._forget(request_id)
-        self._orders += _releases(request_id, load)
+        self._commands += _releases(request_id, load)
 
-    def take_orders(self) -> list[Order]:
-        """Return what the workers must be told, once.
+    def take_commands(self) -> list[Command]:
+        """Return the commands for the ranks since the last call.
 
-        A request that got no room in the step of its arrival waits, maybe for longer than its lease: that is kept from
-        the next step on. Most requests need not wait, and cost no message.
+        A request that got no blocks in the step of its arrival may wait for longer than its lease. From the next step
+        on, its lease is renewed. Most requests do not wait and need no command for this.
         """
-        if not (self._orders or self._waited or self._new):
+        if not (self._commands or self._waited or self._new):
             return []
-        orders = self._orders
+        commands = self._commands
         if self._waited:
             waiting = [(name, self._loads.get(name)) for name in self._waited]
             kept = [Keep(name, load.ticket) for name, load in waiting if load and load.ticket and not load.loading]
-            orders = [*orders, *kept]
-        # Nothing is forgotten before everything is made: a request whose order is lost would never end.
-        self._orders, self._waited, self._new = [], self._new, []
-        return orders
+            commands = [*commands, *kept]
+        # Clear the lists last: a request whose command is lost would never end.
+        self._commands, self._waited, self._new = [], self._new, []
+        return commands
+
+    def _has_room(self, request_id: str, load: _Load) -> bool:
+        """Tell whether the host buffer has room for a load; refuse the load if it never has."""
+        if self._host is None or load.refusal is not None:
+            return True
+        needed = sum(1 if each.is_state else each.blocks_needed(load.end) for each in self.groups)
+        try:
+            return self._host.has_room(("load", request_id), needed)
+        except KvflowError as error:
+            ticket = load.ticket
+            self._forget(request_id)
+            self.refuse(request_id, error, wanted=load.end, ticket=ticket)
+            self._loads[request_id].computed = load.computed
+            return True
 
     def _remember(self, prompt: str) -> None:
         self._sampled[prompt] = None
@@ -216,26 +240,29 @@ class Loading:
 
     def _forget(self, request_id: str) -> None:
         load = self._loads.pop(request_id, None)
+        if self._host is not None:
+            self._host.give(("load", request_id))
         if load is not None and load.ticket is not None:
             self._loaders.pop(load.ticket.sealed, None)
 
     def _check_range(self, covered: int, wanted: int) -> None:
-        """Refuse a ticket of more tokens than this engine holds, or whose state is of a later token than we can use.
+        """Check the number of tokens of a ticket.
 
         Raises:
-            BlockRangeMismatch: it is.
+            BlockRangeMismatch: a request of this engine cannot have as many tokens, or the ticket has the state of a
+                later token than this engine can use.
         """
         if covered > self._tokens_max:
             raise BlockRangeMismatch(
-                f"the ticket has {covered} tokens, and a request of this engine at most {self._tokens_max}",
+                f"the ticket has {covered} tokens, but max_model_len of this engine is {self._tokens_max}",
                 remedy="Set max_model_len of both engines to the same value.",
             )
         if self._has_states and covered > wanted > 0:
             raise BlockRangeMismatch(
-                f"the ticket has the state after {covered} tokens, and the prompt can use that after {wanted}",
-                remedy="Send the prompt that was prefilled, with the parameters of its own prefill.",
+                f"the ticket has the state after {covered} tokens, but the prompt needs the state after {wanted}",
+                remedy="Send the prompt that was prefilled, with the kv_transfer_params of that prefill.",
             )
 
 
-def _releases(request_id: str, load: _Load) -> list[Order]:
+def _releases(request_id: str, load: _Load) -> list[Command]:
     return [] if load.ticket is None else [Release(request_id, load.ticket)]

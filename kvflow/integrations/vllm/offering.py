@@ -1,11 +1,13 @@
-"""The producer's side of the scheduler: tickets for prompts that are computed.
+"""The producer's part of the scheduler's side: requests whose blocks other engines may read.
 
-Pure but for the mint's signature: it is told what the engine does with a request, and collects orders for the workers.
+The scheduler's side tells this module what vLLM does with a request. It signs tickets and collects commands for the
+ranks.
 
-vLLM makes several requests of one request with several samples (``n``) or several prompts, and answers one ticket: that
-of the first prompt, and of its samples that of the last one to end. Whatever the others offered would be held until the
-end of its lease. So a sample offers nothing while another sample of its prompt runs. vLLM sends samples one by one, and
-a short prompt ends before the next sample arrives: samples behind it answer the ticket that is out.
+vLLM divides a call with several samples (``n``) or several prompts into several requests, but answers one ticket: that
+of the first prompt, and among its samples that of the last one to end. The offer of any other request would hold its
+blocks until its lease expires. So a sample offers nothing while another sample of its prompt runs. vLLM sends samples
+one after the other, and a short prompt may end before the next sample arrives: later samples then answer the same
+ticket.
 """
 
 import logging
@@ -18,36 +20,37 @@ from msgspec import Struct
 
 from kvflow import RankAddress, Ticket, TicketMint
 from kvflow.errors import KvflowError
-from kvflow.integrations.vllm.blocks import NULL_BLOCK, BlockIds, TransferGroup, offered_blocks
-from kvflow.integrations.vllm.contents import Digests
+from kvflow.integrations.vllm.blocks import NULL_BLOCK, Digests, TransferGroup, offered_blocks
+from kvflow.integrations.vllm.host_blocks import HostBlocks
 from kvflow.integrations.vllm.loading import SAMPLE
-from kvflow.integrations.vllm.orders import Admit, Order
+from kvflow.integrations.vllm.messages import Admit, BlockIds, Command
 from kvflow.integrations.vllm.params import no_ticket_params, ticket_params
 
-logger = logging.getLogger("vllm.kvflow")  # vLLM shows what stands below its own name
+logger = logging.getLogger("vllm.kvflow")  # vLLM shows the records of loggers below its own name
 
 MintTickets = Callable[[Sequence[RankAddress]], TicketMint]
-AdmitEarly = Callable[[Ticket], None]
+AdmitEarly = Callable[[Ticket, int, BlockIds], None]
 
 PROMPT_NAME = re.compile(r"(?P<call>cmpl-.+)-(?P<number>\d{1,6})(-[0-9a-f]{8})?", re.DOTALL)
-"""vLLM's server names the prompts of one call of ``/v1/completions`` alike, but for their number and some digits."""
+"""vLLM's name of a prompt of ``/v1/completions``: all prompts of a call have it, up to their number and some digits."""
 
 PROMPT_STARTS = ("cmpl-", *"0123456789")
-"""How the name of such a prompt begins, or that of a sample of it."""
+"""Start of the name of such a prompt, or of a sample of it."""
 
-UNASKED_SHARE = 0.5
-"""Of an engine's blocks, and of its lease slots, that offers which no client asked for may hold."""
+SPECULATIVE_SHARE = 0.5
+"""Share of the engine's blocks, and of its lease slots, that speculative offers may hold: those no client asked for."""
 
 
 class _Origin(Struct, frozen=True):
-    """What a request was made of.
+    """The call from which vLLM made a request.
 
     Attributes:
         prompt: name that all samples of one prompt share.
-        sampled: whether it is one of several samples.
-        call: name that all prompts of one call share; empty if the request is of no such call.
+        sampled: whether the request is one of several samples.
+        call: name that all prompts of one call share; empty if the request is not of ``/v1/completions``.
         number: of the prompt in its call.
         asked: whether the client has asked for a ticket.
+        traceparent: W3C trace context of the request; empty if there is none.
     """
 
     prompt: str
@@ -55,66 +58,84 @@ class _Origin(Struct, frozen=True):
     call: str
     number: int
     asked: bool
+    traceparent: str = ""
 
     @classmethod
-    def of(cls, request_id: str, *, asked: bool) -> "_Origin":
-        """Read the engine's name of a request."""
+    def of(cls, request_id: str, *, asked: bool, traceparent: str = "") -> "_Origin":
+        """Read the name that vLLM gave to a request."""
         sample = SAMPLE.fullmatch(request_id)
         prompt = sample["prompt"] if sample else request_id
         named = PROMPT_NAME.fullmatch(prompt)
         call, number = (named["call"], int(named["number"])) if named else ("", 0)
-        return cls(prompt, sampled=sample is not None, call=call, number=number, asked=asked)
+        sampled = sample is not None
+        return cls(prompt, sampled=sampled, call=call, number=number, asked=asked, traceparent=traceparent)
 
 
 def is_further_prompt(request_id: str) -> bool:
-    """Tell whether a request is one of several prompts of a call, and not the first: vLLM answers no ticket for it."""
-    # Most are named in another way, and need no closer look.
+    """Tell whether a request is a second or later prompt of a call: vLLM answers no ticket for it."""
+    # Most requests have other names: skip the regular expressions for them.
     return request_id.startswith(PROMPT_STARTS) and _Origin.of(request_id, asked=False).number > 0
 
 
 class Offering:
-    """Requests of one engine whose blocks others may read.
+    """Requests of one engine whose blocks other engines may read.
 
     Args:
-        groups: those whose blocks travel.
-        mint: makes the engine's mint when its ranks are known.
-        num_blocks: of the engine.
-        admit_early: tells the ranks to hold a lease before the next step orders it.
+        groups: that are transferred.
+        mint: returns the ticket issuer of the engine, given the addresses of its ranks.
+        num_blocks: blocks of the engine.
+        admit_early: tells the ranks to hold a lease before the command arrives with the next step; takes the ticket,
+            the number of the last step that wrote into its blocks, and the sources, see ``Admit``.
+        host: blocks of the host buffer, which other engines read; None without one.
 
     Thread: the scheduler's.
     """
 
     def __init__(
-        self, groups: Sequence[TransferGroup], mint: MintTickets, num_blocks: int, admit_early: AdmitEarly
+        self,
+        groups: Sequence[TransferGroup],
+        mint: MintTickets,
+        num_blocks: int,
+        admit_early: AdmitEarly,
+        host: HostBlocks | None = None,
     ) -> None:
         self.groups = tuple(groups)
+        self._host = host
         self._make_mint = mint
         self._admit_early = admit_early
         self._mint: TicketMint | None = None
         self._wanted: dict[str, _Origin] = {}
+        self._last_steps: dict[str, int] = {}
         self._running: Counter[str] = Counter()
         self._first_prompts: Counter[str] = Counter()
         self._held: dict[str, _Origin] = {}
         self._answered: dict[str, dict[str, Any]] = {}
-        self._unasked = _Unasked(num_blocks)
-        self._orders: list[Order] = []
+        self._speculative = _Speculative(num_blocks)
+        self._commands: list[Command] = []
 
     def meet_ranks(self, ranks: Sequence[RankAddress]) -> None:
-        """Take what the workers say of themselves."""
+        """Take the addresses of the ranks."""
         self._mint = self._make_mint(sorted(ranks, key=lambda address: address.rank))
+        if self._host is not None:
+            self._speculative.limit(self._host.num_blocks)
 
-    def announce(self, request_id: str, *, asked: bool = True) -> None:
-        """Take a request whose blocks are wanted when its prompt is computed.
+    def announce(self, request_id: str, *, asked: bool = True, traceparent: str = "") -> None:
+        """Take a request whose blocks are to be offered when its prompt is computed.
 
         Args:
-            request_id: the engine's name of it.
-            asked: whether the client has asked for a ticket. Other offers hold a share of the engine at most.
+            request_id: name of the request in this engine.
+            asked: whether the client has asked for a ticket. Other offers are limited to ``SPECULATIVE_SHARE``.
+            traceparent: W3C trace context of the request; empty if there is none.
         """
-        origin = _Origin.of(request_id, asked=asked)
+        origin = _Origin.of(request_id, asked=asked, traceparent=traceparent)
         self._wanted[request_id] = origin
         self._running[origin.prompt] += 1
         if origin.call and not origin.number:
             self._first_prompts[origin.call] += 1
+
+    def scheduled(self, request_ids: Iterable[str], step: int) -> None:
+        """Take the requests that a step computes, and its number."""
+        self._last_steps.update((request_id, step) for request_id in request_ids if request_id in self._wanted)
 
     def is_sample(self, request_id: str) -> bool | None:
         """Tell whether a request is one of several samples of its prompt; None if it was not announced."""
@@ -133,17 +154,17 @@ class Offering:
         """Offer the blocks of a request that has ended.
 
         Args:
-            request_id: the engine's name of it.
-            listed: its block ids, one list for each of vLLM's groups.
-            num_tokens: whose keys, values or states are in them.
-            computed: whether it ended by itself; False if it was aborted or has failed.
-            digests: says what the request's blocks hold, given their ids and ``num_tokens``.
+            request_id: name of the request in this engine.
+            listed: block ids, one list for each group of vLLM.
+            num_tokens: tokens whose keys, values or states are in the blocks.
+            computed: whether the request completed; False if it was aborted or failed.
+            digests: returns the digests of the request's blocks, given their ids and ``num_tokens``.
 
         Returns:
-            Whether the engine must keep the blocks until the workers report the request as sent, and its parameters
-            for the router; None for a request that wants nothing, or whose parameters vLLM would not answer.
+            Whether vLLM must keep the blocks until the ranks report the request as sent, and the parameters for the
+            router: None for a request without a transfer, or one whose parameters vLLM would not answer.
         """
-        origin = self._wanted.pop(request_id, None)
+        origin, step = self._wanted.pop(request_id, None), self._last_steps.pop(request_id, 0)
         if origin is None:
             return False, None
         _subtract(self._running, origin.prompt)
@@ -152,13 +173,16 @@ class Offering:
                 return False, None
             if origin.sampled and origin.prompt in self._answered:
                 return False, dict(self._answered[origin.prompt])
-            return self._offer(request_id, origin, listed, num_tokens, digests) or (False, no_ticket_params())
+            return self._offer(request_id, origin, listed, num_tokens, digests, step=step) or (
+                False,
+                no_ticket_params(),
+            )
         finally:
             if request_id not in self._held:
                 self._end(request_id, origin)
 
     def sent(self, request_id: str) -> None:
-        """Note that the lease of a request has ended on every rank."""
+        """Take the report that the lease of a request has ended on every rank."""
         if self._mint is not None:
             self._mint.retire(request_id)
         origin = self._held.pop(request_id, None)
@@ -166,18 +190,20 @@ class Offering:
             self._answered.pop(origin.prompt, None)
             self._end(request_id, origin)
 
-    def take_orders(self) -> list[Order]:
-        """Return what the workers must be told, once."""
-        orders, self._orders = self._orders, []
-        return orders
+    def take_commands(self) -> list[Command]:
+        """Return the commands for the ranks since the last call."""
+        commands, self._commands = self._commands, []
+        return commands
 
     def _is_surplus(self, origin: _Origin) -> bool:
-        """Tell whether vLLM answers the parameters of another request than this one."""
+        """Tell whether vLLM answers the parameters of another request of the same call."""
         behind = origin.call and origin.number and self._first_prompts[origin.call]
         return bool(behind or (origin.sampled and self._running[origin.prompt]))
 
     def _end(self, request_id: str, origin: _Origin) -> None:
-        self._unasked.give(request_id)
+        self._speculative.give(request_id)
+        if self._host is not None:
+            self._host.give(("offer", request_id))
         if origin.call and not origin.number:
             _subtract(self._first_prompts, origin.call)
 
@@ -188,17 +214,26 @@ class Offering:
         listed: Sequence[Sequence[int]],
         num_tokens: int,
         digests: Callable[[BlockIds, int], Digests],
+        *,
+        step: int,
     ) -> tuple[bool, dict[str, Any] | None] | None:
-        """Sign a ticket and have it admitted; return the answer of ``finished``, None if there can be no ticket."""
+        """Sign a ticket and order its admission; return the result of ``finished``, or None if there is no ticket."""
         if self._mint is None:
-            logger.error("kvflow: request %s is not offered: no worker has told its address", request_id)
+            logger.error("kvflow: request %s is not offered: no rank has reported its address", request_id)
             return None
-        if not origin.asked and not self._unasked.take(request_id, listed, self._mint.slots):
+        if not origin.asked and not self._speculative.take(request_id, listed, self._mint.slots):
             return None
         try:
             block_ids = offered_blocks(self.groups, listed, num_tokens)
             contents = digests(block_ids, num_tokens)
-            ticket, grant = self._mint.offer(request_id, block_ids=block_ids, num_tokens=num_tokens, digests=contents)
+            sources, block_ids = self._exported(request_id, block_ids)
+            ticket, grant = self._mint.offer(
+                request_id,
+                block_ids=block_ids,
+                num_tokens=num_tokens,
+                digests=contents,
+                traceparent=origin.traceparent,
+            )
         except KvflowError as error:
             logger.warning("kvflow: request %s is not offered: %s", request_id, error)
             return None
@@ -208,35 +243,47 @@ class Offering:
             self._held[request_id] = origin
             if origin.sampled:
                 self._answered[origin.prompt] = params
-            self._orders.append(Admit(request_id, grant))
+            self._commands.append(Admit(request_id, grant, step, sources))
         except BaseException:
-            # The engine frees the blocks of a request that is not offered: no lease of them may be admitted.
+            # vLLM frees the blocks of a request that is not offered, so no lease of them may be admitted.
             self._mint.retire(request_id)
             if self._held.pop(request_id, None) is not None:
                 self._answered.pop(origin.prompt, None)
             raise
-        # The request is on offer from here on, whatever happens: a rank may hold its lease.
-        try:  # noqa: SIM105 - that would be a call, which fails where another has
-            self._admit_early(ticket)
-        except Exception:  # noqa: BLE001, S110 - the order of the step does it
+        # From here on the request counts as offered, because a rank may hold its lease.
+        try:  # noqa: SIM105 - contextlib.suppress is a call, which may fail where another has
+            self._admit_early(ticket, step, sources)
+        except Exception:  # noqa: BLE001, S110 - the command of the next step does the same
             pass
         return offered
 
+    def _exported(self, request_id: str, block_ids: BlockIds) -> tuple[BlockIds, BlockIds]:
+        """Return the blocks to copy to the host buffer, and those that other engines read.
 
-class _Unasked:
-    """What offers hold that no client asked for: at most a share of the engine, because they may never be read."""
+        Raises:
+            CapacityExceeded: the host buffer has no room.
+        """
+        return ((), block_ids) if self._host is None else (block_ids, self._host.take(("offer", request_id), block_ids))
+
+
+class _Speculative:
+    """Blocks of offers that no client asked for: at most a share of the engine, because they may never be read."""
 
     def __init__(self, num_blocks: int) -> None:
-        self._blocks_max = int(num_blocks * UNASKED_SHARE)
-        self._blocks: Counter[int] = Counter()  # several requests may hold the same one, by the prefix cache
+        self._blocks_max = int(num_blocks * SPECULATIVE_SHARE)
+        self._blocks: Counter[int] = Counter()  # requests may share a block of the prefix cache
         self._held: dict[str, frozenset[int]] = {}
         self._told = False
 
+    def limit(self, num_blocks: int) -> None:
+        """Count on so many blocks at most: those of the host buffer."""
+        self._blocks_max = min(self._blocks_max, int(num_blocks * SPECULATIVE_SHARE))
+
     def take(self, request_id: str, listed: Iterable[Sequence[int]], slots: int) -> bool:
-        """Hold a request's blocks; False, and nothing is held, if that is more than the share."""
+        """Count the blocks of a request; return False, and count nothing, if they exceed the share."""
         blocks = frozenset(block for ids in listed for block in ids) - {NULL_BLOCK}
         new = sum(block not in self._blocks for block in blocks)
-        if len(self._blocks) + new > self._blocks_max or len(self._held) + 1 > slots * UNASKED_SHARE:
+        if len(self._blocks) + new > self._blocks_max or len(self._held) + 1 > slots * SPECULATIVE_SHARE:
             self._tell(request_id)
             return False
         self._held[request_id] = blocks
@@ -244,7 +291,7 @@ class _Unasked:
         return True
 
     def give(self, request_id: str) -> None:
-        """Hold a request's blocks no longer, if they were held."""
+        """Stop counting the blocks of a request, if they were counted."""
         for block in self._held.pop(request_id, ()):
             _subtract(self._blocks, block)
 
@@ -253,10 +300,10 @@ class _Unasked:
             return
         self._told = True
         logger.warning(
-            "kvflow: request %s is not offered, and others will not be: tickets that no client asked for hold %d of at "
-            "most %d blocks and %d leases. Each is held until it is read, or until lease_s is over. If the metric "
-            'vllm:kvflow_leases_ended has more with outcome="expired" than "released", the router does not hand '
-            "kv_transfer_params of answers on. This is said once.",
+            "kvflow: request %s is not offered, and further requests may not be: offers that no client asked for hold "
+            "%d of at most %d blocks, and %d leases. Each offer is held until it is read or lease_s is over. If the "
+            'metric vllm:kvflow_leases_ended counts more outcome="expired" than outcome="released", the router does '
+            "not pass on the kv_transfer_params of answers: remove offer. This message is not repeated.",
             request_id,
             len(self._blocks),
             self._blocks_max,
@@ -265,7 +312,7 @@ class _Unasked:
 
 
 def _subtract(counter: Counter[Any], key: Any) -> None:
-    """Count one less, and keep nothing of what is not there."""
+    """Subtract one, and remove the key at zero."""
     counter[key] -= 1
     if counter[key] <= 0:
         del counter[key]

@@ -1,37 +1,44 @@
 """``kv_transfer_params``: what a router carries from a prefill engine to a decode engine, and any client can write.
 
-The ticket is what counts: it is signed, and nothing of it is decoded before its signature is checked. The fields that
-today's routers know stand beside it and repeat what it says. kvflow does not act upon them: routers rewrite them.
+Only the ticket matters. It is signed, and its signature is checked before any of it is decoded. The other fields repeat
+the ticket in the form that routers know. kvflow does not act on them, because routers rewrite them.
+
+``Untagged`` counts the requests that come without such parameters.
 """
 
-from collections.abc import Callable, Sequence
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 from msgspec import Struct
 
-from kvflow import Ticket
+from kvflow import Ticket, is_traceparent
 from kvflow.errors import TicketInvalid
+from kvflow.integrations.vllm.settings import Settings
+
+logger = logging.getLogger("vllm.kvflow")  # vLLM shows the records of loggers below its own name
 
 Verify = Callable[[bytes, bytes], bool]
 """Payload and MAC of a grant -> whether a member of the cluster signed it."""
 
 TICKET_CHARS_BASE = 1 << 17
-"""Characters of a ticket without its blocks: 400 ranks with long names."""
+"""Characters of a ticket without its blocks: enough for 400 ranks with long names."""
 
 CHARS_PER_BLOCK = 32
-"""A block id and a digest in msgpack, 23 bytes, take 31 characters of base64."""
+"""A block id and a digest take 23 bytes of msgpack, which are 31 characters of base64."""
 
 FINEST_BLOCK = 16
-"""Tokens of the smallest block that a producer is expected to have, unless ours are smaller: vLLM's default."""
+"""Tokens of the smallest block that a producer may have, unless this engine has smaller ones: vLLM's default."""
 
 
 class Nothing(Struct, frozen=True):
-    """The request has nothing to do with other engines."""
+    """The request involves no other engine."""
 
 
 class OfferWanted(Struct, frozen=True):
-    """When the prompt is computed, hand out a ticket for its blocks."""
+    """Offer the blocks of the prompt when it is computed."""
 
 
 class LoadWanted(Struct, frozen=True):
@@ -39,21 +46,20 @@ class LoadWanted(Struct, frozen=True):
 
     Attributes:
         ticket: signed by a member of the cluster.
-        rewritten: fields beside the ticket that say something else than it.
+        rewritten: names of fields whose values differ from the ticket.
     """
 
     ticket: Ticket
     rewritten: tuple[str, ...] = ()
 
 
-Wish = Nothing | OfferWanted | LoadWanted
-
+Wanted = Nothing | OfferWanted | LoadWanted
 
 SWITCHES = ("do_remote_prefill", "do_remote_decode")
 
 
 def is_tagged(params: object) -> bool:
-    """Tell whether a router has said anything of a transfer, be it that there is none; null says as little as absence.
+    """Tell whether the parameters have a switch for a transfer, on or off. A switch that is null counts as absent.
 
     Args:
         params: as the client sent them: an object, or anything else.
@@ -64,35 +70,44 @@ def is_tagged(params: object) -> bool:
     return params is not None
 
 
+def traceparent_of(headers: object) -> str:
+    """Return the W3C trace context of a request's ``trace_headers``; empty if there is none that a ticket can carry.
+
+    A client may have chosen it.
+    """
+    given = headers.get("traceparent") if isinstance(headers, Mapping) else None
+    return given if is_traceparent(given) else ""
+
+
 def wants_transfer(params: object) -> bool:
-    """Tell whether a router wants something of other engines, right or wrong."""
+    """Tell whether the parameters ask for a transfer, in a valid form or not."""
     if isinstance(params, dict):
         load, offer = SWITCHES
         return bool(params.get(load) or params.get(offer))
     return True
 
 
-def read_params(params: object, verify: Verify, chars_max: int) -> Wish:
-    """Read what a request wants of other engines.
+def read_params(params: object, verify: Verify, chars_max: int) -> Wanted:
+    """Read which transfer a request asks for.
 
     Args:
         params: as the client sent them: an object, or anything else.
         verify: tells whether a member of the cluster signed a grant.
-        chars_max: of the longest ticket that this engine can use.
+        chars_max: characters of the longest ticket that this engine can use.
 
     Raises:
-        TicketInvalid: a wish is no switch, both are there, or there is no ticket of this cluster.
+        TicketInvalid: a switch is not true or false, both are true, or there is no ticket of this cluster.
     """
     if params is None:
         return Nothing()
     if not isinstance(params, dict):
-        raise TicketInvalid(f"kv_transfer_params is {type(params).__name__}: expected an object")
+        raise TicketInvalid(f"kv_transfer_params must be an object, not {type(params).__name__}")
     load, offer = switches = [params.get(name) for name in SWITCHES]
     for name, value in zip(SWITCHES, switches, strict=True):
         if value is not None and type(value) is not bool:
-            raise TicketInvalid(f"kv_transfer_params: {name} is {type(value).__name__}: expected true or false")
+            raise TicketInvalid(f"{name} in kv_transfer_params must be true or false, not {type(value).__name__}")
     if load and offer:
-        raise TicketInvalid("kv_transfer_params: do_remote_prefill and do_remote_decode are both true: expected one")
+        raise TicketInvalid("do_remote_prefill and do_remote_decode in kv_transfer_params must not both be true")
     if offer:
         return OfferWanted()
     if not load:
@@ -102,22 +117,22 @@ def read_params(params: object, verify: Verify, chars_max: int) -> Wish:
 
 
 def ticket_chars_max(block_sizes: Sequence[int], tokens_max: int) -> int:
-    """Return the length of the longest ticket that an engine can use.
+    """Return the length of the longest ticket that an engine can use, in characters.
 
     Args:
-        block_sizes: tokens in a block of each of our groups, 0 for states.
-        tokens_max: of the longest prompt.
+        block_sizes: tokens in a block of each group of this engine, 0 for states.
+        tokens_max: tokens of the longest prompt.
     """
     smallest = min([FINEST_BLOCK, *filter(None, block_sizes)])
-    groups = max(4, 2 * len(block_sizes))  # the producer may divide its layers into more
+    groups = max(4, 2 * len(block_sizes))  # the producer may have more groups than this engine
     return TICKET_CHARS_BASE + groups * CHARS_PER_BLOCK * -(-tokens_max // smallest)
 
 
 def describe_ticket(ticket: Ticket) -> dict[str, Any]:
-    """Return what a ticket says, under the names that routers know.
+    """Return the facts of a ticket under the names that routers know.
 
     Raises:
-        TicketInvalid: its endpoint has no port.
+        TicketInvalid: its endpoint has no host or no port.
     """
     grant = ticket.grants[0]
     host, port = _host_and_port(grant.ranks[0].endpoint)
@@ -135,15 +150,15 @@ def describe_ticket(ticket: Ticket) -> dict[str, Any]:
 def _host_and_port(endpoint: str) -> tuple[str, int]:
     host, _, port = endpoint.partition("://")[2].rpartition(":")
     if not host or not (port.isascii() and port.isdigit()):
-        raise TicketInvalid(f"the ticket's endpoint {endpoint!r} has no host or no port")
+        raise TicketInvalid(f"the endpoint in the ticket must be tcp://HOST:PORT, not {endpoint!r}")
     return host, int(port)
 
 
 def ticket_params(ticket: Ticket) -> dict[str, Any]:
-    """Return what a producer answers to a router: JSON-safe, and all that the decode request needs.
+    """Return the parameters of a producer's answer: as JSON, and with everything that the decode request needs.
 
     Raises:
-        TicketInvalid: the producer's endpoint has no port.
+        TicketInvalid: the endpoint of the producer has no host or no port.
     """
     return {
         "do_remote_prefill": True,
@@ -159,12 +174,12 @@ def ticket_params(ticket: Ticket) -> dict[str, Any]:
 
 
 def no_ticket_params() -> dict[str, Any]:
-    """Return what a producer answers when it can promise nothing: the decode engine then computes the prompt."""
+    """Return the parameters of an answer without a ticket: the decode engine then computes the prompt."""
     return {"do_remote_prefill": False, "do_remote_decode": False}
 
 
 def _rewritten(params: dict[Any, Any], ticket: Ticket) -> tuple[str, ...]:
-    """Return the fields that do not say what the ticket says; null is as good as absent, and 5600.0 as 5600."""
+    """Return the names of fields that differ from the ticket. Null counts as absent, and 5600.0 as 5600."""
     try:
         expected = describe_ticket(ticket)
     except TicketInvalid:
@@ -172,3 +187,96 @@ def _rewritten(params: dict[Any, Any], ticket: Ticket) -> tuple[str, ...]:
     if expected.items() <= params.items():
         return ()
     return tuple([name for name, value in expected.items() if params.get(name, value) not in (value, None)])
+
+
+UNTAGGED_MAX = 20
+"""Requests without parameters after which an engine logs that none of them had any."""
+
+UNTAGGED_CODE = "untagged_requests"
+"""Stable name of that finding. The metric ``vllm:kvflow_untagged_requests`` counts the same requests."""
+
+CAUSE = (
+    "Most likely the router does not know which engines prefill and which decode. Start vllm-router with "
+    "--vllm-pd-disaggregation; label the prefill workers of smg with kv_connector=NixlConnector; build the application "
+    "of Ray Serve LLM with kvflow.integrations.ray.build_pd_openai_app. kvflow proxy needs no setting. "
+)
+
+ALWAYS = 'If the router has no such setting, set "offer": "always" in kv_connector_extra_config. '
+
+
+class Untagged:
+    """Counts the requests of one engine that involve no other engine.
+
+    Args:
+        settings: of the connector.
+
+    Attributes:
+        counts: requests since the last ``take``, by the content of their parameters.
+
+    Thread: the scheduler's.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self.counts: Counter[str] = Counter()
+        self._absent = 0
+        self._told = False
+        self._told_further = False
+        self._tagged = settings.offers_always  # such an engine offers its prompts without parameters
+
+    def note(self, params: object) -> None:
+        """Count a request.
+
+        Args:
+            params: its ``kv_transfer_params``, as the client sent them.
+        """
+        if not is_tagged(params):
+            self.counts["absent"] += 1
+            self._absent += 1
+            self._tell_absent()
+            return
+        if not wants_transfer(params):
+            self.counts["decline"] += 1
+        if self._told and not self._tagged:
+            logger.info("kvflow: the first request with kv_transfer_params has arrived, after %d without", self._absent)
+        self._tagged = True
+
+    def note_further_prompt(self) -> None:
+        """Count a second or later prompt of a call: its ticket is that of the first prompt."""
+        self.counts["another_prompt"] += 1
+        if not self._told_further:
+            self._told_further = True
+            logger.info(
+                "kvflow: a request has several prompts and one ticket. The ticket covers the first prompt, and this "
+                "engine computes the others. Send one prompt in each request. This message is not repeated."
+            )
+
+    def take(self) -> dict[str, int]:
+        """Return the counts since the last call, by the content of the parameters.
+
+        The keys are ``absent``, ``decline`` (no transfer wanted) and ``another_prompt`` (see ``note_further_prompt``).
+        """
+        counts, self.counts = self.counts, Counter()
+        return dict(counts)
+
+    def _tell_absent(self) -> None:
+        if self._told or self._tagged or self._absent < UNTAGGED_MAX:
+            return
+        self._told = True
+        logger.warning(
+            "kvflow: %s [%s] %sThis message is not repeated.", self._finding(), UNTAGGED_CODE, self._remedy()
+        )
+
+    def _finding(self) -> str:
+        lacks = []
+        if self._settings.produces:
+            lacks.append("asked for a ticket")
+        if self._settings.consumes:
+            lacks.append("brought a ticket")
+        return (
+            f"none of the first {UNTAGGED_MAX} requests has {' or '.join(lacks)} (kv_transfer_params). This engine "
+            "transfers nothing, and a prompt that two engines get is computed twice."
+        )
+
+    def _remedy(self) -> str:
+        return CAUSE + (ALWAYS if self._settings.produces and not self._settings.consumes else "")

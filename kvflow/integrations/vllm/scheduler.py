@@ -1,32 +1,32 @@
-"""The scheduler's side: vLLM's requests, read and handed to ``Loading`` or ``Offering``."""
+"""The scheduler's side: it reads vLLM's requests and hands them to ``Loading`` or ``Offering``."""
 
 import logging
-from collections.abc import Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import partial, wraps
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from kvflow import RankAddress, TicketKey, TicketMint
 from kvflow.errors import DefectFound, KvflowError, TicketInvalid
 from kvflow.integrations.vllm.admission import Contact, EarlyAdmission
-from kvflow.integrations.vllm.blocks import NULL_BLOCK, BlockIds, TransferGroup
-from kvflow.integrations.vllm.contents import Contents, Digests, ExtraKeys
-from kvflow.integrations.vllm.guard import Guard, guarded
+from kvflow.integrations.vllm.blocks import NULL_BLOCK, Contents, Digests, ExtraKeys, TransferGroup
+from kvflow.integrations.vllm.host_blocks import HostBlocks
 from kvflow.integrations.vllm.loading import Loading
+from kvflow.integrations.vllm.messages import BlockIds, Command, Counters, empty_counters
 from kvflow.integrations.vllm.offering import Offering, is_further_prompt
-from kvflow.integrations.vllm.orders import Order
 from kvflow.integrations.vllm.params import (
     LoadWanted,
     OfferWanted,
-    Wish,
+    Untagged,
+    Wanted,
     is_tagged,
     read_params,
     ticket_chars_max,
+    traceparent_of,
 )
 from kvflow.integrations.vllm.settings import Settings
 from kvflow.integrations.vllm.specs import read_groups, retained_tokens
-from kvflow.integrations.vllm.tally import Tally, empty_tally
-from kvflow.integrations.vllm.untagged import Untagged
 from kvflow.integrations.vllm.versions import prefill_lookahead
 
 if TYPE_CHECKING:
@@ -35,29 +35,96 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-logger = logging.getLogger("vllm.kvflow")  # vLLM shows what stands below its own name
+logger = logging.getLogger("vllm.kvflow")  # vLLM shows the records of loggers below its own name
 
 BLOCK_ID, BLOCK_HASH = attrgetter("block_id"), attrgetter("block_hash")
-"""Of a block of vLLM's manager."""
+"""Fields of a block of vLLM's block manager."""
 
 ENDED_BY_ITSELF = frozenset({"FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"})
-"""Statuses of a request whose blocks are worth something to others."""
+"""Statuses of a request that completed: other engines can use its blocks."""
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+class Guard:
+    """Counts and logs exceptions that vLLM must not see: an exception out of its scheduler ends the engine.
+
+    Attributes:
+        caught: exceptions since the last ``take``, by the method that raised them.
+
+    Thread: the scheduler's.
+    """
+
+    def __init__(self) -> None:
+        self.caught: dict[str, int] = {}
+        self._told: set[tuple[str, type[Exception]]] = set()
+
+    def note(self, method: str, error: Exception) -> None:
+        """Count an exception, and log its traceback the first time."""
+        self.caught[method] = self.caught.get(method, 0) + 1
+        known = (method, type(error)) in self._told
+        self._told.add((method, type(error)))
+        logger.error(
+            "kvflow: %s failed: %s: %.200s", method, type(error).__name__, error, exc_info=None if known else error
+        )
+
+    def take(self) -> dict[str, int]:
+        """Return the counts since the last call."""
+        caught, self.caught = self.caught, {}
+        return caught
+
+
+class Guarded(Protocol):
+    """An object with methods that vLLM's scheduler calls."""
+
+    guard: Guard
+
+
+def guarded(answer: Any, mend: Callable[..., Any] | None = None) -> Callable[[Method], Method]:
+    """Return a decorator for a method that must not raise, not even ``MemoryError`` or ``RecursionError``.
+
+    Args:
+        answer: result of the method if it raises and ``mend`` cannot help.
+        mend: called with the object, the exception and the arguments if the method raises; returns the result of the
+            method.
+    """
+
+    def decorate(method: Method) -> Method:
+        @wraps(method)
+        def call(self: Guarded, *args: Any) -> Any:
+            try:
+                return method(self, *args)
+            except Exception as error:  # noqa: BLE001 - any exception would end vLLM
+                return mended(self, method.__name__, error, *args)
+
+        return cast("Method", call)
+
+    def mended(self: Guarded, name: str, error: Exception, *args: Any) -> Any:
+        with suppress(Exception):  # memory may be short
+            self.guard.note(name, error)
+        try:
+            return answer if mend is None else mend(self, error, *args)
+        except Exception:  # noqa: BLE001 - as above
+            return answer
+
+    return decorate
 
 
 class SchedulerSide:
-    """What the scheduler's process decides. What vLLM calls while it schedules never raises.
+    """Decides which blocks to offer and to load. Methods that vLLM calls while it schedules never raise.
 
     Args:
         settings: of the connector.
-        vllm_config: the engine's.
-        kv_cache_config: the groups of its cache.
+        vllm_config: of the engine.
+        kv_cache_config: of the engine, with the groups of its cache.
         extra_keys: vLLM's ``generate_block_hash_extra_keys``.
+        mirrored: whether the ranks have a host buffer.
 
     Attributes:
-        guard: exceptions that were kept from vLLM.
-        loading: requests that read their prompts.
-        offering: requests that others read.
-        untagged: requests that are computed as if there were no other engine.
+        guard: exceptions that vLLM did not see.
+        loading: requests that read their prompts from other engines.
+        offering: requests that other engines read.
+        untagged: requests that involve no other engine.
 
     Thread: the scheduler's.
     """
@@ -68,6 +135,8 @@ class SchedulerSide:
         vllm_config: "VllmConfig",
         kv_cache_config: "KVCacheConfig",
         extra_keys: ExtraKeys,
+        *,
+        mirrored: bool = False,
     ) -> None:
         groups = transfer_groups(kv_cache_config)
         config = settings.worker
@@ -76,7 +145,8 @@ class SchedulerSide:
         mint = partial(
             TicketMint,
             config.engine_id,
-            cluster_secret=config.secret(),
+            trace_offers=config.trace_offers,
+            cluster_secret=config.security.secret,
             lease_s=config.lease_s,
             block_sizes=self._block_sizes,
         )
@@ -90,23 +160,28 @@ class SchedulerSide:
         self._contents = Contents(extra_keys)
         self._backoff = prefill_backoff(groups, prefill_lookahead(vllm_config))
         self.guard = Guard()
-        self.loading = Loading(groups, tokens_max)
+        self._host = HostBlocks() if mirrored else None
+        self.loading = Loading(groups, tokens_max, self._host)
         self._early = EarlyAdmission()
-        self.offering = Offering(groups, mint, kv_cache_config.num_blocks, self._early.admit)
+        self.offering = Offering(groups, mint, kv_cache_config.num_blocks, self._early.admit, self._host)
         self.untagged = Untagged(settings)
 
-    def meet_ranks(self, ranks: Sequence[RankAddress], contacts: Iterable[Contact] = ()) -> None:
-        """Take what the workers say of themselves: where they are, and how they are reached between steps."""
+    def meet_ranks(
+        self, ranks: Sequence[RankAddress], contacts: Iterable[Contact] = (), host_blocks: Iterable[int] = ()
+    ) -> None:
+        """Take the addresses of the ranks, their contacts between steps, and the numbers of their host blocks."""
+        if self._host is not None:
+            self._host.meet(host_blocks)
         self.offering.meet_ranks(ranks)
         self._early.meet(contacts)
 
     def close(self) -> None:
-        """Reach no worker from here on."""
+        """Close the channels to the ranks."""
         self._early.close()
 
     def _fail(self, error: Exception, request: "Request") -> None:
-        """Have a request fail after an unforeseen exception."""
-        request.kv_transfer_params = {}  # vLLM itself reads it, and expects a dict
+        """Fail a request after an unforeseen exception."""
+        request.kv_transfer_params = {}  # vLLM reads this field too, and expects a dict
         found = DefectFound(f"{type(error).__name__}: {error!s:.200}")
         self.loading.fail(request.request_id, found, wanted=request.num_prompt_tokens)
 
@@ -121,60 +196,61 @@ class SchedulerSide:
 
     @guarded(None, _fail)
     def on_new_request(self, request: "Request") -> None:
-        """Read what a request wants of other engines."""
+        """Read the ``kv_transfer_params`` of a request and take it as one that loads, offers or does neither."""
         request_id, prompt = request.request_id, request.num_prompt_tokens
         if not request.abort_immediately:
             self.untagged.note(request.kv_transfer_params)
-        wish: Wish | None = None
+        wanted: Wanted | None = None
         try:
-            wish = self._read_params(request.kv_transfer_params)
-            if isinstance(wish, OfferWanted) and not self._settings.produces:
-                raise TicketInvalid("do_remote_decode is true, but this engine's kv_role is kv_consumer")
-            if isinstance(wish, LoadWanted):
+            wanted = self._read_params(request.kv_transfer_params)
+            if isinstance(wanted, OfferWanted) and not self._settings.produces:
+                raise TicketInvalid("do_remote_decode is true, but the kv_role of this engine is kv_consumer")
+            if isinstance(wanted, LoadWanted):
                 if not self._settings.consumes:
-                    raise TicketInvalid("do_remote_prefill is true, but this engine's kv_role is kv_producer")
-                if request.abort_immediately:  # the server has turned the request down; its prompt did not come here
-                    self.loading.give_back(request_id, wish.ticket)
+                    raise TicketInvalid("do_remote_prefill is true, but the kv_role of this engine is kv_producer")
+                if request.abort_immediately:  # the server rejected the request and sent no prompt
+                    self.loading.give_back(request_id, wanted.ticket)
                     return
-                if is_further_prompt(request_id):  # the ticket is the first prompt's, which reads it
+                if is_further_prompt(request_id):  # the ticket covers the first prompt, which reads it
                     self.untagged.note_further_prompt()
                     request.kv_transfer_params = {}  # as below
                     return
-                if wish.rewritten:
-                    self._tell_rewritten(wish.rewritten)
-                self._contents.require(request, wish.ticket)
+                if wanted.rewritten:
+                    self._tell_rewritten(wanted.rewritten)
+                self._contents.require(request, wanted.ticket)
         except KvflowError as error:
-            request.kv_transfer_params = {}  # vLLM itself reads it, and expects a dict
-            ticket = wish.ticket if isinstance(wish, LoadWanted) else None
+            request.kv_transfer_params = {}  # vLLM reads this field too, and expects a dict
+            ticket = wanted.ticket if isinstance(wanted, LoadWanted) else None
             self.loading.refuse(request_id, error, wanted=prompt, ticket=ticket)
             return
-        if isinstance(wish, LoadWanted):
-            self.loading.announce(request_id, wish.ticket, wanted=max(0, prompt - self._backoff))
-        elif isinstance(wish, OfferWanted) or self._is_prefill(request):
+        if isinstance(wanted, LoadWanted):
+            self.loading.announce(request_id, wanted.ticket, wanted=max(0, prompt - self._backoff))
+        elif isinstance(wanted, OfferWanted) or self._is_prefill(request):
             self._leave_to_decode(request)
-            self.offering.announce(request_id, asked=isinstance(wish, OfferWanted))
+            trace = traceparent_of(getattr(request, "trace_headers", None))
+            self.offering.announce(request_id, asked=isinstance(wanted, OfferWanted), traceparent=trace)
 
     @guarded((0, False), _fail_matched)
     def matched(self, request: "Request", computed: int) -> tuple[int | None, bool]:
-        """Return how many tokens behind those that are computed can be loaded, and whether that takes a while."""
+        """Return how many tokens after the computed ones can be loaded, and whether a load is needed."""
         found = self.loading.matched(request.request_id, computed)
         return found, bool(found)
 
     @guarded(None, _fail_allocated)
     def allocated(self, request: "Request", blocks: "KVCacheBlocks", num_tokens: int) -> None:
-        """Order the load of a request that has room now."""
+        """Order the load of a request that has its blocks now."""
         self.loading.allocated(request.request_id, [writable(group) for group in blocks.blocks], num_tokens)
 
     @guarded((False, None))
     def on_finished(self, request: "Request", listed: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
-        """Offer what has ended, or give back what it did not use."""
+        """Offer the blocks of a request that has ended, or release the ticket that it did not use."""
         self.loading.finished(request.request_id)
         sample = self.offering.is_sample(request.request_id)
         if sample is None:
             return False, None
         num_tokens = request.num_computed_tokens - request.num_in_flight_tokens
         if sample and not self._backoff:
-            num_tokens = min(num_tokens, request.num_prompt_tokens)  # each sample goes on in its own way
+            num_tokens = min(num_tokens, request.num_prompt_tokens)  # samples differ after the prompt
         return self.offering.finished(
             request.request_id,
             listed,
@@ -184,25 +260,30 @@ class SchedulerSide:
         )
 
     def on_reported(self, received: Iterable[str] | None, sent: Iterable[str] | None) -> None:
-        """Note what the workers have reported."""
+        """Take the requests that the ranks have reported as received or sent."""
         for request_id in received or ():
             self._received(request_id)
         for request_id in sent or ():
             self._sent(request_id)
 
-    def take_orders(self) -> list[Order]:
-        """Return what the workers must be told, once."""
-        return [*self._take_orders(self.loading), *self._take_orders(self.offering)]
+    @guarded(None)
+    def on_scheduled(self, request_ids: Iterable[str], step: int) -> None:
+        """Take the requests that a step computes, and its number."""
+        self.offering.scheduled(request_ids, step)
 
-    def take_tally(self) -> Tally | None:
-        """Return what was counted since the last call, if anything was."""
+    def take_commands(self) -> list[Command]:
+        """Return the commands for the ranks since the last call."""
+        return [*self._take_commands(self.loading), *self._take_commands(self.offering)]
+
+    def take_counters(self) -> Counters | None:
+        """Return the counters since the last call, or None if nothing was counted."""
         if not (self.guard.caught or self.untagged.counts):
             return None
-        return empty_tally() | {"defects": self.guard.take(), "untagged": self.untagged.take()}
+        return empty_counters() | {"defects": self.guard.take(), "untagged": self.untagged.take()}
 
     @guarded(())
-    def _take_orders(self, half: Loading | Offering) -> Iterable[Order]:
-        return half.take_orders()
+    def _take_commands(self, half: Loading | Offering) -> Iterable[Command]:
+        return half.take_commands()
 
     @guarded(None)
     def _received(self, request_id: str) -> None:
@@ -216,24 +297,27 @@ class SchedulerSide:
         return self._contents.digests(request, block_ids, self._block_sizes, num_tokens)
 
     def _tell_rewritten(self, names: Iterable[str]) -> None:
-        """Say once of each field that a router has rewritten it; kvflow does not act upon such fields."""
+        """Log each field that a router has rewritten, once; kvflow does not act on such fields."""
         for name in set(names) - self._told_rewritten:
             self._told_rewritten.add(name)
-            logger.info("kvflow: %s is not what the ticket says: a router writes it, and kvflow does not use it", name)
+            logger.info(
+                "kvflow: a router has rewritten %s in kv_transfer_params. kvflow ignores it and uses the ticket",
+                name,
+            )
 
     def _is_prefill(self, request: "Request") -> bool:
-        """Tell whether a request of which the router has said nothing is a prefill: it makes one token.
+        """Tell whether a request without switches in its parameters is a prefill: it asks for one token.
 
-        A client that wants more tokens wants this engine's answer, and the prompt may be cut for none of those.
+        A client that asks for more tokens wants the answer of this engine, whose prompt must not be shortened.
         """
         if not self._settings.offers_always or is_tagged(request.kv_transfer_params):
             return False
         return request.max_tokens == 1 and request.pooling_params is None
 
     def _leave_to_decode(self, request: "Request") -> None:
-        """Drop the tokens from the end of a prompt that the decode engine computes.
+        """Drop the tokens at the end of a prompt that the decode engine computes.
 
-        The lists are vLLM's own, and the prompt's may be the caller's: it is replaced, not cut.
+        The list of prompt tokens may belong to the caller, so a shorter copy replaces it.
         """
         backoff = self._backoff
         if not backoff or request.num_prompt_tokens <= backoff or request.get_skip_reading_prefix_cache():
@@ -242,13 +326,13 @@ class SchedulerSide:
             request.prompt_token_ids = request.prompt_token_ids[:-backoff]
         if request.prompt_embeds is not None:
             request.prompt_embeds = request.prompt_embeds[:-backoff]
-        del request._all_token_ids[-backoff:]  # noqa: SLF001 - there is no other way to shorten a request
+        del request._all_token_ids[-backoff:]  # noqa: SLF001 - vLLM offers no other way to shorten a request
         request.num_prompt_tokens -= backoff
         request.max_tokens = 1
 
 
 def writable(blocks: Sequence[Any]) -> list[int]:
-    """Return the ids of blocks, ``NULL_BLOCK`` for one with a hash: it has its tokens, and others may read it."""
+    """Return the ids of blocks; ``NULL_BLOCK`` for a block with a hash, which is filled and may be read by others."""
     ids, hashes = list(map(BLOCK_ID, blocks)), list(map(BLOCK_HASH, blocks))
     if hashes.count(None) == len(hashes):
         return ids
@@ -256,7 +340,7 @@ def writable(blocks: Sequence[Any]) -> list[int]:
 
 
 def transfer_groups(kv_cache_config: Any) -> tuple[TransferGroup, ...]:
-    """Return the groups of vLLM's configuration whose blocks travel."""
+    """Return the groups of vLLM's configuration whose blocks are transferred."""
     groups = kv_cache_config.transfer_groups
     return tuple(
         TransferGroup(index, named, group.kv_cache_spec, retained_tokens(group))
@@ -265,11 +349,11 @@ def transfer_groups(kv_cache_config: Any) -> tuple[TransferGroup, ...]:
 
 
 def prefill_backoff(groups: Sequence[TransferGroup], lookahead: int) -> int:
-    """Return how many tokens of a prompt's end the decode engine computes, so that the prefill engine must not.
+    """Return how many tokens at the end of a prompt the prefill engine must leave to the decode engine.
 
-    It computes the last one in any case, to sample from it. What is kept of all tokens does not mind that the prefill
-    engine has been there. A state is that of the last token and no other; and a window that has moved on to the token
-    behind the prompt may have lost the first one that the last token looks at.
+    The decode engine always computes the last token, to sample from it. With full attention, the prefill engine may
+    compute that token too. A state, however, belongs to one token only, and a sliding window that has moved past the
+    prompt may have lost the first token that the last token attends to.
     """
     moves_on = any(each.is_state or each.group.window for each in groups)
     return max(1 if moves_on else 0, lookahead - 1)

@@ -1,58 +1,63 @@
-"""``kv_connector_extra_config`` and what the engine says of itself -> the settings of one worker."""
+"""``kv_connector_extra_config`` and vLLM's configuration -> the settings of one worker, with its host's address."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+import logging
+import os
+import re
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from typing import Any
 
 import msgspec
 from msgspec import Struct
 
 from kvflow import WorkerConfig
-from kvflow.errors import ConfigInvalid
-from kvflow.integrations.vllm.hosts import with_host
+from kvflow.errors import ConfigInvalid, suggest
 
-OWN_KEYS = frozenset({"enable_cross_layers_blocks", "log_file", "offer"})
-"""Keys that are the connector's and not the worker's."""
+OWN_KEYS = frozenset({"enable_cross_layers_blocks", "host_buffer_bytes", "log_file", "log_level", "offer"})
+"""Settings of the connector; all other keys are settings of the worker."""
 
-FROM_ENGINE = frozenset({"engine_id", "rank", "num_ranks", "role"})
-"""Settings of a worker that the engine decides; a value of the user's could only contradict it."""
+LOG_LEVELS = ("info", "debug", "warning")
+"""Values of ``log_level``, the default first. With ``debug`` each pull has a record of its reads and blocks."""
+
+FROM_ENGINE = frozenset({"engine_id", "rank", "num_ranks", "role", "sleep_mode"})
+"""Settings of a worker that vLLM decides: users must not set them."""
 
 KEYS = OWN_KEYS | set(WorkerConfig.__struct_fields__) - FROM_ENGINE
 
 SECRET_KEYS = frozenset({"cluster_secret", "cluster_secret_accepted", "private_key"})
-"""Keys that better stand in the environment: vLLM prints its configuration."""
-
-PACKED_LAYOUT = "BLHNC"
-"""One block of all layers is one row, and the heads of a rank lie together in it. Also valid for mixed page sizes."""
+"""Secrets, which belong in the environment: vLLM prints its configuration."""
 
 OFFERS = ("asked", "always")
 
+HOST_BUFFER_BYTES = 8 << 30
+"""Host memory of each rank for a buffer, by default. Eight ranks pin 64 GiB, which hosts of eight GPUs have to spare. A
+link of 25 GB/s fills the buffer in 0.3 s, longer than most requests hold their part of it."""
+
+HOST_BUFFER_BYTES_MAX = 1 << 44
+
 PORT_MAX = 65535
 
-RAY_COPIES_LITTLE = (
-    "Ray copies few variables to its workers, and KVFLOW_CLUSTER_SECRET is not among them: set "
-    "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY=KVFLOW_ where vLLM is started."
+RAY_REMEDY = (
+    "Set VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY=KVFLOW_ where vLLM is started: without it, Ray does not copy "
+    "KVFLOW_CLUSTER_SECRET to its workers."
 )
-
-ROLES: dict[str, Literal["prefill", "decode", "both"]] = {
-    "kv_producer": "prefill",
-    "kv_consumer": "decode",
-    "kv_both": "both",
-}
 
 
 class EngineFacts(Struct, frozen=True, kw_only=True):
-    """What the engine says of itself and of one rank.
+    """Facts of an engine and of one rank, from vLLM's configuration.
 
     Attributes:
-        engine_id: all ranks of the engine share it.
+        engine_id: name of the engine, which all its ranks share.
         kv_role: ``kv_producer``, ``kv_consumer`` or ``kv_both``.
         rank: of the worker in its engine.
-        num_ranks: ranks of the engine.
-        port_offset: added to a port that is not 0: ranks on one host need different ones.
-        copied_by_ray: whether Ray has started this process, which copies few variables to it.
+        num_ranks: number of ranks of the engine.
+        port_offset: added to each port that is not 0, because ranks on one host need different ports.
+        copied_by_ray: whether Ray has started this process. Ray copies few variables to its workers.
         model: name that peers compare; see ``model_name``.
-        model_revision: of its weights; empty if not told.
-        model_dtype: that it computes in.
+        model_revision: of the weights; empty if unknown.
+        model_dtype: data type in which the model computes.
+        sleep_mode: whether the engine may sleep.
     """
 
     engine_id: str
@@ -64,18 +69,21 @@ class EngineFacts(Struct, frozen=True, kw_only=True):
     model: str = ""
     model_revision: str = ""
     model_dtype: str = ""
+    sleep_mode: bool = False
 
 
 class Settings(Struct, frozen=True, kw_only=True):
-    """What one side of the connector is told.
+    """Settings of one side of the connector.
 
     Attributes:
-        worker: of the rank.
-        produces: whether this engine hands out tickets.
-        consumes: whether it reads those of others.
-        enable_cross_layers_blocks: ask vLLM for a packed layout.
-        log_file: where kvflow writes its records, one JSON object a line; None leaves them to Python's logging.
-        offers_always: whether a request for one token is offered though its router has said nothing of a transfer.
+        worker: settings of the rank's worker.
+        produces: whether this engine makes tickets.
+        consumes: whether this engine reads tickets of others.
+        enable_cross_layers_blocks: whether to ask vLLM for a layout in which one block of all layers is one row.
+        log_file: file for kvflow's records, one JSON object per line; None leaves them to Python's logging.
+        log_level: level below which records are left out of that file, as the standard library numbers it.
+        offers_always: whether to offer requests for one token that come without ``kv_transfer_params``.
+        host_buffer_bytes: most host memory of the rank for a buffer, if it has one.
     """
 
     worker: WorkerConfig
@@ -83,56 +91,51 @@ class Settings(Struct, frozen=True, kw_only=True):
     consumes: bool
     enable_cross_layers_blocks: bool = False
     log_file: str | None = None
+    log_level: int = logging.INFO
     offers_always: bool = False
+    host_buffer_bytes: int = HOST_BUFFER_BYTES
 
 
 def read_settings(extra: Mapping[str, Any], facts: EngineFacts, find_host: Callable[[], str] = str) -> Settings:
-    """Read the connector's extra configuration.
+    """Read the settings of the connector.
 
     Args:
         extra: ``kv_connector_extra_config``.
         facts: of the engine and the rank.
-        find_host: returns what ``{host}`` is where no variable tells it.
+        find_host: returns the address for ``{host}`` if no variable in ``HOST_VARIABLES`` is set.
 
     Raises:
-        ConfigInvalid: a key is unknown, decided by the engine, or has a value that is malformed or unsafe.
+        ConfigInvalid: a key is unknown or decided by vLLM, or a value is malformed or unsafe.
     """
     check_keys(extra)
     if extra.get("advertise") is not None and "bind" not in extra:
         raise ConfigInvalid(
-            f"advertise is {extra['advertise']!r}, but without bind the rank listens at a free port of 127.0.0.1",
-            remedy="Set bind, for example to tcp://0.0.0.0 and the port of advertise.",
+            f"advertise is {extra['advertise']!r}, but bind is not set: the rank listens at a free port of 127.0.0.1",
+            remedy="Set bind too, for example to tcp://0.0.0.0 with the port of advertise.",
         )
-    extra = with_host(extra, find_host)
+    extra = _with_host(extra, find_host)
     own = {"model": facts.model, "model_revision": facts.model_revision, "model_dtype": facts.model_dtype}
     given = {name: value for name, value in extra.items() if name not in OWN_KEYS}
+    decided = {"engine_id": facts.engine_id, "rank": facts.rank, "num_ranks": facts.num_ranks}
+    decided |= {"role": facts.kv_role.removeprefix("kv_"), "sleep_mode": facts.sleep_mode}
+    values = {**own, **given, **decided}
     try:
-        config = msgspec.convert(
-            {
-                **own,
-                **given,
-                "engine_id": facts.engine_id,
-                "rank": facts.rank,
-                "num_ranks": facts.num_ranks,
-                "role": ROLES[facts.kv_role],
-            },
-            type=WorkerConfig,
-            strict=False,  # a number or a switch may come from a command line, as text
-        )
-    except msgspec.ValidationError as error:
-        raise ConfigInvalid(f"kv_connector_extra_config: {error}") from error
+        config = WorkerConfig.read(values)
+    except ConfigInvalid as error:
+        raise ConfigInvalid(f"kv_connector_extra_config: {error.message}") from error
     try:
         config.check()
     except ConfigInvalid as error:
         if not facts.copied_by_ray:
             raise
-        raise ConfigInvalid(f"{error.message}, in a worker that Ray has started", remedy=RAY_COPIES_LITTLE) from error
+        raise ConfigInvalid(f"{error.message}, in a worker that Ray has started", remedy=RAY_REMEDY) from error
     config = msgspec.structs.replace(
         config,
         bind=moved(config.bind, facts.port_offset),
         advertise=config.advertise and moved(config.advertise, facts.port_offset),
         tcp_bind=config.tcp_bind and moved(config.tcp_bind, facts.port_offset),
         tcp_advertise=config.tcp_advertise and moved(config.tcp_advertise, facts.port_offset),
+        http=config.http and moved(config.http, facts.port_offset),
     )
     return Settings(
         worker=config,
@@ -140,73 +143,216 @@ def read_settings(extra: Mapping[str, Any], facts: EngineFacts, find_host: Calla
         consumes=facts.kv_role != "kv_producer",
         enable_cross_layers_blocks=wants_packed(extra),
         log_file=_log_file(extra),
+        log_level=_log_level(extra),
         offers_always=_offers_always(extra, facts.kv_role),
+        host_buffer_bytes=_host_buffer_bytes(extra),
     )
 
 
 def check_keys(extra: Mapping[str, Any]) -> None:
-    """Refuse keys that are not known.
+    """Check that all keys of ``kv_connector_extra_config`` are known.
 
     Raises:
-        ConfigInvalid: names them, and lists those that are.
+        ConfigInvalid: names the unknown keys, and suggests a known one.
     """
     decided = sorted(FROM_ENGINE & set(extra))
     if decided:
         raise ConfigInvalid(
-            f"kv_connector_extra_config has {', '.join(decided)}, which vLLM decides",
-            remedy="Leave it out; engine_id and kv_role stand beside kv_connector_extra_config.",
+            f"kv_connector_extra_config has {', '.join(decided)}, but vLLM decides this setting",
+            remedy="Remove it. To name the engine, set engine_id beside kv_connector_extra_config.",
         )
     unknown = sorted(str(key) for key in set(extra) - KEYS)
     if unknown:
         raise ConfigInvalid(
-            f"kv_connector_extra_config has unknown {', '.join(unknown)}",
-            remedy=f"Known are {', '.join(sorted(KEYS))}.",
+            f"kv_connector_extra_config has an unknown setting: {', '.join(unknown)}",
+            remedy=suggest(unknown[0], KEYS),
         )
 
 
 def wants_packed(extra: Mapping[str, Any]) -> bool:
-    """Return the switch ``enable_cross_layers_blocks``; off if it is not there.
+    """Return the setting ``enable_cross_layers_blocks``; False if it is absent.
 
     Raises:
-        ConfigInvalid: it is no switch.
+        ConfigInvalid: it is not true or false.
     """
     value = extra.get("enable_cross_layers_blocks", False)
     try:
         return msgspec.convert(value, type=bool, strict=False)
     except msgspec.ValidationError as error:
-        raise ConfigInvalid(f"enable_cross_layers_blocks is {value!r}: expected true or false") from error
+        raise ConfigInvalid(f"enable_cross_layers_blocks must be true or false, not {value!r}") from error
 
 
 def model_name(model: str) -> str:
-    """Return the name under which peers compare a model: a path differs between hosts, its last part rarely does."""
+    """Return the name by which peers compare a model: of a path only its last part, because folders differ by host."""
     return model.rstrip("/").rpartition("/")[2][-256:] if model.startswith(("/", ".", "~")) else model[-256:]
 
 
 def _log_file(extra: Mapping[str, Any]) -> str | None:
     value = extra.get("log_file")
     if value is not None and not (isinstance(value, str) and value):
-        raise ConfigInvalid(f"log_file is {value!r}: expected the path of a file")
+        raise ConfigInvalid(f"log_file must be the path of a file, not {value!r}")
     return value
+
+
+def _host_buffer_bytes(extra: Mapping[str, Any]) -> int:
+    value = extra.get("host_buffer_bytes", HOST_BUFFER_BYTES)
+    try:
+        found = msgspec.convert(value, type=int, strict=False)
+    except msgspec.ValidationError:
+        found = 0
+    if isinstance(value, bool) or not 0 < found <= HOST_BUFFER_BYTES_MAX:
+        raise ConfigInvalid(f"host_buffer_bytes must be a number of bytes from 1 to 2**44, not {value!r}")
+    return found
+
+
+def _log_level(extra: Mapping[str, Any]) -> int:
+    value = extra.get("log_level", LOG_LEVELS[0])
+    if value not in LOG_LEVELS:
+        raise ConfigInvalid(
+            f"log_level must be one of {', '.join(LOG_LEVELS)}, not {value!r}", remedy=suggest(str(value), LOG_LEVELS)
+        )
+    if "log_level" in extra and extra.get("log_file") is None:
+        remedy = "Set log_file, too, or set the levels of Python's loggers below kvflow."
+        raise ConfigInvalid("log_level has no effect without log_file", remedy=remedy)
+    level: int = getattr(logging, value.upper())
+    return level
 
 
 def _offers_always(extra: Mapping[str, Any], kv_role: str) -> bool:
     value = extra.get("offer", OFFERS[0])
     if value not in OFFERS:
-        raise ConfigInvalid(f"offer is {value!r}: expected one of {', '.join(OFFERS)}")
+        raise ConfigInvalid(f"offer must be one of {', '.join(OFFERS)}, not {value!r}")
     if value == "always" and kv_role != "kv_producer":
         raise ConfigInvalid(
-            f"offer is always, but kv_role is {kv_role}: of such an engine clients may want one token and no ticket",
-            remedy="Set kv_role to kv_producer on the prefill engine, or leave offer out.",
+            f"offer is always, but kv_role is {kv_role}: clients may ask such an engine for one token and no ticket",
+            remedy="Set kv_role to kv_producer on the prefill engine, or remove offer.",
         )
     return bool(value == "always")
 
 
 def moved(endpoint: str, offset: int) -> str:
-    """Return an endpoint whose port, unless any will do, is this much higher."""
+    """Return an endpoint with a port that is higher by an offset; port 0, which means any port, stays.
+
+    Raises:
+        ConfigInvalid: the port would be above 65535.
+    """
     host, _, port = endpoint.rpartition(":")
     if port == "0":
         return endpoint
     moved = int(port) + offset
     if moved > PORT_MAX:
-        raise ConfigInvalid(f"{endpoint} and {offset} make port {moved}: no port is above {PORT_MAX}")
+        raise ConfigInvalid(f"{endpoint} plus {offset} for this rank is port {moved}, above the last port {PORT_MAX}")
     return f"{host}:{moved}"
+
+
+# The address of this host.
+
+HOST = "{host}"
+ENDPOINTS = ("bind", "advertise", "tcp_bind", "tcp_advertise")
+"""Settings that may contain ``HOST``."""
+
+HOST_VARIABLE = "KVFLOW_ADVERTISE_HOST"
+HOST_VARIABLES = (HOST_VARIABLE, "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_HOST_IP", "POD_IP")
+"""Variables with the address of the host: the first one that is set and not empty counts. Each node has its own."""
+
+NAME = re.compile(r"([A-Za-z0-9_-]+\.)*(?![0-9]+\.?$)[A-Za-z0-9_-]+\.?")
+"""A host name. A name whose last part is a number is a mistyped address."""
+
+
+def _with_host(extra: Mapping[str, Any], find_host: Callable[[], str]) -> dict[str, Any]:
+    """Return the settings with the address or name of this host in place of ``{host}``.
+
+    A name is not resolved here: each peer resolves it when it connects.
+
+    Args:
+        extra: the connector's extra configuration.
+        find_host: returns the host if no variable is set.
+
+    Raises:
+        ConfigInvalid: the host is unknown, is neither an address nor a name, or is not this host though bind needs it.
+    """
+    endpoints = {key: extra[key] for key in ENDPOINTS if isinstance(extra.get(key), str) and HOST in extra[key]}
+    if not endpoints:
+        return dict(extra)
+    source, found = _given_or_found(find_host)
+    address = _address(found)
+    if address is None and not NAME.fullmatch(found):
+        raise ConfigInvalid(f"{source} must be an address or a name without a port, not {found!r}")
+    if address is not None and (address.is_unspecified or "%" in found):
+        raise ConfigInvalid(
+            f"{source} is {found!r}, an address to which no peer can connect",
+            remedy=f"Set {HOST_VARIABLE} to the address at which peers reach this host.",
+        )
+    for key, endpoint in endpoints.items():
+        if key.endswith("bind") and (address is None or not is_here(address)):
+            raise ConfigInvalid(
+                f"{key} is {endpoint!r}, but {source} is {found!r}, which is not an address of this host",
+                remedy=f"Set {key} to tcp://0.0.0.0 with its port, and use {HOST} in advertise only.",
+            )
+    written = f"[{address}]" if isinstance(address, IPv6Address) else found
+    return {**extra, **{key: endpoint.replace(HOST, written) for key, endpoint in endpoints.items()}}
+
+
+def remark(endpoint: str) -> str:
+    """Return a note for the log about an address that other hosts cannot reach; empty for most addresses."""
+    if _is_loopback(endpoint):
+        return ", only on this host"
+    return ", which is not an address of this host" if _is_elsewhere(endpoint) else ""
+
+
+def doubts(config: WorkerConfig) -> Iterator[str]:
+    """Yield a warning for each address that other hosts may not reach, though the rank listens for them."""
+    bound = {"bind": config.bind, "tcp_bind": config.tcp.bind}
+    reached = {"advertise": config.advertise or config.bind, "tcp_advertise": config.tcp.advertise}
+    listens = next((f"{name} is {each}" for name, each in bound.items() if not _is_loopback(each)), "")
+    for name, endpoint in reached.items():
+        if listens and _is_loopback(endpoint):
+            yield f"{name} is {endpoint}, which only this host can reach, but {listens}"
+        elif _is_elsewhere(endpoint):
+            yield (
+                f"{name} is {endpoint}, which is not an address of this host. Ignore this if addresses are translated "
+                f"(NAT). Otherwise set {HOST_VARIABLE} on each node to the address of that node. Ray copies the value "
+                "of one node to all nodes if VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY has KVFLOW_"
+            )
+
+
+def is_here(address: IPv4Address | IPv6Address) -> bool:
+    """Tell whether an address belongs to this host, which is true if a socket can be bound to it."""
+    family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((str(address), 0))
+    except OSError:
+        return False
+    return True
+
+
+def _given_or_found(find_host: Callable[[], str]) -> tuple[str, str]:
+    """Return where the host is known from, and the host."""
+    for name in HOST_VARIABLES:
+        if value := os.environ.get(name, "").strip():
+            return name, value
+    return "the address that vLLM found", find_host()
+
+
+def _is_loopback(endpoint: str) -> bool:
+    host = _host_of(endpoint)
+    address = _address(host)
+    return host == "localhost" or (address is not None and address.is_loopback)
+
+
+def _is_elsewhere(endpoint: str) -> bool:
+    """Tell whether an address belongs to another host; False for a name, which is not resolved."""
+    address = _address(_host_of(endpoint))
+    return address is not None and not is_here(address)
+
+
+def _host_of(endpoint: str) -> str:
+    return endpoint.removeprefix("tcp://").rpartition(":")[0]
+
+
+def _address(host: str) -> IPv4Address | IPv6Address | None:
+    try:
+        return ip_address(host.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return None

@@ -8,10 +8,10 @@ from typing import Any
 
 from msgspec import Struct
 
-from kvflow import MLA, ChunkedLocal, FullAttention, Group, Mamba, SlidingWindow, State
+from kvflow import MLA, ChunkedLocal, FullAttention, Group, Mamba, Opaque, SlidingWindow, State
 from kvflow.errors import SpecInvalid
 
-CacheSpec = FullAttention | SlidingWindow | ChunkedLocal | MLA | Mamba
+CacheSpec = FullAttention | SlidingWindow | ChunkedLocal | MLA | Mamba | Opaque
 
 QUANTIZATIONS = {"NONE": None, "FP8_PER_TENSOR": None, "FP8_PER_TOKEN_HEAD": "fp8_per_token_head"}
 """vLLM's ``KVQuantMode`` -> kvflow's quantization. Scales per tensor are not in the cache."""
@@ -20,6 +20,16 @@ E5M2_IGNORED = ("TRITON_ATTN", "ROCM_")
 """Attention backends, by the start of their names, that keep the platform's fp8 when told ``fp8_e5m2``.
 Source: vLLM 0.32, ``triton_attn.py`` and ``rocm_attn.py`` of its backends: they view the cache as ``fp8_dtype()``.
 """
+
+INDEXER = "DeepseekV32IndexerCache"
+"""Class of vLLM, and base of ROCm's, that tells no ``kv_cache_dtype``: its cache is the platform's fp8, whatever the
+others' is. A kernel block has all values first and then all scales, though its shape says otherwise. On ROCm the values
+lie in tiles besides, unless a kernel block is one token.
+Source: vLLM 0.32, ``indexer_k_quant_and_cache`` of ``csrc``, and ``rocm_aiter_mla_sparse.py``.
+"""
+
+HEADED = ("FullAttentionSpec", "SlidingWindowSpec")
+"""Classes of vLLM whose pages move whole where nothing can be said of what is in them."""
 
 PORTABLE_STATES = ("conv", "ssm")
 """What Mamba 1, Mamba 2 and gated delta nets keep, in the order of a page."""
@@ -30,18 +40,20 @@ class EngineShape(Struct, frozen=True, kw_only=True):
 
     Attributes:
         tp_size: ranks that divide the heads: vLLM's specs count those of one rank.
-        num_kv_heads: of the model, where it tells.
+        num_kv_heads: layer name -> KV heads of the layer in the whole model, where it is known.
         kernel_tokens: layer name -> tokens of one block of the attention kernel, as the layer's tensor has them.
         conv_channels_first: whether convolution states lie channels first (vLLM's layout ``DS``).
         element_types: layer name -> what the bytes of its cache are, where vLLM's tensor has ``uint8``; see
             ``byte_format``.
+        arrangements: layer name -> name of how its bytes are arranged, for caches that no description of ours fits.
     """
 
     tp_size: int = 1
-    num_kv_heads: int = 0
+    num_kv_heads: Mapping[str, int] = {}
     kernel_tokens: Mapping[str, int] = {}
     conv_channels_first: bool = True
     element_types: Mapping[str, str] = {}
+    arrangements: Mapping[str, str] = {}
 
 
 def read_groups(groups: Iterable[Any]) -> tuple[Group, ...]:
@@ -91,6 +103,16 @@ def state_block(ids: list[int], spec: Any) -> int | None:
     return ids[-1 - scratch]
 
 
+def opaque(spec: Any) -> bool:
+    """Tell whether the pages of one of vLLM's specs can only move whole: between equal ones, and never cut."""
+    return type(spec).__name__ in HEADED and bool(_undescribed(spec))
+
+
+def arranged_by_kernel_block(module: Any) -> bool:
+    """Tell whether a layer of vLLM keeps one vector per token, but not one after the other in a kernel block."""
+    return any(each.__name__ == INDEXER for each in type(module).__mro__)
+
+
 def retained_tokens(group: Any) -> int:
     """Return how many tokens before its window vLLM keeps in a group: its draft layers look at them.
 
@@ -135,6 +157,8 @@ def _kind(name: str, spec: Any) -> tuple[str, int]:
     reader = _reader(name, spec)
     if reader is _read_state:
         return "mamba", 0
+    if opaque(spec):
+        return "opaque", getattr(spec, "sliding_window", None) or 0
     if reader is _read_latent:
         return "mla", getattr(spec, "sliding_window", None) or 0
     if reader is _read_sliding:
@@ -144,11 +168,13 @@ def _kind(name: str, spec: Any) -> tuple[str, int]:
     return "full", 0
 
 
-def _read_full(name: str, spec: Any, shape: EngineShape) -> FullAttention:
-    return FullAttention(**_attention(name, spec, shape))
+def _read_full(name: str, spec: Any, shape: EngineShape) -> FullAttention | Opaque:
+    return _read_opaque(name, spec, shape) if opaque(spec) else FullAttention(**_attention(name, spec, shape))
 
 
-def _read_sliding(name: str, spec: Any, shape: EngineShape) -> SlidingWindow:
+def _read_sliding(name: str, spec: Any, shape: EngineShape) -> SlidingWindow | Opaque:
+    if opaque(spec):
+        return _read_opaque(name, spec, shape)
     return SlidingWindow(window=spec.sliding_window, **_attention(name, spec, shape))
 
 
@@ -165,7 +191,26 @@ def _read_latent(name: str, spec: Any, shape: EngineShape) -> MLA:
         head_size=spec.head_size if dense else nbytes,
         dtype=_element_type(name, spec, shape) if dense or spec.dtype.itemsize == 1 else "uint8",
         sliding_window=getattr(spec, "sliding_window", None) or 0,
+        arrangement=shape.arrangements.get(name, ""),
         **_pages(name, spec, shape),
+    )
+
+
+def _read_opaque(name: str, spec: Any, shape: EngineShape) -> Opaque:
+    """Describe pages that only a peer with the same backend, geometry and number of ranks can use."""
+    _require_plain(name, spec)
+    arrangement = shape.arrangements.get(name, "")
+    if not arrangement:
+        raise SpecInvalid(
+            f"{name}: {_undescribed(spec)}", remedy="Use another attention backend or kv_cache_dtype on both sides."
+        )
+    return Opaque(
+        block_size=spec.block_size,
+        nbytes=spec.unpadded_page_size_bytes,
+        arrangement=arrangement,
+        ranks=shape.tp_size,
+        window=getattr(spec, "sliding_window", None) or 0,
+        page_bytes=spec.page_size_padded,
     )
 
 
@@ -192,31 +237,39 @@ def _read_state(name: str, spec: Any, shape: EngineShape) -> Mamba:
 def _attention(name: str, spec: Any, shape: EngineShape) -> dict[str, Any]:
     """Return what all kinds of attention with heads have in common."""
     _require_plain(name, spec)
-    mode = getattr(spec.kv_quant_mode, "name", str(spec.kv_quant_mode))
-    if mode not in QUANTIZATIONS:
-        raise SpecInvalid(
-            f"{name}: a cache quantized as {mode} cannot be described",
-            remedy=f"Use a kv_cache_dtype of {', '.join(QUANTIZATIONS)}.",
-        )
-    if spec.num_heads != spec.num_kv_heads:
-        raise SpecInvalid(f"{name}: {spec.num_heads} slots for {spec.num_kv_heads} heads: expected one each")
-    fields = {
-        "num_kv_heads": _heads(spec.num_kv_heads, shape),
+    problem = _undescribed(spec)
+    if problem:
+        raise SpecInvalid(f"{name}: {problem}", remedy="Use another attention backend or kv_cache_dtype.")
+    return {
+        "num_kv_heads": _heads(name, spec, shape),
         "head_size": spec.head_size,
         "head_size_v": 0 if spec.head_size_v == spec.head_size else spec.head_size_v,
         "dtype": _element_type(name, spec, shape),
-        "quantization": QUANTIZATIONS[mode],
+        "quantization": QUANTIZATIONS[quantization(spec)],
         **_pages(name, spec, shape),
     }
+
+
+def quantization(spec: Any) -> str:
+    """Return the name of vLLM's ``KVQuantMode`` of a spec."""
+    return str(getattr(spec.kv_quant_mode, "name", spec.kv_quant_mode))
+
+
+def _undescribed(spec: Any) -> str:
+    """Say why the keys and values of one token and head cannot be told apart; empty if they can."""
+    mode = quantization(spec)
+    if mode not in QUANTIZATIONS:
+        return f"a cache quantized as {mode} cannot be described"
+    if spec.num_heads != spec.num_kv_heads:
+        return f"{spec.num_heads} slots for {spec.num_kv_heads} heads: expected one each"
     described = (spec.head_size + spec.head_size_v) * spec.dtype.itemsize
     described += 2 * 4 if QUANTIZATIONS[mode] else 0
     if described != spec.state_content_size_bytes:
-        raise SpecInvalid(
-            f"{name}: a head of a token has {spec.state_content_size_bytes} bytes: expected {described}, "
-            f"of {spec.head_size} and {spec.head_size_v} elements of {dtype_name(spec.dtype)}",
-            remedy="Use another attention backend or kv_cache_dtype.",
+        return (
+            f"a head of a token has {spec.state_content_size_bytes} bytes: expected {described}, "
+            f"of {spec.head_size} and {spec.head_size_v} elements of {dtype_name(spec.dtype)}"
         )
-    return fields
+    return ""
 
 
 def _element_type(name: str, spec: Any, shape: EngineShape) -> Any:
@@ -247,12 +300,14 @@ def _pages(name: str, spec: Any, shape: EngineShape) -> dict[str, Any]:
     }
 
 
-def _heads(held: int, shape: EngineShape) -> int:
-    """Return the heads of the model, of which this rank holds so many."""
-    total = shape.num_kv_heads
-    if total and max(1, total // shape.tp_size) == held:
-        return total
-    return held * shape.tp_size  # of a draft model, which tells nothing
+def _heads(name: str, spec: Any, shape: EngineShape) -> int:
+    """Return how many KV heads a layer has in the whole model, of which this rank holds ``spec.num_kv_heads``.
+
+    Where that is not known, every rank is taken to hold others: a peer that knows better then refuses by name.
+    """
+    held: int = spec.num_kv_heads
+    total: int = getattr(spec, "max_tp_shards", None) or shape.num_kv_heads.get(name, 0)
+    return total if total and max(1, total // shape.tp_size) == held else held * shape.tp_size
 
 
 Reader = Callable[[str, Any, EngineShape], CacheSpec]

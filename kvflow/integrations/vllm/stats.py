@@ -1,4 +1,4 @@
-"""What the workers have counted, in the classes that vLLM sends, logs and serves to Prometheus."""
+"""The counters of ``messages`` in vLLM's classes, which vLLM sends, logs and serves to Prometheus."""
 
 import sys
 from dataclasses import dataclass
@@ -6,10 +6,11 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvflow.integrations.vllm.tally import COUNTS, SERIES, Tally, add_tallies, empty_tally, is_empty, summary
+from kvflow.errors import FailureCode
+from kvflow.integrations.vllm.messages import COUNTS, SERIES, Counters, add_counters, empty_counters, is_empty, summary
 
 SECONDS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-"""A short prompt on shared memory takes less than a millisecond, one that ends at its deadline 30 s."""
+"""A short prompt over shared memory takes less than a millisecond; a transfer that ends at its deadline takes 30 s."""
 
 NBYTES = tuple(4.0**power for power in range(5, 19))
 """1 KiB to 64 GiB."""
@@ -17,27 +18,27 @@ NBYTES = tuple(4.0**power for power in range(5, 19))
 DESCRIPTORS = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0, 16384.0, 65536.0)
 
 HISTOGRAMS = {
-    "total_s": ("transfer_seconds", "From the order of a transfer to its last fence", SECONDS),
+    "total_s": ("transfer_seconds", "From the command for a transfer to the last check of its leases", SECONDS),
     "queue_s": ("queue_seconds", "From the submission of a transfer to its first read", SECONDS),
     "post_s": ("post_seconds", "Inside calls that post reads", SECONDS),
-    "wire_s": ("wire_seconds", "From the first read of a transfer to its last byte, but for posting", SECONDS),
-    "fence_s": ("fence_seconds", "Reading the epochs of a transfer", SECONDS),
+    "wire_s": ("wire_seconds", "From the first read of a transfer to its last byte, without posting", SECONDS),
+    "fence_s": ("fence_seconds", "Checks of the leases of a transfer after its last byte", SECONDS),
     "nbytes": ("transfer_bytes", "Bytes of a transfer", NBYTES),
     "descriptors": ("transfer_descriptors", "Descriptors of a transfer", DESCRIPTORS),
 }
-"""Series of a tally -> name after ``vllm:kvflow_``, meaning, buckets."""
+"""Name in ``SERIES`` -> name after ``vllm:kvflow_``, meaning, buckets."""
 
 COUNTERS = {
-    "failed": ("failed_transfers", "Transfers that delivered nothing, by the code of the error", "code"),
-    "leases": ("leases_ended", "Leases of this engine's prompts that have ended, by outcome", "outcome"),
-    "defects": ("defects", "Exceptions of kvflow's that were kept from the engine's scheduler, by method", "method"),
+    "failed": ("failed_transfers", "Transfers that failed, by error code", "code"),
+    "leases": ("leases_ended", "Ended leases of this engine's prompts, by outcome", "outcome"),
+    "defects": ("defects", "Exceptions in kvflow that vLLM's scheduler did not see, by method", "method"),
     "untagged": (
         "untagged_requests",
-        "Requests without a ticket or a wish for one, by whether their parameters are absent or decline one",
+        "Requests that neither ask for a ticket nor bring one, by the content of kv_transfer_params",
         "params",
     ),
 }
-"""Counts of a tally -> name after ``vllm:kvflow_``, meaning, and the label that has the key."""
+"""Name in ``COUNTS`` -> name after ``vllm:kvflow_``, meaning, and the label that holds the key."""
 
 NIXL_PACKAGE = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
 
@@ -63,51 +64,53 @@ NIXL_HISTOGRAMS = {
         (10, 20, 30, 50, 75, 100, 200, 400, 1000, 2000, 4000, 10000, 20000, 50000),
     ),
 }
-"""Name after ``vllm:nixl_`` -> series of a tally, added up; meaning; buckets. Names and buckets are those of vLLM's
-``NixlConnector``, so that its dashboards show kvflow.
+"""Name after ``vllm:nixl_`` -> names in ``SERIES`` that are added up; meaning; buckets.
+
+Names and buckets are those of vLLM's ``NixlConnector``: its dashboards also show kvflow.
 """
 
 NIXL_COUNTERS = {
-    "num_failed_transfers": "KV cache transfers that have failed, handshakes among them; expired leases do not count",
-    "num_kv_expired_reqs": "Leases of this engine's prompts that have expired",
+    "num_failed_transfers": "Failed KV cache transfers, including failed handshakes, without expired leases",
+    "num_kv_expired_reqs": "Expired leases of this engine's prompts",
 }
 """Name after ``vllm:nixl_`` -> meaning."""
 
 NO_TRANSFER = frozenset(
     {
-        "block_ids_invalid",
-        "block_range_mismatch",
-        "content_mismatch",
-        "stale_lease",
-        "ticket_invalid",
-        "transfer_cancelled",
+        FailureCode.BLOCK_IDS_INVALID,
+        FailureCode.BLOCK_RANGE_MISMATCH,
+        FailureCode.CONTENT_MISMATCH,
+        FailureCode.STALE_LEASE,
+        FailureCode.TICKET_INVALID,
+        FailureCode.TRANSFER_CANCELLED,
     }
 )
-"""Codes of failures that ``NixlConnector`` does not count as failed transfers, or does not know: a ticket that does not
-fit its request, a lease that has ended, a request that was aborted.
+"""Codes that do not count as failed transfers of ``NixlConnector``: it counts them elsewhere or does not know them.
+
+They say that a ticket does not fit its request, a lease has ended, or a request was aborted.
 """
 
 
 @dataclass
 class KVFlowStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not installed where types are checked
-    """A tally on its way from a worker to a logger."""
+    """Counters on their way from a rank, or from the scheduler's side, to vLLM's loggers."""
 
-    data: Tally
+    data: Counters
 
-    def __init__(self, data: Tally | None = None) -> None:
-        self.data = data or empty_tally()
+    def __init__(self, data: Counters | None = None) -> None:
+        self.data = data or empty_counters()
 
     def reset(self) -> None:
-        """Forget everything."""
-        self.data = empty_tally()
+        """Set all counters to nothing."""
+        self.data = empty_counters()
 
     def aggregate(self, other: KVConnectorStats) -> "KVFlowStats":
-        """Add what another rank, or a later step, has counted."""
-        add_tallies(self.data, other.data)
+        """Add the counters of another rank or of a later step."""
+        add_counters(self.data, other.data)
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return one line of the log."""
+        """Return the figures of one log line."""
         return summary(self.data)
 
     def is_empty(self) -> bool:
@@ -116,10 +119,10 @@ class KVFlowStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not instal
 
 
 class KVFlowMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # as above
-    """Histograms and counters of ``vllm:kvflow_...`` and ``vllm:nixl_...``, for each engine of a server.
+    """Histograms and counters ``vllm:kvflow_...`` and ``vllm:nixl_...``, for each engine of a server.
 
-    The latter are left to vLLM's own ``NixlConnector`` where it stands beside ours: Prometheus knows each name once.
-    vLLM has loaded the classes of all connectors of an engine before it asks the first one for metrics.
+    If vLLM's own ``NixlConnector`` runs in the same engine, kvflow leaves ``vllm:nixl_...`` to it, because Prometheus
+    accepts each name once. vLLM loads the classes of all connectors of an engine before it asks for metrics.
     """
 
     def __init__(
@@ -145,7 +148,7 @@ class KVFlowMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # as above
         self._nixl = {} if NIXL_PACKAGE in sys.modules else self._nixl_metrics()
 
     def _nixl_metrics(self) -> dict[str, dict[int, Any]]:
-        """Return vLLM's own metrics that kvflow has figures for: name -> engine -> metric, all of them at 0."""
+        """Return the metrics of ``NixlConnector`` that kvflow also serves: name -> engine -> metric, all at 0."""
         metrics = {
             name: self._histogram_cls(
                 name=f"vllm:nixl_{name}", documentation=f"{text}.", buckets=buckets, labelnames=self._labelnames
@@ -161,26 +164,26 @@ class KVFlowMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # as above
             for name, metric in metrics.items()
         }
 
-    def observe(self, transfer_stats_data: Tally, engine_idx: int = 0) -> None:
-        """Take a tally over."""
+    def observe(self, transfer_stats_data: Counters, engine_idx: int = 0) -> None:
+        """Add counters to the metrics."""
         self._observe_own(transfer_stats_data, engine_idx)
         if self._nixl:
             self._observe_nixl(transfer_stats_data, engine_idx)
 
-    def _observe_own(self, tally: Tally, engine: int) -> None:
+    def _observe_own(self, counters: Counters, engine: int) -> None:
         labels = self.per_engine_labelvalues[engine]
         for series in SERIES:
             histogram = self._histograms[series].labels(*labels)
-            for value in tally[series]:
+            for value in counters[series]:
                 histogram.observe(value)
         for count in COUNTS:
-            for key, number in tally[count].items():
+            for key, number in counters[count].items():
                 self._counters[count].labels(*labels, key).inc(number)
 
-    def _observe_nixl(self, tally: Tally, engine: int) -> None:
+    def _observe_nixl(self, counters: Counters, engine: int) -> None:
         for name, (series, _, _) in NIXL_HISTOGRAMS.items():
-            for values in zip(*(tally[each] for each in series), strict=True):
+            for values in zip(*(counters[each] for each in series), strict=True):
                 self._nixl[name][engine].observe(sum(values))
-        failed = sum(number for code, number in tally["failed"].items() if code not in NO_TRANSFER)
+        failed = sum(number for code, number in counters["failed"].items() if code not in NO_TRANSFER)
         self._nixl["num_failed_transfers"][engine].inc(failed)
-        self._nixl["num_kv_expired_reqs"][engine].inc(tally["leases"].get("expired", 0))
+        self._nixl["num_kv_expired_reqs"][engine].inc(counters["leases"].get("expired", 0))

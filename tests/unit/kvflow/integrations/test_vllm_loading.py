@@ -8,7 +8,7 @@ from kvflow.errors import BlockIdsInvalid, TicketInvalid
 from kvflow.integrations.vllm import loading as loading_module
 from kvflow.integrations.vllm.blocks import loaded_blocks, offered_blocks
 from kvflow.integrations.vllm.loading import Loading
-from kvflow.integrations.vllm.orders import Admit, Cancel, Fail, Keep, Pull, Release, pack, unpack
+from kvflow.integrations.vllm.messages import Admit, Cancel, Fail, Keep, Pull, Release, pack, unpack
 
 from .vllm_like import TOKENS_MAX, FullAttentionSpec, MambaSpec, SlidingWindowSpec, groups_of, new_ticket
 
@@ -28,8 +28,8 @@ def test_a_prompt_is_loaded_whole():
     requests = loading()
     assert requests.matched("r", 0) == 48
     requests.allocated("r", [[1, 2, 3]], 48)
-    assert requests.take_orders() == [Pull("r", TICKET, ((1, 2, 3),))]
-    assert requests.take_orders() == []
+    assert requests.take_commands() == [Pull("r", TICKET, ((1, 2, 3),))]
+    assert requests.take_commands() == []
     requests.received("r")
     assert requests.matched("r", 0) == 0  # preempted, or computed anew after a failure
 
@@ -38,23 +38,23 @@ def test_only_what_is_not_in_the_cache_is_loaded():
     requests = loading()
     assert requests.matched("r", 16) == 32
     requests.allocated("r", [[0, 2, 3]], 32)
-    assert requests.take_orders() == [Pull("r", TICKET, ((2, 3),))]
+    assert requests.take_commands() == [Pull("r", TICKET, ((2, 3),))]
 
 
 def test_asking_changes_nothing():
     requests = loading()
     assert [requests.matched("r", computed) for computed in (0, 32, 0)] == [48, 16, 48]
-    assert requests.take_orders() == []
+    assert requests.take_commands() == []
 
 
 def test_a_request_that_waits_for_room_has_its_ticket_kept_once():
     requests = loading()
     requests.matched("r", 0)
-    assert requests.take_orders() == []  # most get room in the step of their arrival
-    assert requests.take_orders() == [Keep("r", TICKET)]
-    assert requests.take_orders() == []
+    assert requests.take_commands() == []  # most get room in the step of their arrival
+    assert requests.take_commands() == [Keep("r", TICKET)]
+    assert requests.take_commands() == []
     requests.allocated("r", [[1, 2, 3]], 48)
-    assert requests.take_orders() == [Pull("r", TICKET, ((1, 2, 3),))]
+    assert requests.take_commands() == [Pull("r", TICKET, ((1, 2, 3),))]
 
 
 @pytest.mark.parametrize(
@@ -63,30 +63,30 @@ def test_a_request_that_waits_for_room_has_its_ticket_kept_once():
 def test_a_request_that_waits_no_more_has_no_ticket_kept(end):
     requests = loading()
     requests.matched("r", 0)
-    requests.take_orders()
+    requests.take_commands()
     end(requests)
-    assert Keep not in [type(order) for order in requests.take_orders()]
+    assert Keep not in [type(command) for command in requests.take_commands()]
 
 
 def test_a_refused_request_has_no_ticket_that_could_be_kept():
     requests = Loading(FULL, TOKENS_MAX)
     requests.refuse("r", TicketInvalid("forged"), wanted=48)
-    assert [requests.take_orders() for _ in range(3)] == [[], [], []]
+    assert [requests.take_commands() for _ in range(3)] == [[], [], []]
 
 
 def test_a_prompt_that_is_in_the_cache_gives_its_ticket_back():
     requests = loading()
     assert requests.matched("r", 48) == 0
     requests.allocated("r", [[1, 2, 3]], 0)
-    assert requests.take_orders() == [Release("r", TICKET)]
+    assert requests.take_commands() == [Release("r", TICKET)]
     requests.finished("r")
-    assert requests.take_orders() == []
+    assert requests.take_commands() == []
 
 
-def test_a_request_that_is_rejected_before_it_has_blocks_gives_its_ticket_back():
+def test_a_request_rejected_before_it_has_blocks_releases_its_ticket():
     requests = loading()
     requests.finished("r")
-    assert requests.take_orders() == [Release("r", TICKET)]
+    assert requests.take_commands() == [Release("r", TICKET)]
     assert requests.matched("r", 0) == 0
 
 
@@ -95,28 +95,28 @@ def test_a_request_that_is_aborted_while_it_loads_is_canceled_once():
     requests.matched("r", 0)
     requests.allocated("r", [[1, 2, 3]], 48)
     requests.finished("r")
-    assert requests.take_orders() == [Pull("r", TICKET, ((1, 2, 3),)), Cancel("r")]
+    assert requests.take_commands() == [Pull("r", TICKET, ((1, 2, 3),)), Cancel("r")]
     requests.received("r")
     requests.finished("r")
-    assert requests.take_orders() == []
+    assert requests.take_commands() == []
 
 
 def test_a_request_that_has_loaded_ends_without_orders():
     requests = loading()
     requests.matched("r", 0)
     requests.allocated("r", [[1, 2, 3]], 48)
-    requests.take_orders()
+    requests.take_commands()
     requests.received("r")
     requests.allocated("r", [[1, 2, 3, 4]], 0)  # the engine calls it again, for the rest of its blocks
     requests.finished("r")
-    assert requests.take_orders() == []
+    assert requests.take_commands() == []
 
 
 def test_a_ticket_that_goes_further_is_read_as_far_as_the_prompt_goes():
     requests = loading(wanted=33)
     assert requests.matched("r", 0) == 33
     requests.allocated("r", [[1, 2, 3]], 33)
-    assert requests.take_orders() == [Pull("r", TICKET, ((1, 2, 3),))]
+    assert requests.take_commands() == [Pull("r", TICKET, ((1, 2, 3),))]
     assert loaded_blocks(FULL, [[1, 2]], end=20, num_tokens=48) == ((1, 2, -1),)
 
 
@@ -124,14 +124,14 @@ def test_a_prompt_that_goes_further_than_the_ticket_is_computed_from_there():
     requests = loading(wanted=100)
     assert requests.matched("r", 0) == 48
     requests.allocated("r", [[1, 2, 3]], 48)
-    assert requests.take_orders() == [Pull("r", TICKET, ((1, 2, 3),))]
+    assert requests.take_commands() == [Pull("r", TICKET, ((1, 2, 3),))]
 
 
-def test_what_waits_for_a_load_that_the_engine_begins_later_gives_its_ticket_back():
+def test_a_request_that_waits_for_anothers_load_releases_its_ticket():
     requests = loading()
     requests.matched("r", 0)  # it has blocks now, of which a step in flight may still write some
     requests.finished("r")
-    assert requests.take_orders() == [Release("r", TICKET)]
+    assert requests.take_commands() == [Release("r", TICKET)]
 
 
 def samples(*names):
@@ -141,7 +141,7 @@ def samples(*names):
     return requests
 
 
-def test_of_several_samples_of_a_prompt_one_loads_and_the_others_take_what_it_has_left_in_the_cache():
+def test_one_sample_of_a_prompt_loads_and_the_others_hit_the_cache():
     requests = samples("0_r", "1_r", "2_r")
     assert [requests.matched(name, 0) for name in ("1_r", "0_r", "2_r")] == [None, 48, None]
     requests.allocated("0_r", [[1, 2, 3]], 48)
@@ -150,14 +150,14 @@ def test_of_several_samples_of_a_prompt_one_loads_and_the_others_take_what_it_ha
     assert [requests.matched(name, 32) for name in ("1_r", "2_r")] == [0, 0]
     requests.allocated("1_r", [[1, 2, 4]], 0)
     requests.finished("2_r")
-    assert requests.take_orders() == [Pull("0_r", TICKET, ((1, 2, 3),))]
+    assert requests.take_commands() == [Pull("0_r", TICKET, ((1, 2, 3),))]
 
 
 def test_a_sample_whose_leader_was_aborted_is_computed():
     requests = samples("0_r", "1_r")
     requests.finished("0_r")
     assert requests.matched("1_r", 0) == 0
-    assert requests.take_orders() == [Release("0_r", TICKET)]
+    assert requests.take_commands() == [Release("0_r", TICKET)]
 
 
 @pytest.mark.parametrize("aborted", [False, True])
@@ -169,12 +169,12 @@ def test_a_sample_that_comes_when_its_leader_is_through_is_computed(aborted):
         requests.matched("0_cmpl-r", 0)
         requests.allocated("0_cmpl-r", [[1, 2, 3]], 48)
         requests.received("0_cmpl-r")
-    requests.take_orders()
+    requests.take_commands()
     requests.announce("1_cmpl-r", TICKET, wanted=48)
     assert requests.matched("1_cmpl-r", 0) == 0
     requests.allocated("1_cmpl-r", [[1, 2, 4]], 0)
     requests.finished("1_cmpl-r")
-    assert requests.take_orders() == []
+    assert requests.take_commands() == []
 
 
 def test_samples_of_another_prompt_are_no_late_ones():
@@ -225,7 +225,7 @@ def test_a_state_is_in_the_last_block_before_those_for_speculation(listed, scrat
 @pytest.mark.parametrize(
     ("retained", "loaded"), [(0, (10, 11, 12, 13)), (1, (10, 11, 12, 13)), (2, (9, 10, 11, 12, 13))]
 )
-def test_tokens_before_the_window_are_loaded_where_draft_layers_look_at_them(retained, loaded):
+def test_tokens_before_the_window_are_loaded_if_draft_layers_use_them(retained, loaded):
     spec = SlidingWindowSpec()
     spec.extra_retained_tokens = retained
     listed = [list(range(1, 14))]
@@ -237,17 +237,17 @@ def test_a_state_of_a_later_token_is_refused():
     requests = loading(wanted=47, ticket=ticket, groups=HYBRID)
     assert requests.matched("r", 0) == 47
     requests.allocated("r", [[1, 2, 3], [4], [5, 6, 7]], 47)
-    release, order = requests.take_orders()
+    release, command = requests.take_commands()
     assert release == Release("r", ticket)
-    assert (type(order), order.code) == (Fail, "block_range_mismatch")
+    assert (type(command), command.code) == (Fail, "block_range_mismatch")
 
 
-def test_a_prompt_of_one_token_has_nothing_to_load_where_the_last_one_is_computed():
+def test_a_prompt_of_one_token_has_nothing_to_load():
     ticket = new_ticket(num_tokens=1, block_ids=((3,), (4,), (5,)))
     requests = loading(wanted=0, ticket=ticket, groups=HYBRID)
     assert requests.matched("r", 0) == 0
     requests.allocated("r", [[1], [4], [5]], 0)
-    assert requests.take_orders() == [Release("r", ticket)]
+    assert requests.take_commands() == [Release("r", ticket)]
 
 
 def test_a_refused_request_fails_as_a_load_does():
@@ -255,7 +255,7 @@ def test_a_refused_request_fails_as_a_load_does():
     requests.refuse("r", TicketInvalid("forged"), wanted=48)
     assert requests.matched("r", 16) == 32
     requests.allocated("r", [[1, 2, 3]], 32)
-    assert requests.take_orders() == [Fail("r", "ticket_invalid", "forged", TicketInvalid.default_remedy)]
+    assert requests.take_commands() == [Fail("r", "ticket_invalid", "forged", TicketInvalid.default_remedy)]
     requests.received("r")
     assert requests.matched("r", 0) == 0
 
@@ -264,7 +264,7 @@ def test_a_refused_request_that_ends_before_leaves_nothing():
     requests = Loading(FULL, TOKENS_MAX)
     requests.refuse("r", TicketInvalid("forged"), wanted=48)
     requests.finished("r")
-    assert requests.take_orders() == []
+    assert requests.take_commands() == []
 
 
 def test_requests_that_nobody_announced_have_nothing_to_load():
@@ -273,14 +273,14 @@ def test_requests_that_nobody_announced_have_nothing_to_load():
     requests.allocated("other", [[1]], 0)
     requests.received("other")
     requests.finished("other")
-    assert requests.take_orders() == []
+    assert requests.take_commands() == []
 
 
 def test_too_few_blocks_fail_the_request():
     requests = loading()
     requests.matched("r", 0)
     requests.allocated("r", [[1, 2]], 48)
-    failure, given_back = requests.take_orders()
+    failure, given_back = requests.take_commands()
     assert (type(failure), failure.code) == (Fail, "block_ids_invalid")
     assert given_back == Release("r", TICKET)
 
@@ -308,13 +308,13 @@ def test_blocks_that_are_not_there_are_absent():
 
 
 def test_a_producer_without_enough_blocks_offers_none():
-    with pytest.raises(BlockIdsInvalid, match="2 blocks for 48 tokens"):
+    with pytest.raises(BlockIdsInvalid, match="48 tokens need 3 blocks, but the list has 2"):
         offered_blocks(FULL, [[1, 2]], 48)
 
 
 @pytest.mark.parametrize("name", ["r", "half of a character \ud83d"])
 def test_orders_are_the_same_in_another_process(name):
-    orders = [
+    commands = [
         Admit(name, TICKET.grants[0]),
         Pull(name, TICKET, ((1, -1), ())),
         Keep(name, TICKET),
@@ -322,6 +322,6 @@ def test_orders_are_the_same_in_another_process(name):
         Release(name, TICKET),
         Fail(name, "ticket_invalid", "why", "what to do"),
     ]
-    packed = pack(orders)
+    packed = pack(commands)
     assert isinstance(packed, bytes) == (name == "r")
-    assert unpack(pickle.loads(pickle.dumps(packed))) == orders
+    assert unpack(pickle.loads(pickle.dumps(packed))) == commands

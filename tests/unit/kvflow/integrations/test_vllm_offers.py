@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvflow.errors import ConfigInvalid
-from kvflow.integrations.vllm.orders import Admit
+from kvflow.integrations.vllm.messages import Admit
 
 from .vllm_like import NUM_BLOCKS, FullAttentionSpec, MambaSpec, SlidingWindowSpec, new_request, side
 
@@ -34,7 +34,7 @@ class Prefill:
         request.all_token_ids.extend(range(made + 1))
         request.status = status or request.status
         keeps, params = self.side.on_finished(request, (list(blocks),))
-        admitted = [order.request_id for order in self.side.take_orders() if isinstance(order, Admit)]
+        admitted = [command.request_id for command in self.side.take_commands() if isinstance(command, Admit)]
         assert admitted == ([name] if keeps else [])
         self.held |= set(admitted)
         return params
@@ -204,7 +204,7 @@ def test_offers_that_nobody_asked_for_hold_half_of_the_blocks(caplog):
     assert not offered(prefill, "more", half + 1, 1)
     assert not offered(prefill, "again", half + 1, 1)
     assert [record.levelname for record in caplog.records] == ["WARNING"]  # once
-    assert f"hold {half} of at most {half} blocks and 2 leases" in caplog.text
+    assert f"hold {half} of at most {half} blocks, and 2 leases" in caplog.text
     assert offered(prefill, "shared", 1, 16)  # the prefix cache holds these already
     prefill.sent("last")
     assert not offered(prefill, "wide", half + 1, 3)
@@ -283,7 +283,7 @@ def test_an_engine_whose_first_requests_carry_nothing_says_so_once(role, lack, r
     assert lack in text
     for setting in ("--vllm-pd-disaggregation", "kv_connector=NixlConnector", "build_pd_openai_app", "kvflow proxy"):
         assert setting in text
-    assert ('set offer to "always"' in text) is remedy
+    assert ('set "offer": "always"' in text) is remedy
     assert engine.untagged.take() == {"absent": 119}
     assert engine.untagged.take() == {}
 
@@ -309,7 +309,7 @@ def test_the_first_parameters_behind_the_warning_are_told_once(caplog):
         ask(engine, 25)
     levels = [level for level, _ in messages(caplog)]
     assert levels == ["WARNING", "INFO"]
-    assert messages(caplog)[1][1].endswith("has come, after 25 without")
+    assert messages(caplog)[1][1].endswith("has arrived, after 25 without")
 
 
 def test_an_engine_that_offers_always_need_not_be_asked(caplog):

@@ -146,7 +146,7 @@ def test_a_ticket_of_another_secret_is_refused_before_it_is_decoded():
             read({"do_remote_prefill": True, "kvflow": text})
 
 
-def test_a_ticket_that_this_engine_could_never_need_is_refused_by_its_length():
+def test_a_ticket_longer_than_this_engine_can_need_is_refused():
     with pytest.raises(TicketInvalid, match="characters"):
         read({"do_remote_prefill": True, "kvflow": "A" * (CHARS_MAX + 1)})
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from kvflow.integrations.vllm.orders import Admit, Cancel, Fail, Pull, Release
+from kvflow.integrations.vllm.messages import Admit, Cancel, Fail, Pull, Release
 
 from .vllm_like import (
     FullAttentionSpec,
@@ -21,6 +21,8 @@ from .vllm_like import (
 
 OFFER = {"do_remote_decode": True, "do_remote_prefill": False}
 
+TRACEPARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+
 
 def finished(found, request, listed):
     request.num_computed_tokens = request.num_prompt_tokens
@@ -34,25 +36,44 @@ def test_a_prefilled_request_is_offered_and_its_blocks_are_kept():
     keep, params = finished(producer, request, ([1, 2, 3],))
     assert keep
     assert (params["remote_block_ids"], params["remote_num_tokens"]) == ([[1, 2, 3]], 48)
-    (order,) = producer.take_orders()
-    assert isinstance(order, Admit)
-    assert order.grant.block_ids == ((1, 2, 3),)
+    (command,) = producer.take_commands()
+    assert isinstance(command, Admit)
+    assert command.grant.block_ids == ((1, 2, 3),)
     producer.on_reported(None, {"r"})
 
 
-def test_ranks_that_have_slept_are_met_anew_and_what_they_had_offered_is_forgotten():
+@pytest.mark.parametrize(
+    ("headers", "carried"),
+    [
+        ({"traceparent": TRACEPARENT, "tracestate": "x=y"}, TRACEPARENT),
+        ({"traceparent": TRACEPARENT + "-more"}, ""),
+        ({"traceparent": ["x"]}, ""),
+        ({"tracestate": "x=y"}, ""),
+        (None, ""),
+    ],
+)
+def test_the_trace_of_a_request_is_in_its_ticket(headers, carried):
+    producer = side(FullAttentionSpec())
+    request = new_request(OFFER, trace_headers=headers)
+    producer.on_new_request(request)
+    assert finished(producer, request, ([1, 2, 3],))[0]
+    (command,) = producer.take_commands()
+    assert command.grant.trace == carried
+
+
+def test_ranks_that_slept_are_redialed_and_their_offers_are_forgotten():
     producer = side(FullAttentionSpec())
     request = new_request(OFFER, request_id="before")
     producer.on_new_request(request)
     finished(producer, request, ([1, 2, 3],))
-    (before,) = producer.take_orders()
+    (before,) = producer.take_commands()
     producer.meet_ranks([msgspec.structs.replace(rank_address(), incarnation="b" * 32)])
     producer.on_reported(None, {"before"})
     request = new_request(OFFER, request_id="after")
     producer.on_new_request(request)
     finished(producer, request, ([1, 2, 3],))
-    (after,) = producer.take_orders()
-    incarnations = [order.grant.ranks[0].incarnation for order in (before, after)]
+    (after,) = producer.take_commands()
+    incarnations = [command.grant.ranks[0].incarnation for command in (before, after)]
     assert incarnations == [rank_address().incarnation, "b" * 32]
 
 
@@ -64,8 +85,8 @@ def test_a_consumer_reads_what_a_producer_has_answered():
     consumer.on_new_request(second)
     assert consumer.matched(second, 0) == (48, True)
     consumer.allocated(second, blocks_of([7, 8, 9]), 48)
-    (order,) = consumer.take_orders()
-    assert (type(order), order.block_ids) == (Pull, ((7, 8, 9),))
+    (command,) = consumer.take_commands()
+    assert (type(command), command.block_ids) == (Pull, ((7, 8, 9),))
 
 
 def test_nothing_is_loaded_into_a_block_of_the_prefix_cache():
@@ -76,8 +97,8 @@ def test_nothing_is_loaded_into_a_block_of_the_prefix_cache():
     blocks = blocks_of([7, 8, 9])
     blocks.blocks[0][0].block_hash = b"of its tokens"
     consumer.allocated(request, blocks, 32)
-    (order,) = consumer.take_orders()
-    assert order.block_ids == ((8, 9),)
+    (command,) = consumer.take_commands()
+    assert command.block_ids == ((8, 9),)
 
 
 @pytest.mark.parametrize("status", ["FINISHED_ABORTED", "FINISHED_ERROR"])
@@ -87,7 +108,7 @@ def test_an_aborted_request_is_not_offered(status):
     producer.on_new_request(request)
     request.status = SimpleNamespace(name=status)
     assert finished(producer, request, ([1, 2, 3],)) == (False, None)
-    assert producer.take_orders() == []
+    assert producer.take_commands() == []
 
 
 def test_a_request_that_wants_nothing_is_left_alone():
@@ -95,7 +116,7 @@ def test_a_request_that_wants_nothing_is_left_alone():
     request = new_request(None)
     both.on_new_request(request)
     assert finished(both, request, ([1, 2, 3],)) == (False, None)
-    assert both.take_orders() == []
+    assert both.take_commands() == []
 
 
 def test_what_cannot_be_offered_is_computed_by_the_decode_engine():
@@ -161,8 +182,8 @@ def test_a_request_that_is_refused_fails_by_itself(role, params):
     assert request.kv_transfer_params == {}
     assert engine.matched(request, 0) == (48, True)
     engine.allocated(request, blocks_of([1, 2, 3]), 48)
-    order = engine.take_orders()[-1]
-    assert (type(order), order.code) == (Fail, "ticket_invalid")
+    command = engine.take_commands()[-1]
+    assert (type(command), command.code) == (Fail, "ticket_invalid")
     engine.on_reported({"r"}, None)
     assert finished(engine, request, ([1, 2, 3],)) == (False, None)
 
@@ -203,8 +224,8 @@ def outcome(params, *specs, prompt=48, **named):
     consumer.on_new_request(request)
     wanted, _ = consumer.matched(request, 0)
     consumer.allocated(request, blocks_of(*([7, 8, 9, 10, 11, 12],) * max(1, len(specs))), wanted)
-    orders = consumer.take_orders()
-    return orders[-1].code if isinstance(orders[-1], Fail) else "", Release in map(type, orders)
+    commands = consumer.take_commands()
+    return commands[-1].code if isinstance(commands[-1], Fail) else "", Release in map(type, commands)
 
 
 @pytest.mark.parametrize("named", [{}, ADAPTER, PICTURE, SALT, ADAPTER | PICTURE | SALT], ids=str)
@@ -256,7 +277,7 @@ def test_a_ticket_that_does_not_say_what_its_blocks_hold_is_refused():
     assert outcome({"do_remote_prefill": True, **ticket.to_params()}) == ("content_mismatch", True)
 
 
-def test_of_several_prompts_in_a_call_the_first_reads_the_ticket_and_the_others_are_computed():
+def test_only_the_first_prompt_of_a_call_reads_the_ticket():
     params, consumer = prefilled(FullAttentionSpec()), side(FullAttentionSpec())
     for number, prompt in enumerate((range(48), range(1, 49), range(48))):
         request = new_request(params, prompt, request_id=f"cmpl-call-{number}-0123abcd")
@@ -264,25 +285,25 @@ def test_of_several_prompts_in_a_call_the_first_reads_the_ticket_and_the_others_
         assert consumer.matched(request, 0)[0] == (0 if number else 48)
         assert request.kv_transfer_params == ({} if number else params)
     assert consumer.untagged.take() == {"another_prompt": 2}
-    assert Release not in map(type, consumer.take_orders())
+    assert Release not in map(type, consumer.take_commands())
 
 
-def test_a_ticket_that_another_request_loads_is_not_given_back_by_one_that_may_not():
+def test_a_ticket_that_another_request_loads_is_not_released():
     params, consumer = prefilled(FullAttentionSpec()), side(FullAttentionSpec())
     honest, other = new_request(params), new_request(params, range(1, 49), request_id="other")
     consumer.on_new_request(honest)
     consumer.on_new_request(other)
     consumer.matched(honest, 0)
     consumer.allocated(honest, blocks_of([7, 8, 9]), 48)
-    assert [type(order) for order in consumer.take_orders()] == [Pull]
+    assert [type(command) for command in consumer.take_commands()] == [Pull]
 
 
-def test_a_request_that_the_server_has_turned_down_gives_its_ticket_back_and_is_no_mismatch(caplog):
+def test_a_request_that_the_server_rejects_releases_its_ticket(caplog):
     consumer = side(FullAttentionSpec())
     request = new_request(prefilled(FullAttentionSpec()), prompt=[0], abort_immediately=True)
     consumer.on_new_request(request)
     assert finished(consumer, request, ([],)) == (False, None)
-    assert [type(order) for order in consumer.take_orders()] == [Release]
+    assert [type(command) for command in consumer.take_commands()] == [Release]
     assert not caplog.records
 
 
@@ -293,7 +314,7 @@ def test_a_field_that_a_router_writes_is_told_once_in_a_process(caplog):
             consumer.on_new_request(new_request(params | {"remote_host": host}, request_id=f"r{number}"))
             assert consumer.loading.matched("r0", 0) == 48
     assert [record.message for record in caplog.records].count(
-        "kvflow: remote_host is not what the ticket says: a router writes it, and kvflow does not use it"
+        "kvflow: a router has rewritten remote_host in kv_transfer_params. kvflow ignores it and uses the ticket"
     ) == 1
 
 
@@ -327,9 +348,9 @@ def test_a_request_that_cannot_be_read_fails_and_the_next_is_served(broken, capl
         assert request.kv_transfer_params == {}
         assert engine.matched(request, 0) == (48, True)
         engine.allocated(request, blocks_of([1, 2, 3]), 48)
-    assert [order.code for order in engine.take_orders() if isinstance(order, Fail)] == ["defect_found"] * 2
+    assert [command.code for command in engine.take_commands() if isinstance(command, Fail)] == ["defect_found"] * 2
     assert engine.guard.take() == {"on_new_request": 2}
-    assert [bool(record.exc_info) for record in caplog.records if "has failed" in record.message] == [True, False]
+    assert [bool(record.exc_info) for record in caplog.records if " failed: " in record.message] == [True, False]
     engine._contents = contents
     assert engine.on_new_request(new_request(params, request_id="next")) is None
     assert engine.matched(new_request(params, request_id="next"), 0) == (48, True)
@@ -342,7 +363,7 @@ def test_a_request_whose_blocks_cannot_be_looked_at_fails(broken):
     engine.on_new_request(request)
     engine.matched(request, 0)
     engine.allocated(request, broken, 48)
-    release, fail = engine.take_orders()
+    release, fail = engine.take_commands()
     assert (type(release), fail.code) == (Release, "defect_found")
     engine.on_reported({"r"}, None)
     assert finished(engine, request, ([1, 2, 3],)) == (False, None)
@@ -352,7 +373,7 @@ def test_a_request_whose_blocks_cannot_be_looked_at_fails(broken):
 def test_a_request_that_waits_for_nothing_is_not_reported_when_it_fails(broken):
     engine = side(FullAttentionSpec())
     engine.allocated(new_request(None), broken, 0)  # vLLM does not wait for it: a report would end the engine
-    assert engine.take_orders() == []
+    assert engine.take_commands() == []
 
 
 def test_a_load_that_is_under_way_is_cancelled(broken, monkeypatch):
@@ -363,7 +384,7 @@ def test_a_load_that_is_under_way_is_cancelled(broken, monkeypatch):
     engine.allocated(request, blocks_of([1, 2, 3]), 48)
     monkeypatch.setattr(engine.loading, "matched", lambda *_: broken.anything)
     assert engine.matched(request, 0) == (0, False)
-    assert [type(order) for order in engine.take_orders()] == [Pull, Cancel]
+    assert [type(command) for command in engine.take_commands()] == [Pull, Cancel]
 
 
 def test_a_prompt_that_cannot_be_offered_is_not_kept(broken, monkeypatch):
@@ -373,7 +394,7 @@ def test_a_prompt_that_cannot_be_offered_is_not_kept(broken, monkeypatch):
         request = new_request(OFFER, request_id=f"r{number}")
         producer.on_new_request(request)
         assert finished(producer, request, ([1, 2, 3],)) == (False, None)
-    assert producer.take_orders() == []
+    assert producer.take_commands() == []
     assert producer.guard.take() == {"on_finished": 9}
     monkeypatch.undo()
     request = new_request(OFFER, request_id="r0")
@@ -391,5 +412,5 @@ def test_reports_go_on_behind_one_that_cannot_be_noted(broken, monkeypatch):
     engine.on_reported(["r"], ["s"])
     assert engine.loading.matched("r", 0) == 0
     assert engine.guard.take() == {"_sent": 1}
-    assert [type(order) for order in engine.take_orders()] == [Fail]
-    assert engine.guard.take() == {"_take_orders": 1}
+    assert [type(command) for command in engine.take_commands()] == [Fail]
+    assert engine.guard.take() == {"_take_commands": 1}

@@ -1,5 +1,6 @@
 """The extra configuration of a connector: every setting of a worker by its own name, and nothing else."""
 
+import logging
 import socket
 from types import SimpleNamespace
 
@@ -7,7 +8,7 @@ import pytest
 
 from kvflow.config import SECRET_VARIABLE
 from kvflow.errors import ConfigInvalid
-from kvflow.integrations.vllm import hosts
+from kvflow.integrations.vllm import settings as vllm_settings
 from kvflow.integrations.vllm.engine import require_awake, require_parallelism
 from kvflow.integrations.vllm.settings import EngineFacts, model_name, read_settings, wants_packed
 
@@ -21,13 +22,21 @@ def facts(**changes):
 def test_settings_of_the_worker_keep_their_names():
     settings = read_settings({"cluster_secret": SECRET, "lease_s": 5, "fence_s": "2.5"}, facts(model="m"))
     worker = settings.worker
-    assert (worker.engine_id, worker.role, worker.model) == ("engine", "prefill", "m")
-    assert (worker.lease_s, worker.fence_s, worker.secret()) == (5.0, 2.5, SECRET)
+    assert (worker.engine_id, worker.model) == ("engine", "m")
+    assert (worker.lease_s, worker.fence_s, worker.security.secret) == (5.0, 2.5, SECRET)
+
+
+def test_parameters_of_nixl_are_passed_to_the_worker():
+    params = {"engine_config": "IB_GID_INDEX=3"}
+    settings = read_settings({"cluster_secret": SECRET, "nixl_backend_params": params}, facts())
+    assert settings.worker.nixl_backend_params == params
+    with pytest.raises(ConfigInvalid, match="kvflow decides"):
+        read_settings({"cluster_secret": SECRET, "nixl_backend_params": {"num_threads": "4"}}, facts())
 
 
 def test_the_secret_may_come_from_the_environment(monkeypatch):
     monkeypatch.setenv(SECRET_VARIABLE, SECRET)
-    assert read_settings({}, facts()).worker.secret() == SECRET
+    assert read_settings({}, facts()).worker.security.secret == SECRET
 
 
 @pytest.mark.parametrize(
@@ -37,16 +46,22 @@ def test_the_secret_may_come_from_the_environment(monkeypatch):
 def test_the_role_says_who_hands_out_tickets_and_who_reads(role, produces, consumes):
     settings = read_settings({"cluster_secret": SECRET}, facts(kv_role=role))
     assert (settings.produces, settings.consumes) == (produces, consumes)
+    assert f"kv_{settings.worker.role}" == role
+
+
+@pytest.mark.parametrize("sleeps", [False, True])
+def test_a_worker_knows_that_its_engine_may_sleep(sleeps):
+    assert read_settings({"cluster_secret": SECRET}, facts(sleep_mode=sleeps)).worker.sleep_mode is sleeps
 
 
 def test_an_unknown_key_is_refused_with_those_that_are_known():
-    with pytest.raises(ConfigInvalid, match="unknown leese_s") as caught:
+    with pytest.raises(ConfigInvalid, match="unknown setting: leese_s") as caught:
         read_settings({"cluster_secret": SECRET, "leese_s": 5}, facts())
     assert "enable_cross_layers_blocks" in caught.value.remedy
     assert "lease_s" in caught.value.remedy
 
 
-@pytest.mark.parametrize("key", ["engine_id", "rank", "num_ranks", "role"])
+@pytest.mark.parametrize("key", ["engine_id", "rank", "num_ranks", "role", "sleep_mode"])
 def test_what_the_engine_decides_cannot_be_set(key):
     with pytest.raises(ConfigInvalid, match=key):
         read_settings({"cluster_secret": SECRET, key: "x"}, facts())
@@ -71,7 +86,13 @@ def test_ranks_of_one_host_listen_on_different_ports():
     assert (worker.bind, worker.advertise) == ("tcp://0.0.0.0:5003", "tcp://node:6003")
     assert (worker.tcp_bind, worker.tcp_advertise) == ("tcp://0.0.0.0:5103", "tcp://node:6103")
     free = read_settings({"cluster_secret": SECRET}, facts(port_offset=3)).worker
-    assert (free.bind, free.tcp_bind) == ("tcp://127.0.0.1:0", None)
+    assert (free.bind, free.tcp_bind, free.http) == ("tcp://127.0.0.1:0", None, None)
+
+
+def test_each_rank_serves_its_pages_at_a_port_of_its_own():
+    for given, moved in (("127.0.0.1:9400", "127.0.0.1:9403"), ("127.0.0.1:0", "127.0.0.1:0")):
+        extra = {"cluster_secret": SECRET, "http": given}
+        assert read_settings(extra, facts(rank=1, num_ranks=2, port_offset=3)).worker.http == moved
 
 
 def test_a_port_that_is_too_high_with_the_ranks_is_refused():
@@ -90,6 +111,23 @@ def test_a_switch_may_be_text(value, wanted):
 def test_a_log_file_that_is_no_path_is_refused(path):
     with pytest.raises(ConfigInvalid, match="log_file"):
         read_settings({"cluster_secret": SECRET, "log_file": path}, facts())
+
+
+def test_the_level_of_the_log_file_is_a_setting():
+    given = {"cluster_secret": SECRET, "log_file": "decode.jsonl"}
+    assert read_settings(given, facts()).log_level == logging.INFO
+    assert read_settings({**given, "log_level": "debug"}, facts()).log_level == logging.DEBUG
+
+
+@pytest.mark.parametrize("level", ["DEBUG", "", 10, None, ["debug"]])
+def test_a_level_that_is_none_is_refused(level):
+    with pytest.raises(ConfigInvalid, match="log_level must be one of info, debug, warning"):
+        read_settings({"cluster_secret": SECRET, "log_file": "decode.jsonl", "log_level": level}, facts())
+
+
+def test_a_level_without_a_log_file_is_refused():
+    with pytest.raises(ConfigInvalid, match="log_level has no effect without log_file"):
+        read_settings({"cluster_secret": SECRET, "log_level": "debug"}, facts())
 
 
 def test_a_switch_that_is_none_is_refused():
@@ -128,7 +166,7 @@ OPEN = {"cluster_secret": SECRET, "bind": "tcp://0.0.0.0:5600", "advertise": "tc
 @pytest.fixture(autouse=True)
 def nowhere(monkeypatch):
     """Start without the variables that say where a host is."""
-    for name in hosts.HOST_VARIABLES:
+    for name in vllm_settings.HOST_VARIABLES:
         monkeypatch.delenv(name, raising=False)
 
 
@@ -157,9 +195,9 @@ def test_settings_without_a_host_ask_nobody_for_it(monkeypatch):
 
 def test_each_address_may_name_the_host(monkeypatch):
     monkeypatch.setenv("KVFLOW_ADVERTISE_HOST", "127.0.0.1")
-    told = {name: f"tcp://{{host}}:{port}" for port, name in enumerate(hosts.ENDPOINTS, 5600)}
+    told = {name: f"tcp://{{host}}:{port}" for port, name in enumerate(vllm_settings.ENDPOINTS, 5600)}
     worker = found({"cluster_secret": SECRET, **told}, rank=1, num_ranks=2, port_offset=10)
-    addresses = [getattr(worker, name) for name in hosts.ENDPOINTS]
+    addresses = [getattr(worker, name) for name in vllm_settings.ENDPOINTS]
     assert addresses == [f"tcp://127.0.0.1:{port}" for port in range(5610, 5614)]
 
 
@@ -194,7 +232,7 @@ def test_a_name_stays_a_name(monkeypatch, value):
 )
 def test_a_host_that_is_no_host_is_refused_with_its_variable(monkeypatch, value):
     monkeypatch.setenv("VLLM_HOST_IP", value)
-    with pytest.raises(ConfigInvalid, match="VLLM_HOST_IP is ") as caught:
+    with pytest.raises(ConfigInvalid, match="VLLM_HOST_IP must be ") as caught:
         found()
     assert "without a port" in caught.value.message
 
@@ -202,13 +240,13 @@ def test_a_host_that_is_no_host_is_refused_with_its_variable(monkeypatch, value)
 @pytest.mark.parametrize("value", ["0.0.0.0", "::", "[::]", "fe80::1%eth0"])
 def test_a_host_that_nobody_can_dial_is_refused(monkeypatch, value):
     monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", value)
-    with pytest.raises(ConfigInvalid, match=r"VLLM_NIXL_SIDE_CHANNEL_HOST is .* no peer can dial") as caught:
+    with pytest.raises(ConfigInvalid, match=r"VLLM_NIXL_SIDE_CHANNEL_HOST is .* no peer can connect") as caught:
         found()
     assert "KVFLOW_ADVERTISE_HOST" in caught.value.remedy
 
 
 def test_a_host_that_vllm_does_not_find_is_refused():
-    with pytest.raises(ConfigInvalid, match=r"that vLLM has found is '0\.0\.0\.0'") as caught:
+    with pytest.raises(ConfigInvalid, match=r"that vLLM found is '0\.0\.0\.0'") as caught:
         found(host="0.0.0.0")
     assert "KVFLOW_ADVERTISE_HOST" in caught.value.remedy
 
@@ -217,18 +255,18 @@ def test_a_host_that_vllm_does_not_find_is_refused():
 @pytest.mark.parametrize("key", ["bind", "tcp_bind"])
 def test_a_rank_listens_only_at_an_address_of_its_host(monkeypatch, key, value):
     monkeypatch.setenv("KVFLOW_ADVERTISE_HOST", value)
-    with pytest.raises(ConfigInvalid, match=f"^{key} is .*no address of this host") as caught:
+    with pytest.raises(ConfigInvalid, match=f"^{key} is .*not an address of this host") as caught:
         found(OPEN | {key: "tcp://{host}:5700"})
     assert "0.0.0.0" in caught.value.remedy
 
 
 def test_an_address_for_a_port_that_nobody_knows_is_refused():
-    with pytest.raises(ConfigInvalid, match="without bind the rank listens at a free port") as caught:
+    with pytest.raises(ConfigInvalid, match="bind is not set: the rank listens at a free port") as caught:
         found({"cluster_secret": SECRET, "advertise": "tcp://{host}:5600"})
     assert "Set bind" in caught.value.remedy
 
 
-def test_a_worker_of_ray_without_the_secret_is_told_which_variables_ray_copies(monkeypatch):
+def test_a_ray_worker_without_the_secret_names_the_copied_variables(monkeypatch):
     monkeypatch.delenv(SECRET_VARIABLE, raising=False)
     extra = {key: value for key, value in OPEN.items() if key != "cluster_secret"}
     with pytest.raises(ConfigInvalid, match="in a worker that Ray has started") as caught:
@@ -243,12 +281,12 @@ def test_a_worker_of_ray_without_the_secret_is_told_which_variables_ray_copies(m
     "endpoint", ["tcp://127.0.0.1:5600", "tcp://127.8.8.8:1", "tcp://[::1]:5600", "tcp://localhost:1"]
 )
 def test_a_loopback_address_is_only_on_this_host(endpoint):
-    assert hosts.remark(endpoint) == ", only on this host"
+    assert vllm_settings.remark(endpoint) == ", only on this host"
 
 
 def test_what_is_said_of_an_address_is_whose_it_is():
-    assert hosts.remark(f"tcp://{HERE}:5600") == ", which is no address of this host"
-    assert hosts.remark("tcp://node-7:5600") == ""
+    assert vllm_settings.remark(f"tcp://{HERE}:5600") == ", which is not an address of this host"
+    assert vllm_settings.remark("tcp://node-7:5600") == ""
 
 
 def own_address():
@@ -274,14 +312,26 @@ def own_address():
 )
 def test_addresses_that_others_may_not_reach_are_doubted(changes, doubts):
     told = {key: value for key, value in (OPEN | changes).items() if value is not None}
-    assert [doubt.partition(" is ")[0] for doubt in hosts.doubts(found(told))] == doubts
+    assert [doubt.partition(" is ")[0] for doubt in vllm_settings.doubts(found(told))] == doubts
 
 
 def test_an_address_of_this_host_is_not_doubted():
     address = own_address()
     if address is not None:
-        assert hosts.remark(f"tcp://{address}:5600") == ""
-        assert list(hosts.doubts(found(host=address))) == []
-    [control, plane] = hosts.doubts(found())
+        assert vllm_settings.remark(f"tcp://{address}:5600") == ""
+        assert list(vllm_settings.doubts(found(host=address))) == []
+    [control, plane] = vllm_settings.doubts(found())
     assert "KVFLOW_ADVERTISE_HOST" in control
     assert plane.startswith("tcp_advertise")
+
+
+@pytest.mark.parametrize("size", [0, -1, True, 1.5, "much", (1 << 44) + 1, None])
+def test_a_size_of_the_host_buffer_that_is_none_is_refused(size):
+    with pytest.raises(ConfigInvalid, match="host_buffer_bytes"):
+        read_settings({"cluster_secret": SECRET, "host_buffer_bytes": size}, facts())
+
+
+def test_the_host_buffer_has_the_size_that_is_set():
+    assert read_settings({"cluster_secret": SECRET}, facts()).host_buffer_bytes == 8 << 30
+    extra = {"cluster_secret": SECRET, "host_buffer_bytes": 1 << 30}
+    assert read_settings(extra, facts()).host_buffer_bytes == 1 << 30

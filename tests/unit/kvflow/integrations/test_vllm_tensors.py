@@ -1,14 +1,24 @@
 """vLLM's tensors, as kvflow is given them."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from kvflow import plan_transfer
+from kvflow.errors import LayoutMismatch, SpecInvalid
 from kvflow.integrations.vllm.cpu_attention import CELLS_MAX, keys_and_values, marker, strided
 from kvflow.integrations.vllm.specs import EngineShape
 from kvflow.integrations.vllm.tensors import adopt_caches, states_of
 
-from .vllm_like import FullAttentionSpec, MambaSpec, group
+from .vllm_like import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    group,
+)
 
 HEADS, SIZE = 2, 8
 
@@ -83,3 +93,104 @@ def test_equal_blocks_move_whole():
 def test_engines_whose_blocks_no_strides_describe_must_be_alike(kernels, tensor, said):
     assert marker(kernels, {"a": tensor}) == said
     assert strided(kernels, {"a": tensor}) is (said == "")
+
+
+def nvfp4(kind=FullAttentionSpec, block_size=16, **named):
+    """The spec of a cache whose keys and values stand in slots of their own, each with scales behind it."""
+    mode = SimpleNamespace(name="NVFP4")
+    fields = {"num_heads": 2 * HEADS, "content": 9, "dtype": torch.uint8, "kv_quant_mode": mode}
+    return kind(block_size=block_size, num_kv_heads=HEADS, head_size=16, **fields | named)
+
+
+def pages(spec, *, kernel_tokens=16, tp_size=1, tp_rank=0, backend="cuda_flashinfer", nhc=False):
+    """Adopt three blocks of such a cache."""
+    kernel_blocks = spec.block_size // kernel_tokens
+    shape = (3 * kernel_blocks, spec.num_heads, kernel_tokens, spec.content)
+    tensor = torch.zeros(shape[0], shape[2], shape[1], shape[3], dtype=torch.uint8).transpose(1, 2)
+    tensor = tensor if nhc else torch.zeros(shape, dtype=torch.uint8)
+    shape = EngineShape(tp_size=tp_size, arrangements={"a": backend})
+    return adopt_caches({"a": tensor}, [group(spec, "a")], shape, tp_rank=tp_rank)
+
+
+def test_pages_that_cannot_be_described_move_whole_between_equals():
+    source, target = pages(nvfp4()), pages(nvfp4())
+    (part,) = target.manifest().groups[0].layers[0].components
+    assert (part.role, part.nbytes) == ("cuda_flashinfer_nvfp4_4x16x9hn", 4 * 16 * 9)
+    assert plan_transfer(source.manifest(), target.manifest()).descriptors(num_blocks=3, consecutive=False) == 3
+
+
+@pytest.mark.parametrize("mode", ["INT8_PER_TOKEN_HEAD", "INT4_PER_TOKEN_HEAD", "TURBOQUANT_K8V4", "ULTRAQUANT_4BIT"])
+def test_every_quantization_that_is_not_described_moves_as_pages(mode):
+    spec = nvfp4(kv_quant_mode=SimpleNamespace(name=mode), num_heads=HEADS)
+    plan = plan_transfer(pages(spec).manifest(), pages(spec).manifest())
+    assert plan.certificate.complete
+    assert mode.lower() in pages(spec).manifest().groups[0].layers[0].components[0].role
+
+
+@pytest.mark.parametrize(
+    ("there", "here"),
+    [
+        ({"backend": "cuda_b12x"}, {}),
+        ({"backend": "rocm_flashinfer"}, {}),
+        ({"nhc": True}, {}),
+        ({"spec": nvfp4(block_size=32)}, {}),
+        ({"spec": nvfp4(block_size=32)}, {"spec": nvfp4(block_size=32), "kernel_tokens": 32}),
+        ({"spec": nvfp4(content=10)}, {}),
+        ({"tp_size": 2}, {}),
+        ({"tp_size": 2}, {"tp_size": 4}),
+    ],
+    ids=["backend", "platform", "order", "block size", "kernel block", "content", "ranks", "more ranks"],
+)
+def test_pages_of_another_geometry_are_refused_by_name(there, here):
+    source, target = (pages(each.pop("spec", nvfp4()), **each) for each in (dict(there), dict(here)))
+    with pytest.raises(LayoutMismatch, match=r"^.*a\."):
+        plan_transfer(source.manifest(), target.manifest())
+
+
+def test_each_rank_has_pages_of_its_own():
+    first, second = (pages(nvfp4(), tp_size=2, tp_rank=rank) for rank in range(2))
+    assert plan_transfer(second.manifest(), second.manifest()).certificate.complete
+    assert not plan_transfer(first.manifest(), second.manifest()).groups
+
+
+def test_pages_keep_their_window():
+    cache = pages(nvfp4(SlidingWindowSpec))
+    assert [(group.kind, group.window) for group in cache.groups] == [("opaque", 64)]
+
+
+def test_pages_of_chunks_are_refused_by_name():
+    with pytest.raises(SpecInvalid, match="quantized as NVFP4"):
+        pages(nvfp4(ChunkedLocalAttentionSpec))
+
+
+def test_pages_that_do_not_lie_together_are_refused():
+    tensor = torch.zeros(2 * HEADS, 3, 16, 9, dtype=torch.uint8).transpose(0, 1)
+    with pytest.raises(SpecInvalid, match="do not lie together"):
+        adopt_caches({"a": tensor}, [group(nvfp4(), "a")], EngineShape(arrangements={"a": "cuda_x"}), tp_rank=0)
+
+
+def test_kernel_blocks_of_a_page_apart_from_each_other_are_refused():
+    tensor = torch.zeros(6, 2, 2 * HEADS, 16, 9, dtype=torch.uint8)[:, 0]
+    spec, shape = nvfp4(block_size=32), EngineShape(arrangements={"a": "cuda_x"})
+    with pytest.raises(SpecInvalid, match="kernel blocks of 16 tokens"):
+        adopt_caches({"a": tensor}, [group(spec, "a")], shape, tp_rank=0)
+
+
+def indexer(block_size, kernel_tokens, arrangement):
+    spec = MLAAttentionSpec(block_size=block_size, num_kv_heads=1, num_heads=1, head_size=132, head_size_v=0)
+    spec.dtype, spec.content = torch.uint8, 132
+    tensor = torch.zeros(4 * block_size // kernel_tokens, 1, kernel_tokens, 132, dtype=torch.uint8)
+    shape = EngineShape(element_types={"a": "float8_e4m3fn"}, arrangements={"a": arrangement})
+    return adopt_caches({"a": tensor}, [group(spec, "a")], shape, tp_rank=0).manifest()
+
+
+def test_equal_kernel_blocks_of_the_indexer_move_to_any_block_size():
+    plan = plan_transfer(indexer(64, 64, "cuda_indexer"), indexer(128, 64, "cuda_indexer"))
+    assert plan.certificate.complete
+    assert plan.descriptors(num_blocks=1, consecutive=False) == 2
+
+
+@pytest.mark.parametrize("theirs", [(64, 32, "rocm_indexer"), (64, 1, "rocm_indexer"), (64, 64, "cuda_indexer")])
+def test_the_sparse_indexers_kernel_blocks_are_never_cut(theirs):
+    with pytest.raises(LayoutMismatch, match="indexer_by_64"):
+        plan_transfer(indexer(*theirs), indexer(64, 64, "rocm_indexer"))

@@ -1,4 +1,4 @@
-"""Orders carried out on a worker, and what has ended reported once."""
+"""A rank executes commands and reports ended transfers once."""
 
 import itertools
 from concurrent.futures import Future
@@ -6,11 +6,23 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvflow import Finished, FullAttention, TransferReport, WorkerConfig, allocate
+from kvflow import Finished, FullAttention, HostMirror, TransferReport, WorkerConfig, allocate
 from kvflow.errors import CapacityExceeded, LayoutMismatch, StaleLease, TicketInvalid, WorkerClosed, WorkerSuspended
-from kvflow.integrations.vllm.orders import Admit, Cancel, Fail, Keep, Pull, Release
-from kvflow.integrations.vllm.tally import add_tallies, empty_tally, is_empty, summary
-from kvflow.integrations.vllm.worker import LOADS_WAIT_S, RankRuntime, RankWorker
+from kvflow.integrations.vllm.engine import BRIEF_WAIT, LOAD_WAIT, NO_WAIT, load_wait, writes_late
+from kvflow.integrations.vllm.messages import (
+    Admit,
+    Cancel,
+    Fail,
+    Keep,
+    Pull,
+    Release,
+    add_counters,
+    empty_counters,
+    is_empty,
+    summary,
+)
+from kvflow.integrations.vllm.runtime import RankRuntime
+from kvflow.integrations.vllm.worker import RankWorker
 
 from .vllm_like import SECRET, new_mint, new_ticket
 
@@ -56,15 +68,15 @@ class FakeWorker:
             raise self.refusal
         return [self.futures.setdefault(name, Future()) for _, _, name in items]
 
-    def keep(self, ticket):
+    def hold(self, ticket, *, local_request_id):
         if self.refusal:
             raise self.refusal
         self.kept.append(ticket)
         done = Future()
-        done.set_exception(StaleLease("nobody keeps it"))
+        done.set_exception(StaleLease("nobody holds it"))
         return done
 
-    def release(self, ticket):
+    def release(self, ticket, *, local_request_id):
         if self.refusal:
             raise self.refusal
         self.released.append(ticket)
@@ -90,11 +102,11 @@ class FakeWorker:
         )
 
 
-def told(*orders, refusal=None, rank=0):
+def told(*commands, refusal=None, rank=0):
     fake = FakeWorker(rank)
     fake.refusal = refusal
     rank = RankWorker(fake)
-    rank.execute(orders)
+    rank.execute(commands)
     return fake, rank
 
 
@@ -108,7 +120,7 @@ def test_a_pull_is_reported_when_it_has_ended_and_once():
     assert fake.released == []
 
 
-def test_a_step_with_nothing_to_compute_waits_for_a_load_and_for_nothing_else():
+def test_a_step_with_nothing_to_compute_waits_only_for_a_load():
     fake, rank = told()
     rank.collect(idle=True)
     assert fake.waited == []  # no load is open
@@ -157,7 +169,7 @@ def test_a_step_that_waits_gives_up_in_the_end(monkeypatch):
     pulls = [Pull(str(number), TICKET, ((4, 5, 6),)) for number in range(100)]
     fake, rank = told(*pulls)
     now = itertools.count()
-    clock = SimpleNamespace(monotonic=lambda: next(now) * LOADS_WAIT_S / 8)
+    clock = SimpleNamespace(monotonic=lambda: next(now) * LOAD_WAIT.all_s / 8)
     monkeypatch.setattr("kvflow.integrations.vllm.worker.time", clock)
 
     def wait_finished(timeout_s, *, at_least):
@@ -166,6 +178,50 @@ def test_a_step_that_waits_gives_up_in_the_end(monkeypatch):
 
     fake.wait_finished = wait_finished
     assert 1 < len(rank.collect(idle=True).received) < 10
+
+
+@pytest.mark.parametrize(
+    ("parallel", "asynchronous", "waits"),
+    [(1, False, LOAD_WAIT), (1, None, LOAD_WAIT), (1, True, BRIEF_WAIT), (2, False, NO_WAIT), (2, True, NO_WAIT)],
+)
+def test_a_step_waits_less_where_others_wait_for_it(parallel, asynchronous, waits):
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(data_parallel_size=parallel),
+        scheduler_config=SimpleNamespace(async_scheduling=asynchronous),
+    )
+    assert load_wait(config) == waits
+    assert BRIEF_WAIT.all_s <= 0.0005
+    fake = FakeWorker()
+    rank = RankWorker(fake, load_wait=waits)
+    rank.execute([PULL])
+    rank.collect(idle=True)
+    assert fake.waited == ([] if waits is NO_WAIT else [1])
+
+
+def test_loads_wait_in_order_for_the_steps_before_them():
+    fake, done = FakeWorker(), []
+    rank = RankWorker(fake, lambda: lambda: bool(done))
+    rank.end_step(6)
+    rank.execute_written([PULL], step=6)
+    rank.execute_written([Cancel("r"), Pull("s", TICKET, ((4, 5, 6),))], step=6)
+    rank.collect()
+    assert fake.batches == []
+    done.append(True)
+    rank.execute_written([Release("t", TICKET)], step=7)
+    assert fake.batches == [["r"], ["s"]]
+    assert fake.futures["r"].cancelled()
+    assert fake.released == [], "step 7 has not ended"
+    rank.end_step(7)
+    rank.collect()
+    assert fake.released == [TICKET]
+
+
+@pytest.mark.parametrize(
+    ("draft", "hybrid", "late"), [(None, False, False), (object(), False, True), (None, True, True)]
+)
+def test_draft_models_and_states_are_written_late(draft, hybrid, late):
+    model = SimpleNamespace(is_hybrid=hybrid)
+    assert writes_late(SimpleNamespace(speculative_config=draft, model_config=model)) is late
 
 
 def test_the_loads_of_a_step_are_one_batch():
@@ -191,7 +247,7 @@ def test_two_requests_may_read_one_ticket():
     assert (results.received, results.failed) == ({"r"}, set())
 
 
-def test_a_pull_that_fails_is_received_and_failed_and_gives_its_ticket_back():
+def test_a_failed_pull_is_reported_as_failed_and_releases_its_ticket():
     fake, rank = told(PULL)
     fake.end(error=LayoutMismatch("layers.0.k.head_size", 64, 128))
     results = rank.collect()
@@ -210,10 +266,10 @@ def test_a_ticket_that_cannot_be_kept_is_the_affair_of_its_pull():
     assert not ours.collect().received
 
 
-def test_the_log_says_which_ticket_is_not_kept(caplog):
+def test_the_log_says_which_ticket_is_not_held(caplog):
     with caplog.at_level("INFO", logger="vllm.kvflow"):
         told(Keep("r", TICKET))
-    assert "the ticket of request r is not kept: nobody keeps it" in caplog.text
+    assert "the ticket of request r is not renewed: nobody holds it" in caplog.text
 
 
 def test_a_ticket_of_nobody_is_not_given_back():
@@ -242,10 +298,10 @@ def test_pulls_that_the_worker_refuses_have_failed(refusal):
     _, rank = told(PULL, Pull("s", TICKET, ((4, 5, 6),)), refusal=refusal)
     results = rank.collect()
     assert results.received == results.failed == {"r", "s"}
-    assert rank.take_tally()["failed"] == {getattr(refusal, "code", "defect_found"): 2}
+    assert rank.take_counters()["failed"] == {getattr(refusal, "code", "defect_found"): 2}
 
 
-def test_what_was_loaded_and_not_reported_before_the_engine_sleeps_has_failed():
+def test_loads_not_reported_before_the_engine_sleeps_have_failed():
     fake, rank = told(PULL, Pull("s", TICKET, ((4, 5, 6),)))
     fake.end("r")
     rank.suspend()
@@ -262,6 +318,63 @@ def test_orders_that_come_while_the_engine_sleeps_end_at_once():
     rank.execute([PULL, Cancel("r"), Admit("request-2", grant), Release("t", TICKET)])
     results = rank.collect()
     assert (results.received, results.failed, results.sent) == ({"r"}, {"r"}, {"request-2"})
+
+
+@pytest.fixture
+def mirror():
+    spec = FullAttention(block_size=4, num_kv_heads=2, head_size=8, dtype="float16")
+    cache = allocate({"a": spec}, num_blocks=8)
+    cache.backing.fill_(1)
+    made = HostMirror(cache, memory_bytes=1 << 20)
+    yield made
+    made.close()
+
+
+HOSTED = Pull("r", TICKET, ((0, 1, 2),), ((5, 6, 7),))
+
+
+def test_a_load_is_reported_when_its_copy_has_ended(mirror):
+    fake = FakeWorker()
+    rank = RankWorker(fake, load_wait=NO_WAIT, mirror=mirror)
+    rank.execute([HOSTED])
+    fake.end("r")
+    assert not rank.collect().received, "the pull has ended; its future tells the mirror"
+    fake.futures["r"].set_result(REPORT)
+    mirror.settle()
+    assert rank.collect() == (set(), {"r"}, set())
+
+
+def test_loads_in_host_memory_are_lost_when_the_engine_sleeps(mirror):
+    fake = FakeWorker()
+    rank = RankWorker(fake, load_wait=NO_WAIT, mirror=mirror)
+    rank.execute([HOSTED])
+    fake.end("r")
+    fake.futures["r"].set_result(REPORT)
+    rank.suspend()
+    assert rank.collect() == (set(), {"r"}, {"r"})
+
+
+def test_no_block_is_copied_while_the_engine_sleeps(mirror):
+    grant = new_mint().offer("request-2", block_ids=[[1]], num_tokens=3)[1]
+    rank = RankWorker(FakeWorker(), mirror=mirror)
+    rank.suspend()
+    rank.execute([Admit("request-2", grant, sources=((4,),))])
+    assert rank.collect().sent == {"request-2"}
+    assert not mirror.cache.backing.any()
+
+
+def test_a_rank_with_a_host_buffer_serves_it_before_and_after_a_sleep(mirror):
+    config = WorkerConfig(engine_id="engine", cluster_secret=SECRET, transport="loopback")
+    runtime = RankRuntime(config, mirror.cache, mirror=mirror)
+    try:
+        assert runtime.host_blocks == mirror.cache.num_blocks == 8
+        runtime.suspend()
+        with pytest.raises(WorkerSuspended):
+            mirror.save([[0]], [[0]]).result()
+        runtime.resume()
+        mirror.save([[0]], [[0]]).result()
+    finally:
+        runtime.close()
 
 
 def test_a_rank_that_has_slept_is_served_as_another_incarnation():
@@ -290,13 +403,13 @@ def test_a_refused_request_is_reported_as_failed():
     results = rank.collect()
     assert results.received == results.failed == {"r"}
     assert fake.refused == [("ticket_invalid", "forged", "Ask again.", "r")]
-    assert rank.take_tally()["failed"] == {"ticket_invalid": 1}
+    assert rank.take_counters()["failed"] == {"ticket_invalid": 1}
 
 
-@pytest.mark.parametrize("order", [Fail("r", "ticket_invalid", "forged"), Release("r", TICKET), Keep("r", TICKET)])
-def test_an_order_that_cannot_be_carried_out_does_not_end_the_engine(order):
-    _, rank = told(order, refusal=MemoryError())
-    assert rank.collect().failed == ({"r"} if isinstance(order, Fail) else set())
+@pytest.mark.parametrize("command", [Fail("r", "ticket_invalid", "forged"), Release("r", TICKET), Keep("r", TICKET)])
+def test_an_order_that_cannot_be_carried_out_does_not_end_the_engine(command):
+    _, rank = told(command, refusal=MemoryError())
+    assert rank.collect().failed == ({"r"} if isinstance(command, Fail) else set())
     rank.execute([Fail("s", "ticket_invalid", "forged")])
     assert rank.collect().failed == {"s"}
 
@@ -314,7 +427,7 @@ def test_a_lease_is_reported_when_it_has_ended():
     assert not rank.collect().sent
     fake.ends.append(Finished("request-2", "producer", "expired"))
     assert rank.collect().sent == {"request-2"}
-    assert rank.take_tally()["leases"] == {"expired": 1}
+    assert rank.take_counters()["leases"] == {"expired": 1}
 
 
 @pytest.mark.parametrize("refusal", [CapacityExceeded("leases", 8), MemoryError()], ids=repr)
@@ -329,13 +442,18 @@ def test_what_was_counted_is_added_up_and_told_in_a_line():
     fake.end("r")
     fake.end("s", error=StaleLease("gone"))
     rank.collect()
-    tally = rank.take_tally()
-    assert (tally["total_s"], tally["wire_s"], tally["nbytes"], tally["descriptors"]) == ([0.5], [0.4], [1 << 20], [12])
-    both = add_tallies(add_tallies(empty_tally(), tally), tally)
+    counters = rank.take_counters()
+    assert (counters["total_s"], counters["wire_s"], counters["nbytes"], counters["descriptors"]) == (
+        [0.5],
+        [0.4],
+        [1 << 20],
+        [12],
+    )
+    both = add_counters(add_counters(empty_counters(), counters), counters)
     assert both["failed"] == {"stale_lease": 2}
     line = summary(both)
     assert (line["Num successful transfers"], line["Num failed transfers"]) == (2, 2)
     assert line["Throughput (MB/s)"] == 2.0
-    assert rank.take_tally() is None
-    assert is_empty(empty_tally())
-    assert summary(empty_tally())["Num successful transfers"] == 0
+    assert rank.take_counters() is None
+    assert is_empty(empty_counters())
+    assert summary(empty_counters())["Num successful transfers"] == 0

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, make_dataclass
 from types import SimpleNamespace
 
 from kvflow import RankAddress, TicketKey, TicketMint, WorkerConfig
-from kvflow.integrations.vllm.contents import Contents
+from kvflow.integrations.vllm.blocks import Contents
 from kvflow.integrations.vllm.scheduler import SchedulerSide, transfer_groups
 from kvflow.integrations.vllm.settings import EngineFacts, read_settings
 
@@ -41,6 +41,10 @@ class Attention:
     @property
     def state_content_size_bytes(self):
         return self.content or (self.head_size + self.head_size_v) * self.dtype.itemsize
+
+    @property
+    def unpadded_page_size_bytes(self):
+        return self.num_heads * self.block_size * self.state_content_size_bytes
 
 
 FullAttentionSpec = make_dataclass("FullAttentionSpec", [], bases=(Attention,))

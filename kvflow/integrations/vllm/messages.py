@@ -1,0 +1,188 @@
+"""What the two sides of the connector send: commands to the ranks of an engine, and counters from either side to vLLM.
+
+vLLM's classes are not needed here: ``connector`` and ``stats`` wrap these in them.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from kvflow import Finished, Grant, Ticket
+
+BlockIds = tuple[tuple[int, ...], ...]
+"""One list of block ids for each group, with -1 for a block that is absent."""
+
+# Commands: the scheduler's side sends those of a step to every rank.
+
+
+class Admit(Struct, frozen=True, tag=True):
+    """Hold the lease of a grant, unless ``admission`` was faster; report it as sent when the lease ends.
+
+    Attributes:
+        request_id: name of the request in this engine.
+        grant: of its ticket.
+        step: number of the last step that wrote into its blocks.
+        sources: with a host buffer, the blocks of the device to copy to those of the grant; empty without one.
+    """
+
+    request_id: str
+    grant: Grant
+    step: int = 0
+    sources: BlockIds = ()
+
+
+class Pull(Struct, frozen=True, tag=True):
+    """Read the blocks of a ticket into these blocks; report the request as received, whether the read failed or not.
+
+    Attributes:
+        request_id: name of the request in this engine.
+        ticket: of the producer.
+        block_ids: one list per group, with -1 where nothing must be written.
+        targets: with a host buffer, the blocks of the device to which those are copied; empty without one.
+    """
+
+    request_id: str
+    ticket: Ticket
+    block_ids: BlockIds
+    targets: BlockIds = ()
+
+
+class Keep(Struct, frozen=True, tag=True):
+    """Renew the leases of a ticket until it is pulled or released: its request waits for free blocks."""
+
+    request_id: str
+    ticket: Ticket
+
+
+class Cancel(Struct, frozen=True, tag=True):
+    """Cancel the pull of a request that has ended; report its blocks when nothing writes into them."""
+
+    request_id: str
+
+
+class Release(Struct, frozen=True, tag=True):
+    """Release a ticket without reading it."""
+
+    request_id: str
+    ticket: Ticket
+
+
+class Fail(Struct, frozen=True, tag=True):
+    """Report a request as received and failed: its parameters were refused.
+
+    Attributes:
+        request_id: name of the request in this engine.
+        code: of the error.
+        reason: message of the error.
+        remedy: what the user can do about it.
+    """
+
+    request_id: str
+    code: str
+    reason: str
+    remedy: str = ""
+
+
+Command = Admit | Pull | Keep | Cancel | Release | Fail
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(list[Command])
+
+
+def pack(commands: Sequence[Command]) -> bytes | Sequence[Command]:
+    """Return the form of commands that is pickled: msgpack, because pickle takes seven times as long for a Struct."""
+    try:
+        return _encoder.encode(commands)
+    except (UnicodeEncodeError, TypeError):  # msgpack refuses a lone surrogate in a client's text; pickle does not
+        return commands
+
+
+def unpack(packed: bytes | Sequence[Command]) -> Sequence[Command]:
+    """Return the commands that ``pack`` took."""
+    return _decoder.decode(packed) if isinstance(packed, bytes) else packed
+
+
+# Counters: plain numbers that can be sent and added up.
+
+PHASES = ("total_s", "queue_s", "post_s", "wire_s", "fence_s")
+"""Phases of a completed pull in seconds, as in ``TransferReport.timings_s``."""
+
+SERIES = (*PHASES, "nbytes", "descriptors")
+"""One number for each completed pull."""
+
+COUNTS = ("failed", "leases", "defects", "untagged")
+"""Counts by key: failed pulls by error code; ended leases by outcome; exceptions that vLLM's scheduler did not see, by
+the method that raised them; requests that neither ask for a ticket nor bring one, by the content of their parameters.
+"""
+
+Counters = dict[str, Any]
+"""Counters of a rank, or of the scheduler's side: a list for each name in ``SERIES``, a dict for each in ``COUNTS``."""
+
+
+def empty_counters() -> Counters:
+    """Return counters with nothing in them."""
+    return {**{name: [] for name in SERIES}, **{name: {} for name in COUNTS}}
+
+
+def is_empty(counters: Counters) -> bool:
+    """Tell whether nothing was counted."""
+    return not any(counters[name] for name in (*SERIES, *COUNTS))
+
+
+def count(counters: Counters, name: str, key: str) -> None:
+    """Add one to the count of a key."""
+    counters[name][key] = counters[name].get(key, 0) + 1
+
+
+def count_ends(counters: Counters, ends: Iterable[Finished]) -> None:
+    """Count the ends of pulls and of leases."""
+    reports = []
+    for end in ends:
+        if end.report is not None:
+            reports.append(end.report)
+        elif end.side == "producer":
+            count(counters, "leases", end.outcome)
+        else:
+            count(counters, "failed", end.error.code if end.error else "unknown")
+    for name in PHASES:
+        phase = name.removesuffix("_s")
+        counters[name] += [report.timings_s.get(phase, 0.0) for report in reports]
+    counters["nbytes"] += [report.nbytes for report in reports]
+    counters["descriptors"] += [report.descriptors for report in reports]
+
+
+def add_counters(counters: Counters, other: Counters) -> Counters:
+    """Add other counters to the first ones, in place, and return the first ones."""
+    for name in SERIES:
+        counters[name].extend(other[name])
+    for name in COUNTS:
+        for key, number in other[name].items():
+            counters[name][key] = counters[name].get(key, 0) + number
+    return counters
+
+
+def summary(counters: Counters) -> dict[str, int | float]:
+    """Return the figures of vLLM's log line ``KV Transfer metrics``."""
+    transfers = len(counters["total_s"])
+    line: dict[str, int | float] = {"Num successful transfers": transfers}
+    if transfers:
+        seconds, megabytes = sum(counters["total_s"]), sum(counters["nbytes"]) / 2**20
+        line |= {
+            "Avg transfer time (ms)": round(seconds / transfers * 1e3, 3),
+            "P90 transfer time (ms)": round(_at(counters["total_s"], 0.9) * 1e3, 3),
+            "Avg MB per transfer": round(megabytes / transfers, 3),
+            "Throughput (MB/s)": round(megabytes / seconds, 3) if seconds else 0.0,
+            "Avg number of descriptors": round(sum(counters["descriptors"]) / transfers, 1),
+        }
+    line["Num failed transfers"] = sum(counters["failed"].values())
+    line |= {f"Num failed ({code})": number for code, number in sorted(counters["failed"].items())}
+    line |= {f"Num leases {outcome}": number for outcome, number in sorted(counters["leases"].items())}
+    line |= {f"Num defects ({method})": number for method, number in sorted(counters["defects"].items())}
+    line |= {f"Num untagged requests ({params})": number for params, number in sorted(counters["untagged"].items())}
+    return line
+
+
+def _at(series: list[float], share: float) -> float:
+    return sorted(series)[min(len(series) - 1, int(len(series) * share))]

@@ -1,0 +1,187 @@
+"""What vLLM's configuration says of the heads of each layer, and which layout it is asked for."""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from kvflow.errors import ConfigInvalid
+from kvflow.integrations.vllm.engine import head_counts, require_fixed_pages, required_layout, uses_host_buffer
+from kvflow.integrations.vllm.specs import EngineShape, read_spec
+
+from .vllm_like import FullAttentionSpec
+
+TABLE = json.loads((Path(__file__).parents[3] / "data" / "vllm_specs.json").read_text())
+PUBLISHED = {row["model"]: row["config"] for row in TABLE["models"]}
+LAYER = "model.layers.{}.self_attn.attn"
+
+
+def model_of(config, total):
+    hf_config = SimpleNamespace(**config, to_dict=lambda: config)
+    return SimpleNamespace(hf_config=hf_config, hf_text_config=hf_config, get_total_num_kv_heads=lambda: total)
+
+
+def counts(config, total, *indices, draft=None):
+    """Return the heads of some layers, in their order."""
+    speculative = SimpleNamespace(draft_model_config=draft) if draft else None
+    engine = SimpleNamespace(model_config=model_of(config, total), speculative_config=speculative)
+    return list(head_counts(engine, [LAYER.format(index) for index in indices]).values())
+
+
+def strange(**named):
+    return {"model_type": "strange", "num_hidden_layers": 2, **named}
+
+
+def test_layers_of_one_model_may_have_different_numbers_of_heads():
+    config = PUBLISHED["XiaomiMiMo/MiMo-V2-Flash"]
+    assert config["hybrid_layer_pattern"][:2] == [0, 1]
+    assert counts(config, 4, 0, 1) == [4, 8]
+
+
+def test_eight_ranks_of_eight_heads_do_not_hold_replicas_of_four():
+    # Each rank holds one head. Layer 1 has eight heads, although the model's own number is four.
+    config = PUBLISHED["XiaomiMiMo/MiMo-V2-Flash"]
+    heads = dict(zip(("full", "sliding"), counts(config, 4, 0, 1), strict=True))
+    shape = EngineShape(tp_size=8, num_kv_heads=heads)
+    spec = FullAttentionSpec(num_kv_heads=1, num_heads=1)
+    assert [read_spec(name, spec, shape).num_kv_heads for name in heads] == [4, 8]
+
+
+@pytest.mark.parametrize(
+    ("config", "found"),
+    [
+        (strange(num_key_value_heads=2), 2),
+        (strange(num_attention_heads=4), 2),
+        (strange(num_key_value_heads=2, odd_num_key_value_heads=4), 0),
+        (strange(num_key_value_heads_per_layer=[2, 4]), 0),
+        (strange(num_key_value_heads_per_layer=[2, 0]), 2),
+        (strange(attention_other_setting={"num_attention_groups": 8}), 0),
+    ],
+    ids=["one", "none", "two", "per layer", "layers without", "nested"],
+)
+def test_heads_of_a_model_that_is_not_known_are_told_only_if_all_agree(config, found):
+    assert counts(config, 2, 0) == [found]
+
+
+def test_heads_that_are_not_known_are_taken_for_one_on_each_rank():
+    spec = FullAttentionSpec(num_kv_heads=1, num_heads=1)
+    assert read_spec("layer", spec, EngineShape(tp_size=4)).num_kv_heads == 4
+
+
+def test_vllms_own_number_comes_first():
+    spec = FullAttentionSpec(num_kv_heads=1, num_heads=1)
+    spec.max_tp_shards = 2
+    assert read_spec("layer", spec, EngineShape(tp_size=4, num_kv_heads={"layer": 4})).num_kv_heads == 2
+
+
+def test_layers_behind_the_model_are_those_of_its_draft():
+    draft = model_of({"num_key_value_heads": 1}, 1)
+    assert counts(PUBLISHED["meta-llama/Meta-Llama-3.1-8B"], 8, 31, 32, draft=draft) == [8, 1]
+
+
+def test_a_layer_with_two_numbers_in_its_name_has_the_heads_of_all():
+    engine = SimpleNamespace(model_config=model_of(strange(num_key_value_heads=2), 2), speculative_config=None)
+    assert head_counts(engine, ["model.layers.0.self_attn.1.attn"]) == {"model.layers.0.self_attn.1.attn": 2}
+
+
+def asked(monkeypatch, *, packed=False, use_mla=False, is_hybrid=False, major=9):
+    capability = SimpleNamespace(major=major) if major else None
+    platform = SimpleNamespace(get_device_capability=lambda: capability)
+    monkeypatch.setitem(sys.modules, "vllm.platforms", SimpleNamespace(current_platform=platform))
+    model = SimpleNamespace(use_mla=use_mla, is_hybrid=is_hybrid)
+    return required_layout(SimpleNamespace(model_config=model), packed=packed)
+
+
+def test_a_layout_with_heads_outside_tokens_is_asked_for(monkeypatch):
+    assert asked(monkeypatch) == asked(monkeypatch, is_hybrid=True) == "LBHNC"
+
+
+def test_no_layout_is_asked_for_latents_or_without_a_model(monkeypatch):
+    assert asked(monkeypatch, use_mla=True) is None
+    assert required_layout(SimpleNamespace(model_config=None), packed=False) is None
+
+
+@pytest.mark.parametrize(
+    ("engine", "layout"),
+    [
+        ({}, "BHLNC"),
+        ({"major": 0}, "BHLNC"),
+        ({"major": 10}, "BLHNC"),
+        ({"major": 12}, "BLHNC"),
+        ({"is_hybrid": True}, "BLHNC"),
+        ({"use_mla": True}, "BLHNC"),
+    ],
+    ids=["Hopper", "no capability", "Blackwell", "consumer Blackwell", "hybrid", "latents"],
+)
+def test_a_packed_layout_is_one_that_backends_support(monkeypatch, engine, layout):
+    assert asked(monkeypatch, packed=True, **engine) == layout
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """Returns a call of the check as on a GPU, or on a CPU."""
+
+    def check(*, cpu=False, **model):
+        platform = SimpleNamespace(current_platform=SimpleNamespace(is_cpu=lambda: cpu))
+        monkeypatch.setitem(sys.modules, "vllm.platforms", platform)
+        require_fixed_pages(SimpleNamespace(model_config=SimpleNamespace(**model)))
+
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    return check
+
+
+@pytest.mark.parametrize("value", ["expandable_segments:True", "max_split_size_mb:64, expandable_segments: true"])
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"])
+def test_expandable_segments_are_refused_by_every_name(monkeypatch, on_gpu, name, value):
+    on_gpu()
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigInvalid, match=name):
+        on_gpu()
+    on_gpu(cpu=True)
+    on_gpu(enable_sleep_mode=True)  # vLLM has a pool of its own for the cache then
+    on_gpu(enable_cumem_allocator=True)
+    with pytest.raises(ConfigInvalid, match="expandable_segments"):
+        on_gpu(enable_sleep_mode=False, enable_cumem_allocator=False)
+
+
+def test_segments_that_are_not_expandable_are_not_refused(monkeypatch, on_gpu):
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False,max_split_size_mb:64")
+    on_gpu()
+
+
+@pytest.fixture
+def asked_for_buffer(monkeypatch):
+    """Returns a call of the check with a ``kv_buffer_device`` and the device of the cache."""
+
+    def ask(wanted, has, **extra):
+        platform = SimpleNamespace(current_platform=SimpleNamespace(device_type=has))
+        monkeypatch.setitem(sys.modules, "vllm.platforms", platform)
+        transfer = SimpleNamespace(kv_buffer_device=wanted, kv_connector_extra_config=extra)
+        return uses_host_buffer(SimpleNamespace(kv_transfer_config=transfer))
+
+    return ask
+
+
+@pytest.mark.parametrize(("wanted", "has"), [("cpu", "cpu"), ("cuda", "cuda"), ("cpu", "cuda")])
+def test_a_cache_on_a_gpu_may_have_a_buffer_in_host_memory(asked_for_buffer, wanted, has):
+    assert asked_for_buffer(wanted, has) is (wanted != has)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "has", "remedy"),
+    [("cuda", "cpu", "Leave"), ("xpu", "cuda", "Set kv_buffer_device to cpu"), ("cpu", "xpu", "Leave")],
+)
+def test_another_buffer_is_refused_with_what_to_do(asked_for_buffer, wanted, has, remedy):
+    with pytest.raises(ConfigInvalid, match=f"kv_buffer_device is {wanted}, but the cache is on {has}") as refused:
+        asked_for_buffer(wanted, has)
+    assert refused.value.remedy.startswith(remedy)
+
+
+def test_the_size_of_a_buffer_that_is_not_there_is_refused(asked_for_buffer):
+    assert asked_for_buffer("cpu", "cuda", host_buffer_bytes=1 << 30)
+    with pytest.raises(ConfigInvalid, match="there is no buffer") as refused:
+        asked_for_buffer("cuda", "cuda", host_buffer_bytes=1 << 30)
+    assert "kv_buffer_device to cpu" in refused.value.remedy
