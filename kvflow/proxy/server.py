@@ -1,0 +1,448 @@
+"""A proxy for disaggregated prefill: each request goes to a prefill server, then with its ticket to a decode server.
+
+Clients see one OpenAI-compatible server. If a prefill server fails, the proxy asks the next one; if all fail, the
+decode server computes the prompt. The proxy forwards a server's error message for a wrong request unchanged. If a
+client hangs up, the proxy ends its request on the servers. A slow client does not delay others.
+"""
+
+import asyncio
+import resource
+import secrets
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from typing import Final
+
+import aiohttp
+import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Handler
+from msgspec import Raw, Struct
+
+from kvflow.clock import monotonic
+from kvflow.observability.logs import record_logger
+from kvflow.proxy.completions import (
+    Completion,
+    RequestMalformed,
+    decode_body,
+    error_body,
+    prefill_body,
+    read_completion,
+    read_params,
+    without_params,
+)
+from kvflow.proxy.intake import Bodies, Connections, Holding, ProxyConfig, RequestRefused, within_files
+from kvflow.proxy.records import Outcome, RequestRecord
+
+PATHS: Final = ("/v1/completions", "/v1/chat/completions")
+
+CONNECT_S: Final = 10.0
+HEALTH_S: Final = 5.0
+HEALTH_PAUSE_S: Final = 0.5
+"""Servers are asked for their health so often at most, however many clients ask."""
+
+GRACE_S: Final = 10.0
+"""How long requests in flight may go on when the proxy is told to stop."""
+
+LINGER_S: Final = 1.0
+"""For a client to read why its body is refused while it still sends. A connection closed at once may lose that."""
+
+PIECE_BYTES: Final = 64 << 10
+"""Of an answer, which a client must take in ``write_timeout_s``."""
+
+REQUEST_ID: Final = "X-Request-Id"
+"""vLLM makes its own name of a request from it: both servers' logs then have the same."""
+
+REQUEST_ID_CHARACTERS_MAX: Final = 128
+FORWARDED: Final = ("Authorization", "traceparent", "tracestate")
+JSON: Final = "application/json"
+INVALID: Final = "invalid_request_error"
+"""Error in OpenAI's format that answers an invalid request."""
+
+_log = record_logger("kvflow.proxy")
+
+
+class _Refused(Struct, frozen=True):
+    """What a server answered to a request that is wrong."""
+
+    status: int
+    body: bytes
+
+
+class _AnswerTooLong(Exception):
+    """A server answered more than a proxy keeps."""
+
+
+class _ClientLost(Exception):
+    """A client hung up, or takes no more of its answer."""
+
+
+UPSTREAM_ERRORS: Final = (aiohttp.ClientError, TimeoutError, _AnswerTooLong)
+
+NOT_CONNECTED: Final = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
+
+
+class _InTurn:
+    """Servers, of which each request begins with another one."""
+
+    def __init__(self, servers: Sequence[str]) -> None:
+        self._servers = deque(servers)
+
+    def all(self) -> list[str]:
+        """Return all servers, and leave the turn to who has it."""
+        return list(self._servers)
+
+    def order(self) -> list[str]:
+        """Return all servers, beginning with the next one."""
+        order = list(self._servers)
+        self._servers.rotate(-1)
+        return order
+
+
+class Proxy:
+    """Answers clients. Thread: the loop's."""
+
+    def __init__(
+        self, config: ProxyConfig, session: aiohttp.ClientSession, connections: Connections, requests_max: int
+    ) -> None:
+        self._config = config
+        self._prefill = _InTurn(config.prefill)
+        self._decode = _InTurn(config.decode)
+        self._prefill_timeout = aiohttp.ClientTimeout(total=config.prefill_timeout_s, sock_connect=CONNECT_S)
+        self._decode_timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
+        self._session = session
+        self._connections = connections
+        self._bodies = Bodies(config)
+        self._requests_max = requests_max
+        self._in_flight = 0
+        self._stopping = False
+        self._checking = asyncio.Lock()
+        self._checked_at = -HEALTH_PAUSE_S
+        self._alive: dict[str, bool] = {}
+
+    def stop(self) -> None:
+        """Note that what is cancelled from now on is not cancelled by clients."""
+        self._stopping = True
+
+    @web.middleware
+    async def admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Let a client send one request and read its answer, and say in JSON why it gets none."""
+        transport = request.transport
+        if transport is not None:
+            self._connections.on_headers(transport)
+        try:
+            return await handler(request)
+        except RequestRefused as error:
+            _log.info("request.refused", status=error.status, error=str(error))
+            return _failure(error.status, str(error), "server_error" if error.status >= 500 else INVALID)
+        except web.HTTPException as error:
+            return _failure(error.status, error.text or error.reason, INVALID)
+        finally:
+            if transport is not None:
+                self._connections.begin(transport)
+
+    @contextmanager
+    def _admitted(self, request: web.Request) -> Iterator[None]:
+        """Count a request whose body is there.
+
+        Raises:
+            RequestRefused: there are too many.
+        """
+        if self._in_flight >= self._requests_max:
+            raise RequestRefused(503, f"{self._requests_max} requests are in flight: try again")
+        if request.transport is not None:
+            self._connections.on_request(request.transport)
+        self._in_flight += 1
+        try:
+            yield
+        finally:
+            self._in_flight -= 1
+
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        """Answer a request for a completion. Cancellation: ends it on the server that has it."""
+        if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+            raise RequestRefused(415, "a compressed body is not taken: leave Content-Encoding out")
+        if (request.content_length or 0) > self._config.body_bytes_max:
+            raise RequestRefused(413, f"the body has more than {self._config.body_bytes_max} bytes")
+        with self._bodies.hold() as holding:
+            try:
+                completion = read_completion(await self._bodies.receive(request.content.iter_any(), holding))
+            except (RequestMalformed, web.RequestPayloadError) as error:
+                raise RequestRefused(400, str(error)) from error
+            with self._admitted(request):
+                return await self._complete(request, completion, holding)
+
+    async def _complete(self, request: web.Request, completion: Completion, holding: Holding) -> web.StreamResponse:
+        """Answer a request, and write its record however it ends."""
+        headers = _headers(request)
+        record = RequestRecord(request_id=headers[REQUEST_ID], client=_client(request))
+        try:
+            prefilled = await self._prefill_at_one(request.path, completion, headers, holding, record)
+            if isinstance(prefilled, _Refused):
+                return await self._give(request, web.StreamResponse(status=prefilled.status), prefilled.body, record)
+            record.prefill_s, record.phase = record.elapsed_s, "decode"
+            response = await self._decode_at_one(request, decode_body(completion, prefilled), headers, holding, record)
+            record.status = response.status
+        except asyncio.CancelledError:
+            if self._stopping:
+                record.fail(Outcome.PROXY_STOPPED, "the proxy was told to stop")
+            else:
+                record.fail(Outcome.CLIENT_LOST, "the client hung up")
+            raise
+        except RequestRefused as error:
+            record.status = error.status
+            record.fail(Outcome.REQUEST_REFUSED, str(error))
+            raise
+        finally:
+            record.write(_log)
+        return response
+
+    async def _prefill_at_one(
+        self, path: str, completion: Completion, headers: dict[str, str], holding: Holding, record: RequestRecord
+    ) -> Raw | _Refused | None:
+        """Have a prompt computed; return its ticket, or None if the decode server must compute it."""
+        log = _log.bind(request_id=record.request_id)
+        if completion.alone:
+            log.info("prefill.left_out", reason=completion.alone)
+            return None
+        body = prefill_body(completion)
+        for server in self._prefill.order():
+            record.prefill_server = server
+            try:
+                async with self._session.post(
+                    server + path, data=body, headers=headers, timeout=self._prefill_timeout
+                ) as answer:
+                    content = await self._read(answer, holding)
+            except UPSTREAM_ERRORS as error:
+                log.warning("prefill.failed", server=server, error=record.attempt_failed("prefill", error))
+                continue
+            if answer.status < 400:
+                params = read_params(content)
+                if params is None:
+                    record.attempt_failed("prefill", "it answered no ticket")
+                    log.warning("prefill.no_ticket", server=server)
+                return params
+            record.attempt_failed("prefill", f"HTTP {answer.status}")
+            if answer.status < 500:
+                return _Refused(answer.status, content)
+            log.warning("prefill.failed", server=server, status=answer.status)
+        return None
+
+    async def _decode_at_one(
+        self, request: web.Request, body: bytes, headers: dict[str, str], holding: Holding, record: RequestRecord
+    ) -> web.StreamResponse:
+        """Pass a request to a decode server, and its answer to the client."""
+        log = _log.bind(request_id=record.request_id)
+        for server in self._decode.order():
+            record.decode_server = server
+            try:
+                async with self._session.post(
+                    server + request.path, data=body, headers=headers, timeout=self._decode_timeout
+                ) as answer:
+                    return await self._pass_on(request, answer, holding, record)
+            except NOT_CONNECTED as error:  # so it has not used the ticket
+                log.warning("decode.unreachable", server=server, error=record.attempt_failed("decode", error))
+            except UPSTREAM_ERRORS as error:
+                log.warning("decode.failed", server=server, error=record.fail(Outcome.DECODE_FAILED, error))
+                return _failure(502, "the decode server failed")
+        record.fail(Outcome.DECODE_UNREACHABLE, "no decode server can be reached")
+        return _failure(502, "no decode server can be reached")
+
+    async def _pass_on(
+        self, request: web.Request, answer: aiohttp.ClientResponse, holding: Holding, record: RequestRecord
+    ) -> web.StreamResponse:
+        """Give a client what a decode server answers: as it comes if it is a stream, else as a whole.
+
+        Raises:
+            ClientError, TimeoutError, _AnswerTooLong: the server fails before anything was given.
+        """
+        response = web.StreamResponse(status=answer.status, headers={REQUEST_ID: record.request_id})
+        if answer.status >= 500:
+            record.fail(Outcome.DECODE_FAILED, f"it answered HTTP {answer.status}")
+        if answer.content_type == JSON:
+            content = without_params(await self._read(answer, holding), failed=answer.status >= 400)
+            return await self._give(request, response, content, record)
+        response.headers["Content-Type"] = answer.headers.get("Content-Type", "application/octet-stream")
+        record.status = answer.status
+        with _ending_with_client(request, record):
+            try:
+                await self._write(response.prepare(request))
+                async for chunk in answer.content.iter_any():
+                    record.on_bytes()
+                    await self._write_pieces(response, chunk, record)
+                await self._write(response.write_eof())
+            except UPSTREAM_ERRORS as error:
+                # An end in order would tell the client that it has everything.
+                record.fail(Outcome.STREAM_BROKEN, error)
+                _abort(request)
+        return response
+
+    async def _give(
+        self, request: web.Request, response: web.StreamResponse, content: bytes, record: RequestRecord
+    ) -> web.StreamResponse:
+        """Give a client a whole answer."""
+        response.content_type = JSON
+        response.content_length = len(content)
+        record.status, record.phase = response.status, "answer"
+        with _ending_with_client(request, record):
+            await self._write(response.prepare(request))
+            await self._write_pieces(response, content, record)
+            await self._write(response.write_eof())
+        return response
+
+    async def _write_pieces(self, response: web.StreamResponse, content: bytes, record: RequestRecord) -> None:
+        for begin in range(0, len(content), PIECE_BYTES):
+            piece = content[begin : begin + PIECE_BYTES]
+            await self._write(response.write(piece))
+            record.sent_bytes += len(piece)
+
+    async def _write(self, writing: Awaitable[object]) -> None:
+        """Wait until a client has taken enough of its answer.
+
+        Raises:
+            _ClientLost: it has not.
+        """
+        try:
+            async with asyncio.timeout(self._config.write_timeout_s):
+                await writing
+        except TimeoutError as error:
+            raise _ClientLost(f"it took nothing for {self._config.write_timeout_s} s") from error
+        except ConnectionError as error:
+            raise _ClientLost("it hung up") from error
+
+    async def _read(self, answer: aiohttp.ClientResponse, holding: Holding) -> bytes:
+        """Read a whole answer.
+
+        Raises:
+            _AnswerTooLong: this answer alone exceeds the limit.
+            RequestRefused: all answers together exceed the limit.
+        """
+        content = bytearray()
+        async for chunk in answer.content.iter_any():
+            content += chunk
+            if len(content) > self._config.body_bytes_max:
+                raise _AnswerTooLong(f"more than {self._config.body_bytes_max} bytes")
+            self._bodies.add(holding, len(chunk))
+        return bytes(content)
+
+    async def models(self, request: web.Request) -> web.StreamResponse:
+        """Answer which models there are: those of a decode server."""
+        headers, timeout = _headers(request), aiohttp.ClientTimeout(total=HEALTH_S)
+        with self._admitted(request), self._bodies.hold() as holding:
+            for server in self._decode.all():
+                try:
+                    async with self._session.get(server + request.path, headers=headers, timeout=timeout) as answer:
+                        content = await self._read(answer, holding)
+                except UPSTREAM_ERRORS as error:
+                    _log.warning("decode.failed", server=server, error=repr(error))
+                else:
+                    unwritten = RequestRecord(request_id=headers[REQUEST_ID])
+                    return await self._give(request, web.StreamResponse(status=answer.status), content, unwritten)
+        return _failure(502, "no decode server can be reached")
+
+    async def health(self, request: web.Request) -> web.Response:
+        """Answer which servers live; 200 if a request would be answered, which takes a decode server."""
+        del request
+        prefill, decode = self._prefill.all(), self._decode.all()
+        async with self._checking:  # callers that wait get the same answer: servers are not flooded
+            if monotonic() - self._checked_at >= HEALTH_PAUSE_S:
+                lives = await asyncio.gather(*map(self._lives, (*prefill, *decode)))
+                self._alive = dict(zip((*prefill, *decode), lives, strict=True))
+                self._checked_at = monotonic()
+        sides = {"prefill": prefill, "decode": decode}
+        found = {name: {server: self._alive[server] for server in side} for name, side in sides.items()}
+        status = 200 if any(found["decode"].values()) else 503
+        return web.Response(status=status, body=msgspec.json.encode(found), content_type=JSON)
+
+    async def _lives(self, server: str) -> bool:
+        try:
+            async with self._session.get(f"{server}/health", timeout=aiohttp.ClientTimeout(total=HEALTH_S)) as answer:
+                return answer.status < 400
+        except UPSTREAM_ERRORS:
+            return False
+
+
+@asynccontextmanager
+async def open_proxy(config: ProxyConfig, host: str, port: int) -> AsyncIterator[str]:
+    """Serve clients while the context is open.
+
+    Args:
+        config: where the servers are.
+        host: to listen at.
+        port: 0 takes a free one.
+
+    Yields:
+        ``host:port``.
+
+    Raises:
+        OSError: there is no listening there.
+    """
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    requests_max, connections_max = within_files(config, files)
+    if (requests_max, connections_max) != (config.requests_max, config.connections_max):
+        _log.warning("proxy.limited", files=files, requests_max=requests_max, connections_max=connections_max)
+    connections = Connections(connections_max, config.headers_timeout_s)
+    # A connection per request: one that a server closes while it is idle would fail the next request.
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as session:
+        proxy = Proxy(config, session, connections, requests_max)
+        app = web.Application(middlewares=[proxy.admit])
+        app.add_routes([web.post(path, proxy.complete) for path in PATHS])
+        app.add_routes([web.get("/v1/models", proxy.models), web.get("/health", proxy.health)])
+        runner = web.AppRunner(
+            app,
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=GRACE_S,
+            auto_decompress=False,
+            lingering_time=LINGER_S,
+        )
+        await runner.setup()
+        make_protocol = runner.server
+        assert make_protocol is not None
+        try:
+            server = await asyncio.get_running_loop().create_server(
+                lambda: connections.watched(make_protocol()), host, port, backlog=connections_max
+            )
+            try:
+                found_host, found_port = server.sockets[0].getsockname()[:2]
+                yield f"{found_host}:{found_port}"
+            finally:
+                server.close()
+                proxy.stop()
+        finally:
+            await runner.cleanup()
+
+
+@contextmanager
+def _ending_with_client(request: web.Request, record: RequestRecord) -> Iterator[None]:
+    """End a request whose client hung up, or takes no more of its answer."""
+    try:
+        yield
+    except _ClientLost as error:
+        record.fail(Outcome.CLIENT_LOST, str(error))
+        _abort(request)
+
+
+def _client(request: web.Request) -> str:
+    """Return ``host:port`` of who asks; empty if it is gone."""
+    name = None if request.transport is None else request.transport.get_extra_info("peername")
+    return f"{name[0]}:{name[1]}" if isinstance(name, tuple) and len(name) > 1 else ""
+
+
+def _abort(request: web.Request) -> None:
+    if request.transport is not None:
+        request.transport.abort()
+
+
+def _headers(request: web.Request) -> dict[str, str]:
+    """Return what a server is told beside the body."""
+    request_id = request.headers.get(REQUEST_ID, "")
+    sane = request_id.isascii() and request_id.isprintable() and len(request_id) <= REQUEST_ID_CHARACTERS_MAX
+    given = {name: request.headers[name] for name in FORWARDED if name in request.headers}
+    own = request_id if request_id and sane else secrets.token_hex(8)
+    return {**given, REQUEST_ID: own, "Content-Type": JSON, "Accept-Encoding": "identity"}
+
+
+def _failure(status: int, message: str, kind: str = "server_error") -> web.Response:
+    return web.Response(status=status, body=error_body(message, kind), content_type=JSON)

@@ -1,0 +1,201 @@
+"""What a proxy sends to whom, and what of it a client may see."""
+
+import json
+import tracemalloc
+
+import msgspec
+import pytest
+
+from kvflow.proxy.completions import (
+    OTHERS_BYTES_MAX,
+    PARAMS,
+    RequestMalformed,
+    decode_body,
+    prefill_body,
+    read_completion,
+    read_params,
+    without_params,
+)
+
+OFFER = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+def prefilled(**fields):
+    return json.loads(prefill_body(read_completion(json.dumps(fields).encode())))
+
+
+@pytest.mark.parametrize(
+    ("asked", "sent"),
+    [
+        ({}, {"max_tokens": 1}),
+        ({"max_tokens": None}, {"max_tokens": 1}),
+        ({"max_tokens": 1}, {"max_tokens": 1}),
+        ({"max_tokens": 64, "min_tokens": 8, "n": 4}, {"max_tokens": 1, "min_tokens": 1, "n": 1}),
+        ({"max_completion_tokens": 64}, {"max_completion_tokens": 1, "max_tokens": 1}),
+        ({"stream": True, "stream_options": {"include_usage": True}}, {"stream": False, "max_tokens": 1}),
+        ({"stream": False}, {"stream": False, "max_tokens": 1}),
+        ({"temperature": 0.7, "stop": ["a"]}, {"temperature": 0.7, "stop": ["a"], "max_tokens": 1}),
+        ({"kv_transfer_params": None}, {"max_tokens": 1}),
+    ],
+    ids=str,
+)
+def test_a_prefill_server_is_asked_for_one_token_and_its_cache(asked, sent):
+    assert prefilled(prompt="a", **asked) == {"prompt": "a", **sent, PARAMS: OFFER}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_tokens": "x"},
+        {"max_tokens": -1},
+        {"max_tokens": 0},
+        {"max_tokens": 2.5},
+        {"max_tokens": True},
+        {"max_tokens": 1, "n": 0},
+        {"max_tokens": 1, "min_tokens": []},
+        {"max_tokens": 1, "stream_options": {}},
+        {"max_tokens": 1, "stream": "yes"},
+    ],
+    ids=str,
+)
+def test_what_is_wrong_stays_wrong_for_the_prefill_server_to_refuse(wrong):
+    assert prefilled(prompt="a", **wrong) == {"prompt": "a", **wrong, PARAMS: OFFER}
+
+
+def test_fields_and_ticket_reach_the_decode_server_byte_for_byte():
+    completion = read_completion(
+        b'{"prompt": [1, 2,3], "temperature":1.50, "x":123456789012345678901234567890, "y":"\\u00e9"}'
+    )
+    params = read_params(b'{"id": 1, "kv_transfer_params": {"do_remote_prefill" : true, "epoch": 1e2, "e": "\\u0041"}}')
+    assert decode_body(completion, params) == (
+        b'{"prompt":[1, 2,3],"temperature":1.50,"x":123456789012345678901234567890,"y":"\\u00e9",'
+        b'"kv_transfer_params":{"do_remote_prefill" : true, "epoch": 1e2, "e": "\\u0041"}}'
+    )
+    assert PARAMS.encode() not in decode_body(completion, None)
+
+
+def test_a_null_for_a_ticket_is_no_ticket():
+    assert decode_body(read_completion(b'{"prompt": "a", "kv_transfer_params": null}'), None) == b'{"prompt":"a"}'
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        b"<html>",
+        b"[]",
+        b"{}",
+        b'{"kv_transfer_params": null}',
+        b'{"kv_transfer_params": "text"}',
+        b'{"kv_transfer_params": {}}',
+        b'{"kv_transfer_params": {"do_remote_prefill": false}}',
+        b'{"kv_transfer_params": {"do_remote_prefill": "true"}}',
+        b'{"kv_transfer_params": {"do_remote_prefill": true}',
+        b'{"kv_transfer_params": ' + b"[" * 100_000,
+    ],
+    ids=lambda answer: repr(answer[:60]),
+)
+def test_an_answer_without_a_ticket_has_none(answer):
+    assert read_params(answer) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "alone"),
+    [
+        ({"prompt": "one"}, False),
+        ({"prompt": ["one"]}, False),
+        ({"prompt": [1, 2, 3]}, False),
+        ({"prompt": [[1, 2, 3]]}, False),
+        ({"prompt": []}, False),
+        ({"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]}, False),
+        ({"prompt": ["one", "two"]}, True),
+        ({"prompt": [[1], [2]]}, True),
+        ({"prompt": "one", "prompt_embeds": "AAAA"}, True),
+    ],
+    ids=str,
+)
+def test_only_one_prompt_can_have_a_ticket(fields, alone):
+    assert bool(read_completion(json.dumps(fields).encode()).alone) is alone
+
+
+@pytest.mark.parametrize("name", ["prompt", "messages", "prompt_embeds"])
+def test_what_the_model_is_given_may_be_long(name):
+    assert read_completion(json.dumps({name: "x" * (OTHERS_BYTES_MAX + 1)}).encode()).fields
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        json.dumps({"prompt": "a", "stream": [[]] * OTHERS_BYTES_MAX}),
+        json.dumps({f"{number:09}": 1 for number in range(OTHERS_BYTES_MAX // 9)}),
+        '{"prompt": "a", "prompt": "' + "x" * OTHERS_BYTES_MAX + '", "prompt": "a"}',
+    ],
+    ids=["a field", "many fields", "a field again"],
+)
+def test_what_the_proxy_reads_may_not(body):
+    with pytest.raises(RequestMalformed, match=f"more than {OTHERS_BYTES_MAX} bytes"):
+        read_completion(body.encode())
+
+
+def test_a_long_list_of_prompts_makes_no_objects():
+    body = b'{"prompt": [' + b"[[[]]], " * 200_000 + b"1]}"
+    tracemalloc.start()
+    try:
+        assert read_completion(body).alone
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 3 * len(body)  # 200,000 lists of lists take thirty times as much
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (b"", "truncated"),
+        (b"prompt=a", "malformed"),
+        (b"[]", "Expected `object`"),
+        (b'"text"', "Expected `object`"),
+        (b'{"prompt": "a"', "truncated"),
+        (b'{"prompt": "a"} {"prompt": "b"}', "trailing"),
+        (b'{"prompt": NaN}', "malformed"),
+        (b'{"prompt": "\xff"}', "utf-8"),
+        (b'{"prompt": "a", "user": "\xff"}', "utf-8"),
+        (b'{"prompt": "\\ud800"}', "truncated"),
+        (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "recursion"),
+        (b'{"prompt": "a", "kv_transfer_params": {}}', "leave it out"),
+        (b'{"prompt": "a", "kv_transfer_params": {"do_remote_prefill": true}}', "leave it out"),
+        (b'{"prompt": "a", "kv_transfer_params": null, "kv_transfer_params": {}}', "leave it out"),
+        (b'{"prompt": "a", "kv_transfer_p\\u0061rams": 0}', "leave it out"),
+    ],
+    ids=lambda value: repr(value[:50]),
+)
+def test_a_body_that_cannot_be_sent_on_is_refused_with_a_reason(body, reason):
+    with pytest.raises(RequestMalformed, match=reason):
+        read_completion(body)
+
+
+@pytest.mark.parametrize("failed", [False, True])
+@pytest.mark.parametrize(
+    "answer", [b"", b'{"id": 1}', b'{"id" : "\\u0041"}', b'{"error": {"message": "no such model"}}', b"<html>"]
+)
+def test_an_answer_that_does_not_speak_of_tickets_stays_as_it_is(answer, failed):
+    assert without_params(answer, failed=failed) == answer
+
+
+@pytest.mark.parametrize("params", ["null", '{"kvflow": {"mac": "abc"}}'])
+def test_tickets_are_cut_out_of_an_answer(params):
+    answer = b'{"id" : "\\u0041","kv_transfer_params":%b,"text":"of kv_transfer_params"}' % params.encode()
+    assert without_params(answer, failed=False) == b'{"id":"\\u0041","text":"of kv_transfer_params"}'
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"{\"error\": {\"message\": \"1 validation error: {'input': {'kv_transfer_params': {'mac': 'abc'}}}\"}}",
+        b'kv_transfer_params: {"mac": "abc"}',
+    ],
+)
+def test_an_error_that_quotes_a_ticket_is_replaced(answer):
+    kept = without_params(answer, failed=True)
+    assert b"abc" not in kept
+    assert "message" in msgspec.json.decode(kept).get("error", {"message": ""})

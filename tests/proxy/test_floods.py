@@ -1,0 +1,203 @@
+"""Clients of a proxy that say nothing, or are slow: each is given up, and keeps nobody else from being served."""
+
+import asyncio
+import json
+import resource
+import sys
+import time
+from contextlib import asynccontextmanager
+
+import aiohttp
+import pytest
+
+from .test_command import start
+from .test_server import ASKED, open_rig
+from .upstream import DECODED, PREFILLED, open_upstream, stream
+
+PATIENCE_S = 60.0
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+SILENT = {
+    "no byte": b"",
+    "half a head": HEAD,
+    "no body": HEAD + b"Content-Length: 100\r\n\r\n",
+    "half a body": HEAD + b'Content-Length: 100\r\n\r\n{"prompt"',
+    "no chunk": HEAD + b"Transfer-Encoding: chunked\r\n\r\n",
+}
+
+
+@asynccontextmanager
+async def connected(url, sent, *, number=1):
+    """Connect clients that each send something, and then nothing."""
+    host, port = url.removeprefix("http://").split(":")
+    clients = []
+    try:
+        for _ in range(number):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(sent)
+            clients.append((reader, writer))
+        yield clients
+    finally:
+        for _, writer in clients:
+            writer.transport.abort()
+
+
+@asynccontextmanager
+async def open_process(*flags):
+    """Run ``kvflow proxy`` before two servers; yield its URL."""
+    async with asyncio.timeout(4 * PATIENCE_S), open_upstream(PREFILLED) as prefill, open_upstream(DECODED) as decode:
+        process = await start(
+            "--prefill", prefill.url, "--decode", decode.url, "--listen", "127.0.0.1:0", "--log", "/dev/null", *flags
+        )
+        try:
+            yield (await process.stdout.readline()).decode().split()[-1]
+        finally:
+            process.kill()
+            await process.communicate()
+
+
+@pytest.fixture
+def files():
+    """Allow this process as many files as may be; return how many."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    yield hard
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("number", [1024, 5000])
+@pytest.mark.parametrize("kind", ["no byte", "no body"])
+async def test_an_honest_client_is_served_beside_silent_ones(kind, number, files, capsys):
+    if files < number + 1000:
+        pytest.skip(f"{number} connections need a higher limit of open files than {files}")
+    deadlines = ("--headers-timeout-s", "3600", "--body-timeout-s", "3600")
+    async with open_process(*deadlines) as url, connected(url, SILENT[kind], number=number) as silent:
+        async with aiohttp.ClientSession() as session, session.get(f"{url}/health") as answer:
+            assert answer.status == 200  # all are accepted by now
+        taken = []
+        for _ in range(5):
+            async with aiohttp.ClientSession() as session:
+                started = time.perf_counter()
+                async with session.post(f"{url}/v1/completions", json=ASKED) as answer:
+                    assert answer.status == 200
+                    await answer.read()
+                taken.append(time.perf_counter() - started)
+        gone = sum(reader.at_eof() or reader.exception() is not None for reader, _ in silent)
+        assert (gone > 0) is (number > 4096)  # none was given up that room was left for
+        with capsys.disabled():
+            sys.stdout.write(f"\n{number} clients, {kind}: others served within {max(taken) * 1e3:.0f} ms")
+
+
+@pytest.mark.parametrize("kind", SILENT)
+async def test_a_silent_client_is_given_up(kind):
+    settings = {"headers_timeout_s": 0.1, "body_timeout_s": 0.1}
+    async with open_rig(**settings) as rig, connected(rig.url, SILENT[kind]) as [(reader, _)]:
+        said = await reader.read()
+        assert said.startswith(b"HTTP/1.1 408 ") is (b"\r\n\r\n" in SILENT[kind])
+        assert not rig.prefill[0].bodies
+
+
+async def test_an_idle_connection_is_closed_after_its_answer():
+    async with open_rig(headers_timeout_s=1.0) as rig:
+        body = json.dumps(ASKED).encode()
+        whole = HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
+        async with connected(rig.url, whole) as [(reader, _)]:
+            assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize("kind", ["half a head", "no body"])
+async def test_a_byte_now_and_then_buys_no_time(kind):
+    settings = {"headers_timeout_s": 0.2, "body_timeout_s": 0.2, "body_rate_min": 1 << 20}
+    async with open_rig(**settings) as rig, connected(rig.url, SILENT[kind]) as [(reader, writer)]:
+
+        async def trickle():
+            while True:
+                writer.write(b"x")
+                await asyncio.sleep(0.01)
+
+        trickling = asyncio.create_task(trickle())
+        try:
+            await reader.read()
+        except ConnectionResetError:
+            pass  # it was sending when it was cut off
+        finally:
+            trickling.cancel()
+        assert not rig.prefill[0].bodies
+
+
+async def test_requests_that_wait_for_their_bodies_do_not_count_as_in_flight():
+    async with open_rig(requests_max=1) as rig, connected(rig.url, SILENT["no body"], number=5):
+        assert (await rig.send())[0] == 200
+
+
+async def test_a_newcomer_takes_the_place_of_the_oldest_that_waits():
+    go = asyncio.Event()
+    decode = stream(b"data: 1\n\n", go, b"data: 2\n\n")
+    async with open_rig(decode=[decode], connections_max=2) as rig, rig.post(stream=True) as answer:
+        assert await answer.content.readany() == b"data: 1\n\n"
+        async with connected(rig.url, SILENT["no body"], number=2) as [(first, _), _]:
+            assert await first.read() == b""
+            go.set()
+            assert await answer.read() == b"data: 2\n\n"  # the one that is served stays
+
+
+async def test_a_body_is_refused_before_it_comes_if_it_says_that_it_is_too_long():
+    head = HEAD + b"Content-Length: 1001\r\n\r\n"
+    async with open_rig(body_bytes_max=1000) as rig, connected(rig.url, head) as [(reader, _)]:
+        assert (await reader.readline()).startswith(b"HTTP/1.1 413 ")
+
+
+async def test_a_body_of_wrong_chunks_is_refused():
+    head = HEAD + b"Expect: 100-continue\r\nTransfer-Encoding: chunked\r\n\r\n"
+    async with open_rig(body_timeout_s=0.1) as rig, connected(rig.url, head) as [(reader, writer)]:
+        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        writer.write(b"xyz\r\n")
+        # Some parsers of aiohttp say what is wrong, and with others a body never ends.
+        assert (await reader.readline()).startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 408 "))
+        assert not rig.prefill[0].bodies
+
+
+async def test_bodies_hold_no_more_bytes_together_than_is_said():
+    settings = {"held_bytes_max": 300_000, "body_bytes_max": 250_000}
+    half = HEAD + b"Content-Length: 240000\r\n\r\n" + b"x" * 200_000
+    async with open_rig(**settings) as rig, connected(rig.url, half) as [(reader, _)]:
+        while (await rig.send(prompt="x" * 200_000))[0] != 200:
+            pass  # both are on their way, and the larger one is refused
+        assert (await reader.readline()).startswith(b"HTTP/1.1 503 ")
+
+
+LONG_JSON = json.dumps({"choices": [{"text": "x" * (32 << 20)}]}).encode()
+
+
+@pytest.mark.parametrize("kind", ["stream", "whole"])
+async def test_a_client_that_does_not_read_is_given_up(kind, caplog):
+    caplog.set_level("INFO")
+    body = json.dumps({**ASKED, "stream": kind == "stream"}).encode()
+    whole = HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    never = asyncio.Event()
+    decode = stream(*[b"x" * (1 << 20)] * 32, never)
+    if kind == "whole":
+
+        async def decode(request):
+            return aiohttp.web.Response(body=LONG_JSON, content_type="application/json")
+
+    rig_with_both = open_rig(decode=[decode, DECODED], write_timeout_s=0.2)
+    async with rig_with_both as rig, connected(rig.url, b"") as [(reader, writer)]:
+        reader._transport.pause_reading()
+        writer.write(whole)
+        while not any("client_lost" in str(record.msg) for record in caplog.records):
+            assert (await rig.get("/health"))[0] == 200
+        if kind == "stream":
+            await rig.decode[0].cancelled.wait()
+        assert (await rig.send())[0] == 200
+        reader._transport.resume_reading()
+        with pytest.raises((asyncio.IncompleteReadError, ConnectionResetError)):
+            await reader.readexactly(len(LONG_JSON))
+
+
+async def test_health_asks_the_servers_once_for_all_who_ask():
+    async with open_rig() as rig:
+        answers = await asyncio.gather(*(rig.get("/health") for _ in range(50)))
+        assert {status for status, _ in answers} == {200}
+        assert rig.prefill[0].checks < 5
+        assert rig.decode[0].checks < 5
