@@ -1,15 +1,125 @@
-"""What several commands read from their arguments."""
+"""What several commands need: parsers with a description and an example, and checked values of flags."""
 
 import argparse
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+import kvflow
+from kvflow.config import KEY_VARIABLE, WorkerConfig
+
+if TYPE_CHECKING:
+    # argparse gives this class no public name.
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001
+
+PORT_MAX = (1 << 16) - 1
+
+CHECKOUT = Path(kvflow.__file__).parents[1]
+"""The root of kvflow's repository, if this runs from a checkout."""
 
 
-def address(text: str) -> str:
-    """Check ``host:port`` and return it.
+def add_command(
+    commands: "Subparsers", name: str, *, summary: str, description: str, examples: str
+) -> argparse.ArgumentParser:
+    """Add a command whose ``--help`` says what it does and shows how to call it.
+
+    Args:
+        commands: the object that ``add_subparsers`` returned.
+        name: of the command.
+        summary: one line for the list of commands.
+        description: what it does, first sentence first.
+        examples: command lines, one in each line.
+    """
+    lines = [f"  {line}" for line in examples.strip().splitlines()]
+    return commands.add_parser(
+        name,
+        help=summary,
+        description=description,
+        epilog="\n".join([f"example{'s' if len(lines) > 1 else ''}:", *lines]),
+        formatter_class=_Formatter,
+    )
+
+
+class _Formatter(argparse.HelpFormatter):
+    """Fills the description, and keeps the lines of the examples."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if text.startswith("example") else super()._fill_text(text, width, indent)
+
+
+def address(text: str, *, port_min: int = 1) -> str:
+    """Check ``HOST:PORT`` and return it.
 
     Raises:
         ArgumentTypeError: it is something else.
     """
     host, _, port = text.rpartition(":")
-    if not (host and port.isdecimal() and 0 < int(port) < 1 << 16):
-        raise argparse.ArgumentTypeError(f"{text!r} is not host:port with a port from 1 to 65535")
+    if not (host and port.isdecimal() and port_min <= int(port) <= PORT_MAX):
+        raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT with a port from {port_min} to {PORT_MAX}")
     return text
+
+
+def at_least(minimum: int) -> Callable[[str], int]:
+    """Return a reader of integers that are not below a minimum."""
+
+    def read(text: str) -> int:
+        number = int(text)
+        if number < minimum:
+            raise argparse.ArgumentTypeError(f"{number} is below {minimum}")
+        return number
+
+    read.__name__ = "int"  # argparse names it where the text is no number
+    return read
+
+
+def above_0(kind: type[float] | type[int]) -> Callable[[str], float]:
+    """Return what reads a number above 0."""
+
+    def read(text: str) -> float:
+        number = kind(text)
+        if not 0 < number < float("inf"):
+            raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
+        return number
+
+    read.__name__ = kind.__name__  # argparse names it where the text is no number
+    return read
+
+
+def server(text: str) -> str:
+    """Check the base URL of a server and return it, without a slash at its end.
+
+    Raises:
+        ArgumentTypeError: it is something else.
+    """
+    try:
+        parts = urlsplit(text)
+        sound = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
+    except ValueError:
+        sound = False
+    if not sound or parts.path.strip("/") or parts.query or parts.fragment:
+        raise argparse.ArgumentTypeError(f"{text!r} is not http://HOST:PORT")
+    return text.rstrip("/")
+
+
+def member_config(keys: Sequence[str] = ()) -> WorkerConfig:
+    """Return the settings of a command that is a member of the cluster, as the environment says.
+
+    Args:
+        keys: public keys of the workers that it dials; a private key in the environment needs no others.
+    """
+    has_own_key = bool(os.environ.get(KEY_VARIABLE))
+    return WorkerConfig(engine_id="kvflow", allowed_keys=tuple(keys) if keys or has_own_key else None)
+
+
+def missing_checkout(module: str, command: str) -> str:
+    """Return why a command cannot run: its module is in kvflow's repository only. Empty if it can run.
+
+    Args:
+        module: that the command needs, by its dotted name.
+        command: as the user calls it.
+    """
+    if module.startswith("kvflow.") or CHECKOUT.joinpath(*module.split(".")).with_suffix(".py").exists():
+        return ""
+    return f"{command} needs a checkout of kvflow's repository: kvflow was imported from {CHECKOUT}"

@@ -6,23 +6,23 @@ import os
 import socket
 import sys
 from pathlib import Path
+from time import monotonic, sleep
 from typing import TYPE_CHECKING
 
-import kvflow
-from kvflow.bench.writing import try_to_write
-from kvflow.cli.arguments import address
+from kvflow.calibrate.writing import try_to_write
+from kvflow.cli.arguments import add_command, address, at_least, missing_checkout
+from kvflow.cli.findings import ProgressLine, print_failure
 from kvflow.config import CALIBRATION_VARIABLE
 from kvflow.errors import KvflowError
 
 if TYPE_CHECKING:
-    # What argparse calls the object is private; this is its only use.
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001
+    from kvflow.cli.arguments import Subparsers
 
 BENCHMARKS = {
     "descriptors": (15, "cost of descriptors by count and size, and direct against staged reads"),
-    "layouts": (15, "packed against per-layer, by block count and half-page size"),
+    "layouts": (15, "speed of packed against per-layer caches, by block count and half-page size"),
     "pull": (300, "latency and throughput of one pull by size, with its fence, by phase"),
-    "fence": (300, "what the fence and the release add to a pull, paired"),
+    "fence": (300, "cost that the fence and the release add to a pull"),
     "loop": (5, "lag of the event loop while 1 GiB moves, and idle"),
     "idle": (5, "CPU of an idle worker, alone and with 50 peers"),
 }
@@ -31,48 +31,65 @@ BENCHMARKS = {
 AT_SOURCES = ("pull", "descriptors")
 """Benchmarks that can read from a source elsewhere."""
 
-CHECKOUT = Path(kvflow.__file__).parents[1]
-"""Where kvflow's repository is, if this runs from one."""
+ON_DEVICES = ("pull", "layouts", "descriptors")
+"""Benchmarks whose caches may lie on a device."""
 
-FROM_A_CHECKOUT = {"fence": "tests.benchmarks.fence"}
-"""Benchmarks that the package does not contain: a worker without a fence must not be had by installing it."""
+PACKAGED = {"descriptors": "kvflow.calibrate.descriptors", "pull": "kvflow.calibrate.pull"}
+"""Benchmarks that users run on their own machines. All others are in ``tests/benchmarks`` of a checkout."""
 
 CALIBRATION_FILE = "kvflow-calibration.json"
 
 CONNECT_S = 10.0
 """How long a source elsewhere may take to accept. A network that drops packets would have us wait for minutes."""
 
+SOURCE_START_S = 15.0
+"""How long a source that was started at the same time may take until it listens."""
+
 
 def add_parser(commands: "Subparsers") -> None:
     """Add ``bench`` to the command line."""
-    parser = commands.add_parser("bench", help="measure kvflow beside bare NIXL, between two processes")
+    parser = add_command(
+        commands,
+        "bench",
+        summary="measure kvflow beside bare NIXL, between two processes",
+        description="Measure what kvflow costs beside bare NIXL, plain TCP and memcpy, between two processes.",
+        examples="kvflow bench pull --rounds 50",
+    )
     kinds = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
     for name, (rounds, summary) in BENCHMARKS.items():
-        kind = kinds.add_parser(name, help=summary)
-        kind.add_argument("--rounds", type=int, default=rounds, help="paired rounds (default: %(default)s)")
-        kind.add_argument("--seed", type=int, default=0, help="of block ids (default: %(default)s)")
+        kind = add_command(
+            kinds, name, summary=summary, description=f"Measure the {summary}.", examples=f"kvflow bench {name}"
+        )
+        kind.add_argument(
+            "--rounds", type=at_least(1), default=rounds, help="most paired rounds (default: %(default)s)"
+        )
+        kind.add_argument("--seed", type=int, default=0, help="seed of the block ids (default: %(default)s)")
         kind.add_argument("--json", action="store_true", help="print JSON instead of tables")
         if name in AT_SOURCES:
             kind.add_argument(
                 "--source",
                 type=address,
                 metavar="HOST:PORT",
-                help="a source that runs already: python -m kvflow.bench.source --listen HOST:PORT",
+                help="address of a running source (python -m kvflow.calibrate.source --listen HOST:PORT)",
             )
+        if name in ON_DEVICES:
+            kind.add_argument(
+                "--device", default="cpu", help="where our cache lies: cpu, cuda or cuda:1 (default: %(default)s)"
+            )
+            kind.add_argument("--source-device", help="where the source's cache lies (default: that of --device)")
         if name == "descriptors":
             kind.add_argument(
-                "--calibrate", action="store_true", help="write the measured constants into a file, and stop"
+                "--calibrate", action="store_true", help="write the measured constants into the --output file, and stop"
             )
-            kind.add_argument("--output", default=CALIBRATION_FILE, help="that file (default: %(default)s)")
+            kind.add_argument("--output", default=CALIBRATION_FILE, help="file for --calibrate (default: %(default)s)")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Run one benchmark and print its tables; 1 if it, or its source, is not there, or a file not written."""
-    module = FROM_A_CHECKOUT.get(options.benchmark)
-    if module is not None and not CHECKOUT.joinpath(*module.split(".")).with_suffix(".py").exists():
-        where = "a checkout of kvflow's repository"
-        print(f"kvflow bench {options.benchmark} runs from {where} only; this is {CHECKOUT}", file=sys.stderr)
+    module = PACKAGED.get(options.benchmark, f"tests.benchmarks.{options.benchmark}")
+    if problem := missing_checkout(module, f"kvflow bench {options.benchmark}"):
+        print(problem, file=sys.stderr)
         return 1
     source = options.source if options.benchmark in AT_SOURCES else None
     output = options.output if getattr(options, "calibrate", False) else None
@@ -87,29 +104,36 @@ def run(options: argparse.Namespace) -> int:
     import msgspec  # noqa: PLC0415
     import uvloop  # noqa: PLC0415
 
-    from kvflow.bench.result import Result, header  # noqa: PLC0415
+    from kvflow.calibrate.geometry import Devices  # noqa: PLC0415
+    from kvflow.calibrate.result import Result, header  # noqa: PLC0415
+    from kvflow.memory.device import require_device  # noqa: PLC0415
 
     about = header()
-    benchmark = importlib.import_module(module or f"kvflow.bench.{options.benchmark}")
-    extra = [source] if options.benchmark in AT_SOURCES else []
+    benchmark = importlib.import_module(module)
+    extra = {"source_address": source} if options.benchmark in AT_SOURCES else {}
     if options.benchmark == "descriptors":
-        extra.append(output)
+        extra["output"] = output
+    progress = ProgressLine(as_json=options.json)
     try:
-        tables = uvloop.run(benchmark.run(options.rounds, options.seed, _show_progress, *extra))
+        if options.benchmark in ON_DEVICES:
+            extra["devices"] = devices = Devices(here=options.device, there=options.source_device or options.device)
+            for device in {devices.here, *([] if source else [devices.there])}:
+                require_device(device)
+        tables = uvloop.run(benchmark.run(options.rounds, options.seed, progress, **extra))
     except KvflowError as error:
-        _show_progress("")
-        print(error, file=sys.stderr)
-        return 1
-    _show_progress("")
+        progress("")
+        return print_failure(f"kvflow bench {options.benchmark}", error, as_json=options.json)
+    finally:
+        progress("")
     result = Result(name=options.benchmark, header=about, tables=tables)
     print(msgspec.json.encode(result).decode() if options.json else result)
     return 0
 
 
 def _problem(source: str | None, output: str | None) -> str:
-    """Say what would end the benchmark in vain: a source that is not there, a file that cannot be written."""
+    """Check what would make the benchmark fail at its end: a missing source, or a file that cannot be written."""
     if source is not None and (reason := _why_unreachable(source)):
-        remedy = "start one with python -m kvflow.bench.source --listen HOST:PORT"
+        remedy = "start one with python -m kvflow.calibrate.source --listen HOST:PORT"
         return f"no source at {source}: {reason}; {remedy}"
     if output is not None:
         try:
@@ -120,16 +144,20 @@ def _problem(source: str | None, output: str | None) -> str:
 
 
 def _why_unreachable(address: str) -> str:
-    """Connect to ``host:port`` once and hang up, which a source takes no notice of; return what failed, or nothing."""
+    """Connect to ``host:port`` and hang up, which a source ignores; return why that failed, or an empty string.
+
+    A source that was started together with the benchmark may not listen yet, so a refusal is repeated.
+    """
     host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
-    except (OSError, UnicodeError) as error:  # a name that no resolver would take is a UnicodeError
-        return str(error)
-    return ""
-
-
-def _show_progress(text: str) -> None:
-    """Show one line that replaces itself, on a terminal only."""
-    if sys.stderr.isatty():
-        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+    deadline = monotonic() + SOURCE_START_S
+    while True:
+        try:
+            socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
+        except ConnectionRefusedError as error:
+            if monotonic() >= deadline:
+                return str(error)
+            sleep(0.2)
+        except (OSError, UnicodeError) as error:  # a name that no resolver would take is a UnicodeError
+            return str(error)
+        else:
+            return ""

@@ -4,30 +4,53 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
+from kvflow.cli.arguments import add_command
 from kvflow.config import KEY_VARIABLE, SECRET_VARIABLE
 
 if TYPE_CHECKING:
-    # What argparse calls the object is private; this is its only use.
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001
+    from kvflow.cli.arguments import Subparsers
 
 PRIVATE_KEY_BYTES = 32
 
 
 def add_parser(commands: "Subparsers") -> None:
     """Add ``keys`` to the command line."""
-    parser = commands.add_parser("keys", help="draw a cluster secret, or a key pair for one worker")
+    parser = add_command(
+        commands,
+        "keys",
+        summary="draw a cluster secret, or a key pair for one worker",
+        description="Draw the secret that all workers of a cluster share, or a key pair for one worker beside it.",
+        examples="kvflow keys secret >> kvflow.env",
+    )
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
-    for name, run, text in (
-        ("secret", run_secret, "draw a cluster secret and print it"),
-        ("pair", run_pair, "draw a key pair for one worker and print it"),
-        ("public", run_public, "read a private key from standard input and print its public key"),
-    ):
-        kinds.add_parser(name, help=text).set_defaults(run=run)
+    add_command(
+        kinds,
+        "secret",
+        summary="draw a cluster secret and print it",
+        description="Print KVFLOW_CLUSTER_SECRET= and a new secret of 256 bits, for every worker of the cluster.",
+        examples="(umask 077; kvflow keys secret >> kvflow.env)",
+    ).set_defaults(run=run_secret)
+    add_command(
+        kinds,
+        "pair",
+        summary="draw a key pair for one worker and print it",
+        description="Print KVFLOW_PRIVATE_KEY= and a new private key for one worker. A comment above it holds the "
+        "public key, which the other workers list in allowed_keys.",
+        examples="(umask 077; kvflow keys pair >> prefill-0.env)",
+    ).set_defaults(run=run_pair)
+    add_command(
+        kinds,
+        "public",
+        summary="read a private key from standard input and print its public key",
+        description="Read a private key, or the output of kvflow keys pair, from standard input, and print its public "
+        "key. A private key is no argument, because every user of the machine sees arguments.",
+        examples="kvflow keys public < prefill-0.env",
+    ).set_defaults(run=run_public)
 
 
 def run_secret(_options: argparse.Namespace) -> int:
     """Print a new cluster secret, as a line of an environment file."""
-    from kvflow.rendezvous.keys import draw_secret  # noqa: PLC0415 - the other commands need no ZeroMQ
+    from kvflow.rendezvous.issuer import draw_secret  # noqa: PLC0415 - the other commands need no ZeroMQ
 
     print(f"{SECRET_VARIABLE}={draw_secret()}")
     return 0
@@ -35,7 +58,7 @@ def run_secret(_options: argparse.Namespace) -> int:
 
 def run_pair(_options: argparse.Namespace) -> int:
     """Print a new key pair: the private key as a line of an environment file, the public one as a remark."""
-    from kvflow.rendezvous.keys import draw_pair  # noqa: PLC0415 - the other commands need no ZeroMQ
+    from kvflow.rendezvous.issuer import draw_pair  # noqa: PLC0415 - the other commands need no ZeroMQ
 
     private, public = draw_pair()
     print(f"# public key, for allowed_keys of the others: {public}")
@@ -45,7 +68,7 @@ def run_pair(_options: argparse.Namespace) -> int:
 
 def run_public(_options: argparse.Namespace) -> int:
     """Print the public key of the private one on standard input; a line of ``kvflow keys pair`` will do."""
-    from kvflow.rendezvous.keys import public_key  # noqa: PLC0415 - the other commands need no ZeroMQ
+    from kvflow.rendezvous.issuer import public_key  # noqa: PLC0415 - the other commands need no ZeroMQ
 
     # Never an argument: every user of the machine sees those.
     lines = [line.strip() for line in sys.stdin if line.strip() and not line.startswith("#")]
@@ -55,7 +78,10 @@ def run_public(_options: argparse.Namespace) -> int:
     except ValueError:
         private = b""
     if len(private) != PRIVATE_KEY_BYTES:
-        print("standard input is no private key: give one line of 64 hexadecimal digits", file=sys.stderr)
+        print(
+            "kvflow keys public: standard input holds no private key. Give one line of 64 hexadecimal digits.",
+            file=sys.stderr,
+        )
         return 2
     print(public_key(private))
     return 0

@@ -54,7 +54,7 @@ class Row(NamedTuple):
     Attributes:
         title: what it is.
         detail: how many of what.
-        layers: name of a layer, and what of it lies where.
+        layers: name of a layer, and where its parts lie.
         padding: bytes of the block that it leaves unused.
     """
 

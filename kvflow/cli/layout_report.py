@@ -55,6 +55,18 @@ class GroupFigures(Struct, frozen=True):
     padding_bytes: int
 
 
+class PeerFigures(Struct, frozen=True):
+    """What an engine of the same model and layout reads of this one.
+
+    Attributes:
+        tp_size: its ranks.
+        descriptors: that its first rank reads for one of its blocks of every group, from all ranks together.
+    """
+
+    tp_size: int
+    descriptors: int
+
+
 class Report(Struct, frozen=True):
     """What ``kvflow layout`` shows.
 
@@ -74,6 +86,7 @@ class Report(Struct, frozen=True):
         nbytes: of the allocation.
         padding_percent: of one block of every group together.
         enlarged: whether blocks were enlarged so that a page of attention holds a state.
+        peer: an engine that reads this one.
         groups: in the order of block ids.
         layers: layer name -> figures.
     """
@@ -93,11 +106,12 @@ class Report(Struct, frozen=True):
     nbytes: int
     padding_percent: float
     enlarged: bool
+    peer: PeerFigures
     groups: tuple[GroupFigures, ...]
     layers: dict[str, LayerFigures]
 
 
-def summarize(plan: CachePlan, model: str, *, layout: str, kv: str, enlarged: bool) -> Report:
+def summarize(plan: CachePlan, model: str, *, layout: str, kv: str, enlarged: bool, peer: PeerFigures) -> Report:
     """Gather the figures of a planned cache."""
     groups = tuple(_group_figures(plan, group) for group in plan.groups)
     positions = max(group.layers for group in groups)
@@ -118,6 +132,7 @@ def summarize(plan: CachePlan, model: str, *, layout: str, kv: str, enlarged: bo
         nbytes=plan.nbytes,
         padding_percent=100 * padding / (plan.bytes_per_block * len(groups)),
         enlarged=enlarged,
+        peer=peer,
         groups=groups,
         layers={
             name: LayerFigures(index, page_bytes(plan.specs[name], plan.shard), _component_figures(plan, name))
@@ -164,6 +179,10 @@ def as_text(report: Report) -> str:
             f"{report.tensors} ({kind_of_tensors})",
         ),
         ("padding", f"{report.padding_percent:.1f} % of one block of every group"),
+        (
+            "descriptors",
+            f"{report.peer.descriptors:,} for a block of every group, read by rank 0 of {report.peer.tp_size}",
+        ),
     ]
     if report.dcp_size > 1:
         divided = [index for index, group in enumerate(report.groups) if group.block_tokens > group.block_size]

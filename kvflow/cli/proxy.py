@@ -2,25 +2,23 @@
 
 import argparse
 import asyncio
+import os
 import resource
 import signal
 import sys
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 import msgspec
 
-from kvflow.cli.arguments import address
-from kvflow.demo.intake import ProxyConfig
+from kvflow.cli.arguments import above_0, add_command, address, server
 from kvflow.observability.logs import configure_logging
+from kvflow.proxy.intake import ProxyConfig
 
 if TYPE_CHECKING:
-    # What argparse calls the object is private; this is its only use.
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001
+    from kvflow.cli.arguments import Subparsers
 
 LISTEN = "127.0.0.1:8000"
 
@@ -28,22 +26,29 @@ FILES_MAX = 1 << 16
 """Open files that the proxy asks for: more than its settings need by default, and what many systems allow."""
 
 SETTINGS = {
-    "prefill_timeout_s": "after which the next prefill server is asked",
-    "requests_max": "requests that are with a server at once; more are answered 503",
-    "connections_max": "connections of clients; above, the oldest without a whole request is closed",
-    "headers_timeout_s": "for the headers of a request, and for an idle connection",
-    "body_timeout_s": "for a body, in addition to its bytes at --body-rate-min",
-    "body_rate_min": "bytes a second that a body must come with",
-    "body_bytes_max": "bytes of a request, and of an answer that is not streamed",
-    "held_bytes_max": "bytes of all requests and answers together; above, a large and slow body is refused",
-    "write_timeout_s": "for a client to take 64 KiB of an answer",
+    "prefill_timeout_s": "seconds before the proxy asks the next prefill server",
+    "requests_max": "most requests at servers at once; further requests get 503",
+    "connections_max": "most client connections; above this, the oldest one without a complete request is closed",
+    "headers_timeout_s": "timeout for the headers of a request, and for an idle connection",
+    "body_timeout_s": "timeout for a body, plus the time for its bytes at --body-rate-min",
+    "body_rate_min": "slowest rate of a body, in bytes per second",
+    "body_bytes_max": "most bytes of a request, or of an answer that is not streamed",
+    "held_bytes_max": "most bytes of all requests and answers together; above this, large slow bodies are refused",
+    "write_timeout_s": "timeout for a client to read 64 KiB of an answer",
 }
 """Numbers of ``ProxyConfig``, each a flag of that name."""
 
 
 def add_parser(commands: "Subparsers") -> None:
     """Add ``proxy`` to the command line."""
-    parser = commands.add_parser("proxy", help="send completions to a prefill server, then to a decode server")
+    parser = add_command(
+        commands,
+        "proxy",
+        summary="send completions to a prefill server, then to a decode server",
+        description="Serve the completions API of OpenAI. Send each request to a prefill server first, and then, with "
+        "the transfer parameters of its answer, to a decode server. Servers of one kind take turns.",
+        examples="kvflow proxy --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200 --listen 127.0.0.1:8000",
+    )
     for role in ("prefill", "decode"):
         parser.add_argument(
             f"--{role}",
@@ -51,34 +56,42 @@ def add_parser(commands: "Subparsers") -> None:
             action="append",
             required=True,
             metavar="URL",
-            help=f"a {role} server, http://HOST:PORT; several are taken in turn",
+            help=f"a {role} server, http://HOST:PORT; repeat it for more servers, which take turns",
         )
     parser.add_argument(
-        "--listen", type=listening, default=LISTEN, metavar="HOST:PORT", help="for clients (default: %(default)s)"
+        "--listen",
+        type=listening,
+        default=LISTEN,
+        metavar="HOST:PORT",
+        help="address for clients (default: %(default)s)",
     )
     fields = {field.name: field for field in msgspec.structs.fields(ProxyConfig)}
     for name, meaning in SETTINGS.items():
         seconds = fields[name].type is float
         parser.add_argument(
             f"--{name.replace('_', '-')}",
-            type=_above_0(float if seconds else int),
+            type=above_0(float if seconds else int),
             default=fields[name].default,
             metavar="SECONDS" if seconds else "N",
             help=f"{meaning} (default: %(default)s)",
         )
-    parser.add_argument("--log", type=Path, help="file for the log, JSON lines; standard error by default")
+    parser.add_argument("--log", type=Path, help="file for the log, as JSON lines; standard error if not given")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serve until told to stop; 0 then, 1 if there is no listening there, 2 without aiohttp."""
+    """Serve until told to stop; 0 then, 1 if the address is taken, 2 without aiohttp or a log that can be written."""
     if find_spec("aiohttp") is None:
-        print("the proxy speaks HTTP with aiohttp: pip install 'kvflow[proxy]'", file=sys.stderr)
+        print("kvflow proxy: aiohttp is not installed. Install it with pip install 'kvflow[proxy]'", file=sys.stderr)
         return 2
     # Loaded here, so that other commands and --help do not wait for it.
     import uvloop  # noqa: PLC0415
 
-    configure_logging(options.log)
+    try:
+        configure_logging(options.log)
+    except OSError as error:
+        print(f"kvflow proxy: --log {options.log} cannot be written: {error.strerror}", file=sys.stderr)
+        return 2
     config = ProxyConfig(
         prefill=tuple(options.prefill),
         decode=tuple(options.decode),
@@ -97,7 +110,7 @@ def _raise_file_limit() -> None:
 
 
 async def _serve(config: ProxyConfig, listen: str) -> int:
-    from kvflow.demo.proxy import open_proxy  # noqa: PLC0415
+    from kvflow.proxy.server import open_proxy  # noqa: PLC0415
 
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -107,27 +120,14 @@ async def _serve(config: ProxyConfig, listen: str) -> int:
         try:
             listening_at = await stack.enter_async_context(open_proxy(config, host, int(port)))
         except OSError as error:
-            print(f"there is no listening at {listen}: {error}", file=sys.stderr)
+            print(
+                f"kvflow proxy: cannot listen on {listen}: {os.strerror(error.errno) if error.errno else error}",
+                file=sys.stderr,
+            )
             return 1
         print(f"listening at http://{listening_at}", flush=True)
         await stopped.wait()
     return 0
-
-
-def server(text: str) -> str:
-    """Check the base URL of a server and return it, without a slash at its end.
-
-    Raises:
-        ArgumentTypeError: it is something else.
-    """
-    try:
-        parts = urlsplit(text)
-        sound = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
-    except ValueError:
-        sound = False
-    if not sound or parts.path.strip("/") or parts.query or parts.fragment:
-        raise argparse.ArgumentTypeError(f"{text!r} is not http://HOST:PORT")
-    return text.rstrip("/")
 
 
 def listening(text: str) -> str:
@@ -136,17 +136,4 @@ def listening(text: str) -> str:
     Raises:
         ArgumentTypeError: it is something else.
     """
-    return text if text.rpartition(":")[0] and text.endswith(":0") else address(text)
-
-
-def _above_0(kind: type[float] | type[int]) -> Callable[[str], float]:
-    """Return what reads a number above 0."""
-
-    def read(text: str) -> float:
-        number = kind(text)
-        if not 0 < number < float("inf"):
-            raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
-        return number
-
-    read.__name__ = kind.__name__  # argparse names it where the text is no number
-    return read
+    return address(text, port_min=0)

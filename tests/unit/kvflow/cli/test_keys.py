@@ -23,8 +23,8 @@ def test_a_worker_runs_with_what_is_drawn(capsys, monkeypatch):
         monkeypatch.setenv(name, value)
     config = WorkerConfig(engine_id="prefill-0", allowed_keys=(pair.splitlines()[0].split()[-1],))
     config.check()
-    assert variables(secret) == {SECRET_VARIABLE: config.secret()}
-    assert variables(pair) == {KEY_VARIABLE: config.own_key().hex()}
+    assert variables(secret) == {SECRET_VARIABLE: config.security.secret}
+    assert variables(pair) == {KEY_VARIABLE: config.security.own_key.hex()}
 
 
 def test_the_public_key_of_a_private_one(capsys, monkeypatch):

@@ -107,11 +107,8 @@ def test_a_config_may_come_from_a_path(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("gpt-5",), "'gpt-5' is neither bundled nor a file or folder"),
-        (("gpt-2", "--tp", "2", "--rank", "2"), "tp_rank is 2, but tp_size is 2"),
-        (("gpt-2", "--tp", "0"), "tp_size"),
-        (("gpt-2", "--rank", "-1"), "tp_rank"),
-        (("gpt-2", "--block-size", "0"), "block_size"),
+        (("gpt-5",), "'gpt-5' is neither a bundled model nor a file or folder"),
+        (("gpt-2", "--tp", "2", "--rank", "2"), "--rank is 2, but --tp is 2"),
         (("deepseek-v4-style", "--block-size", "16"), "multiple of 128"),
         (("deepseek-v4-style", "--layout", "LBNHC"), "Use a layout with blocks outermost"),
         ((".",), "config.json cannot be read"),
@@ -150,8 +147,9 @@ def test_neither_torch_nor_nixl_is_loaded():
 
 def test_the_guide_prints_what_the_command_prints(capsys):
     guide = (ROOT / "docs" / "howto" / "describe-a-model.md").read_text()
-    [printed] = re.findall(r"^```text\n(.*?)^```", guide, re.MULTILINE | re.DOTALL)
-    assert main(["layout", "gemma-3-4b"]) == 0
+    [printed] = re.findall(r"^```text\n(gemma.*?)^```", guide, re.MULTILINE | re.DOTALL)
+    assert "kvflow layout gemma-3-4b --layout BLHNC --svg block.svg" in guide
+    assert main(["layout", "gemma-3-4b", "--layout", "BLHNC"]) == 0
     assert capsys.readouterr().out.startswith(printed)
 
 
@@ -165,11 +163,30 @@ def test_ranks_that_divide_tokens_are_shown(capsys):
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"), [(["--dcp", "0"], "dcp_size"), (["--dcp", "2", "--dcp-interleave", "3"], "dcp_interleave is 3")]
+    ("flags", "message"),
+    [
+        (["--dcp", "2"], "--dcp is 2, which does not divide --tp 1"),
+        (["--tp", "2", "--dcp", "2", "--dcp-interleave", "3"], "dcp_interleave is 3"),
+        (["--tp", "3", "--rank", "5"], "--rank is 5, but --tp is 3 [spec_invalid] Give --rank from 0 to 2"),
+    ],
 )
-def test_tokens_that_cannot_be_divided_so_are_refused(capsys, flags, words):
+def test_flags_that_do_not_fit_each_other_are_refused(capsys, flags, message):
     assert main(["layout", "gpt-oss-20b", *flags]) == 2
-    assert words in capsys.readouterr().err
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--tp", "--dcp", "--dcp-interleave", "--block-size"])
+def test_a_number_below_its_bound_is_refused_with_its_flag(capsys, flag):
+    with pytest.raises(SystemExit) as ended:
+        main(["layout", "gpt-oss-20b", flag, "0"])
+    assert ended.value.code == 2
+    assert f"argument {flag}: 0 is below 1" in capsys.readouterr().err
+
+
+def test_a_name_of_the_hub_is_answered_with_the_closest_bundled_model(capsys):
+    assert main(["layout", "meta-llama/Llama-3.1-8B"]) == 2
+    message = capsys.readouterr().err
+    assert "download its config.json and give the path. Did you mean llama-3.1-8b? Known are deepseek-v3, " in message
 
 
 def test_a_guess_is_made_on_request_only_and_said(capsys, tmp_path):
@@ -180,3 +197,18 @@ def test_a_guess_is_made_on_request_only_and_said(capsys, tmp_path):
     assert "--guess" in capsys.readouterr().err
     assert main(["layout", str(path), "--guess"]) == 0
     assert "guessed: 2 full of 2 KV heads of 64" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("layout", "alike", "divided"), [("LBNHC", 32, 512), ("LBHNC", 32, 32), ("BLHNC", 1, 32), ("BHLNC", 1, 1)]
+)
+def test_descriptors_of_an_equal_engine_and_of_twice_the_ranks(capsys, layout, alike, divided):
+    arguments = ("llama-3.1-8b", "--tp", "4", "--layout", layout)
+    assert shown(capsys, *arguments)["peer"] == {"tp_size": 4, "descriptors": alike}
+    assert shown(capsys, *arguments, "--peer-tp", "8")["peer"] == {"tp_size": 8, "descriptors": divided}
+
+
+def test_descriptors_of_an_engine_that_reads_several_ranks(capsys):
+    arguments = ("deepseek-v3", "--tp", "4", "--dcp", "4", "--peer-tp", "1")
+    # Each rank has a quarter of the tokens of each of 61 layers.
+    assert shown(capsys, *arguments, "--dcp-interleave", "16")["peer"] == {"tp_size": 1, "descriptors": 61}

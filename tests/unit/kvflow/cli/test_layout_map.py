@@ -26,7 +26,9 @@ def planned(specs, layout="BLHNC", kv="content"):
 
 def drawn(specs, layout="BLHNC", kv="content", model="model"):
     plan = planned(specs, layout, kv)
-    report = layout_report.summarize(plan, model, layout=layout, kv=kv, enlarged=False)
+    report = layout_report.summarize(
+        plan, model, layout=layout, kv=kv, enlarged=False, peer=layout_report.PeerFigures(1, 1)
+    )
     return layout_map.draw(plan, report)
 
 
