@@ -1,7 +1,9 @@
 """The demo's engines as programs: ``python -m kvflow.demo prefill|decode|monolithic``."""
 
 import argparse
+import logging
 import os
+import sys
 from pathlib import Path
 
 import uvloop
@@ -11,6 +13,7 @@ from kvflow.demo.decode import serve_decode
 from kvflow.demo.engine import open_engine
 from kvflow.demo.monolithic import serve_monolithic
 from kvflow.demo.prefill import serve_prefill
+from kvflow.errors import KvflowError
 from kvflow.observability.logs import configure_logging
 
 SEEDS = {"prefill": 1, "decode": 2, "monolithic": 3}
@@ -30,6 +33,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--tcp-bind": (None, "endpoint on which the TCP plane listens; the host of --bind and a free port by default"),
         "--tcp-advertise": (None, "the same as peers reach it; needed where a port is mapped"),
         "--tcp-encryption": ("off", "off or tls: whether the TCP plane encrypts; the same on both sides"),
+        "--http": (None, "host:port for the worker's metrics and live page; none by default"),
+        "--http-public": ("false", "true or false: whether --http may be an address that other hosts reach"),
         "--engine-id": (None, "name of the engine; the role by default"),
         "--log": (None, "file for the log, JSON lines; standard error by default"),
     }
@@ -44,15 +49,9 @@ async def run(options: argparse.Namespace) -> None:
     async with open_engine(layout=options.layout, kv=options.kv, seed=SEEDS[options.role]) as engine:
         if options.role == "monolithic":
             return await serve_monolithic(engine, options.listen)
-        config = kvflow.WorkerConfig(
-            engine_id=options.engine_id or options.role,
-            role=options.role,
-            bind=options.bind,
-            advertise=options.advertise,
-            tcp_bind=options.tcp_bind,
-            tcp_advertise=options.tcp_advertise,
-            tcp_encryption=options.tcp_encryption,
-        )
+        names = ("bind", "advertise", "tcp_bind", "tcp_advertise", "tcp_encryption", "http", "http_public")
+        settings = {name: getattr(options, name) for name in names}
+        config = kvflow.WorkerConfig.read({"engine_id": options.engine_id or options.role, **settings})
         serve = serve_prefill if options.role == "prefill" else serve_decode
         return await serve(engine, config, options.listen)
 
@@ -61,7 +60,12 @@ def main() -> None:
     """Run the engine that the command line names."""
     options = build_parser().parse_args()
     configure_logging(Path(options.log) if options.log else None)
-    uvloop.run(run(options))
+    if options.log:
+        logging.getLogger("kvflow.transfer").setLevel(logging.DEBUG)  # each read and block, for kvflow trace
+    try:
+        uvloop.run(run(options))
+    except KvflowError as error:
+        sys.exit(f"python -m kvflow.demo {options.role}: {error}")
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ class BlockPool:
         return taken
 
     async def give_back(self, block_ids: Sequence[int]) -> None:
-        """Return blocks and wake whoever waits for them."""
+        """Return blocks and wake the tasks that wait for them."""
         async with self._freed:
             self._free.extend(block_ids)
             self._freed.notify_all()

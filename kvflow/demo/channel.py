@@ -10,9 +10,9 @@ from contextlib import suppress
 import msgspec
 
 from kvflow.clock import monotonic
-from kvflow.demo.log import demo_logger
 from kvflow.demo.messages import Failed, Listening, Reply, Request, reply_from_line, request_from_line, to_line
 from kvflow.errors import KvflowError
+from kvflow.observability.logs import record_logger
 
 RETRY_S = 0.2
 """Between attempts to reach an engine that is starting."""
@@ -22,7 +22,7 @@ LINE_BYTES_MAX = 1 << 20
 
 Handler = Callable[[Request], Awaitable[Reply]]
 
-_log = demo_logger()
+_log = record_logger("kvflow.demo")
 
 
 class EngineFailed(Exception):
@@ -107,7 +107,7 @@ async def serve(listen: str, handle: Handler) -> None:
 
 
 def _announce(address: str) -> None:
-    """Print where this engine serves. Whoever started it may stop reading then: later output goes to stderr."""
+    """Print the address of this engine. The parent may stop reading then: later output goes to stderr."""
     sys.stdout.buffer.write(to_line(Listening(address=address)))
     sys.stdout.flush()
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())

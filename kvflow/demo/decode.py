@@ -5,6 +5,9 @@ from kvflow.demo.blocks import take_table, visible_blocks
 from kvflow.demo.channel import serve
 from kvflow.demo.engine import Engine
 from kvflow.demo.messages import Decode, Drain, Drained, Failed, Generated, Reply, Request
+from kvflow.observability.logs import record_logger
+
+_log = record_logger("kvflow.demo")
 
 
 async def serve_decode(engine: Engine, config: kvflow.WorkerConfig, listen: str) -> None:
@@ -44,7 +47,10 @@ class DecodeEngine:
         )
         try:
             report = await self._worker.pull(ticket, block_ids=visible_blocks(table, groups, num_prompt_tokens))
-            tokens = await engine.decode(table, num_prompt_tokens, request.token, request.max_tokens)
+            first = await engine.decode(table, num_prompt_tokens, request.token, min(2, request.max_tokens))
+            _log.info("token.first", request_id=ticket.request_id)
+            computed, remaining = num_prompt_tokens + len(first) - 1, request.max_tokens - len(first) + 1
+            tokens = first[:-1] + await engine.decode(table, computed, first[-1], remaining)
         finally:
             # After a failed pull something may still write into the blocks; after a completed one this is immediate.
             await self._worker.quiesced(ticket.request_id)

@@ -1,9 +1,11 @@
 """What the demo shows: progress while it runs, a table per pair of engines, and the verdict."""
 
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
@@ -12,10 +14,13 @@ from rich.table import Table
 from kvflow.demo.channel import EngineFailed
 from kvflow.demo.driver import Engines, run_demo
 from kvflow.demo.prompts import cut_prompts, read_texts
-from kvflow.demo.results import PHASES, ScenarioResult
+from kvflow.demo.results import DemoFigures, ScenarioResult
+from kvflow.report import PHASES
 
 
-def run_and_show(texts: Path, num_prompts: int, logs: Path, engines: Engines | None = None) -> int:
+def run_and_show(
+    texts: Path, num_prompts: int, logs: Path, engines: Engines | None = None, *, as_json: bool = False
+) -> int:
     """Run the demo on a terminal or off it, and return its exit status.
 
     Args:
@@ -23,20 +28,30 @@ def run_and_show(texts: Path, num_prompts: int, logs: Path, engines: Engines | N
         num_prompts: at least 2.
         logs: folder for the logs of all processes that are started; exists.
         engines: that run already; None starts some.
+        as_json: print the figures as JSON, and nothing else on standard output.
     """
-    console = Console()
+    console = Console(stderr=as_json)
     try:
         prompts = cut_prompts(read_texts(texts), num_prompts)
-        with show_progress(console, num_prompts) as progress:
+        with show_progress(Console(quiet=True) if as_json else console, num_prompts) as progress:
             results = uvloop.run(run_demo(prompts, logs, progress, engines))
     except (EngineFailed, FileNotFoundError) as error:
         console.print(str(error), style="red", markup=False, soft_wrap=True)
         return 1
+    passed = all(result.passed for result in results)
+    if as_json:
+        figures = DemoFigures(passed=passed, logs=str(logs), scenarios=[result.figures for result in results])
+        print(msgspec.json.format(msgspec.json.encode(figures), indent=2).decode())  # noqa: T201 - as a command does
+        return 0 if passed else 1
     for result in results:
         print_result(console, result)
     print_verdict(console, results)
-    console.print(f"logs of all processes started here: {logs}/*.jsonl", highlight=False, soft_wrap=True)
-    return 0 if all(result.passed for result in results) else 1
+    if engines is None:  # engines elsewhere keep their own logs
+        folder = shlex.quote(str(logs))
+        console.print(f"logs of all processes: {logs}/*.jsonl", highlight=False, soft_wrap=True)
+        command = f"kvflow trace {folder}/*.jsonl --html {folder}/trace.html"
+        console.print(f"where the time went: {command}", markup=False, highlight=False, soft_wrap=True)
+    return 0 if passed else 1
 
 
 class StageProgress:
@@ -91,9 +106,10 @@ def print_result(console: Console, result: ScenarioResult) -> None:
     ):
         table.add_row(name, value, "")
     table.add_section()
-    for name, phase in (("pull", "total"), *((f"  {phase}", phase) for phase in PHASES)):
+    for phase in ("total", *PHASES):
         median, worst = result.quantiles_ms(phase)
-        table.add_row(name, f"{median:.3f} ms", f"{worst:.3f} ms")
+        if phase != "scatter" or worst:  # no read of the demo is staged unless a calibration makes that cheaper
+            table.add_row("pull" if phase == "total" else f"  {phase}", f"{median:.3f} ms", f"{worst:.3f} ms")
     console.print(table)
     for failure in sorted(set(result.failures)):
         console.print(f"failed: {failure}", style="red", markup=False, soft_wrap=True)

@@ -7,10 +7,10 @@ from typing import Protocol
 from msgspec import Struct
 
 from kvflow.demo.channel import EngineFailed, wait_until_reachable
-from kvflow.demo.log import demo_logger
 from kvflow.demo.processes import EngineCommand, engine_environment, open_process
 from kvflow.demo.results import Scenario, ScenarioResult
 from kvflow.demo.router import drain, send_all, through_one, through_two
+from kvflow.observability.logs import record_logger
 
 PER_LAYER = Scenario(name="per-layer", layout="LBNHC", kv="split")
 PACKED = Scenario(name="packed", layout="BHLNC", kv="content")
@@ -18,11 +18,11 @@ PACKED = Scenario(name="packed", layout="BHLNC", kv="content")
 START_S = 60.0
 """Engines elsewhere may have been started together with us, and import torch from a cold disk."""
 
-_log = demo_logger()
+_log = record_logger("kvflow.demo")
 
 
 class Engines(Struct, frozen=True, kw_only=True):
-    """Two engines that somebody else started, in other containers or on other machines.
+    """Two engines that run already, in other containers or on other machines.
 
     Attributes:
         prefill: ``host:port`` of its requests.
@@ -69,7 +69,7 @@ async def _run_alone(prompts: Sequence[bytes], logs: Path, progress: Progress) -
     progress.begin("monolithic")
     command = EngineCommand(name="monolithic", role="monolithic", layout=PER_LAYER.layout, kv=PER_LAYER.kv)
     async with open_process(command, logs, engine_environment()) as address:
-        answers = await send_all(prompts, through_one(address), progress.advance)
+        answers = await send_all("monolithic", prompts, through_one(address), progress.advance)
     tokens = []
     for answer in answers:
         if answer.generated is None:
@@ -110,7 +110,9 @@ async def _send_through(
     progress: Progress,
 ) -> ScenarioResult:
     progress.begin(scenario.name)
-    answers = await send_all(prompts, through_two(engines.prefill, engines.decode), progress.advance)
+    answers = await send_all(
+        scenario.name.replace(" ", "-"), prompts, through_two(engines.prefill, engines.decode), progress.advance
+    )
     left = {"decode": await drain(engines.decode), "prefill": await drain(engines.prefill)}
     result = ScenarioResult(scenario=scenario, answers=answers, expected=expected, left=left)
     _log.info(

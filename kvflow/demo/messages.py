@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
-from kvflow.transfer.report import TransferReport
+from kvflow.report import TransferReport
 
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 NumTokens = Annotated[int, Meta(ge=1, le=1 << 20)]
@@ -89,7 +89,7 @@ class Generated(Struct, frozen=True, kw_only=True, tag="generated"):
 
 
 class Drain(Struct, frozen=True, kw_only=True, tag="drain"):
-    """Wait until nothing is open any more, and say what is left."""
+    """Wait until no request is open, and report what is left."""
 
 
 class Drained(Struct, frozen=True, kw_only=True, tag="drained"):
@@ -116,7 +116,7 @@ class Failed(Struct, frozen=True, kw_only=True, tag="failed"):
 
     Attributes:
         code: stable name of the kind of error.
-        detail: in words, with what to do.
+        detail: for humans, with the remedy.
     """
 
     code: str

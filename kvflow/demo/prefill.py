@@ -9,7 +9,7 @@ from kvflow.demo.engine import Engine
 from kvflow.demo.messages import Drain, Drained, Failed, Prefill, Prefilled, Reply, Request
 
 DRAIN_S = 10.0
-"""Releases come within milliseconds; an offer that is open after this was forgotten by somebody."""
+"""Releases come within milliseconds; an offer that is still open after this time was forgotten."""
 
 
 async def serve_prefill(engine: Engine, config: kvflow.WorkerConfig, listen: str) -> None:

@@ -1,4 +1,4 @@
-"""Engines as processes of their own: started, awaited, and ended with whoever started them."""
+"""Start engines as processes, wait for them, and end them with the parent process."""
 
 import asyncio
 import os

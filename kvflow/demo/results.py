@@ -7,9 +7,7 @@ from msgspec import Struct
 
 from kvflow.demo.messages import Drained
 from kvflow.demo.router import MAX_TOKENS, Answer
-from kvflow.transfer.report import TransferReport
-
-PHASES = ("queue", "handshake", "bind", "post", "wire", "fence")
+from kvflow.report import PHASES, TransferReport
 
 
 class Scenario(Struct, frozen=True, kw_only=True):
@@ -17,7 +15,7 @@ class Scenario(Struct, frozen=True, kw_only=True):
 
     Attributes:
         name: for logs and people.
-        layout: of both caches; empty if whoever started the engines chose it.
+        layout: of both caches; empty if the engines were started elsewhere, with a layout of their own.
         kv: ``content`` or ``split``; empty like ``layout``.
     """
 
@@ -29,6 +27,44 @@ class Scenario(Struct, frozen=True, kw_only=True):
     def title(self) -> str:
         """Say in one line what is run."""
         return f"{self.name}: {self.layout}, kv={self.kv}" if self.layout else self.name
+
+
+class ScenarioFigures(Struct, frozen=True, kw_only=True):
+    """What ``kvflow demo --json`` prints of one scenario.
+
+    Attributes:
+        name: of the scenario.
+        layout: see ``Scenario``.
+        kv: see ``Scenario``.
+        passed: see ``ScenarioResult``.
+        requests: how many were served, and how many there were.
+        tokens: how many are equal to those of one process, and how many there were.
+        nbytes: bytes moved.
+        descriptors: descriptors that the transport saw.
+        gb_per_s: rate in 10**9 bytes per second.
+        phases_ms: median and 99th percentile of each phase, and of ``total``, in milliseconds.
+        failures: why requests failed.
+    """
+
+    name: str
+    layout: str
+    kv: str
+    passed: bool
+    requests: tuple[int, int]
+    tokens: tuple[int, int]
+    nbytes: int
+    descriptors: int
+    gb_per_s: float
+    phases_ms: dict[str, tuple[float, float]]
+    failures: list[str]
+
+
+class DemoFigures(Struct, frozen=True, kw_only=True):
+    """What ``kvflow demo --json`` prints."""
+
+    passed: bool
+    logs: str
+    scenarios: list[ScenarioFigures]
 
 
 class ScenarioResult(Struct, frozen=True, kw_only=True):
@@ -92,6 +128,23 @@ class ScenarioResult(Struct, frozen=True, kw_only=True):
     def passed(self) -> bool:
         """True if every token is equal and nothing was left leased or quarantined."""
         return self.tokens_equal == self.tokens_total and all(left.clean for left in self.left.values())
+
+    @property
+    def figures(self) -> ScenarioFigures:
+        """All figures, for a program."""
+        return ScenarioFigures(
+            name=self.scenario.name,
+            layout=self.scenario.layout,
+            kv=self.scenario.kv,
+            passed=self.passed,
+            requests=(len(self.reports), len(self.answers)),
+            tokens=(self.tokens_equal, self.tokens_total),
+            nbytes=self.nbytes,
+            descriptors=self.descriptors,
+            gb_per_s=self.gb_per_s,
+            phases_ms={phase: self.quantiles_ms(phase) for phase in ("total", *PHASES)},
+            failures=sorted(set(self.failures)),
+        )
 
     def quantiles_ms(self, phase: str) -> tuple[float, float]:
         """Return the median and the 99th percentile of a phase, in milliseconds; ``total`` is the whole pull."""

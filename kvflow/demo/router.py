@@ -1,15 +1,20 @@
 """The router: sends prompts through the engines, several at a time, and keeps what comes back."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from msgspec import Struct
 
+from kvflow.clock import monotonic
 from kvflow.demo.channel import EngineFailed, call
 from kvflow.demo.messages import Decode, Drain, Drained, Generate, Generated, Prefill, Prefilled
+from kvflow.observability.logs import record_logger
 
 T = TypeVar("T")
+
+_log = record_logger("kvflow.demo")
 
 MAX_TOKENS = 32
 IN_FLIGHT = 6
@@ -35,10 +40,11 @@ Send = Callable[[str, bytes], Awaitable[Generated]]
 """Sends one request, by id and prompt."""
 
 
-async def send_all(prompts: Sequence[bytes], send: Send, on_answer: Callable[[], None]) -> list[Answer]:
+async def send_all(name: str, prompts: Sequence[bytes], send: Send, on_answer: Callable[[], None]) -> list[Answer]:
     """Send every prompt, ``IN_FLIGHT`` at a time; a failure ends its own request only.
 
     Args:
+        name: that the ids of the requests begin with.
         prompts: tokens are bytes.
         send: sends one.
         on_answer: called after each.
@@ -49,7 +55,7 @@ async def send_all(prompts: Sequence[bytes], send: Send, on_answer: Callable[[],
         async with room:
             try:
                 async with asyncio.timeout(REQUEST_S):
-                    answer = Answer(await send(f"prompt-{index}", prompt))
+                    answer = Answer(await send(f"{name}-{index}", prompt))
             except (EngineFailed, TimeoutError) as error:
                 answer = Answer(failure=str(error) or f"no answer within {REQUEST_S:.0f} s")
         on_answer()
@@ -74,7 +80,9 @@ def through_two(prefill: str, decode: str) -> Send:
     """Return how to send a prompt to a prefill engine, and its cache on to a decode engine."""
 
     async def send(request_id: str, prompt: bytes) -> Generated:
+        called_at, started = time.time(), monotonic()
         prefilled = _expect(Prefilled, await call(prefill, Prefill(request_id=request_id, prompt=prompt)))
+        prefill_s = monotonic() - started
         request = Decode(
             request_id=request_id,
             num_prompt_tokens=len(prompt),
@@ -82,7 +90,16 @@ def through_two(prefill: str, decode: str) -> Send:
             max_tokens=MAX_TOKENS,
             kv_transfer_params=prefilled.kv_transfer_params,
         )
-        return _expect(Generated, await call(decode, request))
+        generated = _expect(Generated, await call(decode, request))
+        # As kvflow proxy writes it.
+        _log.info(
+            "request.answered",
+            request_id=request_id,
+            called_at=round(called_at, 6),
+            prefill_s=round(prefill_s, 6),
+            elapsed_s=round(monotonic() - started, 6),
+        )
+        return generated
 
     return send
 

@@ -2,38 +2,27 @@
 
 import json
 import re
-import subprocess
-import sys
 
 import pytest
 
 from kvflow.cli import main
 from kvflow.demo.display import run_and_show
-
-KVFLOW = [sys.executable, "-c", "import sys; from kvflow.cli import main; sys.exit(main())"]
+from kvflow.trace.joining import read_trace
 
 
 @pytest.mark.nixl
 @pytest.mark.processes
 @pytest.mark.timeout(300)  # five engines start one after the other, and every one imports torch
-def test_every_token_is_equal_and_packed_needs_few_descriptors(repository, tmp_path):
+def test_every_token_is_equal_and_packed_needs_few_descriptors(repository, tmp_path, capfd):
     (tmp_path / "stale.jsonl").write_text("of an earlier run")
-    done = subprocess.run(
-        [*KVFLOW, "demo", "--prompts", "4", "--out", str(tmp_path)],
-        cwd=repository,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stderr == ""
-    assert done.stdout.count("4 of 4") == 2
-    assert done.stdout.count("128 of 128") == 2
+    status = main(["demo", "--texts", str(repository), "--prompts", "4", "--out", str(tmp_path)])
+    printed = capfd.readouterr()
+    assert (status, printed.err) == (0, ""), printed.out
+    assert printed.out.count("4 of 4") == 2
+    assert printed.out.count("128 of 128") == 2
     for phase in ("pull", "queue", "handshake", "bind", "post", "wire", "fence"):
-        assert len(re.findall(rf"│ +{phase} +│ +[0-9.]+ ms │ +[0-9.]+ ms │", done.stdout)) == 2
-    per_layer, packed = re.search(r"descriptors: ([\d,]+) per-layer, ([\d,]+) packed", done.stdout).groups()
+        assert len(re.findall(rf"│ +{phase} +│ +[0-9.]+ ms │ +[0-9.]+ ms │", printed.out)) == 2
+    per_layer, packed = re.search(r"descriptors: ([\d,]+) per-layer, ([\d,]+) packed", printed.out).groups()
     assert int(per_layer.replace(",", "")) >= 6 * int(packed.replace(",", "")) > 0
     roles = {"driver", "monolithic"} | {
         f"{run}-{role}" for run in ("per-layer", "packed") for role in ("prefill", "decode")
@@ -41,6 +30,31 @@ def test_every_token_is_equal_and_packed_needs_few_descriptors(repository, tmp_p
     assert {path.stem for path in tmp_path.glob("*.jsonl")} == roles
     pulls = [json.loads(line) for line in (tmp_path / "packed-decode.jsonl").read_text().splitlines()]
     assert sum(record["event"] == "transfer.completed" for record in pulls) == 4
+    command = f"kvflow trace {tmp_path}/*.jsonl --html {tmp_path}/trace.html"
+    assert f"where the time went: {command}\n" in printed.out
+    check_trace(tmp_path)
+
+
+def check_trace(logs):
+    """Check that the logs of a demo are one request for each prompt of both layouts, from the router to a token."""
+    assert main(["trace", *map(str, sorted(logs.glob("*.jsonl"))), "--html", str(logs / "trace.html")]) == 0
+    trace = read_trace(sorted(logs.glob("*.jsonl")))
+    assert trace.reading.broken == 0
+    assert {request.request_id for request in trace.requests} == {
+        f"{name}-{number}" for name in ("per-layer", "packed") for number in range(4)
+    }
+    for request in trace.requests:
+        names = [phase.name for phase in request.phases]
+        assert [names[0], names[1], names[-1]] == ["prefill", "ticket", "decode step"]
+        assert sum(phase.seconds for phase in request.phases) == pytest.approx(request.first_token_s, rel=0.01)
+        assert request.clock_error_s is not None
+        assert request.title.startswith("first token ")
+        assert f"{request.request_id}" in (logs / "trace.html").read_text()
+        (pull,) = request.pulls
+        assert sum(chunk[3] for chunk in pull.chunks) == pull.nbytes > 0
+        assert sum(group.descriptors for group in pull.groups) == pull.descriptors
+        pieces = {group.unit_descriptors for group in pull.groups}
+        assert pieces == ({1} if request.request_id.startswith("packed") else {16})
 
 
 def test_one_prompt_is_refused(capsys):

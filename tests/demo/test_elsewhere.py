@@ -30,6 +30,7 @@ class Silent:
 
 @pytest.mark.nixl
 @pytest.mark.processes
+@pytest.mark.usefixtures("measured_processes")
 @pytest.mark.timeout(300)  # three engines start one after the other, and every one imports torch
 async def test_engines_that_run_already_serve_the_demo_and_go_on(tmp_path):
     environment, progress = engine_environment(), Silent()
@@ -63,14 +64,14 @@ def test_one_engine_of_two_is_refused(capsys, tmp_path):
 def test_an_address_needs_host_and_port(address, capsys):
     with pytest.raises(SystemExit):
         main(["demo", "--prefill", address, "--decode", NOBODY])
-    assert re.search(r"--prefill: .*is not host:port", capsys.readouterr().err)
+    assert re.search(r"--prefill: .*is not HOST:PORT", capsys.readouterr().err)
 
 
 def test_engines_can_be_named_by_variables(monkeypatch, capsys):
     monkeypatch.setenv("KVFLOW_DEMO_DECODE", "decode")
     with pytest.raises(SystemExit):
         main(["demo"])
-    assert "--decode: 'decode' is not host:port" in capsys.readouterr().err
+    assert "--decode: 'decode' is not HOST:PORT" in capsys.readouterr().err
 
 
 def test_a_layout_is_told_where_it_is_known():

@@ -13,7 +13,7 @@ from kvflow.demo.engine import Engine
 from kvflow.demo.messages import Decode, Drain, Drained, Failed, Generate, Generated, Prefill, Prefilled
 from kvflow.demo.monolithic import MonolithicEngine
 from kvflow.demo.prefill import PrefillEngine
-from kvflow.testing.tickets import forge
+from tests.simulation.tickets import forge
 
 PROMPTS = [b"short", b"The cache of this prompt fills several blocks. " * 5]
 MAX_TOKENS = 8

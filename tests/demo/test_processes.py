@@ -12,7 +12,7 @@ from kvflow.demo.messages import Drain, Drained, Generate, Generated, Prefill
 from kvflow.demo.processes import EngineCommand, engine_environment, open_process
 from kvflow.demo.router import Answer, send_all
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("measured_processes")]
 
 MONOLITHIC = EngineCommand(name="alone", role="monolithic", layout="BLHNC", kv="content")
 
@@ -50,7 +50,7 @@ async def test_an_engine_survives_whatever_it_is_asked(tmp_path):
 
 async def test_an_engine_that_does_not_start_says_why(tmp_path):
     command = EngineCommand(name="odd", role="monolithic", layout="XYZ", kv="content")
-    with pytest.raises(EngineFailed, match=r"(?s)the odd engine did not start.*SpecInvalid"):
+    with pytest.raises(EngineFailed, match=r"(?s)the odd engine did not start.*spec_invalid"):
         async with open_process(command, tmp_path, engine_environment()):
             pytest.fail("it started")
 
@@ -77,6 +77,6 @@ async def test_a_failed_request_ends_alone():
             raise EngineFailed("no such luck")
         return Generated(tokens=[len(prompt)])
 
-    answers = await send_all([b"a", b"bad", b"ccc"], send, lambda: answered.append(1))
+    answers = await send_all("prompt", [b"a", b"bad", b"ccc"], send, lambda: answered.append(1))
     assert answers == [Answer(Generated(tokens=[1])), Answer(failure="no such luck"), Answer(Generated(tokens=[3]))]
     assert len(answered) == 3

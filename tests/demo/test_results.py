@@ -6,7 +6,7 @@ from kvflow.demo.driver import PACKED
 from kvflow.demo.messages import Drained, Generated
 from kvflow.demo.results import ScenarioResult
 from kvflow.demo.router import MAX_TOKENS, Answer
-from kvflow.transfer.report import TransferReport
+from kvflow.report import PHASES, TransferReport
 
 TOKENS = list(range(MAX_TOKENS))
 
@@ -28,6 +28,14 @@ def test_equal_tokens_pass():
     assert outcome.passed
     assert (outcome.tokens_equal, outcome.tokens_total) == (64, 64)
     assert (outcome.nbytes, outcome.descriptors) == (2000, 6)
+
+
+def test_figures_for_a_program_are_those_of_the_tables():
+    outcome = result(answer(), answer([*TOKENS[:-1], 99]))
+    figures = outcome.figures
+    assert (figures.passed, figures.tokens, figures.requests) == (False, (63, 64), (2, 2))
+    assert set(figures.phases_ms) == {"total", *PHASES}
+    assert figures.phases_ms["wire"] == outcome.quantiles_ms("wire") == (1.0, 1.0)
 
 
 def test_one_wrong_token_fails():

@@ -8,20 +8,22 @@ import ctypes
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
-from kvflow.bench.messages import Opened
+from kvflow.calibrate.messages import Opened
 from kvflow.layout.manifest import Manifest
+from kvflow.layout.region import Region
 from kvflow.memory.cache import KVCache
-from kvflow.transfer.bind import Binding, Bound, Int32s
-from kvflow.transfer.pairs import Int64s, UnitPairs
-from kvflow.transfer.plan import plan_transfer
-from kvflow.transport.nixl_binding import Agent, error_types, load_binding
+from kvflow.planning.bind import Binding, Bound, Int32s
+from kvflow.planning.pairs import Int64s, UnitPairs
+from kvflow.planning.plan import plan_transfer
+from kvflow.reads.device import device_order_of
+from kvflow.reads.nixl.binding import Agent, error_types, load_binding
 
 UNCHUNKED = 1 << 62
 
@@ -49,15 +51,17 @@ class BareNixl:
             target_regions=target.regions,
             target_blocks=target.num_blocks,
         )
+        enter_device(target.regions)
         # No progress thread, as in kvflow's own reader: this thread polls.
         self._agent = Agent(load_binding(), f"bare-reader-{secrets.token_hex(8)}", progress=False)
         self._agent.register(target.regions)
         remote = self._agent.add_remote(opened.metadata)
-        self._remote = self._agent.prepare_remote(remote, self.binding.source.table, "DRAM")
-        self._local = self._agent.prepare_local(self.binding.target.table, "DRAM")
-        eight_bytes = [np.array([[manifest.regions[0].address, 8, 0, 8, 1]], np.int64) for manifest in (source, target)]
-        self._remote_word = self._agent.prepare_remote(remote, eight_bytes[0], "DRAM")
-        self._local_word = self._agent.prepare_local(eight_bytes[1], "DRAM")
+        self._remote = self._agent.prepare_remote(remote, self.binding.source.table, self.binding.source.memory)
+        self._local = self._agent.prepare_local(self.binding.target.table, self.binding.target.memory)
+        ends = [manifest.regions[0] for manifest in (source, target)]
+        eight_bytes = [np.array([[region.address, 8, region.device, 8, 1]], np.int64) for region in ends]
+        self._remote_word = self._agent.prepare_remote(remote, eight_bytes[0], ends[0].memory)
+        self._local_word = self._agent.prepare_local(eight_bytes[1], ends[1].memory)
 
     def bind(self, source_ids: Int64s, target_ids: Int64s) -> Bound:
         """Compute the indices that kvflow would post for these blocks."""
@@ -89,6 +93,12 @@ class BareNixl:
     def close(self) -> None:
         """Destroy the agent."""
         self._agent.destroy()
+
+
+def enter_device(regions: Sequence[Region]) -> None:
+    """Make the device of a cache current on this thread, if it lies on one: UCX asks for that."""
+    if any(region.memory == "VRAM" for region in regions):
+        device_order_of(regions).enter()
 
 
 def open_bare(opened: Opened, cache: KVCache) -> BareNixl | None:

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvflow.bench import descriptors
+from kvflow.calibrate import descriptors
 from kvflow.errors import ConfigInvalid
-from kvflow.transfer.costs import MACHINE_LENGTH_MAX, Costs, decode_calibration
+from kvflow.planning.costs import MACHINE_LENGTH_MAX, Costs, decode_calibration
 
 
 @pytest.fixture
@@ -15,7 +15,7 @@ def measuring(monkeypatch):
     """Have measured what the test says, without a source."""
 
     @asynccontextmanager
-    async def no_source(address):
+    async def no_source(address, _devices):
         yield None
 
     def measured(**costs):

@@ -23,7 +23,7 @@ class Summary(Struct, frozen=True):
     count: int
 
 
-def summarise(samples: Sequence[float]) -> Summary:
+def summarize(samples: Sequence[float]) -> Summary:
     """Summarise at least one measurement."""
     ordered = sorted(samples)
     p10, p50, p90, p99 = (quantile(ordered, share) for share in (0.10, 0.50, 0.90, 0.99))
@@ -37,4 +37,4 @@ def quantile(ordered: Sequence[float], share: float) -> float:
 
 def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
     """Return the median of the ratios round by round: what paired rounds are for."""
-    return summarise([above / below for above, below in zip(numerators, denominators, strict=True)]).p50
+    return summarize([above / below for above, below in zip(numerators, denominators, strict=True)]).p50

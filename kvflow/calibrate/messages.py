@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from kvflow.bench.geometry import Geometry
+from kvflow.calibrate.geometry import Geometry
 
 LINE_BYTES_MAX = 256 << 20
 """A thousand tickets of a thousand blocks each, as JSON."""
@@ -44,7 +44,7 @@ class Opened(Struct, frozen=True):
         manifest: the cache's manifest, msgpack.
         agent: name of a bare NIXL agent over the same memory.
         metadata: what a bare reader must load.
-        streams: ``host:port`` of plain TCP streams of the same memory.
+        streams: ``host:port`` of plain TCP streams of the same memory; empty if it is not host memory.
     """
 
     pid: int

@@ -10,26 +10,32 @@ from typing import TypeVar
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
-from kvflow.bench.geometry import Geometry
-from kvflow.bench.messages import LINE_BYTES_MAX, CloseCaches, Closed, OfferBlocks, Offered, OpenCache, Opened
-from kvflow.cache.tickets import Ticket
+from kvflow.calibrate.geometry import HOST, Devices, Geometry
+from kvflow.calibrate.messages import LINE_BYTES_MAX, CloseCaches, Closed, OfferBlocks, Offered, OpenCache, Opened
 from kvflow.config import SECRET_VARIABLE
 from kvflow.errors import PeerLost
+from kvflow.leases.tickets import Ticket
 
 R = TypeVar("R", Opened, Offered, Closed)
 
 
 class SourceProcess:
-    """Ask a source process for caches and tickets."""
+    """Ask a source process for caches and tickets.
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    Attributes:
+        devices: that the caches of a benchmark lie on.
+    """
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, devices: Devices = HOST) -> None:
         self._reader = reader
         self._writer = writer
+        self.devices = devices
 
     async def open(self, name: str, geometry: Geometry) -> Opened:
         """Open a worker there."""
-        return await self._ask(OpenCache(name, geometry), Opened)
+        return await self._ask(OpenCache(name, replace(geometry, device=self.devices.there)), Opened)
 
     async def offer(self, name: str, block_ids: list[list[int]], *, num_tokens: int, count: int = 1) -> list[Ticket]:
         """Have the same blocks offered ``count`` times."""
@@ -55,11 +61,12 @@ class SourceProcess:
 
 
 @asynccontextmanager
-async def open_source(address: str | None = None) -> AsyncIterator[SourceProcess]:
+async def open_source(address: str | None = None, devices: Devices = HOST) -> AsyncIterator[SourceProcess]:
     """Start a source process that shares our cluster secret; end it on leaving.
 
     Args:
         address: ``host:port`` of one that runs already, with our cluster secret. It is not ended.
+        devices: that the caches lie on.
 
     Raises:
         OSError: nothing listens there.
@@ -69,7 +76,7 @@ async def open_source(address: str | None = None) -> AsyncIterator[SourceProcess
         host, port = address.rsplit(":", 1)
         reader, writer = await asyncio.open_connection(host, int(port), limit=LINE_BYTES_MAX)
         try:
-            yield SourceProcess(reader, writer)
+            yield SourceProcess(reader, writer, devices)
         finally:
             writer.close()
         return
@@ -77,7 +84,7 @@ async def open_source(address: str | None = None) -> AsyncIterator[SourceProcess
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
-        "kvflow.bench.source",
+        "kvflow.calibrate.source",
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         limit=LINE_BYTES_MAX,
@@ -85,7 +92,7 @@ async def open_source(address: str | None = None) -> AsyncIterator[SourceProcess
     assert process.stdin is not None
     assert process.stdout is not None
     try:
-        yield SourceProcess(process.stdout, process.stdin)
+        yield SourceProcess(process.stdout, process.stdin, devices)
     finally:
         process.stdin.close()
         await process.wait()

@@ -5,14 +5,15 @@ import os
 import platform
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
 
-from kvflow import __version__
+from kvflow.version import __version__
 
-PACKAGES = ("nixl", "pyzmq", "msgspec", "torch", "numpy", "uvloop")
+PACKAGES = ("nixl", "nixl-cu13", "nixl-cu12", "pyzmq", "msgspec", "torch", "numpy", "uvloop")
 
 
 class Header(Struct, frozen=True, kw_only=True):
@@ -69,10 +70,19 @@ def header() -> Header:
         machine=_processor(),
         cores=len(os.sched_getaffinity(0)),
         python=platform.python_version(),
-        packages={"kvflow": __version__, **{name: importlib.metadata.version(name) for name in PACKAGES}},
+        packages={"kvflow": __version__, **_releases()},
         load_average=os.getloadavg()[0],
         started=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     )
+
+
+def _releases() -> dict[str, str]:
+    """Return the release of each package that is installed. An engine may have one variant of NIXL alone."""
+    found = {}
+    for name in PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def _processor() -> str:

@@ -7,6 +7,7 @@ from msgspec import Meta, Struct
 from kvflow.layout.shards import Shard
 from kvflow.layout.specs import CacheSpec, FullAttention
 from kvflow.memory.cache import KVCache, allocate
+from kvflow.memory.device import TorchDeviceOrder
 
 BLOCK_SIZE = 16
 
@@ -26,6 +27,7 @@ class Geometry(Struct, frozen=True, kw_only=True):
         kv: ``content`` or ``split``.
         tp_size: ranks that divide the heads; this is the first of them.
         huge_pages: as ``kvflow.allocate`` names it.
+        device: torch's name of the device that the cache lies on.
     """
 
     layers: Count
@@ -36,6 +38,7 @@ class Geometry(Struct, frozen=True, kw_only=True):
     kv: Word
     tp_size: Count = 1
     huge_pages: Literal["auto", "never"] = "auto"
+    device: Word = "cpu"
 
     @property
     def block_bytes(self) -> int:
@@ -58,6 +61,34 @@ class Geometry(Struct, frozen=True, kw_only=True):
             kv=self.kv,
             shard=shard,
             huge_pages=self.huge_pages,
+            device=self.device,
         )
         cache.backing.fill_(1)
+        if cache.backing.is_cuda:
+            TorchDeviceOrder(cache.backing.device.index).settle()  # other streams read it
         return cache
+
+
+class Devices(Struct, frozen=True, kw_only=True):
+    """The devices that the caches of a benchmark lie on, by torch's names.
+
+    Attributes:
+        here: of the process that reads.
+        there: of the source process.
+    """
+
+    here: str = "cpu"
+    there: str = "cpu"
+
+    @property
+    def in_host_memory(self) -> bool:
+        """Whether both caches lie in host memory, so that sockets and the kernel may copy them."""
+        return self.here == self.there == "cpu"
+
+    @property
+    def alike(self) -> bool:
+        """Whether both caches lie in host memory, or both on a device: only then reads are staged."""
+        return (self.here == "cpu") == (self.there == "cpu")
+
+
+HOST = Devices()

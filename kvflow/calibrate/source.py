@@ -1,7 +1,7 @@
-"""The source process: ``python -m kvflow.bench.source``. It opens workers and offers blocks as it is told.
+"""The source process: ``python -m kvflow.calibrate.source``. It opens workers and offers blocks on command.
 
-It is told on standard input, or with ``--listen HOST:PORT`` by whoever connects, one after the other. It believes them:
-listen on a private network only.
+Commands arrive on standard input, or with ``--listen HOST:PORT`` from one client after another. The source trusts its
+clients: listen on a private network only.
 """
 
 import argparse
@@ -16,12 +16,21 @@ import msgspec
 import uvloop
 from msgspec import Struct
 
-from kvflow.bench.ceilings import pid_namespace
-from kvflow.bench.messages import LINE_BYTES_MAX, CloseCaches, Closed, OfferBlocks, Offered, OpenCache, Opened, Request
-from kvflow.bench.streams import StreamSource
+from kvflow.calibrate.ceilings import enter_device, pid_namespace
+from kvflow.calibrate.messages import (
+    LINE_BYTES_MAX,
+    CloseCaches,
+    Closed,
+    OfferBlocks,
+    Offered,
+    OpenCache,
+    Opened,
+    Request,
+)
+from kvflow.calibrate.streams import StreamSource
 from kvflow.config import CALIBRATION_VARIABLE, WorkerConfig
 from kvflow.memory.cache import KVCache
-from kvflow.transport.nixl_binding import Agent, load_binding
+from kvflow.reads.nixl.binding import Agent, load_binding
 from kvflow.worker.runtime import open_worker
 from kvflow.worker.worker import Worker
 
@@ -51,7 +60,6 @@ class Source:
                 cache = geometry.build()
                 config = WorkerConfig(
                     engine_id=f"source-{name}",
-                    role="prefill",
                     bind=f"tcp://{self._host}:0",
                     lease_s=LEASE_S,
                     lease_slots=LEASE_SLOTS,
@@ -76,13 +84,17 @@ class Source:
     def _opened(self, name: str, cache: KVCache) -> Opened:
         manifest = cache.manifest()
         agent_name = f"bare-{name}-{secrets.token_hex(8)}"
+        enter_device(manifest.regions)
         agent = Agent(load_binding(), agent_name, progress=True)
         agent.register(manifest.regions)
         self._stack.callback(agent.destroy)
-        streams = StreamSource(self._host, cache.backing.numpy().data.cast("B"))
-        self._stack.callback(streams.close)
+        endpoint = ""
+        if cache.backing.device.type == "cpu":
+            streams = StreamSource(self._host, cache.backing.numpy().data.cast("B"))
+            self._stack.callback(streams.close)
+            endpoint = streams.endpoint
         encoded = msgspec.msgpack.encode(manifest)
-        return Opened(os.getpid(), pid_namespace(), encoded, agent_name, agent.metadata(), streams.endpoint)
+        return Opened(os.getpid(), pid_namespace(), encoded, agent_name, agent.metadata(), endpoint)
 
 
 async def serve(source: Source, read: Callable[[], Awaitable[bytes]], write: Callable[[bytes], object]) -> None:
@@ -95,7 +107,7 @@ async def serve(source: Source, read: Callable[[], Awaitable[bytes]], write: Cal
 
 
 async def serve_pipe() -> None:
-    """Serve whoever started us."""
+    """Serve the parent process."""
 
     def write(line: bytes) -> None:
         sys.stdout.buffer.write(line)
@@ -105,14 +117,14 @@ async def serve_pipe() -> None:
 
 
 async def serve_network(listen: str) -> None:
-    """Serve whoever connects, one after the other, until the process is ended."""
-    turn = asyncio.Lock()
+    """Serve one client after the other until the process ends."""
+    one_client = asyncio.Lock()
 
     async def on_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         # Where we were reached, our workers are reached as well; what we listen on may be a wildcard.
         host = writer.get_extra_info("sockname")[0]
         try:
-            async with turn:
+            async with one_client:
                 await serve(Source(host), reader.readline, writer.write)
         finally:
             writer.close()
@@ -124,8 +136,8 @@ async def serve_network(listen: str) -> None:
 
 def main() -> None:
     """Serve as the command line says."""
-    parser = argparse.ArgumentParser(prog="python -m kvflow.bench.source", description=__doc__)
-    parser.add_argument("--listen", metavar="HOST:PORT", help="serve whoever connects, not standard input")
+    parser = argparse.ArgumentParser(prog="python -m kvflow.calibrate.source", description=__doc__)
+    parser.add_argument("--listen", metavar="HOST:PORT", help="serve clients that connect, instead of standard input")
     listen = parser.parse_args().listen
     os.environ.pop(CALIBRATION_VARIABLE, None)  # a source reads nothing
     uvloop.run(serve_network(listen) if listen else serve_pipe())

@@ -7,14 +7,14 @@ from functools import partial
 
 import numpy as np
 
-from kvflow.bench.ceilings import BareNixl, handed_over, memcpy, process_vm_readv
-from kvflow.bench.geometry import Geometry
-from kvflow.bench.result import Table
-from kvflow.bench.session import Session, open_session
-from kvflow.bench.sourcing import open_source
-from kvflow.bench.stats import median_ratio, summarise
-from kvflow.transfer.bind import Bound
-from kvflow.transfer.report import TransferReport
+from kvflow.calibrate.ceilings import BareNixl, handed_over, memcpy, process_vm_readv
+from kvflow.calibrate.geometry import HOST, Devices, Geometry
+from kvflow.calibrate.result import Table
+from kvflow.calibrate.session import Session, open_session
+from kvflow.calibrate.sourcing import open_source
+from kvflow.calibrate.stats import median_ratio, summarize
+from kvflow.planning.bind import Bound
+from kvflow.report import PHASES, TransferReport
 
 KIB = 1024
 SMALL = Geometry(layers=1, num_kv_heads=1, head_size=32, num_blocks=1 << 10, layout="BLHNC", kv="content")
@@ -25,13 +25,17 @@ LARGE = Geometry(layers=4, num_kv_heads=2, head_size=128, num_blocks=1 << 12, la
 SIZES = tuple(4 * KIB << shift for shift in range(0, 17, 2))
 """4 KiB to 256 MiB in steps of four."""
 
-PHASES = ("handshake", "queue", "bind", "post", "wire", "fence", "total")
 BUDGET_S = 3.0
 """Time for the rounds of one size: many of a small one, at least five of a large one."""
 
 
 async def run(
-    rounds: int, seed: int, progress: Callable[[str], None], source_address: str | None = None
+    rounds: int,
+    seed: int,
+    progress: Callable[[str], None],
+    source_address: str | None = None,
+    *,
+    devices: Devices = HOST,
 ) -> tuple[Table, ...]:
     """Measure every size.
 
@@ -40,13 +44,17 @@ async def run(
         seed: unused; ids are consecutive.
         progress: is told what is measured.
         source_address: ``host:port`` of a source process that runs already; None starts one.
+        devices: that the caches lie on.
     """
     del seed
     speed: list[tuple[object, ...]] = []
     phases: list[tuple[object, ...]] = []
     for geometry, sizes in ((SMALL, [size for size in SIZES if size < 64 * KIB]), (LARGE, SIZES[2:])):
         with ThreadPoolExecutor(1) as thread:
-            async with open_source(source_address) as source, open_session("pull", source, geometry) as session:
+            async with (
+                open_source(source_address, devices) as source,
+                open_session("pull", source, geometry) as session,
+            ):
                 for size in sizes:
                     progress(f"pull {_name(size)}")
                     one_speed, one_phases = await _measure(session, size, geometry.block_bytes, rounds, thread)
@@ -75,12 +83,13 @@ async def run(
                 "bare NIXL, floor: - where NIXL does not reach the other process; its own TCP is never used.",
                 "streams: plain TCP, as many connections as the TCP plane has, with a thread for each on both sides.",
                 "floor: another thread reads the same and eight bytes more with bare NIXL, and wakes the event loop.",
+                "streams, readv, memcpy: - unless both caches lie in host memory.",
                 "readv: - if the two processes share no PID namespace; the kernel copies only within one.",
             ),
         ),
         Table(
             title="phases, median us",
-            columns=("size", *PHASES),
+            columns=("size", *PHASES, "total"),
             rows=tuple(phases),
         ),
     )
@@ -95,7 +104,7 @@ async def _measure(
     bare: list[float | None] = []
     streams: list[float] = []
     readv: list[float | None] = []
-    copied: list[float] = []
+    copied: list[float] = []  # and the three of them empty unless both caches lie in host memory
     floor: list[float] = []
     reports: list[TransferReport] = []
     bare_read = None if session.bare is None else partial(_read_and_look, session.bare, session.bare.bind(ids, ids))
@@ -106,14 +115,15 @@ async def _measure(
         bare.append(other)
         if bare_read is not None:
             floor.append(await handed_over(bare_read, thread))
-        streams.append(session.streams.read(size))
-        readv.append(process_vm_readv(session.opened, session.cache, size))
-        copied.append(memcpy(size))
+        if session.streams is not None:
+            streams.append(session.streams.read(size))
+            readv.append(process_vm_readv(session.opened, session.cache, size))
+            copied.append(memcpy(size))
         reports.append(report)
-    summary = summarise(ours)
+    summary = summarize(ours)
     rates = [_rate(size, samples) for samples in (ours, bare, streams, readv, copied)]
     found = [sample for sample in bare if sample is not None]
-    medians = [summarise([report.timings_s[phase] for report in reports]).p50 * 1e6 for phase in PHASES]
+    medians = [summarize([report.timings_s[phase] for report in reports]).p50 * 1e6 for phase in (*PHASES, "total")]
     name = _name(size)
     return (
         (
@@ -121,10 +131,10 @@ async def _measure(
             len(ours),
             summary.p50 * 1e6,
             summary.p99 * 1e6,
-            summarise(floor).p50 * 1e6 if floor else None,
+            summarize(floor).p50 * 1e6 if floor else None,
             *rates,
             median_ratio(found, ours) if found else None,
-            median_ratio(streams, ours),
+            median_ratio(streams, ours) if streams else None,
         ),
         (name, *medians),
     )
@@ -138,7 +148,7 @@ def _read_and_look(bare: BareNixl, bound: Bound) -> None:
 def _rate(size: int, samples: Sequence[float | None]) -> float | None:
     """Return the median rate in 10**9 bytes per second, or None if that cannot be measured here."""
     seconds = [sample for sample in samples if sample is not None]
-    return size / summarise(seconds).p50 / 1e9 if seconds else None
+    return size / summarize(seconds).p50 / 1e9 if seconds else None
 
 
 def _name(size: int) -> str:

@@ -11,16 +11,20 @@ from contextlib import AsyncExitStack
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
-from kvflow.bench.geometry import Geometry
-from kvflow.bench.result import Table
-from kvflow.bench.session import open_session
-from kvflow.bench.sourcing import SourceProcess
-from kvflow.bench.stats import summarise
-from kvflow.transfer.boxes import AXES_MAX, FIXED
-from kvflow.transfer.costs import Costs
-from kvflow.transport.bounds import CheckedScatter
-from kvflow.transport.staging import Bytes, Scatterer, StagingMemory, evenly_spaced
+from kvflow.calibrate.ceilings import enter_device
+from kvflow.calibrate.geometry import Geometry
+from kvflow.calibrate.result import Table
+from kvflow.calibrate.session import open_session
+from kvflow.calibrate.sourcing import SourceProcess
+from kvflow.calibrate.stats import summarize
+from kvflow.layout.region import Region
+from kvflow.memory.cache import KVCache
+from kvflow.planning.costs import Costs
+from kvflow.planning.strided_copies import AXES_MAX, FIXED
+from kvflow.reads.bounds import CheckedScatter
+from kvflow.reads.staging import StagingMemory, evenly_spaced
 
 READS = {(1, 32): 1024, (2, 64): 4096, (4, 128): 16384, (8, 256): 65536}
 """KV heads and head size of one layer -> bytes of a block, K and V: two descriptors of half as much."""
@@ -51,6 +55,28 @@ class Measured(Struct, frozen=True):
     tables: tuple[Table, ...]
 
 
+async def measure_reads(
+    source: SourceProcess, rounds: int, rng: np.random.Generator, progress: Callable[[str], None]
+) -> tuple[list[tuple[int, int]], list[float], Table]:
+    """Measure reads from a source process.
+
+    Args:
+        source: where to read from.
+        rounds: of each size.
+        rng: of block ids.
+        progress: is told what is measured.
+
+    Returns:
+        Descriptors and bytes of each size, its seconds, and a table of both.
+    """
+    counted, seconds = await _reads(source, rounds, rng, progress)
+    rows = [
+        (descriptors, nbytes // descriptors, took * 1e3, took / descriptors * 1e6, nbytes / took / 1e9)
+        for (descriptors, nbytes), took in zip(counted, seconds, strict=True)
+    ]
+    return counted, seconds, _read_table(rows)
+
+
 async def measure(
     source: SourceProcess, rounds: int, rng: np.random.Generator, progress: Callable[[str], None]
 ) -> Measured:
@@ -62,10 +88,10 @@ async def measure(
         rng: of block ids.
         progress: is told what is measured.
     """
-    counted, read_s = await _reads(source, rounds, rng, progress)
+    counted, read_s, reads = await measure_reads(source, rounds, rng, progress)
     reading = fit([(1, descriptors, nbytes) for descriptors, nbytes in counted], read_s)
     copied, copy_s = [], []
-    memory = copy_memory()
+    memory = copy_memory(source.devices.here)
     for pieces, nbytes in COPIES:
         progress(f"copies of {pieces} x {nbytes} bytes")
         copies, units, seconds = _copies(memory, pieces, nbytes, rounds, rng)
@@ -79,15 +105,11 @@ async def measure(
         piece_s=copying[1],
         copied_byte_s=copying[2],
     )
-    reads = [
-        (descriptors, nbytes // descriptors, seconds * 1e3, seconds / descriptors * 1e6, nbytes / seconds / 1e9)
-        for (descriptors, nbytes), seconds in zip(counted, read_s, strict=True)
-    ]
     scatters = [
         (copies, pieces, total // pieces, seconds / copies * 1e6, total / seconds / 1e9)
         for (copies, pieces, total), seconds in zip(copied, copy_s, strict=True)
     ]
-    return Measured(costs, (_read_table(reads), _copy_table(scatters), _constants(costs)))
+    return Measured(costs, (reads, _copy_table(scatters), _constants(costs)))
 
 
 def fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
@@ -112,11 +134,14 @@ def fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float
     return costs
 
 
-def copy_memory() -> tuple[Bytes, Bytes]:
-    """Return a staging buffer and a cache, all of whose pages were touched."""
-    content = StagingMemory(STAGING_BYTES).content(0)
-    content[:] = 1
-    return content, TARGET.build().backing.numpy()
+def copy_memory(device: str = "cpu") -> tuple[StagingMemory, KVCache]:
+    """Return staging buffers and a cache on a device, all of whose pages were touched."""
+    cache = replace(TARGET, device=device).build()
+    staging = StagingMemory(STAGING_BYTES)
+    enter_device(cache.manifest().regions)
+    staging.place(cache.manifest().regions)
+    staging.content(0)[:] = 1
+    return staging, cache
 
 
 async def _reads(
@@ -143,46 +168,51 @@ async def _reads(
                     samples.append(report.timings_s["post"] + report.timings_s["wire"])
                     descriptors = report.descriptors
                 counted.append((descriptors, blocks * block_bytes))
-                seconds.append(summarise(samples).p10)
+                seconds.append(summarize(samples).p10)
     await source.close_caches()
     return counted, seconds
 
 
 def _copies(
-    memory: tuple[Bytes, Bytes], pieces: int, nbytes: int, rounds: int, rng: np.random.Generator
+    memory: tuple[StagingMemory, KVCache], pieces: int, nbytes: int, rounds: int, rng: np.random.Generator
 ) -> tuple[int, int, float]:
     """Scatter units of pieces that lie apart in a buffer; return copies, units and seconds.
 
     Args:
-        memory: a staging buffer and a cache. What a page costs depends on where it comes from, so these are real ones.
+        memory: staging buffers and a cache. What a page costs depends on where it comes from, so these are real ones.
         pieces: of one unit.
         nbytes: of each.
         rounds: at least five are made.
         rng: of units, new ones in each round: a transfer writes where nothing was read before.
     """
-    content, target = memory
+    staging, target = memory[0], memory[1].manifest().regions[0]
+    content = staging.content(0)
     units = min(UNITS_MAX, len(content) // (2 * pieces * nbytes))
-    in_all = len(target) // (pieces * nbytes)
-    scatterer = Scatterer(_one_box(target, (units, in_all), pieces, nbytes))
+    in_all = target.nbytes // (pieces * nbytes)
+    scatterer = staging.scatterer(_one_box(target, (units, in_all), pieces, nbytes))
     samples = []
     for _ in range(max(rounds, 5)):
         numbers = rng.permutation(in_all)[:units].astype(np.int32)
         started = time.perf_counter()
-        scatterer.run(content, numbers)
+        scattering = scatterer.start(content, numbers)
+        while scattering is not None and not scattering.poll():
+            pass
         samples.append(time.perf_counter() - started)
-    copies = sum(1 for _ in evenly_spaced(numbers.tolist()))  # two neighbors at any distance are one copy
-    return copies, units, summarise(samples).p10
+    copies = units  # a kernel copies all of them, and what its launch takes is divided among them
+    if staging.memory == "DRAM":
+        copies = sum(1 for _ in evenly_spaced(numbers.tolist()))  # two neighbors at any distance are one copy
+    return copies, units, summarize(samples).p10
 
 
-def _one_box(target: Bytes, units: tuple[int, int], pieces: int, nbytes: int) -> CheckedScatter:
+def _one_box(target: Region, units: tuple[int, int], pieces: int, nbytes: int) -> CheckedScatter:
     """Describe one copy to a unit: its pieces touch in the target, and lie apart in the buffer."""
     unit_bytes = pieces * nbytes
     axes = [pieces, 2 * nbytes, nbytes, *[1, 0, 0] * (AXES_MAX - 1)]
-    row = [nbytes, 0, 2 * unit_bytes, target.ctypes.data, unit_bytes, 0, 0, *axes]
+    row = [nbytes, 0, 2 * unit_bytes, target.address, unit_bytes, 0, 0, *axes]
     assert len(row) == FIXED + 3 * AXES_MAX
     return CheckedScatter(
         table=np.array([row], np.int64),
-        slots=units[0],
+        places=units[0],
         units=(units[1], 1, 1),
         reach=np.array([target.nbytes], np.int64),
         unit_bytes=unit_bytes,

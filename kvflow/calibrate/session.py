@@ -5,18 +5,19 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
+import msgspec
 import numpy as np
 
-from kvflow.bench.ceilings import BareNixl, open_bare
-from kvflow.bench.geometry import BLOCK_SIZE, Geometry
-from kvflow.bench.messages import Opened
-from kvflow.bench.sourcing import SourceProcess
-from kvflow.bench.streams import Streams
-from kvflow.cache.tickets import Ticket
+from kvflow.calibrate.ceilings import BareNixl, open_bare
+from kvflow.calibrate.geometry import BLOCK_SIZE, Geometry
+from kvflow.calibrate.messages import Opened
+from kvflow.calibrate.sourcing import SourceProcess
+from kvflow.calibrate.streams import Streams
 from kvflow.config import WorkerConfig
+from kvflow.leases.tickets import Ticket
 from kvflow.memory.cache import KVCache
-from kvflow.transfer.pairs import Int64s
-from kvflow.transfer.report import TransferReport
+from kvflow.planning.pairs import Int64s
+from kvflow.report import TransferReport
 from kvflow.worker.runtime import open_worker
 from kvflow.worker.worker import Worker
 
@@ -28,7 +29,8 @@ class Session:
         opened: the source.
         cache: ours.
         bare: bare NIXL; None where it does not reach the source.
-        streams: plain TCP, as many connections as the worker's TCP plane has.
+        streams: plain TCP, as many connections as the worker's TCP plane has; None unless both caches lie in host
+            memory.
     """
 
     def __init__(
@@ -39,7 +41,7 @@ class Session:
         worker: Worker,
         *,
         bare: BareNixl | None,
-        streams: Streams,
+        streams: Streams | None,
     ) -> None:
         self._offer = offer
         self._worker = worker
@@ -78,14 +80,16 @@ class Session:
 async def open_session(name: str, source: SourceProcess, geometry: Geometry) -> AsyncIterator[Session]:
     """Open both ends and read once, so that connections and page tables are warm."""
     opened = await source.open(name, geometry)
-    cache = geometry.build()
-    config = WorkerConfig(engine_id=f"target-{name}", role="decode")
+    cache = msgspec.structs.replace(geometry, device=source.devices.here).build()
+    config = WorkerConfig(engine_id=f"target-{name}")
     async with AsyncExitStack() as stack:
         bare = open_bare(opened, cache)
         if bare is not None:
             stack.callback(bare.close)
-        streams = Streams(opened.streams, config.tcp_connections, cache.backing.numpy().data.cast("B"))
-        stack.callback(streams.close)
+        streams = None
+        if source.devices.in_host_memory:
+            streams = Streams(opened.streams, config.tcp_connections, cache.backing.numpy().data.cast("B"))
+            stack.callback(streams.close)
         worker = await stack.enter_async_context(open_worker(config, cache))
         session = Session(partial(source.offer, name), opened, cache, worker, bare=bare, streams=streams)
         await session.paired(np.arange(1), np.arange(1))

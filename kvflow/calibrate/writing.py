@@ -1,11 +1,11 @@
-"""A file that is written whole or not at all: whoever reads it meanwhile finds the old one."""
+"""Replace a file atomically: a process that reads it meanwhile finds the old content."""
 
 import os
 from pathlib import Path
 
 
 def try_to_write(path: Path) -> None:
-    """Write nothing where ``replace_file`` will write, so that minutes of measuring are not in vain.
+    """Check that ``replace_file`` can write a file, before minutes of measuring.
 
     Raises:
         OSError: its folder is missing or not ours to write to, or something stands there that is no regular file.

@@ -6,9 +6,9 @@ import sys
 import msgspec
 import pytest
 
-from kvflow.bench.geometry import Geometry
-from kvflow.bench.messages import OfferBlocks, OpenCache, Request
-from kvflow.bench.sourcing import SourceProcess
+from kvflow.calibrate.geometry import Geometry
+from kvflow.calibrate.messages import OfferBlocks, OpenCache, Request
+from kvflow.calibrate.sourcing import SourceProcess
 from kvflow.errors import PeerLost
 
 GEOMETRY = Geometry(layers=1, num_kv_heads=1, head_size=32, num_blocks=16, layout="BLHNC", kv="content")

@@ -16,18 +16,19 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from kvflow.bench.constants import measure
-from kvflow.bench.geometry import BLOCK_SIZE, Geometry
-from kvflow.bench.result import Table, header
-from kvflow.bench.sourcing import SourceProcess, open_source
-from kvflow.bench.stats import median_ratio, summarise
-from kvflow.bench.writing import replace_file
+from kvflow.calibrate.constants import measure, measure_reads
+from kvflow.calibrate.geometry import BLOCK_SIZE, HOST, Devices, Geometry
+from kvflow.calibrate.result import Table, header
+from kvflow.calibrate.sourcing import SourceProcess, open_source
+from kvflow.calibrate.stats import median_ratio, summarize
+from kvflow.calibrate.writing import replace_file
 from kvflow.config import WorkerConfig
+from kvflow.errors import ConfigInvalid
 from kvflow.layout.manifest import Manifest
-from kvflow.transfer.costs import MACHINE_LENGTH_MAX, Calibration, Costs, encode_calibration
-from kvflow.transfer.pairs import Int64s
-from kvflow.transfer.plan import plan_transfer
-from kvflow.transfer.report import TransferReport
+from kvflow.planning.costs import MACHINE_LENGTH_MAX, Calibration, Costs, encode_calibration
+from kvflow.planning.pairs import Int64s
+from kvflow.planning.plan import plan_transfer
+from kvflow.report import TransferReport
 from kvflow.worker.runtime import open_worker
 from kvflow.worker.worker import Worker
 
@@ -58,6 +59,8 @@ async def run(
     progress: Callable[[str], None],
     source_address: str | None = None,
     output: str | None = None,
+    *,
+    devices: Devices = HOST,
 ) -> tuple[Table, ...]:
     """Measure, and write a calibration if that is asked for.
 
@@ -67,17 +70,26 @@ async def run(
         progress: is told what is measured.
         source_address: ``host:port`` of a source process that runs already; None starts one.
         output: file of the calibration; None: compare direct and staged reads instead.
+        devices: that the caches lie on. Nothing is staged between host memory and a device.
 
     Raises:
         OSError: the file cannot be written.
-        ConfigInvalid: what was measured cannot be; nothing is written.
+        ConfigInvalid: what was measured cannot be, or the memories are of two kinds; nothing is written.
         PeerLost: the source process has ended.
     """
     rng = np.random.default_rng(seed)
-    async with open_source(source_address) as source:
+    if output is not None and not devices.alike:
+        raise ConfigInvalid(
+            f"a calibration is of caches in memory of one kind, not on {devices.there} and {devices.here}",
+            remedy="Calibrate with both caches on devices, or with none. Reads between both kinds are never staged.",
+        )
+    async with open_source(source_address, devices) as source:
+        if not devices.alike:
+            _, _, table = await measure_reads(source, rounds, rng, progress)
+            return (table,)
         measured = await measure(source, rounds, rng, progress)
         if output is not None:
-            text = encode_calibration(_calibration(measured.costs, source_address))
+            text = encode_calibration(_calibration(measured.costs, source_address, devices))
             await asyncio.to_thread(replace_file, Path(output), text)
             return (*measured.tables, _written(output))
         rows: list[tuple[object, ...]] = []
@@ -86,7 +98,7 @@ async def run(
     return (*measured.tables, _comparison(rows, rounds))
 
 
-def _calibration(costs: Costs, source_address: str | None) -> Calibration:
+def _calibration(costs: Costs, source_address: str | None, devices: Devices) -> Calibration:
     about = header()
     return Calibration(
         schema=1,
@@ -95,11 +107,12 @@ def _calibration(costs: Costs, source_address: str | None) -> Calibration:
         source=source_address or "same machine",
         date=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         costs=costs,
+        memory="DRAM" if devices.in_host_memory else "VRAM",
     )
 
 
 class _Rounds(NamedTuple):
-    """How many, and who is told of them."""
+    """Number of rounds, and the function that receives each."""
 
     number: int
     progress: Callable[[str], None]
@@ -114,10 +127,15 @@ async def _compare(
     )
     name = f"heads-{heads}"
     opened = await source.open(name, there)
-    here = msgspec.structs.replace(there, tp_size=2)
+    devices = source.devices
+    here = msgspec.structs.replace(there, tp_size=2, device=devices.here)
     rows: list[tuple[object, ...]] = []
-    async with _reader(here, staged=False) as (direct, manifest), _reader(here, staged=True) as (staged, _):
-        chosen = _chosen(msgspec.msgpack.decode(opened.manifest, type=Manifest), manifest, costs)
+    async with (
+        _reader(here, devices, staged=False) as (direct, manifest),
+        _reader(here, devices, staged=True) as (staged, _),
+    ):
+        terms = _calibration(costs, None, devices)
+        chosen = _chosen(msgspec.msgpack.decode(opened.manifest, type=Manifest), manifest, terms)
         for blocks in BLOCKS:
             for ids in ("apart", "in order"):
                 cell = _Cell([], [])
@@ -138,15 +156,14 @@ async def _compare(
 
 
 @asynccontextmanager
-async def _reader(geometry: Geometry, *, staged: bool) -> AsyncIterator[tuple[Worker, Manifest]]:
+async def _reader(geometry: Geometry, devices: Devices, *, staged: bool) -> AsyncIterator[tuple[Worker, Manifest]]:
     """Open a worker that stages all that it can, or nothing."""
     cache = geometry.build()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "always.json"
-        path.write_bytes(encode_calibration(_calibration(ALWAYS, None)))
+        path.write_bytes(encode_calibration(_calibration(ALWAYS, None, devices)))
         config = WorkerConfig(
             engine_id=f"target-{'staged' if staged else 'direct'}",
-            role="decode",
             calibration=str(path),
             staging_bytes=STAGING_BYTES if staged else 0,
         )
@@ -154,7 +171,7 @@ async def _reader(geometry: Geometry, *, staged: bool) -> AsyncIterator[tuple[Wo
             yield worker, cache.manifest()
 
 
-def _chosen(source: Manifest, target: Manifest, costs: Costs) -> str:
+def _chosen(source: Manifest, target: Manifest, costs: Calibration) -> str:
     """Return which variant the measured constants choose."""
     plan = plan_transfer(source, target, costs=costs, staging_bytes=STAGING_BYTES)
     return "direct" if plan.groups[0].staged is None else "staged"
@@ -194,9 +211,9 @@ def _row(cell: _Cell, heads: int, blocks: int, ids: str, chosen: str) -> tuple[o
         blocks,
         ids,
         direct.descriptors,
-        summarise(cell.direct).p50 * 1e3,
+        summarize(cell.direct).p50 * 1e3,
         staged.descriptors,
-        summarise(cell.staged).p50 * 1e3,
+        summarize(cell.staged).p50 * 1e3,
         staged.timings_s["scatter"] * 1e3,
         staged.nbytes / (1 << 20),
         median_ratio(cell.direct, cell.staged),

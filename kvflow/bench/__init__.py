@@ -1,1 +1,0 @@
-"""The ruler: two processes, real NIXL, and every figure beside its ceiling from the same run."""

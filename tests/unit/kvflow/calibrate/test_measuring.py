@@ -1,0 +1,221 @@
+"""``kvflow bench pull`` and ``descriptors`` with a source that runs: what they read, and what they print."""
+
+import asyncio
+import importlib.metadata
+import re
+import socket
+from contextlib import asynccontextmanager, suppress
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvflow.calibrate import constants, descriptors, geometry, pull, source
+from kvflow.calibrate.ceilings import process_vm_readv
+from kvflow.calibrate.geometry import Geometry
+from kvflow.calibrate.result import Result, header
+from kvflow.calibrate.session import open_session
+from kvflow.calibrate.sourcing import SourceProcess
+from kvflow.config import SECRET_VARIABLE
+from kvflow.planning.costs import decode_calibration
+from tests.ports import free_port
+
+pytestmark = [pytest.mark.nixl, pytest.mark.usefixtures("secret")]
+
+SMALL = Geometry(layers=2, num_kv_heads=1, head_size=32, num_blocks=16, layout="BLHNC", kv="content")
+"""All bytes of a block lie together, and blocks one after the other."""
+
+
+@pytest.fixture
+def secret(monkeypatch):
+    """The cluster secret that both sides take from the environment."""
+    monkeypatch.setenv(SECRET_VARIABLE, "the secret of those who measure")
+
+
+@asynccontextmanager
+async def told(running):
+    """Serve one reader from a source in this process, whose memory a test can see."""
+    sockets = socket.socketpair()
+    (reader, writer), (asked, answers) = [await asyncio.open_connection(sock=each, limit=1 << 24) for each in sockets]
+    serving = asyncio.create_task(source.serve(running, asked.readline, answers.write))
+    try:
+        yield SourceProcess(reader, writer)
+    finally:
+        writer.close()
+        await serving
+        answers.close()
+
+
+@asynccontextmanager
+async def listening():
+    """Serve readers over the network from a source in this process, and say where."""
+    address = f"127.0.0.1:{free_port()}"
+    serving = asyncio.create_task(source.serve_network(address))
+    host, _, port = address.partition(":")
+    while True:
+        with suppress(ConnectionRefusedError):
+            _, writer = await asyncio.open_connection(host, int(port))
+            writer.close()
+            break
+        await asyncio.sleep(0.01)
+    try:
+        yield address
+    finally:
+        serving.cancel()
+        with suppress(asyncio.CancelledError):
+            await serving
+
+
+@pytest.mark.parametrize("way", ["kvflow", "bare NIXL", "streams", "process_vm_readv"])
+async def test_each_way_of_reading_delivers_the_bytes_of_the_source(way):
+    running = source.Source("127.0.0.1")
+    async with told(running) as process, open_session("each", process, SMALL) as session:
+        there, here = running._caches["each"].backing.numpy(), session.cache.backing.numpy()
+        there[:] = np.random.default_rng(0).integers(0, 256, len(there), np.uint8)
+        here[:] = 0
+        ids, nbytes = np.arange(3), 3 * SMALL.block_bytes
+        match way:
+            case "kvflow":
+                (ticket,) = await session.offer(ids)
+                seconds, report = await session.pull(ticket, ids)
+                assert report.nbytes == nbytes
+            case "bare NIXL":
+                seconds = session.bare.read(session.bare.bind(ids, ids))
+            case "streams":
+                seconds = session.streams.read(nbytes)
+            case "process_vm_readv":
+                seconds = process_vm_readv(session.opened, session.cache, nbytes)
+        assert seconds > 0
+        assert (here[:nbytes] == there[:nbytes]).all()
+        assert not here[nbytes:].any()
+
+
+async def test_pairs_of_reads_begin_with_kvflow_and_with_nixl_in_turn():
+    async with told(source.Source("127.0.0.1")) as process, open_session("pairs", process, SMALL) as session:
+        order = []
+        bare_read, pull_once = session.bare.read, session.pull
+        session.bare.read = lambda *arguments: order.append("bare") or bare_read(*arguments)
+        session.pull = lambda *arguments: order.append("kvflow") or pull_once(*arguments)
+        for _ in range(2):
+            ours_s, bare_s, report = await session.paired(np.arange(2), np.array([5, 9]))
+            assert min(ours_s, bare_s) > 0
+            assert report.nbytes == 2 * SMALL.block_bytes
+        assert sorted([order[:2], order[2:]]) == [["bare", "kvflow"], ["kvflow", "bare"]]
+
+
+async def test_another_pid_namespace_is_not_read_by_the_kernel():
+    async with told(source.Source("127.0.0.1")) as process, open_session("kernel", process, SMALL) as session:
+        opened = msgspec.structs.replace(session.opened, pid_namespace="another machine")
+        assert process_vm_readv(opened, session.cache, 1) is None
+
+
+def test_a_variant_of_nixl_alone_is_enough(monkeypatch):
+    version = importlib.metadata.version
+
+    def without_the_package(name):
+        if name in ("nixl", "nixl-cu12"):
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", without_the_package)
+    packages = header().packages
+    assert "nixl-cu13" in packages
+    assert not {"nixl", "nixl-cu12"} & packages.keys()
+
+
+async def test_what_copies_host_memory_is_not_compared_with_devices(monkeypatch):
+    monkeypatch.setattr(pull, "SIZES", (4 << 10,))
+    monkeypatch.setattr(geometry.Devices, "in_host_memory", False)  # as of a GPU; the bytes stay where they are
+    speed, _ = await pull.run(5, 0, lambda _: None)
+    (row,) = speed.rows
+    shown = dict(zip(speed.columns, row, strict=True))
+    absent = {name for name, value in shown.items() if value is None}
+    assert absent == {"streams GB/s", "readv GB/s", "memcpy GB/s", "of streams"}
+
+
+async def test_caches_lie_on_the_devices_that_are_named(monkeypatch):
+    asked = []
+    build = geometry.Geometry.build
+    monkeypatch.setattr(
+        geometry.Geometry,
+        "build",
+        lambda self: asked.append(self.device) or build(msgspec.structs.replace(self, device="cpu")),
+    )
+    async with told(source.Source("127.0.0.1")) as process:
+        process.devices = geometry.Devices(here="cuda:1", there="cuda:7")
+        async with open_session("devices", process, SMALL) as session:
+            assert session.streams is None
+    assert asked == ["cuda:7", "cuda:1"]
+
+
+async def test_every_size_of_a_pull_is_measured_beside_what_else_could_move_it(monkeypatch):
+    monkeypatch.setattr(pull, "SIZES", (4 << 10, 16 << 10, 64 << 10))
+    monkeypatch.setattr(pull, "LARGE", msgspec.structs.replace(pull.LARGE, num_blocks=4))
+    said = []
+    tables = await pull.run(5, 0, said.append)
+    assert said == ["pull 4 KiB", "pull 16 KiB", "pull 64 KiB"]
+    speed, phases = tables
+    for table in tables:
+        assert [row[0] for row in table.rows] == ["4 KiB", "16 KiB", "64 KiB"]
+        assert all(len(row) == len(table.columns) for row in table.rows)
+    for row in speed.rows:
+        assert row[1] == 5
+        assert all(value > 0 for value in row[2:])
+    for row in phases.rows:
+        timings = dict(zip(phases.columns[1:], row[1:], strict=True))
+        assert 0 <= timings["wire"] < timings["total"]
+    printed = str(Result(name="pull", header=header(), tables=tables))
+    assert printed.startswith("kvflow bench pull, 20")
+    assert all(table.title in printed for table in tables)
+    assert re.search(r"^ *16 KiB +5 +\d", printed, re.MULTILINE)
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """Have ``kvflow bench descriptors`` measure little."""
+    monkeypatch.setattr(constants, "READS", {(1, 32): 1024, (2, 64): 4096})
+    monkeypatch.setattr(constants, "COUNTS", (8, 32))
+    monkeypatch.setattr(constants, "COPIES", ((1, 64), (16, 64), (16, 4096)))
+    monkeypatch.setattr(constants, "TARGET", msgspec.structs.replace(constants.TARGET, num_blocks=32))
+    monkeypatch.setattr(descriptors, "LAYERS", {2: 2})
+    monkeypatch.setattr(descriptors, "BLOCKS", (1, 4))
+    monkeypatch.setattr(descriptors, "POOL_BLOCKS", 8)
+
+
+@pytest.mark.usefixtures("few")
+async def test_reads_between_memories_of_two_kinds_are_not_compared_with_staged(monkeypatch):
+    monkeypatch.setattr(geometry.Devices, "alike", False)
+    (reads,) = await descriptors.run(2, 0, lambda _: None)
+    assert reads.title.startswith("reads: ")
+    assert all(value > 0 for row in reads.rows for value in row)
+
+
+@pytest.mark.usefixtures("few")
+async def test_direct_and_staged_reads_are_compared_by_count_and_order_of_blocks():
+    said = []
+    async with listening() as address:
+        *_, costs, compared = await descriptors.run(2, 0, said.append, address)
+    assert all(value >= 0 for _, value in costs.rows)
+    found = [dict(zip(compared.columns, row, strict=True)) for row in compared.rows]
+    assert [(row["blocks"], row["ids"]) for row in found] == [
+        (blocks, ids) for blocks in (1, 4) for ids in ("apart", "in order")
+    ]
+    for row in found:
+        assert row["staged descriptors"] < row["direct descriptors"]
+        assert row["scatter ms"] > 0
+    assert "2 heads, 4 blocks in order, round 2 of 2" in said
+    assert "reads of 64 x 2048 bytes" in said
+
+
+@pytest.mark.usefixtures("few")
+async def test_a_calibration_has_the_constants_that_are_printed(tmp_path):
+    path = tmp_path / "calibration.json"
+    async with listening() as address:
+        reads, copies, costs, written = await descriptors.run(1, 0, lambda _: None, address, str(path))
+    assert [row[0] for row in reads.rows] == [16, 64, 16, 64]
+    assert [row[2] for row in copies.rows] == [64, 64, 4096]
+    calibration = decode_calibration(path.read_bytes(), name="", planes=("nixl",))
+    assert calibration.source == address
+    assert dict(costs.rows)["a descriptor"] == pytest.approx(calibration.costs.descriptor_s * 1e9)
+    assert dict(costs.rows)["a KiB that is copied"] == pytest.approx(calibration.costs.copied_byte_s * 1e9 * 1024)
+    assert str(path) in str(written)
