@@ -1,4 +1,4 @@
-"""A simulated data plane: the production ``Owner`` and ``Lanes`` over a mover whose bytes take their time.
+"""A simulated data plane: the production ``ReadCore`` and ``Lanes`` over a backend whose bytes take their time.
 
 A read may be done when its post returns, as on shared memory, or fly: then its bytes arrive in pieces, and go on to
 arrive after a cancel until the read is over, as they do with a real network card. It may end early with some of its
@@ -21,21 +21,22 @@ from typing import Literal, Protocol
 import numpy as np
 from msgspec import Struct
 
+from kvflow.errors import FailureCode
 from kvflow.ids import PeerId
 from kvflow.layout.region import Region
+from kvflow.reads.backend import Backend, BackendError, CheckedList, Chunk, PostedWork, share_numbers
+from kvflow.reads.bounds import OutOfBounds, check_inside, merge
+from kvflow.reads.contract import Carrier, PeerAddress, Serving
+from kvflow.reads.requests import LeaseName
+from kvflow.reads.serving import LeasedBlocks, ServedList
+from kvflow.reads.staging import memory_at
+from kvflow.reads.tcp.backend import Told
 from kvflow.testing.memory import SimulatedCache
+from kvflow.testing.network import Wires
 from kvflow.testing.process import Process
 from kvflow.testing.serving import Answer, Part
 from kvflow.testing.staging import SimulatedStaging
-from kvflow.testing.wires import Wires
 from kvflow.testing.world import World
-from kvflow.transfer.requests import LeaseName
-from kvflow.transport.base import Carrier, PeerAddress
-from kvflow.transport.bounds import OutOfBounds, check_inside, merge
-from kvflow.transport.mover import Chunk, Flight, MoveFailed, Mover, Prepared, share_numbers
-from kvflow.transport.serving import LeasedBlocks, ServedProgram, Serving
-from kvflow.transport.staging import memory_at
-from kvflow.transport.tcp import Told
 
 NAME = "simulated"
 NOBODY = 0
@@ -49,7 +50,7 @@ class FabricFaults(Struct, frozen=True, kw_only=True):
     """What the data plane does to reads.
 
     Attributes:
-        step_s: mean pause of the owner thread between two steps.
+        step_s: mean pause of the read thread between two steps.
         inline: share of posts that may be made by the caller's own thread, if the owner has nothing to do.
         chunk_bytes: most bytes of one chunk; a portion has four times as many.
         at_once: share of reads that are done when their post returns.
@@ -137,7 +138,7 @@ class Agent:
         return int(self.epochs[number])
 
 
-class _Transfer(Flight):
+class _Transfer(PostedWork):
     """A chunk or a check on its way.
 
     Attributes:
@@ -149,7 +150,7 @@ class _Transfer(Flight):
         answer: of an exporter that serves.
         doomed: pieces after which it fails.
         outcome: when it is over: what ``poll`` returns or raises.
-        unheld: see ``Flight``.
+        unheld: see ``PostedWork``.
     """
 
     __slots__ = ("answer", "doomed", "outcome", "pieces", "slots", "source", "staged", "unheld", "writes")
@@ -171,12 +172,12 @@ class _Transfer(Flight):
         self.staged = staged
         self.answer = answer
         self.doomed: int | None = None
-        self.outcome: int | list[int] | MoveFailed | None = None
+        self.outcome: int | list[int] | BackendError | None = None
         self.unheld: frozenset[tuple[int, int]] = frozenset()
 
 
 class OwnerThread(Protocol):
-    """What a mover asks of the thread that calls it."""
+    """What a backend asks of the thread that calls it."""
 
     def check_write(self, read_id: int, blocks: Sequence[int]) -> None:
         """Check that every block which is written to belongs to the pull that this read was posted for."""
@@ -187,8 +188,8 @@ class OwnerThread(Protocol):
         ...
 
 
-class SimulatedMover(Mover):
-    """Move bytes between the processes of a world. See ``kvflow.transport.mover.Mover`` for the contract."""
+class SimulatedBackend(Backend):
+    """Move bytes between the processes of a world. See ``kvflow.reads.backend.Backend`` for the contract."""
 
     def __init__(self, fabric: Fabric, agent: Agent, thread: OwnerThread, staging: SimulatedStaging) -> None:
         self._fabric = fabric
@@ -197,58 +198,62 @@ class SimulatedMover(Mover):
         self._thread = thread
         self._staging = staging
         self._peers: dict[PeerId, Agent] = {}
-        self._programs: dict[tuple[PeerId, int], Prepared] = {}
-        self._served: dict[tuple[PeerId, int], ServedProgram] = {}
+        self._prepared_lists: dict[tuple[PeerId, int], CheckedList] = {}
+        self._served: dict[tuple[PeerId, int], ServedList] = {}
         self._told = Told()
 
     def add(self, address: PeerAddress) -> Carrier:
-        """See ``Mover.add``. Whether the peer answers shows when it is read from."""
+        """See ``Backend.add``. Whether the peer answers shows when it is read from."""
         name = address.planes[NAME].decode()
         source = self._fabric.agents.get(name)
         if source is None:
-            raise MoveFailed("metadata_invalid", f"there never was an agent {name!r}")
+            raise BackendError(FailureCode.METADATA_INVALID, f"there never was an agent {name!r}")
         self._peers[address.peer] = source
         return Carrier(NAME, "kind", NAME)
 
     def ends_at_once(self, peer_id: PeerId) -> bool:
-        """See ``Mover.ends_at_once``. As with real planes, those whose exporters serve have something in flight."""
+        """See ``Backend.ends_at_once``. As with real planes, those whose exporters serve have something in flight."""
         del peer_id
         return self._fabric.serves == "nothing"
 
     def remove(self, peer_id: PeerId, *, gone: bool) -> None:
-        """See ``Mover.remove``."""
+        """See ``Backend.remove``."""
         self._peers.pop(peer_id, None)
-        self._programs = {key: program for key, program in self._programs.items() if key[0] != peer_id}
+        self._prepared_lists = {
+            key: prepared_list for key, prepared_list in self._prepared_lists.items() if key[0] != peer_id
+        }
         self._served = {key: served for key, served in self._served.items() if key[0] != peer_id}
 
-    def prepare(self, prepared: Prepared) -> None:
-        """See ``Mover.prepare``."""
-        program = prepared.program
+    def prepare(self, prepared: CheckedList) -> None:
+        """See ``Backend.prepare``."""
+        prepared_list = prepared.prepared_list
         try:
-            check_inside(prepared.source, [self._peers[program.peer].cache.region], program.source_memory)
+            check_inside(prepared.source, [self._peers[prepared_list.peer].cache.region], prepared_list.source_memory)
         except OutOfBounds as error:
-            raise MoveFailed("bounds", str(error)) from error
-        self._programs[program.peer, program.program_id] = prepared
+            raise BackendError(FailureCode.BOUNDS, str(error)) from error
+        self._prepared_lists[prepared_list.peer, prepared_list.list_id] = prepared
         if self._fabric.serves != "nothing":
-            tracks = self._peers[program.peer].serving.tracks[program.group]
-            served = ServedProgram(prepared.source.table, tracks, program.group)
-            self._served[program.peer, program.program_id] = served
+            tracks = self._peers[prepared_list.peer].serving.tracks[prepared_list.group]
+            served = ServedList(prepared.source.table, tracks, prepared_list.group)
+            self._served[prepared_list.peer, prepared_list.list_id] = served
 
-    def post(self, chunk: Chunk) -> Flight | int:
-        """See ``Mover.post``."""
+    def post(self, chunk: Chunk) -> PostedWork | int:
+        """See ``Backend.post``."""
         portion = chunk.portion
-        source, program = self._peers[portion.peer], self._programs[portion.peer, portion.program_id]
+        source, prepared_list = self._peers[portion.peer], self._prepared_lists[portion.peer, portion.list_id]
         part = slice(chunk.first, chunk.stop)
-        staged = program.staged is not None
+        staged = prepared_list.staged is not None
         answer: Answer | None = None
         if self._fabric.serves == "nothing":
-            runs = merge(program.source, portion.source_index[part], program.target, portion.target_index[part])
+            runs = merge(
+                prepared_list.source, portion.source_index[part], prepared_list.target, portion.target_index[part]
+            )
             parts: list[Part] = [(run, None) for run in runs]
         else:
-            answer = Answer(chunk, program, self._served[portion.peer, portion.program_id], source.leased)
+            answer = Answer(chunk, prepared_list, self._served[portion.peer, portion.list_id], source.leased)
             parts = answer.parts
         transfer = _Transfer(
-            source, self._writes(chunk, program), self._cut(parts), range(0), staged=staged, answer=answer
+            source, self._writes(chunk, prepared_list), self._cut(parts), range(0), staged=staged, answer=answer
         )
         outcome = self._launch(transfer)
         assert not isinstance(outcome, list)
@@ -256,45 +261,47 @@ class SimulatedMover(Mover):
 
     def post_check(
         self, peer_id: PeerId, first: int, last: int, reads: Sequence[tuple[int, LeaseName]], *, fence: bool
-    ) -> Flight | Sequence[int]:
-        """See ``Mover.post_check``."""
+    ) -> PostedWork | Sequence[int]:
+        """See ``Backend.post_check``."""
         if fence and self._fabric.serves == "reads and fences":
             return self._told.verdicts(first, last, reads)
         outcome = self._launch(_Transfer(self._peers[peer_id], [], [], range(first, last + 1)))
         assert not isinstance(outcome, int)
         return outcome
 
-    def poll(self, flight: Flight) -> int | Sequence[int] | None:
-        """See ``Mover.poll``."""
-        assert isinstance(flight, _Transfer)
-        outcome = flight.outcome
+    def poll(self, posted: PostedWork) -> int | Sequence[int] | None:
+        """See ``Backend.poll``."""
+        assert isinstance(posted, _Transfer)
+        outcome = posted.outcome
         if outcome is None:
             return None
-        del self._agent.transfers[flight]
-        if isinstance(outcome, MoveFailed):
+        del self._agent.transfers[posted]
+        if isinstance(outcome, BackendError):
             raise outcome
         return outcome
 
     def reset(self) -> None:
-        """See ``Mover.reset``."""
+        """See ``Backend.reset``."""
         self._agent.transfers.clear()
         self._peers.clear()
-        self._programs.clear()
+        self._prepared_lists.clear()
         self._served.clear()
 
     def close(self) -> None:
-        """See ``Mover.close``."""
+        """See ``Backend.close``."""
         self._agent.close()
 
-    def _writes(self, chunk: Chunk, program: Prepared) -> list[tuple[int, list[int]]]:
+    def _writes(self, chunk: Chunk, prepared_list: CheckedList) -> list[tuple[int, list[int]]]:
         """Return which blocks of ours each read in a chunk may write into; what is staged is read into a buffer."""
         shares, index = chunk.portion.shares, chunk.portion.target_index[chunk.first : chunk.stop]
-        if program.staged is not None:
+        if prepared_list.staged is not None:
             return [(share.read_id, []) for share in shares]
         numbers = share_numbers(chunk)
         parts = [index] if numbers is None else [index[numbers == number] for number in range(len(shares))]
         blocks_of = self._agent.cache.blocks_of
-        return [(share.read_id, blocks_of(program.target, part)) for share, part in zip(shares, parts, strict=True)]
+        return [
+            (share.read_id, blocks_of(prepared_list.target, part)) for share, part in zip(shares, parts, strict=True)
+        ]
 
     def _cut(self, parts: list[Part]) -> list[list[Part]]:
         """Cut a chunk into pieces that arrive one after the other."""
@@ -302,7 +309,7 @@ class SimulatedMover(Mover):
         size = -(-len(parts) // pieces)
         return [parts[first : first + size] for first in range(0, len(parts), size)]
 
-    def _launch(self, transfer: _Transfer) -> Flight | int | list[int]:
+    def _launch(self, transfer: _Transfer) -> PostedWork | int | list[int]:
         world, faults = self._world, self._fabric.faults
         if world.happens(faults.failed):
             transfer.doomed = world.chance.randint(0, len(transfer.pieces))
@@ -346,10 +353,10 @@ class SimulatedMover(Mover):
                 self._fabric.wires.hold(again)
                 return
         if transfer.source.closed:
-            lost = MoveFailed("peer_lost", f"{transfer.source.name} does not answer")
+            lost = BackendError(FailureCode.PEER_LOST, f"{transfer.source.name} does not answer")
             world.later(faults.noticed_s, self._end, transfer, lost)
         elif transfer.doomed == 0:
-            self._end(transfer, MoveFailed("transport_error", "failed as the faults have it"))
+            self._end(transfer, BackendError(FailureCode.TRANSPORT_ERROR, "failed as the faults have it"))
         elif transfer.pieces:
             self._copy(transfer, transfer.pieces.pop(0))
             transfer.doomed = None if transfer.doomed is None else transfer.doomed - 1
@@ -387,7 +394,7 @@ class SimulatedMover(Mover):
                 at = run.target_address - to_base
                 to_view[at : at + run.nbytes] = content
 
-    def _end(self, transfer: _Transfer, outcome: int | list[int] | MoveFailed) -> None:
+    def _end(self, transfer: _Transfer, outcome: int | list[int] | BackendError) -> None:
         if transfer in self._agent.transfers:
             transfer.outcome = outcome
             self._thread.wake()

@@ -14,8 +14,8 @@ from msgspec import Struct
 from kvflow.layout.component import Component
 from kvflow.layout.manifest import Manifest
 from kvflow.layout.region import Region
+from kvflow.reads.bounds import Rows
 from kvflow.testing.models import Shape, plan_of
-from kvflow.transport.bounds import Rows
 
 Int64s = npt.NDArray[np.int64]
 UInt32s = npt.NDArray[np.uint32]
@@ -101,7 +101,7 @@ class SimulatedCache:
             self._elements[group.at[ids]] = group.in_block + np.uint32(content << CONTENT_SHIFT)
 
     def wrong(self, block_ids: Sequence[Sequence[int]], written: Written) -> str:
-        """Compare blocks with what a request has; return the first difference in words, or nothing."""
+        """Compare blocks with what a request has; return a sentence about the first difference, or an empty string."""
         for number, ids, tokens in self._parts(block_ids, written):
             group = self._groups[number]
             expected = group.marks + _contents(number, group, written, tokens)

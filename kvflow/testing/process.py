@@ -27,7 +27,7 @@ BURIAL_S = 60.0
 """Virtual seconds that the remains of processes may take to unwind."""
 
 TURN_S = 20e-6
-"""Mean delay of a turn of the loop: processes run side by side, and none knows when the other's turn comes."""
+"""Mean delay of a iteration of the loop: processes run side by side, and none knows when the other's turn comes."""
 
 EPOCH_S = 1.8e9
 """When every world begins, in seconds since 1970."""
@@ -178,7 +178,7 @@ class Process(asyncio.AbstractEventLoop):
         self._tasks = [task for task in self._tasks if not task.done()]
         return self._tasks
 
-    def _bury(self) -> None:
+    def unwind(self) -> None:
         """Let what is left unwind: what the engine began is cancelled, and ends what it began itself."""
         self.life = "running"
         for task in self.pending():
@@ -329,7 +329,7 @@ def bury(world: World) -> None:
         warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
         world.violation, world.over, world.recording = None, True, False
         for process in world.processes:
-            process._bury()  # noqa: SLF001 - a part of this
+            process.unwind()
         world.run(all_done, world.now + BURIAL_S)
         for task in (task for process in world.processes for task in process.pending()):
             coroutine = task.get_coro()  # it waits for a thread that a defect has ended

@@ -3,11 +3,11 @@
 import numpy as np
 import numpy.typing as npt
 
+from kvflow.reads.backend import CheckedList, Chunk, Share, share_numbers
+from kvflow.reads.bounds import Run, merge
+from kvflow.reads.serving import LeasedBlocks, ServedList
+from kvflow.reads.tcp.answers import Held
 from kvflow.testing.world import Violation
-from kvflow.transport.bounds import Run, merge
-from kvflow.transport.mover import Chunk, Prepared, Share, share_numbers
-from kvflow.transport.serving import LeasedBlocks, ServedProgram
-from kvflow.transport.tcp_answers import Held
 
 Part = tuple[Run, Held | None]
 """Neighboring bytes, and the lease that they are sent under; None: of an exporter that is read without its help."""
@@ -18,7 +18,7 @@ class Answer:
 
     Args:
         chunk: that is asked for.
-        prepared: its program.
+        prepared: its prepared list.
         served: the same, as the exporter has checked it.
         leased: the blocks of the exporter's leases.
 
@@ -27,7 +27,7 @@ class Answer:
         shares: of the portion that have descriptors in the chunk, and what becomes of their leases.
     """
 
-    def __init__(self, chunk: Chunk, prepared: Prepared, served: ServedProgram, leased: LeasedBlocks) -> None:
+    def __init__(self, chunk: Chunk, prepared: CheckedList, served: ServedList, leased: LeasedBlocks) -> None:
         portion = chunk.portion
         self._leased = leased
         self._group = served.group

@@ -5,11 +5,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kvflow.planning.costs import Calibration, Costs
+from kvflow.reads.bounds import CheckedScatter
+from kvflow.reads.device import Scatters
+from kvflow.reads.staging import Scatterer, StagingMemory
 from kvflow.testing.memory import SimulatedCache
-from kvflow.transfer.costs import Calibration, Costs
-from kvflow.transport.bounds import CheckedScatter
-from kvflow.transport.staging import Scatterer, StagingMemory
-from kvflow.worker.calibration import Staging
+from kvflow.worker.environment import Staging
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -36,7 +37,7 @@ class SimulatedStaging(StagingMemory):
     Args:
         staging_bytes: of all buffers; 0 for none.
         cache: what is scattered into.
-        check: told of the blocks that are written to, before they are.
+        check: called with the blocks before they are written.
     """
 
     def __init__(self, staging_bytes: int, cache: SimulatedCache, check: Callable[[Sequence[int]], None]) -> None:
@@ -44,7 +45,7 @@ class SimulatedStaging(StagingMemory):
         self._cache = cache
         self._check = check
 
-    def scatterer(self, scatter: CheckedScatter) -> Scatterer:
+    def scatterer(self, scatter: CheckedScatter) -> Scatters:
         """See ``StagingMemory.scatterer``."""
         return _WatchedScatterer(scatter, self.target, self._check)
 

@@ -1,4 +1,4 @@
-"""The data plane of one simulated worker: the production ``Owner``, and this module in place of its thread."""
+"""The data plane of one simulated worker: the production ``ReadCore``, and this module in place of its thread."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -8,63 +8,62 @@ from msgspec.structs import replace
 from kvflow.config import WorkerConfig
 from kvflow.ids import PeerId
 from kvflow.layout.region import Region
-from kvflow.testing.fabric import NOBODY, Agent, Fabric, SimulatedMover
-from kvflow.testing.memory import SimulatedCache
-from kvflow.testing.process import Process
-from kvflow.testing.staging import SimulatedStaging
-from kvflow.testing.world import Event
-from kvflow.transfer.bind import Binding as PlanBinding
-from kvflow.transfer.bind import Bound
-from kvflow.transfer.bind_staged import StagedBinding
-from kvflow.transfer.pairs import UnitPairs
-from kvflow.transfer.requests import RankRead, ReadEnded
-from kvflow.transport.base import (
+from kvflow.planning.bind import Binding as PlanBinding
+from kvflow.planning.bind import Bound, StagedBinding
+from kvflow.planning.pairs import UnitPairs
+from kvflow.reads.contract import (
     CHUNK_BYTES_MAX,
     INLINE_S_MAX,
+    SERVES_NOTHING,
     Binding,
     PeerAddress,
-    Program,
+    PreparedList,
     Published,
     ReaderReset,
+    Serving,
     Sink,
     StagingUse,
     Transport,
     TransportEvent,
 )
-from kvflow.transport.commands import CancelReads, Command, PostReads, RemovePeer, ResetReader
-from kvflow.transport.owner import Owner
-from kvflow.transport.serving import SERVES_NOTHING, Serving
-from kvflow.worker.surroundings import OpenTransport
+from kvflow.reads.core import CancelReads, Command, PostReads, ReadCore, RemovePeer, ResetReader
+from kvflow.reads.requests import RankRead, ReadEnded
+from kvflow.testing.fabric import NOBODY, Agent, Fabric, SimulatedBackend
+from kvflow.testing.memory import SimulatedCache
+from kvflow.testing.process import Process
+from kvflow.testing.staging import SimulatedStaging
+from kvflow.testing.world import Event
+from kvflow.worker.environment import OpenTransport
 
 NAME = "simulated"
 
 RESET_POLL_S = 50e-3
-"""How often the owner thread looks whether a reset of its reader is due: seldom, compared to a real one."""
+"""How often the read thread looks whether a reset of its reader is due: seldom, compared to a real one."""
 
 
-def opener(fabric: Fabric, process: Process, cache: SimulatedCache, owners: list[int]) -> OpenTransport:
+def opener(fabric: Fabric, process: Process, cache: SimulatedCache, cores: list[int]) -> OpenTransport:
     """Return what makes the transport of one worker.
 
     Args:
         fabric: between all workers.
         process: whose it is.
         cache: what it reads into.
-        owners: for each block, the number of the pull that may write into it, or ``NOBODY``.
+        cores: for each block, the number of the pull that may write into it, or ``NOBODY``.
     """
 
     def open_transport(config: WorkerConfig, agent_name: str, sink: Sink, staging_bytes: int = 0) -> Transport:
         del config  # of which only real data planes have settings
         return SimulatedTransport(
-            fabric, agent_name, sink, process=process, cache=cache, owners=owners, staging_bytes=staging_bytes
+            fabric, agent_name, sink, process=process, cache=cache, cores=cores, staging_bytes=staging_bytes
         )
 
     return open_transport
 
 
 class SimulatedTransport:
-    """The data plane of one simulated worker. See ``kvflow.transport.base.Transport`` for the contract.
+    """The data plane of one simulated worker. See ``kvflow.reads.contract.Transport`` for the contract.
 
-    The production ``Owner`` decides everything; this class is its thread.
+    The production ``ReadCore`` decides everything; this class is its thread.
     """
 
     def __init__(
@@ -75,22 +74,22 @@ class SimulatedTransport:
         *,
         process: Process,
         cache: SimulatedCache,
-        owners: list[int],
+        cores: list[int],
         staging_bytes: int,
     ) -> None:
         self._fabric = fabric
         self._world = fabric.world
         self._process = process
         self._cache = cache
-        self._owners = owners
+        self._cores = cores
         self._agent_name = agent_name
         self._sink = sink
         self._commands: deque[Command] = deque()
-        self._started: list[tuple[Owner, Agent]] = []  # one after start
+        self._started: list[tuple[ReadCore, Agent]] = []  # one after start
         self._step: Event | None = None
         self._closed = False
         self._aims: dict[int, dict[int, int]] = {}
-        self._units: dict[int, int] = {}  # program -> units of one of our blocks
+        self._units: dict[int, int] = {}  # prepared list -> units of one of our blocks
         self._staging = SimulatedStaging(staging_bytes, cache, self._check_scatter)
         self._resetting = False
 
@@ -103,9 +102,9 @@ class SimulatedTransport:
         """See ``Transport.start``."""
         agent = Agent(self._agent_name, self._process, self._cache, epochs, serving)
         self._fabric.agents[agent.name] = agent
-        mover = SimulatedMover(self._fabric, agent, self, self._staging)
-        owner = Owner(mover, regions, self._report, self._process.time, self._staging)
-        self._started.append((owner, agent))
+        backend = SimulatedBackend(self._fabric, agent, self, self._staging)
+        core = ReadCore(backend, regions, self._report, self._process.time, self._staging)
+        self._started.append((core, agent))
 
     def published(self) -> Published:
         """See ``Transport.published``."""
@@ -119,22 +118,22 @@ class SimulatedTransport:
         """See ``Transport.remove_peer``."""
         self._command(RemovePeer(peer, gone))
 
-    def prepare(self, program: Program) -> None:
+    def prepare(self, prepared_list: PreparedList) -> None:
         """See ``Transport.prepare``."""
-        binding = program.binding
+        binding = prepared_list.binding
         assert isinstance(binding, PlanBinding | StagedBinding)
-        self._units[program.program_id] = binding.group.target.per_block
-        self._command(replace(program, binding=SmallChunks(binding, self._fabric.faults.chunk_bytes)))
+        self._units[prepared_list.list_id] = binding.group.target.per_block
+        self._command(replace(prepared_list, binding=SmallChunks(binding, self._fabric.faults.chunk_bytes)))
 
     def post(self, reads: Sequence[RankRead]) -> list[ReadEnded]:
         """See ``Transport.post``. A share of posts is made at once, if a real transport would make them so."""
         for read in reads:
             self._world.note(self._process.name, "posted", read.read_id, len(read.parts), read.check_first)
-            blocks = {unit // self._units[part.program_id] for part in read.parts for unit in part.pairs.target}
-            self._aims[read.read_id] = {block: self._owners[block] for block in blocks}
+            blocks = {unit // self._units[part.list_id] for part in read.parts for unit in part.pairs.target}
+            self._aims[read.read_id] = {block: self._cores[block] for block in blocks}
         inline = self._world.happens(self._fabric.faults.inline) and not self._commands and not self._closed
-        for owner, _ in self._started if inline else ():
-            answers = owner.post_inline(reads, INLINE_S_MAX)
+        for core, _ in self._started if inline else ():
+            answers = core.post_inline(reads, INLINE_S_MAX)
             if answers is not None:
                 for ended in answers:
                     self._note_end(ended)
@@ -161,17 +160,17 @@ class SimulatedTransport:
     def close(self) -> None:
         """See ``Transport.close``. It is called as a thread's work, so that what is in flight has had its grace."""
         self._closed = True
-        for owner, agent in self._started:
+        for core, agent in self._started:
             while self._commands:  # what was posted before is refused, and not forgotten
-                owner.handle(self._commands.popleft())
-            owner.begin_close()
-            owner.end_close()
+                core.handle(self._commands.popleft())
+            core.begin_close()
+            core.end_close()
             if not agent.closed:
                 self._world.fail(f"{agent.name} was closed, but its agent was not destroyed")
         self._started.clear()
 
     def wake(self) -> None:
-        """Let the owner take its next step when its thread gets to it."""
+        """Let the core take its next step when its thread gets to it."""
         if self._step is None:
             self._step = self._world.later(self._fabric.faults.step_s, self._take_step)
 
@@ -182,19 +181,19 @@ class SimulatedTransport:
             self._world.fail(f"{self._process.name}: read {read_id} is over, and writes")
             return
         for block in blocks:
-            owner = aims.get(block, NOBODY)
-            if owner == NOBODY or self._owners[block] != owner:
-                now = self._owners[block] or "nobody"
+            core = aims.get(block, NOBODY)
+            if core == NOBODY or self._cores[block] != core:
+                now = self._cores[block] or "nobody"
                 self._world.fail(
-                    f"{self._process.name}: read {read_id} for pull {owner} writes into block {block}, which is {now}'s"
+                    f"{self._process.name}: read {read_id} for pull {core} writes into block {block}, which is {now}'s"
                 )
 
     def _check_scatter(self, blocks: Sequence[int]) -> None:
         """Check that every block that a buffer is scattered to belongs to the pull that some open read is for."""
         for block in blocks:
-            owner = self._owners[block]
-            if owner == NOBODY or all(aims.get(block) != owner for aims in self._aims.values()):
-                self._world.fail(f"{self._process.name}: a buffer is scattered into block {block}, which is {owner}'s")
+            core = self._cores[block]
+            if core == NOBODY or all(aims.get(block) != core for aims in self._aims.values()):
+                self._world.fail(f"{self._process.name}: a buffer is scattered into block {block}, which is {core}'s")
 
     def _command(self, command: Command) -> None:
         if not self._closed:
@@ -208,13 +207,13 @@ class SimulatedTransport:
         if not self._process.running:
             self._process.postpone(self.wake)
             return
-        for owner, _ in self._started:
+        for core, _ in self._started:
             try:
-                stepped = owner.step()
+                stepped = core.step()
                 while self._commands:
-                    owner.handle(self._commands.popleft())
+                    core.handle(self._commands.popleft())
                     stepped = True
-            except Exception as error:  # noqa: BLE001 - it would end a real owner thread
+            except Exception as error:  # noqa: BLE001 - it would end a real read thread
                 self._world.fail(error)
                 return
             if stepped:
@@ -246,7 +245,7 @@ class SmallChunks:
     """A binding whose chunks are so small that a read of a small cache has several. See ``Binding``.
 
     Args:
-        binding: of the program.
+        binding: of the prepared list.
         chunk_bytes: most bytes of one chunk.
     """
 

@@ -4,22 +4,20 @@ Nothing in a world waits, and nothing in it reads a real clock. Two runs of one 
 minute of a world lasts as long as its events take to compute.
 """
 
+import asyncio
 import random
 from collections.abc import Callable
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import count
 from math import log
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from kvflow.testing.process import Process
+from typing import Any, Protocol
 
 STEPS_MAX = 300_000
-"""Events of one world. A healthy scenario needs some thousands; whoever needs this many goes round in circles."""
+"""Events of one world. A healthy scenario needs some thousands; one that needs this many does not end."""
 
 
 class Violation(Exception):
-    """A promise was broken: what a checker found, in words."""
+    """A promise was broken. The text says what a checker found."""
 
 
 class Event(list[Any]):
@@ -35,6 +33,16 @@ class Event(list[Any]):
         self[2:] = None, ()
 
 
+class Inhabitant(Protocol):
+    """What a world knows of each process in it."""
+
+    def pending(self) -> list["asyncio.Task[Any]"]:
+        """Return the tasks that have not ended."""
+
+    def unwind(self) -> None:
+        """Let the remains of a process that has ended run again, for ``bury``."""
+
+
 class World:
     """Virtual time, chance, the record of what happened, and the first promise that was broken.
 
@@ -43,7 +51,7 @@ class World:
         chance: the only source of random numbers.
         record: one line per event, if it is kept.
         violation: the first, or None.
-        over: whether the scenario has ended, so that nothing is a violation any more.
+        over: whether the scenario has ended, so that nothing counts as a violation.
         processes: all that began in it, in this order.
 
     Args:
@@ -58,7 +66,7 @@ class World:
         self.record: list[str] = []
         self.violation: Violation | None = None
         self.over = False
-        self.processes: list[Process] = []
+        self.processes: list[Inhabitant] = []
         self._agenda: list[Event] = []
         self._order = count()
         self._steps = 0
@@ -89,9 +97,16 @@ class World:
             if call is not None:
                 self._steps += 1
                 if self._steps > STEPS_MAX:
-                    self.fail(f"{STEPS_MAX} events, and no end: something goes round in circles")
+                    self.fail(f"{STEPS_MAX} events, and no end: something is in a loop")
                 call(*arguments)
         return False
+
+    def spend(self, seconds: float) -> None:
+        """Let time pass within a call, as slow code does: what becomes due meanwhile happens after the call."""
+        self.now += seconds
+        for event in self._agenda:
+            event[0] = max(event[0], self.now)
+        heapify(self._agenda)
 
     def fail(self, what: str | BaseException) -> None:
         """Note that a promise was broken; the first one stops the world."""
@@ -111,7 +126,7 @@ class World:
         return event
 
     def note(self, who: str, what: str, *about: object) -> None:
-        """Keep one line of what happened, if anybody wants to read it."""
+        """Record one line of what happened, if recording is on."""
         if self.recording:
             told = " ".join(str(part) for part in about)
             self.record.append(f"{self.now:.9f} {who} {what} {told}".rstrip())

@@ -10,23 +10,21 @@ from types import SimpleNamespace
 import msgspec
 import numpy as np
 
-from kvflow.cache.blocks import BlockAccount
-from kvflow.cache.destinations import DestinationLedger
-from kvflow.cache.leases import LeaseTable
-from kvflow.cache.mint import Mint
-from kvflow.cache.quarantine import LastResort
+from kvflow.leases.blocks import BlockAccount
+from kvflow.leases.issuer import Issuer
+from kvflow.leases.table import LeaseTable
+from kvflow.reads import lanes
+from kvflow.reads.core import ReadCore
+from kvflow.reads.lanes import NO_BUFFER, Check, Lanes
+from kvflow.reads.scheduler import Scheduler
 from kvflow.rendezvous import dialer
-from kvflow.testing import engines, scenario
-from kvflow.transfer.scheduler import Scheduler
-from kvflow.transport import lanes
-from kvflow.transport.lanes import NO_BUFFER, Check, Lanes
-from kvflow.transport.owner import Owner
-from kvflow.worker import offers
-from kvflow.worker.consumer import Consumer
-from kvflow.worker.handle import PullHandle
-from kvflow.worker.leases_held import LeasesHeld
+from kvflow.worker import producer
+from kvflow.worker.destinations import DestinationTable, ReaderResetPolicy
+from kvflow.worker.environment import Environment
+from kvflow.worker.open_pulls import OpenPulls, PullHandle
 from kvflow.worker.peers import PeerPool
-from kvflow.worker.surroundings import Surroundings
+from kvflow.worker.renewals import LeaseRenewer
+from tests.simulation import engines, scenario
 
 LATE_S = 5e-3
 NEVER_S = 1e6
@@ -62,13 +60,13 @@ def quarantine_skipped(patch):
     def free(self, pull_id, reason, now):
         ids = self._open[pull_id]
         self._account.end_receipt(ids)
-        self._open[pull_id] = tuple([] for _ in ids)
+        self._open[pull_id] = ((),) * len(ids)
 
-    async def do_not_wait(self, request_id):
+    async def do_not_wait(self, request_id=None):
         return
 
-    patch.setattr(DestinationLedger, "quarantine", free)
-    patch.setattr(Consumer, "quiesced", do_not_wait)
+    patch.setattr(DestinationTable, "quarantine", free)
+    patch.setattr(OpenPulls, "quiesced", do_not_wait)
     _tell_at_the_failure(patch)
 
 
@@ -102,13 +100,13 @@ def lease_renewed_after_its_end(patch):
             ended[id(self), lease.grant.slot, lease.grant.epoch_value] = lease
         return end(self, leases, outcome, now)
 
-    def revive(self, leases, now):
+    def revive(self, leases, now, reader=None):
         for slot, epoch in leases:
             lease = ended.get((id(self), slot, epoch))
             if lease is not None and slot not in self._by_slot:
                 self._by_slot[slot] = self._by_request[lease.grant.request_id] = lease
                 self._ends[lease.grant.lease_ms][slot] = lease
-        return renew(self, leases, now)
+        return renew(self, leases, now, reader)
 
     patch.setattr(LeaseTable, "_end", end_and_keep)
     patch.setattr(LeaseTable, "renew", revive)
@@ -116,7 +114,7 @@ def lease_renewed_after_its_end(patch):
 
 def completion_of_a_dead_incarnation_accepted(patch):
     """What was in flight from a peer that died counts as complete."""
-    fail = Owner._fail
+    fail = ReadCore._fail
 
     def land(self, work, reason):
         if reason.code != "peer_lost":
@@ -125,20 +123,20 @@ def completion_of_a_dead_incarnation_accepted(patch):
             held = [0] * (work.last - work.first + 1) if isinstance(work, Check) else 0
             for opened in work.reads if isinstance(work, Check) else ():
                 held[opened.read.lease.slot - work.first] = opened.read.lease.epoch
-            self._land(work, held, None)
+            self._on_over(work, held, None)
 
-    patch.setattr(Owner, "_fail", land)
+    patch.setattr(ReadCore, "_fail", land)
 
 
 def another_incarnation_taken_for_the_one_that_died(patch):
     """A worker that answers at an address is taken for the one of the ticket, and epochs begin where they always do."""
 
-    def surroundings(**given):
+    def environment(**given):
         draw_bits = given["draw_bits"]
-        return Surroundings(**given | {"draw_bits": lambda bits: draw_bits(bits) if bits == INCARNATION_BITS else 0})
+        return Environment(**given | {"draw_bits": lambda bits: draw_bits(bits) if bits == INCARNATION_BITS else 0})
 
     patch.setattr(dialer, "_require_peer", lambda *_: None)
-    patch.setattr(engines, "Surroundings", surroundings)
+    patch.setattr(engines, "Environment", environment)
 
 
 def failed_chunk_stays_in_flight(patch):
@@ -157,9 +155,9 @@ def first_check_left_out(patch):
     """What was read counts if the lease is held afterwards, no matter when it was admitted."""
     admit = Lanes.admit
 
-    def admit_unchecked(self, read, programs):
+    def admit_unchecked(self, read, prepared_lists):
         read.check_first = False
-        admit(self, read, programs)
+        admit(self, read, prepared_lists)
 
     patch.setattr(Lanes, "admit", admit_unchecked)
 
@@ -218,14 +216,14 @@ def fence_posted_with_the_last_chunk(patch):
 
 def read_ends_before_its_chunk(patch):
     """A read that is cancelled ends at once, although a chunk that has some of its bytes is in flight."""
-    doom = Lanes._doom
+    fail = Lanes._fail_read
 
     def end_at_once(self, opened, reason):
         opened.in_flight, in_flight = 0, opened.in_flight
-        doom(self, opened, reason)
+        fail(self, opened, reason)
         opened.in_flight = in_flight
 
-    patch.setattr(Lanes, "_doom", end_at_once)
+    patch.setattr(Lanes, "_fail_read", end_at_once)
 
 
 def peer_lost_while_others_are_met_is_used(patch):
@@ -235,15 +233,15 @@ def peer_lost_while_others_are_met_is_used(patch):
 
 def only_the_first_renewal_is_sent(patch):
     """A lease is renewed once, and never again."""
-    patch.setattr(LeasesHeld, "_again_at", lambda self, peer, member, now: now + NEVER_S)
+    patch.setattr(LeaseRenewer, "_again_at", lambda self, peer, member, now: now + NEVER_S)
 
 
 def renewal_lasts_half(patch):
     """A renewed lease lasts half as long as its readers are told."""
     renew = LeaseTable.renew
 
-    def renew_half(self, leases, now):
-        answers = renew(self, leases, now)
+    def renew_half(self, leases, now, reader=None):
+        answers = renew(self, leases, now, reader)
         for lease in filter(None, (self._find(*key) for key in leases)):
             lease.ends_at -= lease.grant.lease_s / 2
         return answers
@@ -253,7 +251,7 @@ def renewal_lasts_half(patch):
 
 def kept_tickets_are_not_renewed(patch):
     """Kept tickets are forgotten."""
-    patch.setattr(LeasesHeld, "keep", lambda self, members: None)
+    patch.setattr(LeaseRenewer, "hold_ticket", lambda self, members, name: None)
 
 
 def shared_chunk_cancelled_with_one_pull(patch):
@@ -270,7 +268,7 @@ def shared_chunk_cancelled_with_one_pull(patch):
         opened = [self.reads[read_id] for read_id in read_ids if read_id in self.reads]
         cancel(self, read_ids)
         for read_id in sorted({each for one in opened for each in sharing.get(one, ())} & self.reads.keys()):
-            self._doom(self.reads[read_id], lanes.Reason("cancelled", "it has shared a chunk"))
+            self._fail_read(self.reads[read_id], lanes.Reason("cancelled", "it has shared a chunk"))
 
     patch.setattr(Lanes, "_take", take_and_note)
     patch.setattr(Lanes, "cancel", cancel_all)
@@ -280,8 +278,8 @@ def bytes_of_a_shared_chunk_are_swapped(patch):
     """Of reads that share a chunk, each gets the bytes of the next one."""
     bind = lanes._bind
 
-    def swap(reads, program):
-        portion = bind(reads, program)
+    def swap(reads, prepared_list):
+        portion = bind(reads, prepared_list)
         if len(portion.shares) < 2:
             return portion
         first, *others = portion.target_index.tolist()
@@ -292,14 +290,14 @@ def bytes_of_a_shared_chunk_are_swapped(patch):
 
 def slot_freed_twice(patch):
     """A slot of a mint is free once when its lease has ended, and once more when its name is."""
-    vacate = Mint.vacate
+    vacate = Issuer.vacate
 
     def vacate_and_remember(self, request_ids):
         slots = {name: slot for name in request_ids if (slot := self._slots.get(name)) is not None}
         vacate(self, request_ids)
         self._slots.update(slots)
 
-    patch.setattr(Mint, "vacate", vacate_and_remember)
+    patch.setattr(Issuer, "vacate", vacate_and_remember)
 
 
 def loan_of_a_repeated_block_ended_once(patch):
@@ -321,12 +319,12 @@ def offered_block_taken_as_a_target(patch):
 
 def last_resort_never_comes(patch):
     """What a host that hangs has in flight keeps its blocks."""
-    patch.setattr(LastResort, "due", lambda self, entries, now, starved=False: False)
+    patch.setattr(ReaderResetPolicy, "due", lambda self, entries, now, starved=False: False)
 
 
 def cancelled_offer_stays(patch):
     """An offer that was cancelled in the moment in which its turn came is held, and is in no book."""
-    patch.setattr(offers, "_has_ticket", lambda waiting: False)
+    patch.setattr(producer, "_has_ticket", lambda waiting: False)
 
 
 def failure_told_before_quiescence(patch):
@@ -336,7 +334,7 @@ def failure_told_before_quiescence(patch):
 
 def staging_buffer_given_back_when_posted(patch):
     """A staging buffer is free for another chunk as soon as its own is posted."""
-    post, over = Owner._post_chunk, Lanes._chunk_is_over
+    post, over = ReadCore._post_chunk, Lanes._chunk_is_over
 
     def post_and_give_back(self, carried):
         outcome = post(self, carried)
@@ -348,7 +346,7 @@ def staging_buffer_given_back_when_posted(patch):
         carried.chunk = msgspec.structs.replace(carried.chunk, buffer=NO_BUFFER)
         over(self, carried, now)
 
-    patch.setattr(Owner, "_post_chunk", post_and_give_back)
+    patch.setattr(ReadCore, "_post_chunk", post_and_give_back)
     patch.setattr(Lanes, "_chunk_is_over", over_without_buffer)
 
 
@@ -357,27 +355,27 @@ def budgets_never_run_out(patch):
 
     def wait(self, rank, now):
         self._reads[rank.read.read_id] = self._reads.pop(rank.read.read_id)
-        rank.look_at = now + 1.0
+        rank.deadline_check_at = now + 1.0
         return []
 
-    patch.setattr(Scheduler, "_look_after", wait)
+    patch.setattr(Scheduler, "_check_deadlines", wait)
 
 
 def release_is_forgotten(patch):
     """What was read is never given back."""
-    patch.setattr(LeasesHeld, "release", lambda self, members, **_how: self.drop(members))
+    patch.setattr(LeaseRenewer, "release", lambda self, members, **_how: self.stop(members))
 
 
 def first_of_two_ranks_is_released_alone(patch):
     """A pull gives back only one rank of those that a ticket names."""
-    release = LeasesHeld.release
+    release = LeaseRenewer.release
 
     def release_one(self, members, **how):
         first, *others = members
         release(self, [first], **how)
-        self.drop(others)
+        self.stop(others)
 
-    patch.setattr(LeasesHeld, "release", release_one)
+    patch.setattr(LeaseRenewer, "release", release_one)
 
 
 def lease_runs_out_late(patch):

@@ -3,7 +3,8 @@
 import pytest
 
 from kvflow import errors
-from kvflow.testing.oracle import EXPLAINED, Circumstances, Troubles, explains
+from kvflow.testing.troubles import Troubles
+from tests.simulation.oracle import EXPLAINED, Circumstances, explains
 
 NOTHING = {
     "forged": False,
@@ -50,7 +51,7 @@ def test_another_reason_does_not_explain_it(error):
         assert not explains(Circumstances(**NOTHING | reason), error), reason
 
 
-def test_an_error_that_says_that_the_caller_was_wrong_is_explained_by_nothing():
+def test_no_fault_explains_an_error_that_blames_the_caller():
     everything = {name: True for name in NOTHING if name != "troubles"}
     troubles = {"killed", "left", "hung", "stopped", "parted", "cut", "clogged", "doubled", "failed", "slow", "waited"}
     done = Circumstances(**everything, troubles=troubles)

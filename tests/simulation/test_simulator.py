@@ -11,24 +11,24 @@ from collections import Counter
 import pytest
 
 from kvflow.cli.entry import main
-from kvflow.testing import Process, runner
-from kvflow.testing.fabric import SimulatedMover
-from kvflow.testing.runner import run_seeds
-from kvflow.testing.scenario import REQUESTS_MIN, simulate
-from kvflow.transport.owner import Owner
-from kvflow.transport.staging import Scatterer
-from kvflow.worker.drain import Drain
-from kvflow.worker.leases_held import LeasesHeld
-from kvflow.worker.offers import Offers
+from kvflow.reads.core import ReadCore
+from kvflow.reads.staging import Scatterer
+from kvflow.testing import Process
+from kvflow.testing.fabric import SimulatedBackend
+from kvflow.worker.producer import LeaseManager
+from kvflow.worker.renewals import LeaseRenewer
 from kvflow.worker.threaded import ThreadedWorker
+from kvflow.worker.worker import Worker
+from tests.simulation.runner import run_seeds
+from tests.simulation.scenario import REQUESTS_MIN, simulate
 
-from . import planted
+from . import planted, runner
 
 SEEDS = 5
 
 PROGRAM = """
 import hashlib
-from kvflow.testing.scenario import simulate
+from tests.simulation.scenario import simulate
 print(hashlib.sha256("\\n".join(simulate({seed}, recording=True).record).encode()).hexdigest())
 """
 
@@ -53,13 +53,13 @@ def test_without_faults_a_pull_fails_only_by_what_callers_do():
 
 
 USED = (
-    (LeasesHeld, "keep"),
+    (LeaseRenewer, "hold_ticket"),
     (Scatterer, "run"),
     (ThreadedWorker, "pull"),
-    (Offers, "offer_when_possible"),
-    (Drain, "run"),
-    (SimulatedMover, "reset"),
-    (Owner, "post_inline"),
+    (LeaseManager, "offer_when_possible"),
+    (Worker, "drain"),
+    (SimulatedBackend, "reset"),
+    (ReadCore, "post_inline"),
     (Process, "hang"),
 )
 """What scenarios must come to: kept tickets, staged reads, threads, waiting offers, drains, hosts that hang, and posts

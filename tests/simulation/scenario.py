@@ -10,14 +10,14 @@ from itertools import count
 
 from msgspec import Struct
 
-from kvflow.testing.engines import Engine, Setting
 from kvflow.testing.fabric import Fabric, Serves
-from kvflow.testing.faults import Faults, Mischief, draw_calm, draw_faults, draw_settings, is_slow, pull_s_max
 from kvflow.testing.models import NUM_BLOCKS, SHAPES
+from kvflow.testing.network import Wires
 from kvflow.testing.process import bury
-from kvflow.testing.requests import Plan, Request
-from kvflow.testing.wires import Wires
 from kvflow.testing.world import World
+from tests.simulation.engines import Engine, Setting
+from tests.simulation.faults import Faults, Mischief, draw_calm, draw_faults, draw_settings, is_slow, pull_s_max
+from tests.simulation.requests import Plan, Request
 
 REQUESTS_MIN = 50
 REQUESTS_MAX = 60
@@ -76,7 +76,7 @@ def simulate(seed: int, *, calm: bool = False, recording: bool = False) -> Outco
         calm = world.happens(CALM_SHARE) or calm
         faults = draw_calm(world) if calm else draw_faults(world)
         # Of chance of its own, so that the rest of a scenario is the same with every kind of exporter.
-        serves: Serves = random.Random(f"serves {seed}").choice(SERVES)  # noqa: S311 - replayable by intent
+        serves: Serves = random.Random(f"serves {seed}").choice(SERVES)
         return Scenario(world, faults, serves).run(seed)
 
 

@@ -11,7 +11,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from msgspec import Struct
 from msgspec.structs import replace
 
-from kvflow.testing.scenario import Outcome, simulate
+from tests.simulation.scenario import Outcome, simulate
 
 SEEDS_AT_ONCE = 25
 """Seeds that a process is given at once: some seconds of work."""

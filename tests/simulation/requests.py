@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
-from kvflow.cache.leases import LeaseEnded
-from kvflow.cache.tickets import MAC_BYTES, Grant, Ticket, join_tickets
 from kvflow.errors import CapacityExceeded, WorkerClosed
-from kvflow.rendezvous.mint import TicketMint
-from kvflow.testing.engines import SECRET, Engine, Rank
-from kvflow.testing.faces import Face
+from kvflow.events import LeaseEnded
+from kvflow.leases.tickets import MAC_BYTES, Grant, Ticket, join_tickets
+from kvflow.rendezvous.issuer import TicketMint
 from kvflow.testing.memory import Written
-from kvflow.testing.readings import Reading
-from kvflow.testing.tickets import damage, forge, grants_of
 from kvflow.testing.world import World
+from tests.simulation.engines import SECRET, Engine, Rank
+from tests.simulation.faces import Face
+from tests.simulation.readings import Reading
+from tests.simulation.tickets import damage, forge, grants_of
 
 SLACK_S = 1e-6
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from kvflow.cache.tickets import MAC_BYTES, Sign
+from kvflow.leases.tickets import MAC_BYTES, Sign
 
 Change = Callable[[dict[str, Any]], object]
 

@@ -8,22 +8,17 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
-from msgspec import Struct
-
-from kvflow.cache.leases import LeaseEnded, Outcome
-from kvflow.cache.tickets import Grant, Ticket
 from kvflow.config import WorkerConfig
 from kvflow.errors import TransferFailed
-from kvflow.observability.logs import Hook
+from kvflow.events import Event, Hook, LeaseEnded, Outcome
+from kvflow.leases.tickets import Grant, Ticket
 from kvflow.testing.memory import SimulatedCache
 from kvflow.testing.process import Process
 from kvflow.testing.world import World
-from kvflow.worker.bridge import Bridge
-from kvflow.worker.drain import DrainReport
-from kvflow.worker.life import Life
 from kvflow.worker.runtime import Cache
 from kvflow.worker.threaded import Finished, ThreadedWorker
-from kvflow.worker.worker import Worker
+from kvflow.worker.worker import DrainReport, Worker
+from kvflow.worker.worker_thread import LoopCalls, WorkerThread
 
 BlockIds = Sequence[Sequence[int]]
 
@@ -56,11 +51,11 @@ class Face(Protocol):
         """See ``Worker.wait_offer``."""
         ...
 
-    async def keep(self, ticket: Ticket) -> None:
-        """See ``Worker.keep``."""
+    async def hold(self, ticket: Ticket, *, name: str) -> None:
+        """See ``Worker.hold``."""
         ...
 
-    async def release(self, ticket: Ticket) -> None:
+    async def release(self, ticket: Ticket, *, name: str) -> None:
         """See ``Worker.release``."""
         ...
 
@@ -86,7 +81,6 @@ class AsyncFace:
         self.admit = worker.admit
         self.revoke = worker.revoke
         self.wait_offer = worker.wait_offer
-        self.release = worker.release
         self.drain = worker.drain
 
     async def offer_when_possible(
@@ -95,9 +89,13 @@ class AsyncFace:
         """See ``Face.offer_when_possible``."""
         return await self._worker.offer_when_possible(request_id, block_ids, num_tokens, timeout_s=timeout_s)
 
-    async def keep(self, ticket: Ticket) -> None:
-        """See ``Face.keep``."""
-        self._worker.keep(ticket)
+    async def hold(self, ticket: Ticket, *, name: str) -> None:
+        """See ``Face.hold``."""
+        self._worker.hold(ticket, local_request_id=name)
+
+    async def release(self, ticket: Ticket, *, name: str) -> None:
+        """See ``Face.release``."""
+        await self._worker.release(ticket, local_request_id=name)
 
     async def pull(self, ticket: Ticket, block_ids: BlockIds, *, priority: int, name: str) -> None:
         """See ``Face.pull``."""
@@ -120,18 +118,19 @@ class ThreadedFace:
     Args:
         world: whose promises are checked.
         process: whose loop it is.
+        calls: onto that loop.
     """
 
-    def __init__(self, world: World, process: Process) -> None:
+    def __init__(self, world: World, process: Process, calls: LoopCalls) -> None:
         self._world = world
         self._process = process
-        self._bridge = Bridge(process)
+        self._calls = calls
         self._hooks: list[Hook] = []
         self._threaded: list[ThreadedWorker] = []  # one when the worker is open
         self._pulls: dict[str, asyncio.Future[Finished]] = {}
         self._leases: deque[tuple[str, Outcome]] = deque()
 
-    def on_event(self, event: Struct) -> None:
+    def on_event(self, event: Event) -> None:
         """Take what the worker reports."""
         for hook in self._hooks:
             hook(event)
@@ -142,11 +141,11 @@ class ThreadedFace:
     def open(self, worker: Worker, config: WorkerConfig, cache: SimulatedCache) -> None:
         """Face a worker that is open."""
 
-        def begin(_config: WorkerConfig, _cache: Cache, hooks: Sequence[Hook]) -> Life:
+        def start(_config: WorkerConfig, _cache: Cache, hooks: Sequence[Hook]) -> WorkerThread:
             self._hooks.extend(hooks)
-            return Life(worker, self._bridge, lambda: None)
+            return WorkerThread(worker, self._calls, lambda: None)
 
-        threaded = ThreadedWorker(config, (), cache, begin=begin)
+        threaded = ThreadedWorker(config, (), cache, start=start)
         self._threaded.append(threaded)
 
     def offer(self, request_id: str, block_ids: BlockIds, num_tokens: int) -> Ticket:
@@ -164,9 +163,8 @@ class ThreadedFace:
         (threaded,) = self._threaded
         return threaded.revoke(request_id)
 
-    async def close(self) -> None:
-        """Wait for what the engine has called, when the worker is closed; all that has ended must have been told."""
-        await self._bridge.close()
+    def close(self) -> None:
+        """Check that the engine was told of every end, when the worker is closed and all calls have ended."""
         self._step()
         if self._leases or self._pulls:
             self._world.fail(f"{self._process.name}: nobody was told the end of {[*self._leases, *self._pulls]}")
@@ -189,15 +187,15 @@ class ThreadedFace:
         (threaded,) = self._threaded
         return await asyncio.wrap_future(threaded.wait_offer(request_id), loop=self._process)
 
-    async def keep(self, ticket: Ticket) -> None:
-        """See ``Face.keep``."""
+    async def hold(self, ticket: Ticket, *, name: str) -> None:
+        """See ``Face.hold``."""
         (threaded,) = self._threaded
-        await asyncio.wrap_future(threaded.keep(ticket), loop=self._process)
+        await asyncio.wrap_future(threaded.hold(ticket, local_request_id=name), loop=self._process)
 
-    async def release(self, ticket: Ticket) -> None:
+    async def release(self, ticket: Ticket, *, name: str) -> None:
         """See ``Face.release``."""
         (threaded,) = self._threaded
-        await asyncio.wrap_future(threaded.release(ticket), loop=self._process)
+        await asyncio.wrap_future(threaded.release(ticket, local_request_id=name), loop=self._process)
 
     async def drain(self, deadline_s: float) -> DrainReport:
         """See ``Face.drain``."""

@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
-from kvflow.testing.engines import Engine, Settings
+from kvflow.reads.contract import RESET_DRAIN_S
 from kvflow.testing.fabric import Fabric, FabricFaults
-from kvflow.testing.wires import NetworkFaults
+from kvflow.testing.network import NetworkFaults
 from kvflow.testing.world import World
-from kvflow.transport.base import RESET_DRAIN_S
+from tests.simulation.engines import Engine, Settings
 
 HANG_S = 1e-3
 """How often it is looked whether a host is read that is to hang."""
@@ -162,11 +162,12 @@ def draw_settings(world: World, faults: Faults) -> Settings:
 def pull_s_max(settings: Settings, faults: Faults) -> float:
     """Return the seconds after which every pull has ended and nothing writes into its blocks.
 
-    In a calm scenario twice what the slowest of 400 seeds has taken; otherwise the budgets of all phases,
-    of which a handshake may be awaited three times, and what the last resort may take.
+    In a calm scenario that is twice what the slowest pull of 16,000 seeds took: one of the lowest priority, while
+    others of a higher priority arrived for 20 seconds. Otherwise it is the sum of all budgets. A handshake may be
+    awaited three times, and resetting the reader takes its own time.
     """
     if faults.calm:
-        return 0.1 + 200 * faults.fabric.piece_s
+        return 0.1 + 440 * faults.fabric.piece_s
     budgets = settings.connect_s + 3 * settings.handshake_s + settings.queue_s + settings.wire_s + settings.fence_s
     return budgets + settings.quarantine_s_max + 2 * RESET_DRAIN_S
 

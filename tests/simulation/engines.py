@@ -13,31 +13,29 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 from msgspec import Struct
 
-from kvflow.cache.leases import LeaseEnded
 from kvflow.config import WorkerConfig
-from kvflow.observability.events import OfferAdmitted, ReaderReset
-from kvflow.rendezvous.mint import TicketMint
+from kvflow.events import Event, LeaseEnded, OfferAdmitted, ReaderReset, TransferCompleted
+from kvflow.planning.plan import PlanCache
+from kvflow.rendezvous.issuer import TicketMint
 from kvflow.testing.fabric import NOBODY, Fabric
-from kvflow.testing.faces import AsyncFace, Face, ThreadedFace
 from kvflow.testing.memory import CONTENTS_MAX, SimulatedCache
 from kvflow.testing.models import NUM_BLOCKS, Shape, plan_of
 from kvflow.testing.network import SimulatedNetwork
-from kvflow.testing.oracle import Troubles
 from kvflow.testing.process import OUR_TASKS, Process
 from kvflow.testing.staging import STAGED
 from kvflow.testing.transport import opener
+from kvflow.testing.troubles import Troubles
 from kvflow.testing.world import World
-from kvflow.transfer.events import TransferCompleted
-from kvflow.transfer.plan import PlanCache
-from kvflow.worker.calibration import NEVER
+from kvflow.worker.environment import NO_STAGING, Environment
 from kvflow.worker.runtime import open_worker
-from kvflow.worker.surroundings import Surroundings
 from kvflow.worker.worker import Worker
+from kvflow.worker.worker_thread import open_calls
+from tests.simulation.faces import AsyncFace, Face, ThreadedFace
 
 if TYPE_CHECKING:
-    from kvflow.testing.requests import Request
+    from tests.simulation.requests import Request
 
-SECRET = "the secret of a simulated cluster"  # noqa: S105 - it protects nothing
+SECRET = "the secret of a simulated cluster"
 PORT = 5000
 
 PLANS = PlanCache(plans_max=100_000)
@@ -202,27 +200,26 @@ class Rank:
             **msgspec.structs.asdict(settings),
         )
         fabric = engine.setting.fabric
-        surroundings = Surroundings(
+        environment = Environment(
             clock=self.process.time,
             network=SimulatedNetwork(fabric.wires, self.process),
             open_transport=opener(fabric, self.process, self.cache, self.owners),
             draw_bits=self._world.chance.getrandbits,
             pulls_max=PULLS_MAX,
             make_plans=lambda: PLANS,
-            staging=lambda _config, _manifest: STAGED if engine.staged else NEVER,
+            staging=lambda _config, _manifest: STAGED if engine.staged else NO_STAGING,
         )
-        threaded = ThreadedFace(self._world, self.process)
-        hooks = (self._on_event, threaded.on_event) if engine.threaded else (self._on_event,)
         try:
-            try:
-                async with open_worker(config, self.cache, hooks=hooks, surroundings=surroundings) as worker:
+            async with open_calls(self.process) as calls:
+                threaded = ThreadedFace(self._world, self.process, calls)
+                hooks = (self._on_event, threaded.on_event) if engine.threaded else (self._on_event,)
+                async with open_worker(config, self.cache, hooks=hooks, environment=environment) as worker:
                     if engine.threaded:
                         threaded.open(worker, config, self.cache)
                     self.worker, self.face = worker, threaded if engine.threaded else AsyncFace(worker)
                     await self._drain(self.face, await self._leaving)
                     self.stage, self.worker, self.face = "closing", None, None
-            finally:
-                await threaded.close()
+            threaded.close()
             self._check_left(worker)
         except BaseException as error:
             if not isinstance(error, asyncio.CancelledError):
@@ -252,7 +249,7 @@ class Rank:
         if any(not name.startswith(OUR_TASKS) for name in names):
             self._world.fail(f"{self.name} was closed and left tasks: {names}")
 
-    def _on_event(self, event: Struct) -> None:
+    def _on_event(self, event: Event) -> None:
         """Take what the worker reports; it may be in the middle of something."""
         self._world.note(self.name, "event", event)
         worker = self.worker

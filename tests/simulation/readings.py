@@ -3,16 +3,16 @@
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from kvflow.cache.tickets import Ticket
 from kvflow.errors import KvflowError
 from kvflow.layout.groups import window_blocks
-from kvflow.testing.engines import PULLS_MAX, Engine, Rank
-from kvflow.testing.faces import Face
-from kvflow.testing.oracle import Circumstances, explains
+from kvflow.leases.tickets import Ticket
 from kvflow.testing.world import World
+from tests.simulation.engines import PULLS_MAX, Engine, Rank
+from tests.simulation.faces import Face
+from tests.simulation.oracle import Circumstances, explains
 
 if TYPE_CHECKING:
-    from kvflow.testing.requests import Request
+    from tests.simulation.requests import Request
 
 ROOM_S = 0.05
 """Time from one attempt to claim blocks for a ticket that is kept to the next."""
@@ -80,7 +80,7 @@ class Reading:
         if rank.face is None:
             return
         try:
-            await rank.face.keep(Ticket.from_params(self._params))
+            await rank.face.hold(Ticket.from_params(self._params), name=self.name)
             self._renewing += 1
         except asyncio.CancelledError:
             return
@@ -157,7 +157,7 @@ class Reading:
             ticket = Ticket.from_params(self._params)
             if self._unread:
                 self._request.gave_back(rank)
-                await face.release(ticket)
+                await face.release(ticket, name=self.name)
                 self._note_released()
                 return "given back"
             await self._pull(rank, face, ticket)
