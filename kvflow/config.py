@@ -1,12 +1,16 @@
-"""Settings of a worker: the only place that reads them, with a reason beside each default."""
+"""Settings of a worker, with a reason beside each default. Only this module reads settings."""
 
+import ipaddress
 import os
-from typing import Annotated, Any, Literal
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
 
 import msgspec
 from msgspec import Meta, Struct
 
 from kvflow.errors import ConfigInvalid
+from kvflow.validation import SuggestingMeta, describe_refusal, find_fault
 
 SECRET_VARIABLE = "KVFLOW_CLUSTER_SECRET"  # noqa: S105  # the name of the variable, not a secret
 CALIBRATION_VARIABLE = "KVFLOW_CALIBRATION"
@@ -15,18 +19,39 @@ KEY_VARIABLE = "KVFLOW_PRIVATE_KEY"
 SECRET_LENGTH_MIN = 16
 SECRETS = frozenset({"cluster_secret", "cluster_secret_accepted", "private_key"})
 """Settings that are never printed."""
-WILDCARD_HOSTS = frozenset({"0.0.0.0", "*", "[::]"})  # noqa: S104  # recognised in order to be refused
+VARIABLES = {
+    "cluster_secret": SECRET_VARIABLE,
+    "cluster_secret_accepted": ACCEPTED_VARIABLE,
+    "private_key": KEY_VARIABLE,
+    "calibration": CALIBRATION_VARIABLE,
+}
+"""Settings that a variable gives if nobody else does."""
+WILDCARD_HOSTS = frozenset({"0.0.0.0", "*", "[::]"})  # noqa: S104  # recognized in order to be refused
 
 PORT_MAX = 65535
 
 ENDPOINT_PATTERN = r"tcp://(\[[^\[\]]+\]|[^\[\]:/]+):[0-9]{1,5}"
-Endpoint = Annotated[str, Meta(pattern=rf"^{ENDPOINT_PATTERN}\Z")]
-Key = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
-Seconds = Annotated[float, Meta(gt=0, le=86400)]
+KEY_PATTERN = r"[0-9a-f]{64}"
+Endpoint = Annotated[str, Meta(pattern=rf"^{ENDPOINT_PATTERN}\Z", description="tcp://HOST:PORT")]
+HostAndPort = Annotated[str, Meta(pattern=rf"^{ENDPOINT_PATTERN.removeprefix('tcp://')}\Z", description="HOST:PORT")]
+Key = Annotated[str, Meta(pattern=rf"^{KEY_PATTERN}\Z", description="64 lower-case hexadecimal digits")]
+Seconds = Annotated[float, Meta(gt=0, le=86400, description="a number of seconds above 0 and at most 86400")]
 
+SECRET_REMEDY = f"Set cluster_secret or {SECRET_VARIABLE} to the same long random string on every worker."
+DRAW_REMEDY = "Draw one with kvflow keys secret."
+
+
+NixlParams = Annotated[
+    dict[Annotated[str, Meta(min_length=1, max_length=64)], Annotated[str, Meta(max_length=1024)]], Meta(max_length=32)
+]
+
+NIXL_PARAMS_OF_KVFLOW = frozenset({"num_threads", "num_workers", "split_batch_size", "ucx_error_handling_mode"})
+"""Parameters that users must not set. With several threads or workers, a part of a failed post may go on writing where
+nobody waits for it. Error handling depends on what reaches a peer."""
 
 TransportName = Literal["auto", "nixl", "tcp", "loopback"]
 Encryption = Literal["off", "tls"]
+Role = Literal["both", "producer", "consumer"]
 
 
 class TcpSettings(Struct, frozen=True, kw_only=True):
@@ -34,9 +59,9 @@ class TcpSettings(Struct, frozen=True, kw_only=True):
 
     Attributes:
         bind: ``tcp://HOST:PORT`` to listen on; port 0 takes a free one. ``*`` is written ``0.0.0.0``.
-        advertise: the same as peers reach it; port 0 stands for the one that was taken.
-        connections: to each peer that is read from.
-        encryption: of everything that is sent; both sides must have the same.
+        advertise: the same as peers reach it; port 0 stands for the port that was taken.
+        connections: connections to each peer that is read from.
+        encryption: ``tls`` or ``off``; both sides must have the same.
     """
 
     bind: str
@@ -46,162 +71,194 @@ class TcpSettings(Struct, frozen=True, kw_only=True):
 
 
 class QuarantineLimits(Struct, frozen=True, kw_only=True):
-    """What failed pulls may keep from reuse; above it the reader is reset.
+    """How many blocks failed pulls may keep, and how long, before the reader is reset: ``WorkerConfig.quarantine``.
 
     Attributes:
-        quarantine_s_max: how long a failed pull may keep its blocks, before the reader is reset to free them.
-        quarantine_bytes_max: bytes of blocks that failed pulls may keep for more than 5 s, all together, before that.
+        s_max: seconds that a failed pull may keep its blocks.
+        bytes_max: bytes of blocks that failed pulls may keep for more than 5 s, all together.
     """
 
-    quarantine_s_max: Seconds = 120.0  # four times wire_s: who has not answered by then hangs, and will for long
-    quarantine_bytes_max: Annotated[int, Meta(ge=0)] = 4 << 30  # 32,768 tokens of an 8B model: one long prompt
+    s_max: float
+    bytes_max: int
 
 
-class TcpPlaneSettings(QuarantineLimits, frozen=True, kw_only=True):
-    """What one worker is told of its TCP plane.
+class Budgets(Struct, frozen=True, kw_only=True):
+    """Seconds that each phase of a pull may take, each from its own start: ``WorkerConfig.budgets``.
 
     Attributes:
-        tcp_bind: address on which the TCP plane listens; when None, the host of ``bind`` and a free port.
-        tcp_advertise: the same as peers reach it; when None, the host of ``tcp_bind``, ``advertise`` or ``bind``, the
-            first that is given and no wildcard, and the port that was taken.
-        tcp_connections: TCP connections to each peer that is read from.
-        tcp_encryption: ``tls`` encrypts what the TCP plane sends; must be the same on all workers of a cluster.
+        connect_s: until the peer's endpoint accepts the connection.
+        handshake_s: from there to its manifest.
+        queue_s: from submission to the first chunk.
+        wire_s: without any completion from a peer that owes one. Only this finds a hung peer.
+        fence_s: from the last byte to the verdict, including the wait for a late admission.
     """
 
-    tcp_bind: Endpoint | None = None
-    tcp_advertise: Endpoint | None = None
-    tcp_connections: Annotated[int, Meta(ge=1, le=16)] = 2  # a stream is sent by one core at a time
-    tcp_encryption: Encryption = "off"  # NIXL does not encrypt, either, and it costs CPU on both sides
+    connect_s: float = 1.5
+    handshake_s: float = 5.0
+    queue_s: float = 30.0
+    wire_s: float = 30.0
+    fence_s: float = 10.0
 
 
-class SecuritySettings(TcpPlaneSettings, frozen=True, kw_only=True):
-    """What one worker is told of secrets and keys. A Struct has one line of ancestors, hence the bases.
+class SecuritySettings(Struct, frozen=True, kw_only=True):
+    """The secrets and keys of one worker, from its settings or the environment: ``WorkerConfig.security``.
 
     Attributes:
-        cluster_secret: shared by all workers of a cluster; the variable KVFLOW_CLUSTER_SECRET when None.
-        cluster_secret_accepted: a second secret that is accepted, too, while a cluster changes from one to the other;
-            the variable KVFLOW_CLUSTER_SECRET_ACCEPTED when None.
-        private_key: of this worker alone, 64 hexadecimal digits, beside the secret; the variable KVFLOW_PRIVATE_KEY
-            when None. Needs ``allowed_keys``.
-        allowed_keys: public keys of all workers that this one talks to, as reader or as producer; may be replaced with
-            ``worker.allow_keys``. Needs ``private_key``.
+        secret: shared by all workers of a cluster.
+        accepted_secret: a second secret that is accepted; None if there is none.
+        own_key: the 32 bytes of this worker's private key; None if it has none.
+        allowed_keys: public keys of all workers that it talks to; None without a key of its own.
     """
 
-    cluster_secret: str | None = None
-    cluster_secret_accepted: str | None = None
-    private_key: Key | None = None  # the secret's own keys cannot tell two workers apart
-    allowed_keys: Annotated[tuple[Key, ...], Meta(max_length=65536)] | None = None
+    secret: str
+    accepted_secret: str | None
+    own_key: bytes | None
+    allowed_keys: tuple[str, ...] | None
 
-    def check_secrets(self) -> None:
-        """Check that secrets and keys are usable, and given together where they belong together.
+    def __repr__(self) -> str:
+        return f"SecuritySettings(allowed_keys={self.allowed_keys!r})"
 
-        Raises:
-            ConfigInvalid: names the setting.
-        """
-        self.secret()
-        self.accepted_secret()
-        if (self.own_key() is None) != (self.allowed_keys is None):
-            raise ConfigInvalid(
-                "private_key and allowed_keys are given together or not at all",
-                remedy=f"Draw a pair with kvflow keys, set private_key or {KEY_VARIABLE}, and list all others.",
-            )
-
-    def secret(self) -> str:
-        """Return the cluster secret, from the settings or the environment.
-
-        Raises:
-            ConfigInvalid: there is none, or it is too short to be one.
-        """
-        return _long_enough("cluster secret", self.cluster_secret or os.environ.get(SECRET_VARIABLE, ""))
-
-    def accepted_secret(self) -> str | None:
-        """Return the second secret that is accepted, from the settings or the environment; None if there is none.
-
-        Raises:
-            ConfigInvalid: it is too short to be one.
-        """
-        secret = self.cluster_secret_accepted or os.environ.get(ACCEPTED_VARIABLE)
-        return _long_enough("accepted cluster secret", secret) if secret else None
-
-    def own_key(self) -> bytes | None:
-        """Return the 32 bytes of this worker's private key, from the settings or the environment; None if it has none.
-
-        Raises:
-            ConfigInvalid: the environment's is malformed.
-        """
-        key = self.private_key or os.environ.get(KEY_VARIABLE)
-        try:
-            return bytes.fromhex(msgspec.convert(key, type=Key)) if key else None
-        except msgspec.ValidationError as error:
-            raise ConfigInvalid(f"{KEY_VARIABLE} is not 64 lower-case hexadecimal digits") from error
+    def __rich_repr__(self) -> list[tuple[str, Any]]:
+        # Neither repr nor rich, whose tracebacks show locals, may print a secret.
+        return [("allowed_keys", self.allowed_keys)]
 
 
-class WorkerConfig(SecuritySettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything that one worker is told, secrets and keys included.
+class WorkerConfig(Struct, metaclass=SuggestingMeta, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All settings of one worker, secrets and keys included.
+
+    Users give all settings by keyword. The parts of a worker use them in groups: ``security``, ``tcp``,
+    ``budgets``, ``quarantine``.
 
     Attributes:
         engine_id: name of the engine; all its ranks share it.
-        rank: of this worker in its engine.
-        num_ranks: ranks of the engine.
-        role: what the engine does, for its peers' logs.
-        model: name of the model; peers that both name one must name the same.
-        model_revision: of its weights; likewise.
-        model_dtype: that it computes in; likewise.
-        bind: control endpoint to listen on; port 0 takes a free one.
-        advertise: control endpoint as peers reach it; needed when ``bind`` is a wildcard.
-        transport: data plane. ``auto``: NIXL to peers whose memory can be read without their help (RDMA, shared
-            memory), and TCP to all others. ``nixl`` or ``tcp``: only this one. ``loopback``: between workers of one
+        rank: rank of this worker in its engine, counted from 0.
+        num_ranks: number of ranks of the engine.
+        model: name of the model. Peers that both name one must name the same.
+        model_revision: revision of its weights; compared in the same way.
+        model_dtype: data type that it computes in; compared in the same way.
+        role: what the worker does. ``producer``: it offers blocks, and NIXL registers memory for reads only if it reads
+            all the same. ``consumer``: it reads and may not offer, and NIXL registers memory for its reads only.
+        sleep_mode: whether the engine frees the memory of its cache and allocates it again while peers live. NIXL then
+            does without ``cuda_ipc``, with which readers on the same host would keep the memory of a GPU.
+        bind: control endpoint to listen on; port 0 takes a free port.
+        advertise: control endpoint as peers reach it. Required if ``bind`` is a wildcard.
+        cluster_secret: secret that all workers of a cluster share. If None, the variable KVFLOW_CLUSTER_SECRET.
+        cluster_secret_accepted: a second secret that is accepted while a cluster changes its secret. If None, the
+            variable KVFLOW_CLUSTER_SECRET_ACCEPTED.
+        private_key: key of this worker alone, 64 hexadecimal digits, in addition to the secret. If None, the variable
+            KVFLOW_PRIVATE_KEY. Requires ``allowed_keys``.
+        allowed_keys: public keys of all workers that this one reads from or serves; ``worker.allow_keys`` replaces
+            them. Requires ``private_key``.
+        transport: data plane. ``auto``: NIXL to peers whose memory it can read without their help (RDMA, shared
+            memory), TCP to all others. ``nixl`` or ``tcp``: only this one. ``loopback``: between workers of one
             process.
-        lease_s: how long an offer lasts unless renewed.
+        tcp_bind: address on which the TCP plane listens. If None, the host of ``bind`` and a free port.
+        tcp_advertise: the same address as peers reach it. If None, the port that was taken, and the host of
+            ``tcp_bind``, ``advertise`` or ``bind``: the first of them that is given and is not a wildcard.
+        tcp_connections: TCP connections to each peer that is read from.
+        tcp_encryption: ``tls`` encrypts what the TCP plane sends. All workers of a cluster must have the same value.
+        nixl_backend_params: parameters for NIXL's UCX backend, by name, such as ``engine_config`` and ``ucx_devices``.
+            ``engine_config`` is added to kvflow's own: a value that it sets replaces kvflow's.
+        lease_s: how long an offer lasts unless it is renewed.
         lease_slots: offers that may be held at once.
         connect_s: budget for reaching a peer's endpoint.
-        handshake_s: budget from there to its manifest.
-        queue_s: budget for a pull to be dispatched.
-        wire_s: budget without any completion from a peer that owes us one.
-        fence_s: budget from the last byte to the verdict, waiting for a late admission included.
-        calibration: file of ``kvflow bench descriptors --calibrate``; the variable KVFLOW_CALIBRATION when None.
-            Without one all is read directly.
-        staging_bytes: memory for staged reads, taken if there is a calibration; 0 never stages.
-        peer_weights: producers' engine ids -> how many chunks in a row they are read, while other peers wait for their
-            turn; 1 for every engine that is not named.
+        handshake_s: budget from there until the peer's manifest has arrived.
+        queue_s: budget of a pull from its submission to its first read.
+        wire_s: longest time without a completed read while a peer owes one. Only this finds a hung peer.
+        fence_s: budget from the last byte to the result, including the wait for a late admission.
+        calibration: file that ``kvflow bench descriptors --calibrate`` wrote. If None, the variable
+            KVFLOW_CALIBRATION. Without a calibration all reads are direct.
+        staging_bytes: memory for staged reads, allocated if there is a calibration; 0 disables staging.
+        peer_weights: engine id of a producer -> chunks that are read from it in a row while other peers wait; 1 for
+            engines that are not named.
+        quarantine_s_max: longest time that a failed pull may keep its blocks. After it the reader is reset to free
+            them.
+        quarantine_bytes_max: most bytes of blocks that failed pulls may keep for more than 5 s, all pulls together.
+            Above it the reader is reset.
+        http: ``HOST:PORT`` on which the worker serves a live page, metrics, health and its state over HTTP, without
+            authentication or encryption; port 0 takes a free port. If None, it serves none. Requires
+            ``kvflow[metrics]``.
+        http_public: allows ``http`` to listen on an address that other hosts reach.
+        slow_transfer_s: seconds from the call of ``pull`` to its result above which ``transfer.slow`` warns; None for
+            no such limit.
+        slow_transfer_factor: ``transfer.slow`` also warns of a pull that moves its bytes so many times slower than
+            this producer usually moves as many; None compares nothing.
+        trace_offers: gives each offer without a ``traceparent`` a drawn one, marked as sampled, so that the records and
+            spans of both sides have one trace id.
     """
 
     engine_id: Annotated[str, Meta(min_length=1, max_length=256)]
     rank: Annotated[int, Meta(ge=0, le=65535)] = 0
     num_ranks: Annotated[int, Meta(ge=1, le=65536)] = 1
-    role: Literal["prefill", "decode", "both"] = "both"
-    model: Annotated[str, Meta(max_length=256)] = ""  # what is not said is not compared
+    model: Annotated[str, Meta(max_length=256)] = ""  # peers compare it only where both name one
     model_revision: Annotated[str, Meta(max_length=256)] = ""
     model_dtype: Annotated[str, Meta(max_length=32)] = ""
-    bind: Endpoint = "tcp://127.0.0.1:0"  # unreachable until asked otherwise
+    role: Role = "both"
+    sleep_mode: bool = False
+    bind: Endpoint = "tcp://127.0.0.1:0"  # other hosts cannot reach a worker unless it is told so
     advertise: Endpoint | None = None
+    cluster_secret: str | None = None
+    cluster_secret_accepted: str | None = None
+    private_key: Key | None = None  # the cluster secret's own keys cannot tell two workers apart
+    allowed_keys: Annotated[tuple[Key, ...], Meta(max_length=65536)] | None = None
     transport: TransportName = "auto"
+    tcp_bind: Endpoint | None = None
+    tcp_advertise: Endpoint | None = None
+    tcp_connections: Annotated[int, Meta(ge=1, le=16)] = 2  # one core at a time sends a stream
+    tcp_encryption: Encryption = "off"  # NIXL does not encrypt, either, and it costs CPU on both sides
+    nixl_backend_params: NixlParams = {}
     lease_s: Seconds = 30.0  # as vLLM's NixlConnector; a router's queue is shorter
     lease_slots: Annotated[int, Meta(ge=1, le=1 << 20)] = 4096  # 32 KiB of epochs; more requests than one rank runs
-    connect_s: Seconds = 1.5  # a listening peer accepts within milliseconds; a death is to be known within 2 s
+    connect_s: Seconds = 1.5  # a listening peer accepts within milliseconds; a death must be detected within 2 s
     handshake_s: Seconds = 5.0  # one round trip and a manifest; the rest is a peer that is busy starting
     queue_s: Seconds = 30.0
-    wire_s: Seconds = 30.0  # a hung peer is found only by this
+    wire_s: Seconds = 30.0  # only this detects a hung peer
     fence_s: Seconds = 10.0
     calibration: Annotated[str, Meta(min_length=1, max_length=4096)] | None = None
     staging_bytes: Annotated[int, Meta(ge=0, le=1 << 40)] = 64 << 20  # eight buffers of 8 MiB, each as large as a chunk
     peer_weights: Annotated[dict[str, Annotated[int, Meta(ge=1, le=64)]], Meta(max_length=4096)] = {}
+    quarantine_s_max: Seconds = 120.0  # four times wire_s: a peer that has not answered by then will hang for long
+    quarantine_bytes_max: Annotated[int, Meta(ge=0)] = 4 << 30  # 32,768 tokens of an 8B model: one long prompt
+    http: HostAndPort | None = None
+    http_public: bool = False  # who reaches the port reads names of requests and peers
+    slow_transfer_s: Seconds | None = None  # what is slow depends on the prompt and the network
+    slow_transfer_factor: Annotated[float, Meta(gt=1, le=1000)] | None = None
+    trace_offers: bool = False  # a ticket is 60 bytes longer with it
+
+    @classmethod
+    def read(cls, settings: Mapping[str, Any]) -> Self:
+        """Read settings by name, for example from a file or a command line. Call ``check`` afterwards.
+
+        Args:
+            settings: name -> value; a number or a switch may be text.
+
+        Raises:
+            ConfigInvalid: a name is unknown, or a value is malformed; names it.
+        """
+        try:
+            return msgspec.convert(settings, type=cls, strict=False)
+        except msgspec.ValidationError as error:
+            raise ConfigInvalid(describe_refusal(error, settings, cls, hidden=SECRETS)) from error
 
     def check(self) -> None:
-        """Check every field, and what relates them.
+        """Check every field, and how fields relate.
 
         Raises:
             ConfigInvalid: names the setting.
         """
-        try:
-            msgspec.convert(msgspec.to_builtins(self, builtin_types=(bytes,)), type=WorkerConfig)
-        except (msgspec.ValidationError, TypeError) as error:
-            raise ConfigInvalid(f"worker settings: {error}") from error
+        if fault := find_fault(self, hidden=SECRETS):
+            raise ConfigInvalid(fault)
         for name, value in zip(self.__struct_fields__, msgspec.structs.astuple(self), strict=True):
             if isinstance(value, str) and not _is_unicode(value):
-                raise ConfigInvalid(f"{name} is not Unicode text: it holds half of a surrogate pair")
+                raise ConfigInvalid(
+                    f"{name} is not Unicode text: it holds half of a surrogate pair",
+                    remedy="Give text that can be encoded as UTF-8.",
+                )
         if self.rank >= self.num_ranks:
-            raise ConfigInvalid(f"rank is {self.rank}, but num_ranks is {self.num_ranks}")
+            raise ConfigInvalid(
+                f"rank is {self.rank}, but num_ranks is {self.num_ranks}",
+                remedy=f"Ranks count from 0: give one from 0 to {self.num_ranks - 1}, or raise num_ranks.",
+            )
         _check_bound("bind", self.bind)
         _check_bound("tcp_bind", self.tcp_bind)
         if self.advertise is None and _is_wildcard(self.bind):
@@ -211,10 +268,58 @@ class WorkerConfig(SecuritySettings, frozen=True, kw_only=True, forbid_unknown_f
             )
         _check_advertised("advertise", self.advertise)
         _check_advertised("tcp_advertise", self.tcp_advertise)
-        self.check_secrets()
+        _check_nixl_params(self.nixl_backend_params)
+        self._check_http()
+        _ = self.security
 
+    def _check_http(self) -> None:
+        if self.http is None:
+            return
+        _check_bound("http", self.http)
+        if not self.http_public and not is_loopback(_host_and_port(self.http)[0]):
+            raise ConfigInvalid(
+                f"http is {self.http!r}, which other hosts may reach, and the server has no authentication",
+                remedy="Give a loopback address such as 127.0.0.1:9400. Behind a firewall, set http_public to true.",
+            )
+
+    @property
+    def security(self) -> SecuritySettings:
+        """The secrets and keys; those that are not given come from the environment.
+
+        Raises:
+            ConfigInvalid: one is missing, too short or malformed, or only one of ``private_key`` and ``allowed_keys``
+                is given.
+        """
+        secret = self.cluster_secret or os.environ.get(SECRET_VARIABLE, "")
+        accepted = self.cluster_secret_accepted or os.environ.get(ACCEPTED_VARIABLE) or None
+        require_secret("cluster secret", secret)
+        if accepted is not None:
+            require_secret("accepted cluster secret", accepted)
+        own_key = self._own_key()
+        if (own_key is None) != (self.allowed_keys is None):
+            given, missing = ("private_key", "allowed_keys") if own_key is not None else ("allowed_keys", "private_key")
+            raise ConfigInvalid(
+                f"{given} is set, and {missing} is not; set both private_key and allowed_keys, or neither",
+                remedy=f"Draw a pair with kvflow keys, set private_key or {KEY_VARIABLE}, and list all others.",
+            )
+        return SecuritySettings(
+            secret=secret, accepted_secret=accepted, own_key=own_key, allowed_keys=self.allowed_keys
+        )
+
+    def _own_key(self) -> bytes | None:
+        key = self.private_key or os.environ.get(KEY_VARIABLE)
+        if not key:
+            return None
+        if not re.fullmatch(KEY_PATTERN, key):
+            raise ConfigInvalid(
+                f"{KEY_VARIABLE} must be 64 lower-case hexadecimal digits: not these {len(key)} characters",
+                remedy="Draw a pair with kvflow keys pair.",
+            )
+        return bytes.fromhex(key)
+
+    @property
     def tcp(self) -> TcpSettings:
-        """Return the settings of the TCP plane, what was not given taken from the control endpoint; checked before."""
+        """The settings of the TCP plane; the control endpoint gives those that are missing. Call ``check`` before."""
         bind = self.tcp_bind or f"tcp://{_host_and_port(self.bind)[0]}:0"
         hosts = [_host_and_port(each)[0] for each in (self.tcp_bind, self.advertise, self.bind) if each is not None]
         reached = next(host for host in hosts if host not in WILDCARD_HOSTS)  # bind is one, or advertise is given
@@ -225,6 +330,22 @@ class WorkerConfig(SecuritySettings, frozen=True, kw_only=True, forbid_unknown_f
             encryption=self.tcp_encryption,
         )
 
+    @property
+    def budgets(self) -> Budgets:
+        """The seconds that each phase of a pull may take."""
+        return Budgets(
+            connect_s=self.connect_s,
+            handshake_s=self.handshake_s,
+            queue_s=self.queue_s,
+            wire_s=self.wire_s,
+            fence_s=self.fence_s,
+        )
+
+    @property
+    def quarantine(self) -> QuarantineLimits:
+        """The limits of blocks that failed pulls keep."""
+        return QuarantineLimits(s_max=self.quarantine_s_max, bytes_max=self.quarantine_bytes_max)
+
     def calibration_path(self) -> str | None:
         """Return the calibration file, from the settings or the environment; None if there is none."""
         return self.calibration or os.environ.get(CALIBRATION_VARIABLE) or None
@@ -234,21 +355,57 @@ class WorkerConfig(SecuritySettings, frozen=True, kw_only=True, forbid_unknown_f
         return f"WorkerConfig({', '.join(shown)})"
 
     def __rich_repr__(self) -> list[tuple[str, Any]]:
-        # Neither repr nor rich, whose tracebacks show locals, may print a secret.
-        return [(name, getattr(self, name)) for name in self.__struct_fields__ if name not in SECRETS]
+        # Neither repr nor rich, whose tracebacks show locals, may print a secret. Defaults would hide what is set.
+        shown = [(name, getattr(self, name)) for name in self.__struct_fields__ if name not in SECRETS]
+        defaults = WorkerConfig(engine_id="")
+        return [(name, value) for name, value in shown if value != getattr(defaults, name)]
 
 
-def _long_enough(name: str, secret: str) -> str:
+def require_secret(name: str, secret: str | None) -> None:
+    """Check that a secret is given, and long enough.
+
+    Raises:
+        ConfigInvalid: it is not.
+    """
+    if not secret:
+        raise ConfigInvalid(f"the {name} is not set", remedy=f"{SECRET_REMEDY} {DRAW_REMEDY}")
     if len(secret) < SECRET_LENGTH_MIN:
         raise ConfigInvalid(
-            f"the {name} has {len(secret)} characters, fewer than {SECRET_LENGTH_MIN}",
-            remedy=f"Set cluster_secret or {SECRET_VARIABLE} to the same long random string on every worker.",
+            f"the {name} has {len(secret)} characters, fewer than {SECRET_LENGTH_MIN}", remedy=SECRET_REMEDY
         )
-    return secret
+
+
+def engine_settings(params: Mapping[str, str]) -> dict[str, str]:
+    """Return the settings of UCX in ``engine_config`` of NIXL's parameters, by name without ``UCX_``."""
+    pairs = (each.partition("=") for each in params.get("engine_config", "").split(",") if each.strip())
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def _check_nixl_params(params: Mapping[str, str]) -> None:
+    """Check the parameters of NIXL's backend. NIXL and UCX ignore what they do not know.
+
+    Raises:
+        ConfigInvalid: kvflow decides one of them, or ``engine_config`` has an entry that UCX would ignore.
+    """
+    if taken := sorted(NIXL_PARAMS_OF_KVFLOW & set(params)):
+        raise ConfigInvalid(
+            f"nixl_backend_params has {', '.join(taken)}, but kvflow decides this parameter", remedy="Remove it."
+        )
+    for name, value in engine_settings(params).items():
+        if not re.fullmatch("[A-Z][A-Z0-9_]*", name) or name.startswith("UCX_") or not value:
+            raise ConfigInvalid(
+                f"nixl_backend_params: engine_config has {name!r} with the value {value!r}",
+                remedy="Write NAME=VALUE with commas between entries, and each name of UCX without UCX_.",
+            )
+        if name == "TLS":
+            raise ConfigInvalid(
+                "nixl_backend_params: engine_config sets TLS, whose list needs commas, and NIXL cuts at each comma",
+                remedy="Set UCX_TLS in the environment.",
+            )
 
 
 def _is_unicode(text: str) -> bool:
-    """Tell whether a text can be sent and hashed; Python itself carries halves of surrogate pairs."""
+    """Return whether text can be encoded; a Python string may contain half of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -257,12 +414,20 @@ def _is_unicode(text: str) -> bool:
 
 
 def _is_written_as_a_host(host: str) -> bool:
-    """Tell whether a resolver would take it: no part of a name is empty, or longer than 63 bytes."""
+    """Return whether a resolver accepts a host: no part of the name is empty or longer than 63 bytes."""
     try:
         host.encode("idna")
     except UnicodeError:
         return False
     return True
+
+
+def is_loopback(host: str) -> bool:
+    """Tell whether a host, as it is written, is an address that only this machine reaches."""
+    try:
+        return ipaddress.ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
 
 
 def _is_wildcard(endpoint: str) -> bool:
@@ -273,31 +438,37 @@ def _check_bound(name: str, endpoint: str | None) -> None:
     """Check an address to listen on.
 
     Raises:
-        ConfigInvalid: there is no such port, or it is not filled in.
+        ConfigInvalid: the port is too high, or the address has a placeholder.
     """
     if endpoint is None:
         return
     _check_filled_in(name, endpoint)
     if _host_and_port(endpoint)[1] > PORT_MAX:
-        raise ConfigInvalid(f"{name} is {endpoint!r}, but no port is above {PORT_MAX}")
+        raise ConfigInvalid(
+            f"{name} is {endpoint!r}, but no port is above {PORT_MAX}",
+            remedy="Give a port up to 65535, or port 0, which takes a free one.",
+        )
 
 
 def _check_advertised(name: str, endpoint: str | None) -> None:
     """Check an address as peers dial it.
 
     Raises:
-        ConfigInvalid: nobody can dial it.
+        ConfigInvalid: no peer can dial it.
     """
     if endpoint is None:
         return
     _check_filled_in(name, endpoint)
     host, port = _host_and_port(endpoint)
     if host in WILDCARD_HOSTS or not _is_written_as_a_host(host) or not 0 < port <= PORT_MAX:
-        raise ConfigInvalid(f"{name} is {endpoint!r}, which no peer can dial")
+        raise ConfigInvalid(
+            f"{name} is {endpoint!r}, which no peer can dial",
+            remedy="Give the host name or address of this worker, and its port, as peers reach it.",
+        )
 
 
 def _check_filled_in(name: str, endpoint: str) -> None:
-    """Check that an address has no braces.
+    """Check that an address has no placeholder in braces.
 
     Raises:
         ConfigInvalid: it has.

@@ -1,58 +1,126 @@
 """Every error that kvflow raises to its caller.
 
-The tree, by what the caller can do about it::
+The tree shows what the caller can do::
 
     KvflowError
-    ├── ConfigInvalid            fix the configuration
-    ├── ArgumentInvalid          pass an argument of the right type
-    ├── SpecInvalid              fix the description of the cache
-    ├── WorkerClosed             the worker is closing or closed: nothing more is served
-    │   ├── WorkerDraining       the worker finishes what it has begun: begin nothing new here
-    │   └── WorkerSuspended      the worker's cache is withdrawn: ask again when it was resumed
-    ├── ForkedProcess            open it in this process: what a parent has opened is the parent's
-    ├── WrongEventLoop           call it on the worker's event loop, or use run_worker
-    ├── TicketInvalid            the ticket is truncated, forged or from another cluster: refuse the request
-    ├── ContentMismatch          the ticket's blocks hold other tokens than the request: refuse it, or recompute
-    ├── BlockIdsInvalid          fix the block ids of this call
-    │   └── BlockRangeMismatch   the ticket does not cover the tokens that are asked for
-    ├── RequestUnknown           no offer of that name is held or remembered
-    ├── ReleaseMismatch          a ticket or a peer is of another release of kvflow: install one release on both
-    ├── LayoutMismatch           the two caches cannot be matched: do not pair these engines
-    ├── PlanUnsound              a plan failed its own proof: a defect of kvflow, nothing was moved
-    ├── DefectFound              something unforeseen failed: a defect of kvflow, the request is refused
-    ├── CapacityExceeded         try again when something has ended
-    ├── TransportUnavailable     the data plane cannot start here
-    ├── AuthenticationFailed     the peer does not share our cluster secret
-    ├── PeerRefused              the peer gave a reason for not talking to us
-    └── TransferFailed           nothing was delivered; ask again, elsewhere, or recompute
-        ├── StaleLease           the producer's promise had ended
-        ├── PeerLost             the peer died, hung up or cannot be reached
-        │   └── PeerUnavailable  it has failed too often, and is not dialled before its time
-        ├── DeadlineExceeded     a phase took longer than its budget
-        ├── TransferCancelled    the consumer gave up
-        └── ProtocolViolation    the peer sent something that it must not
+    ├── ConfigInvalid            correct the setting
+    ├── ArgumentInvalid          pass an argument of the right type and value
+    ├── SpecInvalid              correct the description of the cache
+    ├── WorkerClosed             open another worker: this one is closing or closed
+    │   ├── WorkerDraining       use another worker: this one only finishes what it has begun
+    │   └── WorkerSuspended      resume the worker first: its cache is withdrawn
+    ├── ForkedProcess            open the worker in the process that uses it, after the fork
+    ├── WrongEventLoop           call the worker on its event loop, or use run_worker
+    ├── TicketInvalid            refuse the request: its ticket is truncated, forged or from another cluster
+    ├── ContentMismatch          refuse the request, or recompute: the ticket's blocks hold other tokens
+    ├── BlockIdsInvalid          correct the block ids of this call
+    │   └── BlockRangeMismatch   pull fewer blocks: the ticket does not cover the tokens
+    ├── RequestUnknown           offer the request first
+    ├── ReleaseMismatch          install one release of kvflow on both sides
+    ├── LayoutMismatch           do not pair these engines: their caches cannot be matched
+    ├── PlanUnsound              report a defect: a plan failed its check, and nothing was moved
+    ├── DefectFound              report a defect: kvflow raised an exception that it did not expect
+    ├── CapacityExceeded         try again when a lease or a pull has ended, or raise the limit
+    ├── TransportUnavailable     install the data plane, or choose another one
+    ├── AuthenticationFailed     give both workers the same cluster secret
+    ├── PeerRefused              look up the peer's reason in docs/reference/errors.md
+    └── TransferFailed           pull again with a new ticket, or recompute: nothing was delivered
+        ├── StaleLease           ask for a new ticket: the lease had ended
+        ├── PeerLost             check the peer: it died, closed the connection, or cannot be reached
+        │   └── PeerUnavailable  use another producer: this one has failed several times in a row
+        ├── DeadlineExceeded     check the peer and the network: a phase took longer than its budget
+        ├── TransferCancelled    do nothing: the consumer cancelled the pull
+        └── ProtocolViolation    run one release on both sides: the peer broke the protocol
 
-Each has a stable ``code`` for machines, and its text ends with what to do.
+Each error has a stable ``code`` for machines. The text of an error ends with what to do.
 """
 
+import difflib
+from collections.abc import Iterable
+from enum import StrEnum
 from typing import ClassVar
+
+from kvflow.reprs import quoted, shown
+
+
+class FailureCode(StrEnum):
+    """Name why something failed, for logs, metrics and programs. The names do not change between releases.
+
+    The first part holds the ``code`` of each error. The second part holds finer causes, which stand in the ``cause`` of
+    ``transfer.failed`` and in the ``code`` of ``peer.dropped``.
+    """
+
+    KVFLOW_ERROR = "kvflow_error"
+    CONFIG_INVALID = "config_invalid"
+    ARGUMENT_INVALID = "argument_invalid"
+    SPEC_INVALID = "spec_invalid"
+    WORKER_CLOSED = "worker_closed"
+    WORKER_DRAINING = "worker_draining"
+    WORKER_SUSPENDED = "worker_suspended"
+    FORKED_PROCESS = "forked_process"
+    WRONG_EVENT_LOOP = "wrong_event_loop"
+    TICKET_INVALID = "ticket_invalid"
+    CONTENT_MISMATCH = "content_mismatch"
+    BLOCK_IDS_INVALID = "block_ids_invalid"
+    BLOCK_RANGE_MISMATCH = "block_range_mismatch"
+    REQUEST_UNKNOWN = "request_unknown"
+    RELEASE_MISMATCH = "release_mismatch"
+    LAYOUT_MISMATCH = "layout_mismatch"
+    PLAN_UNSOUND = "plan_unsound"
+    DEFECT_FOUND = "defect_found"
+    CAPACITY_EXCEEDED = "capacity_exceeded"
+    AUTHENTICATION_FAILED = "authentication_failed"
+    PEER_REFUSED = "peer_refused"
+    TRANSFER_FAILED = "transfer_failed"
+    STALE_LEASE = "stale_lease"
+    PEER_LOST = "peer_lost"
+    PEER_UNAVAILABLE = "peer_unavailable"
+    DEADLINE_EXCEEDED = "deadline_exceeded"
+    TRANSFER_CANCELLED = "transfer_cancelled"
+    PROTOCOL_VIOLATION = "protocol_violation"
+    TRANSPORT_UNAVAILABLE = "transport_unavailable"
+
+    BOUNDS = "bounds"
+    """A descriptor lies outside the registered memory. Nothing was handed to the data plane."""
+    CANCELLED = "cancelled"
+    """The read was cancelled before it was posted."""
+    CLOSING = "closing"
+    """This worker is closing."""
+    KEY_REMOVED = "key_removed"
+    """The peer's public key was removed from the allowed keys."""
+    METADATA_INVALID = "metadata_invalid"
+    """The peer's published description of its data plane cannot be used."""
+    PEER_CLOSED = "peer_closed"
+    """The peer closed its connection in order."""
+    PLANE_UNFIT = "plane_unfit"
+    """The peer answers, but no data plane of both sides can read from it."""
+    PROGRAM_UNKNOWN = "program_unknown"
+    """The read names prepared descriptor lists that no longer exist."""
+    TRANSPORT_ERROR = "transport_error"
+    """The data plane reported an error that no other code names."""
+
+    def __repr__(self) -> str:
+        return repr(self.value)  # records of events show codes as the text that they are
 
 
 class KvflowError(Exception):
-    """Base of all errors of kvflow.
+    """Any error of kvflow.
 
     Attributes:
         code: stable name of the kind of error, for logs, metrics and tests.
-        remedy: what to do about it, one sentence.
+        remedy: one sentence that says what to do.
     """
 
-    code: ClassVar[str] = "kvflow_error"
+    code: ClassVar[FailureCode] = FailureCode.KVFLOW_ERROR
     default_remedy: ClassVar[str] = ""
 
     def __init__(self, message: str, *, remedy: str = "") -> None:
         self.message = message
         self.remedy = remedy or self.default_remedy
         super().__init__(message)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({quoted(self.message, 400)})"
 
     def __str__(self) -> str:
         return f"{self.message} [{self.code}] {self.remedy}".rstrip()
@@ -61,82 +129,82 @@ class KvflowError(Exception):
 class ConfigInvalid(KvflowError):
     """A setting is missing, malformed or unsafe."""
 
-    code = "config_invalid"
+    code = FailureCode.CONFIG_INVALID
     default_remedy = "See docs/reference/config.md for the settings and their bounds."
 
 
 class ArgumentInvalid(KvflowError):
-    """An argument of a call has the wrong type.
+    """An argument of a call has the wrong type, or a value that it must not have.
 
     Attributes:
-        name: of the argument.
+        name: name of the argument.
     """
 
-    code = "argument_invalid"
-    default_remedy = "See the docstring of the call."
+    code = FailureCode.ARGUMENT_INVALID
+    default_remedy = "Pass a value of the form that the message names."
 
     def __init__(self, name: str, expected: str, found: object, *, remedy: str = "") -> None:
-        super().__init__(f"{name} must be {expected}, not {type(found).__name__}", remedy=remedy)
+        super().__init__(f"{name} must be {expected}, not {_described(found)}", remedy=remedy)
         self.name = name
 
 
 class SpecInvalid(KvflowError):
     """A spec, group, shard or layout cannot describe a cache."""
 
-    code = "spec_invalid"
-    default_remedy = "Correct the named field of the spec."
+    code = FailureCode.SPEC_INVALID
+    default_remedy = "Describe the cache as the engine lays it out: see docs/howto/describe-a-model.md."
 
 
 class WorkerClosed(KvflowError):
     """The worker is closing or closed."""
 
-    code = "worker_closed"
-    default_remedy = "Open a new worker; tickets of this one are void."
+    code = FailureCode.WORKER_CLOSED
+    default_remedy = "Open a new worker. The tickets of this one are void."
 
 
 class WorkerDraining(WorkerClosed):
-    """The worker is draining: it keeps its promises and makes no new ones."""
+    """The worker is draining: it finishes what it has begun, and begins nothing new."""
 
-    code = "worker_draining"
-    default_remedy = "Use another worker; tickets of this one are good until it closes."
+    code = FailureCode.WORKER_DRAINING
+    default_remedy = "Use another worker. The tickets of this one are valid until it closes."
 
 
 class WorkerSuspended(WorkerClosed):
-    """The worker is suspended: its cache is withdrawn, and nothing is served until it is resumed."""
+    """The worker is suspended: its cache is withdrawn, and it serves nothing until it is resumed."""
 
-    code = "worker_suspended"
-    default_remedy = "Resume the worker first; tickets of before are void."
+    code = FailureCode.WORKER_SUSPENDED
+    default_remedy = "Resume the worker first. Tickets from before the suspension are void."
 
 
 class ForkedProcess(KvflowError):
-    """A forked child called a worker, or a mint, of its parent."""
+    """A forked child called a worker or a ``TicketMint`` that its parent had opened."""
 
-    code = "forked_process"
-    default_remedy = "Open workers, and make mints, in the process that uses them: after the fork."
+    code = FailureCode.FORKED_PROCESS
+    default_remedy = "Fork first. Then open workers and create mints in the process that uses them."
 
 
 class WrongEventLoop(KvflowError):
-    """A worker of ``open_worker`` was called from another event loop than its own, or from none."""
+    """A worker of ``open_worker`` was called outside its event loop."""
 
-    code = "wrong_event_loop"
-    default_remedy = "Call it on the event loop of open_worker, or use run_worker, which any thread may call."
+    code = FailureCode.WRONG_EVENT_LOOP
+    default_remedy = "Call it on the event loop of open_worker, or use run_worker, whose worker any thread may call."
 
 
 class TicketInvalid(KvflowError):
-    """A ticket is not what a producer of this cluster signed."""
+    """A ticket is not one that a producer of this cluster signed."""
 
-    code = "ticket_invalid"
+    code = FailureCode.TICKET_INVALID
     default_remedy = "Pass the producer's kv_transfer_params through unchanged, and use one cluster secret."
 
 
 class ContentMismatch(KvflowError):
-    """The blocks of a ticket hold something else than what the caller expects: nothing was read.
+    """The blocks of a ticket do not hold what the caller expects. Nothing was read.
 
     Attributes:
-        group: index of the group that differs, or None if the ticket does not say what its blocks hold.
+        group: index of the group that differs; None if the ticket does not say what its blocks hold.
     """
 
-    code = "content_mismatch"
+    code = FailureCode.CONTENT_MISMATCH
     default_remedy = "Send each request with the kv_transfer_params of its own prefill, or compute the prompt here."
 
     def __init__(self, message: str, *, group: int | None = None, remedy: str = "") -> None:
@@ -145,14 +213,14 @@ class ContentMismatch(KvflowError):
 
 
 class BlockIdsInvalid(KvflowError):
-    """Block ids given by the caller cannot be used.
+    """The caller passed block ids that cannot be used.
 
     Attributes:
-        group: index of the group whose list is wrong, or None when the number of lists is.
+        group: index of the group whose list is wrong; None if the number of lists is wrong.
     """
 
-    code = "block_ids_invalid"
-    default_remedy = "Give one list of block ids per group, each in [0, num_blocks), targets without duplicates."
+    code = FailureCode.BLOCK_IDS_INVALID
+    default_remedy = "Give one list of block ids per group, each id in [0, num_blocks), targets without duplicates."
 
     def __init__(self, message: str, *, group: int | None = None, remedy: str = "") -> None:
         super().__init__(message, remedy=remedy)
@@ -160,37 +228,37 @@ class BlockIdsInvalid(KvflowError):
 
 
 class BlockRangeMismatch(BlockIdsInvalid):
-    """The ticket does not cover the tokens that the target blocks stand for."""
+    """The ticket does not cover the tokens of the target blocks."""
 
-    code = "block_range_mismatch"
+    code = FailureCode.BLOCK_RANGE_MISMATCH
     default_remedy = "Pull fewer blocks, or have the producer offer the missing ones."
 
 
 class RequestUnknown(KvflowError):
-    """No offer of this name is held, and none ended recently.
+    """No offer has this request id, and none with it ended recently.
 
     Attributes:
-        request_id: the name.
+        request_id: the unknown request id.
     """
 
-    code = "request_unknown"
-    default_remedy = "Offer the request first; the outcome of an old one is kept for a while only."
+    code = FailureCode.REQUEST_UNKNOWN
+    default_remedy = "Offer the request first. The outcome of an ended offer is kept for a limited time."
 
     def __init__(self, request_id: str) -> None:
-        super().__init__(f"there is no offer {request_id!r}")
+        super().__init__(f"no offer has the request id {request_id!r}")
         self.request_id = request_id
 
 
 class ReleaseMismatch(KvflowError):
-    """A ticket or a peer is of a release of kvflow that this one does not understand: nothing was read.
+    """A ticket or a peer comes from a release of kvflow that this release does not understand. Nothing was read.
 
     Attributes:
-        what: that differs: ``ticket format`` or ``manifest schema``.
-        theirs: its version.
+        what: what differs, ``ticket format`` or ``manifest schema``.
+        theirs: the version of the ticket or the peer.
         ours: the version that this release understands.
     """
 
-    code = "release_mismatch"
+    code = FailureCode.RELEASE_MISMATCH
     default_remedy = "Install the same release of kvflow on the prefill and the decode side."
 
     def __init__(self, whose: str, what: str, theirs: str, ours: str, *, remedy: str = "") -> None:
@@ -201,16 +269,16 @@ class ReleaseMismatch(KvflowError):
 
 
 class LayoutMismatch(KvflowError):
-    """Two caches differ where they must agree, or in a way that no plan can express.
+    """Two caches differ in a field that must be equal, or in a way that no plan can express.
 
     Attributes:
-        field: what differs, as a path such as ``layers.0.k.head_size``.
+        field: the field that differs, as a path such as ``layers.0.k.head_size``.
         source: the producer's value.
         target: the consumer's value.
     """
 
-    code = "layout_mismatch"
-    default_remedy = "Pair only engines that serve the same model with convertible caches."
+    code = FailureCode.LAYOUT_MISMATCH
+    default_remedy = "Pair engines that serve the same model, and give both the setting that the message names."
 
     def __init__(self, field: str, source: object, target: object, *, remedy: str = "") -> None:
         super().__init__(f"{field} differs: source has {source!r}, target has {target!r}", remedy=remedy)
@@ -220,29 +288,29 @@ class LayoutMismatch(KvflowError):
 
 
 class PlanUnsound(KvflowError):
-    """A plan does not do what it should. Found before anything is moved."""
+    """A plan failed the check that precedes its use. Nothing was moved."""
 
-    code = "plan_unsound"
-    default_remedy = "Report it with both manifests: this is a defect of kvflow."
+    code = FailureCode.PLAN_UNSOUND
+    default_remedy = "This is a defect of kvflow: report it with the manifests of both caches."
 
 
 class DefectFound(KvflowError):
-    """Something failed that kvflow does not foresee. It costs the request during which it happened."""
+    """kvflow raised an exception that it did not expect. The request in progress is refused."""
 
-    code = "defect_found"
-    default_remedy = "Report it with the traceback from the log: this is a defect of kvflow."
+    code = FailureCode.DEFECT_FOUND
+    default_remedy = "This is a defect of kvflow: report it with the traceback from the log."
 
 
 class CapacityExceeded(KvflowError):
-    """A bounded table, queue or plan is full.
+    """A table, queue or plan has reached its limit.
 
     Attributes:
         resource: what is exhausted.
-        limit: its bound.
+        limit: its limit.
     """
 
-    code = "capacity_exceeded"
-    default_remedy = "Wait until something has ended, or raise the limit."
+    code = FailureCode.CAPACITY_EXCEEDED
+    default_remedy = "Wait until a lease or a pull has ended, or raise the limit that the message names."
 
     def __init__(self, resource: str, limit: int, *, remedy: str = "") -> None:
         super().__init__(f"no room for more {resource}: the limit is {limit}", remedy=remedy)
@@ -251,21 +319,21 @@ class CapacityExceeded(KvflowError):
 
 
 class AuthenticationFailed(KvflowError):
-    """The peer does not hold our cluster secret, or speaks without encryption."""
+    """The peer has another cluster secret, or does not encrypt."""
 
-    code = "authentication_failed"
+    code = FailureCode.AUTHENTICATION_FAILED
     default_remedy = "Give every worker of the cluster the same KVFLOW_CLUSTER_SECRET."
 
 
 class PeerRefused(KvflowError):
-    """The peer answered the handshake with a refusal.
+    """The peer refused the connection.
 
     Attributes:
-        refusal: the peer's own stable code, for example ``version_unsupported``.
+        refusal: the peer's stable code, for example ``version_unsupported``.
     """
 
-    code = "peer_refused"
-    default_remedy = "Do what the peer's reason says."
+    code = FailureCode.PEER_REFUSED
+    default_remedy = "Look up the peer's reason under Refusals in docs/reference/errors.md."
 
     def __init__(self, refusal: str, message: str, *, remedy: str = "") -> None:
         super().__init__(f"the peer refused ({refusal}): {message}", remedy=remedy)
@@ -273,16 +341,16 @@ class PeerRefused(KvflowError):
 
 
 class TransferFailed(KvflowError):
-    """A pull ended without delivering anything.
+    """A pull ended without delivering data.
 
     Attributes:
-        request_id: the request of the ticket.
+        request_id: request id of the ticket.
         peer: the source rank concerned, ``engine/rank/incarnation`` or an endpoint.
-        quarantined: True while the destination blocks may still be written to:
-            await ``worker.quiesced(request_id)`` before reusing them.
+        quarantined: True while the transfer may still write to the destination blocks. Await
+            ``worker.quiesced(request_id)`` before you reuse them.
     """
 
-    code = "transfer_failed"
+    code = FailureCode.TRANSFER_FAILED
     default_remedy = "Pull again with a new ticket, or recompute the prompt."
 
     def __init__(
@@ -301,15 +369,15 @@ class TransferFailed(KvflowError):
 
 
 class StaleLease(TransferFailed):
-    """The lease had ended when the fence was read: the bytes may be another request's.
+    """The lease ended before the read was complete. The bytes that were read may belong to another request.
 
     Attributes:
-        ended_by: how it had ended: ``expired``, ``revoked``, ``used`` by a reader that read it before, ``released`` by
-            one that gave it back, ``gone`` with its producer, or ``unknown``. Empty where nobody has asked yet.
-        ended_s: how many seconds before the producer was asked; None if that is not known.
+        ended_by: how it ended: ``expired``, ``revoked``, ``used`` by a reader that read it before, ``released`` by
+            one that gave it back, ``gone`` with its producer, or ``unknown``. Empty if the producer was not asked yet.
+        ended_s: seconds between the end and the question to the producer; None if unknown.
     """
 
-    code = "stale_lease"
+    code = FailureCode.STALE_LEASE
     default_remedy = "Ask the producer for a new ticket, or recompute the prompt."
 
     def __init__(
@@ -329,20 +397,20 @@ class StaleLease(TransferFailed):
 
 
 class PeerLost(TransferFailed):
-    """The peer died, hung up, or cannot be reached."""
+    """The peer died, closed the connection, or cannot be reached."""
 
-    code = "peer_lost"
+    code = FailureCode.PEER_LOST
     default_remedy = "Check that the producer runs and that its advertised endpoint is reachable from here."
 
 
 class PeerUnavailable(PeerLost):
-    """The peer's address has failed several times in a row, and is not dialled before its time.
+    """The peer's address failed several times in a row. It is not dialed again before ``retry_after_s`` has passed.
 
     Attributes:
-        retry_after_s: seconds until it is dialled again; 0 while that is under way.
+        retry_after_s: seconds until it is dialed again; 0 while a dial is in progress.
     """
 
-    code = "peer_unavailable"
+    code = FailureCode.PEER_UNAVAILABLE
     default_remedy = "Use another producer, or pull again when retry_after_s has passed."
 
     def __init__(
@@ -360,14 +428,14 @@ class PeerUnavailable(PeerLost):
 
 
 class DeadlineExceeded(TransferFailed):
-    """A phase of the pull used up its budget.
+    """A phase of the pull took longer than its budget.
 
     Attributes:
         phase: ``connect``, ``handshake``, ``queue``, ``wire``, ``fence`` or ``total``.
     """
 
-    code = "deadline_exceeded"
-    default_remedy = "Check the peer's load and the network; a hung peer is found only by its deadline."
+    code = FailureCode.DEADLINE_EXCEEDED
+    default_remedy = "Check the peer's load and the network. Only a deadline finds a hung peer."
 
     def __init__(
         self,
@@ -384,21 +452,40 @@ class DeadlineExceeded(TransferFailed):
 
 
 class TransferCancelled(TransferFailed):
-    """The pull was cancelled by its caller or by the closing worker."""
+    """The caller or the closing worker cancelled the pull."""
 
-    code = "transfer_cancelled"
-    default_remedy = "Nothing: the consumer asked for it."
+    code = FailureCode.TRANSFER_CANCELLED
+    default_remedy = "No action is needed: the consumer cancelled the pull, or closed."
 
 
 class ProtocolViolation(TransferFailed):
-    """The peer sent something that breaks the protocol, or describes memory that it does not own."""
+    """The peer broke the protocol, or described memory that it does not own."""
 
-    code = "protocol_violation"
-    default_remedy = "Run the same kvflow release on both sides; if they do, treat the peer as hostile."
+    code = FailureCode.PROTOCOL_VIOLATION
+    default_remedy = "Run the same kvflow release on both sides. If they already do, treat the peer as hostile."
 
 
 class TransportUnavailable(KvflowError):
-    """The data plane cannot be started on this machine."""
+    """The data plane cannot start on this machine."""
 
-    code = "transport_unavailable"
+    code = FailureCode.TRANSPORT_UNAVAILABLE
     default_remedy = "Install nixl>=1.5 with a working UCX, or use transport='tcp', or 'loopback' within one process."
+
+
+def _described(found: object) -> str:
+    """Describe an argument without its contents, which may be secret or huge: a number by its value."""
+    if found is None or isinstance(found, int | float):
+        return shown(found)
+    if isinstance(found, bytes) and not found:
+        return "empty"
+    if isinstance(found, list | tuple):
+        return f"a {type(found).__name__} of length {len(found)}"
+    return type(found).__name__
+
+
+def suggest(name: object, known: Iterable[str]) -> str:
+    """Return a remedy for a name that is unknown: the one that is closest, and all that are known."""
+    names = sorted(known)
+    close = difflib.get_close_matches(str(name), names, n=1)
+    meant = f"Did you mean {close[0]}? " if close else ""
+    return f"{meant}Known are {', '.join(names)}."

@@ -6,12 +6,12 @@ from kvflow.errors import ForkedProcess
 
 
 class Origin:
-    """The process in which something was opened. A child that is forked off it later is another one.
+    """The process in which an object was opened. A child that is forked later is another process.
 
-    Parent and child would sign the same epoch for different blocks, and a reader would take one for the other.
+    Parent and child would sign the same epoch for different blocks, and a reader would mistake one for the other.
 
     Args:
-        what: was opened, for the message.
+        what: the object, for the message.
 
     Thread: any.
     """
@@ -22,11 +22,11 @@ class Origin:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether this process is a forked child of the one where it was opened."""
+        """Whether this process is a forked child of the process that opened the object."""
         return os.getpid() != self._pid
 
     def require(self) -> None:
-        """Refuse what only the process that has opened it may do.
+        """Refuse a call in a process that did not open the object.
 
         Raises:
             ForkedProcess: this is a forked child.

@@ -1,4 +1,4 @@
-"""A heap whose items can be removed and moved: what is next, without looking at what is not."""
+"""A heap whose items can be removed and moved."""
 
 import heapq
 from collections.abc import Hashable
@@ -7,11 +7,11 @@ from typing import Any, Generic, TypeVar
 Item = TypeVar("Item", bound=Hashable)
 
 SPARE_MAX = 16
-"""Dead entries that are not worth a rebuild."""
+"""How many dead entries do not cause a rebuild."""
 
 
 class Heap(Generic[Item]):
-    """Items in the order of their keys, equal keys in the order in which they were put.
+    """Items in the order of their keys; items with equal keys in the order of insertion.
 
     An item that is removed or moved leaves a dead entry behind. When more than half of the entries are dead the heap is
     rebuilt, so that it never holds more than twice its items, and each call costs O(log n) on average.
@@ -27,7 +27,7 @@ class Heap(Generic[Item]):
 
     @property
     def entries(self) -> int:
-        """How many entries are held, dead ones included."""
+        """Number of entries, including dead ones."""
         return len(self._entries)
 
     def put(self, item: Item, key: Any) -> None:
@@ -40,7 +40,7 @@ class Heap(Generic[Item]):
             self._rebuild()
 
     def remove(self, item: Item) -> None:
-        """Take an item out; does nothing if it is not there."""
+        """Remove an item; do nothing if it is not in the heap."""
         if self._live.pop(item, None) is not None and len(self._entries) > 2 * len(self._live) + SPARE_MAX:
             self._rebuild()
 
@@ -55,7 +55,7 @@ class Heap(Generic[Item]):
         return None
 
     def take_until(self, key: Any) -> list[Item]:
-        """Take out every item whose key is not greater, in their order."""
+        """Remove and return every item whose key is not greater than the limit, in order."""
         taken: list[Item] = []
         while (first := self.first()) is not None and first[0] <= key:
             taken.append(first[1])

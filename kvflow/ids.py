@@ -1,26 +1,38 @@
-"""The identities that cross kvflow, as types: the only place where they are named."""
+"""The identities that all of kvflow uses, as types."""
 
 import hmac
 from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 from msgspec import Struct
+
+Ids = tuple[int, ...] | npt.NDArray[np.int64]
+"""Checked block ids of one group: a tuple if they are few, because Python is then faster than NumPy; otherwise an
+array. A tuple needs no copy, and the garbage collector does not follow one of integers."""
+
+FEW = 64
+"""Up to this many block ids or units, Python is faster than NumPy, whose calls take a microsecond each."""
+
+ABSENT = -1
+"""The block id of an absent block."""
 
 
 class PeerId(Struct, frozen=True, cache_hash=True, gc=False):
-    """Whom a ticket names, and where it says that this worker is.
+    """Identity and address of a worker, as a ticket names them.
 
-    Two peers are one only if all of it is equal. Anyone may claim the first three; only the endpoint and the key say
-    who answers. So what was met under one identity is never read for a ticket with another endpoint or key.
+    Two peers are equal only if all fields are equal. Any member can claim the first three; only the endpoint and the
+    key determine who answers. So a peer is never read for a ticket with another endpoint or key.
 
     Its text is ``engine/rank/incarnation``, for people.
 
     Attributes:
-        engine_id: of the engine.
-        rank: of the engine.
-        incarnation: a restarted worker is another peer.
-        endpoint: its control endpoint, as the ticket has it.
-        public_key: that its control endpoint must prove to hold; empty if the ticket does not say.
+        engine_id: id of the engine.
+        rank: rank in the engine.
+        incarnation: its incarnation; a restarted worker is another peer.
+        endpoint: its control endpoint, as in the ticket.
+        public_key: the key that its control endpoint must prove to hold; empty if the ticket does not name one.
     """
 
     engine_id: str
@@ -34,7 +46,7 @@ class PeerId(Struct, frozen=True, cache_hash=True, gc=False):
 
 
 def worker_name(engine_id: str, rank: int, incarnation: str) -> str:
-    """Return how people name a worker in one life: ``engine/rank/incarnation``. It proves nothing."""
+    """Return the readable name of one incarnation of a worker: ``engine/rank/incarnation``. It proves nothing."""
     return f"{engine_id}/{rank}/{incarnation}"
 
 
@@ -48,14 +60,14 @@ def agent_name(worker: str, public_key: str) -> str:
 
 
 class Credentials(Struct, frozen=True):
-    """What a reader says to the TCP plane of one producer, and proves. Its ``repr`` does not show the pass.
+    """What a reader presents to the TCP plane of one producer. Its ``repr`` does not show the pass.
 
     Attributes:
-        public_key: that the reader has proved to hold on the control channel, 64 hexadecimal digits.
-        engine_id: of the reader.
-        rank: of the reader.
-        incarnation: of the reader.
-        pass_: what the producer has given to this reader on the control channel; empty if it gave none.
+        public_key: the key that the reader has proven to hold on the control channel, 64 hexadecimal digits.
+        engine_id: engine of the reader.
+        rank: rank of the reader.
+        incarnation: incarnation of the reader.
+        pass_: the pass that the producer gave to this reader on the control channel; empty if none.
     """
 
     public_key: str
@@ -81,4 +93,4 @@ def pass_of(pass_key: bytes, public_key: str, engine_id: str, rank: int, incarna
 
 
 LeaseKey = tuple[int, int]
-"""A lease as its readers name it: epoch slot and epoch."""
+"""The key of a lease for its readers: epoch slot and epoch."""

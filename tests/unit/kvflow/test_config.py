@@ -36,7 +36,7 @@ def test_the_defaults_are_valid():
         {"bind": "tcp://[::]:5000", "advertise": "tcp://[fd00::1]:65535"},
         {"bind": "tcp://*:0", "advertise": "tcp://10.0.0.7:31000"},
         {"lease_s": 30, "fence_s": 0.001},
-        {"role": "prefill", "transport": "loopback"},
+        {"transport": "loopback"},
         {"transport": "nixl"},
         {"transport": "tcp", "tcp_bind": "tcp://0.0.0.0:5700", "tcp_connections": 16, "tcp_encryption": "tls"},
         {"bind": "tcp://0.0.0.0:5600", "advertise": "tcp://node-7:5600", "tcp_bind": "tcp://*:5700"},
@@ -65,7 +65,6 @@ def test_valid_settings(settings):
         ({"rank": True}, "rank"),
         ({"rank": 1}, "rank is 1, but num_ranks is 1"),
         ({"num_ranks": 0}, "num_ranks"),
-        ({"role": "router"}, "role"),
         ({"transport": "ucx"}, "transport"),
         ({"transport": ""}, "transport"),
         ({"tcp_bind": "10.0.0.7:5700"}, "tcp_bind"),
@@ -77,6 +76,16 @@ def test_valid_settings(settings):
         ({"tcp_connections": 17}, "tcp_connections"),
         ({"tcp_encryption": "ssl"}, "tcp_encryption"),
         ({"tcp_encryption": True}, "tcp_encryption"),
+        ({"nixl_backend_params": {"num_threads": "4"}}, "num_threads, but kvflow decides"),
+        ({"nixl_backend_params": {"ucx_error_handling_mode": "none"}}, "ucx_error_handling_mode"),
+        ({"nixl_backend_params": {"engine_config": "TLS=rc"}}, "engine_config sets TLS"),
+        ({"nixl_backend_params": {"engine_config": "UCX_IB_GID_INDEX=3"}}, "'UCX_IB_GID_INDEX'"),
+        ({"nixl_backend_params": {"engine_config": "IB_GID_INDEX=3,mlx5_1:1"}}, "'mlx5_1:1'"),
+        ({"nixl_backend_params": {"engine_config": "IB_GID_INDEX="}}, "'IB_GID_INDEX' with the value ''"),
+        ({"nixl_backend_params": {"": "x"}}, "nixl_backend_params"),
+        ({"nixl_backend_params": {"ucx_devices": 5}}, "nixl_backend_params"),
+        ({"nixl_backend_params": {"ucx_devices": "x" * 1025}}, "nixl_backend_params"),
+        ({"nixl_backend_params": {str(number): "" for number in range(33)}}, "nixl_backend_params"),
         ({"staging_bytes": -1}, "staging_bytes"),
         ({"staging_bytes": 1 << 41}, "staging_bytes"),
         ({"calibration": ""}, "calibration"),
@@ -150,10 +159,14 @@ def test_what_cannot_be_used_is_named(settings, named):
     ],
     ids=repr,
 )
-def test_the_tcp_plane_listens_beside_the_control_endpoint_unless_told_otherwise(settings, bind, advertise):
+def test_the_tcp_plane_listens_beside_the_control_endpoint_by_default(settings, bind, advertise):
     told = config(**settings, tcp_connections=3, tcp_encryption="tls")
     told.check()
-    assert told.tcp() == TcpSettings(bind=bind, advertise=advertise, connections=3, encryption="tls")
+    assert told.tcp == TcpSettings(bind=bind, advertise=advertise, connections=3, encryption="tls")
+
+
+def test_parameters_of_nixl_may_be_given():
+    config(nixl_backend_params={"engine_config": "IB_GID_INDEX=3, RC_TIMEOUT=1s,", "ucx_devices": "mlx5_0"}).check()
 
 
 def test_an_unknown_setting_is_refused():
@@ -163,15 +176,15 @@ def test_an_unknown_setting_is_refused():
 
 def test_the_secret_comes_from_the_settings_or_the_environment(monkeypatch):
     monkeypatch.setenv(SECRET_VARIABLE, "the secret of the environment")
-    assert config().secret() == SECRET
-    assert config(cluster_secret=None).secret() == "the secret of the environment"
+    assert config().security.secret == SECRET
+    assert config(cluster_secret=None).security.secret == "the secret of the environment"
     config(cluster_secret=None).check()
 
 
 @pytest.mark.parametrize("secret", [None, "", "x" * (SECRET_LENGTH_MIN - 1)])
 def test_a_secret_that_is_none_is_refused_with_the_name_of_the_variable(monkeypatch, secret):
     monkeypatch.delenv(SECRET_VARIABLE, raising=False)
-    with pytest.raises(ConfigInvalid, match="fewer than 16") as caught:
+    with pytest.raises(ConfigInvalid, match="fewer than 16" if secret else "the cluster secret is not set") as caught:
         config(cluster_secret=secret).check()
     assert SECRET_VARIABLE in caught.value.remedy
 
@@ -181,14 +194,16 @@ def test_the_shortest_secret_will_do(monkeypatch):
     config(cluster_secret=None).check()
 
 
-def test_the_second_secret_and_the_key_come_from_the_settings_or_the_environment(monkeypatch):
-    assert (config().accepted_secret(), config().own_key()) == (None, None)
+def test_the_second_secret_and_the_key_come_from_settings_or_environment(monkeypatch):
+    assert (config().security.accepted_secret, config().security.own_key) == (None, None)
     monkeypatch.setenv(ACCEPTED_VARIABLE, "the next secret of the environment")
     monkeypatch.setenv(KEY_VARIABLE, "f" * 64)
-    assert config().accepted_secret() == "the next secret of the environment"
-    assert config().own_key() == bytes.fromhex("f" * 64)
-    told = config(cluster_secret_accepted="another secret, long enough", private_key=PRIVATE, allowed_keys=())
-    assert (told.accepted_secret(), told.own_key()) == ("another secret, long enough", bytes.fromhex(PRIVATE))
+    told = config(allowed_keys=()).security
+    assert told.accepted_secret == "the next secret of the environment"
+    assert told.own_key == bytes.fromhex("f" * 64)
+    accepted = "another secret, long enough"
+    told = config(cluster_secret_accepted=accepted, private_key=PRIVATE, allowed_keys=()).security
+    assert (told.accepted_secret, told.own_key) == (accepted, bytes.fromhex(PRIVATE))
 
 
 def test_a_key_of_the_environment_is_checked_and_not_shown(monkeypatch):

@@ -1,11 +1,14 @@
 """Every error has a stable code of its own, a remedy, and a text that ends with it."""
 
+import ast
 import inspect
+from pathlib import Path
 
 import pytest
 
+import kvflow
 from kvflow import errors
-from kvflow.errors import KvflowError
+from kvflow.errors import FailureCode, KvflowError
 
 ALL = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, KvflowError)]
 CODES = {
@@ -39,6 +42,21 @@ CODES = {
     "worker_draining",
     "wrong_event_loop",
 }
+CAUSES = {
+    "bounds",
+    "cancelled",
+    "closing",
+    "key_removed",
+    "metadata_invalid",
+    "peer_closed",
+    "plane_unfit",
+    "program_unknown",
+    "transport_error",
+}
+UNIQUE_CAUSES = CAUSES - {"bounds", "cancelled", "closing"}
+"""Causes whose text names nothing else, such as a stage of a worker."""
+DEMO = Path(kvflow.__file__).parent / "demo"
+"""The tiny engine's own messages carry codes as text."""
 ARGUMENTS = {
     errors.ArgumentInvalid: ("priority", "an integer", None),
     errors.RequestUnknown: ("request-1",),
@@ -68,6 +86,22 @@ def test_codes_are_unique_and_do_not_change():
     codes = [kind.code for kind in ALL]
     assert len(set(codes)) == len(codes)
     assert set(codes) == CODES
+    assert {*FailureCode} == CODES | CAUSES
+
+
+def test_a_code_is_shown_as_its_text():
+    assert f"{FailureCode.STALE_LEASE} {FailureCode.STALE_LEASE!r}" == "stale_lease 'stale_lease'"
+
+
+def test_the_package_compares_codes_by_name_and_not_by_text():
+    """A literal that is misspelled is a branch that is never taken."""
+    found = []
+    for path in sorted(Path(kvflow.__file__).parent.rglob("*.py")):
+        if path.name == "errors.py" or path.is_relative_to(DEMO):
+            continue
+        literals = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant))
+        found += [f"{path.name}:{node.lineno} {node.value}" for node in literals if node.value in CODES | UNIQUE_CAUSES]
+    assert found == []
 
 
 @pytest.mark.parametrize("kind", [kind for kind in ALL if kind is not errors.RequestUnknown])
@@ -92,3 +126,19 @@ def test_typed_attributes():
     assert errors.DeadlineExceeded("x", phase="wire").phase == "wire"
     assert errors.PeerRefused("busy", "x").refusal == "busy"
     assert errors.RequestUnknown("r").request_id == "r"
+
+
+@pytest.mark.parametrize(
+    ("found", "text"),
+    [
+        (-1.0, "-1.0"),
+        (1 << 40, "1099511627776"),
+        (None, "None"),
+        (b"", "empty"),
+        (["secret"], "a list of length 1"),
+        ("a secret", "str"),
+        ({"secret": 1}, "dict"),
+    ],
+)
+def test_an_argument_is_shown_only_if_it_cannot_be_secret(found, text):
+    assert errors.ArgumentInvalid("name", "another", found).message == f"name must be another, not {text}"
