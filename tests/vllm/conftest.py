@@ -25,11 +25,11 @@ from .tables import TABLES
 
 def pytest_collection_modifyitems(items):
     """Run what needs the same pair in a row: a pair takes as long to start as its tests take."""
-    order = {name: index for index, name in enumerate(PAIRS)}
+    command = {name: index for index, name in enumerate(PAIRS)}
 
     def place(item):
         params = item.callspec.params if hasattr(item, "callspec") else {}
-        return order.get(params.get("pair"), len(order))
+        return command.get(params.get("pair"), len(command))
 
     items.sort(key=place)
 

@@ -181,7 +181,7 @@ class Served:
     def sabotage(self, command: dict[str, Any]) -> None:
         """Have the next call of ``loading.matched``, say, raise an exception."""
         owner, _, name = command["method"].rpartition(".")
-        target = self.scheduler.connector._decides
+        target = self.scheduler.connector._scheduler_side
         target = getattr(target, owner) if owner else target
         whole = getattr(target, name)
 

@@ -160,8 +160,8 @@ class Served(engine_process.Served):
 
         count_ends = worker.count_ends
 
-        def noted(tally: Any, ends: Any) -> None:
+        def noted(counters: Any, ends: Any) -> None:
             self.ended |= {end.request_id: end.outcome for end in ends if end.side == "producer"}
-            count_ends(tally, ends)
+            count_ends(counters, ends)
 
         worker.count_ends = noted

@@ -50,12 +50,18 @@ class Hosts:
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        wire = f"{self._prefix}w"
+        wire, own = f"{self._prefix}w", f"{self._prefix}v"
         with self._stack as making:
-            ip("link", "add", wire, "type", "bridge")
-            making.callback(ip, "link", "del", wire)
-            ip("addr", "add", f"{FIRST}.254/24", "dev", wire)
-            ip("link", "set", wire, "up")
+            # A network of its own: a container engine on this machine forbids bridges of ours to forward.
+            ip("netns", "add", wire)
+            making.callback(ip, "netns", "del", wire)
+            ip("-n", wire, "link", "add", "wire", "type", "bridge")
+            ip("-n", wire, "link", "set", "wire", "up")
+            ip("link", "add", own, "type", "veth", "peer", "name", own, "netns", wire)
+            making.callback(ip, "link", "del", own)
+            ip("-n", wire, "link", "set", own, "master", "wire", "up")
+            ip("addr", "add", f"{FIRST}.254/24", "dev", own)
+            ip("link", "set", own, "up")
             for address in self.addresses.values():
                 self._make(address, wire, making)
             self._stack = making.pop_all()
@@ -68,9 +74,9 @@ class Hosts:
         name = self._name(address)
         ip("netns", "add", name)
         making.callback(ip, "netns", "del", name)
-        ip("link", "add", f"{name}v", "type", "veth", "peer", "name", "eth0", "netns", name)
-        making.callback(ip, "link", "del", f"{name}v")  # a namespace may outlive its name for a moment
-        ip("link", "set", f"{name}v", "master", wire, "up")
+        ip("-n", wire, "link", "add", f"{name}v", "type", "veth", "peer", "name", "eth0", "netns", name)
+        making.callback(ip, "-n", wire, "link", "del", f"{name}v")  # a namespace may outlive its name for a moment
+        ip("-n", wire, "link", "set", f"{name}v", "master", "wire", "up")
         ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
         for device in ("eth0", "lo"):
             ip("-n", name, "link", "set", device, "up")

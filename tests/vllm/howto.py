@@ -1,4 +1,4 @@
-"""What pages under docs/howto tell their reader to do, cut out of the pages."""
+"""The commands and log lines of pages under docs/howto, cut out of the pages."""
 
 import re
 from pathlib import Path
@@ -15,6 +15,26 @@ PREFILL_PORT, DECODE_PORT, PROXY_PORT = 8100, 8200, 8000
 def blocks(language: str, page: Path = PAGE) -> list[str]:
     """Return the blocks of a language, in order."""
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def fences(page: Path = PAGE) -> list[tuple[str, str]]:
+    """Return the language and the text of every block of a page, in order."""
+    return re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def log_line(part: str, page: Path = PAGE) -> re.Pattern[str]:
+    """Return a pattern for the one log line of a page that has a part: with any numbers, names and omissions."""
+    [line] = [block.strip() for block in blocks("text", page) if part in block]
+    pieces = re.split(r"(cmpl-\d+|\b6b2f\.\.\.|\bLBHNC|\.\.\.|\d+)", line)
+    return re.compile("".join(map(_matching, pieces)))
+
+
+def _matching(piece: str) -> str:
+    if piece == "...":
+        return ".*"
+    if piece in ("6b2f...", "LBHNC") or piece.startswith("cmpl-"):
+        return r"\S+?"
+    return r"\d+" if piece.isdigit() else re.escape(piece)
 
 
 def command(*words: str, page: Path = PAGE) -> str:

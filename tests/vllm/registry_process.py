@@ -15,7 +15,7 @@ from vllm import plugins
 from vllm.config.kv_transfer import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-from kvflow.integrations.vllm.tally import empty_tally
+from kvflow.integrations.vllm.messages import empty_counters
 
 ALIAS = "kvflow.integrations.vllm.alias"
 LABELS = ["model_name", "engine"]
@@ -74,31 +74,31 @@ def main() -> None:
 
     nixl = metrics(NixlPromMetrics, theirs)
     answer["at the start"] = [served(ours), served(theirs)]
-    tally, counted = empty_tally(), NixlKVConnectorStats()
+    counters, counted = empty_counters(), NixlKVConnectorStats()
     for number, (post_s, wire_s) in enumerate(DURATIONS, start=1):
-        for series in tally.values():
+        for series in counters.values():
             if isinstance(series, list):
                 series.append(9.0)  # what does not belong to a transfer's time in vLLM's words
-        tally["post_s"][-1], tally["wire_s"][-1] = post_s, wire_s
-        tally["nbytes"][-1], tally["descriptors"][-1] = 10**number, 25 * number
+        counters["post_s"][-1], counters["wire_s"][-1] = post_s, wire_s
+        counters["nbytes"][-1], counters["descriptors"][-1] = 10**number, 25 * number
         counted.data["transfer_duration"].append(post_s + wire_s)
         counted.data["post_duration"].append(post_s)
         counted.data["bytes_transferred"].append(10**number)
         counted.data["num_descriptors"].append(25 * number)
-    tally["failed"] = {
+    counters["failed"] = {
         "peer_lost": 2,
         "layout_mismatch": 1,
         "stale_lease": 7,
         "ticket_invalid": 7,
         "transfer_cancelled": 7,
     }
-    tally["leases"] = {"expired": 4, "released": 5}
+    counters["leases"] = {"expired": 4, "released": 5}
     counted.data["num_failed_transfers"] += [1, 1, 1]
     counted.data["num_kv_expired_reqs"] += [1, 1, 1, 1]
-    kvflow_alone.observe(tally, 1)
+    kvflow_alone.observe(counters, 1)
     nixl.observe(counted.data, 1)
     answer["counted"] = [served(ours), served(theirs)]
-    metrics(KVFlowMetrics, theirs).observe(tally, 1)
+    metrics(KVFlowMetrics, theirs).observe(counters, 1)
     answer["beside"] = served(theirs)
     print(json.dumps(answer))  # noqa: T201
 

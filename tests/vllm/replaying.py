@@ -41,12 +41,12 @@ def as_go_number(number: float) -> int | float:
     return number
 
 
-def _each(value: Any, change: Callable[[Any], Any], order: Callable[[Iterable[str]], Iterable[str]]) -> Any:
+def _each(value: Any, change: Callable[[Any], Any], command: Callable[[Iterable[str]], Iterable[str]]) -> Any:
     """Return a JSON value with its scalars changed and its keys in another order."""
     if isinstance(value, dict):
-        return {key: _each(value[key], change, order) for key in order(value)}
+        return {key: _each(value[key], change, command) for key in command(value)}
     if isinstance(value, list):
-        return [_each(each, change, order) for each in value]
+        return [_each(each, change, command) for each in value]
     return change(value)
 
 
@@ -62,8 +62,8 @@ def write(codec: str, value: Any) -> bytes:
     if codec == "serde_json":
         return json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":")).encode()
     # Go's maps have no order. encoding/json sorts their keys, and sonic does not: reversed is another order than came.
-    order: Callable[[Iterable[str]], Iterable[str]] = sorted if codec == "go" else lambda keys: reversed(list(keys))
-    shown = _each(value, lambda each: as_go_number(each) if isinstance(each, float) else each, order)
+    command: Callable[[Iterable[str]], Iterable[str]] = sorted if codec == "go" else lambda keys: reversed(list(keys))
+    shown = _each(value, lambda each: as_go_number(each) if isinstance(each, float) else each, command)
     text = json.dumps(shown, ensure_ascii=False, separators=(",", ":"))
     if codec == "go":
         for character, escape in GO_ESCAPES.items():

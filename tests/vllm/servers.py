@@ -28,12 +28,15 @@ ROUTERS = Path(os.environ.get("KVFLOW_TEST_ROUTERS", ROOT / ".venv-routers"))
 """An environment with what requirements-routers.txt names."""
 
 PROGRAMS = {
-    # Nothing is compiled, which would take longer than all the rest. That is all that the page does not say.
+    # As the page says for servers without a GPU: compilation would take longer than all the rest.
     "vllm": f'exec {shlex.quote(PYTHON)} -m tests.vllm.vllm_command "$@" --enforce-eager',
     "kvflow": f'exec {shlex.quote(PYTHON)} -c "import sys; from kvflow.cli import main; sys.exit(main())" "$@"',
     **{name: f'exec {shlex.quote(str(ROUTERS / "bin" / name))} "$@"' for name in ("vllm-router", "smg")},
 }
 """What the pages' commands start."""
+
+EXPORTED = ("KVFLOW_CLUSTER_SECRET", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_KVCACHE_SPACE")
+"""Variables that the page exports."""
 
 PATIENCE = {"lease_s": 300, "handshake_s": ANSWER_S, "fence_s": ANSWER_S, "wire_s": ANSWER_S}
 """Settings that the page leaves as they are: on a busy machine a step of a tiny model takes seconds."""
@@ -155,28 +158,35 @@ class Deployment(Together):
     Args:
         model: its folder.
         folder: for programs and records.
+
+    Attributes:
+        ran: the blocks of the page that have run, in the order in which they ran first.
     """
 
     def __init__(self, model: Path, folder: Path) -> None:
         super().__init__()
+        self.ran: list[str] = []
         self.folder = folder
         self.model = str(model)
         self.ports = {port: free_port() for port in (PREFILL_PORT, DECODE_PORT, PROXY_PORT)}
         self.alone_port = free_port()
         self._environment = self._make_environment()
-        self._environment["KVFLOW_CLUSTER_SECRET"] = self.run(f"{command('export')}echo $KVFLOW_CLUSTER_SECRET").strip()
+        exports = self._page("export", "kvflow keys") + self._page("export", "VLLM_CPU")
+        self._environment |= dict(
+            zip(EXPORTED, self.run(f"{exports}printenv {' '.join(EXPORTED)}").split(), strict=True)
+        )
 
     def start(self) -> Iterable[Server]:
         """See ``Together.start``."""
         self.start_prefill()
-        self.decode = self._start("decode", command("vllm serve", "kv_consumer"), DECODE_PORT)
+        self.decode = self._start("decode", self._page("vllm serve", "kv_consumer"), DECODE_PORT)
         self.alone = self.serve("alone", f"vllm serve {self.model} --port {self.alone_port}", self.alone_port)
-        self.proxy = self._start("proxy", f"{command('kvflow proxy').strip()} --listen 127.0.0.1:8000", PROXY_PORT)
+        self.proxy = self._start("proxy", f"{self._page('kvflow proxy').strip()} --listen 127.0.0.1:8000", PROXY_PORT)
         return self.prefill, self.decode, self.alone, self.proxy
 
     def start_prefill(self) -> None:
         """Start the server that prefills, for the first time or again; it is not ready yet."""
-        self.prefill = self._start("prefill", command("vllm serve", "kv_producer"), PREFILL_PORT)
+        self.prefill = self._start("prefill", self._page("vllm serve", "kv_producer"), PREFILL_PORT)
 
     def start_second_prefill(self, **settings: Any) -> Server:
         """Start one more server that prefills, with further settings of the connector."""
@@ -215,6 +225,13 @@ class Deployment(Together):
     def records(self, side: str) -> list[dict[str, Any]]:
         """Return the records that one side's ``log_file`` has."""
         return [json.loads(line) for line in (self.folder / f"{side}.jsonl").read_text().splitlines()]
+
+    def _page(self, *words: str) -> str:
+        """Return a block of the page that is about to run, and note it."""
+        block = command(*words)
+        if block not in self.ran:
+            self.ran.append(block)
+        return block
 
     def _start(self, name: str, shell: str, port: int) -> Server:
         return self.serve(name, self.fitted(shell), self.ports[port])

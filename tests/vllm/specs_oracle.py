@@ -47,8 +47,12 @@ with warnings.catch_warnings():
     import torch
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    from vllm.config import set_current_vllm_config
-    from vllm.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed.parallel_state import (
+        get_tp_group,
+        init_distributed_environment,
+        initialize_model_parallel,
+    )
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.model_executor.models import nemotron_h
@@ -91,15 +95,22 @@ class NoExperts(torch.nn.Module):
 
 
 class Oracle:
-    """vLLM, as far as it must be started. One in a process."""
+    """vLLM, as far as it must be started. One in a process.
+
+    Attributes:
+        backend: path of the class of the attention backend, which the platform for CPUs chooses where it is empty.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._started = False
+        self.backend = ""
         platform = type(current_platform)
         usual = platform.get_attn_backend_cls.__func__  # type: ignore[attr-defined]
 
         def backend(cls: Any, selected_backend: Any, attn_selector_config: Any, **named: Any) -> str:
+            if self.backend:
+                return self.backend
             if attn_selector_config.use_mla:
                 return MLA_BACKENDS[bool(attn_selector_config.use_sparse)]
             return str(usual(cls, selected_backend, attn_selector_config=attn_selector_config, **named))
@@ -112,25 +123,34 @@ class Oracle:
 
     def specs(self, config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         """Return the class of vLLM that serves a model, and its specs by the names of layers."""
+        module, whole = self.build(config)
+        with set_current_vllm_config(whole):
+            return type(module).__name__, get_kv_cache_spec(whole)
+
+    def build(
+        self, config: dict[str, Any], *, tp_size: int = 1, cache_dtype: str = "auto"
+    ) -> tuple[torch.nn.Module, VllmConfig]:
+        """Return the model of vLLM as the first of some ranks builds it, without memory, and its configuration."""
         (self._folder / "config.json").write_text(json.dumps(config))
         folder = str(self._folder)
         whole = EngineArgs(
             model=folder, tokenizer=folder, skip_tokenizer_init=True, dtype=DTYPE, enforce_eager=True,
-            load_format="dummy",
+            load_format="dummy", kv_cache_dtype=cache_dtype,
         ).create_engine_config()  # fmt: skip
+        whole.parallel_config.tensor_parallel_size = tp_size
         with set_current_vllm_config(whole):
             if not self._started:
                 init_distributed_environment(1, 0, f"file://{self._folder}/rendezvous", 0, "gloo")
                 initialize_model_parallel()
                 init_workspace_manager(torch.device("meta"))
                 self._started = True
+            get_tp_group().world_size = tp_size
             torch.set_default_dtype(getattr(torch, DTYPE))
             try:
                 with torch.device("meta"):
-                    module = initialize_model(whole)
+                    return initialize_model(whole), whole
             finally:
                 torch.set_default_dtype(torch.float32)
-            return type(module).__name__, get_kv_cache_spec(whole)
 
 
 def written(spec: Any) -> dict[str, Any]:

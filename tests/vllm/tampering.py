@@ -5,8 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 from handshake.security import ClusterSecurity, sign
-from kvflow.cache.tickets import MAC_BYTES
-from kvflow.testing.tickets import damage, forge, grants_of
+from kvflow.leases.tickets import MAC_BYTES
+from tests.simulation.tickets import damage, forge, grants_of
 
 Params = dict[str, Any]
 

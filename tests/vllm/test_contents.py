@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvflow.integrations.vllm.contents import Contents
+from kvflow.integrations.vllm.blocks import Contents
 from kvflow.integrations.vllm.versions import extra_keys
 
 from .pairs import LEASE_S

@@ -1,6 +1,7 @@
 """What vLLM's own layers say of their caches, read as kvflow's element types."""
 
 import warnings
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
@@ -14,11 +15,13 @@ with warnings.catch_warnings():
     from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache
     from vllm.platforms import current_platform
     from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
+    from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, get_kv_quant_mode
 
 from kvflow.errors import SpecInvalid
 from kvflow.integrations.vllm.engine import element_types
 from kvflow.integrations.vllm.specs import EngineShape, byte_format, read_spec
+from kvflow.integrations.vllm.tensors import set_scales
 
 from .pairs import model_folder
 
@@ -60,7 +63,7 @@ def test_a_layer_is_of_the_type_that_its_engine_was_told(told, kept):
     assert read(config_of(told)) == [kept]
 
 
-def test_a_layer_that_is_left_out_of_the_quantization_keeps_the_models_type():
+def test_a_layer_left_out_of_the_quantization_keeps_the_models_dtype():
     assert read(config_of("fp8_e5m2", skipped=["1"]), 2) == ["float8_e5m2", "bfloat16"]
 
 
@@ -97,3 +100,17 @@ def test_every_type_that_vllm_knows_is_named_or_refused(told):
     else:
         found = read_spec("layer", spec, shape)
         assert found.dtype != "uint8" or told == "nvfp4_ds_mla"
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+@pytest.mark.parametrize("told", ["fp8_per_token_head", "int8_per_token_head", "int4_per_token_head"])
+def test_scales_that_have_arrived_are_not_set_again_when_the_layer_runs(told, in_time):
+    content = 2 * (64 // (2 if told.startswith("int4") else 1) + 4)
+    cache = torch.zeros(3, 2, 16, content, dtype=torch.uint8)
+    module = SimpleNamespace(impl=TritonAttentionImpl(4, 64, 0.125, 2, None, None, told))
+    if in_time:
+        set_scales({"layer": cache, "another": cache}, {"layer": module, "another": SimpleNamespace()})
+        assert cache.any(), "it sets nothing: this proves nothing"
+    cache.fill_(7)  # a transfer
+    module.impl._pth_key_value_caches(cache)
+    assert (cache == 7).all() == in_time, "vLLM does it elsewhere by now: set_scales can go" if not in_time else ""

@@ -5,6 +5,7 @@ import threading
 import pytest
 
 from .engines import PREFILL_PARAMS
+from .howto import log_line
 from .pairs import LEASE_S, chosen
 from .prompts import prompt_of
 from .test_hostile import failed, reason_of, serves
@@ -24,6 +25,7 @@ def test_a_ticket_that_is_used_up_fails_or_is_computed_anew(pair):
     pair.settle()
     answer = pair.decode.generate(prompt, ticket)
     expect_policy(pair, answer, alone)
+    assert log_line("failed: request").search(pair.decode.log.read_text(errors="replace"))
     serves(pair)
 
 

@@ -92,7 +92,7 @@ def test_a_prefill_engine_is_killed_and_started_again(cluster, at):
     again.expect_policy("ticket from before a restart", GONE, SETTINGS["handshake_s"])
 
 
-def test_a_prefill_engine_that_is_stopped_after_it_was_met_harms_nobody_else(cluster):
+def test_a_connected_prefill_engine_that_stops_affects_only_its_readers(cluster):
     # In shared memory most reads do not need it: neither for the data, nor to see that the lease is held. But UCX waits
     # for it now and then, and then the deadlines decide.
     asked = Asked(cluster, cluster.first, "frozen")
@@ -105,7 +105,7 @@ def test_a_prefill_engine_that_is_stopped_after_it_was_met_harms_nobody_else(clu
 
 
 @full
-def test_a_prefill_engine_that_is_stopped_before_it_is_met_fails_its_readers_only(cluster):
+def test_a_prefill_engine_stopped_before_connecting_fails_its_readers(cluster):
     old = Asked(cluster, cluster.first, "old")
     cluster.first.stop()  # in order: nobody dials it again until there is a ticket
     cluster.restart("first")
@@ -119,7 +119,7 @@ def test_a_prefill_engine_that_is_stopped_before_it_is_met_fails_its_readers_onl
 
 
 @full
-def test_a_prefill_engine_that_hangs_in_the_middle_of_a_read_over_tcp_costs_no_blocks(pairs):
+def test_a_prefill_engine_that_hangs_during_a_tcp_read_costs_no_blocks(pairs):
     # Over TCP the reader needs it, and its blocks are free again only when the agent that reads is destroyed.
     pairs.stop()
     settings = SETTINGS | {"transport": "tcp", "wire_s": 4.0, "fence_s": 4.0, "quarantine_s_max": 2.0}
@@ -163,7 +163,7 @@ def test_a_decode_engine_is_killed_with_requests_in_flight(cluster):
 
 
 @pytest.mark.parametrize("late", ["failing", "recomputing"] if FULL else ["recomputing"])
-def test_a_lease_runs_out_and_its_blocks_are_used_again_unless_a_read_renews_it(cluster, late):
+def test_an_expired_lease_frees_its_blocks_unless_a_read_renews_it(cluster, late):
     # Both reads take longer than a lease. What one engine says of that gets through, what the other says does not.
     late, other = sorted(cluster.decodes, key=lambda decode: decode is not cluster.engines[late])
     stale = Asked(cluster, cluster.second, "stale", decodes=[late])
@@ -269,7 +269,7 @@ def test_a_prefill_request_is_aborted_while_it_waits_and_while_it_runs(cluster):
     cluster.first.wait_state(lambda state: state["held"] == 0)
 
 
-def test_a_prefill_request_that_is_aborted_when_it_was_offered_is_read_all_the_same(cluster):
+def test_a_prefill_request_aborted_after_its_offer_is_still_read(cluster):
     # Its client has hung up when the answer was on the way: the router may have it all the same.
     asked = Asked(cluster, cluster.first, "offered")
     for params in asked.tickets:
@@ -291,7 +291,7 @@ def test_requests_that_do_not_fit_wait_and_are_preempted(cluster):
     assert cluster.failing.preemptions() > before
 
 
-def test_a_request_that_is_rejected_before_it_is_admitted_gives_its_ticket_back(cluster):
+def test_a_request_rejected_before_its_admission_releases_its_ticket(cluster):
     params = ticket(cluster.second, prompt_of(LENGTH, "rejected"))
     cluster.failing.reject(params)
     cluster.second.wait_state(lambda state: state["held"] == 0)

@@ -6,8 +6,8 @@ import socket
 import pytest
 
 from handshake.security import ClusterSecurity, sign
-from kvflow.cache.tickets import MAC_BYTES
-from kvflow.testing.tickets import forge
+from kvflow.leases.tickets import MAC_BYTES
+from tests.simulation.tickets import forge
 
 from .engines import PREFILL_PARAMS
 from .pairs import LEASE_S
@@ -62,7 +62,7 @@ TRUNCATED = {
     "half a mac": with_mac(b"ab" * 8),
 }
 ABSURD = {
-    "nothing but the wish": only(do_remote_prefill=True),
+    "nothing but the request": only(do_remote_prefill=True),
     "block ids and no engine": only(do_remote_prefill=True, remote_block_ids=[[1, 2, 3]]),
     "what vLLM's own connector needs, and no ticket": only(
         do_remote_prefill=True,
@@ -74,8 +74,8 @@ ABSURD = {
         tp_size=1,
     ),
     "both wishes": changed(do_remote_decode=True),
-    "a wish of text": changed(do_remote_prefill="yes"),
-    "a wish of a number": changed(do_remote_prefill=7),
+    "a request of text": changed(do_remote_prefill="yes"),
+    "a request of a number": changed(do_remote_prefill=7),
     "a ticket that is a nest": changed(kvflow=nested(50)),
     "a ticket that is a deep nest": changed(kvflow=nested(500)),
     "a number beyond all numbers": changed(remote_num_tokens=10**400),
@@ -107,8 +107,8 @@ BESIDE = {
 NOT_OBJECTS = {"a text": "kvflow", "a number": 7, "a list": [1, 2], "a switch": True}
 NOTHING_ASKED = {
     "an empty object": {},
-    "no wish": {"do_remote_prefill": False, "do_remote_decode": False},
-    "no wish and a field that nobody knows": {"do_remote_prefill": None, "color": "green"},
+    "no request": {"do_remote_prefill": False, "do_remote_decode": False},
+    "no request and a field that nobody knows": {"do_remote_prefill": None, "color": "green"},
 }
 REFUSED = FORGED | TRUNCATED | ABSURD
 SMALL_BODY = 1024
@@ -175,7 +175,7 @@ def test_a_defect_of_the_connector_costs_one_request(pair, method, error):
     serves(pair, ticket if method == "_read_params" else None)  # elsewhere it was read, and given back
 
 
-@pytest.mark.parametrize("method", ["offering.finished", "_contents", "offering.take_orders"])
+@pytest.mark.parametrize("method", ["offering.finished", "_contents", "offering.take_commands"])
 @pytest.mark.parametrize("pair", ["llama"], indirect=True)
 def test_a_defect_of_the_prefill_side_costs_one_ticket(pair, method):
     prompt = prompt_of(LENGTH)

@@ -213,7 +213,7 @@ def reads_again(pair):
 
 
 @pytest.mark.parametrize("pair", ALL)  # by its name: no fixture waits for the engine that is gone
-def test_requests_of_a_prefill_engine_that_was_killed_fail_or_are_recomputed(pairs, pair):
+def test_requests_of_a_killed_prefill_engine_fail_or_are_recomputed(pairs, pair):
     pair = pairs.get(pair)
     prompts = [prompt_of(LENGTH, "before the kill"), prompt_of(LENGTH, "after the kill")]
     alone = [computed_alone(pair, prompt) for prompt in prompts]

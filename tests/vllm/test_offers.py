@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvflow.integrations.vllm.untagged import UNTAGGED_MAX
+from kvflow.integrations.vllm.params import UNTAGGED_MAX
 
 from .engines import PREFILL_PARAMS, Options, Pair
 from .pairs import FULL, chosen, model_folder
@@ -77,7 +77,7 @@ def test_a_decode_engine_that_is_never_given_a_ticket_says_so_once(always):
     [line] = warnings_of(always.decode)
     assert "--vllm-pd-disaggregation" in line
     always.decode.generate(prompt, {"do_remote_prefill": False}, max_tokens=1)
-    assert "the first request with kv_transfer_params has come, after 25 without" in always.decode.log.read_text()
+    assert "the first request with kv_transfer_params has arrived, after 25 without" in always.decode.log.read_text()
 
 
 def prefill_unasked(pair, prompt, **named):

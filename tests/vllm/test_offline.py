@@ -6,6 +6,8 @@ from functools import partial
 
 import pytest
 
+from kvflow.trace.joining import read_trace
+
 from .engines import Options, Pair
 from .pairs import await_all, model_folder
 from .prompts import prompt_of
@@ -25,7 +27,7 @@ def offline(request, pairs, tmp_path):
     pairs.stop()
     logs = [tmp_path / "prefill.jsonl", tmp_path / "decode.jsonl"]
     sides = [
-        replace(OFFLINE, ranks=ranks, extra={"lease_s": LEASE_S, "log_file": str(log)})
+        replace(OFFLINE, ranks=ranks, extra={"lease_s": LEASE_S, "log_file": str(log), "log_level": "debug"})
         for ranks, log in zip(request.param, logs, strict=True)
     ]
     with Pair(model_folder("llama"), *sides, nursery=pairs.nursery) as pair:
@@ -53,5 +55,9 @@ def test_a_prompt_is_read_though_its_engine_takes_no_further_step(offline):
     (block_tokens,) = pair.decode.state()["block_sizes"]
     assert [each["nbytes"] for each in pulls] == [-(-LENGTH // block_tokens) * opened["bytes_per_block"]] * PROMPTS
     assert [(each["early"], each["early_bytes"]) for each in pulls] == [(0, 0)] * PROMPTS
+    await_all(partial(records, decode_log, "transfer.traced"), PROMPTS)
+    traced = [pull for request in read_trace([prefill_log, decode_log]).requests for pull in request.pulls]
+    assert [pull.traced for pull in traced] == [True] * PROMPTS
+    assert [sum(chunk[3] for chunk in pull.chunks) for pull in traced] == [each["nbytes"] for each in pulls]
     pair.prefill.generate(prompt_of(LENGTH, "another"), max_tokens=TOKENS)
     pair.settle()

@@ -34,7 +34,7 @@ def said():
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_the_plugin_registers_the_connector_and_imports_it_only_when_asked_for(said):
+def test_the_plugin_registers_the_connector_and_imports_it_on_demand(said):
     assert not said["imported by the plugin"]
     assert said["by name"] == OURS
 
@@ -57,7 +57,7 @@ def nixl(lines):
 
 
 @pytest.mark.parametrize("when", ["at the start", "counted"])
-def test_metrics_have_the_names_buckets_and_labels_of_the_engines_own_connector(said, when):
+def test_metrics_have_the_names_buckets_and_labels_of_vllms_own_connector(said, when):
     ours, theirs = said[when]
     assert nixl(ours) == nixl(theirs)
     assert len(nixl(ours)) > 100

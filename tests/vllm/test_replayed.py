@@ -170,7 +170,7 @@ def test_a_failed_prefill_ends_the_request(settled, router):
         told = TRANSCRIPTS[router]["prefill_error"]["status"]
         assert answer.status == (500 if told == "its own" else told)
         assert list(answer.sent) == ["prefill"]
-    assert "this engine's kv_role is kv_consumer" in settled.decode.log.read_text()
+    assert "the kv_role of this engine is kv_consumer" in settled.decode.log.read_text()
 
 
 @pytest.mark.parametrize("router", ROUTERS)
@@ -229,4 +229,4 @@ def test_what_is_rewritten_beside_the_ticket_changes_nothing(settled, what):
         replay = behind(settled, "production-stack", tamper=REWRITTEN[what])
         agree(settled, replay, *completion(settled, prompt_of(200, what)))
         moved.prompts.append(200)
-    assert "remote_host is not what the ticket says" in settled.decode.log.read_text()
+    assert "a router has rewritten remote_host in kv_transfer_params" in settled.decode.log.read_text()

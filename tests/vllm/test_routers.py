@@ -71,7 +71,7 @@ def grown(deployment, before, transfers):
 
 
 def require_moved(deployment, before, answers):
-    """Check that the whole cache of each prompt has travelled since, and that nothing else has."""
+    """Check that the whole cache of each prompt has traveled since, and that nothing else has."""
     nbytes = grown(deployment, before, len(answers))[1]
     if "llama" in deployment.model:  # which keeps every token
         assert nbytes == sum(blocks_of(each.prompt_tokens) for each in answers) * BLOCK_BYTES
@@ -91,7 +91,7 @@ def test_an_answer_is_that_of_one_server_and_its_prompt_travels(settled, front, 
     require_moved(settled, before, [alone])
 
 
-def test_answers_at_the_same_time_are_those_of_one_server_and_every_prompt_travels(settled, front):
+def test_concurrent_answers_match_one_server_and_every_prompt_moves(settled, front):
     asked = [
         {"prompt": text_of(WORDS, f"{front.name} at once {number}"), "chat": number % 2 == 0, "stream": number % 4 > 1}
         for number in range(AT_ONCE)

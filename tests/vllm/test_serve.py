@@ -1,8 +1,7 @@
-"""``vllm serve`` on both sides of a proxy, as docs/howto/vllm.md starts it, is to its clients what one server is."""
+"""A proxy and two servers, as docs/howto/vllm.md starts them, answer clients as a single server does."""
 
 import io
 import json
-import re
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
 
@@ -11,6 +10,7 @@ import pytest
 
 from .clients import (
     BLOCK_BYTES,
+    ENDED,
     LEASES,
     RELEASED,
     RUNNING,
@@ -25,7 +25,7 @@ from .clients import (
     moved,
     tokens_of,
 )
-from .howto import PROXY_PORT, blocks, command
+from .howto import PROXY_PORT, blocks, log_line
 from .prompts import prompt_of
 from .tiny_models import VOCABULARY
 
@@ -73,8 +73,13 @@ def said_by(program, port):
     return printed.getvalue()
 
 
-def test_the_commands_of_the_page_say_what_one_server_says(settled):
-    asking, transfers = command("curl"), settled.decode.metric(TRANSFERS)
+def test_the_commands_of_the_page_work_in_its_order(settled):
+    """It installs (only read, in tests/docs/test_vllm_page.py), starts servers, asks them, and reads the records."""
+    _install, *started, asking, records = blocks("sh")
+    assert settled.ran == started
+    for server in (settled.prefill, settled.decode):
+        assert log_line("is at tcp://").search(server.log.read_text())
+    transfers, released = settled.decode.metric(TRANSFERS), settled.prefill.metric(LEASES, **RELEASED)
     text = json.loads(settled.run(asking))["choices"][0]["text"]
     alone = json.loads(settled.run(asking.replace(f":{PROXY_PORT}/", f":{settled.alone_port}/")))["choices"][0]["text"]
     assert text == alone
@@ -85,13 +90,13 @@ def test_the_commands_of_the_page_say_what_one_server_says(settled):
     assert said == said_by(program, settled.alone_port)
     assert len(said) > TOKENS
     settled.decode.wait_metric(transfers + 2, TRANSFERS)
-    for server in (settled.prefill, settled.decode):
-        assert re.search(
-            r"kvflow: rank 0 of 1 of engine \S+ is at tcp://127.0.0.1:\d+, only on this host: ", server.log.read_text()
-        )
+    settled.prefill.wait_metric(released + 2, LEASES, **RELEASED)
+    found = [json.loads(line)["event"] for line in settled.run(records).splitlines()]
+    assert min(found.count("transfer.completed"), found.count("lease.ended")) >= 2
+    assert set(found) == {"transfer.completed", "lease.ended"}
 
 
-def test_concurrent_streams_are_the_tokens_of_one_server_and_every_transfer_is_accounted_for(settled):
+def test_concurrent_streams_match_one_server_and_transfers_are_counted(settled):
     prompts = {f"stream-{length}": prompt_of(length, "serve") for length in LENGTHS}
     alone = {name: tokens_of(settled, settled.alone, prompt) for name, prompt in prompts.items()}
     assert all(len(set(tokens)) > TOKENS // 4 for tokens in alone.values())
@@ -209,10 +214,12 @@ def test_samples_that_the_server_aborts_leave_nothing_behind(settled):
 def test_a_request_without_parameters_is_counted(settled):
     for server in (settled.prefill, settled.decode):
         absent, decline = (server.metric(UNTAGGED, params=params) for params in ("absent", "decline"))
+        ended = server.metric(ENDED)
         asked(settled, server, None, prompt=prompt_of(30), max_tokens=2)
         server.wait_metric(absent + 1, UNTAGGED, params="absent")
         asked(settled, server, {"do_remote_prefill": False}, prompt=prompt_of(30), max_tokens=2)
         server.wait_metric(decline + 1, UNTAGGED, params="decline")
+        server.wait_metric(ended + 2, ENDED)  # the next test counts what ends
 
 
 def test_a_client_that_hangs_up_in_the_middle_leaves_nothing_behind(settled):
@@ -222,7 +229,7 @@ def test_a_client_that_hangs_up_in_the_middle_leaves_nothing_behind(settled):
 
 
 @pytest.mark.parametrize("fields", [{"max_tokens": 5000}, {"max_tokens": 5, "n": 0}, {"temperature": -1}], ids=str)
-def test_a_request_that_is_refused_is_refused_in_the_same_words_and_keeps_no_blocks(settled, fields):
+def test_a_refused_request_has_the_same_message_and_keeps_no_blocks(settled, fields):
     asked = {"model": settled.model, "prompt": prompt_of(150, str(fields)), "max_tokens": 5, **fields}
     errors = []
     for server in (settled.alone, settled.proxy):

@@ -1,0 +1,69 @@
+"""Caches as vLLM's GPU workers lay them out move between all of them, byte by byte: see ``gpu_caches.py``.
+
+What is refused is refused for one of three reasons: states of recurrent layers, between engines of different numbers of
+ranks; opaque pages, between engines whose pages differ; and caches of two formats.
+"""
+
+import json
+import os
+import re
+import subprocess
+
+import pytest
+
+from .engines import PYTHON, ROOT
+from .gpu_models import BACKENDS, MODELS, OPAQUE
+from .pairs import FULL
+
+SAMPLE = {
+    "XiaomiMiMo/MiMo-V2-Flash": ("auto",),
+    "deepseek-ai/DeepSeek-V3.2": ("auto", "fp8_ds_mla"),
+    "meta-llama/Meta-Llama-3.1-8B": ("fp8_e4m3", "fp8_e5m2", "int4_per_token_head", "nvfp4"),
+}
+"""Of the usual run, to stay under a minute: layers with different numbers of heads, latents beside an indexer, and
+formats whose elements are all of the same size."""
+
+STATE = r"\S+\.components differs: source has \['conv(_of_\d+)?', 'ssm"
+PAGE = r"\S+\.(components|cpu_\w+_\d+x\d+x\d+(nh|hn)\.shape\[0\]) differs: source has .* Opaque pages also need"
+FORMAT = r"\S+ differs: source has .*, target has .*\[layout_mismatch\] Serve the same model with the same cache dtype"
+PATIENCE_S = 850
+
+
+def refusal(model, row):
+    """Return what an error must say, as a pattern; empty if the bytes must move."""
+    source, target = row["source"], row["target"]
+    kept, ranks_differ = target["format"], row["tp"][0] != row["tp"][1]
+    if source["format"] != kept:
+        return FORMAT
+    if kept in OPAQUE and (ranks_differ or page_of(source) != page_of(target)):
+        return PAGE
+    return STATE if MODELS[model].kind == "hybrid" and ranks_differ else ""
+
+
+def page_of(told):
+    """Return what two pages must have in common whose contents are not known; one head has no order."""
+    by_head = told["heads"] == 1 or told["layout"].index("H") < told["layout"].index("N")
+    return told["backend"], told["heads"], told["blocks"], by_head
+
+
+@pytest.mark.parametrize("model", MODELS if FULL else SAMPLE)
+def test_every_byte_is_where_the_gpu_backend_looks_for_it(model):
+    ranks = (1, 2, 4, 8) if FULL else (1, 8)
+    ways = BACKENDS[MODELS[model].kind]
+    formats = tuple(ways) if FULL else SAMPLE[model]
+    ran = subprocess.run(
+        [PYTHON, "-m", "tests.vllm.gpu_caches", model, "--tp", *map(str, ranks), "--formats", *formats],
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=PATIENCE_S,
+        check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    rows = [json.loads(line) for line in ran.stdout.splitlines()]
+    assert not [row for row in rows if "wrong" in row]
+    with_next = sum(min(2, len(ways[kept])) * len(ways[kept]) for kept in formats)  # each with itself and the next one
+    assert len(rows) == with_next * len(ranks) ** 2 + len(formats) * (len(formats) - 1)
+    for row in rows:
+        expected = refusal(model, row)
+        if expected:
+            assert re.match(f"LayoutMismatch: {expected}", row.get("refused", "")), row
+        else:
+            assert row.get("bytes", 0) > 0, row
