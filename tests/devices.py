@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 
 from kvflow.layout.region import Region
-from kvflow.transport.device import PORTION_BYTES, device_memory_of
+from kvflow.reads.device import PORTION_BYTES, device_memory_of
 
 REAL = os.environ.get("KVFLOW_TEST_MEMORY") == "VRAM"
 

@@ -1,0 +1,94 @@
+# ruff: noqa: T201 - standard output is its answer
+"""A process that offers blocks of a cache on a device, driven by lines of JSON: see ``Source`` for the commands."""
+
+import argparse
+import json
+import sys
+import threading
+import time
+
+import msgspec
+
+import kvflow
+from kvflow.calibrate.geometry import Geometry
+from kvflow.leases.epochs import EPOCH_BITS
+from kvflow.rendezvous.issuer import TicketMint
+
+from .memory import SECRET, LateWrite, build, fill, pattern, rows, settle
+
+REWRITES = 20
+"""Kernels that write blocks again and again once their lease has ended."""
+
+
+class Source:
+    """A worker, and the commands that it obeys."""
+
+    def __init__(self, worker, cache):
+        self._worker, self._cache = worker, cache
+        # Grants of a mint are admitted when the test says so; nothing else takes slots of this worker.
+        address = msgspec.structs.replace(worker.rank_address, epoch_base=str(2**EPOCH_BITS))
+        self._mint = TicketMint("source", [address], cluster_secret=SECRET)
+        self._late = None
+
+    def pattern(self):
+        """Write the pattern that the tests expect."""
+        backing = self._cache.backing
+        backing.copy_(pattern(backing.numel()))
+        settle(self._cache)
+
+    def fill(self, blocks, value):
+        fill(self._cache, blocks, value)
+
+    def offer(self, request, blocks, num_tokens):
+        ticket, grant = self._mint.offer(request, block_ids=[blocks], num_tokens=num_tokens)
+        self._worker.admit(grant)
+        return ticket.to_params()
+
+    def offer_late(self, request, blocks, num_tokens, value, behind_event):
+        """Queue a write of the blocks, and admit their offer behind it, or at once."""
+        self._late = late = LateWrite(self._cache, blocks, value)
+        ticket, grant = self._mint.offer(request, block_ids=[blocks], num_tokens=num_tokens)
+
+        def admit():
+            while not late.is_over():
+                time.sleep(1e-3)
+            self._worker.admit(grant)
+
+        if behind_event:
+            threading.Thread(target=admit, daemon=True).start()
+        else:
+            self._worker.admit(grant)
+        return ticket.to_params()
+
+    def release(self):
+        """Let a late write on the host happen."""
+        self._late.release()
+
+    def recycle(self, request, blocks, value, delay_s):
+        """Revoke a lease after a time, and have kernels write its blocks at once."""
+        time.sleep(delay_s)
+        self._worker.revoke(request)
+        memory = rows(self._cache)
+        for number in range(REWRITES):
+            memory[blocks] = 0x80 + number
+        memory[blocks] = value
+        settle(self._cache)
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", required=True)
+    parser.add_argument("--geometry", required=True)
+    arguments = parser.parse_args()
+    cache = build(msgspec.json.decode(arguments.geometry, type=Geometry), arguments.device)
+    config = kvflow.WorkerConfig(engine_id="source", cluster_secret=SECRET, transport="nixl")
+    with kvflow.run_worker(config, cache) as worker:
+        source = Source(worker, cache)
+        print("ready", flush=True)
+        for line in sys.stdin:
+            command, told = json.loads(line)
+            print(json.dumps(getattr(source, command)(**told)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
