@@ -16,6 +16,7 @@ def calls_of(worker, ticket, grant, cache):
         "pull": (ticket, BLOCKS),
         "start_pull": (ticket, BLOCKS),
         "pull_many": ([(ticket, BLOCKS)],),
+        "hold": (ticket,),
         "keep": (ticket,),
         "release": (ticket,),
         "quiesced": ("r",),

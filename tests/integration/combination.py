@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import kvflow
-from kvflow.transfer.cover import share_out
+from kvflow.planning.assignment import assign_sources
 
 from .engines import Engine, Request
 
@@ -47,8 +47,8 @@ class Combination:
         """Return the plans by which one rank of the target reads, by the number of the source rank."""
         there, here = [source.cache.manifest() for source in sources], target.cache.manifest()
         return {
-            share.source: kvflow.plan_transfer(there[share.source], here, pieces=share.pieces)
-            for share in share_out(here, there, turn=rank)
+            share.source: kvflow.plan_transfer(there[share.source], here, head_ranges=share.head_ranges)
+            for share in assign_sources(here, there, rotation=rank)
         }
 
     def source_lists(self, ranks):
@@ -87,7 +87,7 @@ class Combination:
         return rank.num_blocks(group, self.num_tokens) - self.prefix_tokens // block_tokens
 
     def descriptors_per_block(self):
-        """Count what one target block of every group takes, without neighbours: fewest and most of the ranks."""
+        """Count what one target block of every group takes, without neighbors: fewest and most of the ranks."""
         sources = self.source.ranks()
         counts = [
             sum(plan.descriptors(1) for plan in self.plans(sources, target, rank).values())

@@ -14,7 +14,7 @@ import msgspec
 import uvloop
 
 import kvflow
-from kvflow.cache.tickets import Grant
+from kvflow.leases.tickets import Grant
 
 from .combinations import COMBINATIONS
 from .engines import opened

@@ -6,14 +6,14 @@ from .combinations import COMBINATIONS
 
 HEAD = """# Combinations
 
-Pairs of engines whose transfers are tested over NIXL between processes, with a worker for every rank of both sides. Of
-each, every byte of every target rank is compared with what the model keeps there, and every byte beside it with what
-was there before.
+The transfers of these pairs of engines are tested over NIXL between processes, with a worker for every rank of both
+sides. Each test compares every byte of every target rank with what the model keeps there, and every other byte with
+its earlier value.
 
-Tests and this table are made from one list. `PYTHONPATH=tests .venv/bin/python -m integration.combination_table` prints
-it. A layout is named as in the [glossary](glossary.md): by letters in physical order, and by how keys and values lie.
-*Descriptors* is what NIXL sees for one block of every group of a target rank, before neighboring blocks merge: the
-fewest and the most of all ranks, where they differ.
+Tests and table come from one list, which `PYTHONPATH=tests .venv/bin/python -m integration.combination_table` prints.
+The [glossary](glossary.md#layouts) explains the names of layouts. *Descriptors* is the number that NIXL sees for one
+block of every group of a target rank, before neighboring blocks merge: the minimum and maximum over all ranks, if
+they differ.
 
 | combination | source | target | shows | descriptors |
 |---|---|---|---|---|

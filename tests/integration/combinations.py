@@ -92,7 +92,7 @@ COMBINATIONS = {
     # Tensor parallelism.
     "TP 1 to 1": Combination(Engine(full()), Engine(full()), "equal engines: a row per block"),
     "TP 1 to 1, ids that ascend": Combination(
-        Engine(full()), Engine(full()), "neighbouring blocks are one descriptor", ascending=True
+        Engine(full()), Engine(full()), "neighboring blocks are one descriptor", ascending=True
     ),
     "TP 1 to 2": Combination(Engine(full()), Engine(full(), tp=2), "each rank reads its half of the heads"),
     "TP 1 to 2, tokens outermost": Combination(

@@ -4,7 +4,7 @@ import asyncio
 from contextlib import asynccontextmanager
 
 import kvflow
-from kvflow.worker.surroundings import REAL
+from kvflow.worker.environment import PRODUCTION
 
 from .producing import configured
 from .shapes import Shape, touched, wrong
@@ -54,9 +54,9 @@ async def works(producer, consumer, request="good", blocks=((0, 1), (2, 3)), num
 
 
 @asynccontextmanager
-async def consuming(shape=Shape(), *, engine_id="decode-0", hooks=(), surroundings=REAL, **settings):  # noqa: B008 - frozen
+async def consuming(shape=Shape(), *, engine_id="decode-0", hooks=(), environment=PRODUCTION, **settings):  # noqa: B008 - frozen
     """Open a consumer."""
     cache = shape.build()
     config = configured(engine_id, **settings)
-    async with kvflow.open_worker(config, cache, hooks=hooks, surroundings=surroundings) as worker:
+    async with kvflow.open_worker(config, cache, hooks=hooks, environment=environment) as worker:
         yield Consumer(worker, cache)

@@ -54,4 +54,4 @@ def unpack(commit, folder):
 def child_of(folder, module):
     """Start a module of an earlier commit's integration tests, which imports nothing of this one."""
     # The current folder is this repository, and must not be looked at.
-    return Child(module, PYTHONPATH=f"{folder}:{folder / 'tests'}", PYTHONSAFEPATH="1")
+    return Child(module, forked=False, PYTHONPATH=f"{folder}:{folder / 'tests'}", PYTHONSAFEPATH="1")

@@ -33,18 +33,19 @@ class Child:
 
     Args:
         module: that it runs.
-        forked: whether it is forked off a process that has imported everything.
+        forked: whether it is forked off a process that has imported everything, which saves it seconds of imports.
         before: words of the command line that come before its own; not of one that is forked.
+        options: of Python; likewise.
         environment: more variables.
     """
 
-    def __init__(self, module="producer_process", *, forked=False, before=(), **environment):
+    def __init__(self, module="producer_process", *, forked=True, before=(), options=(), **environment):
         self._asking = threading.Lock()
         self.process = (
             ForkedProcess(module, environment)
             if forked
             else subprocess.Popen(
-                [*before, sys.executable, "-m", whole_name(module)],
+                [*before, sys.executable, *options, "-m", whole_name(module)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,

@@ -2,6 +2,7 @@
 
 import ctypes
 import importlib
+import inspect
 import multiprocessing
 import os
 import signal
@@ -10,8 +11,10 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import uvloop
+
 TESTS = Path(__file__).parents[1]
-MODULES = ["producer_process", "consumer_process"]
+MODULES = ["producer_process", "consumer_process", "tests.contract.exporter_process", "tests.gpu.source_process"]
 PR_SET_PDEATHSIG = 1
 """Source: prctl(2)."""
 
@@ -21,7 +24,7 @@ def whole_name(module):
     return module if "." in module else f"{Path(__file__).parent.name}.{module}"
 
 
-def run(module, environment, stdin, stdout):
+def run(module, arguments, environment, stdin, stdout):
     """Be a child, in a process that was forked just now."""
     end_with_parent()
     for number, connection in ((0, stdin), (1, stdout)):
@@ -29,8 +32,10 @@ def run(module, environment, stdin, stdout):
         connection.close()
     sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
     os.environ.update(environment)
-    child = importlib.import_module(module)
-    child.uvloop.run(child.main())
+    sys.argv[1:] = arguments
+    outcome = importlib.import_module(module).main()
+    if inspect.iscoroutine(outcome):
+        uvloop.run(outcome)
 
 
 def end_with_parent():
@@ -46,9 +51,15 @@ def end_with_parent():
 
 
 class ForkedProcess:
-    """As much of ``subprocess.Popen`` as a child needs."""
+    """As much of ``subprocess.Popen`` as a child needs.
 
-    def __init__(self, module, environment):
+    Args:
+        module: whose ``main`` it runs: of this folder, or the one that its whole name says.
+        environment: more variables. Those that count while Python starts come too late.
+        arguments: of its command line.
+    """
+
+    def __init__(self, module, environment, arguments=()):
         context = multiprocessing.get_context("forkserver")
         sys.path.insert(0, str(TESTS))
         # For the server that is forked off: Python 3.11 tells it our path too late, and what it then cannot import
@@ -59,8 +70,8 @@ class ForkedProcess:
             context.set_forkserver_preload([whole_name(name) for name in [*MODULES, module]])
             target = importlib.import_module(whole_name("forked")).run
             (their_stdin, self.stdin), (self.stdout, their_stdout) = self._pipe("w"), self._pipe("r")
-            arguments = (whole_name(module), environment, their_stdin, their_stdout)
-            self._process = context.Process(target=target, args=arguments, daemon=True)
+            told = (whole_name(module), list(arguments), environment, their_stdin, their_stdout)
+            self._process = context.Process(target=target, args=told, daemon=True)
             self._process.start()
         finally:
             sys.path.remove(str(TESTS))

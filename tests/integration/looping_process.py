@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 
 import kvflow
 from kvflow import errors
-from kvflow.transfer.events import TransferFailed
+from kvflow.events import TransferFailed
 
 from .calls import BLOCKS, calls_of
 from .consuming import consuming

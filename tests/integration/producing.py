@@ -6,8 +6,8 @@ from contextlib import asynccontextmanager
 import msgspec
 
 import kvflow
-from kvflow.cache.tickets import Grant
-from kvflow.worker.surroundings import REAL
+from kvflow.leases.tickets import Grant
+from kvflow.worker.environment import PRODUCTION
 
 from .shapes import write
 
@@ -75,11 +75,11 @@ class Producer:
 
     async def held(self):
         """Name the requests whose leases are held."""
-        return self.worker._keeper.requests()
+        return self.worker._leases.requests()
 
     async def check(self):
         """Assert the law of blocks: what is lent is what the leases hold."""
-        self.worker._keeper.check()
+        self.worker._leases.check()
 
     async def leases(self):
         return self.worker.snapshot().leases
@@ -89,8 +89,8 @@ class Producer:
 async def producing(shape, *, engine_id="prefill-0", alike=False, **settings):
     """Open a producer in this process; all that are ``alike`` have one incarnation, and the same epochs."""
     cache = shape.build()
-    surroundings = msgspec.structs.replace(REAL, draw_bits=lambda _bits: 7) if alike else REAL
-    async with kvflow.open_worker(configured(engine_id, **settings), cache, surroundings=surroundings) as worker:
+    environment = msgspec.structs.replace(PRODUCTION, draw_bits=lambda _bits: 7) if alike else PRODUCTION
+    async with kvflow.open_worker(configured(engine_id, **settings), cache, environment=environment) as worker:
         yield Producer(worker, cache)
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import kvflow
 from kvflow import errors
-from kvflow.transfer.events import TransferRetried
-from kvflow.worker.surroundings import REAL
+from kvflow.events import TransferRetried
+from kvflow.worker.environment import PRODUCTION
 
 from .producing import configured
 from .recycling import NUM_BLOCKS, PATHS, TARGET
@@ -99,7 +99,7 @@ async def recyclers(seed):
         await process.wait()
 
 
-async def read(*, until, paths=tuple(PATHS), seed=0, surroundings=REAL):
+async def read(*, until, paths=tuple(PATHS), seed=0, environment=PRODUCTION):
     """Read on these paths, each with a worker of its own, several reads at once, until ``until(tallies)``.
 
     Returns a tally for each path.
@@ -107,11 +107,11 @@ async def read(*, until, paths=tuple(PATHS), seed=0, surroundings=REAL):
     tallies = {path: Tally() for path in paths}
     async with recyclers(seed) as source, asyncio.TaskGroup() as tasks:
         for path, tally in tallies.items():
-            tasks.create_task(_read_on(path, tally, source, lambda: until(tallies), surroundings))
+            tasks.create_task(_read_on(path, tally, source, lambda: until(tallies), environment))
     return tallies
 
 
-async def _read_on(path, tally, source, until, surroundings):
+async def _read_on(path, tally, source, until, environment):
     """Read on one path."""
     cache = TARGET.build()
 
@@ -119,7 +119,7 @@ async def _read_on(path, tally, source, until, surroundings):
         tally.retried += isinstance(event, TransferRetried)
 
     config = configured("reader", **PATHS[path].target)
-    async with kvflow.open_worker(config, cache, hooks=[count_retries], surroundings=surroundings) as worker:
+    async with kvflow.open_worker(config, cache, hooks=[count_retries], environment=environment) as worker:
         share = NUM_BLOCKS // AT_ONCE
         async with asyncio.TaskGroup() as tasks:
             for number in range(AT_ONCE):

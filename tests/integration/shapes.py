@@ -110,7 +110,7 @@ def _parts(cache, request, block_ids, num_tokens):
 
 @lru_cache(maxsize=256)
 def _tags(name, heads, blocks, extents):
-    """Mix the coordinates so that neighbours differ in every byte: uint8, [block, head, token, byte]."""
+    """Mix the coordinates so that neighbors differ in every byte: uint8, [block, head, token, byte]."""
     (first_head, num_heads), (first_block, num_blocks), (block_size, nbytes) = heads, blocks, extents
     block, head, token, byte = np.ogrid[
         first_block : first_block + num_blocks, first_head : first_head + num_heads, :block_size, :nbytes

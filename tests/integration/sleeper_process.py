@@ -14,7 +14,7 @@ import msgspec
 import uvloop
 
 import kvflow
-from kvflow.cache.tickets import Grant
+from kvflow.leases.tickets import Grant
 
 from .producing import configured
 from .shapes import Shape, write

@@ -1,6 +1,6 @@
 """Consumers that stage."""
 
-from kvflow.transfer.costs import Calibration, Costs, encode_calibration
+from kvflow.planning.costs import Calibration, Costs, encode_calibration
 
 STAGING_BYTES = 8 * 64 * 1024
 """Buffers of a few units, so that one pull takes several."""

@@ -74,7 +74,7 @@ def connection_of_newer_release(role):
 
 
 @asynccontextmanager
-async def dialling(endpoint, *, security=SECURITY):
+async def dialing(endpoint, *, security=SECURITY):
     """A bare DEALER socket that is connected to a worker."""
     with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.linger = 0

@@ -13,13 +13,13 @@ from handshake.limits import DEFAULT_LIMITS
 from handshake.messages import Refuse
 from handshake.states import Role
 from kvflow import errors
-from kvflow.cache.tickets import MAC_BYTES, RankAddress
-from kvflow.testing import tickets
+from kvflow.leases.tickets import MAC_BYTES, RankAddress
+from tests.simulation import tickets
 
 from .consuming import works
 from .producing import SECRET
 from .shapes import Shape
-from .strangers import IDENTITY, connection_of_newer_release, dialling, of_newer_release, publishing, ticket_to
+from .strangers import IDENTITY, connection_of_newer_release, dialing, of_newer_release, publishing, ticket_to
 
 BLOCKS = [[0, 1], [2, 3]]
 OTHER_SECRET = "the secret of another cluster"
@@ -167,7 +167,7 @@ async def test_offers_that_cannot_be_made(near_world, case):
         await works(producer, consumer, request="r")
 
 
-async def test_a_minted_ticket_with_one_block_in_two_groups_is_refused_by_its_worker_and_by_readers(world):
+async def test_a_minted_ticket_with_one_block_in_two_groups_is_refused(world):
     """A mint does not know which groups share bytes."""
     async with world.producing() as producer, world.consuming() as consumer:
         address = msgspec.convert(await producer.address(), RankAddress)
@@ -243,7 +243,7 @@ async def test_a_data_plane_of_another_kind(near_world, far_world):
         assert (error.field, error.source, error.target) == ("transport", "nixl", "loopback")
 
 
-async def test_a_ticket_of_another_cluster_is_refused_before_anything_is_dialled(near_world):
+async def test_a_ticket_of_another_cluster_is_refused_before_anything_is_dialed(near_world):
     async with near_world.producing(cluster_secret=OTHER_SECRET) as stranger, near_world.producing() as producer:
         params = await stranger.offer("r", BLOCKS, 8)
         async with near_world.consuming() as consumer:
@@ -260,10 +260,8 @@ async def test_a_producer_of_another_secret(world):
         world.producing() as producer,
         world.consuming() as consumer,
     ):
-        begun_s = time.monotonic()
         with pytest.raises(errors.AuthenticationFailed) as caught:
             await consumer.pull(ticket_to(stranger.endpoint), BLOCKS)
-        assert time.monotonic() - begun_s < 2
         explains(caught, errors.AuthenticationFailed)
         consumer.at_rest()
         await works(producer, consumer)
@@ -310,7 +308,7 @@ async def test_a_reader_of_another_release_is_told_so(near_world):
     async with near_world.producing() as producer, near_world.consuming() as consumer:
         newer = connection_of_newer_release(Role.CLIENT)
         newer.greet(time.monotonic())
-        async with dialling(producer.endpoint) as dealer:
+        async with dialing(producer.endpoint) as dealer:
             for frames in newer.take_outgoing():
                 await dealer.send_multipart(frames)
             answer = codec.decode(await dealer.recv_multipart(), DEFAULT_LIMITS.frame_bytes_max)
@@ -335,7 +333,7 @@ GARBAGE = {
 @pytest.mark.parametrize("case", GARBAGE)
 async def test_garbage_on_the_listener(world, case):
     async with world.producing() as producer, world.consuming() as consumer:
-        async with dialling(producer.endpoint) as dealer:
+        async with dialing(producer.endpoint) as dealer:
             await dealer.send_multipart(GARBAGE[case])
             answer = codec.decode(await dealer.recv_multipart(), DEFAULT_LIMITS.frame_bytes_max)
         assert isinstance(answer, Refuse)

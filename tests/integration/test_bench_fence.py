@@ -7,8 +7,8 @@ import pytest
 
 import kvflow
 from handshake.messages import Release
-from kvflow.transport.factory import create_transport
-from kvflow.worker.surroundings import REAL
+from kvflow.reads.factory import create_transport
+from kvflow.worker.environment import PRODUCTION
 from tests.benchmarks import fence
 from tests.benchmarks.fence import FENCE_ONLY, WHOLE, WITHOUT
 from tests.benchmarks.fenceless import RELEASE, LeftOut
@@ -23,11 +23,11 @@ SMALL = msgspec.structs.replace(fence.GEOMETRY, num_blocks=16)
 
 
 class Counting:
-    """Surroundings that count what reaches the real transport and the real network."""
+    """Environment that count what reaches the real transport and the real network."""
 
     def __init__(self):
         self.fences = self.releases = 0
-        self.surroundings = msgspec.structs.replace(REAL, open_transport=self.open_transport, network=self)
+        self.environment = msgspec.structs.replace(PRODUCTION, open_transport=self.open_transport, network=self)
 
     def open_transport(self, config, agent_name, sink, staging_bytes=0):
         transport = create_transport(config, agent_name, sink, staging_bytes)
@@ -35,7 +35,7 @@ class Counting:
 
         def open_counted(**given):
             planes = open_planes(**given)
-            for plane in planes.movers.values():
+            for plane in planes.backends.values():
                 plane.post_check = self.counted(plane.post_check)
             return planes
 
@@ -50,11 +50,11 @@ class Counting:
         return post_counted
 
     def __getattr__(self, name):
-        return getattr(REAL.network, name)
+        return getattr(PRODUCTION.network, name)
 
     @asynccontextmanager
-    async def open_dialler(self, *arguments):
-        async with REAL.network.open_dialler(*arguments) as channel:
+    async def open_dialer(self, *arguments):
+        async with PRODUCTION.network.open_dialer(*arguments) as channel:
             send = channel.send
 
             def counted(frames):
@@ -86,7 +86,7 @@ class Offers:
 
 async def test_each_worker_does_what_its_name_says(secret):
     counting = {name: Counting() for name in (WHOLE, FENCE_ONLY, WITHOUT)}
-    found = {name: fence.variants(counted.surroundings)[name] for name, counted in counting.items()}
+    found = {name: fence.variants(counted.environment)[name] for name, counted in counting.items()}
     async with kvflow.open_worker(configured("source", lease_s=600.0), SMALL.build()) as producer:
         offers = {name: Offers(producer, name) for name in found}
         async with fence.open_variants(found, SMALL) as workers:

@@ -8,7 +8,7 @@ import pytest
 
 import kvflow
 from kvflow import errors
-from kvflow.transfer.events import TransferRetried
+from kvflow.events import TransferRetried
 
 from .consuming import until, works
 from .producing import SECRET
@@ -163,7 +163,7 @@ async def test_an_error_of_the_engine_passes_through_unchanged(near_world):
         await stumble()
 
 
-async def test_cancelling_the_engine_closes_its_worker(near_world):
+async def test_canceling_the_engine_closes_its_worker(near_world):
     opened = asyncio.Event()
 
     async def engine():

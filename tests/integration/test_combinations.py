@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import kvflow
-from kvflow.cache.tickets import RankAddress
-from kvflow.transfer.plan import dense_runs
+from kvflow.leases.tickets import RankAddress
+from kvflow.planning.plan import dense_runs
 
 from .combination_table import page
 from .combinations import COMBINATIONS
@@ -135,7 +135,7 @@ async def offered(child, targets, addresses):
 @asynccontextmanager
 async def opened_here(name):
     """Open the target engine of a combination in this process."""
-    config = kvflow.WorkerConfig(engine_id="decode-0", role="decode", **settings_of(name))
+    config = kvflow.WorkerConfig(engine_id="decode-0", **settings_of(name))
     ranks, expected = COMBINATIONS[name].target.ranks(), COMBINATIONS[name].target.ranks()
     async with opened(config, ranks) as workers:
         yield Targets(name, ranks, expected, workers)
@@ -147,7 +147,7 @@ async def pulled(child, name, *, salted=False):
 
     The source stays open until the next one is opened: whoever reads leaves first, as engines of a cluster do.
     """
-    settings = {"engine_id": "prefill-0", "role": "prefill", **settings_of(name)}
+    settings = {"engine_id": "prefill-0", **settings_of(name)}
     opening = asyncio.create_task(child.ask("open", name=name, salted=salted, settings=settings))
     async with opened_here(name) as targets:
         ticket = await offered(child, targets, await opening)

@@ -7,7 +7,7 @@ import pytest
 
 import kvflow
 from kvflow import errors
-from kvflow.observability.events import WorkerDrained
+from kvflow.events import WorkerDrained
 
 from .consuming import until, works
 from .producing import SECRET, configured

@@ -9,15 +9,16 @@ from collections import defaultdict
 
 import pytest
 
-from kvflow.transport.base import CHUNK_DESCRIPTORS_MAX
+from kvflow.reads.contract import CHUNK_DESCRIPTORS_MAX
 from tests.benchmarks.fenceless import without_fence
 
 from .reading import Tally, read
 from .recycling import OVER_TCP, PATHS
 
-READS = 5000
-"""Of one run: it takes half a minute on two cores."""
-RUNS = -(-int(os.environ.get("KVFLOW_TEST_READS", READS)) // READS)
+ALL_READS = int(os.environ.get("KVFLOW_TEST_READS", "1500"))
+READS = min(ALL_READS, 5000)
+"""Of one run: 5,000 take half a minute on two cores."""
+RUNS = -(-ALL_READS // READS)
 FEW = 3
 """Wrong reads that show that the fence is needed."""
 ENOUGH = 3000
@@ -60,7 +61,8 @@ async def test_no_wrong_byte_is_delivered(seed, totals, show):
         assert tally.stale > 0
     for path in ("many chunks", "over TCP, many chunks"):
         chunked = tallies[path]
-        assert chunked.descriptors > 2 * CHUNK_DESCRIPTORS_MAX * chunked.delivered, "a read of two groups is two chunks"
+        # Each read has two groups of one block or more; a busy machine delivers only reads of one block in time.
+        assert chunked.descriptors >= 2 * CHUNK_DESCRIPTORS_MAX * chunked.delivered, "a read has two chunks at least"
 
 
 async def test_without_the_fence_wrong_bytes_are_delivered(show):
@@ -70,7 +72,7 @@ async def test_without_the_fence_wrong_bytes_are_delivered(show):
 
     # An exporter that serves compares leases itself, and tells of bytes that it has not sent.
     one_sided = [name for name, path in PATHS.items() if path.source_settings != OVER_TCP]
-    tallies = await read(until=until, paths=one_sided, surroundings=without_fence())
+    tallies = await read(until=until, paths=one_sided, environment=without_fence())
     for path, tally in tallies.items():
         show(f"{path}, without the fence: {tally}")
     for tally in tallies.values():

@@ -131,7 +131,7 @@ async def test_beside_a_member_that_never_stops_talking_the_others_are_served(ne
 
 
 @pytest.mark.processes
-async def test_when_file_descriptors_run_out_the_connected_are_served_and_the_worker_lives_on(near_world):
+async def test_a_worker_without_file_descriptors_serves_connected_peers(near_world):
     async with near_world.producing() as producer, near_world.consuming(**PATIENT) as consumer:
         await works(producer, consumer)
         async with flood("connections that say nothing", producer.endpoint, leaving=8):

@@ -11,9 +11,9 @@ from handshake import Publication
 from kvflow import errors
 from kvflow.layout.manifest import MANIFEST_SCHEMA
 from kvflow.layout.region import ADDRESS_MAX, Region
+from kvflow.planning.plan import PlanCache
+from kvflow.reads.envelope import Envelope, seal
 from kvflow.rendezvous.publication import decode, encode
-from kvflow.transfer.plan import PlanCache
-from kvflow.transport.envelope import Envelope, seal
 
 from .consuming import works
 from .strangers import IDENTITY, SECURITY, publishing, ticket_to

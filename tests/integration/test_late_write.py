@@ -14,10 +14,10 @@ import msgspec
 import pytest
 import torch
 
-from kvflow.observability.events import ReaderReset
-from kvflow.transfer.requests import ReadEnded
-from kvflow.transport.factory import create_transport
-from kvflow.worker.surroundings import REAL
+from kvflow.events import ReaderReset
+from kvflow.reads.factory import create_transport
+from kvflow.reads.requests import ReadEnded
+from kvflow.worker.environment import PRODUCTION
 
 from .conftest import ELSEWHERE, OVER_TCP
 from .consuming import PATIENCE_S, Consumer, consuming, until, works
@@ -44,8 +44,8 @@ class Hasty:
         over: set once all reads that were called over have really ended.
     """
 
-    def __init__(self, config, agent_name, sink):
-        self._inner = create_transport(config, agent_name, self._hear)
+    def __init__(self, config, agent_name, sink, staging_bytes):
+        self._inner = create_transport(config, agent_name, self._hear, staging_bytes)
         self._sink = sink
         self._lock = threading.Lock()
         self._ended = set()
@@ -148,12 +148,12 @@ async def test_with_quarantine_nothing_is_written_into_blocks_that_were_reused(s
 async def test_without_quarantine_the_same_read_overwrites_them(spawn):
     made = []
 
-    def make(config, agent_name, sink):
-        made.append(Hasty(config, agent_name, sink))
+    def make(config, agent_name, sink, staging_bytes):
+        made.append(Hasty(config, agent_name, sink, staging_bytes))
         return made[0]
 
-    surroundings = msgspec.structs.replace(REAL, open_transport=make)
-    async with stopped_mid_read(spawn, surroundings=surroundings) as (sleepy, _, consumer, engine):
+    environment = msgspec.structs.replace(PRODUCTION, open_transport=make)
+    async with stopped_mid_read(spawn, environment=environment) as (sleepy, _, consumer, engine):
         await consumer.worker.quiesced("r")  # or so it believes
         consumer.at_rest()
         engine.reuse(BLOCKS[0])

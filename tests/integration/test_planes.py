@@ -12,10 +12,9 @@ import msgspec
 import pytest
 
 from kvflow import errors
-from kvflow.observability.events import PeerConnected, PlaneOmitted
-from kvflow.rendezvous.keys import draw_pair
-from kvflow.transfer.events import TransferCompleted
-from kvflow.transfer.requests import LeaseName
+from kvflow.events import PeerConnected, PlaneOmitted, TransferCompleted
+from kvflow.reads.requests import LeaseName
+from kvflow.rendezvous.issuer import draw_pair
 from tests.ports import free_port
 
 from .consuming import consuming, until, works
@@ -76,7 +75,7 @@ def without_nixl(tmp_path_factory):
 )
 async def test_bytes_go_over_the_best_plane_that_both_have(spawn, heard, environment, settings, chosen):
     async with (
-        spawn(forked=True, **environment).producing(Shape(), **settings) as producer,
+        spawn(**environment).producing(Shape(), **settings) as producer,
         consuming(hooks=[heard.append]) as ours,
     ):
         assert await pulled(producer, ours, heard) == chosen
@@ -93,23 +92,29 @@ def apart():
 
 @pytest.mark.nixl
 @pytest.mark.processes
-async def test_namespaces_of_its_own_keep_a_producer_out_of_reach_of_shared_memory(spawn, heard, apart):
-    async with spawn(before=apart).producing(Shape()) as producer, consuming(hooks=[heard.append]) as ours:
+async def test_a_producer_in_other_namespaces_is_not_read_over_shared_memory(spawn, heard, apart):
+    async with (
+        spawn(forked=False, before=apart).producing(Shape()) as producer,
+        consuming(hooks=[heard.append]) as ours,
+    ):
         assert await pulled(producer, ours, heard) == ("tcp", "tcp")
 
 
 @pytest.mark.processes
 async def test_a_machine_without_nixl_is_read_over_tcp(spawn, heard, without_nixl):
-    async with spawn(**without_nixl).producing(Shape()) as producer, consuming(hooks=[heard.append]) as ours:
+    async with (
+        spawn(forked=False, **without_nixl).producing(Shape()) as producer,
+        consuming(hooks=[heard.append]) as ours,
+    ):
         assert await pulled(producer, ours, heard) == ("tcp", "tcp")
 
 
 async def test_a_reader_without_nixl_says_so_once_and_reads_over_tcp(monkeypatch, heard):
-    def none():
+    def none(_log_level):
         raise errors.TransportUnavailable("there is no NIXL here")
 
     async with producing(Shape()) as producer:
-        monkeypatch.setattr("kvflow.transport.nixl.load_binding", none)
+        monkeypatch.setattr("kvflow.reads.nixl.backend.load_binding", none)
         async with consuming(hooks=[heard.append]) as ours:
             assert await pulled(producer, ours, heard) == ("tcp", "tcp")
             (omitted,) = of(heard, PlaneOmitted)
@@ -146,7 +151,7 @@ async def test_a_reader_without_nixl_says_so_once_and_reads_over_tcp(monkeypatch
 async def test_a_pair_without_a_plane_is_refused_by_name_before_its_first_read(
     spawn, heard, *, environment, theirs, ours, field
 ):
-    async with spawn(forked=True, **environment).producing(Shape(), **theirs) as producer:
+    async with spawn(**environment).producing(Shape(), **theirs) as producer:
         async with consuming(hooks=[heard.append], **ours) as consumer:
             params = await producer.offer("r", BLOCKS, 8)
             for _ in range(2):

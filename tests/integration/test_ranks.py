@@ -8,8 +8,8 @@ import pytest
 
 import kvflow
 from kvflow import errors
-from kvflow.cache.tickets import RankAddress
-from kvflow.transfer.events import TransferRetried
+from kvflow.events import TransferRetried
+from kvflow.leases.tickets import RankAddress
 
 from .producing import SECRET
 from .shapes import Shape

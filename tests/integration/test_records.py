@@ -9,9 +9,9 @@ import pytest
 
 import kvflow
 from kvflow import errors
-from kvflow.observability.events import OfferRefused, PeerConnected
+from kvflow.events import OfferRefused, PeerConnected, TransferCompleted, TransferFailed, TransferStarted
 from kvflow.observability.logs import configure_logging
-from kvflow.transfer.events import TransferCompleted, TransferFailed, TransferStarted
+from kvflow.worker import open_pulls
 
 from .conftest import OVER_TCP
 from .consuming import PATIENCE_S, consuming, until, works
@@ -170,7 +170,7 @@ async def test_a_pull_that_is_cancelled_while_its_peer_is_met(near_world, heard)
     async with near_world.consuming(hooks=[heard]) as consumer:
         with mute() as endpoint:
             params = ticket_to(endpoint)
-            for turns in (1, 20):  # in its first step, and while it is dialled
+            for turns in (1, 20):  # in its first step, and while it is dialed
                 pull = asyncio.create_task(consumer.pull(params, BLOCKS, local_request_id="ours"))
                 for _ in range(turns):
                     await asyncio.sleep(0)
@@ -207,7 +207,8 @@ async def test_a_read_that_hangs(near_world, heard, gate):
 
 
 @pytest.mark.parametrize("how", ["expired", "revoked", "used", "released"])
-async def test_a_stale_lease_says_how_it_had_ended(world, heard, how):
+async def test_a_stale_lease_says_how_it_had_ended(world, heard, how, monkeypatch):
+    monkeypatch.setattr(open_pulls, "EXPLAIN_S", PATIENCE_S)
     lease_s = 1.0 if how == "expired" else 30.0
     async with world.producing(lease_s=lease_s) as producer, world.consuming(hooks=[heard]) as consumer:
         await works(producer, consumer)
@@ -235,7 +236,9 @@ async def test_a_stale_lease_of_a_producer_that_does_not_answer(near_world, hear
     async with near_world.producing() as producer, near_world.consuming(hooks=[heard]) as consumer:
         params = await producer.offer("r", BLOCKS, 8)
         await producer.revoke("r")
-        monkeypatch.setattr(producer.worker._keeper, "on_renew", lambda leases: (["unknown"] * len(leases), 1.0))
+        monkeypatch.setattr(
+            producer.worker._leases, "on_renew", lambda leases, _reader: (["unknown"] * len(leases), 1.0)
+        )
         error, record = await failed(heard, consumer, params)
     assert (error.ended_by, record.lease_ended_by, record.lease_ended_s) == ("unknown", "unknown", None)
     assert "reason unknown" in record.detail

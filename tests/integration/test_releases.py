@@ -8,10 +8,10 @@ import pytest
 
 import handshake
 import kvflow
-from kvflow.cache.tickets import FORMAT
 from kvflow.errors import ReleaseMismatch
+from kvflow.events import ConsumerRejected
 from kvflow.layout.manifest import MANIFEST_SCHEMA
-from kvflow.observability.events import ReaderRejected
+from kvflow.leases.tickets import FORMAT
 
 from .consuming import PATIENCE_S, consuming, until, works
 from .earlier import EARLIER, child_of, unpack
@@ -129,12 +129,12 @@ async def test_an_earlier_release_refuses_the_tickets_of_this_one(start, commit)
     async with producing_here(heard) as producer, consuming(**NIXL) as consumer:
         assert await pull(await producer.offer("r", BLOCKS, NUM_TOKENS)) == earlier.refuses
         if earlier.ticket == FORMAT:
-            await until(lambda: heard.of(ReaderRejected))
-            (rejected,) = heard.of(ReaderRejected)
+            await until(lambda: heard.of(ConsumerRejected))
+            (rejected,) = heard.of(ConsumerRejected)
             assert (rejected.peer.split("/")[0], rejected.code) == ("decode-0", "release_mismatch")
             assert f"manifest schema {MANIFEST_SCHEMA}" in rejected.detail
         else:
-            assert not heard.of(ReaderRejected), "it cannot read the ticket, and so has no peer to ask"
+            assert not heard.of(ConsumerRejected), "it cannot read the ticket, and so has no peer to ask"
         assert await producer.held() == ("r",)
         assert await producer.revoke("r")
         await works(producer, consumer)

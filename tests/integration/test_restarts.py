@@ -129,7 +129,7 @@ async def test_a_producer_is_killed_and_started_again(elsewhere, wire, capsys):
     kills, rng = KILLS or 1, random.Random(5)
     restarts, ends, endpoint, old = [], {}, "tcp://127.0.0.1:0", None
     async with (
-        ready(kills + 1, lambda: Child(forked=True)) as take,
+        ready(kills + 1, Child) as take,
         elsewhere.producing(SHAPE, engine_id="steady") as steady,
         consuming(SHAPE) as consumer,
         load_beside(steady, consumer) as beside,
@@ -167,8 +167,8 @@ async def test_a_producer_is_killed_and_started_again(elsewhere, wire, capsys):
     consumer.at_rest()
     consumer.worker._consumer._scheduler.check()
     assert not consumer.worker._consumer._scheduler.busy
-    consumer.worker._consumer._ledger.check()
-    assert len(consumer.worker._consumer._ledger) == 0
+    consumer.worker._consumer._destinations.check()
+    assert len(consumer.worker._consumer._destinations) == 0
     assert beside.seconds
     assert not KILLS or percentile(restarts[1:], 0.99) < FIRST_PULL_S  # one measurement on a busy machine says nothing
     assert descriptors() <= fds, "a killed peer has left descriptors behind"
@@ -191,7 +191,7 @@ async def test_a_consumer_is_killed_and_started_again(elsewhere, wire, capsys):
     kills, rng = KILLS or 1, random.Random(5)
     restarts, ends = [], {}
     async with (
-        ready(kills + 1, lambda: Child("consumer_process", forked=True)) as take,
+        ready(kills + 1, lambda: Child("consumer_process")) as take,
         elsewhere.producing(SHAPE, lease_s=LEASE_S, **WIRES[wire]) as producer,
         # In the same process, but for leases that outlast any stall of the machine.
         elsewhere.producing(SHAPE, engine_id="steady") as steady,

@@ -100,7 +100,7 @@ async def test_a_prefix_is_shared_by_ten_leases(near_world):
             await until(lambda left=SHARERS - number: producer.worker.snapshot().leases == left)
             await producer.check()
             consumer.at_rest()
-            consumer.worker._consumer._ledger.check()
+            consumer.worker._consumer._destinations.check()
         # Now they may be written into, for the first time.
         with pytest.raises(errors.BlockIdsInvalid, match="is on offer"):
             await pull_into(producer, elsewhere, [[30], [-1]])
@@ -114,5 +114,5 @@ def consumer_ticket(consumer):
 
 
 async def pull_into(producer, params, targets):
-    """Have the producer pull into blocks of its own; it is refused before anything is dialled."""
+    """Have the producer pull into blocks of its own; it is refused before anything is dialed."""
     await producer.worker.pull(kvflow.Ticket.from_params(params), targets)

@@ -8,8 +8,8 @@ import pytest
 
 import kvflow
 from kvflow import errors
-from kvflow.transfer.events import TransferCompleted
-from kvflow.transport.threaded import ThreadedTransport
+from kvflow.events import TransferCompleted
+from kvflow.reads.thread import ThreadedTransport
 
 from .consuming import works
 from .recycled import attempt, recycle_after

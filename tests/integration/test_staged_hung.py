@@ -5,8 +5,8 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from kvflow.cache import quarantine
-from kvflow.observability.events import ReaderReset
+from kvflow.events import ReaderReset
+from kvflow.worker import destinations
 
 from .conftest import OVER_TCP
 from .consuming import consuming, until, works
@@ -27,15 +27,13 @@ def blocks(number):
     return [list(range(12 * number, 12 * number + 6)), list(range(12 * number + 6, 12 * number + 12))]
 
 
-async def test_four_hung_peers_with_all_staging_buffers_do_not_stop_a_fifth_for_ever(
-    elsewhere, spawn, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(quarantine, "STARVED_S_MAX", 0.2)
+async def test_four_hung_peers_with_all_staging_buffers_do_not_stop_a_fifth(elsewhere, spawn, tmp_path, monkeypatch):
+    monkeypatch.setattr(destinations, "STARVED_S_MAX", 0.2)
     events = []
     settings = OVER_TCP | calibrate(tmp_path / "calibration.json", "tcp")
     async with AsyncExitStack() as stack:
         healthy = await stack.enter_async_context(elsewhere.producing(WHOLE, **OVER_TCP))
-        sleepy = spawn(forked=True)
+        sleepy = spawn()
         hung = [
             await stack.enter_async_context(sleepy.producing(WHOLE, engine_id=f"sleepy-{number}", **OVER_TCP))
             for number in range(PEERS)

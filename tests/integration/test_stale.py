@@ -6,8 +6,8 @@ import random
 import pytest
 
 from kvflow import errors
-from kvflow.transfer.events import TransferCompleted
-from kvflow.transport.threaded import ThreadedTransport
+from kvflow.events import TransferCompleted
+from kvflow.reads.thread import ThreadedTransport
 
 from .consuming import works
 from .recycled import attempt, recycle_after

@@ -10,7 +10,7 @@ import torch
 
 import kvflow
 from kvflow import errors
-from kvflow.transfer.events import TransferStarted
+from kvflow.events import TransferStarted
 from tests.ports import free_port
 
 from .conftest import OVER_TCP
@@ -33,7 +33,7 @@ class Sleeper:
 
     def __init__(self, shape, **environment):
         self._shape = shape
-        self.child = Child("sleeper_process", forked=True, **environment)
+        self.child = Child("sleeper_process", **environment)
 
     async def open(self, **settings):
         settings = {"engine_id": "prefill-0"} | settings
@@ -155,7 +155,7 @@ class Held:
 @pytest.mark.processes
 async def test_nothing_is_written_into_the_memory_of_a_consumer_that_sleeps(elsewhere, spawn):
     """The producer hangs while it is read over TCP, and goes on when the memory is somebody else's."""
-    sleepy, first, second, held = spawn(forked=True), LARGE.build(), LARGE.build(), Held()
+    sleepy, first, second, held = spawn(), LARGE.build(), LARGE.build(), Held()
     with kvflow.run_worker(configured("decode-0"), first, hooks=[held]) as consumer:
         async with sleepy.producing(LARGE, **OVER_TCP) as producer, elsewhere.producing(LARGE) as other:
             ticket = kvflow.Ticket.from_params(await producer.offer_as_is("r", BLOCKS, TOKENS))

@@ -12,16 +12,16 @@ import kvflow
 from kvflow.config import TcpSettings
 from kvflow.ids import Credentials, PeerId, pass_of
 from kvflow.layout.region import Region
-from kvflow.transfer.pairs import UnitPairs
-from kvflow.transfer.requests import LeaseName, Part, RankRead, ReadEnded
-from kvflow.transport.base import PeerAdded, PeerAddress, Program
-from kvflow.transport.bounds import check_rows
-from kvflow.transport.device import PORTION_BYTES
-from kvflow.transport.mover import Chunk, Portion, Prepared, Share
-from kvflow.transport.serving import Serving, Track
-from kvflow.transport.staging import StagingMemory
-from kvflow.transport.tcp import TcpMover
-from kvflow.transport.threaded import ThreadedTransport
+from kvflow.layout.tracks import Track
+from kvflow.planning.pairs import UnitPairs
+from kvflow.reads.backend import CheckedList, Chunk, Portion, Share
+from kvflow.reads.bounds import check_rows
+from kvflow.reads.contract import PeerAdded, PeerAddress, PreparedList, Serving
+from kvflow.reads.device import PORTION_BYTES
+from kvflow.reads.requests import LeaseName, Part, RankRead, ReadEnded
+from kvflow.reads.staging import StagingMemory
+from kvflow.reads.tcp.backend import TcpBackend
+from kvflow.reads.thread import ThreadedTransport
 from kvflow.worker import runtime
 from tests.benchmarks.blocks import Blocks
 from tests.devices import StandInCache, Watched, cache_of
@@ -36,7 +36,7 @@ SEEN, OLD, REUSED = 0x5A, 0xAB, 0xEE
 
 
 class End:
-    """A cache, its leases, and a mover; threaded for readers that are not driven by hand."""
+    """A cache, its leases, and a backend; threaded for readers that are not driven by hand."""
 
     def __init__(self, memory, content, *, block=BLOCK, encryption="off", threaded=True, reaches_device=True):
         self.cache = cache_of(memory, content)
@@ -60,8 +60,8 @@ class End:
         self.waiting = []
 
         def make(regions, epochs, serving):
-            self.mover = TcpMover("agent", settings, regions, epochs, serving)
-            return self.mover
+            self.backend = TcpBackend("agent", settings, regions, epochs, serving)
+            return self.backend
 
         epochs = Region(self.epochs.ctypes.data, self.epochs.nbytes)
         if threaded:
@@ -70,7 +70,7 @@ class End:
             self.close = self.transport.close
         else:
             make([region], epochs, serving)
-            self.close = self.mover.close
+            self.close = self.backend.close
 
     def lease(self, slot, epoch, blocks):
         self.epochs[slot] = epoch
@@ -87,29 +87,29 @@ class End:
 
     def address(self):
         epochs = Region(self.epochs.ctypes.data, self.epochs.nbytes)
-        planes = {"tcp": self.mover.metadata}
+        planes = {"tcp": self.backend.metadata}
         who = Credentials(*READER, pass_of(KEY, *READER))
-        return PeerAddress(SOURCE, planes, epochs, None, self.mover.data_endpoint, who)
+        return PeerAddress(SOURCE, planes, epochs, None, self.backend.data_endpoint, who)
 
     def rows(self):
         return np.array([[self.cache.region.address, self.block, self.cache.region.device, self.block, self.count]])
 
-    def program(self, source):
+    def prepared_list(self, source):
         kinds = {"source_memory": source.cache.region.memory, "target_memory": self.cache.region.memory}
-        return Program(1, SOURCE, source.rows(), self.rows(), **kinds, binding=Blocks(self.block, 256))
+        return PreparedList(1, SOURCE, source.rows(), self.rows(), **kinds, binding=Blocks(self.block, 256))
 
     def meet(self, source):
         self.transport.add_peer(source.address())
         assert isinstance(self.next(PeerAdded), PeerAdded)
-        self.transport.prepare(self.program(source))
+        self.transport.prepare(self.prepared_list(source))
         return self
 
     def meet_by_hand(self, source):
-        """The same with a mover that has no thread."""
-        self.mover.add(source.address())
-        program = self.program(source)
-        rows = [check_rows(each) for each in (program.source_rows, program.target_rows)]
-        self.mover.prepare(Prepared(program, *rows))
+        """The same with a backend that has no thread."""
+        self.backend.add(source.address())
+        prepared_list = self.prepared_list(source)
+        rows = [check_rows(each) for each in (prepared_list.source_rows, prepared_list.target_rows)]
+        self.backend.prepare(CheckedList(prepared_list, *rows))
         return self
 
     def read(self, pairs, slot, epoch):
@@ -125,7 +125,7 @@ class End:
     def post(self, *reads):
         made = []
         for pairs, slot, epoch in reads:
-            units = UnitPairs(*([int(unit) for unit in column] for column in zip(*pairs, strict=True)))
+            units = UnitPairs(*(tuple(map(int, column)) for column in zip(*pairs, strict=True)))
             made.append(RankRead(next(self.read_ids), SOURCE, LeaseName(slot, epoch), (Part(1, units),)))
         assert self.transport.post(made) == []
 
@@ -215,11 +215,11 @@ def test_no_byte_of_a_lease_that_ends_in_the_middle_is_read_after_its_end(ends, 
     pairs = [(block, block) for pair in zip(range(half), range(half, BLOCKS), strict=True) for block in pair]
     leases = ((1, 1, 5), (2, 2, 6))
     portion = portion_of(pairs, [(*lease, 1) for _ in range(half) for lease in leases], BLOCK)
-    flight = consumer.mover.post(Chunk(portion, 0, BLOCKS))
-    while consumer.mover.poll(flight) is None:
-        consumer.mover.progress()
+    posted = consumer.backend.post(Chunk(portion, 0, BLOCKS))
+    while consumer.backend.poll(posted) is None:
+        consumer.backend.progress()
     reads = [(read_id, LeaseName(slot, epoch)) for read_id, slot, epoch in leases]
-    assert consumer.mover.post_check(SOURCE, 1, 2, reads, fence=True) == [6, 6]
+    assert consumer.backend.post_check(SOURCE, 1, 2, reads, fence=True) == [6, 6]
     after = consumer.blocks()
     np.testing.assert_array_equal(after[half:], before[half:])
     ended = after[:half]
@@ -284,9 +284,9 @@ def test_a_reader_that_takes_nothing_keeps_no_other_waiting(ends, encryption):
     every = [(block, block) for block in range(count)]
     fetched = threading.Event()
     producer.device.on_fetch = lambda number: fetched.set()
-    stuck.mover.post(Chunk(portion_of(every, [(1, 1, 5, count)], 1 << 14), 0, count))
+    stuck.backend.post(Chunk(portion_of(every, [(1, 1, 5, count)], 1 << 14), 0, count))
     while not fetched.is_set():  # until its answer is begun, and then never again
-        stuck.mover.progress()
+        stuck.backend.progress()
     consumer = ends("VRAM", blank(count, 1 << 14), block=1 << 14, encryption=encryption).meet(producer)
     assert consumer.read(every, 1, 5).verdict == "held"
     np.testing.assert_array_equal(consumer.blocks(), producer.blocks())
@@ -318,7 +318,7 @@ def test_a_device_that_fails_at_the_source_fails_one_read(ends):
     producer.device.on_fetch = lambda number: None
     consumer.transport.add_peer(producer.address())
     consumer.next(PeerAdded)
-    consumer.transport.prepare(consumer.program(producer))
+    consumer.transport.prepare(consumer.prepared_list(producer))
     assert consumer.read([(0, 0)], 1, 5).verdict == "held"
     np.testing.assert_array_equal(consumer.blocks()[0], producer.blocks()[0])
 

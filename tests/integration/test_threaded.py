@@ -7,7 +7,7 @@ import pytest
 
 import kvflow
 from kvflow import errors
-from kvflow.transfer.events import TransferFailed
+from kvflow.events import TransferFailed
 from kvflow.worker.threaded import Finished
 
 from .producing import configured

@@ -36,7 +36,7 @@ def test_a_forked_child_is_refused_and_its_parent_goes_on(shell, end):
 
 
 @pytest.mark.processes
-def test_a_worker_is_called_on_its_own_loop_only_and_a_refused_caller_can_end():
+def test_a_worker_refuses_calls_on_another_loop():
     told = told_by("looping_process")
     for place in ("another loop", "another thread", "no loop"):
         assert set(told[place].values()) == {"wrong_event_loop, see run_worker"}, (place, told[place])
