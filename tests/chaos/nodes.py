@@ -40,7 +40,7 @@ class Node(Child):
         self._ids = count(1)
         self._loop = asyncio.get_running_loop()
         ours = {"KVFLOW_CHAOS_WORDS": str(words), "KVFLOW_CHAOS_NAMESPACE": namespace}
-        super().__init__(MODULE, forked=True, **ours, **environment)
+        super().__init__(MODULE, **ours, **environment)
         threading.Thread(target=self._listen, daemon=True).start()
 
     async def open(self, *, num_offered=0, num_slots=0, **settings):

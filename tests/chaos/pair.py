@@ -45,7 +45,7 @@ def shape(mib):
 
 
 def large_and_small(num_blocks):
-    """Return the block ids of both requests: every other one, since neighbours would be read as one."""
+    """Return the block ids of both requests: every other one, since neighbors would be read as one."""
     small = list(range(2 * SMALL))
     large = list(range(2 * SMALL, num_blocks))
     return [large[::2], large[1::2]], [small[::2], small[1::2]]

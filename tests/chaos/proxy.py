@@ -16,7 +16,7 @@ class Wire:
 
     Args:
         proxy: that it belongs to.
-        consumer: reader and writer of the side that has dialled.
+        consumer: reader and writer of the side that has dialed.
         producer: reader and writer of the other.
     """
 

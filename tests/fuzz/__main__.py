@@ -1,4 +1,4 @@
-"""``python -m tests.fuzz``: mutated input for all that takes any, and what came of it. See docs/howto/fuzz.md."""
+"""``python -m tests.fuzz``: give invalid bytes to all that takes any. See docs/contributing/fuzz.md."""
 
 import argparse
 import asyncio
@@ -9,7 +9,7 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before anybody loads torch, whose threads spin
 
-from .dialler import KINDS, lie
+from .dialer import KINDS, lie
 from .listener import attack
 from .processes import Died, fuzzed_worker
 from .targets import TARGETS, Finding, drawn, run
@@ -19,7 +19,7 @@ from .tcp import lie as lie_over_tcp
 HONEST_S = 1.0
 """What an honest handshake, or an honest read over TCP, may take beside the attack, as the worst of all."""
 
-GROWTH_MAX = {"listening": 0.05, "dialling": 0.15, "exporting over TCP": 0.25, "reading over TCP": 0.05}
+GROWTH_MAX = {"listening": 0.05, "dialing": 0.15, "exporting over TCP": 0.25, "reading over TCP": 0.05}
 """Of resident memory, after a fifth of the input. Every lie that reaches NIXL is another peer. A peer that was met and
 removed leaves 0.5 KB in UCX, one with wrong metadata at most 5 KB: "Known limits" in the architecture page. An exporter
 over TCP is a process of 45 MiB, and some reads need 4 MiB each."""
@@ -124,7 +124,7 @@ def listening(options):
     return missed
 
 
-def dialling(options):
+def dialing(options):
     """Lie to a worker that dials; return the bounds that were missed."""
     say(f"{options.lies} of each to a worker that dials, over NIXL: {', '.join(KINDS)}:")
 
@@ -136,7 +136,7 @@ def dialling(options):
     for kind, words in found.said.items():
         say(f"  {kind}: " + ", ".join(f"{word} {count}" for word, count in words.most_common(6)))
     say(f"  {sum(words.total() for words in found.said.values()) / found.seconds:.0f} per second")
-    return memory("dialling", found.rss_warm, found.rss_end)
+    return memory("dialing", found.rss_warm, found.rss_end)
 
 
 def exporting(options):
@@ -210,7 +210,7 @@ def main():
         if options.frames:
             missed += listening(options)
         if options.lies:
-            missed += dialling(options)
+            missed += dialing(options)
         if options.tcp_frames:
             missed += exporting(options)
         if options.tcp_answers:

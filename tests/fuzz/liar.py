@@ -8,17 +8,17 @@ import numpy as np
 
 import handshake
 from handshake import Publication
-from kvflow.cache.tickets import FORMAT, RankAddress
 from kvflow.ids import agent_name, worker_name
 from kvflow.layout.manifest import MANIFEST_SCHEMA
 from kvflow.layout.region import Region
-from kvflow.rendezvous.mint import TicketKey
+from kvflow.leases.tickets import FORMAT, RankAddress
+from kvflow.reads.envelope import Envelope, seal, unseal
+from kvflow.reads.nixl.backend import NixlBackend, exporter_name
+from kvflow.reads.nixl.metadata import inspect
+from kvflow.rendezvous.issuer import TicketKey
 from kvflow.rendezvous.publication import Advertisement
-from kvflow.testing.tickets import grants_of, packed
-from kvflow.transport.envelope import Envelope, seal, unseal
-from kvflow.transport.nixl import NixlMover, exporter_name
-from kvflow.transport.nixl_metadata import inspect
 from tests.integration.shapes import Shape
+from tests.simulation.tickets import grants_of, packed
 
 from .mutations import HOSTILE, Mutator
 from .processes import SECRET, Died
@@ -55,11 +55,11 @@ class Truth:
         self._manifest = self._cache.manifest()
         self._table = np.zeros(SLOTS, np.uint64)
         self._epochs = Region(self._table.ctypes.data, self._table.nbytes)
-        self._mover = NixlMover(agent_of(0), self._manifest.regions, self._epochs)
-        self._blob = unseal(self._mover.metadata, transport="nixl").blob
+        self._backend = NixlBackend(agent_of(0), self._manifest.regions, self._epochs)
+        self._blob = unseal(self._backend.metadata, transport="nixl").blob
 
     def close(self):
-        self._mover.close()
+        self._backend.close()
 
     def blob(self, number):
         """What NIXL publishes, in the name of an incarnation."""
@@ -68,7 +68,7 @@ class Truth:
     def advertisement(self, number, blob):
         """What a worker publishes, around a blob."""
         name = exporter_name(agent_of(number))
-        sealed = seal(Envelope("nixl", name, blob, self._mover._settings))
+        sealed = seal(Envelope("nixl", name, blob, self._backend._settings))
         return Advertisement(manifest=self._manifest, epochs=self._epochs, planes={"nixl": sealed})
 
     def honest(self, number):
@@ -153,11 +153,11 @@ def mutated_blocks(seed, number):
 
 
 class Liar:
-    """One listener that tells each dialler what it was last told to.
+    """One listener that tells each dialer what it was last told to.
 
     Attributes:
         endpoint: where it listens.
-        blocks: where its dialler is to put what it reads: nobody else's.
+        blocks: where its dialer is to put what it reads: nobody else's.
     """
 
     def __init__(self, server, number):

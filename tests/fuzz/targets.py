@@ -17,24 +17,30 @@ from handshake.errors import RemoteProtocolError
 from handshake.events import ConnectionFailed
 from handshake.limits import DEFAULT_LIMITS
 from handshake.states import Role, State
-from kvflow.cache.tickets import FORMAT, MAC_BYTES, RankAddress, Ticket
+from kvflow.cli.inspect import lines_of as report_lines
 from kvflow.errors import KvflowError, PlanUnsound
-from kvflow.integrations.vllm.orders import Fail, Pull
+from kvflow.integrations.vllm.messages import Fail, Pull
 from kvflow.integrations.vllm.params import read_params, ticket_chars_max
 from kvflow.layout.manifest import MANIFEST_SCHEMA
 from kvflow.layout.region import Region
 from kvflow.layout.tracks import Track
+from kvflow.leases.blocks import check_block_ids
+from kvflow.leases.table import LeaseReader, LeaseState
+from kvflow.leases.tickets import FORMAT, MAC_BYTES, RankAddress, Ticket
+from kvflow.planning.pairs import pair_units
+from kvflow.planning.plan import plan_transfer
+from kvflow.reads.bounds import OutOfBounds
+from kvflow.reads.envelope import Envelope, seal, unseal
+from kvflow.reads.nixl.metadata import inspect
+from kvflow.reads.requests import LeaseName
+from kvflow.reads.serving import ServedList
+from kvflow.reads.tcp import wire as tcp_wire
 from kvflow.rendezvous.publication import Advertisement, decode
-from kvflow.testing.tickets import packed
-from kvflow.transfer.pairs import check_block_ids, pair_units
-from kvflow.transfer.plan import plan_transfer
-from kvflow.transfer.requests import LeaseName
-from kvflow.transport import tcp_wire
-from kvflow.transport.bounds import OutOfBounds
-from kvflow.transport.envelope import Envelope, seal, unseal
-from kvflow.transport.nixl_metadata import inspect
-from kvflow.transport.serving import ServedProgram
+from kvflow.worker.connections import PeerState
+from kvflow.worker.destinations import Quarantined
+from kvflow.worker.snapshot import Snapshot, decode_inspection, encode_inspection
 from tests.integration.shapes import Shape
+from tests.simulation.tickets import packed
 from tests.unit.kvflow.integrations.vllm_like import (
     TOKENS_MAX,
     FullAttentionSpec,
@@ -43,6 +49,7 @@ from tests.unit.kvflow.integrations.vllm_like import (
     new_request,
     side,
 )
+from tests.unit.kvflow.worker.helpers import PULL
 
 from .corpus import AGENT, METADATA
 from .frames import IDENTITY, PUBLICATION, SEEDS
@@ -59,6 +66,28 @@ ADVERTISED = msgspec.msgpack.encode(
         epochs=Region(address=4096, nbytes=512),
         planes={"nixl": seal(Envelope("nixl", AGENT, METADATA))},
     )
+)
+REPORT = encode_inspection(
+    "open",
+    9.0,
+    lambda limit: Snapshot(
+        leases=1,
+        pulls=1,
+        quarantined=(Quarantined(1, "peer_lost", 2.0, 3),),
+        rejected={"key_unknown": 1},
+        open_pulls=(PULL,)[:limit],
+        held_leases=(
+            LeaseState(
+                request_id="r",
+                age_s=1.0,
+                expires_in_s=2.0,
+                num_blocks=3,
+                readers=(LeaseReader(engine_id="d", num_ranks=2, released=1),),
+            ),
+        ),
+        producers=(PeerState(name="prefill-0/0/a", state="connected", software="kvflow", transport="tcp"),),
+        readers=(PeerState(name="decode-0/0/a", state="connected", rtt_s=0.1),),
+    ),
 )
 ADDRESS = RankAddress(rank=0, incarnation="a" * 32, endpoint="tcp://127.0.0.1:1", slots=8)
 
@@ -109,6 +138,17 @@ def take_manifest(data):
     except (KvflowError, ValueError) as error:
         return type(error).__name__
     return "planned"
+
+
+def take_report(data):
+    """Read what a worker has told about itself, and show it as ``kvflow inspect`` does."""
+    try:
+        inspection = decode_inspection(data, peer="a liar")
+    except KvflowError as error:
+        return type(error).__name__
+    for line in report_lines(inspection):
+        assert line.isprintable(), f"a terminal would obey {line!r}"
+    return "taken"
 
 
 def take_metadata(data):
@@ -162,7 +202,7 @@ def _live(engine, request):
     assert waits is bool(wanted)
     room = -(-wanted // 16)
     engine.allocated(request, blocks_of(range(1, room + 1), range(room + 1, 2 * room + 1)), wanted)
-    orders = engine.take_orders()
+    orders = engine.take_commands()
     engine.on_finished(request, ([1], [2]))
     assert not engine.guard.take(), "an exception that nobody has foreseen"
     named = [block for order in orders if isinstance(order, Pull) for ids in order.block_ids for block in ids]
@@ -190,8 +230,8 @@ def take_blocks(data):
 TCP_ROWS = np.array([[1 << 40, 512, 0, 512, 64]], np.int64)
 TCP_TRACKS = (Track(1 << 40, 512, 512, 64),)
 TCP_FRAMES = (
-    tcp_wire.encode_program(1, 0, TCP_ROWS),
-    tcp_wire.encode_program(1, 0, np.repeat(TCP_ROWS, 20, axis=0)),
+    tcp_wire.encode_list(1, 0, TCP_ROWS),
+    tcp_wire.encode_list(1, 0, np.repeat(TCP_ROWS, 20, axis=0)),
     tcp_wire.encode_read(1, [LeaseName(3, 7)], np.arange(4, dtype=np.int32), None),
     tcp_wire.encode_read(
         1,
@@ -213,14 +253,14 @@ def take_tcp(data):
             return "half"
         body = body[: request.nbytes]
         if request.kind == tcp_wire.PROGRAM:
-            program = ServedProgram(tcp_wire.decode_rows(body), TCP_TRACKS, request.few)
-            ends = [program.resolve(np.array([number], np.int32)) for number in (0, program.count - 1)]
+            prepared_list = ServedList(tcp_wire.decode_rows(body), TCP_TRACKS, request.few)
+            ends = [prepared_list.resolve(np.array([number], np.int32)) for number in (0, prepared_list.count - 1)]
             for address, nbytes, block in ends:
                 assert (TCP_TRACKS[0].address + block * 512 <= address).all()
                 assert (address + nbytes <= TCP_TRACKS[0].address + (block + 1) * 512).all()
         elif request.kind == tcp_wire.READ:
             _, index, _ = tcp_wire.decode_read(request, body)
-            ServedProgram(TCP_ROWS, TCP_TRACKS, 0).resolve(index)
+            ServedList(TCP_ROWS, TCP_TRACKS, 0).resolve(index)
     except (tcp_wire.BadFrame, OutOfBounds) as error:
         return type(error).__name__
     return "served"
@@ -291,6 +331,7 @@ def _draw_request(mutator):
 TARGETS = {
     "frame": (take_frame, _draw_frame),
     "manifest": (take_manifest, lambda mutator: mutator.of_packed(ADVERTISED, ADVERTISED)),
+    "report": (take_report, lambda mutator: mutator.of_packed(REPORT, REPORT)),
     "metadata": (take_metadata, _draw_metadata),
     "ticket": (take_ticket, _draw_ticket),
     "request": (take_request, _draw_request),

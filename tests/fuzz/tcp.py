@@ -11,10 +11,10 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from kvflow.transport import tcp_wire as wire
-from kvflow.transport.mover import MoveFailed
-from kvflow.transport.tcp_channel import ChannelClosed
-from tests.unit.kvflow.transport.tcp_peers import EPOCH, PATIENCE_MS, Consumer, Leases, ScriptedExporter, credentials
+from kvflow.reads.backend import BackendError
+from kvflow.reads.tcp import wire
+from kvflow.reads.tcp.channel import ChannelClosed
+from tests.unit.kvflow.reads.tcp.peers import EPOCH, PATIENCE_MS, Consumer, Leases, ScriptedExporter, credentials
 
 from .mutations import Mutator
 from .processes import PATIENCE_S, START_PATIENCE_S, Died, start
@@ -135,12 +135,12 @@ class Honest:
         try:
             peer = consumer.add(served.endpoint, who=credentials(name="honest", incarnation="7" * 32))
             for group in (0, 1):
-                consumer.prepare(peer, served.rows(group), program_id=group, group=group)
+                consumer.prepare(peer, served.rows(group), list_id=group, group=group)
             while not self._stopping.wait(BETWEEN_HONEST_S):
                 group, count = draw.integers(2), draw.integers(1, HONEST_BLOCKS_MAX)
                 source, target = draw.integers(0, served.leased, count), draw.permutation(served.blocks)[:count]
                 leases = [(0, served.epochs[0], int(count))]
-                read = consumer.read(peer, source, target, leases, nbytes=served.block_bytes, program_id=int(group))
+                read = consumer.read(peer, source, target, leases, nbytes=served.block_bytes, list_id=int(group))
                 begun_at = time.monotonic()
                 consumer.wait(consumer.post(read))
                 self.seconds.append(time.monotonic() - begun_at)
@@ -216,7 +216,7 @@ class Lied(Struct):
     Attributes:
         answers: that they said, most of them valid but strange.
         said: how many reads ended how.
-        connections: that were dialled.
+        connections: that were dialed.
         seconds: that it took.
         rss_warm: resident bytes of this process after the first fifth.
         rss_end: at the end.
@@ -231,7 +231,7 @@ class Lied(Struct):
 
 
 def lie(answers, seed, *, encryption="off", first=0, rss=lambda: 0, tell=lambda *_: None):
-    """Answer a mover's reads with so many lies.
+    """Answer a backend's reads with so many lies.
 
     Raises:
         Died: a read has not ended, or a byte was written beside what was read into; says how to draw it again.
@@ -279,8 +279,8 @@ class _Liar:
             broken = self._answer(mutator, reads)
             if broken:
                 self._end()
-            for _, _, blocks, flight in reads:
-                self._hear(flight)
+            for _, _, blocks, posted in reads:
+                self._hear(posted)
                 self._consumer.target[blocks] = GUARD
             assert (self._consumer.target == GUARD).all(), "a byte was written beside what was read into"
             if broken:
@@ -289,11 +289,11 @@ class _Liar:
 
     def _answer(self, mutator, reads):
         """Answer reads, and tell whether the protocol was broken."""
-        if self._connection is None and self._dialled(mutator):
+        if self._connection is None and self._dialed(mutator):
             return True
-        asked = deque((nbytes, epochs, flight) for nbytes, epochs, _, flight in reads)
+        asked = deque((nbytes, epochs, posted) for nbytes, epochs, _, posted in reads)
         while asked:
-            nbytes, epochs, flight = asked.popleft()
+            nbytes, epochs, posted = asked.popleft()
             answer, broken = mutated_answer(mutator, nbytes, epochs)
             self._found.answers += 1
             with suppress(ChannelClosed):
@@ -301,30 +301,30 @@ class _Liar:
             if broken:
                 return True
             if len(epochs) > 1 and answer[0] == wire.REFUSED:
-                self._until_asked_alone(flight)
-                asked += [(2 * BLOCK_BYTES, epochs[:1], flight), (nbytes - 2 * BLOCK_BYTES, epochs[1:], flight)]
+                self._until_asked_alone(posted)
+                asked += [(2 * BLOCK_BYTES, epochs[:1], posted), (nbytes - 2 * BLOCK_BYTES, epochs[1:], posted)]
         return False
 
-    def _until_asked_alone(self, flight):
+    def _until_asked_alone(self, posted):
         """Drive the consumer until it has asked for both leases of a read alone."""
         until = time.monotonic() + PATIENCE_MS / 1e3
-        while flight.missing < 2:
+        while posted.missing < 2:
             assert time.monotonic() < until, "it does not ask again"
-            self._consumer.mover.progress()
+            self._consumer.backend.progress()
 
     def be_honest(self):
         """Answer one read as an honest exporter does."""
         draw = Mutator("honest").draw
-        nbytes, epochs, blocks, flight = self._post(draw)
+        nbytes, epochs, blocks, posted = self._post(draw)
         if self._connection is None:
             self._connection = self._exporter.open()
         told = b"".join(map(wire.EPOCH_VALUE.pack, epochs))
         self._connection.say(wire.ANSWER.pack(wire.DONE, 0, len(epochs), 0, nbytes) + bytes(nbytes) + told)
-        assert self._consumer.wait(flight) == 0
+        assert self._consumer.wait(posted) == 0
         assert not self._consumer.target[blocks].any()
         self._end()
 
-    def _dialled(self, mutator):
+    def _dialed(self, mutator):
         """Accept a connection, and tell whether the protocol was broken at once."""
         self._connection = self._exporter.accept()
         self._found.connections += 1
@@ -344,15 +344,15 @@ class _Liar:
         read = self._consumer.read(self._peer, blocks, blocks, leases)
         return read.nbytes, [epoch for _, epoch, _ in leases], blocks, self._consumer.post(read)
 
-    def _hear(self, flight):
+    def _hear(self, posted):
         try:
-            self._consumer.wait(flight)
-            self._found.said["bounds" if flight.refused else "done"] += 1
-        except MoveFailed as failed:
+            self._consumer.wait(posted)
+            self._found.said["bounds" if posted.refused else "done"] += 1
+        except BackendError as failed:
             self._found.said[failed.reason.code] += 1
 
     def _end(self):
         """Close the connection, and have the consumer forget what it asked."""
         self._connection.close()
         self._connection = None
-        self._consumer.mover.leave(self._peer)
+        self._consumer.backend.leave(self._peer)

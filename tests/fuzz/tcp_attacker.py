@@ -12,9 +12,9 @@ from contextlib import suppress
 
 import msgspec
 
-from kvflow.transport import tcp_wire as wire
-from kvflow.transport.tcp_channel import ChannelClosed
-from tests.unit.kvflow.transport.tcp_peers import PATIENCE_MS, Reader
+from kvflow.reads.tcp import wire
+from kvflow.reads.tcp.channel import ChannelClosed
+from tests.unit.kvflow.reads.tcp.peers import PATIENCE_MS, Reader
 
 from .tcp_frames import MEMBER, Served, talk
 from .tcp_served import SECRET_BYTE
@@ -66,7 +66,7 @@ class Attack:
             self.told["turned_away"] += 1
             return
         reader.hear(wire.WELCOME_BYTES)
-        reader.say(*[wire.encode_program(group, group, self._served.rows(group)) for group in (0, 1)])
+        reader.say(*[wire.encode_list(group, group, self._served.rows(group)) for group in (0, 1)])
         for first in range(0, len(said.frames), AT_ONCE):
             part = said.frames[first : first + AT_ONCE]
             reader.say(*[frame for frame, _ in part])

@@ -3,8 +3,8 @@
 import numpy as np
 from msgspec import Struct
 
-from kvflow.transport import tcp_wire as wire
-from tests.unit.kvflow.transport.tcp_peers import SLOTS, credentials, read_frame
+from kvflow.reads.tcp import wire
+from tests.unit.kvflow.reads.tcp.peers import SLOTS, credentials, read_frame
 
 from .mutations import NUMBERS, Mutator
 
@@ -89,20 +89,20 @@ class _Frames:
     def __init__(self, draw, served):
         self._draw = draw
         self._served = served
-        self._programs = 2  # that every conversation begins with: 0 and 1 make sense
+        self._prepared_lists = 2  # that every conversation begins with: 0 and 1 make sense
 
     def frame(self):
         kind = self._draw.random()
         if kind < 0.1:
             return self._epoch(), True
         if kind < 0.2:
-            return self._program(), False
+            return self._list(), False
         return self._read(), True
 
     def _epoch(self):
         return wire.encode_epoch(self._draw.choice((*range(SLOTS), SLOTS, 2**31, 2**32 - 1)))
 
-    def _program(self):
+    def _list(self):
         draw = self._draw
         rows = np.repeat(self._served.rows(draw.randrange(2)), draw.choice((1, 1, 1, 2, 5, 300)), axis=0)
         for _ in range(draw.choice((0, 1, 1, 2))):
@@ -110,13 +110,13 @@ class _Frames:
             old = int(rows[at])
             near = (old + 1, old - 1, old * 2, old // 2, -old, old + self._served.block_bytes)
             rows[at] = _int64(draw.choice((*near, *NUMBERS)))
-        number = self._programs
-        self._programs += 1
-        return wire.encode_program(number, draw.choice(GROUPS), rows)
+        number = self._prepared_lists
+        self._prepared_lists += 1
+        return wire.encode_list(number, draw.choice(GROUPS), rows)
 
     def _read(self):
         draw, served = self._draw, self._served
-        number = draw.choice((0, 0, 0, 1, 1, draw.randrange(self._programs), self._programs, 2**32 - 1))
+        number = draw.choice((0, 0, 0, 1, 1, draw.randrange(self._prepared_lists), self._prepared_lists, 2**32 - 1))
         leases = [self._lease() for _ in range(draw.choice((1, 1, 1, 2, 2, 5, 40)))]
         if draw.random() < 0.01:
             leases *= 1024 // len(leases)

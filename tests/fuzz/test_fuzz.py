@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from .corpus import kept
-from .dialler import lie
+from .dialer import lie
 from .frames import conversation
 from .listener import attack
 from .mutations import Mutator
@@ -25,7 +25,7 @@ TCP_ANSWERS = 300
 @pytest.mark.nixl
 @pytest.mark.processes
 @pytest.mark.timeout(600)
-async def test_a_worker_lives_through_mutated_messages_and_through_lies_of_every_kind():
+async def test_a_worker_survives_mutated_messages_and_every_kind_of_lie():
     async with fuzzed_worker("nixl") as worker:
         attacked = await attack(worker, MESSAGES, "test", raw=50)
         assert attacked.mutated >= MESSAGES
@@ -42,7 +42,7 @@ async def test_a_worker_lives_through_mutated_messages_and_through_lies_of_every
 @pytest.mark.processes
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("encryption", TCP_FRAMES)
-async def test_an_exporter_over_tcp_lives_through_readers_that_lie_and_serves_honest_ones(encryption):
+async def test_a_tcp_exporter_survives_lying_readers_and_serves_honest_ones(encryption):
     frames = TCP_FRAMES[encryption]
     found = await attack_tcp(frames, "test", encryption=encryption)
     assert found.frames >= frames

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from kvflow.layout.groups import Group
 from kvflow.layout.shards import Shard
 from kvflow.layout.specs import ITEM_BYTES, FullAttention, SlidingWindow
+from kvflow.leases.blocks import check_block_ids
 from kvflow.memory.cache import KVCache, allocate
-from kvflow.transfer.bind import Binding
-from kvflow.transfer.pairs import check_block_ids, pair_units
+from kvflow.planning.bind import Binding
+from kvflow.planning.pairs import pair_units
 
 LAYOUTS = ("LBNHC", "LBHNC", "BLNHC", "BLHNC", "BHLNC")
 BLOCK_SIZES = (1, 2, 3, 4, 8, 12, 16, 24, 32, 48, 64)
@@ -25,7 +26,7 @@ ROLES = ("k", "v")
 ABSENT = -1
 
 thorough = settings(
-    max_examples=150,
+    max_examples=100,
     print_blob=True,
     phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],  # explaining takes minutes
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
@@ -139,7 +140,7 @@ def _shuffled_groups(draw, specs):
 
 
 def tags(layer, role, heads, tokens, nbytes):
-    """Bytes that name their own coordinates, ``[head, token, byte]``; eight neighbouring bytes tell them apart."""
+    """Bytes that name their own coordinates, ``[head, token, byte]``; eight neighboring bytes tell them apart."""
     number = np.uint64(hash_of(layer, role)) + np.uint64(1 << 20) * np.asarray(heads, np.uint64)[:, None]
     number = (number + np.asarray(tokens, np.uint64)[None, :]) * np.uint64(0x9E3779B97F4A7C15)
     words = np.arange(-(-nbytes // 8), dtype=np.uint64)

@@ -193,7 +193,7 @@ KINDS = (_attention, _attention, _attention, _attention, _latent, _latent, _recu
 
 
 def _slice(pick, names):
-    """Some neighbours, mostly all."""
+    """Some neighbors, mostly all."""
     if pick((True, True, False)):
         return names
     first = pick(range(len(names)))

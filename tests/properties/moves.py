@@ -8,15 +8,19 @@ import numpy as np
 import pytest
 
 from kvflow.errors import BlockRangeMismatch
-from kvflow.transfer.bind_plan import bind_plan
-from kvflow.transfer.cover import share_out
-from kvflow.transfer.pairs import check_block_ids, pair_units
-from kvflow.transfer.plan import plan_transfer
+from kvflow.leases.blocks import check_block_ids
+from kvflow.planning.assignment import assign_sources
+from kvflow.planning.bind import bind_plan
+from kvflow.planning.pairs import pair_units
+from kvflow.planning.plan import plan_transfer
 
 from .caches import descriptors, require_inside
 from .oracle import ABSENT, Shared, tokens_by_block, write
 from .pools import open_pool
 from .staged import copy_staged
+
+SLICED_BYTES_MIN = 1024
+"""Longer descriptors are copied one by one, because an index for each of their bytes costs more."""
 
 
 def require_right_bytes(case, **terms):
@@ -71,9 +75,9 @@ def planned(case, sources, target, **terms):
         return [(sources[0], plan_transfer(theirs[0], ours, **terms))]
     shares = {} if case.turn is not None else shared_out_anyhow(case, sources, target)
     if not shares:
-        shares = {share.source: share.pieces for share in share_out(ours, theirs, turn=case.turn or 0)}
+        shares = {share.source: share.head_ranges for share in assign_sources(ours, theirs, rotation=case.turn or 0)}
     return [
-        (sources[index], plan_transfer(theirs[index], ours, pieces=pieces, **terms))
+        (sources[index], plan_transfer(theirs[index], ours, head_ranges=pieces, **terms))
         for index, pieces in sorted(shares.items())
     ]
 
@@ -276,9 +280,13 @@ def _copy(binding, pairs, source, target, writes):
     require_inside(target_at, lengths, target.cache.manifest().regions)
     for nbytes in np.unique(lengths):
         chosen = lengths == nbytes
-        steps = np.arange(nbytes)
-        at = (source_at[chosen] - source.address)[:, None] + steps
-        to = (target_at[chosen] - target.address)[:, None] + steps
+        places = source_at[chosen] - source.address, target_at[chosen] - target.address
+        if nbytes >= SLICED_BYTES_MIN:
+            for at, to in zip(*places, strict=True):
+                target.memory[to : to + nbytes] = source.memory[at : at + nbytes]
+                writes[to : to + nbytes] += 1
+            continue
+        at, to = (place[:, None] + np.arange(nbytes) for place in places)
         target.memory[to] = source.memory[at]
         np.add.at(writes, to, 1)
 

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvflow.transfer.events import TransferFailed, TransferQuiesced, TransferRetried
-from kvflow.transfer.pairs import UnitPairs
-from kvflow.transfer.pulls import EARLY_RETRY_S, EARLY_RETRY_S_MAX, Budgets, Pull
-from kvflow.transfer.requests import LeaseName, Owing, Part, RankRead, ReadEnded
-from kvflow.transfer.scheduler import CancelReads, Delivered, Scheduler, StartReads
+from kvflow.config import Budgets
+from kvflow.events import TransferFailed, TransferQuiesced, TransferRetried
+from kvflow.planning.pairs import UnitPairs
+from kvflow.reads.pulls import EARLY_RETRY_S, EARLY_RETRY_S_MAX, Pull
+from kvflow.reads.requests import LeaseName, Outstanding, Part, RankRead, ReadEnded
+from kvflow.reads.scheduler import CancelReads, Delivered, Scheduler, StartReads
 
 BUDGETS = Budgets(queue_s=4.0, wire_s=3.0, fence_s=2.0)
 PULLS_MAX = 8
@@ -71,7 +72,7 @@ class World:
         self.ranks = {}  # read id -> rank, of every read that there ever was
         self.plane = {}  # read id -> read, of those that the data plane has
         self.cancelled = set()
-        self.owing = {peer: Owing() for peer in PEERS}
+        self.outstanding = {peer: Outstanding() for peer in PEERS}
 
     def submit(self, peers, *, priority=0, check_first=False):
         """Open a pull with one rank of each of these peers."""
@@ -97,15 +98,15 @@ class World:
     def advance(self, read_id):
         """Let a read enter its next phase: taken, on the wire, arrived. A check that comes first ends in the queue."""
         read = self.plane[read_id]
-        owing = self.owing[read.peer]
-        if read.owing is None:
-            read.since, read.owing = self.now, owing
+        outstanding = self.outstanding[read.peer]
+        if read.outstanding is None:
+            read.since, read.outstanding = self.now, outstanding
         elif read.phase == "queue":
             read.phase, read.since, read.started_at = "wire", self.now, self.now
-            owing.since = min(owing.since, self.now)
+            outstanding.since = min(outstanding.since, self.now)
         elif read.phase == "wire":
             read.phase, read.since, read.nbytes = "fence", self.now, RANK_BYTES
-            owing.since = self.now
+            outstanding.since = self.now
 
     def answer(self, read_id, verdict, *, unserved=False):
         """End a read."""

@@ -2,11 +2,11 @@
 
 import numpy as np
 
-from kvflow.transfer.boxes import COLUMNS, FIXED
-from kvflow.transfer.costs import Costs
-from kvflow.transport.base import Program
-from kvflow.transport.bounds import check_rows, check_scatter
-from kvflow.transport.staging import Scatterer
+from kvflow.planning.costs import Costs
+from kvflow.planning.strided_copies import COLUMNS, FIXED
+from kvflow.reads.bounds import check_rows, check_scatter
+from kvflow.reads.contract import PreparedList
+from kvflow.reads.staging import Scatterer
 
 from .caches import descriptors, require_inside
 
@@ -25,10 +25,10 @@ def fetched(binding, bound, source):
     runs, per_run = len(staged.fetch), binding.source.per_run
     for first, stop in zip(bound.cuts[:-1], bound.cuts[1:], strict=True):
         units = bound.source_index[first:stop].astype(np.int64)
-        assert 0 < len(units) <= scatter.slots
+        assert 0 < len(units) <= scatter.places
         content = np.random.default_rng(0).integers(0, 256, staged.buffer_bytes, np.uint8)
         source_index = (np.arange(runs)[:, None] * per_run + units).ravel()
-        target_index = (np.arange(runs)[:, None] * scatter.slots + np.arange(len(units))).ravel()
+        target_index = (np.arange(runs)[:, None] * scatter.places + np.arange(len(units))).ravel()
         source_at, lengths = descriptors(binding.source.table, source_index)
         target_at, target_lengths = descriptors(binding.target.table, target_index)
         assert np.array_equal(lengths, target_lengths)
@@ -53,9 +53,11 @@ def pieces(table, units, slot, unit):
 
 def scatterer_of(binding, regions):
     """What the transport carries out, after its own checks."""
-    program = Program(1, "p", binding.source.table, binding.target.table, scatter=binding.scatter)
-    rows = check_rows(program.source_rows), check_rows(program.target_rows)
-    return Scatterer(check_scatter(program, *rows, buffer_bytes=binding.group.staged.buffer_bytes, regions=regions))
+    prepared_list = PreparedList(1, "p", binding.source.table, binding.target.table, scatter=binding.scatter)
+    rows = check_rows(prepared_list.source_rows), check_rows(prepared_list.target_rows)
+    return Scatterer(
+        check_scatter(prepared_list, *rows, buffer_bytes=binding.group.staged.buffer_bytes, regions=regions)
+    )
 
 
 def copy_staged(binding, pairs, source, target, writes):

@@ -15,12 +15,12 @@ from kvflow.layout.specs import MLA, FullAttention, Mamba, Opaque, SlidingWindow
 from kvflow.memory.adopt import adopt
 from kvflow.memory.cache import allocate
 from kvflow.memory.overlap import LiveBytes, check_overlaps
-from kvflow.transfer.plan import plan_transfer
+from kvflow.planning.plan import plan_transfer
 
 from .caches import LAYOUTS, execute, fill_with_noise, mark_free, models, sides, thorough, write_tags
 
 hundred = settings(thorough, max_examples=100)
-many = settings(thorough, max_examples=500)
+many = settings(thorough, max_examples=200)
 """For those that move bytes, which take longest."""
 
 BLOCK_SIZE = 8

@@ -18,11 +18,11 @@ from kvflow.layout.manifest import Manifest
 from kvflow.layout.shards import Shard
 from kvflow.layout.specs import FullAttention
 from kvflow.memory.cache import allocate
-from kvflow.transfer.certificate import certify
-from kvflow.transfer.cover import share_out
-from kvflow.transfer.match import GroupPair, match_groups
-from kvflow.transfer.plan import GroupPlan, plan_transfer
-from kvflow.transfer.runs import RunTable, fragments
+from kvflow.planning.assignment import assign_sources
+from kvflow.planning.certificate import certify
+from kvflow.planning.match import GroupPair, match_groups
+from kvflow.planning.plan import GroupPlan, plan_transfer
+from kvflow.planning.runs import RunTable, cut_fragments
 
 from .engines import generate_case
 from .pools import open_cache
@@ -60,11 +60,14 @@ def planned_pairs(seed):
     for stage, rank in case.targets:
         target = open_cache(stage, rank, 3, rng)[0].manifest()
         if case.whole:
-            taken = [(sources[share.source], share.pieces) for share in share_out(target, sources, turn=case.turn or 0)]
+            taken = [
+                (sources[share.source], share.head_ranges)
+                for share in assign_sources(target, sources, rotation=case.turn or 0)
+            ]
         else:
             taken = [(sources[0], None)]
         for source, pieces in taken:
-            groups = plan_transfer(source, target, pieces=pieces).groups
+            groups = plan_transfer(source, target, head_ranges=pieces).groups
             for pair, plan in zip(match_groups(source, target, pieces), groups, strict=True):
                 yield Planned(target, pair, plan)
 
@@ -268,7 +271,7 @@ def test_a_unit_that_lies_on_two_ranks_fails_the_proof():
 def test_merging_changes_no_byte(plans):
     """Merged or not, a plan is proven: the proof stands on coordinates, not on how runs were cut."""
     for planned in plans:
-        tables = [fragments([part], planned.plan.source, planned.plan.target) for part in planned.pair.pairs]
+        tables = [cut_fragments([part], planned.plan.source, planned.plan.target) for part in planned.pair.pairs]
         columns = zip(*((table.nbytes, table.source, table.target) for table in tables), strict=True)
         finest = RunTable(*(np.concatenate(column, axis=-1) for column in columns))
         assert planned.certified(runs=finest) == planned.certified()

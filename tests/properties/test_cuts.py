@@ -6,15 +6,15 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvflow.transfer.pairs import UnitPairs
-from kvflow.transfer.plan import plan_transfer
+from kvflow.planning.pairs import UnitPairs
+from kvflow.planning.plan import plan_transfer
 
 from .caches import bindings, models, sides, thorough
 
 
 @st.composite
 def batches(draw):
-    """A binding of two random caches, and pairs of units ascending by source, with runs of neighbours."""
+    """A binding of two random caches, and pairs of units ascending by source, with runs of neighbors."""
     model = draw(models())
     source, target = (draw(sides(model, tp_sizes=(1,))).cache(draw(st.integers(1, 12))).manifest() for _ in range(2))
     binding = draw(st.sampled_from(bindings(plan_transfer(source, target), source, target)))
@@ -32,7 +32,7 @@ def batches(draw):
         sources = np.sort(rng.choice(num_source, count, replace=False))
         pairs = UnitPairs(sources, rng.permutation(num_target)[:count])
     if draw(st.booleans()):  # few, as pairing makes them
-        pairs = UnitPairs(pairs.source.tolist(), pairs.target.tolist())
+        pairs = UnitPairs(tuple(pairs.source.tolist()), tuple(pairs.target.tolist()))
     return binding, pairs
 
 
@@ -54,7 +54,7 @@ def follows(one, other):
 
 
 def merged_count(source, target):
-    """Count what is left when neighbours merge that are adjacent on both sides, one by one."""
+    """Count what is left when neighbors merge that are adjacent on both sides, one by one."""
     pairs = list(zip(source, target, strict=True))
     return len(pairs) - sum(
         follows(before[0], after[0]) and follows(before[1], after[1]) for before, after in pairwise(pairs)
@@ -72,7 +72,7 @@ def test_chunks_cover_everything_within_their_budgets(batch, chunk_bytes, chunk_
     assert [one[2] for one in source] == [one[2] for one in target]
     assert bound.nbytes == sum(one[2] for one in source) == len(pairs.source) * binding.unit_bytes
     assert len(source) == len(pairs.source) * binding.unit_descriptors
-    assert binding.merged(pairs) == merged_count(source, target)
+    assert binding.count_merged(pairs) == merged_count(source, target)
 
     cuts = bound.cuts.tolist()
     assert (cuts[0], cuts[-1]) == (0, len(source))
@@ -87,9 +87,9 @@ def test_chunks_cover_everything_within_their_budgets(batch, chunk_bytes, chunk_
 @given(batches(), st.integers(1, 1 << 14), st.integers(1, 64))
 def test_lists_of_pairs_are_bound_like_arrays(batch, chunk_bytes, chunk_descriptors):
     binding, pairs = batch
-    few = UnitPairs(list(map(int, pairs.source)), list(map(int, pairs.target)))
+    few = UnitPairs(tuple(map(int, pairs.source)), tuple(map(int, pairs.target)))
     many = UnitPairs(np.array(few.source), np.array(few.target))
-    assert binding.merged(few) == binding.merged(many)
+    assert binding.count_merged(few) == binding.count_merged(many)
     bound, other = (
         binding.bind(each, chunk_bytes=chunk_bytes, chunk_descriptors=chunk_descriptors) for each in (few, many)
     )
@@ -116,7 +116,7 @@ def test_no_chunk_could_take_the_next_descriptor_as_well(batch, chunk_bytes, chu
 
 @thorough
 @given(batches())
-def test_a_pair_of_units_reaches_the_same_descriptors_whoever_travels_along(batch):
+def test_a_pair_of_units_has_the_same_descriptors_in_any_batch(batch):
     binding, pairs = batch
     budgets = {"chunk_bytes": 1 << 40, "chunk_descriptors": 1 << 30}
     together = binding.bind(pairs, **budgets)

@@ -6,9 +6,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvflow.cache.blocks import BlockAccount
-from kvflow.cache.destinations import DestinationLedger
 from kvflow.errors import BlockIdsInvalid
+from kvflow.leases.blocks import BlockAccount
+from kvflow.worker.destinations import DestinationTable
 
 from .caches import thorough
 
@@ -19,14 +19,14 @@ ALIASES = (0, 0, 2)
 
 @st.composite
 def destinations(draw):
-    """Block ids of three groups, no block twice within a class, some absent; lists as of few ids, arrays as of many."""
+    """Block ids of three groups, no block twice within a class, some absent; tuples of few ids, arrays as of many."""
     shared = draw(st.lists(st.integers(0, NUM_BLOCKS - 1), max_size=4, unique=True))
     cut = draw(st.integers(0, len(shared)))
     other = draw(st.lists(st.integers(0, NUM_BLOCKS - 1), max_size=3, unique=True))
     lists = [shared[:cut], shared[cut:], other]
     if draw(st.booleans()):
         lists[draw(st.integers(0, 2))].append(-1)
-    return tuple(np.array(ids, np.int64) if draw(st.booleans()) else ids for ids in lists)
+    return tuple(np.array(ids, np.int64) if draw(st.booleans()) else tuple(ids) for ids in lists)
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -35,7 +35,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.account = BlockAccount(ALIASES, NUM_BLOCKS)
-        self.ledger = DestinationLedger(self.account)
+        self.ledger = DestinationTable(self.account)
         self.loans = []
         self.open = {}
         self.quarantined = {}
@@ -117,7 +117,7 @@ TestLedger = LedgerMachine.TestCase
 TestLedger.settings = settings(thorough, max_examples=100, stateful_step_count=30)
 
 
-FORMS = pytest.mark.parametrize("form", [list, lambda ids: np.array(ids, np.int64)], ids=["few", "many"])
+FORMS = pytest.mark.parametrize("form", [tuple, lambda ids: np.array(ids, np.int64)], ids=["few", "many"])
 
 
 @FORMS
@@ -125,7 +125,7 @@ def test_the_law_is_broken_by_a_block_that_nobody_took(form):
     account = BlockAccount(ALIASES, NUM_BLOCKS)
     account.receive((form([3]), form([]), form([])))
     with pytest.raises(AssertionError, match="were lost"):
-        DestinationLedger(account).check()
+        DestinationTable(account).check()
 
 
 @FORMS
@@ -141,7 +141,7 @@ def test_a_loan_ends_once(form):
 @FORMS
 def test_a_block_cannot_be_given_back_twice(form):
     account = BlockAccount(ALIASES, NUM_BLOCKS)
-    ledger, ids = DestinationLedger(account), (form([3]), form([4]), form([3]))
+    ledger, ids = DestinationTable(account), (form([3]), form([4]), form([3]))
     ledger.take(1, ids)
     ledger.give_back(1)
     with pytest.raises(KeyError):
@@ -157,5 +157,5 @@ def test_a_receipt_is_not_ended_as_a_loan(form):
     account.receive(ids)
     with pytest.raises(AssertionError, match="ended twice"):
         account.end_loan(ids)
-    if isinstance(ids[0], list):  # few are counted one by one, so that what is wrong changes nothing
+    if isinstance(ids[0], tuple):  # few are counted one by one, so that what is wrong changes nothing
         account.check(lent=[], receiving=[ids])

@@ -9,18 +9,21 @@ from hypothesis import strategies as st
 from msgspec.structs import force_setattr, replace
 
 from kvflow.errors import BlockIdsInvalid, KvflowError
+from kvflow.ids import FEW
 from kvflow.layout.stripes import Stripe
-from kvflow.transfer import pairs
-from kvflow.transfer.pairs import FEW, check_block_ids, pair_units
-from kvflow.transfer.plan import plan_transfer
-from kvflow.transfer.runs import Units
-from tests.unit.kvflow.transfer.helpers import full, manifest_of
+from kvflow.leases import blocks
+from kvflow.leases.blocks import check_block_ids
+from kvflow.planning import pairs
+from kvflow.planning.pairs import pair_units
+from kvflow.planning.plan import plan_transfer
+from kvflow.planning.runs import Units
+from tests.unit.kvflow.planning.helpers import full, manifest_of
 
 from .caches import thorough
 
 NUM_BLOCKS = 12
-ALL_AS_MANY = patch.object(pairs, "FEW", -1)
-BY_SORTING = patch.object(pairs, "BLOCKS_PER_ID", 0)
+CHECKED_AS_MANY = patch.object(blocks, "FEW", -1)
+BY_SORTING = patch.object(blocks, "BLOCKS_PER_ID", 0)
 
 
 def outcome(call):
@@ -62,7 +65,7 @@ def test_few_and_many_ids_are_checked_alike(block_ids, data, unique):
         return check_block_ids(block_ids, num_blocks=NUM_BLOCKS, aliases=aliases, unique=unique)
 
     few = outcome(check)
-    with ALL_AS_MANY:
+    with CHECKED_AS_MANY:
         assert outcome(check) == few
         with BY_SORTING:
             assert outcome(check) == few
@@ -79,18 +82,18 @@ def test_ids_of_a_decoded_ticket_are_checked_like_any_others(block_ids, data):
 
     few = outcome(check)
     assert outcome(lambda: check(decoded=True)) == few
-    with ALL_AS_MANY:
+    with CHECKED_AS_MANY:
         assert outcome(lambda: check(decoded=True)) == few
 
 
 @pytest.mark.parametrize("count", [FEW - 1, FEW, FEW + 1])
 @pytest.mark.parametrize("form", [list, tuple, np.array])
-def test_up_to_64_ids_become_lists_and_more_arrays(form, count):
+def test_up_to_64_ids_become_tuples_and_more_arrays(form, count):
     given = list(range(1, 2 * count, 2))
     (checked,) = check_block_ids([form(given)], num_blocks=2 * count, aliases=[0], unique=True)
     pairs = pair_units(PLANS[16, 16], checked, checked, num_tokens=16 * count)
     for found in (checked, pairs.source, pairs.target):
-        assert type(found) is (list if count <= FEW else np.ndarray)
+        assert type(found) is (tuple if count <= FEW else np.ndarray)
         assert list(found) == given
     for wrong, words in (
         ([*given, 1], "block 1 is a target twice"),
@@ -138,7 +141,7 @@ def pairings(draw):
         if numbers and draw(st.integers(0, 3)) == 0:
             numbers[draw(st.integers(0, count - 1))] = draw(st.sampled_from((-1, numbers[0])))
         sides.append(numbers)
-    return plan, *sides, num_tokens
+    return plan, *map(tuple, sides), num_tokens
 
 
 @thorough
@@ -149,7 +152,7 @@ def test_few_and_many_units_are_paired_alike(pairing):
     def pair(*given):
         found = pair_units(plan, *given, num_tokens=num_tokens)
         assert len(found.source) == len(found.target)
-        assert {type(found.source), type(found.target)} == {list if len(found.source) <= FEW else np.ndarray}
+        assert {type(found.source), type(found.target)} == {tuple if len(found.source) <= FEW else np.ndarray}
         assert (np.diff(found.source) >= 0).all()
         # A source block that is listed twice has no order among its targets.
         order = np.lexsort((found.target, found.source))
@@ -170,8 +173,8 @@ def test_units_that_both_sides_have_are_few_without_numpys_way(sizes):
     """Otherwise the property above would compare the way of many with itself."""
     plan = PLANS[sizes]
     num_tokens = 192
-    source, target = (list(range(num_tokens // size)) for size in sizes)
+    source, target = (tuple(range(num_tokens // size)) for size in sizes)
     with patch.object(pairs, "_pair_many", side_effect=AssertionError("the way of many")):
         assert len(pair_units(plan, source, target, num_tokens=num_tokens).source) == num_tokens // plan.unit_tokens
         assert len(pair_units(plan, source[1:], target[-1:], num_tokens=num_tokens).source) == plan.target_units
-        assert len(pair_units(STATE, [3], [4], num_tokens=num_tokens).source) == 1
+        assert len(pair_units(STATE, (3,), (4,), num_tokens=num_tokens).source) == 1

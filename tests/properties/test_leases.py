@@ -8,10 +8,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvflow.cache.epochs import EpochTable, judge
-from kvflow.cache.leases import LeaseTable, Reader
-from kvflow.cache.mint import Mint
-from kvflow.cache.tickets import RankAddress
+from kvflow.leases.epochs import EpochTable, judge
+from kvflow.leases.issuer import Issuer
+from kvflow.leases.table import LeaseTable, Reader
+from kvflow.leases.tickets import RankAddress
 
 from .caches import thorough
 
@@ -57,7 +57,7 @@ class LeaseMachine(RuleBasedStateMachine):
         self.epochs = EpochTable(SLOTS, BASE)
         self.leases = LeaseTable(self.epochs)
         address = RankAddress(0, "0" * 32, "tcp://127.0.0.1:1", str(BASE), SLOTS)
-        self.mint = Mint("prefill", [address], sign=lambda payload: bytes(32), lease_s=LEASE_S)
+        self.mint = Issuer("prefill", [address], sign=lambda payload: bytes(32), lease_s=LEASE_S)
         self.held = {}
         self.past = []
         self.seen = [self.epochs[slot] for slot in range(SLOTS)]

@@ -25,7 +25,7 @@ from kvflow.memory.cache import allocate
 
 from .caches import thorough
 
-many = settings(thorough, max_examples=500)
+many = settings(thorough, max_examples=250)
 NUM_BLOCKS = 3
 CELLS = {  # quantization -> dtypes it goes with
     None: ("float16", "bfloat16", "float32", "float8_e4m3fn"),

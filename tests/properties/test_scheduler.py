@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
+from kvflow.config import Budgets
 from kvflow.errors import CapacityExceeded
-from kvflow.transfer.events import TransferFailed
-from kvflow.transfer.pulls import Budgets
-from kvflow.transfer.scheduler import Delivered
+from kvflow.events import TransferFailed
+from kvflow.reads.scheduler import Delivered
 
 from .caches import thorough
 from .scheduler_world import BUDGETS, PEERS, PULLS_MAX, World, most_retries
@@ -65,9 +65,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(peer=st.sampled_from(PEERS))
     def make_progress(self, peer):
-        owing = self.world.owing[peer]
+        outstanding = self.world.outstanding[peer]
         if any(read.peer == peer and read.phase != "queue" for read in self.world.plane.values()):
-            owing.since = self.world.now
+            outstanding.since = self.world.now
 
     @rule()
     def stay_silent(self):
@@ -86,7 +86,7 @@ TestScheduler.settings = settings(thorough, max_examples=400, stateful_step_coun
 
 @thorough
 @given(st.lists(st.sampled_from((0.0, 0.002, 0.02, 0.3)), min_size=200, max_size=200), st.booleans())
-def test_a_lease_that_is_never_admitted_is_checked_a_bounded_number_of_times(pauses, unserved):
+def test_the_checks_of_a_lease_that_is_never_admitted_are_bounded(pauses, unserved):
     world = World()
     world.submit(PEERS[:1], check_first=True)
     story = world.stories[1]

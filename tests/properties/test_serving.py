@@ -12,10 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvflow.errors import LayoutMismatch
-from kvflow.transfer.bind_plan import bind_plan
-from kvflow.transfer.plan import plan_transfer
-from kvflow.transport.bounds import OutOfBounds
-from kvflow.transport.serving import LeasedBlocks, ServedProgram, Serving, tracks_of
+from kvflow.layout.tracks import tracks_of
+from kvflow.planning.bind import bind_plan
+from kvflow.planning.plan import plan_transfer
+from kvflow.reads.bounds import OutOfBounds
+from kvflow.reads.contract import Serving
+from kvflow.reads.serving import LeasedBlocks, ServedList
 
 from .caches import descriptors, thorough
 from .engines import generate_case
@@ -101,11 +103,11 @@ def bound(case, **terms):
 def require_served(source, binding):
     """Every descriptor of a binding is resolved to the block that has all its bytes."""
     group, table = binding.group.source_group, binding.source.table
-    program = ServedProgram(table, source.tracks[group], group)
-    index = np.arange(program.count, dtype=np.int32)
+    prepared_list = ServedList(table, source.tracks[group], group)
+    index = np.arange(prepared_list.count, dtype=np.int32)
     assert len(index) == table[:, 4].sum()
     np.random.default_rng(0).shuffle(index)
-    resolved = program.resolve(index)
+    resolved = prepared_list.resolve(index)
     address, nbytes = descriptors(table, index.astype(np.int64))
     assert np.array_equal(resolved.address, address)
     assert np.array_equal(resolved.nbytes, nbytes)
@@ -184,12 +186,12 @@ def test_a_row_that_is_served_has_bytes_of_its_blocks_only():
 def require_served_rightly(owned, group, table):
     """Each descriptor of what is served lies in the stretch of one block, and has no byte of another."""
     try:
-        program = ServedProgram(np.array(table, np.int64), owned.tracks[group], group)
+        prepared_list = ServedList(np.array(table, np.int64), owned.tracks[group], group)
     except OutOfBounds:
         return "refused", False
-    assert program.count == sum(count for *_, count in table) < 10_000
-    resolved = program.resolve(np.arange(program.count, dtype=np.int32))
-    address, nbytes = descriptors(np.array(table, np.int64), np.arange(program.count))
+    assert prepared_list.count == sum(count for *_, count in table) < 10_000
+    resolved = prepared_list.resolve(np.arange(prepared_list.count, dtype=np.int32))
+    address, nbytes = descriptors(np.array(table, np.int64), np.arange(prepared_list.count))
     assert np.array_equal(resolved.address, address)
     assert np.array_equal(resolved.nbytes, nbytes)
     for at, length, block in zip(address.tolist(), nbytes.tolist(), resolved.block.tolist(), strict=True):

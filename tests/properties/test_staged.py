@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from msgspec.structs import replace
 
 from kvflow.errors import LayoutMismatch, PlanUnsound
-from kvflow.transfer.certificate import certify
-from kvflow.transfer.plan import plan_transfer
-from kvflow.transfer.staging import prove
+from kvflow.planning.certificate import certify
+from kvflow.planning.plan import plan_transfer
+from kvflow.planning.staging import prove
 
 from .caches import thorough
 from .engines import generate_case
@@ -27,7 +27,7 @@ DEFECTS = 1000
 
 @settings(thorough, max_examples=60)
 @given(cases())
-def test_staged_or_not_every_wanted_byte_arrives_once_and_nothing_else_changes(case):
+def test_staged_or_direct_every_wanted_byte_arrives_once_and_no_other(case):
     require_right_bytes(case, **TERMS)
 
 
@@ -92,7 +92,7 @@ def test_each_defect_in_the_boxes_is_caught(staged_groups):
     """They are what is carried out; the certificate knows only of the runs that they were folded from."""
     rng = np.random.default_rng(0)
     for _, group in staged_groups:
-        boxes, scatter = group.staged.boxes, group.staged.scatter
+        boxes, scatter = group.staged.copies, group.staged.scatter
         boxes.prove(scatter)
         row, column = int(rng.integers(len(boxes))), int(rng.integers(7))
         for at, by in ((column, 1), (7, 1), (7, -1)):

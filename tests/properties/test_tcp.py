@@ -1,12 +1,13 @@
-"""Bytes over the TCP data plane, of any program, leases, cuts and connections, against an oracle that copies them."""
+"""Bytes over the TCP data plane, of any list, leases, cuts and connections, against an oracle that copies them."""
 
 from itertools import pairwise
 
 import numpy as np
 import pytest
 
-from kvflow.transport import tcp_connection, tcp_exporter
-from tests.unit.kvflow.transport.tcp_peers import SLOTS, Consumer, Producer
+from kvflow.reads.tcp import connection as tcp_connection
+from kvflow.reads.tcp import exporter as tcp_exporter
+from tests.unit.kvflow.reads.tcp.peers import SLOTS, Consumer, Producer
 
 BLOCKS, BLOCK_BYTES = 48, 960
 GUARD = 0xA5
@@ -30,7 +31,7 @@ def buffers(request, monkeypatch):
 
 
 class Drawn:
-    """A program that moves blocks in pieces, each piece to another place of a block."""
+    """A prepared list that moves blocks in pieces, each piece to another place of a block."""
 
     def __init__(self, draw):
         pieces = int(draw.integers(1, 6))
@@ -77,10 +78,10 @@ def test_bytes_arrive_as_an_oracle_copies_them(seed, connections, encryption):
 
 
 def _read_and_compare(draw, producer, consumer, peer, turn):
-    program, group = Drawn(draw), int(draw.integers(2))
-    rows = program.rows(producer.cache[group].ctypes.data, program.sources)
-    target_rows = program.rows(consumer.target.ctypes.data, program.targets)
-    consumer.prepare(peer, rows, target_rows, program_id=turn, group=group)
+    prepared_list, group = Drawn(draw), int(draw.integers(2))
+    rows = prepared_list.rows(producer.cache[group].ctypes.data, prepared_list.sources)
+    target_rows = prepared_list.rows(consumer.target.ctypes.data, prepared_list.targets)
+    consumer.prepare(peer, rows, target_rows, list_id=turn, group=group)
     shares = draw.integers(1, 10, draw.integers(1, 5))
     pairs = int(shares.sum())
     target = draw.permutation(BLOCKS)[:pairs]
@@ -93,20 +94,20 @@ def _read_and_compare(draw, producer, consumer, peer, turn):
         epoch = producer.lease(slot, *((sorted(blocks), []) if group == 0 else ([], sorted(blocks))))
         held.append(draw.random() < 0.85)
         leases.append((slot, epoch if held[-1] else epoch - 1, int(shares[number])))
-    index = program.index(source), program.index(target)
+    index = prepared_list.index(source), prepared_list.index(target)
     count = len(index[0])
-    read = consumer.read(peer, *index, leases, nbytes=0, program_id=turn)
+    read = consumer.read(peer, *index, leases, nbytes=0, list_id=turn)
     cuts = np.unique([0, count, *draw.integers(0, count, draw.integers(0, 5))])
     wanted = np.full_like(consumer.target, GUARD)
     for number, (here, there) in enumerate(zip(source, target, strict=True)):
         if held[lease_of[number]]:
-            program.copy(producer.cache[group, here], wanted[there])
+            prepared_list.copy(producer.cache[group, here], wanted[there])
         else:
             wanted[there] = 0
     consumer.target[:] = GUARD
-    flights = [consumer.post(read, first, stop) for first, stop in pairwise(cuts.tolist())]
-    for flight in flights:
-        assert consumer.wait(flight) == 0
+    all_posted = [consumer.post(read, first, stop) for first, stop in pairwise(cuts.tolist())]
+    for posted in all_posted:
+        assert consumer.wait(posted) == 0
     unsent = (wanted == 0) & (consumer.target == GUARD)  # nothing is sent of a chunk none of whose leases is held
     assert (np.where(unsent, 0, consumer.target) == wanted).all()
     for (slot, epoch, _), lasts in zip(leases, held, strict=True):

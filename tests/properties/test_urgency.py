@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvflow.transport.lanes import CHUNKS_IN_FLIGHT_MAX, OVERTAKEN_MAX
-from kvflow.transport.open_reads import Check
-from tests.unit.kvflow.transport.lane_reads import Bench, ids, prepared
+from kvflow.reads.lanes import CHUNKS_IN_FLIGHT_MAX, OVERTAKEN_MAX
+from kvflow.reads.open_reads import Check
+from tests.unit.kvflow.reads.lane_reads import Bench, ids, prepared
 
 from .caches import thorough
 
@@ -27,7 +27,7 @@ class Wire:
     def __init__(self, *, in_flight=0, weights=None):
         self.bench = Bench(*"pqrs", weights=weights)
         self.bench.lanes.open("idle")
-        self.program = prepared(CHUNK_UNITS, portion=4 * CHUNK_UNITS)
+        self.prepared_list = prepared(CHUNK_UNITS, portion=4 * CHUNK_UNITS)
         self.in_flight = in_flight
         self.flying = deque()
         self.posted = []
@@ -39,7 +39,7 @@ class Wire:
 
     def submit(self, read_id, peer, chunks, priority=0):
         self.peers[read_id] = peer
-        self.bench.admit(read_id, self.program, peer=peer, chunks=chunks * CHUNK_UNITS, priority=priority)
+        self.bench.admit(read_id, self.prepared_list, peer=peer, chunks=chunks * CHUNK_UNITS, priority=priority)
 
     def step(self):
         """Post one chunk, or let the oldest one arrive; False: there is nothing to do."""
@@ -70,7 +70,7 @@ class Wire:
 @pytest.mark.parametrize("in_flight", [0, CHUNKS_IN_FLIGHT_MAX], ids=["copied by the post", "two in flight"])
 @pytest.mark.parametrize("served_s", [0.0, 5.0, 12.0, 60.0])
 @pytest.mark.parametrize(("bulk", "urgent"), [("p", "p"), ("p", "idle"), ("pqrs", "idle"), ("pqrs", "q")])
-def test_an_urgent_read_is_posted_within_two_chunks_however_long_bulk_was_served(bulk, urgent, served_s, in_flight):
+def test_an_urgent_read_is_posted_within_two_chunks_of_bulk_reads(bulk, urgent, served_s, in_flight):
     wire = Wire(in_flight=in_flight)
     for number, peer in enumerate(bulk):
         wire.submit(number, peer, CHUNKS_OF_16_GB)

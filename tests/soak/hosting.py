@@ -45,7 +45,7 @@ class Host:
         return self.child.process.pid
 
     async def start(self):
-        self.child = await asyncio.to_thread(Child, self._module, forked=True)
+        self.child = await asyncio.to_thread(Child, self._module)
 
     async def ask(self, op, **fields):
         """Ask for one answer.

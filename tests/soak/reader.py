@@ -9,7 +9,7 @@ from pathlib import Path
 
 import kvflow
 from kvflow import errors
-from kvflow.transfer.events import TransferCompleted, TransferFailed, TransferRetried, TransferStarted
+from kvflow.events import TransferCompleted, TransferFailed, TransferRetried, TransferStarted
 from tests.integration.producing import configured
 from tests.integration.recycling import TARGET
 from tests.integration.words import Words, origin
