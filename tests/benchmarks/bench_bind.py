@@ -24,9 +24,9 @@ from kvflow.layout.groups import plan_groups
 from kvflow.layout.region import Region
 from kvflow.layout.shards import Shard
 from kvflow.layout.specs import FullAttention
-from kvflow.transfer.bind import Binding, Int32s
-from kvflow.transfer.pairs import UnitPairs
-from kvflow.transfer.plan import plan_transfer
+from kvflow.planning.bind import Binding, Int32s
+from kvflow.planning.pairs import UnitPairs
+from kvflow.planning.plan import plan_transfer
 
 UNCHUNKED = 1 << 62
 STRETCHES = 10

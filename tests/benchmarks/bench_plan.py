@@ -22,7 +22,7 @@ from kvflow.layout.manifest import Manifest
 from kvflow.layout.region import Region
 from kvflow.layout.shards import Shard
 from kvflow.layout.specs import FullAttention
-from kvflow.transfer.plan import PlanCache, plan_transfer
+from kvflow.planning.plan import PlanCache, plan_transfer
 
 COLD_BOUND_US = 50_000
 CACHED_BOUND_US = 5

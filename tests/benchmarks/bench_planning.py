@@ -19,7 +19,7 @@ from kvflow.layout.groups import plan_groups, resolve_layout
 from kvflow.layout.region import Region
 from kvflow.layout.shards import Shard
 from kvflow.layout.specs import MLA, CacheSpec
-from kvflow.transfer.plan import plan_transfer
+from kvflow.planning.plan import plan_transfer
 
 BOUND_MS = 50
 KINDS: tuple[CacheSpec, ...] = (

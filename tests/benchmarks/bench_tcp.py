@@ -32,13 +32,20 @@ from kvflow.config import TcpSettings
 from kvflow.ids import Credentials, PeerId, pass_of
 from kvflow.layout.region import Region
 from kvflow.layout.tracks import Track
-from kvflow.transfer.pairs import UnitPairs
-from kvflow.transfer.requests import LeaseName, Part, RankRead, ReadEnded
-from kvflow.transport.base import PeerAdded, PeerAddress, PeerFailed, Program, TransportEvent
-from kvflow.transport.serving import SERVES_NOTHING, Serving
-from kvflow.transport.staging import StagingMemory
-from kvflow.transport.tcp import TcpMover
-from kvflow.transport.threaded import ThreadedTransport
+from kvflow.planning.pairs import UnitPairs
+from kvflow.reads.contract import (
+    SERVES_NOTHING,
+    PeerAdded,
+    PeerAddress,
+    PeerFailed,
+    PreparedList,
+    Serving,
+    TransportEvent,
+)
+from kvflow.reads.requests import LeaseName, Part, RankRead, ReadEnded
+from kvflow.reads.staging import StagingMemory
+from kvflow.reads.tcp.backend import TcpBackend
+from kvflow.reads.thread import ThreadedTransport
 from tests.benchmarks.blocks import Blocks
 
 MIB = 1 << 20
@@ -85,14 +92,14 @@ def produce(pipe: multiprocessing.connection.Connection, settings: TcpSettings) 
         admits=lambda _key: True,
         pass_key=PASS_KEY,
     )
-    mover = TcpMover("producer", settings, [region_of(cache)], region_of(epochs), serving)
+    backend = TcpBackend("producer", settings, [region_of(cache)], region_of(epochs), serving)
     listener = socket.create_server(("127.0.0.1", 0))
     threading.Thread(target=serve_plainly, args=(listener, cache.data), daemon=True).start()
     port = listener.getsockname()[1]
-    pipe.send(Served(mover.metadata, mover.data_endpoint, region_of(cache), region_of(epochs), port))
+    pipe.send(Served(backend.metadata, backend.data_endpoint, region_of(cache), region_of(epochs), port))
     while pipe.recv():
         pipe.send(time.process_time())
-    mover.close()
+    backend.close()
 
 
 def serve_plainly(listener: socket.socket, cache: memoryview) -> None:
@@ -114,7 +121,7 @@ class Reader:
         self._epochs = np.zeros(8, np.uint64)
         self._events: queue.SimpleQueue[TransportEvent] = queue.SimpleQueue()
         self._ids = itertools.count(1)
-        factory = {"tcp": lambda *given: TcpMover("reader", settings, *given)}
+        factory = {"tcp": lambda *given: TcpBackend("reader", settings, *given)}
         self._transport = ThreadedTransport("tcp", factory, self._events.put, StagingMemory(0))
         self._transport.start([region_of(self._memory)], region_of(self._epochs), SERVES_NOTHING)
         credentials = Credentials(*WHO, pass_of(PASS_KEY, *WHO))
@@ -124,7 +131,7 @@ class Reader:
         theirs, ours = (
             np.array([[at.address, BLOCK, 0, BLOCK, BLOCKS]]) for at in (served.cache, region_of(self._memory))
         )
-        self._transport.prepare(Program(1, PRODUCER, theirs, ours, binding=Blocks(BLOCK)))
+        self._transport.prepare(PreparedList(1, PRODUCER, theirs, ours, binding=Blocks(BLOCK)))
         self._streams = [socket.create_connection(("127.0.0.1", served.port)) for _ in range(settings.connections)]
         for sock in self._streams:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -28,12 +28,12 @@ import numpy.typing as npt
 
 from kvflow.ids import PeerId
 from kvflow.layout.region import Region
-from kvflow.transfer.pairs import UnitPairs
-from kvflow.transfer.requests import LeaseName, Part, RankRead, ReadEnded
-from kvflow.transport.base import INLINE_S_MAX, PeerAddress, Program, Published, TransportEvent
-from kvflow.transport.envelope import unseal
-from kvflow.transport.nixl import NixlTransport
-from kvflow.transport.nixl_binding import Agent, load_binding
+from kvflow.planning.pairs import UnitPairs
+from kvflow.reads.contract import INLINE_S_MAX, PeerAddress, PreparedList, Published, TransportEvent
+from kvflow.reads.envelope import unseal
+from kvflow.reads.nixl.binding import Agent, load_binding
+from kvflow.reads.nixl.transport import NixlTransport
+from kvflow.reads.requests import LeaseName, Part, RankRead, ReadEnded
 from tests.benchmarks.blocks import Blocks
 
 CACHE_BYTES = 192 << 20
@@ -73,9 +73,9 @@ class Reader:
         name = f"reader-{os.getpid()}-{inline_s_max}"
         self.transport = NixlTransport(name, self.events.put, inline_s_max=inline_s_max)
 
-    def read(self, program: int, index: npt.NDArray[np.int32], *, read_id: int) -> float:
+    def read(self, prepared_list: int, index: npt.NDArray[np.int32], *, read_id: int) -> float:
         """Post one read and wait for its answer; return seconds."""
-        parts = (Part(program, UnitPairs(index.astype(np.int64), index.astype(np.int64))),)
+        parts = (Part(prepared_list, UnitPairs(index.astype(np.int64), index.astype(np.int64))),)
         started = time.perf_counter()
         answers = self.transport.post([RankRead(read_id, PEER, LeaseName(0, 0), parts)])
         ended = answers[0] if answers else self.events.get(timeout=60)
@@ -123,7 +123,7 @@ def measure(about: dict[str, object], rounds: int) -> None:
             np.array([[at.address, case.block, 0, case.block, case.count]]) for at in (source_region, region)
         )
         reader = readers[case.inline]
-        reader.transport.prepare(Program(number, PEER, theirs, ours, binding=Blocks(case.block, case.chunk)))
+        reader.transport.prepare(PreparedList(number, PEER, theirs, ours, binding=Blocks(case.block, case.chunk)))
         remote = bare.prepare_remote(remote_name, theirs, "DRAM")
         local = bare.prepare_local(ours, "DRAM")
         index = np.arange(case.count, dtype=np.int32)

@@ -2,12 +2,12 @@
 
 import numpy as np
 
-from kvflow.transfer.bind import Bound
-from kvflow.transfer.pairs import UnitPairs
+from kvflow.planning.bind import Bound
+from kvflow.planning.pairs import UnitPairs
 
 
 class Blocks:
-    """See ``kvflow.transfer.bind.Binding``.
+    """See ``kvflow.planning.bind.Binding``.
 
     Args:
         nbytes: of each block.

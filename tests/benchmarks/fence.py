@@ -13,14 +13,14 @@ from itertools import cycle, permutations
 import numpy as np
 from msgspec import Struct
 
-from kvflow.bench.geometry import BLOCK_SIZE, Geometry
-from kvflow.bench.result import Table
-from kvflow.bench.sourcing import open_source
-from kvflow.bench.stats import median_ratio, summarise
-from kvflow.cache.tickets import Ticket
+from kvflow.calibrate.geometry import BLOCK_SIZE, Geometry
+from kvflow.calibrate.result import Table
+from kvflow.calibrate.sourcing import open_source
+from kvflow.calibrate.stats import median_ratio, summarize
 from kvflow.config import WorkerConfig
+from kvflow.leases.tickets import Ticket
+from kvflow.worker.environment import PRODUCTION, Environment
 from kvflow.worker.runtime import open_worker
-from kvflow.worker.surroundings import REAL, Surroundings
 from kvflow.worker.worker import Worker
 from tests.benchmarks.fenceless import LeftOut, without_fence, without_release
 
@@ -59,21 +59,21 @@ class Variant(Struct, frozen=True):
     """One way to pull.
 
     Attributes:
-        surroundings: of the worker that pulls so.
+        environment: of the worker that pulls so.
         left_out: what this worker has not done.
     """
 
-    surroundings: Surroundings
+    environment: Environment
     left_out: LeftOut
 
 
-def variants(base: Surroundings = REAL) -> dict[str, Variant]:
+def variants(base: Environment = PRODUCTION) -> dict[str, Variant]:
     """Return all ways to pull, by what they do after they have read."""
     counts = {name: LeftOut() for name in (WHOLE, FENCE_ONLY, WITHOUT)}
     silent = without_release(base, counts[FENCE_ONLY])
     bare = without_fence(without_release(base, counts[WITHOUT]), counts[WITHOUT])
-    surroundings = {WHOLE: base, FENCE_ONLY: silent, WITHOUT: bare}
-    return {name: Variant(surroundings[name], counts[name]) for name in counts}
+    environment = {WHOLE: base, FENCE_ONLY: silent, WITHOUT: bare}
+    return {name: Variant(environment[name], counts[name]) for name in counts}
 
 
 @asynccontextmanager
@@ -85,9 +85,9 @@ async def open_variants(
         yield {
             name: await stack.enter_async_context(
                 open_worker(
-                    WorkerConfig(engine_id=f"target {name}", role="decode"),
+                    WorkerConfig(engine_id=f"target {name}"),
                     geometry.build(),
-                    surroundings=variant.surroundings,
+                    environment=variant.environment,
                 )
             )
             for name, variant in found.items()
@@ -162,8 +162,8 @@ async def _pull(worker: Worker, tickets: list[Ticket], ids: list[list[int]]) -> 
 
 def _row(ours: Sequence[Sample], without: Sequence[Sample]) -> tuple[object, ...]:
     elapsed, reference = [one.elapsed_s for one in ours], [one.elapsed_s for one in without]
-    above, below = summarise(elapsed), summarise(reference)
-    added = summarise([(one - other) * US for one, other in zip(elapsed, reference, strict=True)])
-    cpu = summarise([(one.cpu_s - other.cpu_s) * US for one, other in zip(ours, without, strict=True)])
+    above, below = summarize(elapsed), summarize(reference)
+    added = summarize([(one - other) * US for one, other in zip(elapsed, reference, strict=True)])
+    cpu = summarize([(one.cpu_s - other.cpu_s) * US for one, other in zip(ours, without, strict=True)])
     quantiles = (above.p10 * US, below.p10 * US, above.p50 * US, below.p50 * US)
     return len(ours), *quantiles, added.p50, median_ratio(elapsed, reference), cpu.p50

@@ -12,15 +12,15 @@ from typing import Any, cast
 import msgspec
 
 from handshake.messages import Release
-from handshake.network import DialledChannel, Network
+from handshake.network import DialedChannel, Network
 from handshake.sockets import Delivery
 from kvflow.config import WorkerConfig
 from kvflow.ids import PeerId
-from kvflow.transfer.requests import LeaseName
-from kvflow.transport.base import Sink, Transport
-from kvflow.transport.planes import PlanesMover
-from kvflow.transport.threaded import ThreadedTransport
-from kvflow.worker.surroundings import REAL, OpenTransport, Surroundings
+from kvflow.reads.contract import Sink, Transport
+from kvflow.reads.planes import PlaneBackends
+from kvflow.reads.requests import LeaseName
+from kvflow.reads.thread import ThreadedTransport
+from kvflow.worker.environment import PRODUCTION, Environment, OpenTransport
 
 RELEASE = msgspec.msgpack.encode(str(Release.__struct_config__.tag))
 """The name of the message in its frame, near the beginning."""
@@ -41,27 +41,27 @@ class LeftOut:
     releases: int = 0
 
 
-def without_fence(surroundings: Surroundings = REAL, left_out: LeftOut | None = None) -> Surroundings:
-    """Return surroundings whose transport says of every epoch what the ticket says, and reads none."""
+def without_fence(environment: Environment = PRODUCTION, left_out: LeftOut | None = None) -> Environment:
+    """Return environment whose transport says of every epoch what the ticket says, and reads none."""
     counts = LeftOut() if left_out is None else left_out
 
     def open_fenceless(config: WorkerConfig, agent_name: str, sink: Sink, staging_bytes: int = 0) -> Transport:
-        transport = surroundings.open_transport(config, agent_name, sink, staging_bytes)
+        transport = environment.open_transport(config, agent_name, sink, staging_bytes)
         assert isinstance(transport, ThreadedTransport)
         opened: Any = transport
         opened._open_planes = _without_checks(opened._open_planes, counts)
         return transport
 
-    return msgspec.structs.replace(surroundings, open_transport=cast("OpenTransport", open_fenceless))
+    return msgspec.structs.replace(environment, open_transport=cast("OpenTransport", open_fenceless))
 
 
-def without_release(surroundings: Surroundings = REAL, left_out: LeftOut | None = None) -> Surroundings:
-    """Return surroundings whose network forgets every message that releases leases."""
+def without_release(environment: Environment = PRODUCTION, left_out: LeftOut | None = None) -> Environment:
+    """Return environment whose network forgets every message that releases leases."""
     counts = LeftOut() if left_out is None else left_out
-    return msgspec.structs.replace(surroundings, network=cast("Network", _Unreleasing(surroundings.network, counts)))
+    return msgspec.structs.replace(environment, network=cast("Network", _Unreleasing(environment.network, counts)))
 
 
-def _without_checks(open_planes: Callable[..., PlanesMover], left_out: LeftOut) -> Callable[..., PlanesMover]:
+def _without_checks(open_planes: Callable[..., PlaneBackends], left_out: LeftOut) -> Callable[..., PlaneBackends]:
     """Return what opens planes whose checks, first ones and fences, find every lease held."""
 
     def post_check(
@@ -74,9 +74,9 @@ def _without_checks(open_planes: Callable[..., PlanesMover], left_out: LeftOut) 
             values[lease.slot - first] = lease.epoch
         return values
 
-    def open_unchecked(**given: Any) -> PlanesMover:
+    def open_unchecked(**given: Any) -> PlaneBackends:
         planes = open_planes(**given)
-        for plane in planes.movers.values():
+        for plane in planes.backends.values():
             plane.post_check = post_check  # type: ignore[method-assign]
         return planes
 
@@ -84,7 +84,7 @@ def _without_checks(open_planes: Callable[..., PlanesMover], left_out: LeftOut) 
 
 
 class _Unreleasing:
-    """Wraps a network, whose diallers forget releases."""
+    """Wraps a network, whose dialers forget releases."""
 
     def __init__(self, network: Network, left_out: LeftOut) -> None:
         self._network = network
@@ -94,16 +94,16 @@ class _Unreleasing:
         return getattr(self._network, name)
 
     @asynccontextmanager
-    async def open_dialler(self, *arguments: Any) -> AsyncIterator[DialledChannel]:
-        dialler: AbstractAsyncContextManager[DialledChannel] = self._network.open_dialler(*arguments)
-        async with dialler as channel:
-            yield cast("DialledChannel", _UnreleasingChannel(channel, self._left_out))
+    async def open_dialer(self, *arguments: Any) -> AsyncIterator[DialedChannel]:
+        dialer: AbstractAsyncContextManager[DialedChannel] = self._network.open_dialer(*arguments)
+        async with dialer as channel:
+            yield cast("DialedChannel", _UnreleasingChannel(channel, self._left_out))
 
 
 class _UnreleasingChannel:
     """Wraps a channel to a producer."""
 
-    def __init__(self, channel: DialledChannel, left_out: LeftOut) -> None:
+    def __init__(self, channel: DialedChannel, left_out: LeftOut) -> None:
         self._channel = channel
         self._left_out = left_out
 

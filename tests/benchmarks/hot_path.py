@@ -21,13 +21,13 @@ from typing import Any
 import msgspec
 
 from kvflow import Worker
-from kvflow.bench.geometry import Geometry
-from kvflow.bench.layouts import HALF_PAGES, HEAD_SIZE, LAYERS, VARIANTS
-from kvflow.bench.result import Result, Table, header
-from kvflow.bench.stats import median_ratio, quantile
+from kvflow.calibrate.geometry import Geometry
+from kvflow.calibrate.result import Result, Table, header
+from kvflow.calibrate.stats import median_ratio, quantile
 from kvflow.config import CALIBRATION_VARIABLE, SECRET_VARIABLE
 from tests.benchmarks.hot_path_children import Child
 from tests.benchmarks.hot_path_sides import Sample, open_reader
+from tests.benchmarks.layouts import HALF_PAGES, HEAD_SIZE, LAYERS, VARIANTS
 
 KIB, MIB = 1 << 10, 1 << 20
 US, MS = 1e6, 1e3

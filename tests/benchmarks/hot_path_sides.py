@@ -22,16 +22,16 @@ import numpy as np
 import torch
 
 from kvflow import Ticket, TicketMint, TransferReport, Worker, WorkerConfig, configure_logging, open_worker
-from kvflow.bench.ceilings import BareNixl
-from kvflow.bench.geometry import BLOCK_SIZE, Geometry
-from kvflow.bench.loop import lag_during
-from kvflow.bench.messages import Opened
+from kvflow.calibrate.ceilings import BareNixl
+from kvflow.calibrate.geometry import BLOCK_SIZE, Geometry
+from kvflow.calibrate.messages import Opened
 from kvflow.config import SECRET_VARIABLE
 from kvflow.memory.cache import KVCache
-from kvflow.transfer.pairs import Int64s
-from kvflow.transport.nixl_binding import Agent, load_binding
+from kvflow.planning.pairs import Int64s
+from kvflow.reads.nixl.binding import Agent, load_binding
 from tests.benchmarks.hot_path_calls import Calls, count_calls
 from tests.benchmarks.hot_path_children import Child
+from tests.benchmarks.loop import lag_during
 
 LEASES = 1 << 14
 LEASE_S = 600.0
@@ -128,7 +128,7 @@ async def open_source(geometry: Geometry, *, bare: bool) -> AsyncIterator[Source
         yield Source(cache, None, Opened(os.getpid(), "", encoded, "", agent.metadata(), ""))
         agent.destroy()
         return
-    config = WorkerConfig(engine_id="source", role="prefill", lease_s=LEASE_S, lease_slots=LEASES)
+    config = WorkerConfig(engine_id="source", lease_s=LEASE_S, lease_slots=LEASES)
     async with open_worker(config, cache) as worker:
         yield Source(cache, worker, Opened(os.getpid(), "", encoded, "", b"", ""))
 
@@ -465,5 +465,5 @@ async def open_reader(kind: str, geometry: Geometry, source_geometry: Geometry) 
             return
         if extra == "logged":
             configure_logging(Path(at) / "log.jsonl")
-        async with open_worker(WorkerConfig(engine_id="target", role="decode"), cache) as worker:
+        async with open_worker(WorkerConfig(engine_id="target"), cache) as worker:
             yield PullReader(geometry, source_geometry, source, cache, worker=worker, way=way)

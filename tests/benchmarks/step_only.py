@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from kvflow.integrations.vllm.connector import KVFlowConnector
-from kvflow.integrations.vllm.metadata import RankIntroduction
+from kvflow.integrations.vllm.connector import KVFlowConnector, RankIntroduction
 
 
 class StepOnlyConnector(KVFlowConnector):
     """A lease is held when the next step orders it, and not before."""
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
-        self._decides.meet_ranks([each.address for each in metadata.values() if isinstance(each, RankIntroduction)])
+        ranks = [each.address for each in metadata.values() if isinstance(each, RankIntroduction)]
+        self._scheduler_side.meet_ranks(ranks)
