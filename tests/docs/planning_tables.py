@@ -17,10 +17,10 @@ from kvflow.layout.groups import plan_groups, window_blocks
 from kvflow.layout.region import Region
 from kvflow.layout.shards import Shard
 from kvflow.models import align_states, load, names
-from kvflow.transfer.bind import Binding
-from kvflow.transfer.cover import share_out
-from kvflow.transfer.pairs import pair_units
-from kvflow.transfer.plan import plan_transfer
+from kvflow.planning.assignment import assign_sources
+from kvflow.planning.bind import Binding
+from kvflow.planning.pairs import pair_units
+from kvflow.planning.plan import plan_transfer
 
 PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "planning.md"
 APART = "per layer, K and V apart"
@@ -80,8 +80,8 @@ def counted(name, form, source_tp, target_tp):
     sources = [manifest_of(name, form, rank, source_tp) for rank in range(source_tp)]
     bindings = [
         (group, binding_of(group, sources[share.source], target))
-        for share in share_out(target, sources)
-        for group in plan_transfer(sources[share.source], target, pieces=share.pieces).groups
+        for share in assign_sources(target, sources)
+        for group in plan_transfer(sources[share.source], target, head_ranges=share.head_ranges).groups
     ]
     layout = LAYOUTS[form][0]
     sides = groups_of(name, layout, source_tp), groups_of(name, layout, target_tp)
@@ -89,7 +89,7 @@ def counted(name, form, source_tp, target_tp):
     def total(num_tokens, step):
         source_blocks, target_blocks = (blocks_of(groups, num_tokens) for groups in sides)
         return sum(
-            binding.merged(
+            binding.count_merged(
                 pair_units(
                     group,
                     np.arange(source_blocks[group.source_group]) * step,

@@ -17,13 +17,13 @@ COLUMNS = ("completions", "chat", "stream", "n=2", "concurrent", "prefill fails"
 INTRODUCTION = """\
 # Routers
 
-Routers for disaggregated prefill, and what kvflow needs behind each. The page is made from `tests/data/routers`. A test
-fails if the two differ, or if a test that is named here does not exist.
+This page lists routers for disaggregated prefill, and what kvflow needs behind each. It is generated from
+`tests/data/routers`; a test fails if the two differ, or if a named test does not exist.
 
 *Run*: the tests start the router itself before two `vllm serve` with `KVFlowConnector`. *Replayed*: the router cannot
-be installed where the tests run. A transcript of what it sends was derived from its source, with the lines behind each
-step, and the tests send that to the same servers. A replay writes JSON as the router does: Go sorts keys and makes a
-double of every number, and some routers write `remote_host` themselves.
+be installed where the tests run. Instead, the tests send a transcript of its requests, derived from its source with the
+lines behind each step, to the same servers. A replay writes JSON as the router does: Go sorts keys and turns every
+number into a double, and some routers write `remote_host` themselves.
 
 *Yes* means that a test has seen both of these:
 
@@ -32,11 +32,11 @@ double of every number, and some routers write `remote_host` themselves.
   have grown by the number of the prompts and by their bytes. `vllm:kvflow_leases_ended_total` of the prefill engine,
   with `outcome="released"`, has grown by their number.
 
-*Refused* means that the client gets an error, and *otherwise* that it gets an answer in another way. The note
-beside it says more. An empty cell was not tested.
+*Refused* means that the client gets an error, and *otherwise* that it gets an answer in another way; the note explains
+it. An empty cell was not tested.
 
-Equal tokens without a transfer are a failure. A router that asks for no ticket has both engines compute every prompt,
-and the tokens are equal all the same. To see whether your own deployment moves caches, look at the same three metrics.
+Equal tokens without a transfer are a failure. If a router asks for no ticket, both engines compute every prompt, and
+the tokens are still equal. To check that your deployment moves caches, look at the same three metrics.
 """
 
 

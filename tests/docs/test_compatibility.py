@@ -1,13 +1,14 @@
 """The page of releases says what the code and the tests say."""
 
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from handshake.version import WIRE_VERSION
-from kvflow.cache.tickets import FORMAT
 from kvflow.integrations.vllm.versions import NEWEST, OLDEST, features_of
 from kvflow.layout.manifest import MANIFEST_SCHEMA
+from kvflow.leases.tickets import FORMAT
 from tests.integration.earlier import EARLIER
 
 ROOT = Path(__file__).parents[2]
@@ -54,3 +55,24 @@ def test_earlier_commits_are_those_that_are_tried():
         for commit, earlier in EARLIER.items()
     }
     assert sum(row[0].isalnum() and len(row[0]) == 7 and any(map(str.isdigit, row[0])) for row in ROWS) == len(EARLIER)
+
+
+def test_the_tested_packages_are_those_that_are_pinned():
+    pinned = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    for shown, package in {
+        "NIXL": "nixl",
+        "PyTorch": "torch",
+        "NumPy": "numpy",
+        "pyzmq": "pyzmq",
+        "msgspec": "msgspec",
+    }.items():
+        assert row_of(shown)[0] == pinned[package]
+
+
+def test_the_lower_bounds_are_those_of_the_package():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    bounds = dict(requirement.split(">=") for requirement in project["dependencies"])
+    for shown, package in {"PyTorch": "torch", "NumPy": "numpy", "pyzmq": "pyzmq", "msgspec": "msgspec"}.items():
+        assert row_of(shown)[2] == f"{bounds[package]} and later"
+    assert row_of("NIXL")[1] == bounds["nixl"]
+    assert row_of("Python")[0] == project["requires-python"].removeprefix(">=")

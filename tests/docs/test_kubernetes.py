@@ -12,8 +12,7 @@ import yaml
 
 from kvflow.cli.entry import build_parser, main
 from kvflow.config import SECRET_VARIABLE, WorkerConfig
-from kvflow.integrations.vllm.hosts import HOST_VARIABLE
-from kvflow.integrations.vllm.settings import EngineFacts, read_settings
+from kvflow.integrations.vllm.settings import HOST_VARIABLE, EngineFacts, read_settings
 
 from .manifests import (
     ENGINES,
@@ -99,7 +98,7 @@ def test_the_settings_of_the_engines_are_those_of_kvflow(name, role, monkeypatch
     facts = EngineFacts(engine_id="engine", kv_role=role)
     worker = read_settings(config["kv_connector_extra_config"], facts).worker
     assert worker.advertise == f"tcp://10.1.2.3:{ports(name)['control']}"
-    assert worker.tcp().advertise == f"tcp://10.1.2.3:{ports(name)['tcp-plane']}"
+    assert worker.tcp.advertise == f"tcp://10.1.2.3:{ports(name)['tcp-plane']}"
 
 
 def test_both_kinds_of_engines_differ_in_name_and_role_alone():

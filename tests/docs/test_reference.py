@@ -2,7 +2,6 @@
 
 import argparse
 import inspect
-import logging
 import re
 from pathlib import Path
 
@@ -15,9 +14,13 @@ from handshake.limits import Limits
 from kvflow.cli.entry import build_parser
 from kvflow.config import WorkerConfig
 from kvflow.demo.__main__ import build_parser as build_engine_parser
+from kvflow.events import event_name
 from kvflow.integrations.vllm.settings import OWN_KEYS
-from kvflow.observability.logs import LEVELS, event_name
-from kvflow.transfer.report import TransferReport
+from kvflow.observability.logs import LEVELS
+from kvflow.report import TransferReport
+
+from . import events_page
+from .reference_tables import TABLES, with_tables
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 
@@ -61,20 +64,24 @@ def test_settings_of_the_connector_of_vllm_are_documented():
     assert set(rows(section("config.md", "The connector of vLLM"))) - {"setting", "---"} == OWN_KEYS
 
 
+def test_events_are_documented_as_in_their_docstrings():
+    assert events_page.page() == events_page.PAGE.read_text(), "run: python -m tests.docs.events_page"
+
+
 @pytest.mark.parametrize("kind", LEVELS, ids=event_name)
-def test_events_are_documented_with_level_and_fields(kind):
-    text = section("events.md", event_name(kind))
-    assert f"`{kind.__name__}`, level `{logging.getLevelName(LEVELS[kind])}`" in text
-    fields = set(kind.__struct_fields__)
-    if "report" in fields:
-        fields |= set(TransferReport.__dataclass_fields__) - {"timings_s"}
-    assert fields <= set(rows(text))
+def test_docstrings_of_events_describe_every_field(kind):
+    assert list(events_page.attributes(kind)) == list(kind.__struct_fields__)
+    documented = rows(section("events.md", event_name(kind)))
+    assert set(kind.__struct_fields__) <= set(documented)
 
 
-def test_phases_of_a_transfer_are_documented():
-    phases = re.findall(r"``(\w+)``:", inspect.getdoc(TransferReport).partition("timings_s:")[2])
-    assert len(phases) == 8
-    assert {f"{phase}_s" for phase in phases} <= set(rows(section("events.md", "transfer.completed")))
+def test_fields_and_phases_of_a_report_are_documented():
+    reported = set(TransferReport.__dataclass_fields__)
+    assert set(events_page.attributes(TransferReport)) == reported
+    documented = rows(section("events.md", "transfer.completed"))
+    assert reported - {"timings_s"} <= set(documented)
+    assert len(events_page.phases()) == 9
+    assert set(events_page.phases()) <= set(documented)
 
 
 @pytest.mark.parametrize(
@@ -93,6 +100,9 @@ def test_errors_are_documented_with_code_and_remedy(module, base):
 
 def test_refusals_are_documented():
     assert set(handshake.errors.FailureCode) <= set(rows(section("errors.md", "Refusals")))
+    codes = {error.code for error in errors_of(kvflow.errors, kvflow.errors.KvflowError)}
+    causes = set(kvflow.errors.FailureCode) - codes
+    assert causes <= set(rows(section("errors.md", "Codes of failed transfers")))
 
 
 def actions(parser):
@@ -125,6 +135,12 @@ def test_flags_are_documented_with_defaults(name, parser):
 def test_variables_of_the_engines_are_documented():
     documented = set(re.findall("KVFLOW_DEMO_[A-Z_]+", section("cli.md", "python -m kvflow.demo")))
     assert documented == set(re.findall("KVFLOW_DEMO_[A-Z_]+", build_engine_parser().format_help()))
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_generated_tables_are_current(name):
+    """If one differs: ``python -m tests.docs.reference_tables``."""
+    assert (REFERENCE / name).read_text() == with_tables(name)
 
 
 def test_a_missing_row_is_noticed():

@@ -12,12 +12,13 @@ from msgspec import Meta, Struct
 from msgspec import inspect as kinds
 
 import handshake.messages
-import kvflow.bench.messages
+import kvflow.calibrate.messages
 import kvflow.demo.messages
-from kvflow.cache.tickets import Grant
-from kvflow.demo import completions
+from kvflow.leases.tickets import Grant
+from kvflow.proxy import completions
+from kvflow.reads.envelope import Envelope
 from kvflow.rendezvous.publication import Advertisement
-from kvflow.transport.envelope import Envelope
+from kvflow.worker.snapshot import Inspection
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "explanation" / "security.md").read_text()
@@ -26,49 +27,58 @@ COLUMNS = ["input", "who sends it", "checked by", "bound", "at most it costs", "
 
 WIRE = {
     "handshake/codec.py": [handshake.messages.AnyMessage],
-    "kvflow/cache/tickets.py": [Grant],
+    "kvflow/leases/tickets.py": [Grant],
     "kvflow/rendezvous/publication.py": [Advertisement],
-    "kvflow/transport/envelope.py": [Envelope],
-    "kvflow/demo/completions.py": [completions._LongFields, completions._PrefillAnswer, completions._TransferParams],
+    "kvflow/reads/envelope.py": [Envelope],
+    "kvflow/worker/snapshot.py": [Inspection],
+    "kvflow/proxy/completions.py": [completions._LongFields, completions._PrefillAnswer, completions._TransferParams],
     "kvflow/demo/messages.py": [kvflow.demo.messages.Request],  # replies come from engines that the demo names
-    "kvflow/bench/source.py": [kvflow.bench.messages.Request],
+    "kvflow/calibrate/source.py": [kvflow.calibrate.messages.Request],
 }
 """Modules that read what others send -> what they read it as."""
 
 UNPACKED = {
-    "kvflow/transport/nixl_metadata.py": {"kvflow.transport.envelope:Envelope.blob"},
-    "kvflow/transport/tcp_channel.py": {"kvflow.transport.tcp_channel:TlsChannel"},
-    "kvflow/transport/tcp_wire.py": {"kvflow.transport.tcp_wire:Hello", "kvflow.transport.tcp_wire:Request"},
-    "kvflow/transport/tcp_requests.py": {"slots, epochs and descriptor numbers of a read over TCP"},
-    "kvflow/transport/tcp_connection.py": {"header of an answer over TCP", "epochs at the end of an answer over TCP"},
+    "kvflow/reads/nixl/metadata.py": {"kvflow.reads.envelope:Envelope.blob"},
+    "kvflow/reads/tcp/channel.py": {"kvflow.reads.tcp.channel:TlsChannel"},
+    "kvflow/reads/tcp/wire.py": {"kvflow.reads.tcp.wire:Hello", "kvflow.reads.tcp.wire:Request"},
+    "kvflow/reads/tcp/requests.py": {"slots, epochs and descriptor numbers of a read over TCP"},
+    "kvflow/reads/tcp/connection.py": {"header of an answer over TCP", "epochs at the end of an answer over TCP"},
 }
 """Modules that take numbers out of bytes that others send -> the inputs of their rows."""
 
 NOT_UNPACKED = {
     "handshake/intake.py": "the kernel's counters of a socket",
     "handshake/sockets.py": "what ZeroMQ reports of our own sockets",
-    "kvflow/bench/streams.py": "requests of a benchmark to the source that it has named",
-    "kvflow/cache/blocks.py": "counts of our own",
+    "kvflow/calibrate/streams.py": "requests of a benchmark to the source that it has named",
+    "kvflow/leases/blocks.py": "counts of our own, and integers of a list, copied by Python itself",
     "kvflow/memory/device.py": "memory of this process",
-    "kvflow/transfer/pairs.py": "integers of a list, copied by Python itself",
 }
 """Modules that take numbers out of bytes that nobody else sends, and whose they are."""
 
 NOT_WIRE = {
-    "kvflow/bench/ceilings.py": "replies of a source that the benchmark has named",
-    "kvflow/bench/descriptors.py": "likewise",
-    "kvflow/bench/sourcing.py": "likewise",
+    "kvflow/calibrate/ceilings.py": "replies of a source that the benchmark has named",
+    "kvflow/calibrate/descriptors.py": "likewise",
+    "kvflow/calibrate/sourcing.py": "likewise",
+    "kvflow/cli/deployments.py": "flags",
+    "kvflow/cli/config.py": "files that the user names",
     "kvflow/cli/layout.py": "flags",
+    "kvflow/cli/ticket.py": "JSON around a ticket that the user gives; leases.tickets reads the ticket",
     "kvflow/config.py": "settings",
     "kvflow/demo/processes.py": "processes that the demo has started",
-    "kvflow/integrations/vllm/orders.py": "orders of the engine's own scheduler",
+    "kvflow/doctor/child.py": "the doctor that has started this process",
+    "kvflow/doctor/children.py": "processes that the doctor has started",
+    "kvflow/doctor/live.py": "answers of servers that the user names: of a bounded size, and nothing is sized by them",
+    "kvflow/doctor/probe.py": "a worker that the user names, which has the secret",
+    "kvflow/integrations/vllm/admission.py": "the engine's own scheduler, whose MAC is checked first",
+    "kvflow/integrations/vllm/messages.py": "commands of the engine's own scheduler",
     "kvflow/integrations/vllm/settings.py": "settings",
     "kvflow/layout/manifest.py": "manifests of this process; a peer's are read by rendezvous.publication",
-    "kvflow/layout/specs.py": "specs of this process",
     "kvflow/models/bundled.py": "files of this package",
     "kvflow/models/config.py": "files that the user names",
     "kvflow/models/families.py": "options of the caller",
-    "kvflow/transfer/costs.py": "the calibration that the user names",
+    "kvflow/planning/costs.py": "the calibration that the user names",
+    "kvflow/trace/records.py": "logs that the user names: bounded by the types of the module, and skipped if broken",
+    "kvflow/validation.py": "settings, and specs of a caller",
 }
 """Modules that decode what nobody else sends, and what that is."""
 

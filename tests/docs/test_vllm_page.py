@@ -1,22 +1,94 @@
-"""The commands of docs/howto/vllm.md are understood; with vLLM, tests/vllm/test_serve.py runs them."""
+"""Each block of docs/howto/vllm.md has a test: here it is read, and tests/vllm runs it with real engines.
+
+Read only: the installation, which would replace the environment of the tests, and the settings for several hosts, which
+tests/vllm/test_hosts.py runs with addresses of its own.
+"""
 
 import json
+import logging
+import re
 import shlex
+import tomllib
 
 import pytest
 
 from kvflow.cli.entry import build_parser
-from kvflow.demo.completions import OFFER
 from kvflow.errors import ConfigInvalid
 from kvflow.integrations.vllm import alias
-from kvflow.integrations.vllm.hosts import HOST_VARIABLES
+from kvflow.integrations.vllm.params import UNTAGGED_MAX, Untagged
 from kvflow.integrations.vllm.plugin import NAME
-from kvflow.integrations.vllm.settings import EngineFacts, read_settings
+from kvflow.integrations.vllm.settings import HOST_VARIABLES, EngineFacts, read_settings
+from kvflow.integrations.vllm.versions import NEWEST
+from kvflow.proxy.completions import OFFER
+from tests.vllm.howto import fences, log_line
 
 from .test_examples import ROOT, blocks
 
 PAGE = "docs/howto/vllm.md"
 OFFLOADING = "docs/howto/offloading.md"
+
+SERVED = "tests/vllm/test_serve.py::test_the_commands_of_the_page_work_in_its_order"
+HERE = "tests/docs/test_vllm_page.py"
+
+TESTS = [
+    ("sh", "pip install", f"{HERE}::test_the_page_installs_a_release_and_an_extra_that_exist"),
+    ("sh", "export $(kvflow", SERVED),
+    ("sh", "export VLLM_CPU", SERVED),
+    ("sh", "vllm serve", SERVED),
+    ("sh", "vllm serve", SERVED),
+    ("sh", "kvflow proxy", SERVED),
+    ("text", "kvflow: rank", SERVED),
+    ("sh", "curl", SERVED),
+    ("python", "from openai", SERVED),
+    ("sh", "grep", SERVED),
+    ("json", '{"model"', f"{HERE}::test_what_a_router_asks_is_what_the_proxy_asks"),
+    ("text", "kvflow: none of", f"{HERE}::test_an_engine_without_parameters_logs_the_warning_of_the_page"),
+    (
+        "json",
+        '"kv_connector_extra_config"',
+        f"{HERE}::test_the_page_offers_always_on_the_prefill_server",
+    ),
+    ("json", '"kv_connector_extra_config"', f"{HERE}::test_the_settings_for_several_hosts_are_known"),
+    ("json", '"kv_connector_extra_config"', f"{HERE}::test_the_settings_for_several_hosts_are_known"),
+    (
+        "text",
+        "kvflow: the load",
+        "tests/vllm/test_failures.py::test_a_ticket_that_is_used_up_fails_or_is_computed_anew",
+    ),
+    ("json", '{"kv_connector"', "tests/vllm/test_plugin.py::test_the_alias_is_the_same_class_and_not_a_subclass"),
+]
+"""Language and start of each block of the page, in its order, and the test that runs or reads it."""
+
+
+def test_every_block_of_the_page_has_a_test():
+    found = fences()
+    assert [language for language, _ in found] == [language for language, _, _ in TESTS]
+    for (_, block), (_, start, test) in zip(found, TESTS, strict=True):
+        assert block.startswith(start)
+        path, _, name = test.partition("::")
+        assert re.search(rf"^def {name}\(", (ROOT / path).read_text(), re.MULTILINE), test
+
+
+def test_the_page_installs_a_release_and_an_extra_that_exist():
+    engine, own = [words[2:] for words in commands() if words[:2] == ["pip", "install"]]
+    assert engine == [f"vllm=={NEWEST[0]}.{NEWEST[1]}.0"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert own in [[f".[{extra}]"] for extra in project["optional-dependencies"]], "it is not on a package index"
+
+
+def test_an_engine_without_parameters_logs_the_warning_of_the_page(caplog):
+    untagged = Untagged(settings_of(transfer_configs(PAGE)[0]))
+    with caplog.at_level(logging.WARNING, logger="vllm.kvflow"):
+        for _ in range(UNTAGGED_MAX):
+            untagged.note(None)
+    [message] = caplog.messages
+    assert log_line("none of the first").fullmatch(message)
+
+
+def test_the_page_offers_always_on_the_prefill_server():
+    [block] = [block for block in blocks(PAGE, "json") if '"offer"' in block]
+    config = json.loads(f"{{{block}}}") | {"kv_role": "kv_producer"}
+    assert settings_of(config).offers_always
 
 
 def commands(page=PAGE):
@@ -53,7 +125,7 @@ def test_servers_are_started_with_settings_that_the_connector_knows():
     assert {config["kv_connector"] for config in configs} == {NAME}
 
 
-def test_servers_that_offload_have_a_child_with_settings_that_the_connector_knows():
+def test_offloading_servers_have_a_child_with_known_settings():
     configs = transfer_configs(OFFLOADING)
     assert [config["kv_role"] for config in configs] == ["kv_producer", "kv_consumer"]
     for config in configs:
@@ -71,7 +143,7 @@ def test_the_settings_for_several_hosts_are_known():
         facts = EngineFacts(engine_id="a", kv_role="kv_producer", rank=1, num_ranks=2, port_offset=9)
         worker = read_settings({**extra, "cluster_secret": "x" * 32}, facts, lambda: "10.0.0.7").worker
         assert worker.advertise == "tcp://10.0.0.7:5609"
-        assert worker.tcp().advertise == "tcp://10.0.0.7:5709"
+        assert worker.tcp.advertise == "tcp://10.0.0.7:5709"
 
 
 def test_the_variables_that_tell_the_host_are_named_in_their_order():
@@ -94,7 +166,7 @@ def test_programs_of_ours_understand_their_arguments():
     assert [words[0] for words in ours] == ["proxy"]
     for words in ours:
         build_parser().parse_args(words)
-    [secret] = [words for words in commands() if words[0] == "export"]
+    [secret, _] = [words for words in commands() if words[0] == "export"]
     assert secret == ["export", "$(kvflow", "keys", "secret)"]
     build_parser().parse_args(["keys", "secret"])
 

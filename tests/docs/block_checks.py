@@ -1,0 +1,190 @@
+"""How each code block of the documentation is checked.
+
+``CHECKS`` has a list for each page with one check per block, in the order of the page. For a page with a single
+``CheckedBy``, one test reads all blocks together. ``test_blocks.py`` carries out the checks.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import prepared
+
+
+@dataclass(frozen=True)
+class Program:
+    """The block is a Python program. It runs in a process of its own, in the folder of the page's test."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """The block is Python and continues the steps before it, in one event loop and with one set of names.
+
+    Attributes:
+        before: Python that creates names which the block expects.
+        after: Python that checks what the block did.
+    """
+
+    before: str = ""
+    after: str = ""
+
+
+@dataclass(frozen=True)
+class Shell:
+    """The block is a list of shell commands, which run in the folder of the page's test.
+
+    Attributes:
+        status: exit status of the last command. If it is not 0, what it prints to standard error counts as output.
+        environment: variables that the page tells to set.
+    """
+
+    status: int = 0
+    environment: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Output:
+    """The block is what the block before it prints. Three dots stand for any text.
+
+    Attributes:
+        part: whether the block shows only some lines of the output.
+        measured: whether times, rates, ids and ports may differ. ``make docs`` then writes the block.
+    """
+
+    part: bool = False
+    measured: bool = False
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """The block is a list of commands that are not run. Their programs, options, targets and files must exist.
+
+    Attributes:
+        why: the reason why they are not run.
+    """
+
+    why: str
+
+
+@dataclass(frozen=True)
+class CheckedBy:
+    """The block is read from the page by a test of its own.
+
+    Attributes:
+        path: that test, or the module through which it reads the page; it names the page.
+        why: what that test does with the block.
+    """
+
+    path: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """The block is a drawing or a formula, with nothing to run."""
+
+
+Check = Program | Step | Shell | Output | Parsed | CheckedBy | Drawing
+
+LANGUAGES: dict[type[Check], set[str]] = {
+    Program: {"python"},
+    Step: {"python"},
+    Shell: {"sh", "console"},
+    Output: {"text"},
+    Parsed: {"sh", "console"},
+    CheckedBy: {"sh", "python", "py", "json", "yaml", "dockerfile", "text", ""},
+    Drawing: {"text", ""},
+}
+"""The languages of the blocks that a check accepts."""
+
+OFFLOAD = CheckedBy("tests/docs/test_vllm_page.py", "parses it; tests/vllm/test_offloading.py runs it with vLLM")
+ROUTERS = CheckedBy(
+    "tests/docs/test_routers_howto.py", "parses it; tests/vllm/routers.py runs it with released routers"
+)
+RAY = CheckedBy("tests/ray/cluster.py", "runs it with Ray, in an environment of its own")
+KUBERNETES = CheckedBy("tests/docs/test_kubernetes.py", "compares it with the manifests; there is no cluster")
+PLANNING = CheckedBy("tests/docs/planning_tables.py", "compares it with the planner's output")
+
+DOCTOR = CheckedBy("tests/docs/test_doctor_page.py", "compares it with what the doctor finds, but for figures")
+
+MEASURED = Output(measured=True)
+SECRET = (("KVFLOW_CLUSTER_SECRET", prepared.FAILING_SECRET),)
+
+CHECKS: dict[str, list[Check] | CheckedBy] = {
+    "README.md": [Drawing(), Parsed("runs for minutes"), CheckedBy("tests/docs/test_examples.py", "runs it")],
+    "CONTRIBUTING.md": [Parsed("runs the tests")],
+    "docs/tutorial/first-transfer.md": [Program(), Output()],
+    "docs/howto/adopt-tensors.md": [Step(), Output(), Program(), Output(), Step(), Step(), Output()],
+    "docs/howto/containers.md": [Parsed("needs Docker")] * 4,
+    "docs/howto/debug-a-failure.md": [
+        *[Shell(), MEASURED] * 5,
+        *[Shell(status=1, environment=SECRET), MEASURED],
+        *[Shell(), MEASURED] * 2,
+    ],
+    "docs/howto/deploy.md": [CheckedBy("tests/docs/test_deploy_page.py", "runs it with an address of this host")] * 3,
+    "docs/howto/describe-a-model.md": [
+        *[Step(), Step(before=prepared.RECORD_WARNINGS, after=prepared.WARNED), Step()],
+        *[Program(), Output(), Shell(), Output(part=True)],
+    ],
+    "docs/howto/doctor.md": [
+        *[Parsed("needs a name of its own"), DOCTOR, *[Parsed("needs two hosts")] * 2],
+        *[*[DOCTOR] * 3, Parsed("needs running engines")],
+    ],
+    "docs/howto/embed-a-worker.md": [
+        *[Program(), Output()] * 3,
+        *[Step(), Step(), Output()],
+        *[Step(before=before, after=after) for before, after in prepared.EMBEDDED],
+    ],
+    "docs/howto/explain-a-transfer.md": [
+        Parsed("runs the demo, as tests/demo do"),
+        Parsed("reads the logs of the demo, as tests/demo do"),
+        *[Drawing(), Drawing(), Program(), Program()],
+    ],
+    "docs/howto/gpus.md": [
+        Parsed("needs GPUs and network cards"),
+        Parsed("needs Docker and a GPU"),
+        Parsed("needs two GPUs"),
+        *[Parsed("needs a GPU")] * 2,
+    ],
+    "docs/howto/install.md": [
+        *[Parsed("needs a package index, and would change the environment of the tests")] * 3,
+        *[Shell(), Output()],
+        Parsed("would change the environment of the tests"),
+    ],
+    "docs/howto/kubernetes.md": [KUBERNETES] * 7,
+    "docs/howto/monitor.md": [
+        Parsed("would change the environment of the tests"),
+        Step(before="import kvflow", after=prepared.CONFIG_CHECKED),
+        CheckedBy("tests/docs/test_monitor_page.py", "parses it"),
+        Step(before=prepared.CACHE_MADE, after="REGISTRY.unregister(metrics)"),
+        Step(before=prepared.WORKER_OPENED, after="assert ticket.grants[0].trace"),
+        Step(),
+    ],
+    "docs/howto/offloading.md": [OFFLOAD] * 4,
+    "docs/howto/operate.md": [Parsed("needs a cluster")] * 6,
+    "docs/howto/ray-serve.md": [Parsed("needs a package index"), *[RAY] * 6],
+    "docs/howto/routers.md": [*[ROUTERS] * 6, Parsed("needs vLLM; tests/vllm/test_live.py runs it"), ROUTERS],
+    "docs/howto/run-the-demo.md": [Parsed("runs the demo, as tests/demo do")] * 2,
+    "docs/howto/troubleshooting.md": [Program(), Shell(), Output()],
+    "docs/howto/vllm.md": CheckedBy("tests/docs/test_vllm_page.py", "lists each block with the test that runs it"),
+    "docs/reference/api.md": CheckedBy("tests/docs/api_page.py", "generates it from the docstrings"),
+    "docs/reference/events.md": [Drawing()],
+    "docs/reference/models.md": [Step()],
+    "docs/explanation/architecture.md": [Drawing()] * 2,
+    "docs/explanation/beside-vllm.md": [Parsed("needs vLLM, and runs for half an hour")] * 3,
+    "docs/explanation/performance.md": [Parsed("measures for minutes on an idle machine"), Drawing()],
+    "docs/explanation/planning.md": [PLANNING] * 2,
+    "docs/contributing/chaos.md": [Parsed("runs for minutes; tests/chaos run a short form")] * 2,
+    "docs/contributing/fuzz.md": [Parsed("runs for minutes; tests/fuzz run a short form")] * 3,
+    "docs/contributing/simulate.md": [*[Parsed("runs for minutes; tests/simulation run a short form")] * 2, Program()],
+    "docs/contributing/soak.md": [Parsed("runs for minutes; tests/soak run a short form")],
+}
+"""Page -> one check for each of its code blocks, in order."""
+
+PREPARATIONS: dict[str, Callable[[Path], None]] = {
+    "docs/howto/debug-a-failure.md": prepared.write_logs_of_failures,
+    "docs/howto/describe-a-model.md": prepared.write_models,
+    "docs/howto/troubleshooting.md": prepared.write_log_of_a_failed_pull,
+    "docs/reference/models.md": prepared.write_models,
+}
+"""Page -> what puts the files that its blocks read into the folder of its test."""

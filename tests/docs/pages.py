@@ -1,0 +1,44 @@
+"""The pages of the documentation and their code blocks."""
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+"""Paths of all pages, relative to the repository."""
+
+
+class Block(NamedTuple):
+    """One fenced block of a page.
+
+    Attributes:
+        page: path of the page, relative to the repository.
+        line: number of its first line of code.
+        language: what follows the opening fence; may be empty.
+        text: the code.
+    """
+
+    page: str
+    line: int
+    language: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def fenced(page: str) -> list[Block]:
+    """Return the fenced blocks of a page, in order. A block of a list may be indented."""
+    text = (ROOT / page).read_text()
+    found = re.finditer(r"^( *)```([^\n`]*)\n(.*?)^\1```$", text, re.MULTILINE | re.DOTALL)
+    return [
+        Block(page, text.count("\n", 0, each.start(3)) + 1, each[2], re.sub(rf"(?m)^{each[1]}", "", each[3]))
+        for each in found
+    ]
+
+
+def blocks(page: str, language: str) -> list[str]:
+    """Return the code of all blocks of one language."""
+    return [block.text for block in fenced(page) if block.language == language]
