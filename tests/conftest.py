@@ -16,6 +16,18 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
 
+MEASURED = ("contract", "demo", "proxy", "unit")
+"""Folders whose tests count for the coverage. Tests of whole processes and generated ones run the same lines many times
+over: to measure them takes minutes, and adds half a percent."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Measure the coverage of those tests alone; fixtures of the others count as well."""
+    root = Path(__file__).parent
+    for item in items:
+        if item.path.relative_to(root).parts[0] not in MEASURED:
+            item.add_marker("no_cover")
+
 
 @pytest.fixture(scope="session")
 def repository() -> Path:

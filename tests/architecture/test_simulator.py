@@ -2,11 +2,12 @@
 
 import ast
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from kvflow.testing.scenario import simulate
+from tests.simulation.scenario import simulate
 
 ROOT = Path(__file__).parents[2]
 TESTING = sorted((ROOT / "kvflow" / "testing").glob("*.py"))
@@ -18,54 +19,54 @@ DRIVEN = (
     "handshake/driver.py",
     "handshake/server.py",
     "handshake/states.py",
-    "kvflow/cache/blocks.py",
-    "kvflow/cache/destinations.py",
-    "kvflow/cache/epochs.py",
-    "kvflow/cache/leases.py",
-    "kvflow/cache/mint.py",
-    "kvflow/cache/tickets.py",
+    "kvflow/leases/blocks.py",
+    "kvflow/worker/destinations.py",
+    "kvflow/leases/epochs.py",
+    "kvflow/leases/table.py",
+    "kvflow/leases/issuer.py",
+    "kvflow/leases/tickets.py",
     "kvflow/rendezvous/dialer.py",
     "kvflow/rendezvous/listener.py",
-    "kvflow/rendezvous/mint.py",
-    "kvflow/transfer/bind.py",
-    "kvflow/transfer/pairs.py",
-    "kvflow/transfer/pulls.py",
-    "kvflow/transfer/scheduler.py",
-    "kvflow/transport/lanes.py",
-    "kvflow/transport/open_reads.py",
-    "kvflow/transport/owner.py",
-    "kvflow/transport/programs.py",
-    "kvflow/transport/staging.py",
-    "kvflow/worker/bridge.py",
+    "kvflow/rendezvous/issuer.py",
+    "kvflow/planning/bind.py",
+    "kvflow/planning/pairs.py",
+    "kvflow/reads/pulls.py",
+    "kvflow/reads/scheduler.py",
+    "kvflow/reads/lanes.py",
+    "kvflow/reads/open_reads.py",
+    "kvflow/reads/core.py",
+    "kvflow/reads/prepared.py",
+    "kvflow/reads/staging.py",
     "kvflow/worker/consumer.py",
-    "kvflow/worker/ending.py",
-    "kvflow/worker/handle.py",
-    "kvflow/worker/leases_held.py",
-    "kvflow/worker/offers.py",
-    "kvflow/worker/parts.py",
+    "kvflow/worker/connections.py",
+    "kvflow/worker/open_pulls.py",
     "kvflow/worker/peers.py",
+    "kvflow/worker/prepared.py",
     "kvflow/worker/producer.py",
-    "kvflow/worker/programs.py",
+    "kvflow/worker/renewals.py",
     "kvflow/worker/runtime.py",
     "kvflow/worker/threaded.py",
+    "kvflow/worker/worker_thread.py",
 )
 """Where scheduling, leases, handshake, quarantine and their glue are decided."""
 
 NOT_ITS_BUSINESS = {
     "handshake.connection",  # what is said when
     "handshake.states",
-    "kvflow.cache.destinations",  # quarantine
-    "kvflow.cache.epochs",
-    "kvflow.transfer.pulls",
-    "kvflow.transfer.scheduler",
+    "kvflow.worker.destinations",  # quarantine
+    "kvflow.leases.epochs",
+    "kvflow.reads.pulls",
+    "kvflow.reads.scheduler",
 }
 """What the simulator must not even import: it can only be driven from above, through a worker."""
 
 
+@cache
 def functions_of(path):
     return {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
 
 
+@cache
 def defined_in(path):
     return {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)}
 

@@ -1,0 +1,35 @@
+"""What the files around the code name exists: a pattern that matches nothing checks, packs and ignores nothing."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+NAMED = re.compile(r"(?<![\w./-])(?:kvflow|handshake|tests|docs|docker)(?:[./](?:[\w*%-]+|\$\$\w+))*")
+"""Paths and modules of this repository. Make writes ``%`` for any text, and ``$$page`` for a variable of a loop."""
+
+
+def named(text: str) -> set[str]:
+    """Return the paths and modules that a text names."""
+    return set(NAMED.findall(text))
+
+
+def exists(name: str) -> bool:
+    """Return whether a path, a pattern or a module of that name is there; ``module:name`` counts as its module."""
+    pattern = re.sub(r"%|\$\$\w+", "*", name)
+    module = pattern.replace(".", "/")
+    return any(any(ROOT.glob(each)) for each in (pattern, module, f"{module}.py"))
+
+
+@pytest.mark.parametrize("path", ["pyproject.toml", "Makefile", ".dockerignore", ".ci/run", "docker/Dockerfile"])
+def test_every_path_and_module_that_a_file_names_exists(path):
+    found = named((ROOT / path).read_text())
+    assert found
+    assert {name for name in found if not exists(name)} == set()
+
+
+def test_paths_that_are_gone_are_found():
+    text = '"tests/**" = 1\n!docker/gone.sh\npython -m tests.docs.$$page\n"kvflow.transfer.bind", "kvflow:main"\n'
+    assert named(text) == {"tests/**", "docker/gone.sh", "tests.docs.$$page", "kvflow.transfer.bind", "kvflow"}
+    assert {name for name in named(text) if not exists(name)} == {"docker/gone.sh", "kvflow.transfer.bind"}
