@@ -11,7 +11,7 @@ compose() {
     if docker compose version > /dev/null 2>&1; then docker compose "$@"; else docker-compose "$@"; fi
 }
 down() {
-    compose --profile tcp --profile shm down --volumes --remove-orphans
+    compose --profile tcp --profile shm --profile observe down --volumes --remove-orphans
 }
 trap down EXIT
 trap 'exit 130' INT
