@@ -1,4 +1,4 @@
-# `make demo` and `make test` need nothing but Python 3.11+ with venv: they build .venv themselves, once.
+# `make demo` and `make test` need only Python 3.11+ with venv. They create .venv once.
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -7,32 +7,34 @@ VLLM := .venv-vllm
 ROUTERS := .venv-routers
 OLDER := 0.29 0.30 0.31
 SOURCES := kvflow handshake tests docker
-TEXTS := $(SOURCES) docs README.md CHANGELOG.md Makefile pyproject.toml
+TEXTS := $(SOURCES) docs *.md Makefile pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench simulate chaos fuzz soak compose-demo test-compose test-exhaustive test-fence clean
+.PHONY: help demo test lint docs bench simulate chaos fuzz soak compose-demo test-compose test-exhaustive test-fence clean
 .SILENT:
 
 help:
-	echo 'make demo    prefill in one process, decode in another, compare with one process alone'
-	echo 'make test    lint, type checks, architecture contracts, then all tests'
-	echo 'make lint    the same without the tests'
-	echo 'make bench   every benchmark, one after the other'
-	echo 'make simulate   20,000 scenarios of real workers on virtual time, with every fault; SEEDS=N for fewer; an hour'
-	echo 'make fuzz    a million mutated messages and 40,000 lies to real workers; FRAMES=N and LIES=N for fewer; ten minutes or more'
-	echo 'make soak    100,000 pulls among processes that are killed and restarted; PULLS=N for fewer, TRANSPORT=tcp; ten minutes or more'
-	echo 'make chaos   real processes killed, stopped and cut off for three minutes; MINUTES=N, SEED=N'
-	echo 'make compose-demo   the demo in containers, over TCP and over shared memory; needs Docker and Compose'
-	echo 'make test-compose   the tests of that, with a container that is killed'
-	echo 'make bench-vllm   first tokens and CPU beside those of the connector that vLLM has; half an hour'
-	echo 'make test-vllm   a real vLLM, prefill and decode, on the CPU; builds .venv-vllm and .venv-routers once (2 GB), then some minutes'
-	echo 'make test-vllm-full   the same with every model, layout, block size and release of vLLM, and a table; most of an hour'
-	echo 'make test-ray   Ray Serve LLM on two nodes of this host, two replicas of each kind; builds .venv-ray once (3 GB), then five minutes'
-	echo 'make test-exhaustive   100,000 generated pairs, and every parallelism and layout to every other; most of an hour'
-	echo 'make test-fence   100,000 reads of blocks that are recycled meanwhile, and no wrong byte; a quarter of an hour'
-	echo 'make clean   remove what was built and measured; .venv and .venv-* stay'
+	echo 'make demo    run prefill and decode in two processes, and compare every token with one process'
+	echo 'make test    run lint, then all tests; print the branch coverage (some minutes)'
+	echo 'make lint    check style, types, import layers, spelling and texts'
+	echo 'make docs    write the reference pages from docstrings'
+	echo 'make bench   run every benchmark'
+	echo 'make simulate   run 20,000 scenarios on virtual time, with faults (an hour); SEEDS=N sets the number'
+	echo 'make fuzz    send a million invalid messages and 40,000 invalid inputs to real workers (ten minutes or more); FRAMES=N, LIES=N'
+	echo 'make soak    pull 100,000 times while processes are killed and restarted (ten minutes or more); PULLS=N, TRANSPORT=tcp'
+	echo 'make chaos   kill, pause and cut off real processes for three minutes; MINUTES=N, SEED=N'
+	echo 'make compose-demo   run the demo in containers, over TCP and shared memory; needs Docker and Compose'
+	echo 'make test-compose   test the demo in containers, and kill one of them'
+	echo 'make bench-vllm   compare time to first token and CPU with NixlConnector of vLLM (half an hour)'
+	echo 'make test-vllm   test with a real vLLM on the CPU (some minutes); creates .venv-vllm and .venv-routers once (2 GB)'
+	echo 'make test-vllm-full   the same with every model, layout, block size and release of vLLM (most of an hour)'
+	echo 'make test-ray   test with Ray Serve LLM on two nodes of this host (five minutes); creates .venv-ray once (3 GB)'
+	echo 'make test-exhaustive   test 100,000 generated pairs of caches, and all pairs of parallelism and layout (most of an hour)'
+	echo 'make test-fence   read 100,000 times while blocks are reused, and check every byte (a quarter of an hour)'
+	echo 'make test-gpu   test the data planes over the memory of a GPU, in several processes; creates .venv-gpu, or uses BIN=FOLDER'
+	echo 'make clean   remove build outputs and results; keep .venv and .venv-*'
 
-# torch goes first and alone, so that pip settles on the pinned build before it looks at anything that wants torch.
+# Install torch first and alone, so that pip chooses the pinned build before it sees packages that need torch.
 $(INSTALLED): pyproject.toml constraints.txt
 	echo 'installing into .venv (once; a few minutes)'
 	$(PYTHON) -m venv .venv
@@ -41,8 +43,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[demo,proxy]' --group dev
 	touch $@
 
-# An engine's environment is its own: it pins what kvflow leaves open. vLLM and kvflow come last and without their
-# dependencies, so that nothing pulls another torch or a second NIXL.
+# vLLM gets a separate environment, because it pins versions that kvflow leaves open. vLLM and kvflow come last and
+# without their dependencies, so that pip installs no other torch and no second NIXL.
 define install-vllm
 	echo 'installing vLLM into $(@D) (once; a few minutes)'
 	$(PYTHON) -m venv $(@D)
@@ -56,11 +58,11 @@ endef
 $(VLLM)/.installed: tests/vllm/packages.txt tests/vllm/requirements.txt pyproject.toml
 	$(install-vllm)
 
-# Older releases of vLLM: each has an environment of its own.
+# Each older release of vLLM has a separate environment.
 $(VLLM)-%/.installed: tests/vllm/packages-%.txt tests/vllm/requirements.txt pyproject.toml
 	$(install-vllm)
 
-# Routers need nothing of vLLM, and pin nothing for it.
+# Routers need no vLLM, and their pins must not affect it.
 $(ROUTERS)/.installed: tests/vllm/requirements-routers.txt
 	echo 'installing routers into $(ROUTERS) (once)'
 	$(PYTHON) -m venv $(ROUTERS)
@@ -76,10 +78,12 @@ $(ROUTERS)/.installed: tests/vllm/requirements-routers.txt
 demo: $(INSTALLED)
 	$(BIN)/kvflow demo
 
-# pytest is last, so that the output ends with its summary. Three processes keep two cores busy, since half of what tests
-# do is to wait; each takes work from the others when it has none left, because a few tests take as long as a thousand.
+# pytest runs last, so that the output ends with its summary. Four processes keep two cores busy, because tests wait half
+# of the time. Idle processes take work from the others, because a few tests take as long as a thousand others.
+# `.venv/bin/coverage report` names the lines that no test runs.
+# Python may write bytecode, even where the environment forbids it: otherwise each process compiles all tests again.
 test: lint
-	$(BIN)/python -m pytest --quiet --numprocesses 3 --dist worksteal
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --quiet --numprocesses 4 --dist worksteal --cov --cov-report=
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check --quiet $(SOURCES)
@@ -87,6 +91,11 @@ lint: $(INSTALLED)
 	$(BIN)/mypy --no-error-summary
 	report=$$($(BIN)/lint-imports --no-logo 2>&1) || { echo "$$report"; exit 1; }
 	$(BIN)/codespell $(TEXTS)
+	$(BIN)/python -m tests.docs.text_check
+
+# Pages and tables that are generated from docstrings. Tests fail if they are out of date.
+docs: $(INSTALLED)
+	for page in api_page events_page reference_tables misconfigurations_page running; do $(BIN)/python -m tests.docs.$$page || exit 1; done
 
 bench: $(INSTALLED)
 	for script in tests/benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
@@ -106,7 +115,7 @@ soak: $(INSTALLED)
 chaos: $(INSTALLED)
 	$(BIN)/python -m tests.chaos --minutes $${MINUTES:-3} $${SEED:+--seed $$SEED}
 
-# Leaves the image kvflow:local behind, and nothing else.
+# Only the image kvflow:local remains.
 compose-demo:
 	docker/demo.sh
 
@@ -132,6 +141,21 @@ test-exhaustive: $(INSTALLED)
 test-fence: $(INSTALLED)
 	KVFLOW_TEST_READS=$${KVFLOW_TEST_READS:-100000} $(BIN)/python -m pytest --quiet -o faulthandler_timeout=500 tests/integration/test_fenced_reads.py
 
+# An environment of its own, for a torch that has CUDA: that of the machine, or the one that pip finds. Without a network,
+# PIP_NO_INDEX=1 and PIP_FIND_LINKS=FOLDER have pip take wheels of a folder.
+.venv-gpu/.installed: pyproject.toml
+	echo 'installing into .venv-gpu (once; a few minutes)'
+	$(PYTHON) -m venv --system-site-packages .venv-gpu
+	.venv-gpu/bin/python3 -m tests.gpu.requirements >.venv-gpu/requirements.txt
+	.venv-gpu/bin/python3 -m pip install -qq --disable-pip-version-check --requirement .venv-gpu/requirements.txt
+	touch $@
+
+.PHONY: test-gpu
+GIVEN := $(filter command,$(firstword $(origin BIN)))
+test-gpu: $(if $(GIVEN),,.venv-gpu/.installed)
+	KVFLOW_TEST_MEMORY=VRAM PYTHONPATH=$(CURDIR) $(if $(GIVEN),$(BIN),.venv-gpu/bin)/python3 -m pytest --quiet -p no:cacheprovider \
+		tests/gpu tests/contract tests/integration/test_tcp_device.py
+
 clean:
-	rm -rf out dist build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf out dist build .coverage* .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find $(SOURCES) -name __pycache__ -prune -exec rm -rf {} +
