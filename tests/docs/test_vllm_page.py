@@ -53,7 +53,7 @@ TESTS = [
     (
         "text",
         "kvflow: the load",
-        "tests/vllm/test_failures.py::test_a_ticket_that_is_used_up_fails_or_is_computed_anew",
+        "tests/vllm/test_failures.py::test_a_ticket_that_is_used_up_fails_or_is_computed_again",
     ),
     ("json", '{"kv_connector"', "tests/vllm/test_plugin.py::test_the_alias_is_the_same_class_and_not_a_subclass"),
 ]

@@ -22,7 +22,7 @@ LOOKED_AT_AGAIN = 0.2
 EVENTS = (TransferStarted, TransferRetried, TransferCompleted, TransferFailed)
 """After which a pull may be given up."""
 ENOUGH_TOO_LATE = 8
-"""Pulls that had ended before they were given up, after which a sweep begins anew: others take longer."""
+"""Pulls that had ended before they were given up, after which a sweep starts again: others take longer."""
 SHOWN = 5
 
 

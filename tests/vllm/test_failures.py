@@ -17,7 +17,7 @@ RANKS = "llama-ranks-2-to-2"
 
 
 @pytest.mark.parametrize("pair", chosen("llama", "gptoss", "llama-recompute", "gptoss-fail", RANKS), indirect=True)
-def test_a_ticket_that_is_used_up_fails_or_is_computed_anew(pair):
+def test_a_ticket_that_is_used_up_fails_or_is_computed_again(pair):
     prompt = prompt_of(LENGTH)
     alone = pair.monolithic(prompt)
     ticket = pair.ticket(prompt)

@@ -1,4 +1,4 @@
-"""Files from outside: what is no record is skipped and counted, whatever it is."""
+"""Files from outside: a line that is no record is skipped and counted."""
 
 import json
 

@@ -71,7 +71,7 @@ def test_it_is_due_when_peers_have_waited_too_long_for_staging_buffers():
     policy, held = ReaderResetPolicy(QuarantineLimits(bytes_max=10, s_max=60.0), 1), Standing(2, 2, 0.0)
     assert not policy.due(held, 1.0, starved=True)
     assert not policy.due(held, 1.0 + STARVED_S_MAX, starved=True)
-    assert not policy.due(held, 1.5 + STARVED_S_MAX)  # a buffer came back: the wait begins anew
+    assert not policy.due(held, 1.5 + STARVED_S_MAX)  # a buffer came back: the wait starts again
     assert not policy.due(held, 2.0 + STARVED_S_MAX, starved=True)
     assert not policy.due(held, 2.0 + 2 * STARVED_S_MAX, starved=True)
     assert policy.due(held, 2.5 + 2 * STARVED_S_MAX, starved=True)
