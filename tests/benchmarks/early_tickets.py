@@ -74,7 +74,7 @@ class Servers(Together):
         servers = [self._start(role, folder, environment) for role in ("kv_producer", "kv_consumer")]
         urls = [server.url for server in servers]
         port = free_port()
-        kvflow = f"{PYTHON} -c 'from kvflow.cli import main; raise SystemExit(main())'"
+        kvflow = f"{PYTHON} -c 'from kvflow.tools.cli import main; raise SystemExit(main())'"
         proxy = f"{kvflow} proxy --prefill {urls[0]} --decode {urls[1]} --listen 127.0.0.1:{port}"
         self.proxy = self._started(Server("early-proxy", proxy, port, environment, folder))
         return *servers, self.proxy

@@ -5,11 +5,11 @@ import re
 
 import pytest
 
-from kvflow.cli.entry import main
 from kvflow.config import KEY_VARIABLE, SECRET_VARIABLE, WorkerConfig
 from kvflow.doctor.codes import CODES
 from kvflow.doctor.listening import listening
 from kvflow.errors import FailureCode
+from kvflow.tools.cli.entry import main
 
 from .pages import ROOT, blocks
 

@@ -10,9 +10,9 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from kvflow.cli.entry import build_parser, main
 from kvflow.config import SECRET_VARIABLE, WorkerConfig
 from kvflow.integrations.vllm.settings import HOST_VARIABLE, EngineFacts, read_settings
+from kvflow.tools.cli.entry import build_parser, main
 
 from .manifests import (
     ENGINES,

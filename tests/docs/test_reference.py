@@ -11,13 +11,13 @@ import pytest
 import handshake.errors
 import kvflow.errors
 from handshake.limits import Limits
-from kvflow.cli.entry import build_parser
 from kvflow.config import WorkerConfig
 from kvflow.demo.__main__ import build_parser as build_engine_parser
 from kvflow.events import event_name
 from kvflow.integrations.vllm.settings import OWN_KEYS
 from kvflow.observability.logs import LEVELS
 from kvflow.report import TransferReport
+from kvflow.tools.cli.entry import build_parser
 
 from . import events_page
 from .reference_tables import TABLES, with_tables

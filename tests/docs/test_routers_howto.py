@@ -5,7 +5,7 @@ import re
 import shlex
 from pathlib import Path
 
-from kvflow.cli.entry import build_parser
+from kvflow.tools.cli.entry import build_parser
 
 from .test_examples import blocks
 

@@ -12,7 +12,6 @@ import tomllib
 
 import pytest
 
-from kvflow.cli.entry import build_parser
 from kvflow.errors import ConfigInvalid
 from kvflow.integrations.vllm import alias
 from kvflow.integrations.vllm.params import UNTAGGED_MAX, Untagged
@@ -20,6 +19,7 @@ from kvflow.integrations.vllm.plugin import NAME
 from kvflow.integrations.vllm.settings import HOST_VARIABLES, EngineFacts, read_settings
 from kvflow.integrations.vllm.versions import NEWEST
 from kvflow.proxy.completions import OFFER
+from kvflow.tools.cli.entry import build_parser
 from tests.vllm.howto import fences, log_line
 
 from .test_examples import ROOT, blocks

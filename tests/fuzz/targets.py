@@ -17,7 +17,6 @@ from handshake.errors import RemoteProtocolError
 from handshake.events import ConnectionFailed
 from handshake.limits import DEFAULT_LIMITS
 from handshake.states import Role, State
-from kvflow.cli.inspect import lines_of as report_lines
 from kvflow.errors import KvflowError, PlanUnsound
 from kvflow.integrations.vllm.messages import Fail, Pull
 from kvflow.integrations.vllm.params import read_params, ticket_chars_max
@@ -36,6 +35,7 @@ from kvflow.reads.requests import LeaseName
 from kvflow.reads.serving import ServedList
 from kvflow.reads.tcp import wire as tcp_wire
 from kvflow.rendezvous.publication import Advertisement, decode
+from kvflow.tools.cli.inspect import lines_of as report_lines
 from kvflow.worker.connections import PeerState
 from kvflow.worker.destinations import Quarantined
 from kvflow.worker.snapshot import Snapshot, decode_inspection, encode_inspection

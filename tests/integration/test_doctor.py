@@ -19,7 +19,7 @@ from tests.vllm.hosts import Hosts
 pytestmark = pytest.mark.processes
 
 PATIENCE_S = 330.0
-KVFLOW = (sys.executable, "-c", "import sys; from kvflow.cli import main; sys.exit(main())", "doctor")
+KVFLOW = (sys.executable, "-c", "import sys; from kvflow.tools.cli import main; sys.exit(main())", "doctor")
 PIDS = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
 WEAK = ("setpriv", "--bounding-set=-sys_ptrace", "--inh-caps=-sys_ptrace")
 """A process of root that may not copy the memory of another one, which may do more than it."""

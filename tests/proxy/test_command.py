@@ -9,12 +9,12 @@ import aiohttp
 import msgspec
 import pytest
 
-from kvflow.cli.entry import build_parser
 from kvflow.proxy.intake import ProxyConfig
+from kvflow.tools.cli.entry import build_parser
 
 from .upstream import DECODED, PREFILLED, open_upstream
 
-PROGRAM = "import sys; from kvflow.cli import main; sys.exit(main(sys.argv[1:]))"
+PROGRAM = "import sys; from kvflow.tools.cli import main; sys.exit(main(sys.argv[1:]))"
 PATIENCE_S = 60.0
 SERVERS = ("--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:2")
 

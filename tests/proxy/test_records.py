@@ -8,8 +8,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from kvflow.cli.entry import main
 from kvflow.proxy.records import ERROR_CHARACTERS_MAX, REMEDIES, Outcome, shown_error
+from kvflow.tools.cli.entry import main
 from kvflow.trace.joining import read_trace
 from kvflow.trace.terminal import waterfall_lines
 from tests.unit.kvflow.trace.conftest import log  # noqa: F401 - a fixture

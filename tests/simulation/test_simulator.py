@@ -10,11 +10,11 @@ from collections import Counter
 
 import pytest
 
-from kvflow.cli.entry import main
 from kvflow.reads.core import ReadCore
 from kvflow.reads.staging import Scatterer
 from kvflow.testing import Process
 from kvflow.testing.fabric import SimulatedBackend
+from kvflow.tools.cli.entry import main
 from kvflow.worker.producer import LeaseManager
 from kvflow.worker.renewals import LeaseRenewer
 from kvflow.worker.threaded import ThreadedWorker

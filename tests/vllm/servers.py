@@ -30,7 +30,7 @@ ROUTERS = Path(os.environ.get("KVFLOW_TEST_ROUTERS", ROOT / ".venv-routers"))
 PROGRAMS = {
     # As the page says for servers without a GPU: compilation would take longer than all the rest.
     "vllm": f'exec {shlex.quote(PYTHON)} -m tests.vllm.vllm_command "$@" --enforce-eager',
-    "kvflow": f'exec {shlex.quote(PYTHON)} -c "import sys; from kvflow.cli import main; sys.exit(main())" "$@"',
+    "kvflow": f'exec {shlex.quote(PYTHON)} -c "import sys; from kvflow.tools.cli import main; sys.exit(main())" "$@"',
     **{name: f'exec {shlex.quote(str(ROUTERS / "bin" / name))} "$@"' for name in ("vllm-router", "smg")},
 }
 """What the pages' commands start."""

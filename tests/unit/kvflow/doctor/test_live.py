@@ -7,12 +7,12 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import web
 
-from kvflow.cli.entry import main
 from kvflow.doctor import live
 from kvflow.doctor.codes import CODES
 from kvflow.errors import FailureCode
 from kvflow.proxy.intake import ProxyConfig
 from kvflow.proxy.server import open_proxy
+from kvflow.tools.cli.entry import main
 from tests.proxy.test_server import closed_url
 
 from .faces import NBYTES, Face, Router, metrics_class, opened, serving
@@ -399,6 +399,6 @@ def test_only_one_thing_is_examined_at_a_time(capsys):
 
 
 def test_without_aiohttp_the_extra_is_named(monkeypatch, capsys):
-    monkeypatch.setattr("kvflow.cli.doctor.find_spec", lambda name: None)
+    monkeypatch.setattr("kvflow.tools.cli.doctor.find_spec", lambda name: None)
     assert main(["doctor", "--live", *["http://127.0.0.1:1"] * 3]) == 2
     assert "kvflow[proxy]" in capsys.readouterr().err

@@ -1,0 +1,317 @@
+"""``kvflow config``: every setting of a worker, where its value comes from, and what is wrong with the settings."""
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+from msgspec import Struct
+
+from kvflow.config import SECRETS, VARIABLES, WorkerConfig
+from kvflow.doctor.addresses import own_address
+from kvflow.errors import ConfigInvalid, KvflowError
+from kvflow.integrations.vllm import settings as vllm
+from kvflow.tools.cli.arguments import add_command
+from kvflow.tools.cli.findings import print_facts, print_json
+
+if TYPE_CHECKING:
+    from kvflow.tools.cli.arguments import Subparsers
+
+FILE_BYTES_MAX = 16 << 20
+"""65,536 allowed keys take 4.5 MB."""
+
+PLACEHOLDER = "engine-0"
+"""Stands for the name of the engine, where the engine decides it."""
+
+BY_ENGINE = "decided by the engine"
+
+OF_VLLM = {*vllm.FROM_ENGINE, "model", "model_revision", "model_dtype"}
+"""Settings that come from vLLM's own configuration."""
+
+OWN_DEFAULTS = {
+    "enable_cross_layers_blocks": False,
+    "host_buffer_bytes": vllm.HOST_BUFFER_BYTES,
+    "log_file": None,
+    "log_level": vllm.LOG_LEVELS[0],
+    "offer": vllm.OFFERS[0],
+}
+"""Settings of the connector alone."""
+
+PREFIX = "KVFLOW_"
+OTHER_PREFIXES = ("KVFLOW_DEMO_", "KVFLOW_TEST_")
+"""Variables of the demo and of kvflow's own tests."""
+
+
+class SettingFigures(Struct, frozen=True, kw_only=True):
+    """One setting.
+
+    Attributes:
+        name: of the setting.
+        value: its value; of a secret only whether it is set.
+        source: ``default``, the variable, the file, or that the engine decides it.
+    """
+
+    name: str
+    value: Any
+    source: str
+
+
+class Finding(Struct, frozen=True, kw_only=True):
+    """Something that is wrong, or probably not meant.
+
+    Attributes:
+        severity: ``error``: a worker does not open with it. ``warning``: a worker opens.
+        code: stable name of the kind of error.
+        message: what is wrong.
+        remedy: what to do about it.
+    """
+
+    severity: Literal["error", "warning"]
+    code: str
+    message: str
+    remedy: str
+
+
+class ConfigFigures(Struct, frozen=True, kw_only=True):
+    """What ``kvflow config --json`` prints.
+
+    Attributes:
+        settings: all of them.
+        cluster: the first half of the public key that follows from the cluster secret: equal on all workers of a
+            cluster; None without a usable secret.
+        findings: what is wrong.
+    """
+
+    settings: tuple[SettingFigures, ...]
+    cluster: str | None
+    findings: tuple[Finding, ...]
+
+
+class Given(Struct, frozen=True):
+    """Settings as a user gives them, and where."""
+
+    values: Mapping[str, Any]
+    source: str = ""
+    is_vllm: bool = False
+    kv_role: str = "kv_both"
+
+
+def add_parser(commands: "Subparsers") -> None:
+    """Add ``config`` to the command line."""
+    parser = add_command(
+        commands,
+        "config",
+        summary="show every setting of a worker, and what is wrong with them",
+        description="Show every setting of a worker with its value and where it comes from: a default, the "
+        "environment, or a file. Secrets are never printed. Nothing is opened or dialed.",
+        examples="kvflow config\nkvflow config --file worker.json\nkvflow config --vllm kv-transfer-config.json",
+    )
+    given = parser.add_mutually_exclusive_group()
+    given.add_argument("--file", type=Path, metavar="FILE", help="JSON with the arguments of WorkerConfig")
+    given.add_argument(
+        "--vllm", metavar="FILE", help="vLLM's --kv-transfer-config, or its kv_connector_extra_config: a file, or JSON"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Show the settings; 1 if something is wrong with them, 2 if the file cannot be read."""
+    try:
+        given = _given(options)
+    except OSError as error:
+        print(f"kvflow config: {error.filename} cannot be read: {error.strerror}", file=sys.stderr)
+        return 2
+    except ConfigInvalid as error:
+        print(f"kvflow config: {error}", file=sys.stderr)
+        return 2
+    findings, config = examine(given)
+    figures = ConfigFigures(
+        settings=tuple(_settings(given, config)), cluster=_cluster(config), findings=tuple(findings)
+    )
+    if options.json:
+        print_json(figures)
+    else:
+        _print(figures)
+    return int(bool(findings))
+
+
+def examine(given: Given) -> tuple[list[Finding], WorkerConfig | None]:
+    """Return what is wrong with settings, and the settings as a worker takes them; None if it would not open."""
+    findings, config = [*_faults(given)], None
+    if not findings:
+        try:
+            config = _resolved(given)
+        except KvflowError as error:
+            findings.append(_finding(error))
+    if config is not None:
+        findings += _doubts(config, given)
+    return [*findings, *_misspelled()], config
+
+
+def _given(options: argparse.Namespace) -> Given:
+    """Return what the user gives.
+
+    Raises:
+        OSError: a file cannot be read.
+        ConfigInvalid: it is no JSON object.
+    """
+    if options.file is not None:
+        values = _object(_contents(options.file), str(options.file))
+        return Given(values, str(options.file))
+    if options.vllm is None:
+        return Given({})
+    is_text = options.vllm.lstrip().startswith("{")
+    source = "--vllm" if is_text else options.vllm
+    found = _object(options.vllm.encode() if is_text else _contents(Path(options.vllm)), source)
+    extra = found.get("kv_connector_extra_config")
+    if extra is None and "kv_connector" not in found:
+        return Given(found, source, is_vllm=True)
+    if not isinstance(extra or {}, dict):
+        raise ConfigInvalid(f"{source}: kv_connector_extra_config must be an object, not {type(extra).__name__}")
+    return Given(extra or {}, source, is_vllm=True, kv_role=str(found.get("kv_role", "kv_both")))
+
+
+def _contents(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(FILE_BYTES_MAX + 1)
+
+
+def _object(text: bytes, source: str) -> dict[str, Any]:
+    remedy = "Give a JSON object: names of settings and their values."
+    if len(text) > FILE_BYTES_MAX:
+        raise ConfigInvalid(f"{source} has more than {FILE_BYTES_MAX} bytes", remedy=remedy)
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigInvalid(f"{source} is no JSON object: {error}", remedy=remedy) from error
+
+
+def _faults(given: Given) -> Iterator[Finding]:
+    """Yield what is wrong with each setting alone: all of it, and not only the first."""
+    if given.is_vllm:
+        try:
+            vllm.check_keys(given.values)
+        except ConfigInvalid as error:
+            yield _finding(error)
+    for name, value in given.values.items():
+        if given.is_vllm and (name not in vllm.KEYS or name in vllm.OWN_KEYS):
+            continue
+        alone = {"engine_id": PLACEHOLDER, name: value.replace(vllm.HOST, "host") if _has_host(given, value) else value}
+        try:
+            WorkerConfig.read(alone)
+        except ConfigInvalid as error:
+            yield _finding(error)
+
+
+def _has_host(given: Given, value: object) -> bool:
+    return given.is_vllm and isinstance(value, str) and vllm.HOST in value
+
+
+def _resolved(given: Given) -> WorkerConfig:
+    """Return the settings as a worker takes them.
+
+    Raises:
+        KvflowError: a worker would not open with them; names the first reason.
+    """
+    if given.is_vllm:
+        facts = vllm.EngineFacts(engine_id=PLACEHOLDER, kv_role=given.kv_role)
+        config = vllm.read_settings(given.values, facts, own_address).worker
+    else:
+        config = WorkerConfig.read({"engine_id": PLACEHOLDER, **given.values} if not given.source else given.values)
+        config.check()
+    path = config.calibration_path()
+    if path is not None:
+        from kvflow.worker.environment import read_calibration  # noqa: PLC0415 - most workers name none
+
+        read_calibration(path)
+    return config
+
+
+def _doubts(config: WorkerConfig, given: Given) -> Iterator[Finding]:
+    """Yield what a worker opens with, and is probably not meant."""
+    if printed := sorted(vllm.SECRET_KEYS & set(given.values)):
+        where = "vLLM prints its configuration" if given.is_vllm else "a file is easily read by others"
+        remedy = f"Set {', '.join(VARIABLES[name] for name in printed)} instead."
+        yield _warning(f"{given.source} has {', '.join(printed)}: {where}", remedy)
+    for doubt in vllm.doubts(config):
+        yield _warning(doubt, "Set advertise or tcp_advertise to an address that other hosts reach.")
+
+
+def _misspelled() -> Iterator[Finding]:
+    """Yield variables that are almost those of kvflow."""
+    known = {*VARIABLES.values(), vllm.HOST_VARIABLE}
+    for name in sorted(os.environ):
+        is_right = not name.startswith(PREFIX) or name in known or name.startswith(OTHER_PREFIXES)
+        if not is_right and (meant := get_close_matches(name, known, n=1, cutoff=0.8)):
+            yield _warning(f"the variable {name} is set, which kvflow does not read", f"Did you mean {meant[0]}?")
+
+
+def _finding(error: KvflowError) -> Finding:
+    return Finding(severity="error", code=str(error.code), message=error.message, remedy=error.remedy)
+
+
+def _warning(message: str, remedy: str) -> Finding:
+    return Finding(severity="warning", code=str(ConfigInvalid.code), message=message, remedy=remedy)
+
+
+def _settings(given: Given, config: WorkerConfig | None) -> Iterator[SettingFigures]:
+    """Yield every setting, as it is given if a worker would not open with all of them."""
+    for field in msgspec.structs.fields(WorkerConfig):
+        name = field.name
+        variable = VARIABLES.get(name, "")
+        value = getattr(config, name) if config is not None else given.values.get(name, field.default)
+        source = "default"
+        if name in given.values:
+            source = given.source
+        elif (given.is_vllm and name in OF_VLLM) or (field.required and not given.source):
+            value, source = None, BY_ENGINE
+        elif os.environ.get(variable):
+            value, source = os.environ[variable], variable
+        elif config is not None and value is None and name in {"tcp_bind", "tcp_advertise"}:
+            value, source = getattr(config.tcp, name.removeprefix("tcp_")), "from bind and advertise"
+        if value is msgspec.NODEFAULT:
+            value = {} if field.default_factory is not msgspec.NODEFAULT else None
+        if name in SECRETS:
+            value = "set" if value else "not set"
+        yield SettingFigures(name=name, value=_shown(value), source=source)
+    for name, default in OWN_DEFAULTS.items() if given.is_vllm else ():
+        source = given.source if name in given.values else "default"
+        yield SettingFigures(name=name, value=_shown(given.values.get(name, default)), source=source)
+
+
+def _shown(value: object) -> object:
+    """Return a value that JSON can hold; half of a surrogate pair in it is replaced."""
+    try:
+        msgspec.json.encode(value)
+    except (TypeError, UnicodeEncodeError):
+        return repr(value)
+    return value
+
+
+def _cluster(config: WorkerConfig | None) -> str | None:
+    if config is None:
+        return None
+    from kvflow.rendezvous.endpoint import cluster_key  # noqa: PLC0415 - what is refused needs no ZeroMQ
+
+    return cluster_key(config)[:32]
+
+
+def _print(figures: ConfigFigures) -> None:
+    width = max(len(each.source) for each in figures.settings)
+    print_facts((each.name, f"{each.source.ljust(width)}  {_text(each.value)}") for each in figures.settings)
+    if figures.cluster is not None:
+        print(f"\ncluster {figures.cluster[:16]}: equal on all workers with this secret")
+    for finding in figures.findings:
+        print(f"\n{finding.severity}: {finding.message} [{finding.code}] {finding.remedy}")
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return "-"
+    text = value if isinstance(value, str) and value.isprintable() and value else repr(value)
+    return text if len(text) <= 120 else f"{text[:117]}..."

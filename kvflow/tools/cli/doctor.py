@@ -1,0 +1,264 @@
+"""``kvflow doctor``: what is wrong with this host, with the path to another one, or with running engines."""
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Iterator
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from kvflow.config import WILDCARD_HOSTS, WorkerConfig
+from kvflow.doctor.addresses import own_address, split
+from kvflow.doctor.findings import Finding, exit_status, found, summarized
+from kvflow.errors import ConfigInvalid, KvflowError
+from kvflow.reprs import counted
+from kvflow.tools.cli import config as settings
+from kvflow.tools.cli import visits
+from kvflow.tools.cli.arguments import above_0, add_command, address, at_least, member_config, server
+from kvflow.tools.cli.findings import print_failure, print_json
+from kvflow.trace.title import printable
+
+if TYPE_CHECKING:
+    from kvflow.tools.cli.arguments import Subparsers
+
+MARKS = {"ok": "ok", "note": "note", "warning": "WARNING", "failed": "FAILED"}
+"""How a status is printed."""
+
+LINE_MAX = 2000
+"""Characters of evidence that a terminal gets; --json has all of them."""
+
+TRANSPORTS = ("auto", "nixl", "tcp")
+
+
+def add_parser(commands: "Subparsers") -> None:
+    """Add ``doctor`` to the command line."""
+    parser = add_command(
+        commands,
+        "doctor",
+        summary="find out what is wrong with this host, the path to another one, or running engines",
+        description="Examine this host: software, limits, addresses, NIXL and UCX, and reads between two of its "
+        "processes. With ENDPOINT, examine the path to a worker; if kvflow doctor --listen runs there, read "
+        "from it, compare each byte, and measure. With --live, send requests through the router of two servers of "
+        "vLLM, and say what each hop did. Each finding has a code, its evidence, and a remedy.",
+        examples="kvflow doctor\nkvflow doctor --bind 0.0.0.0:7000 --advertise prefill-0\n"
+        "kvflow doctor --listen 10.0.0.5:7400\nkvflow doctor 10.0.0.5:7400\n"
+        "kvflow doctor --live http://127.0.0.1:8100 http://127.0.0.1:8200 http://127.0.0.1:8000",
+    )
+    parser.add_argument(
+        "endpoint",
+        type=_endpoint,
+        nargs="?",
+        metavar="ENDPOINT",
+        help="control endpoint of a worker, or of kvflow doctor --listen",
+    )
+    parser.add_argument(
+        "--listen",
+        type=_listening,
+        nargs="?",
+        const="",
+        metavar="HOST:PORT",
+        help="offer probe blocks to members of the cluster, until Ctrl-C; without an address, on a free port",
+    )
+    parser.add_argument("--bind", type=_listening, metavar="HOST:PORT", help="address that a worker would listen on")
+    parser.add_argument(
+        "--advertise", metavar="HOST[:PORT]", help="address at which peers would reach the worker, or --listen"
+    )
+    parser.add_argument(
+        "--tcp-bind", type=_listening, metavar="HOST:PORT", help="with --listen, where the TCP plane listens"
+    )
+    parser.add_argument("--key", metavar="KEY", help="public key of the worker, if it has one of its own")
+    parser.add_argument(
+        "--transport",
+        choices=TRANSPORTS,
+        default=TRANSPORTS[0],
+        help="data planes that ENDPOINT and --listen may use (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--device", default="cpu", help="where probe blocks lie: cpu, cuda or cuda:1 (default: %(default)s)"
+    )
+    _add_live(parser)
+    parser.add_argument("--strict", action="store_true", help="exit with 1 for warnings, too")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    parser.set_defaults(run=run)
+
+
+def _add_live(parser: argparse.ArgumentParser) -> None:
+    """Add what concerns running engines."""
+    parser.add_argument(
+        "--live",
+        type=server,
+        nargs=3,
+        metavar=("PREFILL", "DECODE", "ROUTER"),
+        help="base URLs, http://HOST:PORT, of two running servers of vLLM and of the router before them",
+    )
+    parser.add_argument(
+        "--prompt-tokens",
+        type=at_least(1),
+        default=512,
+        metavar="N",
+        help="with --live, length of a prompt, roughly; several blocks of the cache (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--api-key", metavar="KEY", help="with --live, key that the servers expect (default: the variable VLLM_API_KEY)"
+    )
+    parser.add_argument(
+        "--timeout-s",
+        type=above_0(float),
+        default=120.0,
+        metavar="SECONDS",
+        help="with --live, timeout of one request (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--settle-s",
+        type=above_0(float),
+        default=5.0,
+        metavar="SECONDS",
+        help="with --live, how long counters may take to show a request (default: %(default)s)",
+    )
+
+
+def _listening(text: str) -> str:
+    return address(text, port_min=0) if text else text  # argparse also reads what --listen means without an address
+
+
+def _endpoint(text: str) -> str:
+    return f"tcp://{address(text.removeprefix('tcp://'))}"
+
+
+def run(options: argparse.Namespace) -> int:
+    """Examine what the command line names; 1 if something failed, 2 if the command line is wrong."""
+    if sum(given is not None for given in (options.endpoint, options.listen, options.live)) > 1:
+        print("kvflow doctor: give one of ENDPOINT, --listen and --live", file=sys.stderr)
+        return 2
+    if options.live is not None and find_spec("aiohttp") is None:
+        print("kvflow doctor: aiohttp is not installed. Install it with pip install 'kvflow[proxy]'", file=sys.stderr)
+        return 2
+    try:
+        if options.listen is not None:
+            return asyncio.run(_listen(options))
+        return asyncio.run(_show(_examined(options), as_json=options.json, strict=options.strict))
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except KvflowError as error:
+        status = 2 if isinstance(error, ConfigInvalid) else 1
+        return print_failure("kvflow doctor", error, as_json=options.json, status=status)
+
+
+def _examined(options: argparse.Namespace) -> AsyncIterator[Finding]:
+    # Loaded here, so that --help waits for none of it.
+    if options.live is not None:
+        from kvflow.doctor import live  # noqa: PLC0415
+
+        prefill, decode, router = options.live
+        return live.examine(
+            live.Targets(
+                prefill=prefill,
+                decode=decode,
+                router=router,
+                prompt_tokens=options.prompt_tokens,
+                api_key=options.api_key or os.environ.get("VLLM_API_KEY", ""),
+                timeout_s=options.timeout_s,
+                settle_s=options.settle_s,
+            )
+        )
+    if options.endpoint is None:
+        return _alone(options)
+    from kvflow.doctor import between  # noqa: PLC0415
+
+    target = between.Target(
+        endpoint=options.endpoint,
+        config=member_config(visits.keys_of(options.key)),
+        key=options.key or "",
+        transport=options.transport,
+        device=options.device,
+    )
+    target.config.check()  # with a wrong secret of ours, nothing that follows would mean anything
+    return between.examine(target)
+
+
+async def _alone(options: argparse.Namespace) -> AsyncIterator[Finding]:
+    from kvflow.doctor import alone  # noqa: PLC0415
+
+    for finding in check_settings():
+        yield finding
+    async for finding in alone.examine(bind=options.bind, advertise=options.advertise, device=options.device):
+        yield finding
+
+
+def check_settings() -> Iterator[Finding]:
+    """Yield what is wrong with the settings in the environment; secrets have findings of their own."""
+    judged, _ = settings.examine(settings.Given({}))
+    wrong = [each for each in judged if "cluster secret" not in each.message]
+    for each in wrong:
+        status, code = ("failed", each.code) if each.severity == "error" else ("warning", "setting_doubtful")
+        yield Finding(code=code, status=status, subject="settings", evidence=each.message, remedy=each.remedy)  # type: ignore[arg-type]
+    if not wrong:
+        yield found("settings", "settings", "all variables of kvflow are valid; kvflow config shows the values")
+
+
+async def _show(findings: AsyncIterator[Finding], *, as_json: bool, strict: bool) -> int:
+    """Print findings, as text each when it is there, and return the exit status that follows from them."""
+    listed = []
+    async for finding in findings:
+        listed.append(finding)
+        if not as_json:
+            print(line_of(finding), flush=True)
+    figures = summarized(listed)
+    if as_json:
+        print_json(figures)
+    else:
+        print(f"\n{counted(len(listed), 'finding')}: {figures.failed} failed, {counted(figures.warnings, 'warning')}")
+    return exit_status(figures, strict=strict)
+
+
+def line_of(finding: Finding) -> str:
+    """Return a finding as text: what was seen, and for what is wrong its code and remedy."""
+    subject, evidence = (printable(each, LINE_MAX) for each in (finding.subject, finding.evidence))
+    text = f"{MARKS[finding.status].ljust(8)} {subject}: {evidence}"
+    if finding.status in {"warning", "failed"}:
+        return f"{text} [{printable(finding.code)}]\n{' ' * 9}{printable(finding.remedy, LINE_MAX)}"
+    return text
+
+
+async def _listen(options: argparse.Namespace) -> int:
+    from kvflow.doctor.listening import listening  # noqa: PLC0415 - loads torch
+
+    ended = asyncio.Event()
+    for each in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(each, ended.set)
+    async with listening(_listener_config(options), device=options.device) as worker:
+        shown = worker.endpoint.removeprefix("tcp://")
+        if options.json:
+            print_json({"endpoint": worker.endpoint})
+        else:
+            print(f"offering probe blocks at {worker.endpoint}, until Ctrl-C; on the other host, with the same secret:")
+            print(f"  kvflow doctor {shown}", flush=True)
+        sys.stdout.flush()
+        await ended.wait()
+    return 0
+
+
+def _listener_config(options: argparse.Namespace) -> WorkerConfig:
+    """Return the settings of the worker that offers probe blocks."""
+    own = own_address()
+    bind = options.listen or f"{'127.0.0.1' if own in WILDCARD_HOSTS else own}:0"
+    host, port = split(bind)
+    advertise = options.advertise
+    if advertise is None and host in WILDCARD_HOSTS:
+        advertise = own
+    if advertise is not None and ":" not in advertise:
+        advertise = f"{advertise}:{port}"
+    base = member_config(visits.keys_of(options.key))
+    config = WorkerConfig(
+        engine_id="doctor",
+        bind=f"tcp://{bind}",
+        advertise=None if advertise is None else f"tcp://{advertise}",
+        tcp_bind=None if options.tcp_bind is None else f"tcp://{options.tcp_bind}",
+        allowed_keys=base.allowed_keys,
+        transport=options.transport,
+        lease_s=60.0,
+    )
+    config.check()
+    return config

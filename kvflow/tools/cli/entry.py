@@ -1,0 +1,80 @@
+"""The ``kvflow`` program: finds the subcommand and runs it."""
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from kvflow.tools.cli import (
+    bench,
+    completion,
+    config,
+    demo,
+    doctor,
+    explain,
+    inspect,
+    keys,
+    layout,
+    ping,
+    proxy,
+    simulate,
+    ticket,
+    trace,
+)
+from kvflow.version import __version__
+
+COMMANDS = (
+    layout,
+    explain,
+    doctor,
+    ping,
+    inspect,
+    ticket,
+    config,
+    trace,
+    keys,
+    bench,
+    simulate,
+    demo,
+    proxy,
+    completion,
+)
+"""Modules with ``add_parser`` and ``run``."""
+
+PIPE_CLOSED = 128 + signal.SIGPIPE
+"""Exit status of a command whose output nobody reads: that of a program that SIGPIPE ends."""
+
+
+INTERRUPTED = 128 + signal.SIGINT
+"""Exit status of a command that Ctrl-C ends: that of a program that SIGINT ends."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the whole command line."""
+    parser = argparse.ArgumentParser(
+        prog="kvflow",
+        description="Move KV caches between prefill and decode workers.",
+        epilog="Run kvflow COMMAND --help for what a command does, with an example.",
+    )
+    parser.add_argument("--version", action="version", version=f"kvflow {__version__}")
+    parser.set_defaults(root=parser)  # for the command that describes all others
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in COMMANDS:
+        command.add_parser(commands)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit status."""
+    options = build_parser().parse_args(arguments)
+    try:
+        status: int = options.run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader of a pipe has left, as head does. What is still buffered has no reader either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return status

@@ -1,0 +1,372 @@
+"""``kvflow explain``: how many descriptors a read between two engines takes, why, and which change makes it fewer."""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+from msgspec import Struct
+
+from kvflow.errors import KvflowError, SpecInvalid
+from kvflow.layout.groups import Group, window_blocks
+from kvflow.layout.manifest import Manifest, ManifestGroup
+from kvflow.layout.placement import KV_FORMS, LAYOUTS
+from kvflow.planning.assignment import assign_sources
+from kvflow.planning.plan import GroupPlan, TransferPlan, plan_transfer
+from kvflow.planning.reasons import explain_stop
+from kvflow.reprs import counted
+from kvflow.tools.cli import visits
+from kvflow.tools.cli.arguments import add_command, at_least, member_config
+from kvflow.tools.cli.deployments import FORM, Deployment, manifests_of, parse
+from kvflow.tools.cli.findings import ProgressLine, print_facts, print_failure, print_json
+
+if TYPE_CHECKING:
+    from kvflow.tools.cli.arguments import Subparsers
+
+TOKENS = 8192
+LINK_GBIT_S = 100.0
+DESCRIPTOR_US = 3.6
+"""Of a descriptor of 256 bytes over shared memory: 65,536 of them took 235 ms. See the performance page."""
+
+FEWER = 10
+"""How many times fewer descriptors the change makes that is looked for."""
+
+CHANGES_SHOWN = 3
+
+
+class GroupFigures(Struct, frozen=True, kw_only=True):
+    """What one source rank gives of one group.
+
+    Attributes:
+        source: index of the source rank.
+        source_group: its group.
+        target_group: the group of the reader.
+        runs: contiguous copies for each unit of tokens.
+        run_bytes: bytes of the smallest and the largest run.
+        descriptors: for the request, with block ids in any order.
+        nbytes: for the request.
+        reason: what ends a run.
+    """
+
+    source: int
+    source_group: int
+    target_group: int
+    runs: int
+    run_bytes: tuple[int, int]
+    descriptors: int
+    nbytes: int
+    reason: str
+
+
+class ReadFigures(Struct, frozen=True, kw_only=True):
+    """What one rank of the reader reads for a request.
+
+    Attributes:
+        source_ranks: ranks that it reads from.
+        descriptors: with block ids in any order.
+        descriptors_consecutive: with block ids that ascend by one on both sides.
+        nbytes: bytes.
+        link_s: seconds that the bytes take on the link.
+        descriptors_s: seconds that the descriptors take.
+    """
+
+    source_ranks: int
+    descriptors: int
+    descriptors_consecutive: int
+    nbytes: int
+    link_s: float
+    descriptors_s: float
+
+
+class ChangeFigures(Struct, frozen=True, kw_only=True):
+    """One change of one setting, on one side or on both.
+
+    Attributes:
+        change: the side and the setting.
+        descriptors: as of ``ReadFigures``, with the change.
+        fewer: times fewer than without it.
+    """
+
+    change: str
+    descriptors: int
+    fewer: float
+
+
+class ExplainFigures(Struct, frozen=True, kw_only=True):
+    """What ``kvflow explain --json`` prints."""
+
+    source: str
+    target: str
+    tokens: int
+    read: ReadFigures
+    groups: tuple[GroupFigures, ...]
+    changes: tuple[ChangeFigures, ...]
+
+
+def add_parser(commands: "Subparsers") -> None:
+    """Add ``explain`` to the command line."""
+    parser = add_command(
+        commands,
+        "explain",
+        summary="count the descriptors of a read between two engines, and say why there are so many",
+        description="Plan a read between two deployments of a model, or between two running workers: descriptors, "
+        "bytes and time for a request, what makes the descriptors so many, and which single change makes them fewer.",
+        examples="kvflow explain llama-3.1-8b --source tp=2,layout=LBHNC --target tp=4,layout=BHLNC\n"
+        "kvflow explain --from prefill-0:7000 --from decode-0:7000 --tokens 32768",
+    )
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="a bundled model, or a config.json or its folder")
+    for side, what in (("source", "prefill engine"), ("target", "decode engine")):
+        parser.add_argument(f"--{side}", default="tp=1", metavar="TEXT", help=f"the {what}, such as {FORM}")
+    parser.add_argument(
+        "--from",
+        dest="endpoints",
+        action="append",
+        type=visits.endpoint,
+        metavar="ENDPOINT",
+        help="a running worker instead of a model: give it twice, the prefill side first",
+    )
+    parser.add_argument(
+        "--key", dest="keys", action="append", metavar="KEY", help="public keys of these workers, in the same order"
+    )
+    parser.add_argument(
+        "--tokens", type=at_least(1), default=TOKENS, metavar="N", help="tokens of the request (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--link-gbit-s",
+        type=_positive,
+        default=LINK_GBIT_S,
+        metavar="G",
+        help="rate of the link, in Gbit/s (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--descriptor-us",
+        type=_positive,
+        default=DESCRIPTOR_US,
+        metavar="US",
+        help="cost of a descriptor, in microseconds (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--guess", action="store_true", help="describe an unknown model type as plain attention, and say so"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Plan the read and explain it; 1 if the caches do not fit or a worker does not answer, 2 for a wrong command."""
+    if (options.model is None) == (options.endpoints is None) or len(options.endpoints or "ab") != 2:
+        print("kvflow explain: give a model, or --from twice", file=sys.stderr)
+        return 2
+    progress = ProgressLine(as_json=options.json)
+    try:
+        figures = _of_workers(options) if options.model is None else _of_model(options, progress)
+    except KvflowError as error:
+        status = 2 if isinstance(error, SpecInvalid) else 1
+        progress("")
+        return print_failure("kvflow explain", error, as_json=options.json, status=status)
+    finally:
+        progress("")
+    if options.json:
+        print_json(figures)
+    else:
+        _print(figures, options)
+    return 0
+
+
+def _positive(text: str) -> float:
+    number = float(text)
+    if not 0 < number < 1e9:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0 and below 1e9")
+    return number
+
+
+_positive.__name__ = "number"  # argparse names it where the text is no number
+
+
+def _of_model(options: argparse.Namespace, progress: Callable[[str], None]) -> ExplainFigures:
+    source, target = parse(options.source), parse(options.target)
+
+    def plan(source: Deployment, target: Deployment) -> "_Read":
+        manifests = [manifests_of(options.model, each, guess=options.guess) for each in (source, target)]
+        return _read(manifests[0], _one_of_each_stage(manifests[1], target), options.tokens)
+
+    progress("planning the read")
+    read = plan(source, target)
+    changes = []
+    candidates = [*_changes(source, target)]
+    for at, (words, changed_source, changed_target) in enumerate(candidates):
+        progress(f"trying change {at + 1} of {len(candidates)}: {words}")
+        try:
+            descriptors = plan(changed_source, changed_target).descriptors
+        except KvflowError:
+            continue  # the model does not go with it
+        if descriptors < read.descriptors:
+            fewer = read.descriptors / max(1, descriptors)
+            changes.append(ChangeFigures(change=words, descriptors=descriptors, fewer=fewer))
+    # Of changes that do the same, those of one side come first.
+    changes.sort(key=lambda change: (change.descriptors, change.change.startswith("both")))
+    return _figures(read, options, f"{options.model}, {source}", f"{options.model}, {target}", changes)
+
+
+def _of_workers(options: argparse.Namespace) -> ExplainFigures:
+    source, target = visits.run_loop(_manifests(options.endpoints, options.keys or []))
+    first, second = options.endpoints
+    return _figures(_read([source], [target], options.tokens), options, first, second, [])
+
+
+async def _manifests(endpoints: Sequence[str], keys: Sequence[str]) -> list[Manifest]:
+    from kvflow.rendezvous.visitor import open_visit  # noqa: PLC0415 - a model needs no ZeroMQ
+
+    found, config = [], member_config(keys)
+    for endpoint, key in zip(endpoints, [*keys, "", ""], strict=False):
+        async with open_visit(endpoint, config, server_key=key) as visit:
+            found.append((await visit.read_manifest()).manifest)
+    return found
+
+
+class _Read(Struct, frozen=True):
+    """What one rank of the reader reads: its plans, one for each source rank."""
+
+    plans: tuple[tuple[int, TransferPlan], ...]
+    blocks: tuple[int, ...]
+
+    @property
+    def descriptors(self) -> int:
+        return self.count(consecutive=False)
+
+    def count(self, *, consecutive: bool) -> int:
+        return sum(plan.descriptors(self.blocks, consecutive=consecutive) for _, plan in self.plans)
+
+
+def _read(sources: Sequence[Manifest], targets: Sequence[Manifest], tokens: int) -> _Read:
+    """Plan what each of these ranks of the reader reads, and return the one with the most descriptors."""
+    reads = []
+    for target in targets:
+        if len(sources) == 1:
+            plans = [(0, plan_transfer(sources[0], target))]
+        else:
+            shares = assign_sources(target, sources)
+            plans = [
+                (each.source, plan_transfer(sources[each.source], target, head_ranges=each.head_ranges))
+                for each in shares
+            ]
+        reads.append(_Read(tuple(plans), tuple(_blocks(group, tokens) for group in target.groups)))
+    return max(reads, key=lambda read: read.descriptors)
+
+
+def _one_of_each_stage(manifests: Sequence[Manifest], deployment: Deployment) -> Sequence[Manifest]:
+    """Return the first rank of each pipeline stage: the others of a stage read as much."""
+    return manifests[:: deployment.tp]
+
+
+def _blocks(group: ManifestGroup, tokens: int) -> int:
+    """Return how many blocks of a group a request needs: of a window only the last."""
+    kinds = {(layer.kind, layer.window) for layer in group.layers}
+    if len(kinds) > 1 or group.stripe.size > 1:
+        return -(-tokens // group.block_tokens)
+    kind, window = kinds.pop()
+    names = tuple(layer.name for layer in group.layers)
+    return window_blocks(Group(kind=kind, layers=names, block_size=group.block_size, window=window), tokens)
+
+
+def _changes(source: Deployment, target: Deployment) -> Iterator[tuple[str, Deployment, Deployment]]:
+    """Yield each change of one setting, with both deployments after it."""
+    choices = {
+        "layout": LAYOUTS,
+        "kv": KV_FORMS,
+        "block_size": {source.block_size, target.block_size} - {None},
+        "tp": {source.tp, target.tp},
+        "pp": {source.pp, target.pp},
+    }
+    replace = msgspec.structs.replace
+    for name, values in choices.items():
+        for value in sorted(values, key=str):
+            for side, changed_source, changed_target in (
+                ("source", replace(source, **{name: value}), target),
+                ("target", source, replace(target, **{name: value})),
+                ("both sides", replace(source, **{name: value}), replace(target, **{name: value})),
+            ):
+                both = side == "both sides" and value in {getattr(source, name), getattr(target, name)}
+                if (changed_source, changed_target) != (source, target) and not both:
+                    yield f"{side}: {name.replace('_', '-')}={value}", changed_source, changed_target
+
+
+def _figures(
+    read: _Read, options: argparse.Namespace, source: str, target: str, changes: Sequence[ChangeFigures]
+) -> ExplainFigures:
+    groups = tuple(_group(at, group, read) for at, plan in read.plans for group in plan.groups)
+    nbytes = sum(group.nbytes for group in groups)
+    return ExplainFigures(
+        source=source,
+        target=target,
+        tokens=options.tokens,
+        read=ReadFigures(
+            source_ranks=len(read.plans),
+            descriptors=read.descriptors,
+            descriptors_consecutive=read.count(consecutive=True),
+            nbytes=nbytes,
+            link_s=nbytes * 8 / (options.link_gbit_s * 1e9),
+            descriptors_s=read.descriptors * options.descriptor_us * 1e-6,
+        ),
+        groups=groups,
+        changes=tuple(changes),
+    )
+
+
+def _group(source: int, group: GroupPlan, read: _Read) -> GroupFigures:
+    units, _ = group.moved(read.blocks[group.target_group])
+    runs = group.runs
+    return GroupFigures(
+        source=source,
+        source_group=group.source_group,
+        target_group=group.target_group,
+        runs=len(runs),
+        run_bytes=(int(runs.nbytes.min()), int(runs.nbytes.max())),
+        descriptors=units * len(runs),
+        nbytes=units * int(runs.nbytes.sum()),
+        reason=explain_stop(runs, group.pairs, group.unit_tokens),
+    )
+
+
+def _print(figures: ExplainFigures, options: argparse.Namespace) -> None:
+    read = figures.read
+    cost = f"{read.descriptors_s * 1e3:.3f} ms at {options.descriptor_us:g} us each"
+    print_facts(
+        [
+            ("source", figures.source),
+            ("target", figures.target),
+            ("request", f"{counted(figures.tokens, 'token')}, of which one rank reads {_ranks(read.source_ranks)}"),
+            ("bytes", f"{read.nbytes:,}, {read.link_s * 1e3:.3f} ms at {options.link_gbit_s:g} Gbit/s"),
+            ("descriptors", f"{read.descriptors:,} with block ids in any order, {cost}"),
+            ("  ascending", f"{read.descriptors_consecutive:,} with block ids that ascend by one on both sides"),
+        ]
+    )
+    worst = max(figures.groups, key=lambda group: group.descriptors)
+    low, high = worst.run_bytes
+    size = f"{low:,}" if low == high else f"{low:,} to {high:,}"
+    print(
+        f"\nwhy so many: group {worst.source_group} of source rank {worst.source} gives {worst.descriptors:,} of them, "
+        f"{counted(worst.runs, 'run')} of {size} bytes each time: {worst.reason}"
+    )
+    print()
+    if options.model is None:
+        print("To try changes, give the model and both deployments instead of --from.")
+        return
+    _print_changes(figures.changes)
+
+
+def _print_changes(changes: Sequence[ChangeFigures]) -> None:
+    if not changes:
+        print("No single change makes it fewer.")
+        return
+    if changes[0].fewer >= FEWER:
+        print(f"A single change makes it {FEWER} times fewer, or better:")
+    else:
+        print(f"No single change makes it {FEWER} times fewer. The best are:")
+    for change in changes[:CHANGES_SHOWN]:
+        print(f"  {change.change}: {change.descriptors:,} descriptors, {change.fewer:.1f} times fewer")
+
+
+def _ranks(count: int) -> str:
+    return f"from {counted(count, 'source rank')}"

@@ -1,0 +1,140 @@
+"""``kvflow inspect``: what a running worker holds now: peers, pulls, leases, quarantine."""
+
+import argparse
+import asyncio
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from kvflow.errors import ConfigInvalid, KvflowError
+from kvflow.reprs import quoted
+from kvflow.tools.cli import visits
+from kvflow.tools.cli.arguments import add_command, member_config
+from kvflow.tools.cli.findings import print_facts, print_failure, print_json
+
+if TYPE_CHECKING:
+    from kvflow.rendezvous.visitor import Visit
+    from kvflow.tools.cli.arguments import Subparsers
+    from kvflow.worker.snapshot import Inspection, Snapshot
+
+WATCH_S = 1.0
+"""Between two looks: a worker answers four in a second, and then refuses."""
+
+
+class InspectFigures(Struct, frozen=True, kw_only=True):
+    """What ``kvflow inspect --json`` prints.
+
+    Attributes:
+        worker: who it is.
+        cache: what it publishes of its cache.
+        inspection: what it holds now.
+    """
+
+    worker: visits.WorkerFigures
+    cache: visits.CacheFigures
+    inspection: "Inspection"
+
+
+def add_parser(commands: "Subparsers") -> None:
+    """Add ``inspect`` to the command line."""
+    parser = add_command(
+        commands,
+        "inspect",
+        summary="show the peers, pulls and leases of a running worker",
+        description="Ask a running worker what it holds now: its peers, the pulls that are open, the leases that are "
+        "held, quarantined blocks, and its cache. Any member of the cluster may ask.",
+        examples="kvflow inspect decode-0:7000\nkvflow inspect decode-0:7000 --watch",
+    )
+    visits.add_flags(parser)
+    parser.add_argument("--watch", action="store_true", help="ask again each second, until Ctrl-C")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Ask the worker and show the answer; 1 if it does not answer."""
+    try:
+        visits.run_loop(_inspect(options))
+    except KeyboardInterrupt:
+        return 0
+    except KvflowError as error:
+        status = 2 if isinstance(error, ConfigInvalid) else 1
+        return print_failure("kvflow inspect", error, as_json=options.json, status=status)
+    return 0
+
+
+async def _inspect(options: argparse.Namespace) -> None:
+    from kvflow.rendezvous.visitor import open_visit  # noqa: PLC0415 - --help needs no ZeroMQ
+
+    config = member_config(visits.keys_of(options.key))
+    async with open_visit(options.endpoint, config, server_key=options.key or "") as visit:
+        cache = visits.cache_figures(await visit.read_manifest())
+        while True:
+            _show(await _ask(visit, cache), as_json=options.json)
+            if not options.watch:
+                return
+            await asyncio.sleep(WATCH_S)
+
+
+async def _ask(visit: "Visit", cache: visits.CacheFigures) -> InspectFigures:
+    from kvflow.worker.snapshot import decode_inspection  # noqa: PLC0415 - --help needs no worker
+
+    inspection = decode_inspection(await visit.ask_report(), peer=visit.endpoint)
+    shown = replace(inspection, told=b"")  # tickets of probes, which only the doctor reads
+    return InspectFigures(worker=visits.worker_figures(visit), cache=cache, inspection=shown)
+
+
+def _show(figures: InspectFigures, *, as_json: bool) -> None:
+    if as_json:
+        print_json(figures)
+        return
+    print_facts([*visits.worker_facts(figures.worker, figures.cache), ("stage", quoted(figures.inspection.stage))])
+    for line in lines_of(figures.inspection):
+        print(line)
+
+
+def lines_of(inspection: "Inspection") -> Iterator[str]:
+    """Yield what a worker holds, line by line. Texts that it has chosen are in quotes."""
+    snapshot = inspection.snapshot
+    yield from _peers(snapshot)
+    yield from _titled("open pulls", snapshot.pulls, len(snapshot.open_pulls))
+    for pull in snapshot.open_pulls:
+        ours = f" as {quoted(pull.local_request_id)}" if pull.local_request_id else ""
+        transport = f" over {quoted(pull.transport)}" if pull.transport else ""
+        yield (
+            f"  {quoted(pull.request_id)}{ours}: {quoted(pull.phase)}, {pull.age_s:.3f} s old, {pull.nbytes:,} of "
+            f"{pull.nbytes_wanted:,} bytes{transport} from {quoted(pull.peer)}"
+        )
+    yield from _titled("held leases", snapshot.leases, len(snapshot.held_leases))
+    for lease in snapshot.held_leases:
+        readers = ", ".join(f"{quoted(each.engine_id)} ({each.released}/{each.num_ranks})" for each in lease.readers)
+        yield (
+            f"  {quoted(lease.request_id)}: {lease.num_blocks:,} blocks, {lease.age_s:.3f} s old, expires in "
+            f"{lease.expires_in_s:.3f} s, {f'readers {readers}' if readers else 'no reader has renewed it'}"
+        )
+    yield from _titled("quarantined pulls", len(snapshot.quarantined), len(snapshot.quarantined))
+    for entry in snapshot.quarantined:
+        yield f"  {entry.num_blocks:,} blocks for {inspection.now - entry.since:.3f} s: {quoted(entry.reason)}"
+    staging = snapshot.staging
+    if staging.buffers:
+        yield f"staging buffers: {staging.in_use} of {staging.buffers} in use, {staging.quarantined} quarantined"
+    for title, counts in (("rejected connections", snapshot.rejected), ("dropped producers", snapshot.dropped)):
+        if counts:
+            yield f"{title} since the start: {', '.join(f'{quoted(code)} {count}' for code, count in counts.items())}"
+
+
+def _peers(snapshot: "Snapshot") -> Iterator[str]:
+    for title, peers in (("producers", snapshot.producers), ("readers", snapshot.readers)):
+        yield from _titled(title, len(peers), len(peers))
+        for peer in peers:
+            over = f" over {quoted(peer.transport)}" if peer.transport else ""
+            rtt = f", {peer.rtt_s * 1e3:.3f} ms" if peer.rtt_s is not None else ""
+            software = f", {quoted(peer.software)}" if peer.software else ""
+            yield f"  {quoted(peer.name)}: {quoted(peer.state)}{over}{software}{rtt}"
+
+
+def _titled(title: str, count: int, listed: int) -> Iterator[str]:
+    """Yield the heading of a list."""
+    shown = f", the oldest {listed} of them" if listed < count else ""
+    yield f"{title}: {count:,}{shown}"

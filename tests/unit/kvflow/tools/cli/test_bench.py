@@ -1,0 +1,167 @@
+"""``kvflow bench``: what would be measured in vain ends with one line that says so, and no calibration is taken."""
+
+import asyncio
+import socket
+import sys
+from contextlib import closing
+
+import pytest
+import torch
+
+from kvflow.calibrate import source
+from kvflow.config import CALIBRATION_VARIABLE, WorkerConfig
+from kvflow.errors import PeerLost
+from kvflow.memory import device as device_memory
+from kvflow.tools.cli import arguments, bench, main
+
+
+@pytest.fixture
+def bound():
+    """A socket with a port of its own on which nobody listens yet."""
+    with closing(socket.socket()) as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield bound
+
+
+def address_of(bound):
+    host, port = bound.getsockname()
+    return f"{host}:{port}"
+
+
+@pytest.mark.parametrize("address", ["source", "source:", ":8300", "source:http", "source:0", "source:65536"])
+def test_an_address_needs_host_and_port(address, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "pull", "--source", address])
+    assert ended.value.code == 2
+    assert f"--source: {address!r} is not HOST:PORT" in capsys.readouterr().err
+
+
+def test_a_source_that_nobody_runs_is_named(bound, capsys, monkeypatch):
+    monkeypatch.setattr(bench, "SOURCE_START_S", 0)
+    assert main(["bench", "pull", "--source", address_of(bound)]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(f"no source at {address_of(bound)}: ")
+    assert "refused; start one with python -m kvflow.calibrate.source" in printed.err
+    assert printed.err.count("\n") == 1
+
+
+def test_a_name_that_no_resolver_takes_is_named(capsys):
+    assert main(["bench", "pull", "--source", "a..b:8300"]) == 1
+    assert capsys.readouterr().err.startswith("no source at a..b:8300: ")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("flags", [["--device", "cuda"], ["--device", "cpu", "--source-device", "cuda:1"]])
+@pytest.mark.parametrize("name", bench.ON_DEVICES)
+def test_a_device_that_is_not_there_is_a_typed_error(name, flags, capsys):
+    assert main(["bench", name, "--rounds", "1", *flags]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert f"torch cannot use the device {flags[-1]!r}: " in printed.err
+    assert "[config_invalid]" in printed.err
+
+
+@pytest.mark.parametrize("device", ["npu:0", "meta", "cuda:", "CUDA", ""])
+def test_a_device_that_no_data_plane_reads_is_a_typed_error(device, capsys):
+    assert main(["bench", "pull", "--rounds", "1", "--device", device]) == 1
+    assert f"device is {device!r}: expected cpu, cuda or cuda:NUMBER" in capsys.readouterr().err
+
+
+def test_a_calibration_is_of_memory_of_one_kind(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(device_memory, "require_device", lambda _: None)
+    output = tmp_path / "calibration.json"
+    flags = ["--rounds", "1", "--calibrate", "--output", str(output), "--source-device", "cuda"]
+    assert main(["bench", "descriptors", *flags]) == 1
+    assert "a calibration is of caches in memory of one kind, not on cuda and cpu" in capsys.readouterr().err
+    assert not output.exists()
+
+
+def test_a_source_that_listens_is_taken(bound):
+    bound.listen()
+    assert bench._why_unreachable(address_of(bound)) == ""
+
+
+def test_a_source_that_is_still_starting_is_awaited(bound, monkeypatch):
+    monkeypatch.setattr(bench, "sleep", lambda _: bound.listen())
+    assert bench._why_unreachable(address_of(bound)) == ""
+
+
+def test_an_unwritable_calibration_is_refused_before_the_measurement(tmp_path, capsys):
+    path = tmp_path / "no such folder" / "calibration.json"
+    assert main(["bench", "descriptors", "--calibrate", "--output", str(path)]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(f"{path} cannot be written: ")
+
+
+@pytest.mark.parametrize("output", ["", "nul\0"])
+def test_a_path_that_is_no_file_is_refused_before_anything_is_measured(tmp_path, capsys, output):
+    assert main(["bench", "descriptors", "--calibrate", "--output", str(tmp_path) + "/" + output]) == 1
+    assert " cannot be written: " in capsys.readouterr().err
+
+
+def test_a_benchmark_that_the_package_does_not_contain_says_where_it_runs(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(arguments, "CHECKOUT", tmp_path)
+    for command in (["bench", "fence"], ["simulate", "--seeds", "1"]):
+        assert main(command) == 1
+        printed = capsys.readouterr()
+        assert (printed.out, printed.err.count("\n")) == ("", 1)
+        assert f"kvflow {command[0]}" in printed.err
+        assert "needs a checkout of kvflow's repository" in printed.err
+
+
+def test_every_benchmark_is_in_the_package_or_in_the_checkout(repository):
+    assert repository == arguments.CHECKOUT
+    for name in bench.BENCHMARKS:
+        module = bench.PACKAGED.get(name, f"tests.benchmarks.{name}")
+        assert repository.joinpath(*module.split(".")).with_suffix(".py").exists()
+
+
+@pytest.fixture
+def measuring(monkeypatch):
+    """Have something else measured by ``kvflow bench idle``, where the environment names a calibration that is not."""
+
+    def instead(run):
+        monkeypatch.setenv(CALIBRATION_VARIABLE, "/no such folder/calibration.json")
+        monkeypatch.setattr("tests.benchmarks.idle.run", run)
+        return main(["bench", "idle", "--rounds", "1"])
+
+    return instead
+
+
+def test_measured_workers_take_no_calibration_from_the_environment(measuring):
+    """The remedy for a calibration that is missing is a benchmark: it must not need one."""
+    named = []
+
+    async def run(*_):
+        named.append(WorkerConfig(engine_id="idle").calibration_path())
+        child = "import os; raise SystemExit('KVFLOW_CALIBRATION' in os.environ)"
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", child)
+        named.append(await process.wait())
+        return ()
+
+    assert measuring(run) == 0
+    assert named == [None, 0]
+
+
+def test_a_source_takes_no_calibration_from_the_environment(monkeypatch):
+    monkeypatch.setenv(CALIBRATION_VARIABLE, "/no such folder/calibration.json")
+    monkeypatch.setattr(sys, "argv", ["source"])
+    named = []
+
+    def run(serving):
+        serving.close()
+        named.append(WorkerConfig(engine_id="source").calibration_path())
+
+    monkeypatch.setattr(source.uvloop, "run", run)
+    source.main()
+    assert named == [None]
+
+
+def test_a_benchmark_that_fails_says_why_in_a_line(measuring, capsys):
+    async def run(*_):
+        raise PeerLost("the source process ended", remedy="Look there.")
+
+    assert measuring(run) == 1
+    assert capsys.readouterr().err == "kvflow bench idle: the source process ended [peer_lost] Look there.\n"

@@ -1,0 +1,176 @@
+"""``kvflow config``: sources of values, everything that is wrong at once, and never a secret."""
+
+import json
+
+import pytest
+
+from kvflow.config import CALIBRATION_VARIABLE, KEY_VARIABLE, SECRET_VARIABLE, VARIABLES, WorkerConfig
+from kvflow.integrations.vllm.settings import OWN_KEYS
+from kvflow.tools.cli.entry import main
+
+SECRET = "the secret of the test cluster"
+OTHER = "the secret of another cluster"
+KEY = "ab" * 32
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    for name in VARIABLES.values():
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(SECRET_VARIABLE, SECRET)
+
+
+@pytest.fixture
+def shown(capsys, tmp_path):
+    """Run the command with a file of settings; return its status, the settings by name, and the rest."""
+
+    def run(flag=None, given=None):
+        arguments = ["config", "--json"]
+        if flag:
+            path = tmp_path / "settings.json"
+            path.write_text(given if isinstance(given, str) else json.dumps(given))
+            arguments += [flag, str(path)]
+        status = main(arguments)
+        figures = json.loads(capsys.readouterr().out)
+        return status, {each["name"]: (each["value"], each["source"]) for each in figures["settings"]}, figures
+
+    return run
+
+
+def messages(figures):
+    return [finding["message"] for finding in figures["findings"]]
+
+
+def test_every_setting_is_shown_with_its_source(shown, tmp_path):
+    status, settings, figures = shown("--file", {"engine_id": "decode-0", "lease_s": 12})
+    assert (status, figures["findings"]) == (0, [])
+    assert list(settings) == list(WorkerConfig.__struct_fields__)
+    path = str(tmp_path / "settings.json")
+    assert settings["engine_id"] == ("decode-0", path)
+    assert settings["lease_s"] == (12.0, path)
+    assert settings["cluster_secret"] == ("set", SECRET_VARIABLE)
+    assert settings["queue_s"] == (30.0, "default")
+    assert settings["tcp_bind"] == ("tcp://127.0.0.1:0", "from bind and advertise")
+    assert settings["private_key"] == ("not set", "default")
+
+
+def test_the_environment_alone_is_enough(shown):
+    status, settings, _ = shown()
+    assert status == 0
+    assert settings["engine_id"] == (None, "decided by the engine")
+    assert settings["rank"] == (0, "default")
+
+
+def test_the_settings_of_vllm_are_those_of_the_connector(shown):
+    given = {
+        "kv_connector": "KvflowConnector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {
+            "bind": "tcp://0.0.0.0:7000",
+            "advertise": "tcp://127.0.0.1:7000",
+            "offer": "always",
+        },
+    }
+    for flag_value in (given, given["kv_connector_extra_config"]):
+        status, settings, figures = shown("--vllm", flag_value)
+        assert settings["rank"] == settings["model"] == (None, "decided by the engine")
+        assert settings["bind"][0] == "tcp://0.0.0.0:7000"
+        assert settings["offer"][0] == "always"
+        assert settings["enable_cross_layers_blocks"] == (False, "default")
+        assert settings.keys() >= OWN_KEYS
+        assert status == 1
+    (told,) = messages(figures)  # the role is not known of the settings alone
+    assert told.startswith("offer is always, but kv_role is kv_both")
+
+
+def test_an_address_that_only_this_host_reaches_is_a_warning(shown):
+    status, _, figures = shown("--vllm", {"bind": "tcp://0.0.0.0:7000", "advertise": "tcp://127.0.0.1:7000"})
+    assert status == 1
+    assert {finding["severity"] for finding in figures["findings"]} == {"warning"}
+    assert "advertise is tcp://127.0.0.1:7000, which only this host can reach" in messages(figures)[0]
+
+
+def test_the_host_is_filled_in_as_the_connector_does(shown, monkeypatch):
+    monkeypatch.setenv("KVFLOW_ADVERTISE_HOST", "prefill-0.example")
+    _, settings, _ = shown("--vllm", {"bind": "tcp://0.0.0.0:7000", "advertise": "tcp://{host}:7000"})
+    assert settings["advertise"][0] == "tcp://prefill-0.example:7000"
+
+
+def test_all_errors_are_told_at_once_and_each_with_a_remedy(shown):
+    status, settings, figures = shown("--file", {"engine_id": "", "lease_s": -1, "bindd": 1, "rank": "x"})
+    assert status == 1
+    assert [words.split()[0] for words in messages(figures)] == ["engine_id", "lease_s", "bindd", "rank"]
+    assert all(finding["code"] == "config_invalid" and finding["remedy"] for finding in figures["findings"])
+    assert settings["lease_s"][0] == -1
+    assert figures["cluster"] is None
+
+
+@pytest.mark.parametrize(
+    ("given", "word"),
+    [
+        ({"engine_id": "e", "rank": 1}, "rank is 1, but num_ranks is 1"),
+        ({"engine_id": "e", "bind": "tcp://0.0.0.0:7000"}, "which no peer can dial"),
+        ({"engine_id": "e", "calibration": "/no such file"}, "calibration /no such file"),
+        ({}, "engine_id is required"),
+    ],
+)
+def test_what_settings_are_together_is_checked(shown, given, word):
+    status, _, figures = shown("--file", given)
+    assert status == 1
+    assert word in messages(figures)[0]
+
+
+def test_a_calibration_of_the_environment_is_read(shown, monkeypatch):
+    monkeypatch.setenv(CALIBRATION_VARIABLE, "/no such file")
+    status, settings, _ = shown()
+    assert (status, settings["calibration"]) == (1, ("/no such file", CALIBRATION_VARIABLE))
+
+
+@pytest.mark.parametrize("flag", ["--file", "--vllm"])
+@pytest.mark.parametrize("bad", [False, True])
+def test_no_secret_is_printed(capsys, monkeypatch, tmp_path, flag, bad):
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
+    given = {"cluster_secret": OTHER, "cluster_secret_accepted": OTHER, "private_key": KEY, "allowed_keys": ["cd" * 32]}
+    if bad:
+        given |= {"private_key": [KEY], "cluster_secret": {"x": OTHER}, "lease_s": "no"}
+    path = tmp_path / "settings.json"
+    path.write_text(json.dumps(given | ({"engine_id": "e"} if flag == "--file" else {})))
+    for more in ([], ["--json"]):
+        assert main(["config", flag, str(path), *more]) == 1
+        printed = capsys.readouterr()
+        for secret in (SECRET, OTHER, KEY):
+            assert secret not in printed.out + printed.err
+    if not bad:
+        assert f"Set {SECRET_VARIABLE}, " in printed.out  # a secret in a file is a warning
+
+
+def test_the_cluster_is_known_by_its_secret(shown, monkeypatch):
+    ours = shown()[2]["cluster"]
+    assert ours == shown()[2]["cluster"]
+    monkeypatch.setenv(SECRET_VARIABLE, OTHER)
+    assert shown()[2]["cluster"] != ours
+    monkeypatch.delenv(SECRET_VARIABLE)
+    status, _, figures = shown()
+    assert (status, figures["cluster"]) == (1, None)
+    assert messages(figures) == ["the cluster secret is not set"]
+
+
+def test_a_misspelled_variable_is_named(shown, monkeypatch):
+    monkeypatch.setenv("KVFLOW_CLUSTER_SECRTE", "x")
+    monkeypatch.setenv("KVFLOW_OF_ANOTHER_PROGRAM", "x")
+    _, _, figures = shown()
+    assert messages(figures) == ["the variable KVFLOW_CLUSTER_SECRTE is set, which kvflow does not read"]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"a": ' * 100_000, "\x00", '"text"'])
+def test_what_is_no_json_object_is_refused(capsys, tmp_path, text):
+    path = tmp_path / "settings.json"
+    path.write_text(text)
+    assert main(["config", "--file", str(path)]) == 2
+    assert f"{path} is no JSON object" in capsys.readouterr().err
+
+
+def test_a_file_that_is_not_there_is_named(capsys, tmp_path):
+    for flag in ("--file", "--vllm"):
+        assert main(["config", flag, str(tmp_path / "nothing")]) == 2
+        assert "nothing cannot be read: No such file" in capsys.readouterr().err

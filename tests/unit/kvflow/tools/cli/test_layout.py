@@ -1,0 +1,214 @@
+"""``kvflow layout`` prints the figures of a cache, and refuses what it cannot describe."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvflow.models import names
+from kvflow.tools.cli.entry import main
+
+ROOT = Path(__file__).parents[4]
+
+
+def shown(capsys, *arguments):
+    """Return the printed report, decoded."""
+    assert main(["layout", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("model", names())
+@pytest.mark.parametrize("layout", ["auto", "BLHNC"])
+def test_every_bundled_model_is_shown(capsys, model, layout):
+    report = shown(capsys, model, "--layout", layout, "--tp", "2", "--rank", "1")
+    assert report["nbytes"] == 1024 * report["bytes_per_block"]
+    for group in report["groups"]:
+        assert group["content_bytes"] + group["padding_bytes"] == report["bytes_per_block"]
+        assert group["padding_bytes"] >= 0
+
+
+def test_figures_of_gpt_oss_agree_with_the_published_packed_allocation(capsys):
+    report = shown(capsys, "gpt-oss-20b", "--cross-layers")
+    assert (report["layout"], report["tensors"], report["positions"]) == ("BLHNC", 1, 12)
+    assert report["bytes_per_block"] == 393216
+    assert [group["page_bytes"] for group in report["groups"]] == [[32768], [32768]]
+    assert [group["layer_stride"] for group in report["groups"]] == [32768, 32768]
+
+
+def test_two_ranks_hold_half_of_the_heads_each(capsys):
+    halves = [
+        shown(capsys, "gpt-oss-20b", "--tp", "2", "--rank", str(rank), "--layout", "BHLNC")["bytes_per_block"]
+        for rank in (0, 1)
+    ]
+    assert halves == [196608, 196608]
+
+
+def test_the_shorter_group_is_padded(capsys):
+    groups = shown(capsys, "gemma-3-4b")["groups"]
+    assert [group["layers"] for group in groups] == [5, 5, 5, 5, 5, 4, 5]
+    assert [group["padding_bytes"] for group in groups] == [0, 0, 0, 0, 0, 65536, 0]
+
+
+def test_blocks_of_a_model_with_states_are_enlarged(capsys):
+    report = shown(capsys, "qwen3-next")
+    assert report["enlarged"]
+    assert {group["block_size"] for group in report["groups"]} == {1056}
+    assert not shown(capsys, "llama-3.1-8b")["enlarged"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field", "value"),
+    [
+        (("--blocks", "7"), "num_blocks", 7),
+        (("--kv", "split"), "kv", "split"),
+        (("--block-size", "32"), "bytes_per_block", 2 * 12 * 2 * 16 * 12 * 64 * 2),
+        (("--layout", "BLNHC"), "layout", "BLNHC"),
+    ],
+)
+def test_options_reach_the_plan(capsys, arguments, field, value):
+    assert shown(capsys, "gpt-2", *arguments)[field] == value
+
+
+def test_strides_are_those_of_the_layout(capsys):
+    layer = shown(capsys, "gpt-2", "--layout", "LBNHC", "--kv", "split")["layers"]["transformer.h.1.attn.attn"]
+    k, v = layer["components"]
+    half, page = 16 * 12 * 64 * 2, 2 * 16 * 12 * 64 * 2
+    assert k == {
+        "role": "k",
+        "dtype": "bfloat16",
+        "extents": [12, 16, 64],
+        "strides": [64 * 2, 12 * 64 * 2, 2],
+        "offset": 1024 * page,
+        "block_stride": half,
+    }
+    assert v["offset"] == 1024 * (page + half)
+
+
+def test_tables_name_every_group_and_what_is_wasted(capsys):
+    assert main(["layout", "gemma-3-4b"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line.split() for line in lines if line.strip().startswith(tuple("0123456789"))]
+    assert rows[5] == ["5", "sliding", "4", "16", "1024", "65,536", "67,108,864", "65,536", "20.0"]
+    assert rows[7][:3] == ["0-6", "k", "bfloat16"]
+    assert "tensors          5 (one per position)" in lines
+
+
+def test_a_config_may_come_from_a_path(capsys, tmp_path):
+    config = {"model_type": "gpt2", "n_layer": 12, "n_head": 12, "n_embd": 768}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    by_path = shown(capsys, str(tmp_path))
+    assert by_path["model"] == tmp_path.name
+    assert by_path["layers"] == shown(capsys, "gpt-2")["layers"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("gpt-5",), "'gpt-5' is neither a bundled model nor a file or folder"),
+        (("gpt-2", "--tp", "2", "--rank", "2"), "--rank is 2, but --tp is 2"),
+        (("deepseek-v4-style", "--block-size", "16"), "multiple of 128"),
+        (("deepseek-v4-style", "--layout", "LBNHC"), "Use a layout with blocks outermost"),
+        ((".",), "config.json cannot be read"),
+    ],
+)
+def test_bad_input_is_told_and_ends_with_status_2(capsys, arguments, said):
+    assert main(["layout", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert said in printed.err
+    assert printed.err.startswith("kvflow layout: ")
+    assert printed.out == ""
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--layout", "NHD"), ("--blocks", "0"), ("--blocks", "many"), ("--json", "--svg", "map.svg")]
+)
+def test_a_wrong_flag_ends_with_status_2(capsys, arguments):
+    with pytest.raises(SystemExit, match="2"):
+        main(["layout", "gpt-2", *arguments])
+    assert "usage: kvflow layout" in capsys.readouterr().err
+
+
+def test_a_map_that_cannot_be_written_is_told(capsys, tmp_path):
+    path = tmp_path / "nowhere" / "map.svg"
+    assert main(["layout", "gpt-2", "--svg", str(path)]) == 2
+    assert f"{path} cannot be written" in capsys.readouterr().err
+
+
+def test_neither_torch_nor_nixl_is_loaded():
+    program = "import sys; from kvflow.tools.cli import main; main(['layout', 'gpt-2']); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    loaded = done.stdout.splitlines()[-1].split()
+    assert "kvflow.layout.describe" in loaded
+    assert not {"torch", "nixl"} & set(loaded)
+
+
+def test_the_guide_prints_what_the_command_prints(capsys):
+    guide = (ROOT / "docs" / "howto" / "describe-a-model.md").read_text()
+    [printed] = re.findall(r"^```text\n(gemma.*?)^```", guide, re.MULTILINE | re.DOTALL)
+    assert "kvflow layout gemma-3-4b --layout BLHNC --svg block.svg" in guide
+    assert main(["layout", "gemma-3-4b", "--layout", "BLHNC"]) == 0
+    assert capsys.readouterr().out.startswith(printed)
+
+
+def test_ranks_that_divide_tokens_are_shown(capsys):
+    report = shown(capsys, "gpt-oss-20b", "--tp", "16", "--rank", "3", "--dcp", "2", "--dcp-interleave", "16")
+    assert (report["dcp_rank"], report["dcp_size"], report["dcp_interleave"]) == (1, 2, 16)
+    tokens = {group["kind"]: (group["block_size"], group["block_tokens"]) for group in report["groups"]}
+    assert tokens == {"full": (16, 32), "sliding": (16, 16)}
+    assert main(["layout", "gpt-oss-20b", "--tp", "16", "--rank", "3", "--dcp", "2"]) == 0
+    assert re.search(r"tokens +of groups \d divided: rank 1 of 2, 1 at a time", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--dcp", "2"], "--dcp is 2, which does not divide --tp 1"),
+        (["--tp", "2", "--dcp", "2", "--dcp-interleave", "3"], "dcp_interleave is 3"),
+        (["--tp", "3", "--rank", "5"], "--rank is 5, but --tp is 3 [spec_invalid] Give --rank from 0 to 2"),
+    ],
+)
+def test_flags_that_do_not_fit_each_other_are_refused(capsys, flags, message):
+    assert main(["layout", "gpt-oss-20b", *flags]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--tp", "--dcp", "--dcp-interleave", "--block-size"])
+def test_a_number_below_its_bound_is_refused_with_its_flag(capsys, flag):
+    with pytest.raises(SystemExit) as ended:
+        main(["layout", "gpt-oss-20b", flag, "0"])
+    assert ended.value.code == 2
+    assert f"argument {flag}: 0 is below 1" in capsys.readouterr().err
+
+
+def test_a_name_of_the_hub_is_answered_with_the_closest_bundled_model(capsys):
+    assert main(["layout", "meta-llama/Llama-3.1-8B"]) == 2
+    message = capsys.readouterr().err
+    assert "download its config.json and give the path. Did you mean llama-3.1-8b? Known are deepseek-v3, " in message
+
+
+def test_a_guess_is_made_on_request_only_and_said(capsys, tmp_path):
+    path = tmp_path / "config.json"
+    plain = {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 512}
+    path.write_text(json.dumps({"model_type": "novel", **plain}))
+    assert main(["layout", str(path)]) == 2
+    assert "--guess" in capsys.readouterr().err
+    assert main(["layout", str(path), "--guess"]) == 0
+    assert "guessed: 2 full of 2 KV heads of 64" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("layout", "alike", "divided"), [("LBNHC", 32, 512), ("LBHNC", 32, 32), ("BLHNC", 1, 32), ("BHLNC", 1, 1)]
+)
+def test_descriptors_of_an_equal_engine_and_of_twice_the_ranks(capsys, layout, alike, divided):
+    arguments = ("llama-3.1-8b", "--tp", "4", "--layout", layout)
+    assert shown(capsys, *arguments)["peer"] == {"tp_size": 4, "descriptors": alike}
+    assert shown(capsys, *arguments, "--peer-tp", "8")["peer"] == {"tp_size": 8, "descriptors": divided}
+
+
+def test_descriptors_of_an_engine_that_reads_several_ranks(capsys):
+    arguments = ("deepseek-v3", "--tp", "4", "--dcp", "4", "--peer-tp", "1")
+    # Each rank has a quarter of the tokens of each of 61 layers.
+    assert shown(capsys, *arguments, "--dcp-interleave", "16")["peer"] == {"tp_size": 1, "descriptors": 61}

@@ -1,0 +1,177 @@
+"""``kvflow ping`` and ``kvflow inspect``: dial real workers, and name every failure with its code and remedy."""
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+
+import pytest
+
+from kvflow.config import KEY_VARIABLE, SECRET_VARIABLE, WorkerConfig
+from kvflow.errors import PeerLost
+from kvflow.rendezvous.issuer import draw_pair
+from kvflow.rendezvous.visitor import open_visit
+from kvflow.tools.cli import inspect
+from kvflow.tools.cli.entry import main
+from kvflow.worker.runtime import open_worker
+from tests.unit.kvflow.worker.helpers import PATIENCE_S, SECRET, cache_of
+
+
+@pytest.fixture(autouse=True)
+def secret(monkeypatch):
+    monkeypatch.setenv(SECRET_VARIABLE, SECRET)
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+
+
+def config(engine_id="prefill-0", **settings):
+    return WorkerConfig(**{"engine_id": engine_id, "cluster_secret": SECRET, "transport": "loopback"} | settings)
+
+
+@asynccontextmanager
+async def working(engine_id="prefill-0", **settings):
+    async with asyncio.timeout(PATIENCE_S), open_worker(config(engine_id, **settings), cache_of()) as worker:
+        yield worker
+
+
+@pytest.fixture
+def command(capsys):
+    """Run a command beside the loop; return its status, what it printed, and its errors."""
+
+    async def run(*arguments):
+        status = await asyncio.to_thread(main, list(arguments))
+        printed = capsys.readouterr()
+        return status, printed.out, printed.err
+
+    return run
+
+
+async def test_a_worker_that_is_pinged_says_who_it_is_and_what_it_has(command):
+    async with working(model="a model") as worker:
+        status, out, _ = await command("ping", worker.endpoint, "--json", "--count", "3")
+    figures = json.loads(out)
+    assert status == 0
+    assert figures["worker"]["engine_id"] == "prefill-0"
+    assert figures["worker"]["incarnation"] == worker.incarnation
+    assert (figures["worker"]["wire_version"], figures["worker"]["manifest_schema"]) == (1, 3)
+    assert figures["cache"]["model"] == "a model"
+    assert figures["cache"]["groups"] == [{"kind": "full", "layers": 2, "block_size": 4}]
+    assert figures["cache"]["planes"] == ["loopback"]
+    assert len(figures["rtt_s"]) == 3
+    assert min(figures["rtt_s"]) > 0
+
+
+async def test_two_workers_of_one_model_fit(command):
+    async with working() as producer, working("decode-0") as reader:
+        status, out, _ = await command("ping", producer.endpoint, "--reader", reader.endpoint)
+    assert status == 0
+    assert f"{reader.endpoint} can read it: 1 descriptors for a block of every group" in out
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+async def test_a_cache_of_another_model_does_not_fit(command, as_json):
+    async with working() as worker:
+        flags = ["--json"] if as_json else []
+        status, out, _ = await command("ping", worker.endpoint.removeprefix("tcp://"), "--model", "gpt-oss-20b", *flags)
+    assert status == 1
+    if as_json:
+        failure = json.loads(out)["fit"]["failure"]
+        assert failure["code"] == "layout_mismatch"
+        assert failure["remedy"]
+    else:
+        assert "gpt-oss-20b cannot read it" in out
+
+
+async def test_a_model_that_is_not_there_is_refused_before_anybody_is_dialed(command):
+    for more in (["--model", "no-such-model"], ["--model", "llama-3.1-8b", "--deployment", "tp=x"]):
+        status, out, err = await command("ping", "127.0.0.1:1", *more)
+        assert (status, out) == (2, "")
+        assert "[spec_invalid]" in err
+
+
+@pytest.mark.parametrize("name", ["ping", "inspect"])
+async def test_nobody_listens(command, name):
+    status, out, err = await command(name, "127.0.0.1:1", "--json")
+    assert status == 1
+    assert json.loads(out)["error"]["code"] == "peer_lost"
+    assert json.loads(out)["error"]["remedy"] in err
+
+
+@pytest.mark.parametrize("name", ["ping", "inspect"])
+async def test_another_secret_is_named(command, monkeypatch, name):
+    monkeypatch.setenv(SECRET_VARIABLE, "the secret of another cluster")
+    async with working() as worker:
+        status, out, err = await command(name, worker.endpoint, "--json")
+    assert status == 1
+    assert json.loads(out)["error"]["code"] == "authentication_failed"
+    assert "the same secret" in err
+
+
+@pytest.mark.parametrize(("endpoint", "secret"), [("nonsense", SECRET), ("127.0.0.1:1", "")])
+async def test_what_the_user_gives_wrong_has_its_own_status(command, monkeypatch, endpoint, secret):
+    monkeypatch.setenv(SECRET_VARIABLE, secret)
+    for name in ("ping", "inspect"):
+        status, _, err = await command(name, endpoint)
+        assert (status, "[config_invalid]" in err) == (2, True)
+
+
+async def test_a_worker_with_a_key_of_its_own_is_dialed_by_that_key(command, monkeypatch):
+    (private, public), (ours, our_public) = draw_pair(), draw_pair()
+    monkeypatch.setenv(KEY_VARIABLE, ours)
+    async with working(private_key=private, allowed_keys=(our_public,)) as worker:
+        status, _, _ = await command("ping", worker.endpoint, "--key", public)
+        assert status == 0
+        _, out, _ = await command("ping", worker.endpoint, "--key", our_public, "--json")
+        assert json.loads(out)["error"]["code"] == "authentication_failed"
+
+
+async def test_a_running_worker_lists_its_peers_and_leases(command):
+    async with working() as producer, working("decode-0") as consumer:
+        await consumer.pull(producer.offer("done", [[3]], 4), [[5]])
+        await producer.wait_offer("done")
+        producer.offer("held", [[1, 2]], 8)
+        status, out, _ = await command("inspect", producer.endpoint, "--json")
+        held = json.loads(out)["inspection"]["snapshot"]
+        assert (status, held["leases"]) == (0, 1)
+        assert [lease["request_id"] for lease in held["held_leases"]] == ["held"]
+        assert {peer["name"].partition("/")[0] for peer in held["readers"]} == {"decode-0", "kvflow"}
+
+        status, out, _ = await command("inspect", consumer.endpoint)
+        assert status == 0
+        assert f"'prefill-0/0/{producer.incarnation}': 'connected' over 'loopback'" in out
+        assert "stage        'open'\n" in out
+        assert "open pulls: 0\n" in out
+
+
+async def test_watching_goes_on_until_it_is_interrupted(capsys, monkeypatch):
+    seen = []
+
+    def enough(figures, *, as_json):
+        seen.append(figures.inspection.snapshot.leases)
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(inspect, "_show", enough)
+    monkeypatch.setattr(inspect, "WATCH_S", 0.3)
+    async with working() as worker:
+        assert await asyncio.to_thread(main, ["inspect", worker.endpoint, "--watch"]) == 0
+    assert seen == [0, 0]
+
+
+async def in_turn(awaitables):
+    """Await each after the other; close those that are left when one fails."""
+    try:
+        for each in awaitables:
+            await each
+    finally:
+        for each in awaitables:
+            each.close()
+
+
+async def test_a_member_that_asks_too_often_is_refused_and_others_are_not():
+    async with working() as worker:
+        async with open_visit(worker.endpoint, config("flood")) as flood:
+            answers = [flood.ask_report() for _ in range(20)]
+            with pytest.raises(PeerLost, match="questions for a report per second"):
+                await in_turn(answers)
+        async with open_visit(worker.endpoint, config("other")) as other:
+            assert await other.ask_report()
+        assert worker.snapshot().rejected == {"rate_exceeded": 1}
