@@ -13,8 +13,8 @@ import handshake.errors
 import kvflow.errors
 from handshake.limits import Limits
 from kvflow.config import WorkerConfig
-from kvflow.doctor.codes import CODES
 from kvflow.observability.metrics import METRICS
+from kvflow.tools.doctor.codes import CODES
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 

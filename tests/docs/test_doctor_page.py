@@ -6,10 +6,10 @@ import re
 import pytest
 
 from kvflow.config import KEY_VARIABLE, SECRET_VARIABLE, WorkerConfig
-from kvflow.doctor.codes import CODES
-from kvflow.doctor.listening import listening
 from kvflow.errors import FailureCode
 from kvflow.tools.cli.entry import main
+from kvflow.tools.doctor.codes import CODES
+from kvflow.tools.doctor.listening import listening
 
 from .pages import ROOT, blocks
 

@@ -20,7 +20,7 @@ import kvflow
 from handshake.network import ZeroMqNetwork
 from kvflow.config import VARIABLES
 from kvflow.worker.environment import PRODUCTION
-from tests.unit.kvflow.doctor import faces
+from tests.unit.kvflow.tools.doctor import faces
 
 from .elsewhere import TESTS, Child
 from .producing import SECRET

@@ -12,11 +12,11 @@ import msgspec
 from msgspec import Struct
 
 from kvflow.config import SECRETS, VARIABLES, WorkerConfig
-from kvflow.doctor.addresses import own_address
 from kvflow.errors import ConfigInvalid, KvflowError
 from kvflow.integrations.vllm import settings as vllm
 from kvflow.tools.cli.arguments import add_command
 from kvflow.tools.cli.findings import print_facts, print_json
+from kvflow.tools.doctor.addresses import own_address
 
 if TYPE_CHECKING:
     from kvflow.tools.cli.arguments import Subparsers

@@ -10,14 +10,14 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from kvflow.config import WILDCARD_HOSTS, WorkerConfig
-from kvflow.doctor.addresses import own_address, split
-from kvflow.doctor.findings import Finding, exit_status, found, summarized
 from kvflow.errors import ConfigInvalid, KvflowError
 from kvflow.reprs import counted
 from kvflow.tools.cli import config as settings
 from kvflow.tools.cli import visits
 from kvflow.tools.cli.arguments import above_0, add_command, address, at_least, member_config, server
 from kvflow.tools.cli.findings import print_failure, print_json
+from kvflow.tools.doctor.addresses import own_address, split
+from kvflow.tools.doctor.findings import Finding, exit_status, found, summarized
 from kvflow.trace.title import printable
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def run(options: argparse.Namespace) -> int:
 def _examined(options: argparse.Namespace) -> AsyncIterator[Finding]:
     # Loaded here, so that --help waits for none of it.
     if options.live is not None:
-        from kvflow.doctor import live  # noqa: PLC0415
+        from kvflow.tools.doctor import live  # noqa: PLC0415
 
         prefill, decode, router = options.live
         return live.examine(
@@ -165,7 +165,7 @@ def _examined(options: argparse.Namespace) -> AsyncIterator[Finding]:
         )
     if options.endpoint is None:
         return _alone(options)
-    from kvflow.doctor import between  # noqa: PLC0415
+    from kvflow.tools.doctor import between  # noqa: PLC0415
 
     target = between.Target(
         endpoint=options.endpoint,
@@ -179,7 +179,7 @@ def _examined(options: argparse.Namespace) -> AsyncIterator[Finding]:
 
 
 async def _alone(options: argparse.Namespace) -> AsyncIterator[Finding]:
-    from kvflow.doctor import alone  # noqa: PLC0415
+    from kvflow.tools.doctor import alone  # noqa: PLC0415
 
     for finding in check_settings():
         yield finding
@@ -223,7 +223,7 @@ def line_of(finding: Finding) -> str:
 
 
 async def _listen(options: argparse.Namespace) -> int:
-    from kvflow.doctor.listening import listening  # noqa: PLC0415 - loads torch
+    from kvflow.tools.doctor.listening import listening  # noqa: PLC0415 - loads torch
 
     ended = asyncio.Event()
     for each in (signal.SIGINT, signal.SIGTERM):

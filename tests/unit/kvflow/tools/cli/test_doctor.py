@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 import pytest
 
 from kvflow.config import ACCEPTED_VARIABLE, CALIBRATION_VARIABLE, KEY_VARIABLE, SECRET_VARIABLE, WorkerConfig
-from kvflow.doctor import alone
 from kvflow.tools.cli import doctor
 from kvflow.tools.cli.entry import main
+from kvflow.tools.doctor import alone
 from kvflow.worker.runtime import open_worker
 from tests.ports import free_port
 from tests.unit.kvflow.worker.helpers import PATIENCE_S, SECRET, cache_of

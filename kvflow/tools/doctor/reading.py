@@ -8,14 +8,14 @@ import numpy as np
 from msgspec.structs import replace
 
 from kvflow.config import WorkerConfig
-from kvflow.doctor import probe
-from kvflow.doctor.listening import build_cache, read, write
 from kvflow.errors import KvflowError, StaleLease
 from kvflow.events import Event, PeerConnected, PeerSlow, PlaneOmitted
 from kvflow.leases.tickets import Ticket
 from kvflow.reads.nixl.binding import may_copy_from
 from kvflow.rendezvous.visitor import Visit, open_visit
 from kvflow.report import TransferReport
+from kvflow.tools.doctor import probe
+from kvflow.tools.doctor.listening import build_cache, read, write
 from kvflow.worker.runtime import open_worker
 from kvflow.worker.snapshot import decode_inspection
 from kvflow.worker.worker import Worker

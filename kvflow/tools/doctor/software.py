@@ -11,10 +11,10 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from kvflow.doctor.findings import Finding, failure, found
 from kvflow.errors import ConfigInvalid
 from kvflow.integrations.vllm.plugin import NAME
 from kvflow.integrations.vllm.versions import check_release, installed_release
+from kvflow.tools.doctor.findings import Finding, failure, found
 from kvflow.version import __version__
 
 TESTED_PYTHON = (3, 11)

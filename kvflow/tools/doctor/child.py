@@ -1,4 +1,4 @@
-"""``python -m kvflow.doctor.child``: do one task, and answer in one line of JSON. See ``kvflow.doctor.children``."""
+"""``python -m kvflow.tools.doctor.child``: do one task, and answer in one line of JSON. ``children`` starts it."""
 
 import asyncio
 import ctypes
@@ -11,7 +11,8 @@ from collections.abc import Callable
 import msgspec
 
 from kvflow.config import KEY_VARIABLE, WorkerConfig
-from kvflow.doctor.children import (
+from kvflow.errors import KvflowError, TransportUnavailable
+from kvflow.tools.doctor.children import (
     AgentFigures,
     Answer,
     Devices,
@@ -24,7 +25,6 @@ from kvflow.doctor.children import (
     StartAgent,
     Task,
 )
-from kvflow.errors import KvflowError, TransportUnavailable
 
 _PR_SET_PDEATHSIG = 1
 
@@ -91,7 +91,7 @@ def _list_devices() -> Devices:
 
 
 async def _listen(task: Listen, answer: Callable[[Answer], None]) -> None:
-    from kvflow.doctor.listening import listening  # noqa: PLC0415 - loads torch
+    from kvflow.tools.doctor.listening import listening  # noqa: PLC0415 - loads torch
 
     config = WorkerConfig(engine_id="doctor", bind="tcp://127.0.0.1:0", transport=task.transport)
     async with listening(config, device=task.device) as worker:
@@ -100,7 +100,7 @@ async def _listen(task: Listen, answer: Callable[[Answer], None]) -> None:
 
 
 async def _read(task: Read) -> ReadResult:
-    from kvflow.doctor.reading import read_probe  # noqa: PLC0415 - loads torch
+    from kvflow.tools.doctor.reading import read_probe  # noqa: PLC0415 - loads torch
 
     keys = (task.key,) if task.key else () if os.environ.get(KEY_VARIABLE) else None
     config = WorkerConfig(

@@ -10,8 +10,8 @@ import numpy.typing as npt
 from msgspec import Meta, Struct
 
 from kvflow.config import ENDPOINT_PATTERN
-from kvflow.doctor import machine
 from kvflow.errors import ProtocolViolation
+from kvflow.tools.doctor import machine
 from kvflow.worker.snapshot import TOLD_BYTES_MAX
 
 BLOCK_SIZE, BLOCK_BYTES = 16, 16 << 10

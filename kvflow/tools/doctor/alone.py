@@ -14,11 +14,11 @@ from kvflow.config import (
     WorkerConfig,
     require_secret,
 )
-from kvflow.doctor import addresses, children, machine, probe, software
-from kvflow.doctor.between import figures_of, latency, rate, unread, why_tcp, without_ucx
-from kvflow.doctor.findings import Finding, found
 from kvflow.errors import ConfigInvalid, KvflowError
 from kvflow.rendezvous.visitor import open_visit
+from kvflow.tools.doctor import addresses, children, machine, probe, software
+from kvflow.tools.doctor.between import figures_of, latency, rate, unread, why_tcp, without_ucx
+from kvflow.tools.doctor.findings import Finding, found
 from kvflow.worker.snapshot import decode_inspection
 
 RESTRICTING = ("UCX_TLS", "UCX_NET_DEVICES")

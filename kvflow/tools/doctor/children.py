@@ -1,4 +1,4 @@
-"""Run what may crash, hang or load heavy libraries in child processes: ``python -m kvflow.doctor.child``."""
+"""Run what may crash, hang or load heavy libraries in child processes: ``python -m kvflow.tools.doctor.child``."""
 
 import asyncio
 import os
@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from kvflow.config import Encryption, TransportName
-from kvflow.doctor.probe import ReadFigures
+from kvflow.tools.doctor.probe import ReadFigures
 
 CHILD_S = 90.0
 """Loading torch and NIXL takes seconds, on a busy machine many; a read has its own deadlines. After this, it hangs."""
@@ -144,7 +144,7 @@ async def running(
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
-        "kvflow.doctor.child",
+        "kvflow.tools.doctor.child",
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,

@@ -8,13 +8,13 @@ from msgspec.structs import replace
 
 from handshake.network import ZeroMqNetwork
 from kvflow.config import WorkerConfig
-from kvflow.doctor import between, probe
-from kvflow.doctor import listening as module
-from kvflow.doctor.listening import build_cache, listening
-from kvflow.doctor.reading import read_probe
 from kvflow.errors import ProtocolViolation
 from kvflow.rendezvous.issuer import draw_pair
 from kvflow.rendezvous.visitor import open_visit
+from kvflow.tools.doctor import between, probe
+from kvflow.tools.doctor import listening as module
+from kvflow.tools.doctor.listening import build_cache, listening
+from kvflow.tools.doctor.reading import read_probe
 from kvflow.worker.environment import PRODUCTION
 from kvflow.worker.runtime import open_worker
 from kvflow.worker.snapshot import decode_inspection

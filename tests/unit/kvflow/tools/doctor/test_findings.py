@@ -4,10 +4,10 @@ import re
 
 import pytest
 
-from kvflow.doctor.codes import CODES
-from kvflow.doctor.findings import Finding, exit_status, failure, found, summarized
 from kvflow.errors import AuthenticationFailed, FailureCode
 from kvflow.tools.cli.doctor import line_of
+from kvflow.tools.doctor.codes import CODES
+from kvflow.tools.doctor.findings import Finding, exit_status, failure, found, summarized
 
 
 def of(*statuses):

@@ -8,13 +8,13 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from kvflow.config import CALIBRATION_VARIABLE, Encryption, TransportName, WorkerConfig
-from kvflow.doctor import children, probe
-from kvflow.doctor.addresses import accepts, dial, split
-from kvflow.doctor.findings import Finding, failure, found
 from kvflow.errors import KvflowError
 from kvflow.rendezvous.publication import Advertisement
 from kvflow.rendezvous.visitor import Visit, open_visit
 from kvflow.reprs import quoted
+from kvflow.tools.doctor import children, probe
+from kvflow.tools.doctor.addresses import accepts, dial, split
+from kvflow.tools.doctor.findings import Finding, failure, found
 from kvflow.version import __version__
 from kvflow.worker.snapshot import decode_inspection
 

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 import pytest
 import zmq
 
-from kvflow.doctor import addresses
+from kvflow.tools.doctor import addresses
 from tests.ports import free_port
 
 FOREIGN = "192.0.2.7"
@@ -160,7 +160,9 @@ def test_a_host_without_a_route_is_told_from_one_that_is_silent():
     apart = ("unshare", "--net")
     if shutil.which(apart[0]) is None or subprocess.run([*apart, "true"], check=False).returncode:
         pytest.skip("namespaces cannot be made here")
-    program = "from kvflow.doctor.addresses import dial; print([each.code for each in dial('tcp://192.0.2.7:7000')[1]])"
+    program = (
+        "from kvflow.tools.doctor.addresses import dial; print([each.code for each in dial('tcp://192.0.2.7:7000')[1]])"
+    )
     done = subprocess.run(
         [*apart, sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=120
     )

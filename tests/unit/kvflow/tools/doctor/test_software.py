@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvflow.doctor import software
+from kvflow.tools.doctor import software
 
 
 def by_subject(**how):

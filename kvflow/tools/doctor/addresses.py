@@ -8,8 +8,8 @@ from ipaddress import ip_address
 from pathlib import Path
 
 from kvflow.config import WILDCARD_HOSTS, is_loopback
-from kvflow.doctor.findings import Finding, found
 from kvflow.integrations.vllm.settings import is_here
+from kvflow.tools.doctor.findings import Finding, found
 
 CONNECT_S = 3.0
 """A host in reach accepts or refuses within milliseconds. One that answers nothing has had two tries by then."""

@@ -12,11 +12,11 @@ from msgspec.structs import replace
 
 from kvflow.calibrate.geometry import Geometry
 from kvflow.config import WorkerConfig
-from kvflow.doctor import probe
 from kvflow.events import Event, PlaneOmitted
 from kvflow.leases.tickets import Ticket
 from kvflow.memory.cache import KVCache
 from kvflow.memory.device import require_device
+from kvflow.tools.doctor import probe
 from kvflow.worker.environment import PRODUCTION, Environment
 from kvflow.worker.runtime import open_worker
 from kvflow.worker.worker import Worker

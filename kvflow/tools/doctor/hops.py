@@ -4,11 +4,11 @@ from collections.abc import Iterator
 
 from msgspec import Struct
 
-from kvflow.doctor.counters import SERVED, Counted
-from kvflow.doctor.findings import Finding, found
 from kvflow.errors import FailureCode
 from kvflow.observability.logs import default_remedies
 from kvflow.reprs import counted
+from kvflow.tools.doctor.counters import SERVED, Counted
+from kvflow.tools.doctor.findings import Finding, found
 from kvflow.trace.title import printable, shown_bytes, shown_rate
 
 

@@ -7,7 +7,7 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvflow.doctor.findings import Finding, found
+from kvflow.tools.doctor.findings import Finding, found
 
 ROOT = Path("/")
 

@@ -8,14 +8,14 @@ import sys
 
 import pytest
 
-from kvflow.doctor import machine
-from kvflow.doctor.findings import Finding
+from kvflow.tools.doctor import machine
+from kvflow.tools.doctor.findings import Finding
 
 LIMITED = """
 import json, resource, sys
 import msgspec
 resource.setrlimit(getattr(resource, sys.argv[1]), (int(sys.argv[2]),) * 2)
-from kvflow.doctor import machine
+from kvflow.tools.doctor import machine
 print(msgspec.json.encode(list(machine.examine())).decode())
 """
 

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 
 from msgspec import Struct
 
-from kvflow.doctor.codes import CODES, Status
 from kvflow.errors import KvflowError
+from kvflow.tools.doctor.codes import CODES, Status
 
 REFUSED = 1
 """Exit status if something failed; 2 says that the command line is wrong."""
