@@ -47,14 +47,14 @@ IMPORTERS = {
     "nixl": {"kvflow/reads/nixl/binding.py"},
     "nixl_cu12": {"kvflow/reads/nixl/binding.py"},
     "nixl_cu13": {"kvflow/reads/nixl/binding.py"},
-    "torch": {"kvflow/memory", "kvflow/demo", "kvflow/integrations"},
+    "torch": {"kvflow/memory", "kvflow/tools/demo", "kvflow/integrations"},
     "zmq": {
         "handshake/arrivals.py",
         "handshake/sockets.py",
         "handshake/security.py",
         "kvflow/integrations/vllm/admission.py",
     },
-    "rich": {"kvflow/demo/display.py"},
+    "rich": {"kvflow/tools/demo/display.py"},
     "aiohttp": {"kvflow/tools/doctor/live.py", "kvflow/proxy/server.py"},
     "ray": {"kvflow/integrations/ray"},
     "vllm": {

@@ -29,7 +29,7 @@ PLANES = {"tcp": "tcp", "shm": "nixl"}
 
 REACHABLE = """
 import asyncio
-from kvflow.demo.channel import wait_until_reachable
+from kvflow.tools.demo.channel import wait_until_reachable
 asyncio.run(wait_until_reachable("127.0.0.1:8300", 60))
 """
 

@@ -14,9 +14,9 @@ import os
 import re
 import sys
 
-from kvflow.demo.channel import EngineFailed, call, wait_until_reachable
-from kvflow.demo.messages import Decode, Prefill, request_from_line, to_line
-from kvflow.demo.router import MAX_TOKENS, drain, through_two
+from kvflow.tools.demo.channel import EngineFailed, call, wait_until_reachable
+from kvflow.tools.demo.messages import Decode, Prefill, request_from_line, to_line
+from kvflow.tools.demo.router import MAX_TOKENS, drain, through_two
 
 PREFILL, DECODE = os.environ["KVFLOW_DEMO_PREFILL"], os.environ["KVFLOW_DEMO_DECODE"]
 

@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from kvflow.demo.display import run_and_show
 from kvflow.tools.cli import main
+from kvflow.tools.demo.display import run_and_show
 from kvflow.trace.joining import read_trace
 
 

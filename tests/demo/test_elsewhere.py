@@ -5,11 +5,11 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from kvflow.demo.channel import EngineFailed, wait_until_reachable
-from kvflow.demo.driver import Engines, run_demo
-from kvflow.demo.processes import EngineCommand, engine_environment, open_process
-from kvflow.demo.results import Scenario
 from kvflow.tools.cli import main
+from kvflow.tools.demo.channel import EngineFailed, wait_until_reachable
+from kvflow.tools.demo.driver import Engines, run_demo
+from kvflow.tools.demo.processes import EngineCommand, engine_environment, open_process
+from kvflow.tools.demo.results import Scenario
 
 NOBODY = "127.0.0.1:9"
 """The discard service, which nobody runs."""

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import kvflow
-from kvflow.demo.decode import DecodeEngine
-from kvflow.demo.engine import Engine
-from kvflow.demo.messages import Decode, Drain, Drained, Failed, Generate, Generated, Prefill, Prefilled
-from kvflow.demo.monolithic import MonolithicEngine
-from kvflow.demo.prefill import PrefillEngine
+from kvflow.tools.demo.decode import DecodeEngine
+from kvflow.tools.demo.engine import Engine
+from kvflow.tools.demo.messages import Decode, Drain, Drained, Failed, Generate, Generated, Prefill, Prefilled
+from kvflow.tools.demo.monolithic import MonolithicEngine
+from kvflow.tools.demo.prefill import PrefillEngine
 from tests.simulation.tickets import forge
 
 PROMPTS = [b"short", b"The cache of this prompt fills several blocks. " * 5]

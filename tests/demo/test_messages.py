@@ -5,8 +5,8 @@ import json
 import msgspec
 import pytest
 
-from kvflow.demo.channel import _answer
-from kvflow.demo.messages import Decode, Failed, Prefill, request_from_line, to_line
+from kvflow.tools.demo.channel import _answer
+from kvflow.tools.demo.messages import Decode, Failed, Prefill, request_from_line, to_line
 
 DECODE = {
     "type": "decode",

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import kvflow
-from kvflow.demo.model import Model, ModelShape
-from kvflow.demo.paged import PagedKV
+from kvflow.tools.demo.model import Model, ModelShape
+from kvflow.tools.demo.paged import PagedKV
 
 NUM_BLOCKS = 96
 NUM_TOKENS = 16

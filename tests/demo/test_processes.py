@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from kvflow.demo.channel import EngineFailed, call
-from kvflow.demo.messages import Drain, Drained, Generate, Generated, Prefill
-from kvflow.demo.processes import EngineCommand, engine_environment, open_process
-from kvflow.demo.router import Answer, send_all
+from kvflow.tools.demo.channel import EngineFailed, call
+from kvflow.tools.demo.messages import Drain, Drained, Generate, Generated, Prefill
+from kvflow.tools.demo.processes import EngineCommand, engine_environment, open_process
+from kvflow.tools.demo.router import Answer, send_all
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("measured_processes")]
 
@@ -58,7 +58,7 @@ async def test_an_engine_that_does_not_start_says_why(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 async def test_an_engine_stops_when_it_is_told_to(number):
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "kvflow.demo", "monolithic"),
+        *(sys.executable, "-m", "kvflow.tools.demo", "monolithic"),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )

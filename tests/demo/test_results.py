@@ -2,11 +2,11 @@
 
 import pytest
 
-from kvflow.demo.driver import PACKED
-from kvflow.demo.messages import Drained, Generated
-from kvflow.demo.results import ScenarioResult
-from kvflow.demo.router import MAX_TOKENS, Answer
 from kvflow.report import PHASES, TransferReport
+from kvflow.tools.demo.driver import PACKED
+from kvflow.tools.demo.messages import Drained, Generated
+from kvflow.tools.demo.results import ScenarioResult
+from kvflow.tools.demo.router import MAX_TOKENS, Answer
 
 TOKENS = list(range(MAX_TOKENS))
 

@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from kvflow.config import WorkerConfig
-from kvflow.demo.__main__ import build_parser
 from kvflow.observability.metrics import METRICS
+from kvflow.tools.demo.__main__ import build_parser
 
 from .pages import ROOT
 from .test_monitor_page import SERIES

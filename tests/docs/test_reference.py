@@ -12,12 +12,12 @@ import handshake.errors
 import kvflow.errors
 from handshake.limits import Limits
 from kvflow.config import WorkerConfig
-from kvflow.demo.__main__ import build_parser as build_engine_parser
 from kvflow.events import event_name
 from kvflow.integrations.vllm.settings import OWN_KEYS
 from kvflow.observability.logs import LEVELS
 from kvflow.report import TransferReport
 from kvflow.tools.cli.entry import build_parser
+from kvflow.tools.demo.__main__ import build_parser as build_engine_parser
 
 from . import events_page
 from .reference_tables import TABLES, with_tables
@@ -120,7 +120,7 @@ def commands(parser, name="kvflow"):
 
 
 @pytest.mark.parametrize(
-    ("name", "parser"), [*commands(build_parser()), ("python -m kvflow.demo", build_engine_parser())]
+    ("name", "parser"), [*commands(build_parser()), ("python -m kvflow.tools.demo", build_engine_parser())]
 )
 def test_flags_are_documented_with_defaults(name, parser):
     documented = rows(section("cli.md", name))
@@ -133,7 +133,7 @@ def test_flags_are_documented_with_defaults(name, parser):
 
 
 def test_variables_of_the_engines_are_documented():
-    documented = set(re.findall("KVFLOW_DEMO_[A-Z_]+", section("cli.md", "python -m kvflow.demo")))
+    documented = set(re.findall("KVFLOW_DEMO_[A-Z_]+", section("cli.md", "python -m kvflow.tools.demo")))
     assert documented == set(re.findall("KVFLOW_DEMO_[A-Z_]+", build_engine_parser().format_help()))
 
 

@@ -13,7 +13,7 @@ from msgspec import inspect as kinds
 
 import handshake.messages
 import kvflow.calibrate.messages
-import kvflow.demo.messages
+import kvflow.tools.demo.messages
 from kvflow.leases.tickets import Grant
 from kvflow.proxy import completions
 from kvflow.reads.envelope import Envelope
@@ -32,7 +32,9 @@ WIRE = {
     "kvflow/reads/envelope.py": [Envelope],
     "kvflow/worker/snapshot.py": [Inspection],
     "kvflow/proxy/completions.py": [completions._LongFields, completions._PrefillAnswer, completions._TransferParams],
-    "kvflow/demo/messages.py": [kvflow.demo.messages.Request],  # replies come from engines that the demo names
+    "kvflow/tools/demo/messages.py": [
+        kvflow.tools.demo.messages.Request
+    ],  # replies come from engines that the demo names
     "kvflow/calibrate/source.py": [kvflow.calibrate.messages.Request],
 }
 """Modules that read what others send -> what they read it as."""
@@ -64,7 +66,7 @@ NOT_WIRE = {
     "kvflow/tools/cli/layout.py": "flags",
     "kvflow/tools/cli/ticket.py": "JSON around a ticket that the user gives; leases.tickets reads the ticket",
     "kvflow/config.py": "settings",
-    "kvflow/demo/processes.py": "processes that the demo has started",
+    "kvflow/tools/demo/processes.py": "processes that the demo has started",
     "kvflow/tools/doctor/child.py": "the doctor that has started this process",
     "kvflow/tools/doctor/children.py": "processes that the doctor has started",
     "kvflow/tools/doctor/live.py": "answers of servers that the user names: bounded, and nothing is sized by them",

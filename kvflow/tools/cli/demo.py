@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
         print("kvflow demo: give both --prefill and --decode, or neither", file=sys.stderr)
         return 2
     # Loaded here, so that other commands and --help do not wait for it.
-    from kvflow.demo import display, driver  # noqa: PLC0415
+    from kvflow.tools.demo import display, driver  # noqa: PLC0415
 
     logs: Path = options.out
     logs.mkdir(parents=True, exist_ok=True)

@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
-from kvflow.demo.__main__ import build_parser as build_engine_parser
 from kvflow.tools.cli.entry import INTERRUPTED, PIPE_CLOSED, build_parser, main
+from kvflow.tools.demo.__main__ import build_parser as build_engine_parser
 
 PROGRAM = (sys.executable, "-c", "import sys; from kvflow.tools.cli.entry import main; sys.exit(main())")
 SERVERS = ("--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:2")
@@ -53,7 +53,7 @@ def flags(parser):
 
 
 @pytest.mark.parametrize(
-    ("name", "parser"), [*commands(build_parser()), ("python -m kvflow.demo", build_engine_parser())]
+    ("name", "parser"), [*commands(build_parser()), ("python -m kvflow.tools.demo", build_engine_parser())]
 )
 def test_commands_and_flags_are_kebab_case(name, parser):
     assert WORDS.fullmatch(name.split()[-1].rpartition(".")[2])

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from kvflow.demo.messages import Drained
-from kvflow.demo.router import MAX_TOKENS, Answer
 from kvflow.report import PHASES, TransferReport
+from kvflow.tools.demo.messages import Drained
+from kvflow.tools.demo.router import MAX_TOKENS, Answer
 
 
 class Scenario(Struct, frozen=True, kw_only=True):

@@ -6,11 +6,11 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from kvflow.demo.channel import EngineFailed, wait_until_reachable
-from kvflow.demo.processes import EngineCommand, engine_environment, open_process
-from kvflow.demo.results import Scenario, ScenarioResult
-from kvflow.demo.router import drain, send_all, through_one, through_two
 from kvflow.observability.logs import record_logger
+from kvflow.tools.demo.channel import EngineFailed, wait_until_reachable
+from kvflow.tools.demo.processes import EngineCommand, engine_environment, open_process
+from kvflow.tools.demo.results import Scenario, ScenarioResult
+from kvflow.tools.demo.router import drain, send_all, through_one, through_two
 
 PER_LAYER = Scenario(name="per-layer", layout="LBNHC", kv="split")
 PACKED = Scenario(name="packed", layout="BHLNC", kv="content")

@@ -1,11 +1,11 @@
 """The decode engine: pulls the cache of a prompt and continues it."""
 
 import kvflow
-from kvflow.demo.blocks import take_table, visible_blocks
-from kvflow.demo.channel import serve
-from kvflow.demo.engine import Engine
-from kvflow.demo.messages import Decode, Drain, Drained, Failed, Generated, Reply, Request
 from kvflow.observability.logs import record_logger
+from kvflow.tools.demo.blocks import take_table, visible_blocks
+from kvflow.tools.demo.channel import serve
+from kvflow.tools.demo.engine import Engine
+from kvflow.tools.demo.messages import Decode, Drain, Drained, Failed, Generated, Reply, Request
 
 _log = record_logger("kvflow.demo")
 

@@ -8,9 +8,9 @@ from typing import TypeVar
 from msgspec import Struct
 
 from kvflow.clock import monotonic
-from kvflow.demo.channel import EngineFailed, call
-from kvflow.demo.messages import Decode, Drain, Drained, Generate, Generated, Prefill, Prefilled
 from kvflow.observability.logs import record_logger
+from kvflow.tools.demo.channel import EngineFailed, call
+from kvflow.tools.demo.messages import Decode, Drain, Drained, Generate, Generated, Prefill, Prefilled
 
 T = TypeVar("T")
 

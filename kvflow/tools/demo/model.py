@@ -19,8 +19,8 @@ import torch
 from msgspec import Struct
 from torch.nn import functional
 
-from kvflow.demo.paged import PagedKV
 from kvflow.layout.specs import CacheSpec, FullAttention, SlidingWindow
+from kvflow.tools.demo.paged import PagedKV
 
 VOCABULARY = 256
 """Tokens are bytes."""

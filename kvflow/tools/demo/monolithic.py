@@ -1,9 +1,9 @@
 """The engine to compare with: one process computes prompts and continues them; nothing is moved."""
 
-from kvflow.demo.blocks import take_table
-from kvflow.demo.channel import serve
-from kvflow.demo.engine import Engine
-from kvflow.demo.messages import Drain, Drained, Failed, Generate, Generated, Reply, Request
+from kvflow.tools.demo.blocks import take_table
+from kvflow.tools.demo.channel import serve
+from kvflow.tools.demo.engine import Engine
+from kvflow.tools.demo.messages import Drain, Drained, Failed, Generate, Generated, Reply, Request
 
 
 async def serve_monolithic(engine: Engine, listen: str) -> None:

@@ -1,4 +1,4 @@
-"""The demo's engines as programs: ``python -m kvflow.demo prefill|decode|monolithic``."""
+"""The demo's engines as programs: ``python -m kvflow.tools.demo prefill|decode|monolithic``."""
 
 import argparse
 import logging
@@ -9,12 +9,12 @@ from pathlib import Path
 import uvloop
 
 import kvflow
-from kvflow.demo.decode import serve_decode
-from kvflow.demo.engine import open_engine
-from kvflow.demo.monolithic import serve_monolithic
-from kvflow.demo.prefill import serve_prefill
 from kvflow.errors import KvflowError
 from kvflow.observability.logs import configure_logging
+from kvflow.tools.demo.decode import serve_decode
+from kvflow.tools.demo.engine import open_engine
+from kvflow.tools.demo.monolithic import serve_monolithic
+from kvflow.tools.demo.prefill import serve_prefill
 
 SEEDS = {"prefill": 1, "decode": 2, "monolithic": 3}
 """Of the order of blocks: different on every side, so that nothing is right by accident."""
@@ -22,7 +22,7 @@ SEEDS = {"prefill": 1, "decode": 2, "monolithic": 3}
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser; every flag can be given as an environment variable, for containers."""
-    parser = argparse.ArgumentParser(prog="python -m kvflow.demo", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m kvflow.tools.demo", description=__doc__)
     parser.add_argument("role", choices=sorted(SEEDS))
     flags = {
         "--layout": ("BHLNC", "layout of the cache"),
@@ -65,7 +65,7 @@ def main() -> None:
     try:
         uvloop.run(run(options))
     except KvflowError as error:
-        sys.exit(f"python -m kvflow.demo {options.role}: {error}")
+        sys.exit(f"python -m kvflow.tools.demo {options.role}: {error}")
 
 
 if __name__ == "__main__":

@@ -3,10 +3,10 @@
 import asyncio
 
 import kvflow
-from kvflow.demo.blocks import BlockTable, drop_hidden_blocks, take_table, visible_blocks
-from kvflow.demo.channel import serve
-from kvflow.demo.engine import Engine
-from kvflow.demo.messages import Drain, Drained, Failed, Prefill, Prefilled, Reply, Request
+from kvflow.tools.demo.blocks import BlockTable, drop_hidden_blocks, take_table, visible_blocks
+from kvflow.tools.demo.channel import serve
+from kvflow.tools.demo.engine import Engine
+from kvflow.tools.demo.messages import Drain, Drained, Failed, Prefill, Prefilled, Reply, Request
 
 DRAIN_S = 10.0
 """Releases come within milliseconds; an offer that is still open after this time was forgotten."""

@@ -10,9 +10,9 @@ from contextlib import suppress
 import msgspec
 
 from kvflow.clock import monotonic
-from kvflow.demo.messages import Failed, Listening, Reply, Request, reply_from_line, request_from_line, to_line
 from kvflow.errors import KvflowError
 from kvflow.observability.logs import record_logger
+from kvflow.tools.demo.messages import Failed, Listening, Reply, Request, reply_from_line, request_from_line, to_line
 
 RETRY_S = 0.2
 """Between attempts to reach an engine that is starting."""

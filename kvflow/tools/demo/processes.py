@@ -12,8 +12,8 @@ import msgspec
 from msgspec import Struct
 
 from kvflow.config import SECRET_VARIABLE
-from kvflow.demo.channel import EngineFailed
-from kvflow.demo.messages import Listening
+from kvflow.tools.demo.channel import EngineFailed
+from kvflow.tools.demo.messages import Listening
 
 START_S = 60.0
 """Importing torch from a cold disk takes ten seconds; NIXL's first agent another one."""
@@ -60,7 +60,7 @@ async def open_process(command: EngineCommand, logs: Path, environment: dict[str
     arguments = [f"--{flag}={value}" for flag, value in flags.items()]
     with complaints.open("wb") as stderr:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "kvflow.demo", command.role, *arguments),
+            *(sys.executable, "-m", "kvflow.tools.demo", command.role, *arguments),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=stderr,

@@ -8,10 +8,10 @@ from typing import Literal, cast
 
 import torch
 
-from kvflow.demo.blocks import BlockPool, BlockTable
-from kvflow.demo.model import Model, ModelShape
-from kvflow.demo.paged import PagedKV
 from kvflow.memory.cache import allocate
+from kvflow.tools.demo.blocks import BlockPool, BlockTable
+from kvflow.tools.demo.model import Model, ModelShape
+from kvflow.tools.demo.paged import PagedKV
 
 NUM_BLOCKS = 1024
 """64 MiB when packed: three of the longest requests at once, and dozens of the short ones."""

@@ -11,11 +11,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kvflow.demo.channel import EngineFailed
-from kvflow.demo.driver import Engines, run_demo
-from kvflow.demo.prompts import cut_prompts, read_texts
-from kvflow.demo.results import DemoFigures, ScenarioResult
 from kvflow.report import PHASES
+from kvflow.tools.demo.channel import EngineFailed
+from kvflow.tools.demo.driver import Engines, run_demo
+from kvflow.tools.demo.prompts import cut_prompts, read_texts
+from kvflow.tools.demo.results import DemoFigures, ScenarioResult
 
 
 def run_and_show(
