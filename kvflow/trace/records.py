@@ -136,7 +136,7 @@ class Traced(Record, frozen=True, kw_only=True):
 
 
 class FailedAttempt(Struct, frozen=True):
-    """A server that a router asked in vain; see ``kvflow.proxy.records.FailedAttempt``."""
+    """A server that a router asked in vain; see ``kvflow.tools.proxy.records.FailedAttempt``."""
 
     role: Name
     server: Name
@@ -144,7 +144,7 @@ class FailedAttempt(Struct, frozen=True):
 
 
 class Answered(Record, frozen=True, kw_only=True):
-    """``request.answered`` or ``request.failed`` of a router; ``kvflow.proxy.records.RequestRecord`` has the fields.
+    """``request.answered`` or ``request.failed`` of a router, as ``kvflow.tools.proxy.records.RequestRecord``.
 
     Engines of the demo write ``request.answered`` without ``called_at`` and ``prefill_s``.
     """

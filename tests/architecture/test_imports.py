@@ -55,7 +55,7 @@ IMPORTERS = {
         "kvflow/integrations/vllm/admission.py",
     },
     "rich": {"kvflow/tools/demo/display.py"},
-    "aiohttp": {"kvflow/tools/doctor/live.py", "kvflow/proxy/server.py"},
+    "aiohttp": {"kvflow/tools/doctor/live.py", "kvflow/tools/proxy/server.py"},
     "ray": {"kvflow/integrations/ray"},
     "vllm": {
         "kvflow/integrations/vllm/connector.py",

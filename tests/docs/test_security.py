@@ -15,9 +15,9 @@ import handshake.messages
 import kvflow.calibrate.messages
 import kvflow.tools.demo.messages
 from kvflow.leases.tickets import Grant
-from kvflow.proxy import completions
 from kvflow.reads.envelope import Envelope
 from kvflow.rendezvous.publication import Advertisement
+from kvflow.tools.proxy import completions
 from kvflow.worker.snapshot import Inspection
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +31,11 @@ WIRE = {
     "kvflow/rendezvous/publication.py": [Advertisement],
     "kvflow/reads/envelope.py": [Envelope],
     "kvflow/worker/snapshot.py": [Inspection],
-    "kvflow/proxy/completions.py": [completions._LongFields, completions._PrefillAnswer, completions._TransferParams],
+    "kvflow/tools/proxy/completions.py": [
+        completions._LongFields,
+        completions._PrefillAnswer,
+        completions._TransferParams,
+    ],
     "kvflow/tools/demo/messages.py": [
         kvflow.tools.demo.messages.Request
     ],  # replies come from engines that the demo names

@@ -9,8 +9,8 @@ import aiohttp
 import msgspec
 import pytest
 
-from kvflow.proxy.intake import ProxyConfig
 from kvflow.tools.cli.entry import build_parser
+from kvflow.tools.proxy.intake import ProxyConfig
 
 from .upstream import DECODED, PREFILLED, open_upstream
 

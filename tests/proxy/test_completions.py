@@ -6,7 +6,7 @@ import tracemalloc
 import msgspec
 import pytest
 
-from kvflow.proxy.completions import (
+from kvflow.tools.proxy.completions import (
     OTHERS_BYTES_MAX,
     PARAMS,
     RequestMalformed,

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from kvflow.proxy.intake import FILES_SPARE, Bodies, Connections, ProxyConfig, RequestRefused, within_files
+from kvflow.tools.proxy.intake import FILES_SPARE, Bodies, Connections, ProxyConfig, RequestRefused, within_files
 
 
 def config(**settings):

@@ -8,8 +8,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from kvflow.proxy.records import ERROR_CHARACTERS_MAX, REMEDIES, Outcome, shown_error
 from kvflow.tools.cli.entry import main
+from kvflow.tools.proxy.records import ERROR_CHARACTERS_MAX, REMEDIES, Outcome, shown_error
 from kvflow.trace.joining import read_trace
 from kvflow.trace.terminal import waterfall_lines
 from tests.unit.kvflow.trace.conftest import log  # noqa: F401 - a fixture
@@ -190,7 +190,7 @@ async def test_a_request_without_room_for_its_answer_is_recorded(log):  # noqa: 
 
 
 async def test_a_proxy_that_stops_says_so(log, monkeypatch):  # noqa: F811
-    monkeypatch.setattr("kvflow.proxy.server.GRACE_S", 0.05)
+    monkeypatch.setattr("kvflow.tools.proxy.server.GRACE_S", 0.05)
     async with aiohttp.ClientSession() as session, open_rig(decode=[hang]) as rig:
         asking = asyncio.create_task(session.post(f"{rig.url}/v1/completions", json=ASKED))
         await rig.decode[0].asked.wait()

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvflow.observability.logs import configure_logging
-from kvflow.proxy.intake import ProxyConfig
 from kvflow.tools.cli.arguments import above_0, add_command, address, server
+from kvflow.tools.proxy.intake import ProxyConfig
 
 if TYPE_CHECKING:
     from kvflow.tools.cli.arguments import Subparsers
@@ -110,7 +110,7 @@ def _raise_file_limit() -> None:
 
 
 async def _serve(config: ProxyConfig, listen: str) -> int:
-    from kvflow.proxy.server import open_proxy  # noqa: PLC0415
+    from kvflow.tools.proxy.server import open_proxy  # noqa: PLC0415
 
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

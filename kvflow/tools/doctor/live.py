@@ -15,10 +15,10 @@ import msgspec
 from msgspec import Raw, Struct
 
 from kvflow.clock import monotonic
-from kvflow.proxy.completions import OFFER, PARAMS, read_params
 from kvflow.tools.doctor.counters import Counted, read_counters
 from kvflow.tools.doctor.findings import Finding, found
 from kvflow.tools.doctor.hops import Answer, Probe, Sent, Side, direct_findings, router_findings, subject_of
+from kvflow.tools.proxy.completions import OFFER, PARAMS, read_params
 from kvflow.trace.title import printable
 
 ANSWER_BYTES_MAX: Final = 16 << 20

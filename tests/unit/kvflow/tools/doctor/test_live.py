@@ -8,11 +8,11 @@ import pytest
 from aiohttp import web
 
 from kvflow.errors import FailureCode
-from kvflow.proxy.intake import ProxyConfig
-from kvflow.proxy.server import open_proxy
 from kvflow.tools.cli.entry import main
 from kvflow.tools.doctor import live
 from kvflow.tools.doctor.codes import CODES
+from kvflow.tools.proxy.intake import ProxyConfig
+from kvflow.tools.proxy.server import open_proxy
 from tests.proxy.test_server import closed_url
 
 from .faces import NBYTES, Face, Router, metrics_class, opened, serving

@@ -21,7 +21,7 @@ from msgspec import Raw, Struct
 
 from kvflow.clock import monotonic
 from kvflow.observability.logs import record_logger
-from kvflow.proxy.completions import (
+from kvflow.tools.proxy.completions import (
     Completion,
     RequestMalformed,
     decode_body,
@@ -31,8 +31,8 @@ from kvflow.proxy.completions import (
     read_params,
     without_params,
 )
-from kvflow.proxy.intake import Bodies, Connections, Holding, ProxyConfig, RequestRefused, within_files
-from kvflow.proxy.records import Outcome, RequestRecord
+from kvflow.tools.proxy.intake import Bodies, Connections, Holding, ProxyConfig, RequestRefused, within_files
+from kvflow.tools.proxy.records import Outcome, RequestRecord
 
 PATHS: Final = ("/v1/completions", "/v1/chat/completions")
 
