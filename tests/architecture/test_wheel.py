@@ -86,7 +86,7 @@ def test_the_wheel_has_every_file_of_both_packages_and_nothing_else(wheel):
     }
     assert shipped <= names
     data = {"kvflow/py.typed", "handshake/py.typed", "kvflow/__init__.pyi", "kvflow/models/configs/gpt-2.json"}
-    data |= {"kvflow/trace/page.html"}
+    data |= {"kvflow/tools/trace/page.html"}
     assert data <= shipped
     suffixes = {Path(name).suffix for name in shipped if name not in data}
     assert suffixes == {".py", ".json", ".html"}

@@ -7,7 +7,7 @@ import pytest
 
 from kvflow.tools.cli import main
 from kvflow.tools.demo.display import run_and_show
-from kvflow.trace.joining import read_trace
+from kvflow.tools.trace.joining import read_trace
 
 
 @pytest.mark.nixl

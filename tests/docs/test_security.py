@@ -83,7 +83,7 @@ NOT_WIRE = {
     "kvflow/models/config.py": "files that the user names",
     "kvflow/models/families.py": "options of the caller",
     "kvflow/planning/costs.py": "the calibration that the user names",
-    "kvflow/trace/records.py": "logs that the user names: bounded by the types of the module, and skipped if broken",
+    "kvflow/tools/trace/records.py": "logs that the user names: bounded by the types, and skipped if broken",
     "kvflow/validation.py": "settings, and specs of a caller",
 }
 """Modules that decode what nobody else sends, and what that is."""

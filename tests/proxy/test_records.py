@@ -10,9 +10,9 @@ import pytest
 
 from kvflow.tools.cli.entry import main
 from kvflow.tools.proxy.records import ERROR_CHARACTERS_MAX, REMEDIES, Outcome, shown_error
-from kvflow.trace.joining import read_trace
-from kvflow.trace.terminal import waterfall_lines
-from tests.unit.kvflow.trace.conftest import log  # noqa: F401 - a fixture
+from kvflow.tools.trace.joining import read_trace
+from kvflow.tools.trace.terminal import waterfall_lines
+from tests.unit.kvflow.tools.trace.conftest import log  # noqa: F401 - a fixture
 
 from .test_server import ASKED, open_rig
 from .upstream import DECODED, PREFILLED, hang, hang_up, stream, text

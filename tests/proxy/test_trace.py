@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from kvflow.trace.joining import read_trace
-from tests.unit.kvflow.trace.conftest import log  # noqa: F401 - a fixture
+from kvflow.tools.trace.joining import read_trace
+from tests.unit.kvflow.tools.trace.conftest import log  # noqa: F401 - a fixture
 
 from .test_server import ASKED, open_rig
 from .upstream import DECODED, stream

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from kvflow.trace.joining import read_trace
+from kvflow.tools.trace.joining import read_trace
 
 from .engines import Options, Pair
 from .pairs import await_all, model_folder

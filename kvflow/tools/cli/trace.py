@@ -10,11 +10,11 @@ import msgspec
 from kvflow.reprs import counted
 from kvflow.tools.cli.arguments import add_command
 from kvflow.tools.cli.findings import ProgressLine
-from kvflow.trace import page, perfetto
-from kvflow.trace.joining import read_trace
-from kvflow.trace.model import Request, Trace
-from kvflow.trace.records import Reading
-from kvflow.trace.terminal import list_lines, reading_lines, waterfall_lines
+from kvflow.tools.trace import page, perfetto
+from kvflow.tools.trace.joining import read_trace
+from kvflow.tools.trace.model import Request, Trace
+from kvflow.tools.trace.records import Reading
+from kvflow.tools.trace.terminal import list_lines, reading_lines, waterfall_lines
 
 if TYPE_CHECKING:
     from kvflow.tools.cli.arguments import Subparsers

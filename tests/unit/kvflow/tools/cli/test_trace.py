@@ -8,7 +8,7 @@ import pytest
 
 import kvflow
 from kvflow.tools.cli import main
-from tests.unit.kvflow.trace.conftest import log  # noqa: F401 - a fixture
+from tests.unit.kvflow.tools.trace.conftest import log  # noqa: F401 - a fixture
 from tests.unit.kvflow.worker.pulling import failure, opened
 
 HOSTILE = "</script><script>alert(1)</script>\x1b[2J"

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from kvflow.reprs import counted
-from kvflow.trace.model import Request
+from kvflow.tools.trace.model import Request
 
 ONE: Final = {"post": "wire", "scatter": "wire"}
 """Phases that the sentence counts with another one."""

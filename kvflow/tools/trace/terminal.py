@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from typing import Final
 
 from kvflow.reprs import counted
-from kvflow.trace.model import Failure, Pull, Request, Routed, Trace
-from kvflow.trace.title import printable, shown_bytes, shown_rate
+from kvflow.tools.trace.model import Failure, Pull, Request, Routed, Trace
+from kvflow.tools.trace.title import printable, shown_bytes, shown_rate
 
 BAR: Final = 40
 """Characters of a bar."""

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from kvflow.trace import perfetto
-from kvflow.trace.joining import read_trace
+from kvflow.tools.trace import perfetto
+from kvflow.tools.trace.joining import read_trace
 from tests.unit.kvflow.worker.pulling import opened
 
 

@@ -9,8 +9,8 @@ from html.parser import HTMLParser
 import pytest
 from msgspec.structs import replace
 
-from kvflow.trace import page
-from kvflow.trace.joining import read_trace
+from kvflow.tools.trace import page
+from kvflow.tools.trace.joining import read_trace
 from tests.unit.kvflow.worker.pulling import failure, opened
 
 HOSTILE = [
@@ -81,7 +81,7 @@ async def test_the_page_may_load_nothing_and_run_its_own_script_alone(trace):
 
 
 def test_the_script_makes_no_markup_of_text():
-    template = page.files("kvflow.trace").joinpath("page.html").read_text()
+    template = page.files("kvflow.tools.trace").joinpath("page.html").read_text()
     for name in ("innerHTML", "outerHTML", "insertAdjacent", "document.write", "eval(", "Function(", "fetch(", "http:"):
         assert name not in template.replace("http://www.w3.org/2000/svg", "")
 

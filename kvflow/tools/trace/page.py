@@ -9,7 +9,7 @@ from typing import Final
 import msgspec
 from msgspec.structs import replace
 
-from kvflow.trace.model import Pull, Request, Trace
+from kvflow.tools.trace.model import Pull, Request, Trace
 
 REQUESTS_MAX: Final = 2000
 """Requests of a page: failed ones first, then the slowest."""
@@ -23,7 +23,7 @@ ESCAPES: Final = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u
 
 def render(trace: Trace) -> str:
     """Return the page."""
-    template = files("kvflow.trace").joinpath("page.html").read_text(encoding="utf-8")
+    template = files("kvflow.tools.trace").joinpath("page.html").read_text(encoding="utf-8")
     policy = "; ".join(
         [
             "default-src 'none'",

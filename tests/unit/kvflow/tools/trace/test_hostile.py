@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvflow.observability.logs import event_fields
-from kvflow.trace import page, perfetto
-from kvflow.trace.joining import read_trace
-from kvflow.trace.model import Trace
-from kvflow.trace.records import Reading
-from kvflow.trace.terminal import list_lines, waterfall_lines
+from kvflow.tools.trace import page, perfetto
+from kvflow.tools.trace.joining import read_trace
+from kvflow.tools.trace.model import Trace
+from kvflow.tools.trace.records import Reading
+from kvflow.tools.trace.terminal import list_lines, waterfall_lines
 from tests.unit.kvflow.observability.examples import EVENTS
 
 KINDS = ("peer.connected", "offer.admitted", "lease.ended", "transfer.completed", "transfer.failed", "transfer.traced")

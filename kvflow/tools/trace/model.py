@@ -2,7 +2,7 @@
 
 from msgspec import Struct
 
-from kvflow.trace.records import FailedAttempt, Group, Reading
+from kvflow.tools.trace.records import FailedAttempt, Group, Reading
 
 
 class Phase(Struct, frozen=True):

@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 import pytest
 
 from kvflow.errors import PeerLost
-from kvflow.trace.joining import read_trace
+from kvflow.tools.trace.joining import read_trace
 from tests.unit.kvflow.worker.helpers import PATIENCE_S
 from tests.unit.kvflow.worker.pulling import failure, opened
 

@@ -24,7 +24,7 @@ from kvflow.testing.models import NUM_BLOCKS, Shape
 from kvflow.testing.network import SimulatedNetwork
 from kvflow.testing.staging import STAGED
 from kvflow.testing.transport import SmallChunks, opener
-from kvflow.trace.joining import read_trace
+from kvflow.tools.trace.joining import read_trace
 from kvflow.worker.environment import NO_STAGING, Environment
 from kvflow.worker.runtime import open_worker
 

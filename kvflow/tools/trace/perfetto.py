@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from kvflow.trace.model import Failure, Pull, Request, Trace
+from kvflow.tools.trace.model import Failure, Pull, Request, Trace
 
 Event = dict[str, Any]
 Place = tuple[int, int]

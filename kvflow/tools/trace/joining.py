@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Final
 
 from kvflow.report import PHASES
-from kvflow.trace.clocks import Clocks
-from kvflow.trace.model import Clock, Failure, Offer, Phase, Pull, Request, Routed, Trace
-from kvflow.trace.records import (
+from kvflow.tools.trace.clocks import Clocks
+from kvflow.tools.trace.model import Clock, Failure, Offer, Phase, Pull, Request, Routed, Trace
+from kvflow.tools.trace.records import (
     Admitted,
     Answered,
     Ended,
@@ -20,7 +20,7 @@ from kvflow.trace.records import (
     Transfer,
     read_files,
 )
-from kvflow.trace.title import title_of
+from kvflow.tools.trace.title import title_of
 
 FAILED_IN: Final = {"check": "handshake", "connect": "handshake", "plan": "handshake"}
 """Phases that fail before the reads are built, and that timings count as the handshake."""

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 
-from kvflow.trace.model import Clock
-from kvflow.trace.records import Connected, Sourced, Transfer
+from kvflow.tools.trace.model import Clock
+from kvflow.tools.trace.records import Connected, Sourced, Transfer
 
 Edges = dict[str, list[tuple[float, str, float]]]
 """Worker -> of each handshake with it: error, the other worker, and by how much that one's clock is ahead."""

@@ -6,8 +6,8 @@ import pytest
 
 from kvflow.events import TracedGroup
 from kvflow.observability.logs import event_fields
-from kvflow.trace import records
-from kvflow.trace.joining import read_trace
+from kvflow.tools.trace import records
+from kvflow.tools.trace.joining import read_trace
 from tests.unit.kvflow.observability.examples import EVENTS
 
 STAMP = {"timestamp": "2026-01-01T00:00:00Z"}
