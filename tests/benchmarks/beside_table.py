@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from kvflow.calibrate.stats import quantile
+from kvflow.tools.bench.stats import quantile
 
 SIDES = ("kvflow", "NixlConnector")
 BEGIN, END = "<!-- measured -->", "<!-- end of what was measured -->"

@@ -13,12 +13,12 @@ from itertools import cycle, permutations
 import numpy as np
 from msgspec import Struct
 
-from kvflow.calibrate.geometry import BLOCK_SIZE, Geometry
-from kvflow.calibrate.result import Table
-from kvflow.calibrate.sourcing import open_source
-from kvflow.calibrate.stats import median_ratio, summarize
 from kvflow.config import WorkerConfig
 from kvflow.leases.tickets import Ticket
+from kvflow.tools.bench.geometry import BLOCK_SIZE, Geometry
+from kvflow.tools.bench.result import Table
+from kvflow.tools.bench.sourcing import open_source
+from kvflow.tools.bench.stats import median_ratio, summarize
 from kvflow.worker.environment import PRODUCTION, Environment
 from kvflow.worker.runtime import open_worker
 from kvflow.worker.worker import Worker

@@ -21,10 +21,10 @@ from typing import Any
 import msgspec
 
 from kvflow import Worker
-from kvflow.calibrate.geometry import Geometry
-from kvflow.calibrate.result import Result, Table, header
-from kvflow.calibrate.stats import median_ratio, quantile
 from kvflow.config import CALIBRATION_VARIABLE, SECRET_VARIABLE
+from kvflow.tools.bench.geometry import Geometry
+from kvflow.tools.bench.result import Result, Table, header
+from kvflow.tools.bench.stats import median_ratio, quantile
 from tests.benchmarks.hot_path_children import Child
 from tests.benchmarks.hot_path_sides import Sample, open_reader
 from tests.benchmarks.layouts import HALF_PAGES, HEAD_SIZE, LAYERS, VARIANTS

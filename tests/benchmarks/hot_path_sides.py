@@ -22,13 +22,13 @@ import numpy as np
 import torch
 
 from kvflow import Ticket, TicketMint, TransferReport, Worker, WorkerConfig, configure_logging, open_worker
-from kvflow.calibrate.ceilings import BareNixl
-from kvflow.calibrate.geometry import BLOCK_SIZE, Geometry
-from kvflow.calibrate.messages import Opened
 from kvflow.config import SECRET_VARIABLE
 from kvflow.memory.cache import KVCache
 from kvflow.planning.pairs import Int64s
 from kvflow.reads.nixl.binding import Agent, load_binding
+from kvflow.tools.bench.ceilings import BareNixl
+from kvflow.tools.bench.geometry import BLOCK_SIZE, Geometry
+from kvflow.tools.bench.messages import Opened
 from tests.benchmarks.hot_path_calls import Calls, count_calls
 from tests.benchmarks.hot_path_children import Child
 from tests.benchmarks.loop import lag_during

@@ -7,11 +7,11 @@ from contextlib import AsyncExitStack
 
 import numpy as np
 
-from kvflow.calibrate.geometry import BLOCK_SIZE, Geometry
-from kvflow.calibrate.result import Table
-from kvflow.calibrate.sourcing import SourceProcess, open_source
-from kvflow.calibrate.stats import summarize
 from kvflow.config import WorkerConfig
+from kvflow.tools.bench.geometry import BLOCK_SIZE, Geometry
+from kvflow.tools.bench.result import Table
+from kvflow.tools.bench.sourcing import SourceProcess, open_source
+from kvflow.tools.bench.stats import summarize
 from kvflow.worker.runtime import open_worker
 from kvflow.worker.worker import Worker
 

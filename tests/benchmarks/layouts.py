@@ -11,12 +11,12 @@ from contextlib import AsyncExitStack
 import numpy as np
 from msgspec import Struct
 
-from kvflow.calibrate.geometry import HOST, Devices, Geometry
-from kvflow.calibrate.result import Table
-from kvflow.calibrate.session import Session, open_session
-from kvflow.calibrate.sourcing import SourceProcess, open_source
-from kvflow.calibrate.stats import median_ratio, summarize
 from kvflow.planning.pairs import Int64s
+from kvflow.tools.bench.geometry import HOST, Devices, Geometry
+from kvflow.tools.bench.result import Table
+from kvflow.tools.bench.session import Session, open_session
+from kvflow.tools.bench.sourcing import SourceProcess, open_source
+from kvflow.tools.bench.stats import median_ratio, summarize
 
 LAYERS = 28
 HEAD_SIZE = 128

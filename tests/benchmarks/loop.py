@@ -6,11 +6,11 @@ from collections.abc import Awaitable, Callable
 
 import numpy as np
 
-from kvflow.calibrate.geometry import Geometry
-from kvflow.calibrate.result import Table
-from kvflow.calibrate.session import Session, open_session
-from kvflow.calibrate.sourcing import open_source
-from kvflow.calibrate.stats import summarize
+from kvflow.tools.bench.geometry import Geometry
+from kvflow.tools.bench.result import Table
+from kvflow.tools.bench.session import Session, open_session
+from kvflow.tools.bench.sourcing import open_source
+from kvflow.tools.bench.stats import summarize
 
 TICK_S = 0.001
 GIB = 1 << 30

@@ -28,11 +28,11 @@ from typing import Any
 import msgspec
 
 from kvflow import WorkerConfig, configure_logging, open_worker
-from kvflow.calibrate.geometry import Geometry
-from kvflow.calibrate.result import Result, Table, header
-from kvflow.calibrate.stats import quantile
 from kvflow.config import CALIBRATION_VARIABLE, SECRET_VARIABLE
 from kvflow.events import Event
+from kvflow.tools.bench.geometry import Geometry
+from kvflow.tools.bench.result import Result, Table, header
+from kvflow.tools.bench.stats import quantile
 from tests.benchmarks.hot_path import KIB, US, packed, show
 from tests.benchmarks.hot_path_calls import Calls
 from tests.benchmarks.hot_path_children import Child

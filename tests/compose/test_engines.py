@@ -113,7 +113,7 @@ def test_the_tcp_plane_encrypts_if_it_is_told_to(image):
 def test_a_pull_keeps_up_with_what_else_could_move_it(project, capsys):
     """What keeping up means in numbers is for people to judge: a machine that is shared decides it otherwise."""
     source = project.spare(
-        project.prefill, "source", "python", "-m", "kvflow.calibrate.source", "--listen", "0.0.0.0:8300"
+        project.prefill, "source", "python", "-m", "kvflow.tools.bench.source", "--listen", "0.0.0.0:8300"
     )
     measure = ["kvflow", "bench", "pull", "--rounds", "40", "--json", "--source", f"{source}:8300"]
     try:

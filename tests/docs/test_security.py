@@ -12,7 +12,7 @@ from msgspec import Meta, Struct
 from msgspec import inspect as kinds
 
 import handshake.messages
-import kvflow.calibrate.messages
+import kvflow.tools.bench.messages
 import kvflow.tools.demo.messages
 from kvflow.leases.tickets import Grant
 from kvflow.reads.envelope import Envelope
@@ -39,7 +39,7 @@ WIRE = {
     "kvflow/tools/demo/messages.py": [
         kvflow.tools.demo.messages.Request
     ],  # replies come from engines that the demo names
-    "kvflow/calibrate/source.py": [kvflow.calibrate.messages.Request],
+    "kvflow/tools/bench/source.py": [kvflow.tools.bench.messages.Request],
 }
 """Modules that read what others send -> what they read it as."""
 
@@ -55,16 +55,16 @@ UNPACKED = {
 NOT_UNPACKED = {
     "handshake/intake.py": "the kernel's counters of a socket",
     "handshake/sockets.py": "what ZeroMQ reports of our own sockets",
-    "kvflow/calibrate/streams.py": "requests of a benchmark to the source that it has named",
+    "kvflow/tools/bench/streams.py": "requests of a benchmark to the source that it has named",
     "kvflow/leases/blocks.py": "counts of our own, and integers of a list, copied by Python itself",
     "kvflow/memory/device.py": "memory of this process",
 }
 """Modules that take numbers out of bytes that nobody else sends, and whose they are."""
 
 NOT_WIRE = {
-    "kvflow/calibrate/ceilings.py": "replies of a source that the benchmark has named",
-    "kvflow/calibrate/descriptors.py": "likewise",
-    "kvflow/calibrate/sourcing.py": "likewise",
+    "kvflow/tools/bench/ceilings.py": "replies of a source that the benchmark has named",
+    "kvflow/tools/bench/descriptors.py": "likewise",
+    "kvflow/tools/bench/sourcing.py": "likewise",
     "kvflow/tools/cli/deployments.py": "flags",
     "kvflow/tools/cli/config.py": "files that the user names",
     "kvflow/tools/cli/layout.py": "flags",

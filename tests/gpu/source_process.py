@@ -10,9 +10,9 @@ import time
 import msgspec
 
 import kvflow
-from kvflow.calibrate.geometry import Geometry
 from kvflow.leases.epochs import EPOCH_BITS
 from kvflow.rendezvous.issuer import TicketMint
+from kvflow.tools.bench.geometry import Geometry
 
 from .memory import SECRET, LateWrite, build, fill, pattern, rows, settle
 

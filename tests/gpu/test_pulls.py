@@ -8,9 +8,9 @@ import msgspec
 import pytest
 import torch
 
-from kvflow.calibrate.geometry import Geometry
 from kvflow.errors import StaleLease
 from kvflow.events import PeerMeasured, TransferRetried
+from kvflow.tools.bench.geometry import Geometry
 
 from .memory import PACKED, build, fill, pattern, rows
 from .reading import PATIENCE_S, reading

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from kvflow.calibrate.descriptors import ALWAYS
 from kvflow.layout.region import Region
 from kvflow.memory.scatter import TorchStage
 from kvflow.planning.costs import Calibration, encode_calibration
 from kvflow.planning.strided_copies import AXES_MAX
 from kvflow.reads.bounds import CheckedScatter
 from kvflow.reads.staging import StagingMemory
+from kvflow.tools.bench.descriptors import ALWAYS
 
 from .memory import build, pattern
 from .reading import PATIENCE_S, reading

@@ -9,9 +9,9 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import TYPE_CHECKING
 
-from kvflow.calibrate.writing import try_to_write
 from kvflow.config import CALIBRATION_VARIABLE
 from kvflow.errors import KvflowError
+from kvflow.tools.bench.writing import try_to_write
 from kvflow.tools.cli.arguments import add_command, address, at_least, missing_checkout
 from kvflow.tools.cli.findings import ProgressLine, print_failure
 
@@ -34,7 +34,7 @@ AT_SOURCES = ("pull", "descriptors")
 ON_DEVICES = ("pull", "layouts", "descriptors")
 """Benchmarks whose caches may lie on a device."""
 
-PACKAGED = {"descriptors": "kvflow.calibrate.descriptors", "pull": "kvflow.calibrate.pull"}
+PACKAGED = {"descriptors": "kvflow.tools.bench.descriptors", "pull": "kvflow.tools.bench.pull"}
 """Benchmarks that users run on their own machines. All others are in ``tests/benchmarks`` of a checkout."""
 
 CALIBRATION_FILE = "kvflow-calibration.json"
@@ -70,7 +70,7 @@ def add_parser(commands: "Subparsers") -> None:
                 "--source",
                 type=address,
                 metavar="HOST:PORT",
-                help="address of a running source (python -m kvflow.calibrate.source --listen HOST:PORT)",
+                help="address of a running source (python -m kvflow.tools.bench.source --listen HOST:PORT)",
             )
         if name in ON_DEVICES:
             kind.add_argument(
@@ -104,9 +104,9 @@ def run(options: argparse.Namespace) -> int:
     import msgspec  # noqa: PLC0415
     import uvloop  # noqa: PLC0415
 
-    from kvflow.calibrate.geometry import Devices  # noqa: PLC0415
-    from kvflow.calibrate.result import Result, header  # noqa: PLC0415
     from kvflow.memory.device import require_device  # noqa: PLC0415
+    from kvflow.tools.bench.geometry import Devices  # noqa: PLC0415
+    from kvflow.tools.bench.result import Result, header  # noqa: PLC0415
 
     about = header()
     benchmark = importlib.import_module(module)
@@ -133,7 +133,7 @@ def run(options: argparse.Namespace) -> int:
 def _problem(source: str | None, output: str | None) -> str:
     """Check what would make the benchmark fail at its end: a missing source, or a file that cannot be written."""
     if source is not None and (reason := _why_unreachable(source)):
-        remedy = "start one with python -m kvflow.calibrate.source --listen HOST:PORT"
+        remedy = "start one with python -m kvflow.tools.bench.source --listen HOST:PORT"
         return f"no source at {source}: {reason}; {remedy}"
     if output is not None:
         try:

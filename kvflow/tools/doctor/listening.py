@@ -10,12 +10,12 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
-from kvflow.calibrate.geometry import Geometry
 from kvflow.config import WorkerConfig
 from kvflow.events import Event, PlaneOmitted
 from kvflow.leases.tickets import Ticket
 from kvflow.memory.cache import KVCache
 from kvflow.memory.device import require_device
+from kvflow.tools.bench.geometry import Geometry
 from kvflow.tools.doctor import probe
 from kvflow.worker.environment import PRODUCTION, Environment
 from kvflow.worker.runtime import open_worker

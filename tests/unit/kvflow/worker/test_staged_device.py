@@ -9,7 +9,6 @@ import msgspec
 import pytest
 import torch
 
-from kvflow.calibrate.descriptors import ALWAYS
 from kvflow.config import WorkerConfig
 from kvflow.layout.region import Region
 from kvflow.layout.shards import Shard
@@ -17,6 +16,7 @@ from kvflow.layout.specs import FullAttention
 from kvflow.memory.cache import allocate
 from kvflow.planning.costs import Calibration, encode_calibration
 from kvflow.reads.thread import ThreadedTransport
+from kvflow.tools.bench.descriptors import ALWAYS
 from kvflow.worker.environment import PRODUCTION, staging_of
 from kvflow.worker.runtime import open_worker
 from tests.helpers.async_backend import AsyncBackend, LinkModel

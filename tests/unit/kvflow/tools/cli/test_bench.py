@@ -8,10 +8,10 @@ from contextlib import closing
 import pytest
 import torch
 
-from kvflow.calibrate import source
 from kvflow.config import CALIBRATION_VARIABLE, WorkerConfig
 from kvflow.errors import PeerLost
 from kvflow.memory import device as device_memory
+from kvflow.tools.bench import source
 from kvflow.tools.cli import arguments, bench, main
 
 
@@ -42,7 +42,7 @@ def test_a_source_that_nobody_runs_is_named(bound, capsys, monkeypatch):
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith(f"no source at {address_of(bound)}: ")
-    assert "refused; start one with python -m kvflow.calibrate.source" in printed.err
+    assert "refused; start one with python -m kvflow.tools.bench.source" in printed.err
     assert printed.err.count("\n") == 1
 
 

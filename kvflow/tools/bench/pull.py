@@ -7,14 +7,14 @@ from functools import partial
 
 import numpy as np
 
-from kvflow.calibrate.ceilings import BareNixl, handed_over, memcpy, process_vm_readv
-from kvflow.calibrate.geometry import HOST, Devices, Geometry
-from kvflow.calibrate.result import Table
-from kvflow.calibrate.session import Session, open_session
-from kvflow.calibrate.sourcing import open_source
-from kvflow.calibrate.stats import median_ratio, summarize
 from kvflow.planning.bind import Bound
 from kvflow.report import PHASES, TransferReport
+from kvflow.tools.bench.ceilings import BareNixl, handed_over, memcpy, process_vm_readv
+from kvflow.tools.bench.geometry import HOST, Devices, Geometry
+from kvflow.tools.bench.result import Table
+from kvflow.tools.bench.session import Session, open_session
+from kvflow.tools.bench.sourcing import open_source
+from kvflow.tools.bench.stats import median_ratio, summarize
 
 KIB = 1024
 SMALL = Geometry(layers=1, num_kv_heads=1, head_size=32, num_blocks=1 << 10, layout="BLHNC", kv="content")

@@ -15,7 +15,6 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from kvflow.calibrate.messages import Opened
 from kvflow.layout.manifest import Manifest
 from kvflow.layout.region import Region
 from kvflow.memory.cache import KVCache
@@ -24,6 +23,7 @@ from kvflow.planning.pairs import Int64s, UnitPairs
 from kvflow.planning.plan import plan_transfer
 from kvflow.reads.device import device_order_of
 from kvflow.reads.nixl.binding import Agent, error_types, load_binding
+from kvflow.tools.bench.messages import Opened
 
 UNCHUNKED = 1 << 62
 

@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from kvflow.calibrate.geometry import Geometry
+from kvflow.tools.bench.geometry import Geometry
 
 LINE_BYTES_MAX = 256 << 20
 """A thousand tickets of a thousand blocks each, as JSON."""

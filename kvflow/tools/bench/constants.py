@@ -13,18 +13,18 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from kvflow.calibrate.ceilings import enter_device
-from kvflow.calibrate.geometry import Geometry
-from kvflow.calibrate.result import Table
-from kvflow.calibrate.session import open_session
-from kvflow.calibrate.sourcing import SourceProcess
-from kvflow.calibrate.stats import summarize
 from kvflow.layout.region import Region
 from kvflow.memory.cache import KVCache
 from kvflow.planning.costs import Costs
 from kvflow.planning.strided_copies import AXES_MAX, FIXED
 from kvflow.reads.bounds import CheckedScatter
 from kvflow.reads.staging import StagingMemory, evenly_spaced
+from kvflow.tools.bench.ceilings import enter_device
+from kvflow.tools.bench.geometry import Geometry
+from kvflow.tools.bench.result import Table
+from kvflow.tools.bench.session import open_session
+from kvflow.tools.bench.sourcing import SourceProcess
+from kvflow.tools.bench.stats import summarize
 
 READS = {(1, 32): 1024, (2, 64): 4096, (4, 128): 16384, (8, 256): 65536}
 """KV heads and head size of one layer -> bytes of a block, K and V: two descriptors of half as much."""

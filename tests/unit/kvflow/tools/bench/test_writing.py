@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvflow.calibrate.writing import replace_file, try_to_write
+from kvflow.tools.bench.writing import replace_file, try_to_write
 
 
 def test_a_file_is_replaced_behind_its_link_and_nothing_else_is_left(tmp_path):

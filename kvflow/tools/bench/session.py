@@ -8,16 +8,16 @@ from functools import partial
 import msgspec
 import numpy as np
 
-from kvflow.calibrate.ceilings import BareNixl, open_bare
-from kvflow.calibrate.geometry import BLOCK_SIZE, Geometry
-from kvflow.calibrate.messages import Opened
-from kvflow.calibrate.sourcing import SourceProcess
-from kvflow.calibrate.streams import Streams
 from kvflow.config import WorkerConfig
 from kvflow.leases.tickets import Ticket
 from kvflow.memory.cache import KVCache
 from kvflow.planning.pairs import Int64s
 from kvflow.report import TransferReport
+from kvflow.tools.bench.ceilings import BareNixl, open_bare
+from kvflow.tools.bench.geometry import BLOCK_SIZE, Geometry
+from kvflow.tools.bench.messages import Opened
+from kvflow.tools.bench.sourcing import SourceProcess
+from kvflow.tools.bench.streams import Streams
 from kvflow.worker.runtime import open_worker
 from kvflow.worker.worker import Worker
 

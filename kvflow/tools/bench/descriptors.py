@@ -16,12 +16,6 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from kvflow.calibrate.constants import measure, measure_reads
-from kvflow.calibrate.geometry import BLOCK_SIZE, HOST, Devices, Geometry
-from kvflow.calibrate.result import Table, header
-from kvflow.calibrate.sourcing import SourceProcess, open_source
-from kvflow.calibrate.stats import median_ratio, summarize
-from kvflow.calibrate.writing import replace_file
 from kvflow.config import WorkerConfig
 from kvflow.errors import ConfigInvalid
 from kvflow.layout.manifest import Manifest
@@ -29,6 +23,12 @@ from kvflow.planning.costs import MACHINE_LENGTH_MAX, Calibration, Costs, encode
 from kvflow.planning.pairs import Int64s
 from kvflow.planning.plan import plan_transfer
 from kvflow.report import TransferReport
+from kvflow.tools.bench.constants import measure, measure_reads
+from kvflow.tools.bench.geometry import BLOCK_SIZE, HOST, Devices, Geometry
+from kvflow.tools.bench.result import Table, header
+from kvflow.tools.bench.sourcing import SourceProcess, open_source
+from kvflow.tools.bench.stats import median_ratio, summarize
+from kvflow.tools.bench.writing import replace_file
 from kvflow.worker.runtime import open_worker
 from kvflow.worker.worker import Worker
 

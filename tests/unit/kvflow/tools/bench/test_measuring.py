@@ -10,14 +10,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvflow.calibrate import constants, descriptors, geometry, pull, source
-from kvflow.calibrate.ceilings import process_vm_readv
-from kvflow.calibrate.geometry import Geometry
-from kvflow.calibrate.result import Result, header
-from kvflow.calibrate.session import open_session
-from kvflow.calibrate.sourcing import SourceProcess
 from kvflow.config import SECRET_VARIABLE
 from kvflow.planning.costs import decode_calibration
+from kvflow.tools.bench import constants, descriptors, geometry, pull, source
+from kvflow.tools.bench.ceilings import process_vm_readv
+from kvflow.tools.bench.geometry import Geometry
+from kvflow.tools.bench.result import Result, header
+from kvflow.tools.bench.session import open_session
+from kvflow.tools.bench.sourcing import SourceProcess
 from tests.ports import free_port
 
 pytestmark = [pytest.mark.nixl, pytest.mark.usefixtures("secret")]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvflow.calibrate.constants import COPIES, _copies, copy_memory, fit
+from kvflow.tools.bench.constants import COPIES, _copies, copy_memory, fit
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The source process: ``python -m kvflow.calibrate.source``. It opens workers and offers blocks on command.
+"""The source process: ``python -m kvflow.tools.bench.source``. It opens workers and offers blocks on command.
 
 Commands arrive on standard input, or with ``--listen HOST:PORT`` from one client after another. The source trusts its
 clients: listen on a private network only.
@@ -16,8 +16,11 @@ import msgspec
 import uvloop
 from msgspec import Struct
 
-from kvflow.calibrate.ceilings import enter_device, pid_namespace
-from kvflow.calibrate.messages import (
+from kvflow.config import CALIBRATION_VARIABLE, WorkerConfig
+from kvflow.memory.cache import KVCache
+from kvflow.reads.nixl.binding import Agent, load_binding
+from kvflow.tools.bench.ceilings import enter_device, pid_namespace
+from kvflow.tools.bench.messages import (
     LINE_BYTES_MAX,
     CloseCaches,
     Closed,
@@ -27,10 +30,7 @@ from kvflow.calibrate.messages import (
     Opened,
     Request,
 )
-from kvflow.calibrate.streams import StreamSource
-from kvflow.config import CALIBRATION_VARIABLE, WorkerConfig
-from kvflow.memory.cache import KVCache
-from kvflow.reads.nixl.binding import Agent, load_binding
+from kvflow.tools.bench.streams import StreamSource
 from kvflow.worker.runtime import open_worker
 from kvflow.worker.worker import Worker
 
@@ -136,7 +136,7 @@ async def serve_network(listen: str) -> None:
 
 def main() -> None:
     """Serve as the command line says."""
-    parser = argparse.ArgumentParser(prog="python -m kvflow.calibrate.source", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m kvflow.tools.bench.source", description=__doc__)
     parser.add_argument("--listen", metavar="HOST:PORT", help="serve clients that connect, instead of standard input")
     listen = parser.parse_args().listen
     os.environ.pop(CALIBRATION_VARIABLE, None)  # a source reads nothing

@@ -12,11 +12,11 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from kvflow.calibrate.geometry import HOST, Devices, Geometry
-from kvflow.calibrate.messages import LINE_BYTES_MAX, CloseCaches, Closed, OfferBlocks, Offered, OpenCache, Opened
 from kvflow.config import SECRET_VARIABLE
 from kvflow.errors import PeerLost
 from kvflow.leases.tickets import Ticket
+from kvflow.tools.bench.geometry import HOST, Devices, Geometry
+from kvflow.tools.bench.messages import LINE_BYTES_MAX, CloseCaches, Closed, OfferBlocks, Offered, OpenCache, Opened
 
 R = TypeVar("R", Opened, Offered, Closed)
 
@@ -84,7 +84,7 @@ async def open_source(address: str | None = None, devices: Devices = HOST) -> As
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
-        "kvflow.calibrate.source",
+        "kvflow.tools.bench.source",
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         limit=LINE_BYTES_MAX,

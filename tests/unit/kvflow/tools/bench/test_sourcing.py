@@ -6,10 +6,10 @@ import sys
 import msgspec
 import pytest
 
-from kvflow.calibrate.geometry import Geometry
-from kvflow.calibrate.messages import OfferBlocks, OpenCache, Request
-from kvflow.calibrate.sourcing import SourceProcess
 from kvflow.errors import PeerLost
+from kvflow.tools.bench.geometry import Geometry
+from kvflow.tools.bench.messages import OfferBlocks, OpenCache, Request
+from kvflow.tools.bench.sourcing import SourceProcess
 
 GEOMETRY = Geometry(layers=1, num_kv_heads=1, head_size=32, num_blocks=16, layout="BLHNC", kv="content")
 

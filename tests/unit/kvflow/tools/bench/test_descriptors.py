@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvflow.calibrate import descriptors
 from kvflow.errors import ConfigInvalid
 from kvflow.planning.costs import MACHINE_LENGTH_MAX, Costs, decode_calibration
+from kvflow.tools.bench import descriptors
 
 
 @pytest.fixture
