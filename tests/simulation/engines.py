@@ -17,19 +17,19 @@ from kvflow.config import WorkerConfig
 from kvflow.events import Event, LeaseEnded, OfferAdmitted, ReaderReset, TransferCompleted
 from kvflow.planning.plan import PlanCache
 from kvflow.rendezvous.issuer import TicketMint
-from kvflow.testing.fabric import NOBODY, Fabric
-from kvflow.testing.memory import CONTENTS_MAX, SimulatedCache
-from kvflow.testing.models import NUM_BLOCKS, Shape, plan_of
-from kvflow.testing.network import SimulatedNetwork
-from kvflow.testing.process import OUR_TASKS, Process
-from kvflow.testing.staging import STAGED
-from kvflow.testing.transport import opener
-from kvflow.testing.troubles import Troubles
-from kvflow.testing.world import World
 from kvflow.worker.environment import NO_STAGING, Environment
 from kvflow.worker.runtime import open_worker
 from kvflow.worker.worker import Worker
 from kvflow.worker.worker_thread import open_calls
+from tests.fakes.fabric import NOBODY, Fabric
+from tests.fakes.memory import CONTENTS_MAX, SimulatedCache
+from tests.fakes.models import NUM_BLOCKS, Shape, plan_of
+from tests.fakes.network import SimulatedNetwork
+from tests.fakes.process import OUR_TASKS, Process
+from tests.fakes.staging import STAGED
+from tests.fakes.transport import opener
+from tests.fakes.troubles import Troubles
+from tests.fakes.world import World
 from tests.simulation.faces import AsyncFace, Face, ThreadedFace
 
 if TYPE_CHECKING:

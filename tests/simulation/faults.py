@@ -9,9 +9,9 @@ from collections.abc import Callable
 from msgspec import Struct
 
 from kvflow.reads.contract import RESET_DRAIN_S
-from kvflow.testing.fabric import Fabric, FabricFaults
-from kvflow.testing.network import NetworkFaults
-from kvflow.testing.world import World
+from tests.fakes.fabric import Fabric, FabricFaults
+from tests.fakes.network import NetworkFaults
+from tests.fakes.world import World
 from tests.simulation.engines import Engine, Settings
 
 HANG_S = 1e-3

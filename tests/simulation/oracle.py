@@ -24,7 +24,7 @@ from kvflow.errors import (
     WorkerClosed,
     WorkerDraining,
 )
-from kvflow.testing.troubles import Trouble
+from tests.fakes.troubles import Trouble
 
 LOST: frozenset[Trouble] = frozenset(
     ("killed", "left", "hung", "stopped", "reset", "parted", "cut", "clogged", "doubled", "failed", "slow")

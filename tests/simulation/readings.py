@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from kvflow.errors import KvflowError
 from kvflow.layout.groups import window_blocks
 from kvflow.leases.tickets import Ticket
-from kvflow.testing.world import World
+from tests.fakes.world import World
 from tests.simulation.engines import PULLS_MAX, Engine, Rank
 from tests.simulation.faces import Face
 from tests.simulation.oracle import Circumstances, explains

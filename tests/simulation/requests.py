@@ -15,8 +15,8 @@ from kvflow.errors import CapacityExceeded, WorkerClosed
 from kvflow.events import LeaseEnded
 from kvflow.leases.tickets import MAC_BYTES, Grant, Ticket, join_tickets
 from kvflow.rendezvous.issuer import TicketMint
-from kvflow.testing.memory import Written
-from kvflow.testing.world import World
+from tests.fakes.memory import Written
+from tests.fakes.world import World
 from tests.simulation.engines import SECRET, Engine, Rank
 from tests.simulation.faces import Face
 from tests.simulation.readings import Reading

@@ -10,11 +10,11 @@ from itertools import count
 
 from msgspec import Struct
 
-from kvflow.testing.fabric import Fabric, Serves
-from kvflow.testing.models import NUM_BLOCKS, SHAPES
-from kvflow.testing.network import Wires
-from kvflow.testing.process import bury
-from kvflow.testing.world import World
+from tests.fakes.fabric import Fabric, Serves
+from tests.fakes.models import NUM_BLOCKS, SHAPES
+from tests.fakes.network import Wires
+from tests.fakes.process import bury
+from tests.fakes.world import World
 from tests.simulation.engines import Engine, Setting
 from tests.simulation.faults import Faults, Mischief, draw_calm, draw_faults, draw_settings, is_slow, pull_s_max
 from tests.simulation.requests import Plan, Request

@@ -3,7 +3,7 @@
 import pytest
 
 from kvflow import errors
-from kvflow.testing.troubles import Troubles
+from tests.fakes.troubles import Troubles
 from tests.simulation.oracle import EXPLAINED, Circumstances, explains
 
 NOTHING = {

@@ -7,8 +7,8 @@ import pytest
 
 from handshake.limits import Limits
 from handshake.sockets import Delivery, LinkEvent
-from kvflow.testing import NetworkFaults, Process, Wires, World, bury
-from kvflow.testing.network import SimulatedNetwork
+from tests.fakes import NetworkFaults, Process, Wires, World, bury
+from tests.fakes.network import SimulatedNetwork
 
 SERVER = "tcp://10.0.0.1:5000"
 LIMITS = Limits()

@@ -12,13 +12,13 @@ import pytest
 
 from kvflow.reads.core import ReadCore
 from kvflow.reads.staging import Scatterer
-from kvflow.testing import Process
-from kvflow.testing.fabric import SimulatedBackend
 from kvflow.tools.cli.entry import main
 from kvflow.worker.producer import LeaseManager
 from kvflow.worker.renewals import LeaseRenewer
 from kvflow.worker.threaded import ThreadedWorker
 from kvflow.worker.worker import Worker
+from tests.fakes import Process
+from tests.fakes.fabric import SimulatedBackend
 from tests.simulation.runner import run_seeds
 from tests.simulation.scenario import REQUESTS_MIN, simulate
 

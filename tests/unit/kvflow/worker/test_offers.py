@@ -21,8 +21,8 @@ from kvflow.ids import FEW
 from kvflow.layout.groups import Group
 from kvflow.leases.table import Reader
 from kvflow.rendezvous.issuer import TicketMint
-from kvflow.testing.models import Shape
 from kvflow.worker.runtime import open_worker
+from tests.fakes.models import Shape
 
 from .helpers import PATIENCE_S, SECRET, SPECS, Reports, cache_of, futures_left
 from .pulling import config, opened

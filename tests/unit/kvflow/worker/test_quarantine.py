@@ -7,8 +7,6 @@ from kvflow.config import QuarantineLimits
 from kvflow.events import ReaderReset
 from kvflow.leases.blocks import BlockAccount
 from kvflow.reads.contract import RESET_DRAIN_S
-from kvflow.testing import FabricFaults
-from kvflow.testing.transport import SimulatedTransport
 from kvflow.worker.destinations import (
     DUE_AFTER_S,
     STARVED_S_MAX,
@@ -18,6 +16,8 @@ from kvflow.worker.destinations import (
     Standing,
 )
 from tests.counting import calls_of
+from tests.fakes import FabricFaults
+from tests.fakes.transport import SimulatedTransport
 
 from .virtual import LONG_S, SHAPE, bytes_per_block, virtual
 

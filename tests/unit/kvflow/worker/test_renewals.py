@@ -8,11 +8,11 @@ import pytest
 from kvflow.errors import BlockIdsInvalid, CapacityExceeded, ContentMismatch, PeerLost, StaleLease
 from kvflow.events import LeaseEnded, PeerDropped
 from kvflow.rendezvous.dialer import Link
-from kvflow.testing import FabricFaults
 from kvflow.worker import renewals
 from kvflow.worker.peers import PeerPool
 from kvflow.worker.renewals import REDIAL_S, RENEWALS_PER_LEASE, LeaseRenewer
 from tests.counting import calls_of
+from tests.fakes import FabricFaults
 
 from .pulling import issued_before
 from .virtual import LONG_S, virtual

@@ -9,13 +9,13 @@ from kvflow.config import WorkerConfig
 from kvflow.events import LeaseEnded, OfferAdmitted
 from kvflow.leases.tickets import join_tickets
 from kvflow.planning.plan import PlanCache
-from kvflow.testing import Fabric, FabricFaults, NetworkFaults, Process, Wires, World, bury
-from kvflow.testing.memory import SimulatedCache
-from kvflow.testing.models import NUM_BLOCKS, Shape, plan_of
-from kvflow.testing.network import SimulatedNetwork
-from kvflow.testing.transport import opener
 from kvflow.worker.environment import NO_STAGING, Environment
 from kvflow.worker.runtime import open_worker
+from tests.fakes import Fabric, FabricFaults, NetworkFaults, Process, Wires, World, bury
+from tests.fakes.memory import SimulatedCache
+from tests.fakes.models import NUM_BLOCKS, Shape, plan_of
+from tests.fakes.network import SimulatedNetwork
+from tests.fakes.transport import opener
 
 from .helpers import SECRET
 

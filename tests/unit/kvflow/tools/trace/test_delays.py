@@ -17,16 +17,16 @@ from kvflow.planning.plan import PlanCache
 from kvflow.reads.scheduler import Scheduler
 from kvflow.reads.staging import Scatterer
 from kvflow.report import PHASES
-from kvflow.testing import Fabric, FabricFaults, NetworkFaults, Process, Wires, World, bury
-from kvflow.testing.fabric import SimulatedBackend
-from kvflow.testing.memory import SimulatedCache
-from kvflow.testing.models import NUM_BLOCKS, Shape
-from kvflow.testing.network import SimulatedNetwork
-from kvflow.testing.staging import STAGED
-from kvflow.testing.transport import SmallChunks, opener
 from kvflow.tools.trace.joining import read_trace
 from kvflow.worker.environment import NO_STAGING, Environment
 from kvflow.worker.runtime import open_worker
+from tests.fakes import Fabric, FabricFaults, NetworkFaults, Process, Wires, World, bury
+from tests.fakes.fabric import SimulatedBackend
+from tests.fakes.memory import SimulatedCache
+from tests.fakes.models import NUM_BLOCKS, Shape
+from tests.fakes.network import SimulatedNetwork
+from tests.fakes.staging import STAGED
+from tests.fakes.transport import SmallChunks, opener
 
 DELAY_S = 0.05
 NOISE_S = 0.002

@@ -15,7 +15,7 @@ from kvflow.layout.component import Component
 from kvflow.layout.manifest import Manifest
 from kvflow.layout.region import Region
 from kvflow.reads.bounds import Rows
-from kvflow.testing.models import Shape, plan_of
+from tests.fakes.models import Shape, plan_of
 
 Int64s = npt.NDArray[np.int64]
 UInt32s = npt.NDArray[np.uint32]

@@ -31,12 +31,12 @@ from kvflow.reads.requests import LeaseName
 from kvflow.reads.serving import LeasedBlocks, ServedList
 from kvflow.reads.staging import memory_at
 from kvflow.reads.tcp.backend import Told
-from kvflow.testing.memory import SimulatedCache
-from kvflow.testing.network import Wires
-from kvflow.testing.process import Process
-from kvflow.testing.serving import Answer, Part
-from kvflow.testing.staging import SimulatedStaging
-from kvflow.testing.world import World
+from tests.fakes.memory import SimulatedCache
+from tests.fakes.network import Wires
+from tests.fakes.process import Process
+from tests.fakes.serving import Answer, Part
+from tests.fakes.staging import SimulatedStaging
+from tests.fakes.world import World
 
 NAME = "simulated"
 NOBODY = 0

@@ -7,7 +7,7 @@ from kvflow.reads.backend import CheckedList, Chunk, Share, share_numbers
 from kvflow.reads.bounds import Run, merge
 from kvflow.reads.serving import LeasedBlocks, ServedList
 from kvflow.reads.tcp.answers import Held
-from kvflow.testing.world import Violation
+from tests.fakes.world import Violation
 
 Part = tuple[Run, Held | None]
 """Neighboring bytes, and the lease that they are sent under; None: of an exporter that is read without its help."""

@@ -28,12 +28,12 @@ from kvflow.reads.contract import (
 )
 from kvflow.reads.core import CancelReads, Command, PostReads, ReadCore, RemovePeer, ResetReader
 from kvflow.reads.requests import RankRead, ReadEnded
-from kvflow.testing.fabric import NOBODY, Agent, Fabric, SimulatedBackend
-from kvflow.testing.memory import SimulatedCache
-from kvflow.testing.process import Process
-from kvflow.testing.staging import SimulatedStaging
-from kvflow.testing.world import Event
 from kvflow.worker.environment import OpenTransport
+from tests.fakes.fabric import NOBODY, Agent, Fabric, SimulatedBackend
+from tests.fakes.memory import SimulatedCache
+from tests.fakes.process import Process
+from tests.fakes.staging import SimulatedStaging
+from tests.fakes.world import Event
 
 NAME = "simulated"
 

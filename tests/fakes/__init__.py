@@ -4,10 +4,10 @@ A ``World`` has the time and the random numbers. A ``Process`` is an event loop 
 connect processes, and ``bury`` ends them all. The simulator in ``tests/simulation`` runs real workers on them.
 """
 
-from kvflow.testing.fabric import Fabric, FabricFaults
-from kvflow.testing.network import NetworkFaults, Wires
-from kvflow.testing.process import Process, bury
-from kvflow.testing.world import Violation, World
+from tests.fakes.fabric import Fabric, FabricFaults
+from tests.fakes.network import NetworkFaults, Wires
+from tests.fakes.process import Process, bury
+from tests.fakes.world import Violation, World
 
 __all__ = [
     "Fabric",

@@ -15,7 +15,7 @@ from contextlib import suppress
 from itertools import count
 from typing import Any, Literal, TypeVar
 
-from kvflow.testing.world import Event, World
+from tests.fakes.world import Event, World
 
 T = TypeVar("T")
 Life = Literal["running", "stopped", "killed"]

@@ -61,7 +61,7 @@ class World:
 
     def __init__(self, seed: int, *, recording: bool = False) -> None:
         self.now = 0.0
-        self.chance = random.Random(seed)  # noqa: S311 - replayable by intent
+        self.chance = random.Random(seed)
         self.recording = recording
         self.record: list[str] = []
         self.violation: Violation | None = None

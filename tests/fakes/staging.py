@@ -9,8 +9,8 @@ from kvflow.planning.costs import Calibration, Costs
 from kvflow.reads.bounds import CheckedScatter
 from kvflow.reads.device import Scatters
 from kvflow.reads.staging import Scatterer, StagingMemory
-from kvflow.testing.memory import SimulatedCache
 from kvflow.worker.environment import Staging
+from tests.fakes.memory import SimulatedCache
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -19,9 +19,9 @@ from handshake.limits import Limits
 from handshake.messages import Renewed
 from handshake.security import ClusterSecurity, PublicKey
 from handshake.sockets import Delivery, LinkEvent
-from kvflow.testing.process import Process
-from kvflow.testing.troubles import Troubles
-from kvflow.testing.world import World
+from tests.fakes.process import Process
+from tests.fakes.troubles import Troubles
+from tests.fakes.world import World
 
 
 class NetworkFaults(Struct, frozen=True, kw_only=True):
