@@ -103,7 +103,7 @@ bench: $(INSTALLED)
 	for name in descriptors layouts pull fence loop idle; do echo "== kvflow bench $$name"; $(BIN)/kvflow bench $$name || exit 1; done
 
 simulate: $(INSTALLED)
-	$(BIN)/kvflow simulate --seeds $${SEEDS:-20000} --first $${FIRST:-0}
+	$(BIN)/python -m tests.simulation --seeds $${SEEDS:-20000} --first $${FIRST:-0}
 
 fuzz: $(INSTALLED)
 	$(BIN)/python -m tests.fuzz --seed $${SEED:-0} --frames $${FRAMES:-1000000} --lies $${LIES:-10000} \

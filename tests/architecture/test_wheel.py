@@ -137,7 +137,6 @@ print(plugin.load().__module__, kvflow.__file__)
         ("demo --help", "usage: kvflow demo"),
         ("proxy --help", "usage: kvflow proxy"),
         ("bench --help", "usage: kvflow bench"),
-        ("simulate --help", "usage: kvflow simulate"),
         ("layout gpt-2", "gpt-2"),
     ],
 )
@@ -147,7 +146,7 @@ def test_the_installed_program_runs_without_a_checkout(programs, tmp_path, argum
     assert printed in done.stdout
 
 
-@pytest.mark.parametrize("command", ["bench loop", "bench idle", "simulate"])
+@pytest.mark.parametrize("command", ["bench loop", "bench idle"])
 def test_commands_of_a_checkout_say_that_they_need_one(programs, tmp_path, command):
     done = run(programs / "kvflow", *command.split(), cwd=tmp_path)
     assert (done.returncode, done.stdout) == (1, "")

@@ -12,13 +12,13 @@ import pytest
 
 from kvflow.reads.core import ReadCore
 from kvflow.reads.staging import Scatterer
-from kvflow.tools.cli.entry import main
 from kvflow.worker.producer import LeaseManager
 from kvflow.worker.renewals import LeaseRenewer
 from kvflow.worker.threaded import ThreadedWorker
 from kvflow.worker.worker import Worker
 from tests.fakes import Process
 from tests.fakes.fabric import SimulatedBackend
+from tests.simulation.__main__ import main
 from tests.simulation.runner import run_seeds
 from tests.simulation.scenario import REQUESTS_MIN, simulate
 
@@ -134,14 +134,14 @@ def test_a_series_that_is_interrupted_ends_with_what_is_under_way(monkeypatch):
 
 
 def test_the_command_says_how_many_were_kept_and_how_fast(capsys):
-    assert main(["simulate", "--seeds", "1", "--jobs", "1"]) == 0
+    assert main(["--seeds", "1", "--jobs", "1"]) == 0
     told = capsys.readouterr().out
     assert "1 scenarios, one in five calm: 1 kept every promise" in told
     assert "scenarios per second" in told
 
 
 def test_the_command_replays_a_seed(capsys):
-    assert main(["simulate", "--replay", "5"]) == 0
+    assert main(["--replay", "5"]) == 0
     told = capsys.readouterr()
     assert "event WorkerOpened" in told.out
     assert told.err == "seed 5: every promise was kept\n"
@@ -149,8 +149,8 @@ def test_the_command_replays_a_seed(capsys):
 
 def test_the_command_names_broken_seeds(capsys, monkeypatch):
     planted.release_is_forgotten(monkeypatch)
-    assert main(["simulate", "--seeds", "3", "--jobs", "1"]) == 1
+    assert main(["--seeds", "3", "--jobs", "1"]) == 1
     told, at_once = capsys.readouterr()
     assert "has given it back" in told
     assert "has given it back" in at_once
-    assert "broke a promise; see each with: kvflow simulate --replay SEED" in told
+    assert "broke a promise; see each with: python -m tests.simulation --replay SEED" in told

@@ -18,7 +18,6 @@ from kvflow.tools.cli import (
     layout,
     ping,
     proxy,
-    simulate,
     ticket,
     trace,
 )
@@ -35,7 +34,6 @@ COMMANDS = (
     trace,
     keys,
     bench,
-    simulate,
     demo,
     proxy,
     completion,

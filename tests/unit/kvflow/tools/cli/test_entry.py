@@ -89,8 +89,6 @@ ENDINGS = [
     ("keys public", 2),
     (f"bench pull --source {FREE_PORT} --json", 1),
     ("bench pull --rounds 0", 2),
-    ("simulate --seeds 1 --jobs 1 --json", 0),
-    ("simulate --seeds 0", 2),
     (f"demo --prefill {FREE_PORT}", 2),
     ("proxy", 2),
     (f"doctor {FREE_PORT} --json", 1),
@@ -151,7 +149,6 @@ def test_ctrl_c_is_a_status_without_a_traceback(monkeypatch, capsys):
     [
         ("explain llama-3.1-8b --target tp=2", "trying change 1 of "),
         ("trace long-file", "10,000 lines of 1 of 1 file"),
-        ("simulate --seeds 1 --jobs 1", "1 scenarios, "),
     ],
 )
 def test_long_work_shows_progress_on_a_terminal_only(arguments, shown, capsys, monkeypatch, tmp_path):

@@ -1,16 +1,15 @@
-"""``kvflow simulate``: real workers on virtual time, with everything that can go wrong, from seeds."""
+# ruff: noqa: T201 - a command prints
+"""``python -m tests.simulation``: real workers on virtual time, with everything that can go wrong, from seeds."""
 
 import argparse
 import os
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-from kvflow.tools.cli.arguments import add_command, at_least, missing_checkout
+from kvflow.tools.cli.arguments import at_least
 from kvflow.tools.cli.findings import ProgressLine, print_json
-
-if TYPE_CHECKING:
-    from kvflow.tools.cli.arguments import Subparsers
-    from tests.simulation.runner import Summary
+from tests.simulation.runner import Summary, run_seeds
+from tests.simulation.scenario import simulate
 
 SHOWN_MAX = 10
 """Broken seeds that are printed; the others are only counted."""
@@ -19,16 +18,9 @@ SCENARIOS_PER_LINE = 1000
 """How often a log is told how far we are; a terminal is told all the time."""
 
 
-def add_parser(commands: "Subparsers") -> None:
-    """Add ``simulate`` to the command line."""
-    parser = add_command(
-        commands,
-        "simulate",
-        summary="run real workers on virtual time, with every fault, from seeds",
-        description="Run real workers on a virtual clock and network, with faults drawn from seeds, and check that "
-        "every promise is kept.",
-        examples="kvflow simulate --seeds 40\nkvflow simulate --replay 17",
-    )
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the scenarios; 0 if all were run and no promise was broken, else 1."""
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
     parser.add_argument("--seeds", type=at_least(1), default=100, help="number of scenarios (default: %(default)s)")
     parser.add_argument("--first", type=int, default=0, metavar="SEED", help="the first seed (default: %(default)s)")
     parser.add_argument("--replay", type=int, metavar="SEED", help="run one seed and print every event of it")
@@ -37,18 +29,7 @@ def add_parser(commands: "Subparsers") -> None:
     )
     parser.add_argument("--calm", action="store_true", help="inject no faults; only callers cancel, release and revoke")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    parser.set_defaults(run=run)
-
-
-def run(options: argparse.Namespace) -> int:
-    """Run the scenarios; 0 if all were run and no promise was broken, else 1."""
-    if problem := missing_checkout("tests.simulation.runner", "kvflow simulate"):
-        print(problem, file=sys.stderr)
-        return 1
-    # Loaded here, so that other commands and --help do not wait for it.
-    from tests.simulation.runner import run_seeds  # noqa: PLC0415
-    from tests.simulation.scenario import simulate  # noqa: PLC0415
-
+    options = parser.parse_args(arguments)
     if options.replay is not None:
         outcome = simulate(options.replay, calm=options.calm, recording=True)
         if options.json:
@@ -67,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
     return 1 if summary.broken or summary.interrupted else 0
 
 
-def _print(summary: "Summary", *, calm: bool) -> None:
+def _print(summary: Summary, *, calm: bool) -> None:
     kept = summary.scenarios - len(summary.broken)
     if summary.interrupted:
         print("interrupted; so far:")
@@ -82,7 +63,7 @@ def _print(summary: "Summary", *, calm: bool) -> None:
     for outcome in summary.broken[:SHOWN_MAX]:
         print(f"seed {outcome.seed}: {outcome.violation}")
     if summary.broken:
-        print(f"{len(summary.broken)} seeds broke a promise; see each with: kvflow simulate --replay SEED")
+        print(f"{len(summary.broken)} seeds broke a promise; see each with: python -m tests.simulation --replay SEED")
 
 
 class _Progress:
@@ -94,7 +75,7 @@ class _Progress:
         self._lines = 0
         self._told: set[int] = set()
 
-    def __call__(self, summary: "Summary") -> None:
+    def __call__(self, summary: Summary) -> None:
         for outcome in summary.broken:
             if outcome.seed not in self._told and len(self._told) < SHOWN_MAX:
                 self._told.add(outcome.seed)
@@ -110,3 +91,7 @@ class _Progress:
     def end(self) -> None:
         """Clear the line."""
         self._line("")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
