@@ -10,12 +10,13 @@ SOURCES := kvflow handshake tests docker
 TEXTS := $(SOURCES) docs *.md Makefile pyproject.toml
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint docs bench simulate chaos fuzz soak compose-demo test-compose test-exhaustive test-fence clean
+.PHONY: help demo test test-full lint docs bench simulate chaos fuzz soak compose-demo test-compose test-exhaustive test-fence clean
 .SILENT:
 
 help:
 	echo 'make demo    run prefill and decode in two processes, and compare every token with one process'
-	echo 'make test    run lint, then all tests; print the branch coverage (some minutes)'
+	echo 'make test    run lint, then the tests that are quick and one of each slow topic (under five minutes)'
+	echo 'make test-full   run every test, and print the branch coverage (under fifteen minutes)'
 	echo 'make lint    check style, types, import layers, spelling and texts'
 	echo 'make docs    write the reference pages from docstrings'
 	echo 'make bench   run every benchmark'
@@ -80,10 +81,15 @@ demo: $(INSTALLED)
 
 # pytest runs last, so that the output ends with its summary. Four processes keep two cores busy, because tests wait half
 # of the time. Idle processes take work from the others, because a few tests take as long as a thousand others.
-# `.venv/bin/coverage report` names the lines that no test runs.
 # Python may write bytecode, even where the environment forbids it: otherwise each process compiles all tests again.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --quiet --numprocesses 4 --dist worksteal
+
 test: lint
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --quiet --numprocesses 4 --dist worksteal --cov --cov-report=
+	$(PYTEST) -m 'not slow'
+
+# `.venv/bin/coverage report` names the lines that no test runs.
+test-full: $(INSTALLED)
+	$(PYTEST) --cov --cov-report=
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check --quiet $(SOURCES)

@@ -20,13 +20,54 @@ MEASURED = ("contract", "demo", "proxy", "unit")
 """Folders whose tests count for the coverage. Tests of whole processes and generated ones run the same lines many times
 over: to measure them takes minutes, and adds half a percent."""
 
+SLOW = {
+    "architecture/test_wheel.py": ["test_the_wheel_has_every_file_of_both_packages_and_nothing_else"],
+    "chaos/test_chaos.py": [],
+    "chaos/test_readers.py": ["test_a_producer_survives_whatever_its_readers_do[tcp]"],
+    "demo/test_demo.py": [],
+    "demo/test_elsewhere.py": [],
+    "demo/test_processes.py": ["test_an_engine_stops_when_it_is_told_to[15]"],
+    "docs/test_blocks.py": ["test_blocks_run_in_the_order_of_the_page[docs/tutorial/first-transfer.md]"],
+    "docs/test_doctor_page.py": [],
+    "fuzz/test_fuzz.py": ["test_a_worker_survives_mutated_messages_and_every_kind_of_lie"],
+    "gpu/test_pulls.py": ["test_every_byte_arrives[cpu-to-cpu-packed]"],
+    "integration/test_bench_fence.py": [],
+    "integration/test_combinations.py": ["test_every_byte_that_is_asked_for_and_no_other[TP 8 to 4]"],
+    "integration/test_doctor.py": ["test_two_processes_read_over_tcp"],
+    "integration/test_fenced_reads.py": ["test_no_wrong_byte_is_delivered[0]"],
+    "integration/test_floods.py": [
+        "test_honest_peers_are_served_throughout_and_memory_is_flat[members that send rubbish]"
+    ],
+    "integration/test_kills.py": ["test_while_it_is_read_from[shared memory]"],
+    "integration/test_late_write.py": ["test_with_quarantine_nothing_is_written_into_blocks_that_were_reused"],
+    "integration/test_layouts.py": ["test_every_family_fills_every_other[nixl-LBNHC split]"],
+    "integration/test_lifecycle.py": ["test_open_and_close_twenty_times[asyncio]"],
+    "integration/test_misconfigurations.py": ["test_it_is_named_with_a_code_and_a_remedy[advertise is 0.0.0.0]"],
+    "integration/test_planes.py": ["test_a_machine_without_nixl_is_read_over_tcp"],
+    "integration/test_records.py": ["test_a_producer_that_is_killed_while_it_is_read"],
+    "integration/test_releases.py": ["test_a_producer_of_another_release_is_told_why_it_is_left"],
+    "integration/test_restarts.py": ["test_a_consumer_is_killed_and_started_again[shared memory]"],
+    "integration/test_staged_hung.py": [],
+    "integration/test_stale.py": ["test_recycled_when_its_reads_are_handed_over[nixl]"],
+    "integration/test_suspend.py": ["test_a_producer_falls_asleep_while_it_is_read[unmapped-shared memory]"],
+    "integration/test_tcp_device.py": ["test_every_byte_that_is_asked_for_and_no_other[VRAM to VRAM-24576-230-off]"],
+    "integration/test_wrong_place.py": ["test_a_forked_child_is_refused_and_its_parent_goes_on[asyncio-exit]"],
+    "proxy/test_floods.py": [],
+    "soak/test_soak.py": [],
+}
+"""Files whose tests take seconds each, mostly because they start processes. ``make test-full`` runs them all, and
+``make test`` those that are named here: one of each topic."""
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Measure the coverage of those tests alone; fixtures of the others count as well."""
+    """Mark what is slow, and what does not count for the coverage; fixtures count everywhere."""
     root = Path(__file__).parent
     for item in items:
-        if item.path.relative_to(root).parts[0] not in MEASURED:
+        path = item.path.relative_to(root)
+        if path.parts[0] not in MEASURED:
             item.add_marker("no_cover")
+        if item.name not in SLOW.get(str(path), [item.name]):
+            item.add_marker("slow")
 
 
 @pytest.fixture(scope="session")

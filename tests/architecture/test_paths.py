@@ -1,9 +1,13 @@
 """What the files around the code name exists: a pattern that matches nothing checks, packs and ignores nothing."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+
+from tests.conftest import SLOW
 
 ROOT = Path(__file__).parents[2]
 NAMED = re.compile(r"(?<![\w./-])(?:kvflow|handshake|tests|docs|docker)(?:[./](?:[\w*%-]+|\$\$\w+))*")
@@ -33,3 +37,12 @@ def test_paths_that_are_gone_are_found():
     text = '"tests/**" = 1\n!docker/gone.sh\npython -m tests.docs.$$page\n"kvflow.transfer.bind", "kvflow:main"\n'
     assert named(text) == {"tests/**", "docker/gone.sh", "tests.docs.$$page", "kvflow.transfer.bind", "kvflow"}
     assert {name for name in named(text) if not exists(name)} == {"docker/gone.sh", "kvflow.transfer.bind"}
+
+
+def test_every_slow_test_that_make_test_runs_exists():
+    names = [f"tests/{path}::{name}" for path, names in SLOW.items() for name in names]
+    assert all((ROOT / "tests" / path).exists() for path in SLOW)
+    command = [sys.executable, "-m", "pytest", "--collect-only", "--quiet", "-m", "not slow", *names]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f"{len(names)} tests collected" in done.stdout
