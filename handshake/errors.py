@@ -32,7 +32,8 @@ class FailureCode(StrEnum):
     PROTOCOL_VIOLATION = "protocol_violation"
     """A message was malformed, or came at the wrong time. Install the same release on both sides."""
     TOO_MANY_PEERS = "too_many_peers"
-    """The peer has ``Limits.peers_max`` connections. Use another producer, or pull again later."""
+    """The peer has ``Limits.peers_max`` connections, and none ended for half of ``Limits.handshake_s``. Use another
+    producer, or pull again later."""
     TOO_MANY_CONNECTIONS = "too_many_connections"
     """The peer has ``Limits.connections_per_key_max`` connections of this key. Close some of them."""
     RATE_EXCEEDED = "rate_exceeded"
@@ -45,8 +46,8 @@ class FailureCode(StrEnum):
     """The connection is not encrypted, has another secret, or sent nothing. Give both sides one secret.
     ZeroMQ closes the connection without this code."""
     BUSY = "busy"
-    """``Limits.pending_handshakes_max`` handshakes are in progress, and this one is the oldest or the newest.
-    Connect again in a moment."""
+    """``Limits.pending_handshakes_max`` handshakes are in progress without encryption, and this one is the oldest or
+    the newest. Connect again in a moment."""
     PUBLICATION_REFUSED = "publication_refused"
     """The peer cannot use what this side published. Its log says why."""
     CLOSING = "closing"

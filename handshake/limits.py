@@ -24,14 +24,15 @@ class Limits(Struct, frozen=True, kw_only=True):
         client_frame_bytes_max: of one frame that a client sends. A client has next to nothing to publish; its largest
             message is a ``Release`` of 1,024 leases, 27 KiB. A stranger can make a server hold one such frame for each
             connection, before it has proved anything.
-        peers_max: connections of one server. Two engines of 512 ranks each, one connection per pair of ranks.
-        pending_handshakes_max: connections of one server that are not ready yet. What a herd of restarting
-            clients may hold at once; above it one of them is told ``busy`` and dials again.
+        peers_max: connections of one server. Two engines of 512 ranks each, one connection per pair of ranks. With
+            encryption up to 1,024 more wait for a place, for half of ``handshake_s``.
+        pending_handshakes_max: connections of one server without encryption that are not ready yet; above it one of
+            them is told ``busy`` and dials again. With encryption a handshake keeps its place.
         handshake_grace_s: above that, a handshake that has taken so long is given up for a newcomer; before, the
-            newcomer is refused. Honest ones are over long before: those of many peers at once take 1 to 3 ms
-            each.
-        connections_per_key_max: connections of one client's own key. A worker has one at a time; those of its earlier
-            incarnations end within ``silence_s_max``. Where all share the secret's key, they are not told apart.
+            newcomer is refused. Without encryption only.
+        connections_per_key_max: connections of one client's own key, those that wait included. A worker has one at a
+            time; those of its earlier incarnations end within ``silence_s_max``. Where all share the secret's key, they
+            are not told apart.
         messages_per_s_max: of one key, or of one connection where all share a key. A reader says at most one or
             two things per turn of its loop, which takes some 100 us.
         leases_per_s_max: named in those messages.

@@ -33,7 +33,7 @@ logger = logging.getLogger("handshake")
 PeerKey = NewType("PeerKey", str)
 """Names one connection while the server runs: a peer that connects again gets another one."""
 
-Objection = tuple[FailureCode, str, str]
+Objection = tuple[str, str, str]
 """Code, reason and remedy of a refusal."""
 
 _REMOVED = (
@@ -42,6 +42,14 @@ _REMOVED = (
     "Ask the server's operator to allow this key.",
 )
 _DIAL_AGAIN = "Dial again in a moment."
+
+WAITING_MAX = 1024
+"""Newcomers that wait for a place; they hold 4 MiB at most."""
+HELLO_BYTES_MAX = 4 << 10
+"""Of a first message that may wait for a place. A Hello takes half of it at most; it may grow."""
+WAITING_SHARE = 0.5
+"""Of ``Limits.handshake_s``: so long a newcomer waits for a place. Its own deadline began earlier, when it dialed, and
+it is to hear before why it had none."""
 
 MakePass = Callable[[PublicKey, Identity], bytes]
 """Makes the pass of a client, at most 64 bytes, from the key that it has proved to hold and from who it says it is."""
@@ -70,6 +78,20 @@ class Peer(Struct, frozen=True, kw_only=True):
     rtt_s: float | None
     clock_offset: ClockOffset | None
     public_key: PublicKey
+
+
+class _Waiting(Struct, frozen=True):
+    """A newcomer without a place, to which nothing has been said.
+
+    Attributes:
+        routing_id: of its connection.
+        frames: its first message.
+        timer: ends the wait.
+    """
+
+    routing_id: bytes
+    frames: list[bytes]
+    timer: asyncio.TimerHandle
 
 
 class HandshakeServer:
@@ -109,6 +131,8 @@ class HandshakeServer:
         # Connections that were dismissed may live on until they have said too much, see ``handshake.intake``. The
         # oldest is forgotten first; should it still talk, it is refused once more.
         self._dismissed: dict[PeerKey, None] = {}
+        # In the order in which they came; there are none while a place is free.
+        self._waiting: dict[PeerKey, _Waiting] = {}
         self._leaving = False
         self._emptied = asyncio.Event()
 
@@ -160,6 +184,8 @@ class HandshakeServer:
         driver = self._drivers.get(peer_key)
         if driver is not None:
             driver.refuse(code, reason, remedy)
+        elif peer_key in self._waiting:
+            self._end_wait(peer_key, (code, reason, remedy))
 
     def recheck_keys(self) -> None:
         """Refuse every peer whose key is no longer allowed, after the list of allowed keys was replaced."""
@@ -180,8 +206,10 @@ class HandshakeServer:
             driver.receive(body)
         elif key in self._dismissed:
             return False
+        elif key in self._waiting:  # an honest client has nothing to say before it is answered, except that it leaves
+            self._end_wait(key, self._crowded)
         else:
-            self._admit(key, routing_id, public_key).receive(body)
+            self._meet(key, routing_id, public_key, body)
         return True
 
     async def leave(self) -> None:
@@ -192,6 +220,8 @@ class HandshakeServer:
         self._leaving = True
         self._emptied.clear()
         try:
+            for key in tuple(self._waiting):
+                self._end_wait(key)
             for driver in tuple(self._drivers.values()):
                 driver.close("the server is leaving")
             if self._drivers:
@@ -203,8 +233,41 @@ class HandshakeServer:
             for driver in tuple(self._drivers.values()):
                 driver.lost("the server has left")
 
-    def _admit(self, key: PeerKey, routing_id: bytes, public_key: PublicKey) -> Driver:
-        """Make a connection for a newcomer; if there is no room, one that has been refused already."""
+    def _meet(self, key: PeerKey, routing_id: bytes, public_key: PublicKey, frames: list[bytes]) -> None:
+        """Take the first message of a connection: it has a place, waits for one, or is refused."""
+        objection = self._objection(public_key)
+        if objection is None and (self._waiting or not self._has_place):
+            if self._may_wait(frames):
+                wait_s = self._limits.handshake_s * WAITING_SHARE
+                timer = asyncio.get_running_loop().call_later(wait_s, self._end_wait, key)
+                self._waiting[key] = _Waiting(routing_id, frames, timer)
+                self._public_keys[key] = public_key
+                return
+            objection = self._crowded
+        if objection is None and self._security is None:
+            objection = self._make_room()
+        self._admit(key, routing_id, public_key, objection).receive(frames)
+
+    def _may_wait(self, frames: list[bytes]) -> bool:
+        """Tell whether a newcomer may wait: it has proved to hold a key, and neither it nor the others cost much."""
+        if self._security is None or len(self._waiting) >= WAITING_MAX:
+            return False
+        return sum(map(len, frames)) <= HELLO_BYTES_MAX
+
+    def _seat_next(self) -> None:
+        """Give the place that has become free to the newcomer that has waited longest."""
+        if self._waiting and self._has_place:
+            self._end_wait(next(iter(self._waiting)))
+
+    def _end_wait(self, key: PeerKey, objection: Objection | None = None) -> None:
+        """Answer a newcomer that waits: give it a place if there is one and nothing to object."""
+        waiting, public_key = self._waiting.pop(key), self._public_keys.pop(key)
+        waiting.timer.cancel()
+        objection = self._objection(public_key) or objection or (None if self._has_place else self._crowded)
+        self._admit(key, waiting.routing_id, public_key, objection).receive(waiting.frames)
+
+    def _admit(self, key: PeerKey, routing_id: bytes, public_key: PublicKey, objection: Objection | None) -> Driver:
+        """Make a connection for a newcomer; if there is an objection, one that has been refused already."""
         connection = Connection(
             Role.SERVER,
             self._identity,
@@ -225,7 +288,6 @@ class HandshakeServer:
             on_settled=lambda: self._settled(key),
             now=self._network.now,
         )
-        objection = self._objection(public_key) or self._make_room()
         self._drivers[key] = driver
         self._public_keys[key] = public_key
         if objection is not None:
@@ -255,7 +317,7 @@ class HandshakeServer:
         return made
 
     def _objection(self, public_key: PublicKey) -> Objection | None:
-        """Say why there is no room for one more connection of this key, if so."""
+        """Say why one more connection of this key is not wanted, if so."""
         limits = self._limits
         if self._leaving:
             return FailureCode.CLOSING, "the server is leaving", "Dial its successor."
@@ -264,16 +326,23 @@ class HandshakeServer:
         if self._tells_apart and self._connections_of(public_key) >= limits.connections_per_key_max:
             reason = f"there are {limits.connections_per_key_max} connections of this key already"
             return FailureCode.TOO_MANY_CONNECTIONS, reason, "Give every worker a key of its own."
-        if len(self._drivers) >= limits.peers_max:
-            reason = f"there are {limits.peers_max} connections already"
-            return FailureCode.TOO_MANY_PEERS, reason, "Raise peers_max, or use fewer peers."
         return None
+
+    @property
+    def _has_place(self) -> bool:
+        return len(self._drivers) < self._limits.peers_max
+
+    @property
+    def _crowded(self) -> Objection:
+        reason = f"there are {self._limits.peers_max} connections already"
+        return FailureCode.TOO_MANY_PEERS, reason, "Raise peers_max, or use fewer peers."
 
     def _make_room(self) -> Objection | None:
         """Give up the oldest handshake if too many are under way; object to the newcomer if it is too young for that.
 
-        An honest one takes milliseconds, so the newest may be the only honest one. But in a herd of honest ones the
-        oldest is the next to be ready, and giving it up would serve nobody.
+        Without encryption anyone may begin handshakes. An honest one takes milliseconds, so the newest may be the only
+        honest one. Members that have proved to hold a key are never given up so: in a herd of them the oldest is the
+        next to be ready.
         """
         pending = [
             driver
@@ -325,6 +394,8 @@ class HandshakeServer:
         self._dismissed[key] = None
         if len(self._dismissed) > self._limits.peers_max:
             del self._dismissed[next(iter(self._dismissed))]
+        if self._waiting:
+            asyncio.get_running_loop().call_soon(self._seat_next)
         if not self._drivers:
             self._emptied.set()
 

@@ -31,6 +31,7 @@ from handshake.messages import (
     Renewed,
     Welcome,
 )
+from handshake.network import ZEROMQ
 from handshake.rates import Allowance
 from handshake.security import ClusterSecurity
 from handshake.states import Role, State
@@ -208,7 +209,15 @@ def ignore(*_seen: Any) -> None:
 
 @asynccontextmanager
 async def serving(
-    *, bind="tcp://127.0.0.1:0", security=SECURITY, on_event=ignore, limits=LIMITS, identity=PRODUCER, make_report=None
+    *,
+    bind="tcp://127.0.0.1:0",
+    security=SECURITY,
+    on_event=ignore,
+    limits=LIMITS,
+    identity=PRODUCER,
+    make_pass=None,
+    make_report=None,
+    network=ZEROMQ,
 ) -> AsyncIterator[handshake.HandshakeServer]:
     async with handshake.open_server(
         bind=bind,
@@ -217,6 +226,8 @@ async def serving(
         security=security,
         on_event=on_event,
         limits=limits,
+        network=network,
+        make_pass=make_pass,
         make_report=make_report,
     ) as server:
         yield server

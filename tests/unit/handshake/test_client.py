@@ -245,10 +245,13 @@ async def test_a_server_that_stops_within_the_handshake_runs_into_its_deadline()
 async def test_a_busy_server_is_dialed_again():
     limits = Limits(pending_handshakes_max=1, handshake_s=0.2)
     recorder = Recorder()
-    async with serving(limits=limits, on_event=recorder) as server, raw_dealer(server.endpoint) as slow:
+    async with (
+        serving(limits=limits, on_event=recorder, security=None) as server,
+        raw_dealer(server.endpoint, security=None) as slow,
+    ):
         await slow.send_multipart(frames_of(EXAMPLES["hello"]))
         await patiently(slow.recv_multipart())
-        async with connected(server.endpoint, limits=PATIENT) as client:
+        async with connected(server.endpoint, limits=PATIENT, security=None) as client:
             assert client.identity == PRODUCER
     assert {failed.code for failed in recorder.of(ConnectionFailed)} >= {"busy", "handshake_timeout"}
 

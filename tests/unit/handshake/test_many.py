@@ -1,25 +1,28 @@
-"""One process dials a thousand servers, and is told which limit stops it where there is one."""
+"""Many links: a thousand of one process, a herd at a server that stands still, and the limits that stop a dialer."""
 
 import asyncio
 import resource
+import time
+from collections import Counter
 from contextlib import AsyncExitStack
+from itertools import count
 from pathlib import Path
 
 import pytest
 import zmq
 
 import handshake.sockets
-from handshake.errors import CapacityExceeded
+from handshake.errors import CapacityExceeded, Closed
 from handshake.limits import Limits
 from handshake.sockets import DESCRIPTORS_OF_A_LINK, open_dialer
 
-from .helpers import LIMITS, SECURITY, connected, serving
+from .helpers import LIMITS, SECURITY, connected, patiently, serving
 
 LINKS = 1024
 FILES = 6 * LINKS
 """Four for each link here, and one at the server, which is in this process, too."""
 AT_ONCE = 16
-PATIENT = Limits(connect_s=60.0, handshake_s=60.0, pending_handshakes_max=LINKS)
+PATIENT = Limits(connect_s=60.0, handshake_s=60.0)
 
 
 @pytest.fixture
@@ -49,6 +52,35 @@ async def test_one_process_has_a_thousand_links(many_files):
             assert all(client.publication == clients[0].publication for client in clients)
         finally:
             await asyncio.gather(*(stack.aclose() for stack in stacks))
+
+
+HERD = 300
+TAKEN_S = 2.0
+TAKEN_AT = 50
+"""Of those whose handshake has begun: when they go on, the others are in the middle of theirs."""
+
+
+async def test_a_server_whose_cpu_is_taken_serves_its_whole_herd(many_files):
+    begun, everyone = count(1), asyncio.Barrier(HERD)
+
+    def make_pass(_key, _identity):
+        if next(begun) == TAKEN_AT:
+            time.sleep(TAKEN_S)
+        return b""
+
+    async def visit(endpoint):
+        async with connected(endpoint, limits=PATIENT) as client:
+            try:
+                await client.ask(report=False)  # answered where the server, too, has it as ready
+            except Closed:
+                return (await client.wait_closed()).reason
+            finally:
+                await everyone.wait()
+            return "served"
+
+    async with serving(make_pass=make_pass, limits=PATIENT) as server:
+        served = await patiently(asyncio.gather(*(visit(server.endpoint) for _ in range(HERD))))
+        assert Counter(served) == {"served": HERD}
 
 
 def descriptors():

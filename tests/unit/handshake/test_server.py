@@ -1,15 +1,19 @@
 import asyncio
 import socket
+import time
+from contextlib import asynccontextmanager
 
 import pytest
 import zmq
+from msgspec import structs
 
 from handshake.codec import decode
 from handshake.errors import Closed, ConfigInvalid, LocalProtocolError
 from handshake.events import ConnectionClosed, ConnectionFailed, PeerReady, ReleaseReceived
 from handshake.limits import Limits
 from handshake.messages import Bye, Hello, Publication, Publish, Refuse, Released, Welcome
-from handshake.server import HandshakeServer, open_server
+from handshake.security import AllowedKeys
+from handshake.server import HELLO_BYTES_MAX, WAITING_MAX, HandshakeServer, open_server
 from handshake.sockets import Channel, Delivery
 
 from .helpers import (
@@ -42,9 +46,12 @@ class Switchboard(Channel):
     def __init__(self):
         self.endpoint = "tcp://127.0.0.1:1"
         self.sent = {}
+        self.gone = set()
 
     def send(self, frames):
         routing_id, *body = frames
+        if routing_id in self.gone:
+            return Delivery.GONE
         self.sent.setdefault(routing_id, []).append(decode(body, LIMITS.frame_bytes_max))
         return Delivery.QUEUED
 
@@ -64,12 +71,12 @@ class Hall:
         self.recorder = Recorder()
         self.server = HandshakeServer(self.board, PRODUCER, PRODUCED, self.recorder, limits, **more)
 
-    def hear(self, routing_id, frames):
-        self.server.receive([routing_id, *frames])
+    def hear(self, routing_id, frames, key=""):
+        self.server.receive([routing_id, *frames], key)
 
-    def make_ready(self, routing_id):
-        self.hear(routing_id, HELLO)
-        self.hear(routing_id, PUBLISH)
+    def make_ready(self, routing_id, key=""):
+        self.hear(routing_id, HELLO, key)
+        self.hear(routing_id, PUBLISH, key)
 
     def codes(self):
         return [failed.code for failed in self.recorder.of(ConnectionFailed)]
@@ -188,6 +195,175 @@ async def test_peers_are_bounded():
     hall.make_ready(b"four")
     assert len(hall.server.peers) == 2
     await hall.server.leave()
+
+
+GREEDY, MODEST = "a" * 64, "b" * 64
+
+
+@asynccontextmanager
+async def members_hall(**limits):
+    """A hall of members that are told apart by their keys."""
+    allowed = AllowedKeys([GREEDY, MODEST])
+    hall = Hall(Limits(closing_s=0.01, **limits), security=SECURITY.with_own_key(bytes(31) + b"k", allowed))
+    hall.allowed = allowed
+    try:
+        yield hall
+    finally:
+        await hall.server.leave()
+
+
+async def turns():
+    """Let the loop do what is due."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_members_keep_their_places_however_many_come():
+    async with members_hall(handshake_grace_s=NO_GRACE_S, connections_per_key_max=1000) as hall:
+        everyone = [b"member%d" % number for number in range(10 * LIMITS.pending_handshakes_max)]
+        for routing_id in everyone:
+            hall.hear(routing_id, HELLO, MODEST)
+        for routing_id in everyone:
+            hall.hear(routing_id, PUBLISH, MODEST)
+        assert len(hall.server.peers) == len(everyone)
+        assert hall.codes() == []
+
+
+async def test_members_wait_for_a_place_in_turn():
+    async with members_hall(peers_max=2) as hall:
+        for routing_id in (b"one", b"two"):
+            hall.make_ready(routing_id, MODEST)
+        for routing_id in (b"three", b"four", b"five"):
+            hall.hear(routing_id, HELLO, MODEST)
+        await turns()
+        assert set(hall.board.sent) == {b"one", b"two"}
+        hall.hear(b"one", frames_of(Bye()))
+        hall.hear(b"six", HELLO, MODEST)  # overtakes nobody
+        await turns()
+        assert hall.board.kinds_to(b"three") == [Welcome, Publish]
+        hall.hear(b"three", PUBLISH)
+        hall.board.gone = {b"four"}  # it has left without a word
+        hall.hear(b"two", frames_of(Bye()))
+        await turns()
+        assert hall.board.kinds_to(b"five") == [Welcome, Publish]
+        assert b"six" not in hall.board.sent
+        assert hall.codes() == ["connection_lost"]
+
+
+async def test_a_member_that_waits_in_vain_is_told_so():
+    async with members_hall(peers_max=2, handshake_s=0.2) as hall:
+        for routing_id in (b"one", b"two"):
+            hall.make_ready(routing_id, MODEST)
+        hall.hear(b"three", HELLO, MODEST)
+        (failed,) = await hall.recorder.wait_of(ConnectionFailed)
+        assert failed.code == "too_many_peers"
+        assert hall.board.kinds_to(b"three") == [Refuse]
+        assert len(hall.server.peers) == 2
+
+
+async def test_a_place_that_is_free_when_the_wait_ends_is_given():
+    async with members_hall(peers_max=1, handshake_s=0.2) as hall:
+        hall.make_ready(b"one", MODEST)
+        hall.hear(b"two", HELLO, MODEST)
+        time.sleep(0.2)  # noqa: ASYNC251 - the loop stands still, and what came meanwhile is read first
+        asyncio.get_running_loop().call_soon(hall.hear, b"one", frames_of(Bye()))
+        await turns()
+        assert hall.board.kinds_to(b"two") == [Welcome, Publish]
+
+
+async def test_a_member_that_says_more_while_it_waits_has_lost_its_turn():
+    async with members_hall(peers_max=1) as hall:
+        hall.make_ready(b"one", MODEST)
+        for frames in (HELLO, frames_of(Bye()), frames_of(Bye())):
+            hall.hear(b"two", frames, MODEST)
+        await turns()
+        assert hall.board.kinds_to(b"two") == [Refuse]
+        assert hall.codes() == ["too_many_peers"]
+
+
+async def test_what_waits_is_bounded():
+    async with members_hall(peers_max=2, connections_per_key_max=10_000) as hall:
+        for number in range(2 + WAITING_MAX + 3):
+            hall.hear(b"member%d" % number, HELLO, MODEST)
+        await turns()
+        assert hall.codes() == ["too_many_peers"] * 3
+        hall.hear(b"member0", frames_of(Bye()))
+        await turns()
+        hall.hear(b"long", [bytes(HELLO_BYTES_MAX + 1)], MODEST)
+        await turns()
+        assert hall.codes() == ["too_many_peers"] * 4
+        assert hall.board.kinds_to(b"member2") == [Welcome, Publish]
+
+
+async def test_the_longest_hello_may_wait():
+    longest = structs.replace(CONSUMER, engine_id="\U0001f600" * 256, software="\U0001f600" * 64)
+    (frame,) = frames_of(Hello(version_min=65535, version_max=65535, identity=longest))
+    assert len(frame) < HELLO_BYTES_MAX / 2
+
+
+async def test_a_member_with_many_connections_leaves_places_for_others():
+    async with members_hall(peers_max=4, connections_per_key_max=2) as hall:
+        hall.make_ready(b"modest0", MODEST)
+        hall.make_ready(b"modest1", MODEST)
+        for number in range(100):
+            hall.hear(b"greedy%d" % number, HELLO, GREEDY)
+        assert set(hall.codes()) <= {"too_many_connections"}
+        hall.hear(b"modest0", frames_of(Bye()))
+        hall.make_ready(b"modest2", MODEST)
+        await turns()
+        assert len(hall.server.peers) == 2
+        assert hall.codes() == ["too_many_connections"] * 98
+
+
+async def test_connections_that_wait_count_for_their_key():
+    async with members_hall(peers_max=1, connections_per_key_max=2) as hall:
+        hall.make_ready(b"modest", MODEST)
+        for number in range(3):
+            hall.hear(b"greedy%d" % number, HELLO, GREEDY)
+        await turns()
+        assert hall.codes() == ["too_many_connections"]
+        hall.hear(b"modest", frames_of(Bye()))
+        await turns()
+        assert hall.board.kinds_to(b"greedy0") == [Welcome, Publish]
+
+
+async def test_members_that_wait_hear_that_their_key_is_removed():
+    async with members_hall(peers_max=1) as hall:
+        hall.make_ready(b"one", MODEST)
+        hall.hear(b"two", HELLO, GREEDY)
+        hall.allowed.replace([MODEST])
+        hall.server.recheck_keys()
+        await turns()
+        assert hall.codes() == ["key_removed"]
+        assert [message.code for message in hall.board.sent[b"two"]] == ["key_removed"]
+
+
+async def test_members_that_wait_hear_that_the_server_leaves():
+    async with members_hall(peers_max=1) as hall:
+        hall.make_ready(b"one", MODEST)
+        hall.hear(b"two", HELLO, MODEST)
+        await hall.server.leave()
+        assert [message.code for message in hall.board.sent[b"two"]] == ["closing"]
+        hall.hear(b"three", HELLO, MODEST)
+        assert [message.code for message in hall.board.sent[b"three"]] == ["closing"]
+
+
+async def test_a_client_waits_until_another_has_left():
+    patient = Limits(peers_max=1, handshake_s=4 * PATIENCE_S)
+    async with serving(limits=patient) as server, raw_dealer(server.endpoint) as first:
+        await first.send_multipart(HELLO)
+        assert isinstance(decode(await patiently(first.recv_multipart()), LIMITS.frame_bytes_max), Welcome)
+
+        async def come():
+            async with connected(server.endpoint, limits=patient) as client:
+                return client.identity
+
+        coming = asyncio.ensure_future(come())
+        async with asyncio.timeout(PATIENCE_S):
+            while not server._waiting:  # noqa: ASYNC110 - nothing is said of those that wait
+                await asyncio.sleep(0.01)
+        await first.send_multipart(frames_of(Bye()))
+        assert await patiently(coming) == PRODUCER
 
 
 async def test_the_program_may_refuse_a_publication(hall):
