@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import NewType
-from weakref import WeakValueDictionary
 
 from msgspec import Struct
 
@@ -125,8 +124,8 @@ class HandshakeServer:
         self._drivers: dict[PeerKey, Driver] = {}
         self._ready: dict[PeerKey, PeerReady] = {}
         self._public_keys: dict[PeerKey, PublicKey] = {}
-        # Kept alive by the connections of one key: a peer that reconnects at once finds what it has used up.
-        self._allowances: WeakValueDictionary[PublicKey, Allowance] = WeakValueDictionary()
+        # Of every allowed key that ever came: a peer that connects again finds what it has used up.
+        self._allowances: dict[PublicKey, Allowance] = {}
         self._failures: Counter[str] = Counter()
         # Connections that were dismissed may live on until they have said too much, see ``handshake.intake``. The
         # oldest is forgotten first; should it still talk, it is refused once more.
@@ -189,6 +188,7 @@ class HandshakeServer:
 
     def recheck_keys(self) -> None:
         """Refuse every peer whose key is no longer allowed, after the list of allowed keys was replaced."""
+        self._allowances = {key: each for key, each in self._allowances.items() if self._trusts(key)}
         for key, public_key in tuple(self._public_keys.items()):
             if not self._trusts(public_key):
                 self.disconnect(key, *_REMOVED)
@@ -369,9 +369,10 @@ class HandshakeServer:
         return sum(each == public_key for each in self._public_keys.values())
 
     def _allowance(self, public_key: PublicKey) -> Allowance:
-        if not self._tells_apart:
-            return Allowance(self._limits, self._network.now())
-        return self._allowances.setdefault(public_key, Allowance(self._limits, self._network.now()))
+        allowance = self._allowances.get(public_key) or Allowance(self._limits, self._network.now())
+        if self._tells_apart:
+            self._allowances[public_key] = allowance
+        return allowance
 
     def _report(self, key: PeerKey, event: Event) -> None:
         if isinstance(event, PeerReady):

@@ -1,13 +1,16 @@
 """A key for each worker, a list of whom they trust, and two secrets for the time of a change."""
 
 import asyncio
+from contextlib import AsyncExitStack
 
 import pytest
 from zmq.utils import z85
 
 from handshake.errors import AuthenticationFailed, ConfigInvalid
-from handshake.events import ConnectionFailed, PeerReady, ReleaseReceived
-from handshake.limits import Limits
+from handshake.events import ConnectionClosed, ConnectionFailed, PeerReady, ReleaseReceived
+from handshake.limits import LEASES_MAX, Limits
+from handshake.messages import LeaseRef, Release
+from handshake.network import ZeroMqNetwork
 from handshake.security import AllowedKeys, ClusterSecurity, CurveKeys, draw_secret, sign
 
 from .helpers import (
@@ -114,6 +117,7 @@ async def test_a_new_list_admits_new_keys_at_once_and_drops_those_that_are_gone(
                 assert (failed.code, failed.refused) == ("key_removed", True)
                 assert failed.remedy
                 assert [peer.public_key for peer in server.peers] == [new.public_key]
+                assert set(server._allowances) == {new.public_key}, "what is kept is bounded by the list"
                 await refused(server.endpoint, old.security, **key)
                 client.send(EXAMPLES["release"])
                 await heard.wait_of(ReleaseReceived)
@@ -160,6 +164,36 @@ async def test_connections_of_one_key_are_counted_and_no_others():
         group.create_task(hold(modest))
         await recorder.wait_of(PeerReady, 3)
         held.set()
+
+
+class StoppedClock(ZeroMqNetwork):
+    """A network where no time passes, so that nothing that was used up comes back."""
+
+    def now(self):
+        return 100.0
+
+
+@pytest.mark.parametrize("beside", [False, True])
+async def test_a_key_that_connects_again_has_no_fresh_rate_limit(beside):
+    producer, consumer = two_that_trust_each_other()
+    heard, ended = Recorder(), Recorder()
+    limits = Limits(leases_per_s_max=LEASES_MAX)
+    leases = tuple(LeaseRef(slot=slot, epoch=1) for slot in range(LEASES_MAX))
+    key = {"security": consumer.security, "server_key": producer.public_key}
+    async with (
+        serving(security=producer.security, on_event=heard, limits=limits, network=StoppedClock()) as server,
+        AsyncExitStack() as stack,
+    ):
+        earlier = await stack.enter_async_context(connected(server.endpoint, **key))
+        earlier.send(Release(leases=leases))
+        await heard.wait_of(ReleaseReceived)
+        if not beside:
+            await stack.aclose()
+            await heard.wait_of(ConnectionClosed)
+        async with connected(server.endpoint, on_event=ended, **key) as again:
+            again.send(Release(leases=leases[:1]))
+            (failed,) = await ended.wait_of(ConnectionFailed)
+            assert failed.code == "rate_exceeded"
 
 
 STEPS = [
