@@ -110,6 +110,25 @@ def test_a_socket_with_the_descriptor_of_a_closed_connection_is_let_alone(pair):
     other.close()
 
 
+def test_a_connection_inherits_nothing_of_the_one_that_had_its_descriptor(pair):
+    cut = []
+    intake = intake_of(pair, on_cut=cut.append)
+    for _ in range(4):
+        pair.send(HELD_MAX)
+        intake.took(pair.ours.fileno(), HELD_MAX)
+    other = Pair()
+    os.dup2(other.ours.fileno(), pair.ours.fileno())
+    pair.endpoint = other.endpoint
+    intake.opened(pair.ours.fileno())
+    send_most(other)
+    intake.sweep()
+    assert not cut
+    other.send(2)
+    intake.sweep()
+    assert cut == ["{}:{}".format(*other.theirs.getsockname())]
+    other.close()
+
+
 @pytest.mark.parametrize("listens", [True, False])
 def test_a_socket_of_somebody_else_is_never_touched(pair, listens):
     """ZeroMQ tells of a descriptor when its connection may be gone, and the number another socket's of this process."""

@@ -185,6 +185,24 @@ def test_block_ids_are_sorted_once_and_those_of_few_leases_are_kept(monkeypatch)
     assert list(large._kept) == [(2, 1)]
 
 
+def test_leases_that_have_ended_take_no_room_from_others(monkeypatch):
+    sorts = []
+    sort = module._sorted
+    monkeypatch.setattr(module, "_sorted", lambda ids: [sorts.append(len(ids)), sort(ids)][1])
+    leases, one = {}, np.array([0])
+    leased = held_by(leases, ids_max=150)
+    for epoch in range(10):
+        leases[0, epoch] = (tuple(range(100)),)
+        assert leased.held(0, epoch, 0, one).tolist() == [True]
+        del leases[0, epoch]
+        assert leased.held(0, epoch, 0, one) is None
+    sorts.clear()
+    leases.update({(slot, 1): (tuple(range(70)),) for slot in range(2)})
+    for slot in (0, 1, 0, 1):
+        leased.held(slot, 1, 0, one)
+    assert sorts == [70, 70], "both are kept"
+
+
 def test_who_serves_nothing_holds_nothing():
     assert LeasedBlocks(SERVES_NOTHING).held(0, 1, 0, np.array([0])) is None
     assert not SERVES_NOTHING.admits("00" * 32)
