@@ -13,7 +13,7 @@ from kvflow.planning.pairs import UnitPairs
 from kvflow.reads import thread as threaded
 from kvflow.reads.backend import Backend, PostedWork
 from kvflow.reads.contract import SERVES_NOTHING, Carrier, PeerAddress, PreparedList, Serving
-from kvflow.reads.core import RemovePeer
+from kvflow.reads.core import CancelReads, PostReads, RemovePeer
 from kvflow.reads.requests import LeaseName, Part, RankRead
 from kvflow.reads.staging import StagingMemory
 from kvflow.reads.thread import ThreadedTransport
@@ -214,6 +214,67 @@ def test_a_command_that_is_interrupted_by_the_owner_wakes_it_again(descriptor):
         transport._bell.close()
 
 
+class Sleepless:
+    """The epoll of a bell. It does not wait: another thread calls a function, and pauses that nothing ends count."""
+
+    def __init__(self, epoll, meanwhile):
+        self._epoll, self._meanwhile, self.slept_on = epoll, meanwhile, 0
+
+    def poll(self, pause_s):
+        del pause_s
+        other = threading.Thread(target=self._meanwhile)
+        other.start()
+        other.join(PATIENCE_S)
+        ready = self._epoll.poll(0)
+        self.slept_on += not ready
+        return ready
+
+    def close(self):
+        self._epoll.close()
+
+
+def test_a_command_on_the_way_to_sleep_wakes_the_owner():
+    silent, slept = os.eventfd(0), 0
+    for moment, preemption in enumerate(every_preemption()):
+        transport, taken = idle_transport(descriptor=silent), []
+
+        def command_if_none(transport=transport):
+            if not transport._commands:  # otherwise the owner must not sleep
+                transport.remove_peer("while it slept")
+
+        bell = transport._bell
+        bell._epoll = Sleepless(bell._epoll, command_if_none)
+        preemption.interrupt(
+            lambda transport=transport, taken=taken: taken.extend(taken_after_a_pause(transport, -1)),
+            lambda transport=transport: transport.remove_peer("on the way"),
+            within=threaded.__file__,
+        )
+        assert not bell._epoll.slept_on, f"a command at moment {moment} wakes nobody"
+        assert not sleeps_on(transport), f"a command at moment {moment} waits for the next one"
+        slept += RemovePeer("while it slept") in taken
+        bell.close()
+    assert slept > 10, "the owner does not get to sleep"
+    os.close(silent)
+
+
+def test_a_command_beside_the_end_of_a_pause_wakes_the_owner_again():
+    silent = os.eventfd(0)
+    for preemption in every_preemption():
+        transport, taken = idle_transport(descriptor=silent), []
+        bell = transport._bell
+        bell._epoll = Sleepless(bell._epoll, lambda: None)
+        preemption.interrupt(
+            lambda transport=transport: transport.remove_peer("only"),
+            lambda transport=transport, taken=taken: taken.extend(
+                taken_after_a_pause(transport, threaded.IDLE_PROGRESS_S)
+            ),
+            within=threaded.__file__,
+        )
+        assert not sleeps_on(transport)
+        bell.close()
+    os.close(silent)
+
+
 def test_each_command_wakes_an_owner_that_sleeps(descriptor):
     transport = idle_transport(descriptor=descriptor)
     for number in range(3):
@@ -287,3 +348,25 @@ def test_a_read_still_open_when_its_post_returns_goes_to_the_thread(inline_s_max
     assert not here[0], "the first read of a connection"
     assert any(here) == bool(inline_s_max)
     transport.close()
+
+
+class InlineCore:
+    """Answers every post at once."""
+
+    def __init__(self):
+        self.posted = []
+
+    def post_inline(self, reads, within_s):
+        self.posted += reads
+        return list(reads)
+
+
+def test_an_inline_post_never_overtakes_a_queued_command():
+    transport = idle_transport()
+    transport._core = core = InlineCore()
+    assert transport.post(["first"]) == ["first"]
+    transport.cancel([7])
+    assert transport.post(["second"]) == [], "the core has not cancelled yet"
+    assert transport._take() == [CancelReads((7,)), PostReads(("second",))]
+    assert transport.post(["third"]) == ["third"]
+    assert core.posted == ["first", "third"]
