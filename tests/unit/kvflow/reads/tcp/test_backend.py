@@ -4,6 +4,7 @@ import os
 import resource
 import select
 import socket
+import time
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -693,7 +694,7 @@ def test_a_peer_that_accepts_and_says_nothing_fails_in_time(monkeypatch, consume
 
 
 def test_an_open_connection_may_be_silent(monkeypatch, pair):
-    clock = SimpleNamespace(now=50.0)
+    clock = SimpleNamespace(now=time.monotonic())  # the connection was opened by the real one
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
     _, posted = pair.post()
     pair.asked()

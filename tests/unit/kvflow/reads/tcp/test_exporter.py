@@ -689,9 +689,12 @@ def test_a_reader_that_takes_nothing_is_closed_in_time(clock, make):
 
 
 def test_a_reader_that_was_idle_for_long_has_its_time_again(clock, producer):
-    reader = producer.reader()
-    reader.epoch()
+    reader, other = producer.reader(), producer.reader()
+    for each in (reader, other):  # once the second is served, the exporter has noted when it served the first
+        each.epoch()
     clock.now += 10 * module.STALLED_S_MAX
+    for _ in range(20):  # the exporter looks at its deadlines while the first reader is idle
+        assert other.epoch() == EPOCH
     for _ in range(20):
         assert reader.epoch() == EPOCH
 
