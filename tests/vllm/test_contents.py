@@ -135,6 +135,8 @@ def test_two_engines_make_the_same_digests_of_one_request(named, block_size):
         ({"pictures": [(40, "a dog")]}, {"pictures": [(40, "a cat")]}, 2),
         ({"pictures": [(41, "a cat")]}, {"pictures": [(40, "a cat")]}, 2),
         ({"pictures": [(40, "a cat")]}, {"pictures": [(40, "a cat"), (70, "a dog")]}, 4),
+        ({"pictures": [(5, "a cat"), (70, "a bird")]}, {"pictures": [(5, "a cat"), (70, "a dog")]}, 4),
+        ({"pictures": [(5, "a cat"), (71, "a dog")]}, {"pictures": [(5, "a cat"), (70, "a dog")]}, 4),
         ({"embeddings": 1}, {"embeddings": 2}, 0),
     ],
     ids=str,

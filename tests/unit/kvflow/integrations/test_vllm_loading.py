@@ -242,6 +242,22 @@ def test_a_state_of_a_later_token_is_refused():
     assert (type(command), command.code) == (Fail, "block_range_mismatch")
 
 
+@pytest.mark.parametrize("tokens_max", [47, 48])
+def test_a_ticket_of_more_tokens_than_any_request_is_refused(tokens_max):
+    requests = Loading(FULL, tokens_max)
+    requests.announce("r", TICKET, wanted=47)
+    assert requests.matched("r", 0) == 47
+    requests.allocated("r", [[1, 2, 3]], 47)
+    if tokens_max == 48:
+        assert requests.take_commands() == [Pull("r", TICKET, ((1, 2, 3),))]
+        return
+    release, command = requests.take_commands()
+    assert release == Release("r", TICKET)
+    assert (type(command), command.code) == (Fail, "block_range_mismatch")
+    assert command.reason == "the ticket has 48 tokens, but max_model_len of this engine is 47"
+    assert "max_model_len of both engines" in command.remedy
+
+
 def test_a_prompt_of_one_token_has_nothing_to_load():
     ticket = new_ticket(num_tokens=1, block_ids=((3,), (4,), (5,)))
     requests = loading(wanted=0, ticket=ticket, groups=HYBRID)

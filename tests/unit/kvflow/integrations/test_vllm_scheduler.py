@@ -251,6 +251,7 @@ def test_a_ticket_is_good_for_its_own_prompt(named):
         ({}, PICTURE),
         (PICTURE, {"media": ((17, "another"),)}),
         (PICTURE, {"media": ((18, "a picture"),)}),
+        ({"media": ((1, "a picture"), (17, "another"))}, {"media": ((1, "a picture"), (17, "a third"))}),
     ],
     ids=str,
 )
