@@ -246,6 +246,31 @@ def test_what_lies_before_a_window_in_its_first_block_may_be_gone(sizes, source,
 
 
 @pytest.mark.parametrize(
+    ("window", "units"),
+    [
+        (33, [3, 4]),  # from token 48 on, the first of unit 3
+        (34, [2, 3, 4]),  # from token 47 on, the last of unit 2
+        (64, [1, 2, 3, 4]),  # from token 17 on
+        (65, [1, 2, 3, 4]),  # from token 16 on
+        (66, [0, 1, 2, 3, 4]),  # from token 15 on
+        (80, [0, 1, 2, 3, 4]),
+        (81, [0, 1, 2, 3, 4]),
+    ],
+)
+def test_a_unit_of_which_a_window_has_one_token_must_be_there(window, units):
+    """Blocks of 16 tokens into blocks of 64: the source lists the last few of five units."""
+    plan = msgspec.structs.replace(group_plan(16, 64), window=window)
+    blocks = [9, 8, 7, 6, 5]
+    for first in range(5):
+        if first <= units[0]:
+            expected = [(unit, blocks[unit]) for unit in range(first, 5)]
+            assert paired(plan, blocks[first:], [0, 1], 80) == expected
+        else:
+            with pytest.raises(BlockRangeMismatch, match=r"do not cover token \d+ "):
+                paired(plan, blocks[first:], [0, 1], 80)
+
+
+@pytest.mark.parametrize(
     ("sizes", "source", "target", "num_tokens", "token"),
     [
         ((16, 64), [5], [0, 1], 80, 48),  # within the window
