@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvflow.layout.region import ADDRESS_MAX, Region
@@ -173,6 +173,13 @@ units = st.lists(st.sampled_from([-(1 << 63), -1, 0, 1, 7, 8, 9, 1 << 31, (1 << 
 
 
 @given(source=units, target=units, many=st.booleans())
+@example([7], [8], False)
+@example([8], [8], False)
+@example([7], [9], False)
+@example([7], [9], True)
+@example([8], [8], True)
+@example([0, -1], [0, 0], False)
+@example([0, 0], [0, -1], False)
 def test_exactly_the_units_that_both_sides_have_pass(source, target, many):
     """Few are checked one by one and many as an array."""
     count = min(len(source), len(target)) if not many else FEW + 1
