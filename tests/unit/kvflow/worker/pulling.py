@@ -358,6 +358,15 @@ async def failure(awaitable):
     return error
 
 
+async def awaiting(awaitable):
+    """Start to await something."""
+    task = asyncio.ensure_future(awaitable)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert not task.done()
+    return task
+
+
 @asynccontextmanager
 async def opened(
     *,

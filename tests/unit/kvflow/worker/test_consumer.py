@@ -27,7 +27,7 @@ from kvflow.rendezvous.issuer import TicketMint
 from kvflow.worker.runtime import open_worker
 
 from .helpers import PATIENCE_S, SECRET, cache_of
-from .pulling import config, failure, opened
+from .pulling import awaiting, config, failure, opened
 
 BLOCK_BYTES = 2 * 2 * 2 * 4 * 8  # of one layer
 RELEASED, REVOKED = "released", "revoked"
@@ -338,7 +338,7 @@ async def test_a_cancelled_pull_says_so_to_everyone_who_awaits_it(world):
     world.faults.hung.add(0)
     handle = world.start()
     await world.faults.strike()
-    tasks = [asyncio.ensure_future(handle.quiesced()), asyncio.ensure_future(failure(handle))]
+    tasks = [await awaiting(handle.quiesced()), await awaiting(failure(handle))]
     handle.cancel()
     handle.cancel()
     error = await failure(handle)

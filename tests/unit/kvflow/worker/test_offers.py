@@ -354,6 +354,23 @@ async def test_a_ticket_that_its_caller_never_gets_is_revoked(full, reports):
     full.offer("b", BLOCKS, 8)
 
 
+async def test_a_ticket_that_comes_at_the_end_of_the_wait_is_given(full, reports):
+    """Its slot is given away after its caller began to wait, and before the timeout has run, which is due by then."""
+    hasty = waiting(full, "hasty", timeout_s=0)
+
+    async def serve():
+        full.revoke("0")
+        return await full.offer_when_possible("b", BLOCKS, 8, timeout_s=None)  # which serves those before it first
+
+    patient = asyncio.ensure_future(serve())
+    (ticket,) = await waited(hasty)
+    assert ticket.request_id == "hasty"
+    assert requests(full) == ("1", "2", "hasty")
+    full.revoke("hasty")
+    assert (await waited(patient))[0].request_id == "b"
+    assert [end.request_id for end in reports.of(LeaseEnded)] == ["0", "hasty"]
+
+
 async def test_callers_that_wait_are_bounded(full, monkeypatch):
     monkeypatch.setattr("kvflow.worker.producer.WAITING_MAX", 2)
     line = [waiting(full, name) for name in "ab"]

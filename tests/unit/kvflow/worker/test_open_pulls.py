@@ -18,7 +18,7 @@ from kvflow.worker.peers import PeerPool
 from kvflow.worker.prepared import Route
 
 from .helpers import PATIENCE_S, SPECS, Clock, Reports, cache_of, futures_left
-from .pulling import failure, issued_before, opened
+from .pulling import awaiting, failure, issued_before, opened
 
 MADE = {
     errors.ArgumentInvalid: ("ticket", "a Ticket", None),
@@ -325,15 +325,6 @@ async def test_the_record_has_what_operators_look_for(world):
     assert call.context(1e9)["num_local_blocks"] == 3
 
 
-async def awaiting(awaitable):
-    """Start to await something."""
-    task = asyncio.ensure_future(awaitable)
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    assert not task.done()
-    return task
-
-
 async def hung(world):
     """Start a pull whose chunk does not end before the data plane is healed."""
     world.faults.hung.add(0)
@@ -379,6 +370,22 @@ async def test_a_caller_that_gives_up_waiting_is_forgotten(world, monkeypatch):
     world.faults.heal()
     async with asyncio.timeout(PATIENCE_S):
         await asyncio.gather(*patient)
+
+
+async def test_a_failure_does_not_say_that_nothing_writes():
+    """Both wake whoever waits for the end of the writes: the failure first, the end of the last write later."""
+    handle = (
+        OpenPulls(pool=None, clock=Clock(), wall=Clock(), report=Reports(), cancel=lambda _: None)
+        .begin(None, "")
+        .handle
+    )
+    quiet = [await awaiting(handle.quiesced()) for _ in range(2)]
+    handle.fail(errors.TransferCancelled("as the test says"))
+    late = await awaiting(handle.quiesced())  # by then, those before it have been woken
+    assert not any(task.done() for task in quiet)
+    handle.settle()
+    async with asyncio.timeout(PATIENCE_S):
+        await asyncio.gather(*quiet, late)
 
 
 @pytest.mark.parametrize("before", [True, False])

@@ -96,6 +96,18 @@ def test_a_ticket_whose_age_is_unknown_is_renewed_at_once(world, issued_s):
     assert world.heard("Renew")[0] - began == pytest.approx(0.0, abs=SLACK_S)
 
 
+@pytest.mark.parametrize("offset_s", [0.0, 0.005, 0.01, 0.015])
+def test_a_lease_that_is_due_before_the_next_tick_is_renewed_at_it(offset_s):
+    """A third of it is shorter than a tick, and the next renewal is due in the tick that is just over."""
+    with virtual(lease_s=0.05) as world:
+        world.pull(world.offer())
+        world.pass_time(offset_s)
+        hold(world, world.offer())
+        world.pass_time(1.0)
+        assert world.leases() == 1
+        assert len(world.heard("Renew")) > 20
+
+
 def test_a_lease_that_many_need_is_renewed_once_until_the_last_ends(world):
     ticket = world.offer()
     for name in "abb":
