@@ -21,9 +21,11 @@ from kvflow.errors import (
     WorkerClosed,
     WorkerDraining,
 )
-from kvflow.events import PeerConnected, PeerDropped
-from kvflow.leases.tickets import join_tickets
+from kvflow.events import PeerConnected, PeerDropped, TransferRetried
+from kvflow.leases.tickets import MAC_BYTES, join_tickets
+from kvflow.reads.requests import LeaseName
 from kvflow.rendezvous.issuer import TicketMint
+from kvflow.worker.peers import PeerPool
 from kvflow.worker.runtime import open_worker
 
 from .helpers import PATIENCE_S, SECRET, cache_of
@@ -165,6 +167,25 @@ async def test_every_rank_is_read_and_released():
         assert world.holds((1, 2), (3, 4))
         assert (report.nbytes, report.reads) == (4 * BLOCK_BYTES, 2)
         assert await ended(world) == [RELEASED] * 2
+
+
+async def test_each_rank_is_read_under_its_own_lease_as_soon_as_it_is_held():
+    async with opened(ranks=2) as world:
+        await world.connect()
+        early, admit = world.early(rank=1)
+        ticket = join_tickets([world.producers[0].offer("request-1", [[3, 4]], 8), early])
+        before = len(world.faults.batches)
+        handle = world.start(ticket)
+        await world.heard(TransferRetried)
+        admit()
+        async with asyncio.timeout(PATIENCE_S):
+            await handle
+        assert world.holds((1, 2), (3, 4))
+        assert [(each.lease, each.check_first) for each in world.faults.batches[before]] == [
+            (LeaseName(grant.slot, grant.epoch_value, sealed[:MAC_BYTES]), not grant.admitted)
+            for grant, sealed in zip(ticket.grants, ticket.sealed, strict=True)
+        ]
+        assert [grant.admitted for grant in ticket.grants] == [True, False]
 
 
 async def test_ranks_are_divided_in_one_order_however_their_offers_were_joined():
@@ -375,17 +396,18 @@ async def test_a_pull_that_is_cancelled_before_anything_of_it_has_run_ends(world
 
 
 async def test_quiesced_waits_for_every_pull_of_the_request(world):
-    ticket = world.ticket(blocks=(3,))
     await world.connect()
-    world.faults.hung.add(0)
-    handles = [world.start(ticket, (1,)), world.start(ticket, (5,))]
-    quiet = asyncio.ensure_future(world.consumer.quiesced("request-1"))
-    await world.faults.strike()
-    assert not quiet.done()
-    world.faults.heal()
-    await asyncio.gather(*handles, return_exceptions=True)
+    ticket, admit = world.early()
+    first, last = world.start(ticket, (1, 2)), world.start(ticket, (5, 6))
+    quiet = await awaiting(world.consumer.quiesced("request-1"))
+    first.cancel()
+    assert isinstance(await failure(first), TransferCancelled)
     async with asyncio.timeout(PATIENCE_S):
-        await quiet
+        await first.quiesced()
+        await awaiting(last.quiesced())
+        assert not quiet.done()
+        admit()
+        await asyncio.gather(last, quiet)
 
 
 async def test_a_peer_that_leaves_ends_its_pulls(world):
@@ -500,14 +522,19 @@ async def test_a_ticket_can_be_given_back_unread(world):
     assert await ended(world) == [RELEASED]
 
 
-async def test_every_rank_that_can_be_reached_is_given_its_ticket_back():
-    async with opened(ranks=2, connect_s=0.2) as world:
-        async with open_worker(config("prefill-1"), cache_of()) as gone:
-            offers = [gone.offer("request-1", [[3, 4]], 8), world.producers[1].offer("request-1", [[3, 4]], 8)]
-        with pytest.raises((PeerLost, StaleLease)):
-            await world.consumer.release(offers[0])
+async def test_every_rank_that_can_be_reached_is_given_its_ticket_back(monkeypatch):
+    async with opened(ranks=2) as world:
+        connect_link = PeerPool.connect_link
+
+        async def connect_one(self, member):
+            if member.address.rank == 0:
+                raise PeerLost("as the test says")
+            return await connect_link(self, member)
+
+        monkeypatch.setattr(PeerPool, "connect_link", connect_one)
+        with pytest.raises(PeerLost, match="as the test says"):
+            await world.consumer.release(world.ticket())
         async with asyncio.timeout(PATIENCE_S):
-            await world.consumer.release(offers[1])
             assert await world.producers[1].wait_offer("request-1") == RELEASED
 
 

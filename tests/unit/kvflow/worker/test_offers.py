@@ -15,6 +15,7 @@ from kvflow.errors import (
     ConfigInvalid,
     RequestUnknown,
     WorkerClosed,
+    WorkerDraining,
 )
 from kvflow.events import LeaseEnded, OfferAdmitted
 from kvflow.ids import FEW
@@ -108,6 +109,28 @@ async def test_each_caller_that_waits_for_an_end_is_told_and_so_are_later_ones(p
     assert isinstance(impatient, asyncio.CancelledError)
     assert patient == ["revoked"] * 2
     assert await producer.wait_offer("r") == "revoked"
+
+
+async def test_of_leases_that_end_together_each_end_is_told(producer):
+    grants = [producer.offer(name, BLOCKS, 8).grants[0] for name in "abc"]
+    waiters = [asyncio.ensure_future(producer.wait_offer(name)) for name in "abc"]
+    await turns()
+    producer._leases.on_release([(grant.slot, grant.epoch_value) for grant in grants], ALONE)
+    assert await waited(*waiters) == ["released"] * 3
+    assert await waited(*map(producer.wait_offer, "abc")) == ["released"] * 3
+
+
+async def test_draining_refuses_offers_that_wait_and_waits_for_each_lease(full):
+    line = [waiting(full, name) for name in "ab"]
+    await turns()
+    drained = asyncio.ensure_future(full.drain(PATIENCE_S))
+    assert [type(error) for error in await waited(*line)] == [WorkerDraining] * 2
+    for name in requests(full):
+        assert not drained.done()
+        full.revoke(name)
+        await turns()
+    (report,) = await waited(drained)
+    assert report.complete
 
 
 @pytest.mark.parametrize("wait", ["wait_offer", "drain"])
@@ -338,6 +361,16 @@ async def test_a_caller_that_gives_up_leaves_the_line(full):
     assert requests(full) == ("1", "2", "c")
     assert line[0].cancelled()
     assert line[1].cancelled()
+
+
+@pytest.mark.parametrize("timeout_s", [0, None])
+async def test_an_offer_that_gave_up_waiting_keeps_no_other_from_the_slot(full, timeout_s):
+    task = waiting(full, "a", timeout_s=timeout_s)
+    await turns()
+    task.cancel()
+    await asyncio.wait([task])
+    full.revoke("0")
+    assert full.offer("b", BLOCKS, 8).request_id == "b", "nobody is in line"
 
 
 async def test_a_ticket_that_its_caller_never_gets_is_revoked(full, reports):

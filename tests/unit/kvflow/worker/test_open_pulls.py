@@ -153,6 +153,21 @@ async def test_of_several_peers_the_one_that_cannot_be_met_is_named(monkeypatch)
         assert (record.phase, record.peer) == ("handshake", f"prefill-0/1/{world.producers[1].incarnation}")
 
 
+async def test_of_several_peers_that_cannot_be_met_the_first_is_named(monkeypatch):
+    first_failed = asyncio.Event()
+
+    async def connect(self, member):
+        if member.address.rank == 0:
+            await first_failed.wait()
+        first_failed.set()
+        raise errors.PeerRefused("busy", "later")
+
+    monkeypatch.setattr(PeerPool, "connect", connect)
+    async with opened(ranks=2) as world:
+        _, record = await failing(world, errors.PeerRefused)
+        assert record.peer == f"prefill-0/1/{world.producers[1].incarnation}"
+
+
 async def two_chunks_in_flight(world):
     """Start two pulls that hang, so that their peer has as many chunks in flight as one may have."""
     handles = []
@@ -325,6 +340,12 @@ async def test_the_record_has_what_operators_look_for(world):
     assert call.context(1e9)["num_local_blocks"] == 3
 
 
+def lone_handle():
+    """Return the handle of a pull that no worker carries out."""
+    pulls = OpenPulls(pool=None, clock=Clock(), wall=Clock(), report=Reports(), cancel=lambda _: None)
+    return pulls.begin(None, "").handle
+
+
 async def hung(world):
     """Start a pull whose chunk does not end before the data plane is healed."""
     world.faults.hung.add(0)
@@ -374,11 +395,7 @@ async def test_a_caller_that_gives_up_waiting_is_forgotten(world, monkeypatch):
 
 async def test_a_failure_does_not_say_that_nothing_writes():
     """Both wake whoever waits for the end of the writes: the failure first, the end of the last write later."""
-    handle = (
-        OpenPulls(pool=None, clock=Clock(), wall=Clock(), report=Reports(), cancel=lambda _: None)
-        .begin(None, "")
-        .handle
-    )
+    handle = lone_handle()
     quiet = [await awaiting(handle.quiesced()) for _ in range(2)]
     handle.fail(errors.TransferCancelled("as the test says"))
     late = await awaiting(handle.quiesced())  # by then, those before it have been woken
@@ -413,6 +430,21 @@ async def test_a_settled_pull_is_told_once_whenever_it_was_asked_for(world, befo
     del callback
     gc.collect()
     assert kept() is None, "a handle that is done keeps nothing of those who asked"
+
+
+async def test_a_callback_that_fails_keeps_no_other_from_being_told():
+    told, error = [], ZeroDivisionError()
+
+    def fail(_):
+        raise error
+
+    handle = lone_handle()
+    handle.on_settled(fail)
+    handle.on_settled(told.append)
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context["exception"]))
+    handle.fail(errors.TransferCancelled("as the test says"))
+    handle.settle()
+    assert told == [error, handle]
 
 
 async def test_a_block_of_groups_that_share_bytes_is_one_target():

@@ -74,6 +74,17 @@ def test_a_long_pull_renews_its_lease_each_third_of_it():
         assert set(outcomes(world).values()) == {"released"}
 
 
+def test_long_pulls_that_begin_together_renew_their_leases_each():
+    with virtual(lease_s=LEASE_S, **PATIENT) as world:
+        world.pull(world.offer())
+        world.fabric.faults = SLOW
+        tickets = [world.offer((block,)) for block in (2, 3)]
+        pulls = [world.start(ticket, (block,)) for block, ticket in enumerate(tickets, 2)]
+        world.pass_time(LONG_S)
+        assert [pull.result().request_id for pull in pulls] == [ticket.request_id for ticket in tickets]
+        assert set(outcomes(world).values()) == {"released"}
+
+
 @pytest.mark.parametrize("skew_s", [0.0, 3600.0, -3600.0])
 @pytest.mark.parametrize("age_s", [0.0, PART_S / 2, PART_S, 1.5 * PART_S])
 def test_a_ticket_is_renewed_when_a_third_has_passed_since_it_was_signed(skew_s, age_s):
@@ -134,6 +145,23 @@ def test_a_request_without_an_id_of_its_own_ends_any_hold(world, held, ended):
     end_hold(world, ticket, ended)
     world.pass_time(LEASE_S + SLACK_S)
     assert outcomes(world)[ticket.request_id] == "expired"
+
+
+def test_a_hold_that_ends_is_over_on_every_rank_and_renews_nothing_more():
+    with virtual(ranks=2, lease_s=LEASE_S) as world:
+        world.pull(world.offer())
+        lasting, ended = world.offer(), world.offer((2,))
+        hold(world, lasting)
+        world.pass_time(PART_S / 2)
+        hold(world, ended)
+        world.pass_time(SLACK_S)
+        end_hold(world, ended)
+        assert len(world.consumer.worker._consumer._renewals.held) == 2, "one lease of each rank"
+        world.pass_time(2 * LEASE_S)
+        for rank in range(2):
+            assert outcomes(world, rank)[ended.request_id] == "expired"
+            renewed = world.heard("Renew", rank)
+            assert parts(renewed) == pytest.approx([PART_S] * (len(renewed) - 1), abs=SLACK_S)
 
 
 def test_leases_of_one_peer_are_renewed_in_one_message():
@@ -214,6 +242,19 @@ def test_each_request_that_ends_its_hold_gives_its_room_back(world, monkeypatch)
         end_hold(world, ticket, f"request {number}")
 
 
+def test_a_lease_of_a_producer_that_is_closed_is_not_due_again():
+    with virtual(ranks=2, lease_s=LEASE_S) as world:
+        world.pull(world.offer())
+        hold(world, world.offer())
+        world.producers[1].leave()
+        world.pass_time(2 * LEASE_S)
+        renewer = world.consumer.worker._consumer._renewals
+        due = [key for leases in renewer._due.values() for key in leases]
+        assert due == [*renewer.held]
+        assert len(due) == 1
+        assert world.leases() == 1
+
+
 def test_an_open_pull_of_a_producer_that_closes_ends_as_any_other():
     with virtual(lease_s=LEASE_S, **PATIENT) as world:
         world.pull(world.offer())
@@ -259,6 +300,16 @@ def test_many_releases_are_sent_before_their_pause_is_over(world, monkeypatch):
     world.consumer.leave()
     world.pass_time(1.0)
     assert list(outcomes(world).values()) == ["released"] * 5, "closing sends what waits"
+
+
+def test_releases_of_a_pull_of_several_ranks_may_pass_the_limit_by_some(monkeypatch):
+    monkeypatch.setattr(renewals, "RELEASE_PAUSE_S", 2 * LONG_S)
+    monkeypatch.setattr(renewals, "RELEASES_MAX", 3)
+    with virtual(ranks=2, lease_s=LEASE_S) as world:
+        for block in (1, 2):
+            world.pull(world.offer((block,)), (block,))
+        world.pass_time(1.0)
+        assert [world.leases(rank) for rank in range(2)] == [0, 0]
 
 
 def test_no_release_overtakes_the_caller(world, monkeypatch):
