@@ -496,6 +496,13 @@ def test_a_rank_of_another_process_is_told_over_its_socket(socket):
     assert (rank.told[0], rank.steps[0], rank.sources[0]) == (TICKET.grants[0], STEP, SOURCES)
 
 
+def test_a_rank_that_has_ended_keeps_no_other_from_being_told(socket, tmp_path):
+    rank, contact, early = socket
+    (tmp_path / "ended").touch()
+    early.meet([Contact("ended", f"ipc://{tmp_path}/ended", b"k" * 32), contact])
+    send_until_told(rank, early)
+
+
 def hostile(key):
     ticket = TICKET.to_params()["kvflow"]
     text = packed(STEP, ticket)

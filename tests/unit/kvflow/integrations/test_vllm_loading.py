@@ -120,6 +120,12 @@ def test_a_ticket_that_goes_further_is_read_as_far_as_the_prompt_goes():
     assert loaded_blocks(FULL, [[1, 2]], end=20, num_tokens=48) == ((1, 2, -1),)
 
 
+def test_blocks_that_are_not_loaded_are_absent_by_the_size_of_their_group():
+    groups = groups_of(FullAttentionSpec(), FullAttentionSpec(block_size=64))
+    found = loaded_blocks(groups, [[1, 2], [3]], end=20, num_tokens=200)
+    assert found == ((1, 2, *[-1] * 11), (3, *[-1] * 3))
+
+
 def test_a_prompt_that_goes_further_than_the_ticket_is_computed_from_there():
     requests = loading(wanted=100)
     assert requests.matched("r", 0) == 48

@@ -209,6 +209,9 @@ def test_offers_that_nobody_asked_for_hold_half_of_the_blocks(caplog):
     prefill.sent("last")
     assert not offered(prefill, "wide", half + 1, 3)
     assert offered(prefill, "narrow", half + 1, 2)
+    prefill.sent("first")  # and 16 of its blocks are still held by another
+    assert not offered(prefill, "fifteen", half + 3, 15)
+    assert offered(prefill, "fourteen", half + 3, 14)
     for name in list(prefill.held):
         prefill.sent(name)
     assert not offered(prefill, "beyond", 1, half + 1)

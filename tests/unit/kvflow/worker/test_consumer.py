@@ -306,7 +306,8 @@ async def test_a_stale_pull_is_quiescent_and_releases_nothing(world):
     assert isinstance(error, StaleLease)
     assert not error.quarantined
     assert (error.request_id, error.ended_by) == ("request-1", REVOKED)
-    await handle.quiesced()
+    async with asyncio.timeout(PATIENCE_S):
+        await handle.quiesced()
     record = await world.record()
     assert (record.code, record.phase, record.quarantined) == ("stale_lease", "fence", False)
     assert (record.nbytes, record.nbytes_wanted) == (4 * BLOCK_BYTES, 4 * BLOCK_BYTES)

@@ -124,6 +124,8 @@ async def test_draining_refuses_offers_that_wait_and_waits_for_each_lease(full):
     line = [waiting(full, name) for name in "ab"]
     await turns()
     drained = asyncio.ensure_future(full.drain(PATIENCE_S))
+    await turns()
+    assert all(task.done() for task in line)
     assert [type(error) for error in await waited(*line)] == [WorkerDraining] * 2
     for name in requests(full):
         assert not drained.done()

@@ -24,6 +24,7 @@ from kvflow.events import PeerConnected, PeerDropped
 from kvflow.layout.groups import Group
 from kvflow.leases.tickets import join_tickets
 from kvflow.worker.environment import PRODUCTION
+from kvflow.worker.prepared import PreparedTable
 from kvflow.worker.reachability import FAILURES_MAX
 from kvflow.worker.runtime import open_worker
 
@@ -251,6 +252,23 @@ async def test_a_pull_of_a_peer_that_is_being_left_connects_it_again(world, netw
     async with asyncio.timeout(PATIENCE_S):
         await handle
     assert len(network.dialed) == 2
+
+
+async def test_a_peer_that_is_lost_when_its_plan_is_made_gives_nothing(world, network, monkeypatch):
+    shares = PreparedTable.shares
+
+    async def lose(self, peers):
+        found = await shares(self, peers)
+        network.cut(world.producer.endpoint)
+        return found
+
+    network.leaving.clear()  # its lists are there until its connection has ended
+    monkeypatch.setattr(PreparedTable, "shares", lose)
+    error = await failure(world.start())
+    network.leaving.set()
+    assert isinstance(error, PeerLost)
+    assert "was lost while" in error.message
+    assert world.faults.batches == []
 
 
 @pytest.mark.parametrize("state", ["is being left", "is gone", "is connected again"])

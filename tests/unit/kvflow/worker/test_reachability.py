@@ -82,6 +82,13 @@ def test_a_failing_address_is_refused_until_a_stated_time(world):
     assert world.reports.events == [BreakerOpened(ENDPOINT, 3, BACKOFF_S / 2)]
 
 
+def test_failures_before_an_answer_do_not_count(world):
+    for _ in range(2):
+        world.fail(member(), times=FAILURES_MAX - 1)
+        assert world.refused(member()) is None
+        world.record.on_answered(ENDPOINT)
+
+
 def test_the_first_that_asks_in_time_probes_for_all(world):
     world.fail(member(), times=FAILURES_MAX)
     world.clock.now += BACKOFF_S

@@ -150,9 +150,9 @@ def test_a_request_without_an_id_of_its_own_ends_any_hold(world, held, ended):
 def test_a_hold_that_ends_is_over_on_every_rank_and_renews_nothing_more():
     with virtual(ranks=2, lease_s=LEASE_S) as world:
         world.pull(world.offer())
-        lasting, ended = world.offer(), world.offer((2,))
-        hold(world, lasting)
+        hold(world, world.offer())
         world.pass_time(PART_S / 2)
+        ended = world.offer((2,))
         hold(world, ended)
         world.pass_time(SLACK_S)
         end_hold(world, ended)
