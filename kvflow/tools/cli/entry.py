@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 from kvflow.tools.cli import (
     bench,
-    completion,
     config,
     demo,
     doctor,
@@ -36,7 +35,6 @@ COMMANDS = (
     bench,
     demo,
     proxy,
-    completion,
 )
 """Modules with ``add_parser`` and ``run``."""
 
@@ -56,7 +54,6 @@ def build_parser() -> argparse.ArgumentParser:
         epilog="Run kvflow COMMAND --help for what a command does, with an example.",
     )
     parser.add_argument("--version", action="version", version=f"kvflow {__version__}")
-    parser.set_defaults(root=parser)  # for the command that describes all others
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add_parser(commands)

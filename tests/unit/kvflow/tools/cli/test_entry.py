@@ -44,8 +44,8 @@ def test_every_command_has_a_description_and_an_example_that_parses(name, parser
 
 
 WORDS = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
-WITHOUT_RESULTS = {"kvflow completion", "kvflow keys secret", "kvflow keys pair", "kvflow keys public", "kvflow proxy"}
-"""Commands that print a script, variables or an address, for programs already."""
+WITHOUT_RESULTS = {"kvflow keys secret", "kvflow keys pair", "kvflow keys public", "kvflow proxy"}
+"""Commands that print variables or an address, for programs already."""
 
 
 def flags(parser):
@@ -69,7 +69,6 @@ def test_commands_with_results_print_them_as_json(name, parser):
 FREE_PORT = "127.0.0.1:1"
 SECRET = "a secret of thirty-two characters"
 ENDINGS = [
-    ("completion bash", 0),
     ("layout llama-3.1-8b --json", 0),
     ("layout no-such-model", 2),
     ("explain llama-3.1-8b --json", 0),
