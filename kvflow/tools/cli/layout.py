@@ -1,4 +1,4 @@
-"""``kvflow layout``: how the cache of a model lies in memory, as tables, as JSON, or as a picture."""
+"""``kvflow layout``: how the cache of a model lies in memory, as tables or as JSON."""
 
 import argparse
 import sys
@@ -20,7 +20,7 @@ from kvflow.layout.shards import Shard
 from kvflow.layout.specs import CacheSpec
 from kvflow.planning.assignment import assign_sources
 from kvflow.planning.plan import plan_transfer
-from kvflow.tools.cli import layout_map, layout_report
+from kvflow.tools.cli import layout_report
 from kvflow.tools.cli.arguments import add_command, at_least
 from kvflow.tools.cli.findings import print_failure
 
@@ -43,7 +43,7 @@ def add_parser(commands: "Subparsers") -> None:
         summary="show how the cache of a model lies in memory",
         description="Plan the KV cache of a model and show how it lies in memory: tensors, groups, strides and bytes. "
         "Nothing is allocated, and neither torch nor NIXL is loaded.",
-        examples="kvflow layout gemma-3-4b --layout BLHNC\nkvflow layout ./my-model --tp 4 --rank 1 --svg cache.svg",
+        examples="kvflow layout gemma-3-4b --layout BLHNC\nkvflow layout ./my-model --tp 4 --rank 1",
     )
     parser.add_argument("model", metavar="MODEL", help="a bundled model, or the path to a config.json or its folder")
     parser.add_argument(
@@ -94,37 +94,28 @@ def add_parser(commands: "Subparsers") -> None:
     parser.add_argument(
         "--guess", action="store_true", help="describe an unknown model type as plain attention, and say so"
     )
-    output = parser.add_mutually_exclusive_group()
-    output.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    output.add_argument("--svg", type=Path, metavar="FILE", help="draw the memory of one block into a file")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Plan the cache and show it; 2 if the model or the options cannot be used."""
     try:
-        report, drawing = _describe(options)
-        if options.svg:
-            options.svg.write_text(drawing, encoding="utf-8")
+        report = _describe(options)
     except KvflowError as error:
         return print_failure("kvflow layout", error, as_json=options.json, status=2)
     except msgspec.ValidationError as error:
         print(f"kvflow layout: {error}", file=sys.stderr)
         return 2
-    except OSError as error:
-        print(f"kvflow layout: {options.svg} cannot be written: {error.strerror}", file=sys.stderr)
-        return 2
     if options.json:
         print(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
     else:
         print(layout_report.as_text(report))
-        if options.svg:
-            print(f"\nmap of one block: {options.svg}")
     return 0
 
 
-def _describe(options: argparse.Namespace) -> tuple[layout_report.Report, str]:
-    """Return the figures of the cache, and its picture if one is asked for.
+def _describe(options: argparse.Namespace) -> layout_report.Report:
+    """Return the figures of the cache.
 
     Raises:
         SpecInvalid: the flags do not fit each other, or the model cannot be described.
@@ -155,7 +146,7 @@ def _describe(options: argparse.Namespace) -> tuple[layout_report.Report, str]:
         return plan_cache(specs, groups, layout=layout, kv=options.kv, shard=shard, num_blocks=num_blocks)
 
     name = options.model if options.model in models.names() else Path(options.model).resolve().name
-    report = layout_report.summarize(
+    return layout_report.summarize(
         plan(options.blocks),
         name,
         layout=layout,
@@ -163,8 +154,6 @@ def _describe(options: argparse.Namespace) -> tuple[layout_report.Report, str]:
         enlarged=specs != given,
         peer=_descriptors(plan, shard, options.peer_tp or options.tp),
     )
-    # In a pool of one block every layout is one row: that row is the map.
-    return report, layout_map.draw(plan(1), report) if options.svg else ""
 
 
 def _descriptors(plan: Callable[[int, Shard], CachePlan], shard: Shard, peer_tp: int) -> layout_report.PeerFigures:

@@ -11,7 +11,7 @@ import pytest
 from kvflow.models import names
 from kvflow.tools.cli.entry import main
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[5]
 
 
 def shown(capsys, *arguments):
@@ -122,19 +122,11 @@ def test_bad_input_is_told_and_ends_with_status_2(capsys, arguments, said):
     assert printed.out == ""
 
 
-@pytest.mark.parametrize(
-    "arguments", [("--layout", "NHD"), ("--blocks", "0"), ("--blocks", "many"), ("--json", "--svg", "map.svg")]
-)
+@pytest.mark.parametrize("arguments", [("--layout", "NHD"), ("--blocks", "0"), ("--blocks", "many")])
 def test_a_wrong_flag_ends_with_status_2(capsys, arguments):
     with pytest.raises(SystemExit, match="2"):
         main(["layout", "gpt-2", *arguments])
     assert "usage: kvflow layout" in capsys.readouterr().err
-
-
-def test_a_map_that_cannot_be_written_is_told(capsys, tmp_path):
-    path = tmp_path / "nowhere" / "map.svg"
-    assert main(["layout", "gpt-2", "--svg", str(path)]) == 2
-    assert f"{path} cannot be written" in capsys.readouterr().err
 
 
 def test_neither_torch_nor_nixl_is_loaded():
@@ -148,7 +140,7 @@ def test_neither_torch_nor_nixl_is_loaded():
 def test_the_guide_prints_what_the_command_prints(capsys):
     guide = (ROOT / "docs" / "howto" / "describe-a-model.md").read_text()
     [printed] = re.findall(r"^```text\n(gemma.*?)^```", guide, re.MULTILINE | re.DOTALL)
-    assert "kvflow layout gemma-3-4b --layout BLHNC --svg block.svg" in guide
+    assert "kvflow layout gemma-3-4b --layout BLHNC" in guide
     assert main(["layout", "gemma-3-4b", "--layout", "BLHNC"]) == 0
     assert capsys.readouterr().out.startswith(printed)
 
