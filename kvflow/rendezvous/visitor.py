@@ -1,4 +1,4 @@
-"""A member of the cluster that looks at a worker and reads nothing from it: ``kvflow ping`` and ``kvflow inspect``."""
+"""A member of the cluster that looks at a worker and reads nothing from it: ``kvflow inspect`` and the doctor."""
 
 import asyncio
 import secrets

@@ -161,7 +161,7 @@ CHECKS: dict[str, list[Check] | CheckedBy] = {
         Step(),
     ],
     "docs/howto/offloading.md": [OFFLOAD] * 4,
-    "docs/howto/operate.md": [Parsed("needs a cluster")] * 6,
+    "docs/howto/operate.md": [Parsed("needs a cluster")] * 5,
     "docs/howto/ray-serve.md": [Parsed("needs a package index"), *[RAY] * 6],
     "docs/howto/routers.md": [*[ROUTERS] * 6, Parsed("needs vLLM; tests/vllm/test_live.py runs it"), ROUTERS],
     "docs/howto/run-the-demo.md": [Parsed("runs the demo, as tests/demo do")] * 2,

@@ -45,7 +45,7 @@ ROWS: dict[str, list[Row]] = {}
 def row(heading: str, wrong: str, *, nixl: bool = False, **said: str):
     """Add a row that a function creates; one function may create several.
 
-    ``transfer_failed`` stands for the record, ``kvflow_ping`` for the command.
+    ``transfer_failed`` stands for the record, ``kvflow_inspect`` for the command.
     """
 
     def add(create):
@@ -148,14 +148,14 @@ async def _(scene):
 @row(
     ADDRESSES,
     "`advertise` is a loopback address, and other hosts read",
-    kvflow_ping="peer_lost",
+    kvflow_inspect="peer_lost",
     kvflow_config="config_invalid",
 )
 async def _(scene):
     another_host = scene.namespaces("--net")
     port = free_port()
     worker = await scene.worker(bind=f"tcp://0.0.0.0:{port}", advertise=f"tcp://127.0.0.1:{port}")
-    await scene.command("ping", worker.endpoint, before=another_host)
+    await scene.command("inspect", worker.endpoint, before=another_host)
     await scene.command("config", "--vllm", '{"bind": "tcp://0.0.0.0:7000", "advertise": "tcp://127.0.0.1:7000"}')
 
 
@@ -164,12 +164,12 @@ async def _(scene):
     "nothing listens at the advertised address",
     error="peer_lost",
     transfer_failed="peer_lost",
-    kvflow_ping="peer_lost",
+    kvflow_inspect="peer_lost",
     kvflow_doctor_endpoint="connection_refused",
 )
 async def _(scene):
     await scene.fails_to_pull({"advertise": "tcp://127.0.0.1:1"}, {"connect_s": 0.2})
-    await scene.command("ping", "127.0.0.1:1")
+    await scene.command("inspect", "127.0.0.1:1")
     await scene.examine("127.0.0.1:1")
 
 
@@ -178,12 +178,12 @@ async def _(scene):
     "the advertised name does not resolve",
     error="peer_lost",
     transfer_failed="peer_lost",
-    kvflow_ping="peer_lost",
+    kvflow_inspect="peer_lost",
     kvflow_doctor_endpoint="name_unresolved",
 )
 async def _(scene):
     await scene.fails_to_pull({"advertise": "tcp://no-such-host.invalid:7000"})
-    await scene.command("ping", "no-such-host.invalid:7000")
+    await scene.command("inspect", "no-such-host.invalid:7000")
     await scene.examine("no-such-host.invalid:7000")
 
 
@@ -213,10 +213,10 @@ async def _(scene):
         await scene.fails_with(consumer, params)
 
 
-@row(ADDRESSES, "no route leads to the worker", kvflow_ping="peer_lost", kvflow_doctor_endpoint="host_unreachable")
+@row(ADDRESSES, "no route leads to the worker", kvflow_inspect="peer_lost", kvflow_doctor_endpoint="host_unreachable")
 async def _(scene):
     alone = scene.namespaces("--net")
-    await scene.command("ping", "203.0.113.5:7000", before=alone)
+    await scene.command("inspect", "203.0.113.5:7000", before=alone)
     await scene.command("doctor", "203.0.113.5:7000", before=alone, who="kvflow doctor ENDPOINT")
 
 
@@ -330,13 +330,13 @@ SIDES = "The two sides differ"
     "the two sides have different secrets",
     error="ticket_invalid",
     transfer_failed="ticket_invalid",
-    kvflow_ping="authentication_failed",
+    kvflow_inspect="authentication_failed",
     kvflow_doctor_endpoint="authentication_failed",
 )
 async def _(scene):
     producer, consumer = await scene.pair({}, {"cluster_secret": OTHER_SECRET})
     await scene.fails_with(consumer, producer.offer("request-1", BLOCKS, NUM_TOKENS).to_params())
-    await scene.command("ping", producer.endpoint, **{SECRET_VARIABLE: OTHER_SECRET})
+    await scene.command("inspect", producer.endpoint, **{SECRET_VARIABLE: OTHER_SECRET})
     await scene.examine(producer.endpoint, **{SECRET_VARIABLE: OTHER_SECRET})
 
 
@@ -353,10 +353,10 @@ async def _(scene):
     )
 
 
-@row(SIDES, "the key given for a worker is not its key", kvflow_ping="authentication_failed")
+@row(SIDES, "the key given for a worker is not its key", kvflow_inspect="authentication_failed")
 async def _(scene):
     worker = await scene.worker(private_key=PRODUCER[0], allowed_keys=[READER[1]])
-    await scene.command("ping", worker.endpoint, "--key", STRANGER[1], **{KEY_VARIABLE: READER[0]})
+    await scene.command("inspect", worker.endpoint, "--key", STRANGER[1], **{KEY_VARIABLE: READER[0]})
 
 
 def differ(wrong, source, target, code="layout_mismatch"):
@@ -403,12 +403,12 @@ async def _(scene):
     "the two sides run releases with different protocols",
     error="peer_refused",
     transfer_failed="peer_refused",
-    kvflow_ping="peer_refused",
+    kvflow_inspect="peer_refused",
 )
 async def _(scene):
     async with of_newer_release() as endpoint:
         await scene.fails_with(await scene.worker("decode-0"), ticket_to(endpoint))
-        await scene.command("ping", endpoint)
+        await scene.command("inspect", endpoint)
 
 
 # Router and tickets.

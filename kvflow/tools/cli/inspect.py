@@ -28,11 +28,13 @@ class InspectFigures(Struct, frozen=True, kw_only=True):
 
     Attributes:
         worker: who it is.
+        rtt_s: seconds of a round trip of the control channel.
         cache: what it publishes of its cache.
         inspection: what it holds now.
     """
 
     worker: visits.WorkerFigures
+    rtt_s: float
     cache: visits.CacheFigures
     inspection: "Inspection"
 
@@ -42,9 +44,10 @@ def add_parser(commands: "Subparsers") -> None:
     parser = add_command(
         commands,
         "inspect",
-        summary="show the peers, pulls and leases of a running worker",
-        description="Ask a running worker what it holds now: its peers, the pulls that are open, the leases that are "
-        "held, quarantined blocks, and its cache. Any member of the cluster may ask.",
+        summary="check that a worker answers, and show its peers, pulls and leases",
+        description="Dial a worker as its readers do, with the secret of the environment. Show who it is, the round "
+        "trip, its cache, and what it holds now: peers, open pulls, held leases and quarantined blocks. "
+        "Any member of the cluster may ask.",
         examples="kvflow inspect decode-0:7000\nkvflow inspect decode-0:7000 --watch",
     )
     visits.add_flags(parser)
@@ -80,16 +83,19 @@ async def _inspect(options: argparse.Namespace) -> None:
 async def _ask(visit: "Visit", cache: visits.CacheFigures) -> InspectFigures:
     from kvflow.worker.snapshot import decode_inspection  # noqa: PLC0415 - --help needs no worker
 
+    rtt_s = await visit.ping()
     inspection = decode_inspection(await visit.ask_report(), peer=visit.endpoint)
     shown = replace(inspection, told=b"")  # tickets of probes, which only the doctor reads
-    return InspectFigures(worker=visits.worker_figures(visit), cache=cache, inspection=shown)
+    return InspectFigures(worker=visits.worker_figures(visit), rtt_s=rtt_s, cache=cache, inspection=shown)
 
 
 def _show(figures: InspectFigures, *, as_json: bool) -> None:
     if as_json:
         print_json(figures)
         return
-    print_facts([*visits.worker_facts(figures.worker, figures.cache), ("stage", quoted(figures.inspection.stage))])
+    facts = visits.worker_facts(figures.worker, figures.cache)
+    facts += [("round trip", f"{figures.rtt_s * 1e3:.3f} ms"), ("stage", quoted(figures.inspection.stage))]
+    print_facts(facts)
     for line in lines_of(figures.inspection):
         print(line)
 

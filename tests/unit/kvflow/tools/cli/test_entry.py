@@ -75,8 +75,6 @@ ENDINGS = [
     ("explain llama-3.1-8b --source kv=none", 2),
     (f"explain --from {FREE_PORT} --from {FREE_PORT} --json", 1),
     ("explain", 2),
-    (f"ping {FREE_PORT}", 1),
-    ("ping tcp://", 2),
     (f"inspect {FREE_PORT} --json", 1),
     ("inspect tcp://", 2),
     ("ticket nonsense --json", 1),

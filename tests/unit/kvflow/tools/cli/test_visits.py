@@ -1,7 +1,8 @@
-"""``kvflow ping`` and ``kvflow inspect``: dial real workers, and name every failure with its code and remedy."""
+"""``kvflow inspect``: dials real workers, and names every failure with its code and remedy."""
 
 import asyncio
 import json
+import re
 from contextlib import asynccontextmanager
 
 import pytest
@@ -44,9 +45,9 @@ def command(capsys):
     return run
 
 
-async def test_a_worker_that_is_pinged_says_who_it_is_and_what_it_has(command):
+async def test_a_worker_says_who_it_is_and_what_it_has(command):
     async with working(model="a model") as worker:
-        status, out, _ = await command("ping", worker.endpoint, "--json", "--count", "3")
+        status, out, _ = await command("inspect", worker.endpoint.removeprefix("tcp://"), "--json")
     figures = json.loads(out)
     assert status == 0
     assert figures["worker"]["engine_id"] == "prefill-0"
@@ -55,51 +56,20 @@ async def test_a_worker_that_is_pinged_says_who_it_is_and_what_it_has(command):
     assert figures["cache"]["model"] == "a model"
     assert figures["cache"]["groups"] == [{"kind": "full", "layers": 2, "block_size": 4}]
     assert figures["cache"]["planes"] == ["loopback"]
-    assert len(figures["rtt_s"]) == 3
-    assert min(figures["rtt_s"]) > 0
+    assert figures["rtt_s"] > 0
 
 
-async def test_two_workers_of_one_model_fit(command):
-    async with working() as producer, working("decode-0") as reader:
-        status, out, _ = await command("ping", producer.endpoint, "--reader", reader.endpoint)
-    assert status == 0
-    assert f"{reader.endpoint} can read it: 1 descriptors for a block of every group" in out
-
-
-@pytest.mark.parametrize("as_json", [False, True])
-async def test_a_cache_of_another_model_does_not_fit(command, as_json):
-    async with working() as worker:
-        flags = ["--json"] if as_json else []
-        status, out, _ = await command("ping", worker.endpoint.removeprefix("tcp://"), "--model", "gpt-oss-20b", *flags)
-    assert status == 1
-    if as_json:
-        failure = json.loads(out)["fit"]["failure"]
-        assert failure["code"] == "layout_mismatch"
-        assert failure["remedy"]
-    else:
-        assert "gpt-oss-20b cannot read it" in out
-
-
-async def test_a_model_that_is_not_there_is_refused_before_anybody_is_dialed(command):
-    for more in (["--model", "no-such-model"], ["--model", "llama-3.1-8b", "--deployment", "tp=x"]):
-        status, out, err = await command("ping", "127.0.0.1:1", *more)
-        assert (status, out) == (2, "")
-        assert "[spec_invalid]" in err
-
-
-@pytest.mark.parametrize("name", ["ping", "inspect"])
-async def test_nobody_listens(command, name):
-    status, out, err = await command(name, "127.0.0.1:1", "--json")
+async def test_nobody_listens(command):
+    status, out, err = await command("inspect", "127.0.0.1:1", "--json")
     assert status == 1
     assert json.loads(out)["error"]["code"] == "peer_lost"
     assert json.loads(out)["error"]["remedy"] in err
 
 
-@pytest.mark.parametrize("name", ["ping", "inspect"])
-async def test_another_secret_is_named(command, monkeypatch, name):
+async def test_another_secret_is_named(command, monkeypatch):
     monkeypatch.setenv(SECRET_VARIABLE, "the secret of another cluster")
     async with working() as worker:
-        status, out, err = await command(name, worker.endpoint, "--json")
+        status, out, err = await command("inspect", worker.endpoint, "--json")
     assert status == 1
     assert json.loads(out)["error"]["code"] == "authentication_failed"
     assert "the same secret" in err
@@ -108,18 +78,17 @@ async def test_another_secret_is_named(command, monkeypatch, name):
 @pytest.mark.parametrize(("endpoint", "secret"), [("nonsense", SECRET), ("127.0.0.1:1", "")])
 async def test_what_the_user_gives_wrong_has_its_own_status(command, monkeypatch, endpoint, secret):
     monkeypatch.setenv(SECRET_VARIABLE, secret)
-    for name in ("ping", "inspect"):
-        status, _, err = await command(name, endpoint)
-        assert (status, "[config_invalid]" in err) == (2, True)
+    status, _, err = await command("inspect", endpoint)
+    assert (status, "[config_invalid]" in err) == (2, True)
 
 
 async def test_a_worker_with_a_key_of_its_own_is_dialed_by_that_key(command, monkeypatch):
     (private, public), (ours, our_public) = draw_pair(), draw_pair()
     monkeypatch.setenv(KEY_VARIABLE, ours)
     async with working(private_key=private, allowed_keys=(our_public,)) as worker:
-        status, _, _ = await command("ping", worker.endpoint, "--key", public)
+        status, _, _ = await command("inspect", worker.endpoint, "--key", public)
         assert status == 0
-        _, out, _ = await command("ping", worker.endpoint, "--key", our_public, "--json")
+        _, out, _ = await command("inspect", worker.endpoint, "--key", our_public, "--json")
         assert json.loads(out)["error"]["code"] == "authentication_failed"
 
 
@@ -139,6 +108,7 @@ async def test_a_running_worker_lists_its_peers_and_leases(command):
         assert f"'prefill-0/0/{producer.incarnation}': 'connected' over 'loopback'" in out
         assert "stage        'open'\n" in out
         assert "open pulls: 0\n" in out
+        assert re.search(r"^round trip   \d+\.\d{3} ms$", out, re.MULTILINE)
 
 
 async def test_watching_goes_on_until_it_is_interrupted(capsys, monkeypatch):
