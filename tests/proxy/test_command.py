@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from kvflow.tools.cli.entry import build_parser
-from kvflow.tools.proxy.intake import ProxyConfig
+from kvflow.tools.proxy import ProxyConfig
 
 from .upstream import DECODED, PREFILLED, open_upstream
 
@@ -75,7 +75,7 @@ async def test_it_ends_where_another_listens():
         (*SERVERS, "--prefill-timeout-s", "inf"),
         (*SERVERS, "--requests-max", "0"),
         (*SERVERS, "--body-bytes-max", "1.5"),
-        (*SERVERS, "--held-bytes-max", "many"),
+        (*SERVERS, "--body-rate-min", "many"),
     ],
     ids=" ".join,
 )

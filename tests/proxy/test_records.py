@@ -182,13 +182,6 @@ async def test_a_request_that_a_server_refuses_is_answered(side, log):  # noqa: 
     assert shown(log)[0].outcome == "answered"
 
 
-async def test_a_request_without_room_for_its_answer_is_recorded(log):  # noqa: F811
-    async with open_rig(decode=[text(json.dumps({"x": "x" * 8000}))], held_bytes_max=4000) as rig:
-        assert (await rig.send())[0] == 503
-        record = await only(log)
-    assert (record["code"], record["status"]) == ("request_refused", 503)
-
-
 async def test_a_proxy_that_stops_says_so(log, monkeypatch):  # noqa: F811
     monkeypatch.setattr("kvflow.tools.proxy.server.GRACE_S", 0.05)
     async with aiohttp.ClientSession() as session, open_rig(decode=[hang]) as rig:

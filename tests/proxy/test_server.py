@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import aiohttp
 import pytest
 
-from kvflow.tools.proxy.intake import ProxyConfig
+from kvflow.tools.proxy import ProxyConfig
 from kvflow.tools.proxy.server import open_proxy
 
 from .upstream import DECODED, PREFILLED, TICKET, hang, hang_up, open_upstream, stream, text

@@ -15,7 +15,7 @@ import msgspec
 
 from kvflow.observability.logs import configure_logging
 from kvflow.tools.cli.arguments import above_0, add_command, address, server
-from kvflow.tools.proxy.intake import ProxyConfig
+from kvflow.tools.proxy import ProxyConfig
 
 if TYPE_CHECKING:
     from kvflow.tools.cli.arguments import Subparsers
@@ -27,13 +27,11 @@ FILES_MAX = 1 << 16
 
 SETTINGS = {
     "prefill_timeout_s": "seconds before the proxy asks the next prefill server",
-    "requests_max": "most requests at servers at once; further requests get 503",
-    "connections_max": "most client connections; above this, the oldest one without a complete request is closed",
+    "requests_max": "most requests at once; further requests get 503",
     "headers_timeout_s": "timeout for the headers of a request, and for an idle connection",
-    "body_timeout_s": "timeout for a body, plus the time for its bytes at --body-rate-min",
+    "body_timeout_s": "timeout for a body, plus the time for its announced bytes at --body-rate-min",
     "body_rate_min": "slowest rate of a body, in bytes per second",
     "body_bytes_max": "most bytes of a request, or of an answer that is not streamed",
-    "held_bytes_max": "most bytes of all requests and answers together; above this, large slow bodies are refused",
     "write_timeout_s": "timeout for a client to read 64 KiB of an answer",
 }
 """Numbers of ``ProxyConfig``, each a flag of that name."""

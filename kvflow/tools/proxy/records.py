@@ -24,7 +24,6 @@ class Outcome(StrEnum):
     DECODE_FAILED = "decode_failed"
     DECODE_UNREACHABLE = "decode_unreachable"
     PROXY_STOPPED = "proxy_stopped"
-    REQUEST_REFUSED = "request_refused"
     STREAM_BROKEN = "stream_broken"
 
 
@@ -35,7 +34,6 @@ REMEDIES: Final = {
     Outcome.DECODE_FAILED: "Read the log of the named decode server.",
     Outcome.DECODE_UNREACHABLE: "Start a decode server, or correct the addresses that --decode names.",
     Outcome.PROXY_STOPPED: "Send no new requests to a proxy before you stop it, and send this request again.",
-    Outcome.REQUEST_REFUSED: "Do what the detail says; docs/reference/cli.md explains the limits of the proxy.",
     Outcome.STREAM_BROKEN: "Read the log of the named decode server: it died, or closed the connection. Send the "
     "request again.",
 }

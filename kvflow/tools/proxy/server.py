@@ -6,7 +6,6 @@ client hangs up, the proxy ends its request on the servers. A slow client does n
 """
 
 import asyncio
-import resource
 import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
@@ -21,6 +20,7 @@ from msgspec import Raw, Struct
 
 from kvflow.clock import monotonic
 from kvflow.observability.logs import record_logger
+from kvflow.tools.proxy import ProxyConfig
 from kvflow.tools.proxy.completions import (
     Completion,
     RequestMalformed,
@@ -31,7 +31,6 @@ from kvflow.tools.proxy.completions import (
     read_params,
     without_params,
 )
-from kvflow.tools.proxy.intake import Bodies, Connections, Holding, ProxyConfig, RequestRefused, within_files
 from kvflow.tools.proxy.records import Outcome, RequestRecord
 
 PATHS: Final = ("/v1/completions", "/v1/chat/completions")
@@ -69,15 +68,15 @@ class _Refused(Struct, frozen=True):
     body: bytes
 
 
-class _AnswerTooLong(Exception):
-    """A server answered more than a proxy keeps."""
+class _TooLong(Exception):
+    """A body has more bytes than a proxy keeps."""
 
 
 class _ClientLost(Exception):
     """A client hung up, or takes no more of its answer."""
 
 
-UPSTREAM_ERRORS: Final = (aiohttp.ClientError, TimeoutError, _AnswerTooLong)
+UPSTREAM_ERRORS: Final = (aiohttp.ClientError, TimeoutError, _TooLong)
 
 NOT_CONNECTED: Final = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 
@@ -102,18 +101,13 @@ class _InTurn:
 class Proxy:
     """Answers clients. Thread: the loop's."""
 
-    def __init__(
-        self, config: ProxyConfig, session: aiohttp.ClientSession, connections: Connections, requests_max: int
-    ) -> None:
+    def __init__(self, config: ProxyConfig, session: aiohttp.ClientSession) -> None:
         self._config = config
         self._prefill = _InTurn(config.prefill)
         self._decode = _InTurn(config.decode)
         self._prefill_timeout = aiohttp.ClientTimeout(total=config.prefill_timeout_s, sock_connect=CONNECT_S)
         self._decode_timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
         self._session = session
-        self._connections = connections
-        self._bodies = Bodies(config)
-        self._requests_max = requests_max
         self._in_flight = 0
         self._stopping = False
         self._checking = asyncio.Lock()
@@ -126,32 +120,23 @@ class Proxy:
 
     @web.middleware
     async def admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Let a client send one request and read its answer, and say in JSON why it gets none."""
-        transport = request.transport
-        if transport is not None:
-            self._connections.on_headers(transport)
+        """Answer a request, and say in JSON why it is refused."""
         try:
             return await handler(request)
-        except RequestRefused as error:
-            _log.info("request.refused", status=error.status, error=str(error))
-            return _failure(error.status, str(error), "server_error" if error.status >= 500 else INVALID)
         except web.HTTPException as error:
-            return _failure(error.status, error.text or error.reason, INVALID)
-        finally:
-            if transport is not None:
-                self._connections.begin(transport)
+            message = error.text or error.reason
+            _log.info("request.refused", status=error.status, error=message)
+            return _failure(error.status, message, "server_error" if error.status >= 500 else INVALID)
 
     @contextmanager
-    def _admitted(self, request: web.Request) -> Iterator[None]:
-        """Count a request whose body is there.
+    def _admitted(self) -> Iterator[None]:
+        """Count a request.
 
         Raises:
-            RequestRefused: there are too many.
+            HTTPServiceUnavailable: there are too many.
         """
-        if self._in_flight >= self._requests_max:
-            raise RequestRefused(503, f"{self._requests_max} requests are in flight: try again")
-        if request.transport is not None:
-            self._connections.on_request(request.transport)
+        if self._in_flight >= self._config.requests_max:
+            raise web.HTTPServiceUnavailable(text=f"{self._in_flight} requests are in flight: try again")
         self._in_flight += 1
         try:
             yield
@@ -160,28 +145,40 @@ class Proxy:
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         """Answer a request for a completion. Cancellation: ends it on the server that has it."""
-        if request.headers.get("Content-Encoding", "identity").lower() != "identity":
-            raise RequestRefused(415, "a compressed body is not taken: leave Content-Encoding out")
-        if (request.content_length or 0) > self._config.body_bytes_max:
-            raise RequestRefused(413, f"the body has more than {self._config.body_bytes_max} bytes")
-        with self._bodies.hold() as holding:
-            try:
-                completion = read_completion(await self._bodies.receive(request.content.iter_any(), holding))
-            except (RequestMalformed, web.RequestPayloadError) as error:
-                raise RequestRefused(400, str(error)) from error
-            with self._admitted(request):
-                return await self._complete(request, completion, holding)
+        with self._admitted():
+            return await self._complete(request, await self._receive(request))
 
-    async def _complete(self, request: web.Request, completion: Completion, holding: Holding) -> web.StreamResponse:
+    async def _receive(self, request: web.Request) -> Completion:
+        """Read the body of a request.
+
+        Raises:
+            HTTPException: it is not taken.
+        """
+        if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+            raise web.HTTPUnsupportedMediaType(text="a compressed body is not taken: leave Content-Encoding out")
+        config, announced = self._config, request.content_length or 0
+        try:
+            if announced > config.body_bytes_max:
+                raise _TooLong(f"more than {config.body_bytes_max} bytes")
+            async with asyncio.timeout(config.body_timeout_s + announced / config.body_rate_min):
+                return read_completion(await self._read(request.content))
+        except _TooLong as error:
+            raise web.HTTPRequestEntityTooLarge(config.body_bytes_max, text=f"the body has {error}") from error
+        except TimeoutError as error:
+            raise web.HTTPRequestTimeout(text="the body did not come in time") from error
+        except (RequestMalformed, web.RequestPayloadError) as error:
+            raise web.HTTPBadRequest(text=str(error)) from error
+
+    async def _complete(self, request: web.Request, completion: Completion) -> web.StreamResponse:
         """Answer a request, and write its record however it ends."""
         headers = _headers(request)
         record = RequestRecord(request_id=headers[REQUEST_ID], client=_client(request))
         try:
-            prefilled = await self._prefill_at_one(request.path, completion, headers, holding, record)
+            prefilled = await self._prefill_at_one(request.path, completion, headers, record)
             if isinstance(prefilled, _Refused):
                 return await self._give(request, web.StreamResponse(status=prefilled.status), prefilled.body, record)
             record.prefill_s, record.phase = record.elapsed_s, "decode"
-            response = await self._decode_at_one(request, decode_body(completion, prefilled), headers, holding, record)
+            response = await self._decode_at_one(request, decode_body(completion, prefilled), headers, record)
             record.status = response.status
         except asyncio.CancelledError:
             if self._stopping:
@@ -189,16 +186,12 @@ class Proxy:
             else:
                 record.fail(Outcome.CLIENT_LOST, "the client hung up")
             raise
-        except RequestRefused as error:
-            record.status = error.status
-            record.fail(Outcome.REQUEST_REFUSED, str(error))
-            raise
         finally:
             record.write(_log)
         return response
 
     async def _prefill_at_one(
-        self, path: str, completion: Completion, headers: dict[str, str], holding: Holding, record: RequestRecord
+        self, path: str, completion: Completion, headers: dict[str, str], record: RequestRecord
     ) -> Raw | _Refused | None:
         """Have a prompt computed; return its ticket, or None if the decode server must compute it."""
         log = _log.bind(request_id=record.request_id)
@@ -212,7 +205,7 @@ class Proxy:
                 async with self._session.post(
                     server + path, data=body, headers=headers, timeout=self._prefill_timeout
                 ) as answer:
-                    content = await self._read(answer, holding)
+                    content = await self._read(answer.content)
             except UPSTREAM_ERRORS as error:
                 log.warning("prefill.failed", server=server, error=record.attempt_failed("prefill", error))
                 continue
@@ -229,7 +222,7 @@ class Proxy:
         return None
 
     async def _decode_at_one(
-        self, request: web.Request, body: bytes, headers: dict[str, str], holding: Holding, record: RequestRecord
+        self, request: web.Request, body: bytes, headers: dict[str, str], record: RequestRecord
     ) -> web.StreamResponse:
         """Pass a request to a decode server, and its answer to the client."""
         log = _log.bind(request_id=record.request_id)
@@ -239,7 +232,7 @@ class Proxy:
                 async with self._session.post(
                     server + request.path, data=body, headers=headers, timeout=self._decode_timeout
                 ) as answer:
-                    return await self._pass_on(request, answer, holding, record)
+                    return await self._pass_on(request, answer, record)
             except NOT_CONNECTED as error:  # so it has not used the ticket
                 log.warning("decode.unreachable", server=server, error=record.attempt_failed("decode", error))
             except UPSTREAM_ERRORS as error:
@@ -249,18 +242,18 @@ class Proxy:
         return _failure(502, "no decode server can be reached")
 
     async def _pass_on(
-        self, request: web.Request, answer: aiohttp.ClientResponse, holding: Holding, record: RequestRecord
+        self, request: web.Request, answer: aiohttp.ClientResponse, record: RequestRecord
     ) -> web.StreamResponse:
         """Give a client what a decode server answers: as it comes if it is a stream, else as a whole.
 
         Raises:
-            ClientError, TimeoutError, _AnswerTooLong: the server fails before anything was given.
+            ClientError, TimeoutError, _TooLong: the server fails before anything was given.
         """
         response = web.StreamResponse(status=answer.status, headers={REQUEST_ID: record.request_id})
         if answer.status >= 500:
             record.fail(Outcome.DECODE_FAILED, f"it answered HTTP {answer.status}")
         if answer.content_type == JSON:
-            content = without_params(await self._read(answer, holding), failed=answer.status >= 400)
+            content = without_params(await self._read(answer.content), failed=answer.status >= 400)
             return await self._give(request, response, content, record)
         response.headers["Content-Type"] = answer.headers.get("Content-Type", "application/octet-stream")
         record.status = answer.status
@@ -310,29 +303,27 @@ class Proxy:
         except ConnectionError as error:
             raise _ClientLost("it hung up") from error
 
-    async def _read(self, answer: aiohttp.ClientResponse, holding: Holding) -> bytes:
-        """Read a whole answer.
+    async def _read(self, body: aiohttp.StreamReader) -> bytes:
+        """Read the whole body of a request or of an answer.
 
         Raises:
-            _AnswerTooLong: this answer alone exceeds the limit.
-            RequestRefused: all answers together exceed the limit.
+            _TooLong: it exceeds the limit.
         """
         content = bytearray()
-        async for chunk in answer.content.iter_any():
+        async for chunk in body.iter_any():
             content += chunk
             if len(content) > self._config.body_bytes_max:
-                raise _AnswerTooLong(f"more than {self._config.body_bytes_max} bytes")
-            self._bodies.add(holding, len(chunk))
+                raise _TooLong(f"more than {self._config.body_bytes_max} bytes")
         return bytes(content)
 
     async def models(self, request: web.Request) -> web.StreamResponse:
         """Answer which models there are: those of a decode server."""
         headers, timeout = _headers(request), aiohttp.ClientTimeout(total=HEALTH_S)
-        with self._admitted(request), self._bodies.hold() as holding:
+        with self._admitted():
             for server in self._decode.all():
                 try:
                     async with self._session.get(server + request.path, headers=headers, timeout=timeout) as answer:
-                        content = await self._read(answer, holding)
+                        content = await self._read(answer.content)
                 except UPSTREAM_ERRORS as error:
                     _log.warning("decode.failed", server=server, error=repr(error))
                 else:
@@ -377,15 +368,10 @@ async def open_proxy(config: ProxyConfig, host: str, port: int) -> AsyncIterator
     Raises:
         OSError: there is no listening there.
     """
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    requests_max, connections_max = within_files(config, files)
-    if (requests_max, connections_max) != (config.requests_max, config.connections_max):
-        _log.warning("proxy.limited", files=files, requests_max=requests_max, connections_max=connections_max)
-    connections = Connections(connections_max, config.headers_timeout_s)
     # A connection per request: one that a server closes while it is idle would fail the next request.
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as session:
-        proxy = Proxy(config, session, connections, requests_max)
+        proxy = Proxy(config, session)
         app = web.Application(middlewares=[proxy.admit])
         app.add_routes([web.post(path, proxy.complete) for path in PATHS])
         app.add_routes([web.get("/v1/models", proxy.models), web.get("/health", proxy.health)])
@@ -396,21 +382,15 @@ async def open_proxy(config: ProxyConfig, host: str, port: int) -> AsyncIterator
             shutdown_timeout=GRACE_S,
             auto_decompress=False,
             lingering_time=LINGER_S,
+            keepalive_timeout=config.headers_timeout_s,
         )
         await runner.setup()
-        make_protocol = runner.server
-        assert make_protocol is not None
         try:
-            server = await asyncio.get_running_loop().create_server(
-                lambda: connections.watched(make_protocol()), host, port, backlog=connections_max
-            )
-            try:
-                found_host, found_port = server.sockets[0].getsockname()[:2]
-                yield f"{found_host}:{found_port}"
-            finally:
-                server.close()
-                proxy.stop()
+            await web.TCPSite(runner, host, port, backlog=config.requests_max).start()
+            found_host, found_port = runner.addresses[0][:2]
+            yield f"{found_host}:{found_port}"
         finally:
+            proxy.stop()
             await runner.cleanup()
 
 

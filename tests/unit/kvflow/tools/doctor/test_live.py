@@ -11,7 +11,7 @@ from kvflow.errors import FailureCode
 from kvflow.tools.cli.entry import main
 from kvflow.tools.doctor import live
 from kvflow.tools.doctor.codes import CODES
-from kvflow.tools.proxy.intake import ProxyConfig
+from kvflow.tools.proxy import ProxyConfig
 from kvflow.tools.proxy.server import open_proxy
 from tests.proxy.test_server import closed_url
 
