@@ -64,7 +64,6 @@ from kvflow.worker.consumer import BlockLists as BlockLists
 from kvflow.worker.consumer import PullItem as PullItem
 from kvflow.worker.destinations import Quarantined as Quarantined
 from kvflow.worker.environment import Environment as Environment
-from kvflow.worker.mirror import HostMirror as HostMirror
 from kvflow.worker.open_pulls import PullHandle as PullHandle
 from kvflow.worker.producer import Digests as Digests
 from kvflow.worker.runtime import Cache as Cache

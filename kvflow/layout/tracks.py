@@ -272,7 +272,7 @@ def tracks_of(manifest: Manifest) -> tuple[Tracks, ...]:
     is served with it, so a stretch that has bytes of other blocks there is cut at more axes, until it has none.
     """
     manifest.check()
-    served, _ = _cut_all(manifest)
+    served = _cut_all(manifest)
     tracks = []
     for group in range(len(manifest.groups)):
         found = Tracks(_merged(manifest, [cut for cut in served if cut.group == group]))
@@ -280,18 +280,8 @@ def tracks_of(manifest: Manifest) -> tuple[Tracks, ...]:
     return tuple(tracks)
 
 
-def why_unserved(manifest: Manifest, group: int) -> str:
-    """Say why a group of a worker's own manifest has no tracks; empty if it has."""
-    if tracks_of(manifest)[group]:
-        return ""
-    _, too_many = _cut_all(manifest)
-    if group in too_many:
-        return f"its blocks would lie in more than {TRACKS_MAX:,} separate stretches"
-    return f"its components interleave at more than {LEVELS_MAX} block strides"
-
-
-def _cut_all(manifest: Manifest) -> tuple[list[_Cut], set[int]]:
-    """Cut every component; return the cuts of groups that can be served, and the indices of those that cannot."""
+def _cut_all(manifest: Manifest) -> list[_Cut]:
+    """Cut every component, and return the cuts of groups that can be served."""
     cuts = [
         _cut(index, component, group.kernel_blocks, manifest.num_blocks)
         for index, group in enumerate(manifest.groups)
@@ -309,7 +299,7 @@ def _cut_all(manifest: Manifest) -> tuple[list[_Cut], set[int]]:
         loose = np.array([cut.loose and cut.group not in refused for cut in cuts])
         foreign = _Pieces(manifest, cuts).foreign(loose) if loose.any() else set()
         if not foreign:
-            return [cut for cut in cuts if cut.group not in refused], refused
+            return [cut for cut in cuts if cut.group not in refused]
         cuts = [cut._replace(depth=cut.depth + 1) if index in foreign else cut for index, cut in enumerate(cuts)]
 
 

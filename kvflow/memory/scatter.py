@@ -1,4 +1,4 @@
-"""Buffers on a device, and the copies from there to a cache on it and back, by torch.
+"""Buffers on a device, and the copies from there to a cache on it, by torch.
 
 **Not yet run on a GPU.** The copies are tested on tensors of the host; streams and events are not.
 
@@ -32,18 +32,15 @@ class TorchStage:
     Args:
         memory: of all buffers, flat bytes.
         targets: the cache, flat bytes on the same device.
-
-    Attributes:
-        stream: on which all copies run; None in host memory.
     """
 
     def __init__(self, memory: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
         self._memory = memory
         self._targets = list(targets)
-        self.stream: torch.cuda.Stream | None = None
+        self._stream: torch.cuda.Stream | None = None
         self._order: TorchDeviceOrder | None = None
         if memory.is_cuda:
-            self.stream = torch.cuda.Stream(memory.device, priority=-1)  # type: ignore[no-untyped-call]
+            self._stream = torch.cuda.Stream(memory.device, priority=-1)  # type: ignore[no-untyped-call]
             self._order = TorchDeviceOrder(memory.device.index)
         kind, device = ("VRAM", memory.device.index) if memory.is_cuda else ("DRAM", 0)
         self.region = Region(memory.data_ptr(), memory.nbytes, kind, device)  # type: ignore[arg-type]
@@ -52,23 +49,14 @@ class TorchStage:
         """See ``DeviceStage.content``."""
         return self._memory.narrow(0, first, nbytes)
 
-    def scatterer(
-        self, copies: Sequence[Copy], units: tuple[int, int, int], *, local: bool = False
-    ) -> "TorchScatterer":
-        """See ``DeviceStage.scatterer``.
-
-        Args:
-            copies: to carry out.
-            units: numbers of blocks, kernel blocks and units.
-            local: whether only this stage's stream writes the buffers, so that no remote write must become visible.
-        """
-        boxes = [_Box(copy, units, self._targets) for copy in copies]
-        return TorchScatterer(boxes, units, self.stream, None if local else self._order)
+    def scatterer(self, copies: Sequence[Copy], units: tuple[int, int, int]) -> "TorchScatterer":
+        """See ``DeviceStage.scatterer``."""
+        return TorchScatterer([_Box(copy, units, self._targets) for copy in copies], units, self._stream, self._order)
 
     def settle(self) -> None:
         """See ``DeviceStage.settle``."""
-        if self.stream is not None:
-            self.stream.synchronize()
+        if self._stream is not None:
+            self._stream.synchronize()
 
 
 class TorchScatterer:
@@ -102,17 +90,6 @@ class TorchScatterer:
                 self._stream.synchronize()  # some copies may have been started
             raise
         return TorchScattering(event)
-
-    def gather(self, content: torch.Tensor, numbers: npt.NDArray[np.int32]) -> None:
-        """Start to copy these units of the target to the places of a buffer, from the first on: ``start`` reversed.
-
-        Whatever is put on the stream afterwards finds the bytes in the buffer.
-        """
-        places = np.unravel_index(numbers.astype(np.int64), self._units)
-        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            index = tuple(torch.from_numpy(axis).to(content.device) for axis in places)
-            for box in self._boxes:
-                box.copy_back(content, index, len(numbers))
 
 
 class TorchScattering:
@@ -150,16 +127,9 @@ class _Box:
 
     def copy(self, content: torch.Tensor, index: tuple[torch.Tensor, ...], count: int) -> None:
         """Copy the first places of a buffer to units of the target, which are numbered by three indices."""
-        self._target.index_put_(index, self._places(content, count))
-
-    def copy_back(self, content: torch.Tensor, index: tuple[torch.Tensor, ...], count: int) -> None:
-        """Copy units of the target, which are numbered by three indices, to the first places of a buffer."""
-        self._places(content, count).copy_(self._target[index])
-
-    def _places(self, content: torch.Tensor, count: int) -> torch.Tensor:
         content = content.view(self._dtype)
         first = content.storage_offset() + self._offset
-        return content.as_strided((count, *self._shape), self._strides, first)
+        self._target.index_put_(index, content.as_strided((count, *self._shape), self._strides, first))
 
 
 def torch_stage_of(regions: Sequence[Region], nbytes: int) -> TorchStage:

@@ -8,7 +8,6 @@ earlier steps and loads should have written, as attention does.
 Most names here are vLLM's, which calls them.
 """
 
-import threading
 from collections import deque
 from concurrent.futures import Future
 from functools import partial
@@ -32,7 +31,6 @@ from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from kvflow import KVCache
 from kvflow.integrations.vllm import connector
 from kvflow.integrations.vllm import engine as connector_engine
-from kvflow.memory.rows import RowCopies
 
 BLOCK_SIZE = 16
 TARGET, DRAFT = ("layers.0", "layers.1"), ("layers.2",)
@@ -221,13 +219,6 @@ SECOND = set()
 """Configurations of engines with the second model runner, which vLLM refuses on CPUs when it makes a configuration."""
 
 
-MIRRORED = set()
-"""Configurations of engines with a host buffer, which engines on CPUs do not have."""
-
-ROW_BYTES = len((*TARGET, *DRAFT)) * SPEC.page_size_bytes
-"""Bytes of one block of all layers."""
-
-
 class Executor(UniProcExecutor):
     """Runs ``Worker`` in this process."""
 
@@ -255,20 +246,19 @@ class Engine:
         model: folder with a model's config.
         role: ``kv_role``.
         num_blocks: of its cache.
-        host_blocks: blocks of its host buffer; 0 for none.
+        transfer: fields of vLLM's ``KVTransferConfig``, beside the usual ones.
         limits: arguments of vLLM's engine, beside the usual ones.
     """
 
-    def __init__(self, model, role, *, num_blocks=64, host_blocks=0, **limits):
+    def __init__(self, model, role, *, num_blocks=64, transfer=None, **limits):
         own = {"cluster_secret": SECRET, "transport": "loopback", "quarantine_s_max": 60.0}
-        if host_blocks:
-            own["host_buffer_bytes"] = host_blocks * ROW_BYTES
-        transfer = KVTransferConfig(
+        transfers = KVTransferConfig(
             kv_connector="KVFlowConnector",
             kv_connector_module_path="kvflow.integrations.vllm.connector",
             kv_role=role,
             kv_load_failure_policy="recompute",
             kv_connector_extra_config=own,
+            **(transfer or {}),
         )
         arguments = EngineArgs(
             model=str(model),
@@ -276,14 +266,12 @@ class Engine:
             block_size=BLOCK_SIZE,
             num_gpu_blocks_override=num_blocks,
             enable_prefix_caching=False,
-            kv_transfer_config=transfer,
+            kv_transfer_config=transfers,
             **limits,
         )
         config = arguments.create_engine_config()
         config.scheduler_config.async_scheduling = True  # vLLM turns it off on CPUs
         SECOND.add(id(config))
-        if host_blocks:
-            MIRRORED.add(id(config))
         self.core = engine_core.EngineCore(config, Executor, log_stats=False)
         self.scheduler = self.core.scheduler
         self.worker = self.core.model_executor.driver_worker
@@ -337,49 +325,9 @@ def prepare(monkeypatch):
     monkeypatch.setattr(engine_core, "enable_envs_cache", lambda: None)
     monkeypatch.setattr(connector_engine, "_tp_rank", lambda: 0)
     monkeypatch.setattr(connector, "writes_late", lambda _: True)
-    monkeypatch.setattr(connector, "uses_host_buffer", lambda config: id(config) in MIRRORED)
     monkeypatch.setattr(KVCache, "write_marker", lambda self: DEVICES[self.manifest().regions[0].address].mark)
 
 
 def zero_new_blocks(monkeypatch):
     """Have vLLM zero new blocks, as it does for models with states."""
     monkeypatch.setattr(KVCacheConfig, "needs_kv_cache_zeroing", property(lambda _: True))
-
-
-class Copies:
-    """Copies to host memory and back that end when a test lets them, on the threads that make them.
-
-    Attributes:
-        begun: ``save`` or ``load`` of each copy that has begun.
-        ended: of each that has ended.
-        failing: what the next copies raise.
-    """
-
-    PATIENCE_S = 120.0
-
-    def __init__(self, monkeypatch):
-        self.begun, self.ended = [], []
-        self.failing = None
-        self._may = {name: threading.Event() for name in ("save", "load")}
-        for name in self._may:
-            self.let(name)
-            monkeypatch.setattr(RowCopies, name, self._late(name, getattr(RowCopies, name)))
-
-    def hold(self, *names):
-        for name in names:
-            self._may[name].clear()
-
-    def let(self, *names):
-        for name in names:
-            self._may[name].set()
-
-    def _late(self, name, copy):
-        def copy_late(copies, *arguments):
-            self.begun.append(name)
-            assert self._may[name].wait(self.PATIENCE_S)
-            if self.failing is not None:
-                raise self.failing
-            copy(copies, *arguments)
-            self.ended.append(name)
-
-        return copy_late

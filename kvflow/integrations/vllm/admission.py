@@ -6,8 +6,8 @@ is left to do. The scheduler's side calls a rank in its own process directly, an
 the same host over a socket. A rank on another host waits for the step.
 
 The socket is in a folder that only this user can enter. A message is a MAC, the number of the last step that wrote into
-the blocks, the blocks to copy to host memory if there is a host buffer, and the text of a ticket. Only the rank and its
-own scheduler know the key of the MAC: the rank generates it and sends it inside the engine.
+the blocks, and the text of a ticket. Only the rank and its own scheduler know the key of the MAC: the rank generates it
+and sends it inside the engine.
 """
 
 import hmac
@@ -30,7 +30,6 @@ from msgspec import Struct
 
 from kvflow import Grant, Ticket
 from kvflow.errors import TicketInvalid
-from kvflow.integrations.vllm.messages import BlockIds
 
 logger = logging.getLogger("vllm.kvflow")  # vLLM shows the records of loggers below its own name
 
@@ -45,7 +44,6 @@ class _Early(Struct, frozen=True, array_like=True):
     """What a message says beside its MAC: arguments of ``EarlyAdmission.admit``, with the text of the ticket."""
 
     step: int
-    sources: BlockIds
     ticket: str
 
 
@@ -55,7 +53,7 @@ _early = msgspec.msgpack.Decoder(_Early)
 class Admits(Protocol):
     """A rank that can hold leases early."""
 
-    def admit_early(self, grant: Grant, step: int, sources: BlockIds = ()) -> None:
+    def admit_early(self, grant: Grant, step: int) -> None:
         """Hold the lease of a grant before its command arrives, if that step has written into its blocks."""
         ...
 
@@ -171,7 +169,7 @@ class Listener:
         except (msgspec.DecodeError, TicketInvalid) as error:
             logger.warning("kvflow: dropped a message to hold a lease: %s", error)
             return
-        self._rank.admit_early(ticket.grants[0], early.step, early.sources)
+        self._rank.admit_early(ticket.grants[0], early.step)
 
 
 class EarlyAdmission:
@@ -193,7 +191,7 @@ class EarlyAdmission:
             else:
                 logger.info("kvflow: a rank on another host, or without a socket, holds each lease a step later")
 
-    def admit(self, ticket: Ticket, step: int, sources: BlockIds = ()) -> None:
+    def admit(self, ticket: Ticket, step: int) -> None:
         """Tell every reachable rank to hold the lease of a new ticket, without waiting.
 
         A rank that has ended, or whose queue is full, raises nothing: the command of the step follows.
@@ -201,13 +199,12 @@ class EarlyAdmission:
         Args:
             ticket: the new ticket.
             step: number of the last step that wrote into its blocks.
-            sources: see ``Admit``.
         """
         for name in self._near:
             rank = _ranks.get(name)
             if rank is not None:
-                rank.admit_early(ticket.grants[0], step, sources)
-        early = _Early(step, sources, ticket.to_params()["kvflow"]) if self._far else None
+                rank.admit_early(ticket.grants[0], step)
+        early = _Early(step, ticket.to_params()["kvflow"]) if self._far else None
         text = msgspec.msgpack.encode(early)
         for key, socket in self._far:
             with suppress(zmq.Again):

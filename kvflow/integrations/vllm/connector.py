@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
 )
 
-from kvflow import HostMirror, RankAddress, configure_logging
+from kvflow import RankAddress, configure_logging
 from kvflow.integrations.vllm import versions
 from kvflow.integrations.vllm.admission import Contact
 from kvflow.integrations.vllm.cpu_attention import cpu_kernels, marker
@@ -27,9 +27,9 @@ from kvflow.integrations.vllm.engine import (
     load_wait,
     own_host,
     require_fixed_pages,
+    require_own_device,
     required_layout,
     runs_apart,
-    uses_host_buffer,
     writes_late,
 )
 from kvflow.integrations.vllm.messages import Command, pack, unpack
@@ -91,12 +91,10 @@ class RankIntroduction(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # a
     Attributes:
         address: of the rank, for tickets.
         contact: channel over which the scheduler's side reaches the rank between steps.
-        host_blocks: blocks of its host buffer; 0 without one.
     """
 
     address: RankAddress
     contact: Contact
-    host_blocks: int = 0
 
 
 class KVFlowConnector(*versions.connector_bases()):  # type: ignore[misc]  # vLLM is not there to check against
@@ -108,7 +106,7 @@ class KVFlowConnector(*versions.connector_bases()):  # type: ignore[misc]  # vLL
         super().__init__(vllm_config, role, kv_cache_config)
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         has = versions.features()
-        self._mirrored = uses_host_buffer(vllm_config)
+        require_own_device(vllm_config)
         require_fixed_pages(vllm_config)
         facts = engine_facts(vllm_config, ranked=role is KVConnectorRole.WORKER, told_of_sleep=has.sleep)
         self._settings = read_settings(extra, facts, own_host)
@@ -121,9 +119,7 @@ class KVFlowConnector(*versions.connector_bases()):  # type: ignore[misc]  # vLL
         self._scheduler: SchedulerSide | None = None
         self._runtime: RankRuntime | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerSide(
-                self._settings, vllm_config, kv_cache_config, versions.extra_keys(), mirrored=self._mirrored
-            )
+            self._scheduler = SchedulerSide(self._settings, vllm_config, kv_cache_config, versions.extra_keys())
             printed = sorted(SECRET_KEYS & set(extra))
             if printed:
                 logger.warning(
@@ -188,11 +184,7 @@ class KVFlowConnector(*versions.connector_bases()):  # type: ignore[misc]  # vLL
         """Take the introductions of the ranks."""
         ranks = [each for each in metadata.values() if isinstance(each, RankIntroduction)]
         if ranks:
-            self._scheduler_side.meet_ranks(
-                [each.address for each in ranks],
-                [each.contact for each in ranks],
-                [each.host_blocks for each in ranks],
-            )
+            self._scheduler_side.meet_ranks([each.address for each in ranks], [each.contact for each in ranks])
         else:  # ``MultiConnector`` passes on the metadata of its first child that has any
             logger.warning(
                 "kvflow: this engine offers nothing, because another connector comes before kvflow in connectors of "
@@ -264,11 +256,9 @@ class KVFlowConnector(*versions.connector_bases()):  # type: ignore[misc]  # vLL
                 required_layout(self._vllm_config, packed=True),
                 layout,
             )
-        mirror = HostMirror(cache, memory_bytes=self._settings.host_buffer_bytes) if self._mirrored else None
         self._runtime = RankRuntime(
             config,
             cache,
-            mirror=mirror,
             apart=runs_apart(self._vllm_config),
             mark=cache.write_marker(),
             load_wait=load_wait(self._vllm_config),
@@ -285,12 +275,6 @@ class KVFlowConnector(*versions.connector_bases()):  # type: ignore[misc]  # vLL
             cache.num_blocks,
             len(cache.groups),
         )
-        if mirror is not None:
-            logger.info(
-                "kvflow: peers read and write a host buffer of %d blocks of %d bytes, pinned, instead of the cache",
-                mirror.cache.num_blocks,
-                mirror.cache.bytes_per_block,
-            )
         for doubt in doubts(config):
             logger.warning("kvflow: %s", doubt)
 
@@ -307,7 +291,7 @@ class KVFlowConnector(*versions.connector_bases()):  # type: ignore[misc]  # vLL
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Return the introduction of this rank."""
         runtime = self._worker_side
-        return RankIntroduction(runtime.rank.address, runtime.contact, runtime.host_blocks)
+        return RankIntroduction(runtime.rank.address, runtime.contact)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Hand the commands of this step to kvflow's thread.

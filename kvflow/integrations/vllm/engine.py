@@ -128,33 +128,21 @@ def require_awake(model: Any) -> None:
         )
 
 
-def uses_host_buffer(vllm_config: "VllmConfig") -> bool:
-    """Tell whether peers read and write a buffer in host memory instead of the cache, as ``kv_buffer_device`` says.
-
-    vLLM hands each connector a function that copies blocks (``set_host_xfer_buffer_ops``). It makes the engine wait,
-    and needs tensors in the form of the cache; ``kvflow.HostMirror`` copies instead.
+def require_own_device(vllm_config: "VllmConfig") -> None:
+    """Refuse to stage the cache on another device than its own: peers read it where it is.
 
     Raises:
-        ConfigInvalid: ``kv_buffer_device`` is neither the device of the cache nor the host of a CUDA or ROCm device, or
-            there is no buffer whose size could be set.
+        ConfigInvalid: names ``kv_buffer_device``.
     """
     from vllm.platforms import current_platform  # noqa: PLC0415 - it looks for devices
 
     wanted, has = vllm_config.kv_transfer_config.kv_buffer_device, current_platform.device_type
-    if wanted == has:
-        if "host_buffer_bytes" in vllm_config.kv_transfer_config.kv_connector_extra_config:
-            raise ConfigInvalid(
-                f"host_buffer_bytes is set, but kv_buffer_device is {wanted}, where the cache is: there is no buffer",
-                remedy="Remove host_buffer_bytes" + (", or set kv_buffer_device to cpu." if has == "cuda" else "."),
-            )
-        return False
-    if wanted != "cpu" or has != "cuda":  # vLLM calls ROCm devices cuda, too
+    if wanted != has:
         raise ConfigInvalid(
-            f"kv_buffer_device is {wanted}, but the cache is on {has}: kvflow keeps a buffer in host memory for CUDA "
-            "and ROCm devices, and none elsewhere",
-            remedy="Leave kv_buffer_device out." if has != "cuda" else "Set kv_buffer_device to cpu, or leave it out.",
+            f"kv_buffer_device is {wanted}, but the cache is on {has}, and KVFlowConnector stages it nowhere else",
+            remedy="Leave kv_buffer_device out. If network cards cannot reach the memory of the GPU, use the TCP plane "
+            "(transport auto or tcp), which moves it through host memory in portions.",
         )
-    return True
 
 
 def require_fixed_pages(vllm_config: "VllmConfig") -> None:

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from kvflow import Ticket
 from kvflow.errors import BlockRangeMismatch, KvflowError
 from kvflow.integrations.vllm.blocks import TransferGroup, loaded_blocks
-from kvflow.integrations.vllm.host_blocks import HostBlocks
 from kvflow.integrations.vllm.messages import Cancel, Command, Fail, Keep, Pull, Release
 
 logger = logging.getLogger("vllm.kvflow")  # vLLM shows the records of loggers below its own name
@@ -61,7 +60,6 @@ class Loading:
     Args:
         groups: that are transferred.
         tokens_max: tokens of the longest request of this engine (``max_model_len``).
-        host: blocks of the host buffer, into which loads read; None without one.
 
     Attributes:
         groups: that are transferred.
@@ -69,9 +67,8 @@ class Loading:
     Thread: the scheduler's.
     """
 
-    def __init__(self, groups: Sequence[TransferGroup], tokens_max: int, host: HostBlocks | None = None) -> None:
+    def __init__(self, groups: Sequence[TransferGroup], tokens_max: int) -> None:
         self.groups = tuple(groups)
-        self._host = host
         self._tokens_max = tokens_max
         self._has_states = any(each.is_state for each in groups)
         self._loads: dict[str, _Load] = {}
@@ -141,7 +138,7 @@ class Loading:
         """Return how many tokens after the computed ones can be loaded.
 
         Returns:
-            None while another request loads the same ticket, or until the host buffer has room: vLLM asks again.
+            None while another request loads the same ticket: vLLM asks again.
         """
         load = self._loads.get(request_id)
         if load is None or load.loading:
@@ -149,8 +146,6 @@ class Loading:
         if load.follows:
             return None if load.follows in self._loads else 0
         load.computed = computed
-        if computed < load.end and not self._has_room(request_id, load):
-            return None
         return max(0, load.end - computed)
 
     def allocated(self, request_id: str, listed: Sequence[Sequence[int]], num_tokens: int) -> None:
@@ -174,11 +169,7 @@ class Loading:
             assert load.ticket is not None
             end = load.computed + num_tokens
             block_ids = loaded_blocks(self.groups, listed, end=end, num_tokens=load.covered)
-            if self._host is None:
-                pull = Pull(request_id, load.ticket, block_ids)
-            else:
-                pull = Pull(request_id, load.ticket, self._host.take(("load", request_id), block_ids), block_ids)
-            self._commands.append(pull)
+            self._commands.append(Pull(request_id, load.ticket, block_ids))
         except KvflowError as error:
             if load.refusal is None:
                 logger.warning("kvflow: request %s cannot be loaded: %s", request_id, error)
@@ -219,20 +210,6 @@ class Loading:
         self._commands, self._waited, self._new = [], self._new, []
         return commands
 
-    def _has_room(self, request_id: str, load: _Load) -> bool:
-        """Tell whether the host buffer has room for a load; refuse the load if it never has."""
-        if self._host is None or load.refusal is not None:
-            return True
-        needed = sum(1 if each.is_state else each.blocks_needed(load.end) for each in self.groups)
-        try:
-            return self._host.has_room(("load", request_id), needed)
-        except KvflowError as error:
-            ticket = load.ticket
-            self._forget(request_id)
-            self.refuse(request_id, error, wanted=load.end, ticket=ticket)
-            self._loads[request_id].computed = load.computed
-            return True
-
     def _remember(self, prompt: str) -> None:
         self._sampled[prompt] = None
         if len(self._sampled) > SAMPLED_MAX:
@@ -240,8 +217,6 @@ class Loading:
 
     def _forget(self, request_id: str) -> None:
         load = self._loads.pop(request_id, None)
-        if self._host is not None:
-            self._host.give(("load", request_id))
         if load is not None and load.ticket is not None:
             self._loaders.pop(load.ticket.sealed, None)
 

@@ -24,13 +24,11 @@ class Admit(Struct, frozen=True, tag=True):
         request_id: name of the request in this engine.
         grant: of its ticket.
         step: number of the last step that wrote into its blocks.
-        sources: with a host buffer, the blocks of the device to copy to those of the grant; empty without one.
     """
 
     request_id: str
     grant: Grant
     step: int = 0
-    sources: BlockIds = ()
 
 
 class Pull(Struct, frozen=True, tag=True):
@@ -40,13 +38,11 @@ class Pull(Struct, frozen=True, tag=True):
         request_id: name of the request in this engine.
         ticket: of the producer.
         block_ids: one list per group, with -1 where nothing must be written.
-        targets: with a host buffer, the blocks of the device to which those are copied; empty without one.
     """
 
     request_id: str
     ticket: Ticket
     block_ids: BlockIds
-    targets: BlockIds = ()
 
 
 class Keep(Struct, frozen=True, tag=True):

@@ -21,7 +21,6 @@ from msgspec import Struct
 from kvflow import RankAddress, Ticket, TicketMint
 from kvflow.errors import KvflowError
 from kvflow.integrations.vllm.blocks import NULL_BLOCK, Digests, TransferGroup, offered_blocks
-from kvflow.integrations.vllm.host_blocks import HostBlocks
 from kvflow.integrations.vllm.loading import SAMPLE
 from kvflow.integrations.vllm.messages import Admit, BlockIds, Command
 from kvflow.integrations.vllm.params import no_ticket_params, ticket_params
@@ -29,7 +28,7 @@ from kvflow.integrations.vllm.params import no_ticket_params, ticket_params
 logger = logging.getLogger("vllm.kvflow")  # vLLM shows the records of loggers below its own name
 
 MintTickets = Callable[[Sequence[RankAddress]], TicketMint]
-AdmitEarly = Callable[[Ticket, int, BlockIds], None]
+AdmitEarly = Callable[[Ticket, int], None]
 
 PROMPT_NAME = re.compile(r"(?P<call>cmpl-.+)-(?P<number>\d{1,6})(-[0-9a-f]{8})?", re.DOTALL)
 """vLLM's name of a prompt of ``/v1/completions``: all prompts of a call have it, up to their number and some digits."""
@@ -84,9 +83,8 @@ class Offering:
         groups: that are transferred.
         mint: returns the ticket issuer of the engine, given the addresses of its ranks.
         num_blocks: blocks of the engine.
-        admit_early: tells the ranks to hold a lease before the command arrives with the next step; takes the ticket,
-            the number of the last step that wrote into its blocks, and the sources, see ``Admit``.
-        host: blocks of the host buffer, which other engines read; None without one.
+        admit_early: tells the ranks to hold a lease before the command arrives with the next step; takes the ticket
+            and the number of the last step that wrote into its blocks.
 
     Thread: the scheduler's.
     """
@@ -97,10 +95,8 @@ class Offering:
         mint: MintTickets,
         num_blocks: int,
         admit_early: AdmitEarly,
-        host: HostBlocks | None = None,
     ) -> None:
         self.groups = tuple(groups)
-        self._host = host
         self._make_mint = mint
         self._admit_early = admit_early
         self._mint: TicketMint | None = None
@@ -116,8 +112,6 @@ class Offering:
     def meet_ranks(self, ranks: Sequence[RankAddress]) -> None:
         """Take the addresses of the ranks."""
         self._mint = self._make_mint(sorted(ranks, key=lambda address: address.rank))
-        if self._host is not None:
-            self._speculative.limit(self._host.num_blocks)
 
     def announce(self, request_id: str, *, asked: bool = True, traceparent: str = "") -> None:
         """Take a request whose blocks are to be offered when its prompt is computed.
@@ -202,8 +196,6 @@ class Offering:
 
     def _end(self, request_id: str, origin: _Origin) -> None:
         self._speculative.give(request_id)
-        if self._host is not None:
-            self._host.give(("offer", request_id))
         if origin.call and not origin.number:
             _subtract(self._first_prompts, origin.call)
 
@@ -226,7 +218,6 @@ class Offering:
         try:
             block_ids = offered_blocks(self.groups, listed, num_tokens)
             contents = digests(block_ids, num_tokens)
-            sources, block_ids = self._exported(request_id, block_ids)
             ticket, grant = self._mint.offer(
                 request_id,
                 block_ids=block_ids,
@@ -243,7 +234,7 @@ class Offering:
             self._held[request_id] = origin
             if origin.sampled:
                 self._answered[origin.prompt] = params
-            self._commands.append(Admit(request_id, grant, step, sources))
+            self._commands.append(Admit(request_id, grant, step))
         except BaseException:
             # vLLM frees the blocks of a request that is not offered, so no lease of them may be admitted.
             self._mint.retire(request_id)
@@ -252,18 +243,10 @@ class Offering:
             raise
         # From here on the request counts as offered, because a rank may hold its lease.
         try:  # noqa: SIM105 - contextlib.suppress is a call, which may fail where another has
-            self._admit_early(ticket, step, sources)
+            self._admit_early(ticket, step)
         except Exception:  # noqa: BLE001, S110 - the command of the next step does the same
             pass
         return offered
-
-    def _exported(self, request_id: str, block_ids: BlockIds) -> tuple[BlockIds, BlockIds]:
-        """Return the blocks to copy to the host buffer, and those that other engines read.
-
-        Raises:
-            CapacityExceeded: the host buffer has no room.
-        """
-        return ((), block_ids) if self._host is None else (block_ids, self._host.take(("offer", request_id), block_ids))
 
 
 class _Speculative:
@@ -274,10 +257,6 @@ class _Speculative:
         self._blocks: Counter[int] = Counter()  # requests may share a block of the prefix cache
         self._held: dict[str, frozenset[int]] = {}
         self._told = False
-
-    def limit(self, num_blocks: int) -> None:
-        """Count on so many blocks at most: those of the host buffer."""
-        self._blocks_max = min(self._blocks_max, int(num_blocks * SPECULATIVE_SHARE))
 
     def take(self, request_id: str, listed: Iterable[Sequence[int]], slots: int) -> bool:
         """Count the blocks of a request; return False, and count nothing, if they exceed the share."""

@@ -12,7 +12,7 @@ from kvflow.integrations.vllm.messages import Admit, Command
 from kvflow.integrations.vllm.worker import Passed, RankWorker
 
 if TYPE_CHECKING:
-    from kvflow import HostMirror, KVCache  # loads torch
+    from kvflow import KVCache  # loads torch
 
 logger = logging.getLogger("vllm.kvflow")  # vLLM shows the records of loggers below its own name
 
@@ -23,7 +23,6 @@ class RankRuntime:
     Attributes:
         rank: executes commands.
         contact: channel over which the scheduler's side reaches the rank between steps.
-        host_blocks: blocks of the host buffer; 0 without one.
     """
 
     def __init__(
@@ -34,7 +33,6 @@ class RankRuntime:
         apart: bool = False,
         mark: Callable[[], Passed] | None = None,
         load_wait: LoadWait = LOAD_WAIT,
-        mirror: "HostMirror | None" = None,
     ) -> None:
         """Open the worker.
 
@@ -44,25 +42,16 @@ class RankRuntime:
             apart: whether the scheduler's side may be in another process.
             mark: see ``RankWorker``.
             load_wait: see ``RankWorker``.
-            mirror: of the cache, which the worker serves instead of it; closed with the worker, or if it cannot open.
 
         Raises:
             ConfigInvalid, SpecInvalid, TransportUnavailable: see ``kvflow.open_worker``.
         """
         self._stack = ExitStack()
-        self._mirror = mirror
-        if mirror is not None:
-            self._stack.callback(mirror.close)
-        self._cache = cache if mirror is None else mirror.cache
-        self.host_blocks = 0 if mirror is None else mirror.cache.num_blocks
-        try:
-            self._worker = self._stack.enter_context(run_worker(config, self._cache))
-        except BaseException:
-            self._stack.close()
-            raise
+        self._cache = cache
+        self._worker = self._stack.enter_context(run_worker(config, cache))
         self._asleep = False
         self._on_device = mark is not None
-        self.rank = RankWorker(self._worker, mark, load_wait, mirror)
+        self.rank = RankWorker(self._worker, mark, load_wait)
         self.contact = self._stack.enter_context(reachable(self.rank, apart=apart))
 
     def divide(self, commands: Sequence[Command]) -> tuple[Sequence[Command], Sequence[Command]]:
@@ -86,8 +75,6 @@ class RankRuntime:
         """
         if self._asleep:
             self._worker.resume(self._cache)
-            if self._mirror is not None:
-                self._mirror.resume()
             self._asleep = False
             logger.info("kvflow: the engine is awake; this rank is at %s", self.rank.address.endpoint)
 

@@ -11,7 +11,6 @@ from kvflow import RankAddress, TicketKey, TicketMint
 from kvflow.errors import DefectFound, KvflowError, TicketInvalid
 from kvflow.integrations.vllm.admission import Contact, EarlyAdmission
 from kvflow.integrations.vllm.blocks import NULL_BLOCK, Contents, Digests, ExtraKeys, TransferGroup
-from kvflow.integrations.vllm.host_blocks import HostBlocks
 from kvflow.integrations.vllm.loading import Loading
 from kvflow.integrations.vllm.messages import BlockIds, Command, Counters, empty_counters
 from kvflow.integrations.vllm.offering import Offering, is_further_prompt
@@ -118,7 +117,6 @@ class SchedulerSide:
         vllm_config: of the engine.
         kv_cache_config: of the engine, with the groups of its cache.
         extra_keys: vLLM's ``generate_block_hash_extra_keys``.
-        mirrored: whether the ranks have a host buffer.
 
     Attributes:
         guard: exceptions that vLLM did not see.
@@ -135,8 +133,6 @@ class SchedulerSide:
         vllm_config: "VllmConfig",
         kv_cache_config: "KVCacheConfig",
         extra_keys: ExtraKeys,
-        *,
-        mirrored: bool = False,
     ) -> None:
         groups = transfer_groups(kv_cache_config)
         config = settings.worker
@@ -160,18 +156,13 @@ class SchedulerSide:
         self._contents = Contents(extra_keys)
         self._backoff = prefill_backoff(groups, prefill_lookahead(vllm_config))
         self.guard = Guard()
-        self._host = HostBlocks() if mirrored else None
-        self.loading = Loading(groups, tokens_max, self._host)
+        self.loading = Loading(groups, tokens_max)
         self._early = EarlyAdmission()
-        self.offering = Offering(groups, mint, kv_cache_config.num_blocks, self._early.admit, self._host)
+        self.offering = Offering(groups, mint, kv_cache_config.num_blocks, self._early.admit)
         self.untagged = Untagged(settings)
 
-    def meet_ranks(
-        self, ranks: Sequence[RankAddress], contacts: Iterable[Contact] = (), host_blocks: Iterable[int] = ()
-    ) -> None:
-        """Take the addresses of the ranks, their contacts between steps, and the numbers of their host blocks."""
-        if self._host is not None:
-            self._host.meet(host_blocks)
+    def meet_ranks(self, ranks: Sequence[RankAddress], contacts: Iterable[Contact] = ()) -> None:
+        """Take the addresses of the ranks, and their contacts between steps."""
         self.offering.meet_ranks(ranks)
         self._early.meet(contacts)
 

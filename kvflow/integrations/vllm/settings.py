@@ -14,7 +14,7 @@ from msgspec import Struct
 from kvflow import WorkerConfig
 from kvflow.errors import ConfigInvalid, suggest
 
-OWN_KEYS = frozenset({"enable_cross_layers_blocks", "host_buffer_bytes", "log_file", "log_level", "offer"})
+OWN_KEYS = frozenset({"enable_cross_layers_blocks", "log_file", "log_level", "offer"})
 """Settings of the connector; all other keys are settings of the worker."""
 
 LOG_LEVELS = ("info", "debug", "warning")
@@ -29,12 +29,6 @@ SECRET_KEYS = frozenset({"cluster_secret", "cluster_secret_accepted", "private_k
 """Secrets, which belong in the environment: vLLM prints its configuration."""
 
 OFFERS = ("asked", "always")
-
-HOST_BUFFER_BYTES = 8 << 30
-"""Host memory of each rank for a buffer, by default. Eight ranks pin 64 GiB, which hosts of eight GPUs have to spare. A
-link of 25 GB/s fills the buffer in 0.3 s, longer than most requests hold their part of it."""
-
-HOST_BUFFER_BYTES_MAX = 1 << 44
 
 PORT_MAX = 65535
 
@@ -83,7 +77,6 @@ class Settings(Struct, frozen=True, kw_only=True):
         log_file: file for kvflow's records, one JSON object per line; None leaves them to Python's logging.
         log_level: level below which records are left out of that file, as the standard library numbers it.
         offers_always: whether to offer requests for one token that come without ``kv_transfer_params``.
-        host_buffer_bytes: most host memory of the rank for a buffer, if it has one.
     """
 
     worker: WorkerConfig
@@ -93,7 +86,6 @@ class Settings(Struct, frozen=True, kw_only=True):
     log_file: str | None = None
     log_level: int = logging.INFO
     offers_always: bool = False
-    host_buffer_bytes: int = HOST_BUFFER_BYTES
 
 
 def read_settings(extra: Mapping[str, Any], facts: EngineFacts, find_host: Callable[[], str] = str) -> Settings:
@@ -145,7 +137,6 @@ def read_settings(extra: Mapping[str, Any], facts: EngineFacts, find_host: Calla
         log_file=_log_file(extra),
         log_level=_log_level(extra),
         offers_always=_offers_always(extra, facts.kv_role),
-        host_buffer_bytes=_host_buffer_bytes(extra),
     )
 
 
@@ -192,17 +183,6 @@ def _log_file(extra: Mapping[str, Any]) -> str | None:
     if value is not None and not (isinstance(value, str) and value):
         raise ConfigInvalid(f"log_file must be the path of a file, not {value!r}")
     return value
-
-
-def _host_buffer_bytes(extra: Mapping[str, Any]) -> int:
-    value = extra.get("host_buffer_bytes", HOST_BUFFER_BYTES)
-    try:
-        found = msgspec.convert(value, type=int, strict=False)
-    except msgspec.ValidationError:
-        found = 0
-    if isinstance(value, bool) or not 0 < found <= HOST_BUFFER_BYTES_MAX:
-        raise ConfigInvalid(f"host_buffer_bytes must be a number of bytes from 1 to 2**44, not {value!r}")
-    return found
 
 
 def _log_level(extra: Mapping[str, Any]) -> int:

@@ -9,11 +9,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import NamedTuple, cast
 
 from kvflow import Finished, Grant, RankAddress, ThreadedWorker, Ticket, TransferReport
 from kvflow.errors import (
@@ -30,7 +30,6 @@ from kvflow.errors import (
 from kvflow.integrations.vllm.engine import LOAD_WAIT, LoadWait
 from kvflow.integrations.vllm.messages import (
     Admit,
-    BlockIds,
     Cancel,
     Command,
     Counters,
@@ -42,9 +41,6 @@ from kvflow.integrations.vllm.messages import (
     count_ends,
     empty_counters,
 )
-
-if TYPE_CHECKING:
-    from kvflow import HostMirror  # loads torch
 
 logger = logging.getLogger("vllm.kvflow")  # vLLM shows the records of loggers below its own name
 
@@ -78,20 +74,6 @@ class Results(NamedTuple):
     failed: set[str]
 
 
-class _Load(NamedTuple):
-    """A pull that is open, or whose blocks are being copied to the device.
-
-    Attributes:
-        ticket: that is read.
-        pull: its end.
-        copy: end of the copies from host memory, which follow the pull; None without a host buffer.
-    """
-
-    ticket: Ticket
-    pull: "Future[TransferReport]"
-    copy: "Future[None] | None" = None
-
-
 @dataclass(slots=True)
 class _Early:
     """A grant that arrived before the command of its step.
@@ -115,8 +97,6 @@ class RankWorker:
         worker: of the rank.
         mark: marks the end of what a device has been given to do; None if no device writes the cache.
         load_wait: how long a step that has nothing to compute waits for loads.
-        mirror: host memory that peers read and that loads come to; None if these are the cache itself. A lease is held
-            when its blocks are there. A load is reported when its blocks are in the cache, or no copy will come.
 
     Thread: the engine's; ``admit_early`` may be called from any.
     """
@@ -126,14 +106,11 @@ class RankWorker:
         worker: ThreadedWorker,
         mark: Callable[[], Passed] | None = None,
         load_wait: LoadWait = LOAD_WAIT,
-        mirror: "HostMirror | None" = None,
     ) -> None:
         self._worker = worker
-        self._mirror = mirror
         self._load_wait = load_wait
         self._held_back: deque[tuple[int, Sequence[Command]]] = deque()
-        self._pulls: dict[str, _Load] = {}
-        self._landing: dict[str, _Load] = {}
+        self._pulls: dict[str, tuple[Ticket, Future[TransferReport]]] = {}
         self._sent: set[str] = set()
         self._received: set[str] = set()
         self._failed: set[str] = set()
@@ -143,7 +120,6 @@ class RankWorker:
         self._early: dict[str, _Early] = {}
         self._ordered: dict[str, int] = {}
         self._unwritten: list[Admit] = []
-        self._saves: dict[tuple[str, str], Future[None]] = {}
         self._mark = mark
         self._marks: deque[tuple[int, Passed]] = deque(maxlen=MARKS_MAX)  # a device does its work in order
         self._written = -1
@@ -209,8 +185,6 @@ class RankWorker:
         try:
             self._worker.suspend()
         finally:
-            if self._mirror is not None:
-                self._mirror.suspend()
             self._take_ends(lost=True)
 
     def collect(self, *, idle: bool = False) -> Results:
@@ -223,14 +197,14 @@ class RankWorker:
         self._admit_written()
         self.execute_written()
         self._take_ends()
-        if idle and self._load_wait.all_s and (self._pulls or self._landing) and not (self._failed or self._sent):
+        if idle and self._load_wait.all_s and self._pulls and not (self._failed or self._sent):
             self._wait()
         results = Results(self._sent, self._received, self._failed)
         self._sent, self._received, self._failed = set(), set(), set()
         return results
 
     def _wait(self) -> None:
-        """Wait for all open pulls, as long as pulls end, and for the copies that follow."""
+        """Wait for all open pulls, as long as pulls end."""
         each_s, all_s = self._load_wait
         until = time.monotonic() + all_s
         while open_pulls := len(self._pulls):
@@ -240,9 +214,6 @@ class RankWorker:
             self._take_ends()
             if wait_s <= 0 or len(self._pulls) == open_pulls:
                 return
-        if self._landing:
-            wait([load.copy for load in self._landing.values() if load.copy], max(0.0, until - time.monotonic()))
-            self._take_ends()
 
     def take_counters(self) -> Counters | None:
         """Return the counters since the last call, or None if nothing was counted."""
@@ -254,17 +225,16 @@ class RankWorker:
             self._counters = empty_counters()
         return self._counters
 
-    def admit_early(self, grant: Grant, step: int, sources: BlockIds = ()) -> None:
+    def admit_early(self, grant: Grant, step: int) -> None:
         """Hold the lease of a grant before its command arrives.
 
-        Do nothing if the command has arrived. If a GPU may still write into the blocks, or they are being copied to
-        host memory, try again until they are ready: the command of the step may never come, because ``LLM.generate``
-        does not step the engine when it has ended.
+        Do nothing if the command has arrived. If a GPU may still write into the blocks, try again until it has written
+        them: the command of the step may never come, because ``LLM.generate`` does not step the engine when it has
+        ended.
 
         Args:
             grant: of a new ticket.
             step: number of the last step that wrote into its blocks.
-            sources: see ``Admit``.
 
         Thread: any.
         """
@@ -275,15 +245,11 @@ class RankWorker:
                 return
             if self._is_stopped:
                 return
-            if self._may_hold(grant, step, sources):
+            if self._has_written(step):
                 early = self._early[grant.request_id] = _Early(_key(grant))  # set first: no lease without an entry
                 early.held = self._hold(grant)
                 return
-            saving = self._saves.get(_key(grant))
-        if saving is not None:
-            saving.add_done_callback(lambda _: self.admit_early(grant, step, sources))
-            return
-        again = threading.Timer(WRITTEN_PAUSE_S, self.admit_early, (grant, step, sources))
+        again = threading.Timer(WRITTEN_PAUSE_S, self.admit_early, (grant, step))
         again.daemon = True
         again.start()
 
@@ -298,36 +264,22 @@ class RankWorker:
             self._ordered[_incarnation(grant)] = grant.epoch_value
             early = self._early.pop(grant.request_id, None)
             if early is None or early.key != _key(grant):
-                if not self._may_hold(grant, command.step, command.sources):
+                if not self._has_written(command.step):
                     self._unwritten.append(command)
                     return
                 early = _Early(_key(grant), held=self._hold(grant))
         self._admitted(command, held=early.held, ended=early.ended)
 
     def _admit_written(self) -> None:
-        """Hold the leases whose blocks have become ready since the last call."""
+        """Hold the leases whose blocks have been written since the last call."""
         waiting, self._unwritten = self._unwritten, []
         for command in waiting:
             with self._admitting:
-                is_ready = self._may_hold(command.grant, command.step, command.sources)
-            if is_ready:
+                is_written = self._has_written(command.step)
+            if is_written:
                 self._admitted(command, held=self._hold(command.grant))
             else:
                 self._unwritten.append(command)
-
-    def _may_hold(self, grant: Grant, step: int, sources: BlockIds) -> bool:
-        """Tell whether peers may read the blocks of a grant, without waiting. The caller holds ``_admitting``.
-
-        With a host buffer the copies to it start when the device has written the blocks.
-        """
-        if not self._has_written(step):
-            return False
-        if self._mirror is None:
-            return True
-        saving = self._saves.get(_key(grant))
-        if saving is None:
-            saving = self._saves[_key(grant)] = self._mirror.save(sources, grant.block_ids)
-        return saving.done()
 
     def _has_written(self, step: int) -> bool:
         """Tell whether a step has written its blocks, without waiting. The caller holds ``_admitting``.
@@ -349,8 +301,6 @@ class RankWorker:
 
     def _hold(self, grant: Grant) -> bool:
         try:
-            if self._mirror is not None:
-                self._saves.pop(_key(grant)).result()
             self._worker.admit(grant)
         except Exception as error:  # noqa: BLE001 - an exception must fail this request, not the engine
             logger.error("kvflow: request %s is not offered and its ticket is invalid: %s", grant.request_id, error)
@@ -368,18 +318,12 @@ class RankWorker:
                 self._fail(command.request_id)
         else:
             for command, future in zip(commands, futures, strict=True):
-                copy = None
-                if self._mirror is not None:
-                    copy = self._mirror.load(command.block_ids, command.targets, after=future)
-                self._pulls[command.request_id] = _Load(command.ticket, future, copy)
+                self._pulls[command.request_id] = command.ticket, future
 
     def _cancel(self, request_id: str) -> None:
-        """Cancel the pull of a request, and its copies if they have not started."""
-        load = self._pulls.get(request_id) or self._landing.get(request_id)
-        if load is not None:
-            load.pull.cancel()
-            if load.copy is not None:
-                load.copy.cancel()
+        """Cancel the pull of a request."""
+        if request_id in self._pulls:
+            self._pulls[request_id][1].cancel()
 
     def _take_ends(self, *, lost: bool = False) -> None:
         ends = self._worker.finished()
@@ -390,10 +334,6 @@ class RankWorker:
                 self._end_lease(end.request_id)
             else:
                 self._end_pull(end, lost=lost)
-        landed = {name: load.copy for name, load in self._landing.items() if load.copy and load.copy.done()}
-        for request_id, copy in landed.items():
-            del self._landing[request_id]
-            self._end_copy(request_id, copy, lost=lost)
 
     def _end_lease(self, request_id: str) -> None:
         with self._admitting:
@@ -405,45 +345,22 @@ class RankWorker:
 
     def _end_pull(self, end: Finished, *, lost: bool) -> None:
         request_id, error = end.local_request_id, end.error
-        load = self._pulls.pop(request_id, None)
-        if load is None:
+        if request_id not in self._pulls:
             return
-        if error is None and load.copy is not None:
-            self._landing[request_id] = load
-            return
+        ticket, _ = self._pulls.pop(request_id)
         self._received.add(request_id)
         if error is not None:
             self._failed.add(request_id)
-            ticket = load.ticket
             named = request_id, end.request_id, ticket.engine_id
             logger.warning("kvflow: the load of request %s (%s of engine %s) failed: %s", *named, error)
             if not isinstance(error, NOT_RELEASED):
                 self._release(request_id, ticket)
         elif lost:
-            self._lose(request_id)
-
-    def _end_copy(self, request_id: str, copy: "Future[None]", *, lost: bool) -> None:
-        """Report a load whose copies have ended: nothing writes into its blocks."""
-        self._received.add(request_id)
-        if copy.cancelled():  # vLLM has ended the request
             self._failed.add(request_id)
-        elif (error := copy.exception()) is not None:
             logger.warning(
-                "kvflow: the load of request %s failed, because its blocks could not be copied to the device: %s",
+                "kvflow: the load of request %s is lost, because the engine went to sleep before it was used",
                 request_id,
-                error,
             )
-            count(self._counted(), "failed", error.code if isinstance(error, KvflowError) else DefectFound.code)
-            self._failed.add(request_id)
-        elif lost:
-            self._lose(request_id)
-
-    def _lose(self, request_id: str) -> None:
-        self._failed.add(request_id)
-        logger.warning(
-            "kvflow: the load of request %s is lost, because the engine went to sleep before it was used",
-            request_id,
-        )
 
     def _fail(self, request_id: str) -> None:
         self._received.add(request_id)

@@ -34,7 +34,6 @@ OF_VLLM = {*vllm.FROM_ENGINE, "model", "model_revision", "model_dtype"}
 
 OWN_DEFAULTS = {
     "enable_cross_layers_blocks": False,
-    "host_buffer_bytes": vllm.HOST_BUFFER_BYTES,
     "log_file": None,
     "log_level": vllm.LOG_LEVELS[0],
     "offer": vllm.OFFERS[0],

@@ -28,8 +28,6 @@ from .vllm_like import SECRET, FullAttentionSpec, new_request, new_ticket, rank_
 
 PATIENCE_S = 60.0
 STEP = 5
-SOURCES = ((8, 9, 2),)
-"""Blocks to copy to the host buffer."""
 OFFER = {"do_remote_decode": True, "do_remote_prefill": False}
 TICKET = new_ticket()
 
@@ -40,14 +38,12 @@ class Rank:
     def __init__(self):
         self.told = []
         self.steps = []
-        self.sources = []
         self.event = threading.Event()
         self.error = None
 
-    def admit_early(self, grant, step, sources):
+    def admit_early(self, grant, step):
         self.told.append(grant)
         self.steps.append(step)
-        self.sources.append(sources)
         self.event.set()
         if self.error:
             raise self.error
@@ -58,8 +54,8 @@ class Rank:
         return self.told
 
 
-def packed(step, ticket, sources=()):
-    return msgspec.msgpack.encode([step, sources, ticket])
+def packed(step, ticket):
+    return msgspec.msgpack.encode([step, ticket])
 
 
 def message(ticket, key, step=STEP):
@@ -481,7 +477,7 @@ def socket(monkeypatch):
 def send_until_told(rank, early, ticket=TICKET):
     """Send until it has arrived: a connection takes a moment, and nothing is kept for it."""
     for _ in range(int(PATIENCE_S / 0.01)):
-        early.admit(ticket, STEP, SOURCES)
+        early.admit(ticket, STEP)
         if rank.event.wait(0.01):
             rank.event.clear()
             return
@@ -493,7 +489,7 @@ def test_a_rank_of_another_process_is_told_over_its_socket(socket):
     folder = Path(contact.endpoint.removeprefix("ipc://")).parent
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     send_until_told(rank, early)
-    assert (rank.told[0], rank.steps[0], rank.sources[0]) == (TICKET.grants[0], STEP, SOURCES)
+    assert (rank.told[0], rank.steps[0]) == (TICKET.grants[0], STEP)
 
 
 def test_a_rank_that_has_ended_keeps_no_other_from_being_told(socket, tmp_path):
@@ -513,7 +509,6 @@ def hostile(key):
         "no MessagePack": b"\xc1",
         "a step of nonsense": packed("soon", ticket),
         "nothing behind the step": text[:2],
-        "blocks of nonsense": packed(STEP, ticket, [["block"]]),
         "a ticket that is cut": packed(STEP, ticket[:-40]),
         "a grant of nonsense": packed(STEP, "kvf2." + "A" * 4000),
         "too long a ticket": packed(STEP, "kvf2." + "A" * (8 << 20)),
@@ -593,7 +588,7 @@ import sys
 from kvflow.integrations.vllm.admission import reachable
 
 class Rank:
-    def admit_early(self, grant, step, sources):
+    def admit_early(self, grant, step):
         print(grant.request_id, flush=True)
 
 with reachable(Rank(), apart=True) as contact:

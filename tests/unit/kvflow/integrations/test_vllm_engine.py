@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvflow.errors import ConfigInvalid
-from kvflow.integrations.vllm.engine import head_counts, require_fixed_pages, required_layout, uses_host_buffer
+from kvflow.integrations.vllm.engine import head_counts, require_fixed_pages, require_own_device, required_layout
 from kvflow.integrations.vllm.specs import EngineShape, read_spec
 
 from .vllm_like import FullAttentionSpec
@@ -153,35 +153,26 @@ def test_segments_that_are_not_expandable_are_not_refused(monkeypatch, on_gpu):
 
 
 @pytest.fixture
-def asked_for_buffer(monkeypatch):
+def buffered(monkeypatch):
     """Returns a call of the check with a ``kv_buffer_device`` and the device of the cache."""
 
-    def ask(wanted, has, **extra):
+    def check(wanted, has):
         platform = SimpleNamespace(current_platform=SimpleNamespace(device_type=has))
         monkeypatch.setitem(sys.modules, "vllm.platforms", platform)
-        transfer = SimpleNamespace(kv_buffer_device=wanted, kv_connector_extra_config=extra)
-        return uses_host_buffer(SimpleNamespace(kv_transfer_config=transfer))
+        require_own_device(SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_buffer_device=wanted)))
 
-    return ask
-
-
-@pytest.mark.parametrize(("wanted", "has"), [("cpu", "cpu"), ("cuda", "cuda"), ("cpu", "cuda")])
-def test_a_cache_on_a_gpu_may_have_a_buffer_in_host_memory(asked_for_buffer, wanted, has):
-    assert asked_for_buffer(wanted, has) is (wanted != has)
+    return check
 
 
-@pytest.mark.parametrize(
-    ("wanted", "has", "remedy"),
-    [("cuda", "cpu", "Leave"), ("xpu", "cuda", "Set kv_buffer_device to cpu"), ("cpu", "xpu", "Leave")],
-)
-def test_another_buffer_is_refused_with_what_to_do(asked_for_buffer, wanted, has, remedy):
+@pytest.mark.parametrize("device", ["cpu", "cuda", "xpu"])
+def test_a_cache_may_be_named_as_its_own_buffer(buffered, device):
+    buffered(device, device)
+
+
+@pytest.mark.parametrize(("wanted", "has"), [("cpu", "cuda"), ("cpu", "xpu"), ("cuda", "cpu"), ("xpu", "cuda")])
+def test_a_buffer_on_another_device_is_refused_by_name(buffered, wanted, has):
     with pytest.raises(ConfigInvalid, match=f"kv_buffer_device is {wanted}, but the cache is on {has}") as refused:
-        asked_for_buffer(wanted, has)
-    assert refused.value.remedy.startswith(remedy)
-
-
-def test_the_size_of_a_buffer_that_is_not_there_is_refused(asked_for_buffer):
-    assert asked_for_buffer("cpu", "cuda", host_buffer_bytes=1 << 30)
-    with pytest.raises(ConfigInvalid, match="there is no buffer") as refused:
-        asked_for_buffer("cuda", "cuda", host_buffer_bytes=1 << 30)
-    assert "kv_buffer_device to cpu" in refused.value.remedy
+        buffered(wanted, has)
+    assert refused.value.code == "config_invalid"
+    assert refused.value.remedy.startswith("Leave kv_buffer_device out.")
+    assert "TCP plane" in refused.value.remedy

@@ -61,6 +61,12 @@ def test_an_unknown_key_is_refused_with_those_that_are_known():
     assert "lease_s" in caught.value.remedy
 
 
+@pytest.mark.parametrize("key", ["host_buffer_bytes"])
+def test_a_setting_of_the_release_before_is_refused_by_name(key):
+    with pytest.raises(ConfigInvalid, match=f"unknown setting: {key}"):
+        read_settings({"cluster_secret": SECRET, key: 1}, facts())
+
+
 @pytest.mark.parametrize("key", ["engine_id", "rank", "num_ranks", "role", "sleep_mode"])
 def test_what_the_engine_decides_cannot_be_set(key):
     with pytest.raises(ConfigInvalid, match=key):
@@ -323,15 +329,3 @@ def test_an_address_of_this_host_is_not_doubted():
     [control, plane] = vllm_settings.doubts(found())
     assert "KVFLOW_ADVERTISE_HOST" in control
     assert plane.startswith("tcp_advertise")
-
-
-@pytest.mark.parametrize("size", [0, -1, True, 1.5, "much", (1 << 44) + 1, None])
-def test_a_size_of_the_host_buffer_that_is_none_is_refused(size):
-    with pytest.raises(ConfigInvalid, match="host_buffer_bytes"):
-        read_settings({"cluster_secret": SECRET, "host_buffer_bytes": size}, facts())
-
-
-def test_the_host_buffer_has_the_size_that_is_set():
-    assert read_settings({"cluster_secret": SECRET}, facts()).host_buffer_bytes == 8 << 30
-    extra = {"cluster_secret": SECRET, "host_buffer_bytes": 1 << 30}
-    assert read_settings(extra, facts()).host_buffer_bytes == 1 << 30

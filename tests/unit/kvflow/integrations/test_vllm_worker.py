@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvflow import Finished, FullAttention, HostMirror, TransferReport, WorkerConfig, allocate
+from kvflow import Finished, FullAttention, TransferReport, WorkerConfig, allocate
 from kvflow.errors import CapacityExceeded, LayoutMismatch, StaleLease, TicketInvalid, WorkerClosed, WorkerSuspended
 from kvflow.integrations.vllm.engine import BRIEF_WAIT, LOAD_WAIT, NO_WAIT, load_wait, writes_late
 from kvflow.integrations.vllm.messages import (
@@ -318,63 +318,6 @@ def test_orders_that_come_while_the_engine_sleeps_end_at_once():
     rank.execute([PULL, Cancel("r"), Admit("request-2", grant), Release("t", TICKET)])
     results = rank.collect()
     assert (results.received, results.failed, results.sent) == ({"r"}, {"r"}, {"request-2"})
-
-
-@pytest.fixture
-def mirror():
-    spec = FullAttention(block_size=4, num_kv_heads=2, head_size=8, dtype="float16")
-    cache = allocate({"a": spec}, num_blocks=8)
-    cache.backing.fill_(1)
-    made = HostMirror(cache, memory_bytes=1 << 20)
-    yield made
-    made.close()
-
-
-HOSTED = Pull("r", TICKET, ((0, 1, 2),), ((5, 6, 7),))
-
-
-def test_a_load_is_reported_when_its_copy_has_ended(mirror):
-    fake = FakeWorker()
-    rank = RankWorker(fake, load_wait=NO_WAIT, mirror=mirror)
-    rank.execute([HOSTED])
-    fake.end("r")
-    assert not rank.collect().received, "the pull has ended; its future tells the mirror"
-    fake.futures["r"].set_result(REPORT)
-    mirror.settle()
-    assert rank.collect() == (set(), {"r"}, set())
-
-
-def test_loads_in_host_memory_are_lost_when_the_engine_sleeps(mirror):
-    fake = FakeWorker()
-    rank = RankWorker(fake, load_wait=NO_WAIT, mirror=mirror)
-    rank.execute([HOSTED])
-    fake.end("r")
-    fake.futures["r"].set_result(REPORT)
-    rank.suspend()
-    assert rank.collect() == (set(), {"r"}, {"r"})
-
-
-def test_no_block_is_copied_while_the_engine_sleeps(mirror):
-    grant = new_mint().offer("request-2", block_ids=[[1]], num_tokens=3)[1]
-    rank = RankWorker(FakeWorker(), mirror=mirror)
-    rank.suspend()
-    rank.execute([Admit("request-2", grant, sources=((4,),))])
-    assert rank.collect().sent == {"request-2"}
-    assert not mirror.cache.backing.any()
-
-
-def test_a_rank_with_a_host_buffer_serves_it_before_and_after_a_sleep(mirror):
-    config = WorkerConfig(engine_id="engine", cluster_secret=SECRET, transport="loopback")
-    runtime = RankRuntime(config, mirror.cache, mirror=mirror)
-    try:
-        assert runtime.host_blocks == mirror.cache.num_blocks == 8
-        runtime.suspend()
-        with pytest.raises(WorkerSuspended):
-            mirror.save([[0]], [[0]]).result()
-        runtime.resume()
-        mirror.save([[0]], [[0]]).result()
-    finally:
-        runtime.close()
 
 
 def test_a_rank_that_has_slept_is_served_as_another_incarnation():

@@ -12,7 +12,7 @@ from kvflow.layout import tracks as module
 from kvflow.layout.component import Component
 from kvflow.layout.manifest import Layer, Manifest, ManifestGroup
 from kvflow.layout.region import Region
-from kvflow.layout.tracks import LEVELS_MAX, Track, Tracks, tracks_of, why_unserved
+from kvflow.layout.tracks import LEVELS_MAX, Track, Tracks, tracks_of
 
 BASE = 1 << 20
 
@@ -135,8 +135,6 @@ def test_a_group_of_too_many_tracks_is_not_served_and_the_others_are(monkeypatch
     outside, other = part(0, 4, heads=(5, 40)), part(1000, 4)
     manifest = cache([outside], [other])
     assert require_right(manifest) == ((), (Track(BASE + 1000, 4, 4, 3),))
-    assert why_unserved(manifest, 0) == "its blocks would lie in more than 4 separate stretches"
-    assert why_unserved(manifest, 1) == ""
 
 
 def test_gaps_in_which_a_group_lies_that_is_not_served_are_not_served(monkeypatch):
@@ -150,7 +148,6 @@ def test_a_group_whose_strides_interleave_too_often_is_not_served():
     parts = [part(4 * index, stride) for index, stride in enumerate(strides)]
     manifest = cache(parts, regions=(Region(BASE, 1 << 20),))
     assert tracks_of(manifest) == ((),)
-    assert why_unserved(manifest, 0) == "its components interleave at more than 16 block strides"
     assert tracks_of(cache(parts[1:], regions=(Region(BASE, 1 << 20),)))[0]
 
 
