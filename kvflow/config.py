@@ -175,7 +175,7 @@ class WorkerConfig(Struct, metaclass=SuggestingMeta, frozen=True, kw_only=True, 
             them.
         quarantine_bytes_max: most bytes of blocks that failed pulls may keep for more than 5 s, all pulls together.
             Above it the reader is reset.
-        http: ``HOST:PORT`` on which the worker serves a live page, metrics, health and its state over HTTP, without
+        http: ``HOST:PORT`` on which the worker serves metrics, health and its state over HTTP, without
             authentication or encryption; port 0 takes a free port. If None, it serves none. Requires
             ``kvflow[metrics]``.
         http_public: allows ``http`` to listen on an address that other hosts reach.

@@ -7,7 +7,7 @@ kilobytes and some seconds, and nothing else.
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Final, NamedTuple
 
 from kvflow.config import is_loopback
@@ -22,13 +22,10 @@ HEAD_S: Final = 5.0
 """Longest time from the connection to the end of the headers, which fit in one packet."""
 
 WRITE_S: Final = 10.0
-"""Longest time in which a client must take an answer, or one event of a stream."""
+"""Longest time in which a client must take an answer."""
 
 CONNECTIONS_MAX: Final = 32
 """Connections at once. Above it, the oldest one that has not sent its request is closed."""
-
-STREAMS_MAX: Final = 8
-"""Streams at once: pages that are open in browsers."""
 
 REASONS: Final = {
     200: "OK",
@@ -50,13 +47,11 @@ class Answer(NamedTuple):
         body: the content.
         content_type: its type.
         status: of HTTP.
-        policy: what a browser may load for it.
     """
 
     body: bytes
     content_type: str = TEXT
     status: int = 200
-    policy: str = "default-src 'none'; frame-ancestors 'none'"
 
 
 class _Refused(Exception):
@@ -73,28 +68,24 @@ class _Refused(Exception):
 
 
 Page = Callable[[], Answer]
-Stream = Callable[[], AsyncGenerator[bytes, None]]
 
 
 class HttpServer:
-    """Serve some pages and event streams.
+    """Serve some pages.
 
     Args:
         pages: path -> what answers it.
-        streams: path -> what yields the events of a stream, until the client leaves.
         local_only: whether to refuse requests that name another host than a loopback address: those of web pages whose
             name resolves to this machine.
 
     Thread: the event loop.
     """
 
-    def __init__(self, pages: Mapping[str, Page], streams: Mapping[str, Stream], *, local_only: bool) -> None:
+    def __init__(self, pages: Mapping[str, Page], *, local_only: bool) -> None:
         self._pages = pages
-        self._streams = streams
         self._local_only = local_only
         self._tasks: set[asyncio.Task[None]] = set()
         self._silent: dict[asyncio.StreamWriter, None] = {}  # have sent no request yet, in the order of their arrival
-        self._open_streams = 0
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer one connection. Cancellation: closes it."""
@@ -131,17 +122,12 @@ class HttpServer:
         try:
             method, path = await self._receive(reader)
             self._silent.pop(writer, None)
-            if path in self._streams and self._open_streams >= STREAMS_MAX:
-                raise _Refused(503, f"{STREAMS_MAX} streams are open already: close a page")
-            if path not in self._streams:
-                answer = self._page(path)
+            answer = self._page(path)
         except _Refused as refused:
-            path = ""
             answer = Answer(f"{refused}\n".encode("ascii", "backslashreplace"), status=refused.status)
-        if path in self._streams:
-            await self._stream(self._streams[path], writer)
-        else:
-            await _write(writer, _head(answer, len(answer.body)) + (answer.body if method == "GET" else b""))
+        writer.write(_head(answer) + (answer.body if method == "GET" else b""))
+        async with asyncio.timeout(WRITE_S):
+            await writer.drain()
 
     def _page(self, path: str) -> Answer:
         """Return the answer of a path.
@@ -184,46 +170,23 @@ class HttpServer:
                 raise _Refused(403, "this server listens on a loopback address; ask for it by that address")
         return words[0], words[1].partition("?")[0]
 
-    async def _stream(self, stream: Stream, writer: asyncio.StreamWriter) -> None:
-        self._open_streams += 1
-        try:
-            await _write(writer, _head(Answer(b"", "text/event-stream"), None))
-            async with aclosing(stream()) as messages:
-                async for message in messages:
-                    await _write(writer, message)
-        finally:
-            self._open_streams -= 1
-
 
 def _without_port(host: str) -> str:
     name, colon, port = host.rpartition(":")
     return name if colon and port.isdigit() else host
 
 
-def _head(answer: Answer, length: int | None) -> bytes:
-    """Return the head of an answer; a stream has no length."""
+def _head(answer: Answer) -> bytes:
     lines = [
         f"HTTP/1.1 {answer.status} {REASONS[answer.status]}",
         f"Content-Type: {answer.content_type}",
-        *([] if length is None else [f"Content-Length: {length}"]),
+        f"Content-Length: {len(answer.body)}",
         "Cache-Control: no-store",
         "X-Content-Type-Options: nosniff",
-        f"Content-Security-Policy: {answer.policy}",
+        "Content-Security-Policy: default-src 'none'; frame-ancestors 'none'",
         "Connection: close",
     ]
     return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
-
-
-async def _write(writer: asyncio.StreamWriter, content: bytes) -> None:
-    """Write something, and wait until the kernel has all of it.
-
-    Raises:
-        TimeoutError: the client takes nothing.
-        ConnectionError: it has gone.
-    """
-    writer.write(content)
-    async with asyncio.timeout(WRITE_S):
-        await writer.drain()
 
 
 def listened(host: str) -> str:
@@ -232,15 +195,12 @@ def listened(host: str) -> str:
 
 
 @asynccontextmanager
-async def open_http(
-    address: str, pages: Mapping[str, Page], streams: Mapping[str, Stream]
-) -> AsyncGenerator[str, None]:
-    """Serve pages and streams while the context is open.
+async def open_http(address: str, pages: Mapping[str, Page]) -> AsyncGenerator[str, None]:
+    """Serve pages while the context is open.
 
     Args:
         address: ``HOST:PORT`` to listen on; port 0 takes a free one.
         pages: see ``HttpServer``.
-        streams: see ``HttpServer``.
 
     Yields:
         ``HOST:PORT``, with the port that was taken.
@@ -249,7 +209,7 @@ async def open_http(
         ConfigInvalid: there is no listening there.
     """
     host, _, port = address.rpartition(":")
-    http = HttpServer(pages, streams, local_only=is_loopback(host))
+    http = HttpServer(pages, local_only=is_loopback(host))
     try:
         server = await asyncio.start_server(
             http.serve, listened(host), int(port), limit=HEAD_BYTES_MAX, backlog=CONNECTIONS_MAX

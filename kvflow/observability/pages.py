@@ -1,4 +1,4 @@
-"""What a worker shows over HTTP: a live page, its metrics, its health, and what it holds."""
+"""What a worker shows over HTTP: its metrics, its health, and what it holds."""
 
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
@@ -6,7 +6,6 @@ from typing import Any
 
 from kvflow.events import Hook
 from kvflow.observability.http import Answer, Page, open_http
-from kvflow.observability.live import Live, live_page
 from kvflow.observability.logs import to_json
 from kvflow.observability.metrics import Metrics, exposition, require_client
 from kvflow.version import __version__
@@ -29,13 +28,11 @@ class WorkerPages:
 
     def __init__(self, engine_id: str, rank: int) -> None:
         require_client()
-        identity = {"engine_id": engine_id, "rank": str(rank), "version": __version__}
-        self._metrics = Metrics(**identity)
-        self._live = Live(identity)
+        self._metrics = Metrics(engine_id=engine_id, rank=str(rank), version=__version__)
 
     def hooks(self) -> list[Hook]:
         """Return the hooks that feed the pages."""
-        return [*self._metrics.hooks(), *self._live.hooks()]
+        return self._metrics.hooks()
 
     @asynccontextmanager
     async def served(
@@ -60,11 +57,10 @@ class WorkerPages:
 
         self._metrics.snapshot = snapshot
         pages: dict[str, Page] = {
-            "/": live_page,
             "/metrics": lambda: Answer(*exposition(self._metrics)),
             "/healthz": lambda: Answer(b"alive\n"),  # the worker's event loop has run this
             "/readyz": ready,
             "/debug/kvflow": lambda: Answer(to_json(snapshot()), JSON),
         }
-        async with open_http(address, pages, {"/events": lambda: self._live.stream(snapshot, is_ready)}) as found:
+        async with open_http(address, pages) as found:
             yield found

@@ -89,7 +89,7 @@ def test_the_wheel_has_every_file_of_both_packages_and_nothing_else(wheel):
     data |= {"kvflow/tools/trace/page.html"}
     assert data <= shipped
     suffixes = {Path(name).suffix for name in shipped if name not in data}
-    assert suffixes == {".py", ".json", ".html"}
+    assert suffixes == {".py", ".json"}
 
 
 def test_the_wheel_states_version_license_and_what_it_needs(wheel):

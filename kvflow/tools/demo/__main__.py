@@ -33,7 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--tcp-bind": (None, "endpoint on which the TCP plane listens; the host of --bind and a free port by default"),
         "--tcp-advertise": (None, "the same as peers reach it; needed where a port is mapped"),
         "--tcp-encryption": ("off", "off or tls: whether the TCP plane encrypts; the same on both sides"),
-        "--http": (None, "host:port for the worker's metrics and live page; none by default"),
+        "--http": (None, "host:port for the worker's metrics; none by default"),
         "--http-public": ("false", "true or false: whether --http may be an address that other hosts reach"),
         "--engine-id": (None, "name of the engine; the role by default"),
         "--log": (None, "file for the log, JSON lines; standard error by default"),

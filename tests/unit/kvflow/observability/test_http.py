@@ -7,19 +7,13 @@ import pytest
 
 from kvflow.errors import ConfigInvalid
 from kvflow.observability import http
-from kvflow.observability.http import CONNECTIONS_MAX, HEAD_BYTES_MAX, STREAMS_MAX, Answer, listened, open_http
+from kvflow.observability.http import CONNECTIONS_MAX, HEAD_BYTES_MAX, Answer, listened, open_http
 
 PATIENCE_S = 30.0
 
 
 def broken():
     raise ZeroDivisionError("what went wrong")
-
-
-async def endless():
-    while True:
-        yield b"data: {}\n\n"
-        await asyncio.sleep(0.001)
 
 
 PAGES = {"/page": lambda: Answer(b"content\n"), "/broken": broken}
@@ -44,7 +38,7 @@ def request(path="/page", method="GET", host="127.0.0.1"):
 
 @pytest.fixture
 async def address():
-    async with open_http("127.0.0.1:0", PAGES, {"/stream": endless}) as found:
+    async with open_http("127.0.0.1:0", PAGES) as found:
         yield found
 
 
@@ -90,7 +84,7 @@ async def test_a_loopback_server_is_asked_by_a_loopback_name(address, host):
 
 
 async def test_a_public_server_is_asked_by_any_name():
-    http_server = http.HttpServer(PAGES, {}, local_only=False)
+    http_server = http.HttpServer(PAGES, local_only=False)
     server = await asyncio.start_server(http_server.serve, "127.0.0.1", 0)
     async with server:
         address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
@@ -116,66 +110,36 @@ async def test_headers_that_do_not_end_are_cut_off(address, monkeypatch):
 
 async def test_a_client_that_takes_nothing_is_cut_off(monkeypatch):
     monkeypatch.setattr(http, "WRITE_S", 0.05)
-    ended = asyncio.Event()
+    http_server, ended = http.HttpServer({"/large": lambda: Answer(bytes(64 << 20))}, local_only=True), asyncio.Event()
 
-    async def large():
-        try:
-            while True:
-                yield b"x" * (1 << 20)
-        finally:
-            ended.set()
+    async def serve(reader, writer):
+        await http_server.serve(reader, writer)
+        ended.set()
 
-    async with asyncio.timeout(PATIENCE_S), open_http("127.0.0.1:0", {}, {"/large": large}) as address:
-        host, _, port = address.rpartition(":")
-        reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
+    async with asyncio.timeout(PATIENCE_S), await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname(), limit=1024)
         writer.write(request("/large"))
         await ended.wait()
         del reader
         writer.close()
 
 
-async def test_streams_are_counted_and_end_with_their_client(address):
-    host, _, port = address.rpartition(":")
-    async with asyncio.timeout(PATIENCE_S):
-        streams = []
-        for _ in range(STREAMS_MAX):
-            reader, writer = await asyncio.open_connection(host, int(port))
-            writer.write(request("/stream"))
-            assert b"text/event-stream" in await reader.readuntil(b"\r\n\r\n")
-            assert await reader.readuntil(b"\n\n") == b"data: {}\n\n"
-            streams.append(writer)
-        head, body = await exchange(address, request("/stream"))
-        assert head.startswith("HTTP/1.1 503 ")
-        assert "close a page" in body
-        assert (await exchange(address, request()))[1] == "content\n"
-        streams.pop().close()
-        while True:
-            reader, writer = await asyncio.open_connection(host, int(port))
-            writer.write(request("/stream"))
-            status = await reader.readline()
-            writer.close()
-            if b"200" in status:
-                break
-        for writer in streams:
-            writer.close()
-
-
-async def test_closing_ends_streams_and_frees_the_port():
-    async with open_http("127.0.0.1:0", PAGES, {"/stream": endless}) as address:
+async def test_closing_ends_connections_and_frees_the_port():
+    async with open_http("127.0.0.1:0", PAGES) as address:
         host, _, port = address.rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(request("/stream"))
-        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"GET ")
+        assert (await exchange(address, request()))[1] == "content\n"  # the server has the connection before it
     async with asyncio.timeout(PATIENCE_S):
         with suppress(ConnectionError):
             await reader.read()
     writer.close()
-    async with open_http(address, PAGES, {}) as again:
+    async with open_http(address, PAGES) as again:
         assert again == address
 
 
 async def test_an_address_that_is_taken_is_refused(address):
     with pytest.raises(ConfigInvalid, match=f"http is '{address}', and the worker cannot listen there") as caught:
-        async with open_http(address, PAGES, {}):
+        async with open_http(address, PAGES):
             pass
     assert "port 0" in caught.value.remedy

@@ -1,20 +1,15 @@
 """A worker serves its metrics, its health and what it holds, where its settings say so."""
 
 import asyncio
-import base64
-import hashlib
 import json
-import re
 import sys
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import kvflow
-from kvflow.errors import ConfigInvalid, StaleLease
+from kvflow.errors import ConfigInvalid
 from kvflow.events import LeaseEnded, OnlyEvents, WorkerOpened
-from kvflow.observability.live import RECENT_MAX, TEXT_MAX, live_page
-from kvflow.report import PHASES
 
 from .test_http import PATIENCE_S, exchange, request
 
@@ -64,6 +59,9 @@ async def test_a_worker_shows_what_it_does():
         assert await get(targets, "/healthz") == "alive\n"
         snapshot = json.loads(await get(targets, "/debug/kvflow"))
         assert (snapshot["pulls"], snapshot["leases"], snapshot["quarantined"]) == (0, 0, [])
+        head, body = await exchange(targets, request("/"))
+        assert head.startswith("HTTP/1.1 404 ")
+        assert body == "there is no '/'; there are /debug/kvflow, /healthz, /metrics, /readyz\n"
 
         assert await get(targets, "/readyz") == "ready\n"
         await consumer.drain(0.0)
@@ -71,66 +69,6 @@ async def test_a_worker_shows_what_it_does():
         assert await get(targets, "/healthz") == "alive\n"
     with pytest.raises(ConnectionError):
         await exchange(sources, request("/healthz"))
-
-
-async def first_state(address):
-    """Return what the first event of the live page's stream says."""
-    host, _, port = address.rpartition(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(request("/events"))
-    assert b"text/event-stream" in await reader.readuntil(b"\r\n\r\n")
-    message = await reader.readuntil(b"\n\n")
-    writer.close()
-    return json.loads(message.removeprefix(b"data: "))
-
-
-async def test_the_live_page_shows_recent_pulls_and_failures():
-    opened, hostile = [], "<img src=x onerror=alert(1)>\n\ndata: {}"
-    hooks = [OnlyEvents(WorkerOpened, opened.append)]
-    async with (
-        asyncio.timeout(PATIENCE_S),
-        kvflow.open_worker(config("prefill-0"), cache()) as producer,
-        kvflow.open_worker(config("decode-0", http="127.0.0.1:0"), cache(), hooks=hooks) as consumer,
-    ):
-        address = opened[0].http
-        head, page = await exchange(address, request("/"))
-        assert "text/html" in head
-        assert 'new EventSource("/events")' in page
-        report = await consumer.pull(producer.offer(hostile, [[0, 1]], num_tokens=32), [[4, 5]])
-        ended = producer.offer("revoked", [[0, 1]], num_tokens=32)
-        producer.revoke("revoked")
-        with pytest.raises(StaleLease) as caught:
-            await consumer.pull(ended, [[4, 5]])
-        for n in range(2 * RECENT_MAX):
-            consumer.record_refusal("refused", "x" * 2 * TEXT_MAX, remedy="Ask.", request_id=f"refused {n}")
-        state = await first_state(address)
-    (pull,) = state["pulls"]
-    assert (pull["request_id"], pull["peer"], pull["nbytes"]) == (hostile, "prefill-0", report.nbytes)
-    assert pull["timings_s"] == pytest.approx(report.timings_s)
-    assert state["totals"] == {"pulls": 1, "nbytes": report.nbytes, "failed": 2 * RECENT_MAX + 1}
-    assert [failure["request_id"] for failure in state["failures"]] == [
-        f"refused {n}" for n in reversed(range(RECENT_MAX, 2 * RECENT_MAX))
-    ]
-    assert state["failures"][0]["detail"] == "x" * TEXT_MAX
-    assert caught.value.code == "stale_lease"
-    assert (state["ready"], state["held"]["pulls"], state["worker"]["engine_id"]) == (True, 0, "decode-0")
-
-
-def test_the_live_page_runs_its_own_script_alone():
-    answer = live_page()
-    page = answer.body.decode()
-    for kind in ("script", "style"):
-        (content,) = re.findall(rf"<{kind}>(.*?)</{kind}>", page, re.DOTALL)
-        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
-        assert f"{kind}-src 'sha256-{digest}'" in answer.policy
-    assert "default-src 'none'" in answer.policy
-    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|https?://", page)
-    assert not re.search(r"<[^>]+ (style|on\w+)=", page.partition("<script>")[0])
-
-
-def test_the_live_page_draws_every_phase():
-    (drawn,) = re.findall(r"const PHASES = (\[.*?\]);", live_page().body.decode())
-    assert json.loads(drawn) == [*PHASES]
 
 
 async def test_no_server_is_started_unless_a_setting_says_so():
