@@ -63,7 +63,6 @@ NOT_UNPACKED = {
 
 NOT_WIRE = {
     "kvflow/tools/bench/ceilings.py": "replies of a source that the benchmark has named",
-    "kvflow/tools/bench/descriptors.py": "likewise",
     "kvflow/tools/bench/sourcing.py": "likewise",
     "kvflow/tools/cli/deployments.py": "flags",
     "kvflow/tools/cli/config.py": "files that the user names",

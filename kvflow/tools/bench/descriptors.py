@@ -1,16 +1,12 @@
-"""What descriptors cost by count and size, and what staging saves: token-major pages, TP 1 to 2, direct against staged.
+"""What descriptors cost by count and size, and what staging saves: token-major pages, TP 1 to 2."""
 
-With an output, the constants of the cost model are written as a calibration, and nothing is compared.
-"""
-
-import asyncio
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -18,17 +14,13 @@ from msgspec import Struct
 
 from kvflow.config import WorkerConfig
 from kvflow.errors import ConfigInvalid
-from kvflow.layout.manifest import Manifest
-from kvflow.planning.costs import MACHINE_LENGTH_MAX, Calibration, Costs, encode_calibration
+from kvflow.planning.costs import Calibration, Costs, encode_calibration
 from kvflow.planning.pairs import Int64s
-from kvflow.planning.plan import plan_transfer
 from kvflow.report import TransferReport
-from kvflow.tools.bench.constants import measure, measure_reads
 from kvflow.tools.bench.geometry import BLOCK_SIZE, HOST, Devices, Geometry
-from kvflow.tools.bench.result import Table, header
+from kvflow.tools.bench.result import Table
 from kvflow.tools.bench.sourcing import SourceProcess, open_source
 from kvflow.tools.bench.stats import median_ratio, summarize
-from kvflow.tools.bench.writing import replace_file
 from kvflow.worker.runtime import open_worker
 from kvflow.worker.worker import Worker
 
@@ -58,57 +50,33 @@ async def run(
     seed: int,
     progress: Callable[[str], None],
     source_address: str | None = None,
-    output: str | None = None,
     *,
     devices: Devices = HOST,
 ) -> tuple[Table, ...]:
-    """Measure, and write a calibration if that is asked for.
+    """Measure.
 
     Args:
         rounds: of every size.
         seed: of block ids.
         progress: is told what is measured.
         source_address: ``host:port`` of a source process that runs already; None starts one.
-        output: file of the calibration; None: compare direct and staged reads instead.
         devices: that the caches lie on. Nothing is staged between host memory and a device.
 
     Raises:
-        OSError: the file cannot be written.
-        ConfigInvalid: what was measured cannot be, or the memories are of two kinds; nothing is written.
+        ConfigInvalid: one cache is in host memory, and the other is not.
         PeerLost: the source process has ended.
     """
-    rng = np.random.default_rng(seed)
-    if output is not None and not devices.alike:
+    if not devices.alike:
         raise ConfigInvalid(
-            f"a calibration is of caches in memory of one kind, not on {devices.there} and {devices.here}",
-            remedy="Calibrate with both caches on devices, or with none. Reads between both kinds are never staged.",
+            f"the caches are on {devices.there} and {devices.here}, and reads between both kinds are never staged",
+            remedy="Measure with both caches on devices, or with none.",
         )
+    rng = np.random.default_rng(seed)
+    rows: list[tuple[object, ...]] = []
     async with open_source(source_address, devices) as source:
-        if not devices.alike:
-            _, _, table = await measure_reads(source, rounds, rng, progress)
-            return (table,)
-        measured = await measure(source, rounds, rng, progress)
-        if output is not None:
-            text = encode_calibration(_calibration(measured.costs, source_address, devices))
-            await asyncio.to_thread(replace_file, Path(output), text)
-            return (*measured.tables, _written(output))
-        rows: list[tuple[object, ...]] = []
         for heads in LAYERS:
-            rows += await _compare(source, heads, measured.costs, rng, _Rounds(rounds, progress))
-    return (*measured.tables, _comparison(rows, rounds))
-
-
-def _calibration(costs: Costs, source_address: str | None, devices: Devices) -> Calibration:
-    about = header()
-    return Calibration(
-        schema=1,
-        machine=f"{about.machine}, {about.cores} cores"[:MACHINE_LENGTH_MAX],
-        transport="nixl",
-        source=source_address or "same machine",
-        date=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        costs=costs,
-        memory="DRAM" if devices.in_host_memory else "VRAM",
-    )
+            rows += await _compare(source, heads, rng, _Rounds(rounds, progress))
+    return (_comparison(rows, rounds),)
 
 
 class _Rounds(NamedTuple):
@@ -119,23 +87,21 @@ class _Rounds(NamedTuple):
 
 
 async def _compare(
-    source: SourceProcess, heads: int, costs: Costs, rng: np.random.Generator, rounds: _Rounds
+    source: SourceProcess, heads: int, rng: np.random.Generator, rounds: _Rounds
 ) -> list[tuple[object, ...]]:
     """Pull the same blocks directly and staged, in turns one or the other first."""
     there = Geometry(
         layers=LAYERS[heads], num_kv_heads=heads, head_size=128, num_blocks=POOL_BLOCKS, layout="LBNHC", kv="split"
     )
     name = f"heads-{heads}"
-    opened = await source.open(name, there)
+    await source.open(name, there)
     devices = source.devices
     here = msgspec.structs.replace(there, tp_size=2, device=devices.here)
     rows: list[tuple[object, ...]] = []
     async with (
-        _reader(here, devices, staged=False) as (direct, manifest),
-        _reader(here, devices, staged=True) as (staged, _),
+        _reader(here, devices, staged=False) as direct,
+        _reader(here, devices, staged=True) as staged,
     ):
-        terms = _calibration(costs, None, devices)
-        chosen = _chosen(msgspec.msgpack.decode(opened.manifest, type=Manifest), manifest, terms)
         for blocks in BLOCKS:
             for ids in ("apart", "in order"):
                 cell = _Cell([], [])
@@ -150,31 +116,29 @@ async def _compare(
                     ]
                     await _round(pulls, cell, turn)
                 _require_both(cell)
-                rows.append(_row(cell, heads, blocks, ids, chosen))
+                rows.append(_row(cell, heads, blocks, ids))
     await source.close_caches()
     return rows
 
 
 @asynccontextmanager
-async def _reader(geometry: Geometry, devices: Devices, *, staged: bool) -> AsyncIterator[tuple[Worker, Manifest]]:
+async def _reader(geometry: Geometry, devices: Devices, *, staged: bool) -> AsyncIterator[Worker]:
     """Open a worker that stages all that it can, or nothing."""
     cache = geometry.build()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "always.json"
-        path.write_bytes(encode_calibration(_calibration(ALWAYS, None, devices)))
+        memory: Literal["DRAM", "VRAM"] = "DRAM" if devices.in_host_memory else "VRAM"
+        always = Calibration(
+            schema=1, machine="any", transport="nixl", source="same machine", date="now", costs=ALWAYS, memory=memory
+        )
+        path.write_bytes(encode_calibration(always))
         config = WorkerConfig(
             engine_id=f"target-{'staged' if staged else 'direct'}",
             calibration=str(path),
             staging_bytes=STAGING_BYTES if staged else 0,
         )
         async with open_worker(config, cache) as worker:
-            yield worker, cache.manifest()
-
-
-def _chosen(source: Manifest, target: Manifest, costs: Calibration) -> str:
-    """Return which variant the measured constants choose."""
-    plan = plan_transfer(source, target, costs=costs, staging_bytes=STAGING_BYTES)
-    return "direct" if plan.groups[0].staged is None else "staged"
+            yield worker
 
 
 async def _round(pulls: Sequence[Callable[[], Awaitable[TransferReport]]], cell: _Cell, turn: int) -> None:
@@ -202,7 +166,7 @@ def _ids(blocks: int, rng: np.random.Generator | None) -> Int64s:
     return np.arange(blocks) if rng is None else 2 * rng.permutation(POOL_BLOCKS // 2)[:blocks]
 
 
-def _row(cell: _Cell, heads: int, blocks: int, ids: str, chosen: str) -> tuple[object, ...]:
+def _row(cell: _Cell, heads: int, blocks: int, ids: str) -> tuple[object, ...]:
     assert cell.reports is not None
     direct, staged = cell.reports
     return (
@@ -217,7 +181,6 @@ def _row(cell: _Cell, heads: int, blocks: int, ids: str, chosen: str) -> tuple[o
         staged.timings_s["scatter"] * 1e3,
         staged.nbytes / (1 << 20),
         median_ratio(cell.direct, cell.staged),
-        chosen,
     )
 
 
@@ -236,15 +199,10 @@ def _comparison(rows: list[tuple[object, ...]], rounds: int) -> Table:
             "scatter ms",
             "MiB",
             "x faster",
-            "chosen",
         ),
         rows=tuple(rows),
         notes=(
             "x faster: direct time over staged time, round by round, median.",
-            "chosen: by the constants above; a staged read reads twice the MiB that it delivers.",
+            "a staged read reads twice the MiB that it delivers.",
         ),
     )
-
-
-def _written(output: str) -> Table:
-    return Table(title="calibration", columns=("file", "use it with"), rows=((output, f"KVFLOW_CALIBRATION={output}"),))

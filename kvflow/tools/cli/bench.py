@@ -5,13 +5,11 @@ import importlib
 import os
 import socket
 import sys
-from pathlib import Path
 from time import monotonic, sleep
 from typing import TYPE_CHECKING
 
 from kvflow.config import CALIBRATION_VARIABLE
 from kvflow.errors import KvflowError
-from kvflow.tools.bench.writing import try_to_write
 from kvflow.tools.cli.arguments import add_command, address, at_least, missing_checkout
 from kvflow.tools.cli.findings import ProgressLine, print_failure
 
@@ -19,7 +17,7 @@ if TYPE_CHECKING:
     from kvflow.tools.cli.arguments import Subparsers
 
 BENCHMARKS = {
-    "descriptors": (15, "cost of descriptors by count and size, and direct against staged reads"),
+    "descriptors": (15, "speed of direct against staged reads, by count and size of descriptors"),
     "layouts": (15, "speed of packed against per-layer caches, by block count and half-page size"),
     "pull": (300, "latency and throughput of one pull by size, with its fence, by phase"),
     "fence": (300, "cost that the fence and the release add to a pull"),
@@ -36,8 +34,6 @@ ON_DEVICES = ("pull", "layouts", "descriptors")
 
 PACKAGED = {"descriptors": "kvflow.tools.bench.descriptors", "pull": "kvflow.tools.bench.pull"}
 """Benchmarks that users run on their own machines. All others are in ``tests/benchmarks`` of a checkout."""
-
-CALIBRATION_FILE = "kvflow-calibration.json"
 
 CONNECT_S = 10.0
 """How long a source elsewhere may take to accept. A network that drops packets would have us wait for minutes."""
@@ -77,28 +73,22 @@ def add_parser(commands: "Subparsers") -> None:
                 "--device", default="cpu", help="where our cache lies: cpu, cuda or cuda:1 (default: %(default)s)"
             )
             kind.add_argument("--source-device", help="where the source's cache lies (default: that of --device)")
-        if name == "descriptors":
-            kind.add_argument(
-                "--calibrate", action="store_true", help="write the measured constants into the --output file, and stop"
-            )
-            kind.add_argument("--output", default=CALIBRATION_FILE, help="file for --calibrate (default: %(default)s)")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run one benchmark and print its tables; 1 if it, or its source, is not there, or a file not written."""
+    """Run one benchmark and print its tables; 1 if it, or its source, is not there."""
     module = PACKAGED.get(options.benchmark, f"tests.benchmarks.{options.benchmark}")
     if problem := missing_checkout(module, f"kvflow bench {options.benchmark}"):
         print(problem, file=sys.stderr)
         return 1
     source = options.source if options.benchmark in AT_SOURCES else None
-    output = options.output if getattr(options, "calibrate", False) else None
     # Asked before torch and NIXL are loaded, which takes seconds.
-    if problem := _problem(source, output):
-        print(problem, file=sys.stderr)
+    if source is not None and (reason := _why_unreachable(source)):
+        remedy = "start one with python -m kvflow.tools.bench.source --listen HOST:PORT"
+        print(f"no source at {source}: {reason}; {remedy}", file=sys.stderr)
         return 1
-    # What is measured is direct, and the file that is named may be the one that is to be written. Source processes
-    # that are started here inherit it.
+    # What is measured is direct. Source processes that are started here inherit it.
     os.environ.pop(CALIBRATION_VARIABLE, None)
     # Loaded here, so that other commands and --help wait for neither torch nor NIXL.
     import msgspec  # noqa: PLC0415
@@ -111,8 +101,6 @@ def run(options: argparse.Namespace) -> int:
     about = header()
     benchmark = importlib.import_module(module)
     extra = {"source_address": source} if options.benchmark in AT_SOURCES else {}
-    if options.benchmark == "descriptors":
-        extra["output"] = output
     progress = ProgressLine(as_json=options.json)
     try:
         if options.benchmark in ON_DEVICES:
@@ -128,19 +116,6 @@ def run(options: argparse.Namespace) -> int:
     result = Result(name=options.benchmark, header=about, tables=tables)
     print(msgspec.json.encode(result).decode() if options.json else result)
     return 0
-
-
-def _problem(source: str | None, output: str | None) -> str:
-    """Check what would make the benchmark fail at its end: a missing source, or a file that cannot be written."""
-    if source is not None and (reason := _why_unreachable(source)):
-        remedy = "start one with python -m kvflow.tools.bench.source --listen HOST:PORT"
-        return f"no source at {source}: {reason}; {remedy}"
-    if output is not None:
-        try:
-            try_to_write(Path(output))
-        except (OSError, ValueError) as error:  # a path with a zero byte is a ValueError
-            return f"{output} cannot be written: {error}"
-    return ""
 
 
 def _why_unreachable(address: str) -> str:

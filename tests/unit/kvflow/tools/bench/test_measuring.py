@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from kvflow.config import SECRET_VARIABLE
-from kvflow.planning.costs import decode_calibration
-from kvflow.tools.bench import constants, descriptors, geometry, pull, source
+from kvflow.tools.bench import descriptors, geometry, pull, source
 from kvflow.tools.bench.ceilings import process_vm_readv
 from kvflow.tools.bench.geometry import Geometry
 from kvflow.tools.bench.result import Result, header
@@ -173,29 +172,16 @@ async def test_every_size_of_a_pull_is_measured_beside_what_else_could_move_it(m
 @pytest.fixture
 def few(monkeypatch):
     """Have ``kvflow bench descriptors`` measure little."""
-    monkeypatch.setattr(constants, "READS", {(1, 32): 1024, (2, 64): 4096})
-    monkeypatch.setattr(constants, "COUNTS", (8, 32))
-    monkeypatch.setattr(constants, "COPIES", ((1, 64), (16, 64), (16, 4096)))
-    monkeypatch.setattr(constants, "TARGET", msgspec.structs.replace(constants.TARGET, num_blocks=32))
     monkeypatch.setattr(descriptors, "LAYERS", {2: 2})
     monkeypatch.setattr(descriptors, "BLOCKS", (1, 4))
     monkeypatch.setattr(descriptors, "POOL_BLOCKS", 8)
 
 
 @pytest.mark.usefixtures("few")
-async def test_reads_between_memories_of_two_kinds_are_not_compared_with_staged(monkeypatch):
-    monkeypatch.setattr(geometry.Devices, "alike", False)
-    (reads,) = await descriptors.run(2, 0, lambda _: None)
-    assert reads.title.startswith("reads: ")
-    assert all(value > 0 for row in reads.rows for value in row)
-
-
-@pytest.mark.usefixtures("few")
 async def test_direct_and_staged_reads_are_compared_by_count_and_order_of_blocks():
     said = []
     async with listening() as address:
-        *_, costs, compared = await descriptors.run(2, 0, said.append, address)
-    assert all(value >= 0 for _, value in costs.rows)
+        (compared,) = await descriptors.run(2, 0, said.append, address)
     found = [dict(zip(compared.columns, row, strict=True)) for row in compared.rows]
     assert [(row["blocks"], row["ids"]) for row in found] == [
         (blocks, ids) for blocks in (1, 4) for ids in ("apart", "in order")
@@ -204,18 +190,3 @@ async def test_direct_and_staged_reads_are_compared_by_count_and_order_of_blocks
         assert row["staged descriptors"] < row["direct descriptors"]
         assert row["scatter ms"] > 0
     assert "2 heads, 4 blocks in order, round 2 of 2" in said
-    assert "reads of 64 x 2048 bytes" in said
-
-
-@pytest.mark.usefixtures("few")
-async def test_a_calibration_has_the_constants_that_are_printed(tmp_path):
-    path = tmp_path / "calibration.json"
-    async with listening() as address:
-        reads, copies, costs, written = await descriptors.run(1, 0, lambda _: None, address, str(path))
-    assert [row[0] for row in reads.rows] == [16, 64, 16, 64]
-    assert [row[2] for row in copies.rows] == [64, 64, 4096]
-    calibration = decode_calibration(path.read_bytes(), name="", planes=("nixl",))
-    assert calibration.source == address
-    assert dict(costs.rows)["a descriptor"] == pytest.approx(calibration.costs.descriptor_s * 1e9)
-    assert dict(costs.rows)["a KiB that is copied"] == pytest.approx(calibration.costs.copied_byte_s * 1e9 * 1024)
-    assert str(path) in str(written)
