@@ -10,7 +10,7 @@ from kvflow.planning.costs import Calibration, encode_calibration
 from kvflow.planning.strided_copies import AXES_MAX
 from kvflow.reads.bounds import CheckedScatter
 from kvflow.reads.staging import StagingMemory
-from kvflow.tools.bench.descriptors import ALWAYS
+from tests.benchmarks.descriptors import ALWAYS
 
 from .memory import build, pattern
 from .reading import PATIENCE_S, reading

@@ -32,7 +32,7 @@ AT_SOURCES = ("pull", "descriptors")
 ON_DEVICES = ("pull", "layouts", "descriptors")
 """Benchmarks whose caches may lie on a device."""
 
-PACKAGED = {"descriptors": "kvflow.tools.bench.descriptors", "pull": "kvflow.tools.bench.pull"}
+PACKAGED = {"pull": "kvflow.tools.bench.pull"}
 """Benchmarks that users run on their own machines. All others are in ``tests/benchmarks`` of a checkout."""
 
 CONNECT_S = 10.0

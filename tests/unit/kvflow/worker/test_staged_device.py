@@ -16,9 +16,9 @@ from kvflow.layout.specs import FullAttention
 from kvflow.memory.cache import allocate
 from kvflow.planning.costs import Calibration, encode_calibration
 from kvflow.reads.thread import ThreadedTransport
-from kvflow.tools.bench.descriptors import ALWAYS
 from kvflow.worker.environment import PRODUCTION, staging_of
 from kvflow.worker.runtime import open_worker
+from tests.benchmarks.descriptors import ALWAYS
 from tests.helpers.async_backend import AsyncBackend, LinkModel
 from tests.helpers.late_tensors import LateTensors
 from tests.unit.kvflow.observability.test_slow_peers import SaidToBeVram

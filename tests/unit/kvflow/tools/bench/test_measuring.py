@@ -5,18 +5,20 @@ import importlib.metadata
 import re
 import socket
 from contextlib import asynccontextmanager, suppress
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
 import pytest
 
 from kvflow.config import SECRET_VARIABLE
-from kvflow.tools.bench import descriptors, geometry, pull, source
+from kvflow.tools.bench import geometry, pull, source
 from kvflow.tools.bench.ceilings import process_vm_readv
 from kvflow.tools.bench.geometry import Geometry
 from kvflow.tools.bench.result import Result, header
 from kvflow.tools.bench.session import open_session
 from kvflow.tools.bench.sourcing import SourceProcess
+from tests.benchmarks import descriptors
 from tests.ports import free_port
 
 pytestmark = [pytest.mark.nixl, pytest.mark.usefixtures("secret")]
@@ -190,3 +192,10 @@ async def test_direct_and_staged_reads_are_compared_by_count_and_order_of_blocks
         assert row["staged descriptors"] < row["direct descriptors"]
         assert row["scatter ms"] > 0
     assert "2 heads, 4 blocks in order, round 2 of 2" in said
+
+
+@pytest.mark.parametrize(("direct_s", "staged_s"), [(0.0, 0.0), (1e-3, 1e-3), (1e-3, 0.0)])
+def test_two_ways_of_reading_are_compared_or_nothing(direct_s, staged_s):
+    reports = tuple(SimpleNamespace(timings_s={"scatter": scatter_s}) for scatter_s in (direct_s, staged_s))
+    with pytest.raises(AssertionError, match="read directly and staged"):
+        descriptors._require_both(SimpleNamespace(reports=reports))
