@@ -1,5 +1,5 @@
 # ruff: noqa: T201 - a script prints what it finds
-"""``python -m tests.chaos.readers``: does a producer survive whatever its readers do? See docs/contributing/chaos.md.
+"""``python -m tests.chaos.readers``: does a producer survive whatever its readers do? See docs/contributing/faults.md.
 
 A try is a producer and a reader, each a process with a real worker, and one thing that happens to the reader in the
 middle of a large pull, while the producer runs or is stopped. Afterwards the producer must live, serve a new reader the

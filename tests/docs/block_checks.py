@@ -174,10 +174,11 @@ CHECKS: dict[str, list[Check] | CheckedBy] = {
     "docs/explanation/beside-vllm.md": [Parsed("needs vLLM, and runs for half an hour")] * 3,
     "docs/explanation/performance.md": [Parsed("measures for minutes on an idle machine"), Drawing()],
     "docs/explanation/planning.md": [PLANNING] * 2,
-    "docs/contributing/chaos.md": [Parsed("runs for minutes; tests/chaos run a short form")] * 2,
-    "docs/contributing/fuzz.md": [Parsed("runs for minutes; tests/fuzz run a short form")] * 3,
-    "docs/contributing/simulate.md": [*[Parsed("runs for minutes; tests/simulation run a short form")] * 2, Program()],
-    "docs/contributing/soak.md": [Parsed("runs for minutes; tests/soak run a short form")],
+    "docs/contributing/faults.md": [
+        Parsed("runs for minutes; tests/simulation run a short form"),
+        Program(),
+        *[Parsed("runs for minutes; its tests run a short form")] * 5,
+    ],
 }
 """Page -> one check for each of its code blocks, in order."""
 

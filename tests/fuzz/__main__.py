@@ -1,4 +1,4 @@
-"""``python -m tests.fuzz``: give invalid bytes to all that takes any. See docs/contributing/fuzz.md."""
+"""``python -m tests.fuzz``: give invalid bytes to all that takes any. See docs/contributing/faults.md."""
 
 import argparse
 import asyncio

@@ -1,4 +1,4 @@
-"""``python -m tests.soak``: pull for ten minutes, and say what became of it. See docs/contributing/soak.md."""
+"""``python -m tests.soak``: pull for ten minutes, and say what became of it. See docs/contributing/faults.md."""
 
 import argparse
 import asyncio
