@@ -168,7 +168,6 @@ CHECKS: dict[str, list[Check] | CheckedBy] = {
     "docs/howto/troubleshooting.md": [Program(), Shell(), Output()],
     "docs/howto/vllm.md": CheckedBy("tests/docs/test_vllm_page.py", "lists each block with the test that runs it"),
     "docs/reference/api.md": CheckedBy("tests/docs/api_page.py", "generates it from the docstrings"),
-    "docs/reference/events.md": [Drawing()],
     "docs/reference/models.md": [Step()],
     "docs/explanation/architecture.md": [Drawing()] * 2,
     "docs/explanation/beside-vllm.md": [Parsed("needs vLLM, and runs for half an hour")] * 3,

@@ -1,10 +1,18 @@
-"""``python -m tests.docs.reference_tables``: write the tables of errors.md, config.md, doctor.md and metrics.md."""
+"""``python -m tests.docs.reference_tables``: write the generated parts of the pages in docs/reference.
 
+A generated part lies between ``<!-- generated: NAME -->`` and ``<!-- end -->``; the text around it stays.
+"""
+
+import argparse
 import ast
 import inspect
+import logging
 import re
 import typing
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from msgspec import inspect as kinds
@@ -13,7 +21,11 @@ import handshake.errors
 import kvflow.errors
 from handshake.limits import Limits
 from kvflow.config import WorkerConfig
+from kvflow.events import Event, LeaseEnded, PeerDropped, TransferCompleted, TransferFailed, event_name
+from kvflow.observability.logs import LEVELS, logger_of
 from kvflow.observability.metrics import METRICS
+from kvflow.report import TransferReport
+from kvflow.tools.cli.entry import build_parser
 from kvflow.tools.doctor.codes import CODES
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
@@ -34,92 +46,100 @@ BOUNDS = {
 }
 """Bounds that the type of a setting does not say."""
 
+LEVEL_EXCEPTIONS = {
+    LeaseEnded: ", `WARNING` if the lease has expired",
+    PeerDropped: ", `DEBUG` if the worker is closing",
+    TransferFailed: ", `INFO` if the caller canceled the pull",
+}
+"""Events whose level depends on their fields."""
 
-def marked(text):
+
+def marked(text: str) -> str:
     """Return text of a docstring on one line, with the marks of Markdown."""
     return " ".join(text.split()).replace("``", "`").replace("|", "\\|")
 
 
-def summary(kind):
+def summary(kind: type) -> str:
     """Return the first paragraph of a docstring."""
     return marked((inspect.getdoc(kind) or "").partition("\n\n")[0])
 
 
-def remedy(kind):
-    """Return what a class of errors tells its caller to do."""
-    return marked(kind.default_remedy)
-
-
-def attributes(kind):
+def attributes(kind: type) -> dict[str, str]:
     """Return the attributes that a class's own docstring describes, by name."""
-    section = (inspect.getdoc(kind) if kind.__doc__ else "").partition("Attributes:\n")[2]
+    section = (inspect.getdoc(kind) or "" if kind.__doc__ else "").partition("Attributes:\n")[2]
     section = re.split(r"^\S", section, maxsplit=1, flags=re.MULTILINE)[0]
     found = re.findall(r"^ {4}(\w+): (.*?)(?=^ {4}\w+: |\Z)", section, re.MULTILINE | re.DOTALL)
     return {name: marked(text) for name, text in found}
 
 
-def table(head, rows):
+def coded(names: Iterable[str]) -> str:
+    """Return names with commas between them, as code."""
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def table(head: list[str], rows: Iterable[list[str]]) -> str:
     """Return a table of Markdown."""
     lines = [f"| {' | '.join(cells)} |".replace("|  |", "| |") for cells in (head, *rows)]
     return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]])
 
 
-def classes(module, base):
-    """Return the error classes of a module, in the order in which it defines them."""
-    found = [value for value in vars(module).values() if inspect.isclass(value) and issubclass(value, base)]
-    return [kind for kind in found if kind.__module__ == module.__name__]
+def bullets(items: Iterable[tuple[str, str]]) -> str:
+    """Return a list of names with their meanings."""
+    return "\n".join(f"- `{name}`: {text}".rstrip(": ") for name, text in items)
 
 
-def errors(module, base):
-    """Return the tables of a module's errors and of their attributes."""
-    found = classes(module, base)
+def errors() -> str:
+    """Return the table of kvflow's errors, and the names of their attributes."""
+    found = [value for value in vars(kvflow.errors).values() if inspect.isclass(value)]
+    found = [kind for kind in found if issubclass(kind, kvflow.errors.KvflowError)]
     rows = [
-        [*(f"`{name}`" for name in (kind.__name__, kind.code, kind.__mro__[1].__name__)), summary(kind), remedy(kind)]
+        [
+            *(f"`{name}`" for name in (kind.__name__, kind.code, kind.__mro__[1].__name__)),
+            summary(kind),
+            marked(kind.default_remedy),
+        ]
         for kind in found
     ]
-    parts = [[f"`{kind.__name__}`", f"`{name}`", text] for kind in found for name, text in attributes(kind).items()]
-    heads = ["error", "code", "is a", "meaning", "what to do"], ["error", "attribute", "meaning"]
-    return "\n\n".join([table(heads[0], rows), table(heads[1], parts)])
+    own = [f"- `{kind.__name__}`: {coded(attributes(kind))}" for kind in found if attributes(kind)]
+    parts = table(["error", "code", "is a", "meaning", "what to do"], rows), "Attributes:", "\n".join(own)
+    return "\n\n".join(parts)
 
 
-def members(kind):
+def codes(kind: type) -> str:
     """Return the members of an enumeration with the docstring below each."""
     [node] = ast.parse(inspect.getsource(kind)).body
-    found = {}
+    assert isinstance(node, ast.ClassDef)
+    found = []
     for member, doc in zip(node.body, node.body[1:], strict=False):
-        if isinstance(member, ast.Assign) and isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant):
-            found[member.value.value] = marked(doc.value.value)
-    return found
+        match member, doc:
+            case ast.Assign(value=ast.Constant(value=str(code))), ast.Expr(value=ast.Constant(value=str(text))):
+                found.append((code, marked(text)))
+    return bullets(found)
 
 
-def codes(kind):
-    """Return the table of an enumeration's documented members."""
-    return table(["code", "meaning"], [[f"`{code}`", text] for code, text in members(kind).items()])
-
-
-def bounds(field):
+def bounds(field: Any) -> str:
     """Return the bounds of a setting, as its type has them."""
-    kind = kinds.type_info(field.type)
+    kind: Any = kinds.type_info(field.type)
     [kind] = [option for option in getattr(kind, "types", [kind]) if not isinstance(option, kinds.NoneType)]
     kind = kind.type if isinstance(kind, kinds.Metadata) else kind
     match kind:
         case kinds.LiteralType(values=values):
-            found = ", ".join(f'`"{value}"`' for value in values)
+            return ", ".join(f'`"{value}"`' for value in values)
         case kinds.StrType(pattern=str(pattern)):
             url = "`tcp://HOST:PORT`" if pattern.startswith("^tcp") else "`HOST:PORT`"
-            found = "64 hexadecimal digits" if "{64}" in pattern else url
+            return "64 hexadecimal digits" if "{64}" in pattern else url
         case kinds.BoolType():
-            found = "true or false"
+            return "true or false"
         case kinds.StrType(min_length=low, max_length=int(high)):
-            found = f"{low} to {high:,} characters" if low else f"up to {high:,} characters"
+            return f"{low} to {high:,} characters" if low else f"up to {high:,} characters"
         case kinds.FloatType(gt=low, le=high):
-            found = f"above {low:,}, to {high:,}"
+            return f"above {low:,}, to {high:,}"
         case kinds.IntType(ge=low, le=high):
-            found = f"{low:,} or more" if high is None else f"{low:,} to {high:,}"
-    return found
+            return f"{low:,} or more" if high is None else f"{low:,} to {high:,}"
+    raise AssertionError(f"{field.name} has no bounds")
 
 
-def default(field):
+def default(field: Any) -> str:
     """Return the default of a setting."""
     if field.required:
         return "required"
@@ -127,7 +147,7 @@ def default(field):
     return f"`{given!r}`".replace("'", '"')
 
 
-def settings():
+def settings() -> str:
     """Return the table of a worker's settings."""
     texts = attributes(WorkerConfig)
     rows = []
@@ -140,20 +160,18 @@ def settings():
     return table(["setting", "default", "bounds", "meaning"], rows)
 
 
-def limits():
-    """Return the table of an endpoint's limits."""
-    texts = attributes(Limits)
-    rows = [[f"`{field.name}`", default(field), texts[field.name]] for field in msgspec.structs.fields(Limits)]
-    return table(["limit", "default", "meaning"], rows)
+def limits() -> str:
+    """Return an endpoint's limits and their defaults."""
+    return ", ".join(f"`{field.name}` {default(field).strip('`')}" for field in msgspec.structs.fields(Limits)) + "."
 
 
-def metrics():
+def metrics() -> str:
     """Return the table of a worker's metrics, as Prometheus shows their names."""
     rows = [
         [
             f"`{name}{'_total' if described.kind == 'counter' else ''}`",
             described.kind,
-            labels(described),
+            coded(described.labels),
             described.text,
         ]
         for name, described in METRICS.items()
@@ -161,42 +179,103 @@ def metrics():
     return table(["metric", "kind", "labels", "meaning"], rows)
 
 
-def labels(described):
-    """Return the names of the labels of a metric."""
-    return ", ".join(f"`{label}`" for label in described.labels)
+def findings() -> str:
+    """Return the doctor's codes that someone may have to act on."""
+    return "\n\n".join(
+        f"Usually `{status}`:\n\n"
+        + bullets((code.name, marked(code.meaning)) for code in CODES.values() if code.status == status)
+        for status in ("failed", "warning")
+    )
 
 
-def findings():
-    """Return the table of the doctor's codes."""
-    rows = [[f"`{code.name}`", code.status, marked(code.meaning), marked(code.remedy)] for code in CODES.values()]
-    return table(["code", "status", "meaning", "what to do"], rows)
+def phases() -> dict[str, str]:
+    """Return the phases of a transfer, by the names that their seconds have in a record."""
+    text = attributes(TransferReport)["timings_s"]
+    return {f"{name}_s": f"seconds: {meaning}" for name, meaning in re.findall(r"`(\w+)`: (.+?)\.(?= `\w+`:|$)", text)}
 
 
-TABLES: dict[str, dict[str, typing.Callable[[], str]]] = {
+def fields(kind: type) -> dict[str, str]:
+    """Return the fields of an event's record, with their meaning."""
+    found = attributes(kind)
+    if kind is TransferCompleted:
+        found |= attributes(TransferReport) | phases()
+        found["report"] = "what moved, and where the time went. The record has the fields below in its place."
+        del found["timings_s"]
+    elif "timings_s" in found:
+        found["timings_s"] = "seconds per phase so far. The record has one field for each phase, such as `queue_s`."
+    return found
+
+
+def common_fields() -> dict[str, str]:
+    """Return the fields that several events have in one meaning."""
+    seen = Counter(item for kind in typing.get_args(Event) for item in fields(kind).items())
+    return {name: text for (name, text), count in seen.items() if count > 1}
+
+
+def events() -> str:
+    """Return the fields that events share, and a section for each event."""
+    common = common_fields()
+    parts = ["## Shared fields", bullets(common.items())]
+    for kind in typing.get_args(Event):
+        level = f"level `{logging.getLevelName(LEVELS[kind])}`{LEVEL_EXCEPTIONS.get(kind, '')}"
+        own = {name: text for name, text in fields(kind).items() if common.get(name) != text}
+        shared = [name for name in fields(kind) if name not in own]
+        parts.append(f"## {event_name(kind)}")
+        parts.append(f"`{kind.__name__}`, {level}, logger `{logger_of(kind).name}`. {summary(kind)}")
+        parts += [f"Shared: {coded(shared)}."] * bool(shared) + [bullets(own.items())] * bool(own)
+    return "\n\n".join(parts)
+
+
+def commands(parser: argparse.ArgumentParser, name: str) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    """Yield every command with its parser, subcommands included."""
+    yield name, parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for word, command in action.choices.items():
+                yield from commands(command, f"{name} {word}")
+
+
+def command_line() -> str:
+    """Return a section for each command, with its flags."""
+    parts: list[str] = []
+    for name, parser in commands(build_parser(), "kvflow"):
+        formatter = parser._get_formatter()
+        flags = [
+            (formatter._format_action_invocation(action), marked(formatter._expand_help(action) if action.help else ""))
+            for action in parser._actions
+            if not isinstance(action, argparse._HelpAction | argparse._SubParsersAction)
+        ]
+        parts += [f"## {name}", marked(parser.description or "").replace("<", "\\<")]
+        parts += [bullets(flags)] * bool(flags)
+    return "\n\n".join(parts)
+
+
+PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "errors.md": {
-        "kvflow.errors": lambda: errors(kvflow.errors, kvflow.errors.KvflowError),
-        "Codes of failed transfers": lambda: codes(kvflow.errors.FailureCode),
-        "handshake.errors": lambda: errors(handshake.errors, handshake.errors.HandshakeError),
-        "Refusals": lambda: codes(handshake.errors.FailureCode),
+        "errors": errors,
+        "codes": lambda: codes(kvflow.errors.FailureCode),
+        "refusals": lambda: codes(handshake.errors.FailureCode),
+        "findings": findings,
     },
-    "config.md": {"WorkerConfig": settings, "handshake.Limits": limits},
-    "doctor.md": {"Codes": findings},
-    "metrics.md": {"Metrics of a worker": metrics},
+    "config.md": {"settings": settings, "limits": limits},
+    "metrics.md": {"metrics": metrics},
+    "events.md": {"events": events},
+    "cli.md": {"commands": command_line},
 }
-"""Page -> heading -> what writes the tables under it."""
+"""Page -> generated part -> what writes it."""
 
 
-def with_tables(name):
-    """Return a page with its tables as the code has them; text around them stays."""
+def page(name: str) -> str:
+    """Return a page with its generated parts as the code has them."""
     text = (REFERENCE / name).read_text()
-    for heading, write in TABLES[name].items():
-        pattern = rf"(^## {re.escape(heading)}\n(?:(?!^\||^## ).*\n)*)(?:^\|.*\n|\n(?=\|))+"
-        found = re.search(pattern, text, re.MULTILINE)
-        assert found, f"docs/reference/{name} has no table under {heading!r}"
-        text = f"{text[: found.end(1)]}{write()}\n{text[found.end() :]}"
+    for part, write in PARTS[name].items():
+        before, start, rest = text.partition(f"<!-- generated: {part} -->\n")
+        _, end, after = rest.partition("<!-- end -->")
+        assert end, f"docs/reference/{name} has no part {part}"
+        text = f"{before}{start}\n{write()}\n\n{end}{after}"
     return text
 
 
 if __name__ == "__main__":
-    for page in TABLES:
-        (REFERENCE / page).write_text(with_tables(page))
+    for page_name in PARTS:
+        (REFERENCE / page_name).write_text(page(page_name))

@@ -231,7 +231,7 @@ def test_every_code_has_a_remedy_and_stands_in_the_reference():
     page = CLI_PAGE.read_text()
     for outcome in Outcome:
         assert bool(REMEDIES[outcome]) is (outcome is not Outcome.ANSWERED)
-        assert outcome is Outcome.ANSWERED or f"| `{outcome}` |" in page
+        assert outcome is Outcome.ANSWERED or f"- `{outcome}`: " in page
 
 
 def test_errors_of_servers_are_cut():
