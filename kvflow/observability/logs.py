@@ -65,7 +65,7 @@ REMEDIES = {
     "peer.dropped": "Read the log of that worker. kvflow reconnects when a pull needs it.",
     "breaker.opened": "Check that a worker listens at this address. kvflow tries again automatically.",
     "consumer.rejected": "Run the same release on both sides. If they do, find out what connects to this worker.",
-    "transfer.slow": "Look at the longest phase: docs/howto/explain-a-transfer.md says what each one waits for.",
+    "transfer.slow": "Look at the longest phase: docs/howto/debug.md says what each one waits for.",
     "reader.reset": "Find the peers that hang. If they are only slow, raise the named limit.",
 }
 """Remedies of the warnings that have neither a field ``remedy`` nor the code of an error with a default remedy."""

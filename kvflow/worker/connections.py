@@ -37,7 +37,7 @@ from kvflow.worker.reachability import IllegalTransition
 SAME_PLANE = "Set transport to 'auto', or to the same data plane, on both sides."
 NO_PLANE = (
     "Correct what the message names, or set transport to 'auto' on both sides to read over TCP. Two containers of one "
-    "host need one PID namespace (docs/howto/containers.md), and UCX_TLS must not leave out cma."
+    "host need one PID namespace (docs/howto/deploy.md), and UCX_TLS must not leave out cma."
 )
 SAME_ENCRYPTION = "Set tcp_encryption to the same value on all workers of a cluster."
 

@@ -98,14 +98,12 @@ LANGUAGES: dict[type[Check], set[str]] = {
 """The languages of the blocks that a check accepts."""
 
 OFFLOAD = CheckedBy("tests/docs/test_vllm_page.py", "parses it; tests/vllm/test_offloading.py runs it with vLLM")
-ROUTERS = CheckedBy(
-    "tests/docs/test_routers_howto.py", "parses it; tests/vllm/routers.py runs it with released routers"
-)
+ROUTERS = CheckedBy("tests/docs/test_routers_page.py", "parses it; tests/vllm/routers.py runs it with released routers")
 RAY = CheckedBy("tests/ray/cluster.py", "runs it with Ray, in an environment of its own")
 KUBERNETES = CheckedBy("tests/docs/test_kubernetes.py", "compares it with the manifests; there is no cluster")
 PLANNING = CheckedBy("tests/docs/planning_tables.py", "compares it with the planner's output")
 
-DOCTOR = CheckedBy("tests/docs/test_doctor_page.py", "compares it with what the doctor finds, but for figures")
+DOCTOR = CheckedBy("tests/docs/test_doctor_page.py", "compares its codes and remedies with those of the doctor")
 
 MEASURED = Output(measured=True)
 SECRET = (("KVFLOW_CLUSTER_SECRET", prepared.FAILING_SECRET),)
@@ -115,30 +113,29 @@ CHECKS: dict[str, list[Check] | CheckedBy] = {
     "CONTRIBUTING.md": [Parsed("runs the tests")],
     "docs/tutorial/first-transfer.md": [Program(), Output()],
     "docs/howto/adopt-tensors.md": [Step(), Output(), Program(), Output(), Step(), Step(), Output()],
-    "docs/howto/containers.md": [Parsed("needs Docker")] * 4,
-    "docs/howto/debug-a-failure.md": [
-        *[Shell(), MEASURED] * 5,
-        *[Shell(status=1, environment=SECRET), MEASURED],
+    "docs/howto/debug.md": [
+        *[Program(), Shell(), Output(), Parsed("reads the logs of the demo, as tests/demo do")],
         *[Shell(), MEASURED] * 2,
+        *[Shell(status=1, environment=SECRET), MEASURED],
+        *[Shell(), MEASURED],
+        *[Shell(), Output()],
+        *[Parsed("needs two hosts")] * 3,
+        DOCTOR,
     ],
-    "docs/howto/deploy.md": [CheckedBy("tests/docs/test_deploy_page.py", "runs it with an address of this host")] * 3,
+    "docs/howto/deploy.md": [
+        *[Parsed("needs a package index, and would change the environment of the tests")] * 3,
+        *[CheckedBy("tests/docs/test_deploy_page.py", "runs it with an address of this host")] * 3,
+        *[Parsed("needs Docker")] * 3,
+        *[KUBERNETES] * 5,
+    ],
     "docs/howto/describe-a-model.md": [
         *[Step(), Step(before=prepared.RECORD_WARNINGS, after=prepared.WARNED), Step()],
         *[Program(), Output(), Shell(), Output(part=True)],
-    ],
-    "docs/howto/doctor.md": [
-        *[Parsed("needs a name of its own"), DOCTOR, *[Parsed("needs two hosts")] * 2],
-        *[*[DOCTOR] * 3, Parsed("needs running engines")],
     ],
     "docs/howto/embed-a-worker.md": [
         *[Program(), Output()] * 3,
         *[Step(), Step(), Output()],
         *[Step(before=before, after=after) for before, after in prepared.EMBEDDED],
-    ],
-    "docs/howto/explain-a-transfer.md": [
-        Parsed("runs the demo, as tests/demo do"),
-        Parsed("reads the logs of the demo, as tests/demo do"),
-        *[Drawing(), Drawing(), Program(), Program()],
     ],
     "docs/howto/gpus.md": [
         Parsed("needs GPUs and network cards"),
@@ -146,12 +143,6 @@ CHECKS: dict[str, list[Check] | CheckedBy] = {
         Parsed("needs two GPUs"),
         *[Parsed("needs a GPU")] * 2,
     ],
-    "docs/howto/install.md": [
-        *[Parsed("needs a package index, and would change the environment of the tests")] * 3,
-        *[Shell(), Output()],
-        Parsed("would change the environment of the tests"),
-    ],
-    "docs/howto/kubernetes.md": [KUBERNETES] * 7,
     "docs/howto/monitor.md": [
         Parsed("would change the environment of the tests"),
         Step(before="import kvflow", after=prepared.CONFIG_CHECKED),
@@ -160,12 +151,13 @@ CHECKS: dict[str, list[Check] | CheckedBy] = {
         Step(before=prepared.WORKER_OPENED, after="assert ticket.grants[0].trace"),
         Step(),
     ],
-    "docs/howto/offloading.md": [OFFLOAD] * 4,
-    "docs/howto/operate.md": [Parsed("needs a cluster")] * 5,
-    "docs/howto/ray-serve.md": [Parsed("needs a package index"), *[RAY] * 6],
-    "docs/howto/routers.md": [*[ROUTERS] * 6, Parsed("needs vLLM; tests/vllm/test_live.py runs it"), ROUTERS],
+    "docs/howto/routers.md": [
+        *[ROUTERS] * 6,
+        *[Parsed("needs a package index"), *[RAY] * 6],
+        *[Parsed("needs vLLM; tests/vllm/test_live.py runs it"), ROUTERS],
+        *[OFFLOAD] * 3,
+    ],
     "docs/howto/run-the-demo.md": [Parsed("runs the demo, as tests/demo do")] * 2,
-    "docs/howto/troubleshooting.md": [Program(), Shell(), Output()],
     "docs/howto/vllm.md": CheckedBy("tests/docs/test_vllm_page.py", "lists each block with the test that runs it"),
     "docs/reference/api.md": CheckedBy("tests/docs/api_page.py", "generates it from the docstrings"),
     "docs/reference/models.md": [Step()],
@@ -182,9 +174,8 @@ CHECKS: dict[str, list[Check] | CheckedBy] = {
 """Page -> one check for each of its code blocks, in order."""
 
 PREPARATIONS: dict[str, Callable[[Path], None]] = {
-    "docs/howto/debug-a-failure.md": prepared.write_logs_of_failures,
+    "docs/howto/debug.md": prepared.write_logs_of_failures,
     "docs/howto/describe-a-model.md": prepared.write_models,
-    "docs/howto/troubleshooting.md": prepared.write_log_of_a_failed_pull,
     "docs/reference/models.md": prepared.write_models,
 }
 """Page -> what puts the files that its blocks read into the folder of its test."""

@@ -133,7 +133,7 @@ def _check_docker(arguments: list[str]) -> None:
         assert given
         assert {each.partition("=")[0] for each in given} <= known
     elif arguments[0] == "run":
-        assert arguments[-1] == "kvflow:cuda", "the image that docs/howto/containers.md builds"
+        assert arguments[-1] == "kvflow:cuda", "the image that docs/howto/deploy.md builds"
     elif arguments[0] == "compose":
         _check_compose(arguments[1:])
     else:

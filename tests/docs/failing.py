@@ -22,7 +22,6 @@ MODEL = "llama-3.1-8b"
 BLOCKS = [list(range(16))]
 NUM_TOKENS = 256
 PATIENCE_S = 100
-PARAMS = Path("params.json")
 
 
 def config(engine_id, **settings):
@@ -79,7 +78,7 @@ async def decode():
     """Pull from both prefill workers."""
     configure_logging("decode-0")
     with prefilling("prefill-0", "BLHNC") as good, prefilling("prefill-1", "LBNHC") as other:
-        settings = config("decode-0", slow_transfer_s=0.05)
+        settings = config("decode-0")
         async with asyncio.timeout(PATIENCE_S), kvflow.open_worker(settings, allocate("BLHNC")) as worker:
             offered = (good.offer("chat-1"), other.offer("chat-2"))
             tickets = [kvflow.Ticket.from_params(params) for params in offered]
@@ -88,9 +87,7 @@ async def decode():
             await until(lambda: [each.state for each in worker.snapshot().producers] == ["connected"] * 2)
             for ticket in tickets:
                 await worker.pull(ticket, BLOCKS)
-            params = good.offer("chat-3")
-            PARAMS.write_text(json.dumps(params))  # noqa: ASYNC240 - a few bytes
-            await lose(worker, good.process, kvflow.Ticket.from_params(params))
+            await lose(worker, good.process, kvflow.Ticket.from_params(good.offer("chat-3")))
 
 
 async def until(condition):

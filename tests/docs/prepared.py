@@ -55,44 +55,11 @@ config = replace(config, http=None, cluster_secret="a secret of the tests, long 
 worker = await stack.enter_async_context(kvflow.open_worker(config, cache))
 """
 
-FAILED_PULL = """
-import asyncio
-from pathlib import Path
-
-import kvflow
-
-SPECS = {"layers.0": kvflow.FullAttention(block_size=16, num_kv_heads=2, head_size=64, dtype="bfloat16")}
-
-
-async def main():
-    kvflow.configure_logging(Path("decode.jsonl"))
-    first, second = (kvflow.allocate(SPECS, num_blocks=8) for _ in range(2))
-    ours = kvflow.WorkerConfig(engine_id="prefill-0", cluster_secret="one secret of one cluster")
-    other = kvflow.WorkerConfig(engine_id="decode-0", cluster_secret="a secret of another cluster")
-    async with kvflow.open_worker(ours, first) as producer, kvflow.open_worker(other, second) as consumer:
-        ticket = producer.offer("request-1", block_ids=[[1]], num_tokens=16)
-        try:
-            await consumer.pull(ticket, block_ids=[[2]])
-        except kvflow.errors.TicketInvalid:
-            return
-    raise AssertionError("the pull succeeded with another secret")
-
-
-asyncio.run(main())
-"""
-
-
-def write_log_of_a_failed_pull(folder: Path) -> None:
-    """Write ``decode.jsonl``, the log of a worker whose cluster secret differs from the producer's."""
-    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-c", FAILED_PULL], cwd=folder, env=environment, check=True, timeout=100)
-
-
 FAILING_SECRET = failing.SECRET
 
 
 def write_logs_of_failures(folder: Path) -> None:
-    """Write the logs of three workers, of which one was killed while it was read, and ``params.json``, a ticket."""
+    """Write the logs of three workers, of which one was killed while it was read."""
     environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-m", failing.__name__], cwd=folder, env=environment, check=True, timeout=200)
 

@@ -1,4 +1,4 @@
-"""``python -m tests.docs.reference_tables``: write the generated parts of the pages in docs/reference.
+"""``python -m tests.docs.reference_tables``: write the generated parts of pages.
 
 A generated part lies between ``<!-- generated: NAME -->`` and ``<!-- end -->``; the text around it stays.
 """
@@ -27,6 +27,7 @@ from kvflow.observability.metrics import METRICS
 from kvflow.report import TransferReport
 from kvflow.tools.cli.entry import build_parser
 from kvflow.tools.doctor.codes import CODES
+from tests.vllm.replaying import facts
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 
@@ -45,6 +46,9 @@ BOUNDS = {
     "sleep_mode": "`True` or `False`",
 }
 """Bounds that the type of a setting does not say."""
+
+ROUTED = ("completions", "chat", "stream", "n=2", "concurrent", "prefill fails")
+VERDICTS = {"works": "yes", "otherwise": "otherwise", "refused": "refused", "no": "no", "": ""}
 
 LEVEL_EXCEPTIONS = {
     LeaseEnded: ", `WARNING` if the lease has expired",
@@ -250,6 +254,24 @@ def command_line() -> str:
     return "\n\n".join(parts)
 
 
+def routers() -> str:
+    """Return the table of what each router does, and what those that are not on the page need."""
+    known = sorted(facts().values(), key=lambda each: each["order"])
+    rows = []
+    for each in known:
+        shown = {row["what"]: VERDICTS[row["verdict"]] for row in each["shown"]}
+        version = f"[{each['version']}]({each['source']})"
+        rows.append([each["router"], version, each["how"], *(shown.get(what, "") for what in ROUTED)])
+    lines = []
+    for each in known:
+        if each["how"] == "replayed":
+            told = [re.sub(r" \(`[^`]*`\)", "", text) for text in each["router_settings"] + each["kvflow_settings"]]
+            lines.append(f"- **{each['router']}:** {'; '.join(told)}.")
+    return f"{table(['router', 'version', 'how', *ROUTED], rows)}\n\nSet on routers that are replayed:\n\n" + "\n".join(
+        lines
+    )
+
+
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "errors.md": {
         "errors": errors,
@@ -261,6 +283,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "metrics.md": {"metrics": metrics},
     "events.md": {"events": events},
     "cli.md": {"commands": command_line},
+    "../howto/routers.md": {"routers": routers},
 }
 """Page -> generated part -> what writes it."""
 

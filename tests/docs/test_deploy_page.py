@@ -17,7 +17,8 @@ ADDRESS = "10.0.0.11"
 @pytest.mark.nixl
 @pytest.mark.processes
 async def test_a_worker_with_the_settings_of_the_page_is_reachable(tmp_path):
-    [program], [command], [output] = (blocks(PAGE, language) for language in ("python", "sh", "text"))
+    [program], [output] = (blocks(PAGE, language) for language in ("python", "text"))
+    [command] = [block for block in blocks(PAGE, "sh") if block.startswith("timeout")]
     for written, meant in {ADDRESS: "127.0.0.1", "7100": str(free_port()), "7101": str(free_port())}.items():
         assert written in program
         program, command = program.replace(written, meant), command.replace(written, meant)

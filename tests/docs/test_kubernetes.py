@@ -1,4 +1,4 @@
-"""The manifests of docs/howto/kubernetes.md have the fields of Kubernetes, and what they name is there."""
+"""The manifests of docs/howto/deploy.md have the fields of Kubernetes, and what they name is there."""
 
 import copy
 import re
@@ -30,7 +30,7 @@ from .manifests import (
 )
 from .test_examples import blocks
 
-PAGE = "docs/howto/kubernetes.md"
+PAGE = "docs/howto/deploy.md"
 VERSIONS = ("1.30.0", "1.37.0")
 """The oldest that is promised, and the newest whose schema there is."""
 
@@ -76,7 +76,7 @@ def test_a_wrong_name_or_type_is_noticed(path, wrong):
 
 def test_every_file_of_the_folder_is_on_the_page_and_applied():
     assert {path.name for path in FOLDER.iterdir()} == set(FILES)
-    page = (FOLDER.parent / "kubernetes.md").read_text()
+    page = (FOLDER.parent / "deploy.md").read_text()
     [applied] = [words for words in commands() if words[:2] == ["kubectl", "apply"]]
     assert applied[2:] == [word for name in FILES for word in ("-f", name)]
     for name in FILES:
@@ -180,7 +180,7 @@ def test_a_pod_has_the_time_to_end(name):
 
 
 def test_each_image_is_built_on_the_page():
-    page = Path(FOLDER.parent / "kubernetes.md").read_text()
+    page = Path(FOLDER.parent / "deploy.md").read_text()
     engines, router = blocks(PAGE, "dockerfile")
     assert {container(name)["image"] for name in (*ENGINES, "router")} == set(
         re.findall(r"`(registry\.example\.com/\S+)`", page)

@@ -1,24 +1,40 @@
-"""The page of routers is what tests/data/routers says, and the tests that it names are there."""
+"""The page of routers names releases, commands and tests that exist. tests/vllm/test_routers.py runs it with vLLM."""
 
+import json
 import re
-from pathlib import Path
+import shlex
 
 import pytest
 
+from kvflow.tools.cli.entry import build_parser
 from tests.vllm.replaying import facts
 
-from .routers_page import PAGE, VERDICTS, page
+from .pages import ROOT, blocks
+from .reference_tables import VERDICTS
 
-ROOT = Path(__file__).parents[2]
+PAGE = "docs/howto/routers.md"
+REQUIRED = ROOT / "tests" / "vllm" / "requirements-routers.txt"
 FACTS = facts()
 KEYS = {"router", "order", "version", "source", "how", "router_settings", "kvflow_settings", "shown"}
 REPLAYED_KEYS = {"derived", "transcript", "engines", "recorded"}
 NAMED = sorted({test for each in FACTS.values() for row in each["shown"] for test in row["test"].split(", ") if test})
 
 
-def test_the_page_is_what_is_known_of_the_routers():
-    """If they differ: ``PYTHONPATH=. python -m tests.docs.routers_page``, and read what changed."""
-    assert PAGE.read_text() == page()
+def commands(program):
+    return [shlex.split(block) for block in blocks(PAGE, "sh") if block.startswith(f"{program} ")]
+
+
+def test_the_page_names_the_releases_that_tests_run():
+    required = re.findall(r"^[a-z-]+==[0-9.]+$", REQUIRED.read_text(), re.MULTILINE)
+    assert [words[-1] for words in commands("pip install") if "ray[llm]==2.60.0" not in words] == required
+    for name, release in (each.split("==") for each in required):
+        told = json.loads((ROOT / "tests" / "data" / "routers" / f"{name}.json").read_text())
+        assert (told["router"], told["version"]) == (name, release)
+
+
+def test_the_proxy_understands_its_arguments():
+    [words] = commands("kvflow proxy")
+    build_parser().parse_args(words[1:])
 
 
 @pytest.mark.parametrize("name", FACTS)
@@ -35,12 +51,7 @@ def test_every_fact_of_a_router_is_there(name):
         assert row["note"] or row["verdict"] not in ("otherwise", "refused")
 
 
-def test_rows_are_in_an_order():
-    orders = [each["order"] for each in FACTS.values()]
-    assert len(set(orders)) == len(orders)
-
-
 @pytest.mark.parametrize("test", NAMED)
-def test_a_test_that_the_page_names_is_there(test):
+def test_a_test_that_is_named_is_there(test):
     path, _, name = test.partition("::")
     assert re.search(rf"^(async )?def {name}\(", (ROOT / path).read_text(), re.MULTILINE), test

@@ -25,7 +25,7 @@ from tests.vllm.howto import fences, log_line
 from .test_examples import ROOT, blocks
 
 PAGE = "docs/howto/vllm.md"
-OFFLOADING = "docs/howto/offloading.md"
+OFFLOADING = "docs/howto/routers.md"
 
 SERVED = "tests/vllm/test_serve.py::test_the_commands_of_the_page_work_in_its_order"
 HERE = "tests/docs/test_vllm_page.py"

@@ -1,4 +1,4 @@
-"""What docs/howto/ray-serve.md tells its reader to do, done on this host: two nodes of Ray, and the application."""
+"""What docs/howto/routers.md tells its reader to do, done on this host: two nodes of Ray, and the application."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from tests.ports import free_port
 from tests.vllm.engines import ANSWER_S, ENVIRONMENT, PYTHON, EngineFailed
 from tests.vllm.servers import LOG_TAIL, LOGS, PATIENCE, PAUSE_S, Server, Together, fetch
 
-PAGE = "docs/howto/ray-serve.md"
+PAGE = "docs/howto/routers.md"
 MODEL = "tiny"
 NODES = ("127.0.0.2", "127.0.0.3")
 """Addresses of this host. kvflow listens at neither by itself, and Ray takes 127.0.0.1 for the outer address."""

@@ -1,4 +1,4 @@
-"""Ray Serve LLM with two replicas of each kind on two nodes, as docs/howto/ray-serve.md starts it, is one engine."""
+"""Ray Serve LLM with two replicas of each kind on two nodes, as docs/howto/routers.md starts it, is one engine."""
 
 from concurrent.futures import ThreadPoolExecutor
 

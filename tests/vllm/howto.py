@@ -6,7 +6,6 @@ from pathlib import Path
 HOWTO = Path(__file__).parents[2] / "docs" / "howto"
 PAGE = HOWTO / "vllm.md"
 ROUTERS_PAGE = HOWTO / "routers.md"
-OFFLOADING = HOWTO / "offloading.md"
 
 PREFILL_PORT, DECODE_PORT, PROXY_PORT = 8100, 8200, 8000
 """As the page has them; 8000 is the default of ``kvflow proxy``."""

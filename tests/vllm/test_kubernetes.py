@@ -1,4 +1,4 @@
-"""The manifests of docs/howto/kubernetes.md run: each pod is a host of its own, with the command of its container.
+"""The manifests of docs/howto/deploy.md run: each pod is a host of its own, with the command of its container.
 
 What Kubernetes does is done here: pods get addresses and names, variables are filled in, and probes wait.
 """

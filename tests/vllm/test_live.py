@@ -56,7 +56,7 @@ def test_the_doctor_tells_a_server_without_the_connector(settled):
 
 
 def test_the_logs_of_proxy_and_servers_are_one_request(settled):
-    """As docs/howto/explain-a-transfer.md says: ``log_file`` of each engine, and ``kvflow proxy --log FILE``."""
+    """As docs/howto/debug.md says: ``log_file`` of each engine, and ``kvflow proxy --log FILE``."""
     port = free_port()
     shell = settled.fitted(f"{command('kvflow proxy').strip()} --listen 127.0.0.1:8000", {PROXY_PORT: port})
     proxy = settled.serve("proxy-logged", f"{shell} --log router.jsonl", port)

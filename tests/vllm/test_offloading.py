@@ -1,4 +1,4 @@
-"""``vllm serve`` with ``MultiConnector`` on both sides of a proxy, as docs/howto/offloading.md starts it.
+"""``vllm serve`` with ``MultiConnector`` on both sides of a proxy, as docs/howto/routers.md starts it.
 
 The API server, the engine core and the workers are processes of their own, and find the connector by its name.
 """
@@ -21,7 +21,7 @@ from .clients import (
     tokens_of,
 )
 from .engines import ANSWER_S
-from .howto import OFFLOADING
+from .howto import ROUTERS_PAGE
 from .pairs import FULL, model_folder
 from .prompts import prompt_of
 from .servers import PagePair
@@ -47,7 +47,7 @@ class Offloading(PagePair):
         connector: what stands in the place of ``"KVFlowConnector"``, JSON.
     """
 
-    page = OFFLOADING
+    page = ROUTERS_PAGE
 
     def __init__(self, model, folder, connector):
         self.connector = connector

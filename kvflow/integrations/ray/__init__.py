@@ -1,4 +1,4 @@
-"""kvflow under Ray Serve LLM: each replica listens at the address of its node. See docs/howto/ray-serve.md.
+"""kvflow under Ray Serve LLM: each replica listens at the address of its node. See docs/howto/routers.md.
 
 This module imports Ray only when a function is called. Ray loads ``backend`` in each replica.
 """

@@ -31,7 +31,7 @@ NETWORK = frozenset({"rc", "rc_x", "rc_v", "rc_mlx5", "rc_verbs", "dc", "dc_x", 
 
 UCX_REMEDY = "Unset UCX_TLS on both sides, or name the transport in it."
 
-CONTAINERS = "See docs/howto/containers.md."
+CONTAINERS = "See docs/howto/deploy.md."
 
 
 class Target(Struct, frozen=True, kw_only=True):

@@ -57,7 +57,7 @@ _CODES = (
         "nixl_missing",
         "warning",
         "NIXL cannot be imported: workers read over TCP only",
-        "Install the variant for your GPU: pip install nixl, nixl-cu12 or nixl-cu13. See docs/howto/install.md.",
+        "Install the variant for your GPU: pip install nixl, nixl-cu12 or nixl-cu13. See docs/howto/deploy.md.",
     ),
     Code(
         "nixl_variant_mismatch",
@@ -91,13 +91,13 @@ _CODES = (
         "shared_memory_unused",
         "warning",
         "two processes of this host read over TCP, because NIXL does not reach the memory of the other process",
-        "Allow one process to read the other one's memory: see docs/howto/containers.md.",
+        "Allow one process to read the other one's memory: see docs/howto/deploy.md.",
     ),
     Code(
         "process_memory_denied",
         "warning",
         "the kernel does not let a process copy the memory of another one, which UCX's cma needs",
-        "Set /proc/sys/kernel/yama/ptrace_scope to 0, or give both containers SYS_PTRACE (docs/howto/containers.md).",
+        "Set /proc/sys/kernel/yama/ptrace_scope to 0, or give both containers SYS_PTRACE (docs/howto/deploy.md).",
     ),
     Code(
         "reader_ended",

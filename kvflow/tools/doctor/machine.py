@@ -26,7 +26,7 @@ HOST_PID_NAMESPACE = "pid:[4026531836]"
 UNSYNCHRONIZED = 0x40
 """STA_UNSYNC among the flags of the clock: nothing adjusts it."""
 
-_REMEDY_OF_NAMESPACE = "Processes in other PID namespaces cannot read this one's memory: see docs/howto/containers.md."
+_REMEDY_OF_NAMESPACE = "Processes in other PID namespaces cannot read this one's memory: see docs/howto/deploy.md."
 
 
 def examine(root: Path = ROOT) -> Iterator[Finding]:
