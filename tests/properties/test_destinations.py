@@ -8,13 +8,14 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvflow.errors import BlockIdsInvalid
 from kvflow.leases.blocks import BlockAccount
-from kvflow.worker.destinations import DestinationTable
+from kvflow.worker.destinations import DestinationTable, Standing
 
 from .caches import thorough
 
 NUM_BLOCKS = 12
 ALIASES = (0, 0, 2)
 """Groups 0 and 1 share bytes; group 2 has its own."""
+LASTING_S = 2.0
 
 
 @st.composite
@@ -38,7 +39,8 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger = DestinationTable(self.account)
         self.loans = []
         self.open = {}
-        self.quarantined = {}
+        self.quarantined = {}  # number of blocks, and since when
+        self.now = 0.0
         self.next_id = 0
 
     @rule(ids=destinations())
@@ -74,12 +76,22 @@ class LedgerMachine(RuleBasedStateMachine):
     def end_loan(self, data):
         self.account.end_loan(self.loans.pop(data.draw(st.integers(0, len(self.loans) - 1))))
 
-    @precondition(lambda self: self.open)
+    @precondition(lambda self: self.open.keys() - self.quarantined.keys())
     @rule(data=st.data())
     def quarantine(self, data):
-        pull_id = data.draw(st.sampled_from(sorted(self.open)))
-        self.ledger.quarantine(pull_id, "peer_lost", float(pull_id))
-        self.quarantined[pull_id] = len(self.open[pull_id])
+        pull_id = data.draw(st.sampled_from(sorted(self.open.keys() - self.quarantined.keys())))
+        self.ledger.quarantine(pull_id, "peer_lost", self.now)
+        self.quarantined[pull_id] = len(self.open[pull_id]), self.now
+
+    @rule(pause_s=st.sampled_from((0.0, 1.0, LASTING_S)))
+    def look(self, pause_s):
+        """However rarely one looks, the sums are those of this moment."""
+        self.now += pause_s
+        entries = list(self.quarantined.values())
+        lasting = sum(num_blocks for num_blocks, since in entries if self.now - since > LASTING_S)
+        oldest = min((since for _, since in entries), default=None)
+        expected = Standing(sum(num_blocks for num_blocks, _ in entries), lasting, oldest)
+        assert self.ledger.standing(self.now, LASTING_S) == expected
 
     @precondition(lambda self: self.open)
     @rule(data=st.data())
@@ -94,9 +106,8 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger.check()
         self.account.check(lent=self.loans)
         assert len(self.ledger) == len(self.open)
-        listed = {entry.pull_id: entry.num_blocks for entry in self.ledger.quarantined()}
+        listed = {entry.pull_id: (entry.num_blocks, entry.since) for entry in self.ledger.quarantined()}
         assert listed == self.quarantined
-        assert all(entry.since == entry.pull_id for entry in self.ledger.quarantined())
 
     def teardown(self):
         """Everything given back, every block can be taken at once."""

@@ -216,6 +216,15 @@ def test_loads_wait_in_order_for_the_steps_before_them():
     assert fake.released == [TICKET]
 
 
+def test_steps_that_have_ended_meanwhile_are_all_seen_at_once():
+    fake = FakeWorker()
+    rank = RankWorker(fake, lambda: lambda: True)
+    for step in range(3):
+        rank.end_step(step)
+    rank.execute_written([Release("t", TICKET)], step=2)
+    assert fake.released == [TICKET]
+
+
 @pytest.mark.parametrize(
     ("draft", "hybrid", "late"), [(None, False, False), (object(), False, True), (None, True, True)]
 )

@@ -362,6 +362,7 @@ def test_digests_go_with_their_blocks():
         ([[b"a", b"b"], [b"c"]], ArgumentInvalid),  # one too few
         ([[b"a", b"b", b"c"]], ArgumentInvalid),  # a group too few
         ([[b"a", b"", b"c"], [b"c"]], ArgumentInvalid),  # a block that is there without one
+        ([[b"a", b"b", b"c"], [b""]], ArgumentInvalid),  # likewise, in the second group
         ([["a", "b", "c"], ["c"]], ArgumentInvalid),  # text
         ([[b"a", b"x" * 65, b"c"], [b"c"]], BlockIdsInvalid),  # too long for a ticket
     ],

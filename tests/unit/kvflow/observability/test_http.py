@@ -92,9 +92,13 @@ async def test_a_public_server_is_asked_by_any_name():
     assert [listened(host) for host in ("*", "localhost", "[::1]")] == ["0.0.0.0", "127.0.0.1", "::1"]
 
 
-async def test_the_oldest_silent_connection_makes_room(address):
+async def test_the_oldest_silent_connection_makes_room(address, monkeypatch):
+    monkeypatch.setattr(http, "HEAD_S", 10 * PATIENCE_S)
     host, _, port = address.rpartition(":")
     async with asyncio.timeout(PATIENCE_S):
+        _, gone = await asyncio.open_connection(host, int(port))
+        gone.close()
+        assert (await exchange(address, request()))[1] == "content\n"  # by then, the server has seen it go
         silent = [await asyncio.open_connection(host, int(port)) for _ in range(CONNECTIONS_MAX)]
         assert (await exchange(address, request()))[1] == "content\n"
         with suppress(ConnectionError):  # it may be reset

@@ -188,6 +188,16 @@ async def test_each_rank_is_read_under_its_own_lease_as_soon_as_it_is_held():
         assert [grant.admitted for grant in ticket.grants] == [True, False]
 
 
+async def test_a_lease_that_has_ended_on_one_rank_fails_the_pull():
+    async with opened(ranks=2) as world:
+        await world.connect()
+        ticket = world.ticket()
+        world.producers[1].revoke("request-1")
+        error = await failure(world.start(ticket))
+        assert isinstance(error, StaleLease)
+        assert error.peer == f"prefill-0/1/{world.producers[1].incarnation}"
+
+
 async def test_ranks_are_divided_in_one_order_however_their_offers_were_joined():
     async with opened(ranks=2) as world:
         await world.connect()
