@@ -314,10 +314,13 @@ def test_round_trips_are_measured():
     assert (pair.client.rtt_s, pair.server.rtt_s) == (0.125, 0.25)
 
 
-def test_a_pong_that_nobody_asked_for_measures_nothing():
+@pytest.mark.parametrize("nonce", [1, 12345])
+def test_only_the_answer_to_the_last_ping_is_measured(nonce):
     connection = connection_in(Role.CLIENT, State.READY)
     before = connection.rtt_s
-    connection.receive(frames_of(Pong(nonce=12345)), NOW + 1)
+    for now in (NOW + 1, NOW + 2):
+        connection.ask(now, report=False)
+    connection.receive(frames_of(Pong(nonce=nonce)), NOW + 3)
     assert connection.rtt_s == before
     assert connection.state is State.READY
 
