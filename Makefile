@@ -23,6 +23,7 @@ help:
 	echo 'make simulate   run 20,000 scenarios on virtual time, with faults (an hour); SEEDS=N sets the number'
 	echo 'make fuzz    send a million invalid messages and 40,000 invalid inputs to real workers (ten minutes or more); FRAMES=N, LIES=N'
 	echo 'make soak    pull 100,000 times while processes are killed and restarted (ten minutes or more); PULLS=N, TRANSPORT=tcp'
+	echo 'make planted   plant each bug of a list, and tell which test finds it (ten minutes); BUGS="C06 W08" chooses some'
 	echo 'make chaos   kill, pause and cut off real processes for three minutes; MINUTES=N, SEED=N'
 	echo 'make compose-demo   run the demo in containers, over TCP and shared memory; needs Docker and Compose'
 	echo 'make test-compose   test the demo in containers, and kill one of them'
@@ -110,6 +111,10 @@ bench: $(INSTALLED)
 
 simulate: $(INSTALLED)
 	$(BIN)/python -m tests.simulation --seeds $${SEEDS:-20000} --first $${FIRST:-0}
+
+.PHONY: planted
+planted: $(INSTALLED)
+	$(BIN)/python -m tests.planted $(BUGS)
 
 fuzz: $(INSTALLED)
 	$(BIN)/python -m tests.fuzz --seed $${SEED:-0} --frames $${FRAMES:-1000000} --lies $${LIES:-10000} \
