@@ -25,6 +25,7 @@ from kvflow.config import CALIBRATION_VARIABLE, SECRET_VARIABLE
 from kvflow.tools.bench.geometry import Geometry
 from kvflow.tools.bench.result import Result, Table, header
 from kvflow.tools.bench.stats import median_ratio, quantile
+from tests.benchmarks.hot_path_calls import Calls
 from tests.benchmarks.hot_path_children import Child
 from tests.benchmarks.hot_path_sides import Sample, open_reader
 from tests.benchmarks.layouts import HALF_PAGES, HEAD_SIZE, LAYERS, VARIANTS
@@ -34,6 +35,11 @@ US, MS = 1e6, 1e3
 WAYS = [way for way in ("pull", "start_pull", "pull_many") if hasattr(Worker, way)]
 PAGES = {"huge": "auto", "small": "never"}
 COLUMNS = ("measure", "floor", "kvflow", "found", "goal")
+
+CALLS = ("until it returns", "and its release within 50 ms")
+"""What is counted of one pull."""
+
+FIGURES = Path(__file__).parents[1] / "golden" / "hot_path.json"
 
 Samples = Mapping[str, list[Any]]
 """Of each participant, what each round has found."""
@@ -242,22 +248,45 @@ def calls(stack: ExitStack, rounds: int) -> Iterable[Table]:
     """Count what one pull executes."""
     readers = Readers(stack, {"pull, traced": (packed(1 << 12, 32 * KIB),)}, rounds)
     (found,) = readers.ask("calls", 2).values()
+    commit, figures = known_figures()
     rows: list[tuple[Any, ...]] = []
     notes: list[str] = []
-    for number, title in enumerate(("until it returns", "and its release within 50 ms")):
-        counted = min((each[number] for each in found), key=lambda each: each.bytecodes)  # nothing else came between
+    for number, title in enumerate(CALLS):
+        counted = least(each[number] for each in found)
         goals = ("<= 80", "<= 45", "", "<= 2,000", "<= 10") if number == 0 else ("",) * 5
-        values = (counted.calls, len(counted.functions), counted.modules, counted.bytecodes, counted.records.total())
-        names = ("Python calls", "functions", "modules", "bytecodes", "records")
+        known = figures.get(title, {})
         rows += [
-            (f"{name}, {title}", None, value, "", goal) for name, value, goal in zip(names, values, goals, strict=True)
+            (f"{name}, {title}", known.get(name), value, "", goal)
+            for (name, value), goal in zip(executed(counted).items(), goals, strict=True)
         ]
         made = ", ".join(f"{count} {name}" for name, count in counted.records.most_common())
         most = ", ".join(
             f"{count} {Path(path).stem}.{name}" for (path, name), count in counted.functions.most_common(25)
         )
         notes += [f"records {title}: {made}", f"bytecodes {title}, most: {most}"]
-    yield table("what one pull of 64 KiB executes, all threads", rows, *notes)
+    yield table(f"what one pull of 64 KiB executes, all threads; floor: at {commit}", rows, *notes)
+
+
+def least(rounds: Iterable[Calls]) -> Calls:
+    """Return the round in which nothing else came between."""
+    return min(rounds, key=lambda each: each.bytecodes)
+
+
+def executed(counted: Calls) -> dict[str, int]:
+    """Return the numbers that a list of figures has of one pull."""
+    return {
+        "calls": counted.calls,
+        "functions": len(counted.functions),
+        "modules": counted.modules,
+        "bytecodes": counted.bytecodes,
+        "records": counted.records.total(),
+    }
+
+
+def known_figures() -> tuple[str, Mapping[str, Mapping[str, int]]]:
+    """Return a commit, and what a pull executed there with this version of Python; nothing if it was not measured."""
+    known = msgspec.json.decode(FIGURES.read_bytes())
+    return known["commit"], known["python"].get("{}.{}".format(*sys.version_info), {})
 
 
 SCENARIOS: Mapping[str, Callable[[ExitStack, int], Iterable[Table]]] = {
