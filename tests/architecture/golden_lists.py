@@ -23,7 +23,7 @@ import handshake.security
 import handshake.version
 import kvflow
 from kvflow.errors import KvflowError
-from kvflow.integrations.vllm import admission, blocks, messages
+from kvflow.integrations.vllm import admission, blocks, messages, params
 from kvflow.layout.manifest import MANIFEST_SCHEMA
 from kvflow.leases import tickets
 from kvflow.reads import envelope
@@ -91,11 +91,25 @@ def _alias(name: str) -> str:
 
 # --- wire formats ---
 
+EXAMPLE = tickets.Grant(
+    engine_id="engine",
+    request_id="request",
+    ranks=(tickets.RankAddress(0, 32 * "0", "tcp://host:5555"),),
+    slot=3,
+    epoch="7",
+    block_ids=((1, 2),),
+    num_tokens=(8,),
+    lease_ms=30_000,
+    admitted=True,
+)
+TICKET = tickets.Ticket(grants=(EXAMPLE,), sealed=(EXAMPLE.seal(lambda _: bytes(tickets.MAC_BYTES)),))
+
 WORDS = {
     "handshake: versions": handshake.version.SUPPORTED,
     "handshake: first byte of a frame": handshake.codec.FORMAT,
     "handshake: keys of a secret": handshake.security._SALT,
     "ticket: first part": tickets.FORMAT,
+    "ticket: kv_transfer_params of an example": TICKET.to_params(),
     "ticket: bytes of a MAC": tickets.MAC_BYTES,
     "publication: schema": MANIFEST_SCHEMA,
     "data plane's metadata: first bytes": envelope._MAGIC,
@@ -109,6 +123,7 @@ WORDS = {
     "TCP: header of an answer": wire.ANSWER.format,
     "TCP: kinds of answers": (wire.DONE, wire.NOT_HELD, wire.REFUSED),
     "TCP: value of an epoch slot": wire.EPOCH_VALUE.format,
+    "vLLM: fields of kv_transfer_params": sorted(params.ticket_params(TICKET)),
     "vLLM: start of the digests": blocks.START.hex(),
     "vLLM: bytes of a MAC of an early admission": admission.MAC_BYTES,
 }
