@@ -14,8 +14,6 @@ from pathlib import Path
 from kvflow.tools.bench.stats import quantile
 
 SIDES = ("kvflow", "NixlConnector")
-BEGIN, END = "<!-- measured -->", "<!-- end of what was measured -->"
-"""Lines of a page between which the tables stand."""
 
 
 @dataclass(frozen=True)
@@ -146,15 +144,6 @@ def text(all_findings: Sequence[Findings], *, markdown: bool) -> str:
     tables = [(title(findings), list(rows(findings))) for findings in all_findings]
     draw = _markdown if markdown else _aligned
     return "\n\n".join([head() + ".", *(part for heading, table in tables for part in (heading + ":", draw(table)))])
-
-
-def write_between_marks(page: Path, drawn: str) -> None:
-    """Replace what a page has between the two marks."""
-    before, begin, rest = page.read_text().partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise ValueError(f"{page} has not the lines {BEGIN!r} and {END!r}")
-    page.write_text(f"{before}{BEGIN}\n\n{drawn}\n\n{END}{after}")
 
 
 def _markdown(table: Sequence[Sequence[str]]) -> str:

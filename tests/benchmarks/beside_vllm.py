@@ -7,7 +7,6 @@ before the clock starts; no two are alike. From the root of the repository::
 
     make bench-vllm
     .venv-vllm/bin/python -m tests.benchmarks.beside_vllm --models llama --rounds 4 --in-flight 1 4
-    .venv-vllm/bin/python -m tests.benchmarks.beside_vllm --page docs/explanation/beside-vllm.md
 """
 
 import argparse
@@ -23,7 +22,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.beside_table import SIDES, Findings, Sample, as_json, text, write_between_marks
+from tests.benchmarks.beside_table import SIDES, Findings, Sample, as_json, text
 from tests.vllm.engines import (
     KVFLOW,
     NIXL,
@@ -254,7 +253,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=8, help="each measures all in flight with both pairs")
     parser.add_argument("--in-flight", type=int, nargs="+", default=list(BURSTS), help="requests that arrive together")
     parser.add_argument("--markdown", action="store_true", help="tables for a document")
-    parser.add_argument("--page", type=Path, help="document whose tables are replaced: docs/explanation/beside-vllm.md")
     parser.add_argument("--json", type=Path, help="where every single figure goes")
     return parser.parse_args()
 
@@ -264,8 +262,6 @@ def main() -> int:
     with Nursery() as nursery:
         findings = [measure(model, chosen, nursery) for model in chosen.models]
     print(text(findings, markdown=chosen.markdown))
-    if chosen.page is not None:
-        write_between_marks(chosen.page, text(findings, markdown=True))
     if chosen.json is not None:
         chosen.json.parent.mkdir(parents=True, exist_ok=True)
         chosen.json.write_text(as_json(findings))

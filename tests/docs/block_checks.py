@@ -162,7 +162,6 @@ CHECKS: dict[str, list[Check] | CheckedBy] = {
     "docs/reference/api.md": CheckedBy("tests/docs/api_page.py", "generates it from the docstrings"),
     "docs/reference/models.md": [Step()],
     "docs/explanation/architecture.md": [Drawing()] * 2,
-    "docs/explanation/beside-vllm.md": [Parsed("needs vLLM, and runs for half an hour")] * 3,
     "docs/explanation/performance.md": [Parsed("measures for minutes on an idle machine"), Drawing()],
     "docs/explanation/planning.md": [PLANNING] * 2,
     "docs/contributing/faults.md": [

@@ -11,12 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
-from kvflow.errors import SpecInvalid
 from kvflow.layout.describe import plan_cache
 from kvflow.layout.groups import plan_groups, window_blocks
 from kvflow.layout.region import Region
 from kvflow.layout.shards import Shard
-from kvflow.models import align_states, load, names
+from kvflow.models import align_states, load
 from kvflow.planning.assignment import assign_sources
 from kvflow.planning.bind import Binding
 from kvflow.planning.pairs import pair_units
@@ -30,7 +29,8 @@ LAYOUTS = {
     "packed": ("BLHNC", "content"),
     "heads first": ("BHLNC", "content"),
 }
-TP_PAIRS = ((1, 1), (2, 4), (4, 2), (3, 2))
+TP_PAIRS = ((1, 1), (4, 2), (3, 2))
+MODELS = ("deepseek-v3", "gpt-oss-20b", "llama-3.1-8b", "qwen3-next")
 TOKENS = (16, 1024, 10240)
 """Prompts of 1, 64 and 640 blocks of 16 tokens."""
 
@@ -115,8 +115,6 @@ def binding_of(group, source, target):
 
 def vllm(name, form, source_tp, target_tp):
     """What vLLM 0.33 needs for the longest prompt, ids apart: a formula, or in words why there is none."""
-    if name == "deepseek-v4-style":
-        return "not known"
     groups = groups_of(name, "LBHNC", target_tp)
     latent, states = groups[0].kind == "mla", any(group.kind == "mamba" for group in groups)
     unequal = source_tp != target_tp and not latent
@@ -142,17 +140,14 @@ def vllm(name, form, source_tp, target_tp):
 
 
 def row(name, form, source_tp, target_tp):
-    try:
-        counts = [f"{count:,}" for count in counted(name, form, source_tp, target_tp)]
-    except SpecInvalid:  # of the layout, whatever the other side is
-        counts = ["pages too unlike for tensors", *[""] * len(TOKENS)]
+    counts = [f"{count:,}" for count in counted(name, form, source_tp, target_tp)]
     return (name, form, *counts, vllm(name, form, source_tp, target_tp))
 
 
 def table(source_tp, target_tp):
     """Return one table: every model in every layout."""
     rules = ("---", "---", *["---:"] * (len(TOKENS) + 1), "---")
-    cases = [(name, form) for name in names() for form in LAYOUTS if is_divided(name) or form != APART]
+    cases = [(name, form) for name in MODELS for form in LAYOUTS if is_divided(name) or form != APART]
     rows = [HEADS, rules, *(row(name, form, source_tp, target_tp) for name, form in cases)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
 
