@@ -7,7 +7,7 @@ import pytest
 from kvflow.errors import BlockIdsInvalid, BlockRangeMismatch, CapacityExceeded
 from kvflow.ids import FEW
 from kvflow.leases.blocks import check_block_ids
-from kvflow.planning.pairs import UNITS_MAX, pair_units
+from kvflow.planning.pairs import UNITS_MAX, UnitPairs, merged_pairs, pair_units
 
 from .helpers import group_plan, ids
 
@@ -215,6 +215,11 @@ def test_a_token_that_the_ticket_lacks_is_named(sizes, source, target, num_token
         paired(group_plan(*sizes), source, target, num_tokens)
     assert caught.value.message.endswith(f"do not cover token {token}")
     assert caught.value.group == 0
+
+
+def test_pairs_are_merged_where_both_sides_go_on():
+    pairs = UnitPairs((1, 2, 3, 7, 8), (4, 5, 9, 10, 11))
+    assert merged_pairs(pairs) == [(1, 4, 2), (3, 9, 1), (7, 10, 2)]
 
 
 def test_oversized_blocks_are_refused_before_memory_is_allocated():

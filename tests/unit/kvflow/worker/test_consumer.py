@@ -189,8 +189,11 @@ async def test_each_rank_is_read_under_its_own_lease_as_soon_as_it_is_held():
 
 
 async def test_a_lease_that_has_ended_on_one_rank_fails_the_pull():
-    async with opened(ranks=2) as world:
-        await world.connect()
+    """Both answers come at once, as soon as the data plane knows what its posts take."""
+    async with opened(ranks=2, inline_s_max=PATIENCE_S) as world:
+        for name in ("connect", "measure"):
+            await world.pull(world.ticket(name, (0,)), (0,))
+        await world.idle()
         ticket = world.ticket()
         world.producers[1].revoke("request-1")
         error = await failure(world.start(ticket))

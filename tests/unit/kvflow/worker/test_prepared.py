@@ -12,7 +12,7 @@ from kvflow.layout.region import Region
 from kvflow.leases.issuer import Issuer
 from kvflow.leases.tickets import RankAddress, block_ends
 from kvflow.planning.plan import plan_transfer
-from kvflow.worker.prepared import Peer, parts_of, require_content
+from kvflow.worker.prepared import Peer, Route, parts_of, require_content
 from tests.properties.caches import bindings
 
 from .helpers import SPECS, cache_of
@@ -40,6 +40,13 @@ def demanded(block_ids, num_tokens, *targets, source_groups=TWO_GROUPS, target_g
     return {part.list_id: list(zip(part.pairs.source, part.pairs.target, strict=True)) for part in found}
 
 
+@pytest.mark.parametrize("seem_over", [(False, False), (True, False), (False, True)])
+def test_a_route_may_be_over_if_any_rank_may(seem_over):
+    link = SimpleNamespace(may_be_over=lambda grant: grant)
+    ranks = tuple((SimpleNamespace(link=link), at) for at in range(2))
+    assert Route(ranks, (), "", "").may_be_over(SimpleNamespace(grants=seem_over)) is any(seem_over)
+
+
 def peer_of(member, manifest):
     """A rank that is connected, as far as this is about its cache."""
     return Peer(SimpleNamespace(peer=member.peer, advertisement=SimpleNamespace(manifest=manifest, epochs=EPOCHS)))
@@ -47,6 +54,7 @@ def peer_of(member, manifest):
 
 def test_each_group_is_paired_by_itself():
     assert demanded([[3, 4], [5]], [8, 4], [1, 2], [7]) == {10: [(3, 1), (4, 2)], 11: [(5, 7)]}
+    assert demanded([[3], [5, 6]], [4, 8], [1], [7, 0]) == {10: [(3, 1)], 11: [(5, 7), (6, 0)]}
 
 
 def test_groups_that_need_nothing_are_left_out():

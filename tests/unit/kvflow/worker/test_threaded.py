@@ -5,9 +5,11 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
@@ -29,7 +31,7 @@ from kvflow.leases.tickets import RankAddress
 from kvflow.rendezvous.issuer import TicketMint
 from kvflow.worker import worker_thread
 from kvflow.worker.peers import PeerPool
-from kvflow.worker.threaded import run_worker
+from kvflow.worker.threaded import Finished, _FinishedQueue, run_worker
 
 from .helpers import PATIENCE_S, SECRET, cache_of, make_mortal
 from .pulling import Faults, config, with_faults
@@ -95,6 +97,27 @@ def test_an_engine_that_has_nothing_to_do_can_wait_for_an_end():
             assert worker.wait_finished(0.0)  # nobody has drained it
             assert [end.request_id for end in worker.finished()] == [request_id]
             revoked.join()
+
+
+def test_an_end_between_the_look_and_the_wait_of_a_caller_wakes_it():
+    """Also if the caller before had waited for more ends."""
+    queue, late, released = _FinishedQueue(), [Finished("late", "producer", "revoked")], []
+    assert not queue.wait(0.0, at_least=2)
+
+    class Ends(deque):
+        def __len__(self):
+            found = super().__len__()
+            if late:
+                queue.put(late.pop())
+            return found
+
+    lock = queue._arrived
+    queue._ends = Ends()
+    queue._arrived = SimpleNamespace(
+        acquire=lock.acquire, locked=lock.locked, release=lambda: (lock.release(), released.append(True))
+    )
+    assert queue.wait(0.0, at_least=1)
+    assert released == [True]
 
 
 def test_an_engine_can_wait_for_several_ends_at_once():
