@@ -179,10 +179,6 @@ class WorkerConfig(Struct, metaclass=SuggestingMeta, frozen=True, kw_only=True, 
             authentication or encryption; port 0 takes a free port. If None, it serves none. Requires
             ``kvflow[metrics]``.
         http_public: allows ``http`` to listen on an address that other hosts reach.
-        slow_transfer_s: seconds from the call of ``pull`` to its result above which ``transfer.slow`` warns; None for
-            no such limit.
-        slow_transfer_factor: ``transfer.slow`` also warns of a pull that moves its bytes so many times slower than
-            this producer usually moves as many; None compares nothing.
         trace_offers: gives each offer without a ``traceparent`` a drawn one, marked as sampled, so that the records and
             spans of both sides have one trace id.
     """
@@ -221,8 +217,6 @@ class WorkerConfig(Struct, metaclass=SuggestingMeta, frozen=True, kw_only=True, 
     quarantine_bytes_max: Annotated[int, Meta(ge=0)] = 4 << 30  # 32,768 tokens of an 8B model: one long prompt
     http: HostAndPort | None = None
     http_public: bool = False  # who reaches the port reads names of requests and peers
-    slow_transfer_s: Seconds | None = None  # what is slow depends on the prompt and the network
-    slow_transfer_factor: Annotated[float, Meta(gt=1, le=1000)] | None = None
     trace_offers: bool = False  # a ticket is 60 bytes longer with it
 
     @classmethod

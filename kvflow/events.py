@@ -445,39 +445,6 @@ class TransferTraced(Struct, frozen=True):
     chunks_omitted: int = 0
 
 
-class TransferSlow(Struct, frozen=True):
-    """A completed pull was slow. There is at most one such event for each producer in ten seconds.
-
-    Attributes:
-        pull_id: number of the pull, unique in the worker.
-        request_id: the producer's name of the request.
-        setting: what was exceeded: ``slow_transfer_s`` or ``slow_transfer_factor``.
-        remote_engine_id: engine of the producer.
-        total_s: seconds from the call of ``pull`` to its result.
-        nbytes: bytes that arrived in the target blocks.
-        bytes_per_s: rate over the phases ``post`` and ``wire``.
-        usual_bytes_per_s: usual rate of this producer for pulls of similar size; 0 if there were too few.
-        longest_phase: phase that took the most time.
-        omitted: slow pulls from this producer without an event, since its last event.
-        local_request_id: the consumer's own name of the request; empty if it gave none.
-        traceparent: W3C trace context of the request; empty if the ticket has none. The record has ``trace_id``
-            instead.
-    """
-
-    pull_id: int
-    request_id: str
-    setting: str
-    remote_engine_id: str
-    total_s: float
-    nbytes: int
-    bytes_per_s: float
-    usual_bytes_per_s: float
-    longest_phase: str
-    omitted: int = 0
-    local_request_id: str = ""
-    traceparent: str = ""
-
-
 class TransferQuiesced(Struct, frozen=True):
     """Nothing writes into the target blocks of a failed pull now: the consumer may reuse them.
 
@@ -512,7 +479,6 @@ Event = (
     | TransferCompleted
     | TransferFailed
     | TransferTraced
-    | TransferSlow
     | TransferQuiesced
 )
 """Every event of a worker."""

@@ -45,7 +45,6 @@ LEVELS: dict[type[Event], int] = {
     events.TransferCompleted: logging.INFO,
     events.TransferFailed: logging.WARNING,
     events.TransferTraced: logging.DEBUG,
-    events.TransferSlow: logging.WARNING,
     events.TransferQuiesced: logging.DEBUG,
 }
 """The level of every event, with three exceptions: ``lease.ended`` is a WARNING if the lease has expired,
@@ -65,7 +64,6 @@ REMEDIES = {
     "peer.dropped": "Read the log of that worker. kvflow reconnects when a pull needs it.",
     "breaker.opened": "Check that a worker listens at this address. kvflow tries again automatically.",
     "consumer.rejected": "Run the same release on both sides. If they do, find out what connects to this worker.",
-    "transfer.slow": "Look at the longest phase: docs/howto/debug.md says what each one waits for.",
     "reader.reset": "Find the peers that hang. If they are only slow, raise the named limit.",
 }
 """Remedies of the warnings that have neither a field ``remedy`` nor the code of an error with a default remedy."""

@@ -73,9 +73,6 @@ METRICS: Final[dict[str, Described]] = {
     "kvflow_failed_pulls": Described(
         "counter", "Pulls that failed, by error code. Stale tickets are stale_lease.", ("peer", "code")
     ),
-    "kvflow_slow_pulls": Described(
-        "counter", "Slow pulls that transfer.slow has reported, with those that it left out.", ("peer",)
-    ),
     "kvflow_connect_seconds": Described(
         "histogram", "Connecting to a rank of a peer, from dialing to the end of the handshake.", ("peer",)
     ),
@@ -143,7 +140,6 @@ class PeerCounts:
         early: see ``TransferReport``.
         in_vain: bytes that were read before a lease was held, and in pulls that failed.
         failed: failed pulls by code.
-        slow: slow pulls.
         connect: seconds of each handshake.
     """
 
@@ -156,7 +152,6 @@ class PeerCounts:
         self.early = 0
         self.in_vain = {"early": 0, "failed": 0}
         self.failed: dict[str, int] = {}
-        self.slow = 0
         self.connect = Distribution(SECONDS)
 
 
@@ -184,7 +179,6 @@ class Metrics:
         return [
             OnlyEvents(events.TransferCompleted, self._on_completed),
             OnlyEvents(events.TransferFailed, self._on_failed),
-            OnlyEvents(events.TransferSlow, self._on_slow),
             OnlyEvents(events.TransferRetried, self._on_retried),
             OnlyEvents(events.PeerConnected, self._on_connected),
             OnlyEvents(events.LeaseEnded, self._on_lease_ended),
@@ -228,10 +222,6 @@ class Metrics:
             peer = self._peer(event.remote_engine_id)
             peer.failed[code] = peer.failed.get(code, 0) + 1
             peer.in_vain["failed"] += event.nbytes
-
-    def _on_slow(self, event: events.TransferSlow) -> None:
-        with self._lock:
-            self._peer(event.remote_engine_id).slow += 1 + event.omitted
 
     def _on_retried(self, event: events.TransferRetried) -> None:
         with self._lock:
@@ -321,7 +311,6 @@ def _add_peer(families: Families, name: str, peer: PeerCounts) -> None:
     families.counter("descriptors", peer.descriptors, name)
     families.counter("descriptors_before_merging", peer.unmerged, name)
     families.counter("early_checks", peer.early, name)
-    families.counter("slow_pulls", peer.slow, name)
     for reason, nbytes in peer.in_vain.items():
         families.counter("read_in_vain_bytes", nbytes, name, reason)
     for code, number in peer.failed.items():

@@ -29,7 +29,6 @@ from kvflow.leases.table import LeaseTable
 from kvflow.leases.tickets import RankAddress
 from kvflow.observability.logs import EventLog, Reporter, check_hooks
 from kvflow.observability.pages import WorkerPages
-from kvflow.observability.slow import SlowTransfers
 from kvflow.reads.contract import Serving, Transport, TransportEvent
 from kvflow.reads.device import device_memory_of
 from kvflow.reads.scheduler import Scheduler
@@ -238,9 +237,7 @@ class _Parts:
         self.pages = None if config.http is None else WorkerPages(config.engine_id, config.rank)
         identity = {"engine_id": config.engine_id, "rank": config.rank, "incarnation": incarnation}
         log = EventLog(environment.network.wall, **identity)
-        slow = SlowTransfers(config.slow_transfer_s, config.slow_transfer_factor, environment.clock)
-        own = [*slow.hooks(), *(() if self.pages is None else self.pages.hooks())]
-        self.report = slow.report = Reporter(log, [*hooks, *own])
+        self.report = Reporter(log, [*hooks, *(() if self.pages is None else self.pages.hooks())])
 
     @asynccontextmanager
     async def started_transport(self) -> AsyncIterator[Transport]:

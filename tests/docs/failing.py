@@ -78,8 +78,8 @@ async def decode():
     """Pull from both prefill workers."""
     configure_logging("decode-0")
     with prefilling("prefill-0", "BLHNC") as good, prefilling("prefill-1", "LBNHC") as other:
-        settings = config("decode-0")
-        async with asyncio.timeout(PATIENCE_S), kvflow.open_worker(settings, allocate("BLHNC")) as worker:
+        opening = kvflow.open_worker(config("decode-0"), allocate("BLHNC"))
+        async with asyncio.timeout(PATIENCE_S), opening as worker:
             offered = (good.offer("chat-1"), other.offer("chat-2"))
             tickets = [kvflow.Ticket.from_params(params) for params in offered]
             for ticket in tickets:

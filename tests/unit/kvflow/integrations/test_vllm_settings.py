@@ -61,7 +61,7 @@ def test_an_unknown_key_is_refused_with_those_that_are_known():
     assert "lease_s" in caught.value.remedy
 
 
-@pytest.mark.parametrize("key", ["host_buffer_bytes"])
+@pytest.mark.parametrize("key", ["host_buffer_bytes", "slow_transfer_s", "slow_transfer_factor"])
 def test_a_setting_of_the_release_before_is_refused_by_name(key):
     with pytest.raises(ConfigInvalid, match=f"unknown setting: {key}"):
         read_settings({"cluster_secret": SECRET, key: 1}, facts())

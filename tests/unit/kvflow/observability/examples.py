@@ -88,8 +88,5 @@ EVENTS = {
         (events.TracedGroup(0, 0, 0, 1, 2, 2048, 3, 3, staged=False, pairs=((4, 9, 2),)),),
         ((0, 0.001, 0.002, 4096, 6),),
     ),
-    "transfer.slow": events.TransferSlow(
-        7, "request-1", "slow_transfer_s", "prefill-0", 1 / 3, 4096, 1e5, 1e9, "wire", omitted=2
-    ),
     "transfer.quiesced": events.TransferQuiesced(7, "request-1"),
 }
