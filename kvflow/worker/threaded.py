@@ -255,10 +255,6 @@ class ThreadedWorker:
         thread = self._awake()
         return thread.calls.ask(partial(thread.worker.hold, ticket, local_request_id=local_request_id))
 
-    def keep(self, ticket: Ticket, *, local_request_id: str = "") -> "Future[None]":
-        """Call ``hold``, which replaces this name."""
-        return self.hold(ticket, local_request_id=local_request_id)
-
     def release(self, ticket: Ticket, *, local_request_id: str = "") -> "Future[None]":
         """Release a ticket without reading it. See ``Worker.release``."""
         thread = self._awake()

@@ -371,10 +371,6 @@ class Worker:
         self._require_loop()
         self._consumer.hold(ticket, local_request_id)
 
-    def keep(self, ticket: Ticket, *, local_request_id: str = "") -> None:
-        """Call ``hold``, which replaces this name."""
-        self.hold(ticket, local_request_id=local_request_id)
-
     async def release(self, ticket: Ticket, *, local_request_id: str = "") -> None:
         """Release a ticket without reading it, for example if the request was rejected before admission.
 

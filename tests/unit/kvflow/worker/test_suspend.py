@@ -54,7 +54,7 @@ def test_a_suspended_worker_refuses_and_tells_only_of_what_was(worker):
         lambda: worker.offer("s", [[3]], 4),
         lambda: worker.offer_when_possible("s", [[3]], 4),
         lambda: worker.pull(ticket, [[5]]),
-        lambda: worker.keep(ticket),
+        lambda: worker.hold(ticket),
         lambda: worker.release(ticket),
         lambda: worker.wait_offer("r"),
         lambda: worker.drain(1.0),

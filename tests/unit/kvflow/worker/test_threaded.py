@@ -332,7 +332,7 @@ def test_a_ticket_that_is_kept_is_renewed_until_it_is_pulled():
         tickets = [producer.offer(name, [[3]], 4) for name in ("kept and pulled", "kept and released", "left alone")]
         ends = [producer.wait_offer(ticket.request_id) for ticket in tickets]
         for ticket in tickets[:2]:
-            consumer.keep(ticket).result(PATIENCE_S)
+            consumer.hold(ticket).result(PATIENCE_S)
         deadline = time.monotonic() + PATIENCE_S
         # A lease that nobody renews expires ``lease_s`` after it was admitted.
         while (later := later_than(lease_s, producer)) != {"kept and pulled", "kept and released"}:
@@ -352,9 +352,9 @@ def later_than(lease_s, producer):
 def test_a_ticket_of_a_stranger_is_not_kept():
     stranger = config(cluster_secret="another secret of the tests")
     with run_worker(stranger, cache_of()) as producer, run_worker(config("decode-0"), cache_of()) as consumer:
-        kept = consumer.keep(producer.offer("r", [[3]], 4))
+        held = consumer.hold(producer.offer("r", [[3]], 4))
         with pytest.raises(TicketInvalid):
-            kept.result(PATIENCE_S)
+            held.result(PATIENCE_S)
 
 
 def test_a_ticket_can_be_given_back_unread():
