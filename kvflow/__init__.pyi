@@ -47,8 +47,6 @@ from kvflow.memory.cache import allocate as allocate
 from kvflow.observability.logs import configure_logging as configure_logging
 from kvflow.planning.certificate import Certificate as Certificate
 from kvflow.planning.certificate import Missing as Missing
-from kvflow.planning.costs import Calibration as Calibration
-from kvflow.planning.costs import Costs as Costs
 from kvflow.planning.plan import GroupPlan as GroupPlan
 from kvflow.planning.plan import PlanLimits as PlanLimits
 from kvflow.planning.plan import TransferPlan as TransferPlan

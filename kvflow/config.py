@@ -13,7 +13,6 @@ from kvflow.errors import ConfigInvalid
 from kvflow.validation import SuggestingMeta, describe_refusal, find_fault
 
 SECRET_VARIABLE = "KVFLOW_CLUSTER_SECRET"  # noqa: S105  # the name of the variable, not a secret
-CALIBRATION_VARIABLE = "KVFLOW_CALIBRATION"
 ACCEPTED_VARIABLE = "KVFLOW_CLUSTER_SECRET_ACCEPTED"
 KEY_VARIABLE = "KVFLOW_PRIVATE_KEY"
 SECRET_LENGTH_MIN = 16
@@ -23,7 +22,6 @@ VARIABLES = {
     "cluster_secret": SECRET_VARIABLE,
     "cluster_secret_accepted": ACCEPTED_VARIABLE,
     "private_key": KEY_VARIABLE,
-    "calibration": CALIBRATION_VARIABLE,
 }
 """Settings that a variable gives if nobody else does."""
 WILDCARD_HOSTS = frozenset({"0.0.0.0", "*", "[::]"})  # noqa: S104  # recognized in order to be refused
@@ -166,9 +164,7 @@ class WorkerConfig(Struct, metaclass=SuggestingMeta, frozen=True, kw_only=True, 
         queue_s: budget of a pull from its submission to its first read.
         wire_s: longest time without a completed read while a peer owes one. Only this finds a hung peer.
         fence_s: budget from the last byte to the result, including the wait for a late admission.
-        calibration: file that ``kvflow bench descriptors --calibrate`` wrote. If None, the variable
-            KVFLOW_CALIBRATION. Without a calibration all reads are direct.
-        staging_bytes: memory for staged reads, allocated if there is a calibration; 0 disables staging.
+        staging_bytes: memory for staged reads, allocated if the cache is in host memory; 0 disables staging.
         peer_weights: engine id of a producer -> chunks that are read from it in a row while other peers wait; 1 for
             engines that are not named.
         quarantine_s_max: longest time that a failed pull may keep its blocks. After it the reader is reset to free
@@ -210,7 +206,6 @@ class WorkerConfig(Struct, metaclass=SuggestingMeta, frozen=True, kw_only=True, 
     queue_s: Seconds = 30.0
     wire_s: Seconds = 30.0  # only this detects a hung peer
     fence_s: Seconds = 10.0
-    calibration: Annotated[str, Meta(min_length=1, max_length=4096)] | None = None
     staging_bytes: Annotated[int, Meta(ge=0, le=1 << 40)] = 64 << 20  # eight buffers of 8 MiB, each as large as a chunk
     peer_weights: Annotated[dict[str, Annotated[int, Meta(ge=1, le=64)]], Meta(max_length=4096)] = {}
     quarantine_s_max: Seconds = 120.0  # four times wire_s: a peer that has not answered by then will hang for long
@@ -339,10 +334,6 @@ class WorkerConfig(Struct, metaclass=SuggestingMeta, frozen=True, kw_only=True, 
     def quarantine(self) -> QuarantineLimits:
         """The limits of blocks that failed pulls keep."""
         return QuarantineLimits(s_max=self.quarantine_s_max, bytes_max=self.quarantine_bytes_max)
-
-    def calibration_path(self) -> str | None:
-        """Return the calibration file, from the settings or the environment; None if there is none."""
-        return self.calibration or os.environ.get(CALIBRATION_VARIABLE) or None
 
     def __repr__(self) -> str:
         shown = (f"{name}={value!r}" for name, value in self.__rich_repr__())

@@ -52,20 +52,6 @@ class PlaneOmitted(Struct, frozen=True):
     remedy: str
 
 
-class CalibrationIgnored(Struct, frozen=True):
-    """The calibration file was measured over another transport. The worker reads everything without staging.
-
-    Attributes:
-        path: calibration file.
-        measured: transport that the file was measured over.
-        transport: transport of the worker.
-    """
-
-    path: str
-    measured: str
-    transport: str
-
-
 class WorkerDrained(Struct, frozen=True):
     """The worker has stopped draining, because nothing is left or because the deadline has passed.
 
@@ -460,7 +446,6 @@ class TransferQuiesced(Struct, frozen=True):
 Event = (
     WorkerOpened
     | PlaneOmitted
-    | CalibrationIgnored
     | WorkerDrained
     | WorkerClosed
     | OfferAdmitted

@@ -26,7 +26,6 @@ from kvflow.events import Event, Hook, OnlyEvents, event_name
 LEVELS: dict[type[Event], int] = {
     events.WorkerOpened: logging.INFO,
     events.PlaneOmitted: logging.WARNING,
-    events.CalibrationIgnored: logging.WARNING,
     events.WorkerDrained: logging.INFO,
     events.WorkerClosed: logging.INFO,
     events.OfferAdmitted: logging.DEBUG,
@@ -59,7 +58,6 @@ Record = tuple[Event, Mapping[str, Any]]
 """An event, and further fields of its record."""
 
 REMEDIES = {
-    "calibration.ignored": "Calibrate over this transport: kvflow bench descriptors --calibrate.",
     "lease.ended": "Find out why no consumer read in time, or raise lease_s.",
     "peer.dropped": "Read the log of that worker. kvflow reconnects when a pull needs it.",
     "breaker.opened": "Check that a worker listens at this address. kvflow tries again automatically.",

@@ -16,14 +16,14 @@ from msgspec.structs import force_setattr
 from kvflow.errors import CapacityExceeded, LayoutMismatch, PlanUnsound
 from kvflow.layout.manifest import Manifest
 from kvflow.planning.certificate import Certificate, certify
-from kvflow.planning.costs import Calibration, Costs
 from kvflow.planning.match import ComponentPair, GroupPair, HeadRanges, match_groups
 from kvflow.planning.reasons import explain_proof, explain_stop, explain_stripes
 from kvflow.planning.runs import UNITS_MAX, Bools, Int64s, RunTable, Units, cut_fragments, group_by_shape, merge_runs
 from kvflow.planning.staging import (
-    NOT_CALIBRATED,
-    UNCALIBRATED,
+    DIRECT,
+    HOST_COSTS,
     Choice,
+    Costs,
     GroupsToRead,
     StagedRuns,
     choose,
@@ -73,7 +73,7 @@ class GroupPlan(Struct, frozen=True, eq=False):
     target: Units
     runs: RunTable
     pairs: tuple[ComponentPair, ...]
-    choice: Choice = UNCALIBRATED
+    choice: Choice = DIRECT
     window: int = 0
     aligned: bool = False
     whole: bool = False
@@ -197,8 +197,6 @@ class TransferPlan(Struct, frozen=True, eq=False):
                 lines.append(f"  {explain_stripes(group.source.stripe, group.target.stripe)}")
             lines += explain_choice(group.choice)
         lines += explain_proof(self.certificate)
-        if any(group.choice is UNCALIBRATED for group in self.groups):
-            lines.append(f"costs: {NOT_CALIBRATED}")
         return "\n".join(lines)
 
 
@@ -208,8 +206,8 @@ def plan_transfer(
     *,
     head_ranges: HeadRanges | None = None,
     limits: PlanLimits = DEFAULT_LIMITS,
-    costs: Costs | Calibration | None = None,
     staging_bytes: int = 0,
+    costs: Costs = HOST_COSTS,
 ) -> TransferPlan:
     """Plan how to fill the target's blocks from the source's.
 
@@ -218,9 +216,9 @@ def plan_transfer(
         target: the consumer's manifest.
         head_ranges: what to read from this source if others give the rest; None: everything that both sides hold.
         limits: the plan is refused if it exceeds them.
-        costs: measured costs of this machine. With them, each group is read in the cheaper way. With a ``Calibration``,
-            ``explain`` names its machine. None: all groups are read directly.
-        staging_bytes: staging memory that the target's worker has.
+        staging_bytes: staging memory that the target's worker has. With it, each group is read in the cheaper way; 0:
+            all groups are read directly.
+        costs: by which the cheaper way is found.
 
     Returns:
         A proven plan. The source may hold only a part of the target (another shard, a pipeline stage);
@@ -242,12 +240,12 @@ def plan_transfer(
     certificate = certify(
         target, [(pair, group.runs, group.source, group.target) for pair, group in zip(pairs, groups, strict=True)]
     )
-    if costs is not None:
+    if staging_bytes:
         groups = [
             msgspec.structs.replace(
                 group,
                 choice=choose(
-                    GroupsToRead(pair, group.source, group.target), group.runs, (source, target), costs, staging_bytes
+                    GroupsToRead(pair, group.source, group.target), group.runs, (source, target), staging_bytes, costs
                 ),
             )
             for pair, group in zip(pairs, groups, strict=True)
@@ -362,8 +360,8 @@ class PlanCache:
         target: Manifest,
         head_ranges: HeadRanges | None = None,
         *,
-        costs: Costs | Calibration | None = None,
         staging_bytes: int = 0,
+        costs: Costs = HOST_COSTS,
     ) -> TransferPlan:
         """Return the plan for this pair: a cached one, or a new one.
 
@@ -372,12 +370,12 @@ class PlanCache:
             CapacityExceeded: see ``plan_transfer``.
         """
         taken = None if head_ranges is None else tuple(sorted(head_ranges.items()))
-        key = (source.geometry_digest(), target.geometry_digest(), taken, costs, staging_bytes)
+        key = (source.geometry_digest(), target.geometry_digest(), taken, staging_bytes, costs)
         plan = self._plans.get(key)
         if plan is not None:
             self._plans.move_to_end(key)
             return plan
-        plan = plan_transfer(source, target, head_ranges=head_ranges, costs=costs, staging_bytes=staging_bytes)
+        plan = plan_transfer(source, target, head_ranges=head_ranges, staging_bytes=staging_bytes, costs=costs)
         self._plans[key] = plan
         if len(self._plans) > self._plans_max:
             self._plans.popitem(last=False)

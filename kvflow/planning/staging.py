@@ -24,7 +24,6 @@ from kvflow.layout.manifest import Layer, Manifest, ManifestGroup
 from kvflow.layout.region import Region
 from kvflow.layout.stripes import ALL_TOKENS
 from kvflow.planning.certificate import certify
-from kvflow.planning.costs import Calibration, Costs, Work
 from kvflow.planning.match import ComponentPair, GroupPair
 from kvflow.planning.runs import Int64s, RunTable, Units, cut_fragments, group_by_shape, merge_runs
 from kvflow.planning.strided_copies import StridedCopies, TooManyCopies
@@ -43,7 +42,31 @@ blocks have 32,768."""
 SLOTS_MAX = 4096
 """Most units of one buffer. More gain nothing, and descriptor numbers of all places must fit int32."""
 
-NOT_CALIBRATED = "not calibrated, so every group is read directly (calibrate: kvflow bench descriptors --calibrate)"
+
+class Costs(Struct, frozen=True, kw_only=True):
+    """Seconds that a read of one unit is said to take. The defaults hold for memory of hosts, and favor direct reads.
+
+    Between two processes of one host, a descriptor takes 3.6 us over shared memory and more over TCP, a byte 0.3 ns,
+    and a copied byte 0.2 ns; on a busy host bytes take three times as long, and descriptors twice.
+
+    Attributes:
+        post_s: seconds that a read through a buffer adds even for one unit: a post of its own, and a step after it.
+        descriptor_s: seconds of one descriptor, without its bytes.
+        read_byte_s: seconds of one byte that is read.
+        copied_byte_s: seconds of one byte that is copied out of the buffer.
+        launch_s: seconds of one strided copy, without its bytes.
+        memory: kind of both caches' memory that the costs hold for.
+    """
+
+    post_s: float = 200e-6
+    descriptor_s: float = 2e-6
+    read_byte_s: float = 0.6e-9
+    copied_byte_s: float = 0.4e-9
+    launch_s: float = 5e-6
+    memory: str = "DRAM"
+
+
+HOST_COSTS = Costs()
 
 
 class CannotStage(Exception):
@@ -281,18 +304,14 @@ class Choice(Struct, frozen=True, eq=False):
 
     Attributes:
         staged: the runs of a staged read if that was chosen; otherwise None.
-        reason: the costs of both ways, and why one was chosen.
-        direct_s: seconds of a direct read of one unit; 0 without a calibration.
-        staged_s: seconds of a staged read of one unit; 0 if it was not compared.
+        reason: the costs of both ways, and why one was chosen; empty if nothing may be staged.
     """
 
-    staged: StagedRuns | None
-    reason: str
-    direct_s: float = 0.0
-    staged_s: float = 0.0
+    staged: StagedRuns | None = None
+    reason: str = ""
 
 
-UNCALIBRATED = Choice(None, NOT_CALIBRATED)
+DIRECT = Choice()
 
 
 class GroupsToRead(Struct, frozen=True):
@@ -304,11 +323,7 @@ class GroupsToRead(Struct, frozen=True):
 
 
 def choose(
-    groups: GroupsToRead,
-    runs: RunTable,
-    sides: tuple[Manifest, Manifest],
-    terms: Costs | Calibration,
-    staging_bytes: int,
+    groups: GroupsToRead, runs: RunTable, sides: tuple[Manifest, Manifest], staging_bytes: int, costs: Costs
 ) -> Choice:
     """Compare the costs of a direct and a staged read of one unit; prefer the direct one if they are equal.
 
@@ -319,53 +334,41 @@ def choose(
         groups: what both sides hold.
         runs: the direct runs.
         sides: both manifests, source first.
-        terms: measured costs; those of a calibration include where they were measured.
-        staging_bytes: bytes of all buffers together; 0: never stage.
+        staging_bytes: bytes of all buffers together.
+        costs: by which both are compared.
 
     Raises:
         PlanUnsound: a staged plan failed its proof.
     """
-    costs, basis, memory = (
-        (terms, "", "DRAM") if isinstance(terms, Costs) else (terms.costs, _basis(terms), terms.memory)
-    )
-    direct = Work(len(runs), runs.unit_bytes)
-    direct_s = costs.seconds(direct)
-    told = f"{basis}direct takes {_count(direct.descriptors, 'descriptor')} and {direct_s * 1e6:,.1f} us"
-    if not staging_bytes:
-        return Choice(None, f"{told}; not staged, because staging_bytes is 0", direct_s)
+    nbytes = runs.unit_bytes
+    direct_s = len(runs) * costs.descriptor_s + nbytes * costs.read_byte_s
+    copied_s = costs.post_s + nbytes * costs.copied_byte_s
+    told = f"direct takes {_count(len(runs), 'descriptor')} and about {direct_s * 1e6:,.0f} us"
+    # No staged read takes less; most groups need no plan of one.
+    if direct_s <= copied_s + costs.descriptor_s + nbytes * costs.read_byte_s + costs.launch_s:
+        return Choice(None, f"{told}; direct, because staging is not cheaper")
     for side, manifest, numbers in zip(("source", "target"), sides, (runs.source[0], runs.target[0]), strict=True):
         found = {manifest.regions[region].memory for region in set(numbers.tolist())}
-        if found != {memory}:
-            other = min(found - {memory})
-            return Choice(None, f"{told}; not staged, because the {side} is {other}", direct_s)
+        if found != {costs.memory}:
+            return Choice(None, f"{told}; not staged, because the {side} is {min(found - {costs.memory})}")
     try:
         staged = stage(groups.pair, groups.source, groups.target, staging_bytes=staging_bytes)
     except CannotStage as error:
-        return Choice(None, f"{told}; not staged, because {error}", direct_s)
-    work = Work(
-        len(staged.fetch), staged.place_bytes, len(staged.copies), len(staged.scatter), staged.scatter.unit_bytes
-    )
-    staged_s = costs.seconds(work)
-    told += (
-        f", staged {_count(work.descriptors, 'descriptor')}, {_count(work.copies, 'copy', 'copies')} and "
-        f"{staged_s * 1e6:,.1f} us"
-    )
+        return Choice(None, f"{told}; not staged, because {error}")
+    fetch, copies = len(staged.fetch), len(staged.copies)
+    fetch_s = fetch * costs.descriptor_s + staged.place_bytes * costs.read_byte_s
+    staged_s = copied_s + fetch_s + copies * costs.launch_s
+    told += f", staged {_count(fetch, 'descriptor')}, {_count(copies, 'copy', 'copies')} and about "
+    told += f"{staged_s * 1e6:,.0f} us"
     if staged_s < direct_s:
-        return Choice(
-            staged, f"{told}; staged, because it is {direct_s / staged_s:,.1f} times cheaper", direct_s, staged_s
-        )
-    return Choice(None, f"{told}; direct, because staging is not cheaper", direct_s, staged_s)
+        return Choice(staged, f"{told}; staged, because it is {direct_s / staged_s:,.1f} times cheaper")
+    return Choice(None, f"{told}; direct, because staging is not cheaper")
 
 
 def explain_choice(choice: Choice) -> Iterator[str]:
-    """Explain how a group is read and what the alternative costs; empty without a calibration."""
-    if choice is not UNCALIBRATED:
+    """Explain how a group is read and what the alternative costs; empty if nothing may be staged."""
+    if choice.reason:
         yield f"  for each unit {choice.reason}"
-
-
-def _basis(calibration: Calibration) -> str:
-    """Name the data plane and the source of the measured costs."""
-    return f"by costs measured over {calibration.transport} (source: {calibration.source}), "
 
 
 def _count(number: int, one: str, many: str = "") -> str:

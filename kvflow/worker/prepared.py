@@ -142,7 +142,7 @@ class PreparedTable:
         rotation: our rank; it chooses among peers that hold the same heads, so that all replicas are used.
         transport: where lists are prepared.
         plans: the cache of plans, shared by all peers of one layout.
-        staging: the terms on which units are staged.
+        staging: whether and how reads are staged.
 
     Thread: the event loop.
     """
@@ -178,8 +178,7 @@ class PreparedTable:
         require_same_model(theirs, self._manifest)
         if have_common_layer(theirs, self._manifest):
             # A peer of another pipeline stage may have nothing for us.
-            # Its data plane is not known yet. If that plane has no calibration, the final plan is made later.
-            await self._in_time(self._in_thread(self._plan, theirs, None, self._staging))
+            await self._in_time(self._in_thread(self._plan, theirs, None))
 
     def begin(self, peer: PeerId) -> None:
         """Accept lists of a peer that can be read from, until ``forget``."""
@@ -232,11 +231,10 @@ class PreparedTable:
             if key in self._divisions:
                 return []
             known = [frozenset(each) for each in prepared]
-            terms = [self._staging.over(peer.carrier.plane) for peer in peers]
-            return await self._in_thread(self._bind_shares, [peer.manifest for peer in peers], known, terms)
+            return await self._in_thread(self._bind_shares, [peer.manifest for peer in peers], known)
 
     def _bind_shares(
-        self, manifests: Sequence[Manifest], known: Sequence[frozenset[Taken | None]], terms: Sequence[Staging]
+        self, manifests: Sequence[Manifest], known: Sequence[frozenset[Taken | None]]
     ) -> list[_BoundShare]:
         """Divide, plan and bind. Thread: any, one at a time."""
         bound = []
@@ -246,7 +244,7 @@ class PreparedTable:
             # A peer with too many shares is refused: do not plan for it.
             if taken not in known[share.source] and len(known[share.source]) < SHARES_MAX:
                 theirs = manifests[share.source]
-                bindings = bind_plan(self._plan(theirs, share.head_ranges, terms[share.source]), theirs, self._manifest)
+                bindings = bind_plan(self._plan(theirs, share.head_ranges), theirs, self._manifest)
             bound.append(_BoundShare(share.source, taken, bindings))
         return bound
 
@@ -277,8 +275,9 @@ class PreparedTable:
         self._divisions = {key: shares for key, shares in self._divisions.items() if peer not in key}
         return bool(prepared)
 
-    def _plan(self, theirs: Manifest, pieces: HeadRanges | None, terms: Staging) -> TransferPlan:
-        return self._plans.plan(theirs, self._manifest, pieces, costs=terms.calibration, staging_bytes=terms.nbytes)
+    def _plan(self, theirs: Manifest, pieces: HeadRanges | None) -> TransferPlan:
+        terms = self._staging
+        return self._plans.plan(theirs, self._manifest, pieces, staging_bytes=terms.nbytes, costs=terms.costs)
 
     def _groups(self, peer: PeerId, share: _BoundShare) -> PreparedGroups:
         """Return the lists that read a share; prepare them unless the peer gives the same share beside other ranks."""

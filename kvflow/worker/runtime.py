@@ -109,7 +109,7 @@ def open_worker(
         cache: the cache; its memory must outlive the worker.
         hooks: plain functions that get every event, in addition to the log. They run on the event loop, or on the
             thread whose call caused the event.
-        environment: clock, network, data plane and calibration; a simulator passes its own.
+        environment: clock, network, data plane and staging; a simulator passes its own.
 
     Raises:
         ArgumentInvalid: ``config`` or ``cache`` has the wrong type.
@@ -380,8 +380,6 @@ class _Parts:
         self.report(events.WorkerOpened(endpoint, planes.names, self.manifest.num_blocks, self.bytes_per_block, http))
         for omitted in planes.missing:
             self.report(omitted)
-        if self.staging.ignored is not None:
-            self.report(self.staging.ignored)
 
 
 def _end_child(failure: BaseException | None) -> NoReturn:

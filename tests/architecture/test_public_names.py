@@ -25,7 +25,6 @@ CONSTRUCTED_BY_KVFLOW = {"KVCache", "PullHandle", "ThreadedWorker", "TicketKey",
 """Classes whose constructors are not public."""
 
 PRIVATE = {
-    "Costs.seconds": "the planner calls it",
     "Environment.*": "a simulator replaces these parts",
     "GroupPlan.*": "the worker binds plans; runs are public",
     "Ticket.members": "the worker calls it",

@@ -1,12 +1,10 @@
 """What descriptors cost by count and size, and what staging saves: token-major pages, TP 1 to 2."""
 
-import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -14,13 +12,16 @@ from msgspec import Struct
 
 from kvflow.config import WorkerConfig
 from kvflow.errors import ConfigInvalid
-from kvflow.planning.costs import Calibration, Costs, encode_calibration
+from kvflow.layout.manifest import Manifest
 from kvflow.planning.pairs import Int64s
+from kvflow.planning.plan import plan_transfer
+from kvflow.planning.staging import Costs
 from kvflow.report import TransferReport
 from kvflow.tools.bench.geometry import BLOCK_SIZE, HOST, Devices, Geometry
 from kvflow.tools.bench.result import Table
 from kvflow.tools.bench.sourcing import SourceProcess, open_source
 from kvflow.tools.bench.stats import median_ratio, summarize
+from kvflow.worker.environment import PRODUCTION, Staging
 from kvflow.worker.runtime import open_worker
 from kvflow.worker.worker import Worker
 
@@ -33,7 +34,7 @@ POOL_BLOCKS = 2 * max(BLOCKS)
 
 STAGING_BYTES = 64 << 20
 
-ALWAYS = Costs(descriptor_s=1.0, read_byte_s=0.0, copy_s=0.0, piece_s=0.0, copied_byte_s=0.0)
+ALWAYS = Costs(post_s=0.0, descriptor_s=1.0, read_byte_s=0.0, copied_byte_s=0.0, launch_s=0.0)
 """With such costs everything is staged that can be."""
 
 
@@ -94,14 +95,15 @@ async def _compare(
         layers=LAYERS[heads], num_kv_heads=heads, head_size=128, num_blocks=POOL_BLOCKS, layout="LBNHC", kv="split"
     )
     name = f"heads-{heads}"
-    await source.open(name, there)
+    opened = await source.open(name, there)
     devices = source.devices
     here = msgspec.structs.replace(there, tp_size=2, device=devices.here)
     rows: list[tuple[object, ...]] = []
     async with (
-        _reader(here, devices, staged=False) as direct,
-        _reader(here, devices, staged=True) as staged,
+        _reader(here, devices, staged=False) as (direct, manifest),
+        _reader(here, devices, staged=True) as (staged, _),
     ):
+        chosen = _chosen(msgspec.msgpack.decode(opened.manifest, type=Manifest), manifest)
         for blocks in BLOCKS:
             for ids in ("apart", "in order"):
                 cell = _Cell([], [])
@@ -116,29 +118,27 @@ async def _compare(
                     ]
                     await _round(pulls, cell, turn)
                 _require_both(cell)
-                rows.append(_row(cell, heads, blocks, ids))
+                rows.append(_row(cell, heads, blocks, ids, chosen))
     await source.close_caches()
     return rows
 
 
 @asynccontextmanager
-async def _reader(geometry: Geometry, devices: Devices, *, staged: bool) -> AsyncIterator[Worker]:
+async def _reader(geometry: Geometry, devices: Devices, *, staged: bool) -> AsyncIterator[tuple[Worker, Manifest]]:
     """Open a worker that stages all that it can, or nothing."""
     cache = geometry.build()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "always.json"
-        memory: Literal["DRAM", "VRAM"] = "DRAM" if devices.in_host_memory else "VRAM"
-        always = Calibration(
-            schema=1, machine="any", transport="nixl", source="same machine", date="now", costs=ALWAYS, memory=memory
-        )
-        path.write_bytes(encode_calibration(always))
-        config = WorkerConfig(
-            engine_id=f"target-{'staged' if staged else 'direct'}",
-            calibration=str(path),
-            staging_bytes=STAGING_BYTES if staged else 0,
-        )
-        async with open_worker(config, cache) as worker:
-            yield worker
+    costs = msgspec.structs.replace(ALWAYS, memory="DRAM" if devices.in_host_memory else "VRAM")
+    terms = Staging(STAGING_BYTES if staged else 0, costs)
+    environment = msgspec.structs.replace(PRODUCTION, staging=lambda _config, _manifest: terms)
+    config = WorkerConfig(engine_id=f"target-{'staged' if staged else 'direct'}")
+    async with open_worker(config, cache, environment=environment) as worker:
+        yield worker, cache.manifest()
+
+
+def _chosen(source: Manifest, target: Manifest) -> str:
+    """Return which variant a worker chooses."""
+    plan = plan_transfer(source, target, staging_bytes=STAGING_BYTES)
+    return "direct" if plan.groups[0].staged is None else "staged"
 
 
 async def _round(pulls: Sequence[Callable[[], Awaitable[TransferReport]]], cell: _Cell, turn: int) -> None:
@@ -166,7 +166,7 @@ def _ids(blocks: int, rng: np.random.Generator | None) -> Int64s:
     return np.arange(blocks) if rng is None else 2 * rng.permutation(POOL_BLOCKS // 2)[:blocks]
 
 
-def _row(cell: _Cell, heads: int, blocks: int, ids: str) -> tuple[object, ...]:
+def _row(cell: _Cell, heads: int, blocks: int, ids: str, chosen: str) -> tuple[object, ...]:
     assert cell.reports is not None
     direct, staged = cell.reports
     return (
@@ -181,6 +181,7 @@ def _row(cell: _Cell, heads: int, blocks: int, ids: str) -> tuple[object, ...]:
         staged.timings_s["scatter"] * 1e3,
         staged.nbytes / (1 << 20),
         median_ratio(cell.direct, cell.staged),
+        chosen,
     )
 
 
@@ -199,10 +200,11 @@ def _comparison(rows: list[tuple[object, ...]], rounds: int) -> Table:
             "scatter ms",
             "MiB",
             "x faster",
+            "chosen",
         ),
         rows=tuple(rows),
         notes=(
             "x faster: direct time over staged time, round by round, median.",
-            "a staged read reads twice the MiB that it delivers.",
+            "chosen: by a worker in host memory; a staged read reads twice the MiB that it delivers.",
         ),
     )

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from kvflow import Worker
-from kvflow.config import CALIBRATION_VARIABLE, SECRET_VARIABLE
+from kvflow.config import SECRET_VARIABLE
 from kvflow.tools.bench.geometry import Geometry
 from kvflow.tools.bench.result import Result, Table, header
 from kvflow.tools.bench.stats import median_ratio, quantile
@@ -346,7 +346,6 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the result into this file, too")
     options = parser.parse_args()
     os.environ.setdefault(SECRET_VARIABLE, secrets.token_hex(32))
-    os.environ.pop(CALIBRATION_VARIABLE, None)
     about, tables = header(), []
     for name in options.only or SCENARIOS:
         with ExitStack() as stack:

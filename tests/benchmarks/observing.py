@@ -28,7 +28,7 @@ from typing import Any
 import msgspec
 
 from kvflow import WorkerConfig, configure_logging, open_worker
-from kvflow.config import CALIBRATION_VARIABLE, SECRET_VARIABLE
+from kvflow.config import SECRET_VARIABLE
 from kvflow.events import Event
 from kvflow.tools.bench.geometry import Geometry
 from kvflow.tools.bench.result import Result, Table, header
@@ -215,7 +215,6 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the result into this file, too")
     options = parser.parse_args()
     os.environ.setdefault(SECRET_VARIABLE, secrets.token_hex(32))
-    os.environ.pop(CALIBRATION_VARIABLE, None)
     about = header()
     tables = (counts(), *costs(options.rounds, options.pulls))
     show("")

@@ -36,7 +36,7 @@ CHAPTERS = {
     "kvflow.worker": "Run a worker",
     "kvflow.leases": "Tickets",
     "kvflow.rendezvous": "Tickets",
-    "kvflow.planning": "Plans and calibration",
+    "kvflow.planning": "Plans",
     "": "Reports, logs and types",
 }
 """Where a name is defined -> the chapter that it is in; the last one takes all others."""

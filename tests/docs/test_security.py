@@ -81,7 +81,6 @@ NOT_WIRE = {
     "kvflow/models/bundled.py": "files of this package",
     "kvflow/models/config.py": "files that the user names",
     "kvflow/models/families.py": "options of the caller",
-    "kvflow/planning/costs.py": "the calibration that the user names",
     "kvflow/tools/trace/records.py": "logs that the user names: bounded by the types, and skipped if broken",
     "kvflow/validation.py": "settings, and specs of a caller",
 }

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvflow.planning.costs import Calibration, Costs
+from kvflow.planning.staging import Costs
 from kvflow.reads.bounds import CheckedScatter
 from kvflow.reads.device import Scatters
 from kvflow.reads.staging import Scatterer, StagingMemory
@@ -17,17 +17,7 @@ Bytes = npt.NDArray[np.uint8]
 STAGING_BYTES = 8 * 4096
 """Buffers of a few units each, so that they are all taken now and then."""
 
-STAGED = Staging(
-    Calibration(
-        schema=1,
-        machine="a simulated one",
-        transport="simulated",
-        source="same machine",
-        date="2026-01-01T00:00:00Z",
-        costs=Costs(descriptor_s=1e-3, read_byte_s=0.0, copy_s=1e-9, piece_s=0.0, copied_byte_s=0.0),
-    ),
-    STAGING_BYTES,
-)
+STAGED = Staging(STAGING_BYTES, Costs(post_s=0.0, descriptor_s=1e-3, read_byte_s=0.0, copied_byte_s=0.0, launch_s=1e-9))
 """Whatever saves a descriptor is staged."""
 
 

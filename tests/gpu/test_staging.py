@@ -1,15 +1,16 @@
 """Staging memory on the device of the caches: torch's copies against NumPy's, and staged pulls between processes."""
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 from kvflow.layout.region import Region
 from kvflow.memory.scatter import TorchStage
-from kvflow.planning.costs import Calibration, encode_calibration
 from kvflow.planning.strided_copies import AXES_MAX
 from kvflow.reads.bounds import CheckedScatter
 from kvflow.reads.staging import StagingMemory
+from kvflow.worker.environment import PRODUCTION, Staging
 from tests.benchmarks.descriptors import ALWAYS
 
 from .memory import build, pattern
@@ -54,13 +55,13 @@ def test_torch_scatters_many_buffers_without_a_wait_between_them(device):
 
 @pytest.mark.nixl
 @pytest.mark.processes
-def test_half_of_the_heads_is_read_through_staging_memory(device, tmp_path):
-    about = {"machine": "of a test", "source": "same machine", "date": "2026-01-01T00:00:00Z"}
-    memory = "VRAM" if device == "cuda" else "DRAM"
-    file = tmp_path / "calibration.json"
-    file.write_bytes(encode_calibration(Calibration(schema=1, transport="nixl", memory=memory, costs=ALWAYS, **about)))
+def test_half_of_the_heads_is_read_through_staging_memory(device, request):
+    costs = msgspec.structs.replace(ALWAYS, memory="VRAM" if device == "cuda" else "DRAM")
+    before = PRODUCTION.staging
+    msgspec.structs.force_setattr(PRODUCTION, "staging", lambda config, _: Staging(config.staging_bytes, costs))
+    request.addfinalizer(lambda: msgspec.structs.force_setattr(PRODUCTION, "staging", before))
     theirs, ours = LAYOUTS["half of the heads"]
-    settings = {"theirs": theirs, "ours": ours, "calibration": str(file)}
+    settings = {"theirs": theirs, "ours": ours}
     with reading([device, device], **settings) as (source, worker, cache):
         source.do("pattern")
         report = worker.pull(source.offer("request", SOURCES), [TARGETS]).result(PATIENCE_S)

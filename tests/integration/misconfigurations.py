@@ -108,12 +108,6 @@ async def _(scene):
     await scene.command("config", "--vllm", '{"transport": "ucx"}')
 
 
-@row(SETTINGS, "`KVFLOW_CALIBRATION` names no file", error="config_invalid", kvflow_config="config_invalid")
-async def _(scene):
-    await scene.child(KVFLOW_CALIBRATION="/nowhere/calibration.json")
-    await scene.command("config", KVFLOW_CALIBRATION="/nowhere/calibration.json")
-
-
 # Addresses.
 
 ADDRESSES = "Addresses"

@@ -1,17 +1,10 @@
 """Consumers that stage."""
 
-from kvflow.planning.costs import Calibration, Costs, encode_calibration
+STAGING = {"staging_bytes": 8 * 64 * 1024}
+"""Settings: buffers of a few units, so that one pull takes several."""
 
-STAGING_BYTES = 8 * 64 * 1024
-"""Buffers of a few units, so that one pull takes several."""
-
-
-def calibrate(path, transport):
-    """Write a calibration; return settings of a consumer that stages all that saves a descriptor."""
-    costs = Costs(descriptor_s=1e-3, read_byte_s=0.0, copy_s=1e-9, piece_s=0.0, copied_byte_s=0.0)
-    about = {"machine": "a test", "source": "same machine", "date": "2026-01-01T00:00:00Z"}
-    path.write_bytes(encode_calibration(Calibration(schema=1, transport=transport, costs=costs, **about)))
-    return {"calibration": str(path), "staging_bytes": STAGING_BYTES}
+TOKEN_MAJOR = {"layout": "LBNHC", "kv": "split", "heads": 6, "layers": 16, "block_size": 16, "head_size": 8}
+"""A shape with so many small pieces that half of its heads are staged."""
 
 
 def no_buffer_is_taken(consumer):

@@ -14,22 +14,16 @@ from kvflow.reads.thread import ThreadedTransport
 from .consuming import works
 from .recycled import attempt, recycle_after
 from .shapes import Shape, wrong
-from .staging import STAGING_BYTES, calibrate, no_buffer_is_taken
+from .staging import STAGING, TOKEN_MAJOR, no_buffer_is_taken
 
-TOKEN_MAJOR = {"layout": "LBNHC", "kv": "split", "heads": 6, "block_size": 16, "head_size": 64}
 SOURCES = [[3, 4, 6, 9, 10, 20], [21, 24, 23, 30, 0, 1]]
 TARGETS = [[7, 8, 1, 30, 31, 2], [20, 11, 12, 13, 25, 26]]
 TOKENS = 6 * 16 - 5
 ROUNDS = 40
 
 
-@pytest.fixture
-def calibrated(world, tmp_path):
-    return calibrate(tmp_path / "calibration.json", world.transport)
-
-
 @pytest.mark.parametrize(("source_tp", "target_tp"), [(1, 2), (2, 1), (3, 2)])
-async def test_token_major_pages_are_staged_between_unlike_engines(world, calibrated, source_tp, target_tp):
+async def test_token_major_pages_are_staged_between_unlike_engines(world, source_tp, target_tp):
     async with AsyncExitStack() as stack:
         producers = [
             await stack.enter_async_context(
@@ -39,7 +33,7 @@ async def test_token_major_pages_are_staged_between_unlike_engines(world, calibr
         ]
         for rank in range(target_tp):
             reports = []
-            for settings in ({}, calibrated):
+            for settings in ({"staging_bytes": 0}, STAGING):
                 # Each rank reads by itself, as an engine of its own.
                 offers = [kvflow.Ticket.from_params(await each.offer("r", SOURCES, TOKENS)) for each in producers]
                 ticket = kvflow.join_tickets(offers)
@@ -49,10 +43,10 @@ async def test_token_major_pages_are_staged_between_unlike_engines(world, calibr
                     consumer.has("r", TARGETS, TOKENS)
                     consumer.untouched(but=TARGETS)
                     consumer.at_rest()
-                    if settings:
+                    if settings is STAGING:
                         no_buffer_is_taken(consumer)
                     else:
-                        assert consumer.worker.snapshot().staging.buffers == 0, "memory taken without a calibration"
+                        assert consumer.worker.snapshot().staging.buffers == 0
                     assert [await each.outcome("r") for each in producers] == ["released"] * source_tp
             direct, staged = reports
             assert staged.nbytes == direct.nbytes == direct.read_bytes
@@ -61,12 +55,12 @@ async def test_token_major_pages_are_staged_between_unlike_engines(world, calibr
             assert staged.timings_s["scatter"] > 0.0 == direct.timings_s["scatter"]
 
 
-async def test_blocks_recycled_during_a_staged_read_are_never_delivered(world, calibrated):
+async def test_blocks_recycled_during_a_staged_read_are_never_delivered(world):
     rng, outcomes = random.Random(7), {"completed": 0, "stale_lease": 0}
     half = Shape(**TOKEN_MAJOR, tp_rank=1, tp_size=2)
     async with (
         world.producing(Shape(**TOKEN_MAJOR)) as producer,
-        world.consuming(half, rank=0, num_ranks=1, **calibrated) as consumer,
+        world.consuming(half, rank=0, num_ranks=1, **STAGING) as consumer,
     ):
         for number in range(ROUNDS):
             params = await producer.offer(f"r{number % 3}", SOURCES, TOKENS)
@@ -83,7 +77,7 @@ async def test_blocks_recycled_during_a_staged_read_are_never_delivered(world, c
     assert outcomes["stale_lease"] > 0
 
 
-async def test_a_lease_that_ends_when_a_staged_read_is_handed_over_is_stale(world, calibrated, monkeypatch):
+async def test_a_lease_that_ends_when_a_staged_read_is_handed_over_is_stale(world, monkeypatch):
     heard, post = [], ThreadedTransport.post
 
     def recycle_and_post(transport, reads):
@@ -94,7 +88,7 @@ async def test_a_lease_that_ends_when_a_staged_read_is_handed_over_is_stale(worl
     half = Shape(**TOKEN_MAJOR, tp_rank=1, tp_size=2)
     async with (
         world.producing(Shape(**TOKEN_MAJOR)) as producer,
-        world.consuming(half, hooks=[heard.append], **calibrated) as consumer,
+        world.consuming(half, hooks=[heard.append], **STAGING) as consumer,
     ):
         params = await producer.offer("r", SOURCES, TOKENS)
         with pytest.raises(errors.StaleLease) as caught:
@@ -103,23 +97,3 @@ async def test_a_lease_that_ends_when_a_staged_read_is_handed_over_is_stale(worl
         assert not [event for event in heard if isinstance(event, TransferCompleted)]
         consumer.at_rest()
         no_buffer_is_taken(consumer)
-
-
-async def test_a_calibration_that_cannot_be_used_is_refused_by_name(world, tmp_path):
-    path = tmp_path / "calibration.json"
-    for text, words in ((None, "No such file"), (b"{}", "missing required field"), (b"nothing", "malformed")):
-        if text is not None:
-            path.write_bytes(text)
-        with pytest.raises(errors.ConfigInvalid, match=words) as caught:
-            async with world.consuming(Shape(), calibration=str(path)):
-                pass
-        assert str(path) in caught.value.message
-        assert caught.value.remedy
-
-
-async def test_the_environment_names_a_calibration_where_the_settings_do_not(world, calibrated, monkeypatch):
-    monkeypatch.setenv("KVFLOW_CALIBRATION", calibrated["calibration"])
-    async with world.consuming(Shape(), staging_bytes=STAGING_BYTES) as consumer:
-        no_buffer_is_taken(consumer)
-    async with world.consuming(Shape(), staging_bytes=0) as consumer:
-        assert consumer.worker.snapshot().staging.buffers == 0

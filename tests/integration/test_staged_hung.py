@@ -11,12 +11,12 @@ from kvflow.worker import destinations
 from .conftest import OVER_TCP
 from .consuming import consuming, until, works
 from .shapes import Shape
-from .staging import calibrate, no_buffer_is_taken
+from .staging import STAGING, TOKEN_MAJOR, no_buffer_is_taken
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
-WHOLE = Shape(layout="LBNHC", kv="split", heads=6, block_size=16, head_size=64, num_blocks=64)
-HALF = Shape(layout="LBNHC", kv="split", heads=6, block_size=16, head_size=64, num_blocks=64, tp_rank=1, tp_size=2)
+WHOLE = Shape(**TOKEN_MAJOR, num_blocks=64)
+HALF = Shape(**TOKEN_MAJOR, num_blocks=64, tp_rank=1, tp_size=2)
 PEERS = 4
 """They hold two buffers each, which is all there are."""
 TOKENS = 6 * 16
@@ -27,10 +27,10 @@ def blocks(number):
     return [list(range(12 * number, 12 * number + 6)), list(range(12 * number + 6, 12 * number + 12))]
 
 
-async def test_four_hung_peers_with_all_staging_buffers_do_not_stop_a_fifth(elsewhere, spawn, tmp_path, monkeypatch):
+async def test_four_hung_peers_with_all_staging_buffers_do_not_stop_a_fifth(elsewhere, spawn, monkeypatch):
     monkeypatch.setattr(destinations, "STARVED_S_MAX", 0.2)
     events = []
-    settings = OVER_TCP | calibrate(tmp_path / "calibration.json", "tcp")
+    settings = OVER_TCP | STAGING
     async with AsyncExitStack() as stack:
         healthy = await stack.enter_async_context(elsewhere.producing(WHOLE, **OVER_TCP))
         sleepy = spawn()

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kvflow.planning.costs import Costs
+from kvflow.planning.staging import Costs
 from kvflow.planning.strided_copies import COLUMNS, FIXED
 from kvflow.reads.bounds import check_rows, check_scatter
 from kvflow.reads.contract import PreparedList
@@ -10,7 +10,7 @@ from kvflow.reads.staging import Scatterer
 
 from .caches import descriptors, require_inside
 
-STAGE_ALL = Costs(descriptor_s=1e-3, read_byte_s=0.0, copy_s=1e-9, piece_s=0.0, copied_byte_s=0.0)
+STAGE_ALL = Costs(post_s=0.0, descriptor_s=1e-3, read_byte_s=0.0, copied_byte_s=0.0, launch_s=1e-9)
 """Descriptors so dear that whatever saves one is staged."""
 
 BUFFER_BYTES = 1 << 14

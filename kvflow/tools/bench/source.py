@@ -16,7 +16,7 @@ import msgspec
 import uvloop
 from msgspec import Struct
 
-from kvflow.config import CALIBRATION_VARIABLE, WorkerConfig
+from kvflow.config import WorkerConfig
 from kvflow.memory.cache import KVCache
 from kvflow.reads.nixl.binding import Agent, load_binding
 from kvflow.tools.bench.ceilings import enter_device, pid_namespace
@@ -139,7 +139,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m kvflow.tools.bench.source", description=__doc__)
     parser.add_argument("--listen", metavar="HOST:PORT", help="serve clients that connect, instead of standard input")
     listen = parser.parse_args().listen
-    os.environ.pop(CALIBRATION_VARIABLE, None)  # a source reads nothing
     uvloop.run(serve_network(listen) if listen else serve_pipe())
 
 

@@ -2,13 +2,11 @@
 
 import argparse
 import importlib
-import os
 import socket
 import sys
 from time import monotonic, sleep
 from typing import TYPE_CHECKING
 
-from kvflow.config import CALIBRATION_VARIABLE
 from kvflow.errors import KvflowError
 from kvflow.tools.cli.arguments import add_command, address, at_least, missing_checkout
 from kvflow.tools.cli.findings import ProgressLine, print_failure
@@ -88,8 +86,6 @@ def run(options: argparse.Namespace) -> int:
         remedy = "start one with python -m kvflow.tools.bench.source --listen HOST:PORT"
         print(f"no source at {source}: {reason}; {remedy}", file=sys.stderr)
         return 1
-    # What is measured is direct. Source processes that are started here inherit it.
-    os.environ.pop(CALIBRATION_VARIABLE, None)
     # Loaded here, so that other commands and --help wait for neither torch nor NIXL.
     import msgspec  # noqa: PLC0415
     import uvloop  # noqa: PLC0415

@@ -41,6 +41,7 @@ OWN_DEFAULTS = {
 """Settings of the connector alone."""
 
 PREFIX = "KVFLOW_"
+OBSOLETE = {"KVFLOW_CALIBRATION": "Remove it: reads are staged without a file. staging_bytes 0 reads directly."}
 OTHER_PREFIXES = ("KVFLOW_DEMO_", "KVFLOW_TEST_")
 """Variables of the demo and of kvflow's own tests."""
 
@@ -223,11 +224,6 @@ def _resolved(given: Given) -> WorkerConfig:
     else:
         config = WorkerConfig.read({"engine_id": PLACEHOLDER, **given.values} if not given.source else given.values)
         config.check()
-    path = config.calibration_path()
-    if path is not None:
-        from kvflow.worker.environment import read_calibration  # noqa: PLC0415 - most workers name none
-
-        read_calibration(path)
     return config
 
 
@@ -242,11 +238,13 @@ def _doubts(config: WorkerConfig, given: Given) -> Iterator[Finding]:
 
 
 def _misspelled() -> Iterator[Finding]:
-    """Yield variables that are almost those of kvflow."""
+    """Yield variables that are almost those of kvflow, or were."""
     known = {*VARIABLES.values(), vllm.HOST_VARIABLE}
     for name in sorted(os.environ):
         is_right = not name.startswith(PREFIX) or name in known or name.startswith(OTHER_PREFIXES)
-        if not is_right and (meant := get_close_matches(name, known, n=1, cutoff=0.8)):
+        if name in OBSOLETE:
+            yield _warning(f"the variable {name} is set, which kvflow no longer reads", OBSOLETE[name])
+        elif not is_right and (meant := get_close_matches(name, known, n=1, cutoff=0.8)):
             yield _warning(f"the variable {name} is set, which kvflow does not read", f"Did you mean {meant[0]}?")
 
 

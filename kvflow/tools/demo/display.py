@@ -108,7 +108,7 @@ def print_result(console: Console, result: ScenarioResult) -> None:
     table.add_section()
     for phase in ("total", *PHASES):
         median, worst = result.quantiles_ms(phase)
-        if phase != "scatter" or worst:  # no read of the demo is staged unless a calibration makes that cheaper
+        if phase != "scatter" or worst:  # most reads of the demo are direct
             table.add_row("pull" if phase == "total" else f"  {phase}", f"{median:.3f} ms", f"{worst:.3f} ms")
     console.print(table)
     for failure in sorted(set(result.failures)):

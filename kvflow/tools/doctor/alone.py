@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Iterator
 
 from kvflow.config import (
     ACCEPTED_VARIABLE,
-    CALIBRATION_VARIABLE,
     KEY_VARIABLE,
     SECRET_VARIABLE,
     TransportName,
@@ -142,9 +141,7 @@ async def check_reads(transport: TransportName, device: str = "cpu") -> Finding:
     """Read between two processes of this host over one data plane, with a secret of their own."""
     subject = f"read over {'NIXL' if transport == 'nixl' else 'TCP'}"
     secret = secrets.token_hex(32)
-    environment = children.environment_without(
-        ACCEPTED_VARIABLE, KEY_VARIABLE, CALIBRATION_VARIABLE, **{SECRET_VARIABLE: secret}
-    )
+    environment = children.environment_without(ACCEPTED_VARIABLE, KEY_VARIABLE, **{SECRET_VARIABLE: secret})
     async with children.running(children.Listen(transport, device), environment) as listening:
         if not isinstance(listening, children.Listening):
             refused = unread(listening, subject)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from kvflow.config import CALIBRATION_VARIABLE, Encryption, TransportName, WorkerConfig
+from kvflow.config import Encryption, TransportName, WorkerConfig
 from kvflow.errors import KvflowError
 from kvflow.rendezvous.publication import Advertisement
 from kvflow.rendezvous.visitor import Visit, open_visit
@@ -151,8 +151,7 @@ def _advertised(endpoint: str, offer: probe.ProbeOffer) -> Finding | None:
 async def _reads(target: Target, offer: probe.ProbeOffer, told: Advertisement) -> AsyncIterator[Finding]:
     """Read in a child process, because NIXL and UCX may end the process that they run in."""
     task = children.Read(target.endpoint, target.transport, target.device, target.key, _encryption(told))
-    environment = children.environment_without(CALIBRATION_VARIABLE)
-    answer = await children.run(task, environment, limit_s=children.READ_S)
+    answer = await children.run(task, limit_s=children.READ_S)
     figures = figures_of(answer)
     if figures is None:
         yield unread(answer, "reads")
@@ -160,7 +159,7 @@ async def _reads(target: Target, offer: probe.ProbeOffer, told: Advertisement) -
     if figures.plane == "tcp" and "nixl" in told.planes and "nixl" not in figures.missing and not figures.failure:
         # Only a worker that has no other plane says why NIXL does not reach its peer.
         alone = children.Read(target.endpoint, "nixl", target.device, target.key, _encryption(told))
-        refused = figures_of(await children.run(alone, environment, limit_s=children.READ_S))
+        refused = figures_of(await children.run(alone, limit_s=children.READ_S))
         detail = refused.failure.message if refused is not None and refused.failure is not None else ""
     else:
         detail = ""

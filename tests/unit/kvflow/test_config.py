@@ -6,7 +6,6 @@ import pytest
 
 from kvflow.config import (
     ACCEPTED_VARIABLE,
-    CALIBRATION_VARIABLE,
     KEY_VARIABLE,
     SECRET_LENGTH_MIN,
     SECRET_VARIABLE,
@@ -41,7 +40,7 @@ def test_the_defaults_are_valid():
         {"transport": "tcp", "tcp_bind": "tcp://0.0.0.0:5700", "tcp_connections": 16, "tcp_encryption": "tls"},
         {"bind": "tcp://0.0.0.0:5600", "advertise": "tcp://node-7:5600", "tcp_bind": "tcp://*:5700"},
         {"tcp_bind": "tcp://10.1.0.7:0", "tcp_advertise": "tcp://node-7:31700"},
-        {"calibration": "/etc/kvflow.json", "staging_bytes": 0},
+        {"staging_bytes": 0},
         {"cluster_secret_accepted": "the secret that comes next"},
         {"private_key": PRIVATE, "allowed_keys": ()},
         {"private_key": PRIVATE, "allowed_keys": ("a" * 64, "0" * 64)},
@@ -88,8 +87,6 @@ def test_valid_settings(settings):
         ({"nixl_backend_params": {str(number): "" for number in range(33)}}, "nixl_backend_params"),
         ({"staging_bytes": -1}, "staging_bytes"),
         ({"staging_bytes": 1 << 41}, "staging_bytes"),
-        ({"calibration": ""}, "calibration"),
-        ({"calibration": 7}, "calibration"),
         ({"bind": "127.0.0.1:0"}, "bind"),
         ({"bind": "ipc:///tmp/x"}, "bind"),
         ({"bind": "tcp://127.0.0.1"}, "bind"),
@@ -231,14 +228,3 @@ def test_a_setting_of_a_wrong_type_does_not_show_the_secret():
 
 def test_a_configuration_reaches_the_processes_of_an_engine():
     assert pickle.loads(pickle.dumps(config())) == config()
-
-
-@pytest.mark.parametrize(
-    ("setting", "variable", "path"),
-    [(None, None, None), (None, "", None), (None, "a.json", "a.json"), ("b.json", "a.json", "b.json")],
-)
-def test_a_calibration_is_named_by_the_settings_or_the_environment(monkeypatch, setting, variable, path):
-    monkeypatch.delenv(CALIBRATION_VARIABLE, raising=False)
-    if variable is not None:
-        monkeypatch.setenv(CALIBRATION_VARIABLE, variable)
-    assert config(calibration=setting).calibration_path() == path

@@ -28,7 +28,6 @@ PEER = "prefill-0/1/" + "0" * 32
 EVENTS = {
     "worker.opened": events.WorkerOpened("tcp://127.0.0.1:5000", "nixl", 1024, 65536),
     "plane.omitted": events.PlaneOmitted("nixl", "transport_unavailable", "NIXL is not installed", "Install it."),
-    "calibration.ignored": events.CalibrationIgnored("/etc/kvflow.json", "nixl", "loopback"),
     "worker.drained": events.WorkerDrained(1, 2, 1, 30.0),
     "worker.closed": events.WorkerClosed(2, 1),
     "offer.admitted": events.OfferAdmitted("request-1", 4, 30.0),

@@ -18,9 +18,7 @@ def states(conv_shape, shard_axis):
 
 
 def said(source, target):
-    *lines, costs = plan_transfer(source, target).explain().splitlines()
-    assert costs.startswith("costs: not calibrated")
-    return lines
+    return plan_transfer(source, target).explain().splitlines()
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from kvflow.planning.bind import bind_plan
-from kvflow.planning.costs import Costs
 from kvflow.planning.pairs import UnitPairs
 from kvflow.planning.plan import plan_transfer
-from kvflow.planning.staging import STAGING_BUFFERS
+from kvflow.planning.staging import STAGING_BUFFERS, Costs
 from kvflow.reads.backend import Chunk, Portion, Share, share_numbers
 from kvflow.reads.bounds import check_bound, check_rows, check_scatter
 from kvflow.reads.contract import PreparedList
@@ -24,7 +23,7 @@ CASES = {
 }
 TOKENS_FIRST = {"layout": "LBNHC", "kv": "split"}
 STAGED = {
-    "costs": Costs(descriptor_s=1e-3, read_byte_s=0.0, copy_s=1e-9, piece_s=0.0, copied_byte_s=0.0),
+    "costs": Costs(post_s=0.0, descriptor_s=1e-3, read_byte_s=0.0, copied_byte_s=0.0, launch_s=1e-9),
     "staging_bytes": STAGING_BUFFERS * BUFFER_BYTES,
 }
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from kvflow import events
-from kvflow.config import CALIBRATION_VARIABLE, WorkerConfig
+from kvflow.config import WorkerConfig
 from kvflow.errors import (
     BlockIdsInvalid,
     ConfigInvalid,
@@ -21,7 +21,6 @@ from kvflow.layout.manifest import Manifest
 from kvflow.layout.region import Region
 from kvflow.layout.shards import Shard
 from kvflow.planning import plan
-from kvflow.planning.costs import Calibration, Costs, encode_calibration
 from kvflow.reads.contract import PeerAddress
 from kvflow.reads.loopback import LoopbackBackend
 from kvflow.reads.staging import StagingMemory
@@ -109,31 +108,10 @@ async def test_hooks_hear_everything_and_a_failing_one_stops_nobody(caplog):
     assert "a defect of the observer" in caplog.text
 
 
-def measured_over(transport, path):
-    costs = Costs(descriptor_s=1e-6, read_byte_s=1e-10, copy_s=1e-6, piece_s=1e-8, copied_byte_s=1e-10)
-    about = {"schema": 1, "machine": "a machine", "source": "same machine", "date": "2026-01-01T00:00:00Z"}
-    path.write_bytes(encode_calibration(Calibration(transport=transport, costs=costs, **about)))
-    return str(path)
-
-
-async def test_a_calibration_of_another_transport_is_ignored_and_reported(tmp_path, monkeypatch):
-    path = measured_over("nixl", tmp_path / "calibration.json")
-    monkeypatch.setenv(CALIBRATION_VARIABLE, path)
-    heard = []
-    async with open_worker(config(), cache_of(), hooks=[heard.append]) as worker:
-        assert worker.snapshot().staging.buffers == 0
-    assert events.CalibrationIgnored(path, "nixl", "loopback") in heard
-    with pytest.raises(ConfigInvalid, match="measured over transport 'nixl', but the worker's is 'loopback'"):
-        async with open_worker(config(calibration=path), cache_of()):
-            pass
-
-
-async def test_a_calibration_of_our_transport_in_the_environment_is_taken(tmp_path, monkeypatch):
-    monkeypatch.setenv(CALIBRATION_VARIABLE, measured_over("loopback", tmp_path / "calibration.json"))
-    heard = []
-    async with open_worker(config(), cache_of(), hooks=[heard.append]) as worker:
-        assert worker.snapshot().staging.buffers == 8
-    assert not [event for event in heard if isinstance(event, events.CalibrationIgnored)]
+@pytest.mark.parametrize(("settings", "buffers"), [({}, 8), ({"staging_bytes": 0}, 0)])
+async def test_a_cache_in_host_memory_has_staging_memory(settings, buffers):
+    async with open_worker(config(**settings), cache_of()) as worker:
+        assert worker.snapshot().staging.buffers == buffers
 
 
 def missing(*_given):
@@ -177,36 +155,6 @@ async def test_without_nixl_a_worker_goes_on_over_tcp_and_says_so():
     assert told == [("nixl", "transport_unavailable", "NIXL is not installed")] * 2
     assert {event.transport for event in heard if isinstance(event, events.WorkerOpened)} == {"tcp"}
     assert [event.plane for event in heard if isinstance(event, events.PeerConnected)] == ["tcp"]
-
-
-@pytest.mark.parametrize("measured", ["nixl", "tcp"])
-async def test_a_calibration_of_one_plane_applies_to_the_peers_of_that_plane(tmp_path, monkeypatch, measured):
-    path = measured_over(measured, tmp_path / "calibration.json")
-    told = []
-
-    def plan_of(plans, source, target, pieces, *, costs, staging_bytes):
-        told.append((None if costs is None else costs.transport, staging_bytes > 0))
-        return real(plans, source, target, pieces, costs=costs, staging_bytes=staging_bytes)
-
-    real = plan.PlanCache.plan
-    monkeypatch.setattr(plan.PlanCache, "plan", plan_of)
-    async with (
-        asyncio.timeout(PATIENCE_S),
-        open_worker(config(transport="auto"), cache_of(), environment=WITHOUT_NIXL) as producer,
-        open_worker(
-            config("decode-0", transport="auto", calibration=path), cache_of(), environment=WITHOUT_NIXL
-        ) as consumer,
-    ):
-        assert consumer.snapshot().staging.buffers == 8
-        await consumer.pull(producer.offer("request-1", [[3]], 4), [[5]])
-    assert told[-1] == (("tcp", True) if measured == "tcp" else (None, False))
-
-
-async def test_a_calibration_of_a_missing_plane_is_refused_if_settings_name_it(tmp_path):
-    path = measured_over("loopback", tmp_path / "calibration.json")
-    with pytest.raises(ConfigInvalid, match="over transport 'loopback', but the worker's is 'nixl' or 'tcp'"):
-        async with open_worker(config(transport="auto", calibration=path), cache_of(), environment=WITHOUT_NIXL):
-            pass
 
 
 async def test_the_address_is_what_a_mint_elsewhere_needs():

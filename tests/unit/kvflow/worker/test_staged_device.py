@@ -1,4 +1,4 @@
-"""Staged reads of caches on a device, by two workers: a calibration of devices, and copies that torch makes later.
+"""Staged reads of caches on a device, by two workers whose environment asks for them: torch copies later.
 
 The device is memory of the host that manifests call VRAM, over a modeled link which takes any address.
 """
@@ -14,9 +14,8 @@ from kvflow.layout.region import Region
 from kvflow.layout.shards import Shard
 from kvflow.layout.specs import FullAttention
 from kvflow.memory.cache import allocate
-from kvflow.planning.costs import Calibration, encode_calibration
 from kvflow.reads.thread import ThreadedTransport
-from kvflow.worker.environment import PRODUCTION, staging_of
+from kvflow.worker.environment import PRODUCTION, Staging, staging_of
 from kvflow.worker.runtime import open_worker
 from tests.benchmarks.descriptors import ALWAYS
 from tests.helpers.async_backend import AsyncBackend, LinkModel
@@ -43,19 +42,10 @@ class _Backend(AsyncBackend):
         return super().add(msgspec.structs.replace(address, planes={"async": address.planes["nixl"]}))
 
 
-def calibration(memory="VRAM", transport="nixl"):
-    about = {"machine": "a modeled one", "source": "same machine", "date": "2026-01-01T00:00:00Z"}
-    return Calibration(schema=1, **about, transport=transport, costs=ALWAYS, memory=memory)
+STAGED = Staging(8 << 16, msgspec.structs.replace(ALWAYS, memory="VRAM"))
 
 
-@pytest.fixture
-def path(tmp_path):
-    file = tmp_path / "calibration.json"
-    file.write_bytes(encode_calibration(calibration()))
-    return str(file)
-
-
-async def test_caches_on_devices_are_staged_by_copies_that_end_later(path):
+async def test_caches_on_devices_are_staged_by_copies_that_end_later():
     stagings = []
 
     def open_transport(_config, agent_name, sink, staging_bytes=0):
@@ -66,12 +56,14 @@ async def test_caches_on_devices_are_staged_by_copies_that_end_later(path):
 
         return ThreadedTransport("nixl", {"nixl": opened}, sink, stagings[-1])
 
-    environment = msgspec.structs.replace(PRODUCTION, open_transport=open_transport)
+    environment = msgspec.structs.replace(
+        PRODUCTION, open_transport=open_transport, staging=lambda _config, _manifest: STAGED
+    )
     there = allocate(SPECS, num_blocks=64, layout="LBNHC", kv="split")
     here = allocate(SPECS, num_blocks=64, layout="LBNHC", kv="split", shard=Shard(tp_size=2))
     there.backing.copy_(torch.arange(there.backing.numel()) * 2654435761 >> 7)
     source = WorkerConfig(engine_id="prefill-0", cluster_secret=SECRET)
-    target = WorkerConfig(engine_id="decode-0", cluster_secret=SECRET, calibration=path, staging_bytes=8 << 16)
+    target = WorkerConfig(engine_id="decode-0", cluster_secret=SECRET)
     async with (
         open_worker(source, SaidToBeVram(there), environment=environment) as producer,
         open_worker(target, SaidToBeVram(here), environment=environment) as consumer,
@@ -90,24 +82,12 @@ async def test_caches_on_devices_are_staged_by_copies_that_end_later(path):
 
 
 @pytest.mark.parametrize(
-    ("measured", "held", "nbytes"),
-    [
-        ({"memory": "VRAM"}, ["VRAM"], 4096),
-        ({"memory": "VRAM"}, ["VRAM", "VRAM"], 4096),
-        ({"memory": "VRAM"}, ["VRAM", "DRAM"], 0),
-        ({"memory": "VRAM"}, ["DRAM"], 0),
-        ({"memory": "VRAM", "transport": "tcp"}, ["VRAM"], 0),
-        ({"memory": "DRAM"}, ["DRAM"], 4096),
-        ({"memory": "DRAM"}, ["VRAM", "DRAM"], 4096),
-        ({"memory": "DRAM"}, ["VRAM"], 0),
-    ],
+    ("held", "nbytes"),
+    [(["VRAM"], 0), (["VRAM", "VRAM"], 0), (["VRAM", "DRAM"], 4096), (["DRAM"], 4096)],
     ids=str,
 )
-def test_staging_memory_is_for_caches_as_they_were_measured(tmp_path, measured, held, nbytes):
-    file = tmp_path / "calibration.json"
-    file.write_bytes(encode_calibration(calibration(**measured)))
-    cache = allocate(SPECS, num_blocks=2)
+def test_staging_memory_is_for_caches_in_host_memory(held, nbytes):
     regions = tuple(Region(1 << 20, 4096, memory) for memory in held)
-    manifest = msgspec.structs.replace(cache.manifest(), regions=regions)
-    config = WorkerConfig(engine_id="decode-0", cluster_secret=SECRET, calibration=str(file), staging_bytes=4096)
-    assert staging_of(config, manifest).nbytes == nbytes
+    manifest = msgspec.structs.replace(allocate(SPECS, num_blocks=2).manifest(), regions=regions)
+    config = WorkerConfig(engine_id="decode-0", cluster_secret=SECRET, staging_bytes=4096)
+    assert staging_of(config, manifest) == Staging(nbytes)

@@ -1,17 +1,13 @@
-"""``kvflow bench``: what would be measured in vain ends with one line that says so, and no calibration is taken."""
+"""``kvflow bench``: what would be measured in vain ends with one line that says so."""
 
-import asyncio
 import socket
-import sys
 from contextlib import closing
 
 import pytest
 import torch
 
-from kvflow.config import CALIBRATION_VARIABLE, WorkerConfig
 from kvflow.errors import PeerLost
 from kvflow.memory import device as device_memory
-from kvflow.tools.bench import source
 from kvflow.tools.cli import arguments, bench, main
 
 
@@ -101,43 +97,13 @@ def test_every_benchmark_is_in_the_package_or_in_the_checkout(repository):
 
 @pytest.fixture
 def measuring(monkeypatch):
-    """Have something else measured by ``kvflow bench idle``, where the environment names a calibration that is not."""
+    """Have something else measured by ``kvflow bench idle``."""
 
     def instead(run):
-        monkeypatch.setenv(CALIBRATION_VARIABLE, "/no such folder/calibration.json")
         monkeypatch.setattr("tests.benchmarks.idle.run", run)
         return main(["bench", "idle", "--rounds", "1"])
 
     return instead
-
-
-def test_measured_workers_take_no_calibration_from_the_environment(measuring):
-    """The remedy for a calibration that is missing is a benchmark: it must not need one."""
-    named = []
-
-    async def run(*_):
-        named.append(WorkerConfig(engine_id="idle").calibration_path())
-        child = "import os; raise SystemExit('KVFLOW_CALIBRATION' in os.environ)"
-        process = await asyncio.create_subprocess_exec(sys.executable, "-c", child)
-        named.append(await process.wait())
-        return ()
-
-    assert measuring(run) == 0
-    assert named == [None, 0]
-
-
-def test_a_source_takes_no_calibration_from_the_environment(monkeypatch):
-    monkeypatch.setenv(CALIBRATION_VARIABLE, "/no such folder/calibration.json")
-    monkeypatch.setattr(sys, "argv", ["source"])
-    named = []
-
-    def run(serving):
-        serving.close()
-        named.append(WorkerConfig(engine_id="source").calibration_path())
-
-    monkeypatch.setattr(source.uvloop, "run", run)
-    source.main()
-    assert named == [None]
 
 
 def test_a_benchmark_that_fails_says_why_in_a_line(measuring, capsys):

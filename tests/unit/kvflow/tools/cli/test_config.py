@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from kvflow.config import CALIBRATION_VARIABLE, KEY_VARIABLE, SECRET_VARIABLE, VARIABLES, WorkerConfig
+from kvflow.config import KEY_VARIABLE, SECRET_VARIABLE, VARIABLES, WorkerConfig
 from kvflow.integrations.vllm.settings import OWN_KEYS
 from kvflow.tools.cli.entry import main
 
@@ -110,7 +110,6 @@ def test_all_errors_are_told_at_once_and_each_with_a_remedy(shown):
     [
         ({"engine_id": "e", "rank": 1}, "rank is 1, but num_ranks is 1"),
         ({"engine_id": "e", "bind": "tcp://0.0.0.0:7000"}, "which no peer can dial"),
-        ({"engine_id": "e", "calibration": "/no such file"}, "calibration /no such file"),
         ({}, "engine_id is required"),
     ],
 )
@@ -118,12 +117,6 @@ def test_what_settings_are_together_is_checked(shown, given, word):
     status, _, figures = shown("--file", given)
     assert status == 1
     assert word in messages(figures)[0]
-
-
-def test_a_calibration_of_the_environment_is_read(shown, monkeypatch):
-    monkeypatch.setenv(CALIBRATION_VARIABLE, "/no such file")
-    status, settings, _ = shown()
-    assert (status, settings["calibration"]) == (1, ("/no such file", CALIBRATION_VARIABLE))
 
 
 @pytest.mark.parametrize("flag", ["--file", "--vllm"])
@@ -160,6 +153,12 @@ def test_a_misspelled_variable_is_named(shown, monkeypatch):
     monkeypatch.setenv("KVFLOW_OF_ANOTHER_PROGRAM", "x")
     _, _, figures = shown()
     assert messages(figures) == ["the variable KVFLOW_CLUSTER_SECRTE is set, which kvflow does not read"]
+
+
+def test_a_variable_of_former_releases_is_named(shown, monkeypatch):
+    monkeypatch.setenv("KVFLOW_CALIBRATION", "/etc/kvflow.json")
+    _, _, figures = shown()
+    assert messages(figures) == ["the variable KVFLOW_CALIBRATION is set, which kvflow no longer reads"]
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"a": ' * 100_000, "\x00", '"text"'])

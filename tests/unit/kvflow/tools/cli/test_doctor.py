@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from kvflow.config import ACCEPTED_VARIABLE, CALIBRATION_VARIABLE, KEY_VARIABLE, SECRET_VARIABLE, WorkerConfig
+from kvflow.config import ACCEPTED_VARIABLE, KEY_VARIABLE, SECRET_VARIABLE, WorkerConfig
 from kvflow.tools.cli import doctor
 from kvflow.tools.cli.entry import main
 from kvflow.tools.doctor import alone
@@ -19,7 +19,7 @@ from tests.unit.kvflow.worker.helpers import PATIENCE_S, SECRET, cache_of
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
     monkeypatch.setenv(SECRET_VARIABLE, SECRET)
-    for name in (KEY_VARIABLE, ACCEPTED_VARIABLE, CALIBRATION_VARIABLE):
+    for name in (KEY_VARIABLE, ACCEPTED_VARIABLE):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -93,7 +93,7 @@ def test_valid_settings_are_said_to_be_valid():
     ("name", "value", "code", "status"),
     [
         (KEY_VARIABLE, "not a key", "config_invalid", "failed"),
-        (CALIBRATION_VARIABLE, "/no/such/file.json", "config_invalid", "failed"),
+        ("KVFLOW_CALIBRATION", "/etc/kvflow.json", "setting_doubtful", "warning"),
         ("KVFLOW_CLUSTER_SECRETS", "x", "setting_doubtful", "warning"),
     ],
 )
