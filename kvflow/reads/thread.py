@@ -69,8 +69,7 @@ class Bell:
         with suppress(RuntimeError):  # rung before
             self._silent.release()
         if self._waiting:
-            with suppress(OSError):  # closed before
-                os.eventfd_write(self._event, 1)
+            os.eventfd_write(self._event, 1)
 
     def watch(self, descriptor: int) -> None:
         """End pauses also when a descriptor is readable; -1: there is none."""
@@ -97,7 +96,7 @@ class Bell:
         self._waiting = False
 
     def close(self) -> None:
-        """Close what ``watch`` opened. No thread may wait then."""
+        """Close what ``watch`` opened. No thread may wait or ring then."""
         if self._epoll is not None:
             self._epoll.close()
             os.close(self._event)
@@ -245,7 +244,8 @@ class ThreadedTransport:
             self._core = None
             core.begin_close()
         self._drain(core, time.monotonic() + CLOSE_GRACE_S)
-        self._bell.close()
+        with self._lock:  # the call of close may still be ringing
+            self._bell.close()
         core.end_close()
 
     def _serve(self, core: ReadCore) -> None:

@@ -4,6 +4,7 @@ import os
 import queue
 import select
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -73,34 +74,35 @@ class EventBackend(StuckBackend):
         return self.news
 
 
+class Idle:
+    """An owner that has nothing to do."""
+
+    in_flight = must_poll = False
+
+    def __init__(self, backend, steps, ended):
+        self._backend, self._steps, self.ended = backend, steps, ended
+
+    def step(self):
+        if select.select([self._backend.news], [], [], 0)[0]:
+            os.eventfd_read(self._backend.news)
+        self._steps.put("step")
+        return False
+
+    def begin_close(self):
+        pass
+
+    def end_close(self):
+        self.ended.set()
+
+
 def test_a_backend_descriptor_ends_the_pause_of_its_thread(monkeypatch):
     steps, given, backend = queue.Queue(), [], EventBackend()
-
-    class Idle:
-        """An owner that has nothing to do."""
-
-        in_flight = must_poll = False
-
-        def __init__(self, *_given):
-            pass
-
-        def step(self):
-            if select.select([backend.news], [], [], 0)[0]:
-                os.eventfd_read(backend.news)
-            steps.put("step")
-            return False
-
-        def begin_close(self):
-            pass
-
-        def end_close(self):
-            pass
 
     def open_backend(*values):
         given.append(values)
         return backend
 
-    monkeypatch.setattr(threaded, "ReadCore", Idle)
+    monkeypatch.setattr(threaded, "ReadCore", lambda *_given: Idle(backend, steps, threading.Event()))
     transport = ThreadedTransport("idle", {"idle": open_backend}, lambda _event: None, StagingMemory(0))
     regions, epochs = (Region(4096, 64),), Region(8192, 64)
     serving = Serving((), lambda _slot, _epoch: None, lambda _public_key: True, bytes(32))
@@ -111,6 +113,29 @@ def test_a_backend_descriptor_ends_the_pause_of_its_thread(monkeypatch):
         os.eventfd_write(backend.news, 1)  # without it the thread has nothing to wait for, and sleeps for ever
     steps.get(timeout=PATIENCE_S)
     transport.close()
+    os.close(backend.news)
+
+
+def test_the_thread_closes_no_descriptor_that_a_command_may_write_to(monkeypatch):
+    steps, ended, backend, still_open, write = queue.Queue(), threading.Event(), EventBackend(), [], os.eventfd_write
+
+    def late(descriptor, value):
+        """The caller waits between its look and its write, and the thread is woken by its backend."""
+        write(backend.news, 1)
+        ended.wait(0.2)  # time enough for a thread that does not wait for the write
+        still_open.append(Path(f"/proc/self/fd/{descriptor}").exists())
+        write(descriptor, value)
+
+    monkeypatch.setattr(threaded, "ReadCore", lambda *_given: Idle(backend, steps, ended))
+    transport = ThreadedTransport("idle", {"idle": lambda *_given: backend}, lambda _event: None, StagingMemory(0))
+    transport.start((Region(4096, 64),), Region(8192, 64))
+    steps.get(timeout=PATIENCE_S)
+    while not transport._bell._waiting:
+        select.select([], [], [], 0.001)
+    monkeypatch.setattr(os, "eventfd_write", late)
+    transport.close()
+    assert still_open == [True], "another file may have its number by now"
+    assert ended.is_set()
     os.close(backend.news)
 
 
