@@ -395,3 +395,44 @@ def test_an_inline_post_never_overtakes_a_queued_command():
     assert transport._take() == [CancelReads((7,)), PostReads(("second",))]
     assert transport.post(["third"]) == ["third"]
     assert core.posted == ["first", "third"]
+
+
+class PlayedCore:
+    """Changes something, or says what it waits for, step by step; then it closes the transport."""
+
+    def __init__(self, transport, script):
+        self._transport, self._script, self._state = transport, list(script), "idle"
+
+    def step(self):
+        self._state = self._script.pop(0)
+        if not self._script:
+            self._transport._commands.append(None)
+        return self._state == "changed"
+
+    @property
+    def must_poll(self):
+        return self._state in {"polls", "rests"}
+
+    @property
+    def in_flight(self):
+        return self._state != "idle"
+
+    def rest_s(self):
+        return 3e-4 if self._state == "rests" else 0.0
+
+
+def test_pauses_grow_while_nothing_happens_and_begin_again():
+    script = {
+        "changed": [0.0],
+        "polls": [2e-5, 4e-5, 8e-5, 16e-5, 32e-5, 64e-5, 1e-3, 1e-3],
+        "rests": [3e-4],
+        " polls": [2e-5, 4e-5],
+        " changed": [0.0],
+        "  polls": [2e-5, 4e-5],
+        "flies": [threaded.IDLE_PROGRESS_S],
+        "idle": [-1.0],
+    }
+    transport, pauses = idle_transport(), []
+    transport._bell.wait = pauses.append
+    transport._serve(PlayedCore(transport, [state.strip() for state, paused in script.items() for _ in paused]))
+    assert pauses == pytest.approx([0.0, *(pause for paused in script.values() for pause in paused)])
