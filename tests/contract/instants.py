@@ -1,5 +1,6 @@
 """Hooks at the last instants of a read, where every data plane passes: sockets, device memory, and the clock."""
 
+import ctypes
 import select
 import socket
 import time
@@ -12,8 +13,8 @@ MARK_BYTES = 64
 class LastBytes:
     """Calls a function just before the last bytes of some blocks are copied out of an exporter's memory.
 
-    A plane that serves reads copies host memory into a socket, and device memory by ``DeviceMemory.fetch``. A reader of
-    any other plane copies by itself, after it has bound the units of its read.
+    A plane that serves reads copies host memory into a socket, and device memory by ``DeviceMemory.fetch``. Within one
+    process a reader copies with ``ctypes``. NIXL copies by itself: there the function is called before all bytes.
 
     Args:
         world: the world of both ends.
@@ -36,8 +37,11 @@ class LastBytes:
 
     def watch(self, monkeypatch, prepared_list):
         """Begin. The list is the one that the blocks are read with."""
-        if not self._world.serves:
+        if self._world.kind == "nixl":
             prepared_list.binding.on_bind = self._happen
+        elif not self._world.serves:
+            self._move = ctypes.memmove
+            monkeypatch.setattr(ctypes, "memmove", self._moved)
         elif self._device is None:
             self._send, self._sendmsg = socket.socket.send, socket.socket.sendmsg
             monkeypatch.setattr(socket.socket, "send", lambda *given: self._sent(self._send, *given))
@@ -45,14 +49,21 @@ class LastBytes:
 
     def fetch(self, device, parts, into):
         """See ``DeviceMemory.fetch``."""
-        self._addresses -= {at for at in self._addresses if any(first <= at < first + n for first, n in parts)}
-        if not self._addresses:
-            self._happen()
+        self._read(parts)
         self._device.fetch(device, parts, into)
 
     def store(self, device, parts, content):
         """See ``DeviceMemory.store``."""
         self._device.store(device, parts, content)
+
+    def _moved(self, target, source, nbytes):
+        self._read([(source, nbytes)])
+        return self._move(target, source, nbytes)
+
+    def _read(self, parts):
+        self._addresses -= {at for at in self._addresses if any(first <= at < first + n for first, n in parts)}
+        if not self._addresses:
+            self._happen()
 
     def _sent(self, send, sock, data, *rest):
         if self.happened:

@@ -146,3 +146,23 @@ def test_an_hour_without_a_read_ends_no_connection(world, monkeypatch):
     assert before <= sockets()
     read(1)
     assert before <= sockets()
+
+
+@pytest.mark.parametrize("world", [*TCP_KINDS, *kinds(*(name for name in NAMES if "loopback" in name))], indirect=True)
+def test_an_exporter_is_closed_only_when_nothing_copies_its_memory(world, monkeypatch):
+    reader, exporter = ends_of(world, SMALL)
+    closing, waits = threading.Thread(target=exporter.transport.close), []
+
+    def close():
+        closing.start()
+        closing.join(0.2)  # time enough for a close that does not wait
+        waits.append(closing.is_alive())
+
+    last = LastBytes(world, exporter, SMALL, range(COUNT), close)
+    prepared_list = joined(world, reader, exporter, SMALL)
+    last.watch(monkeypatch, prepared_list)
+    reader.post(world.read(1, prepared_list, range(COUNT), range(COUNT), epoch=1))
+    (answer,) = reader.sink.wait(("read", 1))
+    world.join([closing])
+    assert waits == [True]
+    assert answer.verdict == "failed" or np.array_equal(reader.cache.bytes(), exporter.cache.bytes())
