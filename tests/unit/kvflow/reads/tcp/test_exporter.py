@@ -612,6 +612,24 @@ def test_connections_that_were_accepted_do_not_pile_up(monkeypatch, producer):
     assert_serves(producer)
 
 
+def test_a_connection_that_comes_before_the_bell_is_read_is_let_in(monkeypatch, producer):
+    """It rings a bell that has rung for another one and is not read yet: one reading silences both."""
+    taken, strangers, read, take = threading.Semaphore(0), [], os.eventfd_read, producer.sender.take
+    monkeypatch.setattr(producer.sender, "take", lambda sock: (take(sock), taken.release()))
+
+    def late(bell):
+        if not strangers:
+            strangers.append(producer.stranger())
+            for _ in range(2):
+                assert taken.acquire(timeout=PATIENCE_S)
+        return read(bell)
+
+    monkeypatch.setattr(os, "eventfd_read", late)
+    assert producer.visitor().open(credentials())
+    assert not producer.sender._arriving, "it waits until another one comes"
+    assert Reader(strangers[0], encrypted=producer.encryption == "tls").open(credentials())
+
+
 def test_connections_of_one_reader_are_bounded(monkeypatch, producer):
     monkeypatch.setattr(module, "CLIENTS_OF_ONE_MAX", 3)
     other = producer.reader(credentials(name="other"))
