@@ -264,8 +264,10 @@ async def test_a_peer_that_is_lost_when_its_plan_is_made_gives_nothing(world, ne
 
     network.leaving.clear()  # its lists are there until its connection has ended
     monkeypatch.setattr(PreparedTable, "shares", lose)
-    error = await failure(world.start())
-    network.leaving.set()
+    try:
+        error = await failure(world.start())
+    finally:
+        network.leaving.set()
     assert isinstance(error, PeerLost)
     assert "was lost while" in error.message
     assert world.faults.batches == []
