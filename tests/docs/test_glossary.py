@@ -24,7 +24,11 @@ PLAIN = set(
     re.findall(
         r"\w+",
         """
-        accepted address age ahead allowed argument authentication bounds by bytes cancelled
+        accepted access control advertise align backend client component cross dtype environment event finding frame
+        handle hook layer local match merge opaque outcome ping priority probe protocol queue reachability remote report
+        request revision role run server sleep mode snapshot transfer view kv cache flight loopback
+        host mirror buffer calibration costs
+        address age ahead allowed argument authentication bounds by bytes cancelled
         capacity cause clock close closed closing code compare compared comparison completed
         config configure connect connected connection connections d deadline detail enable
         encryption ended error errors exceeded explain failed field failures file finished found from
@@ -41,10 +45,8 @@ PLAIN = set(
 
 
 def rows():
-    """Return the terms of the glossary's tables, without those of the layouts."""
-    tables = PAGE.partition("\n## Layouts")[0]
-    cells = re.findall(r"^\| ([^|]+) \|", tables, re.MULTILINE)
-    return [term.strip() for cell in cells if cell.strip() != "term" and "---" not in cell for term in cell.split(",")]
+    """Return the terms of the glossary."""
+    return re.findall(r"\*\*([^*]+)\*\*", PAGE)
 
 
 def split(identifier):
