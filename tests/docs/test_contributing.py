@@ -17,6 +17,12 @@ def test_folders_are_there(folder):
     assert (ROOT / folder).is_dir()
 
 
+def test_paths_of_the_page_on_extending_are_there():
+    named = re.findall(r"`((?:kvflow|tests)/[\w/.]+)`", (ROOT / "docs" / "contributing" / "extend.md").read_text())
+    assert len(named) > 10
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
 def test_every_folder_of_tests_is_named():
     folders = {
         f"tests/{path.name}/" for path in (ROOT / "tests").iterdir() if path.is_dir() and path.name[0] not in "._"
