@@ -237,15 +237,7 @@ class Replaced(PeerLost):
 
 
 class Restarted(StaleLease):
-    """The same rank answers in another incarnation.
-
-    Attributes:
-        incarnation: the new one.
-    """
-
-    def __init__(self, message: str, *, peer: str, incarnation: str) -> None:
-        super().__init__(message, ended_by="gone", peer=peer)
-        self.incarnation = incarnation
+    """The same rank answers in another incarnation."""
 
 
 @asynccontextmanager
@@ -329,6 +321,6 @@ def _require_peer(identity: Identity, peer: PeerId) -> None:
     if identity.incarnation != peer.incarnation:
         raise Restarted(
             f"{peer.engine_id!r} rank {peer.rank} was restarted since it gave this ticket",
+            ended_by="gone",
             peer=peer.endpoint,
-            incarnation=identity.incarnation,
         )

@@ -102,7 +102,6 @@ class Connection:
         error: why it cannot be read from.
         unusable: why our transport cannot read from it over any data plane of both sides; empty if it can.
         drop: code and detail of why it must end.
-        speculative: no ticket has named it: it was found at the address of another peer.
     """
 
     member: Member
@@ -115,7 +114,6 @@ class Connection:
     error: KvflowError | None = None
     unusable: str = ""
     drop: tuple[str, str] | None = None
-    speculative: bool = False
     _changed: asyncio.Future[None] | None = None
 
     def advance(self, event: Event) -> None:

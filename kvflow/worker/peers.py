@@ -8,12 +8,9 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from functools import partial
 from itertools import islice
 from operator import attrgetter
-
-import msgspec
 
 from kvflow.clock import Clock
 from kvflow.errors import (
@@ -35,18 +32,15 @@ from kvflow.observability.slow import judge_rate
 from kvflow.planning.match import count_unread_layers
 from kvflow.planning.plan import PlanCache
 from kvflow.reads.contract import Carrier, PeerMeasured, Transport
-from kvflow.rendezvous.dialer import Link, Restarted, open_link
+from kvflow.rendezvous.dialer import Link, open_link
 from kvflow.rendezvous.endpoint import LocalEndpoint
 from kvflow.worker.connections import Connection, PeerState, PlaneNegotiation, PlaneUnusable
 from kvflow.worker.environment import NO_STAGING, Staging
 from kvflow.worker.failures import connection_error
 from kvflow.worker.prepared import Peer, PreparedTable, Route, SourceRank
-from kvflow.worker.reachability import Reachability, redial
+from kvflow.worker.reachability import Reachability
 
 logger = logging.getLogger("kvflow")
-
-REDIALING_MAX = 256
-"""Peers that are dialed again in the background. If a whole cluster is lost, pulls connect the others when needed."""
 
 ROUTES_MAX = 4096
 """Sets of ranks whose route is remembered. Connecting a forgotten one again sends no message."""
@@ -94,8 +88,6 @@ class PeerPool:
         self._on_dropped = on_dropped
         self._connections: dict[PeerId, Connection] = {}
         self._running: dict[PeerId, asyncio.Task[None]] = {}
-        self._redials: dict[PeerId, asyncio.Task[None]] = {}
-        self._draw = draw
         self._manifest = manifest
         self._reachability = Reachability(clock=clock, draw=draw, report=report)
         self._prepared = PreparedTable(
@@ -283,8 +275,6 @@ class PeerPool:
     def close(self) -> None:
         """Drop every peer and connect no other; do not wait for a peer that is being connected."""
         self._closed = True
-        for task in self._redials.values():
-            task.cancel()
         for peer, connection in list(self._connections.items()):
             self.drop(peer, *CLOSING)
             if connection.peer is None and connection.error is None:
@@ -346,19 +336,9 @@ class PeerPool:
         return Peer(link, carrier)
 
     def _note_failure(self, connection: Connection, error: Exception) -> None:
-        """Note why a peer could not be connected, and connect its successor if it was restarted."""
-        if connection.peer is not None or connection.error is not None:
-            return
-        member = connection.member
-        self._reachability.on_failed(member, error)
-        # Follow one step only: an address could answer with another name each time.
-        if isinstance(error, Restarted) and not connection.speculative and not self._closed:
-            address = msgspec.structs.replace(member.address, incarnation=error.incarnation)
-            successor = msgspec.structs.replace(member, address=address)
-            # The next tickets name the successor: its first pull need not wait for the handshake.
-            if successor.peer not in self._connections:
-                with suppress(KvflowError):
-                    self._start(successor).speculative = True
+        """Note why a peer could not be connected."""
+        if connection.peer is None and connection.error is None:
+            self._reachability.on_failed(connection.member, error)
 
     def _drop_predecessors(self, successor: PeerId, begun_at: float) -> None:
         """Drop the peers that were connected at this address before; their end may not have been noticed yet.
@@ -373,13 +353,6 @@ class PeerPool:
                 self._reachability.on_superseded(connection.member, f"{successor} answers at its address")
                 self.drop(peer, PeerLost.code, f"{successor} answers at its address")
 
-    def _redial_later(self, member: Member) -> None:
-        peer = member.peer
-        if not self._closed and peer not in self._redials and len(self._redials) < REDIALING_MAX:
-            task = self._tasks.create_task(redial(self.connect, member, self._draw), name=f"redial {peer}")
-            self._redials[peer] = task
-            task.add_done_callback(lambda _: self._redials.pop(peer, None))
-
     def _forget(self, connection: Connection, code: str, detail: str) -> None:
         """Remove a connection that has ended, and report it."""
         member = connection.member
@@ -389,11 +362,9 @@ class PeerPool:
         if code == FailureCode.PEER_CLOSED:
             self._reachability.on_goodbye(member)
         self._transport.remove_peer(peer, gone=self._reachability.is_closed(member))
-        was_read = self._prepared.forget(peer)
+        self._prepared.forget(peer)
         connection.fail(PeerLost(f"connecting {peer} was interrupted", peer=str(peer)))
         connection.advance("closed")
-        if code not in (FailureCode.PEER_CLOSED, FailureCode.KEY_REMOVED, CLOSING[0]) and was_read:
-            self._redial_later(member)  # it was in use, so the next pull probably needs it
         self.drops[code] += 1
         self._report(PeerDropped(str(peer), code, detail))
         self._on_dropped(peer, code, detail)

@@ -269,11 +269,10 @@ class PreparedTable:
             del self._divisions[next(iter(self._divisions))]
         self._divisions[key] = shares
 
-    def forget(self, peer: PeerId) -> bool:
-        """Forget the lists of a dropped peer; return whether there were any."""
-        prepared = self._prepared.pop(peer, {})
+    def forget(self, peer: PeerId) -> None:
+        """Forget the lists of a dropped peer."""
+        self._prepared.pop(peer, None)
         self._divisions = {key: shares for key, shares in self._divisions.items() if peer not in key}
-        return bool(prepared)
 
     def _plan(self, theirs: Manifest, pieces: HeadRanges | None) -> TransferPlan:
         terms = self._staging

@@ -1,4 +1,4 @@
-"""Reachability: which addresses do not answer, which peers are closed, and when a lost peer is dialed again.
+"""Reachability: which addresses do not answer, and which peers are closed.
 
 Each address that has failed has a circuit breaker:
 
@@ -14,9 +14,8 @@ A peer that was not tried at the address may always be dialed: its ticket is you
 process may listen there now. Therefore a breaker never delays the first pull after a restart.
 """
 
-import asyncio
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -263,35 +262,3 @@ def pause_s(attempt: int, first_s: float, longest_s: float, chance: float) -> fl
     """Return the seconds to wait after the failure of ``attempt`` (from 0): doubled each time, half of it random."""
     doublings = min(max(attempt, 0), 32)
     return float(min(longest_s, first_s * 2**doublings) * (0.5 + chance / 2))
-
-
-REDIALS_MAX = 6
-"""Attempts in the background, which take about twenty seconds. The first pull connects a peer that takes longer."""
-
-PAUSE_S = 0.1
-PAUSE_S_MAX = 5.0
-"""Pause before each attempt, doubled each time: replacing a process takes at least a tenth of a second."""
-
-
-async def redial(connect: Callable[[Member], Awaitable[object]], member: Member, draw: Callable[[], float]) -> None:
-    """Connect a lost peer again, or learn that it is closed; give up after ``REDIALS_MAX`` attempts.
-
-    Args:
-        connect: connects a peer; handles an answer of another incarnation.
-        member: the peer.
-        draw: returns a random number in [0, 1).
-
-    Cancellation: safe.
-    """
-    for attempt in range(REDIALS_MAX):
-        await asyncio.sleep(pause_s(attempt, PAUSE_S, PAUSE_S_MAX, draw()))
-        try:
-            await connect(member)
-        except PeerUnavailable as error:
-            await asyncio.sleep(error.retry_after_s)
-        except (PeerLost, DeadlineExceeded, NotDialed):
-            continue
-        except KvflowError:
-            return  # the peer has answered and refused
-        else:
-            return

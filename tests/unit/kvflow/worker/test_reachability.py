@@ -1,7 +1,4 @@
-"""When an address is left alone, when a peer counts as closed, and when a lost peer is dialed again."""
-
-import asyncio
-from unittest.mock import AsyncMock, call
+"""When an address is left alone, and when a peer counts as closed."""
 
 import msgspec
 import pytest
@@ -16,9 +13,6 @@ from kvflow.worker.reachability import (
     BACKOFF_S,
     BACKOFF_S_MAX,
     FAILURES_MAX,
-    PAUSE_S,
-    PAUSE_S_MAX,
-    REDIALS_MAX,
     SUPERSEDED_S,
     TRANSITIONS,
     TRIED_MAX,
@@ -27,7 +21,6 @@ from kvflow.worker.reachability import (
     Reachability,
     advance,
     pause_s,
-    redial,
 )
 
 from .helpers import Clock, Reports
@@ -163,7 +156,7 @@ def test_what_never_left_this_process_is_no_answer_and_no_silence(world, error):
 @pytest.mark.parametrize(
     "error",
     [
-        Restarted("it was restarted", peer=ENDPOINT, incarnation="1" * 32),
+        Restarted("it was restarted", ended_by="gone", peer=ENDPOINT),
         Replaced("another engine answers", peer=ENDPOINT),
     ],
     ids=repr,
@@ -311,40 +304,3 @@ def test_an_attempt_may_end_after_the_breaker_has_opened(opened, event):
 def test_pauses_double_up_to_a_limit_and_half_of_each_is_random():
     assert [pause_s(attempt, 1.0, 5.0, 0.0) for attempt in (-1, 0, 1, 2, 3, 10**6)] == [0.5, 0.5, 1.0, 2.0, 2.5, 2.5]
     assert [pause_s(0, 1.0, 5.0, chance) for chance in (0.0, 0.5, 1.0)] == [0.5, 0.75, 1.0]
-
-
-LOST = errors.PeerLost("nobody listens")
-
-
-@pytest.fixture
-def pauses(monkeypatch):
-    """Make every pause end at once; return how long each was."""
-    sleep = AsyncMock()
-    monkeypatch.setattr(asyncio, "sleep", sleep)
-    return lambda: [call.args[0] for call in sleep.await_args_list]
-
-
-@pytest.mark.parametrize(
-    ("outcomes", "asked"),
-    [
-        ([None], 1),
-        ([LOST, errors.DeadlineExceeded("silence"), None], 3),
-        ([LOST] * REDIALS_MAX, REDIALS_MAX),
-        ([errors.StaleLease("another incarnation answers")], 1),
-        ([LOST, errors.PeerRefused("version_unsupported", "too old")], 2),
-        ([errors.WorkerClosed("we are leaving")], 1),
-        ([NotDialed("open files", 1024), None], 2),
-    ],
-)
-async def test_a_lost_peer_is_dialed_until_it_answers_or_attempts_end(pauses, outcomes, asked):
-    connect = AsyncMock(side_effect=outcomes)
-    await redial(connect, member(), lambda: 0.0)
-    assert connect.await_args_list == [call(member())] * asked
-    assert pauses() == [pause_s(attempt, PAUSE_S, PAUSE_S_MAX, 0.0) for attempt in range(asked)]
-
-
-async def test_a_redial_waits_as_long_as_an_open_breaker_demands(pauses):
-    connect = AsyncMock(side_effect=[errors.PeerUnavailable("not yet", retry_after_s=7.0), None])
-    await redial(connect, member(), lambda: 0.0)
-    assert connect.await_count == 2
-    assert pauses()[1] == 7.0
