@@ -184,6 +184,8 @@ class Serving(Struct, frozen=True, eq=False):
         vouches: slot, epoch and MAC -> whether the lease is held and the MAC is that of its ticket. Thread: any,
             without a lock. None: readers need no MAC.
         device_memory: copies to and from device memory; None: reads from and to device memory are refused.
+        keys_differ: whether each reader has a key of its own: limits of one reader then count by key, and not by the
+            name that a reader gives itself.
     """
 
     tracks: tuple[tuple[Track, ...], ...]
@@ -192,6 +194,7 @@ class Serving(Struct, frozen=True, eq=False):
     pass_key: bytes
     vouches: Callable[[int, int, bytes], bool] | None = None
     device_memory: DeviceMemory | None = None
+    keys_differ: bool = False
 
 
 SERVES_NOTHING = Serving((), lambda _slot, _epoch: None, lambda _public_key: False, b"")

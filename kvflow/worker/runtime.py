@@ -250,6 +250,7 @@ class _Parts:
             pass_key=self.pass_key,
             vouches=self.vouches,
             device_memory=device_memory_of(self.manifest.regions),
+            keys_differ=self.security.allowed is not None,
         )
         # Loading NIXL and creating agents takes half a second. Other tasks of the engine's loop go on meanwhile.
         transport = await asyncio.to_thread(

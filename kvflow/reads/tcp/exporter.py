@@ -20,6 +20,7 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from kvflow.config import TcpSettings
 from kvflow.errors import ConfigInvalid, TransportUnavailable
@@ -321,12 +322,13 @@ class _Sender:
         client.name, client.public_key = f"{engine_id}/{hello.rank}/{hello.incarnation}", hello.public_key
         client.answers.append(Words(wire.proof_of_exporter(secret, *nonces)))
         del self._strangers[descriptor]
-        self._make_room(client.name)
+        self._make_room(client)
         self._clients[descriptor] = client
 
-    def _make_room(self, name: str) -> None:
+    def _make_room(self, newcomer: _Client) -> None:
         """Close the least recently used connections if this reader, or all readers together, have too many."""
-        same = [descriptor for descriptor, client in self._clients.items() if client.name == name]
+        who = attrgetter("public_key" if self._serving.keys_differ else "name")
+        same = [descriptor for descriptor, client in self._clients.items() if who(client) == who(newcomer)]
         for descriptor in same[: max(0, len(same) + 1 - CLIENTS_OF_ONE_MAX)]:
             self._drop(descriptor)
         if len(self._clients) >= CLIENTS_MAX:

@@ -45,7 +45,8 @@ def credentials(*, name="reader", key="ab" * 32, rank=0, incarnation="1" * 32, p
 class Leases:
     """A cache of two groups, and what of it is leased. Every byte of the cache is above zero."""
 
-    def __init__(self, blocks=64, block_bytes=512, seed=0):
+    def __init__(self, blocks=64, block_bytes=512, seed=0, *, keys_differ=False):
+        self.keys_differ = keys_differ
         self.block_bytes, self.num_blocks = block_bytes, blocks
         draw = np.random.default_rng(seed)
         self.cache = draw.integers(1, 256, (2, blocks, block_bytes), dtype=np.uint8)
@@ -79,7 +80,8 @@ class Leases:
     def serving(self):
         nbytes, blocks = self.block_bytes, self.num_blocks
         tracks = [(Track(each.ctypes.data, nbytes, nbytes, blocks),) for each in self.cache]
-        return Serving(tuple(tracks), self.blocks_of, lambda key: key not in self.barred, KEY)
+        admits, differ = (lambda key: key not in self.barred), self.keys_differ
+        return Serving(tuple(tracks), self.blocks_of, admits, KEY, keys_differ=differ)
 
     def rows(self, group=0):
         return np.array([[self.cache[group].ctypes.data, self.block_bytes, 0, self.block_bytes, self.num_blocks]])

@@ -643,6 +643,17 @@ def test_connections_of_one_reader_are_bounded(monkeypatch, producer):
         assert each.epoch() == EPOCH
 
 
+def test_a_reader_with_a_key_of_its_own_has_no_more_by_other_names(monkeypatch, make):
+    monkeypatch.setattr(module, "CLIENTS_OF_ONE_MAX", 3)
+    producer = make(keys_differ=True)
+    other = producer.reader(credentials(name="reader 0", key="cd" * 32))
+    mine = [producer.reader(credentials(name=f"reader {number}")) for number in range(4)]
+    mine[3].epoch()
+    assert mine[0].ended()
+    for each in (mine[1], mine[2], mine[3], other):
+        assert each.epoch() == EPOCH
+
+
 def test_connections_of_all_readers_are_bounded(monkeypatch, producer):
     monkeypatch.setattr(module, "CLIENTS_MAX", 3)
     readers = [producer.reader(credentials(name=f"reader {number}")) for number in range(3)]
