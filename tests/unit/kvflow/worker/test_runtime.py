@@ -56,6 +56,22 @@ async def test_a_worker_reads_from_another():
         await consumer.quiesced("request-1")
 
 
+@pytest.mark.parametrize("keys", [{}, {"private_key": "01" * 32, "allowed_keys": ("02" * 32,)}])
+async def test_a_data_plane_hears_whether_each_reader_has_its_own_key(keys):
+    heard = []
+
+    def open_transport(_config, agent_name, sink, _staging_bytes=0):
+        def opened(regions, epochs, serving):
+            heard.append(serving.keys_differ)
+            return LoopbackBackend(agent_name, regions, epochs)
+
+        return ThreadedTransport("loopback", {"loopback": opened}, sink, StagingMemory(0))
+
+    environment = msgspec.structs.replace(PRODUCTION, open_transport=open_transport)
+    async with asyncio.timeout(PATIENCE_S), open_worker(config(**keys), cache_of(), environment=environment):
+        assert heard == [bool(keys)]
+
+
 async def test_what_a_peer_can_make_long_is_done_beside_the_loop_and_once(monkeypatch):
     done = []
 
