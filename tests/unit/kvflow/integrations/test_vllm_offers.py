@@ -5,9 +5,10 @@ from types import SimpleNamespace
 import pytest
 
 from kvflow.errors import ConfigInvalid
+from kvflow.integrations.vllm.blocks import Contents
 from kvflow.integrations.vllm.messages import Admit
 
-from .vllm_like import NUM_BLOCKS, FullAttentionSpec, MambaSpec, SlidingWindowSpec, new_request, side
+from .vllm_like import NUM_BLOCKS, FullAttentionSpec, MambaSpec, SlidingWindowSpec, extra_keys, new_request, side
 
 OFFER = {"do_remote_decode": True, "do_remote_prefill": False}
 ABORTED = SimpleNamespace(name="FINISHED_ABORTED")
@@ -326,3 +327,11 @@ def test_a_request_that_the_server_has_turned_down_does_not_count():
     engine = side(FullAttentionSpec())
     ask(engine, 3, abort_immediately=True)
     assert engine.untagged.take() == {}
+
+
+def test_prompts_that_differ_in_their_second_picture_have_other_digests():
+    one, other = (
+        Contents(extra_keys).digests(new_request(None, media=((1, "a"), (17, second))), [(1, 2, 3)], [16], 48)[0]
+        for second in "bc"
+    )
+    assert [a == b for a, b in zip(one, other, strict=True)] == [True, False, False]
