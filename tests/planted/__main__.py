@@ -103,8 +103,8 @@ def python(copy: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def run_tests(copy: Path, tests: Sequence[str], *options: str) -> tuple[int, list[str], str]:
     """Run tests in a copy; return the exit status, the tests that failed, and the output."""
-    quiet = ("--quiet", "--tb=no", "-p", "no:cacheprovider", f"-otimeout={TEST_S_MAX}", "-ofaulthandler_timeout=0")
-    done = python(copy, "-m", "pytest", *quiet, *options, *tests)
+    always = ("--quiet", "--tb=no", "-p", "no:cacheprovider", "--hypothesis-seed=0", "-ofaulthandler_timeout=0")
+    done = python(copy, "-m", "pytest", *always, f"-otimeout={TEST_S_MAX}", *options, *tests)
     return done.returncode, FAILED.findall(done.stdout), done.stdout
 
 

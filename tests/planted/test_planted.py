@@ -101,5 +101,7 @@ def test_each_bug_of_this_repository_can_be_planted():
     for bug in read_bugs(BUGS).values():
         count = f"\n{(ROOT / bug.file).read_text()}".count(f"\n{bug.old}")
         assert count == 1, f"{bug.name} of bugs.toml: its lines are {count} times in {bug.file}: write the new lines"
-        assert (ROOT / bug.test.partition("::")[0]).is_file(), f"{bug.name} of bugs.toml: {bug.test} is gone"
+        file, _, test = bug.test.partition("::")
+        there = (ROOT / file).is_file() and f"def {test.partition('[')[0]}(" in (ROOT / file).read_text()
+        assert there, f"{bug.name} of bugs.toml: {bug.test} is gone"
         assert bug.old != bug.new
