@@ -16,9 +16,18 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
 
-MEASURED = ("contract", "demo", "proxy", "unit")
-"""Folders whose tests count for the coverage. Tests of whole processes and generated ones run the same lines many times
-over: to measure them takes minutes, and adds half a percent."""
+MEASURED = (
+    "contract/",
+    "demo/",
+    "integration/test_bench_",
+    "integration/test_doctor_",
+    "integration/test_handshake_",
+    "integration/test_nixl_",
+    "proxy/",
+    "unit/",
+)
+"""Beginnings of the paths of tests that count for the coverage. Tests of whole workers and generated ones run the same
+lines many times over: to measure them takes minutes, and adds half a percent."""
 
 SLOW = {
     "architecture/test_wheel.py": ["test_the_wheel_has_every_file_of_both_packages_and_nothing_else"],
@@ -32,12 +41,14 @@ SLOW = {
     "fuzz/test_fuzz.py": ["test_a_worker_survives_mutated_messages_and_every_kind_of_lie"],
     "gpu/test_pulls.py": ["test_every_byte_arrives[cpu-to-cpu-packed]"],
     "integration/test_bench_fence.py": [],
+    "integration/test_bench_measuring.py": [],
     "integration/test_combinations.py": ["test_every_byte_that_is_asked_for_and_no_other[TP 8 to 4]"],
     "integration/test_doctor.py": ["test_two_processes_read_over_tcp"],
     "integration/test_fenced_reads.py": ["test_no_wrong_byte_is_delivered[0]"],
     "integration/test_floods.py": [
         "test_honest_peers_are_served_throughout_and_memory_is_flat[members that send rubbish]"
     ],
+    "integration/test_handshake_memory.py": ["test_strangers_make_a_server_hold_little"],
     "integration/test_kills.py": ["test_while_it_is_read_from[shared memory]"],
     "integration/test_late_write.py": ["test_with_quarantine_nothing_is_written_into_blocks_that_were_reused"],
     "integration/test_layouts.py": ["test_every_family_fills_every_other[nixl-LBNHC split]"],
@@ -63,10 +74,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what is slow, and what does not count for the coverage; fixtures count everywhere."""
     root = Path(__file__).parent
     for item in items:
-        path = item.path.relative_to(root)
-        if path.parts[0] not in MEASURED:
+        path = str(item.path.relative_to(root))
+        if not path.startswith(MEASURED):
             item.add_marker("no_cover")
-        if item.name not in SLOW.get(str(path), [item.name]):
+        if item.name not in SLOW.get(path, [item.name]):
             item.add_marker("slow")
 
 

@@ -15,8 +15,7 @@ import handshake.sockets
 from handshake.errors import CapacityExceeded, Closed
 from handshake.limits import Limits
 from handshake.sockets import DESCRIPTORS_OF_A_LINK, open_dialer
-
-from .helpers import LIMITS, SECURITY, connected, patiently, serving
+from tests.unit.handshake.helpers import LIMITS, SECURITY, connected, patiently, serving
 
 LINKS = 1024
 FILES = 6 * LINKS
