@@ -58,7 +58,7 @@ class Engine:
         form: axes of the tensors that the engine allocates itself and kvflow adopts; empty if kvflow allocates.
         order: the same axes as they lie in memory, where that is another order.
         options: further arguments of ``kvflow.allocate``.
-        note: what the table says beside the rest.
+        note: what is special about it.
     """
 
     specs: Mapping[str, object]
@@ -77,16 +77,6 @@ class Engine:
         """Build every rank of it, stage by stage."""
         stages = self.stages or (tuple(self.specs),)
         return [Rank(self, stage, rank) for stage in stages for rank in range(self.tp)]
-
-    def __str__(self):
-        kinds = {(spec.block_size, spec.kernel_block_size) for spec in self.specs.values() if not is_state(spec)}
-        sizes = [f"{size} (kernel {kernel})" if kernel else f"{size}" for size, kernel in sorted(kinds)]
-        kept = f"adopted {self.form}" + (f" in memory as {self.order}" if self.order else "")
-        ranks = f"TP {self.tp}" + (f" DCP {self.dcp} by {self.interleave}" if self.dcp > 1 else "")
-        words = [ranks, f"{self.layout} {self.kv}" if not self.form else kept]
-        words[:0] = [f"{len(self.stages)} stages of"] if self.stages else []
-        text = f"{' '.join(words[:-1])}, {words[-1]}, blocks of {', '.join(sizes)}"
-        return f"{text}, {self.note}" if self.note else text
 
 
 def is_state(spec):

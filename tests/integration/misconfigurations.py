@@ -26,8 +26,8 @@ class Row(NamedTuple):
     """One misconfiguration.
 
     Attributes:
-        wrong: what is wrong, for the table.
-        said: who names it -> the code; the message and the remedy of the first are in the table.
+        wrong: what is wrong.
+        said: who names it -> the code.
         create: creates it.
         nixl: whether it needs NIXL.
     """

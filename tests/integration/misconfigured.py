@@ -229,7 +229,7 @@ STABLE = (
     (r"(?<=Known are ).*(?=\.)", "..."),
     (r" *\n *", " "),
 )
-"""What differs from run to run -> what the table has instead."""
+"""What differs from run to run -> what ``tests/data/misconfigurations.json`` has instead."""
 
 
 def stable(text):

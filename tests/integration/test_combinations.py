@@ -8,6 +8,7 @@ import json
 import os
 from contextlib import asynccontextmanager
 from itertools import pairwise
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -17,7 +18,6 @@ import kvflow
 from kvflow.leases.tickets import RankAddress
 from kvflow.planning.plan import dense_runs
 
-from .combination_table import page
 from .combinations import COMBINATIONS
 from .elsewhere import Child
 from .engines import opened
@@ -177,5 +177,7 @@ async def test_replicas_are_read_in_turns(prefill, name):
         assert targets.wrong(salts=[0, 1]) == []
 
 
-def test_the_table_of_combinations_is_the_list_of_tests(repository):
-    assert (repository / "docs" / "reference" / "combinations.md").read_text() == page()
+def test_descriptors_of_every_combination():
+    """For one block of every group: the fewest and the most of the target's ranks."""
+    found = {name: list(each.descriptors_per_block()) for name, each in COMBINATIONS.items()}
+    assert found == json.loads((Path(__file__).parents[1] / "data" / "combinations.json").read_text())
