@@ -17,7 +17,7 @@ from kvflow.tools.cli import visits
 from kvflow.tools.cli.arguments import above_0, add_command, address, at_least, member_config, server
 from kvflow.tools.cli.findings import print_failure, print_json
 from kvflow.tools.doctor.addresses import own_address, split
-from kvflow.tools.doctor.findings import Finding, exit_status, found, summarized
+from kvflow.tools.doctor.findings import Finding, exit_status, ok, summarized
 from kvflow.tools.trace.title import printable
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def add_parser(commands: "Subparsers") -> None:
         description="Examine this host: software, limits, addresses, NIXL and UCX, and reads between two of its "
         "processes. With ENDPOINT, examine the path to a worker; if kvflow doctor --listen runs there, read "
         "from it, compare each byte, and measure. With --live, send requests through the router of two servers of "
-        "vLLM, and say what each hop did. Each finding has a code, its evidence, and a remedy.",
+        "vLLM, and say what each hop did. What is wrong has a code, its evidence, and a remedy.",
         examples="kvflow doctor\nkvflow doctor --bind 0.0.0.0:7000 --advertise prefill-0\n"
         "kvflow doctor --listen 10.0.0.5:7400\nkvflow doctor 10.0.0.5:7400\n"
         "kvflow doctor --live http://127.0.0.1:8100 http://127.0.0.1:8200 http://127.0.0.1:8000",
@@ -195,7 +195,7 @@ def check_settings() -> Iterator[Finding]:
         status, code = ("failed", each.code) if each.severity == "error" else ("warning", "setting_doubtful")
         yield Finding(code=code, status=status, subject="settings", evidence=each.message, remedy=each.remedy)  # type: ignore[arg-type]
     if not wrong:
-        yield found("settings", "settings", "all variables of kvflow are valid; kvflow config shows the values")
+        yield ok("settings", "all variables of kvflow are valid; kvflow config shows the values")
 
 
 async def _show(findings: AsyncIterator[Finding], *, as_json: bool, strict: bool) -> int:

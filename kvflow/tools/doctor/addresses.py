@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvflow.config import WILDCARD_HOSTS, is_loopback
 from kvflow.integrations.vllm.settings import is_here
-from kvflow.tools.doctor.findings import Finding, found
+from kvflow.tools.doctor.findings import Finding, found, note, ok
 
 CONNECT_S = 3.0
 """A host in reach accepts or refuses within milliseconds. One that answers nothing has had two tries by then."""
@@ -59,7 +59,7 @@ def check_bind(address: str) -> Finding:
         if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
             return found("port_taken", subject, f"port {port} is in use{_by_whom(port)}")
         return found("bind_impossible", subject, str(error))
-    return found("address", subject, "this host can listen there")
+    return ok(subject, "this host can listen there")
 
 
 def check_advertised(address: str) -> Finding:
@@ -77,7 +77,7 @@ def check_advertised(address: str) -> Finding:
         return found("advertise_loopback", subject, f"it leads to {', '.join(resolved)}, which only this host reaches")
     if not any(is_here(ip_address(each)) for each in resolved):
         return found("advertise_foreign", subject, f"it leads to {', '.join(resolved)}, and no interface here has that")
-    return found("address", subject, f"it leads to {', '.join(resolved)}, an address of this host")
+    return ok(subject, f"it leads to {', '.join(resolved)}, an address of this host")
 
 
 def dial(endpoint: str) -> tuple[str, list[Finding]]:
@@ -100,7 +100,7 @@ def dial(endpoint: str) -> tuple[str, list[Finding]]:
             continue
         with connection:
             own, greeted = connection.getsockname()[0], _greeting(connection)
-        reached = found("reachable", "address", f"{address} port {port} accepts connections, from {own}")
+        reached = ok("address", f"{address} port {port} accepts connections, from {own}")
         return address, [reached, *_judge(greeted)]
     return "", failures
 
@@ -142,11 +142,10 @@ def _own_name() -> Finding:
         resolved = _resolved(name)
     except OSError as error:
         return found("host_unresolved", f"host name {name}", str(error))
-    status = None
     evidence = f"it leads to {', '.join(resolved)}"
     if all(is_loopback(each) for each in resolved):
-        status, evidence = "note", f"{evidence}, which only this host reaches: advertise an address instead"
-    return found("address", f"host name {name}", evidence, status=status)  # type: ignore[arg-type]
+        return note(f"host name {name}", f"{evidence}, which only this host reaches: advertise an address instead")
+    return ok(f"host name {name}", evidence)
 
 
 def _not_reached(where: str, error: OSError) -> Finding:

@@ -17,7 +17,7 @@ from kvflow.errors import ConfigInvalid, KvflowError
 from kvflow.rendezvous.visitor import open_visit
 from kvflow.tools.doctor import addresses, children, machine, probe, software
 from kvflow.tools.doctor.between import figures_of, latency, rate, unread, why_tcp, without_ucx
-from kvflow.tools.doctor.findings import Finding, found
+from kvflow.tools.doctor.findings import Finding, found, note, ok
 from kvflow.worker.snapshot import decode_inspection
 
 RESTRICTING = ("UCX_TLS", "UCX_NET_DEVICES")
@@ -45,7 +45,7 @@ async def examine(*, bind: str | None, advertise: str | None, device: str = "cpu
         yield finding
     starts = False
     async for finding in check_nixl(device):
-        starts = starts or finding.code == "nixl_agent"
+        starts = starts or (finding.subject, finding.status) == ("NIXL", "ok")
         yield finding
     transports: tuple[TransportName, ...] = ("nixl", "tcp") if starts else ("tcp",)
     for transport in transports:
@@ -70,18 +70,18 @@ def check_secret() -> Iterator[Finding]:
                 "secret_suspicious", name, f"{len(secret)} characters, with a blank or a quotation mark at an end"
             )
         else:
-            yield found("secret", name, f"set, {len(secret)} characters")
+            yield ok(name, f"set, {len(secret)} characters")
 
 
 async def _gpus(*, expected: bool) -> AsyncIterator[Finding]:
     if not expected:
-        yield found("gpu_absent", "GPU", "no /dev/nvidia*, and no /dev/kfd")
+        yield note("GPU", "no /dev/nvidia*, and no /dev/kfd")
         return
     answer = await children.run(children.ListDevices())
     match answer:
         case children.Devices(names=names, built_for=built_for) if names:
             listed = ", ".join(f"{index}: {name}" for index, name in enumerate(names))
-            yield found("gpu", "GPU", f"{listed}; torch was built for {built_for}")
+            yield ok("GPU", f"{listed}; torch was built for {built_for}")
         case children.Devices(built_for=built_for, refusal=refusal):
             for_what = built_for or "processors alone"
             yield found(
@@ -96,12 +96,12 @@ async def check_nixl(device: str = "cpu") -> AsyncIterator[Finding]:
     answer = await children.run(children.StartAgent(device))
     variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(probe.PREFIXES)}
     if variables:
-        yield found("ucx_environment", "UCX", ", ".join(f"{name}={value}" for name, value in variables.items()))
+        yield note("UCX", ", ".join(f"{name}={value}" for name, value in variables.items()))
     match answer:
         case children.AgentFigures(variant=variant, cuda=cuda, transports=transports):
             yield _matches(variant, cuda)
             shown = ", ".join(transports) or "unknown: this NIXL writes metadata of another form"
-            yield found("ucx_transports", "UCX", f"{shown} (kvflow leaves out tcp)")
+            yield ok("UCX", f"{shown} (kvflow leaves out tcp)")
             async for finding in _restricted(device, transports):
                 yield finding
         case children.Refused(message=message, remedy=remedy):
@@ -115,7 +115,7 @@ def _matches(variant: str, cuda: str) -> Finding:
     major = cuda.partition(".")[0]
     if major and variant.startswith("nixl_cu") and variant != f"nixl_cu{major}":
         return found("nixl_variant_mismatch", "NIXL", f"{variant} was loaded, and torch was built for CUDA {cuda}")
-    return found("nixl_agent", "NIXL", f"an agent of {variant} starts with its UCX plugin")
+    return ok("NIXL", f"an agent of {variant} starts with its UCX plugin")
 
 
 async def _restricted(device: str, transports: tuple[str, ...]) -> AsyncIterator[Finding]:
@@ -158,7 +158,7 @@ async def check_reads(transport: TransportName, device: str = "cpu") -> Finding:
     if any(reads.wrong_bytes for reads in figures.reads):
         wrong = sum(reads.wrong_bytes for reads in figures.reads)
         return found("bytes_differ", subject, f"{wrong:,} bytes over {figures.transport}")
-    return found("self_read", subject, f"{rate(figures)}; {latency(figures)}")
+    return ok(subject, f"{rate(figures)}; {latency(figures)}")
 
 
 async def _explained(subject: str, figures: probe.ReadFigures, endpoint: str, secret: str) -> Finding:

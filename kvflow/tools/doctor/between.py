@@ -14,7 +14,7 @@ from kvflow.rendezvous.visitor import Visit, open_visit
 from kvflow.reprs import quoted
 from kvflow.tools.doctor import children, probe
 from kvflow.tools.doctor.addresses import accepts, dial, split
-from kvflow.tools.doctor.findings import Finding, failure, found
+from kvflow.tools.doctor.findings import Finding, failure, found, note, ok
 from kvflow.version import __version__
 from kvflow.worker.snapshot import decode_inspection
 
@@ -76,7 +76,7 @@ async def examine(target: Target) -> AsyncIterator[Finding]:
     if offer is None:
         planes = ", ".join(quoted(plane) for plane in sorted(told.planes))
         evidence = f"an ordinary worker, with the data planes {planes}: start kvflow doctor --listen there to measure"
-        yield found("no_probe", "reads", evidence)
+        yield note("reads", evidence)
         return
     yield _location(offer)
     advertised = await asyncio.to_thread(_advertised, target.endpoint, offer)
@@ -95,17 +95,17 @@ async def _authenticated(visit: Visit) -> Finding:
         f"{who} has our secret; it runs {versions}, we run kvflow {__version__}; round trip {min(rtts) * 1e3:.3f} ms "
         f"at best of {PINGS}"
     )
-    return found("authenticated", "worker", evidence)
+    return ok("worker", evidence)
 
 
 def _clock(visit: Visit) -> Finding:
     ahead_s = visit.clock_ahead_s
     if ahead_s is None:
-        return found("clock_offset", "clock", "the worker does not tell its time", status="note")
+        return note("clock", "the worker does not tell its time")
     way = "ahead of" if ahead_s >= 0 else "behind"
     evidence = f"its clock is {abs(ahead_s):,.3f} s {way} ours"
     if abs(ahead_s) < SKEW_S:
-        return found("clock_offset", "clock", evidence)
+        return ok("clock", evidence)
     effect = (
         f"{evidence}: kvflow corrects for it between connected workers, but a ticket of that worker seems to be issued "
         f"and to expire {abs(ahead_s):,.0f} s {'later' if ahead_s >= 0 else 'earlier'} here, in kvflow ticket, in "
@@ -120,18 +120,18 @@ def _data_port(told: Advertisement) -> Finding | None:
     reason = accepts(told.data_endpoint)
     if reason:
         return found("data_port_unreachable", "TCP plane", f"{told.data_endpoint}: {reason}")
-    return found("reachable", "TCP plane", f"{told.data_endpoint} accepts connections")
+    return ok("TCP plane", f"{told.data_endpoint} accepts connections")
 
 
 def _location(offer: probe.ProbeOffer) -> Finding:
     ours, theirs = probe.own_facts(), offer.facts
     if not _one_host(ours, theirs):
-        return found("location", "location", f"another host, {theirs.host!r}; this one is {ours.host!r}")
+        return note("location", f"another host, {theirs.host!r}; this one is {ours.host!r}")
     if ours.pid_namespace == theirs.pid_namespace:
         evidence = f"this host, {ours.host!r}, and the same PID namespace"
-        return found("location", "location", evidence)
+        return note("location", evidence)
     evidence = f"this host, in another PID namespace: {theirs.pid_namespace} there, {ours.pid_namespace} here"
-    return found("location", "location", evidence)
+    return note("location", evidence)
 
 
 def _one_host(ours: probe.HostFacts, theirs: probe.HostFacts) -> bool:
@@ -184,7 +184,7 @@ def unread(answer: children.Answer | children.Ended, subject: str) -> Finding:
         case children.Ended(how=how, errors=errors):
             return found("reader_ended", subject, f"the process that read {how}{_quoted(errors)}")
         case _:
-            return found("no_probe", subject, "it has stopped to offer probe blocks", status="failed")
+            return found("no_probe", subject, "it has stopped to offer probe blocks")
 
 
 def _quoted(errors: str) -> str:
@@ -212,12 +212,12 @@ def judged(figures: probe.ReadFigures, offer: probe.ProbeOffer, detail: str = ""
             evidence = f"{reads.wrong_bytes:,} bytes of {len(reads.seconds)} reads of {size(reads.nbytes)}"
             yield found("bytes_differ", "reads", evidence)
     if figures.reads:
-        yield found("read_latency", "small reads", latency(figures))
+        yield ok("small reads", latency(figures))
     if figures.failure is not None:
         fault = figures.failure
         yield Finding(code=fault.code, status="failed", subject="reads", evidence=fault.message, remedy=fault.remedy)
     elif figures.reads:
-        yield found("read_rate", "large reads", rate(figures))
+        yield ok("large reads", rate(figures))
 
 
 def latency(figures: probe.ReadFigures) -> str:
@@ -257,7 +257,7 @@ class Reason(NamedTuple):
 def _carrier(figures: probe.ReadFigures, offer: probe.ProbeOffer, detail: str) -> Finding:
     if figures.plane != "tcp":
         evidence = f"NIXL carries the bytes, over {figures.transport} (known by {figures.known_by})"
-        return found("data_plane", "data plane", evidence)
+        return ok("data plane", evidence)
     one_host = _one_host(figures.facts, offer.facts)
     reasons = list(why_tcp(figures, offer))
     if detail and not reasons:
@@ -269,7 +269,7 @@ def _carrier(figures: probe.ReadFigures, offer: probe.ProbeOffer, detail: str) -
     has_cards = figures.facts.network_cards and offer.facts.network_cards
     if one_host or has_cards:
         return found("data_plane_slow", "data plane", evidence, remedy=remedies)
-    return found("data_plane", "data plane", evidence, status="note")
+    return note("data plane", evidence)
 
 
 def why_tcp(figures: probe.ReadFigures, offer: probe.ProbeOffer) -> Iterator[Reason]:

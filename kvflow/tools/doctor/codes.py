@@ -1,7 +1,6 @@
 """Every code of the doctor, with its meaning and its remedy. The reference page is written from this list.
 
-A code of what is wrong says what is wrong. A code of what is right, or only stated, names what was examined. Errors of
-kvflow keep the codes of ``kvflow.errors``.
+What is right, or only stated, has no code. Errors of kvflow keep the codes of ``kvflow.errors``.
 """
 
 from typing import Literal
@@ -20,18 +19,17 @@ class Code(Struct, frozen=True):
         name: the code. It does not change between releases.
         status: of a finding with this code, unless the case decides it.
         meaning: what it says.
-        remedy: what to do; empty for what is as it must be.
+        remedy: what to do.
     """
 
     name: str
     status: Status
     meaning: str
-    remedy: str = ""
+    remedy: str
 
 
 _CODES = (
     # Software.
-    Code("software", "ok", "the release of Python or of a package"),
     Code(
         "package_missing",
         "failed",
@@ -52,7 +50,6 @@ _CODES = (
         "Install pyzmq from its wheel: pip install --force-reinstall --only-binary :all: pyzmq.",
     ),
     # NIXL and UCX.
-    Code("nixl", "ok", "which variant of NIXL is installed"),
     Code(
         "nixl_missing",
         "warning",
@@ -65,22 +62,18 @@ _CODES = (
         "NIXL was built for another CUDA than torch",
         "Install the variant of NIXL with the major version of torch.version.cuda.",
     ),
-    Code("nixl_agent", "ok", "a NIXL agent starts with its UCX plugin"),
     Code(
         "nixl_agent_failed",
         "failed",
         "a NIXL agent does not start: its process was refused, crashed, or did not end",
         "Read the output in the evidence. UCX_LOG_LEVEL=info shows what UCX finds; transport=tcp runs without NIXL.",
     ),
-    Code("ucx_environment", "note", "variables of UCX and NIXL that are set"),
-    Code("ucx_transports", "ok", "the transports and devices that UCX offers on this host"),
     Code(
         "ucx_restricted",
         "warning",
         "a variable of UCX leaves out transports or devices that kvflow uses",
         "Unset the variable, or name all transports that the engines need. See docs/howto/gpus.md#environment.",
     ),
-    Code("self_read", "ok", "two processes of this host read from each other"),
     Code(
         "self_read_failed",
         "failed",
@@ -107,39 +100,31 @@ _CODES = (
     ),
     Code("bytes_differ", "failed", "a probe read other bytes than were offered", "Report it: this is a defect."),
     # Limits of the process and the host.
-    Code("memlock", "ok", "how much memory this process may lock"),
     Code(
         "memlock_low",
         "warning",
         "RDMA cannot register a cache, because little memory may be locked",
         "Set memlock to unlimited for the service (LimitMEMLOCK=infinity) or the container (--ulimit memlock=-1).",
     ),
-    Code("open_files", "ok", "how many files this process may open"),
     Code(
         "open_files_low",
         "warning",
         "few files may be open: each peer takes some",
         "Raise the limit: ulimit -n 65536, LimitNOFILE=65536, or --ulimit nofile=65536.",
     ),
-    Code("shared_memory", "ok", "the size of /dev/shm"),
     Code(
         "shared_memory_small",
         "warning",
         "/dev/shm is small: engines and UCX put queues there",  # noqa: S108 - a place, and no file
         "Give the container more: --shm-size 1g, --ipc=host, or a memory volume at /dev/shm.",
     ),
-    Code("huge_pages", "note", "whether a cache in host memory gets huge pages"),
-    Code("clock", "ok", "whether the clock of this host is synchronized"),
     Code(
         "clock_unsynchronized",
         "warning",
         "nothing synchronizes the clock of this host; tickets expire by wall clocks",
         "Run chrony or systemd-timesyncd on each host.",
     ),
-    Code("container", "note", "whether this runs in a container"),
-    Code("pid_namespace", "note", "which PID namespace this process has"),
     # Addresses.
-    Code("address", "ok", "an address to listen on, or to be reached at"),
     Code("port_taken", "failed", "another process listens on the port", "End that process, or choose another port."),
     Code(
         "bind_impossible",
@@ -172,23 +157,18 @@ _CODES = (
         "Add it to DNS or /etc/hosts, or advertise an address instead of a name.",
     ),
     # GPUs and network cards.
-    Code("gpu", "ok", "which GPUs torch can use"),
-    Code("gpu_absent", "note", "this host shows no GPU"),
     Code(
         "gpu_unusable",
         "failed",
         "there is a GPU or its driver, and torch cannot use it",
         "Install a build of torch for this GPU, and check CUDA_VISIBLE_DEVICES and nvidia-smi.",
     ),
-    Code("network_cards", "ok", "which RDMA devices are there"),
-    Code("network_cards_absent", "note", "there is no RDMA device: reads between hosts go over TCP"),
     Code(
         "network_cards_hidden",
         "warning",
         "the host has RDMA devices, and this process cannot open them",
         "Start the container with --device /dev/infiniband, --ulimit memlock=-1 and --cap-add IPC_LOCK.",
     ),
-    Code("peer_memory", "ok", "network cards can reach the memory of GPUs"),
     Code(
         "peer_memory_missing",
         "warning",
@@ -202,7 +182,6 @@ _CODES = (
         "Remove expandable_segments:True from PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF.",
     ),
     # Settings.
-    Code("secret", "ok", "the cluster secret is there"),
     Code(
         "secret_missing",
         "failed",
@@ -221,9 +200,7 @@ _CODES = (
         "the secret begins or ends with a blank or a quotation mark, as a file or a shell adds it",
         "Compare the cluster that kvflow config prints on each host; remove the character if it was not meant.",
     ),
-    Code("settings", "ok", "all settings of the environment are valid"),
     Code("setting_doubtful", "warning", "a setting is valid, and probably not meant", "Correct the setting."),
-    Code("vllm", "ok", "vLLM is installed, and finds kvflow's connector"),
     Code(
         "vllm_plugin_missing",
         "failed",
@@ -231,7 +208,6 @@ _CODES = (
         "Install kvflow with pip in the environment of vLLM; a folder in PYTHONPATH alone registers nothing.",
     ),
     # Between two hosts.
-    Code("reachable", "ok", "the worker accepts connections"),
     Code(
         "name_unresolved",
         "failed",
@@ -268,7 +244,6 @@ _CODES = (
         "what listens at the port speaks ZeroMQ without CURVE, as no worker of kvflow does",
         "Use the control endpoint of a worker (bind).",
     ),
-    Code("authenticated", "ok", "both sides have the same secret, and understand each other's release"),
     Code(
         "advertise_differs",
         "warning",
@@ -281,26 +256,25 @@ _CODES = (
         "the TCP plane of the worker cannot be reached",
         "Open its port too. Set tcp_bind to a fixed port and tcp_advertise to an address that readers reach.",
     ),
-    Code("clock_offset", "ok", "how far the clock of the worker is from ours"),
     Code(
         "clock_skewed",
         "warning",
         "the clocks of both hosts differ: the age and the end of a ticket look wrong on the other host",
         "Synchronize both clocks with chrony or systemd-timesyncd.",
     ),
-    Code("location", "note", "whether both workers run on one host and in one PID namespace"),
-    Code("data_plane", "ok", "which data plane and which transport carry the bytes"),
     Code(
         "data_plane_slow",
         "warning",
         "a faster data plane is there, and is not used",
         "See the evidence for what prevents it.",
     ),
-    Code("read_latency", "ok", "how long small reads take"),
-    Code("read_rate", "ok", "how fast large reads are"),
-    Code("no_probe", "note", "the worker is no kvflow doctor --listen: no bytes were read from it"),
+    Code(
+        "no_probe",
+        "failed",
+        "the worker has stopped to offer probe blocks",
+        "Start kvflow doctor --listen on that host.",
+    ),
     # Running engines and their router.
-    Code("server_answers", "ok", "a server or the router answers"),
     Code(
         "server_unreachable",
         "failed",
@@ -313,7 +287,6 @@ _CODES = (
         "a server answers that it is not healthy",
         "Wait until it has loaded its model, or read its log.",
     ),
-    Code("served_model", "ok", "the model that both servers serve"),
     Code(
         "models_unknown",
         "failed",
@@ -332,14 +305,12 @@ _CODES = (
         "a server has no metrics of vLLM, so that nothing can be concluded",
         "Name the servers of vLLM themselves, not a router, and start them without --disable-log-stats.",
     ),
-    Code("connector_loaded", "ok", "kvflow's connector runs in the server"),
     Code(
         "connector_missing",
         "failed",
         "the server has no metrics of kvflow's connector",
         "Start it with --kv-transfer-config, and KVFlowConnector as its kv_connector: see docs/howto/vllm.md.",
     ),
-    Code("ticket_answered", "ok", "the prefill server answers with a ticket when it is asked for one"),
     Code(
         "ticket_unanswered",
         "failed",
@@ -358,7 +329,6 @@ _CODES = (
         "the answer through the router ended before it was complete",
         "Read the logs of the router and of the decode server: one of them closed the connection.",
     ),
-    Code("router_asks", "ok", "the router asks the prefill server for a ticket"),
     Code(
         "router_does_not_ask",
         "failed",
@@ -378,7 +348,6 @@ _CODES = (
         "the router answers, and the decode server had no request: another server answered",
         "Name this decode server in the settings of the router, or give the doctor the servers of this router.",
     ),
-    Code("router_carries", "ok", "the router carries the ticket to the decode server, which uses it"),
     Code(
         "router_drops_ticket",
         "failed",
@@ -397,8 +366,6 @@ _CODES = (
         "the decode server had a request with a ticket, and moved nothing",
         "Start the decode server with kv_role kv_consumer or kv_both, and read its log.",
     ),
-    Code("cache_moved", "ok", "the decode server read the cache of the prompt"),
-    Code("lease_released", "ok", "the prefill server's lease ended, because the decode server released it"),
     Code(
         "lease_lost",
         "warning",
@@ -411,7 +378,6 @@ _CODES = (
         "the lease was not released: its blocks stay in use until it runs out",
         "Check that the decode server reaches the prefill server's endpoint: kvflow doctor ENDPOINT.",
     ),
-    Code("prompt_loaded", "ok", "the decode server took the prompt from the cache that it had read"),
     Code(
         "prompt_recomputed",
         "warning",

@@ -15,7 +15,8 @@ class Finding(Struct, frozen=True, kw_only=True):
     """One thing that was examined.
 
     Attributes:
-        code: stable name of what was found: one of ``CODES``, or of ``kvflow.errors.FailureCode``.
+        code: stable name of what someone may have to act on: one of ``CODES``, or of ``kvflow.errors.FailureCode``;
+            empty for what is as it must be, and for a plain fact.
         status: ``ok``: as it must be. ``note``: a fact that may matter. ``warning``: kvflow runs, and is slower or less
             safe than it could be. ``failed``: kvflow does not run, or does not move bytes.
         subject: what was examined: a package, a limit, an address, a worker.
@@ -23,7 +24,7 @@ class Finding(Struct, frozen=True, kw_only=True):
         remedy: what to do; empty for what is as it must be.
     """
 
-    code: str
+    code: str = ""
     status: Status
     subject: str
     evidence: str
@@ -58,6 +59,16 @@ def found(code: str, subject: str, evidence: str, *, remedy: str = "", status: S
     return Finding(
         code=code, status=status or known.status, subject=subject, evidence=evidence, remedy=remedy or known.remedy
     )
+
+
+def ok(subject: str, evidence: str) -> Finding:
+    """Return what is as it must be."""
+    return Finding(status="ok", subject=subject, evidence=evidence)
+
+
+def note(subject: str, evidence: str, *, remedy: str = "") -> Finding:
+    """Return a fact that may matter."""
+    return Finding(status="note", subject=subject, evidence=evidence, remedy=remedy)
 
 
 def failure(error: KvflowError, subject: str) -> Finding:

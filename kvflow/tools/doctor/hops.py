@@ -8,7 +8,7 @@ from kvflow.errors import FailureCode
 from kvflow.observability.logs import default_remedies
 from kvflow.reprs import counted
 from kvflow.tools.doctor.counters import SERVED, Counted
-from kvflow.tools.doctor.findings import Finding, found
+from kvflow.tools.doctor.findings import Finding, found, ok
 from kvflow.tools.trace.title import printable, shown_bytes, shown_rate
 
 
@@ -136,8 +136,8 @@ def direct_findings(probe: Probe) -> Iterator[Finding]:
         return
     for side in (prefill, decode):
         if side.after.kvflow:
-            yield found("connector_loaded", subject_of(side.name, side.url), "/metrics has vllm:kvflow_ metrics")
-    yield found("ticket_answered", subject_of("prefill", prefill.url), f"a ticket for request {probe.sent.request_id}")
+            yield ok(subject_of(side.name, side.url), "/metrics has vllm:kvflow_ metrics")
+    yield ok(subject_of("prefill", prefill.url), f"a ticket for request {probe.sent.request_id}")
     if not decode.after.kvflow:
         yield found("connector_missing", subject_of("decode", decode.url), "/metrics has no vllm:kvflow_ metrics")
         return
@@ -160,7 +160,7 @@ def router_findings(probe: Probe, direct: Probe, url: str) -> Iterator[Finding]:
         requests = ", ".join(side.told("requests") for side in (probe.prefill, probe.decode))
         yield found("answer_broken" if broken else "request_failed", subject, f"{answer}; {requests}")
     elif probe.quiet or probe.unmixed:
-        yield found("server_answers", subject, f"a complete answer to request {probe.sent.request_id}")
+        yield ok(subject, f"a complete answer to request {probe.sent.request_id}")
     if not probe.quiet:
         yield _interfered(probe)
     if probe.quiet or probe.unmixed:
@@ -175,8 +175,8 @@ def _hops(probe: Probe, direct: Probe, subject: str) -> Iterator[Finding]:
     requests = f"{prefill.told('requests')}; {decode.told('requests')}"
     if decode.grown.of("transfers") and prefill.grown.of("requests"):
         if not prefill.untagged:  # a prefill server with "offer": "always" needs no router that asks
-            yield found("router_asks", subject, absent)
-        yield found("router_carries", subject, f"{decode.told('transfers')}; {requests}")
+            yield ok(subject, absent)
+        yield ok(subject, f"{decode.told('transfers')}; {requests}")
     elif decode.grown.of("transfers"):
         yield found("router_skips_prefill", subject, f"the cache came from another server; {requests}")
     elif decode.grown.of("failed", FailureCode.TICKET_INVALID) and direct.decode.grown.of("transfers"):
@@ -220,10 +220,11 @@ def transfer_findings(probe: Probe, path: str) -> Iterator[Finding]:
             f"{counted(int(moved.of('descriptors')), 'descriptor')}, "
             f"{seconds * 1e3:.3g} ms{rate}; {decode.told('nbytes')}"
         )
-        yield found("cache_moved", path, evidence)
+        yield ok(path, evidence)
     if transfers and ("loaded_tokens", "") in decode.after.numbers:
         loaded = moved.of("loaded_tokens")
-        yield found("prompt_loaded" if loaded else "prompt_recomputed", path, decode.told("loaded_tokens"))
+        told = decode.told("loaded_tokens")
+        yield ok(path, told) if loaded else found("prompt_recomputed", path, told)
     elif moved.all("failed") and probe.sent.answer.sound:
         yield found("prompt_recomputed", path, "the transfer failed, and the answer is complete")
     yield from _lease_findings(probe, path)
@@ -232,8 +233,8 @@ def transfer_findings(probe: Probe, path: str) -> Iterator[Finding]:
 def _lease_findings(probe: Probe, path: str) -> Iterator[Finding]:
     ended = probe.prefill.grown.keys("leases")
     for outcome in ended:
-        code = "lease_released" if outcome == "released" else "lease_lost"
-        yield found(code, path, probe.prefill.told("leases", outcome))
+        told = probe.prefill.told("leases", outcome)
+        yield ok(path, told) if outcome == "released" else found("lease_lost", path, told)
     asked = probe.prefill.grown.of("requests") and not probe.prefill.untagged
     offered = probe.sent.ticket or (probe.sent.offered is None and asked)
     if not ended and offered:

@@ -16,7 +16,7 @@ from msgspec import Raw, Struct
 
 from kvflow.clock import monotonic
 from kvflow.tools.doctor.counters import Counted, read_counters
-from kvflow.tools.doctor.findings import Finding, found
+from kvflow.tools.doctor.findings import Finding, found, note, ok
 from kvflow.tools.doctor.hops import Answer, Probe, Sent, Side, direct_findings, router_findings, subject_of
 from kvflow.tools.proxy.completions import OFFER, PARAMS, read_params
 from kvflow.tools.trace.title import printable
@@ -146,11 +146,11 @@ class _Examination:
             elif answer.status >= 500:
                 yield found("server_unhealthy", subject, f"/health answers {answer}")
             else:
-                yield found("server_answers", subject, f"/health answers HTTP {answer.status}")
+                yield ok(subject, f"/health answers HTTP {answer.status}")
             lost = lost or not answer.status
         if lost:
             missing = "what does not answer cannot be examined; no request was sent"
-            raise _Unusable(found("request_failed", "requests", missing, status="note"))
+            raise _Unusable(note("requests", missing))
 
     async def _find_model(self) -> Finding:
         listed = [await self._models(name, getattr(self._targets, name)) for name in ("prefill", "decode")]
@@ -163,7 +163,7 @@ class _Examination:
         self._model = model.id
         if type(model.max_model_len) is int and model.max_model_len > 0:
             self._num_words = max(1, min(self._num_words, model.max_model_len // TOKENS_OF_WORD))
-        return found("served_model", "model", f"both servers serve {printable(model.id, 120)}")
+        return ok("model", f"both servers serve {printable(model.id, 120)}")
 
     async def _models(self, name: str, url: str) -> list[_Model]:
         answer = await self._get(f"{url}/v1/models")

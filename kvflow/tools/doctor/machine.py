@@ -7,7 +7,7 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvflow.tools.doctor.findings import Finding, found
+from kvflow.tools.doctor.findings import Finding, found, note, ok
 
 ROOT = Path("/")
 
@@ -79,9 +79,9 @@ def ptrace_scope(root: Path = ROOT) -> str:
 def _memlock(*, needs_pinning: bool) -> Finding:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
-        return found("memlock", "memlock", "unlimited")
+        return ok("memlock", "unlimited")
     if soft >= MEMLOCK_MIN:
-        return found("memlock", "memlock", f"{_size(soft)} may be locked")
+        return ok("memlock", f"{_size(soft)} may be locked")
     if needs_pinning:
         return found("memlock_low", "memlock", f"only {_size(soft)} may be locked")
     evidence = f"only {_size(soft)} may be locked; that matters with RDMA, and this host has no RDMA device and no GPU"
@@ -90,8 +90,8 @@ def _memlock(*, needs_pinning: bool) -> Finding:
 
 def _open_files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    code = "open_files" if soft >= OPEN_FILES_MIN else "open_files_low"
-    return found(code, "open files", f"{soft:,} may be open, and up to {hard:,} if the process asks")
+    evidence = f"{soft:,} may be open, and up to {hard:,} if the process asks"
+    return ok("open files", evidence) if soft >= OPEN_FILES_MIN else found("open_files_low", "open files", evidence)
 
 
 def _shared_memory(path: Path) -> Finding:
@@ -100,16 +100,18 @@ def _shared_memory(path: Path) -> Finding:
     except OSError as error:
         return found("shared_memory_small", "shared memory", f"{path}: {error.strerror}")
     size, free = told.f_frsize * told.f_blocks, told.f_frsize * told.f_bavail
-    code = "shared_memory" if size >= SHARED_MEMORY_MIN else "shared_memory_small"
-    return found(code, "shared memory", f"{path} has {_size(size)}, {_size(free)} of it free")
+    evidence = f"{path} has {_size(size)}, {_size(free)} of it free"
+    if size >= SHARED_MEMORY_MIN:
+        return ok("shared memory", evidence)
+    return found("shared_memory_small", "shared memory", evidence)
 
 
 def _huge_pages(root: Path) -> Finding:
     setting = re.search(r"\[(\w+)\]", _text(root / "sys/kernel/mm/transparent_hugepage/enabled"))
     if setting is None:
-        return found("huge_pages", "huge pages", "the kernel has no transparent huge pages")
+        return note("huge pages", "the kernel has no transparent huge pages")
     gets = "gets no huge pages, and reads over shared memory are slower" if setting[1] == "never" else "gets huge pages"
-    return found("huge_pages", "huge pages", f"transparent_hugepage is {setting[1]}: a cache in host memory {gets}")
+    return note("huge pages", f"transparent_hugepage is {setting[1]}: a cache in host memory {gets}")
 
 
 class _Timex(ctypes.Structure):
@@ -131,39 +133,39 @@ def _clock() -> Finding:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.adjtimex(ctypes.byref(told)) < 0:
         reason = os.strerror(ctypes.get_errno())
-        return found("clock", "clock", f"the kernel does not say whether it is synchronized: {reason}", status="note")
+        return note("clock", f"the kernel does not say whether it is synchronized: {reason}")
     if told.status & UNSYNCHRONIZED:
         return found("clock_unsynchronized", "clock", "the kernel says that nothing synchronizes it (STA_UNSYNC)")
-    return found("clock", "clock", f"synchronized, with an error of at most {told.maxerror / 1e3:,.0f} ms")
+    return ok("clock", f"synchronized, with an error of at most {told.maxerror / 1e3:,.0f} ms")
 
 
 def _container(root: Path) -> Finding:
     signs = [f"/{name}" for name in (".dockerenv", "run/.containerenv") if (root / name).exists()]
     signs += [name for name in ("KUBERNETES_SERVICE_HOST", "container") if os.environ.get(name)]
     if signs:
-        return found("container", "container", f"yes, as {' and '.join(signs)} shows")
-    return found("container", "container", "no sign of one", status="ok")
+        return note("container", f"yes, as {' and '.join(signs)} shows")
+    return ok("container", "no sign of one")
 
 
 def _pid_namespace(root: Path) -> Finding:
     own = pid_namespace(root)
     if not own:
-        return found("pid_namespace", "PID namespace", "the kernel does not say")
+        return note("PID namespace", "the kernel does not say")
     if own == HOST_PID_NAMESPACE:
-        return found("pid_namespace", "PID namespace", f"that of the host, {own}", status="ok")
+        return ok("PID namespace", f"that of the host, {own}")
     evidence = f"{own}, not that of the host: shared memory reaches only processes of this namespace"
-    return found("pid_namespace", "PID namespace", evidence, remedy=_REMEDY_OF_NAMESPACE)
+    return note("PID namespace", evidence, remedy=_REMEDY_OF_NAMESPACE)
 
 
 def _network_cards(root: Path) -> Finding:
     cards = network_cards(root)
     if not cards:
-        return found("network_cards_absent", "RDMA", "/sys/class/infiniband has no device")
+        return note("RDMA", "/sys/class/infiniband has no device")
     shown = ", ".join(f"{card} ({_state(root, card)})" for card in cards)
     verbs = sorted((root / "dev/infiniband").glob("uverbs*"))
     if not any(os.access(each, os.R_OK | os.W_OK) for each in verbs):
         return found("network_cards_hidden", "RDMA", f"{shown}, and no /dev/infiniband/uverbs that may be opened")
-    return found("network_cards", "RDMA", shown)
+    return ok("RDMA", shown)
 
 
 def _state(root: Path, card: str) -> str:
@@ -178,7 +180,7 @@ def _peer_memory(root: Path) -> Finding:
     is_open = "Open Kernel Module" in _text(root / "proc/driver/nvidia/version")
     if set(loaded) - {"gdrdrv"} or is_open:
         signs = [*loaded, *(["dmabuf of NVIDIA's open modules"] if is_open else [])]
-        return found("peer_memory", "peer memory", f"by {', '.join(signs)}")
+        return ok("peer memory", f"by {', '.join(signs)}")
     return found("peer_memory_missing", "peer memory", "no nvidia_peermem in /proc/modules, and no open NVIDIA modules")
 
 

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from kvflow.errors import ConfigInvalid
 from kvflow.integrations.vllm.plugin import NAME
 from kvflow.integrations.vllm.versions import check_release, installed_release
-from kvflow.tools.doctor.findings import Finding, failure, found
+from kvflow.tools.doctor.findings import Finding, failure, found, ok
 from kvflow.version import __version__
 
 TESTED_PYTHON = (3, 11)
@@ -45,9 +45,10 @@ def examine(*, on_gpu: bool) -> Iterator[Finding]:
         on_gpu: whether caches of this host may lie on a GPU.
     """
     release = platform.python_version()
-    code = "software" if sys.version_info[:2] == TESTED_PYTHON else "release_untested"
-    yield found(code, "Python", f"{release}, {sys.executable}")
-    yield found("software", "kvflow", f"{__version__}, {Path(__file__).parents[1]}")
+    evidence = f"{release}, {sys.executable}"
+    is_tested = sys.version_info[:2] == TESTED_PYTHON
+    yield ok("Python", evidence) if is_tested else found("release_untested", "Python", evidence)
+    yield ok("kvflow", f"{__version__}, {Path(__file__).parents[1]}")
     for name, (least, tested) in PACKAGES.items():
         if name != "nixl":  # its variants have other names
             yield check_package(name, least, tested)
@@ -67,7 +68,7 @@ def check_package(name: str, least: str, tested: str) -> Finding:
         return found("release_unsupported", name, f"{release}; kvflow needs {least} or later", remedy=remedy)
     if _numbers(release)[:2] != _numbers(tested)[:2]:
         return found("release_untested", name, f"{release}; tests run with {tested}")
-    return found("software", name, release)
+    return ok(name, release)
 
 
 def _curve() -> Finding:
@@ -79,7 +80,7 @@ def _curve() -> Finding:
         return found("package_missing", "ZeroMQ", f"it cannot be imported: {error}")
     except Exception as error:  # noqa: BLE001 - ZeroMQ's errors have no name here
         return found("curve_missing", "ZeroMQ", f"it draws no keys: {error}")
-    return found("software", "ZeroMQ", "encrypts with CURVE")
+    return ok("ZeroMQ", "encrypts with CURVE")
 
 
 def _nixl() -> Finding:
@@ -92,10 +93,10 @@ def _nixl() -> Finding:
         return found("nixl_missing", "NIXL", f"{shown} is installed without the variant that has its library")
     least, tested = PACKAGES["nixl"]
     judged = [check_package(name, least, tested) for name in installed]
-    wrong = [each for each in judged if each.code != "software"]
+    wrong = [each for each in judged if each.code]
     if wrong:
         return replace(wrong[0], subject="NIXL", evidence=f"{wrong[0].subject} {wrong[0].evidence}")
-    return found("nixl", "NIXL", shown or f"module {modules[0]}, not installed by pip")
+    return ok("NIXL", shown or f"module {modules[0]}, not installed by pip")
 
 
 def _vllm() -> Iterator[Finding]:
@@ -117,7 +118,7 @@ def _vllm() -> Iterator[Finding]:
         evidence = f"{release}; VLLM_PLUGINS is {allowed!r}, which leaves kvflow out"
         yield found("vllm_plugin_missing", "vLLM", evidence, remedy=remedy)
         return
-    yield found("vllm", "vLLM", f"{release}, with {NAME}")
+    yield ok("vLLM", f"{release}, with {NAME}")
 
 
 def _allocator(*, on_gpu: bool) -> Iterator[Finding]:
