@@ -93,20 +93,17 @@ def bullets(items: Iterable[tuple[str, str]]) -> str:
 
 
 def errors() -> str:
-    """Return the table of kvflow's errors, and the names of their attributes."""
+    """Return kvflow's errors with their remedies and the names of their attributes."""
     found = [value for value in vars(kvflow.errors).values() if inspect.isclass(value)]
     found = [kind for kind in found if issubclass(kind, kvflow.errors.KvflowError)]
-    rows = [
-        [
-            *(f"`{name}`" for name in (kind.__name__, kind.code, kind.__mro__[1].__name__)),
-            summary(kind),
-            marked(kind.default_remedy),
-        ]
-        for kind in found
-    ]
-    own = [f"- `{kind.__name__}`: {coded(attributes(kind))}" for kind in found if attributes(kind)]
-    parts = table(["error", "code", "is a", "meaning", "what to do"], rows), "Attributes:", "\n".join(own)
-    return "\n\n".join(parts)
+    lines = []
+    for kind in found:
+        own = f" Attributes: {coded(attributes(kind))}." if attributes(kind) else ""
+        parent = kind.__mro__[1]
+        base = "" if parent in (Exception, kvflow.errors.KvflowError) else f", a `{parent.__name__}`"
+        text = f"{summary(kind)} *{marked(kind.default_remedy)}*".removesuffix(" **")
+        lines.append(f"- `{kind.__name__}` (`{kind.code}`{base}): {text}{own}")
+    return "\n".join(lines)
 
 
 def codes(kind: type) -> str:
@@ -152,16 +149,17 @@ def default(field: Any) -> str:
 
 
 def settings() -> str:
-    """Return the table of a worker's settings."""
+    """Return a worker's settings, each with its default and its bounds."""
     texts = attributes(WorkerConfig)
-    rows = []
+    lines = []
     for field in sorted(msgspec.structs.fields(WorkerConfig), key=lambda field: list(texts).index(field.name)):
         text = texts[field.name]
         for phrase, link in LINKS.items():
             text = text.replace(phrase, link, 1)
         bound = BOUNDS.get(field.name) or bounds(field)
-        rows.append([f"`{field.name}`", default(field), bound, re.sub(r"(?<!`)\b(KVFLOW_\w+)\b(?!`)", r"`\1`", text)])
-    return table(["setting", "default", "bounds", "meaning"], rows)
+        text = re.sub(r"(?<!`)\b(KVFLOW_\w+)\b(?!`)", r"`\1`", text)
+        lines.append(f"- `{field.name}` ({default(field)}; {bound}): {text}")
+    return "\n".join(lines)
 
 
 def limits() -> str:
@@ -170,24 +168,19 @@ def limits() -> str:
 
 
 def metrics() -> str:
-    """Return the table of a worker's metrics, as Prometheus shows their names."""
-    rows = [
-        [
-            f"`{name}{'_total' if described.kind == 'counter' else ''}`",
-            described.kind,
-            coded(described.labels),
-            described.text,
-        ]
-        for name, described in METRICS.items()
-    ]
-    return table(["metric", "kind", "labels", "meaning"], rows)
+    """Return a worker's metrics, as Prometheus shows their names."""
+    lines = []
+    for name, described in METRICS.items():
+        suffix = "_total" if described.kind == "counter" else ""
+        labels = f" by {coded(described.labels)}" if described.labels else ""
+        lines.append(f"- `{name}{suffix}` ({described.kind}{labels}): {described.text}")
+    return "\n".join(lines)
 
 
 def findings() -> str:
     """Return the doctor's codes that someone may have to act on."""
-    return "\n\n".join(
-        f"Usually `{status}`:\n\n"
-        + bullets((code.name, marked(code.meaning)) for code in CODES.values() if code.status == status)
+    return "\n".join(
+        f"- {status}: {coded(code.name for code in CODES.values() if code.status == status)}"
         for status in ("failed", "warning")
     )
 
@@ -247,7 +240,7 @@ def command_line() -> str:
         flags = [
             (formatter._format_action_invocation(action), marked(formatter._expand_help(action) if action.help else ""))
             for action in parser._actions
-            if not isinstance(action, argparse._HelpAction | argparse._SubParsersAction)
+            if not isinstance(action, argparse._HelpAction | argparse._SubParsersAction) and action.dest != "json"
         ]
         parts += [f"## {name}", marked(parser.description or "").replace("<", "\\<")]
         parts += [bullets(flags)] * bool(flags)

@@ -27,7 +27,6 @@ PLAIN = set(
         accepted access control advertise align backend client component cross dtype environment event finding frame
         handle hook layer local match merge opaque outcome ping priority probe protocol queue reachability remote report
         request revision role run server sleep mode snapshot transfer view kv cache flight loopback
-        host mirror buffer calibration costs
         address age ahead allowed argument authentication bounds by bytes cancelled
         capacity cause clock close closed closing code compare compared comparison completed
         config configure connect connected connection connections d deadline detail enable
