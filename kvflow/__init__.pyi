@@ -7,9 +7,6 @@ from kvflow.config import WorkerConfig as WorkerConfig
 from kvflow.events import Hook as Hook
 from kvflow.events import Outcome as Outcome
 from kvflow.ids import PeerId as PeerId
-from kvflow.layout.compare import ComparedField as ComparedField
-from kvflow.layout.compare import Comparison as Comparison
-from kvflow.layout.compare import compare_manifests as compare_manifests
 from kvflow.layout.component import Component as Component
 from kvflow.layout.groups import Group as Group
 from kvflow.layout.groups import plan_groups as plan_groups

@@ -5,7 +5,6 @@ from itertools import product
 import pytest
 
 from kvflow.errors import BlockRangeMismatch, CapacityExceeded, LayoutMismatch
-from kvflow.layout.compare import compare_manifests
 from kvflow.layout.shards import Shard
 from kvflow.layout.specs import MLA
 from kvflow.memory.cache import allocate
@@ -252,6 +251,3 @@ def test_an_explanation_says_who_gives_what():
     assert "target has rank 0 of 3, 8 at a time, and 1 of 2 of them from this source" in text
     assert "not transferred: tokens of other source ranks of a.latent" in text
     assert "divided" not in plan_transfer(latents(1, 2, 16), latents(1, 2, 16)).explain()
-    fields = {field.name: field for field in compare_manifests(latents(1, 2, 16), latents(0, 1, 1)).fields}
-    assert fields["tokens"].verdict == "convertible"
-    assert (fields["tokens"].source, fields["tokens"].target) == ("rank 1 of 2, 16 at a time", "all")

@@ -1,12 +1,14 @@
 """Where two caches must agree they are compared, and every difference names the field and both values."""
 
 import pytest
+from msgspec.structs import replace
 
 from kvflow.errors import LayoutMismatch
 from kvflow.layout.groups import Group
-from kvflow.layout.manifest import Layer, Manifest, ManifestGroup
-from kvflow.layout.specs import MLA, Mamba, State
+from kvflow.layout.manifest import Identity, Layer, Manifest, ManifestGroup
+from kvflow.layout.specs import MLA, Mamba, Opaque, State
 from kvflow.planning.match import count_unread_layers, match_groups
+from kvflow.planning.plan import plan_transfer
 
 from .helpers import full, manifest_of, sliding
 
@@ -52,6 +54,24 @@ def test_a_difference_names_the_field_and_both_values(source, target, field, val
     assert (error.source, error.target) == values
     assert field in str(error)
     assert all(repr(value) in str(error) for value in values)
+
+
+def test_opaque_pages_of_unlike_blocks_do_not_fit_even_at_equal_size():
+    source, target = (manifest_of({"a": Opaque(block_size=size, nbytes=64)}) for size in (16, 32))
+    with pytest.raises(LayoutMismatch) as caught:
+        plan_transfer(source, target)
+    assert (caught.value.field, caught.value.source, caught.value.target) == ("a.block_size", 16, 32)
+
+
+@pytest.mark.parametrize("changed", [{"model": "qwen"}, {"model": "llama", "revision": "2"}])
+def test_models_must_be_equal_where_both_sides_name_one(changed):
+    cache = manifest_of({"a": full()})
+    source, unnamed, other = (
+        replace(cache, identity=Identity(**names)) for names in ({"model": "llama", "revision": "1"}, {}, changed)
+    )
+    assert plan_transfer(source, unnamed).certificate.complete
+    with pytest.raises(LayoutMismatch, match="Serve the same"):
+        plan_transfer(source, other)
 
 
 def test_layers_that_the_target_does_not_have_are_counted():
