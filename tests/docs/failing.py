@@ -78,7 +78,7 @@ async def decode():
     """Pull from both prefill workers."""
     configure_logging("decode-0")
     with prefilling("prefill-0", "BLHNC") as good, prefilling("prefill-1", "LBNHC") as other:
-        opening = kvflow.open_worker(config("decode-0"), allocate("BLHNC"))
+        opening = kvflow.open_worker(config("decode-0", staging_bytes=0), allocate("BLHNC"))
         async with asyncio.timeout(PATIENCE_S), opening as worker:
             offered = (good.offer("chat-1"), other.offer("chat-2"))
             tickets = [kvflow.Ticket.from_params(params) for params in offered]
