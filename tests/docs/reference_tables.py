@@ -235,6 +235,7 @@ def commands(parser: argparse.ArgumentParser, name: str) -> Iterator[tuple[str, 
 def command_line() -> str:
     """Return a section for each command, with its flags."""
     parts: list[str] = []
+    seen: list[tuple[str, str]] = []
     for name, parser in commands(build_parser(), "kvflow"):
         formatter = parser._get_formatter()
         flags = [
@@ -242,8 +243,11 @@ def command_line() -> str:
             for action in parser._actions
             if not isinstance(action, argparse._HelpAction | argparse._SubParsersAction) and action.dest != "json"
         ]
+        own = [flag for flag in flags if flag not in seen]
+        again = [flag for flag, meaning in flags if (flag, meaning) in seen]
+        seen += own
         parts += [f"## {name}", marked(parser.description or "").replace("<", "\\<")]
-        parts += [bullets(flags)] * bool(flags)
+        parts += [bullets(own)] * bool(own) + [f"As above: {coded(again)}."] * bool(again)
     return "\n\n".join(parts)
 
 
