@@ -39,6 +39,7 @@ since a reader that waits for an admission looks less and less often, which make
 THREADS = 32
 """More than there are offers at a time: none waits for another one's moment."""
 OVER_TCP = {"transport": "tcp"}
+DIRECT = {"staging_bytes": 0}
 TARGET = Shape(num_blocks=NUM_BLOCKS, block_size=16, heads=4, head_size=32)
 
 
@@ -68,14 +69,21 @@ class Path(Struct, frozen=True, kw_only=True):
 
 PATHS = {
     "one rank": Path(),
-    # Tokens of a head lie apart here, heads of a token there: every head of every token is a descriptor.
-    "many chunks": Path(source=msgspec.structs.replace(TARGET, layout="LBNHC"), blocks_max=6, lease_s=0.02),
+    # Tokens of a head lie apart here, heads of a token there: every head of every token is a descriptor, unless staged.
+    "staged": Path(source=msgspec.structs.replace(TARGET, layout="LBNHC"), blocks_max=6, lease_s=0.02),
+    "many chunks": Path(
+        source=msgspec.structs.replace(TARGET, layout="LBNHC"), blocks_max=6, lease_s=0.02, target=DIRECT
+    ),
     "two ranks": Path(ranks=2, lease_s=0.008),
     "admitted late": Path(ranks=2, minted=True, lease_s=0.06),
     "over TCP": Path(ranks=2, lease_s=0.02, source_settings=OVER_TCP),
     "over TCP, admitted late": Path(ranks=2, minted=True, lease_s=0.06, source_settings=OVER_TCP),
     "over TCP, many chunks": Path(
-        source=msgspec.structs.replace(TARGET, layout="LBNHC"), blocks_max=6, lease_s=0.02, source_settings=OVER_TCP
+        source=msgspec.structs.replace(TARGET, layout="LBNHC"),
+        blocks_max=6,
+        lease_s=0.02,
+        source_settings=OVER_TCP,
+        target=DIRECT,
     ),
 }
 """Name -> path. A path that moves its bytes in another way is one more entry."""
