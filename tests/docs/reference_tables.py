@@ -22,7 +22,7 @@ import kvflow.errors
 from handshake.limits import Limits
 from kvflow.config import WorkerConfig
 from kvflow.events import Event, LeaseEnded, PeerDropped, TransferCompleted, TransferFailed, event_name
-from kvflow.observability.logs import LEVELS, logger_of
+from kvflow.observability.logs import LEVELS
 from kvflow.observability.metrics import METRICS
 from kvflow.report import TransferReport
 from kvflow.tools.cli.entry import build_parser
@@ -214,11 +214,11 @@ def events() -> str:
     common = common_fields()
     parts = ["## Shared fields", bullets(common.items())]
     for kind in typing.get_args(Event):
-        level = f"level `{logging.getLevelName(LEVELS[kind])}`{LEVEL_EXCEPTIONS.get(kind, '')}"
+        level = f"Level `{logging.getLevelName(LEVELS[kind])}`{LEVEL_EXCEPTIONS.get(kind, '')}"
         own = {name: text for name, text in fields(kind).items() if common.get(name) != text}
         shared = [name for name in fields(kind) if name not in own]
         parts.append(f"## {event_name(kind)}")
-        parts.append(f"`{kind.__name__}`, {level}, logger `{logger_of(kind).name}`. {summary(kind)}")
+        parts.append(f"{level}. {summary(kind)}")
         parts += [f"Shared: {coded(shared)}."] * bool(shared) + [bullets(own.items())] * bool(own)
     return "\n\n".join(parts)
 

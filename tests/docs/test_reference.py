@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvflow.integrations.vllm.settings import OWN_KEYS
-from kvflow.observability.logs import LEVELS
+from kvflow.observability.logs import LEVELS, logger_of
 from kvflow.report import TransferReport
 
 from . import reference_tables
@@ -36,6 +36,7 @@ def test_settings_of_the_connector_of_vllm_are_documented():
 
 @pytest.mark.parametrize("kind", LEVELS, ids=event_name)
 def test_docstrings_of_events_describe_every_field(kind):
+    assert logger_of(kind).name == f"kvflow.{event_name(kind).partition('.')[0]}", "as the page says"
     assert list(reference_tables.attributes(kind)) == list(kind.__struct_fields__)
     named = re.findall(r"`(\w+)`", section("events.md", event_name(kind)))
     assert set(kind.__struct_fields__) <= set(named)
