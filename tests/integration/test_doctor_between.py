@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from handshake.network import ZeroMqNetwork
-from kvflow.config import WorkerConfig
+from kvflow.config import KEY_VARIABLE, SECRET_VARIABLE, WorkerConfig
 from kvflow.errors import ProtocolViolation
 from kvflow.rendezvous.issuer import draw_pair
 from kvflow.rendezvous.visitor import open_visit
@@ -34,8 +34,10 @@ class Ahead(ZeroMqNetwork):
 
 @pytest.fixture(autouse=True)
 def little_memory(monkeypatch):
-    """Keep the large reads of these tests small."""
+    """Keep the large reads of these tests small, and have a cluster secret in the environment, and no key."""
     monkeypatch.setattr(probe, "free_memory", lambda: 0)
+    monkeypatch.setenv(SECRET_VARIABLE, SECRET)
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
 
 
 def config(**settings):
