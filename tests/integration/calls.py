@@ -17,7 +17,6 @@ def calls_of(worker, ticket, grant, cache):
         "start_pull": (ticket, BLOCKS),
         "pull_many": ([(ticket, BLOCKS)],),
         "hold": (ticket,),
-        "keep": (ticket,),
         "release": (ticket,),
         "quiesced": ("r",),
         "drain": (0,),

@@ -40,7 +40,7 @@ def test_a_worker_refuses_calls_on_another_loop():
     told = told_by("looping_process")
     for place in ("another loop", "another thread", "no loop"):
         assert set(told[place].values()) == {"wrong_event_loop, see run_worker"}, (place, told[place])
-        assert {"pull", "start_pull", "pull_many", "release", "quiesced", "wait_offer", "keep", "drain"} <= told[
+        assert {"pull", "start_pull", "pull_many", "release", "quiesced", "wait_offer", "hold", "drain"} <= told[
             place
         ].keys()
     # One for each pull of three places and three ways to call it, however early it was refused.
