@@ -9,8 +9,8 @@ import zmq.asyncio
 
 from handshake.codec import encode
 from handshake.messages import Welcome
+from tests.integration.handshake_processes import client_process, server_process
 from tests.unit.handshake.helpers import LIMITS, PRODUCER, SECRET, SECURITY, connected, patiently, raw_dealer
-from tests.unit.handshake.processes import client_process, server_process
 
 ANY_PORT = "tcp://127.0.0.1:0"
 STRANGERS = 100

@@ -42,14 +42,10 @@ from .helpers import (
     raw_dealer,
     serving,
 )
-from .processes import server_process
 
-SECRET = "a secret of the tests"
 PATIENT = Limits(connect_s=60, handshake_s=60)
 SHORT = Limits(connect_s=2)
 """To be waited for, and still longer than this machine stands still between a refusal and its news."""
-
-DEAF = Limits(ping_interval_s=300, silence_s_max=600)
 
 
 async def fails_to_connect(endpoint, error, **options):
@@ -380,36 +376,6 @@ async def test_a_hundred_clients_are_served_at_once():
         await patiently(everyone.wait())
         await served.wait_of(ConnectionClosed, 100)
         assert server.peers == ()
-
-
-async def test_a_killed_server_is_reported_and_its_successor_needs_a_new_client():
-    recorder = Recorder()
-    async with (
-        server_process("tcp://127.0.0.1:0", SECRET) as first,
-        connected(first.endpoint, on_event=recorder, limits=DEAF) as client,
-    ):
-        assert client.identity.incarnation == first.incarnation
-        await first.kill()
-        ending = await patiently(client.wait_closed())  # the monitor told: a ping comes much later
-        assert (ending.code, ending.refused) == ("connection_lost", False)
-        assert recorder.seen[-1] == (ending,)
-        async with server_process(first.endpoint, SECRET) as second:
-            with pytest.raises(Closed):
-                client.send(EXAMPLES["release"])
-            async with connected(second.endpoint) as successor:
-                assert successor.identity.incarnation == second.incarnation != first.incarnation
-
-
-async def test_a_server_that_hangs_is_given_up_after_silence():
-    recorder = Recorder()
-    limits = Limits(ping_interval_s=0.1, silence_s_max=0.5, closing_s=0.05)
-    async with (
-        server_process("tcp://127.0.0.1:0", SECRET) as server,
-        connected(server.endpoint, on_event=recorder, limits=limits) as client,
-    ):
-        server.stop()
-        ending = await patiently(client.wait_closed())
-        assert (ending.code, ending.refused) == ("silent", False)
 
 
 async def test_waiting_for_the_end_may_be_cancelled():

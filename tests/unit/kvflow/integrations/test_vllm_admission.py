@@ -4,10 +4,7 @@ import functools
 import hmac
 import itertools
 import os
-import signal
 import stat
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -581,41 +578,3 @@ def test_a_forked_child_leaves_the_socket_to_its_parent():
     assert os.waitpid(child, 0)[1] == 0
     assert Path(listener.endpoint.removeprefix("ipc://")).exists()
     listener.close()
-
-
-RANK_PROCESS = """
-import sys
-from kvflow.integrations.vllm.admission import reachable
-
-class Rank:
-    def admit_early(self, grant, step):
-        print(grant.request_id, flush=True)
-
-with reachable(Rank(), apart=True) as contact:
-    print(contact.name, contact.endpoint, contact.key.hex(), flush=True)
-    sys.stdin.read()
-"""
-
-
-def test_a_rank_that_is_killed_costs_the_scheduler_nothing():
-    with subprocess.Popen(
-        [sys.executable, "-c", RANK_PROCESS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        name, endpoint, key = process.stdout.readline().split()
-        early = EarlyAdmission()
-        early.meet([Contact(name, endpoint, bytes.fromhex(key))])
-        arrived = threading.Event()
-        threading.Thread(target=lambda: process.stdout.readline() and arrived.set(), daemon=True).start()
-        while not arrived.wait(0.01):
-            early.admit(TICKET, STEP)
-        process.send_signal(signal.SIGSTOP)
-        large = new_ticket(num_tokens=16 * 4096, block_ids=(tuple(range(4096)),))
-        for _ in range(1000):  # more than its queues keep
-            early.admit(large, STEP)
-        process.kill()
-        process.wait()
-        for _ in range(1000):
-            early.admit(TICKET, STEP)
-        early.close()
-    Path(endpoint.removeprefix("ipc://")).unlink()
-    Path(endpoint.removeprefix("ipc://")).parent.rmdir()

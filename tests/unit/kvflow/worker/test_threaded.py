@@ -1,8 +1,6 @@
 """The same worker for an engine that is not asyncio: futures, and a list of what has ended and is quiescent."""
 
 import logging
-import subprocess
-import sys
 import threading
 import time
 from collections import deque
@@ -431,24 +429,6 @@ def test_a_closed_worker_refuses_by_its_own_error():
             call()
     assert not producer.revoke("r")
     assert [(end.request_id, end.outcome) for end in producer.finished()] == [("r", "revoked")]
-
-
-UNCLOSED = """
-import kvflow
-spec = kvflow.FullAttention(block_size=4, num_kv_heads=2, head_size=8, dtype="float16")
-secret = "a secret of the tests, long enough"
-config = kvflow.WorkerConfig(engine_id="decode-0", cluster_secret=secret, transport="loopback")
-opened = kvflow.run_worker(config, kvflow.allocate({"a": spec}, num_blocks=8))
-print(opened.__enter__().endpoint)
-"""
-CLOSED_LATE = "import atexit\natexit.register(opened.__exit__, None, None, None)"
-
-
-@pytest.mark.parametrize("ending", ["", CLOSED_LATE], ids=["never", "at exit"])
-def test_a_program_that_closes_its_worker_too_late_ends(ending):
-    done = subprocess.run([sys.executable, "-c", UNCLOSED + ending], capture_output=True, timeout=100, check=True)
-    assert done.stdout.startswith(b"tcp://")
-    assert b"Error" not in done.stderr
 
 
 def test_a_thread_lists_the_leases_that_are_held():

@@ -5,15 +5,13 @@ import io
 import json
 import re
 import shlex
-import subprocess
 import sys
 
 import pytest
 
-from kvflow.tools.cli.entry import INTERRUPTED, PIPE_CLOSED, build_parser, main
+from kvflow.tools.cli.entry import INTERRUPTED, build_parser, main
 from kvflow.tools.demo.__main__ import build_parser as build_engine_parser
 
-PROGRAM = (sys.executable, "-c", "import sys; from kvflow.tools.cli.entry import main; sys.exit(main())")
 SERVERS = ("--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:2")
 
 
@@ -158,16 +156,6 @@ def test_long_work_shows_progress_on_a_terminal_only(arguments, shown, capsys, m
             assert (shown in printed.err) == (is_terminal and not as_json)
             assert ("\r\x1b[K" in printed.err) == (is_terminal and not as_json)
             assert "\x1b" not in printed.out
-
-
-@pytest.mark.processes
-def test_a_pipe_whose_reader_leaves_ends_the_command_quietly():
-    with subprocess.Popen(
-        [*PROGRAM, "layout", "gpt-oss-20b", "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as command:
-        command.stdout.close()
-        said = command.stderr.read()
-    assert (command.wait(), said) == (PIPE_CLOSED, b"")
 
 
 def test_a_log_that_cannot_be_written_is_named(capsys, tmp_path):

@@ -1,0 +1,66 @@
+"""What the doctor finds on hosts with limits and namespaces of their own."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from kvflow.tools.doctor import machine
+from kvflow.tools.doctor.findings import Finding
+
+LIMITED = """
+import json, resource, sys
+import msgspec
+resource.setrlimit(getattr(resource, sys.argv[1]), (int(sys.argv[2]),) * 2)
+from kvflow.tools.doctor import machine
+print(msgspec.json.encode(list(machine.examine())).decode())
+"""
+
+
+def in_a_child(limit, value, before=()):
+    """Return what a child finds that has a limit."""
+    done = subprocess.run(
+        [*before, sys.executable, "-c", LIMITED, limit, str(value)],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    return {each["subject"]: Finding(**each) for each in json.loads(done.stdout)}
+
+
+def test_little_memory_that_may_be_locked_is_noticed():
+    found = in_a_child("RLIMIT_MEMLOCK", 64 << 10)["memlock"]
+    assert found.code == "memlock_low"
+    assert "64 KiB" in found.evidence
+
+
+def test_few_files_that_may_be_open_are_noticed():
+    found = in_a_child("RLIMIT_NOFILE", 256)["open files"]
+    assert (found.code, found.status) == ("open_files_low", "warning")
+    assert "256" in found.evidence
+
+
+def test_another_pid_namespace_is_noticed():
+    before = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+    if shutil.which(before[0]) is None or subprocess.run([*before, "true"], check=False).returncode:
+        pytest.skip("namespaces cannot be made here")
+    found = in_a_child("RLIMIT_CORE", 0, before)["PID namespace"]
+    assert (found.code, found.status) == ("", "note")
+    assert machine.HOST_PID_NAMESPACE not in found.evidence
+    assert "shared memory" in found.evidence
+
+
+def test_a_host_without_a_route_is_told_from_one_that_is_silent():
+    apart = ("unshare", "--net")
+    if shutil.which(apart[0]) is None or subprocess.run([*apart, "true"], check=False).returncode:
+        pytest.skip("namespaces cannot be made here")
+    program = (
+        "from kvflow.tools.doctor.addresses import dial; print([each.code for each in dial('tcp://192.0.2.7:7000')[1]])"
+    )
+    done = subprocess.run(
+        [*apart, sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.strip() == "['host_unreachable']"
