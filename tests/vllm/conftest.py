@@ -2,6 +2,7 @@
 
 import os
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -19,7 +20,7 @@ elif os.environ["KVFLOW_TEST_VLLM"] != "full":
     ]
 
 from .engines import Nursery
-from .pairs import FULL, PAIRS, Pairs, model_folder
+from .pairs import FLOAT8, FULL, PAIRS, REFUSED_FLOAT8, Pairs, model_folder
 from .tables import TABLES
 
 
@@ -49,6 +50,9 @@ def pairs():
 def pair(request, pairs):
     """A pair of engines by name. After every test both live, and every block of both is free again."""
     request.node.user_properties.append(("pair", request.param))
+    flags = set(Path("/proc/cpuinfo").read_text().split())
+    if request.param in FLOAT8 | REFUSED_FLOAT8 and not flags & {"avx512f", "amx_tile"}:
+        pytest.skip("vLLM has no fp8 caches on a CPU without AVX-512 and AMX")
     pair = pairs.get(request.param)
     yield pair
     pair.settle()
