@@ -119,6 +119,16 @@ async def test_a_client_that_hangs_up_is_recorded_with_phase_and_bytes(phase, lo
     assert REMEDIES[Outcome.CLIENT_LOST][:150] in lines
 
 
+async def test_a_client_that_hangs_up_after_the_last_event_has_its_answer(log):  # noqa: F811
+    async with open_rig(decode=[stream(b"data: 1\n\n", b"data: [DONE]\n\n", asyncio.Event())]) as rig:
+        async with rig.post(stream=True) as answer:
+            while not (await answer.content.readany()).endswith(b"data: [DONE]\n\n"):
+                pass
+            answer.close()
+        record = await only(log)
+    assert (record["event"], record["phase"]) == ("request.answered", "answer")
+
+
 async def test_a_client_that_takes_nothing_is_recorded(log):  # noqa: F811
     rig_that_streams = open_rig(decode=[stream(*[b"x" * (1 << 20)] * 32, NEVER)], write_timeout_s=0.2)
     async with rig_that_streams as rig, rig.post(stream=True) as answer:

@@ -69,6 +69,7 @@ class RequestRecord(Struct, kw_only=True):
         prefill_s: when the prefill server had answered; None if the request ended before.
         first_bytes_s: when the first bytes of a streamed answer came; None before, and of other answers.
         sent_bytes: of the answer, as far as the connection to the client took them.
+        ended: whether the client was sent the last event of a stream. Clients hang up then, before the connection ends.
         outcome: how it ended.
         detail: what happened, if it failed.
     """
@@ -85,6 +86,7 @@ class RequestRecord(Struct, kw_only=True):
     prefill_s: float | None = None
     first_bytes_s: float | None = None
     sent_bytes: int = 0
+    ended: bool = False
     outcome: Outcome = Outcome.ANSWERED
     detail: str = ""
 
@@ -113,7 +115,7 @@ class RequestRecord(Struct, kw_only=True):
     def fail(self, outcome: Outcome, detail: object) -> str:
         """Note why there is no whole answer; what failed first counts. Return what to log of it."""
         told = shown_error(detail)
-        if self.outcome is Outcome.ANSWERED:
+        if self.outcome is Outcome.ANSWERED and not (self.ended and outcome is Outcome.CLIENT_LOST):
             self.outcome, self.detail = outcome, told
         return told
 

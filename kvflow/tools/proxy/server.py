@@ -49,6 +49,9 @@ LINGER_S: Final = 1.0
 PIECE_BYTES: Final = 64 << 10
 """Of an answer, which a client must take in ``write_timeout_s``."""
 
+LAST_EVENT: Final = b"data: [DONE]\n\n"
+"""Of a stream of OpenAI's interface."""
+
 REQUEST_ID: Final = "X-Request-Id"
 """vLLM makes its own name of a request from it: both servers' logs then have the same."""
 
@@ -262,6 +265,7 @@ class Proxy:
                 await self._write(response.prepare(request))
                 async for chunk in answer.content.iter_any():
                     record.on_bytes()
+                    record.ended = chunk.endswith(LAST_EVENT)
                     await self._write_pieces(response, chunk, record)
                 await self._write(response.write_eof())
             except UPSTREAM_ERRORS as error:
