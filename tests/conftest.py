@@ -30,25 +30,37 @@ MEASURED = (
 lines many times over: to measure them takes minutes, and adds half a percent."""
 
 SLOW = {
+    "architecture/test_simulator.py": [],
     "architecture/test_wheel.py": ["test_the_wheel_has_every_file_of_both_packages_and_nothing_else"],
     "chaos/test_chaos.py": [],
-    "chaos/test_readers.py": ["test_a_producer_survives_whatever_its_readers_do[tcp]"],
+    "chaos/test_readers.py": ["test_a_reader_that_stays_is_seen"],
+    "contract/test_processes.py": [
+        "test_bytes_and_epochs_cross_processes[nixl]",
+        "test_a_peer_killed_between_two_reads_fails_the_rest_of_them[tcp]",
+    ],
+    "contract/test_staged_processes.py": ["test_staged_bytes_cross_processes[nixl]"],
     "demo/test_demo.py": [],
     "demo/test_elsewhere.py": [],
+    "demo/test_engines.py": ["test_two_engines_generate_what_one_does[BLHNC-content]"],
+    "demo/test_model.py": [],
     "demo/test_processes.py": ["test_an_engine_stops_when_it_is_told_to[15]"],
-    "docs/test_blocks.py": ["test_blocks_run_in_the_order_of_the_page[docs/tutorial/first-transfer.md]"],
+    "docs/test_blocks.py": [],
     "docs/test_doctor_page.py": [],
     "fuzz/test_fuzz.py": ["test_a_worker_survives_mutated_messages_and_every_kind_of_lie"],
     "gpu/test_pulls.py": ["test_every_byte_arrives[cpu-to-cpu-packed]"],
+    "integration/test_bad_input.py": ["test_tokens_that_the_ticket_does_not_cover[nixl]"],
     "integration/test_bench_fence.py": [],
     "integration/test_bench_measuring.py": [],
     "integration/test_combinations.py": ["test_every_byte_that_is_asked_for_and_no_other[TP 8 to 4]"],
-    "integration/test_doctor.py": ["test_two_processes_read_over_tcp"],
+    "integration/test_doctor.py": ["test_a_reader_that_is_refused_names_the_error"],
+    "integration/test_doctor_between.py": ["test_each_ticket_is_replaced_when_it_was_used"],
     "integration/test_fenced_reads.py": ["test_no_wrong_byte_is_delivered[0]"],
     "integration/test_floods.py": [
         "test_honest_peers_are_served_throughout_and_memory_is_flat[members that send rubbish]"
     ],
+    "integration/test_handshake_many.py": ["test_a_server_whose_cpu_is_taken_serves_its_whole_herd"],
     "integration/test_handshake_memory.py": ["test_strangers_make_a_server_hold_little"],
+    "integration/test_hung.py": ["test_leaving_with_a_hung_read"],
     "integration/test_kills.py": ["test_while_it_is_read_from[shared memory]"],
     "integration/test_late_write.py": ["test_with_quarantine_nothing_is_written_into_blocks_that_were_reused"],
     "integration/test_layouts.py": ["test_every_family_fills_every_other[nixl-LBNHC split]"],
@@ -64,10 +76,20 @@ SLOW = {
     "integration/test_tcp_device.py": ["test_every_byte_that_is_asked_for_and_no_other[VRAM to VRAM-24576-230-off]"],
     "integration/test_wrong_place.py": ["test_a_forked_child_is_refused_and_its_parent_goes_on[asyncio-exit]"],
     "proxy/test_floods.py": [],
+    "simulation/test_planted.py": [
+        "test_a_planted_bug_is_found[first_check_left_out]",
+        "test_a_planted_bug_is_found[quarantine_skipped]",
+    ],
     "soak/test_soak.py": [],
+    "unit/kvflow/reads/tcp/test_backend.py": [
+        "test_a_fence_says_the_worst_that_any_chunk_has_told[off-seen4-1099511627784]"
+    ],
+    "unit/kvflow/reads/tcp/test_channel.py": [],
+    "unit/kvflow/reads/tcp/test_exporter.py": ["test_strangers_are_bounded_and_the_oldest_goes[off]"],
+    "unit/kvflow/tools/cli/test_explain.py": ["test_pipeline_stages_are_read_from_each"],
 }
-"""Files whose tests take seconds each, mostly because they start processes. ``make test-full`` runs them all, and
-``make test`` those that are named here: one of each topic."""
+"""Files that take seconds, mostly because they start processes or use sockets. ``make test-full`` runs them all, and
+``make test`` the tests that are named here: one of each topic."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
