@@ -404,6 +404,15 @@ class World:
         reader.sink.wait(("peer", "nobody"))
         reader.sink.forget(("peer", "nobody"))
 
+    def until_inline(self, reader, prepared_list):
+        """Return once the read thread rests, and posts are made inline: it may tell something before it rests."""
+        for number in itertools.islice(self._numbers, 10_000):
+            if reader.post(self.read(number, prepared_list, [0], [0], epoch=(1 << 63) - 1, check_first=True)):
+                return
+            reader.sink.wait(("read", number))
+            reader.sink.forget(("read", number))
+        raise AssertionError("no post was inline")
+
     def close_all(self):
         """Close every end. The world can go on with new ones."""
         while self._ends:

@@ -318,6 +318,8 @@ def test_answers_and_bytes_are_the_same_inline_and_by_the_thread(world):
         world.connect(reader, exporter, "p")
         prepared_list = blocks_of(world, reader, exporter, chunk=3)
         world.flush_commands(reader)
+        if inline_s_max:
+            world.until_inline(reader, prepared_list)
         rng = np.random.default_rng(7)
         at_once, answers = 0, {}
         for first in range(0, 200, 5):
@@ -344,7 +346,7 @@ def test_answers_and_bytes_are_the_same_inline_and_by_the_thread(world):
 def test_a_read_is_inline_only_if_its_peer_is_known_and_the_plane_is_idle(world, pair):
     reader, exporter = pair
     prepared_list = blocks_of(world, reader, exporter)
-    world.flush_commands(reader)
+    world.until_inline(reader, prepared_list)
     read = world.read(1, prepared_list, [0], [0])
     assert [answer.read_id for answer in reader.post(read)] == [1]
     assert (read.phase, read.nbytes) == ("fence", BLOCK)
@@ -360,7 +362,7 @@ def test_a_read_is_inline_only_if_its_peer_is_known_and_the_plane_is_idle(world,
         assert reader.post(world.read(3, prepared_list, [2], [2])) == [], "the read thread has something to do"
         reader.transport.cancel([12345])
     reader.sink.wait(("read", 3))
-    world.flush_commands(reader)
+    world.until_inline(reader, other)
     assert len(reader.post(world.read(4, prepared_list, [3], [3]), world.read(5, other, [4], [4]))) == 2
     reader.transport.close()
     assert reader.post(world.read(6, prepared_list, [5], [5])) == []
