@@ -3,6 +3,7 @@
 from kvflow import errors as errors
 from kvflow import events as events
 from kvflow import models as models
+from kvflow.config import Tuning as Tuning
 from kvflow.config import WorkerConfig as WorkerConfig
 from kvflow.events import Hook as Hook
 from kvflow.events import Outcome as Outcome

@@ -8,8 +8,9 @@ from typing import Annotated, Any, Literal, Self
 
 import msgspec
 from msgspec import Meta, Struct
+from msgspec.structs import FieldInfo, fields, replace
 
-from kvflow.errors import ConfigInvalid
+from kvflow.errors import ConfigInvalid, suggest
 from kvflow.validation import SuggestingMeta, describe_refusal, find_fault
 
 SECRET_VARIABLE = "KVFLOW_CLUSTER_SECRET"  # noqa: S105  # the name of the variable, not a secret
@@ -68,36 +69,6 @@ class TcpSettings(Struct, frozen=True, kw_only=True):
     encryption: Encryption
 
 
-class QuarantineLimits(Struct, frozen=True, kw_only=True):
-    """How many blocks failed pulls may keep, and how long, before the reader is reset: ``WorkerConfig.quarantine``.
-
-    Attributes:
-        s_max: seconds that a failed pull may keep its blocks.
-        bytes_max: bytes of blocks that failed pulls may keep for more than 5 s, all together.
-    """
-
-    s_max: float
-    bytes_max: int
-
-
-class Budgets(Struct, frozen=True, kw_only=True):
-    """Seconds that each phase of a pull may take, each from its own start: ``WorkerConfig.budgets``.
-
-    Attributes:
-        connect_s: until the peer's endpoint accepts the connection.
-        handshake_s: from there to its manifest.
-        queue_s: from submission to the first chunk.
-        wire_s: without any completion from a peer that owes one. Only this finds a hung peer.
-        fence_s: from the last byte to the verdict, including the wait for a late admission.
-    """
-
-    connect_s: float = 1.5
-    handshake_s: float = 5.0
-    queue_s: float = 30.0
-    wire_s: float = 30.0
-    fence_s: float = 10.0
-
-
 class SecuritySettings(Struct, frozen=True, kw_only=True):
     """The secrets and keys of one worker, from its settings or the environment: ``WorkerConfig.security``.
 
@@ -121,35 +92,14 @@ class SecuritySettings(Struct, frozen=True, kw_only=True):
         return [("allowed_keys", self.allowed_keys)]
 
 
-class WorkerConfig(Struct, metaclass=SuggestingMeta, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All settings of one worker, secrets and keys included.
-
-    Users give all settings by keyword. The parts of a worker use them in groups: ``security``, ``tcp``,
-    ``budgets``, ``quarantine``.
+class Tuning(Struct, metaclass=SuggestingMeta, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings that most deployments leave alone: ``WorkerConfig.tuning``.
 
     Attributes:
-        engine_id: name of the engine; all its ranks share it.
-        rank: rank of this worker in its engine, counted from 0.
-        num_ranks: number of ranks of the engine.
-        model: name of the model. Peers that both name one must name the same.
-        model_revision: revision of its weights; compared in the same way.
-        model_dtype: data type that it computes in; compared in the same way.
-        role: what the worker does. ``producer``: it offers blocks, and NIXL registers memory for reads only if it reads
-            all the same. ``consumer``: it reads and may not offer, and NIXL registers memory for its reads only.
+        model_revision: revision of the model's weights. Peers that both name one must name the same.
+        model_dtype: data type that the model computes in; compared in the same way.
         sleep_mode: whether the engine frees the memory of its cache and allocates it again while peers live. NIXL then
             does without ``cuda_ipc``, with which readers on the same host would keep the memory of a GPU.
-        bind: control endpoint to listen on; port 0 takes a free port.
-        advertise: control endpoint as peers reach it. Required if ``bind`` is a wildcard.
-        cluster_secret: secret that all workers of a cluster share. If None, the variable KVFLOW_CLUSTER_SECRET.
-        cluster_secret_accepted: a second secret that is accepted while a cluster changes its secret. If None, the
-            variable KVFLOW_CLUSTER_SECRET_ACCEPTED.
-        private_key: key of this worker alone, 64 hexadecimal digits, in addition to the secret. If None, the variable
-            KVFLOW_PRIVATE_KEY. Requires ``allowed_keys``.
-        allowed_keys: public keys of all workers that this one reads from or serves; ``worker.allow_keys`` replaces
-            them. Requires ``private_key``.
-        transport: data plane. ``auto``: NIXL to peers whose memory it can read without their help (RDMA, shared
-            memory), TCP to all others. ``nixl`` or ``tcp``: only this one. ``loopback``: between workers of one
-            process.
         tcp_bind: address on which the TCP plane listens. If None, the host of ``bind`` and a free port.
         tcp_advertise: the same address as peers reach it. If None, the port that was taken, and the host of
             ``tcp_bind``, ``advertise`` or ``bind``: the first of them that is given and is not a wildcard.
@@ -157,7 +107,6 @@ class WorkerConfig(Struct, metaclass=SuggestingMeta, frozen=True, kw_only=True, 
         tcp_encryption: ``tls`` encrypts what the TCP plane sends. All workers of a cluster must have the same value.
         nixl_backend_params: parameters for NIXL's UCX backend, by name, such as ``engine_config`` and ``ucx_devices``.
             ``engine_config`` is added to kvflow's own: a value that it sets replaces kvflow's.
-        lease_s: how long an offer lasts unless it is renewed.
         lease_slots: offers that may be held at once.
         connect_s: budget for reaching a peer's endpoint.
         handshake_s: budget from there until the peer's manifest has arrived.
@@ -171,35 +120,19 @@ class WorkerConfig(Struct, metaclass=SuggestingMeta, frozen=True, kw_only=True, 
             them.
         quarantine_bytes_max: most bytes of blocks that failed pulls may keep for more than 5 s, all pulls together.
             Above it the reader is reset.
-        http: ``HOST:PORT`` on which the worker serves metrics, health and its state over HTTP, without
-            authentication or encryption; port 0 takes a free port. If None, it serves none. Requires
-            ``kvflow[metrics]``.
         http_public: allows ``http`` to listen on an address that other hosts reach.
         trace_offers: gives each offer without a ``traceparent`` a drawn one, marked as sampled, so that the records and
             spans of both sides have one trace id.
     """
 
-    engine_id: Annotated[str, Meta(min_length=1, max_length=256)]
-    rank: Annotated[int, Meta(ge=0, le=65535)] = 0
-    num_ranks: Annotated[int, Meta(ge=1, le=65536)] = 1
-    model: Annotated[str, Meta(max_length=256)] = ""  # peers compare it only where both name one
     model_revision: Annotated[str, Meta(max_length=256)] = ""
     model_dtype: Annotated[str, Meta(max_length=32)] = ""
-    role: Role = "both"
     sleep_mode: bool = False
-    bind: Endpoint = "tcp://127.0.0.1:0"  # other hosts cannot reach a worker unless it is told so
-    advertise: Endpoint | None = None
-    cluster_secret: str | None = None
-    cluster_secret_accepted: str | None = None
-    private_key: Key | None = None  # the cluster secret's own keys cannot tell two workers apart
-    allowed_keys: Annotated[tuple[Key, ...], Meta(max_length=65536)] | None = None
-    transport: TransportName = "auto"
     tcp_bind: Endpoint | None = None
     tcp_advertise: Endpoint | None = None
     tcp_connections: Annotated[int, Meta(ge=1, le=16)] = 2  # one core at a time sends a stream
     tcp_encryption: Encryption = "off"  # NIXL does not encrypt, either, and it costs CPU on both sides
     nixl_backend_params: NixlParams = {}
-    lease_s: Seconds = 30.0  # as vLLM's NixlConnector; a router's queue is shorter
     lease_slots: Annotated[int, Meta(ge=1, le=1 << 20)] = 4096  # 32 KiB of epochs; more requests than one rank runs
     connect_s: Seconds = 1.5  # a listening peer accepts within milliseconds; a death must be detected within 2 s
     handshake_s: Seconds = 5.0  # one round trip and a manifest; the rest is a peer that is busy starting
@@ -210,24 +143,75 @@ class WorkerConfig(Struct, metaclass=SuggestingMeta, frozen=True, kw_only=True, 
     peer_weights: Annotated[dict[str, Annotated[int, Meta(ge=1, le=64)]], Meta(max_length=4096)] = {}
     quarantine_s_max: Seconds = 120.0  # four times wire_s: a peer that has not answered by then will hang for long
     quarantine_bytes_max: Annotated[int, Meta(ge=0)] = 4 << 30  # 32,768 tokens of an 8B model: one long prompt
-    http: HostAndPort | None = None
     http_public: bool = False  # who reaches the port reads names of requests and peers
     trace_offers: bool = False  # a ticket is 60 bytes longer with it
+
+
+class WorkerConfig(Struct, metaclass=SuggestingMeta, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All settings of one worker, secrets and keys included.
+
+    ``read`` takes all of them by name at one level, those of ``tuning`` too, as files and command lines have them.
+
+    Attributes:
+        engine_id: name of the engine; all its ranks share it.
+        rank: rank of this worker in its engine, counted from 0.
+        num_ranks: number of ranks of the engine.
+        model: name of the model. Peers that both name one must name the same.
+        bind: control endpoint to listen on; port 0 takes a free port.
+        advertise: control endpoint as peers reach it. Required if ``bind`` is a wildcard.
+        cluster_secret: secret that all workers of a cluster share. If None, the variable KVFLOW_CLUSTER_SECRET.
+        transport: data plane. ``auto``: NIXL to peers whose memory it can read without their help (RDMA, shared
+            memory), TCP to all others. ``nixl`` or ``tcp``: only this one. ``loopback``: between workers of one
+            process.
+        lease_s: how long an offer lasts unless it is renewed.
+        http: ``HOST:PORT`` on which the worker serves metrics, health and its state over HTTP, without
+            authentication or encryption; port 0 takes a free port. If None, it serves none. Requires
+            ``kvflow[metrics]``.
+        role: what the worker does. ``producer``: it offers blocks, and NIXL registers memory for reads only if it reads
+            all the same. ``consumer``: it reads and may not offer, and NIXL registers memory for its reads only.
+        cluster_secret_accepted: a second secret that is accepted while a cluster changes its secret. If None, the
+            variable KVFLOW_CLUSTER_SECRET_ACCEPTED.
+        private_key: key of this worker alone, 64 hexadecimal digits, in addition to the secret. If None, the variable
+            KVFLOW_PRIVATE_KEY. Requires ``allowed_keys``.
+        allowed_keys: public keys of all workers that this one reads from or serves; ``worker.allow_keys`` replaces
+            them. Requires ``private_key``.
+        tuning: the settings that most deployments leave alone.
+    """
+
+    engine_id: Annotated[str, Meta(min_length=1, max_length=256)]
+    rank: Annotated[int, Meta(ge=0, le=65535)] = 0
+    num_ranks: Annotated[int, Meta(ge=1, le=65536)] = 1
+    model: Annotated[str, Meta(max_length=256)] = ""  # peers compare it only where both name one
+    bind: Endpoint = "tcp://127.0.0.1:0"  # other hosts cannot reach a worker unless it is told so
+    advertise: Endpoint | None = None
+    cluster_secret: str | None = None
+    transport: TransportName = "auto"
+    lease_s: Seconds = 30.0  # as vLLM's NixlConnector; a router's queue is shorter
+    http: HostAndPort | None = None
+    role: Role = "both"
+    cluster_secret_accepted: str | None = None
+    private_key: Key | None = None  # the cluster secret's own keys cannot tell two workers apart
+    allowed_keys: Annotated[tuple[Key, ...], Meta(max_length=65536)] | None = None
+    tuning: Tuning = Tuning()
 
     @classmethod
     def read(cls, settings: Mapping[str, Any]) -> Self:
         """Read settings by name, for example from a file or a command line. Call ``check`` afterwards.
 
         Args:
-            settings: name -> value; a number or a switch may be text.
+            settings: name -> value, those of ``tuning`` beside the others; a number or a switch may be text.
 
         Raises:
             ConfigInvalid: a name is unknown, or a value is malformed; names it.
         """
+        if unknown := [name for name in settings if name not in SETTINGS]:
+            raise ConfigInvalid(f"{unknown[0]} is unknown. {suggest(unknown[0], SETTINGS)}")
+        parts: dict[str, Any] = {name: value for name, value in settings.items() if name in cls.__struct_fields__}
+        parts["tuning"] = {name: value for name, value in settings.items() if name in Tuning.__struct_fields__}
         try:
-            return msgspec.convert(settings, type=cls, strict=False)
+            return msgspec.convert(parts, type=cls, strict=False)
         except msgspec.ValidationError as error:
-            raise ConfigInvalid(describe_refusal(error, settings, cls, hidden=SECRETS)) from error
+            raise ConfigInvalid(_flat(describe_refusal(error, parts, cls, hidden=SECRETS))) from error
 
     def check(self) -> None:
         """Check every field, and how fields relate.
@@ -236,8 +220,8 @@ class WorkerConfig(Struct, metaclass=SuggestingMeta, frozen=True, kw_only=True, 
             ConfigInvalid: names the setting.
         """
         if fault := find_fault(self, hidden=SECRETS):
-            raise ConfigInvalid(fault)
-        for name, value in zip(self.__struct_fields__, msgspec.structs.astuple(self), strict=True):
+            raise ConfigInvalid(_flat(fault))
+        for name, value in self.settings().items():
             if isinstance(value, str) and not _is_unicode(value):
                 raise ConfigInvalid(
                     f"{name} is not Unicode text: it holds half of a surrogate pair",
@@ -249,15 +233,15 @@ class WorkerConfig(Struct, metaclass=SuggestingMeta, frozen=True, kw_only=True, 
                 remedy=f"Ranks count from 0: give one from 0 to {self.num_ranks - 1}, or raise num_ranks.",
             )
         _check_bound("bind", self.bind)
-        _check_bound("tcp_bind", self.tcp_bind)
+        _check_bound("tcp_bind", self.tuning.tcp_bind)
         if self.advertise is None and _is_wildcard(self.bind):
             raise ConfigInvalid(
                 f"bind is {self.bind!r}, which no peer can dial",
                 remedy="Set advertise to the address that peers reach this worker at.",
             )
         _check_advertised("advertise", self.advertise)
-        _check_advertised("tcp_advertise", self.tcp_advertise)
-        _check_nixl_params(self.nixl_backend_params)
+        _check_advertised("tcp_advertise", self.tuning.tcp_advertise)
+        _check_nixl_params(self.tuning.nixl_backend_params)
         self._check_http()
         _ = self.security
 
@@ -265,7 +249,7 @@ class WorkerConfig(Struct, metaclass=SuggestingMeta, frozen=True, kw_only=True, 
         if self.http is None:
             return
         _check_bound("http", self.http)
-        if not self.http_public and not is_loopback(_host_and_port(self.http)[0]):
+        if not self.tuning.http_public and not is_loopback(_host_and_port(self.http)[0]):
             raise ConfigInvalid(
                 f"http is {self.http!r}, which other hosts may reach, and the server has no authentication",
                 remedy="Give a loopback address such as 127.0.0.1:9400. Behind a firewall, set http_public to true.",
@@ -309,31 +293,25 @@ class WorkerConfig(Struct, metaclass=SuggestingMeta, frozen=True, kw_only=True, 
     @property
     def tcp(self) -> TcpSettings:
         """The settings of the TCP plane; the control endpoint gives those that are missing. Call ``check`` before."""
-        bind = self.tcp_bind or f"tcp://{_host_and_port(self.bind)[0]}:0"
-        hosts = [_host_and_port(each)[0] for each in (self.tcp_bind, self.advertise, self.bind) if each is not None]
+        bind = self.tuning.tcp_bind or f"tcp://{_host_and_port(self.bind)[0]}:0"
+        known = (self.tuning.tcp_bind, self.advertise, self.bind)
+        hosts = [_host_and_port(each)[0] for each in known if each is not None]
         reached = next(host for host in hosts if host not in WILDCARD_HOSTS)  # bind is one, or advertise is given
         return TcpSettings(
             bind=bind.replace("tcp://*:", "tcp://0.0.0.0:"),
-            advertise=self.tcp_advertise or f"tcp://{reached}:{_host_and_port(bind)[1]}",
-            connections=self.tcp_connections,
-            encryption=self.tcp_encryption,
+            advertise=self.tuning.tcp_advertise or f"tcp://{reached}:{_host_and_port(bind)[1]}",
+            connections=self.tuning.tcp_connections,
+            encryption=self.tuning.tcp_encryption,
         )
 
-    @property
-    def budgets(self) -> Budgets:
-        """The seconds that each phase of a pull may take."""
-        return Budgets(
-            connect_s=self.connect_s,
-            handshake_s=self.handshake_s,
-            queue_s=self.queue_s,
-            wire_s=self.wire_s,
-            fence_s=self.fence_s,
-        )
+    def settings(self) -> dict[str, Any]:
+        """Return the value of each setting by its name at one level, those of ``tuning`` last."""
+        return {name: getattr(self if name in self.__struct_fields__ else self.tuning, name) for name in SETTINGS}
 
-    @property
-    def quarantine(self) -> QuarantineLimits:
-        """The limits of blocks that failed pulls keep."""
-        return QuarantineLimits(s_max=self.quarantine_s_max, bytes_max=self.quarantine_bytes_max)
+    def replaced(self, **settings: Any) -> Self:
+        """Return a configuration in which some settings, given by name at one level, have other values."""
+        tuned = {name: settings.pop(name) for name in Tuning.__struct_fields__ if name in settings}
+        return replace(self, **settings, tuning=replace(self.tuning, **tuned))
 
     def __repr__(self) -> str:
         shown = (f"{name}={value!r}" for name, value in self.__rich_repr__())
@@ -341,9 +319,20 @@ class WorkerConfig(Struct, metaclass=SuggestingMeta, frozen=True, kw_only=True, 
 
     def __rich_repr__(self) -> list[tuple[str, Any]]:
         # Neither repr nor rich, whose tracebacks show locals, may print a secret. Defaults would hide what is set.
-        shown = [(name, getattr(self, name)) for name in self.__struct_fields__ if name not in SECRETS]
-        defaults = WorkerConfig(engine_id="")
-        return [(name, value) for name, value in shown if value != getattr(defaults, name)]
+        defaults = WorkerConfig(engine_id="").settings()
+        given = self.settings().items()
+        return [(name, value) for name, value in given if name not in SECRETS and value != defaults[name]]
+
+
+SETTINGS: dict[str, FieldInfo] = {
+    field.name: field for kind in (WorkerConfig, Tuning) for field in fields(kind) if field.name != "tuning"
+}
+"""Every setting by its name, those of ``Tuning`` last."""
+
+
+def _flat(fault: str) -> str:
+    """Return a message that names settings as users give them, without the part that holds them."""
+    return re.sub(r"\A(each (?:key|value) of )?tuning\.", r"\1", fault)
 
 
 def require_secret(name: str, secret: str | None) -> None:

@@ -30,9 +30,18 @@ class SuggestingMeta(msgspec.StructMeta):
             """
             unknown = [name for name in fields if name not in self.__struct_fields__]
             if unknown:
+                parts = [each.name for each in msgspec.structs.fields(self) if unknown[0] in _names_in(each.default)]
+                if parts:
+                    kind = f"{parts[0].capitalize()}({unknown[0]}=...)"
+                    raise TypeError(f"{unknown[0]!r} is a field of {parts[0]}: give {parts[0]}={kind}")
                 known = suggest(unknown[0], self.__struct_fields__)
                 raise TypeError(f"{self.__name__} has no field {unknown[0]!r}. {known}")
             return super().__call__(*args, **fields)
+
+
+def _names_in(part: object) -> tuple[str, ...]:
+    """Return the names of the fields of a ``Struct``."""
+    return part.__struct_fields__ if isinstance(part, msgspec.Struct) else ()
 
 
 _AT = re.compile(r" - at (?P<key>`key` in )?`\$(?P<path>[^`]*)`\Z")

@@ -37,9 +37,9 @@ def create_transport(config: WorkerConfig, agent_name: str, sink: Sink, staging_
     nixl = nixl_factory(
         agent_name,
         staging,
-        uses=Uses(config.role, config.sleep_mode),
+        uses=Uses(config.role, config.tuning.sleep_mode),
         known_only=config.transport == "auto",
-        params=config.nixl_backend_params,
+        params=config.tuning.nixl_backend_params,
     )
     factories = {"nixl": nixl, "tcp": _tcp_factory(config, agent_name, staging)}
     return ThreadedTransport(
@@ -48,7 +48,7 @@ def create_transport(config: WorkerConfig, agent_name: str, sink: Sink, staging_
         sink,
         staging,
         # A caller that names an address for the TCP plane requires it; without it some peers could not be read.
-        required=frozenset() if config.tcp_bind is None else frozenset({"tcp"}),
+        required=frozenset() if config.tuning.tcp_bind is None else frozenset({"tcp"}),
     )
 
 

@@ -3,8 +3,8 @@
 =============  ==========================================================  ================================
 state          what holds                                                  deadline
 =============  ==========================================================  ================================
-``reading``    the data plane has the read                                 ``Budgets``, by the read's phase
-``waiting``    its lease is not admitted yet; it is read again later       ``Budgets.fence_s``
+``reading``    the data plane has the read                                 ``Tuning``, by the read's phase
+``waiting``    its lease is not admitted yet; it is read again later       ``Tuning.fence_s``
 ``delivered``  all bytes are there, and the fence found the lease held     none
 ``draining``   the pull has failed; the data plane still has the read      none: only its end ends it
 ``dead``       the pull has failed and nothing of this rank will write     none
@@ -16,7 +16,6 @@ from typing import Literal
 
 from msgspec import Struct
 
-from kvflow.config import Budgets
 from kvflow.events import TransferFailed
 from kvflow.reads.report import phases_s
 from kvflow.reads.requests import RankRead, ReadEnded
@@ -96,7 +95,6 @@ class Pull(Struct, eq=False, gc=False):
     Attributes:
         pull_id: chosen by the caller, unique.
         request_id: the producer's name of the request, for the record.
-        budgets: budgets of its phases.
         nbytes: bytes that it fills.
         submitted_at: when it was submitted.
         ranks: one for each source rank that gives something.
@@ -111,7 +109,6 @@ class Pull(Struct, eq=False, gc=False):
 
     pull_id: int
     request_id: str
-    budgets: Budgets
     nbytes: int
     submitted_at: float
     ranks: tuple[SourceRank, ...] = ()

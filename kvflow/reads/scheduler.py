@@ -10,14 +10,13 @@ Only the data plane (``kvflow.reads.lanes``) decides which read goes first, so r
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import count
 from typing import NamedTuple
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from kvflow.config import Budgets
+from kvflow.config import Tuning
 from kvflow.errors import CapacityExceeded, FailureCode
 from kvflow.events import TransferFailed, TransferQuiesced, TransferRetried
 from kvflow.heaps import Heap
@@ -68,6 +67,7 @@ class Scheduler:
     If all reads of a pull are answered when they are posted, the pull is never opened here.
 
     Args:
+        budgets: seconds that each phase of a pull may take.
         pulls_max: pulls that may be open at once.
 
     Attributes:
@@ -76,7 +76,9 @@ class Scheduler:
     Thread: not thread-safe; it belongs to the worker's event loop.
     """
 
-    def __init__(self, pulls_max: int = PULLS_MAX) -> None:
+    def __init__(self, budgets: Tuning, pulls_max: int = PULLS_MAX) -> None:
+        self._budgets = budgets
+        self._deadline_check_s = min(DEADLINE_CHECK_S_MAX, budgets.queue_s / 8, budgets.wire_s / 8, budgets.fence_s / 8)
         self._pulls_max = pulls_max
         self._pulls: dict[int, Pull] = {}
         # Reads that the data plane has, in the order in which their deadlines are checked.
@@ -119,7 +121,7 @@ class Scheduler:
         pull_id, submitted_at = pull.pull_id, pull.submitted_at
         self._pulls[pull_id] = pull
         pull.missing = len(reads)
-        deadline_check_at = submitted_at + _deadline_check_s(pull.budgets)
+        deadline_check_at = submitted_at + self._deadline_check_s
         pull.ranks = tuple([SourceRank(pull_id, read, submitted_at, deadline_check_at) for read in reads])
         for rank in pull.ranks:
             self._reads[rank.read.read_id] = rank
@@ -173,7 +175,7 @@ class Scheduler:
         effects: list[Effect] = []
         due = self._retries.take_until(now)
         for rank in due:
-            if rank.state == "waiting" and now - rank.early_at > self._pulls[rank.pull_id].budgets.fence_s:
+            if rank.state == "waiting" and now - rank.early_at > self._budgets.fence_s:
                 effects += self._fail_late(rank, "fence", now)
         # Ranks that do not wait have failed above, with another rank of their pull.
         reads = tuple([self._read_again(rank, now) for rank in due if rank.state == "waiting"])
@@ -194,11 +196,11 @@ class Scheduler:
         del self._reads[rank.read.read_id]  # move it to the end of the queue
         self._reads[rank.read.read_id] = rank
         pull = self._pulls[rank.pull_id]
-        rank.deadline_check_at = now + _deadline_check_s(pull.budgets)
+        rank.deadline_check_at = now + self._deadline_check_s
         if pull.failed:
             return self._stop_holding_back(rank, now)
         read = rank.read
-        phase, since, budgets = read.phase, read.since, pull.budgets
+        phase, since, budgets = read.phase, read.since, self._budgets
         if phase == "queue":
             since, budget_s = rank.asked_at, budgets.queue_s  # the data plane may not have taken it
         else:
@@ -233,7 +235,7 @@ class Scheduler:
         check_first = not rank.unserved
         rank.read = RankRead(next(self.read_ids), last.peer, last.lease, last.parts, check_first, last.priority)
         rank.read.arrived = last.arrived
-        rank.asked_at, rank.deadline_check_at = now, now + _deadline_check_s(self._pulls[rank.pull_id].budgets)
+        rank.asked_at, rank.deadline_check_at = now, now + self._deadline_check_s
         self._reads[rank.read.read_id] = rank
         return rank.read
 
@@ -273,7 +275,7 @@ class Scheduler:
         """Report a failure that was held back, if the reads do not end in time: the peer took too long."""
         pull = self._pulls[rank.pull_id]
         failure = pull.held_back
-        if failure is None or now - pull.held_since <= pull.budgets.wire_s:
+        if failure is None or now - pull.held_since <= self._budgets.wire_s:
             return []
         pull.held_back = None
         peer, detail = str(rank.read.peer), "wire took longer than its budget"
@@ -311,8 +313,3 @@ def _cause(read: RankRead, ended: ReadEnded) -> _Cause:
         detail = "the producer holds the lease, and does not serve its blocks"
         return _Cause(FailureCode.TRANSPORT_ERROR, "fence", detail, read.peer)
     return _Cause(ended.code, ended.phase, ended.detail, read.peer)
-
-
-@lru_cache(maxsize=16)
-def _deadline_check_s(budgets: Budgets) -> float:
-    return min(DEADLINE_CHECK_S_MAX, budgets.queue_s / 8, budgets.wire_s / 8, budgets.fence_s / 8)

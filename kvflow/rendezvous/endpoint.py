@@ -111,7 +111,7 @@ def build_local_endpoint(
         ),
         publication=encode(advertisement),
         security=security,
-        limits=Limits(connect_s=config.budgets.connect_s, handshake_s=config.budgets.handshake_s),
+        limits=Limits(connect_s=config.tuning.connect_s, handshake_s=config.tuning.handshake_s),
         network=network,
         make_pass=None if pass_key is None else _passes(pass_key),
     )

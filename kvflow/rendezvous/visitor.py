@@ -107,7 +107,7 @@ async def open_visit(
         role="decode",
         software=f"kvflow {__version__}",
     )
-    budgets = config.budgets
+    budgets = config.tuning
     try:
         async with open_client(
             endpoint,

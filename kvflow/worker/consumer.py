@@ -10,7 +10,6 @@ from itertools import islice
 from typing import Any, cast
 
 from kvflow.clock import Clock
-from kvflow.config import Budgets
 from kvflow.errors import (
     ArgumentInvalid,
     ContentMismatch,
@@ -75,7 +74,6 @@ class Consumer:
         reset_policy: ReaderResetPolicy,
         transport: Transport,
         manifest: Manifest,
-        budgets: Budgets,
         verify: Callable[[Ticket], None],
         tasks: asyncio.TaskGroup,
         clock: Clock,
@@ -88,7 +86,6 @@ class Consumer:
         self._reset_policy = reset_policy
         self._transport = transport
         self._manifest = manifest
-        self._budgets = budgets
         self._verify = verify
         self._tasks = tasks
         self._clock = clock
@@ -358,7 +355,7 @@ class Consumer:
         if not pull.held:
             self._fresh.append(pull)
         pull.phase, pull.submitted = "wire", True  # until the scheduler names the phase that failed
-        scheduled = Pull(pull.pull_id, pull.request_id, self._budgets, pull.nbytes, pull.submitted_at)
+        scheduled = Pull(pull.pull_id, pull.request_id, pull.nbytes, pull.submitted_at)
         self._scheduler.submit(scheduled, pull.reads)
         self._busy.set()
         if self._report.wants(TransferStarted):

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from kvflow.config import QuarantineLimits
+from kvflow.config import Tuning
 from kvflow.ids import Ids
 from kvflow.leases.blocks import BlockAccount, present_of
 from kvflow.validation import Count, Name, Number
@@ -167,7 +167,7 @@ class ReaderResetPolicy:
         block_nbytes: bytes of the largest block.
     """
 
-    def __init__(self, limits: QuarantineLimits, block_nbytes: int) -> None:
+    def __init__(self, limits: Tuning, block_nbytes: int) -> None:
         self._limits = limits
         self._block_nbytes = block_nbytes
         self._reason: ResetReason | None = None
@@ -188,9 +188,9 @@ class ReaderResetPolicy:
         if self._reason is not None:
             return False
         num_blocks = standing.num_blocks
-        if standing.lasting_blocks * self._block_nbytes > self._limits.bytes_max:
+        if standing.lasting_blocks * self._block_nbytes > self._limits.quarantine_bytes_max:
             self._reason = ResetReason("quarantine_bytes_max", num_blocks)
-        elif standing.since is not None and now - standing.since > self._limits.s_max:
+        elif standing.since is not None and now - standing.since > self._limits.quarantine_s_max:
             self._reason = ResetReason("quarantine_s_max", num_blocks)
         elif self._starved_since is not None and now - self._starved_since > STARVED_S_MAX:
             self._reason = ResetReason("staging_bytes", num_blocks)

@@ -42,7 +42,7 @@ def staging_of(config: WorkerConfig, manifest: Manifest) -> Staging:
     Reads into memory of devices are direct until a measured deployment gains from staging there.
     """
     in_host_memory = any(region.memory == "DRAM" for region in manifest.regions)
-    return Staging(config.staging_bytes if in_host_memory else 0)
+    return Staging(config.tuning.staging_bytes if in_host_memory else 0)
 
 
 OpenTransport = Callable[[WorkerConfig, str, Sink, int], Transport]

@@ -228,7 +228,7 @@ class _Parts:
         self.name = worker_name(config.engine_id, config.rank, incarnation)
         self.manifest = msgspec.structs.replace(manifest, identity=_identity(config, incarnation))
         self.bytes_per_block = cache.bytes_per_block
-        self.epochs = EpochTable(config.lease_slots, environment.draw_bits(EPOCH_BITS), order_stores)
+        self.epochs = EpochTable(config.tuning.lease_slots, environment.draw_bits(EPOCH_BITS), order_stores)
         self.leases = LeaseTable(self.epochs)
         self.pass_key = environment.draw_bits(256).to_bytes(32)
         self.account = BlockAccount(manifest.aliases, manifest.num_blocks, threading.Lock())
@@ -276,7 +276,7 @@ class _Parts:
             epochs=_region(self.epochs),
             planes=published.planes,
             data_endpoint=published.data_endpoint,
-            tcp_encryption=self.config.tcp_encryption,
+            tcp_encryption=self.config.tuning.tcp_encryption,
         )
         advertisement.check()
         return build_local_endpoint(
@@ -315,7 +315,7 @@ class _Parts:
             lease_s=config.lease_s,
             head_start=draw_head_start(environment.draw_bits),
             wall_clock=environment.network.wall,
-            draw_trace=environment.draw_bits if config.trace_offers else None,
+            draw_trace=environment.draw_bits if config.tuning.trace_offers else None,
             admitted=True,  # no ticket is given away before its lease is held
             block_sizes=block_sizes,
         )
@@ -346,18 +346,17 @@ class _Parts:
             report=self.report,
             plans=environment.make_plans(),
             draw=environment.network.draw,
-            tcp_encryption=config.tcp_encryption,
-            weights=config.peer_weights,
+            tcp_encryption=config.tuning.tcp_encryption,
+            weights=config.tuning.peer_weights,
             staging=self.staging,
         )
         return Consumer(
             make_pool=make_pool,
-            scheduler=Scheduler(environment.pulls_max),
+            scheduler=Scheduler(config.tuning, environment.pulls_max),
             destinations=DestinationTable(self.account),
-            reset_policy=ReaderResetPolicy(config.quarantine, self.bytes_per_block),
+            reset_policy=ReaderResetPolicy(config.tuning, self.bytes_per_block),
             transport=transport,
             manifest=self.manifest,
-            budgets=config.budgets,
             verify=self.key.check,
             tasks=tasks,
             clock=environment.clock,
@@ -417,8 +416,8 @@ async def _close(transport: Transport) -> None:
 def _identity(config: WorkerConfig, incarnation: str) -> Identity:
     return Identity(
         model=config.model,
-        revision=config.model_revision,
-        dtype=config.model_dtype,
+        revision=config.tuning.model_revision,
+        dtype=config.tuning.model_dtype,
         engine_id=config.engine_id,
         rank=config.rank,
         num_ranks=config.num_ranks,

@@ -28,9 +28,7 @@ PRIVATE = {
     "Environment.*": "a simulator replaces these parts",
     "GroupPlan.*": "the worker binds plans; runs are public",
     "Ticket.members": "the worker calls it",
-    "WorkerConfig.budgets": "a part for one package of kvflow; its settings are those of WorkerConfig",
-    "WorkerConfig.quarantine": "likewise",
-    "WorkerConfig.security": "likewise",
+    "WorkerConfig.security": "a part for one package of kvflow; its settings are those of WorkerConfig",
     "WorkerConfig.tcp": "likewise",
     "plan_transfer": "tests and benchmarks give other costs than those of hosts",
 }

@@ -14,7 +14,6 @@ TEST_NAME_MAX = 70
 LARGER = {
     "kvflow/worker/worker.py": "the module has",  # the public class: its docstrings are the reference of every call
     "kvflow/events.py": "the module has",  # one type after the other: most lines describe their fields
-    "kvflow/config.py": "WorkerConfig has",  # one list of settings, as its users give them: parts would hide names
     "kvflow/reads/core.py": "the module has",  # all that a transport decides: half of it would ask the other half
     "kvflow/reads/open_reads.py": "OpenRead has",  # one record for each read costs less than two, and reads better
 }

@@ -25,6 +25,7 @@ from kvflow.layout.manifest import COMPONENTS_MAX, Manifest
 from kvflow.layout.region import Region
 from kvflow.rendezvous.publication import Advertisement, encode
 from kvflow.worker.worker import Worker
+from tests.helpers.settings import flat_config
 
 LAG_BOUND_MS = 50
 SECRET = "the secret of a benchmark"
@@ -50,7 +51,7 @@ def cache_of(layout: str, layers: int = LAYERS, heads: int = HEADS) -> kvflow.KV
 
 def config(engine_id: str) -> kvflow.WorkerConfig:
     """Return the settings of either side."""
-    return kvflow.WorkerConfig(engine_id=engine_id, cluster_secret=SECRET, transport="loopback", handshake_s=60.0)
+    return flat_config(engine_id=engine_id, cluster_secret=SECRET, transport="loopback", handshake_s=60.0)
 
 
 def crowded(manifest: Manifest) -> Manifest:

@@ -128,7 +128,7 @@ async def open_source(geometry: Geometry, *, bare: bool) -> AsyncIterator[Source
         yield Source(cache, None, Opened(os.getpid(), "", encoded, "", agent.metadata(), ""))
         agent.destroy()
         return
-    config = WorkerConfig(engine_id="source", lease_s=LEASE_S, lease_slots=LEASES)
+    config = WorkerConfig.read({"engine_id": "source", "lease_s": LEASE_S, "lease_slots": LEASES})
     async with open_worker(config, cache) as worker:
         yield Source(cache, worker, Opened(os.getpid(), "", encoded, "", b"", ""))
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import kvflow
 from kvflow import models
+from tests.helpers.settings import flat_config
 from tests.stopping import stop_process
 
 SECRET = "a long random string, the same on every worker"
@@ -26,7 +27,7 @@ PATIENCE_S = 100
 
 def config(engine_id, **settings):
     """Return the settings of a worker that is read over TCP, for which the producer's process must run."""
-    return kvflow.WorkerConfig(engine_id=engine_id, cluster_secret=SECRET, transport="tcp", model=MODEL, **settings)
+    return flat_config(engine_id=engine_id, cluster_secret=SECRET, transport="tcp", model=MODEL, **settings)
 
 
 def allocate(layout):

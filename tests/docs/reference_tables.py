@@ -20,7 +20,7 @@ from msgspec import inspect as kinds
 import handshake.errors
 import kvflow.errors
 from handshake.limits import Limits
-from kvflow.config import WorkerConfig
+from kvflow.config import SETTINGS, Tuning, WorkerConfig
 from kvflow.events import Event, LeaseEnded, PeerDropped, TransferCompleted, TransferFailed, event_name
 from kvflow.observability.logs import LEVELS
 from kvflow.observability.metrics import METRICS
@@ -150,9 +150,9 @@ def default(field: Any) -> str:
 
 def settings() -> str:
     """Return a worker's settings, each with its default and its bounds."""
-    texts = attributes(WorkerConfig)
+    texts = attributes(WorkerConfig) | attributes(Tuning)
     lines = []
-    for field in sorted(msgspec.structs.fields(WorkerConfig), key=lambda field: list(texts).index(field.name)):
+    for field in SETTINGS.values():
         text = texts[field.name]
         for phrase, link in LINKS.items():
             text = text.replace(phrase, link, 1)

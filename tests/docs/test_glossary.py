@@ -11,7 +11,7 @@ import handshake.errors
 import kvflow
 import kvflow.models
 from handshake.limits import Limits
-from kvflow.config import WorkerConfig
+from kvflow.config import SETTINGS
 from kvflow.errors import FailureCode, KvflowError
 from kvflow.integrations.vllm.settings import OWN_KEYS
 from kvflow.observability.logs import LEVELS
@@ -74,7 +74,7 @@ def stem(word):
 def identifiers():
     """Return every public name: names, models, settings, events, fields, codes and errors."""
     found = {*kvflow.__all__, *kvflow.models.__all__, *OWN_KEYS, *FailureCode}
-    found |= {*WorkerConfig.__struct_fields__, *Limits.__struct_fields__, *inspect.signature(TransferReport).parameters}
+    found |= {*SETTINGS, *Limits.__struct_fields__, *inspect.signature(TransferReport).parameters}
     for event in LEVELS:
         found |= {event.__name__, *event.__struct_fields__}
     for module, base in ((kvflow.errors, KvflowError), (handshake.errors, handshake.errors.HandshakeError)):

@@ -114,4 +114,4 @@ def test_engines_of_the_compose_file_have_settings_that_are_accepted(monkeypatch
     settings = {"engine_id": "prefill", "http": options.http, "http_public": options.http_public}
     config = WorkerConfig.read({**settings, "cluster_secret": "a secret of the tests, long enough"})
     config.check()
-    assert config.http_public is True
+    assert config.tuning.http_public is True

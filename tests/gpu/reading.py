@@ -7,6 +7,7 @@ import msgspec
 
 import kvflow
 from kvflow.leases.tickets import Ticket
+from tests.helpers.settings import flat_config
 from tests.integration.forked import ForkedProcess
 
 from .memory import PACKED, SECRET, build
@@ -60,7 +61,7 @@ def reading(devices, *, theirs=PACKED, ours=PACKED, hooks=(), **settings):
     source = Remote(theirs, devices[0])
     try:
         cache = build(ours, devices[1])
-        config = kvflow.WorkerConfig(engine_id="target", cluster_secret=SECRET, transport="nixl", **settings)
+        config = flat_config(engine_id="target", cluster_secret=SECRET, transport="nixl", **settings)
         with kvflow.run_worker(config, cache, hooks=hooks) as worker:
             yield source, worker, cache
     finally:

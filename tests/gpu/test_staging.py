@@ -58,7 +58,7 @@ def test_torch_scatters_many_buffers_without_a_wait_between_them(device):
 def test_half_of_the_heads_is_read_through_staging_memory(device, request):
     costs = msgspec.structs.replace(ALWAYS, memory="VRAM" if device == "cuda" else "DRAM")
     before = PRODUCTION.staging
-    msgspec.structs.force_setattr(PRODUCTION, "staging", lambda config, _: Staging(config.staging_bytes, costs))
+    msgspec.structs.force_setattr(PRODUCTION, "staging", lambda config, _: Staging(config.tuning.staging_bytes, costs))
     request.addfinalizer(lambda: msgspec.structs.force_setattr(PRODUCTION, "staging", before))
     theirs, ours = LAYOUTS["half of the heads"]
     settings = {"theirs": theirs, "ours": ours}

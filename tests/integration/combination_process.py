@@ -13,8 +13,8 @@ from contextlib import AsyncExitStack
 import msgspec
 import uvloop
 
-import kvflow
 from kvflow.leases.tickets import Grant
+from tests.helpers.settings import flat_config
 
 from .combinations import COMBINATIONS
 from .engines import opened
@@ -66,7 +66,7 @@ async def main():
             match command.pop("op"):
                 case "open":
                     await life.aclose()
-                    config = kvflow.WorkerConfig(**command.pop("settings"))
+                    config = flat_config(**command.pop("settings"))
                     ranks, lists = written(**command)
                     workers = await life.enter_async_context(opened(config, ranks))
                     sources = Sources(workers, lists, COMBINATIONS[command["name"]].num_tokens)

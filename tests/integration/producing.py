@@ -8,6 +8,7 @@ import msgspec
 import kvflow
 from kvflow.leases.tickets import Grant
 from kvflow.worker.environment import PRODUCTION
+from tests.helpers.settings import flat_config
 
 from .shapes import write
 
@@ -96,4 +97,4 @@ async def producing(shape, *, engine_id="prefill-0", alike=False, **settings):
 
 def configured(engine_id, **settings):
     """Settings that all tests share."""
-    return kvflow.WorkerConfig(engine_id=engine_id, **{"cluster_secret": SECRET, **settings})
+    return flat_config(engine_id=engine_id, **{"cluster_secret": SECRET, **settings})

@@ -17,6 +17,7 @@ import torch
 import kvflow
 from kvflow.leases.tickets import RankAddress
 from kvflow.planning.plan import dense_runs
+from tests.helpers.settings import flat_config
 
 from .combinations import COMBINATIONS
 from .elsewhere import Child
@@ -136,7 +137,7 @@ async def offered(child, targets, addresses):
 @asynccontextmanager
 async def opened_here(name):
     """Open the target engine of a combination in this process."""
-    config = kvflow.WorkerConfig(engine_id="decode-0", **settings_of(name))
+    config = flat_config(engine_id="decode-0", **settings_of(name))
     ranks, expected = COMBINATIONS[name].target.ranks(), COMBINATIONS[name].target.ranks()
     async with opened(config, ranks) as workers:
         yield Targets(name, ranks, expected, workers)

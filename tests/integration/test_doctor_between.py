@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from handshake.network import ZeroMqNetwork
-from kvflow.config import KEY_VARIABLE, SECRET_VARIABLE, WorkerConfig
+from kvflow.config import KEY_VARIABLE, SECRET_VARIABLE
 from kvflow.errors import ProtocolViolation
 from kvflow.rendezvous.issuer import draw_pair
 from kvflow.rendezvous.visitor import open_visit
@@ -18,6 +18,7 @@ from kvflow.tools.doctor.reading import read_probe
 from kvflow.worker.environment import PRODUCTION
 from kvflow.worker.runtime import open_worker
 from kvflow.worker.snapshot import decode_inspection
+from tests.helpers.settings import flat_config
 from tests.ports import free_port
 from tests.unit.kvflow.worker.helpers import SECRET, cache_of
 
@@ -41,7 +42,7 @@ def little_memory(monkeypatch):
 
 
 def config(**settings):
-    return WorkerConfig(**{"engine_id": "doctor", "cluster_secret": SECRET, "transport": "tcp"} | settings)
+    return flat_config(**{"engine_id": "doctor", "cluster_secret": SECRET, "transport": "tcp"} | settings)
 
 
 def target(endpoint, **how):

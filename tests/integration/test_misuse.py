@@ -13,6 +13,7 @@ import pytest
 
 import kvflow
 from kvflow import errors
+from tests.helpers.settings import flat_config
 
 from .misconfigured import few_files_left
 
@@ -45,7 +46,7 @@ def cache(**fields):
 
 
 def config(**settings):
-    return kvflow.WorkerConfig(**{"engine_id": "p", "cluster_secret": SECRET, "transport": "loopback"} | settings)
+    return flat_config(**{"engine_id": "p", "cluster_secret": SECRET, "transport": "loopback"} | settings)
 
 
 @contextlib.contextmanager

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvflow.config import Budgets
+from kvflow.config import Tuning
 from kvflow.events import TransferFailed, TransferQuiesced, TransferRetried
 from kvflow.planning.pairs import UnitPairs
 from kvflow.reads.pulls import EARLY_RETRY_S, EARLY_RETRY_S_MAX, Pull
 from kvflow.reads.requests import LeaseName, Outstanding, Part, RankRead, ReadEnded
 from kvflow.reads.scheduler import CancelReads, Delivered, Scheduler, StartReads
 
-BUDGETS = Budgets(queue_s=4.0, wire_s=3.0, fence_s=2.0)
+BUDGETS = Tuning(queue_s=4.0, wire_s=3.0, fence_s=2.0)
 PULLS_MAX = 8
 PEERS = ("p/0/a", "p/1/b", "q/0/c")
 EPOCH = 1000
@@ -65,7 +65,7 @@ class World:
     """The scheduler under test, a data plane, and all that is known of both."""
 
     def __init__(self, budgets=BUDGETS):
-        self.scheduler = Scheduler(PULLS_MAX)
+        self.scheduler = Scheduler(budgets, PULLS_MAX)
         self.budgets = budgets
         self.now = 100.0
         self.stories = {}
@@ -86,7 +86,7 @@ class World:
             for slot, peer in enumerate(peers)
         ]
         nbytes = RANK_BYTES * len(reads)
-        pull = Pull(story.pull_id, f"request-{story.pull_id}", self.budgets, nbytes, self.now)
+        pull = Pull(story.pull_id, f"request-{story.pull_id}", nbytes, self.now)
         self.scheduler.submit(pull, reads)
         self.stories[story.pull_id] = story
         for read in reads:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
-from kvflow.config import Budgets
+from kvflow.config import Tuning
 from kvflow.errors import CapacityExceeded
 from kvflow.events import TransferFailed
 from kvflow.reads.scheduler import Delivered
@@ -103,7 +103,7 @@ def test_the_checks_of_a_lease_that_is_never_admitted_are_bounded(pauses, unserv
 @given(st.permutations(range(6)), st.integers(0, 5))
 def test_a_pull_is_delivered_in_whatever_order_its_ranks_answer(order, early):
     """Six pulls of two ranks, one of which is early once."""
-    world = World(Budgets(queue_s=1000.0, wire_s=1000.0, fence_s=1000.0))
+    world = World(Tuning(queue_s=1000.0, wire_s=1000.0, fence_s=1000.0))
     for _ in range(3):
         world.submit(PEERS[:2], check_first=True)
     reads = sorted(world.plane)

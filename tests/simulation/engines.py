@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 from msgspec import Struct
 
-from kvflow.config import WorkerConfig
 from kvflow.events import Event, LeaseEnded, OfferAdmitted, ReaderReset, TransferCompleted
 from kvflow.planning.plan import PlanCache
 from kvflow.rendezvous.issuer import TicketMint
@@ -30,6 +29,7 @@ from tests.fakes.staging import STAGED
 from tests.fakes.transport import opener
 from tests.fakes.troubles import Troubles
 from tests.fakes.world import World
+from tests.helpers.settings import flat_config
 from tests.simulation.faces import AsyncFace, Face, ThreadedFace
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ class Rank:
     async def _live(self) -> None:
         engine = self.engine
         settings = engine.setting.settings
-        config = WorkerConfig(
+        config = flat_config(
             engine_id=engine.name,
             rank=self.rank,
             num_ranks=engine.shape.num_ranks,

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
@@ -246,7 +245,7 @@ class KVFlowConnector(*versions.connector_bases()):  # type: ignore[misc]  # vLL
         cache = adopt_caches(kv_caches, self._groups, shape, tp_rank=config.rank, kernels=kernels)
         set_scales(kv_caches, self._vllm_config.compilation_config.static_forward_context)
         # Peers compare model_dtype. The marker separates caches that their specs cannot tell apart.
-        config = msgspec.structs.replace(config, model_dtype=config.model_dtype + marker(kernels, kv_caches))
+        config = config.replaced(model_dtype=config.tuning.model_dtype + marker(kernels, kv_caches))
         layout = self._kv_cache_config.kv_cache_layout
         if self._settings.enable_cross_layers_blocks and not str(layout).startswith("B"):
             logger.warning(

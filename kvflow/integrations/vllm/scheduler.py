@@ -141,7 +141,7 @@ class SchedulerSide:
         mint = partial(
             TicketMint,
             config.engine_id,
-            trace_offers=config.trace_offers,
+            trace_offers=config.tuning.trace_offers,
             cluster_secret=config.security.secret,
             lease_s=config.lease_s,
             block_sizes=self._block_sizes,

@@ -23,7 +23,7 @@ LOG_LEVELS = ("info", "debug", "warning")
 FROM_ENGINE = frozenset({"engine_id", "rank", "num_ranks", "role", "sleep_mode"})
 """Settings of a worker that vLLM decides: users must not set them."""
 
-KEYS = OWN_KEYS | set(WorkerConfig.__struct_fields__) - FROM_ENGINE
+KEYS = OWN_KEYS | set(WorkerConfig(engine_id="").settings()) - FROM_ENGINE
 
 SECRET_KEYS = frozenset({"cluster_secret", "cluster_secret_accepted", "private_key"})
 """Secrets, which belong in the environment: vLLM prints its configuration."""
@@ -121,14 +121,8 @@ def read_settings(extra: Mapping[str, Any], facts: EngineFacts, find_host: Calla
         if not facts.copied_by_ray:
             raise
         raise ConfigInvalid(f"{error.message}, in a worker that Ray has started", remedy=RAY_REMEDY) from error
-    config = msgspec.structs.replace(
-        config,
-        bind=moved(config.bind, facts.port_offset),
-        advertise=config.advertise and moved(config.advertise, facts.port_offset),
-        tcp_bind=config.tcp_bind and moved(config.tcp_bind, facts.port_offset),
-        tcp_advertise=config.tcp_advertise and moved(config.tcp_advertise, facts.port_offset),
-        http=config.http and moved(config.http, facts.port_offset),
-    )
+    addresses = {name: value for name, value in config.settings().items() if name in (*ENDPOINTS, "http") and value}
+    config = config.replaced(**{name: moved(value, facts.port_offset) for name, value in addresses.items()})
     return Settings(
         worker=config,
         produces=facts.kv_role != "kv_consumer",

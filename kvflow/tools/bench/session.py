@@ -88,7 +88,7 @@ async def open_session(name: str, source: SourceProcess, geometry: Geometry) -> 
             stack.callback(bare.close)
         streams = None
         if source.devices.in_host_memory:
-            streams = Streams(opened.streams, config.tcp_connections, cache.backing.numpy().data.cast("B"))
+            streams = Streams(opened.streams, config.tuning.tcp_connections, cache.backing.numpy().data.cast("B"))
             stack.callback(streams.close)
         worker = await stack.enter_async_context(open_worker(config, cache))
         session = Session(partial(source.offer, name), opened, cache, worker, bare=bare, streams=streams)

@@ -16,7 +16,7 @@ import msgspec
 import uvloop
 from msgspec import Struct
 
-from kvflow.config import WorkerConfig
+from kvflow.config import Tuning, WorkerConfig
 from kvflow.memory.cache import KVCache
 from kvflow.reads.nixl.binding import Agent, load_binding
 from kvflow.tools.bench.ceilings import enter_device, pid_namespace
@@ -62,7 +62,7 @@ class Source:
                     engine_id=f"source-{name}",
                     bind=f"tcp://{self._host}:0",
                     lease_s=LEASE_S,
-                    lease_slots=LEASE_SLOTS,
+                    tuning=Tuning(lease_slots=LEASE_SLOTS),
                 )
                 self._workers[name] = await self._stack.enter_async_context(open_worker(config, cache))
                 self._caches[name] = cache

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 from msgspec import Struct
 
-from kvflow.config import SECRETS, VARIABLES, WorkerConfig
+from kvflow.config import SECRETS, SETTINGS, VARIABLES, WorkerConfig
 from kvflow.errors import ConfigInvalid, KvflowError
 from kvflow.integrations.vllm import settings as vllm
 from kvflow.tools.cli.arguments import add_command
@@ -258,10 +258,10 @@ def _warning(message: str, remedy: str) -> Finding:
 
 def _settings(given: Given, config: WorkerConfig | None) -> Iterator[SettingFigures]:
     """Yield every setting, as it is given if a worker would not open with all of them."""
-    for field in msgspec.structs.fields(WorkerConfig):
-        name = field.name
+    values = config.settings() if config is not None else {}
+    for name, field in SETTINGS.items():
         variable = VARIABLES.get(name, "")
-        value = getattr(config, name) if config is not None else given.values.get(name, field.default)
+        value = values.get(name, given.values.get(name, field.default))
         source = "default"
         if name in given.values:
             source = given.source

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from kvflow.config import WILDCARD_HOSTS, WorkerConfig
+from kvflow.config import WILDCARD_HOSTS, Tuning, WorkerConfig
 from kvflow.errors import ConfigInvalid, KvflowError
 from kvflow.reprs import counted
 from kvflow.tools.cli import config as settings
@@ -255,10 +255,10 @@ def _listener_config(options: argparse.Namespace) -> WorkerConfig:
         engine_id="doctor",
         bind=f"tcp://{bind}",
         advertise=None if advertise is None else f"tcp://{advertise}",
-        tcp_bind=None if options.tcp_bind is None else f"tcp://{options.tcp_bind}",
         allowed_keys=base.allowed_keys,
         transport=options.transport,
         lease_s=60.0,
+        tuning=Tuning(tcp_bind=None if options.tcp_bind is None else f"tcp://{options.tcp_bind}"),
     )
     config.check()
     return config

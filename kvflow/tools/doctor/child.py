@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from kvflow.config import KEY_VARIABLE, WorkerConfig
+from kvflow.config import KEY_VARIABLE, Tuning, WorkerConfig
 from kvflow.errors import KvflowError, TransportUnavailable
 from kvflow.tools.doctor.children import (
     AgentFigures,
@@ -107,8 +107,7 @@ async def _read(task: Read) -> ReadResult:
         engine_id="doctor",
         allowed_keys=keys,
         transport=task.transport,
-        tcp_encryption=task.tcp_encryption,
-        wire_s=15.0,
+        tuning=Tuning(tcp_encryption=task.tcp_encryption, wire_s=15.0),
     )
     return ReadResult(await read_probe(task.endpoint, config, device=task.device, key=task.key))
 

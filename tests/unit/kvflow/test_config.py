@@ -10,16 +10,16 @@ from kvflow.config import (
     SECRET_LENGTH_MIN,
     SECRET_VARIABLE,
     TcpSettings,
-    WorkerConfig,
 )
 from kvflow.errors import ConfigInvalid
+from tests.helpers.settings import flat_config
 
 SECRET = "a secret of the tests, long enough"
 PRIVATE = "0123456789abcdef" * 4
 
 
 def config(**settings):
-    return WorkerConfig(**{"engine_id": "prefill-0", "cluster_secret": SECRET} | settings)
+    return flat_config(**{"engine_id": "prefill-0", "cluster_secret": SECRET} | settings)
 
 
 def test_the_defaults_are_valid():

@@ -20,6 +20,7 @@ from kvflow.integrations.vllm.admission import MESSAGE_BYTES_MAX, Contact, Early
 from kvflow.integrations.vllm.messages import Admit
 from kvflow.integrations.vllm.runtime import RankRuntime
 from kvflow.integrations.vllm.worker import MARKS_MAX
+from tests.helpers.settings import flat_config
 
 from .vllm_like import SECRET, FullAttentionSpec, new_request, new_ticket, rank_address, side
 
@@ -68,7 +69,7 @@ class World:
 
     def __init__(self, device=None, slots=1):
         spec = FullAttention(block_size=4, num_kv_heads=2, head_size=8, dtype="float16")
-        config = WorkerConfig(engine_id="engine", cluster_secret=SECRET, transport="loopback", lease_slots=slots)
+        config = flat_config(engine_id="engine", cluster_secret=SECRET, transport="loopback", lease_slots=slots)
         self.cache = allocate({"a": spec}, num_blocks=8)
         self.runtime = RankRuntime(config, self.cache, mark=device and device.mark)
         self.sent = []

@@ -23,13 +23,13 @@ def test_settings_of_the_worker_keep_their_names():
     settings = read_settings({"cluster_secret": SECRET, "lease_s": 5, "fence_s": "2.5"}, facts(model="m"))
     worker = settings.worker
     assert (worker.engine_id, worker.model) == ("engine", "m")
-    assert (worker.lease_s, worker.fence_s, worker.security.secret) == (5.0, 2.5, SECRET)
+    assert (worker.lease_s, worker.tuning.fence_s, worker.security.secret) == (5.0, 2.5, SECRET)
 
 
 def test_parameters_of_nixl_are_passed_to_the_worker():
     params = {"engine_config": "IB_GID_INDEX=3"}
     settings = read_settings({"cluster_secret": SECRET, "nixl_backend_params": params}, facts())
-    assert settings.worker.nixl_backend_params == params
+    assert settings.worker.tuning.nixl_backend_params == params
     with pytest.raises(ConfigInvalid, match="kvflow decides"):
         read_settings({"cluster_secret": SECRET, "nixl_backend_params": {"num_threads": "4"}}, facts())
 
@@ -51,7 +51,7 @@ def test_the_role_says_who_hands_out_tickets_and_who_reads(role, produces, consu
 
 @pytest.mark.parametrize("sleeps", [False, True])
 def test_a_worker_knows_that_its_engine_may_sleep(sleeps):
-    assert read_settings({"cluster_secret": SECRET}, facts(sleep_mode=sleeps)).worker.sleep_mode is sleeps
+    assert read_settings({"cluster_secret": SECRET}, facts(sleep_mode=sleeps)).worker.tuning.sleep_mode is sleeps
 
 
 def test_an_unknown_key_is_refused_with_those_that_are_known():
@@ -90,9 +90,9 @@ def test_ranks_of_one_host_listen_on_different_ports():
     extra |= {"tcp_bind": "tcp://0.0.0.0:5100", "tcp_advertise": "tcp://node:6100", "transport": "tcp"}
     worker = read_settings(extra, facts(rank=1, num_ranks=2, port_offset=3)).worker
     assert (worker.bind, worker.advertise) == ("tcp://0.0.0.0:5003", "tcp://node:6003")
-    assert (worker.tcp_bind, worker.tcp_advertise) == ("tcp://0.0.0.0:5103", "tcp://node:6103")
+    assert (worker.tuning.tcp_bind, worker.tuning.tcp_advertise) == ("tcp://0.0.0.0:5103", "tcp://node:6103")
     free = read_settings({"cluster_secret": SECRET}, facts(port_offset=3)).worker
-    assert (free.bind, free.tcp_bind, free.http) == ("tcp://127.0.0.1:0", None, None)
+    assert (free.bind, free.tuning.tcp_bind, free.http) == ("tcp://127.0.0.1:0", None, None)
 
 
 def test_each_rank_serves_its_pages_at_a_port_of_its_own():
@@ -203,7 +203,7 @@ def test_each_address_may_name_the_host(monkeypatch):
     monkeypatch.setenv("KVFLOW_ADVERTISE_HOST", "127.0.0.1")
     told = {name: f"tcp://{{host}}:{port}" for port, name in enumerate(vllm_settings.ENDPOINTS, 5600)}
     worker = found({"cluster_secret": SECRET, **told}, rank=1, num_ranks=2, port_offset=10)
-    addresses = [getattr(worker, name) for name in vllm_settings.ENDPOINTS]
+    addresses = [worker.settings()[name] for name in vllm_settings.ENDPOINTS]
     assert addresses == [f"tcp://127.0.0.1:{port}" for port in range(5610, 5614)]
 
 

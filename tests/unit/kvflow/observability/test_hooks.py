@@ -8,15 +8,14 @@ import kvflow
 from kvflow.errors import ConfigInvalid
 from kvflow.events import LeaseEnded, OnlyEvents, TransferCompleted, WorkerClosed, WorkerOpened
 from kvflow.observability.logs import check_hooks
+from tests.helpers.settings import flat_config
 
 SPECS = {"layers.0": kvflow.FullAttention(block_size=16, num_kv_heads=2, head_size=8, dtype="float32")}
 
 
 def config(engine_id):
     secret = "a secret of thirty-two characters"
-    return kvflow.WorkerConfig(
-        engine_id=engine_id, bind="tcp://127.0.0.1:0", cluster_secret=secret, transport="loopback"
-    )
+    return flat_config(engine_id=engine_id, bind="tcp://127.0.0.1:0", cluster_secret=secret, transport="loopback")
 
 
 def cache():

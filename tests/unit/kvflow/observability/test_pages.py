@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import kvflow
 from kvflow.errors import ConfigInvalid
 from kvflow.events import LeaseEnded, OnlyEvents, WorkerOpened
+from tests.helpers.settings import flat_config
 
 from .test_http import PATIENCE_S, exchange, request
 
@@ -18,7 +19,7 @@ SPECS = {"layers.0": kvflow.FullAttention(block_size=16, num_kv_heads=2, head_si
 
 def config(engine_id, **settings):
     secret = "a secret of thirty-two characters"
-    return kvflow.WorkerConfig(engine_id=engine_id, cluster_secret=secret, transport="loopback", **settings)
+    return flat_config(engine_id=engine_id, cluster_secret=secret, transport="loopback", **settings)
 
 
 def cache():

@@ -8,6 +8,7 @@ from kvflow.layout.region import Region
 from kvflow.reads import factory
 from kvflow.reads.factory import PLANES, create_transport
 from kvflow.reads.loopback import LoopbackBackend
+from tests.helpers.settings import flat_config
 from tests.unit.kvflow.reads.test_planes import Memory
 
 
@@ -24,7 +25,7 @@ def opened(monkeypatch, *, absent=(), **settings):
 
     monkeypatch.setattr(factory, "nixl_factory", plane("nixl"))
     monkeypatch.setattr(factory, "_tcp_factory", plane("tcp"))
-    config = WorkerConfig(engine_id="prefill-0", cluster_secret="a secret of the tests", **settings)
+    config = flat_config(engine_id="prefill-0", cluster_secret="a secret of the tests", **settings)
     transport, memory = create_transport(config, "prefill-0", lambda _event: None), Memory()
     try:
         transport.start([memory.region], Region(memory.table.address, memory.table.nbytes))

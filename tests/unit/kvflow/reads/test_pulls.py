@@ -4,7 +4,6 @@ from typing import get_args
 
 import pytest
 
-from kvflow.config import Budgets
 from kvflow.reads.pulls import (
     TRANSITIONS,
     IllegalTransition,
@@ -45,7 +44,7 @@ def test_a_failed_rank_is_never_delivered():
 
 def pull_of(*started_at):
     """A pull that was submitted at 1.0, with one rank for each start of a read; 0.0: it has not begun."""
-    pull = Pull(1, "r", Budgets(), 100, 1.0)
+    pull = Pull(1, "r", 100, 1.0)
     pull.ranks = tuple(
         SourceRank(1, RankRead(read_id, "p", LeaseName(0, 7), (), started_at=start), 1.0, 2.0)
         for read_id, start in enumerate(started_at)

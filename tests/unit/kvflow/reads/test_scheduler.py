@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvflow.config import Budgets
+from kvflow.config import Tuning
 from kvflow.errors import CapacityExceeded
 from kvflow.events import TransferFailed, TransferQuiesced, TransferRetried
 from kvflow.planning.pairs import UnitPairs
@@ -13,7 +13,7 @@ from kvflow.reads.scheduler import CancelReads, Delivered, Scheduler, StartReads
 from tests.counting import calls_of
 
 EPOCH = 7
-BUDGETS = Budgets(queue_s=4.0, wire_s=3.0, fence_s=2.0)
+BUDGETS = Tuning(queue_s=4.0, wire_s=3.0, fence_s=2.0)
 PARTS = (Part(1, UnitPairs(np.arange(5), np.arange(5))),)
 
 
@@ -21,13 +21,13 @@ def read(peer="p", slot=0, **how):
     return RankRead(0, peer, LeaseName(slot, EPOCH), PARTS, **how)
 
 
-def submit(scheduler, *reads, pull_id=1, now=0.0, budgets=BUDGETS):
+def submit(scheduler, *reads, pull_id=1, now=0.0):
     """Open a pull of 50 bytes for each rank; return its reads."""
     reads = reads or (read(),)
     scheduler.require_room()
     for each in reads:
         each.read_id = next(scheduler.read_ids)
-    scheduler.submit(Pull(pull_id, f"request-{pull_id}", budgets, 50 * len(reads), now), reads)
+    scheduler.submit(Pull(pull_id, f"request-{pull_id}", 50 * len(reads), now), reads)
     return reads
 
 
@@ -68,7 +68,7 @@ def read_again(effects):
 
 @pytest.fixture
 def scheduler():
-    scheduler = Scheduler()
+    scheduler = Scheduler(BUDGETS)
     yield scheduler
     scheduler.check()
 
@@ -139,10 +139,10 @@ def test_a_rank_that_is_early_waits_alone(scheduler):
     assert kinds(answer(scheduler, again)) == [Delivered]
 
 
-def test_waiting_for_an_admission_becomes_patient_but_not_endlessly(scheduler):
+def test_waiting_for_an_admission_becomes_patient_but_not_endlessly():
     """A budget of an hour is thousands of retries: the pause between them stays what it became."""
-    patient = Budgets(queue_s=9999.0, wire_s=9999.0, fence_s=9999.0)
-    (one,), now, pauses = submit(scheduler, read(check_first=True), budgets=patient), 0.0, []
+    scheduler = Scheduler(Tuning(queue_s=9999.0, wire_s=9999.0, fence_s=9999.0))
+    (one,), now, pauses = submit(scheduler, read(check_first=True)), 0.0, []
     expected = [0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, EARLY_RETRY_S_MAX]
     for number in range(1200):
         answer(scheduler, one, "early", now)
@@ -409,7 +409,7 @@ def test_a_stale_lease_beside_a_hung_rank_is_told_in_the_end(scheduler):
 
 
 def test_open_pulls_are_bounded_and_draining_ones_count():
-    scheduler = Scheduler(pulls_max=1)
+    scheduler = Scheduler(BUDGETS, pulls_max=1)
     (one,) = submit(scheduler)
     scheduler.cancel(1, code="transfer_cancelled", detail="", now=0.0)
     with pytest.raises(CapacityExceeded, match="open pulls") as caught:
@@ -431,7 +431,7 @@ def test_a_read_that_is_lost_breaks_the_law(scheduler):
 
 def crowd(count, *peers):
     """Open so many pulls of each peer."""
-    scheduler, pull_id = Scheduler(), 0
+    scheduler, pull_id = Scheduler(BUDGETS), 0
     for peer in peers:
         for _ in range(count):
             pull_id += 1

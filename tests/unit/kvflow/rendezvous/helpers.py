@@ -6,7 +6,6 @@ import msgspec
 
 from handshake import ClusterSecurity
 from handshake.network import ZEROMQ
-from kvflow.config import WorkerConfig
 from kvflow.ids import PeerId
 from kvflow.layout.component import Component
 from kvflow.layout.manifest import Layer, Manifest, ManifestGroup
@@ -17,6 +16,7 @@ from kvflow.rendezvous.endpoint import build_local_endpoint, security_of
 from kvflow.rendezvous.publication import Advertisement
 from kvflow.worker.environment import PRODUCTION
 from kvflow.worker.runtime import open_worker
+from tests.helpers.settings import flat_config
 from tests.unit.kvflow.worker.helpers import PATIENCE_S, cache_of
 
 __all__ = ["PATIENCE_S", "cache_of"]
@@ -54,7 +54,7 @@ def advertisement(**changes):
 
 
 def config(**settings):
-    return WorkerConfig(**{"engine_id": "prefill-0", "cluster_secret": SECRET, "transport": "loopback"} | settings)
+    return flat_config(**{"engine_id": "prefill-0", "cluster_secret": SECRET, "transport": "loopback"} | settings)
 
 
 def side(incarnation=INCARNATION, *, pass_key=None, **settings):

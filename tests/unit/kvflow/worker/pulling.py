@@ -10,7 +10,6 @@ import msgspec
 from handshake.network import ZeroMqNetwork
 from handshake.sockets import LinkEvent
 from kvflow.clock import monotonic
-from kvflow.config import WorkerConfig
 from kvflow.events import TransferCompleted, TransferFailed
 from kvflow.layout.shards import Shard
 from kvflow.leases.epochs import EPOCH_BITS
@@ -23,12 +22,13 @@ from kvflow.reads.thread import ThreadedTransport
 from kvflow.rendezvous.issuer import TicketKey, TicketMint
 from kvflow.worker.environment import PRODUCTION
 from kvflow.worker.runtime import open_worker
+from tests.helpers.settings import flat_config
 
 from .helpers import PATIENCE_S, SECRET, cache_of
 
 
 def config(engine_id="prefill-0", **settings):
-    return WorkerConfig(**{"engine_id": engine_id, "cluster_secret": SECRET, "transport": "loopback"} | settings)
+    return flat_config(**{"engine_id": engine_id, "cluster_secret": SECRET, "transport": "loopback"} | settings)
 
 
 EARLY_SLOT = 100

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvflow.config import QuarantineLimits
+from kvflow.config import Tuning
 from kvflow.events import ReaderReset
 from kvflow.leases.blocks import BlockAccount
 from kvflow.reads.contract import RESET_DRAIN_S
@@ -68,7 +68,7 @@ def test_the_reader_is_reset_above_a_limit_and_not_at_it(monkeypatch, cancelled,
 
 
 def test_it_is_due_when_peers_have_waited_too_long_for_staging_buffers():
-    policy, held = ReaderResetPolicy(QuarantineLimits(bytes_max=10, s_max=60.0), 1), Standing(2, 2, 0.0)
+    policy, held = ReaderResetPolicy(Tuning(quarantine_bytes_max=10, quarantine_s_max=60.0), 1), Standing(2, 2, 0.0)
     assert not policy.due(held, 1.0, starved=True)
     assert not policy.due(held, 1.0 + STARVED_S_MAX, starved=True)
     assert not policy.due(held, 1.5 + STARVED_S_MAX)  # a buffer came back: the wait starts again

@@ -8,7 +8,6 @@ import msgspec
 import pytest
 
 from kvflow import events
-from kvflow.config import WorkerConfig
 from kvflow.errors import (
     BlockIdsInvalid,
     ConfigInvalid,
@@ -30,12 +29,13 @@ from kvflow.worker import prepared, runtime
 from kvflow.worker.environment import PRODUCTION
 from kvflow.worker.producer import order_stores
 from kvflow.worker.runtime import open_worker
+from tests.helpers.settings import flat_config
 
 from .helpers import PATIENCE_S, SECRET, cache_of
 
 
 def config(engine_id="prefill-0", **settings):
-    return WorkerConfig(**{"engine_id": engine_id, "cluster_secret": SECRET, "transport": "loopback"} | settings)
+    return flat_config(**{"engine_id": engine_id, "cluster_secret": SECRET, "transport": "loopback"} | settings)
 
 
 async def test_a_worker_reads_from_another():

@@ -20,6 +20,7 @@ from kvflow.worker.runtime import open_worker
 from tests.benchmarks.descriptors import ALWAYS
 from tests.helpers.async_backend import AsyncBackend, LinkModel
 from tests.helpers.late_tensors import LateTensors
+from tests.helpers.settings import flat_config
 from tests.unit.kvflow.observability.test_slow_peers import SaidToBeVram
 
 from .helpers import PATIENCE_S, SECRET
@@ -89,5 +90,5 @@ async def test_caches_on_devices_are_staged_by_copies_that_end_later():
 def test_staging_memory_is_for_caches_in_host_memory(held, nbytes):
     regions = tuple(Region(1 << 20, 4096, memory) for memory in held)
     manifest = msgspec.structs.replace(allocate(SPECS, num_blocks=2).manifest(), regions=regions)
-    config = WorkerConfig(engine_id="decode-0", cluster_secret=SECRET, staging_bytes=4096)
+    config = flat_config(engine_id="decode-0", cluster_secret=SECRET, staging_bytes=4096)
     assert staging_of(config, manifest) == Staging(nbytes)

@@ -6,13 +6,13 @@ import threading
 import msgspec
 import pytest
 
-from kvflow.config import WorkerConfig
 from kvflow.errors import ConfigInvalid, SpecInvalid, TransferCancelled, TransferFailed, WorkerClosed, WorkerSuspended
 from kvflow.events import TransferRetried
 from kvflow.leases.epochs import EPOCH_BITS
 from kvflow.rendezvous.issuer import TicketMint
 from kvflow.worker import worker_thread
 from kvflow.worker.threaded import run_worker
+from tests.helpers.settings import flat_config
 from tests.ports import free_port
 
 from .helpers import PATIENCE_S, SECRET, cache_of, make_mortal
@@ -21,7 +21,7 @@ KEYS = {"private_key": "01" * 32, "allowed_keys": ("02" * 32,)}
 
 
 def config(engine_id="prefill-0", **settings):
-    return WorkerConfig(**{"engine_id": engine_id, "cluster_secret": SECRET, "transport": "loopback"} | settings)
+    return flat_config(**{"engine_id": engine_id, "cluster_secret": SECRET, "transport": "loopback"} | settings)
 
 
 def not_admitted(producer):

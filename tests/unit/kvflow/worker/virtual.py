@@ -5,7 +5,6 @@ from functools import partial
 
 import msgspec
 
-from kvflow.config import WorkerConfig
 from kvflow.events import LeaseEnded, OfferAdmitted
 from kvflow.leases.tickets import join_tickets
 from kvflow.planning.plan import PlanCache
@@ -16,6 +15,7 @@ from tests.fakes.memory import SimulatedCache
 from tests.fakes.models import NUM_BLOCKS, Shape, plan_of
 from tests.fakes.network import SimulatedNetwork
 from tests.fakes.transport import opener
+from tests.helpers.settings import flat_config
 
 from .helpers import SECRET
 
@@ -91,7 +91,7 @@ class VirtualWorld:
         self._count = 0
 
     def _open(self, engine_id, shape, rank=0, ranks=1, *, skew_s=0.0, **settings):
-        config = WorkerConfig(
+        config = flat_config(
             engine_id=engine_id,
             rank=rank,
             num_ranks=ranks,

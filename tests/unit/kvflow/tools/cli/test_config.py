@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from kvflow.config import KEY_VARIABLE, SECRET_VARIABLE, VARIABLES, WorkerConfig
+from kvflow.config import KEY_VARIABLE, SECRET_VARIABLE, SETTINGS, VARIABLES
 from kvflow.integrations.vllm.settings import OWN_KEYS
 from kvflow.tools.cli.entry import main
 
@@ -44,7 +44,7 @@ def messages(figures):
 def test_every_setting_is_shown_with_its_source(shown, tmp_path):
     status, settings, figures = shown("--file", {"engine_id": "decode-0", "lease_s": 12})
     assert (status, figures["findings"]) == (0, [])
-    assert list(settings) == list(WorkerConfig.__struct_fields__)
+    assert list(settings) == list(SETTINGS)
     path = str(tmp_path / "settings.json")
     assert settings["engine_id"] == ("decode-0", path)
     assert settings["lease_s"] == (12.0, path)

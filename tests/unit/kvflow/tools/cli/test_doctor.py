@@ -153,4 +153,4 @@ def test_the_listener_advertises_what_others_can_dial(monkeypatch, given, bind, 
 def test_a_listener_without_a_network_listens_on_loopback(monkeypatch):
     monkeypatch.setattr(doctor, "own_address", lambda: "0.0.0.0")
     assert listener().bind == "tcp://127.0.0.1:0"
-    assert listener(listen="127.0.0.1:0", tcp_bind="127.0.0.1:7401").tcp_bind == "tcp://127.0.0.1:7401"
+    assert listener(listen="127.0.0.1:0", tcp_bind="127.0.0.1:7401").tuning.tcp_bind == "tcp://127.0.0.1:7401"

@@ -8,6 +8,7 @@ import pytest
 
 import kvflow
 from kvflow.tools.cli import main
+from tests.helpers.settings import flat_config
 from tests.unit.kvflow.tools.trace.conftest import log  # noqa: F401 - a fixture
 from tests.unit.kvflow.worker.pulling import failure, opened
 
@@ -47,7 +48,7 @@ SPECS = {"layers.0": kvflow.FullAttention(block_size=16, num_kv_heads=2, head_si
 def embedded(engine_id):
     """Open a worker as an engine without asyncio does."""
     settings = {"bind": "tcp://127.0.0.1:0", "transport": "loopback"}
-    config = kvflow.WorkerConfig(engine_id=engine_id, cluster_secret="a secret of thirty-two characters", **settings)
+    config = flat_config(engine_id=engine_id, cluster_secret="a secret of thirty-two characters", **settings)
     return kvflow.run_worker(config, kvflow.allocate(SPECS, num_blocks=8))
 
 

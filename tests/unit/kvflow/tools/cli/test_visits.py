@@ -7,13 +7,14 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from kvflow.config import KEY_VARIABLE, SECRET_VARIABLE, WorkerConfig
+from kvflow.config import KEY_VARIABLE, SECRET_VARIABLE
 from kvflow.errors import PeerLost
 from kvflow.rendezvous.issuer import draw_pair
 from kvflow.rendezvous.visitor import open_visit
 from kvflow.tools.cli import inspect
 from kvflow.tools.cli.entry import main
 from kvflow.worker.runtime import open_worker
+from tests.helpers.settings import flat_config
 from tests.unit.kvflow.worker.helpers import PATIENCE_S, SECRET, cache_of
 
 
@@ -24,7 +25,7 @@ def secret(monkeypatch):
 
 
 def config(engine_id="prefill-0", **settings):
-    return WorkerConfig(**{"engine_id": engine_id, "cluster_secret": SECRET, "transport": "loopback"} | settings)
+    return flat_config(**{"engine_id": engine_id, "cluster_secret": SECRET, "transport": "loopback"} | settings)
 
 
 @asynccontextmanager
