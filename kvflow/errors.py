@@ -37,6 +37,7 @@ Each error has a stable ``code`` for machines. The text of an error ends with wh
 
 import difflib
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import ClassVar
 
@@ -103,21 +104,24 @@ class FailureCode(StrEnum):
         return repr(self.value)  # records of events show codes as the text that they are
 
 
+@dataclass(eq=False, repr=False)
 class KvflowError(Exception):
     """Any error of kvflow.
 
     Attributes:
-        code: stable name of the kind of error, for logs, metrics and tests.
+        message: what happened.
         remedy: one sentence that says what to do.
+        code: stable name of the kind of error, for logs, metrics and tests.
     """
 
+    message: str
+    remedy: str = field(default="", kw_only=True)
     code: ClassVar[FailureCode] = FailureCode.KVFLOW_ERROR
     default_remedy: ClassVar[str] = ""
 
-    def __init__(self, message: str, *, remedy: str = "") -> None:
-        self.message = message
-        self.remedy = remedy or self.default_remedy
-        super().__init__(message)
+    def __post_init__(self) -> None:
+        self.remedy = self.remedy or self.default_remedy
+        super().__init__(self.message)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({quoted(self.message, 400)})"
@@ -197,6 +201,7 @@ class TicketInvalid(KvflowError):
     default_remedy = "Pass the producer's kv_transfer_params through unchanged, and use one cluster secret."
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class ContentMismatch(KvflowError):
     """The blocks of a ticket do not hold what the caller expects. Nothing was read.
 
@@ -206,12 +211,10 @@ class ContentMismatch(KvflowError):
 
     code = FailureCode.CONTENT_MISMATCH
     default_remedy = "Send each request with the kv_transfer_params of its own prefill, or compute the prompt here."
-
-    def __init__(self, message: str, *, group: int | None = None, remedy: str = "") -> None:
-        super().__init__(message, remedy=remedy)
-        self.group = group
+    group: int | None = None
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class BlockIdsInvalid(KvflowError):
     """The caller passed block ids that cannot be used.
 
@@ -221,10 +224,7 @@ class BlockIdsInvalid(KvflowError):
 
     code = FailureCode.BLOCK_IDS_INVALID
     default_remedy = "Give one list of block ids per group, each id in [0, num_blocks), targets without duplicates."
-
-    def __init__(self, message: str, *, group: int | None = None, remedy: str = "") -> None:
-        super().__init__(message, remedy=remedy)
-        self.group = group
+    group: int | None = None
 
 
 class BlockRangeMismatch(BlockIdsInvalid):
@@ -340,6 +340,7 @@ class PeerRefused(KvflowError):
         self.refusal = refusal
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class TransferFailed(KvflowError):
     """A pull ended without delivering data.
 
@@ -352,22 +353,12 @@ class TransferFailed(KvflowError):
 
     code = FailureCode.TRANSFER_FAILED
     default_remedy = "Pull again with a new ticket, or recompute the prompt."
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        request_id: str = "",
-        peer: str = "",
-        quarantined: bool = False,
-        remedy: str = "",
-    ) -> None:
-        super().__init__(message, remedy=remedy)
-        self.request_id = request_id
-        self.peer = peer
-        self.quarantined = quarantined
+    request_id: str = ""
+    peer: str = ""
+    quarantined: bool = False
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class StaleLease(TransferFailed):
     """The lease ended before the read was complete. The bytes that were read may belong to another request.
 
@@ -379,21 +370,8 @@ class StaleLease(TransferFailed):
 
     code = FailureCode.STALE_LEASE
     default_remedy = "Ask the producer for a new ticket, or recompute the prompt."
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        ended_by: str = "",
-        ended_s: float | None = None,
-        request_id: str = "",
-        peer: str = "",
-        quarantined: bool = False,
-        remedy: str = "",
-    ) -> None:
-        super().__init__(message, request_id=request_id, peer=peer, quarantined=quarantined, remedy=remedy)
-        self.ended_by = ended_by
-        self.ended_s = ended_s
+    ended_by: str = ""
+    ended_s: float | None = None
 
 
 class PeerLost(TransferFailed):
@@ -403,6 +381,7 @@ class PeerLost(TransferFailed):
     default_remedy = "Check that the producer runs and that its advertised endpoint is reachable from here."
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class PeerUnavailable(PeerLost):
     """The peer's address failed several times in a row. It is not dialed again before ``retry_after_s`` has passed.
 
@@ -412,21 +391,10 @@ class PeerUnavailable(PeerLost):
 
     code = FailureCode.PEER_UNAVAILABLE
     default_remedy = "Use another producer, or pull again when retry_after_s has passed."
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        retry_after_s: float = 0.0,
-        request_id: str = "",
-        peer: str = "",
-        quarantined: bool = False,
-        remedy: str = "",
-    ) -> None:
-        super().__init__(message, request_id=request_id, peer=peer, quarantined=quarantined, remedy=remedy)
-        self.retry_after_s = retry_after_s
+    retry_after_s: float = 0.0
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class DeadlineExceeded(TransferFailed):
     """A phase of the pull took longer than its budget.
 
@@ -436,19 +404,7 @@ class DeadlineExceeded(TransferFailed):
 
     code = FailureCode.DEADLINE_EXCEEDED
     default_remedy = "Check the peer's load and the network. Only a deadline finds a hung peer."
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        phase: str = "total",
-        request_id: str = "",
-        peer: str = "",
-        quarantined: bool = False,
-        remedy: str = "",
-    ) -> None:
-        super().__init__(message, request_id=request_id, peer=peer, quarantined=quarantined, remedy=remedy)
-        self.phase = phase
+    phase: str = "total"
 
 
 class TransferCancelled(TransferFailed):
