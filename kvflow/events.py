@@ -1,6 +1,7 @@
 """The events of a worker: one frozen type for each.
 
-A worker logs every event under the name of its type: ``TransferCompleted`` as ``transfer.completed``. Hooks
+A worker logs every event under the name of its type: ``TransferCompleted`` as ``transfer.completed``, ``PullFailed`` as
+``transfer.failed`` and ``WorkerStopped`` as ``worker.closed``. Hooks
 (``kvflow.open_worker(..., hooks=[...])``) take the typed event. The names and fields of the events are public.
 """
 
@@ -68,7 +69,7 @@ class WorkerDrained(Struct, frozen=True):
     waited_s: float
 
 
-class WorkerClosed(Struct, frozen=True):
+class WorkerStopped(Struct, frozen=True):
     """The worker has closed. Its agents are destroyed and its leases are revoked.
 
     Attributes:
@@ -325,7 +326,7 @@ class TransferCompleted(Struct, frozen=True):
     traceparent: str = ""
 
 
-class TransferFailed(Struct, frozen=True):
+class PullFailed(Struct, frozen=True):
     """A pull has failed and delivers nothing.
 
     There is one event for each call of ``pull`` that fails, however early, and for each call of ``record_refusal``.
@@ -447,7 +448,7 @@ Event = (
     WorkerOpened
     | PlaneOmitted
     | WorkerDrained
-    | WorkerClosed
+    | WorkerStopped
     | OfferAdmitted
     | OfferRefused
     | PeerConnected
@@ -462,11 +463,14 @@ Event = (
     | TransferStarted
     | TransferRetried
     | TransferCompleted
-    | TransferFailed
+    | PullFailed
     | TransferTraced
     | TransferQuiesced
 )
 """Every event of a worker."""
+
+_NAMES: dict[type[Event], str] = {PullFailed: "transfer.failed", WorkerStopped: "worker.closed"}
+"""Names of events whose types would have the name of an error."""
 
 Hook = Callable[[Event], None]
 """Takes every event of a worker, on the thread where it happens. It must return quickly. The worker logs what it raises
@@ -497,5 +501,7 @@ class OnlyEvents(Generic[OneEvent]):
 @cache
 def event_name(kind: type[Event]) -> str:
     """Return the name of a type of events in the log: ``transfer.completed`` for ``TransferCompleted``."""
+    if kind in _NAMES:
+        return _NAMES[kind]
     noun, *verb = re.findall("[A-Z][a-z]+", kind.__name__)
     return f"{noun}.{'_'.join(verb)}".lower()

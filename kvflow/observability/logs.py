@@ -27,7 +27,7 @@ LEVELS: dict[type[Event], int] = {
     events.WorkerOpened: logging.INFO,
     events.PlaneOmitted: logging.WARNING,
     events.WorkerDrained: logging.INFO,
-    events.WorkerClosed: logging.INFO,
+    events.WorkerStopped: logging.INFO,
     events.OfferAdmitted: logging.DEBUG,
     events.OfferRefused: logging.WARNING,
     events.PeerConnected: logging.INFO,
@@ -42,7 +42,7 @@ LEVELS: dict[type[Event], int] = {
     events.TransferStarted: logging.DEBUG,
     events.TransferRetried: logging.DEBUG,
     events.TransferCompleted: logging.INFO,
-    events.TransferFailed: logging.WARNING,
+    events.PullFailed: logging.WARNING,
     events.TransferTraced: logging.DEBUG,
     events.TransferQuiesced: logging.DEBUG,
 }
@@ -204,7 +204,7 @@ def _level_of(event: Event) -> int:
     """Return the level of an event."""
     if isinstance(event, events.LeaseEnded) and event.outcome == "expired":
         return logging.WARNING
-    if isinstance(event, events.TransferFailed) and event.code == FailureCode.TRANSFER_CANCELLED:
+    if isinstance(event, events.PullFailed) and event.code == FailureCode.TRANSFER_CANCELLED:
         return logging.INFO
     if isinstance(event, events.PeerDropped) and event.code == FailureCode.CLOSING:
         return logging.DEBUG

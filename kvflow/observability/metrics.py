@@ -178,7 +178,7 @@ class Metrics:
         """Return the hooks that feed the metrics, for ``open_worker``."""
         return [
             OnlyEvents(events.TransferCompleted, self._on_completed),
-            OnlyEvents(events.TransferFailed, self._on_failed),
+            OnlyEvents(events.PullFailed, self._on_failed),
             OnlyEvents(events.TransferRetried, self._on_retried),
             OnlyEvents(events.PeerConnected, self._on_connected),
             OnlyEvents(events.LeaseEnded, self._on_lease_ended),
@@ -216,7 +216,7 @@ class Metrics:
             peer.in_vain["early"] += report.early_bytes
         self._completed.clear()
 
-    def _on_failed(self, event: events.TransferFailed) -> None:
+    def _on_failed(self, event: events.PullFailed) -> None:
         code = event.code if event.code in CODES else OTHER  # an engine may refuse with codes of its own
         with self._lock:
             peer = self._peer(event.remote_engine_id)

@@ -53,7 +53,7 @@ class Spans:
         return [
             OnlyEvents(events.LeaseEnded, self._on_lease_ended),
             OnlyEvents(events.TransferCompleted, self._on_completed),
-            OnlyEvents(events.TransferFailed, self._on_failed),
+            OnlyEvents(events.PullFailed, self._on_failed),
         ]
 
     def _on_lease_ended(self, event: events.LeaseEnded) -> None:
@@ -82,7 +82,7 @@ class Spans:
         ended_ns = time.time_ns()
         self._start_pull(event, attributes, report.timings_s, ended_ns).end(ended_ns)
 
-    def _on_failed(self, event: events.TransferFailed) -> None:
+    def _on_failed(self, event: events.PullFailed) -> None:
         attributes = {
             "error.type": event.code,
             "kvflow.phase": event.phase,
@@ -99,7 +99,7 @@ class Spans:
 
     def _start_pull(
         self,
-        event: events.TransferCompleted | events.TransferFailed,
+        event: events.TransferCompleted | events.PullFailed,
         attributes: Mapping[str, Any],
         timings_s: Mapping[str, float],
         ended_ns: int,

@@ -16,7 +16,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from kvflow.events import TransferFailed
+from kvflow.events import PullFailed
 from kvflow.reads.report import phases_s
 from kvflow.reads.requests import RankRead, ReadEnded
 
@@ -114,7 +114,7 @@ class Pull(Struct, eq=False, gc=False):
     ranks: tuple[SourceRank, ...] = ()
     missing: int = 0
     failed: bool = False
-    held_back: TransferFailed | None = None
+    held_back: PullFailed | None = None
     held_since: float = 0.0
     early: int = 0
     early_bytes: int = 0

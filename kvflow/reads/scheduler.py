@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from kvflow.config import Tuning
 from kvflow.errors import CapacityExceeded, FailureCode
-from kvflow.events import TransferFailed, TransferQuiesced, TransferRetried
+from kvflow.events import PullFailed, TransferQuiesced, TransferRetried
 from kvflow.heaps import Heap
 from kvflow.ids import PeerId
 from kvflow.reads.pulls import EARLY_RETRY_S_MAX, Pull, SourceRank
@@ -50,7 +50,7 @@ class Delivered(Struct, frozen=True):
 
 
 class _Cause(NamedTuple):
-    """Why a pull fails: the fields of ``TransferFailed``."""
+    """Why a pull fails: the fields of ``PullFailed``."""
 
     code: str
     phase: Phase
@@ -58,7 +58,7 @@ class _Cause(NamedTuple):
     peer: PeerId | None = None
 
 
-Effect = StartReads | CancelReads | Delivered | TransferRetried | TransferFailed | TransferQuiesced
+Effect = StartReads | CancelReads | Delivered | TransferRetried | PullFailed | TransferQuiesced
 
 
 class Scheduler:
@@ -250,7 +250,7 @@ class Scheduler:
             if rank.state != "dead":
                 rank.move("failed")
                 self._retries.remove(rank)
-        failure = TransferFailed(
+        failure = PullFailed(
             pull.pull_id,
             pull.request_id,
             cause.code,

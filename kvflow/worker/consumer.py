@@ -19,7 +19,7 @@ from kvflow.errors import (
     TicketInvalid,
     TransferCancelled,
 )
-from kvflow.events import ReaderReset, TransferFailed, TransferQuiesced, TransferStarted
+from kvflow.events import PullFailed, ReaderReset, TransferQuiesced, TransferStarted
 from kvflow.ids import PeerId
 from kvflow.layout.manifest import Manifest
 from kvflow.leases.blocks import check_block_ids
@@ -386,7 +386,7 @@ class Consumer:
                     self._take(self._post(reads))
                 case CancelReads(read_ids=read_ids):
                     self._transport.cancel(read_ids)
-                case TransferFailed():
+                case PullFailed():
                     self._on_failed(effect)
                 case TransferQuiesced():
                     pull = self.pulls.by_id.pop(effect.pull_id)
@@ -404,7 +404,7 @@ class Consumer:
         self._renewals.release(pull.leases, read=True)
         pull.handle.complete(self.pulls.complete(pull, ended, early, early_bytes))
 
-    def _on_failed(self, event: TransferFailed) -> None:
+    def _on_failed(self, event: PullFailed) -> None:
         """Fail a pull that the scheduler has failed, and quarantine its blocks until nothing writes into them."""
         pull = self.pulls.by_id[event.pull_id]
         pull.failure = event

@@ -31,7 +31,7 @@ ERRORS: dict[str, type[TransferFailed]] = {
 CANCELLED = "the caller cancelled the pull"
 
 
-def transfer_error(event: events.TransferFailed) -> TransferFailed:
+def transfer_error(event: events.PullFailed) -> TransferFailed:
     """Return the error that this event stands for."""
     about = {"request_id": event.request_id, "peer": event.peer}
     message = f"request {event.request_id!r}: {event.detail}"

@@ -11,7 +11,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from kvflow.clock import Clock
 from kvflow.errors import DeadlineExceeded, KvflowError, StaleLease
-from kvflow.events import TransferCompleted, TransferFailed, TransferQuiesced, TransferTraced
+from kvflow.events import PullFailed, TransferCompleted, TransferQuiesced, TransferTraced
 from kvflow.ids import Ids
 from kvflow.leases.tickets import Member, Ticket
 from kvflow.observability.logs import Record, Reporter
@@ -202,7 +202,7 @@ class OpenPull(Struct, eq=False):
     targets: Sequence[Ids] = ()
     reads: Sequence[RankRead] = ()
     nbytes: int = 0
-    failure: TransferFailed | None = None
+    failure: PullFailed | None = None
     quiesced: TransferQuiesced | None = None
     submitted: bool = False
     recorded: bool = False
@@ -332,7 +332,7 @@ class OpenPulls:
         """Write the record of a pull that was refused before it started. See ``Worker.record_refusal``."""
         pull = self.begin(ticket, local_request_id)
         name = pull.request_id or request_id
-        failed = TransferFailed(pull.pull_id, name, code, pull.phase, "", detail, quarantined=False, remedy=remedy)
+        failed = PullFailed(pull.pull_id, name, code, pull.phase, "", detail, quarantined=False, remedy=remedy)
         self._write(pull, failed)
 
     def complete(
@@ -421,7 +421,7 @@ class OpenPulls:
             remedy=error.remedy,
         )
 
-    def _write(self, pull: OpenPull, failed: TransferFailed) -> None:
+    def _write(self, pull: OpenPull, failed: PullFailed) -> None:
         pull.recorded = True
         now, member = self._clock(), pull.member(failed.peer)
         link = None if member is None else self._pool.link(member.peer)
@@ -441,9 +441,9 @@ class OpenPulls:
             self._report(event)
 
 
-def _failure(pull: OpenPull, error: KvflowError) -> TransferFailed:
+def _failure(pull: OpenPull, error: KvflowError) -> PullFailed:
     """Return the event of a failed pull, from the caller's error and from what the scheduler reported, if anything."""
-    known = pull.failure or TransferFailed(
+    known = pull.failure or PullFailed(
         pull_id=pull.pull_id,
         request_id=pull.request_id,
         code=error.code,

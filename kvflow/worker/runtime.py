@@ -160,7 +160,7 @@ async def _opened(
                             _end_child(sys.exception())
             except BaseException as error:  # noqa: BLE001 - raised below: the task group would wrap it
                 failure = error
-            closed = events.WorkerClosed(leases_revoked=leases.close(), pulls_cancelled=consumer.close())
+            closed = events.WorkerStopped(leases_revoked=leases.close(), pulls_cancelled=consumer.close())
             consumer.peers.close()
             for task in background:
                 task.cancel()

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 
 import kvflow
 from kvflow import errors
-from kvflow.events import TransferFailed
+from kvflow.events import PullFailed
 
 from .calls import BLOCKS, calls_of
 from .consuming import consuming
@@ -64,7 +64,7 @@ def main():
             await life.aclose()
 
         home.run(beside())
-    told["records"] = [event.code for event in events if isinstance(event, TransferFailed)]
+    told["records"] = [event.code for event in events if isinstance(event, PullFailed)]
     told["threads left"] = [
         each.name for each in threading.enumerate() if not each.daemon and each is not threading.main_thread()
     ]

@@ -9,7 +9,7 @@ import pytest
 
 import kvflow
 from kvflow import errors
-from kvflow.events import OfferRefused, PeerConnected, TransferCompleted, TransferFailed, TransferStarted
+from kvflow.events import OfferRefused, PeerConnected, PullFailed, TransferCompleted, TransferStarted
 from kvflow.observability.logs import configure_logging
 from kvflow.worker import open_pulls
 
@@ -35,12 +35,12 @@ class Heard(list):
         return [event for event in self if isinstance(event, kind)]
 
     def ends(self):
-        return self.of((TransferCompleted, TransferFailed))
+        return self.of((TransferCompleted, PullFailed))
 
     def the_failure(self):
         """Return the record of the only pull that has ended, and forget it."""
         ended = self.ends()
-        assert [type(event) for event in ended] == [TransferFailed]
+        assert [type(event) for event in ended] == [PullFailed]
         self.clear()
         return ended[0]
 
@@ -314,7 +314,7 @@ async def test_many_pulls_at_once_have_one_record_each(near_world, heard):
             blocks = [[2 * number, 2 * number + 1], [20 + 2 * number, 21 + 2 * number] if number < 5 else [-1, -1]]
             if number % 2:
                 await producer.revoke(f"r{number}")
-            expected[f"r{number}"] = TransferFailed if number % 2 else TransferCompleted
+            expected[f"r{number}"] = PullFailed if number % 2 else TransferCompleted
             pulls.append(consumer.pull(params, blocks))
         nothing = await producer.offer("nothing", BLOCKS, 8)
         expected["nothing"] = TransferCompleted  # of no bytes

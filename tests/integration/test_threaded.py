@@ -7,7 +7,7 @@ import pytest
 
 import kvflow
 from kvflow import errors
-from kvflow.events import TransferFailed
+from kvflow.events import PullFailed
 from kvflow.worker.threaded import Finished
 
 from .producing import configured
@@ -43,7 +43,7 @@ class Notice:
         self.failed = threading.Event()
 
     def __call__(self, event):
-        if isinstance(event, TransferFailed):
+        if isinstance(event, PullFailed):
             self.failed.set()
 
 

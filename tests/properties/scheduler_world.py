@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvflow.config import Tuning
-from kvflow.events import TransferFailed, TransferQuiesced, TransferRetried
+from kvflow.events import PullFailed, TransferQuiesced, TransferRetried
 from kvflow.planning.pairs import UnitPairs
 from kvflow.reads.pulls import EARLY_RETRY_S, EARLY_RETRY_S_MAX, Pull
 from kvflow.reads.requests import LeaseName, Outstanding, Part, RankRead, ReadEnded
@@ -58,7 +58,7 @@ class Story:
 
     @property
     def ended(self):
-        return any(kind in (Delivered, TransferFailed) for kind in self.told)
+        return any(kind in (Delivered, PullFailed) for kind in self.told)
 
 
 class World:
@@ -229,16 +229,16 @@ class World:
             case TransferRetried(peer=peer):
                 assert any(rank.state == "waiting" and rank.first.peer == peer for rank in story.ranks)
                 assert story.live
-            case TransferFailed():
+            case PullFailed():
                 assert not story.ended
                 assert event.quarantined == bool(self.reads_of(story))
                 assert event.code != "stale_lease" or not event.quarantined
                 assert 0 <= event.nbytes <= event.nbytes_wanted == RANK_BYTES * len(story.ranks)
-                story.told.append(TransferFailed)
+                story.told.append(PullFailed)
                 for rank in story.ranks:
                     rank.state = "over"
             case TransferQuiesced():
-                assert story.told == [TransferFailed]
+                assert story.told == [PullFailed]
                 assert not self.reads_of(story)
                 story.told.append(TransferQuiesced)
 
@@ -261,4 +261,4 @@ class World:
         assert len(self.scheduler._retries) == 0
         assert self.scheduler.tick(self.now + 1000.0) == []
         for story in self.stories.values():
-            assert story.told in ([Delivered], [TransferFailed, TransferQuiesced])
+            assert story.told in ([Delivered], [PullFailed, TransferQuiesced])

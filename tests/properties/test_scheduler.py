@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from kvflow.config import Tuning
 from kvflow.errors import CapacityExceeded
-from kvflow.events import TransferFailed
+from kvflow.events import PullFailed
 from kvflow.reads.scheduler import Delivered
 
 from .caches import thorough
@@ -94,7 +94,7 @@ def test_the_checks_of_a_lease_that_is_never_admitted_are_bounded(pauses, unserv
         for read_id in sorted(world.plane):
             world.answer(read_id, "early", unserved=unserved and not story.ranks[0].unserved)
         world.tick(pause + 0.02)
-    assert TransferFailed in story.told
+    assert PullFailed in story.told
     assert len(world.ranks) <= most_retries(BUDGETS) + 1
     world.finish()
 

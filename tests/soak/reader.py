@@ -9,7 +9,7 @@ from pathlib import Path
 
 import kvflow
 from kvflow import errors
-from kvflow.events import TransferCompleted, TransferFailed, TransferRetried, TransferStarted
+from kvflow.events import PullFailed, TransferCompleted, TransferRetried, TransferStarted
 from tests.integration.producing import configured
 from tests.integration.recycling import TARGET
 from tests.integration.words import Words, origin
@@ -19,7 +19,7 @@ NOBODY = 0
 """Number of the request whose words are put into blocks that received nothing: none that is offered has it."""
 LOOKED_AT_AGAIN = 0.2
 """Share of the delivered pulls whose words are looked at again, after another pull; of those that failed it is all."""
-EVENTS = (TransferStarted, TransferRetried, TransferCompleted, TransferFailed)
+EVENTS = (TransferStarted, TransferRetried, TransferCompleted, PullFailed)
 """After which a pull may be given up."""
 ENOUGH_TOO_LATE = 8
 """Pulls that had ended before they were given up, after which a sweep starts again: others take longer."""

@@ -29,7 +29,7 @@ EVENTS = {
     "worker.opened": events.WorkerOpened("tcp://127.0.0.1:5000", "nixl", 1024, 65536),
     "plane.omitted": events.PlaneOmitted("nixl", "transport_unavailable", "NIXL is not installed", "Install it."),
     "worker.drained": events.WorkerDrained(1, 2, 1, 30.0),
-    "worker.closed": events.WorkerClosed(2, 1),
+    "worker.closed": events.WorkerStopped(2, 1),
     "offer.admitted": events.OfferAdmitted("request-1", 4, 30.0),
     "offer.refused": events.OfferRefused("request-1", "capacity_exceeded", "no room", "Wait."),
     "peer.connected": events.PeerConnected(
@@ -61,7 +61,7 @@ EVENTS = {
     "transfer.started": events.TransferStarted(7, "request-1"),
     "transfer.retried": events.TransferRetried(7, "request-1", PEER),
     "transfer.completed": events.TransferCompleted(7, "request-1", REPORT, "", "prefill-0"),
-    "transfer.failed": events.TransferFailed(
+    "transfer.failed": events.PullFailed(
         7,
         "request-1",
         "peer_lost",

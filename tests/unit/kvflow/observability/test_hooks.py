@@ -6,7 +6,7 @@ import pytest
 
 import kvflow
 from kvflow.errors import ConfigInvalid
-from kvflow.events import LeaseEnded, OnlyEvents, TransferCompleted, WorkerClosed, WorkerOpened
+from kvflow.events import LeaseEnded, OnlyEvents, TransferCompleted, WorkerOpened, WorkerStopped
 from kvflow.observability.logs import check_hooks
 from tests.helpers.settings import flat_config
 
@@ -88,6 +88,6 @@ async def test_hooks_take_the_events_of_their_worker():
     assert completed[0] == TransferCompleted(1, "request-1", report, "mine", "prefill-0")
     assert completed[0] in consumed
     assert type(produced[0]) is type(consumed[0]) is WorkerOpened
-    assert type(produced[-1]) is type(consumed[-1]) is WorkerClosed
+    assert type(produced[-1]) is type(consumed[-1]) is WorkerStopped
     (ended,) = [event for event in produced if isinstance(event, LeaseEnded)]
     assert (ended.request_id, ended.outcome) == ("request-1", "released")

@@ -18,8 +18,8 @@ from kvflow.events import (
     LeaseEnded,
     OnlyEvents,
     PeerDropped,
+    PullFailed,
     TransferCompleted,
-    TransferFailed,
     TransferStarted,
     TransferTraced,
     event_name,
@@ -291,7 +291,7 @@ def test_an_event_is_wanted_only_if_its_level_is(caplog, level, wanted):
     report = Reporter(EventLog(**IDENTITY), [])
     assert report.wants(TransferCompleted) is wanted
     assert not report.wants(TransferStarted)
-    assert report.wants(TransferFailed)
+    assert report.wants(PullFailed)
     assert report.wants(LeaseEnded) is wanted
 
 

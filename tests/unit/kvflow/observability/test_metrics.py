@@ -63,8 +63,8 @@ def test_buckets_count_what_is_not_above_them():
 
 
 def test_failures_have_a_code_and_bytes_in_vain():
-    refused = events.TransferFailed(9, "r", "a_code_of_the_engine", "check", "", "", quarantined=False)
-    lost = events.TransferFailed(
+    refused = events.PullFailed(9, "r", "a_code_of_the_engine", "check", "", "", quarantined=False)
+    lost = events.PullFailed(
         8, "r", "peer_lost", "wire", PEER, "gone", quarantined=True, nbytes=1024, remote_engine_id="prefill-0"
     )
     found = samples(fed(lost, lost, refused))
@@ -112,7 +112,7 @@ def test_peers_and_labels_are_bounded():
     for n in range(3 * NAMES_MAX):
         for hook in hooks:
             hook(events.OfferRefused("r", f"code-{n}", "", ""))
-            hook(events.TransferFailed(n, "r", f"code-{n}", "wire", "", "", quarantined=False, remote_engine_id="e"))
+            hook(events.PullFailed(n, "r", f"code-{n}", "wire", "", "", quarantined=False, remote_engine_id="e"))
     found = samples(metrics)
     peers = {key[1] for key in found if key[0] == "kvflow_pull_seconds_count"}
     assert peers == {f"engine-{n}" for n in range(PEERS_MAX)} | {"other"}

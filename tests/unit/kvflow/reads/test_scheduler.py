@@ -5,7 +5,7 @@ import pytest
 
 from kvflow.config import Tuning
 from kvflow.errors import CapacityExceeded
-from kvflow.events import TransferFailed, TransferQuiesced, TransferRetried
+from kvflow.events import PullFailed, TransferQuiesced, TransferRetried
 from kvflow.planning.pairs import UnitPairs
 from kvflow.reads.pulls import EARLY_RETRY_S, EARLY_RETRY_S_MAX, Pull
 from kvflow.reads.requests import LeaseName, Outstanding, Part, RankRead, ReadEnded
@@ -157,7 +157,7 @@ def test_waiting_for_an_admission_becomes_patient_but_not_endlessly():
 def test_waiting_for_an_admission_has_one_budget_in_all(scheduler):
     (one,), now = submit(scheduler, read(check_first=True)), 0.0
     effects = answer(scheduler, one, "early", now)
-    while TransferFailed not in kinds(effects):
+    while PullFailed not in kinds(effects):
         assert now < 10 * BUDGETS.fence_s
         if StartReads in kinds(effects):
             answer(scheduler, read_again(effects), "early", now)
@@ -184,7 +184,7 @@ def test_two_ranks_that_are_both_too_late_fail_their_pull_once(scheduler):
     one, other = submit(scheduler, read("p", check_first=True), read("q", check_first=True))
     answer(scheduler, one, "early", 0.0)
     answer(scheduler, other, "early", 0.0)
-    assert kinds(scheduler.tick(BUDGETS.fence_s + 0.1)) == [TransferFailed, TransferQuiesced]
+    assert kinds(scheduler.tick(BUDGETS.fence_s + 0.1)) == [PullFailed, TransferQuiesced]
     assert not scheduler.busy
 
 
@@ -196,7 +196,7 @@ def test_a_rank_is_not_read_again_when_another_is_too_late(scheduler, first):
     answer(scheduler, reads[first], "early", 0.0)
     answer(scheduler, reads[second], "early", BUDGETS.fence_s)
     effects = scheduler.tick(BUDGETS.fence_s + 0.1)
-    assert kinds(effects) == [TransferFailed, TransferQuiesced]
+    assert kinds(effects) == [PullFailed, TransferQuiesced]
     assert effects[0].peer == first
 
 
@@ -291,7 +291,7 @@ def test_a_lost_peer_ends_the_pulls_that_need_it_and_no_others(scheduler):
     answer(scheduler, done)  # what it needs of that peer is there
     start(alone)
     effects = scheduler.on_peer_failed("p", code="peer_lost", detail="gone", now=1.0)
-    failures = {effect.pull_id: effect for effect in effects if isinstance(effect, TransferFailed)}
+    failures = {effect.pull_id: effect for effect in effects if isinstance(effect, PullFailed)}
     told = {pull_id: (each.phase, each.quarantined, each.peer) for pull_id, each in failures.items()}
     assert told == {1: ("wire", True, "p"), 2: ("queue", True, "p"), 4: ("fence", False, "p")}
     cancelled = {read_id for effect in effects if isinstance(effect, CancelReads) for read_id in effect.read_ids}
@@ -316,7 +316,7 @@ def test_a_read_that_the_data_plane_does_not_even_take_fails_too(scheduler):
     """Its thread may be inside a call that does not return."""
     submit(scheduler)
     assert scheduler.tick(BUDGETS.queue_s - 0.1) == []
-    assert only(TransferFailed, scheduler.tick(BUDGETS.queue_s + 0.6)).phase == "queue"
+    assert only(PullFailed, scheduler.tick(BUDGETS.queue_s + 0.6)).phase == "queue"
 
 
 def test_a_peer_that_owes_us_nothing_has_all_the_time_in_the_world(scheduler):
@@ -326,7 +326,7 @@ def test_a_peer_that_owes_us_nothing_has_all_the_time_in_the_world(scheduler):
         assert scheduler.tick(float(now)) == []
     outstanding.since = 30.0
     assert scheduler.tick(30.0 + BUDGETS.wire_s) == []
-    failed = only(TransferFailed, scheduler.tick(30.6 + BUDGETS.wire_s))
+    failed = only(PullFailed, scheduler.tick(30.6 + BUDGETS.wire_s))
     assert (failed.code, failed.phase) == ("deadline_exceeded", "wire")
 
 
@@ -336,7 +336,7 @@ def test_progress_of_the_peer_extends_the_wire_budget(scheduler):
     for now in range(1, 30):
         outstanding.since = float(now)
         assert scheduler.tick(now + 0.9 * BUDGETS.wire_s) == []
-    assert TransferFailed in kinds(scheduler.tick(29.6 + BUDGETS.wire_s))
+    assert PullFailed in kinds(scheduler.tick(29.6 + BUDGETS.wire_s))
 
 
 def test_each_budget_counts_from_the_start_of_its_own_phase(scheduler):
@@ -357,7 +357,7 @@ def test_a_fence_that_is_not_read_in_time_fails_in_its_own_phase(scheduler):
     (one,) = submit(scheduler)
     arrive(one, 2.5)
     assert scheduler.tick(2.5 + BUDGETS.fence_s) == []
-    failed = only(TransferFailed, scheduler.tick(3.1 + BUDGETS.fence_s))
+    failed = only(PullFailed, scheduler.tick(3.1 + BUDGETS.fence_s))
     assert (failed.code, failed.phase, failed.peer) == ("deadline_exceeded", "fence", "p")
 
 
@@ -366,14 +366,14 @@ def test_two_ranks_of_a_pull_that_are_both_overdue_fail_it_once(scheduler):
     for one in reads:
         start(one)
     effects = scheduler.tick(BUDGETS.wire_s + 1.0)
-    assert kinds(effects) == [TransferFailed, CancelReads]
+    assert kinds(effects) == [PullFailed, CancelReads]
     assert effects[1].read_ids == tuple(one.read_id for one in reads)
 
 
 def test_a_read_that_does_not_end_is_not_told_of_twice(scheduler):
     (one,) = submit(scheduler)
     start(one)
-    assert TransferFailed in kinds(scheduler.tick(4.0))
+    assert PullFailed in kinds(scheduler.tick(4.0))
     for now in range(5, 30):
         assert scheduler.tick(float(now)) == []
     assert kinds(answer(scheduler, one, "failed", code="peer_lost")) == [TransferQuiesced]
@@ -393,7 +393,7 @@ def test_a_stale_lease_is_told_when_the_other_ranks_are_quiet_too(scheduler):
 def test_a_stale_lease_beside_a_rank_that_waits_is_told_at_once(scheduler):
     one, other = submit(scheduler, read("p"), read("q", check_first=True))
     answer(scheduler, other, "early")
-    assert kinds(answer(scheduler, one, "stale")) == [TransferFailed, TransferQuiesced]
+    assert kinds(answer(scheduler, one, "stale")) == [PullFailed, TransferQuiesced]
     assert scheduler.tick(10.0) == []
 
 
@@ -401,7 +401,7 @@ def test_a_stale_lease_beside_a_hung_rank_is_told_in_the_end(scheduler):
     one, other = submit(scheduler, read("p"), read("q"))
     start(other)
     answer(scheduler, one, "stale", now=1.0)
-    failed = only(TransferFailed, scheduler.tick(BUDGETS.wire_s + 2.0))
+    failed = only(PullFailed, scheduler.tick(BUDGETS.wire_s + 2.0))
     assert (failed.code, failed.phase, failed.quarantined) == ("deadline_exceeded", "wire", True)
     assert (failed.peer, failed.detail) == ("q", "wire took longer than its budget")  # not the rank that answered
     assert scheduler.tick(BUDGETS.wire_s + 4.0) == []
@@ -444,7 +444,7 @@ def test_losing_a_peer_costs_the_same_for_each_pull_however_many_are_open():
     def cost(count):
         scheduler, ended = crowd(count, "p", "q"), []
         calls = calls_of(lambda: ended.extend(scheduler.on_peer_failed("p", code="peer_lost", detail="", now=1.0)))
-        assert kinds(ended).count(TransferFailed) == count
+        assert kinds(ended).count(PullFailed) == count
         return calls
 
     assert cost(800) < 2.2 * cost(400)

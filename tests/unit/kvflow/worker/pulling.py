@@ -10,7 +10,7 @@ import msgspec
 from handshake.network import ZeroMqNetwork
 from handshake.sockets import LinkEvent
 from kvflow.clock import monotonic
-from kvflow.events import TransferCompleted, TransferFailed
+from kvflow.events import PullFailed, TransferCompleted
 from kvflow.layout.shards import Shard
 from kvflow.leases.epochs import EPOCH_BITS
 from kvflow.leases.tickets import Ticket, join_tickets
@@ -331,7 +331,7 @@ class World:
     async def records(self, count=1):
         """Wait until so many pulls have their record; return them by the name of their request."""
         async with asyncio.timeout(PATIENCE_S):
-            while len(found := self.of(TransferCompleted, TransferFailed)) < count:  # noqa: ASYNC110 - likewise
+            while len(found := self.of(TransferCompleted, PullFailed)) < count:  # noqa: ASYNC110 - likewise
                 await asyncio.sleep(0.001)
         assert len(found) == count
         return {record.request_id: record for record in found}

@@ -325,7 +325,7 @@ async def test_a_stale_pull_is_quiescent_and_releases_nothing(world):
     assert (record.code, record.phase, record.quarantined) == ("stale_lease", "fence", False)
     assert (record.nbytes, record.nbytes_wanted) == (4 * BLOCK_BYTES, 4 * BLOCK_BYTES)
     assert record.lease_ended_by == REVOKED
-    assert [type(event) for event in world.events][-2:] == [events.TransferFailed, events.TransferQuiesced]
+    assert [type(event) for event in world.events][-2:] == [events.PullFailed, events.TransferQuiesced]
 
 
 async def test_a_failure_keeps_its_blocks_until_the_data_plane_is_done():

@@ -7,7 +7,7 @@ from kvflow.worker.failures import ERRORS, connection_error, transfer_error
 
 
 def failed(code, phase="wire", *, quarantined=False):
-    return events.TransferFailed(7, "request-1", code, phase, "p/0/x", "what happened", quarantined=quarantined)
+    return events.PullFailed(7, "request-1", code, phase, "p/0/x", "what happened", quarantined=quarantined)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from kvflow import errors
-from kvflow.events import TransferCompleted, TransferFailed, TransferQuiesced, TransferRetried
+from kvflow.events import PullFailed, TransferCompleted, TransferQuiesced, TransferRetried
 from kvflow.layout.groups import Group
 from kvflow.rendezvous.dialer import Link
 from kvflow.worker import open_pulls
@@ -45,7 +45,7 @@ async def failing(world, kind, **how):
     error = await failure(world.start(**how))
     assert type(error) is kind
     record = await world.record()
-    assert isinstance(record, TransferFailed)
+    assert isinstance(record, PullFailed)
     return error, record
 
 
@@ -190,8 +190,8 @@ async def test_cancelled_before_a_byte_was_read(world):
     assert (record.request_id, record.phase) == ("request-1", "queue")
     assert (record.nbytes, record.nbytes_wanted, record.transport) == (0, 2 * 512, "loopback")
     assert record.timings_s.keys() == {"handshake", "queue", "total"}
-    ends = [event for event in world.of(TransferFailed, TransferQuiesced) if event.request_id == "request-1"]
-    assert [type(event) for event in ends] == [TransferFailed, TransferQuiesced], "why, then that its blocks are free"
+    ends = [event for event in world.of(PullFailed, TransferQuiesced) if event.request_id == "request-1"]
+    assert [type(event) for event in ends] == [PullFailed, TransferQuiesced], "why, then that its blocks are free"
     world.faults.heal()
     async with asyncio.timeout(PATIENCE_S):
         await asyncio.gather(*waiting)

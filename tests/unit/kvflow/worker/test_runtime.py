@@ -119,7 +119,7 @@ async def test_hooks_hear_everything_and_a_failing_one_stops_nobody(caplog):
             worker.offer("r", [[1]], 4)
     assert [type(event) for event in heard][:2] == [events.WorkerOpened, events.OfferAdmitted]
     assert heard[0] == events.WorkerOpened(worker.endpoint, "loopback", 8, cache_of().bytes_per_block)
-    assert heard[-1] == events.WorkerClosed(leases_revoked=1, pulls_cancelled=0)
+    assert heard[-1] == events.WorkerStopped(leases_revoked=1, pulls_cancelled=0)
     assert "a hook failed" in caplog.text
     assert "a defect of the observer" in caplog.text
 
