@@ -10,17 +10,17 @@ from handshake.client import HandshakeClient, open_client
 
 # Errors.
 from handshake.errors import (
-    AuthenticationFailed,
-    CapacityExceeded,
+    AddressInvalid,
+    CloseCode,
     Closed,
-    ConfigInvalid,
     ConnectionLost,
-    DeadlineExceeded,
-    FailureCode,
+    ConnectionRefused,
     HandshakeError,
     LocalProtocolError,
-    PeerRefused,
     RemoteProtocolError,
+    SocketsExhausted,
+    TimedOut,
+    Unauthenticated,
 )
 
 # Events.
@@ -56,21 +56,19 @@ from handshake.server import HandshakeServer, Peer, PeerKey, open_server
 from handshake.version import VersionRange
 
 __all__ = [
+    "AddressInvalid",
     "AllowedKeys",
-    "AuthenticationFailed",
-    "CapacityExceeded",
     "ClockOffset",
+    "CloseCode",
     "Closed",
     "ClusterSecurity",
-    "ConfigInvalid",
     "ConnectionClosed",
     "ConnectionFailed",
     "ConnectionLost",
+    "ConnectionRefused",
     "CurveKeys",
-    "DeadlineExceeded",
     "Ending",
     "Event",
-    "FailureCode",
     "HandshakeClient",
     "HandshakeError",
     "HandshakeServer",
@@ -83,7 +81,6 @@ __all__ = [
     "Peer",
     "PeerKey",
     "PeerReady",
-    "PeerRefused",
     "PingAnswered",
     "Publication",
     "Release",
@@ -95,6 +92,9 @@ __all__ = [
     "RenewAnswered",
     "RenewReceived",
     "Renewed",
+    "SocketsExhausted",
+    "TimedOut",
+    "Unauthenticated",
     "VersionRange",
     "open_client",
     "open_server",

@@ -14,14 +14,14 @@ from msgspec import Struct
 from handshake.connection import Connection, check_introduction
 from handshake.driver import Driver
 from handshake.errors import (
-    AuthenticationFailed,
+    CloseCode,
     Closed,
     ConnectionLost,
-    DeadlineExceeded,
-    FailureCode,
+    ConnectionRefused,
     HandshakeError,
-    PeerRefused,
     RemoteProtocolError,
+    TimedOut,
+    Unauthenticated,
 )
 from handshake.events import ConnectionClosed, ConnectionFailed, Ending, Event, PeerReady, PingAnswered
 from handshake.limits import DEFAULT_LIMITS, Limits
@@ -267,15 +267,15 @@ async def open_client(
         server_key: the server's public key, needed if it has one of its own; nobody else is taken for it.
 
     Raises:
-        ConfigInvalid: the endpoint is malformed.
+        AddressInvalid: the endpoint is malformed.
         LocalProtocolError: the identity or the publication is out of bounds.
-        CapacityExceeded: this process can open no more sockets or files; nothing was dialed.
-        AuthenticationFailed: the server has another secret or key, or only one side has one; known within a
+        SocketsExhausted: this process can open no more sockets or files; nothing was dialed.
+        Unauthenticated: the server has another secret or key, or only one side has one; known within a
             second. Or we do not trust ``server_key``: then nothing was dialed.
-        PeerRefused: the server gave a reason; ``busy`` only after ``Limits.connect_s``.
+        ConnectionRefused: the server gave a reason; ``busy`` only after ``Limits.connect_s``.
         RemoteProtocolError: the server broke the protocol.
         ConnectionLost: nobody listens, or the server hung up.
-        DeadlineExceeded: the server did not answer (``connect``), or not to the end (``handshake``).
+        TimedOut: the server did not answer (``connect``), or not to the end (``handshake``).
 
     Cancellation: safe at any moment; no task and no socket is left behind.
     """
@@ -304,7 +304,7 @@ async def _connect(dialing: _Dialing, stack: AsyncExitStack) -> HandshakeClient:
     while True:
         try:
             addresses = await _resolve(dialing, until_s)
-        except DeadlineExceeded as late:
+        except TimedOut as late:
             raise error or late from late.__cause__
         # A server may listen at only one of the addresses that its name has.
         address = addresses[attempts % len(addresses)]
@@ -316,7 +316,7 @@ async def _connect(dialing: _Dialing, stack: AsyncExitStack) -> HandshakeClient:
                 await stack.enter_async_context(trial.pop_all())
                 return HandshakeClient(attempt, outcome)
         if outcome is None:
-            raise error or DeadlineExceeded(f"{dialing.endpoint} did not answer in time", phase="connect")
+            raise error or TimedOut(f"{dialing.endpoint} did not answer in time", phase="connect")
         cuts = cuts + 1 if outcome is LinkEvent.CUT else 0
         error = _explain(outcome, dialing.endpoint, denied=cuts >= CUTS_MAX)
         # Half of the pause is random, so that a herd of clients does not come back as one.
@@ -333,7 +333,7 @@ async def _resolve(dialing: _Dialing, until_s: float) -> tuple[str, ...]:
         async with asyncio.timeout(until_s - network.now()):
             return await network.resolve(endpoint)
     except TimeoutError as error:
-        raise DeadlineExceeded(f"looking up {endpoint} took too long", phase="connect") from error
+        raise TimedOut(f"looking up {endpoint} took too long", phase="connect") from error
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
         remedy = "Correct the name, or give an address. getent hosts NAME shows what this host finds."
@@ -367,7 +367,7 @@ def _may_pass(outcome: LinkEvent | Ending, cuts: int) -> bool:
             return True
         case LinkEvent.CUT:
             return cuts < CUTS_MAX
-        case ConnectionFailed(code=FailureCode.BUSY, refused=True):
+        case ConnectionFailed(code=CloseCode.BUSY, refused=True):
             return True
         case _:
             return False
@@ -382,15 +382,15 @@ def _explain(outcome: LinkEvent | Ending, endpoint: str, *, denied: bool) -> Han
         case LinkEvent.CUT if not denied:
             error = ConnectionLost(f"{endpoint} hung up within the encryption handshake")
         case LinkEvent():
-            error = AuthenticationFailed(f"{endpoint} does not share our cluster secret, or does not trust our key")
+            error = Unauthenticated(f"{endpoint} does not share our cluster secret, or does not trust our key")
         case ConnectionClosed(reason=reason):
             error = ConnectionLost(f"{endpoint} closed the connection within the handshake: {reason}")
         case ConnectionFailed(code=code, reason=reason, remedy=remedy, refused=True):
-            error = PeerRefused(code, reason, remedy=remedy)
-        case ConnectionFailed(code=FailureCode.PROTOCOL_VIOLATION, reason=reason):
+            error = ConnectionRefused(code, reason, remedy=remedy)
+        case ConnectionFailed(code=CloseCode.PROTOCOL_VIOLATION, reason=reason):
             error = RemoteProtocolError(f"{endpoint} broke the protocol: {reason}", violation="unexpected")
-        case ConnectionFailed(code=FailureCode.HANDSHAKE_TIMEOUT, reason=reason):
-            error = DeadlineExceeded(f"{endpoint}: {reason}", phase="handshake", remedy=TIMEOUT_REMEDY)
+        case ConnectionFailed(code=CloseCode.HANDSHAKE_TIMEOUT, reason=reason):
+            error = TimedOut(f"{endpoint}: {reason}", phase="handshake", remedy=TIMEOUT_REMEDY)
         case ConnectionFailed(reason=reason):
             error = ConnectionLost(f"{endpoint} was lost within the handshake: {reason}")
     return error

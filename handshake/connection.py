@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from msgspec import UNSET, Struct, UnsetType
 
 from handshake import codec
-from handshake.errors import Closed, FailureCode, LocalProtocolError, RemoteProtocolError
+from handshake.errors import CloseCode, Closed, LocalProtocolError, RemoteProtocolError
 from handshake.events import (
     ConnectionClosed,
     ConnectionFailed,
@@ -250,9 +250,9 @@ class Connection:
             if self.state is not State.CLOSING:
                 self._handle(message, now)
         except RemoteProtocolError as error:
-            self.refuse(FailureCode.PROTOCOL_VIOLATION, error.message, now, remedy=error.remedy)
+            self.refuse(CloseCode.PROTOCOL_VIOLATION, error.message, now, remedy=error.remedy)
 
-    def lost(self, reason: str, *, code: str = FailureCode.CONNECTION_LOST) -> None:
+    def lost(self, reason: str, *, code: str = CloseCode.CONNECTION_LOST) -> None:
         """Note that the transport is gone: no message can be sent or received after this."""
         if self.state is not State.CLOSED:
             self._advance(Occurrence.LOST)
@@ -280,7 +280,7 @@ class Connection:
         match self.state:
             case State.READY if now >= self._heard_s + self._limits.silence_s_max:
                 silence_s = now - self._heard_s
-                self.refuse(FailureCode.SILENT, f"nothing was heard for {silence_s:.1f} s", now)
+                self.refuse(CloseCode.SILENT, f"nothing was heard for {silence_s:.1f} s", now)
             case State.READY:
                 self._ping(now)
             case State.CLOSING:
@@ -288,7 +288,7 @@ class Connection:
             case _:
                 missing = _MISSING[self.role, self.state]
                 reason = f"no handshake within {self._limits.handshake_s:g} s: {missing}"
-                self.refuse(FailureCode.HANDSHAKE_TIMEOUT, reason, now)
+                self.refuse(CloseCode.HANDSHAKE_TIMEOUT, reason, now)
 
     # Below, a message was already allowed by the table.
 
@@ -325,7 +325,7 @@ class Connection:
         if version is None:
             reason = f"no common version: this side speaks {self._versions}, the peer {theirs}"
             remedy = "Run releases whose wire versions overlap."
-            self.refuse(FailureCode.VERSION_UNSUPPORTED, reason, now, remedy=remedy)
+            self.refuse(CloseCode.VERSION_UNSUPPORTED, reason, now, remedy=remedy)
             return
         self._partner = hello
         self._version = version
@@ -382,7 +382,7 @@ class Connection:
 
     def _refuse_rate(self, what: str, per_s: float, now: float) -> None:
         reason = f"more than {per_s:g} {what} per second"
-        self.refuse(FailureCode.RATE_EXCEEDED, reason, now, remedy="Say more in fewer messages, or say less.")
+        self.refuse(CloseCode.RATE_EXCEEDED, reason, now, remedy="Say more in fewer messages, or say less.")
 
     def _answer_farewell(self, message: Bye | Refuse, now: float) -> None:
         ending: Ending = ConnectionClosed(reason=message.reason)

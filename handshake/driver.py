@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 
 from handshake.connection import Connection
-from handshake.errors import FailureCode
+from handshake.errors import CloseCode
 from handshake.events import Event
 from handshake.messages import Release, Released, Renew, Renewed
 from handshake.network import ZEROMQ
@@ -127,7 +127,7 @@ class Driver:
         for frames in self.connection.take_outgoing():
             match self._transmit(frames):
                 case Delivery.FULL:
-                    self.connection.lost("the peer does not read what it is sent", code=FailureCode.CONGESTED)
+                    self.connection.lost("the peer does not read what it is sent", code=CloseCode.CONGESTED)
                     return
                 case Delivery.GONE:
                     self.connection.lost("the peer has gone")
@@ -139,7 +139,7 @@ class Driver:
         except Exception:
             logger.exception("handling %s failed; its connection ends", type(event).__name__)
             reason = "the program failed to handle an event of this connection"
-            self.connection.refuse(FailureCode.INTERNAL_ERROR, reason, self._now())
+            self.connection.refuse(CloseCode.INTERNAL_ERROR, reason, self._now())
 
     def _arm(self) -> None:
         self._armed_in = self.connection.state

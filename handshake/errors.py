@@ -3,15 +3,15 @@
 The tree shows what is wrong or what to do::
 
     HandshakeError
-    ├── ConfigInvalid          fix the address or the secret
-    ├── LocalProtocolError     this process tried to send a message that the protocol does not allow
-    ├── RemoteProtocolError    the peer sent a message that the protocol does not allow
-    ├── PeerRefused            the peer refused the connection, and said why
-    ├── AuthenticationFailed   the peer has another cluster secret
-    ├── ConnectionLost         the peer died, closed the connection, or cannot be reached
-    ├── CapacityExceeded       this process can open no more sockets or files
-    ├── DeadlineExceeded       a phase took longer than its budget
-    └── Closed                 the connection has ended; open another one
+    ├── AddressInvalid        fix the address or the secret
+    ├── LocalProtocolError    this process tried to send a message that the protocol does not allow
+    ├── RemoteProtocolError   the peer sent a message that the protocol does not allow
+    ├── ConnectionRefused     the peer refused the connection, and said why
+    ├── Unauthenticated       the peer has another cluster secret
+    ├── ConnectionLost        the peer died, closed the connection, or cannot be reached
+    ├── SocketsExhausted      this process can open no more sockets or files
+    ├── TimedOut              a phase took longer than its budget
+    └── Closed                the connection has ended; open another one
 
 Each has a stable ``code`` for machines, and its text ends with what to do.
 """
@@ -21,7 +21,7 @@ from enum import StrEnum
 from typing import ClassVar
 
 
-class FailureCode(StrEnum):
+class CloseCode(StrEnum):
     """Why a connection failed. ``Refuse`` sends a code to the peer.
 
     A newer peer may send a code that is not in this list: a received code is text, and is never looked up here.
@@ -88,7 +88,7 @@ class HandshakeError(Exception):
         return f"{self.message} [{self.code}] {self.remedy}".rstrip()
 
 
-class ConfigInvalid(HandshakeError):
+class AddressInvalid(HandshakeError):
     """An address or a secret cannot be used, or would be unsafe."""
 
     code = "config_invalid"
@@ -118,7 +118,7 @@ class RemoteProtocolError(HandshakeError):
         self.violation = violation
 
 
-class PeerRefused(HandshakeError):
+class ConnectionRefused(HandshakeError):
     """The peer answered with a refusal.
 
     Attributes:
@@ -133,7 +133,7 @@ class PeerRefused(HandshakeError):
         self.refusal = refusal
 
 
-class AuthenticationFailed(HandshakeError):
+class Unauthenticated(HandshakeError):
     """The peer has another cluster secret, or only one side uses encryption."""
 
     code = "authentication_failed"
@@ -150,7 +150,7 @@ class ConnectionLost(HandshakeError):
     default_remedy = "Check that the peer runs and that its address is reachable from here."
 
 
-class CapacityExceeded(HandshakeError):
+class SocketsExhausted(HandshakeError):
     """This process can open no more sockets or files. It did not connect.
 
     Attributes:
@@ -167,7 +167,7 @@ class CapacityExceeded(HandshakeError):
         self.limit = limit
 
 
-class DeadlineExceeded(HandshakeError):
+class TimedOut(HandshakeError):
     """A phase took longer than its budget.
 
     Attributes:
@@ -189,7 +189,7 @@ class Closed(HandshakeError):
     default_remedy = "Open a new connection."
 
 
-def cannot_listen(bind: str, number: int | None, reason: str) -> ConfigInvalid:
+def cannot_listen(bind: str, number: int | None, reason: str) -> AddressInvalid:
     """Return the error of an address that cannot be listened on.
 
     Args:
@@ -203,4 +203,4 @@ def cannot_listen(bind: str, number: int | None, reason: str) -> ConfigInvalid:
         reason, remedy = "the address is already in use", "Choose another port, or port 0, which takes a free one."
     elif number in (errno.ENODEV, errno.EADDRNOTAVAIL):
         reason = f"{host} is not an address of this host"
-    return ConfigInvalid(f"cannot listen on {bind}: {reason}", remedy=remedy)
+    return AddressInvalid(f"cannot listen on {bind}: {reason}", remedy=remedy)

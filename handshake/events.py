@@ -89,7 +89,7 @@ class ConnectionFailed(Struct, frozen=True, kw_only=True):
     """The connection ended with a complaint.
 
     Attributes:
-        code: see ``handshake.errors.FailureCode``; the peer's own word if it refused.
+        code: see ``handshake.errors.CloseCode``; the peer's own word if it refused.
         reason: what is wrong.
         remedy: what to do about it.
         refused: True if the peer refused us; False if we found the fault.

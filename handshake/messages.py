@@ -152,7 +152,7 @@ class Refuse(Message, frozen=True, kw_only=True, tag="refuse"):
     """The last word of a peer that has a complaint.
 
     Attributes:
-        code: stable name, see ``handshake.errors.FailureCode``; a newer peer may use another one.
+        code: stable name, see ``handshake.errors.CloseCode``; a newer peer may use another one.
         reason: what is wrong.
         remedy: what to do about it.
     """

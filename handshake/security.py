@@ -20,7 +20,7 @@ import zmq
 from msgspec import Struct, structs
 from zmq.utils import z85
 
-from handshake.errors import AuthenticationFailed, ConfigInvalid
+from handshake.errors import AddressInvalid, Unauthenticated
 
 if TYPE_CHECKING:
     from hashlib import _Hash
@@ -136,7 +136,7 @@ class AllowedKeys:
         """Trust these from now on, and no others.
 
         Raises:
-            ConfigInvalid: a key is malformed; nothing has changed.
+            AddressInvalid: a key is malformed; nothing has changed.
         """
         self._keys = _checked(keys)
 
@@ -146,7 +146,9 @@ def _checked(keys: Iterable[object]) -> frozenset[PublicKey]:
     for key in keys:
         if not isinstance(key, str) or not PUBLIC_KEY.match(key):
             # Not repeated: what was pasted into the wrong setting may be a private key.
-            raise ConfigInvalid("an allowed key is malformed", remedy="Give 64 lower-case hexadecimal digits for each.")
+            raise AddressInvalid(
+                "an allowed key is malformed", remedy="Give 64 lower-case hexadecimal digits for each."
+            )
         found.add(key)
     return frozenset(found)
 
@@ -173,10 +175,10 @@ class ClusterSecurity(Struct, frozen=True):
         """Derive everything from a secret: any string of 16 characters or more.
 
         Raises:
-            ConfigInvalid: the secret is too short.
+            AddressInvalid: the secret is too short.
         """
         if len(secret) < SECRET_CHARACTERS_MIN:
-            raise ConfigInvalid(
+            raise AddressInvalid(
                 f"the cluster secret has {len(secret)} characters, at least {SECRET_CHARACTERS_MIN} are needed",
                 remedy="Draw one, for example with: python -c 'import secrets; print(secrets.token_urlsafe(32))'",
             )
@@ -196,7 +198,7 @@ class ClusterSecurity(Struct, frozen=True):
         """Return the same that takes a second secret's tickets and peers, too, while it says the first's.
 
         Raises:
-            ConfigInvalid: the secret is too short.
+            AddressInvalid: the secret is too short.
         """
         return structs.replace(self, other=type(self).from_secret(secret))
 
@@ -220,11 +222,11 @@ class ClusterSecurity(Struct, frozen=True):
         """Return the keys with which we dial the server of this public key; without one, a server of our secret.
 
         Raises:
-            AuthenticationFailed: we do not trust that key. Nothing was dialed.
+            Unauthenticated: we do not trust that key. Nothing was dialed.
         """
         if self.allowed is not None:
             if server_key not in self.allowed:
-                raise AuthenticationFailed(
+                raise Unauthenticated(
                     f"the server's key {server_key or '(none)'} is not among our allowed keys",
                     remedy="Add the server's public key to allowed_keys, if it is a worker of this cluster.",
                     local=True,
@@ -234,7 +236,7 @@ class ClusterSecurity(Struct, frozen=True):
         for each in (self, self.other):
             if each is not None and server_key in ("", each.server.public_key):
                 return each
-        raise AuthenticationFailed(f"the server's key {server_key} does not follow from our cluster secret", local=True)
+        raise Unauthenticated(f"the server's key {server_key} does not follow from our cluster secret", local=True)
 
     def verifies(self, data: bytes, signature: bytes) -> bool:
         """Tell whether a holder of a secret that we accept has signed ``data``."""
@@ -255,11 +257,11 @@ def check_bind(bind: str, security: ClusterSecurity | None, *, insecure_allowed:
         insecure_allowed: the operator asked, by name, to go without.
 
     Raises:
-        ConfigInvalid: the address is malformed, or it is not a loopback address and there is no security.
+        AddressInvalid: the address is malformed, or it is not a loopback address and there is no security.
     """
     host = _host(bind)
     if security is None and not insecure_allowed and not _is_loopback(host):
-        raise ConfigInvalid(
+        raise AddressInvalid(
             f"binding {bind} without a cluster secret would let anyone on the network in",
             remedy="Set a cluster secret, bind a loopback address, or allow insecure binding by name.",
         )
@@ -269,7 +271,7 @@ def check_endpoint(endpoint: str) -> None:
     """Make sure that ``endpoint`` is ``tcp://host:port``, before ZeroMQ guesses what else it might mean.
 
     Raises:
-        ConfigInvalid: it is not.
+        AddressInvalid: it is not.
     """
     _host(endpoint)
 
@@ -277,7 +279,7 @@ def check_endpoint(endpoint: str) -> None:
 def _host(endpoint: str) -> str:
     match = _TCP_ENDPOINT.match(endpoint)
     if match is None or (match["port"] != "*" and int(match["port"]) > 65535):
-        raise ConfigInvalid(f"{endpoint!r} is not an address", remedy="Use tcp://host:port.")
+        raise AddressInvalid(f"{endpoint!r} is not an address", remedy="Use tcp://host:port.")
     return match["host"].strip("[]")
 
 

@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from handshake.connection import Connection, Giving, check_introduction
 from handshake.driver import Driver
-from handshake.errors import Closed, FailureCode
+from handshake.errors import CloseCode, Closed
 from handshake.events import ConnectionFailed, Event, PeerReady
 from handshake.limits import DEFAULT_LIMITS, Limits
 from handshake.messages import PASS_BYTES_MAX, REPORT_BYTES_MAX, Identity, Publication, Released, Renewed
@@ -36,7 +36,7 @@ Objection = tuple[str, str, str]
 """Code, reason and remedy of a refusal."""
 
 _REMOVED = (
-    FailureCode.KEY_REMOVED,
+    CloseCode.KEY_REMOVED,
     "this key is no longer allowed",
     "Ask the server's operator to allow this key.",
 )
@@ -320,12 +320,12 @@ class HandshakeServer:
         """Say why one more connection of this key is not wanted, if so."""
         limits = self._limits
         if self._leaving:
-            return FailureCode.CLOSING, "the server is leaving", "Dial its successor."
+            return CloseCode.CLOSING, "the server is leaving", "Dial its successor."
         if not self._trusts(public_key):  # removed since ZAP accepted it
             return _REMOVED
         if self._tells_apart and self._connections_of(public_key) >= limits.connections_per_key_max:
             reason = f"there are {limits.connections_per_key_max} connections of this key already"
-            return FailureCode.TOO_MANY_CONNECTIONS, reason, "Give every worker a key of its own."
+            return CloseCode.TOO_MANY_CONNECTIONS, reason, "Give every worker a key of its own."
         return None
 
     @property
@@ -335,7 +335,7 @@ class HandshakeServer:
     @property
     def _crowded(self) -> Objection:
         reason = f"there are {self._limits.peers_max} connections already"
-        return FailureCode.TOO_MANY_PEERS, reason, "Raise peers_max, or use fewer peers."
+        return CloseCode.TOO_MANY_PEERS, reason, "Raise peers_max, or use fewer peers."
 
     def _make_room(self) -> Objection | None:
         """Give up the oldest handshake if too many are under way; object to the newcomer if it is too young for that.
@@ -353,8 +353,8 @@ class HandshakeServer:
             return None
         oldest, under_way = pending[0], f"{len(pending)} handshakes are under way"
         if oldest.connection.handshake_age(self._network.now()) < self._limits.handshake_grace_s:
-            return FailureCode.BUSY, under_way, _DIAL_AGAIN
-        oldest.refuse(FailureCode.BUSY, f"{under_way}, and this is the oldest", _DIAL_AGAIN)
+            return CloseCode.BUSY, under_way, _DIAL_AGAIN
+        oldest.refuse(CloseCode.BUSY, f"{under_way}, and this is the oldest", _DIAL_AGAIN)
         return None
 
     @property
@@ -432,7 +432,7 @@ async def open_server(
         make_report: called on the loop when a client asks for a report; None gives none. As ``make_pass``.
 
     Raises:
-        ConfigInvalid: the address cannot be bound, or would be unsafe.
+        AddressInvalid: the address cannot be bound, or would be unsafe.
         LocalProtocolError: the identity or the publication is out of bounds.
     """
     check_bind(bind, security, insecure_allowed=insecure_allowed)

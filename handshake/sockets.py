@@ -24,7 +24,7 @@ from itertools import count
 import zmq
 
 from handshake.arrivals import Arrivals
-from handshake.errors import CapacityExceeded, ConfigInvalid, FailureCode, cannot_listen
+from handshake.errors import AddressInvalid, CloseCode, SocketsExhausted, cannot_listen
 from handshake.intake import Intake, watched, wire_bytes
 from handshake.limits import Limits
 from handshake.security import ZAP_DOMAIN, ZAP_ENDPOINT, ClusterSecurity, PublicKey, answer_admission
@@ -82,10 +82,10 @@ _LINK_EVENTS: dict[int, LinkEvent] = {
     zmq.Event.DISCONNECTED: LinkEvent.LOST,
 }
 
-_NOT_LET_IN: dict[int, FailureCode] = {
-    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: FailureCode.UNAUTHENTICATED,
-    zmq.Event.HANDSHAKE_FAILED_PROTOCOL: FailureCode.UNAUTHENTICATED,
-    zmq.Event.HANDSHAKE_FAILED_AUTH: FailureCode.KEY_UNKNOWN,
+_NOT_LET_IN: dict[int, CloseCode] = {
+    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: CloseCode.UNAUTHENTICATED,
+    zmq.Event.HANDSHAKE_FAILED_PROTOCOL: CloseCode.UNAUTHENTICATED,
+    zmq.Event.HANDSHAKE_FAILED_AUTH: CloseCode.KEY_UNKNOWN,
 }
 """What the monitor of a listener is asked for, and what it means. No more: each event takes a turn of the loop."""
 
@@ -192,7 +192,7 @@ class ListeningChannel(Channel):
         await self._read(2, lambda frames: on_frames([frame.bytes for frame in frames], self._key_of(frames[-1])))
 
     def _on_cut(self, _address: str) -> None:
-        self.strangers[FailureCode.OVERFLOWED] += 1
+        self.strangers[CloseCode.OVERFLOWED] += 1
 
     async def count_strangers(self) -> None:
         """Count the peers that are refused. Runs until it is cancelled; ZeroMQ may have to wait for it."""
@@ -238,12 +238,12 @@ class DialedChannel(Channel):
         """Start the one attempt to connect.
 
         Raises:
-            ConfigInvalid: the address is malformed.
+            AddressInvalid: the address is malformed.
         """
         try:
             self._socket.connect(self.endpoint)
         except zmq.ZMQError as error:
-            raise ConfigInvalid(f"cannot dial {self.endpoint!r}: {error}") from error
+            raise AddressInvalid(f"cannot dial {self.endpoint!r}: {error}") from error
 
     async def read(self, on_frames: Callable[[list[bytes]], None]) -> None:
         """Pass on each message that arrives. Runs until it is cancelled; ``on_frames`` must not raise."""
@@ -294,8 +294,8 @@ async def open_listener(bind: str, security: ClusterSecurity | None, limits: Lim
     """Listen on a ROUTER socket, with the ZAP handler that CURVE asks, if there is ``security``.
 
     Raises:
-        ConfigInvalid: the address cannot be bound.
-        CapacityExceeded: this process has no file descriptors left.
+        AddressInvalid: the address cannot be bound.
+        SocketsExhausted: this process has no file descriptors left.
     """
     _require_descriptors(DESCRIPTORS_OF_A_CONTEXT)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -359,7 +359,7 @@ def _require_descriptors(count: int) -> None:
     """Make sure that ZeroMQ finds so many descriptors: where there is none for its threads, it ends the whole process.
 
     Raises:
-        CapacityExceeded: this process has too few left.
+        SocketsExhausted: this process has too few left.
     """
     opened: list[int] = []
     try:
@@ -368,7 +368,7 @@ def _require_descriptors(count: int) -> None:
     except OSError as error:
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         remedy = "Raise this process's limit of open files: ulimit -n, LimitNOFILE=, or RLIMIT_NOFILE."
-        raise CapacityExceeded("open files (RLIMIT_NOFILE)", soft, remedy=remedy) from error
+        raise SocketsExhausted("open files (RLIMIT_NOFILE)", soft, remedy=remedy) from error
     finally:
         for descriptor in opened:
             os.close(descriptor)
@@ -443,7 +443,7 @@ async def open_dialer(endpoint: str, security: ClusterSecurity | None, limits: L
     """Make a DEALER socket for one connection to one server, whose key is that of ``security``'s server.
 
     Raises:
-        CapacityExceeded: this process can open no more sockets or files.
+        SocketsExhausted: this process can open no more sockets or files.
     """
     with _dialers.borrowed() as context, _closing() as sockets:
         _require_descriptors(DESCRIPTORS_OF_A_LINK)
@@ -464,7 +464,7 @@ async def open_dialer(endpoint: str, security: ClusterSecurity | None, limits: L
             monitor.connect(links)
         except zmq.ZMQError as error:
             remedy = "Divide the work among more processes: ZeroMQ numbers no more sockets in one."
-            raise CapacityExceeded("ZeroMQ sockets", context.get(zmq.MAX_SOCKETS), remedy=remedy) from error
+            raise SocketsExhausted("ZeroMQ sockets", context.get(zmq.MAX_SOCKETS), remedy=remedy) from error
         channel = DialedChannel(dealer, endpoint, monitor, held_max, secured=security is not None)
         try:
             with watched(channel.intake):

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from msgspec import Struct
 
 from handshake import AllowedKeys, ClusterSecurity, Identity, Limits, Publication
-from handshake.errors import AuthenticationFailed, HandshakeError
+from handshake.errors import HandshakeError, Unauthenticated
 from handshake.network import ZEROMQ, Network
 from handshake.server import MakePass
 from kvflow.config import WorkerConfig
@@ -46,7 +46,7 @@ class LocalEndpoint(Struct, frozen=True):
         """Return the public key that a producer rank must prove to hold; that of our secret if its ticket says none.
 
         Raises:
-            handshake.errors.AuthenticationFailed: we do not trust that key.
+            handshake.errors.Unauthenticated: we do not trust that key.
         """
         return self.security.towards(peer.public_key).server.public_key
 
@@ -54,7 +54,7 @@ class LocalEndpoint(Struct, frozen=True):
         """Return what we say to the TCP plane of a producer rank that we have dialed, and that gave us this pass.
 
         Raises:
-            handshake.errors.AuthenticationFailed: we do not trust its key.
+            handshake.errors.Unauthenticated: we do not trust its key.
         """
         keys, ours = self.security.towards(peer.public_key), self.identity
         return Credentials(keys.client.public_key, ours.engine_id, ours.rank, ours.incarnation, pass_)
@@ -63,7 +63,7 @@ class LocalEndpoint(Struct, frozen=True):
         """Tell whether we would dial this producer rank now."""
         try:
             self.key_of(peer)
-        except AuthenticationFailed:
+        except Unauthenticated:
             return False
         return True
 

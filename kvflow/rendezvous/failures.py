@@ -16,19 +16,19 @@ def as_kvflow_error(error: theirs.HandshakeError, *, peer: str) -> ours.KvflowEr
     """Return our error for theirs; chain it with ``raise ... from error``."""
     mapped: ours.KvflowError
     match error:
-        case theirs.ConfigInvalid() | theirs.LocalProtocolError():  # such as a manifest too large to publish
+        case theirs.AddressInvalid() | theirs.LocalProtocolError():  # such as a manifest too large to publish
             mapped = ours.ConfigInvalid(error.message, remedy=error.remedy)
-        case theirs.CapacityExceeded():
+        case theirs.SocketsExhausted():
             mapped = NotDialed(error.resource, error.limit, remedy=error.remedy)
-        case theirs.AuthenticationFailed():
+        case theirs.Unauthenticated():
             kind = Distrusted if error.local else ours.AuthenticationFailed
             mapped = kind(_about(peer, error.message), remedy=error.remedy)
-        case theirs.PeerRefused():
+        case theirs.ConnectionRefused():
             reason = error.message.removeprefix(f"the peer refused ({error.refusal}): ")
             mapped = ours.PeerRefused(error.refusal, _about(peer, reason), remedy=error.remedy)
         case theirs.RemoteProtocolError():
             mapped = ours.ProtocolViolation(error.message, peer=peer, remedy=error.remedy)
-        case theirs.DeadlineExceeded():
+        case theirs.TimedOut():
             mapped = ours.DeadlineExceeded(error.message, phase=error.phase, peer=peer, remedy=error.remedy)
         case _:
             mapped = ours.PeerLost(error.message, peer=peer, remedy=error.remedy)

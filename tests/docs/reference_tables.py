@@ -273,7 +273,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "errors.md": {
         "errors": errors,
         "codes": lambda: codes(kvflow.errors.FailureCode),
-        "refusals": lambda: codes(handshake.errors.FailureCode),
+        "refusals": lambda: codes(handshake.errors.CloseCode),
         "findings": findings,
     },
     "config.md": {"settings": settings, "limits": limits},

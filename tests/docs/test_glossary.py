@@ -30,12 +30,13 @@ PLAIN = set(
         address age ahead allowed argument authentication bounds by bytes cancelled
         capacity cause clock close closed closing code compare compared comparison completed
         config configure connect connected connection connections d deadline detail enable
-        encryption ended error errors exceeded explain failed field failures file finished found from
+        encryption ended error errors exceeded exhausted explain failed field failures file finished found from
         factor gb get grace guess heads held hf http id identity ids ignored incoming interval invalid item join
         kind known kvflow leave left level limits list load log logging longest loop lost make max measured
-        memory messages min mismatch missing model models name names nbytes nixl num omitted opened outgoing
+        memory messages min mismatch missing model models name names nbytes nixl num omitted opened out outgoing
         params path pending per private process public range remedy removed retried retry runtime s
-        is sequence setting silence size slow source started table tcp time timings total type unavailable unknown
+        is sequence setting silence size slow sockets source started table tcp time timed timings total type
+        unauthenticated unavailable unknown
         unsound use usual value values version violation waited wanted warning wrong
         """,
     )

@@ -280,7 +280,7 @@ async def test_a_producer_without_encryption(near_world):
 @pytest.mark.parametrize("security", [None, handshake.ClusterSecurity.from_secret(OTHER_SECRET)], ids=str)
 async def test_a_reader_without_our_secret(near_world, security):
     async with near_world.producing() as producer, near_world.consuming() as consumer:
-        with pytest.raises(handshake.AuthenticationFailed):
+        with pytest.raises(handshake.Unauthenticated):
             async with handshake.open_client(
                 producer.endpoint,
                 identity=IDENTITY,

@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 import handshake.sockets
-from handshake.errors import CapacityExceeded, Closed
+from handshake.errors import Closed, SocketsExhausted
 from handshake.limits import Limits
 from handshake.sockets import DESCRIPTORS_OF_A_LINK, open_dialer
 from tests.unit.handshake.helpers import LIMITS, SECURITY, connected, patiently, serving
@@ -90,7 +90,7 @@ async def dial_until_refused(stack):
     for _ in range(LINKS):
         try:
             await stack.enter_async_context(open_dialer("tcp://127.0.0.1:9", SECURITY, LIMITS))
-        except CapacityExceeded as refusal:
+        except SocketsExhausted as refusal:
             return refusal
     raise AssertionError("nothing stopped it")
 

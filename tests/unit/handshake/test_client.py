@@ -11,14 +11,14 @@ import zmq
 import handshake.client as client_module
 from handshake.codec import decode
 from handshake.errors import (
-    AuthenticationFailed,
+    AddressInvalid,
     Closed,
-    ConfigInvalid,
     ConnectionLost,
-    DeadlineExceeded,
+    ConnectionRefused,
     LocalProtocolError,
-    PeerRefused,
     RemoteProtocolError,
+    TimedOut,
+    Unauthenticated,
 )
 from handshake.events import ConnectionClosed, ConnectionFailed, PeerReady, ReleaseAnswered, ReleaseReceived
 from handshake.limits import Limits
@@ -97,7 +97,7 @@ async def test_without_the_same_secret_the_answer_is_quick(ours, theirs):
     async with serving(security=theirs) as server:
         for _ in range(3):
             begun_s = time.monotonic()
-            await fails_to_connect(server.endpoint, AuthenticationFailed, security=ours, limits=PATIENT)
+            await fails_to_connect(server.endpoint, Unauthenticated, security=ours, limits=PATIENT)
             took_s.append(time.monotonic() - begun_s)
         async with connected(server.endpoint, security=theirs) as client:
             assert client.identity == PRODUCER
@@ -173,7 +173,7 @@ async def test_a_silent_server_runs_into_the_handshake_deadline():
     async with await asyncio.start_server(say_nothing, "127.0.0.1", 0) as listener:
         port = listener.sockets[0].getsockname()[1]
         limits = Limits(handshake_s=0.2)
-        error = await fails_to_connect(f"tcp://127.0.0.1:{port}", DeadlineExceeded, limits=limits)
+        error = await fails_to_connect(f"tcp://127.0.0.1:{port}", TimedOut, limits=limits)
         await patiently(closed.wait())  # a connection that outlives the test is found, and blamed on another
     assert error.phase == "handshake"
 
@@ -181,13 +181,13 @@ async def test_a_silent_server_runs_into_the_handshake_deadline():
 async def test_an_address_that_does_not_answer_runs_into_the_connect_deadline(monkeypatch):
     # An address of TEST-NET-1 answers differently on different networks; a dialer that does not dial, never.
     monkeypatch.setattr(DialedChannel, "dial", lambda _channel: None)
-    error = await fails_to_connect("tcp://192.0.2.1:9", DeadlineExceeded, limits=Limits(connect_s=0.05))
+    error = await fails_to_connect("tcp://192.0.2.1:9", TimedOut, limits=Limits(connect_s=0.05))
     assert error.phase == "connect"
 
 
 @pytest.mark.parametrize("endpoint", ["", "localhost", "ipc:///tmp/x", "tcp://127.0.0.1:70000"])
 async def test_a_malformed_endpoint_is_a_configuration_error(endpoint):
-    await fails_to_connect(endpoint, ConfigInvalid)
+    await fails_to_connect(endpoint, AddressInvalid)
 
 
 async def test_an_identity_out_of_bounds_is_found_before_anything_is_dialed():
@@ -210,7 +210,7 @@ async def meet_impostor(answers, error, **options):
 
 async def test_a_refusal_is_passed_on():
     refusal = Refuse(code="version_unsupported", reason="we speak 99..99", remedy="Upgrade.")
-    error = await meet_impostor([frames_of(refusal)], PeerRefused)
+    error = await meet_impostor([frames_of(refusal)], ConnectionRefused)
     assert (error.refusal, error.remedy) == ("version_unsupported", "Upgrade.")
     assert "99..99" in str(error)
 
@@ -234,7 +234,7 @@ async def test_a_server_that_says_goodbye_within_the_handshake_is_lost():
 
 async def test_a_server_that_stops_within_the_handshake_runs_into_its_deadline():
     limits = Limits(handshake_s=0.2, closing_s=0.05)
-    error = await meet_impostor([frames_of(EXAMPLES["welcome"])], DeadlineExceeded, limits=limits)
+    error = await meet_impostor([frames_of(EXAMPLES["welcome"])], TimedOut, limits=limits)
     assert error.phase == "handshake"
 
 
@@ -437,7 +437,7 @@ async def test_a_name_is_looked_up_beside_the_loop_and_within_the_budget(monkeyp
         await asyncio.Event().wait()
 
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", never)
-    error = await fails_to_connect("tcp://gone.invalid:9", DeadlineExceeded, limits=Limits(connect_s=0.1))
+    error = await fails_to_connect("tcp://gone.invalid:9", TimedOut, limits=Limits(connect_s=0.1))
     assert asked.is_set()
     assert error.phase == "connect"
 

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from handshake.codec import FORMAT, decode, encode
 from handshake.connection import Connection, Giving, check_introduction
-from handshake.errors import Closed, FailureCode, LocalProtocolError
+from handshake.errors import CloseCode, Closed, LocalProtocolError
 from handshake.events import (
     ConnectionClosed,
     ConnectionFailed,
@@ -365,7 +365,7 @@ def test_a_client_publishes_less_than_a_server():
         check_introduction(Role.CLIENT, CONSUMER, much, LIMITS)
     server = connection_in(Role.SERVER, State.PUBLISHED)
     server.receive(encode(Publish(publication=much), LIMITS.frame_bytes_max), NOW)
-    assert server.ending.code == FailureCode.PROTOCOL_VIOLATION
+    assert server.ending.code == CloseCode.PROTOCOL_VIOLATION
     client = connection_in(Role.CLIENT, State.PUBLISHED)
     client.receive(encode(Publish(publication=much), LIMITS.frame_bytes_max), NOW)
     assert client.ending is None

@@ -20,7 +20,7 @@ def test_the_docstring_lists_every_error():
 
 
 def test_the_text_ends_with_what_to_do():
-    error = errors.PeerRefused("version_unsupported", "no common version", remedy="Upgrade.")
+    error = errors.ConnectionRefused("version_unsupported", "no common version", remedy="Upgrade.")
     assert str(error) == "the peer refused (version_unsupported): no common version [peer_refused] Upgrade."
     assert error.refusal == "version_unsupported"
     assert str(errors.Closed("gone")).endswith(errors.Closed.default_remedy)
@@ -28,7 +28,7 @@ def test_the_text_ends_with_what_to_do():
 
 @pytest.mark.parametrize("phase", ["connect", "handshake"])
 def test_a_deadline_names_its_phase(phase):
-    assert errors.DeadlineExceeded("late", phase=phase).phase == phase
+    assert errors.TimedOut("late", phase=phase).phase == phase
 
 
 def test_a_remote_violation_names_its_kind():

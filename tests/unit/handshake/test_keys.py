@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack
 import pytest
 from zmq.utils import z85
 
-from handshake.errors import AuthenticationFailed, ConfigInvalid
+from handshake.errors import AddressInvalid, Unauthenticated
 from handshake.events import ConnectionClosed, ConnectionFailed, PeerReady, ReleaseReceived
 from handshake.limits import LEASES_MAX, Limits
 from handshake.messages import LeaseRef, Release
@@ -50,7 +50,7 @@ def two_that_trust_each_other():
 
 
 async def refused(endpoint, security, **settings):
-    with pytest.raises(AuthenticationFailed) as caught:
+    with pytest.raises(Unauthenticated) as caught:
         async with connected(endpoint, security=security, **settings):
             pytest.fail("it was let in")
     return caught.value
@@ -224,7 +224,7 @@ async def test_workers_of_two_steps_of_a_change_of_secret_meet_either_way(before
 def test_a_secret_that_is_no_longer_accepted_opens_nothing():
     assert not SECURITY.admits(OTHER_SECURITY.client.public_key)
     assert not SECURITY.verifies(b"ticket", sign(OTHER_SECURITY.ticket_key, b"ticket"))
-    with pytest.raises(AuthenticationFailed, match="does not follow from our cluster secret") as caught:
+    with pytest.raises(Unauthenticated, match="does not follow from our cluster secret") as caught:
         SECURITY.towards(OTHER_SECURITY.server.public_key)
     assert caught.value.local
 
@@ -232,7 +232,7 @@ def test_a_secret_that_is_no_longer_accepted_opens_nothing():
 @pytest.mark.parametrize("key", ["", "0" * 63, "0" * 65, "A" * 64, "0" * 64 + "\n", 7, None])
 def test_a_malformed_key_is_refused_unseen_and_the_list_stays(key):
     allowed = AllowedKeys(["a" * 64])
-    with pytest.raises(ConfigInvalid) as caught:
+    with pytest.raises(AddressInvalid) as caught:
         allowed.replace(["b" * 64, key])
     assert repr(key) not in str(caught.value)
     assert "a" * 64 in allowed

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from handshake.client import open_client
-from handshake.errors import DeadlineExceeded
+from handshake.errors import TimedOut
 from handshake.limits import Limits
 from handshake.network import ZeroMqNetwork
 from handshake.sockets import Delivery, LinkEvent
@@ -49,7 +49,7 @@ async def test_a_connection_that_is_secured_after_the_deadline_changes_nothing()
     network = LateNetwork()
 
     async def dial():
-        with pytest.raises(DeadlineExceeded) as caught:
+        with pytest.raises(TimedOut) as caught:
             async with open_client(
                 network.endpoint,
                 identity=CONSUMER,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from zmq.utils import z85
 
 from handshake.arrivals import Arrivals
-from handshake.errors import ConfigInvalid
+from handshake.errors import AddressInvalid
 from handshake.security import (
     ZAP_DOMAIN,
     ZAP_ENDPOINT,
@@ -89,7 +89,7 @@ def test_a_secret_may_come_from_an_environment_that_is_not_utf8():
 
 @pytest.mark.parametrize("secret", ["", "fifteen letters"])
 def test_a_short_secret_is_refused_without_repeating_it(secret):
-    with pytest.raises(ConfigInvalid) as caught:
+    with pytest.raises(AddressInvalid) as caught:
         ClusterSecurity.from_secret(secret)
     assert "at least 16" in str(caught.value)
     assert "fifteen" not in str(caught.value)
@@ -132,7 +132,7 @@ def test_a_loopback_address_needs_no_security(bind):
 def test_any_other_address_needs_security_or_a_word(bind):
     check_bind(bind, SECURITY)
     check_bind(bind, None, insecure_allowed=True)
-    with pytest.raises(ConfigInvalid, match="without a cluster secret"):
+    with pytest.raises(AddressInvalid, match="without a cluster secret"):
         check_bind(bind, None)
 
 
@@ -141,9 +141,9 @@ def test_any_other_address_needs_security_or_a_word(bind):
     ["", "127.0.0.1:5600", "tcp://127.0.0.1", "tcp://127.0.0.1:65536", "tcp://:1", "ipc:///tmp/x", "tcp://::1:5"],
 )
 def test_a_malformed_address_is_refused(bind):
-    with pytest.raises(ConfigInvalid, match="not an address"):
+    with pytest.raises(AddressInvalid, match="not an address"):
         check_bind(bind, SECURITY)
-    with pytest.raises(ConfigInvalid, match="not an address"):
+    with pytest.raises(AddressInvalid, match="not an address"):
         check_endpoint(bind)
 
 

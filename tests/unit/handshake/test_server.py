@@ -8,7 +8,7 @@ import zmq
 from msgspec import structs
 
 from handshake.codec import decode
-from handshake.errors import Closed, ConfigInvalid, LocalProtocolError
+from handshake.errors import AddressInvalid, Closed, LocalProtocolError
 from handshake.events import ConnectionClosed, ConnectionFailed, PeerReady, ReleaseReceived
 from handshake.limits import Limits
 from handshake.messages import Bye, Hello, Publication, Publish, Refuse, Released, Welcome
@@ -528,7 +528,7 @@ async def test_a_program_that_fails_harms_only_that_peer(caplog):
 
 async def test_what_would_be_unsafe_or_invalid_is_not_opened():
     arguments = {"identity": PRODUCER, "publication": PRODUCED, "on_event": ignore}
-    with pytest.raises(ConfigInvalid, match="without a cluster secret"):
+    with pytest.raises(AddressInvalid, match="without a cluster secret"):
         async with open_server(bind="tcp://0.0.0.0:0", security=None, **arguments):
             raise AssertionError("unreachable")
     broken = Publication(schema=1, digest=bytes(32), payload=b"")

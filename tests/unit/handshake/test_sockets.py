@@ -9,7 +9,7 @@ import zmq
 
 import handshake.sockets
 from handshake.arrivals import MESSAGES_PER_TURN
-from handshake.errors import CapacityExceeded, ConfigInvalid
+from handshake.errors import AddressInvalid, SocketsExhausted
 from handshake.limits import Limits
 from handshake.sockets import Delivery, LinkEvent, open_dialer, open_listener, running
 
@@ -223,21 +223,21 @@ async def test_a_flood_does_not_starve_the_loop():
 
 
 async def test_an_address_that_cannot_be_bound_is_a_configuration_error():
-    with pytest.raises(ConfigInvalid, match="cannot listen on"):
+    with pytest.raises(AddressInvalid, match="cannot listen on"):
         async with open_listener("tcp://192.0.2.1:0", None, LIMITS):
             raise AssertionError("unreachable")
 
 
 async def test_an_address_in_use_is_a_configuration_error():
     async with open_listener(ANY_PORT, None, LIMITS) as listener:
-        with pytest.raises(ConfigInvalid, match="in use"):
+        with pytest.raises(AddressInvalid, match="in use"):
             async with open_listener(listener.endpoint, SECURITY, LIMITS):
                 raise AssertionError("unreachable")
 
 
 async def test_an_address_that_cannot_be_dialed_is_a_configuration_error():
     async with open_dialer("nonsense", None, LIMITS) as dialer:
-        with pytest.raises(ConfigInvalid, match="cannot dial"):
+        with pytest.raises(AddressInvalid, match="cannot dial"):
             dialer.dial()
 
 
@@ -284,7 +284,7 @@ async def test_without_a_file_descriptor_left_nothing_is_dialed():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors(), hard))
-        with pytest.raises(CapacityExceeded, match="limit of open files") as caught:
+        with pytest.raises(SocketsExhausted, match="limit of open files") as caught:
             async with open_dialer("tcp://127.0.0.1:9", SECURITY, LIMITS):
                 raise AssertionError("unreachable")
         assert caught.value.local

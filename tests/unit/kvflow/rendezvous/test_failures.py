@@ -12,16 +12,16 @@ PEER = "tcp://127.0.0.1:5000"
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
-        (theirs.ConfigInvalid("m", remedy="do"), ours.ConfigInvalid),
-        (theirs.AuthenticationFailed("m", remedy="do"), ours.AuthenticationFailed),
+        (theirs.AddressInvalid("m", remedy="do"), ours.ConfigInvalid),
+        (theirs.Unauthenticated("m", remedy="do"), ours.AuthenticationFailed),
         (theirs.RemoteProtocolError("m", violation="malformed", remedy="do"), ours.ProtocolViolation),
-        (theirs.DeadlineExceeded("m", phase="connect", remedy="do"), ours.DeadlineExceeded),
+        (theirs.TimedOut("m", phase="connect", remedy="do"), ours.DeadlineExceeded),
         (theirs.ConnectionLost("m", remedy="do"), ours.PeerLost),
         (theirs.Closed("m", remedy="do"), ours.PeerLost),
         (theirs.LocalProtocolError("m", remedy="do"), ours.ConfigInvalid),
-        (theirs.PeerRefused("busy", "m", remedy="do"), ours.PeerRefused),
-        (theirs.AuthenticationFailed("m", remedy="do", local=True), Distrusted),
-        (theirs.CapacityExceeded("m", 7, remedy="do"), NotDialed),
+        (theirs.ConnectionRefused("busy", "m", remedy="do"), ours.PeerRefused),
+        (theirs.Unauthenticated("m", remedy="do", local=True), Distrusted),
+        (theirs.SocketsExhausted("m", 7, remedy="do"), NotDialed),
     ],
 )
 def test_each_kind(error, kind):
@@ -34,7 +34,7 @@ def test_each_kind(error, kind):
 
 
 def test_what_the_peer_said_is_kept_and_said_once():
-    refused = as_kvflow_error(theirs.PeerRefused("busy", "later, please"), peer=PEER)
+    refused = as_kvflow_error(theirs.ConnectionRefused("busy", "later, please"), peer=PEER)
     assert refused.refusal == "busy"
     assert refused.message == f"the peer refused (busy): {PEER}: later, please"
-    assert as_kvflow_error(theirs.DeadlineExceeded("m", phase="handshake"), peer=PEER).phase == "handshake"
+    assert as_kvflow_error(theirs.TimedOut("m", phase="handshake"), peer=PEER).phase == "handshake"
