@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from msgspec import Struct
 
-from handshake.connection import Connection, check_introduction
+from handshake.connection import Conversation, check_introduction
 from handshake.driver import Driver
 from handshake.errors import (
     CloseCode,
@@ -125,7 +125,7 @@ class _Attempt:
     """
 
     def __init__(
-        self, channel: DialedChannel, connection: Connection, on_event: OnEvent, limits: Limits, network: Network
+        self, channel: DialedChannel, connection: Conversation, on_event: OnEvent, limits: Limits, network: Network
     ) -> None:
         loop = asyncio.get_running_loop()
         self.connection = connection
@@ -343,7 +343,7 @@ async def _resolve(dialing: _Dialing, until_s: float) -> tuple[str, ...]:
 @asynccontextmanager
 async def _dialed(dialing: _Dialing, address: str) -> AsyncIterator[_Attempt]:
     async with dialing.network.open_dialer(address, dialing.security, dialing.limits) as channel:
-        connection = Connection(
+        connection = Conversation(
             Role.CLIENT,
             dialing.identity,
             dialing.publication,

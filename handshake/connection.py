@@ -108,7 +108,7 @@ class Giving(Struct, frozen=True):
 NOTHING_GIVEN = Giving()
 
 
-class Connection:
+class Conversation:
     """One end of one connection. A client says its Hello when ``greet`` is called.
 
     Our introduction to it has passed ``check_introduction``.

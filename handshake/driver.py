@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Callable
 
-from handshake.connection import Connection
+from handshake.connection import Conversation
 from handshake.errors import CloseCode
 from handshake.events import Event
 from handshake.messages import Release, Released, Renew, Renewed
@@ -35,7 +35,7 @@ class Driver:
 
     def __init__(
         self,
-        connection: Connection,
+        connection: Conversation,
         *,
         transmit: Callable[[list[bytes]], Delivery],
         on_event: Callable[[Event], None],

@@ -14,7 +14,7 @@ from typing import NewType
 
 from msgspec import Struct
 
-from handshake.connection import Connection, Giving, check_introduction
+from handshake.connection import Conversation, Giving, check_introduction
 from handshake.driver import Driver
 from handshake.errors import CloseCode, Closed
 from handshake.events import ConnectionFailed, Event, PeerReady
@@ -268,7 +268,7 @@ class HandshakeServer:
 
     def _admit(self, key: PeerKey, routing_id: bytes, public_key: PublicKey, objection: Objection | None) -> Driver:
         """Make a connection for a newcomer; if there is an objection, one that has been refused already."""
-        connection = Connection(
+        connection = Conversation(
             Role.SERVER,
             self._identity,
             self._publication,

@@ -6,7 +6,7 @@ import msgspec
 
 from handshake import Identity, Publication
 from handshake.codec import FORMAT, encode
-from handshake.connection import Connection
+from handshake.connection import Conversation
 from handshake.limits import DEFAULT_LIMITS
 from handshake.messages import (
     Bye,
@@ -56,7 +56,7 @@ FRAMES_MAX = 100
 """Of one conversation that break nothing."""
 
 
-class Conversation(msgspec.Struct, frozen=True):
+class Script(msgspec.Struct, frozen=True):
     """What one connection sends.
 
     Attributes:
@@ -75,7 +75,7 @@ def conversation(seed):
     """
     mutator = Mutator(seed)
     # What a listener would say of it, without one: the same class, and another instance.
-    judge = Connection(Role.SERVER, IDENTITY, PUBLICATION, limits=DEFAULT_LIMITS, now=time.monotonic())
+    judge = Conversation(Role.SERVER, IDENTITY, PUBLICATION, limits=DEFAULT_LIMITS, now=time.monotonic())
     messages, mutated = [], 0
     for frame in (HELLO, PUBLISH):
         message, strange = _opening(mutator, frame)
@@ -83,7 +83,7 @@ def conversation(seed):
         mutated += strange
         judge.receive(message, time.monotonic())
         if judge.ending is not None:
-            return Conversation(messages, mutated)
+            return Script(messages, mutated)
     for _ in range(mutator.draw.randrange(FRAMES_MAX)):
         message = [strange_but_valid(mutator)] if mutator.draw.random() < 0.96 else broken(mutator)
         messages.append(message)
@@ -91,9 +91,9 @@ def conversation(seed):
         judge.receive(message, time.monotonic())
         judge.take_events()
         if judge.ending is not None:
-            return Conversation(messages, mutated)
+            return Script(messages, mutated)
     messages.append([BYE])
-    return Conversation(messages, mutated)
+    return Script(messages, mutated)
 
 
 def _opening(mutator, frame):

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from handshake import Publication, codec
-from handshake.connection import Connection
+from handshake.connection import Conversation
 from handshake.errors import RemoteProtocolError
 from handshake.events import ConnectionFailed
 from handshake.limits import DEFAULT_LIMITS
@@ -100,7 +100,7 @@ def take_frame(data):
     except RemoteProtocolError:
         word = "invalid"
     for role, said in _BEFORE:
-        connection = Connection(role, IDENTITY, PUBLICATION, limits=DEFAULT_LIMITS, now=0.0)
+        connection = Conversation(role, IDENTITY, PUBLICATION, limits=DEFAULT_LIMITS, now=0.0)
         if role is Role.CLIENT:
             connection.greet(0.0)
         for frame in said:

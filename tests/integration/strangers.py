@@ -9,7 +9,7 @@ import zmq.asyncio
 
 import handshake
 import kvflow
-from handshake.connection import Connection
+from handshake.connection import Conversation
 from handshake.limits import DEFAULT_LIMITS
 from handshake.states import Role
 
@@ -70,7 +70,7 @@ async def of_newer_release():
 
 def connection_of_newer_release(role):
     publication = handshake.Publication.of(b"of the future")
-    return Connection(role, IDENTITY, publication, limits=DEFAULT_LIMITS, now=time.monotonic(), versions=NEWER)
+    return Conversation(role, IDENTITY, publication, limits=DEFAULT_LIMITS, now=time.monotonic(), versions=NEWER)
 
 
 @asynccontextmanager

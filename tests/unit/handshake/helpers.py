@@ -10,7 +10,7 @@ import zmq.asyncio
 
 import handshake
 from handshake.codec import encode
-from handshake.connection import NOTHING_GIVEN, Connection
+from handshake.connection import NOTHING_GIVEN, Conversation
 from handshake.events import Event
 from handshake.limits import Limits
 from handshake.messages import (
@@ -96,7 +96,7 @@ class Pair:
         giving=NOTHING_GIVEN,
     ):
         self.now = 100.0
-        self.client = Connection(
+        self.client = Conversation(
             Role.CLIENT,
             CONSUMER,
             CONSUMED,
@@ -105,7 +105,7 @@ class Pair:
             versions=client_versions,
             wall_ahead_s=client_ahead_s,
         )
-        self.server = Connection(
+        self.server = Conversation(
             Role.SERVER,
             PRODUCER,
             PRODUCED,
@@ -144,14 +144,14 @@ class Pair:
 
 def connection_in(
     role: Role, state: State, now: float = 100.0, *, limits: Limits = LIMITS, allowance: Allowance | None = None
-) -> Connection:
+) -> Conversation:
     """Return a connection that has come as far as ``state`` by hearing what a peer says, queues emptied.
 
     The states that a connection only passes through (a client that is welcomed, a server that is greeted or
     welcomed) are not to be had.
     """
     identity, publication = (CONSUMER, CONSUMED) if role is Role.CLIENT else (PRODUCER, PRODUCED)
-    connection = Connection(role, identity, publication, limits=limits, now=now, allowance=allowance)
+    connection = Conversation(role, identity, publication, limits=limits, now=now, allowance=allowance)
     heard = [EXAMPLES["welcome" if role is Role.CLIENT else "hello"], EXAMPLES["publish"]]
     order = [State.PUBLISHED, State.READY, State.CLOSING, State.CLOSED]
     if role is Role.CLIENT and state is not State.FRESH:

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from handshake.codec import FORMAT, decode, encode
-from handshake.connection import Connection, Giving, check_introduction
+from handshake.connection import Conversation, Giving, check_introduction
 from handshake.errors import CloseCode, Closed, LocalProtocolError
 from handshake.events import (
     ConnectionClosed,
@@ -393,7 +393,7 @@ def _damaged(frame: bytes, position: int, data: bytes) -> bytes:
 @given(heard, st.lists(st.floats(0, 30), min_size=8, max_size=8))
 @settings(max_examples=40)
 def test_no_peer_can_raise_an_exception_or_end_a_connection_twice(role, state, messages, pauses):
-    connection: Connection = connection_in(role, state)
+    connection: Conversation = connection_in(role, state)
     now, events = NOW, []
     for frames, pause in zip(messages, pauses, strict=False):
         now += pause

@@ -4,7 +4,7 @@ import logging
 import pytest
 
 from handshake.codec import decode
-from handshake.connection import Connection
+from handshake.connection import Conversation
 from handshake.driver import Driver
 from handshake.errors import Closed
 from handshake.events import ConnectionClosed, ConnectionFailed, PeerReady, ReleaseReceived
@@ -35,7 +35,7 @@ class Wire:
 
 def make_driver(on_event, wire, *, limits=LIMITS, settled=lambda: None):
     loop = asyncio.get_running_loop()
-    connection = Connection(Role.SERVER, PRODUCER, PRODUCED, limits=limits, now=loop.time())
+    connection = Conversation(Role.SERVER, PRODUCER, PRODUCED, limits=limits, now=loop.time())
     return Driver(connection, transmit=wire, on_event=on_event, on_settled=settled)
 
 
