@@ -30,7 +30,7 @@ from handshake.network import ZEROMQ, DialedChannel, Network
 from handshake.offsets import ClockOffset
 from handshake.security import ClusterSecurity, PublicKey, check_endpoint
 from handshake.sockets import LinkEvent, running
-from handshake.states import Role, State
+from handshake.states import Progress, Role
 
 OnEvent = Callable[[Event], None]
 
@@ -153,7 +153,7 @@ class _Attempt:
             case LinkEvent.ACCEPTED:
                 self._accepted.set_result(None)
             case LinkEvent.SECURED:
-                if self.connection.state is State.FRESH:  # it may have run out of time just before
+                if self.connection.state is Progress.FRESH:  # it may have run out of time just before
                     self.driver.greet()
             case LinkEvent.UNREACHABLE | LinkEvent.DENIED | LinkEvent.CUT:
                 self._decide(event)
@@ -195,10 +195,10 @@ class _Attempt:
             self.driver.lost("the client has left")
 
     async def _part(self) -> None:
-        if self.connection.state is State.FRESH:
+        if self.connection.state is Progress.FRESH:
             return
         self.driver.close("the client is leaving")
-        if self.connection.state is State.CLOSING:
+        if self.connection.state is Progress.CLOSING:
             await self._closed.wait()
         elif isinstance(self.connection.ending, ConnectionClosed):
             # The server said goodbye and waits for our answer, which is on its way until it hangs up.
@@ -224,7 +224,7 @@ class _Attempt:
             self.outcome.set_result(outcome)
 
     def _on_settled(self) -> None:
-        if self.connection.state is State.CLOSED:
+        if self.connection.state is Progress.CLOSED:
             self._closed.set()
 
 

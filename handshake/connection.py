@@ -46,7 +46,7 @@ from handshake.messages import (
 )
 from handshake.offsets import ClockOffset, OffsetFilter
 from handshake.rates import Allowance
-from handshake.states import Occurrence, Received, Role, Sent, State, Trigger, advance, budget_s
+from handshake.states import Occurrence, Progress, Received, Role, Sent, Trigger, advance, budget_s
 from handshake.version import SUPPORTED, VersionRange, choose
 
 TEXT_MAX = 1024
@@ -81,14 +81,14 @@ def _hello(identity: Identity, versions: VersionRange) -> Hello:
 
 
 _MISSING = {
-    (Role.CLIENT, State.FRESH): "it accepted the connection, but nothing that speaks this protocol answers",
-    (Role.CLIENT, State.GREETED): "it has not answered the hello",
-    (Role.CLIENT, State.WELCOMED): "our publication is not sent",
-    (Role.CLIENT, State.PUBLISHED): "it has not sent its publication",
-    (Role.SERVER, State.FRESH): "the peer has sent no hello",
-    (Role.SERVER, State.GREETED): "our welcome is not sent",
-    (Role.SERVER, State.WELCOMED): "our publication is not sent",
-    (Role.SERVER, State.PUBLISHED): "the peer has not sent its publication",
+    (Role.CLIENT, Progress.FRESH): "it accepted the connection, but nothing that speaks this protocol answers",
+    (Role.CLIENT, Progress.GREETED): "it has not answered the hello",
+    (Role.CLIENT, Progress.WELCOMED): "our publication is not sent",
+    (Role.CLIENT, Progress.PUBLISHED): "it has not sent its publication",
+    (Role.SERVER, Progress.FRESH): "the peer has sent no hello",
+    (Role.SERVER, Progress.GREETED): "our welcome is not sent",
+    (Role.SERVER, Progress.WELCOMED): "our publication is not sent",
+    (Role.SERVER, Progress.PUBLISHED): "the peer has not sent its publication",
 }
 """What a handshake that takes too long waits for."""
 
@@ -146,7 +146,7 @@ class Conversation:
             giving: of a server: what it gives to its client alone.
         """
         self.role = role
-        self.state = State.FRESH
+        self.state = Progress.FRESH
         self.rtt_s: float | None = None
         self._identity = identity
         self._publication = publication
@@ -236,7 +236,7 @@ class Conversation:
 
     def receive(self, frames: Sequence[bytes], now: float) -> None:
         """Take one message of the peer."""
-        if self.state is State.CLOSED:
+        if self.state is Progress.CLOSED:
             return
         self._heard_s = now
         if not self._allowance.takes_message(now):
@@ -244,17 +244,17 @@ class Conversation:
             return
         try:
             message = codec.decode(frames, _heard_bytes_max(self.role, self._limits))
-            if self.state is not State.CLOSING and isinstance(message, (Bye, Refuse)):
+            if self.state is not Progress.CLOSING and isinstance(message, (Bye, Refuse)):
                 self._answer_farewell(message, now)
             self._advance(Received(type(message)))
-            if self.state is not State.CLOSING:
+            if self.state is not Progress.CLOSING:
                 self._handle(message, now)
         except RemoteProtocolError as error:
             self.refuse(CloseCode.PROTOCOL_VIOLATION, error.message, now, remedy=error.remedy)
 
     def lost(self, reason: str, *, code: str = CloseCode.CONNECTION_LOST) -> None:
         """Note that the transport is gone: no message can be sent or received after this."""
-        if self.state is not State.CLOSED:
+        if self.state is not Progress.CLOSED:
             self._advance(Occurrence.LOST)
             self._outgoing.clear()
             self._end(ConnectionFailed(code=str(code), reason=reason))
@@ -268,7 +268,7 @@ class Conversation:
         budget = budget_s(self.state, self._limits)
         if budget is None:
             return None
-        if self.state is State.READY:
+        if self.state is Progress.READY:
             return min(self._heard_s + budget, self._ping_due_s())
         return self._since_s + budget
 
@@ -278,12 +278,12 @@ class Conversation:
         if deadline is None or now < deadline:
             return
         match self.state:
-            case State.READY if now >= self._heard_s + self._limits.silence_s_max:
+            case Progress.READY if now >= self._heard_s + self._limits.silence_s_max:
                 silence_s = now - self._heard_s
                 self.refuse(CloseCode.SILENT, f"nothing was heard for {silence_s:.1f} s", now)
-            case State.READY:
+            case Progress.READY:
                 self._ping(now)
-            case State.CLOSING:
+            case Progress.CLOSING:
                 self._advance(Occurrence.EXPIRED)
             case _:
                 missing = _MISSING[self.role, self.state]

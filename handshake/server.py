@@ -25,7 +25,7 @@ from handshake.offsets import ClockOffset
 from handshake.rates import Allowance
 from handshake.security import ClusterSecurity, PublicKey, check_bind
 from handshake.sockets import running
-from handshake.states import Role, State
+from handshake.states import Progress, Role
 
 logger = logging.getLogger("handshake")
 
@@ -388,7 +388,7 @@ class HandshakeServer:
         if driver is None or driver.connection.ending is None:
             return
         self._ready.pop(key, None)
-        if driver.connection.state is State.CLOSING and self._leaving:
+        if driver.connection.state is Progress.CLOSING and self._leaving:
             return
         driver.connection.lost("dropped")
         del self._drivers[key], self._public_keys[key]

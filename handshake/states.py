@@ -48,7 +48,7 @@ class Role(StrEnum):
     __hash__ = str.__hash__  # as that of its value, and not computed in Python for each message
 
 
-class State(StrEnum):
+class Progress(StrEnum):
     """How far the conversation has come."""
 
     FRESH = "fresh"
@@ -83,73 +83,73 @@ class Received(Struct, frozen=True):
 
 
 Trigger = Sent | Received | Occurrence
-Rules = dict[Trigger, State]
+Rules = dict[Trigger, Progress]
 
 # Either side may leave or complain at any time, and a transport may be lost at any time.
 _ANY_TIME: Rules = {
-    Sent(Bye): State.CLOSING,
-    Sent(Refuse): State.CLOSING,
-    Occurrence.LOST: State.CLOSED,
+    Sent(Bye): Progress.CLOSING,
+    Sent(Refuse): Progress.CLOSING,
+    Occurrence.LOST: Progress.CLOSED,
 }
 
 _PINGS: Rules = {
-    Sent(Ping): State.READY,
-    Received(Ping): State.READY,
-    Sent(Pong): State.READY,
-    Received(Pong): State.READY,
+    Sent(Ping): Progress.READY,
+    Received(Ping): Progress.READY,
+    Sent(Pong): Progress.READY,
+    Received(Pong): Progress.READY,
 }
 
 # After our last word only the peer's counts; what it said before it heard ours is let pass.
 _CLOSING: Rules = {
-    **{Received(message): State.CLOSING for message in get_args(AnyMessage)},
-    Received(Bye): State.CLOSED,
-    Received(Refuse): State.CLOSED,
-    Occurrence.LOST: State.CLOSED,
-    Occurrence.EXPIRED: State.CLOSED,
+    **{Received(message): Progress.CLOSING for message in get_args(AnyMessage)},
+    Received(Bye): Progress.CLOSED,
+    Received(Refuse): Progress.CLOSED,
+    Occurrence.LOST: Progress.CLOSED,
+    Occurrence.EXPIRED: Progress.CLOSED,
 }
 
-_CLIENT: dict[State, Rules] = {
-    State.FRESH: {Sent(Hello): State.GREETED, **_ANY_TIME},
-    State.GREETED: {Received(Welcome): State.WELCOMED, **_ANY_TIME},
-    State.WELCOMED: {Sent(Publish): State.PUBLISHED, **_ANY_TIME},
-    State.PUBLISHED: {Received(Publish): State.READY, **_ANY_TIME},
-    State.READY: {
-        Sent(Release): State.READY,
-        Sent(Renew): State.READY,
-        Received(Released): State.READY,
-        Received(Renewed): State.READY,
+_CLIENT: dict[Progress, Rules] = {
+    Progress.FRESH: {Sent(Hello): Progress.GREETED, **_ANY_TIME},
+    Progress.GREETED: {Received(Welcome): Progress.WELCOMED, **_ANY_TIME},
+    Progress.WELCOMED: {Sent(Publish): Progress.PUBLISHED, **_ANY_TIME},
+    Progress.PUBLISHED: {Received(Publish): Progress.READY, **_ANY_TIME},
+    Progress.READY: {
+        Sent(Release): Progress.READY,
+        Sent(Renew): Progress.READY,
+        Received(Released): Progress.READY,
+        Received(Renewed): Progress.READY,
         **_PINGS,
         **_ANY_TIME,
     },
-    State.CLOSING: _CLOSING,
-    State.CLOSED: {},
+    Progress.CLOSING: _CLOSING,
+    Progress.CLOSED: {},
 }
 
-_SERVER: dict[State, Rules] = {
-    State.FRESH: {Received(Hello): State.GREETED, **_ANY_TIME},
-    State.GREETED: {Sent(Welcome): State.WELCOMED, **_ANY_TIME},
-    State.WELCOMED: {Sent(Publish): State.PUBLISHED, **_ANY_TIME},
-    State.PUBLISHED: {Received(Publish): State.READY, **_ANY_TIME},
-    State.READY: {
-        Received(Release): State.READY,
-        Received(Renew): State.READY,
-        Sent(Released): State.READY,
-        Sent(Renewed): State.READY,
+_SERVER: dict[Progress, Rules] = {
+    Progress.FRESH: {Received(Hello): Progress.GREETED, **_ANY_TIME},
+    Progress.GREETED: {Sent(Welcome): Progress.WELCOMED, **_ANY_TIME},
+    Progress.WELCOMED: {Sent(Publish): Progress.PUBLISHED, **_ANY_TIME},
+    Progress.PUBLISHED: {Received(Publish): Progress.READY, **_ANY_TIME},
+    Progress.READY: {
+        Received(Release): Progress.READY,
+        Received(Renew): Progress.READY,
+        Sent(Released): Progress.READY,
+        Sent(Renewed): Progress.READY,
         **_PINGS,
         **_ANY_TIME,
     },
-    State.CLOSING: _CLOSING,
-    State.CLOSED: {},
+    Progress.CLOSING: _CLOSING,
+    Progress.CLOSED: {},
 }
 
-TRANSITIONS: dict[tuple[Role, State], Rules] = {
+TRANSITIONS: dict[tuple[Role, Progress], Rules] = {
     (role, state): rules
     for role, table in ((Role.CLIENT, _CLIENT), (Role.SERVER, _SERVER))
     for state, rules in table.items()
 }
 
 
-def advance(role: Role, state: State, trigger: Trigger) -> State:
+def advance(role: Role, state: Progress, trigger: Trigger) -> Progress:
     """Return the state after ``trigger``.
 
     Raises:
@@ -168,18 +168,18 @@ def describe(trigger: Trigger) -> str:
     return f"{type(trigger).__name__.lower()} {trigger.message.__name__}"
 
 
-def budget_s(state: State, limits: Limits) -> float | None:
+def budget_s(state: Progress, limits: Limits) -> float | None:
     """Return how long a connection may stay as it is, in seconds, or None if forever.
 
     A handshake has one budget, counted from the start of the connection. ``READY`` counts from the last sign of
     life, and ``CLOSING`` from our last word.
     """
     match state:
-        case State.FRESH | State.GREETED | State.WELCOMED | State.PUBLISHED:
+        case Progress.FRESH | Progress.GREETED | Progress.WELCOMED | Progress.PUBLISHED:
             return limits.handshake_s
-        case State.READY:
+        case Progress.READY:
             return limits.silence_s_max
-        case State.CLOSING:
+        case Progress.CLOSING:
             return limits.closing_s
-        case State.CLOSED:
+        case Progress.CLOSED:
             return None

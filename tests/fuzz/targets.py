@@ -16,7 +16,7 @@ from handshake.connection import Conversation
 from handshake.errors import RemoteProtocolError
 from handshake.events import ConnectionFailed
 from handshake.limits import DEFAULT_LIMITS
-from handshake.states import Role, State
+from handshake.states import Progress, Role
 from kvflow.errors import KvflowError, PlanUnsound
 from kvflow.integrations.vllm.messages import Fail, Pull
 from kvflow.integrations.vllm.params import read_params, ticket_chars_max
@@ -105,7 +105,7 @@ def take_frame(data):
             connection.greet(0.0)
         for frame in said:
             connection.receive([frame], 0.0)
-        assert connection.state is not State.CLOSED
+        assert connection.state is not Progress.CLOSED
         connection.receive([data], 1.0)
         for frames in connection.take_outgoing():
             codec.decode(frames, DEFAULT_LIMITS.frame_bytes_max)

@@ -34,7 +34,7 @@ from handshake.messages import (
 from handshake.network import ZEROMQ
 from handshake.rates import Allowance
 from handshake.security import ClusterSecurity
-from handshake.states import Role, State
+from handshake.states import Progress, Role
 from handshake.version import SUPPORTED
 
 LIMITS = Limits()
@@ -138,12 +138,12 @@ class Pair:
     def make_ready(self) -> "Pair":
         self.client.greet(self.now)
         self.settle()
-        assert (self.client.state, self.server.state) == (State.READY, State.READY)
+        assert (self.client.state, self.server.state) == (Progress.READY, Progress.READY)
         return self
 
 
 def connection_in(
-    role: Role, state: State, now: float = 100.0, *, limits: Limits = LIMITS, allowance: Allowance | None = None
+    role: Role, state: Progress, now: float = 100.0, *, limits: Limits = LIMITS, allowance: Allowance | None = None
 ) -> Conversation:
     """Return a connection that has come as far as ``state`` by hearing what a peer says, queues emptied.
 
@@ -153,8 +153,8 @@ def connection_in(
     identity, publication = (CONSUMER, CONSUMED) if role is Role.CLIENT else (PRODUCER, PRODUCED)
     connection = Conversation(role, identity, publication, limits=limits, now=now, allowance=allowance)
     heard = [EXAMPLES["welcome" if role is Role.CLIENT else "hello"], EXAMPLES["publish"]]
-    order = [State.PUBLISHED, State.READY, State.CLOSING, State.CLOSED]
-    if role is Role.CLIENT and state is not State.FRESH:
+    order = [Progress.PUBLISHED, Progress.READY, Progress.CLOSING, Progress.CLOSED]
+    if role is Role.CLIENT and state is not Progress.FRESH:
         connection.greet(now)
     if state in order:
         connection.receive(frames_of(heard[0]), now)
@@ -162,7 +162,7 @@ def connection_in(
         connection.receive(frames_of(heard[1]), now)
     if state in order[2:]:
         connection.close("done", now)
-    if state is State.CLOSED:
+    if state is Progress.CLOSED:
         connection.receive(frames_of(Bye()), now)
     assert connection.state is state
     connection.take_outgoing()
@@ -173,8 +173,8 @@ def connection_in(
 REACHABLE = [
     (role, state)
     for role in Role
-    for state in State
-    if state is not State.WELCOMED and (role, state) != (Role.SERVER, State.GREETED)
+    for state in Progress
+    if state is not Progress.WELCOMED and (role, state) != (Role.SERVER, Progress.GREETED)
 ]
 
 

@@ -32,7 +32,7 @@ from handshake.messages import (
 )
 from handshake.offsets import ClockOffset
 from handshake.rates import Allowance
-from handshake.states import Role, State
+from handshake.states import Progress, Role
 from handshake.version import VersionRange
 
 from .helpers import (
@@ -66,8 +66,8 @@ def test_a_server_gives_its_client_a_pass_and_takes_none():
     pair = Pair(giving=Giving(lambda identity: asked.append(identity) or b"for you alone")).make_ready()
     assert asked == [CONSUMER]
     assert [event.pass_ for event in pair.client_events] == [b"for you alone"]
-    client = connection_in(Role.CLIENT, State.PUBLISHED)
-    server = connection_in(Role.SERVER, State.PUBLISHED)
+    client = connection_in(Role.CLIENT, Progress.PUBLISHED)
+    server = connection_in(Role.SERVER, Progress.PUBLISHED)
     for connection in (client, server):
         connection.receive(frames_of(EXAMPLES["publish_with_pass"]), NOW)
     assert [event.pass_ for event in client.take_events()] == [bytes(range(32))]
@@ -75,7 +75,7 @@ def test_a_server_gives_its_client_a_pass_and_takes_none():
 
 
 def test_a_server_of_before_gives_no_pass():
-    client = connection_in(Role.CLIENT, State.PUBLISHED)
+    client = connection_in(Role.CLIENT, Progress.PUBLISHED)
     client.receive(frames_of(EXAMPLES["publish"]), NOW)
     assert [event.pass_ for event in client.take_events()] == [b""]
 
@@ -114,11 +114,11 @@ def test_a_peer_of_version_99_is_told_both_ranges():
     assert told.remedy
     (kept,) = pair.server_events
     assert (kept.code, kept.refused) == ("version_unsupported", False)
-    assert (pair.client.state, pair.server.state) == (State.CLOSED, State.CLOSED)
+    assert (pair.client.state, pair.server.state) == (Progress.CLOSED, Progress.CLOSED)
 
 
 def test_a_version_that_was_not_offered_is_a_violation():
-    client = connection_in(Role.CLIENT, State.GREETED)
+    client = connection_in(Role.CLIENT, Progress.GREETED)
     client.receive(frames_of(Welcome(version=2, identity=PRODUCER)), NOW)
     (refusal,) = said(client)
     assert refusal.code == "protocol_violation"
@@ -141,28 +141,28 @@ def test_leases_are_renewed_and_released():
 
 @pytest.mark.parametrize(("role", "wrong"), [(Role.CLIENT, "released"), (Role.SERVER, "release")])
 def test_what_is_not_ours_to_say_is_our_error_and_changes_nothing(role, wrong):
-    connection = connection_in(role, State.READY)
+    connection = connection_in(role, Progress.READY)
     with pytest.raises(LocalProtocolError):
         connection.send(EXAMPLES[wrong])
     with pytest.raises(LocalProtocolError):
         connection.send(EXAMPLES["hello"])
-    assert (connection.state, connection.take_outgoing(), connection.ending) == (State.READY, [], None)
+    assert (connection.state, connection.take_outgoing(), connection.ending) == (Progress.READY, [], None)
 
 
 def test_a_message_out_of_bounds_is_our_error_and_changes_nothing():
-    connection = connection_in(Role.CLIENT, State.READY)
+    connection = connection_in(Role.CLIENT, Progress.READY)
     with pytest.raises(LocalProtocolError):
         connection.send(Release(leases=()))
-    assert (connection.state, connection.take_outgoing(), connection.ending) == (State.READY, [], None)
+    assert (connection.state, connection.take_outgoing(), connection.ending) == (Progress.READY, [], None)
 
 
-@pytest.mark.parametrize("state", [State.FRESH, State.GREETED, State.PUBLISHED])
+@pytest.mark.parametrize("state", [Progress.FRESH, Progress.GREETED, Progress.PUBLISHED])
 def test_nothing_is_sent_before_ready(state):
     with pytest.raises(LocalProtocolError, match=str(state)):
         connection_in(Role.CLIENT, state).send(EXAMPLES["release"])
 
 
-@pytest.mark.parametrize("state", [State.CLOSING, State.CLOSED])
+@pytest.mark.parametrize("state", [Progress.CLOSING, Progress.CLOSED])
 def test_nothing_is_sent_after_the_end(state):
     with pytest.raises(Closed, match="done"):
         connection_in(Role.CLIENT, state).send(EXAMPLES["release"])
@@ -171,9 +171,9 @@ def test_nothing_is_sent_after_the_end(state):
 def test_a_goodbye_is_answered_and_ends_both():
     pair = Pair().make_ready()
     pair.client.close("enough", pair.now)
-    assert pair.client.state is State.CLOSING
+    assert pair.client.state is Progress.CLOSING
     pair.settle()
-    assert (pair.client.state, pair.server.state) == (State.CLOSED, State.CLOSED)
+    assert (pair.client.state, pair.server.state) == (Progress.CLOSED, Progress.CLOSED)
     assert pair.client_events[1:] == pair.server_events[1:] == [ConnectionClosed(reason="enough")]
 
 
@@ -182,7 +182,7 @@ def test_two_goodbyes_that_cross_end_both():
     pair.client.close("mine", pair.now)
     pair.server.close("also mine", pair.now)
     pair.settle()
-    assert (pair.client.state, pair.server.state) == (State.CLOSED, State.CLOSED)
+    assert (pair.client.state, pair.server.state) == (Progress.CLOSED, Progress.CLOSED)
     assert pair.client_events[1:] == [ConnectionClosed(reason="mine")]
 
 
@@ -208,7 +208,7 @@ def test_a_refusal_is_told_with_its_remedy():
 
 
 def test_a_connection_ends_once():
-    connection = connection_in(Role.SERVER, State.READY)
+    connection = connection_in(Role.SERVER, Progress.READY)
     connection.refuse("busy", "later", NOW)
     connection.close("never mind", NOW)
     connection.refuse("closing", "too late", NOW)
@@ -218,25 +218,25 @@ def test_a_connection_ends_once():
     assert connection.take_events() == [ConnectionFailed(code="busy", reason="later")]
 
 
-@pytest.mark.parametrize(("role", "state"), [pair for pair in REACHABLE if pair[1] is not State.CLOSED])
+@pytest.mark.parametrize(("role", "state"), [pair for pair in REACHABLE if pair[1] is not Progress.CLOSED])
 def test_a_lost_transport_ends_every_state(role, state):
     connection = connection_in(role, state)
     connection.lost("the cable", code="connection_lost")
-    assert connection.state is State.CLOSED
+    assert connection.state is Progress.CLOSED
     assert connection.next_deadline() is None
-    expected = [] if state is State.CLOSING else [ConnectionFailed(code="connection_lost", reason="the cable")]
+    expected = [] if state is Progress.CLOSING else [ConnectionFailed(code="connection_lost", reason="the cable")]
     assert connection.take_events() == expected
 
 
-WELCOME_THERE = {(Role.SERVER, State.FRESH, "hello"), (Role.CLIENT, State.GREETED, "welcome")}
+WELCOME_THERE = {(Role.SERVER, Progress.FRESH, "hello"), (Role.CLIENT, Progress.GREETED, "welcome")}
 VIOLATIONS = [
     (role, state, name)
     for role, state in REACHABLE
     for name in ("garbage", "nothing", "hello", "welcome", "ping", "release", "released")
-    if state not in (State.READY, State.CLOSING, State.CLOSED) and (role, state, name) not in WELCOME_THERE
+    if state not in (Progress.READY, Progress.CLOSING, Progress.CLOSED) and (role, state, name) not in WELCOME_THERE
 ]
-VIOLATIONS += [(role, State.READY, name) for role in Role for name in ("garbage", "hello", "welcome", "publish")]
-VIOLATIONS += [(Role.CLIENT, State.READY, "release"), (Role.SERVER, State.READY, "released")]
+VIOLATIONS += [(role, Progress.READY, name) for role in Role for name in ("garbage", "hello", "welcome", "publish")]
+VIOLATIONS += [(Role.CLIENT, Progress.READY, "release"), (Role.SERVER, Progress.READY, "released")]
 
 
 @pytest.mark.parametrize(("role", "state", "name"), VIOLATIONS)
@@ -254,7 +254,7 @@ def test_the_first_violation_ends_the_connection(role, state, name):
 
 
 def test_a_tampered_publication_is_never_reported():
-    connection = connection_in(Role.SERVER, State.PUBLISHED)
+    connection = connection_in(Role.SERVER, Progress.PUBLISHED)
     tampered = msgspec.structs.replace(CONSUMED, payload=b"tampered with")
     connection.receive([FORMAT + msgspec.msgpack.encode(Publish(publication=tampered))], NOW)
     (event,) = connection.take_events()
@@ -263,7 +263,8 @@ def test_a_tampered_publication_is_never_reported():
 
 
 @pytest.mark.parametrize(
-    ("role", "state"), [(Role.CLIENT, State.FRESH), (Role.CLIENT, State.GREETED), (Role.SERVER, State.PUBLISHED)]
+    ("role", "state"),
+    [(Role.CLIENT, Progress.FRESH), (Role.CLIENT, Progress.GREETED), (Role.SERVER, Progress.PUBLISHED)],
 )
 def test_a_handshake_has_one_budget_that_no_message_extends(role, state):
     connection = connection_in(role, state)
@@ -277,9 +278,9 @@ def test_a_handshake_has_one_budget_that_no_message_extends(role, state):
 
 
 def test_silence_is_met_with_pings_and_then_ends_the_connection():
-    connection = connection_in(Role.CLIENT, State.READY)
+    connection = connection_in(Role.CLIENT, Progress.READY)
     pings, now = 0, NOW
-    while connection.state is State.READY and pings <= 3:
+    while connection.state is Progress.READY and pings <= 3:
         now = connection.next_deadline()
         connection.handle_deadline(now)
         pings += sum(isinstance(message, Ping) for message in said(connection))
@@ -316,28 +317,28 @@ def test_round_trips_are_measured():
 
 @pytest.mark.parametrize("nonce", [1, 12345])
 def test_only_the_answer_to_the_last_ping_is_measured(nonce):
-    connection = connection_in(Role.CLIENT, State.READY)
+    connection = connection_in(Role.CLIENT, Progress.READY)
     before = connection.rtt_s
     for now in (NOW + 1, NOW + 2):
         connection.ask(now, report=False)
     connection.receive(frames_of(Pong(nonce=nonce)), NOW + 3)
     assert connection.rtt_s == before
-    assert connection.state is State.READY
+    assert connection.state is Progress.READY
 
 
 def test_our_last_word_waits_for_an_answer_only_so_long():
-    connection = connection_in(Role.SERVER, State.CLOSING)
+    connection = connection_in(Role.SERVER, Progress.CLOSING)
     assert connection.next_deadline() == NOW + LIMITS.closing_s
     connection.handle_deadline(NOW + LIMITS.closing_s)
-    assert connection.state is State.CLOSED
+    assert connection.state is Progress.CLOSED
     assert connection.next_deadline() is None
     assert connection.take_events() == []
 
 
 def test_only_a_client_greets_and_only_once():
     with pytest.raises(LocalProtocolError):
-        connection_in(Role.SERVER, State.FRESH).greet(NOW)
-    client = connection_in(Role.CLIENT, State.GREETED)
+        connection_in(Role.SERVER, Progress.FRESH).greet(NOW)
+    client = connection_in(Role.CLIENT, Progress.GREETED)
     with pytest.raises(LocalProtocolError):
         client.greet(NOW)
     assert client.take_outgoing() == []
@@ -363,10 +364,10 @@ def test_a_client_publishes_less_than_a_server():
     check_introduction(Role.SERVER, PRODUCER, much, LIMITS)
     with pytest.raises(LocalProtocolError, match="above 65536"):
         check_introduction(Role.CLIENT, CONSUMER, much, LIMITS)
-    server = connection_in(Role.SERVER, State.PUBLISHED)
+    server = connection_in(Role.SERVER, Progress.PUBLISHED)
     server.receive(encode(Publish(publication=much), LIMITS.frame_bytes_max), NOW)
     assert server.ending.code == CloseCode.PROTOCOL_VIOLATION
-    client = connection_in(Role.CLIENT, State.PUBLISHED)
+    client = connection_in(Role.CLIENT, Progress.PUBLISHED)
     client.receive(encode(Publish(publication=much), LIMITS.frame_bytes_max), NOW)
     assert client.ending is None
 
@@ -402,18 +403,18 @@ def test_no_peer_can_raise_an_exception_or_end_a_connection_twice(role, state, m
         said(connection)  # whatever is said can be read
         events += connection.take_events()
         deadline = connection.next_deadline()
-        assert (deadline is None) == (connection.state is State.CLOSED)
+        assert (deadline is None) == (connection.state is Progress.CLOSED)
     endings = [event for event in events if isinstance(event, Ending)]
     assert len(endings) <= 1
     assert not endings or events[-1] is endings[0] is connection.ending
 
 
 def test_a_last_word_may_be_the_first():
-    connection = connection_in(Role.SERVER, State.FRESH)
+    connection = connection_in(Role.SERVER, Progress.FRESH)
     connection.receive(frames_of(Bye(reason="wrong door")), NOW)
     assert [type(message) for message in said(connection)] == [Bye]
     assert connection.take_events() == [ConnectionClosed(reason="wrong door")]
-    assert connection.state is State.CLOSED
+    assert connection.state is Progress.CLOSED
 
 
 def test_both_ends_learn_how_far_the_other_clock_is_ahead():
@@ -438,7 +439,7 @@ def test_a_ping_measures_again():
 
 @pytest.mark.parametrize("role", Role)
 def test_a_peer_that_does_not_tell_the_time_is_met_all_the_same(role):
-    connection = connection_in(role, State.READY)
+    connection = connection_in(role, Progress.READY)
     assert connection.clock_offset is None
     assert connection.rtt_s == 0.0
 
@@ -448,7 +449,7 @@ QUIET = Limits(messages_per_s_max=10.0, leases_per_s_max=float(LEASES_MAX))
 
 @pytest.mark.parametrize("role", Role)
 def test_who_says_too_much_is_told_and_dropped(role):
-    connection = connection_in(role, State.READY, limits=QUIET)
+    connection = connection_in(role, Progress.READY, limits=QUIET)
     for _ in range(8):  # of ten; the handshake took two
         connection.receive(frames_of(Ping(nonce=1)), NOW)
     assert connection.ending is None
@@ -459,14 +460,14 @@ def test_who_says_too_much_is_told_and_dropped(role):
 
 
 def test_who_says_as_much_over_time_is_heard():
-    connection = connection_in(Role.SERVER, State.READY, limits=QUIET)
+    connection = connection_in(Role.SERVER, Progress.READY, limits=QUIET)
     for turn in range(100):
         connection.receive(frames_of(Ping(nonce=1)), NOW + turn * 0.11)
     assert connection.ending is None
 
 
 def test_who_names_too_many_leases_is_told_and_dropped():
-    connection = connection_in(Role.SERVER, State.READY, limits=QUIET)
+    connection = connection_in(Role.SERVER, Progress.READY, limits=QUIET)
     many = tuple(LeaseRef(slot=0, epoch=epoch) for epoch in range(LEASES_MAX))
     connection.receive(frames_of(Renew(leases=many)), NOW)
     assert connection.take_events() == [RenewReceived(leases=many)]
@@ -477,7 +478,7 @@ def test_who_names_too_many_leases_is_told_and_dropped():
 
 def test_connections_of_one_key_share_what_it_may_say():
     allowance = Allowance(QUIET, NOW)
-    one, two = (connection_in(Role.SERVER, State.READY, limits=QUIET, allowance=allowance) for _ in range(2))
+    one, two = (connection_in(Role.SERVER, Progress.READY, limits=QUIET, allowance=allowance) for _ in range(2))
     for _ in range(6):
         one.receive(frames_of(Ping(nonce=1)), NOW)
     two.receive(frames_of(Ping(nonce=1)), NOW)

@@ -11,7 +11,7 @@ from handshake.events import ConnectionClosed, ConnectionFailed, PeerReady, Rele
 from handshake.limits import Limits
 from handshake.messages import Bye, Ping, Publish, Refuse, Released, Welcome
 from handshake.sockets import Delivery
-from handshake.states import Role, State
+from handshake.states import Progress, Role
 
 from .helpers import EXAMPLES, LIMITS, PRODUCED, PRODUCER, Recorder, frames_of
 
@@ -42,7 +42,7 @@ def make_driver(on_event, wire, *, limits=LIMITS, settled=lambda: None):
 def make_ready(driver):
     driver.receive(frames_of(EXAMPLES["hello"]))
     driver.receive(frames_of(EXAMPLES["publish"]))
-    assert driver.connection.state is State.READY
+    assert driver.connection.state is Progress.READY
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ async def test_a_peer_that_cannot_be_told_is_lost(recorder, wire, delivery, code
     assert recorder.of(ConnectionFailed) == [], "the program that sends is not interrupted by an event"
     (failed,) = await recorder.wait_of(ConnectionFailed)
     assert failed.code == code
-    assert driver.connection.state is State.CLOSED
+    assert driver.connection.state is Progress.CLOSED
 
 
 async def test_a_program_that_fails_ends_this_connection_and_is_logged(wire, caplog):
@@ -131,7 +131,7 @@ async def test_deadlines_are_kept(recorder, wire):
     closed = asyncio.Event()
 
     def settled():
-        if driver.connection.state is State.CLOSED:
+        if driver.connection.state is Progress.CLOSED:
             closed.set()
 
     driver = make_driver(recorder, wire, limits=Limits(handshake_s=0.02, closing_s=0.02), settled=settled)
