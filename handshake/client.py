@@ -28,6 +28,7 @@ from handshake.limits import DEFAULT_LIMITS, Limits
 from handshake.messages import Identity, Publication, Release, Renew
 from handshake.network import ZEROMQ, DialedChannel, Network
 from handshake.offsets import ClockOffset
+from handshake.rates import pause_s
 from handshake.security import ClusterSecurity, PublicKey, check_endpoint
 from handshake.sockets import LinkEvent, running
 from handshake.states import Progress, Role
@@ -298,7 +299,6 @@ async def _connect(dialing: _Dialing, stack: AsyncExitStack) -> HandshakeClient:
     """Dial until an attempt is ready, and leave its end to ``stack``; give up as ``open_client`` says."""
     network = dialing.network
     until_s = network.now() + dialing.limits.connect_s
-    backoff_s = BACKOFF_S_MIN
     attempts = cuts = 0
     error: HandshakeError | None = None  # why an earlier attempt failed says more than that a later one came late
     while True:
@@ -319,12 +319,10 @@ async def _connect(dialing: _Dialing, stack: AsyncExitStack) -> HandshakeClient:
             raise error or TimedOut(f"{dialing.endpoint} did not answer in time", phase="connect")
         cuts = cuts + 1 if outcome is LinkEvent.CUT else 0
         error = _explain(outcome, dialing.endpoint, denied=cuts >= CUTS_MAX)
-        # Half of the pause is random, so that a herd of clients does not come back as one.
-        pause_s = backoff_s * (0.5 + 0.5 * network.draw())
-        if not _may_pass(outcome, cuts) or network.now() + pause_s >= until_s:
+        rest_s = pause_s(attempts - 1, BACKOFF_S_MIN, BACKOFF_S_MAX, network.draw())
+        if not _may_pass(outcome, cuts) or network.now() + rest_s >= until_s:
             raise error
-        await asyncio.sleep(pause_s)
-        backoff_s = min(2 * backoff_s, BACKOFF_S_MAX)
+        await asyncio.sleep(rest_s)
 
 
 async def _resolve(dialing: _Dialing, until_s: float) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What a peer may say per second: token buckets, filled by the time that passes."""
+"""What a peer may say per second, in token buckets that time fills, and how long to pause after a failure."""
 
 from handshake.limits import Limits
 
@@ -53,3 +53,16 @@ class Allowance:
     def takes_report(self, now: float) -> bool:
         """Count one question for a report; False if it is one too many."""
         return self._reports.take(1, now)
+
+
+def pause_s(attempt: int, first_s: float, longest_s: float, draw: float = 1.0) -> float:
+    """Return the seconds to wait after a failure: doubled with each attempt, and half of it random.
+
+    Args:
+        attempt: the one that failed, counted from 0.
+        first_s: the longest pause after the first.
+        longest_s: the longest of all.
+        draw: a random number in [0, 1], so that many that failed together do not return together; 1 waits in full.
+    """
+    doublings = min(max(attempt, 0), 32)
+    return float(min(longest_s, first_s * 2**doublings) * (0.5 + draw / 2))
