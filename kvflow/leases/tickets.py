@@ -61,7 +61,7 @@ WallTimeMs = Annotated[int, Meta(ge=0, le=1 << 52)]
 PublicKey = Annotated[str, Meta(pattern="^[0-9a-f]{64}\\Z")]
 
 OVERDUE_S = 1.0
-"""How many seconds after its apparent end the producer is asked about a ticket. Before that, reading is cheaper."""
+"""How many seconds after its apparent end a lease is checked before the read. Earlier, reading is cheaper."""
 
 MALFORMED = "the ticket is malformed: it was cut or changed on its way"
 JOIN = "Join one ticket per rank, all from offers of one engine with the same request_id and num_tokens."
@@ -240,7 +240,7 @@ class Grant(Struct, frozen=True, kw_only=True, gc=False):
     def seems_over(self, wall_s: float, error_s: float) -> bool:
         """Return whether the promise has run out, if nobody has renewed it and the clocks are right.
 
-        This is a reason to ask the producer, but not to refuse the ticket, because only the producer knows.
+        This is a reason to check the lease before the read, but not to refuse the ticket, because only the check knows.
 
         Args:
             wall_s: seconds since 1970 on the producer's clock.

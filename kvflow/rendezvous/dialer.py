@@ -12,7 +12,7 @@ from handshake.events import ConnectionClosed, ConnectionFailed, Event, RenewAns
 from handshake.limits import LEASES_MAX
 from handshake.messages import LeaseAnswer, LeaseRef, Release, Renew
 from handshake.network import ZEROMQ, Network
-from kvflow.errors import DeadlineExceeded, FailureCode, PeerLost, ReleaseMismatch, StaleLease
+from kvflow.errors import FailureCode, PeerLost, ReleaseMismatch, StaleLease
 from kvflow.ids import Credentials, LeaseKey, PeerId, agent_name
 from kvflow.leases.tickets import Grant
 from kvflow.rendezvous.endpoint import LocalEndpoint
@@ -48,26 +48,25 @@ _ENDINGS = {
 
 
 class PendingQueries:
-    """Leases that the producer was asked about, and the futures that wait for its answers.
+    """Ended leases whose producer was asked how they ended, and the futures that wait for its answers.
 
     Thread: the event loop.
     """
 
-    def __init__(self, peer: PeerId) -> None:
-        self._peer = peer
-        self._waiting: dict[LeaseKey, list[asyncio.Future[LeaseAnswer]]] = {}
-        self._lost = ""
+    def __init__(self) -> None:
+        self._waiting: dict[LeaseKey, list[asyncio.Future[LeaseEnd]]] = {}
+        self._lost = False
 
-    def add(self, lease: LeaseKey) -> asyncio.Future[LeaseAnswer]:
-        """Return a future for the answer about a lease; it gets ``PeerLost`` if there is none."""
-        future: asyncio.Future[LeaseAnswer] = asyncio.get_running_loop().create_future()
+    def add(self, lease: LeaseKey) -> asyncio.Future[LeaseEnd]:
+        """Return a future for how a lease has ended."""
+        future: asyncio.Future[LeaseEnd] = asyncio.get_running_loop().create_future()
         if self._lost:
-            future.set_exception(PeerLost(self._lost, peer=str(self._peer)))
+            future.set_result(LeaseEnd())
         else:
             self._waiting.setdefault(lease, []).append(future)
         return future
 
-    def withdraw(self, lease: LeaseKey, future: asyncio.Future[LeaseAnswer]) -> None:
+    def withdraw(self, lease: LeaseKey, future: asyncio.Future[LeaseEnd]) -> None:
         """Drop a future that is no longer awaited. Does nothing if it was answered."""
         waiting = self._waiting.get(lease, [])
         if future in waiting:
@@ -75,21 +74,21 @@ class PendingQueries:
         if not waiting:
             self._waiting.pop(lease, None)
 
-    def lose(self, reason: str) -> None:
-        """Fail every future, now and later: the connection has ended."""
-        self._lost = f"the connection ended before the producer said whether a lease is held: {reason}"
-        for futures in self._waiting.values():
-            for future in futures:
-                if not future.done():
-                    future.set_exception(PeerLost(self._lost, peer=str(self._peer)))
-        self._waiting.clear()
+    def lose(self) -> None:
+        """Resolve every future, now and later, with an unknown end: the connection has ended."""
+        self._lost = True
+        for lease in list(self._waiting):
+            self._resolve(lease, None)
 
     def answer(self, answers: Sequence[LeaseAnswer]) -> None:
         """Resolve the futures of these leases; most renewals have none."""
         for each in answers:
-            for future in self._waiting.pop((each.slot, each.epoch), ()):
-                if not future.done():
-                    future.set_result(each)
+            self._resolve((each.slot, each.epoch), each)
+
+    def _resolve(self, lease: LeaseKey, answer: LeaseAnswer | None) -> None:
+        for future in self._waiting.pop(lease, ()):
+            if not future.done():
+                future.set_result(_end_of(answer))
 
 
 class Link:
@@ -135,49 +134,31 @@ class Link:
         return self._client.clock_offset
 
     def may_be_over(self, grant: Grant) -> bool:
-        """Return whether a ticket seems to have expired, so that the producer must be asked before the read."""
+        """Return whether a ticket seems to have expired, so that its lease is checked before anything is read.
+
+        Only the check decides: another clock may have signed the ticket, and another reader may have renewed the lease.
+        """
         offset = self.clock_offset
         return offset is not None and grant.seems_over(self._network.wall() + offset.ahead_s, offset.error_s)
 
-    async def require_held(self, grant: Grant, *, within_s: float) -> None:
-        """Ask the producer about a ticket that seems to have expired, before anything is read for it.
-
-        Clocks decide only whether the producer is asked, because another clock may have signed the ticket, and another
-        reader may have renewed the lease. A lease that the producer does not know may be admitted later.
-
-        Args:
-            grant: the grant of the ticket.
-            within_s: longest time to wait for the answer.
-
-        Raises:
-            StaleLease: the lease has ended.
-            PeerLost, DeadlineExceeded: there was no answer.
-
-        Cancellation: safe.
-        """
-        if not self.may_be_over(grant):
-            return
-        try:
-            answer = await self._ask((grant.slot, grant.epoch_value), within_s)
-        except TimeoutError:
-            message = f"{self.peer} did not say whether a lease is held within {within_s} s"
-            raise DeadlineExceeded(message, phase="handshake", peer=str(self.peer)) from None
-        if answer.outcome == "ended":
-            end = _end_of(answer)
-            message = f"the lease of {grant.request_id!r} has ended, {self.peer} says: {end.words}"
-            raise StaleLease(
-                message, ended_by=end.ended_by, ended_s=end.ended_s, request_id=grant.request_id, peer=str(self.peer)
-            )
-
     async def ask_end(self, lease: LeaseKey, *, within_s: float) -> LeaseEnd:
-        """Ask the producer how a lease has ended. Without an answer in time, the reason is unknown.
+        """Ask the producer how a lease has ended, by renewing it. Without an answer in time, the reason is unknown.
+
+        Questions of one loop iteration are sent together.
 
         Cancellation: safe.
         """
+        answered = self._queries.add(lease)
+        if not self._to_ask:
+            asyncio.get_running_loop().call_soon(self._send_queries)
+        self._to_ask.append(lease)
         try:
-            return _end_of(await self._ask(lease, within_s))
-        except (TimeoutError, PeerLost):
+            async with asyncio.timeout(within_s):
+                return await answered
+        except TimeoutError:
             return LeaseEnd()
+        finally:
+            self._queries.withdraw(lease, answered)
 
     def release(self, leases: Sequence[LeaseKey], *, read: bool) -> None:
         """Tell the producer that our rank no longer needs these leases. Does nothing if the connection has ended.
@@ -191,22 +172,6 @@ class Link:
     def renew(self, leases: Sequence[LeaseKey]) -> None:
         """Ask the producer to renew these leases. Does nothing if the connection has ended."""
         self._send([Renew(leases=refs) for refs in _refs(leases)])
-
-    async def _ask(self, lease: LeaseKey, within_s: float) -> LeaseAnswer:
-        """Ask about a lease by renewing it. Questions of one loop iteration are sent together.
-
-        Raises:
-            PeerLost, TimeoutError: there was no answer.
-        """
-        answered = self._queries.add(lease)
-        if not self._to_ask:
-            asyncio.get_running_loop().call_soon(self._send_queries)
-        self._to_ask.append(lease)
-        try:
-            async with asyncio.timeout(within_s):
-                return await answered
-        finally:
-            self._queries.withdraw(lease, answered)
 
     def _send_queries(self) -> None:
         leases, self._to_ask = self._to_ask, []
@@ -226,8 +191,8 @@ def _refs(leases: Sequence[LeaseKey]) -> list[tuple[LeaseRef, ...]]:
     return [tuple(refs[first : first + LEASES_MAX]) for first in range(0, len(refs), LEASES_MAX)]
 
 
-def _end_of(answer: LeaseAnswer) -> LeaseEnd:
-    if answer.outcome != "ended" or isinstance(answer.ended_by, UnsetType):
+def _end_of(answer: LeaseAnswer | None) -> LeaseEnd:
+    if answer is None or answer.outcome != "ended" or isinstance(answer.ended_by, UnsetType):
         return LeaseEnd()
     return LeaseEnd(answer.ended_by, None if isinstance(answer.ended_s, UnsetType) else answer.ended_s)
 
@@ -262,17 +227,17 @@ async def open_link(
         ReleaseMismatch: it writes another version of the manifest. We send it this reason.
         DeadlineExceeded: it is silent.
     """
-    queries = PendingQueries(peer)
+    queries = PendingQueries()
 
     def on_event(event: Event) -> None:
         match event:
             case RenewAnswered(leases=answers):
                 queries.answer(answers)
             case ConnectionClosed(reason=reason):
-                queries.lose(reason)
+                queries.lose()
                 on_ended(FailureCode.PEER_CLOSED, reason)
             case ConnectionFailed(code=code, reason=reason):
-                queries.lose(reason)
+                queries.lose()
                 on_ended(FailureCode.PEER_LOST, f"{code}: {reason}")
             case _:
                 pass

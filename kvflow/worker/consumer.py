@@ -129,7 +129,7 @@ class Consumer:
                 else as_digest_lists("expected_digests", expected_digests, pull.targets)
             )
             route = self.peers.route(ticket)
-            if route is None or route.may_be_over(ticket):
+            if route is None:
                 pull.held = self._renewals.start(ticket.members())
                 self.pulls.by_id[pull.pull_id] = pull
                 closing = TransferCancelled("the worker is closing", request_id=pull.request_id)
@@ -293,8 +293,8 @@ class Consumer:
                 require_content(grant, prepared, self._manifest, expected)
             if parts:
                 lease = LeaseName(grant.slot, int(grant.epoch), ticket.sealed[at][:MAC_BYTES])
-                peer_id, first = peer.link.peer, not grant.admitted
-                reads.append(RankRead(next(self._scheduler.read_ids), peer_id, lease, parts, first, priority))
+                first = not grant.admitted or peer.link.may_be_over(grant)
+                reads.append(RankRead(next(self._scheduler.read_ids), peer.link.peer, lease, parts, first, priority))
                 for part in parts:
                     assert part.binding is not None
                     nbytes += len(part.pairs.source) * part.binding.unit_bytes

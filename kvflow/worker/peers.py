@@ -103,14 +103,12 @@ class PeerPool:
         Cancellation: safe; connecting goes on for other callers.
 
         Raises:
-            KvflowError: see ``open_link`` and ``Link.require_held``; ``LayoutMismatch`` if its cache cannot fill ours;
-                ``PeerUnavailable`` or ``StaleLease`` at once if dialing it is useless; ``TicketInvalid`` if the peer
-                has no such slot.
+            KvflowError: see ``open_link``; ``LayoutMismatch`` if its cache cannot fill ours; ``PeerUnavailable`` or
+                ``StaleLease`` at once if dialing it is useless; ``TicketInvalid`` if the peer has no such slot.
         """
         peer = await (await self._connection(member)).require_peer()
         if member.grant.slot >= peer.num_slots:  # the first check of a read that others share would fail
             raise TicketInvalid(f"{member.peer} has no epoch slot {member.grant.slot}")
-        await peer.link.require_held(member.grant, within_s=self._local.limits.handshake_s)
         return peer
 
     async def connect_link(self, member: Member) -> Link:

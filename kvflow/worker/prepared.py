@@ -22,7 +22,7 @@ from kvflow.errors import (
 from kvflow.ids import Ids, PeerId
 from kvflow.layout.manifest import Manifest
 from kvflow.leases.blocks import check_block_ids
-from kvflow.leases.tickets import Grant, Ticket, block_ends
+from kvflow.leases.tickets import Grant, block_ends
 from kvflow.planning.assignment import assign_sources
 from kvflow.planning.bind import AnyBinding, bind_plan
 from kvflow.planning.match import ComponentName, HeadRange, HeadRanges, have_common_layer, require_same_model
@@ -111,13 +111,6 @@ class Route(NamedTuple):
     sources: tuple[SourceRank, ...]
     transport: str
     plane: str
-
-    def may_be_over(self, ticket: Ticket) -> bool:
-        """Return whether a lease may have run out, so that its producer must be asked before the read."""
-        for peer, at in self.ranks:  # noqa: SIM110 - a generator takes twice as long
-            if peer.link.may_be_over(ticket.grants[at]):
-                return True
-        return False
 
 
 class _BoundShare(NamedTuple):

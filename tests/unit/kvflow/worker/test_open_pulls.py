@@ -257,11 +257,9 @@ async def test_of_a_stale_lease_the_producer_is_asked(end, words, monkeypatch):
 
 
 async def test_a_stale_lease_is_explained_only_as_far_as_its_producer_answers(world, monkeypatch):
-    async def unanswered(self, lease, within_s):
-        raise TimeoutError
-
     await world.connect()
-    monkeypatch.setattr(Link, "_ask", unanswered)
+    monkeypatch.setattr("kvflow.worker.open_pulls.EXPLAIN_S", 0.01)
+    monkeypatch.setattr(Link, "_send_queries", lambda self: None)
     ticket = world.ticket()
     world.producer.revoke("request-1")
     error, record = await failing(world, errors.StaleLease, ticket=ticket)

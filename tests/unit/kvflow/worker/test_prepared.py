@@ -12,7 +12,7 @@ from kvflow.layout.region import Region
 from kvflow.leases.issuer import Issuer
 from kvflow.leases.tickets import RankAddress, block_ends
 from kvflow.planning.plan import plan_transfer
-from kvflow.worker.prepared import Peer, Route, parts_of, require_content
+from kvflow.worker.prepared import Peer, parts_of, require_content
 from tests.properties.caches import bindings
 
 from .helpers import SPECS, cache_of
@@ -38,13 +38,6 @@ def demanded(block_ids, num_tokens, *targets, source_groups=TWO_GROUPS, target_g
     lists = [np.array(ids, np.int64) for ids in targets]
     found = parts_of(member.grant, peer_of(member, source), lists_of(source, target), lists)
     return {part.list_id: list(zip(part.pairs.source, part.pairs.target, strict=True)) for part in found}
-
-
-@pytest.mark.parametrize("seem_over", [(False, False), (True, False), (False, True)])
-def test_a_route_may_be_over_if_any_rank_may(seem_over):
-    link = SimpleNamespace(may_be_over=lambda grant: grant)
-    ranks = tuple((SimpleNamespace(link=link), at) for at in range(2))
-    assert Route(ranks, (), "", "").may_be_over(SimpleNamespace(grants=seem_over)) is any(seem_over)
 
 
 def peer_of(member, manifest):
