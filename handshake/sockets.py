@@ -23,9 +23,8 @@ from itertools import count
 
 import zmq
 
-from handshake.arrivals import Arrivals
 from handshake.errors import AddressInvalid, CloseCode, SocketsExhausted, cannot_listen
-from handshake.intake import Intake, watched, wire_bytes
+from handshake.intake import Arrivals, Intake, watched, wire_bytes
 from handshake.limits import Limits
 from handshake.security import ZAP_DOMAIN, ZAP_ENDPOINT, ClusterSecurity, PublicKey, answer_admission
 

@@ -49,7 +49,7 @@ IMPORTERS = {
     "nixl_cu13": {"kvflow/reads/nixl/binding.py"},
     "torch": {"kvflow/memory", "kvflow/tools/demo", "kvflow/integrations"},
     "zmq": {
-        "handshake/arrivals.py",
+        "handshake/intake.py",
         "handshake/sockets.py",
         "handshake/security.py",
         "kvflow/integrations/vllm/admission.py",

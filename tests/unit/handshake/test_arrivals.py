@@ -8,7 +8,7 @@ import pytest
 import uvloop
 import zmq
 
-from handshake.arrivals import MESSAGES_PER_TURN, Arrivals
+from handshake.intake import MESSAGES_PER_TURN, Arrivals
 from handshake.sockets import running
 
 from .helpers import patiently

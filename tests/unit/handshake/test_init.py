@@ -42,4 +42,4 @@ def test_the_core_does_no_io_and_keeps_no_time(name):
 
 def test_zmq_is_imported_in_three_places():
     importers = {path.stem for path in PACKAGE.glob("*.py") if "zmq" in imported_words(path)}
-    assert importers == {"arrivals", "security", "sockets"}
+    assert importers == {"intake", "security", "sockets"}

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from zmq.utils import z85
 
-from handshake.arrivals import Arrivals
 from handshake.errors import AddressInvalid
+from handshake.intake import Arrivals
 from handshake.security import (
     ZAP_DOMAIN,
     ZAP_ENDPOINT,

@@ -8,8 +8,8 @@ import pytest
 import zmq
 
 import handshake.sockets
-from handshake.arrivals import MESSAGES_PER_TURN
 from handshake.errors import AddressInvalid, SocketsExhausted
+from handshake.intake import MESSAGES_PER_TURN
 from handshake.limits import Limits
 from handshake.sockets import Delivery, LinkEvent, open_dialer, open_listener, running
 
