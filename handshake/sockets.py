@@ -1,10 +1,8 @@
 """ZeroMQ as the shells need it: one socket, its reader task, and what the monitor saw, as plain values.
 
-A listener owns a separate context, because access control runs within it. All dialers of a process share
-one, so that hundreds of peers cost two threads and not hundreds. Neither sending nor receiving waits: the loop watches
-the socket's descriptor, and no task or future is made for a message. Of the frames that a message has too many the
-first is kept. A dialed channel is one TCP connection and never reconnects automatically: a restarted server
-needs a new handshake.
+A listener owns a separate context, because access control runs within it. All dialers of a process share one, so that
+hundreds of peers cost two threads. Neither sending nor receiving waits. Of a message with too many frames, the first
+excess one is kept. A dialed channel never reconnects: a restarted server needs a new handshake.
 """
 
 import asyncio
@@ -29,8 +27,7 @@ from handshake.limits import Limits
 from handshake.security import ZAP_DOMAIN, ZAP_ENDPOINT, ClusterSecurity, PublicKey, answer_admission
 
 FRAMES_PER_TURN = 1024
-"""Frames that are too many are read, because nothing that follows can be read before, and dropped: in half a
-millisecond so many."""
+"""Excess frames that are read and dropped in one turn, which takes half a millisecond."""
 
 CURVE_BYTES = 64
 """What encryption adds to a frame at most; the exact bound on what we read is the codec's."""
@@ -39,8 +36,7 @@ DESCRIPTORS_OF_A_CONTEXT = 32
 """A context takes about ten: two threads with a queue and an epoll each, and the first sockets."""
 
 DESCRIPTORS_OF_A_LINK = 8
-"""A link takes four: one for each of its three ZeroMQ sockets, and that of TCP. The rest is for other code that opens
-files meanwhile: ZeroMQ says nothing where it finds none for TCP."""
+"""A link takes four: three ZeroMQ sockets and TCP. ZeroMQ reports nothing if another thread took the one for TCP."""
 
 
 class Delivery(Enum):
@@ -64,9 +60,9 @@ class LinkEvent(Enum):
     UNREACHABLE = auto()
     """The TCP connection was refused."""
     DENIED = auto()
-    """The server said that our key, or our lack of one, will not do."""
+    """The server does not accept our key, or our lack of one."""
     CUT = auto()
-    """The connection ended within ZeroMQ's handshake, without a word: what a server does that cannot decrypt."""
+    """The connection ended within ZeroMQ's handshake, without a reason: the server cannot decrypt."""
     LOST = auto()
     """The connection ended."""
 
@@ -86,21 +82,13 @@ _NOT_LET_IN: dict[int, CloseCode] = {
     zmq.Event.HANDSHAKE_FAILED_PROTOCOL: CloseCode.UNAUTHENTICATED,
     zmq.Event.HANDSHAKE_FAILED_AUTH: CloseCode.KEY_UNKNOWN,
 }
-"""What the monitor of a listener is asked for, and what it means. No more: each event takes a turn of the loop."""
-
-
+"""The only events that the monitor of a listener reports: each takes a turn of the loop."""
 _MONITORED = struct.Struct("=Hi")
-"""Event and value, in this machine's order of bytes."""
+"""Event and value, in this machine's order of bytes. Source: zmq_socket_monitor(3)."""
 
 
 class Channel:
     """One ZeroMQ socket.
-
-    Args:
-        socket: of ZeroMQ.
-        endpoint: as below.
-        intake: of its connections.
-        secured: whether each connection had to prove that it holds a key.
 
     Attributes:
         endpoint: its address: the real one of a listener, the dialed one of a dialer.
@@ -115,7 +103,7 @@ class Channel:
         self._dropping: list[zmq.Frame] = []
 
     def send(self, frames: list[bytes]) -> Delivery:
-        """Queue one message, or say why not, at once. A listener's first frame names the peer."""
+        """Queue one message, or return why not, at once. A listener's first frame names the peer."""
         try:
             for frame in frames[:-1]:
                 self._socket.send(frame, zmq.NOBLOCK | zmq.SNDMORE)
@@ -131,13 +119,7 @@ class Channel:
         return Delivery.QUEUED
 
     def _message(self, num_frames: int) -> list[zmq.Frame]:
-        """Return the frames of the next message; where it has more than it may have, one more than that.
-
-        Returns nothing while the rest of a long message is still to be dropped.
-
-        Raises:
-            zmq.Again: no message is there.
-        """
+        """Return the frames of the next message, at most one excess frame; none while the rest is being dropped."""
         receive = self._socket.recv
         frames, self._dropping = self._dropping, []
         if not frames:
@@ -153,7 +135,7 @@ class Channel:
         return []
 
     async def _read(self, num_frames: int, tell: Callable[[list[zmq.Frame]], bool]) -> None:
-        """Yield each message that arrives, until cancelled, and count the ones that the caller took."""
+        """Pass on each message that arrives, until cancelled, and count those that were taken."""
 
         def take() -> bool:
             frames = self._message(num_frames)
@@ -178,17 +160,19 @@ class ListeningChannel(Channel):
         intake = Intake(held_max, lambda: self.endpoint, self._on_cut, listens=True)
         super().__init__(socket, endpoint, intake, secured=secured)
         self._monitor = monitor
-        # Without encryption a client may name itself as it likes, in any bytes, and has proved nothing.
-        self._key_of = _proved_key if secured else _no_key
         self.strangers: Counter[str] = Counter()
 
     async def read(self, on_frames: Callable[[list[bytes], PublicKey], bool]) -> None:
         """Pass on each message that arrives, with the key that its connection has proved to hold, or an empty one.
 
-        Runs until it is cancelled; ``on_frames`` must not raise, and returns whether it listened. A connection that it
-        does not listen to, and one that sends messages of several frames, is cut when it has sent too much.
+        Runs until it is cancelled; ``on_frames`` must not raise, and returns whether it took the message. A connection
+        whose messages it does not take, or have several frames, is cut when it has sent too much.
         """
         await self._read(2, lambda frames: on_frames([frame.bytes for frame in frames], self._key_of(frames[-1])))
+
+    def _key_of(self, frame: zmq.Frame) -> PublicKey:
+        # Without encryption a client may name itself in any bytes, and has proved nothing.
+        return PublicKey(frame.get("User-Id")) if self._secured else ""  # as our ZAP handler has named the connection
 
     def _on_cut(self, _address: str) -> None:
         self.strangers[CloseCode.OVERFLOWED] += 1
@@ -207,21 +191,9 @@ class ListeningChannel(Channel):
 
 
 def _event_of(monitor: zmq.Socket[bytes]) -> tuple[int, int]:
-    """Return the number of the next event of a monitor, and its value. Source: zmq_socket_monitor(3).
-
-    pyzmq's own parser makes a flag of the value beside it, too, and Python remembers each flag forever: one for each
-    number that a file descriptor ever had.
-    """
+    # pyzmq's parser makes a flag of the value, too, and Python keeps each flag forever: one for each file descriptor.
     event, value = _MONITORED.unpack(monitor.recv_multipart(zmq.NOBLOCK)[0])
     return event, value
-
-
-def _proved_key(frame: zmq.Frame) -> PublicKey:
-    return PublicKey(frame.get("User-Id"))  # as our own ZAP handler has named the connection
-
-
-def _no_key(_frame: zmq.Frame) -> PublicKey:
-    return ""
 
 
 class DialedChannel(Channel):
@@ -271,8 +243,7 @@ class DialedChannel(Channel):
 async def running(*coroutines: Coroutine[object, object, None]) -> AsyncIterator[None]:
     """Run tasks until the block is left, then cancel and await them.
 
-    An error of the block passes unchanged, as it would without us. An error of a task cancels the block and is
-    raised as an exception group.
+    An error of the block passes unchanged. An error of a task cancels the block and is raised as an exception group.
     """
     body_error: Exception | None = None
     async with asyncio.TaskGroup() as group:
@@ -298,11 +269,11 @@ async def open_listener(bind: str, security: ClusterSecurity | None, limits: Lim
     """
     _require_descriptors(DESCRIPTORS_OF_A_CONTEXT)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    # Who listens will dial, too, perhaps when a flood of connections has taken every descriptor.
+    # A listener dials, too, perhaps when a flood of connections has taken every descriptor.
     with _dialers.borrowed(), _destroying(context):
         router, held_max = _configured(context.socket(zmq.ROUTER), bind, limits, limits.client_frame_bytes_max)
         router.set(zmq.ROUTER_MANDATORY, 1)  # sending to a peer that is gone is an error, not silence
-        router.set(zmq.ROUTER_HANDOVER, 0)  # nobody takes over another's connection by claiming its name
+        router.set(zmq.ROUTER_HANDOVER, 0)  # no peer takes over another's connection by claiming its name
         router.set(zmq.BACKLOG, limits.peers_max)
         tasks = []
         if security is not None:
@@ -326,7 +297,7 @@ async def open_listener(bind: str, security: ClusterSecurity | None, limits: Lim
 
 @contextmanager
 def _destroying(context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[None]:
-    """Close a context with all its sockets, in whatever way the block is left."""
+    """Close a context with all its sockets."""
     try:
         yield
     finally:
@@ -334,14 +305,11 @@ def _destroying(context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[None]:
 
 
 async def resolve(endpoint: str) -> tuple[str, ...]:
-    """Return ``endpoint`` with an address in place of its name, once for each address that the name has.
-
-    ZeroMQ would look the name up itself, within ``connect``, and the event loop would stand still meanwhile: for
-    seconds, if it is that of a container that is gone.
+    """Return ``endpoint`` with each address of its name in turn. ZeroMQ would look it up and block the event loop.
 
     Raises:
-        OSError: there is no such name, or nobody to ask.
-        UnicodeError: no name can be written so: a part of it is empty or too long.
+        OSError: there is no such name, or no name server.
+        UnicodeError: the name is malformed: a part of it is empty or too long.
 
     Cancellation: safe; the look-up ends later, in a thread.
     """
@@ -355,11 +323,7 @@ async def resolve(endpoint: str) -> tuple[str, ...]:
 
 
 def _require_descriptors(count: int) -> None:
-    """Make sure that ZeroMQ finds so many descriptors: where there is none for its threads, it ends the whole process.
-
-    Raises:
-        SocketsExhausted: this process has too few left.
-    """
+    """Raise ``SocketsExhausted`` if too few descriptors are left: ZeroMQ ends a process that has none for threads."""
     opened: list[int] = []
     try:
         for _ in range(count):
@@ -374,10 +338,7 @@ def _require_descriptors(count: int) -> None:
 
 
 class _SharedContext:
-    """The one context of all dialers of this process: there while anyone needs it.
-
-    Thread: any; the sockets belong to the loop that makes them.
-    """
+    """The one context of all dialers of this process, while there are any. Thread: any."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -385,7 +346,7 @@ class _SharedContext:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
 
     def forget(self) -> None:
-        """Start again in a forked child, which has the numbers of the sockets and none of their threads."""
+        """Start again in a forked child, which has none of the threads."""
         self._lock = threading.Lock()
         self._users = 0
         self._context = None
@@ -412,10 +373,7 @@ class _SharedContext:
 
 
 def _sockets_max(context: zmq.Context[zmq.Socket[bytes]]) -> int:
-    """Return as many sockets as ZeroMQ can number, or as may ever be open: each needs a file descriptor.
-
-    That is the hard limit; the soft one may be raised as long as the process lives.
-    """
+    """Return how many sockets ZeroMQ can number, or may ever be open: the soft limit of files may be raised later."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = int(context.get(zmq.SOCKET_LIMIT))
     return most if hard == resource.RLIM_INFINITY else min(most, hard)
@@ -428,7 +386,7 @@ _links = count()
 
 @contextmanager
 def _closing() -> Iterator[list[zmq.Socket[bytes]]]:
-    """Close the sockets in a list, in whatever way the block is left."""
+    """Close the sockets in a list."""
     sockets: list[zmq.Socket[bytes]] = []
     try:
         yield sockets
@@ -475,17 +433,7 @@ async def open_dialer(endpoint: str, security: ClusterSecurity | None, limits: L
 def _configured(
     made: zmq.Socket[bytes], endpoint: str, limits: Limits, heard_bytes_max: int
 ) -> tuple[zmq.Socket[bytes], int]:
-    """Set what all sockets have in common, before they are bound or connected.
-
-    Args:
-        made: the socket.
-        endpoint: where it will be bound or connected.
-        limits: what peers may cost.
-        heard_bytes_max: of one frame that it receives.
-
-    Returns:
-        The socket, and how many bytes ZeroMQ may hold of one of its connections.
-    """
+    """Set the common options of a socket; return it, and how many bytes ZeroMQ may hold of one of its connections."""
     waiting_max = min(limits.incoming_max, max(1, limits.incoming_bytes_max // heard_bytes_max))
     made.set(zmq.LINGER, 0)  # the last messages are acknowledged; nothing else is worth waiting for
     made.set(zmq.SNDHWM, limits.outgoing_max)
