@@ -9,6 +9,7 @@ from kvflow.events import Hook as Hook
 from kvflow.events import Outcome as Outcome
 from kvflow.ids import PeerId as PeerId
 from kvflow.layout.component import Component as Component
+from kvflow.layout.component import Region as Region
 from kvflow.layout.groups import Group as Group
 from kvflow.layout.groups import plan_groups as plan_groups
 from kvflow.layout.groups import window_blocks as window_blocks
@@ -16,9 +17,9 @@ from kvflow.layout.manifest import Identity as Identity
 from kvflow.layout.manifest import Layer as Layer
 from kvflow.layout.manifest import Manifest as Manifest
 from kvflow.layout.manifest import ManifestGroup as ManifestGroup
-from kvflow.layout.region import Region as Region
 from kvflow.layout.shards import Held as Held
 from kvflow.layout.shards import Shard as Shard
+from kvflow.layout.shards import Stripe as Stripe
 from kvflow.layout.specs import MLA as MLA
 from kvflow.layout.specs import CacheSpec as CacheSpec
 from kvflow.layout.specs import ChunkedLocal as ChunkedLocal
@@ -30,7 +31,6 @@ from kvflow.layout.specs import Mamba as Mamba
 from kvflow.layout.specs import Opaque as Opaque
 from kvflow.layout.specs import SlidingWindow as SlidingWindow
 from kvflow.layout.specs import State as State
-from kvflow.layout.stripes import Stripe as Stripe
 from kvflow.leases.table import LeaseReader as LeaseReader
 from kvflow.leases.table import LeaseState as LeaseState
 from kvflow.leases.tickets import Content as Content

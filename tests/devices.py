@@ -5,7 +5,7 @@ import os
 import msgspec
 import numpy as np
 
-from kvflow.layout.region import Region
+from kvflow.layout.component import Region
 from kvflow.reads.device import PORTION_BYTES, device_memory_of
 
 REAL = os.environ.get("KVFLOW_TEST_MEMORY") == "VRAM"

@@ -7,11 +7,20 @@ import msgspec
 from msgspec import Struct
 
 from kvflow.errors import SpecInvalid
+from kvflow.layout.component import Region
 from kvflow.layout.groups import Group, check_groups, stripe_of
 from kvflow.layout.manifest import Layer, Manifest, ManifestGroup
-from kvflow.layout.pages import has_tokens, item_alignment, page_bytes, round_up
-from kvflow.layout.placement import PlacedLayer, Pool, place_column, place_row, row_bytes
-from kvflow.layout.region import Region
+from kvflow.layout.placement import (
+    PlacedLayer,
+    Pool,
+    has_tokens,
+    item_alignment,
+    page_bytes,
+    place_column,
+    place_row,
+    round_up,
+    row_bytes,
+)
 from kvflow.layout.shards import Shard, whole_number
 from kvflow.layout.specs import CacheSpec, validate_specs
 

@@ -16,7 +16,7 @@ from typing import TypeVar
 import msgspec
 
 from kvflow.errors import SpecInvalid
-from kvflow.layout.pages import has_tokens, page_bytes
+from kvflow.layout.placement import has_tokens, page_bytes
 from kvflow.layout.shards import Shard
 from kvflow.layout.specs import (
     MLA,

@@ -8,11 +8,9 @@ from msgspec import Struct
 from kvflow.errors import ArgumentInvalid, SpecInvalid
 from kvflow.layout import grouping
 from kvflow.layout.grouping import Sized
-from kvflow.layout.pages import has_tokens, page_bytes
-from kvflow.layout.placement import LAYOUTS
-from kvflow.layout.shards import Shard
+from kvflow.layout.placement import LAYOUTS, has_tokens, page_bytes
+from kvflow.layout.shards import ALL_TOKENS, Shard, Stripe
 from kvflow.layout.specs import MLA, CacheSpec, Mamba, Opaque, validate_specs
-from kvflow.layout.stripes import ALL_TOKENS, Stripe
 
 LAYER_OUTERMOST = "LBNHC"
 """The meaning of "auto" for most models, because every attention backend supports it."""

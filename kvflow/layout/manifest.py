@@ -15,10 +15,9 @@ import msgspec
 from msgspec import Meta, Struct
 
 from kvflow.errors import SpecInvalid
-from kvflow.layout.component import Component
-from kvflow.layout.region import ADDRESS_MAX, Region
+from kvflow.layout.component import ADDRESS_MAX, Component, Region
+from kvflow.layout.shards import ALL_TOKENS, Stripe
 from kvflow.layout.specs import LAYER_NAME_MAX
-from kvflow.layout.stripes import ALL_TOKENS, Stripe
 from kvflow.reprs import counted, quoted
 from kvflow.validation import find_fault
 

@@ -6,10 +6,10 @@ from typing import Literal
 import torch
 
 from kvflow.errors import SpecInvalid
+from kvflow.layout.component import Region
 from kvflow.layout.describe import plan_cache
 from kvflow.layout.groups import Group, plan_groups, resolve_layout
 from kvflow.layout.manifest import Manifest
-from kvflow.layout.region import Region
 from kvflow.layout.shards import Shard
 from kvflow.layout.specs import CacheSpec
 from kvflow.layout.views import View

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from kvflow.errors import ConfigInvalid, TransportUnavailable
-from kvflow.layout.region import Region
+from kvflow.layout.component import Region
 
 
 class TorchDeviceMemory:

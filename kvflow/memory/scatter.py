@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from kvflow.errors import TransportUnavailable
-from kvflow.layout.region import Region
+from kvflow.layout.component import Region
 from kvflow.memory.device import TorchDeviceOrder, wrapped
 
 Copy = tuple[tuple[int, ...], tuple[tuple[int, int, int], ...]]

@@ -1,16 +1,20 @@
-"""The function that describes each ``model_type``, and what happens for other types."""
+"""From a ``config.json``, or the name of a bundled one, to specs; one function describes each ``model_type``."""
 
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
+from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from kvflow.errors import SpecInvalid
-from kvflow.layout.specs import CacheSpec, ChunkedLocal, FullAttention, SlidingWindow, validate_specs
+from kvflow.layout.placement import page_bytes
+from kvflow.layout.shards import Shard
+from kvflow.layout.specs import CacheSpec, ChunkedLocal, FullAttention, Mamba, SlidingWindow, validate_specs
 from kvflow.models import attention, latent, recurrent
 from kvflow.models.config import WRAPPERS, ModelConfig, Options, read_config
 from kvflow.validation import describe_refusal
@@ -193,3 +197,67 @@ def _in_words(specs: Mapping[str, CacheSpec]) -> str:
         heads = f" of {spec.num_kv_heads} KV heads of {spec.head_size}" if isinstance(spec, WITH_HEADS) else ""
         kinds.append(f"{count} {spec.kind}{heads}{f' and a window of {spec.window}' if spec.window else ''}")
     return f"{', '.join(kinds)}; the first is {next(iter(specs))}"
+
+
+def align_states(specs: Mapping[str, CacheSpec], *, shard: Shard | None = None) -> dict[str, CacheSpec]:
+    """Enlarge attention blocks until a page holds a state, and pad the states to that page.
+
+    A state is as large as hundreds of tokens. Without this, attention pages would be mostly padding. The block size
+    becomes the smallest multiple whose page holds a state, as in vLLM 0.32. Ranks divide states and tokens differently,
+    so the result depends on ``tp_size``.
+
+    Args:
+        specs: layer name -> spec.
+        shard: the rank. Every rank of an engine gets the same result, that of rank 0, which holds the most.
+
+    Returns:
+        The specs, in the same order. A model without states, or without attention, is unchanged.
+    """
+    largest = Shard(tp_size=shard.tp_size if shard else 1)
+    state_bytes = max((page_bytes(spec, largest) for spec in specs.values() if isinstance(spec, Mamba)), default=0)
+    attention = [spec for spec in specs.values() if not isinstance(spec, Mamba)]
+    if not state_bytes or not attention:
+        return dict(specs)
+    smallest = min(attention, key=lambda spec: page_bytes(spec, largest))
+    factor = -(-state_bytes // page_bytes(smallest, largest))
+    block_size = factor * smallest.block_size
+    padded = factor * page_bytes(smallest, largest)
+    return {
+        name: msgspec.structs.replace(spec, block_size=block_size, page_bytes=padded)
+        if isinstance(spec, Mamba)
+        else msgspec.structs.replace(spec, block_size=factor * spec.block_size)
+        for name, spec in specs.items()
+    }
+
+
+SUFFIX = ".json"
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of the bundled models, sorted."""
+    return tuple(
+        sorted(entry.name.removesuffix(SUFFIX) for entry in _folder().iterdir() if entry.name.endswith(SUFFIX))
+    )
+
+
+def load(
+    name: str,
+    *,
+    block_size: int | None = None,
+    dtype: str | None = None,
+    cache_dtype: str | None = None,
+    state_dtype: str | None = None,
+) -> dict[str, CacheSpec]:
+    """Describe the cache of a bundled model; the options are those of ``from_hf_config``.
+
+    Raises:
+        SpecInvalid: there is no such model.
+    """
+    if name not in names():
+        raise SpecInvalid(f"no model {name!r} is bundled", remedy=f"Use one of {', '.join(names())}.")
+    config = msgspec.json.decode((_folder() / f"{name}{SUFFIX}").read_bytes())
+    return from_hf_config(config, block_size=block_size, dtype=dtype, cache_dtype=cache_dtype, state_dtype=state_dtype)
+
+
+def _folder() -> Traversable:
+    return resources.files("kvflow.models") / "configs"

@@ -3,7 +3,7 @@
 import msgspec
 
 from kvflow.errors import SpecInvalid
-from kvflow.layout.pages import page_bytes
+from kvflow.layout.placement import page_bytes
 from kvflow.layout.specs import MLA, CacheSpec
 from kvflow.models.attention import SELF_ATTENTION
 from kvflow.models.config import ModelConfig, Options

@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from kvflow.errors import LayoutMismatch
 from kvflow.layout.manifest import Manifest
-from kvflow.layout.stripes import ALL_TOKENS, Stripe
+from kvflow.layout.shards import ALL_TOKENS, Stripe
 from kvflow.planning.match import ComponentName, HeadRange, HeadRanges, require_common_layer, require_equal_layer
 
 

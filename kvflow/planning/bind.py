@@ -15,8 +15,8 @@ from msgspec import Struct
 
 from kvflow.errors import CapacityExceeded, LayoutMismatch, PlanUnsound
 from kvflow.ids import Ids
+from kvflow.layout.component import Region
 from kvflow.layout.manifest import Manifest
-from kvflow.layout.region import Region
 from kvflow.planning.chunks import Cutter, neighbors, num_neighbors, one_chunk
 from kvflow.planning.pairs import UnitPairs
 from kvflow.planning.plan import GroupPlan, TransferPlan

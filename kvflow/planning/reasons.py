@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from kvflow.layout.stripes import Stripe
+from kvflow.layout.shards import Stripe
 from kvflow.planning.certificate import Certificate, Missing
 from kvflow.planning.match import ComponentPair
 from kvflow.planning.runs import Int64s, Run, RunTable, group_by_shape

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from msgspec import Struct
 from msgspec.structs import force_setattr
 
-from kvflow.layout.stripes import ALL_TOKENS, Stripe
+from kvflow.layout.shards import ALL_TOKENS, Stripe
 from kvflow.planning.match import ComponentPair
 from kvflow.reprs import counted
 

@@ -19,10 +19,9 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from kvflow.errors import PlanUnsound
-from kvflow.layout.component import Component
+from kvflow.layout.component import Component, Region
 from kvflow.layout.manifest import Layer, Manifest, ManifestGroup
-from kvflow.layout.region import Region
-from kvflow.layout.stripes import ALL_TOKENS
+from kvflow.layout.shards import ALL_TOKENS
 from kvflow.planning.certificate import certify
 from kvflow.planning.match import ComponentPair, GroupPair
 from kvflow.planning.runs import Int64s, RunTable, Units, cut_fragments, group_by_shape, merge_runs

@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from kvflow.errors import FailureCode
 from kvflow.ids import PeerId
-from kvflow.layout.region import Region
+from kvflow.layout.component import Region
 from kvflow.reads.bounds import CheckedScatter, Rows
 from kvflow.reads.contract import Carrier, PeerAddress, PreparedList, Serving
 from kvflow.reads.device import Scatters

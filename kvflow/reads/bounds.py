@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from kvflow.layout.region import ADDRESS_MAX, Region
+from kvflow.layout.component import ADDRESS_MAX, Region
 from kvflow.planning.bind import Bound
 from kvflow.planning.pairs import UnitPairs
 from kvflow.planning.strided_copies import COLUMNS, FIXED, room_left

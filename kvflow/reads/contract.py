@@ -42,7 +42,7 @@ from msgspec import Meta, Struct
 from kvflow.errors import FailureCode
 from kvflow.events import PlaneOmitted
 from kvflow.ids import Credentials, PeerId
-from kvflow.layout.region import Region
+from kvflow.layout.component import Region
 from kvflow.layout.tracks import Track
 from kvflow.planning.bind import Bound
 from kvflow.planning.pairs import UnitPairs

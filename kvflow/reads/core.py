@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from kvflow.errors import FailureCode
 from kvflow.ids import PeerId
-from kvflow.layout.region import ADDRESS_MAX, Region
+from kvflow.layout.component import ADDRESS_MAX, Region
 from kvflow.leases.epochs import judge
 from kvflow.reads.backend import (
     NO_BUFFER,

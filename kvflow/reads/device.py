@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvflow.errors import TransportUnavailable
-from kvflow.layout.region import Region
+from kvflow.layout.component import Region
 
 PORTION_BYTES = 1 << 20
 """Most bytes of a portion. Each portion takes one synchronization with the device; a connection of 3 GB/s takes 0.35 ms

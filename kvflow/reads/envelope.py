@@ -13,7 +13,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from kvflow.layout.region import METADATA_BYTES_MAX
+from kvflow.layout.component import METADATA_BYTES_MAX
 
 _MAGIC = b"kvt1"
 _DIGEST_BYTES = 16

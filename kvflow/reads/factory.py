@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from kvflow.config import WorkerConfig
-from kvflow.layout.region import Region
+from kvflow.layout.component import Region
 from kvflow.reads.backend import BackendFactory
 from kvflow.reads.contract import Serving, Sink, Transport
 from kvflow.reads.loopback import LoopbackTransport

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from kvflow.errors import FailureCode, TransportUnavailable
 from kvflow.ids import PeerId
-from kvflow.layout.region import Region
+from kvflow.layout.component import Region
 from kvflow.reads.backend import BackendError, CheckedList, Chunk, Plane, PostedWork
 from kvflow.reads.bounds import OutOfBounds, check_inside, merge
 from kvflow.reads.contract import INLINE_S_MAX, Carrier, PeerAddress, Sink

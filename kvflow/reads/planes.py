@@ -13,7 +13,7 @@ import msgspec
 from kvflow.errors import FailureCode, TransportUnavailable
 from kvflow.events import PlaneOmitted
 from kvflow.ids import PeerId
-from kvflow.layout.region import Region
+from kvflow.layout.component import Region
 from kvflow.reads.backend import Backend, BackendError, BackendFactory, Backends, Plane, Reason
 from kvflow.reads.contract import Carrier, PeerAddress, Published, Serving
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvflow.layout.region import Region
+from kvflow.layout.component import Region
 from kvflow.planning.pairs import UnitPairs
 from kvflow.reads.backend import CheckedList, Chunk, Portion, Share, Staged
 from kvflow.reads.bounds import (

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from kvflow.errors import ConfigInvalid
 from kvflow.ids import PeerId
-from kvflow.layout.region import Region
+from kvflow.layout.component import Region
 from kvflow.planning.staging import STAGING_BUFFERS, buffer_bytes_of
 from kvflow.planning.strided_copies import FIXED
 from kvflow.reads.bounds import CheckedScatter, Rows, check_rows

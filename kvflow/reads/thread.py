@@ -17,7 +17,7 @@ from contextlib import suppress
 from functools import partial
 
 from kvflow.ids import PeerId
-from kvflow.layout.region import Region
+from kvflow.layout.component import Region
 from kvflow.reads.backend import BackendFactory
 from kvflow.reads.contract import (
     INLINE_S_MAX,

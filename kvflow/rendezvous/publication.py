@@ -12,8 +12,8 @@ from msgspec import Meta, Struct
 from handshake import Publication
 from kvflow.config import ENDPOINT_PATTERN, PORT_MAX
 from kvflow.errors import ProtocolViolation, ReleaseMismatch, SpecInvalid
+from kvflow.layout.component import METADATA_BYTES_MAX, Region
 from kvflow.layout.manifest import MANIFEST_BYTES_MAX, MANIFEST_SCHEMA, Manifest
-from kvflow.layout.region import METADATA_BYTES_MAX, Region
 
 READER = Publication.of(b"", schema=MANIFEST_SCHEMA)
 """What a reader publishes: which manifest schema it reads, so that the producer can name a mismatch."""

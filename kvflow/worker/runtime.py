@@ -19,8 +19,8 @@ from kvflow.errors import ArgumentInvalid
 from kvflow.events import Hook
 from kvflow.forks import Origin
 from kvflow.ids import agent_name, worker_name
+from kvflow.layout.component import Region
 from kvflow.layout.manifest import Identity, Manifest
-from kvflow.layout.region import Region
 from kvflow.layout.tracks import tracks_of
 from kvflow.leases.blocks import BlockAccount
 from kvflow.leases.epochs import EPOCH_BITS, EpochTable

@@ -19,9 +19,9 @@ from functools import partial
 import numpy as np
 from msgspec import Struct
 
+from kvflow.layout.component import Region
 from kvflow.layout.describe import plan_cache
 from kvflow.layout.groups import plan_groups
-from kvflow.layout.region import Region
 from kvflow.layout.shards import Shard
 from kvflow.layout.specs import FullAttention
 from kvflow.planning.bind import Binding, Int32s

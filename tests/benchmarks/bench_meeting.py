@@ -21,8 +21,8 @@ import msgspec
 
 import handshake
 import kvflow
+from kvflow.layout.component import Region
 from kvflow.layout.manifest import COMPONENTS_MAX, Manifest
-from kvflow.layout.region import Region
 from kvflow.rendezvous.publication import Advertisement, encode
 from kvflow.worker.worker import Worker
 from tests.helpers.settings import flat_config

@@ -16,10 +16,10 @@ import sys
 import time
 from collections.abc import Callable
 
+from kvflow.layout.component import Region
 from kvflow.layout.describe import plan_cache
 from kvflow.layout.groups import plan_groups
 from kvflow.layout.manifest import Manifest
-from kvflow.layout.region import Region
 from kvflow.layout.shards import Shard
 from kvflow.layout.specs import FullAttention
 from kvflow.planning.plan import PlanCache, plan_transfer

@@ -14,9 +14,9 @@ import statistics
 import time
 from itertools import pairwise
 
+from kvflow.layout.component import Region
 from kvflow.layout.describe import plan_cache
 from kvflow.layout.groups import plan_groups, resolve_layout
-from kvflow.layout.region import Region
 from kvflow.layout.shards import Shard
 from kvflow.layout.specs import MLA, CacheSpec
 from kvflow.planning.plan import plan_transfer

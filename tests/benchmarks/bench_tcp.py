@@ -30,7 +30,7 @@ import numpy.typing as npt
 
 from kvflow.config import TcpSettings
 from kvflow.ids import Credentials, PeerId, pass_of
-from kvflow.layout.region import Region
+from kvflow.layout.component import Region
 from kvflow.layout.tracks import Track
 from kvflow.planning.pairs import UnitPairs
 from kvflow.reads.contract import (

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvflow.ids import PeerId
-from kvflow.layout.region import Region
+from kvflow.layout.component import Region
 from kvflow.planning.pairs import UnitPairs
 from kvflow.reads.contract import INLINE_S_MAX, PeerAddress, PreparedList, Published, TransportEvent
 from kvflow.reads.envelope import unseal

@@ -19,7 +19,7 @@ from unittest import mock
 
 import numpy as np
 
-from kvflow.layout.region import Region
+from kvflow.layout.component import Region
 from kvflow.planning.pairs import UnitPairs
 from kvflow.reads.contract import PeerAdded, PeerAddress, PreparedList
 from kvflow.reads.pacing import Pace

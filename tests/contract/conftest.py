@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from kvflow.ids import FEW
-from kvflow.layout.region import Region
+from kvflow.layout.component import Region
 from kvflow.planning.bind import Bound
 from kvflow.planning.pairs import UnitPairs
 from kvflow.reads.contract import PeerAdded, PeerAddress, PeerFailed, PeerMeasured, PreparedList, Published, ReaderReset

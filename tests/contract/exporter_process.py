@@ -12,7 +12,7 @@ import sys
 import msgspec
 import numpy as np
 
-from kvflow.layout.region import Region
+from kvflow.layout.component import Region
 from tests.contract.kinds import KINDS, serving
 from tests.devices import cache_of
 

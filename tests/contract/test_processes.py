@@ -316,7 +316,7 @@ def test_nothing_is_printed_to_standard_output_whatever_fails():
     script = """
         import sys
         import numpy as np
-        from kvflow.layout.region import Region
+        from kvflow.layout.component import Region
         from kvflow.planning.bind import Bound
         from kvflow.planning.pairs import UnitPairs
         from kvflow.reads.requests import LeaseName, Part, RankRead

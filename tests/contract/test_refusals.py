@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kvflow.errors import TransportUnavailable
-from kvflow.layout.region import Region
+from kvflow.layout.component import Region
 from kvflow.layout.tracks import Track
 from kvflow.planning.bind import Bound
 from kvflow.planning.pairs import UnitPairs

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
+from kvflow.layout.component import Region
 from kvflow.layout.describe import plan_cache
 from kvflow.layout.groups import plan_groups, window_blocks
-from kvflow.layout.region import Region
 from kvflow.layout.shards import Shard
 from kvflow.models import align_states, load
 from kvflow.planning.assignment import assign_sources

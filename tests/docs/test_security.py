@@ -78,9 +78,8 @@ NOT_WIRE = {
     "kvflow/integrations/vllm/messages.py": "commands of the engine's own scheduler",
     "kvflow/integrations/vllm/settings.py": "settings",
     "kvflow/layout/manifest.py": "manifests of this process; a peer's are read by rendezvous.publication",
-    "kvflow/models/bundled.py": "files of this package",
     "kvflow/models/config.py": "files that the user names",
-    "kvflow/models/families.py": "options of the caller",
+    "kvflow/models/families.py": "options of the caller, and files of this package",
     "kvflow/tools/trace/records.py": "logs that the user names: bounded by the types, and skipped if broken",
     "kvflow/validation.py": "settings, and specs of a caller",
 }

@@ -23,7 +23,7 @@ from msgspec import Struct
 
 from kvflow.errors import FailureCode
 from kvflow.ids import PeerId
-from kvflow.layout.region import Region
+from kvflow.layout.component import Region
 from kvflow.reads.backend import Backend, BackendError, CheckedList, Chunk, PostedWork, share_numbers
 from kvflow.reads.bounds import OutOfBounds, check_inside, merge
 from kvflow.reads.contract import Carrier, PeerAddress, Serving

@@ -11,9 +11,8 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from kvflow.layout.component import Component
+from kvflow.layout.component import Component, Region
 from kvflow.layout.manifest import Manifest
-from kvflow.layout.region import Region
 from kvflow.reads.bounds import Rows
 from tests.fakes.models import Shape, plan_of
 

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from kvflow.config import WorkerConfig
 from kvflow.ids import PeerId
-from kvflow.layout.region import Region
+from kvflow.layout.component import Region
 from kvflow.planning.bind import Binding as PlanBinding
 from kvflow.planning.bind import Bound, StagedBinding
 from kvflow.planning.pairs import UnitPairs

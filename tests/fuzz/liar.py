@@ -9,8 +9,8 @@ import numpy as np
 import handshake
 from handshake import Publication
 from kvflow.ids import agent_name, worker_name
+from kvflow.layout.component import Region
 from kvflow.layout.manifest import MANIFEST_SCHEMA
-from kvflow.layout.region import Region
 from kvflow.leases.tickets import FORMAT, RankAddress
 from kvflow.reads.envelope import Envelope, seal, unseal
 from kvflow.reads.nixl.backend import NixlBackend, exporter_name

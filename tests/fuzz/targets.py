@@ -20,8 +20,8 @@ from handshake.states import Progress, Role
 from kvflow.errors import KvflowError, PlanUnsound
 from kvflow.integrations.vllm.messages import Fail, Pull
 from kvflow.integrations.vllm.params import read_params, ticket_chars_max
+from kvflow.layout.component import Region
 from kvflow.layout.manifest import MANIFEST_SCHEMA
-from kvflow.layout.region import Region
 from kvflow.layout.tracks import Track
 from kvflow.leases.blocks import check_block_ids
 from kvflow.leases.table import LeaseReader, LeaseState

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvflow.layout.region import Region
+from kvflow.layout.component import Region
 from kvflow.memory.scatter import TorchStage
 from kvflow.planning.strided_copies import AXES_MAX
 from kvflow.reads.bounds import CheckedScatter

@@ -18,7 +18,7 @@ import msgspec
 
 from kvflow.errors import FailureCode
 from kvflow.ids import PeerId
-from kvflow.layout.region import Region
+from kvflow.layout.component import Region
 from kvflow.reads.backend import BackendError, CheckedList, Chunk, PostedWork
 from kvflow.reads.bounds import Run, merge
 from kvflow.reads.contract import INLINE_S_MAX, Carrier, PeerAddress

@@ -9,8 +9,8 @@ from msgspec.structs import replace
 import handshake
 from handshake import Publication
 from kvflow import errors
+from kvflow.layout.component import ADDRESS_MAX, Region
 from kvflow.layout.manifest import MANIFEST_SCHEMA
-from kvflow.layout.region import ADDRESS_MAX, Region
 from kvflow.planning.plan import PlanCache
 from kvflow.reads.envelope import Envelope, seal
 from kvflow.rendezvous.publication import decode, encode

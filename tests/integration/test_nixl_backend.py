@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvflow.errors import TransportUnavailable
-from kvflow.layout.region import Region
+from kvflow.layout.component import Region
 from kvflow.reads.backend import BackendError, CheckedList, Chunk, Portion, PostedWork, Share
 from kvflow.reads.bounds import check_rows
 from kvflow.reads.contract import PeerAddress, PreparedList

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvflow.errors import TransportUnavailable
-from kvflow.layout.region import Region
+from kvflow.layout.component import Region
 from kvflow.memory import device as torch_device
 from kvflow.memory.device import TorchDeviceOrder
 from kvflow.reads.contract import PeerAddress

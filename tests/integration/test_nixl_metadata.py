@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvflow.layout.region import Region
+from kvflow.layout.component import Region
 from kvflow.reads.backend import BackendError
 from kvflow.reads.contract import PeerAddress
 from kvflow.reads.envelope import Envelope, seal, unseal

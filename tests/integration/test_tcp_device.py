@@ -11,7 +11,7 @@ import torch
 import kvflow
 from kvflow.config import TcpSettings
 from kvflow.ids import Credentials, PeerId, pass_of
-from kvflow.layout.region import Region
+from kvflow.layout.component import Region
 from kvflow.layout.tracks import Track
 from kvflow.planning.pairs import UnitPairs
 from kvflow.reads.backend import CheckedList, Chunk, Portion, Share

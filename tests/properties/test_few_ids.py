@@ -10,7 +10,7 @@ from msgspec.structs import force_setattr, replace
 
 from kvflow.errors import BlockIdsInvalid, KvflowError
 from kvflow.ids import FEW
-from kvflow.layout.stripes import Stripe
+from kvflow.layout.shards import Stripe
 from kvflow.leases import blocks
 from kvflow.leases.blocks import check_block_ids
 from kvflow.planning import pairs

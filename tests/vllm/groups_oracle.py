@@ -30,7 +30,7 @@ from vllm.v1 import kv_cache_interface as interface
 from vllm.v1.core import kv_cache_utils
 
 from kvflow.layout import specs as ours
-from kvflow.layout.pages import content_bytes
+from kvflow.layout.placement import content_bytes
 from kvflow.layout.shards import Shard
 
 MEMORY_BYTES = 8 << 30

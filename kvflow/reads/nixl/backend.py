@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from kvflow.errors import FailureCode, TransportUnavailable
 from kvflow.ids import PeerId
-from kvflow.layout.region import Region
+from kvflow.layout.component import Region
 from kvflow.reads.backend import SPAN_MAX, BackendError, CheckedList, Chunk, Plane, PostedWork
 from kvflow.reads.contract import UNKNOWN_CARRIER, Carrier, PeerAddress
 from kvflow.reads.envelope import Envelope, seal, unseal

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from kvflow.config import engine_settings
 from kvflow.errors import TransportUnavailable
-from kvflow.layout.region import Region
+from kvflow.layout.component import Region
 
 _logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, NoReturn
 
-from kvflow.layout.region import ADDRESS_MAX
+from kvflow.layout.component import ADDRESS_MAX
 from kvflow.reads.contract import UNKNOWN_CARRIER, Carrier
 
 REGIONS_MAX = 20_000

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvflow.layout.region import Region
+from kvflow.layout.component import Region
 from kvflow.memory.mapping import map_bytes
 from kvflow.reads.backend import SPAN_MAX
 from kvflow.reads.nixl.binding import Agent

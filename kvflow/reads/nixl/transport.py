@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvflow.ids import PeerId
-from kvflow.layout.region import Region
+from kvflow.layout.component import Region
 from kvflow.reads.backend import BackendFactory, PostedWork
 from kvflow.reads.contract import INLINE_S_MAX, Serving, Sink
 from kvflow.reads.device import DeviceOrder, device_order_of

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvflow.layout.region import Region
+from kvflow.layout.component import Region
 from kvflow.reads.device import PORTION_BYTES, Part, portions
 from kvflow.reads.staging import memory_at
 from kvflow.reads.tcp import wire

@@ -26,7 +26,7 @@ import numpy.typing as npt
 from kvflow.config import TcpSettings
 from kvflow.errors import FailureCode
 from kvflow.ids import Credentials, PeerId
-from kvflow.layout.region import Region
+from kvflow.layout.component import Region
 from kvflow.reads.backend import BackendError, CheckedList, Chunk, Plane, PostedWork, Reason, Share, share_numbers
 from kvflow.reads.bounds import Places
 from kvflow.reads.contract import Carrier, PeerAddress, Serving

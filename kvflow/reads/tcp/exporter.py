@@ -25,7 +25,7 @@ from operator import attrgetter
 from kvflow.config import TcpSettings
 from kvflow.errors import ConfigInvalid, TransportUnavailable
 from kvflow.ids import pass_of
-from kvflow.layout.region import Region
+from kvflow.layout.component import Region
 from kvflow.reads.contract import Serving
 from kvflow.reads.staging import memory_at
 from kvflow.reads.tcp import wire

@@ -15,8 +15,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from kvflow.layout.component import Region
 from kvflow.layout.manifest import Manifest
-from kvflow.layout.region import Region
 from kvflow.memory.cache import KVCache
 from kvflow.planning.bind import Binding, Bound, Int32s
 from kvflow.planning.pairs import Int64s, UnitPairs

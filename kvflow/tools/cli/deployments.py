@@ -7,11 +7,11 @@ from msgspec import Struct
 
 from kvflow import models
 from kvflow.errors import SpecInvalid, suggest
+from kvflow.layout.component import ADDRESS_MAX, Region
 from kvflow.layout.describe import plan_cache
 from kvflow.layout.groups import plan_groups, resolve_layout
 from kvflow.layout.manifest import Manifest
 from kvflow.layout.placement import KV_FORMS, LAYOUTS
-from kvflow.layout.region import ADDRESS_MAX, Region
 from kvflow.layout.shards import Shard
 from kvflow.layout.specs import CacheSpec
 from kvflow.tools.cli.layout import specs_of

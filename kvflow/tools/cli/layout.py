@@ -11,11 +11,11 @@ import msgspec
 
 from kvflow import models
 from kvflow.errors import KvflowError, SpecInvalid, suggest
+from kvflow.layout.component import ADDRESS_MAX, Region
 from kvflow.layout.describe import CachePlan, plan_cache
 from kvflow.layout.groups import plan_groups, resolve_layout
 from kvflow.layout.manifest import Manifest
 from kvflow.layout.placement import KV_FORMS, LAYOUTS
-from kvflow.layout.region import ADDRESS_MAX, Region
 from kvflow.layout.shards import Shard
 from kvflow.layout.specs import CacheSpec
 from kvflow.planning.assignment import assign_sources

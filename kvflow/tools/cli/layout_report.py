@@ -7,7 +7,7 @@ from msgspec import Struct
 
 from kvflow.layout.describe import CachePlan
 from kvflow.layout.groups import Group, stripe_of
-from kvflow.layout.pages import page_bytes
+from kvflow.layout.placement import page_bytes
 
 
 class ComponentFigures(Struct, frozen=True):

@@ -61,7 +61,7 @@ def _start_agent(device: str) -> AgentFigures:
         from kvflow.memory.device import require_device  # noqa: PLC0415 - loads torch, which decides NIXL's variant
 
         require_device(device)
-    from kvflow.layout.region import Region  # noqa: PLC0415 - what a task does not need is not loaded
+    from kvflow.layout.component import Region  # noqa: PLC0415 - what a task does not need is not loaded
     from kvflow.memory.mapping import map_bytes  # noqa: PLC0415 - likewise
     from kvflow.reads.nixl.binding import Agent, error_types, load_binding  # noqa: PLC0415 - likewise
     from kvflow.reads.nixl.metadata import inspect  # noqa: PLC0415 - likewise

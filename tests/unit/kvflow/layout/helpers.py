@@ -1,8 +1,7 @@
 """What the tests of layouts share: specs in a word, components and manifests with one thing wrong."""
 
-from kvflow.layout.component import Component
+from kvflow.layout.component import Component, Region
 from kvflow.layout.manifest import Layer, Manifest, ManifestGroup
-from kvflow.layout.region import Region
 from kvflow.layout.specs import FullAttention, Mamba, Opaque, SlidingWindow, State
 
 ROOMY = (Region(4096, 1 << 20),)

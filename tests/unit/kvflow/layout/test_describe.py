@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from kvflow.errors import SpecInvalid
+from kvflow.layout.component import Region
 from kvflow.layout.describe import fitted_specs, plan_cache
 from kvflow.layout.groups import Group, plan_groups
-from kvflow.layout.region import Region
 from kvflow.layout.shards import Shard
 
 from .helpers import full, mamba, model, sliding

@@ -8,7 +8,7 @@ import pytest
 
 from kvflow.errors import SpecInvalid
 from kvflow.layout.groups import Group, check_groups, plan_groups
-from kvflow.layout.pages import has_tokens, page_bytes
+from kvflow.layout.placement import has_tokens, page_bytes
 from kvflow.layout.shards import Shard
 from kvflow.layout.specs import MLA, CacheSpec, ChunkedLocal, CrossAttention, Mamba, Opaque, State
 

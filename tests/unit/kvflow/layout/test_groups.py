@@ -9,9 +9,8 @@ import pytest
 from kvflow.errors import ArgumentInvalid, SpecInvalid
 from kvflow.layout.groups import Group, check_groups, plan_groups, resolve_layout, stripe_of, window_blocks
 from kvflow.layout.placement import LAYOUTS
-from kvflow.layout.shards import Shard
+from kvflow.layout.shards import ALL_TOKENS, Shard
 from kvflow.layout.specs import MLA, Mamba, Opaque, State
-from kvflow.layout.stripes import ALL_TOKENS
 
 from .helpers import full, model, sliding
 

@@ -7,11 +7,10 @@ import msgspec
 import pytest
 
 from kvflow.errors import SpecInvalid
+from kvflow.layout.component import ADDRESS_MAX, Region
 from kvflow.layout.manifest import COMPONENTS_MAX, Layer, Manifest, ManifestGroup
-from kvflow.layout.region import ADDRESS_MAX, Region
-from kvflow.layout.shards import Shard
+from kvflow.layout.shards import Shard, Stripe
 from kvflow.layout.specs import Mamba, State
-from kvflow.layout.stripes import Stripe
 from kvflow.memory.cache import allocate
 
 from .helpers import ROOMY, component, full, manifest, model, state

@@ -3,7 +3,7 @@
 import pytest
 
 from kvflow.errors import SpecInvalid
-from kvflow.layout.pages import beside, content_bytes, item_alignment, page_bytes, planes, states
+from kvflow.layout.placement import beside, content_bytes, item_alignment, page_bytes, planes, states
 from kvflow.layout.shards import Shard
 from kvflow.layout.specs import MLA
 

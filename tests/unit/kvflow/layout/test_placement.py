@@ -6,8 +6,17 @@ Five blocks of four tokens, two heads, three layers; one head of one token has 1
 import pytest
 
 from kvflow.errors import SpecInvalid
-from kvflow.layout.pages import page_bytes
-from kvflow.layout.placement import AXIS_ORDERS, KV_FORMS, LAYOUTS, Pool, axes_of, place_column, place_row, row_bytes
+from kvflow.layout.placement import (
+    AXIS_ORDERS,
+    KV_FORMS,
+    LAYOUTS,
+    Pool,
+    axes_of,
+    page_bytes,
+    place_column,
+    place_row,
+    row_bytes,
+)
 from kvflow.layout.shards import Shard
 from kvflow.layout.specs import MLA, State
 

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from kvflow.layout.region import ADDRESS_MAX, Region
+from kvflow.layout.component import ADDRESS_MAX, Region
 
 
 @pytest.mark.parametrize(

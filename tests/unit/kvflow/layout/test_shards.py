@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from kvflow.errors import SpecInvalid
-from kvflow.layout.shards import Held, Shard
-from kvflow.layout.stripes import ALL_TOKENS, Stripe
+from kvflow.layout.shards import ALL_TOKENS, Held, Shard, Stripe
 
 
 def held(total, tp_size):

@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from kvflow.layout.stripes import ALL_TOKENS, Stripe
+from kvflow.layout.shards import ALL_TOKENS, Stripe
 
 STRIPES = [Stripe(rank, size, width) for size in range(1, 5) for width in (1, 2, 3, 6) for rank in range(size)]
 

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from kvflow.errors import SpecInvalid
 from kvflow.layout import tracks as module
-from kvflow.layout.component import Component
+from kvflow.layout.component import Component, Region
 from kvflow.layout.manifest import Layer, Manifest, ManifestGroup
-from kvflow.layout.region import Region
 from kvflow.layout.tracks import LEVELS_MAX, Track, Tracks, tracks_of
 
 BASE = 1 << 20

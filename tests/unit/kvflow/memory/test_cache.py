@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from kvflow.errors import SpecInvalid
-from kvflow.layout.shards import Shard
+from kvflow.layout.shards import ALL_TOKENS, Shard, Stripe
 from kvflow.layout.specs import ITEM_BYTES, MLA, FullAttention, Mamba, SlidingWindow, State
-from kvflow.layout.stripes import ALL_TOKENS, Stripe
 from kvflow.memory.adopt import adopt
 from kvflow.memory.cache import allocate
 

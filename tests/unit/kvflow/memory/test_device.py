@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvflow import FullAttention, allocate
-from kvflow.layout.region import Region
+from kvflow.layout.component import Region
 from kvflow.memory import device as module
 from kvflow.memory.device import TorchDeviceMemory
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from kvflow.errors import TransportUnavailable
-from kvflow.layout.region import Region
+from kvflow.layout.component import Region
 from kvflow.memory.scatter import TorchStage, torch_stage_of
 from kvflow.planning.strided_copies import AXES_MAX, FIXED
 from kvflow.reads.bounds import CheckedScatter

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvflow.layout.pages import content_bytes, page_bytes
+from kvflow.layout.placement import content_bytes, page_bytes
 from kvflow.layout.shards import Shard
 from kvflow.models import align_states, load
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvflow.errors import SpecInvalid
 from kvflow.layout.groups import plan_groups
-from kvflow.layout.pages import page_bytes
+from kvflow.layout.placement import page_bytes
 from kvflow.layout.shards import Shard
 from kvflow.layout.specs import CacheSpec
 from kvflow.models import align_states, load, names

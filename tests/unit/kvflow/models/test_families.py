@@ -5,7 +5,7 @@ import json
 import pytest
 
 from kvflow.errors import SpecInvalid
-from kvflow.layout.pages import page_bytes
+from kvflow.layout.placement import page_bytes
 from kvflow.layout.shards import Shard
 from kvflow.layout.specs import MLA, ChunkedLocal, FullAttention, SlidingWindow
 from kvflow.models import GuessWarning, from_hf_config

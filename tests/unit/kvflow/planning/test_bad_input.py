@@ -7,11 +7,10 @@ import pytest
 from msgspec.structs import replace
 
 from kvflow.errors import CapacityExceeded, KvflowError, LayoutMismatch, PlanUnsound, SpecInvalid
-from kvflow.layout.component import Component
+from kvflow.layout.component import ADDRESS_MAX, Component, Region
 from kvflow.layout.manifest import COMPONENTS_MAX, GROUPS_MAX, Identity, Layer, Manifest, ManifestGroup
-from kvflow.layout.region import ADDRESS_MAX, Region
+from kvflow.layout.shards import Stripe
 from kvflow.layout.specs import MLA, ChunkedLocal, Mamba, State
-from kvflow.layout.stripes import Stripe
 from kvflow.planning.assignment import assign_sources
 from kvflow.planning.plan import PlanLimits, plan_transfer
 

@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvflow.errors import CapacityExceeded, LayoutMismatch
-from kvflow.layout.region import Region
+from kvflow.layout.component import Region
 from kvflow.planning.bind import DESCRIPTORS_MAX, ROWS_MAX, Rows
 from kvflow.planning.plan import plan_transfer
 from kvflow.planning.runs import Units

@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvflow.errors import PlanUnsound
-from kvflow.layout.region import Region
+from kvflow.layout.component import Region
 from kvflow.planning.bind import StagedBinding, bind_plan
 from kvflow.planning.plan import PlanCache, plan_transfer
 from kvflow.planning.staging import STAGING_BUFFERS, Costs, buffer_bytes_of

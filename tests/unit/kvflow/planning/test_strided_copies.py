@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvflow.layout.region import ADDRESS_MAX
+from kvflow.layout.component import ADDRESS_MAX
 from kvflow.planning.runs import RunTable
 from kvflow.planning.strided_copies import (
     AXES_MAX,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvflow.layout.region import ADDRESS_MAX, Region
+from kvflow.layout.component import ADDRESS_MAX, Region
 from kvflow.planning.bind import Bound
 from kvflow.planning.pairs import UnitPairs
 from kvflow.planning.strided_copies import COLUMNS, FIXED, Scatter

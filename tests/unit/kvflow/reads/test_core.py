@@ -6,7 +6,7 @@ from collections import deque
 import numpy as np
 import pytest
 
-from kvflow.layout.region import Region
+from kvflow.layout.component import Region
 from kvflow.planning.pairs import UnitPairs
 from kvflow.reads.backend import Backend, BackendError, PostedWork
 from kvflow.reads.contract import RESET_DRAIN_S, Carrier, PeerAddress, PeerFailed, PreparedList

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvflow.layout.region import Region
+from kvflow.layout.component import Region
 from kvflow.reads.device import PORTION_BYTES, device_memory_of, landing, portions
 from tests.devices import StandIn, cache_of
 

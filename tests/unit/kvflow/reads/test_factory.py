@@ -4,7 +4,7 @@ import pytest
 
 from kvflow.config import WorkerConfig
 from kvflow.errors import TransportUnavailable
-from kvflow.layout.region import Region
+from kvflow.layout.component import Region
 from kvflow.reads import factory
 from kvflow.reads.factory import PLANES, create_transport
 from kvflow.reads.loopback import LoopbackBackend

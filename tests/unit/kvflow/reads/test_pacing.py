@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvflow.layout.region import Region
+from kvflow.layout.component import Region
 from kvflow.planning.pairs import UnitPairs
 from kvflow.reads.contract import (
     CHUNK_BYTES_MAX,

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvflow.errors import TransportUnavailable
-from kvflow.layout.region import Region
+from kvflow.layout.component import Region
 from kvflow.reads.backend import BackendError, CheckedList, Chunk, Portion, PostedWork, Share
 from kvflow.reads.bounds import check_rows
 from kvflow.reads.contract import SERVES_NOTHING, Carrier, PeerAddress, PreparedList, Published

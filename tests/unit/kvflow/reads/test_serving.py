@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvflow.layout.region import ADDRESS_MAX
+from kvflow.layout.component import ADDRESS_MAX
 from kvflow.layout.tracks import Track
 from kvflow.reads import serving as module
 from kvflow.reads.bounds import INDEX_MAX, OutOfBounds

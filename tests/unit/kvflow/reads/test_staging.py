@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvflow.errors import ConfigInvalid
-from kvflow.layout.region import Region
+from kvflow.layout.component import Region
 from kvflow.planning.pairs import UnitPairs
 from kvflow.planning.strided_copies import AXES_MAX, Scatter
 from kvflow.reads.backend import BackendError

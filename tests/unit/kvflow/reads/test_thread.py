@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvflow.layout.region import Region
+from kvflow.layout.component import Region
 from kvflow.planning.pairs import UnitPairs
 from kvflow.reads import thread as threaded
 from kvflow.reads.backend import Backend, PostedWork

@@ -7,9 +7,8 @@ import msgspec
 from handshake import ClusterSecurity
 from handshake.network import ZEROMQ
 from kvflow.ids import PeerId
-from kvflow.layout.component import Component
+from kvflow.layout.component import Component, Region
 from kvflow.layout.manifest import Layer, Manifest, ManifestGroup
-from kvflow.layout.region import Region
 from kvflow.leases.tickets import RankAddress
 from kvflow.rendezvous.dialer import open_link
 from kvflow.rendezvous.endpoint import build_local_endpoint, security_of

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from handshake import Publication
 from handshake.limits import PUBLICATION_BYTES_MAX
 from kvflow.errors import ProtocolViolation, ReleaseMismatch, SpecInvalid
-from kvflow.layout.component import Component
+from kvflow.layout.component import ADDRESS_MAX, METADATA_BYTES_MAX, Component, Region
 from kvflow.layout.manifest import COMPONENTS_MAX, MANIFEST_BYTES_MAX, MANIFEST_SCHEMA, Layer
-from kvflow.layout.region import ADDRESS_MAX, METADATA_BYTES_MAX, Region
 from kvflow.rendezvous.publication import decode, encode
 
 from .helpers import DENSE, advertisement

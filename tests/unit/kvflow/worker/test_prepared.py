@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from kvflow.errors import BlockRangeMismatch, ContentMismatch, TicketInvalid
+from kvflow.layout.component import Region
 from kvflow.layout.groups import Group
-from kvflow.layout.region import Region
 from kvflow.leases.issuer import Issuer
 from kvflow.leases.tickets import RankAddress, block_ends
 from kvflow.planning.plan import plan_transfer

@@ -16,8 +16,8 @@ from kvflow.errors import (
     WorkerClosed,
     WorkerDraining,
 )
+from kvflow.layout.component import Region
 from kvflow.layout.manifest import Manifest
-from kvflow.layout.region import Region
 from kvflow.layout.shards import Shard
 from kvflow.planning import plan
 from kvflow.reads.contract import PeerAddress

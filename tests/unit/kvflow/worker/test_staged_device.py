@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvflow.config import WorkerConfig
-from kvflow.layout.region import Region
+from kvflow.layout.component import Region
 from kvflow.layout.shards import Shard
 from kvflow.layout.specs import FullAttention
 from kvflow.memory.cache import allocate

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvflow.config import TcpSettings
 from kvflow.ids import Credentials, PeerId, pass_of
-from kvflow.layout.region import Region
+from kvflow.layout.component import Region
 from kvflow.layout.tracks import Track
 from kvflow.reads.backend import BackendError, CheckedList, Chunk, Portion, Share
 from kvflow.reads.bounds import check_rows

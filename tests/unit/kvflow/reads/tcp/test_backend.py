@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvflow.ids import PeerId
-from kvflow.layout.region import Region
+from kvflow.layout.component import Region
 from kvflow.reads.backend import BackendError, CheckedList
 from kvflow.reads.bounds import check_rows
 from kvflow.reads.contract import NOBODY, Carrier, PeerAddress, PreparedList

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvflow.errors import ConfigInvalid, TransportUnavailable
-from kvflow.layout.region import Region
+from kvflow.layout.component import Region
 from kvflow.reads.tcp import answers as tcp_answers
 from kvflow.reads.tcp import exporter as module
 from kvflow.reads.tcp import requests as tcp_requests
