@@ -13,10 +13,10 @@ from kvflow.layout.component import Region as Region
 from kvflow.layout.groups import Group as Group
 from kvflow.layout.groups import plan_groups as plan_groups
 from kvflow.layout.groups import window_blocks as window_blocks
-from kvflow.layout.manifest import Identity as Identity
 from kvflow.layout.manifest import Layer as Layer
 from kvflow.layout.manifest import Manifest as Manifest
 from kvflow.layout.manifest import ManifestGroup as ManifestGroup
+from kvflow.layout.manifest import Provenance as Provenance
 from kvflow.layout.shards import Held as Held
 from kvflow.layout.shards import Shard as Shard
 from kvflow.layout.shards import Stripe as Stripe

@@ -111,7 +111,7 @@ class ManifestGroup(Struct, frozen=True):
         return self.block_size // self.kernel_tokens if self.kernel_tokens else 1
 
 
-class Identity(Struct, frozen=True, omit_defaults=True):
+class Provenance(Struct, frozen=True, omit_defaults=True):
     """Whose cache it is. An empty field states nothing.
 
     Attributes:
@@ -152,7 +152,7 @@ class Manifest(Struct, frozen=True, dict=True):
     num_blocks: Annotated[int, Meta(ge=1, le=(1 << 31) - 1)]
     regions: Annotated[tuple[Region, ...], Meta(min_length=1, max_length=REGIONS_MAX)]
     groups: Annotated[tuple[ManifestGroup, ...], Meta(min_length=1, max_length=GROUPS_MAX)]
-    identity: Identity = Identity()
+    identity: Provenance = Provenance()
 
     def __repr__(self) -> str:
         """Return whose cache it is, and its size. ``Manifest.groups`` has the rest."""

@@ -16,10 +16,10 @@ from kvflow.errors import SpecInvalid
 from kvflow.layout.component import Component
 from kvflow.layout.shards import Shard
 from kvflow.layout.specs import ITEM_BYTES, CacheSpec, ComponentSpec
-from kvflow.layout.views import PlaneAxes, View, attention_views, block_axes, view_of
+from kvflow.layout.views import BundleAxes, View, attention_views, block_axes, view_of
 
 
-class Plane(Struct, frozen=True):
+class Bundle(Struct, frozen=True):
     """Components that stay together, token by token: keys with their scales, values with theirs, a latent.
 
     Attributes:
@@ -31,15 +31,15 @@ class Plane(Struct, frozen=True):
     cell_bytes: int
 
 
-def planes(spec: CacheSpec) -> tuple[Plane, ...]:
-    """Return the planes of a spec whose components have tokens: two for keys and values, one for a latent."""
+def bundles(spec: CacheSpec) -> tuple[Bundle, ...]:
+    """Return the bundles of a spec whose components have tokens: two for keys and values, one for a latent."""
     named: dict[str, list[ComponentSpec]] = {}
     for part in spec.components:
         named.setdefault(part.role[0] if part.role[0] in "kv" else "", []).append(part)
     found = []
     for parts in named.values():
         offsets, end = beside([(part.shape[-1] * ITEM_BYTES[part.dtype], ITEM_BYTES[part.dtype]) for part in parts])
-        found.append(Plane(tuple(zip(parts, offsets, strict=True)), end))
+        found.append(Bundle(tuple(zip(parts, offsets, strict=True)), end))
     return tuple(found)
 
 
@@ -76,7 +76,7 @@ def kernel_page_bytes(spec: CacheSpec, shard: Shard) -> int:
     if not has_tokens(spec):
         return beside([(part.nbytes(shard), ITEM_BYTES[part.dtype]) for part in spec.components])[1]
     heads = shard.heads(spec.components[0].shape[0]).count
-    return heads * spec.kernel_tokens * sum(plane.cell_bytes for plane in planes(spec))
+    return heads * spec.kernel_tokens * sum(bundle.cell_bytes for bundle in bundles(spec))
 
 
 def content_bytes(spec: CacheSpec, shard: Shard) -> int:
@@ -215,7 +215,7 @@ def place_column(
     The layout begins with ``L``. Keys of all blocks lie before the values of all only if that puts no block of one
     layer on another block of the next: if all cut the tensor at the same place.
     """
-    cuts = {_plane_bytes(specs[name], pool.shard) for name in names}
+    cuts = {_bundle_bytes(specs[name], pool.shard) for name in names}
     whole = len(cuts) == 1 and sum(next(iter(cuts))) == column_bytes
     inner = pool.axes[1:] if whole else pool.axes[1:].replace("B", "")
     at = _Band(inner, {"B": pool.num_blocks}, 0, offset, column_bytes)
@@ -262,49 +262,49 @@ def _dense(spec: CacheSpec, shard: Shard) -> bool:
     return whole and page_bytes(spec, shard) == kernel_page_bytes(spec, shard)
 
 
-def _plane_bytes(spec: CacheSpec, shard: Shard) -> tuple[int, ...]:
-    """Return the bytes of each plane of a dense page; of any other, nothing."""
+def _bundle_bytes(spec: CacheSpec, shard: Shard) -> tuple[int, ...]:
+    """Return the bytes of each bundle of a dense page; of any other, nothing."""
     if not _dense(spec, shard):
         return ()
     heads = shard.heads(spec.components[0].shape[0]).count
-    return tuple(heads * spec.kernel_tokens * plane.cell_bytes for plane in planes(spec))
+    return tuple(heads * spec.kernel_tokens * bundle.cell_bytes for bundle in bundles(spec))
 
 
 def _place(spec: CacheSpec, pool: Pool, at: _Band) -> PlacedLayer:
     if not has_tokens(spec):
         page = round_up(page_bytes(spec, pool.shard), item_alignment(spec))
         return _place_states(spec, pool, at.offset + at.position * page, at.block_stride)
-    layer_planes = planes(spec)
+    layer_bundles = bundles(spec)
     heads = pool.shard.heads(spec.components[0].shape[0]).count
     extents = {**at.extents, "H": heads, "N": spec.kernel_tokens}
-    strides, starts = _running(at.inner, extents, [plane.cell_bytes for plane in layer_planes])
-    for plane in strides:
-        plane.setdefault("B", at.block_stride)
+    strides, starts = _running(at.inner, extents, [bundle.cell_bytes for bundle in layer_bundles])
+    for bundle in strides:
+        bundle.setdefault("B", at.block_stride)
         if not _dense(spec, pool.shard):
-            plane["L"] = round_up(page_bytes(spec, pool.shard), item_alignment(spec))
-    base = [at.offset + at.position * plane["L"] + start for plane, start in zip(strides, starts, strict=True)]
+            bundle["L"] = round_up(page_bytes(spec, pool.shard), item_alignment(spec))
+    base = [at.offset + at.position * bundle["L"] + start for bundle, start in zip(strides, starts, strict=True)]
     kernel_blocks = spec.block_size // spec.kernel_tokens
     kernel_stride = kernel_page_bytes(spec, pool.shard) if kernel_blocks > 1 else 0
     components = tuple(
-        _component(part, pool.shard, plane, start + inside, kernel_stride)
-        for plane, start, held in zip(strides, base, layer_planes, strict=True)
+        _component(part, pool.shard, bundle, start + inside, kernel_stride)
+        for bundle, start, held in zip(strides, base, layer_bundles, strict=True)
         for part, inside in held.parts
     )
     tensors = [
-        PlaneAxes(
+        BundleAxes(
             start,
             held.cell_bytes,
-            block_axes(pool.num_blocks, plane["B"], kernel_blocks, kernel_stride),
-            (heads, plane["H"]),
-            (spec.kernel_tokens, plane["N"]),
+            block_axes(pool.num_blocks, bundle["B"], kernel_blocks, kernel_stride),
+            (heads, bundle["H"]),
+            (spec.kernel_tokens, bundle["N"]),
         )
-        for plane, start, held in zip(strides, base, layer_planes, strict=True)
+        for bundle, start, held in zip(strides, base, layer_bundles, strict=True)
     ]
     return PlacedLayer(components, attention_views(spec, tensors, pool.kv))
 
 
 def _running(axes: str, extents: Mapping[str, int], cells: Sequence[int]) -> tuple[list[dict[str, int]], list[int]]:
-    """Return the strides of each plane and where it begins, by running products over the order of axes."""
+    """Return the strides of each bundle and where it begins, by running products over the order of axes."""
     running = list(cells)
     strides: list[dict[str, int]] = [{"L": 0} for _ in cells]
     starts = [0] * len(cells)
@@ -314,9 +314,9 @@ def _running(axes: str, extents: Mapping[str, int], cells: Sequence[int]) -> tup
             starts = [0, *ends[:-1]]
             running = [ends[-1]] * len(running)
             continue
-        for plane, nbytes in enumerate(running):
-            strides[plane][axis] = nbytes
-            running[plane] = nbytes * extents[axis]
+        for bundle, nbytes in enumerate(running):
+            strides[bundle][axis] = nbytes
+            running[bundle] = nbytes * extents[axis]
     return strides, starts
 
 

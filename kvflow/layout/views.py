@@ -16,8 +16,8 @@ class View(Struct, frozen=True):
     offset: int
 
 
-class PlaneAxes(Struct, frozen=True):
-    """One plane of one layer, with its axes as (length, stride in bytes)."""
+class BundleAxes(Struct, frozen=True):
+    """One bundle of one layer, with its axes as (length, stride in bytes)."""
 
     offset: int
     cell_bytes: int
@@ -37,7 +37,7 @@ def block_axes(
     return ((num_blocks, block_stride), (kernel_blocks, kernel_stride))
 
 
-def attention_views(spec: CacheSpec, tensors: Sequence[PlaneAxes], kv: str) -> tuple[View, ...]:
+def attention_views(spec: CacheSpec, tensors: Sequence[BundleAxes], kv: str) -> tuple[View, ...]:
     """Return ``[block, head, token, content]``; with ``split`` K and V ``[2, block, token, head, content]``.
 
     With ``block_split`` the pair comes after the block. A latent is ``[block, token, content]``. Kernel blocks count as

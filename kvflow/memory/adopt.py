@@ -242,7 +242,7 @@ def _key(tensor: torch.Tensor) -> TensorKey:
     return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
 
 
-class _Layer(Struct, frozen=True):
+class _Found(Struct, frozen=True):
     """What was found for one layer."""
 
     num_blocks: int
@@ -270,17 +270,17 @@ def _forms(axes: Mapping[str, str] | None, specs: Mapping[str, CacheSpec]) -> di
     return forms
 
 
-def _read(spec: CacheSpec, shard: Shard, given: GivenLayer, form: str | None, *, listed: bool, group: int) -> _Layer:
+def _read(spec: CacheSpec, shard: Shard, given: GivenLayer, form: str | None, *, listed: bool, group: int) -> _Found:
     """Find the components of one layer in its tensors."""
     page_bytes(spec, shard, layer=given.name)  # refuses padding that is too small
     if not has_tokens(spec):
         num_blocks, components = read_states(spec, shard, given.tensors, listed=listed)
-        return _Layer(num_blocks, components, tuple(_live_state(given.name, group, part) for part in components))
+        return _Found(num_blocks, components, tuple(_live_state(given.name, group, part) for part in components))
     if form is not None:
         check_axes(given.name, spec, form, apart=len(given.tensors) > 1)
     found = read_attention(spec, shard, given.tensors, given.place, form)
     components = attention_components(spec, shard, found)
-    return _Layer(found[0].num_blocks, components, tuple(_live_tensor(group, each) for each in found))
+    return _Found(found[0].num_blocks, components, tuple(_live_tensor(group, each) for each in found))
 
 
 def _live_tensor(group: int, found: ReadTensor) -> LiveBytes:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from kvflow.errors import SpecInvalid
 from kvflow.layout.component import Component
-from kvflow.layout.placement import page_bytes, planes, states
+from kvflow.layout.placement import bundles, page_bytes, states
 from kvflow.layout.shards import Shard
 from kvflow.layout.specs import ITEM_BYTES, CacheSpec, ComponentSpec
 from kvflow.memory.axes import (
@@ -35,7 +35,7 @@ def read_attention(
     Raises:
         SpecInvalid: dtype or shape does not fit the spec.
     """
-    sizes = [plane.cell_bytes for plane in planes(spec)]
+    sizes = [bundle.cell_bytes for bundle in bundles(spec)]
     apart = len(tensors) > 1
     if apart and len(tensors) != len(sizes):
         expected = "one" if len(sizes) == 1 else f"one, or {len(sizes)} if keys and values are apart"
@@ -82,12 +82,12 @@ def attention_components(spec: CacheSpec, shard: Shard, found: Sequence[ReadTens
     """
     components = []
     before = 0
-    for index, plane in enumerate(planes(spec)):
+    for index, bundle in enumerate(bundles(spec)):
         whole = found[index] if len(found) > 1 else found[0]
         start = whole.start + index * whole.stride("K") if len(found) == 1 else whole.start
         skipped = before if len(found) == 1 and "K" not in whole.form else 0
-        before += plane.cell_bytes
-        for part, inside in plane.parts:
+        before += bundle.cell_bytes
+        for part, inside in bundle.parts:
             item = ITEM_BYTES[part.dtype]
             held = shard.heads(part.shape[0])
             component = Component(

@@ -20,7 +20,7 @@ from kvflow.events import Hook
 from kvflow.forks import Origin
 from kvflow.ids import agent_name, worker_name
 from kvflow.layout.component import Region
-from kvflow.layout.manifest import Identity, Manifest
+from kvflow.layout.manifest import Manifest, Provenance
 from kvflow.layout.tracks import tracks_of
 from kvflow.leases.blocks import BlockAccount
 from kvflow.leases.epochs import EPOCH_BITS, EpochTable
@@ -413,8 +413,8 @@ async def _close(transport: Transport) -> None:
     closed.result()
 
 
-def _identity(config: WorkerConfig, incarnation: str) -> Identity:
-    return Identity(
+def _identity(config: WorkerConfig, incarnation: str) -> Provenance:
+    return Provenance(
         model=config.model,
         revision=config.tuning.model_revision,
         dtype=config.tuning.model_dtype,

@@ -3,7 +3,7 @@
 import pytest
 
 from kvflow.errors import SpecInvalid
-from kvflow.layout.placement import beside, content_bytes, item_alignment, page_bytes, planes, states
+from kvflow.layout.placement import beside, bundles, content_bytes, item_alignment, page_bytes, states
 from kvflow.layout.shards import Shard
 from kvflow.layout.specs import MLA
 
@@ -26,8 +26,8 @@ def test_pieces_lie_side_by_side_each_aligned(sizes, expected):
     assert beside(sizes) == expected
 
 
-def named(plane):
-    return [(part.role, part.dtype, offset) for part, offset in plane.parts]
+def named(bundle):
+    return [(part.role, part.dtype, offset) for part, offset in bundle.parts]
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def named(plane):
     ids=lambda value: getattr(value, "quantization", None) or getattr(value, "kind", ""),
 )
 def test_a_cell_holds_keys_with_their_scales_then_values_with_theirs(spec, expected):
-    assert [(named(plane), plane.cell_bytes) for plane in planes(spec)] == expected
+    assert [(named(bundle), bundle.cell_bytes) for bundle in bundles(spec)] == expected
 
 
 def test_states_lie_one_after_the_other_each_aligned():

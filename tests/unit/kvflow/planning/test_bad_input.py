@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from kvflow.errors import CapacityExceeded, KvflowError, LayoutMismatch, PlanUnsound, SpecInvalid
 from kvflow.layout.component import ADDRESS_MAX, Component, Region
-from kvflow.layout.manifest import COMPONENTS_MAX, GROUPS_MAX, Identity, Layer, Manifest, ManifestGroup
+from kvflow.layout.manifest import COMPONENTS_MAX, GROUPS_MAX, Layer, Manifest, ManifestGroup, Provenance
 from kvflow.layout.shards import Stripe
 from kvflow.layout.specs import MLA, ChunkedLocal, Mamba, State
 from kvflow.planning.assignment import assign_sources
@@ -56,7 +56,7 @@ def chunked(chunk):
 
 
 def of_model(**fields):
-    return replace(HONEST, identity=Identity(**fields))
+    return replace(HONEST, identity=Provenance(**fields))
 
 
 DISAGREEMENTS = {

@@ -5,7 +5,7 @@ from msgspec.structs import replace
 
 from kvflow.errors import LayoutMismatch
 from kvflow.layout.groups import Group
-from kvflow.layout.manifest import Identity, Layer, Manifest, ManifestGroup
+from kvflow.layout.manifest import Layer, Manifest, ManifestGroup, Provenance
 from kvflow.layout.specs import MLA, Mamba, Opaque, State
 from kvflow.planning.match import count_unread_layers, match_groups
 from kvflow.planning.plan import plan_transfer
@@ -67,7 +67,7 @@ def test_opaque_pages_of_unlike_blocks_do_not_fit_even_at_equal_size():
 def test_models_must_be_equal_where_both_sides_name_one(changed):
     cache = manifest_of({"a": full()})
     source, unnamed, other = (
-        replace(cache, identity=Identity(**names)) for names in ({"model": "llama", "revision": "1"}, {}, changed)
+        replace(cache, identity=Provenance(**names)) for names in ({"model": "llama", "revision": "1"}, {}, changed)
     )
     assert plan_transfer(source, unnamed).certificate.complete
     with pytest.raises(LayoutMismatch, match="Serve the same"):
