@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from kvflow.layout.shards import Held
-from kvflow.layout.specs import DIMS_MAX, ITEM_BYTES, DType, Role
+from kvflow.layout.shards import Held, Shard
+from kvflow.layout.specs import DIMS_MAX, ITEM_BYTES, ComponentSpec, DType, Role
 
 ADDRESS_MAX = (1 << 63) - 1
 """Addresses and lengths are int64 in descriptor lists; no user address of a 64-bit machine reaches this."""
@@ -108,3 +108,39 @@ class Component(Struct, frozen=True, array_like=True):
         """Return the offset in the region after the last byte of the blocks."""
         last = (num_blocks - 1) * self.block_stride + (kernel_blocks - 1) * self.kernel_stride
         return self.offset + last + self.span
+
+
+def place_component(
+    part: ComponentSpec,
+    shard: Shard,
+    *,
+    region: int = 0,
+    offset: int,
+    block_stride: int,
+    kernel_stride: int = 0,
+    strides: tuple[int, ...],
+) -> Component:
+    """Return what one rank holds of a component, at this place. Offset and strides are in bytes."""
+    held = shard.heads(part.shape[part.shard_axis]) if part.shard_axis >= 0 else Held(0, 1, 1)
+    return Component(
+        role=part.role,
+        dtype=part.dtype,
+        region=region,
+        offset=offset,
+        block_stride=block_stride,
+        kernel_stride=kernel_stride,
+        extents=part.held_shape(shard),
+        strides=strides,
+        shard_axis=part.shard_axis,
+        first=held.first,
+        total=held.total,
+        token_axis=part.token_axis,
+    )
+
+
+def dense_strides(extents: tuple[int, ...], item_bytes: int) -> tuple[int, ...]:
+    """Return the strides in bytes of a contiguous tensor."""
+    strides = [item_bytes]
+    for extent in reversed(extents[1:]):
+        strides.insert(0, strides[0] * extent)
+    return tuple(strides)

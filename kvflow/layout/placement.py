@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from msgspec import Struct
 
 from kvflow.errors import SpecInvalid
-from kvflow.layout.component import Component
+from kvflow.layout.component import Component, dense_strides, place_component
 from kvflow.layout.shards import Shard
 from kvflow.layout.specs import ITEM_BYTES, CacheSpec, ComponentSpec
 from kvflow.layout.views import BundleAxes, View, attention_views, block_axes, view_of
@@ -286,7 +286,14 @@ def _place(spec: CacheSpec, pool: Pool, at: _Band) -> PlacedLayer:
     kernel_blocks = spec.block_size // spec.kernel_tokens
     kernel_stride = kernel_page_bytes(spec, pool.shard) if kernel_blocks > 1 else 0
     components = tuple(
-        _component(part, pool.shard, bundle, start + inside, kernel_stride)
+        place_component(
+            part,
+            pool.shard,
+            offset=start + inside,
+            block_stride=bundle["B"],
+            kernel_stride=kernel_stride,
+            strides=(bundle["H"], bundle["N"], ITEM_BYTES[part.dtype]),
+        )
         for bundle, start, held in zip(strides, base, layer_bundles, strict=True)
         for part, inside in held.parts
     )
@@ -320,51 +327,15 @@ def _running(axes: str, extents: Mapping[str, int], cells: Sequence[int]) -> tup
     return strides, starts
 
 
-def _component(
-    part: ComponentSpec, shard: Shard, strides: Mapping[str, int], offset: int, kernel_stride: int
-) -> Component:
-    held = shard.heads(part.shape[0])
-    return Component(
-        role=part.role,
-        dtype=part.dtype,
-        region=0,
-        offset=offset,
-        block_stride=strides["B"],
-        kernel_stride=kernel_stride,
-        extents=part.held_shape(shard),
-        strides=(strides["H"], strides["N"], ITEM_BYTES[part.dtype]),
-        shard_axis=0,
-        first=held.first,
-        total=held.total,
-        token_axis=1,
-    )
-
-
 def _place_states(spec: CacheSpec, pool: Pool, offset: int, block_stride: int) -> PlacedLayer:
     """Place states one after the other; each is contiguous."""
     components, views = [], []
     for part, inside in states(spec, pool.shard):
-        extents = part.held_shape(pool.shard)
-        strides = [ITEM_BYTES[part.dtype]]
-        for extent in reversed(extents[1:]):
-            strides.insert(0, strides[0] * extent)
-        held = pool.shard.heads(part.shape[part.shard_axis]) if part.shard_axis >= 0 else None
-        components.append(
-            Component(
-                role=part.role,
-                dtype=part.dtype,
-                region=0,
-                offset=offset + inside,
-                block_stride=block_stride,
-                kernel_stride=0,
-                extents=extents,
-                strides=tuple(strides),
-                shard_axis=part.shard_axis,
-                first=held.first if held else 0,
-                total=held.total if held else 1,
-                token_axis=-1,
-            )
+        strides = dense_strides(part.held_shape(pool.shard), ITEM_BYTES[part.dtype])
+        component = place_component(
+            part, pool.shard, offset=offset + inside, block_stride=block_stride, strides=strides
         )
-        axes = ((pool.num_blocks, block_stride), *zip(extents, strides, strict=True))
-        views.append(view_of(part.dtype, offset + inside, *axes))
+        components.append(component)
+        axes = ((pool.num_blocks, block_stride), *zip(component.extents, strides, strict=True))
+        views.append(view_of(part.dtype, component.offset, *axes))
     return PlacedLayer(tuple(components), tuple(views))

@@ -12,7 +12,7 @@ from kvflow.layout.groups import Group, plan_groups, resolve_layout
 from kvflow.layout.manifest import Manifest
 from kvflow.layout.shards import Shard
 from kvflow.layout.specs import CacheSpec
-from kvflow.layout.views import View
+from kvflow.layout.views import View, block_axes, view_of
 from kvflow.memory.device import TorchDeviceOrder
 from kvflow.memory.mapping import ask_for_huge_pages, bytes_in_huge_pages, huge_page_size, map_bytes
 from kvflow.reprs import counted
@@ -124,14 +124,9 @@ class KVCache:
             KeyError: the layer or the role is not there.
         """
         part, kernel_blocks = self._components[layer, role]
-        axes = [(self.num_blocks, part.block_stride)]
-        if kernel_blocks > 1 and part.block_stride == kernel_blocks * part.kernel_stride:
-            axes = [(self.num_blocks * kernel_blocks, part.kernel_stride)]
-        elif kernel_blocks > 1:
-            axes.append((kernel_blocks, part.kernel_stride))
-        axes += zip(part.extents, part.strides, strict=True)
-        shape, strides = zip(*axes, strict=True)
-        return strided(self.storages[part.region], View(part.dtype, shape, strides, part.offset))
+        blocks = block_axes(self.num_blocks, part.block_stride, kernel_blocks, part.kernel_stride)
+        inner = zip(part.extents, part.strides, strict=True)
+        return strided(self.storages[part.region], view_of(part.dtype, part.offset, *blocks, *inner))
 
     def held(self, layer: str, role: str) -> tuple[int, int, int]:
         """Return ``(first, count, total)`` along the sharded axis; ``(0, 1, 1)`` if the component is not divided.

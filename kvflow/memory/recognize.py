@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from kvflow.errors import SpecInvalid
-from kvflow.layout.component import Component
+from kvflow.layout.component import Component, dense_strides, place_component
 from kvflow.layout.placement import bundles, page_bytes, states
 from kvflow.layout.shards import Shard
 from kvflow.layout.specs import ITEM_BYTES, CacheSpec, ComponentSpec
@@ -89,25 +89,19 @@ def attention_components(spec: CacheSpec, shard: Shard, found: Sequence[ReadTens
         before += bundle.cell_bytes
         for part, inside in bundle.parts:
             item = ITEM_BYTES[part.dtype]
-            held = shard.heads(part.shape[0])
-            component = Component(
-                role=part.role,
-                dtype=part.dtype,
+            component = place_component(
+                part,
+                shard,
                 region=whole.tensor.region,
                 offset=start + whole.content(skipped + inside),
                 block_stride=whole.block_stride,
                 kernel_stride=whole.kernel_stride,
-                extents=part.held_shape(shard),
                 strides=(
                     # One head has no stride of its own: take the stride of heads outside of tokens.
                     whole.stride("H") if "H" in whole.form else spec.kernel_tokens * whole.stride("N"),
                     whole.stride("N"),
                     whole.stride("C") if whole.tensor.item_bytes == item else item,
                 ),
-                shard_axis=0,
-                first=held.first,
-                total=held.total,
-                token_axis=1,
             )
             components.append(aligned(component, whole.tensor))
     return tuple(components)
@@ -215,7 +209,7 @@ def _read_state(part: ComponentSpec, shard: Shard, tensor: TensorLayout) -> Comp
             )
         strides[-1] = item
     by_axis = dict(zip(order, strides, strict=True))
-    return _component(part, shard, tensor, tensor.offset, tuple(by_axis[axis] for axis in axes))
+    return _state(part, shard, tensor, tensor.offset, tuple(by_axis[axis] for axis in axes))
 
 
 def _read_page(spec: CacheSpec, shard: Shard, tensor: TensorLayout) -> tuple[int, tuple[Component, ...]]:
@@ -242,29 +236,14 @@ def _read_page(spec: CacheSpec, shard: Shard, tensor: TensorLayout) -> tuple[int
         )
     components = []
     for part, inside in placed:
-        strides = [ITEM_BYTES[part.dtype]]
-        for extent in reversed(part.held_shape(shard)[1:]):
-            strides.insert(0, strides[0] * extent)
-        components.append(_component(part, shard, tensor, tensor.offset + inside, tuple(strides)))
+        strides = dense_strides(part.held_shape(shard), ITEM_BYTES[part.dtype])
+        components.append(_state(part, shard, tensor, tensor.offset + inside, strides))
     return blocks, tuple(components)
 
 
-def _component(
-    part: ComponentSpec, shard: Shard, tensor: TensorLayout, offset: int, strides: tuple[int, ...]
-) -> Component:
-    held = shard.heads(part.shape[part.shard_axis]) if part.shard_axis >= 0 else None
-    component = Component(
-        role=part.role,
-        dtype=part.dtype,
-        region=tensor.region,
-        offset=offset,
-        block_stride=tensor.strides[0],
-        kernel_stride=0,
-        extents=part.held_shape(shard),
-        strides=strides,
-        shard_axis=part.shard_axis,
-        first=held.first if held else 0,
-        total=held.total if held else 1,
-        token_axis=-1,
+def _state(part: ComponentSpec, shard: Shard, tensor: TensorLayout, offset: int, strides: tuple[int, ...]) -> Component:
+    block_stride = tensor.strides[0]
+    component = place_component(
+        part, shard, region=tensor.region, offset=offset, block_stride=block_stride, strides=strides
     )
     return aligned(component, tensor)
