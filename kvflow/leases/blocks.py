@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import lru_cache
+from itertools import chain
 from typing import SupportsIndex
 
 import numpy as np
@@ -20,6 +21,8 @@ from kvflow.reprs import counted, shown
 Int64s = npt.NDArray[np.int64]
 RECEIVING = -1
 QUIESCED = "Wait for worker.quiesced() of that pull before reusing its blocks."
+NUM_BLOCKS_MAX = 1 << 31
+"""A ticket's block ids are less."""
 BLOCKS_PER_ID = 64
 """If the pool has at most this many blocks per listed id, marking blocks finds duplicates faster than sorting ids."""
 
@@ -209,6 +212,29 @@ def present_of(ids: Sequence[Ids]) -> list[Ids]:
     ]
 
 
+def join_loans(loans: Sequence[tuple[Ids, ...]]) -> Sequence[Ids]:
+    """Return the blocks of many loans, group by group. A block is listed once for each loan that has it."""
+    if len(loans) == 1:
+        return loans[0]
+    joined: list[Ids] = []
+    for lists in zip(*loans, strict=True):
+        few = tuple(chain.from_iterable(ids for ids in lists if isinstance(ids, tuple)))
+        many = [ids for ids in lists if not isinstance(ids, tuple)]
+        joined.append(np.concatenate([np.array(few, np.int64), *many]) if many or len(few) > FEW else few)
+    return joined
+
+
+def block_lists(block_ids: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """Check the lists of an offer before any cache is known, and return them as a ticket holds them.
+
+    Raises:
+        BlockIdsInvalid: names the group and the wrong id.
+    """
+    groups = range(len(block_ids)) if hasattr(block_ids, "__len__") else ()
+    checked = check_block_ids(block_ids, num_blocks=NUM_BLOCKS_MAX, aliases=groups, unique=False)
+    return tuple([ids if isinstance(ids, tuple) else tuple(ids.tolist()) for ids in checked])
+
+
 def check_block_ids(
     block_ids: Sequence[Sequence[int]],
     *,
@@ -277,16 +303,14 @@ def _as_ids(ids: Sequence[int], group: int, num_blocks: int) -> Ids:
 
 
 def _as_array(ids: Sequence[int], group: int, num_blocks: int) -> Int64s:
+    found, cause = None, None
     try:
         found = np.asarray(ids)
-        if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
-            raise BlockIdsInvalid(
-                f"group {group}: block ids must be a flat list of integers, not {shown(ids)}", group=group
-            )
     except (OverflowError, ValueError, TypeError) as error:
-        raise BlockIdsInvalid(
-            f"group {group}: block ids must be a flat list of integers, not {shown(ids)}", group=group
-        ) from error
+        cause = error
+    if found is None or found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
+        fault = f"group {group}: block ids must be a flat list of integers, not {shown(ids)}"
+        raise BlockIdsInvalid(fault, group=group) from cause
     if found.size and (found.min() < ABSENT or found.max() >= num_blocks):
         outside = found[(found < ABSENT) | (found >= num_blocks)]
         raise BlockIdsInvalid(f"group {group}: block {outside[0]} is not in [0, {num_blocks})", group=group)

@@ -5,12 +5,13 @@ It is pure and needs no NIXL, so it can run in another process than the workers,
 
 from collections.abc import Callable, Collection, Iterable, Sequence, Sized
 from operator import index
-from typing import Any, SupportsIndex
+from typing import Any
 
 import numpy as np
 from msgspec import UNSET
 
 from kvflow.errors import ArgumentInvalid, BlockIdsInvalid, CapacityExceeded, ConfigInvalid, TicketInvalid
+from kvflow.leases.blocks import block_lists
 from kvflow.leases.tickets import Content, Grant, RankAddress, Sign, Ticket, is_traceparent
 from kvflow.reprs import counted, shown
 from kvflow.validation import find_fault
@@ -120,7 +121,8 @@ class Issuer:
         if traceparent and not is_traceparent(traceparent):
             remedy = "Pass the header traceparent as it came, or an empty text."
             raise ArgumentInvalid("traceparent", "a W3C trace context of version 00", traceparent, remedy=remedy)
-        lists, tokens = _as_integers(block_ids, num_tokens)
+        lists = block_lists(block_ids)
+        tokens = _as_tokens(num_tokens, len(lists))
         contents = UNSET if digests is None else self._contents(digests, lists)
         if not self._free:
             raise CapacityExceeded("leases", self.slots, remedy="Wait for a lease to end, or raise lease_slots.")
@@ -193,14 +195,9 @@ def _drawn_trace(draw_bits: Callable[[int], int]) -> str:
     return f"00-{draw_bits(128) or 1:032x}-{draw_bits(64) or 1:016x}-01"
 
 
-_INTEGERS = (int, np.integer)
-_LISTS = frozenset((list, tuple))
-_PYTHONS = {int}
-
 TOKENS_REMEDY = "Give one number of tokens, at least 1, or one per group."
 
 _REMEDIES = {
-    "block_ids": "Pass ids of the cache's blocks, which count from 0, and -1 for an absent block.",
     "num_tokens": TOKENS_REMEDY,
     "request_id": "Choose a request_id that is Unicode text of 1 to 256 characters.",
     "contents": "Pass shorter digests, such as those of SHA-256.",
@@ -234,44 +231,19 @@ def as_digest_lists(name: str, digests: Any, block_ids: Sequence[Sized]) -> tupl
     return tuple(tuple(found) for found in digests)
 
 
-def _not_integers(block_ids: Any, num_tokens: object) -> BlockIdsInvalid:
-    """Return the error that names the value that is not an integer."""
-    if not _is_iterable(block_ids) or not all(map(_is_iterable, block_ids)):
-        return BlockIdsInvalid(f"block_ids must be one list of block ids per group, not {shown(block_ids)}")
-    for group, ids in enumerate(block_ids):
-        for each in ids:
-            if not isinstance(each, SupportsIndex):
-                return BlockIdsInvalid(f"group {group}: block id {shown(each)} is not an integer", group=group)
-    return BlockIdsInvalid(f"num_tokens must be an integer, not {shown(num_tokens)}", remedy=TOKENS_REMEDY)
-
-
-def _is_iterable(value: object) -> bool:
-    return isinstance(value, Iterable) and not isinstance(value, str | bytes)
-
-
-def _as_tuple(ids: Sequence[int]) -> tuple[int, ...]:
-    """Return integers as Python's own."""
-    if type(ids) in _LISTS and set(map(type, ids)) == _PYTHONS:  # a third of the time
-        return tuple(ids)
-    return tuple(map(int, map(index, ids)))
-
-
-def _as_integers(
-    block_ids: Sequence[Sequence[int]], num_tokens: int | Sequence[int]
-) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
-    """Return the caller's numbers as Python integers. Accept those of NumPy; refuse fractions and text."""
+def _as_tokens(num_tokens: int | Sequence[int], num_groups: int) -> tuple[int, ...]:
+    """Return one number of tokens per group as Python's integers. Accept those of NumPy; refuse fractions and text."""
     try:
-        lists = tuple([_as_tuple(ids) for ids in block_ids])
-        if isinstance(num_tokens, _INTEGERS):
-            tokens = (int(num_tokens),) * len(lists)
+        if isinstance(num_tokens, int | np.integer):
+            tokens = (int(num_tokens),) * num_groups
         else:
             tokens = tuple(map(int, map(index, num_tokens)))
     except TypeError as error:
-        raise _not_integers(block_ids, num_tokens) from error
+        fault = f"num_tokens must be an integer, not {shown(num_tokens)}"
+        raise BlockIdsInvalid(fault, remedy=TOKENS_REMEDY) from error
     if min(tokens, default=1) < 1:
         raise BlockIdsInvalid(f"num_tokens must be at least 1, not {num_tokens!r}", remedy=TOKENS_REMEDY)
-    if len(tokens) != len(lists):
-        raise BlockIdsInvalid(
-            f"num_tokens has {len(tokens)} numbers for {counted(len(lists), 'group')}", remedy=TOKENS_REMEDY
-        )
-    return lists, tokens
+    if len(tokens) != num_groups:
+        fault = f"num_tokens has {len(tokens)} numbers for {counted(num_groups, 'group')}"
+        raise BlockIdsInvalid(fault, remedy=TOKENS_REMEDY)
+    return tokens

@@ -16,15 +16,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain
-
-import numpy as np
 
 from kvflow.clock import Clock
 from kvflow.errors import BlockIdsInvalid, CapacityExceeded, ConfigInvalid, KvflowError, RequestUnknown
 from kvflow.events import LeaseEnded, OfferAdmitted, OfferRefused, Outcome
-from kvflow.ids import FEW, Ids, LeaseKey, worker_name
-from kvflow.leases.blocks import BlockAccount, check_block_ids
+from kvflow.ids import Ids, LeaseKey, worker_name
+from kvflow.leases.blocks import BlockAccount, check_block_ids, join_loans
 from kvflow.leases.issuer import Issuer
 from kvflow.leases.table import Answer, LeaseState, LeaseTable, Reader
 from kvflow.leases.tickets import Grant, RankAddress, Ticket
@@ -415,7 +412,7 @@ class LeaseManager:
             return ()
         outcome = ended[0].outcome  # the same for all of them
         names = [end.request_id for end in ended]
-        self._account.end_loan(_joined([self._lent.pop(name) for name in names]))
+        self._account.end_loan(join_loans([self._lent.pop(name) for name in names]))
         self._issuer.vacate(names)
         self._ended.update(dict.fromkeys(names, outcome))
         while len(self._ended) > ENDED_MAX:
@@ -474,18 +471,6 @@ def order_stores() -> None:
     lock.acquire()
     lock.release()
     lock.acquire()
-
-
-def _joined(loans: Sequence[tuple[Ids, ...]]) -> Sequence[Ids]:
-    """Return the blocks of many loans, group by group. A block is listed once for each loan that has it."""
-    if len(loans) == 1:
-        return loans[0]
-    joined: list[Ids] = []
-    for lists in zip(*loans, strict=True):
-        few = tuple(chain.from_iterable(ids for ids in lists if isinstance(ids, tuple)))
-        many = [ids for ids in lists if not isinstance(ids, tuple)]
-        joined.append(np.concatenate([np.array(few, np.int64), *many]) if many or len(few) > FEW else few)
-    return joined
 
 
 def _resolve(waiters: _Waiters) -> None:

@@ -568,16 +568,15 @@ TABLE = (
         "block -2 in an offer",
         pulls(offered=[[-2, 4]]),
         "the offer fits no ticket: Expected `int` >= -1 - at `$.block_ids[0][0]`",
-        "a ticket cannot hold the offer: block_ids[0][0] must be an integer from -1 to 2147483647, not -2 "
-        "[block_ids_invalid] Pass ids of the cache's blocks, which count from 0, and -1 for an absent block.",
+        f"group 0: block -2 is not in [0, 2147483648) [block_ids_invalid] {LISTS}",
         errors.BlockIdsInvalid,
     ),
     Row(
         "block 2**70 in an offer",
         pulls(offered=[[1 << 70, 4]]),
         "the offer fits no ticket: can't serialize ints < -2**63 or > 2**64 - 1",
-        "a ticket cannot hold the offer: block_ids[0][0] must be an integer from -1 to 2147483647, not "
-        "1180591620717411303424 *",
+        "group 0: block ids must be a flat list of integers, not [1180591620717411303424, 4] "
+        f"[block_ids_invalid] {LISTS}",
         errors.BlockIdsInvalid,
     ),
     Row(
@@ -613,7 +612,7 @@ TABLE = (
         "a flat list of ids in an offer",
         pulls(offered=[3, 4]),
         INTEGERS.replace("float", "int"),
-        f"block_ids must be one list of block ids per group, not [3, 4] [block_ids_invalid] {LISTS}",
+        f"group 0: block ids must be a flat list of integers, not 3 [block_ids_invalid] {LISTS}",
         errors.BlockIdsInvalid,
     ),
     Row(

@@ -421,7 +421,7 @@ async def test_callers_that_wait_are_bounded(full, monkeypatch):
 class Broken:
     """Lists that fail in a way that nobody foresaw."""
 
-    def __iter__(self):
+    def __len__(self):
         raise ZeroDivisionError
 
 
