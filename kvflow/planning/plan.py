@@ -21,9 +21,7 @@ from kvflow.planning.reasons import explain_proof, explain_stop, explain_stripes
 from kvflow.planning.runs import UNITS_MAX, Bools, Int64s, RunTable, Units, cut_fragments, group_by_shape, merge_runs
 from kvflow.planning.staging import (
     DIRECT,
-    HOST_COSTS,
     Choice,
-    Costs,
     GroupsToRead,
     StagedRuns,
     choose,
@@ -207,7 +205,6 @@ def plan_transfer(
     head_ranges: HeadRanges | None = None,
     limits: PlanLimits = DEFAULT_LIMITS,
     staging_bytes: int = 0,
-    costs: Costs = HOST_COSTS,
 ) -> TransferPlan:
     """Plan how to fill the target's blocks from the source's.
 
@@ -218,7 +215,6 @@ def plan_transfer(
         limits: the plan is refused if it exceeds them.
         staging_bytes: staging memory that the target's worker has. With it, each group is read in the cheaper way; 0:
             all groups are read directly.
-        costs: by which the cheaper way is found.
 
     Returns:
         A proven plan. The source may hold only a part of the target (another shard, a pipeline stage);
@@ -245,7 +241,7 @@ def plan_transfer(
             msgspec.structs.replace(
                 group,
                 choice=choose(
-                    GroupsToRead(pair, group.source, group.target), group.runs, (source, target), staging_bytes, costs
+                    GroupsToRead(pair, group.source, group.target), group.runs, (source, target), staging_bytes
                 ),
             )
             for pair, group in zip(pairs, groups, strict=True)
@@ -361,7 +357,6 @@ class PlanCache:
         head_ranges: HeadRanges | None = None,
         *,
         staging_bytes: int = 0,
-        costs: Costs = HOST_COSTS,
     ) -> TransferPlan:
         """Return the plan for this pair: a cached one, or a new one.
 
@@ -370,12 +365,12 @@ class PlanCache:
             CapacityExceeded: see ``plan_transfer``.
         """
         taken = None if head_ranges is None else tuple(sorted(head_ranges.items()))
-        key = (source.geometry_digest(), target.geometry_digest(), taken, staging_bytes, costs)
+        key = (source.geometry_digest(), target.geometry_digest(), taken, staging_bytes)
         plan = self._plans.get(key)
         if plan is not None:
             self._plans.move_to_end(key)
             return plan
-        plan = plan_transfer(source, target, head_ranges=head_ranges, staging_bytes=staging_bytes, costs=costs)
+        plan = plan_transfer(source, target, head_ranges=head_ranges, staging_bytes=staging_bytes)
         self._plans[key] = plan
         if len(self._plans) > self._plans_max:
             self._plans.popitem(last=False)

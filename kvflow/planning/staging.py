@@ -42,30 +42,17 @@ SLOTS_MAX = 4096
 """Most units of one buffer. More gain nothing, and descriptor numbers of all places must fit int32."""
 
 
-class Costs(Struct, frozen=True, kw_only=True):
-    """Seconds that a read of one unit is said to take. The defaults hold for memory of hosts, and favor direct reads.
+# Seconds of a read of one unit, for memory of hosts. They favor direct reads: between two processes of one host, a
+# descriptor takes 3.6 us over shared memory and more over TCP, a byte 0.3 ns, and a copied byte 0.2 ns; on a busy host
+# bytes take three times as long, and descriptors twice.
+POST_S = 200e-6  # what a read through a buffer adds even for one unit: a post of its own, and a step after it
+DESCRIPTOR_S = 2e-6
+READ_BYTE_S = 0.6e-9
+COPIED_BYTE_S = 0.4e-9
+LAUNCH_S = 5e-6  # of one strided copy, without its bytes
 
-    Between two processes of one host, a descriptor takes 3.6 us over shared memory and more over TCP, a byte 0.3 ns,
-    and a copied byte 0.2 ns; on a busy host bytes take three times as long, and descriptors twice.
-
-    Attributes:
-        post_s: seconds that a read through a buffer adds even for one unit: a post of its own, and a step after it.
-        descriptor_s: seconds of one descriptor, without its bytes.
-        read_byte_s: seconds of one byte that is read.
-        copied_byte_s: seconds of one byte that is copied out of the buffer.
-        launch_s: seconds of one strided copy, without its bytes.
-        memory: kind of both caches' memory that the costs hold for.
-    """
-
-    post_s: float = 200e-6
-    descriptor_s: float = 2e-6
-    read_byte_s: float = 0.6e-9
-    copied_byte_s: float = 0.4e-9
-    launch_s: float = 5e-6
-    memory: str = "DRAM"
-
-
-HOST_COSTS = Costs()
+STAGED_MEMORY = "DRAM"
+"""Kind of memory of both caches that the constants hold for."""
 
 
 class CannotStage(Exception):
@@ -321,9 +308,7 @@ class GroupsToRead(Struct, frozen=True):
     target: Units
 
 
-def choose(
-    groups: GroupsToRead, runs: RunTable, sides: tuple[Manifest, Manifest], staging_bytes: int, costs: Costs
-) -> Choice:
+def choose(groups: GroupsToRead, runs: RunTable, sides: tuple[Manifest, Manifest], staging_bytes: int) -> Choice:
     """Compare the costs of a direct and a staged read of one unit; prefer the direct one if they are equal.
 
     Both estimates ignore that neighbors merge, because block ids are not known yet. If direct runs merge, the stretches
@@ -334,29 +319,28 @@ def choose(
         runs: the direct runs.
         sides: both manifests, source first.
         staging_bytes: bytes of all buffers together.
-        costs: by which both are compared.
 
     Raises:
         PlanUnsound: a staged plan failed its proof.
     """
     nbytes = runs.unit_bytes
-    direct_s = len(runs) * costs.descriptor_s + nbytes * costs.read_byte_s
-    copied_s = costs.post_s + nbytes * costs.copied_byte_s
+    direct_s = len(runs) * DESCRIPTOR_S + nbytes * READ_BYTE_S
+    copied_s = POST_S + nbytes * COPIED_BYTE_S
     told = f"direct takes {_count(len(runs), 'descriptor')} and about {direct_s * 1e6:,.0f} us"
     # No staged read takes less; most groups need no plan of one.
-    if direct_s <= copied_s + costs.descriptor_s + nbytes * costs.read_byte_s + costs.launch_s:
+    if direct_s <= copied_s + DESCRIPTOR_S + nbytes * READ_BYTE_S + LAUNCH_S:
         return Choice(None, f"{told}; direct, because staging is not cheaper")
     for side, manifest, numbers in zip(("source", "target"), sides, (runs.source[0], runs.target[0]), strict=True):
         found = {manifest.regions[region].memory for region in set(numbers.tolist())}
-        if found != {costs.memory}:
-            return Choice(None, f"{told}; not staged, because the {side} is {min(found - {costs.memory})}")
+        if found != {STAGED_MEMORY}:
+            return Choice(None, f"{told}; not staged, because the {side} is {min(found - {STAGED_MEMORY})}")
     try:
         staged = stage(groups.pair, groups.source, groups.target, staging_bytes=staging_bytes)
     except CannotStage as error:
         return Choice(None, f"{told}; not staged, because {error}")
     fetch, copies = len(staged.fetch), len(staged.copies)
-    fetch_s = fetch * costs.descriptor_s + staged.place_bytes * costs.read_byte_s
-    staged_s = copied_s + fetch_s + copies * costs.launch_s
+    fetch_s = fetch * DESCRIPTOR_S + staged.place_bytes * READ_BYTE_S
+    staged_s = copied_s + fetch_s + copies * LAUNCH_S
     told += f", staged {_count(fetch, 'descriptor')}, {_count(copies, 'copy', 'copies')} and about "
     told += f"{staged_s * 1e6:,.0f} us"
     if staged_s < direct_s:

@@ -1,4 +1,4 @@
-"""What a worker runs in: clock, randomness, network, data plane, terms of staging, and bounds.
+"""What a worker runs in: clock, randomness, network, data plane, staging memory, and bounds.
 
 Every production worker uses ``PRODUCTION``. The simulator passes another ``Environment``, and so runs the same worker
 on virtual time.
@@ -13,36 +13,19 @@ from kvflow.clock import Clock, monotonic
 from kvflow.config import WorkerConfig
 from kvflow.layout.manifest import Manifest
 from kvflow.planning.plan import PlanCache
-from kvflow.planning.staging import HOST_COSTS, Costs
 from kvflow.reads.contract import Sink, Transport
 from kvflow.reads.factory import create_transport
 from kvflow.reads.scheduler import PULLS_MAX
 from kvflow.rendezvous.endpoint import ZEROMQ, Network
 
 
-class Staging(Struct, frozen=True):
-    """Whether and how reads may be staged.
-
-    Attributes:
-        nbytes: size of the staging memory; 0 for none: then every read is direct.
-        costs: by which direct and staged reads are compared.
-    """
-
-    nbytes: int = 0
-    costs: Costs = HOST_COSTS
-
-
-NO_STAGING = Staging()
-"""Every read is direct."""
-
-
-def staging_of(config: WorkerConfig, manifest: Manifest) -> Staging:
-    """Return the staging memory that the settings give, if some of our cache is in host memory.
+def staging_of(config: WorkerConfig, manifest: Manifest) -> int:
+    """Return the bytes of staging memory that the settings give, if some of our cache is in host memory.
 
     Reads into memory of devices are direct until a measured deployment gains from staging there.
     """
     in_host_memory = any(region.memory == "DRAM" for region in manifest.regions)
-    return Staging(config.tuning.staging_bytes if in_host_memory else 0)
+    return config.tuning.staging_bytes if in_host_memory else 0
 
 
 OpenTransport = Callable[[WorkerConfig, str, Sink, int], Transport]
@@ -60,7 +43,7 @@ class Environment(Struct, frozen=True, kw_only=True):
         draw_bits: draws a number with this many unpredictable bits.
         pulls_max: pulls that may be open at once.
         make_plans: makes the worker's cache of plans.
-        staging: returns whether and how a worker's reads may be staged.
+        staging: returns the bytes of a worker's staging memory; 0: every read is direct.
         tell: returns what the program above adds to the report for a member of the cluster, at most 48 KiB. Called on
             the event loop.
     """
@@ -71,7 +54,7 @@ class Environment(Struct, frozen=True, kw_only=True):
     draw_bits: Callable[[int], int] = secrets.randbits
     pulls_max: int = PULLS_MAX
     make_plans: Callable[[], PlanCache] = PlanCache
-    staging: Callable[[WorkerConfig, Manifest], Staging] = staging_of
+    staging: Callable[[WorkerConfig, Manifest], int] = staging_of
     tell: Callable[[], bytes] = bytes
 
 

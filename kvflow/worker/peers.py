@@ -35,7 +35,6 @@ from kvflow.reads.contract import Carrier, PeerMeasured, Transport
 from kvflow.rendezvous.dialer import Link, open_link
 from kvflow.rendezvous.endpoint import LocalEndpoint
 from kvflow.worker.connections import Connection, PeerState, PlaneNegotiation, PlaneUnusable
-from kvflow.worker.environment import NO_STAGING, Staging
 from kvflow.worker.failures import connection_error
 from kvflow.worker.prepared import Peer, PreparedTable, Route, SourceRank
 from kvflow.worker.reachability import Reachability
@@ -75,7 +74,7 @@ class PeerPool:
         draw: Callable[[], float],
         tcp_encryption: str = "off",
         weights: Mapping[str, int] | None = None,
-        staging: Staging = NO_STAGING,
+        staging_bytes: int = 0,
     ) -> None:
         self._local = local
         self._planes = PlaneNegotiation(
@@ -91,7 +90,11 @@ class PeerPool:
         self._manifest = manifest
         self._reachability = Reachability(clock=clock, draw=draw, report=report)
         self._prepared = PreparedTable(
-            manifest=manifest, rotation=local.identity.rank, transport=transport, plans=plans, staging=staging
+            manifest=manifest,
+            rotation=local.identity.rank,
+            transport=transport,
+            plans=plans,
+            staging_bytes=staging_bytes,
         )
         self._closed = False
         self._routes: dict[_RouteKey, Route] = {}

@@ -31,7 +31,6 @@ from kvflow.planning.plan import PlanCache, TransferPlan
 from kvflow.reads.contract import UNKNOWN_CARRIER, Carrier, PreparedList, Transport
 from kvflow.reads.requests import Part
 from kvflow.rendezvous.dialer import Link
-from kvflow.worker.environment import NO_STAGING, Staging
 
 DIVISIONS_MAX = 4096
 """Sets of ranks whose division is remembered. A forgotten one is divided again and uses the lists that exist."""
@@ -135,7 +134,7 @@ class PreparedTable:
         rotation: our rank; it chooses among peers that hold the same heads, so that all replicas are used.
         transport: where lists are prepared.
         plans: the cache of plans, shared by all peers of one layout.
-        staging: whether and how reads are staged.
+        staging_bytes: of our staging memory; 0: every read is direct.
 
     Thread: the event loop.
     """
@@ -147,13 +146,13 @@ class PreparedTable:
         rotation: int,
         transport: Transport,
         plans: PlanCache,
-        staging: Staging = NO_STAGING,
+        staging_bytes: int = 0,
     ) -> None:
         self._manifest = manifest
         self._rotation = rotation
         self._transport = transport
         self._plans = plans
-        self._staging = staging
+        self._staging_bytes = staging_bytes
         self._divisions: dict[tuple[PeerId, ...], tuple[RankShare, ...]] = {}
         self._prepared: dict[PeerId, dict[Taken | None, PreparedGroups]] = {}
         self._dividing = asyncio.Lock()
@@ -268,8 +267,7 @@ class PreparedTable:
         self._divisions = {key: shares for key, shares in self._divisions.items() if peer not in key}
 
     def _plan(self, theirs: Manifest, pieces: HeadRanges | None) -> TransferPlan:
-        terms = self._staging
-        return self._plans.plan(theirs, self._manifest, pieces, staging_bytes=terms.nbytes, costs=terms.costs)
+        return self._plans.plan(theirs, self._manifest, pieces, staging_bytes=self._staging_bytes)
 
     def _groups(self, peer: PeerId, share: _BoundShare) -> PreparedGroups:
         """Return the lists that read a share; prepare them unless the peer gives the same share beside other ranks."""

@@ -232,7 +232,7 @@ class _Parts:
         self.leases = LeaseTable(self.epochs)
         self.pass_key = environment.draw_bits(256).to_bytes(32)
         self.account = BlockAccount(manifest.aliases, manifest.num_blocks, threading.Lock())
-        self.staging = environment.staging(config, self.manifest)
+        self.staging_bytes = environment.staging(config, self.manifest)
         self.inbox = Inbox(asyncio.get_running_loop())
         self.pages = None if config.http is None else WorkerPages(config.engine_id, config.rank)
         identity = {"engine_id": config.engine_id, "rank": config.rank, "incarnation": incarnation}
@@ -254,7 +254,7 @@ class _Parts:
         )
         # Loading NIXL and creating agents takes half a second. Other tasks of the engine's loop go on meanwhile.
         transport = await asyncio.to_thread(
-            self.environment.open_transport, self.config, agent, self.inbox.put, self.staging.nbytes
+            self.environment.open_transport, self.config, agent, self.inbox.put, self.staging_bytes
         )
         try:
             await asyncio.to_thread(transport.start, self.manifest.regions, _region(self.epochs), serving)
@@ -348,7 +348,7 @@ class _Parts:
             draw=environment.network.draw,
             tcp_encryption=config.tuning.tcp_encryption,
             weights=config.tuning.peer_weights,
-            staging=self.staging,
+            staging_bytes=self.staging_bytes,
         )
         return Consumer(
             make_pool=make_pool,

@@ -30,7 +30,6 @@ PRIVATE = {
     "Ticket.members": "the worker calls it",
     "WorkerConfig.security": "a part for one package of kvflow; its settings are those of WorkerConfig",
     "WorkerConfig.tcp": "likewise",
-    "plan_transfer": "tests and benchmarks give other costs than those of hosts",
 }
 """Members of public classes that users need not know, and why."""
 

@@ -15,15 +15,15 @@ from kvflow.errors import ConfigInvalid
 from kvflow.layout.manifest import Manifest
 from kvflow.planning.pairs import Int64s
 from kvflow.planning.plan import plan_transfer
-from kvflow.planning.staging import Costs
 from kvflow.report import TransferReport
 from kvflow.tools.bench.geometry import BLOCK_SIZE, HOST, Devices, Geometry
 from kvflow.tools.bench.result import Table
 from kvflow.tools.bench.sourcing import SourceProcess, open_source
 from kvflow.tools.bench.stats import median_ratio, summarize
-from kvflow.worker.environment import PRODUCTION, Staging
+from kvflow.worker.environment import PRODUCTION
 from kvflow.worker.runtime import open_worker
 from kvflow.worker.worker import Worker
+from tests.fakes.staging import STAGE_ALL, PlansAt
 
 LAYERS = {2: 32, 8: 32, 32: 8}
 """KV heads of the source -> layers. A target rank reads half of the heads, of 128 elements: 256 B, 1 and 4 KiB."""
@@ -33,9 +33,6 @@ POOL_BLOCKS = 2 * max(BLOCKS)
 """As many as every second one needs."""
 
 STAGING_BYTES = 64 << 20
-
-ALWAYS = Costs(post_s=0.0, descriptor_s=1.0, read_byte_s=0.0, copied_byte_s=0.0, launch_s=0.0)
-"""With such costs everything is staged that can be."""
 
 
 class _Cell(Struct):
@@ -127,9 +124,12 @@ async def _compare(
 async def _reader(geometry: Geometry, devices: Devices, *, staged: bool) -> AsyncIterator[tuple[Worker, Manifest]]:
     """Open a worker that stages all that it can, or nothing."""
     cache = geometry.build()
-    costs = msgspec.structs.replace(ALWAYS, memory="DRAM" if devices.in_host_memory else "VRAM")
-    terms = Staging(STAGING_BYTES if staged else 0, costs)
-    environment = msgspec.structs.replace(PRODUCTION, staging=lambda _config, _manifest: terms)
+    costs = msgspec.structs.replace(STAGE_ALL, staged_memory="DRAM" if devices.in_host_memory else "VRAM")
+    environment = msgspec.structs.replace(
+        PRODUCTION,
+        make_plans=lambda: PlansAt(costs),
+        staging=lambda _config, _manifest: STAGING_BYTES if staged else 0,
+    )
     config = WorkerConfig(engine_id=f"target-{'staged' if staged else 'direct'}")
     async with open_worker(config, cache, environment=environment) as worker:
         yield worker, cache.manifest()

@@ -1,15 +1,19 @@
-"""Staging buffers of a simulated worker: real memory, which the production copies scatter into a simulated cache."""
+"""Staging of simulated workers: buffers that the production copies scatter into a simulated cache, and other costs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
-from kvflow.planning.staging import Costs
+from kvflow.layout.manifest import Manifest
+from kvflow.planning import staging
+from kvflow.planning.plan import PlanCache, TransferPlan, plan_transfer
 from kvflow.reads.bounds import CheckedScatter
 from kvflow.reads.device import Scatters
 from kvflow.reads.staging import Scatterer, StagingMemory
-from kvflow.worker.environment import Staging
 from tests.fakes.memory import SimulatedCache
 
 Bytes = npt.NDArray[np.uint8]
@@ -17,8 +21,51 @@ Bytes = npt.NDArray[np.uint8]
 STAGING_BYTES = 8 * 4096
 """Buffers of a few units each, so that they are all taken now and then."""
 
-STAGED = Staging(STAGING_BYTES, Costs(post_s=0.0, descriptor_s=1e-3, read_byte_s=0.0, copied_byte_s=0.0, launch_s=1e-9))
-"""Whatever saves a descriptor is staged."""
+
+class Costs(Struct, frozen=True, kw_only=True):
+    """Seconds by which ``kvflow.planning.staging`` compares, instead of its constants."""
+
+    post_s: float = staging.POST_S
+    descriptor_s: float = staging.DESCRIPTOR_S
+    read_byte_s: float = staging.READ_BYTE_S
+    copied_byte_s: float = staging.COPIED_BYTE_S
+    launch_s: float = staging.LAUNCH_S
+    staged_memory: str = staging.STAGED_MEMORY
+
+
+STAGE_ALL = Costs(post_s=0.0, descriptor_s=1e-3, read_byte_s=0.0, copied_byte_s=0.0, launch_s=1e-9)
+"""With these, every group is staged that then takes fewer descriptors."""
+
+
+@contextmanager
+def _at(costs: Costs) -> Iterator[None]:
+    before = {name: getattr(staging, name.upper()) for name in costs.__struct_fields__}
+    for name in before:
+        setattr(staging, name.upper(), getattr(costs, name))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(staging, name.upper(), value)
+
+
+def plan_at(source: Manifest, target: Manifest, *, costs: Costs | None = None, **how: Any) -> TransferPlan:
+    """Plan as ``plan_transfer`` does, at these costs."""
+    with _at(costs or Costs()):
+        return plan_transfer(source, target, **how)
+
+
+class PlansAt(PlanCache):
+    """Plans that are made at these costs."""
+
+    def __init__(self, costs: Costs, plans_max: int = 256) -> None:
+        super().__init__(plans_max)
+        self._costs = costs
+
+    def plan(self, *sides: Any, **how: Any) -> TransferPlan:
+        """See ``PlanCache.plan``."""
+        with _at(self._costs):
+            return super().plan(*sides, **how)
 
 
 class SimulatedStaging(StagingMemory):

@@ -1,5 +1,7 @@
 """Staging memory on the device of the caches: torch's copies against NumPy's, and staged pulls between processes."""
 
+from functools import partial
+
 import msgspec
 import numpy as np
 import pytest
@@ -10,8 +12,8 @@ from kvflow.memory.scatter import TorchStage
 from kvflow.planning.strided_copies import AXES_MAX
 from kvflow.reads.bounds import CheckedScatter
 from kvflow.reads.staging import StagingMemory
-from kvflow.worker.environment import PRODUCTION, Staging
-from tests.benchmarks.descriptors import ALWAYS
+from kvflow.worker.environment import PRODUCTION
+from tests.fakes.staging import STAGE_ALL, PlansAt
 
 from .memory import build, pattern
 from .reading import PATIENCE_S, reading
@@ -56,10 +58,11 @@ def test_torch_scatters_many_buffers_without_a_wait_between_them(device):
 @pytest.mark.nixl
 @pytest.mark.processes
 def test_half_of_the_heads_is_read_through_staging_memory(device, request):
-    costs = msgspec.structs.replace(ALWAYS, memory="VRAM" if device == "cuda" else "DRAM")
-    before = PRODUCTION.staging
-    msgspec.structs.force_setattr(PRODUCTION, "staging", lambda config, _: Staging(config.tuning.staging_bytes, costs))
-    request.addfinalizer(lambda: msgspec.structs.force_setattr(PRODUCTION, "staging", before))
+    costs = msgspec.structs.replace(STAGE_ALL, staged_memory="VRAM" if device == "cuda" else "DRAM")
+    parts = {"staging": lambda config, _: config.tuning.staging_bytes, "make_plans": lambda: PlansAt(costs)}
+    for name, part in parts.items():
+        request.addfinalizer(partial(msgspec.structs.force_setattr, PRODUCTION, name, getattr(PRODUCTION, name)))
+        msgspec.structs.force_setattr(PRODUCTION, name, part)
     theirs, ours = LAYOUTS["half of the heads"]
     settings = {"theirs": theirs, "ours": ours}
     with reading([device, device], **settings) as (source, worker, cache):

@@ -12,7 +12,7 @@ from kvflow.leases.blocks import check_block_ids
 from kvflow.planning.assignment import assign_sources
 from kvflow.planning.bind import bind_plan
 from kvflow.planning.pairs import pair_units
-from kvflow.planning.plan import plan_transfer
+from tests.fakes.staging import plan_at
 
 from .caches import descriptors, require_inside
 from .oracle import ABSENT, Shared, tokens_by_block, write
@@ -72,12 +72,12 @@ def planned(case, sources, target, **terms):
     """Return (source, plan) for each source that gives something."""
     ours, theirs = target.cache.manifest(), [source.cache.manifest() for source in sources]
     if not case.whole:
-        return [(sources[0], plan_transfer(theirs[0], ours, **terms))]
+        return [(sources[0], plan_at(theirs[0], ours, **terms))]
     shares = {} if case.turn is not None else shared_out_anyhow(case, sources, target)
     if not shares:
         shares = {share.source: share.head_ranges for share in assign_sources(ours, theirs, rotation=case.turn or 0)}
     return [
-        (sources[index], plan_transfer(theirs[index], ours, head_ranges=pieces, **terms))
+        (sources[index], plan_at(theirs[index], ours, head_ranges=pieces, **terms))
         for index, pieces in sorted(shares.items())
     ]
 

@@ -2,16 +2,13 @@
 
 import numpy as np
 
-from kvflow.planning.staging import Costs
 from kvflow.planning.strided_copies import COLUMNS, FIXED
 from kvflow.reads.bounds import check_rows, check_scatter
 from kvflow.reads.contract import PreparedList
 from kvflow.reads.staging import Scatterer
+from tests.fakes.staging import STAGE_ALL
 
 from .caches import descriptors, require_inside
-
-STAGE_ALL = Costs(post_s=0.0, descriptor_s=1e-3, read_byte_s=0.0, copied_byte_s=0.0, launch_s=1e-9)
-"""Descriptors so dear that whatever saves one is staged."""
 
 BUFFER_BYTES = 1 << 14
 """Small, so that chunks end at the last slot of a buffer."""

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from kvflow.errors import LayoutMismatch
 from kvflow.layout.tracks import tracks_of
 from kvflow.planning.bind import bind_plan
-from kvflow.planning.plan import plan_transfer
 from kvflow.reads.bounds import OutOfBounds
 from kvflow.reads.contract import Serving
 from kvflow.reads.serving import LeasedBlocks, ServedList
+from tests.fakes.staging import plan_at
 
 from .caches import descriptors, thorough
 from .engines import generate_case
@@ -93,7 +93,7 @@ def bound(case, **terms):
         target = open_cache(stage, rank, int(rng.integers(1, 5)), rng)[0].manifest()
         for source in sources:
             try:
-                plan = plan_transfer(source.manifest, target, **terms)
+                plan = plan_at(source.manifest, target, **terms)
             except LayoutMismatch:  # another stage, with nothing in common
                 continue
             for binding in bind_plan(plan, source.manifest, target):

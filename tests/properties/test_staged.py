@@ -11,8 +11,8 @@ from msgspec.structs import replace
 
 from kvflow.errors import LayoutMismatch, PlanUnsound
 from kvflow.planning.certificate import certify
-from kvflow.planning.plan import plan_transfer
 from kvflow.planning.staging import prove
+from tests.fakes.staging import plan_at
 
 from .caches import thorough
 from .engines import generate_case
@@ -52,7 +52,7 @@ def staged_groups():
         for stage, rank in case.targets:
             target = open_cache(stage, rank, 3, rng)[0].manifest()
             try:
-                plan = plan_transfer(source, target, **TERMS)
+                plan = plan_at(source, target, **TERMS)
             except LayoutMismatch:  # another stage, with nothing in common
                 continue
             found += [(target, group) for group in plan.groups if group.staged is not None]

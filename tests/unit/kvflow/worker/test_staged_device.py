@@ -15,9 +15,9 @@ from kvflow.layout.shards import Shard
 from kvflow.layout.specs import FullAttention
 from kvflow.memory.cache import allocate
 from kvflow.reads.thread import ThreadedTransport
-from kvflow.worker.environment import PRODUCTION, Staging, staging_of
+from kvflow.worker.environment import PRODUCTION, staging_of
 from kvflow.worker.runtime import open_worker
-from tests.benchmarks.descriptors import ALWAYS
+from tests.fakes.staging import STAGE_ALL, PlansAt
 from tests.helpers.async_backend import AsyncBackend, LinkModel
 from tests.helpers.late_tensors import LateTensors
 from tests.helpers.settings import flat_config
@@ -43,7 +43,7 @@ class _Backend(AsyncBackend):
         return super().add(msgspec.structs.replace(address, planes={"async": address.planes["nixl"]}))
 
 
-STAGED = Staging(8 << 16, msgspec.structs.replace(ALWAYS, memory="VRAM"))
+STAGED_ON_DEVICES = msgspec.structs.replace(STAGE_ALL, staged_memory="VRAM")
 
 
 async def test_caches_on_devices_are_staged_by_copies_that_end_later():
@@ -58,7 +58,10 @@ async def test_caches_on_devices_are_staged_by_copies_that_end_later():
         return ThreadedTransport("nixl", {"nixl": opened}, sink, stagings[-1])
 
     environment = msgspec.structs.replace(
-        PRODUCTION, open_transport=open_transport, staging=lambda _config, _manifest: STAGED
+        PRODUCTION,
+        open_transport=open_transport,
+        make_plans=lambda: PlansAt(STAGED_ON_DEVICES),
+        staging=lambda _config, _manifest: 8 << 16,
     )
     there = allocate(SPECS, num_blocks=64, layout="LBNHC", kv="split")
     here = allocate(SPECS, num_blocks=64, layout="LBNHC", kv="split", shard=Shard(tp_size=2))
@@ -91,4 +94,4 @@ def test_staging_memory_is_for_caches_in_host_memory(held, nbytes):
     regions = tuple(Region(1 << 20, 4096, memory) for memory in held)
     manifest = msgspec.structs.replace(allocate(SPECS, num_blocks=2).manifest(), regions=regions)
     config = flat_config(engine_id="decode-0", cluster_secret=SECRET, staging_bytes=4096)
-    assert staging_of(config, manifest) == Staging(nbytes)
+    assert staging_of(config, manifest) == nbytes

@@ -8,7 +8,7 @@ import msgspec
 from kvflow.events import LeaseEnded, OfferAdmitted
 from kvflow.leases.tickets import join_tickets
 from kvflow.planning.plan import PlanCache
-from kvflow.worker.environment import NO_STAGING, Environment
+from kvflow.worker.environment import Environment
 from kvflow.worker.runtime import open_worker
 from tests.fakes import Fabric, FabricFaults, NetworkFaults, Process, Wires, World, bury
 from tests.fakes.memory import SimulatedCache
@@ -55,7 +55,7 @@ class Life:
             open_transport=opener(fabric, self.process, cache, [1] * NUM_BLOCKS),
             draw_bits=fabric.world.chance.getrandbits,
             make_plans=lambda: PLANS,
-            staging=lambda _config, _manifest: NO_STAGING,
+            staging=lambda _config, _manifest: 0,
         )
         self._task = self.process.create_task(self._live(config, cache, environment), name="life")
         assert fabric.world.run(lambda: self.worker is not None, LONG_S)

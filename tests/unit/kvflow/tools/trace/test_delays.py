@@ -18,14 +18,14 @@ from kvflow.reads.scheduler import Scheduler
 from kvflow.reads.staging import Scatterer
 from kvflow.report import PHASES
 from kvflow.tools.trace.joining import read_trace
-from kvflow.worker.environment import NO_STAGING, Environment
+from kvflow.worker.environment import Environment
 from kvflow.worker.runtime import open_worker
 from tests.fakes import Fabric, FabricFaults, NetworkFaults, Process, Wires, World, bury
 from tests.fakes.fabric import SimulatedBackend
 from tests.fakes.memory import SimulatedCache
 from tests.fakes.models import NUM_BLOCKS, Shape
 from tests.fakes.network import SimulatedNetwork
-from tests.fakes.staging import STAGED
+from tests.fakes.staging import STAGE_ALL, STAGING_BYTES, PlansAt
 from tests.fakes.transport import SmallChunks, opener
 
 DELAY_S = 0.05
@@ -61,7 +61,8 @@ class Side:
             network=SimulatedNetwork(self._fabric.wires, self.process),
             open_transport=opener(self._fabric, self.process, self.cache, [1] * NUM_BLOCKS),
             draw_bits=self._fabric.world.chance.getrandbits,
-            staging=lambda _config, _manifest: STAGED if self._staged else NO_STAGING,
+            make_plans=lambda: PlansAt(STAGE_ALL),
+            staging=lambda _config, _manifest: STAGING_BYTES if self._staged else 0,
         )
         hooks = self.metrics.hooks()
         async with open_worker(config, self.cache, hooks=hooks, environment=environment) as self.worker:
