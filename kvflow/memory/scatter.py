@@ -51,7 +51,9 @@ class TorchStage:
 
     def scatterer(self, copies: Sequence[Copy], units: tuple[int, int, int]) -> "TorchScatterer":
         """See ``DeviceStage.scatterer``."""
-        return TorchScatterer([_Box(copy, units, self._targets) for copy in copies], units, self._stream, self._order)
+        return TorchScatterer(
+            [_TensorCopy(copy, units, self._targets) for copy in copies], units, self._stream, self._order
+        )
 
     def settle(self) -> None:
         """See ``DeviceStage.settle``."""
@@ -64,7 +66,7 @@ class TorchScatterer:
 
     def __init__(
         self,
-        boxes: Sequence["_Box"],
+        boxes: Sequence["_TensorCopy"],
         units: tuple[int, int, int],
         stream: "torch.cuda.Stream | None",
         order: TorchDeviceOrder | None,
@@ -103,7 +105,7 @@ class TorchScattering:
         return bool(self._event.query())  # type: ignore[no-untyped-call]
 
 
-class _Box:
+class _TensorCopy:
     """One strided copy of each unit."""
 
     def __init__(self, copy: Copy, units: tuple[int, int, int], targets: Sequence[torch.Tensor]) -> None:

@@ -26,7 +26,7 @@ _REACH_DIRECTLY = (
 )
 
 
-def judge_rate(rate: contract.PeerMeasured, carrier: contract.Carrier) -> Iterator[PeerMeasured | PeerSlow]:
+def judge_rate(rate: contract.RateLearned, carrier: contract.Carrier) -> Iterator[PeerMeasured | PeerSlow]:
     """Yield what is to be reported of a peer's rate, which ``carrier`` has carried."""
     bytes_per_s = rate.nbytes / max(rate.busy_s, 1e-9)
     gb_per_s, peer = round(bytes_per_s / 1e9, 3), str(rate.peer)

@@ -17,7 +17,7 @@ from msgspec import Struct
 from kvflow.errors import FailureCode
 from kvflow.ids import PeerId
 from kvflow.layout.component import Region
-from kvflow.reads.bounds import CheckedScatter, Rows
+from kvflow.reads.bounds import CheckedRows, CheckedScatter
 from kvflow.reads.contract import Carrier, PeerAddress, PreparedList, Serving
 from kvflow.reads.device import Scatters
 from kvflow.reads.requests import LeaseName
@@ -29,7 +29,7 @@ SPAN_MAX = 512
 """Most epoch slots that one check reads: 4 KiB."""
 
 
-class Reason(Struct, frozen=True):
+class Cause(Struct, frozen=True):
     """Why something failed: a code of the contract, and an explanation."""
 
     code: FailureCode
@@ -45,7 +45,7 @@ class BackendError(Exception):
 
     def __init__(self, code: FailureCode, detail: str) -> None:
         super().__init__(f"{code}: {detail}")
-        self.reason = Reason(code, detail)
+        self.reason = Cause(code, detail)
 
 
 class Share(NamedTuple):
@@ -138,8 +138,8 @@ class CheckedList(Struct, frozen=True, eq=False, gc=False):
     """
 
     prepared_list: PreparedList
-    source: Rows
-    target: Rows
+    source: CheckedRows
+    target: CheckedRows
     staged: Staged | None = None
     source_units: int = 0
     target_units: int = 0
@@ -162,7 +162,7 @@ class PostedWork:
     __slots__ = ()
     polled = True
     unheld: AbstractSet[tuple[int, int]] = frozenset()
-    refused: Mapping[int, Reason] = MappingProxyType({})
+    refused: Mapping[int, Cause] = MappingProxyType({})
 
 
 class Backends(Protocol):

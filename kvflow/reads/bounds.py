@@ -41,7 +41,7 @@ class OutOfBounds(Exception):
     """A row, an index or a cut cannot be used. The text says which, and why."""
 
 
-class Rows(Struct, frozen=True, eq=False):
+class CheckedRows(Struct, frozen=True, eq=False):
     """Checked strided rows, and the number of each row's first descriptor.
 
     Attributes:
@@ -83,7 +83,7 @@ class CheckedScatter(Struct, frozen=True, eq=False):
     source_units: int
 
 
-class Run(Struct, frozen=True):
+class MergedDescriptor(Struct, frozen=True):
     """One merged descriptor: contiguous bytes on both sides."""
 
     source_address: int
@@ -91,7 +91,7 @@ class Run(Struct, frozen=True):
     nbytes: int
 
 
-def check_rows(table: Int64s) -> Rows:
+def check_rows(table: Int64s) -> CheckedRows:
     """Check strided rows, but not where they lie.
 
     Args:
@@ -120,7 +120,7 @@ def check_rows(table: Int64s) -> Rows:
         raise OutOfBounds(f"row {_first(beyond)} reaches beyond the address space")
     if (count > INDEX_MAX).any() or int(count.sum()) > INDEX_MAX:
         raise OutOfBounds("more descriptors than int32 can number")
-    return Rows(
+    return CheckedRows(
         table=np.ascontiguousarray(table),
         firsts=np.cumsum(count) - count,
         dense=stride == nbytes,
@@ -130,7 +130,7 @@ def check_rows(table: Int64s) -> Rows:
     )
 
 
-def check_inside(rows: Rows, regions: Sequence[Region], memory: str) -> None:
+def check_inside(rows: CheckedRows, regions: Sequence[Region], memory: str) -> None:
     """Check that each row lies within one region of that memory kind and the row's device.
 
     Raises:
@@ -170,7 +170,7 @@ def check_pairs(pairs: UnitPairs, source_units: int, target_units: int) -> None:
             raise OutOfBounds(f"{name} units must be int64 of shape (n,), n > 0, in [0, {count}): {units!r}")
 
 
-def check_bound(bound: Bound, pairs: int, source: Rows, target: Rows) -> None:
+def check_bound(bound: Bound, pairs: int, source: CheckedRows, target: CheckedRows) -> None:
     """Check descriptor numbers and cuts against the rows of their prepared list.
 
     Args:
@@ -249,8 +249,8 @@ def _check_cuts(cuts: Int64s, n: int) -> None:
 
 def check_scatter(
     prepared_list: PreparedList,
-    source: Rows,
-    target: Rows,
+    source: CheckedRows,
+    target: CheckedRows,
     *,
     buffer_bytes: int,
     regions: Sequence[Region],
@@ -312,7 +312,7 @@ def check_scatter(
     )
 
 
-def _check_fetch(source: Rows, target: Rows, places: int) -> int:
+def _check_fetch(source: CheckedRows, target: CheckedRows, places: int) -> int:
     """Check that each row of a buffer is filled from its own descriptors of equal length. Return their number."""
     runs = len(target.table)
     units, rest = divmod(source.count, runs)
@@ -332,7 +332,7 @@ class Places:
         rows: checked rows.
     """
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: CheckedRows) -> None:
         self._rows = rows
         self._firsts = rows.firsts.tolist()
         self._fields = rows.table[:, [0, 3, 1]].tolist()
@@ -385,7 +385,9 @@ def joined(
     return address[first], np.add.reduceat(nbytes, first), first
 
 
-def merge(source: Rows, source_index: Int32s, target: Rows, target_index: Int32s) -> list[Run]:
+def merge(
+    source: CheckedRows, source_index: Int32s, target: CheckedRows, target_index: Int32s
+) -> list[MergedDescriptor]:
     """Merge checked descriptor pairs as NIXL does.
 
     Neighbors merge if both indices ascend by one, both stay in their row, and both rows are dense.
@@ -396,21 +398,23 @@ def merge(source: Rows, source_index: Int32s, target: Rows, target_index: Int32s
     lengths = source.table[source_row[at], 1] * np.diff(at, append=len(source_index))
     source_at = _addresses(source, source_index[at], source_row[at])
     target_at = _addresses(target, target_index[at], target_row[at])
-    return [Run(*run) for run in zip(source_at.tolist(), target_at.tolist(), lengths.tolist(), strict=True)]
+    return [
+        MergedDescriptor(*run) for run in zip(source_at.tolist(), target_at.tolist(), lengths.tolist(), strict=True)
+    ]
 
 
-def _joins(rows: Rows, index: Int32s, row: Intps) -> Flags:
+def _joins(rows: CheckedRows, index: Int32s, row: Intps) -> Flags:
     """Return for each descriptor but the first whether it continues the previous one in memory."""
     joins: Flags = (index[1:] - index[:-1] == 1) & (row[1:] == row[:-1]) & rows.dense[row[1:]]
     return joins
 
 
-def _addresses(rows: Rows, index: Int32s, row: Intps) -> Int64s:
+def _addresses(rows: CheckedRows, index: Int32s, row: Intps) -> Int64s:
     addresses: Int64s = rows.table[row, 0] + (index - rows.firsts[row]) * rows.table[row, 3]
     return addresses
 
 
-def _row_of(rows: Rows, index: Int32s) -> Intps:
+def _row_of(rows: CheckedRows, index: Int32s) -> Intps:
     return rows.firsts.searchsorted(index, side="right") - 1
 
 

@@ -116,7 +116,7 @@ class PeerAddress(Struct, frozen=True):
     weight: int = 1
 
 
-class Binding(Protocol):
+class PairBinder(Protocol):
     """What the transport must know about a group's plan to read with it: see ``kvflow.planning.bind.Binding``.
 
     Attributes:
@@ -165,7 +165,7 @@ class PreparedList(Struct, frozen=True, eq=False):
     target_memory: str = "DRAM"
     scatter: Scatter | None = None
     group: int = 0
-    binding: Binding | None = None
+    binding: PairBinder | None = None
 
 
 Blocks = Sequence[Sequence[int]]
@@ -262,7 +262,7 @@ class PeerAdded(Struct, frozen=True):
     carrier: Carrier = UNKNOWN_CARRIER
 
 
-class PeerMeasured(Struct, frozen=True):
+class RateLearned(Struct, frozen=True):
     """Enough has been read from a peer since it was added to know the rate. What was moved inline is not counted.
 
     Attributes:
@@ -295,7 +295,7 @@ class PeerFailed(Struct, frozen=True):
     detail: str
 
 
-class ReaderReset(Struct, frozen=True):
+class ResetDone(Struct, frozen=True):
     """A reset of the reader has ended. Its terminal events were passed before.
 
     Attributes:
@@ -309,7 +309,7 @@ class ReaderReset(Struct, frozen=True):
     reset_s: float
 
 
-TransportEvent = PeerAdded | PeerMeasured | PeerFailed | ReadEnded | ReaderReset
+TransportEvent = PeerAdded | RateLearned | PeerFailed | ReadEnded | ResetDone
 Sink = Callable[[TransportEvent], None]
 
 
@@ -387,7 +387,7 @@ class Transport(Protocol):
 
         No new chunk is posted until then. Peers that were not removed get ``RESET_DRAIN_S`` for what they have in
         flight. What has not arrived by then ends with ``peer_lost``, and its peer with ``PeerFailed``. All other peers
-        and their prepared lists are kept, and their reads continue. The result is ``ReaderReset``, unless the transport
+        and their prepared lists are kept, and their reads continue. The result is ``ResetDone``, unless the transport
         is closed before.
         """
         ...

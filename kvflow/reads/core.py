@@ -20,10 +20,10 @@ from kvflow.reads.backend import (
     Backend,
     BackendError,
     Backends,
+    Cause,
     CheckedList,
     Chunk,
     PostedWork,
-    Reason,
     Share,
 )
 from kvflow.reads.bounds import EPOCH_MAX, OutOfBounds, check_pairs
@@ -33,9 +33,9 @@ from kvflow.reads.contract import (
     PeerAdded,
     PeerAddress,
     PeerFailed,
-    PeerMeasured,
     PreparedList,
-    ReaderReset,
+    RateLearned,
+    ResetDone,
     Sink,
     TransportEvent,
 )
@@ -53,7 +53,7 @@ from kvflow.reads.prepared import (
     check_list,
     fetching,
 )
-from kvflow.reads.requests import ArrivedChunk, RankRead, ReadEnded
+from kvflow.reads.requests import ArrivedChunk, CancelReads, RankRead, ReadEnded
 from kvflow.reads.staging import StagingMemory
 
 _logger = logging.getLogger(__name__)
@@ -61,9 +61,9 @@ _logger = logging.getLogger(__name__)
 WEIGHT_MAX = 64
 """Most chunks in one turn of a peer."""
 
-REMOVED = Reason(FailureCode.CANCELLED, "the peer was removed")
-CLOSING = Reason(FailureCode.CANCELLED, "the transport is closing")
-RESET = Reason(FailureCode.PEER_LOST, "it did not answer, and the reader was reset to end its reads")
+REMOVED = Cause(FailureCode.CANCELLED, "the peer was removed")
+CLOSING = Cause(FailureCode.CANCELLED, "the transport is closing")
+RESET = Cause(FailureCode.PEER_LOST, "it did not answer, and the reader was reset to end its reads")
 
 
 class RemovePeer(Struct, frozen=True):
@@ -77,12 +77,6 @@ class PostReads(Struct, frozen=True):
     """``Transport.post``."""
 
     reads: tuple[RankRead, ...]
-
-
-class CancelReads(Struct, frozen=True):
-    """``Transport.cancel``."""
-
-    read_ids: tuple[int, ...]
 
 
 class ResetReader(Struct, frozen=True):
@@ -115,7 +109,7 @@ class _Peer:
     costs: PostCosts | None
     met: bool = False
     gauge: Gauge | None = field(default_factory=Gauge)
-    prepared_lists: dict[int, CheckedList | Reason] = field(default_factory=dict)
+    prepared_lists: dict[int, CheckedList | Cause] = field(default_factory=dict)
     leaving: bool = False
     gone: bool = False
     again: PeerAddress | None = None
@@ -332,7 +326,7 @@ class ReadCore:
                 slot = lease.slot
                 outcome = backend.post_check(peer_id, slot, slot, ((read_id, lease),), fence=True)
         except OutOfBounds as error:
-            self._refuse(read, Reason(FailureCode.BOUNDS, str(error)))
+            self._refuse(read, Cause(FailureCode.BOUNDS, str(error)))
         except Exception as error:  # noqa: BLE001 - told, or raised again
             self._on_post_raised(self._admit_posted(read, prepared_lists, posts), error)
         else:
@@ -422,7 +416,7 @@ class ReadCore:
         ended = len(self._in_flight)
         if ended:
             self._reset()
-        self._tell(ReaderReset(ended, drain_s=now - since, reset_s=self._now() - now))
+        self._tell(ResetDone(ended, drain_s=now - since, reset_s=self._now() - now))
         return True
 
     def _reset(self) -> None:
@@ -444,7 +438,7 @@ class ReadCore:
                     if isinstance(prepared_list, CheckedList):
                         peer.backend.prepare(prepared_list)
             except BackendError as failure:
-                self._lose(peer_id, Reason(FailureCode.PEER_LOST, failure.reason.detail))
+                self._lose(peer_id, Cause(FailureCode.PEER_LOST, failure.reason.detail))
 
     def _admit(self, read: RankRead) -> None:
         """Check a read before it is posted. If it cannot be served, only this read ends."""
@@ -463,11 +457,11 @@ class ReadCore:
         except BackendError as failure:
             self._refuse(read, failure.reason)
         except OutOfBounds as error:
-            self._refuse(read, Reason(FailureCode.BOUNDS, str(error)))
+            self._refuse(read, Cause(FailureCode.BOUNDS, str(error)))
         else:
             self._lanes.admit(read, tuple(prepared_lists))
 
-    def _refuse(self, read: RankRead, reason: Reason) -> None:
+    def _refuse(self, read: RankRead, reason: Cause) -> None:
         self._tell(ReadEnded(read.read_id, "failed", reason.code, reason.detail, phase="queue"))
 
     def _prepare(self, prepared_list: PreparedList) -> None:
@@ -479,7 +473,7 @@ class ReadCore:
             prepared = check_list(prepared_list, self._regions, self._staging)
             peer.backend.prepare(prepared)
         except OutOfBounds as error:
-            peer.prepared_lists[prepared_list.list_id] = Reason(FailureCode.BOUNDS, str(error))
+            peer.prepared_lists[prepared_list.list_id] = Cause(FailureCode.BOUNDS, str(error))
         except BackendError as failure:
             peer.prepared_lists[prepared_list.list_id] = failure.reason
         else:
@@ -514,7 +508,7 @@ class ReadCore:
             peer.gone = gone
             self._leave(peer_id, REMOVED)
 
-    def _leave(self, peer_id: PeerId, reason: Reason) -> bool:
+    def _leave(self, peer_id: PeerId, reason: Cause) -> bool:
         """Stop using a peer; it is removed once nothing of it is in flight. Return False if it was leaving already."""
         peer = self._peers[peer_id]
         if peer.leaving:
@@ -536,7 +530,7 @@ class ReadCore:
                 if peer.again is not None:
                     self._add(peer.again)
 
-    def _lose(self, peer_id: PeerId, reason: Reason) -> None:
+    def _lose(self, peer_id: PeerId, reason: Cause) -> None:
         """Stop using a peer whose connection has failed, and the peers that share the connection."""
         lost = self._peers.get(peer_id)
         for each, peer in self._peers.items():
@@ -574,7 +568,7 @@ class ReadCore:
             self._fail(work, error.reason)
             return
         if isinstance(work, Check):
-            self._fail(work, Reason(FailureCode.TRANSPORT_ERROR, repr(error)))
+            self._fail(work, Cause(FailureCode.TRANSPORT_ERROR, repr(error)))
         else:
             # It may have begun to write. Only destroying the agents proves that it does not.
             self._in_flight.append(_InFlight(work, PostedWork(), orphaned=True))
@@ -684,7 +678,7 @@ class ReadCore:
         memories = prepared_list.source_memory, prepared_list.target_memory
         if gauge.add(carried.nbytes, carried.posted_at, self._now(), memories):
             peer.gauge = None
-            self._tell(PeerMeasured(carried.lane.peer, gauge.nbytes, gauge.busy_s, *memories))
+            self._tell(RateLearned(carried.lane.peer, gauge.nbytes, gauge.busy_s, *memories))
 
     def _scatter(self, carried: TakenChunk) -> Scattering | None:
         """Start to copy a chunk that has arrived from its buffer to the target. None: that has ended."""
@@ -695,10 +689,10 @@ class ReadCore:
             return staged.scatterer.start(content, chunk.portion.target_index[chunk.first : chunk.stop])
         except Exception as error:
             # Half of it may have arrived, but nothing writes now: the read ends before the defect is reported.
-            self._lanes.failed(carried, Reason(FailureCode.TRANSPORT_ERROR, repr(error)))
+            self._lanes.failed(carried, Cause(FailureCode.TRANSPORT_ERROR, repr(error)))
             raise
 
-    def _fail(self, work: Work, reason: Reason) -> None:
+    def _fail(self, work: Work, reason: Cause) -> None:
         self._lanes.failed(work, reason)
         if reason.code != FailureCode.BOUNDS:
             self._lose(work.lane.peer, reason)
@@ -706,7 +700,7 @@ class ReadCore:
     def _fail_all(self, command: Command | None, error: Exception) -> None:
         """Fail all reads and peers after a defect of kvflow, so that no caller waits forever."""
         _logger.error("kvflow.reads: unexpected error; all reads fail", exc_info=error)
-        reason = Reason(FailureCode.TRANSPORT_ERROR, repr(error))
+        reason = Cause(FailureCode.TRANSPORT_ERROR, repr(error))
         if isinstance(command, PeerAddress) and command.peer not in self._peers:
             self._tell(PeerFailed(command.peer, reason.code, reason.detail))
         if isinstance(command, PostReads):
@@ -733,7 +727,7 @@ class ReadCore:
                 _logger.exception("kvflow.reads: the sink raised; %r is lost", event)
 
 
-def _unusable(prepared_list: Reason | None, list_id: int, peer: PeerId) -> BackendError:
+def _unusable(prepared_list: Cause | None, list_id: int, peer: PeerId) -> BackendError:
     """Return why a read cannot use a list that is not prepared."""
     if prepared_list is None:
         return BackendError(FailureCode.PROGRAM_UNKNOWN, f"prepared list {list_id} of {peer} was not prepared")

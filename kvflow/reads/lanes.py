@@ -29,7 +29,7 @@ from kvflow.errors import FailureCode
 from kvflow.ids import PeerId
 from kvflow.leases.epochs import judge
 from kvflow.planning.pairs import UnitPairs, joined
-from kvflow.reads.backend import NO_BUFFER, SPAN_MAX, CheckedList, Chunk, Portion, Reason, Share
+from kvflow.reads.backend import NO_BUFFER, SPAN_MAX, Cause, CheckedList, Chunk, Portion, Share
 from kvflow.reads.bounds import OutOfBounds
 from kvflow.reads.open_reads import Buffers, Check, Lane, OpenRead, Queue, TakenChunk, Work
 from kvflow.reads.prepared import bind_portion, paced_pairs
@@ -50,7 +50,7 @@ OVERTAKEN_MAX = 8
 """How many more urgent chunks in a row may overtake the oldest read. Then the oldest read gets one chunk. Urgent reads
 keep eight ninths of the wire, and every other read advances."""
 
-NOTHING_REFUSED: Mapping[int, Reason] = MappingProxyType({})
+NOTHING_REFUSED: Mapping[int, Cause] = MappingProxyType({})
 
 
 class Lanes:
@@ -126,9 +126,9 @@ class Lanes:
             if opened is None or opened.failure is not None:
                 continue
             if opened.waits or opened.read.phase == "queue" or (opened.in_flight and opened.staged):
-                self._fail_read(opened, Reason(FailureCode.CANCELLED, "cancelled by the caller"))
+                self._fail_read(opened, Cause(FailureCode.CANCELLED, "cancelled by the caller"))
 
-    def abandon(self, peer: PeerId, reason: Reason) -> None:
+    def abandon(self, peer: PeerId, reason: Cause) -> None:
         """Close a peer: each of its reads ends as soon as nothing of it is in flight. Then the peer is forgotten."""
         lane = self._lanes[peer]
         if lane.closed is not None:
@@ -176,7 +176,7 @@ class Lanes:
                 chosen.portion = _bind(reads, prepared_list)
             except OutOfBounds as error:
                 if len(reads) == 1:
-                    self._fail_read(chosen, Reason(FailureCode.BOUNDS, str(error)))
+                    self._fail_read(chosen, Cause(FailureCode.BOUNDS, str(error)))
                 for opened in reads:
                     opened.alone = True  # so that the next attempts find the read that fails
             else:
@@ -187,7 +187,7 @@ class Lanes:
         self,
         carried: TakenChunk,
         unheld: AbstractSet[tuple[int, int]] = frozenset(),
-        refused: Mapping[int, Reason] = NOTHING_REFUSED,
+        refused: Mapping[int, Cause] = NOTHING_REFUSED,
     ) -> None:
         """Report that a chunk has arrived, and was scattered if its read still wants it.
 
@@ -231,7 +231,7 @@ class Lanes:
                 self._end(opened, verdict, observed)
         self._check_is_over(check)
 
-    def failed(self, work: Work, reason: Reason) -> None:
+    def failed(self, work: Work, reason: Cause) -> None:
         """Report that a chunk or a check failed, and will not write."""
         if isinstance(work, Check):
             for opened in work.reads:
@@ -383,12 +383,12 @@ class Lanes:
         if lane.closed is not None and not lane.chunks_in_flight and not lane.checks_in_flight:
             del self._lanes[lane.peer]
 
-    def _drop(self, opened: OpenRead, reason: Reason) -> None:
+    def _drop(self, opened: OpenRead, reason: Cause) -> None:
         """Let a read end ``failed`` when nothing of it is in flight. Its other chunks are never posted."""
         opened.failure = opened.failure or reason
         opened.waits, opened.portion = False, None
 
-    def _fail_read(self, opened: OpenRead, reason: Reason) -> None:
+    def _fail_read(self, opened: OpenRead, reason: Cause) -> None:
         """Drop a read, and end it if nothing of it is in flight."""
         self._drop(opened, reason)
         if not opened.in_flight:

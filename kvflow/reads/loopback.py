@@ -35,7 +35,7 @@ _exporters_lock = threading.Lock()
 
 
 @dataclass(slots=True, eq=False)
-class _Peer:
+class _Attachment:
     exporter: _Exporter
     epochs: Region
     prepared_lists: dict[int, CheckedList] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class LoopbackBackend(Plane):
 
     def __init__(self, agent_name: str, regions: Sequence[Region], epochs: Region) -> None:
         self._agent_name = agent_name
-        self._peers: dict[PeerId, _Peer] = {}
+        self._peers: dict[PeerId, _Attachment] = {}
         self.metadata = seal(Envelope("loopback", agent_name, b""))
         if any(region.memory != "DRAM" for region in (*regions, epochs)):
             raise TransportUnavailable("loopback copies DRAM only", remedy="Use transport='nixl' for VRAM.")
@@ -77,7 +77,7 @@ class LoopbackBackend(Plane):
             raise BackendError(FailureCode.PEER_LOST, f"there is no exporter {envelope.agent!r} in this process")
         if address.epochs not in exporter.regions:
             raise BackendError(FailureCode.METADATA_INVALID, f"{envelope.agent!r} does not export {address.epochs}")
-        self._peers[address.peer] = _Peer(exporter, address.epochs)
+        self._peers[address.peer] = _Attachment(exporter, address.epochs)
         return Carrier("loopback", "kind")
 
     def remove(self, peer_id: PeerId, *, gone: bool) -> None:

@@ -8,7 +8,7 @@ from msgspec import Struct, field
 
 from kvflow.ids import PeerId
 from kvflow.planning.pairs import UnitPairs
-from kvflow.reads.backend import CheckedList, Chunk, Portion, Reason
+from kvflow.reads.backend import Cause, CheckedList, Chunk, Portion
 from kvflow.reads.pacing import Pace
 from kvflow.reads.requests import Outstanding, RankRead
 
@@ -49,7 +49,7 @@ class OpenRead(Struct, eq=False, gc=False):
     cut: int = 0
     alone: bool = False
     in_flight: int = 0
-    failure: Reason | None = None
+    failure: Cause | None = None
     unserved: bool = False
     chunks: int = 0
     arrived_at: float = 0.0
@@ -88,7 +88,7 @@ class Lane(Struct, eq=False):
     fences: list[OpenRead] = []
     chunks_in_flight: int = 0
     checks_in_flight: int = 0
-    closed: Reason | None = None
+    closed: Cause | None = None
     pace: Pace | None = None
 
     @property

@@ -14,12 +14,12 @@ from kvflow.errors import FailureCode, TransportUnavailable
 from kvflow.events import PlaneOmitted
 from kvflow.ids import PeerId
 from kvflow.layout.component import Region
-from kvflow.reads.backend import Backend, BackendError, BackendFactory, Backends, Plane, Reason
+from kvflow.reads.backend import Backend, BackendError, BackendFactory, Backends, Cause, Plane
 from kvflow.reads.contract import Carrier, PeerAddress, Published, Serving
 
 _logger = logging.getLogger(__name__)
 
-NOT_PUBLISHED = Reason(FailureCode.PLANE_UNFIT, "the peer does not have this data plane")
+NOT_PUBLISHED = Cause(FailureCode.PLANE_UNFIT, "the peer does not have this data plane")
 
 
 class PlaneBackends(Backends):
@@ -47,7 +47,7 @@ class PlaneBackends(Backends):
 
     def add(self, address: PeerAddress) -> Carrier:
         """See ``Backends.add``. Tries one plane after the other."""
-        refusals: dict[str, Reason] = {}
+        refusals: dict[str, Cause] = {}
         for name, backend in self.backends.items():
             if name not in address.planes:
                 refusals[name] = NOT_PUBLISHED
@@ -141,7 +141,7 @@ def open_planes(
     return PlaneBackends(backends, missing)
 
 
-def _warn_of_failures(peer: PeerId, chosen: str, refusals: Mapping[str, Reason]) -> None:
+def _warn_of_failures(peer: PeerId, chosen: str, refusals: Mapping[str, Cause]) -> None:
     """Log that a preferred plane failed. A plane that does not fit the pair is not a failure."""
     for name, reason in refusals.items():
         if reason.code != FailureCode.PLANE_UNFIT:

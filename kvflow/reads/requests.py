@@ -112,6 +112,12 @@ class RankRead(Struct, eq=False, gc=False):
     arrived: list[ArrivedChunk] | None = None
 
 
+class CancelReads(Struct, frozen=True):
+    """Drop the chunks of these reads that were not posted yet."""
+
+    read_ids: tuple[int, ...]
+
+
 class ReadEnded(Struct, frozen=True, gc=False):
     """A rank read has ended, and will not write to memory.
 

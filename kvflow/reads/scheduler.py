@@ -22,7 +22,7 @@ from kvflow.events import PullFailed, TransferQuiesced, TransferRetried
 from kvflow.heaps import Heap
 from kvflow.ids import PeerId
 from kvflow.reads.pulls import EARLY_RETRY_S_MAX, Pull, SourceRank
-from kvflow.reads.requests import Phase, RankRead, ReadEnded
+from kvflow.reads.requests import CancelReads, Phase, RankRead, ReadEnded
 
 PULLS_MAX = 65536
 """Most pulls that may be open at once."""
@@ -35,12 +35,6 @@ class StartReads(Struct, frozen=True):
     """Hand these reads to the data plane."""
 
     reads: tuple[RankRead, ...]
-
-
-class CancelReads(Struct, frozen=True):
-    """Drop the unposted chunks of these reads, whose pulls have failed."""
-
-    read_ids: tuple[int, ...]
 
 
 class Delivered(Struct, frozen=True):

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvflow.layout.tracks import Level, Track, Tracks
-from kvflow.reads.bounds import OutOfBounds, Rows, check_rows
+from kvflow.reads.bounds import CheckedRows, OutOfBounds, check_rows
 from kvflow.reads.contract import Blocks, Serving
 
 Int64s = npt.NDArray[np.int64]
@@ -126,7 +126,7 @@ class ServedList:
         return found
 
 
-def _placed(rows: Rows, levels: Sequence[Level], group: int) -> tuple[Int64s, Int64s, Flags]:
+def _placed(rows: CheckedRows, levels: Sequence[Level], group: int) -> tuple[Int64s, Int64s, Flags]:
     """Return the start and the stride of each row's frame, and whether it is in VRAM.
 
     Raises:
@@ -159,7 +159,7 @@ class LeasedBlocks:
         self._vouches = serving.vouches
         self._leases_max = leases_max
         self._ids_max = ids_max
-        self._kept: OrderedDict[tuple[int, int], _Kept] = OrderedDict()
+        self._kept: OrderedDict[tuple[int, int], _CachedLease] = OrderedDict()
         self._ids = 0
 
     def held(self, slot: int, epoch: int, group: int, block: Int64s, *, mac: bytes = b"") -> Flags | None:
@@ -198,7 +198,7 @@ class LeasedBlocks:
             kept.sets[group] = frozenset(kept.of_group(group))
         return kept.sets[group]
 
-    def _held(self, slot: int, epoch: int, mac: bytes) -> "_Kept | None":
+    def _held(self, slot: int, epoch: int, mac: bytes) -> "_CachedLease | None":
         """Ask whether a lease is held, check the MAC once, and return the cache entry."""
         kept = self._kept_of(slot, epoch)
         if kept is not None and self._vouches is not None and kept.mac != mac:
@@ -209,7 +209,7 @@ class LeasedBlocks:
             kept.mac = mac
         return kept
 
-    def _kept_of(self, slot: int, epoch: int) -> "_Kept | None":
+    def _kept_of(self, slot: int, epoch: int) -> "_CachedLease | None":
         lease = (slot, epoch)
         blocks = self._blocks_of(slot, epoch)
         kept = self._kept.get(lease)
@@ -220,7 +220,7 @@ class LeasedBlocks:
             self._ids -= self._kept.pop(lease).count
         if blocks is None:
             return None
-        kept = self._kept[lease] = _Kept(blocks, sum(map(len, blocks)))
+        kept = self._kept[lease] = _CachedLease(blocks, sum(map(len, blocks)))
         self._ids += kept.count
         while len(self._kept) > 1 and (len(self._kept) > self._leases_max or self._ids > self._ids_max):
             self._ids -= self._kept.popitem(last=False)[1].count
@@ -228,7 +228,7 @@ class LeasedBlocks:
 
 
 @dataclass(slots=True, eq=False)
-class _Kept:
+class _CachedLease:
     """One lease.
 
     Attributes:

@@ -17,7 +17,7 @@ from kvflow.ids import PeerId
 from kvflow.layout.component import Region
 from kvflow.planning.staging import STAGING_BUFFERS, buffer_bytes_of
 from kvflow.planning.strided_copies import FIXED
-from kvflow.reads.bounds import CheckedScatter, Rows, check_rows
+from kvflow.reads.bounds import CheckedRows, CheckedScatter, check_rows
 from kvflow.reads.contract import StagingUse
 from kvflow.reads.device import DeviceStage, Scatters, device_stage_of
 
@@ -105,7 +105,7 @@ class StagingMemory:
         """Return the bytes of the cache at an address, which was checked."""
         return memory_at(address, nbytes)
 
-    def rows(self, relative: Rows) -> Rows:
+    def rows(self, relative: CheckedRows) -> CheckedRows:
         """Return the rows of one buffer for all buffers, one buffer after the other."""
         tables = []
         for buffer in self.buffers:

@@ -29,9 +29,9 @@ from kvflow.reads.contract import (
     Sink,
     StagingUse,
 )
-from kvflow.reads.core import CancelReads, Command, PostReads, ReadCore, RemovePeer, ResetReader
+from kvflow.reads.core import Command, PostReads, ReadCore, RemovePeer, ResetReader
 from kvflow.reads.planes import open_planes
-from kvflow.reads.requests import RankRead, ReadEnded
+from kvflow.reads.requests import CancelReads, RankRead, ReadEnded
 from kvflow.reads.staging import StagingMemory
 
 _logger = logging.getLogger(__name__)

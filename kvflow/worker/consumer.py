@@ -31,14 +31,14 @@ from kvflow.reads.contract import (
     INLINE_S_MAX,
     PeerAdded,
     PeerFailed,
-    PeerMeasured,
+    RateLearned,
     StagingUse,
     Transport,
     TransportEvent,
 )
 from kvflow.reads.pulls import Pull
-from kvflow.reads.requests import PRIORITY_MAX, LeaseName, RankRead, ReadEnded
-from kvflow.reads.scheduler import CancelReads, Delivered, Effect, Scheduler, StartReads
+from kvflow.reads.requests import PRIORITY_MAX, CancelReads, LeaseName, RankRead, ReadEnded
+from kvflow.reads.scheduler import Delivered, Effect, Scheduler, StartReads
 from kvflow.worker.destinations import DUE_AFTER_S, DestinationTable, Quarantined, ReaderResetPolicy
 from kvflow.worker.failures import CANCELLED, transfer_error
 from kvflow.worker.open_pulls import OpenPull, OpenPulls, PullHandle
@@ -199,12 +199,12 @@ class Consumer:
                 self._apply(self._scheduler.on_read_ended(event, self._clock()))
             case PeerAdded(peer=peer, carrier=carrier):
                 self.peers.on_added(peer, carrier)
-            case PeerMeasured():
+            case RateLearned():
                 self.peers.on_measured(event)
             case PeerFailed(peer=peer, code=code, detail=detail):
                 self.peers.on_failed(peer, code, detail)
                 self.on_peer_dropped(peer, code, detail)
-            case contract.ReaderReset():
+            case contract.ResetDone():
                 reason = self._reset_policy.ended()
                 if event.ended:
                     self._report(

@@ -31,7 +31,7 @@ from kvflow.leases.tickets import Member, Ticket
 from kvflow.observability.slow import judge_rate
 from kvflow.planning.match import count_unread_layers
 from kvflow.planning.plan import PlanCache
-from kvflow.reads.contract import Carrier, PeerMeasured, Transport
+from kvflow.reads.contract import Carrier, RateLearned, Transport
 from kvflow.rendezvous.dialer import Link, open_link
 from kvflow.rendezvous.endpoint import LocalEndpoint
 from kvflow.worker.connections import Connection, PeerState, PlaneNegotiation, PlaneUnusable
@@ -237,7 +237,7 @@ class PeerPool:
             connection.carrier = carrier
             connection.advance("attached")
 
-    def on_measured(self, rate: PeerMeasured) -> None:
+    def on_measured(self, rate: RateLearned) -> None:
         """Report the rate at which the transport reads from a peer."""
         connection = self._connections.get(rate.peer)
         if connection is not None and connection.carrier is not None:

@@ -22,7 +22,7 @@ from kvflow.ids import FEW
 from kvflow.layout.component import Region
 from kvflow.planning.bind import Bound
 from kvflow.planning.pairs import UnitPairs
-from kvflow.reads.contract import PeerAdded, PeerAddress, PeerFailed, PeerMeasured, PreparedList, Published, ReaderReset
+from kvflow.reads.contract import PeerAdded, PeerAddress, PeerFailed, PreparedList, Published, RateLearned, ResetDone
 from kvflow.reads.requests import LeaseName, Part, RankRead, ReadEnded
 from tests.contract.kinds import KINDS, credentials, serving
 from tests.devices import REAL, cache_of
@@ -44,9 +44,9 @@ def key_of(event):
             return ("read", event.read_id)
         case PeerAdded() | PeerFailed():
             return ("peer", event.peer)
-        case PeerMeasured():
+        case RateLearned():
             return ("rate", event.peer)
-        case ReaderReset():
+        case ResetDone():
             return ("reset",)
 
 

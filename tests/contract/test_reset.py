@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvflow.reads import core
-from kvflow.reads.contract import PeerAdded, PeerFailed, ReaderReset
+from kvflow.reads.contract import PeerAdded, PeerFailed, ResetDone
 from tests.contract.conftest import TCP_KINDS
 
 BLOCK = 1 << 16
@@ -97,7 +97,7 @@ def test_what_hangs_ends_and_never_writes_again(world, reader, hung, given_up, n
     else:
         reader.sink.forget(("peer", "hung"))
     told = reset(reader)
-    assert isinstance(told, ReaderReset)
+    assert isinstance(told, ResetDone)
     assert (told.ended > 0) != given_up
     (answer,) = reader.sink.wait(("read", 2))
     assert (answer.verdict, answer.code) == ("failed", "cancelled" if given_up else "peer_lost")

@@ -46,7 +46,7 @@ WIRE = {
 UNPACKED = {
     "kvflow/reads/nixl/metadata.py": {"kvflow.reads.envelope:Envelope.blob"},
     "kvflow/reads/tcp/channel.py": {"kvflow.reads.tcp.channel:TlsChannel"},
-    "kvflow/reads/tcp/wire.py": {"kvflow.reads.tcp.wire:Hello", "kvflow.reads.tcp.wire:Request"},
+    "kvflow/reads/tcp/wire.py": {"kvflow.reads.tcp.wire:Introduction", "kvflow.reads.tcp.wire:RequestHeader"},
     "kvflow/reads/tcp/requests.py": {"slots, epochs and descriptor numbers of a read over TCP"},
     "kvflow/reads/tcp/connection.py": {"header of an answer over TCP", "epochs at the end of an answer over TCP"},
 }

@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from kvflow.layout.component import Component, Region
 from kvflow.layout.manifest import Manifest
-from kvflow.reads.bounds import Rows
+from kvflow.reads.bounds import CheckedRows
 from tests.fakes.models import Shape, plan_of
 
 Int64s = npt.NDArray[np.int64]
@@ -114,7 +114,7 @@ class SimulatedCache:
                 return f"block {ids[at[0]]} of group {number}: {one} where {other} belongs"
         return ""
 
-    def blocks_of(self, rows: Rows, index: npt.NDArray[np.int32]) -> list[int]:
+    def blocks_of(self, rows: CheckedRows, index: npt.NDArray[np.int32]) -> list[int]:
         """Return the blocks that descriptors of ours lie in."""
         row = rows.firsts.searchsorted(index, side="right") - 1
         address = rows.table[row, 0] + (index - rows.firsts[row]) * rows.table[row, 3]

@@ -4,12 +4,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvflow.reads.backend import CheckedList, Chunk, Share, share_numbers
-from kvflow.reads.bounds import Run, merge
+from kvflow.reads.bounds import MergedDescriptor, merge
 from kvflow.reads.serving import LeasedBlocks, ServedList
-from kvflow.reads.tcp.answers import Held
+from kvflow.reads.tcp.answers import ReadLease
 from tests.fakes.world import Violation
 
-Part = tuple[Run, Held | None]
+Part = tuple[MergedDescriptor, ReadLease | None]
 """Neighboring bytes, and the lease that they are sent under; None: of an exporter that is read without its help."""
 
 
@@ -34,13 +34,13 @@ class Answer:
         self._blocks: list[npt.NDArray[np.int64]] = []
         self._begun = False
         self.parts: list[Part] = []
-        self.shares: list[tuple[Share, Held]] = []
+        self.shares: list[tuple[Share, ReadLease]] = []
         source, target = (index[chunk.first : chunk.stop] for index in (portion.source_index, portion.target_index))
         numbers = share_numbers(chunk)
         for number, share in enumerate(portion.shares):
             of_share = np.full(len(source), number == 0) if numbers is None else numbers == number
             if of_share.any():
-                held = Held(share.lease.slot, share.lease.epoch)
+                held = ReadLease(share.lease.slot, share.lease.epoch)
                 runs = merge(prepared.source, source[of_share], prepared.target, target[of_share])
                 self.shares.append((share, held))
                 self.parts += [(run, held) for run in runs]

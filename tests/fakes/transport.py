@@ -15,19 +15,19 @@ from kvflow.reads.contract import (
     CHUNK_BYTES_MAX,
     INLINE_S_MAX,
     SERVES_NOTHING,
-    Binding,
+    PairBinder,
     PeerAddress,
     PreparedList,
     Published,
-    ReaderReset,
+    ResetDone,
     Serving,
     Sink,
     StagingUse,
     Transport,
     TransportEvent,
 )
-from kvflow.reads.core import CancelReads, Command, PostReads, ReadCore, RemovePeer, ResetReader
-from kvflow.reads.requests import RankRead, ReadEnded
+from kvflow.reads.core import Command, PostReads, ReadCore, RemovePeer, ResetReader
+from kvflow.reads.requests import CancelReads, RankRead, ReadEnded
 from kvflow.worker.environment import OpenTransport
 from tests.fakes.fabric import NOBODY, Agent, Fabric, SimulatedBackend
 from tests.fakes.memory import SimulatedCache
@@ -227,7 +227,7 @@ class SimulatedTransport:
             self._note_end(event)
         else:
             self._world.note(self._process.name, "told", event)
-        if isinstance(event, ReaderReset):
+        if isinstance(event, ResetDone):
             self._resetting = False
         self._sink(event)
 
@@ -242,14 +242,14 @@ class SimulatedTransport:
 
 
 class SmallChunks:
-    """A binding whose chunks are so small that a read of a small cache has several. See ``Binding``.
+    """A binding whose chunks are so small that a read of a small cache has several. See ``PairBinder``.
 
     Args:
         binding: of the prepared list.
         chunk_bytes: most bytes of one chunk.
     """
 
-    def __init__(self, binding: Binding, chunk_bytes: int) -> None:
+    def __init__(self, binding: PairBinder, chunk_bytes: int) -> None:
         self._binding = binding
         self._chunk_bytes = chunk_bytes
         self.unit_bytes = binding.unit_bytes
@@ -258,6 +258,6 @@ class SmallChunks:
         self.unit_descriptors = binding.unit_descriptors
 
     def bind(self, pairs: UnitPairs, *, chunk_bytes: int, chunk_descriptors: int) -> Bound:
-        """See ``Binding.bind``."""
+        """See ``PairBinder.bind``."""
         nbytes = min(chunk_bytes, self._chunk_bytes)
         return self._binding.bind(pairs, chunk_bytes=nbytes, chunk_descriptors=chunk_descriptors)

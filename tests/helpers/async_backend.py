@@ -20,7 +20,7 @@ from kvflow.errors import FailureCode
 from kvflow.ids import PeerId
 from kvflow.layout.component import Region
 from kvflow.reads.backend import BackendError, CheckedList, Chunk, PostedWork
-from kvflow.reads.bounds import Run, merge
+from kvflow.reads.bounds import MergedDescriptor, merge
 from kvflow.reads.contract import INLINE_S_MAX, Carrier, PeerAddress
 from kvflow.reads.loopback import LoopbackBackend
 from kvflow.reads.staging import StagingMemory
@@ -187,7 +187,7 @@ class AsyncBackend(LoopbackBackend):
         super().reset()
         self.link = Link(self.model, self._clock)
 
-    def _copy(self, peer, runs: list[Run]) -> None:
+    def _copy(self, peer, runs: list[MergedDescriptor]) -> None:
         with peer.exporter.lock:
             self._require_open(peer)
             for run in runs:

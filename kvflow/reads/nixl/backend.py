@@ -25,7 +25,7 @@ from kvflow.reads.contract import UNKNOWN_CARRIER, Carrier, PeerAddress
 from kvflow.reads.envelope import Envelope, seal, unseal
 from kvflow.reads.nixl.binding import QUIET, Agent, error_types, load_binding, may_copy_from, published_settings
 from kvflow.reads.nixl.metadata import Exported, carrier_between, difference, inspect
-from kvflow.reads.nixl.reader import USUAL, Reader, Uses
+from kvflow.reads.nixl.reader import USUAL, ReadingAgent, Uses
 from kvflow.reads.requests import LeaseName
 
 _logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ _PREPARING = {
 
 
 @dataclass(slots=True, eq=False)
-class _Peer:
+class _RemoteAgent:
     """A peer that this worker reads from.
 
     Attributes:
@@ -81,7 +81,7 @@ class _Peer:
     failed: bool = False
 
 
-class _Kept(NamedTuple):
+class _IdleConnection(NamedTuple):
     """A connection that may be used again: its peer, and the metadata."""
 
     peer: PeerId
@@ -101,7 +101,7 @@ class _Posted(PostedWork):
     """
 
     handle: int
-    peer: _Peer
+    peer: _RemoteAgent
     span: int = -1
     count: int = 0
     failure: BackendError | None = None
@@ -160,8 +160,8 @@ class NixlBackend(Plane):
         self._known_only = known_only
         self._reader_progress = reader_progress
         self._errors = error_types(binding)
-        self._peers: dict[PeerId, _Peer] = {}
-        self._kept: dict[str, _Kept] = {}
+        self._peers: dict[PeerId, _RemoteAgent] = {}
+        self._kept: dict[str, _IdleConnection] = {}
         self._numbers = count()
         refusals: tuple[type[Exception], ...] = (ValueError, *self._errors)
         try:
@@ -234,7 +234,7 @@ class NixlBackend(Plane):
             return
         # Over shared memory, too, UCX has a socket to each peer, and closing our end of it leaves both open for as long
         # as both processes live: the other agent still counts on it. So a peer that comes again gets the same one.
-        self._kept[peer.agent] = _Kept(peer_id, peer.blob)
+        self._kept[peer.agent] = _IdleConnection(peer_id, peer.blob)
         if len(self._kept) > self.kept_max:
             oldest = next(iter(self._kept))
             del self._kept[oldest]
@@ -324,17 +324,17 @@ class NixlBackend(Plane):
         """Destroy the reader. Nothing of it writes after this."""
         self._reader.agent.destroy()
 
-    def _connect(self, envelope: Envelope, epochs: npt.NDArray[np.int64]) -> _Peer:
+    def _connect(self, envelope: Envelope, epochs: npt.NDArray[np.int64]) -> _RemoteAgent:
         """Get ready to read an epoch table, over the connection that was kept if there is one that has not failed."""
         kept = self._kept.pop(envelope.agent, None)
         if kept is not None and kept.blob == envelope.blob:
             with suppress(*self._errors):
                 prepared = self._reader.agent.prepare_remote(envelope.agent, epochs, "DRAM")
-                return _Peer(envelope.agent, envelope.blob, prepared)
+                return _RemoteAgent(envelope.agent, envelope.blob, prepared)
         if kept is not None:
             self._forget(envelope.agent)
         agent = self._reader.agent.add_remote(envelope.blob)
-        return _Peer(agent, envelope.blob, self._reader.agent.prepare_remote(agent, epochs, "DRAM"))
+        return _RemoteAgent(agent, envelope.blob, self._reader.agent.prepare_remote(agent, epochs, "DRAM"))
 
     def _carrier_of(self, envelope: Envelope) -> Carrier:
         """Return what carries a peer's bytes, if the peer need do nothing for it."""
@@ -349,19 +349,19 @@ class NixlBackend(Plane):
             raise BackendError(FailureCode.PLANE_UNFIT, "the transports of UCX on both sides cannot be compared")
         return carrier
 
-    def _sharing(self, agent: str) -> list[_Peer]:
+    def _sharing(self, agent: str) -> list[_RemoteAgent]:
         """Return the peers that are read from over the connection to an exporter."""
         return [peer for peer in self._peers.values() if peer.agent == agent]
 
-    def _share(self, known: _Peer, envelope: Envelope, epochs: npt.NDArray[np.int64]) -> _Peer:
+    def _share(self, known: _RemoteAgent, envelope: Envelope, epochs: npt.NDArray[np.int64]) -> _RemoteAgent:
         """Get ready to read an epoch table over a connection that another peer has: it is the same worker."""
         if known.blob != envelope.blob:
             raise BackendError(FailureCode.METADATA_INVALID, f"{envelope.agent!r} is another peer already")
         if any(peer.failed for peer in self._sharing(known.agent)):
             raise BackendError(FailureCode.PEER_LOST, f"the connection to {known.agent!r} failed; its reads still end")
-        return _Peer(known.agent, known.blob, self._reader.agent.prepare_remote(known.agent, epochs, "DRAM"))
+        return _RemoteAgent(known.agent, known.blob, self._reader.agent.prepare_remote(known.agent, epochs, "DRAM"))
 
-    def _make_reader(self) -> Reader:
+    def _make_reader(self) -> ReadingAgent:
         # A name of its own for each: peers that hang may still know an earlier one.
         # Within a host it reads without a word to the exporter's process, which nothing can then go wrong in.
         connects = self._ours is None or self._ours.has_network
@@ -369,7 +369,7 @@ class NixlBackend(Plane):
         progress = self._reader_progress
         if progress is None:
             progress = connects or any(region.memory == "VRAM" for region in self._regions)
-        return Reader(self._make_agent, name, self._regions, progress=progress, connects=connects)
+        return ReadingAgent(self._make_agent, name, self._regions, progress=progress, connects=connects)
 
     def _require_reader(self) -> None:
         """Make a reader if there is none: a producer has none before it reads, or the last reset could make none."""
@@ -380,7 +380,7 @@ class NixlBackend(Plane):
                 raise BackendError(FailureCode.TRANSPORT_ERROR, f"no new reader: {_words(error)}") from error
             self._reader_is_gone = False
 
-    def _begin(self, handle: int, peer: _Peer, span: int = -1, count: int = 0) -> _Posted | list[int]:
+    def _begin(self, handle: int, peer: _RemoteAgent, span: int = -1, count: int = 0) -> _Posted | list[int]:
         """Post a handle. If it is over on return: what has arrived in its span."""
         agent = self._reader.agent
         try:
@@ -429,7 +429,7 @@ class NixlBackend(Plane):
                 posted.handle = self._make_check(posted.peer, 0, posted.span, 1)
                 self._ask(posted, self._reader.agent.post)
 
-    def _make_check(self, peer: _Peer, first: int, span: int, count: int) -> int:
+    def _make_check(self, peer: _RemoteAgent, first: int, span: int, count: int) -> int:
         """Make the handle that reads so many slots, from the first on, into a span."""
         reader, at, stop = self._reader, span * SPAN_MAX, first + count
         remote = reader.numbers[first:stop] if stop <= reader.numbers.size else np.arange(first, stop, dtype=np.int32)

@@ -36,7 +36,7 @@ USUAL = Uses()
 """Of a worker that reads and is read, and does not sleep."""
 
 
-class Reader:
+class ReadingAgent:
     """An agent that reads, and the scratch memory that its checks land in, span by span.
 
     Args:

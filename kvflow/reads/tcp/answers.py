@@ -16,7 +16,7 @@ from kvflow.layout.component import Region
 from kvflow.reads.device import PORTION_BYTES, Part, portions
 from kvflow.reads.staging import memory_at
 from kvflow.reads.tcp import wire
-from kvflow.reads.tcp.channel import Channel
+from kvflow.reads.tcp.channel import ByteStream
 
 Integers = list[int] | npt.NDArray[np.int64] | npt.NDArray[np.uint16]
 
@@ -72,7 +72,7 @@ class Words:
         """How many stretches have no buffer yet: none."""
         return 0
 
-    def send(self, channel: Channel) -> bool | None:
+    def send(self, channel: ByteStream) -> bool | None:
         """Send what there is room for. True: all of it was sent; None: there is no room now."""
         count = channel.send([memoryview(self.data)[self.sent :]])
         self.sent += count
@@ -80,7 +80,7 @@ class Words:
 
 
 @dataclass(slots=True, eq=False)
-class Held:
+class ReadLease:
     """One lease of a read.
 
     Attributes:
@@ -125,7 +125,7 @@ class Bytes:
 
     def __init__(
         self,
-        leases: list[Held],
+        leases: list[ReadLease],
         memory: HostMemory,
         address: Integers,
         nbytes: Integers,
@@ -151,7 +151,7 @@ class Bytes:
         """How many stretches have no buffer yet."""
         return len(self._address) - self._next
 
-    def send(self, channel: Channel) -> bool | None:
+    def send(self, channel: ByteStream) -> bool | None:
         """Send what there is room for. True: all of it was sent; None: there is no room now."""
         if self._tail is not None:
             return self._tail.send(channel)
@@ -215,12 +215,12 @@ class Bytes:
             self._blank()
 
 
-def not_held(leases: list[Held]) -> Words:
+def not_held(leases: list[ReadLease]) -> Words:
     """Return the answer to a read without a held lease."""
     return Words(wire.ANSWER.pack(wire.NOT_HELD, 0, len(leases), 0, 0) + told(leases))
 
 
-def told(leases: list[Held]) -> bytes:
+def told(leases: list[ReadLease]) -> bytes:
     """Return the end of an answer: the value of each lease's slot."""
     return b"".join(wire.EPOCH_VALUE.pack(lease.epoch if lease.other is None else lease.other) for lease in leases)
 
@@ -247,7 +247,7 @@ class FetchedBytes:
 
     def __init__(
         self,
-        leases: list[Held],
+        leases: list[ReadLease],
         fetch: Callable[[Sequence[Part], memoryview], None],
         address: Integers,
         nbytes: Integers,
@@ -262,7 +262,7 @@ class FetchedBytes:
         self._portions = self._fetched(fetch, address, nbytes, owner)
         self._unsent: list[memoryview] = []
 
-    def send(self, channel: Channel) -> bool | None:
+    def send(self, channel: ByteStream) -> bool | None:
         """Send what there is room for. True: all of it was sent; None: there is no room now."""
         if not self._unsent:
             self._unsent = next(self._portions)

@@ -27,7 +27,7 @@ from kvflow.config import TcpSettings
 from kvflow.errors import FailureCode
 from kvflow.ids import Credentials, PeerId
 from kvflow.layout.component import Region
-from kvflow.reads.backend import BackendError, CheckedList, Chunk, Plane, PostedWork, Reason, Share, share_numbers
+from kvflow.reads.backend import BackendError, Cause, CheckedList, Chunk, Plane, PostedWork, Share, share_numbers
 from kvflow.reads.bounds import Places
 from kvflow.reads.contract import Carrier, PeerAddress, Serving
 from kvflow.reads.device import landing
@@ -36,7 +36,7 @@ from kvflow.reads.requests import LeaseName
 from kvflow.reads.tcp import wire
 from kvflow.reads.tcp.answers import HostMemory
 from kvflow.reads.tcp.channel import ChannelClosed
-from kvflow.reads.tcp.connection import Connection, Known, Question
+from kvflow.reads.tcp.connection import Known, Question, SourceConnection
 from kvflow.reads.tcp.exporter import TcpExporter
 
 NAME = "tcp"
@@ -66,7 +66,7 @@ class _Asked(PostedWork):
     values: list[int] = field(default_factory=list)
     failure: BackendError | None = None
     unheld: set[tuple[int, int]] = field(default_factory=set)
-    refused: dict[int, Reason] = field(default_factory=dict)
+    refused: dict[int, Cause] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -79,13 +79,13 @@ class _PreparedList:
 
 
 @dataclass(slots=True, eq=False)
-class _Peer:
+class _DialedPeer:
     """A peer that we read from."""
 
     address: PeerAddress
     place: tuple[str, int]
     who: Credentials
-    connections: list[Connection] = field(default_factory=list)
+    connections: list[SourceConnection] = field(default_factory=list)
     prepared_lists: dict[int, _PreparedList] = field(default_factory=dict)
 
 
@@ -104,7 +104,7 @@ class _Wanted:
     """
 
     asked: _Asked
-    peer: _Peer
+    peer: _DialedPeer
     prepared_list: _PreparedList
     shares: Sequence[Share]
     numbers: npt.NDArray[np.uint16] | None
@@ -183,10 +183,10 @@ class TcpBackend(Plane):
         self._settings = settings
         self._memory = HostMemory([*regions, *staging])
         self._device_memory = serving.device_memory
-        self._peers: dict[PeerId, _Peer] = {}
-        self._connections: dict[int, tuple[Connection, _Peer]] = {}
+        self._peers: dict[PeerId, _DialedPeer] = {}
+        self._connections: dict[int, tuple[SourceConnection, _DialedPeer]] = {}
         self._interest: dict[int, int] = {}
-        self._opening: dict[Connection, float] = {}
+        self._opening: dict[SourceConnection, float] = {}
         self._told = Told()
         self._refused: list[_Wanted] = []
         self._exporter = TcpExporter(settings, regions, epochs, serving)
@@ -207,7 +207,7 @@ class TcpBackend(Plane):
             raise BackendError(FailureCode.METADATA_INVALID, str(error)) from error
         if not address.credentials.pass_:
             raise BackendError(FailureCode.PLANE_UNFIT, "the producer has given us no pass for its TCP data plane")
-        peer = _Peer(address, place, address.credentials)
+        peer = _DialedPeer(address, place, address.credentials)
         try:
             self._open(peer)
         except ChannelClosed as error:
@@ -357,7 +357,7 @@ class TcpBackend(Plane):
         asked.failure = asked.failure or failure
         asked.values[at] = epochs[0] if epochs else 0
 
-    def _ask(self, peer: _Peer, questions: Sequence[Question]) -> None:
+    def _ask(self, peer: _DialedPeer, questions: Sequence[Question]) -> None:
         """Send requests over the connection that owes the fewest bytes, or over a new one if allowed."""
         try:
             connection = min(peer.connections, key=lambda each: each.owed_bytes, default=None) or self._open(peer)
@@ -376,9 +376,9 @@ class TcpBackend(Plane):
         else:
             self._watch(connection)
 
-    def _open(self, peer: _Peer) -> Connection:
+    def _open(self, peer: _DialedPeer) -> SourceConnection:
         encrypted = self._settings.encryption == "tls"
-        connection = Connection(peer.place, peer.who, encrypted=encrypted)
+        connection = SourceConnection(peer.place, peer.who, encrypted=encrypted)
         peer.connections.append(connection)
         self._connections[connection.descriptor] = (connection, peer)
         self._opening[connection] = time.monotonic() + OPENING_S_MAX
@@ -386,7 +386,7 @@ class TcpBackend(Plane):
         self._epoll.register(connection.descriptor, connection.interest)
         return connection
 
-    def _go_on(self, connection: Connection) -> str | None:
+    def _go_on(self, connection: SourceConnection) -> str | None:
         """Advance a connection that is ready. Return why it has ended, if it has."""
         try:
             connection.on_ready()
@@ -399,20 +399,20 @@ class TcpBackend(Plane):
         self._watch(connection)
         return None
 
-    def _watch(self, connection: Connection) -> None:
+    def _watch(self, connection: SourceConnection) -> None:
         interest = connection.interest
         if self._interest[connection.descriptor] != interest:
             self._interest[connection.descriptor] = interest
             self._epoll.modify(connection.descriptor, interest)
 
-    def _end(self, ended: Mapping[Connection, str], *, again: bool = True) -> None:
+    def _end(self, ended: Mapping[SourceConnection, str], *, again: bool = True) -> None:
         """Close connections. Repeat their requests where that is safe, and fail the others.
 
         Args:
             ended: connection -> why it has ended. All are closed before anything is requested again.
             again: whether to repeat requests.
         """
-        repeated: list[tuple[_Peer, Question]] = []
+        repeated: list[tuple[_DialedPeer, Question]] = []
         for connection, detail in ended.items():
             _, peer = self._connections.pop(connection.descriptor)
             del self._interest[connection.descriptor]

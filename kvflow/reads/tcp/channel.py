@@ -68,7 +68,7 @@ class ChannelClosed(Exception):
     """The connection has ended: closed, reset or broken. The text says which."""
 
 
-class Channel(Protocol):
+class ByteStream(Protocol):
     """A stream of bytes in both directions. No call blocks."""
 
     def fileno(self) -> int:

@@ -18,7 +18,7 @@ from kvflow.ids import Credentials
 from kvflow.reads.backend import BackendError
 from kvflow.reads.requests import LeaseName
 from kvflow.reads.tcp import wire
-from kvflow.reads.tcp.channel import Channel, ChannelClosed, PlainChannel, TlsChannel
+from kvflow.reads.tcp.channel import ByteStream, ChannelClosed, PlainChannel, TlsChannel
 
 _AT_ONCE_BYTES = 1 << 20
 """Bytes that one call asks for, and that are worth a wake-up while more will come: 0.3 ms of copying."""
@@ -68,7 +68,7 @@ class Question:
     repeated: bool = False
 
 
-class Connection:
+class SourceConnection:
     """A connection that is being opened, or is open.
 
     Args:
@@ -102,7 +102,7 @@ class Connection:
         self._missing = wire.GREETING_BYTES  # bytes of the views
         self._begun = False  # whether a byte of the answer has arrived
         self._then: Callable[[], None] = self._on_greeting
-        self._channel: Channel | None = None
+        self._channel: ByteStream | None = None
         self._secured = False
         self._sock = _dial(address)
         self.descriptor = self._sock.fileno()
@@ -159,7 +159,7 @@ class Connection:
             del again[0]
         return again
 
-    def _connected(self) -> Channel | None:
+    def _connected(self) -> ByteStream | None:
         """Return the channel once the socket is connected."""
         failed = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if failed:
@@ -196,7 +196,7 @@ class Connection:
                 self._sending.append(memoryview(prepared_list.frame))
             self._sending.append(memoryview(question.frame))
 
-    def _receive(self, channel: Channel) -> None:
+    def _receive(self, channel: ByteStream) -> None:
         """Receive available bytes, at most one portion."""
         room = _PORTION_BYTES
         while room > 0 or channel.pending:

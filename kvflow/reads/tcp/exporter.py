@@ -30,7 +30,7 @@ from kvflow.reads.contract import Serving
 from kvflow.reads.staging import memory_at
 from kvflow.reads.tcp import wire
 from kvflow.reads.tcp.answers import Answer, HostMemory, Words
-from kvflow.reads.tcp.channel import Channel, ChannelClosed, PlainChannel, TlsChannel, check_tls
+from kvflow.reads.tcp.channel import ByteStream, ChannelClosed, PlainChannel, TlsChannel, check_tls
 from kvflow.reads.tcp.connection import prepare_socket
 from kvflow.reads.tcp.requests import Desk, PreparedLists
 
@@ -86,7 +86,7 @@ class _Client:
         finished: whether nothing comes after what is there to receive.
     """
 
-    channel: Channel
+    channel: ByteStream
     since: float
     nonce: bytes
     encrypted: bool = False
@@ -95,7 +95,7 @@ class _Client:
     buffer: bytearray = field(default_factory=bytearray)
     prepared_lists: PreparedLists = field(default_factory=PreparedLists)
     answers: deque[Answer] = field(default_factory=deque)
-    request: wire.Request | None = None
+    request: wire.RequestHeader | None = None
     readable: bool = True
     writable: bool = True
     finished: bool = False
@@ -196,7 +196,7 @@ class _Sender:
         nonce = secrets.token_bytes(wire.NONCE_BYTES)
         try:
             prepare_socket(sock)
-            channel: Channel = TlsChannel(sock, server=True) if self._encrypt else PlainChannel(sock)
+            channel: ByteStream = TlsChannel(sock, server=True) if self._encrypt else PlainChannel(sock)
             self._epoll.register(sock, select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET)
         except (OSError, ConfigInvalid) as error:  # too many open files, or a connection that has ended already
             self._complain("", error)
@@ -334,7 +334,7 @@ class _Sender:
         if len(self._clients) >= CLIENTS_MAX:
             self._drop(next(iter(self._clients)))
 
-    def _answer(self, client: _Client, request: wire.Request, body: bytes) -> None:
+    def _answer(self, client: _Client, request: wire.RequestHeader, body: bytes) -> None:
         if not self._serving.admits(client.public_key):
             raise wire.BadFrame(f"the key of {client.name} is not allowed any longer")
         answer = self._desk.answer(client.prepared_lists, request, body)

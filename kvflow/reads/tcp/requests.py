@@ -17,7 +17,7 @@ from kvflow.reads.bounds import FEW, OutOfBounds, joined, joined_few
 from kvflow.reads.contract import Serving
 from kvflow.reads.serving import LeasedBlocks, ServedList
 from kvflow.reads.tcp import wire
-from kvflow.reads.tcp.answers import Answer, Bytes, FetchedBytes, Held, HostMemory, Integers, Words, not_held
+from kvflow.reads.tcp.answers import Answer, Bytes, FetchedBytes, HostMemory, Integers, ReadLease, Words, not_held
 
 ROWS_OF_ONE_MAX = 1 << 17
 """Most rows of all prepared lists of one connection: 5 MiB."""
@@ -53,7 +53,7 @@ class Desk:
         self._tracks = [Tracks(tracks) for tracks in serving.tracks]
         self._known: weakref.WeakValueDictionary[bytes, ServedList] = weakref.WeakValueDictionary()
 
-    def answer(self, prepared_lists: PreparedLists, request: wire.Request, body: bytes) -> Answer | None:
+    def answer(self, prepared_lists: PreparedLists, request: wire.RequestHeader, body: bytes) -> Answer | None:
         """Return the answer to one request of a connection; None for a prepared list.
 
         Raises:
@@ -70,7 +70,7 @@ class Desk:
             detail = str(error).encode()[: wire.DETAIL_BYTES_MAX]
             return Words(wire.ANSWER.pack(wire.REFUSED, 0, 0, 0, len(detail)) + detail)
 
-    def _learn(self, prepared_lists: PreparedLists, request: wire.Request, body: bytes) -> None:
+    def _learn(self, prepared_lists: PreparedLists, request: wire.RequestHeader, body: bytes) -> None:
         """Check a prepared list once, and store it. A read with it reports what is wrong.
 
         Raises:
@@ -103,7 +103,7 @@ class Desk:
         value = wire.EPOCH_VALUE.pack(self._epochs[slot])
         return Words(wire.ANSWER.pack(wire.DONE, 0, 0, 0, len(value)) + value)
 
-    def _read(self, prepared_lists: PreparedLists, request: wire.Request, body: bytes) -> Answer:
+    def _read(self, prepared_lists: PreparedLists, request: wire.RequestHeader, body: bytes) -> Answer:
         """Return the answer to a read.
 
         Raises:
@@ -117,7 +117,7 @@ class Desk:
             return self._read_few(prepared_list, request, body)
         named, index, lease_of = wire.decode_read(request, body)
         resolved = prepared_list.resolve(index)
-        leases = [Held(slot, epoch) for slot, epoch, _ in named]
+        leases = [ReadLease(slot, epoch) for slot, epoch, _ in named]
         shares = _shares(resolved.block, lease_of, len(leases))
         for lease, blocks, (_, _, mac) in zip(leases, shares, named, strict=True):
             self._check(lease, prepared_list.group, blocks, mac)
@@ -127,10 +127,10 @@ class Desk:
         owner = np.zeros(len(first), np.uint16) if lease_of is None else lease_of[first]
         return self._bytes(prepared_list, leases, address, nbytes, owner)
 
-    def _read_few(self, prepared_list: ServedList, request: wire.Request, body: bytes) -> Answer:
+    def _read_few(self, prepared_list: ServedList, request: wire.RequestHeader, body: bytes) -> Answer:
         """Do the same for a few descriptors of one lease, one by one, because arrays would take three times as long."""
         slot, epoch, mac = wire.LEASE.unpack_from(body)
-        lease = Held(slot, epoch)
+        lease = ReadLease(slot, epoch)
         places = prepared_list.few(wire.decode_few(request, body))
         if lease.slot >= len(self._epochs):
             raise OutOfBounds(f"there is no epoch slot {lease.slot}")
@@ -147,7 +147,7 @@ class Desk:
         return self._bytes(prepared_list, [lease], starts, lengths, [0] * len(starts))
 
     def _bytes(
-        self, prepared_list: ServedList, leases: list[Held], address: Integers, nbytes: Integers, owner: Integers
+        self, prepared_list: ServedList, leases: list[ReadLease], address: Integers, nbytes: Integers, owner: Integers
     ) -> Answer:
         """Return the answer with these stretches.
 
@@ -161,7 +161,7 @@ class Desk:
         fetch = partial(self._device_memory.fetch, prepared_list.device)
         return FetchedBytes(leases, fetch, address, nbytes, owner, epochs=self._epochs)
 
-    def _check(self, lease: Held, group: int, blocks: npt.NDArray[np.int64], mac: bytes) -> None:
+    def _check(self, lease: ReadLease, group: int, blocks: npt.NDArray[np.int64], mac: bytes) -> None:
         """Check that a lease of a read is held, and that the blocks are those of the lease."""
         if lease.slot >= len(self._epochs):
             raise OutOfBounds(f"there is no epoch slot {lease.slot}")

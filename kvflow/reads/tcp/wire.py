@@ -84,7 +84,7 @@ class BadFrame(ValueError):
     """The received bytes are not a valid frame of this protocol. The connection ends."""
 
 
-class Hello(NamedTuple):
+class Introduction(NamedTuple):
     """What a reader says about itself.
 
     Attributes:
@@ -104,7 +104,7 @@ class Hello(NamedTuple):
     proof: bytes
 
 
-class Request(NamedTuple):
+class RequestHeader(NamedTuple):
     """The header of a request, within its bounds.
 
     Attributes:
@@ -156,7 +156,7 @@ def encode_hello(who: Credentials, exporter_nonce: bytes, nonce: bytes, binding:
     return _HELLO.pack(MAGIC, nonce, key, incarnation, who.rank, len(engine), proof) + engine
 
 
-def decode_hello(frame: bytes) -> Hello:
+def decode_hello(frame: bytes) -> Introduction:
     """Return the fixed part of a hello.
 
     Raises:
@@ -165,7 +165,7 @@ def decode_hello(frame: bytes) -> Hello:
     magic, nonce, key, incarnation, rank, engine_bytes, proof = _HELLO.unpack(frame)
     if magic != MAGIC or not 1 <= engine_bytes <= ENGINE_BYTES_MAX:
         raise BadFrame(f"the reader's greeting is {magic!r}, with a name of {engine_bytes} bytes")
-    return Hello(nonce, key.hex(), incarnation.hex(), rank, engine_bytes, proof)
+    return Introduction(nonce, key.hex(), incarnation.hex(), rank, engine_bytes, proof)
 
 
 def encode_list(number: int, group: int, rows: npt.NDArray[np.int64]) -> bytes:
@@ -202,14 +202,14 @@ def encode_epoch(slot: int) -> bytes:
     return HEADER.pack(EPOCH, 0, 0, slot, 0, 0)
 
 
-def decode_request(header: bytes) -> Request:
+def decode_request(header: bytes) -> RequestHeader:
     """Return the header of a request after checking the bounds of each number.
 
     Raises:
         BadFrame: a number is out of bounds. No memory was allocated.
     """
     kind, zero, few, number, count, nbytes = HEADER.unpack(header)
-    request = Request(kind, few, number, count, nbytes)
+    request = RequestHeader(kind, few, number, count, nbytes)
     if kind == PROGRAM:
         fits = 1 <= count <= ROWS_MAX and nbytes == count * ROW_BYTES
     elif kind == READ:
@@ -230,7 +230,7 @@ def decode_rows(body: bytes) -> npt.NDArray[np.int64]:
 
 
 def decode_read(
-    request: Request, body: bytes
+    request: RequestHeader, body: bytes
 ) -> tuple[list[tuple[int, int, bytes]], npt.NDArray[np.int32], npt.NDArray[np.uint16] | None]:
     """Return the leases of a read as slots, epochs and MACs, its descriptor numbers, and the lease of each.
 
@@ -248,7 +248,7 @@ def decode_read(
     return leases, index, lease_of
 
 
-def decode_few(request: Request, body: bytes) -> tuple[int, ...]:
+def decode_few(request: RequestHeader, body: bytes) -> tuple[int, ...]:
     """Return the descriptor numbers of a read that names one lease."""
     return struct.unpack_from(f"<{request.units}i", body, LEASE.size)
 

@@ -83,7 +83,7 @@ async def test_host_memory_is_measured_and_never_called_slow():
 
 
 def told(carrier, gb_per_s, memories=("VRAM", "VRAM")):
-    rate = contract.PeerMeasured("p", MEASURED_BYTES, MEASURED_BYTES / gb_per_s / 1e9, *memories)
+    rate = contract.RateLearned("p", MEASURED_BYTES, MEASURED_BYTES / gb_per_s / 1e9, *memories)
     return list(judge_rate(rate, carrier))
 
 

@@ -10,8 +10,8 @@ from kvflow.layout.component import Region
 from kvflow.planning.pairs import UnitPairs
 from kvflow.reads.backend import Backend, BackendError, PostedWork
 from kvflow.reads.contract import RESET_DRAIN_S, Carrier, PeerAddress, PeerFailed, PreparedList
-from kvflow.reads.core import CancelReads, PostReads, ReadCore, RemovePeer, ResetReader
-from kvflow.reads.requests import LeaseName, Part, RankRead, ReadEnded
+from kvflow.reads.core import PostReads, ReadCore, RemovePeer, ResetReader
+from kvflow.reads.requests import CancelReads, LeaseName, Part, RankRead, ReadEnded
 
 from .lane_reads import Units
 
@@ -355,7 +355,7 @@ def test_a_reset_waits_for_healthy_peers_and_posts_no_chunk_meanwhile(hung):
     assert hung.core.step()
     reset = hung.backend.calls.index(("reset",))
     assert hung.backend.calls[reset:] == [("reset",), ("add", "q"), ("prepare", 1), ("remove", "p")]
-    assert hung.seen() == ["1 cancelled", "2 cancelled", "ReaderReset 2"]
+    assert hung.seen() == ["1 cancelled", "2 cancelled", "ResetDone 2"]
     assert not hung.core.in_flight
 
 
@@ -380,7 +380,7 @@ def test_what_has_not_arrived_in_time_is_lost_with_all_of_its_peer(hung):
         "3 peer_lost",
         "4 peer_lost",
         "PeerFailed peer_lost",
-        "ReaderReset 3",
+        "ResetDone 3",
     ]
     hung.core.handle(PeerAddress("q", {}, EPOCHS))
     assert hung.seen() == ["PeerAdded"]
@@ -391,17 +391,17 @@ def test_a_hung_peer_waiting_to_be_added_is_added_to_the_next_reader(hung):
     hung.core.handle(ResetReader())
     hung.backend.all_posted[2].outcome = 0
     hung.core.step()
-    assert hung.seen()[-2:] == ["ReaderReset 2", "PeerAdded"]
+    assert hung.seen()[-2:] == ["ResetDone 2", "PeerAdded"]
 
 
 def test_a_reader_with_nothing_in_flight_is_kept(bench):
     bench.core.handle(ResetReader())
-    assert bench.seen() == ["ReaderReset 0"]
+    assert bench.seen() == ["ResetDone 0"]
     bench.post(1)
     bench.core.step()
     bench.core.handle(ResetReader())
     bench.land()
-    assert bench.seen() == ["ReaderReset 0"]
+    assert bench.seen() == ["ResetDone 0"]
     bench.serve()
     assert bench.seen() == ["1 held"]
     assert ("reset",) not in bench.backend.calls
@@ -414,7 +414,7 @@ def test_what_nobody_can_ask_about_ends_with_a_reset(bench, caplog):
         bench.core.step()
     bench.seen()
     bench.core.handle(ResetReader())
-    assert bench.seen() == ["1 transport_error", "ReaderReset 1"]
+    assert bench.seen() == ["1 transport_error", "ResetDone 1"]
 
 
 @pytest.mark.parametrize("call", ["reset", "add", "prepare"])
@@ -425,7 +425,7 @@ def test_a_peer_that_the_next_reader_does_not_take_is_lost(hung, call):
     hung.core.handle(ResetReader())
     hung.backend.all_posted[2].outcome = 0
     hung.core.step()
-    assert hung.seen()[-4:] == ["3 peer_lost", "4 peer_lost", "PeerFailed peer_lost", "ReaderReset 2"]
+    assert hung.seen()[-4:] == ["3 peer_lost", "4 peer_lost", "PeerFailed peer_lost", "ResetDone 2"]
     assert not hung.core.in_flight
 
 

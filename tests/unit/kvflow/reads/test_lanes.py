@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvflow.planning.bind import Bound
-from kvflow.reads.backend import SPAN_MAX, Reason
+from kvflow.reads.backend import SPAN_MAX, Cause
 from kvflow.reads.lanes import (
     AGING_S,
     CHECKS_IN_FLIGHT_MAX,
@@ -21,7 +21,7 @@ from kvflow.reads.open_reads import Check
 
 from .lane_reads import EPOCH, ONE_EACH, STAGED, Bench, a_read, chunks, ids, prepared
 
-LOST = Reason("peer_lost", "gone")
+LOST = Cause("peer_lost", "gone")
 PROGRAMS = {
     "a chunk of each unit": ONE_EACH,
     "chunks of two units, shared by small reads": prepared(2, shared=3),
@@ -209,7 +209,7 @@ def test_a_read_that_the_exporter_refuses_fails_alone():
     bench, prepared_list = Bench(), prepared(4, shared=4)
     for read_id in (1, 2):
         bench.admit(read_id, prepared_list)
-    bench.lanes.arrived(bench.take(), refused={2: Reason("bounds", "not leased")})
+    bench.lanes.arrived(bench.take(), refused={2: Cause("bounds", "not leased")})
     assert bench.told() == [(2, "bounds")]
     bench.drain()
     assert bench.told() == [(1, "held")]

@@ -10,10 +10,10 @@ from kvflow.reads.contract import (
     CHUNK_DESCRIPTORS_MAX,
     PeerAdded,
     PeerAddress,
-    PeerMeasured,
     PreparedList,
+    RateLearned,
 )
-from kvflow.reads.core import CancelReads, PostReads, ReadCore
+from kvflow.reads.core import PostReads, ReadCore
 from kvflow.reads.pacing import (
     HORIZON_S,
     LARGE_CHUNK_BYTES_MAX,
@@ -24,7 +24,7 @@ from kvflow.reads.pacing import (
     Pace,
 )
 from kvflow.reads.planes import PlaneBackends
-from kvflow.reads.requests import LeaseName, Part, RankRead, ReadEnded
+from kvflow.reads.requests import CancelReads, LeaseName, Part, RankRead, ReadEnded
 from kvflow.reads.thread import PAUSE_S_MIN
 from tests.contract.conftest import Descriptors
 from tests.helpers.async_backend import AsyncBackend, LinkModel
@@ -230,7 +230,7 @@ def test_a_chunk_that_failed_leaves_the_window():
 def test_the_rate_of_a_peer_is_told_once(reading, rate, progress):
     world = reading(256 << 10, bytes_per_s=rate, progress=progress)
     world.run_until(0.5)
-    (told,) = [event for event in world.events if isinstance(event, PeerMeasured)]
+    (told,) = [event for event in world.events if isinstance(event, RateLearned)]
     assert (told.peer, told.source_memory, told.target_memory) == ("p", "DRAM", "DRAM")
     assert told.nbytes >= MEASURED_BYTES
     assert 0.5 * rate < told.nbytes / told.busy_s < 1.05 * rate, "the window still grows"

@@ -12,8 +12,8 @@ from kvflow.planning.strided_copies import AXES_MAX, Scatter
 from kvflow.reads.backend import BackendError
 from kvflow.reads.bounds import check_rows, check_scatter
 from kvflow.reads.contract import PeerAddress, PreparedList
-from kvflow.reads.core import CancelReads, PostReads, ReadCore, RemovePeer, ResetReader
-from kvflow.reads.requests import LeaseName, Part, RankRead, ReadEnded
+from kvflow.reads.core import PostReads, ReadCore, RemovePeer, ResetReader
+from kvflow.reads.requests import CancelReads, LeaseName, Part, RankRead, ReadEnded
 from kvflow.reads.staging import Scatterer, StagingMemory, evenly_spaced
 from tests.helpers.late_tensors import POLLS, LateTensors
 from tests.unit.kvflow.reads.test_core import EPOCHS, ScriptedBackend
@@ -315,5 +315,5 @@ def test_copies_that_fail_may_write_until_a_reset_has_settled_the_device(late, t
     late.core.handle(ResetReader())
     assert late.memory._stage.settled == 1
     assert target.any()
-    assert late.seen() == ["1 transport_error", "ReaderReset"]
+    assert late.seen() == ["1 transport_error", "ResetDone"]
     assert late.memory.use.in_use == 0

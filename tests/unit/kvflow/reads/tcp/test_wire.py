@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvflow.ids import Credentials
 from kvflow.reads.requests import LeaseName
 from kvflow.reads.tcp import wire
-from kvflow.reads.tcp.wire import BadFrame, Request
+from kvflow.reads.tcp.wire import BadFrame, RequestHeader
 
 WHO = Credentials("ab" * 32, "décodeur", 7, "0123456789abcdef" * 2, b"s" * 32)
 NONCES = (b"t" * 32, b"o" * 32, b"binding")
@@ -83,7 +83,7 @@ def test_proofs_differ_by_role_secret_nonces_and_binding():
 def test_a_list_is_decoded_as_it_was_encoded(rows, group):
     frame = wire.encode_list(5, group, np.array(rows, np.int64))
     head = wire.decode_request(frame[: wire.HEADER.size])
-    assert head == Request(wire.PROGRAM, group, 5, len(rows), len(frame) - wire.HEADER.size)
+    assert head == RequestHeader(wire.PROGRAM, group, 5, len(rows), len(frame) - wire.HEADER.size)
     assert wire.decode_rows(frame[wire.HEADER.size :]).tolist() == [[*row] for row in rows]
 
 
@@ -101,7 +101,7 @@ def test_a_read_is_read_as_it_was_written(named, numbers, data):
     lease_of = np.array(owners, np.uint16) if len(named) > 1 else None
     frame = wire.encode_read(3, shares, np.array(numbers, np.int32), lease_of)
     head = wire.decode_request(frame[: wire.HEADER.size])
-    assert head == Request(wire.READ, len(named), 3, len(numbers), len(frame) - wire.HEADER.size)
+    assert head == RequestHeader(wire.READ, len(named), 3, len(numbers), len(frame) - wire.HEADER.size)
     seen, index, seen_of = wire.decode_read(head, frame[wire.HEADER.size :])
     assert (seen, index.tolist()) == (named, numbers)
     assert (seen_of is None) if lease_of is None else seen_of.tolist() == owners
