@@ -1,6 +1,6 @@
 """Read blocks from peers: pulls become rank reads, and rank reads become chunks that a data plane moves.
 
-``requests`` defines a rank read and its answer, ``contract`` the interface between a worker and its data planes.
+``contract`` defines a rank read, its answer, and the interface between a worker and its data planes.
 
 - ``scheduler``, ``pulls``, ``report``: on the event loop. They decide what follows from the answers to rank reads,
   apply deadlines, and compute reports. They do no I/O.

@@ -18,9 +18,8 @@ from kvflow.errors import FailureCode
 from kvflow.ids import PeerId
 from kvflow.layout.component import Region
 from kvflow.reads.bounds import CheckedRows, CheckedScatter
-from kvflow.reads.contract import Carrier, PeerAddress, PreparedList, Serving
+from kvflow.reads.contract import Carrier, LeaseName, PeerAddress, PreparedList, Serving
 from kvflow.reads.device import Scatters
-from kvflow.reads.requests import LeaseName
 
 NO_BUFFER = -1
 """The buffer number of a chunk that is read directly into the target."""

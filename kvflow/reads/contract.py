@@ -18,22 +18,22 @@ Inline: ``post`` may move small reads at once, on the calling thread, and return
 Threading: any thread may make any call, and every call except ``start`` and ``close`` returns at once. Events are
     passed to ``sink`` on the read thread; other events of an inline post on the thread that posts. The sink must be
     quick and must not raise (a worker's sink is ``loop.call_soon_threadsafe``).
-Order: commands are processed in order. Chunks of all reads are posted one at a time, in the order of ``lanes``: by
-    priority and waiting time, so peers take turns and no read starves.
+Order: commands are processed in order. Chunks of all reads are posted one at a time, in the order of ``lanes``.
 Failure: a command never raises because of a peer. An error of one peer ends all reads of that peer, and then reports
     ``PeerFailed``. Chunks that are still in flight end later, and their reads with them. Other peers are not affected.
     Between ``PeerFailed`` and the next ``PeerAdded``, reads of the peer fail with ``peer_lost``.
 Last resort: reads from a hung peer may never end. ``reset_reader`` ends them: it destroys the reader and creates a new
-one. The exporter continues, so peers that read from this worker are not affected.
-Staging: a transport with staging buffers (see ``PreparedList``) posts a chunk of a staged read when a buffer is free;
-    until then the reads of that peer wait. Peers without staged reads go on. A buffer is free again when its chunk has
-    ended, so hung peers may keep all buffers: ``StagingUse`` shows it, and ``reset_reader`` frees them. A cancelled
-    read copies nothing out of its buffers.
+    one. The exporter continues.
+Staging: a chunk of a staged read is posted when a buffer is free; until then the reads of that peer wait. A buffer is
+    free again when its chunk has ended, so hung peers may keep all buffers: ``StagingUse`` shows it, and
+    ``reset_reader`` frees them. A cancelled read copies nothing out of its buffers.
 Memory: the caller keeps registered regions alive until ``close`` has returned. Posted arrays belong to the transport.
 """
 
+import math
 from collections.abc import Callable, Sequence
-from typing import Annotated, Protocol
+from dataclasses import dataclass
+from typing import Annotated, Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -44,27 +44,162 @@ from kvflow.events import PlaneOmitted
 from kvflow.ids import Credentials, PeerId
 from kvflow.layout.component import Region
 from kvflow.layout.tracks import Track
-from kvflow.planning.bind import Bound
+from kvflow.planning.bind import AnyBinding, Bound
 from kvflow.planning.pairs import UnitPairs
 from kvflow.planning.strided_copies import Scatter
-from kvflow.reads.device import DeviceMemory
-from kvflow.reads.requests import RankRead, ReadEnded
 from kvflow.validation import Count
 
 CHUNK_BYTES_MAX = 8 << 20
-"""Most bytes of one chunk. Over shared memory a post is the copy: 8 MiB take about 1 ms, and splitting costs nothing
-measurable."""
+"""Most bytes of one chunk. Over shared memory a post is the copy: 8 MiB take about 1 ms."""
 
 CHUNK_DESCRIPTORS_MAX = 256
-"""Most merged descriptors of one chunk. Each takes 2 to 9 us in a post, so 256 of them take about 1 ms, too."""
+"""Most merged descriptors of one chunk: at 2 to 9 us each, about 1 ms, too."""
 
 
 INLINE_S_MAX = 100e-6
 """Longest time that a post may hold the event loop."""
 
 RESET_DRAIN_S = 2.0
-"""How long a reader reset waits for healthy peers. Two chunks in flight are 16 MiB: 20 ms over loopback TCP, and 2 s at
-70 Mbit/s."""
+"""How long a reader reset waits for healthy peers: two chunks of 8 MiB take 2 s at 70 Mbit/s."""
+
+PRIORITY_MAX = 1 << 31
+"""Largest priority in either direction. A float still adds it to a time with enough precision."""
+
+Phase = Literal["queue", "wire", "fence"]
+Verdict = Literal["held", "early", "stale", "failed"]
+
+
+class Part(Struct, frozen=True, eq=False, gc=False):
+    """What one group of a source rank gives to a pull.
+
+    Attributes:
+        pairs: units to copy, at least one pair, ascending by source.
+        binding: the binding of the list, for the report of the pull. The data plane uses that of its list.
+    """
+
+    list_id: int
+    pairs: UnitPairs
+    binding: AnyBinding | None = None
+
+
+class LeaseName(Struct, frozen=True, gc=False):
+    """One lease of a peer, and the proof that this worker may read under it.
+
+    Attributes:
+        slot: its index in the peer's epoch table.
+        epoch: value of the slot while the lease is held. A lower value: not admitted yet. A higher value: ended.
+        mac: MAC of its ticket, which a producer that serves reads requires.
+    """
+
+    slot: int
+    epoch: int
+    mac: bytes = b""
+
+
+@dataclass(slots=True)
+class Outstanding:
+    """Whether a peer owes something that was posted. Thread: the data plane writes, any thread reads.
+
+    Attributes:
+        since: when it last completed something, or when something was first posted if that is later, in seconds of the
+            data plane's clock; infinite while it owes nothing.
+    """
+
+    since: float = math.inf
+
+
+class ArrivedChunk(NamedTuple):
+    """One chunk of a read that has arrived, for the trace of its pull. Times are seconds of the data plane's clock.
+
+    Attributes:
+        arrived_at: when all of it was where it belongs.
+        read_bytes: bytes of the read that had arrived by then, with this chunk.
+        descriptors: descriptors of the chunk before neighbors merge. Other reads may have shared it.
+    """
+
+    list_id: int
+    posted_at: float
+    arrived_at: float
+    read_bytes: int
+    descriptors: int
+
+
+class RankRead(Struct, eq=False, gc=False):
+    """Everything that one source rank gives to one pull: check, chunks, fence.
+
+    The data plane writes the fields from ``phase`` on; any thread reads them. Times are seconds of its clock.
+
+    Attributes:
+        read_id: unique in its data plane.
+        parts: what to copy, group by group; at least one.
+        check_first: whether the ticket may be early. Then the slot is compared before any chunk is posted, and the read
+            may end ``early`` or ``stale`` before a byte is read.
+        priority: lower is more urgent.
+        phase: ``queue``: no chunk was posted yet; includes the first check. ``wire``: chunks were posted.
+            ``fence``: all bytes have arrived.
+        since: when it entered this phase; infinite before the data plane has taken it.
+        outstanding: what its peer owes.
+        started_at: when it left the queue; 0 before.
+        nbytes: bytes that have arrived so far.
+        arrived: takes the chunks that arrive, if the pull is traced.
+    """
+
+    read_id: int
+    peer: PeerId
+    lease: LeaseName
+    parts: tuple[Part, ...]
+    check_first: bool = False
+    priority: int = 0
+    phase: Phase = "queue"
+    since: float = math.inf
+    outstanding: Outstanding | None = None
+    started_at: float = 0.0
+    nbytes: int = 0
+    arrived: list[ArrivedChunk] | None = None
+
+
+class CancelReads(Struct, frozen=True):
+    """Drop the chunks of these reads that were not posted yet."""
+
+    read_ids: tuple[int, ...]
+
+
+class ReadEnded(Struct, frozen=True, gc=False):
+    """A rank read has ended, and will not write to memory. Times are seconds of the data plane's clock.
+
+    Attributes:
+        verdict: ``held``: all bytes are in the target, and the fence found the lease held. ``early``:
+            the lease is not admitted yet; read again later. ``stale``: the lease has ended. ``failed``: see ``code``.
+        code: code of a failure: ``peer_lost``, ``cancelled``, ``program_unknown``, ``bounds`` or ``transport_error``.
+        detail: message of the library, for a failure.
+        phase: its phase when it ended.
+        observed: value of the epoch slot, if it was read.
+        unserved: the lease is held now, but the exporter refused bytes before: read again. Only with ``early``.
+        nbytes: bytes that were filled, also by a read that failed.
+        chunks: how many chunks carried it, some of them shared with other reads.
+        started_at: when it left the queue, before its first chunk was bound; 0 if no chunk was.
+        arrived_at: when its last byte had arrived; 0 if none has.
+        bind_s: seconds of its chunks in computing descriptor numbers.
+        post_s: seconds of its chunks in posting calls (over shared memory this is the copy).
+        scatter_s: seconds spent in copies from staging buffers.
+        fence_s: seconds from the last byte to the verdict.
+    """
+
+    read_id: int
+    verdict: Verdict
+    code: str = ""
+    detail: str = ""
+    phase: Phase = "fence"
+    observed: int = 0
+    unserved: bool = False
+    nbytes: int = 0
+    chunks: int = 0
+    started_at: float = 0.0
+    arrived_at: float = 0.0
+    bind_s: float = 0.0
+    post_s: float = 0.0
+    scatter_s: float = 0.0
+    fence_s: float = 0.0
 
 
 NOBODY = Credentials("", "", 0, "", b"")
@@ -77,7 +212,6 @@ class Published(Struct, frozen=True, kw_only=True):
     Attributes:
         planes: name of each data plane -> opaque description of its exporter.
         data_endpoint: where the TCP plane is reached, ``tcp://HOST:PORT``; empty without one.
-        missing: the event of each data plane that could not start here.
     """
 
     planes: dict[str, bytes]
@@ -93,13 +227,11 @@ class Published(Struct, frozen=True, kw_only=True):
 class PeerAddress(Struct, frozen=True):
     """What a reader must know about a peer's exporter.
 
-    Two peers may have one exporter, if a worker is reached at two endpoints. They share its connection, and a failure
-    of one is a failure of both.
+    Peers of one exporter share its connection, and a failure of one is a failure of all.
 
     Attributes:
-        peer: identity of the peer.
         planes: name of each data plane that may be used -> opaque description of the exporter, at most 1 MiB.
-        epochs: the peer's epoch table, ``epochs.nbytes // 8`` slots of u64.
+        epochs: the peer's epoch table, slots of u64.
         agent: the name that the peer's transport was constructed with; other metadata is refused. None accepts any.
         data_endpoint: where its TCP plane is, ``tcp://ADDRESS:PORT`` with a numeric address, because names are not
             resolved here. Empty without one.
@@ -117,7 +249,7 @@ class PeerAddress(Struct, frozen=True):
 
 
 class PairBinder(Protocol):
-    """What the transport must know about a group's plan to read with it: see ``kvflow.planning.bind.Binding``.
+    """What the transport must know about a group's plan to read with it. The bindings of a plan fit.
 
     Attributes:
         unit_bytes: bytes that one pair of units fills.
@@ -143,8 +275,7 @@ class PreparedList(Struct, frozen=True, eq=False):
     order.
 
     Attributes:
-        list_id: chosen by the caller, unique in this transport while the peer is added.
-        peer: the peer whose memory ``source_rows`` names.
+        list_id: unique in this transport while the peer is added.
         source_rows: int64, shape (rows, 5): address, nbytes, device, stride, count. One row is ``count``
             descriptors; descriptor numbers run through the rows in order. All within the peer's regions.
             A row with a count above one has ``stride >= nbytes``.
@@ -168,23 +299,42 @@ class PreparedList(Struct, frozen=True, eq=False):
     binding: PairBinder | None = None
 
 
+Piece = tuple[int, int]
+"""Address and length of bytes that are contiguous in device memory."""
+
+
+class DeviceMemory(Protocol):
+    """Copies between host memory and the registered memory of devices. Thread: any; each call blocks until it is done.
+
+    ``parts`` are not empty, each within one registered region of that device; together they are as long as the buffer.
+    If a call raises, the device cannot be used, and the caller must not use the bytes.
+    """
+
+    def fetch(self, device: int, parts: Sequence[Piece], into: memoryview) -> None:
+        """Copy parts of device memory to host memory, one after the other. On return all bytes are there."""
+        ...
+
+    def store(self, device: int, parts: Sequence[Piece], content: memoryview) -> None:
+        """Copy host memory to parts of device memory. Work that the device starts after the return sees the bytes."""
+        ...
+
+
 Blocks = Sequence[Sequence[int]]
 """Block ids of each group."""
 
 
 class Serving(Struct, frozen=True, eq=False):
-    """What a data plane that serves reads must know about its worker.
+    """What a data plane that serves reads must know about its worker. Its functions are called on any thread.
 
     Attributes:
         tracks: the tracks of each group, see ``tracks_of``.
-        blocks_of: slot and epoch -> the block ids of each group while that lease is held; otherwise None.
-            Thread: any, without a lock.
-        admits: whether a public key, in hex, may still read from this worker. Thread: any.
+        blocks_of: slot and epoch -> the block ids of each group while that lease is held, or None. Takes no lock.
+        admits: whether a public key, in hex, may still read from this worker.
         pass_key: 32 random bytes, from which passes are made.
-        vouches: slot, epoch and MAC -> whether the lease is held and the MAC is that of its ticket. Thread: any,
-            without a lock. None: readers need no MAC.
+        vouches: slot, epoch and MAC -> whether the lease is held and the MAC is that of its ticket. Takes no lock.
+            None: readers need no MAC.
         device_memory: copies to and from device memory; None: reads from and to device memory are refused.
-        keys_differ: whether each reader has a key of its own: limits of one reader then count by key, and not by the
+        keys_differ: whether each reader has its own key: limits of one reader then count by key, and not by the
             name that a reader gives itself.
     """
 
@@ -205,9 +355,7 @@ class StagingUse(Struct, frozen=True, kw_only=True):
     """The staging buffers of a transport at one moment. Each is free, or has one chunk in flight.
 
     Attributes:
-        buffers: number of buffers.
-        buffer_bytes: length of each.
-        in_use: buffers with a chunk in flight.
+        buffer_bytes: length of each buffer.
         quarantined: buffers in use whose read was cancelled or whose peer failed. They are free again when the
             transport knows that nothing writes into them.
         waiting: peers without a read in flight whose next chunk needs a buffer while none is free. They owe nothing.
@@ -235,11 +383,10 @@ class Carrier(Struct, frozen=True):
 
     Attributes:
         name: ``loopback``, or UCX's name of its transport: ``cma`` (shared memory), ``rc_mlx5``, ``cuda_ipc``.
-            Several with a bar between them if it is one of these, and ``unknown`` if that is not known, either.
+            Several with a bar between them if it is one of these; ``unknown`` if not even that is known.
         known_by: ``kind``: the data plane has no other transport. ``addresses``: only one transport of both sides
             reaches the peer. ``candidates``: several do. ``nothing``: the two sides could not be compared.
-        plane: the data plane that it belongs to: ``nixl``, ``tcp`` or ``loopback``. The code that chooses the plane
-            adds it.
+        plane: ``nixl``, ``tcp`` or ``loopback``. The code that chooses the plane adds it.
     """
 
     name: str
@@ -251,12 +398,7 @@ UNKNOWN_CARRIER = Carrier("unknown", "nothing")
 
 
 class PeerAdded(Struct, frozen=True):
-    """The peer was added. The first read connects (10 to 40 ms), and shows whether the peer answers.
-
-    Attributes:
-        peer: the peer.
-        carrier: what carries its bytes.
-    """
+    """The peer was added. The first read connects (10 to 40 ms), and shows whether the peer answers."""
 
     peer: PeerId
     carrier: Carrier = UNKNOWN_CARRIER
@@ -266,9 +408,7 @@ class RateLearned(Struct, frozen=True):
     """Enough has been read from a peer since it was added to know the rate. What was moved inline is not counted.
 
     Attributes:
-        peer: who.
-        nbytes: bytes that were counted.
-        busy_s: seconds in which some of them were in flight.
+        busy_s: seconds in which some of the bytes were in flight.
         source_memory: memory kind of the peer's cache, ``DRAM`` or ``VRAM``.
         target_memory: memory kind of our cache.
     """
@@ -284,7 +424,6 @@ class PeerFailed(Struct, frozen=True):
     """The peer is lost or could not be added. Its prepared lists are gone. Add it again to retry.
 
     Attributes:
-        peer: the peer.
         code: ``peer_lost``, ``metadata_invalid``, ``transport_error``, or ``plane_unfit`` if no data plane of both
             sides can read from it.
         detail: the message of the foreign library.
@@ -351,12 +490,7 @@ class Transport(Protocol):
         ...
 
     def remove_peer(self, peer: PeerId, *, gone: bool = False) -> None:
-        """Forget a peer, its prepared lists and its unposted reads (``failed``, ``cancelled``).
-
-        Args:
-            peer: a peer that was added, or removed already.
-            gone: whether it will never be added again, so its connection is not kept.
-        """
+        """Forget a peer, its prepared lists and its unposted reads. ``gone``: it is never added again."""
         ...
 
     def prepare(self, prepared_list: PreparedList) -> None:
@@ -364,13 +498,11 @@ class Transport(Protocol):
         ...
 
     def post(self, reads: Sequence[RankRead]) -> list[ReadEnded]:
-        """Start reads from any peers. Each ends with one ``ReadEnded``.
+        """Start reads from any peers. Thread: one at a time; the worker's event loop.
 
         Returns:
             The answers of reads that were small enough to be moved at once, on the calling thread; they are not passed
-            to ``sink``. Empty otherwise.
-
-        Thread: one at a time; the worker's event loop.
+            to ``sink``.
         """
         ...
 

@@ -29,12 +29,16 @@ from kvflow.reads.backend import (
 from kvflow.reads.bounds import EPOCH_MAX, OutOfBounds, check_pairs
 from kvflow.reads.contract import (
     RESET_DRAIN_S,
+    ArrivedChunk,
+    CancelReads,
     Carrier,
     PeerAdded,
     PeerAddress,
     PeerFailed,
     PreparedList,
+    RankRead,
     RateLearned,
+    ReadEnded,
     ResetDone,
     Sink,
     TransportEvent,
@@ -53,7 +57,6 @@ from kvflow.reads.prepared import (
     check_list,
     fetching,
 )
-from kvflow.reads.requests import ArrivedChunk, CancelReads, RankRead, ReadEnded
 from kvflow.reads.staging import StagingMemory
 
 _logger = logging.getLogger(__name__)

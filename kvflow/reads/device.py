@@ -13,40 +13,11 @@ import numpy.typing as npt
 
 from kvflow.errors import TransportUnavailable
 from kvflow.layout.component import Region
+from kvflow.reads.contract import DeviceMemory, Piece
 
 PORTION_BYTES = 1 << 20
 """Most bytes of a portion. Each portion takes one synchronization with the device; a connection of 3 GB/s takes 0.35 ms
 for 1 MiB. The kernel buffers several times as much per connection. Not measured on a GPU yet."""
-
-Part = tuple[int, int]
-"""Address and length of bytes that are contiguous in device memory."""
-
-
-class DeviceMemory(Protocol):
-    """Copies between host memory and the registered memory of devices. Thread: any; each call blocks until it is done.
-
-    If a call raises, the device cannot be used, and the caller must not use the bytes.
-    """
-
-    def fetch(self, device: int, parts: Sequence[Part], into: memoryview) -> None:
-        """Copy parts of device memory to host memory, one after the other. On return all bytes are there.
-
-        Args:
-            device: index of the device.
-            parts: not empty, each within one registered region.
-            into: as long as the parts together, at most ``PORTION_BYTES``.
-        """
-        ...
-
-    def store(self, device: int, parts: Sequence[Part], content: memoryview) -> None:
-        """Copy host memory to parts of device memory. Work that the device starts after the return sees the bytes.
-
-        Args:
-            device: index of the device.
-            parts: not empty, each within one registered region.
-            content: as long as the parts together, at most ``PORTION_BYTES``.
-        """
-        ...
 
 
 class DeviceOrder(Protocol):
@@ -151,13 +122,13 @@ def device_memory_of(regions: Sequence[Region]) -> DeviceMemory | None:
     return TorchDeviceMemory(regions, PORTION_BYTES)
 
 
-def portions(parts: Iterable[Part], nbytes_max: int = PORTION_BYTES) -> Iterator[tuple[list[Part], list[int]]]:
+def portions(parts: Iterable[Piece], nbytes_max: int = PORTION_BYTES) -> Iterator[tuple[list[Piece], list[int]]]:
     """Divide parts into portions of ``nbytes`` bytes; the last may have fewer. A part may be cut.
 
     Yields:
         The parts of a portion, and for each the number of the given part that it belongs to.
     """
-    portion: list[Part] = []
+    portion: list[Piece] = []
     numbers: list[int] = []
     room = nbytes_max
     for number, (start, nbytes) in enumerate(parts):
@@ -175,7 +146,7 @@ def portions(parts: Iterable[Part], nbytes_max: int = PORTION_BYTES) -> Iterator
         yield portion, numbers
 
 
-def landing(store: Callable[[Sequence[Part], memoryview], None], parts: Sequence[Part]) -> Iterator[memoryview]:
+def landing(store: Callable[[Sequence[Piece], memoryview], None], parts: Sequence[Piece]) -> Iterator[memoryview]:
     """Yield buffers to fill, one after the other. The next step stores the contents of the last buffer.
 
     If the caller stops, nothing more is stored.

@@ -31,9 +31,9 @@ from kvflow.leases.epochs import judge
 from kvflow.planning.pairs import UnitPairs, joined
 from kvflow.reads.backend import NO_BUFFER, SPAN_MAX, Cause, CheckedList, Chunk, Portion, Share
 from kvflow.reads.bounds import OutOfBounds
+from kvflow.reads.contract import ArrivedChunk, RankRead, ReadEnded, Verdict
 from kvflow.reads.open_reads import Buffers, Check, Lane, OpenRead, Queue, TakenChunk, Work
 from kvflow.reads.prepared import bind_portion, paced_pairs
-from kvflow.reads.requests import ArrivedChunk, RankRead, ReadEnded, Verdict
 
 CHUNKS_IN_FLIGHT_MAX = 2
 """Chunks in flight per peer whose posts are not asynchronous (``pacing``). Over shared memory none is in flight,

@@ -14,9 +14,8 @@ from kvflow.ids import PeerId
 from kvflow.layout.component import Region
 from kvflow.reads.backend import BackendError, CheckedList, Chunk, Plane, PostedWork
 from kvflow.reads.bounds import OutOfBounds, check_inside, merge
-from kvflow.reads.contract import INLINE_S_MAX, Carrier, PeerAddress, Sink
+from kvflow.reads.contract import INLINE_S_MAX, Carrier, LeaseName, PeerAddress, Sink
 from kvflow.reads.envelope import Envelope, seal, unseal
-from kvflow.reads.requests import LeaseName
 from kvflow.reads.staging import StagingMemory
 from kvflow.reads.thread import ThreadedTransport
 

@@ -9,8 +9,8 @@ from msgspec import Struct, field
 from kvflow.ids import PeerId
 from kvflow.planning.pairs import UnitPairs
 from kvflow.reads.backend import Cause, CheckedList, Chunk, Portion
+from kvflow.reads.contract import Outstanding, RankRead
 from kvflow.reads.pacing import Pace
-from kvflow.reads.requests import Outstanding, RankRead
 
 
 class OpenRead(Struct, eq=False, gc=False):

@@ -17,8 +17,8 @@ from typing import Literal
 from msgspec import Struct
 
 from kvflow.events import PullFailed
+from kvflow.reads.contract import RankRead, ReadEnded
 from kvflow.reads.report import phases_s
-from kvflow.reads.requests import RankRead, ReadEnded
 
 RankState = Literal["reading", "waiting", "delivered", "draining", "dead"]
 RankEvent = Literal["held", "early", "read_again", "failed", "ended"]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from kvflow.events import TracedGroup, TransferTraced
 from kvflow.planning.pairs import merged_pairs
-from kvflow.reads.requests import Part, RankRead, ReadEnded
+from kvflow.reads.contract import Part, RankRead, ReadEnded
 from kvflow.report import TransferReport
 
 Times = tuple[float, float, float]

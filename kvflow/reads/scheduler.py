@@ -21,8 +21,8 @@ from kvflow.errors import CapacityExceeded, FailureCode
 from kvflow.events import PullFailed, TransferQuiesced, TransferRetried
 from kvflow.heaps import Heap
 from kvflow.ids import PeerId
+from kvflow.reads.contract import CancelReads, Phase, RankRead, ReadEnded
 from kvflow.reads.pulls import EARLY_RETRY_S_MAX, Pull, SourceRank
-from kvflow.reads.requests import CancelReads, Phase, RankRead, ReadEnded
 
 PULLS_MAX = 65536
 """Most pulls that may be open at once."""

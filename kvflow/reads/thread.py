@@ -22,16 +22,18 @@ from kvflow.reads.backend import BackendFactory
 from kvflow.reads.contract import (
     INLINE_S_MAX,
     SERVES_NOTHING,
+    CancelReads,
     PeerAddress,
     PreparedList,
     Published,
+    RankRead,
+    ReadEnded,
     Serving,
     Sink,
     StagingUse,
 )
 from kvflow.reads.core import Command, PostReads, ReadCore, RemovePeer, ResetReader
 from kvflow.reads.planes import open_planes
-from kvflow.reads.requests import CancelReads, RankRead, ReadEnded
 from kvflow.reads.staging import StagingMemory
 
 _logger = logging.getLogger(__name__)

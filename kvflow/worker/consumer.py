@@ -29,15 +29,19 @@ from kvflow.observability.logs import Reporter
 from kvflow.reads import contract
 from kvflow.reads.contract import (
     INLINE_S_MAX,
+    PRIORITY_MAX,
+    CancelReads,
+    LeaseName,
     PeerAdded,
     PeerFailed,
+    RankRead,
     RateLearned,
+    ReadEnded,
     StagingUse,
     Transport,
     TransportEvent,
 )
 from kvflow.reads.pulls import Pull
-from kvflow.reads.requests import PRIORITY_MAX, CancelReads, LeaseName, RankRead, ReadEnded
 from kvflow.reads.scheduler import Delivered, Effect, Scheduler, StartReads
 from kvflow.worker.destinations import DUE_AFTER_S, DestinationTable, Quarantined, ReaderResetPolicy
 from kvflow.worker.failures import CANCELLED, transfer_error

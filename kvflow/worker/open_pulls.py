@@ -15,8 +15,8 @@ from kvflow.events import PullFailed, TransferCompleted, TransferQuiesced, Trans
 from kvflow.ids import Ids
 from kvflow.leases.tickets import Member, Ticket
 from kvflow.observability.logs import Record, Reporter
+from kvflow.reads.contract import Part, RankRead, ReadEnded
 from kvflow.reads.report import report_of, trace_of
-from kvflow.reads.requests import Part, RankRead, ReadEnded
 from kvflow.rendezvous.dialer import LeaseEnd
 from kvflow.report import TransferReport
 from kvflow.worker.failures import as_ours

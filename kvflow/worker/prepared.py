@@ -28,8 +28,7 @@ from kvflow.planning.bind import AnyBinding, bind_plan
 from kvflow.planning.match import ComponentName, HeadRange, HeadRanges, have_common_layer, require_same_model
 from kvflow.planning.pairs import pair_units
 from kvflow.planning.plan import PlanCache, TransferPlan
-from kvflow.reads.contract import UNKNOWN_CARRIER, Carrier, PreparedList, Transport
-from kvflow.reads.requests import Part
+from kvflow.reads.contract import UNKNOWN_CARRIER, Carrier, Part, PreparedList, Transport
 from kvflow.rendezvous.dialer import Link
 
 DIVISIONS_MAX = 4096

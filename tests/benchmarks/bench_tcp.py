@@ -35,14 +35,17 @@ from kvflow.layout.tracks import Track
 from kvflow.planning.pairs import UnitPairs
 from kvflow.reads.contract import (
     SERVES_NOTHING,
+    LeaseName,
+    Part,
     PeerAdded,
     PeerAddress,
     PeerFailed,
     PreparedList,
+    RankRead,
+    ReadEnded,
     Serving,
     TransportEvent,
 )
-from kvflow.reads.requests import LeaseName, Part, RankRead, ReadEnded
 from kvflow.reads.staging import StagingMemory
 from kvflow.reads.tcp.backend import TcpBackend
 from kvflow.reads.thread import ThreadedTransport

@@ -29,11 +29,20 @@ import numpy.typing as npt
 from kvflow.ids import PeerId
 from kvflow.layout.component import Region
 from kvflow.planning.pairs import UnitPairs
-from kvflow.reads.contract import INLINE_S_MAX, PeerAddress, PreparedList, Published, TransportEvent
+from kvflow.reads.contract import (
+    INLINE_S_MAX,
+    LeaseName,
+    Part,
+    PeerAddress,
+    PreparedList,
+    Published,
+    RankRead,
+    ReadEnded,
+    TransportEvent,
+)
 from kvflow.reads.envelope import unseal
 from kvflow.reads.nixl.binding import Agent, load_binding
 from kvflow.reads.nixl.transport import NixlTransport
-from kvflow.reads.requests import LeaseName, Part, RankRead, ReadEnded
 from tests.benchmarks.blocks import Blocks
 
 CACHE_BYTES = 192 << 20

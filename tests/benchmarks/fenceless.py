@@ -16,9 +16,8 @@ from handshake.network import DialedChannel, Network
 from handshake.sockets import Delivery
 from kvflow.config import WorkerConfig
 from kvflow.ids import PeerId
-from kvflow.reads.contract import Sink, Transport
+from kvflow.reads.contract import LeaseName, Sink, Transport
 from kvflow.reads.planes import PlaneBackends
-from kvflow.reads.requests import LeaseName
 from kvflow.reads.thread import ThreadedTransport
 from kvflow.worker.environment import PRODUCTION, Environment, OpenTransport
 

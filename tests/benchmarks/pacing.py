@@ -21,9 +21,8 @@ import numpy as np
 
 from kvflow.layout.component import Region
 from kvflow.planning.pairs import UnitPairs
-from kvflow.reads.contract import PeerAdded, PeerAddress, PreparedList
+from kvflow.reads.contract import LeaseName, Part, PeerAdded, PeerAddress, PreparedList, RankRead, ReadEnded
 from kvflow.reads.pacing import Pace
-from kvflow.reads.requests import LeaseName, Part, RankRead, ReadEnded
 from tests.contract.conftest import Descriptors
 from tests.helpers.async_backend import AsyncTransport, LinkModel
 

@@ -22,8 +22,19 @@ from kvflow.ids import FEW
 from kvflow.layout.component import Region
 from kvflow.planning.bind import Bound
 from kvflow.planning.pairs import UnitPairs
-from kvflow.reads.contract import PeerAdded, PeerAddress, PeerFailed, PreparedList, Published, RateLearned, ResetDone
-from kvflow.reads.requests import LeaseName, Part, RankRead, ReadEnded
+from kvflow.reads.contract import (
+    LeaseName,
+    Part,
+    PeerAdded,
+    PeerAddress,
+    PeerFailed,
+    PreparedList,
+    Published,
+    RankRead,
+    RateLearned,
+    ReadEnded,
+    ResetDone,
+)
 from tests.contract.kinds import KINDS, credentials, serving
 from tests.devices import REAL, cache_of
 from tests.integration.forked import ForkedProcess

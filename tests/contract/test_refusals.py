@@ -13,8 +13,7 @@ from kvflow.layout.component import Region
 from kvflow.layout.tracks import Track
 from kvflow.planning.bind import Bound
 from kvflow.planning.pairs import UnitPairs
-from kvflow.reads.contract import PeerAdded, PeerFailed
-from kvflow.reads.requests import LeaseName, Part, RankRead
+from kvflow.reads.contract import LeaseName, Part, PeerAdded, PeerFailed, RankRead
 from tests.contract.conftest import TCP_KINDS
 from tests.contract.kinds import serving
 

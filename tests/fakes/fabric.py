@@ -26,8 +26,7 @@ from kvflow.ids import PeerId
 from kvflow.layout.component import Region
 from kvflow.reads.backend import Backend, BackendError, CheckedList, Chunk, PostedWork, share_numbers
 from kvflow.reads.bounds import OutOfBounds, check_inside, merge
-from kvflow.reads.contract import Carrier, PeerAddress, Serving
-from kvflow.reads.requests import LeaseName
+from kvflow.reads.contract import Carrier, LeaseName, PeerAddress, Serving
 from kvflow.reads.serving import LeasedBlocks, ServedList
 from kvflow.reads.staging import memory_at
 from kvflow.reads.tcp.backend import Told

@@ -15,10 +15,13 @@ from kvflow.reads.contract import (
     CHUNK_BYTES_MAX,
     INLINE_S_MAX,
     SERVES_NOTHING,
+    CancelReads,
     PairBinder,
     PeerAddress,
     PreparedList,
     Published,
+    RankRead,
+    ReadEnded,
     ResetDone,
     Serving,
     Sink,
@@ -27,7 +30,6 @@ from kvflow.reads.contract import (
     TransportEvent,
 )
 from kvflow.reads.core import Command, PostReads, ReadCore, RemovePeer, ResetReader
-from kvflow.reads.requests import CancelReads, RankRead, ReadEnded
 from kvflow.worker.environment import OpenTransport
 from tests.fakes.fabric import NOBODY, Agent, Fabric, SimulatedBackend
 from tests.fakes.memory import SimulatedCache

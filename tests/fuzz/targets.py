@@ -29,9 +29,9 @@ from kvflow.leases.tickets import FORMAT, MAC_BYTES, RankAddress, Ticket
 from kvflow.planning.pairs import pair_units
 from kvflow.planning.plan import plan_transfer
 from kvflow.reads.bounds import OutOfBounds
+from kvflow.reads.contract import LeaseName
 from kvflow.reads.envelope import Envelope, seal, unseal
 from kvflow.reads.nixl.metadata import inspect
-from kvflow.reads.requests import LeaseName
 from kvflow.reads.serving import ServedList
 from kvflow.reads.tcp import wire as tcp_wire
 from kvflow.rendezvous.publication import Advertisement, decode

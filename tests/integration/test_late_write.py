@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from kvflow.events import ReaderReset
+from kvflow.reads.contract import ReadEnded
 from kvflow.reads.factory import create_transport
-from kvflow.reads.requests import ReadEnded
 from kvflow.worker.environment import PRODUCTION
 
 from .conftest import ELSEWHERE, OVER_TCP

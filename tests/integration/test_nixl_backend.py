@@ -14,13 +14,12 @@ from kvflow.errors import TransportUnavailable
 from kvflow.layout.component import Region
 from kvflow.reads.backend import BackendError, CheckedList, Chunk, Portion, PostedWork, Share
 from kvflow.reads.bounds import check_rows
-from kvflow.reads.contract import PeerAddress, PreparedList
+from kvflow.reads.contract import LeaseName, PeerAddress, PreparedList
 from kvflow.reads.envelope import Envelope, seal, unseal
 from kvflow.reads.nixl import backend as nixl
 from kvflow.reads.nixl import binding as nixl_binding
 from kvflow.reads.nixl.backend import NixlBackend
 from kvflow.reads.nixl.reader import SPANS, USUAL, Uses
-from kvflow.reads.requests import LeaseName
 
 LEASE = LeaseName(3, 0)
 

@@ -13,7 +13,7 @@ import pytest
 
 from kvflow import errors
 from kvflow.events import PeerConnected, PlaneOmitted, TransferCompleted
-from kvflow.reads.requests import LeaseName
+from kvflow.reads.contract import LeaseName
 from kvflow.rendezvous.issuer import draw_pair
 from tests.ports import free_port
 

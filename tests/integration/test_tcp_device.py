@@ -16,9 +16,8 @@ from kvflow.layout.tracks import Track
 from kvflow.planning.pairs import UnitPairs
 from kvflow.reads.backend import CheckedList, Chunk, Portion, Share
 from kvflow.reads.bounds import check_rows
-from kvflow.reads.contract import PeerAdded, PeerAddress, PreparedList, Serving
+from kvflow.reads.contract import LeaseName, Part, PeerAdded, PeerAddress, PreparedList, RankRead, ReadEnded, Serving
 from kvflow.reads.device import PORTION_BYTES
-from kvflow.reads.requests import LeaseName, Part, RankRead, ReadEnded
 from kvflow.reads.staging import StagingMemory
 from kvflow.reads.tcp.backend import TcpBackend
 from kvflow.reads.thread import ThreadedTransport

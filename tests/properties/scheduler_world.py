@@ -10,8 +10,8 @@ import numpy as np
 from kvflow.config import Tuning
 from kvflow.events import PullFailed, TransferQuiesced, TransferRetried
 from kvflow.planning.pairs import UnitPairs
+from kvflow.reads.contract import CancelReads, LeaseName, Outstanding, Part, RankRead, ReadEnded
 from kvflow.reads.pulls import EARLY_RETRY_S, EARLY_RETRY_S_MAX, Pull
-from kvflow.reads.requests import CancelReads, LeaseName, Outstanding, Part, RankRead, ReadEnded
 from kvflow.reads.scheduler import Delivered, Scheduler, StartReads
 
 BUDGETS = Tuning(queue_s=4.0, wire_s=3.0, fence_s=2.0)

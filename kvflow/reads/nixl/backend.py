@@ -21,12 +21,11 @@ from kvflow.errors import FailureCode, TransportUnavailable
 from kvflow.ids import PeerId
 from kvflow.layout.component import Region
 from kvflow.reads.backend import SPAN_MAX, BackendError, CheckedList, Chunk, Plane, PostedWork
-from kvflow.reads.contract import UNKNOWN_CARRIER, Carrier, PeerAddress
+from kvflow.reads.contract import UNKNOWN_CARRIER, Carrier, LeaseName, PeerAddress
 from kvflow.reads.envelope import Envelope, seal, unseal
 from kvflow.reads.nixl.binding import QUIET, Agent, error_types, load_binding, may_copy_from, published_settings
 from kvflow.reads.nixl.metadata import Exported, carrier_between, difference, inspect
 from kvflow.reads.nixl.reader import USUAL, ReadingAgent, Uses
-from kvflow.reads.requests import LeaseName
 
 _logger = logging.getLogger(__name__)
 

@@ -7,12 +7,11 @@ from typing import Any
 from kvflow.ids import PeerId
 from kvflow.layout.component import Region
 from kvflow.reads.backend import BackendFactory, PostedWork
-from kvflow.reads.contract import INLINE_S_MAX, Serving, Sink
+from kvflow.reads.contract import INLINE_S_MAX, LeaseName, Serving, Sink
 from kvflow.reads.device import DeviceOrder, device_order_of
 from kvflow.reads.nixl.backend import UCX_TELLS, NixlBackend
 from kvflow.reads.nixl.binding import DEVICE
 from kvflow.reads.nixl.reader import USUAL, Uses
-from kvflow.reads.requests import LeaseName
 from kvflow.reads.staging import StagingMemory
 from kvflow.reads.thread import ThreadedTransport
 

@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvflow.layout.component import Region
-from kvflow.reads.device import PORTION_BYTES, Part, portions
+from kvflow.reads.contract import Piece
+from kvflow.reads.device import PORTION_BYTES, portions
 from kvflow.reads.staging import memory_at
 from kvflow.reads.tcp import wire
 from kvflow.reads.tcp.channel import ByteStream
@@ -248,7 +249,7 @@ class FetchedBytes:
     def __init__(
         self,
         leases: list[ReadLease],
-        fetch: Callable[[Sequence[Part], memoryview], None],
+        fetch: Callable[[Sequence[Piece], memoryview], None],
         address: Integers,
         nbytes: Integers,
         owner: Integers,
@@ -277,7 +278,7 @@ class FetchedBytes:
 
     def _fetched(
         self,
-        fetch: Callable[[Sequence[Part], memoryview], None],
+        fetch: Callable[[Sequence[Piece], memoryview], None],
         address: Integers,
         nbytes: Integers,
         owner: Integers,

@@ -29,10 +29,9 @@ from kvflow.ids import Credentials, PeerId
 from kvflow.layout.component import Region
 from kvflow.reads.backend import BackendError, Cause, CheckedList, Chunk, Plane, PostedWork, Share, share_numbers
 from kvflow.reads.bounds import Places
-from kvflow.reads.contract import Carrier, PeerAddress, Serving
+from kvflow.reads.contract import Carrier, LeaseName, PeerAddress, Serving
 from kvflow.reads.device import landing
 from kvflow.reads.envelope import Envelope, seal, unseal
-from kvflow.reads.requests import LeaseName
 from kvflow.reads.tcp import wire
 from kvflow.reads.tcp.answers import HostMemory
 from kvflow.reads.tcp.channel import ChannelClosed

@@ -16,7 +16,7 @@ from functools import partial
 from kvflow.errors import ConfigInvalid, FailureCode
 from kvflow.ids import Credentials
 from kvflow.reads.backend import BackendError
-from kvflow.reads.requests import LeaseName
+from kvflow.reads.contract import LeaseName
 from kvflow.reads.tcp import wire
 from kvflow.reads.tcp.channel import ByteStream, ChannelClosed, PlainChannel, TlsChannel
 

@@ -37,7 +37,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvflow.ids import Credentials
-from kvflow.reads.requests import LeaseName
+from kvflow.reads.contract import LeaseName
 
 MAGIC = b"kvftcp01"
 NONCE_BYTES = 32

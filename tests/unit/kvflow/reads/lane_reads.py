@@ -6,10 +6,9 @@ from kvflow.planning.bind import Bound
 from kvflow.planning.pairs import UnitPairs
 from kvflow.reads.backend import CheckedList, Staged
 from kvflow.reads.bounds import CheckedScatter, check_rows
-from kvflow.reads.contract import PreparedList
+from kvflow.reads.contract import LeaseName, Part, PreparedList, RankRead
 from kvflow.reads.lanes import Lanes
 from kvflow.reads.open_reads import Check
-from kvflow.reads.requests import LeaseName, Part, RankRead
 
 UNITS = 1 << 20
 EPOCH = 7

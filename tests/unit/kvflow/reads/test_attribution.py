@@ -10,9 +10,8 @@ from kvflow.planning.pairs import UnitPairs
 from kvflow.planning.staging import STAGING_BUFFERS
 from kvflow.reads.backend import Chunk, Portion, Share, share_numbers
 from kvflow.reads.bounds import check_bound, check_rows, check_scatter
-from kvflow.reads.contract import PreparedList
+from kvflow.reads.contract import LeaseName, PreparedList
 from kvflow.reads.prepared import fetching
-from kvflow.reads.requests import LeaseName
 from tests.fakes.staging import STAGE_ALL, plan_at
 from tests.unit.kvflow.planning.helpers import full, manifest_of, sliding
 

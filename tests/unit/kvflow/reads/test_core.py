@@ -9,9 +9,19 @@ import pytest
 from kvflow.layout.component import Region
 from kvflow.planning.pairs import UnitPairs
 from kvflow.reads.backend import Backend, BackendError, PostedWork
-from kvflow.reads.contract import RESET_DRAIN_S, Carrier, PeerAddress, PeerFailed, PreparedList
+from kvflow.reads.contract import (
+    RESET_DRAIN_S,
+    CancelReads,
+    Carrier,
+    LeaseName,
+    Part,
+    PeerAddress,
+    PeerFailed,
+    PreparedList,
+    RankRead,
+    ReadEnded,
+)
 from kvflow.reads.core import PostReads, ReadCore, RemovePeer, ResetReader
-from kvflow.reads.requests import CancelReads, LeaseName, Part, RankRead, ReadEnded
 
 from .lane_reads import Units
 

@@ -8,10 +8,15 @@ from kvflow.planning.pairs import UnitPairs
 from kvflow.reads.contract import (
     CHUNK_BYTES_MAX,
     CHUNK_DESCRIPTORS_MAX,
+    CancelReads,
+    LeaseName,
+    Part,
     PeerAdded,
     PeerAddress,
     PreparedList,
+    RankRead,
     RateLearned,
+    ReadEnded,
 )
 from kvflow.reads.core import PostReads, ReadCore
 from kvflow.reads.pacing import (
@@ -24,7 +29,6 @@ from kvflow.reads.pacing import (
     Pace,
 )
 from kvflow.reads.planes import PlaneBackends
-from kvflow.reads.requests import CancelReads, LeaseName, Part, RankRead, ReadEnded
 from kvflow.reads.thread import PAUSE_S_MIN
 from tests.contract.conftest import Descriptors
 from tests.helpers.async_backend import AsyncBackend, LinkModel

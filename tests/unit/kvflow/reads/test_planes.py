@@ -7,11 +7,10 @@ from kvflow.errors import TransportUnavailable
 from kvflow.layout.component import Region
 from kvflow.reads.backend import BackendError, CheckedList, Chunk, Portion, PostedWork, Share
 from kvflow.reads.bounds import check_rows
-from kvflow.reads.contract import SERVES_NOTHING, Carrier, PeerAddress, PreparedList, Published
+from kvflow.reads.contract import SERVES_NOTHING, Carrier, LeaseName, PeerAddress, PreparedList, Published
 from kvflow.reads.envelope import Envelope, seal
 from kvflow.reads.loopback import LoopbackBackend
 from kvflow.reads.planes import PlaneBackends, open_planes
-from kvflow.reads.requests import LeaseName
 
 NBYTES = 256
 LEASE = LeaseName(3, 0)

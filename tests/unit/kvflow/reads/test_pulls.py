@@ -4,6 +4,7 @@ from typing import get_args
 
 import pytest
 
+from kvflow.reads.contract import LeaseName, RankRead
 from kvflow.reads.pulls import (
     TRANSITIONS,
     IllegalTransition,
@@ -13,7 +14,6 @@ from kvflow.reads.pulls import (
     SourceRank,
     advance,
 )
-from kvflow.reads.requests import LeaseName, RankRead
 
 
 def test_every_transition_is_made():

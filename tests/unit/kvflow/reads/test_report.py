@@ -8,7 +8,7 @@ import pytest
 
 from kvflow.planning.pairs import UnitPairs
 from kvflow.reads import report as reports
-from kvflow.reads.requests import Part, ReadEnded
+from kvflow.reads.contract import Part, ReadEnded
 from kvflow.report import PHASES, TransferReport
 
 

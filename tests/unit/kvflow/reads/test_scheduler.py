@@ -7,8 +7,8 @@ from kvflow.config import Tuning
 from kvflow.errors import CapacityExceeded
 from kvflow.events import PullFailed, TransferQuiesced, TransferRetried
 from kvflow.planning.pairs import UnitPairs
+from kvflow.reads.contract import CancelReads, LeaseName, Outstanding, Part, RankRead, ReadEnded
 from kvflow.reads.pulls import EARLY_RETRY_S, EARLY_RETRY_S_MAX, Pull
-from kvflow.reads.requests import CancelReads, LeaseName, Outstanding, Part, RankRead, ReadEnded
 from kvflow.reads.scheduler import Delivered, Scheduler, StartReads
 from tests.counting import calls_of
 

@@ -11,9 +11,8 @@ from kvflow.planning.pairs import UnitPairs
 from kvflow.planning.strided_copies import AXES_MAX, Scatter
 from kvflow.reads.backend import BackendError
 from kvflow.reads.bounds import check_rows, check_scatter
-from kvflow.reads.contract import PeerAddress, PreparedList
+from kvflow.reads.contract import CancelReads, LeaseName, Part, PeerAddress, PreparedList, RankRead, ReadEnded
 from kvflow.reads.core import PostReads, ReadCore, RemovePeer, ResetReader
-from kvflow.reads.requests import CancelReads, LeaseName, Part, RankRead, ReadEnded
 from kvflow.reads.staging import Scatterer, StagingMemory, evenly_spaced
 from tests.helpers.late_tensors import POLLS, LateTensors
 from tests.unit.kvflow.reads.test_core import EPOCHS, ScriptedBackend

@@ -13,9 +13,18 @@ from kvflow.layout.component import Region
 from kvflow.planning.pairs import UnitPairs
 from kvflow.reads import thread as threaded
 from kvflow.reads.backend import Backend, PostedWork
-from kvflow.reads.contract import SERVES_NOTHING, Carrier, PeerAddress, PreparedList, Serving
+from kvflow.reads.contract import (
+    SERVES_NOTHING,
+    CancelReads,
+    Carrier,
+    LeaseName,
+    Part,
+    PeerAddress,
+    PreparedList,
+    RankRead,
+    Serving,
+)
 from kvflow.reads.core import PostReads, RemovePeer
-from kvflow.reads.requests import CancelReads, LeaseName, Part, RankRead
 from kvflow.reads.staging import StagingMemory
 from kvflow.reads.thread import ThreadedTransport
 from tests.preemption import every_preemption

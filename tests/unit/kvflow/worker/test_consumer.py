@@ -23,7 +23,7 @@ from kvflow.errors import (
 )
 from kvflow.events import PeerConnected, PeerDropped, TransferRetried
 from kvflow.leases.tickets import MAC_BYTES, join_tickets
-from kvflow.reads.requests import LeaseName
+from kvflow.reads.contract import LeaseName
 from kvflow.rendezvous.issuer import TicketMint
 from kvflow.worker.peers import PeerPool
 from kvflow.worker.runtime import open_worker

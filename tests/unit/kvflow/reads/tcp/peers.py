@@ -15,9 +15,8 @@ from kvflow.layout.component import Region
 from kvflow.layout.tracks import Track
 from kvflow.reads.backend import BackendError, CheckedList, Chunk, Portion, Share
 from kvflow.reads.bounds import check_rows
-from kvflow.reads.contract import PeerAddress, PreparedList, Serving
+from kvflow.reads.contract import LeaseName, PeerAddress, PreparedList, Serving
 from kvflow.reads.envelope import Envelope, seal
-from kvflow.reads.requests import LeaseName
 from kvflow.reads.tcp import wire
 from kvflow.reads.tcp.backend import TcpBackend
 from kvflow.reads.tcp.channel import ChannelClosed, PlainChannel, TlsChannel

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvflow.ids import Credentials
-from kvflow.reads.requests import LeaseName
+from kvflow.reads.contract import LeaseName
 from kvflow.reads.tcp import wire
 from kvflow.reads.tcp.wire import BadFrame, RequestHeader
 
