@@ -164,12 +164,18 @@ class PostedWork:
     refused: Mapping[int, Cause] = MappingProxyType({})
 
 
-class Backends(Protocol):
-    """The backends of one worker, which share its peers. Thread: one at a time, see the module."""
+class Backend(Protocol):
+    """Move bytes over one data plane. Creating a backend registers the memory. Thread: one at a time, see the module.
 
-    def of(self, peer: PeerId) -> "Backend":
-        """Return the backend that reads from a peer that was added."""
-        ...
+    Derived classes inherit the defaults.
+
+    Attributes:
+        metadata: what a peer needs to read from us over this plane.
+        data_endpoint: where the plane listens, as peers reach it; empty if it does not listen.
+    """
+
+    metadata: bytes = b""
+    data_endpoint: str = ""
 
     def fileno(self) -> int:
         """Return a file descriptor that is readable while ``progress`` has work; -1 if there is none."""
@@ -190,9 +196,17 @@ class Backends(Protocol):
         """
         ...
 
+    def of(self, peer: PeerId) -> "Backend":
+        """Return the backend that reads from a peer that was added. A core with one plane asks that plane itself."""
+        return self
+
     def remove(self, peer: PeerId, *, gone: bool) -> None:
         """Forget a peer and its prepared lists, if it is known. If ``gone`` is false, it may be added again soon."""
         ...
+
+    def leave(self, peer: PeerId) -> None:
+        """End what is in flight from a peer that is being removed, if possible; ``poll`` then reports it."""
+        return
 
     def reset(self) -> None:
         """Destroy the reader and create a new one, which knows no peer. Nothing that was in flight writes after this.
@@ -206,36 +220,15 @@ class Backends(Protocol):
         """Destroy the reader, then the exporter. Nothing that was in flight writes after this."""
         ...
 
-
-class Backend(Backends, Protocol):
-    """Move bytes over one data plane. Creating a backend registers the memory. Thread: one at a time, see the module.
-
-    Derived classes inherit the defaults.
-    """
-
-    def of(self, peer: PeerId) -> "Backend":
-        """See ``Backends.of``."""
-        return self
-
-    def leave(self, peer: PeerId) -> None:
-        """End what is in flight from a peer that is being removed, if possible; ``poll`` then reports it.
-
-        The default does nothing.
-        """
-        return
-
     def ends_at_once(self, peer: PeerId) -> bool:
-        """Return whether most posts for an added peer have ended when they return. Default: False.
-
-        Only then are reads posted inline.
-        """
+        """Return whether most posts for a peer have ended when they return: only then are reads posted inline."""
         return False
 
     def chunk_descriptors(self, peer: PeerId) -> int:
         """Return the most descriptors of one post for a peer whose posts are asynchronous.
 
-        The default is 0: chunks stay small and few. This is right if a post is the copy, or if posted work advances
-        only when a thread polls.
+        With 0, chunks stay small and few. This is right if a post is the copy, or if posted work advances only when a
+        thread polls.
         """
         return 0
 
@@ -287,18 +280,6 @@ class Backend(Backends, Protocol):
         ...
 
 
-class Plane(Backend, Protocol):
-    """A backend of one data plane.
-
-    Attributes:
-        metadata: what a peer needs to read from us over this plane.
-        data_endpoint: where the plane listens, as peers reach it; empty if it does not listen.
-    """
-
-    metadata: bytes
-    data_endpoint: str = ""
-
-
-BackendFactory = Callable[[Sequence[Region], Region, Serving], Plane]
+BackendFactory = Callable[[Sequence[Region], Region, Serving], Backend]
 """Creates the backend of one plane from the regions, the epoch table and what to serve. If it raises
 ``TransportUnavailable``, nothing remains."""

@@ -19,7 +19,6 @@ from kvflow.reads.backend import (
     NO_BUFFER,
     Backend,
     BackendError,
-    Backends,
     Cause,
     CheckedList,
     Chunk,
@@ -47,6 +46,7 @@ from kvflow.reads.device import Scattering
 from kvflow.reads.lanes import Lanes
 from kvflow.reads.open_reads import Check, TakenChunk, Work
 from kvflow.reads.pacing import REST_S_MAX, Gauge, Pace
+from kvflow.reads.planes import PlaneBackends
 from kvflow.reads.prepared import (
     BYTE_S,
     DESCRIPTOR_S,
@@ -155,7 +155,7 @@ class ReadCore:
 
     def __init__(
         self,
-        backend: Backends,
+        backend: Backend | PlaneBackends,
         regions: Sequence[Region],
         sink: Sink,
         now: Callable[[], float],

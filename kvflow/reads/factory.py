@@ -6,7 +6,7 @@ from kvflow.config import WorkerConfig
 from kvflow.layout.component import Region
 from kvflow.reads.backend import BackendFactory
 from kvflow.reads.contract import Serving, Sink, Transport
-from kvflow.reads.loopback import LoopbackTransport
+from kvflow.reads.loopback import LoopbackBackend
 from kvflow.reads.nixl.reader import Uses
 from kvflow.reads.nixl.transport import nixl_factory
 from kvflow.reads.staging import StagingMemory
@@ -30,8 +30,6 @@ def create_transport(config: WorkerConfig, agent_name: str, sink: Sink, staging_
     Raises:
         ConfigInvalid: there is not enough memory for staged lists.
     """
-    if config.transport == "loopback":
-        return LoopbackTransport(agent_name, sink, staging_bytes)
     staging = StagingMemory(staging_bytes)
     # If TCP is available, NIXL reads only over transports that are known to need no help of the exporter's process.
     nixl = nixl_factory(
@@ -41,7 +39,11 @@ def create_transport(config: WorkerConfig, agent_name: str, sink: Sink, staging_
         known_only=config.transport == "auto",
         params=config.tuning.nixl_backend_params,
     )
-    factories = {"nixl": nixl, "tcp": _tcp_factory(config, agent_name, staging)}
+    factories = {
+        "nixl": nixl,
+        "tcp": _tcp_factory(config, agent_name, staging),
+        "loopback": lambda regions, epochs, _serving: LoopbackBackend(agent_name, regions, epochs),
+    }
     return ThreadedTransport(
         config.transport,
         {name: factories[name] for name in PLANES[config.transport]},

@@ -12,12 +12,10 @@ from dataclasses import dataclass, field
 from kvflow.errors import FailureCode, TransportUnavailable
 from kvflow.ids import PeerId
 from kvflow.layout.component import Region
-from kvflow.reads.backend import BackendError, CheckedList, Chunk, Plane, PostedWork
+from kvflow.reads.backend import Backend, BackendError, CheckedList, Chunk, PostedWork
 from kvflow.reads.bounds import OutOfBounds, check_inside, merge
-from kvflow.reads.contract import INLINE_S_MAX, Carrier, LeaseName, PeerAddress, Sink
+from kvflow.reads.contract import Carrier, LeaseName, PeerAddress
 from kvflow.reads.envelope import Envelope, seal, unseal
-from kvflow.reads.staging import StagingMemory
-from kvflow.reads.thread import ThreadedTransport
 
 
 @dataclass(slots=True, eq=False)
@@ -40,7 +38,7 @@ class _Attachment:
     prepared_lists: dict[int, CheckedList] = field(default_factory=dict)
 
 
-class LoopbackBackend(Plane):
+class LoopbackBackend(Backend):
     """Move bytes between transports of one process. See ``Backend`` for the contract.
 
     Args:
@@ -133,29 +131,6 @@ class LoopbackBackend(Plane):
             del _exporters[self._agent_name]
         with self._exporter.lock:
             self._exporter.closed = True
-
-
-class LoopbackTransport(ThreadedTransport):
-    """The data plane within one process. See ``Transport`` for the contract.
-
-    Args:
-        agent_name: unique per incarnation.
-        sink: called on the read thread.
-        staging_bytes: memory for staged lists; 0 for none.
-        inline_s_max: see ``ThreadedTransport``.
-    """
-
-    def __init__(
-        self, agent_name: str, sink: Sink, staging_bytes: int = 0, *, inline_s_max: float = INLINE_S_MAX
-    ) -> None:
-        # Peers read our memory without our help, so there is nothing to serve and no descriptor to wait for.
-        super().__init__(
-            "loopback",
-            {"loopback": lambda regions, epochs, *_: LoopbackBackend(agent_name, regions, epochs)},
-            sink,
-            StagingMemory(staging_bytes),
-            inline_s_max=inline_s_max,
-        )
 
 
 def _require_open(exporter: _Exporter) -> None:

@@ -14,7 +14,7 @@ from kvflow.errors import FailureCode, TransportUnavailable
 from kvflow.events import PlaneOmitted
 from kvflow.ids import PeerId
 from kvflow.layout.component import Region
-from kvflow.reads.backend import Backend, BackendError, BackendFactory, Backends, Cause, Plane
+from kvflow.reads.backend import Backend, BackendError, BackendFactory, Cause
 from kvflow.reads.contract import Carrier, PeerAddress, Published, Serving
 
 _logger = logging.getLogger(__name__)
@@ -22,8 +22,8 @@ _logger = logging.getLogger(__name__)
 NOT_PUBLISHED = Cause(FailureCode.PLANE_UNFIT, "the peer does not have this data plane")
 
 
-class PlaneBackends(Backends):
-    """Several backends as one. See ``Backends`` for the contract.
+class PlaneBackends:
+    """The backends of one worker as one, with those methods of ``Backend`` that concern the choice.
 
     Args:
         backends: name of each plane -> its backend, the preferred one first.
@@ -34,7 +34,7 @@ class PlaneBackends(Backends):
         published: what peers need to read from us.
     """
 
-    def __init__(self, backends: Mapping[str, Plane], missing: Sequence[PlaneOmitted]) -> None:
+    def __init__(self, backends: Mapping[str, Backend], missing: Sequence[PlaneOmitted]) -> None:
         self.backends = dict(backends)
         self._peers: dict[PeerId, Backend] = {}
         endpoints = [backend.data_endpoint for backend in backends.values() if backend.data_endpoint]
@@ -46,7 +46,7 @@ class PlaneBackends(Backends):
         )
 
     def add(self, address: PeerAddress) -> Carrier:
-        """See ``Backends.add``. Tries one plane after the other."""
+        """Add a peer to the first plane that it publishes and that can serve the pair."""
         refusals: dict[str, Cause] = {}
         for name, backend in self.backends.items():
             if name not in address.planes:
@@ -65,22 +65,22 @@ class PlaneBackends(Backends):
         raise BackendError(codes[0] if codes else FailureCode.PLANE_UNFIT, detail)
 
     def remove(self, peer: PeerId, *, gone: bool) -> None:
-        """See ``Backends.remove``. A plane may have kept a connection to a peer that was removed before."""
+        """Forget a peer. A plane may have kept a connection to a peer that was removed before."""
         backend = self._peers.pop(peer, None)
         for each in self.backends.values() if backend is None else (backend,):
             each.remove(peer, gone=gone)
 
     def of(self, peer: PeerId) -> Backend:
-        """See ``Backends.of``."""
+        """Return the backend that reads from a peer that was added."""
         return self._peers[peer]
 
     def progress(self) -> None:
-        """See ``Backends.progress``."""
+        """Advance what is in flight on every plane."""
         for backend in self.backends.values():
             backend.progress()
 
     def reset(self) -> None:
-        """See ``Backends.reset``. Every plane is reset, even if another one fails."""
+        """Reset every plane, even if another one fails."""
         self._peers.clear()
         failures = []
         for backend in self.backends.values():
@@ -92,11 +92,11 @@ class PlaneBackends(Backends):
             raise failures[0]
 
     def fileno(self) -> int:
-        """See ``Backends.fileno``. Only one plane has a descriptor."""
+        """Return the descriptor of the one plane that has one; -1 if none has."""
         return max((backend.fileno() for backend in self.backends.values()), default=-1)
 
     def close(self) -> None:
-        """See ``Backends.close``. Every plane is closed, even if another one fails."""
+        """Close every plane, even if another one fails."""
         with ExitStack() as closing:
             for backend in reversed(self.backends.values()):
                 closing.callback(backend.close)
@@ -122,7 +122,7 @@ def open_planes(
     Raises:
         TransportUnavailable: no plane can start, or a required one cannot.
     """
-    backends: dict[str, Plane] = {}
+    backends: dict[str, Backend] = {}
     missing: list[PlaneOmitted] = []
     with ExitStack() as opened:
         for name, factory in factories.items():

@@ -42,8 +42,8 @@ from kvflow.reads.contract import (
 )
 from kvflow.reads.envelope import unseal
 from kvflow.reads.nixl.binding import Agent, load_binding
-from kvflow.reads.nixl.transport import NixlTransport
 from tests.benchmarks.blocks import Blocks
+from tests.helpers.transports import nixl_transport
 
 CACHE_BYTES = 192 << 20
 PEER = PeerId("p", 0, "0" * 32, "tcp://127.0.0.1:1", "")
@@ -80,7 +80,7 @@ class Reader:
     def __init__(self, inline_s_max: float) -> None:
         self.events: SimpleQueue[TransportEvent] = SimpleQueue()
         name = f"reader-{os.getpid()}-{inline_s_max}"
-        self.transport = NixlTransport(name, self.events.put, inline_s_max=inline_s_max)
+        self.transport = nixl_transport(name, self.events.put, inline_s_max=inline_s_max)
 
     def read(self, prepared_list: int, index: npt.NDArray[np.int32], *, read_id: int) -> float:
         """Post one read and wait for its answer; return seconds."""

@@ -6,12 +6,12 @@ from kvflow.config import TcpSettings
 from kvflow.ids import Credentials, pass_of
 from kvflow.layout.tracks import Track
 from kvflow.reads.contract import Serving
-from kvflow.reads.loopback import LoopbackBackend, LoopbackTransport
-from kvflow.reads.nixl.transport import NixlTransport
+from kvflow.reads.loopback import LoopbackBackend
 from kvflow.reads.staging import StagingMemory
 from kvflow.reads.tcp.backend import TcpBackend
 from kvflow.reads.thread import ThreadedTransport
 from tests.helpers.async_backend import AsyncTransport
+from tests.helpers.transports import loopback_transport, nixl_transport
 
 HERE = "tcp://127.0.0.1:0"
 PASS_KEY = b"contract" * 4
@@ -47,7 +47,7 @@ def tensor_transport(name, sink, staging_bytes=0, inline_s_max=0.0):
     return ThreadedTransport("tensors", {"tensors": opened}, sink, staging, inline_s_max=inline_s_max)
 
 
-KINDS = {"loopback": LoopbackTransport, "nixl": NixlTransport, "tcp": tcp_transport, "async": AsyncTransport}
+KINDS = {"loopback": loopback_transport, "nixl": nixl_transport, "tcp": tcp_transport, "async": AsyncTransport}
 KINDS["tensors"] = tensor_transport
 
 

@@ -321,7 +321,7 @@ def test_nothing_is_printed_to_standard_output_whatever_fails():
         from kvflow.planning.pairs import UnitPairs
         from kvflow.reads.contract import LeaseName, Part, RankRead
         from kvflow.reads.contract import PeerAddress, PreparedList
-        from kvflow.reads.nixl.transport import NixlTransport
+        from tests.helpers.transports import nixl_transport
         import threading
         assert not {"torch", "nixl", "nixl_cu13", "nixl_cu12"} & set(sys.modules)
         data, epochs = np.zeros(4096, np.uint8), np.zeros(8, np.uint64)
@@ -331,7 +331,7 @@ def test_nothing_is_printed_to_standard_output_whatever_fails():
             events.append(event)
             if type(event).__name__ == "ReadEnded":
                 over.set()
-        dead, reader = NixlTransport("dead", print), NixlTransport("reader", sink)
+        dead, reader = nixl_transport("dead", print), nixl_transport("reader", sink)
         for transport in (dead, reader):
             transport.start(regions[:1], regions[1])
         assert "torch" not in sys.modules

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from kvflow.errors import FailureCode, TransportUnavailable
 from kvflow.ids import PeerId
 from kvflow.layout.component import Region
-from kvflow.reads.backend import SPAN_MAX, BackendError, CheckedList, Chunk, Plane, PostedWork
+from kvflow.reads.backend import SPAN_MAX, Backend, BackendError, CheckedList, Chunk, PostedWork
 from kvflow.reads.contract import UNKNOWN_CARRIER, Carrier, LeaseName, PeerAddress
 from kvflow.reads.envelope import Envelope, seal, unseal
 from kvflow.reads.nixl.binding import QUIET, Agent, error_types, load_binding, may_copy_from, published_settings
@@ -114,7 +114,7 @@ REMEDIES = {
 """Variable with which NIXL may fail to start -> what to do about it."""
 
 
-class NixlBackend(Plane):
+class NixlBackend(Backend):
     """Move bytes with NIXL. See ``Backend`` for the contract.
 
     Args:

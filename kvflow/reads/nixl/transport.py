@@ -1,4 +1,4 @@
-"""Choose the NIXL backend that a cache needs; the data plane of NIXL alone."""
+"""Choose the NIXL backend that a cache needs."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -7,13 +7,12 @@ from typing import Any
 from kvflow.ids import PeerId
 from kvflow.layout.component import Region
 from kvflow.reads.backend import BackendFactory, PostedWork
-from kvflow.reads.contract import INLINE_S_MAX, LeaseName, Serving, Sink
+from kvflow.reads.contract import LeaseName, Serving
 from kvflow.reads.device import DeviceOrder, device_order_of
 from kvflow.reads.nixl.backend import UCX_TELLS, NixlBackend
 from kvflow.reads.nixl.binding import DEVICE
 from kvflow.reads.nixl.reader import USUAL, Uses
 from kvflow.reads.staging import StagingMemory
-from kvflow.reads.thread import ThreadedTransport
 
 _logger = logging.getLogger(__name__)
 
@@ -63,37 +62,6 @@ class DeviceNixlBackend(NixlBackend):
             self._device.settle()
         except RuntimeError:  # an error of torch: after it the device runs nothing of this process
             _logger.exception("kvflow.reads: the device failed while its last copies were awaited")
-
-
-class NixlTransport(ThreadedTransport):
-    """The data plane over NIXL and UCX: shared memory, RDMA, NVLink. See ``Transport`` for the contract.
-
-    Args:
-        agent_name: unique per incarnation.
-        sink: called on the read thread.
-        staging_bytes: memory for staged lists; 0 for none.
-        inline_s_max: see ``ThreadedTransport``.
-        reader_progress, params: see ``NixlBackend``.
-    """
-
-    def __init__(
-        self,
-        agent_name: str,
-        sink: Sink,
-        staging_bytes: int = 0,
-        *,
-        inline_s_max: float = INLINE_S_MAX,
-        reader_progress: bool | None = None,
-        params: Mapping[str, str] | None = None,
-    ) -> None:
-        staging = StagingMemory(staging_bytes)
-        super().__init__(
-            "nixl",
-            {"nixl": nixl_factory(agent_name, staging, reader_progress=reader_progress, params=params)},
-            sink,
-            staging,
-            inline_s_max=inline_s_max,
-        )
 
 
 def nixl_factory(

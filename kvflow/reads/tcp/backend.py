@@ -27,7 +27,7 @@ from kvflow.config import TcpSettings
 from kvflow.errors import FailureCode
 from kvflow.ids import Credentials, PeerId
 from kvflow.layout.component import Region
-from kvflow.reads.backend import BackendError, Cause, CheckedList, Chunk, Plane, PostedWork, Share, share_numbers
+from kvflow.reads.backend import Backend, BackendError, Cause, CheckedList, Chunk, PostedWork, Share, share_numbers
 from kvflow.reads.bounds import Places
 from kvflow.reads.contract import Carrier, LeaseName, PeerAddress, Serving
 from kvflow.reads.device import landing
@@ -154,7 +154,7 @@ class Told:
         return values
 
 
-class TcpBackend(Plane):
+class TcpBackend(Backend):
     """Move bytes over TCP. See ``Backend`` for the contract.
 
     Args:

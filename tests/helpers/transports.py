@@ -1,0 +1,25 @@
+"""Transports of one data plane, as tests and benchmarks open them."""
+
+from kvflow.reads.contract import INLINE_S_MAX
+from kvflow.reads.loopback import LoopbackBackend
+from kvflow.reads.nixl.transport import nixl_factory
+from kvflow.reads.staging import StagingMemory
+from kvflow.reads.thread import ThreadedTransport
+
+
+def loopback_transport(agent_name, sink, staging_bytes=0, *, inline_s_max=INLINE_S_MAX):
+    """Return a transport within this process."""
+
+    def opened(regions, epochs, _serving):
+        return LoopbackBackend(agent_name, regions, epochs)
+
+    return ThreadedTransport(
+        "loopback", {"loopback": opened}, sink, StagingMemory(staging_bytes), inline_s_max=inline_s_max
+    )
+
+
+def nixl_transport(agent_name, sink, staging_bytes=0, *, inline_s_max=INLINE_S_MAX, reader_progress=None, params=None):
+    """Return a transport over NIXL alone; the last two options are those of ``NixlBackend``."""
+    staging = StagingMemory(staging_bytes)
+    opened = nixl_factory(agent_name, staging, reader_progress=reader_progress, params=params)
+    return ThreadedTransport("nixl", {"nixl": opened}, sink, staging, inline_s_max=inline_s_max)
