@@ -4,12 +4,12 @@
 
 - ``scheduler``, ``pulls``, ``report``: on the event loop. They decide what follows from the answers to rank reads,
   apply deadlines, and compute reports. They do no I/O.
-- ``thread``: the read thread of a worker and its lock. ``core``: all that this thread decides, without a thread.
+- ``thread``: the read thread of a worker and its lock; makes the data planes that the settings name. ``core``: all
+  that this thread decides, without a thread.
 - ``lanes``, ``open_reads``: choose the next chunk and the next check, and record what is in flight.
 - ``prepared``, ``bounds``: check descriptor lists and pairs, bind pairs to descriptors, estimate what a post costs.
-- ``backend``: the interface of a data plane. ``planes`` chooses one for each peer, ``factory`` makes them.
+- ``backend``: the interface of a data plane, and what it publishes. ``planes`` chooses one for each peer.
 - ``nixl``, ``tcp``, ``loopback``: the data planes.
 - ``serving``: which blocks an exporter may serve, and under which lease.
 - ``staging``: staging buffers and the strided copies out of them. ``device``: copies between host and device memory.
-- ``envelope``: an exporter's description with a digest.
 """

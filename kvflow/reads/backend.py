@@ -1,4 +1,4 @@
-"""The interface of a data plane: how to reach a peer, and how to move bytes.
+"""The interface of a data plane: how to reach a peer, and how to move bytes; and the form of what it publishes.
 
 One thread at a time calls a backend. The caller does the accounting: it posts only for peers that were added, and
 removes a peer only when nothing of that peer is in flight. All calls except ``post`` and ``post_check`` come from the
@@ -7,16 +7,18 @@ thread that created the backend.
 
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from hashlib import blake2b
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import Annotated, NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from kvflow.errors import FailureCode
 from kvflow.ids import PeerId
-from kvflow.layout.component import Region
+from kvflow.layout.component import METADATA_BYTES_MAX, Region
 from kvflow.reads.bounds import CheckedRows, CheckedScatter
 from kvflow.reads.contract import Carrier, LeaseName, PeerAddress, PreparedList, Serving
 from kvflow.reads.device import Scatters
@@ -283,3 +285,76 @@ class Backend(Protocol):
 BackendFactory = Callable[[Sequence[Region], Region, Serving], Backend]
 """Creates the backend of one plane from the regions, the epoch table and what to serve. If it raises
 ``TransportUnavailable``, nothing remains."""
+
+
+_MAGIC = b"kvt1"
+_DIGEST_BYTES = 16
+# On the wire: 4 bytes of magic, 16 bytes of BLAKE2b over the rest, and the rest, which is msgpack. NIXL's metadata has
+# no checksum, and a flipped bit can crash the process that loads it; so the digest covers every byte that reaches NIXL.
+# It detects accidents only: the control channel keeps outsiders from forging, and ``nixl.metadata`` checks what a
+# member forges.
+
+_Short = Annotated[str, Meta(max_length=64)]
+
+
+class Envelope(Struct, frozen=True):
+    """One exporter.
+
+    Attributes:
+        transport: name of the transport, which readers must use, too.
+        agent: the exporter's name, unique per incarnation.
+        blob: what the transport's library needs.
+        settings: what must be equal on both sides; None if the peer did not state it.
+    """
+
+    transport: Annotated[str, Meta(max_length=32)]
+    agent: Annotated[str, Meta(min_length=1, max_length=512)]
+    blob: bytes
+    settings: Annotated[dict[_Short, _Short], Meta(max_length=32)] | None = None
+
+
+_decoder = msgspec.msgpack.Decoder(Envelope)
+
+
+def seal(envelope: Envelope) -> bytes:
+    """Encode an envelope.
+
+    Raises:
+        ValueError: the result would be larger than ``METADATA_BYTES_MAX``.
+    """
+    body = msgspec.msgpack.encode(envelope)
+    sealed = _MAGIC + _digest(body) + body
+    if len(sealed) > METADATA_BYTES_MAX:
+        raise ValueError(f"{len(sealed)} bytes of metadata; the limit is {METADATA_BYTES_MAX}")
+    return sealed
+
+
+def unseal(sealed: bytes, *, transport: str, agent: str | None = None) -> Envelope:
+    """Decode the result of ``seal`` for the same transport.
+
+    Args:
+        sealed: the bytes.
+        transport: the transport that reads them.
+        agent: the agent that must have written them; None accepts any.
+
+    Raises:
+        ValueError: it is too large, truncated, changed, or from another agent or transport.
+    """
+    if len(sealed) > METADATA_BYTES_MAX:
+        raise ValueError(f"{len(sealed)} bytes of metadata; the limit is {METADATA_BYTES_MAX}")
+    digest, body = sealed[len(_MAGIC) :][:_DIGEST_BYTES], sealed[len(_MAGIC) + _DIGEST_BYTES :]
+    if not sealed.startswith(_MAGIC):
+        raise ValueError("not the metadata of a transport")
+    if digest != _digest(body):
+        raise ValueError("the metadata was changed or truncated on its way")
+    envelope = _decoder.decode(body)
+    if envelope.transport != transport:
+        raise ValueError(f"the peer's transport is {envelope.transport!r}, ours is {transport!r}")
+    if agent is not None and envelope.agent != agent:
+        # A peer that uses the name of another one would prevent reads from it.
+        raise ValueError(f"the metadata is that of {envelope.agent!r}, not of {agent!r}")
+    return envelope
+
+
+def _digest(body: bytes) -> bytes:
+    return blake2b(body, digest_size=_DIGEST_BYTES).digest()

@@ -37,7 +37,7 @@ class DeviceOrder(Protocol):
 
 
 Copy = tuple[tuple[int, ...], tuple[tuple[int, int, int], ...]]
-"""See ``kvflow.memory.scatter.Copy``."""
+"""See ``kvflow.memory.device.Copy``."""
 
 
 class Scattering(Protocol):
@@ -88,7 +88,7 @@ class DeviceStage(Protocol):
 
 def device_stage_of(regions: Sequence[Region], nbytes: int) -> DeviceStage:
     """Return so many bytes of staging buffers on the one device that a cache lies on."""
-    from kvflow.memory.scatter import torch_stage_of  # noqa: PLC0415
+    from kvflow.memory.device import torch_stage_of  # noqa: PLC0415
 
     return torch_stage_of(regions, nbytes)
 

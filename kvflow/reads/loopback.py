@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from kvflow.errors import FailureCode, TransportUnavailable
 from kvflow.ids import PeerId
 from kvflow.layout.component import Region
-from kvflow.reads.backend import Backend, BackendError, CheckedList, Chunk, PostedWork
+from kvflow.reads.backend import Backend, BackendError, CheckedList, Chunk, Envelope, PostedWork, seal, unseal
 from kvflow.reads.bounds import OutOfBounds, check_inside, merge
 from kvflow.reads.contract import Carrier, LeaseName, PeerAddress
-from kvflow.reads.envelope import Envelope, seal, unseal
 
 
 @dataclass(slots=True, eq=False)

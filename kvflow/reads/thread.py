@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 
+from kvflow.config import WorkerConfig
 from kvflow.ids import PeerId
 from kvflow.layout.component import Region
 from kvflow.reads.backend import BackendFactory
@@ -31,10 +32,14 @@ from kvflow.reads.contract import (
     Serving,
     Sink,
     StagingUse,
+    Transport,
 )
 from kvflow.reads.core import Command, PostReads, ReadCore, RemovePeer, ResetReader
+from kvflow.reads.loopback import LoopbackBackend
+from kvflow.reads.nixl.backend import Uses, nixl_factory
 from kvflow.reads.planes import open_planes
 from kvflow.reads.staging import StagingMemory
+from kvflow.reads.tcp.backend import TcpBackend
 
 _logger = logging.getLogger(__name__)
 
@@ -277,3 +282,52 @@ class ThreadedTransport:
     def _take(self) -> list[Command | None]:
         """Process all waiting commands."""
         return [self._commands.popleft() for _ in range(len(self._commands))]
+
+
+PLANES = {"auto": ("nixl", "tcp"), "nixl": ("nixl",), "tcp": ("tcp",), "loopback": ("loopback",)}
+"""The setting ``transport`` -> data planes, the preferred one first. NIXL comes first, because it reads without the
+exporter's processor."""
+
+
+def create_transport(config: WorkerConfig, agent_name: str, sink: Sink, staging_bytes: int = 0) -> Transport:
+    """Construct a transport that has not started.
+
+    Args:
+        config: the settings; only those of the data planes are used.
+        agent_name: unique per incarnation.
+        sink: takes the events, on the read thread.
+        staging_bytes: memory for staged lists; 0 for none.
+
+    Raises:
+        ConfigInvalid: there is not enough memory for staged lists.
+    """
+    staging = StagingMemory(staging_bytes)
+    # If TCP is available, NIXL reads only over transports that are known to need no help of the exporter's process.
+    nixl = nixl_factory(
+        agent_name,
+        staging,
+        uses=Uses(config.role, config.tuning.sleep_mode),
+        known_only=config.transport == "auto",
+        params=config.tuning.nixl_backend_params,
+    )
+    factories = {
+        "nixl": nixl,
+        "tcp": _tcp_factory(config, agent_name, staging),
+        "loopback": lambda regions, epochs, _serving: LoopbackBackend(agent_name, regions, epochs),
+    }
+    return ThreadedTransport(
+        config.transport,
+        {name: factories[name] for name in PLANES[config.transport]},
+        sink,
+        staging,
+        # A caller that names an address for the TCP plane requires it; without it some peers could not be read.
+        required=frozenset() if config.tuning.tcp_bind is None else frozenset({"tcp"}),
+    )
+
+
+def _tcp_factory(config: WorkerConfig, agent_name: str, staging: StagingMemory) -> BackendFactory:
+    def open_tcp(regions: Sequence[Region], epochs: Region, serving: Serving) -> TcpBackend:
+        in_host_memory = [region for region in staging.regions if region.memory == "DRAM"]
+        return TcpBackend(agent_name, config.tcp, regions, epochs, serving, staging=in_host_memory)
+
+    return open_tcp

@@ -14,8 +14,8 @@ from kvflow.config import WorkerConfig
 from kvflow.layout.manifest import Manifest
 from kvflow.planning.plan import PlanCache
 from kvflow.reads.contract import Sink, Transport
-from kvflow.reads.factory import create_transport
 from kvflow.reads.scheduler import PULLS_MAX
+from kvflow.reads.thread import create_transport
 from kvflow.rendezvous.endpoint import ZEROMQ, Network
 
 

@@ -26,7 +26,7 @@ from kvflow.errors import KvflowError
 from kvflow.integrations.vllm import admission, blocks, messages, params
 from kvflow.layout.manifest import MANIFEST_SCHEMA
 from kvflow.leases import tickets
-from kvflow.reads import envelope
+from kvflow.reads import backend
 from kvflow.reads.tcp import wire
 from kvflow.rendezvous.publication import Advertisement
 from kvflow.worker.snapshot import Inspection
@@ -112,8 +112,8 @@ WORDS = {
     "ticket: kv_transfer_params of an example": TICKET.to_params(),
     "ticket: bytes of a MAC": tickets.MAC_BYTES,
     "publication: schema": MANIFEST_SCHEMA,
-    "data plane's metadata: first bytes": envelope._MAGIC,
-    "data plane's metadata: bytes of the digest": envelope._DIGEST_BYTES,
+    "data plane's metadata: first bytes": backend._MAGIC,
+    "data plane's metadata: bytes of the digest": backend._DIGEST_BYTES,
     "TCP: first bytes": wire.MAGIC,
     "TCP: hello": wire._HELLO.format,
     "TCP: header of a request": wire.HEADER.format,
@@ -133,7 +133,7 @@ STRUCTS = {
     "handshake: messages": handshake.messages.AnyMessage,
     "ticket: msgpack of a grant, after its MAC": tickets.Grant,
     "publication: payload": Advertisement,
-    "data plane's metadata": envelope.Envelope,
+    "data plane's metadata": backend.Envelope,
     "report of a worker, in a pong": Inspection,
     "vLLM: commands of a step": messages.Command,
     "vLLM: early admission": admission._Early,

@@ -29,6 +29,7 @@ import numpy.typing as npt
 from kvflow.ids import PeerId
 from kvflow.layout.component import Region
 from kvflow.planning.pairs import UnitPairs
+from kvflow.reads.backend import unseal
 from kvflow.reads.contract import (
     INLINE_S_MAX,
     LeaseName,
@@ -40,7 +41,6 @@ from kvflow.reads.contract import (
     ReadEnded,
     TransportEvent,
 )
-from kvflow.reads.envelope import unseal
 from kvflow.reads.nixl.binding import Agent, load_binding
 from tests.benchmarks.blocks import Blocks
 from tests.helpers.transports import nixl_transport

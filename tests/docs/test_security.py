@@ -15,7 +15,7 @@ import handshake.messages
 import kvflow.tools.bench.messages
 import kvflow.tools.demo.messages
 from kvflow.leases.tickets import Grant
-from kvflow.reads.envelope import Envelope
+from kvflow.reads.backend import Envelope
 from kvflow.rendezvous.publication import Advertisement
 from kvflow.tools.proxy import completions
 from kvflow.worker.snapshot import Inspection
@@ -29,7 +29,7 @@ WIRE = {
     "handshake/codec.py": [handshake.messages.AnyMessage],
     "kvflow/leases/tickets.py": [Grant],
     "kvflow/rendezvous/publication.py": [Advertisement],
-    "kvflow/reads/envelope.py": [Envelope],
+    "kvflow/reads/backend.py": [Envelope],
     "kvflow/worker/snapshot.py": [Inspection],
     "kvflow/tools/proxy/completions.py": [
         completions._LongFields,
@@ -44,7 +44,7 @@ WIRE = {
 """Modules that read what others send -> what they read it as."""
 
 UNPACKED = {
-    "kvflow/reads/nixl/metadata.py": {"kvflow.reads.envelope:Envelope.blob"},
+    "kvflow/reads/nixl/metadata.py": {"kvflow.reads.backend:Envelope.blob"},
     "kvflow/reads/tcp/channel.py": {"kvflow.reads.tcp.channel:TlsChannel"},
     "kvflow/reads/tcp/wire.py": {"kvflow.reads.tcp.wire:Introduction", "kvflow.reads.tcp.wire:RequestHeader"},
     "kvflow/reads/tcp/requests.py": {"slots, epochs and descriptor numbers of a read over TCP"},

@@ -12,7 +12,7 @@ from kvflow.ids import agent_name, worker_name
 from kvflow.layout.component import Region
 from kvflow.layout.manifest import MANIFEST_SCHEMA
 from kvflow.leases.tickets import FORMAT, RankAddress
-from kvflow.reads.envelope import Envelope, seal, unseal
+from kvflow.reads.backend import Envelope, seal, unseal
 from kvflow.reads.nixl.backend import NixlBackend, exporter_name
 from kvflow.reads.nixl.metadata import inspect
 from kvflow.rendezvous.issuer import TicketKey

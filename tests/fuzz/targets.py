@@ -28,9 +28,9 @@ from kvflow.leases.table import LeaseReader, LeaseState
 from kvflow.leases.tickets import FORMAT, MAC_BYTES, RankAddress, Ticket
 from kvflow.planning.pairs import pair_units
 from kvflow.planning.plan import plan_transfer
+from kvflow.reads.backend import Envelope, seal, unseal
 from kvflow.reads.bounds import OutOfBounds
 from kvflow.reads.contract import LeaseName
-from kvflow.reads.envelope import Envelope, seal, unseal
 from kvflow.reads.nixl.metadata import inspect
 from kvflow.reads.serving import ServedList
 from kvflow.reads.tcp import wire as tcp_wire

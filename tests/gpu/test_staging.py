@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvflow.layout.component import Region
-from kvflow.memory.scatter import TorchStage
+from kvflow.memory.device import TorchStage
 from kvflow.planning.strided_copies import AXES_MAX
 from kvflow.reads.bounds import CheckedScatter
 from kvflow.reads.staging import StagingMemory

@@ -2,7 +2,7 @@
 
 import torch
 
-from kvflow.memory.scatter import TorchStage
+from kvflow.memory.device import TorchStage
 from kvflow.reads.staging import StagingMemory, memory_at
 
 POLLS = 3

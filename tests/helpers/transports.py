@@ -2,7 +2,7 @@
 
 from kvflow.reads.contract import INLINE_S_MAX
 from kvflow.reads.loopback import LoopbackBackend
-from kvflow.reads.nixl.transport import nixl_factory
+from kvflow.reads.nixl.backend import nixl_factory
 from kvflow.reads.staging import StagingMemory
 from kvflow.reads.thread import ThreadedTransport
 

@@ -7,7 +7,7 @@ import pytest
 
 import kvflow
 from handshake.messages import Release
-from kvflow.reads.factory import create_transport
+from kvflow.reads.thread import create_transport
 from kvflow.worker.environment import PRODUCTION
 from tests.benchmarks import fence
 from tests.benchmarks.fence import FENCE_ONLY, WHOLE, WITHOUT

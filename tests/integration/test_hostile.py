@@ -12,7 +12,7 @@ from kvflow import errors
 from kvflow.layout.component import ADDRESS_MAX, Region
 from kvflow.layout.manifest import MANIFEST_SCHEMA
 from kvflow.planning.plan import PlanCache
-from kvflow.reads.envelope import Envelope, seal
+from kvflow.reads.backend import Envelope, seal
 from kvflow.rendezvous.publication import decode, encode
 
 from .consuming import works

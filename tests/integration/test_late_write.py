@@ -16,7 +16,7 @@ import torch
 
 from kvflow.events import ReaderReset
 from kvflow.reads.contract import ReadEnded
-from kvflow.reads.factory import create_transport
+from kvflow.reads.thread import create_transport
 from kvflow.worker.environment import PRODUCTION
 
 from .conftest import ELSEWHERE, OVER_TCP

@@ -12,14 +12,13 @@ import pytest
 
 from kvflow.errors import TransportUnavailable
 from kvflow.layout.component import Region
-from kvflow.reads.backend import BackendError, CheckedList, Chunk, Portion, PostedWork, Share
+from kvflow.reads.backend import BackendError, CheckedList, Chunk, Envelope, Portion, PostedWork, Share, seal, unseal
 from kvflow.reads.bounds import check_rows
 from kvflow.reads.contract import LeaseName, PeerAddress, PreparedList
-from kvflow.reads.envelope import Envelope, seal, unseal
 from kvflow.reads.nixl import backend as nixl
 from kvflow.reads.nixl import binding as nixl_binding
-from kvflow.reads.nixl.backend import NixlBackend
-from kvflow.reads.nixl.reader import SPANS, USUAL, Uses
+from kvflow.reads.nixl.backend import USUAL, NixlBackend, Uses
+from kvflow.reads.nixl.binding import SPANS
 
 LEASE = LeaseName(3, 0)
 
@@ -298,7 +297,7 @@ def test_a_reset_without_a_reader_makes_one():
 @pytest.mark.nixl
 def test_a_consumer_knows_that_its_cache_is_on_a_device(ends):
     envelope = unseal(ends.reader.metadata, transport="nixl", agent=None)
-    assert [nixl._inspected(envelope, on_device=each).on_device for each in (True, False)] == [True, False]
+    assert [nixl.inspect_own(envelope, on_device=each).on_device for each in (True, False)] == [True, False]
 
 
 def listening():

@@ -17,8 +17,7 @@ from kvflow.memory.device import TorchDeviceOrder
 from kvflow.reads.contract import PeerAddress
 from kvflow.reads.device import device_order_of
 from kvflow.reads.nixl import backend as nixl_backend
-from kvflow.reads.nixl.reader import Uses
-from kvflow.reads.nixl.transport import DeviceNixlBackend
+from kvflow.reads.nixl.backend import DeviceNixlBackend, Uses
 from kvflow.reads.staging import StagingMemory
 from kvflow.reads.thread import ThreadedTransport
 

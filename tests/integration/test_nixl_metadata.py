@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from kvflow.layout.component import Region
-from kvflow.reads.backend import BackendError
+from kvflow.reads.backend import BackendError, Envelope, seal, unseal
 from kvflow.reads.contract import PeerAddress
-from kvflow.reads.envelope import Envelope, seal, unseal
 from kvflow.reads.nixl.backend import NixlBackend
 from kvflow.reads.nixl.metadata import inspect
 

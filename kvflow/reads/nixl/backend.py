@@ -1,4 +1,4 @@
-"""NIXL as a backend: two agents, prepared strided lists, and a code for each of NIXL's exceptions.
+"""NIXL as a data plane: two agents, prepared strided lists, and a code for each of NIXL's exceptions.
 
 The exporter has a progress thread, which serves peers between our calls. The reader has one if a network card or a GPU
 moves bytes. Over shared memory it has none: the thread that posts also polls, and a second thread would compete
@@ -12,7 +12,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, count
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,12 +20,40 @@ import numpy.typing as npt
 from kvflow.errors import FailureCode, TransportUnavailable
 from kvflow.ids import PeerId
 from kvflow.layout.component import Region
-from kvflow.reads.backend import SPAN_MAX, Backend, BackendError, CheckedList, Chunk, PostedWork
-from kvflow.reads.contract import UNKNOWN_CARRIER, Carrier, LeaseName, PeerAddress
-from kvflow.reads.envelope import Envelope, seal, unseal
-from kvflow.reads.nixl.binding import QUIET, Agent, error_types, load_binding, may_copy_from, published_settings
-from kvflow.reads.nixl.metadata import Exported, carrier_between, difference, inspect
-from kvflow.reads.nixl.reader import USUAL, ReadingAgent, Uses
+from kvflow.reads.backend import (
+    SPAN_MAX,
+    Backend,
+    BackendError,
+    BackendFactory,
+    CheckedList,
+    Chunk,
+    Envelope,
+    PostedWork,
+    seal,
+    unseal,
+)
+from kvflow.reads.contract import UNKNOWN_CARRIER, Carrier, LeaseName, PeerAddress, Serving
+from kvflow.reads.device import DeviceOrder, device_order_of
+from kvflow.reads.nixl.binding import (
+    ADDING,
+    DEVICE,
+    DEVICE_REMEDY,
+    MOVING,
+    PREPARING,
+    QUIET,
+    REMEDIES,
+    UCX_TELLS,
+    Agent,
+    ReadingAgent,
+    error_types,
+    failure_of,
+    load_binding,
+    may_copy_from,
+    published_settings,
+    words_of,
+)
+from kvflow.reads.nixl.metadata import carrier_between, difference, inspect, inspect_own
+from kvflow.reads.staging import StagingMemory
 
 _logger = logging.getLogger(__name__)
 
@@ -40,48 +68,20 @@ _KEPT_MAX = 64
 """Connections to peers that were removed, in case they come again. The kernel of a dead peer closes its own."""
 
 
-_MOVING = {
-    "nixlRemoteDisconnectError": FailureCode.PEER_LOST,
-    # NIXL forgets a peer at its first endpoint error; it then finds nothing else of the peer.
-    "nixlNotFoundError": FailureCode.PEER_LOST,
-}
-_ADDING = {
-    "nixlRemoteDisconnectError": FailureCode.PEER_LOST,
-    "nixlBackendError": FailureCode.PEER_LOST,  # connecting to a process that is gone
-    "nixlInvalidParamError": FailureCode.METADATA_INVALID,
-    "nixlMismatchError": FailureCode.METADATA_INVALID,
-    "nixlNotFoundError": FailureCode.METADATA_INVALID,
-}
-_PREPARING = {
-    "nixlNotFoundError": FailureCode.BOUNDS,  # not within what the peer registered
-    "nixlInvalidParamError": FailureCode.BOUNDS,
-}
-"""Name of NIXL's exception -> our code. Every other exception is a ``transport_error``."""
-
-
 @dataclass(slots=True, eq=False)
 class _RemoteAgent:
-    """A peer that this worker reads from.
+    """A peer that this worker reads from."""
 
-    Attributes:
-        agent: its exporter's name.
-        blob: its exporter's metadata.
-        epochs: prepared list of its epoch table.
-        carrier: name of what carries its bytes.
-        handles: list id -> NIXL's handles of the source and the target list.
-        failed: whether its connection may have failed.
-    """
-
-    agent: str
-    blob: bytes
-    epochs: int
+    agent: str  # its exporter's name
+    blob: bytes  # its exporter's metadata
+    epochs: int  # prepared list of its epoch table
     carrier: str = UNKNOWN_CARRIER.name
-    handles: dict[int, tuple[int, int]] = field(default_factory=dict)
-    failed: bool = False
+    handles: dict[int, tuple[int, int]] = field(default_factory=dict)  # list id -> NIXL's lists of source and target
+    failed: bool = False  # whether its connection may have failed
 
 
 class _IdleConnection(NamedTuple):
-    """A connection that may be used again: its peer, and the metadata."""
+    """A connection that may be used again."""
 
     peer: PeerId
     blob: bytes
@@ -89,45 +89,43 @@ class _IdleConnection(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Posted(PostedWork):
-    """A read that had not ended when its post returned.
+    """A read that had not ended when its post returned."""
+
+    handle: int  # 0: its end cannot be observed
+    peer: _RemoteAgent
+    span: int = -1  # of scratch memory that it writes to
+    count: int = 0  # slots of it that are read
+    failure: BackendError | None = None  # reported when it has ended
+
+
+class Uses(NamedTuple):
+    """What a worker does with its cache, as far as that decides what NIXL registers.
 
     Attributes:
-        handle: handle of the read; 0 if its end cannot be observed.
-        peer: the peer that is read.
-        span: number of the scratch span that it writes to, or -1.
-        count: how many slots of it are asked for.
-        failure: what to report once it is over.
+        role: as ``WorkerConfig.role``. A ``consumer`` exports its epoch table only. A ``producer`` registers its cache
+            for reads only when it reads.
+        sleeps: see ``Agent``.
     """
 
-    handle: int
-    peer: _RemoteAgent
-    span: int = -1
-    count: int = 0
-    failure: BackendError | None = None
+    role: str = "both"
+    sleeps: bool = False
 
 
-UCX_TELLS = "UCX_LOG_LEVEL=info shows what UCX finds on this host."
-REMEDIES = {
-    "NIXL_PLUGIN_DIR": "Unset NIXL_PLUGIN_DIR, or set it to a folder that has libplugin_UCX.so.",
-    "UCX_TLS": "Unset UCX_TLS, or add tcp to it.",
-}
-"""Variable with which NIXL may fail to start -> what to do about it."""
+USUAL = Uses()
 
 
 class NixlBackend(Backend):
-    """Move bytes with NIXL. See ``Backend`` for the contract.
+    """Move bytes with NIXL.
 
     Args:
         agent_name: unique per incarnation.
         regions: the cache.
         epochs: our epoch table.
         staging: memory that only the reader knows.
-        uses: what the worker does with its cache.
         known_only: refuse peers whose transport cannot be determined.
-        reader_progress: run a progress thread at the reader, too. RDMA needs one: what a network card's queue could not
-            hold, UCX passes on while it makes progress, and without the thread it does so only in our polls. It costs
-            a thread, for whose lock our calls may wait. Over shared memory the post is the copy, with or without it.
-            None: run one if this host has a network that UCX uses, or if the cache is in VRAM.
+        reader_progress: run a progress thread at the reader, too. What a network card's queue could not hold, UCX
+            passes on while it makes progress; without the thread, only in our polls. Our calls may wait for its lock.
+            None: run one if this host has a network that UCX uses, or the cache is in VRAM.
         params: ``WorkerConfig.nixl_backend_params``, for both agents.
 
     Raises:
@@ -171,24 +169,22 @@ class NixlBackend(Backend):
                 envelope = Envelope("nixl", exporter_name(agent_name), exporter.metadata(), self._settings)
                 self.metadata = seal(envelope)
                 on_device = any(region.memory == "VRAM" for region in regions)
-                self._ours = _inspected(envelope, on_device=on_device)
+                self._ours = inspect_own(envelope, on_device=on_device)
                 self._reader_is_gone = uses.role == "producer"
                 if not self._reader_is_gone:
                     self._reader = self._make_reader()
                 self._exporting = exporting.pop_all()
         except refusals as error:
-            set_here = [name for name in REMEDIES if name in os.environ]
-            hint = "".join(f"; {name} is {os.environ[name]!r}" for name in set_here)
+            set_here = [each for each in REMEDIES if each in os.environ]
+            hint = "".join(f"; {each} is {os.environ[each]!r}" for each in set_here)
             hint += f"; nixl_backend_params is {params!r}" if params else ""
-            advice = " ".join(REMEDIES[name] for name in set_here)
+            advice = " ".join(REMEDIES[each] for each in set_here)
             remedy = self.remedy or (hint and f"{advice} {UCX_TELLS}".lstrip())
-            variant = binding.__name__.partition(".")[0]
-            raise TransportUnavailable(
-                f"NIXL cannot start: {_words(error)}{hint} ({variant})", remedy=remedy
-            ) from error
+            name = binding.__name__.partition(".")[0]
+            raise TransportUnavailable(f"NIXL cannot start: {words_of(error)}{hint} ({name})", remedy=remedy) from error
 
     def add(self, address: PeerAddress) -> Carrier:
-        """See ``Backend.add``."""
+        """Connect to a peer's exporter, or use a connection that exists."""
         try:
             agent = None if address.agent is None else exporter_name(address.agent)
             envelope = unseal(address.planes["nixl"], transport="nixl", agent=agent)
@@ -204,7 +200,7 @@ class NixlBackend(Backend):
         except self._errors as error:
             if not sharing:
                 self._forget(envelope.agent)
-            raise _failure(_ADDING, error) from error
+            raise failure_of(ADDING, error) from error
         if peer.agent != envelope.agent:
             self._reader.agent.release_list(peer.epochs)
             if not self._sharing(peer.agent):
@@ -216,7 +212,7 @@ class NixlBackend(Backend):
         return carrier
 
     def remove(self, peer_id: PeerId, *, gone: bool) -> None:
-        """See ``Backend.remove``."""
+        """Forget a peer. Its connection is kept unless it has failed or the peer is gone."""
         peer = self._peers.pop(peer_id, None)
         if peer is None:
             if gone:
@@ -240,7 +236,7 @@ class NixlBackend(Backend):
             self._forget(oldest)
 
     def prepare(self, prepared: CheckedList) -> None:
-        """See ``Backend.prepare``."""
+        """Prepare both sides of a list."""
         prepared_list = prepared.prepared_list
         peer = self._peers[prepared_list.peer]
         try:
@@ -251,11 +247,11 @@ class NixlBackend(Backend):
                 self._reader.agent.release_list(source)
                 raise
         except self._errors as error:
-            raise _failure(_PREPARING, error) from error
+            raise failure_of(PREPARING, error) from error
         peer.handles[prepared_list.list_id] = (source, target)
 
     def post(self, chunk: Chunk) -> PostedWork | int:
-        """See ``Backend.post``."""
+        """Read a chunk."""
         portion = chunk.portion
         peer = self._peers[portion.peer]
         source, target = peer.handles[portion.list_id]
@@ -266,14 +262,14 @@ class NixlBackend(Backend):
             handle = self._reader.agent.make_read(target, target_index, source, source_index)
         except self._errors as error:
             peer.failed = True
-            raise _failure(_MOVING, error) from error
+            raise failure_of(MOVING, error) from error
         outcome = self._begin(handle, peer)
         return outcome if isinstance(outcome, _Posted) else 0
 
     def post_check(
         self, peer_id: PeerId, first: int, last: int, reads: Sequence[tuple[int, LeaseName]], *, fence: bool
     ) -> PostedWork | Sequence[int]:
-        """See ``Backend.post_check``."""
+        """Read epoch slots into a span of scratch memory."""
         peer, count = self._peers[peer_id], last + 1 - first
         if not self._reader.free_spans:
             raise BackendError(FailureCode.TRANSPORT_ERROR, "too many checks of hung peers are in flight")
@@ -283,28 +279,28 @@ class NixlBackend(Backend):
         except self._errors as error:
             self._reader.free_spans.append(span)
             peer.failed = True
-            raise _failure(_MOVING, error) from error
+            raise failure_of(MOVING, error) from error
         return self._begin(handle, peer, span, count)
 
     def ends_at_once(self, peer_id: PeerId) -> bool:
-        """See ``Backend.ends_at_once``: over shared memory the post is the copy; over RDMA it is short, too."""
+        """Return True: over shared memory the post is the copy; over RDMA it is short, too."""
         return True
 
     def chunk_descriptors(self, peer_id: PeerId) -> int:
-        """See ``Backend.chunk_descriptors``."""
+        """Return how many descriptors a card or a driver queues in good time; 0 without a progress thread."""
         if not self._reader.progress:
             return 0
         copies = "cuda_ipc" in self._peers[peer_id].carrier or self._peers[peer_id].carrier == UNKNOWN_CARRIER.name
         return _COPIED_DESCRIPTORS_MAX if copies else _QUEUED_DESCRIPTORS_MAX
 
     def poll(self, posted: PostedWork) -> int | Sequence[int] | None:
-        """See ``Backend.poll``."""
+        """Ask once about work in flight."""
         assert isinstance(posted, _Posted)
         values = self._ask(posted, self._reader.agent.poll) if posted.handle else None
         return values if values is None or posted.count else 0
 
     def reset(self) -> None:
-        """See ``Backend.reset``."""
+        """Destroy the reader and create a new one."""
         # The handles in flight are not released: that stops nothing, and only the end of their agent does.
         self._peers.clear()
         self._kept.clear()
@@ -314,17 +310,17 @@ class NixlBackend(Backend):
         self._require_reader()
 
     def close(self) -> None:
-        """See ``Backend.close``."""
+        """Destroy the reader, then the exporter."""
         with self._exporting:  # is destroyed after the reader, even if destroying that fails
             if not self._reader_is_gone:
                 self._destroy_reader()
 
     def _destroy_reader(self) -> None:
-        """Destroy the reader. Nothing of it writes after this."""
+        """Destroy the reader: nothing of it writes after this."""
         self._reader.agent.destroy()
 
     def _connect(self, envelope: Envelope, epochs: npt.NDArray[np.int64]) -> _RemoteAgent:
-        """Get ready to read an epoch table, over the connection that was kept if there is one that has not failed."""
+        """Prepare to read an epoch table, over a kept connection if there is one that has not failed."""
         kept = self._kept.pop(envelope.agent, None)
         if kept is not None and kept.blob == envelope.blob:
             with suppress(*self._errors):
@@ -349,11 +345,11 @@ class NixlBackend(Backend):
         return carrier
 
     def _sharing(self, agent: str) -> list[_RemoteAgent]:
-        """Return the peers that are read from over the connection to an exporter."""
+        """Return the peers that are read over the connection to an exporter."""
         return [peer for peer in self._peers.values() if peer.agent == agent]
 
     def _share(self, known: _RemoteAgent, envelope: Envelope, epochs: npt.NDArray[np.int64]) -> _RemoteAgent:
-        """Get ready to read an epoch table over a connection that another peer has: it is the same worker."""
+        """Prepare to read an epoch table over a connection that another peer has: it is the same worker."""
         if known.blob != envelope.blob:
             raise BackendError(FailureCode.METADATA_INVALID, f"{envelope.agent!r} is another peer already")
         if any(peer.failed for peer in self._sharing(known.agent)):
@@ -361,8 +357,8 @@ class NixlBackend(Backend):
         return _RemoteAgent(known.agent, known.blob, self._reader.agent.prepare_remote(known.agent, epochs, "DRAM"))
 
     def _make_reader(self) -> ReadingAgent:
-        # A name of its own for each: peers that hang may still know an earlier one.
-        # Within a host it reads without a word to the exporter's process, which nothing can then go wrong in.
+        # Each has another name: peers that hang may still know an earlier one.
+        # Within a host it reads without a message to the exporter's process, in which nothing can then fail.
         connects = self._ours is None or self._ours.has_network
         name = f"{self._agent_name}/reader/{next(self._numbers)}"
         progress = self._reader_progress
@@ -371,16 +367,16 @@ class NixlBackend(Backend):
         return ReadingAgent(self._make_agent, name, self._regions, progress=progress, connects=connects)
 
     def _require_reader(self) -> None:
-        """Make a reader if there is none: a producer has none before it reads, or the last reset could make none."""
+        """Make a reader if there is none: a producer has none before it reads, or the last reset made none."""
         if self._reader_is_gone:
             try:
                 self._reader = self._make_reader()
             except self._errors as error:
-                raise BackendError(FailureCode.TRANSPORT_ERROR, f"no new reader: {_words(error)}") from error
+                raise BackendError(FailureCode.TRANSPORT_ERROR, f"no new reader: {words_of(error)}") from error
             self._reader_is_gone = False
 
     def _begin(self, handle: int, peer: _RemoteAgent, span: int = -1, count: int = 0) -> _Posted | list[int]:
-        """Post a handle. If it is over on return: what has arrived in its span."""
+        """Post a handle. If it has ended on return, return what has arrived in its span."""
         agent = self._reader.agent
         try:
             done = agent.post(handle)
@@ -409,10 +405,10 @@ class NixlBackend(Backend):
         return values
 
     def _fall(self, posted: _Posted, error: Exception) -> None:
-        """Take what a handle has raised: raise its failure, unless something of it may still write."""
+        """Handle what a handle has raised: raise its failure, unless something of it may still write."""
         self._reader.agent.release(posted.handle)
         posted.peer.failed = True
-        failure = _failure(_MOVING, error)
+        failure = failure_of(MOVING, error)
         if failure.reason.code == FailureCode.PEER_LOST:
             self._settle(posted.span, posted.count)
             raise (posted.failure or failure) from error
@@ -429,13 +425,13 @@ class NixlBackend(Backend):
                 self._ask(posted, self._reader.agent.post)
 
     def _make_check(self, peer: _RemoteAgent, first: int, span: int, count: int) -> int:
-        """Make the handle that reads so many slots, from the first on, into a span."""
+        """Make the handle that reads ``count`` slots, from the first on, into a span."""
         reader, at, stop = self._reader, span * SPAN_MAX, first + count
         remote = reader.numbers[first:stop] if stop <= reader.numbers.size else np.arange(first, stop, dtype=np.int32)
         return reader.agent.make_read(reader.scratch_list, reader.numbers[at : at + count], peer.epochs, remote)
 
     def _settle(self, span: int, count: int) -> list[int]:
-        """Give back the scratch span of something that is over, if it has one, and return what has arrived there."""
+        """Give back the scratch span of something that has ended, and return what has arrived there."""
         if span < 0:
             return _NOTHING
         reader = self._reader
@@ -454,30 +450,51 @@ class NixlBackend(Backend):
             self._reader.agent.remove_remote(agent)
 
 
+class DeviceNixlBackend(NixlBackend):
+    """``NixlBackend`` for a cache in device memory. All calls come from the read thread, which enters the device."""
+
+    log_level = DEVICE
+    remedy = DEVICE_REMEDY
+    kept_max = 0  # over cuda_ipc the memory of a peer is mapped, and its GPU does not free what is mapped
+
+    def __init__(self, device: DeviceOrder, *arguments: Any, **options: Any) -> None:
+        self._device = device
+        device.enter()  # otherwise UCX may not know the device, and reach it over the wrong card or over TCP
+        super().__init__(*arguments, **options)
+
+    def ends_at_once(self, peer_id: PeerId) -> bool:
+        """Return False: a device copies later, and only this thread has entered it."""
+        return False
+
+    def post_check(
+        self, peer_id: PeerId, first: int, last: int, reads: Sequence[tuple[int, LeaseName]], *, fence: bool
+    ) -> PostedWork | Sequence[int]:
+        """Read epoch slots. Before a fence, what has arrived becomes visible to the device."""
+        if fence:
+            self._device.make_visible()
+        return super().post_check(peer_id, first, last, reads, fence=fence)
+
+    def _destroy_reader(self) -> None:
+        # UCX destroys its streams without waiting, and CUDA continues the copies that are queued on them.
+        super()._destroy_reader()
+        try:
+            self._device.settle()
+        except RuntimeError:  # an error of torch: after it the device runs nothing of this process
+            _logger.exception("kvflow.reads: the device failed while its last copies were awaited")
+
+
+def nixl_factory(agent_name: str, staging: StagingMemory, **options: Any) -> BackendFactory:
+    """Return the function that opens the NIXL plane of one worker. The options are those of ``NixlBackend``."""
+
+    # Peers read our memory without our help, so there is nothing to serve and no descriptor to wait for.
+    def open_nixl(regions: Sequence[Region], epochs: Region, _serving: Serving) -> NixlBackend:
+        if all(region.memory == "DRAM" for region in regions):
+            return NixlBackend(agent_name, regions, epochs, staging.regions, **options)
+        return DeviceNixlBackend(device_order_of(regions), agent_name, regions, epochs, staging.regions, **options)
+
+    return open_nixl
+
+
 def exporter_name(agent_name: str) -> str:
     """Return the name of the NIXL agent that peers of this worker read from."""
     return f"{agent_name}/exporter"
-
-
-def _inspected(ours: Envelope, *, on_device: bool) -> Exported | None:
-    """Read our own metadata; None if this NIXL writes another form than the one that we know.
-
-    Only then is the metadata of peers given to NIXL before we have read it.
-
-    Args:
-        ours: our metadata.
-        on_device: whether our cache is in device memory, which the metadata of a consumer does not say.
-    """
-    try:
-        return inspect(ours.blob, ours.agent)._replace(on_device=on_device)
-    except ValueError as error:
-        _logger.warning("metadata of peers is given to NIXL unread, since ours has an unknown form: %s", error)
-        return None
-
-
-def _failure(codes: Mapping[str, FailureCode], error: Exception) -> BackendError:
-    return BackendError(codes.get(type(error).__name__, FailureCode.TRANSPORT_ERROR), _words(error))
-
-
-def _words(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"

@@ -14,21 +14,30 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import ModuleType
 
 import numpy as np
 import numpy.typing as npt
 
 from kvflow.config import engine_settings
-from kvflow.errors import TransportUnavailable
+from kvflow.errors import FailureCode, TransportUnavailable
 from kvflow.layout.component import Region
+from kvflow.memory.mapping import map_bytes
+from kvflow.reads.backend import SPAN_MAX, BackendError
 
 _logger = logging.getLogger(__name__)
 
 _PROGRESS_DELAY_US = 50_000
-"""How long the progress thread sleeps when no socket wakes it. It takes 0.2 % of a core instead of 100 %. Nothing is
-served later, because every arrival wakes it."""
+"""How long the progress thread sleeps when no socket wakes it: 0.2 % of a core instead of 100 %. Every arrival wakes
+it."""
+
+SPANS = 1024
+"""Where checks land: 4 MiB. A peer has at most eight checks in flight, so this is enough for 128 hung peers."""
+
+_READER_DELAY_US = 2000
+"""How long the reader's progress thread sleeps when nothing wakes it: about 1 % of a core. UCX may not wake it for each
+transport, and a card's queue must not run dry for longer."""
 
 _ENGINE_CONFIG = {
     # Over TCP, UCX emulates remote reads with messages from the exporter's process, and aborts that process where such
@@ -44,7 +53,7 @@ _ENGINE_CONFIG = {
 variables take precedence over both."""
 
 _ASLEEP_CONFIG = {"RCACHE_ENABLE": "n"}
-"""The same for a cache whose memory is freed while its worker lives: UCX must not take a registration from before."""
+"""The same for a cache whose memory is freed while its worker lives: UCX must not take an earlier registration."""
 
 _CUDA = ("cuda_copy", "cuda_ipc", "gdr_copy")
 """What ``cuda`` stands for in ``UCX_TLS``."""
@@ -53,19 +62,49 @@ _MUST_AGREE = ("UCX_UNIFIED_MODE", "UCX_PROTO_ENABLE", "UCX_ADDRESS_VERSION")
 """Variables that change the form of addresses or messages."""
 
 _SIZES_MUST_AGREE = ("_FIFO_SIZE", "_FIFO_ELEM_SIZE", "_SEG_SIZE", "_ERROR_HANDLING")
-"""Suffixes of variables that several transports have: each side uses its own value for the other's queues and buffers,
-too."""
+"""Suffixes of variables whose value each side uses for the other's queues and buffers, too."""
 
 _PUBLISHED_MAX, _PUBLISHED_CHARACTERS = 32, 64
 """Most settings that are published, and most characters of each."""
 
-_NOBODY: list[int] = []
+_ANY_BACKEND: list[int] = []
 """The requested backends: any."""
 
 QUIET, DEVICE = "FATAL", "WARN"
 """Log levels of NIXL for a cache in host memory and on a device. NIXL logs every error that we report as an event, so
 host memory needs FATAL only. On a device, only a warning says that UCX was built without CUDA, or takes device memory
 for host memory; reads are then slow or fail."""
+
+MOVING = {
+    "nixlRemoteDisconnectError": FailureCode.PEER_LOST,
+    # NIXL forgets a peer at its first endpoint error; it then finds nothing else of the peer.
+    "nixlNotFoundError": FailureCode.PEER_LOST,
+}
+ADDING = {
+    "nixlRemoteDisconnectError": FailureCode.PEER_LOST,
+    "nixlBackendError": FailureCode.PEER_LOST,  # connecting to a process that is gone
+    "nixlInvalidParamError": FailureCode.METADATA_INVALID,
+    "nixlMismatchError": FailureCode.METADATA_INVALID,
+    "nixlNotFoundError": FailureCode.METADATA_INVALID,
+}
+PREPARING = {
+    "nixlNotFoundError": FailureCode.BOUNDS,  # not within what the peer registered
+    "nixlInvalidParamError": FailureCode.BOUNDS,
+}
+"""Name of NIXL's exception -> our code. Every other exception is a ``transport_error``."""
+
+UCX_TELLS = "UCX_LOG_LEVEL=info shows what UCX finds on this host."
+REMEDIES = {
+    "NIXL_PLUGIN_DIR": "Unset NIXL_PLUGIN_DIR, or set it to a folder that has libplugin_UCX.so.",
+    "UCX_TLS": "Unset UCX_TLS, or add tcp to it.",
+}
+"""Variable with which NIXL may fail to start -> what to do about it."""
+
+DEVICE_REMEDY = (
+    "Check that the NIXL variant named above was built for this GPU's CUDA or ROCm; that UCX_TLS, if set, allows cuda "
+    "or rocm; that the kernel lets a network card reach GPU memory (nvidia-peermem or dmabuf); and that `ulimit -l` is "
+    f"unlimited. {UCX_TELLS}"
+)
 
 _creating = threading.Lock()
 """Held while an agent is created, because that changes environment variables temporarily."""
@@ -74,7 +113,7 @@ _creating = threading.Lock()
 def load_binding(log_level: str = QUIET) -> ModuleType:
     """Import the binding of an installed NIXL, quietly.
 
-    Only one of the CUDA variants can be loaded into a process, so one that is loaded already wins; then the
+    Only one of the CUDA variants can be loaded into a process: one that is loaded already wins; then the
     one of torch's CUDA, if torch is there. The ``nixl`` package would import torch to find that out.
 
     Args:
@@ -108,14 +147,18 @@ def error_types(binding: ModuleType) -> tuple[type[Exception], ...]:
     return (*found, RuntimeError)
 
 
-def backend_parameters(given: Mapping[str, str], *, connects: bool, sleeps: bool = False) -> dict[str, str]:
-    """Return the parameters of the UCX backend: ours, and those of the user, which win.
+def failure_of(codes: Mapping[str, FailureCode], error: Exception) -> BackendError:
+    """Return what an exception of NIXL means, by a table of codes."""
+    return BackendError(codes.get(type(error).__name__, FailureCode.TRANSPORT_ERROR), words_of(error))
 
-    Args:
-        given: ``WorkerConfig.nixl_backend_params``, checked.
-        connects: see ``Agent``.
-        sleeps: see ``Agent``.
-    """
+
+def words_of(error: Exception) -> str:
+    """Return the name and the text of an exception."""
+    return f"{type(error).__name__}: {error}"
+
+
+def backend_parameters(given: Mapping[str, str], *, connects: bool, sleeps: bool = False) -> dict[str, str]:
+    """Return the parameters of the UCX backend: ours, and ``WorkerConfig.nixl_backend_params``, which win."""
     engine = {**_ENGINE_CONFIG, **(_ASLEEP_CONFIG if sleeps else {}), **engine_settings(given)}
     return {
         **given,
@@ -127,10 +170,7 @@ def backend_parameters(given: Mapping[str, str], *, connects: bool, sleeps: bool
 def published_settings(binding: ModuleType, environment: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
     """Return what must be equal on both sides of a pair: the release of NIXL, and settings of UCX.
 
-    Args:
-        binding: from ``load_binding``.
-        environment: its variables win over ``given``.
-        given: ``WorkerConfig.nixl_backend_params``.
+    Variables of the environment win over ``given``, which is ``WorkerConfig.nixl_backend_params``.
     """
     environment = {**{f"UCX_{name}": value for name, value in engine_settings(given).items()}, **environment}
     found = {
@@ -149,12 +189,7 @@ def published_settings(binding: ModuleType, environment: Mapping[str, str], give
 
 
 def without(transports: str, refused: Sequence[str]) -> str:
-    """Return a value of ``UCX_TLS`` with some transports taken out. Without TCP, UCX's own messages take shared memory.
-
-    Args:
-        transports: the value.
-        refused: ``tcp``, or ``tcp`` and ``cuda_ipc``.
-    """
+    """Return a value of ``UCX_TLS`` without some transports. Without TCP, UCX's own messages take shared memory."""
     names = transports.removeprefix("^").split(",")
     if transports.startswith("^"):
         return ",".join([transports, *refused])
@@ -204,14 +239,13 @@ class Agent:
     Args:
         binding: from ``load_binding``.
         name: unique per incarnation.
-        progress: True runs a progress thread, which serves peers while nobody calls the agent. False leaves all
-            progress to the thread that calls it. Either way, calls may come from several threads, but only one at a
-            time: NIXL takes no lock for us. UCX locks itself against the progress thread and, without one, runs as
-            ``UCS_THREAD_MODE_SERIALIZED``: two calls at a time would then crash the process.
+        progress: True runs a progress thread, which serves peers while nothing calls the agent. Either way, calls may
+            come from several threads, but only one at a time: NIXL takes no lock for us, and without the thread UCX
+            runs as ``UCS_THREAD_MODE_SERIALIZED``: two calls at a time would then crash the process.
         connects: True has UCX exchange messages with the peers that it reads from, and watch over them: network cards
-            need that. False reads without a word to the other process. An exporter connects to no peer; it needs True
-            to start where a reader may connect to it.
-        params: ``WorkerConfig.nixl_backend_params``; None: none.
+            need that. False reads without a message to the other process. An exporter connects to no peer; it needs
+            True to start where a reader may connect to it.
+        params: ``WorkerConfig.nixl_backend_params``.
         delay_us: how long the progress thread sleeps when nothing wakes it.
         sleeps: whether memory that it registers is freed and comes again while processes of peers live. It then does
             without ``cuda_ipc``, with which a reader maps the memory, and the GPU keeps what is mapped.
@@ -285,7 +319,7 @@ class Agent:
         self, local: int, local_index: npt.NDArray[np.int32], remote: int, remote_index: npt.NDArray[np.int32]
     ) -> int:
         """Make the handle of a read, which nothing moves for yet."""
-        handle: int = self._make(self._read, local, local_index, remote, remote_index, "", _NOBODY, False)
+        handle: int = self._make(self._read, local, local_index, remote, remote_index, "", _ANY_BACKEND, False)
         return handle
 
     def post(self, handle: int) -> bool:
@@ -301,3 +335,35 @@ class Agent:
     def destroy(self) -> None:
         """Destroy the agent by dropping all references to it: nothing writes after that. It cannot be used again."""
         del self._agent, self._make, self._post, self.release
+
+
+class ReadingAgent:
+    """An agent that reads, and the scratch memory that its checks land in, span by span.
+
+    Args:
+        make_agent: creates an ``Agent``.
+        name: name of the agent.
+        regions: regions that reads may write to.
+        progress, connects: see ``Agent``.
+    """
+
+    def __init__(
+        self,
+        make_agent: Callable[..., Agent],
+        name: str,
+        regions: Sequence[Region],
+        *,
+        progress: bool,
+        connects: bool,
+    ) -> None:
+        self.progress = progress
+        self.scratch = map_bytes(8 * SPANS * SPAN_MAX).view(np.uint64)
+        self.free_spans = list(range(SPANS))
+        self.numbers = np.arange(self.scratch.size, dtype=np.int32)  # of slots, of which checks take slices
+        rows = np.array([[self.scratch.ctypes.data, 8, 0, 8, self.scratch.size]], dtype=np.int64)
+        with ExitStack() as undo:
+            self.agent = make_agent(name, progress=progress, connects=connects, delay_us=_READER_DELAY_US)
+            undo.callback(self.agent.destroy)
+            self.agent.register([*regions, Region(self.scratch.ctypes.data, self.scratch.nbytes)])
+            self.scratch_list = self.agent.prepare_local(rows, "DRAM")
+            undo.pop_all()

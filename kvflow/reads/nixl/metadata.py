@@ -13,13 +13,17 @@ The metadata has three nested formats, all little-endian and undocumented:
 Source: NIXL 1.5.1 ``serdes.cpp``, ``nixl_descriptors.cpp``; UCX 1.23 ``ucp/wireup/address.c``, ``ucp/core/ucp_rkey.c``.
 """
 
+import logging
 import math
 import struct
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, NoReturn
 
 from kvflow.layout.component import ADDRESS_MAX
+from kvflow.reads.backend import Envelope
 from kvflow.reads.contract import UNKNOWN_CARRIER, Carrier
+
+_logger = logging.getLogger(__name__)
 
 REGIONS_MAX = 20_000
 """As many as fit into the largest metadata that is published."""
@@ -120,6 +124,19 @@ def inspect(blob: bytes, agent: str) -> Exported:
     cursor.require(bool(kinds), "it has no memory")
     cursor.end()
     return Exported(interfaces, _VRAM in kinds)
+
+
+def inspect_own(ours: Envelope, *, on_device: bool) -> Exported | None:
+    """Read our own metadata; None if this NIXL writes another form than the one that we know.
+
+    Only then is the metadata of peers given to NIXL before we have read it. ``on_device``: whether our cache is in
+    device memory, which the metadata of a consumer does not say.
+    """
+    try:
+        return inspect(ours.blob, ours.agent)._replace(on_device=on_device)
+    except ValueError as error:
+        _logger.warning("metadata of peers is given to NIXL unread, since ours has an unknown form: %s", error)
+        return None
 
 
 _DRAM, _VRAM = _KINDS = (0, 1)

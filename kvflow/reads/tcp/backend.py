@@ -27,11 +27,22 @@ from kvflow.config import TcpSettings
 from kvflow.errors import FailureCode
 from kvflow.ids import Credentials, PeerId
 from kvflow.layout.component import Region
-from kvflow.reads.backend import Backend, BackendError, Cause, CheckedList, Chunk, PostedWork, Share, share_numbers
+from kvflow.reads.backend import (
+    Backend,
+    BackendError,
+    Cause,
+    CheckedList,
+    Chunk,
+    Envelope,
+    PostedWork,
+    Share,
+    seal,
+    share_numbers,
+    unseal,
+)
 from kvflow.reads.bounds import Places
 from kvflow.reads.contract import Carrier, LeaseName, PeerAddress, Serving
 from kvflow.reads.device import landing
-from kvflow.reads.envelope import Envelope, seal, unseal
 from kvflow.reads.tcp import wire
 from kvflow.reads.tcp.answers import HostMemory
 from kvflow.reads.tcp.channel import ChannelClosed

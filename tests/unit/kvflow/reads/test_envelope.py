@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kvflow.ids import agent_name, worker_name
 from kvflow.layout.component import METADATA_BYTES_MAX
-from kvflow.reads.envelope import Envelope, _digest, seal, unseal
+from kvflow.reads.backend import Envelope, _digest, seal, unseal
 from kvflow.reads.nixl.backend import exporter_name
 
 GOOD = Envelope("nixl", "agent", b"blob" * 50)

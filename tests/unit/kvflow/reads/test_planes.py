@@ -5,10 +5,9 @@ import pytest
 
 from kvflow.errors import TransportUnavailable
 from kvflow.layout.component import Region
-from kvflow.reads.backend import BackendError, CheckedList, Chunk, Portion, PostedWork, Share
+from kvflow.reads.backend import BackendError, CheckedList, Chunk, Envelope, Portion, PostedWork, Share, seal
 from kvflow.reads.bounds import check_rows
 from kvflow.reads.contract import SERVES_NOTHING, Carrier, LeaseName, PeerAddress, PreparedList, Published
-from kvflow.reads.envelope import Envelope, seal
 from kvflow.reads.loopback import LoopbackBackend
 from kvflow.reads.planes import PlaneBackends, open_planes
 

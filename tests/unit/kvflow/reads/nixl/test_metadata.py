@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from kvflow.reads.backend import Envelope
 from kvflow.reads.contract import Carrier
-from kvflow.reads.envelope import Envelope
 from kvflow.reads.nixl import backend as nixl
 from kvflow.reads.nixl.metadata import Exported, Interface, _checksum, carrier_between, difference, inspect
 
@@ -171,6 +171,6 @@ def test_the_transports_of_a_worker_are_named():
 
 
 def test_a_nixl_that_publishes_in_another_form_is_said_once_and_used(caplog):
-    assert nixl._inspected(Envelope("nixl", AGENT, b"nixlSerDes 2.0|"), on_device=False) is None
+    assert nixl.inspect_own(Envelope("nixl", AGENT, b"nixlSerDes 2.0|"), on_device=False) is None
     assert "unknown form" in caplog.text
-    assert nixl._inspected(Envelope("nixl", AGENT, VALID), on_device=False) is not None
+    assert nixl.inspect_own(Envelope("nixl", AGENT, VALID), on_device=False) is not None

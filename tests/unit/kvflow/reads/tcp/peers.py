@@ -13,10 +13,9 @@ from kvflow.config import TcpSettings
 from kvflow.ids import Credentials, PeerId, pass_of
 from kvflow.layout.component import Region
 from kvflow.layout.tracks import Track
-from kvflow.reads.backend import BackendError, CheckedList, Chunk, Portion, Share
+from kvflow.reads.backend import BackendError, CheckedList, Chunk, Envelope, Portion, Share, seal
 from kvflow.reads.bounds import check_rows
 from kvflow.reads.contract import LeaseName, PeerAddress, PreparedList, Serving
-from kvflow.reads.envelope import Envelope, seal
 from kvflow.reads.tcp import wire
 from kvflow.reads.tcp.backend import TcpBackend
 from kvflow.reads.tcp.channel import ChannelClosed, PlainChannel, TlsChannel

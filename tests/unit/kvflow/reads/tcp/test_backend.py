@@ -14,10 +14,9 @@ import pytest
 
 from kvflow.ids import PeerId
 from kvflow.layout.component import Region
-from kvflow.reads.backend import BackendError, CheckedList
+from kvflow.reads.backend import BackendError, CheckedList, Envelope, seal
 from kvflow.reads.bounds import check_rows
 from kvflow.reads.contract import NOBODY, Carrier, PeerAddress, PreparedList
-from kvflow.reads.envelope import Envelope, seal
 from kvflow.reads.tcp import backend as module
 from kvflow.reads.tcp import wire
 from tests.unit.kvflow.reads.tcp.peers import EPOCH, Consumer, Producer, ScriptedExporter, credentials, done

@@ -5,9 +5,9 @@ import pytest
 from kvflow.config import WorkerConfig
 from kvflow.errors import TransportUnavailable
 from kvflow.layout.component import Region
-from kvflow.reads import factory
-from kvflow.reads.factory import PLANES, create_transport
+from kvflow.reads import thread
 from kvflow.reads.loopback import LoopbackBackend
+from kvflow.reads.thread import PLANES, create_transport
 from tests.helpers.settings import flat_config
 from tests.unit.kvflow.reads.test_planes import Memory
 
@@ -23,8 +23,8 @@ def opened(monkeypatch, *, absent=(), **settings):
 
         return lambda *_, **_named: open_plane
 
-    monkeypatch.setattr(factory, "nixl_factory", plane("nixl"))
-    monkeypatch.setattr(factory, "_tcp_factory", plane("tcp"))
+    monkeypatch.setattr(thread, "nixl_factory", plane("nixl"))
+    monkeypatch.setattr(thread, "_tcp_factory", plane("tcp"))
     config = flat_config(engine_id="prefill-0", cluster_secret="a secret of the tests", **settings)
     transport, memory = create_transport(config, "prefill-0", lambda _event: None), Memory()
     try:
