@@ -1,4 +1,4 @@
-"""Copy between a GPU and host memory with torch, for a data plane that moves host memory only.
+"""Copy between a GPU and host memory, order what a GPU does, and stage reads on it, with torch.
 
 **Not yet run on a GPU.** The arithmetic is tested on the host. The calls of torch and CUDA are not;
 tests/integration/test_tcp_device.py runs them with ``KVFLOW_TEST_MEMORY=VRAM``.
@@ -6,6 +6,10 @@ tests/integration/test_tcp_device.py runs them with ``KVFLOW_TEST_MEMORY=VRAM``.
 Each thread has one stream per device. The stream does not synchronize with others: a lease guarantees that its blocks
 are written, and the end of a read that they may be used. Each thread also has one pinned buffer, because a copy from or
 to other host memory is slow and may end after the call that starts it.
+
+All copies out of a staging buffer run on one stream, which waits for no stream of the engine: the bytes have arrived in
+the buffer, and the target blocks belong to the read. One kernel copies all units of one strided copy, because a launch
+takes the interpreter for about 10 us. An event shows that they have ended.
 """
 
 import ctypes
@@ -24,7 +28,7 @@ from kvflow.layout.component import Region
 
 
 class TorchDeviceMemory:
-    """See ``kvflow.reads.device.DeviceMemory``.
+    """Copies between host memory and the registered memory of devices.
 
     Args:
         regions: only those in VRAM are used; the memory must outlive this object.
@@ -37,11 +41,11 @@ class TorchDeviceMemory:
         self._of_thread = threading.local()
 
     def fetch(self, device: int, parts: Sequence[tuple[int, int]], into: memoryview) -> None:
-        """See ``DeviceMemory.fetch``."""
+        """Copy parts of device memory to host memory."""
         self._lane(device).fetch(parts, into)
 
     def store(self, device: int, parts: Sequence[tuple[int, int]], content: memoryview) -> None:
-        """See ``DeviceMemory.store``."""
+        """Copy host memory to parts of device memory."""
         self._lane(device).store(parts, content)
 
     def _lane(self, device: int) -> "_Lane":
@@ -60,18 +64,14 @@ _TO_OWNER = 100
 
 
 class TorchDeviceOrder:
-    """See ``kvflow.reads.device.DeviceOrder``.
-
-    Args:
-        device: torch's index of the device.
-    """
+    """Orders the work of the device with this index."""
 
     def __init__(self, device: int) -> None:
         self._device = device
         self._make_visible: Callable[[], object] | None = None
 
     def enter(self) -> None:
-        """See ``DeviceOrder.enter``.
+        """Make the device current on the calling thread.
 
         Raises:
             TransportUnavailable: torch cannot use the device.
@@ -83,11 +83,11 @@ class TorchDeviceOrder:
             raise TransportUnavailable(f"torch cannot use device {self._device}: {error}", remedy=remedy) from error
 
     def settle(self) -> None:
-        """See ``DeviceOrder.settle``. It covers every stream of the process, including those of UCX."""
+        """Wait for every stream of the process, including those of UCX."""
         torch.cuda.synchronize(self._device)
 
     def mark(self) -> Callable[[], bool]:
-        """See ``KVCache.write_marker``."""
+        """Return what says whether the work that is queued now has ended."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
 
@@ -98,7 +98,7 @@ class TorchDeviceOrder:
         return is_passed
 
     def make_visible(self) -> None:
-        """See ``DeviceOrder.make_visible``. Most CUDA devices need nothing for it."""
+        """Make the bytes that have arrived visible to later work. Most CUDA devices need nothing for it."""
         if self._make_visible is None:
             self._make_visible = self.settle if torch.version.hip else _flush_of(self._device)
         self._make_visible()
@@ -165,7 +165,7 @@ _WIDTHS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 class TorchStage:
-    """See ``kvflow.reads.device.DeviceStage``.
+    """Staging buffers on the device of a cache.
 
     Args:
         memory: of all buffers, flat bytes.
@@ -184,23 +184,23 @@ class TorchStage:
         self.region = Region(memory.data_ptr(), memory.nbytes, kind, device)  # type: ignore[arg-type]
 
     def content(self, first: int, nbytes: int) -> torch.Tensor:
-        """See ``DeviceStage.content``."""
+        """Return bytes of the buffers."""
         return self._memory.narrow(0, first, nbytes)
 
     def scatterer(self, copies: Sequence[Copy], units: tuple[int, int, int]) -> "TorchScatterer":
-        """See ``DeviceStage.scatterer``."""
+        """Return what runs checked copies."""
         return TorchScatterer(
             [_TensorCopy(copy, units, self._targets) for copy in copies], units, self._stream, self._order
         )
 
     def settle(self) -> None:
-        """See ``DeviceStage.settle``."""
+        """Return when every copy that was started has ended."""
         if self._stream is not None:
             self._stream.synchronize()
 
 
 class TorchScatterer:
-    """See ``kvflow.reads.staging.Scatters``."""
+    """Runs the copies of one prepared list."""
 
     def __init__(
         self,
@@ -212,7 +212,7 @@ class TorchScatterer:
         self._boxes, self._units, self._stream, self._order = boxes, units, stream, order
 
     def start(self, content: torch.Tensor, numbers: npt.NDArray[np.int32]) -> "TorchScattering | None":
-        """See ``Scatters.start``."""
+        """Start to copy the places of one buffer to units of the target."""
         if self._order is not None:
             self._order.make_visible()  # the stream reads what a network card may just have written
         places = np.unravel_index(numbers.astype(np.int64), self._units)
@@ -233,13 +233,13 @@ class TorchScatterer:
 
 
 class TorchScattering:
-    """See ``kvflow.reads.staging.Scattering``."""
+    """Copies that have not ended."""
 
     def __init__(self, event: torch.cuda.Event) -> None:
         self._event = event
 
     def poll(self) -> bool:
-        """See ``Scattering.poll``."""
+        """Return whether all of them have ended."""
         return bool(self._event.query())  # type: ignore[no-untyped-call]
 
 

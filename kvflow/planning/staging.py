@@ -28,15 +28,13 @@ from kvflow.planning.runs import Int64s, RunTable, Units, cut_fragments, group_b
 from kvflow.planning.strided_copies import StridedCopies, TooManyCopies
 
 STAGING_BUFFERS = 8
-"""The number of buffers in the staging memory: two chunks in flight for each of four peers. More buffers would be too
-small for a unit of a large model."""
+"""Two chunks in flight for each of four peers. More buffers would be too small for a unit of a large model."""
 
 FETCH_RUNS_MAX = 512
 """Most descriptors of one unit. One post fetches a unit, and must not delay other peers for long."""
 
 HULL_FRAGMENTS_MAX = 1 << 18
-"""Most fragments of the source's part of one unit, before merging: about 30 MiB of numbers. 128 layers of 128-token
-blocks have 32,768."""
+"""Most fragments of the source's part of one unit, before merging: about 30 MiB of numbers."""
 
 SLOTS_MAX = 4096
 """Most units of one buffer. More gain nothing, and descriptor numbers of all places must fit int32."""
@@ -64,7 +62,6 @@ class StagedRuns(Struct, frozen=True, eq=False):
 
     Attributes:
         places: number of units in one buffer.
-        buffer_bytes: length of one buffer.
         fetch: runs from the source to a place.
         scatter: runs from a place to the target.
         copies: the runs of ``scatter`` as a few strided copies.
@@ -139,12 +136,6 @@ def stage(pair: GroupPair, source: Units, target: Units, *, staging_bytes: int) 
 def prove(staged: StagedRuns, source: Units) -> None:
     """Prove that places get every byte of a unit, do not overlap, and are scattered by copies that match the runs.
 
-    ``plan_transfer`` proves that the right bytes are scattered.
-
-    Args:
-        staged: the runs.
-        source: how source blocks are cut.
-
     Raises:
         PlanUnsound: the proof has failed.
         SpecInvalid: the places leave the buffer.
@@ -164,18 +155,7 @@ def prove(staged: StagedRuns, source: Units) -> None:
 
 
 def _places(shapes: Sequence[Sequence[ComponentPair]], tokens: int, buffer_bytes: int) -> int:
-    """Return how many units a buffer holds.
-
-    The source may be hostile, so nothing walks its fragments before this check.
-
-    Args:
-        shapes: everything that the source holds, by shape.
-        tokens: tokens of one unit.
-        buffer_bytes: length of the buffer.
-
-    Raises:
-        CannotStage: a buffer is too small for one unit, or a unit has too many fragments.
-    """
+    """Return how many units a buffer holds. Fragments of a hostile source are counted, not walked."""
     nbytes = fragments = 0
     for parts in shapes:
         extents, (walked, _) = parts[0].extents(tokens), parts[0].walk
@@ -190,16 +170,7 @@ def _places(shapes: Sequence[Sequence[ComponentPair]], tokens: int, buffer_bytes
 
 
 class _Buffer:
-    """Where the dense pieces of a source's unit lie in a buffer: one after the other, each for all places.
-
-    Args:
-        stretches: the pieces, sorted by region and offset.
-        places: units that the buffer holds.
-        tokens: tokens of one unit.
-
-    Raises:
-        CannotStage: two pieces share bytes.
-    """
+    """Where the dense pieces of a source's unit lie in a buffer: one after the other, each for all places."""
 
     def __init__(self, stretches: RunTable, places: int, tokens: int) -> None:
         self._region, self._offset = stretches.source[:2]
@@ -217,12 +188,8 @@ class _Buffer:
     def components(self, pairs: Sequence[ComponentPair], starts: Int64s) -> Iterator[tuple[str, Component]]:
         """Describe components of one shape in the places. Yield the layer and the component.
 
-        Args:
-            pairs: everything that the source holds of them.
-            starts: int64, shape (2, pairs, fragments): region and offset of their fragments of one unit on the source.
-
-        Raises:
-            CannotStage: a component is not an affine map in the places.
+        ``starts``: int64, shape (2, pairs, fragments): region and offset of their fragments of one unit on the source.
+        Raises ``CannotStage`` if a component is not an affine map in the places.
         """
         walked, _ = pairs[0].walk
         region, offset = starts
@@ -253,15 +220,7 @@ class _Buffer:
 
 
 def _strides(places: Int64s, extents: Sequence[int]) -> Int64s:
-    """Return the strides of fragments, shape (components, walked axes).
-
-    Args:
-        places: int64, shape (components, fragments).
-        extents: lengths of the walked axes.
-
-    Raises:
-        CannotStage: no strides lead to these places.
-    """
+    """Return the strides, shape (components, walked axes), of fragments at ``places``. Raises: CannotStage."""
     steps = [math.prod(extents[axis + 1 :]) if extent > 1 else 0 for axis, extent in enumerate(extents)]
     strides = places[:, steps] - places[:, :1]
     index = np.indices(extents, np.int64).reshape(len(extents), places.shape[1])
@@ -289,7 +248,7 @@ class Choice(Struct, frozen=True, eq=False):
     """How one pair of groups is read, and the reason.
 
     Attributes:
-        staged: the runs of a staged read if that was chosen; otherwise None.
+        staged: the runs of a staged read if that was chosen.
         reason: the costs of both ways, and why one was chosen; empty if nothing may be staged.
     """
 
@@ -326,26 +285,26 @@ def choose(groups: GroupsToRead, runs: RunTable, sides: tuple[Manifest, Manifest
     nbytes = runs.unit_bytes
     direct_s = len(runs) * DESCRIPTOR_S + nbytes * READ_BYTE_S
     copied_s = POST_S + nbytes * COPIED_BYTE_S
-    told = f"direct takes {_count(len(runs), 'descriptor')} and about {direct_s * 1e6:,.0f} us"
+    words = f"direct takes {_count(len(runs), 'descriptor')} and about {direct_s * 1e6:,.0f} us"
     # No staged read takes less; most groups need no plan of one.
     if direct_s <= copied_s + DESCRIPTOR_S + nbytes * READ_BYTE_S + LAUNCH_S:
-        return Choice(None, f"{told}; direct, because staging is not cheaper")
+        return Choice(None, f"{words}; direct, because staging is not cheaper")
     for side, manifest, numbers in zip(("source", "target"), sides, (runs.source[0], runs.target[0]), strict=True):
         found = {manifest.regions[region].memory for region in set(numbers.tolist())}
         if found != {STAGED_MEMORY}:
-            return Choice(None, f"{told}; not staged, because the {side} is {min(found - {STAGED_MEMORY})}")
+            return Choice(None, f"{words}; not staged, because the {side} is {min(found - {STAGED_MEMORY})}")
     try:
         staged = stage(groups.pair, groups.source, groups.target, staging_bytes=staging_bytes)
     except CannotStage as error:
-        return Choice(None, f"{told}; not staged, because {error}")
+        return Choice(None, f"{words}; not staged, because {error}")
     fetch, copies = len(staged.fetch), len(staged.copies)
     fetch_s = fetch * DESCRIPTOR_S + staged.place_bytes * READ_BYTE_S
     staged_s = copied_s + fetch_s + copies * LAUNCH_S
-    told += f", staged {_count(fetch, 'descriptor')}, {_count(copies, 'copy', 'copies')} and about "
-    told += f"{staged_s * 1e6:,.0f} us"
+    words += f", staged {_count(fetch, 'descriptor')}, {_count(copies, 'copy', 'copies')} and about "
+    words += f"{staged_s * 1e6:,.0f} us"
     if staged_s < direct_s:
-        return Choice(staged, f"{told}; staged, because it is {direct_s / staged_s:,.1f} times cheaper")
-    return Choice(None, f"{told}; direct, because staging is not cheaper")
+        return Choice(staged, f"{words}; staged, because it is {direct_s / staged_s:,.1f} times cheaper")
+    return Choice(None, f"{words}; direct, because staging is not cheaper")
 
 
 def explain_choice(choice: Choice) -> Iterator[str]:

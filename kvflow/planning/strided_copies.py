@@ -20,8 +20,8 @@ RUNS_MAX = 1 << 16
 """Most runs of one unit. Finding those at even distances, and proving them, takes about half a microsecond each."""
 
 FOLDED_MAX = 8192
-"""Most stretches of runs at even distances. Folding them further takes 7 us each. Keys and values of 128 layers of 32
-heads have this many."""
+"""Most stretches of runs at even distances: folding them takes 7 us each. Keys and values of 128 layers of 32 heads
+have this many."""
 
 COPIES_MAX = 512
 """Most copies of one unit. Proving one takes 70 us. For every unit, each copy takes some us of the read thread."""
@@ -76,12 +76,12 @@ class StridedCopies:
 
     def __init__(self, scatter: RunTable) -> None:
         if len(scatter) > RUNS_MAX:
-            raise TooManyCopies(f"a unit is scattered in {len(scatter):,} pieces, more than {RUNS_MAX:,}")
+            raise TooManyCopies(f"a unit has {len(scatter):,} runs (limit {RUNS_MAX:,})")
         items = _folded_runs(_columns(scatter))
         for _ in range(AXES_MAX - 1):
             items = _folded(items)
         if len(items) > COPIES_MAX:
-            raise TooManyCopies(f"a unit is scattered by {len(items):,} copies, more than {COPIES_MAX:,}")
+            raise TooManyCopies(f"a unit takes {len(items):,} copies (limit {COPIES_MAX:,})")
         self.region: Int64s = np.array([item.shared[2] for item in items], np.int64)
         self.table: Int64s = np.array([_row(item) for item in items], np.int64)
 
@@ -101,14 +101,7 @@ class StridedCopies:
 
 
 def _folded_runs(columns: Int64s) -> list[_Item]:
-    """Return items of at most one axis, folded as ``_folded`` does, with one step of Python per item.
-
-    Args:
-        columns: the columns of all runs, see ``_columns``.
-
-    Raises:
-        TooManyCopies: there are too many items.
-    """
+    """Return items of at most one axis, with one step of Python per item. Raises: TooManyCopies."""
     count = columns.shape[1]
     steps = np.diff(columns[6:])
     joins = np.all(columns[:6, 1:] == columns[:6, :-1], axis=0) & np.all(steps >= 0, axis=0)
@@ -119,7 +112,7 @@ def _folded_runs(columns: Int64s) -> list[_Item]:
     while at < count - 1 and (at := stops[at]) < count:
         starts.append(at)
     if len(starts) > FOLDED_MAX:
-        raise TooManyCopies(f"a unit is scattered in {len(starts):,} uneven stretches, more than {FOLDED_MAX:,}")
+        raise TooManyCopies(f"a unit has {len(starts):,} irregular runs (limit {FOLDED_MAX:,})")
     counts = np.diff(starts, append=count).tolist()
     firsts = columns[:, starts].T.tolist()
     axes = np.append(steps, [[0], [0]], axis=1)[:, starts].T.tolist()
@@ -132,8 +125,7 @@ def _folded_runs(columns: Int64s) -> list[_Item]:
 def _folded(items: list[_Item]) -> list[_Item]:
     """Join neighbors that share all values and have one distance on both sides. Every item gets a new axis, or none.
 
-    The search is greedy from the first item on: runs are sorted by target, so the innermost distance repeats before it
-    changes.
+    The search is greedy: runs are sorted by target, so the innermost distance repeats before it changes.
     """
     joined: list[_Item] = []
     at = 0

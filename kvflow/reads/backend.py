@@ -38,11 +38,7 @@ class Cause(Struct, frozen=True):
 
 
 class BackendError(Exception):
-    """A call failed. It will not write to memory.
-
-    Attributes:
-        reason: the code ``bounds`` means one prepared list or read; every other code means the whole peer.
-    """
+    """A call failed. It will not write to memory. The code ``bounds`` means one list or read; others the whole peer."""
 
     def __init__(self, code: FailureCode, detail: str) -> None:
         super().__init__(f"{code}: {detail}")
@@ -50,13 +46,7 @@ class BackendError(Exception):
 
 
 class Share(NamedTuple):
-    """Consecutive unit pairs of a portion that belong to one read.
-
-    Attributes:
-        read_id: the read.
-        lease: the lease under which they are read.
-        pairs: number of pairs, at least one.
-    """
+    """Consecutive unit pairs of a portion, at least one, that belong to one read."""
 
     read_id: int
     lease: LeaseName
@@ -67,8 +57,6 @@ class Portion(Struct, frozen=True, eq=False, gc=False):
     """Pairs of units of one prepared list that were bound together: part of one read, or several small reads.
 
     Attributes:
-        peer: the peer that is read.
-        list_id: id of the prepared list.
         source_index: int32, shape (n,): descriptors of the source list; for a staged list, unit numbers.
         target_index: int32, shape (n,): the same for the target list.
         cuts: int64, ascending, first 0, last n: chunk ``c`` is ``[cuts[c], cuts[c + 1])``.
@@ -97,10 +85,10 @@ class Chunk(Struct, frozen=True, eq=False, gc=False):
 
 
 def share_numbers(chunk: Chunk) -> npt.NDArray[np.uint16] | None:
-    """Return the share that each descriptor of a chunk belongs to.
+    """Return the share that each descriptor of a chunk belongs to; None if the portion has one share.
 
     Returns:
-        uint16, shape (descriptors,): an index into ``chunk.portion.shares``; None if the portion has one share.
+        uint16, shape (descriptors,): an index into ``chunk.portion.shares``.
     """
     shares = chunk.portion.shares
     if len(shares) == 1:
@@ -111,12 +99,7 @@ def share_numbers(chunk: Chunk) -> npt.NDArray[np.uint16] | None:
 
 
 class Staged(Struct, frozen=True, eq=False):
-    """What a staged list needs besides its rows.
-
-    Attributes:
-        checked: its checked copies.
-        scatterer: runs the copies.
-    """
+    """The checked copies of a staged list, and what runs them."""
 
     checked: CheckedScatter
     scatterer: Scatters
@@ -126,14 +109,11 @@ class CheckedList(Struct, frozen=True, eq=False, gc=False):
     """A prepared list whose rows are checked.
 
     Attributes:
-        prepared_list: the list that the caller passed.
-        source: its source rows.
         target: its target rows; for a staged list, those of all staging buffers, one after the other.
-        staged: how units are fetched and scattered; None unless the list is staged.
         source_units: units of the source are in ``[0, source_units)``.
         target_units: units of the target are in ``[0, target_units)``.
         pair_bytes: bytes that one pair of units fills.
-        pair_s: estimated seconds that one pair adds to a post, see ``prepared``.
+        pair_s: estimated seconds that one pair adds to a post.
         portion_pairs: most pairs of one read that are bound together.
         chunk_pairs: most pairs of several reads that share a chunk; 0: no reads share one.
     """
@@ -156,8 +136,7 @@ class PostedWork:
     Attributes:
         polled: whether only ``poll`` detects its end; otherwise the backend's descriptor becomes readable.
         unheld: for a chunk that has ended: slot and epoch of each lease under which the exporter refused bytes.
-        refused: for a chunk that has ended: id of each read that the exporter refused -> why. The other reads have
-            arrived.
+        refused: for a chunk that has ended: id of each read that the exporter refused -> why. The others have arrived.
     """
 
     __slots__ = ()
@@ -167,9 +146,7 @@ class PostedWork:
 
 
 class Backend(Protocol):
-    """Move bytes over one data plane. Creating a backend registers the memory. Thread: one at a time, see the module.
-
-    Derived classes inherit the defaults.
+    """Move bytes over one data plane. Creating a backend registers the memory. Derived classes inherit the defaults.
 
     Attributes:
         metadata: what a peer needs to read from us over this plane.
@@ -188,9 +165,7 @@ class Backend(Protocol):
         return
 
     def add(self, address: PeerAddress) -> Carrier:
-        """Prepare to read from a peer whose epoch table was checked. Return what will carry its bytes.
-
-        The peer publishes this plane.
+        """Prepare to read from a peer that publishes this plane and whose epoch table was checked. Return its carrier.
 
         Raises:
             BackendError: the peer was not added. With code ``plane_unfit`` the peer answers, but this plane cannot
@@ -245,7 +220,7 @@ class Backend(Protocol):
     def post(self, chunk: Chunk) -> PostedWork | int:
         """Start to move a chunk of checked reads. Return 0 if it has arrived.
 
-        A backend whose exporter serves reads returns ``PostedWork``, which tells what was refused.
+        A backend whose exporter serves reads returns ``PostedWork``, which has what was refused.
 
         Raises:
             BackendError: as the class says.
@@ -255,18 +230,17 @@ class Backend(Protocol):
     def post_check(
         self, peer: PeerId, first: int, last: int, reads: Sequence[tuple[int, LeaseName]], *, fence: bool
     ) -> PostedWork | Sequence[int]:
-        """Start to read the epoch slots from ``first`` to ``last``, at most ``SPAN_MAX`` slots.
+        """Start to read the epoch slots from ``first`` to ``last`` of an added peer, at most ``SPAN_MAX`` slots.
 
         Args:
             peer: a peer that was added.
-            first: the lowest slot, in its epoch table.
-            last: the highest slot, in its epoch table.
+            first: the lowest slot.
+            last: the highest slot.
             reads: ids and leases of the reads that are checked; their slots are in this range.
             fence: whether all bytes of these reads have arrived. Otherwise nothing of them was posted.
 
         Returns:
-            The values of the slots in order, if they are known already. Values of slots that no read of ``reads`` has
-            are undefined.
+            The values of the slots in order, if they are known already. Values of slots that no read has are undefined.
 
         Raises:
             BackendError: as the class says.
@@ -301,9 +275,9 @@ class Envelope(Struct, frozen=True):
     """One exporter.
 
     Attributes:
-        transport: name of the transport, which readers must use, too.
+        transport: name of the plane, which readers must use, too.
         agent: the exporter's name, unique per incarnation.
-        blob: what the transport's library needs.
+        blob: what the plane's library needs.
         settings: what must be equal on both sides; None if the peer did not state it.
     """
 
@@ -330,12 +304,7 @@ def seal(envelope: Envelope) -> bytes:
 
 
 def unseal(sealed: bytes, *, transport: str, agent: str | None = None) -> Envelope:
-    """Decode the result of ``seal`` for the same transport.
-
-    Args:
-        sealed: the bytes.
-        transport: the transport that reads them.
-        agent: the agent that must have written them; None accepts any.
+    """Decode the result of ``seal`` for the same transport, from this agent; None accepts any.
 
     Raises:
         ValueError: it is too large, truncated, changed, or from another agent or transport.

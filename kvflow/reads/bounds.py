@@ -22,7 +22,6 @@ INDEX_MAX = (1 << 31) - 1
 """Descriptors are numbered by int32."""
 
 EPOCH_MAX = (1 << 63) - 1
-"""See ``kvflow.leases.epochs``."""
 
 FEW = 128
 """Up to this many descriptors, a loop is faster than arrays."""
@@ -92,13 +91,10 @@ class MergedDescriptor(Struct, frozen=True):
 
 
 def check_rows(table: Int64s) -> CheckedRows:
-    """Check strided rows, but not where they lie.
+    """Check strided rows, but not where they lie. Return them C-contiguous.
 
     Args:
         table: int64, shape (rows, 5), at least one row.
-
-    Returns:
-        The same rows, C-contiguous.
 
     Raises:
         OutOfBounds: wrong shape or dtype, a negative number, an empty or overlapping descriptor, or a row that exceeds
@@ -202,11 +198,10 @@ def check_bound(bound: Bound, pairs: int, source: CheckedRows, target: CheckedRo
 
 
 def check_staged_bound(bound: Bound, pairs: int, scatter: CheckedScatter) -> None:
-    """Check the unit numbers and cuts of a staged list.
+    """Check the unit numbers and cuts of a staged list, as ``check_bound`` does.
 
     Raises:
-        OutOfBounds: see ``check_bound``; or a chunk has more units than a buffer has places; or the numbers of units
-            and pairs differ.
+        OutOfBounds: also if a chunk has more units than a buffer has places, or the numbers of units and pairs differ.
     """
     n = _check_index(bound, scatter.source_units, math.prod(scatter.units))
     if n != pairs:
@@ -313,7 +308,7 @@ def check_scatter(
 
 
 def _check_fetch(source: CheckedRows, target: CheckedRows, places: int) -> int:
-    """Check that each row of a buffer is filled from its own descriptors of equal length. Return their number."""
+    """Check that each row of a buffer is filled from descriptors of equal length. Return the number of units."""
     runs = len(target.table)
     units, rest = divmod(source.count, runs)
     if rest or (target.table[:, 4] != places).any():
@@ -326,11 +321,7 @@ def _check_fetch(source: CheckedRows, target: CheckedRows, places: int) -> int:
 
 
 class Places:
-    """Where the descriptors of checked rows lie, for a few or for many descriptors.
-
-    Args:
-        rows: checked rows.
-    """
+    """Where the descriptors of checked rows lie, for a few or for many descriptors."""
 
     def __init__(self, rows: CheckedRows) -> None:
         self._rows = rows
@@ -338,11 +329,7 @@ class Places:
         self._fields = rows.table[:, [0, 3, 1]].tolist()
 
     def stretches(self, index: Int32s) -> tuple[list[int], list[int]]:
-        """Return address and length of these descriptors in order. Neighbors that touch are joined.
-
-        Args:
-            index: their checked numbers.
-        """
+        """Return address and length of descriptors, by checked numbers, in order. Neighbors that touch are joined."""
         if len(index) > FEW:
             row = _row_of(self._rows, index)
             address, nbytes, _ = joined(_addresses(self._rows, index, row), self._rows.table[row, 1])
@@ -356,7 +343,7 @@ class Places:
 
 
 def joined_few(parts: Iterable[tuple[int, int]]) -> tuple[list[int], list[int]]:
-    """Join a few addresses and lengths as ``joined`` does. Return the addresses and the lengths."""
+    """Join a few addresses and lengths as ``joined`` does."""
     starts: list[int] = []
     lengths: list[int] = []
     end = -1

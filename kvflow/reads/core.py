@@ -92,53 +92,35 @@ Command = PeerAddress | RemovePeer | PreparedList | PostReads | CancelReads | Re
 
 @dataclass(slots=True, eq=False)
 class _Peer:
-    """A peer that was added.
-
-    Attributes:
-        backend: the backend that reads from it.
-        slots: number of slots in its epoch table.
-        costs: costs of posts for it; None if posts do not end when they return, so that none is made inline.
-        met: whether it was read over its present connection.
-        gauge: measures its rate; None once it has been measured.
-        leaving: whether it only drains.
-        gone: whether it will never be added again.
-        again: the address to add when it has drained, unless it is gone.
-    """
+    """A peer that was added."""
 
     address: PeerAddress
     carrier: Carrier
     backend: Backend
-    slots: int
-    costs: PostCosts | None
-    met: bool = False
-    gauge: Gauge | None = field(default_factory=Gauge)
+    slots: int  # of its epoch table
+    costs: PostCosts | None  # None if posts do not end when they return: none is made inline
+    met: bool = False  # whether it was read over its present connection
+    gauge: Gauge | None = field(default_factory=Gauge)  # None once its rate has been measured
     prepared_lists: dict[int, CheckedList | Cause] = field(default_factory=dict)
-    leaving: bool = False
-    gone: bool = False
-    again: PeerAddress | None = None
+    leaving: bool = False  # whether it only drains
+    gone: bool = False  # whether it will never be added again
+    again: PeerAddress | None = None  # added when it has drained, unless it is gone
 
 
 @dataclass(slots=True, eq=False)
 class _InFlight:
-    """Work in flight.
-
-    Attributes:
-        orphaned: whether its end cannot be observed; it then ends when the agents are destroyed.
-        pace: the pace that counts it; None for a check, or if the backend's descriptor shows its end.
-        scattering: the copies out of its buffer, for a chunk that has arrived there.
-        scattered_at: when these were started.
-    """
+    """Work in flight."""
 
     work: Work
     posted: PostedWork
-    orphaned: bool = False
-    pace: Pace | None = None
-    scattering: Scattering | None = None
+    orphaned: bool = False  # its end cannot be observed; it then ends when the agents are destroyed
+    pace: Pace | None = None  # counts it, unless it is a check or the backend's descriptor shows its end
+    scattering: Scattering | None = None  # the copies out of its buffer, for a chunk that has arrived there
     scattered_at: float = 0.0
 
     @property
     def polled(self) -> bool:
-        """Whether only asking tells that it has ended."""
+        """Whether only polling shows that it has ended."""
         return self.scattering is not None or self.posted.polled
 
 
@@ -297,11 +279,7 @@ class ReadCore:
     def _move_inline(
         self, read: RankRead, peer: _Peer, costs: PostCosts, prepared_lists: Sequence[CheckedList]
     ) -> ReadEnded | None:
-        """Post and fence the only open read, whose parts are one chunk each.
-
-        Returns:
-            Its answer; None if it continues in later steps, because something did not end at once, or failed.
-        """
+        """Post and fence the only open read, whose parts are one chunk each. None: it continues in later steps."""
         peer_id, read_id, lease, now, backend = read.peer, read.read_id, read.lease, self._now, peer.backend
         posts, nbytes, bind_s, post_s = 0, 0, 0.0, 0.0
         read.started_at = started_at = arrived_at = now()
@@ -404,10 +382,7 @@ class ReadCore:
         self._reset_if_drained()
 
     def _reset_if_drained(self) -> bool:
-        """Reset the reader once the remaining peers have nothing in flight, or their time is over.
-
-        Return False if no reset was requested, or if it has to wait.
-        """
+        """Reset the reader once the remaining peers have nothing in flight, or their time is over."""
         since = self._resetting_since
         if since is None:
             return False
@@ -566,7 +541,6 @@ class ReadCore:
         return _InFlight(work, posted, pace=lane.pace)
 
     def _on_post_raised(self, work: Work, error: Exception) -> None:
-        """Handle an exception of a post."""
         if isinstance(error, BackendError):
             self._fail(work, error.reason)
             return
@@ -662,7 +636,7 @@ class ReadCore:
             self._lanes.arrived(work)
 
     def _poll_scattering(self, entry: _InFlight, scattering: Scattering) -> None:
-        """Ask about the copies of a chunk, and take it as arrived if they have ended."""
+        """Poll the copies of a chunk, and take it as arrived if they have ended."""
         try:
             if not scattering.poll():
                 return
@@ -676,7 +650,7 @@ class ReadCore:
         self._lanes.arrived(work, entry.posted.unheld, entry.posted.refused)
 
     def _measure(self, carried: TakenChunk, peer: _Peer, gauge: Gauge) -> None:
-        """Count a chunk that has arrived, and tell the peer's rate once enough were counted."""
+        """Count a chunk that has arrived, and report the peer's rate once enough were counted."""
         prepared_list = carried.prepared_list.prepared_list
         memories = prepared_list.source_memory, prepared_list.target_memory
         if gauge.add(carried.nbytes, carried.posted_at, self._now(), memories):

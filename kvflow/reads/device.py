@@ -1,7 +1,7 @@
-"""Move device memory over a data plane that moves host memory: in portions, through a host buffer.
+"""Move device memory over a data plane that moves host memory, in portions through a host buffer; order a device.
 
 A portion has at most ``PORTION_BYTES``. Each answer that is being sent or received has one buffer of that size, for any
-length of the answer. So a slow reader or exporter holds only its own buffer, and the number of connections bounds host
+length of the answer. So a slow reader or exporter holds only its buffer, and the number of connections bounds host
 memory.
 """
 
@@ -17,7 +17,7 @@ from kvflow.reads.contract import DeviceMemory, Piece
 
 PORTION_BYTES = 1 << 20
 """Most bytes of a portion. Each portion takes one synchronization with the device; a connection of 3 GB/s takes 0.35 ms
-for 1 MiB. The kernel buffers several times as much per connection. Not measured on a GPU yet."""
+for 1 MiB. Not measured on a GPU yet."""
 
 
 class DeviceOrder(Protocol):
@@ -44,32 +44,28 @@ class Scattering(Protocol):
     """Copies out of a buffer that have not ended. Thread: the read thread."""
 
     def poll(self) -> bool:
-        """Tell whether all of them have ended."""
+        """Return whether all of them have ended."""
         ...
 
 
 class Scatters(Protocol):
-    """What carries out the copies of one prepared list. Thread: the read thread."""
+    """What runs the copies of one prepared list. Thread: the read thread."""
 
     def start(self, content: Any, numbers: npt.NDArray[np.int32]) -> Scattering | None:
         """Start to copy the places of one buffer, from the first on, to these units of the target.
 
         Args:
-            content: of the buffer.
+            content: bytes of the buffer: an array, or a tensor.
             numbers: int32, shape (n,), at most as many as the buffer has places.
 
         Returns:
-            What tells when the copies have ended; None: they have.
+            What shows when the copies have ended; None: they have.
         """
         ...
 
 
 class DeviceStage(Protocol):
-    """Staging buffers on the device of a cache. Thread: the read thread.
-
-    Attributes:
-        region: all buffers.
-    """
+    """Staging buffers on the device of a cache; ``region`` has all of them. Thread: the read thread."""
 
     region: Region
 
@@ -78,7 +74,7 @@ class DeviceStage(Protocol):
         ...
 
     def scatterer(self, copies: Sequence[Copy], units: tuple[int, int, int]) -> Scatters:
-        """Return what carries out copies, which were checked, to so many blocks, kernel blocks and units."""
+        """Return what runs checked copies to a target of these blocks, kernel blocks and units."""
         ...
 
     def settle(self) -> None:
@@ -87,7 +83,7 @@ class DeviceStage(Protocol):
 
 
 def device_stage_of(regions: Sequence[Region], nbytes: int) -> DeviceStage:
-    """Return so many bytes of staging buffers on the one device that a cache lies on."""
+    """Return ``nbytes`` of staging buffers on the one device that a cache lies on."""
     from kvflow.memory.device import torch_stage_of  # noqa: PLC0415
 
     return torch_stage_of(regions, nbytes)
@@ -111,10 +107,7 @@ def device_order_of(regions: Sequence[Region]) -> DeviceOrder:
 
 
 def device_memory_of(regions: Sequence[Region]) -> DeviceMemory | None:
-    """Return the ``DeviceMemory`` of the devices that a cache lies on; None if all of it is host memory.
-
-    Only a cache on a device loads torch.
-    """
+    """Return copies for the devices that a cache lies on; None, without loading torch, if it is in host memory."""
     if all(region.memory == "DRAM" for region in regions):
         return None
     from kvflow.memory.device import TorchDeviceMemory  # noqa: PLC0415
@@ -123,7 +116,7 @@ def device_memory_of(regions: Sequence[Region]) -> DeviceMemory | None:
 
 
 def portions(parts: Iterable[Piece], nbytes_max: int = PORTION_BYTES) -> Iterator[tuple[list[Piece], list[int]]]:
-    """Divide parts into portions of ``nbytes`` bytes; the last may have fewer. A part may be cut.
+    """Divide parts into portions of ``nbytes_max`` bytes; the last may have fewer. A part may be cut.
 
     Yields:
         The parts of a portion, and for each the number of the given part that it belongs to.
@@ -147,14 +140,7 @@ def portions(parts: Iterable[Piece], nbytes_max: int = PORTION_BYTES) -> Iterato
 
 
 def landing(store: Callable[[Sequence[Piece], memoryview], None], parts: Sequence[Piece]) -> Iterator[memoryview]:
-    """Yield buffers to fill, one after the other. The next step stores the contents of the last buffer.
-
-    If the caller stops, nothing more is stored.
-
-    Args:
-        store: copies a buffer to parts of device memory.
-        parts: where all bytes go, in order.
-    """
+    """Yield buffers to fill, one after the other. The next step stores the contents of the last one to ``parts``."""
     buffer = memoryview(bytearray(min(PORTION_BYTES, sum(nbytes for _, nbytes in parts))))
     for portion, _ in portions(parts):
         content = buffer[: sum(nbytes for _, nbytes in portion)]

@@ -36,9 +36,9 @@ from kvflow.reads.open_reads import Buffers, Check, Lane, OpenRead, Queue, Taken
 from kvflow.reads.prepared import bind_portion, paced_pairs
 
 CHUNKS_IN_FLIGHT_MAX = 2
-"""Chunks in flight per peer whose posts are not asynchronous (``pacing``). Over shared memory none is in flight,
-because the post is the copy. Over TCP the second chunk keeps the wire busy between two polls: 1.60 GB/s against 1.49
-GB/s with one (64 MiB over loopback, medians). With 4 or 8, urgent and cancelled reads only wait longer."""
+"""Chunks in flight per peer whose posts are not asynchronous (``pacing``). Over TCP the second chunk keeps the wire
+busy between two polls: 1.60 GB/s against 1.49 GB/s with one (64 MiB over loopback, medians). With 4 or 8, urgent and
+cancelled reads only wait longer."""
 
 CHECKS_IN_FLIGHT_MAX = 8
 """Most checks in flight per peer, because a hung peer never ends its checks."""
@@ -47,8 +47,7 @@ AGING_S = 1.0
 """Waiting time that counts like one step of priority."""
 
 OVERTAKEN_MAX = 8
-"""How many more urgent chunks in a row may overtake the oldest read. Then the oldest read gets one chunk. Urgent reads
-keep eight ninths of the wire, and every other read advances."""
+"""How many more urgent chunks in a row may overtake the oldest read, which then gets one. So every read advances."""
 
 NOTHING_REFUSED: Mapping[int, Cause] = MappingProxyType({})
 
@@ -60,9 +59,6 @@ class Lanes:
         answer: takes the answer of each read.
         clock: returns seconds of a monotonic clock.
         num_buffers: staging buffers for the chunks of staged reads.
-
-    Attributes:
-        reads: the reads that have not ended, by id.
     """
 
     def __init__(self, answer: Callable[[ReadEnded], None], clock: Callable[[], float], num_buffers: int = 0) -> None:
@@ -295,10 +291,9 @@ class Lanes:
         return None
 
     def _join(self, chosen: OpenRead, prepared_list: CheckedList) -> list[OpenRead]:
-        """Choose the reads that share the next chunk: small reads of one list that are neighbors in a queue.
+        """Return the chosen read and the reads that share its chunk: small neighbors of one list in a queue.
 
-        Returns:
-            The chosen read and the others. If there are several, the chunk has the whole next part of each.
+        If there are several, the chunk has the whole next part of each.
         """
         joined = [chosen]
         room = prepared_list.chunk_pairs - len(chosen.pairs.source)

@@ -1,7 +1,6 @@
 """The data plane within one process: a registry has the peers, and a post is the copy.
 
-It is for tests, demos and engines that share a process. Every post is done on return, as NIXL's over shared memory. As
-with NIXL, only a read shows that a peer is gone.
+It is for tests, demos and engines that share a process. As with NIXL, only a read shows that a peer is gone.
 """
 
 import ctypes
@@ -38,7 +37,7 @@ class _Attachment:
 
 
 class LoopbackBackend(Backend):
-    """Move bytes between transports of one process. See ``Backend`` for the contract.
+    """Move bytes between transports of one process.
 
     Args:
         agent_name: unique per incarnation.
@@ -62,7 +61,7 @@ class LoopbackBackend(Backend):
             _exporters[agent_name] = self._exporter
 
     def add(self, address: PeerAddress) -> Carrier:
-        """See ``Backend.add``."""
+        """Find a peer's exporter in this process."""
         try:
             envelope = unseal(address.planes["loopback"], transport="loopback", agent=address.agent)
         except ValueError as error:
@@ -77,11 +76,11 @@ class LoopbackBackend(Backend):
         return Carrier("loopback", "kind")
 
     def remove(self, peer_id: PeerId, *, gone: bool) -> None:
-        """See ``Backend.remove``."""
+        """Forget a peer."""
         self._peers.pop(peer_id, None)
 
     def prepare(self, prepared: CheckedList) -> None:
-        """See ``Backend.prepare``."""
+        """Check that the rows lie in what the peer exports."""
         peer = self._peers[prepared.prepared_list.peer]
         try:
             check_inside(prepared.source, peer.exporter.regions, prepared.prepared_list.source_memory)
@@ -90,7 +89,7 @@ class LoopbackBackend(Backend):
         peer.prepared_lists[prepared.prepared_list.list_id] = prepared
 
     def post(self, chunk: Chunk) -> PostedWork | int:
-        """See ``Backend.post``."""
+        """Copy a chunk."""
         portion = chunk.portion
         peer = self._peers[portion.peer]
         prepared_list = peer.prepared_lists[portion.list_id]
@@ -105,7 +104,7 @@ class LoopbackBackend(Backend):
     def post_check(
         self, peer_id: PeerId, first: int, last: int, reads: Sequence[tuple[int, LeaseName]], *, fence: bool
     ) -> PostedWork | Sequence[int]:
-        """See ``Backend.post_check``."""
+        """Return the values of the slots."""
         peer = self._peers[peer_id]
         with peer.exporter.lock:
             _require_open(peer.exporter)
@@ -113,19 +112,19 @@ class LoopbackBackend(Backend):
             return list(slots)
 
     def ends_at_once(self, peer: PeerId) -> bool:
-        """See ``Backend.ends_at_once``: the post is the copy."""
+        """Return True: the post is the copy."""
         return True
 
     def poll(self, posted: PostedWork) -> int | Sequence[int] | None:
-        """See ``Backend.poll``. Reads end at once."""
+        """Reads end at once, so there is nothing to ask about."""
         raise NotImplementedError
 
     def reset(self) -> None:
-        """See ``Backend.reset``. Reads end at once, so there is nothing to destroy."""
+        """Forget the peers. Reads end at once, so there is nothing to destroy."""
         self._peers.clear()
 
     def close(self) -> None:
-        """See ``Backend.close``. Returns when no peer reads from us."""
+        """Return when no peer reads from us."""
         with _exporters_lock:
             del _exporters[self._agent_name]
         with self._exporter.lock:

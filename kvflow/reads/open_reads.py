@@ -14,14 +14,11 @@ from kvflow.reads.pacing import Pace
 
 
 class OpenRead(Struct, eq=False, gc=False):
-    """A read that has not ended.
-
-    The garbage collector does not visit it. ``Lanes.abandon`` ends the cycle with its lane.
+    """A read that has not ended. The garbage collector does not visit it; ``Lanes.abandon`` cuts it from its lane.
 
     Attributes:
         prepared_lists: the checked lists, one for each part of the read.
         pairs: all pairs of the part that is posted next.
-        taken_at: when it was taken, in seconds.
         age: number that orders the reads that wait for a turn.
         overtaken: more urgent chunks that were posted before it since its last one.
         waits: whether a chunk of it must still be posted.
@@ -30,7 +27,6 @@ class OpenRead(Struct, eq=False, gc=False):
         portion: the portion of this part that was bound and is not posted completely.
         cut: number of the portion's cut at which the next chunk begins.
         alone: whether it shares no chunk with other reads.
-        in_flight: chunks in flight.
         failure: why it ends ``failed`` as soon as nothing of it is in flight.
         unserved: whether the exporter refused bytes because the lease was not held.
     """
@@ -64,7 +60,7 @@ class OpenRead(Struct, eq=False, gc=False):
 
     @property
     def staged(self) -> bool:
-        """Whether some of its chunks are."""
+        """Whether some of its chunks are staged."""
         return any(prepared_list.staged is not None for prepared_list in self.prepared_lists)
 
 
@@ -73,11 +69,10 @@ class Lane(Struct, eq=False):
 
     Attributes:
         weight: chunks in one turn.
-        outstanding: whether the peer owes something that was posted.
         queues: priority -> reads that wait.
         checks: reads whose first check is due.
         fences: reads whose fence is due.
-        pace: the pace of its chunks; None unless its posts may be asynchronous, see ``Backend.chunk_descriptors``.
+        pace: the pace of its chunks; None unless its posts may be asynchronous.
     """
 
     peer: PeerId
@@ -93,7 +88,7 @@ class Lane(Struct, eq=False):
 
     @property
     def has_room(self) -> bool:
-        """Whether its window has room for more chunks than the number that every peer may have in flight."""
+        """Whether its window has room for more chunks than every peer may have in flight."""
         return self.pace is not None and self.pace.has_room(self.chunks_in_flight)
 
     def note_posted(self, now: float) -> None:
@@ -110,7 +105,6 @@ class Queue(Struct, eq=False):
     """Waiting reads of one lane and one priority, the oldest first. Some may no longer wait.
 
     Attributes:
-        turn_at: when its last turn ended, in seconds.
         turn: number of its last turn, which orders queues with equal times.
         taken: chunks of its present turn.
     """
@@ -124,14 +118,11 @@ class Queue(Struct, eq=False):
 
 
 class TakenChunk(Struct, eq=False):
-    """A chunk that was taken.
+    """A chunk that was taken. ``reads`` are in the order of its portion's shares.
 
     Attributes:
-        reads: the reads whose bytes it has, in the order of its portion's shares.
-        nbytes: bytes that it fills.
         bind_s: seconds that binding its portion took; 0 if an earlier chunk has them.
         posted_at: when its post began, in seconds.
-        post_s: seconds that posting it took.
         scatter_s: seconds that the copies out of its buffer took.
     """
 
@@ -173,9 +164,6 @@ class Buffers:
 
     A chunk takes a buffer when it is posted. The buffer is free again once the chunk was scattered, has failed or was
     dropped. A chunk of a hung peer never ends, so its buffer stays taken (in quarantine).
-
-    Args:
-        count: number of buffers.
     """
 
     def __init__(self, count: int) -> None:

@@ -4,7 +4,7 @@ Over shared memory a post is the copy: nothing is in flight when it returns, and
 a network card or a GPU's copy engine, a post only queues work. A few chunks of 8 MiB then last for a fraction of a
 millisecond. But a thread that computes in Python can keep the interpreter from the read thread for 5 ms or more, and
 the link becomes idle. So the window of such a peer grows until the link stays busy between two polls, and shrinks to
-what the link carries in ``HORIZON_S``.
+what the link carries in ``HORIZON_S``. Times are seconds of a monotonic clock.
 """
 
 from kvflow.reads.contract import CHUNK_BYTES_MAX, CHUNK_DESCRIPTORS_MAX
@@ -18,8 +18,7 @@ WINDOW_MAX = 2 << 30
 """Bytes in flight of one peer. The largest value is ``HORIZON_S`` at 200 GB/s."""
 
 WINDOW_CHUNKS = 8
-"""Chunks in a full window. A chunk then takes one millisecond or more, and one ends before the next poll. A chunk has
-at least ``CHUNK_BYTES_MAX`` and at most ``LARGE_CHUNK_BYTES_MAX`` bytes."""
+"""Chunks in a full window. A chunk then takes one millisecond or more, and one ends before the next poll."""
 
 LARGE_CHUNK_BYTES_MAX = 256 << 20
 
@@ -38,13 +37,11 @@ MEASURED_BYTES = 64 << 20
 
 
 class Gauge:
-    """Measures the rate of one peer, once. Thread: one at a time. Times are seconds of a monotonic clock.
+    """Measures the rate of one peer, once. Thread: one at a time.
 
     Chunks that were posted before the first one ended do not count: with them the connection is made.
 
     Attributes:
-        nbytes: that were counted.
-        busy_s: seconds in which a chunk was in flight, so that waiting for other peers does not count.
         memories: kinds of the source and the target memory of what is counted: those of the first chunk.
     """
 
@@ -56,7 +53,7 @@ class Gauge:
 
     @property
     def busy_s(self) -> float:
-        """See the class."""
+        """Seconds in which a chunk was in flight, so that waiting for other peers does not count."""
         return self._closed_s + self._until - self._since
 
     def add(self, nbytes: int, posted_at: float, now: float, memories: tuple[str, str]) -> bool:
@@ -74,18 +71,16 @@ class Gauge:
 
 
 class Pace:
-    """The window of one peer. Thread: one at a time. Times are seconds of a monotonic clock.
+    """The window of one peer. Thread: one at a time.
 
     Args:
         descriptors_max: most descriptors of one chunk, once the window has grown.
 
     Attributes:
-        asynchronous: whether posts return long before their bytes have arrived.
         window: bytes to keep in flight.
         chunk_bytes: bytes of one chunk, at most.
         chunk_descriptors: merged descriptors of one chunk, at most.
         bytes_per_s: the rate of the link that was observed; 0 if unknown.
-        bytes_in_flight: bytes in flight of this peer.
     """
 
     def __init__(self, descriptors_max: int) -> None:
@@ -101,7 +96,7 @@ class Pace:
 
     @property
     def asynchronous(self) -> bool:
-        """See the class."""
+        """Whether posts return long before their bytes have arrived."""
         return self._short_posts >= ASYNCHRONOUS_POSTS
 
     def has_room(self, chunks: int) -> bool:
@@ -128,14 +123,9 @@ class Pace:
         self._seen = True
 
     def end(self, nbytes: int, now: float, *, posted_at: float, post_s: float, waits: bool) -> None:
-        """Record that a chunk has arrived.
+        """Record that a chunk has arrived, which was posted at ``posted_at`` in ``post_s``.
 
-        Args:
-            nbytes: bytes of the chunk.
-            now: when its end was seen.
-            posted_at: when its post began.
-            post_s: seconds that its post took.
-            waits: whether more of this peer waits for its turn.
+        ``waits``: whether more of this peer waits for its turn.
         """
         self.bytes_in_flight -= nbytes
         self._began_at, self._seen = now, False

@@ -28,10 +28,6 @@ class PlaneBackends:
     Args:
         backends: name of each plane -> its backend, the preferred one first.
         missing: the event of each plane that could not start.
-
-    Attributes:
-        backends: as above.
-        published: what peers need to read from us.
     """
 
     def __init__(self, backends: Mapping[str, Backend], missing: Sequence[PlaneOmitted]) -> None:

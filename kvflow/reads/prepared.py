@@ -43,22 +43,18 @@ SLOWEST = 64.0
 """A post counts as at most this many times slower than its estimate, so that a peer recovers within about ten posts."""
 
 WEIGHT = 0.25
-"""The weight of the last post. A post that the kernel interrupted must not dominate: posts for a busy peer take as long
-as estimated; after a pause of 2 ms they take two to three times as long, and one in ten takes five times as long."""
+"""The weight of the last post. After a pause of 2 ms a post takes two to three times as long, and one in ten five times
+as long: it must not dominate."""
 
 
 class PostCosts:
-    """The measured costs of posts for one peer. Thread: one at a time.
-
-    Attributes:
-        ratio: of measured times to the estimates above.
-    """
+    """The measured costs of posts for one peer: ``ratio`` of measured times to the estimates. Thread: one at a time."""
 
     def __init__(self) -> None:
         self.ratio = 1.0
 
     def learn(self, measured_s: float, expected_s: float) -> None:
-        """Record the seconds that a post took, and the seconds of the estimate."""
+        """Record how long a post took, and the estimate."""
         self.ratio += (min(SLOWEST, measured_s / expected_s) - self.ratio) * WEIGHT
 
 
@@ -123,7 +119,7 @@ def bind_portion(
     chunk_bytes: int = CHUNK_BYTES_MAX,
     chunk_descriptors: int = CHUNK_DESCRIPTORS_MAX,
 ) -> Portion:
-    """Bind pairs of a prepared list.
+    """Bind checked pairs of a prepared list, for the reads of ``shares``.
 
     Args:
         prepared_list: a list with a binding.

@@ -35,13 +35,7 @@ LEASED_IDS_MAX = 1 << 22
 
 
 class Resolved(NamedTuple):
-    """Where descriptors lie.
-
-    Attributes:
-        address: int64, shape (n,).
-        nbytes: int64, shape (n,).
-        block: int64, shape (n,): the block that contains the descriptor.
-    """
+    """Where descriptors lie: int64, each of shape (n,). A descriptor lies in one block."""
 
     address: Int64s
     nbytes: Int64s
@@ -52,9 +46,6 @@ class ServedList:
     """The rows of a peer's prepared list. Each descriptor lies in one block of one group.
 
     Attributes:
-        group: index of the group.
-        count: number of descriptors.
-        memory: memory kind of all rows.
         device: device of all rows; 0 for DRAM; None if they lie on several.
 
     Raises:
@@ -83,10 +74,7 @@ class ServedList:
         self._starts: list[int] = self._firsts.tolist()
 
     def resolve(self, index: Int32s) -> Resolved:
-        """Return where descriptors lie.
-
-        Args:
-            index: int32, shape (n,): descriptor numbers.
+        """Return where descriptors lie, by int32 numbers of shape (n,).
 
         Raises:
             OutOfBounds: wrong dtype or shape, or a number without a descriptor.
@@ -127,11 +115,7 @@ class ServedList:
 
 
 def _placed(rows: CheckedRows, levels: Sequence[Level], group: int) -> tuple[Int64s, Int64s, Flags]:
-    """Return the start and the stride of each row's frame, and whether it is in VRAM.
-
-    Raises:
-        OutOfBounds: names the first row that does not lie in the blocks.
-    """
+    """Return the start and the stride of each row's frame, and whether it is in VRAM. Raises: OutOfBounds."""
     if not levels:
         raise OutOfBounds(f"group {group} is not served")
     shape = len(rows.table)
@@ -149,10 +133,7 @@ def _placed(rows: CheckedRows, levels: Sequence[Level], group: int) -> tuple[Int
 
 
 class LeasedBlocks:
-    """The blocks of leases, as sorted arrays. Those of the most recent leases are cached.
-
-    Thread: not thread-safe; each thread that serves has its own.
-    """
+    """The blocks of leases, as sorted arrays. Those of the most recent leases are cached. Thread: one only."""
 
     def __init__(self, serving: Serving, *, leases_max: int = LEASES_MAX, ids_max: int = LEASED_IDS_MAX) -> None:
         self._blocks_of = serving.blocks_of
@@ -163,11 +144,11 @@ class LeasedBlocks:
         self._ids = 0
 
     def held(self, slot: int, epoch: int, group: int, block: Int64s, *, mac: bytes = b"") -> Flags | None:
-        """Return for each block whether the lease holds it now; None if the lease is not held.
+        """Return for each block of a group whether the lease that a peer names holds it; None if the lease is not held.
 
         Args:
-            slot: slot of the lease that a peer names.
-            epoch: epoch of the lease that a peer names.
+            slot: slot of the lease.
+            epoch: epoch of the lease.
             group: index of the group.
             block: int64, shape (n,).
             mac: MAC of the ticket that the peer presents.
@@ -229,15 +210,7 @@ class LeasedBlocks:
 
 @dataclass(slots=True, eq=False)
 class _CachedLease:
-    """One lease.
-
-    Attributes:
-        blocks: the blocks that the lease table returned.
-        count: number of all ids.
-        arrays: group -> its ids, sorted, once they are needed.
-        sets: the same as sets, for a few comparisons.
-        mac: MAC of its ticket, once a reader has presented it.
-    """
+    """One lease. ``blocks`` are those that the lease table returned, and ``mac`` the last one that was checked."""
 
     blocks: Blocks
     count: int

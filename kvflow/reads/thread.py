@@ -111,7 +111,7 @@ class Bell:
 
 
 class ThreadedTransport:
-    """A ``Transport`` of several backends. See ``kvflow.reads.contract``.
+    """A ``Transport`` of several backends.
 
     Args:
         name: name of the setting.
@@ -120,8 +120,7 @@ class ThreadedTransport:
         sink: called on the read thread.
         staging: buffers for staged lists.
         required: planes that must start. At least one of all planes must start.
-        inline_s_max: most seconds that a post may take on the calling thread; 0: no post is made there. A test that
-            blocks a copy until the calling thread continues needs 0.
+        inline_s_max: most seconds that a post may take on the calling thread; 0: no post is made there.
     """
 
     def __init__(
@@ -150,11 +149,11 @@ class ThreadedTransport:
 
     @property
     def name(self) -> str:
-        """See ``Transport.name``."""
+        """The setting for data planes."""
         return self._name
 
     def start(self, regions: Sequence[Region], epochs: Region, serving: Serving = SERVES_NOTHING) -> None:
-        """See ``Transport.start``. A transport starts once, even if the start failed."""
+        """Register memory and start the read thread, once, even if the start fails."""
         with self._lock:
             assert not self._threads, "a transport starts once"
             assert not self._closed, "a closed transport does not start"
@@ -166,28 +165,28 @@ class ThreadedTransport:
         self._published.result()
 
     def staging(self) -> StagingUse:
-        """See ``Transport.staging``."""
+        """Return how many staging buffers are taken."""
         return self._staging.use
 
     def published(self) -> Published:
-        """See ``Transport.published``."""
+        """Return what a peer needs to read from us."""
         assert self._published.done(), "start comes first"
         return self._published.result()
 
     def add_peer(self, address: PeerAddress) -> None:
-        """See ``Transport.add_peer``."""
+        """Connect to a peer's exporter."""
         self._command(address)
 
     def remove_peer(self, peer: PeerId, *, gone: bool = False) -> None:
-        """See ``Transport.remove_peer``."""
+        """Forget a peer."""
         self._command(RemovePeer(peer, gone))
 
     def prepare(self, prepared_list: PreparedList) -> None:
-        """See ``Transport.prepare``."""
+        """Prepare descriptor lists."""
         self._command(prepared_list)
 
     def post(self, reads: Sequence[RankRead]) -> list[ReadEnded]:
-        """See ``Transport.post``."""
+        """Start reads, and move small ones at once."""
         if self._inline_s_max and self._guard.acquire(blocking=False):
             try:
                 # Queued commands came before, and are processed under the lock, so nothing comes between.
@@ -203,15 +202,15 @@ class ThreadedTransport:
         return []
 
     def cancel(self, read_ids: Sequence[int]) -> None:
-        """See ``Transport.cancel``."""
+        """Drop chunks that were not posted yet."""
         self._command(CancelReads(tuple(read_ids)))
 
     def reset_reader(self) -> None:
-        """See ``Transport.reset_reader``."""
+        """End what is in flight from hung peers."""
         self._command(ResetReader())
 
     def close(self) -> None:
-        """See ``Transport.close``. Blocks for about two seconds at most, unless a call into the library hangs.
+        """Destroy the agents and join the read thread. Blocks for two seconds, unless a call into the library hangs.
 
         In that case it logs what it waits for, because the memory must not be freed before the call returns.
         """

@@ -226,7 +226,7 @@ class _Cursor:
 
     def refuse(self, complaint: str) -> NoReturn:
         """Raise, with the name of what is being read."""
-        raise ValueError(f"the {self._name} cannot be: {complaint}")
+        raise ValueError(f"invalid {self._name}: {complaint}")
 
     def require(self, condition: bool, complaint: str) -> None:
         """Raise unless the condition holds. Checks of each region call ``refuse``, which formats no unused message."""

@@ -302,7 +302,7 @@ class TlsChannel:
         if done:
             unique = self._tls.get_channel_binding("tls-unique")
             if self._tls.session_reused or not unique:
-                raise ChannelClosed("the other side has resumed a TLS session, which proves nothing")
+                raise ChannelClosed("the other side resumed a TLS session; kvflow requires a full handshake")
             ends = (self._received, self._sent) if self._server else (self._sent, self._received)
             self._binding = hashlib.sha256(b"".join([unique, *(end.digest() for end in ends)])).digest()
         return done

@@ -139,7 +139,7 @@ def test_among_equals_direct_is_chosen():
 
 def test_a_unit_that_takes_very_many_copies_is_read_directly(monkeypatch):
     monkeypatch.setattr("kvflow.planning.strided_copies.COPIES_MAX", 0)
-    assert "not staged, because a unit is scattered by 1 copies, more than 0" in planned().explain()
+    assert "not staged, because a unit takes 1 copies (limit 0)" in planned().explain()
 
 
 @pytest.mark.parametrize("distance", [0, 2 * SIZE], ids=["the same bytes", "some bytes"])

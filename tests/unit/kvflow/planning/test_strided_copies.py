@@ -98,9 +98,9 @@ def uneven(count):
 @pytest.mark.parametrize(
     ("runs", "words"),
     [
-        (regular(RUNS_MAX + 1), "in 65,537 pieces, more than 65,536"),
-        (uneven(FOLDED_MAX + 1), "in 8,193 uneven stretches, more than 8,192"),
-        (uneven(2 * COPIES_MAX + 1), "by 513 copies, more than 512"),
+        (regular(RUNS_MAX + 1), "has 65,537 runs .limit 65,536"),
+        (uneven(FOLDED_MAX + 1), "has 8,193 irregular runs .limit 8,192"),
+        (uneven(2 * COPIES_MAX + 1), "takes 513 copies .limit 512"),
     ],
     ids=["runs", "stretches", "copies"],
 )

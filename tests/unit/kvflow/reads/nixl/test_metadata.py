@@ -29,7 +29,7 @@ def test_what_nixl_has_published_is_taken():
 
 def test_no_beginning_of_it_is_taken():
     for at in range(len(VALID)):
-        with pytest.raises(ValueError, match="cannot be"):
+        with pytest.raises(ValueError, match="invalid "):
             inspect(VALID[:at], AGENT)
 
 
@@ -65,7 +65,7 @@ def test_what_cannot_be_is_refused(name):
 @pytest.mark.parametrize("line", (CORPUS / "metadata.txt").read_text().split())
 def test_what_has_crashed_nixl_is_refused(line):
     blob = bytes.fromhex(line)
-    with pytest.raises(ValueError, match="cannot be"):
+    with pytest.raises(ValueError, match="invalid "):
         inspect(blob, blob[24:36].decode())
 
 
@@ -73,7 +73,7 @@ def test_bytes_from_nothing_raise_only_value_error():
     draw = random.Random(0)
     for _ in range(2000):
         at = draw.randrange(len(VALID))
-        with pytest.raises(ValueError, match="cannot be"):
+        with pytest.raises(ValueError, match="invalid "):
             inspect(VALID[:at] + draw.randbytes(draw.randrange(600)), AGENT)
 
 
