@@ -43,8 +43,7 @@ from kvflow.reads.contract import (
     TransportEvent,
 )
 from kvflow.reads.device import Scattering
-from kvflow.reads.lanes import Lanes
-from kvflow.reads.open_reads import Check, TakenChunk, Work
+from kvflow.reads.lanes import Check, Lanes, TakenChunk, Work
 from kvflow.reads.pacing import REST_S_MAX, Gauge, Pace
 from kvflow.reads.planes import PlaneBackends
 from kvflow.reads.prepared import (

@@ -21,9 +21,12 @@ Order: a lane has a queue for each priority, first come, first served. The next 
 """
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from types import MappingProxyType
+
+from msgspec import Struct, field
 
 from kvflow.errors import FailureCode
 from kvflow.ids import PeerId
@@ -31,9 +34,10 @@ from kvflow.leases.epochs import judge
 from kvflow.planning.pairs import UnitPairs, joined
 from kvflow.reads.backend import NO_BUFFER, SPAN_MAX, Cause, CheckedList, Chunk, Portion, Share
 from kvflow.reads.bounds import OutOfBounds
-from kvflow.reads.contract import ArrivedChunk, RankRead, ReadEnded, Verdict
-from kvflow.reads.open_reads import Buffers, Check, Lane, OpenRead, Queue, TakenChunk, Work
+from kvflow.reads.contract import ArrivedChunk, Outstanding, RankRead, ReadEnded, Verdict
+from kvflow.reads.pacing import Pace
 from kvflow.reads.prepared import bind_portion, paced_pairs
+from kvflow.reads.staging import Buffers
 
 CHUNKS_IN_FLIGHT_MAX = 2
 """Chunks in flight per peer whose posts are not asynchronous (``pacing``). Over TCP the second chunk keeps the wire
@@ -50,6 +54,152 @@ OVERTAKEN_MAX = 8
 """How many more urgent chunks in a row may overtake the oldest read, which then gets one. So every read advances."""
 
 NOTHING_REFUSED: Mapping[int, Cause] = MappingProxyType({})
+
+
+class OpenRead(Struct, eq=False, gc=False):
+    """A read that has not ended. The garbage collector does not visit it; ``Lanes.abandon`` cuts it from its lane.
+
+    Attributes:
+        prepared_lists: the checked lists, one for each part of the read.
+        pairs: all pairs of the part that is posted next.
+        age: number that orders the reads that wait for a turn.
+        overtaken: more urgent chunks that were posted before it since its last one.
+        waits: whether a chunk of it must still be posted.
+        part: the part that is posted next.
+        cursor: pairs of this part that were bound.
+        portion: the portion of this part that was bound and is not posted completely.
+        cut: number of the portion's cut at which the next chunk begins.
+        alone: whether it shares no chunk with other reads.
+        failure: why it ends ``failed`` as soon as nothing of it is in flight.
+        unserved: whether the exporter refused bytes because the lease was not held.
+    """
+
+    read: RankRead
+    prepared_lists: Sequence[CheckedList]
+    lane: "Lane"
+    pairs: UnitPairs
+    taken_at: float
+    age: int = 0
+    overtaken: int = 0
+    waits: bool = False
+    part: int = 0
+    cursor: int = 0
+    portion: Portion | None = None
+    cut: int = 0
+    alone: bool = False
+    in_flight: int = 0
+    failure: Cause | None = None
+    unserved: bool = False
+    chunks: int = 0
+    arrived_at: float = 0.0
+    bind_s: float = 0.0
+    post_s: float = 0.0
+    scatter_s: float = 0.0
+
+    @property
+    def needs_buffer(self) -> bool:
+        """Whether its next chunk is staged."""
+        return self.prepared_lists[self.part].staged is not None
+
+    @property
+    def staged(self) -> bool:
+        """Whether some of its chunks are staged."""
+        return any(prepared_list.staged is not None for prepared_list in self.prepared_lists)
+
+
+class Lane(Struct, eq=False):
+    """The reads and the work in flight of one peer. If ``closed`` has a reason, the lane is closed and only drains.
+
+    Attributes:
+        weight: chunks in one turn.
+        queues: priority -> reads that wait.
+        checks: reads whose first check is due.
+        fences: reads whose fence is due.
+        pace: the pace of its chunks; None unless its posts may be asynchronous.
+    """
+
+    peer: PeerId
+    weight: int = 1
+    outstanding: Outstanding = field(default_factory=Outstanding)
+    queues: "dict[int, Queue]" = {}
+    checks: list[OpenRead] = []
+    fences: list[OpenRead] = []
+    chunks_in_flight: int = 0
+    checks_in_flight: int = 0
+    closed: Cause | None = None
+    pace: Pace | None = None
+
+    @property
+    def has_room(self) -> bool:
+        """Whether its window has room for more chunks than every peer may have in flight."""
+        return self.pace is not None and self.pace.has_room(self.chunks_in_flight)
+
+    def note_posted(self, now: float) -> None:
+        """Record that something was posted."""
+        if self.outstanding.since == math.inf:
+            self.outstanding.since = now
+
+    def note_completed(self, now: float) -> None:
+        """Record that something that was posted has ended."""
+        self.outstanding.since = now if self.chunks_in_flight or self.checks_in_flight else math.inf
+
+
+class Queue(Struct, eq=False):
+    """Waiting reads of one lane and one priority, the oldest first. Some may no longer wait.
+
+    Attributes:
+        turn: number of its last turn, which orders queues with equal times.
+        taken: chunks of its present turn.
+    """
+
+    lane: Lane
+    priority: int
+    reads: deque[OpenRead] = field(default_factory=deque)
+    turn_at: float = -math.inf
+    turn: int = 0
+    taken: int = 0
+
+
+class TakenChunk(Struct, eq=False):
+    """A chunk that was taken. ``reads`` are in the order of its portion's shares.
+
+    Attributes:
+        bind_s: seconds that binding its portion took; 0 if an earlier chunk has them.
+        posted_at: when its post began, in seconds.
+        scatter_s: seconds that the copies out of its buffer took.
+    """
+
+    lane: Lane
+    chunk: Chunk
+    prepared_list: CheckedList
+    reads: list[OpenRead]
+    nbytes: int
+    bind_s: float
+    posted_at: float = 0.0
+    post_s: float = 0.0
+    scatter_s: float = 0.0
+
+    @property
+    def wanted(self) -> bool:
+        """Whether it has bytes of a read that was not cancelled and has not failed."""
+        return any(opened.failure is None for opened in self.reads)
+
+
+class Check(Struct, eq=False):
+    """One read of the epoch slots ``first`` to ``last``, for all these reads. Each slot is compared with one epoch.
+
+    Attributes:
+        fence: whether all bytes of the reads have arrived; otherwise it is their first check.
+    """
+
+    lane: Lane
+    reads: list[OpenRead]
+    first: int
+    last: int
+    fence: bool
+
+
+Work = TakenChunk | Check
 
 
 class Lanes:

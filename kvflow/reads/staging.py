@@ -116,6 +116,46 @@ class StagingMemory:
         return check_rows(np.concatenate(tables))
 
 
+class Buffers:
+    """The staging buffers of one transport, by number. Thread: one only.
+
+    A chunk takes a buffer when it is posted. The buffer is free again once the chunk was scattered, has failed or was
+    dropped. A chunk of a hung peer never ends, so its buffer stays taken (in quarantine).
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._free = list(range(count))
+        self._taken: dict[int, int] = {}
+
+    @property
+    def has_free(self) -> bool:
+        """Whether a buffer is free."""
+        return bool(self._free)
+
+    @property
+    def taken(self) -> dict[int, int]:
+        """Buffer -> the read whose chunk has it."""
+        return dict(self._taken)
+
+    def take(self, read_id: int) -> int:
+        """Give a free buffer to a chunk of this read: the last one that came back, because a CPU cache may hold it."""
+        buffer = self._free.pop()
+        self._taken[buffer] = read_id
+        return buffer
+
+    def give_back(self, buffer: int) -> None:
+        """Record that nothing reads or writes the buffer."""
+        del self._taken[buffer]
+        self._free.append(buffer)
+
+    def check(self) -> None:
+        """Check that each buffer is either free or taken, and only once."""
+        assert sorted([*self._free, *self._taken]) == list(range(self._count)), (
+            "a staging buffer is lost, or there twice"
+        )
+
+
 class Scatterer(Scatters):
     """Run the copies of one prepared list.
 

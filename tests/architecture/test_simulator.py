@@ -33,7 +33,6 @@ DRIVEN = (
     "kvflow/reads/pulls.py",
     "kvflow/reads/scheduler.py",
     "kvflow/reads/lanes.py",
-    "kvflow/reads/open_reads.py",
     "kvflow/reads/core.py",
     "kvflow/reads/prepared.py",
     "kvflow/reads/staging.py",

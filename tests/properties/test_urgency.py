@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvflow.reads.lanes import CHUNKS_IN_FLIGHT_MAX, OVERTAKEN_MAX
-from kvflow.reads.open_reads import Check
+from kvflow.reads.lanes import CHUNKS_IN_FLIGHT_MAX, OVERTAKEN_MAX, Check
 from tests.unit.kvflow.reads.lane_reads import Bench, ids, prepared
 
 from .caches import thorough

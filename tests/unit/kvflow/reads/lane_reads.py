@@ -7,8 +7,7 @@ from kvflow.planning.pairs import UnitPairs
 from kvflow.reads.backend import CheckedList, Staged
 from kvflow.reads.bounds import CheckedScatter, check_rows
 from kvflow.reads.contract import LeaseName, Part, PreparedList, RankRead
-from kvflow.reads.lanes import Lanes
-from kvflow.reads.open_reads import Check
+from kvflow.reads.lanes import Check, Lanes
 
 UNITS = 1 << 20
 EPOCH = 7

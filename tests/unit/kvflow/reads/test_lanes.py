@@ -15,9 +15,9 @@ from kvflow.reads.lanes import (
     CHECKS_IN_FLIGHT_MAX,
     CHUNKS_IN_FLIGHT_MAX,
     OVERTAKEN_MAX,
+    Check,
     Lanes,
 )
-from kvflow.reads.open_reads import Check
 
 from .lane_reads import EPOCH, ONE_EACH, STAGED, Bench, a_read, chunks, ids, prepared
 
