@@ -28,11 +28,7 @@ _NO_LEASE = -1
 
 
 class HostMemory:
-    """Registered memory of this process, as buffers.
-
-    Args:
-        regions: only those in DRAM are used.
-    """
+    """Registered memory of this process in DRAM, as buffers."""
 
     def __init__(self, regions: Sequence[Region]) -> None:
         held: list[tuple[int, int]] = []
@@ -82,14 +78,7 @@ class Words:
 
 @dataclass(slots=True, eq=False)
 class ReadLease:
-    """One lease of a read.
-
-    Attributes:
-        slot: its slot in the epoch table.
-        epoch: value of the slot while the lease is held.
-        other: the first other value that the slot had. From then on no byte of the lease is sent in this answer, even
-            if the slot changes.
-    """
+    """One lease of a read. ``other``: the first other value that its slot had; then none of its bytes is sent."""
 
     slot: int
     epoch: int
@@ -239,9 +228,6 @@ class FetchedBytes:
         nbytes: length of each part.
         owner: number of each part's lease.
         epochs: our epoch table.
-
-    Attributes:
-        waiting: parts that have not been fetched.
     """
 
     __slots__ = ("_epochs", "_leases", "_left", "_portions", "_unsent", "waiting")
@@ -286,9 +272,8 @@ class FetchedBytes:
         """Yield what to send, one portion at a time, each in the same buffer.
 
         The epochs are compared after a portion was fetched, not when the socket takes it. A lease that is held after
-        the fetch was held during it, so the bytes are right, and they do not change in our buffer. The reader may have
-        them even if the lease ends before they are sent. The same is true for the epochs at the end, because the cache
-        is not read after them.
+        the fetch was held during it, so the bytes are right, and they do not change in our buffer. The same is true for
+        the epochs at the end, because the cache is not read after them.
         """
         ready = [memoryview(wire.ANSWER.pack(wire.DONE, 0, len(self._leases), 0, self._left))]
         buffer = memoryview(bytearray(min(PORTION_BYTES, self._left)))

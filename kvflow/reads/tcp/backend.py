@@ -62,15 +62,7 @@ READS_MAX = 1 << 17
 
 @dataclass(eq=False)
 class _Asked(PostedWork):
-    """A chunk or slots that were requested from a peer.
-
-    Attributes:
-        missing: number of missing answers.
-        values: values of the slots.
-        failure: why it has failed.
-        unheld: see ``PostedWork``.
-        refused: see ``PostedWork``.
-    """
+    """A chunk or slots that were requested from a peer."""
 
     missing: int = 0
     values: list[int] = field(default_factory=list)
@@ -101,17 +93,7 @@ class _DialedPeer:
 
 @dataclass(slots=True, eq=False)
 class _Wanted:
-    """Descriptors that one request asks for.
-
-    Attributes:
-        asked: the chunk that they belong to.
-        peer: the peer.
-        prepared_list: the list of the descriptors.
-        shares: the reads that they belong to; a request names the lease of each.
-        numbers: uint16, shape (n,): the share of each descriptor; None if there is one share.
-        source: int32, shape (n,).
-        target: int32, shape (n,).
-    """
+    """Descriptors that one request asks for. ``numbers``: uint16, the share of each; None if there is one share."""
 
     asked: _Asked
     peer: _DialedPeer
@@ -146,14 +128,7 @@ class Told:
             self._values.popitem(last=False)
 
     def verdicts(self, first: int, last: int, reads: Sequence[tuple[int, LeaseName]]) -> list[int]:
-        """Return and forget the reported values of slots ``first`` to ``last``, for reads whose fence is due.
-
-        Slots only grow, so the highest of several values is the latest. If a read got another value, ``unheld`` of its
-        chunk names its lease.
-
-        Raises:
-            BackendError: no chunk of one of these reads has ended.
-        """
+        """Return and forget the reported values of slots ``first`` to ``last``, for reads whose fence is due."""
         values = [0] * (last - first + 1)
         for read_id, lease in reads:
             value = self._values.pop(read_id, None)
@@ -205,11 +180,11 @@ class TcpBackend(Backend):
         self.metadata = seal(Envelope(NAME, agent_name, b""))
 
     def fileno(self) -> int:
-        """See ``Backend.fileno``."""
+        """Return the epoll of all connections."""
         return self._epoll.fileno()
 
     def add(self, address: PeerAddress) -> Carrier:
-        """See ``Backend.add``."""
+        """Prepare to dial a peer's exporter; its first read connects."""
         try:
             unseal(address.planes[NAME], transport=NAME, agent=address.agent)
             place = _place(address.data_endpoint)
@@ -226,7 +201,7 @@ class TcpBackend(Backend):
         return Carrier("tcp", "kind")
 
     def leave(self, peer_id: PeerId) -> None:
-        """See ``Backend.leave``: a closed socket writes nothing. After a reset the peer may be unknown."""
+        """Close the connections: a closed socket writes nothing. After a reset the peer may be unknown."""
         peer, detail = self._peers.get(peer_id), "the peer was removed"
         if peer is None:
             return
@@ -238,13 +213,13 @@ class TcpBackend(Backend):
         self._refused = [wanted for wanted in self._refused if wanted.peer is not peer]
 
     def remove(self, peer_id: PeerId, *, gone: bool) -> None:
-        """See ``Backend.remove``."""
+        """Forget a peer."""
         del gone  # connecting is fast, so no connection is kept
         self.leave(peer_id)
         self._peers.pop(peer_id, None)
 
     def prepare(self, prepared: CheckedList) -> None:
-        """See ``Backend.prepare``."""
+        """Prepare the request that announces a list."""
         prepared_list = prepared.prepared_list
         rows = prepared.source.table
         device = None
@@ -263,7 +238,7 @@ class TcpBackend(Backend):
         )
 
     def post(self, chunk: Chunk) -> PostedWork | int:
-        """See ``Backend.post``."""
+        """Request a chunk."""
         portion = chunk.portion
         peer = self._peers[portion.peer]
         prepared_list = peer.prepared_lists[portion.list_id]
@@ -278,7 +253,7 @@ class TcpBackend(Backend):
     def post_check(
         self, peer_id: PeerId, first: int, last: int, reads: Sequence[tuple[int, LeaseName]], *, fence: bool
     ) -> PostedWork | Sequence[int]:
-        """See ``Backend.post_check``. A fence sends nothing, because its values came with the chunks of its reads."""
+        """Request slots. A fence sends nothing, because its values came with the chunks of its reads."""
         if fence:
             return self._told.verdicts(first, last, reads)
         slots = sorted({lease.slot for _, lease in reads})
@@ -288,7 +263,7 @@ class TcpBackend(Backend):
         return asked
 
     def progress(self) -> None:
-        """See ``Backend.progress``."""
+        """Advance the connections that are ready."""
         now = time.monotonic()
         ready = [self._connections[descriptor][0] for descriptor, _ in self._epoll.poll(0)]
         ended = {each: detail for each in ready if (detail := self._go_on(each)) is not None}
@@ -304,7 +279,7 @@ class TcpBackend(Backend):
                 self._want(wanted.only(number))
 
     def poll(self, posted: PostedWork) -> int | Sequence[int] | None:
-        """See ``Backend.poll``."""
+        """Return what has arrived."""
         assert isinstance(posted, _Asked)
         if posted.missing:
             return None
@@ -313,12 +288,12 @@ class TcpBackend(Backend):
         return posted.values or 0
 
     def reset(self) -> None:
-        """See ``Backend.reset``."""
+        """Close every connection."""
         for peer_id in [*self._peers]:
             self.remove(peer_id, gone=False)
 
     def close(self) -> None:
-        """See ``Backend.close``."""
+        """Close every connection, then the exporter."""
         self.reset()
         self._epoll.close()
         self._exporter.close()

@@ -117,11 +117,7 @@ class ByteStream(Protocol):
 
 
 class PlainChannel:
-    """A channel without encryption: one system call per call, and no copy except the kernel's.
-
-    Args:
-        sock: a connected socket, which this channel owns from now on.
-    """
+    """A channel without encryption: one system call per call, and no copy except the kernel's. It owns the socket."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -179,14 +175,10 @@ class PlainChannel:
 
 
 class TlsChannel:
-    """A channel with TLS. The module says what ``binding`` proves, and what the caller must do with it.
+    """A channel with TLS, which owns the socket. The module says what ``binding`` proves, and what the caller must do.
 
     This class reads and writes the socket, and TLS works on memory. So no call blocks or raises SIGPIPE, one system
     call moves many records, and bytes that ``send`` took are not passed again.
-
-    Args:
-        sock: a connected socket, which this channel owns from now on.
-        server: whether this end accepted the connection.
 
     Raises:
         ConfigInvalid: the local OpenSSL does not support it.
@@ -308,10 +300,7 @@ class TlsChannel:
         return done
 
     def _receive_record(self) -> bool:
-        """Pass exactly one handshake record to TLS, so that both ends hash the same bytes.
-
-        Return False if it has not arrived yet.
-        """
+        """Pass exactly one handshake record to TLS: both ends hash the same bytes. False: it has not arrived yet."""
         record = self._record
         while (missing := _missing(record)) > 0:
             nbytes = receive_some(self._sock, [self._scratch[:missing]])
@@ -447,11 +436,7 @@ def _parts(buffers: Sequence[memoryview | bytes]) -> Iterator[memoryview | bytes
 
 
 def _missing(record: bytearray) -> int:
-    """Return how many bytes the record's header lacks, or then the record.
-
-    Raises:
-        ChannelClosed: this is not a record of a TLS handshake.
-    """
+    """Return how many bytes the record's header lacks, or then the record. Raises: ChannelClosed."""
     if len(record) < RECORD_HEADER_BYTES:
         return RECORD_HEADER_BYTES - len(record)
     nbytes = int.from_bytes(record[3:RECORD_HEADER_BYTES], "big")

@@ -21,7 +21,7 @@ from kvflow.reads.tcp import wire
 from kvflow.reads.tcp.channel import ByteStream, ChannelClosed, PlainChannel, TlsChannel
 
 _AT_ONCE_BYTES = 1 << 20
-"""Bytes that one call asks for, and that are worth a wake-up while more will come: 0.3 ms of copying."""
+"""Bytes that one call receives, and that are worth a wake-up while more will come: 0.3 ms of copying."""
 
 _PORTION_BYTES = 8 << 20
 """Bytes that are received from one connection before other connections are served."""
@@ -32,12 +32,7 @@ _FRAMES_MAX = 64
 
 @dataclass(slots=True, eq=False)
 class Known:
-    """A prepared list that the reader announces on a connection before its first read.
-
-    Attributes:
-        number: number of the prepared list.
-        frame: the frame that announces it.
-    """
+    """A prepared list, and the frame that announces it on a connection before its first read."""
 
     number: int
     frame: bytes
@@ -48,12 +43,10 @@ class Question:
     """One request, and the place of its answer.
 
     Attributes:
-        frame: the request.
         answered: called once, with the values of its slots, or with the reason for no answer.
         prepared_list: the list that its connection must know.
         leases: the leases that it names; empty if it asks for the value of a slot.
-        target: where the bytes go.
-        landing: buffers to fill one after the other, instead of ``target``, see ``landing``.
+        landing: buffers to fill one after the other, instead of ``target``.
         nbytes: bytes of the answer.
         repeated: whether it was sent before, over a connection that has ended.
     """
@@ -78,7 +71,6 @@ class SourceConnection:
 
     Attributes:
         owed: unanswered requests, in order.
-        owed_bytes: bytes of their answers.
         open: whether both sides have proven their identity.
 
     Raises:
@@ -144,11 +136,10 @@ class SourceConnection:
         self._receive(self._channel)
 
     def close(self) -> list[Question]:
-        """Close it. Nothing is written to memory after that.
+        """Close it; then nothing is written to memory.
 
         Returns:
             The requests that may be repeated over another connection, because no byte of their answer has arrived.
-            Other requests fail.
         """
         if self._channel is None:
             self._sock.close()

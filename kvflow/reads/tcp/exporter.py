@@ -52,8 +52,7 @@ CLIENTS_OF_ONE_MAX = 32
 """Most connections of one reader: twice as many as ``tcp_connections`` allows."""
 
 ANSWERS_MAX = 64
-"""Most unsent answers of one connection; while there are as many, nothing is read from it. A reader has about ten
-requests in flight, and sometimes hundreds for epoch slots."""
+"""Most unsent answers of one connection; while there are as many, nothing is read from it."""
 
 BUFFERED_BYTES_MAX = 64 << 20
 """Most bytes of partly received requests, for all connections of one thread."""
@@ -70,35 +69,21 @@ _SPOKEN_EVERY_S = 1.0
 
 @dataclass(slots=True, eq=False)
 class _Client:
-    """One connection of a reader.
-
-    Attributes:
-        channel: its channel.
-        since: when it was accepted, or when it last took a byte of an answer.
-        nonce: the nonce that it must answer.
-        name: its name; empty before it has proven its identity.
-        public_key: key of its control connection; empty before.
-        buffer: bytes that were received and not parsed yet.
-        prepared_lists: the lists that the reader has announced.
-        answers: unsent answers, in order.
-        readable: whether there may be more to receive.
-        writable: whether there may be room to send.
-        finished: whether nothing comes after what is there to receive.
-    """
+    """One connection of a reader."""
 
     channel: ByteStream
-    since: float
+    since: float  # when it was accepted, or last took a byte of an answer
     nonce: bytes
     encrypted: bool = False
-    name: str = ""
-    public_key: str = ""
-    buffer: bytearray = field(default_factory=bytearray)
+    name: str = ""  # empty before it has proven its identity
+    public_key: str = ""  # of its control connection; empty before
+    buffer: bytearray = field(default_factory=bytearray)  # received and not parsed yet
     prepared_lists: PreparedLists = field(default_factory=PreparedLists)
     answers: deque[Answer] = field(default_factory=deque)
     request: wire.RequestHeader | None = None
     readable: bool = True
     writable: bool = True
-    finished: bool = False
+    finished: bool = False  # nothing comes after what is there to receive
 
     @property
     def room(self) -> bool:
@@ -107,15 +92,7 @@ class _Client:
 
 
 class _Sender:
-    """One thread that serves readers.
-
-    Args:
-        serving: what may be served, and to which readers.
-        memory: the memory that is served.
-        epochs: our epoch table.
-        encrypt: whether connections are encrypted.
-        number: number of the thread.
-    """
+    """One thread that serves readers."""
 
     def __init__(self, serving: Serving, memory: HostMemory, epochs: memoryview, *, encrypt: bool, number: int) -> None:
         self._serving = serving
@@ -284,10 +261,7 @@ class _Sender:
         return len(client.buffer) >= wire.HELLO_BYTES + hello.engine_bytes
 
     def _understand(self, descriptor: int, client: _Client) -> None:
-        """Process complete requests of the received bytes, while there is room for answers.
-
-        A large request ends the turn, so that other readers are served.
-        """
+        """Process complete requests while there is room for answers. A large one ends the turn: others are served."""
         work = 0
         while work < _WORK_MAX and client.room and self._has_request(client):
             if not client.name:
@@ -300,11 +274,7 @@ class _Sender:
                 work += _WORK_OF_ONE + request.few + request.units
 
     def _let_in(self, descriptor: int, client: _Client) -> None:
-        """Check a reader's hello, and send our proof.
-
-        Raises:
-            BadFrame: it is malformed, or its proof is wrong.
-        """
+        """Check a reader's hello, and send our proof. Raises: BadFrame."""
         hello = wire.decode_hello(bytes(client.buffer[: wire.HELLO_BYTES]))
         name = _taken(client.buffer, wire.HELLO_BYTES + hello.engine_bytes)[wire.HELLO_BYTES :]
         try:
@@ -367,16 +337,13 @@ class _Sender:
 
 
 class TcpExporter:
-    """Serve the cache to readers.
+    """Serve the cache to readers. ``endpoint``: its address for readers, ``tcp://host:port``.
 
     Args:
         settings: where to listen, and whether to encrypt.
         regions: the cache.
         epochs: our epoch table.
         serving: what may be served, and to which readers.
-
-    Attributes:
-        endpoint: its address for readers: ``tcp://host:port``.
 
     Raises:
         TransportUnavailable: the address cannot be bound.

@@ -25,25 +25,14 @@ ROWS_OF_ONE_MAX = 1 << 17
 
 @dataclass(slots=True, eq=False)
 class PreparedLists:
-    """The prepared lists that one connection has announced.
-
-    Attributes:
-        known: number -> prepared list, or why it was refused.
-        rows: rows of all prepared lists.
-    """
+    """The prepared lists of one connection: number -> list, or why it was refused; and the rows of all."""
 
     known: dict[int, ServedList | str] = field(default_factory=dict)
     rows: int = 0
 
 
 class Desk:
-    """Answer requests. Thread: one only.
-
-    Args:
-        serving: what may be served.
-        memory: the memory that is served.
-        epochs: our epoch table.
-    """
+    """Answer requests of readers. Thread: one only."""
 
     def __init__(self, serving: Serving, memory: HostMemory, epochs: memoryview) -> None:
         self._memory = memory
@@ -71,11 +60,7 @@ class Desk:
             return Words(wire.ANSWER.pack(wire.REFUSED, 0, 0, 0, len(detail)) + detail)
 
     def _learn(self, prepared_lists: PreparedLists, request: wire.RequestHeader, body: bytes) -> None:
-        """Check a prepared list once, and store it. A read with it reports what is wrong.
-
-        Raises:
-            BadFrame: there are too many lists.
-        """
+        """Check a prepared list once, and store it. A read with it reports what is wrong. Raises: BadFrame."""
         prepared_lists.rows += request.units
         if len(prepared_lists.known) >= wire.LISTS_MAX or prepared_lists.rows > ROWS_OF_ONE_MAX:
             raise wire.BadFrame(
@@ -104,12 +89,7 @@ class Desk:
         return Words(wire.ANSWER.pack(wire.DONE, 0, 0, 0, len(value)) + value)
 
     def _read(self, prepared_lists: PreparedLists, request: wire.RequestHeader, body: bytes) -> Answer:
-        """Return the answer to a read.
-
-        Raises:
-            OutOfBounds: it asks for bytes that its leases do not hold.
-            BadFrame: its body contradicts itself.
-        """
+        """Return the answer to a read. Raises: OutOfBounds, BadFrame."""
         prepared_list = prepared_lists.known.get(request.number)
         if not isinstance(prepared_list, ServedList):
             raise OutOfBounds(prepared_list or f"prepared list {request.number} is not known")
@@ -128,7 +108,7 @@ class Desk:
         return self._bytes(prepared_list, leases, address, nbytes, owner)
 
     def _read_few(self, prepared_list: ServedList, request: wire.RequestHeader, body: bytes) -> Answer:
-        """Do the same for a few descriptors of one lease, one by one, because arrays would take three times as long."""
+        """Do the same for a few descriptors of one lease, one by one: arrays would take three times as long."""
         slot, epoch, mac = wire.LEASE.unpack_from(body)
         lease = ReadLease(slot, epoch)
         places = prepared_list.few(wire.decode_few(request, body))
@@ -149,11 +129,7 @@ class Desk:
     def _bytes(
         self, prepared_list: ServedList, leases: list[ReadLease], address: Integers, nbytes: Integers, owner: Integers
     ) -> Answer:
-        """Return the answer with these stretches.
-
-        Raises:
-            OutOfBounds: they lie where this worker cannot read.
-        """
+        """Return the answer with these stretches. Raises: OutOfBounds."""
         if prepared_list.memory == "DRAM":
             return Bytes(leases, self._memory, address, nbytes, owner, epochs=self._epochs)
         if self._device_memory is None or prepared_list.device is None:

@@ -85,16 +85,7 @@ class BadFrame(ValueError):
 
 
 class Introduction(NamedTuple):
-    """What a reader says about itself.
-
-    Attributes:
-        nonce: drawn for this connection.
-        public_key: the key that its control connection has proven to hold, in hexadecimal digits.
-        incarnation: 32 hexadecimal digits.
-        rank: its rank in the engine.
-        engine_bytes: length of the engine's name, which follows.
-        proof: proves that it has the pass of this identity.
-    """
+    """What a reader says about itself. Its engine's name follows, ``engine_bytes`` long."""
 
     nonce: bytes
     public_key: str
@@ -108,7 +99,6 @@ class RequestHeader(NamedTuple):
     """The header of a request, within its bounds.
 
     Attributes:
-        kind: ``PROGRAM``, ``READ`` or ``EPOCH``.
         few: the group of a prepared list, or the number of leases of a read.
         number: number of a prepared list, or a slot.
         units: rows or descriptors.
@@ -128,11 +118,7 @@ def greeting(nonce: bytes) -> bytes:
 
 
 def nonce_of(greeting: bytes) -> bytes:
-    """Return the nonce of a greeting.
-
-    Raises:
-        BadFrame: it is none.
-    """
+    """Return the nonce of a greeting. Raises: BadFrame."""
     if not greeting.startswith(MAGIC):
         raise BadFrame(f"the peer's greeting is {greeting[: len(MAGIC)]!r}, not {MAGIC!r}")
     return greeting[len(MAGIC) :]
@@ -157,11 +143,7 @@ def encode_hello(who: Credentials, exporter_nonce: bytes, nonce: bytes, binding:
 
 
 def decode_hello(frame: bytes) -> Introduction:
-    """Return the fixed part of a hello.
-
-    Raises:
-        BadFrame: it is none.
-    """
+    """Return the fixed part of a hello. Raises: BadFrame."""
     magic, nonce, key, incarnation, rank, engine_bytes, proof = _HELLO.unpack(frame)
     if magic != MAGIC or not 1 <= engine_bytes <= ENGINE_BYTES_MAX:
         raise BadFrame(f"the reader's greeting is {magic!r}, with a name of {engine_bytes} bytes")
