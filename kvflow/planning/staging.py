@@ -43,7 +43,7 @@ SLOTS_MAX = 4096
 # Seconds of a read of one unit, for memory of hosts. They favor direct reads: between two processes of one host, a
 # descriptor takes 3.6 us over shared memory and more over TCP, a byte 0.3 ns, and a copied byte 0.2 ns; on a busy host
 # bytes take three times as long, and descriptors twice.
-POST_S = 200e-6  # what a read through a buffer adds even for one unit: a post of its own, and a step after it
+POST_S = 200e-6  # what a read through a buffer adds even for one unit: another post, and a step after it
 DESCRIPTOR_S = 2e-6
 READ_BYTE_S = 0.6e-9
 COPIED_BYTE_S = 0.4e-9
@@ -92,12 +92,6 @@ def buffer_bytes_of(staging_bytes: int) -> int:
 
 def stage(pair: GroupPair, source: Units, target: Units, *, staging_bytes: int) -> StagedRuns:
     """Plan both steps of a staged read, and prove the fetch. ``plan_transfer`` proves the scatter.
-
-    Args:
-        pair: what both sides hold.
-        source: how source blocks are cut.
-        target: how target blocks are.
-        staging_bytes: bytes of all buffers together.
 
     Raises:
         CannotStage: a unit does not fit, or its pieces cannot lie densely in a place.
@@ -271,16 +265,8 @@ def choose(groups: GroupsToRead, runs: RunTable, sides: tuple[Manifest, Manifest
     """Compare the costs of a direct and a staged read of one unit; prefer the direct one if they are equal.
 
     Both estimates ignore that neighbors merge, because block ids are not known yet. If direct runs merge, the stretches
-    on the source are not longer than the runs, so staging gains nothing.
-
-    Args:
-        groups: what both sides hold.
-        runs: the direct runs.
-        sides: both manifests, source first.
-        staging_bytes: bytes of all buffers together.
-
-    Raises:
-        PlanUnsound: a staged plan failed its proof.
+    on the source are not longer than the runs, so staging gains nothing. Raises ``PlanUnsound`` if a staged plan failed
+    its proof.
     """
     nbytes = runs.unit_bytes
     direct_s = len(runs) * DESCRIPTOR_S + nbytes * READ_BYTE_S

@@ -14,14 +14,13 @@ from kvflow.errors import PlanUnsound
 from kvflow.planning.runs import Int64s, RunTable
 
 AXES_MAX = 6
-"""Axes of one copy besides its contiguous bytes: tokens, heads, keys and values, layers, and two spare ones."""
+"""Axes of one copy around its contiguous bytes: tokens, heads, keys and values, layers, and two spare ones."""
 
 RUNS_MAX = 1 << 16
 """Most runs of one unit. Finding those at even distances, and proving them, takes about half a microsecond each."""
 
 FOLDED_MAX = 8192
-"""Most stretches of runs at even distances: folding them takes 7 us each. Keys and values of 128 layers of 32 heads
-have this many."""
+"""Most stretches of runs at even distances: folding takes 7 us each. 128 layers of 32 heads have this many."""
 
 COPIES_MAX = 512
 """Most copies of one unit. Proving one takes 70 us. For every unit, each copy takes some us of the read thread."""
@@ -64,14 +63,11 @@ class _Item:
 
 
 class StridedCopies:
-    """The strided copies of one staged group, without addresses.
+    """The strided copies of one staged group, without addresses. Raises ``TooManyCopies``.
 
     Attributes:
         table: as ``Scatter.table``, with offsets in regions instead of addresses in the target.
         region: int64, shape (copies,): region of each copy in the target.
-
-    Raises:
-        TooManyCopies: there are too many runs, or their distances are too irregular.
     """
 
     def __init__(self, scatter: RunTable) -> None:
@@ -89,11 +85,7 @@ class StridedCopies:
         return len(self.table)
 
     def prove(self, scatter: RunTable) -> None:
-        """Check that the expanded copies are exactly the runs, in order.
-
-        Raises:
-            PlanUnsound: they are not.
-        """
+        """Check that the expanded copies are exactly the runs, in order. Raises ``PlanUnsound``."""
         pieces = [(_opened(row, int(region))) for row, region in zip(self.table, self.region, strict=True)]
         opened = np.concatenate(pieces, axis=1)
         if opened.shape != _columns(scatter).shape or np.any(opened != _columns(scatter)):
@@ -171,12 +163,8 @@ def _row(item: _Item) -> list[int]:
 def room_left(room: Int64s, counts: Int64s, strides: Int64s) -> Int64s:
     """Return the bytes that remain of ``room`` after every axis was walked to its end; -1 if an axis leaves it.
 
-    No term may overflow, so nothing is multiplied before it is known to fit.
-
-    Args:
-        room: int64, shape (copies,): bytes behind the first piece.
-        counts: int64, shape (copies, axes), at least 1.
-        strides: int64, the same shape, not negative.
+    No term may overflow, so nothing is multiplied before it is known to fit. All are int64: ``room`` of shape
+    (copies,), ``counts``, at least 1, and ``strides``, not negative, of shape (copies, axes).
     """
     for axis in range(counts.shape[1]):
         steps, stride = counts[:, axis] - 1, strides[:, axis]

@@ -61,12 +61,9 @@ class CheckedRows(Struct, frozen=True, eq=False):
 
 
 class CheckedScatter(Struct, frozen=True, eq=False):
-    """The copies of a staged list, and how its units are fetched.
+    """The copies of a staged list, and how its units are fetched; the first three as in ``Scatter``.
 
     Attributes:
-        table: see ``Scatter.table``.
-        places: units that a buffer holds.
-        units: see ``Scatter.units``.
         reach: int64, shape (boxes,): bytes of the target from a copy's address to the last byte that any unit reaches.
         unit_bytes: bytes that are written into one unit of the target.
         fetch_runs: descriptors that fetch one unit.
@@ -93,12 +90,9 @@ class MergedDescriptor(Struct, frozen=True):
 def check_rows(table: Int64s) -> CheckedRows:
     """Check strided rows, but not where they lie. Return them C-contiguous.
 
-    Args:
-        table: int64, shape (rows, 5), at least one row.
-
     Raises:
-        OutOfBounds: wrong shape or dtype, a negative number, an empty or overlapping descriptor, or a row that exceeds
-            int64 addresses.
+        OutOfBounds: wrong shape or dtype, no row, a negative number, an empty or overlapping descriptor, or a row that
+            exceeds int64 addresses.
     """
     if table.dtype != np.int64 or table.ndim != 2 or table.shape[1] != 5 or not len(table):
         raise OutOfBounds(f"rows must be int64 of shape (rows, 5), not {table.dtype} of {table.shape}")
@@ -127,11 +121,7 @@ def check_rows(table: Int64s) -> CheckedRows:
 
 
 def check_inside(rows: CheckedRows, regions: Sequence[Region], memory: str) -> None:
-    """Check that each row lies within one region of that memory kind and the row's device.
-
-    Raises:
-        OutOfBounds: names the first row that does not.
-    """
+    """Check that each row lies within one region of that memory kind and the row's device. Raises ``OutOfBounds``."""
     address, nbytes, device, stride, count = rows.table.T
     stop = address + np.where(count > 1, (count - 1) * stride, 0) + nbytes
     inside = np.zeros(len(rows.table), dtype=bool)
@@ -147,8 +137,8 @@ def check_pairs(pairs: UnitPairs, source_units: int, target_units: int) -> None:
     """Check that pairs of units can be bound.
 
     Raises:
-        OutOfBounds: wrong dtype or shape, no pair, or a unit that is not in ``[0, source_units)`` or
-            ``[0, target_units)``.
+        OutOfBounds: wrong dtype or shape, no pair, or a unit that is not in ``[0, source_units)`` or ``[0,
+            target_units)``.
     """
     source, target = pairs.source, pairs.target
     if isinstance(source, tuple) and isinstance(target, tuple) and len(source) == len(target):
@@ -167,13 +157,7 @@ def check_pairs(pairs: UnitPairs, source_units: int, target_units: int) -> None:
 
 
 def check_bound(bound: Bound, pairs: int, source: CheckedRows, target: CheckedRows) -> None:
-    """Check descriptor numbers and cuts against the rows of their prepared list.
-
-    Args:
-        bound: what the binding returned.
-        pairs: number of pairs of units.
-        source: source rows of the prepared list.
-        target: target rows of the prepared list.
+    """Check what a binding returned for ``pairs`` pairs of units against the rows of their prepared list.
 
     Raises:
         OutOfBounds: wrong dtype or shape, an index without a descriptor, a pair of different lengths, cuts that do not
@@ -198,7 +182,7 @@ def check_bound(bound: Bound, pairs: int, source: CheckedRows, target: CheckedRo
 
 
 def check_staged_bound(bound: Bound, pairs: int, scatter: CheckedScatter) -> None:
-    """Check the unit numbers and cuts of a staged list, as ``check_bound`` does.
+    """Check what a binding of a staged list returned, as ``check_bound`` does.
 
     Raises:
         OutOfBounds: also if a chunk has more units than a buffer has places, or the numbers of units and pairs differ.
@@ -360,11 +344,7 @@ def joined_few(parts: Iterable[tuple[int, int]]) -> tuple[list[int], list[int]]:
 def joined(
     address: Int64s, nbytes: Int64s, owner: npt.NDArray[np.uint16] | None = None
 ) -> tuple[Int64s, Int64s, Intps]:
-    """Join neighbors that touch in memory and have the same owner.
-
-    Returns:
-        Address and length of each stretch, and the number of its first descriptor.
-    """
+    """Join neighbors that touch and have one owner. Return address, length and first descriptor of each stretch."""
     follows = address[1:] == address[:-1] + nbytes[:-1]
     if owner is not None:
         follows &= owner[1:] == owner[:-1]
@@ -375,10 +355,7 @@ def joined(
 def merge(
     source: CheckedRows, source_index: Int32s, target: CheckedRows, target_index: Int32s
 ) -> list[MergedDescriptor]:
-    """Merge checked descriptor pairs as NIXL does.
-
-    Neighbors merge if both indices ascend by one, both stay in their row, and both rows are dense.
-    """
+    """Merge checked pairs as NIXL does: both indices ascend by one and stay in their row, and both rows are dense."""
     source_row, target_row = _row_of(source, source_index), _row_of(target, target_index)
     joins = _joins(source, source_index, source_row) & _joins(target, target_index, target_row)
     at = np.concatenate(([0], np.flatnonzero(~joins) + 1))

@@ -109,7 +109,7 @@ class Outstanding:
 
 
 class ArrivedChunk(NamedTuple):
-    """One chunk of a read that has arrived, for the trace of its pull. Times are seconds of the data plane's clock.
+    """One chunk of a read that has arrived, for the trace of its pull.
 
     Attributes:
         arrived_at: when all of it was where it belongs.
@@ -168,10 +168,9 @@ class ReadEnded(Struct, frozen=True, gc=False):
     """A rank read has ended, and will not write to memory. Times are seconds of the data plane's clock.
 
     Attributes:
-        verdict: ``held``: all bytes are in the target, and the fence found the lease held. ``early``:
-            the lease is not admitted yet; read again later. ``stale``: the lease has ended. ``failed``: see ``code``.
+        verdict: ``held``: all bytes are in the target, and the fence found the lease held. ``early``: the lease is not
+            admitted yet; read again later. ``stale``: the lease has ended. ``failed``: see ``code``.
         code: code of a failure: ``peer_lost``, ``cancelled``, ``program_unknown``, ``bounds`` or ``transport_error``.
-        detail: message of the library, for a failure.
         phase: its phase when it ended.
         observed: value of the epoch slot, if it was read.
         unserved: the lease is held now, but the exporter refused bytes before: read again. Only with ``early``.
@@ -179,10 +178,10 @@ class ReadEnded(Struct, frozen=True, gc=False):
         chunks: how many chunks carried it, some of them shared with other reads.
         started_at: when it left the queue, before its first chunk was bound; 0 if no chunk was.
         arrived_at: when its last byte had arrived; 0 if none has.
-        bind_s: seconds of its chunks in computing descriptor numbers.
-        post_s: seconds of its chunks in posting calls (over shared memory this is the copy).
-        scatter_s: seconds spent in copies from staging buffers.
-        fence_s: seconds from the last byte to the verdict.
+        bind_s: of its chunks, in computing descriptor numbers.
+        post_s: of its chunks, in posting calls (over shared memory this is the copy).
+        scatter_s: in copies from staging buffers.
+        fence_s: from the last byte to the verdict.
     """
 
     read_id: int
@@ -405,13 +404,7 @@ class PeerAdded(Struct, frozen=True):
 
 
 class RateLearned(Struct, frozen=True):
-    """Enough has been read from a peer since it was added to know the rate. What was moved inline is not counted.
-
-    Attributes:
-        busy_s: seconds in which some of the bytes were in flight.
-        source_memory: memory kind of the peer's cache, ``DRAM`` or ``VRAM``.
-        target_memory: memory kind of our cache.
-    """
+    """The rate of a peer: bytes, seconds with some in flight, kinds of both memories. Inline reads do not count."""
 
     peer: PeerId
     nbytes: int
@@ -440,7 +433,7 @@ class ResetDone(Struct, frozen=True):
     Attributes:
         ended: chunks and fences in flight that the reset ended; 0 if all had ended in time, so the reader was kept.
         drain_s: seconds without new chunks, while chunks of other peers had time to arrive.
-        reset_s: seconds to destroy the reader, create a new one, and add peers and prepared lists again.
+        reset_s: seconds to renew the reader, and to add peers and prepared lists again.
     """
 
     ended: int

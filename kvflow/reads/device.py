@@ -99,7 +99,7 @@ def device_order_of(regions: Sequence[Region]) -> DeviceOrder:
     if len(devices) != 1:
         raise TransportUnavailable(
             f"the cache lies on devices {devices}, and NIXL needs it on one",
-            remedy="Give each device a rank and a worker of its own.",
+            remedy="Give each device its own rank and worker.",
         )
     from kvflow.memory.device import TorchDeviceOrder  # noqa: PLC0415
 

@@ -31,7 +31,7 @@ PORTION_DESCRIPTORS_MAX = 8192
 # Estimates of the seconds that a post blocks its thread. Each post corrects them.
 
 READ_S = 12e-6
-"""Seconds of one read besides its posts: the fence, and the work in Python."""
+"""Seconds of one read without its posts: the fence, and the work in Python."""
 
 POST_S = 8e-6
 DESCRIPTOR_S = 0.5e-6
@@ -43,8 +43,7 @@ SLOWEST = 64.0
 """A post counts as at most this many times slower than its estimate, so that a peer recovers within about ten posts."""
 
 WEIGHT = 0.25
-"""The weight of the last post. After a pause of 2 ms a post takes two to three times as long, and one in ten five times
-as long: it must not dominate."""
+"""The weight of the last post: after a pause, one in ten takes five times as long, and must not dominate."""
 
 
 class PostCosts:
@@ -59,16 +58,7 @@ class PostCosts:
 
 
 def check_list(prepared_list: PreparedList, regions: Sequence[Region], staging: StagingMemory) -> CheckedList:
-    """Check the rows of a prepared list, and return what reading with it needs.
-
-    Args:
-        prepared_list: the list that the caller passed.
-        regions: where targets may lie.
-        staging: buffers for staged lists.
-
-    Raises:
-        OutOfBounds: names what cannot be used, and why.
-    """
+    """Check the rows of a prepared list, and return what reading with it needs. Raises ``OutOfBounds``."""
     source, target, binding = (
         check_rows(prepared_list.source_rows),
         check_rows(prepared_list.target_rows),
@@ -121,15 +111,8 @@ def bind_portion(
 ) -> Portion:
     """Bind checked pairs of a prepared list, for the reads of ``shares``.
 
-    Args:
-        prepared_list: a list with a binding.
-        pairs: checked pairs.
-        shares: the reads that the pairs belong to.
-        chunk_bytes: most bytes of one chunk.
-        chunk_descriptors: most descriptors of one chunk, after neighbors merge.
-
-    Raises:
-        OutOfBounds: the result of the binding does not fit the prepared list.
+    Chunks have at most ``chunk_bytes``, and ``chunk_descriptors`` after neighbors merge. Raises ``OutOfBounds`` if the
+    result of the binding does not fit the list.
     """
     binding = prepared_list.prepared_list.binding
     assert binding is not None

@@ -45,11 +45,8 @@ class Resolved(NamedTuple):
 class ServedList:
     """The rows of a peer's prepared list. Each descriptor lies in one block of one group.
 
-    Attributes:
-        device: device of all rows; 0 for DRAM; None if they lie on several.
-
-    Raises:
-        OutOfBounds: a row is invalid, does not lie in the blocks of the group, or the group is not served.
+    ``device``: device of all rows; 0 for DRAM; None if they lie on several. Raises ``OutOfBounds`` if a row is invalid,
+    does not lie in the blocks of the group, or the group is not served.
     """
 
     def __init__(self, rows: Int64s, tracks: Sequence[Track], group: int) -> None:
@@ -74,11 +71,7 @@ class ServedList:
         self._starts: list[int] = self._firsts.tolist()
 
     def resolve(self, index: Int32s) -> Resolved:
-        """Return where descriptors lie, by int32 numbers of shape (n,).
-
-        Raises:
-            OutOfBounds: wrong dtype or shape, or a number without a descriptor.
-        """
+        """Return where descriptors lie, by int32 numbers of shape (n,). Raises ``OutOfBounds``."""
         if index.dtype != np.int32 or index.ndim != 1:
             raise OutOfBounds(f"numbers must be int32 of shape (n,), not {index.dtype} of {index.shape}")
         # As unsigned, a negative number is a huge one.
@@ -98,11 +91,7 @@ class ServedList:
         return Resolved(at + base, nbytes, at // every)
 
     def few(self, index: Sequence[int]) -> list[tuple[int, int, int]]:
-        """Return address, length and block of each of a few descriptors, as ``resolve`` does.
-
-        Raises:
-            OutOfBounds: a number without a descriptor.
-        """
+        """Return address, length and block of each of a few descriptors, as ``resolve`` does."""
         found = []
         for number in index:
             if not 0 <= number < self.count:
@@ -144,17 +133,9 @@ class LeasedBlocks:
         self._ids = 0
 
     def held(self, slot: int, epoch: int, group: int, block: Int64s, *, mac: bytes = b"") -> Flags | None:
-        """Return for each block of a group whether the lease that a peer names holds it; None if the lease is not held.
+        """Return for each block whether the lease that a peer names holds it now; None if the lease is not held.
 
-        Args:
-            slot: slot of the lease.
-            epoch: epoch of the lease.
-            group: index of the group.
-            block: int64, shape (n,).
-            mac: MAC of the ticket that the peer presents.
-
-        Raises:
-            OutOfBounds: the MAC is that of another ticket.
+        ``mac``: that of the ticket that the peer presents. Raises ``OutOfBounds`` if it is that of another ticket.
         """
         kept = self._held(slot, epoch, mac)
         if kept is None:
@@ -167,11 +148,7 @@ class LeasedBlocks:
         return held
 
     def ids(self, slot: int, epoch: int, group: int, *, mac: bytes = b"") -> frozenset[int] | None:
-        """Return the blocks of a lease, for a few comparisons; None if the lease is not held now.
-
-        Raises:
-            OutOfBounds: the MAC is that of another ticket.
-        """
+        """Return the blocks of a lease, for a few comparisons; otherwise as ``held``."""
         kept = self._held(slot, epoch, mac)
         if kept is None:
             return None

@@ -29,8 +29,7 @@ from kvflow.reads.backend import SPAN_MAX, BackendError
 _logger = logging.getLogger(__name__)
 
 _PROGRESS_DELAY_US = 50_000
-"""How long the progress thread sleeps when no socket wakes it: 0.2 % of a core instead of 100 %. Every arrival wakes
-it."""
+"""How long the progress thread sleeps when no socket wakes it: 0.2 % of a core instead of 100 %."""
 
 SPANS = 1024
 """Where checks land: 4 MiB. A peer has at most eight checks in flight, so this is enough for 128 hung peers."""
@@ -71,9 +70,8 @@ _ANY_BACKEND: list[int] = []
 """The requested backends: any."""
 
 QUIET, DEVICE = "FATAL", "WARN"
-"""Log levels of NIXL for a cache in host memory and on a device. NIXL logs every error that we report as an event, so
-host memory needs FATAL only. On a device, only a warning says that UCX was built without CUDA, or takes device memory
-for host memory; reads are then slow or fail."""
+"""Log levels of NIXL for a cache in host memory and on a device. We report every error as an event. But only a warning
+says that UCX was built without CUDA, or takes device memory for host memory; reads are then slow or fail."""
 
 MOVING = {
     "nixlRemoteDisconnectError": FailureCode.PEER_LOST,
@@ -111,16 +109,11 @@ _creating = threading.Lock()
 
 
 def load_binding(log_level: str = QUIET) -> ModuleType:
-    """Import the binding of an installed NIXL, quietly.
+    """Import the binding of an installed NIXL, quietly. Raises ``TransportUnavailable`` if there is none.
 
-    Only one of the CUDA variants can be loaded into a process: one that is loaded already wins; then the
-    one of torch's CUDA, if torch is there. The ``nixl`` package would import torch to find that out.
-
-    Args:
-        log_level: of NIXL, unless the environment has one. NIXL reads it once for a process.
-
-    Raises:
-        TransportUnavailable: none can be imported.
+    Only one of the CUDA variants can be loaded into a process: one that is loaded already wins; then the one of torch's
+    CUDA, if torch is there. The ``nixl`` package would import torch to find that out. NIXL reads ``log_level`` once for
+    a process, unless the environment has one.
     """
     # UCX writes its log to standard output, which belongs to the process that embeds us.
     os.environ.setdefault("UCX_LOG_FILE", "stderr")
@@ -184,7 +177,7 @@ def published_settings(binding: ModuleType, environment: Mapping[str, str], give
         release = importlib.metadata.version(binding.__name__.partition(".")[0])
     except importlib.metadata.PackageNotFoundError:  # built from its sources; what it writes is read before it is used
         release = ""
-    # Its metadata has no version of its own.
+    # Its metadata has no version.
     return {"NIXL": ".".join(release.split(".")[:2]), **dict(list(bounded.items())[: _PUBLISHED_MAX - 1])}
 
 
@@ -203,10 +196,7 @@ def without(transports: str, refused: Sequence[str]) -> str:
 
 
 def may_copy_from(pid: int) -> bool:
-    """Return whether the kernel may let us copy another process's memory, as UCX's ``cma`` does.
-
-    For a process that is gone, return True.
-    """
+    """Return whether the kernel may let us copy a process's memory, as UCX's ``cma`` does. True if it is gone."""
     libc = ctypes.CDLL(None, use_errno=True)
     nowhere = (ctypes.c_size_t * 2)(0, 1)  # a vector of one byte at address 0: the kernel asks for permission first
     outcome = libc.process_vm_readv(ctypes.c_int(pid), nowhere, 1, nowhere, 1, 0)
@@ -234,14 +224,14 @@ def _taken_out(refused: Sequence[str]) -> Iterator[None]:
 class Agent:
     """One NIXL agent with the UCX backend and without TCP, which only reads.
 
-    Calls raise the exceptions of ``error_types``. Handles and lists are ints, and must be released.
+    Calls raise the exceptions of ``error_types``. Handles and lists are ints, and must be released. Calls may come from
+    several threads, but only one at a time: NIXL takes no lock for us, and without a progress thread UCX runs as
+    ``UCS_THREAD_MODE_SERIALIZED``: two calls at a time would then crash the process.
 
     Args:
         binding: from ``load_binding``.
         name: unique per incarnation.
-        progress: True runs a progress thread, which serves peers while nothing calls the agent. Either way, calls may
-            come from several threads, but only one at a time: NIXL takes no lock for us, and without the thread UCX
-            runs as ``UCS_THREAD_MODE_SERIALIZED``: two calls at a time would then crash the process.
+        progress: True runs a progress thread, which serves peers while nothing calls the agent.
         connects: True has UCX exchange messages with the peers that it reads from, and watch over them: network cards
             need that. False reads without a message to the other process. An exporter connects to no peer; it needs
             True to start where a reader may connect to it.
@@ -338,14 +328,7 @@ class Agent:
 
 
 class ReadingAgent:
-    """An agent that reads, and the scratch memory that its checks land in, span by span.
-
-    Args:
-        make_agent: creates an ``Agent``.
-        name: name of the agent.
-        regions: regions that reads may write to.
-        progress, connects: see ``Agent``.
-    """
+    """An agent that reads, and the scratch memory that its checks land in, span by span."""
 
     def __init__(
         self,

@@ -35,7 +35,7 @@ _HAS_UUID = 2
 """The only flag that the addresses of workers have, in the high half of the first byte."""
 
 _INTERFACES_MAX = 128
-"""UCX has room for so many."""
+"""As many as UCX has room for."""
 
 _DEVICE_INDEX_MAX = 1023
 
@@ -68,7 +68,7 @@ class Interface(NamedTuple):
     Attributes:
         transport: UCX's name of it; empty if we do not know the name.
         device: address of the device; for shared memory it names the host.
-        address: of the interface; for ``cma`` the process, and behind it the PID namespace of a container.
+        address: of the interface; for ``cma`` the process, then the PID namespace of a container.
     """
 
     transport: str
@@ -77,12 +77,7 @@ class Interface(NamedTuple):
 
 
 class Exported(NamedTuple):
-    """What an exporter's metadata says.
-
-    Attributes:
-        interfaces: of its UCX worker.
-        on_device: whether some of its memory is a GPU's.
-    """
+    """What an exporter's metadata says. ``on_device``: whether some of its memory is a GPU's."""
 
     interfaces: tuple[Interface, ...]
     on_device: bool
@@ -147,13 +142,8 @@ def carrier_between(ours: Exported, theirs: Exported, may_copy_from: Callable[[i
     """Return what carries the bytes of a read; None if the other process would have to help.
 
     UCX chooses when it connects, and does not tell NIXL. It can choose only what both addresses have and what reaches
-    the other side. If all of these need the other process to read remote memory, UCX has it send
-    the bytes.
-
-    Args:
-        ours: our own exporter.
-        theirs: the peer's.
-        may_copy_from: tells whether the kernel lets us copy the memory of the process with this number.
+    the other side. If all of these need the other process to read remote memory, UCX has it send the bytes.
+    ``may_copy_from``: whether the kernel lets us copy the memory of the process with this number.
     """
     names = {each.transport for each in ours.interfaces} & {each.transport for each in theirs.interfaces}
     if "" in names:
@@ -207,12 +197,7 @@ _NAMES = (*_LENGTHS_MIN, *sorted(_RDMA), *_OTHERS)
 
 
 class _Cursor:
-    """A position in bytes that never passes their end.
-
-    Args:
-        data: the bytes.
-        name: what they are, for errors.
-    """
+    """A position in bytes that never passes their end. Errors have the ``name`` of the bytes."""
 
     def __init__(self, data: bytes, name: str) -> None:
         self._data = data
@@ -221,20 +206,17 @@ class _Cursor:
 
     @property
     def left(self) -> int:
-        """How many bytes are to come."""
         return len(self._data) - self._at
 
     def refuse(self, complaint: str) -> NoReturn:
-        """Raise, with the name of what is being read."""
         raise ValueError(f"invalid {self._name}: {complaint}")
 
     def require(self, condition: bool, complaint: str) -> None:
-        """Raise unless the condition holds. Checks of each region call ``refuse``, which formats no unused message."""
+        """Refuse unless the condition holds. Checks of each region call ``refuse``, which formats no unused message."""
         if not condition:
             self.refuse(complaint)
 
     def take(self, nbytes: int) -> bytes:
-        """Return the next bytes."""
         end = self._at + nbytes
         if end > len(self._data):
             self.refuse(f"{nbytes} bytes where {self.left} are left")
@@ -243,7 +225,6 @@ class _Cursor:
         return taken
 
     def unsigned(self, nbytes: int) -> int:
-        """Return the next bytes as a number."""
         return int.from_bytes(self.take(nbytes), "little")
 
     def field(self, tag: bytes) -> bytes:
@@ -255,13 +236,12 @@ class _Cursor:
         return value
 
     def number(self, tag: bytes, *, nbytes: int = 8) -> int:
-        """Return the value of the next of NIXL's fields, which is a number of so many bytes."""
+        """Return the value of the next of NIXL's fields, which is a number of ``nbytes``."""
         value = self.field(tag)
         self.require(len(value) == nbytes, f"{len(value)} bytes for the number {tag.decode()!r}")
         return int.from_bytes(value, "little")
 
     def end(self) -> None:
-        """Make sure that nothing is left."""
         self.require(self.left == 0, f"{self.left} bytes too many")
 
 

@@ -141,7 +141,7 @@ class Told:
 
 
 class TcpBackend(Backend):
-    """Move bytes over TCP. See ``Backend`` for the contract.
+    """Move bytes over TCP.
 
     Args:
         agent_name: unique per incarnation.
@@ -391,12 +391,7 @@ class TcpBackend(Backend):
             self._epoll.modify(connection.descriptor, interest)
 
     def _end(self, ended: Mapping[SourceConnection, str], *, again: bool = True) -> None:
-        """Close connections. Repeat their requests where that is safe, and fail the others.
-
-        Args:
-            ended: connection -> why it has ended. All are closed before anything is requested again.
-            again: whether to repeat requests.
-        """
+        """Close all of these connections. Then repeat their requests where that is safe, and fail the others."""
         repeated: list[tuple[_DialedPeer, Question]] = []
         for connection, detail in ended.items():
             _, peer = self._connections.pop(connection.descriptor)

@@ -351,11 +351,7 @@ class TlsChannel:
 
 
 def check_tls() -> None:
-    """Check that the local OpenSSL supports what ``TlsChannel`` needs, with one handshake in this process.
-
-    Raises:
-        ConfigInvalid: it does not.
-    """
+    """Check that the local OpenSSL supports what ``TlsChannel`` needs, by a handshake. Raises ``ConfigInvalid``."""
     pair = socket.socketpair()
     try:
         client, server = TlsChannel(pair[0], server=False), TlsChannel(pair[1], server=True)

@@ -162,14 +162,7 @@ def encode_read(
     index: npt.NDArray[np.int32],
     lease_of: npt.NDArray[np.uint16] | None,
 ) -> bytes:
-    """Return the request for some descriptors of a prepared list.
-
-    Args:
-        number: of the prepared list.
-        leases: at most ``LEASES_MAX``.
-        index: descriptor numbers, at most ``DESCRIPTORS_MAX``.
-        lease_of: the lease of each; None if there is one.
-    """
+    """Return the request for descriptors of a prepared list; ``lease_of``: the lease of each, None if there is one."""
     parts = [LEASE.pack(lease.slot, lease.epoch, lease.mac) for lease in leases]
     parts.append(np.ascontiguousarray(index, "<i4").tobytes())
     if len(leases) > 1:
@@ -185,11 +178,7 @@ def encode_epoch(slot: int) -> bytes:
 
 
 def decode_request(header: bytes) -> RequestHeader:
-    """Return the header of a request after checking the bounds of each number.
-
-    Raises:
-        BadFrame: a number is out of bounds. No memory was allocated.
-    """
+    """Return the header of a request after checking each number. Raises ``BadFrame``; no memory was allocated."""
     kind, zero, few, number, count, nbytes = HEADER.unpack(header)
     request = RequestHeader(kind, few, number, count, nbytes)
     if kind == PROGRAM:
@@ -214,11 +203,7 @@ def decode_rows(body: bytes) -> npt.NDArray[np.int64]:
 def decode_read(
     request: RequestHeader, body: bytes
 ) -> tuple[list[tuple[int, int, bytes]], npt.NDArray[np.int32], npt.NDArray[np.uint16] | None]:
-    """Return the leases of a read as slots, epochs and MACs, its descriptor numbers, and the lease of each.
-
-    Raises:
-        BadFrame: a descriptor names a lease that the read does not have.
-    """
+    """Return slots, epochs and MACs of a read's leases, its descriptors, and the lease of each. Raises ``BadFrame``."""
     leases = [LEASE.unpack_from(body, at * LEASE.size) for at in range(request.few)]
     at = request.few * LEASE.size
     index = np.frombuffer(body, "<i4", request.units, at)
