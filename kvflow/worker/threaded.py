@@ -5,34 +5,36 @@ under a new incarnation (``worker.worker_thread``).
 """
 
 import asyncio
+import inspect
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
-from functools import partial
-from typing import Literal, TypeVar
+from functools import partial, update_wrapper
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import msgspec
 from msgspec import Struct
 
 from kvflow.config import WorkerConfig
 from kvflow.errors import KvflowError, WorkerClosed, WorkerSuspended
-from kvflow.events import Event, Hook, LeaseEnded, OnlyEvents, Outcome
+from kvflow.events import Event, Hook, LeaseEnded, OnlyEvents
 from kvflow.forks import Origin
-from kvflow.leases.tickets import Grant, RankAddress, Ticket
+from kvflow.leases.tickets import RankAddress, Ticket
 from kvflow.report import TransferReport
 from kvflow.reprs import quoted
 from kvflow.worker.consumer import BlockLists, PullItem, open_item
 from kvflow.worker.open_pulls import PullHandle
 from kvflow.worker.producer import Digests
 from kvflow.worker.runtime import Cache, Unopened
-from kvflow.worker.snapshot import LISTED_MAX, Snapshot
-from kvflow.worker.worker import DrainReport, Worker
+from kvflow.worker.worker import Worker
 from kvflow.worker.worker_thread import StartWorkerThread, WorkerThread, start_worker_thread
 
+P = ParamSpec("P")
 T = TypeVar("T")
+M = TypeVar("M", bound=Callable[..., object])
 
 FINISHED_MAX = 65536
 """Ends that are kept for an engine that does not call ``finished``. The oldest are dropped first."""
@@ -58,8 +60,89 @@ class Finished(Struct, frozen=True):
     local_request_id: str = ""
 
 
+def called(method: Callable[Concatenate[Worker, P], T]) -> Callable[Concatenate["ThreadedWorker", P], T]:
+    """Make a method that runs one of ``Worker`` on the calling thread."""
+
+    @_like(method)
+    def call(self: "ThreadedWorker", /, *arguments: P.args, **named: P.kwargs) -> T:
+        return method(self._awake().worker, *arguments, **named)
+
+    return call
+
+
+def direct(method: Callable[Concatenate[Worker, P], T]) -> Callable[Concatenate["ThreadedWorker", P], T]:
+    """Make a method that runs one of ``Worker`` on the calling thread, also while the worker is suspended."""
+
+    @_like(method)
+    def call(self: "ThreadedWorker", /, *arguments: P.args, **named: P.kwargs) -> T:
+        return method(self._thread.worker, *arguments, **named)
+
+    return call
+
+
+def asked(method: Callable[Concatenate[Worker, P], T]) -> Callable[Concatenate["ThreadedWorker", P], Future[T]]:
+    """Make a method that runs one of ``Worker`` on the event loop, and returns its future."""
+
+    @_like(method, returns=Future)
+    def ask(self: "ThreadedWorker", /, *arguments: P.args, **named: P.kwargs) -> Future[T]:
+        thread = self._awake()
+        return thread.calls.ask(partial(method, thread.worker, *arguments, **named))
+
+    return ask
+
+
+def answered(method: Callable[Concatenate[Worker, P], T]) -> Callable[Concatenate["ThreadedWorker", P], T]:
+    """Make a method that runs one of ``Worker`` on the event loop, and waits for its end."""
+
+    @_like(method)
+    def answer(self: "ThreadedWorker", /, *arguments: P.args, **named: P.kwargs) -> T:
+        thread = self._awake()
+        return thread.calls.ask(partial(method, thread.worker, *arguments, **named)).result()
+
+    return answer
+
+
+def submitted(
+    method: Callable[Concatenate[Worker, P], Coroutine[Any, Any, T]],
+    *,
+    on_unwanted: Callable[[Worker, T], object] = lambda _worker, _result: None,
+) -> Callable[Concatenate["ThreadedWorker", P], Future[T]]:
+    """Make a method that runs a coroutine of ``Worker`` on the event loop. Cancelling its future cancels it.
+
+    Args:
+        method: the method of ``Worker``.
+        on_unwanted: called on the loop with the worker and a result that arrives after the future was cancelled.
+    """
+
+    @_like(method, returns=Future)
+    def submit(self: "ThreadedWorker", /, *arguments: P.args, **named: P.kwargs) -> Future[T]:
+        thread = self._awake()
+        work = method(thread.worker, *arguments, **named)
+        return thread.calls.submit(work, on_unwanted=partial(on_unwanted, thread.worker))
+
+    return submit
+
+
+def _like(method: Callable[..., object], returns: Any = None) -> Callable[[M], M]:
+    """Give a method the name, docstring and signature of one of ``Worker``, with another type of result."""
+
+    def dress(function: M) -> M:
+        signature = inspect.signature(method)
+        if returns is not None:
+            signature = signature.replace(return_annotation=returns[signature.return_annotation])
+        update_wrapper(function, method)
+        function.__module__, function.__qualname__ = __name__, f"ThreadedWorker.{method.__name__}"
+        function.__signature__ = signature  # type: ignore[attr-defined]
+        return function
+
+    return dress
+
+
 class ThreadedWorker:
     """A worker whose event loop runs on its own thread. Made by ``run_worker``.
+
+    Most methods are those of ``Worker``. A method that is a coroutine there returns a ``Future`` here, and so does
+    ``hold``; cancelling the future cancels the call.
 
     A failed ``pull`` is reported only when nothing can write into its blocks, because an engine reuses blocks as soon
     as it learns of the failure.
@@ -152,51 +235,13 @@ class ThreadedWorker:
             self._thread = self._start_thread(self._config, cache, self._hooks)
             self._stage = "open"
 
-    def offer(
-        self,
-        request_id: str,
-        block_ids: Sequence[Sequence[int]],
-        num_tokens: int | Sequence[int],
-        *,
-        digests: Digests = None,
-        traceparent: str = "",
-    ) -> Ticket:
-        """Hold a lease on blocks for a consumer, and return its ticket. See ``Worker.offer``."""
-        worker = self._awake().worker
-        return worker.offer(request_id, block_ids, num_tokens, digests=digests, traceparent=traceparent)
-
-    def offer_when_possible(
-        self,
-        request_id: str,
-        block_ids: Sequence[Sequence[int]],
-        num_tokens: int | Sequence[int],
-        *,
-        digests: Digests = None,
-        timeout_s: float | None = None,
-        traceparent: str = "",
-    ) -> "Future[Ticket]":
-        """Wait until a lease slot is free, then offer. See ``Worker.offer_when_possible``."""
-        thread = self._awake()
-        offering = thread.worker.offer_when_possible(
-            request_id, block_ids, num_tokens, digests=digests, timeout_s=timeout_s, traceparent=traceparent
-        )
-        return thread.calls.submit(
-            offering,
-            on_unwanted=lambda _: thread.worker.revoke(request_id),
-        )
-
-    def admit(self, grant: Grant) -> None:
-        """Hold the lease of a grant. See ``Worker.admit``."""
-        self._awake().worker.admit(grant)
-
-    def revoke(self, request_id: str) -> bool:
-        """End a lease now. See ``Worker.revoke``."""
-        return self._thread.worker.revoke(request_id)
-
-    def wait_offer(self, request_id: str) -> "Future[Outcome]":
-        """Wait until a lease has ended. See ``Worker.wait_offer``."""
-        thread = self._awake()
-        return thread.calls.submit(thread.worker.wait_offer(request_id))
+    offer = called(Worker.offer)
+    offer_when_possible = submitted(
+        Worker.offer_when_possible, on_unwanted=lambda worker, ticket: worker.revoke(ticket.request_id)
+    )
+    admit = called(Worker.admit)
+    revoke = direct(Worker.revoke)
+    wait_offer = submitted(Worker.wait_offer)
 
     def pull(
         self,
@@ -207,7 +252,7 @@ class ThreadedWorker:
         local_request_id: str = "",
         expected_digests: Digests = None,
     ) -> "Future[TransferReport]":
-        """Read a ticket's blocks into ours. See ``Worker.pull``; canceling the future cancels the pull."""
+        """Read a ticket's blocks into ours. Cancelling the future cancels the pull. See ``Worker.pull``."""
         item = (ticket, block_ids, local_request_id)
         (future,) = self._start([item], partial(_start_one, item, priority, expected_digests))
         return future
@@ -235,35 +280,10 @@ class ThreadedWorker:
             raise
         return futures
 
-    def record_refusal(
-        self,
-        code: str,
-        detail: str,
-        *,
-        remedy: str = "",
-        ticket: object = None,
-        request_id: str = "",
-        local_request_id: str = "",
-    ) -> None:
-        """Write the record of a pull that the engine itself refuses. See ``Worker.record_refusal``."""
-        self._thread.worker.record_refusal(
-            code, detail, remedy=remedy, ticket=ticket, request_id=request_id, local_request_id=local_request_id
-        )
-
-    def hold(self, ticket: Ticket, *, local_request_id: str = "") -> "Future[None]":
-        """Renew a ticket's leases until the ticket is pulled or released. See ``Worker.hold``."""
-        thread = self._awake()
-        return thread.calls.ask(partial(thread.worker.hold, ticket, local_request_id=local_request_id))
-
-    def release(self, ticket: Ticket, *, local_request_id: str = "") -> "Future[None]":
-        """Release a ticket without reading it. See ``Worker.release``."""
-        thread = self._awake()
-        return thread.calls.submit(thread.worker.release(ticket, local_request_id=local_request_id))
-
-    def drain(self, deadline_s: float) -> "Future[DrainReport]":
-        """Accept no new work, and wait until everything has ended. See ``Worker.drain``."""
-        thread = self._awake()
-        return thread.calls.submit(thread.worker.drain(deadline_s))
+    record_refusal = direct(Worker.record_refusal)
+    hold = asked(Worker.hold)
+    release = submitted(Worker.release)
+    drain = submitted(Worker.drain)
 
     def allow_keys(self, keys: Iterable[str]) -> None:
         """Replace the list of allowed keys, also for later calls of ``resume``. See ``Worker.allow_keys``."""
@@ -273,7 +293,7 @@ class ThreadedWorker:
             if self._stage == "suspended":
                 config.check()
             else:
-                self._call(partial(self._thread.worker.allow_keys, config.allowed_keys or ()))
+                self._thread.calls.ask(partial(self._thread.worker.allow_keys, config.allowed_keys or ())).result()
             self._config = config
 
     def finished(self) -> list[Finished]:
@@ -293,13 +313,7 @@ class ThreadedWorker:
         self._origin.require()
         return self._finished.wait(timeout_s, at_least)
 
-    def snapshot(self, *, limit: int = LISTED_MAX) -> Snapshot:
-        """Return what the worker holds now. See ``Worker.snapshot``.
-
-        Args:
-            limit: how many pulls, leases, producers and readers are listed at most, each; 0 only counts them.
-        """
-        return self._call(partial(self._awake().worker.snapshot, limit=limit))
+    snapshot = answered(Worker.snapshot)
 
     def close(self) -> None:
         """Close the worker, as leaving ``run_worker`` does. A second call does nothing.
@@ -330,11 +344,8 @@ class ThreadedWorker:
         self._stage = "suspended"
         self._thread.end()
 
-    def _call(self, function: Callable[[], T]) -> T:
-        return self._thread.calls.ask(function).result()
 
-
-class _UnopenedWorker(Unopened, AbstractContextManager[ThreadedWorker]):
+class _UnopenedThread(Unopened, AbstractContextManager[ThreadedWorker]):
     call, statement = "run_worker", "with kvflow.run_worker"
 
     def __init__(self, start: Callable[[], ThreadedWorker]) -> None:
@@ -359,7 +370,7 @@ def run_worker(
 
     Cancellation: Ctrl-C while it opens closes it as soon as it is open.
     """
-    return _UnopenedWorker(partial(ThreadedWorker, config, hooks, cache))
+    return _UnopenedThread(partial(ThreadedWorker, config, hooks, cache))
 
 
 def _start_one(

@@ -365,8 +365,6 @@ class Worker:
             TicketInvalid: no member of this cluster signed the ticket. Nothing was dialed.
             CapacityExceeded: too many tickets are held.
             WorkerDraining, WorkerClosed: the worker starts no new pulls.
-
-        Thread: the event loop.
         """
         self._require_loop()
         self._consumer.hold(ticket, local_request_id)

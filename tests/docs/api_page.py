@@ -7,7 +7,9 @@ import inspect
 import re
 import textwrap
 import types
+import typing
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
@@ -98,7 +100,11 @@ def signature(name: str, function: Any) -> str:
         word = "with "
     else:
         word = "async " if isinstance(node, ast.AsyncFunctionDef) else ""
-    returns = f" -> {ast.unparse(node.returns)}" if node.returns and ast.unparse(node.returns) != "None" else ""
+    result = ast.unparse(node.returns) if node.returns else "None"
+    if "__signature__" in vars(function):  # it runs the method of another class, and may give its result later
+        word, later = "", typing.get_origin(function.__signature__.return_annotation) is Future
+        result = f"'Future[{result}]'" if later else result
+    returns = "" if result == "None" else f" -> {result}"
     return word + _call(name, _arguments(node.args), returns)
 
 
@@ -212,7 +218,11 @@ def _members(owner: str, kind: type) -> Iterator[str]:
             continue
         yield from (f"#### {owner}.{name}", "")
         yield from _code(signature(name, getattr(value, "__func__", value)))
-        yield from markdown(inspect.getdoc(value) or "")
+        doc = inspect.getdoc(value) or ""
+        if "__signature__" in vars(value):
+            first, _, _ = doc.partition("\n\n")
+            doc = f"{first} See ``{value.__wrapped__.__qualname__}``."
+        yield from markdown(doc)
 
 
 def entry(name: str, value: Any) -> Iterator[str]:
