@@ -12,7 +12,8 @@ state          what holds                                                  deadl
 """
 
 import math
-from typing import Literal
+from collections.abc import Mapping
+from typing import Literal, TypeVar
 
 from msgspec import Struct
 
@@ -44,20 +45,24 @@ EARLY_RETRY_S_MAX = 0.5
 doubles each time, because an engine that is still computing may take seconds."""
 
 
+S = TypeVar("S", bound=str)
+E = TypeVar("E", bound=str)
+
+
 class IllegalTransition(Exception):
-    """The state has no such event: a defect of the scheduler. Nothing was changed."""
+    """An event that a state does not have: a defect of kvflow. Nothing has changed."""
 
 
-def advance(state: RankState, event: RankEvent) -> RankState:
-    """Return the next state.
+def advance(table: Mapping[tuple[S, E], S], state: S, event: E, what: str) -> S:
+    """Return the next state of ``what``.
 
     Raises:
         IllegalTransition: the table has no such entry.
     """
     try:
-        return TRANSITIONS[state, event]
+        return table[state, event]
     except KeyError:
-        raise IllegalTransition(f"a rank read that is {state} cannot be {event}") from None
+        raise IllegalTransition(f"{what} that is {state} cannot be {event}") from None
 
 
 class SourceRank(Struct, eq=False, gc=False):
@@ -86,7 +91,7 @@ class SourceRank(Struct, eq=False, gc=False):
 
     def move(self, event: RankEvent) -> None:
         """Enter the next state."""
-        self.state = advance(self.state, event)
+        self.state = advance(TRANSITIONS, self.state, event, "a rank read")
 
 
 class Pull(Struct, eq=False, gc=False):

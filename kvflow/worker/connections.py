@@ -26,13 +26,13 @@ from kvflow.errors import KvflowError, LayoutMismatch, PeerLost
 from kvflow.ids import PeerId
 from kvflow.leases.tickets import Member
 from kvflow.reads.contract import Carrier, PeerAddress, Published
+from kvflow.reads.pulls import advance
 from kvflow.rendezvous.dialer import Link
 from kvflow.rendezvous.endpoint import Network
 from kvflow.rendezvous.publication import Advertisement
 from kvflow.validation import Name, Number
 from kvflow.worker.failures import connection_error
 from kvflow.worker.prepared import Peer
-from kvflow.worker.reachability import IllegalTransition
 
 SAME_PLANE = "Set transport to 'auto', or to the same data plane, on both sides."
 NO_PLANE = (
@@ -122,9 +122,7 @@ class Connection:
         Raises:
             IllegalTransition: the table has no such entry. Nothing has changed.
         """
-        if (self.state, event) not in TRANSITIONS:
-            raise IllegalTransition(f"a connection that is {self.state} cannot be {event}")
-        self.state = TRANSITIONS[self.state, event]
+        self.state = advance(TRANSITIONS, self.state, event, "a connection")
         self.wake()
 
     def wake(self) -> None:

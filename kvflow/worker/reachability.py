@@ -36,6 +36,7 @@ from kvflow.errors import (
 from kvflow.events import BreakerClosed, BreakerOpened, Hook
 from kvflow.ids import PeerId
 from kvflow.leases.tickets import Member
+from kvflow.reads.pulls import advance
 from kvflow.rendezvous.dialer import Replaced, Restarted
 from kvflow.rendezvous.failures import Distrusted, NotDialed
 
@@ -189,22 +190,6 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
 }
 
 
-class IllegalTransition(Exception):
-    """An event that a state does not have: a defect of the caller. Nothing has changed."""
-
-
-def advance(state: State, event: Event) -> State:
-    """Return the next state.
-
-    Raises:
-        IllegalTransition: the table has no such entry.
-    """
-    try:
-        return TRANSITIONS[state, event]
-    except KeyError:
-        raise IllegalTransition(f"a breaker that is {state} cannot be {event}") from None
-
-
 @dataclass(slots=True)
 class Breaker:
     """The circuit breaker of one address. Time and randomness are arguments.
@@ -225,19 +210,22 @@ class Breaker:
         """Return whether ``peer`` may be dialed at this address now. If it may probe, the probe begins."""
         untried = peer not in self.tried
         if self.state == "open" and (now >= self.retry_at or untried):
-            self.state = advance(self.state, "probed")
+            self._advance("probed")
             return True
         return self.state == "closed" or untried
 
+    def _advance(self, event: Event) -> None:
+        self.state = advance(TRANSITIONS, self.state, event, "a breaker")
+
     def answered(self) -> None:
         """Note that the address answers."""
-        self.state = advance(self.state, "answered")
+        self._advance("answered")
         self.failures = 0
         self.tried.clear()
 
     def abandoned(self) -> None:
         """Note that an attempt ended without a result."""
-        self.state = advance(self.state, "abandoned")
+        self._advance("abandoned")
 
     def failed(self, peer: PeerId, now: float, chance: float) -> None:
         """Note that an attempt has failed.
@@ -253,7 +241,7 @@ class Breaker:
         self.tried[peer] = None
         if len(self.tried) > TRIED_MAX:
             del self.tried[next(iter(self.tried))]
-        self.state = advance(self.state, "failed_too_often" if self.failures >= FAILURES_MAX else "failed")
+        self._advance("failed_too_often" if self.failures >= FAILURES_MAX else "failed")
         if self.state == "open":
             self.retry_at = now + pause_s(self.failures - FAILURES_MAX, BACKOFF_S, BACKOFF_S_MAX, chance)
 

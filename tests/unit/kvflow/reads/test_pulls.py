@@ -18,7 +18,7 @@ from kvflow.reads.pulls import (
 
 def test_every_transition_is_made():
     for (state, event), after in TRANSITIONS.items():
-        assert advance(state, event) == after
+        assert advance(TRANSITIONS, state, event, "a rank read") == after
 
 
 def test_everything_else_is_refused_with_state_and_event():
@@ -26,7 +26,7 @@ def test_everything_else_is_refused_with_state_and_event():
         for event in get_args(RankEvent):
             if (state, event) not in TRANSITIONS:
                 with pytest.raises(IllegalTransition, match=f"{state} cannot be {event}"):
-                    advance(state, event)
+                    advance(TRANSITIONS, state, event, "a rank read")
 
 
 def test_every_state_can_be_reached_and_only_death_is_final():

@@ -9,8 +9,8 @@ from kvflow import errors
 from kvflow.events import PeerDropped
 from kvflow.leases.issuer import Issuer
 from kvflow.leases.tickets import RankAddress
+from kvflow.reads.pulls import IllegalTransition
 from kvflow.worker.connections import TRANSITIONS, Connection, Event, State
-from kvflow.worker.reachability import IllegalTransition
 from kvflow.worker.runtime import open_worker
 
 from .helpers import SPECS, cache_of

@@ -7,6 +7,7 @@ from kvflow import errors
 from kvflow.events import BreakerClosed, BreakerOpened
 from kvflow.leases.issuer import Issuer
 from kvflow.leases.tickets import RankAddress
+from kvflow.reads.pulls import IllegalTransition, advance
 from kvflow.rendezvous.dialer import Replaced, Restarted
 from kvflow.rendezvous.failures import Distrusted, NotDialed
 from kvflow.worker.reachability import (
@@ -17,9 +18,7 @@ from kvflow.worker.reachability import (
     TRANSITIONS,
     TRIED_MAX,
     Breaker,
-    IllegalTransition,
     Reachability,
-    advance,
     pause_s,
 )
 
@@ -231,7 +230,7 @@ def test_a_breaker_takes_every_event_but_two():
 
 def test_a_breaker_refuses_an_event_that_its_state_does_not_have():
     with pytest.raises(IllegalTransition, match="a breaker that is closed cannot be probed"):
-        advance("closed", "probed")
+        advance(TRANSITIONS, "closed", "probed", "a breaker")
 
 
 def test_a_breaker_opens_after_several_failures_in_a_row():
