@@ -1,4 +1,4 @@
-"""The connection to one peer: its states, the tasks that wait for one of them, and the choice of its data planes.
+"""What is known about producers and their addresses: connections, failures, and the choice of data planes.
 
 A connection has one of these states:
 
@@ -13,25 +13,47 @@ state           meaning                                                         
 ``dropped``     it must end; the same peer may be connected again afterwards          ``drop``, and what it had
 ``closed``      it has ended                                                          ``peer`` or ``error``
 ==============  ====================================================================  ==============================
+
+An address that has failed ``FAILURES_MAX`` times in a row is left alone until ``retry_at``; then one attempt, the
+probe, decides. A peer that was not tried at the address may always be dialed: its ticket is younger than the failures,
+so another process may listen there now. Therefore failures never delay the first pull after a restart.
 """
 
 import asyncio
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Literal, NoReturn
 
 from msgspec import Struct
 
-from kvflow.errors import KvflowError, LayoutMismatch, PeerLost
+from kvflow import events
+from kvflow.clock import Clock
+from kvflow.errors import (
+    AuthenticationFailed,
+    DeadlineExceeded,
+    FailureCode,
+    KvflowError,
+    LayoutMismatch,
+    PeerLost,
+    PeerRefused,
+    PeerUnavailable,
+    ProtocolViolation,
+    ReleaseMismatch,
+    StaleLease,
+    TransferCancelled,
+    TransferFailed,
+)
+from kvflow.events import BreakerClosed, BreakerOpened, Hook
 from kvflow.ids import PeerId
 from kvflow.leases.tickets import Member
 from kvflow.reads.contract import Carrier, PeerAddress, Published
 from kvflow.reads.pulls import advance
-from kvflow.rendezvous.dialer import Link
+from kvflow.rendezvous.dialer import Link, Replaced, Restarted
 from kvflow.rendezvous.endpoint import Network
+from kvflow.rendezvous.failures import Distrusted, NotDialed
 from kvflow.rendezvous.publication import Advertisement
 from kvflow.validation import Name, Number
-from kvflow.worker.failures import connection_error
 from kvflow.worker.prepared import Peer
 
 SAME_PLANE = "Set transport to 'auto', or to the same data plane, on both sides."
@@ -61,10 +83,10 @@ class PeerState(Struct, frozen=True, kw_only=True):
     rtt_s: Number | None = None
 
 
-State = Literal["dialing", "linked", "attached", "connected", "unreadable", "dropped", "closed"]
-Event = Literal["linked", "attached", "connected", "unreadable", "dropped", "closed"]
+ConnectionState = Literal["dialing", "linked", "attached", "connected", "unreadable", "dropped", "closed"]
+ConnectionEvent = Literal["linked", "attached", "connected", "unreadable", "dropped", "closed"]
 
-TRANSITIONS: dict[tuple[State, Event], State] = {
+TRANSITIONS: dict[tuple[ConnectionState, ConnectionEvent], ConnectionState] = {
     ("dialing", "linked"): "linked",
     ("dialing", "dropped"): "dropped",
     ("dialing", "closed"): "closed",
@@ -94,19 +116,16 @@ class Connection:
     Attributes:
         member: the peer and its address, as a ticket names them.
         begun_at: when it was begun to be dialed.
-        state: see the table of this module.
-        link: the control connection.
-        linked_at: when the control connection was ready; None before.
-        carrier: what carries the bytes.
-        peer: the peer, once it can be read from.
-        error: why it cannot be read from.
+        linked_at: when the control connection was ready.
+        error: why the peer cannot be read from.
         unusable: why our transport cannot read from it over any data plane of both sides; empty if it can.
         drop: code and detail of why it must end.
+        task: runs the connection.
     """
 
     member: Member
     begun_at: float
-    state: State = "dialing"
+    state: ConnectionState = "dialing"
     link: Link | None = None
     linked_at: float | None = None
     carrier: Carrier | None = None
@@ -114,14 +133,11 @@ class Connection:
     error: KvflowError | None = None
     unusable: str = ""
     drop: tuple[str, str] | None = None
+    task: asyncio.Task[None] | None = None
     _changed: asyncio.Future[None] | None = None
 
-    def advance(self, event: Event) -> None:
-        """Enter the next state, and wake every task that waits for a change.
-
-        Raises:
-            IllegalTransition: the table has no such entry. Nothing has changed.
-        """
+    def advance(self, event: ConnectionEvent) -> None:
+        """Enter the next state, and wake every task that waits for a change."""
         self.state = advance(TRANSITIONS, self.state, event, "a connection")
         self.wake()
 
@@ -160,12 +176,7 @@ class Connection:
         return self.peer
 
     async def require_carrier(self) -> Carrier:
-        """Wait until our transport is connected, and return what carries the bytes.
-
-        Raises:
-            PlaneUnusable: our transport cannot read from the peer.
-            TransferFailed: the connection was dropped before.
-        """
+        """Wait until our transport is connected, and return what carries the bytes; raise why it cannot be."""
         while self.carrier is None:
             if self.unusable:
                 raise PlaneUnusable(self.unusable)
@@ -189,9 +200,6 @@ class PlaneNegotiation(Struct, frozen=True):
     """Our side of the choice of data planes over which a peer is read: those that both sides have, and settings allow.
 
     Attributes:
-        published: what our transport publishes.
-        tcp_encryption: the setting of our TCP plane.
-        network: resolves names.
         within_s: seconds that resolving a name may take.
         weights: see ``WorkerConfig.peer_weights``.
     """
@@ -229,11 +237,7 @@ class PlaneNegotiation(Struct, frozen=True):
         )
 
     async def _tcp_endpoint(self, peer: PeerId, theirs: Advertisement, *, required: bool) -> str:
-        """Return the numeric endpoint of a peer's TCP plane; empty if it cannot be used but another plane may.
-
-        Raises:
-            LayoutMismatch, PeerLost: the TCP plane cannot be used, and it is required.
-        """
+        """Return the numeric endpoint of a peer's TCP plane; empty if it cannot be used but another plane may."""
         if theirs.tcp_encryption != self.tcp_encryption:
             if required:
                 self._refuse_encryption(theirs)
@@ -250,11 +254,7 @@ class PlaneNegotiation(Struct, frozen=True):
         return min(found, key=lambda endpoint: "[" in endpoint)
 
     def refuse(self, theirs: Advertisement, detail: str) -> NoReturn:
-        """Refuse a peer that our transport cannot read from.
-
-        Raises:
-            LayoutMismatch: always.
-        """
+        """Refuse a peer that our transport cannot read from: raise ``LayoutMismatch``."""
         both_tcp = "tcp" in theirs.planes and "tcp" in self.published.planes
         if both_tcp and theirs.tcp_encryption != self.tcp_encryption:
             self._refuse_encryption(theirs)
@@ -269,3 +269,215 @@ class PlaneNegotiation(Struct, frozen=True):
 
 def _names(theirs: Advertisement) -> str:
     return "+".join(sorted(theirs.planes))
+
+
+# --- which addresses do not answer, and which peers are closed ---
+
+ADDRESSES_MAX = 1024
+"""Addresses that are remembered to have failed: as many as one worker has peers."""
+
+CLOSED_MAX = 4096
+"""Peers that are remembered as closed. A ticket of a forgotten one costs one attempt, which is refused."""
+
+SUPERSEDED_S = 30.0
+"""How long a peer counts as closed because another one answers at its address. The address may be a name, and a name
+server may give an outdated answer for some seconds: it must not exclude a live peer for longer."""
+
+FAILURES_MAX = 3
+"""Attempts in a row that must fail: one may be a short outage, two a slow restart."""
+
+BACKOFF_S = 0.5
+BACKOFF_S_MAX = 15.0
+"""Pause before the next attempt, doubled with each that fails: a restart takes seconds, loading a model a minute."""
+
+TRIED_MAX = 16
+"""Peers that are remembered to have failed at one address."""
+
+
+@dataclass(slots=True)
+class AddressRecord:
+    """The failures of one address.
+
+    Attributes:
+        failures: number of attempts that failed in a row.
+        retry_at: when the next attempt may be made, once there are ``FAILURES_MAX``.
+        probing: whether an attempt is under way that decides.
+        tried: peers that failed at this address, the latest last.
+    """
+
+    failures: int = 0
+    retry_at: float = 0.0
+    probing: bool = False
+    tried: dict[PeerId, None] = field(default_factory=dict)
+
+    @property
+    def broken(self) -> bool:
+        """Whether the address is left alone."""
+        return self.failures >= FAILURES_MAX
+
+    def ask(self, peer: PeerId, now: float) -> bool:
+        """Return whether ``peer`` may be dialed at this address now. If it may probe, the probe begins."""
+        untried = peer not in self.tried
+        if self.broken and not self.probing and (now >= self.retry_at or untried):
+            self.probing = True
+            return True
+        return not self.broken or untried
+
+    def failed(self, peer: PeerId, now: float, chance: float) -> None:
+        """Note that an attempt to dial ``peer`` has failed; ``chance``, in [0, 1), decides half of the pause."""
+        self.failures += 1
+        self.probing = False
+        self.tried.pop(peer, None)
+        self.tried[peer] = None
+        if len(self.tried) > TRIED_MAX:
+            del self.tried[next(iter(self.tried))]
+        if self.broken:
+            self.retry_at = now + pause_s(self.failures - FAILURES_MAX, BACKOFF_S, BACKOFF_S_MAX, chance)
+
+
+class Reachability:
+    """What one worker has learned about the addresses and peers that it dialed.
+
+    Thread: the event loop.
+    """
+
+    def __init__(self, *, clock: Clock, draw: Callable[[], float], report: Hook) -> None:
+        self._clock = clock
+        self._draw = draw
+        self._report = report
+        self._failed: dict[str, AddressRecord] = {}  # an address that answers has no record
+        self._closed: dict[PeerId, tuple[str, float]] = {}  # why, and until when
+
+    def require(self, member: Member) -> None:
+        """Refuse to dial a peer if dialing is useless; otherwise the caller must dial, and report the result.
+
+        Raises:
+            StaleLease: the peer is closed, so its leases have ended.
+            PeerUnavailable: its address does not answer; the error says when it is tried again.
+        """
+        peer, endpoint = member.peer, member.address.endpoint
+        record, now = self._failed.get(endpoint), self._clock()
+        if peer in self._closed:
+            why, until = self._closed[peer]
+            if now < until:
+                raise StaleLease(f"{peer} is closed: {why}", ended_by="gone", peer=str(peer))
+            del self._closed[peer]
+        if record is not None and not record.ask(peer, now):
+            retry_after_s = max(0.0, record.retry_at - now)
+            when = "is being tried right now" if record.probing else f"is tried in {retry_after_s:.1f} s"
+            raise PeerUnavailable(
+                f"{endpoint} has failed {record.failures} times in a row, and {when}",
+                peer=str(peer),
+                retry_after_s=retry_after_s,
+            )
+
+    def is_closed(self, member: Member) -> bool:
+        """Return whether a peer has closed, or another one answers at its address."""
+        return member.peer in self._closed and self._clock() < self._closed[member.peer][1]
+
+    def on_answered(self, endpoint: str) -> None:
+        """Record that a process answers at an address, with any answer."""
+        record = self._failed.pop(endpoint, None)
+        if record is not None and record.broken:
+            self._report(BreakerClosed(endpoint))
+
+    def on_failed(self, member: Member, error: Exception) -> None:
+        """Record why a peer could not be connected. Only silence and a lost connection count against its address.
+
+        An attempt that never left this process, for example because the key is not allowed, does not count at all.
+        """
+        endpoint = member.address.endpoint
+        match error:
+            case Restarted() | Replaced():
+                self.on_superseded(member, error.message)
+                self.on_answered(endpoint)
+            case Distrusted() | NotDialed():
+                self._abandon(endpoint)
+            case PeerLost() | DeadlineExceeded():
+                self._count(member.peer, endpoint)
+            case AuthenticationFailed() | PeerRefused() | ProtocolViolation() | ReleaseMismatch() | LayoutMismatch():
+                self.on_answered(endpoint)
+            case KvflowError() if type(error) is not TransferFailed:
+                self._abandon(endpoint)
+            case _:  # the data plane cannot connect, or kvflow has a defect: both count like silence
+                self._count(member.peer, endpoint)
+
+    def on_goodbye(self, member: Member) -> None:
+        """Record that a peer has closed. An incarnation closes once and does not come back."""
+        self._close(member.peer, "it said goodbye", math.inf)
+
+    def on_superseded(self, member: Member, why: str) -> None:
+        """Record that another peer answers at a peer's address; forget it after ``SUPERSEDED_S``."""
+        self._close(member.peer, why, self._clock() + SUPERSEDED_S)
+
+    def _close(self, peer: PeerId, why: str, until: float) -> None:
+        before = self._closed.pop(peer, (why, until))  # the latest last: the oldest is forgotten first
+        self._closed[peer] = before if before[1] >= until else (why, until)
+        if len(self._closed) > CLOSED_MAX:
+            del self._closed[next(iter(self._closed))]
+
+    def _abandon(self, endpoint: str) -> None:
+        """End an attempt without a result. If it was the probe, another one may be made."""
+        if endpoint in self._failed:
+            self._failed[endpoint].probing = False
+
+    def _count(self, peer: PeerId, endpoint: str) -> None:
+        record = self._failed.pop(endpoint, None) or AddressRecord()
+        self._failed[endpoint] = record  # the latest last: the oldest is forgotten first
+        if len(self._failed) > ADDRESSES_MAX:
+            del self._failed[next(iter(self._failed))]
+        now = self._clock()
+        record.failed(peer, now, self._draw())
+        if record.failures == FAILURES_MAX:
+            self._report(BreakerOpened(endpoint, record.failures, record.retry_at - now))
+
+
+def pause_s(attempt: int, first_s: float, longest_s: float, chance: float) -> float:
+    """Return the seconds to wait after the failure of ``attempt`` (from 0): doubled each time, half of it random."""
+    doublings = min(max(attempt, 0), 32)
+    return float(min(longest_s, first_s * 2**doublings) * (0.5 + chance / 2))
+
+
+# --- which error a caller gets ---
+
+ERRORS: dict[str, type[TransferFailed]] = {
+    StaleLease.code: StaleLease,
+    PeerLost.code: PeerLost,
+    FailureCode.PEER_CLOSED: PeerLost,
+    TransferCancelled.code: TransferCancelled,
+    FailureCode.CANCELLED: TransferCancelled,
+    FailureCode.CLOSING: TransferCancelled,
+    FailureCode.KEY_REMOVED: PeerLost,
+    FailureCode.METADATA_INVALID: ProtocolViolation,
+    # Our own descriptors are checked when they are bound, so it is the peer's memory that is not there.
+    FailureCode.BOUNDS: ProtocolViolation,
+}
+"""Code of the scheduler or the transport -> error. Any other code is a plain ``TransferFailed``."""
+
+CANCELLED = "the caller cancelled the pull"
+
+
+def transfer_error(event: events.PullFailed) -> TransferFailed:
+    """Return the error that this event stands for."""
+    about = {"request_id": event.request_id, "peer": event.peer}
+    message = f"request {event.request_id!r}: {event.detail}"
+    if event.code == DeadlineExceeded.code:
+        return DeadlineExceeded(message, phase=event.phase, quarantined=event.quarantined, **about)
+    kind = ERRORS.get(event.code, TransferFailed)
+    return kind(message, quarantined=event.quarantined, **about)
+
+
+def connection_error(peer: str, code: str, detail: str) -> TransferFailed:
+    """Return the error of a caller whose peer was dropped before it could be read from."""
+    return ERRORS.get(code, TransferFailed)(f"{peer} cannot be read from: {detail}", peer=peer)
+
+
+def as_ours(error: BaseException, request_id: str) -> KvflowError:
+    """Return the exception that ended a pull as an error of kvflow."""
+    if isinstance(error, KvflowError):
+        return error
+    if isinstance(error, asyncio.CancelledError | GeneratorExit):
+        return TransferCancelled(CANCELLED, request_id=request_id)
+    failed = TransferFailed(f"the pull ended with {type(error).__name__}: {error}", request_id=request_id)
+    failed.__cause__ = error  # as ``raise ... from`` does it
+    return failed

@@ -43,8 +43,8 @@ from kvflow.reads.contract import (
 )
 from kvflow.reads.pulls import Pull
 from kvflow.reads.scheduler import Delivered, Effect, Scheduler, StartReads
+from kvflow.worker.connections import CANCELLED, transfer_error
 from kvflow.worker.destinations import DUE_AFTER_S, DestinationTable, Quarantined, ReaderResetPolicy
-from kvflow.worker.failures import CANCELLED, transfer_error
 from kvflow.worker.open_pulls import OpenPull, OpenPulls, PullHandle
 from kvflow.worker.peers import PeerPool
 from kvflow.worker.prepared import Route, parts_of, require_content

@@ -19,7 +19,7 @@ from kvflow.reads.contract import Part, RankRead, ReadEnded
 from kvflow.reads.report import report_of, trace_of
 from kvflow.rendezvous.dialer import LeaseEnd
 from kvflow.report import TransferReport
-from kvflow.worker.failures import as_ours
+from kvflow.worker.connections import as_ours
 from kvflow.worker.peers import PeerPool
 from kvflow.worker.prepared import Route
 from kvflow.worker.renewals import HeldLease

@@ -34,10 +34,15 @@ from kvflow.planning.plan import PlanCache
 from kvflow.reads.contract import Carrier, RateLearned, Transport
 from kvflow.rendezvous.dialer import Link, open_link
 from kvflow.rendezvous.endpoint import LocalEndpoint
-from kvflow.worker.connections import Connection, PeerState, PlaneNegotiation, PlaneUnusable
-from kvflow.worker.failures import connection_error
+from kvflow.worker.connections import (
+    Connection,
+    PeerState,
+    PlaneNegotiation,
+    PlaneUnusable,
+    Reachability,
+    connection_error,
+)
 from kvflow.worker.prepared import Peer, PreparedTable, Route, SourceRank
-from kvflow.worker.reachability import Reachability
 
 logger = logging.getLogger("kvflow")
 
@@ -86,7 +91,6 @@ class PeerPool:
         self._report = report
         self._on_dropped = on_dropped
         self._connections: dict[PeerId, Connection] = {}
-        self._running: dict[PeerId, asyncio.Task[None]] = {}
         self._manifest = manifest
         self._reachability = Reachability(clock=clock, draw=draw, report=report)
         self._prepared = PreparedTable(
@@ -145,9 +149,8 @@ class PeerPool:
         """Start to connect a peer, unless dialing it is useless."""
         self._reachability.require(member)
         connection = self._connections[member.peer] = Connection(member, self._clock())
-        task = self._tasks.create_task(self._run(connection), name=f"peer {member.peer}")
-        self._running[member.peer] = task
-        task.add_done_callback(partial(self._end_unstarted, connection))
+        connection.task = self._tasks.create_task(self._run(connection), name=f"peer {member.peer}")
+        connection.task.add_done_callback(partial(self._end_unstarted, connection))
         return connection
 
     def _end_unstarted(self, connection: Connection, _task: asyncio.Task[None]) -> None:
@@ -280,7 +283,8 @@ class PeerPool:
             self.drop(peer, *CLOSING)
             if connection.peer is None and connection.error is None:
                 connection.fail(connection_error(str(peer), *CLOSING))
-                self._running[peer].cancel()
+                assert connection.task is not None
+                connection.task.cancel()
 
     async def _run(self, connection: Connection) -> None:
         """Connect a peer, wait until it is dropped, and end the connection."""
@@ -358,7 +362,7 @@ class PeerPool:
         """Remove a connection that has ended, and report it."""
         member = connection.member
         peer = member.peer
-        del self._connections[peer], self._running[peer]
+        del self._connections[peer]
         self._forget_routes(peer)
         if code == FailureCode.PEER_CLOSED:
             self._reachability.on_goodbye(member)

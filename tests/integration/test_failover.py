@@ -6,7 +6,7 @@ import pytest
 
 from kvflow import errors
 from kvflow.events import BreakerClosed, BreakerOpened, PeerConnected, PeerDropped
-from kvflow.worker.reachability import FAILURES_MAX
+from kvflow.worker.connections import FAILURES_MAX
 
 from .consuming import consuming, works
 from .shapes import Shape

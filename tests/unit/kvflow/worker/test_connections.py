@@ -10,7 +10,7 @@ from kvflow.events import PeerDropped
 from kvflow.leases.issuer import Issuer
 from kvflow.leases.tickets import RankAddress
 from kvflow.reads.pulls import IllegalTransition
-from kvflow.worker.connections import TRANSITIONS, Connection, Event, State
+from kvflow.worker.connections import TRANSITIONS, Connection, ConnectionEvent, ConnectionState
 from kvflow.worker.runtime import open_worker
 
 from .helpers import SPECS, cache_of
@@ -26,7 +26,7 @@ AFTER = {
     "closed": {},
 }
 """Each state, the events that it takes, and the state that follows."""
-PAIRS = [(state, event) for state in get_args(State) for event in get_args(Event)]
+PAIRS = [(state, event) for state in get_args(ConnectionState) for event in get_args(ConnectionEvent)]
 HAS = {
     "dialing": set(),
     "linked": {"link"},
@@ -45,9 +45,9 @@ def connection_in(state):
 
 
 def test_the_tests_know_every_state_and_event():
-    assert AFTER.keys() == set(get_args(State))
+    assert AFTER.keys() == set(get_args(ConnectionState))
     assert set(PAIRS) >= TRANSITIONS.keys()
-    assert {event for events in AFTER.values() for event in events} == set(get_args(Event))
+    assert {event for events in AFTER.values() for event in events} == set(get_args(ConnectionEvent))
 
 
 @pytest.mark.parametrize(("state", "event"), PAIRS)

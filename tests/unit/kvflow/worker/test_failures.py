@@ -3,7 +3,7 @@
 import pytest
 
 from kvflow import errors, events
-from kvflow.worker.failures import ERRORS, connection_error, transfer_error
+from kvflow.worker.connections import ERRORS, connection_error, transfer_error
 
 
 def failed(code, phase="wire", *, quarantined=False):

@@ -23,9 +23,9 @@ from kvflow.errors import (
 from kvflow.events import PeerConnected, PeerDropped
 from kvflow.layout.groups import Group
 from kvflow.leases.tickets import join_tickets
+from kvflow.worker.connections import FAILURES_MAX
 from kvflow.worker.environment import PRODUCTION
 from kvflow.worker.prepared import PreparedTable
-from kvflow.worker.reachability import FAILURES_MAX
 from kvflow.worker.runtime import open_worker
 
 from .helpers import PATIENCE_S, SPECS, Clock, cache_of

@@ -7,17 +7,15 @@ from kvflow import errors
 from kvflow.events import BreakerClosed, BreakerOpened
 from kvflow.leases.issuer import Issuer
 from kvflow.leases.tickets import RankAddress
-from kvflow.reads.pulls import IllegalTransition, advance
 from kvflow.rendezvous.dialer import Replaced, Restarted
 from kvflow.rendezvous.failures import Distrusted, NotDialed
-from kvflow.worker.reachability import (
+from kvflow.worker.connections import (
     BACKOFF_S,
     BACKOFF_S_MAX,
     FAILURES_MAX,
     SUPERSEDED_S,
-    TRANSITIONS,
     TRIED_MAX,
-    Breaker,
+    AddressRecord,
     Reachability,
     pause_s,
 )
@@ -26,8 +24,6 @@ from .helpers import Clock, Reports
 
 ENDPOINT = "tcp://127.0.0.1:5000"
 OTHER_ENDPOINT = "tcp://127.0.0.1:5001"
-STATES = {"closed", "open", "probing"}
-EVENTS = {"answered", "failed", "failed_too_often", "probed", "abandoned"}
 
 
 def member(incarnation="0", endpoint=ENDPOINT):
@@ -187,8 +183,8 @@ def test_a_new_incarnation_is_tried_at_once(world):
 
 
 def test_what_is_remembered_is_bounded(world, monkeypatch):
-    monkeypatch.setattr("kvflow.worker.reachability.BREAKERS_MAX", 2)
-    monkeypatch.setattr("kvflow.worker.reachability.CLOSED_MAX", 2)
+    monkeypatch.setattr("kvflow.worker.connections.ADDRESSES_MAX", 2)
+    monkeypatch.setattr("kvflow.worker.connections.CLOSED_MAX", 2)
     endpoints = [f"tcp://127.0.0.1:{port}" for port in (5000, 5001, 5002)]
     for endpoint in endpoints:
         world.fail(member(endpoint=endpoint), times=FAILURES_MAX)
@@ -213,50 +209,29 @@ def test_gone_is_who_was_at_that_address(world):
 
 @pytest.fixture
 def opened():
-    """A breaker that has just opened, at time 0."""
-    breaker = Breaker()
+    """An address that has just failed once too often, at time 0."""
+    record = AddressRecord()
     for _ in range(FAILURES_MAX):
-        breaker.failed("p", 0.0, 0.0)
-    return breaker
+        record.failed("p", 0.0, 0.0)
+    return record
 
 
-def test_a_breaker_takes_every_event_but_two():
-    assert {(state, event) for state in STATES for event in EVENTS} - TRANSITIONS.keys() == {
-        ("closed", "probed"),  # who may dial anyway is no probe
-        ("probing", "probed"),  # there is one at a time
-    }
-    assert set(TRANSITIONS.values()) == STATES
-
-
-def test_a_breaker_refuses_an_event_that_its_state_does_not_have():
-    with pytest.raises(IllegalTransition, match="a breaker that is closed cannot be probed"):
-        advance(TRANSITIONS, "closed", "probed", "a breaker")
-
-
-def test_a_breaker_opens_after_several_failures_in_a_row():
-    breaker = Breaker()
-    for _ in range(3):
-        for _ in range(FAILURES_MAX - 1):
-            breaker.failed("p", 0.0, 0.0)
-            assert breaker.ask("p", 0.0)
-        breaker.answered()  # in a row, or they do not count
+def test_an_address_is_left_alone_after_several_failures_in_a_row():
+    record = AddressRecord()
     for _ in range(FAILURES_MAX):
-        assert breaker.state == "closed"
-        breaker.failed("p", 0.0, 0.0)
-    assert breaker.state == "open"
-    assert not breaker.ask("p", 0.0)
+        assert not record.broken
+        assert record.ask("p", 0.0)
+        record.failed("p", 0.0, 0.0)
+    assert record.broken
+    assert not record.ask("p", 0.0)
 
 
-def test_an_open_breaker_allows_one_probe_at_a_time_when_it_is_due(opened):
+def test_a_broken_address_allows_one_probe_at_a_time_when_it_is_due(opened):
     due = BACKOFF_S / 2
     assert not opened.ask("p", due - 0.001)
     assert opened.ask("p", due)
-    assert opened.state == "probing"
+    assert opened.probing
     assert not opened.ask("p", due)
-    opened.answered()
-    assert opened.state == "closed"
-    assert opened.ask("p", due)
-    assert opened.failures == 0
 
 
 def test_a_failed_probe_doubles_the_pause(opened):
@@ -266,15 +241,15 @@ def test_a_failed_probe_doubles_the_pause(opened):
         now = opened.retry_at
         assert opened.ask("p", now)
         opened.failed("p", now, 0.0)
-        assert opened.state == "open"
+        assert not opened.probing
     assert pauses[:3] == [BACKOFF_S / 2, BACKOFF_S, 2 * BACKOFF_S]
     assert pauses[-1] == BACKOFF_S_MAX / 2
 
 
-def test_an_open_breaker_allows_a_peer_that_was_not_tried(opened):
+def test_a_broken_address_allows_a_peer_that_was_not_tried(opened):
     assert not opened.ask("p", 0.0)
     assert opened.ask("its successor", 0.0)
-    assert opened.state == "probing"
+    assert opened.probing
     assert opened.ask("the successor's successor", 0.0), "an old peer's probe must not hold up a new one"
     assert not opened.ask("p", 0.0)
     opened.failed("its successor", 0.0, 0.0)
@@ -282,22 +257,17 @@ def test_an_open_breaker_allows_a_peer_that_was_not_tried(opened):
     assert not opened.ask("p", 0.0)
 
 
-def test_a_breaker_remembers_a_bounded_number_of_peers(opened):
+def test_an_address_remembers_a_bounded_number_of_peers(opened):
     for index in range(3 * TRIED_MAX):
         opened.failed(f"peer {index}", 0.0, 0.0)
     assert len(opened.tried) == TRIED_MAX
     assert not opened.ask(f"peer {3 * TRIED_MAX - 1}", 0.0)
 
 
-@pytest.mark.parametrize("event", ["answered", "failed"])
-def test_an_attempt_may_end_after_the_breaker_has_opened(opened, event):
-    if event == "answered":
-        opened.answered()
-        assert opened.state == "closed"
-    else:
-        opened.failed("p", 1.0, 0.0)
-        assert opened.state == "open"
-        assert opened.retry_at > 1.0
+def test_an_attempt_may_fail_after_the_others(opened):
+    opened.failed("p", 1.0, 0.0)
+    assert opened.broken
+    assert opened.retry_at > 1.0
 
 
 def test_pauses_double_up_to_a_limit_and_half_of_each_is_random():
