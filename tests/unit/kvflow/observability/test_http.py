@@ -1,13 +1,15 @@
 """A hostile client of a worker's HTTP server holds a connection, some kilobytes and some seconds, and nothing else."""
 
 import asyncio
+import socket
+import threading
 from contextlib import suppress
 
 import pytest
 
 from kvflow.errors import ConfigInvalid
-from kvflow.observability import http
-from kvflow.observability.http import CONNECTIONS_MAX, HEAD_BYTES_MAX, Answer, listened, open_http
+from kvflow.observability import pages
+from kvflow.observability.pages import CONNECTIONS_MAX, HEAD_BYTES_MAX, THREADS, Page, open_pages
 
 PATIENCE_S = 30.0
 
@@ -16,7 +18,18 @@ def broken():
     raise ZeroDivisionError("what went wrong")
 
 
-PAGES = {"/page": lambda: Answer(b"content\n"), "/broken": broken}
+def late():
+    raise TimeoutError
+
+
+PAGES = {
+    "/page": lambda: Page(b"content\n"),
+    "/slow": lambda: Page(b"slow\n"),
+    "/broken": broken,
+    "/late": late,
+    "/large": lambda: Page(bytes(12 << 20)),
+}
+SLOW = frozenset({"/slow", "/broken", "/late", "/large"})
 
 
 async def exchange(address, sent):
@@ -24,8 +37,8 @@ async def exchange(address, sent):
     host, _, port = address.rpartition(":")
     async with asyncio.timeout(PATIENCE_S):
         reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(sent)
         try:
+            writer.write(sent)
             head, _, body = (await reader.read()).partition(b"\r\n\r\n")
         finally:
             writer.close()
@@ -38,8 +51,23 @@ def request(path="/page", method="GET", host="127.0.0.1"):
 
 @pytest.fixture
 async def address():
-    async with open_http("127.0.0.1:0", PAGES) as found:
+    async with open_pages("127.0.0.1:0", PAGES, slow=SLOW) as found:
         yield found
+
+
+async def connections(address, number, sent=b""):
+    """Open connections that never read; return their writers."""
+    host, _, port = address.rpartition(":")
+    found = []
+    async with asyncio.timeout(PATIENCE_S):
+        for _ in range(number):
+            raw = socket.socket()
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            raw.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(raw, (host, int(port)))
+            raw.send(sent)
+            found.append(raw)
+    return found
 
 
 async def test_a_page_is_answered_once_for_each_connection(address):
@@ -57,17 +85,26 @@ async def test_head_and_a_query_are_understood(address):
 @pytest.mark.parametrize(
     ("sent", "status", "words"),
     [
-        (request("/other\x1b[2J"), 404, "there are /broken, /page"),
+        (request("/other\x1b[2J"), 404, "there are /broken, /large, /late, /page, /slow"),
         (request(method="POST"), 405, "only GET and HEAD"),
         (request(host="rebound.example:80"), 403, "loopback"),
         (b"GET /page\r\n\r\n", 400, "no request"),
+        (b"GET /page HTTP/0.9\r\n\r\n", 400, "no request"),
+        (b"GET /page HTTP/2.0\r\n\r\n", 400, "no request"),
+        (b"\r\n\r\n", 400, "no request"),
         (b"\x16\x03\x01\r\n\r\n", 400, "no request"),
         (b"GET http://elsewhere/ HTTP/1.1\r\n\r\n", 400, "no request"),
         (request("/" + "x" * HEAD_BYTES_MAX), 431, "8192 bytes"),
         (b"x" * (HEAD_BYTES_MAX + 100), 431, "8192 bytes"),
+        (request(host="127.0.0.1\r\nHost: rebound.example"), 403, "loopback"),
+        (b"GET /page HTTP/1.1\r\n" + b"a: b\r\n" * 101 + b"\r\n", 431, "headers"),
         (request("/broken"), 500, "its log says why"),
+        (request("/late"), 503, "does not answer"),
     ],
-    ids=["path", "method", "host", "short", "binary", "proxy", "long line", "no end", "defect"],
+    ids=[
+        *("path", "method", "host", "short", "old", "new", "empty", "binary", "proxy", "long line", "no end"),
+        *("second host", "many headers", "defect", "late"),
+    ],
 )
 async def test_what_is_not_served_is_refused(address, sent, status, words, caplog):
     head, body = await exchange(address, sent)
@@ -83,22 +120,28 @@ async def test_a_loopback_server_is_asked_by_a_loopback_name(address, host):
     assert (await exchange(address, request(host=host)))[1] == "content\n"
 
 
-async def test_a_public_server_is_asked_by_any_name():
-    http_server = http.HttpServer(PAGES, local_only=False)
-    server = await asyncio.start_server(http_server.serve, "127.0.0.1", 0)
-    async with server:
-        address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+async def test_a_public_server_is_asked_by_any_name(monkeypatch):
+    monkeypatch.setattr(pages, "is_loopback", lambda _: False)
+    async with open_pages("127.0.0.1:0", PAGES) as address:
         assert (await exchange(address, request(host="kvflow.example:9400")))[1] == "content\n"
-    assert [listened(host) for host in ("*", "localhost", "[::1]")] == ["0.0.0.0", "127.0.0.1", "::1"]
+
+
+@pytest.mark.parametrize("host", ["*", "localhost", "[::1]"])
+async def test_every_form_of_an_address_is_listened_to(host):
+    try:
+        async with open_pages(f"{host}:0", PAGES) as address:
+            name, _, port = address.rpartition(":")
+            assert name == host
+            reached = {"*": "127.0.0.1", "[::1]": "::1"}.get(host, host)
+            assert (await exchange(f"{reached}:{port}", request()))[1] == "content\n"
+    except ConfigInvalid:
+        assert host == "[::1]"  # this machine has no IPv6
 
 
 async def test_the_oldest_silent_connection_makes_room(address, monkeypatch):
-    monkeypatch.setattr(http, "HEAD_S", 10 * PATIENCE_S)
+    monkeypatch.setattr(pages, "REQUEST_S", 10 * PATIENCE_S)
     host, _, port = address.rpartition(":")
     async with asyncio.timeout(PATIENCE_S):
-        _, gone = await asyncio.open_connection(host, int(port))
-        gone.close()
-        assert (await exchange(address, request()))[1] == "content\n"  # by then, the server has seen it go
         silent = [await asyncio.open_connection(host, int(port)) for _ in range(CONNECTIONS_MAX)]
         assert (await exchange(address, request()))[1] == "content\n"
         with suppress(ConnectionError):  # it may be reset
@@ -107,43 +150,89 @@ async def test_the_oldest_silent_connection_makes_room(address, monkeypatch):
             writer.close()
 
 
+async def test_a_connection_that_has_ended_takes_no_room(address, monkeypatch):
+    monkeypatch.setattr(pages, "REQUEST_S", 10 * PATIENCE_S)
+    host, _, port = address.rpartition(":")
+    async with asyncio.timeout(PATIENCE_S):
+        reader, oldest = await asyncio.open_connection(host, int(port))
+        (gone,) = await connections(address, 1)
+        gone.close()
+        assert (await exchange(address, request()))[1] == "content\n"  # by then, the server has seen it go
+        others = await connections(address, CONNECTIONS_MAX - 2)
+        assert (await exchange(address, request()))[1] == "content\n"
+        oldest.write(request())
+        assert (await reader.read()).endswith(b"content\n")
+        oldest.close()
+        for each in others:
+            each.close()
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"G", request("/slow"), request("/large")], ids=["silent", "byte", "slow", "large"]
+)
+async def test_a_flood_delays_no_quick_page(sent, address, monkeypatch):
+    """Connections that send nothing, a byte, or a request whose answer they do not take, more than the server keeps."""
+    monkeypatch.setattr(pages, "REQUEST_S", 10 * PATIENCE_S)
+    monkeypatch.setattr(pages, "ANSWER_S", 10 * PATIENCE_S)
+    flood = []
+    for _ in range(4):
+        flood += await connections(address, CONNECTIONS_MAX, sent)
+        assert (await exchange(address, request()))[1] == "content\n"
+    for each in flood:
+        each.close()
+
+
 async def test_headers_that_do_not_end_are_cut_off(address, monkeypatch):
-    monkeypatch.setattr(http, "HEAD_S", 0.05)
+    monkeypatch.setattr(pages, "REQUEST_S", 0.05)
     assert await exchange(address, b"GET /page HTTP/1.1\r\n") == ("", "")
 
 
-async def test_a_client_that_takes_nothing_is_cut_off(monkeypatch):
-    monkeypatch.setattr(http, "WRITE_S", 0.05)
-    http_server, ended = http.HttpServer({"/large": lambda: Answer(bytes(64 << 20))}, local_only=True), asyncio.Event()
-
-    async def serve(reader, writer):
-        await http_server.serve(reader, writer)
-        ended.set()
-
-    async with asyncio.timeout(PATIENCE_S), await asyncio.start_server(serve, "127.0.0.1", 0) as server:
-        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname(), limit=1024)
-        writer.write(request("/large"))
-        await ended.wait()
-        del reader
-        writer.close()
+async def test_clients_that_take_nothing_are_cut_off(address, monkeypatch):
+    monkeypatch.setattr(pages, "ANSWER_S", 0.05)
+    flood = await connections(address, THREADS, request("/large"))
+    assert (await exchange(address, request("/slow")))[1] == "slow\n"
+    for each in flood:
+        each.close()
 
 
-async def test_closing_ends_connections_and_frees_the_port():
-    async with open_http("127.0.0.1:0", PAGES) as address:
-        host, _, port = address.rpartition(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(b"GET ")
-        assert (await exchange(address, request()))[1] == "content\n"  # the server has the connection before it
+async def test_more_requests_than_may_wait_are_not_answered():
+    release = threading.Event()
+    try:
+        slow = {"/slow": lambda: Page(b"slow\n" if release.wait(PATIENCE_S) else b""), "/page": PAGES["/page"]}
+        async with open_pages("127.0.0.1:0", slow, slow=frozenset({"/slow"})) as address:
+            waiting = [asyncio.create_task(exchange(address, request("/slow"))) for _ in range(CONNECTIONS_MAX)]
+            while (await exchange(address, request("/slow"))) != ("", ""):  # as soon as all of them have arrived
+                pass
+            assert (await exchange(address, request()))[1] == "content\n"
+            release.set()
+            assert {body for _, body in await asyncio.gather(*waiting)} == {"slow\n"}
+    finally:
+        release.set()
+
+
+async def test_closing_ends_connections_and_threads_and_frees_the_port(monkeypatch):
+    monkeypatch.setattr(pages, "ANSWER_S", 10 * PATIENCE_S)
     async with asyncio.timeout(PATIENCE_S):
+        async with open_pages("127.0.0.1:0", PAGES, slow=SLOW) as address:
+            host, _, port = address.rpartition(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(b"GET ")
+            flood = await connections(address, 2 * THREADS, request("/large"))
+            assert (await exchange(address, request()))[1] == "content\n"  # the server has the others before it
         with suppress(ConnectionError):
-            await reader.read()
-    writer.close()
-    async with open_http(address, PAGES) as again:
-        assert again == address
+            assert await reader.read() == b""
+        writer.close()
+        assert not [
+            each.name for each in threading.enumerate() if each.name.startswith(("kvflow-http", "kvflow-pages"))
+        ]
+        async with open_pages(address, PAGES) as again:
+            assert again == address
+        for each in flood:
+            each.close()
 
 
 async def test_an_address_that_is_taken_is_refused(address):
     with pytest.raises(ConfigInvalid, match=f"http is '{address}', and the worker cannot listen there") as caught:
-        async with open_http(address, PAGES):
+        async with open_pages(address, PAGES):
             pass
     assert "port 0" in caught.value.remedy

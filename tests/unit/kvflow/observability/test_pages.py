@@ -3,6 +3,8 @@
 import asyncio
 import json
 import sys
+import time
+from http.client import HTTPConnection
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -10,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import kvflow
 from kvflow.errors import ConfigInvalid
 from kvflow.events import LeaseEnded, OnlyEvents, WorkerOpened
+from kvflow.observability import pages
 from tests.helpers.settings import flat_config
 
 from .test_http import PATIENCE_S, exchange, request
@@ -70,6 +73,40 @@ async def test_a_worker_shows_what_it_does():
         assert await get(targets, "/healthz") == "alive\n"
     with pytest.raises(ConnectionError):
         await exchange(sources, request("/healthz"))
+
+
+async def test_a_worker_whose_event_loop_hangs_is_not_alive(monkeypatch):
+    monkeypatch.setattr(pages, "ALIVE_S", 0.05)
+    monkeypatch.setattr(pages, "BEAT_S", 0.01)
+    monkeypatch.setattr(pages, "ANSWER_S", 0.05)
+    opened = []
+    hooks = [OnlyEvents(WorkerOpened, opened.append)]
+    async with kvflow.open_worker(config("p", http="127.0.0.1:0"), cache(), hooks=hooks):
+        address = opened[0].http
+        time.sleep(0.1)  # noqa: ASYNC251 - this is the event loop that hangs
+        assert get_while_it_hangs(address, "/readyz") == (200, "ready\n")
+        for path, words in (
+            ("/healthz", "has not run"),
+            ("/metrics", "does not answer"),
+            ("/debug/kvflow", "not answer"),
+        ):
+            status, body = get_while_it_hangs(address, path)
+            assert status == 503
+            assert words in body
+        async with asyncio.timeout(PATIENCE_S):
+            while not (await exchange(address, request("/healthz")))[0].startswith("HTTP/1.1 200 "):
+                pass
+
+
+def get_while_it_hangs(address, path):
+    """Return the status and the body of a page, while the event loop that calls this hangs."""
+    connection = HTTPConnection(address, timeout=PATIENCE_S)
+    connection.request("GET", path)
+    answer = connection.getresponse()
+    try:
+        return answer.status, answer.read().decode()
+    finally:
+        connection.close()
 
 
 async def test_no_server_is_started_unless_a_setting_says_so():
