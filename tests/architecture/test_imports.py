@@ -59,7 +59,7 @@ IMPORTERS = {
     "ray": {"kvflow/integrations/ray"},
     "vllm": {
         "kvflow/integrations/vllm/connector.py",
-        "kvflow/integrations/vllm/cpu_attention.py",
+        "kvflow/integrations/vllm/caches.py",
         "kvflow/integrations/vllm/engine.py",
         "kvflow/integrations/vllm/plugin.py",
         "kvflow/integrations/vllm/scheduler.py",  # types alone

@@ -36,8 +36,8 @@ import numpy as np
 import torch
 
 from kvflow.errors import KvflowError
+from kvflow.integrations.vllm.caches import adopt_caches
 from kvflow.integrations.vllm.engine import engine_shape
-from kvflow.integrations.vllm.tensors import adopt_caches
 from kvflow.planning.assignment import assign_sources
 from kvflow.planning.plan import plan_transfer
 from tests.properties.moves import carry_out

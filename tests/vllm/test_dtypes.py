@@ -19,9 +19,8 @@ with warnings.catch_warnings():
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, get_kv_quant_mode
 
 from kvflow.errors import SpecInvalid
+from kvflow.integrations.vllm.caches import EngineShape, byte_format, read_spec, set_scales
 from kvflow.integrations.vllm.engine import element_types
-from kvflow.integrations.vllm.specs import EngineShape, byte_format, read_spec
-from kvflow.integrations.vllm.tensors import set_scales
 
 from .pairs import model_folder
 

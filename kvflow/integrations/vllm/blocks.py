@@ -22,8 +22,8 @@ from msgspec import Struct, structs
 
 from kvflow import Grant, Group, Ticket, window_blocks
 from kvflow.errors import BlockIdsInvalid, ContentMismatch, TicketInvalid
+from kvflow.integrations.vllm.caches import state_block
 from kvflow.integrations.vllm.messages import BlockIds
-from kvflow.integrations.vllm.specs import state_block
 
 # Block ids.
 

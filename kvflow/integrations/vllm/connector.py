@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvflow import RankAddress, configure_logging
 from kvflow.integrations.vllm import versions
 from kvflow.integrations.vllm.admission import Contact
-from kvflow.integrations.vllm.cpu_attention import cpu_kernels, marker
+from kvflow.integrations.vllm.caches import adopt_caches, cpu_kernels, marker, set_scales
 from kvflow.integrations.vllm.engine import (
     engine_facts,
     engine_shape,
@@ -44,7 +44,6 @@ from kvflow.integrations.vllm.settings import (
     wants_packed,
 )
 from kvflow.integrations.vllm.stats import KVFlowMetrics, KVFlowStats
-from kvflow.integrations.vllm.tensors import adopt_caches, set_scales
 from kvflow.integrations.vllm.worker import Results
 
 if TYPE_CHECKING:

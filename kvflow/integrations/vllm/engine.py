@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvflow import models
 from kvflow.errors import ConfigInvalid, SpecInvalid
+from kvflow.integrations.vllm.caches import EngineShape, arranged_by_kernel_block, byte_format, dtype_name
 from kvflow.integrations.vllm.settings import EngineFacts, model_name
-from kvflow.integrations.vllm.specs import EngineShape, arranged_by_kernel_block, byte_format, dtype_name
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

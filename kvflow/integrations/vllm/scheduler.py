@@ -11,6 +11,7 @@ from kvflow import RankAddress, TicketKey, TicketMint
 from kvflow.errors import DefectFound, KvflowError, TicketInvalid
 from kvflow.integrations.vllm.admission import Contact, EarlyAdmission
 from kvflow.integrations.vllm.blocks import NULL_BLOCK, Contents, Digests, ExtraKeys, TransferGroup
+from kvflow.integrations.vllm.caches import read_groups, retained_tokens
 from kvflow.integrations.vllm.loading import Loading
 from kvflow.integrations.vllm.messages import BlockIds, Command, Counters, empty_counters
 from kvflow.integrations.vllm.offering import Offering, is_further_prompt
@@ -25,7 +26,6 @@ from kvflow.integrations.vllm.params import (
     traceparent_of,
 )
 from kvflow.integrations.vllm.settings import Settings
-from kvflow.integrations.vllm.specs import read_groups, retained_tokens
 from kvflow.integrations.vllm.versions import prefill_lookahead
 
 if TYPE_CHECKING:

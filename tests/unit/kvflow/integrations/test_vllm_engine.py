@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from kvflow.errors import ConfigInvalid
+from kvflow.integrations.vllm.caches import EngineShape, read_spec
 from kvflow.integrations.vllm.engine import head_counts, require_fixed_pages, require_own_device, required_layout
-from kvflow.integrations.vllm.specs import EngineShape, read_spec
 
 from .vllm_like import FullAttentionSpec
 

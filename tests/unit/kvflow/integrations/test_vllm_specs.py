@@ -6,7 +6,7 @@ import pytest
 
 from kvflow import MLA, ChunkedLocal, FullAttention, Mamba, SlidingWindow, State, allocate, plan_transfer
 from kvflow.errors import LayoutMismatch, SpecInvalid
-from kvflow.integrations.vllm.specs import EngineShape, byte_format, read_groups, read_spec, state_block
+from kvflow.integrations.vllm.caches import EngineShape, byte_format, read_groups, read_spec, state_block
 
 from .vllm_like import (
     BFLOAT16,

@@ -7,9 +7,15 @@ import torch
 
 from kvflow import plan_transfer
 from kvflow.errors import LayoutMismatch, SpecInvalid
-from kvflow.integrations.vllm.cpu_attention import CELLS_MAX, keys_and_values, marker, strided
-from kvflow.integrations.vllm.specs import EngineShape
-from kvflow.integrations.vllm.tensors import adopt_caches, states_of
+from kvflow.integrations.vllm.caches import (
+    CELLS_MAX,
+    EngineShape,
+    adopt_caches,
+    keys_and_values,
+    marker,
+    states_of,
+    strided,
+)
 
 from .vllm_like import (
     ChunkedLocalAttentionSpec,

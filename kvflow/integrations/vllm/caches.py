@@ -1,15 +1,29 @@
-"""vLLM's description of its cache -> kvflow's specs and groups.
+"""vLLM's description of its cache, and its tensors -> a cache that kvflow can move, whatever strides vLLM made.
 
 vLLM's specs are told apart by the names of their classes, so that this module needs no vLLM.
+
+The cache of vLLM's attention on CPUs has the shape of others, ``[blocks, heads, tokens, 2 * head size]``. But in the
+bytes of one head of a block, all keys come before all values, and the order of the keys depends on the kernel. The
+kernel ``vec`` has the tokens innermost, which strides can describe. Other kernels mix tokens and content in tiles,
+which strides cannot describe. Two engines with the same kernel and block size transfer such bytes unchanged; other
+pairs must refuse each other. Source: ``csrc/cpu/cpu_attn_vec.hpp`` of vLLM.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
-from kvflow import MLA, ChunkedLocal, FullAttention, Group, Mamba, Opaque, SlidingWindow, State
+from kvflow import MLA, ChunkedLocal, FullAttention, Group, Mamba, Opaque, Shard, SlidingWindow, State
 from kvflow.errors import SpecInvalid
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from kvflow import KVCache
+
+Tensor = Any
+"""A tensor of torch, which only ``kvflow.memory`` imports."""
 
 CacheSpec = FullAttention | SlidingWindow | ChunkedLocal | MLA | Mamba | Opaque
 
@@ -22,29 +36,33 @@ Source: vLLM 0.32, ``triton_attn.py`` and ``rocm_attn.py`` of its backends: they
 """
 
 INDEXER = "DeepseekV32IndexerCache"
-"""Class of vLLM, and base of ROCm's, that tells no ``kv_cache_dtype``: its cache is the platform's fp8, whatever the
-others' is. A kernel block has all values first and then all scales, though its shape says otherwise. On ROCm the values
-lie in tiles besides, unless a kernel block is one token.
-Source: vLLM 0.32, ``indexer_k_quant_and_cache`` of ``csrc``, and ``rocm_aiter_mla_sparse.py``.
-"""
+"""Class of vLLM, and base of ROCm's, without a ``kv_cache_dtype``: its cache is always the platform's fp8. A kernel
+block has all values first and then all scales, though its shape says otherwise; on ROCm the values lie in tiles, unless
+a kernel block is one token. Source: vLLM 0.32, ``indexer_k_quant_and_cache``, and ``rocm_aiter_mla_sparse.py``."""
 
 HEADED = ("FullAttentionSpec", "SlidingWindowSpec")
-"""Classes of vLLM whose pages move whole where nothing can be said of what is in them."""
+"""Classes of vLLM whose pages move whole where their contents cannot be described."""
+
+STRIDED_KERNEL = "vec"
+UNKNOWN_KERNEL = "unknown"
+
+CELLS_MAX = 1 << 20
+"""Largest number of key elements in one block, all layers together, that is described by strides: strides describe
+single elements, the finest unit that a plan compares. Most peers have the same kernel, and transfer whole blocks."""
 
 PORTABLE_STATES = ("conv", "ssm")
 """What Mamba 1, Mamba 2 and gated delta nets keep, in the order of a page."""
 
 
 class EngineShape(Struct, frozen=True, kw_only=True):
-    """What the specs of an engine must be read with.
+    """Facts of an engine that its specs do not have.
 
     Attributes:
         tp_size: ranks that divide the heads: vLLM's specs count those of one rank.
         num_kv_heads: layer name -> KV heads of the layer in the whole model, where it is known.
         kernel_tokens: layer name -> tokens of one block of the attention kernel, as the layer's tensor has them.
         conv_channels_first: whether convolution states lie channels first (vLLM's layout ``DS``).
-        element_types: layer name -> what the bytes of its cache are, where vLLM's tensor has ``uint8``; see
-            ``byte_format``.
+        element_types: layer name -> what the bytes of its cache are, where vLLM's tensor has ``uint8``.
         arrangements: layer name -> name of how its bytes are arranged, for caches that no description of ours fits.
     """
 
@@ -82,21 +100,12 @@ def layer_specs(group: Any) -> Iterator[tuple[str, Any]]:
 
 
 def read_spec(name: str, spec: Any, shape: EngineShape) -> CacheSpec:
-    """Return kvflow's spec of one layer.
-
-    Raises:
-        SpecInvalid: its cache cannot be described, or its page is not what the description says.
-    """
+    """Return kvflow's spec of one layer. Raises SpecInvalid if its cache cannot be described."""
     return _reader(name, spec)(name, spec, shape)
 
 
 def state_block(ids: list[int], spec: Any) -> int | None:
-    """Return the block with the running state of a request: the last one before those for speculation.
-
-    Args:
-        ids: of the request, as vLLM's manager lists them.
-        spec: vLLM's spec of the group.
-    """
+    """Return the block with the running state of a request: the last one before those for speculation."""
     if not ids:
         return None
     scratch: int = min(spec.num_speculative_blocks, len(ids) - 1)  # they may come later
@@ -104,21 +113,17 @@ def state_block(ids: list[int], spec: Any) -> int | None:
 
 
 def opaque(spec: Any) -> bool:
-    """Tell whether the pages of one of vLLM's specs can only move whole: between equal ones, and never cut."""
+    """Return whether the pages of one of vLLM's specs can only move whole: between equal ones, and never cut."""
     return type(spec).__name__ in HEADED and bool(_undescribed(spec))
 
 
 def arranged_by_kernel_block(module: Any) -> bool:
-    """Tell whether a layer of vLLM keeps one vector per token, but not one after the other in a kernel block."""
+    """Return whether a layer of vLLM keeps one vector per token, but not one after the other in a kernel block."""
     return any(each.__name__ == INDEXER for each in type(module).__mro__)
 
 
 def retained_tokens(group: Any) -> int:
-    """Return how many tokens before its window vLLM keeps in a group: its draft layers look at them.
-
-    Args:
-        group: one of vLLM's ``KVCacheGroupSpec``.
-    """
+    """Return how many tokens before its window vLLM keeps in a group: its draft layers look at them."""
     return max(getattr(spec, "extra_retained_tokens", 0) for _, spec in layer_specs(group))
 
 
@@ -183,7 +188,7 @@ def _read_chunked(name: str, spec: Any, shape: EngineShape) -> ChunkedLocal:
 
 
 def _read_latent(name: str, spec: Any, shape: EngineShape) -> MLA:
-    """Describe one vector per token; whatever it is made of, it lies together and moves as a whole."""
+    """Describe one vector per token: all that it is made of lies together and moves as a whole."""
     _require_plain(name, spec)
     nbytes = spec.state_content_size_bytes
     dense = nbytes == spec.head_size * spec.dtype.itemsize
@@ -215,11 +220,9 @@ def _read_opaque(name: str, spec: Any, shape: EngineShape) -> Opaque:
 
 
 def _read_state(name: str, spec: Any, shape: EngineShape) -> Mamba:
-    """Describe the states of a recurrent layer as its rank has them.
-
-    What is in a rank's convolution state depends on how many ranks there are: its parts are divided one by one. So
-    the number of ranks is in the names, and engines of different sizes refuse each other instead of mixing the parts.
-    """
+    """Describe the states of a recurrent layer as its rank has them."""
+    # Each part of a convolution state is divided alone. So the number of ranks is in the names, and engines of
+    # different sizes refuse each other instead of mixing the parts.
     shapes = [tuple(each) for each in spec.shapes]
     names = PORTABLE_STATES if len(shapes) == 2 else tuple(f"state_{index}" for index in range(len(shapes)))
     suffix = "" if shape.tp_size == 1 or spec.tp_replicated else f"_of_{shape.tp_size}"
@@ -256,7 +259,7 @@ def quantization(spec: Any) -> str:
 
 
 def _undescribed(spec: Any) -> str:
-    """Say why the keys and values of one token and head cannot be told apart; empty if they can."""
+    """Return why the keys and values of one token and head cannot be told apart; empty if they can."""
     mode = quantization(spec)
     if mode not in QUANTIZATIONS:
         return f"a cache quantized as {mode} cannot be described"
@@ -301,10 +304,7 @@ def _pages(name: str, spec: Any, shape: EngineShape) -> dict[str, Any]:
 
 
 def _heads(name: str, spec: Any, shape: EngineShape) -> int:
-    """Return how many KV heads a layer has in the whole model, of which this rank holds ``spec.num_kv_heads``.
-
-    Where that is not known, every rank is taken to hold others: a peer that knows better then refuses by name.
-    """
+    """Return how many KV heads a layer has in the whole model; if unknown, as if each rank held others."""
     held: int = spec.num_kv_heads
     total: int = getattr(spec, "max_tp_shards", None) or shape.num_kv_heads.get(name, 0)
     return total if total and max(1, total // shape.tp_size) == held else held * shape.tp_size
@@ -320,7 +320,7 @@ READERS: dict[str, Reader] = {
     "SlidingWindowMLASpec": _read_latent,
     "MambaSpec": _read_state,
 }
-"""Class of vLLM -> what reads it. Classes derived from these for a model of their own need an entry of their own."""
+"""Class of vLLM -> what reads it. A class that a model derives from these needs an entry, too."""
 
 
 def _reader(name: str, spec: Any) -> Reader:
@@ -331,3 +331,170 @@ def _reader(name: str, spec: Any) -> Reader:
             remedy=f"Serve a model whose caches are of {', '.join(READERS)}.",
         )
     return READERS[kind]
+
+
+# Tensors.
+
+
+def adopt_caches(
+    kv_caches: Mapping[str, Tensor],
+    groups: Iterable[Any],
+    shape: EngineShape,
+    *,
+    tp_rank: int,
+    kernels: Mapping[str, str] = {},
+) -> "KVCache":
+    """Describe vLLM's cache as one of kvflow's.
+
+    Args:
+        kv_caches: layer name -> ``[blocks, heads, tokens, content]``, or for states ``[blocks, 1, 1, bytes]``; layers
+            that are not in a group, because they use another one's cache, are left out.
+        groups: vLLM's groups that travel.
+        shape: of the engine; the kernels' blocks are read from the tensors.
+        tp_rank: of this worker.
+        kernels: layers whose attention is that of CPUs, and its kernel; see ``cpu_kernels``.
+
+    Raises:
+        SpecInvalid: names the layer, what is wrong with its cache, and what was expected.
+    """
+    from kvflow import adopt  # noqa: PLC0415 - it loads torch, which the scheduler's side does not need
+
+    groups = tuple(groups)
+    named = {name: spec for group in groups for name, spec in layer_specs(group)}
+    missing = sorted(set(named) - set(kv_caches))
+    if missing:
+        raise SpecInvalid(f"vLLM gave no tensor for {missing[:5]}", remedy="Report it: this is a defect of kvflow.")
+    tensors = {name: kv_caches[name] for name in named}
+    kernel_tokens = {name: tensor.shape[2] for name, tensor in tensors.items() if not hasattr(named[name], "shapes")}
+    whole = {name for name, spec in named.items() if opaque(spec)}
+    arrangements = {
+        name: f"{found}_{quantization(named[name]).lower()}_{geometry(tensors[name])}" if name in whole else found
+        for name, found in shape.arrangements.items()
+        if name in named
+    }
+    tensors |= {name: page_of(name, tensors[name], named[name]) for name in whole}
+    shape = structs.replace(shape, kernel_tokens=kernel_tokens, arrangements=arrangements)
+    apart = kernels if strided(kernels, tensors) else {}
+    return adopt(
+        {
+            name: keys_and_values(tensor) if name in apart else states_of(tensor, named[name])
+            for name, tensor in tensors.items()
+        },
+        read_specs(groups, shape),
+        read_groups(groups),
+        shard=Shard(tp_rank=tp_rank, tp_size=shape.tp_size),
+        axes=dict.fromkeys(apart, "BHNC"),
+    )
+
+
+def set_scales(kv_caches: Mapping[str, Tensor], modules: Mapping[str, Any]) -> None:
+    """Have backends that keep scales in the cache set all of them to one now, before a transfer brings others.
+
+    Triton's backend does it when a layer first runs, which may be after the first load. It views the scales only once.
+    Source: ``TritonAttentionImpl._ensure_scale_caches`` of vLLM 0.32.
+
+    Args:
+        kv_caches: layer name -> ``[blocks, heads, tokens, content]``.
+        modules: vLLM's layers by their names.
+    """
+    for name, tensor in kv_caches.items():
+        backend: Any = getattr(modules.get(name), "impl", None)
+        if getattr(backend, "_is_per_token_head_quant", False) and hasattr(backend, "_ensure_scale_caches"):
+            backend._ensure_scale_caches(tensor)  # noqa: SLF001 - nothing else of vLLM does it
+
+
+def states_of(tensor: Tensor, spec: Any) -> Tensor:
+    """Return the states of a recurrent layer as views of its page of bytes; other layers' tensors as they are."""
+    if not hasattr(spec, "shapes"):
+        return tensor
+    page = tensor.flatten(1) if tensor.dim() > 2 else tensor
+    views, offset = [], 0
+    for extents, dtype in zip(spec.shapes, spec.dtypes, strict=True):
+        nbytes = dtype.itemsize
+        for extent in extents:
+            nbytes *= extent
+        views.append(page[:, offset : offset + nbytes].view(dtype).unflatten(1, tuple(extents)))
+        offset += nbytes
+    return views
+
+
+def geometry(tensor: Tensor) -> str:
+    """Return what two tensors ``[blocks, heads, tokens, content]`` must have in common for their pages to be alike."""
+    _, heads, tokens, content = tensor.shape
+    order = "nh" if tensor.stride(1) < tensor.stride(2) else "hn"
+    return f"{heads}x{tokens}x{content * tensor.element_size()}{order}"
+
+
+def page_of(name: str, tensor: Tensor, spec: Any) -> Tensor:
+    """Return a layer's tensor as its pages, ``[blocks, bytes]``.
+
+    Raises:
+        SpecInvalid: a page does not lie together, so that it cannot move whole.
+    """
+    size = tensor.element_size()
+    tokens = tensor.shape[2]
+    nbytes = spec.unpadded_page_size_bytes * tokens // spec.block_size
+    axes = sorted((tensor.stride(axis), tensor.shape[axis]) for axis in (1, 2, 3) if tensor.shape[axis] > 1)
+    expected = 1
+    for stride, extent in axes:
+        if stride != expected or tensor.stride(3) != 1:
+            raise SpecInvalid(
+                f"{name}: its pages cannot be described, and do not lie together either: strides are {tensor.stride()}",
+                remedy="Use another VLLM_KV_CACHE_LAYOUT: BLHNC or LBHNC.",
+            )
+        expected *= extent
+    kernel_blocks = spec.block_size // tokens
+    if kernel_blocks > 1 and tensor.stride(0) != expected:
+        raise SpecInvalid(
+            f"{name}: its pages cannot be described, and its kernel blocks of {tokens} tokens do not lie together",
+            remedy=f"Use a --block-size of {tokens}.",
+        )
+    raw = tensor.view(tensor.new_empty(0).byte().dtype)
+    return raw.as_strided(
+        (tensor.shape[0] // kernel_blocks, nbytes * kernel_blocks), (tensor.stride(0) * size * kernel_blocks, 1)
+    )
+
+
+# The attention of CPUs.
+
+
+def cpu_kernels(vllm_config: "VllmConfig", layers: Iterable[str]) -> dict[str, str]:
+    """Return the kernel of each layer that uses vLLM's attention for CPUs: layer name -> ``vec``, ``amx``, ..."""
+    from vllm.platforms import current_platform  # noqa: PLC0415 - it detects devices
+
+    if not current_platform.is_cpu():
+        return {}
+    modules = vllm_config.compilation_config.static_forward_context
+    backends = {name: getattr(modules.get(name), "attn_backend", None) for name in layers}
+    return {
+        name: getattr(modules[name], "isa", UNKNOWN_KERNEL)
+        for name, backend in backends.items()
+        if backend is not None and backend.get_name() == "CPU_ATTN"
+    }
+
+
+def strided(kernels: Mapping[str, str], tensors: Mapping[str, Tensor]) -> bool:
+    """Return whether strides can describe the keys of all these layers, and the keys are at most ``CELLS_MAX``."""
+    known = all(kernel == STRIDED_KERNEL and tensors[name].is_floating_point() for name, kernel in kernels.items())
+    return known and sum(tensors[name][0].numel() for name in kernels) <= 2 * CELLS_MAX
+
+
+def keys_and_values(tensor: Tensor) -> list[Tensor]:
+    """Return the keys and the values of one layer of the kernel ``vec``, each ``[blocks, heads, tokens, content]``.
+
+    Args:
+        tensor: ``[blocks, heads, tokens, 2 * content]`` as vLLM gives it.
+    """
+    blocks, heads, tokens, content = tensor.shape
+    page = tensor.view(blocks, heads, tokens * content)
+    half = tokens * content // 2
+    keys = page[..., :half].unflatten(2, (content // 2, tokens)).transpose(2, 3)
+    return [keys, page[..., half:].unflatten(2, (tokens, content // 2))]
+
+
+def marker(kernels: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
+    """Return what two engines must have in common to exchange blocks unchanged; empty if strides describe the cache."""
+    if not kernels or strided(kernels, tensors):
+        return ""
+    found = sorted({f"{kernel}/{tensors[name].shape[2]}" for name, kernel in kernels.items()})
+    return "+" + "+".join(found)
