@@ -10,12 +10,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
-from kvflow import Finished, Grant, RankAddress, ThreadedWorker, Ticket, TransferReport
+from kvflow import Finished, Grant, RankAddress, ThreadedWorker, Ticket, TransferReport, WorkerConfig, run_worker
 from kvflow.errors import (
     AuthenticationFailed,
     DefectFound,
@@ -27,6 +28,7 @@ from kvflow.errors import (
     TicketInvalid,
     WorkerClosed,
 )
+from kvflow.integrations.vllm.admission import reachable
 from kvflow.integrations.vllm.engine import LOAD_WAIT, LoadWait
 from kvflow.integrations.vllm.messages import (
     Admit,
@@ -41,6 +43,9 @@ from kvflow.integrations.vllm.messages import (
     count_ends,
     empty_counters,
 )
+
+if TYPE_CHECKING:
+    from kvflow import KVCache  # loads torch
 
 logger = logging.getLogger("vllm.kvflow")  # vLLM shows the records of loggers below its own name
 
@@ -382,6 +387,73 @@ class RankWorker:
             released.add_done_callback(partial(_tell_failure, request_id, "was not released"))
         except KvflowError as error:
             logger.info("kvflow: the ticket of request %s was not released: %s", request_id, error)
+
+
+class RankRuntime:
+    """Owns the worker of a rank, from the registration of its cache to the end of the engine.
+
+    Args:
+        config: of the worker.
+        cache: of the rank.
+        apart: whether the scheduler's side may be in another process.
+        mark: as for ``RankWorker``.
+        load_wait: as for ``RankWorker``.
+
+    Attributes:
+        rank: executes commands.
+        contact: channel over which the scheduler's side reaches the rank between steps.
+
+    Raises:
+        ConfigInvalid, SpecInvalid, TransportUnavailable: as ``kvflow.open_worker`` does.
+
+    Thread: the engine's.
+    """
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        cache: "KVCache",
+        *,
+        apart: bool = False,
+        mark: Callable[[], Passed] | None = None,
+        load_wait: LoadWait = LOAD_WAIT,
+    ) -> None:
+        self._stack = ExitStack()
+        self._cache = cache
+        self._worker = self._stack.enter_context(run_worker(config, cache))
+        self._asleep = False
+        self._on_device = mark is not None
+        self.rank = RankWorker(self._worker, mark, load_wait)
+        self.contact = self._stack.enter_context(reachable(self.rank, apart=apart))
+
+    def divide(self, commands: Sequence[Command]) -> tuple[Sequence[Command], Sequence[Command]]:
+        """Return the commands to execute before the model runs, and those for after its launch on a device."""
+        if not self._on_device:
+            return commands, ()
+        return [each for each in commands if isinstance(each, Admit)], [
+            each for each in commands if not isinstance(each, Admit)
+        ]
+
+    def suspend(self) -> None:
+        """Revoke every lease, cancel every pull, and deregister the memory until ``resume``."""
+        self._asleep = True
+        self.rank.suspend()
+
+    def resume(self) -> None:
+        """Serve the cache again if it was suspended. Its memory must have its old address.
+
+        Raises:
+            ConfigInvalid, TransportUnavailable: as ``kvflow.open_worker`` does; the cache stays suspended.
+        """
+        if self._asleep:
+            self._worker.resume(self._cache)
+            self._asleep = False
+            logger.info("kvflow: the engine is awake; this rank is at %s", self.rank.address.endpoint)
+
+    def close(self) -> None:
+        """Revoke every lease, cancel every pull, and deregister the memory."""
+        self.rank.stop()
+        self._stack.close()
 
 
 def _incarnation(grant: Grant) -> str:

@@ -18,8 +18,7 @@ from kvflow.integrations.vllm import admission
 from kvflow.integrations.vllm import worker as rank_side
 from kvflow.integrations.vllm.admission import MESSAGE_BYTES_MAX, Contact, EarlyAdmission, Listener, reachable
 from kvflow.integrations.vllm.messages import Admit
-from kvflow.integrations.vllm.runtime import RankRuntime
-from kvflow.integrations.vllm.worker import MARKS_MAX
+from kvflow.integrations.vllm.worker import MARKS_MAX, RankRuntime
 from tests.helpers.settings import flat_config
 
 from .vllm_like import SECRET, FullAttentionSpec, new_request, new_ticket, rank_address, side

@@ -21,8 +21,7 @@ from kvflow.integrations.vllm.messages import (
     is_empty,
     summary,
 )
-from kvflow.integrations.vllm.runtime import RankRuntime
-from kvflow.integrations.vllm.worker import RankWorker
+from kvflow.integrations.vllm.worker import RankRuntime, RankWorker
 
 from .vllm_like import SECRET, new_mint, new_ticket
 
