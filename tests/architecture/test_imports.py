@@ -61,7 +61,7 @@ IMPORTERS = {
         "kvflow/integrations/vllm/connector.py",
         "kvflow/integrations/vllm/caches.py",
         "kvflow/integrations/vllm/engine.py",
-        "kvflow/integrations/vllm/plugin.py",
+        "kvflow/integrations/vllm/__init__.py",
         "kvflow/integrations/vllm/scheduler.py",  # types alone
         "kvflow/integrations/vllm/stats.py",
         "kvflow/integrations/vllm/versions.py",

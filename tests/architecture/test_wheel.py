@@ -125,7 +125,7 @@ print(plugin.load().__module__, kvflow.__file__)
     done = run(programs / "python", "-c", program, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     module, path = done.stdout.split()
-    assert module == "kvflow.integrations.vllm.plugin"
+    assert module == "kvflow.integrations.vllm"
     assert Path(path).is_relative_to(programs.parent)
 
 

@@ -13,9 +13,9 @@ import tomllib
 import pytest
 
 from kvflow.errors import ConfigInvalid
-from kvflow.integrations.vllm import alias
+from kvflow.integrations import vllm
+from kvflow.integrations.vllm import NAME
 from kvflow.integrations.vllm.params import UNTAGGED_MAX, Untagged
-from kvflow.integrations.vllm.plugin import NAME
 from kvflow.integrations.vllm.settings import HOST_VARIABLES, EngineFacts, read_settings
 from kvflow.integrations.vllm.versions import NEWEST
 from kvflow.tools.cli.entry import build_parser
@@ -156,9 +156,9 @@ def test_the_variables_that_tell_the_host_are_named_in_their_order():
 
 def test_the_alias_that_the_page_names_is_there():
     [config] = [json.loads(block) for block in blocks(PAGE, "json") if "kv_connector_module_path" in block]
-    assert config["kv_connector_module_path"] == alias.__name__
+    assert config["kv_connector_module_path"] == vllm.__name__
     with pytest.raises(ConfigInvalid, match="vLLM is not installed"):
-        getattr(alias, config["kv_connector"])
+        getattr(vllm, config["kv_connector"])
 
 
 def test_programs_of_ours_understand_their_arguments():

@@ -1,5 +1,6 @@
 """The entry point and the alias, where vLLM is absent: nothing is loaded, and nothing raises."""
 
+import importlib
 import logging
 import subprocess
 import sys
@@ -8,8 +9,8 @@ from importlib import metadata
 import pytest
 
 from kvflow.errors import ConfigInvalid
-from kvflow.integrations.vllm import alias
-from kvflow.integrations.vllm.plugin import register
+from kvflow.integrations import vllm
+from kvflow.integrations.vllm import register
 
 GROUP = "vllm.general_plugins"
 
@@ -31,11 +32,11 @@ def test_registering_without_vllm_says_so_and_goes_on(caplog):
     "statement",
     [
         "import kvflow",
-        "import kvflow.integrations.vllm.plugin",
-        "import kvflow.integrations.vllm.alias",
+        "import kvflow.integrations.vllm",
+        "import kvflow.integrations.vllm.plugin, kvflow.integrations.vllm.alias",
         "from kvflow.tools.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass",
     ],
-    ids=["package", "plugin", "alias", "command"],
+    ids=["package", "plugin", "former paths", "command"],
 )
 def test_vllm_is_never_asked_for_where_nobody_wants_it(statement):
     program = f"""
@@ -53,6 +54,11 @@ sys.meta_path.insert(0, Refuse())
 
 def test_the_alias_checks_the_release_of_vllm():
     with pytest.raises(ConfigInvalid, match="vLLM is not installed"):
-        _ = alias.NixlConnector
-    with pytest.raises(AttributeError, match="KVFlowConnector"):
-        _ = alias.KVFlowConnector
+        _ = vllm.NixlConnector
+    with pytest.raises(AttributeError, match="AnotherConnector"):
+        _ = vllm.AnotherConnector
+
+
+@pytest.mark.parametrize("name", ["alias", "plugin"])
+def test_former_paths_name_the_same_module(name):
+    assert importlib.import_module(f"kvflow.integrations.vllm.{name}") is vllm

@@ -139,7 +139,7 @@ MULTI = {
 USUAL_MULTI = ("llama-multi-first-fail", "llama-multi-last-recompute")
 ALIASED = {
     "llama-alias": (
-        replace(LOGGED, connector=NIXL, module_path="kvflow.integrations.vllm.alias"),
+        replace(LOGGED, connector=NIXL, module_path="kvflow.integrations.vllm"),
         replace(LOGGED, connector=KVFLOW, module_path="kvflow.integrations.vllm"),
     )
 }

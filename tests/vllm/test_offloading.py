@@ -29,7 +29,7 @@ from .servers import PagePair
 LENGTHS = (40, 150, 333, 700)
 CONNECTORS = {
     "by its own name": '"KVFlowConnector"',
-    "as NixlConnector": '"NixlConnector", "kv_connector_module_path": "kvflow.integrations.vllm.alias"',
+    "as NixlConnector": '"NixlConnector", "kv_connector_module_path": "kvflow.integrations.vllm"',
 }
 NIXL_SAMPLES = {
     "vllm:nixl_xfer_time_seconds_count": "vllm:kvflow_transfer_seconds_count",

@@ -5,7 +5,7 @@ This module imports Ray only when a function is called. Ray loads ``backend`` in
 
 from typing import Any
 
-from kvflow.integrations.vllm.plugin import NAME
+from kvflow.integrations.vllm import NAME
 
 __all__ = ["build_pd_openai_app", "register_backend"]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from kvflow.errors import ConfigInvalid
-from kvflow.integrations.vllm.plugin import NAME
+from kvflow.integrations.vllm import NAME
 from kvflow.integrations.vllm.versions import check_release, installed_release
 from kvflow.tools.doctor.findings import Finding, failure, found, ok
 from kvflow.version import __version__

@@ -91,11 +91,11 @@ def plugins(*values):
 @pytest.mark.parametrize(
     "case",
     [
-        ("0.32.0+cpu", ("kvflow.integrations.vllm.plugin:register",), None, ""),
+        ("0.32.0+cpu", ("kvflow.integrations.vllm:register",), None, ""),
         ("0.32.0", ("other.plugin:register",), None, "vllm_plugin_missing"),
-        ("0.32.0", ("kvflow.integrations.vllm.plugin:register",), "other", "vllm_plugin_missing"),
-        ("0.32.0", ("kvflow.integrations.vllm.plugin:register",), "other,kvflow", ""),
-        ("0.12.0", ("kvflow.integrations.vllm.plugin:register",), None, "config_invalid"),
+        ("0.32.0", ("kvflow.integrations.vllm:register",), "other", "vllm_plugin_missing"),
+        ("0.32.0", ("kvflow.integrations.vllm:register",), "other,kvflow", ""),
+        ("0.12.0", ("kvflow.integrations.vllm:register",), None, "config_invalid"),
     ],
     ids=["registered", "not registered", "left out", "named", "old"],
 )
