@@ -56,7 +56,7 @@ IMPORTERS = {
     },
     "rich": {"kvflow/tools/demo/display.py"},
     "aiohttp": {"kvflow/tools/doctor/live.py", "kvflow/tools/proxy/server.py"},
-    "ray": {"kvflow/integrations/ray"},
+    "ray": {"kvflow/integrations/ray.py"},
     "vllm": {
         "kvflow/integrations/vllm/connector.py",
         "kvflow/integrations/vllm/caches.py",

@@ -7,8 +7,7 @@ import ray
 from ray.serve.llm import LLMConfig
 
 from kvflow.errors import ConfigInvalid
-from kvflow.integrations.ray import register_backend
-from kvflow.integrations.ray.backend import KVFlowConnectorBackend
+from kvflow.integrations.ray import KVFlowConnectorBackend, register_backend
 
 KVFLOW = {"kv_connector": "KVFlowConnector", "kv_role": "kv_producer", "kv_connector_extra_config": {}}
 MULTI = {

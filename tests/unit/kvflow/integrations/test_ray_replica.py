@@ -2,11 +2,13 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from kvflow.errors import ConfigInvalid
-from kvflow.integrations.ray.replica import complete
+from kvflow.integrations import ray as integration
+from kvflow.integrations.ray import complete
 from kvflow.integrations.vllm.settings import EngineFacts, read_settings
 
 NODE = "10.0.0.7"
@@ -74,5 +76,29 @@ def test_a_replica_without_the_secret_says_where_ray_takes_it_from(monkeypatch):
 
 
 def test_the_package_needs_ray_only_when_it_is_used():
-    program = "import sys, kvflow.integrations.ray, kvflow.integrations.ray.replica\nassert 'ray' not in sys.modules"
+    program = "import sys, kvflow.integrations.ray\nassert 'ray' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_a_replica_is_set_up_with_the_address_of_its_node(monkeypatch):
+    """Ray is not installed here: ``tests/ray`` runs the backend with it."""
+    base = SimpleNamespace(
+        BaseConnectorBackend=type("Base", (), {"_compute_port_offset": lambda _: 1}),
+        DefaultPDProtocolMixin=type("Mixin", (), {}),
+    )
+    ray = SimpleNamespace(util=SimpleNamespace(get_node_ip_address=lambda: "192.0.2.1"))
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    for path in ("llm", "llm._internal", "llm._internal.serve", "llm._internal.serve.engines"):
+        monkeypatch.setitem(sys.modules, f"ray.{path}", SimpleNamespace(__path__=[]))
+    for path in ("vllm", "vllm.kv_transfer", "vllm.kv_transfer.base"):
+        monkeypatch.setitem(sys.modules, f"ray.llm._internal.serve.engines.{path}", base)
+    backend = integration.KVFlowConnectorBackend()
+    integration._backend_class.cache_clear()
+    backend.kv_transfer_config = {"kv_connector_extra_config": {"bind": "tcp://0.0.0.0:5600"}}
+    backend.setup()
+    assert backend.kv_transfer_config["kv_connector_extra_config"] == {
+        "bind": "tcp://0.0.0.0:5601",
+        "advertise": "tcp://192.0.2.1:5601",
+    }
+    with pytest.raises(AttributeError, match="AnotherBackend"):
+        _ = integration.AnotherBackend
