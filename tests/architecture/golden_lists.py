@@ -136,7 +136,7 @@ STRUCTS = {
     "data plane's metadata": backend.Envelope,
     "report of a worker, in a pong": Inspection,
     "vLLM: commands of a step": messages.Command,
-    "vLLM: early admission": admission._Early,
+    "vLLM: early admission": admission._TicketNotice,
     "vLLM: contact of a rank": admission.Contact,
 }
 

@@ -40,14 +40,14 @@ QUEUE_MAX = 128
 """Messages in the queue on either side of a socket. Further messages are dropped: the command of the step follows."""
 
 
-class _Early(Struct, frozen=True, array_like=True):
+class _TicketNotice(Struct, frozen=True, array_like=True):
     """What a message says beside its MAC: arguments of ``EarlyAdmission.admit``, with the text of the ticket."""
 
     step: int
     ticket: str
 
 
-_early = msgspec.msgpack.Decoder(_Early)
+_early = msgspec.msgpack.Decoder(_TicketNotice)
 
 
 class Admits(Protocol):
@@ -101,15 +101,15 @@ def reachable(rank: Admits, *, apart: bool) -> Iterator[Contact]:
             listener.close()
 
 
-def _listen(rank: Admits, key: bytes) -> "Listener | None":
+def _listen(rank: Admits, key: bytes) -> "GrantReceiver | None":
     try:
-        return Listener(rank, key)
+        return GrantReceiver(rank, key)
     except (OSError, zmq.ZMQError) as error:
         logger.warning("kvflow: the rank holds each lease a step later, because its socket cannot be opened: %s", error)
         return None
 
 
-class Listener:
+class GrantReceiver:
     """A thread that receives grants for one rank over a socket.
 
     Attributes:
@@ -204,7 +204,7 @@ class EarlyAdmission:
             rank = _ranks.get(name)
             if rank is not None:
                 rank.admit_early(ticket.grants[0], step)
-        early = _Early(step, ticket.to_params()["kvflow"]) if self._far else None
+        early = _TicketNotice(step, ticket.to_params()["kvflow"]) if self._far else None
         text = msgspec.msgpack.encode(early)
         for key, socket in self._far:
             with suppress(zmq.Again):

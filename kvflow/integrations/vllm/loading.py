@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from kvflow import Ticket
 from kvflow.errors import BlockRangeMismatch, KvflowError
 from kvflow.integrations.vllm.blocks import TransferGroup, loaded_blocks
-from kvflow.integrations.vllm.messages import Cancel, Command, Fail, Keep, Pull, Release
+from kvflow.integrations.vllm.messages import Cancel, Command, Fail, GiveBack, Keep, Load
 
 logger = logging.getLogger("vllm.kvflow")  # vLLM shows the records of loggers below its own name
 
@@ -123,7 +123,7 @@ class Loading:
     def give_back(self, request_id: str, ticket: Ticket) -> None:
         """Release a ticket that a request does not use, unless another request loads it."""
         if ticket.sealed not in self._loaders:
-            self._commands.append(Release(request_id, ticket))
+            self._commands.append(GiveBack(request_id, ticket))
 
     def fail(self, request_id: str, error: KvflowError, *, wanted: int) -> None:
         """Fail a request in any state, if it has asked for a load, and release its ticket."""
@@ -169,7 +169,7 @@ class Loading:
             assert load.ticket is not None
             end = load.computed + num_tokens
             block_ids = loaded_blocks(self.groups, listed, end=end, num_tokens=load.covered)
-            self._commands.append(Pull(request_id, load.ticket, block_ids))
+            self._commands.append(Load(request_id, load.ticket, block_ids))
         except KvflowError as error:
             if load.refusal is None:
                 logger.warning("kvflow: request %s cannot be loaded: %s", request_id, error)
@@ -240,4 +240,4 @@ class Loading:
 
 
 def _releases(request_id: str, load: _Load) -> list[Command]:
-    return [] if load.ticket is None else [Release(request_id, load.ticket)]
+    return [] if load.ticket is None else [GiveBack(request_id, load.ticket)]

@@ -31,7 +31,7 @@ class Admit(Struct, frozen=True, tag=True):
     step: int = 0
 
 
-class Pull(Struct, frozen=True, tag=True):
+class Load(Struct, frozen=True, tag="Pull"):  # the tag of 0.1.0
     """Read the blocks of a ticket into these blocks; report the request as received, whether the read failed or not.
 
     Attributes:
@@ -58,7 +58,7 @@ class Cancel(Struct, frozen=True, tag=True):
     request_id: str
 
 
-class Release(Struct, frozen=True, tag=True):
+class GiveBack(Struct, frozen=True, tag="Release"):  # likewise
     """Release a ticket without reading it."""
 
     request_id: str
@@ -81,7 +81,7 @@ class Fail(Struct, frozen=True, tag=True):
     remedy: str = ""
 
 
-Command = Admit | Pull | Keep | Cancel | Release | Fail
+Command = Admit | Load | Keep | Cancel | GiveBack | Fail
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[Command])

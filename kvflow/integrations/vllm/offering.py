@@ -40,7 +40,7 @@ SPECULATIVE_SHARE = 0.5
 """Share of the engine's blocks, and of its lease slots, that speculative offers may hold: those no client asked for."""
 
 
-class _Origin(Struct, frozen=True):
+class _ClientCall(Struct, frozen=True):
     """The call from which vLLM made a request.
 
     Attributes:
@@ -60,7 +60,7 @@ class _Origin(Struct, frozen=True):
     traceparent: str = ""
 
     @classmethod
-    def of(cls, request_id: str, *, asked: bool, traceparent: str = "") -> "_Origin":
+    def of(cls, request_id: str, *, asked: bool, traceparent: str = "") -> "_ClientCall":
         """Read the name that vLLM gave to a request."""
         sample = SAMPLE.fullmatch(request_id)
         prompt = sample["prompt"] if sample else request_id
@@ -73,7 +73,7 @@ class _Origin(Struct, frozen=True):
 def is_further_prompt(request_id: str) -> bool:
     """Tell whether a request is a second or later prompt of a call: vLLM answers no ticket for it."""
     # Most requests have other names: skip the regular expressions for them.
-    return request_id.startswith(PROMPT_STARTS) and _Origin.of(request_id, asked=False).number > 0
+    return request_id.startswith(PROMPT_STARTS) and _ClientCall.of(request_id, asked=False).number > 0
 
 
 class Offering:
@@ -100,11 +100,11 @@ class Offering:
         self._make_mint = mint
         self._admit_early = admit_early
         self._mint: TicketMint | None = None
-        self._wanted: dict[str, _Origin] = {}
+        self._wanted: dict[str, _ClientCall] = {}
         self._last_steps: dict[str, int] = {}
         self._running: Counter[str] = Counter()
         self._first_prompts: Counter[str] = Counter()
-        self._held: dict[str, _Origin] = {}
+        self._held: dict[str, _ClientCall] = {}
         self._answered: dict[str, dict[str, Any]] = {}
         self._speculative = _Speculative(num_blocks)
         self._commands: list[Command] = []
@@ -121,7 +121,7 @@ class Offering:
             asked: whether the client has asked for a ticket. Other offers are limited to ``SPECULATIVE_SHARE``.
             traceparent: W3C trace context of the request; empty if there is none.
         """
-        origin = _Origin.of(request_id, asked=asked, traceparent=traceparent)
+        origin = _ClientCall.of(request_id, asked=asked, traceparent=traceparent)
         self._wanted[request_id] = origin
         self._running[origin.prompt] += 1
         if origin.call and not origin.number:
@@ -189,12 +189,12 @@ class Offering:
         commands, self._commands = self._commands, []
         return commands
 
-    def _is_surplus(self, origin: _Origin) -> bool:
+    def _is_surplus(self, origin: _ClientCall) -> bool:
         """Tell whether vLLM answers the parameters of another request of the same call."""
         behind = origin.call and origin.number and self._first_prompts[origin.call]
         return bool(behind or (origin.sampled and self._running[origin.prompt]))
 
-    def _end(self, request_id: str, origin: _Origin) -> None:
+    def _end(self, request_id: str, origin: _ClientCall) -> None:
         self._speculative.give(request_id)
         if origin.call and not origin.number:
             _subtract(self._first_prompts, origin.call)
@@ -202,7 +202,7 @@ class Offering:
     def _offer(
         self,
         request_id: str,
-        origin: _Origin,
+        origin: _ClientCall,
         listed: Sequence[Sequence[int]],
         num_tokens: int,
         digests: Callable[[BlockIds, int], Digests],

@@ -36,9 +36,9 @@ from kvflow.integrations.vllm.messages import (
     Command,
     Counters,
     Fail,
+    GiveBack,
     Keep,
-    Pull,
-    Release,
+    Load,
     count,
     count_ends,
     empty_counters,
@@ -80,7 +80,7 @@ class Results(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Early:
+class _EarlyLease:
     """A grant that arrived before the command of its step.
 
     Attributes:
@@ -122,7 +122,7 @@ class RankWorker:
         self._counters: Counters | None = None
         # Each grant arrives twice, over ``admission`` and with a step. Only the first one is executed.
         self._admitting = threading.Lock()
-        self._early: dict[str, _Early] = {}
+        self._early: dict[str, _EarlyLease] = {}
         self._ordered: dict[str, int] = {}
         self._unwritten: list[Admit] = []
         self._mark = mark
@@ -139,8 +139,8 @@ class RankWorker:
         """Execute the commands of the scheduler's side, without waiting for the network or for a device."""
         self._admit_written()
         for kind, run in groupby(commands, type):
-            if kind is Pull:
-                self._pull(cast("list[Pull]", list(run)))
+            if kind is Load:
+                self._pull(cast("list[Load]", list(run)))
                 continue
             for command in run:
                 try:
@@ -171,7 +171,7 @@ class RankWorker:
                 self._keep(request_id, ticket)
             case Cancel(request_id=request_id):
                 self._cancel(request_id)
-            case Release(request_id=request_id, ticket=ticket):
+            case GiveBack(request_id=request_id, ticket=ticket):
                 self._release(request_id, ticket)
             case Fail(request_id=request_id, code=code, reason=reason, remedy=remedy):
                 count(self._counted(), "failed", code)
@@ -251,7 +251,7 @@ class RankWorker:
             if self._is_stopped:
                 return
             if self._has_written(step):
-                early = self._early[grant.request_id] = _Early(_key(grant))  # set first: no lease without an entry
+                early = self._early[grant.request_id] = _EarlyLease(_key(grant))  # set first: no lease without an entry
                 early.held = self._hold(grant)
                 return
         again = threading.Timer(WRITTEN_PAUSE_S, self.admit_early, (grant, step))
@@ -272,7 +272,7 @@ class RankWorker:
                 if not self._has_written(command.step):
                     self._unwritten.append(command)
                     return
-                early = _Early(_key(grant), held=self._hold(grant))
+                early = _EarlyLease(_key(grant), held=self._hold(grant))
         self._admitted(command, held=early.held, ended=early.ended)
 
     def _admit_written(self) -> None:
@@ -312,7 +312,7 @@ class RankWorker:
             return False
         return True
 
-    def _pull(self, commands: Sequence[Pull]) -> None:
+    def _pull(self, commands: Sequence[Load]) -> None:
         """Start the loads of a step as one batch. Each load fails alone, unless the worker refuses the batch."""
         try:
             futures = self._worker.pull_many([(each.ticket, each.block_ids, each.request_id) for each in commands])

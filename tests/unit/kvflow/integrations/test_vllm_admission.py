@@ -16,7 +16,7 @@ import zmq
 from kvflow import FullAttention, TicketMint, WorkerConfig, allocate, run_worker
 from kvflow.integrations.vllm import admission
 from kvflow.integrations.vllm import worker as rank_side
-from kvflow.integrations.vllm.admission import MESSAGE_BYTES_MAX, Contact, EarlyAdmission, Listener, reachable
+from kvflow.integrations.vllm.admission import MESSAGE_BYTES_MAX, Contact, EarlyAdmission, GrantReceiver, reachable
 from kvflow.integrations.vllm.messages import Admit
 from kvflow.integrations.vllm.worker import MARKS_MAX, RankRuntime
 from tests.helpers.settings import flat_config
@@ -570,7 +570,7 @@ def test_a_rank_without_a_folder_for_its_socket_is_served_by_steps(monkeypatch, 
 
 def test_a_forked_child_leaves_the_socket_to_its_parent():
     rank = Rank()
-    listener = Listener(rank, b"k" * 32)
+    listener = GrantReceiver(rank, b"k" * 32)
     child = os.fork()
     if not child:
         listener.close()

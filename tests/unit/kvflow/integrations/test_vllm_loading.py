@@ -8,7 +8,7 @@ from kvflow.errors import BlockIdsInvalid, TicketInvalid
 from kvflow.integrations.vllm import loading as loading_module
 from kvflow.integrations.vllm.blocks import loaded_blocks, offered_blocks
 from kvflow.integrations.vllm.loading import Loading
-from kvflow.integrations.vllm.messages import Admit, Cancel, Fail, Keep, Pull, Release, pack, unpack
+from kvflow.integrations.vllm.messages import Admit, Cancel, Fail, GiveBack, Keep, Load, pack, unpack
 
 from .vllm_like import TOKENS_MAX, FullAttentionSpec, MambaSpec, SlidingWindowSpec, groups_of, new_ticket
 
@@ -28,7 +28,7 @@ def test_a_prompt_is_loaded_whole():
     requests = loading()
     assert requests.matched("r", 0) == 48
     requests.allocated("r", [[1, 2, 3]], 48)
-    assert requests.take_commands() == [Pull("r", TICKET, ((1, 2, 3),))]
+    assert requests.take_commands() == [Load("r", TICKET, ((1, 2, 3),))]
     assert requests.take_commands() == []
     requests.received("r")
     assert requests.matched("r", 0) == 0  # preempted, or computed anew after a failure
@@ -38,7 +38,7 @@ def test_only_what_is_not_in_the_cache_is_loaded():
     requests = loading()
     assert requests.matched("r", 16) == 32
     requests.allocated("r", [[0, 2, 3]], 32)
-    assert requests.take_commands() == [Pull("r", TICKET, ((2, 3),))]
+    assert requests.take_commands() == [Load("r", TICKET, ((2, 3),))]
 
 
 def test_asking_changes_nothing():
@@ -54,7 +54,7 @@ def test_a_request_that_waits_for_room_has_its_ticket_kept_once():
     assert requests.take_commands() == [Keep("r", TICKET)]
     assert requests.take_commands() == []
     requests.allocated("r", [[1, 2, 3]], 48)
-    assert requests.take_commands() == [Pull("r", TICKET, ((1, 2, 3),))]
+    assert requests.take_commands() == [Load("r", TICKET, ((1, 2, 3),))]
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_a_prompt_that_is_in_the_cache_gives_its_ticket_back():
     requests = loading()
     assert requests.matched("r", 48) == 0
     requests.allocated("r", [[1, 2, 3]], 0)
-    assert requests.take_commands() == [Release("r", TICKET)]
+    assert requests.take_commands() == [GiveBack("r", TICKET)]
     requests.finished("r")
     assert requests.take_commands() == []
 
@@ -86,7 +86,7 @@ def test_a_prompt_that_is_in_the_cache_gives_its_ticket_back():
 def test_a_request_rejected_before_it_has_blocks_releases_its_ticket():
     requests = loading()
     requests.finished("r")
-    assert requests.take_commands() == [Release("r", TICKET)]
+    assert requests.take_commands() == [GiveBack("r", TICKET)]
     assert requests.matched("r", 0) == 0
 
 
@@ -95,7 +95,7 @@ def test_a_request_that_is_aborted_while_it_loads_is_canceled_once():
     requests.matched("r", 0)
     requests.allocated("r", [[1, 2, 3]], 48)
     requests.finished("r")
-    assert requests.take_commands() == [Pull("r", TICKET, ((1, 2, 3),)), Cancel("r")]
+    assert requests.take_commands() == [Load("r", TICKET, ((1, 2, 3),)), Cancel("r")]
     requests.received("r")
     requests.finished("r")
     assert requests.take_commands() == []
@@ -116,7 +116,7 @@ def test_a_ticket_that_goes_further_is_read_as_far_as_the_prompt_goes():
     requests = loading(wanted=33)
     assert requests.matched("r", 0) == 33
     requests.allocated("r", [[1, 2, 3]], 33)
-    assert requests.take_commands() == [Pull("r", TICKET, ((1, 2, 3),))]
+    assert requests.take_commands() == [Load("r", TICKET, ((1, 2, 3),))]
     assert loaded_blocks(FULL, [[1, 2]], end=20, num_tokens=48) == ((1, 2, -1),)
 
 
@@ -130,14 +130,14 @@ def test_a_prompt_that_goes_further_than_the_ticket_is_computed_from_there():
     requests = loading(wanted=100)
     assert requests.matched("r", 0) == 48
     requests.allocated("r", [[1, 2, 3]], 48)
-    assert requests.take_commands() == [Pull("r", TICKET, ((1, 2, 3),))]
+    assert requests.take_commands() == [Load("r", TICKET, ((1, 2, 3),))]
 
 
 def test_a_request_that_waits_for_anothers_load_releases_its_ticket():
     requests = loading()
     requests.matched("r", 0)  # it has blocks now, of which a step in flight may still write some
     requests.finished("r")
-    assert requests.take_commands() == [Release("r", TICKET)]
+    assert requests.take_commands() == [GiveBack("r", TICKET)]
 
 
 def samples(*names):
@@ -156,14 +156,14 @@ def test_one_sample_of_a_prompt_loads_and_the_others_hit_the_cache():
     assert [requests.matched(name, 32) for name in ("1_r", "2_r")] == [0, 0]
     requests.allocated("1_r", [[1, 2, 4]], 0)
     requests.finished("2_r")
-    assert requests.take_commands() == [Pull("0_r", TICKET, ((1, 2, 3),))]
+    assert requests.take_commands() == [Load("0_r", TICKET, ((1, 2, 3),))]
 
 
 def test_a_sample_whose_leader_was_aborted_is_computed():
     requests = samples("0_r", "1_r")
     requests.finished("0_r")
     assert requests.matched("1_r", 0) == 0
-    assert requests.take_commands() == [Release("0_r", TICKET)]
+    assert requests.take_commands() == [GiveBack("0_r", TICKET)]
 
 
 @pytest.mark.parametrize("aborted", [False, True])
@@ -244,7 +244,7 @@ def test_a_state_of_a_later_token_is_refused():
     assert requests.matched("r", 0) == 47
     requests.allocated("r", [[1, 2, 3], [4], [5, 6, 7]], 47)
     release, command = requests.take_commands()
-    assert release == Release("r", ticket)
+    assert release == GiveBack("r", ticket)
     assert (type(command), command.code) == (Fail, "block_range_mismatch")
 
 
@@ -255,10 +255,10 @@ def test_a_ticket_of_more_tokens_than_any_request_is_refused(tokens_max):
     assert requests.matched("r", 0) == 47
     requests.allocated("r", [[1, 2, 3]], 47)
     if tokens_max == 48:
-        assert requests.take_commands() == [Pull("r", TICKET, ((1, 2, 3),))]
+        assert requests.take_commands() == [Load("r", TICKET, ((1, 2, 3),))]
         return
     release, command = requests.take_commands()
-    assert release == Release("r", TICKET)
+    assert release == GiveBack("r", TICKET)
     assert (type(command), command.code) == (Fail, "block_range_mismatch")
     assert command.reason == "the ticket has 48 tokens, but max_model_len of this engine is 47"
     assert "max_model_len of both engines" in command.remedy
@@ -269,7 +269,7 @@ def test_a_prompt_of_one_token_has_nothing_to_load():
     requests = loading(wanted=0, ticket=ticket, groups=HYBRID)
     assert requests.matched("r", 0) == 0
     requests.allocated("r", [[1], [4], [5]], 0)
-    assert requests.take_commands() == [Release("r", ticket)]
+    assert requests.take_commands() == [GiveBack("r", ticket)]
 
 
 def test_a_refused_request_fails_as_a_load_does():
@@ -304,7 +304,7 @@ def test_too_few_blocks_fail_the_request():
     requests.allocated("r", [[1, 2]], 48)
     failure, given_back = requests.take_commands()
     assert (type(failure), failure.code) == (Fail, "block_ids_invalid")
-    assert given_back == Release("r", TICKET)
+    assert given_back == GiveBack("r", TICKET)
 
 
 @pytest.mark.parametrize(
@@ -338,10 +338,10 @@ def test_a_producer_without_enough_blocks_offers_none():
 def test_orders_are_the_same_in_another_process(name):
     commands = [
         Admit(name, TICKET.grants[0]),
-        Pull(name, TICKET, ((1, -1), ())),
+        Load(name, TICKET, ((1, -1), ())),
         Keep(name, TICKET),
         Cancel(name),
-        Release(name, TICKET),
+        GiveBack(name, TICKET),
         Fail(name, "ticket_invalid", "why", "what to do"),
     ]
     packed = pack(commands)

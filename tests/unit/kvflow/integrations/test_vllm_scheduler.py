@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from kvflow.integrations.vllm.messages import Admit, Cancel, Fail, Pull, Release
+from kvflow.integrations.vllm.messages import Admit, Cancel, Fail, GiveBack, Load
 
 from .vllm_like import (
     FullAttentionSpec,
@@ -86,7 +86,7 @@ def test_a_consumer_reads_what_a_producer_has_answered():
     assert consumer.matched(second, 0) == (48, True)
     consumer.allocated(second, blocks_of([7, 8, 9]), 48)
     (command,) = consumer.take_commands()
-    assert (type(command), command.block_ids) == (Pull, ((7, 8, 9),))
+    assert (type(command), command.block_ids) == (Load, ((7, 8, 9),))
 
 
 def test_nothing_is_loaded_into_a_block_of_the_prefix_cache():
@@ -225,7 +225,7 @@ def outcome(params, *specs, prompt=48, **named):
     wanted, _ = consumer.matched(request, 0)
     consumer.allocated(request, blocks_of(*([7, 8, 9, 10, 11, 12],) * max(1, len(specs))), wanted)
     commands = consumer.take_commands()
-    return commands[-1].code if isinstance(commands[-1], Fail) else "", Release in map(type, commands)
+    return commands[-1].code if isinstance(commands[-1], Fail) else "", GiveBack in map(type, commands)
 
 
 @pytest.mark.parametrize("named", [{}, ADAPTER, PICTURE, SALT, ADAPTER | PICTURE | SALT], ids=str)
@@ -286,7 +286,7 @@ def test_only_the_first_prompt_of_a_call_reads_the_ticket():
         assert consumer.matched(request, 0)[0] == (0 if number else 48)
         assert request.kv_transfer_params == ({} if number else params)
     assert consumer.untagged.take() == {"another_prompt": 2}
-    assert Release not in map(type, consumer.take_commands())
+    assert GiveBack not in map(type, consumer.take_commands())
 
 
 def test_a_ticket_that_another_request_loads_is_not_released():
@@ -296,7 +296,7 @@ def test_a_ticket_that_another_request_loads_is_not_released():
     consumer.on_new_request(other)
     consumer.matched(honest, 0)
     consumer.allocated(honest, blocks_of([7, 8, 9]), 48)
-    assert [type(command) for command in consumer.take_commands()] == [Pull]
+    assert [type(command) for command in consumer.take_commands()] == [Load]
 
 
 def test_a_request_that_the_server_rejects_releases_its_ticket(caplog):
@@ -304,7 +304,7 @@ def test_a_request_that_the_server_rejects_releases_its_ticket(caplog):
     request = new_request(prefilled(FullAttentionSpec()), prompt=[0], abort_immediately=True)
     consumer.on_new_request(request)
     assert finished(consumer, request, ([],)) == (False, None)
-    assert [type(command) for command in consumer.take_commands()] == [Release]
+    assert [type(command) for command in consumer.take_commands()] == [GiveBack]
     assert not caplog.records
 
 
@@ -365,7 +365,7 @@ def test_a_request_whose_blocks_cannot_be_looked_at_fails(broken):
     engine.matched(request, 0)
     engine.allocated(request, broken, 48)
     release, fail = engine.take_commands()
-    assert (type(release), fail.code) == (Release, "defect_found")
+    assert (type(release), fail.code) == (GiveBack, "defect_found")
     engine.on_reported({"r"}, None)
     assert finished(engine, request, ([1, 2, 3],)) == (False, None)
     assert engine.guard.take() == {"allocated": 1}
@@ -385,7 +385,7 @@ def test_a_load_that_is_under_way_is_cancelled(broken, monkeypatch):
     engine.allocated(request, blocks_of([1, 2, 3]), 48)
     monkeypatch.setattr(engine.loading, "matched", lambda *_: broken.anything)
     assert engine.matched(request, 0) == (0, False)
-    assert [type(command) for command in engine.take_commands()] == [Pull, Cancel]
+    assert [type(command) for command in engine.take_commands()] == [Load, Cancel]
 
 
 def test_a_prompt_that_cannot_be_offered_is_not_kept(broken, monkeypatch):

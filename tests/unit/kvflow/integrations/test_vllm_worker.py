@@ -13,9 +13,9 @@ from kvflow.integrations.vllm.messages import (
     Admit,
     Cancel,
     Fail,
+    GiveBack,
     Keep,
-    Pull,
-    Release,
+    Load,
     add_counters,
     empty_counters,
     is_empty,
@@ -26,7 +26,7 @@ from kvflow.integrations.vllm.worker import RankRuntime, RankWorker
 from .vllm_like import SECRET, new_mint, new_ticket
 
 TICKET = new_ticket()
-PULL = Pull("r", TICKET, ((1, 2, 3),))
+PULL = Load("r", TICKET, ((1, 2, 3),))
 REPORT = TransferReport(
     request_id="request-1", nbytes=1 << 20, descriptors=12, reads=1, timings_s={"total": 0.5, "wire": 0.4}
 )
@@ -134,7 +134,7 @@ def test_a_step_with_nothing_to_compute_waits_only_for_a_load():
 
 
 def test_a_step_that_waits_is_woken_once_when_all_loads_have_ended():
-    fake, rank = told(PULL, Pull("s", TICKET, ((4, 5, 6),)))
+    fake, rank = told(PULL, Load("s", TICKET, ((4, 5, 6),)))
 
     def wait_finished(timeout_s, *, at_least):
         fake.waited.append(at_least)
@@ -148,7 +148,7 @@ def test_a_step_that_waits_is_woken_once_when_all_loads_have_ended():
 
 
 def test_a_step_that_waits_in_vain_tells_of_what_has_ended():
-    fake, rank = told(PULL, Pull("s", TICKET, ((4, 5, 6),)))
+    fake, rank = told(PULL, Load("s", TICKET, ((4, 5, 6),)))
     ends = ["s"]
 
     def wait_finished(timeout_s, *, at_least):
@@ -165,7 +165,7 @@ def test_a_step_that_waits_in_vain_tells_of_what_has_ended():
 
 
 def test_a_step_that_waits_gives_up_in_the_end(monkeypatch):
-    pulls = [Pull(str(number), TICKET, ((4, 5, 6),)) for number in range(100)]
+    pulls = [Load(str(number), TICKET, ((4, 5, 6),)) for number in range(100)]
     fake, rank = told(*pulls)
     now = itertools.count()
     clock = SimpleNamespace(monotonic=lambda: next(now) * LOAD_WAIT.all_s / 8)
@@ -202,11 +202,11 @@ def test_loads_wait_in_order_for_the_steps_before_them():
     rank = RankWorker(fake, lambda: lambda: bool(done))
     rank.end_step(6)
     rank.execute_written([PULL], step=6)
-    rank.execute_written([Cancel("r"), Pull("s", TICKET, ((4, 5, 6),))], step=6)
+    rank.execute_written([Cancel("r"), Load("s", TICKET, ((4, 5, 6),))], step=6)
     rank.collect()
     assert fake.batches == []
     done.append(True)
-    rank.execute_written([Release("t", TICKET)], step=7)
+    rank.execute_written([GiveBack("t", TICKET)], step=7)
     assert fake.batches == [["r"], ["s"]]
     assert fake.futures["r"].cancelled()
     assert fake.released == [], "step 7 has not ended"
@@ -220,7 +220,7 @@ def test_steps_that_have_ended_meanwhile_are_all_seen_at_once():
     rank = RankWorker(fake, lambda: lambda: True)
     for step in range(3):
         rank.end_step(step)
-    rank.execute_written([Release("t", TICKET)], step=2)
+    rank.execute_written([GiveBack("t", TICKET)], step=2)
     assert fake.released == [TICKET]
 
 
@@ -233,13 +233,13 @@ def test_draft_models_and_states_are_written_late(draft, hybrid, late):
 
 
 def test_the_loads_of_a_step_are_one_batch():
-    pulls = [Pull(name, TICKET, ((4, 5, 6),)) for name in "abc"]
+    pulls = [Load(name, TICKET, ((4, 5, 6),)) for name in "abc"]
     fake, _ = told(*pulls)
     assert fake.batches == [["a", "b", "c"]]
 
 
 def test_a_load_that_is_canceled_in_the_step_that_orders_it_is_canceled():
-    fake, rank = told(PULL, Cancel("r"), Pull("s", TICKET, ((4, 5, 6),)))
+    fake, rank = told(PULL, Cancel("r"), Load("s", TICKET, ((4, 5, 6),)))
     assert fake.batches == [["r"], ["s"]]
     assert fake.futures["r"].cancelled()
     assert not fake.futures["s"].cancelled()
@@ -247,7 +247,7 @@ def test_a_load_that_is_canceled_in_the_step_that_orders_it_is_canceled():
 
 
 def test_two_requests_may_read_one_ticket():
-    fake, rank = told(PULL, Pull("s", TICKET, ((4, 5, 6),)))
+    fake, rank = told(PULL, Load("s", TICKET, ((4, 5, 6),)))
     fake.end("s", error=StaleLease("gone"))
     assert rank.collect().failed == {"s"}
     fake.end("r")
@@ -303,14 +303,14 @@ def test_a_cancel_that_comes_late_does_nothing():
 
 @pytest.mark.parametrize("refusal", [WorkerClosed("closed"), MemoryError(), RuntimeError("a defect")], ids=repr)
 def test_pulls_that_the_worker_refuses_have_failed(refusal):
-    _, rank = told(PULL, Pull("s", TICKET, ((4, 5, 6),)), refusal=refusal)
+    _, rank = told(PULL, Load("s", TICKET, ((4, 5, 6),)), refusal=refusal)
     results = rank.collect()
     assert results.received == results.failed == {"r", "s"}
     assert rank.take_counters()["failed"] == {getattr(refusal, "code", "defect_found"): 2}
 
 
 def test_loads_not_reported_before_the_engine_sleeps_have_failed():
-    fake, rank = told(PULL, Pull("s", TICKET, ((4, 5, 6),)))
+    fake, rank = told(PULL, Load("s", TICKET, ((4, 5, 6),)))
     fake.end("r")
     rank.suspend()
     fake.end("s", error=WorkerClosed("it ended with the worker"))
@@ -323,7 +323,7 @@ def test_orders_that_come_while_the_engine_sleeps_end_at_once():
     grant = new_mint().offer("request-2", block_ids=[[1]], num_tokens=3)[1]
     _, rank = told()
     rank.suspend()
-    rank.execute([PULL, Cancel("r"), Admit("request-2", grant), Release("t", TICKET)])
+    rank.execute([PULL, Cancel("r"), Admit("request-2", grant), GiveBack("t", TICKET)])
     results = rank.collect()
     assert (results.received, results.failed, results.sent) == ({"r"}, {"r"}, {"request-2"})
 
@@ -357,7 +357,7 @@ def test_a_refused_request_is_reported_as_failed():
     assert rank.take_counters()["failed"] == {"ticket_invalid": 1}
 
 
-@pytest.mark.parametrize("command", [Fail("r", "ticket_invalid", "forged"), Release("r", TICKET), Keep("r", TICKET)])
+@pytest.mark.parametrize("command", [Fail("r", "ticket_invalid", "forged"), GiveBack("r", TICKET), Keep("r", TICKET)])
 def test_an_order_that_cannot_be_carried_out_does_not_end_the_engine(command):
     _, rank = told(command, refusal=MemoryError())
     assert rank.collect().failed == ({"r"} if isinstance(command, Fail) else set())
@@ -366,7 +366,7 @@ def test_an_order_that_cannot_be_carried_out_does_not_end_the_engine(command):
 
 
 def test_a_ticket_is_given_back_unread():
-    fake, rank = told(Release("r", TICKET))
+    fake, rank = told(GiveBack("r", TICKET))
     assert fake.released == [TICKET]
     assert not rank.collect().received
 
@@ -389,7 +389,7 @@ def test_a_grant_that_is_refused_gives_its_blocks_back_at_once(refusal):
 
 
 def test_what_was_counted_is_added_up_and_told_in_a_line():
-    fake, rank = told(PULL, Pull("s", TICKET, ((4, 5, 6),)))
+    fake, rank = told(PULL, Load("s", TICKET, ((4, 5, 6),)))
     fake.end("r")
     fake.end("s", error=StaleLease("gone"))
     rank.collect()
