@@ -64,7 +64,7 @@ REMEDIES = {
     "consumer.rejected": "Run the same release on both sides. If they do, find out what connects to this worker.",
     "reader.reset": "Find the peers that hang. If they are only slow, raise the named limit.",
 }
-"""Remedies of the warnings that have neither a field ``remedy`` nor the code of an error with a default remedy."""
+"""Remedies of other warnings than those with a field ``remedy`` or the code of an error with a default remedy."""
 
 PLAIN = re.compile(r"[\w./:@+%-]+\Z", re.ASCII)
 """Values that need no quotes in a line. A peer may choose the characters of others."""
@@ -72,17 +72,14 @@ PLAIN = re.compile(r"[\w./:@+%-]+\Z", re.ASCII)
 FIRST = ("request_id", "local_request_id", "code", "phase", "peer", "endpoint", "detail")
 LAST = ("engine_id", "rank", "remedy")
 ORDER = {key: place for place, key in enumerate(FIRST, -len(FIRST))} | {key: place for place, key in enumerate(LAST, 1)}
-"""Fields that a line starts with, after the name of the event, and that it ends with. Others come between, at 0."""
-
 OMITTED = ("event", "level", "timestamp", "incarnation")
-"""Fields that a line has at its start, or not at all."""
+"""Order of the fields in a line: others are at 0. Those omitted are at its start, or left out."""
 
 _encoder = msgspec.json.Encoder(enc_hook=repr)
 
 
 @lru_cache(maxsize=1)
 def _second(since_1970: int) -> str:
-    """Return a second in the form of ISO 8601. Records of one second share it."""
     return datetime.fromtimestamp(since_1970, UTC).isoformat()[:19]
 
 
@@ -102,7 +99,6 @@ def event_fields(event: Event) -> dict[str, Any]:
 
 @lru_cache(maxsize=64)
 def _phase_names(phases: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names of the fields of some phases. Most pulls have the same phases."""
     return tuple(phase + "_s" for phase in phases)
 
 
@@ -110,12 +106,9 @@ class EventRecord(dict[str, Any]):
     """The message of one log record: the fields of an event, its context, and the identity of its worker.
 
     Its text is one line: the name of the event, then ``key=value`` pairs, and the remedy of a warning at the end.
-
-    Attributes:
-        prefix: start of the line; the name of the logger if the application has configured no logging.
     """
 
-    prefix = ""
+    prefix = ""  # of the line: the name of the logger if the application has configured no logging
 
     def __str__(self) -> str:
         known = {key: value for key, value in self.items() if value not in ("", None) and key not in OMITTED}
@@ -147,8 +140,6 @@ class EventLog:
 
     Args:
         wall: returns seconds since 1970.
-
-    Attributes:
         identity: fields that every record of this worker has.
     """
 
@@ -193,7 +184,6 @@ class EventLog:
 
 
 def _log(logger: logging.Logger, level: int, message: EventRecord) -> None:
-    """Write one record to a logger that takes its level."""
     if not logger.hasHandlers():  # Python prints the bare message
         message.prefix = f"{logger.name}: "
     extra = {"_logger": logger, "_name": ""}  # for the formatters of structlog
@@ -201,7 +191,6 @@ def _log(logger: logging.Logger, level: int, message: EventRecord) -> None:
 
 
 def _level_of(event: Event) -> int:
-    """Return the level of an event."""
     if isinstance(event, events.LeaseEnded) and event.outcome == "expired":
         return logging.WARNING
     if isinstance(event, events.PullFailed) and event.code == FailureCode.TRANSFER_CANCELLED:
@@ -231,7 +220,7 @@ class Reporter:
 
     Args:
         log: log of the worker.
-        hooks: take every event, or events of one type: see ``OnlyEvents``.
+        hooks: take every event, or with ``OnlyEvents`` those of one type.
 
     Thread: any.
     """
@@ -275,7 +264,7 @@ def default_remedies() -> dict[str, str]:
 
 
 class _JsonFormatter(structlog.stdlib.ProcessorFormatter):
-    """Writes every record as structlog does, and events faster."""
+    """Writes records as structlog does, and events faster."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -291,7 +280,6 @@ class _JsonFormatter(structlog.stdlib.ProcessorFormatter):
         )
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line of one record."""
         return to_json(record.msg).decode() if type(record.msg) is EventRecord else super().format(record)
 
 
@@ -304,7 +292,6 @@ class _JsonFile(logging.Handler):
         self._file = path.open("ab", buffering=0)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write one record."""
         try:
             self._write(f"{self.format(record)}\n".encode("utf-8", "backslashreplace"))
         except Exception:  # noqa: BLE001 - as every handler of logging
@@ -324,8 +311,7 @@ class _JsonFile(logging.Handler):
         self._file.write(line)
 
     def close(self) -> None:
-        """Close the file. The next record opens it again, as with ``logging.FileHandler``."""
-        self._file.close()
+        self._file.close()  # the next record opens it again, as with ``logging.FileHandler``
         super().close()
 
 
@@ -338,7 +324,7 @@ def to_json(message: object) -> bytes:
 
 
 def _only_handler(top: logging.Logger, loggers: Iterable[logging.Logger]) -> _JsonFile | None:
-    """Return the file of ``configure_logging`` if it takes every record of some loggers below ``top``, unfiltered."""
+    """Return the file of ``configure_logging`` if it takes all records of these loggers below ``top``, unfiltered."""
     handlers = top.handlers
     if top.propagate or len(handlers) != 1 or top.filters:
         return None

@@ -15,13 +15,13 @@ from kvflow.errors import ConfigInvalid, FailureCode
 from kvflow.events import OnlyEvents
 
 PEERS_MAX: Final = 32
-"""Producers that have label values of their own: the first that are read from. All others share ``other``."""
+"""Producers with a label value each: the first that are read from. All others share ``other``."""
 
 NAMES_MAX: Final = 64
 """Values of any other label. Further values share ``other``."""
 
 BATCH: Final = 64
-"""Completed pulls that are counted together: the instructions and the counts are then in the CPU's caches."""
+"""Completed pulls that are counted together, while instructions and counts are in the CPU's caches."""
 
 OTHER: Final = "other"
 
@@ -36,13 +36,7 @@ NBYTES: Final = tuple(4.0**power for power in range(5, 19))
 
 
 class Described(NamedTuple):
-    """One metric, as Prometheus shows it. The name of a counter has ``_total`` in addition.
-
-    Attributes:
-        kind: what Prometheus calls its type.
-        text: what it means.
-        labels: names of its labels.
-    """
+    """One metric, as Prometheus shows it. The name of a counter has ``_total`` in addition."""
 
     kind: Literal["counter", "gauge", "histogram"]
     text: str
@@ -92,20 +86,14 @@ METRICS: Final[dict[str, Described]] = {
     "kvflow_staging_buffers": Described("gauge", "Staging buffers, by state.", ("state",)),
     "kvflow_worker_info": Described("gauge", "1, with the identity of the worker.", ("engine_id", "rank", "version")),
 }
-"""Every metric of a worker, by the name that its documentation has."""
+"""Every metric of a worker, by the name in the documentation."""
 
 PREFIX: Final = "kvflow_"
-
-
 CODES: Final = frozenset(FailureCode)
 
 
 class Distribution:
-    """How many values lie in each bucket, and their sum.
-
-    Args:
-        bounds: upper bound of each bucket but the last, which takes everything above.
-    """
+    """How many values lie in each bucket, and their sum; ``bounds`` are the upper bounds, without the last."""
 
     __slots__ = ("bounds", "counts", "total")
 
@@ -115,7 +103,7 @@ class Distribution:
         self.total = 0.0
 
     def add(self, value: float) -> None:
-        """Add one value."""
+        """Count one value."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
@@ -129,28 +117,16 @@ class Distribution:
 
 
 class PeerCounts:
-    """What was read from one producer.
-
-    Attributes:
-        phases: name of a phase -> its seconds; ``total`` is the whole pull.
-        nbytes: bytes of each pull.
-        read_bytes: see ``TransferReport``.
-        descriptors: after merging.
-        unmerged: descriptors before merging.
-        early: see ``TransferReport``.
-        in_vain: bytes that were read before a lease was held, and in pulls that failed.
-        failed: failed pulls by code.
-        connect: seconds of each handshake.
-    """
+    """What was read from one producer."""
 
     def __init__(self) -> None:
-        self.phases: dict[str, Distribution] = defaultdict(lambda: Distribution(SECONDS))
+        self.phases: dict[str, Distribution] = defaultdict(lambda: Distribution(SECONDS))  # ``total`` is a whole pull
         self.nbytes = Distribution(NBYTES)
         self.read_bytes = 0
         self.descriptors = 0
-        self.unmerged = 0
+        self.unmerged = 0  # descriptors before merging
         self.early = 0
-        self.in_vain = {"early": 0, "failed": 0}
+        self.in_vain = {"early": 0, "failed": 0}  # bytes read before a lease was held, and in pulls that failed
         self.failed: dict[str, int] = {}
         self.connect = Distribution(SECONDS)
 
@@ -160,7 +136,7 @@ class Metrics:
 
     Attributes:
         identity: labels of ``kvflow_worker_info``.
-        snapshot: ``Worker.snapshot``, for the gauges; None leaves them out. ``collect`` calls it.
+        snapshot: what ``Worker.snapshot`` returns, for the gauges; None leaves them out. ``collect`` calls it.
 
     Thread: any; ``collect`` where ``snapshot`` may be called.
     """
@@ -188,7 +164,7 @@ class Metrics:
         ]
 
     def _peer(self, engine_id: str) -> PeerCounts:
-        """Return the counts of a producer, or those of all that have none of their own."""
+        """Return the counts of a producer, or those that all further producers share."""
         found = self._peers.get(engine_id)
         if found is None:
             name = engine_id or "unknown"
@@ -203,7 +179,7 @@ class Metrics:
                 self._count_completed()
 
     def _count_completed(self) -> None:
-        """Count the pulls that have completed since the last call. The caller holds the lock."""
+        """Count the pulls that have completed since the last call; the caller holds the lock."""
         for event in self._completed:
             report, peer = event.report, self._peer(event.remote_engine_id)
             phases = peer.phases
@@ -266,11 +242,7 @@ class Metrics:
 
 
 class Families:
-    """The families of ``prometheus_client`` that one answer has, one for each of ``METRICS``.
-
-    Raises:
-        ConfigInvalid: ``prometheus_client`` is not installed.
-    """
+    """The families of ``prometheus_client`` in one answer, one for each of ``METRICS``."""
 
     def __init__(self) -> None:
         core = require_client().core
@@ -295,7 +267,7 @@ class Families:
         self._families[PREFIX + name].add_metric(labels, buckets=values.buckets(), sum_value=values.total)
 
     def all(self) -> Iterator[Any]:
-        """Return the families."""
+        """Return all families."""
         return iter(self._families.values())
 
 
@@ -332,15 +304,13 @@ def _add_gauges(families: Families, held: Any) -> None:
 
 
 def _bounded(counts: Iterable[tuple[str, int]]) -> Iterable[tuple[str, int]]:
-    """Return the first counts, and the sum of the others."""
     listed = list(counts)
     rest = sum(number for _, number in listed[NAMES_MAX:])
     return [*listed[:NAMES_MAX], *([(OTHER, rest)] if rest else [])]
 
 
 def _engine_of(peer: str) -> str:
-    """Return the engine of ``engine/rank/incarnation``."""
-    return peer.rsplit("/", 2)[0]
+    return peer.rsplit("/", 2)[0]  # engine/rank/incarnation
 
 
 def require_client() -> Any:

@@ -22,9 +22,8 @@ if TYPE_CHECKING:
 class Spans:
     """Hooks that turn the ends of leases and pulls into spans.
 
-    A span is made when its lease or pull has ended, from the seconds in the event: nothing is kept meanwhile. The
-    phases of a pull are its children. kvflow knows how long each phase took in all, and not each of its parts, so the
-    children follow each other in the order in which the phases begin.
+    A span is made when its lease or pull has ended, from the seconds in the event. The phases of a pull are its
+    children. Each stands for all of its phase, so they follow each other in the order in which the phases begin.
 
     Args:
         provider: where the spans go; None takes the global provider of OpenTelemetry.
@@ -104,7 +103,7 @@ class Spans:
         timings_s: Mapping[str, float],
         ended_ns: int,
     ) -> "Span":
-        """Return the span of a pull, whose children have ended."""
+        """Return the span of a pull, after its children."""
         begun_ns = ended_ns - _ns(timings_s.get("total", 0.0))
         shared: dict[str, Any] = {
             "gen_ai.request.id": event.local_request_id or event.request_id,
@@ -130,7 +129,7 @@ class Spans:
         return span
 
     def _parent(self, traceparent: str) -> "Context | None":
-        """Return the context of a ticket; None for a ticket without one, whose span begins a trace."""
+        """Return the context of a ticket; None if it has none, so that its span begins a trace."""
         if not traceparent:
             return None
         _, trace_id, span_id, flags = traceparent.split("-")
