@@ -41,7 +41,7 @@ QUEUE_MAX = 128
 
 
 class _TicketNotice(Struct, frozen=True, array_like=True):
-    """What a message says beside its MAC: arguments of ``EarlyAdmission.admit``, with the text of the ticket."""
+    """A message after its MAC: arguments of ``EarlyAdmission.admit``, with the text of the ticket."""
 
     step: int
     ticket: str
@@ -59,17 +59,11 @@ class Admits(Protocol):
 
 
 class Contact(Struct, frozen=True):
-    """How the scheduler's side reaches one rank. It is secret and stays inside the engine.
+    """How the scheduler's side reaches one rank. It is secret and stays inside the engine."""
 
-    Attributes:
-        name: of the rank in its process.
-        endpoint: ``ipc://`` and a path on this host; empty if the rank has no socket.
-        key: 32 bytes, the key of the MAC of messages to the rank.
-    """
-
-    name: str
-    endpoint: str
-    key: bytes
+    name: str  # of the rank in its process
+    endpoint: str  # ``ipc://`` and a path on this host; empty if the rank has no socket
+    key: bytes  # of the MAC of messages to the rank: 32 bytes
 
     def __repr__(self) -> str:
         return f"Contact({self.name!r}, {self.endpoint!r})"
@@ -81,14 +75,11 @@ _ranks: "WeakValueDictionary[str, Admits]" = WeakValueDictionary()
 
 @contextmanager
 def reachable(rank: Admits, *, apart: bool) -> Iterator[Contact]:
-    """Make a rank reachable for the scheduler's side while the context is open.
+    """Yield the contact of a rank, which the scheduler's side can reach while the context is open.
 
     Args:
         rank: to be reached.
         apart: whether the scheduler's side may be in another process.
-
-    Yields:
-        The contact, for the scheduler's side alone.
     """
     name, key = secrets.token_hex(16), secrets.token_bytes(32)
     listener = _listen(rank, key) if apart else None
@@ -111,9 +102,6 @@ def _listen(rank: Admits, key: bytes) -> "GrantReceiver | None":
 
 class GrantReceiver:
     """A thread that receives grants for one rank over a socket.
-
-    Attributes:
-        endpoint: of the socket.
 
     Raises:
         OSError, zmq.ZMQError: the folder of the socket cannot be made, or its path is too long.
@@ -173,7 +161,7 @@ class GrantReceiver:
 
 
 class EarlyAdmission:
-    """The sending end of the channel: tells the ranks to hold a lease. Thread: the scheduler's."""
+    """The sending end of the channel. Thread: the scheduler's."""
 
     def __init__(self) -> None:
         self._near: list[str] = []
@@ -211,7 +199,7 @@ class EarlyAdmission:
                 socket.send(_mac(key, text) + text, zmq.NOBLOCK)
 
     def close(self) -> None:
-        """Close the channels to all ranks. A second call does nothing."""
+        """Close the channels to all ranks."""
         if self._context is not None:
             self._context.destroy(linger=0)
             self._context = None

@@ -38,19 +38,12 @@ ABSENT = -1
 
 
 class TransferGroup(Struct, frozen=True):
-    """One group whose blocks are transferred.
+    """One group whose blocks are transferred."""
 
-    Attributes:
-        index: of the group among all groups of vLLM.
-        group: kvflow's description of it.
-        spec: vLLM's spec of it.
-        retained: tokens before a sliding window that are also needed.
-    """
-
-    index: int
+    index: int  # among all groups of vLLM
     group: Group
-    spec: Any
-    retained: int = 0
+    spec: Any  # vLLM's
+    retained: int = 0  # tokens before a sliding window that are also needed
 
     def blocks_needed(self, num_tokens: int) -> int:
         """Return how many of the last blocks of ``num_tokens`` tokens the next token needs."""
@@ -66,12 +59,7 @@ class TransferGroup(Struct, frozen=True):
 
 
 def offered_blocks(groups: Sequence[TransferGroup], listed: Sequence[Sequence[int]], num_tokens: int) -> BlockIds:
-    """Return the blocks that a producer offers: for each group, those that the next token needs.
-
-    Args:
-        groups: that are transferred.
-        listed: block ids, one list for each group of vLLM.
-        num_tokens: computed tokens.
+    """Return the blocks that a producer offers: for each group, those that the token after ``num_tokens`` needs.
 
     Raises:
         BlockIdsInvalid: a list has fewer blocks than the tokens need.
@@ -86,7 +74,7 @@ def loaded_blocks(
 
     Args:
         groups: that are transferred.
-        listed: block ids, one list for each group of vLLM, with ``NULL_BLOCK`` for a block that is filled already.
+        listed: block ids of each group of vLLM, with ``NULL_BLOCK`` for a block that is filled already.
         end: index after the last token to load.
         num_tokens: tokens of the ticket, which may be more.
 
@@ -148,11 +136,7 @@ Digests = tuple[tuple[bytes, ...], ...]
 
 
 class Contents:
-    """Computes and compares the digests of vLLM's requests.
-
-    Args:
-        extra_keys: returns the other inputs of vLLM's hash of a block, beside its tokens.
-    """
+    """Computes and compares the digests of vLLM's requests; ``extra_keys`` are inputs of vLLM's own hash of a block."""
 
     def __init__(self, extra_keys: ExtraKeys) -> None:
         self._extra_keys = extra_keys
@@ -169,7 +153,7 @@ class Contents:
             num_tokens: tokens in the blocks.
 
         Raises:
-            ContentMismatch: the request has fewer tokens, or a token id that is not an unsigned 32-bit integer.
+            ContentMismatch: the request has fewer tokens, or a token id is not an unsigned 32-bit integer.
         """
         tokens = _token_bytes(request, num_tokens)
         # If all tokens together have no other keys, no block has any. For embeddings this question would hash them.
@@ -179,11 +163,7 @@ class Contents:
         return tuple([_last(chains[size], ids) for ids, size in zip(block_ids, block_sizes, strict=True)])
 
     def require(self, request: Request, ticket: Ticket) -> None:
-        """Check that all blocks of a ticket hold the beginning of a request.
-
-        Args:
-            request: that continues from these blocks.
-            ticket: with a checked signature.
+        """Check that all blocks of a ticket, whose signature was checked, hold the beginning of a request.
 
         Raises:
             ContentMismatch: the blocks hold something else, or the ticket has no digests.
@@ -240,7 +220,6 @@ class Contents:
 
 
 def _plain_chain(tokens: bytes, block_size: int) -> list[bytes]:
-    """Return the chain of a request whose blocks have no keys other than their tokens."""
     chain, digest, nbytes = [], START, block_size * TOKEN_BYTES
     for first in range(0, len(tokens), nbytes):
         link = PLAIN.copy()
@@ -259,7 +238,7 @@ def _last(chain: Sequence[bytes], block_ids: Sequence[int]) -> tuple[bytes, ...]
 
 
 def _token_bytes(request: Request, num_tokens: int) -> bytes:
-    """Return the first token ids of a request as little-endian 32-bit integers."""
+    """Return the first token ids as little-endian 32-bit integers."""
     try:
         ids = array("I", request.all_token_ids[:num_tokens])
     except (OverflowError, TypeError) as error:
@@ -272,9 +251,6 @@ def _token_bytes(request: Request, num_tokens: int) -> bytes:
 
 
 def _digest_of_keys(keys: tuple[Any, ...]) -> bytes:
-    """Return a digest of fixed length, so that no keys can be mistaken for tokens.
-
-    vLLM's key of an adapter has its name and its path. The path is left out, because it differs between engines.
-    """
-    portable = [key[:2] if key[0] == "lora" else key for key in keys]
+    """Return a digest of fixed length, so that no keys can be mistaken for tokens."""
+    portable = [key[:2] if key[0] == "lora" else key for key in keys]  # an adapter's path differs between engines
     return blake2b(msgspec.msgpack.encode(portable), digest_size=DIGEST_BYTES).digest()

@@ -1,4 +1,4 @@
-"""vLLM's description of its cache, and its tensors -> a cache that kvflow can move, whatever strides vLLM made.
+"""vLLM's description of its cache, and its tensors -> a cache that kvflow can move with any strides.
 
 vLLM's specs are told apart by the names of their classes, so that this module needs no vLLM.
 

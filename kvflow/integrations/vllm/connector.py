@@ -58,19 +58,12 @@ logger = logging.getLogger("vllm.kvflow")  # vLLM shows the records of loggers b
 
 @dataclass
 class StepCommands(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not installed where types are checked
-    """Commands of one step, from the scheduler's side to every rank. vLLM pickles it.
-
-    Attributes:
-        commands: in the order of execution.
-        step: number of the step.
-        idle: whether the step has nothing to compute.
-        loaded: see ``versions.LoadedBlocks``.
-    """
+    """Commands of one step, from the scheduler's side to every rank. vLLM pickles it."""
 
     commands: Sequence[Command] = ()
     step: int = 0
-    idle: bool = False
-    loaded: Mapping[str, list[int]] = field(default_factory=dict)
+    idle: bool = False  # the step has nothing to compute
+    loaded: Mapping[str, list[int]] = field(default_factory=dict)  # of ``versions.LoadedBlocks``
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to pickle."""
@@ -83,12 +76,7 @@ class StepCommands(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not in
 
 @dataclass
 class RankIntroduction(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # as above
-    """Introduces one rank to the scheduler's side, at the start and after a sleep.
-
-    Attributes:
-        address: of the rank, for tickets.
-        contact: channel over which the scheduler's side reaches the rank between steps.
-    """
+    """Introduces one rank to the scheduler's side, at the start and after a sleep."""
 
     address: RankAddress
     contact: Contact
@@ -169,7 +157,7 @@ class KVFlowConnector(*versions.connector_bases()):  # type: ignore[misc]  # vLL
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
-        """Return True: a load brings the state, whatever the prefix cache has of other layers."""
+        """Return True: a load brings the state, so the prefix cache may have more of other layers."""
         return True
 
     @property
@@ -325,7 +313,7 @@ class KVFlowConnector(*versions.connector_bases()):  # type: ignore[misc]  # vLL
         """Do nothing: other engines read the cache directly."""
 
     def wait_for_save(self) -> None:
-        """Take note that the device has been given all that this step writes. Other engines read the cache directly."""
+        """Note that the device has been given all that this step writes. Other engines read the cache directly."""
         step = self._connector_metadata
         assert isinstance(step, StepCommands)
         self._worker_side.rank.end_step(step.step)

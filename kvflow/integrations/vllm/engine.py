@@ -38,14 +38,9 @@ HEAD_COUNT = re.compile(r"key_value_heads|kv_head|head_kv|query_group|attention_
 
 
 class LoadWait(NamedTuple):
-    """How long a step that has nothing to compute waits for open loads.
+    """How long a step that has nothing to compute waits for open loads."""
 
-    Attributes:
-        each_s: until all have ended; again, as long as some end in that time.
-        all_s: at most.
-    """
-
-    each_s: float
+    each_s: float  # until all have ended; again, as long as some end in that time
     all_s: float
 
 
@@ -70,7 +65,7 @@ def engine_facts(vllm_config: "VllmConfig", *, ranked: bool, told_of_sleep: bool
 
     Args:
         vllm_config: the engine's.
-        ranked: whether this process has a rank; a scheduler has none, and its settings are those of rank 0.
+        ranked: whether this process has a rank; a scheduler's settings are those of rank 0.
         told_of_sleep: whether this release of vLLM tells a connector when the engine sleeps and wakes.
     """
     parallel = vllm_config.parallel_config
@@ -102,11 +97,7 @@ def own_host() -> str:
 
 
 def require_parallelism(parallel: Any) -> None:
-    """Refuse ways to divide a model that the connector does not describe.
-
-    Raises:
-        ConfigInvalid: names the setting.
-    """
+    """Refuse ways to divide a model that the connector does not describe: ConfigInvalid names the setting."""
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         size = getattr(parallel, name, 1)
         if size != 1:
@@ -116,11 +107,7 @@ def require_parallelism(parallel: Any) -> None:
 
 
 def require_awake(model: Any) -> None:
-    """Refuse sleep mode, for releases that tell no connector of it: peers would go on to read where the cache was.
-
-    Raises:
-        ConfigInvalid: it is enabled.
-    """
+    """Refuse sleep mode in releases that tell no connector of it: peers would go on to read where the cache was."""
     if getattr(model, "enable_sleep_mode", False):
         raise ConfigInvalid(
             "enable_sleep_mode is on, but this release of vLLM does not tell its connectors when the engine sleeps",
@@ -129,11 +116,7 @@ def require_awake(model: Any) -> None:
 
 
 def require_own_device(vllm_config: "VllmConfig") -> None:
-    """Refuse to stage the cache on another device than its own: peers read it where it is.
-
-    Raises:
-        ConfigInvalid: names ``kv_buffer_device``.
-    """
+    """Refuse a ``kv_buffer_device`` other than that of the cache: peers read it where it is."""
     from vllm.platforms import current_platform  # noqa: PLC0415 - it looks for devices
 
     wanted, has = vllm_config.kv_transfer_config.kv_buffer_device, current_platform.device_type
@@ -149,9 +132,6 @@ def require_fixed_pages(vllm_config: "VllmConfig") -> None:
     """Refuse an allocator that may move the cache to other pages of a GPU: what peers have registered would be stale.
 
     vLLM refuses it, too, under the older of torch's names. Its own allocator for sleep mode keeps pages where they are.
-
-    Raises:
-        ConfigInvalid: names the variable.
     """
     from vllm.platforms import current_platform  # noqa: PLC0415 - it looks for devices
 
@@ -169,7 +149,7 @@ def require_fixed_pages(vllm_config: "VllmConfig") -> None:
 
 
 def runs_apart(vllm_config: "VllmConfig") -> bool:
-    """Tell whether the workers may be in other processes than the scheduler."""
+    """Return whether the workers may be in other processes than the scheduler."""
     return bool(vllm_config.parallel_config.distributed_executor_backend != "uni")
 
 
@@ -181,7 +161,7 @@ def load_wait(vllm_config: "VllmConfig") -> LoadWait:
 
 
 def writes_late(vllm_config: "VllmConfig") -> bool:
-    """Tell whether a step may write into its blocks on a GPU when its tokens have arrived: draft models, and states."""
+    """Return whether a step of a GPU may write blocks after its tokens have arrived: draft models and states do."""
     return vllm_config.speculative_config is not None or bool(vllm_config.model_config.is_hybrid)
 
 
@@ -204,10 +184,6 @@ def required_layout(vllm_config: "VllmConfig", *, packed: bool) -> str | None:
 
     vLLM prefers ``LBNHC``, where these are one piece for each token. A layout that an attention backend does not
     support is dropped by vLLM, with a warning. Latents are not divided, so any layout suits them.
-
-    Args:
-        vllm_config: the engine's.
-        packed: whether one block of all layers shall be one row.
     """
     model = vllm_config.model_config
     divided = model is not None and not model.use_mla
@@ -217,7 +193,7 @@ def required_layout(vllm_config: "VllmConfig", *, packed: bool) -> str | None:
 
 
 def _keeps_heads_inside() -> bool:
-    """Tell whether this GPU is one for which vLLM's FlashInfer supports no heads outside layers."""
+    """Return whether vLLM's FlashInfer supports no heads outside layers on this GPU."""
     from vllm.platforms import current_platform  # noqa: PLC0415 - it looks for devices
 
     capability = current_platform.get_device_capability()
@@ -274,10 +250,8 @@ def _numbers(config: Any, key: str = "") -> Iterator[int]:
 
 
 def element_types(vllm_config: "VllmConfig", layers: Iterable[str]) -> dict[str, str]:
-    """Return what the bytes of each layer's cache are, if vLLM keeps them as bytes: layer name -> torch's name.
-
-    Each layer is asked: ``--kv-cache-dtype-skip-layers``, the checkpoint or a draft model may say otherwise for some.
-    """
+    """Return what the bytes of each layer's cache are, if vLLM keeps them as bytes: layer name -> torch's name."""
+    # ``--kv-cache-dtype-skip-layers``, the checkpoint or a draft model may make some layers different.
     from vllm.platforms import current_platform  # noqa: PLC0415 - it looks for devices
 
     modules = vllm_config.compilation_config.static_forward_context

@@ -33,25 +33,15 @@ SAMPLED_MAX = 1024
 
 @dataclass(slots=True)
 class _Load:
-    """One request that reads its prompt, or whose ticket was refused.
+    """One request that reads its prompt, or whose ticket was refused."""
 
-    Attributes:
-        end: index after the last token to load; this engine may compute the last tokens of the prompt.
-        ticket: verified; None if the request was refused or follows another.
-        covered: tokens of the ticket.
-        refusal: the error, if the request was refused.
-        computed: tokens in the prefix cache when vLLM last asked.
-        loading: whether the ranks have the command and have not reported yet.
-        follows: request that loads the same ticket; empty if this request loads its own.
-    """
-
-    end: int
-    ticket: Ticket | None = None
-    covered: int = 0
+    end: int  # index after the last token to load; this engine may compute the last tokens of the prompt
+    ticket: Ticket | None = None  # verified; None if the request was refused or follows another
+    covered: int = 0  # tokens of the ticket
     refusal: KvflowError | None = None
-    computed: int = 0
-    loading: bool = False
-    follows: str = ""
+    computed: int = 0  # tokens in the prefix cache when vLLM last asked
+    loading: bool = False  # the ranks have the command and have not reported yet
+    follows: str = ""  # request that loads the same ticket; empty if this request loads its own
 
 
 class Loading:
@@ -60,9 +50,6 @@ class Loading:
     Args:
         groups: that are transferred.
         tokens_max: tokens of the longest request of this engine (``max_model_len``).
-
-    Attributes:
-        groups: that are transferred.
 
     Thread: the scheduler's.
     """
@@ -82,7 +69,7 @@ class Loading:
         """Take a request with a ticket.
 
         Args:
-            request_id: name of the request in this engine.
+            request_id: in this engine.
             ticket: verified, and with blocks that hold the beginning of this request.
             wanted: tokens of the prompt that this engine can load.
         """
@@ -107,13 +94,8 @@ class Loading:
     def refuse(self, request_id: str, error: KvflowError, *, wanted: int, ticket: Ticket | None = None) -> None:
         """Take a request that must fail or be computed here, as ``kv_load_failure_policy`` says.
 
-        The request is handled as a failed load, because vLLM accepts no other failure of a single request.
-
-        Args:
-            request_id: name of the request in this engine.
-            error: reason of the refusal.
-            wanted: tokens of its prompt.
-            ticket: verified, but useless to this request: it is released.
+        The request is handled as a failed load, because vLLM accepts no other failure of a single request. ``wanted``
+        are the tokens of its prompt; a ticket is verified, but useless to it, and released.
         """
         logger.warning("kvflow: request %s is refused: %s", request_id, error)
         self._loads[request_id] = _Load(wanted, refusal=error)
@@ -152,8 +134,8 @@ class Loading:
         """Order the load of a request for which vLLM has allocated blocks.
 
         Args:
-            request_id: name of the request in this engine.
-            listed: block ids, one list for each group of vLLM, with ``NULL_BLOCK`` for a block that is filled already.
+            request_id: in this engine.
+            listed: block ids of each group of vLLM, with ``NULL_BLOCK`` for a block that is filled already.
             num_tokens: tokens to load; 0 if the prefix cache has all tokens of the ticket.
         """
         load = self._loads.get(request_id)
@@ -221,12 +203,7 @@ class Loading:
             self._loaders.pop(load.ticket.sealed, None)
 
     def _check_range(self, covered: int, wanted: int) -> None:
-        """Check the number of tokens of a ticket.
-
-        Raises:
-            BlockRangeMismatch: a request of this engine cannot have as many tokens, or the ticket has the state of a
-                later token than this engine can use.
-        """
+        """Refuse a ticket of more tokens than a request may have, or with the state of a token that is of no use."""
         if covered > self._tokens_max:
             raise BlockRangeMismatch(
                 f"the ticket has {covered} tokens, but max_model_len of this engine is {self._tokens_max}",

@@ -14,35 +14,23 @@ from kvflow import Finished, Grant, Ticket
 BlockIds = tuple[tuple[int, ...], ...]
 """One list of block ids for each group, with -1 for a block that is absent."""
 
-# Commands: the scheduler's side sends those of a step to every rank.
+# Commands: the scheduler's side sends those of a step to every rank. ``request_id`` is the name in this engine.
 
 
 class Admit(Struct, frozen=True, tag=True):
-    """Hold the lease of a grant, unless ``admission`` was faster; report it as sent when the lease ends.
-
-    Attributes:
-        request_id: name of the request in this engine.
-        grant: of its ticket.
-        step: number of the last step that wrote into its blocks.
-    """
+    """Hold the lease of a grant, unless ``admission`` was faster; report it as sent when the lease ends."""
 
     request_id: str
     grant: Grant
-    step: int = 0
+    step: int = 0  # the last one that wrote into the blocks
 
 
 class Load(Struct, frozen=True, tag="Pull"):  # the tag of 0.1.0
-    """Read the blocks of a ticket into these blocks; report the request as received, whether the read failed or not.
-
-    Attributes:
-        request_id: name of the request in this engine.
-        ticket: of the producer.
-        block_ids: one list per group, with -1 where nothing must be written.
-    """
+    """Read the blocks of a ticket into these blocks; report the request as received, whether the read failed or not."""
 
     request_id: str
     ticket: Ticket
-    block_ids: BlockIds
+    block_ids: BlockIds  # -1 where nothing must be written
 
 
 class Keep(Struct, frozen=True, tag=True):
@@ -66,14 +54,7 @@ class GiveBack(Struct, frozen=True, tag="Release"):  # likewise
 
 
 class Fail(Struct, frozen=True, tag=True):
-    """Report a request as received and failed: its parameters were refused.
-
-    Attributes:
-        request_id: name of the request in this engine.
-        code: of the error.
-        reason: message of the error.
-        remedy: what the user can do about it.
-    """
+    """Report a request as received and failed: its parameters were refused."""
 
     request_id: str
     code: str
@@ -123,7 +104,7 @@ def empty_counters() -> Counters:
 
 
 def is_empty(counters: Counters) -> bool:
-    """Tell whether nothing was counted."""
+    """Return whether nothing was counted."""
     return not any(counters[name] for name in (*SERIES, *COUNTS))
 
 

@@ -41,22 +41,13 @@ SPECULATIVE_SHARE = 0.5
 
 
 class _ClientCall(Struct, frozen=True):
-    """The call from which vLLM made a request.
+    """The call from which vLLM made a request."""
 
-    Attributes:
-        prompt: name that all samples of one prompt share.
-        sampled: whether the request is one of several samples.
-        call: name that all prompts of one call share; empty if the request is not of ``/v1/completions``.
-        number: of the prompt in its call.
-        asked: whether the client has asked for a ticket.
-        traceparent: W3C trace context of the request; empty if there is none.
-    """
-
-    prompt: str
-    sampled: bool
-    call: str
-    number: int
-    asked: bool
+    prompt: str  # name that all samples of one prompt share
+    sampled: bool  # the request is one of several samples
+    call: str  # name that all prompts of one call share; empty if the request is not of ``/v1/completions``
+    number: int  # of the prompt in its call
+    asked: bool  # the client has asked for a ticket
     traceparent: str = ""
 
     @classmethod
@@ -71,7 +62,7 @@ class _ClientCall(Struct, frozen=True):
 
 
 def is_further_prompt(request_id: str) -> bool:
-    """Tell whether a request is a second or later prompt of a call: vLLM answers no ticket for it."""
+    """Return whether a request is a second or later prompt of a call: vLLM answers no ticket for it."""
     # Most requests have other names: skip the regular expressions for them.
     return request_id.startswith(PROMPT_STARTS) and _ClientCall.of(request_id, asked=False).number > 0
 
@@ -83,8 +74,7 @@ class Offering:
         groups: that are transferred.
         mint: returns the ticket issuer of the engine, given the addresses of its ranks.
         num_blocks: blocks of the engine.
-        admit_early: tells the ranks to hold a lease before the command arrives with the next step; takes the ticket
-            and the number of the last step that wrote into its blocks.
+        admit_early: ``EarlyAdmission.admit``.
 
     Thread: the scheduler's.
     """
@@ -117,7 +107,7 @@ class Offering:
         """Take a request whose blocks are to be offered when its prompt is computed.
 
         Args:
-            request_id: name of the request in this engine.
+            request_id: in this engine.
             asked: whether the client has asked for a ticket. Other offers are limited to ``SPECULATIVE_SHARE``.
             traceparent: W3C trace context of the request; empty if there is none.
         """
@@ -132,7 +122,7 @@ class Offering:
         self._last_steps.update((request_id, step) for request_id in request_ids if request_id in self._wanted)
 
     def is_sample(self, request_id: str) -> bool | None:
-        """Tell whether a request is one of several samples of its prompt; None if it was not announced."""
+        """Return whether a request is one of several samples of its prompt; None if it was not announced."""
         origin = self._wanted.get(request_id)
         return None if origin is None else origin.sampled
 
@@ -148,8 +138,8 @@ class Offering:
         """Offer the blocks of a request that has ended.
 
         Args:
-            request_id: name of the request in this engine.
-            listed: block ids, one list for each group of vLLM.
+            request_id: in this engine.
+            listed: block ids of each group of vLLM.
             num_tokens: tokens whose keys, values or states are in the blocks.
             computed: whether the request completed; False if it was aborted or failed.
             digests: returns the digests of the request's blocks, given their ids and ``num_tokens``.
@@ -190,7 +180,7 @@ class Offering:
         return commands
 
     def _is_surplus(self, origin: _ClientCall) -> bool:
-        """Tell whether vLLM answers the parameters of another request of the same call."""
+        """Return whether vLLM answers the parameters of another request of the same call."""
         behind = origin.call and origin.number and self._first_prompts[origin.call]
         return bool(behind or (origin.sampled and self._running[origin.prompt]))
 
@@ -263,7 +253,7 @@ class _Speculative:
         blocks = frozenset(block for ids in listed for block in ids) - {NULL_BLOCK}
         new = sum(block not in self._blocks for block in blocks)
         if len(self._blocks) + new > self._blocks_max or len(self._held) + 1 > slots * SPECULATIVE_SHARE:
-            self._tell(request_id)
+            self._warn(request_id)
             return False
         self._held[request_id] = blocks
         self._blocks.update(blocks)
@@ -274,7 +264,7 @@ class _Speculative:
         for block in self._held.pop(request_id, ()):
             _subtract(self._blocks, block)
 
-    def _tell(self, request_id: str) -> None:
+    def _warn(self, request_id: str) -> None:
         if self._told:
             return
         self._told = True
@@ -291,7 +281,6 @@ class _Speculative:
 
 
 def _subtract(counter: Counter[Any], key: Any) -> None:
-    """Subtract one, and remove the key at zero."""
     counter[key] -= 1
     if counter[key] <= 0:
         del counter[key]

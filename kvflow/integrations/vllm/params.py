@@ -42,15 +42,10 @@ class OfferWanted(Struct, frozen=True):
 
 
 class LoadWanted(Struct, frozen=True):
-    """Read the blocks of a ticket instead of computing them.
-
-    Attributes:
-        ticket: signed by a member of the cluster.
-        rewritten: names of fields whose values differ from the ticket.
-    """
+    """Read the blocks of a ticket instead of computing them."""
 
     ticket: Ticket
-    rewritten: tuple[str, ...] = ()
+    rewritten: tuple[str, ...] = ()  # names of fields whose values differ from the ticket
 
 
 Wanted = Nothing | OfferWanted | LoadWanted
@@ -59,11 +54,7 @@ SWITCHES = ("do_remote_prefill", "do_remote_decode")
 
 
 def is_tagged(params: object) -> bool:
-    """Tell whether the parameters have a switch for a transfer, on or off. A switch that is null counts as absent.
-
-    Args:
-        params: as the client sent them: an object, or anything else.
-    """
+    """Return whether the parameters of a client have a switch for a transfer, on or off. Null counts as absent."""
     if isinstance(params, dict):
         load, offer = SWITCHES
         return params.get(load) is not None or params.get(offer) is not None
@@ -71,16 +62,13 @@ def is_tagged(params: object) -> bool:
 
 
 def traceparent_of(headers: object) -> str:
-    """Return the W3C trace context of a request's ``trace_headers``; empty if there is none that a ticket can carry.
-
-    A client may have chosen it.
-    """
+    """Return the W3C trace context of a request's ``trace_headers``, which a client may choose; empty if malformed."""
     given = headers.get("traceparent") if isinstance(headers, Mapping) else None
     return given if is_traceparent(given) else ""
 
 
 def wants_transfer(params: object) -> bool:
-    """Tell whether the parameters ask for a transfer, in a valid form or not."""
+    """Return whether the parameters ask for a transfer, in a valid form or not."""
     if isinstance(params, dict):
         load, offer = SWITCHES
         return bool(params.get(load) or params.get(offer))
@@ -92,7 +80,7 @@ def read_params(params: object, verify: Verify, chars_max: int) -> Wanted:
 
     Args:
         params: as the client sent them: an object, or anything else.
-        verify: tells whether a member of the cluster signed a grant.
+        verify: returns whether a member of the cluster signed a grant.
         chars_max: characters of the longest ticket that this engine can use.
 
     Raises:
@@ -129,11 +117,7 @@ def ticket_chars_max(block_sizes: Sequence[int], tokens_max: int) -> int:
 
 
 def describe_ticket(ticket: Ticket) -> dict[str, Any]:
-    """Return the facts of a ticket under the names that routers know.
-
-    Raises:
-        TicketInvalid: its endpoint has no host or no port.
-    """
+    """Return the facts of a ticket under the names that routers know; TicketInvalid if its endpoint is malformed."""
     grant = ticket.grants[0]
     host, port = _host_and_port(grant.ranks[0].endpoint)
     return {
@@ -155,11 +139,7 @@ def _host_and_port(endpoint: str) -> tuple[str, int]:
 
 
 def ticket_params(ticket: Ticket) -> dict[str, Any]:
-    """Return the parameters of a producer's answer: as JSON, and with everything that the decode request needs.
-
-    Raises:
-        TicketInvalid: the endpoint of the producer has no host or no port.
-    """
+    """Return the parameters of a producer's answer; TicketInvalid if its own endpoint is malformed."""
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -205,31 +185,18 @@ ALWAYS = 'If the router has no such setting, set "offer": "always" in kv_connect
 
 
 class Untagged:
-    """Counts the requests of one engine that involve no other engine.
-
-    Args:
-        settings: of the connector.
-
-    Attributes:
-        counts: requests since the last ``take``, by the content of their parameters.
-
-    Thread: the scheduler's.
-    """
+    """Counts the requests of one engine that involve no other engine. Thread: the scheduler's."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()  # since the last ``take``, by the content of their parameters
         self._absent = 0
         self._told = False
         self._told_further = False
         self._tagged = settings.offers_always  # such an engine offers its prompts without parameters
 
     def note(self, params: object) -> None:
-        """Count a request.
-
-        Args:
-            params: its ``kv_transfer_params``, as the client sent them.
-        """
+        """Count a request by its ``kv_transfer_params``, as the client sent them."""
         if not is_tagged(params):
             self.counts["absent"] += 1
             self._absent += 1
@@ -252,10 +219,7 @@ class Untagged:
             )
 
     def take(self) -> dict[str, int]:
-        """Return the counts since the last call, by the content of the parameters.
-
-        The keys are ``absent``, ``decline`` (no transfer wanted) and ``another_prompt`` (see ``note_further_prompt``).
-        """
+        """Return the counts since the last call: ``absent``, ``decline`` (no transfer wanted), ``another_prompt``."""
         counts, self.counts = self.counts, Counter()
         return dict(counts)
 

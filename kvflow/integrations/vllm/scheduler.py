@@ -46,16 +46,10 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class Guard:
-    """Counts and logs exceptions that vLLM must not see: an exception out of its scheduler ends the engine.
-
-    Attributes:
-        caught: exceptions since the last ``take``, by the method that raised them.
-
-    Thread: the scheduler's.
-    """
+    """Counts and logs exceptions that vLLM must not see: an exception out of its scheduler ends the engine."""
 
     def __init__(self) -> None:
-        self.caught: dict[str, int] = {}
+        self.caught: dict[str, int] = {}  # since the last ``take``, by the method that raised them
         self._told: set[tuple[str, type[Exception]]] = set()
 
     def note(self, method: str, error: Exception) -> None:
@@ -84,8 +78,7 @@ def guarded(answer: Any, mend: Callable[..., Any] | None = None) -> Callable[[Me
 
     Args:
         answer: result of the method if it raises and ``mend`` cannot help.
-        mend: called with the object, the exception and the arguments if the method raises; returns the result of the
-            method.
+        mend: returns the result if the method raises; takes the object, the exception and the arguments.
     """
 
     def decorate(method: Method) -> Method:
@@ -117,12 +110,6 @@ class SchedulerSide:
         vllm_config: of the engine.
         kv_cache_config: of the engine, with the groups of its cache.
         extra_keys: vLLM's ``generate_block_hash_extra_keys``.
-
-    Attributes:
-        guard: exceptions that vLLM did not see.
-        loading: requests that read their prompts from other engines.
-        offering: requests that other engines read.
-        untagged: requests that involve no other engine.
 
     Thread: the scheduler's.
     """
@@ -297,7 +284,7 @@ class SchedulerSide:
             )
 
     def _is_prefill(self, request: "Request") -> bool:
-        """Tell whether a request without switches in its parameters is a prefill: it asks for one token.
+        """Return whether a request without switches in its parameters is a prefill: it asks for one token.
 
         A client that asks for more tokens wants the answer of this engine, whose prompt must not be shortened.
         """

@@ -44,12 +44,9 @@ class EngineFacts(Struct, frozen=True, kw_only=True):
     Attributes:
         engine_id: name of the engine, which all its ranks share.
         kv_role: ``kv_producer``, ``kv_consumer`` or ``kv_both``.
-        rank: of the worker in its engine.
-        num_ranks: number of ranks of the engine.
         port_offset: added to each port that is not 0, because ranks on one host need different ports.
         copied_by_ray: whether Ray has started this process. Ray copies few variables to its workers.
-        model: name that peers compare; see ``model_name``.
-        model_revision: of the weights; empty if unknown.
+        model: name that peers compare, as ``model_name`` returns it.
         model_dtype: data type in which the model computes.
         sleep_mode: whether the engine may sleep.
     """
@@ -70,12 +67,10 @@ class Settings(Struct, frozen=True, kw_only=True):
     """Settings of one side of the connector.
 
     Attributes:
-        worker: settings of the rank's worker.
         produces: whether this engine makes tickets.
         consumes: whether this engine reads tickets of others.
         enable_cross_layers_blocks: whether to ask vLLM for a layout in which one block of all layers is one row.
         log_file: file for kvflow's records, one JSON object per line; None leaves them to Python's logging.
-        log_level: level below which records are left out of that file, as the standard library numbers it.
         offers_always: whether to offer requests for one token that come without ``kv_transfer_params``.
     """
 
@@ -121,10 +116,10 @@ def read_settings(extra: Mapping[str, Any], facts: EngineFacts, find_host: Calla
         if not facts.copied_by_ray:
             raise
         raise ConfigInvalid(f"{error.message}, in a worker that Ray has started", remedy=RAY_REMEDY) from error
-    addresses = {name: value for name, value in config.settings().items() if name in (*ENDPOINTS, "http") and value}
-    config = config.replaced(**{name: moved(value, facts.port_offset) for name, value in addresses.items()})
+    given = {name: value for name, value in config.settings().items() if name in (*ENDPOINTS, "http") and value}
+    endpoints = {name: moved(value, facts.port_offset) for name, value in given.items()}
     return Settings(
-        worker=config,
+        worker=config.replaced(**endpoints),
         produces=facts.kv_role != "kv_consumer",
         consumes=facts.kv_role != "kv_producer",
         enable_cross_layers_blocks=wants_packed(extra),
@@ -135,16 +130,12 @@ def read_settings(extra: Mapping[str, Any], facts: EngineFacts, find_host: Calla
 
 
 def check_keys(extra: Mapping[str, Any]) -> None:
-    """Check that all keys of ``kv_connector_extra_config`` are known.
-
-    Raises:
-        ConfigInvalid: names the unknown keys, and suggests a known one.
-    """
+    """Refuse unknown keys of ``kv_connector_extra_config`` with ConfigInvalid, which suggests a known one."""
     decided = sorted(FROM_ENGINE & set(extra))
     if decided:
         raise ConfigInvalid(
             f"kv_connector_extra_config has {', '.join(decided)}, but vLLM decides this setting",
-            remedy="Remove it. To name the engine, set engine_id beside kv_connector_extra_config.",
+            remedy="Remove it. To name the engine, set engine_id next to kv_connector_extra_config.",
         )
     unknown = sorted(str(key) for key in set(extra) - KEYS)
     if unknown:
@@ -155,11 +146,7 @@ def check_keys(extra: Mapping[str, Any]) -> None:
 
 
 def wants_packed(extra: Mapping[str, Any]) -> bool:
-    """Return the setting ``enable_cross_layers_blocks``; False if it is absent.
-
-    Raises:
-        ConfigInvalid: it is not true or false.
-    """
+    """Return the setting ``enable_cross_layers_blocks``; ConfigInvalid if it is not true or false."""
     value = extra.get("enable_cross_layers_blocks", False)
     try:
         return msgspec.convert(value, type=bool, strict=False)
@@ -213,17 +200,17 @@ def moved(endpoint: str, offset: int) -> str:
     host, _, port = endpoint.rpartition(":")
     if port == "0":
         return endpoint
-    moved = int(port) + offset
-    if moved > PORT_MAX:
-        raise ConfigInvalid(f"{endpoint} plus {offset} for this rank is port {moved}, above the last port {PORT_MAX}")
-    return f"{host}:{moved}"
+    higher = int(port) + offset
+    if higher > PORT_MAX:
+        raise ConfigInvalid(f"{endpoint} plus {offset} for this rank is port {higher}, above the last port {PORT_MAX}")
+    return f"{host}:{higher}"
 
 
 # The address of this host.
 
 HOST = "{host}"
 ENDPOINTS = ("bind", "advertise", "tcp_bind", "tcp_advertise")
-"""Settings that may contain ``HOST``."""
+"""Settings with an endpoint, which may contain ``HOST``."""
 
 HOST_VARIABLE = "KVFLOW_ADVERTISE_HOST"
 HOST_VARIABLES = (HOST_VARIABLE, "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_HOST_IP", "POD_IP")
@@ -234,17 +221,7 @@ NAME = re.compile(r"([A-Za-z0-9_-]+\.)*(?![0-9]+\.?$)[A-Za-z0-9_-]+\.?")
 
 
 def _with_host(extra: Mapping[str, Any], find_host: Callable[[], str]) -> dict[str, Any]:
-    """Return the settings with the address or name of this host in place of ``{host}``.
-
-    A name is not resolved here: each peer resolves it when it connects.
-
-    Args:
-        extra: the connector's extra configuration.
-        find_host: returns the host if no variable is set.
-
-    Raises:
-        ConfigInvalid: the host is unknown, is neither an address nor a name, or is not this host though bind needs it.
-    """
+    """Return the settings with this host in place of ``{host}``; peers resolve a name when they connect."""
     endpoints = {key: extra[key] for key in ENDPOINTS if isinstance(extra.get(key), str) and HOST in extra[key]}
     if not endpoints:
         return dict(extra)
@@ -291,7 +268,7 @@ def doubts(config: WorkerConfig) -> Iterator[str]:
 
 
 def is_here(address: IPv4Address | IPv6Address) -> bool:
-    """Tell whether an address belongs to this host, which is true if a socket can be bound to it."""
+    """Return whether an address belongs to this host: a socket can be bound to it."""
     family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -302,7 +279,7 @@ def is_here(address: IPv4Address | IPv6Address) -> bool:
 
 
 def _given_or_found(find_host: Callable[[], str]) -> tuple[str, str]:
-    """Return where the host is known from, and the host."""
+    """Return the name of what says so, and the host."""
     for name in HOST_VARIABLES:
         if value := os.environ.get(name, "").strip():
             return name, value
@@ -316,7 +293,7 @@ def _is_loopback(endpoint: str) -> bool:
 
 
 def _is_elsewhere(endpoint: str) -> bool:
-    """Tell whether an address belongs to another host; False for a name, which is not resolved."""
+    """Return whether an address belongs to another host; False for a name, which is not resolved."""
     address = _address(_host_of(endpoint))
     return address is not None and not is_here(address)
 

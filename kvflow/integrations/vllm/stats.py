@@ -114,7 +114,7 @@ class KVFlowStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not instal
         return summary(self.data)
 
     def is_empty(self) -> bool:
-        """Tell whether nothing was counted."""
+        """Return whether nothing was counted."""
         return is_empty(self.data)
 
 

@@ -35,7 +35,7 @@ RECOMPUTABLE = ("FullAttentionSpec", "MLAAttentionSpec")
 """Class names of vLLM's specs of caches that keep every token of a request."""
 
 Keys = tuple[tuple[Any, ...] | None, int]
-"""Keys of a block beside its tokens, or None, and the index of the next media item."""
+"""Keys of a block other than its tokens, or None, and the index of the next media item."""
 
 
 class Features(Struct, frozen=True, kw_only=True):
@@ -56,11 +56,7 @@ class Features(Struct, frozen=True, kw_only=True):
 
 
 def require_supported() -> None:
-    """Check the installed release of vLLM.
-
-    Raises:
-        ConfigInvalid: names the release and the supported range.
-    """
+    """Refuse an unsupported release of vLLM with ConfigInvalid, which names the supported range."""
     check_release(installed_release())
 
 
@@ -94,22 +90,14 @@ def check_release(release: str) -> tuple[int, int]:
 
 
 def features_of(release: str) -> Features:
-    """Return the features of a release of vLLM.
-
-    Raises:
-        ConfigInvalid: see ``check_release``.
-    """
+    """Return the features of a release of vLLM; ConfigInvalid if it is not supported."""
     numbers = check_release(release)
     return Features(**{name: numbers >= first for name, first in SINCE.items()})
 
 
 @cache
 def features() -> Features:
-    """Return the features of the installed release of vLLM.
-
-    Raises:
-        ConfigInvalid: see ``check_release``.
-    """
+    """Return the features of the installed release of vLLM; ConfigInvalid if it is not supported."""
     return features_of(installed_release())
 
 
@@ -165,13 +153,8 @@ def extra_keys() -> Callable[[Any, int, int, int], Keys]:
 
 
 def name_keys(request: Any, keys: Iterable[Any]) -> tuple[tuple[Any, ...], ...]:
-    """Return the keys of a block with their kinds, as vLLM 0.31 and later releases do.
-
-    Args:
-        request: owner of the block.
-        keys: in vLLM's order: the adapter's name, media with their start, the salt, digests of embeddings.
-    """
-    keys = list(keys)
+    """Return the keys of a block with their kinds, as vLLM 0.31 and later releases do."""
+    keys = list(keys)  # in vLLM's order: the adapter's name, media with their start, the salt, digests of embeddings
     named: list[tuple[Any, ...]] = []
     if request.lora_request:
         named.append(("lora", keys.pop(0), request.lora_request.lora_path))
@@ -200,14 +183,10 @@ def prefill_lookahead(vllm_config: "VllmConfig") -> int:
 
 
 def require_failures_told(groups: Iterable[Any], policy: str) -> None:
-    """Check that this release of vLLM can recompute a failed load, if ``kv_load_failure_policy`` asks for it.
+    """Refuse the policy ``recompute`` of ``kv_load_failure_policy`` where this release of vLLM cannot keep it.
 
     Releases without ``failed_requests`` recompute from the first block that was not loaded. If a sliding window has
     moved past earlier blocks, these are missing, and the tokens would be wrong.
-
-    Args:
-        groups: vLLM's groups that are transferred.
-        policy: ``kv_load_failure_policy``.
 
     Raises:
         ConfigInvalid: names the kind of cache.
@@ -224,10 +203,7 @@ def require_failures_told(groups: Iterable[Any], policy: str) -> None:
 
 
 class LoadedBlocks:
-    """Ids of the blocks into which requests are loaded. It is empty in releases with ``failed_requests``.
-
-    The scheduler's side notes the ids and sends them to the ranks, which report those of failed requests.
-    """
+    """Ids of the blocks into which requests are loaded, for ranks to report. Empty if vLLM has ``failed_requests``."""
 
     def __init__(self) -> None:
         self._of: dict[str, list[int]] = {}

@@ -51,8 +51,7 @@ logger = logging.getLogger("vllm.kvflow")  # vLLM shows the records of loggers b
 
 
 WRITTEN_PAUSE_S = 0.001
-"""Pause before an early admission asks again whether a device has written the blocks: a draft model takes some
-milliseconds."""
+"""Pause before an early admission asks again if the blocks are written: a draft model takes some milliseconds."""
 
 MARKS_MAX = 8
 """Ends of steps that are watched. vLLM gives a device at most a few steps ahead."""
@@ -62,36 +61,24 @@ NOT_RELEASED = (AuthenticationFailed, PeerLost, PeerRefused, ReleaseMismatch, St
 
 
 Passed = Callable[[], bool]
-"""Tells whether a device has done what it had been given when it was marked."""
+"""Returns whether a device has done what it had been given when it was marked."""
 
 
 class Results(NamedTuple):
-    """Requests whose transfers have ended since the last step.
+    """Requests whose transfers have ended since the last step."""
 
-    Attributes:
-        sent: requests whose leases have ended: vLLM may reuse their blocks.
-        received: requests whose loads have ended: nothing writes into their blocks.
-        failed: requests in ``received`` whose blocks were not loaded.
-    """
-
-    sent: set[str]
-    received: set[str]
-    failed: set[str]
+    sent: set[str]  # their leases have ended: vLLM may reuse their blocks
+    received: set[str]  # their loads have ended: nothing writes into their blocks
+    failed: set[str]  # those in ``received`` whose blocks were not loaded
 
 
 @dataclass(slots=True)
 class _EarlyLease:
-    """A grant that arrived before the command of its step.
-
-    Attributes:
-        key: of the grant.
-        held: whether its lease is held.
-        ended: whether its lease has ended. This is reported after the command: only with that step ``MultiConnector``
-            learns whether another connector still saves the blocks.
-    """
+    """A grant that arrived before the command of its step."""
 
     key: tuple[str, str]
     held: bool = False
+    # Reported after the command: only with that step ``MultiConnector`` learns if another connector saves the blocks.
     ended: bool = False
 
 
@@ -149,7 +136,7 @@ class RankWorker:
                     logger.exception("kvflow: a command of request %s failed", command.request_id)
 
     def execute_written(self, commands: Sequence[Command] = (), *, step: int = 0) -> None:
-        """Execute commands, in order, as soon as a step and all before it have written; see whether others have.
+        """Execute commands, in order, when this step and all earlier ones have written; then check commands that wait.
 
         vLLM gives a block that a step writes to another request when the tokens of the step have arrived. A draft model
         writes later, and would write over what a load has brought.
@@ -196,8 +183,8 @@ class RankWorker:
         """Return the requests whose transfers have ended since the last call.
 
         Args:
-            idle: whether the step has nothing to compute. If so, wait briefly until every open pull has ended, unless
-                there is something else to report.
+            idle: whether the step has nothing to compute: then wait briefly for all open pulls, unless there is
+                something else to report.
         """
         self._admit_written()
         self.execute_written()
@@ -209,7 +196,7 @@ class RankWorker:
         return results
 
     def _wait(self) -> None:
-        """Wait for all open pulls, as long as pulls end."""
+        """Wait for all open pulls, while pulls end."""
         each_s, all_s = self._load_wait
         until = time.monotonic() + all_s
         while open_pulls := len(self._pulls):
@@ -233,9 +220,8 @@ class RankWorker:
     def admit_early(self, grant: Grant, step: int) -> None:
         """Hold the lease of a grant before its command arrives.
 
-        Do nothing if the command has arrived. If a GPU may still write into the blocks, try again until it has written
-        them: the command of the step may never come, because ``LLM.generate`` does not step the engine when it has
-        ended.
+        If a GPU may still write into the blocks, try again until it has written them: the command of the step may never
+        come, because ``LLM.generate`` does not step the engine when it has ended.
 
         Args:
             grant: of a new ticket.
@@ -287,17 +273,15 @@ class RankWorker:
                 self._unwritten.append(command)
 
     def _has_written(self, step: int) -> bool:
-        """Tell whether a step has written its blocks, without waiting. The caller holds ``_admitting``.
-
-        The scheduler's side ends a request when its tokens have arrived. With vLLM's second model runner the device may
-        then still write the draft model's keys and values, and states.
-        """
+        """Return whether a step has written its blocks, without waiting. The caller holds ``_admitting``."""
+        # The scheduler's side ends a request when its tokens have arrived. With vLLM's second model runner the device
+        # may then still write the draft model's keys and values, and states.
         while self._marks and step > self._written and self._marks[0][1]():
             self._written, _ = self._marks.popleft()
         return self._mark is None or step <= self._written
 
     def _admitted(self, command: Admit, *, held: bool, ended: bool = False) -> None:
-        """Take what has become of an admission: whether its lease is held, and has ended."""
+        """Take the result of an admission."""
         if not held:
             self._worker.revoke(command.grant.request_id)  # the admission was interrupted, and vLLM frees the blocks
             count(self._counted(), "leases", "refused")
@@ -326,7 +310,6 @@ class RankWorker:
                 self._pulls[command.request_id] = command.ticket, future
 
     def _cancel(self, request_id: str) -> None:
-        """Cancel the pull of a request."""
         if request_id in self._pulls:
             self._pulls[request_id][1].cancel()
 
