@@ -221,7 +221,12 @@ class PageServer:
         if not received:
             self._take(connection).close()
         elif end or len(request) > HEAD_BYTES_MAX:
-            self._answer(self._take(connection), self._read(bytes(head + end)))
+            self._take(connection)
+            try:
+                self._answer(connection, self._read(bytes(head + end)))
+            except Exception:  # noqa: BLE001 - a defect must not end the thread
+                _log.exception("a request failed")
+                connection.close()
 
     def _take(self, connection: socket.socket) -> socket.socket:
         """Return a connection that is no longer silent, or must end."""
@@ -251,8 +256,8 @@ async def open_pages(address: str, pages: Pages, *, slow: frozenset[str] = froze
 
     Args:
         address: ``HOST:PORT`` to listen on; port 0 takes a free one.
-        pages: see ``PageServer``.
-        slow: see ``PageServer``.
+        pages: path -> what makes its page.
+        slow: paths of pages that one of the ``THREADS`` makes.
 
     Yields:
         ``HOST:PORT``, with the port that was taken.

@@ -1,11 +1,14 @@
 """A hostile client of a worker's HTTP server holds a connection, some kilobytes and some seconds, and nothing else."""
 
 import asyncio
+import re
 import socket
 import threading
 from contextlib import suppress
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvflow.errors import ConfigInvalid
 from kvflow.observability import pages
@@ -115,6 +118,20 @@ async def test_what_is_not_served_is_refused(address, sent, status, words, caplo
     assert ("ZeroDivisionError" in caplog.text) == (status == 500)
 
 
+@given(st.binary(max_size=300), st.sampled_from([b"", b"GET ", b"GET /page HTTP/1.1\r\n", b"HEAD /page HTTP/"]))
+def test_whatever_is_sent_has_an_answer(sent, start):
+    answer = pages._Handler(start + sent + b"\r\n\r\n", PAGES, local_only=True).answer()
+    assert re.match(rb"HTTP/1.1 (200|400|403|404|405|431|503) ", answer)
+
+
+async def test_a_defect_of_the_server_ends_one_connection_only(address, monkeypatch, caplog):
+    with monkeypatch.context() as defect:
+        defect.setattr(pages, "is_loopback", broken)
+        assert await exchange(address, request()) == ("", "")
+    assert "a request failed" in caplog.text
+    assert (await exchange(address, request()))[1] == "content\n"
+
+
 @pytest.mark.parametrize("host", ["localhost:9400", "127.0.0.1", "[::1]:9400", "LOCALHOST"])
 async def test_a_loopback_server_is_asked_by_a_loopback_name(address, host):
     assert (await exchange(address, request(host=host)))[1] == "content\n"
@@ -197,17 +214,25 @@ async def test_clients_that_take_nothing_are_cut_off(address, monkeypatch):
 
 async def test_more_requests_than_may_wait_are_not_answered():
     release = threading.Event()
-    try:
-        slow = {"/slow": lambda: Page(b"slow\n" if release.wait(PATIENCE_S) else b""), "/page": PAGES["/page"]}
-        async with open_pages("127.0.0.1:0", slow, slow=frozenset({"/slow"})) as address:
-            waiting = [asyncio.create_task(exchange(address, request("/slow"))) for _ in range(CONNECTIONS_MAX)]
-            while (await exchange(address, request("/slow"))) != ("", ""):  # as soon as all of them have arrived
-                pass
-            assert (await exchange(address, request()))[1] == "content\n"
-            release.set()
-            assert {body for _, body in await asyncio.gather(*waiting)} == {"slow\n"}
-    finally:
+    slow = {"/slow": lambda: Page(b"slow\n" if release.wait(PATIENCE_S) else b""), "/page": PAGES["/page"]}
+    async with open_pages("127.0.0.1:0", slow, slow=frozenset({"/slow"})) as address, asyncio.timeout(PATIENCE_S):
+        host, _, port = address.rpartition(":")
+        opened = []
+        for number in range(CONNECTIONS_MAX + THREADS):
+            if not number % THREADS:
+                assert (await exchange(address, request()))[1] == "content\n"  # the server has those before it
+            opened.append(await asyncio.open_connection(host, int(port)))
+            opened[-1][1].write(request("/slow"))
+        waiting, refused = {asyncio.create_task(reader.read()) for reader, _ in opened}, set()
+        while len(refused) < THREADS:
+            ended, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            refused |= ended
+        assert (await exchange(address, request()))[1] == "content\n"
         release.set()
+        assert {each.result() for each in refused} == {b""}
+        assert {(await each).rpartition(b"\r\n")[2] for each in waiting} == {b"slow\n"}
+        for _, writer in opened:
+            writer.close()
 
 
 async def test_closing_ends_connections_and_threads_and_frees_the_port(monkeypatch):
