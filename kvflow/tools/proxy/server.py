@@ -23,7 +23,9 @@ from kvflow.observability.logs import record_logger
 from kvflow.tools.proxy import ProxyConfig
 from kvflow.tools.proxy.completions import (
     Completion,
+    Outcome,
     RequestMalformed,
+    RequestRecord,
     decode_body,
     error_body,
     prefill_body,
@@ -31,7 +33,6 @@ from kvflow.tools.proxy.completions import (
     read_params,
     without_params,
 )
-from kvflow.tools.proxy.records import Outcome, RequestRecord
 
 PATHS: Final = ("/v1/completions", "/v1/chat/completions")
 

@@ -21,7 +21,7 @@ class Phase(Struct, frozen=True):
 
 
 class Failure(Struct, frozen=True):
-    """Why a pull failed (``kvflow.events.PullFailed``) or a request (``kvflow.tools.proxy.records.Outcome``)."""
+    """Why a pull failed (``kvflow.events.PullFailed``) or a request (``Outcome`` of ``kvflow proxy``)."""
 
     code: str
     phase: str

@@ -136,7 +136,7 @@ class Traced(Record, frozen=True, kw_only=True):
 
 
 class FailedAttempt(Struct, frozen=True):
-    """A server that a router asked in vain; see ``kvflow.tools.proxy.records.FailedAttempt``."""
+    """A server that a router asked in vain; see ``kvflow.tools.proxy.completions.FailedAttempt``."""
 
     role: Name
     server: Name
@@ -144,7 +144,7 @@ class FailedAttempt(Struct, frozen=True):
 
 
 class Answered(Record, frozen=True, kw_only=True):
-    """``request.answered`` or ``request.failed`` of a router, as ``kvflow.tools.proxy.records.RequestRecord``.
+    """``request.answered`` or ``request.failed`` of a router, as ``kvflow.tools.proxy.completions.RequestRecord``.
 
     Engines of the demo write ``request.answered`` without ``called_at`` and ``prefill_s``.
     """
