@@ -18,29 +18,27 @@ from kvflow.clock import monotonic
 PARAMS = "kv_transfer_params"
 
 OFFER = {"do_remote_decode": True, "do_remote_prefill": False}
-"""What a prefill server is told: keep the cache of this prompt, and say where it is."""
+"""Tells a prefill server to keep the cache of this prompt, and to answer where it is."""
 
 ONE_AT_MOST = ("max_tokens", "max_completion_tokens", "min_tokens", "n")
-"""Numbers of tokens and samples: a prefill request ends when the prompt is computed."""
 
 NULL, FALSE, ONE, OFFERED = (Raw(msgspec.json.encode(value)) for value in (None, False, 1, OFFER))
 
 LONG: Final = ("prompt", "messages", "prompt_embeds")
-"""Fields whose values are not read here, however long they are."""
+"""Fields whose values are not read here, whatever their length."""
 
 OTHERS_BYTES_MAX: Final = 1 << 20
-"""Of all other fields, with their names: tools and schemas are some hundred KiB. Each takes a microsecond or more to
-read, and while they are read nobody else is served."""
+"""All other fields together, with their names: tools and schemas have some hundred KiB. Reading each takes a
+microsecond or more of the event loop."""
 
 LIST_OF_PROMPTS: Final = re.compile(rb"\s*\[\s*[^\s\d\]-]")
-"""How a list begins that is not one of token ids: such a list is a single prompt."""
+"""Matches a list of anything but token ids; a list of token ids is one prompt."""
 
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises for bytes that are no JSON of the expected kind."""
 
 
 class RequestMalformed(Exception):
-    """A client's request cannot be sent to anyone; the message says why."""
+    """A client's request cannot be forwarded; the message says why."""
 
 
 class Completion(Struct, frozen=True):
@@ -73,28 +71,28 @@ def read_completion(body: bytes) -> Completion:
     """Read the body of a request for a completion.
 
     Raises:
-        RequestMalformed: it is no JSON object, brings ``kv_transfer_params`` of its own, or fields that are too long.
+        RequestMalformed: it is no JSON object, has ``kv_transfer_params``, or fields that are too long.
     """
     try:
-        # As text: msgspec looks at no character of a field that it is not asked for.
+        # As text: msgspec then skips the characters of fields that are not asked for.
         text = body.decode()
         known = msgspec.json.decode(text, type=_LongFields)
         others = len(body) - sum(len(getattr(known, name)) for name in LONG)
         if others > OTHERS_BYTES_MAX:
-            raise RequestMalformed(f"the fields beside {', '.join(LONG)} have more than {OTHERS_BYTES_MAX} bytes")
+            raise RequestMalformed(f"the fields other than {', '.join(LONG)} have more than {OTHERS_BYTES_MAX} bytes")
         fields = msgspec.json.decode(text, type=dict[str, Raw])
         if _value(fields, PARAMS) is not None:
-            raise RequestMalformed(f"{PARAMS} is what the servers tell each other: leave it out")
+            raise RequestMalformed(f"clients must not send {PARAMS}; servers set it")
         return Completion(fields, alone=_why_alone(fields))
     except UNREADABLE as error:
         raise RequestMalformed(f"the body is not a JSON object that can be read: {error}") from error
 
 
 def prefill_body(completion: Completion) -> bytes:
-    """Return what a prefill server is sent: the same prompt, one token, and the wish that its cache be kept.
+    """Return the body for a prefill server: the same prompt, one token, and ``OFFER``.
 
-    What is wrong stays wrong, so that the prefill server refuses it: if only the decode server did, nobody would read
-    the cache that is kept.
+    Invalid values stay, so that the prefill server refuses them: if only the decode server did, the cache would be
+    kept for nothing.
     """
     fields = {name: _one_at_most(name, value) for name, value in completion.fields.items()}
     if _value(fields, "max_tokens") is None:
@@ -106,26 +104,26 @@ def prefill_body(completion: Completion) -> bytes:
 
 
 def decode_body(completion: Completion, params: Raw | None) -> bytes:
-    """Return what a decode server is sent: the request, with the ticket of a prefill server if there is one."""
+    """Return the body for a decode server: the request, with the ticket of a prefill server if there is one."""
     fields = {name: value for name, value in completion.fields.items() if name != PARAMS}
     return msgspec.json.encode(fields if params is None else {**fields, PARAMS: params})
 
 
 def read_params(answer: bytes) -> Raw | None:
-    """Return the ticket in a prefill server's answer, as it was sent; None if there is none that could be read."""
+    """Return the ticket in a prefill server's answer, as it was sent; None if it has none."""
     try:
         params = msgspec.json.decode(answer, type=_PrefillAnswer).kv_transfer_params
-        told = msgspec.json.decode(params, type=_TransferParams | None)
+        read = msgspec.json.decode(params, type=_TransferParams | None)
     except UNREADABLE:
         return None
-    return params if told is not None and told.do_remote_prefill else None
+    return params if read is not None and read.do_remote_prefill else None
 
 
 def without_params(answer: bytes, *, failed: bool) -> bytes:
-    """Return a decode server's answer without what the servers tell each other.
+    """Return a decode server's answer without ``kv_transfer_params``.
 
     Args:
-        answer: a JSON object, or whatever it is.
+        answer: a JSON object, if the server is sound.
         failed: it is an error, whose text may quote the request.
     """
     name = PARAMS.encode()
@@ -146,12 +144,12 @@ def error_body(message: str, kind: str = "server_error") -> bytes:
 
 
 def _why_alone(fields: dict[str, Raw]) -> str:
-    """Say why the decode server must compute the prompt.
+    """Return why the decode server must compute the prompt, or an empty text.
 
-    A server answers one ticket for all prompts of a request, and it is that of the first.
+    A server answers one ticket for all prompts of a request: that of the first.
     """
     if bytes(fields.get("prompt_embeds", NULL)) != bytes(NULL):
-        return "prompt_embeds may be a prompt beside another one"
+        return "prompt_embeds may be a second prompt"
     prompt = fields.get("prompt", NULL)
     if LIST_OF_PROMPTS.match(prompt):
         try:
@@ -173,11 +171,10 @@ def _value(fields: dict[str, Raw], name: str) -> Any:
 
 
 ERROR_CHARACTERS_MAX: Final = 500
-"""Of a text that a server or the system chose."""
 
 
 class Outcome(StrEnum):
-    """Why a request failed; empty if its client has a server's whole answer. The names stay from release to release."""
+    """Why a request failed; empty if its client has a server's whole answer. The values are stable."""
 
     ANSWERED = ""
     CLIENT_LOST = "client_lost"
@@ -199,37 +196,23 @@ REMEDIES: Final = {
 }
 
 
-class FailedAttempt(Struct, frozen=True):
-    """A server that was asked in vain, before the next one.
-
-    Attributes:
-        role: ``prefill`` or ``decode``.
-        server: its base URL.
-        error: what it answered, or how it could not be reached.
-    """
-
-    role: str
-    server: str
-    error: str
-
-
 class RequestRecord(Struct, kw_only=True):
     """What becomes of one request. Thread: the loop's.
 
     Attributes:
-        request_id: its name, which both servers are told.
+        request_id: sent to both servers.
         client: ``host:port`` of who asks.
         called_at: seconds since 1970 when the request had arrived.
         started: likewise, on the monotonic clock.
         phase: ``prefill``, ``decode`` until the first bytes of an answer, or ``answer``.
         status: of HTTP; 0 while there is none.
-        prefill_server: base URL of the server that was asked last to compute the prompt; empty if it failed.
+        prefill_server: base URL of the server that was last asked to compute the prompt; empty if it failed.
         decode_server: likewise, of the server that was asked for the answer; empty if it cannot be reached.
-        failed_attempts: servers that were asked before these, in order.
+        failed_attempts: ``role``, ``server`` and ``error`` of each server that failed before these, in order.
         prefill_s: when the prefill server had answered; None if the request ended before.
         first_bytes_s: when the first bytes of a streamed answer came; None before, and of other answers.
         sent_bytes: of the answer, as far as the connection to the client took them.
-        ended: whether the client was sent the last event of a stream. Clients hang up then, before the connection ends.
+        ended: whether the last event of a stream was sent. Clients then hang up before the connection ends.
         outcome: how it ended.
         detail: what happened, if it failed.
     """
@@ -242,7 +225,7 @@ class RequestRecord(Struct, kw_only=True):
     status: int = 0
     prefill_server: str = ""
     decode_server: str = ""
-    failed_attempts: list[FailedAttempt] = []
+    failed_attempts: list[dict[str, str]] = []
     prefill_s: float | None = None
     first_bytes_s: float | None = None
     sent_bytes: int = 0
@@ -256,15 +239,15 @@ class RequestRecord(Struct, kw_only=True):
         return monotonic() - self.started
 
     def attempt_failed(self, role: Literal["prefill", "decode"], error: object) -> str:
-        """Note that the server of a role was asked in vain; return what to log of it."""
-        told = shown_error(error)
+        """Note that the server of a role failed; return what to log of it."""
+        shown = shown_error(error)
+        server = self.prefill_server if role == "prefill" else self.decode_server
+        self.failed_attempts.append({"role": role, "server": server, "error": shown})
         if role == "prefill":
-            self.failed_attempts.append(FailedAttempt(role, self.prefill_server, told))
             self.prefill_server = ""
         else:
-            self.failed_attempts.append(FailedAttempt(role, self.decode_server, told))
             self.decode_server = ""
-        return told
+        return shown
 
     def on_bytes(self) -> None:
         """Note that bytes of a streamed answer came."""
@@ -273,11 +256,11 @@ class RequestRecord(Struct, kw_only=True):
             self.phase = "answer"
 
     def fail(self, outcome: Outcome, detail: object) -> str:
-        """Note why there is no whole answer; what failed first counts. Return what to log of it."""
-        told = shown_error(detail)
+        """Note why there is no whole answer, if this is the first reason; return what to log of it."""
+        shown = shown_error(detail)
         if self.outcome is Outcome.ANSWERED and not (self.ended and outcome is Outcome.CLIENT_LOST):
-            self.outcome, self.detail = outcome, told
-        return told
+            self.outcome, self.detail = outcome, shown
+        return shown
 
     def write(self, log: structlog.stdlib.BoundLogger) -> None:
         """Log the record: ``request.answered``, or ``request.failed`` with a code and a remedy."""
@@ -288,9 +271,7 @@ class RequestRecord(Struct, kw_only=True):
             "prefilled": bool(self.prefill_server) and self.prefill_s is not None,
             "prefill_server": self.prefill_server,
             "decode_server": self.decode_server,
-            "failed_attempts": [
-                {"role": each.role, "server": each.server, "error": each.error} for each in self.failed_attempts
-            ],
+            "failed_attempts": self.failed_attempts,
             "phase": self.phase,
             "sent_bytes": self.sent_bytes,
             "called_at": round(self.called_at, 6),
@@ -302,12 +283,12 @@ class RequestRecord(Struct, kw_only=True):
             log.info("request.answered", **fields)
             return
         fields |= {"code": self.outcome.value, "detail": self.detail, "remedy": REMEDIES[self.outcome]}
-        tell = log.info if self.outcome is Outcome.CLIENT_LOST else log.warning
-        tell("request.failed", **fields)
+        write = log.info if self.outcome is Outcome.CLIENT_LOST else log.warning
+        write("request.failed", **fields)
 
 
 def shown_error(error: object) -> str:
-    """Return what to log of an error, or of a text: never empty, and not too long."""
+    """Return what to log of an error or a text: not empty, and not too long."""
     text = str(error) if isinstance(error, str) else repr(error)
     return text if len(text) <= ERROR_CHARACTERS_MAX else f"{text[: ERROR_CHARACTERS_MAX - 3]}..."
 

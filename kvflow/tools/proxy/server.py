@@ -8,7 +8,7 @@ client hangs up, the proxy ends its request on the servers. A slow client does n
 import asyncio
 import secrets
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Final
 
@@ -39,67 +39,47 @@ PATHS: Final = ("/v1/completions", "/v1/chat/completions")
 CONNECT_S: Final = 10.0
 HEALTH_S: Final = 5.0
 HEALTH_PAUSE_S: Final = 0.5
-"""Servers are asked for their health so often at most, however many clients ask."""
+"""Between two questions to the servers, however many clients ask."""
 
 GRACE_S: Final = 10.0
-"""How long requests in flight may go on when the proxy is told to stop."""
+"""For requests in flight when the proxy is told to stop."""
 
 LINGER_S: Final = 1.0
 """For a client to read why its body is refused while it still sends. A connection closed at once may lose that."""
 
 PIECE_BYTES: Final = 64 << 10
-"""Of an answer, which a client must take in ``write_timeout_s``."""
+"""Part of an answer that a client must take within ``write_timeout_s``."""
 
 LAST_EVENT: Final = b"data: [DONE]\n\n"
-"""Of a stream of OpenAI's interface."""
 
 REQUEST_ID: Final = "X-Request-Id"
-"""vLLM makes its own name of a request from it: both servers' logs then have the same."""
+"""vLLM derives its own name of a request from it, so the logs of both servers have it."""
 
 REQUEST_ID_CHARACTERS_MAX: Final = 128
 FORWARDED: Final = ("Authorization", "traceparent", "tracestate")
 JSON: Final = "application/json"
 INVALID: Final = "invalid_request_error"
-"""Error in OpenAI's format that answers an invalid request."""
 
 _log = record_logger("kvflow.proxy")
 
 
-class _Refused(Struct, frozen=True):
-    """What a server answered to a request that is wrong."""
+class _PrefillRefusal(Struct, frozen=True):
+    """A prefill server's answer to a request that is wrong."""
 
     status: int
     body: bytes
 
 
-class _TooLong(Exception):
-    """A body has more bytes than a proxy keeps."""
+class _AnswerTooLong(Exception):
+    """A server's answer has more bytes than a proxy keeps."""
 
 
 class _ClientLost(Exception):
     """A client hung up, or takes no more of its answer."""
 
 
-UPSTREAM_ERRORS: Final = (aiohttp.ClientError, TimeoutError, _TooLong)
-
+UPSTREAM_ERRORS: Final = (aiohttp.ClientError, TimeoutError, _AnswerTooLong)
 NOT_CONNECTED: Final = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
-
-
-class _InTurn:
-    """Servers, of which each request begins with another one."""
-
-    def __init__(self, servers: Sequence[str]) -> None:
-        self._servers = deque(servers)
-
-    def all(self) -> list[str]:
-        """Return all servers, and leave the turn to who has it."""
-        return list(self._servers)
-
-    def order(self) -> list[str]:
-        """Return all servers, beginning with the next one."""
-        order = list(self._servers)
-        self._servers.rotate(-1)
-        return order
 
 
 class Proxy:
@@ -107,8 +87,8 @@ class Proxy:
 
     def __init__(self, config: ProxyConfig, session: aiohttp.ClientSession) -> None:
         self._config = config
-        self._prefill = _InTurn(config.prefill)
-        self._decode = _InTurn(config.decode)
+        self._prefill = deque(config.prefill)
+        self._decode = deque(config.decode)
         self._prefill_timeout = aiohttp.ClientTimeout(total=config.prefill_timeout_s, sock_connect=CONNECT_S)
         self._decode_timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
         self._session = session
@@ -119,12 +99,12 @@ class Proxy:
         self._alive: dict[str, bool] = {}
 
     def stop(self) -> None:
-        """Note that what is cancelled from now on is not cancelled by clients."""
+        """Note that requests which are cancelled from now on are not cancelled by clients."""
         self._stopping = True
 
     @web.middleware
     async def admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Answer a request, and say in JSON why it is refused."""
+        """Answer a request; a refusal is JSON."""
         try:
             return await handler(request)
         except web.HTTPException as error:
@@ -134,11 +114,7 @@ class Proxy:
 
     @contextmanager
     def _admitted(self) -> Iterator[None]:
-        """Count a request.
-
-        Raises:
-            HTTPServiceUnavailable: there are too many.
-        """
+        """Count a request; raise ``HTTPServiceUnavailable`` if there are too many."""
         if self._in_flight >= self._config.requests_max:
             raise web.HTTPServiceUnavailable(text=f"{self._in_flight} requests are in flight: try again")
         self._in_flight += 1
@@ -153,21 +129,15 @@ class Proxy:
             return await self._complete(request, await self._receive(request))
 
     async def _receive(self, request: web.Request) -> Completion:
-        """Read the body of a request.
-
-        Raises:
-            HTTPException: it is not taken.
-        """
+        """Read the body of a request; raise ``HTTPException`` if it is refused."""
         if request.headers.get("Content-Encoding", "identity").lower() != "identity":
-            raise web.HTTPUnsupportedMediaType(text="a compressed body is not taken: leave Content-Encoding out")
+            raise web.HTTPUnsupportedMediaType(text="a compressed body is refused: leave Content-Encoding out")
         config, announced = self._config, request.content_length or 0
+        if announced > config.body_bytes_max:  # aiohttp would read that much before it refuses the rest
+            raise web.HTTPRequestEntityTooLarge(config.body_bytes_max, announced)
         try:
-            if announced > config.body_bytes_max:
-                raise _TooLong(f"more than {config.body_bytes_max} bytes")
             async with asyncio.timeout(config.body_timeout_s + announced / config.body_rate_min):
-                return read_completion(await self._read(request.content))
-        except _TooLong as error:
-            raise web.HTTPRequestEntityTooLarge(config.body_bytes_max, text=f"the body has {error}") from error
+                return read_completion(await request.read())
         except TimeoutError as error:
             raise web.HTTPRequestTimeout(text="the body did not come in time") from error
         except (RequestMalformed, web.RequestPayloadError) as error:
@@ -179,7 +149,7 @@ class Proxy:
         record = RequestRecord(request_id=headers[REQUEST_ID], client=_client(request))
         try:
             prefilled = await self._prefill_at_one(request.path, completion, headers, record)
-            if isinstance(prefilled, _Refused):
+            if isinstance(prefilled, _PrefillRefusal):
                 return await self._give(request, web.StreamResponse(status=prefilled.status), prefilled.body, record)
             record.prefill_s, record.phase = record.elapsed_s, "decode"
             response = await self._decode_at_one(request, decode_body(completion, prefilled), headers, record)
@@ -196,20 +166,20 @@ class Proxy:
 
     async def _prefill_at_one(
         self, path: str, completion: Completion, headers: dict[str, str], record: RequestRecord
-    ) -> Raw | _Refused | None:
-        """Have a prompt computed; return its ticket, or None if the decode server must compute it."""
+    ) -> Raw | _PrefillRefusal | None:
+        """Have a prompt computed; return its ticket, or None if the decode server must compute the prompt."""
         log = _log.bind(request_id=record.request_id)
         if completion.alone:
             log.info("prefill.left_out", reason=completion.alone)
             return None
         body = prefill_body(completion)
-        for server in self._prefill.order():
+        for server in _in_turn(self._prefill):
             record.prefill_server = server
             try:
                 async with self._session.post(
                     server + path, data=body, headers=headers, timeout=self._prefill_timeout
                 ) as answer:
-                    content = await self._read(answer.content)
+                    content = await self._read(answer)
             except UPSTREAM_ERRORS as error:
                 log.warning("prefill.failed", server=server, error=record.attempt_failed("prefill", error))
                 continue
@@ -221,7 +191,7 @@ class Proxy:
                 return params
             record.attempt_failed("prefill", f"HTTP {answer.status}")
             if answer.status < 500:
-                return _Refused(answer.status, content)
+                return _PrefillRefusal(answer.status, content)
             log.warning("prefill.failed", server=server, status=answer.status)
         return None
 
@@ -230,7 +200,7 @@ class Proxy:
     ) -> web.StreamResponse:
         """Pass a request to a decode server, and its answer to the client."""
         log = _log.bind(request_id=record.request_id)
-        for server in self._decode.order():
+        for server in _in_turn(self._decode):
             record.decode_server = server
             try:
                 async with self._session.post(
@@ -248,16 +218,16 @@ class Proxy:
     async def _pass_on(
         self, request: web.Request, answer: aiohttp.ClientResponse, record: RequestRecord
     ) -> web.StreamResponse:
-        """Give a client what a decode server answers: as it comes if it is a stream, else as a whole.
+        """Give a client a decode server's answer: as it comes if it is a stream, else as a whole.
 
         Raises:
-            ClientError, TimeoutError, _TooLong: the server fails before anything was given.
+            UPSTREAM_ERRORS: the server fails before anything was given.
         """
         response = web.StreamResponse(status=answer.status, headers={REQUEST_ID: record.request_id})
         if answer.status >= 500:
             record.fail(Outcome.DECODE_FAILED, f"it answered HTTP {answer.status}")
         if answer.content_type == JSON:
-            content = without_params(await self._read(answer.content), failed=answer.status >= 400)
+            content = without_params(await self._read(answer), failed=answer.status >= 400)
             return await self._give(request, response, content, record)
         response.headers["Content-Type"] = answer.headers.get("Content-Type", "application/octet-stream")
         record.status = answer.status
@@ -270,7 +240,7 @@ class Proxy:
                     await self._write_pieces(response, chunk, record)
                 await self._write(response.write_eof())
             except UPSTREAM_ERRORS as error:
-                # An end in order would tell the client that it has everything.
+                # A regular end would mean that the answer is complete.
                 record.fail(Outcome.STREAM_BROKEN, error)
                 _abort(request)
         return response
@@ -295,11 +265,7 @@ class Proxy:
             record.sent_bytes += len(piece)
 
     async def _write(self, writing: Awaitable[object]) -> None:
-        """Wait until a client has taken enough of its answer.
-
-        Raises:
-            _ClientLost: it has not.
-        """
+        """Wait until a client has taken enough of its answer; raise ``_ClientLost`` if it does not."""
         try:
             async with asyncio.timeout(self._config.write_timeout_s):
                 await writing
@@ -308,27 +274,23 @@ class Proxy:
         except ConnectionError as error:
             raise _ClientLost("it hung up") from error
 
-    async def _read(self, body: aiohttp.StreamReader) -> bytes:
-        """Read the whole body of a request or of an answer.
-
-        Raises:
-            _TooLong: it exceeds the limit.
-        """
+    async def _read(self, answer: aiohttp.ClientResponse) -> bytes:
+        """Read a whole answer, which aiohttp does not bound; raise ``_AnswerTooLong`` if it exceeds the limit."""
         content = bytearray()
-        async for chunk in body.iter_any():
+        async for chunk in answer.content.iter_any():
             content += chunk
             if len(content) > self._config.body_bytes_max:
-                raise _TooLong(f"more than {self._config.body_bytes_max} bytes")
+                raise _AnswerTooLong(f"more than {self._config.body_bytes_max} bytes")
         return bytes(content)
 
     async def models(self, request: web.Request) -> web.StreamResponse:
-        """Answer which models there are: those of a decode server."""
+        """Answer the models of a decode server."""
         headers, timeout = _headers(request), aiohttp.ClientTimeout(total=HEALTH_S)
         with self._admitted():
-            for server in self._decode.all():
+            for server in list(self._decode):
                 try:
                     async with self._session.get(server + request.path, headers=headers, timeout=timeout) as answer:
-                        content = await self._read(answer.content)
+                        content = await self._read(answer)
                 except UPSTREAM_ERRORS as error:
                     _log.warning("decode.failed", server=server, error=repr(error))
                 else:
@@ -337,15 +299,15 @@ class Proxy:
         return _failure(502, "no decode server can be reached")
 
     async def health(self, request: web.Request) -> web.Response:
-        """Answer which servers live; 200 if a request would be answered, which takes a decode server."""
+        """Answer which servers live; 200 if a decode server does."""
         del request
-        prefill, decode = self._prefill.all(), self._decode.all()
-        async with self._checking:  # callers that wait get the same answer: servers are not flooded
+        async with self._checking:  # those who wait get the same answer: servers are not flooded
             if monotonic() - self._checked_at >= HEALTH_PAUSE_S:
-                lives = await asyncio.gather(*map(self._lives, (*prefill, *decode)))
-                self._alive = dict(zip((*prefill, *decode), lives, strict=True))
+                servers = (*self._config.prefill, *self._config.decode)
+                lives = await asyncio.gather(*map(self._lives, servers))
+                self._alive = dict(zip(servers, lives, strict=True))
                 self._checked_at = monotonic()
-        sides = {"prefill": prefill, "decode": decode}
+        sides = {"prefill": self._config.prefill, "decode": self._config.decode}
         found = {name: {server: self._alive[server] for server in side} for name, side in sides.items()}
         status = 200 if any(found["decode"].values()) else 503
         return web.Response(status=status, body=msgspec.json.encode(found), content_type=JSON)
@@ -363,7 +325,7 @@ async def open_proxy(config: ProxyConfig, host: str, port: int) -> AsyncIterator
     """Serve clients while the context is open.
 
     Args:
-        config: where the servers are.
+        config: the servers, and the limits of clients.
         host: to listen at.
         port: 0 takes a free one.
 
@@ -371,13 +333,13 @@ async def open_proxy(config: ProxyConfig, host: str, port: int) -> AsyncIterator
         ``host:port``.
 
     Raises:
-        OSError: there is no listening there.
+        OSError: the address cannot be listened at.
     """
     # A connection per request: one that a server closes while it is idle would fail the next request.
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as session:
         proxy = Proxy(config, session)
-        app = web.Application(middlewares=[proxy.admit])
+        app = web.Application(middlewares=[proxy.admit], client_max_size=config.body_bytes_max)
         app.add_routes([web.post(path, proxy.complete) for path in PATHS])
         app.add_routes([web.get("/v1/models", proxy.models), web.get("/health", proxy.health)])
         runner = web.AppRunner(
@@ -409,6 +371,13 @@ def _ending_with_client(request: web.Request, record: RequestRecord) -> Iterator
         _abort(request)
 
 
+def _in_turn(servers: deque[str]) -> list[str]:
+    """Return all servers, beginning with the next one."""
+    order = list(servers)
+    servers.rotate(-1)
+    return order
+
+
 def _client(request: web.Request) -> str:
     """Return ``host:port`` of who asks; empty if it is gone."""
     name = None if request.transport is None else request.transport.get_extra_info("peername")
@@ -421,7 +390,7 @@ def _abort(request: web.Request) -> None:
 
 
 def _headers(request: web.Request) -> dict[str, str]:
-    """Return what a server is told beside the body."""
+    """Return the headers for a server."""
     request_id = request.headers.get(REQUEST_ID, "")
     sane = request_id.isascii() and request_id.isprintable() and len(request_id) <= REQUEST_ID_CHARACTERS_MAX
     given = {name: request.headers[name] for name in FORWARDED if name in request.headers}
