@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from kvflow.layout.groups import Group
-from kvflow.tools.demo.blocks import ABSENT, BlockPool, BlockTable, drop_hidden_blocks, take_table, visible_blocks
+from kvflow.tools.demo.engine import ABSENT, BlockPool, BlockTable, drop_hidden_blocks, take_table, visible_blocks
 
 FULL = Group(("a",), "full", 16)
 SLIDING = Group(("b",), "sliding", 16, window=32)

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 import kvflow
-from kvflow.tools.demo.model import Model, ModelShape
-from kvflow.tools.demo.paged import PagedKV
+from kvflow.tools.demo.model import Model, ModelShape, PagedKV
 
 NUM_BLOCKS = 96
 NUM_TOKENS = 16

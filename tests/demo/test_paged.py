@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import kvflow
-from kvflow.tools.demo.paged import PagedKV
+from kvflow.tools.demo.model import PagedKV
 
 LAYOUTS = [("LBNHC", "split"), ("LBNHC", "content"), ("LBHNC", "content"), ("BLHNC", "content"), ("BHLNC", "content")]
 COMMON = {"block_size": 4, "num_kv_heads": 2, "head_size": 8, "dtype": "bfloat16"}

@@ -2,9 +2,8 @@
 
 import kvflow
 from kvflow.observability.logs import record_logger
-from kvflow.tools.demo.blocks import take_table, visible_blocks
 from kvflow.tools.demo.channel import serve
-from kvflow.tools.demo.engine import Engine
+from kvflow.tools.demo.engine import Engine, take_table, visible_blocks
 from kvflow.tools.demo.messages import Decode, Drain, Drained, Failed, Generated, Reply, Request
 
 _log = record_logger("kvflow.demo")

@@ -1,8 +1,7 @@
 """The engine to compare with: one process computes prompts and continues them; nothing is moved."""
 
-from kvflow.tools.demo.blocks import take_table
 from kvflow.tools.demo.channel import serve
-from kvflow.tools.demo.engine import Engine
+from kvflow.tools.demo.engine import Engine, take_table
 from kvflow.tools.demo.messages import Drain, Drained, Failed, Generate, Generated, Reply, Request
 
 

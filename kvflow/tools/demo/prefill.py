@@ -3,9 +3,8 @@
 import asyncio
 
 import kvflow
-from kvflow.tools.demo.blocks import BlockTable, drop_hidden_blocks, take_table, visible_blocks
 from kvflow.tools.demo.channel import serve
-from kvflow.tools.demo.engine import Engine
+from kvflow.tools.demo.engine import BlockTable, Engine, drop_hidden_blocks, take_table, visible_blocks
 from kvflow.tools.demo.messages import Drain, Drained, Failed, Prefill, Prefilled, Reply, Request
 
 DRAIN_S = 10.0
