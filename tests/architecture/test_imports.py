@@ -55,7 +55,12 @@ IMPORTERS = {
         "kvflow/integrations/vllm/admission.py",
     },
     "rich": {"kvflow/tools/demo/display.py"},
-    "aiohttp": {"kvflow/tools/doctor/live.py", "kvflow/tools/proxy/server.py"},
+    "aiohttp": {
+        "kvflow/tools/demo/engine.py",
+        "kvflow/tools/demo/router.py",
+        "kvflow/tools/doctor/live.py",
+        "kvflow/tools/proxy/server.py",
+    },
     "ray": {"kvflow/integrations/ray.py"},
     "vllm": {
         "kvflow/integrations/vllm/connector.py",

@@ -28,9 +28,16 @@ PLANES = {"tcp": "tcp", "shm": "nixl"}
 """Profile -> the data plane that its engines choose."""
 
 REACHABLE = """
-import asyncio
-from kvflow.tools.demo.channel import wait_until_reachable
-asyncio.run(wait_until_reachable("127.0.0.1:8300", 60))
+import socket, time
+deadline = time.monotonic() + 60
+while True:
+    try:
+        socket.create_connection(("127.0.0.1", 8300)).close()
+        break
+    except OSError:
+        if time.monotonic() > deadline:
+            raise
+        time.sleep(0.2)
 """
 
 

@@ -6,10 +6,10 @@ from contextlib import AsyncExitStack
 import pytest
 
 from kvflow.tools.cli import main
-from kvflow.tools.demo.channel import EngineFailed, wait_until_reachable
 from kvflow.tools.demo.driver import Engines, run_demo
 from kvflow.tools.demo.processes import EngineCommand, engine_environment, open_process
 from kvflow.tools.demo.results import Scenario
+from kvflow.tools.demo.router import EngineFailed, open_client
 
 NOBODY = "127.0.0.1:9"
 """The discard service, which nobody runs."""
@@ -42,16 +42,18 @@ async def test_engines_that_run_already_serve_the_demo_and_go_on(tmp_path):
             for role in ("prefill", "decode")
         }
         (result,) = await run_demo([b"one prompt", b"another one" * 40], tmp_path, progress, Engines(**engines))
-        for address in engines.values():
-            await wait_until_reachable(address, 5.0)
+        async with open_client() as client:
+            for address in engines.values():
+                await client.wait_until_healthy(address, 5.0)
     assert result.passed
     assert len(result.reports) == 2
     assert progress.stages == ["monolithic", f"{engines['prefill']} to {engines['decode']}"]
 
 
 async def test_an_engine_that_never_comes_is_named():
-    with pytest.raises(EngineFailed, match=f"{NOBODY} cannot be reached within 0 s: .*failed"):
-        await wait_until_reachable(NOBODY, 0.3)
+    async with open_client() as client:
+        with pytest.raises(EngineFailed, match=f"{NOBODY} cannot be reached within 0 s: Cannot connect"):
+            await client.wait_until_healthy(NOBODY, 0.3)
 
 
 def test_one_engine_of_two_is_refused(capsys, tmp_path):

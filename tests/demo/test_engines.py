@@ -1,24 +1,23 @@
 """The engines, in one process over the loopback transport: same tokens, and nothing left behind."""
 
 import asyncio
+import json
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
+import msgspec
 import pytest
 import torch
 
 import kvflow
-from kvflow.tools.demo.decode import DecodeEngine
-from kvflow.tools.demo.engine import Engine
-from kvflow.tools.demo.messages import Decode, Drain, Drained, Failed, Generate, Generated, Prefill, Prefilled
-from kvflow.tools.demo.monolithic import MonolithicEngine
-from kvflow.tools.demo.prefill import PrefillEngine
+from kvflow.tools.demo.engine import CompletionService, Engine, answer_completion
+from kvflow.tools.demo.messages import Drained, PromptRequest
+from kvflow.tools.proxy.completions import OFFER, PARAMS, decode_body, prefill_body, read_completion, read_params
 from tests.simulation.tickets import forge
 
 PROMPTS = [b"short", b"The cache of this prompt fills several blocks. " * 5]
 MAX_TOKENS = 8
 SECRET = "a secret of this test"
-REQUEST = Decode(request_id="r", num_prompt_tokens=1, token=0, max_tokens=1, kv_transfer_params={})
 
 
 @pytest.fixture
@@ -42,37 +41,59 @@ async def open_pair(executor, layout="BHLNC", kv="content"):
     async with (
         kvflow.open_worker(config("prefill"), source.cache) as producer,
         kvflow.open_worker(config("decode"), target.cache) as consumer,
-        asyncio.TaskGroup() as tasks,
     ):
-        prefill = PrefillEngine(source, producer, tasks)
-        yield prefill, DecodeEngine(target, consumer)
-        prefill.revoke_offers()
+        prefill = CompletionService(source, producer)
+        yield prefill, CompletionService(target, consumer)
+        await prefill.revoke_offers()
 
 
-def decode_request(index, prompt, prefilled, **changes):
-    fields = {"token": prefilled.token, "kv_transfer_params": prefilled.kv_transfer_params} | changes
-    return Decode(request_id=f"r{index}", num_prompt_tokens=len(prompt), max_tokens=MAX_TOKENS, **fields)
+def ask(service, name, prompt, params=None):
+    """Have a service answer a prompt."""
+    request = PromptRequest(prompt=tuple(prompt), max_tokens=MAX_TOKENS, kv_transfer_params=params)
+    return service.complete(name, request)
+
+
+async def offer(service, name, prompt):
+    """Have a prefill engine compute a prompt; return its parameters for a decode engine."""
+    return (await ask(service, name, prompt, OFFER)).kv_transfer_params
+
+
+def tokens_of(answer):
+    return answer.choices[0].token_ids
 
 
 async def run_pair(prefill, decode):
     async def run(index, prompt):
-        prefilled = await prefill.answer(Prefill(request_id=f"r{index}", prompt=prompt))
-        return await decode.answer(decode_request(index, prompt, prefilled))
+        return await ask(decode, f"r{index}", prompt, await offer(prefill, f"r{index}", prompt))
 
     return await asyncio.gather(*(run(index, prompt) for index, prompt in enumerate(PROMPTS)))
 
 
 @pytest.mark.parametrize(("layout", "kv"), [("LBNHC", "split"), ("BLHNC", "content")])
 async def test_two_engines_generate_what_one_does(executor, layout, kv):
-    alone = MonolithicEngine(make_engine(executor, seed=3))
-    expected = [
-        await alone.answer(Generate(request_id="r", prompt=prompt, max_tokens=MAX_TOKENS)) for prompt in PROMPTS
-    ]
+    alone = CompletionService(make_engine(executor, seed=3))
+    expected = [await ask(alone, "r", prompt) for prompt in PROMPTS]
     async with open_pair(executor, layout, kv) as (prefill, decode):
         answers = await run_pair(prefill, decode)
-        assert [await engine.answer(Drain()) for engine in (alone, decode, prefill)] == [Drained()] * 3
-    assert [answer.tokens for answer in answers] == [answer.tokens for answer in expected]
+        assert [await service.drain() for service in (alone, decode, prefill)] == [Drained()] * 3
+    assert list(map(tokens_of, answers)) == list(map(tokens_of, expected))
     assert all(answer.report.nbytes > 0 for answer in answers)
+
+
+async def test_engines_understand_what_a_proxy_makes_of_a_request(executor):
+    body = msgspec.json.encode({"prompt": list(PROMPTS[1]), "max_tokens": MAX_TOKENS})
+    completion = read_completion(body)
+    async with open_pair(executor) as (prefill, decode):
+        prefilled = await answer_completion(prefill, "r", prefill_body(completion))
+        params = read_params(prefilled.body)
+        assert params is not None
+        answered = await answer_completion(decode, "r", decode_body(completion, params))
+        alone = await answer_completion(decode, "r2", body)
+    assert [answer.status for answer in (prefilled, answered, alone)] == [200] * 3
+    answered, alone = (json.loads(answer.body) for answer in (answered, alone))
+    assert answered["choices"] == alone["choices"]
+    assert answered["report"]["nbytes"] > 0
+    assert answered[PARAMS] is alone[PARAMS] is alone["report"] is None
 
 
 async def test_a_wrong_byte_in_the_offered_cache_shows(executor):
@@ -80,48 +101,61 @@ async def test_a_wrong_byte_in_the_offered_cache_shows(executor):
     async with open_pair(executor) as (prefill, decode):
         expected = await run_pair(prefill, decode)
         prompt = PROMPTS[1]
-        prefilled = await prefill.answer(Prefill(request_id="again", prompt=prompt))
-        ticket = kvflow.Ticket.from_params(prefilled.kv_transfer_params)
+        params = await offer(prefill, "again", prompt)
+        ticket = kvflow.Ticket.from_params(params)
         cache = prefill._engine.cache
         for layer in cache.groups[0].layers:
             page = cache.component(layer, "v")[ticket.grants[0].block_ids[0][-1]]
             page.copy_(page.roll(1, -1))
-        corrupted = await decode.answer(decode_request(9, prompt, prefilled))
-        assert isinstance(corrupted, Generated)
-        assert corrupted.tokens[0] == expected[1].tokens[0]
-        assert corrupted.tokens != expected[1].tokens
+        corrupted = await ask(decode, "r9", prompt, params)
+        assert tokens_of(corrupted)[0] == tokens_of(expected[1])[0]
+        assert tokens_of(corrupted) != tokens_of(expected[1])
 
 
 async def test_blocks_of_an_offer_stay_until_it_has_ended(executor):
     async with open_pair(executor) as (prefill, decode):
-        prefilled = await prefill.answer(Prefill(request_id="r0", prompt=PROMPTS[1]))
-        assert isinstance(prefilled, Prefilled)
-        assert prefill._engine.pool.num_used == sum(
-            map(len, kvflow.Ticket.from_params(prefilled.kv_transfer_params).grants[0].block_ids)
-        )
-        prefill.revoke_offers()
-        assert await prefill.answer(Drain()) == Drained()
+        params = await offer(prefill, "r0", PROMPTS[1])
+        grant = kvflow.Ticket.from_params(params).grants[0]
+        assert prefill._engine.pool.num_used == sum(map(len, grant.block_ids))
+        await prefill.revoke_offers()
+        assert await prefill.drain() == Drained()
         with pytest.raises(kvflow.errors.StaleLease):
-            await decode.answer(decode_request(0, PROMPTS[1], prefilled))
-        assert await decode.answer(Drain()) == Drained()
+            await ask(decode, "r0", PROMPTS[1], params)
+        assert await decode.drain() == Drained()
 
 
 async def test_a_forged_ticket_leaves_nothing_behind(executor):
     async with open_pair(executor) as (prefill, decode):
-        prefilled = await prefill.answer(Prefill(request_id="r0", prompt=PROMPTS[0]))
-        params = prefilled.kv_transfer_params
-        params = forge(params, lambda grant: grant.update(slot=grant["slot"] + 1))
+        params = await offer(prefill, "r0", PROMPTS[0])
+        params = params | forge(params, lambda grant: grant.update(slot=grant["slot"] + 1))
         with pytest.raises(kvflow.errors.TicketInvalid):
-            await decode.answer(decode_request(0, PROMPTS[0], prefilled, kv_transfer_params=params))
-        assert await decode.answer(Drain()) == Drained()
+            await ask(decode, "r0", PROMPTS[0], params)
+        assert await decode.drain() == Drained()
 
 
-async def test_each_engine_serves_its_own_kind_of_request(executor):
-    generate = Generate(request_id="r", prompt=b"x", max_tokens=1)
+async def test_a_failure_is_answered_so_that_a_proxy_shows_it(executor):
     async with open_pair(executor) as (prefill, decode):
-        answers = [
-            await prefill.answer(REQUEST),
-            await decode.answer(generate),
-            await MonolithicEngine(make_engine(executor, seed=3)).answer(REQUEST),
-        ]
-    assert [(type(answer), answer.code) for answer in answers] == [(Failed, "unsupported")] * 3
+        params = await offer(prefill, "r0", PROMPTS[0])
+        again = await answer_completion(prefill, "r0", body_of(PROMPTS[0], OFFER))
+        await prefill.revoke_offers()
+        stale = await answer_completion(decode, "r0", body_of(PROMPTS[0], params))
+        assert [answer.status for answer in (again, stale)] == [409, 409]
+        assert "[stale_lease]" in json.loads(stale.body)["error"]["message"]
+        too_long = await answer_completion(decode, "r1", body_of(bytes(20_000)))
+        assert too_long.status == 500
+        assert "blocks are wanted" in json.loads(too_long.body)["error"]["message"]
+        assert await decode.drain() == await prefill.drain() == Drained()
+
+
+@pytest.mark.parametrize("params", [{}, {"first_token": 1}, {"kvflow": "kvf1"}, OFFER, {"kvflow": "kvf1", **OFFER}])
+async def test_what_an_engine_cannot_do_is_refused(executor, params):
+    alone = CompletionService(make_engine(executor, seed=3))
+    assert (await answer_completion(alone, "r", body_of(PROMPTS[0], params))).status == 400
+    async with open_pair(executor) as (_, decode):
+        if not params.get("do_remote_decode"):
+            assert (await answer_completion(decode, "r", body_of(PROMPTS[0], params))).status in (400, 409)
+        assert await decode.drain() == Drained()
+
+
+def body_of(prompt, params=None):
+    return msgspec.json.encode(PromptRequest(prompt=tuple(prompt), max_tokens=MAX_TOKENS, kv_transfer_params=params))

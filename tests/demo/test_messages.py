@@ -5,51 +5,51 @@ import json
 import msgspec
 import pytest
 
-from kvflow.tools.demo.channel import _answer
-from kvflow.tools.demo.messages import Decode, Failed, Prefill, request_from_line, to_line
+from kvflow.tools.demo.engine import answer_completion
+from kvflow.tools.demo.messages import OfferedPrompt, PromptRequest
 
-DECODE = {
-    "type": "decode",
-    "request_id": "r",
-    "num_prompt_tokens": 3,
-    "token": 1,
-    "max_tokens": 2,
-    "kv_transfer_params": {},
-}
+REQUEST = {"prompt": [97, 98, 99], "max_tokens": 2, "kv_transfer_params": {}}
 
 
 def test_a_request_is_read_as_it_was_written():
-    for request in (
-        Prefill(request_id="r", prompt=b"abc"),
-        Decode(request_id="r", num_prompt_tokens=3, token=255, max_tokens=2, kv_transfer_params={"kvflow": {}}),
-    ):
-        assert request_from_line(to_line(request)) == request
+    request = PromptRequest(prompt=(97, 255, 0), max_tokens=2, kv_transfer_params={"kvflow": {}})
+    assert msgspec.json.decode(msgspec.json.encode(request), type=PromptRequest) == request
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"num_prompt_tokens": 0},
-        {"num_prompt_tokens": -(2**60)},
-        {"num_prompt_tokens": 2**60},
+        {"prompt": []},
+        {"prompt": [256]},
+        {"prompt": [-1]},
+        {"prompt": "text"},
+        {"max_tokens": 0},
         {"max_tokens": -1},
         {"max_tokens": 2**60},
-        {"token": 256},
-        {"token": -1},
-        {"request_id": ""},
-        {"request_id": "x" * 257},
         {"kv_transfer_params": {str(number): 1 for number in range(65)}},
     ],
-    ids=str,
+    ids=lambda change: str(change)[:60],
 )
 def test_numbers_that_no_demo_needs_are_refused(change):
-    assert request_from_line(json.dumps(DECODE).encode())
+    assert msgspec.convert(REQUEST, PromptRequest)
     with pytest.raises(msgspec.ValidationError):
-        request_from_line(json.dumps({**DECODE, **change}).encode())
+        msgspec.json.decode(json.dumps({**REQUEST, **change}), type=PromptRequest)
 
 
-@pytest.mark.parametrize(
-    "line", [b"\xff", b'{"type": "\xff"}', b'{"type": "drain", "x": ' + b"[" * 100_000, b"[]", b"{}"]
-)
-async def test_what_is_no_request_is_answered(line):
-    assert isinstance(await _answer(line, None), Failed)
+@pytest.mark.parametrize("token", [256, -1, "1", 1.5])
+def test_a_first_token_that_is_none_is_refused(token):
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert({"kvflow": "a ticket", "first_token": token}, OfferedPrompt)
+
+
+@pytest.mark.parametrize("body", [b"", b"\xff", b'{"prompt": "\xff"}', b'{"x": ' + b"[" * 100_000, b"[]", b"{}"])
+async def test_what_is_no_request_is_answered(body):
+    answer = await answer_completion(None, "r", body)
+    assert answer.status == 400
+    assert json.loads(answer.body)["error"]["message"]
+
+
+async def test_a_name_of_a_request_that_is_too_long_is_refused():
+    answer = await answer_completion(None, "x" * 257, json.dumps(REQUEST).encode())
+    assert answer.status == 400
+    assert "X-Request-Id" in json.loads(answer.body)["error"]["message"]

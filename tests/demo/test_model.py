@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import kvflow
-from kvflow.tools.demo.model import Model, ModelShape, PagedKV
+from kvflow.tools.demo.model import ModelShape, PagedKV, TinyModel
 
 NUM_BLOCKS = 96
 NUM_TOKENS = 16
@@ -15,7 +15,7 @@ TEXT = (b"kvflow moves the KV cache of a large language model from one worker to
 def model():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as the engines do
-    yield Model(ModelShape())
+    yield TinyModel(ModelShape())
     torch.set_num_threads(threads)
 
 
@@ -53,7 +53,7 @@ def test_groups_are_one_of_each_kind(model):
 def test_tokens_depend_neither_on_layout_nor_on_block_ids(model):
     expected = Request(model, TEXT[:300]).decode()
     assert Request(model, TEXT[:300], layout="LBNHC", kv="split", seed=1).decode() == expected
-    assert Request(Model(ModelShape()), TEXT[:300], layout="BLHNC", seed=2).decode() == expected
+    assert Request(TinyModel(ModelShape()), TEXT[:300], layout="BLHNC", seed=2).decode() == expected
 
 
 def test_tokens_vary_within_and_between_prompts(model):

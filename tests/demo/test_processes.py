@@ -1,4 +1,4 @@
-"""Engines as processes: what the router gets from them, and how they end."""
+"""Engines as processes: what a router gets from them, and how they end."""
 
 import asyncio
 import json
@@ -7,10 +7,9 @@ import sys
 
 import pytest
 
-from kvflow.tools.demo.channel import EngineFailed, call
-from kvflow.tools.demo.messages import Drain, Drained, Generate, Generated, Prefill
+from kvflow.tools.demo.messages import MAX_TOKENS, Drained, GeneratedTokens, PromptAnswer, PromptRequest
 from kvflow.tools.demo.processes import EngineCommand, engine_environment, open_process
-from kvflow.tools.demo.router import Answer, send_all
+from kvflow.tools.demo.router import EngineFailed, PromptResult, open_client, send_all
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("measured_processes")]
 
@@ -21,30 +20,36 @@ async def send_raw(address, data):
     host, port = address.split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(data)
-    writer.write_eof()
     try:
         return await reader.read()
     finally:
         writer.close()
 
 
+def request_of(prompt, **fields):
+    return PromptRequest(prompt=tuple(prompt), max_tokens=3, **fields)
+
+
 async def test_an_engine_survives_whatever_it_is_asked(tmp_path):
-    async with open_process(MONOLITHIC, tmp_path, engine_environment()) as address:
-        assert json.loads(await send_raw(address, b"not JSON\n"))["code"] == "request_malformed"
-        assert await send_raw(address, b"") == b""
-        with pytest.raises(EngineFailed, match="does not serve Prefill"):
-            await call(address, Prefill(request_id="r", prompt=b"x"))
-        with pytest.raises(EngineFailed, match="blocks are wanted"):
-            await call(address, Generate(request_id="r", prompt=bytes(20_000), max_tokens=1))
-        answer = await call(address, Generate(request_id="r", prompt=b"hello", max_tokens=3))
-        assert isinstance(answer, Generated)
-        assert len(answer.tokens) == 3
-        assert await call(address, Drain()) == Drained()
-    with pytest.raises(EngineFailed, match="cannot be reached"):
-        await call(address, Drain())
+    async with open_client() as client:
+        async with open_process(MONOLITHIC, tmp_path, engine_environment()) as address:
+            assert b" 400 " in (await send_raw(address, b"not HTTP\r\n\r\n"))[:20]
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+            assert (await send_raw(address, head + b"Content-Length: 2\r\n\r\n{}")).startswith(b"HTTP/1.1 400 ")
+            long = head + b"Content-Length: 1048577\r\n\r\n" + b" " * 1_048_577
+            assert (await send_raw(address, long)).startswith(b"HTTP/1.1 413 ")
+            with pytest.raises(EngineFailed, match=r"HTTP 400 from .*this engine has no worker"):
+                await client.complete(address, "r", request_of(b"x", kv_transfer_params={"do_remote_decode": True}))
+            with pytest.raises(EngineFailed, match=r"HTTP 500 from .*blocks are wanted"):
+                await client.complete(address, "r", request_of(bytes(20_000)))
+            answer = await client.complete(address, "r", request_of(b"hello"))
+            assert len(answer.choices[0].token_ids) == 3
+            assert await client.drain(address) == Drained()
+        with pytest.raises(EngineFailed, match="cannot be reached"):
+            await client.drain(address)
     events = [json.loads(line)["event"] for line in (tmp_path / "alone.jsonl").read_text().splitlines()]
     assert events[0] == "engine.started"
-    assert "request.crashed" in events
+    assert "completion.crashed" in events
     assert events[-1] == "engine.stopped"
 
 
@@ -62,21 +67,32 @@ async def test_an_engine_stops_when_it_is_told_to(number):
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
-    assert "address" in json.loads(await process.stdout.readline())
+    assert (await process.stdout.readline()).startswith(b"listening at 127.0.0.1:")
     process.send_signal(number)
     _, complaints = await process.communicate()
     assert process.returncode == 0
     assert [json.loads(line)["event"] for line in complaints.splitlines()] == ["engine.started", "engine.stopped"]
 
 
+class Answers:
+    """A client that asks nobody."""
+
+    async def complete(self, address, request_id, request):
+        if bytes(request.prompt) == b"bad":
+            raise EngineFailed("no such luck")
+        assert request.max_tokens == MAX_TOKENS
+        return PromptAnswer(id=request_id, choices=(GeneratedTokens(token_ids=[len(request.prompt)]),))
+
+
 async def test_a_failed_request_ends_alone():
     answered = []
-
-    async def send(request_id, prompt):
-        if prompt == b"bad":
-            raise EngineFailed("no such luck")
-        return Generated(tokens=[len(prompt)])
-
-    answers = await send_all("prompt", [b"a", b"bad", b"ccc"], send, lambda: answered.append(1))
-    assert answers == [Answer(Generated(tokens=[1])), Answer(failure="no such luck"), Answer(Generated(tokens=[3]))]
+    prompts = [b"a", b"bad", b"ccc"]
+    answers = await send_all(Answers(), "nowhere", "prompt", prompts, lambda: answered.append(1), pulled=False)
+    assert answers == [PromptResult([1]), PromptResult(failure="no such luck"), PromptResult([3])]
     assert len(answered) == 3
+
+
+async def test_an_answer_without_a_pull_fails_where_something_should_move():
+    [answer] = await send_all(Answers(), "nowhere", "prompt", [b"a"], lambda: None, pulled=True)
+    assert "nothing was pulled" in answer.failure
+    assert not answer.tokens

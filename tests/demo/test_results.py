@@ -4,9 +4,9 @@ import pytest
 
 from kvflow.report import PHASES, TransferReport
 from kvflow.tools.demo.driver import PACKED
-from kvflow.tools.demo.messages import Drained, Generated
+from kvflow.tools.demo.messages import MAX_TOKENS, Drained
 from kvflow.tools.demo.results import ScenarioResult
-from kvflow.tools.demo.router import MAX_TOKENS, Answer
+from kvflow.tools.demo.router import PromptResult
 
 TOKENS = list(range(MAX_TOKENS))
 
@@ -14,7 +14,7 @@ TOKENS = list(range(MAX_TOKENS))
 def answer(tokens=TOKENS, *, wire=0.001):
     timings = {"total": 0.01, "queue": 0.0, "handshake": 0.0, "bind": 0.0, "post": 0.001, "wire": wire, "fence": 0.0}
     report = TransferReport(request_id="r", nbytes=1000, descriptors=3, reads=1, timings_s=timings)
-    return Answer(Generated(tokens=list(tokens), report=report))
+    return PromptResult(list(tokens), report)
 
 
 def result(*answers, left=None):
@@ -49,7 +49,7 @@ def test_too_few_tokens_fail():
 
 
 def test_a_failed_request_fails():
-    outcome = result(answer(), Answer(failure="the engine hung up"))
+    outcome = result(answer(), PromptResult(failure="the engine hung up"))
     assert not outcome.passed
     assert outcome.failures == ["the engine hung up"]
 
@@ -66,6 +66,6 @@ def test_rates_and_quantiles_are_over_the_time_on_the_way():
 
 
 def test_nothing_moved_has_no_rate():
-    outcome = result(Answer(failure="x"))
+    outcome = result(PromptResult(failure="x"))
     assert outcome.gb_per_s == 0
     assert outcome.quantiles_ms("total") == (0, 0)

@@ -93,7 +93,7 @@ async def test_a_body_is_refused_before_it_comes_if_it_says_that_it_is_too_long(
         assert (await reader.readline()).startswith(b"HTTP/1.1 413 ")
 
 
-async def test_a_body_that_does_not_say_its_length_is_refused_once_it_is_too_long():
+async def test_a_body_of_unknown_length_is_refused_once_it_is_too_long():
     head = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
     async with open_rig(body_bytes_max=1000) as rig, connected(rig.url, head) as [(reader, writer)]:
         writer.write(b"3e9\r\n" + b"x" * 1001 + b"\r\n")

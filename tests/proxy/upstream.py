@@ -1,7 +1,7 @@
 """Small servers of OpenAI's interface, for a proxy to stand before."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -90,7 +90,7 @@ def stream(*steps):
 
 
 @asynccontextmanager
-async def open_upstream(behavior: Behavior) -> AsyncIterator[Upstream]:
+async def open_upstream(behavior: Behavior, routes: Sequence[web.RouteDef] = ()) -> AsyncIterator[Upstream]:
     upstream = Upstream(behavior)
 
     async def models(request):
@@ -105,6 +105,7 @@ async def open_upstream(behavior: Behavior) -> AsyncIterator[Upstream]:
         [web.post("/v1/completions", upstream.complete), web.post("/v1/chat/completions", upstream.complete)]
     )
     app.add_routes([web.get("/v1/models", models), web.get("/health", health)])
+    app.add_routes(routes)
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0)
     await runner.setup()
     try:

@@ -53,9 +53,12 @@ def add_parser(commands: "Subparsers") -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the demo; 0 if every token is equal and nothing was left leased or quarantined."""
-    if find_spec("rich") is None:
-        print("kvflow demo: rich is not installed. Install it with pip install 'kvflow[demo]'", file=sys.stderr)
-        return 2
+    for package in ("rich", "aiohttp"):
+        if find_spec(package) is None:
+            print(
+                f"kvflow demo: {package} is not installed. Install it with pip install 'kvflow[demo]'", file=sys.stderr
+            )
+            return 2
     if (options.prefill is None) != (options.decode is None):
         print("kvflow demo: give both --prefill and --decode, or neither", file=sys.stderr)
         return 2

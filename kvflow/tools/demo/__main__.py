@@ -11,10 +11,7 @@ import uvloop
 import kvflow
 from kvflow.errors import KvflowError
 from kvflow.observability.logs import configure_logging
-from kvflow.tools.demo.decode import serve_decode
-from kvflow.tools.demo.engine import open_engine
-from kvflow.tools.demo.monolithic import serve_monolithic
-from kvflow.tools.demo.prefill import serve_prefill
+from kvflow.tools.demo.engine import CompletionService, open_engine, serve
 
 SEEDS = {"prefill": 1, "decode": 2, "monolithic": 3}
 """Of the order of blocks: different on every side, so that nothing is right by accident."""
@@ -48,12 +45,12 @@ async def run(options: argparse.Namespace) -> None:
     """Run one engine until it is told to stop."""
     async with open_engine(layout=options.layout, kv=options.kv, seed=SEEDS[options.role]) as engine:
         if options.role == "monolithic":
-            return await serve_monolithic(engine, options.listen)
+            return await serve(CompletionService(engine), options.listen)
         names = ("bind", "advertise", "tcp_bind", "tcp_advertise", "tcp_encryption", "http", "http_public")
         settings = {name: getattr(options, name) for name in names}
         config = kvflow.WorkerConfig.read({"engine_id": options.engine_id or options.role, **settings})
-        serve = serve_prefill if options.role == "prefill" else serve_decode
-        return await serve(engine, config, options.listen)
+        async with kvflow.open_worker(config, engine.cache) as worker:
+            return await serve(CompletionService(engine, worker), options.listen)
 
 
 def main() -> None:

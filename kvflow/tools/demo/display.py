@@ -12,10 +12,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 from kvflow.report import PHASES
-from kvflow.tools.demo.channel import EngineFailed
 from kvflow.tools.demo.driver import Engines, run_demo
 from kvflow.tools.demo.prompts import cut_prompts, read_texts
 from kvflow.tools.demo.results import DemoFigures, ScenarioResult
+from kvflow.tools.demo.router import EngineFailed
 
 
 def run_and_show(

@@ -1,27 +1,60 @@
-"""The demo's engine: a model, its cache, a block manager, and one thread that computes."""
+"""The demo's engine: a model, its cache, a block manager, one thread that computes, and an HTTP server."""
 
 import asyncio
+import os
 import random
+import secrets
+import signal
+import sys
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Literal, cast
 
+import msgspec
 import torch
+from aiohttp import web
+from msgspec import Struct
 
+import kvflow
+from kvflow.clock import monotonic
+from kvflow.errors import KvflowError
 from kvflow.layout.groups import Group, window_blocks
 from kvflow.memory.cache import allocate
-from kvflow.tools.demo.model import Model, ModelShape, PagedKV
+from kvflow.observability.logs import record_logger
+from kvflow.tools.demo.messages import (
+    COMPLETIONS,
+    DRAIN,
+    HEALTH,
+    REQUEST_ID,
+    Drained,
+    GeneratedTokens,
+    OfferedPrompt,
+    PromptAnswer,
+    PromptRequest,
+)
+from kvflow.tools.demo.model import ModelShape, PagedKV, TinyModel
+from kvflow.tools.proxy.completions import error_body
 
 NUM_BLOCKS = 1024
 """64 MiB when packed: three of the longest requests at once, and dozens of the short ones."""
 
-KVFormat = Literal["content", "split"]
+DRAIN_S = 10.0
+"""Releases come within milliseconds; an offer that is still open after this time was forgotten."""
 
+GRACE_S = 2.0
+"""For requests in flight when the engine is told to stop."""
+
+BODY_BYTES_MAX = 1 << 20
+REQUEST_ID_CHARACTERS_MAX = 256
 
 ABSENT = -1
 """In a block table: no block, because no token will look there."""
+
+KVFormat = Literal["content", "split"]
+
+_log = record_logger("kvflow.demo")
 
 
 class BlockPool:
@@ -145,7 +178,7 @@ class Engine:
         self.cache = allocate(shape.specs(), num_blocks=num_blocks, layout=layout, kv=kv)
         self.pool = BlockPool(num_blocks, seed)
         self._executor = executor
-        self._model = Model(shape)
+        self._model = TinyModel(shape)
         views = cast("dict[str, torch.Tensor]", self.cache.views)  # attention only
         self._pages = {name: PagedKV(view, shape.head_size) for name, view in views.items()}
 
@@ -189,3 +222,187 @@ async def open_engine(*, layout: str, kv: KVFormat, seed: int) -> AsyncIterator[
     """
     with ThreadPoolExecutor(1, "model", initializer=torch.set_num_threads, initargs=(1,)) as executor:
         yield Engine(layout=layout, kv=kv, seed=seed, executor=executor)
+
+
+class CompletionService:
+    """Answers requests; the same code for every role, and ``kv_transfer_params`` decide what is done.
+
+    Args:
+        engine: computes.
+        worker: moves the cache; None for an engine that computes alone.
+
+    Thread: the event loop's.
+    """
+
+    def __init__(self, engine: Engine, worker: kvflow.Worker | None = None) -> None:
+        self._engine = engine
+        self._worker = worker
+        self._offers: dict[str, asyncio.Task[None]] = {}
+
+    async def complete(self, request_id: str, request: PromptRequest) -> PromptAnswer:
+        """Serve one request.
+
+        Raises:
+            KvflowError: the offer was refused, or the cache could not be pulled.
+            msgspec.ValidationError: this engine cannot do what the request asks for.
+        """
+        if request.kv_transfer_params is None:
+            return await self._compute(request_id, request)
+        if self._worker is None:
+            raise msgspec.ValidationError("this engine has no worker: leave kv_transfer_params out")
+        offered = msgspec.convert(request.kv_transfer_params, OfferedPrompt)
+        if offered.do_remote_decode:
+            return await self._prefill(request_id, bytes(request.prompt), self._worker)
+        if offered.first_token is None:
+            raise msgspec.ValidationError("kv_transfer_params has no first_token")
+        return await self._decode(request_id, request, offered.first_token, self._worker)
+
+    async def drain(self) -> Drained:
+        """Wait until no offer is open, and return what is still held."""
+        if self._offers:
+            await asyncio.wait(self._offers.values(), timeout=DRAIN_S)
+        if self._worker is None:
+            return Drained(blocks_used=self._engine.pool.num_used)
+        held = self._worker.snapshot()
+        return Drained(
+            blocks_used=self._engine.pool.num_used,
+            leases_held=held.leases,
+            blocks_quarantined=sum(entry.num_blocks for entry in held.quarantined),
+        )
+
+    async def revoke_offers(self) -> None:
+        """End every lease that is still held, and wait until its blocks are back."""
+        for request_id in self._offers:
+            cast("kvflow.Worker", self._worker).revoke(request_id)
+        await asyncio.gather(*self._offers.values())
+
+    async def _compute(self, request_id: str, request: PromptRequest) -> PromptAnswer:
+        engine, num_tokens = self._engine, len(request.prompt)
+        table = await take_table(engine.pool, engine.cache.groups, num_tokens + request.max_tokens)
+        try:
+            token = await engine.prefill(table, bytes(request.prompt))
+            tokens = await engine.decode(table, num_tokens, token, request.max_tokens)
+        finally:
+            await engine.pool.give_back(table.held())
+        return PromptAnswer(id=request_id, choices=_choices(tokens))
+
+    async def _prefill(self, request_id: str, prompt: bytes, worker: kvflow.Worker) -> PromptAnswer:
+        """Compute a prompt; its blocks are kept until its lease has ended."""
+        engine, num_tokens, groups = self._engine, len(prompt), self._engine.cache.groups
+        table = await take_table(engine.pool, groups, num_tokens)
+        try:
+            token = await engine.prefill(table, prompt)
+            await drop_hidden_blocks(engine.pool, table, groups, num_tokens)
+            block_ids = visible_blocks(table, groups, num_tokens)
+            ticket = worker.offer(request_id, block_ids=block_ids, num_tokens=num_tokens)
+        except BaseException:
+            await engine.pool.give_back(table.held())
+            raise
+        self._offers[request_id] = asyncio.create_task(self._keep(request_id, table, worker))
+        params = {"do_remote_prefill": True, "do_remote_decode": False, "first_token": token, **ticket.to_params()}
+        return PromptAnswer(id=request_id, choices=_choices([token]), kv_transfer_params=params)
+
+    async def _keep(self, request_id: str, table: BlockTable, worker: kvflow.Worker) -> None:
+        await worker.wait_offer(request_id)
+        await self._engine.pool.give_back(table.held())
+        del self._offers[request_id]
+
+    async def _decode(self, request_id: str, request: PromptRequest, token: int, worker: kvflow.Worker) -> PromptAnswer:
+        """Fill blocks from a ticket and continue; nothing of the prompt is computed here."""
+        engine, num_tokens, groups = self._engine, len(request.prompt), self._engine.cache.groups
+        ticket = kvflow.Ticket.from_params(request.kv_transfer_params)
+        table = await take_table(engine.pool, groups, num_tokens + request.max_tokens, num_computed=num_tokens)
+        try:
+            report = await worker.pull(ticket, block_ids=visible_blocks(table, groups, num_tokens))
+            first = await engine.decode(table, num_tokens, token, min(2, request.max_tokens))
+            _log.info("token.first", request_id=ticket.request_id)
+            computed, remaining = num_tokens + len(first) - 1, request.max_tokens - len(first) + 1
+            tokens = first[:-1] + await engine.decode(table, computed, first[-1], remaining)
+        finally:
+            # After a failed pull something may still write into the blocks; after a completed one this is immediate.
+            await worker.quiesced(ticket.request_id)
+            await engine.pool.give_back(table.held())
+        return PromptAnswer(id=request_id, choices=_choices(tokens), report=report)
+
+
+def _choices(tokens: list[int]) -> tuple[GeneratedTokens]:
+    return (GeneratedTokens(token_ids=tokens, text=bytes(tokens).decode("latin-1")),)
+
+
+async def serve(service: CompletionService, listen: str) -> None:
+    """Answer requests until the process is told to stop (SIGTERM or SIGINT); leases that are held then are revoked.
+
+    Args:
+        service: answers.
+        listen: ``host:port``; port 0 takes a free one. The real one is the first line of standard output.
+    """
+    stopped = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+
+    async def complete(request: web.Request) -> web.Response:
+        request_id = request.headers.get(REQUEST_ID) or secrets.token_hex(8)
+        return await answer_completion(service, request_id, await request.read())
+
+    async def drain(_request: web.Request) -> web.Response:
+        return _json(200, await service.drain())
+
+    async def health(_request: web.Request) -> web.Response:
+        return web.Response()
+
+    app = web.Application(client_max_size=BODY_BYTES_MAX)
+    app.add_routes([web.post(COMPLETIONS, complete), web.post(DRAIN, drain), web.get(HEALTH, health)])
+    # A client that hangs up cancels no request: the model may still write into the blocks of that request.
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=False, shutdown_timeout=GRACE_S)
+    await runner.setup()
+    try:
+        host, _, port = listen.rpartition(":")
+        await web.TCPSite(runner, host, int(port)).start()
+        host, port = runner.addresses[0][:2]
+        _announce(f"{host}:{port}")
+        _log.info("engine.started", listen=f"{host}:{port}")
+        await stopped.wait()
+    finally:
+        await runner.cleanup()
+        await service.revoke_offers()
+    _log.info("engine.stopped")
+
+
+def _announce(address: str) -> None:
+    """Print the address of this engine. The parent may stop reading then: later output goes to stderr."""
+    sys.stdout.write(f"listening at {address}\n")
+    sys.stdout.flush()
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+
+
+async def answer_completion(service: CompletionService, request_id: str, body: bytes) -> web.Response:
+    """Answer the body of a request; a failure ends this request only.
+
+    A prefill engine's failure is 4xx, so that the router shows it to the client.
+    """
+    started = monotonic()
+    log = _log.bind(request_id=request_id)
+    try:
+        if len(request_id) > REQUEST_ID_CHARACTERS_MAX:
+            raise msgspec.ValidationError(f"{REQUEST_ID} has more than {REQUEST_ID_CHARACTERS_MAX} characters")
+        request = msgspec.json.decode(body, type=PromptRequest)
+        answer = await service.complete(request_id, request)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return _failed(400, str(error))
+    except KvflowError as error:
+        log.warning("completion.failed", code=error.code, detail=str(error))
+        return _failed(409, str(error))
+    except Exception as error:  # one request must not end an engine; the traceback is in its log
+        log.exception("completion.crashed")
+        return _failed(500, repr(error))
+    log.info("completion.served", elapsed_s=round(monotonic() - started, 6))
+    return _json(200, answer)
+
+
+def _json(status: int, content: Struct) -> web.Response:
+    return web.Response(status=status, body=msgspec.json.encode(content), content_type="application/json")
+
+
+def _failed(status: int, message: str) -> web.Response:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return web.Response(status=status, body=error_body(message, kind), content_type="application/json")

@@ -1,99 +1,83 @@
-"""What the demo's router and engines say to each other: one request, one reply, as lines of JSON.
+"""What the demo's engines take and answer over HTTP: what they need of OpenAI's completions API, as vLLM has it.
 
-``kv_transfer_params`` passes through the router unread, as it does in a real one.
+Tokens are bytes. ``kv_transfer_params`` pass through the router unread.
 """
 
 from typing import Annotated, Any
 
-import msgspec
 from msgspec import Meta, Struct
 
 from kvflow.report import TransferReport
 
-Name = Annotated[str, Meta(min_length=1, max_length=256)]
+COMPLETIONS = "/v1/completions"
+DRAIN = "/drain"
+HEALTH = "/health"
+REQUEST_ID = "X-Request-Id"
+
+MAX_TOKENS = 32
+"""Generated for each prompt of the demo."""
+
+Token = Annotated[int, Meta(ge=0, le=255)]
 NumTokens = Annotated[int, Meta(ge=1, le=1 << 20)]
 """More than the blocks of any demo hold; the pool refuses what is more than it has."""
 
-Prompt = Annotated[bytes, Meta(min_length=1, max_length=1 << 20)]
-Token = Annotated[int, Meta(ge=0, le=255)]
-Params = Annotated[dict[str, Any], Meta(max_length=64)]
-"""Read by ``Ticket.from_params``, which bounds the rest."""
 
-
-class Prefill(Struct, frozen=True, kw_only=True, tag="prefill"):
-    """Compute a prompt and offer its cache.
+class PromptRequest(Struct, frozen=True, kw_only=True):
+    """The body of a request.
 
     Attributes:
-        request_id: unique among the engine's requests.
-        prompt: tokens are bytes.
-    """
-
-    request_id: Name
-    prompt: Prompt
-
-
-class Prefilled(Struct, frozen=True, kw_only=True, tag="prefilled"):
-    """The prompt is computed, and its cache waits to be pulled.
-
-    Attributes:
-        token: the first one generated.
-        kv_transfer_params: for the decode engine, opaque.
-    """
-
-    token: int
-    kv_transfer_params: dict[str, Any]
-
-
-class Decode(Struct, frozen=True, kw_only=True, tag="decode"):
-    """Pull the cache of a prompt and continue.
-
-    Attributes:
-        request_id: unique among the engine's requests.
-        num_prompt_tokens: length of the prompt.
-        token: the first one generated.
-        max_tokens: to be generated, ``token`` included.
-        kv_transfer_params: as the prefill engine gave them.
-    """
-
-    request_id: Name
-    num_prompt_tokens: NumTokens
-    token: Token
-    max_tokens: NumTokens
-    kv_transfer_params: Params
-
-
-class Generate(Struct, frozen=True, kw_only=True, tag="generate"):
-    """Compute a prompt and continue, in one engine.
-
-    Attributes:
-        request_id: unique among the engine's requests.
-        prompt: tokens are bytes.
+        prompt: token ids.
         max_tokens: to be generated.
+        kv_transfer_params: ``do_remote_decode``: compute the prompt and offer its cache. With a ticket: pull that
+            cache and continue. Without them: compute and continue.
     """
 
-    request_id: Name
-    prompt: Prompt
-    max_tokens: NumTokens
+    prompt: Annotated[tuple[Token, ...], Meta(min_length=1, max_length=1 << 20)]
+    max_tokens: NumTokens = 16
+    kv_transfer_params: Annotated[dict[str, Any], Meta(max_length=64)] | None = None
 
 
-class Generated(Struct, frozen=True, kw_only=True, tag="generated"):
-    """The request is done.
+class OfferedPrompt(Struct, frozen=True, kw_only=True):
+    """What the demo reads in ``kv_transfer_params``; ``Ticket.from_params`` reads and bounds the rest.
 
     Attributes:
-        tokens: all that were generated.
+        do_remote_decode: True in what a router sends to a prefill engine.
+        first_token: computed by the prefill engine, whose ticket has it as one more entry.
+    """
+
+    do_remote_decode: bool = False
+    first_token: Token | None = None
+
+
+class GeneratedTokens(Struct, frozen=True, kw_only=True):
+    """One of the ``choices`` of an answer."""
+
+    token_ids: list[int]
+    text: str = ""
+    index: int = 0
+    finish_reason: str = "length"
+
+
+class PromptAnswer(Struct, frozen=True, kw_only=True):
+    """The answer to a request.
+
+    Attributes:
+        id: of the request.
+        choices: one.
+        kv_transfer_params: of a prefill engine, for a decode engine.
         report: what the pull moved; None if nothing was pulled.
     """
 
-    tokens: list[int]
+    id: str
+    choices: tuple[GeneratedTokens]
+    object: str = "text_completion"
+    model: str = "kvflow-demo"
+    kv_transfer_params: dict[str, Any] | None = None
     report: TransferReport | None = None
 
 
-class Drain(Struct, frozen=True, kw_only=True, tag="drain"):
-    """Wait until no request is open, and report what is left."""
-
-
-class Drained(Struct, frozen=True, kw_only=True, tag="drained"):
-    """What an engine still holds, when it should hold nothing.
+class Drained(Struct, frozen=True, kw_only=True):
+    """What an engine still holds when no request is open, and it should hold nothing.
 
     Attributes:
         blocks_used: not returned to the free list.
@@ -108,57 +92,4 @@ class Drained(Struct, frozen=True, kw_only=True, tag="drained"):
     @property
     def clean(self) -> bool:
         """True if nothing is left."""
-        return not (self.blocks_used or self.leases_held or self.blocks_quarantined)
-
-
-class Failed(Struct, frozen=True, kw_only=True, tag="failed"):
-    """The request was not served.
-
-    Attributes:
-        code: stable name of the kind of error.
-        detail: for humans, with the remedy.
-    """
-
-    code: str
-    detail: str
-
-
-class Listening(Struct, frozen=True, kw_only=True):
-    """The first line that an engine prints: it is ready.
-
-    Attributes:
-        address: ``host:port``.
-    """
-
-    address: str
-
-
-Request = Prefill | Decode | Generate | Drain
-Reply = Prefilled | Generated | Drained | Failed
-
-_encoder = msgspec.json.Encoder()
-_requests: msgspec.json.Decoder[Request] = msgspec.json.Decoder(Request)
-_replies: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
-
-
-def to_line(message: Struct) -> bytes:
-    """Return a message as one line of JSON."""
-    return _encoder.encode(message) + b"\n"
-
-
-def request_from_line(line: bytes) -> Request:
-    """Read a request.
-
-    Raises:
-        msgspec.DecodeError: it is not one; says where.
-    """
-    return _requests.decode(line)
-
-
-def reply_from_line(line: bytes) -> Reply:
-    """Read a reply.
-
-    Raises:
-        msgspec.DecodeError: it is not one; says where.
-    """
-    return _replies.decode(line)
+        return self == Drained()

@@ -119,7 +119,7 @@ def _gather(pages_BHND: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
     return pages_HBND.flatten(1, 2)
 
 
-class Model:
+class TinyModel:
     """The weights, and one forward pass over them.
 
     Args:
@@ -132,7 +132,7 @@ class Model:
         draw = _WeightSource(shape.seed)
         self.shape = shape
         self._embedding_VZ = draw.matrix(VOCABULARY, shape.hidden, scale=math.sqrt(shape.hidden))
-        self._layers = [_Layer(shape, index, draw) for index in range(shape.num_layers)]
+        self._layers = [_DecoderLayer(shape, index, draw) for index in range(shape.num_layers)]
         self._head_VZ = draw.matrix(VOCABULARY, shape.hidden)
 
     @torch.inference_mode()
@@ -160,7 +160,7 @@ class Model:
         return int(torch.argmax(self._head_VZ @ _rms_norm(x_TZ[-1])))
 
 
-class _Layer:
+class _DecoderLayer:
     """Attention and a feed-forward network, each on a normalised copy of the residual stream."""
 
     def __init__(self, shape: ModelShape, index: int, draw: "_WeightSource") -> None:

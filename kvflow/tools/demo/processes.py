@@ -8,18 +8,19 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
-import msgspec
 from msgspec import Struct
 
 from kvflow.config import SECRET_VARIABLE
-from kvflow.tools.demo.channel import EngineFailed
-from kvflow.tools.demo.messages import Listening
+from kvflow.tools.demo.router import EngineFailed
 
 START_S = 60.0
 """Importing torch from a cold disk takes ten seconds; NIXL's first agent another one."""
 
 STOP_S = 15.0
 """A worker says goodbye within its own budget of five seconds."""
+
+LISTENING_AT = b"listening at "
+"""The line begins so in which an engine prints its address."""
 
 
 class EngineCommand(Struct, frozen=True, kw_only=True):
@@ -77,8 +78,8 @@ async def _address(stdout: asyncio.StreamReader, name: str, complaints: Path) ->
     with suppress(TimeoutError):
         async with asyncio.timeout(START_S):
             async for line in stdout:
-                with suppress(msgspec.DecodeError):
-                    return msgspec.json.decode(line, type=Listening).address
+                if line.startswith(LISTENING_AT):
+                    return line.removeprefix(LISTENING_AT).decode().strip()
     raise EngineFailed(f"the {name} engine did not start; the end of {complaints}:\n{_tail(complaints)}")
 
 

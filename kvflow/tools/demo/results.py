@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from kvflow.report import PHASES, TransferReport
-from kvflow.tools.demo.messages import Drained
-from kvflow.tools.demo.router import MAX_TOKENS, Answer
+from kvflow.tools.demo.messages import MAX_TOKENS, Drained
+from kvflow.tools.demo.router import PromptResult
 
 
 class Scenario(Struct, frozen=True, kw_only=True):
@@ -78,15 +78,14 @@ class ScenarioResult(Struct, frozen=True, kw_only=True):
     """
 
     scenario: Scenario
-    answers: Sequence[Answer]
+    answers: Sequence[PromptResult]
     expected: Sequence[Sequence[int]]
     left: dict[str, Drained]
 
     @property
     def reports(self) -> list[TransferReport]:
         """The transfers, one per request that was served."""
-        generated = [answer.generated for answer in self.answers]
-        return [one.report for one in generated if one is not None and one.report is not None]
+        return [answer.report for answer in self.answers if answer.report is not None]
 
     @property
     def failures(self) -> list[str]:
@@ -104,8 +103,7 @@ class ScenarioResult(Struct, frozen=True, kw_only=True):
         return sum(
             ours == theirs
             for answer, expected in zip(self.answers, self.expected, strict=True)
-            if answer.generated is not None
-            for ours, theirs in zip(answer.generated.tokens, expected, strict=False)
+            for ours, theirs in zip(answer.tokens, expected, strict=False)
         )
 
     @property
