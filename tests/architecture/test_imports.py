@@ -54,10 +54,10 @@ IMPORTERS = {
         "handshake/security.py",
         "kvflow/integrations/vllm/admission.py",
     },
-    "rich": {"kvflow/tools/demo/display.py"},
+    "rich": {"kvflow/tools/demo/results.py", "kvflow/tools/demo/run.py"},
     "aiohttp": {
         "kvflow/tools/demo/engine.py",
-        "kvflow/tools/demo/router.py",
+        "kvflow/tools/demo/run.py",
         "kvflow/tools/doctor/live.py",
         "kvflow/tools/proxy/server.py",
     },

@@ -17,7 +17,7 @@ import sys
 import msgspec
 
 from kvflow.tools.demo.messages import MAX_TOKENS, PromptRequest
-from kvflow.tools.demo.router import EngineFailed, open_client
+from kvflow.tools.demo.run import EngineFailed, open_client
 from kvflow.tools.proxy import ProxyConfig
 from kvflow.tools.proxy.completions import OFFER
 from kvflow.tools.proxy.server import open_proxy

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from kvflow.tools.cli import main
-from kvflow.tools.demo.display import run_and_show
+from kvflow.tools.demo.run import run_and_show
 from kvflow.tools.trace.joining import read_trace
 
 

@@ -6,10 +6,16 @@ from contextlib import AsyncExitStack
 import pytest
 
 from kvflow.tools.cli import main
-from kvflow.tools.demo.driver import Engines, run_demo
-from kvflow.tools.demo.processes import EngineCommand, engine_environment, open_process
 from kvflow.tools.demo.results import Scenario
-from kvflow.tools.demo.router import EngineFailed, open_client
+from kvflow.tools.demo.run import (
+    EngineCommand,
+    EngineFailed,
+    Engines,
+    engine_environment,
+    open_client,
+    open_process,
+    run_demo,
+)
 
 NOBODY = "127.0.0.1:9"
 """The discard service, which nobody runs."""

@@ -6,10 +6,9 @@ import re
 import pytest
 from aiohttp import web
 
-from kvflow.tools.demo.driver import DemoRun, Engines
 from kvflow.tools.demo.messages import MAX_TOKENS
 from kvflow.tools.demo.results import Scenario
-from kvflow.tools.demo.router import EngineFailed, open_client
+from kvflow.tools.demo.run import DemoRun, EngineFailed, Engines, open_client
 from tests.proxy.upstream import open_upstream, text
 
 from .test_elsewhere import NOBODY, Silent

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from kvflow.tools.demo.messages import MAX_TOKENS, Drained, GeneratedTokens, PromptAnswer, PromptRequest
-from kvflow.tools.demo.processes import EngineCommand, engine_environment, open_process
-from kvflow.tools.demo.router import EngineFailed, PromptResult, open_client, send_all
+from kvflow.tools.demo.results import PromptResult
+from kvflow.tools.demo.run import EngineCommand, EngineFailed, engine_environment, open_client, open_process, send_all
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("measured_processes")]
 

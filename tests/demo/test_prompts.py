@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvflow.tools.demo.prompts import cut_prompts, read_texts
+from kvflow.tools.demo.run import cut_prompts, read_texts
 
 
 @pytest.mark.parametrize("count", [2, 3, 24, 100])

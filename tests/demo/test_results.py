@@ -3,10 +3,9 @@
 import pytest
 
 from kvflow.report import PHASES, TransferReport
-from kvflow.tools.demo.driver import PACKED
 from kvflow.tools.demo.messages import MAX_TOKENS, Drained
-from kvflow.tools.demo.results import ScenarioResult
-from kvflow.tools.demo.router import PromptResult
+from kvflow.tools.demo.results import PromptResult, ScenarioResult
+from kvflow.tools.demo.run import PACKED
 
 TOKENS = list(range(MAX_TOKENS))
 

@@ -63,15 +63,15 @@ def run(options: argparse.Namespace) -> int:
         print("kvflow demo: give both --prefill and --decode, or neither", file=sys.stderr)
         return 2
     # Loaded here, so that other commands and --help do not wait for it.
-    from kvflow.tools.demo import display, driver  # noqa: PLC0415
+    from kvflow.tools.demo.run import Engines, run_and_show  # noqa: PLC0415
 
     logs: Path = options.out
     logs.mkdir(parents=True, exist_ok=True)
     for stale in (*logs.glob("*.jsonl"), *logs.glob("*.stderr")):
         stale.unlink()
     configure_logging(logs / "driver.jsonl")
-    engines = driver.Engines(prefill=options.prefill, decode=options.decode) if options.prefill else None
-    return display.run_and_show(options.texts, options.prompts, logs, engines, as_json=options.json)
+    engines = Engines(prefill=options.prefill, decode=options.decode) if options.prefill else None
+    return run_and_show(options.texts, options.prompts, logs, engines, as_json=options.json)
 
 
 def _prompt_count(text: str) -> int:

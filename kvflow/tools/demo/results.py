@@ -1,13 +1,30 @@
-"""What the demo found out: tokens compared, transfers summed up, and whether all is as it should be."""
+"""What the demo found out, and how it is shown: progress, a table per pair of engines, and the verdict."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from msgspec import Struct
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 from kvflow.report import PHASES, TransferReport
 from kvflow.tools.demo.messages import MAX_TOKENS, Drained
-from kvflow.tools.demo.router import PromptResult
+
+
+class PromptResult(Struct, frozen=True):
+    """What became of one prompt.
+
+    Attributes:
+        tokens: generated.
+        report: what the pull moved; None if nothing was pulled.
+        failure: why the request failed, or empty.
+    """
+
+    tokens: list[int] = []
+    report: TransferReport | None = None
+    failure: str = ""
 
 
 class Scenario(Struct, frozen=True, kw_only=True):
@@ -151,3 +168,80 @@ class ScenarioResult(Struct, frozen=True, kw_only=True):
             return (samples[0], samples[0]) if samples else (0.0, 0.0)
         cuts = statistics.quantiles(samples, n=100, method="inclusive")
         return cuts[49], cuts[98]
+
+
+class StageProgress:
+    """One bar per stage.
+
+    Args:
+        progress: rich's, running.
+        num_prompts: of each stage.
+    """
+
+    def __init__(self, progress: Progress, num_prompts: int) -> None:
+        self._progress = progress
+        self._num_prompts = num_prompts
+        self._stages: list[TaskID] = []
+
+    def begin(self, stage: str) -> None:
+        """Show the bar of a stage."""
+        self._stages.append(self._progress.add_task(stage, total=self._num_prompts))
+
+    def advance(self) -> None:
+        """Count one prompt."""
+        self._progress.advance(self._stages[-1])
+
+
+@contextmanager
+def show_progress(console: Console, num_prompts: int) -> Iterator[StageProgress]:
+    """Show bars while the demo runs; without a terminal only where they ended."""
+    columns = (
+        SpinnerColumn(finished_text="✓"),
+        TextColumn("{task.description:<10}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("prompts"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        yield StageProgress(progress, num_prompts)
+
+
+def print_result(console: Console, result: ScenarioResult) -> None:
+    """Print the table of one scenario, and what went wrong in it."""
+    table = Table(title=result.scenario.title, title_justify="left", min_width=52)
+    table.add_column("")
+    table.add_column("p50", justify="right")
+    table.add_column("p99", justify="right")
+    for name, value in (
+        ("requests", f"{len(result.reports)} of {len(result.answers)}"),
+        ("tokens equal", f"{result.tokens_equal} of {result.tokens_total}"),
+        ("bytes", f"{result.nbytes:,}"),
+        ("descriptors", f"{result.descriptors:,}"),
+        ("GB/s", f"{result.gb_per_s:.2f}"),
+    ):
+        table.add_row(name, value, "")
+    table.add_section()
+    for phase in ("total", *PHASES):
+        median, worst = result.quantiles_ms(phase)
+        if phase != "scatter" or worst:  # most reads of the demo are direct
+            table.add_row("pull" if phase == "total" else f"  {phase}", f"{median:.3f} ms", f"{worst:.3f} ms")
+    console.print(table)
+    for failure in sorted(set(result.failures)):
+        console.print(f"failed: {failure}", style="red", markup=False, soft_wrap=True)
+    for role, left in result.left.items():
+        if not left.clean:
+            console.print(f"left in {role}: {left}", style="red", markup=False)
+
+
+def print_verdict(console: Console, results: Sequence[ScenarioResult]) -> None:
+    """Print how the layouts compare, and whether all is as it should be."""
+    if len(results) > 1:
+        counts = [f"{result.descriptors:,} {result.scenario.name}" for result in results]
+        most, fewest = max(result.descriptors for result in results), min(result.descriptors for result in results)
+        ratio = f" ({most / fewest:.1f} times fewer)" if fewest else ""
+        console.print(f"descriptors: {', '.join(counts)}{ratio}", highlight=False)
+    if all(result.passed for result in results):
+        console.print("Every token is equal; nothing was left leased or quarantined.", style="green")
+    else:
+        console.print("FAILED: see above, and the logs.", style="red")
