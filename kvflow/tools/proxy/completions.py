@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 import structlog
-from msgspec import Raw, Struct, field
+from msgspec import Raw, Struct, field, to_builtins
 
 from kvflow.clock import monotonic
 
@@ -196,6 +196,14 @@ REMEDIES: Final = {
 }
 
 
+class FailedAttempt(Struct, frozen=True):
+    """A server that failed before the next one was asked. ``role``: ``prefill`` or ``decode``."""
+
+    role: str
+    server: str
+    error: str
+
+
 class RequestRecord(Struct, kw_only=True):
     """What becomes of one request. Thread: the loop's.
 
@@ -208,7 +216,7 @@ class RequestRecord(Struct, kw_only=True):
         status: of HTTP; 0 while there is none.
         prefill_server: base URL of the server that was last asked to compute the prompt; empty if it failed.
         decode_server: likewise, of the server that was asked for the answer; empty if it cannot be reached.
-        failed_attempts: ``role``, ``server`` and ``error`` of each server that failed before these, in order.
+        failed_attempts: servers that failed before these, in order.
         prefill_s: when the prefill server had answered; None if the request ended before.
         first_bytes_s: when the first bytes of a streamed answer came; None before, and of other answers.
         sent_bytes: of the answer, as far as the connection to the client took them.
@@ -225,7 +233,7 @@ class RequestRecord(Struct, kw_only=True):
     status: int = 0
     prefill_server: str = ""
     decode_server: str = ""
-    failed_attempts: list[dict[str, str]] = []
+    failed_attempts: list[FailedAttempt] = []
     prefill_s: float | None = None
     first_bytes_s: float | None = None
     sent_bytes: int = 0
@@ -242,7 +250,7 @@ class RequestRecord(Struct, kw_only=True):
         """Note that the server of a role failed; return what to log of it."""
         shown = shown_error(error)
         server = self.prefill_server if role == "prefill" else self.decode_server
-        self.failed_attempts.append({"role": role, "server": server, "error": shown})
+        self.failed_attempts.append(FailedAttempt(role, server, shown))
         if role == "prefill":
             self.prefill_server = ""
         else:
@@ -271,7 +279,7 @@ class RequestRecord(Struct, kw_only=True):
             "prefilled": bool(self.prefill_server) and self.prefill_s is not None,
             "prefill_server": self.prefill_server,
             "decode_server": self.decode_server,
-            "failed_attempts": self.failed_attempts,
+            "failed_attempts": to_builtins(self.failed_attempts),
             "phase": self.phase,
             "sent_bytes": self.sent_bytes,
             "called_at": round(self.called_at, 6),

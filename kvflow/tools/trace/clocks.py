@@ -3,8 +3,9 @@
 from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 
+from kvflow.events import PeerConnected
 from kvflow.tools.trace.model import Clock
-from kvflow.tools.trace.records import Connected, Sourced, Transfer
+from kvflow.tools.trace.records import Logged, PullEnded
 
 Edges = dict[str, list[tuple[float, str, float]]]
 """Worker -> of each handshake with it: error, the other worker, and by how much that one's clock is ahead."""
@@ -17,7 +18,7 @@ class Clocks:
         records: records of all files.
     """
 
-    def __init__(self, records: Sequence[Sourced]) -> None:
+    def __init__(self, records: Sequence[Logged]) -> None:
         self._by_name: dict[str, Clock] = {}
         self._of_file: dict[int, str] = {}
         self._routers: dict[tuple[int, str], Clock] = {}
@@ -25,16 +26,16 @@ class Clocks:
         pulls: dict[str, int] = {}
         files: dict[str, int] = {}
         for each in records:
-            record, worker = each.record, each.record.worker
+            event, worker = each.event, each.worker
             if not worker:
                 continue
             files.setdefault(worker, each.file)
             self._of_file.setdefault(each.file, worker)
-            pulls[worker] = pulls.get(worker, 0) + isinstance(record, Transfer)
-            if isinstance(record, Connected) and record.clock_ahead_s is not None:
-                ahead_s, error_s = record.clock_ahead_s, abs(record.clock_error_s or 0.0)
-                edges.setdefault(worker, []).append((error_s, record.peer, ahead_s))
-                edges.setdefault(record.peer, []).append((error_s, worker, -ahead_s))
+            pulls[worker] = pulls.get(worker, 0) + isinstance(event, PullEnded)
+            if isinstance(event, PeerConnected) and event.clock_ahead_s is not None:
+                ahead_s, error_s = event.clock_ahead_s, abs(event.clock_error_s or 0.0)
+                edges.setdefault(worker, []).append((error_s, event.peer, ahead_s))
+                edges.setdefault(event.peer, []).append((error_s, worker, -ahead_s))
         for worker in sorted(pulls, key=lambda worker: -pulls[worker]):
             if worker not in self._by_name and not self._share(worker, files):
                 self._by_name[worker] = Clock(worker, worker, 0.0, 0.0, "reference")

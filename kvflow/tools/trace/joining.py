@@ -6,20 +6,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from kvflow.report import PHASES
+from kvflow.events import LeaseEnded, OfferAdmitted, TransferCompleted, TransferTraced
+from kvflow.report import PHASES, TransferReport
+from kvflow.tools.proxy.completions import RequestRecord
 from kvflow.tools.trace.clocks import Clocks
 from kvflow.tools.trace.model import Clock, Failure, Offer, Phase, Pull, Request, Routed, Trace
-from kvflow.tools.trace.records import (
-    Admitted,
-    Answered,
-    Ended,
-    FirstToken,
-    Reading,
-    Sourced,
-    Traced,
-    Transfer,
-    read_files,
-)
+from kvflow.tools.trace.records import FirstToken, Logged, PullEnded, Reading, read_files
 from kvflow.tools.trace.title import title_of
 
 FAILED_IN: Final = {"check": "handshake", "connect": "handshake", "plan": "handshake"}
@@ -34,16 +26,12 @@ SUFFIXES_MAX: Final = 3
 
 @dataclass(slots=True)
 class _Gathered:
-    """Records of one request.
-
-    Attributes:
-        answered: the router's record and its file.
-    """
+    """Records of one request; ``answered`` is the router's."""
 
     request_id: str
-    transfers: list[Sourced] = field(default_factory=list)
-    offers: dict[str, list[Sourced]] = field(default_factory=dict)
-    answered: tuple[Answered, int] | None = None
+    pulls: list[Logged] = field(default_factory=list)
+    offers: dict[str, list[Logged]] = field(default_factory=dict)
+    answered: Logged | None = None
 
 
 def read_trace(paths: Iterable[Path], progress: Callable[[Reading], None] = lambda _: None) -> Trace:
@@ -62,40 +50,37 @@ def read_trace(paths: Iterable[Path], progress: Callable[[Reading], None] = lamb
     bounds: dict[tuple[int, str], list[tuple[float, float]]] = {}
     for request in requests:
         if request.answered is not None and (workers := _workers(request)):
-            key = request.answered[1], clocks.of(workers[0]).reference
-            bounds.setdefault(key, []).append(_bounds(request, request.answered[0], clocks))
+            key = request.answered.file, clocks.of(workers[0]).reference
+            bounds.setdefault(key, []).append(_bounds(request, request.answered, clocks))
     for (file, reference), each in bounds.items():
         clocks.add_router(file, reference, each)
     traced = {
-        (record.worker, record.pull_id): record
-        for record in (each.record for each in records)
-        if isinstance(record, Traced)
+        (each.worker, each.event.pull_id): each.event for each in records if isinstance(each.event, TransferTraced)
     }
-    tokens = {(each.file, each.record.request_id): each for each in records if isinstance(each.record, FirstToken)}
+    tokens = {(each.file, each.event.request_id): each for each in records if isinstance(each.event, FirstToken)}
     found = [_Builder(request, clocks, traced, tokens).request() for request in requests]
     found.sort(key=lambda request: request.start_at)
     return Trace(found, clocks.all(), reading)
 
 
-def _gather(records: Sequence[Sourced]) -> Iterable[_Gathered]:
+def _gather(records: Sequence[Logged]) -> Iterable[_Gathered]:
     """Sort records by the producer's engine and its name of the request, and add those of routers."""
     found: dict[tuple[str, str], _Gathered] = {}
-    routed: dict[str, tuple[Answered, int]] = {}
+    routed: dict[str, Logged] = {}
     for each in records:
-        record = each.record
-        match record:
-            case Transfer():
-                name = record.request_id or record.local_request_id or f"pull {record.pull_id} of {record.worker}"
-                found.setdefault((record.remote_engine_id, name), _Gathered(name)).transfers.append(each)
-            case Admitted() | Ended():
-                key = (record.engine_id, record.request_id)
-                offers = found.setdefault(key, _Gathered(record.request_id)).offers
-                offers.setdefault(record.worker, []).append(each)
-            case Answered(routed=True) if record.request_id:
-                routed[record.request_id] = record, each.file
+        event = each.event
+        if isinstance(event, PullEnded):
+            name = event.request_id or event.local_request_id or f"pull {event.pull_id} of {each.worker}"
+            found.setdefault((event.remote_engine_id, name), _Gathered(name)).pulls.append(each)
+        elif isinstance(event, OfferAdmitted | LeaseEnded):
+            key = (each.worker.rsplit("/", 2)[0], event.request_id)
+            offers = found.setdefault(key, _Gathered(event.request_id)).offers
+            offers.setdefault(each.worker, []).append(each)
+        elif isinstance(event, RequestRecord) and event.request_id and _is_routed(each, event):
+            routed[event.request_id] = each
     used: set[str] = set()
     for request in found.values():
-        names = [request.request_id, *(_local_name(each) for each in request.transfers)]
+        names = [request.request_id, *(_pull_of(each).local_request_id for each in request.pulls)]
         match = next((other for each in names for other in _router_names(each) if other in routed), None)
         if match is not None:
             request.answered = routed[match]
@@ -104,8 +89,14 @@ def _gather(records: Sequence[Sourced]) -> Iterable[_Gathered]:
     yield from (_Gathered(name, answered=answered) for name, answered in routed.items() if name not in used)
 
 
-def _local_name(each: Sourced) -> str:
-    return each.record.local_request_id if isinstance(each.record, Transfer) else ""
+def _is_routed(each: Logged, record: RequestRecord) -> bool:
+    """Return whether a router wrote a record: engines of the demo write some of that name, without these times."""
+    return each.called_at is not None or record.prefill_s is not None
+
+
+def _pull_of(each: Logged) -> PullEnded:
+    assert isinstance(each.event, PullEnded)
+    return each.event
 
 
 def _router_names(name: str) -> Iterable[str]:
@@ -121,41 +112,58 @@ def _router_names(name: str) -> Iterable[str]:
 
 def _workers(request: _Gathered) -> list[str]:
     """Return the workers of a request, consumers first."""
-    return [*(each.record.worker for each in request.transfers), *request.offers]
+    return [*(each.worker for each in request.pulls), *request.offers]
 
 
-def _bounds(request: _Gathered, answered: Answered, clocks: Clocks) -> tuple[float, float]:
+def _bounds(request: _Gathered, answered: Logged, clocks: Clocks) -> tuple[float, float]:
     """Return the least and the largest offset of a router's clock that a request allows."""
     low, high = float("-inf"), float("inf")
-    if answered.prefill_s is None:
+    assert isinstance(answered.event, RequestRecord)
+    if answered.event.prefill_s is None:
         return low, high
-    prefilled_at = _called_at(answered) + answered.prefill_s
-    for each in request.transfers:
-        assert isinstance(each.record, Transfer)
-        clock = clocks.of(each.record.worker)
-        low = max(low, prefilled_at - _pull_called_at(each.record) + clock.ahead_s - (clock.error_s or 0.0))
+    prefilled_at = _called_at(answered) + answered.event.prefill_s
+    for each in request.pulls:
+        clock = clocks.of(each.worker)
+        low = max(low, prefilled_at - _called_at(each) + clock.ahead_s - (clock.error_s or 0.0))
     for worker, records in request.offers.items():
         clock = clocks.of(worker)
         high = min(high, prefilled_at - _offer_times(records)[0] + clock.ahead_s + (clock.error_s or 0.0))
     return low, high
 
 
-def _called_at(answered: Answered) -> float:
-    return answered.written_at - answered.elapsed_s if answered.called_at is None else answered.called_at
+def _called_at(each: Logged) -> float:
+    """Return when a pull was called, or a request had arrived, by the clock of its process."""
+    if each.called_at is not None:
+        return each.called_at
+    return each.written_at - (_total_s(each.event) if isinstance(each.event, PullEnded) else each.elapsed_s)
 
 
-def _pull_called_at(transfer: Transfer) -> float:
-    """Return when a pull was called, by its worker's clock."""
-    return transfer.written_at - transfer.total_s if transfer.called_at is None else transfer.called_at
+def _total_s(pull: PullEnded) -> float:
+    return _report_of(pull).timings_s.get("total", 0.0)
 
 
-def _offer_times(records: Sequence[Sourced]) -> tuple[float, float | None, str]:
+def _report_of(pull: PullEnded) -> TransferReport:
+    """Return what a pull has moved, also if it has failed."""
+    if isinstance(pull, TransferCompleted):
+        return pull.report
+    return TransferReport(
+        request_id=pull.request_id,
+        nbytes=pull.nbytes,
+        descriptors=0,
+        reads=0,
+        transport=pull.transport,
+        plane=pull.plane,
+        timings_s=pull.timings_s,
+    )
+
+
+def _offer_times(records: Sequence[Logged]) -> tuple[float, float | None, str]:
     """Return when a lease was offered, by its worker's clock, how long it was held, and how it ended."""
-    at, held_s, outcome = records[0].record.written_at, None, ""
+    at, held_s, outcome = records[0].written_at, None, ""
     for each in records:
-        record = each.record
-        if isinstance(record, Ended):
-            at, held_s, outcome = record.written_at - record.held_s, record.held_s, record.outcome
+        event = each.event
+        if isinstance(event, LeaseEnded):
+            at, held_s, outcome = each.written_at - event.held_s, event.held_s, event.outcome
     return at, held_s, outcome
 
 
@@ -166,8 +174,8 @@ class _Builder:
         self,
         gathered: _Gathered,
         clocks: Clocks,
-        traced: dict[tuple[str, int], Traced],
-        tokens: dict[tuple[int, str], Sourced],
+        traced: dict[tuple[str, int], TransferTraced],
+        tokens: dict[tuple[int, str], Logged],
     ) -> None:
         self._gathered = gathered
         self._clocks = clocks
@@ -175,7 +183,7 @@ class _Builder:
         self._used = [clocks.of(worker) for worker in _workers(gathered)]
         self._start_at = 0.0
         self._offered = {worker: _offer_times(records) for worker, records in gathered.offers.items()}
-        self._transfers = sorted(gathered.transfers, key=self._ended_at)
+        self._pulls = sorted(gathered.pulls, key=self._ended_at)
         self._first_token_at = self._token_at(tokens)
 
     def request(self) -> Request:
@@ -183,14 +191,14 @@ class _Builder:
         answered = self._gathered.answered
         offered_at = self._offered_at()
         if answered is not None:
-            clock = self._clocks.of_router(answered[1], self._used[0].reference if self._used else "")
+            clock = self._clocks.of_router(answered.file, self._used[0].reference if self._used else "")
             self._used.append(clock)
-            self._start_at = _called_at(answered[0]) - clock.ahead_s
+            self._start_at = _called_at(answered) - clock.ahead_s
         else:
-            times = [self._called(each) for each in self._transfers[-1:]] + ([] if offered_at is None else [offered_at])
+            times = [self._called(each) for each in self._pulls[-1:]] + ([] if offered_at is None else [offered_at])
             self._start_at = min(times, default=0.0)
-        pulls = [self._pull(each) for each in self._transfers]
-        router = None if answered is None else _routed(answered[0])
+        pulls = [self._pull(each) for each in self._pulls]
+        router = None if answered is None else _routed(answered)
         first_token_s = self._first_token_s(router)
         delivered = [pull for pull in pulls if pull.failure is None]
         ending = (delivered or pulls)[-1:]
@@ -213,19 +221,17 @@ class _Builder:
         request.title = title_of(request)
         return request
 
-    def _called(self, each: Sourced) -> float:
-        assert isinstance(each.record, Transfer)
-        return _pull_called_at(each.record) - self._clocks.of(each.record.worker).ahead_s
+    def _called(self, each: Logged) -> float:
+        return _called_at(each) - self._clocks.of(each.worker).ahead_s
 
-    def _ended_at(self, each: Sourced) -> float:
-        assert isinstance(each.record, Transfer)
-        return self._called(each) + each.record.total_s
+    def _ended_at(self, each: Logged) -> float:
+        return self._called(each) + _total_s(_pull_of(each))
 
-    def _token_at(self, tokens: dict[tuple[int, str], Sourced]) -> float | None:
-        for each in self._transfers:
+    def _token_at(self, tokens: dict[tuple[int, str], Logged]) -> float | None:
+        for each in self._pulls:
             found = tokens.get((each.file, self._gathered.request_id))
             if found is not None:
-                return found.record.written_at - self._clocks.of(each.record.worker).ahead_s
+                return found.written_at - self._clocks.of(each.worker).ahead_s
         return None
 
     def _first_token_s(self, router: Routed | None) -> float | None:
@@ -237,53 +243,48 @@ class _Builder:
         """Return when the cache was offered: when the last rank held the lease, or when the ticket was signed."""
         if self._offered:
             return max(at - self._clocks.of(worker).ahead_s for worker, (at, _, _) in self._offered.items())
-        for each in self._transfers[-1:]:
-            assert isinstance(each.record, Transfer)
-            peer = next(iter(self._traced_of(each.record).peers), each.record.peer)
-            if each.record.issued_at is not None:
+        for each in self._pulls[-1:]:
+            peer = next(iter(self._traced_of(each).peers), getattr(each.event, "peer", ""))
+            if each.issued_at is not None:
                 clock = self._clocks.of(peer)
                 self._used.append(clock)
-                return each.record.issued_at - clock.ahead_s
+                return each.issued_at - clock.ahead_s
         return None
 
-    def _traced_of(self, transfer: Transfer) -> Traced:
-        empty = Traced(timestamp=transfer.timestamp, pull_id=transfer.pull_id, peers=[], groups=[], chunks=[])
-        return self._traced.get((transfer.worker, transfer.pull_id), empty)
+    def _traced_of(self, each: Logged) -> TransferTraced:
+        pull_id = _pull_of(each).pull_id
+        return self._traced.get((each.worker, pull_id), TransferTraced(pull_id, "", (), (), ()))
 
     def _offer(self, worker: str) -> Offer:
         at, held_s, outcome = self._offered[worker]
         start_s = at - self._clocks.of(worker).ahead_s - self._start_at
         return Offer(worker=worker, start_s=start_s, held_s=held_s, outcome=outcome)
 
-    def _pull(self, each: Sourced) -> Pull:
-        transfer = each.record
-        assert isinstance(transfer, Transfer)
+    def _pull(self, each: Logged) -> Pull:
+        event = _pull_of(each)
+        report, traced = _report_of(event), self._traced_of(each)
         start_s = self._called(each) - self._start_at
-        traced = self._traced_of(transfer)
-        failure = None
-        if transfer.code:
-            failure = Failure(transfer.code, transfer.phase, transfer.peer, transfer.detail, transfer.remedy)
         groups = [group for group in traced.groups if group.peer < len(traced.peers)]
         complete = len(groups) == len(traced.groups)
         return Pull(
-            worker=transfer.worker,
-            local_request_id=transfer.local_request_id,
+            worker=each.worker,
+            local_request_id=event.local_request_id,
             start_s=start_s,
-            total_s=max(0.0, transfer.total_s),
-            phases=list(_pull_phases(transfer, start_s)),
-            nbytes=transfer.nbytes,
-            nbytes_wanted=transfer.nbytes_wanted,
-            descriptors=transfer.descriptors,
-            merged=transfer.merged,
-            reads=transfer.reads,
-            early=transfer.early,
-            transport=transfer.transport,
-            plane=transfer.plane,
-            failure=failure,
+            total_s=max(0.0, _total_s(event)),
+            phases=list(_pull_phases(event, start_s)),
+            nbytes=report.nbytes,
+            nbytes_wanted=0 if isinstance(event, TransferCompleted) else event.nbytes_wanted,
+            descriptors=report.descriptors,
+            merged=report.merged,
+            reads=report.reads,
+            early=report.early,
+            transport=report.transport,
+            plane=report.plane,
+            failure=_failure_of(event),
             traced=bool(groups) and complete,
             peers=traced.peers,
-            groups=groups if complete else [],
-            chunks=[chunk for chunk in traced.chunks if complete and chunk[0] < len(groups)],
+            groups=traced.groups if complete else (),
+            chunks=tuple(chunk for chunk in traced.chunks if complete and chunk[0] < len(groups)),
             chunks_omitted=traced.chunks_omitted,
         )
 
@@ -313,15 +314,22 @@ class _Builder:
             yield Phase("decode", last_s, max(0.0, router.elapsed_s - last_s))
 
 
-def _pull_phases(transfer: Transfer, start_s: float) -> Iterable[Phase]:
+def _failure_of(pull: PullEnded) -> Failure | None:
+    if isinstance(pull, TransferCompleted):
+        return None
+    return Failure(pull.code, pull.phase, pull.peer, pull.detail, pull.remedy)
+
+
+def _pull_phases(pull: PullEnded, start_s: float) -> Iterable[Phase]:
     """Divide the time of a pull. What the phases of a failed pull lack belongs to the phase that failed."""
-    seconds = {name: max(0.0, float(getattr(transfer, f"{name}_s"))) for name in PHASES}
-    total_s = max(0.0, transfer.total_s)
+    timings_s = _report_of(pull).timings_s
+    seconds = {name: max(0.0, timings_s.get(name, 0.0)) for name in PHASES}
+    total_s = max(0.0, _total_s(pull))
     known_s = sum(seconds.values())
     if known_s > total_s:
         seconds = {name: each * total_s / known_s for name, each in seconds.items()}
     else:
-        phase = FAILED_IN.get(transfer.phase, transfer.phase) if transfer.code else "deliver"
+        phase = "deliver" if isinstance(pull, TransferCompleted) else FAILED_IN.get(pull.phase, pull.phase)
         seconds[phase if phase in seconds else "deliver"] += total_s - known_s
     for name, each in seconds.items():
         if each:
@@ -337,22 +345,23 @@ def _error_s(used: Sequence[Clock]) -> float | None:
     return max((error for error in errors if error is not None), default=0.0)
 
 
-def _routed(answered: Answered) -> Routed:
-    first, prefill_s = answered.first_bytes_s, answered.prefill_s
-    failure = None
-    if answered.code:
-        server = answered.prefill_server if answered.phase == "prefill" else answered.decode_server
-        failure = Failure(answered.code, answered.phase, server, answered.detail, answered.remedy)
+def _routed(each: Logged) -> Routed:
+    record = each.event
+    assert isinstance(record, RequestRecord)
+    first, failure = record.first_bytes_s, None
+    if each.code:
+        server = record.prefill_server if record.phase == "prefill" else record.decode_server
+        failure = Failure(each.code, record.phase, server, record.detail, each.remedy)
     return Routed(
-        prefill_s=max(0.0, answered.elapsed_s if prefill_s is None else prefill_s),
+        prefill_s=max(0.0, each.elapsed_s if record.prefill_s is None else record.prefill_s),
         first_bytes_s=None if first is None else max(0.0, first),
-        elapsed_s=max(0.0, answered.elapsed_s),
-        client=answered.client,
-        prefill_server=answered.prefill_server,
-        decode_server=answered.decode_server,
-        failed_attempts=answered.failed_attempts,
-        status=answered.status,
-        sent_bytes=answered.sent_bytes,
+        elapsed_s=max(0.0, each.elapsed_s),
+        client=record.client,
+        prefill_server=record.prefill_server,
+        decode_server=record.decode_server,
+        failed_attempts=record.failed_attempts,
+        status=record.status,
+        sent_bytes=record.sent_bytes,
         failure=failure,
     )
 

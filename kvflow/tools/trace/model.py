@@ -2,7 +2,9 @@
 
 from msgspec import Struct
 
-from kvflow.tools.trace.records import FailedAttempt, Group, Reading
+from kvflow.events import TracedGroup
+from kvflow.tools.proxy.completions import FailedAttempt
+from kvflow.tools.trace.records import Reading
 
 
 class Phase(Struct, frozen=True):
@@ -61,9 +63,9 @@ class Pull(Struct, frozen=True, kw_only=True):
     plane: str
     failure: Failure | None = None
     traced: bool = False
-    peers: list[str] = []
-    groups: list[Group] = []
-    chunks: list[tuple[int, float, float, int, int]] = []
+    peers: tuple[str, ...] = ()
+    groups: tuple[TracedGroup, ...] = ()
+    chunks: tuple[tuple[int, float, float, int, int], ...] = ()
     chunks_omitted: int = 0
 
     @property

@@ -60,7 +60,7 @@ def _data(trace: Trace) -> str:
 
 
 def _without_details(request: Request) -> Request:
-    return replace(request, pulls=[replace(pull, groups=[], chunks=[]) for pull in request.pulls])
+    return replace(request, pulls=[replace(pull, groups=(), chunks=()) for pull in request.pulls])
 
 
 def _num_details(pull: Pull) -> int:

@@ -1,12 +1,29 @@
-"""Read records that workers and routers wrote as JSON lines. A file is input from outside: everything is bounded."""
+"""Read what workers and routers wrote as JSON lines. A file is input from outside: everything is bounded."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
+from functools import reduce
+from operator import or_
 from pathlib import Path
-from typing import Annotated, BinaryIO, Final
+from typing import Annotated, Any, BinaryIO, Final, TypeVar
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import NODEFAULT, UNSET, Meta, Struct, UnsetType, defstruct
+from msgspec import inspect as kinds
+
+from kvflow.events import (
+    LeaseEnded,
+    OfferAdmitted,
+    PeerConnected,
+    PullFailed,
+    TransferCompleted,
+    TransferTraced,
+    event_name,
+)
+from kvflow.report import PHASES, TransferReport
+from kvflow.tools.proxy.completions import RequestRecord
+
+T = TypeVar("T")
 
 LINE_BYTES_MAX: Final = 8 << 20
 """Of one record. One with every chunk and block of a pull from eight ranks stays below."""
@@ -14,181 +31,151 @@ LINE_BYTES_MAX: Final = 8 << 20
 RECORDS_MAX: Final = 1_000_000
 """Records of all files that are kept. Further ones are counted and skipped."""
 
-LISTED_MAX: Final = 4096
-"""Chunks of a pull, and runs of a group, as ``TransferTraced`` lists them."""
-
 Name = Annotated[str, Meta(max_length=1024)]
 Words = Annotated[str, Meta(max_length=16384)]
 Seconds = Annotated[float, Meta(ge=-1e9, le=1e9)]
 Moment = Annotated[float, Meta(ge=0, le=1e11)]
 Count = Annotated[int, Meta(ge=0, le=(1 << 53) - 1)]
 Index = Annotated[int, Meta(ge=0, le=1 << 20)]
+Units = Annotated[int, Meta(ge=1, le=1 << 20)]
+Listed = Meta(max_length=4096)
+"""As many chunks of a pull, and runs of a group, does ``TransferTraced`` list at most."""
+
+BOUNDS: Final[dict[type[kinds.Type], Any]] = {
+    kinds.BoolType: bool,
+    kinds.NoneType: None,
+    kinds.StrType: Name,
+    kinds.LiteralType: Name,  # a later release may know more outcomes
+    kinds.IntType: Count,
+    kinds.FloatType: Seconds,
+}
+NARROWER: Final = {
+    "detail": Words,
+    "error": Words,
+    "held_s": Annotated[float, Meta(ge=0, le=1e9)],
+    "merged": Annotated[float, Meta(ge=0, le=1)],
+    "remedy": Words,
+    "source_group": Index,
+    "source_units": Units,
+    "status": Annotated[int, Meta(ge=0, le=999)],
+    "target_group": Index,
+    "target_units": Units,
+}
+"""Fields whose bounds are not those of their type."""
+
+TIMES: Final = tuple(f"{phase}_s" for phase in (*PHASES, "total"))
+"""``timings_s`` as the log has it."""
+
+NOT_LOGGED: Final[dict[type, set[str]]] = {RequestRecord: {"started", "ended", "outcome"}}
+"""Fields that a record has not, or under other names."""
+
+
+class FirstToken(Struct, frozen=True, kw_only=True):
+    """``token.first`` of an engine: it has the first token that it computed with the cache."""
+
+    request_id: str
 
 
 class Record(Struct, frozen=True, kw_only=True):
-    """What every record has.
-
-    Attributes:
-        timestamp: when it was written, by the clock of its process.
-        engine_id: worker that wrote it, with the next two; empty if no worker did.
-        rank: see ``engine_id``.
-        incarnation: see ``engine_id``.
-        request_id: the producer's name of the request, or the router's.
-    """
+    """Fields that records have beside those of their event. ``called_at`` and ``issued_at`` are moments since 1970."""
 
     timestamp: datetime
     engine_id: Name = ""
     rank: Index = 0
     incarnation: Name = ""
     request_id: Name = ""
-
-    @property
-    def written_at(self) -> float:
-        """Seconds since 1970 when it was written."""
-        return (self.timestamp if self.timestamp.tzinfo else self.timestamp.replace(tzinfo=UTC)).timestamp()
-
-    @property
-    def worker(self) -> str:
-        """``engine/rank/incarnation``; empty if no worker wrote it."""
-        return f"{self.engine_id}/{self.rank}/{self.incarnation}" if self.engine_id else ""
-
-
-class Connected(Record, frozen=True, kw_only=True):
-    """``peer.connected``."""
-
-    peer: Name
-    clock_ahead_s: Seconds | None = None
-    clock_error_s: Seconds | None = None
-
-
-class Admitted(Record, frozen=True, kw_only=True):
-    """``offer.admitted``."""
-
-
-class Ended(Record, frozen=True, kw_only=True):
-    """``lease.ended``."""
-
-    outcome: Name = ""
-    held_s: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
-
-
-class Timed(Record, frozen=True, kw_only=True):
-    """The phases of a pull, as ``TransferReport`` has them."""
-
-    handshake_s: Seconds = 0.0
-    queue_s: Seconds = 0.0
-    bind_s: Seconds = 0.0
-    post_s: Seconds = 0.0
-    wire_s: Seconds = 0.0
-    scatter_s: Seconds = 0.0
-    fence_s: Seconds = 0.0
-    deliver_s: Seconds = 0.0
-    total_s: Seconds = 0.0
-
-
-class Transfer(Timed, frozen=True, kw_only=True):
-    """``transfer.completed`` or ``transfer.failed``; see ``kvflow.events`` for the fields."""
-
-    pull_id: Count = 0
-    local_request_id: Name = ""
     called_at: Moment | None = None
     issued_at: Moment | None = None
-    remote_engine_id: Name = ""
-    nbytes: Count = 0
-    nbytes_wanted: Count = 0
-    descriptors: Count = 0
-    merged: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    reads: Count = 0
-    early: Count = 0
-    transport: Name = ""
-    plane: Name = ""
+    elapsed_s: Seconds = 0.0
     code: Name = ""
-    phase: Name = ""
-    peer: Name = ""
-    detail: Words = ""
     remedy: Words = ""
 
 
-class Group(Struct, frozen=True):
-    """One of the groups of ``transfer.traced``; see ``kvflow.events.TracedGroup``."""
-
-    peer: Index
-    source_group: Index
-    target_group: Index
-    source_units: Annotated[int, Meta(ge=1, le=1 << 20)]
-    target_units: Annotated[int, Meta(ge=1, le=1 << 20)]
-    unit_bytes: Count
-    unit_descriptors: Count
-    descriptors: Count
-    staged: bool
-    pairs: Annotated[list[tuple[Count, Count, Count]], Meta(max_length=LISTED_MAX)]
-    pairs_omitted: Count = 0
+PullEnded = TransferCompleted | PullFailed
+Traceable = PeerConnected | OfferAdmitted | LeaseEnded | PullEnded | TransferTraced | RequestRecord | FirstToken
 
 
-class Traced(Record, frozen=True, kw_only=True):
-    """``transfer.traced``."""
+class Logged(Struct, frozen=True, kw_only=True):
+    """An event of a worker, or a record of a router, as a file has it.
 
-    pull_id: Count
-    peers: Annotated[list[Name], Meta(max_length=LISTED_MAX)]
-    groups: Annotated[list[Group], Meta(max_length=LISTED_MAX)]
-    chunks: Annotated[list[tuple[Index, Seconds, Seconds, Count, Count]], Meta(max_length=LISTED_MAX)]
-    chunks_omitted: Count = 0
-
-
-class FailedAttempt(Struct, frozen=True):
-    """A server that a router asked in vain; see ``kvflow.tools.proxy.completions.FailedAttempt``."""
-
-    role: Name
-    server: Name
-    error: Words
-
-
-class Answered(Record, frozen=True, kw_only=True):
-    """``request.answered`` or ``request.failed`` of a router, as ``kvflow.tools.proxy.completions.RequestRecord``.
-
-    Engines of the demo write ``request.answered`` without ``called_at`` and ``prefill_s``.
+    Attributes:
+        event: the event. Its texts, lists and numbers are bounded, and nothing else is checked.
+        worker: ``engine/rank/incarnation``; empty if no worker wrote it.
+        written_at: seconds since 1970, by the clock of its process.
+        called_at: when a pull was called, or a request had arrived; None if not recorded.
+        issued_at: when the ticket was signed; None if not recorded.
+        elapsed_s: how long a request took, by its router.
+        code: why a pull or a request failed; empty if it has not.
+        remedy: what to do about it.
+        file: number of the file. A file is written by processes of one machine, so its records share a clock.
     """
 
-    prefill_s: Seconds | None = None
-    elapsed_s: Seconds = 0.0
-    first_bytes_s: Seconds | None = None
-    called_at: Moment | None = None
-    client: Name = ""
-    status: Annotated[int, Meta(ge=0, le=999)] = 0
-    prefill_server: Name = ""
-    decode_server: Name = ""
-    failed_attempts: Annotated[list[FailedAttempt], Meta(max_length=LISTED_MAX)] = []
-    sent_bytes: Count = 0
-    code: Name = ""
-    phase: Name = ""
-    detail: Words = ""
-    remedy: Words = ""
-
-    @property
-    def routed(self) -> bool:
-        """Whether a router wrote it."""
-        return self.prefill_s is not None or self.called_at is not None
+    event: Traceable
+    worker: str
+    written_at: float
+    called_at: float | None
+    issued_at: float | None
+    elapsed_s: float
+    code: str
+    remedy: str
+    file: int
 
 
-class FirstToken(Record, frozen=True, kw_only=True):
-    """``token.first`` of an engine: it has the first token that it computed with the cache."""
-
-
-KINDS: Final[dict[str, type[Record]]] = {
-    "peer.connected": Connected,
-    "offer.admitted": Admitted,
-    "lease.ended": Ended,
-    "transfer.completed": Transfer,
-    "transfer.failed": Transfer,
-    "transfer.traced": Traced,
-    "request.answered": Answered,
-    "request.failed": Answered,
+KINDS: Final[dict[str, type[Traceable]]] = {
+    **{
+        event_name(kind): kind
+        for kind in (PeerConnected, OfferAdmitted, LeaseEnded, TransferCompleted, PullFailed, TransferTraced)
+    },
+    "request.answered": RequestRecord,
+    "request.failed": RequestRecord,
     "token.first": FirstToken,
 }
 
 
-LINES_TOLD: Final = 10_000
-"""Between two calls that report progress: some 50 ms of work."""
+def _fields_of(kind: type) -> tuple[kinds.Field, ...]:
+    info = kinds.type_info(kind)
+    assert isinstance(info, kinds.StructType | kinds.DataclassType)
+    return info.fields
+
+
+def _bounded(kind: kinds.Type) -> Any:
+    """Return the same type with a bound for every text, list and number in it."""
+    match kind:
+        case kinds.ListType(item_type=item):
+            return Annotated[list[_bounded(item)], Listed]  # type: ignore[misc]
+        case kinds.VarTupleType(item_type=item):
+            return Annotated[tuple[_bounded(item), ...], Listed]  # type: ignore[misc]
+        case kinds.TupleType(item_types=items):
+            return tuple[tuple(map(_bounded, items))]  # type: ignore[misc]
+        case kinds.UnionType(types=types):
+            return reduce(or_, map(_bounded, types))
+        case kinds.StructType(cls=cls, fields=its):
+            fields = [(each.name, _bounded_field(each), msgspec.field(default=each.default)) for each in its]
+            return defstruct(cls.__name__, fields, bases=(cls,), frozen=True)
+        case _:
+            return BOUNDS[type(kind)]
+
+
+def _bounded_field(field: kinds.Field) -> Any:
+    return NARROWER.get(field.name) or _bounded(field.type)
+
+
+def _flat_fields(kind: type) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the fields of an event as ``kvflow.observability.logs.event_fields`` writes them, with bounds."""
+    left_out = NOT_LOGGED.get(kind, set()).union(Record.__struct_fields__)
+    for each in _fields_of(kind):
+        if each.name == "report":
+            yield from _flat_fields(TransferReport)
+        elif each.name == "timings_s":
+            yield from ((name, Seconds | UnsetType, UNSET) for name in TIMES)
+        elif each.name not in left_out:
+            bounded = _bounded_field(each)
+            yield (each.name, bounded, NODEFAULT) if each.required else (each.name, bounded | UnsetType, UNSET)
+
+
+def _decoder(kind: type) -> msgspec.json.Decoder[Record]:
+    fields = [(name, bounded, msgspec.field(default=default)) for name, bounded, default in _flat_fields(kind)]
+    return msgspec.json.Decoder(defstruct(kind.__name__, fields, bases=(Record,), frozen=True, kw_only=True))
 
 
 class _Head(Struct, frozen=True):
@@ -196,7 +183,38 @@ class _Head(Struct, frozen=True):
 
 
 _decode_head = msgspec.json.Decoder(_Head).decode
-_decoders = {name: msgspec.json.Decoder(kind) for name, kind in KINDS.items()}
+_decoders = {name: _decoder(kind) for name, kind in KINDS.items()}
+_names: dict[type, list[str]] = {
+    kind: [each.name for each in _fields_of(kind)] for kind in (TransferReport, *KINDS.values())
+}
+
+
+def _from_record(kind: type[Traceable], record: Record, file: int) -> Logged:
+    values = msgspec.structs.asdict(record)
+    known = {name: value for name, value in values.items() if value is not None and value is not UNSET}
+    known["timings_s"] = {name.removesuffix("_s"): known[name] for name in TIMES if name in known}
+    if kind is TransferCompleted:
+        known["report"] = _made(TransferReport, known)
+    return Logged(
+        event=_made(kind, known),
+        worker=f"{record.engine_id}/{record.rank}/{record.incarnation}" if record.engine_id else "",
+        written_at=(record.timestamp if record.timestamp.tzinfo else record.timestamp.replace(tzinfo=UTC)).timestamp(),
+        called_at=record.called_at,
+        issued_at=record.issued_at,
+        elapsed_s=record.elapsed_s,
+        code=record.code,
+        remedy=record.remedy,
+        file=file,
+    )
+
+
+def _made(kind: type[T], known: Mapping[str, Any]) -> T:
+    return kind(**{name: known[name] for name in _names[kind] if name in known})
+
+
+LINES_TOLD: Final = 10_000
+"""Between two calls that report progress: some 50 ms of work."""
+
 
 UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError, ValueError)
 """What a line can raise that is not a record of the expected kind."""
@@ -218,21 +236,9 @@ class Reading(Struct):
     skipped: int = 0
 
 
-class Sourced(Struct, frozen=True):
-    """A record and where it was read.
-
-    Attributes:
-        record: the record.
-        file: number of the file. A file is written by processes of one machine, so its records share a clock.
-    """
-
-    record: Record
-    file: int
-
-
 def read_files(
     paths: Iterable[Path], progress: Callable[[Reading], None] = lambda _: None
-) -> tuple[list[Sourced], Reading]:
+) -> tuple[list[Logged], Reading]:
     """Read the records of files that concern requests; skip and count everything else.
 
     Args:
@@ -242,20 +248,20 @@ def read_files(
     Raises:
         OSError: a file cannot be read.
     """
-    found: list[Sourced] = []
+    found: list[Logged] = []
     reading = Reading()
     for path in paths:
         with path.open("rb") as file:
             for line in _lines(file, reading):
                 if reading.lines % LINES_TOLD == 0:
                     progress(reading)
-                record = _record(line, reading)
-                if record is None:
+                logged = _logged(line, reading)
+                if logged is None:
                     continue
                 if len(found) >= RECORDS_MAX:
                     reading.skipped += 1
                 else:
-                    found.append(Sourced(record, reading.files))
+                    found.append(logged)
         reading.files += 1
     return found, reading
 
@@ -272,14 +278,13 @@ def _lines(file: BinaryIO, reading: Reading) -> Iterator[bytes]:
             line = file.readline(LINE_BYTES_MAX)
 
 
-def _record(line: bytes, reading: Reading) -> Record | None:
-    """Return the record of a line; None if it is of no kind that we need, or broken."""
+def _logged(line: bytes, reading: Reading) -> Logged | None:
+    """Return what a line says; None if it is of no kind that we need, or broken."""
     if line.isspace():
         return None
     try:
-        decoder = _decoders.get(_decode_head(line).event)
-        record: Record | None = None if decoder is None else decoder.decode(line)
+        name = _decode_head(line).event
+        return _from_record(KINDS[name], _decoders[name].decode(line), reading.files) if name in KINDS else None
     except UNREADABLE:
         reading.broken += 1
         return None
-    return record

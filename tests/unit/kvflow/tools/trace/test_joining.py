@@ -75,7 +75,7 @@ async def test_chunks_and_blocks_are_those_of_the_pull(log):
     assert sum(group.descriptors for group in pull.groups) == pull.descriptors
     for group in pull.groups:
         assert (group.source_units, group.target_units) == (1, 1)
-        assert group.pairs == [(2, 4, 2), (6, 0, 1)]
+        assert group.pairs == ((2, 4, 2), (6, 0, 1))
     for _, posted_s, arrived_s, _, _ in pull.chunks:
         assert 0.0 < posted_s <= arrived_s <= pull.total_s
 
