@@ -60,7 +60,7 @@ class SettingFigures(Struct, frozen=True, kw_only=True):
     source: str
 
 
-class Finding(Struct, frozen=True, kw_only=True):
+class SettingProblem(Struct, frozen=True, kw_only=True):
     """Something that is wrong, or probably not meant.
 
     Attributes:
@@ -88,7 +88,7 @@ class ConfigFigures(Struct, frozen=True, kw_only=True):
 
     settings: tuple[SettingFigures, ...]
     cluster: str | None
-    findings: tuple[Finding, ...]
+    findings: tuple[SettingProblem, ...]
 
 
 class Given(Struct, frozen=True):
@@ -140,7 +140,7 @@ def run(options: argparse.Namespace) -> int:
     return int(bool(findings))
 
 
-def examine(given: Given) -> tuple[list[Finding], WorkerConfig | None]:
+def examine(given: Given) -> tuple[list[SettingProblem], WorkerConfig | None]:
     """Return what is wrong with settings, and the settings as a worker takes them; None if it would not open."""
     findings, config = [*_faults(given)], None
     if not findings:
@@ -191,7 +191,7 @@ def _object(text: bytes, source: str) -> dict[str, Any]:
         raise ConfigInvalid(f"{source} is no JSON object: {error}", remedy=remedy) from error
 
 
-def _faults(given: Given) -> Iterator[Finding]:
+def _faults(given: Given) -> Iterator[SettingProblem]:
     """Yield what is wrong with each setting alone: all of it, and not only the first."""
     if given.is_vllm:
         try:
@@ -227,7 +227,7 @@ def _resolved(given: Given) -> WorkerConfig:
     return config
 
 
-def _doubts(config: WorkerConfig, given: Given) -> Iterator[Finding]:
+def _doubts(config: WorkerConfig, given: Given) -> Iterator[SettingProblem]:
     """Yield what a worker opens with, and is probably not meant."""
     if printed := sorted(vllm.SECRET_KEYS & set(given.values)):
         where = "vLLM prints its configuration" if given.is_vllm else "a file is easily read by others"
@@ -237,7 +237,7 @@ def _doubts(config: WorkerConfig, given: Given) -> Iterator[Finding]:
         yield _warning(doubt, "Set advertise or tcp_advertise to an address that other hosts reach.")
 
 
-def _misspelled() -> Iterator[Finding]:
+def _misspelled() -> Iterator[SettingProblem]:
     """Yield variables that are almost those of kvflow, or were."""
     known = {*VARIABLES.values(), vllm.HOST_VARIABLE}
     for name in sorted(os.environ):
@@ -248,12 +248,12 @@ def _misspelled() -> Iterator[Finding]:
             yield _warning(f"the variable {name} is set, which kvflow does not read", f"Did you mean {meant[0]}?")
 
 
-def _finding(error: KvflowError) -> Finding:
-    return Finding(severity="error", code=str(error.code), message=error.message, remedy=error.remedy)
+def _finding(error: KvflowError) -> SettingProblem:
+    return SettingProblem(severity="error", code=str(error.code), message=error.message, remedy=error.remedy)
 
 
-def _warning(message: str, remedy: str) -> Finding:
-    return Finding(severity="warning", code=str(ConfigInvalid.code), message=message, remedy=remedy)
+def _warning(message: str, remedy: str) -> SettingProblem:
+    return SettingProblem(severity="warning", code=str(ConfigInvalid.code), message=message, remedy=remedy)
 
 
 def _settings(given: Given, config: WorkerConfig | None) -> Iterator[SettingFigures]:

@@ -35,7 +35,7 @@ FEWER = 10
 CHANGES_SHOWN = 3
 
 
-class GroupFigures(Struct, frozen=True, kw_only=True):
+class GroupRead(Struct, frozen=True, kw_only=True):
     """What one source rank gives of one group.
 
     Attributes:
@@ -59,7 +59,7 @@ class GroupFigures(Struct, frozen=True, kw_only=True):
     reason: str
 
 
-class ReadFigures(Struct, frozen=True, kw_only=True):
+class ReadCost(Struct, frozen=True, kw_only=True):
     """What one rank of the reader reads for a request.
 
     Attributes:
@@ -84,7 +84,7 @@ class ChangeFigures(Struct, frozen=True, kw_only=True):
 
     Attributes:
         change: the side and the setting.
-        descriptors: as of ``ReadFigures``, with the change.
+        descriptors: as of ``ReadCost``, with the change.
         fewer: times fewer than without it.
     """
 
@@ -99,8 +99,8 @@ class ExplainFigures(Struct, frozen=True, kw_only=True):
     source: str
     target: str
     tokens: int
-    read: ReadFigures
-    groups: tuple[GroupFigures, ...]
+    read: ReadCost
+    groups: tuple[GroupRead, ...]
     changes: tuple[ChangeFigures, ...]
 
 
@@ -301,7 +301,7 @@ def _figures(
         source=source,
         target=target,
         tokens=options.tokens,
-        read=ReadFigures(
+        read=ReadCost(
             source_ranks=len(read.plans),
             descriptors=read.descriptors,
             descriptors_consecutive=read.count(consecutive=True),
@@ -314,10 +314,10 @@ def _figures(
     )
 
 
-def _group(source: int, group: GroupPlan, read: _Read) -> GroupFigures:
+def _group(source: int, group: GroupPlan, read: _Read) -> GroupRead:
     units, _ = group.moved(read.blocks[group.target_group])
     runs = group.runs
-    return GroupFigures(
+    return GroupRead(
         source=source,
         source_group=group.source_group,
         target_group=group.target_group,

@@ -9,7 +9,7 @@ from msgspec import Struct
 from kvflow.errors import KvflowError
 
 
-class Failure(Struct, frozen=True, kw_only=True):
+class FailureFigures(Struct, frozen=True, kw_only=True):
     """What failed, as ``--json`` prints it.
 
     Attributes:
@@ -23,9 +23,9 @@ class Failure(Struct, frozen=True, kw_only=True):
     remedy: str
 
 
-def failure_of(error: KvflowError) -> Failure:
+def failure_of(error: KvflowError) -> FailureFigures:
     """Return an error as it is printed."""
-    return Failure(code=str(error.code), message=error.message, remedy=error.remedy)
+    return FailureFigures(code=str(error.code), message=error.message, remedy=error.remedy)
 
 
 def print_json(value: object) -> None:

@@ -16,7 +16,7 @@ from kvflow.errors import KvflowError, StaleLease, TicketInvalid
 from kvflow.leases.tickets import TICKET_CHARS_MAX, Content, Grant, Ticket
 from kvflow.reprs import counted, quoted
 from kvflow.tools.cli.arguments import add_command, member_config
-from kvflow.tools.cli.findings import Failure, failure_of, print_facts, print_failure, print_json
+from kvflow.tools.cli.findings import FailureFigures, failure_of, print_facts, print_failure, print_json
 
 if TYPE_CHECKING:
     from kvflow.tools.cli.arguments import Subparsers
@@ -42,7 +42,7 @@ class RankFigures(Struct, frozen=True, kw_only=True):
     public_key: str | None
 
 
-class GroupFigures(Struct, frozen=True, kw_only=True):
+class LeasedGroup(Struct, frozen=True, kw_only=True):
     """The blocks of one group; ``block_size`` is None if the ticket does not say what its blocks hold."""
 
     blocks: int
@@ -59,7 +59,7 @@ class GrantFigures(Struct, frozen=True, kw_only=True):
     ranks: tuple[RankFigures, ...]
     slot: int
     epoch: str
-    groups: tuple[GroupFigures, ...]
+    groups: tuple[LeasedGroup, ...]
     admitted: bool
     lease_s: float
     issued_at: float | None
@@ -76,7 +76,7 @@ class TicketFigures(Struct, frozen=True, kw_only=True):
     """
 
     signature: Signature
-    failure: Failure | None
+    failure: FailureFigures | None
     grants: tuple[GrantFigures, ...]
 
 
@@ -208,8 +208,8 @@ def _figures(grant: Grant, now: float) -> GrantFigures:
     )
 
 
-def _group(ids: tuple[int, ...], tokens: int, content: Content | None) -> GroupFigures:
-    return GroupFigures(
+def _group(ids: tuple[int, ...], tokens: int, content: Content | None) -> LeasedGroup:
+    return LeasedGroup(
         blocks=len(ids),
         absent=ids.count(-1),
         tokens=tokens,

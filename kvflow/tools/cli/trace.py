@@ -12,7 +12,7 @@ from kvflow.tools.cli.arguments import add_command
 from kvflow.tools.cli.findings import ProgressLine
 from kvflow.tools.trace import page, perfetto
 from kvflow.tools.trace.joining import read_trace
-from kvflow.tools.trace.model import Request, Trace
+from kvflow.tools.trace.model import RequestTrace, Trace
 from kvflow.tools.trace.records import Reading
 from kvflow.tools.trace.terminal import list_lines, reading_lines, waterfall_lines
 
@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _names(request: Request) -> set[str]:
+def _names(request: RequestTrace) -> set[str]:
     return {request.request_id, *(pull.local_request_id for pull in request.pulls)}
 
 

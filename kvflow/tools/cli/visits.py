@@ -31,7 +31,7 @@ class WorkerFigures(Struct, frozen=True, kw_only=True):
     clock_ahead_s: float | None
 
 
-class GroupFigures(Struct, frozen=True, kw_only=True):
+class PublishedGroup(Struct, frozen=True, kw_only=True):
     """One group of a worker's cache."""
 
     kind: str
@@ -48,7 +48,7 @@ class CacheFigures(Struct, frozen=True, kw_only=True):
     num_blocks: int
     region_bytes: tuple[int, ...]
     memory: tuple[str, ...]
-    groups: tuple[GroupFigures, ...]
+    groups: tuple[PublishedGroup, ...]
     planes: tuple[str, ...]
     data_endpoint: str
     tcp_encryption: str
@@ -111,10 +111,10 @@ def cache_figures(told: "Advertisement") -> CacheFigures:
     )
 
 
-def group_figures(manifest: Manifest) -> tuple[GroupFigures, ...]:
+def group_figures(manifest: Manifest) -> tuple[PublishedGroup, ...]:
     """Return the groups of a cache."""
     return tuple(
-        GroupFigures(kind=group.kind, layers=len(group.layers), block_size=group.block_size)
+        PublishedGroup(kind=group.kind, layers=len(group.layers), block_size=group.block_size)
         for group in manifest.groups
     )
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 
 from kvflow.events import PeerConnected
-from kvflow.tools.trace.model import Clock
+from kvflow.tools.trace.model import ComparedClock
 from kvflow.tools.trace.records import Logged, PullEnded
 
 Edges = dict[str, list[tuple[float, str, float]]]
@@ -19,9 +19,9 @@ class Clocks:
     """
 
     def __init__(self, records: Sequence[Logged]) -> None:
-        self._by_name: dict[str, Clock] = {}
+        self._by_name: dict[str, ComparedClock] = {}
         self._of_file: dict[int, str] = {}
-        self._routers: dict[tuple[int, str], Clock] = {}
+        self._routers: dict[tuple[int, str], ComparedClock] = {}
         edges: Edges = {}
         pulls: dict[str, int] = {}
         files: dict[str, int] = {}
@@ -38,7 +38,7 @@ class Clocks:
                 edges.setdefault(event.peer, []).append((error_s, worker, -ahead_s))
         for worker in sorted(pulls, key=lambda worker: -pulls[worker]):
             if worker not in self._by_name and not self._share(worker, files):
-                self._by_name[worker] = Clock(worker, worker, 0.0, 0.0, "reference")
+                self._by_name[worker] = ComparedClock(worker, worker, 0.0, 0.0, "reference")
                 self._follow(worker, edges)
 
     def _follow(self, reference: str, edges: Edges) -> None:
@@ -51,7 +51,7 @@ class Clocks:
                 continue
             done.add(worker)
             if worker != reference:
-                self._by_name[worker] = Clock(worker, reference, ahead_s, error_s, "handshake")
+                self._by_name[worker] = ComparedClock(worker, reference, ahead_s, error_s, "handshake")
             best: dict[str, tuple[float, str, float]] = {}
             for edge in edges.get(worker, ()):
                 if edge[1] not in done and (edge[1] not in best or edge < best[edge[1]]):
@@ -63,14 +63,14 @@ class Clocks:
         """Give a worker the clock of another one that writes into the same file, so on the same machine."""
         of_file = self._by_name.get(self._of_file[files[worker]])
         if of_file is not None:
-            self._by_name[worker] = Clock(worker, of_file.reference, of_file.ahead_s, of_file.error_s, "file")
+            self._by_name[worker] = ComparedClock(worker, of_file.reference, of_file.ahead_s, of_file.error_s, "file")
         return of_file is not None
 
-    def of(self, worker: str) -> Clock:
+    def of(self, worker: str) -> ComparedClock:
         """Return the clock of a worker."""
-        return self._by_name.get(worker) or Clock(worker, worker, 0.0, None, "nothing")
+        return self._by_name.get(worker) or ComparedClock(worker, worker, 0.0, None, "nothing")
 
-    def of_router(self, file: int, reference: str) -> Clock:
+    def of_router(self, file: int, reference: str) -> ComparedClock:
         """Return the clock of a router beside a reference.
 
         Args:
@@ -80,7 +80,9 @@ class Clocks:
         if file in self._of_file:
             return self.of(self._of_file[file])
         found = self._routers.get((file, reference))
-        return found or Clock(f"router of file {file + 1}", reference, 0.0, 0.0 if not reference else None, "nothing")
+        return found or ComparedClock(
+            f"router of file {file + 1}", reference, 0.0, 0.0 if not reference else None, "nothing"
+        )
 
     def add_router(self, file: int, reference: str, bounds: Iterable[tuple[float, float]]) -> None:
         """Compare the clock of a router with a reference.
@@ -97,8 +99,8 @@ class Clocks:
         if low <= high and low > float("-inf") and high < float("inf"):
             ahead_s = 0.0 if low <= 0.0 <= high else (low + high) / 2
             name, error_s = f"router of file {file + 1}", max(high - ahead_s, ahead_s - low)
-            self._routers[file, reference] = Clock(name, reference, ahead_s, error_s, "order")
+            self._routers[file, reference] = ComparedClock(name, reference, ahead_s, error_s, "order")
 
-    def all(self) -> list[Clock]:
+    def all(self) -> list[ComparedClock]:
         """Return all clocks."""
         return [*self._by_name.values(), *self._routers.values()]

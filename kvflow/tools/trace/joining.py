@@ -10,7 +10,7 @@ from kvflow.events import LeaseEnded, OfferAdmitted, TransferCompleted, Transfer
 from kvflow.report import PHASES, TransferReport
 from kvflow.tools.proxy.completions import RequestRecord
 from kvflow.tools.trace.clocks import Clocks
-from kvflow.tools.trace.model import Clock, Failure, Offer, Phase, Pull, Request, Routed, Trace
+from kvflow.tools.trace.model import ComparedClock, Failure, Offer, Phase, PullTrace, RequestTrace, Routed, Trace
 from kvflow.tools.trace.records import FirstToken, Logged, PullEnded, Reading, read_files
 from kvflow.tools.trace.title import title_of
 
@@ -186,7 +186,7 @@ class _Builder:
         self._pulls = sorted(gathered.pulls, key=self._ended_at)
         self._first_token_at = self._token_at(tokens)
 
-    def request(self) -> Request:
+    def request(self) -> RequestTrace:
         """Return the request."""
         answered = self._gathered.answered
         offered_at = self._offered_at()
@@ -203,7 +203,7 @@ class _Builder:
         delivered = [pull for pull in pulls if pull.failure is None]
         ending = (delivered or pulls)[-1:]
         phases = list(self._phases(ending, router, first_token_s, offered_at))
-        request = Request(
+        request = RequestTrace(
             request_id=self._gathered.request_id,
             outcome=_outcome(pulls, delivered, bool(self._offered), router),
             start_at=self._start_at,
@@ -260,13 +260,13 @@ class _Builder:
         start_s = at - self._clocks.of(worker).ahead_s - self._start_at
         return Offer(worker=worker, start_s=start_s, held_s=held_s, outcome=outcome)
 
-    def _pull(self, each: Logged) -> Pull:
+    def _pull(self, each: Logged) -> PullTrace:
         event = _pull_of(each)
         report, traced = _report_of(event), self._traced_of(each)
         start_s = self._called(each) - self._start_at
         groups = [group for group in traced.groups if group.peer < len(traced.peers)]
         complete = len(groups) == len(traced.groups)
-        return Pull(
+        return PullTrace(
             worker=each.worker,
             local_request_id=event.local_request_id,
             start_s=start_s,
@@ -289,7 +289,7 @@ class _Builder:
         )
 
     def _phases(
-        self, ending: Sequence[Pull], router: Routed | None, first_token_s: float | None, offered_at: float | None
+        self, ending: Sequence[PullTrace], router: Routed | None, first_token_s: float | None, offered_at: float | None
     ) -> Iterable[Phase]:
         """Divide the time from the start to the first token, or to the last that is known."""
         last_s = 0.0
@@ -337,7 +337,7 @@ def _pull_phases(pull: PullEnded, start_s: float) -> Iterable[Phase]:
             start_s += each
 
 
-def _error_s(used: Sequence[Clock]) -> float | None:
+def _error_s(used: Sequence[ComparedClock]) -> float | None:
     """Return the largest error between clocks; None if some were not compared."""
     errors = [clock.error_s for clock in used]
     if None in errors or len({clock.reference for clock in used}) > 1:
@@ -366,7 +366,7 @@ def _routed(each: Logged) -> Routed:
     )
 
 
-def _outcome(pulls: Sequence[Pull], delivered: Sequence[Pull], offered: bool, router: Routed | None) -> str:
+def _outcome(pulls: Sequence[PullTrace], delivered: Sequence[PullTrace], offered: bool, router: Routed | None) -> str:
     if router is not None and router.failure is not None:
         return "failed"
     if delivered:
@@ -374,7 +374,7 @@ def _outcome(pulls: Sequence[Pull], delivered: Sequence[Pull], offered: bool, ro
     return "failed" if pulls else "offered" if offered else "answered"
 
 
-def _rate(pulls: Sequence[Pull]) -> float:
+def _rate(pulls: Sequence[PullTrace]) -> float:
     """Return the rate of pulls while at least one of them moved bytes, in 10**9 bytes per second."""
     moving_s, until = 0.0, float("-inf")
     for start, end in sorted(pull.moving for pull in pulls):

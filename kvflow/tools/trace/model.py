@@ -32,7 +32,7 @@ class Failure(Struct, frozen=True):
     remedy: str
 
 
-class Pull(Struct, frozen=True, kw_only=True):
+class PullTrace(Struct, frozen=True, kw_only=True):
     """One pull of a request.
 
     Attributes:
@@ -130,7 +130,7 @@ class Routed(Struct, frozen=True, kw_only=True):
     failure: Failure | None = None
 
 
-class Request(Struct, kw_only=True):
+class RequestTrace(Struct, kw_only=True):
     """One request.
 
     Attributes:
@@ -160,7 +160,7 @@ class Request(Struct, kw_only=True):
     router: Routed | None = None
     first_token_s: float | None = None
     offers: list[Offer]
-    pulls: list[Pull]
+    pulls: list[PullTrace]
     nbytes: int = 0
     reads: int = 0
     gb_per_s: float = 0.0
@@ -174,7 +174,7 @@ class Request(Struct, kw_only=True):
         return self.pulls[-1].failure if self.outcome == "failed" else None
 
 
-class Clock(Struct, frozen=True):
+class ComparedClock(Struct, frozen=True):
     """The clock of one process beside a reference, which is one of the workers that it has met.
 
     References that have not met are taken as equal. That concerns no single request.
@@ -204,6 +204,6 @@ class Trace(Struct):
         reading: how much was read.
     """
 
-    requests: list[Request]
-    clocks: list[Clock]
+    requests: list[RequestTrace]
+    clocks: list[ComparedClock]
     reading: Reading

@@ -9,7 +9,7 @@ from typing import Final
 import msgspec
 from msgspec.structs import replace
 
-from kvflow.tools.trace.model import Pull, Request, Trace
+from kvflow.tools.trace.model import PullTrace, RequestTrace, Trace
 
 REQUESTS_MAX: Final = 2000
 """Requests of a page: failed ones first, then the slowest."""
@@ -47,7 +47,7 @@ def _data(trace: Trace) -> str:
     order = sorted(trace.requests, key=lambda request: (request.outcome != "failed", -request.total_s))
     shown = {id(request) for request in order[:REQUESTS_MAX]}
     remaining = DETAILS_MAX
-    requests: list[Request] = []
+    requests: list[RequestTrace] = []
     for request in trace.requests:
         if id(request) in shown:
             details = sum(map(_num_details, request.pulls))
@@ -59,9 +59,9 @@ def _data(trace: Trace) -> str:
     return re.sub("[<>&\u2028\u2029]", lambda found: ESCAPES[found[0]], data)
 
 
-def _without_details(request: Request) -> Request:
+def _without_details(request: RequestTrace) -> RequestTrace:
     return replace(request, pulls=[replace(pull, groups=(), chunks=()) for pull in request.pulls])
 
 
-def _num_details(pull: Pull) -> int:
+def _num_details(pull: PullTrace) -> int:
     return len(pull.chunks) + sum(len(group.pairs) for group in pull.groups)

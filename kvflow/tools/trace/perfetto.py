@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from kvflow.tools.trace.model import Failure, Pull, Request, Trace
+from kvflow.tools.trace.model import Failure, PullTrace, RequestTrace, Trace
 
 Event = dict[str, Any]
 Place = tuple[int, int]
@@ -37,7 +37,7 @@ class _Tracks:
         self._enclosing: dict[Place, list[int]] = {}
         self._arrows = 0
 
-    def add(self, request: Request) -> None:
+    def add(self, request: RequestTrace) -> None:
         """Add a request."""
         arguments = {"request_id": request.request_id, "title": request.title}
         start_at = request.start_at - self._origin
@@ -72,7 +72,7 @@ class _Tracks:
                     }
                 )
 
-    def _pull(self, pull: Pull, start_at: float, arguments: Event) -> tuple[Place, float]:
+    def _pull(self, pull: PullTrace, start_at: float, arguments: Event) -> tuple[Place, float]:
         """Add a pull, and return its place, and when its bytes begin to move."""
         called_at = start_at + pull.start_s
         place = self._lane(f"decode {pull.worker}", called_at, pull.total_s)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from kvflow.reprs import counted
-from kvflow.tools.trace.model import Failure, Pull, Request, Routed, Trace
+from kvflow.tools.trace.model import Failure, PullTrace, RequestTrace, Routed, Trace
 from kvflow.tools.trace.title import printable, shown_bytes, shown_rate
 
 BAR: Final = 40
@@ -48,7 +48,7 @@ def _shown_clock(ahead_s: float, error_s: float | None) -> str:
     return f"{ahead_s * 1e3:+.3f} ms, error at most {error_s * 1e3:.3f} ms"
 
 
-def waterfall_lines(request: Request) -> Iterator[str]:
+def waterfall_lines(request: RequestTrace) -> Iterator[str]:
     """Return one request as a waterfall."""
     yield printable(request.request_id)
     yield request.title
@@ -113,7 +113,7 @@ def _at(seconds: float) -> str:
     return f"{seconds * 1e3:+.3f} ms"
 
 
-def _pull_lines(pull: Pull) -> Iterator[str]:
+def _pull_lines(pull: PullTrace) -> Iterator[str]:
     over = " over " + printable(f"{pull.transport} ({pull.plane})") if pull.transport else ""
     moved = f"in {counted(pull.reads, 'read')} of {counted(pull.descriptors, 'descriptor')}"
     if pull.failure is not None:

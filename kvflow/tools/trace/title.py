@@ -5,13 +5,13 @@ from collections.abc import Mapping
 from typing import Final
 
 from kvflow.reprs import counted
-from kvflow.tools.trace.model import Request
+from kvflow.tools.trace.model import RequestTrace
 
 ONE: Final = {"post": "wire", "scatter": "wire"}
 """Phases that the sentence counts with another one."""
 
 
-def title_of(request: Request) -> str:
+def title_of(request: RequestTrace) -> str:
     """Return the title of a request."""
     whole, parts = shown_ms(_merged(request), request.total_s)
     moved = _moved(request)
@@ -28,7 +28,7 @@ def title_of(request: Request) -> str:
     return f"{sentence}{remedy}"
 
 
-def _beginning(request: Request, whole: str) -> str:
+def _beginning(request: RequestTrace, whole: str) -> str:
     since = "request" if request.router else "offer" if _has(request, "ticket") else "call of pull"
     failure = request.failure
     if failure is not None:
@@ -51,11 +51,11 @@ def _beginning(request: Request, whole: str) -> str:
     return f"cache delivered {whole} ms after the {since}"
 
 
-def _has(request: Request, name: str) -> bool:
+def _has(request: RequestTrace, name: str) -> bool:
     return any(phase.name == name for phase in request.phases)
 
 
-def _merged(request: Request) -> dict[str, float]:
+def _merged(request: RequestTrace) -> dict[str, float]:
     found: dict[str, float] = {}
     for phase in request.phases:
         name = ONE.get(phase.name, phase.name)
@@ -63,7 +63,7 @@ def _merged(request: Request) -> dict[str, float]:
     return found
 
 
-def _moved(request: Request) -> str:
+def _moved(request: RequestTrace) -> str:
     if not request.nbytes:
         return ""
     rate = f", {shown_rate(request.gb_per_s)}" if request.gb_per_s else ""

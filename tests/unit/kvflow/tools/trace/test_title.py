@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvflow.tools.trace.model import Phase, Pull, Request, Routed
+from kvflow.tools.trace.model import Phase, PullTrace, RequestTrace, Routed
 from kvflow.tools.trace.title import printable, shown_bytes, shown_ms, title_of
 
 SECONDS = {
@@ -23,7 +23,7 @@ def request(**fields):
     for name, seconds in SECONDS.items():
         phases.append(Phase(name, at, seconds))
         at += seconds
-    pull = Pull(
+    pull = PullTrace(
         worker="decode/0/1",
         local_request_id="",
         start_s=0.64,
@@ -41,7 +41,7 @@ def request(**fields):
     router = Routed(prefill_s=0.64, first_bytes_s=0.812, elapsed_s=2.0)
     known = {"request_id": "r", "outcome": "completed", "start_at": 0.0, "total_s": at, "phases": phases}
     known |= {"router": router, "first_token_s": 0.812, "offers": [], "pulls": [pull]}
-    return Request(**known | {"nbytes": pull.nbytes, "reads": 312, "gb_per_s": 212.5} | fields)
+    return RequestTrace(**known | {"nbytes": pull.nbytes, "reads": 312, "gb_per_s": 212.5} | fields)
 
 
 def test_the_title_says_where_the_time_went():
