@@ -11,7 +11,7 @@ import pytest
 from kvflow.tools.cli.entry import main
 from kvflow.tools.proxy.completions import ERROR_CHARACTERS_MAX, REMEDIES, Outcome, shown_error
 from kvflow.tools.trace.joining import read_trace
-from kvflow.tools.trace.terminal import waterfall_lines
+from kvflow.tools.trace.text import waterfall_lines
 from tests.unit.kvflow.tools.trace.conftest import log  # noqa: F401 - a fixture
 
 from .test_server import ASKED, open_rig

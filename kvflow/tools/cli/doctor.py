@@ -18,7 +18,7 @@ from kvflow.tools.cli.arguments import above_0, add_command, address, at_least, 
 from kvflow.tools.cli.findings import print_failure, print_json
 from kvflow.tools.doctor.addresses import own_address, split
 from kvflow.tools.doctor.findings import Finding, exit_status, ok, summarized
-from kvflow.tools.trace.title import printable
+from kvflow.tools.trace.text import printable
 
 if TYPE_CHECKING:
     from kvflow.tools.cli.arguments import Subparsers

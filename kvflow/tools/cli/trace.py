@@ -12,9 +12,8 @@ from kvflow.tools.cli.arguments import add_command
 from kvflow.tools.cli.findings import ProgressLine
 from kvflow.tools.trace import page, perfetto
 from kvflow.tools.trace.joining import read_trace
-from kvflow.tools.trace.model import RequestTrace, Trace
-from kvflow.tools.trace.records import Reading
-from kvflow.tools.trace.terminal import list_lines, reading_lines, waterfall_lines
+from kvflow.tools.trace.records import Reading, RequestTrace, Trace
+from kvflow.tools.trace.text import list_lines, reading_lines, waterfall_lines
 
 if TYPE_CHECKING:
     from kvflow.tools.cli.arguments import Subparsers

@@ -9,7 +9,7 @@ from kvflow.observability.logs import default_remedies
 from kvflow.reprs import counted
 from kvflow.tools.doctor.counters import SERVED, Counted
 from kvflow.tools.doctor.findings import Finding, found, ok
-from kvflow.tools.trace.title import printable, shown_bytes, shown_rate
+from kvflow.tools.trace.text import printable, shown_bytes, shown_rate
 
 
 class Answer(Struct, frozen=True):

@@ -19,7 +19,7 @@ from kvflow.tools.doctor.counters import Counted, read_counters
 from kvflow.tools.doctor.findings import Finding, found, note, ok
 from kvflow.tools.doctor.hops import Answer, Probe, Sent, Side, direct_findings, router_findings, subject_of
 from kvflow.tools.proxy.completions import OFFER, PARAMS, read_params
-from kvflow.tools.trace.title import printable
+from kvflow.tools.trace.text import printable
 
 ANSWER_BYTES_MAX: Final = 16 << 20
 """Of an answer. The longest ticket takes a few MiB."""

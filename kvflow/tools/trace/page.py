@@ -9,7 +9,7 @@ from typing import Final
 import msgspec
 from msgspec.structs import replace
 
-from kvflow.tools.trace.model import PullTrace, RequestTrace, Trace
+from kvflow.tools.trace.records import PullTrace, RequestTrace, Trace
 
 REQUESTS_MAX: Final = 2000
 """Requests of a page: failed ones first, then the slowest."""

@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from kvflow.tools.trace.model import Failure, PullTrace, RequestTrace, Trace
+from kvflow.tools.trace.records import Failure, PullTrace, RequestTrace, Trace
 
 Event = dict[str, Any]
 Place = tuple[int, int]

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from kvflow.observability.logs import event_fields
 from kvflow.tools.trace import page, perfetto
 from kvflow.tools.trace.joining import read_trace
-from kvflow.tools.trace.model import Trace
-from kvflow.tools.trace.records import Reading
-from kvflow.tools.trace.terminal import list_lines, waterfall_lines
+from kvflow.tools.trace.records import Reading, Trace
+from kvflow.tools.trace.text import list_lines, waterfall_lines
 from tests.unit.kvflow.observability.examples import EVENTS
 
 KINDS = ("peer.connected", "offer.admitted", "lease.ended", "transfer.completed", "transfer.failed", "transfer.traced")

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvflow.tools.trace.model import Phase, PullTrace, RequestTrace, Routed
-from kvflow.tools.trace.title import printable, shown_bytes, shown_ms, title_of
+from kvflow.tools.trace.records import Phase, PullTrace, RequestTrace, Routed
+from kvflow.tools.trace.text import printable, shown_bytes, shown_ms, title_of
 
 SECONDS = {
     "prefill": 0.640,
