@@ -65,7 +65,7 @@ NOT_UNPACKED = {
 NOT_WIRE = {
     "kvflow/tools/bench/ceilings.py": "replies of a source that the benchmark has named",
     "kvflow/tools/bench/sourcing.py": "likewise",
-    "kvflow/tools/cli/deployments.py": "flags",
+    "kvflow/tools/cli/explain.py": "flags",
     "kvflow/tools/cli/config.py": "files that the user names",
     "kvflow/tools/cli/layout.py": "flags",
     "kvflow/tools/cli/ticket.py": "JSON around a ticket that the user gives; leases.tickets reads the ticket",

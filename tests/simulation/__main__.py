@@ -6,8 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from kvflow.tools.cli.arguments import at_least
-from kvflow.tools.cli.findings import ProgressLine, print_json
+from kvflow.tools.cli.arguments import ProgressLine, at_least, print_json
 from tests.simulation.runner import Summary, run_seeds
 from tests.simulation.scenario import simulate
 

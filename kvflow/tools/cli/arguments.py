@@ -1,18 +1,28 @@
-"""What several commands need: parsers with a description and an example, and checked values of flags."""
+"""What several commands need: parsers, checked values of flags, settings of a member, and how results are printed."""
 
 import argparse
+import asyncio
 import os
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
+
+import msgspec
+from msgspec import Struct
 
 import kvflow
 from kvflow.config import KEY_VARIABLE, WorkerConfig
+from kvflow.errors import KvflowError
 
 if TYPE_CHECKING:
     # argparse gives this class no public name.
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001
+
+
+T = TypeVar("T")
+
 
 PORT_MAX = (1 << 16) - 1
 
@@ -123,3 +133,93 @@ def missing_checkout(module: str, command: str) -> str:
     if module.startswith("kvflow.") or CHECKOUT.joinpath(*module.split(".")).with_suffix(".py").exists():
         return ""
     return f"{command} needs a checkout of kvflow's repository: kvflow was imported from {CHECKOUT}"
+
+
+def control_endpoint(text: str) -> str:
+    """Return ``tcp://HOST:PORT`` for the same with or without ``tcp://``; the handshake checks it."""
+    return text if "://" in text else f"tcp://{text}"
+
+
+def keys_of(*keys: str | None) -> tuple[str, ...]:
+    """Return the keys that are given."""
+    return tuple(key for key in keys if key)
+
+
+def run_loop(work: Coroutine[Any, Any, T]) -> T:
+    """Run a command on an event loop of its own."""
+    return asyncio.run(work)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the worker to dial, its key, and the format."""
+    parser.add_argument(
+        "endpoint",
+        type=control_endpoint,
+        metavar="ENDPOINT",
+        help="control endpoint of a worker, HOST:PORT or tcp://HOST:PORT",
+    )
+    parser.add_argument("--key", metavar="KEY", help="public key of the worker, if it has one of its own")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+class FailureFigures(Struct, frozen=True, kw_only=True):
+    """What failed, as ``--json`` prints it.
+
+    Attributes:
+        code: stable name of the kind of error.
+        message: what is wrong.
+        remedy: what to do about it.
+    """
+
+    code: str
+    message: str
+    remedy: str
+
+
+def failure_of(error: KvflowError) -> FailureFigures:
+    """Return an error as it is printed."""
+    return FailureFigures(code=str(error.code), message=error.message, remedy=error.remedy)
+
+
+def print_json(value: object) -> None:
+    """Print a value as indented JSON."""
+    print(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+
+
+def print_failure(command: str, error: KvflowError, *, as_json: bool, status: int = 1) -> int:
+    """Print why a command failed; return its exit status.
+
+    Args:
+        command: as the user calls it.
+        error: the reason.
+        as_json: print it as JSON on standard output, too.
+        status: what to return.
+    """
+    if as_json:
+        print_json({"error": failure_of(error)})
+    print(f"{command}: {error}", file=sys.stderr)
+    return status
+
+
+class ProgressLine:
+    """One line on standard error that replaces itself, for work that takes seconds.
+
+    Args:
+        as_json: the command prints JSON, so a program probably reads it: show nothing. Without a terminal, too.
+    """
+
+    def __init__(self, *, as_json: bool = False) -> None:
+        self.is_shown = not as_json and sys.stderr.isatty()
+
+    def __call__(self, text: str) -> None:
+        """Show a text; an empty one clears the line."""
+        if self.is_shown:
+            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+
+def print_facts(facts: Iterable[tuple[str, object]]) -> None:
+    """Print names and values in two columns; a fact without a name is a line of its own."""
+    listed = [(name, str(value)) for name, value in facts]
+    width = max((len(name) for name, _ in listed if name), default=0)
+    for name, value in listed:
+        print(f"{name.ljust(width)}  {value}" if name else value)

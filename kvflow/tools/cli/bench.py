@@ -8,8 +8,7 @@ from time import monotonic, sleep
 from typing import TYPE_CHECKING
 
 from kvflow.errors import KvflowError
-from kvflow.tools.cli.arguments import add_command, address, at_least, missing_checkout
-from kvflow.tools.cli.findings import ProgressLine, print_failure
+from kvflow.tools.cli.arguments import ProgressLine, add_command, address, at_least, missing_checkout, print_failure
 
 if TYPE_CHECKING:
     from kvflow.tools.cli.arguments import Subparsers

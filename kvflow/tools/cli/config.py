@@ -14,8 +14,7 @@ from msgspec import Struct
 from kvflow.config import SECRETS, SETTINGS, VARIABLES, WorkerConfig
 from kvflow.errors import ConfigInvalid, KvflowError
 from kvflow.integrations.vllm import settings as vllm
-from kvflow.tools.cli.arguments import add_command
-from kvflow.tools.cli.findings import print_facts, print_json
+from kvflow.tools.cli.arguments import add_command, print_facts, print_json
 from kvflow.tools.doctor.addresses import own_address
 
 if TYPE_CHECKING:

@@ -13,9 +13,17 @@ from kvflow.config import WILDCARD_HOSTS, Tuning, WorkerConfig
 from kvflow.errors import ConfigInvalid, KvflowError
 from kvflow.reprs import counted
 from kvflow.tools.cli import config as settings
-from kvflow.tools.cli import visits
-from kvflow.tools.cli.arguments import above_0, add_command, address, at_least, member_config, server
-from kvflow.tools.cli.findings import print_failure, print_json
+from kvflow.tools.cli.arguments import (
+    above_0,
+    add_command,
+    address,
+    at_least,
+    keys_of,
+    member_config,
+    print_failure,
+    print_json,
+    server,
+)
 from kvflow.tools.doctor.addresses import own_address, split
 from kvflow.tools.doctor.findings import Finding, exit_status, ok, summarized
 from kvflow.tools.trace.text import printable
@@ -169,7 +177,7 @@ def _examined(options: argparse.Namespace) -> AsyncIterator[Finding]:
 
     target = between.Target(
         endpoint=options.endpoint,
-        config=member_config(visits.keys_of(options.key)),
+        config=member_config(keys_of(options.key)),
         key=options.key or "",
         transport=options.transport,
         device=options.device,
@@ -250,7 +258,7 @@ def _listener_config(options: argparse.Namespace) -> WorkerConfig:
         advertise = own
     if advertise is not None and ":" not in advertise:
         advertise = f"{advertise}:{port}"
-    base = member_config(visits.keys_of(options.key))
+    base = member_config(keys_of(options.key))
     config = WorkerConfig(
         engine_id="doctor",
         bind=f"tcp://{bind}",

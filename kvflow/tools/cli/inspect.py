@@ -9,18 +9,65 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from kvflow.errors import ConfigInvalid, KvflowError
+from kvflow.layout.manifest import Manifest
 from kvflow.reprs import quoted
-from kvflow.tools.cli import visits
-from kvflow.tools.cli.arguments import add_command, member_config
-from kvflow.tools.cli.findings import print_facts, print_failure, print_json
+from kvflow.tools.cli.arguments import (
+    add_command,
+    add_flags,
+    keys_of,
+    member_config,
+    print_facts,
+    print_failure,
+    print_json,
+    run_loop,
+)
 
 if TYPE_CHECKING:
+    from kvflow.rendezvous.publication import Advertisement
     from kvflow.rendezvous.visitor import Visit
     from kvflow.tools.cli.arguments import Subparsers
     from kvflow.worker.snapshot import Inspection, Snapshot
 
+
 WATCH_S = 1.0
 """Between two looks: a worker answers four in a second, and then refuses."""
+
+
+class WorkerFigures(Struct, frozen=True, kw_only=True):
+    """Who a worker is, and what it speaks."""
+
+    endpoint: str
+    engine_id: str
+    rank: int
+    num_ranks: int
+    incarnation: str
+    software: str
+    wire_version: int
+    manifest_schema: int
+    clock_ahead_s: float | None
+
+
+class PublishedGroup(Struct, frozen=True, kw_only=True):
+    """One group of a worker's cache."""
+
+    kind: str
+    layers: int
+    block_size: int
+
+
+class CacheFigures(Struct, frozen=True, kw_only=True):
+    """What a worker publishes of its cache."""
+
+    model: str
+    revision: str
+    dtype: str
+    num_blocks: int
+    region_bytes: tuple[int, ...]
+    memory: tuple[str, ...]
+    groups: tuple[PublishedGroup, ...]
+    planes: tuple[str, ...]
+    data_endpoint: str
+    tcp_encryption: str
 
 
 class InspectFigures(Struct, frozen=True, kw_only=True):
@@ -33,9 +80,9 @@ class InspectFigures(Struct, frozen=True, kw_only=True):
         inspection: what it holds now.
     """
 
-    worker: visits.WorkerFigures
+    worker: WorkerFigures
     rtt_s: float
-    cache: visits.CacheFigures
+    cache: CacheFigures
     inspection: "Inspection"
 
 
@@ -50,7 +97,7 @@ def add_parser(commands: "Subparsers") -> None:
         "Any member of the cluster may ask.",
         examples="kvflow inspect decode-0:7000\nkvflow inspect decode-0:7000 --watch",
     )
-    visits.add_flags(parser)
+    add_flags(parser)
     parser.add_argument("--watch", action="store_true", help="ask again each second, until Ctrl-C")
     parser.set_defaults(run=run)
 
@@ -58,7 +105,7 @@ def add_parser(commands: "Subparsers") -> None:
 def run(options: argparse.Namespace) -> int:
     """Ask the worker and show the answer; 1 if it does not answer."""
     try:
-        visits.run_loop(_inspect(options))
+        run_loop(_inspect(options))
     except KeyboardInterrupt:
         return 0
     except KvflowError as error:
@@ -70,9 +117,9 @@ def run(options: argparse.Namespace) -> int:
 async def _inspect(options: argparse.Namespace) -> None:
     from kvflow.rendezvous.visitor import open_visit  # noqa: PLC0415 - --help needs no ZeroMQ
 
-    config = member_config(visits.keys_of(options.key))
+    config = member_config(keys_of(options.key))
     async with open_visit(options.endpoint, config, server_key=options.key or "") as visit:
-        cache = visits.cache_figures(await visit.read_manifest())
+        cache = cache_figures(await visit.read_manifest())
         while True:
             _show(await _ask(visit, cache), as_json=options.json)
             if not options.watch:
@@ -80,20 +127,20 @@ async def _inspect(options: argparse.Namespace) -> None:
             await asyncio.sleep(WATCH_S)
 
 
-async def _ask(visit: "Visit", cache: visits.CacheFigures) -> InspectFigures:
+async def _ask(visit: "Visit", cache: CacheFigures) -> InspectFigures:
     from kvflow.worker.snapshot import decode_inspection  # noqa: PLC0415 - --help needs no worker
 
     rtt_s = await visit.ping()
     inspection = decode_inspection(await visit.ask_report(), peer=visit.endpoint)
     shown = replace(inspection, told=b"")  # tickets of probes, which only the doctor reads
-    return InspectFigures(worker=visits.worker_figures(visit), rtt_s=rtt_s, cache=cache, inspection=shown)
+    return InspectFigures(worker=worker_figures(visit), rtt_s=rtt_s, cache=cache, inspection=shown)
 
 
 def _show(figures: InspectFigures, *, as_json: bool) -> None:
     if as_json:
         print_json(figures)
         return
-    facts = visits.worker_facts(figures.worker, figures.cache)
+    facts = worker_facts(figures.worker, figures.cache)
     facts += [("round trip", f"{figures.rtt_s * 1e3:.3f} ms"), ("stage", quoted(figures.inspection.stage))]
     print_facts(facts)
     for line in lines_of(figures.inspection):
@@ -144,3 +191,69 @@ def _titled(title: str, count: int, listed: int) -> Iterator[str]:
     """Yield the heading of a list."""
     shown = f", the oldest {listed} of them" if listed < count else ""
     yield f"{title}: {count:,}{shown}"
+
+
+def worker_figures(visit: "Visit") -> WorkerFigures:
+    """Return who was dialed."""
+    identity = visit.identity
+    return WorkerFigures(
+        endpoint=visit.endpoint,
+        engine_id=identity.engine_id,
+        rank=identity.rank,
+        num_ranks=identity.num_ranks,
+        incarnation=identity.incarnation,
+        software=identity.software,
+        wire_version=visit.wire_version,
+        manifest_schema=visit.manifest_schema,
+        clock_ahead_s=visit.clock_ahead_s,
+    )
+
+
+def cache_figures(told: "Advertisement") -> CacheFigures:
+    """Return what a worker has published."""
+    manifest = told.manifest
+    return CacheFigures(
+        model=manifest.identity.model,
+        revision=manifest.identity.revision,
+        dtype=manifest.identity.dtype,
+        num_blocks=manifest.num_blocks,
+        region_bytes=tuple(region.nbytes for region in manifest.regions),
+        memory=tuple(sorted({region.memory for region in manifest.regions})),
+        groups=group_figures(manifest),
+        planes=tuple(sorted(told.planes)),
+        data_endpoint=told.data_endpoint,
+        tcp_encryption=told.tcp_encryption,
+    )
+
+
+def group_figures(manifest: Manifest) -> tuple[PublishedGroup, ...]:
+    """Return the groups of a cache."""
+    return tuple(
+        PublishedGroup(kind=group.kind, layers=len(group.layers), block_size=group.block_size)
+        for group in manifest.groups
+    )
+
+
+def worker_facts(worker: WorkerFigures, cache: CacheFigures | None) -> list[tuple[str, object]]:
+    """Return the lines that say who a worker is. Names that it has chosen are in quotes."""
+    ahead = "" if worker.clock_ahead_s is None else f", its clock {worker.clock_ahead_s * 1e3:+.1f} ms from ours"
+    facts: list[tuple[str, object]] = [
+        ("worker", f"{quoted(worker.engine_id)} rank {worker.rank} of {worker.num_ranks}{ahead}"),
+        ("incarnation", worker.incarnation),
+        (
+            "release",
+            f"{quoted(worker.software)}, wire {worker.wire_version}, manifest {worker.manifest_schema}",
+        ),
+    ]
+    if cache is not None:
+        model = quoted(cache.model) if cache.model else "not named"
+        memory = f"{sum(cache.region_bytes):,} bytes in {len(cache.region_bytes)} regions, {' and '.join(cache.memory)}"
+        facts += [("model", model), ("memory", memory), ("blocks", f"{cache.num_blocks:,}")]
+        facts += [
+            (f"group {index}", f"{group.layers} layers, {quoted(group.kind)}, {group.block_size} tokens in a block")
+            for index, group in enumerate(cache.groups)
+        ]
+        served = f", TCP at {quoted(cache.data_endpoint)}" if cache.data_endpoint else ""
+        encrypted = f", encryption {quoted(cache.tcp_encryption)}" if cache.data_endpoint else ""
+        facts.append(("data planes", f"{', '.join(map(quoted, cache.planes))}{served}{encrypted}"))
+    return facts

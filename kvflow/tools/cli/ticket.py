@@ -15,8 +15,15 @@ from kvflow.config import SECRET_VARIABLE
 from kvflow.errors import KvflowError, StaleLease, TicketInvalid
 from kvflow.leases.tickets import TICKET_CHARS_MAX, Content, Grant, Ticket
 from kvflow.reprs import counted, quoted
-from kvflow.tools.cli.arguments import add_command, member_config
-from kvflow.tools.cli.findings import FailureFigures, failure_of, print_facts, print_failure, print_json
+from kvflow.tools.cli.arguments import (
+    FailureFigures,
+    add_command,
+    failure_of,
+    member_config,
+    print_facts,
+    print_failure,
+    print_json,
+)
 
 if TYPE_CHECKING:
     from kvflow.tools.cli.arguments import Subparsers

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvflow.reprs import counted
-from kvflow.tools.cli.arguments import add_command
-from kvflow.tools.cli.findings import ProgressLine
+from kvflow.tools.cli.arguments import ProgressLine, add_command
 from kvflow.tools.trace import page, perfetto
 from kvflow.tools.trace.joining import read_trace
 from kvflow.tools.trace.records import Reading, RequestTrace, Trace
