@@ -1,30 +1,24 @@
 """What several commands need: parsers, checked values of flags, settings of a member, and how results are printed."""
 
 import argparse
-import asyncio
 import os
 import sys
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Struct
 
 import kvflow
-from kvflow.config import KEY_VARIABLE, WorkerConfig
+from kvflow.config import KEY_VARIABLE, PORT_MAX, WorkerConfig
 from kvflow.errors import KvflowError
 
 if TYPE_CHECKING:
     # argparse gives this class no public name.
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001
 
-
-T = TypeVar("T")
-
-
-PORT_MAX = (1 << 16) - 1
 
 CHECKOUT = Path(kvflow.__file__).parents[1]
 """The root of kvflow's repository, if this runs from a checkout."""
@@ -33,15 +27,7 @@ CHECKOUT = Path(kvflow.__file__).parents[1]
 def add_command(
     commands: "Subparsers", name: str, *, summary: str, description: str, examples: str
 ) -> argparse.ArgumentParser:
-    """Add a command whose ``--help`` says what it does and shows how to call it.
-
-    Args:
-        commands: the object that ``add_subparsers`` returned.
-        name: of the command.
-        summary: one line for the list of commands.
-        description: what it does, first sentence first.
-        examples: command lines, one in each line.
-    """
+    """Add a command whose ``--help`` shows its description, and examples of one line each."""
     lines = [f"  {line}" for line in examples.strip().splitlines()]
     return commands.add_parser(
         name,
@@ -60,19 +46,20 @@ class _Formatter(argparse.HelpFormatter):
 
 
 def address(text: str, *, port_min: int = 1) -> str:
-    """Check ``HOST:PORT`` and return it.
-
-    Raises:
-        ArgumentTypeError: it is something else.
-    """
+    """Check ``HOST:PORT`` and return it."""
     host, _, port = text.rpartition(":")
     if not (host and port.isdecimal() and port_min <= int(port) <= PORT_MAX):
         raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT with a port from {port_min} to {PORT_MAX}")
     return text
 
 
+def bound_address(text: str) -> str:
+    """Check ``HOST:PORT`` to listen on, where port 0 takes a free one, and return it."""
+    return address(text, port_min=0)
+
+
 def at_least(minimum: int) -> Callable[[str], int]:
-    """Return a reader of integers that are not below a minimum."""
+    """Return a function that reads integers from a minimum on."""
 
     def read(text: str) -> int:
         number = int(text)
@@ -85,7 +72,7 @@ def at_least(minimum: int) -> Callable[[str], int]:
 
 
 def above_0(kind: type[float] | type[int]) -> Callable[[str], float]:
-    """Return what reads a number above 0."""
+    """Return a function that reads numbers above 0."""
 
     def read(text: str) -> float:
         number = kind(text)
@@ -98,11 +85,7 @@ def above_0(kind: type[float] | type[int]) -> Callable[[str], float]:
 
 
 def server(text: str) -> str:
-    """Check the base URL of a server and return it, without a slash at its end.
-
-    Raises:
-        ArgumentTypeError: it is something else.
-    """
+    """Check ``http://HOST:PORT`` and return it, without a slash at its end."""
     try:
         parts = urlsplit(text)
         sound = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
@@ -113,63 +96,26 @@ def server(text: str) -> str:
     return text.rstrip("/")
 
 
-def member_config(keys: Sequence[str] = ()) -> WorkerConfig:
-    """Return the settings of a command that is a member of the cluster, as the environment says.
-
-    Args:
-        keys: public keys of the workers that it dials; a private key in the environment needs no others.
-    """
-    has_own_key = bool(os.environ.get(KEY_VARIABLE))
-    return WorkerConfig(engine_id="kvflow", allowed_keys=tuple(keys) if keys or has_own_key else None)
+def member_config(*given: str | None) -> WorkerConfig:
+    """Return the settings of the environment, for a command that dials workers with the public keys that are given."""
+    keys = tuple(key for key in given if key)
+    return WorkerConfig(engine_id="kvflow", allowed_keys=keys if keys or os.environ.get(KEY_VARIABLE) else None)
 
 
 def missing_checkout(module: str, command: str) -> str:
-    """Return why a command cannot run: its module is in kvflow's repository only. Empty if it can run.
-
-    Args:
-        module: that the command needs, by its dotted name.
-        command: as the user calls it.
-    """
+    """Return why a command cannot run whose module is in kvflow's repository alone; empty if it can."""
     if module.startswith("kvflow.") or CHECKOUT.joinpath(*module.split(".")).with_suffix(".py").exists():
         return ""
     return f"{command} needs a checkout of kvflow's repository: kvflow was imported from {CHECKOUT}"
 
 
 def control_endpoint(text: str) -> str:
-    """Return ``tcp://HOST:PORT`` for the same with or without ``tcp://``; the handshake checks it."""
+    """Return an address with ``tcp://``; the handshake checks the rest."""
     return text if "://" in text else f"tcp://{text}"
 
 
-def keys_of(*keys: str | None) -> tuple[str, ...]:
-    """Return the keys that are given."""
-    return tuple(key for key in keys if key)
-
-
-def run_loop(work: Coroutine[Any, Any, T]) -> T:
-    """Run a command on an event loop of its own."""
-    return asyncio.run(work)
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the worker to dial, its key, and the format."""
-    parser.add_argument(
-        "endpoint",
-        type=control_endpoint,
-        metavar="ENDPOINT",
-        help="control endpoint of a worker, HOST:PORT or tcp://HOST:PORT",
-    )
-    parser.add_argument("--key", metavar="KEY", help="public key of the worker, if it has one of its own")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-
-
 class FailureFigures(Struct, frozen=True, kw_only=True):
-    """What failed, as ``--json`` prints it.
-
-    Attributes:
-        code: stable name of the kind of error.
-        message: what is wrong.
-        remedy: what to do about it.
-    """
+    """What failed, as ``--json`` prints it."""
 
     code: str
     message: str
@@ -187,14 +133,7 @@ def print_json(value: object) -> None:
 
 
 def print_failure(command: str, error: KvflowError, *, as_json: bool, status: int = 1) -> int:
-    """Print why a command failed; return its exit status.
-
-    Args:
-        command: as the user calls it.
-        error: the reason.
-        as_json: print it as JSON on standard output, too.
-        status: what to return.
-    """
+    """Print why a command failed, with ``as_json`` on standard output too, and return its exit status."""
     if as_json:
         print_json({"error": failure_of(error)})
     print(f"{command}: {error}", file=sys.stderr)
@@ -202,11 +141,7 @@ def print_failure(command: str, error: KvflowError, *, as_json: bool, status: in
 
 
 class ProgressLine:
-    """One line on standard error that replaces itself, for work that takes seconds.
-
-    Args:
-        as_json: the command prints JSON, so a program probably reads it: show nothing. Without a terminal, too.
-    """
+    """One line on standard error that replaces itself: on a terminal, and for people who read no JSON."""
 
     def __init__(self, *, as_json: bool = False) -> None:
         self.is_shown = not as_json and sys.stderr.isatty()

@@ -24,12 +24,10 @@ FILE_BYTES_MAX = 16 << 20
 """65,536 allowed keys take 4.5 MB."""
 
 PLACEHOLDER = "engine-0"
-"""Stands for the name of the engine, where the engine decides it."""
 
 BY_ENGINE = "decided by the engine"
 
 OF_VLLM = {*vllm.FROM_ENGINE, "model", "model_revision", "model_dtype"}
-"""Settings that come from vLLM's own configuration."""
 
 OWN_DEFAULTS = {
     "enable_cross_layers_blocks": False,
@@ -37,7 +35,6 @@ OWN_DEFAULTS = {
     "log_level": vllm.LOG_LEVELS[0],
     "offer": vllm.OFFERS[0],
 }
-"""Settings of the connector alone."""
 
 PREFIX = "KVFLOW_"
 OBSOLETE = {"KVFLOW_CALIBRATION": "Remove it: reads are staged without a file. staging_bytes 0 reads directly."}
@@ -46,13 +43,7 @@ OTHER_PREFIXES = ("KVFLOW_DEMO_", "KVFLOW_TEST_")
 
 
 class SettingFigures(Struct, frozen=True, kw_only=True):
-    """One setting.
-
-    Attributes:
-        name: of the setting.
-        value: its value; of a secret only whether it is set.
-        source: ``default``, the variable, the file, or that the engine decides it.
-    """
+    """One setting, and where its value comes from; of a secret, only whether it is set."""
 
     name: str
     value: Any
@@ -60,14 +51,7 @@ class SettingFigures(Struct, frozen=True, kw_only=True):
 
 
 class SettingProblem(Struct, frozen=True, kw_only=True):
-    """Something that is wrong, or probably not meant.
-
-    Attributes:
-        severity: ``error``: a worker does not open with it. ``warning``: a worker opens.
-        code: stable name of the kind of error.
-        message: what is wrong.
-        remedy: what to do about it.
-    """
+    """Something that is wrong (``error``: no worker opens with it), or probably not meant (``warning``)."""
 
     severity: Literal["error", "warning"]
     code: str
@@ -79,10 +63,8 @@ class ConfigFigures(Struct, frozen=True, kw_only=True):
     """What ``kvflow config --json`` prints.
 
     Attributes:
-        settings: all of them.
         cluster: the first half of the public key that follows from the cluster secret: equal on all workers of a
             cluster; None without a usable secret.
-        findings: what is wrong.
     """
 
     settings: tuple[SettingFigures, ...]
@@ -140,7 +122,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def examine(given: Given) -> tuple[list[SettingProblem], WorkerConfig | None]:
-    """Return what is wrong with settings, and the settings as a worker takes them; None if it would not open."""
+    """Return what is wrong with settings, and the settings of the worker; None if it would not open."""
     findings, config = [*_faults(given)], None
     if not findings:
         try:
@@ -153,12 +135,6 @@ def examine(given: Given) -> tuple[list[SettingProblem], WorkerConfig | None]:
 
 
 def _given(options: argparse.Namespace) -> Given:
-    """Return what the user gives.
-
-    Raises:
-        OSError: a file cannot be read.
-        ConfigInvalid: it is no JSON object.
-    """
     if options.file is not None:
         values = _object(_contents(options.file), str(options.file))
         return Given(values, str(options.file))
@@ -200,23 +176,16 @@ def _faults(given: Given) -> Iterator[SettingProblem]:
     for name, value in given.values.items():
         if given.is_vllm and (name not in vllm.KEYS or name in vllm.OWN_KEYS):
             continue
-        alone = {"engine_id": PLACEHOLDER, name: value.replace(vllm.HOST, "host") if _has_host(given, value) else value}
+        if given.is_vllm and isinstance(value, str):
+            value = value.replace(vllm.HOST, "host")  # noqa: PLW2901
+        alone = {"engine_id": PLACEHOLDER, name: value}
         try:
             WorkerConfig.read(alone)
         except ConfigInvalid as error:
             yield _finding(error)
 
 
-def _has_host(given: Given, value: object) -> bool:
-    return given.is_vllm and isinstance(value, str) and vllm.HOST in value
-
-
 def _resolved(given: Given) -> WorkerConfig:
-    """Return the settings as a worker takes them.
-
-    Raises:
-        KvflowError: a worker would not open with them; names the first reason.
-    """
     if given.is_vllm:
         facts = vllm.EngineFacts(engine_id=PLACEHOLDER, kv_role=given.kv_role)
         config = vllm.read_settings(given.values, facts, own_address).worker
@@ -227,7 +196,6 @@ def _resolved(given: Given) -> WorkerConfig:
 
 
 def _doubts(config: WorkerConfig, given: Given) -> Iterator[SettingProblem]:
-    """Yield what a worker opens with, and is probably not meant."""
     if printed := sorted(vllm.SECRET_KEYS & set(given.values)):
         where = "vLLM prints its configuration" if given.is_vllm else "a file is easily read by others"
         remedy = f"Set {', '.join(VARIABLES[name] for name in printed)} instead."
@@ -237,7 +205,7 @@ def _doubts(config: WorkerConfig, given: Given) -> Iterator[SettingProblem]:
 
 
 def _misspelled() -> Iterator[SettingProblem]:
-    """Yield variables that are almost those of kvflow, or were."""
+    """Yield variables whose names are almost those of kvflow, or were."""
     known = {*VARIABLES.values(), vllm.HOST_VARIABLE}
     for name in sorted(os.environ):
         is_right = not name.startswith(PREFIX) or name in known or name.startswith(OTHER_PREFIXES)
@@ -256,7 +224,7 @@ def _warning(message: str, remedy: str) -> SettingProblem:
 
 
 def _settings(given: Given, config: WorkerConfig | None) -> Iterator[SettingFigures]:
-    """Yield every setting, as it is given if a worker would not open with all of them."""
+    """Yield every setting, as it is given if a worker would not open."""
     values = config.settings() if config is not None else {}
     for name, field in SETTINGS.items():
         variable = VARIABLES.get(name, "")

@@ -18,7 +18,7 @@ from kvflow.tools.cli.arguments import (
     add_command,
     address,
     at_least,
-    keys_of,
+    bound_address,
     member_config,
     print_failure,
     print_json,
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from kvflow.tools.cli.arguments import Subparsers
 
 MARKS = {"ok": "ok", "note": "note", "warning": "WARNING", "failed": "FAILED"}
-"""How a status is printed."""
 
 LINE_MAX = 2000
 """Characters of evidence that a terminal gets; --json has all of them."""
@@ -69,12 +68,12 @@ def add_parser(commands: "Subparsers") -> None:
         metavar="HOST:PORT",
         help="offer probe blocks to members of the cluster, until Ctrl-C; without an address, on a free port",
     )
-    parser.add_argument("--bind", type=_listening, metavar="HOST:PORT", help="address that a worker would listen on")
+    parser.add_argument("--bind", type=bound_address, metavar="HOST:PORT", help="address that a worker would listen on")
     parser.add_argument(
         "--advertise", metavar="HOST[:PORT]", help="address at which peers would reach the worker, or --listen"
     )
     parser.add_argument(
-        "--tcp-bind", type=_listening, metavar="HOST:PORT", help="with --listen, where the TCP plane listens"
+        "--tcp-bind", type=bound_address, metavar="HOST:PORT", help="with --listen, where the TCP plane listens"
     )
     parser.add_argument("--key", metavar="KEY", help="public key of the worker, if it has one of its own")
     parser.add_argument(
@@ -93,7 +92,6 @@ def add_parser(commands: "Subparsers") -> None:
 
 
 def _add_live(parser: argparse.ArgumentParser) -> None:
-    """Add what concerns running engines."""
     parser.add_argument(
         "--live",
         type=server,
@@ -128,7 +126,7 @@ def _add_live(parser: argparse.ArgumentParser) -> None:
 
 
 def _listening(text: str) -> str:
-    return address(text, port_min=0) if text else text  # argparse also reads what --listen means without an address
+    return bound_address(text) if text else text  # argparse also reads what --listen means without an address
 
 
 def _endpoint(text: str) -> str:
@@ -177,7 +175,7 @@ def _examined(options: argparse.Namespace) -> AsyncIterator[Finding]:
 
     target = between.Target(
         endpoint=options.endpoint,
-        config=member_config(keys_of(options.key)),
+        config=member_config(options.key),
         key=options.key or "",
         transport=options.transport,
         device=options.device,
@@ -196,7 +194,7 @@ async def _alone(options: argparse.Namespace) -> AsyncIterator[Finding]:
 
 
 def check_settings() -> Iterator[Finding]:
-    """Yield what is wrong with the settings in the environment; secrets have findings of their own."""
+    """Yield what is wrong with the settings in the environment, secrets aside."""
     judged, _ = settings.examine(settings.Given({}))
     wrong = [each for each in judged if "cluster secret" not in each.message]
     for each in wrong:
@@ -207,7 +205,7 @@ def check_settings() -> Iterator[Finding]:
 
 
 async def _show(findings: AsyncIterator[Finding], *, as_json: bool, strict: bool) -> int:
-    """Print findings, as text each when it is there, and return the exit status that follows from them."""
+    """Print findings, as text each when it is there, and return the exit status."""
     listed = []
     async for finding in findings:
         listed.append(finding)
@@ -249,7 +247,6 @@ async def _listen(options: argparse.Namespace) -> int:
 
 
 def _listener_config(options: argparse.Namespace) -> WorkerConfig:
-    """Return the settings of the worker that offers probe blocks."""
     own = own_address()
     bind = options.listen or f"{'127.0.0.1' if own in WILDCARD_HOSTS else own}:0"
     host, port = split(bind)
@@ -258,7 +255,7 @@ def _listener_config(options: argparse.Namespace) -> WorkerConfig:
         advertise = own
     if advertise is not None and ":" not in advertise:
         advertise = f"{advertise}:{port}"
-    base = member_config(keys_of(options.key))
+    base = member_config(options.key)
     config = WorkerConfig(
         engine_id="doctor",
         bind=f"tcp://{bind}",

@@ -1,6 +1,7 @@
 """``kvflow explain``: how many descriptors a read between two engines takes, why, and which change makes it fewer."""
 
 import argparse
+import asyncio
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -30,7 +31,6 @@ from kvflow.tools.cli.arguments import (
     print_facts,
     print_failure,
     print_json,
-    run_loop,
 )
 from kvflow.tools.cli.layout import specs_of
 
@@ -46,16 +46,7 @@ FORM = "tp=2,pp=1,layout=LBHNC,kv=content,block-size=16,dtype=bfloat16"
 
 
 class Deployment(Struct, frozen=True, kw_only=True):
-    """How one engine is deployed.
-
-    Attributes:
-        tp: tensor-parallel ranks.
-        pp: pipeline stages.
-        layout: order of the axes, ``auto`` for what kvflow chooses.
-        kv: where V lies.
-        block_size: tokens in one block; None for what the model says.
-        dtype: of keys, values and latents; None for what the model says.
-    """
+    """How one engine is deployed. ``layout`` may be ``auto``; None stands for what the model says."""
 
     tp: int = 1
     pp: int = 1
@@ -66,14 +57,9 @@ class Deployment(Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         """Return the deployment as ``parse`` reads it, without defaults."""
-        given = {name.replace("_", "-"): getattr(self, name) for name in self.__struct_fields__}
-        defaults = Deployment()
-        return (
-            ",".join(
-                f"{name}={value}" for name, value in given.items() if value != getattr(defaults, name.replace("-", "_"))
-            )
-            or "tp=1"
-        )
+        fields = msgspec.structs.fields(Deployment)
+        given = {each.name: getattr(self, each.name) for each in fields if getattr(self, each.name) != each.default}
+        return ",".join(f"{name.replace('_', '-')}={value}" for name, value in given.items()) or "tp=1"
 
 
 def parse(text: str) -> Deployment:
@@ -108,11 +94,6 @@ def parse(text: str) -> Deployment:
 def manifests_of(model: str, deployment: Deployment, *, guess: bool = False) -> list[Manifest]:
     """Return the manifest of each rank of an engine, the ranks of the first pipeline stage first.
 
-    Args:
-        model: a bundled model, a ``config.json`` or its folder.
-        deployment: of the engine.
-        guess: describe an unknown type of model as plain attention.
-
     Raises:
         SpecInvalid: the model cannot be described, or does not go with the deployment.
     """
@@ -127,7 +108,7 @@ def manifests_of(model: str, deployment: Deployment, *, guess: bool = False) -> 
 
 
 def _stages(specs: Mapping[str, CacheSpec], count: int) -> list[dict[str, CacheSpec]]:
-    """Divide layers among pipeline stages in order. As in vLLM, the last but one stages take what is left over."""
+    """Divide layers among pipeline stages. As in vLLM, the last but one stages take what is left over."""
     sizes = [len(specs) // count] * count
     for at in range(2, 2 + len(specs) % count):
         sizes[-at] += 1
@@ -149,22 +130,18 @@ DESCRIPTOR_US = 3.6
 """Of a descriptor of 256 bytes over shared memory: 65,536 of them took 235 ms. See the performance page."""
 
 FEWER = 10
-"""How many times fewer descriptors the change makes that is looked for."""
+"""A change that makes descriptors this many times fewer is worth it."""
 
 CHANGES_SHOWN = 3
 
 
 class GroupRead(Struct, frozen=True, kw_only=True):
-    """What one source rank gives of one group.
+    """What one source rank gives of one group: runs of a unit of tokens, descriptors and bytes of the request.
 
     Attributes:
         source: index of the source rank.
-        source_group: its group.
-        target_group: the group of the reader.
-        runs: contiguous copies for each unit of tokens.
         run_bytes: bytes of the smallest and the largest run.
-        descriptors: for the request, with block ids in any order.
-        nbytes: for the request.
+        descriptors: with block ids in any order.
         reason: what ends a run.
     """
 
@@ -182,10 +159,8 @@ class ReadCost(Struct, frozen=True, kw_only=True):
     """What one rank of the reader reads for a request.
 
     Attributes:
-        source_ranks: ranks that it reads from.
         descriptors: with block ids in any order.
         descriptors_consecutive: with block ids that ascend by one on both sides.
-        nbytes: bytes.
         link_s: seconds that the bytes take on the link.
         descriptors_s: seconds that the descriptors take.
     """
@@ -199,13 +174,7 @@ class ReadCost(Struct, frozen=True, kw_only=True):
 
 
 class ChangeFigures(Struct, frozen=True, kw_only=True):
-    """One change of one setting, on one side or on both.
-
-    Attributes:
-        change: the side and the setting.
-        descriptors: as of ``ReadCost``, with the change.
-        fewer: times fewer than without it.
-    """
+    """One change of one setting, on one side or on both, and how many times fewer descriptors it makes."""
 
     change: str
     descriptors: int
@@ -308,7 +277,8 @@ def _of_model(options: argparse.Namespace, progress: Callable[[str], None]) -> E
 
     def plan(source: Deployment, target: Deployment) -> "_Read":
         manifests = [manifests_of(options.model, each, guess=options.guess) for each in (source, target)]
-        return _read(manifests[0], _one_of_each_stage(manifests[1], target), options.tokens)
+        one_of_each_stage = manifests[1][:: target.tp]  # the others of a stage read as much
+        return _read(manifests[0], one_of_each_stage, options.tokens)
 
     progress("planning the read")
     read = plan(source, target)
@@ -329,7 +299,7 @@ def _of_model(options: argparse.Namespace, progress: Callable[[str], None]) -> E
 
 
 def _of_workers(options: argparse.Namespace) -> ExplainFigures:
-    source, target = run_loop(_manifests(options.endpoints, options.keys or []))
+    source, target = asyncio.run(_manifests(options.endpoints, options.keys or []))
     first, second = options.endpoints
     return _figures(_read([source], [target], options.tokens), options, first, second, [])
 
@@ -337,7 +307,7 @@ def _of_workers(options: argparse.Namespace) -> ExplainFigures:
 async def _manifests(endpoints: Sequence[str], keys: Sequence[str]) -> list[Manifest]:
     from kvflow.rendezvous.visitor import open_visit  # noqa: PLC0415 - a model needs no ZeroMQ
 
-    found, config = [], member_config(keys)
+    found, config = [], member_config(*keys)
     for endpoint, key in zip(endpoints, [*keys, "", ""], strict=False):
         async with open_visit(endpoint, config, server_key=key) as visit:
             found.append((await visit.read_manifest()).manifest)
@@ -345,7 +315,7 @@ async def _manifests(endpoints: Sequence[str], keys: Sequence[str]) -> list[Mani
 
 
 class _Read(Struct, frozen=True):
-    """What one rank of the reader reads: its plans, one for each source rank."""
+    """What one rank of the reader reads: a plan for each source rank."""
 
     plans: tuple[tuple[int, TransferPlan], ...]
     blocks: tuple[int, ...]
@@ -372,11 +342,6 @@ def _read(sources: Sequence[Manifest], targets: Sequence[Manifest], tokens: int)
             ]
         reads.append(_Read(tuple(plans), tuple(_blocks(group, tokens) for group in target.groups)))
     return max(reads, key=lambda read: read.descriptors)
-
-
-def _one_of_each_stage(manifests: Sequence[Manifest], deployment: Deployment) -> Sequence[Manifest]:
-    """Return the first rank of each pipeline stage: the others of a stage read as much."""
-    return manifests[:: deployment.tp]
 
 
 def _blocks(group: ManifestGroup, tokens: int) -> int:
@@ -449,13 +414,13 @@ def _group(source: int, group: GroupPlan, read: _Read) -> GroupRead:
 
 
 def _print(figures: ExplainFigures, options: argparse.Namespace) -> None:
-    read = figures.read
+    read, tokens = figures.read, counted(figures.tokens, "token")
     cost = f"{read.descriptors_s * 1e3:.3f} ms at {options.descriptor_us:g} us each"
     print_facts(
         [
             ("source", figures.source),
             ("target", figures.target),
-            ("request", f"{counted(figures.tokens, 'token')}, of which one rank reads {_ranks(read.source_ranks)}"),
+            ("request", f"{tokens}, of which one rank reads from {counted(read.source_ranks, 'source rank')}"),
             ("bytes", f"{read.nbytes:,}, {read.link_s * 1e3:.3f} ms at {options.link_gbit_s:g} Gbit/s"),
             ("descriptors", f"{read.descriptors:,} with block ids in any order, {cost}"),
             ("  ascending", f"{read.descriptors_consecutive:,} with block ids that ascend by one on both sides"),
@@ -485,7 +450,3 @@ def _print_changes(changes: Sequence[ChangeFigures]) -> None:
         print(f"No single change makes it {FEWER} times fewer. The best are:")
     for change in changes[:CHANGES_SHOWN]:
         print(f"  {change.change}: {change.descriptors:,} descriptors, {change.fewer:.1f} times fewer")
-
-
-def _ranks(count: int) -> str:
-    return f"from {counted(count, 'source rank')}"

@@ -9,17 +9,14 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from kvflow.errors import ConfigInvalid, KvflowError
-from kvflow.layout.manifest import Manifest
 from kvflow.reprs import quoted
 from kvflow.tools.cli.arguments import (
     add_command,
-    add_flags,
-    keys_of,
+    control_endpoint,
     member_config,
     print_facts,
     print_failure,
     print_json,
-    run_loop,
 )
 
 if TYPE_CHECKING:
@@ -71,14 +68,7 @@ class CacheFigures(Struct, frozen=True, kw_only=True):
 
 
 class InspectFigures(Struct, frozen=True, kw_only=True):
-    """What ``kvflow inspect --json`` prints.
-
-    Attributes:
-        worker: who it is.
-        rtt_s: seconds of a round trip of the control channel.
-        cache: what it publishes of its cache.
-        inspection: what it holds now.
-    """
+    """What ``kvflow inspect --json`` prints; ``rtt_s`` is that of the control channel."""
 
     worker: WorkerFigures
     rtt_s: float
@@ -97,7 +87,14 @@ def add_parser(commands: "Subparsers") -> None:
         "Any member of the cluster may ask.",
         examples="kvflow inspect decode-0:7000\nkvflow inspect decode-0:7000 --watch",
     )
-    add_flags(parser)
+    parser.add_argument(
+        "endpoint",
+        type=control_endpoint,
+        metavar="ENDPOINT",
+        help="control endpoint of a worker, HOST:PORT or tcp://HOST:PORT",
+    )
+    parser.add_argument("--key", metavar="KEY", help="public key of the worker, if it has one of its own")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.add_argument("--watch", action="store_true", help="ask again each second, until Ctrl-C")
     parser.set_defaults(run=run)
 
@@ -105,7 +102,7 @@ def add_parser(commands: "Subparsers") -> None:
 def run(options: argparse.Namespace) -> int:
     """Ask the worker and show the answer; 1 if it does not answer."""
     try:
-        run_loop(_inspect(options))
+        asyncio.run(_inspect(options))
     except KeyboardInterrupt:
         return 0
     except KvflowError as error:
@@ -117,9 +114,9 @@ def run(options: argparse.Namespace) -> int:
 async def _inspect(options: argparse.Namespace) -> None:
     from kvflow.rendezvous.visitor import open_visit  # noqa: PLC0415 - --help needs no ZeroMQ
 
-    config = member_config(keys_of(options.key))
+    config = member_config(options.key)
     async with open_visit(options.endpoint, config, server_key=options.key or "") as visit:
-        cache = cache_figures(await visit.read_manifest())
+        cache = _cache_figures(await visit.read_manifest())
         while True:
             _show(await _ask(visit, cache), as_json=options.json)
             if not options.watch:
@@ -133,14 +130,14 @@ async def _ask(visit: "Visit", cache: CacheFigures) -> InspectFigures:
     rtt_s = await visit.ping()
     inspection = decode_inspection(await visit.ask_report(), peer=visit.endpoint)
     shown = replace(inspection, told=b"")  # tickets of probes, which only the doctor reads
-    return InspectFigures(worker=worker_figures(visit), rtt_s=rtt_s, cache=cache, inspection=shown)
+    return InspectFigures(worker=_worker_figures(visit), rtt_s=rtt_s, cache=cache, inspection=shown)
 
 
 def _show(figures: InspectFigures, *, as_json: bool) -> None:
     if as_json:
         print_json(figures)
         return
-    facts = worker_facts(figures.worker, figures.cache)
+    facts = _worker_facts(figures.worker, figures.cache)
     facts += [("round trip", f"{figures.rtt_s * 1e3:.3f} ms"), ("stage", quoted(figures.inspection.stage))]
     print_facts(facts)
     for line in lines_of(figures.inspection):
@@ -188,13 +185,11 @@ def _peers(snapshot: "Snapshot") -> Iterator[str]:
 
 
 def _titled(title: str, count: int, listed: int) -> Iterator[str]:
-    """Yield the heading of a list."""
     shown = f", the oldest {listed} of them" if listed < count else ""
     yield f"{title}: {count:,}{shown}"
 
 
-def worker_figures(visit: "Visit") -> WorkerFigures:
-    """Return who was dialed."""
+def _worker_figures(visit: "Visit") -> WorkerFigures:
     identity = visit.identity
     return WorkerFigures(
         endpoint=visit.endpoint,
@@ -209,8 +204,7 @@ def worker_figures(visit: "Visit") -> WorkerFigures:
     )
 
 
-def cache_figures(told: "Advertisement") -> CacheFigures:
-    """Return what a worker has published."""
+def _cache_figures(told: "Advertisement") -> CacheFigures:
     manifest = told.manifest
     return CacheFigures(
         model=manifest.identity.model,
@@ -219,41 +213,32 @@ def cache_figures(told: "Advertisement") -> CacheFigures:
         num_blocks=manifest.num_blocks,
         region_bytes=tuple(region.nbytes for region in manifest.regions),
         memory=tuple(sorted({region.memory for region in manifest.regions})),
-        groups=group_figures(manifest),
+        groups=tuple(
+            PublishedGroup(kind=group.kind, layers=len(group.layers), block_size=group.block_size)
+            for group in manifest.groups
+        ),
         planes=tuple(sorted(told.planes)),
         data_endpoint=told.data_endpoint,
         tcp_encryption=told.tcp_encryption,
     )
 
 
-def group_figures(manifest: Manifest) -> tuple[PublishedGroup, ...]:
-    """Return the groups of a cache."""
-    return tuple(
-        PublishedGroup(kind=group.kind, layers=len(group.layers), block_size=group.block_size)
-        for group in manifest.groups
-    )
-
-
-def worker_facts(worker: WorkerFigures, cache: CacheFigures | None) -> list[tuple[str, object]]:
-    """Return the lines that say who a worker is. Names that it has chosen are in quotes."""
+def _worker_facts(worker: WorkerFigures, cache: CacheFigures) -> list[tuple[str, object]]:
+    """Return who a worker is. Texts that it has chosen are in quotes."""
     ahead = "" if worker.clock_ahead_s is None else f", its clock {worker.clock_ahead_s * 1e3:+.1f} ms from ours"
     facts: list[tuple[str, object]] = [
         ("worker", f"{quoted(worker.engine_id)} rank {worker.rank} of {worker.num_ranks}{ahead}"),
         ("incarnation", worker.incarnation),
-        (
-            "release",
-            f"{quoted(worker.software)}, wire {worker.wire_version}, manifest {worker.manifest_schema}",
-        ),
+        ("release", f"{quoted(worker.software)}, wire {worker.wire_version}, manifest {worker.manifest_schema}"),
     ]
-    if cache is not None:
-        model = quoted(cache.model) if cache.model else "not named"
-        memory = f"{sum(cache.region_bytes):,} bytes in {len(cache.region_bytes)} regions, {' and '.join(cache.memory)}"
-        facts += [("model", model), ("memory", memory), ("blocks", f"{cache.num_blocks:,}")]
-        facts += [
-            (f"group {index}", f"{group.layers} layers, {quoted(group.kind)}, {group.block_size} tokens in a block")
-            for index, group in enumerate(cache.groups)
-        ]
-        served = f", TCP at {quoted(cache.data_endpoint)}" if cache.data_endpoint else ""
-        encrypted = f", encryption {quoted(cache.tcp_encryption)}" if cache.data_endpoint else ""
-        facts.append(("data planes", f"{', '.join(map(quoted, cache.planes))}{served}{encrypted}"))
+    model = quoted(cache.model) if cache.model else "not named"
+    memory = f"{sum(cache.region_bytes):,} bytes in {len(cache.region_bytes)} regions, {' and '.join(cache.memory)}"
+    facts += [("model", model), ("memory", memory), ("blocks", f"{cache.num_blocks:,}")]
+    facts += [
+        (f"group {index}", f"{group.layers} layers, {quoted(group.kind)}, {group.block_size} tokens in a block")
+        for index, group in enumerate(cache.groups)
+    ]
+    served = f", TCP at {quoted(cache.data_endpoint)}" if cache.data_endpoint else ""
+    encrypted = f", encryption {quoted(cache.tcp_encryption)}" if cache.data_endpoint else ""
+    facts.append(("data planes", f"{', '.join(map(quoted, cache.planes))}{served}{encrypted}"))
     return facts

@@ -1,4 +1,4 @@
-"""``kvflow keys``: draw a cluster secret or a worker's key pair, and tell the public key of a private one."""
+"""``kvflow keys``: draw a cluster secret or a worker's key pair, and print the public key of a private one."""
 
 import argparse
 import sys
@@ -57,7 +57,7 @@ def run_secret(_options: argparse.Namespace) -> int:
 
 
 def run_pair(_options: argparse.Namespace) -> int:
-    """Print a new key pair: the private key as a line of an environment file, the public one as a remark."""
+    """Print a new key pair: the private key as a line of an environment file, the public one as a comment."""
     from kvflow.rendezvous.issuer import draw_pair  # noqa: PLC0415 - the other commands need no ZeroMQ
 
     private, public = draw_pair()
@@ -67,7 +67,7 @@ def run_pair(_options: argparse.Namespace) -> int:
 
 
 def run_public(_options: argparse.Namespace) -> int:
-    """Print the public key of the private one on standard input; a line of ``kvflow keys pair`` will do."""
+    """Print the public key of the private one on standard input, such as a line of ``kvflow keys pair``."""
     from kvflow.rendezvous.issuer import public_key  # noqa: PLC0415 - the other commands need no ZeroMQ
 
     # Never an argument: every user of the machine sees those.

@@ -22,7 +22,7 @@ from kvflow.layout.shards import Shard
 from kvflow.layout.specs import CacheSpec
 from kvflow.planning.assignment import assign_sources
 from kvflow.planning.plan import plan_transfer
-from kvflow.tools.cli.arguments import add_command, at_least, print_failure
+from kvflow.tools.cli.arguments import add_command, at_least, print_failure, print_json
 
 if TYPE_CHECKING:
     from kvflow.tools.cli.arguments import Subparsers
@@ -59,11 +59,8 @@ class GroupFigures(Struct, frozen=True):
     """One group.
 
     Attributes:
-        kind: of its layers.
-        layers: how many; each takes one position.
         block_size: tokens in one block, of those that are on this rank.
         block_tokens: tokens of a request that one block id stands for.
-        window: tokens that a window or chunk holds; 0 for other kinds.
         page_bytes: the different sizes of its pages.
         layer_stride: bytes from one layer to the next; None where that differs, or for a single layer.
         content_bytes: bytes of one block that mean something.
@@ -82,12 +79,7 @@ class GroupFigures(Struct, frozen=True):
 
 
 class PeerFigures(Struct, frozen=True):
-    """What an engine of the same model and layout reads of this one.
-
-    Attributes:
-        tp_size: its ranks.
-        descriptors: that its first rank reads for one of its blocks of every group, from all ranks together.
-    """
+    """What the first rank of another engine reads of this one, from all ranks, for one of its blocks of every group."""
 
     tp_size: int
     descriptors: int
@@ -97,23 +89,12 @@ class Report(Struct, frozen=True):
     """What ``kvflow layout`` shows.
 
     Attributes:
-        model: its name.
-        layout: as chosen.
-        kv: form of keys and values.
-        tp_rank: the rank.
-        tp_size: ranks of the engine.
-        dcp_rank: among those that divide the tokens.
-        dcp_size: how many those are.
-        dcp_interleave: tokens in a row on one of them.
-        num_blocks: blocks in the pool.
         positions: layers of the longest group, which others share memory with.
         tensors: separate ranges of the allocation: one if it is packed, else one per position.
         bytes_per_block: of the allocation, all groups overlaid.
-        nbytes: of the allocation.
         padding_percent: of one block of every group together.
         enlarged: whether blocks were enlarged so that a page of attention holds a state.
         peer: an engine that reads this one.
-        groups: in the order of block ids.
         layers: layer name -> figures.
     """
 
@@ -210,18 +191,13 @@ def run(options: argparse.Namespace) -> int:
         print(f"kvflow layout: {error}", file=sys.stderr)
         return 2
     if options.json:
-        print(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
+        print_json(report)
     else:
-        print(as_text(report))
+        print(_as_text(report))
     return 0
 
 
 def _describe(options: argparse.Namespace) -> Report:
-    """Return the figures of the cache.
-
-    Raises:
-        SpecInvalid: the flags do not fit each other, or the model cannot be described.
-    """
     if options.rank >= options.tp:
         remedy = f"Give --rank from 0 to {options.tp - 1}, or raise --tp."
         raise SpecInvalid(f"--rank is {options.rank}, but --tp is {options.tp}", remedy=remedy)
@@ -248,7 +224,7 @@ def _describe(options: argparse.Namespace) -> Report:
         return plan_cache(specs, groups, layout=layout, kv=options.kv, shard=shard, num_blocks=num_blocks)
 
     name = options.model if options.model in models.names() else Path(options.model).resolve().name
-    return summarize(
+    return _summarize(
         plan(options.blocks),
         name,
         layout=layout,
@@ -280,7 +256,7 @@ def _descriptors(plan: Callable[[int, Shard], CachePlan], shard: Shard, peer_tp:
 def specs_of(
     model: str, block_size: int | None, *, cache_dtype: str | None = None, guess: bool
 ) -> dict[str, CacheSpec]:
-    """Describe a bundled model, or the one at a path; what is guessed is said on standard error.
+    """Describe a bundled model, or the one at a path, and print guesses to standard error.
 
     Raises:
         SpecInvalid: it is neither, or cannot be described.
@@ -289,7 +265,8 @@ def specs_of(
         return models.load(model, block_size=block_size, cache_dtype=cache_dtype)
     if not Path(model).exists():
         raise SpecInvalid(
-            f"{model!r} is neither a bundled model nor a file or folder", remedy=f"{HUB_REMEDY} {_bundled(model)}"
+            f"{model!r} is neither a bundled model nor a file or folder",
+            remedy=f"{HUB_REMEDY} {suggest(model.rpartition('/')[2].lower(), models.names())}",
         )
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", models.GuessWarning)
@@ -299,10 +276,6 @@ def specs_of(
     return specs
 
 
-def _bundled(model: str) -> str:
-    return suggest(model.rpartition("/")[2].lower(), models.names())
-
-
 def _block_count(text: str) -> int:
     count = int(text)
     if not 1 <= count <= BLOCKS_MAX:
@@ -310,8 +283,7 @@ def _block_count(text: str) -> int:
     return count
 
 
-def summarize(plan: CachePlan, model: str, *, layout: str, kv: str, enlarged: bool, peer: PeerFigures) -> Report:
-    """Gather the figures of a planned cache."""
+def _summarize(plan: CachePlan, model: str, *, layout: str, kv: str, enlarged: bool, peer: PeerFigures) -> Report:
     groups = tuple(_group_figures(plan, group) for group in plan.groups)
     positions = max(group.layers for group in groups)
     padding = sum(group.padding_bytes for group in groups)
@@ -366,17 +338,13 @@ def _component_figures(plan: CachePlan, name: str) -> tuple[ComponentFigures, ..
     )
 
 
-def as_text(report: Report) -> str:
-    """Return the report as tables."""
+def _as_text(report: Report) -> str:
     kind_of_tensors = "packed: a block is one row" if report.tensors < report.positions else "one per position"
     facts = [
         ("bytes per block", f"{report.bytes_per_block:,}"),
         ("bytes in all", f"{report.nbytes:,} ({report.num_blocks:,} blocks)"),
         ("positions", f"{report.positions} (layers of the longest group)"),
-        (
-            "tensors",
-            f"{report.tensors} ({kind_of_tensors})",
-        ),
+        ("tensors", f"{report.tensors} ({kind_of_tensors})"),
         ("padding", f"{report.padding_percent:.1f} % of one block of every group"),
         (
             "descriptors",

@@ -13,7 +13,7 @@ from msgspec import Struct, UnsetType
 
 from kvflow.config import SECRET_VARIABLE
 from kvflow.errors import KvflowError, StaleLease, TicketInvalid
-from kvflow.leases.tickets import TICKET_CHARS_MAX, Content, Grant, Ticket
+from kvflow.leases.tickets import TICKET_CHARS_MAX, Grant, Ticket
 from kvflow.reprs import counted, quoted
 from kvflow.tools.cli.arguments import (
     FailureFigures,
@@ -79,7 +79,6 @@ class TicketFigures(Struct, frozen=True, kw_only=True):
     Attributes:
         signature: whether a member of this cluster signed every grant; ``not checked`` without a secret.
         failure: why a worker would refuse the ticket; None if nothing is known against it.
-        grants: in the order of the ticket.
     """
 
     signature: Signature
@@ -140,11 +139,7 @@ def _read(text: str | None, path: Path | None) -> bytes:
 
 
 def _unwrapped(given: bytes) -> Any:
-    """Return the text of the ticket that is given as text or within JSON.
-
-    Raises:
-        TicketInvalid: it is too long, or is JSON without a ticket.
-    """
+    """Return the text of the ticket that is given as text or within JSON."""
     if len(given) > INPUT_BYTES_MAX:
         raise TicketInvalid(f"the input has more than {INPUT_BYTES_MAX} bytes")
     given = given.strip()
@@ -165,11 +160,7 @@ def _unwrapped(given: bytes) -> Any:
 
 
 def _check(ticket: Ticket) -> TicketInvalid | None:
-    """Check the signature with the secrets of the environment, if there are any; return what is wrong.
-
-    Raises:
-        ConfigInvalid: the secret is too short.
-    """
+    """Check the signature with the secrets of the environment, if there are any; return what is wrong."""
     if not os.environ.get(SECRET_VARIABLE):
         return None
     from kvflow.rendezvous.issuer import TicketKey  # noqa: PLC0415 - without a secret no ZeroMQ is needed
@@ -183,7 +174,6 @@ def _check(ticket: Ticket) -> TicketInvalid | None:
 
 
 def _expired(grants: Iterable[GrantFigures]) -> StaleLease | None:
-    """Return what is wrong with a ticket whose lease has ended, unless a reader has renewed it."""
     ages = [-grant.expires_in_s for grant in grants if grant.expires_in_s is not None]
     if max(ages, default=-1.0) <= 0:
         return None
@@ -207,20 +197,19 @@ def _figures(grant: Grant, now: float) -> GrantFigures:
         ),
         slot=grant.slot,
         epoch=grant.epoch,
-        groups=tuple(map(_group, grant.block_ids, grant.num_tokens, contents)),
+        groups=tuple(
+            LeasedGroup(
+                blocks=len(ids),
+                absent=ids.count(-1),
+                tokens=tokens,
+                block_size=None if content is None else content.block_size,
+            )
+            for ids, tokens, content in zip(grant.block_ids, grant.num_tokens, contents, strict=True)
+        ),
         admitted=grant.admitted,
         lease_s=grant.lease_s,
         issued_at=issued_at,
         expires_in_s=None if issued_at is None else issued_at + grant.lease_s - now,
-    )
-
-
-def _group(ids: tuple[int, ...], tokens: int, content: Content | None) -> LeasedGroup:
-    return LeasedGroup(
-        blocks=len(ids),
-        absent=ids.count(-1),
-        tokens=tokens,
-        block_size=None if content is None else content.block_size,
     )
 
 
@@ -240,14 +229,12 @@ def _print(figures: TicketFigures) -> None:
 
 def _facts(grant: GrantFigures) -> list[tuple[str, object]]:
     # A router or a client may have chosen any of these texts: they are printed in quotes, without control characters.
+    admitted = "admitted" if grant.admitted else "not yet admitted"
     facts: list[tuple[str, object]] = [
         ("engine", quoted(grant.engine_id)),
         ("request", quoted(grant.request_id)),
         ("expires", _expiry(grant)),
-        (
-            "lease",
-            f"slot {grant.slot}, epoch {grant.epoch}, {'' if grant.admitted else 'not yet '}admitted when signed",
-        ),
+        ("lease", f"slot {grant.slot}, epoch {grant.epoch}, {admitted} when signed"),
     ]
     for index, group in enumerate(grant.groups):
         absent = f", {group.absent} of them absent" if group.absent else ""
