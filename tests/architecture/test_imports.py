@@ -74,7 +74,7 @@ IMPORTERS = {
 }
 """Who may import a heavy library: modules or folders."""
 
-DYNAMIC_IMPORTERS = {"kvflow/__init__.py", "kvflow/tools/cli/bench.py", "kvflow/reads/nixl/binding.py"}
+DYNAMIC_IMPORTERS = {"kvflow/__init__.py", "kvflow/tools/cli/small.py", "kvflow/reads/nixl/binding.py"}
 """Who may import by a computed name, which no static check sees: lazy public names, benchmarks, variants of NIXL."""
 
 

@@ -6,39 +6,25 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from kvflow.tools.cli import (
-    bench,
-    config,
-    demo,
-    doctor,
-    explain,
-    inspect,
-    keys,
-    layout,
-    proxy,
-    ticket,
-    trace,
-)
+from kvflow.tools.cli import config, doctor, explain, inspect, keys, layout, small, ticket
 from kvflow.version import __version__
 
 COMMANDS = (
-    layout,
-    explain,
-    doctor,
-    inspect,
-    ticket,
-    config,
-    trace,
-    keys,
-    bench,
-    demo,
-    proxy,
+    layout.add_parser,
+    explain.add_parser,
+    doctor.add_parser,
+    inspect.add_parser,
+    ticket.add_parser,
+    config.add_parser,
+    small.add_trace,
+    keys.add_parser,
+    small.add_bench,
+    small.add_demo,
+    small.add_proxy,
 )
-"""Modules with ``add_parser`` and ``run``."""
 
 PIPE_CLOSED = 128 + signal.SIGPIPE
-"""Exit status of a command whose output nobody reads: that of a program that SIGPIPE ends."""
-
+"""Exit status of a command whose output is not read: that of a program that SIGPIPE ends."""
 
 INTERRUPTED = 128 + signal.SIGINT
 """Exit status of a command that Ctrl-C ends: that of a program that SIGINT ends."""
@@ -53,8 +39,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"kvflow {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in COMMANDS:
-        command.add_parser(commands)
+    for add in COMMANDS:
+        add(commands)
     return parser
 
 

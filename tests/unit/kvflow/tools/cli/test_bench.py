@@ -8,7 +8,7 @@ import torch
 
 from kvflow.errors import PeerLost
 from kvflow.memory import device as device_memory
-from kvflow.tools.cli import arguments, bench, main
+from kvflow.tools.cli import arguments, main, small
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def test_an_address_needs_host_and_port(address, capsys):
 
 
 def test_a_source_that_nobody_runs_is_named(bound, capsys, monkeypatch):
-    monkeypatch.setattr(bench, "SOURCE_START_S", 0)
+    monkeypatch.setattr(small, "SOURCE_START_S", 0)
     assert main(["bench", "pull", "--source", address_of(bound)]) == 1
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -49,7 +49,7 @@ def test_a_name_that_no_resolver_takes_is_named(capsys):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("flags", [["--device", "cuda"], ["--device", "cpu", "--source-device", "cuda:1"]])
-@pytest.mark.parametrize("name", bench.ON_DEVICES)
+@pytest.mark.parametrize("name", small.ON_DEVICES)
 def test_a_device_that_is_not_there_is_a_typed_error(name, flags, capsys):
     assert main(["bench", name, "--rounds", "1", *flags]) == 1
     printed = capsys.readouterr()
@@ -72,12 +72,12 @@ def test_reads_between_memories_of_two_kinds_are_not_compared(capsys, monkeypatc
 
 def test_a_source_that_listens_is_taken(bound):
     bound.listen()
-    assert bench._why_unreachable(address_of(bound)) == ""
+    assert small._why_unreachable(address_of(bound)) == ""
 
 
 def test_a_source_that_is_still_starting_is_awaited(bound, monkeypatch):
-    monkeypatch.setattr(bench, "sleep", lambda _: bound.listen())
-    assert bench._why_unreachable(address_of(bound)) == ""
+    monkeypatch.setattr(small, "sleep", lambda _: bound.listen())
+    assert small._why_unreachable(address_of(bound)) == ""
 
 
 def test_a_benchmark_that_the_package_does_not_contain_says_where_it_runs(monkeypatch, tmp_path, capsys):
@@ -90,8 +90,8 @@ def test_a_benchmark_that_the_package_does_not_contain_says_where_it_runs(monkey
 
 def test_every_benchmark_is_in_the_package_or_in_the_checkout(repository):
     assert repository == arguments.CHECKOUT
-    for name in bench.BENCHMARKS:
-        module = bench.PACKAGED.get(name, f"tests.benchmarks.{name}")
+    for name in small.BENCHMARKS:
+        module = small.PACKAGED.get(name, f"tests.benchmarks.{name}")
         assert repository.joinpath(*module.split(".")).with_suffix(".py").exists()
 
 

@@ -96,7 +96,7 @@ ENDINGS = [
 def member(monkeypatch, tmp_path):
     """A member of a cluster in an empty folder, with nothing on standard input."""
     monkeypatch.setenv("KVFLOW_CLUSTER_SECRET", SECRET)
-    monkeypatch.setattr("kvflow.tools.cli.bench.SOURCE_START_S", 0)
+    monkeypatch.setattr("kvflow.tools.cli.small.SOURCE_START_S", 0)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
     monkeypatch.chdir(tmp_path)
     tmp_path.joinpath("empty-file").touch()

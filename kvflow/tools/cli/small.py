@@ -1,0 +1,401 @@
+"""``kvflow trace``, ``bench``, ``demo`` and ``proxy``: their flags, and how they begin and end."""
+
+import argparse
+import asyncio
+import importlib
+import os
+import resource
+import signal
+import socket
+import sys
+from contextlib import AsyncExitStack
+from importlib.util import find_spec
+from pathlib import Path
+from time import monotonic, sleep
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvflow.errors import KvflowError
+from kvflow.observability.logs import configure_logging
+from kvflow.reprs import counted
+from kvflow.tools.cli.arguments import (
+    ProgressLine,
+    above_0,
+    add_command,
+    address,
+    at_least,
+    bound_address,
+    missing_checkout,
+    print_failure,
+    server,
+)
+from kvflow.tools.proxy import ProxyConfig
+from kvflow.tools.trace import page, perfetto
+from kvflow.tools.trace.joining import read_trace
+from kvflow.tools.trace.records import Reading, RequestTrace, Trace
+from kvflow.tools.trace.text import list_lines, reading_lines, waterfall_lines
+
+if TYPE_CHECKING:
+    from kvflow.tools.cli.arguments import Subparsers
+
+
+def add_trace(commands: "Subparsers") -> None:
+    """Add ``trace`` to the command line."""
+    parser = add_command(
+        commands,
+        "trace",
+        summary="show where the time of each request went, from the logs of all sides",
+        description="Join the JSON lines that a router, prefill workers and decode workers have logged, by request. "
+        "Clocks of several machines are compared by their handshakes.",
+        examples="kvflow trace out/demo/*.jsonl --html trace.html\nkvflow trace *.jsonl --request cmpl-7",
+    )
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="a log of a router or of workers")
+    parser.add_argument("--request", metavar="ID", help="show one request as a waterfall, by any of its names")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    parser.add_argument("--html", type=Path, metavar="OUT", help="write a page for a browser; it needs no network")
+    parser.add_argument(
+        "--perfetto", type=Path, metavar="OUT", help="write a trace for Perfetto or chrome://tracing, as JSON"
+    )
+    parser.set_defaults(run=run_trace)
+
+
+def run_trace(options: argparse.Namespace) -> int:
+    """Read logs and show their requests; 1 if there is none, 2 if a file cannot be read or written."""
+    line = ProgressLine(as_json=options.json)
+
+    def show_progress(reading: Reading) -> None:
+        line(f"{reading.lines:,} lines of {reading.files + 1} of {counted(len(options.files), 'file')}")
+
+    try:
+        trace = read_trace(options.files, show_progress)
+        line("joining records")
+        if options.request is not None:
+            trace.requests = [request for request in trace.requests if options.request in _names_of(request)]
+        if options.html:
+            options.html.write_text(page.render(trace), encoding="utf-8")
+        if options.perfetto:
+            options.perfetto.write_bytes(perfetto.encode(trace))
+    except OSError as error:
+        line("")
+        print(f"kvflow trace: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
+    finally:
+        line("")
+    if options.json:
+        print(msgspec.json.encode(trace).decode())
+    else:
+        for text in _trace_lines(options, trace):
+            print(text)
+    if not trace.requests:
+        what = "has no request" if options.request is None else f"has no request {options.request!r}"
+        print(f"kvflow trace: the log {what}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _names_of(request: RequestTrace) -> set[str]:
+    return {request.request_id, *(pull.local_request_id for pull in request.pulls)}
+
+
+def _trace_lines(options: argparse.Namespace, trace: Trace) -> list[str]:
+    if options.request is not None:
+        return [line for request in trace.requests for line in waterfall_lines(request)]
+    lines = list(reading_lines(trace) if options.html or options.perfetto else list_lines(trace))
+    return lines + [f"written: {path}" for path in (options.html, options.perfetto) if path]
+
+
+BENCHMARKS = {
+    "descriptors": (15, "speed of direct against staged reads, by count and size of descriptors"),
+    "layouts": (15, "speed of packed against per-layer caches, by block count and half-page size"),
+    "pull": (300, "latency and throughput of one pull by size, with its fence, by phase"),
+    "fence": (300, "cost that the fence and the release add to a pull"),
+    "loop": (5, "lag of the event loop while 1 GiB moves, and idle"),
+    "idle": (5, "CPU of an idle worker, alone and with 50 peers"),
+}
+"""Name -> rounds unless told otherwise, and what it measures."""
+
+AT_SOURCES = ("pull", "descriptors")
+"""Benchmarks that can read from a source elsewhere."""
+
+ON_DEVICES = ("pull", "layouts", "descriptors")
+"""Benchmarks whose caches may lie on a device."""
+
+PACKAGED = {"pull": "kvflow.tools.bench.pull"}
+"""Benchmarks that users run on their own machines. All others are in ``tests/benchmarks`` of a checkout."""
+
+CONNECT_S = 10.0
+"""How long a source elsewhere may take to accept. A network that drops packets would have us wait for minutes."""
+
+SOURCE_START_S = 15.0
+"""How long a source that was started at the same time may take until it listens."""
+
+
+def add_bench(commands: "Subparsers") -> None:
+    """Add ``bench`` to the command line."""
+    parser = add_command(
+        commands,
+        "bench",
+        summary="measure kvflow beside bare NIXL, between two processes",
+        description="Measure what kvflow costs beside bare NIXL, plain TCP and memcpy, between two processes.",
+        examples="kvflow bench pull --rounds 50",
+    )
+    kinds = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
+    for name, (rounds, summary) in BENCHMARKS.items():
+        kind = add_command(
+            kinds, name, summary=summary, description=f"Measure the {summary}.", examples=f"kvflow bench {name}"
+        )
+        kind.add_argument(
+            "--rounds", type=at_least(1), default=rounds, help="most paired rounds (default: %(default)s)"
+        )
+        kind.add_argument("--seed", type=int, default=0, help="seed of the block ids (default: %(default)s)")
+        kind.add_argument("--json", action="store_true", help="print JSON instead of tables")
+        if name in AT_SOURCES:
+            kind.add_argument(
+                "--source",
+                type=address,
+                metavar="HOST:PORT",
+                help="address of a running source (python -m kvflow.tools.bench.source --listen HOST:PORT)",
+            )
+        if name in ON_DEVICES:
+            kind.add_argument(
+                "--device", default="cpu", help="where our cache lies: cpu, cuda or cuda:1 (default: %(default)s)"
+            )
+            kind.add_argument("--source-device", help="where the source's cache lies (default: that of --device)")
+    parser.set_defaults(run=run_bench)
+
+
+def run_bench(options: argparse.Namespace) -> int:
+    """Run one benchmark and print its tables; 1 if it, or its source, is not there."""
+    module = PACKAGED.get(options.benchmark, f"tests.benchmarks.{options.benchmark}")
+    if problem := missing_checkout(module, f"kvflow bench {options.benchmark}"):
+        print(problem, file=sys.stderr)
+        return 1
+    source = options.source if options.benchmark in AT_SOURCES else None
+    # Asked before torch and NIXL are loaded, which takes seconds.
+    if source is not None and (reason := _why_unreachable(source)):
+        remedy = "start one with python -m kvflow.tools.bench.source --listen HOST:PORT"
+        print(f"no source at {source}: {reason}; {remedy}", file=sys.stderr)
+        return 1
+    # Loaded here, so that other commands and --help wait for neither torch nor NIXL.
+    import msgspec  # noqa: PLC0415
+    import uvloop  # noqa: PLC0415
+
+    from kvflow.memory.device import require_device  # noqa: PLC0415
+    from kvflow.tools.bench.geometry import Devices  # noqa: PLC0415
+    from kvflow.tools.bench.result import Result, header  # noqa: PLC0415
+
+    about = header()
+    benchmark = importlib.import_module(module)
+    extra = {"source_address": source} if options.benchmark in AT_SOURCES else {}
+    progress = ProgressLine(as_json=options.json)
+    try:
+        if options.benchmark in ON_DEVICES:
+            extra["devices"] = devices = Devices(here=options.device, there=options.source_device or options.device)
+            for device in {devices.here, *([] if source else [devices.there])}:
+                require_device(device)
+        tables = uvloop.run(benchmark.run(options.rounds, options.seed, progress, **extra))
+    except KvflowError as error:
+        progress("")
+        return print_failure(f"kvflow bench {options.benchmark}", error, as_json=options.json)
+    finally:
+        progress("")
+    result = Result(name=options.benchmark, header=about, tables=tables)
+    print(msgspec.json.encode(result).decode() if options.json else result)
+    return 0
+
+
+def _why_unreachable(source: str) -> str:
+    """Connect to ``host:port`` and hang up, which a source ignores; return why that failed, or an empty string.
+
+    A source that was started together with the benchmark may not listen yet, so a refusal is repeated.
+    """
+    host, _, port = source.rpartition(":")
+    deadline = monotonic() + SOURCE_START_S
+    while True:
+        try:
+            socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
+        except ConnectionRefusedError as error:
+            if monotonic() >= deadline:
+                return str(error)
+            sleep(0.2)
+        except (OSError, UnicodeError) as error:  # a name that no resolver would take is a UnicodeError
+            return str(error)
+        else:
+            return ""
+
+
+NUM_PROMPTS = 24
+
+ENGINES = {"prefill": "KVFLOW_DEMO_PREFILL", "decode": "KVFLOW_DEMO_DECODE"}
+"""Engines that may run elsewhere -> the variable that can name each, for containers."""
+
+
+def add_demo(commands: "Subparsers") -> None:
+    """Add ``demo`` to the command line."""
+    parser = add_command(
+        commands,
+        "demo",
+        summary="run a tiny engine over kvflow and compare its tokens",
+        description="Start a prefill and a decode process of a tiny model, send prompts through both, and compare "
+        "every token with a process that does both. All parts run on the CPU of this machine.",
+        examples="kvflow demo --prompts 8",
+    )
+    parser.add_argument(
+        "--prompts", type=_prompt_count, default=NUM_PROMPTS, help="number of prompts, 2 or more (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--texts",
+        type=Path,
+        default=Path(),
+        help="folder with README.md and docs/, from which the prompts come (default: %(default)s)",
+    )
+    parser.add_argument("--out", type=Path, default=Path("out/demo"), help="folder for logs (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables, and no progress")
+    for role, variable in ENGINES.items():
+        parser.add_argument(
+            f"--{role}",
+            type=address,
+            default=os.environ.get(variable),
+            metavar="HOST:PORT",
+            help=f"address of a running {role} engine; give both or none [{variable}]",
+        )
+    parser.set_defaults(run=run_demo)
+
+
+def run_demo(options: argparse.Namespace) -> int:
+    """Run the demo; 0 if every token is equal and nothing was left leased or quarantined."""
+    for package in ("rich", "aiohttp"):
+        if find_spec(package) is None:
+            print(
+                f"kvflow demo: {package} is not installed. Install it with pip install 'kvflow[demo]'", file=sys.stderr
+            )
+            return 2
+    if (options.prefill is None) != (options.decode is None):
+        print("kvflow demo: give both --prefill and --decode, or neither", file=sys.stderr)
+        return 2
+    # Loaded here, so that other commands and --help do not wait for it.
+    from kvflow.tools.demo.run import Engines, run_and_show  # noqa: PLC0415
+
+    logs: Path = options.out
+    logs.mkdir(parents=True, exist_ok=True)
+    for stale in (*logs.glob("*.jsonl"), *logs.glob("*.stderr")):
+        stale.unlink()
+    configure_logging(logs / "driver.jsonl")
+    engines = Engines(prefill=options.prefill, decode=options.decode) if options.prefill else None
+    return run_and_show(options.texts, options.prompts, logs, engines, as_json=options.json)
+
+
+def _prompt_count(text: str) -> int:
+    count = int(text)
+    if count < 2:
+        raise argparse.ArgumentTypeError(f"{count} prompts cannot be both short and long: give 2 or more")
+    return count
+
+
+LISTEN = "127.0.0.1:8000"
+
+FILES_MAX = 1 << 16
+"""Open files that the proxy asks for: more than its settings need by default, and what many systems allow."""
+
+SETTINGS = {
+    "prefill_timeout_s": "seconds before the proxy asks the next prefill server",
+    "requests_max": "most requests at once; further requests get 503",
+    "headers_timeout_s": "timeout for the headers of a request, and for an idle connection",
+    "body_timeout_s": "timeout for a body, plus the time for its announced bytes at --body-rate-min",
+    "body_rate_min": "slowest rate of a body, in bytes per second",
+    "body_bytes_max": "most bytes of a request, or of an answer that is not streamed",
+    "write_timeout_s": "timeout for a client to read 64 KiB of an answer",
+}
+"""Numbers of ``ProxyConfig``, each a flag of that name."""
+
+
+def add_proxy(commands: "Subparsers") -> None:
+    """Add ``proxy`` to the command line."""
+    parser = add_command(
+        commands,
+        "proxy",
+        summary="send completions to a prefill server, then to a decode server",
+        description="Serve the completions API of OpenAI. Send each request to a prefill server first, and then, with "
+        "the transfer parameters of its answer, to a decode server. Servers of one kind take turns.",
+        examples="kvflow proxy --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200 --listen 127.0.0.1:8000",
+    )
+    for role in ("prefill", "decode"):
+        parser.add_argument(
+            f"--{role}",
+            type=server,
+            action="append",
+            required=True,
+            metavar="URL",
+            help=f"a {role} server, http://HOST:PORT; repeat it for more servers, which take turns",
+        )
+    parser.add_argument(
+        "--listen",
+        type=bound_address,
+        default=LISTEN,
+        metavar="HOST:PORT",
+        help="address for clients (default: %(default)s)",
+    )
+    fields = {field.name: field for field in msgspec.structs.fields(ProxyConfig)}
+    for name, meaning in SETTINGS.items():
+        seconds = fields[name].type is float
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=above_0(float if seconds else int),
+            default=fields[name].default,
+            metavar="SECONDS" if seconds else "N",
+            help=f"{meaning} (default: %(default)s)",
+        )
+    parser.add_argument("--log", type=Path, help="file for the log, as JSON lines; standard error if not given")
+    parser.set_defaults(run=run_proxy)
+
+
+def run_proxy(options: argparse.Namespace) -> int:
+    """Serve until told to stop; 0 then, 1 if the address is taken, 2 without aiohttp or a log that can be written."""
+    if find_spec("aiohttp") is None:
+        print("kvflow proxy: aiohttp is not installed. Install it with pip install 'kvflow[proxy]'", file=sys.stderr)
+        return 2
+    # Loaded here, so that other commands and --help do not wait for it.
+    import uvloop  # noqa: PLC0415
+
+    try:
+        configure_logging(options.log)
+    except OSError as error:
+        print(f"kvflow proxy: --log {options.log} cannot be written: {error.strerror}", file=sys.stderr)
+        return 2
+    config = ProxyConfig(
+        prefill=tuple(options.prefill),
+        decode=tuple(options.decode),
+        **{name: getattr(options, name) for name in SETTINGS},
+    )
+    _raise_file_limit()
+    return uvloop.run(_serve(config, options.listen))
+
+
+def _raise_file_limit() -> None:
+    """Allow this process as many open files as it may allow itself; the soft limit is often 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = FILES_MAX if hard == resource.RLIM_INFINITY else min(hard, FILES_MAX)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+async def _serve(config: ProxyConfig, listen: str) -> int:
+    from kvflow.tools.proxy.server import open_proxy  # noqa: PLC0415
+
+    stopped = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    host, _, port = listen.rpartition(":")
+    async with AsyncExitStack() as stack:
+        try:
+            listening_at = await stack.enter_async_context(open_proxy(config, host, int(port)))
+        except OSError as error:
+            print(
+                f"kvflow proxy: cannot listen on {listen}: {os.strerror(error.errno) if error.errno else error}",
+                file=sys.stderr,
+            )
+            return 1
+        print(f"listening at http://{listening_at}", flush=True)
+        await stopped.wait()
+    return 0
