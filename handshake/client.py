@@ -26,11 +26,10 @@ from handshake.errors import (
 from handshake.events import ConnectionClosed, ConnectionFailed, Ending, Event, PeerReady, PingAnswered
 from handshake.limits import DEFAULT_LIMITS, Limits
 from handshake.messages import Identity, Publication, Release, Renew
-from handshake.network import ZEROMQ, DialedChannel, Network
 from handshake.offsets import ClockOffset
 from handshake.rates import pause_s
 from handshake.security import ClusterSecurity, PublicKey, check_endpoint
-from handshake.sockets import LinkEvent, running
+from handshake.sockets import ZEROMQ, DialedChannel, LinkEvent, Network, running
 from handshake.states import Progress, Role
 
 OnEvent = Callable[[Event], None]

@@ -15,8 +15,7 @@ from handshake.connection import Conversation
 from handshake.errors import CloseCode
 from handshake.events import Event
 from handshake.messages import Release, Released, Renew, Renewed
-from handshake.network import ZEROMQ
-from handshake.sockets import Delivery
+from handshake.sockets import ZEROMQ, Delivery
 
 logger = logging.getLogger("handshake")
 

@@ -20,11 +20,10 @@ from handshake.errors import CloseCode, Closed
 from handshake.events import ConnectionFailed, Event, PeerReady
 from handshake.limits import DEFAULT_LIMITS, Limits
 from handshake.messages import PASS_BYTES_MAX, REPORT_BYTES_MAX, Identity, Publication, Released, Renewed
-from handshake.network import ZEROMQ, ListeningChannel, Network
 from handshake.offsets import ClockOffset
 from handshake.rates import Allowance
 from handshake.security import ClusterSecurity, PublicKey, check_bind
-from handshake.sockets import running
+from handshake.sockets import ZEROMQ, ListeningChannel, Network, running
 from handshake.states import Progress, Role
 
 logger = logging.getLogger("handshake")

@@ -7,17 +7,20 @@ excess one is kept. A dialed channel never reconnects: a restarted server needs 
 
 import asyncio
 import os
+import random
 import resource
 import socket
 import struct
 import threading
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
 from enum import Enum, auto
 from functools import partial
 from ipaddress import ip_address
 from itertools import count
+from typing import Protocol
 
 import zmq
 
@@ -443,3 +446,49 @@ def _configured(
     made.set(zmq.HANDSHAKE_IVL, round((limits.handshake_s + 0.5) * 1000))
     made.set(zmq.IPV6, int("[" in endpoint))
     return made, (waiting_max + 2) * (heard_bytes_max + CURVE_BYTES)  # one more is decoded, and one is being read
+
+
+class Network(Protocol):
+    """Sockets, names, a clock and chance: the simulator replaces them, and drives the same clients and servers."""
+
+    def now(self) -> float:
+        """Return the seconds of a monotonic clock."""
+        ...
+
+    def wall(self) -> float:
+        """Return the seconds since 1970 on the wall clock, which may jump."""
+        ...
+
+    def draw(self) -> float:
+        """Return a random number in [0, 1), which spreads load and protects nothing."""
+        ...
+
+    def open_listener(
+        self, bind: str, security: ClusterSecurity | None, limits: Limits
+    ) -> AbstractAsyncContextManager[ListeningChannel]:
+        """Listen."""
+        ...
+
+    def open_dialer(
+        self, endpoint: str, security: ClusterSecurity | None, limits: Limits
+    ) -> AbstractAsyncContextManager[DialedChannel]:
+        """Get ready to dial."""
+        ...
+
+    async def resolve(self, endpoint: str) -> tuple[str, ...]:
+        """Look a name up, which may have several addresses."""
+        ...
+
+
+class ZeroMqNetwork:
+    """ZeroMQ over TCP, and this machine's clock."""
+
+    now = staticmethod(time.monotonic)
+    wall = staticmethod(time.time)
+    draw = staticmethod(random.random)
+    open_listener = staticmethod(open_listener)
+    open_dialer = staticmethod(open_dialer)
+    resolve = staticmethod(resolve)
+
+
+ZEROMQ: Network = ZeroMqNetwork()

@@ -11,7 +11,7 @@ from handshake.errors import Closed, HandshakeError
 from handshake.events import ConnectionClosed, ConnectionFailed, Event, RenewAnswered
 from handshake.limits import LEASES_MAX
 from handshake.messages import LeaseAnswer, LeaseRef, Release, Renew
-from handshake.network import ZEROMQ, Network
+from handshake.sockets import ZEROMQ, Network
 from kvflow.errors import FailureCode, PeerLost, ReleaseMismatch, StaleLease
 from kvflow.ids import Credentials, LeaseKey, PeerId, agent_name
 from kvflow.leases.tickets import Grant

@@ -6,8 +6,8 @@ from msgspec import Struct
 
 from handshake import AllowedKeys, ClusterSecurity, Identity, Limits, Publication
 from handshake.errors import HandshakeError, Unauthenticated
-from handshake.network import ZEROMQ, Network
 from handshake.server import MakePass
+from handshake.sockets import ZEROMQ, Network
 from kvflow.config import WorkerConfig
 from kvflow.errors import ConfigInvalid
 from kvflow.ids import Credentials, PeerId, pass_of

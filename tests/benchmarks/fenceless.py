@@ -12,8 +12,7 @@ from typing import Any, cast
 import msgspec
 
 from handshake.messages import Release
-from handshake.network import DialedChannel, Network
-from handshake.sockets import Delivery
+from handshake.sockets import Delivery, DialedChannel, Network
 from kvflow.config import WorkerConfig
 from kvflow.ids import PeerId
 from kvflow.reads.contract import LeaseName, Sink, Transport

@@ -317,7 +317,7 @@ class _Wire:
 
 
 class ListeningWire(_Wire):
-    """A socket that listens. See ``handshake.network.ListeningChannel``."""
+    """A socket that listens. See ``handshake.sockets.ListeningChannel``."""
 
     def __init__(
         self, wires: Wires, process: Process, endpoint: str, security: ClusterSecurity | None, limits: Limits
@@ -329,12 +329,12 @@ class ListeningWire(_Wire):
         self.strangers: Mapping[str, int] = {}
 
     async def read(self, on_frames: Callable[[list[bytes], PublicKey], bool]) -> None:
-        """See ``handshake.network.ListeningChannel.read``."""
+        """See ``handshake.sockets.ListeningChannel.read``."""
         async for frames in self.arrivals():
             on_frames(frames, self.keys[frames[0]])
 
     def send(self, frames: list[bytes]) -> Delivery:
-        """See ``handshake.network.Channel.send``."""
+        """See ``handshake.sockets.Channel.send``."""
         connection = self.connections.get(frames[0])
         self._note_promises(frames[1:])
         return Delivery.GONE if connection is None else connection.send_down(frames[1:], self.limits)
@@ -350,7 +350,7 @@ class ListeningWire(_Wire):
 
 
 class DialedWire(_Wire):
-    """A socket that dials once. See ``handshake.network.DialedChannel``."""
+    """A socket that dials once. See ``handshake.sockets.DialedChannel``."""
 
     def __init__(
         self, wires: Wires, process: Process, endpoint: str, security: ClusterSecurity | None, limits: Limits
@@ -361,15 +361,15 @@ class DialedWire(_Wire):
         self._seen: asyncio.Queue[LinkEvent] = asyncio.Queue()
 
     def dial(self) -> None:
-        """See ``handshake.network.DialedChannel.dial``."""
+        """See ``handshake.sockets.DialedChannel.dial``."""
         self._connection = Line(self._wires, self, self.endpoint)
 
     def send(self, frames: list[bytes]) -> Delivery:
-        """See ``handshake.network.Channel.send``."""
+        """See ``handshake.sockets.Channel.send``."""
         return Delivery.QUEUED if self._connection is None else self._connection.send_up(frames)
 
     async def read(self, on_frames: Callable[[list[bytes]], None]) -> None:
-        """See ``handshake.network.DialedChannel.read``."""
+        """See ``handshake.sockets.DialedChannel.read``."""
         async for frames in self.arrivals():
             on_frames(frames)
 
@@ -378,7 +378,7 @@ class DialedWire(_Wire):
         self.process.call_soon(self._seen.put_nowait, event)
 
     async def watch(self, on_link: Callable[[LinkEvent], None]) -> None:
-        """See ``handshake.network.DialedChannel.watch``."""
+        """See ``handshake.sockets.DialedChannel.watch``."""
         while True:
             on_link(await self._seen.get())
 
@@ -389,7 +389,7 @@ class DialedWire(_Wire):
 
 
 class SimulatedNetwork:
-    """What one process sees of the network. See ``handshake.network.Network``."""
+    """What one process sees of the network. See ``handshake.sockets.Network``."""
 
     def __init__(self, wires: Wires, process: Process) -> None:
         self._wires = wires

@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 import kvflow
-from handshake.network import ZeroMqNetwork
+from handshake.sockets import ZeroMqNetwork
 from kvflow.config import VARIABLES
 from kvflow.worker.environment import PRODUCTION
 from tests.unit.kvflow.tools.doctor import faces

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 import pytest
 from msgspec.structs import replace
 
-from handshake.network import ZeroMqNetwork
+from handshake.sockets import ZeroMqNetwork
 from kvflow.config import KEY_VARIABLE, SECRET_VARIABLE
 from kvflow.errors import ProtocolViolation
 from kvflow.rendezvous.issuer import draw_pair

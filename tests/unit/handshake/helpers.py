@@ -31,9 +31,9 @@ from handshake.messages import (
     Renewed,
     Welcome,
 )
-from handshake.network import ZEROMQ
 from handshake.rates import Allowance
 from handshake.security import ClusterSecurity
+from handshake.sockets import ZEROMQ
 from handshake.states import Progress, Role
 from handshake.version import SUPPORTED
 

@@ -10,8 +10,8 @@ from handshake.errors import AddressInvalid, Unauthenticated
 from handshake.events import ConnectionClosed, ConnectionFailed, PeerReady, ReleaseReceived
 from handshake.limits import LEASES_MAX, Limits
 from handshake.messages import LeaseRef, Release
-from handshake.network import ZeroMqNetwork
 from handshake.security import AllowedKeys, ClusterSecurity, CurveKeys, draw_secret, sign
+from handshake.sockets import ZeroMqNetwork
 
 from .helpers import (
     EXAMPLES,

@@ -8,8 +8,7 @@ import pytest
 from handshake.client import open_client
 from handshake.errors import TimedOut
 from handshake.limits import Limits
-from handshake.network import ZeroMqNetwork
-from handshake.sockets import Delivery, LinkEvent
+from handshake.sockets import Delivery, LinkEvent, ZeroMqNetwork
 
 from .helpers import CONSUMER, PRODUCED, patiently
 

@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 import msgspec
 
 from handshake import ClusterSecurity
-from handshake.network import ZEROMQ
+from handshake.sockets import ZEROMQ
 from kvflow.ids import PeerId
 from kvflow.layout.component import Component, Region
 from kvflow.layout.manifest import Layer, Manifest, ManifestGroup

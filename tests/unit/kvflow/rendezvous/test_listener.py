@@ -8,7 +8,7 @@ import pytest
 from handshake import Publication, open_client
 from handshake.limits import Limits
 from handshake.messages import LeaseRef, Release
-from handshake.network import ZEROMQ
+from handshake.sockets import ZEROMQ
 from kvflow.errors import ConfigInvalid, ReleaseMismatch
 from kvflow.events import ConsumerRejected
 from kvflow.rendezvous.publication import READER

@@ -7,8 +7,7 @@ from functools import partial
 
 import msgspec
 
-from handshake.network import ZeroMqNetwork
-from handshake.sockets import LinkEvent
+from handshake.sockets import LinkEvent, ZeroMqNetwork
 from kvflow.clock import monotonic
 from kvflow.events import PullFailed, TransferCompleted
 from kvflow.layout.shards import Shard
