@@ -22,38 +22,35 @@ from handshake.errors import (
     TimedOut,
     Unauthenticated,
 )
+from handshake.limits import Limits
 
 # Events.
-from handshake.events import (
+# Messages and their parts.
+from handshake.messages import (
     ConnectionClosed,
     ConnectionFailed,
     Ending,
     Event,
-    PeerReady,
-    PingAnswered,
-    ReleaseAnswered,
-    ReleaseReceived,
-    RenewAnswered,
-    RenewReceived,
-)
-from handshake.limits import Limits
-
-# Messages and their parts.
-from handshake.messages import (
     Identity,
     LeaseAnswer,
     LeaseRef,
     Outcome,
+    PeerReady,
+    PingAnswered,
     Publication,
     Release,
+    ReleaseAnswered,
     Released,
+    ReleaseReceived,
     Renew,
+    RenewAnswered,
     Renewed,
+    RenewReceived,
+    VersionRange,
 )
 from handshake.offsets import ClockOffset
 from handshake.security import AllowedKeys, ClusterSecurity, CurveKeys, sign, verify
 from handshake.server import HandshakeServer, Peer, PeerKey, open_server
-from handshake.version import VersionRange
 
 __all__ = [
     "AddressInvalid",

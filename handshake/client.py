@@ -23,9 +23,19 @@ from handshake.errors import (
     TimedOut,
     Unauthenticated,
 )
-from handshake.events import ConnectionClosed, ConnectionFailed, Ending, Event, PeerReady, PingAnswered
 from handshake.limits import DEFAULT_LIMITS, Limits
-from handshake.messages import Identity, Publication, Release, Renew
+from handshake.messages import (
+    ConnectionClosed,
+    ConnectionFailed,
+    Ending,
+    Event,
+    Identity,
+    PeerReady,
+    PingAnswered,
+    Publication,
+    Release,
+    Renew,
+)
 from handshake.offsets import ClockOffset
 from handshake.rates import pause_s
 from handshake.security import ClusterSecurity, PublicKey, check_endpoint

@@ -14,40 +14,40 @@ from msgspec import UNSET, Struct, UnsetType
 
 from handshake import codec
 from handshake.errors import CloseCode, Closed, LocalProtocolError, RemoteProtocolError
-from handshake.events import (
+from handshake.limits import Limits
+from handshake.messages import (
+    SUPPORTED,
+    AnyMessage,
+    Bye,
+    ClockTime,
     ConnectionClosed,
     ConnectionFailed,
     Ending,
     Event,
-    PeerReady,
-    PingAnswered,
-    ReleaseAnswered,
-    ReleaseReceived,
-    RenewAnswered,
-    RenewReceived,
-)
-from handshake.limits import Limits
-from handshake.messages import (
-    AnyMessage,
-    Bye,
-    ClockTime,
     Hello,
     Identity,
+    PeerReady,
     Ping,
+    PingAnswered,
     Pong,
     Publication,
     Publish,
     Refuse,
     Release,
+    ReleaseAnswered,
     Released,
+    ReleaseReceived,
     Renew,
+    RenewAnswered,
     Renewed,
+    RenewReceived,
+    VersionRange,
     Welcome,
+    choose,
 )
 from handshake.offsets import ClockOffset, OffsetFilter
 from handshake.rates import Allowance
 from handshake.states import Occurrence, Progress, Received, Role, Sent, Trigger, advance, budget_s
-from handshake.version import SUPPORTED, VersionRange, choose
 
 TEXT_MAX = 1024
 """Characters of a reason or a remedy on the wire, as ``handshake.messages.Text`` bounds them."""

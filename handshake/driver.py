@@ -13,8 +13,7 @@ from collections.abc import Callable
 
 from handshake.connection import Conversation
 from handshake.errors import CloseCode
-from handshake.events import Event
-from handshake.messages import Release, Released, Renew, Renewed
+from handshake.messages import Event, Release, Released, Renew, Renewed
 from handshake.sockets import ZEROMQ, Delivery
 
 logger = logging.getLogger("handshake")

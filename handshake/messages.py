@@ -1,4 +1,4 @@
-"""The messages of the wire protocol, version 1, and the bounds of every field.
+"""The messages of the wire protocol, version 1, the bounds of every field, and the events that follow from them.
 
 The conversation. Only the client may ask, renew and release; both may ping, refuse and leave::
 
@@ -19,11 +19,34 @@ skipped. A field keeps its name, type and meaning forever. A new message type, o
 """
 
 import hashlib
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 from handshake.limits import LEASES_MAX, PUBLICATION_BYTES_MAX
+
+WIRE_VERSION = 1
+"""The newest version that this release speaks."""
+
+
+class VersionRange(NamedTuple):
+    """All versions from ``lowest`` to ``highest``, both included."""
+
+    lowest: int
+    highest: int
+
+    def __str__(self) -> str:
+        return f"{self.lowest}..{self.highest}"
+
+
+SUPPORTED = VersionRange(lowest=1, highest=WIRE_VERSION)
+
+
+def choose(ours: VersionRange, theirs: VersionRange) -> int | None:
+    """Return the highest version in both ranges, or None if there is none."""
+    highest = min(ours.highest, theirs.highest)
+    return highest if highest >= max(ours.lowest, theirs.lowest) else None
+
 
 Role = Literal["prefill", "decode", "both"]
 Outcome = Literal["held", "counted", "ended", "unknown"]
@@ -258,3 +281,102 @@ class Bye(Message, frozen=True, kw_only=True, tag="bye"):
 
 
 AnyMessage = Hello | Welcome | Refuse | Publish | Release | Released | Renew | Renewed | Ping | Pong | Bye
+
+
+# What a conversation reports to the program: past participles. It ends with exactly one ``ConnectionClosed`` or
+# ``ConnectionFailed``; nothing follows it.
+
+
+class PeerReady(Struct, frozen=True, kw_only=True):
+    """The handshake is done. Its ``repr`` does not show the pass.
+
+    Attributes:
+        identity: of the peer.
+        publication: its.
+        version: of the wire protocol.
+        pass_: that a server has given to this client; empty if it gives none, and of a client.
+    """
+
+    identity: Identity
+    publication: Publication
+    version: int
+    pass_: bytes = b""
+
+    def __repr__(self) -> str:
+        return f"PeerReady({', '.join(f'{name}={value!r}' for name, value in self.__rich_repr__())})"
+
+    def __rich_repr__(self) -> list[tuple[str, Any]]:
+        return [(name, getattr(self, name)) for name in self.__struct_fields__ if name != "pass_"]
+
+
+class ReleaseReceived(Struct, frozen=True, kw_only=True):
+    """The peer, as known from ``PeerReady``, needs these leases no more.
+
+    Attributes:
+        leases: all of them.
+        read: whether it has read what they promise; ``UNSET`` if it does not tell.
+    """
+
+    leases: tuple[LeaseRef, ...]
+    read: bool | UnsetType = UNSET
+
+
+class RenewReceived(Struct, frozen=True, kw_only=True):
+    """The peer still needs these leases."""
+
+    leases: tuple[LeaseRef, ...]
+
+
+class ReleaseAnswered(Struct, frozen=True, kw_only=True):
+    """What became of the leases that we released."""
+
+    leases: tuple[LeaseAnswer, ...]
+
+
+class RenewAnswered(Struct, frozen=True, kw_only=True):
+    """What became of the leases that we asked to renew.
+
+    Attributes:
+        lease_s: seconds for which the held ones are held, counted from the answer.
+    """
+
+    leases: tuple[LeaseAnswer, ...]
+    lease_s: float
+
+
+class PingAnswered(Struct, frozen=True, kw_only=True):
+    """The server has answered our last ping.
+
+    Attributes:
+        rtt_s: seconds between question and answer.
+        report: that we have asked for; ``UNSET`` if we have not, or the server reports nothing.
+    """
+
+    rtt_s: float
+    report: bytes | UnsetType = UNSET
+
+
+class ConnectionClosed(Struct, frozen=True, kw_only=True):
+    """One side left in peace."""
+
+    reason: str
+
+
+class ConnectionFailed(Struct, frozen=True, kw_only=True):
+    """The connection ended with a complaint.
+
+    Attributes:
+        code: see ``handshake.errors.CloseCode``; the peer's own word if it refused.
+        reason: what is wrong.
+        remedy: what to do about it.
+        refused: True if the peer refused us; False if we found the fault.
+    """
+
+    code: str
+    reason: str
+    remedy: str = ""
+    refused: bool = False
+
+
+Ending = ConnectionClosed | ConnectionFailed
+Event = PeerReady | ReleaseReceived | RenewReceived | ReleaseAnswered | RenewAnswered | PingAnswered | Ending

@@ -17,9 +17,18 @@ from msgspec import Struct
 from handshake.connection import Conversation, Giving, check_introduction
 from handshake.driver import Driver
 from handshake.errors import CloseCode, Closed
-from handshake.events import ConnectionFailed, Event, PeerReady
 from handshake.limits import DEFAULT_LIMITS, Limits
-from handshake.messages import PASS_BYTES_MAX, REPORT_BYTES_MAX, Identity, Publication, Released, Renewed
+from handshake.messages import (
+    PASS_BYTES_MAX,
+    REPORT_BYTES_MAX,
+    ConnectionFailed,
+    Event,
+    Identity,
+    PeerReady,
+    Publication,
+    Released,
+    Renewed,
+)
 from handshake.offsets import ClockOffset
 from handshake.rates import Allowance
 from handshake.security import ClusterSecurity, PublicKey, check_bind

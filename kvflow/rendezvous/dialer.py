@@ -8,9 +8,17 @@ from msgspec import Struct, UnsetType
 
 from handshake import ClockOffset, HandshakeClient, Identity, open_client
 from handshake.errors import Closed, HandshakeError
-from handshake.events import ConnectionClosed, ConnectionFailed, Event, RenewAnswered
 from handshake.limits import LEASES_MAX
-from handshake.messages import LeaseAnswer, LeaseRef, Release, Renew
+from handshake.messages import (
+    ConnectionClosed,
+    ConnectionFailed,
+    Event,
+    LeaseAnswer,
+    LeaseRef,
+    Release,
+    Renew,
+    RenewAnswered,
+)
 from handshake.sockets import ZEROMQ, Network
 from kvflow.errors import FailureCode, PeerLost, ReleaseMismatch, StaleLease
 from kvflow.ids import Credentials, LeaseKey, PeerId, agent_name

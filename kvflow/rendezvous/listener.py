@@ -8,8 +8,17 @@ import msgspec
 
 from handshake import HandshakeServer, Peer, PeerKey, Publication, open_server
 from handshake.errors import HandshakeError
-from handshake.events import ConnectionFailed, Event, PeerReady, ReleaseReceived, RenewReceived
-from handshake.messages import LeaseAnswer, LeaseRef, Released, Renewed
+from handshake.messages import (
+    ConnectionFailed,
+    Event,
+    LeaseAnswer,
+    LeaseRef,
+    PeerReady,
+    Released,
+    ReleaseReceived,
+    Renewed,
+    RenewReceived,
+)
 from kvflow.errors import ReleaseMismatch
 from kvflow.events import ConsumerRejected
 from kvflow.ids import LeaseKey, worker_name

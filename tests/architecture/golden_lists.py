@@ -20,7 +20,6 @@ from msgspec.inspect import StructType, Type
 import handshake.codec
 import handshake.messages
 import handshake.security
-import handshake.version
 import kvflow
 from kvflow.errors import KvflowError
 from kvflow.integrations.vllm import admission, blocks, messages, params
@@ -105,7 +104,7 @@ EXAMPLE = tickets.Grant(
 TICKET = tickets.Ticket(grants=(EXAMPLE,), sealed=(EXAMPLE.seal(lambda _: bytes(tickets.MAC_BYTES)),))
 
 WORDS = {
-    "handshake: versions": handshake.version.SUPPORTED,
+    "handshake: versions": handshake.messages.SUPPORTED,
     "handshake: first byte of a frame": handshake.codec.FORMAT,
     "handshake: keys of a secret": handshake.security._SALT,
     "ticket: first part": tickets.FORMAT,

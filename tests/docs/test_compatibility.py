@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from handshake.version import WIRE_VERSION
+from handshake.messages import WIRE_VERSION
 from kvflow.integrations.vllm.versions import NEWEST, OLDEST, features_of
 from kvflow.layout.manifest import MANIFEST_SCHEMA
 from kvflow.leases.tickets import FORMAT

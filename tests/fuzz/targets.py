@@ -14,8 +14,8 @@ import numpy as np
 from handshake import Publication, codec
 from handshake.connection import Conversation
 from handshake.errors import RemoteProtocolError
-from handshake.events import ConnectionFailed
 from handshake.limits import DEFAULT_LIMITS
+from handshake.messages import ConnectionFailed
 from handshake.states import Progress, Role
 from kvflow.errors import KvflowError, PlanUnsound
 from kvflow.integrations.vllm.messages import Fail, Pull

@@ -11,11 +11,12 @@ import zmq.asyncio
 import handshake
 from handshake.codec import encode
 from handshake.connection import NOTHING_GIVEN, Conversation
-from handshake.events import Event
 from handshake.limits import Limits
 from handshake.messages import (
+    SUPPORTED,
     AnyMessage,
     Bye,
+    Event,
     Hello,
     Identity,
     LeaseAnswer,
@@ -35,7 +36,6 @@ from handshake.rates import Allowance
 from handshake.security import ClusterSecurity
 from handshake.sockets import ZEROMQ
 from handshake.states import Progress, Role
-from handshake.version import SUPPORTED
 
 LIMITS = Limits()
 PATIENCE_S = 30.0

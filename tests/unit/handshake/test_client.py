@@ -20,9 +20,21 @@ from handshake.errors import (
     TimedOut,
     Unauthenticated,
 )
-from handshake.events import ConnectionClosed, ConnectionFailed, PeerReady, ReleaseAnswered, ReleaseReceived
 from handshake.limits import Limits
-from handshake.messages import Bye, Hello, Ping, Publish, Refuse, Released, Welcome
+from handshake.messages import (
+    Bye,
+    ConnectionClosed,
+    ConnectionFailed,
+    Hello,
+    PeerReady,
+    Ping,
+    Publish,
+    Refuse,
+    ReleaseAnswered,
+    Released,
+    ReleaseReceived,
+    Welcome,
+)
 from handshake.sockets import DialedChannel, open_listener, resolve, running
 
 from .helpers import (

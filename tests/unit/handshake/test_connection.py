@@ -6,34 +6,32 @@ from hypothesis import strategies as st
 from handshake.codec import FORMAT, decode, encode
 from handshake.connection import Conversation, Giving, check_introduction
 from handshake.errors import CloseCode, Closed, LocalProtocolError
-from handshake.events import (
-    ConnectionClosed,
-    ConnectionFailed,
-    Ending,
-    PeerReady,
-    ReleaseAnswered,
-    ReleaseReceived,
-    RenewAnswered,
-    RenewReceived,
-)
 from handshake.limits import LEASES_MAX, Limits
 from handshake.messages import (
     Bye,
+    ConnectionClosed,
+    ConnectionFailed,
+    Ending,
     Hello,
     LeaseRef,
+    PeerReady,
     Ping,
     Pong,
     Publication,
     Publish,
     Refuse,
     Release,
+    ReleaseAnswered,
+    ReleaseReceived,
     Renew,
+    RenewAnswered,
+    RenewReceived,
+    VersionRange,
     Welcome,
 )
 from handshake.offsets import ClockOffset
 from handshake.rates import Allowance
 from handshake.states import Progress, Role
-from handshake.version import VersionRange
 
 from .helpers import (
     CONSUMED,

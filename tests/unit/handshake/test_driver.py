@@ -7,9 +7,19 @@ from handshake.codec import decode
 from handshake.connection import Conversation
 from handshake.driver import Driver
 from handshake.errors import Closed
-from handshake.events import ConnectionClosed, ConnectionFailed, PeerReady, ReleaseReceived
 from handshake.limits import Limits
-from handshake.messages import Bye, Ping, Publish, Refuse, Released, Welcome
+from handshake.messages import (
+    Bye,
+    ConnectionClosed,
+    ConnectionFailed,
+    PeerReady,
+    Ping,
+    Publish,
+    Refuse,
+    Released,
+    ReleaseReceived,
+    Welcome,
+)
 from handshake.sockets import Delivery
 from handshake.states import Progress, Role
 

@@ -2,7 +2,7 @@ from typing import get_args
 
 import pytest
 
-from handshake.events import ConnectionClosed, ConnectionFailed, Ending, Event
+from handshake.messages import ConnectionClosed, ConnectionFailed, Ending, Event
 
 PARTICIPLES = ("Ready", "Received", "Answered", "Closed", "Failed")
 

@@ -9,7 +9,7 @@ import pytest
 import handshake
 
 PACKAGE = Path(handshake.__file__).parent
-PURE = ["messages", "codec", "events", "states", "connection", "version", "limits", "errors"]
+PURE = ["messages", "codec", "states", "connection", "limits", "errors"]
 
 
 def test_all_is_what_is_there():

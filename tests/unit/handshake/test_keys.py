@@ -7,9 +7,8 @@ import pytest
 from zmq.utils import z85
 
 from handshake.errors import AddressInvalid, Unauthenticated
-from handshake.events import ConnectionClosed, ConnectionFailed, PeerReady, ReleaseReceived
 from handshake.limits import LEASES_MAX, Limits
-from handshake.messages import LeaseRef, Release
+from handshake.messages import ConnectionClosed, ConnectionFailed, LeaseRef, PeerReady, Release, ReleaseReceived
 from handshake.security import AllowedKeys, ClusterSecurity, CurveKeys, draw_secret, sign
 from handshake.sockets import ZeroMqNetwork
 

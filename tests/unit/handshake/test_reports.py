@@ -5,9 +5,8 @@ from msgspec import UNSET
 
 from handshake.connection import Giving
 from handshake.errors import Closed, LocalProtocolError
-from handshake.events import ConnectionFailed, PingAnswered
 from handshake.limits import Limits
-from handshake.messages import REPORT_BYTES_MAX
+from handshake.messages import REPORT_BYTES_MAX, ConnectionFailed, PingAnswered
 from handshake.server import HandshakeServer
 
 from .helpers import Pair, connected, patiently, serving

@@ -9,9 +9,20 @@ from msgspec import structs
 
 from handshake.codec import decode
 from handshake.errors import AddressInvalid, Closed, LocalProtocolError
-from handshake.events import ConnectionClosed, ConnectionFailed, PeerReady, ReleaseReceived
 from handshake.limits import Limits
-from handshake.messages import Bye, Hello, Publication, Publish, Refuse, Released, Welcome
+from handshake.messages import (
+    Bye,
+    ConnectionClosed,
+    ConnectionFailed,
+    Hello,
+    PeerReady,
+    Publication,
+    Publish,
+    Refuse,
+    Released,
+    ReleaseReceived,
+    Welcome,
+)
 from handshake.security import AllowedKeys
 from handshake.server import HELLO_BYTES_MAX, WAITING_MAX, HandshakeServer, open_server
 from handshake.sockets import Channel, Delivery

@@ -1,6 +1,6 @@
 import pytest
 
-from handshake.version import SUPPORTED, WIRE_VERSION, VersionRange, choose
+from handshake.messages import SUPPORTED, WIRE_VERSION, VersionRange, choose
 
 
 @pytest.mark.parametrize(
