@@ -48,7 +48,7 @@ from handshake.messages import (
     RenewReceived,
     VersionRange,
 )
-from handshake.offsets import ClockOffset
+from handshake.rates import ClockOffset
 from handshake.security import AllowedKeys, ClusterSecurity, CurveKeys, sign, verify
 from handshake.server import HandshakeServer, Peer, PeerKey, open_server
 

@@ -36,8 +36,7 @@ from handshake.messages import (
     Release,
     Renew,
 )
-from handshake.offsets import ClockOffset
-from handshake.rates import pause_s
+from handshake.rates import ClockOffset, pause_s
 from handshake.security import ClusterSecurity, PublicKey, check_endpoint
 from handshake.sockets import ZEROMQ, DialedChannel, LinkEvent, Network, running
 from handshake.states import Progress, Role

@@ -45,8 +45,7 @@ from handshake.messages import (
     Welcome,
     choose,
 )
-from handshake.offsets import ClockOffset, OffsetFilter
-from handshake.rates import Allowance
+from handshake.rates import Allowance, ClockOffset, OffsetFilter
 from handshake.states import Occurrence, Progress, Received, Role, Sent, Trigger, advance, budget_s
 
 TEXT_MAX = 1024

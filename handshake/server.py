@@ -29,8 +29,7 @@ from handshake.messages import (
     Released,
     Renewed,
 )
-from handshake.offsets import ClockOffset
-from handshake.rates import Allowance
+from handshake.rates import Allowance, ClockOffset
 from handshake.security import ClusterSecurity, PublicKey, check_bind
 from handshake.sockets import ZEROMQ, ListeningChannel, Network, running
 from handshake.states import Progress, Role

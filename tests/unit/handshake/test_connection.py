@@ -29,8 +29,7 @@ from handshake.messages import (
     VersionRange,
     Welcome,
 )
-from handshake.offsets import ClockOffset
-from handshake.rates import Allowance
+from handshake.rates import Allowance, ClockOffset
 from handshake.states import Progress, Role
 
 from .helpers import (

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from handshake.offsets import SAMPLES_MAX, ClockOffset, OffsetFilter
+from handshake.rates import SAMPLES_MAX, ClockOffset, OffsetFilter
 
 DELAYS = st.floats(0, 10)
 
