@@ -23,8 +23,7 @@ from handshake.sockets import ZEROMQ, Network
 from kvflow.errors import FailureCode, PeerLost, ReleaseMismatch, StaleLease
 from kvflow.ids import Credentials, LeaseKey, PeerId, agent_name
 from kvflow.leases.tickets import Grant
-from kvflow.rendezvous.endpoint import LocalEndpoint
-from kvflow.rendezvous.failures import as_kvflow_error
+from kvflow.rendezvous.endpoint import LocalEndpoint, as_kvflow_error
 from kvflow.rendezvous.publication import READER, Advertisement, decode
 
 

@@ -1,21 +1,20 @@
-"""What this worker states about itself at either end of a connection, and the keys that it trusts."""
+"""What this worker states about itself at either end of a connection, the keys it trusts, and handshake's errors."""
 
 from collections.abc import Iterable
 
 from msgspec import Struct
 
 from handshake import AllowedKeys, ClusterSecurity, Identity, Limits, Publication
-from handshake.errors import HandshakeError, Unauthenticated
+from handshake import errors as theirs
 from handshake.server import MakePass
 from handshake.sockets import ZEROMQ, Network
+from kvflow import errors as ours
 from kvflow.config import WorkerConfig
-from kvflow.errors import ConfigInvalid
 from kvflow.ids import Credentials, PeerId, pass_of
-from kvflow.rendezvous.failures import as_kvflow_error
 from kvflow.rendezvous.publication import Advertisement, encode
 from kvflow.version import __version__
 
-__all__ = ["ZEROMQ", "LocalEndpoint", "Network", "build_local_endpoint", "security_of"]
+__all__ = ["ZEROMQ", "LocalEndpoint", "Network", "as_kvflow_error", "build_local_endpoint", "security_of"]
 
 
 class LocalEndpoint(Struct, frozen=True):
@@ -63,7 +62,7 @@ class LocalEndpoint(Struct, frozen=True):
         """Tell whether we would dial this producer rank now."""
         try:
             self.key_of(peer)
-        except Unauthenticated:
+        except theirs.Unauthenticated:
             return False
         return True
 
@@ -74,10 +73,10 @@ class LocalEndpoint(Struct, frozen=True):
             ConfigInvalid: a key is malformed, or we have no key of our own; nothing has changed.
         """
         if self.security.allowed is None:
-            raise ConfigInvalid("this worker has no key of its own, and so no list of allowed keys")
+            raise ours.ConfigInvalid("this worker has no key of its own, and so no list of allowed keys")
         try:
             self.security.allowed.replace(keys)
-        except HandshakeError as error:
+        except theirs.HandshakeError as error:
             raise as_kvflow_error(error, peer="") from error
 
 
@@ -147,3 +146,39 @@ def security_of(config: WorkerConfig) -> ClusterSecurity:
     if told.own_key is not None:
         security = security.with_own_key(told.own_key, AllowedKeys(told.allowed_keys or ()))
     return security
+
+
+class Distrusted(ours.AuthenticationFailed):
+    """We do not trust the key that the ticket names, and nothing was dialed."""
+
+
+class NotDialed(ours.CapacityExceeded):
+    """This process lacks what it needs to dial, and nothing was dialed."""
+
+
+def as_kvflow_error(error: theirs.HandshakeError, *, peer: str) -> ours.KvflowError:
+    """Return our error for theirs; chain it with ``raise ... from error``."""
+    mapped: ours.KvflowError
+    match error:
+        case theirs.AddressInvalid() | theirs.LocalProtocolError():  # such as a manifest too large to publish
+            mapped = ours.ConfigInvalid(error.message, remedy=error.remedy)
+        case theirs.SocketsExhausted():
+            mapped = NotDialed(error.resource, error.limit, remedy=error.remedy)
+        case theirs.Unauthenticated():
+            kind = Distrusted if error.local else ours.AuthenticationFailed
+            mapped = kind(_about(peer, error.message), remedy=error.remedy)
+        case theirs.ConnectionRefused():
+            reason = error.message.removeprefix(f"the peer refused ({error.refusal}): ")
+            mapped = ours.PeerRefused(error.refusal, _about(peer, reason), remedy=error.remedy)
+        case theirs.RemoteProtocolError():
+            mapped = ours.ProtocolViolation(error.message, peer=peer, remedy=error.remedy)
+        case theirs.TimedOut():
+            mapped = ours.DeadlineExceeded(error.message, phase=error.phase, peer=peer, remedy=error.remedy)
+        case _:
+            mapped = ours.PeerLost(error.message, peer=peer, remedy=error.remedy)
+    return mapped
+
+
+def _about(peer: str, message: str) -> str:
+    """Return a message that names the peer, once."""
+    return message if message.startswith(peer) else f"{peer}: {message}"

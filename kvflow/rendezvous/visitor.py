@@ -11,8 +11,7 @@ from handshake import HandshakeClient, Identity, Limits, open_client
 from handshake.errors import Closed, HandshakeError
 from kvflow.config import WorkerConfig
 from kvflow.errors import DeadlineExceeded, PeerLost
-from kvflow.rendezvous.endpoint import ZEROMQ, Network, security_of
-from kvflow.rendezvous.failures import as_kvflow_error
+from kvflow.rendezvous.endpoint import ZEROMQ, Network, as_kvflow_error, security_of
 from kvflow.rendezvous.publication import READER, Advertisement, decode
 from kvflow.version import __version__
 

@@ -4,7 +4,7 @@ import pytest
 
 from handshake import errors as theirs
 from kvflow import errors as ours
-from kvflow.rendezvous.failures import Distrusted, NotDialed, as_kvflow_error
+from kvflow.rendezvous.endpoint import Distrusted, NotDialed, as_kvflow_error
 
 PEER = "tcp://127.0.0.1:5000"
 

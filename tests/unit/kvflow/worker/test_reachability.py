@@ -8,7 +8,7 @@ from kvflow.events import BreakerClosed, BreakerOpened
 from kvflow.leases.issuer import Issuer
 from kvflow.leases.tickets import RankAddress
 from kvflow.rendezvous.dialer import Replaced, Restarted
-from kvflow.rendezvous.failures import Distrusted, NotDialed
+from kvflow.rendezvous.endpoint import Distrusted, NotDialed
 from kvflow.worker.connections import (
     BACKOFF_S,
     BACKOFF_S_MAX,
