@@ -1,8 +1,7 @@
 """Two workers meet over ZeroMQ: authenticated, of agreed version, each with one publication of the other.
 
-A server listens for any number of clients. Both prove that they hold one cluster secret, agree on a wire version
-and exchange one opaque, digest-checked publication each; from then on the client renews and releases leases, and
-the server answers. This package knows peers, versions, frames and keys, and nothing of what is published.
+Both prove that they hold one cluster secret, agree on a wire version, and exchange one opaque publication each, with
+its digest. Then the client renews and releases leases, and the server answers.
 """
 
 # Shells.

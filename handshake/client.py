@@ -1,8 +1,7 @@
 """The dialing end: one connection to one server, entered when it is ready.
 
-Dialing is tried again, within ``Limits.connect_s``, when nobody listens yet, when the server is busy, and once
-when the server hangs up without a word. It is never tried again when the server gave a reason, and a connection
-that was ready and is lost stays lost: a restarted server has to be met with a new handshake.
+Dialing is repeated within ``Limits.connect_s`` when no process listens yet, when the server is busy, and once when the
+server closes without a reason. A connection that was ready and is lost stays lost: a restarted server needs a new one.
 """
 
 import asyncio
@@ -51,18 +50,14 @@ BACKOFF_S_MAX = 0.25
 """The longest pause: several attempts still fit into ``Limits.connect_s``."""
 
 CUTS_MAX = 2
-"""Connections in a row that end within ZeroMQ's handshake without a word. One may be a process that died just
-then; a second that was accepted again and ended again means that the server cannot read what we say."""
-
+"""Connections in a row that end within ZeroMQ's handshake without a reason. One may be a process that died; two mean
+that the server cannot decrypt."""
 
 NOTHING_TO_PUBLISH = Publication.of(b"")
-"""A client asks; only what a server publishes is of use to the other side."""
 
 
 class HandshakeClient:
-    """One connection that is or was ready. Made by ``open_client``.
-
-    Thread: the loop's only.
+    """One connection that is or was ready. Made by ``open_client``. Thread: the event loop.
 
     Attributes:
         identity: the server's.
@@ -80,12 +75,12 @@ class HandshakeClient:
 
     @property
     def rtt_s(self) -> float | None:
-        """Seconds of the last measured round trip: the handshake's own, until silence asked for a ping."""
+        """Seconds of the last measured round trip: that of the handshake, until the first ping."""
         return self._attempt.connection.rtt_s
 
     @property
     def clock_offset(self) -> ClockOffset | None:
-        """How far the server's wall clock is ahead of ours; None if it does not tell."""
+        """How far the server's wall clock is ahead of ours; None if it is unknown."""
         return self._attempt.connection.clock_offset
 
     def send(self, message: Release | Renew) -> None:
@@ -126,12 +121,7 @@ class HandshakeClient:
 
 
 class _Attempt:
-    """One dialed channel with its connection, and how far they got.
-
-    Attributes:
-        outcome: the first of: ready, a setback of the link, the end of the connection.
-        ended: how the connection ended, ready before or not.
-    """
+    """One dialed channel with its connection. ``outcome``: ready, a failure of the link, or how it ended."""
 
     def __init__(
         self, channel: DialedChannel, connection: Conversation, on_event: OnEvent, limits: Limits, network: Network
@@ -171,17 +161,14 @@ class _Attempt:
                 self.driver.lost("the server hung up or died")
 
     async def wait_outcome(self, connect_until_s: float) -> PeerReady | LinkEvent | Ending | None:
-        """Wait for the outcome; None if the TCP connection was neither accepted nor refused in time.
-
-        The time of the handshake that follows is the connection's own business, and too much of it an ending.
-        """
+        """Wait for the outcome; None if the TCP connection was neither accepted nor refused in time."""
         budget_s = max(0.0, connect_until_s - self._now())
         awaited = (self._accepted, self.outcome)
         done, _ = await asyncio.wait(awaited, timeout=budget_s, return_when=asyncio.FIRST_COMPLETED)
         return await self.outcome if done else None
 
     async def ask(self, *, report: bool) -> PingAnswered:
-        """Ping the server. See ``HandshakeClient.ask``."""
+        """Ping the server, and wait for the answer."""
         answered = self._answered = asyncio.get_running_loop().create_future()
         self.driver.ask(report=report)
         await asyncio.wait((answered, self.ended), return_when=asyncio.FIRST_COMPLETED)
@@ -191,15 +178,12 @@ class _Attempt:
         return answer
 
     async def leave(self) -> None:
-        """Exchange closing messages, if the server can receive ours, within ``Limits.closing_s``.
-
-        Cancellation: safe; the connection is dropped.
-        """
+        """Exchange closing messages within ``Limits.closing_s``. Cancellation: safe; the connection is dropped."""
         try:
             async with asyncio.timeout(self._limits.closing_s):
                 await self._part()
         except TimeoutError:
-            pass  # the server finds us gone; that is the other way of saying goodbye
+            pass  # the server finds that we are gone
         finally:
             self.driver.lost("the client has left")
 
@@ -210,11 +194,11 @@ class _Attempt:
         if self.connection.state is Progress.CLOSING:
             await self._closed.wait()
         elif isinstance(self.connection.ending, ConnectionClosed):
-            # The server said goodbye and waits for our answer, which is on its way until it hangs up.
+            # The server said goodbye, and waits for our answer until it closes.
             await self._gone.wait()
 
     def _report(self, event: Event) -> None:
-        """Pass an event on. The program above hears nothing of a connection that never became ready."""
+        """Pass an event on, if the connection was ready."""
         if isinstance(event, PeerReady):
             self._was_ready = True
         if isinstance(event, PingAnswered) and not self._answered.done():
@@ -273,17 +257,17 @@ async def open_client(
             and the connection ends. Without ``PeerReady`` there is no event, only an exception.
         limits: how long we wait for what.
         network: where we dial.
-        server_key: the server's public key, needed if it has one of its own; nobody else is taken for it.
+        server_key: the server's public key, needed if it has its own.
 
     Raises:
         AddressInvalid: the endpoint is malformed.
         LocalProtocolError: the identity or the publication is out of bounds.
         SocketsExhausted: this process can open no more sockets or files; nothing was dialed.
-        Unauthenticated: the server has another secret or key, or only one side has one; known within a
-            second. Or we do not trust ``server_key``: then nothing was dialed.
+        Unauthenticated: the server has another secret or key, or only one side has one. Or we do not trust
+            ``server_key``: then nothing was dialed.
         ConnectionRefused: the server gave a reason; ``busy`` only after ``Limits.connect_s``.
         RemoteProtocolError: the server broke the protocol.
-        ConnectionLost: nobody listens, or the server hung up.
+        ConnectionLost: no process listens, or the server closed the connection.
         TimedOut: the server did not answer (``connect``), or not to the end (``handshake``).
 
     Cancellation: safe at any moment; no task and no socket is left behind.
@@ -304,11 +288,11 @@ async def open_client(
 
 
 async def _connect(dialing: _Dialing, stack: AsyncExitStack) -> HandshakeClient:
-    """Dial until an attempt is ready, and leave its end to ``stack``; give up as ``open_client`` says."""
+    """Dial until an attempt is ready, and leave its end to ``stack``."""
     network = dialing.network
     until_s = network.now() + dialing.limits.connect_s
     attempts = cuts = 0
-    error: HandshakeError | None = None  # why an earlier attempt failed says more than that a later one came late
+    error: HandshakeError | None = None  # why an earlier attempt failed explains more than that the last one was late
     while True:
         try:
             addresses = await _resolve(dialing, until_s)
@@ -367,7 +351,7 @@ async def _dialed(dialing: _Dialing, address: str) -> AsyncIterator[_Attempt]:
 
 
 def _may_pass(outcome: LinkEvent | Ending, cuts: int) -> bool:
-    """Tell whether the next attempt may fare better."""
+    """Return whether the next attempt may succeed."""
     match outcome:
         case LinkEvent.UNREACHABLE:
             return True
@@ -380,7 +364,7 @@ def _may_pass(outcome: LinkEvent | Ending, cuts: int) -> bool:
 
 
 def _explain(outcome: LinkEvent | Ending, endpoint: str, *, denied: bool) -> HandshakeError:
-    """Return the error that says what the outcome means to the caller."""
+    """Return the error of an outcome."""
     error: HandshakeError
     match outcome:
         case LinkEvent.UNREACHABLE:

@@ -1,8 +1,7 @@
 """Messages to frames and back: the only place that knows the bytes.
 
-A message is one frame: the format byte, then one MessagePack map whose ``type`` names the message. The format
-byte is 0xC1, the one byte that MessagePack never uses: neither a bare MessagePack document nor text is mistaken
-for ours, and another encoding would get another byte.
+A message is one frame: the format byte, then one MessagePack map whose ``type`` names the message. The format byte is
+0xC1, the one byte that MessagePack never uses.
 """
 
 from collections.abc import Sequence
@@ -17,16 +16,14 @@ FORMAT = b"\xc1"
 _decoder: msgpack.Decoder[AnyMessage] = msgpack.Decoder(AnyMessage)
 _encoder = msgpack.Encoder()
 
-# What msgspec raises for bytes that it cannot take: its own errors, invalid UTF-8 in a key or a string, and
-# nesting that is too deep, in a field that would have been skipped.
+# What msgspec raises: its own errors, invalid UTF-8, and nesting that is too deep in a skipped field.
 _DECODE_ERRORS = (MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 def encode(message: AnyMessage, nbytes_max: int) -> list[bytes]:
-    """Return the frames of a message, which have so many bytes at most.
+    """Return the frames of a message.
 
-    Structs do not check their fields when they are constructed, so what we are about to say is read back as the
-    peer will read it: our own mistake is then our error, and not the end of the connection.
+    Structs do not check their fields when they are made, so the frames are decoded as the peer will decode them.
 
     Raises:
         LocalProtocolError: a field is out of its bounds, or the frame is too large.
@@ -42,15 +39,12 @@ def encode(message: AnyMessage, nbytes_max: int) -> list[bytes]:
 
 
 def decode(frames: Sequence[bytes], nbytes_max: int) -> AnyMessage:
-    """Return the message in the frames, whose number and size are checked first.
-
-    A publication that does not match its digest is not returned.
+    """Return the message in the frames. Number and size of the frames are checked first.
 
     Raises:
-        RemoteProtocolError: for any bytes that are not a message; nothing else is raised for any bytes.
+        RemoteProtocolError: they are no message, or a publication does not match its digest; no other error is raised.
     """
     if len(frames) != 1:
-        # Who reads from the socket keeps the first that is too many, and no more.
         raise RemoteProtocolError("a message is one frame, no fewer and no more", violation="frame_count")
     (frame,) = frames
     if len(frame) > nbytes_max:

@@ -1,11 +1,9 @@
 """One end of a connection, without I/O: frames and the time go in, frames and events come out.
 
-The shell calls ``receive``, ``send``, ``handle_deadline``, ``lost``, and after each of them sends
-``take_outgoing()``, publishes ``take_events()`` and arms a timer for ``next_deadline()``. ``now`` is always the
-time of one monotonic clock, in seconds.
+After each call of ``receive``, ``send``, ``handle_deadline`` or ``lost``, the shell sends ``take_outgoing()``, reports
+``take_events()`` and arms a timer for ``next_deadline()``. ``now``: seconds of one monotonic clock.
 
-Nothing that a peer does raises here. The first violation ends the connection: the peer is told why with
-``Refuse``, and the program above with ``ConnectionFailed``.
+Nothing that a peer does raises here. Its first violation ends the connection, with ``Refuse`` and ``ConnectionFailed``.
 """
 
 from collections.abc import Callable, Sequence
@@ -55,23 +53,20 @@ TEXT_MAX = 1024
 def check_introduction(
     role: Role, identity: Identity, publication: Publication, limits: Limits, versions: VersionRange = SUPPORTED
 ) -> None:
-    """Make sure that what a connection will say of us can be said, before any connection depends on it.
+    """Check what each connection will send about us, before any connection depends on it.
 
     Raises:
-        LocalProtocolError: a field is out of its bounds, or the digest is not the payload's; or a client publishes
-            more than a server hears.
+        LocalProtocolError: a field is out of bounds, the digest is not the payload's, or a client publishes too much.
     """
     codec.encode(_hello(identity, versions), _said_bytes_max(role, limits))
     codec.encode(Publish(publication=publication), _said_bytes_max(role, limits))
 
 
 def _said_bytes_max(role: Role, limits: Limits) -> int:
-    """Return how many bytes a frame of this end has at most."""
     return limits.client_frame_bytes_max if role is Role.CLIENT else limits.frame_bytes_max
 
 
 def _heard_bytes_max(role: Role, limits: Limits) -> int:
-    """Return how many bytes a frame of the other end has at most."""
     return _said_bytes_max(Role.SERVER if role is Role.CLIENT else Role.CLIENT, limits)
 
 
@@ -93,12 +88,7 @@ _MISSING = {
 
 
 class Giving(Struct, frozen=True):
-    """What a server gives to one client alone.
-
-    Attributes:
-        make_pass: makes the pass of a client that says who it is; None gives none.
-        make_report: makes the report that the client asks for; None gives none.
-    """
+    """What a server gives to one client alone: its pass, and the report that it asks for; None gives none."""
 
     make_pass: Callable[[Identity], bytes] | None = None
     make_report: Callable[[], bytes] | None = None
@@ -108,13 +98,9 @@ NOTHING_GIVEN = Giving()
 
 
 class Conversation:
-    """One end of one connection. A client says its Hello when ``greet`` is called.
-
-    Our introduction to it has passed ``check_introduction``.
+    """One end of one connection. Our introduction has passed ``check_introduction``.
 
     Attributes:
-        role: which end.
-        state: see ``handshake.states``.
         rtt_s: seconds of the last measured round trip; the handshake itself is the first. None before.
     """
 
@@ -131,7 +117,7 @@ class Conversation:
         wall_ahead_s: float = 0.0,
         giving: Giving = NOTHING_GIVEN,
     ) -> None:
-        """Begin.
+        """Begin with nothing said.
 
         Args:
             role: which end we are.
@@ -139,10 +125,10 @@ class Conversation:
             publication: ours.
             limits: what the peer may cost.
             now: monotonic seconds.
-            versions: that we speak.
+            versions: those that we support.
             allowance: of the peer's key, if other connections share it.
             wall_ahead_s: seconds by which our wall clock is ahead of the monotonic one.
-            giving: of a server: what it gives to its client alone.
+            giving: of a server.
         """
         self.role = role
         self.state = Progress.FRESH
@@ -172,7 +158,7 @@ class Conversation:
 
     @property
     def clock_offset(self) -> ClockOffset | None:
-        """How far the peer's wall clock is ahead of ours, as the shortest of the last round trips says it."""
+        """How far the peer's wall clock is ahead of ours; None before the first round trip."""
         return self._offsets.best
 
     def take_outgoing(self) -> list[list[bytes]]:
@@ -188,20 +174,16 @@ class Conversation:
     # What our side does.
 
     def greet(self, now: float) -> None:
-        """Say Hello, as soon as the transport can carry it.
-
-        Raises:
-            LocalProtocolError: we are a server, or have said it.
-        """
+        """Send Hello. Raises ``LocalProtocolError`` on a server, and the second time."""
         self._say(_hello(self._identity, self._versions))
         self._asked_s = now
 
     def send(self, message: Release | Released | Renew | Renewed) -> None:
-        """Say something about leases.
+        """Send a message about leases.
 
         Raises:
             Closed: the connection has ended.
-            LocalProtocolError: it is not ours to say, or not now, or a field is out of bounds.
+            LocalProtocolError: our role or state does not allow it, or a field is out of bounds.
         """
         if self._ending is not None:
             raise Closed(f"the connection has ended: {self._ending.reason}")
@@ -252,18 +234,18 @@ class Conversation:
             self.refuse(CloseCode.PROTOCOL_VIOLATION, error.message, now, remedy=error.remedy)
 
     def lost(self, reason: str, *, code: str = CloseCode.CONNECTION_LOST) -> None:
-        """Note that the transport is gone: no message can be sent or received after this."""
+        """Note that the transport is gone."""
         if self.state is not Progress.CLOSED:
             self._advance(Occurrence.LOST)
             self._outgoing.clear()
             self._end(ConnectionFailed(code=str(code), reason=reason))
 
     def handshake_age(self, now: float) -> float:
-        """Return the seconds since the handshake began; means something until it has ended."""
+        """Return the seconds since the handshake began, until it has ended."""
         return now - self._since_s
 
     def next_deadline(self) -> float | None:
-        """Return when ``handle_deadline`` wants to be called, or None if never."""
+        """Return when ``handle_deadline`` is due, or None if never."""
         budget = budget_s(self.state, self._limits)
         if budget is None:
             return None
@@ -315,7 +297,7 @@ class Conversation:
                 self._measure(clock_s, now)
                 if self.role is Role.CLIENT:
                     self._events.append(PingAnswered(rtt_s=now - self._asked_s, report=report))
-            case _:  # a late Pong, or a last word: state and time are all there is to them
+            case _:  # a late Pong, or a last word, which changes state and time only
                 pass
 
     def _welcome(self, hello: Hello, now: float) -> None:
@@ -405,7 +387,7 @@ class Conversation:
         self.state = state
 
     def _advance(self, trigger: Trigger) -> None:
-        """Follow the peer or the transport; what the table forbids is the peer's fault."""
+        """Follow the peer or the transport; what the table forbids is the peer's violation."""
         try:
             self.state = advance(self.role, self.state, trigger)
         except LocalProtocolError as error:

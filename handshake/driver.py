@@ -1,9 +1,8 @@
 """Drive one connection on an event loop: send what it says, report what happened, keep its deadlines.
 
-Both shells have one driver per connection. A driver forgets the loop when its connection is closed, so its owner
-ends it with ``lost``. Events are reported in order and one at a time, never from within a call of the
-program above: what that call caused is reported in the loop's next turn. Time is the network's, not the loop's,
-because uvloop's own clock counts whole milliseconds and a round trip takes less.
+A driver's owner ends it with ``lost``. Events are reported in order, one at a time, and never from within a call of the
+program above: what that call caused is reported in the loop's next iteration. Time is the network's: uvloop's clock
+counts whole milliseconds, and a round trip takes less.
 """
 
 import asyncio
@@ -19,17 +18,11 @@ from handshake.sockets import ZEROMQ, Delivery
 logger = logging.getLogger("handshake")
 
 TIMER_GRAIN_S = 0.001
-"""uvloop cuts delays down to whole milliseconds: without this, a timer fires several times before its deadline."""
+"""uvloop cuts delays to whole milliseconds: without this, a timer fires several times before its deadline."""
 
 
 class Driver:
-    """One connection with its loop.
-
-    Thread: the loop's only.
-
-    Attributes:
-        connection: what is driven.
-    """
+    """One connection with its loop. Thread: the event loop."""
 
     def __init__(
         self,
@@ -60,17 +53,17 @@ class Driver:
         self._timer: asyncio.Handle = self._loop.call_soon(self._arm)
 
     def receive(self, frames: list[bytes]) -> None:
-        """Take one message of the peer."""
+        """Process one message of the peer."""
         self.connection.receive(frames, self._now())
         self.settle()
 
     def greet(self) -> None:
-        """Say Hello."""
+        """Send Hello."""
         self.connection.greet(self._now())
         self.settle()
 
     def lost(self, reason: str) -> None:
-        """Take note that the transport is gone."""
+        """Note that the transport is gone."""
         self.connection.lost(reason)
         self.settle()
 
@@ -119,7 +112,7 @@ class Driver:
         if connection.ending is not None:
             self._on_settled()
         if connection.state is not self._armed_in or self._wakes_s == math.inf:
-            self._arm()  # what is heard in a state only moves its deadline away
+            self._arm()  # what is received in a state only moves its deadline away
 
     def _flush(self) -> None:
         for frames in self.connection.take_outgoing():
@@ -144,8 +137,8 @@ class Driver:
         deadline = self.connection.next_deadline()
         if deadline is None:
             self._timer.cancel()
-        # Deadlines mostly move away as messages arrive. A timer that fires too early costs one call per
-        # interval; a timer moved with each message would cost a heap operation each.
+        # Deadlines mostly move away. A timer that fires too early costs one call per interval; to move it costs a heap
+        # operation per message.
         elif deadline < self._wakes_s:
             self._timer.cancel()
             delay_s = max(0.0, deadline - self._now()) + TIMER_GRAIN_S

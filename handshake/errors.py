@@ -22,10 +22,7 @@ from typing import ClassVar
 
 
 class CloseCode(StrEnum):
-    """Why a connection failed. ``Refuse`` sends a code to the peer.
-
-    A newer peer may send a code that is not in this list: a received code is text, and is never looked up here.
-    """
+    """Why a connection failed. A newer peer may send another code: a received code is never looked up here."""
 
     VERSION_UNSUPPORTED = "version_unsupported"
     """The two sides have no protocol version in common. Install the same release on both."""
@@ -190,13 +187,7 @@ class Closed(HandshakeError):
 
 
 def cannot_listen(bind: str, number: int | None, reason: str) -> AddressInvalid:
-    """Return the error of an address that cannot be listened on.
-
-    Args:
-        bind: ``tcp://HOST:PORT``.
-        number: the system's number of the error.
-        reason: its text.
-    """
+    """Return the error of an address that cannot be listened on, from the system's error number and text."""
     host = bind.removeprefix("tcp://").rpartition(":")[0]
     remedy = "Give an address of this host, or a wildcard."
     if number == errno.EADDRINUSE:

@@ -1,10 +1,8 @@
 """What arrives on a ZeroMQ socket: taken by the event loop, and bounded by what the kernel has counted.
 
-ZeroMQ's high-water mark counts messages. A message may have any number of frames, and ZeroMQ keeps them in memory until
-the last one is there; nothing reports them before. So the bytes that the kernel has passed up are compared with those
-of the messages that were taken, and a connection is cut where more are between than the mark allows. That happens
-``SWEEP_S`` later at most, plus whatever the event loop stands still: meanwhile a peer can bring as much as the network
-carries.
+ZeroMQ's high-water mark counts messages, and a message may have any number of frames, which ZeroMQ keeps until the last
+has arrived. So the bytes that the kernel has delivered are compared with those of the messages that were taken, and a
+connection is cut where they differ by more than the mark allows, ``SWEEP_S`` later at most if the loop does not stall.
 """
 
 import asyncio
@@ -25,17 +23,16 @@ import zmq
 logger = logging.getLogger("handshake")
 
 MESSAGES_PER_TURN = 32
-"""A flood must not starve the loop: after so many messages others have their turn."""
+"""A flood must not starve the loop."""
 
 SWEEP_S = 0.25
-"""Looking at one connection takes some 2 us, at a thousand of them two milliseconds."""
+"""One connection takes about 2 us, a thousand two milliseconds."""
 
 CURVE_BYTES = 33
 """What encryption adds to a frame: a name, a nonce, a checksum and flags. Source: ZeroMQ RFC 26, MESSAGE."""
 
 SLACK_BYTES = 1 << 20
-"""For what is not counted exactly: the greetings, and messages that are taken before the monitor reports their
-connection."""
+"""For what is not counted exactly: greetings, and messages taken before the monitor reports their connection."""
 
 _RECEIVED_AT = 128
 """Where Linux's ``tcp_info`` has ``tcpi_bytes_received``, 64 bits. Source: linux/tcp.h."""
@@ -50,9 +47,8 @@ def wire_bytes(nbytes: int, *, secured: bool) -> int:
 class Intake:
     """The connections of one socket, by file descriptor.
 
-    A descriptor that was closed may soon be another connection's, of this socket or of anything else in the process.
-    Which one it is now is known by its inode, and only what was counted of that one decides. ZeroMQ reports a
-    descriptor some turns of the loop later, so its port is compared too: a socket of other code is never touched.
+    A closed descriptor may soon be another connection's, of this socket or of other code: the inode identifies it, and
+    the port is compared too, because ZeroMQ reports a descriptor some iterations of the loop later.
 
     Args:
         held_max: bytes that ZeroMQ may hold of one connection.
@@ -112,7 +108,7 @@ class Intake:
         return isinstance(address, tuple) and str(address[1]) == self._endpoint().rpartition(":")[2]
 
     def _cut(self, descriptor: int) -> bool:
-        """Cut a connection unless the excess is the kernel's; True if it is to be forgotten, cut or ended before."""
+        """Cut a connection unless the excess is the kernel's; return whether it has ended."""
         with _pinned(descriptor) as connection:
             number = connection.fileno()
             if os.fstat(number).st_ino != self._inodes[descriptor] or not self._is_ours(connection):
@@ -122,7 +118,7 @@ class Intake:
                 return False
             address = "{}:{}".format(*connection.getpeername()[:2])
             logger.warning("%s sent %d bytes that make no message it may send; its connection is cut", address, held)
-            # ZeroMQ notices, and closes its end: a reset, so that what the peer still sends is not waited for.
+            # ZeroMQ notices, and closes its end: with a reset, which waits for nothing.
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("=ii", 1, 0))
             connection.shutdown(socket.SHUT_RDWR)
         self._on_cut(address)
@@ -141,7 +137,7 @@ def _borrowed(descriptor: int) -> Iterator[socket.socket]:
 
 @contextmanager
 def _pinned(descriptor: int) -> Iterator[socket.socket]:
-    """Have a copy of a descriptor, which nobody closes meanwhile; the descriptor itself if no other is left."""
+    """Have a copy of a descriptor, which ZeroMQ does not close meanwhile; the descriptor itself if none is free."""
     try:
         number = os.dup(descriptor)
     except OSError as error:
@@ -155,11 +151,7 @@ def _pinned(descriptor: int) -> Iterator[socket.socket]:
 
 
 def _received(descriptor: int) -> int:
-    """Return how many bytes have arrived on a TCP connection.
-
-    Raises:
-        OSError: it is none, or has ended.
-    """
+    """Return how many bytes have arrived on a TCP connection; raise OSError if it has ended."""
     with _borrowed(descriptor) as connection:
         counters = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED_AT + 8)
     received: int = struct.unpack_from("=Q", counters, _RECEIVED_AT)[0] if len(counters) >= _RECEIVED_AT + 8 else 0
@@ -201,7 +193,7 @@ _sweepers: WeakKeyDictionary[asyncio.AbstractEventLoop, _Sweeper] = WeakKeyDicti
 
 @contextmanager
 def watched(intake: Intake) -> Iterator[None]:
-    """Sweep an intake now and then until the block is left; the kernel is asked on Linux only."""
+    """Sweep an intake every ``SWEEP_S`` until the block is left, on Linux only."""
     sweeper = _sweepers.setdefault(asyncio.get_running_loop(), _Sweeper())
     if sys.platform == "linux":
         sweeper.add(intake)
@@ -215,9 +207,8 @@ class Arrivals:
     """What arrives on one socket.
 
     ZeroMQ makes a socket's descriptor readable once when something has arrived, and any other call on the socket may
-    clear this signal. So messages are taken until there is none, and ``read_again`` is called after each send.
-
-    Thread: the loop's only.
+    clear this signal. So messages are taken until there is none, and ``read_again`` is called after each send. There is
+    no task or future for a message. Thread: the event loop.
     """
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
@@ -230,7 +221,7 @@ class Arrivals:
         """Take messages until cancelled.
 
         Args:
-            take: takes one message, or raises ``zmq.Again``; returns true if it has used up its turn of the loop.
+            take: takes one message, or raises ``zmq.Again``; returns whether it has used up its time in this iteration.
 
         Cancellation: safe; what was not taken stays in the socket.
         """

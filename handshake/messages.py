@@ -12,10 +12,9 @@ The conversation. Only the client may ask, renew and release; both may ping, ref
     Ping          <->  Pong                       a client's Ping may ask for the server's report
     Bye, Refuse   <->  Bye                        close the connection
 
-How the schema may change. A new field needs a default, because older peers do not send it; unknown fields are
-skipped. A field keeps its name, type and meaning forever. A new message type, or a new word in a closed set
-(``Role``, ``Outcome``), needs a new wire version, because older peers treat it as a violation. ``Hello`` and
-``Refuse`` are read before a version is agreed and may only grow.
+A new field needs a default; unknown fields are skipped. A field keeps its name, type and meaning forever. A new message
+type, or a new word in a closed set (``Role``, ``Outcome``), needs a new wire version. ``Hello`` and ``Refuse`` are read
+before a version is agreed, and may only grow.
 """
 
 import hashlib
@@ -55,7 +54,7 @@ Outcome = Literal["held", "counted", "ended", "unknown"]
 Version = Annotated[int, Meta(ge=1, le=65535)]
 Rank = Annotated[int, Meta(ge=0, le=65535)]
 Text = Annotated[str, Meta(max_length=1024)]
-"""A sentence for humans, logged with ``repr`` because a peer chose its characters."""
+"""For humans; logged with ``repr``, because a peer chose its characters."""
 Epoch = Annotated[int, Meta(ge=0)]
 """An unsigned number of 64 bits; MessagePack has no larger one."""
 Nonce = Annotated[int, Meta(ge=0, le=2**63 - 1)]
@@ -68,7 +67,7 @@ PASS_BYTES_MAX = 64
 """Two digests of 32 bytes."""
 
 Pass = Annotated[bytes, Meta(max_length=PASS_BYTES_MAX)]
-"""What lets one client in elsewhere, as the program above has it; opaque here."""
+"""What admits one client elsewhere; opaque here."""
 
 REPORT_BYTES_MAX = 64 << 10
 """Some two hundred pulls and leases."""
@@ -76,7 +75,7 @@ REPORT_BYTES_MAX = 64 << 10
 Report = Annotated[bytes, Meta(max_length=REPORT_BYTES_MAX)]
 
 ClockTime = Annotated[float, Meta(ge=0, le=2**40)] | UnsetType
-"""Seconds since 1970 on the speaker's wall clock when it spoke; absent from peers that do not tell."""
+"""Seconds since 1970 on the sender's wall clock; absent if a peer does not send it."""
 
 
 class Identity(Struct, frozen=True, kw_only=True):
@@ -87,7 +86,6 @@ class Identity(Struct, frozen=True, kw_only=True):
         rank: below ``num_ranks``.
         num_ranks: of the engine.
         incarnation: 32 lower-case hexadecimal digits, drawn at each start, never reused.
-        role: which of the two things this engine does.
         software: name and version of the program, for humans.
     """
 
@@ -122,7 +120,7 @@ class Publication(Struct, frozen=True, kw_only=True):
         return cls(schema=schema, digest=hashlib.sha256(payload).digest(), payload=payload)
 
     def is_intact(self) -> bool:
-        """Tell whether the payload is what the digest was made of."""
+        """Return whether the digest is that of the payload."""
         return hashlib.sha256(self.payload).digest() == self.digest
 
 
@@ -137,7 +135,6 @@ class LeaseAnswer(LeaseRef, frozen=True, kw_only=True):
     """What became of one lease.
 
     Attributes:
-        outcome: as the protocol names it.
         ended_by: how a lease has ended, as the application names it; absent if that is not remembered.
         ended_s: how long ago, in seconds.
     """
@@ -193,8 +190,7 @@ class Publish(Message, frozen=True, kw_only=True, tag="publish"):
     Attributes:
         publication: the same for every peer.
         clock_s: when it was said.
-        pass_: of a server to this client alone: a secret that the program above has made for it; ``pass`` on the wire.
-            A client's is ignored.
+        pass_: of a server, for this client alone; ``pass`` on the wire. A client's is ignored.
     """
 
     publication: Publication
@@ -216,8 +212,7 @@ class Release(Message, frozen=True, kw_only=True, tag="release"):
     """The client's rank needs these leases no more. Repeating it is harmless.
 
     Attributes:
-        leases: all of them.
-        read: whether the client has read what they promise; absent from peers that do not tell.
+        read: whether the client has read the blocks; absent if a peer does not say.
     """
 
     leases: Leases
@@ -291,10 +286,8 @@ class PeerReady(Struct, frozen=True, kw_only=True):
     """The handshake is done. Its ``repr`` does not show the pass.
 
     Attributes:
-        identity: of the peer.
-        publication: its.
         version: of the wire protocol.
-        pass_: that a server has given to this client; empty if it gives none, and of a client.
+        pass_: the server's, for this client; empty if there is none, and on a server.
     """
 
     identity: Identity
@@ -310,12 +303,7 @@ class PeerReady(Struct, frozen=True, kw_only=True):
 
 
 class ReleaseReceived(Struct, frozen=True, kw_only=True):
-    """The peer, as known from ``PeerReady``, needs these leases no more.
-
-    Attributes:
-        leases: all of them.
-        read: whether it has read what they promise; ``UNSET`` if it does not tell.
-    """
+    """The peer needs these leases no more; ``read`` as in ``Release``."""
 
     leases: tuple[LeaseRef, ...]
     read: bool | UnsetType = UNSET
@@ -349,7 +337,7 @@ class PingAnswered(Struct, frozen=True, kw_only=True):
 
     Attributes:
         rtt_s: seconds between question and answer.
-        report: that we have asked for; ``UNSET`` if we have not, or the server reports nothing.
+        report: ``UNSET`` if we have not asked for it, or the server has none.
     """
 
     rtt_s: float

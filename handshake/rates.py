@@ -7,16 +7,11 @@ from msgspec import Struct
 from handshake.limits import Limits
 
 BURST_S = 1.0
-"""A bucket holds what a peer may send in one second: a peer that was quiet for a second may send it at once."""
+"""A peer that was silent for a second may send as much as in one second at once."""
 
 
 class Bucket:
-    """Tokens that come back at a constant rate.
-
-    Args:
-        per_s: tokens that come back in a second.
-        now: monotonic seconds.
-    """
+    """Tokens that come back at a constant rate."""
 
     def __init__(self, per_s: float, now: float) -> None:
         self._per_s = per_s
@@ -34,12 +29,7 @@ class Bucket:
 
 
 class Allowance:
-    """What one key, or one connection where all share a key, may say.
-
-    Args:
-        limits: the rates.
-        now: monotonic seconds.
-    """
+    """What one key, or one connection where all share a key, may send."""
 
     def __init__(self, limits: Limits, now: float) -> None:
         self._messages = Bucket(limits.messages_per_s_max, now)
@@ -73,7 +63,7 @@ def pause_s(attempt: int, first_s: float, longest_s: float, draw: float = 1.0) -
 
 
 SAMPLES_MAX = 8
-"""Round trips that are remembered. Older ones say how far the clocks were apart before they drifted."""
+"""Round trips that are remembered: clocks drift."""
 
 
 class ClockOffset(Struct, frozen=True):
@@ -81,7 +71,7 @@ class ClockOffset(Struct, frozen=True):
 
     Attributes:
         ahead_s: seconds by which the peer's wall clock is ahead of ours.
-        error_s: by how much that may be wrong, either way.
+        error_s: its largest error, either way.
     """
 
     ahead_s: float
@@ -103,12 +93,6 @@ class OffsetFilter:
         self.best: ClockOffset | None = None
 
     def add(self, *, asked_at: float, answered_at: float, clock_s: float) -> None:
-        """Record one round trip.
-
-        Args:
-            asked_at: our wall clock when the question left.
-            answered_at: our wall clock when the answer was here.
-            clock_s: what the peer's wall clock showed in between.
-        """
+        """Record one round trip: our wall clock at question and answer, and the peer's in between."""
         self._samples.append(ClockOffset(clock_s - (asked_at + answered_at) / 2, (answered_at - asked_at) / 2))
         self.best = min(self._samples, key=lambda sample: sample.error_s)

@@ -1,10 +1,8 @@
 """Keys and who is trusted: CURVE keys, the ticket key, who is let in, what may be bound.
 
-A cluster shares one secret. Alone, the secret gives every server the key pair derived for servers and every client the
-pair derived for clients, so that a client knows the server's public key without asking. What the secret cannot do:
-tell two members of the cluster apart, or slow down the guessing of a weak secret. For that, each worker may have a
-key pair of its own beside the secret, and a list of the public keys that it talks to. CURVE draws fresh session
-keys for each connection in either case.
+A cluster shares one secret, from which all servers derive one key pair and all clients another, so that a client knows
+the server's public key. The secret cannot identify a member, or slow down the guessing of a weak secret. For that, each
+worker may have its own key pair, and a list of allowed public keys. CURVE draws fresh session keys in either case.
 """
 
 import hashlib
@@ -26,11 +24,11 @@ if TYPE_CHECKING:
     from hashlib import _Hash
 
 SECRET_CHARACTERS_MIN = 16
-"""Short of this a secret is a word that someone typed, and an offline search finds it."""
+"""A shorter secret is a word that an offline search finds."""
 
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 ZAP_DOMAIN = b"handshake"
-"""Not empty, so that libzmq turns everyone away while nobody answers at ``ZAP_ENDPOINT``."""
+"""Not empty, so that libzmq refuses all clients while no handler is bound to ``ZAP_ENDPOINT``."""
 
 _SALT = b"handshake cluster secret v1"
 _HASH = "sha256"
@@ -41,11 +39,9 @@ _TCP_ENDPOINT = re.compile(r"tcp://(?P<host>\[[^\[\]]+\]|[^\[\]:/]+):(?P<port>[0
 
 
 def hkdf(secret: bytes, *, salt: bytes, info: bytes, nbytes: int) -> bytes:
-    """Derive ``nbytes`` (at most 8160) from a secret, as RFC 5869 says, with SHA-256."""
+    """Derive ``nbytes`` (at most 8160) from a secret, with SHA-256. Source: RFC 5869."""
     assert 0 < nbytes <= 255 * _HASH_BYTES
-    # Step 1, extract. The RFC's default salt is a string of zeros.
     pseudorandom_key = hmac.digest(salt or bytes(_HASH_BYTES), secret, _HASH)
-    # Step 2, expand.
     output, block = b"", b""
     for counter in range(1, -(-nbytes // _HASH_BYTES) + 1):
         block = hmac.digest(pseudorandom_key, block + info + bytes([counter]), _HASH)
@@ -64,21 +60,18 @@ def sign(key: bytes, data: bytes) -> bytes:
 
 @lru_cache(maxsize=16)
 def _states(key: bytes) -> tuple["_Hash", "_Hash"]:
-    """Return the two hashes of HMAC (RFC 2104) after their first block, which is the key's and the same for all data.
-
-    They are kept because ``hmac.digest`` looks the algorithm up and hashes both blocks every time.
-    """
+    """Return the two hashes of HMAC (RFC 2104) after the block of the key, which ``hmac.digest`` hashes every time."""
     block = (key if len(key) <= _BLOCK_BYTES else hashlib.sha256(key).digest()).ljust(_BLOCK_BYTES, b"\0")
     return hashlib.sha256(block.translate(_INNER)), hashlib.sha256(block.translate(_OUTER))
 
 
 def verify(key: bytes, data: bytes, signature: bytes) -> bool:
-    """Tell whether ``signature`` is that of ``data``, in a time that does not depend on where they differ."""
+    """Return whether ``signature`` is that of ``data``, in constant time."""
     return hmac.compare_digest(sign(key, data), signature)
 
 
 PublicKey = str
-"""A public key as 64 lower-case hexadecimal digits: Z85 has characters that shells and YAML take for their own."""
+"""A public key as 64 lower-case hexadecimal digits: Z85 has characters that shells and YAML interpret."""
 
 PUBLIC_KEY = re.compile(r"[0-9a-f]{64}\Z")
 
@@ -108,12 +101,12 @@ class CurveKeys(Struct, frozen=True):
 
     @property
     def public_key(self) -> PublicKey:
-        """The public key as lists of allowed keys and tickets have it."""
+        """The public key as 64 hexadecimal digits, as in tickets."""
         return z85.decode(self.public).hex()
 
     @property
     def private_key(self) -> str:
-        """The private key, in hexadecimal digits like the public one."""
+        """The private key as 64 hexadecimal digits."""
         return z85.decode(self.private).hex()
 
     def __repr__(self) -> str:
@@ -121,10 +114,7 @@ class CurveKeys(Struct, frozen=True):
 
 
 class AllowedKeys:
-    """The public keys of all workers that one worker talks to, whichever of the two dials.
-
-    Thread: any; a list is replaced as a whole.
-    """
+    """The public keys of all workers that one worker talks to, in either direction. Thread: any."""
 
     def __init__(self, keys: Iterable[PublicKey]) -> None:
         self._keys = _checked(keys)
@@ -145,7 +135,7 @@ def _checked(keys: Iterable[object]) -> frozenset[PublicKey]:
     found = set()
     for key in keys:
         if not isinstance(key, str) or not PUBLIC_KEY.match(key):
-            # Not repeated: what was pasted into the wrong setting may be a private key.
+            # Not repeated: it may be a private key.
             raise AddressInvalid(
                 "an allowed key is malformed", remedy="Give 64 lower-case hexadecimal digits for each."
             )
@@ -195,7 +185,7 @@ class ClusterSecurity(Struct, frozen=True):
         )
 
     def accepting(self, secret: str) -> Self:
-        """Return the same that takes a second secret's tickets and peers, too, while it says the first's.
+        """Return the same that also accepts tickets and peers of a second secret.
 
         Raises:
             AddressInvalid: the secret is too short.
@@ -203,23 +193,18 @@ class ClusterSecurity(Struct, frozen=True):
         return structs.replace(self, other=type(self).from_secret(secret))
 
     def with_own_key(self, private: bytes, allowed: AllowedKeys) -> Self:
-        """Return the same with a key pair of our own at both ends, that trusts a list; the secrets sign tickets only.
-
-        Args:
-            private: the 32 bytes of our private key.
-            allowed: keys of the peers that may connect; may be replaced later.
-        """
+        """Return the same with our own key pair (32 bytes of its private key) and a list; secrets sign tickets only."""
         own = CurveKeys.from_private(private)
         return structs.replace(self, server=own, client=own, allowed=allowed)
 
     def admits(self, key: PublicKey) -> bool:
-        """Tell whether a client with this public key may talk to us."""
+        """Return whether a client with this public key may connect."""
         if self.allowed is not None:
             return key in self.allowed
         return any(key == each.client.public_key for each in (self, self.other) if each is not None)
 
     def towards(self, server_key: PublicKey = "") -> Self:
-        """Return the keys with which we dial the server of this public key; without one, a server of our secret.
+        """Return the keys to dial the server of this public key; without one, a server of our secret.
 
         Raises:
             Unauthenticated: we do not trust that key. Nothing was dialed.
@@ -239,7 +224,7 @@ class ClusterSecurity(Struct, frozen=True):
         raise Unauthenticated(f"the server's key {server_key} does not follow from our cluster secret", local=True)
 
     def verifies(self, data: bytes, signature: bytes) -> bool:
-        """Tell whether a holder of a secret that we accept has signed ``data``."""
+        """Return whether a holder of an accepted secret has signed ``data``."""
         if verify(self.ticket_key, data, signature):
             return True
         return self.other is not None and verify(self.other.ticket_key, data, signature)
@@ -249,12 +234,12 @@ class ClusterSecurity(Struct, frozen=True):
 
 
 def check_bind(bind: str, security: ClusterSecurity | None, *, insecure_allowed: bool = False) -> None:
-    """Make sure that nobody outside this machine can reach us without the cluster secret.
+    """Check that a server without encryption listens on this machine only.
 
     Args:
         bind: ``tcp://host:port``; the port may be 0 or ``*``, an IPv6 host stands in brackets.
         security: None for a server without encryption.
-        insecure_allowed: the operator asked, by name, to go without.
+        insecure_allowed: the operator allowed it by name.
 
     Raises:
         AddressInvalid: the address is malformed, or it is not a loopback address and there is no security.
@@ -268,11 +253,7 @@ def check_bind(bind: str, security: ClusterSecurity | None, *, insecure_allowed:
 
 
 def check_endpoint(endpoint: str) -> None:
-    """Make sure that ``endpoint`` is ``tcp://host:port``, before ZeroMQ guesses what else it might mean.
-
-    Raises:
-        AddressInvalid: it is not.
-    """
+    """Raise ``AddressInvalid`` if ``endpoint`` is not ``tcp://host:port``: ZeroMQ would guess what it means."""
     _host(endpoint)
 
 
@@ -291,14 +272,11 @@ def _is_loopback(host: str) -> bool:
 
 
 def answer_admission(replier: zmq.Socket[bytes], admits: Callable[[PublicKey], bool]) -> None:
-    """Let one client in if its public key is admitted. While nobody calls this, nobody is let in.
+    """Let one client in if its public key is admitted; raise ``zmq.Again`` if no client waits.
 
     Args:
         replier: a REP socket, bound to ``ZAP_ENDPOINT`` in the server's context before the server binds.
-        admits: returns whether a public key may connect; called for each connection.
-
-    Raises:
-        zmq.Again: no client waits.
+        admits: returns whether a public key may connect.
     """
     request = replier.recv_multipart(zmq.NOBLOCK)
     key = key_of_request(request)
@@ -307,7 +285,7 @@ def answer_admission(replier: zmq.Socket[bytes], admits: Callable[[PublicKey], b
 
 
 def key_of_request(request: list[bytes]) -> PublicKey | None:
-    """Return the public key of one request of ZeroMQ RFC 27, or None if it has none, or is not ours to answer.
+    """Return the public key of one request, or None if it has none. Source: ZeroMQ RFC 27.
 
     Frames of a request: version, request id, domain, address, routing id, mechanism, credentials.
     """
@@ -317,12 +295,12 @@ def key_of_request(request: list[bytes]) -> PublicKey | None:
 
 
 def answer_request(request: list[bytes], admitted: PublicKey | None) -> list[bytes]:
-    """Return the answer to one request of ZeroMQ RFC 27: status 200 with the key as the user's id, or else 400.
+    """Return the answer to one request: status 200 with the key as the user's id, or else 400. Source: ZeroMQ RFC 27.
 
     Frames of an answer: version, request id, status, reason, user id, metadata.
     """
     request_id = request[1] if len(request) > 1 else b""
     if admitted is None:
         return [b"1.0", request_id, b"400", b"unknown key", b"", b""]
-    # libzmq hands the user's id out with every message of the connection: that is how the server knows whose it is.
+    # libzmq gives the user's id with every message of the connection.
     return [b"1.0", request_id, b"200", b"", admitted.encode(), b""]

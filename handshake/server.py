@@ -1,7 +1,7 @@
 """The listening end: any number of peers on one ROUTER socket.
 
-Nothing that a peer sends ends the listener. A peer that breaks the protocol is told why once, its state is
-dropped, and what it sends afterwards is read and forgotten, until it is too much and the connection is cut.
+Nothing that a peer sends ends the listener. A peer that breaks the protocol is refused once and forgotten, and what it
+sends afterwards is dropped, until it is too much and the connection is cut.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ from handshake.states import Progress, Role
 logger = logging.getLogger("handshake")
 
 PeerKey = NewType("PeerKey", str)
-"""Names one connection while the server runs: a peer that connects again gets another one."""
+"""Names one connection: a peer that connects again gets another key."""
 
 Objection = tuple[str, str, str]
 """Code, reason and remedy of a refusal."""
@@ -52,10 +52,9 @@ _DIAL_AGAIN = "Dial again in a moment."
 WAITING_MAX = 1024
 """Newcomers that wait for a place; they hold 4 MiB at most."""
 HELLO_BYTES_MAX = 4 << 10
-"""Of a first message that may wait for a place. A Hello takes half of it at most; it may grow."""
+"""Of a first message that may wait for a place: twice the largest Hello, which may grow."""
 WAITING_SHARE = 0.5
-"""Of ``Limits.handshake_s``: so long a newcomer waits for a place. Its own deadline began earlier, when it dialed, and
-it is to hear before why it had none."""
+"""Share of ``Limits.handshake_s`` that a newcomer waits for a place: it must hear why before its own deadline."""
 
 MakePass = Callable[[PublicKey, Identity], bytes]
 """Makes the pass of a client, at most 64 bytes, from the key that it has proved to hold and from who it says it is."""
@@ -67,15 +66,14 @@ OnPeerEvent = Callable[[PeerKey, Event], None]
 
 
 class Peer(Struct, frozen=True, kw_only=True):
-    """What is known of one peer that is ready.
+    """One peer that is ready.
 
     Attributes:
-        key: of its connection.
         identity: who it says it is.
         version: of the wire protocol.
         rtt_s: seconds of the last measured round trip.
-        clock_offset: how far its wall clock is ahead of ours; None if it does not tell.
-        public_key: that it has proved to hold; empty without encryption.
+        clock_offset: how far its wall clock is ahead of ours; None if it is unknown.
+        public_key: the one that it has proved to hold; empty without encryption.
     """
 
     key: PeerKey
@@ -87,13 +85,7 @@ class Peer(Struct, frozen=True, kw_only=True):
 
 
 class _Waiting(Struct, frozen=True):
-    """A newcomer without a place, to which nothing has been said.
-
-    Attributes:
-        routing_id: of its connection.
-        frames: its first message.
-        timer: ends the wait.
-    """
+    """A newcomer without a place, its first message, and the timer that ends its wait."""
 
     routing_id: bytes
     frames: list[bytes]
@@ -101,10 +93,7 @@ class _Waiting(Struct, frozen=True):
 
 
 class HandshakeServer:
-    """The peers of one listener. Made by ``open_server``.
-
-    Thread: the loop's only.
-    """
+    """The peers of one listener. Made by ``open_server``. Thread: the event loop."""
 
     def __init__(
         self,
@@ -131,11 +120,11 @@ class HandshakeServer:
         self._drivers: dict[PeerKey, Driver] = {}
         self._ready: dict[PeerKey, PeerReady] = {}
         self._public_keys: dict[PeerKey, PublicKey] = {}
-        # Of every allowed key that ever came: a peer that connects again finds what it has used up.
+        # Of every allowed key that ever connected: a peer that connects again has no fresh limit.
         self._allowances: dict[PublicKey, Allowance] = {}
         self._failures: Counter[str] = Counter()
-        # Connections that were dismissed may live on until they have said too much, see ``handshake.intake``. The
-        # oldest is forgotten first; should it still talk, it is refused once more.
+        # Connections that were dismissed and may still send, until they are cut. The oldest is forgotten first: if it
+        # still sends, it is refused again.
         self._dismissed: dict[PeerKey, None] = {}
         # In the order in which they came; there are none while a place is free.
         self._waiting: dict[PeerKey, _Waiting] = {}
@@ -164,7 +153,7 @@ class HandshakeServer:
 
     @property
     def failures(self) -> dict[str, int]:
-        """How many connections have failed since the start, by code, those never let in or cut off included."""
+        """How many connections have failed since the start, by code, including those never let in."""
         return {**self._failures, **self._channel.strangers}
 
     def send(self, peer_key: PeerKey, message: Released | Renewed) -> None:
@@ -201,11 +190,7 @@ class HandshakeServer:
                 self.disconnect(key, *_REMOVED)
 
     def receive(self, frames: list[bytes], public_key: PublicKey = "") -> bool:
-        """Take one message from the socket; its first frame names the connection, and the connection has one key.
-
-        Returns:
-            Whether it was listened to; not that of a peer that was dismissed.
-        """
+        """Process one message; its first frame names the connection. Return False for a peer that was dismissed."""
         routing_id, *body = frames
         key = PeerKey(routing_id.hex())
         driver = self._drivers.get(key)
@@ -213,17 +198,14 @@ class HandshakeServer:
             driver.receive(body)
         elif key in self._dismissed:
             return False
-        elif key in self._waiting:  # an honest client has nothing to say before it is answered, except that it leaves
+        elif key in self._waiting:  # before an answer, an honest client sends only that it leaves
             self._end_wait(key, self._crowded)
         else:
             self._meet(key, routing_id, public_key, body)
         return True
 
     async def leave(self) -> None:
-        """Say goodbye to every peer and wait for the answers, ``Limits.closing_s`` at most.
-
-        Cancellation: safe; the peers are dropped.
-        """
+        """Say goodbye to every peer; wait ``Limits.closing_s`` at most. Cancellation: safe; the peers are dropped."""
         self._leaving = True
         self._emptied.clear()
         try:
@@ -241,7 +223,7 @@ class HandshakeServer:
                 driver.lost("the server has left")
 
     def _meet(self, key: PeerKey, routing_id: bytes, public_key: PublicKey, frames: list[bytes]) -> None:
-        """Take the first message of a connection: it has a place, waits for one, or is refused."""
+        """Process the first message of a connection: it gets a place, waits for one, or is refused."""
         objection = self._objection(public_key)
         if objection is None and (self._waiting or not self._has_place):
             if self._may_wait(frames):
@@ -256,25 +238,25 @@ class HandshakeServer:
         self._admit(key, routing_id, public_key, objection).receive(frames)
 
     def _may_wait(self, frames: list[bytes]) -> bool:
-        """Tell whether a newcomer may wait: it has proved to hold a key, and neither it nor the others cost much."""
+        """Return whether a newcomer may wait: it has proved to hold a key, and the waiting ones cost little."""
         if self._security is None or len(self._waiting) >= WAITING_MAX:
             return False
         return sum(map(len, frames)) <= HELLO_BYTES_MAX
 
     def _seat_next(self) -> None:
-        """Give the place that has become free to the newcomer that has waited longest."""
+        """Give a free place to the newcomer that has waited longest."""
         if self._waiting and self._has_place:
             self._end_wait(next(iter(self._waiting)))
 
     def _end_wait(self, key: PeerKey, objection: Objection | None = None) -> None:
-        """Answer a newcomer that waits: give it a place if there is one and nothing to object."""
+        """Admit a newcomer that waits, or refuse it."""
         waiting, public_key = self._waiting.pop(key), self._public_keys.pop(key)
         waiting.timer.cancel()
         objection = self._objection(public_key) or objection or (None if self._has_place else self._crowded)
         self._admit(key, waiting.routing_id, public_key, objection).receive(waiting.frames)
 
     def _admit(self, key: PeerKey, routing_id: bytes, public_key: PublicKey, objection: Objection | None) -> Driver:
-        """Make a connection for a newcomer; if there is an objection, one that has been refused already."""
+        """Make a connection for a newcomer, and refuse it if there is an objection."""
         connection = Conversation(
             Role.SERVER,
             self._identity,
@@ -303,7 +285,7 @@ class HandshakeServer:
 
     @staticmethod
     def _passed(make_pass: MakePass, public_key: PublicKey, identity: Identity) -> bytes:
-        """Return the pass of one client; empty if none can be made: a defect above does not end the listener."""
+        """Return the pass of one client; empty if it cannot be made: a defect above does not end the listener."""
         try:
             made = make_pass(public_key, identity)
             assert len(made) <= PASS_BYTES_MAX, f"a pass has {len(made)} bytes, more than {PASS_BYTES_MAX}"
@@ -314,7 +296,7 @@ class HandshakeServer:
 
     @staticmethod
     def _reported(make_report: MakeReport) -> bytes:
-        """Return the report; empty if none can be made: a defect above does not end the listener."""
+        """Return the report; empty if it cannot be made."""
         try:
             made = make_report()
             assert len(made) <= REPORT_BYTES_MAX, f"a report has {len(made)} bytes, more than {REPORT_BYTES_MAX}"
@@ -324,7 +306,7 @@ class HandshakeServer:
         return made
 
     def _objection(self, public_key: PublicKey) -> Objection | None:
-        """Say why one more connection of this key is not wanted, if so."""
+        """Return why one more connection of this key is refused, if so."""
         limits = self._limits
         if self._leaving:
             return CloseCode.CLOSING, "the server is leaving", "Dial its successor."
@@ -345,11 +327,9 @@ class HandshakeServer:
         return CloseCode.TOO_MANY_PEERS, reason, "Raise peers_max, or use fewer peers."
 
     def _make_room(self) -> Objection | None:
-        """Give up the oldest handshake if too many are under way; object to the newcomer if it is too young for that.
+        """Refuse the oldest handshake if too many are in progress; object to the newcomer if the oldest is young.
 
-        Without encryption anyone may begin handshakes. An honest one takes milliseconds, so the newest may be the only
-        honest one. Members that have proved to hold a key are never given up so: in a herd of them the oldest is the
-        next to be ready.
+        Without encryption only: an honest handshake takes milliseconds, so the newest may be the only honest one.
         """
         pending = [
             driver
@@ -366,7 +346,7 @@ class HandshakeServer:
 
     @property
     def _tells_apart(self) -> bool:
-        """Tell whether a key identifies one worker: all workers have the secret's own keys."""
+        """Return whether a key identifies one worker: not if all have the secret's keys."""
         return self._security is not None and self._security.allowed is not None
 
     def _trusts(self, public_key: PublicKey) -> bool:
@@ -385,12 +365,12 @@ class HandshakeServer:
         if isinstance(event, PeerReady):
             self._ready[key] = event
         if isinstance(event, ConnectionFailed):
-            # What a peer gives as its code is its own word, and would make a counter of its own.
+            # A peer chooses the code of its refusal: it must not create a counter.
             self._failures["refused" if event.refused else event.code] += 1
         self._on_event(key, event)
 
     def _settled(self, key: PeerKey) -> None:
-        """Drop a connection that has ended, without waiting for the last word of a peer that we refused."""
+        """Drop a connection that has ended; do not wait for the last word of a peer that we refused."""
         driver = self._drivers.get(key)
         if driver is None or driver.connection.ending is None:
             return
@@ -429,8 +409,8 @@ async def open_server(
         identity: who we are.
         publication: what every peer gets.
         security: of the cluster; None admits everyone, without encryption.
-        on_event: called on the loop with each event of each connection, those that never became ready
-            included. It must be quick. If it raises, the error is logged and that peer is dropped.
+        on_event: called on the loop with each event of each connection, also if it never became ready. It must be
+            quick. If it raises, the error is logged and that peer is dropped.
         limits: what peers may cost us.
         insecure_allowed: allow ``security=None`` on an address that is not a loopback address.
         network: where we listen.

@@ -1,7 +1,6 @@
 """The state machine of a connection: one table, one function.
 
-Everything that decides what may be said when is in ``TRANSITIONS``. The two roles differ only in the way that a
-message travels, so both pass through the same states::
+``TRANSITIONS`` decides what may be said when. The roles differ only in the direction of a message::
 
     FRESH      nothing was said
     GREETED    the client's Hello was said
@@ -11,9 +10,8 @@ message travels, so both pass through the same states::
     CLOSING    we said our last word, and wait for the peer's
     CLOSED     the end
 
-A peer's last word is answered with ours before it is taken, so ``CLOSED`` is reached through ``CLOSING``, unless
-the transport is lost. Time is no part of the table: ``budget_s`` names each state's deadline, and the connection
-expires it by saying a last word.
+A peer's last word is answered with ours before it is taken, so ``CLOSED`` is reached through ``CLOSING``, unless the
+transport is lost. ``budget_s`` has each state's deadline, which the connection expires by sending a last word.
 """
 
 from enum import Enum, StrEnum, auto
@@ -41,7 +39,7 @@ from handshake.messages import (
 
 
 class Role(StrEnum):
-    """Which end of the connection we are."""
+    """Which end of a connection."""
 
     CLIENT = "client"
     SERVER = "server"
@@ -64,20 +62,18 @@ class Progress(StrEnum):
 class Occurrence(Enum):
     """What can happen to a connection besides messages."""
 
-    LOST = auto()
-    """The transport is gone."""
-    EXPIRED = auto()
-    """The peer did not answer our last word in time."""
+    LOST = auto()  # the transport is gone
+    EXPIRED = auto()  # the peer did not answer our last word in time
 
 
 class Sent(Struct, frozen=True):
-    """Our side says a message of this type."""
+    """We send a message of this type."""
 
     message: type[Message]
 
 
 class Received(Struct, frozen=True):
-    """The peer says a message of this type."""
+    """The peer sends a message of this type."""
 
     message: type[Message]
 
@@ -99,7 +95,7 @@ _PINGS: Rules = {
     Received(Pong): Progress.READY,
 }
 
-# After our last word only the peer's counts; what it said before it heard ours is let pass.
+# After our last word only the peer's counts; what it sent before it received ours is ignored.
 _CLOSING: Rules = {
     **{Received(message): Progress.CLOSING for message in get_args(AnyMessage)},
     Received(Bye): Progress.CLOSED,
@@ -169,10 +165,10 @@ def describe(trigger: Trigger) -> str:
 
 
 def budget_s(state: Progress, limits: Limits) -> float | None:
-    """Return how long a connection may stay as it is, in seconds, or None if forever.
+    """Return the seconds that a connection may stay in a state, or None if forever.
 
-    A handshake has one budget, counted from the start of the connection. ``READY`` counts from the last sign of
-    life, and ``CLOSING`` from our last word.
+    A handshake has one budget, from the start of the connection. ``READY`` counts from the peer's last message,
+    ``CLOSING`` from our last word.
     """
     match state:
         case Progress.FRESH | Progress.GREETED | Progress.WELCOMED | Progress.PUBLISHED:
