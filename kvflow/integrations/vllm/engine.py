@@ -21,9 +21,8 @@ PACKED = "BLHNC"
 """Layout of vLLM in which one block of all layers is one row."""
 
 PACKED_BY_HEAD = "BHLNC"
-"""The same, with the layers of one head side by side: other numbers of ranks read one piece per head.
-Hybrid models cannot have it, since vLLM takes it only where all layers have heads and pages of one shape.
-"""
+"""The same, with the layers of one head side by side: other numbers of ranks read one piece per head. vLLM takes it
+only where all layers have heads and pages of one shape, so not for hybrid models."""
 
 BLACKWELL = 10
 """Compute capability from which FlashInfer and B12X support ``LBHNC`` and ``BLHNC`` only (vLLM 0.32)."""
@@ -48,9 +47,8 @@ LOAD_WAIT = LoadWait(0.004, 0.016)
 """If no other engine and no other step waits for this one.
 
 vLLM runs such steps one millisecond apart and holds the GIL, which kvflow's threads need, for most of that time. A
-thread that waits here releases the GIL and gets all ends together. It waits for all loads, because a load that ends
-just after the step has to wait for the whole next step, which computes for the other requests. The loads of a burst
-end one after the other. A request that arrives in this time waits at most as long.
+thread that waits here releases it. It waits for all loads, because one that ends just after the step has to wait for
+the whole next step, which computes for the other requests.
 """
 
 BRIEF_WAIT = LoadWait(0.0005, 0.0005)
@@ -117,9 +115,7 @@ def require_awake(model: Any) -> None:
 
 def require_own_device(vllm_config: "VllmConfig") -> None:
     """Refuse a ``kv_buffer_device`` other than that of the cache: peers read it where it is."""
-    from vllm.platforms import current_platform  # noqa: PLC0415 - it looks for devices
-
-    wanted, has = vllm_config.kv_transfer_config.kv_buffer_device, current_platform.device_type
+    wanted, has = vllm_config.kv_transfer_config.kv_buffer_device, _platform().device_type
     if wanted != has:
         raise ConfigInvalid(
             f"kv_buffer_device is {wanted}, but the cache is on {has}, and KVFlowConnector stages it nowhere else",
@@ -133,11 +129,9 @@ def require_fixed_pages(vllm_config: "VllmConfig") -> None:
 
     vLLM refuses it, too, under the older of torch's names. Its own allocator for sleep mode keeps pages where they are.
     """
-    from vllm.platforms import current_platform  # noqa: PLC0415 - it looks for devices
-
     model = vllm_config.model_config
     asleep = getattr(model, "enable_sleep_mode", False)
-    if current_platform.is_cpu() or getattr(model, "enable_cumem_allocator", asleep):
+    if _platform().is_cpu() or getattr(model, "enable_cumem_allocator", asleep):
         return
     for name in ALLOCATOR_VARIABLES:
         if EXPANDABLE.search(os.environ.get(name, "")):
@@ -194,17 +188,14 @@ def required_layout(vllm_config: "VllmConfig", *, packed: bool) -> str | None:
 
 def _keeps_heads_inside() -> bool:
     """Return whether vLLM's FlashInfer supports no heads outside layers on this GPU."""
-    from vllm.platforms import current_platform  # noqa: PLC0415 - it looks for devices
-
-    capability = current_platform.get_device_capability()
+    capability = _platform().get_device_capability()
     return capability is not None and capability.major >= BLACKWELL
 
 
 def head_counts(vllm_config: "VllmConfig", layers: Iterable[str]) -> dict[str, int]:
     """Return how many KV heads each of those layers has in the whole model: layer name -> heads, where it is known.
 
-    vLLM tells each layer its rank's share only. A share of one head is a replica if the model has fewer heads than
-    there are ranks, and layers of one model may have different numbers of them.
+    vLLM tells each layer its rank's share only, in which one head may be a replica.
     """
     target = vllm_config.model_config
     draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
@@ -221,7 +212,7 @@ def head_counts(vllm_config: "VllmConfig", layers: Iterable[str]) -> dict[str, i
 
 
 def _described_heads(config: Any) -> dict[int, int]:
-    """Return the KV heads of each layer of a model that kvflow knows: index -> heads; nothing of other models."""
+    """Return the KV heads of each layer of a model that kvflow knows: index -> heads."""
     try:
         specs = models.from_hf_config(config.to_dict())
     except SpecInvalid:
@@ -231,7 +222,7 @@ def _described_heads(config: Any) -> dict[int, int]:
 
 
 def _common_heads(model: Any) -> int:
-    """Return the KV heads of all layers of a model; 0 if its config says that some have another number of them."""
+    """Return the KV heads of all layers of a model; 0 if some have another number."""
     total = int(model.get_total_num_kv_heads())
     return total if set(_numbers(model.hf_text_config.to_dict())) <= {0, total} else 0
 
@@ -252,10 +243,8 @@ def _numbers(config: Any, key: str = "") -> Iterator[int]:
 def element_types(vllm_config: "VllmConfig", layers: Iterable[str]) -> dict[str, str]:
     """Return what the bytes of each layer's cache are, if vLLM keeps them as bytes: layer name -> torch's name."""
     # ``--kv-cache-dtype-skip-layers``, the checkpoint or a draft model may make some layers different.
-    from vllm.platforms import current_platform  # noqa: PLC0415 - it looks for devices
-
     modules = vllm_config.compilation_config.static_forward_context
-    platform_fp8 = dtype_name(current_platform.fp8_dtype())
+    platform_fp8 = dtype_name(_platform().fp8_dtype())
     found = {}
     for name in layers:
         module = modules.get(name)
@@ -267,15 +256,9 @@ def element_types(vllm_config: "VllmConfig", layers: Iterable[str]) -> dict[str,
 
 
 def arrangements(vllm_config: "VllmConfig", layers: Iterable[str]) -> dict[str, str]:
-    """Return how the bytes of those caches are arranged that strides do not describe: layer name -> name.
-
-    It names the platform and the backend, whose kernels alone know more. Of keys and values that cannot be told apart,
-    ``adopt_caches`` adds what the tensor shows.
-    """
-    from vllm.platforms import current_platform  # noqa: PLC0415 - it looks for devices
-
+    """Name the arrangement of caches that strides do not describe, by platform and backend: layer name -> name."""
     modules = vllm_config.compilation_config.static_forward_context
-    platform = str(current_platform.device_name)
+    platform = str(_platform().device_name)
     found = {}
     for name in layers:
         module = modules.get(name)
@@ -286,6 +269,12 @@ def arrangements(vllm_config: "VllmConfig", layers: Iterable[str]) -> dict[str, 
         elif backend is not None and not backend.is_mla():
             found[name] = f"{platform}_{backend.get_name().lower()}"
     return found
+
+
+def _platform() -> Any:
+    from vllm.platforms import current_platform  # noqa: PLC0415 - it looks for devices
+
+    return current_platform
 
 
 def _tp_rank() -> int:
