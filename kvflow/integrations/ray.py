@@ -20,13 +20,8 @@ EVERYWHERE = frozenset({"0.0.0.0", "*", "[::]"})  # noqa: S104 - recognized, so 
 def build_pd_openai_app(pd_serving_args: dict[str, Any]) -> Any:
     """Register kvflow's backend and return Ray's application for prefill and decode.
 
-    In a Serve configuration, name this function as ``import_path: kvflow.integrations.ray:build_pd_openai_app``.
-
-    Args:
-        pd_serving_args: arguments of ``ray.serve.llm.build_pd_openai_app``.
-
-    Returns:
-        The result of ``ray.serve.llm.build_pd_openai_app``.
+    In a Serve configuration, name this function as ``import_path: kvflow.integrations.ray:build_pd_openai_app``. It
+    takes and returns what ``ray.serve.llm.build_pd_openai_app`` does.
     """
     from ray.serve.llm import build_pd_openai_app as build  # noqa: PLC0415 - see above
 

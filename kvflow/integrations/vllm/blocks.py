@@ -3,11 +3,9 @@
 vLLM lists the blocks of a request from its first token on, with the null block where a window has moved on. A ticket
 lists the last blocks, up to the one that holds the last token, with -1 for a missing block.
 
-The producer signs one digest for each block; the consumer computes the same digests and compares them. Digests form a
-chain over the blocks of a request from its first token on. Each digest covers the one before it, the token ids of its
-block, and everything else by which vLLM's prefix cache distinguishes blocks: adapter, media, salt, embeddings. Two
-blocks with the same digest hold the keys and values of the same prefix. vLLM's own block hashes differ between
-engines: each engine chooses the hash function, and may start the chain with a random number.
+The producer signs one digest for each block; the consumer computes and compares them. Digests form a chain from the
+first token on: each covers the one before it, the token ids of its block, and all else by which vLLM's prefix cache
+distinguishes blocks (adapter, media, salt, embeddings). vLLM's own hashes differ between engines, by function and seed.
 """
 
 import sys
@@ -28,11 +26,7 @@ from kvflow.integrations.vllm.messages import BlockIds
 # Block ids.
 
 NULL_BLOCK = 0
-"""vLLM's id of a missing block, which no request ever gets.
-
-Here it also replaces a block that the prefix cache has filled: other requests may be reading that block, so nothing
-must be written into it.
-"""
+"""vLLM's id of a missing block. Here also of a block that the prefix cache has filled: others may read it."""
 
 ABSENT = -1
 
@@ -113,8 +107,7 @@ def _wanted(each: TransferGroup, ids: Sequence[int], end: int) -> tuple[int, ...
 
 # Digests.
 
-Request = Any
-"""A request of vLLM's scheduler."""
+Request = Any  # of vLLM's scheduler
 
 DIGEST_BYTES = 16
 
@@ -144,11 +137,11 @@ class Contents:
     def digests(
         self, request: Request, block_ids: Sequence[Sequence[int]], block_sizes: Sequence[int], num_tokens: int
     ) -> Digests:
-        """Return the digest of each offered block; empty for a missing block.
+        """Return the digest of each of the last blocks of each group; empty for a missing block.
 
         Args:
             request: owner of the blocks.
-            block_ids: the last blocks of each group.
+            block_ids: one list for each group.
             block_sizes: tokens in a block of each group, 0 for states.
             num_tokens: tokens in the blocks.
 

@@ -2,11 +2,10 @@
 
 vLLM's specs are told apart by the names of their classes, so that this module needs no vLLM.
 
-The cache of vLLM's attention on CPUs has the shape of others, ``[blocks, heads, tokens, 2 * head size]``. But in the
-bytes of one head of a block, all keys come before all values, and the order of the keys depends on the kernel. The
-kernel ``vec`` has the tokens innermost, which strides can describe. Other kernels mix tokens and content in tiles,
-which strides cannot describe. Two engines with the same kernel and block size transfer such bytes unchanged; other
-pairs must refuse each other. Source: ``csrc/cpu/cpu_attn_vec.hpp`` of vLLM.
+Attention on CPUs has a cache of the usual shape, ``[blocks, heads, tokens, 2 * head size]``. But in one head of a
+block, all keys come before all values. The kernel ``vec`` has the tokens innermost, which strides can describe. Others
+mix tokens and content in tiles: two engines with the same kernel and block size transfer such bytes unchanged, and
+other pairs must refuse each other. Source: ``csrc/cpu/cpu_attn_vec.hpp`` of vLLM.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -75,20 +74,12 @@ class EngineShape(Struct, frozen=True, kw_only=True):
 
 
 def read_groups(groups: Iterable[Any]) -> tuple[Group, ...]:
-    """Return the groups of vLLM's ``KVCacheGroupSpec``, in their order.
-
-    Raises:
-        SpecInvalid: a group has layers of kinds that share no table, or that are not known.
-    """
+    """Return the groups of vLLM's ``KVCacheGroupSpec``; SpecInvalid if one has layers of an unknown kind."""
     return tuple(_read_group(group) for group in groups)
 
 
 def read_specs(groups: Iterable[Any], shape: EngineShape) -> dict[str, CacheSpec]:
-    """Return kvflow's spec of every layer of vLLM's ``KVCacheGroupSpec``.
-
-    Raises:
-        SpecInvalid: names the layer whose cache cannot be described.
-    """
+    """Return kvflow's spec of every layer of vLLM's ``KVCacheGroupSpec``; SpecInvalid names one without."""
     return {name: read_spec(name, spec, shape) for group in groups for name, spec in layer_specs(group)}
 
 
@@ -133,7 +124,7 @@ def byte_format(cache_dtype: str, *, platform_fp8: str, backend: str = "") -> st
     Args:
         cache_dtype: vLLM's name, resolved for one layer: ``fp8``, ``fp8_e5m2``, ...
         platform_fp8: torch's name of the platform's ``fp8_dtype()``.
-        backend: vLLM's name of the layer's attention backend.
+        backend: of the layer's attention.
     """
     match cache_dtype:
         case "fp8" | "fp8_e4m3" | "fp8_per_token_head" | "fp8_ds_mla":
@@ -146,7 +137,7 @@ def byte_format(cache_dtype: str, *, platform_fp8: str, backend: str = "") -> st
 
 
 def dtype_name(dtype: Any) -> Any:
-    """Return torch's name of a dtype, without its module."""
+    """Return the name of one of torch's dtypes."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -158,7 +149,6 @@ def _read_group(group: Any) -> Group:
 
 
 def _kind(name: str, spec: Any) -> tuple[str, int]:
-    """Return kind and window, which layers of one group have in common."""
     reader = _reader(name, spec)
     if reader is _read_state:
         return "mamba", 0
@@ -202,7 +192,6 @@ def _read_latent(name: str, spec: Any, shape: EngineShape) -> MLA:
 
 
 def _read_opaque(name: str, spec: Any, shape: EngineShape) -> Opaque:
-    """Describe pages that only a peer with the same backend, geometry and number of ranks can use."""
     _require_plain(name, spec)
     arrangement = shape.arrangements.get(name, "")
     if not arrangement:
@@ -238,7 +227,6 @@ def _read_state(name: str, spec: Any, shape: EngineShape) -> Mamba:
 
 
 def _attention(name: str, spec: Any, shape: EngineShape) -> dict[str, Any]:
-    """Return what all kinds of attention with heads have in common."""
     _require_plain(name, spec)
     problem = _undescribed(spec)
     if problem:
@@ -352,7 +340,7 @@ def adopt_caches(
         groups: vLLM's groups that travel.
         shape: of the engine; the kernels' blocks are read from the tensors.
         tp_rank: of this worker.
-        kernels: layers whose attention is that of CPUs, and its kernel; see ``cpu_kernels``.
+        kernels: what ``cpu_kernels`` returns.
 
     Raises:
         SpecInvalid: names the layer, what is wrong with its cache, and what was expected.
@@ -392,10 +380,6 @@ def set_scales(kv_caches: Mapping[str, Tensor], modules: Mapping[str, Any]) -> N
 
     Triton's backend does it when a layer first runs, which may be after the first load. It views the scales only once.
     Source: ``TritonAttentionImpl._ensure_scale_caches`` of vLLM 0.32.
-
-    Args:
-        kv_caches: layer name -> ``[blocks, heads, tokens, content]``.
-        modules: vLLM's layers by their names.
     """
     for name, tensor in kv_caches.items():
         backend: Any = getattr(modules.get(name), "impl", None)
@@ -426,11 +410,7 @@ def geometry(tensor: Tensor) -> str:
 
 
 def page_of(name: str, tensor: Tensor, spec: Any) -> Tensor:
-    """Return a layer's tensor as its pages, ``[blocks, bytes]``.
-
-    Raises:
-        SpecInvalid: a page does not lie together, so that it cannot move whole.
-    """
+    """Return a layer's tensor as its pages, ``[blocks, bytes]``; SpecInvalid if a page does not lie together."""
     size = tensor.element_size()
     tokens = tensor.shape[2]
     nbytes = spec.unpadded_page_size_bytes * tokens // spec.block_size
@@ -480,11 +460,7 @@ def strided(kernels: Mapping[str, str], tensors: Mapping[str, Tensor]) -> bool:
 
 
 def keys_and_values(tensor: Tensor) -> list[Tensor]:
-    """Return the keys and the values of one layer of the kernel ``vec``, each ``[blocks, heads, tokens, content]``.
-
-    Args:
-        tensor: ``[blocks, heads, tokens, 2 * content]`` as vLLM gives it.
-    """
+    """Return keys and values of a layer of the kernel ``vec``: ``[blocks, heads, tokens, 2 * content]`` cut in two."""
     blocks, heads, tokens, content = tensor.shape
     page = tensor.view(blocks, heads, tokens * content)
     half = tokens * content // 2

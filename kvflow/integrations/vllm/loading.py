@@ -1,11 +1,8 @@
 """The consumer's part of the scheduler's side: requests that read their prompt from a ticket.
 
-This module is pure. The scheduler's side tells it what vLLM does with a request, and it collects commands for the
-ranks.
-
-A request is *announced* when it arrives. It is *loading* from the time it has blocks until the ranks report it. After
-that it is forgotten. For a request that is not known here, nothing is loaded: so vLLM computes a request that was
-preempted, or whose load has failed.
+This module is pure: it takes what vLLM does with a request, and collects commands for the ranks. A request is
+*announced* when it arrives, and *loading* from the time it has blocks until the ranks report it. Then it is forgotten,
+and vLLM computes it if it comes again: it was preempted, or its load has failed.
 
 A ticket is read once, because reading it ends its lease. If several requests have the same ticket, as the samples of
 one prompt do (``n``), the first one loads it. The others *follow*: they wait, and use the blocks of the first one in
@@ -117,11 +114,7 @@ class Loading:
         self.refuse(request_id, error, wanted=wanted, ticket=load.ticket if load else None)
 
     def matched(self, request_id: str, computed: int) -> int | None:
-        """Return how many tokens after the computed ones can be loaded.
-
-        Returns:
-            None while another request loads the same ticket: vLLM asks again.
-        """
+        """Return how many tokens after the computed ones can be loaded; None while another loads the same ticket."""
         load = self._loads.get(request_id)
         if load is None or load.loading:
             return 0
@@ -178,8 +171,8 @@ class Loading:
     def take_commands(self) -> list[Command]:
         """Return the commands for the ranks since the last call.
 
-        A request that got no blocks in the step of its arrival may wait for longer than its lease. From the next step
-        on, its lease is renewed. Most requests do not wait and need no command for this.
+        A request that got no blocks in the step of its arrival may wait longer than its lease: from the next step on,
+        the lease is renewed.
         """
         if not (self._commands or self._waited or self._new):
             return []

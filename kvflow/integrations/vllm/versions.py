@@ -39,20 +39,14 @@ Keys = tuple[tuple[Any, ...] | None, int]
 
 
 class Features(Struct, frozen=True, kw_only=True):
-    """What a release of vLLM does for its connectors.
+    """What a release of vLLM does for its connectors."""
 
-    Attributes:
-        failed_requests: a worker reports the requests that could not be loaded. Older releases take block ids instead,
-            and work with one group of layers only: in other engines the scheduler raises.
-        named_keys: each key of a block's hash starts with its kind.
-        hit_sources: connectors report where tokens come from.
-        sleep: vLLM calls its connectors when the engine sleeps and wakes.
-    """
-
+    # A worker reports the requests that could not be loaded. Older releases take block ids instead, and work with one
+    # group of layers only: in other engines the scheduler raises.
     failed_requests: bool
-    named_keys: bool
-    hit_sources: bool
-    sleep: bool
+    named_keys: bool  # each key of a block's hash starts with its kind
+    hit_sources: bool  # connectors report where tokens come from
+    sleep: bool  # vLLM calls its connectors when the engine sleeps and wakes
 
 
 def require_supported() -> None:
@@ -71,11 +65,7 @@ def installed_release() -> str:
 
 
 def check_release(release: str) -> tuple[int, int]:
-    """Return the first two numbers of a release, such as ``0.32.0+cpu``.
-
-    Raises:
-        ConfigInvalid: it is not supported, or is not the name of a release.
-    """
+    """Return the first two numbers of a release, such as ``0.32.0+cpu``; ConfigInvalid if it is not supported."""
     try:
         major, minor = (int(part) for part in release.split(".")[:2])
     except ValueError:
@@ -186,10 +176,7 @@ def require_failures_told(groups: Iterable[Any], policy: str) -> None:
     """Refuse the policy ``recompute`` of ``kv_load_failure_policy`` where this release of vLLM cannot keep it.
 
     Releases without ``failed_requests`` recompute from the first block that was not loaded. If a sliding window has
-    moved past earlier blocks, these are missing, and the tokens would be wrong.
-
-    Raises:
-        ConfigInvalid: names the kind of cache.
+    moved past earlier blocks, these are missing, and the tokens would be wrong. ConfigInvalid names the kind of cache.
     """
     if features().failed_requests or policy != "recompute":
         return
