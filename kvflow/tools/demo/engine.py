@@ -100,10 +100,10 @@ class BlockPool:
 
 @dataclass(slots=True)
 class BlockTable:
-    """Where the cache of one request is, group by group.
+    """Where the cache of one request is.
 
     Attributes:
-        rows: one list per group; entry i is the block of tokens [i * block_size, (i + 1) * block_size), or ABSENT.
+        rows: one list for each group; entry i is the block of tokens [i * block_size, (i + 1) * block_size), or ABSENT.
     """
 
     rows: list[list[int]]
@@ -117,9 +117,9 @@ async def take_table(pool: BlockPool, groups: Sequence[Group], num_tokens: int, 
     """Take the blocks for a request of ``num_tokens``.
 
     Args:
-        pool: where from.
+        pool: source of the blocks.
         groups: of the cache.
-        num_tokens: of the whole request, what will be generated included.
+        num_tokens: of the whole request, with what will be generated.
         num_computed: tokens that are computed elsewhere: blocks that lie behind a window by then are left out.
     """
     absent = [_first_visible(group, num_computed) for group in groups]
@@ -159,7 +159,7 @@ def _first_visible(group: Group, num_tokens: int) -> int:
 
 
 class Engine:
-    """Computes tokens for requests whose blocks someone else manages.
+    """Computes tokens in blocks that its caller manages.
 
     Args:
         layout: of the cache, as ``kvflow.allocate`` takes it.

@@ -28,14 +28,13 @@ QUERY_TILE = 128
 """Queries that attend together: bounds the scores of a long prompt, and skips most of what a window hides."""
 
 ROPE_BASE = 10_000.0
-"""Base of the rotary frequencies, as in the first models that used them."""
 
 ATTENTION_SHARPNESS = 8.0
 """Factor on the queries. Random attention is nearly uniform, and an average over a thousand tokens hides one wrong
 one; sharp attention follows single tokens, and what they hold shows."""
 
 EVERYTHING = 1 << 31
-"""The window of a layer that attends to everything."""
+"""Window of a full-attention layer."""
 
 
 class ModelShape(Struct, frozen=True):
@@ -161,7 +160,7 @@ class TinyModel:
 
 
 class _DecoderLayer:
-    """Attention and a feed-forward network, each on a normalised copy of the residual stream."""
+    """Attention and a feed-forward network."""
 
     def __init__(self, shape: ModelShape, index: int, draw: "_WeightSource") -> None:
         heads = shape.num_heads * shape.head_size
@@ -190,7 +189,7 @@ class _DecoderLayer:
         return x_TZ + functional.gelu(_rms_norm(x_TZ) @ self._up_ZF) @ self._down_FZ
 
     def _attend(self, q_HTD: torch.Tensor, first_token: int, pages: PagedKV, block_ids: torch.Tensor) -> torch.Tensor:
-        """Attend to the pages, which hold these tokens already, one tile of queries after the other."""
+        """Attend to the pages, which hold these tokens already, tile by tile."""
         block_size, end_token = self._shape.block_size, first_token + q_HTD.shape[1]
         first_block = self._first_in_sight(first_token) // block_size
         k_HSD, v_HSD = pages.gather(block_ids[first_block : -(-end_token // block_size)])
@@ -220,7 +219,7 @@ class _WeightSource:
         self._generator = torch.Generator().manual_seed(seed)
 
     def matrix(self, rows: int, columns: int, scale: float = 1.0) -> torch.Tensor:
-        """Return a matrix that keeps the variance of what it multiplies from the left, times ``scale`` squared."""
+        """Return a matrix that keeps the variance of its left operand, times ``scale`` squared."""
         return torch.randn(rows, columns, generator=self._generator) * (scale / math.sqrt(rows))
 
 
@@ -229,7 +228,7 @@ def _rms_norm(x_TZ: torch.Tensor) -> torch.Tensor:
 
 
 def _rotate(x_THD: torch.Tensor, position_T: torch.Tensor) -> torch.Tensor:
-    """Rotary position embedding: turn each pair of channels by an angle that grows with the position."""
+    """Apply rotary position embedding."""
     half = x_THD.shape[-1] // 2
     frequency_D = ROPE_BASE ** (-torch.arange(half) / half)
     angle_T1D = position_T[:, None, None] * frequency_D

@@ -42,46 +42,8 @@ class Scenario(Struct, frozen=True, kw_only=True):
 
     @property
     def title(self) -> str:
-        """Say in one line what is run."""
+        """One line for people."""
         return f"{self.name}: {self.layout}, kv={self.kv}" if self.layout else self.name
-
-
-class ScenarioFigures(Struct, frozen=True, kw_only=True):
-    """What ``kvflow demo --json`` prints of one scenario.
-
-    Attributes:
-        name: of the scenario.
-        layout: see ``Scenario``.
-        kv: see ``Scenario``.
-        passed: see ``ScenarioResult``.
-        requests: how many were served, and how many there were.
-        tokens: how many are equal to those of one process, and how many there were.
-        nbytes: bytes moved.
-        descriptors: descriptors that the transport saw.
-        gb_per_s: rate in 10**9 bytes per second.
-        phases_ms: median and 99th percentile of each phase, and of ``total``, in milliseconds.
-        failures: why requests failed.
-    """
-
-    name: str
-    layout: str
-    kv: str
-    passed: bool
-    requests: tuple[int, int]
-    tokens: tuple[int, int]
-    nbytes: int
-    descriptors: int
-    gb_per_s: float
-    phases_ms: dict[str, tuple[float, float]]
-    failures: list[str]
-
-
-class DemoFigures(Struct, frozen=True, kw_only=True):
-    """What ``kvflow demo --json`` prints."""
-
-    passed: bool
-    logs: str
-    scenarios: list[ScenarioFigures]
 
 
 class ScenarioResult(Struct, frozen=True, kw_only=True):
@@ -89,8 +51,8 @@ class ScenarioResult(Struct, frozen=True, kw_only=True):
 
     Attributes:
         scenario: what was run.
-        answers: one per prompt.
-        expected: tokens of the monolithic run, one list per prompt.
+        answers: one for each prompt.
+        expected: tokens of the monolithic run, one list for each prompt.
         left: what the engines still held at the end, by role.
     """
 
@@ -145,21 +107,21 @@ class ScenarioResult(Struct, frozen=True, kw_only=True):
         return self.tokens_equal == self.tokens_total and all(left.clean for left in self.left.values())
 
     @property
-    def figures(self) -> ScenarioFigures:
-        """All figures, for a program."""
-        return ScenarioFigures(
-            name=self.scenario.name,
-            layout=self.scenario.layout,
-            kv=self.scenario.kv,
-            passed=self.passed,
-            requests=(len(self.reports), len(self.answers)),
-            tokens=(self.tokens_equal, self.tokens_total),
-            nbytes=self.nbytes,
-            descriptors=self.descriptors,
-            gb_per_s=self.gb_per_s,
-            phases_ms={phase: self.quantiles_ms(phase) for phase in ("total", *PHASES)},
-            failures=sorted(set(self.failures)),
-        )
+    def figures(self) -> dict[str, object]:
+        """What ``kvflow demo --json`` prints of this scenario; phases are medians and 99th percentiles."""
+        return {
+            "name": self.scenario.name,
+            "layout": self.scenario.layout,
+            "kv": self.scenario.kv,
+            "passed": self.passed,
+            "requests": (len(self.reports), len(self.answers)),
+            "tokens": (self.tokens_equal, self.tokens_total),
+            "nbytes": self.nbytes,
+            "descriptors": self.descriptors,
+            "gb_per_s": self.gb_per_s,
+            "phases_ms": {phase: self.quantiles_ms(phase) for phase in ("total", *PHASES)},
+            "failures": sorted(set(self.failures)),
+        }
 
     def quantiles_ms(self, phase: str) -> tuple[float, float]:
         """Return the median and the 99th percentile of a phase, in milliseconds; ``total`` is the whole pull."""
@@ -171,12 +133,7 @@ class ScenarioResult(Struct, frozen=True, kw_only=True):
 
 
 class StageProgress:
-    """One bar per stage.
-
-    Args:
-        progress: rich's, running.
-        num_prompts: of each stage.
-    """
+    """One bar for each stage, of ``num_prompts``."""
 
     def __init__(self, progress: Progress, num_prompts: int) -> None:
         self._progress = progress

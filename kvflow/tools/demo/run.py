@@ -28,7 +28,6 @@ from kvflow.tools.demo.messages import (
     PromptRequest,
 )
 from kvflow.tools.demo.results import (
-    DemoFigures,
     PromptResult,
     Scenario,
     ScenarioResult,
@@ -137,7 +136,7 @@ class Client:
         return msgspec.json.decode(await self._post(address + DRAIN), type=Drained)
 
     async def wait_until_healthy(self, address: str, timeout_s: float) -> None:
-        """Wait until an engine serves, whose name may not be known yet either.
+        """Wait until an engine serves; its host name need not resolve yet.
 
         Raises:
             EngineFailed: it does not within ``timeout_s``.
@@ -190,11 +189,10 @@ async def send_all(
     Args:
         client: sends.
         address: ``host:port`` of an engine or a router.
-        name: that the ids of the requests begin with.
+        name: prefix of the ids of requests.
         prompts: tokens are bytes.
         on_answer: called after each.
-        pulled: whether an answer without a pull is a failure. A router asks the decode engine alone if no prefill
-            engine can be asked.
+        pulled: whether an answer without a pull is a failure. A router hides it if no prefill engine answers.
     """
     room = asyncio.Semaphore(IN_FLIGHT)
 
@@ -244,7 +242,7 @@ async def open_process(command: EngineCommand, logs: Path, environment: dict[str
 
     Args:
         command: what to start.
-        logs: folder for ``NAME.jsonl``, its log, and ``NAME.stderr``, whatever else it has to say.
+        logs: folder for ``NAME.jsonl``, its log, and ``NAME.stderr``.
         environment: its variables.
 
     Raises:
@@ -295,12 +293,7 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
 
 
 class Engines(Struct, frozen=True, kw_only=True):
-    """Two engines that run already, in other containers or on other machines.
-
-    Attributes:
-        prefill: ``host:port`` of its requests.
-        decode: like ``prefill``.
-    """
+    """``host:port`` of two engines."""
 
     prefill: str
     decode: str
@@ -314,7 +307,7 @@ async def run_demo(
     Args:
         prompts: tokens are bytes.
         logs: folder for the logs of all processes that are started; exists.
-        progress: is told what happens.
+        progress: shows each stage and each answer.
         engines: that run already, or will soon.
 
     Raises:
@@ -412,7 +405,7 @@ def run_and_show(
         return 1
     passed = all(result.passed for result in results)
     if as_json:
-        figures = DemoFigures(passed=passed, logs=str(logs), scenarios=[result.figures for result in results])
+        figures = {"passed": passed, "logs": str(logs), "scenarios": [result.figures for result in results]}
         print(msgspec.json.format(msgspec.json.encode(figures), indent=2).decode())  # noqa: T201 - as a command does
         return 0 if passed else 1
     for result in results:
