@@ -113,22 +113,18 @@ BENCHMARKS = {
     "loop": (5, "lag of the event loop while 1 GiB moves, and idle"),
     "idle": (5, "CPU of an idle worker, alone and with 50 peers"),
 }
-"""Name -> rounds unless told otherwise, and what it measures."""
+"""Name -> default of --rounds, and what it measures. Those not in PACKAGED are in a checkout's tests/benchmarks."""
 
 AT_SOURCES = ("pull", "descriptors")
-"""Benchmarks that can read from a source elsewhere."""
 
 ON_DEVICES = ("pull", "layouts", "descriptors")
-"""Benchmarks whose caches may lie on a device."""
 
 PACKAGED = {"pull": "kvflow.tools.bench.pull"}
-"""Benchmarks that users run on their own machines. All others are in ``tests/benchmarks`` of a checkout."""
 
 CONNECT_S = 10.0
-"""How long a source elsewhere may take to accept. A network that drops packets would have us wait for minutes."""
+"""A network that drops packets would have us wait for minutes."""
 
 SOURCE_START_S = 15.0
-"""How long a source that was started at the same time may take until it listens."""
 
 
 def add_bench(commands: "Subparsers") -> None:
@@ -206,10 +202,7 @@ def run_bench(options: argparse.Namespace) -> int:
 
 
 def _why_unreachable(source: str) -> str:
-    """Connect to ``host:port`` and hang up, which a source ignores; return why that failed, or an empty string.
-
-    A source that was started together with the benchmark may not listen yet, so a refusal is repeated.
-    """
+    """Return why a source accepts no connection; empty if it does. One that was just started may not listen yet."""
     host, _, port = source.rpartition(":")
     deadline = monotonic() + SOURCE_START_S
     while True:
@@ -228,7 +221,7 @@ def _why_unreachable(source: str) -> str:
 NUM_PROMPTS = 24
 
 ENGINES = {"prefill": "KVFLOW_DEMO_PREFILL", "decode": "KVFLOW_DEMO_DECODE"}
-"""Engines that may run elsewhere -> the variable that can name each, for containers."""
+"""Engines that may run elsewhere -> the variable that can name each."""
 
 
 def add_demo(commands: "Subparsers") -> None:
@@ -373,7 +366,7 @@ def run_proxy(options: argparse.Namespace) -> int:
 
 
 def _raise_file_limit() -> None:
-    """Allow this process as many open files as it may allow itself; the soft limit is often 1,024."""
+    """Raise the soft limit, which is often 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = FILES_MAX if hard == resource.RLIM_INFINITY else min(hard, FILES_MAX)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -391,10 +384,8 @@ async def _serve(config: ProxyConfig, listen: str) -> int:
         try:
             listening_at = await stack.enter_async_context(open_proxy(config, host, int(port)))
         except OSError as error:
-            print(
-                f"kvflow proxy: cannot listen on {listen}: {os.strerror(error.errno) if error.errno else error}",
-                file=sys.stderr,
-            )
+            reason = os.strerror(error.errno) if error.errno else error
+            print(f"kvflow proxy: cannot listen on {listen}: {reason}", file=sys.stderr)
             return 1
         print(f"listening at http://{listening_at}", flush=True)
         await stopped.wait()
