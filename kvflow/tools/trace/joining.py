@@ -32,11 +32,7 @@ Edges = dict[str, list[tuple[float, str, float]]]
 
 
 class Clocks:
-    """How far each clock is ahead of a reference, which is the worker with most pulls among those that have met.
-
-    Args:
-        records: records of all files.
-    """
+    """How far each clock is ahead of a reference: the worker with most pulls among those that have met."""
 
     def __init__(self, records: Sequence[Logged]) -> None:
         self._by_name: dict[str, ComparedClock] = {}
@@ -91,12 +87,7 @@ class Clocks:
         return self._by_name.get(worker) or ComparedClock(worker, worker, 0.0, None, "nothing")
 
     def of_router(self, file: int, reference: str) -> ComparedClock:
-        """Return the clock of a router beside a reference.
-
-        Args:
-            file: number of the router's file.
-            reference: worker that the clock is compared with; empty if none is concerned.
-        """
+        """Return the clock of the router of a file, compared with a reference; empty if none is concerned."""
         if file in self._of_file:
             return self.of(self._of_file[file])
         found = self._routers.get((file, reference))
@@ -107,11 +98,8 @@ class Clocks:
     def add_router(self, file: int, reference: str, bounds: Iterable[tuple[float, float]]) -> None:
         """Compare the clock of a router with a reference.
 
-        Args:
-            file: number of the router's file.
-            reference: worker to compare it with.
-            bounds: least and largest offset that each request allows: its offer comes before the end of its prefill,
-                and that before its pull.
+        ``bounds`` are the least and largest offset that each request allows: its offer comes before the end of its
+        prefill, and that before its pull.
         """
         low, high = float("-inf"), float("inf")
         for least, most in bounds:
@@ -151,7 +139,7 @@ def read_trace(paths: Iterable[Path], progress: Callable[[Reading], None] = lamb
 
     Args:
         paths: of the logs.
-        progress: see ``read_files``.
+        progress: called with what was read, now and then.
 
     Raises:
         OSError: a file cannot be read.
@@ -212,7 +200,7 @@ def _pull_of(each: Logged) -> PullEnded:
 
 
 def _router_names(name: str) -> Iterable[str]:
-    """Return what a router may have called the request of an engine."""
+    """Yield what a router may have called the request of an engine."""
     yield name
     inner = WRAPPED.sub("", name)
     for _ in range(SUFFIXES_MAX + 1):
@@ -299,7 +287,6 @@ class _Builder:
         self._first_token_at = self._token_at(tokens)
 
     def request(self) -> RequestTrace:
-        """Return the request."""
         answered = self._gathered.answered
         offered_at = self._offered_at()
         if answered is not None:

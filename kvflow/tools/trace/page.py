@@ -24,19 +24,15 @@ ESCAPES: Final = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u
 def render(trace: Trace) -> str:
     """Return the page."""
     template = files("kvflow.tools.trace").joinpath("page.html").read_text(encoding="utf-8")
-    policy = "; ".join(
-        [
-            "default-src 'none'",
-            *(f"{kind}-src {_hashes(template, tag)}" for kind, tag in (("script", "script"), ("style", "style"))),
-        ]
-    )
+    hashes = [f"{tag}-src {_hashes(template, tag)}" for tag in ("script", "style")]
+    policy = "; ".join(["default-src 'none'", *hashes])
     before, _, rest = template.partition("POLICY")
     middle, _, after = rest.partition("DATA")
     return f"{before}{policy}{middle}{_data(trace)}{after}"
 
 
 def _hashes(template: str, tag: str) -> str:
-    """Return the hashes of our own scripts or styles: a browser refuses all others."""
+    """Return the hashes of our scripts or styles: a browser refuses all others."""
     contents = re.findall(rf"<{tag}>(.*?)</{tag}>", template, re.DOTALL)
     digests = [base64.b64encode(hashlib.sha256(content.encode()).digest()).decode() for content in contents]
     return " ".join(f"'sha256-{digest}'" for digest in digests)

@@ -23,11 +23,7 @@ def encode(trace: Trace) -> bytes:
 
 
 class _Tracks:
-    """Events so far, and the lanes of each process.
-
-    Args:
-        origin: seconds since 1970 at which the trace begins.
-    """
+    """Events so far, and the lanes of each process, from a moment since 1970 on."""
 
     def __init__(self, origin: float) -> None:
         self.events: list[Event] = []
@@ -38,7 +34,6 @@ class _Tracks:
         self._arrows = 0
 
     def add(self, request: RequestTrace) -> None:
-        """Add a request."""
         arguments = {"request_id": request.request_id, "title": request.title}
         start_at = request.start_at - self._origin
         if request.router is not None:
@@ -60,17 +55,9 @@ class _Tracks:
             for (from_process, from_lane), offered_at in begun:
                 self._arrows += 1
                 flow = {"cat": "kvflow", "name": "cache", "id": self._arrows}  # Perfetto drops arrows with other ids
+                end = {"pid": process, "tid": lane, "ts": _micro(max(moving_at, offered_at))}
                 self.events.append({**flow, "ph": "s", "pid": from_process, "tid": from_lane, "ts": _micro(offered_at)})
-                self.events.append(
-                    {
-                        **flow,
-                        "ph": "f",
-                        "bp": "e",
-                        "pid": process,
-                        "tid": lane,
-                        "ts": _micro(max(moving_at, offered_at)),
-                    }
-                )
+                self.events.append({**flow, "ph": "f", "bp": "e", **end})
 
     def _pull(self, pull: PullTrace, start_at: float, arguments: Event) -> tuple[Place, float]:
         """Add a pull, and return its place, and when its bytes begin to move."""
@@ -98,21 +85,11 @@ class _Tracks:
             start = max(start, enclosing.pop())
         end = max(start, min(end, enclosing[-1]) if enclosing else end)
         enclosing.append(end)
-        self.events.append(
-            {
-                "ph": "X",
-                "cat": "kvflow",
-                "name": name,
-                "pid": place[0],
-                "tid": place[1],
-                "ts": start / 1e3,
-                "dur": (end - start) / 1e3,
-                "args": arguments,
-            }
-        )
+        at_place = {"pid": place[0], "tid": place[1], "ts": start / 1e3, "dur": (end - start) / 1e3}
+        self.events.append({"ph": "X", "cat": "kvflow", "name": name, **at_place, "args": arguments})
 
     def _lane(self, process: str, at: float, seconds: float) -> Place:
-        """Return the numbers of a process and of a lane of it that is free for a span."""
+        """Return a process and a lane of it that is free for a span."""
         number = self._processes.get(process)
         if number is None:
             number = self._processes[process] = len(self._processes) + 1

@@ -30,7 +30,7 @@ LINE_BYTES_MAX: Final = 8 << 20
 """Of one record. One with every chunk and block of a pull from eight ranks stays below."""
 
 RECORDS_MAX: Final = 1_000_000
-"""Records of all files that are kept. Further ones are counted and skipped."""
+"""Of all files. Further records are counted and skipped."""
 
 Name = Annotated[str, Meta(max_length=1024)]
 Words = Annotated[str, Meta(max_length=16384)]
@@ -40,7 +40,7 @@ Count = Annotated[int, Meta(ge=0, le=(1 << 53) - 1)]
 Index = Annotated[int, Meta(ge=0, le=1 << 20)]
 Units = Annotated[int, Meta(ge=1, le=1 << 20)]
 Listed = Meta(max_length=4096)
-"""As many chunks of a pull, and runs of a group, does ``TransferTraced`` list at most."""
+"""``TransferTraced`` lists no more chunks of a pull, and runs of a group."""
 
 BOUNDS: Final[dict[type[kinds.Type], Any]] = {
     kinds.BoolType: bool,
@@ -65,7 +65,6 @@ NARROWER: Final = {
 """Fields whose bounds are not those of their type."""
 
 TIMES: Final = tuple(f"{phase}_s" for phase in (*PHASES, "total"))
-"""``timings_s`` as the log has it."""
 
 NOT_LOGGED: Final[dict[type, set[str]]] = {RequestRecord: {"started", "ended", "outcome"}}
 """Fields that a record has not, or under other names."""
@@ -97,17 +96,14 @@ Traceable = PeerConnected | OfferAdmitted | LeaseEnded | PullEnded | TransferTra
 
 
 class Logged(Struct, frozen=True, kw_only=True):
-    """An event of a worker, or a record of a router, as a file has it.
+    """An event of a worker, or a record of a router, as a file has it: bounded, and not checked further.
 
     Attributes:
-        event: the event. Its texts, lists and numbers are bounded, and nothing else is checked.
         worker: ``engine/rank/incarnation``; empty if no worker wrote it.
         written_at: seconds since 1970, by the clock of its process.
         called_at: when a pull was called, or a request had arrived; None if not recorded.
         issued_at: when the ticket was signed; None if not recorded.
         elapsed_s: how long a request took, by its router.
-        code: why a pull or a request failed; empty if it has not.
-        remedy: what to do about it.
         file: number of the file. A file is written by processes of one machine, so its records share a clock.
     """
 
@@ -213,8 +209,8 @@ def _made(kind: type[T], known: Mapping[str, Any]) -> T:
     return kind(**{name: known[name] for name in _names[kind] if name in known})
 
 
-LINES_TOLD: Final = 10_000
-"""Between two calls that report progress: some 50 ms of work."""
+LINES_PER_REPORT: Final = 10_000
+"""Some 50 ms of work."""
 
 
 UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError, ValueError)
@@ -222,14 +218,7 @@ UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, Ov
 
 
 class Reading(Struct):
-    """How much was read.
-
-    Attributes:
-        files: how many files.
-        lines: lines of all files.
-        broken: lines that are not records: no JSON object, a field with a wrong type or out of bounds, or too long.
-        skipped: records above ``RECORDS_MAX``.
-    """
+    """How much was read: files, lines, lines that are no records or too long, and records above ``RECORDS_MAX``."""
 
     files: int = 0
     lines: int = 0
@@ -244,7 +233,7 @@ def read_files(
 
     Args:
         paths: of the files.
-        progress: is told how much was read, after every ``LINES_TOLD`` lines.
+        progress: called with what was read, after every ``LINES_PER_REPORT`` lines.
 
     Raises:
         OSError: a file cannot be read.
@@ -254,7 +243,7 @@ def read_files(
     for path in paths:
         with path.open("rb") as file:
             for line in _lines(file, reading):
-                if reading.lines % LINES_TOLD == 0:
+                if reading.lines % LINES_PER_REPORT == 0:
                     progress(reading)
                 logged = _logged(line, reading)
                 if logged is None:
@@ -268,7 +257,6 @@ def read_files(
 
 
 def _lines(file: BinaryIO, reading: Reading) -> Iterator[bytes]:
-    """Return the lines of a file that are not too long."""
     while line := file.readline(LINE_BYTES_MAX + 1):
         reading.lines += 1
         if len(line) <= LINE_BYTES_MAX:
@@ -280,7 +268,7 @@ def _lines(file: BinaryIO, reading: Reading) -> Iterator[bytes]:
 
 
 def _logged(line: bytes, reading: Reading) -> Logged | None:
-    """Return what a line says; None if it is of no kind that we need, or broken."""
+    """Return what a line says; None if it is not needed, or broken."""
     if line.isspace():
         return None
     try:
@@ -307,7 +295,7 @@ class Phase(Struct, frozen=True):
 
 
 class Failure(Struct, frozen=True):
-    """Why a pull failed (``kvflow.events.PullFailed``) or a request (``kvflow.tools.proxy.completions.Outcome``)."""
+    """Why a pull or a request failed."""
 
     code: str
     phase: str
@@ -317,19 +305,14 @@ class Failure(Struct, frozen=True):
 
 
 class PullTrace(Struct, frozen=True, kw_only=True):
-    """One pull of a request.
+    """One pull of a request; names as in ``kvflow.events.TransferTraced`` and ``TransferReport``.
 
     Attributes:
         worker: ``engine/rank/incarnation`` of the consumer.
-        local_request_id: the consumer's name of the request.
         start_s: when it was called.
-        total_s: how long it took.
         phases: of the pull; the data plane alternates ``bind``, ``post``, ``wire`` and ``scatter``.
-        failure: why it failed; None if it has delivered.
+        failure: None if it has delivered.
         traced: whether its chunks and blocks are known.
-        peers: source ranks; see ``kvflow.events.TransferTraced`` for this and the next.
-        groups: groups of the source ranks.
-        chunks: chunks that have arrived, in seconds from the call.
     """
 
     worker: str
@@ -387,19 +370,14 @@ class Offer(Struct, frozen=True, kw_only=True):
 
 
 class Routed(Struct, frozen=True, kw_only=True):
-    """What a router did for a request, which starts with it.
+    """What a router did for a request, which starts with it. Texts and the status of HTTP are empty if not recorded.
 
     Attributes:
         prefill_s: when the prefill server had answered, or when the request ended before.
         first_bytes_s: when the first bytes of the answer came; None if not recorded.
         elapsed_s: when the answer was complete, or the request failed.
-        client: ``host:port`` of who asked; empty if not recorded, like the next two.
-        prefill_server: URL of the server that computed the prompt.
-        decode_server: URL of the server that answered.
-        failed_attempts: servers that were asked in vain.
-        status: of HTTP; 0 if not recorded.
-        sent_bytes: of the answer.
-        failure: why the client has no whole answer; None if it has.
+        client: ``host:port`` of who asked.
+        failure: None if the client has the whole answer.
     """
 
     prefill_s: float
@@ -424,14 +402,11 @@ class RequestTrace(Struct, kw_only=True):
         title: says in one sentence where the time went.
         start_at: seconds since 1970, on the clock of the trace.
         total_s: from the start to the first token, or to the last that is known.
-        phases: parts of ``total_s``.
         clock_error_s: largest error of times that two clocks measured; None if it is not known.
-        router: what a router did; None if no record tells.
-        first_token_s: when the first token was there; None if no record tells.
+        router: None if no router has recorded it.
+        first_token_s: when the first token was there; None if not recorded.
         offers: leases of all source ranks.
         pulls: pulls of all consumer ranks, by time.
-        nbytes: bytes that all pulls have moved.
-        reads: reads that moved them.
         gb_per_s: rate of all pulls together, in 10**9 bytes per second; 0 if nothing was moved.
     """
 
@@ -480,13 +455,7 @@ class ComparedClock(Struct, frozen=True):
 
 
 class Trace(Struct):
-    """All requests of some logs.
-
-    Attributes:
-        requests: by their start.
-        clocks: of all processes.
-        reading: how much was read.
-    """
+    """All requests of some logs by their start, and the clocks of all processes."""
 
     requests: list[RequestTrace]
     clocks: list[ComparedClock]

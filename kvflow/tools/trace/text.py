@@ -99,17 +99,13 @@ def shown_bytes(nbytes: int) -> str:
 
 
 def printable(text: str, length: int = 200) -> str:
-    """Return text for a terminal: whatever it holds, it moves no cursor and ends no line."""
+    """Return text for a terminal, where it can move no cursor and end no line."""
     shown = "".join(each if each.isprintable() else "\ufffd" for each in text[: length + 1])
     return shown if len(shown) <= length else f"{shown[: length - 3]}..."
 
 
 BAR: Final = 40
-"""Characters of a bar."""
-
 NAME: Final = 22
-"""Characters of the name of a bar."""
-
 ID_MAX: Final = 48
 PARTS: Final = " ▏▎▍▌▋▊▉"
 
@@ -135,8 +131,8 @@ def reading_lines(trace: Trace) -> Iterator[str]:
         yield f"{counted(reading.skipped, 'record')} skipped: the files have too many"
     for clock in sorted(trace.clocks, key=lambda clock: clock.name):
         if clock.name != clock.reference:
-            beside = f"clock of {printable(clock.name)} beside {printable(clock.reference)}"
-            yield f"{beside}: {_shown_clock(clock.ahead_s, clock.error_s)}"
+            compared = f"clock of {printable(clock.name)} beside {printable(clock.reference)}"
+            yield f"{compared}: {_shown_clock(clock.ahead_s, clock.error_s)}"
 
 
 def _shown_clock(ahead_s: float, error_s: float | None) -> str:
