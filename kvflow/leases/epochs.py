@@ -13,7 +13,7 @@ import numpy.typing as npt
 from kvflow.memory.mapping import map_bytes
 
 EPOCH_BITS = 62
-"""Epochs stay below 2**63, to fit a signed 64-bit number. No worker lives for 2**62 leases."""
+"""Epochs fit a signed 64-bit number. No worker lives for 2**62 leases."""
 
 Verdict = Literal["held", "stale", "early"]
 
@@ -31,7 +31,7 @@ def judge(expected: int, observed: int) -> Verdict:
 
 
 class EpochTable:
-    """The slots of one worker.
+    """The slots of one worker. A slot is one aligned 8-byte store: readers never see half of it.
 
     Args:
         slots: number of slots.
@@ -41,10 +41,7 @@ class EpochTable:
 
     Attributes:
         array: uint64, shape (slots,), in separate pages: the memory that is registered and read by peers.
-        numbers: the same memory, in a form from which one number is read in a third of the time.
-        base: value of every slot at the start.
-
-    Thread: a slot is one aligned 8-byte store; readers never see half of it.
+        numbers: the same memory, from which Python reads one number in a third of the time.
     """
 
     def __init__(self, slots: int, base: int, order_stores: Callable[[], object] = lambda: None) -> None:
@@ -65,10 +62,6 @@ class EpochTable:
     def highest(self) -> int:
         """The highest epoch of any slot: a new issuer starts above it."""
         return int(self.array.max())
-
-    def raise_to(self, slot: int, epoch: int) -> None:
-        """Set a slot to a higher epoch. See ``raise_all``."""
-        self.raise_all([(slot, epoch)])
 
     def raise_all(self, epochs: Iterable[tuple[int, int]]) -> None:
         """Set slots to higher epochs.

@@ -46,7 +46,7 @@ def epoch_raised_after_the_free(patch):
         def raise_late():
             for slot, epoch in raises:
                 if epoch > epochs[slot]:
-                    epochs.raise_to(slot, epoch)
+                    epochs.raise_all([(slot, epoch)])
 
         asyncio.get_running_loop().call_later(LATE_S, raise_late)
         return events

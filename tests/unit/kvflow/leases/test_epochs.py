@@ -15,7 +15,7 @@ def test_a_fence_is_judged_by_what_it_read(observed, verdict):
 
 def test_the_table_is_the_memory_that_peers_read():
     table = EpochTable(3, 10)
-    table.raise_to(1, 2**EPOCH_BITS)
+    table.raise_all([(1, 2**EPOCH_BITS)])
     address = table.array.ctypes.data
     assert address % 8 == 0
     assert [ctypes.c_uint64.from_address(address + 8 * slot).value for slot in range(3)] == [10, 2**EPOCH_BITS, 10]
@@ -33,12 +33,12 @@ def test_tables_share_no_page_with_each_other_or_with_other_memory():
 def test_an_epoch_never_falls_or_repeats(epoch):
     table = EpochTable(1, 10)
     with pytest.raises(AssertionError, match="would not grow"):
-        table.raise_to(0, epoch)
+        table.raise_all([(0, epoch)])
     assert table[0] == 10
 
 
 def test_a_raised_epoch_keeps_the_order_of_the_writes_around_it():
     seen = []
     table = EpochTable(1, 10, lambda: seen.append(table[0]))
-    table.raise_to(0, 11)
+    table.raise_all([(0, 11)])
     assert seen == [10, 11]
