@@ -12,7 +12,8 @@ import msgspec
 from msgspec import Struct
 
 import kvflow
-from kvflow.config import KEY_VARIABLE, PORT_MAX, WorkerConfig
+from kvflow.addresses import PORT_MAX, host_and_port
+from kvflow.config import KEY_VARIABLE, WorkerConfig
 from kvflow.errors import KvflowError
 
 if TYPE_CHECKING:
@@ -47,8 +48,11 @@ class _Formatter(argparse.HelpFormatter):
 
 def address(text: str, *, port_min: int = 1) -> str:
     """Check ``HOST:PORT`` and return it."""
-    host, _, port = text.rpartition(":")
-    if not (host and port.isdecimal() and port_min <= int(port) <= PORT_MAX):
+    try:
+        is_sound = port_min <= host_and_port(text)[1] <= PORT_MAX
+    except ValueError:
+        is_sound = False
+    if not is_sound:
         raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT with a port from {port_min} to {PORT_MAX}")
     return text
 

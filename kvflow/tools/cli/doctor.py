@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from kvflow.addresses import host_and_port
 from kvflow.config import WILDCARD_HOSTS, Tuning, WorkerConfig
 from kvflow.errors import ConfigInvalid, KvflowError
 from kvflow.reprs import counted
@@ -24,7 +25,7 @@ from kvflow.tools.cli.arguments import (
     print_json,
     server,
 )
-from kvflow.tools.doctor.addresses import own_address, split
+from kvflow.tools.doctor.addresses import own_address
 from kvflow.tools.doctor.findings import Finding, exit_status, ok, summarized
 from kvflow.tools.trace.text import printable
 
@@ -249,7 +250,7 @@ async def _listen(options: argparse.Namespace) -> int:
 def _listener_config(options: argparse.Namespace) -> WorkerConfig:
     own = own_address()
     bind = options.listen or f"{'127.0.0.1' if own in WILDCARD_HOSTS else own}:0"
-    host, port = split(bind)
+    host, port = host_and_port(bind)
     advertise = options.advertise
     if advertise is None and host in WILDCARD_HOSTS:
         advertise = own

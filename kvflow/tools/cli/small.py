@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvflow.addresses import host_and_port
 from kvflow.errors import KvflowError
 from kvflow.observability.logs import configure_logging
 from kvflow.reprs import counted
@@ -203,11 +204,10 @@ def run_bench(options: argparse.Namespace) -> int:
 
 def _why_unreachable(source: str) -> str:
     """Return why a source accepts no connection; empty if it does. One that was just started may not listen yet."""
-    host, _, port = source.rpartition(":")
     deadline = monotonic() + SOURCE_START_S
     while True:
         try:
-            socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
+            socket.create_connection(host_and_port(source), timeout=CONNECT_S).close()
         except ConnectionRefusedError as error:
             if monotonic() >= deadline:
                 return str(error)
@@ -379,10 +379,10 @@ async def _serve(config: ProxyConfig, listen: str) -> int:
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
-    host, _, port = listen.rpartition(":")
+    host, port = host_and_port(listen)
     async with AsyncExitStack() as stack:
         try:
-            listening_at = await stack.enter_async_context(open_proxy(config, host, int(port)))
+            listening_at = await stack.enter_async_context(open_proxy(config, host, port))
         except OSError as error:
             reason = os.strerror(error.errno) if error.errno else error
             print(f"kvflow proxy: cannot listen on {listen}: {reason}", file=sys.stderr)
