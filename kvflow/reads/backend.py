@@ -22,6 +22,7 @@ from kvflow.layout.component import METADATA_BYTES_MAX, Region
 from kvflow.reads.bounds import CheckedRows, CheckedScatter
 from kvflow.reads.contract import Carrier, LeaseName, PeerAddress, PreparedList, Serving
 from kvflow.reads.device import Scatters
+from kvflow.reads.reach import HostFacts
 
 NO_BUFFER = -1
 """The buffer number of a chunk that is read directly into the target."""
@@ -279,12 +280,14 @@ class Envelope(Struct, frozen=True):
         agent: the exporter's name, unique per incarnation.
         blob: what the plane's library needs.
         settings: what must be equal on both sides; None if the peer did not state it.
+        facts: what explains which carriers reach the exporter; None if the peer did not state it.
     """
 
     transport: Annotated[str, Meta(max_length=32)]
     agent: Annotated[str, Meta(min_length=1, max_length=512)]
     blob: bytes
     settings: Annotated[dict[_Short, _Short], Meta(max_length=32)] | None = None
+    facts: HostFacts | None = None
 
 
 _decoder = msgspec.msgpack.Decoder(Envelope)

@@ -222,6 +222,7 @@ STABLE = (
     (r"\bport \d+ is in use by .*", "port PORT is in use by ..."),
     (r"\b[0-9a-f]{12,}\b", "..."),
     (r"/tmp/[\w./-]+", "..."),
+    (r"\bpid:\[\d+\]", "pid:[...]"),
     (r"\b[\d,]+\.\d+ s\b", "... s"),
     (r"; that matters with RDMA.*", ""),
     (r"(?<=RLIMIT_NOFILE\): the limit is )\d+", "..."),

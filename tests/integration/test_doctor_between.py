@@ -230,14 +230,6 @@ def test_no_reason_is_invented():
     assert "NIXL says: UCX_PROTO_ENABLE is 'n' here" in carrier.evidence
 
 
-@pytest.mark.parametrize(
-    ("value", "is_allowed"),
-    [("all", True), ("tcp,cma", True), ("sm,self", True), ("^tcp", True), ("^cma,tcp", False), ("posix", False)],
-)
-def test_what_ucx_is_told_is_understood(value, is_allowed):
-    assert between.allows(value, between.SHARED_MEMORY) == is_allowed
-
-
 def codes(figures, offer=OFFER):
     return {finding.code or finding.subject: finding for finding in between.judged(figures, offer)}
 

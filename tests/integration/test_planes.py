@@ -14,6 +14,7 @@ import pytest
 from kvflow import errors
 from kvflow.events import PeerConnected, PlaneOmitted, TransferCompleted
 from kvflow.reads.contract import LeaseName
+from kvflow.reads.reach import host_facts, reach, unreached
 from kvflow.rendezvous.issuer import draw_pair
 from tests.ports import free_port
 
@@ -123,6 +124,25 @@ async def test_a_reader_without_nixl_says_so_once_and_reads_over_tcp(monkeypatch
         with pytest.raises(errors.TransportUnavailable, match="there is no NIXL here"):
             async with consuming(transport="nixl"):
                 pass
+
+
+@pytest.mark.nixl
+async def test_a_port_that_is_down_leaves_hosts_with_rdma_to_tcp(monkeypatch, heard):
+    """The addresses of UCX have the last word: without a port that is up, UCX has none of a network card."""
+    hosts = iter(("one", "another"))
+
+    def facts(**how):
+        cards = ("mlx5_0",)
+        return msgspec.structs.replace(host_facts(**how), boot_id=next(hosts), network_cards=cards, variables={})
+
+    reasons = []
+    monkeypatch.setattr("kvflow.reads.nixl.backend.host_facts", facts)
+    monkeypatch.setattr("kvflow.reads.nixl.backend.may_copy_from", lambda _pid: False)  # as of another host
+    monkeypatch.setattr("kvflow.reads.nixl.backend.unreached", lambda *both: reasons.append(both) or unreached(*both))
+    async with producing(Shape()) as producer, consuming(hooks=[heard.append]) as ours:
+        assert await pulled(producer, ours, heard) == ("tcp", "tcp")
+    assert reach(*reasons[0]) == ("rdma", ())
+    assert "is a port down?" in unreached(*reasons[0])
 
 
 @pytest.mark.nixl

@@ -53,11 +53,10 @@ from kvflow.reads.nixl.binding import (
     words_of,
 )
 from kvflow.reads.nixl.metadata import carrier_between, difference, inspect, inspect_own
+from kvflow.reads.reach import host_facts, unreached
 from kvflow.reads.staging import StagingMemory
 
 _logger = logging.getLogger(__name__)
-
-_NOTHING: list[int] = []
 
 _QUEUED_DESCRIPTORS_MAX = 8192
 _COPIED_DESCRIPTORS_MAX = 1024
@@ -166,9 +165,10 @@ class NixlBackend(Backend):
                 exporter = self._make_agent(exporter_name(agent_name), progress=True)
                 exporting.callback(exporter.destroy)
                 exporter.register([epochs] if uses.role == "consumer" else [*regions, epochs])
-                envelope = Envelope("nixl", exporter_name(agent_name), exporter.metadata(), self._settings)
-                self.metadata = seal(envelope)
                 on_device = any(region.memory == "VRAM" for region in regions)
+                self._facts = host_facts(on_device=on_device)
+                envelope = Envelope("nixl", exporter_name(agent_name), exporter.metadata(), self._settings, self._facts)
+                self.metadata = seal(envelope)
                 self._ours = inspect_own(envelope, on_device=on_device)
                 self._reader_is_gone = uses.role == "producer"
                 if not self._reader_is_gone:
@@ -339,7 +339,7 @@ class NixlBackend(Backend):
         if self._ours is not None:
             carrier = carrier_between(self._ours, inspect(envelope.blob, envelope.agent), may_copy_from)
         if carrier is None:
-            raise BackendError(FailureCode.PLANE_UNFIT, "neither shared memory nor RDMA reaches the peer's memory")
+            raise BackendError(FailureCode.PLANE_UNFIT, unreached(self._facts, envelope.facts))
         if self._known_only and carrier == UNKNOWN_CARRIER:
             raise BackendError(FailureCode.PLANE_UNFIT, "the transports of UCX on both sides cannot be compared")
         return carrier
@@ -433,7 +433,7 @@ class NixlBackend(Backend):
     def _settle(self, span: int, count: int) -> list[int]:
         """Give back the scratch span of something that has ended, and return what has arrived there."""
         if span < 0:
-            return _NOTHING
+            return []
         reader = self._reader
         reader.free_spans.append(span)
         at = span * SPAN_MAX

@@ -14,6 +14,7 @@ from kvflow.config import (
     require_secret,
 )
 from kvflow.errors import ConfigInvalid, KvflowError
+from kvflow.reads.reach import PREFIXES, network_cards
 from kvflow.rendezvous.visitor import open_visit
 from kvflow.tools.doctor import addresses, children, machine, probe, software
 from kvflow.tools.doctor.between import figures_of, latency, rate, unread, why_tcp, without_ucx
@@ -94,7 +95,7 @@ async def _gpus(*, expected: bool) -> AsyncIterator[Finding]:
 async def check_nixl(device: str = "cpu") -> AsyncIterator[Finding]:
     """Yield whether NIXL starts, what UCX offers, and what variables leave out."""
     answer = await children.run(children.StartAgent(device))
-    variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(probe.PREFIXES)}
+    variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES)}
     if variables:
         yield note("UCX", ", ".join(f"{name}={value}" for name, value in variables.items()))
     match answer:
@@ -131,7 +132,7 @@ async def _restricted(device: str, transports: tuple[str, ...]) -> AsyncIterator
     if left_out:
         yield found("ucx_restricted", "UCX", f"{shown} leaves out {', '.join(left_out)}")
     elif "UCX_NET_DEVICES" in restricting:
-        cards = machine.network_cards()
+        cards = network_cards()
         missing = [card for card in cards if card not in restricting["UCX_NET_DEVICES"]]
         if missing and restricting["UCX_NET_DEVICES"] != "all":
             yield found("ucx_restricted", "UCX", f"{shown} leaves out the cards {', '.join(missing)}")

@@ -9,6 +9,7 @@ from msgspec import Struct
 
 from kvflow.config import Encryption, TransportName, WorkerConfig
 from kvflow.errors import KvflowError
+from kvflow.reads.reach import PTRACE_REMEDY, host_facts, one_host, reach
 from kvflow.rendezvous.publication import Advertisement
 from kvflow.rendezvous.visitor import Visit, open_visit
 from kvflow.reprs import quoted
@@ -22,16 +23,6 @@ PINGS = 5
 
 SKEW_S = 1.0
 """kvflow itself takes a ticket for overdue a second after its apparent end."""
-
-SHARED_MEMORY = frozenset({"cma", "sm", "shm", "all"})
-"""Names in ``UCX_TLS`` that allow UCX to copy the memory of another process."""
-
-NETWORK = frozenset({"rc", "rc_x", "rc_v", "rc_mlx5", "rc_verbs", "dc", "dc_x", "dc_mlx5", "ib", "srd", "all"})
-"""Names in ``UCX_TLS`` that allow UCX to read over a network card."""
-
-UCX_REMEDY = "Unset UCX_TLS on both sides, or name the transport in it."
-
-CONTAINERS = "See docs/howto/deploy.md."
 
 
 class Target(Struct, frozen=True, kw_only=True):
@@ -124,18 +115,14 @@ def _data_port(told: Advertisement) -> Finding | None:
 
 
 def _location(offer: probe.ProbeOffer) -> Finding:
-    ours, theirs = probe.own_facts(), offer.facts
-    if not _one_host(ours, theirs):
+    ours, theirs = host_facts(), offer.facts
+    if not one_host(ours, theirs):
         return note("location", f"another host, {theirs.host!r}; this one is {ours.host!r}")
     if ours.pid_namespace == theirs.pid_namespace:
         evidence = f"this host, {ours.host!r}, and the same PID namespace"
         return note("location", evidence)
     evidence = f"this host, in another PID namespace: {theirs.pid_namespace} there, {ours.pid_namespace} here"
     return note("location", evidence)
-
-
-def _one_host(ours: probe.HostFacts, theirs: probe.HostFacts) -> bool:
-    return bool(ours.boot_id) and ours.boot_id == theirs.boot_id
 
 
 def _advertised(endpoint: str, offer: probe.ProbeOffer) -> Finding | None:
@@ -258,16 +245,16 @@ def _carrier(figures: probe.ReadFigures, offer: probe.ProbeOffer, detail: str) -
     if figures.plane != "tcp":
         evidence = f"NIXL carries the bytes, over {figures.transport} (known by {figures.known_by})"
         return ok("data plane", evidence)
-    one_host = _one_host(figures.facts, offer.facts)
+    together = one_host(figures.facts, offer.facts)
     reasons = list(why_tcp(figures, offer))
     if detail and not reasons:
         reasons.append(Reason(f"NIXL says: {detail}", "Follow what NIXL says."))
     texts = "; ".join(each.text for each in reasons) or "no reason was found"
     remedies = " ".join(dict.fromkeys(each.remedy for each in reasons))
-    where = "though both run on one host" if one_host else "between two hosts"
+    where = "though both run on one host" if together else "between two hosts"
     evidence = f"the TCP plane carries the bytes, {where}: {texts}"
     has_cards = figures.facts.network_cards and offer.facts.network_cards
-    if one_host or has_cards:
+    if together or has_cards:
         return found("data_plane_slow", "data plane", evidence, remedy=remedies)
     return note("data plane", evidence)
 
@@ -280,27 +267,13 @@ def why_tcp(figures: probe.ReadFigures, offer: probe.ProbeOffer) -> Iterator[Rea
     for where, missing in (("here", figures.missing), ("there", offer.missing)):
         if "nixl" in missing:
             yield Reason(f"NIXL does not start {where}: {missing['nixl']}", "Run kvflow doctor on that host.")
-    one_host = _one_host(ours, theirs)
-    wanted, names = (SHARED_MEMORY, "cma") if one_host else (NETWORK, "rc")
-    for where, facts in (("here", ours), ("there", theirs)):
-        value = facts.variables.get("UCX_TLS", "")
-        if value and not allows(value, wanted):
-            yield Reason(f"UCX_TLS is {value!r} {where}, which leaves out {names}", UCX_REMEDY)
-        if not one_host and not facts.network_cards:
-            yield Reason(f"no RDMA device {where}", "Both hosts need RDMA devices for more than TCP carries.")
-    if one_host and ours.pid_namespace != theirs.pid_namespace:
-        remedy = f"Put both containers into one PID namespace (--pid=host, --pid=container:NAME). {CONTAINERS}"
-        yield Reason(f"the PID namespaces differ: {theirs.pid_namespace} there, {ours.pid_namespace} here", remedy)
+    for each in reach(ours, theirs).why:
+        yield Reason(*each)
     if figures.may_copy is False:
         scope = f"; ptrace_scope is {ours.ptrace_scope}" if ours.ptrace_scope else ""
-        remedy = f"Set /proc/sys/kernel/yama/ptrace_scope to 0, or give both containers SYS_PTRACE. {CONTAINERS}"
-        yield Reason(f"the kernel does not let this process copy the memory of process {theirs.pid}{scope}", remedy)
-
-
-def allows(transports: str, wanted: frozenset[str]) -> bool:
-    """Return whether a value of ``UCX_TLS`` leaves at least one of some transports in."""
-    names = {name.strip().lstrip("\\").partition(":")[0] for name in transports.removeprefix("^").split(",")}
-    return not names & wanted if transports.startswith("^") else bool(names & wanted)
+        yield Reason(
+            f"the kernel does not let this process copy the memory of process {theirs.pid}{scope}", PTRACE_REMEDY
+        )
 
 
 def without_ucx(environment: Mapping[str, str]) -> dict[str, str]:

@@ -15,6 +15,7 @@ from kvflow.events import Event, PlaneOmitted
 from kvflow.leases.tickets import Ticket
 from kvflow.memory.cache import KVCache
 from kvflow.memory.device import require_device
+from kvflow.reads.reach import host_facts
 from kvflow.tools.bench.geometry import Geometry
 from kvflow.tools.doctor import probe
 from kvflow.worker.environment import PRODUCTION, Environment
@@ -67,7 +68,7 @@ class Offers:
             small=told,
             large=large,
             large_blocks=self._large,
-            facts=probe.own_facts(),
+            facts=host_facts(),
         )
         return probe.encode(offer)
 

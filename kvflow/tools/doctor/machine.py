@@ -7,9 +7,8 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
+from kvflow.reads.reach import ROOT, network_cards, pid_namespace
 from kvflow.tools.doctor.findings import Finding, found, note, ok
-
-ROOT = Path("/")
 
 MEMLOCK_MIN = 1 << 30
 """Registered memory is locked, and a cache has gigabytes. Containers have 64 KiB or 8 MiB unless told otherwise."""
@@ -51,29 +50,6 @@ def examine(root: Path = ROOT) -> Iterator[Finding]:
 def has_gpu(root: Path = ROOT) -> bool:
     """Return whether a driver shows a GPU."""
     return any((root / "dev").glob("nvidia[0-9]*")) or (root / "dev/kfd").exists()
-
-
-def network_cards(root: Path = ROOT) -> list[str]:
-    """Return the RDMA devices that the kernel knows, by name."""
-    return sorted(each.name for each in (root / "sys/class/infiniband").glob("*"))
-
-
-def pid_namespace(root: Path = ROOT) -> str:
-    """Return the PID namespace of this process; empty if the kernel does not say."""
-    try:
-        return str((root / "proc/self/ns/pid").readlink())
-    except OSError:
-        return ""
-
-
-def boot_id(root: Path = ROOT) -> str:
-    """Return an id that all processes of a host share until it starts again; empty if the kernel has none."""
-    return _text(root / "proc/sys/kernel/random/boot_id")
-
-
-def ptrace_scope(root: Path = ROOT) -> str:
-    """Return who may copy a process's memory, as Yama numbers it; empty without Yama."""
-    return _text(root / "proc/sys/kernel/yama/ptrace_scope")
 
 
 def _memlock(*, needs_pinning: bool) -> Finding:

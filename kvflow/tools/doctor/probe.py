@@ -1,7 +1,6 @@
 """What a probe is: a small cache with known bytes, tickets for it, and facts about the host that offers it."""
 
 import os
-import socket
 from typing import Annotated
 
 import msgspec
@@ -11,7 +10,7 @@ from msgspec import Meta, Struct
 
 from kvflow.config import ENDPOINT_PATTERN
 from kvflow.errors import ProtocolViolation
-from kvflow.tools.doctor import machine
+from kvflow.reads.reach import HostFacts
 from kvflow.worker.snapshot import TOLD_BYTES_MAX
 
 BLOCK_SIZE, BLOCK_BYTES = 16, 16 << 10
@@ -34,30 +33,6 @@ Variables = Annotated[dict[SHORT, SHORT], Meta(max_length=32)]
 Params = Annotated[dict[SHORT, Annotated[str, Meta(max_length=TOLD_BYTES_MAX)]], Meta(max_length=4)]
 
 SmallSize = Annotated[int, Meta(ge=1, le=SMALL_BLOCKS[-1])]
-
-PREFIXES = ("UCX_", "NIXL_")
-
-
-class HostFacts(Struct, frozen=True, kw_only=True):
-    """What decides which transports reach a process.
-
-    Attributes:
-        host: name of the host.
-        boot_id: equal for all processes of one host.
-        pid_namespace: equal for processes that see each other's numbers.
-        pid: of the process.
-        ptrace_scope: who may copy a process's memory, as Yama numbers it; empty without Yama.
-        network_cards: RDMA devices.
-        variables: those of UCX and NIXL that are set.
-    """
-
-    host: SHORT
-    boot_id: SHORT
-    pid_namespace: SHORT
-    pid: Annotated[int, Meta(ge=0, le=1 << 31)]
-    ptrace_scope: SHORT
-    network_cards: Annotated[tuple[SHORT, ...], Meta(max_length=64)]
-    variables: Variables
 
 
 class ProbeOffer(Struct, frozen=True, kw_only=True):
@@ -158,20 +133,6 @@ def decode(told: bytes, *, peer: str) -> ProbeOffer | None:
         return _decoder.decode(told)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolViolation(f"{peer} offers a malformed probe: {error}", peer=peer) from error
-
-
-def own_facts() -> HostFacts:
-    """Return the facts of this process."""
-    variables = {name: value[:256] for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES)}
-    return HostFacts(
-        host=socket.gethostname()[:256],
-        boot_id=machine.boot_id()[:256],
-        pid_namespace=machine.pid_namespace(),
-        pid=os.getpid(),
-        ptrace_scope=machine.ptrace_scope()[:256],
-        network_cards=tuple(card[:256] for card in machine.network_cards()[:64]),
-        variables={name[:256]: value for name, value in list(variables.items())[:32]},
-    )
 
 
 def large_blocks(free_bytes: int) -> int:

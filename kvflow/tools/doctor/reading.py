@@ -12,6 +12,7 @@ from kvflow.errors import KvflowError, StaleLease
 from kvflow.events import Event, PeerConnected, PeerSlow, PlaneOmitted
 from kvflow.leases.tickets import Ticket
 from kvflow.reads.nixl.binding import may_copy_from
+from kvflow.reads.reach import host_facts
 from kvflow.rendezvous.visitor import Visit, open_visit
 from kvflow.report import TransferReport
 from kvflow.tools.doctor import probe
@@ -94,7 +95,7 @@ async def read_probe(
             return None
         cache = await asyncio.to_thread(build_cache, device, offer.large_blocks)
         expected = probe.content(offer.seed, offer.large_blocks)
-        notes, facts, failure = _Notes(), probe.own_facts(), None
+        notes, facts, failure = _Notes(), host_facts(), None
         config = replace(config, engine_id=f"doctor-{secrets.token_hex(4)}")
         reads: list[probe.Reads] = []
         async with open_worker(config, cache, hooks=[notes.notice]) as worker:

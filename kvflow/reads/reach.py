@@ -1,0 +1,183 @@
+"""Decide and explain which carrier reaches a peer's memory, from facts that both sides publish.
+
+The addresses of UCX have the last word (``nixl.metadata.carrier_between``), because facts can promise too much: for
+example RDMA between hosts whose port is down. Such a peer is read over the TCP plane, and ``unreached`` says why.
+"""
+
+import os
+import socket
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+from msgspec import Meta, Struct
+
+ROOT = Path("/")
+
+SHARED_MEMORY = frozenset({"cma", "sm", "shm", "all"})
+"""Names in ``UCX_TLS`` that allow UCX to copy the memory of another process."""
+
+NETWORK = frozenset({"rc", "rc_x", "rc_v", "rc_mlx5", "rc_verbs", "dc", "dc_x", "dc_mlx5", "ib", "srd", "all"})
+"""Names in ``UCX_TLS`` that allow UCX to read over a network card."""
+
+PREFIXES = ("UCX_", "NIXL_")
+FACT_CHARACTERS_MAX, VARIABLES_MAX, DEVICES_MAX = 256, 32, 64
+
+_NOBODY_COPIES = "3"  # what Yama says if no process may copy another one's memory
+
+UCX_REMEDY = "Unset UCX_TLS on both sides, or name the transport in it."
+CARDS_REMEDY = "Both hosts need RDMA devices for more than TCP carries."
+CONTAINERS = "See docs/howto/deploy.md."
+PTRACE_REMEDY = f"Set /proc/sys/kernel/yama/ptrace_scope to 0, or give both containers SYS_PTRACE. {CONTAINERS}"
+
+Fact = Annotated[str, Meta(max_length=FACT_CHARACTERS_MAX)]
+
+
+class HostFacts(Struct, frozen=True, kw_only=True):
+    """What decides which transports reach a process.
+
+    Attributes:
+        host: name of the host.
+        boot_id: equal for all processes of one host.
+        pid_namespace: equal for processes that see each other's numbers.
+        pid: of the process.
+        ptrace_scope: who may copy a process's memory, as Yama numbers it; empty without Yama.
+        network_cards: RDMA devices.
+        variables: those of UCX and NIXL that are set.
+        gpus: UUIDs of the GPUs that a driver shows.
+        on_device: whether the cache is in memory of a device.
+    """
+
+    host: Fact
+    boot_id: Fact
+    pid_namespace: Fact
+    pid: Annotated[int, Meta(ge=0, le=1 << 31)]
+    ptrace_scope: Fact
+    network_cards: Annotated[tuple[Fact, ...], Meta(max_length=DEVICES_MAX)]
+    variables: Annotated[dict[Fact, Fact], Meta(max_length=VARIABLES_MAX)]
+    gpus: Annotated[tuple[Fact, ...], Meta(max_length=DEVICES_MAX)] = ()
+    on_device: bool = False
+
+
+class Obstacle(NamedTuple):
+    """Why a carrier does not reach a peer, and what to do about it."""
+
+    text: str
+    remedy: str
+
+
+class Reach(NamedTuple):
+    """The carrier that facts promise: ``cma``, ``cuda_ipc``, ``rdma`` or ``tcp``; and why none that is nearer."""
+
+    carrier: str
+    why: tuple[Obstacle, ...] = ()
+
+
+def host_facts(*, on_device: bool = False, root: Path = ROOT) -> HostFacts:
+    """Return the facts of this process. ``root``: where the file systems of the kernel are."""
+    variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES)}
+    return HostFacts(
+        host=_short(socket.gethostname()),
+        boot_id=_short(boot_id(root)),
+        pid_namespace=_short(pid_namespace(root)),
+        pid=os.getpid(),
+        ptrace_scope=_short(ptrace_scope(root)),
+        network_cards=tuple(map(_short, network_cards(root)[:DEVICES_MAX])),
+        variables={_short(name): _short(value) for name, value in list(variables.items())[:VARIABLES_MAX]},
+        gpus=tuple(map(_short, gpus(root)[:DEVICES_MAX])),
+        on_device=on_device,
+    )
+
+
+def reach(ours: HostFacts, theirs: HostFacts) -> Reach:
+    """Return what should carry the bytes of a read, and what keeps nearer carriers from it. Pure."""
+    sides = (("here", ours), ("there", theirs))
+    far = [*_left_out(sides, NETWORK, "rc")]
+    far += [Obstacle(f"no RDMA device {where}", CARDS_REMEDY) for where, facts in sides if not facts.network_cards]
+    if not one_host(ours, theirs):
+        return Reach("tcp", tuple(far)) if far else Reach("rdma")
+    near = [*_left_out(sides, SHARED_MEMORY, "cma")]
+    if ours.pid_namespace != theirs.pid_namespace:
+        remedy = f"Put both containers into one PID namespace (--pid=host, --pid=container:NAME). {CONTAINERS}"
+        text = f"the PID namespaces differ: {theirs.pid_namespace} there, {ours.pid_namespace} here"
+        near.append(Obstacle(text, remedy))
+    if theirs.ptrace_scope == _NOBODY_COPIES:
+        near.append(Obstacle("ptrace_scope is 3: no process may copy another one's memory", PTRACE_REMEDY))
+    if ours.on_device != theirs.on_device:
+        remedy = "Give both caches the same kind of memory, or use hosts with RDMA devices."
+        near.append(Obstacle("one cache is in memory of a device, and the other in host memory", remedy))
+    if not near:
+        return Reach("cuda_ipc" if ours.on_device else "cma")
+    return Reach("tcp" if far else "rdma", tuple(near))
+
+
+def unreached(ours: HostFacts, theirs: HostFacts | None) -> str:
+    """Say why UCX could read from a peer over TCP alone. ``theirs``: None if the peer published none."""
+    said = "neither shared memory nor RDMA reaches the peer's memory"
+    if theirs is None:
+        return said
+    carrier, why = reach(ours, theirs)
+    reasons = [each.text for each in why]
+    if carrier != "tcp":
+        reasons.append(f"{carrier} is expected, but the addresses of UCX do not allow it; is a port down?")
+    return "; ".join([said, *reasons])
+
+
+def one_host(ours: HostFacts, theirs: HostFacts) -> bool:
+    """Return whether both processes run on one host."""
+    return bool(ours.boot_id) and ours.boot_id == theirs.boot_id
+
+
+def allows(transports: str, wanted: frozenset[str]) -> bool:
+    """Return whether a value of ``UCX_TLS`` leaves at least one of some transports in."""
+    names = {name.strip().lstrip("\\").partition(":")[0] for name in transports.removeprefix("^").split(",")}
+    return not names & wanted if transports.startswith("^") else bool(names & wanted)
+
+
+def network_cards(root: Path = ROOT) -> list[str]:
+    """Return the RDMA devices that the kernel knows, by name."""
+    return sorted(each.name for each in (root / "sys/class/infiniband").glob("*"))
+
+
+def gpus(root: Path = ROOT) -> list[str]:
+    """Return the UUIDs of the GPUs that NVIDIA's driver shows."""
+    told = [_text(each) for each in sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))]
+    lines = [line.split() for each in told for line in each.splitlines()]
+    return [words[-1] for words in lines if words[:2] == ["GPU", "UUID:"]]
+
+
+def pid_namespace(root: Path = ROOT) -> str:
+    """Return the PID namespace of this process; empty if the kernel does not say."""
+    try:
+        return str((root / "proc/self/ns/pid").readlink())
+    except OSError:
+        return ""
+
+
+def boot_id(root: Path = ROOT) -> str:
+    """Return an id that all processes of a host share until it starts again; empty if the kernel has none."""
+    return _text(root / "proc/sys/kernel/random/boot_id")
+
+
+def ptrace_scope(root: Path = ROOT) -> str:
+    """Return who may copy a process's memory, as Yama numbers it; empty without Yama."""
+    return _text(root / "proc/sys/kernel/yama/ptrace_scope")
+
+
+def _left_out(sides: tuple[tuple[str, HostFacts], ...], wanted: frozenset[str], names: str) -> list[Obstacle]:
+    values: list[tuple[str, str]] = [(where, facts.variables.get("UCX_TLS", "")) for where, facts in sides]
+    return [
+        Obstacle(f"UCX_TLS is {value!r} {where}, which leaves out {names}", UCX_REMEDY)
+        for where, value in values
+        if value and not allows(value, wanted)
+    ]
+
+
+def _short(text: str) -> str:
+    return text[:FACT_CHARACTERS_MAX]
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,74 @@
+"""What facts of both sides promise, and why a peer that they promise more for is read over TCP."""
+
+import pytest
+from msgspec.structs import replace
+
+from kvflow.reads.reach import SHARED_MEMORY, HostFacts, allows, host_facts, reach, unreached
+
+FACTS = HostFacts(
+    host="a", boot_id="boot", pid_namespace="pid:[1]", pid=1, ptrace_scope="1", network_cards=(), variables={}
+)
+FAR = {"host": "b", "boot_id": "another", "pid_namespace": "pid:[9]"}
+CARDS = {"network_cards": ("mlx5_0",)}
+
+
+def facts(**changes):
+    return replace(FACTS, **changes)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "carrier", "words"),
+    [
+        ({}, {}, "cma", []),
+        ({"on_device": True}, {"on_device": True}, "cuda_ipc", []),
+        ({"on_device": True}, {}, "tcp", ["one cache is in memory of a device"]),
+        ({**CARDS, "on_device": True}, CARDS, "rdma", ["one cache is in memory of a device"]),
+        ({}, {"pid_namespace": "pid:[2]"}, "tcp", ["the PID namespaces differ: pid:[2] there, pid:[1] here"]),
+        ({}, {"ptrace_scope": "3"}, "tcp", ["ptrace_scope is 3"]),
+        ({"variables": {"UCX_TLS": "tcp"}}, {}, "tcp", ["UCX_TLS is 'tcp' here, which leaves out cma"]),
+        (CARDS, {**CARDS, **FAR}, "rdma", []),
+        (CARDS, FAR, "tcp", ["no RDMA device there"]),
+        ({}, FAR, "tcp", ["no RDMA device here", "no RDMA device there"]),
+        ({**CARDS, "variables": {"UCX_TLS": "cma"}}, {**CARDS, **FAR}, "tcp", ["here, which leaves out rc"]),
+        ({"boot_id": ""}, {"boot_id": ""}, "tcp", ["no RDMA device here", "no RDMA device there"]),
+    ],
+)
+def test_facts_promise_the_nearest_carrier_and_say_why_none_is_nearer(ours, theirs, carrier, words):
+    found = reach(facts(**ours), facts(**theirs))
+    assert found.carrier == carrier
+    assert len(found.why) == len(words)
+    assert all(word in each.text and each.remedy for word, each in zip(words, found.why, strict=True))
+
+
+def test_what_the_addresses_refuse_is_explained_by_the_facts():
+    assert unreached(FACTS, None) == "neither shared memory nor RDMA reaches the peer's memory"
+    assert unreached(FACTS, facts(**FAR)).endswith("no RDMA device here; no RDMA device there")
+    promised = unreached(facts(**CARDS), facts(**CARDS, **FAR))
+    assert promised.endswith("rdma is expected, but the addresses of UCX do not allow it; is a port down?")
+
+
+@pytest.mark.parametrize(
+    ("value", "is_allowed"),
+    [("all", True), ("tcp,cma", True), ("sm,self", True), ("^tcp", True), ("^cma,tcp", False), ("posix", False)],
+)
+def test_what_ucx_is_told_is_understood(value, is_allowed):
+    assert allows(value, SHARED_MEMORY) == is_allowed
+
+
+def test_facts_are_read_from_the_kernel_and_cut_to_their_bounds(tmp_path, monkeypatch):
+    for path, text in {
+        "proc/sys/kernel/random/boot_id": "an id\n",
+        "proc/sys/kernel/yama/ptrace_scope": "3\n",
+        "proc/driver/nvidia/gpus/0000:01:00.0/information": "Model: H100\nGPU UUID:  GPU-1\n",
+    }.items():
+        (tmp_path / path).parent.mkdir(parents=True)
+        (tmp_path / path).write_text(text)
+    for number in range(70):
+        (tmp_path / f"sys/class/infiniband/card_{number:02}").mkdir(parents=True)
+    monkeypatch.setenv("UCX_TLS", "x" * 300)
+    monkeypatch.setenv("NOT_OURS", "secret")
+    found = host_facts(on_device=True, root=tmp_path)
+    assert (found.boot_id, found.ptrace_scope, found.gpus, found.on_device) == ("an id", "3", ("GPU-1",), True)
+    assert (found.pid_namespace, len(found.network_cards)) == ("", 64)
+    assert found.variables["UCX_TLS"] == "x" * 256
+    assert "NOT_OURS" not in found.variables
