@@ -20,128 +20,76 @@ Outcome = Literal["released", "expired", "revoked"]
 
 
 class WorkerOpened(Struct, frozen=True):
-    """The worker listens for peers.
+    """The worker listens for peers."""
 
-    Attributes:
-        endpoint: control endpoint that peers dial.
-        transport: data planes of the worker, joined by a plus sign, in order of preference: ``nixl+tcp``.
-        num_blocks: blocks of the cache.
-        bytes_per_block: bytes of the backing allocation per block.
-        http: ``HOST:PORT`` of the worker's HTTP server; empty if it has none.
-    """
-
-    endpoint: str
-    transport: str
-    num_blocks: int
-    bytes_per_block: int
-    http: str = ""
+    endpoint: str  # control endpoint that peers dial
+    transport: str  # data planes of the worker, joined by a plus sign, in order of preference: ``nixl+tcp``
+    num_blocks: int  # blocks of the cache
+    bytes_per_block: int  # bytes of the backing allocation per block
+    http: str = ""  # ``HOST:PORT`` of the worker's HTTP server; empty if it has none
 
 
 class PlaneOmitted(Struct, frozen=True):
-    """This machine cannot use a data plane. The worker uses the other planes, as a reader and as a source.
+    """This machine cannot use a data plane. The worker uses the other planes, as a reader and as a source."""
 
-    Attributes:
-        plane: data plane that is missing: ``nixl`` or ``tcp``.
-        code: code of the error with which it did not start.
-        detail: message of that error.
-        remedy: what to do about it.
-    """
-
-    plane: str
-    code: str
-    detail: str
-    remedy: str
+    plane: str  # data plane that is missing: ``nixl`` or ``tcp``
+    code: str  # code of the error with which it did not start
+    detail: str  # message of that error
+    remedy: str  # what to do about it
 
 
 class WorkerDrained(Struct, frozen=True):
-    """The worker has stopped draining, because nothing is left or because the deadline has passed.
+    """The worker has stopped draining, because nothing is left or because the deadline has passed."""
 
-    Attributes:
-        leases_left: leases that the worker still holds.
-        pulls_left: pulls that are still open or quarantined.
-        quarantined_left: pulls whose target blocks may still be written.
-        waited_s: seconds spent draining.
-    """
-
-    leases_left: int
-    pulls_left: int
-    quarantined_left: int
-    waited_s: float
+    leases_left: int  # leases that the worker still holds
+    pulls_left: int  # pulls that are still open or quarantined
+    quarantined_left: int  # pulls whose target blocks may still be written
+    waited_s: float  # seconds spent draining
 
 
 class WorkerStopped(Struct, frozen=True):
-    """The worker has closed. Its agents are destroyed and its leases are revoked.
+    """The worker has closed. Its agents are destroyed and its leases are revoked."""
 
-    Attributes:
-        leases_revoked: leases that the worker still held.
-        pulls_cancelled: pulls that were still open.
-    """
-
-    leases_revoked: int
-    pulls_cancelled: int
+    leases_revoked: int  # leases that the worker still held
+    pulls_cancelled: int  # pulls that were still open
 
 
 class OfferAdmitted(Struct, frozen=True):
-    """The producer holds a new lease.
+    """The producer holds a new lease."""
 
-    Attributes:
-        request_id: the producer's name of the request.
-        num_blocks: blocks of all groups.
-        lease_s: seconds until the lease expires, unless a consumer renews it.
-        traceparent: W3C trace context of the request; empty if the ticket has none. The record has ``trace_id``
-            instead.
-    """
-
-    request_id: str
-    num_blocks: int
-    lease_s: float
+    request_id: str  # the producer's name of the request
+    num_blocks: int  # blocks of all groups
+    lease_s: float  # seconds until the lease expires, unless a consumer renews it
+    # W3C trace context of the request; empty if the ticket has none. The record has ``trace_id`` instead.
     traceparent: str = ""
 
 
 class OfferRefused(Struct, frozen=True):
-    """An offer has failed before the producer held its lease. A ticket that was already issued for it is void.
+    """An offer has failed before the producer held its lease. A ticket that was already issued for it is void."""
 
-    Attributes:
-        request_id: the producer's name of the request.
-        code: code of the error that the caller gets.
-        detail: message of that error.
-        remedy: what to do about it.
-    """
-
-    request_id: str
-    code: str
-    detail: str
-    remedy: str
+    request_id: str  # the producer's name of the request
+    code: str  # code of the error that the caller gets
+    detail: str  # message of that error
+    remedy: str  # what to do about it
 
 
 class PeerConnected(Struct, frozen=True):
-    """The worker has connected to a peer and can read from it.
+    """The worker has connected to a peer and can read from it."""
 
-    Attributes:
-        peer: ``engine/rank/incarnation`` of the peer.
-        endpoint: control endpoint of the peer.
-        handshake_s: seconds from dialing to the end of the handshake.
-        clock_ahead_s: seconds by which the peer's wall clock is ahead of ours; None if the peer does not say.
-        clock_error_s: largest error of ``clock_ahead_s`` in seconds; None likewise.
-        transport: transport that carries the bytes, by UCX's name: ``cma`` (shared memory), ``tcp``, ``rc_mlx5``,
-            ``cuda_ipc``; or ``loopback``. Several names with a bar between them: one of these. ``unknown`` if nobody
-            can tell.
-        transport_known_by: source of that knowledge: ``kind``, ``addresses``, ``candidates`` or ``nothing``.
-        plane: data plane that was chosen for the peer: ``nixl``, ``tcp`` or ``loopback``.
-        model: model that both sides name; empty if a side names none. Then only shapes and dtypes were compared.
-        missing_layers: layers of the peer that our cache does not have, such as those of another pipeline stage.
-    """
-
-    peer: str
-    endpoint: str
-    handshake_s: float
+    peer: str  # ``engine/rank/incarnation`` of the peer
+    endpoint: str  # control endpoint of the peer
+    handshake_s: float  # seconds from dialing to the end of the handshake
+    # seconds by which the peer's wall clock is ahead of ours; None if the peer does not say
     clock_ahead_s: float | None = None
-    clock_error_s: float | None = None
+    clock_error_s: float | None = None  # largest error of ``clock_ahead_s`` in seconds; None likewise
+    # transport that carries the bytes, by UCX's name: ``cma`` (shared memory), ``tcp``, ``rc_mlx5``, ``cuda_ipc``; or
+    # ``loopback``. Several names with a bar between them: one of these. ``unknown`` if nobody can tell.
     transport: str = ""
-    transport_known_by: str = ""
-    plane: str = ""
+    transport_known_by: str = ""  # source of that knowledge: ``kind``, ``addresses``, ``candidates`` or ``nothing``
+    plane: str = ""  # data plane that was chosen for the peer: ``nixl``, ``tcp`` or ``loopback``
+    # model that both sides name; empty if a side names none. Then only shapes and dtypes were compared.
     model: str = ""
-    missing_layers: int = 0
+    missing_layers: int = 0  # layers of the peer that our cache does not have, such as those of another pipeline stage
 
 
 class PeerMeasured(Struct, frozen=True):
@@ -149,180 +97,107 @@ class PeerMeasured(Struct, frozen=True):
 
     Small reads that the worker moves at once, without its read thread, do not count. The first read does not, either,
     because it also makes the connection.
-
-    Attributes:
-        peer: ``engine/rank/incarnation`` of the peer.
-        gb_per_s: 10**9 bytes per second, while something of the peer was in flight.
-        nbytes: bytes that were counted.
-        source_memory: where the peer's cache is: ``DRAM`` (host memory) or ``VRAM`` (a GPU).
-        target_memory: where our cache is.
-        transport: transport as in ``PeerConnected``.
-        plane: data plane as in ``PeerConnected``.
     """
 
-    peer: str
-    gb_per_s: float
-    nbytes: int
-    source_memory: str
-    target_memory: str
-    transport: str
-    plane: str
+    peer: str  # ``engine/rank/incarnation`` of the peer
+    gb_per_s: float  # 10**9 bytes per second, while something of the peer was in flight
+    nbytes: int  # bytes that were counted
+    source_memory: str  # where the peer's cache is: ``DRAM`` (host memory) or ``VRAM`` (a GPU)
+    target_memory: str  # where our cache is
+    transport: str  # transport as in ``PeerConnected``
+    plane: str  # data plane as in ``PeerConnected``
 
 
 class PeerSlow(Struct, frozen=True):
     """Bytes move from GPU to GPU at less than 2 GB/s, which is far below what NVLink, PCIe or RDMA carry.
 
     Comes after ``PeerMeasured``, once for each connection.
-
-    Attributes:
-        peer: ``engine/rank/incarnation`` of the peer.
-        gb_per_s: rate as in ``PeerMeasured``.
-        transport: transport as in ``PeerConnected``.
-        plane: data plane as in ``PeerConnected``.
-        detail: the likely cause.
-        remedy: what to check.
     """
 
-    peer: str
-    gb_per_s: float
-    transport: str
-    plane: str
-    detail: str
-    remedy: str
+    peer: str  # ``engine/rank/incarnation`` of the peer
+    gb_per_s: float  # rate as in ``PeerMeasured``
+    transport: str  # transport as in ``PeerConnected``
+    plane: str  # data plane as in ``PeerConnected``
+    detail: str  # the likely cause
+    remedy: str  # what to check
 
 
 class PeerDropped(Struct, frozen=True):
-    """The worker has closed its connection to a peer. It connects again when a pull needs the peer.
+    """The worker has closed its connection to a peer. It connects again when a pull needs the peer."""
 
-    Attributes:
-        peer: ``engine/rank/incarnation`` of the peer, or its endpoint if the handshake was not complete.
-        code: ``peer_lost``, ``peer_closed``, or the code of another failure.
-        detail: what happened.
-    """
-
-    peer: str
-    code: str
-    detail: str
+    peer: str  # ``engine/rank/incarnation`` of the peer, or its endpoint if the handshake was not complete
+    code: str  # ``peer_lost``, ``peer_closed``, or the code of another failure
+    detail: str  # what happened
 
 
 class BreakerOpened(Struct, frozen=True):
-    """Connecting to an address has failed several times in a row. Pulls from it fail at once until the next attempt.
+    """Connecting to an address has failed several times in a row. Pulls from it fail at once until the next attempt."""
 
-    Attributes:
-        endpoint: the address.
-        failures: failed attempts in a row.
-        retry_s: seconds until the next attempt.
-    """
-
-    endpoint: str
-    failures: int
-    retry_s: float
+    endpoint: str  # the address
+    failures: int  # failed attempts in a row
+    retry_s: float  # seconds until the next attempt
 
 
 class BreakerClosed(Struct, frozen=True):
-    """An address answers again after several failures in a row.
+    """An address answers again after several failures in a row."""
 
-    Attributes:
-        endpoint: the address.
-    """
-
-    endpoint: str
+    endpoint: str  # the address
 
 
 class ConsumerRejected(Struct, frozen=True):
-    """The producer has dropped a consumer that broke the protocol or runs an incompatible release.
+    """The producer has dropped a consumer that broke the protocol or runs an incompatible release."""
 
-    Attributes:
-        peer: ``engine/rank/incarnation`` of the consumer.
-        code: which rule it broke, or ``release_mismatch``.
-        detail: what happened.
-    """
-
-    peer: str
-    code: str
-    detail: str
+    peer: str  # ``engine/rank/incarnation`` of the consumer
+    code: str  # which rule it broke, or ``release_mismatch``
+    detail: str  # what happened
 
 
 class ReaderReset(Struct, frozen=True):
-    """The worker has replaced its reading agent, because some of its reads might never have ended.
+    """The worker has replaced its reading agent, because some of its reads might never have ended."""
 
-    Attributes:
-        setting: limit that was exceeded: ``quarantine_bytes_max`` or ``quarantine_s_max``; ``staging_bytes`` if all
-            staging memory was in quarantine.
-        num_blocks: blocks that were in quarantine.
-        ended: chunks and fences in flight that the reset ended.
-        drain_s: seconds in which the worker posted no new chunk, while healthy peers finished theirs.
-        reset_s: seconds in which nothing moved, until the worker could read from every healthy peer again.
-    """
-
+    # limit that was exceeded: ``quarantine_bytes_max`` or ``quarantine_s_max``; ``staging_bytes`` if all staging
+    # memory was in quarantine
     setting: str
-    num_blocks: int
-    ended: int
-    drain_s: float
-    reset_s: float
+    num_blocks: int  # blocks that were in quarantine
+    ended: int  # chunks and fences in flight that the reset ended
+    drain_s: float  # seconds in which the worker posted no new chunk, while healthy peers finished theirs
+    reset_s: float  # seconds in which nothing moved, until the worker could read from every healthy peer again
 
 
 class LeaseEnded(Struct, frozen=True, gc=False):
-    """A lease has ended: its epoch is raised, and the producer may reuse its blocks.
+    """A lease has ended: its epoch is raised, and the producer may reuse its blocks."""
 
-    Attributes:
-        request_id: the producer's name of the request.
-        outcome: how it ended: ``released``, ``expired`` or ``revoked``.
-        held_s: seconds for which the producer held it.
-        traceparent: W3C trace context of the request; empty if the ticket has none. The record has ``trace_id``
-            instead.
-    """
-
-    request_id: str
-    outcome: Outcome
-    held_s: float
+    request_id: str  # the producer's name of the request
+    outcome: Outcome  # how it ended: ``released``, ``expired`` or ``revoked``
+    held_s: float  # seconds for which the producer held it
+    # W3C trace context of the request; empty if the ticket has none. The record has ``trace_id`` instead.
     traceparent: str = ""
 
 
 class TransferStarted(Struct, frozen=True):
-    """The worker has handed the reads of a pull to the data plane. A pull that ends before that has no such event.
+    """The worker has handed the reads of a pull to the data plane. A pull that ends before that has no such event."""
 
-    Attributes:
-        pull_id: number of the pull, unique in the worker.
-        request_id: the producer's name of the request.
-    """
-
-    pull_id: int
-    request_id: str
+    pull_id: int  # number of the pull, unique in the worker
+    request_id: str  # the producer's name of the request
 
 
 class TransferRetried(Struct, frozen=True):
-    """A source rank does not hold the lease yet. The worker checks the lease again later, and reads once it is held.
+    """A source rank does not hold the lease yet. The worker checks the lease again later, and reads once it is held."""
 
-    Attributes:
-        pull_id: number of the pull, unique in the worker.
-        request_id: the producer's name of the request.
-        peer: ``engine/rank/incarnation`` of the source rank.
-    """
-
-    pull_id: int
-    request_id: str
-    peer: str
+    pull_id: int  # number of the pull, unique in the worker
+    request_id: str  # the producer's name of the request
+    peer: str  # ``engine/rank/incarnation`` of the source rank
 
 
 class TransferCompleted(Struct, frozen=True):
-    """A pull has delivered: all bytes have arrived and every fence was held. The target blocks may be used.
+    """A pull has delivered: all bytes have arrived and every fence was held. The target blocks may be used."""
 
-    Attributes:
-        pull_id: number of the pull, unique in the worker.
-        request_id: the producer's name of the request.
-        report: what moved, and where the time went.
-        local_request_id: the consumer's own name of the request; empty if it gave none.
-        remote_engine_id: engine of the producer.
-        traceparent: W3C trace context of the request; empty if the ticket has none. The record has ``trace_id``
-            instead.
-    """
-
-    pull_id: int
-    request_id: str
-    report: TransferReport
-    local_request_id: str = ""
-    remote_engine_id: str = ""
+    pull_id: int  # number of the pull, unique in the worker
+    request_id: str  # the producer's name of the request
+    report: TransferReport  # what moved, and where the time went
+    local_request_id: str = ""  # the consumer's own name of the request; empty if it gave none
+    remote_engine_id: str = ""  # engine of the producer
+    # W3C trace context of the request; empty if the ticket has none. The record has ``trace_id`` instead.
     traceparent: str = ""
 
 
@@ -330,118 +205,74 @@ class PullFailed(Struct, frozen=True):
     """A pull has failed and delivers nothing.
 
     There is one event for each call of ``pull`` that fails, however early, and for each call of ``record_refusal``.
-
-    Attributes:
-        pull_id: number of the pull, unique in the worker.
-        request_id: the producer's name of the request; empty if the caller passed no ticket.
-        code: code of the error that the caller gets.
-        phase: phase that failed: ``check`` of the call and its ticket, ``connect`` or ``handshake`` with the peers,
-            ``plan`` of what each source rank gives, ``queue``, ``wire`` or ``fence``.
-        peer: ``engine/rank/incarnation`` of the source rank concerned; empty if none is.
-        detail: what happened.
-        quarantined: True while a read in flight may still write into the target blocks.
-        cause: code of the transport or the scheduler, where it says more than ``code``.
-        remedy: what to do about it.
-        local_request_id: the consumer's own name of the request; empty if it gave none.
-        nbytes: bytes that have certainly arrived, without those in flight.
-        nbytes_wanted: bytes of the whole pull; 0 if not known yet.
-        transport: transport as in ``TransferReport``; empty if no peer is connected.
-        plane: data plane as in ``TransferReport``; empty if no peer is connected.
-        ticket_age_s: seconds since the ticket was signed, by the clocks of both sides; None if the ticket does not say.
-        lease_ended_by: how the lease ended, for the code ``stale_lease``: see ``StaleLease``.
-        lease_ended_s: seconds from the end of the lease to our question to the producer; None if not known.
-        timings_s: seconds per phase so far, as in ``TransferReport``.
-        remote_engine_id: engine of the producer; empty if the caller passed no ticket.
-        traceparent: W3C trace context of the request; empty if the ticket has none. The record has ``trace_id``
-            instead.
     """
 
-    pull_id: int
-    request_id: str
-    code: str
+    pull_id: int  # number of the pull, unique in the worker
+    request_id: str  # the producer's name of the request; empty if the caller passed no ticket
+    code: str  # code of the error that the caller gets
+    # phase that failed: ``check`` of the call and its ticket, ``connect`` or ``handshake`` with the peers, ``plan``
+    # of what each source rank gives, ``queue``, ``wire`` or ``fence``
     phase: str
-    peer: str
-    detail: str
-    quarantined: bool
-    cause: str = ""
-    remedy: str = ""
-    local_request_id: str = ""
-    nbytes: int = 0
-    nbytes_wanted: int = 0
-    transport: str = ""
-    plane: str = ""
+    peer: str  # ``engine/rank/incarnation`` of the source rank concerned; empty if none is
+    detail: str  # what happened
+    quarantined: bool  # True while a read in flight may still write into the target blocks
+    cause: str = ""  # code of the transport or the scheduler, where it says more than ``code``
+    remedy: str = ""  # what to do about it
+    local_request_id: str = ""  # the consumer's own name of the request; empty if it gave none
+    nbytes: int = 0  # bytes that have certainly arrived, without those in flight
+    nbytes_wanted: int = 0  # bytes of the whole pull; 0 if not known yet
+    transport: str = ""  # transport as in ``TransferReport``; empty if no peer is connected
+    plane: str = ""  # data plane as in ``TransferReport``; empty if no peer is connected
+    # seconds since the ticket was signed, by the clocks of both sides; None if the ticket does not say
     ticket_age_s: float | None = None
-    lease_ended_by: str = ""
+    lease_ended_by: str = ""  # how the lease ended, for the code ``stale_lease``: see ``StaleLease``
+    # seconds from the end of the lease to our question to the producer; None if not known
     lease_ended_s: float | None = None
-    timings_s: dict[str, float] = {}
-    remote_engine_id: str = ""
+    timings_s: dict[str, float] = {}  # seconds per phase so far, as in ``TransferReport``
+    remote_engine_id: str = ""  # engine of the producer; empty if the caller passed no ticket
+    # W3C trace context of the request; empty if the ticket has none. The record has ``trace_id`` instead.
     traceparent: str = ""
 
 
 class TracedGroup(Struct, frozen=True):
-    """What one group of one source rank gave to a traced pull.
+    """What one group of one source rank gave to a traced pull."""
 
-    Attributes:
-        peer: index into the peers of the event.
-        source_group: number of the group at the source.
-        target_group: number of our group.
-        source_units: units of one source block. Blocks of different sizes are cut into units of one size.
-        target_units: units of one of our blocks.
-        unit_bytes: bytes of one unit.
-        unit_descriptors: descriptors of one unit before neighbors merge: 1 if both sides keep it in one piece.
-        descriptors: descriptors of all units after neighbors have merged.
-        staged: whether the units passed through staging buffers.
-        pairs: first source unit, first target unit, and count, of each run of units that ascends by one on both sides.
-            A unit is ``block * units + number in the block``.
-        pairs_omitted: runs that are not listed.
-    """
-
-    peer: int
-    source_group: int
-    target_group: int
-    source_units: int
-    target_units: int
-    unit_bytes: int
-    unit_descriptors: int
-    descriptors: int
-    staged: bool
+    peer: int  # index into the peers of the event
+    source_group: int  # number of the group at the source
+    target_group: int  # number of our group
+    source_units: int  # units of one source block. Blocks of different sizes are cut into units of one size.
+    target_units: int  # units of one of our blocks
+    unit_bytes: int  # bytes of one unit
+    unit_descriptors: int  # descriptors of one unit before neighbors merge: 1 if both sides keep it in one piece
+    descriptors: int  # descriptors of all units after neighbors have merged
+    staged: bool  # whether the units passed through staging buffers
+    # first source unit, first target unit, and count, of each run of units that ascends by one on both sides. A unit
+    # is ``block * units + number in the block``.
     pairs: tuple[tuple[int, int, int], ...]
-    pairs_omitted: int = 0
+    pairs_omitted: int = 0  # runs that are not listed
 
 
 class TransferTraced(Struct, frozen=True):
-    """What a pull has read in detail, for ``kvflow trace``. It follows the event that the pull has ended.
+    """What a pull has read in detail, for ``kvflow trace``. It follows the event that the pull has ended."""
 
-    Attributes:
-        pull_id: number of the pull, unique in the worker.
-        request_id: the producer's name of the request.
-        peers: ``engine/rank/incarnation`` of each source rank that was read.
-        groups: what each group of each rank gave: rank as index into ``peers``, groups of both sides, units in a block
-            of each side, bytes and descriptors of a unit, descriptors after merging, whether it was staged, and the
-            runs of paired units: first source unit, first target unit, count. At most 4,096 runs for a group.
-        chunks: each chunk that has arrived: index into ``groups``, seconds from the call of ``pull`` to the post and to
-            the arrival, bytes, and descriptors before merging. At most 4,096.
-        chunks_omitted: chunks that are not listed.
-    """
-
-    pull_id: int
-    request_id: str
-    peers: tuple[str, ...]
+    pull_id: int  # number of the pull, unique in the worker
+    request_id: str  # the producer's name of the request
+    peers: tuple[str, ...]  # ``engine/rank/incarnation`` of each source rank that was read
+    # what each group of each rank gave: rank as index into ``peers``, groups of both sides, units in a block of each
+    # side, bytes and descriptors of a unit, descriptors after merging, whether it was staged, and the runs of paired
+    # units: first source unit, first target unit, count. At most 4,096 runs for a group.
     groups: tuple[TracedGroup, ...]
+    # each chunk that has arrived: index into ``groups``, seconds from the call of ``pull`` to the post and to the
+    # arrival, bytes, and descriptors before merging. At most 4,096.
     chunks: tuple[tuple[int, float, float, int, int], ...]
-    chunks_omitted: int = 0
+    chunks_omitted: int = 0  # chunks that are not listed
 
 
 class TransferQuiesced(Struct, frozen=True):
-    """Nothing writes into the target blocks of a failed pull now: the consumer may reuse them.
+    """Nothing writes into the target blocks of a failed pull now: the consumer may reuse them."""
 
-    Attributes:
-        pull_id: number of the pull, unique in the worker.
-        request_id: the producer's name of the request.
-    """
-
-    pull_id: int
-    request_id: str
+    pull_id: int  # number of the pull, unique in the worker
+    request_id: str  # the producer's name of the request
 
 
 Event = (

@@ -69,11 +69,23 @@ def summary(kind: type) -> str:
 
 
 def attributes(kind: type) -> dict[str, str]:
-    """Return the attributes that a class's own docstring describes, by name."""
+    """Return the attributes that a class's own docstring describes, or comments of its fields, by name."""
+    if kind.__module__ == "kvflow.events":
+        return dict(commented(kind))
     section = (inspect.getdoc(kind) or "" if kind.__doc__ else "").partition("Attributes:\n")[2]
     section = re.split(r"^\S", section, maxsplit=1, flags=re.MULTILINE)[0]
     found = re.findall(r"^ {4}(\w+): (.*?)(?=^ {4}\w+: |\Z)", section, re.MULTILINE | re.DOTALL)
     return {name: marked(text) for name, text in found}
+
+
+def commented(kind: type) -> Iterator[tuple[str, str]]:
+    """Yield each field with the comment on its line, or with that on the lines before it."""
+    before: list[str] = []
+    for line in inspect.getsource(kind).splitlines():
+        if found := re.match(r"    (\w+): [^#]*(?:# (.*))?$", line):
+            text = found[2] or " ".join(before)
+            yield found[1], marked(text if text.endswith(".") else f"{text}.")
+        before = [*before, line.strip(" #")] if line.startswith("    # ") else []
 
 
 def coded(names: Iterable[str]) -> str:
