@@ -30,11 +30,11 @@ class SuggestingMeta(msgspec.StructMeta):
             """
             unknown = [name for name in fields if name not in self.__struct_fields__]
             if unknown:
-                parts = [each.name for each in msgspec.structs.fields(self) if unknown[0] in _names_in(each.default)]
-                if parts:
-                    kind = f"{parts[0].capitalize()}({unknown[0]}=...)"
-                    raise TypeError(f"{unknown[0]!r} is a field of {parts[0]}: give {parts[0]}={kind}")
-                known = suggest(unknown[0], self.__struct_fields__)
+                parts = {name: each for each in msgspec.structs.fields(self) for name in _names_in(each.default)}
+                if part := parts.get(unknown[0]):
+                    made = f"{type(part.default).__name__}({unknown[0]}=...)"
+                    raise TypeError(f"{unknown[0]!r} is a field of {part.name}: give {part.name}={made}")
+                known = suggest(unknown[0], [*self.__struct_fields__, *parts])
                 raise TypeError(f"{self.__name__} has no field {unknown[0]!r}. {known}")
             return super().__call__(*args, **fields)
 

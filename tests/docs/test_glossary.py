@@ -24,6 +24,7 @@ PLAIN = set(
     re.findall(
         r"\w+",
         """
+        provenance tuning stopped
         accepted access control advertise align backend client component cross dtype environment event finding frame
         handle hook layer local match merge opaque outcome ping priority probe protocol queue reachability remote report
         request revision role run server sleep mode snapshot transfer view kv cache flight loopback

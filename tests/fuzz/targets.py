@@ -18,7 +18,7 @@ from handshake.limits import DEFAULT_LIMITS
 from handshake.messages import ConnectionFailed
 from handshake.states import Progress, Role
 from kvflow.errors import KvflowError, PlanUnsound
-from kvflow.integrations.vllm.messages import Fail, Pull
+from kvflow.integrations.vllm.messages import Fail, Load
 from kvflow.integrations.vllm.params import read_params, ticket_chars_max
 from kvflow.layout.component import Region
 from kvflow.layout.manifest import MANIFEST_SCHEMA
@@ -205,9 +205,9 @@ def _live(engine, request):
     orders = engine.take_commands()
     engine.on_finished(request, ([1], [2]))
     assert not engine.guard.take(), "an exception that nobody has foreseen"
-    named = [block for order in orders if isinstance(order, Pull) for ids in order.block_ids for block in ids]
+    named = [block for order in orders if isinstance(order, Load) for ids in order.block_ids for block in ids]
     assert len(named) <= 2 * (TOKENS_MAX // 16)
-    found = [order for order in orders if isinstance(order, Fail | Pull)]
+    found = [order for order in orders if isinstance(order, Fail | Load)]
     assert len(found) == bool(wanted), "vLLM waits for a request until it is reported, and for no other"
     return found[0].code if found and isinstance(found[0], Fail) else "loads" if found else "nothing"
 

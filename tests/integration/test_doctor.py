@@ -11,8 +11,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from kvflow.config import SECRET_VARIABLE
+from kvflow.reads.reach import PREFIXES
 from kvflow.tools.doctor import alone, children
-from kvflow.tools.doctor.probe import PREFIXES
 from tests.ports import free_port
 from tests.vllm.hosts import Hosts
 

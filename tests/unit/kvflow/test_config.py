@@ -10,6 +10,7 @@ from kvflow.config import (
     SECRET_LENGTH_MIN,
     SECRET_VARIABLE,
     TcpSettings,
+    WorkerConfig,
 )
 from kvflow.errors import ConfigInvalid
 from tests.helpers.settings import flat_config
@@ -169,6 +170,18 @@ def test_parameters_of_nixl_may_be_given():
 def test_an_unknown_setting_is_refused():
     with pytest.raises(TypeError, match="lease_ms"):
         config(lease_ms=5)
+
+
+def test_a_setting_of_tuning_is_not_taken_beside_it():
+    with pytest.raises(TypeError, match=r"'wire_s' is a field of tuning: give tuning=Tuning\(wire_s=...\)"):
+        WorkerConfig(engine_id="prefill-0", wire_s=5.0)
+    with pytest.raises(TypeError, match="Did you mean wire_s"):
+        WorkerConfig(engine_id="prefill-0", wires=5.0)
+    with pytest.raises(ConfigInvalid, match=r"^wire_s must be a number"):
+        WorkerConfig.read({"engine_id": "prefill-0", "wire_s": -1})
+    with pytest.raises(ConfigInvalid, match=r"^each value of peer_weights must be an integer"):
+        WorkerConfig.read({"engine_id": "prefill-0", "peer_weights": {"a": 65}})
+    assert config(fence_s=2.0).replaced(wire_s=5.0, rank=1).settings()["wire_s"] == 5.0
 
 
 def test_the_secret_comes_from_the_settings_or_the_environment(monkeypatch):
