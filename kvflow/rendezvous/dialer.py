@@ -28,11 +28,9 @@ from kvflow.rendezvous.publication import READER, Advertisement, decode
 
 
 class LeaseEnd(Struct, frozen=True):
-    """How a lease has ended, if its producer says so.
+    """How a lease has ended, if its producer says so, and how many seconds ago.
 
-    Attributes:
-        ended_by: see ``StaleLease``.
-        ended_s: how many seconds ago it ended; None if unknown.
+    ``ended_by`` is as of ``StaleLease``.
     """
 
     ended_by: str = "unknown"
@@ -40,7 +38,7 @@ class LeaseEnd(Struct, frozen=True):
 
     @property
     def words(self) -> str:
-        """The same as text, for the end of a sentence about the lease."""
+        """The end of a sentence about the lease."""
         how = _ENDINGS.get(self.ended_by, self.ended_by)
         return how if self.ended_s is None else f"{how} {self.ended_s:.3f} s ago"
 
@@ -55,10 +53,7 @@ _ENDINGS = {
 
 
 class PendingQueries:
-    """Ended leases whose producer was asked how they ended, and the futures that wait for its answers.
-
-    Thread: the event loop.
-    """
+    """Leases that the producer was asked about, and the futures that wait for its answers. Thread: the event loop."""
 
     def __init__(self) -> None:
         self._waiting: dict[LeaseKey, list[asyncio.Future[LeaseEnd]]] = {}
@@ -74,7 +69,7 @@ class PendingQueries:
         return future
 
     def withdraw(self, lease: LeaseKey, future: asyncio.Future[LeaseEnd]) -> None:
-        """Drop a future that is no longer awaited. Does nothing if it was answered."""
+        """Drop a future that is no longer awaited."""
         waiting = self._waiting.get(lease, [])
         if future in waiting:
             waiting.remove(future)
@@ -99,15 +94,12 @@ class PendingQueries:
 
 
 class Link:
-    """A connection that is ready.
+    """A connection that is ready. Thread: the event loop.
 
     Attributes:
-        peer: who is at the other end, and where.
         agent: the name that its transport must have. It is derived from the peer's key.
         advertisement: what it published, checked.
-        credentials: our credentials for its TCP plane.
-
-    Thread: the event loop.
+        credentials: ours, for its TCP plane.
     """
 
     def __init__(
@@ -132,12 +124,12 @@ class Link:
 
     @property
     def software(self) -> str:
-        """The release that the producer runs, as it says."""
+        """The release that the producer runs."""
         return self._client.identity.software
 
     @property
     def clock_offset(self) -> ClockOffset | None:
-        """How far the producer's wall clock is ahead of ours; None if it does not state it."""
+        """How far the producer's wall clock is ahead of ours; None if it is unknown."""
         return self._client.clock_offset
 
     def may_be_over(self, grant: Grant) -> bool:
@@ -168,12 +160,7 @@ class Link:
             self._queries.withdraw(lease, answered)
 
     def release(self, leases: Sequence[LeaseKey], *, read: bool) -> None:
-        """Tell the producer that our rank no longer needs these leases. Does nothing if the connection has ended.
-
-        Args:
-            leases: leases of the producer.
-            read: whether our rank has read the blocks.
-        """
+        """Release leases for our rank, which has read the blocks or not. Does nothing if the connection has ended."""
         self._send([Release(leases=refs, read=read) for refs in _refs(leases)])
 
     def renew(self, leases: Sequence[LeaseKey]) -> None:
@@ -193,7 +180,6 @@ class Link:
 
 
 def _refs(leases: Sequence[LeaseKey]) -> list[tuple[LeaseRef, ...]]:
-    """Return the leases in the form of messages, divided into messages of bounded size."""
     refs = [LeaseRef(slot=slot, epoch=epoch) for slot, epoch in leases]
     return [tuple(refs[first : first + LEASES_MAX]) for first in range(0, len(refs), LEASES_MAX)]
 
@@ -224,7 +210,7 @@ async def open_link(
     Args:
         peer: the producer rank that the ticket names, and its endpoint.
         local: what we send to it, and the keys that we trust.
-        on_ended: called once with a code and a detail when a connection that was ready has ended.
+        on_ended: called once, with a code and a detail, when a connection that was ready has ended.
 
     Raises:
         AuthenticationFailed: it has another secret or key, or we do not trust its key.

@@ -18,16 +18,7 @@ __all__ = ["ZEROMQ", "LocalEndpoint", "Network", "as_kvflow_error", "build_local
 
 
 class LocalEndpoint(Struct, frozen=True):
-    """What this worker says to its peers, and the keys that it trusts.
-
-    Attributes:
-        identity: who we are.
-        publication: our manifest, for those that dial us.
-        security: our keys, and the keys that we trust.
-        limits: budgets and bounds.
-        network: how peers are reached.
-        make_pass: makes the pass of a reader that dials us; None gives none.
-    """
+    """What this worker sends to its peers, and the keys that it trusts; ``make_pass``: of a reader that dials us."""
 
     identity: Identity
     publication: Publication
@@ -38,11 +29,11 @@ class LocalEndpoint(Struct, frozen=True):
 
     @property
     def public_key(self) -> str:
-        """The public key that our control endpoint proves to hold."""
+        """The public key of our control endpoint."""
         return self.security.server.public_key
 
     def key_of(self, peer: PeerId) -> str:
-        """Return the public key that a producer rank must prove to hold; that of our secret if its ticket says none.
+        """Return the public key that a producer rank must have: that of its ticket, or of our secret.
 
         Raises:
             handshake.errors.Unauthenticated: we do not trust that key.
@@ -50,16 +41,12 @@ class LocalEndpoint(Struct, frozen=True):
         return self.security.towards(peer.public_key).server.public_key
 
     def credentials(self, peer: PeerId, pass_: bytes) -> Credentials:
-        """Return what we say to the TCP plane of a producer rank that we have dialed, and that gave us this pass.
-
-        Raises:
-            handshake.errors.Unauthenticated: we do not trust its key.
-        """
+        """Return what we send to the TCP plane of a producer rank that gave us this pass; raises as ``key_of``."""
         keys, ours = self.security.towards(peer.public_key), self.identity
         return Credentials(keys.client.public_key, ours.engine_id, ours.rank, ours.incarnation, pass_)
 
     def trusts(self, peer: PeerId) -> bool:
-        """Tell whether we would dial this producer rank now."""
+        """Return whether we trust the key of this producer rank."""
         try:
             self.key_of(peer)
         except theirs.Unauthenticated:
@@ -89,16 +76,7 @@ def build_local_endpoint(
     *,
     pass_key: bytes | None = None,
 ) -> LocalEndpoint:
-    """Build what a worker says to its peers.
-
-    Args:
-        config: the settings.
-        incarnation: of this worker.
-        advertisement: what we publish.
-        security: ``security_of`` the settings.
-        network: how peers are reached.
-        pass_key: what the passes of our readers are made with; None gives none.
-    """
+    """Build what a worker sends to its peers; ``pass_key`` makes the passes of its readers, None gives none."""
     return LocalEndpoint(
         identity=Identity(
             engine_id=config.engine_id,

@@ -50,7 +50,7 @@ class TicketKey:
         return sign(self._security.ticket_key, payload)
 
     def verifies(self, payload: bytes, mac: bytes) -> bool:
-        """Tell whether a member of the cluster signed a grant's payload; for ``Ticket.from_params``."""
+        """Return whether a member of the cluster signed a grant's payload; for ``Ticket.from_params``."""
         return self._security.verifies(payload, mac)
 
     def check(self, ticket: Ticket) -> None:

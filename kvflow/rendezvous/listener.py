@@ -31,7 +31,7 @@ class Leases(Protocol):
     """The leases that readers release and renew."""
 
     def on_release(self, leases: Sequence[LeaseKey], reader: Reader, *, read: bool = False) -> list[Answer]:
-        """Count a reader's releases, and answer each; ``read`` tells whether it has read what they promise."""
+        """Count a reader's releases, and answer each; ``read``: whether it has read the blocks."""
         ...
 
     def on_renew(self, leases: Sequence[LeaseKey], reader: Reader) -> tuple[list[Answer], float]:
@@ -47,13 +47,10 @@ LeasesT = TypeVar("LeasesT", bound=Leases)
 
 
 class Listener:
-    """The readers that are connected to one worker.
+    """The readers that are connected to one worker. Thread: the event loop.
 
     Attributes:
-        endpoint: the address that it listens on.
-        make_report: makes what a member of the cluster gets that asks how this worker is; set by the worker.
-
-    Thread: the event loop.
+        make_report: makes the report for a member that asks for it; set by the worker.
     """
 
     def __init__(self, server: HandshakeServer, leases: Leases, report: Callable[[ConsumerRejected], None]) -> None:
@@ -80,7 +77,7 @@ class Listener:
         self._server.recheck_keys()
 
     def on_event(self, key: PeerKey, event: Event) -> None:
-        """Handle what one reader did. It is identified by its Hello, whatever it says later."""
+        """Handle an event of one reader, which its Hello identifies."""
         match event:
             case PeerReady(identity=identity, publication=publication):
                 self._readers[key] = Reader(identity.engine_id, identity.rank, identity.num_ranks)
@@ -127,16 +124,13 @@ async def open_listener(
     open_leases: Callable[[str], LeasesT],
     report: Callable[[ConsumerRejected], None],
 ) -> AsyncIterator[tuple[Listener, LeasesT]]:
-    """Listen for readers.
+    """Listen for readers; return the listener, and what ``open_leases`` has returned.
 
     Args:
         bind: ``tcp://HOST:PORT``; port 0 takes a free one.
-        local: what we say to readers, and the keys that we trust.
-        open_leases: called once with the endpoint that is listened on, before any reader is heard.
+        local: what we send to readers, and the keys that we trust.
+        open_leases: called once with the endpoint, before any message of a reader is handled.
         report: takes the readers that are rejected.
-
-    Returns:
-        The listener, and what ``open_leases`` has returned.
 
     Raises:
         ConfigInvalid: the address cannot be bound.
@@ -151,7 +145,7 @@ async def open_listener(
             network=local.network,
             make_pass=local.make_pass,
             make_report=lambda: listener.make_report(),  # noqa: PLW0108
-            # Nothing is awaited before the listener exists, so that no reader is heard before.
+            # Nothing is awaited before the listener exists, so no event comes earlier.
             on_event=lambda key, event: listener.on_event(key, event),  # noqa: PLW0108
         ) as server:
             leases = open_leases(server.endpoint)

@@ -17,15 +17,10 @@ from kvflow.version import __version__
 
 
 class Visit:
-    """A connection to a worker that is ready.
+    """A connection to a worker that is ready. Thread: the event loop.
 
     Attributes:
-        endpoint: that was dialed.
-        identity: who the worker says that it is.
-        wire_version: that both ends speak.
         manifest_schema: of what it publishes, which this release may not understand.
-
-    Thread: the event loop.
     """
 
     def __init__(self, client: HandshakeClient, endpoint: str, answer_s: float) -> None:
@@ -38,7 +33,7 @@ class Visit:
 
     @property
     def clock_ahead_s(self) -> float | None:
-        """How many seconds the worker's wall clock is ahead of ours; None if it does not tell."""
+        """Seconds by which the worker's wall clock is ahead of ours; None if it is unknown."""
         offset = self._client.clock_offset
         return None if offset is None else offset.ahead_s
 
@@ -53,18 +48,14 @@ class Visit:
         return await asyncio.to_thread(decode, self._client.publication, peer=self.endpoint, software=software)
 
     async def ping(self) -> float:
-        """Return the seconds of one round trip.
-
-        Raises:
-            DeadlineExceeded, PeerLost: there was no answer.
-        """
+        """Return the seconds of one round trip. Raises ``DeadlineExceeded`` or ``PeerLost``."""
         return (await self._ask(report=False))[0]
 
     async def ask_report(self) -> bytes:
         """Return what the worker reports about itself, at most 64 KiB; empty if its release reports nothing.
 
         Raises:
-            DeadlineExceeded, PeerLost, PeerRefused: there was no answer.
+            DeadlineExceeded, PeerLost: there was no answer.
         """
         return (await self._ask(report=True))[1]
 
@@ -84,19 +75,17 @@ class Visit:
 async def open_visit(
     endpoint: str, config: WorkerConfig, *, server_key: str = "", network: Network = ZEROMQ
 ) -> AsyncIterator[Visit]:
-    """Dial a worker as a reader does, and leave with a goodbye.
+    """Dial a worker as a reader does, and leave with a goodbye. Cancellation: safe.
 
     Args:
         endpoint: ``tcp://HOST:PORT`` of the worker's control endpoint.
         config: gives the secret, the keys and the budgets.
-        server_key: public key of the worker, needed if it has one of its own.
+        server_key: public key of the worker, needed if it has its own.
         network: where the worker is dialed.
 
     Raises:
         ConfigInvalid: there is no usable secret, or the endpoint is malformed.
-        AuthenticationFailed, PeerRefused, PeerLost, ProtocolViolation, DeadlineExceeded: as of ``open_link``.
-
-    Cancellation: safe.
+        AuthenticationFailed, PeerRefused, PeerLost, ProtocolViolation, DeadlineExceeded: it cannot be reached.
     """
     identity = Identity(
         engine_id=config.engine_id,
