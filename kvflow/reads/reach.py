@@ -72,9 +72,9 @@ class Reach(NamedTuple):
     why: tuple[Obstacle, ...] = ()
 
 
-def host_facts(*, on_device: bool = False, root: Path = ROOT) -> HostFacts:
-    """Return the facts of this process. ``root``: where the file systems of the kernel are."""
-    variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES)}
+def host_facts(*, on_device: bool = False, prefixes: tuple[str, ...] = PREFIXES, root: Path = ROOT) -> HostFacts:
+    """Return the facts of this process, with variables of these prefixes. ``root``: where the kernel's files are."""
+    variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)}
     return HostFacts(
         host=_short(socket.gethostname()),
         boot_id=_short(boot_id(root)),

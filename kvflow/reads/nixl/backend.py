@@ -166,7 +166,7 @@ class NixlBackend(Backend):
                 exporting.callback(exporter.destroy)
                 exporter.register([epochs] if uses.role == "consumer" else [*regions, epochs])
                 on_device = any(region.memory == "VRAM" for region in regions)
-                self._facts = host_facts(on_device=on_device)
+                self._facts = host_facts(on_device=on_device, prefixes=("UCX_TLS",))
                 envelope = Envelope("nixl", exporter_name(agent_name), exporter.metadata(), self._settings, self._facts)
                 self.metadata = seal(envelope)
                 self._ours = inspect_own(envelope, on_device=on_device)

@@ -72,3 +72,5 @@ def test_facts_are_read_from_the_kernel_and_cut_to_their_bounds(tmp_path, monkey
     assert (found.pid_namespace, len(found.network_cards)) == ("", 64)
     assert found.variables["UCX_TLS"] == "x" * 256
     assert "NOT_OURS" not in found.variables
+    monkeypatch.setenv("UCX_LOG_FILE", "a path")
+    assert set(host_facts(prefixes=("UCX_TLS",), root=tmp_path).variables) == {"UCX_TLS"}
