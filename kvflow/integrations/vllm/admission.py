@@ -1,9 +1,8 @@
 """A channel from the scheduler's side to its ranks, so that they hold a lease as soon as its ticket is signed.
 
-The command to hold a lease also arrives with the next step of the engine. That step may be late or never happen, and a
-client may read before it. So the scheduler's side tells each rank at once, and the command of the step only does what
-is left to do. The scheduler's side calls a rank in its own process directly, and sends to a rank in another process of
-the same host over a socket. A rank on another host waits for the step.
+The command to hold a lease also arrives with the next step of the engine, which may be late or never happen. So the
+scheduler's side calls a rank in its own process directly, and sends to a rank in another process of the same host over
+a socket. A rank on another host waits for the step.
 
 The socket is in a folder that only this user can enter. A message is a MAC, the number of the last step that wrote into
 the blocks, and the text of a ticket. Only the rank and its own scheduler know the key of the MAC: the rank generates it

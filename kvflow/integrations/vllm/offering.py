@@ -1,7 +1,6 @@
 """The producer's part of the scheduler's side: requests whose blocks other engines may read.
 
-The scheduler's side tells this module what vLLM does with a request. It signs tickets and collects commands for the
-ranks.
+This module takes what vLLM does with a request, signs tickets, and collects commands for the ranks.
 
 vLLM divides a call with several samples (``n``) or several prompts into several requests, but answers one ticket: that
 of the first prompt, and among its samples that of the last one to end. The offer of any other request would hold its

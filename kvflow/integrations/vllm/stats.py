@@ -64,10 +64,8 @@ NIXL_HISTOGRAMS = {
         (10, 20, 30, 50, 75, 100, 200, 400, 1000, 2000, 4000, 10000, 20000, 50000),
     ),
 }
-"""Name after ``vllm:nixl_`` -> names in ``SERIES`` that are added up; meaning; buckets.
-
-Names and buckets are those of vLLM's ``NixlConnector``: its dashboards also show kvflow.
-"""
+"""Name after ``vllm:nixl_`` -> names in ``SERIES`` that are added up; meaning; buckets. Names and buckets are those of
+vLLM's ``NixlConnector``, so that its dashboards also show kvflow."""
 
 NIXL_COUNTERS = {
     "num_failed_transfers": "Failed KV cache transfers, including failed handshakes, without expired leases",
@@ -85,10 +83,7 @@ NO_TRANSFER = frozenset(
         FailureCode.TRANSFER_CANCELLED,
     }
 )
-"""Codes that do not count as failed transfers of ``NixlConnector``: it counts them elsewhere or does not know them.
-
-They say that a ticket does not fit its request, a lease has ended, or a request was aborted.
-"""
+"""Codes of tickets, leases and requests, which are no failed transfers for ``NixlConnector``."""
 
 
 @dataclass

@@ -423,11 +423,7 @@ class RankRuntime:
         self.rank.suspend()
 
     def resume(self) -> None:
-        """Serve the cache again if it was suspended. Its memory must have its old address.
-
-        Raises:
-            ConfigInvalid, TransportUnavailable: as ``kvflow.open_worker`` does; the cache stays suspended.
-        """
+        """Serve a suspended cache again, at its old address. If ``kvflow.open_worker`` raises, it stays suspended."""
         if self._asleep:
             self._worker.resume(self._cache)
             self._asleep = False
