@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta, Struct
 from msgspec.structs import FieldInfo, fields, replace
 
+from kvflow.addresses import PORT_MAX, host_and_port
 from kvflow.errors import ConfigInvalid, suggest
 from kvflow.validation import SuggestingMeta, describe_refusal, find_fault
 
@@ -26,8 +27,6 @@ VARIABLES = {
 }
 """Settings that a variable gives if nobody else does."""
 WILDCARD_HOSTS = frozenset({"0.0.0.0", "*", "[::]"})  # noqa: S104  # recognized in order to be refused
-
-PORT_MAX = 65535
 
 ENDPOINT_PATTERN = r"tcp://(\[[^\[\]]+\]|[^\[\]:/]+):[0-9]{1,5}"
 KEY_PATTERN = r"[0-9a-f]{64}"
@@ -249,7 +248,7 @@ class WorkerConfig(Struct, metaclass=SuggestingMeta, frozen=True, kw_only=True, 
         if self.http is None:
             return
         _check_bound("http", self.http)
-        if not self.tuning.http_public and not is_loopback(_host_and_port(self.http)[0]):
+        if not self.tuning.http_public and not is_loopback(host_and_port(self.http)[0]):
             raise ConfigInvalid(
                 f"http is {self.http!r}, which other hosts may reach, and the server has no authentication",
                 remedy="Give a loopback address such as 127.0.0.1:9400. Behind a firewall, set http_public to true.",
@@ -293,13 +292,13 @@ class WorkerConfig(Struct, metaclass=SuggestingMeta, frozen=True, kw_only=True, 
     @property
     def tcp(self) -> TcpSettings:
         """The settings of the TCP plane; the control endpoint gives those that are missing. Call ``check`` before."""
-        bind = self.tuning.tcp_bind or f"tcp://{_host_and_port(self.bind)[0]}:0"
+        bind = self.tuning.tcp_bind or f"tcp://{host_and_port(self.bind)[0]}:0"
         known = (self.tuning.tcp_bind, self.advertise, self.bind)
-        hosts = [_host_and_port(each)[0] for each in known if each is not None]
+        hosts = [host_and_port(each)[0] for each in known if each is not None]
         reached = next(host for host in hosts if host not in WILDCARD_HOSTS)  # bind is one, or advertise is given
         return TcpSettings(
             bind=bind.replace("tcp://*:", "tcp://0.0.0.0:"),
-            advertise=self.tuning.tcp_advertise or f"tcp://{reached}:{_host_and_port(bind)[1]}",
+            advertise=self.tuning.tcp_advertise or f"tcp://{reached}:{host_and_port(bind)[1]}",
             connections=self.tuning.tcp_connections,
             encryption=self.tuning.tcp_encryption,
         )
@@ -405,7 +404,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _is_wildcard(endpoint: str) -> bool:
-    return _host_and_port(endpoint)[0] in WILDCARD_HOSTS
+    return host_and_port(endpoint)[0] in WILDCARD_HOSTS
 
 
 def _check_bound(name: str, endpoint: str | None) -> None:
@@ -417,7 +416,7 @@ def _check_bound(name: str, endpoint: str | None) -> None:
     if endpoint is None:
         return
     _check_filled_in(name, endpoint)
-    if _host_and_port(endpoint)[1] > PORT_MAX:
+    if host_and_port(endpoint)[1] > PORT_MAX:
         raise ConfigInvalid(
             f"{name} is {endpoint!r}, but no port is above {PORT_MAX}",
             remedy="Give a port up to 65535, or port 0, which takes a free one.",
@@ -433,7 +432,7 @@ def _check_advertised(name: str, endpoint: str | None) -> None:
     if endpoint is None:
         return
     _check_filled_in(name, endpoint)
-    host, port = _host_and_port(endpoint)
+    host, port = host_and_port(endpoint)
     if host in WILDCARD_HOSTS or not _is_written_as_a_host(host) or not 0 < port <= PORT_MAX:
         raise ConfigInvalid(
             f"{name} is {endpoint!r}, which no peer can dial",
@@ -452,8 +451,3 @@ def _check_filled_in(name: str, endpoint: str) -> None:
             f"{name} is {endpoint!r}, with a place that is not filled in",
             remedy="Give an address or a name. {host} is understood by the connector of vLLM alone.",
         )
-
-
-def _host_and_port(endpoint: str) -> tuple[str, int]:
-    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    return host, int(port)

@@ -10,7 +10,8 @@ import msgspec
 from msgspec import Meta, Struct
 
 from handshake import Publication
-from kvflow.config import ENDPOINT_PATTERN, PORT_MAX
+from kvflow.addresses import PORT_MAX, host_and_port
+from kvflow.config import ENDPOINT_PATTERN
 from kvflow.errors import ProtocolViolation, ReleaseMismatch, SpecInvalid
 from kvflow.layout.component import METADATA_BYTES_MAX, Region
 from kvflow.layout.manifest import MANIFEST_BYTES_MAX, MANIFEST_SCHEMA, Manifest
@@ -63,7 +64,7 @@ class Advertisement(Struct, frozen=True, kw_only=True):
             raise SpecInvalid(f"the metadata of all data planes has {nbytes} bytes, more than {METADATA_BYTES_MAX}")
         if ("tcp" in self.planes) != bool(self.data_endpoint):
             raise SpecInvalid(f"the data planes are {sorted(self.planes)}, and data_endpoint is {self.data_endpoint!r}")
-        if self.data_endpoint and not 0 < int(self.data_endpoint.rpartition(":")[2]) <= PORT_MAX:
+        if self.data_endpoint and not 0 < host_and_port(self.data_endpoint)[1] <= PORT_MAX:
             raise SpecInvalid(f"data_endpoint is {self.data_endpoint!r}, which has no port that can be dialed")
 
 

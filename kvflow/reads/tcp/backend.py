@@ -23,6 +23,7 @@ from ipaddress import ip_address
 import numpy as np
 import numpy.typing as npt
 
+from kvflow.addresses import PORT_MAX, host_and_port
 from kvflow.config import TcpSettings
 from kvflow.errors import FailureCode
 from kvflow.ids import Credentials, PeerId
@@ -54,7 +55,6 @@ NAME = "tcp"
 OPENING_S_MAX = 5.0
 """Seconds from the first packet to the exporter's proof."""
 
-PORT_MAX = (1 << 16) - 1
 
 READS_MAX = 1 << 17
 """How many reads' slot values are kept until their fence. Only those of reads that end without a fence stay longer."""
@@ -431,9 +431,9 @@ def _named(
 
 def _place(endpoint: str) -> tuple[str, int]:
     """Return host and port of an endpoint whose name has been resolved."""
-    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     try:
-        address, number = ip_address(host.removeprefix("[").removesuffix("]")), int(port)
+        host, number = host_and_port(endpoint)
+        address = ip_address(host.removeprefix("[").removesuffix("]"))
     except ValueError:
         number = 0
     if not 1 <= number <= PORT_MAX:

@@ -22,6 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import attrgetter
 
+from kvflow.addresses import host_and_port
 from kvflow.config import TcpSettings
 from kvflow.errors import ConfigInvalid, TransportUnavailable
 from kvflow.ids import pass_of
@@ -355,7 +356,7 @@ class TcpExporter:
         if encrypt:
             check_tls()
         self._listener = _listen(settings.bind)
-        host, port = _host_and_port(settings.advertise or settings.bind)
+        host, port = host_and_port(settings.advertise or settings.bind)
         self.endpoint = f"tcp://{host}:{port or self._listener.getsockname()[1]}"
         memory = HostMemory(regions)
         slots = memory_at(epochs.address, epochs.nbytes).data.cast("Q")
@@ -411,7 +412,7 @@ def _taken(buffer: bytearray, count: int) -> bytes:
 
 
 def _listen(endpoint: str) -> socket.socket:
-    host, port = _host_and_port(endpoint)
+    host, port = host_and_port(endpoint)
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
             "" if host == "*" else host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -430,8 +431,3 @@ def _listen(endpoint: str) -> socket.socket:
             remedy="Set tcp_bind to an address of this host and a free port.",
         ) from error
     return listener
-
-
-def _host_and_port(endpoint: str) -> tuple[str, int]:
-    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    return host, int(port)
