@@ -58,12 +58,7 @@ _log = record_logger("kvflow.demo")
 
 
 class BlockPool:
-    """A free list in random order, so that no block id is the same on two sides by accident.
-
-    Args:
-        num_blocks: ids are [0, num_blocks).
-        seed: of the order.
-    """
+    """A free list in an order that ``seed`` decides, so that block ids differ between two engines."""
 
     def __init__(self, num_blocks: int, seed: int) -> None:
         self.num_blocks = num_blocks
@@ -77,13 +72,7 @@ class BlockPool:
         return self.num_blocks - len(self._free)
 
     async def take(self, count: int) -> list[int]:
-        """Take blocks, waiting until there are enough.
-
-        Raises:
-            ValueError: more than the pool will ever have.
-
-        Cancellation: safe; nothing is taken.
-        """
+        """Take blocks once there are enough; ``ValueError`` if there can never be. Cancellation: safe."""
         if count > self.num_blocks:
             raise ValueError(f"{count} blocks are wanted, and the pool has {self.num_blocks}")
         async with self._freed:
@@ -100,11 +89,7 @@ class BlockPool:
 
 @dataclass(slots=True)
 class BlockTable:
-    """Where the cache of one request is.
-
-    Attributes:
-        rows: one list for each group; entry i is the block of tokens [i * block_size, (i + 1) * block_size), or ABSENT.
-    """
+    """One list for each group: entry i is the block of tokens [i * block_size, (i + 1) * block_size), or ABSENT."""
 
     rows: list[list[int]]
 
@@ -114,13 +99,9 @@ class BlockTable:
 
 
 async def take_table(pool: BlockPool, groups: Sequence[Group], num_tokens: int, *, num_computed: int = 0) -> BlockTable:
-    """Take the blocks for a request of ``num_tokens``.
+    """Take the blocks for a request of ``num_tokens``, generated ones included.
 
-    Args:
-        pool: source of the blocks.
-        groups: of the cache.
-        num_tokens: of the whole request, with what will be generated.
-        num_computed: tokens that are computed elsewhere: blocks that lie behind a window by then are left out.
+    Blocks that lie behind a window once ``num_computed`` tokens are computed elsewhere are left out.
     """
     absent = [_first_visible(group, num_computed) for group in groups]
     total = [_num_blocks(group, num_tokens) for group in groups]
@@ -159,16 +140,14 @@ def _first_visible(group: Group, num_tokens: int) -> int:
 
 
 class Engine:
-    """Computes tokens in blocks that its caller manages.
+    """Computes tokens in blocks that its caller manages. Thread: the event loop's, which does not wait for the model.
 
     Args:
-        layout: of the cache, as ``kvflow.allocate`` takes it.
-        kv: ``content`` or ``split``, as ``kvflow.allocate`` takes it.
+        layout: as ``kvflow.allocate`` takes it.
+        kv: likewise.
         seed: of the order in which blocks are handed out.
         executor: the one thread that computes; its queue serves requests in turn, a token at a time.
         num_blocks: of the cache.
-
-    Thread: the event loop's; it stays free while the model computes.
     """
 
     def __init__(
@@ -187,14 +166,7 @@ class Engine:
         return await self._compute(table, list(prompt), 0)
 
     async def decode(self, table: BlockTable, num_computed: int, token: int, max_tokens: int) -> list[int]:
-        """Continue a request one token after the other, and return what was generated.
-
-        Args:
-            table: blocks of the request, with room for what is generated.
-            num_computed: tokens whose keys and values the cache has.
-            token: the next one, computed but not yet in the cache.
-            max_tokens: to be generated, ``token`` included.
-        """
+        """Return ``max_tokens`` tokens: ``token``, which is not in the cache yet, and those after it."""
         tokens = [token]
         while len(tokens) < max_tokens:
             tokens.append(await self._compute(table, tokens[-1:], num_computed + len(tokens) - 1))
@@ -215,24 +187,13 @@ class Engine:
 
 @asynccontextmanager
 async def open_engine(*, layout: str, kv: KVFormat, seed: int) -> AsyncIterator[Engine]:
-    """Start the thread that computes, and enter with an engine.
-
-    It computes on one core: the demo runs two engines on small machines, and a sum that is split over cores may
-    differ in its last bit.
-    """
+    """Enter with an engine on one core: a sum that is split over cores may differ in its last bit."""
     with ThreadPoolExecutor(1, "model", initializer=torch.set_num_threads, initargs=(1,)) as executor:
         yield Engine(layout=layout, kv=kv, seed=seed, executor=executor)
 
 
 class CompletionService:
-    """Answers requests; the same code for every role, and ``kv_transfer_params`` decide what is done.
-
-    Args:
-        engine: computes.
-        worker: moves the cache; None for an engine that computes alone.
-
-    Thread: the event loop's.
-    """
+    """Answers requests of every role: their ``kv_transfer_params`` decide. Without a worker, it computes alone."""
 
     def __init__(self, engine: Engine, worker: kvflow.Worker | None = None) -> None:
         self._engine = engine
@@ -330,12 +291,7 @@ def _choices(tokens: list[int]) -> tuple[GeneratedTokens]:
 
 
 async def serve(service: CompletionService, listen: str) -> None:
-    """Answer requests until the process is told to stop (SIGTERM or SIGINT); leases that are held then are revoked.
-
-    Args:
-        service: answers.
-        listen: ``host:port``; port 0 takes a free one. The real one is the first line of standard output.
-    """
+    """Answer requests until SIGTERM or SIGINT, then revoke leases; the first line of output has the address."""
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
@@ -376,10 +332,7 @@ def _announce(address: str) -> None:
 
 
 async def answer_completion(service: CompletionService, request_id: str, body: bytes) -> web.Response:
-    """Answer the body of a request; a failure ends this request only.
-
-    A prefill engine's failure is 4xx, so that the router shows it to the client.
-    """
+    """Answer a request. ``KvflowError`` is 4xx, which a router shows to the client from a prefill engine too."""
     started = monotonic()
     log = _log.bind(request_id=request_id)
     try:

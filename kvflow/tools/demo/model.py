@@ -38,18 +38,7 @@ EVERYTHING = 1 << 31
 
 
 class ModelShape(Struct, frozen=True):
-    """Sizes of the model. The defaults are the demo's.
-
-    Attributes:
-        num_layers: even layers attend to everything, odd ones to a window.
-        hidden: width of the residual stream.
-        num_heads: query heads.
-        num_kv_heads: KV heads, shared by groups of query heads.
-        head_size: elements of a head.
-        window: tokens that a sliding-window layer sees, the current one included.
-        block_size: tokens in one cache block.
-        seed: of the weights.
-    """
+    """Sizes of the model: even layers attend to everything, odd ones to ``window`` tokens, the current one included."""
 
     num_layers: int = 16
     hidden: int = 256
@@ -119,13 +108,7 @@ def _gather(pages_BHND: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
 
 
 class TinyModel:
-    """The weights, and one forward pass over them.
-
-    Args:
-        shape: sizes and seed; two models of one shape are equal.
-
-    Thread: immutable after construction; ``forward`` writes only into the pages that it is given.
-    """
+    """The weights, and one forward pass over them; two models of one shape are equal."""
 
     def __init__(self, shape: ModelShape) -> None:
         draw = _WeightSource(shape.seed)

@@ -14,13 +14,7 @@ from kvflow.tools.demo.messages import MAX_TOKENS, Drained
 
 
 class PromptResult(Struct, frozen=True):
-    """What became of one prompt.
-
-    Attributes:
-        tokens: generated.
-        report: what the pull moved; None if nothing was pulled.
-        failure: why the request failed, or empty.
-    """
+    """What became of one prompt; ``failure`` says why there are no tokens."""
 
     tokens: list[int] = []
     report: TransferReport | None = None
@@ -28,13 +22,7 @@ class PromptResult(Struct, frozen=True):
 
 
 class Scenario(Struct, frozen=True, kw_only=True):
-    """One pair of engines to run with.
-
-    Attributes:
-        name: for logs and people.
-        layout: of both caches; empty if the engines were started elsewhere, with a layout of their own.
-        kv: ``content`` or ``split``; empty like ``layout``.
-    """
+    """One pair of engines; ``layout`` and ``kv`` are empty if the engines were started elsewhere."""
 
     name: str
     layout: str = ""

@@ -69,11 +69,7 @@ _log = record_logger("kvflow.demo")
 
 
 def read_texts(folder: Path) -> bytes:
-    """Return the README and the documentation of a repository as one text.
-
-    Raises:
-        FileNotFoundError: they are not long enough for one prompt of the greatest length.
-    """
+    """Return the README and the documentation of a repository; ``FileNotFoundError`` if they are too short."""
     paths = [folder / "README.md", *sorted((folder / "docs").rglob("*.md"))]
     text = b"\n".join(path.read_bytes() for path in paths if path.is_file())
     if len(text) < PROMPT_BYTES_MAX:
@@ -84,12 +80,7 @@ def read_texts(folder: Path) -> bytes:
 
 
 def cut_prompts(text: bytes, count: int) -> Sequence[bytes]:
-    """Cut ``count`` >= 2 pieces, shortest and longest included, lengths in geometric steps, long and short in turn.
-
-    Args:
-        text: at least ``PROMPT_BYTES_MAX`` bytes; pieces start evenly spread over it.
-        count: of prompts.
-    """
+    """Cut ``count`` >= 2 pieces, with lengths in geometric steps from least to greatest, long and short in turn."""
     ratio = PROMPT_BYTES_MAX / PROMPT_BYTES_MIN
     sizes = [round(PROMPT_BYTES_MIN * ratio ** (step / (count - 1))) for step in range(count)]
     mixed = [sizes.pop(0 if step % 2 else -1) for step in range(count)]
@@ -116,11 +107,7 @@ class Client:
         self._session = session
 
     async def complete(self, address: str, request_id: str, request: PromptRequest) -> PromptAnswer:
-        """Have a prompt computed and continued.
-
-        Raises:
-            EngineFailed: there is no answer, or it is a failure.
-        """
+        """Have a prompt computed and continued; ``EngineFailed`` if there is no answer, or a failure."""
         content = await self._post(address + COMPLETIONS, msgspec.json.encode(request), {REQUEST_ID: request_id})
         try:
             return msgspec.json.decode(content, type=PromptAnswer)
@@ -128,19 +115,11 @@ class Client:
             raise EngineFailed(f"no answer of an engine came from {address}: {error}") from error
 
     async def drain(self, address: str) -> Drained:
-        """Return what an engine still holds once no request is open.
-
-        Raises:
-            EngineFailed: it does not answer.
-        """
+        """Return what an engine still holds once no request is open; ``EngineFailed`` if it does not answer."""
         return msgspec.json.decode(await self._post(address + DRAIN), type=Drained)
 
     async def wait_until_healthy(self, address: str, timeout_s: float) -> None:
-        """Wait until an engine serves; its host name need not resolve yet.
-
-        Raises:
-            EngineFailed: it does not within ``timeout_s``.
-        """
+        """Wait until an engine serves, whose name need not resolve yet; ``EngineFailed`` after ``timeout_s``."""
         reason = "no attempt was answered"
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -186,13 +165,7 @@ async def send_all(
 ) -> list[PromptResult]:
     """Send every prompt, ``IN_FLIGHT`` at a time; a failure ends only its own request.
 
-    Args:
-        client: sends.
-        address: ``host:port`` of an engine or a router.
-        name: prefix of the ids of requests.
-        prompts: tokens are bytes.
-        on_answer: called after each.
-        pulled: whether an answer without a pull is a failure. A router hides it if no prefill engine answers.
+    With ``pulled``, an answer for which nothing was pulled is a failure, which a router would hide.
     """
     room = asyncio.Semaphore(IN_FLIGHT)
 
@@ -216,14 +189,7 @@ async def send_all(
 
 
 class EngineCommand(Struct, frozen=True, kw_only=True):
-    """How to start one engine.
-
-    Attributes:
-        name: of its log files.
-        role: ``prefill``, ``decode`` or ``monolithic``.
-        layout: of its cache.
-        kv: ``content`` or ``split``.
-    """
+    """How to start one engine; ``name`` is that of its log files, and the rest are flags of the program."""
 
     name: str
     role: str
@@ -238,15 +204,9 @@ def engine_environment() -> dict[str, str]:
 
 @asynccontextmanager
 async def open_process(command: EngineCommand, logs: Path, environment: dict[str, str]) -> AsyncIterator[str]:
-    """Start an engine, enter with its address when it serves, and end it on leaving.
+    """Start an engine, enter with its address when it serves, and end it on leaving; ``EngineFailed`` if it never does.
 
-    Args:
-        command: what to start.
-        logs: folder for ``NAME.jsonl``, its log, and ``NAME.stderr``.
-        environment: its variables.
-
-    Raises:
-        EngineFailed: it ended, or was silent, before it served.
+    Its log is ``NAME.jsonl`` in ``logs``, and its standard error ``NAME.stderr``.
     """
     complaints = logs / f"{command.name}.stderr"
     flags = {"layout": command.layout, "kv": command.kv, "log": str(logs / f"{command.name}.jsonl")}
