@@ -57,13 +57,11 @@ NOTHING_TO_PUBLISH = Publication.of(b"")
 
 
 class HandshakeClient:
-    """One connection that is or was ready. Made by ``open_client``. Thread: the event loop.
+    """One connection that is or was ready, with the server's identity and publication. Thread: the event loop.
 
     Attributes:
-        identity: the server's.
-        publication: the server's.
         version: of the wire protocol.
-        pass_: that the server has given to this connection; empty if it gives none.
+        pass_: the server's for this connection; empty if it gives none.
     """
 
     def __init__(self, attempt: "_Attempt", ready: PeerReady) -> None:

@@ -172,9 +172,7 @@ class Refuse(Message, frozen=True, kw_only=True, tag="refuse"):
     """The last word of a peer that has a complaint.
 
     Attributes:
-        code: stable name, see ``handshake.errors.CloseCode``; a newer peer may use another one.
-        reason: what is wrong.
-        remedy: what to do about it.
+        code: one of ``handshake.errors.CloseCode``, or a newer peer's.
     """
 
     code: Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_]{0,63}\Z")]
@@ -232,11 +230,7 @@ class Renew(Message, frozen=True, kw_only=True, tag="renew"):
 
 
 class Renewed(Message, frozen=True, kw_only=True, tag="renewed"):
-    """Answer to ``Renew``, lease by lease.
-
-    Attributes:
-        lease_s: seconds for which those that are ``held`` are held from now on.
-    """
+    """Answer to ``Renew``, lease by lease; those that are ``held`` last ``lease_s`` seconds from now."""
 
     leases: LeaseAnswers
     lease_s: Annotated[float, Meta(ge=0, le=86400)]
@@ -247,7 +241,7 @@ class Ping(Message, frozen=True, kw_only=True, tag="ping"):
 
     Attributes:
         nonce: what the answer repeats.
-        report: of a client: whether it asks for the server's report, too; absent from peers that do not ask.
+        report: of a client: whether it asks for the server's report.
     """
 
     nonce: Nonce
@@ -322,11 +316,7 @@ class ReleaseAnswered(Struct, frozen=True, kw_only=True):
 
 
 class RenewAnswered(Struct, frozen=True, kw_only=True):
-    """What became of the leases that we asked to renew.
-
-    Attributes:
-        lease_s: seconds for which the held ones are held, counted from the answer.
-    """
+    """What became of the leases that we asked to renew; the held ones last ``lease_s`` from the answer."""
 
     leases: tuple[LeaseAnswer, ...]
     lease_s: float
@@ -354,10 +344,8 @@ class ConnectionFailed(Struct, frozen=True, kw_only=True):
     """The connection ended with a complaint.
 
     Attributes:
-        code: see ``handshake.errors.CloseCode``; the peer's own word if it refused.
-        reason: what is wrong.
-        remedy: what to do about it.
-        refused: True if the peer refused us; False if we found the fault.
+        code: one of ``handshake.errors.CloseCode``; the peer's own if it refused.
+        refused: whether the peer refused us; otherwise we found the fault.
     """
 
     code: str

@@ -45,12 +45,9 @@ DESCRIPTORS_OF_A_LINK = 8
 class Delivery(Enum):
     """What became of a message that was given to a socket."""
 
-    QUEUED = auto()
-    """ZeroMQ has it and sends it if the connection lives."""
-    FULL = auto()
-    """The peer does not read, and its queue is full."""
-    GONE = auto()
-    """The peer is gone."""
+    QUEUED = auto()  # ZeroMQ sends it if the connection lives
+    FULL = auto()  # the peer does not read
+    GONE = auto()  # the peer is gone
 
 
 class LinkEvent(Enum):
