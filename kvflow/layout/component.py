@@ -12,7 +12,7 @@ ADDRESS_MAX = (1 << 63) - 1
 """Addresses and lengths are int64 in descriptor lists; no user address of a 64-bit machine reaches this."""
 
 METADATA_BYTES_MAX = 1 << 20
-"""Largest metadata of a transport. NIXL needs about 44 bytes per region, so there is room for more than 20,000."""
+"""Largest metadata of a transport. NIXL needs about 44 bytes per region."""
 
 Address = Annotated[int, Meta(ge=0, le=ADDRESS_MAX)]
 

@@ -29,13 +29,10 @@ class CachePlan(Struct, frozen=True):
     """How a cache lies in one backing allocation that does not exist yet.
 
     Attributes:
-        groups: in the order in which block ids are given.
+        groups: in the order of block id lists.
         specs: layer name -> spec, with the block size and the padding of its group.
-        layers: layer name -> components and views.
-        bytes_per_block: of the backing allocation, all groups overlaid.
-        num_blocks: blocks in the pool.
+        bytes_per_block: of the backing allocation; all groups share them.
         packed: whether a block of one group is one row.
-        shard: the rank.
     """
 
     groups: tuple[Group, ...]
@@ -52,7 +49,7 @@ class CachePlan(Struct, frozen=True):
         return self.num_blocks * self.bytes_per_block
 
     def manifest(self, region: Region) -> Manifest:
-        """Return the manifest of this cache once it lies in ``region``."""
+        """Return the manifest of this cache in ``region``."""
         groups = tuple(manifest_group(group, self.specs, self.layers, self.shard) for group in self.groups)
         return Manifest(self.num_blocks, (region,), groups)
 
@@ -60,7 +57,7 @@ class CachePlan(Struct, frozen=True):
 def manifest_group(
     group: Group, specs: Mapping[str, CacheSpec], layers: Mapping[str, PlacedLayer], shard: Shard
 ) -> ManifestGroup:
-    """Return what a manifest says of one group."""
+    """Return the entry of one group in a manifest."""
     return ManifestGroup(
         kind=group.kind,
         block_size=group.block_size,
@@ -96,10 +93,7 @@ def plan_cache(
     apart: Collection[str] = (),
     alignment: int = 1,
 ) -> CachePlan:
-    """Place every layer in one backing allocation: layers of different groups alias.
-
-    In a packed layout they share rows, in others the tensors of their positions. Exactly one of ``num_blocks`` and
-    ``memory_bytes`` is given.
+    """Place every layer in one backing allocation, in which groups share rows, or tensors of their positions.
 
     Args:
         specs: layer name -> spec.
@@ -107,10 +101,10 @@ def plan_cache(
         layout: one of ``LAYOUTS``.
         kv: one of ``KV_FORMS``.
         shard: the rank.
-        num_blocks: blocks in the pool.
+        num_blocks: blocks in the pool; give either this or ``memory_bytes``.
         memory_bytes: budget of the backing allocation.
-        apart: layers that get a tensor of their own also in a packed layout, and share it with none.
-        alignment: bytes that the stride of a row, or of a tensor's blocks, is a multiple of.
+        apart: layers that get separate tensors also in a packed layout.
+        alignment: bytes; the stride of a row, or of a tensor's blocks, is a multiple.
 
     Raises:
         SpecInvalid: a spec, the groups, the layout or the budget cannot be used.
@@ -146,7 +140,7 @@ def plan_cache(
 
 
 def _check_kernel_blocks(specs: Mapping[str, CacheSpec], groups: Sequence[Group]) -> None:
-    """Refuse groups whose layers would be cut differently: a block of a group is cut into units once, for all."""
+    """Refuse groups whose layers have different kernel blocks: a block is cut into units once, for all its layers."""
     for index, group in enumerate(groups):
         tokens = {name: specs[name].kernel_tokens if has_tokens(specs[name]) else 0 for name in group.layers}
         first = group.layers[0]
@@ -160,7 +154,7 @@ def _check_kernel_blocks(specs: Mapping[str, CacheSpec], groups: Sequence[Group]
 
 
 def _heights(specs: Mapping[str, CacheSpec], shared: Sequence[Sequence[str]], pool: Pool, alignment: int) -> list[int]:
-    """Return the bytes of one block in each tensor that the groups share: of the row, or of one page per position."""
+    """Return the bytes of one block in each shared tensor: one row, or one page per position."""
     if pool.packed:
         return [round_up(max(row_bytes(specs, names, pool) for names in shared), alignment)]
     return [
@@ -172,7 +166,6 @@ def _heights(specs: Mapping[str, CacheSpec], shared: Sequence[Sequence[str]], po
 def _place_shared(
     specs: Mapping[str, CacheSpec], shared: Sequence[Sequence[str]], pool: Pool, heights: Sequence[int]
 ) -> dict[str, PlacedLayer]:
-    """Place layers of different groups over each other: in one row, or position by position."""
     if pool.packed:
         rows = [place_row(specs, names, pool, heights[0]) for names in shared]
         return {name: placed for row in rows for name, placed in row.items()}
@@ -183,7 +176,7 @@ def _place_shared(
 
 
 def _columns(shared: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Return the layers of all groups that stand at each position."""
+    """Return the layers at each position, of all groups."""
     return [[names[at] for names in shared if at < len(names)] for at in range(max(map(len, shared)))]
 
 

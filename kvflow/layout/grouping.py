@@ -1,9 +1,8 @@
-"""How layers are dealt out to groups: the rules of vLLM 0.32, on layers as one rank sees them.
+"""Form groups by the rules of vLLM 0.32, from layers as one rank sees them.
 
-Three ways, for three situations. Layers that need the same number of slots per token stand in one group. Otherwise
-pages are made equal and layers of one spec are cut into groups of about one length, because layers of different
-groups at the same position share memory. A block-outermost layout puts the pages of one group side by side in a row,
-so pages may stay different there: groups are then cut to rows of about one length.
+Layers that need equally many slots per token form one group. Otherwise pages are made equal, and layers of one spec are
+cut into groups of about one length, because layers of different groups at one position share memory. In a row of a
+block-outermost layout pages may differ: groups are then cut to rows of about one length.
 
 Source: vLLM 0.32.0, ``v1/core/kv_cache_utils.py``; ``tests/data/vllm_groups.json`` holds its answers.
 """
@@ -30,7 +29,7 @@ from kvflow.layout.specs import (
 )
 
 GROUP_SIZE_RATIO_MAX = 1.5
-"""Source: vLLM's planner. Below this ratio padding the shorter bucket wastes less than cutting the longer one."""
+"""Source: vLLM. Below this ratio padding the shorter bucket wastes less than cutting the longer one."""
 
 
 Item = TypeVar("Item")
@@ -38,14 +37,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, slots=True)
 class Sized:
-    """One layer, as one rank sees it while groups are formed.
-
-    Attributes:
-        name: of the layer.
-        spec: what the rank holds: its own head counts.
-        nbytes: bytes of one page, padding included.
-        padded: whether grouping added padding to the page.
-    """
+    """One layer as one rank sees it: its own heads, its page with padding, and whether grouping has added padding."""
 
     name: str
     spec: CacheSpec
@@ -54,21 +46,17 @@ class Sized:
 
 
 def measure(specs: Mapping[str, CacheSpec], shard: Shard) -> list[Sized]:
-    """Return the layers as the rank sees them, in the order of ``specs``.
-
-    Raises:
-        SpecInvalid: a padded page is too small for its content.
-    """
+    """Return the layers as the rank sees them, in the order of ``specs``."""
     return [Sized(name, _local(spec, shard), page_bytes(spec, shard, layer=name)) for name, spec in specs.items()]
 
 
 def share_one_table(layers: Sequence[Sized]) -> bool:
-    """Tell whether all layers need the same number of slots for the same tokens; their pages may differ."""
+    """Return whether all layers need equally many slots for the same tokens; their pages may differ."""
     return all(_same_type(layers[0], layer) for layer in layers[1:])
 
 
 def with_equal_pages(layers: Sequence[Sized]) -> list[Sized]:
-    """Return the layers with pages as large as the largest: by more tokens per block where that fits, else by padding.
+    """Return layers with pages as large as the largest: by more tokens per block where that fits, else by padding.
 
     Raises:
         SpecInvalid: the page of an MLA layer does not divide the largest; its kernels cannot step over padding.
@@ -78,7 +66,7 @@ def with_equal_pages(layers: Sequence[Sized]) -> list[Sized]:
 
 
 def cut_to_one_length(layers: Sequence[Sized]) -> list[list[Sized]]:
-    """Deal layers with pages of one size out to groups of about one length, each of one spec."""
+    """Deal layers with pages of one size to groups of about one length, each of one spec."""
     buckets: dict[CacheSpec, list[Sized]] = {}
     for layer in layers:
         buckets.setdefault(layer.spec, []).append(layer)
@@ -89,7 +77,7 @@ def cut_to_one_length(layers: Sequence[Sized]) -> list[list[Sized]]:
 
 
 def cut_to_one_row(layers: Sequence[Sized]) -> list[list[Sized]]:
-    """Deal layers with pages of several sizes out to groups whose pages, side by side, need about one row."""
+    """Deal layers with pages of several sizes to groups whose rows are about equally long."""
     buckets: list[_Bucket] = []
     for layer in layers:
         for bucket in buckets:
@@ -117,8 +105,8 @@ def cut_to_one_row(layers: Sequence[Sized]) -> list[list[Sized]]:
 def promoted_to_full(layers: Sequence[Sized]) -> list[Sized] | None:
     """Return MLA layers and sliding windows with blocks for all tokens of both, so that they share a table.
 
-    vLLM does this where the pages of an MLA model and of a draft with sliding windows cannot be made equal.
-    None if the layers are of other kinds, or still do not share a table.
+    vLLM does so where the pages of an MLA model and of a draft with windows cannot be made equal. None if the layers
+    are of other kinds, or still share no table.
     """
     kinds = {(layer.spec.kind, layer.spec.window > 0) for layer in layers}
     if not {("mla", False), ("sliding", True)} <= kinds <= {("mla", False), ("sliding", True), ("full", False)}:
@@ -135,27 +123,26 @@ def promoted_to_full(layers: Sequence[Sized]) -> list[Sized] | None:
 
 @dataclass(slots=True)
 class _Bucket:
-    """Layers that could share a table, on their way to groups whose rows are about equally long."""
+    """Layers that could share a table, before they are cut into groups."""
 
     layers: list[Sized]
 
     def by_page(self) -> dict[int, list[Sized]]:
-        """Return page bytes -> layers, in order of appearance."""
         sizes: dict[int, list[Sized]] = {}
         for layer in self.layers:
             sizes.setdefault(layer.nbytes, []).append(layer)
         return sizes
 
     def repeats(self) -> int:
-        """Return how often the pattern of one layer of each page size occurs, the most frequent size deciding."""
+        """Return how often the pattern of one layer per page size occurs; the most frequent size decides."""
         return max(len(names) for names in self.by_page().values())
 
     def is_balanced(self) -> bool:
-        """Tell whether each page size has equally many layers, so that a pattern repeats without a rest."""
+        """Return whether each page size has equally many layers."""
         return len({len(names) for names in self.by_page().values()}) == 1
 
     def is_state(self, repeats: int | None) -> bool:
-        """Tell whether few blocks per request stay alive, so that a group may be as short as one layer."""
+        """Return whether few blocks per request stay alive, so that a group may be as short as one layer."""
         spec = self.layers[0].spec
         return isinstance(spec, Mamba) or (repeats is None and _slides(spec))
 
@@ -164,7 +151,6 @@ class _Bucket:
         return _ceil_div(self.repeats(), repeats) if repeats is not None and self.is_balanced() else 1
 
     def row_bytes(self, num_groups: int) -> int:
-        """Return the bytes that the longest of the groups needs in a row."""
         return sum(_ceil_div(len(layers), num_groups) * nbytes for nbytes, layers in self.by_page().items())
 
     def cut(self, num_groups: int) -> list[list[Sized]]:
@@ -178,11 +164,7 @@ class _Bucket:
 
 
 def _repeats_per_group(buckets: Iterable[_Bucket]) -> int | None:
-    """Return the repeats in one group that leave the fewest places empty; None if no bucket mixes page sizes.
-
-    A bucket that mixes page sizes is never cut, so the longest of them is the least. Of equally good numbers the
-    larger wins, because fewer groups need fewer block tables.
-    """
+    """Return the repeats per group that leave the fewest places empty, or None; of equals the larger."""
     balanced = [bucket for bucket in buckets if bucket.is_balanced()]
     least = max((bucket.repeats() for bucket in balanced if len(bucket.by_page()) > 1), default=0)
     if not least:
@@ -195,10 +177,7 @@ def _repeats_per_group(buckets: Iterable[_Bucket]) -> int | None:
 
 
 def _same_type(first: Sized, other: Sized) -> bool:
-    """Tell whether a layer may share the table of a group that starts with another.
-
-    Not symmetric, as in vLLM: a sliding window takes in an MLA layer of the same window, but not the reverse.
-    """
+    """Return whether a layer may share the table of a group; as in vLLM, a window takes in MLA, but not the reverse."""
     spec = other.spec
     same_window = spec.window == first.spec.window
     match first.spec:
@@ -219,24 +198,23 @@ def _same_type(first: Sized, other: Sized) -> bool:
 
 
 def _lasts(spec: CacheSpec) -> bool:
-    """Tell whether every token's slot is kept to the end of the request."""
+    """Return whether every token's slot is kept to the end of the request."""
     return isinstance(spec, FullAttention) or (isinstance(spec, MLA) and not spec.window)
 
 
 def _slides(spec: CacheSpec) -> bool:
-    """Tell whether slots behind a sliding window are given up."""
+    """Return whether slots behind a window are freed."""
     return isinstance(spec, SlidingWindow) or (isinstance(spec, MLA) and spec.window > 0)
 
 
 def _local(spec: CacheSpec, shard: Shard) -> CacheSpec:
-    """Return what one rank holds: layers that differ only in what other ranks hold are alike here."""
+    """Return what one rank holds, so that layers that differ only on other ranks are alike."""
     if isinstance(spec, FullAttention | SlidingWindow | ChunkedLocal | CrossAttention):
         return msgspec.structs.replace(spec, num_kv_heads=shard.heads(spec.num_kv_heads).count)
     return spec
 
 
 def _enlarged(layer: Sized, largest: Sized) -> Sized:
-    """Return a layer with a page as large as the largest layer's."""
     if layer.nbytes == largest.nbytes:
         return layer
     spec = layer.spec
@@ -260,7 +238,7 @@ def _enlarged(layer: Sized, largest: Sized) -> Sized:
 
 
 def _dealt_out(items: Sequence[Item], num_groups: int) -> list[list[Item]]:
-    """Deal items out in turn, so that every pipeline stage keeps its groups about equally long."""
+    """Deal items out in turn, so that every pipeline stage keeps groups of about equal length."""
     return [list(items[index::num_groups]) for index in range(num_groups)]
 
 

@@ -13,16 +13,13 @@ from kvflow.layout.shards import ALL_TOKENS, Shard, Stripe
 from kvflow.layout.specs import MLA, CacheSpec, Mamba, Opaque, validate_specs
 
 LAYER_OUTERMOST = "LBNHC"
-"""The meaning of "auto" for most models, because every attention backend supports it."""
+"""What "auto" means for most models: every attention backend supports it."""
 
 PACKED = "BLHNC"
-"""The meaning of "auto" if one block must be one row: the packed layout that divides heads without gaps."""
-
-WHOLE = Shard()
-"""A rank that holds everything."""
+"""What "auto" means if one block must be one row: this packed layout divides heads without gaps."""
 
 STRIPED = ("full", "mla", "mixed")
-"""Kinds of groups whose tokens decode context parallelism divides, because they keep every token."""
+"""Kinds of groups that keep every token, so that decode context parallelism divides them."""
 
 
 class Group(Struct, frozen=True):
@@ -119,10 +116,8 @@ def resolve_layout(
 def stripe_of(group: Group, shard: Shard) -> Stripe:
     """Return which tokens of a request a rank holds in one group.
 
-    Decode context parallelism divides the tokens of full attention, of latents, and of mixed groups, which keep every
-    block like full attention. Each rank keeps the whole of windows and chunks, which are short, of an encoder's tokens,
-    which are not decoded, and of states, which have no tokens. Source: vLLM 0.33, ``dcp_sharded`` of its specs; it
-    refuses what it cannot keep whole, and pull request 47181 replicates windows.
+    Decode context parallelism divides the tokens of groups that keep all of them. Windows, chunks, encoder tokens and
+    states stay whole on each rank. Source: vLLM 0.33, ``dcp_sharded`` of its specs, and pull request 47181.
     """
     return shard.stripe if shard.dcp_size > 1 and group.kind in STRIPED and not group.window else ALL_TOKENS
 
@@ -137,7 +132,7 @@ def window_blocks(group: Group, num_tokens: int, *, shard: Shard | None = None) 
     """
     if group.kind == "mamba":
         return 1
-    total = -(-num_tokens // (group.block_size * stripe_of(group, shard or WHOLE).size))
+    total = -(-num_tokens // (group.block_size * stripe_of(group, shard or Shard()).size))
     if not group.window:
         return total
     if group.kind == "chunked":
@@ -171,7 +166,6 @@ def check_groups(specs: Mapping[str, CacheSpec], groups: Sequence[Group], shard:
 
 
 def _check_tokens(index: int, group: Group, specs: Sequence[CacheSpec], shard: Shard) -> None:
-    """Refuse groups whose blocks stand for unknown tokens."""
     unknown = [isinstance(spec, Opaque) for spec in specs]
     if any(unknown) and not all(unknown):
         raise SpecInvalid(
@@ -225,7 +219,6 @@ def _disagreement(group: Group, spec: CacheSpec) -> str:
 
 
 def _group(layers: Sequence[Sized], padding: int = 0) -> Group:
-    """Return the group of layers that share a block table."""
     first = layers[0].spec
     mixed = len({layer.spec.kind for layer in layers}) > 1
     return Group(
@@ -238,11 +231,7 @@ def _group(layers: Sequence[Sized], padding: int = 0) -> Group:
 
 
 def _padding_of_uneven_ranks(specs: Mapping[str, CacheSpec], layers: Sequence[Sized], first: Shard) -> int:
-    """Return the page that all layers need on every rank if some rank's pages would differ from each other, else 0.
-
-    Layers with unlike numbers of heads may have equal pages on the first rank and unequal ones where the heads do not
-    divide evenly. What a rank holds changes only behind the last of those that hold one head more.
-    """
+    """Return the page that all layers need on every rank if pages of some rank would differ from each other, else 0."""
     own = [
         msgspec.structs.replace(spec, block_size=layer.spec.block_size)
         for spec, layer in zip(specs.values(), layers, strict=True)

@@ -1,8 +1,7 @@
 """Manifests: the description of its cache that a worker publishes, and the checks of it.
 
-A peer's manifest is hostile until ``check`` has passed. Decoding checks types and bounds, and ``check`` checks how
-fields relate. Python's integers do not overflow, so an address such as 2**63 - 1 plus a huge stride is found to be
-outside.
+A peer's manifest is hostile until ``check`` has passed. Decoding checks types and bounds; ``check`` checks relations.
+Python's integers do not overflow, so an address such as 2**63 - 1 plus a huge stride is found to be outside.
 """
 
 import hashlib
@@ -22,18 +21,16 @@ from kvflow.reprs import counted, quoted
 from kvflow.validation import find_fault
 
 MANIFEST_SCHEMA = 3
-"""Version of the manifest's format, which the publication contains."""
 
 MANIFEST_BYTES_MAX = 256 << 10
-"""Largest published manifest. 128 layers of 8 components take about 60 KiB. Decoding blocks other threads."""
+"""128 layers of 8 components take about 60 KiB. Decoding blocks other threads."""
 
 REGIONS_MAX = 2048
 LAYERS_MAX = 4096
 GROUPS_MAX = 64
-"""Most components of one layer. Known models have ten."""
 
 COMPONENTS_MAX = 4096
-"""Most components of all layers together. Known models have up to 200; 128 layers with scales would have a thousand."""
+"""Of all layers together. Known models have up to 200; 128 layers with scales would have a thousand."""
 
 
 class Layer(Struct, frozen=True, array_like=True):

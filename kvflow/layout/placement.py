@@ -1,10 +1,9 @@
-"""Where the layers of one group lie in a row or a tensor: strides by the order of axes.
+"""Where layers lie in pages, rows and tensors.
 
-A layout is an order of axes, outermost first: ``L`` layers, ``B`` blocks, ``H`` heads, ``N`` tokens, and
-``K`` the pair of keys and values, which lies right before the content (``kv="content"``: one head of one
-token has K and V side by side), inside each block (``kv="block_split"``) or, where each layer has a tensor of its
-own, outside all blocks (``kv="split"``). Strides are running products over that order, innermost first. That is all
-a layout is; nothing outside this module knows their names.
+A layout is an order of axes, outermost first: ``L`` layers, ``B`` blocks, ``H`` heads, ``N`` tokens, and ``K`` the pair
+of keys and values. ``K`` lies right before the content (``kv="content"``: one head of one token has K and V side by
+side), inside each block (``kv="block_split"``), or outside all blocks where each layer has a separate tensor
+(``kv="split"``). Strides are running products over that order, innermost first.
 """
 
 import math
@@ -22,9 +21,7 @@ from kvflow.layout.views import BundleAxes, View, attention_views, block_axes, v
 class Bundle(Struct, frozen=True):
     """Components that stay together, token by token: keys with their scales, values with theirs, a latent.
 
-    Attributes:
-        parts: the components, each with its offset in a cell.
-        cell_bytes: bytes of one head of one token.
+    ``parts`` are the components with their offsets in a cell, which is one head of one token.
     """
 
     parts: tuple[tuple[ComponentSpec, int], ...]
@@ -50,10 +47,7 @@ def states(spec: CacheSpec, shard: Shard) -> tuple[tuple[ComponentSpec, int], ..
 
 
 def beside(sizes: list[tuple[int, int]]) -> tuple[list[int], int]:
-    """Lay pieces of (bytes, alignment) side by side; return their offsets and the bytes of all.
-
-    The whole is padded so that it may stand beside itself.
-    """
+    """Lay pieces of (bytes, alignment) side by side; return their offsets and the bytes of all, padded to repeat."""
     offsets, end = [], 0
     for nbytes, alignment in sizes:
         offsets.append(round_up(end, alignment))
@@ -67,7 +61,7 @@ def round_up(nbytes: int, alignment: int) -> int:
 
 
 def has_tokens(spec: CacheSpec) -> bool:
-    """Tell whether a spec keeps something for every token, rather than a state."""
+    """Return whether a spec keeps something for every token, rather than a state."""
     return spec.components[0].token_axis >= 0
 
 
@@ -109,7 +103,7 @@ def page_bytes(spec: CacheSpec, shard: Shard | None = None, *, layer: str = "") 
 
 
 def item_alignment(spec: CacheSpec) -> int:
-    """Return what every page of a spec must be aligned to, so that each element is."""
+    """Return the alignment of pages at which each element is aligned."""
     return math.lcm(*(ITEM_BYTES[part.dtype] for part in spec.components))
 
 
@@ -130,19 +124,14 @@ AXIS_ORDERS: dict[tuple[str, str], str] = {
     ("BLHNC", "block_split"): "BLKHN",
     ("BHLNC", "block_split"): "BHLKN",
 }
-"""(layout, kv) -> axes, outermost first. The content of one head of one token is innermost in all of them."""
+"""(layout, kv) -> axes, outermost first. The content of one head of one token is innermost."""
 
 LAYOUTS = tuple(dict.fromkeys(layout for layout, _ in AXIS_ORDERS))
 KV_FORMS = ("content", "split", "block_split")
 
 
 class PlacedLayer(Struct, frozen=True):
-    """One layer in the backing allocation, which is region 0.
-
-    Attributes:
-        components: as the manifest names them.
-        views: one tensor, or one per state, or keys and values apart where their sizes differ.
-    """
+    """One layer in region 0. It has one view, one per state, or one for K and one for V where their sizes differ."""
 
     components: tuple[Component, ...]
     views: tuple[View, ...]
@@ -187,8 +176,7 @@ def place_row(
 ) -> dict[str, PlacedLayer]:
     """Place the layers of one group in rows of ``row_bytes``, one row per block.
 
-    Layers whose pages have one shape may lie interleaved, as the layout says; bands of different shapes lie side
-    by side.
+    Layers with pages of one shape may interleave, as the layout says. Bands of different shapes lie side by side.
     """
     placed = {}
     for band, offset in _bands(specs, names, pool)[0]:
@@ -210,10 +198,10 @@ def row_bytes(specs: Mapping[str, CacheSpec], names: Sequence[str], pool: Pool) 
 def place_column(
     specs: Mapping[str, CacheSpec], names: Sequence[str], pool: Pool, offset: int, column_bytes: int
 ) -> dict[str, PlacedLayer]:
-    """Place layers of different groups over each other, in a tensor ``num_blocks`` times ``column_bytes`` long.
+    """Place layers of different groups over each other, in a tensor of ``num_blocks * column_bytes`` bytes.
 
-    The layout begins with ``L``. Keys of all blocks lie before the values of all only if that puts no block of one
-    layer on another block of the next: if all cut the tensor at the same place.
+    The layout begins with ``L``. All keys lie before all values only if every layer cuts the tensor at the same place,
+    so that no block of one layer lies on another block of the next.
     """
     cuts = {_bundle_bytes(specs[name], pool.shard) for name in names}
     whole = len(cuts) == 1 and sum(next(iter(cuts))) == column_bytes
@@ -223,15 +211,7 @@ def place_column(
 
 
 class _Band(Struct, frozen=True):
-    """Where one layer goes.
-
-    Attributes:
-        inner: order of the axes that are strided within a row, or within a tensor of one layer.
-        extents: of layers or blocks, as far as ``inner`` names them.
-        position: of the layer among those it is interleaved with.
-        offset: of the first of them.
-        block_stride: bytes.
-    """
+    """One layer among those it interleaves with; ``inner`` orders the axes within a row or within a layer's tensor."""
 
     inner: str
     extents: dict[str, int]
@@ -241,7 +221,7 @@ class _Band(Struct, frozen=True):
 
 
 def _bands(specs: Mapping[str, CacheSpec], names: Sequence[str], pool: Pool) -> tuple[list[tuple[list[str], int]], int]:
-    """Put layers whose pages have one shape together; return each band with its offset, and the bytes of all."""
+    """Put layers with pages of one shape together; return each band with its offset, and the bytes of all."""
     bands: dict[object, list[str]] = {}
     for name in names:
         spec = specs[name]
@@ -257,7 +237,7 @@ def _bands(specs: Mapping[str, CacheSpec], names: Sequence[str], pool: Pool) -> 
 
 
 def _dense(spec: CacheSpec, shard: Shard) -> bool:
-    """Tell whether a page is nothing but heads, tokens and content, so that any order of axes will do."""
+    """Return whether a page is nothing but heads, tokens and content, so that any order of axes will do."""
     whole = has_tokens(spec) and spec.kernel_tokens == spec.block_size
     return whole and page_bytes(spec, shard) == kernel_page_bytes(spec, shard)
 
@@ -328,7 +308,6 @@ def _running(axes: str, extents: Mapping[str, int], cells: Sequence[int]) -> tup
 
 
 def _place_states(spec: CacheSpec, pool: Pool, offset: int, block_stride: int) -> PlacedLayer:
-    """Place states one after the other; each is contiguous."""
     components, views = [], []
     for part, inside in states(spec, pool.shard):
         strides = dense_strides(part.held_shape(pool.shard), ITEM_BYTES[part.dtype])

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 RANKS_MAX = 1 << 10
-"""Most ranks among which tokens are divided. Engines use up to 16. Each rank is a peer."""
+"""Ranks that divide tokens. Engines use up to 16; each rank is a peer."""
 
 TOKENS_MAX = 1 << 24
-"""Most consecutive tokens on one rank: as many as the largest block has."""
+"""Consecutive tokens on one rank: as many as the largest block has."""
 
 Numbers = TypeVar("Numbers", int, "npt.NDArray[np.int64]")
 
@@ -89,7 +89,7 @@ class Stripe(Struct, frozen=True, array_like=True):
 
 
 ALL_TOKENS = Stripe()
-"""The stripe of a rank that holds every token."""
+"""A rank that holds every token."""
 
 
 Rank = Annotated[int, Meta(ge=0, le=1 << 16)]

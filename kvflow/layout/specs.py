@@ -17,13 +17,13 @@ from kvflow.reprs import shown
 from kvflow.validation import SuggestingMeta, find_fault
 
 LAYER_NAME_MAX = 256
-"""Most characters of a layer name. Hugging Face module paths are much shorter."""
+"""Hugging Face module paths are much shorter."""
 
 DIMS_MAX = 8
-"""Most axes of one component. Attention has three, and no state of known models has more."""
+"""Attention has three axes, and no state of known models has more."""
 
 ARRANGEMENT_MAX = 48
-"""Most characters of an arrangement's name. The role of the component appends the kernel block to it."""
+"""A role appends the kernel block to the arrangement."""
 
 Positive = Annotated[int, Meta(ge=1, le=1 << 24)]
 Natural = Annotated[int, Meta(ge=0, le=1 << 24)]
@@ -33,8 +33,7 @@ DType = Literal[
     "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz",
     "int8", "uint8",
 ]  # fmt: skip
-"""Torch's names of element types. Peers compare them, so name what the bytes are, even if the tensor has dtype
-uint8."""
+"""Torch's names of element types. Peers compare them: name what the bytes are, even if the tensor's dtype is uint8."""
 
 
 ITEM_BYTES: dict[str, int] = {
@@ -48,7 +47,6 @@ ITEM_BYTES: dict[str, int] = {
     "int8": 1,
     "uint8": 1,
 }
-"""Bytes of one element, by torch's name of the dtype."""
 
 NVFP4_GROUP = 16
 """Elements that share one scale in nvfp4; two elements are packed into one byte."""
@@ -303,9 +301,7 @@ CacheSpec = FullAttention | SlidingWindow | ChunkedLocal | CrossAttention | MLA 
 
 
 def validate_specs(specs: Mapping[Any, Any]) -> None:
-    """Check the bounds of every field of every spec, and the fields that depend on each other.
-
-    A ``Struct`` checks its fields when it is decoded, but not when it is constructed, so this function does.
+    """Check the bounds of every field of every spec, which msgspec checks only when it decodes, and how fields relate.
 
     Raises:
         SpecInvalid: names the layer, the field, and the expected value.

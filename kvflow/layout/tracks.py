@@ -1,9 +1,8 @@
 """Where the blocks of each group lie, as the bytes that a block owns: what a worker that serves reads looks up.
 
-Method. Each component is cut at the axes that lie outside of blocks, as heads may. What remains is one *stretch* of
-bytes in each block, and a *track* of it through all blocks. Stretches that touch are one track. What lies between the
-elements of a stretch belongs to the track as well, so it must not be another block's: a stretch that has such bytes is
-cut at more axes, until it has none. ``Tracks`` are then sorted, so that a place has its block in three steps.
+Each component is cut at the axes that lie outside of blocks, as heads may. What remains is one *stretch* of bytes in
+each block, and a *track* of it through all blocks; stretches that touch are one track. Bytes between the elements of a
+stretch belong to the track, so they must not be another block's: such a stretch is cut at more axes.
 """
 
 import math
@@ -23,31 +22,23 @@ Intps = npt.NDArray[np.intp]
 Flags = npt.NDArray[np.bool_]
 
 TRACKS_MAX = 1 << 15
-"""Of one group, before neighbors are merged. 128 layers with keys and values of 128 heads outside of blocks have as
-many. A group that would have more is not served."""
+"""Of one group, before neighbors merge: 128 layers with keys and values of 128 heads outside of blocks. A group with
+more is not served."""
 
 LEVELS_MAX = 16
-"""Sets of tracks that are looked through one after the other. Memory that kvflow allocates or adopts has one or two."""
+"""Memory that kvflow allocates or adopts has one or two levels."""
 
 ONE_BLOCK = 1 << 62
 """Stride of a pool of one block: nothing recurs."""
 
 PAIRS_MAX = 1 << 18
-"""Of pieces that are compared at a time: some 25 MiB."""
+"""Pieces that are compared at a time: some 25 MiB."""
 
 
 class Track(NamedTuple):
-    """Where the blocks ``0..count - 1`` of one group lie, or a part of each of them.
+    """The bytes ``[address + b * stride, address + b * stride + span)`` of block ``b``, which no other block has.
 
-    Block ``b`` has the bytes ``[address + b * stride, address + b * stride + span)``, and no other block does.
-
-    Attributes:
-        address: of block 0.
-        stride: bytes from block to block, at least ``span``; means nothing if there is one block.
-        span: bytes.
-        count: blocks.
-        memory: ``DRAM`` or ``VRAM``.
-        device: index; 0 for DRAM.
+    With one block ``stride`` means nothing, otherwise it is at least ``span``. ``device`` is 0 for DRAM.
     """
 
     address: int
@@ -61,8 +52,8 @@ class Track(NamedTuple):
 class Tracks(tuple[Track, ...]):  # noqa: SLOT001 - keeps what it computes
     """The tracks of one group, which are sorted once to be searched.
 
-    Two tracks of one stride may interleave, as the layers of packed pages do. Those that recur together make a *frame*:
-    all of them lie within one stride. Frames whose bytes lie apart make a *level*; a place has one track in each.
+    Tracks of one stride may interleave, as the layers of packed pages do. Those within one stride make a *frame*.
+    Frames whose bytes lie apart make a *level*; a place has one track in each.
     """
 
     @cached_property
@@ -96,7 +87,6 @@ class _Frame(NamedTuple):
 
 
 def _frames(tracks: Sequence[Track]) -> Iterator[_Frame]:
-    """Sort tracks into frames, whatever their order."""
     for (stride, count, _, _), alike in groupby(
         sorted(tracks, key=lambda track: (track[1], track[3:], track[0])), key=lambda track: (track[1], *track[3:])
     ):
@@ -115,18 +105,7 @@ def _frames(tracks: Sequence[Track]) -> Iterator[_Frame]:
 
 
 class Level:
-    """Frames that lie apart, as arrays to search.
-
-    Attributes:
-        bases: int64, shape (frames,): where each begins, ascending.
-        strides: int64, shape (frames,).
-        counts: int64, shape (frames,): blocks.
-        starts: int64, shape (tracks,): where block 0 of each begins, ascending.
-        stops: int64, shape (tracks,): where it ends.
-        frame: intp, shape (tracks,): which frame it belongs to.
-        devices: int64, shape (tracks,).
-        vram: shape (tracks,): whether it is in VRAM.
-    """
+    """Frames that lie apart, as int64 arrays to search: three of shape (frames,), five of shape (tracks,)."""
 
     def __init__(self, frames: Sequence[_Frame]) -> None:
         tracks = [track for frame in frames for track in frame.tracks]
@@ -140,7 +119,7 @@ class Level:
         self.vram = np.array([track.memory == "VRAM" for track in tracks])
 
     def place(self, table: Int64s) -> tuple[Flags, Intps, Flags]:
-        """Tell for each checked row whether its descriptors lie in one block each of one track, and which.
+        """Return for each checked row whether its descriptors lie in one block of one track, its frame, and if in VRAM.
 
         A row that steps from track to track is not taken: the runs of a plan lie in one component each.
         """
@@ -165,14 +144,7 @@ class Level:
 
 
 class _Cut(NamedTuple):
-    """Where one component is cut into pieces, each with one stretch of bytes in every block.
-
-    Attributes:
-        group: index.
-        component: what is cut.
-        axes: (stride, extent), kernel blocks included, the largest stride first; those of one index left out.
-        depth: so many of them lie outside of the stretches.
-    """
+    """Where a component is cut: the first ``depth`` axes (stride, extent), the largest first, lie outside stretches."""
 
     group: int
     component: Component
@@ -185,13 +157,12 @@ class _Cut(NamedTuple):
 
     @property
     def span(self) -> int:
-        """Bytes of one stretch."""
         reach = sum((extent - 1) * stride for stride, extent in self.axes[self.depth :])
         return reach + self.component.item_bytes
 
     @property
     def loose(self) -> bool:
-        """Whether there are bytes between the elements of a stretch, which may be anyone's."""
+        """Whether there are bytes between the elements of a stretch."""
         inside = math.prod(extent for _, extent in self.axes[self.depth :])
         return self.span > inside * self.component.item_bytes
 
@@ -204,17 +175,7 @@ class _Cut(NamedTuple):
 
 
 class _Pieces:
-    """The pieces of all cuts, as columns.
-
-    Attributes:
-        cut: intp: index of the cut.
-        owner: int64: index of the group.
-        kin: int64: groups of one number share block ids, so that they never have the same one at a time.
-        start: int64: address, in block 0.
-        span: int64.
-        stride: int64.
-        end: int64: address of the first byte behind the last block.
-    """
+    """The pieces of all cuts, as columns. Groups of one ``kin`` share block ids, so that one has an id at a time."""
 
     def __init__(self, manifest: Manifest, cuts: Sequence[_Cut]) -> None:
         offsets = [cut.offsets() + _address(manifest, cut.component) for cut in cuts]
@@ -232,10 +193,7 @@ class _Pieces:
         self._num_blocks = manifest.num_blocks
 
     def foreign(self, suspects: Flags) -> set[int]:
-        """Return the cuts, of those that are suspects, with bytes of other blocks in the stretch of a block.
-
-        A byte is another block's if a piece of any group has it under another id, or one of a group of another kin.
-        """
+        """Return the suspect cuts with bytes of other blocks, or of another kin, in the stretch of a block."""
         order = np.argsort(self.start)
         starts, reached = self.start[order], np.maximum.accumulate(self.end[order])
         mine = np.flatnonzero(suspects[self.cut])
@@ -251,11 +209,11 @@ class _Pieces:
         return found
 
     def _meet(self, one: Intps, other: Intps) -> Flags:
-        """Tell for each pair whether a block of the one has bytes of another block of the other in its stretch."""
+        """Return for each pair whether a block of the one has bytes of another block of the other in its stretch."""
         apart = self.start[other] - self.start[one]
         same = self.stride[one] == self.stride[other]
         every = np.gcd(self.stride[one], self.stride[other])
-        # The other's block is so many blocks ahead of the one's where the two have bytes in common.
+        # How many blocks the other's is ahead of the one's where the two have bytes in common.
         least, most = (-self.span[other] - apart) // every + 1, (self.span[one] - apart - 1) // every
         ahead = self._num_blocks - 1
         least, most = np.where(same, np.maximum(least, -ahead), least), np.where(same, np.minimum(most, ahead), most)
@@ -266,11 +224,7 @@ class _Pieces:
 
 
 def tracks_of(manifest: Manifest) -> tuple[Tracks, ...]:
-    """Return the tracks of each group of a worker's own manifest; none for a group that cannot be served.
-
-    A component is cut at the axes that lie outside of blocks, as heads may. What lies between the elements of a stretch
-    is served with it, so a stretch that has bytes of other blocks there is cut at more axes, until it has none.
-    """
+    """Return the tracks of each group of a worker's own manifest; none for a group that cannot be served."""
     manifest.check()
     served = _cut_all(manifest)
     tracks = []
@@ -281,7 +235,7 @@ def tracks_of(manifest: Manifest) -> tuple[Tracks, ...]:
 
 
 def _cut_all(manifest: Manifest) -> list[_Cut]:
-    """Cut every component, and return the cuts of groups that can be served."""
+    """Cut every component until no stretch has bytes of other blocks; return the cuts of groups that can be served."""
     cuts = [
         _cut(index, component, group.kernel_blocks, manifest.num_blocks)
         for index, group in enumerate(manifest.groups)

@@ -8,7 +8,7 @@ from kvflow.layout.specs import ITEM_BYTES, CacheSpec
 
 
 class View(Struct, frozen=True):
-    """A tensor in the form that an attention backend expects: strides and offset in bytes of the allocation."""
+    """A tensor as an attention backend expects it; strides and offset are bytes of the allocation."""
 
     dtype: str
     shape: tuple[int, ...]

@@ -24,7 +24,7 @@ QUIESCED = "Wait for worker.quiesced() of that pull before reusing its blocks."
 NUM_BLOCKS_MAX = 1 << 31
 """A ticket's block ids are less."""
 BLOCKS_PER_ID = 64
-"""If the pool has at most this many blocks per listed id, marking blocks finds duplicates faster than sorting ids."""
+"""Up to this many blocks of the pool per listed id, marking blocks finds duplicates faster than sorting ids."""
 
 _INTEGERS = {int}
 _LISTS = frozenset((list, tuple))
@@ -32,18 +32,10 @@ ENDED = "Wait for worker.wait_offer() of every request that has the block, or re
 
 
 class BlockAccount:
-    """The references to all blocks of one cache.
+    """The references to all blocks of one cache. A method that raises has changed nothing.
 
-    Block ids are given as one ``Ids`` per group. ``-1`` is an absent block, which is not counted. A method that raises
-    has changed nothing.
-
-    Attributes:
-        aliases: alias class of each group. Groups of one class share bytes, and therefore share counts.
-
-    Args:
-        aliases: as above.
-        num_blocks: blocks in the pool.
-        lock: held within each method, because any thread may offer.
+    Block ids are one ``Ids`` per group; ``ABSENT`` is not counted. Groups of one alias class share bytes, and therefore
+    counts. ``lock`` is held within each method, because any thread may offer.
     """
 
     def __init__(
@@ -121,7 +113,6 @@ class BlockAccount:
                 assert (writers == (numbers == RECEIVING)).all(), lost
 
     def _sum(self, held: Iterable[Sequence[Ids]]) -> list[Int64s]:
-        """Return how often each block of each class is held."""
         listed: list[list[int]] = [[] for _ in self._classes]
         for ids in held:
             for alias, blocks in zip(self.aliases, present_of(ids), strict=True):
@@ -132,7 +123,6 @@ class BlockAccount:
         ]
 
     def _refuse_targets(self, ids: Sequence[Ids]) -> None:
-        """Raise for the first block that no pull may write into."""
         self._refuse(ids, _receives, "is still the target of another pull", "Wait for quiesced() of that pull")
         self._refuse(ids, _is_lent, "is on offer, and peers may be reading it", "Wait until its leases have ended")
 
@@ -148,15 +138,7 @@ class BlockAccount:
 
 
 class _Uses:
-    """The use of each block of one class: its number of readers, or ``RECEIVING``.
-
-    Index -1, an absent block, is the last entry, which stays 0.
-
-    Attributes:
-        numbers: the entries, in a form from which Python reads single entries fast.
-        number_of: reads one entry.
-        array: the same memory, to read or write many entries at once.
-    """
+    """The readers of each block of one class, or ``RECEIVING``. The last entry, of absent blocks, stays 0."""
 
     def __init__(self, num_blocks: int) -> None:
         self.numbers = array("q", bytes(8 * (num_blocks + 1)))
@@ -170,7 +152,6 @@ class _Uses:
         return int(self.array[blocks].min(initial=0))
 
     def add(self, blocks: Ids, readers: int) -> None:
-        """Count readers."""
         numbers = self.numbers
         if isinstance(blocks, tuple):
             for block in blocks:
@@ -184,7 +165,6 @@ class _Uses:
             assert self.least(blocks) >= 0, "a loan ended twice"
 
     def put(self, blocks: Ids, number: int) -> None:
-        """Set the entries of these blocks."""
         numbers = self.numbers
         if isinstance(blocks, tuple):
             for block in blocks:
@@ -243,7 +223,7 @@ def check_block_ids(
     unique: bool,
     decoded: bool = False,
 ) -> tuple[Ids, ...]:
-    """Check the caller's lists. Return up to ``FEW`` ids as a tuple, more of them as an int64 array.
+    """Check the caller's lists, one per group. Return up to ``FEW`` ids as a tuple, more of them as an int64 array.
 
     Args:
         block_ids: one list per group.
@@ -333,7 +313,7 @@ def _check_class(checked: Sequence[Ids], members: Sequence[int], num_blocks: int
 
 
 def _are_distinct(lists: Sequence[Ids], num_blocks: int) -> bool:
-    """Return whether no block is listed twice, without sorting; return False, too, if sorting would be faster."""
+    """Return whether no block is listed twice, without sorting; also False if sorting would be faster."""
     count = sum(map(len, lists))
     if num_blocks > BLOCKS_PER_ID * count:
         return False
@@ -347,7 +327,7 @@ def _are_distinct(lists: Sequence[Ids], num_blocks: int) -> bool:
 
 
 def _require_distinct(arrays: Sequence[Int64s], members: Sequence[int], *, unique: bool) -> None:
-    """Check lists of any length; raise for the first block that is listed twice."""
+    """Raise for the first block that is listed twice, in lists of any length."""
     # One sort, by block and then by group.
     keys = np.concatenate([arrays[group] * len(arrays) + group for group in members])
     keys.sort()

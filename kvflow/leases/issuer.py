@@ -17,11 +17,10 @@ from kvflow.reprs import counted, shown
 from kvflow.validation import find_fault
 
 EPOCH_STEP = 2
-"""One epoch while the lease is held, and the next one when it has ended."""
+"""One while the lease is held, and the next one when it has ended."""
 
 HEAD_START_BITS = 48
-"""A crashed issuer leaves at most 4,096 tickets that no rank admitted. The chance to reuse one of their epochs is 1 in
-2**36."""
+"""A crashed issuer leaves at most 4,096 tickets that no rank admitted: one of their epochs is reused once in 2**36."""
 
 
 class Issuer:
@@ -202,7 +201,7 @@ _REMEDIES = {
     "request_id": "Choose a request_id that is Unicode text of 1 to 256 characters.",
     "contents": "Pass shorter digests, such as those of SHA-256.",
 }
-"""What to do, by the field of a grant that a fault names first."""
+"""By the field of a grant that a fault names first."""
 
 
 def _unfit(fault: str) -> BlockIdsInvalid:

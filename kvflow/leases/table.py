@@ -19,18 +19,16 @@ from kvflow.leases.tickets import Grant
 from kvflow.validation import Count, Name, Number
 
 PAST_MAX = 16384
-"""How many ended leases are remembered, so that readers can ask how they ended: four per slot of a worker."""
+"""Four per slot of a worker."""
 
 Answer = Literal["held", "counted", "ended", "unknown"]
 
 
 class PastLease(Struct, frozen=True, gc=False):
-    """How a lease ended.
+    """How a lease ended, and when on the clock of the leases.
 
-    Attributes:
-        ended_by: ``expired``; ``revoked``; ``used`` if a reader released it after a read; ``released`` if a reader
-            released it without a read, or did not say.
-        ended_at: when it ended, on the clock of the leases.
+    ``ended_by`` is ``expired``; ``revoked``; ``used`` if a reader released it after a read; ``released`` if a reader
+    released it without a read, or did not say.
     """
 
     ended_by: str
@@ -84,14 +82,8 @@ class LeaseState(Struct, frozen=True, kw_only=True):
 class Lease(Struct, eq=False):
     """One lease that is held.
 
-    Attributes:
-        grant: what was promised.
-        epoch: of the grant, as a number.
-        admitted_at: when it was admitted.
-        ends_at: when it expires.
-        read: whether a reader has said that it has read what is promised.
-        released_by: engine and number of its ranks -> the ranks that have released it; empty for an engine that has
-            only renewed it.
+    ``released_by`` maps an engine and the number of its ranks to the ranks that have released it: none for an engine
+    that has only renewed it. ``read`` says whether a reader has read what is promised.
     """
 
     grant: Grant
@@ -108,13 +100,7 @@ class Lease(Struct, eq=False):
 
 
 class _Early(Struct, eq=False):
-    """The releases that arrived before their lease was admitted.
-
-    Attributes:
-        epoch: the epoch of the lease.
-        releases: how many arrived, including repeated ones.
-        released_by: as in ``Lease``.
-    """
+    """The releases that arrived before their lease was admitted; ``releases`` counts repeated ones, too."""
 
     epoch: int
     releases: int = 0
@@ -122,12 +108,11 @@ class _Early(Struct, eq=False):
 
 
 READERS_MAX = 1024
-"""How many engines' releases one lease counts: as many as a worker has peers. A limit is needed because a reader states
-its own engine, and may renew a lease forever."""
+"""Engines that one lease counts: as many as a worker has peers. A reader states its engine, and may renew forever."""
 
 
 EARLY_MAX = 1 << 16
-"""How many releases are remembered before their leases are admitted: sixteen per slot for 4,096 slots, about 10 MiB."""
+"""Releases before admission: sixteen per slot for 4,096 slots, about 10 MiB."""
 
 
 def _ranks_of(released_by: dict[tuple[str, int], set[int]], reader: Reader) -> set[int] | None:
@@ -139,11 +124,7 @@ def _ranks_of(released_by: dict[tuple[str, int], set[int]], reader: Reader) -> s
 
 
 def _count(released_by: dict[tuple[str, int], set[int]], reader: Reader) -> bool | None:
-    """Count a reader's release.
-
-    Returns:
-        Whether all ranks of the reader's engine have released; None if too many engines have released in part.
-    """
+    """Count a release. Return whether all ranks of the engine have released; None if too many engines are known."""
     ranks = _ranks_of(released_by, reader)
     if ranks is None:
         return None
@@ -183,8 +164,8 @@ class LeaseTable:
         """Admit a grant: from now on the slot holds its epoch.
 
         Returns:
-            The end of the lease if a reader released it before it was admitted (other ranks may have given all that
-            the reader needed); otherwise None.
+            The end of the lease if a reader released it before it was admitted (other ranks may have given all that the
+            reader needed); otherwise None.
 
         Raises:
             BlockIdsInvalid: the request is on offer already, or the grant's epoch is not newer than the slot's.
@@ -218,13 +199,8 @@ class LeaseTable:
         """Count one reader's releases. A lease ends when the last rank of an engine releases it.
 
         A release may arrive before its lease is admitted, because a reader of some ranks of a ticket releases all of
-        them. The answer is then ``unknown``, and the release counts when the lease is admitted.
-
-        Args:
-            leases: what the reader releases.
-            reader: the rank that releases.
-            now: seconds.
-            read: whether it has read the blocks.
+        them. The answer is then ``unknown``, and the release counts when the lease is admitted. ``read`` says whether
+        the reader has read the blocks.
 
         Returns:
             One answer per lease, in order; and the leases that ended now.
@@ -251,10 +227,7 @@ class LeaseTable:
     def renew(self, leases: Sequence[LeaseKey], now: float, reader: Reader | None = None) -> list[Answer]:
         """Extend leases: each lasts its full duration from now. Return one answer per lease.
 
-        Args:
-            leases: the leases to extend.
-            now: seconds.
-            reader: the reader that asks; None if none is to be listed for it.
+        ``reader`` is listed with the lease; None if none is to be listed.
         """
         answers: list[Answer] = []
         for slot, epoch in leases:

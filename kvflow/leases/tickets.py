@@ -24,19 +24,18 @@ from kvflow.reprs import counted, quoted
 from kvflow.validation import find_fault
 
 FORMAT = "kvf2"
-"""The first part of a ticket's text. It changes when this release cannot read the tickets of an older one."""
+"""Changes when this release cannot read the tickets of an older one."""
 
 ANOTHER_FORMAT = re.compile(r"kvf[0-9]{1,4}")
-"""The first part of tickets of other releases. The first releases used a JSON object with a list of grants instead."""
+"""Other releases. The first ones used a JSON object with a list of grants instead."""
 
 TICKET_CHARS_MAX = 8 << 20
-"""The longest text that is read. One million tokens in blocks of 16, with a digest each, take 1.9 million characters
-per group. Decoding 8 Mi characters and checking their MAC takes about 33 ms. An engine that knows its longest prompt
-sets a lower limit."""
+"""One million tokens in blocks of 16, with a digest each, take 1.9 million characters per group. Decoding 8 Mi
+characters and checking their MAC takes about 33 ms. An engine that knows its longest prompt sets a lower limit."""
 
 GRANTS_MAX = 1024
 RANKS_KEPT_BYTES_MAX = 4096
-"""The longest encoding of a grant's ranks that is cached: about a dozen ranks."""
+"""Encodings of ranks that are cached: about a dozen ranks."""
 
 MAC_BYTES = 32  # HMAC-SHA256
 DIGEST_BYTES_MAX = 64
@@ -53,7 +52,7 @@ Digest = Annotated[bytes, Meta(max_length=DIGEST_BYTES_MAX)]
 Digests = Annotated[tuple[Digest, ...], Meta(max_length=1 << 20)]
 
 TRACEPARENT = "^00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}\\Z"
-"""Version 00 of the header of W3C trace context: trace id, span id, flags."""
+"""W3C trace context, version 00: trace id, span id, flags."""
 
 Traceparent = Annotated[str, Meta(pattern=TRACEPARENT, description="a traceparent of W3C trace context, version 00")]
 Milliseconds = Annotated[int, Meta(ge=1, le=86_400_000)]
@@ -61,7 +60,7 @@ WallTimeMs = Annotated[int, Meta(ge=0, le=1 << 52)]
 PublicKey = Annotated[str, Meta(pattern="^[0-9a-f]{64}\\Z")]
 
 OVERDUE_S = 1.0
-"""How many seconds after its apparent end a lease is checked before the read. Earlier, reading is cheaper."""
+"""A lease that seems over for longer is checked before the read. Earlier, reading is cheaper."""
 
 MALFORMED = "the ticket is malformed: it was cut or changed on its way"
 JOIN = "Join one ticket per rank, all from offers of one engine with the same request_id and num_tokens."
@@ -72,7 +71,7 @@ Verify = Callable[[bytes, bytes], bool]
 
 
 def is_traceparent(value: object) -> TypeGuard[str]:
-    """Tell whether an offer can carry a value as its ``traceparent``: a header of W3C trace context, version 00."""
+    """Return whether an offer can carry a value as its ``traceparent``: a header of W3C trace context, version 00."""
     return isinstance(value, str) and re.match(TRACEPARENT, value) is not None
 
 
@@ -238,7 +237,7 @@ class Grant(Struct, frozen=True, kw_only=True, gc=False):
                 )
 
     def seems_over(self, wall_s: float, error_s: float) -> bool:
-        """Return whether the promise has run out, if nobody has renewed it and the clocks are right.
+        """Return whether the promise has run out, unless it was renewed, if the clocks are right.
 
         This is a reason to check the lease before the read, but not to refuse the ticket, because only the check knows.
 
@@ -377,7 +376,7 @@ class Ticket(Struct, frozen=True, kw_only=True, gc=False):
             # Use what was signed, even if the ticket was made in this process. A newer release may have signed more
             # fields than the grant has.
             if _encoder.encode(grant) != payload and unseal(sealed) != grant:
-                raise TicketInvalid("the ticket says something else than what was signed")
+                raise TicketInvalid("the ticket was changed after it was signed")
 
     def to_params(self) -> dict[str, str]:
         """Return a JSON-safe dict for a router (``kv_transfer_params``)."""
@@ -420,7 +419,6 @@ def join_tickets(tickets: Sequence[Ticket]) -> Ticket:
 
 
 def _read_text(text: object, chars_max: int) -> tuple[bytes, ...]:
-    """Return the sealed grants of a ticket's text."""
     if isinstance(text, dict) and text.get("grants"):
         raise ReleaseMismatch("the ticket", "ticket format", "kvf1", FORMAT)
     if not isinstance(text, str):

@@ -95,13 +95,7 @@ TensorKey = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype, torch.devi
 
 
 class GivenLayer(Struct, frozen=True):
-    """The tensors that were given for one layer.
-
-    Attributes:
-        name: name of the layer.
-        tensors: at least one.
-        place: place of the layer among the layers that share a tensor.
-    """
+    """The tensors of one layer, and its place among the layers that share a tensor."""
 
     name: str
     tensors: tuple[TensorLayout, ...]
@@ -112,11 +106,7 @@ _TENSORS = "Pass the tensors of the engine's cache, which hold its memory."
 
 
 def check_tensors(tensors: Mapping[str, object], layers: Collection[str]) -> dict[str, list[torch.Tensor]]:
-    """Return the tensors of each layer as a list.
-
-    Args:
-        tensors: layer name -> tensor, or list or tuple of tensors.
-        layers: the names that ``tensors`` must have, and no others.
+    """Return the tensors of each layer of ``layers`` as a list.
 
     Raises:
         ArgumentInvalid: ``tensors`` is not a mapping.
@@ -216,10 +206,7 @@ def _check_memory_kinds(given: Mapping[str, Sequence[torch.Tensor]], groups: Seq
 
 
 def _places(given: Mapping[str, Sequence[torch.Tensor]], groups: Sequence[Group]) -> dict[str, LayerSlice]:
-    """Return the place of each layer among the layers that share its tensor.
-
-    A layer axis counts all of them, or those of one group if groups share its memory.
-    """
+    """Return the place of each layer on the layer axis of a shared tensor, among all layers or those of its group."""
     keys = {name: _key(found[0]) for name, found in given.items() if len(found) == 1}
     totals = Counter(keys.values())
     per_group = [Counter(keys[name] for name in group.layers if name in keys) for group in groups]
@@ -243,8 +230,6 @@ def _key(tensor: torch.Tensor) -> TensorKey:
 
 
 class _Found(Struct, frozen=True):
-    """What was found for one layer."""
-
     num_blocks: int
     components: tuple[Component, ...]
     live: tuple[LiveBytes, ...]
@@ -271,7 +256,6 @@ def _forms(axes: Mapping[str, str] | None, specs: Mapping[str, CacheSpec]) -> di
 
 
 def _read(spec: CacheSpec, shard: Shard, given: GivenLayer, form: str | None, *, listed: bool, group: int) -> _Found:
-    """Find the components of one layer in its tensors."""
     page_bytes(spec, shard, layer=given.name)  # refuses padding that is too small
     if not has_tokens(spec):
         num_blocks, components = read_states(spec, shard, given.tensors, listed=listed)
@@ -309,11 +293,7 @@ def _live_state(layer: str, group: int, part: Component) -> LiveBytes:
 
 
 def _num_blocks(blocks: Mapping[str, int]) -> int:
-    """Return the number of blocks that all layers have.
-
-    Raises:
-        SpecInvalid: names a layer whose number of blocks differs from that of most layers.
-    """
+    """Return the number of blocks that all layers have."""
     counts = Counter(blocks.values())
     num_blocks = max(counts, key=lambda count: (counts[count], count))
     for name, count in blocks.items():

@@ -1,8 +1,8 @@
-"""Find out which axis of an engine's tensor is which: try forms in a fixed order, and take the first that fits.
+"""Find out which axis of an engine's tensor is which: the first form that fits, in a fixed order.
 
-A form is a string of letters, one per axis: ``L`` layers, ``B`` blocks, ``R`` kernel blocks of one block, ``K`` the
-pair of keys and values, ``H`` heads, ``N`` tokens, ``C`` content. Without ``R``, ``B`` counts kernel blocks. The spec
-gives the length of every axis but ``B``, so a wrong form rarely fits.
+A form has one letter per axis: ``L`` layers, ``B`` blocks, ``R`` kernel blocks of one block, ``K`` keys and values,
+``H`` heads, ``N`` tokens, ``C`` content. Without ``R``, ``B`` counts kernel blocks. The spec gives the length of every
+axis but ``B``, so a wrong form rarely fits.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,35 +25,25 @@ AXIS_NAMES = {
 
 LATENT_FORMS = ("BNC", "BHNC")
 PAIR_FORMS = ("BNHC", "BHNC")
-"""Forms of keys and values in two tensors."""
+"""Of keys and values in two tensors."""
 WHOLE_FORMS = ("BHNC", "KBNHC", "BKNHC", "KBHNC", "BKHNC")
-"""Forms of keys and values in one tensor. Tokens before heads come first, because nothing distinguishes them if N ==
-H."""
+"""Of keys and values in one tensor. Tokens before heads come first: nothing distinguishes them if N == H."""
 CROSS_LAYER_FORMS = (
     "LBHNC",
     "BLHNC",
     *(order + inner for order in ("LKB", "BLK", "LBK", "KLB", "KBL", "BKL") for inner in ("NHC", "HNC")),
 )
-"""Forms of several layers in one tensor. A layer axis inside of heads must be named, because there may be as many
-layers as heads."""
+"""Of several layers in one tensor. A layer axis inside of heads must be named, as it may be as long as theirs."""
 CROSS_LAYER_LATENT_FORMS = ("LBNC", "BLNC")
 
 RAW_DTYPES = ("uint8", "int8")
-"""Tensors of these dtypes may hold any type. Their last axis is then counted in bytes."""
+"""Tensors of these may hold any type; their last axis is then counted in bytes."""
 
 
 class TensorLayout(Struct, frozen=True):
-    """The memory of one tensor of an engine.
+    """One tensor of an engine: its path in errors, strides in bytes, and the offset of its first element in a region.
 
-    Attributes:
-        path: its name in errors: the layer, with an index if the layer has a list of tensors.
-        dtype: torch's name of the element type.
-        shape: in elements.
-        strides: bytes.
-        region: index of the region that it lies in.
-        offset: bytes from the start of the region to its first element.
-        alignment_offset: bytes from the start of the storage to the region. torch counts elements from the start of the
-            storage.
+    ``alignment_offset`` is that of the region in the storage, from which torch counts elements.
     """
 
     path: str
@@ -78,9 +68,8 @@ class TensorLayout(Struct, frozen=True):
 class LayerSlice(Struct, frozen=True):
     """The place of one layer among the layers that share a tensor.
 
-    Attributes:
-        choices: (length of the layer axis, index of this layer on it), in the order in which they are tried.
-        crosses: whether layers of one group share the tensor, which then needs a layer axis.
+    ``choices`` are (length of the layer axis, index on it), in the order in which they are tried. ``crosses`` says that
+    layers of one group share the tensor, which then needs a layer axis.
     """
 
     choices: tuple[tuple[int, int], ...] = ((1, 0),)
@@ -88,15 +77,7 @@ class LayerSlice(Struct, frozen=True):
 
 
 class ReadTensor(Struct, frozen=True):
-    """One tensor whose axes are known.
-
-    Attributes:
-        tensor: the tensor.
-        form: a letter per axis.
-        layer: index on the layer axis.
-        num_blocks: blocks of the pool.
-        kernel_blocks: of each block.
-    """
+    """One tensor whose axes are known: a letter per axis, and the index on the layer axis."""
 
     tensor: TensorLayout
     form: str
@@ -142,10 +123,10 @@ class ReadTensor(Struct, frozen=True):
 
 
 def aligned(component: Component, tensor: TensorLayout) -> Component:
-    """Return the component if every element is aligned to its size.
+    """Return the component.
 
     Raises:
-        SpecInvalid: an element is not, so no tensor of its dtype can contain it.
+        SpecInvalid: an element is not aligned to its size, so no tensor of its dtype can contain it.
     """
     steps = [stride for extent, stride in zip(component.extents, component.strides, strict=True) if extent > 1]
     start = tensor.alignment_offset + component.offset

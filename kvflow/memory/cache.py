@@ -18,7 +18,7 @@ from kvflow.memory.mapping import ask_for_huge_pages, bytes_in_huge_pages, huge_
 from kvflow.reprs import counted
 
 Tensors = torch.Tensor | list[torch.Tensor]
-"""One layer's cache in the form of its attention backend; a list for states."""
+"""One layer in the form of its attention backend; a list for states."""
 
 
 class KVCache:

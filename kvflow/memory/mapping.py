@@ -1,8 +1,7 @@
 """Allocate memory in a separate mapping, and ask for huge pages.
 
-The kernel copies a process's memory page by page, so another process's cache is read faster if its pages are huge. If
-the kernel's setting is ``madvise``, memory gets huge pages only if its process asks for them. It gets them at once only
-for pages that were never written.
+The kernel copies a process's memory page by page, so a cache in huge pages is read faster. With the kernel's setting
+``madvise``, memory gets them only if its process asks, and at once only for pages that were never written.
 """
 
 import ctypes
@@ -18,7 +17,7 @@ import numpy.typing as npt
 _SIZE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 _MAPS = Path("/proc/self/smaps")
 _COLLAPSE = 25
-"""MADV_COLLAPSE, since Linux 6.1: copies pages that were written before into huge pages now."""
+"""MADV_COLLAPSE, since Linux 6.1."""
 
 _libc = ctypes.CDLL(None)
 
@@ -33,11 +32,9 @@ def huge_page_size() -> int:
 
 
 def map_bytes(nbytes: int, *, huge: bool = False) -> npt.NDArray[np.uint8]:
-    """Return zeroed memory that starts at a page boundary and shares no page with other memory.
+    """Return ``nbytes`` of zeroed memory that start at a page boundary and share no page with other memory.
 
-    Args:
-        nbytes: 1 or more.
-        huge: start at the boundary of a huge page, and ask for huge pages; no effect where there are none.
+    ``huge`` starts at the boundary of a huge page, and asks for huge pages, where there are any.
 
     Raises:
         OSError: there is not enough memory.
@@ -56,10 +53,7 @@ def map_bytes(nbytes: int, *, huge: bool = False) -> npt.NDArray[np.uint8]:
 def ask_for_huge_pages(address: int, nbytes: int, *, now: bool = False) -> None:
     """Ask for huge pages for the part of a range that can have them. It is not an error if the kernel refuses.
 
-    Args:
-        address: start of the range.
-        nbytes: length of the range.
-        now: also copy pages that were written before into huge pages; needs Linux 6.1.
+    ``now`` also copies pages that were written before into huge pages; needs Linux 6.1.
     """
     size = huge_page_size()
     if not size:
@@ -71,13 +65,9 @@ def ask_for_huge_pages(address: int, nbytes: int, *, now: bool = False) -> None:
 
 
 def bytes_in_huge_pages(ranges: Sequence[tuple[int, int]]) -> int:
-    """Return how many bytes of ranges are in huge pages now; 0 if the platform does not report it.
+    """Return how many bytes of ranges (address, length) are in huge pages now; 0 if the platform does not report it.
 
-    The kernel counts the huge pages of whole mappings. If a mapping is larger than a range, the result is an upper
-    bound.
-
-    Args:
-        ranges: address and length of each range.
+    An upper bound if a mapping is larger than a range, because the kernel counts huge pages of whole mappings.
     """
     try:
         text = _MAPS.read_text()

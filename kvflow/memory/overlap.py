@@ -1,14 +1,13 @@
 """Check that no byte belongs to two blocks, or to two components of one group, in memory that an engine laid out.
 
-Method. Each tensor of each layer is an affine map. First it is checked alone: every stride must be at least the extent
-below it, so that no two of its elements overlap. It is then cut at the axes outside of blocks into *pieces*: runs
-of bytes that recur every block stride. Pieces whose bytes interleave must recur at one stride, S. Taken modulo S,
-each run of block ``b`` is an interval with the number of the row, counted from ``b``, that it lies in. Two pieces
-share a byte only where their intervals intersect, and then at one block id only if the rows are equal. So two sorts of
-one interval per run decide for all block ids.
+Each tensor of each layer is an affine map. First it is checked alone: every stride must be at least the extent below
+it. It is then cut at the axes outside of blocks into *pieces*: runs of bytes that recur every block stride. Pieces
+whose bytes interleave must recur at one stride, S. Modulo S, each run of block ``b`` is an interval, with the number of
+its row counted from ``b``. Two pieces share a byte only where their intervals intersect, and then at one block id only
+if the rows are equal. So two sorts of one interval per run decide for all block ids.
 
-The check is sound: it refuses every overlap. It is not complete: it also refuses pieces that interleave at different
-strides, and maps whose axes interleave, even if they share no byte. No known engine lays out memory so.
+The check refuses every overlap. It also refuses pieces that interleave at different strides, and maps whose axes
+interleave, even if they share no byte. No known engine lays out memory so.
 """
 
 import math
@@ -24,28 +23,17 @@ from kvflow.errors import SpecInvalid
 Int64s = npt.NDArray[np.int64]
 
 PIECES_MAX = 1 << 12
-"""How many pieces one tensor may have: layers, keys and values, and heads outside of blocks."""
+"""Of one tensor: layers, keys and values, and heads outside of blocks."""
 
 RUNS_MAX = 1 << 16
-"""How many runs one piece may have: 16 per token and head of a large block. If there are more, the gaps count as
-occupied."""
+"""Of one piece: 16 per token and head of a large block. If there are more, gaps count as occupied."""
 
 ONE_BLOCK = 1 << 62
 """The stride of a pool of one block, in which nothing recurs."""
 
 
 class LiveBytes(Struct, frozen=True):
-    """The bytes of one layer in one tensor.
-
-    Attributes:
-        path: its name in errors.
-        group: index.
-        region: index.
-        offset: bytes from the start of the region to the first byte of block 0.
-        block_stride: bytes.
-        axes: the axes of one block, as (length, stride in bytes).
-        item_bytes: bytes of one element.
-    """
+    """The bytes of one layer in one tensor: from ``offset`` in its region on; axes are (length, stride in bytes)."""
 
     path: str
     group: int
@@ -57,14 +45,7 @@ class LiveBytes(Struct, frozen=True):
 
 
 class _Piece(Struct, frozen=True):
-    """Runs that recur every block stride.
-
-    Attributes:
-        owner: index of the ``LiveBytes`` that they belong to.
-        start: address of the first byte, on an axis on which regions do not touch.
-        lows: where its runs begin, in bytes from ``start``.
-        run_bytes: length of each run.
-    """
+    """Runs that recur every block stride; they begin at ``start + lows``, on an axis on which regions do not touch."""
 
     owner: int
     start: int
@@ -75,12 +56,7 @@ class _Piece(Struct, frozen=True):
 def check_overlaps(live: Sequence[LiveBytes], *, num_blocks: int, region_bytes: Sequence[int]) -> None:
     """Check that no byte belongs to two blocks, or to two components in one block of one group.
 
-    Layers of different groups may share the bytes of a block id.
-
-    Args:
-        live: everything that is read or written.
-        num_blocks: blocks in the pool.
-        region_bytes: length of each region.
+    Layers of different groups may share the bytes of a block id. ``region_bytes`` are the lengths of the regions.
 
     Raises:
         SpecInvalid: names the layers, and the strides or blocks that overlap.
@@ -149,11 +125,7 @@ def _check_nested(each: LiveBytes, axes: Sequence[tuple[int, int]], num_blocks: 
 
 
 def _clusters(live: Sequence[LiveBytes], pieces: Sequence[_Piece], stride: Int64s, num_blocks: int) -> Int64s:
-    """Return for each piece the start of the first piece that it interleaves with, directly or through others.
-
-    Raises:
-        SpecInvalid: pieces that interleave recur at different strides.
-    """
+    """Return for each piece the start of the first piece that it interleaves with, directly or through others."""
     start = np.array([piece.start for piece in pieces], np.int64)
     owner = np.array([piece.owner for piece in pieces], np.int64)
     reach = np.array([piece.lows[-1] + piece.run_bytes for piece in pieces], np.int64)

@@ -23,14 +23,9 @@ from kvflow.memory.axes import (
 def read_attention(
     spec: CacheSpec, shard: Shard, tensors: Sequence[TensorLayout], place: LayerSlice, axes: str | None
 ) -> tuple[ReadTensor, ...]:
-    """Find the axes of the tensors of a layer that keeps tokens.
+    """Find the axes of one tensor of a layer that keeps tokens, or of two: keys and values.
 
-    Args:
-        spec: the layer's spec, with the block size of its group.
-        shard: the rank.
-        tensors: one tensor, or one for keys and one for values.
-        place: the layer's place in a tensor of several layers.
-        axes: the form that the caller names; None tries the usual forms.
+    ``axes`` is the form that the caller names; None tries the usual forms.
 
     Raises:
         SpecInvalid: dtype or shape does not fit the spec.
@@ -120,11 +115,7 @@ def _check_dtype(spec: CacheSpec, tensor: TensorLayout) -> None:
 
 
 def _dense(spec: CacheSpec, found: ReadTensor) -> ReadTensor:
-    """Return the tensor if its bytes can be read as the spec's elements.
-
-    Raises:
-        SpecInvalid: the bytes of one element are not contiguous.
-    """
+    """Return the tensor, or refuse it if its bytes cannot be read as the spec's elements."""
     tensor = found.tensor
     if tensor.dense_content or all(ITEM_BYTES[part.dtype] == tensor.item_bytes for part in spec.components):
         return found
@@ -138,16 +129,9 @@ def _dense(spec: CacheSpec, found: ReadTensor) -> ReadTensor:
 def read_states(
     spec: CacheSpec, shard: Shard, tensors: Sequence[TensorLayout], *, listed: bool
 ) -> tuple[int, tuple[Component, ...]]:
-    """Find the states of one layer.
+    """Return the number of blocks, and the states of a layer in the order of its spec.
 
-    Args:
-        spec: a spec of a layer that keeps no tokens.
-        shard: the rank.
-        tensors: one tensor per state, in the order of the spec, or one page of bytes.
-        listed: whether the caller passed a list, in which each tensor is one state.
-
-    Returns:
-        The number of blocks, and the components in the order of the spec.
+    ``tensors`` has one tensor per state, or one page of bytes. In a list of the caller (``listed``) each is one state.
 
     Raises:
         SpecInvalid: dtype, shape or number of tensors does not fit the spec.

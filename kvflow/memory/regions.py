@@ -10,14 +10,7 @@ from kvflow.errors import SpecInvalid
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The bytes from the first to the last of one tensor.
-
-    Attributes:
-        low: address of the first byte.
-        high: address after the last byte.
-        storage: the storage that contains them.
-        device: the device of the storage.
-    """
+    """The bytes of a storage from the first to after the last of one tensor, as addresses."""
 
     low: int
     high: int
@@ -47,8 +40,7 @@ def join_spans(spans: Sequence[Span]) -> tuple[list[torch.Tensor], list[int]]:
     """Join spans that overlap, or that touch within one storage.
 
     Returns:
-        One flat uint8 tensor per region, sorted by address, which keeps the memory alive; and the number of each span's
-        region.
+        One flat uint8 tensor per region, sorted by address, which keeps the memory alive; and each span's region.
 
     Raises:
         SpecInvalid: storages overlap, and none of them contains a whole region.
@@ -74,7 +66,6 @@ def join_spans(spans: Sequence[Span]) -> tuple[list[torch.Tensor], list[int]]:
 
 
 def _flat(members: Sequence[Span]) -> torch.Tensor:
-    """Return all bytes of overlapping spans as one tensor."""
     low, high = min(span.low for span in members), max(span.high for span in members)
     for span in members:
         start = low - span.storage.data_ptr()

@@ -13,7 +13,7 @@ FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attenti
 """Entries of ``layer_types``, as transformers writes them."""
 
 WINDOWS = {SLIDING: "sliding_window", CHUNKED: "attention_chunk_size"}
-"""The key that says how far such a layer sees."""
+"""The key with the number of tokens that such a layer sees."""
 
 MISSING = object()
 
@@ -25,19 +25,16 @@ LLAMA4_DEFAULTS = {"num_key_value_heads": 8, "head_dim": 128, "attention_chunk_s
 
 
 class Keys(Struct, frozen=True):
-    """Under which keys a family says what its layers are, each under the first of its names that is there.
+    """The keys of a family, each under the first of its names that is there.
 
     Attributes:
         name: of a layer's cache in vLLM, with braces for its number.
-        layers: number of layers.
-        heads: attention heads.
-        kv_heads: KV heads; as many as heads where all are missing.
-        multi_query: whether all heads share one KV head where those are missing.
+        kv_heads: as many as heads where all are missing.
+        multi_query: whether all heads share one KV head where ``kv_heads`` are missing.
         width: of the model, divided among the heads where ``head_dim`` is missing.
-        defaults: what transformers takes for keys that a config leaves out.
+        defaults: what transformers takes for missing keys.
         beyond: tokens that a sliding layer sees beyond ``sliding_window``.
-        period: layers from one full one to the next, where neither ``layer_types`` nor the config says it; 0: all
-            layers are alike.
+        period: layers from one full one to the next, unless the config says it; 0: all layers are alike.
     """
 
     name: str = LAYER_NAME
@@ -59,7 +56,7 @@ GPT2 = Keys(
     kv_heads=(),
     width=("hidden_size", "n_embd"),
 )
-"""The names of GPT-2's time, and those of today: both forms are published of such models."""
+"""Both the names of GPT-2's time and those of today are published."""
 GPT_NEOX = Keys(name="model.layers.{}.attention.attn")
 OPT = Keys(name="model.decoder.layers.{}.self_attn.attn")
 GEMMA2 = Keys(defaults={"head_dim": 256, "sliding_window": 4096}, period=2)
@@ -78,7 +75,7 @@ def plain(config: ModelConfig, options: Options, keys: Keys = PLAIN) -> dict[str
     """Describe a family whose layers keep keys and values of one size.
 
     They are full or sliding as ``layer_types`` says, else in turn if the family has a period, else all sliding if there
-    is a window at all.
+    is a window.
     """
     num_layers = config.num_layers(keys.layers)
     types = config.sequence("layer_types", num_layers, str)
@@ -181,7 +178,7 @@ def gemma4(config: ModelConfig, options: Options) -> dict[str, CacheSpec]:
 
 
 def mimo_v2(config: ModelConfig, options: Options) -> dict[str, CacheSpec]:
-    """Describe MiMo V2: values are narrower than keys, and sliding layers have heads of their own."""
+    """Describe MiMo V2: values are narrower than keys, and sliding layers have other heads."""
     num_layers = config.num_layers()
     pattern = config.sequence("hybrid_layer_pattern", num_layers, int)
     if pattern is None:
@@ -218,13 +215,7 @@ def attention_layers(
 
 
 def attention(config: ModelConfig, options: Options, kind: str, keys: Keys = PLAIN) -> CacheSpec:
-    """Describe one layer with keys and values per head.
-
-    Args:
-        config: the model.
-        options: the caller's.
-        kind: an entry of ``layer_types``.
-        keys: where the family says what it is.
+    """Describe one layer with keys and values per head; ``kind`` is an entry of ``layer_types``.
 
     Raises:
         SpecInvalid: a key is missing, or the kind is unknown.

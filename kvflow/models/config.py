@@ -17,26 +17,19 @@ CONFIG_REMEDY = "Give the config.json that belongs to the model's weights."
 PATH_REMEDY = "Give a model's folder or its config.json."
 
 DTYPE_KEYS = ("dtype", "torch_dtype")
-"""The element type of a model: the newer name first."""
+"""The newer name first."""
 
 DTYPE_ASSUMED = "bfloat16"
-"""The element type if the config names none, as engines choose on current accelerators."""
+"""What engines choose on current accelerators."""
 
 STATE_DTYPE_KEYS = ("mamba_ssm_dtype", "mamba_ssm_cache_dtype")
 
 STATE_DTYPE_ASSUMED = "float32"
-"""The element type of a recurrent state if the config names none, because states accumulate over the whole prompt."""
+"""States accumulate over the whole prompt."""
 
 
 class Options(Struct, frozen=True):
-    """The options of a family besides the config's keys.
-
-    Attributes:
-        block_size: tokens in one block.
-        dtype: element type of the model, and of convolution states.
-        cache_dtype: element type of keys, values and latents.
-        state_dtype: element type of recurrent states.
-    """
+    """What the caller chooses: ``dtype`` is that of the model and of convolution states."""
 
     block_size: Positive
     dtype: DType
@@ -50,7 +43,7 @@ UNSET: tuple[object, ...] = (None, False, 0, "", [], {})
 Entry = TypeVar("Entry", str, int)
 
 LAYERS_MAX = 4096
-"""Most layers of a model: far more than any has, so that a broken config does not exhaust memory."""
+"""Far more than any model has, so that a broken config does not exhaust memory."""
 
 
 GEOMETRY = frozenset((
@@ -100,13 +93,9 @@ WRAPPERS = frozenset((
 
 
 class ModelConfig:
-    """The text model's part of a config.
+    """The text model's part of a config: ``text_config``, where there is one, inside a ``wrapper`` type.
 
-    Attributes:
-        keys: of the text model, as in the file: of ``text_config``, where there is one.
-        model_type: of the text model.
-        wrapper: ``model_type`` of what stands around the text model; empty without one.
-        prefix: of its layer names, with a dot at the end; empty unless the text model is nested.
+    ``prefix`` is that of its layer names, with a dot at the end; empty unless the text model is nested.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -140,10 +129,9 @@ class ModelConfig:
         self._understood.update(names)
 
     def not_understood(self, *, guessed: bool = False) -> list[str]:
-        """Return the keys that may change what is kept, and that no one has read, in the order of the file.
+        """Return the keys that may change what is kept and were not read, in the order of the file.
 
-        Args:
-            guessed: even where the key only sounds so, because the family is unknown.
+        ``guessed`` adds keys whose names only suggest it, because the family is unknown.
         """
         return [
             key
@@ -173,11 +161,8 @@ class ModelConfig:
     ) -> int:
         """Return a whole number of 1 or more, of the first of these keys that has one.
 
-        Args:
-            keys: names of the same thing.
-            purpose: what it is.
-            defaults: by key, where all are missing.
-            otherwise: where there is no default either.
+        Otherwise return the default of the first key that has one, or else ``otherwise``. ``purpose`` says what the
+        number is.
 
         Raises:
             SpecInvalid: all are missing without a default, or one is not such a number.
@@ -255,7 +240,7 @@ class ModelConfig:
         )
 
     def odd(self, key: str, found: object, expected: str) -> SpecInvalid:
-        """Return the error for a key with an unusable value, which may come from anyone and be of any length."""
+        """Return the error for a key with an unusable value, which may be of any length."""
         return SpecInvalid(
             f"config of model type {self.model_type!r}: {key} is {repr(found)[:80]}, expected {expected}",
             remedy=CONFIG_REMEDY,

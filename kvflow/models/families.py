@@ -97,14 +97,13 @@ FAMILIES: dict[str, Describe] = {
     "starcoder2": attention.plain,
     "vaultgemma": attention.plain,
 }
-"""``model_type`` of the text model -> the function that describes it. ``tests/data/vllm_specs.json`` has vLLM's
-answers."""
+"""``model_type`` of the text model -> its function. ``tests/data/vllm_specs.json`` has vLLM's answers."""
 
 BLOCK_SIZE = 16
-"""Default tokens in one block, as in vLLM."""
+"""As in vLLM."""
 
 BLOCK_SIZES = {"deepseek_v4": 256}
-"""The default for families that 16 does not fit: a block of DeepSeek V4 holds whole entries of 128 tokens."""
+"""A block of DeepSeek V4 holds whole entries of 128 tokens."""
 
 WITH_HEADS = (FullAttention, SlidingWindow, ChunkedLocal)
 

@@ -9,22 +9,22 @@ from kvflow.models.attention import SELF_ATTENTION
 from kvflow.models.config import ModelConfig, Options
 
 INDEX_SCALE_BYTES = 4
-"""One float32 scale stands behind every vector of 128 indexer elements, which are kept in one byte each."""
+"""One float32 scale per vector of 128 indexer elements, which are one byte each."""
 
 OWN_INDEXER, SHARED_INDEXER = "full", "shared"
 """Entries of ``indexer_types``."""
 
 WINDOW_BLOCK_SIZE = 64
-"""DeepSeek V4: tokens in one block of a sliding-window cache, whatever the others have. Source: vLLM 0.32."""
+"""DeepSeek V4: tokens in one block of a sliding-window cache, for any other block size. Source: vLLM 0.32."""
 
 STATE_BLOCK_SIZES = {4: 4, 128: 8}
-"""DeepSeek V4: compression -> tokens in one block of the state of its compressor. Source: vLLM 0.32."""
+"""DeepSeek V4: compression -> tokens in one block of its compressor's state. Source: vLLM 0.32."""
 
 OVERLAPPING = 4
 """DeepSeek V4: the compression whose entries overlap, and which alone has an indexer."""
 
 PAGE_ALIGNMENT = 512
-"""DeepSeek V4: bytes that a page is a multiple of, for kernels that read plain rows. Source: vLLM 0.32."""
+"""DeepSeek V4: bytes, for kernels that read plain rows. Source: vLLM 0.32."""
 
 
 def deepseek_v3(config: ModelConfig, options: Options) -> dict[str, CacheSpec]:
@@ -39,10 +39,7 @@ def deepseek_v3(config: ModelConfig, options: Options) -> dict[str, CacheSpec]:
 
 
 def deepseek_v32(config: ModelConfig, options: Options) -> dict[str, CacheSpec]:
-    """Describe DeepSeek V3.2 and GLM 5: as V3, and the keys of an indexer beside each layer that has its own.
-
-    Layers that ``indexer_types`` calls ``shared`` use the indexer of a layer before them.
-    """
+    """Describe DeepSeek V3.2 and GLM 5: as V3, with the keys of an indexer for each layer that does not share one."""
     keys = MLA(
         block_size=options.block_size,
         head_size=config.whole("index_head_dim", "elements of an indexer key"),
@@ -68,11 +65,9 @@ def deepseek_v4(config: ModelConfig, options: Options) -> dict[str, CacheSpec]:
     """Describe DeepSeek V4 and its like: a compound of up to five caches per layer.
 
     Every layer keeps the last tokens in a sliding-window cache. A layer that compresses ``ratio`` tokens into one entry
-    keeps those entries, too, and the unfinished one as the state of its compressor. With a ratio of 4 an indexer has
-    entries and a state of its own.
-
-    An entry of ``ratio`` tokens is described as ``ratio`` shares of one token each: its bytes divided by ``ratio``. The
-    bytes of a block are the same, and block sizes keep counting tokens.
+    also keeps those entries, and the unfinished one as the state of its compressor. With a ratio of 4, an indexer has
+    entries and a state, too. An entry is described as ``ratio`` shares of one token each: the bytes of a block are the
+    same, and block sizes keep counting tokens.
 
     Assumed, as vLLM 0.32 has it with the cache in plain rows: block sizes of 64 for windows, 4 and 8 for states, which
     are float32; indexer keys of one byte per element with a float32 scale per entry; pages rounded up to 512 bytes. The
@@ -145,7 +140,6 @@ def _state(entry: MLA, ratio: int) -> MLA:
 
 
 def _padded(spec: MLA) -> MLA:
-    """Round the page up to what the kernels of this family want."""
     nbytes = page_bytes(spec)
     rounded = -(-nbytes // PAGE_ALIGNMENT) * PAGE_ALIGNMENT
     return spec if rounded == nbytes else msgspec.structs.replace(spec, page_bytes=rounded)

@@ -1,7 +1,7 @@
 """Families that mix attention with layers that keep a state instead of tokens.
 
-Convolution states are described as they lie in the "DS" layout: channels outermost, so that a rank's share of each
-of them is one range. A state's order in a page is that of vLLM.
+Convolution states lie in the "DS" layout: channels outermost, so that a rank's share of each is one range. The order of
+states in a page is that of vLLM.
 """
 
 from kvflow.layout.specs import CacheSpec, FullAttention, Mamba, State

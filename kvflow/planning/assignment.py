@@ -1,9 +1,9 @@
 """Assign every byte of the target to one source rank.
 
 A rank holds a range of heads (or of another sharded axis) of each component, and a stripe of tokens of each group.
-Ranks form a *lattice* if they divide tokens among the same number of ranks at the same width. Two ranks of one lattice
-hold either the same tokens or no common token. So each component is read from one lattice: each rank gives all tokens
-that it shares with the target, and ranks with the same tokens divide the heads.
+Ranks form a *lattice* if they divide tokens among equally many ranks at one width. Two ranks of a lattice hold the same
+tokens or none in common. So each component is read from one lattice: each rank gives all tokens that it shares with the
+target, and ranks with the same tokens divide the heads.
 """
 
 import math
@@ -18,26 +18,14 @@ from kvflow.planning.match import ComponentName, HeadRange, HeadRanges, require_
 
 
 class Assignment(Struct, frozen=True):
-    """What to read from one source rank.
-
-    Attributes:
-        source: index of the source rank in the ticket.
-        head_ranges: head range of each component to read; None: everything that both sides hold.
-    """
+    """What to read from one source rank of a ticket; without ``head_ranges``, everything that both sides hold."""
 
     source: int
     head_ranges: HeadRanges | None
 
 
 class _Holding(Struct, frozen=True):
-    """The part of one component that a rank holds.
-
-    Attributes:
-        heads: range along the sharded axis.
-        stripe: the tokens that the rank holds.
-        total: heads of the whole model.
-        noun: what an index along the sharded axis is called.
-    """
+    """The heads and tokens of one component that a rank holds; ``noun`` is what an index along its axis is called."""
 
     heads: HeadRange
     stripe: Stripe
@@ -100,7 +88,6 @@ class _Needs:
         self._known: dict[tuple[tuple[int, int], Stripe], tuple[int, ...]] = {}
 
     def of(self, lattice: tuple[int, int], stripe: Stripe) -> tuple[int, ...]:
-        """Return the ranks that hold tokens of a stripe, ascending."""
         found = self._known.get((lattice, stripe))
         if found is None:
             size, width = lattice
@@ -112,11 +99,7 @@ class _Needs:
 def _covered(
     name: ComponentName, wanted: _Holding, holders: Mapping[int, _Holding], needs: _Needs, rotation: int
 ) -> list[tuple[int, HeadRange]]:
-    """Return the head ranges of one component by source, from the first lattice that holds all of it.
-
-    Raises:
-        LayoutMismatch: no lattice holds all of it; names what the first one holds.
-    """
+    """Return the head ranges of one component by source, from the first lattice that holds all of it."""
     by_lattice: dict[tuple[int, int], dict[int, dict[int, HeadRange]]] = {}
     for index, holding in holders.items():
         by_rank = by_lattice.setdefault(holding.stripe.lattice, {})
@@ -161,18 +144,13 @@ def _cover_heads(
 
 
 def _rotation_among(lattice: tuple[int, int], stripe: Stripe, rotation: int) -> int:
-    """Return the rotation among the targets that read the same tokens.
-
-    If both sides divide tokens at the same width, ``common`` neighboring targets read different tokens. Then only
-    every ``common``-th target chooses among the same sources.
-    """
+    """Return the rotation among targets that read the same tokens: with one width, every ``common``-th of them."""
     size, width = lattice
     common = math.gcd(size, stripe.size) if stripe.lattice[1] == width else 1
     return rotation // common
 
 
 def _holdings(manifest: Manifest) -> dict[ComponentName, _Holding]:
-    """Return the part of every component that a rank holds."""
     return {
         (layer.name, part.role): _Holding(
             (part.held.first, part.held.count),
@@ -193,7 +171,7 @@ def _reach(heads: HeadRange, at: int) -> int:
 
 
 def _is_complete(there: Mapping[ComponentName, _Holding], wanted: Mapping[ComponentName, _Holding]) -> bool:
-    """Tell whether one source holds everything that is wanted."""
+    """Return whether one source holds everything that is wanted."""
     return all(
         name in there
         and _common(there[name].heads, holding.heads) == holding.heads

@@ -20,7 +20,7 @@ from kvflow.planning.runs import Int64s, RunTable, Units, group_by_shape
 Bools = npt.NDArray[np.bool_]
 
 PROVEN_AT_ONCE = 1 << 18
-"""How many pieces are checked together: about 30 MiB of numbers."""
+"""Pieces that are checked together: about 30 MiB of numbers."""
 
 
 class Missing(Struct, frozen=True):
@@ -72,13 +72,12 @@ class Certificate(Struct, frozen=True):
 def certify(target: Manifest, planned: Sequence[tuple[GroupPair, RunTable, Units, Units]]) -> Certificate:
     """Prove every group's runs against the manifests' geometry.
 
-    Args:
-        target: the consumer's manifest.
-        planned: group pair, its runs, and how both sides' blocks are cut.
+    ``planned`` has each group pair with its runs, and how the blocks of both sides are cut.
 
     Raises:
         PlanUnsound: a byte is written twice, not at all, from the wrong place, or outside the components; or blocks are
-            cut so that different tokens would be paired.
+        cut
+            so that different tokens would be paired.
     """
     covered: dict[tuple[str, str], tuple[ComponentPair, bool]] = {}
     written = 0
@@ -100,11 +99,7 @@ def certify(target: Manifest, planned: Sequence[tuple[GroupPair, RunTable, Units
 
 
 def _prove_cut(pair: GroupPair, source: Units, target: Units) -> None:
-    """Check that equal units fill the blocks of both sides, because unit numbers follow from block ids alone.
-
-    Where the two sides hold different tokens, each unit must lie on one rank of each side, so that it has one place
-    there.
-    """
+    """Check that equal units fill the blocks of both sides, and that each lies on one rank of each side."""
     for side, group, units in (("source", pair.source, source), ("target", pair.target, target)):
         if units.tokens:
             fills = units.tokens * units.per_block == group.block_size and units.kernel_blocks == group.kernel_blocks
@@ -200,13 +195,7 @@ def _first_bytes(pair: ComponentPair, part: Component) -> tuple[int, int, int, i
 
 
 def _refuse(pairs: Sequence[ComponentPair], wrong: Bools, fault: str) -> None:
-    """Raise ``PlanUnsound`` for the first wrong pair.
-
-    Args:
-        pairs: of one shape.
-        wrong: bool, shape (pairs, pieces).
-        fault: what is wrong.
-    """
+    """Raise for the first pair that is ``wrong``: bool, shape (pairs, pieces)."""
     if wrong.any():
         pair = pairs[int(wrong.any(axis=1).argmax())]
         raise PlanUnsound(f"{pair.layer}.{pair.target.role}: {fault}")

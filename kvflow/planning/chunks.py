@@ -1,7 +1,7 @@
 """Cut a batch into chunks, by bytes and by merged descriptors.
 
-Descriptors are ordered run by run, and within a run pair by pair. So a position is a run and a pair. Time and memory
-grow with the numbers of pairs, runs and chunks, not with the number of descriptors.
+Descriptors are ordered run by run, and within a run pair by pair; a position is a run and a pair. Time and memory grow
+with the numbers of pairs, runs and chunks, not with the number of descriptors.
 """
 
 from bisect import bisect_right
@@ -17,17 +17,11 @@ from kvflow.planning.runs import Int64s
 Bools = npt.NDArray[np.bool_]
 
 CHUNKS_FEW = 24
-"""For fewer chunks, cutting them one by one is faster: 2 us each, against 50 us for all at once."""
+"""Up to here, cutting one by one is faster: 2 us each, against 50 us for all at once."""
 
 
 class Cutter:
-    """The properties of a binding's runs that decide where a batch is cut.
-
-    Attributes:
-        nbytes: int64, shape (runs,).
-        dense: bool, shape (runs,): whether pairs that follow each other merge in this run.
-        num_dense: how many runs are dense.
-    """
+    """The runs of a binding as they decide where a batch is cut; ``dense`` says in which of them neighbors merge."""
 
     def __init__(self, nbytes: Int64s, dense: Bools) -> None:
         self.nbytes = nbytes
@@ -42,11 +36,8 @@ class Cutter:
     def cuts(self, source: Ids, target: Ids, chunk_bytes: int, chunk_descriptors: int) -> Int64s:
         """Return where chunks begin, and the end of the last one. Each chunk is as long as both budgets allow.
 
-        Args:
-            source: number of each pair's descriptor within any run.
-            target: likewise, as many.
-            chunk_bytes: most bytes of one chunk. A larger descriptor is a chunk alone.
-            chunk_descriptors: most merged descriptors of one chunk, at least 1.
+        ``source`` and ``target`` are the numbers of each pair's descriptor within any run. A descriptor that is larger
+        than ``chunk_bytes`` is a chunk alone.
         """
         count = len(source)
         total = count * self._num_runs
@@ -120,14 +111,7 @@ class Cutter:
 
 
 class _Merged:
-    """The merged descriptors of one batch, numbered in their order.
-
-    Attributes:
-        count: pairs.
-        total: merged descriptors of all runs.
-        before: int64, shape (runs + 1,): merged descriptors before each run, and the total.
-        first_pair: int64: the pair that begins each merged descriptor of a dense run.
-    """
+    """The merged descriptors of one batch, numbered in order: how many before each run, and which pair begins each."""
 
     def __init__(self, follows: Bools, dense: Bools, dense_before: Int64s) -> None:
         self.count = len(follows)

@@ -1,7 +1,7 @@
 """Match the components of two manifests, and check the fields that must agree.
 
-Layers match by name and components by role, in whichever groups they are. Fields that a plan can convert (layout, block
-size, shard) are not compared. A difference in any other field raises an error with the field and both values.
+Layers match by name and components by role, in any groups. Fields that a plan can convert (layout, block size, shard)
+are not compared. A difference in any other field raises an error with the field and both values.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,14 +19,14 @@ ALSO_NEEDED = {
     "opaque": " Opaque pages also need the same attention backend, block size and number of ranks.",
     "mamba": " States of vLLM also need the same number of ranks.",
 }
-"""Kind of a layer -> what its caches must have in common besides the cache dtype."""
+"""Kind of a layer -> what its caches must also have in common."""
 
 SAME = {
     "model": "Serve the same model on both sides.",
     "revision": "Serve the same revision of the model on both sides (model_revision).",
     "model_dtype": "Compute in the same data type on both sides (model_dtype).",
 }
-"""Field in which models may differ -> what to do about it."""
+"""Field in which models may differ -> remedy."""
 
 
 ComponentName = tuple[str, str]
@@ -40,15 +40,7 @@ HeadRanges = Mapping[ComponentName, HeadRange]
 
 
 class ComponentPair(Struct, frozen=True):
-    """One component of which both sides hold a part.
-
-    Attributes:
-        layer: name.
-        source: the producer's component.
-        target: the consumer's component.
-        first: first index along the sharded axis that both hold, counted in the whole model.
-        count: number of indices that both hold.
-    """
+    """One component of which both sides hold a part; ``first`` and ``count`` are what both hold of the sharded axis."""
 
     layer: str
     source: Component
@@ -83,15 +75,7 @@ class ComponentPair(Struct, frozen=True):
 
 
 class GroupPair(Struct, frozen=True):
-    """The layers that one group of the source and one group of the target have in common.
-
-    Attributes:
-        source_group: index.
-        target_group: index.
-        source: the producer's group.
-        target: our group.
-        pairs: the components that both hold.
-    """
+    """The layers that one group of the source and one group of the target have in common."""
 
     source_group: int
     target_group: int
@@ -111,12 +95,7 @@ class GroupPair(Struct, frozen=True):
 
 
 def match_groups(source: Manifest, target: Manifest, head_ranges: HeadRanges | None = None) -> tuple[GroupPair, ...]:
-    """Match every layer that both manifests have.
-
-    Args:
-        source: the producer's manifest.
-        target: the consumer's manifest.
-        head_ranges: what to read from this source; None: everything that both sides hold.
+    """Match every layer that both manifests have, or what ``head_ranges`` names of them.
 
     Returns:
         Pairs of groups of which both sides hold some tokens and some heads (or parts of another sharded axis).
@@ -175,7 +154,7 @@ def require_common_layer(sources: Sequence[Manifest], target: Manifest) -> None:
     """Check that at least one source has a layer of the target.
 
     Raises:
-        LayoutMismatch: no source has one; names the layers of the first.
+        LayoutMismatch: none has; names the layers of the first.
     """
     if sources and not any(have_common_layer(source, target) for source in sources):
         remedy = "Serve the same model on both sides, and give each layer the same name."
@@ -183,7 +162,7 @@ def require_common_layer(sources: Sequence[Manifest], target: Manifest) -> None:
 
 
 def require_equal_layer(name: str, sources: Sequence[Manifest], target: Manifest) -> None:
-    """Check that the sources describe a layer as the target does, for those that have it.
+    """Check that the sources that have a layer describe it as the target does.
 
     Raises:
         LayoutMismatch: names the first field that differs.
@@ -212,7 +191,6 @@ def _layers(manifest: Manifest) -> Iterator[tuple[int, ManifestGroup, Layer]]:
 
 
 def _match_components(source: Layer, target: Layer, head_ranges: HeadRanges | None) -> list[ComponentPair]:
-    """Pair the components of two layers that agree."""
     there = {component.role: component for component in source.components}
     pairs = []
     for ours in target.components:

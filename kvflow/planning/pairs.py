@@ -26,12 +26,7 @@ Int64s = npt.NDArray[np.int64]
 
 
 class UnitPairs(Struct, frozen=True, eq=False, gc=False):
-    """Pairs of units; the pairs of each request ascend by source.
-
-    Attributes:
-        source: n numbers, ``block * source_units + unit``.
-        target: n numbers, ``block * target_units + unit``.
-    """
+    """Pairs of units, as ``block * units per block + unit`` on each side; those of each request ascend by source."""
 
     source: Ids
     target: Ids
@@ -63,15 +58,12 @@ def merged_pairs(pairs: UnitPairs) -> list[tuple[int, int, int]]:
 def pair_units(group: GroupPlan, source_ids: Ids, target_ids: Ids, *, num_tokens: int) -> UnitPairs:
     """Pair every target unit that has a token and that both sides hold with the source unit of its tokens.
 
-    Args:
-        group: the pair of groups.
-        source_ids: the ticket's blocks of the source group, checked.
-        target_ids: our blocks of the target group, checked.
-        num_tokens: tokens of the request in the source group.
+    The lists are checked. ``num_tokens`` are those of the request in the source group.
 
     Raises:
         BlockRangeMismatch: the ticket does not cover tokens of the target that the source holds; or a list has blocks
-            before token 0, so its last block cannot hold the last token.
+        before
+            token 0, so its last block cannot hold the last token.
         CapacityExceeded: the blocks are far larger than those of any engine.
     """
     # In the most common case each block is a unit, none is absent, and both sides list equally many.
@@ -182,12 +174,7 @@ def _pair_many(group: GroupPlan, source_ids: Int64s, target_ids: Int64s, num_tok
 
 
 class _Listed(NamedTuple):
-    """A list of blocks, cut into units.
-
-    Attributes:
-        first: number of the first unit among the units that this side holds, counted from token 0.
-        units: ``block * units per block + unit`` of each unit, or ``ABSENT``.
-    """
+    """A list of blocks, cut into units; ``first`` is the number of its first unit, counted from token 0."""
 
     first: int
     units: Int64s
@@ -211,11 +198,7 @@ def _listed(ids: Int64s, units: Units, num_tokens: int) -> _Listed:
 
 
 def _outside_window(group: GroupPlan, target: _Listed, num_tokens: int) -> Bools:
-    """Return which units lie before a sliding window, in the block where it begins.
-
-    The model no longer reads them, and a source with smaller blocks may have freed them. Blocks that lie entirely
-    before the window must be covered.
-    """
+    """Return which units lie before a window, in the block where it begins: a source may have freed them."""
     if not group.window:
         return np.zeros(len(target.units), bool)
     first_token = max(0, num_tokens - (group.window - 1))

@@ -112,9 +112,7 @@ class GroupPlan(Struct, frozen=True, eq=False):
         return stripe.holds(tokens), stripe.position(tokens) // self.unit_tokens
 
     def moved(self, num_blocks: int) -> tuple[int, int]:
-        """Count the units that ``num_blocks`` target blocks from token 0 on take, and their stretches.
-
-        The units of one stretch are consecutive on both sides if block ids are.
+        """Count the units that the first ``num_blocks`` target blocks take, and their stretches of consecutive units.
 
         Raises:
             CapacityExceeded: the blocks are larger than any engine's by orders of magnitude.
@@ -256,7 +254,7 @@ def posted(group: GroupPlan) -> tuple[RunTable, Units]:
 
 
 def dense_runs(runs: RunTable, source: Units, target: Units) -> int:
-    """Count the runs that merge with those of the next block, because they are dense on both sides."""
+    """Count the runs that are dense on both sides, and so merge with those of the next block."""
     dense = np.ones(len(runs), bool)
     for side, units in ((runs.source, source), (runs.target, target)):
         step, even = units.step(side)
@@ -267,11 +265,7 @@ def dense_runs(runs: RunTable, source: Units, target: Units) -> int:
 def _prove_staged(
     target: Manifest, pairs: Sequence[GroupPair], groups: Sequence[GroupPlan], certificate: Certificate
 ) -> None:
-    """Prove that the staged copies fill the target as the direct runs do.
-
-    Raises:
-        PlanUnsound: it does not.
-    """
+    """Prove that the staged copies fill the target as the direct runs do."""
     if all(group.staged is None for group in groups):
         return
     chosen = [
@@ -319,11 +313,7 @@ def _plan_group(pair: GroupPair) -> GroupPlan:
 
 
 def _units(pair: GroupPair) -> tuple[Units, Units]:
-    """Cut the kernel blocks of both sides into units of one size. A state is one unit.
-
-    Raises:
-        LayoutMismatch: the blocks of opaque pages differ in size; such pages are not cut.
-    """
+    """Cut the kernel blocks of both sides into units of one size. A state is one unit, and so is an opaque page."""
     if pair.target.opaque:
         if pair.source.block_size != pair.target.block_size:
             field = f"{pair.target.layers[0].name}.block_size"
@@ -358,12 +348,7 @@ class PlanCache:
         *,
         staging_bytes: int = 0,
     ) -> TransferPlan:
-        """Return the plan for this pair: a cached one, or a new one.
-
-        Raises:
-            LayoutMismatch: see ``plan_transfer``.
-            CapacityExceeded: see ``plan_transfer``.
-        """
+        """Return the plan for this pair: a cached one, or a new one. Raises what ``plan_transfer`` raises."""
         taken = None if head_ranges is None else tuple(sorted(head_ranges.items()))
         key = (source.geometry_digest(), target.geometry_digest(), taken, staging_bytes)
         plan = self._plans.get(key)

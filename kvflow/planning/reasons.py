@@ -13,13 +13,7 @@ GAPS_SHOWN = 4
 
 
 def explain_stop(runs: RunTable, pairs: Sequence[ComponentPair], unit_tokens: int) -> str:
-    """Name the axis, or the gap between components, that ends most runs.
-
-    Args:
-        runs: of one group pair.
-        pairs: the components that they copy.
-        unit_tokens: tokens of one unit; 0 for a state.
-    """
+    """Name the axis, or the gap between components, that ends most runs of a group pair."""
     first_of_shape = [(parts[0], _run_of(runs, parts[0]), len(parts)) for parts in group_by_shape(pairs)]
     pair, run, _ = max(first_of_shape, key=lambda one: one[2] * one[0].target.nbytes // runs[one[1]].nbytes)
     axis = _axis_that_ends(runs[run], pair, unit_tokens)

@@ -1,9 +1,8 @@
 """Strided runs: the copies of one pair of blocks, without addresses.
 
-If the two sides have kernel blocks of different sizes, both are cut into *units* of ``gcd`` tokens, which also divide
-the contiguous tokens of a stripe. A run copies ``nbytes`` contiguous bytes of one unit. Unit ``u`` of kernel block
-``r`` of block ``b`` begins ``b * block_stride + r * kernel_stride + u * unit_stride`` bytes after unit 0. A state is
-one unit.
+If the kernel blocks of both sides differ, both are cut into *units* of ``gcd`` tokens, which also divide the contiguous
+tokens of a stripe. A run copies ``nbytes`` contiguous bytes of one unit. Unit ``u`` of kernel block ``r`` of block
+``b`` begins ``b * block_stride + r * kernel_stride + u * unit_stride`` bytes after unit 0. A state is one unit.
 """
 
 import math
@@ -22,11 +21,11 @@ Bools = npt.NDArray[np.bool_]
 Int64s = npt.NDArray[np.int64]
 
 UNITS_MAX = 1 << 22
-"""Most units of one list. 4 M units of 16 tokens are 64 M tokens, and take 100 MiB while they are paired."""
+"""Of one list. 4 M units of 16 tokens are 64 M tokens, and take 100 MiB while they are paired."""
 
 
 class Side(Struct, frozen=True):
-    """Where a run lies on one side: bytes from the start of a region, for unit 0 of block 0. Unused strides are 0."""
+    """Where unit 0 of block 0 lies on one side, in bytes from the start of a region. Unused strides are 0."""
 
     region: int
     offset: int
@@ -79,15 +78,7 @@ class RunTable:
 
 
 class Units(Struct, frozen=True):
-    """How the blocks of one side are cut.
-
-    Attributes:
-        tokens: tokens of one unit; 0 for a state.
-        per_kernel_block: units in one kernel block.
-        kernel_blocks: kernel blocks in one block.
-        stripe: which tokens of a request the units hold.
-        per_block: units in one block; it follows from the other fields.
-    """
+    """How the blocks of one side are cut; 0 tokens for a state. ``per_block`` follows from the other fields."""
 
     tokens: int
     per_kernel_block: int
@@ -117,10 +108,7 @@ class Units(Struct, frozen=True):
 
 
 def group_by_shape(pairs: Sequence[ComponentPair]) -> list[list[ComponentPair]]:
-    """Divide pairs into lists of equal lengths and strides, so that one walk over coordinates serves a whole list.
-
-    The layers of a model have few shapes, so there are a few lists instead of one for each layer.
-    """
+    """Divide pairs into lists of equal lengths and strides, so that one walk over coordinates serves a whole list."""
     found: dict[object, list[ComponentPair]] = {}
     for pair in pairs:
         source, target = pair.source, pair.target
@@ -131,13 +119,7 @@ def group_by_shape(pairs: Sequence[ComponentPair]) -> list[list[ComponentPair]]:
 
 
 def cut_fragments(pairs: Sequence[ComponentPair], source_units: Units, target_units: Units) -> RunTable:
-    """Cut components into the finest runs that are contiguous on both sides.
-
-    Args:
-        pairs: pairs of one shape, see ``group_by_shape``.
-        source_units: how source blocks are cut.
-        target_units: how target blocks are cut.
-    """
+    """Cut components of one shape into the finest runs that are contiguous on both sides."""
     walked, nbytes = pairs[0].walk
     extents = pairs[0].extents(target_units.tokens)[:walked]
     index = np.indices(extents, np.int64).reshape(walked, math.prod(extents))
