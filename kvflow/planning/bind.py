@@ -1,10 +1,10 @@
 """Turn a plan into prepared descriptor rows, and pairs of units into descriptor indices.
 
-Rows are made once per peer and plan: one strided row per run, for any size of the pool. Indices are made for every
-batch, by vectorized sums, run by run. So consecutive blocks are neighbors in a row, and merge.
+Rows are made once per peer and plan: one strided row per run, for any size of the pool. Indices are made per batch by
+vectorized sums, run by run, so that consecutive blocks are neighbors in a row, and merge.
 
 A staged plan has two halves: rows that fetch into a staging buffer, and copies that scatter from it. A chunk then has
-at most as many pairs of units as a buffer has places. It gets its buffer when it is posted.
+at most as many pairs of units as a buffer has places, and gets its buffer when it is posted.
 """
 
 from collections.abc import Sequence
@@ -27,18 +27,11 @@ Int32s = npt.NDArray[np.int32]
 DESCRIPTORS_MAX = (1 << 31) - 1
 """Descriptor indices are int32."""
 ROWS_MAX = 1 << 20
-"""40 MiB of rows. Only blocks that are far larger than those of any engine, and not dense, need more."""
+"""40 MiB. Only blocks that are far larger than those of any engine, and not dense, need more."""
 
 
 class Bound(Struct, frozen=True, eq=False, gc=False):
-    """One batch in the form that NIXL expects.
-
-    Attributes:
-        source_index: int32, shape (n,).
-        target_index: int32, shape (n,).
-        cuts: int64: chunk ``c`` is ``[cuts[c], cuts[c + 1])``.
-        nbytes: total bytes.
-    """
+    """One batch in the form that NIXL expects: int32 indices of shape (n,), and int64 cuts between chunks."""
 
     source_index: Int32s
     target_index: Int32s
@@ -53,7 +46,7 @@ class Rows:
         linear: whether all units of the pool lie at one stride. Then they share a row, and merge across blocks.
             Otherwise each unit of a block has a separate row.
         table: int64, shape (rows, 5): address, nbytes, device, stride, count.
-        memory: memory kind of all rows, as ``Binding`` has checked. A prepared list has only one.
+        memory: memory kind of all rows; a prepared list has only one.
         per_run: descriptors of one run.
         stride: int64, shape (runs,): bytes between neighboring descriptors of a run.
     """
@@ -122,42 +115,21 @@ class Binding:
     """A group plan with the sizes of both pools: everything that ``bind`` needs, computed once.
 
     Attributes:
-        group: the group plan.
-        source: the producer's rows.
-        target: our rows.
-        scatter: None, because reads write directly into the target.
         unit_bytes: bytes of one pair of units.
         read_bytes: bytes that are read for one pair, here equal to ``unit_bytes``.
         unit_descriptors: descriptors of one pair of units before merging.
+        scatter: None, because reads write directly into the target.
     """
 
     scatter: None = None
 
-    def __init__(
-        self,
-        group: GroupPlan,
-        *,
-        source_regions: Sequence[Region],
-        source_blocks: int,
-        target_regions: Sequence[Region],
-        target_blocks: int,
-    ) -> None:
+    def __init__(self, group: GroupPlan, source: Manifest, target: Manifest) -> None:
         runs = group.runs
-        _require_one_memory(group, source_regions, target_regions)
+        _require_one_memory(group, source.regions, target.regions)
         self.group = group
-        self.source = Rows(
-            runs.source,
-            runs.nbytes,
-            units=group.source,
-            num_blocks=source_blocks,
-            regions=source_regions,
-        )
-        self.target = Rows(
-            runs.target,
-            runs.nbytes,
-            units=group.target,
-            num_blocks=target_blocks,
-            regions=target_regions,
+        self.source, self.target = (
+            Rows(side, runs.nbytes, units=units, num_blocks=manifest.num_blocks, regions=manifest.regions)
+            for side, units, manifest in ((runs.source, group.source, source), (runs.target, group.target, target))
         )
         self.unit_bytes = self.read_bytes = runs.unit_bytes
         self.unit_descriptors = len(runs)
@@ -206,8 +178,6 @@ class StagedBinding:
     """A staged group plan with the sizes of two pools; use it like a ``Binding``.
 
     Attributes:
-        group: the group plan.
-        source: the producer's rows.
         target: rows of one staging buffer, addressed from its start.
         scatter: the copies from there to our cache.
         unit_bytes: bytes that one pair of units fills.
@@ -215,28 +185,20 @@ class StagedBinding:
         unit_descriptors: descriptors that fetch one pair of units, before merging.
     """
 
-    def __init__(
-        self,
-        group: GroupPlan,
-        *,
-        source_regions: Sequence[Region],
-        source_blocks: int,
-        target_regions: Sequence[Region],
-        target_blocks: int,
-    ) -> None:
+    def __init__(self, group: GroupPlan, source: Manifest, target: Manifest) -> None:
         staged = group.staged
         assert staged is not None
         fetch = staged.fetch
-        buffer = [Region(0, staged.buffer_bytes, target_regions[int(staged.scatter.target[0, 0])].memory)]
-        if target_blocks * group.target_units > DESCRIPTORS_MAX:
+        buffer = [Region(0, staged.buffer_bytes, target.regions[int(staged.scatter.target[0, 0])].memory)]
+        if target.num_blocks * group.target_units > DESCRIPTORS_MAX:
             raise CapacityExceeded("units in one pool", DESCRIPTORS_MAX, remedy="Use fewer blocks.")
         self.group = group
         self.source = Rows(
-            fetch.source, fetch.nbytes, units=group.source, num_blocks=source_blocks, regions=source_regions
+            fetch.source, fetch.nbytes, units=group.source, num_blocks=source.num_blocks, regions=source.regions
         )
         self.target = Rows(fetch.target, fetch.nbytes, units=staged.units, num_blocks=staged.places, regions=buffer)
-        units = (target_blocks, group.target.kernel_blocks, group.target.per_kernel_block)
-        table = _addressed(staged.copies.table, staged.copies.region, units, target_regions)
+        units = (target.num_blocks, group.target.kernel_blocks, group.target.per_kernel_block)
+        table = _addressed(staged.copies.table, staged.copies.region, units, target.regions)
         self.scatter = Scatter(table, staged.places, units)
         self.unit_bytes = staged.scatter.unit_bytes
         self.read_bytes = staged.place_bytes
@@ -245,16 +207,9 @@ class StagedBinding:
         self._num_dense = int(np.count_nonzero(self.source.stride == fetch.nbytes))
 
     def bind(self, pairs: UnitPairs, *, chunk_bytes: int, chunk_descriptors: int) -> Bound:
-        """Return the unit numbers of these pairs, cut into chunks.
+        """Return the unit numbers of these pairs, cut into chunks by what they read; a larger unit is a chunk alone.
 
-        Args:
-            pairs: at least one; the pairs of each request ascend by source.
-            chunk_bytes: most bytes that one chunk reads. A larger unit is a chunk alone.
-            chunk_descriptors: most merged descriptors that one chunk reads. A larger unit is a chunk alone.
-
-        Returns:
-            Unit numbers instead of descriptor numbers. Those of the source are the numbers that each run gives its
-            descriptors.
+        Those of the source are the numbers that each run gives its descriptors.
         """
         source = np.asarray(self.source.local(pairs.source), np.int64)
         units_max = min(self.scatter.places, max(1, chunk_bytes // self.read_bytes))
@@ -271,7 +226,6 @@ class StagedBinding:
         return len(pairs.source) * self.unit_descriptors - int(follows) * self._num_dense
 
     def _cuts(self, source: Int64s, units_max: int, chunk_descriptors: int) -> Int64s:
-        """Return where chunks begin, and the end of the last."""
         count = len(source)
         if min(units_max, count) * self.unit_descriptors <= chunk_descriptors or units_max == 1:
             cuts = np.arange(0, count + units_max, units_max, dtype=np.int64)
@@ -298,11 +252,6 @@ def bind_plan(plan: TransferPlan, source: Manifest, target: Manifest) -> tuple[A
     The proof is valid only for the planned geometry. So this function compares the digests, counts the bytes again, and
     checks that every row lies in its registered region.
 
-    Args:
-        plan: made for these manifests.
-        source: the producer's manifest.
-        target: the consumer's manifest.
-
     Raises:
         PlanUnsound: the plan was made for other caches, or a row leaves its region.
         LayoutMismatch: a group of one side lies in both VRAM and DRAM.
@@ -312,16 +261,7 @@ def bind_plan(plan: TransferPlan, source: Manifest, target: Manifest) -> tuple[A
         raise PlanUnsound("the plan was made, and proven, for other caches")
     if sum(map(_written_bytes, plan.groups)) != plan.certificate.written_bytes:
         raise PlanUnsound("the plan's runs are not the ones that were proven")
-    return tuple(
-        (Binding if group.staged is None else StagedBinding)(
-            group,
-            source_regions=source.regions,
-            source_blocks=source.num_blocks,
-            target_regions=target.regions,
-            target_blocks=target.num_blocks,
-        )
-        for group in plan.groups
-    )
+    return tuple((Binding if group.staged is None else StagedBinding)(group, source, target) for group in plan.groups)
 
 
 def _written_bytes(group: GroupPlan) -> int:
@@ -331,11 +271,7 @@ def _written_bytes(group: GroupPlan) -> int:
 
 
 def _require_inside(table: Int64s, regions: Sequence[Region], region: Int64s) -> None:
-    """Check that every row lies in its region.
-
-    Raises:
-        PlanUnsound: a row does not.
-    """
+    """Check that every row lies in its region."""
     address, nbytes, _, stride, count = table.T
     first = np.array([entry.address for entry in regions], np.int64)[region]
     length = np.array([entry.nbytes for entry in regions], np.int64)[region]
@@ -345,11 +281,7 @@ def _require_inside(table: Int64s, regions: Sequence[Region], region: Int64s) ->
 
 
 def _addressed(table: Int64s, region: Int64s, units: tuple[int, int, int], regions: Sequence[Region]) -> Int64s:
-    """Return the copies with addresses instead of offsets, each within its region.
-
-    Raises:
-        PlanUnsound: a copy leaves its region.
-    """
+    """Return the copies with addresses instead of offsets, each within its region."""
     length = np.array([entry.nbytes for entry in regions], np.int64)[region]
     address = np.array([entry.address for entry in regions], np.int64)[region]
     numbers = np.broadcast_to(np.array(units, np.int64), (len(table), 3))

@@ -50,9 +50,8 @@ class Case(Struct, frozen=True):
         groups = plan_groups(specs, layout="LBNHC")
         cache = plan_cache(specs, groups, layout="LBNHC", kv=self.kv, shard=Shard(), num_blocks=self.num_blocks)
         manifest = cache.manifest(Region(1 << 30, cache.nbytes))
-        sizes = {"source_blocks": self.num_blocks, "target_blocks": self.num_blocks}
         (group,) = plan_transfer(manifest, manifest).groups
-        return Binding(group, source_regions=manifest.regions, target_regions=manifest.regions, **sizes)
+        return Binding(group, manifest, manifest)
 
 
 CASES = (

@@ -104,13 +104,7 @@ def counted(name, form, source_tp, target_tp):
 
 
 def binding_of(group, source, target):
-    return Binding(
-        group,
-        source_regions=source.regions,
-        source_blocks=source.num_blocks,
-        target_regions=target.regions,
-        target_blocks=target.num_blocks,
-    )
+    return Binding(group, source, target)
 
 
 def vllm(name, form, source_tp, target_tp):

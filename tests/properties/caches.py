@@ -214,16 +214,7 @@ def execute(plan, source, target, *, source_ids, target_ids, num_tokens):
 
 def bindings(plan, source, target):
     """Bind every group of a plan to the addresses of two manifests."""
-    return [
-        Binding(
-            group,
-            source_regions=source.regions,
-            source_blocks=source.num_blocks,
-            target_regions=target.regions,
-            target_blocks=target.num_blocks,
-        )
-        for group in plan.groups
-    ]
+    return [Binding(group, source, target) for group in plan.groups]
 
 
 def descriptors(table, index):

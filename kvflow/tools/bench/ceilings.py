@@ -44,13 +44,7 @@ class BareNixl:
         target = cache.manifest()
         plan = plan_transfer(source, target)
         assert len(plan.groups) == 1, "benchmarks use one group"
-        self.binding = Binding(
-            plan.groups[0],
-            source_regions=source.regions,
-            source_blocks=source.num_blocks,
-            target_regions=target.regions,
-            target_blocks=target.num_blocks,
-        )
+        self.binding = Binding(plan.groups[0], source, target)
         enter_device(target.regions)
         # No progress thread, as in kvflow's own reader: this thread polls.
         self._agent = Agent(load_binding(), f"bare-reader-{secrets.token_hex(8)}", progress=False)

@@ -36,13 +36,7 @@ def group_plan(source_block_size=16, target_block_size=16, **how):
 
 
 def binding_of(plan, source, target, index=0):
-    return Binding(
-        plan.groups[index],
-        source_regions=source.regions,
-        source_blocks=source.num_blocks,
-        target_regions=target.regions,
-        target_blocks=target.num_blocks,
-    )
+    return Binding(plan.groups[index], source, target)
 
 
 def ids(*numbers):

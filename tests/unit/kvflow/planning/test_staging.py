@@ -128,8 +128,7 @@ def test_costs_of_devices_count_for_caches_on_devices_only():
     assert group.staged is not None
     assert "not staged, because the source is DRAM" in planned(SOURCE, target, costs).explain()
     assert "not staged, because the target is DRAM" in planned(source, HALF, costs).explain()
-    sizes = {"source_regions": IN_VRAM, "source_blocks": 16, "target_regions": IN_VRAM, "target_blocks": 16}
-    assert StagedBinding(group, **sizes).target.memory == "VRAM"
+    assert StagedBinding(group, source, target).target.memory == "VRAM"
 
 
 def test_among_equals_direct_is_chosen():
