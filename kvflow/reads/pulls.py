@@ -1,4 +1,4 @@
-"""The scheduler's record of one pull, and the state table of its rank reads.
+"""The record of one pull, the states of its rank reads, and its report.
 
 =============  ==========================================================  ================================
 state          what holds                                                  deadline
@@ -12,14 +12,15 @@ state          what holds                                                  deadl
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal, TypeVar
 
 from msgspec import Struct
 
-from kvflow.events import PullFailed
-from kvflow.reads.contract import RankRead, ReadEnded
-from kvflow.reads.report import phases_s
+from kvflow.events import PullFailed, TracedGroup, TransferTraced
+from kvflow.planning.pairs import merged_pairs
+from kvflow.reads.contract import Part, RankRead, ReadEnded
+from kvflow.report import TransferReport
 
 RankState = Literal["reading", "waiting", "delivered", "draining", "dead"]
 RankEvent = Literal["held", "early", "read_again", "failed", "ended"]
@@ -36,8 +37,6 @@ TRANSITIONS: dict[tuple[RankState, RankEvent], RankState] = {
 
 AWAITED = ("reading", "waiting", "draining")
 """States in which something of a rank is still to come."""
-
-PullPhase = Literal["queue", "wire", "fence", "admission", "draining"]
 
 EARLY_RETRY_S = 0.005
 EARLY_RETRY_S_MAX = 0.5
@@ -74,7 +73,6 @@ class SourceRank(Struct, eq=False, gc=False):
         read: the current or last read of this rank.
         asked_at: when the data plane got the read.
         deadline_check_at: when its deadlines are checked next.
-        state: see the table.
         early_at: when its lease was first found not admitted; infinite before.
         pause_s: the pause before its lease is checked again.
         unserved: whether the producer has refused blocks of a lease that it holds.
@@ -94,15 +92,18 @@ class SourceRank(Struct, eq=False, gc=False):
         self.state = advance(TRANSITIONS, self.state, event, "a rank read")
 
 
-class Pull(Struct, eq=False, gc=False):
-    """One request that is being read.
+class Pull(Struct, eq=False):
+    """One pull, from the call that starts it until nothing writes into its blocks. The worker adds what it needs.
 
     Attributes:
-        pull_id: chosen by the caller, unique.
+        pull_id: unique in its worker.
         request_id: the producer's name of the request, for the record.
-        nbytes: bytes that it fills.
-        submitted_at: when it was submitted.
-        ranks: one for each source rank that gives something.
+        called_at: when the caller called, in seconds of the data plane's clock.
+        step: the phase that the pull is in, until the scheduler has it.
+        submitted_at: when its reads were built; infinite before.
+        reads: the first read of each source rank that gives something.
+        nbytes: bytes to move.
+        ranks: one for each read, once the scheduler has the pull.
         missing: ranks that are not delivered.
         failed: whether it has failed; then it only drains.
         held_back: a failure that is reported once nothing of the pull is in flight.
@@ -114,8 +115,11 @@ class Pull(Struct, eq=False, gc=False):
 
     pull_id: int
     request_id: str
-    nbytes: int
-    submitted_at: float
+    called_at: float
+    step: str = "check"
+    submitted_at: float = math.inf
+    reads: Sequence[RankRead] = ()
+    nbytes: int = 0
     ranks: tuple[SourceRank, ...] = ()
     missing: int = 0
     failed: bool = False
@@ -123,11 +127,13 @@ class Pull(Struct, eq=False, gc=False):
     held_since: float = 0.0
     early: int = 0
     early_bytes: int = 0
-    ended: tuple[ReadEnded, ...] = ()
+    ended: Sequence[ReadEnded] = ()
 
     @property
-    def phase(self) -> PullPhase:
-        """The phase of the ranks that are not delivered; of several phases that in which bytes move."""
+    def phase(self) -> str:
+        """Where it stands: the phase of the ranks that are not delivered; of several that in which bytes move."""
+        if not self.ranks:
+            return self.step
         if self.failed:
             return "draining"
         phases = {rank.read.phase for rank in self.ranks if rank.state == "reading"}
@@ -138,8 +144,13 @@ class Pull(Struct, eq=False, gc=False):
         """The rank that the pull waits for; of several the first."""
         return next((rank for rank in self.ranks if rank.state in AWAITED), self.ranks[-1])
 
-    def timings_s(self, now: float) -> dict[str, float]:
-        """Return the seconds of each phase that has begun, for a pull that fails now."""
+    @property
+    def given(self) -> Sequence[Part]:
+        """What all source ranks give."""
+        return self.reads[0].parts if len(self.reads) == 1 else [part for read in self.reads for part in read.parts]
+
+    def reading_s(self, now: float) -> dict[str, float]:
+        """Return the seconds of each phase that has begun, for a pull that the scheduler fails now."""
         started_at = min([rank.read.started_at for rank in self.ranks if rank.read.started_at], default=0.0)
         if not started_at:
             return {"queue": now - self.submitted_at}
@@ -153,3 +164,126 @@ class Pull(Struct, eq=False, gc=False):
         arrived = [each.arrived_at for each in self.ended]
         arrived += [rank.read.since for rank in self.ranks if rank.state != "delivered" and rank.read.phase == "fence"]
         return max(arrived) if len(arrived) == len(self.ranks) else None
+
+
+# --- the report of a pull that has ended ---
+
+Times = tuple[float, float, float]
+"""When a pull was called, when its reads were created, and when it was completed, in seconds of the data plane's
+clock."""
+
+KEPT_BYTES_MAX = 1 << 20
+"""Reports of more bytes are computed at once, so that they keep no long lists of blocks."""
+
+
+TRACED_MAX = 4096
+"""Chunks of one traced pull, and merged pairs of each of its groups, that its record lists: some 100 KiB of JSON."""
+
+new_report = object.__new__
+
+
+def report_of(pull: Pull, ended_at: float, transport: str, plane: str) -> TransferReport:
+    """Return the report of a pull. What follows from its reads and their answers is computed when it is read."""
+    report = new_report(TransferReport)
+    report.request_id, report.nbytes, report.early = pull.request_id, pull.nbytes, pull.early
+    report.early_bytes, report.transport, report.plane = pull.early_bytes, transport, plane
+    given_and_ended = (pull.given, pull.ended, (pull.called_at, pull.submitted_at, ended_at))
+    report.deferred = measure, given_and_ended  # type: ignore[misc]  # mypy ignores the slots of the base class
+    if pull.nbytes > KEPT_BYTES_MAX:
+        report.compute()
+    return report
+
+
+def measure(report: TransferReport, given: Sequence[Part], ended: Sequence[ReadEnded], times: Times) -> None:
+    """Set the fields of a report that ``report_of`` leaves out, from the parts of all reads and their answers."""
+    called_at, submitted_at, ended_at = times
+    bound = [(part.binding, part.pairs) for part in given if part.binding is not None]
+    units = sum([len(pairs.source) * binding.unit_descriptors for binding, pairs in bound])
+    report.descriptors = sum([binding.count_merged(pairs) for binding, pairs in bound])
+    report.read_bytes = sum([len(pairs.source) * binding.read_bytes for binding, pairs in bound])
+    report.merged = 1 - report.descriptors / units if units else 0.0
+    report.reads = sum([each.chunks for each in ended])
+    timings_s = {"handshake": submitted_at - called_at, "total": ended_at - called_at}
+    if ended:
+        started_at = min([each.started_at for each in ended])
+        arrived_at = max([each.arrived_at for each in ended])
+        fenced_at = max([each.arrived_at + each.fence_s for each in ended])
+        timings_s |= phases_s(ended, submitted_at, started_at, arrived_at, fenced_at - arrived_at)
+        timings_s["deliver"] = ended_at - fenced_at
+    report.timings_s = timings_s
+
+
+def phases_s(
+    ended: Sequence[ReadEnded], submitted_at: float, started_at: float, arrived_at: float, fence_s: float
+) -> dict[str, float]:
+    """Return the seconds of each phase: see ``TransferReport.timings_s``.
+
+    Args:
+        ended: the answers of the ranks that have delivered.
+        submitted_at: when the pull's reads were created.
+        started_at: when the first of them left the queue.
+        arrived_at: when the last byte had arrived, or now.
+        fence_s: seconds from then to the last verdict.
+    """
+    bind_s = sum([each.bind_s for each in ended])
+    post_s = sum([each.post_s for each in ended])
+    scatter_s = sum([each.scatter_s for each in ended])
+    return {
+        "queue": started_at - submitted_at,
+        "bind": bind_s,
+        "post": post_s,
+        "wire": max(0.0, arrived_at - started_at - bind_s - post_s - scatter_s),
+        "scatter": scatter_s,
+        "fence": fence_s,
+    }
+
+
+def trace_of(pull: Pull) -> TransferTraced:
+    """Return when each chunk of a traced pull arrived, and which units it paired."""
+    groups: list[TracedGroup] = []
+    chunks: list[tuple[int, float, float, int, int]] = []
+    for number, read in enumerate(pull.reads):
+        of_list = {part.list_id: len(groups) + at for at, part in enumerate(read.parts)}
+        groups += [_traced_group(number, part) for part in read.parts]
+        before = 0
+        for chunk in read.arrived or ():
+            # A lease that is not admitted yet makes a rank give everything again.
+            nbytes = chunk.read_bytes - before if chunk.read_bytes >= before else chunk.read_bytes
+            before = chunk.read_bytes
+            posted_s, arrived_s = (
+                _rounded(chunk.posted_at - pull.called_at),
+                _rounded(chunk.arrived_at - pull.called_at),
+            )
+            chunks.append((of_list[chunk.list_id], posted_s, arrived_s, nbytes, chunk.descriptors))
+    return TransferTraced(
+        pull.pull_id,
+        pull.request_id,
+        tuple([str(read.peer) for read in pull.reads]),
+        tuple(groups),
+        tuple(chunks[:TRACED_MAX]),
+        chunks_omitted=max(0, len(chunks) - TRACED_MAX),
+    )
+
+
+def _traced_group(peer: int, part: Part) -> TracedGroup:
+    pairs, binding = part.pairs, part.binding
+    assert binding is not None
+    group = binding.group
+    merged = merged_pairs(pairs)
+    return TracedGroup(
+        peer=peer,
+        source_group=group.source_group,
+        target_group=group.target_group,
+        source_units=group.source.per_block,
+        target_units=group.target.per_block,
+        unit_bytes=binding.unit_bytes,
+        unit_descriptors=binding.unit_descriptors,
+        descriptors=binding.count_merged(pairs),
+        staged=binding.scatter is not None,
+        pairs=tuple(merged[:TRACED_MAX]),
+        pairs_omitted=max(0, len(merged) - TRACED_MAX),
+    )
+
+
+def _rounded(seconds: float) -> float:
+    return round(seconds, 9)

@@ -9,7 +9,7 @@ reports when nothing of a failed pull can write.
 Only the data plane (``kvflow.reads.lanes``) decides which read goes first, so reads do not wait here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from itertools import count
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ from kvflow.events import PullFailed, TransferQuiesced, TransferRetried
 from kvflow.heaps import Heap
 from kvflow.ids import PeerId
 from kvflow.reads.contract import CancelReads, Phase, RankRead, ReadEnded
-from kvflow.reads.pulls import EARLY_RETRY_S_MAX, Pull, SourceRank
+from kvflow.reads.pulls import AWAITED, EARLY_RETRY_S_MAX, Pull, SourceRank
 
 PULLS_MAX = 65536
 """Most pulls that may be open at once."""
@@ -61,7 +61,8 @@ class Scheduler:
     If all reads of a pull are answered when they are posted, the pull is never opened here.
 
     Args:
-        budgets: seconds that each phase of a pull may take.
+        pulls: the caller's book of pulls, by number; each stays there until its last effect was carried out.
+        budgets: seconds of each phase of a read.
         pulls_max: pulls that may be open at once.
 
     Attributes:
@@ -70,11 +71,12 @@ class Scheduler:
     Thread: not thread-safe; it belongs to the worker's event loop.
     """
 
-    def __init__(self, budgets: Tuning, pulls_max: int = PULLS_MAX) -> None:
+    def __init__(self, pulls: Mapping[int, Pull], budgets: Tuning, pulls_max: int = PULLS_MAX) -> None:
+        self._pulls = pulls
         self._budgets = budgets
         self._deadline_check_s = min(DEADLINE_CHECK_S_MAX, budgets.queue_s / 8, budgets.wire_s / 8, budgets.fence_s / 8)
         self._pulls_max = pulls_max
-        self._pulls: dict[int, Pull] = {}
+        self._num_open = 0  # pulls that are open or draining
         # Reads that the data plane has, in the order in which their deadlines are checked.
         self._reads: dict[int, SourceRank] = {}
         self._retries: Heap[SourceRank] = Heap()
@@ -83,15 +85,7 @@ class Scheduler:
     @property
     def busy(self) -> bool:
         """Whether any pull is open or draining, so that ``tick`` must be called."""
-        return bool(self._pulls)
-
-    def find(self, pull_id: int) -> Pull | None:
-        """Return a pull that has not ended or is draining; None if there is none."""
-        return self._pulls.get(pull_id)
-
-    def open_pulls(self) -> tuple[int, ...]:
-        """Return the ids of all pulls that have not ended or are draining."""
-        return tuple(self._pulls)
+        return self._num_open > 0
 
     def require_room(self, before: int = 0) -> None:
         """Refuse a pull if too many are open. Call it before its reads are posted.
@@ -102,21 +96,15 @@ class Scheduler:
         Raises:
             CapacityExceeded: too many pulls are open.
         """
-        if len(self._pulls) + before >= self._pulls_max:
+        if self._num_open + before >= self._pulls_max:
             raise CapacityExceeded("open pulls", self._pulls_max)
 
-    def submit(self, pull: Pull, reads: Sequence[RankRead]) -> None:
-        """Open a pull whose reads the data plane has.
-
-        Args:
-            pull: a new pull, without ranks.
-            reads: one for each source rank, at least one, each with an id of ``read_ids``.
-        """
-        pull_id, submitted_at = pull.pull_id, pull.submitted_at
-        self._pulls[pull_id] = pull
-        pull.missing = len(reads)
-        deadline_check_at = submitted_at + self._deadline_check_s
-        pull.ranks = tuple([SourceRank(pull_id, read, submitted_at, deadline_check_at) for read in reads])
+    def submit(self, pull: Pull) -> None:
+        """Open a pull whose reads, at least one, the data plane has."""
+        self._num_open += 1
+        pull.missing = len(pull.reads)
+        due = pull.submitted_at + self._deadline_check_s
+        pull.ranks = tuple([SourceRank(pull.pull_id, read, pull.submitted_at, due) for read in pull.reads])
         for rank in pull.ranks:
             self._reads[rank.read.read_id] = rank
 
@@ -133,7 +121,7 @@ class Scheduler:
             pull.missing -= 1
             if pull.missing:
                 return []
-            del self._pulls[pull.pull_id]
+            self._num_open -= 1
             return [Delivered(pull)]
         if ended.verdict == "early" and not (ended.unserved and rank.unserved):
             return self._read_later(rank, ended, now)
@@ -157,9 +145,9 @@ class Scheduler:
         return effects
 
     def cancel(self, pull_id: int, *, code: str, detail: str, now: float) -> list[Effect]:
-        """Cancel a pull; do nothing if it has ended."""
+        """Cancel a pull; do nothing if it has ended, or was not submitted."""
         pull = self._pulls.get(pull_id)
-        if pull is None or pull.failed:
+        if pull is None or pull.failed or not pull.missing:
             return []
         phase: Phase = "queue" if pull.phase == "queue" else "wire" if pull.phase == "wire" else "fence"
         return self._fail(pull, _Cause(code, phase, detail), now)
@@ -236,7 +224,7 @@ class Scheduler:
     def _fail(self, pull: Pull, cause: _Cause, now: float) -> list[Effect]:
         """Fail a pull. Cancel its reads, and wait until they end."""
         pull.failed = True
-        timings_s = pull.timings_s(now)
+        timings_s = pull.reading_s(now)
         reading: list[int] = []
         for rank in pull.ranks:
             if rank.state == "reading":
@@ -283,12 +271,12 @@ class Scheduler:
         """Report that a failed pull is quiescent once the data plane has none of its reads."""
         if any(rank.state != "dead" for rank in pull.ranks):
             return []
-        del self._pulls[pull.pull_id]
+        self._num_open -= 1
         quiesced = TransferQuiesced(pull.pull_id, pull.request_id)
         return [quiesced] if pull.held_back is None else [pull.held_back, quiesced]
 
     def check(self) -> None:
-        """Check the invariant: the data plane has exactly the reads of ranks that are reading or draining."""
+        """Check that the data plane has exactly the reads of ranks that are reading or draining, and the count."""
         held = {
             rank.read.read_id
             for pull in self._pulls.values()
@@ -296,6 +284,8 @@ class Scheduler:
             if rank.state in ("reading", "draining")
         }
         assert held == self._reads.keys(), "a rank read was lost, or is there twice"
+        awaited = [pull for pull in self._pulls.values() if any(rank.state in AWAITED for rank in pull.ranks)]
+        assert len(awaited) == self._num_open, "an open pull was lost, or is counted twice"
 
 
 def _cause(read: RankRead, ended: ReadEnded) -> _Cause:

@@ -10,6 +10,7 @@ from itertools import islice
 from typing import Any, cast
 
 from kvflow.clock import Clock
+from kvflow.config import Tuning
 from kvflow.errors import (
     ArgumentInvalid,
     ContentMismatch,
@@ -41,7 +42,6 @@ from kvflow.reads.contract import (
     Transport,
     TransportEvent,
 )
-from kvflow.reads.pulls import Pull
 from kvflow.reads.scheduler import Delivered, Effect, Scheduler, StartReads
 from kvflow.worker.connections import CANCELLED, transfer_error
 from kvflow.worker.destinations import DUE_AFTER_S, DestinationTable, Quarantined, ReaderResetPolicy
@@ -73,7 +73,8 @@ class Consumer:
         self,
         *,
         make_pool: Callable[..., PeerPool],
-        scheduler: Scheduler,
+        tuning: Tuning,
+        pulls_max: int,
         destinations: DestinationTable,
         reset_policy: ReaderResetPolicy,
         transport: Transport,
@@ -85,7 +86,6 @@ class Consumer:
         report: Reporter,
     ) -> None:
         self.peers = make_pool(on_dropped=self.on_peer_dropped)
-        self._scheduler = scheduler
         self._destinations = destinations
         self._reset_policy = reset_policy
         self._transport = transport
@@ -94,6 +94,7 @@ class Consumer:
         self._tasks = tasks
         self._clock = clock
         self.pulls = OpenPulls(pool=self.peers, clock=clock, wall=wall, report=report, cancel=self._cancel_by_id)
+        self._scheduler = Scheduler(self.pulls.by_id, tuning, pulls_max)
         self._report = report
         self._renewals = LeaseRenewer(self.peers, clock, wall)
         self._fresh: list[OpenPull] = []  # opened since the last tick
@@ -185,8 +186,8 @@ class Consumer:
 
     def listed(self, limit: int) -> tuple[PullState, ...]:
         """Return the pulls that are open or draining, at most ``limit``, the oldest first."""
-        now, find = self._clock(), self._scheduler.find
-        return tuple(state_of(pull, find(pull.pull_id), now) for pull in islice(self.pulls.by_id.values(), limit))
+        now = self._clock()
+        return tuple(state_of(pull, now) for pull in islice(self.pulls.by_id.values(), limit))
 
     def quarantined(self) -> list[Quarantined]:
         """Return the destinations of ended pulls into which a read may still write."""
@@ -266,7 +267,7 @@ class Consumer:
         def blame(member: Member) -> None:
             pull.peer = pull.peer or str(member.peer)  # the first peer that could not be connected
 
-        pull.phase = "handshake"
+        pull.step = "handshake"
         try:
             route = await self.peers.connect_ticket(ticket, blame)
             if not pull.handle.done():  # not cancelled meanwhile
@@ -284,7 +285,7 @@ class Consumer:
         expected: tuple[tuple[bytes, ...], ...] | None,
     ) -> None:
         """Pair block ids, take our blocks, and post the reads. An exception leaves everything as it was."""
-        pull.phase, pull.route = "plan", route
+        pull.step, pull.route = "plan", route
         grants = ticket.grants
         reads: list[RankRead] = []
         nbytes = 0
@@ -308,7 +309,7 @@ class Consumer:
                 read.arrived = []
         now = pull.submitted_at = self._clock()
         if not reads:  # every target block is absent
-            self._complete(pull, ())
+            self._complete(pull)
             return
         self._scheduler.require_room(len(self._collected))
         self._destinations.take(pull.pull_id, pull.targets)
@@ -316,7 +317,7 @@ class Consumer:
             self._turn_until = now + INLINE_S_MAX
             asyncio.get_running_loop().call_soon(self._end_turn)
         if self._collecting or now > self._turn_until:
-            pull.phase = "queue"
+            pull.step = "queue"
             self.pulls.by_id[pull.pull_id] = self._collected[pull.pull_id] = pull
         else:
             self._hand_over([pull])
@@ -337,7 +338,9 @@ class Consumer:
         answers = self._post(reads)
         held = [ended for ended in answers if ended.verdict == "held"]
         if len(pulls) == 1 and len(held) == len(reads):
-            self._complete(pulls[0], held)
+            (pull,) = pulls
+            pull.ended = held
+            self._complete(pull)
             return
         by_read = {ended.read_id: ended for ended in held}
         opened: set[int] = set()
@@ -345,12 +348,13 @@ class Consumer:
         for pull in pulls:
             ended = [by_read[read.read_id] for read in pull.reads if read.read_id in by_read]
             if len(ended) == len(pull.reads):
-                delivered.append((pull, ended))
+                pull.ended = ended
+                delivered.append(pull)
             else:
                 self._open(pull)
                 opened.update([read.read_id for read in pull.reads])
-        for pull, ended in delivered:  # once the others are open: a caller may cancel them
-            self._complete(pull, ended)
+        for pull in delivered:  # once the others are open: a caller may cancel them
+            self._complete(pull)
         self._take([ended for ended in answers if ended.read_id in opened])
 
     def _open(self, pull: OpenPull) -> None:
@@ -358,9 +362,8 @@ class Consumer:
         self.pulls.by_id[pull.pull_id] = pull
         if not pull.held:
             self._fresh.append(pull)
-        pull.phase, pull.submitted = "wire", True  # until the scheduler names the phase that failed
-        scheduled = Pull(pull.pull_id, pull.request_id, pull.nbytes, pull.submitted_at)
-        self._scheduler.submit(scheduled, pull.reads)
+        pull.step, pull.submitted = "wire", True  # until the scheduler names the phase that failed
+        self._scheduler.submit(pull)
         self._busy.set()
         if self._report.wants(TransferStarted):
             self._report(TransferStarted(pull.pull_id, pull.request_id))
@@ -383,9 +386,8 @@ class Consumer:
         """Carry out what the scheduler decided, in its order."""
         for effect in effects:
             match effect:
-                case Delivered(pull=scheduled):
-                    pull = self.pulls.by_id[scheduled.pull_id]
-                    self._complete(pull, scheduled.ended, scheduled.early, scheduled.early_bytes)
+                case Delivered(pull=pull):
+                    self._complete(self.pulls.by_id[pull.pull_id])
                 case StartReads(reads=reads):
                     self._take(self._post(reads))
                 case CancelReads(read_ids=read_ids):
@@ -393,20 +395,19 @@ class Consumer:
                 case PullFailed():
                     self._on_failed(effect)
                 case TransferQuiesced():
-                    pull = self.pulls.by_id.pop(effect.pull_id)
                     self._destinations.give_back(effect.pull_id)
-                    self.pulls.quiesce(pull, effect)
+                    self.pulls.quiesce(self.pulls.by_id.pop(effect.pull_id), effect)
                 case _:
                     self._report(effect)
 
-    def _complete(self, pull: OpenPull, ended: Sequence[ReadEnded], early: int = 0, early_bytes: int = 0) -> None:
+    def _complete(self, pull: OpenPull) -> None:
         self.pulls.by_id.pop(pull.pull_id, None)
         if pull.reads:
             self._destinations.give_back(pull.pull_id)
         if pull.held:
             self._renewals.stop(pull.held)
         self._renewals.release(pull.leases, read=True)
-        pull.handle.complete(self.pulls.complete(pull, ended, early, early_bytes))
+        pull.handle.complete(self.pulls.complete(pull))
 
     def _on_failed(self, event: PullFailed) -> None:
         """Fail a pull that the scheduler has failed, and quarantine its blocks until nothing writes into them."""

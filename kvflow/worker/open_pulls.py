@@ -1,13 +1,12 @@
 """Open pulls: what a caller has of each one, and the one record that is written when it ends."""
 
 import asyncio
-import math
 from collections.abc import Callable, Generator, Sequence
 from itertools import count
 from typing import Any
 
 import msgspec
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, UnsetType
 
 from kvflow.clock import Clock
 from kvflow.errors import DeadlineExceeded, KvflowError, StaleLease
@@ -15,8 +14,7 @@ from kvflow.events import PullFailed, TransferCompleted, TransferQuiesced, Trans
 from kvflow.ids import Ids
 from kvflow.leases.tickets import Member, Ticket
 from kvflow.observability.logs import Record, Reporter
-from kvflow.reads.contract import Part, RankRead, ReadEnded
-from kvflow.reads.report import report_of, trace_of
+from kvflow.reads.pulls import Pull, report_of, trace_of
 from kvflow.rendezvous.dialer import LeaseEnd
 from kvflow.report import TransferReport
 from kvflow.worker.connections import as_ours
@@ -164,44 +162,30 @@ class PullHandle:
 UNCONNECTED = Route((), (), "", "")
 
 
-class OpenPull(Struct, eq=False):
-    """One pull, from the call that starts it until nothing writes into its blocks.
+class OpenPull(Pull, eq=False, kw_only=True):
+    """What a worker knows of a pull, in addition to what its scheduler does.
 
     Attributes:
-        pull_id: number of the pull.
         ticket: the ticket; None if the caller passed something else.
-        request_id: the producer's name of the request; empty without a ticket.
         local_request_id: the caller's own name of the request.
-        called_at: when the caller called, on the worker's clock.
         handle: the handle that the caller has.
-        phase: the phase that the pull is in, until the scheduler has it.
         peer: the source rank that failed, as far as it is known.
-        submitted_at: when its reads were built; infinite before.
         route: how its ranks are read; ``UNCONNECTED`` until the peers are connected.
         held: the leases that are renewed for it.
         targets: our checked block ids of each group; empty until they are checked.
-        reads: one rank read for each source rank that gives something.
-        nbytes: bytes to move.
         failure: the failure that the scheduler reported.
         quiesced: the event that nothing writes now, if it came before the failure was recorded.
         submitted: whether the scheduler has it: its reads did not complete when they were posted.
         recorded: whether the record of its failure was written.
     """
 
-    pull_id: int
     ticket: Ticket | None
-    request_id: str
     local_request_id: str
-    called_at: float
     handle: PullHandle
-    phase: str = "check"
     peer: str = ""
-    submitted_at: float = math.inf
     route: Route = UNCONNECTED
     held: Sequence[HeldLease] = ()
     targets: Sequence[Ids] = ()
-    reads: Sequence[RankRead] = ()
-    nbytes: int = 0
     failure: PullFailed | None = None
     quiesced: TransferQuiesced | None = None
     submitted: bool = False
@@ -212,11 +196,6 @@ class OpenPull(Struct, eq=False):
         """The leases of every rank that the ticket names; empty until the peers are connected."""
         grants = () if self.ticket is None else self.ticket.grants
         return [(peer.link.peer, grants[at].slot, int(grants[at].epoch)) for peer, at in self.route.ranks]
-
-    @property
-    def given(self) -> Sequence[Part]:
-        """What all source ranks give."""
-        return self.reads[0].parts if len(self.reads) == 1 else [part for read in self.reads for part in read.parts]
 
     def member(self, name: str) -> Member | None:
         """Return the rank called ``engine/rank/incarnation``; None if the ticket does not name it."""
@@ -257,7 +236,7 @@ class OpenPull(Struct, eq=False):
     def timings_s(self, now: float) -> dict[str, float]:
         """Return the seconds of the phases before the scheduler, and of the whole pull so far."""
         total_s = {"total": now - self.called_at}
-        if self.phase == "check":
+        if self.step == "check":
             return total_s
         return {"handshake": min(now, self.submitted_at) - self.called_at} | total_s
 
@@ -303,11 +282,12 @@ class OpenPulls:
 
     def begin(self, ticket: object, local_request_id: str) -> OpenPull:
         """Return a new pull, whatever the caller passed as ``ticket``."""
-        pull_id, local_request_id = next(self._ids), str(local_request_id)
+        pull_id, name = next(self._ids), str(local_request_id)
         handle = PullHandle(pull_id, self._cancel)
         if not isinstance(ticket, Ticket):
-            return OpenPull(pull_id, None, "", local_request_id, self._clock(), handle)
-        return OpenPull(pull_id, ticket, ticket.grants[0].request_id, local_request_id, self._clock(), handle)
+            return OpenPull(pull_id, "", self._clock(), ticket=None, local_request_id=name, handle=handle)
+        request_id = ticket.grants[0].request_id
+        return OpenPull(pull_id, request_id, self._clock(), ticket=ticket, local_request_id=name, handle=handle)
 
     def __len__(self) -> int:
         return len(self.by_id)
@@ -332,32 +312,13 @@ class OpenPulls:
         """Write the record of a pull that was refused before it started. See ``Worker.record_refusal``."""
         pull = self.begin(ticket, local_request_id)
         name = pull.request_id or request_id
-        failed = PullFailed(pull.pull_id, name, code, pull.phase, "", detail, quarantined=False, remedy=remedy)
+        failed = PullFailed(pull.pull_id, name, code, pull.step, "", detail, quarantined=False, remedy=remedy)
         self._write(pull, failed)
 
-    def complete(
-        self, pull: OpenPull, ended: Sequence[ReadEnded], early: int = 0, early_bytes: int = 0
-    ) -> TransferReport:
-        """Return the report of a pull; write its record one iteration of the loop after its caller.
-
-        Args:
-            pull: the pull.
-            ended: the answers of all source ranks; none if there was nothing to move.
-            early: number of reads that found a lease not admitted yet.
-            early_bytes: bytes of these reads.
-        """
+    def complete(self, pull: OpenPull) -> TransferReport:
+        """Return the report of a pull; write its record one iteration of the loop after its caller."""
         route = pull.route
-        report = report_of(
-            pull.request_id,
-            pull.nbytes,
-            pull.given,
-            ended,
-            (pull.called_at, pull.submitted_at, self._clock()),
-            transport=route.transport,
-            plane=route.plane,
-            early=early,
-            early_bytes=early_bytes,
-        )
+        report = report_of(pull, self._clock(), route.transport, route.plane)
         if self.traced or self._report.wants(TransferCompleted):
             if not self._completed:
                 asyncio.get_running_loop().call_soon(self._write_completed)
@@ -380,7 +341,7 @@ class OpenPulls:
         """Return the record of what a pull has read, if it is traced."""
         if not pull.reads or pull.reads[0].arrived is None:
             return []
-        return [(trace_of(pull.pull_id, pull.request_id, pull.reads, pull.called_at), {})]
+        return [(trace_of(pull), {})]
 
     def fail(self, pull: OpenPull, error: BaseException) -> None:
         """End a pull with an error, and write its record; do nothing if its failure is recorded already."""
@@ -447,7 +408,7 @@ def _failure(pull: OpenPull, error: KvflowError) -> PullFailed:
         pull_id=pull.pull_id,
         request_id=pull.request_id,
         code=error.code,
-        phase=error.phase if isinstance(error, DeadlineExceeded) else pull.phase,
+        phase=error.phase if isinstance(error, DeadlineExceeded) else pull.step,
         peer=pull.peer or getattr(error, "peer", ""),
         detail=error.message,
         quarantined=False,

@@ -31,7 +31,6 @@ from kvflow.observability.logs import EventLog, Reporter, check_hooks
 from kvflow.observability.pages import WorkerPages
 from kvflow.reads.contract import Serving, Transport, TransportEvent
 from kvflow.reads.device import device_memory_of
-from kvflow.reads.scheduler import Scheduler
 from kvflow.rendezvous.endpoint import LocalEndpoint, build_local_endpoint, security_of
 from kvflow.rendezvous.issuer import TicketKey, draw_head_start
 from kvflow.rendezvous.listener import open_listener
@@ -352,7 +351,8 @@ class _Parts:
         )
         return Consumer(
             make_pool=make_pool,
-            scheduler=Scheduler(config.tuning, environment.pulls_max),
+            tuning=config.tuning,
+            pulls_max=environment.pulls_max,
             destinations=DestinationTable(self.account),
             reset_policy=ReaderResetPolicy(config.tuning, self.bytes_per_block),
             transport=transport,

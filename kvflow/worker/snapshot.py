@@ -13,7 +13,6 @@ from msgspec import Meta, Struct
 from kvflow.errors import PeerLost, ProtocolViolation, WorkerClosed, WorkerDraining
 from kvflow.leases.table import LeaseState
 from kvflow.reads.contract import StagingUse
-from kvflow.reads.pulls import Pull
 from kvflow.validation import Count, Name, Number
 from kvflow.worker.connections import PeerState
 from kvflow.worker.destinations import Quarantined
@@ -140,25 +139,19 @@ class Snapshot(Struct, frozen=True, kw_only=True):
     readers: Annotated[tuple[PeerState, ...], Many] = ()
 
 
-def state_of(pull: OpenPull, scheduled: Pull | None, now: float) -> PullState:
-    """Describe one pull.
-
-    Args:
-        pull: as its caller started it.
-        scheduled: as the scheduler has it; None if its reads are not posted yet.
-        now: seconds of the worker's clock.
-    """
+def state_of(pull: OpenPull, now: float) -> PullState:
+    """Describe one pull; ``now`` is in seconds of the worker's clock."""
     members = () if pull.ticket is None else tuple(pull.ticket.members())
     peer = pull.peer or (str(members[0].peer) if members else "")
     return PullState(
         pull_id=pull.pull_id,
         request_id=pull.request_id,
         local_request_id=pull.local_request_id,
-        phase=pull.phase if scheduled is None else scheduled.phase,
-        peer=peer if scheduled is None else str(scheduled.awaited.read.peer),
+        phase=pull.phase,
+        peer=str(pull.awaited.read.peer) if pull.ranks else peer,
         num_peers=len(pull.reads),
         age_s=now - pull.called_at,
-        nbytes=0 if scheduled is None else sum(rank.read.nbytes for rank in scheduled.ranks),
+        nbytes=sum(rank.read.nbytes for rank in pull.ranks),
         nbytes_wanted=pull.nbytes,
         transport=pull.route.transport,
         plane=pull.route.plane,

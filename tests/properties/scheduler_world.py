@@ -65,7 +65,8 @@ class World:
     """The scheduler under test, a data plane, and all that is known of both."""
 
     def __init__(self, budgets=BUDGETS):
-        self.scheduler = Scheduler(budgets, PULLS_MAX)
+        self.pulls = {}
+        self.scheduler = Scheduler(self.pulls, budgets, PULLS_MAX)
         self.budgets = budgets
         self.now = 100.0
         self.stories = {}
@@ -86,8 +87,10 @@ class World:
             for slot, peer in enumerate(peers)
         ]
         nbytes = RANK_BYTES * len(reads)
-        pull = Pull(story.pull_id, f"request-{story.pull_id}", nbytes, self.now)
-        self.scheduler.submit(pull, reads)
+        name = f"request-{story.pull_id}"
+        pull = Pull(story.pull_id, name, self.now, submitted_at=self.now, reads=reads, nbytes=nbytes)
+        self.pulls[story.pull_id] = pull
+        self.scheduler.submit(pull)
         self.stories[story.pull_id] = story
         for read in reads:
             rank = Rank(story, read)
@@ -186,6 +189,7 @@ class World:
                         self.cancelled.add(read_id)
                 case Delivered(pull=pull):
                     self._delivered(pull)
+                    del self.pulls[pull.pull_id]
                 case _:
                     self._told(effect)
         self.scheduler.check()
@@ -241,6 +245,7 @@ class World:
                 assert story.told == [PullFailed]
                 assert not self.reads_of(story)
                 story.told.append(TransferQuiesced)
+                del self.pulls[event.pull_id]
 
     def _check_cancelled(self):
         """What the data plane has of a pull that has failed was cancelled."""

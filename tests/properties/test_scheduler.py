@@ -31,7 +31,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(peers=ranks, priority=st.integers(-1, 3), check_first=st.booleans())
     def submit(self, peers, priority, check_first):
-        if len(self.world.scheduler.open_pulls()) < PULLS_MAX:
+        if len(self.world.pulls) < PULLS_MAX:
             self.world.submit(peers, priority=priority, check_first=check_first)
 
     @precondition(lambda self: self.world.plane)

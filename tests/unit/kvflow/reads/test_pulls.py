@@ -44,7 +44,7 @@ def test_a_failed_rank_is_never_delivered():
 
 def pull_of(*started_at):
     """A pull that was submitted at 1.0, with one rank for each start of a read; 0.0: it has not begun."""
-    pull = Pull(1, "r", 100, 1.0)
+    pull = Pull(1, "r", 1.0, submitted_at=1.0, nbytes=100)
     pull.ranks = tuple(
         SourceRank(1, RankRead(read_id, "p", LeaseName(0, 7), (), started_at=start), 1.0, 2.0)
         for read_id, start in enumerate(started_at)
@@ -53,9 +53,9 @@ def pull_of(*started_at):
 
 
 def test_a_pull_that_has_not_begun_has_only_waited():
-    assert pull_of(0.0, 0.0).timings_s(3.0) == {"queue": 2.0}
+    assert pull_of(0.0, 0.0).reading_s(3.0) == {"queue": 2.0}
 
 
 def test_a_pull_that_is_on_the_wire_has_no_fence_yet():
-    timings_s = pull_of(0.0, 2.5).timings_s(4.0)
+    timings_s = pull_of(0.0, 2.5).reading_s(4.0)
     assert timings_s == {"queue": 1.5, "bind": 0.0, "post": 0.0, "wire": 1.5, "scatter": 0.0, "fence": 0.0}

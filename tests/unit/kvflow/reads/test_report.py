@@ -7,8 +7,8 @@ import msgspec
 import pytest
 
 from kvflow.planning.pairs import UnitPairs
-from kvflow.reads import report as reports
-from kvflow.reads.contract import Part, ReadEnded
+from kvflow.reads import pulls
+from kvflow.reads.contract import LeaseName, Part, RankRead, ReadEnded
 from kvflow.report import PHASES, TransferReport
 
 
@@ -43,8 +43,9 @@ class Binding:
 def report_of(*ended, binding=None, nbytes=100):
     """Report a pull that was called at 0.5, submitted at 1.0 and completed at 9.0."""
     given = [Part(1, UnitPairs((1, 2), (3, 4)), binding or Binding())] if ended else []
-    how = {"transport": "cma", "plane": "nixl", "early": 2, "early_bytes": 30}
-    return reports.report_of("r", nbytes, given, ended, (0.5, 1.0, 9.0), **how)
+    reads = [RankRead(1, "p", LeaseName(0, 7), tuple(given))]
+    pull = pulls.Pull(1, "r", 0.5, submitted_at=1.0, reads=reads, nbytes=nbytes, early=2, early_bytes=30, ended=ended)
+    return pulls.report_of(pull, 9.0, "cma", "nixl")
 
 
 def test_a_report_says_what_was_given_and_how_it_was_read():
@@ -118,5 +119,5 @@ def test_a_report_that_is_not_computed_equals_its_copies():
 
 def test_a_large_report_keeps_no_lists_of_blocks():
     binding = Binding()
-    report_of(ReadEnded(0, "held"), binding=binding, nbytes=reports.KEPT_BYTES_MAX + 1)
+    report_of(ReadEnded(0, "held"), binding=binding, nbytes=pulls.KEPT_BYTES_MAX + 1)
     assert binding.asked == 1

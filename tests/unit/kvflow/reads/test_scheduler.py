@@ -7,9 +7,10 @@ from kvflow.config import Tuning
 from kvflow.errors import CapacityExceeded
 from kvflow.events import PullFailed, TransferQuiesced, TransferRetried
 from kvflow.planning.pairs import UnitPairs
+from kvflow.reads import scheduler as scheduling
 from kvflow.reads.contract import CancelReads, LeaseName, Outstanding, Part, RankRead, ReadEnded
-from kvflow.reads.pulls import EARLY_RETRY_S, EARLY_RETRY_S_MAX, Pull
-from kvflow.reads.scheduler import Delivered, Scheduler, StartReads
+from kvflow.reads.pulls import AWAITED, EARLY_RETRY_S, EARLY_RETRY_S_MAX, Pull
+from kvflow.reads.scheduler import Delivered, StartReads
 from tests.counting import calls_of
 
 EPOCH = 7
@@ -21,13 +22,26 @@ def read(peer="p", slot=0, **how):
     return RankRead(0, peer, LeaseName(slot, EPOCH), PARTS, **how)
 
 
+class Scheduler(scheduling.Scheduler):
+    """A scheduler with a book of every pull that there was."""
+
+    def __init__(self, budgets=BUDGETS, **how):
+        self.pulls = {}
+        super().__init__(self.pulls, budgets, **how)
+
+    def open_pulls(self):
+        return tuple(number for number, pull in self.pulls.items() if any(rank.state in AWAITED for rank in pull.ranks))
+
+
 def submit(scheduler, *reads, pull_id=1, now=0.0):
     """Open a pull of 50 bytes for each rank; return its reads."""
     reads = reads or (read(),)
     scheduler.require_room()
     for each in reads:
         each.read_id = next(scheduler.read_ids)
-    scheduler.submit(Pull(pull_id, f"request-{pull_id}", 50 * len(reads), now), reads)
+    pull = Pull(pull_id, f"request-{pull_id}", now, submitted_at=now, reads=reads, nbytes=50 * len(reads))
+    scheduler.pulls[pull_id] = pull
+    scheduler.submit(pull)
     return reads
 
 

@@ -318,7 +318,7 @@ async def test_what_nobody_listens_to_is_not_written():
     ending = OpenPulls(pool=None, clock=Clock(), wall=Clock(), report=reports, cancel=lambda _: None)
     call = ending.begin(None, "")
     call.route, call.submitted_at = Route((), (), "loopback", "loopback"), call.called_at
-    assert ending.complete(call, ()).nbytes == 0
+    assert ending.complete(call).nbytes == 0
     await asyncio.sleep(0)
     assert reports.events == []
 
