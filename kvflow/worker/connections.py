@@ -53,7 +53,7 @@ from kvflow.rendezvous.dialer import Link, Replaced, Restarted
 from kvflow.rendezvous.endpoint import Distrusted, Network, NotDialed
 from kvflow.rendezvous.publication import Advertisement
 from kvflow.validation import Name, Number
-from kvflow.worker.prepared import Peer
+from kvflow.worker.prepared import Source
 
 SAME_PLANE = "Set transport to 'auto', or to the same data plane, on both sides."
 NO_PLANE = (
@@ -128,7 +128,7 @@ class Connection:
     link: Link | None = None
     linked_at: float | None = None
     carrier: Carrier | None = None
-    peer: Peer | None = None
+    peer: Source | None = None
     error: KvflowError | None = None
     unusable: str = ""
     drop: tuple[str, str] | None = None
@@ -166,7 +166,7 @@ class Connection:
             await self.change()
         return self.link
 
-    async def require_peer(self) -> Peer:
+    async def require_peer(self) -> Source:
         """Wait until the peer can be read from, and return it; raise why it cannot."""
         while self.peer is None:
             if self.error is not None:

@@ -42,7 +42,7 @@ from kvflow.worker.connections import (
     Reachability,
     connection_error,
 )
-from kvflow.worker.prepared import Peer, PreparedTable, Route, SourceRank
+from kvflow.worker.prepared import PreparedTable, Route, Source, TicketRank
 
 logger = logging.getLogger("kvflow")
 
@@ -104,7 +104,7 @@ class PeerPool:
         self._routes: dict[_RouteKey, Route] = {}
         self.drops: Counter[str] = Counter()
 
-    async def connect(self, member: Member) -> Peer:
+    async def connect(self, member: Member) -> Source:
         """Return the peer that a ticket names; connect it first if necessary.
 
         Cancellation: safe; connecting goes on for other callers.
@@ -195,21 +195,21 @@ class PeerPool:
         transport = "+".join(dict.fromkeys(peer.carrier.name for peer in peers))
         plane = "+".join(dict.fromkeys(peer.carrier.plane for peer in peers))
         ranks = tuple((peer, at) for peer, (_, at) in zip(peers, found, strict=True))
-        sources = tuple(SourceRank(*ranks[share.member], share.groups) for share in shares)
+        sources = tuple(TicketRank(*ranks[share.member], share.groups) for share in shares)
         route = Route(ranks, sources, transport, plane)
         if len(self._routes) >= ROUTES_MAX:
             del self._routes[next(iter(self._routes))]
         self._routes[_route_key(ticket)] = route
         return route
 
-    async def _connect_or_blame(self, member: Member, blame: Callable[[Member], object]) -> Peer:
+    async def _connect_or_blame(self, member: Member, blame: Callable[[Member], object]) -> Source:
         try:
             return await self.connect(member)
         except BaseException:
             blame(member)
             raise
 
-    def _require_current(self, peer: Peer) -> None:
+    def _require_current(self, peer: Source) -> None:
         """Refuse a peer whose connection has ended: lists that are prepared for it now would be lost or stale."""
         peer_id = peer.link.peer
         if self.link(peer_id) is not peer.link or self._connections[peer_id].state == "dropped":
@@ -321,7 +321,7 @@ class PeerPool:
         finally:
             self._forget(connection, code, detail)
 
-    async def _attach(self, link: Link, connection: Connection) -> Peer:
+    async def _attach(self, link: Link, connection: Connection) -> Source:
         """Plan, and connect the transport."""
         theirs = link.advertisement
         address = await self._planes.address(link)
@@ -338,7 +338,7 @@ class PeerPool:
             message = f"connecting the transport to {link.peer} took longer than {budget_s} s"
             raise DeadlineExceeded(message, phase="handshake", peer=str(link.peer)) from None
         self._prepared.begin(link.peer)
-        return Peer(link, carrier)
+        return Source(link, carrier)
 
     def _note_failure(self, connection: Connection, error: Exception) -> None:
         """Note why a peer could not be connected."""
@@ -374,7 +374,7 @@ class PeerPool:
         self._report(PeerDropped(str(peer), code, detail))
         self._on_dropped(peer, code, detail)
 
-    def _connected(self, peer: Peer, handshake_s: float) -> PeerConnected:
+    def _connected(self, peer: Source, handshake_s: float) -> PeerConnected:
         link, carrier = peer.link, peer.carrier
         offset = link.clock_offset
         ahead_s, error_s = (None, None) if offset is None else (offset.ahead_s, offset.error_s)

@@ -40,7 +40,7 @@ A ticket normally names all ranks of its engine, so one or two are enough. The l
 
 
 @dataclass(slots=True, eq=False)
-class Peer:
+class Source:
     """A producer rank that can be read from.
 
     Attributes:
@@ -81,7 +81,7 @@ class RankShare(NamedTuple):
     groups: PreparedGroups
 
 
-class SourceRank(NamedTuple):
+class TicketRank(NamedTuple):
     """A rank of a ticket that is read from.
 
     Attributes:
@@ -90,7 +90,7 @@ class SourceRank(NamedTuple):
         groups: the prepared lists that read it.
     """
 
-    peer: Peer
+    peer: Source
     grant: int
     groups: PreparedGroups
 
@@ -105,8 +105,8 @@ class Route(NamedTuple):
         plane: the data planes of ``transport``.
     """
 
-    ranks: tuple[tuple[Peer, int], ...]
-    sources: tuple[SourceRank, ...]
+    ranks: tuple[tuple[Source, int], ...]
+    sources: tuple[TicketRank, ...]
     transport: str
     plane: str
 
@@ -175,7 +175,7 @@ class PreparedTable:
         """Accept lists of a peer that can be read from, until ``forget``."""
         self._prepared[peer] = {}
 
-    async def shares(self, peers: tuple[Peer, ...]) -> tuple[RankShare, ...]:
+    async def shares(self, peers: tuple[Source, ...]) -> tuple[RankShare, ...]:
         """Divide our cache among the ranks of one ticket, and prepare to read from those that are needed.
 
         Cancellation: safe. If everything is prepared, the call does not yield to the event loop.
@@ -216,7 +216,7 @@ class PreparedTable:
             raise DeadlineExceeded(message, phase="handshake") from None
 
     async def _divide(
-        self, key: tuple[PeerId, ...], peers: tuple[Peer, ...], prepared: Sequence[dict[Taken | None, PreparedGroups]]
+        self, key: tuple[PeerId, ...], peers: tuple[Source, ...], prepared: Sequence[dict[Taken | None, PreparedGroups]]
     ) -> list[_BoundShare]:
         async with self._dividing:
             if key in self._divisions:
@@ -296,7 +296,7 @@ class PreparedTable:
         return self._last_id, binding
 
 
-def parts_of(grant: Grant, peer: Peer, groups: PreparedGroups, targets: Sequence[Ids]) -> tuple[Part, ...]:
+def parts_of(grant: Grant, peer: Source, groups: PreparedGroups, targets: Sequence[Ids]) -> tuple[Part, ...]:
     """Pair our blocks with those of a ticket, group by group, and return the groups that are read.
 
     Args:

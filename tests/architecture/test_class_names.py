@@ -8,10 +8,8 @@ from pathlib import Path
 EXCUSED = {
     "Closed",
     "Devices",
-    "Peer",
     "Sent",
     "Side",
-    "SourceRank",
 }
 """Names that are still defined twice. Take a name out once one of its classes has another name."""
 

@@ -69,7 +69,7 @@ async def listening():
 
 @pytest.mark.parametrize("way", ["kvflow", "bare NIXL", "streams", "process_vm_readv"])
 async def test_each_way_of_reading_delivers_the_bytes_of_the_source(way):
-    running = source.Source("127.0.0.1")
+    running = source.WorkerSet("127.0.0.1")
     async with told(running) as process, open_session("each", process, SMALL) as session:
         there, here = running._caches["each"].backing.numpy(), session.cache.backing.numpy()
         there[:] = np.random.default_rng(0).integers(0, 256, len(there), np.uint8)
@@ -92,7 +92,7 @@ async def test_each_way_of_reading_delivers_the_bytes_of_the_source(way):
 
 
 async def test_pairs_of_reads_begin_with_kvflow_and_with_nixl_in_turn():
-    async with told(source.Source("127.0.0.1")) as process, open_session("pairs", process, SMALL) as session:
+    async with told(source.WorkerSet("127.0.0.1")) as process, open_session("pairs", process, SMALL) as session:
         order = []
         bare_read, pull_once = session.bare.read, session.pull
         session.bare.read = lambda *arguments: order.append("bare") or bare_read(*arguments)
@@ -105,7 +105,7 @@ async def test_pairs_of_reads_begin_with_kvflow_and_with_nixl_in_turn():
 
 
 async def test_another_pid_namespace_is_not_read_by_the_kernel():
-    async with told(source.Source("127.0.0.1")) as process, open_session("kernel", process, SMALL) as session:
+    async with told(source.WorkerSet("127.0.0.1")) as process, open_session("kernel", process, SMALL) as session:
         opened = msgspec.structs.replace(session.opened, pid_namespace="another machine")
         assert process_vm_readv(opened, session.cache, 1) is None
 
@@ -142,7 +142,7 @@ async def test_caches_lie_on_the_devices_that_are_named(monkeypatch):
         "build",
         lambda self: asked.append(self.device) or build(msgspec.structs.replace(self, device="cpu")),
     )
-    async with told(source.Source("127.0.0.1")) as process:
+    async with told(source.WorkerSet("127.0.0.1")) as process:
         process.devices = geometry.Devices(here="cuda:1", there="cuda:7")
         async with open_session("devices", process, SMALL) as session:
             assert session.streams is None

@@ -40,7 +40,7 @@ LEASE_S = 600.0
 LEASE_SLOTS = 1 << 14
 
 
-class Source:
+class WorkerSet:
     """Workers of this process, by name.
 
     Args:
@@ -97,7 +97,7 @@ class Source:
         return Opened(os.getpid(), pid_namespace(), encoded, agent_name, agent.metadata(), endpoint)
 
 
-async def serve(source: Source, read: Callable[[], Awaitable[bytes]], write: Callable[[bytes], object]) -> None:
+async def serve(source: WorkerSet, read: Callable[[], Awaitable[bytes]], write: Callable[[bytes], object]) -> None:
     """Answer requests until there are no more, then close all workers."""
     decoder, encoder = msgspec.json.Decoder(Request), msgspec.json.Encoder()
     async with aclosing(source):
@@ -113,7 +113,7 @@ async def serve_pipe() -> None:
         sys.stdout.buffer.write(line)
         sys.stdout.buffer.flush()
 
-    await serve(Source("127.0.0.1"), lambda: asyncio.to_thread(sys.stdin.buffer.readline), write)
+    await serve(WorkerSet("127.0.0.1"), lambda: asyncio.to_thread(sys.stdin.buffer.readline), write)
 
 
 async def serve_network(listen: str) -> None:
@@ -125,7 +125,7 @@ async def serve_network(listen: str) -> None:
         host = writer.get_extra_info("sockname")[0]
         try:
             async with one_client:
-                await serve(Source(host), reader.readline, writer.write)
+                await serve(WorkerSet(host), reader.readline, writer.write)
         finally:
             writer.close()
 

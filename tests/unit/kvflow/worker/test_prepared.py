@@ -12,7 +12,7 @@ from kvflow.layout.groups import Group
 from kvflow.leases.issuer import Issuer
 from kvflow.leases.tickets import RankAddress, block_ends
 from kvflow.planning.plan import plan_transfer
-from kvflow.worker.prepared import Peer, parts_of, require_content
+from kvflow.worker.prepared import Source, parts_of, require_content
 from tests.properties.caches import bindings
 
 from .helpers import SPECS, cache_of
@@ -42,7 +42,7 @@ def demanded(block_ids, num_tokens, *targets, source_groups=TWO_GROUPS, target_g
 
 def peer_of(member, manifest):
     """A rank that is connected, as far as this is about its cache."""
-    return Peer(SimpleNamespace(peer=member.peer, advertisement=SimpleNamespace(manifest=manifest, epochs=EPOCHS)))
+    return Source(SimpleNamespace(peer=member.peer, advertisement=SimpleNamespace(manifest=manifest, epochs=EPOCHS)))
 
 
 def test_each_group_is_paired_by_itself():
