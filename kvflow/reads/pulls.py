@@ -74,7 +74,7 @@ class SourceRank(Struct, eq=False, gc=False):
         asked_at: when the data plane got the read.
         deadline_check_at: when its deadlines are checked next.
         early_at: when its lease was first found not admitted; infinite before.
-        pause_s: the pause before its lease is checked again.
+        retries: how often it was read again because its lease was not admitted.
         unserved: whether the producer has refused blocks of a lease that it holds.
     """
 
@@ -84,7 +84,7 @@ class SourceRank(Struct, eq=False, gc=False):
     deadline_check_at: float
     state: RankState = "reading"
     early_at: float = math.inf
-    pause_s: float = EARLY_RETRY_S
+    retries: int = 0
     unserved: bool = False
 
     def move(self, event: RankEvent) -> None:

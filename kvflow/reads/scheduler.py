@@ -16,13 +16,14 @@ from typing import NamedTuple
 from msgspec import Struct
 from msgspec.structs import replace
 
+from handshake.rates import pause_s
 from kvflow.config import Tuning
 from kvflow.errors import CapacityExceeded, FailureCode
 from kvflow.events import PullFailed, TransferQuiesced, TransferRetried
 from kvflow.heaps import Heap
 from kvflow.ids import PeerId
 from kvflow.reads.contract import CancelReads, Phase, RankRead, ReadEnded
-from kvflow.reads.pulls import AWAITED, EARLY_RETRY_S_MAX, Pull, SourceRank
+from kvflow.reads.pulls import AWAITED, EARLY_RETRY_S, EARLY_RETRY_S_MAX, Pull, SourceRank
 
 PULLS_MAX = 65536
 """Most pulls that may be open at once."""
@@ -206,8 +207,8 @@ class Scheduler:
             return [StartReads((self._read_again(rank, now),))]
         pull.early_bytes += ended.nbytes
         rank.early_at = min(rank.early_at, now)  # one budget covers all waits for an admission
-        self._retries.put(rank, now + rank.pause_s)
-        rank.pause_s = min(EARLY_RETRY_S_MAX, 2 * rank.pause_s)
+        self._retries.put(rank, now + pause_s(rank.retries, EARLY_RETRY_S, EARLY_RETRY_S_MAX))
+        rank.retries += 1
         return [TransferRetried(pull.pull_id, pull.request_id, str(rank.read.peer))]
 
     def _read_again(self, rank: SourceRank, now: float) -> RankRead:

@@ -27,6 +27,7 @@ from typing import Literal, NoReturn
 
 from msgspec import Struct
 
+from handshake.rates import pause_s
 from kvflow import events
 from kvflow.clock import Clock
 from kvflow.errors import (
@@ -429,12 +430,6 @@ class Reachability:
         record.failed(peer, now, self._draw())
         if record.failures == FAILURES_MAX:
             self._report(BreakerOpened(endpoint, record.failures, record.retry_at - now))
-
-
-def pause_s(attempt: int, first_s: float, longest_s: float, chance: float) -> float:
-    """Return the seconds to wait after the failure of ``attempt`` (from 0): doubled each time, half of it random."""
-    doublings = min(max(attempt, 0), 32)
-    return float(min(longest_s, first_s * 2**doublings) * (0.5 + chance / 2))
 
 
 # --- which error a caller gets ---

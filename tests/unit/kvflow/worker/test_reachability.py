@@ -17,7 +17,6 @@ from kvflow.worker.connections import (
     TRIED_MAX,
     AddressRecord,
     Reachability,
-    pause_s,
 )
 
 from .helpers import Clock, Reports
@@ -268,8 +267,3 @@ def test_an_attempt_may_fail_after_the_others(opened):
     opened.failed("p", 1.0, 0.0)
     assert opened.broken
     assert opened.retry_at > 1.0
-
-
-def test_pauses_double_up_to_a_limit_and_half_of_each_is_random():
-    assert [pause_s(attempt, 1.0, 5.0, 0.0) for attempt in (-1, 0, 1, 2, 3, 10**6)] == [0.5, 0.5, 1.0, 2.0, 2.5, 2.5]
-    assert [pause_s(0, 1.0, 5.0, chance) for chance in (0.0, 0.5, 1.0)] == [0.5, 0.75, 1.0]
