@@ -16,10 +16,9 @@ from kvflow.layout.manifest import Manifest
 from kvflow.planning.pairs import Int64s
 from kvflow.planning.plan import plan_transfer
 from kvflow.report import TransferReport
-from kvflow.tools.bench.geometry import BLOCK_SIZE, HOST, Devices, Geometry
-from kvflow.tools.bench.result import Table
-from kvflow.tools.bench.sourcing import SourceProcess, open_source
-from kvflow.tools.bench.stats import median_ratio, summarize
+from kvflow.tools.bench.source import HOST, Devices, SourceProcess, open_source
+from kvflow.tools.bench.tables import Table, median_ratio, summarize
+from kvflow.tools.doctor.blocks import BLOCK_SIZE, Geometry
 from kvflow.worker.environment import PRODUCTION
 from kvflow.worker.runtime import open_worker
 from kvflow.worker.worker import Worker

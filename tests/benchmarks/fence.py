@@ -15,10 +15,9 @@ from msgspec import Struct
 
 from kvflow.config import WorkerConfig
 from kvflow.leases.tickets import Ticket
-from kvflow.tools.bench.geometry import BLOCK_SIZE, Geometry
-from kvflow.tools.bench.result import Table
-from kvflow.tools.bench.sourcing import open_source
-from kvflow.tools.bench.stats import median_ratio, summarize
+from kvflow.tools.bench.source import open_source
+from kvflow.tools.bench.tables import Table, median_ratio, summarize
+from kvflow.tools.doctor.blocks import BLOCK_SIZE, Geometry
 from kvflow.worker.environment import PRODUCTION, Environment
 from kvflow.worker.runtime import open_worker
 from kvflow.worker.worker import Worker

@@ -8,10 +8,9 @@ from contextlib import AsyncExitStack
 import numpy as np
 
 from kvflow.config import WorkerConfig
-from kvflow.tools.bench.geometry import BLOCK_SIZE, Geometry
-from kvflow.tools.bench.result import Table
-from kvflow.tools.bench.sourcing import SourceProcess, open_source
-from kvflow.tools.bench.stats import summarize
+from kvflow.tools.bench.source import SourceProcess, open_source
+from kvflow.tools.bench.tables import Table, summarize
+from kvflow.tools.doctor.blocks import BLOCK_SIZE, Geometry
 from kvflow.worker.runtime import open_worker
 from kvflow.worker.worker import Worker
 

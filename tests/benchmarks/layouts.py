@@ -12,11 +12,10 @@ import numpy as np
 from msgspec import Struct
 
 from kvflow.planning.pairs import Int64s
-from kvflow.tools.bench.geometry import HOST, Devices, Geometry
-from kvflow.tools.bench.result import Table
-from kvflow.tools.bench.session import Session, open_session
-from kvflow.tools.bench.sourcing import SourceProcess, open_source
-from kvflow.tools.bench.stats import median_ratio, summarize
+from kvflow.tools.bench.pull import Session, open_session
+from kvflow.tools.bench.source import HOST, Devices, SourceProcess, open_source
+from kvflow.tools.bench.tables import Table, median_ratio, summarize
+from kvflow.tools.doctor.blocks import Geometry
 
 LAYERS = 28
 HEAD_SIZE = 128

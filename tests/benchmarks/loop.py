@@ -6,11 +6,10 @@ from collections.abc import Awaitable, Callable
 
 import numpy as np
 
-from kvflow.tools.bench.geometry import Geometry
-from kvflow.tools.bench.result import Table
-from kvflow.tools.bench.session import Session, open_session
-from kvflow.tools.bench.sourcing import open_source
-from kvflow.tools.bench.stats import summarize
+from kvflow.tools.bench.pull import Session, open_session
+from kvflow.tools.bench.source import open_source
+from kvflow.tools.bench.tables import Table, summarize
+from kvflow.tools.doctor.blocks import Geometry
 
 TICK_S = 0.001
 GIB = 1 << 30

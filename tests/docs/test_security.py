@@ -12,7 +12,7 @@ from msgspec import Meta, Struct
 from msgspec import inspect as kinds
 
 import handshake.messages
-import kvflow.tools.bench.messages
+import kvflow.tools.bench.source
 import kvflow.tools.demo.messages
 from kvflow.leases.tickets import Grant
 from kvflow.reads.backend import Envelope
@@ -40,7 +40,7 @@ WIRE = {
         kvflow.tools.demo.messages.PromptRequest,
         kvflow.tools.demo.messages.OfferedPrompt,
     ],
-    "kvflow/tools/bench/source.py": [kvflow.tools.bench.messages.Request],
+    "kvflow/tools/bench/source.py": [kvflow.tools.bench.source.Request],
 }
 """Modules that read what others send -> what they read it as."""
 
@@ -56,7 +56,7 @@ UNPACKED = {
 NOT_UNPACKED = {
     "handshake/intake.py": "the kernel's counters of a socket",
     "handshake/sockets.py": "what ZeroMQ reports of our own sockets",
-    "kvflow/tools/bench/streams.py": "requests of a benchmark to the source that it has named",
+    "kvflow/tools/bench/ceilings.py": "requests of a benchmark to the source that it has named",
     "kvflow/leases/blocks.py": "counts of our own, and integers of a list, copied by Python itself",
     "kvflow/memory/device.py": "memory of this process",
 }
@@ -64,7 +64,6 @@ NOT_UNPACKED = {
 
 NOT_WIRE = {
     "kvflow/tools/bench/ceilings.py": "replies of a source that the benchmark has named",
-    "kvflow/tools/bench/sourcing.py": "likewise",
     "kvflow/tools/cli/explain.py": "flags",
     "kvflow/tools/cli/config.py": "files that the user names",
     "kvflow/tools/cli/layout.py": "flags",

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from kvflow.config import SECRET_VARIABLE
-from kvflow.tools.bench import geometry, pull, source
+from kvflow.tools.bench import pull, source
 from kvflow.tools.bench.ceilings import process_vm_readv
-from kvflow.tools.bench.geometry import Geometry
-from kvflow.tools.bench.result import Result, header
-from kvflow.tools.bench.session import open_session
-from kvflow.tools.bench.sourcing import SourceProcess
+from kvflow.tools.bench.pull import open_session
+from kvflow.tools.bench.source import SourceProcess
+from kvflow.tools.bench.tables import Result, header
+from kvflow.tools.doctor.blocks import Geometry
 from tests.benchmarks import descriptors
 from tests.ports import free_port
 
@@ -126,7 +126,7 @@ def test_a_variant_of_nixl_alone_is_enough(monkeypatch):
 
 async def test_what_copies_host_memory_is_not_compared_with_devices(monkeypatch):
     monkeypatch.setattr(pull, "SIZES", (4 << 10,))
-    monkeypatch.setattr(geometry.Devices, "in_host_memory", False)  # as of a GPU; the bytes stay where they are
+    monkeypatch.setattr(source.Devices, "in_host_memory", False)  # as of a GPU; the bytes stay where they are
     speed, _ = await pull.run(5, 0, lambda _: None)
     (row,) = speed.rows
     shown = dict(zip(speed.columns, row, strict=True))
@@ -136,14 +136,14 @@ async def test_what_copies_host_memory_is_not_compared_with_devices(monkeypatch)
 
 async def test_caches_lie_on_the_devices_that_are_named(monkeypatch):
     asked = []
-    build = geometry.Geometry.build
+    build = Geometry.build
     monkeypatch.setattr(
-        geometry.Geometry,
+        Geometry,
         "build",
         lambda self: asked.append(self.device) or build(msgspec.structs.replace(self, device="cpu")),
     )
     async with told(source.WorkerSet("127.0.0.1")) as process:
-        process.devices = geometry.Devices(here="cuda:1", there="cuda:7")
+        process.devices = source.Devices(here="cuda:1", there="cuda:7")
         async with open_session("devices", process, SMALL) as session:
             assert session.streams is None
     assert asked == ["cuda:7", "cuda:1"]

@@ -7,9 +7,8 @@ import msgspec
 import pytest
 
 from kvflow.errors import PeerLost
-from kvflow.tools.bench.geometry import Geometry
-from kvflow.tools.bench.messages import OfferBlocks, OpenCache, Request
-from kvflow.tools.bench.sourcing import SourceProcess
+from kvflow.tools.bench.source import OfferBlocks, OpenCache, Request, SourceProcess
+from kvflow.tools.doctor.blocks import Geometry
 
 GEOMETRY = Geometry(layers=1, num_kv_heads=1, head_size=32, num_blocks=16, layout="BLHNC", kv="content")
 

@@ -11,10 +11,8 @@ from kvflow.config import KEY_VARIABLE, SECRET_VARIABLE
 from kvflow.errors import ProtocolViolation
 from kvflow.rendezvous.issuer import draw_pair
 from kvflow.rendezvous.visitor import open_visit
-from kvflow.tools.doctor import between, probe
-from kvflow.tools.doctor import listening as module
-from kvflow.tools.doctor.listening import build_cache, listening
-from kvflow.tools.doctor.reading import read_probe
+from kvflow.tools.doctor import blocks, path, probe
+from kvflow.tools.doctor.blocks import build_cache, listening, read_probe
 from kvflow.worker.environment import PRODUCTION
 from kvflow.worker.runtime import open_worker
 from kvflow.worker.snapshot import decode_inspection
@@ -46,13 +44,13 @@ def config(**settings):
 
 
 def target(endpoint, **how):
-    return between.Target(**{"endpoint": endpoint, "config": config(), "transport": "tcp"} | how)
+    return path.Target(**{"endpoint": endpoint, "config": config(), "transport": "tcp"} | how)
 
 
 async def examined(endpoint, **how):
     """Examine a worker, and return what is found, by code or else by subject."""
     async with asyncio.timeout(PATIENCE_S):
-        found = [finding async for finding in between.examine(target(endpoint, **how))]
+        found = [finding async for finding in path.examine(target(endpoint, **how))]
     return {finding.code or finding.subject: finding for finding in found}
 
 
@@ -148,7 +146,7 @@ async def test_a_byte_that_differs_is_counted(monkeypatch):
         caches.append(build_cache(*arguments))
         return caches[-1]
 
-    monkeypatch.setattr(module, "build_cache", build)
+    monkeypatch.setattr(blocks, "build_cache", build)
     async with offering() as worker:
         caches[0].backing[5] ^= 1
         figures = await read_probe(worker.endpoint, config())
@@ -193,7 +191,7 @@ FIGURES = probe.ReadFigures(
 
 
 def reasons(figures=FIGURES, **offered):
-    return [each.text for each in between.why_tcp(figures, replace(OFFER, **offered))]
+    return [each.text for each in path.why_tcp(figures, replace(OFFER, **offered))]
 
 
 def facts(**changes):
@@ -224,14 +222,14 @@ def test_the_reason_for_tcp_is_found(figures, offered, words):
 
 def test_no_reason_is_invented():
     assert reasons() == []
-    (carrier, *_) = between.judged(FIGURES, OFFER)
+    (carrier, *_) = path.judged(FIGURES, OFFER)
     assert "no reason was found" in carrier.evidence
-    (carrier, *_) = between.judged(FIGURES, OFFER, "UCX_PROTO_ENABLE is 'n' here")
+    (carrier, *_) = path.judged(FIGURES, OFFER, "UCX_PROTO_ENABLE is 'n' here")
     assert "NIXL says: UCX_PROTO_ENABLE is 'n' here" in carrier.evidence
 
 
 def codes(figures, offer=OFFER):
-    return {finding.code or finding.subject: finding for finding in between.judged(figures, offer)}
+    return {finding.code or finding.subject: finding for finding in path.judged(figures, offer)}
 
 
 def test_two_hosts_without_network_cards_are_as_fast_as_they_can():

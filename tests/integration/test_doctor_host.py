@@ -7,15 +7,15 @@ import sys
 
 import pytest
 
-from kvflow.tools.doctor import machine
-from kvflow.tools.doctor.findings import Finding
+from kvflow.tools.doctor import facts
+from kvflow.tools.doctor.codes import Finding
 
 LIMITED = """
 import json, resource, sys
 import msgspec
 resource.setrlimit(getattr(resource, sys.argv[1]), (int(sys.argv[2]),) * 2)
-from kvflow.tools.doctor import machine
-print(msgspec.json.encode(list(machine.examine())).decode())
+from kvflow.tools.doctor import facts
+print(msgspec.json.encode(list(facts.examine_machine())).decode())
 """
 
 
@@ -49,7 +49,7 @@ def test_another_pid_namespace_is_noticed():
         pytest.skip("namespaces cannot be made here")
     found = in_a_child("RLIMIT_CORE", 0, before)["PID namespace"]
     assert (found.code, found.status) == ("", "note")
-    assert machine.HOST_PID_NAMESPACE not in found.evidence
+    assert facts.HOST_PID_NAMESPACE not in found.evidence
     assert "shared memory" in found.evidence
 
 

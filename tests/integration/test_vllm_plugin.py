@@ -33,7 +33,7 @@ def test_registering_without_vllm_says_so_and_goes_on(caplog):
     [
         "import kvflow",
         "import kvflow.integrations.vllm",
-        "import kvflow.integrations.vllm.plugin, kvflow.integrations.vllm.alias",
+        "import kvflow.integrations.vllm, kvflow.integrations.vllm.alias",
         "from kvflow.tools.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass",
     ],
     ids=["package", "plugin", "former paths", "command"],

@@ -1,4 +1,4 @@
-"""The source process: ``python -m kvflow.tools.bench.source``. It opens workers and offers blocks on command.
+"""The source process, ``python -m kvflow.tools.bench.source``, and its handle: it offers blocks on command.
 
 Commands arrive on standard input, or with ``--listen HOST:PORT`` from one client after another. The source trusts its
 clients: listen on a private network only.
@@ -9,30 +9,66 @@ import asyncio
 import os
 import secrets
 import sys
-from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack, aclosing
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import uvloop
-from msgspec import Struct
+from msgspec import Meta, Struct
+from msgspec.structs import replace
 
-from kvflow.config import Tuning, WorkerConfig
+from kvflow.config import SECRET_VARIABLE, Tuning, WorkerConfig
+from kvflow.errors import PeerLost
+from kvflow.leases.tickets import Ticket
 from kvflow.memory.cache import KVCache
 from kvflow.reads.nixl.binding import Agent, load_binding
-from kvflow.tools.bench.ceilings import enter_device, pid_namespace
-from kvflow.tools.bench.messages import (
-    LINE_BYTES_MAX,
-    CloseCaches,
-    Closed,
-    OfferBlocks,
-    Offered,
-    OpenCache,
-    Opened,
-    Request,
-)
-from kvflow.tools.bench.streams import StreamSource
+from kvflow.tools.bench.ceilings import Opened, StreamSource, enter_device, pid_namespace
+from kvflow.tools.doctor.blocks import Geometry
 from kvflow.worker.runtime import open_worker
 from kvflow.worker.worker import Worker
+
+LINE_BYTES_MAX = 256 << 20
+"""A thousand tickets of a thousand blocks each, as JSON."""
+
+
+Name = Annotated[str, Meta(min_length=1, max_length=256)]
+BlockId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
+BlockIds = Annotated[list[BlockId], Meta(max_length=1 << 20)]
+
+
+class OpenCache(Struct, frozen=True, tag="open"):
+    """Open one more worker with a cache."""
+
+    name: Name
+    geometry: Geometry
+
+
+class OfferBlocks(Struct, frozen=True, tag="offer"):
+    """Offer the same blocks of one worker several times."""
+
+    name: Name
+    block_ids: Annotated[list[BlockIds], Meta(max_length=256)]
+    num_tokens: Annotated[int, Meta(ge=1, le=1 << 40)]
+    count: Annotated[int, Meta(ge=1, le=1 << 14)]
+
+
+class CloseCaches(Struct, frozen=True, tag="close"):
+    """Close all workers."""
+
+
+class Offered(Struct, frozen=True):
+    """Tickets, as a router would carry them."""
+
+    params: list[dict[str, Any]]
+
+
+class Closed(Struct, frozen=True):
+    """All workers are closed."""
+
+
+Request = OpenCache | OfferBlocks | CloseCaches
+
 
 LEASE_S = 600.0
 """Longer than any benchmark: a lease that runs out would measure something else."""
@@ -132,6 +168,111 @@ async def serve_network(listen: str) -> None:
     host, port = listen.rsplit(":", 1)
     async with await asyncio.start_server(on_connection, host, int(port), limit=LINE_BYTES_MAX) as server:
         await server.serve_forever()
+
+
+class Devices(Struct, frozen=True, kw_only=True):
+    """The devices that the caches of a benchmark lie on, by torch's names.
+
+    Attributes:
+        here: of the process that reads.
+        there: of the source process.
+    """
+
+    here: str = "cpu"
+    there: str = "cpu"
+
+    @property
+    def in_host_memory(self) -> bool:
+        """Whether both caches lie in host memory, so that sockets and the kernel may copy them."""
+        return self.here == self.there == "cpu"
+
+    @property
+    def alike(self) -> bool:
+        """Whether both caches lie in host memory, or both on a device: only then reads are staged."""
+        return (self.here == "cpu") == (self.there == "cpu")
+
+
+HOST = Devices()
+
+
+R = TypeVar("R", Opened, Offered, Closed)
+
+
+class SourceProcess:
+    """Ask a source process for caches and tickets.
+
+    Attributes:
+        devices: that the caches of a benchmark lie on.
+    """
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, devices: Devices = HOST) -> None:
+        self._reader = reader
+        self._writer = writer
+        self.devices = devices
+
+    async def open(self, name: str, geometry: Geometry) -> Opened:
+        """Open a worker there."""
+        return await self._ask(OpenCache(name, replace(geometry, device=self.devices.there)), Opened)
+
+    async def offer(self, name: str, block_ids: list[list[int]], *, num_tokens: int, count: int = 1) -> list[Ticket]:
+        """Have the same blocks offered ``count`` times."""
+        reply = await self._ask(OfferBlocks(name, block_ids, num_tokens, count), Offered)
+        return [Ticket.from_params(params) for params in reply.params]
+
+    async def close_caches(self) -> None:
+        """Close all workers there and free their memory."""
+        await self._ask(CloseCaches(), Closed)
+
+    async def _ask(self, request: Struct, reply: type[R]) -> R:
+        try:
+            self._writer.write(msgspec.json.encode(request) + b"\n")
+            await self._writer.drain()
+            line = await self._reader.readline()
+        except ConnectionError:  # it ended before it had read the request
+            line = b""
+        if not line.endswith(b"\n"):
+            name = type(request).__name__
+            remedy = "Read what the source process itself has printed."
+            raise PeerLost(f"the source process ended before it had answered {name}", peer="source", remedy=remedy)
+        return msgspec.json.decode(line, type=reply)
+
+
+@asynccontextmanager
+async def open_source(address: str | None = None, devices: Devices = HOST) -> AsyncIterator[SourceProcess]:
+    """Start a source process that shares our cluster secret; end it on leaving.
+
+    Args:
+        address: ``host:port`` of one that runs already, with our cluster secret. It is not ended.
+        devices: that the caches lie on.
+
+    Raises:
+        OSError: nothing listens there.
+        PeerLost: it ended before it had answered.
+    """
+    if address is not None:
+        host, port = address.rsplit(":", 1)
+        reader, writer = await asyncio.open_connection(host, int(port), limit=LINE_BYTES_MAX)
+        try:
+            yield SourceProcess(reader, writer, devices)
+        finally:
+            writer.close()
+        return
+    os.environ.setdefault(SECRET_VARIABLE, secrets.token_hex(32))
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "kvflow.tools.bench.source",
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        limit=LINE_BYTES_MAX,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        yield SourceProcess(process.stdout, process.stdin, devices)
+    finally:
+        process.stdin.close()
+        await process.wait()
 
 
 def main() -> None:

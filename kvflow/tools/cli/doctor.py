@@ -26,7 +26,7 @@ from kvflow.tools.cli.arguments import (
     server,
 )
 from kvflow.tools.doctor.addresses import own_address
-from kvflow.tools.doctor.findings import Finding, exit_status, ok, summarized
+from kvflow.tools.doctor.codes import Finding, exit_status, ok, summarized
 from kvflow.tools.trace.text import printable
 
 if TYPE_CHECKING:
@@ -172,9 +172,9 @@ def _examined(options: argparse.Namespace) -> AsyncIterator[Finding]:
         )
     if options.endpoint is None:
         return _alone(options)
-    from kvflow.tools.doctor import between  # noqa: PLC0415
+    from kvflow.tools.doctor import path  # noqa: PLC0415
 
-    target = between.Target(
+    target = path.Target(
         endpoint=options.endpoint,
         config=member_config(options.key),
         key=options.key or "",
@@ -182,15 +182,15 @@ def _examined(options: argparse.Namespace) -> AsyncIterator[Finding]:
         device=options.device,
     )
     target.config.check()  # with a wrong secret of ours, nothing that follows would mean anything
-    return between.examine(target)
+    return path.examine(target)
 
 
 async def _alone(options: argparse.Namespace) -> AsyncIterator[Finding]:
-    from kvflow.tools.doctor import alone  # noqa: PLC0415
+    from kvflow.tools.doctor import host  # noqa: PLC0415
 
     for finding in check_settings():
         yield finding
-    async for finding in alone.examine(bind=options.bind, advertise=options.advertise, device=options.device):
+    async for finding in host.examine(bind=options.bind, advertise=options.advertise, device=options.device):
         yield finding
 
 
@@ -230,7 +230,7 @@ def line_of(finding: Finding) -> str:
 
 
 async def _listen(options: argparse.Namespace) -> int:
-    from kvflow.tools.doctor.listening import listening  # noqa: PLC0415 - loads torch
+    from kvflow.tools.doctor.blocks import listening  # noqa: PLC0415 - loads torch
 
     ended = asyncio.Event()
     for each in (signal.SIGINT, signal.SIGTERM):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvflow.config import WILDCARD_HOSTS, is_loopback
 from kvflow.integrations.vllm.settings import is_here
-from kvflow.tools.doctor.findings import Finding, found, note, ok
+from kvflow.tools.doctor.codes import Finding, found, note, ok
 
 CONNECT_S = 3.0
 """A host in reach accepts or refuses within milliseconds. One that answers nothing has had two tries by then."""

@@ -91,7 +91,7 @@ def _list_devices() -> Devices:
 
 
 async def _listen(task: Listen, answer: Callable[[Answer], None]) -> None:
-    from kvflow.tools.doctor.listening import listening  # noqa: PLC0415 - loads torch
+    from kvflow.tools.doctor.blocks import listening  # noqa: PLC0415 - loads torch
 
     config = WorkerConfig(engine_id="doctor", bind="tcp://127.0.0.1:0", transport=task.transport)
     async with listening(config, device=task.device) as worker:
@@ -100,7 +100,7 @@ async def _listen(task: Listen, answer: Callable[[Answer], None]) -> None:
 
 
 async def _read(task: Read) -> ReadResult:
-    from kvflow.tools.doctor.reading import read_probe  # noqa: PLC0415 - loads torch
+    from kvflow.tools.doctor.blocks import read_probe  # noqa: PLC0415 - loads torch
 
     keys = (task.key,) if task.key else () if os.environ.get(KEY_VARIABLE) else None
     config = WorkerConfig(

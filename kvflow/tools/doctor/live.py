@@ -15,9 +15,18 @@ import msgspec
 from msgspec import Raw, Struct
 
 from kvflow.clock import monotonic
-from kvflow.tools.doctor.counters import Counted, read_counters
-from kvflow.tools.doctor.findings import Finding, found, note, ok
-from kvflow.tools.doctor.hops import Answer, Probe, Sent, Side, direct_findings, router_findings, subject_of
+from kvflow.tools.doctor.codes import Finding, found, note, ok
+from kvflow.tools.doctor.hops import (
+    Answer,
+    Counted,
+    Probe,
+    Sent,
+    Side,
+    direct_findings,
+    read_counters,
+    router_findings,
+    subject_of,
+)
 from kvflow.tools.proxy.completions import OFFER, PARAMS, read_params
 from kvflow.tools.trace.text import printable
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvflow.tools.doctor.counters import KEYS_MAX, NUMBER_MAX, SERIES_MAX, read_counters
+from kvflow.tools.doctor.hops import KEYS_MAX, NUMBER_MAX, SERIES_MAX, read_counters
 
 LINES = [
     "# TYPE vllm:kvflow_failed_transfers_total counter",

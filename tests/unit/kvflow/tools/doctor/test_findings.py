@@ -6,8 +6,7 @@ import pytest
 
 from kvflow.errors import AuthenticationFailed, FailureCode
 from kvflow.tools.cli.doctor import line_of
-from kvflow.tools.doctor.codes import CODES
-from kvflow.tools.doctor.findings import Finding, exit_status, failure, found, ok, summarized
+from kvflow.tools.doctor.codes import CODES, Finding, exit_status, failure, found, ok, summarized
 
 
 def of(*statuses):

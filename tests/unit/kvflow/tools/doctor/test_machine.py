@@ -4,12 +4,12 @@ import resource
 
 import pytest
 
-from kvflow.tools.doctor import machine
+from kvflow.tools.doctor import facts
 
 
 def examined(root):
     """Return what is found on a host with these files, by subject."""
-    return {finding.subject: finding for finding in machine.examine(root)}
+    return {finding.subject: finding for finding in facts.examine_machine(root)}
 
 
 def write(root, files):
@@ -21,7 +21,7 @@ def write(root, files):
 
 
 def test_this_host_is_examined():
-    findings = examined(machine.ROOT)
+    findings = examined(facts.ROOT)
     assert {"memlock", "open files", "shared memory", "clock", "PID namespace", "RDMA", "huge pages"} <= set(findings)
     assert all(finding.evidence for finding in findings.values())
 
@@ -66,7 +66,7 @@ def test_network_cards_that_a_container_hides_are_noticed(tmp_path):
 )
 def test_cards_that_do_not_reach_the_memory_of_gpus_are_noticed(tmp_path, files, code):
     write(tmp_path, {"sys/class/infiniband/mlx5_0/ports/1/state": "4: ACTIVE\n", "dev/nvidia0": "", **files})
-    assert machine.has_gpu(tmp_path)
+    assert facts.has_gpu(tmp_path)
     assert examined(tmp_path)["peer memory"].code == code
 
 
@@ -83,7 +83,7 @@ def test_huge_pages_are_told_by_the_setting_of_the_kernel(tmp_path, setting, wor
 
 
 def test_sizes_are_readable():
-    assert [machine._size(each) for each in (100, 64 << 10, 8 << 20, 3 << 29)] == [
+    assert [facts._size(each) for each in (100, 64 << 10, 8 << 20, 3 << 29)] == [
         "100 bytes",
         "64 KiB",
         "8 MiB",

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvflow.tools.doctor import software
+from kvflow.tools.doctor import facts
 
 
 def by_subject(**how):
-    return {finding.subject: finding for finding in software.examine(**{"on_gpu": False} | how)}
+    return {finding.subject: finding for finding in facts.examine_software(**{"on_gpu": False} | how)}
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_bounds_are_those_of_the_package_and_of_the_constraints(repository):
     pinned = dict(
         line.split("==") for line in (repository / "constraints.txt").read_text().splitlines() if "==" in line
     )
-    assert {name: (least[name], pinned[name]) for name in least} == software.PACKAGES
+    assert {name: (least[name], pinned[name]) for name in least} == facts.PACKAGES
 
 
 @pytest.mark.parametrize(
@@ -59,28 +59,28 @@ def test_bounds_are_those_of_the_package_and_of_the_constraints(repository):
 )
 def test_the_release_of_a_package_is_judged(installed, release, code):
     installed(msgspec=release)
-    found = software.check_package("msgspec", *software.PACKAGES["msgspec"])
+    found = facts.check_package("msgspec", *facts.PACKAGES["msgspec"])
     assert found.code == code
     assert bool(found.remedy) == bool(code)
 
 
 def test_a_missing_nixl_is_noticed(installed, monkeypatch):
-    installed(**dict.fromkeys(software.VARIANTS))
-    monkeypatch.setattr(software, "_is_there", lambda _: False)
+    installed(**dict.fromkeys(facts.VARIANTS))
+    monkeypatch.setattr(facts, "_is_there", lambda _: False)
     found = by_subject()["NIXL"]
     assert (found.code, found.status) == ("nixl_missing", "warning")
 
 
 def test_a_nixl_without_its_variant_is_noticed(installed, monkeypatch):
-    installed(**{**dict.fromkeys(software.VARIANTS), "nixl": "1.5.1"})
-    monkeypatch.setattr(software, "_is_there", lambda name: name == "nixl")
+    installed(**{**dict.fromkeys(facts.VARIANTS), "nixl": "1.5.1"})
+    monkeypatch.setattr(facts, "_is_there", lambda name: name == "nixl")
     found = by_subject()["NIXL"]
     assert found.code == "nixl_missing"
     assert "without the variant" in found.evidence
 
 
 def test_an_old_nixl_is_noticed(installed):
-    installed(**{**dict.fromkeys(software.VARIANTS), "nixl-cu12": "1.4.0"})
+    installed(**{**dict.fromkeys(facts.VARIANTS), "nixl-cu12": "1.4.0"})
     assert by_subject()["NIXL"].code == "release_unsupported"
 
 
@@ -110,7 +110,7 @@ def test_vllm_and_its_plugin_are_judged(installed, monkeypatch, case):
     assert by_subject()["vLLM"].code == code
 
 
-@pytest.mark.parametrize("name", software.ALLOCATOR_VARIABLES)
+@pytest.mark.parametrize("name", facts.ALLOCATOR_VARIABLES)
 @pytest.mark.parametrize(("on_gpu", "status"), [(True, "failed"), (False, "warning")])
 def test_expandable_segments_are_noticed(monkeypatch, name, on_gpu, status):
     monkeypatch.setenv(name, "max_split_size_mb:512,expandable_segments:True")

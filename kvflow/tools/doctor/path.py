@@ -15,7 +15,7 @@ from kvflow.rendezvous.visitor import Visit, open_visit
 from kvflow.reprs import quoted
 from kvflow.tools.doctor import children, probe
 from kvflow.tools.doctor.addresses import accepts, dial, split
-from kvflow.tools.doctor.findings import Finding, failure, found, note, ok
+from kvflow.tools.doctor.codes import Finding, failure, found, note, ok
 from kvflow.version import __version__
 from kvflow.worker.snapshot import decode_inspection
 

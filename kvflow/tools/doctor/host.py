@@ -16,9 +16,9 @@ from kvflow.config import (
 from kvflow.errors import ConfigInvalid, KvflowError
 from kvflow.reads.reach import PREFIXES, network_cards
 from kvflow.rendezvous.visitor import open_visit
-from kvflow.tools.doctor import addresses, children, machine, probe, software
-from kvflow.tools.doctor.between import figures_of, latency, rate, unread, why_tcp, without_ucx
-from kvflow.tools.doctor.findings import Finding, found, note, ok
+from kvflow.tools.doctor import addresses, children, facts, probe
+from kvflow.tools.doctor.codes import Finding, found, note, ok
+from kvflow.tools.doctor.path import figures_of, latency, rate, unread, why_tcp, without_ucx
 from kvflow.worker.snapshot import decode_inspection
 
 RESTRICTING = ("UCX_TLS", "UCX_NET_DEVICES")
@@ -33,12 +33,12 @@ async def examine(*, bind: str | None, advertise: str | None, device: str = "cpu
         advertise: host, or ``HOST:PORT``, as peers would reach it; None is not examined.
         device: that a cache would lie on.
     """
-    on_gpu = device != "cpu" or machine.has_gpu()
-    for finding in software.examine(on_gpu=on_gpu):
+    on_gpu = device != "cpu" or facts.has_gpu()
+    for finding in facts.examine_software(on_gpu=on_gpu):
         yield finding
     for finding in check_secret():
         yield finding
-    for finding in machine.examine():
+    for finding in facts.examine_machine():
         yield finding
     for finding in await asyncio.to_thread(lambda: list(addresses.examine(bind, advertise))):
         yield finding
